@@ -1,0 +1,1 @@
+"""Benchmarks, one file per question; run them through `launch.sh`."""

@@ -1,0 +1,59 @@
+"""How fast all ranks get everybody's part (all-gather), next to NCCL.
+
+    GPUS=4 bash launch.sh benchmark/all_gather.py
+    GPUS=4 bash launch.sh benchmark/all_gather.py --blocks 8,16,32 --engine ldst,bulk --sizes 64M
+
+Size is that of the output, in bytes per rank. Without a GPU the simulator runs the same kernel, without NCCL.
+"""
+
+from benchmark.common.collectives import Problem, parse, run
+
+
+class Gather(Problem):
+    def __init__(self, size: int):
+        import torch
+
+        import tilescale_net as tsn
+
+        self._n, self._rank = tsn.size(), tsn.rank()
+        self._part = max(16, size // self._n // 16 * 16)
+        self.nbytes = self._part * self._n
+        self._x = tsn.empty(self._part, torch.uint8)
+        self._out = tsn.empty((self._n, self._part), torch.uint8)
+
+    def _data(self, seed: int, rank: int):
+        from benchmark.common.verify import random_bytes
+
+        return random_bytes(self._part, seed + rank, self._x.device)
+
+    def fill(self, seed):
+        self._x.copy_(self._data(seed, self._rank))
+        self._out.fill_(0xA5)
+
+    def ours(self, geometry):
+        from kernels.all_gather import AllGather
+
+        op = AllGather(**geometry)
+        return lambda: op(self._out, self._x), op.free
+
+    def nccl(self, group):
+        import torch.distributed as dist
+
+        return lambda: dist.all_gather_into_tensor(self._out.view(-1), self._x, group=group)
+
+    def difference(self, seed):
+        for rank in range(self._n):
+            wrong = int((self._out[rank] != self._data(seed, rank)).sum())
+            if wrong:
+                return f"{wrong} of {self._part} bytes from rank {rank} are wrong"
+        return None
+
+    def free(self):
+        import tilescale_net as tsn
+
+        tsn.free(self._x)
+        tsn.free(self._out)
+
+
+if __name__ == "__main__":
+    run("all_gather", parse(__doc__.splitlines()[0]), Gather)

@@ -1,0 +1,60 @@
+"""What every benchmark shares: arguments, tables, JSON, plots, comparison with an earlier run, timing.
+
+A benchmark has this shape:
+
+    parser = BenchmarkParser("What it measures", repeat=20, warmup=5, sizes="2K..4M")
+    parser.add_argument("--threads", type=positive_int, default=128)
+    args = parser.parse_args()                      # wrong arguments: one message from rank 0, exit code 2
+
+    report = Report("my_benchmark", args)           # prints nothing yet; silent on all ranks but 0
+    table = report.table(
+        "bandwidth",
+        keys=[Column("bytes", "Size (Bytes)", ",d")],
+        columns=[Column("push", "Push (GB/s)", ".2f", better="higher")],
+    )
+    for size in report.progress(args.sizes, "sizes"):
+        samples = ...                               # one figure per repetition
+        table.add({"bytes": size, "push": median(samples)}, samples={"push": samples})
+    report.finish()                                 # environment header, tables, --json, --plot
+"""
+
+from benchmark.common.arguments import (
+    BenchmarkParser,
+    byte_count,
+    int_list,
+    non_negative_int,
+    one_of,
+    positive_float,
+    positive_int,
+    size_list,
+)
+from benchmark.common.environment import environment
+from benchmark.common.ranks import is_rank_zero, rank, world_size
+from benchmark.common.report import Report
+from benchmark.common.sizes import format_bytes, parse_bytes, parse_sizes
+from benchmark.common.statistics import median, spread, summary
+from benchmark.common.table import Column, Table
+
+__all__ = [
+    "BenchmarkParser",
+    "Column",
+    "Report",
+    "Table",
+    "byte_count",
+    "environment",
+    "format_bytes",
+    "int_list",
+    "is_rank_zero",
+    "median",
+    "non_negative_int",
+    "one_of",
+    "parse_bytes",
+    "parse_sizes",
+    "positive_float",
+    "positive_int",
+    "rank",
+    "size_list",
+    "spread",
+    "summary",
+    "world_size",
+]

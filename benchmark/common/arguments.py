@@ -1,0 +1,151 @@
+"""Command-line arguments: the flags that every benchmark has, and types whose errors say what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from benchmark.common import baseline
+from benchmark.common.ranks import is_rank_zero
+from benchmark.common.sizes import parse_bytes, parse_sizes
+
+
+def _number(text: str, kind: type, minimum: float, strict: bool, description: str):
+    try:
+        value = kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {description}") from None
+    if value < minimum or (strict and value == minimum) or value != value or value == float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not {description}")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """argparse type: a whole number of 1 or more."""
+    return _number(text, int, 1, False, "a whole number of 1 or more")
+
+
+def non_negative_int(text: str) -> int:
+    """argparse type: a whole number of 0 or more."""
+    return _number(text, int, 0, False, "a whole number of 0 or more")
+
+
+def positive_float(text: str) -> float:
+    """argparse type: a finite number above 0."""
+    return _number(text, float, 0, True, "a number above 0")
+
+
+def int_list(minimum: int, maximum: int) -> Callable[[str], list[int]]:
+    """argparse type: a comma-separated list of whole numbers within [minimum, maximum]."""
+
+    def parse(text: str) -> list[int]:
+        try:
+            values = [int(part) for part in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 1,2,4") from None
+        for value in values:
+            if not minimum <= value <= maximum:
+                raise argparse.ArgumentTypeError(f"{value} is not within {minimum} and {maximum}")
+        return values
+
+    return parse
+
+
+def byte_count(text: str) -> int:
+    """argparse type: one size in bytes, such as 64K."""
+    try:
+        value = parse_bytes(text)
+    except ValueError as err:
+        raise argparse.ArgumentTypeError(str(err)) from None
+    if value == 0:
+        raise argparse.ArgumentTypeError("a size of zero bytes; the smallest size is 1")
+    return value
+
+
+def one_of(*choices: str) -> Callable[[str], list[str]]:
+    """argparse type: a comma-separated list of `choices`; `all` means every one of them."""
+
+    def parse(text: str) -> list[str]:
+        if text == "all":
+            return list(choices)
+        picked = text.split(",")
+        for item in picked:
+            if item not in choices:
+                raise argparse.ArgumentTypeError(f"{item!r} is not one of {', '.join(choices)}, all")
+        return picked
+
+    return parse
+
+
+def size_list(text: str) -> list[int]:
+    """argparse type: see `parse_sizes`."""
+    try:
+        return parse_sizes(text)
+    except ValueError as err:
+        raise argparse.ArgumentTypeError(str(err)) from None
+
+
+def writable_file(text: str) -> str:
+    """argparse type: a file that can be created; checked before the run, not after it."""
+    folder = os.path.dirname(os.path.abspath(text))
+    if os.path.isdir(text) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written; its folder must exist and be writable")
+    return text
+
+
+def _baseline(text: str) -> dict:
+    try:
+        return baseline.load(text)
+    except ValueError as err:
+        raise argparse.ArgumentTypeError(str(err)) from None
+
+
+class BenchmarkParser(argparse.ArgumentParser):
+    """An ArgumentParser with the flags that every benchmark has; only rank 0 prints, wrong arguments exit with 2.
+
+    Adds `--json FILE`, `--plot FILE`, `--baseline FILE`, `--warmup N`, `--repeat N` and, when `sizes` is given,
+    `--sizes LIST`.
+
+    Args:
+        description: one sentence, shown by `--help`.
+        warmup, repeat: defaults of the flags; None leaves both out (for benchmarks that define their own).
+        sizes: default of `--sizes`, such as `2K..4M`; None leaves it out.
+    """
+
+    def __init__(self, description: str, *, warmup: int | None = 5, repeat: int | None = 20, sizes: str | None = None):
+        super().__init__(description=description, allow_abbrev=False)
+        output = self.add_argument_group("output")
+        file = {"type": writable_file, "metavar": "FILE"}
+        output.add_argument("--json", **file, help="write all samples and medians to FILE")
+        output.add_argument("--plot", **file, help="draw the tables into FILE (.png, .svg, .pdf)")
+        output.add_argument(
+            "--baseline", type=_baseline, metavar="FILE", help="add ratios to an earlier run's --json file"
+        )
+        if warmup is not None:
+            text = f"untimed runs before the timed ones ({warmup})"
+            self.add_argument("--warmup", type=non_negative_int, default=warmup, metavar="N", help=text)
+        if repeat is not None:
+            text = f"timed runs, whose median is shown ({repeat})"
+            self.add_argument("--repeat", type=positive_int, default=repeat, metavar="N", help=text)
+        if sizes is not None:
+            text = f"sizes and doubling ranges such as 8,1K..4M ({sizes})"
+            self.add_argument("--sizes", type=size_list, default=parse_sizes(sizes), metavar="LIST", help=text)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace=None):
+        """As argparse; also keeps the command line for the report."""
+        parsed = super().parse_args(args, namespace)
+        parsed.command = [os.path.basename(sys.argv[0]), *(sys.argv[1:] if args is None else args)]
+        return parsed
+
+    def print_help(self, file=None) -> None:
+        if is_rank_zero():
+            super().print_help(file)
+
+    def error(self, message: str):
+        """Print usage and `message` on rank 0 and leave with exit code 2; for checks across arguments too."""
+        if is_rank_zero():
+            self.print_usage(sys.stderr)
+            sys.stderr.write(f"{self.prog}: error: {message}\n")
+        raise SystemExit(2)

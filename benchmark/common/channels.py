@@ -1,0 +1,161 @@
+"""A job whose proxy has a given number of network channels, with a bare writer beside it that has as many."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from benchmark.common import verify
+from benchmark.common.ranks import is_rank_zero
+from benchmark.common.timing import elapsed
+
+
+class Channels:
+    """The job with a given number of channels: buffers, the proxy's kernels, and the bare writer. Collective.
+
+    Attributes:
+        rails: channels in use.
+        dst, src: symmetric uint8 tensors.
+        peer: the PE that is written to; ranks other than 0 and it only take part in barriers.
+    """
+
+    def __init__(self, rails: int, largest: int):
+        """Join the job.
+
+        Args:
+            rails: channels; 0 for one per NIC near the GPU.
+            largest: bytes of the largest write.
+
+        Raises:
+            SystemExit: with 2, when every PE is mapped.
+        """
+        import torch
+
+        import tilescale_net as tsn
+        from kernels import p2p, proxy_write
+
+        os.environ["TSN_RAILS"] = str(rails)
+        capacity = largest + verify.GUARD
+        self.world = tsn.init(2 * capacity + (8 << 20))
+        if self.world.proxy is None:
+            if is_rank_zero():
+                sys.stderr.write("error: every PE is mapped, so nothing goes through a proxy; set VIRTUAL_NODES=2\n")
+            raise SystemExit(2)
+        self.on_gpu = self.world.device_kind == "cuda"
+        self.rank, self.peer = tsn.rank(), self.world.topology.node_size
+        self.properties = self.world.proxy.properties
+        self.rails = self.properties["rails"]
+        self.dst, self.src = (tsn.empty(capacity, torch.uint8) for _ in range(2))
+        self._flag = tsn.zeros((1,), torch.uint64)
+        self._write, self._ping_pong = proxy_write.write(capacity), p2p.ping_pong(capacity, threads=32)
+        self._sent = 0
+        self._bare = None
+
+    def open_bare(self, largest: int) -> None:
+        """Make the bare writer: in the simulator on the proxy's own memory, with a GPU on host memory. Collective."""
+        from tilescale_net import _native, fabric
+
+        options = _native.TransportOptions(
+            rank=self.rank,
+            provider=os.environ.get("TSN_PROVIDER", ""),
+            multi_host=not self.world.topology.single_host,
+            rails=self.rails,
+            library_fallback=fabric.bundled_library(),
+        )
+        memory = {"bytes": largest} if self.on_gpu else {"bytes": self.src.numel(), "base": self.src.data_ptr()}
+        self._bare = _native.BareWriter(
+            options, chunk_bytes=self.properties["chunk_bytes"], dedicated=self.on_gpu, **memory
+        )
+        blobs = self.gather(self._bare.blob())
+        other = {0: self.peer, self.peer: 0}.get(self.rank)
+        if other is not None:
+            self._bare.connect(other, blobs[other])
+        self.gather(None)
+
+    def gather(self, value) -> list:
+        """Every rank's `value`. Collective."""
+        import torch.distributed as dist
+
+        everyone: list = [None] * self.world.size
+        dist.all_gather_object(everyone, value)
+        return everyone
+
+    def write(self, count: int, piece: int, writes: int, blocking: int) -> float:
+        """Microseconds per write through the proxy; on ranks other than 0 it returns nothing of use."""
+        import tilescale_net as tsn
+
+        tsn.barrier()
+        spent = 0.0
+        if self.rank == 0:
+            arguments = (self.dst, self.src, count, piece or count, self.peer, writes, blocking)
+            spent = elapsed(lambda: self._write(*arguments), self.on_gpu)
+        tsn.barrier()
+        return spent / writes
+
+    def bare_write(self, count: int, writes: int) -> float:
+        """Microseconds per write by the bare writer, which fills its window as a proxy without blocking does."""
+        import tilescale_net as tsn
+
+        tsn.barrier()
+        spent = 0.0
+        if self.rank == 0:
+            spent = self._bare.write(self.peer, count, writes) * 1e6
+            self._bare.finish(self.peer)
+        elif self.rank == self.peer:
+            self._bare.serve(0)
+        tsn.barrier()
+        return spent / writes
+
+    def one_way(self, count: int, trips: int) -> float:
+        """Microseconds from put_signal to the wait at the other side: half a round trip."""
+        import tilescale_net as tsn
+
+        tsn.barrier()
+        spent = 0.0
+        if self.rank in (0, self.peer):
+            other = self.peer - self.rank
+            arguments = (self.dst, self.src, self._flag, count, other, self._sent, int(self.rank == 0), trips)
+            spent = elapsed(lambda: self._ping_pong(*arguments), self.on_gpu)
+        self._sent += trips
+        tsn.barrier()
+        return spent / (2 * trips)
+
+    def bare_one_way(self, count: int, trips: int) -> float:
+        """The same by two bare writers: until the target's CPU knows of the data."""
+        import tilescale_net as tsn
+
+        tsn.barrier()
+        spent = 0.0
+        if self.rank == 0:
+            spent = self._bare.ping(self.peer, count, trips) * 1e6
+        elif self.rank == self.peer:
+            self._bare.pong(0, count, trips)
+        tsn.barrier()
+        return spent / (2 * trips)
+
+    def prepare(self, count: int, seed: int) -> None:
+        """Fresh data at rank 0, poison at its peer, in the proxy's destination and the bare writer's."""
+        if self.rank == 0:
+            self.src[:count] = verify.random_bytes(count, seed, self.src.device)
+        elif self.rank == self.peer:
+            for buffer in (self.src, self.dst):
+                buffer[: count + verify.GUARD] = verify.POISON
+
+    def wrong(self, buffer, count: int, seed: int) -> str | None:
+        """What is wrong with the peer's `buffer`; None elsewhere."""
+        return verify.difference(buffer, count, seed) if self.rank == self.peer else None
+
+    def insist(self, what: str, complaints: list) -> None:
+        """Raise WrongData on all ranks when one has a complaint."""
+        from benchmark.common.point_to_point import WrongData
+
+        for rank, texts in enumerate(self.gather([c for c in complaints if c])):
+            if texts:
+                raise WrongData(f"{what}: on rank {rank}, {texts[0]}")
+
+    def close(self) -> None:
+        import tilescale_net as tsn
+
+        self._bare = None
+        self.dst = self.src = self._flag = None
+        tsn.finalize()

@@ -1,0 +1,193 @@
+"""What the benchmarks of collective kernels share: flags, sides, verified measurement, the table.
+
+Sizes are bytes per rank of the larger tensor, as in NCCL's own tests. Bus bandwidth is what the busiest link must carry
+in one direction: size / time * (ranks - 1) / ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+
+from benchmark.common.arguments import BenchmarkParser, int_list, one_of
+from benchmark.common.ranks import world_size
+from benchmark.common.report import Report
+from benchmark.common.sizes import format_bytes
+from benchmark.common.statistics import median
+from benchmark.common.table import Column
+from benchmark.common.timing import Timer, add_timing_arguments, gigabytes_per_second
+
+
+class WrongData(RuntimeError):
+    """A collective did not deliver what was sent."""
+
+
+def parse(description: str, extend: Callable[[BenchmarkParser], None] | None = None) -> argparse.Namespace:
+    """The arguments of a collective's benchmark; `extend` adds flags of its own. Exits with 2 when they are wrong."""
+    parser = BenchmarkParser(description, warmup=None, repeat=None, sizes="16K..64M")
+    add_timing_arguments(parser)
+    add = parser.add_argument
+    add("--threads", type=int_list(32, 1024), default=[512], metavar="LIST", help="threads per block (512)")
+    add("--blocks", type=int_list(1, 1024), default=[16], metavar="LIST", help="blocks (16)")
+    add("--engine", type=one_of("auto", "ldst", "bulk"), default=["auto"], metavar="LIST", help="of copies (auto)")
+    add("--no-check", action="store_true", help="do not verify the data")
+    add("--no-nccl", action="store_true", help="leave NCCL out")
+    if extend:
+        extend(parser)
+    args = parser.parse_args()
+    if args.timing == "loop":
+        parser.error("--timing loop is not offered: a collective is one kernel per call; use graph or launch")
+    if world_size() < 2:
+        parser.error("a collective needs two ranks or more; start it with GPUS=2 bash launch.sh …")
+    return args
+
+
+def nccl_group(report: Report, args: argparse.Namespace):
+    """A process group that uses NCCL, or None where there is none or none is wanted. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    if args.no_nccl or not torch.cuda.is_available() or not dist.is_nccl_available():
+        return None
+    import tilescale_net as tsn
+
+    if tsn.world().device_kind != "cuda":
+        return None
+    report.environment["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return dist.new_group(backend="nccl", device_id=tsn.device())
+
+
+class Problem:
+    """One collective at one size: makes the data, calls the sides, knows what must come out.
+
+    Attributes:
+        nbytes: bytes of the larger tensor.
+    """
+
+    nbytes: int
+
+    def fill(self, seed: int) -> None:
+        """Fresh random input on every rank, and an output that holds none of it."""
+        raise NotImplementedError
+
+    def ours(self, geometry: dict) -> tuple[Callable[[], None], Callable[[], None]]:
+        """A call of our kernel, and what frees it. Collective."""
+        raise NotImplementedError
+
+    def nccl(self, group) -> Callable[[], None]:
+        """The same call of NCCL, on the same tensors."""
+        raise NotImplementedError
+
+    def difference(self, seed: int) -> str | None:
+        """What is wrong with the output, or None."""
+        raise NotImplementedError
+
+    def free(self) -> None:
+        """Give symmetric memory back. Collective."""
+
+
+def _across_ranks(samples: list[float], wrong: str | None, what: str) -> list[float]:
+    """The samples of the slowest rank. Raises WrongData on all ranks when one of them found wrong data."""
+    import torch.distributed as dist
+
+    everyone: list = [None] * world_size()
+    dist.all_gather_object(everyone, (samples, wrong))
+    for rank, (_, text) in enumerate(everyone):
+        if text:
+            raise WrongData(f"{what}: on rank {rank}, {text}")
+    return max((s for s, _ in everyone), key=median)
+
+
+def _measure(problem: Problem, call: Callable[[], None], timer: Timer, together, check: bool, what: str) -> list[float]:
+    import torch.distributed as dist
+
+    import tilescale_net as tsn
+
+    seeds = [secrets.randbits(60)]
+    dist.broadcast_object_list(seeds, src=0)
+    problem.fill(seeds[0])
+    tsn.barrier()
+    batch = max(1, min(20, 20 * (4 << 20) // max(1, problem.nbytes)))
+    samples = timer.measure(lambda times: [call() for _ in range(times)] and None, batch, together)
+    tsn.barrier()
+    return _across_ranks(samples, problem.difference(seeds[0]) if check else None, what)
+
+
+def run(name: str, args: argparse.Namespace, problem_of: Callable[[int], Problem], heap_factor: float = 2.5) -> None:
+    """Measure ours, and NCCL on GPUs, at every size and geometry; print the report.
+
+    Args:
+        problem_of: makes the problem for a size in bytes; collective.
+        heap_factor: heap bytes per byte of the largest size.
+    """
+    import tilescale_net as tsn
+
+    report = Report(name, args)
+    world = tsn.init(int(max(args.sizes) * heap_factor) + (96 << 20))
+    timer = Timer.of(args, world.device_kind == "cuda")
+    group = nccl_group(report, args)
+    together = None
+    if timer.on_gpu:
+        from kernels import p2p
+
+        together = p2p.meet()
+    report.environment |= {
+        "path": "mapped memory" if world.topology.nodes == 1 else f"{world.topology.nodes} nodes",
+        "data": "not verified" if args.no_check else "verified",
+        "timing": timer.label() + ", slowest rank",
+    }
+    table = report.table(name, _keys(args), _columns(group is not None))
+    for size in report.progress(args.sizes, "sizes", format_bytes):
+        problem = problem_of(size)
+        theirs = None
+        if group is not None:
+            theirs = _measure(
+                problem, problem.nccl(group), timer, together, not args.no_check, f"NCCL {name}, {size} bytes"
+            )
+        for threads, blocks, engine in itertools.product(args.threads, args.blocks, args.engine):
+            call, free = problem.ours(dict(threads=threads, blocks=blocks, engine=engine))
+            what = f"{name} of {size} bytes, {blocks} x {threads} threads, {engine}"
+            samples = _measure(problem, call, timer, together, not args.no_check, what)
+            free()
+            row = {"bytes": problem.nbytes, "threads": threads, "blocks": blocks, "engine": engine}
+            table.add(row | _figures(problem.nbytes, samples, theirs), {"us": samples, "nccl_us": theirs or []})
+        problem.free()
+    report.finish()
+    tsn.finalize()
+
+
+def _keys(args: argparse.Namespace) -> list[Column]:
+    varying = [Column(k, k.capitalize()) for k in ("threads", "blocks", "engine") if len(getattr(args, k)) > 1]
+    return [Column("bytes", "Size (Bytes)", ",d"), *varying]
+
+
+def _columns(with_nccl: bool) -> Sequence[Column]:
+    columns = [
+        Column("us", "Time (us)", ".2f", better="lower"),
+        Column("algbw", "Alg BW (GB/s)", ".2f"),
+        Column("busbw", "Bus BW (GB/s)", ".2f", better="higher"),
+    ]
+    if with_nccl:
+        columns += [
+            Column("nccl_us", "NCCL (us)", ".2f", better="lower"),
+            Column("nccl_busbw", "NCCL Bus BW (GB/s)", ".2f", better="higher"),
+            Column("ratio", "x NCCL", ".2f"),
+        ]
+    return columns
+
+
+def _figures(nbytes: int, samples: list[float], theirs: list[float] | None) -> dict:
+    share = (world_size() - 1) / world_size()
+    time = median(samples)
+    rate = gigabytes_per_second(nbytes, time)
+    figures = {"us": time, "algbw": rate, "busbw": rate * share}
+    if theirs:
+        other = median(theirs)
+        figures |= {
+            "nccl_us": other,
+            "nccl_busbw": gigabytes_per_second(nbytes, other) * share,
+            "ratio": other / time,
+        }
+    return figures

@@ -1,0 +1,133 @@
+"""Proxies of a benchmark's own, on one rank: a queue to push to, and nobody else's traffic in it."""
+
+from __future__ import annotations
+
+from benchmark.common.timing import elapsed
+
+
+class Bench:
+    """Two heaps, and proxies between them that start from nothing each time."""
+
+    HEAP = 2 << 20
+
+    def __init__(self, world, cpu: int):
+        import torch
+
+        self.world, self.cpu = world, cpu
+        self.on_gpu = world.device_kind == "cuda"
+        self.heaps = [torch.zeros(self.HEAP, dtype=torch.uint8, device=world.device) for _ in range(2)]
+        if not self.on_gpu:
+            from tilescale_net import _simulator
+
+            for heap in self.heaps:
+                _simulator.register_allocation(heap.data_ptr(), self.HEAP, "the benchmark's heap")
+
+    def proxy(self, rank: int, n_pes: int, heap: int, **options):
+        """A native proxy of `rank` that serves rank 0's peers, or, for other ranks, rank 0."""
+        from tilescale_net import _native, fabric
+
+        return _native.Proxy(
+            rank=rank,
+            n_pes=n_pes,
+            peers=[0] if rank else list(range(1, n_pes)),
+            heap_base=self.heaps[heap].data_ptr(),
+            heap_bytes=self.HEAP,
+            heap_kind="cuda" if self.on_gpu else "host",
+            device=self.world.device.index or 0,
+            abort_word=self.world.abort_address,
+            timeout=self.world.timeout,
+            library_fallback=fabric.bundled_library(),
+            cpus=[self.cpu] if self.cpu >= 0 else [],
+            **options,
+        )
+
+    def null(self, capacity: int, queues: int = 1) -> Rig:
+        """A proxy with a queue for each of its peers, and a transport that completes at once."""
+        self._clear()
+        options = dict(provider="null", queues=queues, threads=queues if self.on_gpu else 1)
+        silent = [self.proxy(1 + i, 1 + queues, 0, capacity=2, **options) for i in range(queues)]
+        proxy = self.proxy(0, 1 + queues, 0, capacity=capacity, **options)
+        proxy.connect([b"", *(p.local_blob() for p in silent)])
+        return Rig(self, [proxy], 1 + queues, queues)
+
+    def pair(self, provider: str, capacity: int) -> Rig:
+        """Two proxies on a real provider, each with a heap of its own, both within reach of this device."""
+        self._clear()
+        proxies = [self.proxy(i, 2, i, provider=provider, capacity=capacity) for i in range(2)]
+        blobs = [p.local_blob() for p in proxies]
+        for p in proxies:
+            p.connect(blobs)
+        return Rig(self, proxies, 2, 1)
+
+    def _clear(self) -> None:
+        for heap in self.heaps:
+            heap.zero_()
+        self.world._memory.synchronize()
+
+
+class Rig:
+    """Running proxies and the context with which kernels reach PE 0's queues; a `with` block ends them."""
+
+    def __init__(self, bench: Bench, proxies: list, n_pes: int, queues: int):
+        import torch
+
+        from tilescale_net.runtime import context
+
+        self._bench, self._proxies = bench, proxies
+        world, heap = bench.world, bench.heaps[0].data_ptr()
+        self.payload = heap + context.SYSTEM_BYTES
+        self.signal = self.payload + (1 << 20)
+        self.there = self.signal - heap + bench.heaps[1].data_ptr()
+        self._views = world._memory.upload(proxies[0].queue_views())
+        header = context.ContextHeader(
+            my_pe=0,
+            n_pes=n_pes,
+            node_pe=0,
+            n_node_pes=1,
+            n_queues=queues,
+            flags=proxies[0].context_flags,
+            heap_base=heap,
+            heap_bytes=bench.HEAP,
+            abort_word=world.abort_address,
+            error=world.error_address,
+            timeout_ns=int(world.timeout * 1e9),
+            queues=self._views.data_ptr(),
+        )
+        bases = [heap] + [0] * (n_pes - 1)
+        self._bytes = world._memory.upload(context.pack(header, bases))
+        self._context = self._bytes.view(torch.int64)[: context.HEADER_WORDS]
+        for p in proxies:
+            p.start()
+
+    def run(self, probe, turns, *, size=64, out=0, into=0, pes=1, first=0, lanes=1, warps=1, blocks=1) -> float:
+        """Microseconds of one launch; see kernels/queue_probes.py. Raises what kernel or proxy met."""
+        import tilescale_net as tsn
+        from kernels.queue_probes import probe as factory
+        from tilescale_net import errors
+
+        kernel = factory()
+        arguments = (int(probe), self.payload, size, out, into, pes, first, turns, lanes, warps, blocks)
+        spent = elapsed(lambda: kernel(self._context, *arguments), self._bench.on_gpu)
+        for p in self._proxies:
+            found = p.error()
+            if found:
+                raise getattr(errors, found["kind"], errors.FabricError)(found["text"])
+        tsn.check()
+        return spent
+
+    def drain(self, pes: int = 1) -> None:
+        """Wait until the proxy has done everything that was pushed to PEs 1 ... pes."""
+        from kernels.queue_probes import Probe
+
+        self.run(Probe.QUEUE_TRIP, 1, pes=pes, blocks=pes)
+
+    def stats(self) -> dict:
+        """The first proxy's counters."""
+        return self._proxies[0].stats()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for p in self._proxies:
+            p.stop()

@@ -1,0 +1,169 @@
+"""The tables of benchmark/queue.py."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from benchmark.common.queue_rig import Bench
+from benchmark.common.report import Report
+from benchmark.common.statistics import median
+from benchmark.common.table import Column
+
+# Blocks, warps of a block, lanes of a warp that push, queues.
+GEOMETRIES = [(1, 1, 1, 1), (1, 1, 8, 1), (1, 1, 32, 1), (1, 4, 32, 1), (4, 1, 32, 1), (2, 1, 32, 2), (4, 1, 32, 4)]
+STAGE_BYTES = 256  # more than travels inside a message
+
+
+def push_rates(report: Report, bench: Bench, args) -> None:
+    from kernels.queue_probes import Probe
+
+    keys = [Column(k, k.capitalize()) for k in ("blocks", "warps", "lanes", "queues")]
+    columns = [
+        Column("published", "each published (M/s)", ".2f", better="higher"),
+        Column("batch", "behind one fence (M/s)", ".2f", better="higher"),
+        Column("sustained", "sustained (M/s)", ".2f", better="higher"),
+    ]
+    table = report.table("pushes", keys, columns)
+    table.notes.append(
+        "The first two fit the ring; sustained, they turn round it and go at the proxy's pace. Lanes of a warp push "
+        "together; a block pushes to one queue."
+    )
+    for blocks, warps, lanes, queues in report.progress(GEOMETRIES, "pushes", str):
+        pushers = blocks * warps * lanes
+        burst, long = max(1, args.capacity // 2 // pushers), 8 * args.capacity // pushers
+        samples: dict[str, list[float]] = {"published": [], "batch": [], "sustained": []}
+        with bench.null(args.capacity, queues) as rig:
+            for _ in range(1 + args.repeat):
+                for name, turns in (("published", burst), ("batch", burst), ("sustained", long)):
+                    kind = Probe.PUSH_PUBLISHED if name == "published" else Probe.PUSH
+                    spent = rig.run(kind, turns, pes=queues, lanes=lanes, warps=warps, blocks=blocks)
+                    samples[name].append(pushers * turns / spent)
+                    rig.drain(queues)
+        samples = {name: values[1:] for name, values in samples.items()}
+        row = {"blocks": blocks, "warps": warps, "lanes": lanes, "queues": queues}
+        table.add(row | {name: median(values) for name, values in samples.items()}, samples)
+
+
+def round_trips(report: Report, bench: Bench, args) -> dict[str, float]:
+    """The table of round trips; what the stages need of it."""
+    from kernels.queue_probes import Probe
+    from tilescale_net import _native
+
+    columns = [
+        Column("flag", "bare flag (us)", ".3f", better="lower"),
+        Column("queue", "queue (us)", ".3f", better="lower"),
+        Column("ratio", "x flag", ".3f"),
+    ]
+    table = report.table("round trip", [Column("what", "What")], columns)
+    found: dict[str, float] = {}
+    sent = 0
+    echo = _native.FlagEcho(bench.on_gpu, args.cpu)
+    with bench.null(args.capacity) as rig:
+        for publish in (False, True):
+            flag = Probe.FLAG_TRIP_PUBLISHED if publish else Probe.FLAG_TRIP
+            queue = Probe.QUEUE_TRIP_PUBLISHED if publish else Probe.QUEUE_TRIP
+            samples: dict[str, list[float]] = {"flag": [], "queue": []}
+            for _ in range(1 + args.repeat):
+                spent = rig.run(flag, args.trips, out=echo.ping, into=echo.pong, first=sent)
+                sent += args.trips
+                samples["flag"].append(spent / args.trips)
+                samples["queue"].append(rig.run(queue, args.trips) / args.trips)
+            samples = {name: values[1:] for name, values in samples.items()}
+            figures = {name: median(values) for name, values in samples.items()}
+            what = "payload published: fence, put, flush" if publish else "flush"
+            ratio = median([q / f for q, f in zip(samples["queue"], samples["flag"])])
+            table.add({"what": what, **figures, "ratio": ratio}, samples)
+            if not publish:
+                found = figures
+        found["flush_stage"] = rig.stats()["flush_us_mean"]
+    del echo
+    return found
+
+
+def dispatch(report: Report, args) -> None:
+    from tilescale_net import _native
+
+    column = Column("rate", "taken and posted (M/s)", ".2f", better="higher")
+    table = report.table("one proxy thread", [Column("what", "Descriptors")], [column])
+    table.notes.append("From a full ring into a transport that completes at once; the CPU's own time, on any machine.")
+    kinds = {"put of 64 B": (64, False), "put of 4 KiB": (4096, False), "put_signal of 4 KiB": (4096, True)}
+    for what, (size, signal) in report.progress(list(kinds.items()), "descriptors", lambda k: k[0]):
+        rates = [
+            _native.measure_dispatch(descriptors=1 << 20, bytes=size, with_signal=signal, cpu=args.cpu) / 1e6
+            for _ in range(args.repeat)
+        ]
+        table.add({"what": what, "rate": median(rates)}, {"rate": rates})
+
+
+def bare_one_way(provider: str, trips: int, repeat: int, dedicated: bool) -> list[float]:
+    """Microseconds of a write with an immediate between two CPU threads of this process, one way."""
+    from tilescale_net import _native, fabric
+
+    writers = [
+        _native.BareWriter(
+            _native.TransportOptions(rank=i, provider=provider, rails=1, library_fallback=fabric.bundled_library()),
+            bytes=1 << 20,
+            dedicated=dedicated,
+        )
+        for i in range(2)
+    ]
+    blobs = [w.blob() for w in writers]
+    for i, w in enumerate(writers):
+        w.connect(1 - i, blobs[1 - i])
+    samples = []
+    for turn in range(1 + repeat):
+        other = threading.Thread(target=writers[1].pong, args=(0, STAGE_BYTES, trips))
+        other.start()
+        spent = writers[0].ping(1, STAGE_BYTES, trips)
+        other.join()
+        if turn:
+            samples.append(spent * 1e6 / (2 * trips))
+    return samples
+
+
+def stages(report: Report, bench: Bench, trip: dict[str, float], args) -> None:
+    """Each stage of a put_signal on its way, measured alone, and all of them together."""
+    from kernels.queue_probes import Probe
+
+    table = report.table(
+        "stages",
+        [Column("stage", "Stage")],
+        [Column("us", "Time (us)", ".3f", better="lower"), Column("how", "Measured as")],
+    )
+
+    def add(stage: str, us: float | None, how: str, samples=()):
+        table.add({"stage": stage, "us": us, "how": how}, {"us": samples} if samples else None)
+
+    total, sent = [], 0
+    provider = args.provider or os.environ.get("TSN_PROVIDER", "")
+    bare = bare_one_way(provider, args.trips, args.repeat, bench.on_gpu)
+    with bench.null(args.capacity) as rig:
+        turns = args.capacity // 2
+        fence = [rig.run(Probe.FENCE, turns) / turns for _ in range(1 + args.repeat)][1:]
+        push = []
+        for _ in range(1 + args.repeat):
+            push.append(rig.run(Probe.PUSH, turns) / turns)
+            rig.drain()
+        push = push[1:]
+    with bench.pair(provider, 1024) as rig:
+        for _ in range(1 + args.repeat):
+            spent = rig.run(Probe.ONE_WAY, args.trips, size=STAGE_BYTES, out=rig.signal, into=rig.there, first=sent)
+            sent += args.trips
+            total.append(spent / args.trips)
+        proxy = rig.stats()
+    total = total[1:]
+    add("fence", median(fence), "device: payload written, system-scope fence", fence)
+    add("push", median(push), "device: one thread, behind one fence", push)
+    add("flag to the CPU, or back", trip["flag"] / 2, "half of the bare flag's round trip")
+    add("poll and pop", proxy["pop_us_mean"], "proxy: a visit to a queue that held something")
+    add("post", proxy["post_us_mean"], "proxy: a round of posting")
+    add("completion", proxy["completion_us_mean"], "proxy: from post until the provider reports it")
+    add("flush", trip["flush_stage"], "proxy: from its pop until its ticket is written")
+    add("network", median(bare), f"bare writer, one way, {STAGE_BYTES} B", bare)
+    known = (
+        median(fence) + median(push) + trip["flag"] / 2 + proxy["pop_us_mean"] + proxy["post_us_mean"] + median(bare)
+    )
+    rest = median(total) - known  # a difference of medians: noise can be larger than what is left
+    add("remote visibility", rest if rest > 0 else None, "the rest: target's proxy, signal seen by the waiting kernel")
+    add("put_signal to remote wait", median(total), "device: all of it, by one clock", total)

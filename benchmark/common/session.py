@@ -1,0 +1,79 @@
+"""What comparisons of copies have in common: flags, joining the job, NVSHMEM where it can run, and header lines."""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmark.common.arguments import BenchmarkParser
+from benchmark.common.geometry import add_geometry_arguments, describe
+from benchmark.common.ranks import world_size
+from benchmark.common.report import Report
+from benchmark.common.timing import Timer, add_timing_arguments
+from benchmark.common.verify import GUARD
+
+SLACK = 4 << 20  # bytes of the heap beyond the buffers: system area, alignment
+
+
+def copy_parser(description: str, sizes: str, **geometry: str) -> BenchmarkParser:
+    """A parser with the flags of every comparison of copies.
+
+    Args:
+        sizes: default of `--sizes`.
+        geometry: defaults of `--threads`, `--blocks`, `--engine`.
+    """
+    parser = BenchmarkParser(description, warmup=None, repeat=None, sizes=sizes)
+    add_timing_arguments(parser)
+    add_geometry_arguments(parser, **geometry)
+    parser.add_argument("--bidirectional", action="store_true", help="both ranks copy at once; rates are per direction")
+    parser.add_argument("--no-check", action="store_true", help="do not verify the data")
+    return parser
+
+
+def require_two_ranks(parser: BenchmarkParser) -> None:
+    """Refuse (exit code 2) a launch with one rank."""
+    if world_size() < 2:
+        parser.error("copies need two ranks; start it with GPUS=2 bash launch.sh …")
+
+
+def join(report: Report, args: argparse.Namespace) -> Timer:
+    """Initialise tilescale_net with a heap for a source and a destination, and make the timer. Collective.
+
+    Args:
+        args: from `copy_parser`.
+    """
+    import tilescale_net as tsn
+
+    world = tsn.init(2 * (max(args.sizes) + GUARD) + SLACK)
+    timer = Timer.of(args, world.device_kind == "cuda")
+    report.environment |= {
+        "geometry": describe(args),
+        "direction": "both ways at once, rates per direction" if args.bidirectional else "one way",
+        "path": "mapped memory" if world.topology.is_direct(1) else "proxy and fabric",
+        "data": "not verified" if args.no_check else "verified",
+        "timing": timer.label(),
+    }
+    return timer
+
+
+def nvshmem(report: Report):
+    """NVSHMEM, started; or None and a note in the report that says in one line what it needs. Collective.
+
+    Every rank must be able to run it, on one node.
+    """
+    import torch.distributed as dist
+
+    import tilescale_net as tsn
+    from kernels import nvshmem as baseline
+
+    reason = baseline.missing()
+    if reason is None and tsn.world().topology.nodes > 1:
+        reason = "NVSHMEM baseline: not measured; it is compared on one node only"
+    everyone: list = [None] * tsn.size()
+    dist.all_gather_object(everyone, reason)
+    reason = next((r for r in everyone if r), None)
+    if reason:
+        report.notes.append(reason)
+        return None
+    library = baseline.Nvshmem()
+    report.environment["NVSHMEM"] = library.version
+    return library

@@ -1,0 +1,45 @@
+"""How much of the link a large copy gets, by number of blocks, against the copy engine's rate in the same run.
+
+    GPUS=2 bash launch.sh benchmark/large_copy.py
+    GPUS=2 bash launch.sh benchmark/large_copy.py --engine ldst --threads 512 --partition interleaved --nvshmem
+
+Buffers of 256 MiB by default. Without a GPU there is no copy engine: run it with a small --sizes to see it work.
+"""
+
+from benchmark.common import Report
+from benchmark.common.session import copy_parser, join, nvshmem, require_two_ranks
+
+BLOCKS = "1,4,8,12,16,24,32,64,132"
+
+
+def parse():
+    parser = copy_parser(__doc__.splitlines()[0], sizes="256M", threads="512", blocks=BLOCKS, engine="auto")
+    parser.add_argument("--nvshmem", action="store_true", help="measure NVSHMEM too, at the same threads and blocks")
+    parser.set_defaults(timing="launch")  # a copy takes a hundred launches' time; graphs would only cost memory
+    args = parser.parse_args()
+    require_two_ranks(parser)
+    return args
+
+
+def main() -> None:
+    args = parse()
+    import tilescale_net as tsn
+    from benchmark.common.comparison import compare
+    from benchmark.common.point_to_point import CopyEngine, Nvshmem, Ours
+
+    report = Report("large_copy", args)
+    timer = join(report, args)
+    library = nvshmem(report) if args.nvshmem else None
+    capacity = max(args.sizes)
+    ours = Ours(capacity)
+    sides = ([CopyEngine(ours)] if timer.on_gpu and tsn.world().topology.is_direct(1) else []) + [ours]
+    sides += [Nvshmem(capacity, library)] if library else []
+    compare(report, args, sides, timer, reference=CopyEngine.name, percent=True)
+    report.finish()
+    if library:
+        library.finalize()
+    tsn.finalize()
+
+
+if __name__ == "__main__":
+    main()

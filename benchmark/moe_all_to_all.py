@@ -1,0 +1,362 @@
+"""How long dispatch and combine of a mixture-of-experts layer take, next to NCCL and, where it is installed, DeepEP.
+
+    GPUS=4 bash launch.sh benchmark/moe_all_to_all.py
+    GPUS=4 bash launch.sh benchmark/moe_all_to_all.py --mode latency --tokens 128 --dtype fp8
+    GPUS=4 VIRTUAL_NODES=2 bash launch.sh benchmark/moe_all_to_all.py --mode latency --tokens 32 --hidden 512 --experts 16 --topk 4
+
+Everybody gets the same inputs and is timed in the same way: the L2 cache is flushed, ranks meet in a barrier on the
+device, then the call runs between two events. Host time is hidden behind the flush for `kernel` and part of `whole call`.
+"""
+
+import time
+
+from benchmark.common import BenchmarkParser, Column, Report, is_rank_zero, median, one_of, positive_int
+from benchmark.common.timing import IN_SIMULATOR, SIMULATED
+
+ON_GPU = (10, 30)
+DEFAULT_TOKENS = {"throughput": 4096, "latency": 128}
+
+
+def _tuning(text: str) -> dict[str, int]:
+    """argparse type: `blocks=16,threads=256`."""
+    import argparse
+
+    known = (
+        "blocks",
+        "threads",
+        "dispatch_senders",
+        "combine_senders",
+        "combine_threads",
+        "chunk",
+        "far_bytes",
+        "parts",
+    )
+    made = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in known or not value.isdigit():
+            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=NUMBER with a name of {', '.join(known)}")
+        made[name] = int(value)
+    return made
+
+
+def parse():
+    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=None)
+    parser.add_argument(
+        "--mode", type=one_of("throughput", "latency"), default=["throughput", "latency"], metavar="LIST"
+    )
+    parser.add_argument("--tokens", type=positive_int, metavar="N", help="per rank (4096; in latency mode 128)")
+    parser.add_argument("--hidden", type=positive_int, default=7168, metavar="N", help="elements of a row (7168)")
+    parser.add_argument("--topk", type=positive_int, default=8, metavar="N", help="choices per token (8)")
+    parser.add_argument("--experts", type=positive_int, default=256, metavar="N", help="of all ranks (256)")
+    parser.add_argument(
+        "--dtype", type=one_of("bf16", "fp8"), default=["bf16", "fp8"], metavar="LIST", help="of dispatch"
+    )
+    parser.add_argument(
+        "--layout", type=one_of("rank", "expert"), default=["rank", "expert"], metavar="LIST", help="of throughput mode"
+    )
+    parser.add_argument("--ranks", type=positive_int, metavar="N", help="refuse to run with another number of ranks")
+    parser.add_argument(
+        "--tuning",
+        type=_tuning,
+        default={},
+        metavar="NAME=N,…",
+        help="choices of kernels.moe.Tuning, such as blocks=16",
+    )
+    parser.add_argument("--quantize-combine", action="store_true", help="rows travel back as FP8")
+    parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"untimed calls ({ON_GPU[0]})")
+    parser.add_argument(
+        "--repeat", type=positive_int, metavar="N", help=f"timed calls, whose median is shown ({ON_GPU[1]})"
+    )
+    parser.add_argument("--no-check", action="store_true", help="do not verify the data")
+    parser.add_argument("--no-peers", action="store_true", help="leave NCCL and DeepEP out")
+    args = parser.parse_args()
+    from benchmark.common import world_size
+
+    if args.ranks and args.ranks != world_size():
+        parser.error(
+            f"--ranks is {args.ranks}, but {world_size()} ranks were started; start them with GPUS={args.ranks}"
+        )
+    if args.experts % world_size():
+        parser.error(f"--experts is {args.experts}; it must be a multiple of the {world_size()} ranks")
+    return args
+
+
+class Clock:
+    """Times calls on this rank; all ranks make the same calls."""
+
+    def __init__(self, args, on_gpu: bool):
+        import torch
+
+        import tilescale_net as tsn
+
+        warmup, repeat = ON_GPU if on_gpu else IN_SIMULATOR
+        self.warmup, self.repeat = args.warmup or warmup, args.repeat or repeat
+        self.on_gpu = on_gpu
+        self._torch, self._tsn = torch, tsn
+        if on_gpu:
+            self._flush = torch.empty(256 << 20, dtype=torch.uint8, device=tsn.device())
+            self._meet = _meeting()
+
+    def _ready(self) -> None:
+        """Cold caches, a device that is busy until the host has launched what follows, and ranks that start together."""
+        self._flush.zero_()
+        self._torch.cuda._sleep(1_500_000)
+        self._meet()
+
+    def kernel(self, prepare, call) -> list[float]:
+        """Microseconds on the device, per repetition; `prepare()` is not timed and its result goes to `call`."""
+        if not self.on_gpu:
+            return self._wall(prepare, call)
+        torch, samples = self._torch, []
+        for turn in range(self.warmup + self.repeat):
+            given = prepare()
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._ready()
+            before.record()
+            call(given)
+            after.record()
+            torch.cuda.synchronize()
+            if turn >= self.warmup:
+                samples.append(before.elapsed_time(after) * 1e3)
+        return samples
+
+    def whole(self, prepare, call) -> list[float]:
+        """Microseconds from the call on the host to the end of its work, on an idle device."""
+        return self._wall(prepare, call)
+
+    def _wall(self, prepare, call) -> list[float]:
+        samples = []
+        for turn in range(self.warmup + self.repeat):
+            given = prepare()
+            self._tsn.barrier()
+            start = time.perf_counter()
+            call(given)
+            self._tsn.synchronize()
+            if turn >= self.warmup:
+                samples.append((time.perf_counter() - start) * 1e6)
+        return samples
+
+
+def _meeting():
+    """A kernel in which all ranks meet."""
+    import tilelang.language as T
+
+    import tilescale_net as tsn
+    import tilescale_net.language as N
+
+    @tsn.jit(name="meet")
+    def meet(threads):
+        @T.prim_func
+        def main(ctx: N.Context(), word: T.Tensor((1,), "int32")):
+            with T.Kernel(1, threads=threads):
+                N.barrier_all()
+
+        return main
+
+    import torch
+
+    word = torch.zeros((1,), dtype=torch.int32, device=tsn.device())
+    kernel = meet(32)
+    return lambda: kernel(word)
+
+
+def across_ranks(samples: list[float]) -> tuple[float, float]:
+    """Median over ranks, and maximum over ranks, of each rank's median."""
+    import torch.distributed as dist
+
+    import tilescale_net as tsn
+
+    medians = [None] * tsn.size()
+    dist.all_gather_object(medians, median(samples))
+    return median(medians), max(medians)
+
+
+def ours(args, mode: str, layout: str, fp8: bool, everyone, clock: Clock):
+    """Yield (operation, kernel samples, whole-call samples) of AllToAll, verified."""
+    import torch
+
+    import tilescale_net as tsn
+    from benchmark.common.moe_data import FP8, check_combine, check_dispatch
+    from kernels.moe import AllToAll, Tuning
+    from kernels.moe.reference import dequantise
+
+    rank, ranks, mine = tsn.rank(), tsn.size(), everyone[tsn.rank()]
+    tokens = len(mine.x)
+    options = {"tuning": Tuning(**args.tuning)}
+    if mode == "throughput":
+        # Twice the rows of an even spread, not all rows of all ranks.
+        options |= {"layout": layout, "capacity": max(2 * tokens * args.topk, ranks * tokens)}
+    op = AllToAll(
+        args.experts, tokens, args.hidden, args.topk, FP8 if fp8 else torch.bfloat16, mode,
+        quantize_combine=args.quantize_combine, **options,
+    )  # fmt: skip
+    x = mine.x if mode == "latency" or not fp8 else (mine.x_fp8, mine.scales)
+
+    def dispatch(_=None):
+        return op.dispatch(x, mine.topk_idx, mine.topk_weights)
+
+    received = dispatch()
+    y = torch.zeros(received.x.shape, dtype=torch.bfloat16, device=received.x.device)
+    if fp8:
+        flat, scales = received.x.reshape(-1, args.hidden), received.scales.reshape(-1, received.scales.shape[-1])
+        for begin in range(0, len(flat), 4096):
+            part = slice(begin, begin + 4096)
+            y.view(-1, args.hidden)[part] = dequantise(flat[part], scales[part]).to(y.dtype)
+    else:
+        y.copy_(received.x)
+    out = op.combine(y, received.handle)
+    op.check()
+    if not args.no_check:
+        check_dispatch(received, everyone, args.experts, rank, mode, layout)
+        if not args.quantize_combine:
+            returned = dequantise(mine.x_fp8, mine.scales).to(y.dtype) if fp8 else mine.x
+            check_combine(out, mine, returned, args.experts, ranks, weighted=layout == "expert" or mode == "latency")
+    nothing = lambda: None  # noqa: E731
+    out = torch.empty_like(out)
+    steps = [("dispatch", nothing, dispatch)]
+    if mode == "throughput":
+        handle = received.handle
+        steps += [("dispatch, cached layout", nothing, lambda _: op.dispatch(x, handle=handle))]
+        steps += [("combine", handle.again, lambda h: op.combine(y, h, out=out))]
+    else:
+        steps += [("combine", lambda: dispatch().handle, lambda h: op.combine(y, h, out=out))]
+        steps += [("dispatch + combine", nothing, lambda _: op.combine(y, dispatch().handle, out=out))]
+    for name, prepare, call in steps:
+        yield name, clock.kernel(prepare, call), clock.whole(prepare, call)
+    op.check()
+    tsn.barrier()
+    op.free()
+
+
+def peers(args, mode: str, fp8: bool, everyone, clock: Clock, report: Report):
+    """Yield (system, operation, kernel samples, whole-call samples) of the others."""
+    import torch.distributed as dist
+
+    import tilescale_net as tsn
+    from benchmark.common.moe_data import row_bytes
+    from benchmark.common.moe_peers import DeepEP, Nccl
+
+    rank, mine = tsn.rank(), everyone[tsn.rank()]
+    makers = {
+        "NCCL": lambda: Nccl(everyone, args.experts, rank, row_bytes(args.hidden, fp8) // 4, tsn.device()),
+        "DeepEP": lambda: DeepEP(mode, mine, len(mine.x), args.experts, fp8),
+    }
+    for system, maker in makers.items():
+        try:
+            peer, reason = maker(), None
+        except Exception as error:  # whatever keeps a peer from running is a note, not a failure
+            peer, reason = None, f"{type(error).__name__}: {error}".splitlines()[0]
+        reasons = [None] * tsn.size()
+        dist.all_gather_object(reasons, reason)
+        reason = next((r for r in reasons if r), None)
+        if reason is not None:
+            note = f"{system}: not measured ({reason})"
+            if note not in report.notes:
+                report.notes.append(note)
+            continue
+        names = (
+            ("dispatch", "combine") if system == "NCCL" or mode == "latency" else ("dispatch, cached layout", "combine")
+        )
+        for name, call in zip(names, (peer.dispatch, peer.combine)):
+            if system == "NCCL" and fp8 and name == "combine":
+                continue  # combine moves bfloat16 rows; its figure stands with that dtype
+            yield (
+                system,
+                name,
+                clock.kernel(lambda: None, lambda _, c=call: c()),
+                clock.whole(lambda: None, lambda _, c=call: c()),
+            )
+
+
+class Results:
+    """The table, and how a row of it comes from samples."""
+
+    def __init__(self, report: Report, on_gpu: bool):
+        text = {"mode": "mode", "tokens": "tokens", "dtype": "dtype", "layout": "layout", "operation": "operation"}
+        keys = [Column(k, t, ",d" if k == "tokens" else "") for k, t in text.items()] + [Column("system", "system")]
+        columns = [
+            Column("kernel", "kernel us", ".1f", "lower"),
+            Column("kernel_max", "slowest rank us", ".1f", "lower"),
+            Column("whole", "whole call us", ".1f", "lower"),
+            Column("logical", "logical GB/s", ".1f", "higher"),
+            Column("remote", "remote GB/s", ".1f", "higher"),
+        ]
+        self._on_gpu = on_gpu
+        self._table = report.table("MoE all-to-all", keys, columns)
+        self._table.notes.append(
+            "Traffic counts a token once for each rank it goes to, however many experts it has there, with its scales: "
+            "logical counts all that a rank receives (in combine: sends back), remote what comes from other ranks. "
+            "kernel: time on the device, median over ranks."
+        )
+
+    def add(self, case: dict, system: str, operation: str, nbytes: int, rows, kernel, whole) -> None:
+        """Collective. `case`: key columns; nbytes: of a row of traffic; rows: `moe_data.Traffic`; then the samples."""
+        middle, slowest = across_ranks(kernel)
+        called, _ = across_ranks(whole)
+        if not is_rank_zero():
+            return
+        values = {"kernel": middle, "kernel_max": slowest, "whole": called if self._on_gpu else None}
+        rates = {"logical": rows.rows * nbytes / middle / 1e3, "remote": rows.remote * nbytes / middle / 1e3}
+        row = {**case, "operation": operation, "system": system, **values, **rates}
+        self._table.add(row, {"kernel": kernel, "whole": whole})
+
+
+def run(args, mode: str, dtype: str, tokens: int, clock: Clock, results: Results, report: Report) -> None:
+    """All layouts and all peers for one mode and dtype."""
+    import tilescale_net as tsn
+    from benchmark.common.moe_data import make, row_bytes, traffic
+
+    fp8 = dtype == "fp8"
+    shape = (tokens, args.hidden, args.experts, args.topk, fp8, 7, tsn.device())
+    everyone = [make(r, *shape) for r in range(tsn.size())]
+    rows = traffic([e.topk_idx for e in everyone], args.experts, tsn.rank())
+    there, back = row_bytes(args.hidden, fp8), row_bytes(args.hidden, args.quantize_combine)
+    nbytes = {"combine": back, "dispatch + combine": there + back}
+    for layout in args.layout if mode == "throughput" else ["expert"]:
+        case = {"mode": mode, "tokens": tokens, "dtype": dtype, "layout": layout}
+        for operation, *samples in ours(args, mode, layout, fp8, everyone, clock):
+            results.add(case, "tilescale_net", operation, nbytes.get(operation, there), rows, *samples)
+    if clock.on_gpu and not args.no_peers:
+        case = {"mode": mode, "tokens": tokens, "dtype": dtype, "layout": "rank" if mode == "throughput" else "expert"}
+        nbytes["combine"] = row_bytes(args.hidden, False)
+        for system, operation, *samples in peers(args, mode, fp8, everyone, clock, report):
+            results.add(case, system, operation, nbytes.get(operation, there), rows, *samples)
+
+
+def main() -> None:
+    args = parse()
+    import tilescale_net as tsn
+
+    report = Report("moe_all_to_all", args)
+    tokens_of = {mode: args.tokens or DEFAULT_TOKENS[mode] for mode in args.mode}
+    world = tsn.init(heap_bytes(args, tokens_of))
+    clock = Clock(args, world.device_kind == "cuda")
+    report.environment |= {
+        "shape": f"hidden {args.hidden}, top-{args.topk} of {args.experts} experts",
+        "nodes": str(world.topology.nodes),
+        "data": "not verified" if args.no_check else "verified, every byte",
+        "timing": f"median of {clock.repeat}" + ("" if clock.on_gpu else f"; {SIMULATED}"),
+    }
+    results = Results(report, clock.on_gpu)
+    for mode in args.mode:
+        for dtype in args.dtype:
+            run(args, mode, dtype, tokens_of[mode], clock, results, report)
+    report.finish()
+    tsn.finalize()
+
+
+def heap_bytes(args, tokens_of: dict[str, int]) -> int:
+    """Symmetric memory for one AllToAll at a time, with room to spare."""
+    from benchmark.common import world_size
+
+    most = 64 << 20
+    for mode, tokens in tokens_of.items():
+        row = 2 * args.hidden + 4 * (args.hidden // 128 + 1) + 16 * args.topk
+        rows = world_size() * tokens * (5 if mode == "throughput" else 8) + 2 * tokens * args.topk
+        most = max(most, rows * row * 5 // 4 + (256 << 20 if args.hidden > 2048 else 32 << 20))
+    return most
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""How fast NVSHMEM's block-scope put and get copy to and from a peer's memory: the baseline alone.
+
+    GPUS=2 bash launch.sh benchmark/nvshmem_p2p.py --threads 128,1024
+
+Timed and verified as in unrolledcp_p2p.py. NVSHMEM 3.7 and later copy by TMA when NVSHMEM_TMA_POLICY=ENABLE is set.
+"""
+
+from benchmark.common import Report, is_rank_zero
+from benchmark.common.session import copy_parser, join, nvshmem, require_two_ranks
+
+
+def main() -> None:
+    parser = copy_parser(__doc__.splitlines()[0], sizes="2K..4M")
+    args = parser.parse_args()
+    from kernels.nvshmem import missing
+
+    if missing():
+        if is_rank_zero():
+            print(missing())
+        return
+    require_two_ranks(parser)
+
+    import tilescale_net as tsn
+    from benchmark.common.comparison import compare
+    from benchmark.common.point_to_point import Nvshmem
+
+    report = Report("nvshmem_p2p", args)
+    timer = join(report, args)
+    library = nvshmem(report)
+    if library:
+        compare(report, args, [Nvshmem(max(args.sizes), library)], timer)
+    report.finish()
+    if library:
+        library.finalize()
+    tsn.finalize()
+
+
+if __name__ == "__main__":
+    main()

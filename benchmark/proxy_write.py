@@ -1,0 +1,225 @@
+"""How fast a GPU writes to another node through the CPU proxy, next to a CPU that writes without one.
+
+    GPUS=2 VIRTUAL_NODES=2 bash launch.sh benchmark/proxy_write.py
+    GPUS=2 VIRTUAL_NODES=2 bash launch.sh benchmark/proxy_write.py --provider tcp --sizes 8M..64M --rails 4 --json run.json
+
+Rank 0 writes to the first PE of another node: ProxySingle and ProxyMulti wait (quiet) after each write, the NBI ones at
+the end; Single uses one channel (network endpoint), Multi all of them. The bare writer is the limit: the same library,
+provider, pieces and memory, driven by a CPU that needs no queue, no descriptors and no ordering. It takes turns with the
+proxy within each size. Everything written is compared with what was sent. A second part times put_signal, one way.
+"""
+
+import os
+import random
+import secrets
+
+from benchmark.common import (
+    BenchmarkParser,
+    Column,
+    Report,
+    byte_count,
+    format_bytes,
+    is_rank_zero,
+    median,
+    non_negative_int,
+    positive_float,
+    positive_int,
+    size_list,
+    world_size,
+)
+
+SMALL = "8,64,512,4K,32K,256K,2M"
+# Sizes, bytes of a sample and most writes in it, where the user gives none.
+SIMULATED = (f"{SMALL},8M,16M", 32 << 20, 50)
+STAGED = (f"{SMALL},8M..64M", 128 << 20, 200)  # a GPU, and a network that does not reach its memory
+DIRECT = (f"{SMALL},8M..1G", 2 << 30, 200)
+SIGNAL_SIZES = "8,64,1K,8K,64K"
+MODES = {"": 1, "NBI": 0}  # suffix of a configuration's name, and whether it blocks
+
+
+class SizeColumn(Column):
+    """Sizes as 8M."""
+
+    def show(self, value) -> str:
+        return format_bytes(value)
+
+
+def parse():
+    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=1, repeat=5)
+    text = f"sizes and doubling ranges ({SIMULATED[0]} in the simulator, up to 64M or 1G on GPUs)"
+    parser.add_argument("--sizes", type=size_list, metavar="LIST", help=text)
+    parser.add_argument("--iters", type=positive_int, metavar="N", help="writes of one timed run (by size)")
+    parser.add_argument(
+        "--link-gbps", type=positive_float, metavar="G", help="rate of one channel, for BusBW; else measured"
+    )
+    parser.add_argument("--provider", metavar="NAME", help="libfabric provider (TSN_PROVIDER, else the best one)")
+    text = "pieces in which proxy and bare writer post (TSN_PROXY_CHUNK, else 1M)"
+    parser.add_argument("--chunk", type=byte_count, metavar="SIZE", help=text)
+    parser.add_argument("--put", type=byte_count, metavar="SIZE", help="bytes of one descriptor (the whole write)")
+    text = "channels of the Multi configurations; 0: one for each NIC near the GPU (2 in the simulator)"
+    parser.add_argument("--rails", type=non_negative_int, metavar="N", help=text)
+    parser.add_argument("--channels", choices=("both", "single", "multi"), default="both", help="configurations to run")
+    text = f"sizes of put_signal ({SIGNAL_SIZES}); 'none' leaves that part out"
+    signal = lambda t: [] if t == "none" else size_list(t)  # noqa: E731
+    parser.add_argument("--signal-sizes", type=signal, default=signal(SIGNAL_SIZES), metavar="LIST", help=text)
+    parser.add_argument("--no-check", action="store_true", help="do not verify the data")
+    args = parser.parse_args()
+    if world_size() < 2:
+        parser.error("writes need two ranks; start it with GPUS=2 VIRTUAL_NODES=2 bash launch.sh …")
+    if args.provider:
+        os.environ["TSN_PROVIDER"] = args.provider
+    if args.chunk:
+        os.environ["TSN_PROXY_CHUNK"] = str(args.chunk)
+    return args
+
+
+def measure(channels, name: str, count: int, writes: int, seeds: random.Random, args) -> dict[str, list[float]]:
+    """Samples in microseconds per write of both modes and of the bare writer, taken in turns. Collective.
+
+    Raises:
+        WrongData: on all ranks, when what was written is not what was sent.
+    """
+    samples: dict[str, list[float]] = {**{name + mode: [] for mode in MODES}, f"Bare{name[5:]}": []}
+    complaints = []
+    for turn in range(args.warmup + args.repeat):
+        for kind, values in samples.items():
+            seed = seeds.getrandbits(62)
+            if not args.no_check:
+                channels.prepare(count, seed)
+            bare = kind.startswith("Bare")
+            if bare:
+                spent = channels.bare_write(count, writes)
+            else:
+                spent = channels.write(count, args.put, writes, MODES[kind[len(name) :]])
+            if not args.no_check and not (bare and channels.on_gpu):
+                complaints.append(channels.wrong(channels.src if bare else channels.dst, count, seed))
+            if turn >= args.warmup:
+                values.append(spent)
+    channels.insist(f"{name}, {count} bytes", complaints)
+    return samples
+
+
+def gbps(count: int, microseconds: float) -> float:
+    """Gb/s, 10^9 bits a second."""
+    return count * 8 / microseconds / 1e3
+
+
+def tables(report: Report, kinds: list[str]):
+    """The tables of bandwidths and of what the bare writer makes of the same."""
+    keys = [SizeColumn("bytes", "Size"), Column("count", "Count")]
+    columns, limits = [], []
+    for mode in MODES:
+        for kind in kinds:
+            name = f"Proxy{kind}{mode}"
+            columns += [
+                Column(name, f"{name} (Gbps)", ".2f", better="higher"),
+                Column(f"{name}_busbw", "BusBW (%)", ".1f"),
+                Column(f"{name}_us", "Lat (us)", ".2f", better="lower", series=name),
+            ]
+    for kind in kinds:
+        limits.append(Column(f"Bare{kind}", f"Bare {kind.lower()} (Gbps)", ".2f", better="higher"))
+        limits += [Column(f"Proxy{kind}{mode}_bare", f"Proxy{kind}{mode} of it", ".1%") for mode in MODES]
+    bandwidth = report.table("bandwidth", keys, columns)
+    limit = report.table("bare writer", keys, limits)
+    limit.notes.append("of it: the proxy's bandwidth over the bare writer's, median of the turns that both took.")
+    return bandwidth, limit
+
+
+def fill(
+    bandwidth, limit, results: dict[int, dict[str, list[float]]], rails: dict[str, int], link: float | None
+) -> None:
+    """Rows from samples by size and configuration. `link`: rate of one channel in Gb/s, or None to use the bare best."""
+    best = {k: max(gbps(n, median(s[f"Bare{k}"])) for n, s in results.items() if f"Bare{k}" in s) for k in rails}
+    whole = {k: link * rails[k] if link else best[k] for k in rails}
+    for count, samples in results.items():
+        shown, against = {}, {}
+        for kind in rails:
+            bare = samples[f"Bare{kind}"]
+            against[f"Bare{kind}"] = gbps(count, median(bare))
+            for mode in MODES:
+                name = f"Proxy{kind}{mode}"
+                spent = median(samples[name])
+                shown |= {name: gbps(count, spent), f"{name}_us": spent}
+                shown[f"{name}_busbw"] = 100 * shown[name] / whole[kind]
+                against[f"{name}_bare"] = median([b / p for b, p in zip(bare, samples[name])])
+        keys = {"bytes": count, "count": count // 4}
+        bandwidth.add(keys | shown, {f"{name}_us": values for name, values in samples.items()})
+        limit.add(keys | against)
+    text = ", ".join(f"{k} {v:.2f}" for k, v in whole.items())
+    bandwidth.notes.append(
+        f"BusBW is of {'the link' if link else 'the best of the bare writer'} (Gbps): {text}. Count is of 4 bytes."
+    )
+
+
+def signals(channels, table, args) -> None:
+    """Rows of put_signal's one-way times."""
+    import tilescale_net as tsn
+
+    trips = 500 if channels.on_gpu else 20
+    for count in args.signal_sizes:
+        ours, bare = [], []
+        for turn in range(args.warmup + args.repeat):
+            both = channels.one_way(count, trips), channels.bare_one_way(count, trips)
+            if turn >= args.warmup:
+                ours.append(both[0])
+                bare.append(both[1])
+        if tsn.rank() == 0:
+            row = {"signal": median(ours), "bare": median(bare), "beyond": median([a - b for a, b in zip(ours, bare)])}
+            table.add({"bytes": count, **row}, {"signal": ours, "bare": bare})
+
+
+def main() -> None:
+    args = parse()
+    from benchmark.common.channels import Channels
+    from benchmark.common.timing import SIMULATED as LABEL
+    from tilescale_net.runtime import settings
+
+    on_gpu = settings.device_kind() == "cuda"
+    report = Report("proxy_write", args)
+    kinds = {"both": ["Single", "Multi"], "single": ["Single"], "multi": ["Multi"]}[args.channels]
+    bandwidth, limit = tables(report, kinds)
+    title = [
+        Column("bare", "Bare (us)", ".2f", better="lower"),
+        Column("signal", "put_signal (us)", ".2f", better="lower"),
+    ]
+    signal = report.table(
+        "put_signal, one way", [SizeColumn("bytes", "Size")], [*title, Column("beyond", "beyond bare (us)", ".2f")]
+    )
+
+    results: dict[int, dict[str, list[float]]] = {}
+    rails: dict[str, int] = {}
+    for kind in kinds:
+        wanted = 1 if kind == "Single" else (0 if on_gpu else 2) if args.rails is None else args.rails
+        largest = max([*(args.sizes or size_list((DIRECT if on_gpu else SIMULATED)[0])), *args.signal_sizes])
+        channels = Channels(wanted, largest)
+        profile = SIMULATED if not on_gpu else STAGED if channels.properties["staged"] else DIRECT
+        args.sizes = args.sizes or size_list(profile[0])
+        channels.open_bare(max([*args.sizes, *args.signal_sizes]))
+        rails[kind] = channels.rails
+        seeds = random.Random(channels.gather(secrets.randbits(62))[0])
+        for count in report.progress(args.sizes, f"{kind.lower()} channel, sizes", format_bytes):
+            writes = args.iters or max(2, min(profile[2], profile[1] // count))
+            results.setdefault(count, {}).update(measure(channels, f"Proxy{kind}", count, writes, seeds, args))
+        if kind == kinds[0]:
+            signals(channels, signal, args)
+        p = channels.properties
+        report.environment |= {
+            "provider": f"{p['provider']}, libfabric {p['version']}, {p['interface'].split(',')[0]}",
+            "chunk": format_bytes(p["chunk_bytes"]),
+            "memory": "staged through pinned host memory" if p["staged"] else "the network reaches the heap",
+        }
+        channels.close()
+    if is_rank_zero():
+        fill(bandwidth, limit, results, rails, args.link_gbps)
+    report.environment |= {
+        "channels": ", ".join(f"{k} {n}" for k, n in rails.items()),
+        "data": "not verified" if args.no_check else "verified",
+        "timing": f"median of {args.repeat} runs of writes in one kernel, launch included",
+    }
+    if not on_gpu:
+        report.environment["timing"] += f"; kernels {LABEL}, proxy, network and bare writer are real"
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""How long data with a signal take from one PE's put_signal to the other's wait, one way, next to NVSHMEM.
+
+    GPUS=2 bash launch.sh benchmark/put_signal.py
+    GPUS=2 bash launch.sh benchmark/put_signal.py --threads 32,128,1024 --sizes 8,1K,8K,64K
+
+Ranks 0 and 1 answer each other inside one kernel, one block each; a sample is a launch's time over twice its round trips.
+"""
+
+import secrets
+
+from benchmark.common import BenchmarkParser, Column, Report, format_bytes, int_list, median, one_of, positive_int
+from benchmark.common.session import SLACK, nvshmem, require_two_ranks
+from benchmark.common.timing import SIMULATED
+
+
+def parse():
+    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=2, repeat=10, sizes="8,64,1K,8K,64K")
+    threads = int_list(1, 1024)
+    parser.add_argument("--threads", type=threads, default=threads("32,128,1024"), metavar="LIST", help="of the block")
+    parser.add_argument("--engine", type=one_of("auto", "ldst", "bulk"), default=["auto"], metavar="LIST")
+    parser.add_argument(
+        "--unroll", type=positive_int, metavar="N", help="16-byte accesses that a thread keeps in flight"
+    )
+    parser.add_argument(
+        "--trips", type=positive_int, metavar="N", help="round trips a launch (1000; in the simulator 5)"
+    )
+    parser.add_argument("--no-check", action="store_true", help="do not verify the data")
+    parser.add_argument("--no-nvshmem", action="store_true", help="leave NVSHMEM out even where it can run")
+    args = parser.parse_args()
+    require_two_ranks(parser)
+    return args
+
+
+class Ours:
+    """Round trips of N.put_signal_block."""
+
+    def __init__(self, capacity: int):
+        import torch
+
+        import tilescale_net as tsn
+        from benchmark.common.verify import GUARD
+
+        self._capacity = capacity + GUARD
+        self.dst, self.src = (tsn.empty(self._capacity, torch.uint8) for _ in range(2))
+        self._flag = tsn.zeros((1,), torch.uint64)
+        self._base = 0
+
+    def launch(self, count: int, threads: int, engine: str, unroll: int | None, trips: int) -> None:
+        import tilescale_net as tsn
+        from kernels import p2p
+
+        kernel = p2p.ping_pong(self._capacity, threads, engine, unroll)
+        starts = int(tsn.rank() == 0)
+        kernel(self.dst, self.src, self._flag, count, 1 - tsn.rank(), self._base, starts, trips)
+        self._base += trips
+
+
+class Nvshmem:
+    """Round trips of nvshmemx_putmem_signal_block."""
+
+    def __init__(self, capacity: int, library):
+        import torch
+
+        from benchmark.common.verify import GUARD
+
+        self._library = library
+        self.dst, self.src = (library.empty(capacity + GUARD) for _ in range(2))
+        self._flag = library.empty(8).view(torch.int64).zero_()
+        self._base = 0
+
+    def launch(self, count: int, threads: int, engine: str, unroll: int | None, trips: int) -> None:
+        import tilescale_net as tsn
+
+        me = tsn.rank()
+        self._library.ping_pong(
+            self.dst, self.src, count, self._flag, self._base, 1 - me, me == 0, loops=trips, threads=threads
+        )
+        self._base += trips
+
+
+def measure(side, count: int, threads: int, engine: str, args) -> list[float]:
+    """Samples in microseconds, one way; on rank 0, elsewhere empty. Collective. Raises WrongData on all ranks."""
+    import torch.distributed as dist
+
+    import tilescale_net as tsn
+    from benchmark.common.point_to_point import WrongData
+    from benchmark.common.verify import difference, prepare
+
+    rank = tsn.rank()
+    seeds = [secrets.randbits(62), secrets.randbits(62)]
+    dist.broadcast_object_list(seeds, src=0)
+    if rank < 2 and not args.no_check:
+        prepare(side.src, side.dst, count, seeds[rank])
+    tsn.barrier()
+    times = _stamps(lambda: side.launch(count, threads, engine, args.unroll, args.trips), args) if rank < 2 else []
+    tsn.barrier()
+    wrong = difference(side.dst, count, seeds[1 - rank]) if rank < 2 and not args.no_check else None
+    everyone: list = [None] * tsn.size()
+    dist.all_gather_object(everyone, wrong)
+    for other, text in enumerate(everyone):
+        if text:
+            raise WrongData(f"put_signal of {count} bytes, {threads} threads, engine {engine}: on rank {other}, {text}")
+    return [t / (2 * args.trips) for t in times[args.warmup :]]
+
+
+def _stamps(launch, args) -> list[float]:
+    """Microseconds of each of warmup + repeat launches, queued back to back so that the ranks stay in step."""
+    import time
+
+    import torch
+
+    turns = args.warmup + args.repeat
+    if not torch.cuda.is_available():
+        stamps = [time.perf_counter()]
+        for _ in range(turns):
+            launch()
+            stamps.append(time.perf_counter())
+        return [(b - a) * 1e6 for a, b in zip(stamps, stamps[1:])]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(turns + 1)]
+    events[0].record()
+    for event in events[1:]:
+        launch()
+        event.record()
+    events[-1].synchronize()
+    return [a.elapsed_time(b) * 1e3 for a, b in zip(events, events[1:])]
+
+
+def main() -> None:
+    args = parse()
+    import tilescale_net as tsn
+
+    report = Report("put_signal", args)
+    world = tsn.init(2 * max(args.sizes) + SLACK)
+    on_gpu = world.device_kind == "cuda"
+    args.trips = args.trips or (1000 if on_gpu else 5)
+    timing = f"median of {args.repeat} launches of {args.trips} round trips"
+    report.environment["path"] = "mapped memory" if world.topology.is_direct(1) else "proxy and fabric"
+    report.environment["data"] = "not verified" if args.no_check else "verified"
+    report.environment["timing"] = timing if on_gpu else f"{timing}; {SIMULATED}"
+    library = None if args.no_nvshmem else nvshmem(report)
+    capacity = max(args.sizes)
+    ours, theirs = Ours(capacity), Nvshmem(capacity, library) if library else None
+
+    columns = [Column(engine, f"{engine} (us)", ".2f", better="lower") for engine in args.engine]
+    columns += [Column("nvshmem", "NVSHMEM (us)", ".2f", better="lower"), Column("ratio", "x NVSHMEM", ".2f")]
+    table = report.table("one way", [Column("threads", "Threads"), Column("bytes", "Size (Bytes)", ",d")], columns)
+    steps = [(threads, count) for threads in args.threads for count in args.sizes]
+    for threads, count in report.progress(steps, "latencies", lambda s: f"{format_bytes(s[1])}, {s[0]} threads"):
+        samples = {engine: measure(ours, count, threads, engine, args) for engine in args.engine}
+        if theirs:
+            samples["nvshmem"] = measure(theirs, count, threads, "auto", args)
+        if tsn.rank() == 0:
+            row = {name: median(values) for name, values in samples.items()}
+            if theirs:
+                row["ratio"] = row["nvshmem"] / min(row[engine] for engine in args.engine)
+            table.add({"threads": threads, "bytes": count, **row}, samples)
+    report.finish()
+    if library:
+        library.finalize()
+    tsn.finalize()
+
+
+if __name__ == "__main__":
+    main()

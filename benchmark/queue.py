@@ -1,0 +1,82 @@
+"""What the queue between GPU and proxy costs: pushes a second, round trips, descriptors a second, and each stage alone.
+
+    GPUS=1 bash launch.sh benchmark/queue.py
+    GPUS=1 bash launch.sh benchmark/queue.py --provider tcp --json run.json
+
+The proxies are the benchmark's own. Most of them hand their work to a transport that completes at once, so that the
+queue is all there is to see; for the stages, two proxies of this process talk over a real provider.
+"""
+
+import sys
+
+if __name__ == "queue":
+    # Scripts of this folder find it first on their path, and whoever imports the standard library's queue finds this.
+    import importlib.machinery
+    import importlib.util
+    import os
+
+    _here = os.path.dirname(os.path.realpath(__file__))
+    _spec = importlib.machinery.PathFinder.find_spec("queue", [p for p in sys.path if os.path.realpath(p) != _here])
+    sys.modules["queue"] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules["queue"])
+
+PARTS = ("push", "round-trip", "dispatch", "stages")
+# Where the user gives none: on a GPU, in the simulator.
+DEFAULTS = {"repeat": (7, 3), "trips": (2000, 50), "capacity": (65536, 4096)}
+
+
+def parse():
+    from benchmark.common import BenchmarkParser, one_of, positive_int, world_size
+
+    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=None)
+    parser.add_argument("--parts", type=one_of(*PARTS), default=list(PARTS), metavar="LIST", help=", ".join(PARTS))
+    parser.add_argument(
+        "--repeat", type=positive_int, metavar="N", help="timed runs, whose median is shown (7; simulator 3)"
+    )
+    parser.add_argument("--trips", type=positive_int, metavar="N", help="round trips of a run (2000; simulator 50)")
+    parser.add_argument(
+        "--capacity", type=positive_int, metavar="N", help="descriptors of a ring (65536; simulator 4096)"
+    )
+    parser.add_argument(
+        "--cpu", type=int, default=-1, metavar="N", help="CPU of the proxy's and the flag's thread (any)"
+    )
+    parser.add_argument(
+        "--provider", metavar="NAME", help="libfabric provider of the stages (TSN_PROVIDER, else the best)"
+    )
+    args = parser.parse_args()
+    if args.capacity and args.capacity & (args.capacity - 1):
+        parser.error(f"a ring of {args.capacity} descriptors; the number must be a power of two")
+    if world_size() > 1:
+        parser.error("the queue is measured by one rank; start it with GPUS=1 bash launch.sh …")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    import tilescale_net as tsn
+    from benchmark.common import Report, queue_tables
+    from benchmark.common.queue_rig import Bench
+    from benchmark.common.timing import SIMULATED
+
+    report = Report("queue", args)
+    world = tsn.init("4M")
+    bench = Bench(world, args.cpu)
+    for name, (gpu, simulator) in DEFAULTS.items():
+        setattr(args, name, getattr(args, name) or (gpu if bench.on_gpu else simulator))
+    report.environment["ring"] = f"{args.capacity} descriptors"
+    timing = f"median of {args.repeat} kernels"
+    report.environment["timing"] = timing if bench.on_gpu else f"{timing}; device {SIMULATED}, the proxy's own are real"
+    if "push" in args.parts:
+        queue_tables.push_rates(report, bench, args)
+    if "round-trip" in args.parts or "stages" in args.parts:
+        trip = queue_tables.round_trips(report, bench, args)
+    if "dispatch" in args.parts:
+        queue_tables.dispatch(report, args)
+    if "stages" in args.parts:
+        queue_tables.stages(report, bench, trip, args)
+    report.finish()
+    tsn.finalize()
+
+
+if __name__ == "__main__":
+    main()

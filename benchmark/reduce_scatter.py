@@ -1,0 +1,74 @@
+"""How fast all ranks get their part of the sum of everybody's tensors (reduce-scatter), next to NCCL.
+
+    GPUS=4 bash launch.sh benchmark/reduce_scatter.py
+    GPUS=4 bash launch.sh benchmark/reduce_scatter.py --dtype float32 --blocks 16,32
+
+Size is that of the input, in bytes per rank. Our sums are compared bit by bit with a sum in the order of the ranks; those
+of NCCL, whose order is its own, only roughly. Without a GPU the simulator runs the same kernel, without NCCL.
+"""
+
+from benchmark.common.collectives import Problem, parse, run
+
+
+class Reduce(Problem):
+    def __init__(self, size: int, dtype: str):
+        import torch
+
+        import tilescale_net as tsn
+
+        self._n, self._rank, self._dtype = tsn.size(), tsn.rank(), getattr(torch, dtype)
+        self._count = max(8, size // self._n // self._dtype.itemsize // 8 * 8)
+        self._x = tsn.empty((self._n, self._count), self._dtype)
+        self._out = torch.empty(self._count, dtype=self._dtype, device=tsn.device())
+        self._exact = True
+        self.nbytes = self._x.nbytes
+
+    def _data(self, seed: int, rank: int, part: int):
+        import torch
+
+        generator = torch.Generator(device=self._out.device).manual_seed(seed + rank * self._n + part)
+        return torch.randn(self._count, dtype=self._dtype, device=self._out.device, generator=generator)
+
+    def fill(self, seed):
+        for part in range(self._n):
+            self._x[part] = self._data(seed, self._rank, part)
+        self._out.fill_(float("nan"))
+
+    def ours(self, geometry):
+        from kernels.reduce_scatter import ReduceScatter
+
+        self._exact = True
+        op = ReduceScatter(**geometry)
+        return lambda: op(self._out, self._x), op.free
+
+    def nccl(self, group):
+        import torch.distributed as dist
+
+        self._exact = False
+        return lambda: dist.reduce_scatter_tensor(self._out, self._x.view(-1), group=group)
+
+    def difference(self, seed):
+        import torch
+
+        total = torch.zeros(self._count, dtype=torch.float32, device=self._out.device)
+        for rank in range(self._n):
+            total += self._data(seed, rank, self._rank).float()
+        expected = total.to(self._dtype)
+        tolerance = 0 if self._exact else 0.05
+        wrong = int((~torch.isclose(self._out.float(), expected.float(), rtol=tolerance, atol=tolerance)).sum())
+        return f"{wrong} of {self._count} sums are wrong" if wrong else None
+
+    def free(self):
+        import tilescale_net as tsn
+
+        tsn.free(self._x)
+
+
+if __name__ == "__main__":
+
+    def extend(parser):
+        dtypes = ("bfloat16", "float16", "float32")
+        parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of the tensors (bfloat16)")
+
+    args = parse(__doc__.splitlines()[0], extend)
+    run("reduce_scatter", args, lambda size: Reduce(size, args.dtype))

@@ -1,0 +1,41 @@
+"""How fast blocks copy to (push) and from (pull) a peer's memory, next to NVSHMEM.
+
+    GPUS=2 bash launch.sh benchmark/unrolledcp_p2p.py
+    GPUS=2 bash launch.sh benchmark/unrolledcp_p2p.py --threads 128,1024 --engine auto,bulk --json run.json
+
+Both are timed in the same way in the same run, and what they delivered is compared with what was sent. A push ends with
+a quiet, on both sides. Without a GPU the simulator runs the same kernels.
+"""
+
+from benchmark.common import Report
+from benchmark.common.session import copy_parser, join, nvshmem, require_two_ranks
+
+
+def parse():
+    parser = copy_parser(__doc__.splitlines()[0], sizes="2K..4M")
+    parser.add_argument("--no-nvshmem", action="store_true", help="leave NVSHMEM out even where it can run")
+    args = parser.parse_args()
+    require_two_ranks(parser)
+    return args
+
+
+def main() -> None:
+    args = parse()
+    import tilescale_net as tsn
+    from benchmark.common.comparison import compare
+    from benchmark.common.point_to_point import Nvshmem, Ours
+
+    report = Report("unrolledcp_p2p", args)
+    timer = join(report, args)
+    library = None if args.no_nvshmem else nvshmem(report)
+    capacity = max(args.sizes)
+    sides = ([Nvshmem(capacity, library)] if library else []) + [Ours(capacity)]
+    compare(report, args, sides, timer, reference="NVSHMEM")
+    report.finish()
+    if library:
+        library.finalize()
+    tsn.finalize()
+
+
+if __name__ == "__main__":
+    main()

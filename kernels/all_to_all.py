@@ -1,0 +1,217 @@
+"""All-to-all by push: the kernel for equal splits, and the host class for these and uneven ones (all_to_all_uneven.py).
+
+As in all_gather.py a call begins by telling every peer that the output may be overwritten and ends when every peer's rows
+have arrived, so that calls follow one another without a barrier.
+"""
+
+from collections.abc import Sequence
+
+import tilelang.language as T
+import torch
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from kernels.all_to_all_uneven import OWN_SPLITS, REFUSED, SEND_DIFFERS, WORDS, all_to_all_uneven
+from kernels.collective import Collective, as_bytes
+from kernels.slices import slice_elements
+
+
+@tsn.jit(name="all_to_all")
+def all_to_all(n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unroll=None, ring=None):
+    """Kernel `(out, x, epochs, ready, arrived)`: afterwards `out[p]` is `x[my_pe]` of PE p, for all p.
+
+    Args:
+        n_pes: number of PEs, at most `threads`.
+        dtype: of `out` (symmetric) and `x`, both [n_pes, count]; count is taken from the tensors.
+        threads, blocks: launch geometry; all blocks must be able to run at once.
+        engine, unroll, ring: see `tilescale_net.language.put_block`.
+
+    `epochs` [blocks] (any device memory), `ready` [n_pes] and `arrived` [n_pes, blocks] (symmetric) are uint64, zero
+    before the first call, and then left alone.
+    """
+    count = T.dynamic("count", "int64")
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        out: T.Tensor((n_pes, count), dtype),
+        x: T.Tensor((n_pes, count), dtype),
+        epochs: T.Tensor((blocks,), "uint64"),
+        ready: T.Tensor((n_pes,), "uint64"),
+        arrived: T.Tensor((n_pes, blocks), "uint64"),
+    ):
+        with T.Kernel(blocks, threads=threads) as block:
+            thread = T.get_thread_binding()
+            me = N.my_pe()
+            epoch = epochs[block] + T.uint64(1)
+            share = slice_elements(count, blocks, dtype)
+            first = share * block
+            # Work before this kernel on the stream is done with `out`, so one block can say so for all.
+            if block == 0 and thread < n_pes:
+                N.signal(ready[me], epoch, thread)
+            if first < count:
+                if thread < n_pes:
+                    N.wait(ready[thread], "ge", epoch)
+                T.sync_threads()
+                for hop in T.serial(n_pes):
+                    pe = (me + hop) % n_pes
+                    N.put_block(
+                        out[me, first], x[pe, first], pe, count=T.min(share, count - first),
+                        engine=engine, unroll=unroll, ring=ring,
+                    )  # fmt: skip
+                # One fence for all peers, by a thread each: put_signal would wait for them one after the other.
+                T.sync_threads()
+                if thread < n_pes:
+                    N.fence(thread)
+                    N.signal(arrived[me, block], epoch, thread)
+                    N.wait(arrived[thread, block], "ge", epoch)
+                    N.quiet(thread)
+            T.sync_threads()
+            if thread == 0:
+                epochs[block] = epoch
+
+    return main
+
+
+class AllToAll(Collective):
+    """All-to-all of tensors of any dtype and size, as torch.distributed.all_to_all_single; constructed and called by all
+    ranks.
+
+    Args:
+        threads, blocks, engine, unroll, ring: see the kernels.
+
+    Raises:
+        ValueError: a launch geometry that the kernels or the GPU cannot run.
+        RankMismatch: ranks that want different ones.
+    """
+
+    def __init__(self, *, threads: int = 512, blocks: int = 16, engine: str = "auto", unroll=None, ring=None):
+        super().__init__("AllToAll", f"engine={engine}, unroll={unroll}, ring={ring}", threads, blocks)
+        self._options = dict(threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring)
+        self._signal_words = (
+            self._counters(blocks), self._signals(self.n_pes), self._signals(self.n_pes, blocks),
+        )  # fmt: skip
+        self._heap = self._world.heap.as_bytes()
+        self._outbox = self._symmetric((self.n_pes, WORDS), torch.int64)
+        self._inbox = self._symmetric((2, self.n_pes, WORDS), torch.int64)
+        self._status = torch.zeros((self.n_pes, 3), dtype=torch.int64, device=self._device)
+
+    def __call__(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        output_splits: torch.Tensor | Sequence[int] | None = None,
+        input_splits: torch.Tensor | Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Rows of `x` go to all PEs, rows of `out` come from all PEs, both in the order of the PEs; asynchronous on the
+        current stream.
+
+        Args:
+            out: [rows, ...], symmetric, contiguous; with splits it may lie elsewhere in the heap on every PE.
+            x: [rows, ...], contiguous, of out's dtype and row shape, apart from `out` in memory. Symmetric where some
+                PEs are on other nodes.
+            output_splits, input_splits: rows that come from and go to each PE, zero included: n_pes numbers, or an int64
+                tensor of them on this rank's device, which is read when the call runs. Give both or neither; without
+                them all PEs get the same number of rows.
+
+        Returns:
+            `out`. Later work on the stream may write `x` and the splits again.
+
+        Raises:
+            TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
+            RankMismatch: ranks that pass different row shapes or dtypes, seen when a shape is used for the first time.
+            Splits in tensors, and splits that differ between two ranks, are looked at when the call runs; see `check`.
+        """
+        self._check_alive()
+        self._check("out", out, symmetric=True)
+        self._check("x", x, out.dtype, symmetric=self._sources_travel)
+        if out.dim() == 0 or x.dim() == 0 or out.shape[1:] != x.shape[1:]:
+            raise ValueError(
+                f"{self.name}: out of shape {list(out.shape)} and x of shape {list(x.shape)} must have rows of one shape"
+            )
+        self._check_apart("out", out, "x", x)
+        if (output_splits is None) != (input_splits is None):
+            raise ValueError(f"{self.name}: output_splits and input_splits are given together or not at all")
+        if output_splits is None:
+            self._equal(out, x)
+        else:
+            receives = self._splits("output_splits", output_splits, "out", out)
+            sends = self._splits("input_splits", input_splits, "x", x)
+            self._uneven(out, x, receives, sends)
+        return out
+
+    def _equal(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        if out.shape != x.shape or x.shape[0] % self.n_pes:
+            raise ValueError(
+                f"{self.name}: out of shape {list(out.shape)} and x of shape {list(x.shape)} must have the same number of "
+                f"rows, a multiple of the {self.n_pes} PEs; give output_splits and input_splits for uneven ones"
+            )
+        self._agree("x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self._place(out))
+        if x.nbytes:
+            part = x.nbytes // self.n_pes
+            kernel = all_to_all(self.n_pes, **self._options)
+            kernel(as_bytes(out, self.n_pes, part), as_bytes(x, self.n_pes, part), *self._signal_words)
+
+    def _uneven(self, out: torch.Tensor, x: torch.Tensor, receives: torch.Tensor, sends: torch.Tensor) -> None:
+        self._agree("rows of shape {} and {} with splits", x.shape[1:], x.dtype)
+        row_bytes = x.shape[1:].numel() * x.element_size()
+        if row_bytes == 0:
+            return
+        source = x if x.numel() else self._outbox  # an empty tensor has no address
+        kernel = all_to_all_uneven(self.n_pes, **self._options)
+        kernel(
+            self._heap, as_bytes(source, source.nbytes), self._place(out), out.shape[0], x.shape[0], row_bytes, receives, sends,
+            self._status, self._outbox, self._inbox, *self._signal_words,
+        )  # fmt: skip
+        if self._device.type == "cpu":  # the simulator has run the kernel by now
+            self.check()
+
+    def _splits(self, name: str, splits, tensor_name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Splits as a tensor for the kernel. Raises TypeError or ValueError for what can be seen without waiting."""
+        if isinstance(splits, torch.Tensor):
+            self._check(name, splits, torch.int64)
+            if splits.shape != (self.n_pes,):
+                raise ValueError(f"{self.name}: {name} has shape {list(splits.shape)}; it must be [{self.n_pes}]")
+            if splits.device.type != "cpu":
+                return splits
+            numbers = splits.tolist()
+        else:
+            numbers = [int(n) for n in splits]
+            splits = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        if len(numbers) != self.n_pes:
+            raise ValueError(
+                f"{self.name}: {name} holds {len(numbers)} numbers, one for each of {self.n_pes} PEs is needed"
+            )
+        if min(numbers) < 0:
+            raise ValueError(f"{self.name}: {name} is {numbers}; a split cannot be negative")
+        if sum(numbers) != tensor.shape[0]:
+            raise ValueError(
+                f"{self.name}: {name} is {numbers}, {sum(numbers)} rows in all, but {tensor_name} has {tensor.shape[0]}"
+            )
+        return splits
+
+    def check(self) -> None:
+        """Wait for the calls so far and raise what they found wrong with their splits. Not collective.
+
+        In the simulator each call does this itself; on a GPU it would cost a synchronisation. Between two PEs that
+        disagreed no rows were moved, and both raise.
+
+        Raises:
+            ValueError: splits of this rank, given as tensors, that were negative or did not add up.
+            RankMismatch: another PE expected or announced another number of rows; names both numbers.
+        """
+        status = self._status.tolist()
+        self._status.zero_()
+        for pe, (reason, here, there) in enumerate(status):
+            if reason == OWN_SPLITS:
+                raise ValueError(
+                    f"{self.name}: input_splits add up to {here} and output_splits to {there} rows, or one is negative; "
+                    "they must add up to the rows of x and out"
+                )
+            if reason:
+                verb = ("sends", "expects") if reason == SEND_DIFFERS else ("expects", "sends")
+                theirs = f"{verb[1]} {there}" if there != REFUSED else "was given splits that do not add up"
+                raise tsn.RankMismatch(
+                    f"{self.name}: rank {self.rank} {verb[0]} {here} rows {'to' if reason == SEND_DIFFERS else 'from'} "
+                    f"rank {pe}, which {theirs}; no rows were moved between the two"
+                )

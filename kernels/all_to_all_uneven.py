@@ -1,0 +1,134 @@
+"""All-to-all by push with uneven splits.
+
+The message with which a call begins says, besides that the output may be overwritten, where in it the peer's rows belong
+and how many are expected. So nobody needs to know more than torch.distributed.all_to_all_single asks for, and PEs that
+disagree find out before any row moves.
+"""
+
+import tilelang.language as T
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from kernels.slices import slice_elements
+
+# Words of the message between two PEs: where in the heap its sender wants the receiver's rows (in bytes), how many rows it
+# expects there, and how many it will send itself. A PE whose own splits do not add up says REFUSED instead of numbers.
+PLACE, EXPECTED, SENDING, WORDS = 0, 1, 2, 3
+REFUSED = -1
+# What `status[p]` says: nothing wrong, or one of these with the rows here and the rows that PE p named.
+OWN_SPLITS, SEND_DIFFERS, RECEIVE_DIFFERS = 1, 2, 3
+
+
+@tsn.jit(name="all_to_all_uneven")
+def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None, ring=None):
+    """Kernel `(heap, x, out_place, out_rows, in_rows, row_bytes, receives, sends, status, outbox, inbox, epochs, ready,
+    arrived)`: rows to and from every PE.
+
+    Args:
+        n_pes, threads, blocks, engine, unroll, ring: as in `all_to_all`.
+
+    `x` (uint8) holds `in_rows` rows of `row_bytes` bytes. The output has room for `out_rows` rows, `out_place` bytes
+    behind the beginning of `heap`, which is the whole symmetric heap (uint8); it may lie elsewhere on every PE.
+    `sends[p]` and `receives[p]` (int64 [n_pes]) are the rows that go to and come from PE p, in the order of the PEs;
+    they must add up to `in_rows` and `out_rows`. `status` (int64 [n_pes, 3]) stays zero unless splits do not fit: then
+    no row moves between the two PEs, and both find the reason in `status`. `outbox` and `inbox` (int64 [n_pes, WORDS]
+    and [2, n_pes, WORDS]) are symmetric; the signals are as in `all_to_all`.
+    """
+    heap_bytes, x_bytes = T.dynamic("heap_bytes", "int64"), T.dynamic("x_bytes", "int64")
+
+    @T.macro
+    def refuse(status, pe, reason, here, there):
+        if status[pe, 0] == 0:
+            status[pe, 0] = reason
+            status[pe, 1] = here
+            status[pe, 2] = there
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        heap: T.Tensor((heap_bytes,), "uint8"),
+        x: T.Tensor((x_bytes,), "uint8"),
+        out_place: T.int64,
+        out_rows: T.int64,
+        in_rows: T.int64,
+        row_bytes: T.int64,
+        receives: T.Tensor((n_pes,), "int64"),
+        sends: T.Tensor((n_pes,), "int64"),
+        status: T.Tensor((n_pes, 3), "int64"),
+        outbox: T.Tensor((n_pes, WORDS), "int64"),
+        inbox: T.Tensor((2, n_pes, WORDS), "int64"),
+        epochs: T.Tensor((blocks,), "uint64"),
+        ready: T.Tensor((n_pes,), "uint64"),
+        arrived: T.Tensor((n_pes, blocks), "uint64"),
+    ):
+        with T.Kernel(blocks, threads=threads) as block:
+            thread = T.get_thread_binding()
+            me = N.my_pe()
+            epoch = epochs[block] + T.uint64(1)
+            turn = T.cast(epoch % T.uint64(2), "int32")  # a fast peer writes into the other half already
+            source = T.alloc_shared((n_pes,), "int64")  # where rows for each PE begin in `x`, in bytes
+            target = T.alloc_shared((n_pes,), "int64")  # and where they go
+            size = T.alloc_shared((n_pes,), "int64")  # bytes
+            coming = T.alloc_local((1,), "int64")  # bytes that come from PE `thread`
+            coming[0] = 0
+
+            if thread < n_pes:
+                before = T.alloc_local((2,), "int64")
+                total = T.alloc_local((2,), "int64")
+                least = T.alloc_local((1,), "int64")
+                for i in T.unroll(2):
+                    before[i] = 0
+                    total[i] = 0
+                least[0] = 0
+                for p in T.serial(n_pes):
+                    if p < thread:
+                        before[0] += sends[p]
+                        before[1] += receives[p]
+                    total[0] += sends[p]
+                    total[1] += receives[p]
+                    least[0] = T.min(least[0], T.min(sends[p], receives[p]))
+                valid = least[0] == 0 and total[0] == in_rows and total[1] == out_rows
+                # One block tells the peers; work before this kernel on the stream is done with the output.
+                if block == 0:
+                    outbox[thread, PLACE] = out_place + before[1] * row_bytes
+                    outbox[thread, EXPECTED] = T.if_then_else(valid, receives[thread], T.int64(REFUSED))
+                    outbox[thread, SENDING] = T.if_then_else(valid, sends[thread], T.int64(REFUSED))
+                    N.put_signal_thread(inbox[turn, me, 0], outbox[thread, 0], thread, ready[me], epoch, count=WORDS)
+                N.wait(ready[thread], "ge", epoch)
+                may_send = valid and inbox[turn, thread, EXPECTED] == sends[thread]
+                may_receive = valid and inbox[turn, thread, SENDING] == receives[thread]
+                if block == 0:
+                    if not valid:
+                        refuse(status, thread, OWN_SPLITS, total[0], total[1])
+                    if not may_send:
+                        refuse(status, thread, SEND_DIFFERS, sends[thread], inbox[turn, thread, EXPECTED])
+                    if not may_receive:
+                        refuse(status, thread, RECEIVE_DIFFERS, receives[thread], inbox[turn, thread, SENDING])
+                source[thread] = before[0] * row_bytes
+                target[thread] = inbox[turn, thread, PLACE]
+                size[thread] = T.if_then_else(may_send, sends[thread] * row_bytes, T.int64(0))
+                coming[0] = T.if_then_else(may_receive, receives[thread] * row_bytes, T.int64(0))
+            T.sync_threads()
+            for hop in T.serial(n_pes):
+                pe = (me + hop) % n_pes
+                share = slice_elements(size[pe], blocks, "uint8")
+                first = share * block
+                if first < size[pe]:
+                    N.put_block(
+                        heap[target[pe] + first], x[source[pe] + first], pe, count=T.min(share, size[pe] - first),
+                        engine=engine, unroll=unroll, ring=ring,
+                    )  # fmt: skip
+            # One fence for all peers, by a thread each: put_signal would wait for them one after the other.
+            T.sync_threads()
+            if thread < n_pes:
+                if slice_elements(size[thread], blocks, "uint8") * block < size[thread]:
+                    N.fence(thread)
+                    N.signal(arrived[me, block], epoch, thread)
+                if slice_elements(coming[0], blocks, "uint8") * block < coming[0]:
+                    N.wait(arrived[thread, block], "ge", epoch)
+                N.quiet(thread)
+            T.sync_threads()
+            if thread == 0:
+                epochs[block] = epoch
+
+    return main

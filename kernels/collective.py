@@ -1,0 +1,133 @@
+"""What the collective kernels share on the host: argument checks, signals that are never reset, agreement of ranks."""
+
+from __future__ import annotations
+
+import torch
+
+import tilescale_net as tsn
+from tilescale_net.runtime import world as runtime
+
+# Blocks that the simulator runs at once.
+SIMULATOR_BLOCKS = 64
+
+
+class Collective:
+    """Base of the host classes: construction is collective, calls are asynchronous on the current stream.
+
+    Signals carry the number of the call, which lives in device memory: nothing is reset between calls, and a call
+    captured in a CUDA graph can be replayed. All ranks make the same calls in the same order.
+
+    Args:
+        name: shown in errors.
+        configuration: what must be equal on all ranks.
+        threads, blocks: launch geometry.
+
+    Raises:
+        ValueError: a launch geometry that the kernels or the GPU cannot run.
+        RankMismatch: ranks that differ in any of it; names both.
+    """
+
+    def __init__(self, name: str, configuration: str, threads: int, blocks: int):
+        self._world = tsn.world()
+        self.name = name
+        self.rank, self.n_pes = self._world.rank, self._world.size
+        self._device = tsn.device()
+        # A PE of another node gets its data from the fabric, which reads symmetric memory only.
+        self._sources_travel = 0 in self._world.peer_base
+        if threads % 32 or not max(32, self.n_pes) <= threads <= 1024:
+            raise ValueError(
+                f"{name}: threads is {threads}; it must be a multiple of 32, at most 1024, and not below the number of PEs "
+                f"({self.n_pes})"
+            )
+        limit = SIMULATOR_BLOCKS
+        if self._device.type == "cuda":
+            limit = torch.cuda.get_device_properties(self._device).multi_processor_count
+        if not 1 <= blocks <= limit:
+            raise ValueError(f"{name}: blocks is {blocks}; it must be between 1 and {limit}, so that all run at once")
+        self.threads, self.blocks = threads, blocks
+        self._agreed: set[tuple] = set()
+        self._owned: list[torch.Tensor] = []
+        self._world.control.agree(name, f"threads={threads}, blocks={blocks}, {configuration}")
+
+    def _symmetric(self, shape: tuple[int, ...] | int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed symmetric memory that `free` gives back."""
+        self._owned.append(tsn.zeros(shape, dtype))
+        return self._owned[-1]
+
+    def _signals(self, *shape: int) -> torch.Tensor:
+        """Signal words, all zero."""
+        return self._symmetric(shape, torch.uint64)
+
+    def _counters(self, *shape: int) -> torch.Tensor:
+        """Words of this rank alone, all zero."""
+        return torch.zeros(shape, dtype=torch.uint64, device=self._device)
+
+    def free(self) -> None:
+        """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
+        self._check_alive()
+        owned, self._owned = self._owned, []
+        for tensor in owned:
+            tsn.free(tensor)
+
+    # -- checks of a call's arguments -------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        if not self._owned or self._world is not runtime._current:
+            raise tsn.TileScaleError(f"{self.name}: used after free() or finalize()")
+
+    def _check(self, name: str, tensor, dtype: torch.dtype | None = None, symmetric: bool = False) -> None:
+        """Raise TypeError, ValueError or HeapError, naming the argument, for a tensor that kernels cannot use."""
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{self.name}: {name} must be a tensor, not {type(tensor).__name__}")
+        if dtype is not None and tensor.dtype != dtype:
+            raise TypeError(f"{self.name}: {name} has dtype {tensor.dtype}; it must be {dtype}")
+        if tensor.device != self._device:
+            raise ValueError(f"{self.name}: {name} is on {tensor.device}; this rank's kernels run on {self._device}")
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{self.name}: {name} of shape {list(tensor.shape)} has strides {list(tensor.stride())}; it must be contiguous"
+            )
+        heap = self._world.heap
+        if symmetric and tensor.numel() and not 0 <= tensor.data_ptr() - heap.base <= heap.size - tensor.nbytes:
+            raise tsn.HeapError(
+                f"{self.name}: {name} of shape {list(tensor.shape)} is not in the symmetric heap; make it with "
+                "tilescale_net.empty or zeros"
+            )
+
+    def _check_parts(self, name: str, tensor: torch.Tensor, part_name: str, part: torch.Tensor) -> None:
+        """Raise ValueError unless `tensor` has the shape of n_pes of `part`, stacked or joined along the first axis."""
+        stacked = torch.Size((self.n_pes, *part.shape))
+        joined = torch.Size((self.n_pes * part.shape[0], *part.shape[1:])) if part.dim() else stacked
+        if tensor.shape not in (stacked, joined):
+            raise ValueError(
+                f"{self.name}: {name} has shape {list(tensor.shape)}; with {part_name} of shape {list(part.shape)} and "
+                f"{self.n_pes} PEs it must be {list(stacked)} or {list(joined)}"
+            )
+
+    def _check_apart(self, a_name: str, a: torch.Tensor, b_name: str, b: torch.Tensor) -> None:
+        """Raise ValueError when two tensors overlap."""
+        if a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes:
+            raise ValueError(f"{self.name}: {a_name} and {b_name} overlap in memory")
+
+    def _agree(self, describe: str, *arguments) -> None:
+        """Compare arguments with the other ranks the first time they are used; RankMismatch names two that differ.
+
+        Later calls with the same arguments cost nothing, so that a call can be captured in a CUDA graph.
+
+        Args:
+            describe: text with a `{}` for each argument.
+            arguments: hashable.
+        """
+        if arguments not in self._agreed:
+            shown = (list(a) if isinstance(a, torch.Size) else a for a in arguments)
+            self._world.control.agree(self.name, describe.format(*shown))
+            self._agreed.add(arguments)
+
+    def _place(self, tensor: torch.Tensor) -> int:
+        """Heap offset of a symmetric tensor; 0 for one without elements."""
+        return tensor.data_ptr() - self._world.heap.base if tensor.numel() else 0
+
+
+def as_bytes(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+    """A contiguous tensor as bytes, without a copy."""
+    return (tensor if tensor.dim() else tensor.view(1)).view(torch.uint8).view(shape)

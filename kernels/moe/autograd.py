@@ -1,0 +1,182 @@
+"""Dispatch and combine with gradients, as operators that torch.compile and autograd know.
+
+    received = autograd.dispatch(op, x, topk_idx, topk_weights)
+    out = autograd.combine(op, experts(received.x), received)
+
+They are each other's backward: gradients of rows travel back by combine, gradients of sums by a dispatch with the same
+layout, gradients of weights with the rows that they belong to. Throughput mode, rows that are not FP8.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import torch
+
+from kernels.moe.config import FP8
+from kernels.moe.handle import Dispatched, Handle, Layout, counts_of
+from kernels.moe.sizes import Totals, record_words
+
+_objects: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+_keys = itertools.count()
+
+
+def _key(op) -> int:
+    """The number by which the operators, which take tensors and numbers only, find an AllToAll."""
+    c = op.config
+    if c.mode != "throughput" or c.dtype == FP8 or c.combine_dtype != c.dtype:
+        raise ValueError("autograd needs throughput mode and a dtype that is not FP8 and equals combine_dtype")
+    if not hasattr(op, "autograd_key"):
+        op.autograd_key = next(_keys)
+        _objects[op.autograd_key] = op
+    return op.autograd_key
+
+
+def _valid(op, totals: torch.Tensor, by_rank: bool) -> torch.Tensor:
+    """Which rows exist, by their index: of an output, or (`by_rank` false) of expert-major tensors. bool."""
+    c = op.config
+    at = Totals(c.ranks, c.local_experts)
+    if by_rank:
+        return torch.arange(op._mode.out_rows, device=totals.device) < totals[at.received_base + c.ranks]
+    index = torch.arange(c.capacity, device=totals.device)
+    counts = totals[at.counts : at.counts + c.local_experts]
+    offsets = totals[at.offsets : at.offsets + c.local_experts + 1]
+    expert = torch.searchsorted(offsets[1:].contiguous(), index, right=True).clamp(max=c.local_experts - 1)
+    return index - offsets[expert] < counts[expert]
+
+
+def _clean(op, rows: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
+    """A copy of an output with zeros where no row is, so that no product with them is NaN."""
+    valid = _valid(op, totals, op.config.layout == "rank")
+    return torch.where(valid[:, None], rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
+
+
+@torch.library.custom_op("tilescale_net::moe_dispatch", mutates_args=())
+def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, key: int) -> list[torch.Tensor]:
+    """Rows, their weights, then the other tensors of the layout."""
+    op = _objects[key]
+    received = op.dispatch(x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous())
+    *others, weights = received.handle.layout.tensors()
+    totals = received.handle.layout.totals
+    return [_clean(op, received.x, totals), torch.where(_valid(op, totals, False), weights, 0.0), *others]
+
+
+@_dispatch.register_fake
+def _(x, topk_idx, topk_weights, key):
+    c = _objects[key].config
+    R, M = c.ranks, c.max_tokens
+
+    def ints(*shape):
+        return x.new_empty(shape, dtype=torch.int32)
+
+    return [
+        x.new_empty((R * M if c.layout == "rank" else c.capacity, c.hidden)),
+        x.new_empty((c.capacity,), dtype=torch.float32), ints(R, M), ints(R, M), ints(max(len(x), 1), R),
+        ints(R, M, record_words(c.top_k)), ints(Totals(R, c.local_experts).words), ints(c.capacity),
+    ]  # fmt: skip
+
+
+@torch.library.custom_op("tilescale_net::moe_combine", mutates_args=())
+def _combine(y: torch.Tensor, weights: torch.Tensor, layout: list[torch.Tensor], tokens: int, key: int) -> torch.Tensor:
+    """Sums of rows times `weights` (an empty tensor: all one) per token."""
+    op = _objects[key]
+    handle = Handle(op.config.signature, Layout(tokens, *layout))
+    given = weights.numel() > 0
+    return op.combine(y.contiguous(), handle, weighted=False, weights=weights.contiguous() if given else None)
+
+
+@_combine.register_fake
+def _(y, weights, layout, tokens, key):
+    return y.new_empty((tokens, y.shape[1]))
+
+
+@torch.library.custom_op("tilescale_net::moe_dispatch_backward", mutates_args=())
+def _dispatch_backward(
+    rows: torch.Tensor, weights: torch.Tensor, layout: list[torch.Tensor], tokens: int, key: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of x and of topk_weights from those of the rows and of their weights."""
+    op = _objects[key]
+    return op.combine_values(
+        rows.contiguous(), weights.contiguous(), Handle(op.config.signature, Layout(tokens, *layout))
+    )
+
+
+@_dispatch_backward.register_fake
+def _(rows, weights, layout, tokens, key):
+    c = _objects[key].config
+    return rows.new_empty((tokens, c.hidden)), weights.new_empty((tokens, c.top_k))
+
+
+@torch.library.custom_op("tilescale_net::moe_combine_backward", mutates_args=())
+def _combine_backward(out: torch.Tensor, layout: list[torch.Tensor], tokens: int, key: int) -> torch.Tensor:
+    """Gradients of sums, as rows."""
+    op = _objects[key]
+    received = op.dispatch(out.contiguous(), handle=Handle(op.config.signature, Layout(tokens, *layout)))
+    return _clean(op, received.x, received.handle.layout.totals)
+
+
+@_combine_backward.register_fake
+def _(out, layout, tokens, key):
+    op = _objects[key]
+    return out.new_empty((op._mode.out_rows, out.shape[1]))
+
+
+def _dispatch_setup(ctx, inputs, output):
+    ctx.tokens, ctx.key = len(inputs[0]), inputs[3]
+    ctx.save_for_backward(*output[2:], output[1])
+    ctx.shapes = output[0], output[1]
+
+
+def _dispatch_gradient(ctx, grads):
+    layout = list(ctx.saved_tensors)
+    rows, weights = (g if g is not None else torch.zeros_like(s) for g, s in zip(grads[:2], ctx.shapes))
+    x, topk_weights = torch.ops.tilescale_net.moe_dispatch_backward(rows, weights, layout, ctx.tokens, ctx.key)
+    return x, None, topk_weights, None
+
+
+def _combine_setup(ctx, inputs, output):
+    y, weights, layout, ctx.tokens, ctx.key = inputs
+    ctx.save_for_backward(y, weights, *layout)
+
+
+def _combine_gradient(ctx, grad):
+    y, weights, *layout = ctx.saved_tensors
+    rows = torch.ops.tilescale_net.moe_combine_backward(grad, layout, ctx.tokens, ctx.key)
+    if not weights.numel():
+        return rows, None, [None] * len(layout), None, None
+    valid = _valid(_objects[ctx.key], Layout(ctx.tokens, *layout).totals, False)
+    dw = torch.where(valid, (rows.float() * y.float()).sum(-1), 0.0)
+    return (rows.float() * weights[:, None]).to(y.dtype), dw, [None] * len(layout), None, None
+
+
+torch.library.register_autograd("tilescale_net::moe_dispatch", _dispatch_gradient, setup_context=_dispatch_setup)
+torch.library.register_autograd("tilescale_net::moe_combine", _combine_gradient, setup_context=_combine_setup)
+
+
+def dispatch(op, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
+    """As AllToAll.dispatch; `x` and `row_weight` of the result carry gradients to `x` and `topk_weights`.
+
+    Outputs are tensors of their own; rows that belong to no token are zero.
+    """
+    key = _key(op)
+    rows, weights, *others = torch.ops.tilescale_net.moe_dispatch(x, topk_idx, topk_weights, key)
+    layout = Layout(len(x), *others, weights)
+    counts, offsets, num_rows = counts_of(layout, op.config.ranks, op.config.local_experts)
+    by_rank = op.config.layout == "rank"
+    handle = Handle(op.config.signature, layout)
+    index = layout.row_index if by_rank else None
+    return Dispatched(rows, None, counts, offsets, index, weights, num_rows if by_rank else None, handle)
+
+
+def combine(op, y: torch.Tensor, received: Dispatched, weighted: bool = True) -> torch.Tensor:
+    """As AllToAll.combine, with gradients to `y` and, if weighted, to `received.row_weight`.
+
+    Layout "rank" sums rows as they are.
+    """
+    layout = received.handle.layout
+    weights = (
+        received.row_weight if weighted and op.config.layout == "expert" else y.new_empty((0,), dtype=torch.float32)
+    )
+    tensors = [t.detach() for t in layout.tensors()]
+    return torch.ops.tilescale_net.moe_combine(y, weights, tensors, layout.tokens, _key(op))

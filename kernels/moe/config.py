@@ -1,0 +1,109 @@
+"""The configuration of an all-to-all, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from kernels.moe.rows import groups_of
+
+FP8 = torch.float8_e4m3fn
+COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MODES = ("throughput", "latency")
+LAYOUTS = ("expert", "rank")
+MAX_LATENCY_TOKENS = 512
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """tilelang's name of a torch dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What all ranks must agree on; see AllToAll for the meaning of each field. Raises ValueError or TypeError."""
+
+    ranks: int
+    num_experts: int
+    max_tokens: int
+    hidden: int
+    top_k: int
+    dtype: torch.dtype
+    mode: str
+    layout: str
+    alignment: int
+    capacity: int
+    combine_dtype: torch.dtype
+    quantize_combine: bool
+    zero_copy: bool
+
+    def __post_init__(self):
+        for name in ("num_experts", "max_tokens", "hidden", "top_k", "alignment", "capacity"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"AllToAll: {name} is {value!r}; it must be a whole number of 1 or more")
+        if self.num_experts % self.ranks:
+            raise ValueError(
+                f"AllToAll: num_experts is {self.num_experts}; it must be a multiple of the number of ranks ({self.ranks})"
+            )
+        if self.dtype not in (*COMBINE_DTYPES, FP8):
+            raise TypeError(f"AllToAll: dtype is {self.dtype}; it must be one of {[*COMBINE_DTYPES, FP8]}")
+        if self.combine_dtype not in COMBINE_DTYPES:
+            raise TypeError(f"AllToAll: combine_dtype is {self.combine_dtype}; it must be one of {[*COMBINE_DTYPES]}")
+        for name, dtype in (("dtype", self.dtype), ("combine_dtype", self.combine_dtype)):
+            if self.hidden * dtype.itemsize % 16:
+                raise ValueError(
+                    f"AllToAll: hidden is {self.hidden}, a row of {self.hidden * dtype.itemsize} bytes of {name}; rows must "
+                    "be a multiple of 16 bytes"
+                )
+        if self.mode not in MODES:
+            raise ValueError(f"AllToAll: mode is {self.mode!r}; it must be one of {', '.join(MODES)}")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"AllToAll: layout is {self.layout!r}; it must be one of {', '.join(LAYOUTS)}")
+        if self.mode == "latency" and self.max_tokens > MAX_LATENCY_TOKENS:
+            raise ValueError(
+                f"AllToAll: max_tokens is {self.max_tokens}; latency mode takes up to {MAX_LATENCY_TOKENS}, use "
+                'mode="throughput"'
+            )
+        if self.mode == "latency" and self.layout == "rank":
+            raise ValueError('AllToAll: layout "rank" exists in throughput mode only')
+
+    @property
+    def local_experts(self) -> int:
+        return self.num_experts // self.ranks
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a dispatched row."""
+        return self.hidden * self.dtype.itemsize
+
+    @property
+    def row_words(self) -> int:
+        return self.row_bytes // 4
+
+    @property
+    def scale_words(self) -> int:
+        """Scales of a dispatched row."""
+        return groups_of(self.hidden) if self.dtype == FP8 else 0
+
+    @property
+    def signature(self) -> tuple:
+        """What a handle must have been made with to be used: sizes that its tensors and its rows depend on."""
+        shared = (self.ranks, self.num_experts, self.max_tokens, self.top_k, self.mode)
+        return shared if self.mode == "latency" else (*shared, self.alignment, self.capacity)
+
+    def describe(self) -> str:
+        """Every field, for the agreement of all ranks."""
+        return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+
+
+def default_capacity(ranks: int, experts: int, max_tokens: int, top_k: int, alignment: int) -> int:
+    """Expert-major rows that a rank receives at most if no token names an expert twice, with the gaps of alignment."""
+    local = max(1, experts // ranks)
+    return ranks * max_tokens * min(top_k, local) + local * (alignment - 1)
+
+
+def as_words(tensor: torch.Tensor, words: int) -> torch.Tensor:
+    """Rows as 4-byte words: [rows, words], without a copy."""
+    return tensor.view(-1, tensor.shape[-1]).view(torch.int32).view(-1, words)

@@ -1,0 +1,92 @@
+"""Errors of a call, and how all ranks learn of what one of them found."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+import tilescale_net as tsn
+from kernels.moe.sizes import BAD_EXPERT, HOST_FAULT, NO_ROOM, STATUS_WORDS
+
+# Arguments whose faults the host finds; the code of a fault is HOST_FAULT + index.
+ARGUMENTS = ("x", "scales", "topk_idx", "topk_weights", "out", "y", "weights", "values")
+
+
+class Fault(Exception):
+    """An argument of a call is wrong: which one, and the error to raise."""
+
+    def __init__(self, argument: str, error: Exception, value: int = 0):
+        super().__init__(str(error))
+        self.argument, self.error, self.value = argument, error, value
+
+    @property
+    def code(self) -> int:
+        return HOST_FAULT + ARGUMENTS.index(self.argument)
+
+
+class Status:
+    """A record in host memory that kernels write when they refuse a call; reading it does not wait for the GPU."""
+
+    def __init__(self, world):
+        nbytes = STATUS_WORDS * 8
+        self._address = world._memory.pinned(nbytes)
+        raw = (ctypes.c_char * nbytes).from_address(self._address)
+        if world.device.type == "cuda":
+            from tilescale_net.runtime.cuda_memory import _Bytes
+
+            self.tensor = torch.as_tensor(_Bytes(self._address, nbytes), device=world.device).view(torch.int64)
+        else:
+            self.tensor = torch.frombuffer(raw, dtype=torch.int64)
+        self._words = (ctypes.c_int64 * STATUS_WORDS).from_address(self._address)
+
+    def error(self, name: str, experts: int, capacity: int) -> Exception | None:
+        """The refusal as an exception, once; None when there is none."""
+        code, rank, value = self._words[0], self._words[1], self._words[2]
+        if code == 0:
+            return None
+        self._words[0] = 0
+        if code == BAD_EXPERT:
+            return ValueError(
+                f"{name}: topk_idx of rank {rank} holds expert {value}; ids are 0 to {experts - 1}, or -1 for a choice "
+                "to be skipped"
+            )
+        if code == NO_ROOM:
+            return tsn.HeapError(
+                f"{name}: rank {rank} would receive {value} rows, but capacity is {capacity}; nothing was sent; give a "
+                "larger capacity"
+            )
+        return ValueError(
+            f"{name}: rank {rank} was called with a wrong {ARGUMENTS[code - HOST_FAULT]}; nothing was sent"
+        )
+
+
+def check_tensor(argument: str, tensor, device, dtypes, shape) -> None:
+    """Raise Fault unless `tensor` is a contiguous tensor of one of `dtypes` on `device`; None in `shape`: any extent."""
+
+    def fault(kind, text):
+        raise Fault(argument, kind(f"{argument} {text}"))
+
+    if not isinstance(tensor, torch.Tensor):
+        fault(TypeError, f"must be a tensor, not {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        fault(TypeError, f"has dtype {tensor.dtype}; it must be {' or '.join(str(d) for d in dtypes)}")
+    if tensor.device != device:
+        fault(ValueError, f"is on {tensor.device}; this rank's kernels run on {device}")
+    if tensor.dim() != len(shape) or any(want is not None and want != got for want, got in zip(shape, tensor.shape)):
+        wanted = ", ".join("tokens" if s is None else str(s) for s in shape)
+        fault(ValueError, f"has shape {list(tensor.shape)}; it must be [{wanted}]")
+    if not tensor.is_contiguous():
+        fault(ValueError, f"has strides {list(tensor.stride())}; it must be contiguous")
+    if tensor.numel() and tensor.data_ptr() % 16:
+        fault(ValueError, "does not begin at a multiple of 16 bytes")
+
+
+def check_experts(topk_idx: torch.Tensor, experts: int) -> None:
+    """Raise Fault for ids out of range; for tensors that the host can read without waiting."""
+    if topk_idx.numel() and topk_idx.device.type == "cpu":
+        low, high = int(topk_idx.min()), int(topk_idx.max())
+        if low < -1 or high >= experts:
+            bad = low if low < -1 else high
+            text = f"topk_idx holds expert {bad}; ids are 0 to {experts - 1}, or -1 for a choice to be skipped"
+            raise Fault("topk_idx", ValueError(text), bad)

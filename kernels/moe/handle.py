@@ -1,0 +1,121 @@
+"""What a dispatch leaves for the calls that follow it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from kernels.moe.sizes import Totals
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which row goes where, in throughput mode; ordinary device memory, as long as somebody holds it.
+
+    Attributes:
+        tokens: of this rank.
+        send_token: [ranks, max_tokens] token of each row sent to a rank. int32, as all others but `row_weight`.
+        send_row: [ranks, max_tokens] its first row in the expert-major order at that rank.
+        token_slot: [tokens, ranks] its place among the rows to that rank, or -1.
+        records: [ranks, max_tokens, …] of each row received from a rank: its expert-major rows and their weights.
+        totals: see `sizes.Totals`.
+        row_index: [index capacity] of each expert-major row: its row in rank-major order.
+        row_weight: [index capacity] its weight (float32).
+    """
+
+    tokens: int
+    send_token: torch.Tensor
+    send_row: torch.Tensor
+    token_slot: torch.Tensor
+    records: torch.Tensor
+    totals: torch.Tensor
+    row_index: torch.Tensor
+    row_weight: torch.Tensor
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors in the order of the kernels' parameters."""
+        return [
+            self.send_token, self.send_row, self.token_slot, self.records, self.totals, self.row_index, self.row_weight,
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Received:
+    """Which row came from where, in latency mode; ordinary device memory.
+
+    Attributes:
+        tokens: of this rank.
+        token_slot: [tokens, ranks] place of a token among the rows to a rank, or -1 (int32).
+        targets, weights: [ranks * max_tokens, top_k] of each row received: its rows in `x`, or -1, and their weights.
+        received: [ranks] rows received from each rank.
+    """
+
+    tokens: int
+    token_slot: torch.Tensor
+    targets: torch.Tensor
+    weights: torch.Tensor
+    received: torch.Tensor
+
+
+@dataclass
+class Handle:
+    """Belongs to one dispatch; goes to its combine, or to further dispatches with the same choices.
+
+    Attributes:
+        signature: what a caller of it must agree with; see `AllToAll.signature`.
+        layout: the tensors.
+        combined: whether combine has used it.
+    """
+
+    signature: tuple
+    layout: Layout | Received
+    combined: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of this rank."""
+        return self.layout.tokens
+
+    def again(self) -> Handle:
+        """A handle of another dispatch with the same layout."""
+        return replace(self, combined=False)
+
+
+@dataclass
+class Dispatched:
+    """What dispatch gives. Counts stay on the device; nothing here waits for the GPU.
+
+    Attributes:
+        x: the rows.
+            Throughput, layout "expert": [capacity, hidden]; expert e has rows offsets[e] … offsets[e] + counts[e] - 1,
+            ordered by source rank and token; rows between the experts are left as they were.
+            Throughput, layout "rank": [ranks * max_tokens, hidden]; one row per token however many experts it has here,
+            ordered by source rank and token.
+            Latency: [local experts, ranks * max_tokens, hidden]; expert e has rows 0 … counts[e] - 1.
+        scales: [rows, ceil(hidden / 128)] float32 for FP8 rows, shaped like `x` in front; else None.
+        counts: [local experts] rows of each expert (int32).
+        offsets: [local experts + 1] first row of each expert, a multiple of `alignment`, and the end (int32); None in
+            latency mode.
+        row_index: layout "rank": of each expert-major row its row in `x` (int32); else None.
+        row_weight: weight of each expert-major row (float32); None in latency mode.
+        num_rows: layout "rank": rows in `x`, a scalar (int32); else None.
+        handle: for combine, or for dispatch with the same choices.
+    """
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    counts: torch.Tensor
+    offsets: torch.Tensor | None
+    row_index: torch.Tensor | None
+    row_weight: torch.Tensor | None
+    num_rows: torch.Tensor | None
+    handle: Handle = field(repr=False)
+
+
+def counts_of(layout: Layout, ranks: int, local_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """counts, offsets and the number of rank-major rows: views of a layout's totals."""
+    at = Totals(ranks, local_experts)
+    t = layout.totals
+    end = at.received_base + ranks
+    return t[at.counts : at.counts + local_experts], t[at.offsets : at.offsets + local_experts + 1], t[end]

@@ -1,0 +1,136 @@
+"""What the MoE kernels do with rows: copy one, sum several, quantise; each by one warp.
+
+A row is `units` pieces of 16 bytes; lane l of the warp handles pieces l, l + 32, … . Loads of several pieces are under
+way before the first is used: `batch` of them, chosen by `batch_of`.
+"""
+
+import tilelang.language as T
+
+# These kernels synchronise threads themselves: the compiler can neither see where warps part nor what peers write.
+EXPLICIT_SYNC = {
+    "tl.disable_thread_storage_sync": True,
+    "tl.disable_shared_memory_reuse": True,
+    "tl.disable_safe_memory_legalize": True,  # every index is checked where it enters; guards would cost registers
+}
+
+FP8 = "float8_e4m3fn"
+FP8_MAX = 448.0
+GROUP = 128  # elements that share a scale
+SMALLEST_AMAX = 1e-4  # keeps the scale of a group of zeros finite
+
+
+def batch_of(units: int, limit: int) -> int:
+    """Pieces per lane and batch: the row in as few equal batches as `limit` allows."""
+    per_lane = -(-units // 32)
+    return -(-per_lane // -(-per_lane // limit))
+
+
+def groups_of(hidden: int) -> int:
+    """Scales per row of FP8 numbers."""
+    return -(-hidden // GROUP)
+
+
+@T.macro
+def load_batch(piece, src, row, first, lane, units, width, batch, at=0):
+    """Load a lane's pieces of a batch, which begins at piece `first`, to piece[at …]; those beyond the row become zero."""
+    for u in T.unroll(batch):
+        if first + u * 32 + lane < units:
+            for v in T.vectorized(width):
+                piece[at + u * width + v] = src[row, (first + u * 32 + lane) * width + v]
+        else:
+            for v in T.vectorized(width):
+                piece[at + u * width + v] = T.cast(0, piece.dtype)
+
+
+@T.macro
+def store_batch(dst, row, piece, first, lane, units, width, batch):
+    """Store a lane's pieces of a batch."""
+    for u in T.unroll(batch):
+        if first + u * 32 + lane < units:
+            for v in T.vectorized(width):
+                dst[row, (first + u * 32 + lane) * width + v] = piece[u * width + v]
+
+
+@T.macro
+def copy_words(dst, dst_row, src, src_row, words, lane, offset=0):
+    """Copy a short row of 4-byte words, any number of them, from column `offset` of the source."""
+    for i in T.serial((words + 31) // 32):
+        if i * 32 + lane < words:
+            dst[dst_row, i * 32 + lane] = src[src_row, offset + i * 32 + lane]
+
+
+@T.macro
+def copy_row(dst, dst_row, src, src_row, words, lane, limit):
+    """Copy a row of 4-byte words, a multiple of four of them."""
+    batch = batch_of(words // 4, limit)
+    piece = T.alloc_local((batch * 4,), "int32")
+    for b in T.serial((words // 4 + 32 * batch - 1) // (32 * batch)):
+        load_batch(piece, src, src_row, b * 32 * batch, lane, words // 4, 4, batch)
+        store_batch(dst, dst_row, piece, b * 32 * batch, lane, words // 4, 4, batch)
+
+
+@T.macro
+def clear(acc, count):
+    for i in T.unroll(count):
+        acc[i] = T.float32(0)
+
+
+@T.macro
+def add_scaled(acc, piece, weight, count, at=0):
+    """acc += weight * piece[at …], in float32."""
+    for i in T.unroll(count):
+        acc[i] = acc[i] + weight * T.cast(piece[at + i], "float32")
+
+
+@T.macro
+def store_rounded(dst, row, acc, first, lane, units, width, batch, dtype):
+    """Round a batch of sums once and store it."""
+    for u in T.unroll(batch):
+        if first + u * 32 + lane < units:
+            for v in T.vectorized(width):
+                dst[row, (first + u * 32 + lane) * width + v] = T.cast(acc[u * width + v], dtype)
+
+
+@T.macro
+def store_quantised(dst, scales, row, acc, first, lane, units, width, batch, offset=0):
+    """Store a batch as FP8 with one float32 scale per 128 elements, which are the pieces of 128 / width lanes.
+
+    All lanes of the warp call; pieces beyond the row must be zero. The scales begin at column `offset`.
+    """
+    lanes = GROUP // width
+    for u in T.unroll(batch):
+        amax = T.alloc_var("float32")
+        amax = T.float32(SMALLEST_AMAX)
+        for v in T.unroll(width):
+            amax = T.max(amax, T.abs(acc[u * width + v]))
+        for step in T.unroll(5):
+            if (1 << step) < lanes:
+                amax = T.max(amax, T.shfl_xor(amax, 1 << step))
+        if first + u * 32 + lane < units:
+            factor = T.float32(FP8_MAX) / amax
+            for v in T.vectorized(width):
+                dst[row, (first + u * 32 + lane) * width + v] = T.cast(acc[u * width + v] * factor, FP8)
+            if lane % lanes == 0:
+                scales[row, offset + (first + u * 32 + lane) // lanes] = amax / T.float32(FP8_MAX)
+
+
+@T.macro
+def add_dequantised(acc, piece, scales, row, first, lane, units, width, batch, at=0):
+    """acc += piece[at …] * its group's scale, in float32."""
+    for u in T.unroll(batch):
+        if first + u * 32 + lane < units:
+            scale = T.alloc_var("float32")
+            scale = scales[row, (first + u * 32 + lane) * width // GROUP]
+            for v in T.unroll(width):
+                acc[u * width + v] = acc[u * width + v] + scale * T.cast(piece[at + u * width + v], "float32")
+
+
+@T.macro
+def add_rows(acc, piece, row, weight, src, first, lane, units, width, batch, group):
+    """acc += weight[g] * src[row[g]] for g < group where row[g] is not -1; all loads are under way before the first sum."""
+    for g in T.unroll(group):
+        if row[g] >= 0:
+            load_batch(piece, src, row[g], first, lane, units, width, batch, g * batch * width)
+    for g in T.unroll(group):
+        if row[g] >= 0:
+            add_scaled(acc, piece, weight[g], batch * width, g * batch * width)

@@ -1,0 +1,141 @@
+"""Sizes and places that the layout kernel, the data kernels and the host agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+def align4(n: int) -> int:
+    """The next multiple of four words, so that every row of words is a multiple of 16 bytes."""
+    return -(-n // 4) * 4
+
+
+# What a rank may find wrong with a dispatch; every rank learns the code, the value and whose it is. Codes from
+# HOST_FAULT on were found by the host of that rank before it launched anything.
+NO_FAULT, BAD_EXPERT, NO_ROOM, HOST_FAULT = 0, 1, 2, 3
+# The words of a status record: code (written last), rank, value, limit.
+STATUS_WORDS = 4
+
+
+@dataclass(frozen=True)
+class Counts:
+    """One rank's row of counts: choices per expert, rows per rank, then its fault.
+
+    Attributes:
+        bins: experts + ranks.
+        code, value: places of the fault.
+        words: length of the row.
+    """
+
+    experts: int
+    ranks: int
+
+    @property
+    def bins(self) -> int:
+        return self.experts + self.ranks
+
+    @property
+    def code(self) -> int:
+        return self.bins
+
+    @property
+    def value(self) -> int:
+        return self.bins + 1
+
+    @property
+    def words(self) -> int:
+        return align4(self.bins + 2)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Places in a layout's vector of totals (int32).
+
+    Attributes:
+        sent: [ranks] rows that this rank sends to each rank.
+        sent_base: [ranks] index of the first of them among that rank's rows.
+        received: [ranks] rows that come from each rank.
+        received_base: [ranks + 1] index of the first of them, and the sum.
+        counts: [local experts] rows of each local expert.
+        offsets: [local experts + 1] first row of each local expert, aligned, and the end.
+    """
+
+    ranks: int
+    local_experts: int
+
+    sent: int = 0
+
+    @property
+    def sent_base(self) -> int:
+        return self.ranks
+
+    @property
+    def received(self) -> int:
+        return 2 * self.ranks
+
+    @property
+    def received_base(self) -> int:
+        return 3 * self.ranks
+
+    @property
+    def counts(self) -> int:
+        return 4 * self.ranks + 1
+
+    @property
+    def offsets(self) -> int:
+        return self.counts + self.local_experts
+
+    @property
+    def words(self) -> int:
+        return self.offsets + self.local_experts + 1
+
+
+def record_words(top_k: int) -> int:
+    """Words of the record that goes with a row: for each choice its expert-major row at the target (or -1), then for
+    each choice its weight (float32 bits)."""
+    return align4(2 * top_k)
+
+
+@dataclass(frozen=True)
+class Message:
+    """Places in a row as latency mode sends it, in 4-byte words: payload, scales, then per choice its expert (-1: none),
+    its place among this rank's choices of that expert, and its weight (float32 bits)."""
+
+    row_words: int
+    scale_words: int
+    top_k: int
+
+    @property
+    def experts(self) -> int:
+        return self.row_words + self.scale_words
+
+    @property
+    def indices(self) -> int:
+        return self.experts + self.top_k
+
+    @property
+    def weights(self) -> int:
+        return self.experts + 2 * self.top_k
+
+    @property
+    def words(self) -> int:
+        return align4(self.experts + 3 * self.top_k)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank tells a peer in latency mode beside the rows: choices per expert of the peer, then a fault."""
+
+    local_experts: int
+
+    @property
+    def code(self) -> int:
+        return self.local_experts
+
+    @property
+    def value(self) -> int:
+        return self.local_experts + 1
+
+    @property
+    def words(self) -> int:
+        return align4(self.local_experts + 2)

@@ -1,0 +1,66 @@
+"""What may be chosen freely: launch geometry and message sizes. Results do not depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Choices for one AllToAll; None: the default of `defaults`. Equal on all ranks.
+
+    Attributes:
+        blocks: of every kernel; all of them must run at once.
+        threads: of a block, a multiple of 32.
+        dispatch_senders, combine_senders: throughput mode: how many of the blocks send (layout "rank": all of them
+            dispatch).
+        combine_threads: throughput mode: of a block of combine, which wants more registers per thread.
+        chunk: throughput mode: rows per signal between mapped ranks.
+        far_bytes: throughput mode: a message to another node, about.
+        parts: latency mode: into how many parts to cut a row of combine, about.
+    """
+
+    blocks: int | None = None
+    threads: int | None = None
+    dispatch_senders: int | None = None
+    combine_senders: int | None = None
+    combine_threads: int | None = None
+    chunk: int = 4
+    far_bytes: int = 256 * 1024
+    parts: int = 2
+
+    def resolved(self, mode: str, on_gpu: bool, multiprocessors: int) -> Tuning:
+        """With every None replaced. Raises ValueError for what makes no sense; blocks and threads are checked later."""
+        default = defaults(mode, on_gpu, multiprocessors)
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        made = replace(default, **given)
+        if self.blocks is not None:  # keep the proportion
+            shares = {
+                n: max(1, getattr(default, n) * made.blocks // default.blocks) for n in _SENDERS if n not in given
+            }
+            made = replace(made, **shares)
+        if mode == "throughput" and made.blocks < 2:
+            raise ValueError(
+                f"AllToAll: blocks is {made.blocks}; throughput mode needs 2, one to send and one to receive"
+            )
+        for name in _SENDERS if mode == "throughput" else ():
+            if not 1 <= getattr(made, name) < made.blocks:
+                raise ValueError(
+                    f"AllToAll: {name} is {getattr(made, name)}; it must be between 1 and {made.blocks - 1}"
+                )
+        for name in ("chunk", "far_bytes", "parts"):
+            if getattr(made, name) < 1:
+                raise ValueError(f"AllToAll: {name} is {getattr(made, name)}; it must be 1 or more")
+        return made
+
+
+_SENDERS = ("dispatch_senders", "combine_senders")
+
+
+def defaults(mode: str, on_gpu: bool, multiprocessors: int) -> Tuning:
+    """The choices that were measured best on H200s; the simulator runs threads one after the other, so it gets few."""
+    if not on_gpu:
+        return Tuning(4, 64, 2, 2, 64)
+    if mode == "latency":
+        return Tuning(multiprocessors, 256, 1, 1, 256)
+    return Tuning(24, 512, 14, 16, 384)

@@ -1,0 +1,207 @@
+"""Reduce-scatter by push: every PE puts the parts of its input to their owners, who add them up in the order of the PEs.
+
+Parts travel in chunks through a few staging slots per pair of PEs and block, so that the staging memory does not grow
+with the tensors. A chunk is added up while the next one is under way. The owner tells the sender when a slot is free.
+The order of additions is fixed: results are equal bit by bit from run to run, whatever arrives first.
+"""
+
+import tilelang.language as T
+import torch
+from tilelang import tvm
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from kernels.collective import Collective
+from kernels.slices import slice_elements
+
+UNROLL = 4  # vectors that a thread adds up at a time, which keeps that many loads per PE under way
+
+
+def accumulator(dtype: str) -> str:
+    """The dtype in which values of `dtype` are added up."""
+    return "float32" if dtype.startswith(("float16", "bfloat16", "float8")) else dtype
+
+
+@tsn.jit(name="reduce_scatter")
+def reduce_scatter(
+    n_pes,
+    dtype,
+    vector=1,
+    threads=512,
+    blocks=32,
+    slots=3,
+    chunk_bytes=64 * 1024,
+    engine="auto",
+    unroll=None,
+    ring=None,
+):
+    """Kernel `(out, x, staging, chunks, arrived, consumed)`: `out` is the sum over all PEs p of `x[my_pe]` of PE p.
+
+    Args:
+        n_pes: number of PEs, at most `threads`.
+        dtype: of `out` [count, vector] and `x` [n_pes, count, vector]; count is taken from the tensors. Sums are made
+            in float32 (see `accumulator`) in the order of the PEs and rounded once.
+        vector: elements that one load moves; above 1, `x` and `out` must be aligned to as many.
+        threads, blocks: launch geometry; all blocks must be able to run at once.
+        slots: chunks between two PEs that may be under way in each block, 2 or more.
+        chunk_bytes: bytes of a chunk.
+        engine, unroll, ring: see `tilescale_net.language.put_block`.
+
+    `staging` is [n_pes, blocks, slots, chunk_bytes / bytes of a vector, vector] of dtype; `arrived` and `consumed`
+    (uint64 [n_pes, blocks]) are signals; all three are symmetric. `chunks` (uint64 [blocks]) counts chunks in any device
+    memory. Signals and `chunks` are zero before the first call, and then left alone.
+    """
+    count = T.dynamic("count", "int64")
+    total_dtype = accumulator(dtype)
+    chunk = chunk_bytes // (vector * tvm.DataType(dtype).bits // 8)
+
+    @T.macro
+    def add_up(out, x, staging, me, block, slot, start, size, thread):
+        """out[start:start + size] from x and a chunk of each peer."""
+        for turn in T.serial(T.ceildiv(size, threads * UNROLL)):
+            totals = T.alloc_local((UNROLL, vector), total_dtype)
+            part = T.alloc_local((UNROLL, vector), dtype)
+            T.clear(totals)
+            for p in T.serial(n_pes):
+                for u in T.unroll(UNROLL):
+                    i = (turn * UNROLL + u) * threads + thread
+                    if i < size:
+                        for v in T.vectorized(vector):
+                            if p == me:
+                                part[u, v] = x[me, start + i, v]
+                            else:
+                                part[u, v] = staging[p, block, slot, i, v]
+                for u in T.unroll(UNROLL):
+                    for v in T.unroll(vector):
+                        totals[u, v] += T.cast(part[u, v], total_dtype)
+            for u in T.unroll(UNROLL):
+                i = (turn * UNROLL + u) * threads + thread
+                if i < size:
+                    for v in T.vectorized(vector):
+                        out[start + i, v] = T.cast(totals[u, v], dtype)
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        out: T.Tensor((count, vector), dtype),
+        x: T.Tensor((n_pes, count, vector), dtype),
+        staging: T.Tensor((n_pes, blocks, slots, chunk, vector), dtype),
+        chunks: T.Tensor((blocks,), "uint64"),
+        arrived: T.Tensor((n_pes, blocks), "uint64"),
+        consumed: T.Tensor((n_pes, blocks), "uint64"),
+    ):
+        with T.Kernel(blocks, threads=threads) as block:
+            thread = T.get_thread_binding()
+            me = N.my_pe()
+            done = T.cast(chunks[block], "int64")  # chunks of earlier calls
+            share = T.ceildiv(slice_elements(count * vector, blocks, dtype), T.int64(vector))
+            first = T.min(share * block, count)
+            end = T.min(first + share, count)
+            steps = T.ceildiv(end - first, T.int64(chunk))
+            for step in T.serial(steps + 1):
+                if step < steps:
+                    # The slot's last use must be over at the peer.
+                    if thread < n_pes and thread != me:
+                        N.wait(consumed[thread, block], "ge", T.max(done + step + 1 - slots, T.int64(0)))
+                    T.sync_threads()
+                    for hop in T.serial(1, n_pes):
+                        pe = (me + hop) % n_pes
+                        start = first + step * chunk
+                        N.put_block(
+                            staging[me, block, (done + step) % slots, 0, 0], x[pe, start, 0], pe,
+                            count=T.min(T.int64(chunk), end - start) * vector, engine=engine, unroll=unroll, ring=ring,
+                        )  # fmt: skip
+                if step > 0:
+                    if thread < n_pes and thread != me:
+                        N.wait(arrived[thread, block], "ge", done + step)
+                    T.sync_threads()
+                    start = first + (step - 1) * chunk
+                    size = T.min(T.int64(chunk), end - start)
+                    add_up(out, x, staging, me, block, (done + step - 1) % slots, start, size, thread)
+                # By now most of the chunk is where it belongs, so that the fence has little to wait for.
+                T.sync_threads()
+                if thread < n_pes and thread != me:
+                    if step < steps:
+                        N.fence(thread)
+                        N.signal(arrived[me, block], done + step + 1, thread)
+                    if step > 0:
+                        N.signal(consumed[me, block], done + step, thread)
+            if thread < n_pes and thread != me:
+                N.quiet(thread)
+            T.sync_threads()
+            if thread == 0:
+                chunks[block] = T.cast(done + steps, "uint64")
+
+    return main
+
+
+class ReduceScatter(Collective):
+    """Sum of tensors over all PEs, of which each PE gets its part; constructed and called by all ranks.
+
+    Args:
+        threads, blocks, slots, chunk_bytes, engine, unroll, ring: see the kernel. The staging memory takes
+            n_pes * blocks * slots * chunk_bytes bytes of the symmetric heap.
+
+    Raises:
+        ValueError: a launch geometry or a chunk that the kernel or the GPU cannot run.
+        RankMismatch: ranks that want different ones.
+        HeapError: no room for the staging memory.
+    """
+
+    DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
+
+    def __init__(
+        self, *, threads: int = 512, blocks: int = 32, slots: int = 3, chunk_bytes: int = 64 * 1024,
+        engine: str = "auto", unroll=None, ring=None,
+    ):  # fmt: skip
+        if slots < 2:
+            raise ValueError(f"ReduceScatter: slots is {slots}; it must be 2 or more")
+        if chunk_bytes < 128 or chunk_bytes % 128:
+            raise ValueError(f"ReduceScatter: chunk_bytes is {chunk_bytes}; it must be a positive multiple of 128")
+        options = dict(slots=slots, chunk_bytes=chunk_bytes, engine=engine, unroll=unroll, ring=ring)
+        super().__init__("ReduceScatter", ", ".join(f"{k}={v}" for k, v in options.items()), threads, blocks)
+        self._options = dict(threads=threads, blocks=blocks, **options)
+        self._staging = self._symmetric((self.n_pes, blocks, slots, chunk_bytes), torch.uint8)
+        self._chunks = self._counters(blocks)
+        self._arrived, self._consumed = self._signals(self.n_pes, blocks), self._signals(self.n_pes, blocks)
+
+    def __call__(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """`out` becomes the sum over all PEs of their `x[my_pe]`; asynchronous on the current stream.
+
+        Args:
+            out: contiguous, one of `DTYPES`; may be this PE's own part of `x`.
+            x: contiguous, of out's dtype, [n_pes, *out.shape] or [n_pes * out.shape[0], *out.shape[1:]]. Symmetric where
+                some PEs are on other nodes. Fastest where the parts begin at multiples of 16 bytes.
+
+        Returns:
+            `out`; sums are made in float32 (float64 and integers in their own type), in the order of the PEs, and
+            rounded once. Later work on the stream may write `x` again.
+
+        Raises:
+            TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
+            RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
+        """
+        self._check_alive()
+        self._check("out", out)
+        self._check("x", x, out.dtype, symmetric=self._sources_travel)
+        if out.dtype not in self.DTYPES:
+            raise TypeError(f"{self.name}: dtype {out.dtype} is not one of {', '.join(str(d) for d in self.DTYPES)}")
+        self._check_parts("x", x, "out", out)
+        if out.data_ptr() != x.data_ptr() + self.rank * out.nbytes:
+            self._check_apart("out", out, "x", x)
+        self._agree("out of shape {} and {}", out.shape, out.dtype)
+        if out.numel():
+            # Ranks may differ in this: slices, chunks and staging are laid out alike for any vector.
+            aligned = (out.data_ptr() | x.data_ptr() | out.nbytes) % 16 == 0
+            vector = 16 // out.element_size() if aligned else 1
+            kernel = reduce_scatter(self.n_pes, str(out.dtype).removeprefix("torch."), vector, **self._options)
+            staging = self._staging.view(out.dtype).view(self.n_pes, self.blocks, self._options["slots"], -1, vector)
+            kernel(
+                out.view(-1, vector),
+                x.view(self.n_pes, -1, vector),
+                staging,
+                self._chunks,
+                self._arrived,
+                self._consumed,
+            )
+        return out

@@ -1,0 +1,124 @@
+#!/usr/bin/env bash
+# Runs a script on every GPU of a job (or on simulated ones), or the test suite; sets up what is missing first.
+usage="usage: GPUS=N [NODES=n NODE_RANK=i MASTER_ADDR=host MASTER_PORT=port VIRTUAL_NODES=n] bash launch.sh <script.py | pytest> [args]
+       bash launch.sh --setup-only        sets up, then prints the interpreter
+
+GPUS           ranks on this host: one per GPU, or simulated ones where there is no GPU (2)
+NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
+               hosts of the job, this host's index, and where rank 0 listens; run the same line on every host
+VIRTUAL_NODES  split the ranks of a host into nodes that may only talk through the fabric
+TSN_DEVICE     cuda or simulator; a GPU is used where there is one
+TSN_PYTHON     interpreter to use as it is; otherwise an active virtual environment, .venv, python3 or a new .venv
+TSN_VENV       folder of that virtual environment (.venv)
+TSN_OUTPUT     all: show the output of all ranks, not only of rank 0
+TSN_BUILD      0: never build the native part
+Under srun, each task is a rank; with GPUS=N and one task per node, each task starts N ranks."
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+venv=${TSN_VENV:-$root/.venv}
+case "${1:-}" in
+  -h | --help) echo "$usage"; exit 0 ;;
+  "") echo "$usage" >&2; exit 2 ;;
+esac
+say() { echo "launch.sh: $*" >&2; }
+
+# Test needs more than running does.
+extras=()
+case "$1" in pytest | --setup-only) extras=(test) ;; esac
+
+# The suffix of extension modules and then what the interpreter lacks, by line, in $answer; fails when it does not start.
+ask() { answer=$("$1" "$root/tilescale_net/launch/requirements.py" check "${@:2}" 2>/dev/null); }
+lacking() { tail -n +2 <<<"$answer" | paste -sd' '; }
+complete() { ask "$@" && [ -z "$(lacking)" ]; }
+
+# Picks the first interpreter that has everything, extras given included.
+choose_python() {
+  for python in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} "$venv/bin/python" python3; do
+    if complete "$python" "$@"; then return; fi
+  done
+  false
+}
+
+# Makes the virtual environment if there is none and installs what pyproject.toml lists; fails without a word of its own.
+install() {
+  local wanted all=(test bench)
+  if [ ! -x "$venv/bin/python" ]; then
+    # Where the machine has a torch of its own, keep it: it is the one that fits the driver.
+    python3 -m venv $(python3 -c 'import importlib.util as u; u.find_spec("torch") and print("--system-site-packages")') "$venv" || return
+  fi
+  "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || all+=(fresh)
+  wanted=$("$venv/bin/python" "$root/tilescale_net/launch/requirements.py" list "${all[@]}") || return
+  mapfile -t wanted <<<"$wanted"
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check --retries 2 "${wanted[@]}" || return
+  complete "$venv/bin/python" "${extras[@]}"
+}
+
+set_up() {
+  local made=no
+  python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
+    { say "python3 is missing or older than 3.10; name another interpreter in TSN_PYTHON"; exit 1; }
+  say "setting up $venv (a few minutes, only the first time)"
+  [ -x "$venv/bin/python" ] || made=yes
+  if install >&2; then
+    python=$venv/bin/python
+    return
+  fi
+  [ $made = no ] || rm -rf "$venv"
+  # Without a network, tests that need more than running does are left to fail by themselves: better than no tests.
+  if [ ${#extras[@]} != 0 ] && choose_python; then
+    ask "$python" "${extras[@]}"
+    say "going on with $python, which lacks: $(lacking)"
+    return
+  fi
+  say "what is missing could not be installed, see above; this needs python3-venv and a network or a local index, once"
+  exit 1
+}
+
+# True when an extension is missing or older than what it is made of.
+stale() {
+  local library
+  for library in _native _simulator; do
+    library=$root/tilescale_net/$library$(head -n 1 <<<"$answer")
+    [ -e "$library" ] || return 0
+    [ -z "$(find "$root/tilescale_net/csrc" "$root/tilescale_net/device" "$root/setup.py" -newer "$library" \
+      \( -name '*.cpp' -o -name '*.h' -o -name setup.py \) -print -quit)" ] || return 0
+  done
+  return 1
+}
+
+build() {
+  say "building the native part"
+  local log
+  log=$(cd "$root" && "$python" setup.py -q build_ext --inplace 2>&1) || { echo "$log" >&2; say "the build failed"; exit 1; }
+  touch "$root"/tilescale_net/_{native,simulator}"$(head -n 1 <<<"$answer")"
+}
+
+# One set-up at a time, however many launches (or tasks of srun) start at once.
+locked() {
+  mkdir -p "$root/build"
+  exec 9>"$root/build/.launch.lock"
+  flock 9
+}
+if [ -n "${TSN_PYTHON:-}" ]; then
+  python=$TSN_PYTHON
+  ask "$python" || { say "TSN_PYTHON=$python does not start, or is older than Python 3.10"; exit 2; }
+else
+  choose_python "${extras[@]}" || { locked; choose_python "${extras[@]}" || set_up; }
+fi
+if [ "${TSN_BUILD:-1}" != 0 ] && stale; then
+  locked
+  if stale; then build; fi
+fi
+exec 9>&-
+if [ "$1" = --setup-only ]; then
+  "$python" -c 'import sys; print(sys.executable)'
+  exit 0
+fi
+
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+if [ "$1" = pytest ]; then
+  shift
+  cd "$root"
+  exec "$python" -m pytest "$@"
+fi
+exec "$python" "$root/tilescale_net/launch" "$@"

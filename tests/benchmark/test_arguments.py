@@ -1,0 +1,100 @@
+"""Wrong arguments end with exit code 2 and one message, from rank 0."""
+
+import pytest
+
+from benchmark.common import BenchmarkParser, byte_count, int_list, one_of, positive_float
+from benchmark.common.geometry import add_geometry_arguments, geometries, varying_columns
+from benchmark.common.session import copy_parser, require_two_ranks
+
+
+def parser() -> BenchmarkParser:
+    made = BenchmarkParser("test", sizes="2K..8K")
+    made.add_argument("--op", type=one_of("send", "write"), default=["send"])
+    made.add_argument("--threads", type=int_list(1, 1024), default=[128])
+    made.add_argument("--duration", type=positive_float)
+    made.add_argument("--size", type=byte_count)
+    return made
+
+
+def test_defaults():
+    args = parser().parse_args([])
+    assert (args.warmup, args.repeat, args.sizes) == (5, 20, [2048, 4096, 8192])
+    assert (args.json, args.plot, args.baseline) == (None, None, None)
+
+
+def test_given():
+    args = parser().parse_args("--sizes 1..4 --op all --threads 1,2 --duration 0.5 --size 64K --warmup 0".split())
+    assert (args.sizes, args.op, args.threads) == ([1, 2, 4], ["send", "write"], [1, 2])
+    assert (args.duration, args.size, args.warmup) == (0.5, 65536, 0)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("--sizes 0", "size of zero"),
+        ("--sizes 8..4", "ends before it starts"),
+        ("--repeat 0", "0 is not a whole number of 1 or more"),
+        ("--repeat 1.5", "'1.5' is not a whole number"),
+        ("--warmup -1", "-1 is not a whole number of 0 or more"),
+        ("--op receive", "'receive' is not one of send, write, all"),
+        ("--threads 0", "0 is not within 1 and 1024"),
+        ("--threads 1,x", "not a list of whole numbers"),
+        ("--duration 0", "0 is not a number above 0"),
+        ("--duration inf", "inf is not a number above 0"),
+        ("--duration nan", "nan is not a number above 0"),
+        ("--size 0", "zero bytes"),
+        ("--json /no/such/folder/x.json", "cannot be written"),
+        ("--json /tmp", "cannot be written"),
+        ("--baseline /no/such/file", "cannot be read"),
+        ("--no-such-flag", "unrecognized arguments"),
+        ("--siz 4", "unrecognized arguments"),
+    ],
+)
+def test_wrong(text, said, capsys, monkeypatch):
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(text.split())
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(text.split())
+    assert ended.value.code == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_help_is_shown_once(capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--help"])
+    assert "--sizes" in capsys.readouterr().out
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(["--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_one_rank_is_too_few_for_copies(capsys, monkeypatch):
+    with pytest.raises(SystemExit) as ended:
+        require_two_ranks(parser())
+    assert ended.value.code == 2
+    assert "GPUS=2" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    require_two_ranks(parser())
+
+
+def test_geometries_are_all_combinations():
+    made = copy_parser("test", sizes="2K")
+    args = made.parse_args("--threads 64,128 --blocks 1,2 --engine ldst --ring 4x8K --chunk 64K".split())
+    every = geometries(args)
+    assert [(g.blocks, g.threads) for g in every] == [(1, 64), (1, 128), (2, 64), (2, 128)]
+    assert {(g.engine, g.ring, g.chunk, g.unroll) for g in every} == {("ldst", (4, 8192), 65536, None)}
+    assert [c.key for c in varying_columns(args)] == ["blocks", "threads"]
+
+
+@pytest.mark.parametrize("ring", ["8", "x", "8x", "x16K", "8x16Q", "8 16"])
+def test_ring_shape(ring, capsys):
+    made = BenchmarkParser("test")
+    add_geometry_arguments(made)
+    with pytest.raises(SystemExit):
+        made.parse_args(["--ring", ring])
+    assert "such as 8x16K" in capsys.readouterr().err

@@ -1,0 +1,74 @@
+"""Benchmarks of collectives: as users start them, and the proof that wrong data is found."""
+
+import json
+
+import pytest
+
+from tests import ranks
+from tests.benchmark.test_runs import launch
+
+QUICK = ("--threads", "64", "--repeat", "1", "--warmup", "0")
+
+
+@pytest.mark.parametrize(
+    "name, arguments, env",
+    [
+        ("all_gather", ["--blocks", "1,2"], {}),
+        ("all_to_all", ["--uneven"], {"GPUS": "3"}),
+        ("all_to_all", [], {"VIRTUAL_NODES": "2"}),
+        ("reduce_scatter", ["--dtype", "float32"], {}),
+    ],
+)
+def test_runs(tmp_path, name, arguments, env):
+    path = tmp_path / "run.json"
+    done = launch(f"{name}.py", *QUICK, "--sizes", "16K,64K", *arguments, "--json", str(path), **env)
+    assert done.returncode == 0, done.stderr
+    assert "- data: verified" in done.stdout and "Bus BW (GB/s)" in done.stdout
+    assert "NCCL" not in done.stdout
+    (table,) = json.loads(path.read_text())["tables"]
+    size = int(env.get("GPUS", 2))
+    assert len(table["rows"]) == (4 if "1,2" in arguments else 2)
+    for row in table["rows"]:
+        assert row["algbw"] == pytest.approx(row["bytes"] / row["us"] / 1e3)
+        assert row["busbw"] == pytest.approx(row["algbw"] * (size - 1) / size)
+
+
+def test_wrong_arguments():
+    done = launch("all_gather.py", "--timing", "loop")
+    assert done.returncode == 2 and "--timing loop" in done.stderr
+    done = launch("all_gather.py", GPUS="1")
+    assert done.returncode == 2 and "two ranks" in done.stderr
+
+
+def _wrong(name):
+    from benchmark.all_gather import Gather
+    from benchmark.all_to_all import Exchange
+    from benchmark.common.collectives import _measure
+    from benchmark.common.timing import Timer
+    from benchmark.reduce_scatter import Reduce
+
+    problem = {
+        "all_gather": lambda: Gather(4096),
+        "all_to_all": lambda: Exchange(4096, False),
+        "uneven": lambda: Exchange(8192, True),
+        "reduce_scatter": lambda: Reduce(4096, "bfloat16"),
+    }[name]()
+    call, _ = problem.ours(dict(threads=32, blocks=1))
+
+    def spoil():
+        call()
+        import tilescale_net as tsn
+
+        tsn.synchronize()
+        problem._out.view(-1)[-1] += 3
+
+    timer = Timer("launch", 0, 1, on_gpu=problem._out.is_cuda)
+    _measure(problem, call, timer, None, True, name)
+    _measure(problem, spoil, timer, None, True, name)
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "uneven", "reduce_scatter"])
+def test_wrong_data_is_found(name):
+    for outcome in ranks.launch(2, _wrong, name):
+        assert outcome.error is not None and outcome.error[0] == "WrongData", outcome
+        assert name in outcome.error[1] and "wrong" in outcome.error[1]

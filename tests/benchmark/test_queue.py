@@ -1,0 +1,117 @@
+"""The benchmark of the device queue: what it counts is what was pushed, and its name harms nobody."""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests import ranks
+from tests.benchmark.test_runs import launch
+from tests.launch.conftest import ROOT
+
+
+def test_every_part(tmp_path):
+    path = tmp_path / "run.json"
+    arguments = ["--repeat", "1", "--trips", "10", "--capacity", "256", "--provider", "tcp;ofi_rxm"]
+    done = launch("queue.py", *arguments, "--json", str(path), GPUS="1")
+    assert done.returncode == 0, done.stderr
+    pushes, trips, dispatch, stages = json.loads(path.read_text())["tables"]
+    assert [(r["blocks"], r["warps"], r["lanes"]) for r in pushes["rows"]][:4] == [
+        (1, 1, 1),
+        (1, 1, 8),
+        (1, 1, 32),
+        (1, 4, 32),
+    ]
+    assert sorted({r["queues"] for r in pushes["rows"]}) == [1, 2, 4]
+    assert all(r[c] > 0 for r in pushes["rows"] for c in ("published", "batch", "sustained"))
+    assert len(trips["rows"]) == 2 and all(r["flag"] > 0 and r["queue"] > 0 for r in trips["rows"])
+    assert len(dispatch["rows"]) == 3 and all(r["rate"] > 0.1 for r in dispatch["rows"])
+    times = {r["stage"]: r["us"] for r in stages["rows"]}
+    parts = ["fence", "push", "flag to the CPU, or back", "poll and pop", "post", "completion", "flush", "network"]
+    assert list(times) == [*parts, "remote visibility", "put_signal to remote wait"]
+    assert all(times[p] > 0 for p in parts)
+    assert "device simulated: times mean nothing but order" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, env, said",
+    [
+        (["--capacity", "100"], {"GPUS": "1"}, "must be a power of two"),
+        (["--parts", "push,pull"], {"GPUS": "1"}, "'pull' is not one of"),
+        ([], {"GPUS": "2"}, "measured by one rank"),
+    ],
+)
+def test_wrong_arguments(arguments, env, said):
+    done = launch("queue.py", *arguments, **env)
+    assert done.returncode == 2 and done.stderr.count(said) == 1 and done.stdout == ""
+
+
+@pytest.mark.parametrize("how", ["script", "path"])
+def test_the_standard_librarys_queue_is_still_found(tmp_path, how):
+    """Scripts of the folder, torch among their imports, would otherwise get the benchmark."""
+    folder = os.path.join(ROOT, "benchmark")
+    code = "import queue; print(queue.Queue.__module__, queue.__file__)"
+    if how == "script":
+        link = tmp_path / "benchmark"
+        link.symlink_to(folder)
+        code = f"import sys; sys.path.insert(0, {str(link)!r}); " + code
+    else:
+        code = f"import sys; sys.path.insert(0, {folder!r}); " + code
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    module, file = done.stdout.split()
+    assert module == "queue" and not os.path.realpath(file).startswith(folder)
+
+
+def _counts() -> dict[str, list[int]]:
+    import tilescale_net as tsn
+    from benchmark.common.queue_rig import Bench
+    from kernels.queue_probes import Probe
+
+    bench = Bench(tsn.world(), -1)
+    with bench.null(64, queues=2) as rig:
+        rig.run(Probe.PUSH, 5, pes=2, lanes=3, warps=2, blocks=4)  # 120 puts through rings of 64
+        rig.run(Probe.PUSH_PUBLISHED, 7, pes=2, lanes=32, blocks=2)  # 448
+        rig.drain(2)
+        one = rig.stats()
+    with bench.null(16) as rig:
+        rig.run(Probe.QUEUE_TRIP, 40)
+        rig.run(Probe.QUEUE_TRIP_PUBLISHED, 9)
+        two = rig.stats()
+    with bench.pair("tcp;ofi_rxm", 64) as rig:
+        rig.run(Probe.ONE_WAY, 6, size=256, out=rig.signal, into=rig.there, first=10)
+        rig.drain()
+        three = rig.stats()
+        word = ctypes.c_uint64.from_address(rig.there).value if not bench.on_gpu else 16
+        same = bool((bench.heaps[0][65536:65792] == bench.heaps[1][65536:65792]).all())
+    names = ("puts", "put_signals", "flushes", "bytes_put")
+    return [{n: s[n] for n in names} for s in (one, two, three)], word, same
+
+
+def test_probes_push_what_they_say():
+    (outcome,) = ranks.launch(1, _counts)
+    assert outcome.ok, outcome.error
+    (one, two, three), word, same = outcome.value
+    assert one == {"puts": 568, "put_signals": 0, "flushes": 2, "bytes_put": 568 * 64}
+    assert two == {"puts": 9, "put_signals": 0, "flushes": 49, "bytes_put": 9 * 64}
+    assert three == {"puts": 0, "put_signals": 6, "flushes": 1, "bytes_put": 6 * 256}
+    assert word == 16 and same
+
+
+def _lost_answer() -> None:
+    import tilescale_net as tsn
+    from benchmark.common.queue_rig import Bench
+    from kernels.queue_probes import Probe
+
+    bench = Bench(tsn.world(), -1)
+    with bench.null(16) as rig:
+        rig.run(Probe.FLAG_TRIP, 1, out=rig.signal, into=rig.signal + 8)  # nobody answers
+
+
+def test_a_flag_that_nobody_answers_ends_in_an_error():
+    (outcome,) = ranks.launch(1, _lost_answer, env={"TSN_TIMEOUT": "0.5"})
+    kind, text, _ = outcome.error
+    assert kind == "WaitTimeout" and "for 1; last seen: 0" in text, (kind, text)

@@ -1,0 +1,106 @@
+"""Benchmarks as users start them, in the simulator: right data, the columns promised, JSON, exit codes."""
+
+import json
+import os
+
+import pytest
+
+from tests.launch.conftest import ROOT
+from tests.launch.conftest import launch as launch_sh
+
+
+def launch(name, *arguments, **env):
+    path = os.path.join(ROOT, "benchmark", name)
+    return launch_sh(path, *arguments, timeout=200, **{"GPUS": "2", **env})
+
+
+def rows_of(path):
+    (table,) = json.loads(path.read_text())["tables"]
+    return table["rows"]
+
+
+def test_unrolledcp_p2p(tmp_path):
+    path = tmp_path / "run.json"
+    first = launch("unrolledcp_p2p.py", "--json", str(path))
+    assert first.returncode == 0, first.stderr
+    rows = rows_of(path)
+    assert [row["bytes"] for row in rows] == [2048 << i for i in range(12)]
+    for row in rows:
+        for direction in ("push", "pull"):
+            time, rate = row[f"tilescale_net_{direction}_us"], row[f"tilescale_net_{direction}_gbps"]
+            assert rate == pytest.approx(row["bytes"] / time / 1e3)
+    assert "- data: verified" in first.stdout
+    assert "simulated: times mean nothing but order" in first.stdout
+    assert "NVSHMEM baseline: not measured; it needs" in first.stdout
+    assert "Push BW (GB/s)" in first.stdout and "Pull BW (GB/s)" in first.stdout
+
+
+def test_geometries_and_baseline(tmp_path):
+    path = tmp_path / "run.json"
+    arguments = ["--sizes", "1,3000", "--threads", "32,64", "--bidirectional", "--repeat", "1", "--no-nvshmem"]
+    first = launch("unrolledcp_p2p.py", *arguments, "--json", str(path))
+    assert first.returncode == 0, first.stderr
+    assert [(r["threads"], r["bytes"]) for r in rows_of(path)] == [(32, 1), (32, 3000), (64, 1), (64, 3000)]
+    second = launch("unrolledcp_p2p.py", *arguments, "--baseline", str(path))
+    assert second.returncode == 0, second.stderr
+    assert second.stdout.count("x base") == 5  # four columns and the note
+    assert "NVSHMEM" not in second.stdout.replace("--no-nvshmem", "")
+
+
+def test_nodes_that_only_talk_through_the_fabric():
+    done = launch("unrolledcp_p2p.py", "--sizes", "1,20K", "--repeat", "1", VIRTUAL_NODES="2")
+    assert done.returncode == 0, done.stderr
+    assert "- path: proxy and fabric" in done.stdout and "- data: verified" in done.stdout
+
+
+def test_large_copy(tmp_path):
+    path = tmp_path / "run.json"
+    arguments = [
+        "--sizes",
+        "300001",
+        "--blocks",
+        "2,3",
+        "--threads",
+        "64",
+        "--partition",
+        "interleaved",
+        "--chunk",
+        "8K",
+    ]
+    done = launch("large_copy.py", *arguments, "--repeat", "1", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    assert [r["blocks"] for r in rows_of(path)] == [2, 3]
+
+
+def test_put_signal(tmp_path):
+    path = tmp_path / "run.json"
+    arguments = ["--sizes", "8,1K", "--threads", "32", "--repeat", "2", "--engine", "auto,ldst", "--json", str(path)]
+    done = launch("put_signal.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(path)
+    assert [r["bytes"] for r in rows] == [8, 1024]
+    assert all(r["auto"] > 0 and r["ldst"] > 0 for r in rows)
+
+
+@pytest.mark.parametrize("name", ["nvshmem_p2p.py", "launch_cost.py"])
+def test_what_needs_a_gpu_says_so_in_one_line(name):
+    done = launch(name)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1 and "not measured; it needs" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, env, said",
+    [
+        (["--threads", "0"], {}, "0 is not within 1 and 1024"),
+        (["--sizes", "4K..2K"], {}, "ends before it starts"),
+        (["--engine", "magic"], {}, "'magic' is not one of auto, ldst, bulk"),
+        (["--timing", "sundial"], {}, "invalid choice: 'sundial'"),
+        ([], {"GPUS": "1"}, "copies need two ranks"),
+    ],
+)
+def test_wrong_arguments_are_told_once(arguments, env, said):
+    done = launch("unrolledcp_p2p.py", *arguments, **env)
+    assert done.returncode == 2
+    assert done.stderr.count(said) == 1
+    assert done.stdout == ""

@@ -1,0 +1,51 @@
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmark.common import Column, Table
+
+
+def table() -> Table:
+    made = Table("t", [Column("bytes", "Size (Bytes)", ",d")], [Column("bw", "BW (GB/s)", ".2f"), Column("how", "How")])
+    made.add({"bytes": 2048, "bw": 3.14159, "how": "ldst"})
+    made.add({"bytes": 4194304, "bw": None, "how": "bulk copy"})
+    return made
+
+
+def test_markdown():
+    assert table().markdown().splitlines() == [
+        "| Size (Bytes) | BW (GB/s) | How       |",
+        "|-------------:|----------:|:----------|",
+        "|        2,048 |      3.14 | ldst      |",
+        "|    4,194,304 |         - | bulk copy |",
+    ]
+
+
+def test_columns_without_values_are_left_out():
+    made = Table("t", [Column("n", "N", "d")], [Column("a", "A"), Column("b", "B", ".1f")])
+    made.add({"n": 1, "b": 2.0})
+    assert made.markdown().splitlines()[0] == "|   N |   B |"
+
+
+def test_rows_need_their_keys():
+    with pytest.raises(ValueError, match="'bytes'"):
+        table().add({"bw": 1.0})
+
+
+def test_direction_is_checked():
+    with pytest.raises(ValueError, match="better"):
+        Column("a", "A", better="more")
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**40), st.floats(0, 1e9)), min_size=1, max_size=8))
+def test_lines_are_as_wide_as_each_other_and_hold_every_value(rows):
+    made = Table("t", [Column("n", "N", ",d")], [Column("x", "X", ".3f")])
+    for n, x in rows:
+        made.add({"n": n, "x": x})
+    lines = made.markdown().splitlines()
+    assert len(lines) == len(rows) + 2
+    assert len({len(line) for line in lines}) == 1
+    for (n, x), line in zip(rows, lines[2:]):
+        assert re.findall(r"[\d,.]+", line) == [f"{n:,d}", f"{x:.3f}"]

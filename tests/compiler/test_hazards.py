@@ -1,0 +1,304 @@
+"""Each hazard of tilelang.jit for kernels that communicate: present without this package's fix, absent with it."""
+
+import re
+import shutil
+
+import pytest
+import tilelang
+import tilelang.language as T
+import tvm_ffi
+from tilelang import tvm
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tests.compiler import kernels
+from tilescale_net.compiler import hazards, inspect, jit, lowering, toolchain
+from tilescale_net.compiler.passes import prepare
+from tilescale_net.errors import ConfigurationError, KernelError
+
+SM_90A = {"kind": "cuda", "arch": "sm_90a"}
+
+
+def lowered(func, target=inspect.SM_90, configs=None) -> str:
+    """Source as this package lowers it, with the pass options replaced by `configs`."""
+    with lowering.enabled(), tvm.transform.PassContext(opt_level=3, config=configs or {}), tvm.target.Target(target):
+        return tilelang.lower(func, target=tvm.target.Target(target)).kernel_source
+
+
+# -- stale reads through the non-coherent cache -------------------------------------------------------------------------
+
+
+def test_without_the_fix_a_buffer_that_is_only_read_is_cached():
+    prepared = prepare(kernels.reader()).func.without_attr("tl.non_restrict_params")
+    source = lowered(prepared, configs={"tl.disable_warp_specialized": True})
+    assert "const float* __restrict__ x" in source
+    assert "ld.global.nc" in inspect.compile_source(source, "ptx")
+
+
+@pytest.fixture(scope="module")
+def reader_ptx():
+    return inspect.ptx(kernels.reader())
+
+
+def test_no_read_goes_through_the_non_coherent_cache(reader_ptx):
+    assert "ld.global.nc" not in reader_ptx and "ldu.global" not in reader_ptx
+    source = inspect.cuda_source(kernels.reader())
+    assert "__restrict__" not in source
+    sass = inspect.disassemble(inspect.compile_source(source, "cubin"))
+    assert "LDG.E" in sass and ".CONSTANT" not in sass
+
+
+def test_loads_are_neither_hoisted_above_a_wait_nor_reused_after_it(reader_ptx):
+    body = reader_ptx[reader_ptx.index(".entry") :]
+    loads = [m.start() for m in re.finditer(r"ld\.global\.(?:b32|f32)", body)]
+    acquire = body.index("ld.acquire.sys")
+    assert len(loads) == 2, "x is read once before and once after the wait"
+    assert loads[0] < acquire < loads[1]
+
+
+# -- warp specialisation ------------------------------------------------------------------------------------------------
+
+
+def test_without_the_fix_the_block_grows(monkeypatch):
+    monkeypatch.setattr(hazards, "_without_tma", lambda copy: copy)
+    grown = lowered(prepare(kernels.matmul()).func, SM_90A)
+    assert int(re.search(r"__launch_bounds__\((\d+)", grown)[1]) > 128
+
+
+def test_the_block_keeps_its_size():
+    source = inspect.cuda_source(kernels.matmul(), SM_90A)
+    assert "__launch_bounds__(128," in source
+
+
+# -- TMA ----------------------------------------------------------------------------------------------------------------
+
+
+def test_without_the_fix_copies_become_tma(monkeypatch):
+    monkeypatch.setattr(hazards, "_without_tma", lambda copy: copy)
+    assert "tma_store" in lowered(prepare(kernels.staged()).func, configs={"tl.disable_warp_specialized": True})
+
+
+def test_copies_stay_ordinary_accesses():
+    assert "tma" not in inspect.cuda_source(kernels.staged())
+    assert "tma" not in inspect.cuda_source(kernels.matmul(), SM_90A)
+
+
+def test_explicit_tma_is_refused():
+    @T.prim_func
+    def kernel(ctx: N.Context(), x: T.Tensor((64, 64), "float16"), flag: T.Tensor((1,), "uint64")):
+        with T.Kernel(1, threads=128):
+            tile = T.alloc_shared((64, 64), "float16")
+            N.wait_block(flag[0], "ge", 1)
+            T.tma_copy(tile, x)
+
+    with pytest.raises(
+        KernelError, match=r"asks for TMA \(tl.tileop.tma_copy\) and uses tsn.wait: .*\n  at .*hazards.py"
+    ):
+        inspect.cuda_source(kernel)
+
+
+@pytest.mark.parametrize("key", jit.REQUIRED_CONFIGS)
+def test_the_fixes_cannot_be_switched_off(key):
+    value, _ = jit.REQUIRED_CONFIGS[key]
+    with pytest.raises(KernelError, match=f"kernel push: pass option {key} must be {value}: "):
+        tsn.compile(kernels.pusher(), target=inspect.SM_90, pass_configs={key: not value})
+
+
+# -- reads that move, or happen twice ------------------------------------------------------------------------------------
+
+
+def pipelined(waits_inside=True):
+    @T.prim_func
+    def kernel(
+        ctx: N.Context(),
+        x: T.Tensor((256, 64), "float16"),
+        y: T.Tensor((64,), "float16"),
+        flags: T.Tensor((4,), "uint64"),
+    ):
+        with T.Kernel(1, threads=128):
+            tile = T.alloc_shared((64, 64), "float16")
+            total = T.alloc_fragment((64,), "float16")
+            T.clear(total)
+            for k in T.Pipelined(4, num_stages=2 if waits_inside else 0):
+                N.wait_block(flags[k], "ge", 1)
+                T.copy(x[k * 64 : k * 64 + 64, 0:64], tile)
+                T.reduce_sum(tile, total, dim=0, clear=False)
+            T.copy(total, y)
+
+    return kernel
+
+
+def in_order(body: str, *parts: str) -> bool:
+    at = [body.find(part) for part in parts]
+    return -1 not in at and at == sorted(at)
+
+
+def kernel_body(source: str) -> str:
+    return source[source.index("{", source.index("__launch_bounds__")) :]
+
+
+def test_without_the_fix_pipelined_copies_pass_the_wait(monkeypatch):
+    monkeypatch.setattr(hazards, "check", lambda func: None)
+    assert in_order(kernel_body(inspect.cuda_source(pipelined())), "cp_async_gs", "tsn::wait")
+
+
+def test_primitives_in_a_pipelined_loop_are_refused():
+    with pytest.raises(
+        KernelError, match=r"tsn.wait is called inside T.Pipelined, which moves.*\n  at .*test_hazards.py:"
+    ):
+        inspect.cuda_source(pipelined())
+    assert in_order(kernel_body(inspect.cuda_source(pipelined(waits_inside=False))), "tsn::wait", "x +")
+
+
+def rereader():
+    """Reads memory that peers write in conditions, in trip counts and into names, with waits in between."""
+
+    @T.prim_func
+    def kernel(
+        ctx: N.Context(), x: T.Tensor((16,), "int32"), y: T.Tensor((16,), "int32"), flags: T.Tensor((8,), "uint64")
+    ):
+        with T.Kernel(2, threads=64) as bx:
+            if x[1] > 0:  # evaluated once, not before each statement
+                N.wait_block(flags[1], "ge", 1)
+                N.wait_block(flags[2], "ge", 1)
+            for i in T.serial(4):  # evaluated in each round, not once before the loop
+                if x[2] > 0:
+                    N.wait_block(flags[3], "ge", 1)
+            for i in T.serial(x[3]):  # evaluated once, not in each round
+                N.wait_block(flags[4], "ge", 1)
+            if bx == 0:  # read where the name is bound, not where it is used
+                value = x[4]
+                N.wait_block(flags[5], "ge", 1)
+                y[0] = value
+
+    return kernel
+
+
+def test_without_the_fix_reads_are_repeated_and_moved(monkeypatch):
+    monkeypatch.setattr(hazards, "_evaluate_once", lambda node: None)
+    monkeypatch.setattr(jit, "REQUIRED_CONFIGS", {"tl.disable_warp_specialized": (True, "")})
+    body = kernel_body(inspect.cuda_source(rereader()))
+    assert body.count("x[1]") == 2
+    assert in_order(body, "x[2]", "for (int i = 0; i < 4;")
+    assert re.search(r"i\w* < x\[3\]", body)
+    assert in_order(body, "flags[(int64_t)5]", "y[0] = x[4]")
+
+
+def test_reads_happen_once_and_where_they_stand():
+    body = kernel_body(inspect.cuda_source(rereader()))
+    assert body.count("x[1]") == 1
+    assert in_order(body, "for (int i = 0; i < 4;", "x[2]", "flags[(int64_t)3]")
+    assert re.search(r"int extent = x\[3\];\s+for \(int \w+ = 0; \w+ < extent;", body)
+    assert in_order(body, "int value = x[4]", "flags[(int64_t)5]", "y[0] = value")
+
+
+# -- cache keys that miss headers ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def headers(tmp_path, monkeypatch):
+    """A private copy of the device headers, and a private kernel cache."""
+    copy = tmp_path / "device"
+    shutil.copytree(toolchain.DEVICE_DIR, copy)
+    monkeypatch.setattr(toolchain, "DEVICE_DIR", copy)
+    monkeypatch.setattr(tilelang.env, "TILELANG_CACHE_DIR", str(tmp_path / "cache"))
+    return copy
+
+
+def compiled_library(func) -> bytes:
+    kernel = tsn.compile(func, target=inspect.SM_90)
+    with open(f"{kernel._compiled._tilelang_cache_path}/executable.so", "rb") as f:
+        return f.read()
+
+
+def test_an_edited_header_gives_another_kernel(headers, monkeypatch):
+    func = kernels.reader(n=256)
+    first = compiled_library(func)
+    header = headers / "wait.h"
+    text = header.read_text()
+    edited = text.replace("uint64_t seen = 0;", "uint64_t seen = 12345678;", 1)
+    assert edited != text
+    header.write_text(edited)
+    fresh = toolchain.sources_hash()
+    monkeypatch.setattr(toolchain, "sources_hash", lambda: "0")
+    stale = compiled_library(func)
+    monkeypatch.setattr(toolchain, "sources_hash", lambda: fresh)
+    assert compiled_library(func) != first
+    # The hash is what makes the difference: a constant in its place finds the kernel of the old header again.
+    header.write_text(text)
+    monkeypatch.setattr(toolchain, "sources_hash", lambda: "0")
+    assert compiled_library(func) == stale
+
+
+def test_the_hash_covers_every_header_and_the_rules(headers):
+    before = toolchain.sources_hash()
+    assert before == toolchain.sources_hash()
+    (headers / "types.h").write_text((headers / "types.h").read_text() + "\n// changed")
+    assert toolchain.sources_hash() != before
+
+
+# -- versions, compilers, targets ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["0.1.14", "0.1.16", "0.2.0", "0.1.15.post1"])
+def test_other_versions_of_tilelang_are_refused(version):
+    with pytest.raises(ConfigurationError, match=f"tilelang {re.escape(version)} is installed.*supports 0.1.15"):
+        toolchain.check_tilelang(version)
+
+
+def test_local_builds_of_the_supported_version_pass():
+    toolchain.check_tilelang("0.1.15+cu130.gitabc")
+
+
+def test_no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setattr(toolchain, "find_tool", lambda name: None)
+    with pytest.raises(ConfigurationError, match="no CUDA compiler was found.*TSN_DEVICE=simulator"):
+        tsn.compile(kernels.pusher(), target=inspect.SM_90)
+
+
+def test_no_disassembler(monkeypatch):
+    monkeypatch.setattr(toolchain, "find_tool", lambda name: None)
+    with pytest.raises(ConfigurationError, match="nvdisasm was not found"):
+        inspect.disassemble(b"")
+
+
+@pytest.mark.parametrize("target", ["cuda -arch=sm_90", "auto", "hip", {"kind": "cuda"}, {"kind": "c"}, 90])
+def test_targets_without_an_architecture_are_refused(target):
+    with pytest.raises(ConfigurationError, match="is not supported; use None, 'cuda', 'simulator', or a dict"):
+        tsn.compile(kernels.pusher(), target=target)
+
+
+def test_cuda_without_a_gpu():
+    import torch
+
+    if torch.cuda.is_available():
+        assert toolchain.gpu_arch().startswith("sm_")
+        return
+    with pytest.raises(ConfigurationError, match="needs a GPU to know its architecture"):
+        tsn.compile(kernels.pusher(), target="cuda")
+
+
+# -- tilelang alone -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [kernels.reader, kernels.pusher])
+def test_tilelang_alone_refuses_our_kernels(make):
+    with pytest.raises(KernelError, match="was compiled by tilelang alone; decorate it with @tilescale_net.jit"):
+        tilelang.compile(make(), target=tvm.target.Target(inspect.SM_90))
+
+
+def test_tilelang_alone_refuses_loads_and_stores():
+    @T.prim_func
+    def kernel(x: T.Tensor((64,), "float32")):
+        with T.Kernel(1, threads=64):
+            N.st(x[0], N.ld(x[1]))
+
+    with pytest.raises(KernelError, match="tsn.(ld|st) was compiled by tilelang alone"):
+        tilelang.compile(kernel, target=tvm.target.Target(inspect.SM_90))
+    assert "tsn::ld" in inspect.cuda_source(kernel)
+
+
+def test_no_process_global_callbacks():
+    inspect.cuda_source(kernels.pusher())
+    names = tvm_ffi.registry.list_global_func_names()
+    assert not [n for n in names if n.startswith("tilelang_callback") and n.endswith("_postproc")]

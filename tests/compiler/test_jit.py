@@ -1,0 +1,212 @@
+"""tsn.jit and compiled kernels: caching, names, arguments, and how the context reaches the kernel."""
+
+import threading
+import types
+
+import pytest
+import tilelang
+import tilelang.language as T
+import torch
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tests.compiler import kernels
+from tilescale_net.compiler import inspect, jit, toolchain
+from tilescale_net.compiler.kernel import CudaKernel, Kernel
+from tilescale_net.compiler.passes import prepare
+from tilescale_net.errors import KernelError, TileScaleError
+from tilescale_net.runtime import world as world_module
+
+
+class Recorder(Kernel):
+    """A kernel that notes what its function is called with."""
+
+    def __init__(self, func):
+        super().__init__(prepare(func), "", "none")
+        self.calls = []
+
+    def _function(self):
+        return lambda *args: self.calls.append(args)
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """Pretend that init() was called; the context tensor is the word in `context_tensor`."""
+    fake = types.SimpleNamespace(context_tensor="context")
+    monkeypatch.setattr(world_module, "_current", fake)
+    return fake
+
+
+def test_the_context_comes_first_whatever_the_author_wrote(world):
+    kernel = Recorder(kernels.pusher())  # x, y, ctx, flag, pe
+    assert kernel.parameters == ("x", "y", "flag", "pe")
+    assert kernel.prim_func.buffer_map[kernel.prim_func.params[0]].name == "ctx"
+    kernel(1, 2, 3, 4)
+    kernel(5, 6, 7, 8)
+    assert kernel.calls == [("context", 1, 2, 3, 4), ("context", 5, 6, 7, 8)]
+
+
+def test_an_explicit_context_stands_where_the_author_put_it(world):
+    kernel = Recorder(kernels.pusher())
+    kernel(1, 2, "mine", 3, 4)
+    kernel(1, 2, 3, 4)
+    assert kernel.calls == [("mine", 1, 2, 3, 4), ("context", 1, 2, 3, 4)]
+
+
+def test_a_new_world_brings_its_own_context(world, monkeypatch):
+    kernel = Recorder(kernels.pusher())
+    kernel(1, 2, 3, 4)
+    monkeypatch.setattr(world_module, "_current", types.SimpleNamespace(context_tensor="new"))
+    kernel(1, 2, 3, 4)
+    assert [call[0] for call in kernel.calls] == ["context", "new"]
+
+
+def test_without_a_world(monkeypatch):
+    monkeypatch.setattr(world_module, "_current", None)
+    kernel = Recorder(kernels.pusher())
+    with pytest.raises(TileScaleError, match="not initialised"):
+        kernel(1, 2, 3, 4)
+    kernel(1, 2, "mine", 3, 4)
+    assert kernel.calls == [("mine", 1, 2, 3, 4)]
+
+
+def test_wrong_number_of_arguments(world):
+    kernel = Recorder(kernels.pusher())
+    for args in ((), (1, 2, 3), (1, 2, 3, 4, 5, 6)):
+        with pytest.raises(TypeError, match=rf"kernel push takes 4 arguments \(x, y, flag, pe\), got {len(args)}"):
+            kernel(*args)
+
+
+def test_a_kernel_without_primitives_needs_no_context(monkeypatch):
+    monkeypatch.setattr(world_module, "_current", None)
+
+    @T.prim_func
+    def fill(x: T.Tensor((64,), "float32")):
+        with T.Kernel(1, threads=64):
+            for i in T.Parallel(64):
+                x[i] = 1.0
+
+    kernel = Recorder(fill)
+    kernel(7)
+    assert kernel.calls == [(7,)]
+
+
+def test_factories_compile_once_per_arguments(monkeypatch):
+    made = []
+    monkeypatch.setattr(jit, "compile", lambda func, **options: made.append((func, options)) or len(made))
+    factory = tsn.jit(target=inspect.SM_90, name="other")(kernels.pusher)
+    assert factory.__name__ == "pusher"
+    assert factory(64) == factory(64) == 1
+    assert factory(n=64) == factory(n=64) == 2
+    assert factory(64, threads=64) == 3
+    assert len(made) == 3 and made[0][1]["name"] == "other"
+
+
+def test_equal_arguments_of_other_types_are_other_kernels(monkeypatch):
+    made = []
+    monkeypatch.setattr(jit, "compile", lambda func, **options: made.append(func) or len(made))
+
+    @tsn.jit(target=inspect.SM_90)
+    def factory(flag):
+        return kernels.pusher(64 if flag is True else 128)
+
+    assert (factory(True), factory(1), factory(True)) == (1, 2, 1)
+
+
+def test_factories_say_what_is_wrong():
+    with pytest.raises(KernelError, match="arguments of a kernel factory must be hashable"):
+        tsn.jit(kernels.pusher)([1])
+    with pytest.raises(KernelError, match="<lambda> must return a T.prim_func, but returned int"):
+        tsn.jit(lambda: 3, target="simulator")()
+    with pytest.raises(KernelError, match="decorates functions, not 3"):
+        tsn.jit(3)
+    with pytest.raises(KernelError, match="takes a T.prim_func, not 3"):
+        tsn.compile(3)
+    with pytest.raises(KernelError, match="'a b' is not an identifier"):
+        tsn.compile(kernels.pusher(), target="simulator", name="a b")
+
+
+def test_kernels_that_return_tensors_are_refused():
+    @T.prim_func
+    def maker(ctx: N.Context(), x: T.Tensor((64,), "float32")):
+        y = T.empty((64,), "float32")
+        with T.Kernel(1, threads=64):
+            N.put_block(x, x, 1)
+        return y
+
+    with pytest.raises(KernelError, match="kernel maker returns T.empty tensors; pass every output as an argument"):
+        tsn.compile(maker, target=inspect.SM_90)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return tsn.compile(kernels.pusher(engine="bulk", ring=(4, 1024)), target=inspect.SM_90, name="renamed")
+
+
+def test_compiled_without_a_gpu(compiled):
+    assert isinstance(compiled, CudaKernel)
+    assert (compiled.name, compiled.target, compiled.ring_bytes) == ("renamed", inspect.SM_90, 4096)
+    assert "renamed_kernel(" in compiled.source
+    assert repr(compiled).startswith("<kernel renamed(x, y, flag, pe) for")
+
+
+def test_arguments_are_checked_before_anything_runs(compiled):
+    x, flag = torch.zeros(1024), torch.zeros(1, dtype=torch.int64)
+    context = torch.zeros(28, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="expected cuda|device_type"):
+        compiled(x, x, context, flag, 1)
+
+
+def test_ptx_and_sass(compiled):
+    ptx = compiled.ptx()
+    assert "renamed_kernel" in ptx and "cp.async.bulk.shared" in ptx and "cp.async.bulk.global" in ptx
+    assert "UBLKCP" in compiled.sass()
+
+
+def test_ranks_of_a_host_compile_a_kernel_in_turn(tmp_path, monkeypatch):
+    monkeypatch.setattr(tilelang.env, "TILELANG_CACHE_DIR", str(tmp_path / "cache"))
+    order = []
+
+    def second():
+        with toolchain.once_per_host("same"):
+            order.append("second")
+
+    thread = threading.Thread(target=second)
+    with toolchain.once_per_host("same"):
+        thread.start()
+        with toolchain.once_per_host("another"):
+            order.append("another kernel")
+        thread.join(0.2)
+        order.append("first")
+    thread.join()
+    assert order == ["another kernel", "first", "second"]
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setattr(tilelang.env, "TILELANG_CACHE_DIR", str(blocked))
+    with toolchain.once_per_host("kernel"):
+        pass
+
+
+def test_kernel_level_options_are_kept_and_overridden():
+    @T.prim_func
+    def annotated(ctx: N.Context(), x: T.Tensor((64,), "float32")):
+        T.annotate_pass_configs({"tl.enable_fast_math": True, "tl.disable_vectorize_256": True})
+        with T.Kernel(1, threads=64):
+            N.put_block(x, x, 1)
+
+    configs = jit._pass_configs(annotated, {"tl.enable_fast_math": False})
+    assert configs["tl.enable_fast_math"] is False and configs["tl.disable_vectorize_256"]
+    assert configs["tl.disable_warp_specialized"] is True
+
+
+def test_uint64_parameters_are_refused_before_they_reach_a_gpu():
+    @T.prim_func
+    def main(ctx: N.Context(), n: T.uint64):
+        with T.Kernel(1, threads=32):
+            N.barrier_all()
+
+    with pytest.raises(KernelError, match="parameter n is uint64.*T.int64"):
+        tsn.compile(main, target="simulator")

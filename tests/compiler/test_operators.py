@@ -1,0 +1,73 @@
+"""The operator table is validated when it is made, and every row is known to TVM as it says."""
+
+import pytest
+import tilelang  # noqa: F401 (makes `tvm` importable)
+import tvm
+from tvm import tirx
+
+from tilescale_net.compiler.lowering import device_call
+from tilescale_net.compiler.operators import CHOICES, OPERATORS, PURE, Operator
+from tilescale_net.compiler.toolchain import DEVICE_DIR
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_registration(name):
+    operator = OPERATORS[name]
+    op = tvm.ir.Op.get(operator.op_name)
+    assert op.num_inputs == operator.arity
+    assert int(op.get_attr("TCallEffectKind")) == operator.effect
+    assert op.get_attr("TScriptPrinterName") == f"tsn_{name}"
+    assert op.has_attr("cuda.FLowerIntrinsic")
+
+
+def test_what_waits_or_touches_memory_is_opaque():
+    pure = {name for name, operator in OPERATORS.items() if operator.effect == PURE}
+    assert pure == {"my_pe", "n_pes", "node_pe", "n_node_pes", "is_direct"}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (dict(name="a b"), "not an identifier"),
+        (dict(name="a", template=("Colour",)), "'Colour' is neither 'int' nor one of"),
+        (dict(name="a", args=("context", "blob")), "'blob' is not one of"),
+        (dict(name="a", args=("pe", "context")), "the context must be the first"),
+        (dict(name="a", result="float16"), "result 'float16' is not supported"),
+        (dict(name="a", effect=2), "effect must be PURE or OPAQUE"),
+        (dict(name="a", effect=PURE), "a pure operator without a result would be removed"),
+    ],
+)
+def test_bad_rows(row, message):
+    with pytest.raises(ValueError, match=message):
+        Operator(**row)
+
+
+def i32(value):
+    return tirx.IntImm("int32", value)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("fence", (), "tsn.fence takes 2 arguments, not 1"),
+        ("fence", (i32(1), i32(2)), "tsn.fence takes 2 arguments, not 3"),
+        ("fence", (tirx.IntImm("int64", 1),), "argument 'pe' has type int64 instead of int32"),
+        ("wait", ("warp", "about", i32(0), i32(0)), "'about' is not a Compare"),
+    ],
+)
+def test_bad_calls(name, arguments, message):
+    with pytest.raises(TypeError, match=message):
+        OPERATORS[name](*arguments)
+
+
+def test_lowering_keeps_the_result_type():
+    call = OPERATORS["flush_async"](i32(-1))
+    lowered = device_call(OPERATORS["flush_async"], call)
+    assert str(lowered.dtype) == "uint64" and lowered.args[0].value == "tsn::flush_async"
+
+
+def test_choices_exist_in_the_device_headers():
+    types = (DEVICE_DIR / "types.h").read_text()
+    for enumeration, choices in CHOICES.items():
+        declared = types.split(f"enum class {enumeration} {{")[1].split("}")[0].replace(",", " ").split()
+        assert set(choices.values()) <= set(declared), enumeration

@@ -1,0 +1,46 @@
+"""The C++ programs and libraries of these tests and what they are made of."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tests.native.builder import ROOT, build
+
+
+def _sources(*folders: str) -> list[str]:
+    """C++ files of folders of csrc, without their bindings."""
+    found = []
+    for folder in folders:
+        found += [str(p.relative_to(ROOT)) for p in (ROOT / "tilescale_net/csrc" / folder).glob("*.cpp")]
+    return sorted(p for p in found if not p.endswith("bindings.cpp"))
+
+
+def headers() -> tuple[str, ...]:
+    """Flags for the libfabric headers that the package is built with."""
+    include = os.environ.get("TSN_LIBFABRIC_INCLUDE")
+    return (f"-I{include}",) if include else ()
+
+
+def fake_device() -> Path:
+    """A libfabric whose provider behaves like a strict EFA device."""
+    return build(
+        "fabric_fake", ["tests/native/fabric_fake.cpp"], flags=("-fvisibility=hidden", *headers()), shared=True
+    )
+
+
+def fake_cuda() -> Path:
+    """A CUDA driver without a GPU."""
+    return build("fake_cuda", ["tests/native/fake_cuda.cpp"], shared=True)
+
+
+def device_test(sanitizer: str = "") -> Path:
+    """The transport and the chaos around it, to be run against the fake device."""
+    sources = ["tests/native/fabric_device_test.cpp", *_sources("fabric", "cuda")]
+    return build("fabric_device_test", sources, sanitizer, flags=headers())
+
+
+def loops() -> Path:
+    """The benchmarks' loops with the command line of the bare ones; optimised as the package is."""
+    sources = ["tests/native/fabric_loops.cpp", *_sources("fabric", "cuda", "bench")]
+    return build("fabric_loops", sources, flags=("-O2", *headers()))

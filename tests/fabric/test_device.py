@@ -1,0 +1,183 @@
+"""The transport against a strict device that behaves as EFA does, which no test machine has: tests/native/fabric_fake.cpp.
+
+It reorders, has 4-byte immediates that use up receives, small queues, several NICs, and checks every rule it can check.
+"""
+
+import ctypes
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from tests.fabric import programs
+from tests.fabric.pair import pair, until
+from tests.native.builder import ROOT
+from tilescale_net import _native, fabric
+from tilescale_net.errors import FabricError
+
+HEADERS = tuple(int(n) for n in fabric.library()["headers"].split("."))
+
+
+@pytest.fixture(scope="module")
+def device():
+    """Path of the library, and the library itself."""
+    path = str(programs.fake_device())
+    library = ctypes.CDLL(path)
+    library.fake_violations.restype = ctypes.c_char_p
+    return path, library
+
+
+@pytest.fixture
+def fake(device, monkeypatch):
+    """Configures the device; afterwards it must have nothing to complain about."""
+    path, library = device
+
+    def configure(text: str) -> str:
+        monkeypatch.setenv("FAKE_FABRIC", text)
+        library.fake_reset()
+        return path
+
+    yield configure
+    assert library.fake_violations().decode() == ""
+
+
+CONFIGURATIONS = [
+    "seed=1",
+    "seed=2,name=efa-direct",
+    "seed=3,name=efa-direct,tx=4,rx=4",
+    "seed=4,rx_cq_data=0,tx=3",
+    "seed=5,mr_endpoint=1,nics=3",
+    "seed=6,name=efa-direct,nics=2,tx=7,rx=9",
+]
+
+
+@pytest.mark.parametrize("text", CONFIGURATIONS)
+def test_traffic(fake, text):
+    a, b = pair(fake(text), bytes=1 << 18)
+    p = a.properties()
+    assert p["provider"] == ("efa-direct" if "direct" in text else "efa")
+    assert p["delivery_complete"] == ("direct" not in text) and not p["ordered_messages"]
+    assert p["link_gbps"] == 100 * p["rails"]
+    assert p["rails"] == (3 if "nics=3" in text else 2 if "nics=2" in text else 1)
+    rng = random.Random(text)
+    data = rng.randbytes(a.bytes)
+    a.store(data)
+    n, part = 150, 1500
+    for i in range(n):
+        a.write(i * part, 1 + i * 10, cookie=i, imm=0xFFFF0000 + i, rail=i % p["rails"], more=rng.random() < 0.5)
+        a.message(b"%d" % i * (1 + i % 3), cookie=1000 + i, rail=i % p["rails"])
+    a.write(0, 1, cookie=n)
+    until(lambda: len(a.of("done")) == 2 * n + 1 and len(b.of("immediate")) == len(b.of("message")) == n, a, b)
+    assert sorted(e["cookie"] for e in a.of("done")) == [*range(n + 1), *range(1000, 1000 + n)]
+    assert sorted(e["imm"] for e in b.of("immediate")) == [0xFFFF0000 + i for i in range(n)]
+    assert sorted(e["data"] for e in b.of("message")) == sorted(b"%d" % i * (1 + i % 3) for i in range(n))
+    assert [e["imm"] for e in b.of("immediate")] != sorted(e["imm"] for e in b.of("immediate"))
+    for i in range(n):
+        assert b.load(i * part, 1 + i * 10) == data[i * part : i * part + 1 + i * 10]
+    b.store(bytes(reversed(data)))
+    a.events.clear()
+    for i in range(40):
+        a.post("read", 1, a.region, a.remote, 700, i * 700, i * 700, cookie=i, more=i % 3 == 0 and i < 39)
+    until(lambda: len(a.of("done")) == 40, a, b)
+    assert a.load(0, 40 * 700) == b.load(0, 40 * 700)
+
+
+def test_limits_of_messages_and_transfers_differ(fake):
+    a, _ = pair(fake("name=efa-direct"), message_buffers=0)
+    p = a.properties()
+    assert p["max_write"] == 1 << 30
+    assert p["max_send"] == (8192 if HEADERS >= (2, 0) else 1 << 30)
+
+
+def test_an_offer_without_immediates_is_no_offer(fake):
+    with pytest.raises(FabricError, match="no provider offers one-sided writes with 4-byte immediates"):
+        _native.Transport(fabric.transport_options(library=fake("imm_bytes=0")))
+
+
+def test_a_remote_error_is_told_with_its_reason(fake):
+    a, b = pair(fake("seed=9"))
+    b.transport.release_memory(b.region)
+    a.write(0, 64, cookie=5)
+    while not a.events:
+        a.poll(), b.poll()
+    (event,) = a.events
+    assert event["kind"] == "failed" and event["cookie"] == 5 and event["peer"] == 1
+    assert "Permission denied" in event["text"] and "a fake device's reason" in event["text"]
+
+
+def test_nearest_nic_is_taken(fake):
+    """The GPU is at the same place as NIC 2, which is as near as can be; both exist on every PC's bus."""
+    if not os.path.exists("/sys/bus/pci/devices/0000:00:02.0"):
+        pytest.skip("no such PCI device here")
+    library = fake("nics=3")
+    t = _native.Transport(fabric.transport_options(library=library, gpu_pci="00000000:00:02.0"))
+    assert t.properties()["interface"] == "rdmap2s0"
+    t = _native.Transport(fabric.transport_options(library=library, max_rails=2, rank=1))
+    assert t.properties()["interface"] == "rdmap2s0,rdmap3s0"
+    t = _native.Transport(fabric.transport_options(library=library, interface="rdmap3s0,rdmap1s0"))
+    assert t.properties()["interface"] == "rdmap1s0,rdmap3s0"
+    t = _native.Transport(fabric.transport_options(library=library, rails=4))
+    assert t.properties()["interface"] == "rdmap1s0,rdmap2s0,rdmap3s0,rdmap1s0"
+
+
+@pytest.mark.skipif(HEADERS < (1, 18), reason="needs newer headers when built")
+def test_emulated_writes_are_told(fake, capfd):
+    for emulated in (0, 1, 1):
+        t = _native.Transport(fabric.transport_options(library=fake(f"emulated={emulated}")))
+        assert t.properties()["emulated_write"] == bool(emulated)
+    assert capfd.readouterr().err.count("warning: provider efa emulates RDMA writes") == 1
+
+
+@pytest.mark.parametrize(
+    "text,notes,usable",
+    [
+        ("dmabuf=1", {"dmabuf"}, True),
+        ("dmabuf=0", {"peermem"}, True),
+        ("dmabuf=0,peermem=0", set(), True),
+        ("cuda_calls=1", set(), False),
+        ("hmem=0", set(), False),
+    ],
+)
+def test_gpu_memory(device, text, notes, usable):
+    """Registered as a DMABUF, else through the peer-memory module, else refused; never by a provider that calls CUDA."""
+    driver = str(programs.fake_cuda())
+    if HEADERS < (1, 20):
+        notes = notes - {"dmabuf"} | ({"peermem"} if "dmabuf" in notes else set())
+    if HEADERS < (1, 18) and "cuda_calls" in text:
+        pytest.skip("needs newer headers when built")
+    script = f"""
+import ctypes
+from tilescale_net import _native, fabric
+from tilescale_net.errors import FabricError
+library = ctypes.CDLL({device[0]!r})
+t = _native.Transport(fabric.transport_options(library={device[0]!r}, device_memory=True))
+assert t.properties()["device_memory"] == {usable}, t.properties()
+memory = (ctypes.c_ubyte * (3 * 4096))()
+base = (ctypes.addressof(memory) + 4095) // 4096 * 4096
+try:
+    t.register_memory(base, 8192, kind="cuda")
+    done = True
+except FabricError as err:
+    print(err)
+    done = False
+print("notes", *sorted(n for n in ("dmabuf", "peermem") if library.fake_noted(n.encode())))
+print("registered", done)
+"""
+    env = {
+        **os.environ,
+        "TSN_LIBCUDA": driver,
+        "FAKE_CUDA_DMABUF": "1",
+        "FAKE_FABRIC": text,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert set(lines[-2].split()[1:]) == notes, done.stdout
+    if notes:
+        assert lines[-1] == "registered True"
+    else:
+        assert lines[-1] == "registered False"
+        assert "GPU memory" in done.stdout and ("nvidia_peermem" in done.stdout or "stage through" in done.stdout)

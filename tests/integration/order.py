@@ -1,0 +1,274 @@
+"""Litmus kernels: what fence, quiet, flush, barriers, waits and views promise, and the same with one of them left out."""
+
+import os
+import random
+
+import tilelang.language as T
+import torch
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+
+COUNT = 700  # elements of a message: several pieces
+THREADS = 64
+
+
+@tsn.jit
+def message(order="fence", wait=True):
+    """Kernel `(dst, src, seen, flag, turn, to)`: a message to PE `to`, and a look at the one that came.
+
+    Args:
+        order: what orders the data before the signal: "fence", "fence one" (of that PE), "quiet", "put_signal", "nothing".
+        wait: wait for the signal before looking.
+    """
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        dst: T.Tensor((COUNT,), "float32"),
+        src: T.Tensor((COUNT,), "float32"),
+        seen: T.Tensor((COUNT,), "float32"),
+        flag: T.Tensor((1,), "uint64"),
+        turn: T.int64,
+        to: T.int32,
+    ):
+        with T.Kernel(1, threads=THREADS):
+            thread = T.get_thread_binding()
+            if order == "put_signal":
+                N.put_signal_block(dst, src, to, flag, turn)
+            else:
+                N.put_block(dst, src, to)
+                T.sync_threads()
+                if thread == 0:
+                    if order == "fence":
+                        N.fence()
+                    if order == "fence one":
+                        N.fence(to)
+                    if order == "quiet":
+                        N.quiet(to)
+                    N.signal(flag, turn, to)
+            if wait:
+                N.wait_block(flag, "ge", turn)
+            for i in T.serial(T.ceildiv(COUNT, THREADS)):
+                if i * THREADS + thread < COUNT:
+                    seen[i * THREADS + thread] = dst[i * THREADS + thread]
+
+    return main
+
+
+@tsn.jit
+def source_again(how="quiet"):
+    """Kernel `(dst, src, to)`: puts `src`, then overwrites it.
+
+    Args:
+        how: what makes that right: "quiet", "flush", "nothing".
+    """
+
+    @T.prim_func
+    def main(ctx: N.Context(), dst: T.Tensor((COUNT,), "float32"), src: T.Tensor((COUNT,), "float32"), to: T.int32):
+        with T.Kernel(1, threads=THREADS):
+            thread = T.get_thread_binding()
+            N.put_block(dst, src, to)
+            T.sync_threads()
+            if thread == 0:
+                if how == "quiet":
+                    N.quiet(to)
+                if how == "flush":
+                    ticket = N.flush_async(to)
+                    N.flush_wait(ticket)
+            T.sync_threads()
+            for i in T.serial(T.ceildiv(COUNT, THREADS)):
+                if i * THREADS + thread < COUNT:
+                    src[i * THREADS + thread] = -1.0
+            T.sync_threads()
+            if thread == 0:
+                N.quiet()
+
+    return main
+
+
+@tsn.jit
+def all_to_one_barrier(kind="all", complete=True):
+    """Kernel `(board, mine, seen)`: each PE puts a row on everybody's board; after a barrier everybody sees all rows.
+
+    Args:
+        kind: "all" or "node" for barrier_all or barrier_node.
+        complete: quiet before the barrier.
+    """
+    n = T.dynamic("n")
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        board: T.Tensor((n, COUNT), "float32"),
+        mine: T.Tensor((COUNT,), "float32"),
+        seen: T.Tensor((n, COUNT), "float32"),
+    ):
+        with T.Kernel(1, threads=THREADS):
+            thread = T.get_thread_binding()
+            for pe in T.serial(N.n_pes()):
+                N.put_block(board[N.my_pe(), 0], mine, pe, count=COUNT)
+            T.sync_threads()
+            if complete:
+                if thread == 0:
+                    N.quiet()
+                T.sync_threads()
+            if kind == "all":
+                N.barrier_all()
+            else:
+                N.barrier_node()
+            for pe in T.serial(N.n_pes()):
+                for i in T.serial(T.ceildiv(COUNT, THREADS)):
+                    if i * THREADS + thread < COUNT:
+                        seen[pe, i * THREADS + thread] = board[pe, i * THREADS + thread]
+            N.barrier_all()  # nobody puts the next row while others still look
+
+    return main
+
+
+@tsn.jit
+def through_views(kind="parallel"):
+    """Kernel `(x, y, flag, turn, to)`: writes y = 2 x on PE `to` through a view, then a signal, then waits for its own.
+
+    Args:
+        kind: "parallel" (T.Parallel), "copy" (T.copy by way of shared memory) or "st" (N.st by each thread).
+    """
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        x: T.Tensor((COUNT,), "float32"),
+        y: T.Tensor((COUNT,), "float32"),
+        seen: T.Tensor((COUNT,), "float32"),
+        flag: T.Tensor((1,), "uint64"),
+        turn: T.int64,
+        to: T.int32,
+    ):
+        with T.Kernel(1, threads=THREADS):
+            thread = T.get_thread_binding()
+            view = N.remote(y, to)
+            if kind == "parallel":
+                for i in T.Parallel(COUNT):
+                    view[i] = x[i] * 2.0
+            if kind == "copy":
+                tile = T.alloc_shared((COUNT,), "float32")
+                T.copy(x, tile)
+                for i in T.Parallel(COUNT):
+                    tile[i] = tile[i] * 2.0
+                T.copy(tile, view)
+            if kind == "st":
+                for i in T.serial(T.ceildiv(COUNT, THREADS)):
+                    if i * THREADS + thread < COUNT:
+                        N.st(view[i * THREADS + thread], N.ld(x[i * THREADS + thread], sem="weak") * 2.0)
+            T.sync_threads()
+            if thread == 0:
+                N.fence(to)
+                N.signal(flag, turn, to)
+            N.wait_block(flag, "ge", turn)
+            for i in T.serial(T.ceildiv(COUNT, THREADS)):
+                if i * THREADS + thread < COUNT:
+                    seen[i * THREADS + thread] = N.ld(y[i * THREADS + thread])
+
+    return main
+
+
+@tsn.jit
+def places():
+    """Kernel `(numbers, direct)`: what the topology primitives say."""
+
+    @T.prim_func
+    def main(ctx: N.Context(), numbers: T.Tensor((4,), "int32"), direct: T.Tensor((8,), "int32")):
+        with T.Kernel(1, threads=32):
+            if T.get_thread_binding() == 0:
+                numbers[0] = N.my_pe()
+                numbers[1] = N.n_pes()
+                numbers[2] = N.node_pe()
+                numbers[3] = N.n_node_pes()
+                for pe in T.serial(N.n_pes()):
+                    direct[pe] = T.if_then_else(N.is_direct(pe), 1, 0)
+
+    return main
+
+
+_state: dict = {}
+
+
+def _memory(name: str, shape, dtype=torch.float32) -> torch.Tensor:
+    if name not in _state:
+        _state[name] = tsn.zeros(shape, dtype)
+    return _state[name]
+
+
+def _schedule(seed, visibility="random") -> None:
+    os.environ["TSN_SIM_SEED"] = str(random.Random(f"{seed} {tsn.rank()}").randrange(1 << 30))
+    os.environ["TSN_SIM_VISIBILITY"] = visibility
+
+
+def _pattern(seed, rank) -> torch.Tensor:
+    return torch.randn(COUNT, generator=torch.Generator().manual_seed(seed * 64 + rank))
+
+
+def pass_message(order: str, wait: bool, seed: int, visibility: str = "random") -> int:
+    """Elements that this rank's kernel did not see as sent. Messages go round the ring of PEs."""
+    rank, n = tsn.rank(), tsn.size()
+    dst, src, flag = _memory("dst", COUNT), _memory("src", COUNT), _memory("flag", 1, torch.uint64)
+    _state["turn"] = turn = _state.get("turn", 0) + 1
+    _schedule(seed, visibility)
+    dst.fill_(-5.0)
+    src.copy_(_pattern(seed, rank))
+    seen = torch.zeros(COUNT, device=tsn.device())
+    tsn.barrier()
+    message(order, wait)(dst, src, seen, flag, turn, (rank + 1) % n)
+    tsn.barrier()
+    expected = _pattern(seed, (rank - 1) % n)
+    assert torch.equal(dst.cpu(), expected), "in the end the data is there, whatever was left out"
+    return int((seen.cpu() != expected).sum())
+
+
+def write_source_again(how: str, seed: int, visibility: str = "random") -> int:
+    """Elements that arrived wrong because their source was overwritten too early."""
+    rank, n = tsn.rank(), tsn.size()
+    dst, src = _memory("dst", COUNT), _memory("src", COUNT)
+    _schedule(seed, visibility)
+    dst.fill_(-5.0)
+    src.copy_(_pattern(seed, rank))
+    tsn.barrier()
+    source_again(how)(dst, src, (rank + 1) % n)
+    tsn.barrier()
+    return int((dst.cpu() != _pattern(seed, (rank - 1) % n)).sum())
+
+
+def meet(kind: str, complete: bool, seed: int, visibility: str = "random") -> int:
+    """Elements that were not on the board after the barrier."""
+    rank, n = tsn.rank(), tsn.size()
+    board, mine = _memory("board", (n, COUNT)), _memory("mine", COUNT)
+    _schedule(seed, visibility)
+    board.fill_(-5.0)
+    mine.copy_(_pattern(seed, rank))
+    seen = torch.zeros((n, COUNT), device=tsn.device())
+    tsn.barrier()
+    all_to_one_barrier(kind, complete)(board, mine, seen)
+    tsn.barrier()
+    return int((seen.cpu() != torch.stack([_pattern(seed, p) for p in range(n)])).sum())
+
+
+def write_through_view(kind: str, seed: int) -> None:
+    rank, n = tsn.rank(), tsn.size()
+    x, y, flag = _memory("x", COUNT), _memory("y", COUNT), _memory("flag", 1, torch.uint64)
+    _state["turn"] = turn = _state.get("turn", 0) + 1
+    _schedule(seed)
+    x.copy_(_pattern(seed, rank))
+    y.fill_(-5.0)
+    seen = torch.zeros(COUNT, device=tsn.device())
+    tsn.barrier()
+    through_views(kind)(x, y, seen, flag, turn, (rank + 1) % n)
+    tsn.barrier()
+    expected = _pattern(seed, (rank - 1) % n) * 2.0
+    assert torch.equal(seen.cpu(), expected) and torch.equal(y.cpu(), expected), (kind, seed)
+
+
+def where() -> tuple[list[int], list[int]]:
+    numbers = torch.zeros(4, dtype=torch.int32, device=tsn.device())
+    direct = torch.full((8,), -1, dtype=torch.int32, device=tsn.device())
+    places()(numbers, direct)
+    return numbers.tolist(), direct.tolist()

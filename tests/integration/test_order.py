@@ -1,0 +1,72 @@
+"""The memory model end to end: with the right primitive nothing is ever missing; without it the simulator shows it."""
+
+import pytest
+
+import tilescale_net.runtime.settings as settings
+from tests.integration.order import meet, pass_message, where, write_source_again, write_through_view
+from tests.integration.pool import pool_fixture
+
+pool = pool_fixture(2)
+three = pool_fixture(3)
+SEEDS = range(12)
+# On a GPU a race that the simulator shows at once may not show for years.
+on_simulator = pytest.mark.skipif(settings.device_kind() == "cuda", reason="the simulator makes races visible")
+
+
+@pytest.mark.parametrize("visibility", ["eager", "late", "random"])
+@pytest.mark.parametrize("order", ["fence", "fence one", "quiet", "put_signal"])
+def test_data_comes_before_its_signal(pool, order, visibility):
+    for seed in SEEDS:
+        assert pool(pass_message, order, True, seed, visibility) == [0, 0], seed
+
+
+def test_data_comes_before_its_signal_in_a_ring(three):
+    for seed in SEEDS:
+        for order in ("fence", "put_signal"):
+            assert three(pass_message, order, True, seed) == [0, 0, 0], (order, seed)
+
+
+@on_simulator
+@pytest.mark.parametrize("visibility", ["late", "random"])
+def test_a_missing_fence_shows(pool, visibility):
+    assert any(sum(pool(pass_message, "nothing", True, seed, visibility)) for seed in SEEDS)
+
+
+@on_simulator
+@pytest.mark.parametrize("order", ["fence", "put_signal"])
+def test_a_missing_wait_shows(pool, order):
+    assert any(sum(pool(pass_message, order, False, seed, "random")) for seed in SEEDS)
+
+
+@pytest.mark.parametrize("how", ["quiet", "flush"])
+def test_source_may_be_written_after(pool, how):
+    for seed in SEEDS:
+        for visibility in ("eager", "late", "random"):
+            assert pool(write_source_again, how, seed, visibility) == [0, 0], (seed, visibility)
+
+
+@on_simulator
+def test_source_written_too_early_shows(pool):
+    assert any(sum(pool(write_source_again, "nothing", seed)) for seed in SEEDS)
+
+
+@pytest.mark.parametrize("kind", ["all", "node"])
+def test_barrier_after_quiet(three, kind):
+    for seed in SEEDS:
+        assert three(meet, kind, True, seed) == [0, 0, 0], seed
+
+
+@on_simulator
+def test_barrier_without_quiet_shows(three):
+    assert any(sum(three(meet, "all", False, seed, "late")) for seed in SEEDS)
+
+
+@pytest.mark.parametrize("kind", ["parallel", "copy", "st"])
+def test_views_of_remote_memory(pool, kind):
+    for seed in SEEDS:
+        pool(write_through_view, kind, seed)
+
+
+def test_places(three):
+    for rank, (numbers, direct) in enumerate(three(where)):
+        assert numbers == [rank, 3, rank, 3] and direct == [1, 1, 1, -1, -1, -1, -1, -1]

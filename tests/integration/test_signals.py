@@ -1,0 +1,50 @@
+"""signal, wait and test: every comparison at every scope, set and add, values up to 2^64 - 1."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.integration.pool import pool_fixture
+from tests.integration.signals import COMPARISONS, HOLDS, THREADS, WAITERS, wait_for
+
+pool = pool_fixture(2)
+TOP = (1 << 64) - 1
+
+# What a word holds first, what is waited for, what arrives: the first does not satisfy the comparison, the last does.
+STEPS = {
+    "eq": (3, 7, [5, 7]),
+    "ne": (7, 7, [9]),
+    "ge": (6, 1 << 63, [7, (1 << 63) + 4]),
+    "gt": (7, TOP - 1, [TOP - 1, TOP]),
+    "le": (TOP, 7, [8, 6]),
+    "lt": (7, 7, [7, 0]),
+}
+
+
+@pytest.mark.parametrize("compare", COMPARISONS)
+@pytest.mark.parametrize("waiter", WAITERS)
+def test_every_wait(pool, waiter, compare):
+    first, wanted, values = STEPS[compare]
+    assert not HOLDS[compare](first, wanted) and HOLDS[compare](values[-1], wanted)
+    for delay in (0.0, 0.02):
+        _, (seen, left) = pool(wait_for, waiter, compare, first, wanted, values, "set", delay, 1)
+        assert left == values[-1]
+        assert len(seen) == THREADS and all(HOLDS[compare](s, wanted) and s in values for s in seen), seen
+        if waiter in ("warp", "block"):
+            group = 32 if waiter == "warp" else THREADS
+            assert all(len(set(seen[i : i + group])) == 1 for i in range(0, THREADS, group)), "one value for the scope"
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    waiter=st.sampled_from(WAITERS),
+    first=st.integers(0, TOP),
+    values=st.lists(st.integers(0, TOP), min_size=1, max_size=8),
+    op=st.sampled_from(["set", "add"]),
+    seed=st.integers(0, 1 << 30),
+)
+def test_last_value_stays(pool, waiter, first, values, op, seed):
+    """Signals from one PE to one word happen in the order in which they were sent; additions wrap at 2^64."""
+    last = values[-1] if op == "set" else (first + sum(values)) % (1 << 64)
+    _, (seen, left) = pool(wait_for, waiter, "eq", first, last, values, op, 0.0, seed)
+    assert left == last and set(seen) <= ({last} if waiter != "test" else {last, left})

@@ -1,0 +1,90 @@
+"""Gradients through dispatch and combine against a dense layer on one process."""
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from kernels.moe import AllToAll, autograd
+from tests import ranks
+
+EXPERTS, HIDDEN, TOP_K, TOKENS = 4, 16, 2, 6
+
+
+def _expert(w, rows):
+    return torch.tanh(rows @ w)
+
+
+def _dense(xs, choices, probabilities, w):
+    """Sums per token, with nothing but dense operations."""
+    sums = []
+    for x, idx, p in zip(xs, choices, probabilities):
+        every = torch.stack([_expert(w[e], x) for e in range(EXPERTS)], 1)
+        chosen = every[torch.arange(len(x))[:, None], idx.clamp(min=0)]
+        sums.append((chosen * (p * (idx >= 0))[..., None]).sum(1))
+    return sums
+
+
+def _layer(op, layout, received, w):
+    y = torch.zeros_like(received.x)
+    for e in range(len(w)):
+        begin, count = int(received.offsets[e]), int(received.counts[e])
+        index = torch.arange(begin, begin + count)
+        if layout == "rank":
+            index = received.row_index[index].long()
+        part = _expert(w[e], received.x[index])
+        y = y.index_add(0, index, part * received.row_weight[begin : begin + count, None] if layout == "rank" else part)
+    return autograd.combine(op, y, received)
+
+
+def _gradients(layout: str) -> None:
+    ranks_, rank = tsn.size(), tsn.rank()
+    op = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K, torch.float32, layout=layout, alignment=4)
+    g = torch.Generator().manual_seed(11)
+    w = (torch.randn((EXPERTS, HIDDEN, HIDDEN), generator=g) / 4).requires_grad_()
+    xs = [torch.randn((TOKENS - r, HIDDEN), generator=g).requires_grad_() for r in range(ranks_)]
+    choices = [torch.rand((len(x), EXPERTS), generator=g).topk(TOP_K, 1)[1] for x in xs]
+    choices[0][1, 0] = -1
+    choices[1][2] = -1
+    probabilities = [torch.rand((len(x), TOP_K), generator=g).requires_grad_() for x in xs]
+    upstream = [torch.randn((len(x), HIDDEN), generator=g) for x in xs]
+    expected = _dense(xs, choices, probabilities, w)
+    sum((s * u).sum() for s, u in zip(expected, upstream)).backward()
+
+    local = slice(rank * EXPERTS // ranks_, (rank + 1) * EXPERTS // ranks_)
+    x, p, mine = (t.detach().clone().requires_grad_() for t in (xs[rank], probabilities[rank], w[local]))
+    for _ in range(2):
+        received = autograd.dispatch(op, x, choices[rank], p)
+        out = _layer(op, layout, received, mine)
+        torch.testing.assert_close(out, expected[rank], atol=1e-5, rtol=1e-5)
+        x.grad = p.grad = mine.grad = None
+        (out * upstream[rank]).sum().backward()
+        torch.testing.assert_close(x.grad, xs[rank].grad, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(p.grad, probabilities[rank].grad * (choices[rank] >= 0), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mine.grad, w.grad[local], atol=1e-4, rtol=1e-4)
+    # What torch.compile sees must have the shapes and types of what the operators give.
+    fake = torch.library.opcheck
+    fake(
+        torch.ops.tilescale_net.moe_dispatch,
+        (x.detach(), choices[rank], p.detach(), op.autograd_key),
+        test_utils="test_faketensor",
+    )
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_gradients(layout):
+    ranks.run(2, _gradients, layout, timeout=120)
+
+
+def _refusals() -> None:
+    op = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K, mode="latency")
+    with pytest.raises(ValueError, match="throughput mode"):
+        autograd.dispatch(
+            op,
+            torch.zeros((1, HIDDEN), dtype=torch.bfloat16),
+            torch.zeros((1, TOP_K), dtype=torch.int64),
+            torch.ones((1, TOP_K)),
+        )
+
+
+def test_latency_mode_has_no_gradients():
+    ranks.run(1, _refusals)

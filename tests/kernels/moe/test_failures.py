@@ -1,0 +1,101 @@
+"""Ranks that are left out, ranks that die, ranks that come late."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from kernels.moe import AllToAll
+from tests import ranks
+from tests.kernels.moe.support import make_inputs, run_round
+
+SHAPE = dict(num_experts=6, max_tokens=5, hidden=32, top_k=3)
+
+
+def _masked(seed: int, mode: str) -> None:
+    """Rank 1 takes part in the first rounds and then never again."""
+    op = AllToAll(**SHAPE, mode=mode)
+    pace = random.Random(f"{seed} {tsn.rank()}")
+    everyone = [[make_inputs((seed, turn, r), op.config, 5 - r, "random") for r in range(3)] for turn in range(5)]
+    for turn in range(2):
+        run_round(op, everyone[turn], pace, f"seed {seed}, all")
+    active = [True, False, True]
+    if tsn.rank() == 1:
+        with pytest.raises(ValueError, match="rank 1 itself"):
+            op.set_active(active)
+        return
+    op.set_active(active)
+    for turn in range(2, 5):
+        run_round(op, everyone[turn], pace, f"seed {seed}, two of three", active=active)
+    with pytest.raises(ValueError, match="brings back ranks \\[1\\]"):
+        op.set_active([True] * 3)
+
+
+@pytest.mark.parametrize("mode", ["throughput", "latency"])
+def test_a_rank_that_is_left_out(mode):
+    ranks.run(3, _masked, random.randrange(1 << 30), mode, timeout=120)
+
+
+def _late(mode: str) -> None:
+    """Rank 1 comes later than the deadline of a wait would bear if it counted from anything but the wait's begin."""
+    op = AllToAll(**SHAPE, mode=mode)
+    everyone = [make_inputs((turn, r), op.config, 4, "random") for turn, r in ((0, 0), (0, 1))]
+    for turn in range(2):
+        if tsn.rank() == turn % 2:
+            time.sleep(0.7)
+        run_round(op, everyone, random.Random(0), f"turn {turn}")
+
+
+def _endless(mode: str, warm: int) -> None:
+    op = AllToAll(**dict(SHAPE, num_experts=4), mode=mode)
+    everyone = [make_inputs((0, r), op.config, 5, "random") for r in range(2)]
+    mine = everyone[tsn.rank()]
+    device = tsn.device()
+    x, idx, weights = mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device)
+    call = 0
+    while True:
+        if tsn.rank() == 1 and call == warm:
+            os.kill(os.getpid(), signal.SIGKILL)  # the peer is in this call already, or comes to it
+        received = op.dispatch(x, idx, weights)
+        op.combine(received.x, received.handle)
+        tsn.synchronize()
+        call += 1
+
+
+@pytest.mark.parametrize("mode", ["throughput", "latency"])
+def test_a_rank_that_dies(mode):
+    """The others raise, soon, and nothing is left behind."""
+    begin = time.monotonic()
+    outcomes = ranks.launch(2, _endless, mode, 3, env={"TSN_TIMEOUT": "10"}, timeout=100)
+    kind, text, _ = outcomes[0].error
+    assert kind in ("PeerLost", "WaitTimeout"), (kind, text)
+    assert kind != "PeerLost" or "rank 1" in text
+    assert outcomes[1].exitcode == -signal.SIGKILL
+    assert time.monotonic() - begin < 90
+
+
+def _silent(mode: str) -> None:
+    op = AllToAll(**dict(SHAPE, num_experts=4), mode=mode)
+    if tsn.rank() == 0:
+        x = torch.zeros((1, 32), dtype=torch.bfloat16, device=tsn.device())
+        op.dispatch(x, torch.zeros((1, 3), dtype=torch.int64, device=tsn.device()))
+        tsn.synchronize()
+    else:
+        time.sleep(6)  # never calls
+        tsn.barrier()
+
+
+@pytest.mark.parametrize("mode", ["throughput", "latency"])
+def test_a_rank_that_never_calls(mode):
+    """A wait ends at its deadline, with an error."""
+    outcomes = ranks.launch(2, _silent, mode, env={"TSN_TIMEOUT": "2"}, timeout=60)
+    assert outcomes[0].error[0] == "WaitTimeout", outcomes[0].error
+    assert "waited 2 s on the signal" in outcomes[0].error[1]
+
+
+def test_a_rank_that_is_late():
+    ranks.run(2, _late, "throughput", env={"TSN_TIMEOUT": "20"}, timeout=60)

@@ -1,0 +1,71 @@
+"""Every kernel compiled for sm_90 at full size: wide accesses, no read-only loads, no spilled registers."""
+
+import importlib
+import pkgutil
+import re
+
+import pytest
+
+import kernels.moe
+from kernels.moe.rows import EXPLICIT_SYNC
+from tests.kernels.test_generated_code import tools  # noqa: F401 (a fixture)
+from tilescale_net.compiler import inspect
+from tilescale_net.compiler.jit import Factory
+
+SHAPE = dict(ranks=4, experts=256, top_k=8, max_tokens=4096)
+FEW = dict(ranks=4, experts=256, top_k=8, max_tokens=128)
+MOVE = dict(SHAPE, proxied=False, chunk=4, far_chunk=16, senders=14, receivers=10, threads=512)
+SUM = dict(
+    SHAPE, hidden=7168, dtype="bfloat16", quantised=False, valued=False, proxied=False, chunk=4, far_chunk=16, senders=16,
+    reducers=8, threads=384,
+)  # fmt: skip
+SEND = dict(
+    FEW, row_words=1792, scale_words=56, sends=True, receives=True, blocks=132, threads=256, index_dtype="int64"
+)
+RETURN = dict(
+    ranks=4, top_k=8, max_tokens=128, hidden=7168, dtype="bfloat16", weighted=True, quantised=False, proxied=False,
+    sends=True, receives=True, parts=2, blocks=132, threads=256,
+)  # fmt: skip
+# Arguments to compile each kernel with. A kernel that is missing here fails `test_every_kernel_is_compiled`.
+KERNELS = {
+    "layout.layout": [dict(SHAPE, capacity=65536, alignment=16, blocks=24, threads=512, index_dtype="int64")],
+    "dispatch_throughput.dispatch_throughput": [
+        dict(MOVE, row_words=3584, scale_words=0, placement="expert"),
+        dict(MOVE, row_words=1792, scale_words=56, placement="rank", senders=24, receivers=0),
+    ],
+    "combine_throughput.combine_throughput": [
+        dict(SUM, by_rank=False, weighted="choices"),
+        dict(SUM, by_rank=True, weighted=""),
+    ],
+    "dispatch_latency.dispatch_latency": [dict(SEND, source_dtype="bfloat16")],
+    "combine_latency.combine_latency": [dict(RETURN)],
+}
+CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments in variants]
+
+
+def test_every_kernel_is_compiled():
+    found = set()
+    for module in pkgutil.iter_modules(kernels.moe.__path__):
+        for name, value in vars(importlib.import_module(f"kernels.moe.{module.name}")).items():
+            if isinstance(value, Factory) and value.__module__ == f"kernels.moe.{module.name}":
+                found.add(f"{module.name}.{name}")
+    assert found == set(KERNELS)
+
+
+@pytest.mark.parametrize("name, arguments", CASES, ids=[f"{n.split('.')[-1]}-{i}" for i, (n, _) in enumerate(CASES)])
+def test_code_for_sm_90(tools, name, arguments):  # noqa: F811
+    module, _, attribute = name.rpartition(".")
+    func = getattr(importlib.import_module(f"kernels.moe.{module}"), attribute).trace(**arguments)
+    source = inspect.cuda_source(func, pass_configs=EXPLICIT_SYNC)
+    assert "__restrict__" not in source
+    sass = inspect.disassemble(inspect.compile_source(source, "cubin"))
+    main = sass[sass.index("main_kernel") :]
+    instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", main)
+    assert len(instructions) > 100
+    stale = [i for i in instructions if i.startswith("LD") and "CONSTANT" in i]
+    assert not stale, f"loads through the read-only cache: {stale}"
+    spilled = [i for i in instructions if i.startswith(("LDL", "STL"))]
+    assert len(spilled) < 40, f"{len(spilled)} accesses to spilled registers"
+    assert [i for i in instructions if i.startswith("ST") and ".128" in i] or module == "layout", "16-byte stores"
+    assert [i for i in instructions if i.startswith("LD") and ".128" in i], "16-byte loads"
+    assert any(i.startswith("LD") and i.endswith("STRONG.SYS") for i in instructions), "system-scope polls"

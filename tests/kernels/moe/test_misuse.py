@@ -1,0 +1,164 @@
+"""Wrong arguments and ranks that disagree: errors that name the argument, on every rank, before anything is sent."""
+
+import random
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from kernels.moe import AllToAll, Tuning
+from tests import ranks
+from tests.kernels.moe.support import FP8, make_inputs, run_round
+
+SHAPE = dict(num_experts=4, max_tokens=4, hidden=32, top_k=2)
+
+
+def raises(kind, *words):
+    """`pytest.raises` that wants all of `words` in the message."""
+    pattern = "".join(f"(?=.*{w})" for w in words)
+    return pytest.raises(kind, match=f"(?s){pattern}")
+
+
+def _arguments(device):
+    x = torch.ones((3, 32), dtype=torch.bfloat16, device=device)
+    idx = torch.tensor([[0, 1], [2, 3], [1, 2]], device=device)
+    return x, idx, torch.ones((3, 2), device=device)
+
+
+def _wrong_calls(mode: str) -> None:
+    """Each mistake is made by rank 1 alone; rank 0's call must fail with it, and the calls after it must be right."""
+    op = AllToAll(**SHAPE, mode=mode)
+    other = AllToAll(**dict(SHAPE, top_k=1), mode=mode)
+    device, rank = tsn.device(), tsn.rank()
+    x, idx, weights = _arguments(device)
+    mistakes = [
+        ("topk_idx", ValueError, "expert 4", (x, torch.where(idx == 3, 4, idx), weights)),
+        ("topk_idx", ValueError, "expert -2", (x, torch.where(idx == 3, -2, idx), weights)),
+        ("topk_idx", TypeError, "int16", (x, idx.to(torch.int16), weights)),
+        ("topk_idx", ValueError, "shape", (x, idx[:2], weights)),
+        ("topk_weights", TypeError, "float64", (x, idx, weights.double())),
+        ("topk_weights", ValueError, "strides", (x, idx, weights.t().contiguous().t())),
+        ("x", ValueError, "max_tokens is 4", (x.repeat(2, 1), idx.repeat(2, 1), weights.repeat(2, 1))),
+        ("x", TypeError, "float32", (x.float(), idx, weights)),
+        ("x", ValueError, "shape", (x[:, :16].contiguous(), idx, weights)),
+        ("x", TypeError, "tensor", ("rows", idx, weights)),
+    ]
+    pace = random.Random(rank)
+    for turn, (argument, kind, word, wrong) in enumerate(mistakes):
+        if rank == 1:
+            with raises(kind, "rank 1", argument, word):
+                op.dispatch(*wrong)
+        else:
+            with raises(ValueError, "rank 1", argument):
+                op.dispatch(x, idx, weights)
+                op.check()
+        everyone = [make_inputs((turn, r), op.config, 3, "random") for r in range(2)]
+        run_round(op, everyone, pace, f"after {argument}: {word}")
+
+    received = op.dispatch(x, idx, weights)
+    with raises(TypeError, "y", "float32"):
+        op.combine(received.x.float(), received.handle)
+    with raises(ValueError, "y", "shape"):
+        op.combine(received.x[:1], received.handle)
+    with raises(ValueError, "handle", "another configuration"):
+        other.combine(received.x, received.handle)
+    with raises(TypeError, "handle"):
+        op.combine(received.x, None)
+    with raises(ValueError, "out", "shape"):
+        op.combine(received.x, received.handle, out=torch.empty((2, 32), dtype=torch.bfloat16, device=device))
+    op.combine(received.x, received.handle)
+    with raises(ValueError, "handle", "combined already"):
+        op.combine(received.x, received.handle)
+
+    pending = op.dispatch_send(x, idx, weights)
+    with raises(ValueError, "dispatch", "not been received"):
+        op.dispatch_send(x, idx, weights)
+    with raises(ValueError, "not the combine"):
+        op.combine_recv(pending)
+    op.dispatch_recv(pending)
+    with raises(ValueError, "not the dispatch"):
+        op.dispatch_recv(pending)
+    if mode == "throughput":
+        with raises(TypeError, "either", "handle"):
+            op.dispatch(x)
+        with raises(ValueError, "x", "2 tokens", "3"):
+            op.dispatch(x[:2], handle=received.handle)
+        with raises(tsn.HeapError, "out", "symmetric"):
+            op.dispatch(x, handle=received.handle, out=torch.empty_like(received.x))
+    else:
+        with raises(TypeError, "topk_idx"):
+            op.dispatch(x, handle=received.handle)
+    op.free()
+    with raises(tsn.TileScaleError, "free"):
+        op.dispatch(x, idx, weights)
+
+
+@pytest.mark.parametrize("mode", ["throughput", "latency"])
+def test_wrong_calls(mode):
+    ranks.run(2, _wrong_calls, mode, timeout=120)
+
+
+def _no_room() -> None:
+    """A dispatch that does not fit on one rank is refused on all, and only it."""
+    op = AllToAll(**SHAPE, capacity=12)
+    x, idx, weights = _arguments(tsn.device())
+    crowd = torch.tensor([[2, 3]] * 4, device=tsn.device())
+    four = torch.ones((4, 32), dtype=torch.bfloat16, device=tsn.device())
+    for _ in range(2):
+        with raises(tsn.HeapError, "rank 1", "16 rows", "capacity is 12"):
+            op.dispatch(four, crowd, torch.ones((4, 2), device=tsn.device()))
+            op.check()
+        op.dispatch(x, idx, weights)
+        op.check()
+
+
+def test_no_room():
+    ranks.run(2, _no_room, timeout=120)
+
+
+def _disagree(field: str, values: list) -> str:
+    options = dict(SHAPE)
+    options[field] = values[tsn.rank()]
+    with raises(tsn.RankMismatch, f"{field}=") as caught:
+        AllToAll(**options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "field, values",
+    [("hidden", [32, 64]), ("top_k", [2, 1]), ("alignment", [1, 8]), ("mode", ["latency", "throughput"])],
+)
+def test_ranks_that_disagree(field, values):
+    for text in ranks.run(2, _disagree, field, values):
+        assert f"{field}={values[0]}" in text and f"{field}={values[1]}" in text
+
+
+WRONG = [
+    (dict(num_experts=3), ValueError, "num_experts", "multiple"),
+    (dict(num_experts=0), ValueError, "num_experts", "0"),
+    (dict(max_tokens=2.5), ValueError, "max_tokens", "2.5"),
+    (dict(hidden=33), ValueError, "hidden", "16 bytes"),
+    (dict(hidden=24, dtype=FP8), ValueError, "hidden", "24 bytes of dtype"),
+    (dict(dtype=torch.int8), TypeError, "dtype", "int8"),
+    (dict(combine_dtype=FP8), TypeError, "combine_dtype", "float8"),
+    (dict(mode="fast"), ValueError, "mode", "fast"),
+    (dict(layout="token"), ValueError, "layout", "token"),
+    (dict(mode="latency", max_tokens=513), ValueError, "max_tokens", "513"),
+    (dict(mode="latency", layout="rank"), ValueError, "layout", "throughput"),
+    (dict(alignment=0), ValueError, "alignment", "0"),
+    (dict(tuning=Tuning(blocks=1)), ValueError, "blocks", "1"),
+    (dict(tuning=Tuning(blocks=4, combine_senders=4)), ValueError, "combine_senders", "4"),
+    (dict(tuning=Tuning(threads=48)), ValueError, "threads", "48"),
+    (dict(active=[True]), ValueError, "active", "1 entries"),
+    (dict(active=[False, False]), ValueError, "active", "rank"),
+]
+
+
+def _constructions() -> None:
+    for options, kind, *words in WRONG:
+        with raises(kind, *words):
+            AllToAll(**{**SHAPE, **options})
+
+
+def test_wrong_constructions():
+    ranks.run(2, _constructions)

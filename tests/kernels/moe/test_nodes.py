@@ -1,0 +1,39 @@
+"""The same kernels on two virtual nodes, whose ranks only talk through the fabric, also one that misbehaves."""
+
+import random
+
+import pytest
+
+from tests import ranks
+from tests.kernels.moe.support import FP8
+from tests.kernels.moe.test_rounds import rounds
+
+SHAPE = dict(num_experts=8, max_tokens=20, hidden=64, top_k=3)
+KINDS = ("random", "masked", "one rank")
+
+
+def _everything(seed: int) -> None:
+    rounds(seed, SHAPE, dict(zero_copy=True, alignment=2), dict(again=True), KINDS)
+    rounds(seed, SHAPE, dict(mode="latency", quantize_combine=True), dict(halves=True), KINDS)
+
+
+def _fp8_by_rank(seed: int) -> None:
+    rounds(seed, SHAPE, dict(layout="rank", dtype=FP8, quantize_combine=True), dict(), KINDS)
+
+
+def test_four_ranks_on_two_nodes():
+    ranks.run(4, _everything, random.randrange(1 << 30), env={"VIRTUAL_NODES": "2"}, timeout=200)
+
+
+def test_rows_by_rank():
+    ranks.run(2, _fp8_by_rank, random.randrange(1 << 30), env={"VIRTUAL_NODES": "2"}, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "chaos",
+    ["reorder=0.3,split=0.5,eagain=0.2,imm_bits=16", "reorder=0.7,split=0.8,delay_us=300,depth=4,max_write=1000"],
+)
+def test_networks_that_misbehave(chaos):
+    seed = random.randrange(1 << 20)
+    env = {"VIRTUAL_NODES": "2", "TSN_CHAOS": f"seed={seed},{chaos}", "TSN_SIM_VISIBILITY": "late"}
+    ranks.run(2, _everything, seed, env=env, timeout=200)

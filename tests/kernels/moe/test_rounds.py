@@ -1,0 +1,110 @@
+"""Dispatch and combine against plain PyTorch, bit by bit: modes, layouts, dtypes, adversarial choices, uneven ranks."""
+
+import random
+import time
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from kernels.moe import AllToAll, Tuning
+from kernels.moe.reference import expert_rows, route
+from tests import ranks
+from tests.kernels.moe.support import FP8, ROUTES, make_inputs, run_round
+from tests.kernels.support import assert_same
+
+SMALL = dict(num_experts=8, max_tokens=9, hidden=64, top_k=3)
+# hidden sizes that are no multiple of a warp's pieces, and that leave a group of scales unfinished
+ODD = dict(num_experts=12, max_tokens=17, hidden=1304, top_k=5)
+ODD_FP8 = dict(ODD, hidden=1296)
+
+
+def rounds(seed: int, shape: dict, options: dict, how: dict, kinds=ROUTES) -> None:
+    """One AllToAll, one round for each kind of choices; tokens per rank are uneven, now and then none."""
+    pace = random.Random(f"{seed} {tsn.rank()}")
+    op = AllToAll(**shape, **options)
+    shared = random.Random(seed)
+    for number, kind in enumerate(kinds):
+        tokens = [
+            shared.choice((0, 1, shared.randrange(op.config.max_tokens + 1), op.config.max_tokens))
+            for _ in range(tsn.size())
+        ]
+        everyone = [make_inputs((seed, number, r), op.config, n, kind) for r, n in enumerate(tokens)]
+        received = run_round(op, everyone, pace, f"seed {seed}, {kind}, tokens {tokens}, rank {tsn.rank()}", **how)
+        if how.get("again"):  # the same choices with other rows
+            for turn in range(2):
+                other = [make_inputs((seed, number, r, turn), op.config, n, kind) for r, n in enumerate(tokens)]
+                for have, want in zip(other, everyone):
+                    have.topk_idx, have.weights = want.topk_idx, want.weights
+                received = run_round(op, other, pace, f"seed {seed}, {kind}, handle", **how, handle=received.handle)
+    op.free()
+
+
+CASES = {
+    "expert-major in place": (4, SMALL, dict(alignment=4), dict(again=True)),
+    "expert-major elsewhere": (2, ODD, dict(zero_copy=False, dtype=torch.float16, quantize_combine=True), dict(index=torch.int32)),
+    "rank-major": (4, SMALL, dict(layout="rank", dtype=torch.float32), dict(again=True, halves=False)),
+    "fp8, rank-major": (2, ODD_FP8, dict(layout="rank", dtype=FP8, quantize_combine=True), dict()),
+    "fp8, expert-major": (3, ODD_FP8, dict(dtype=FP8, alignment=16, tuning=Tuning(blocks=5, dispatch_senders=2, threads=96, chunk=3)), dict(halves=True)),
+    "one rank": (1, SMALL, dict(), dict(again=True)),
+    "latency": (4, SMALL, dict(mode="latency"), dict()),
+    "latency in halves": (2, ODD, dict(mode="latency", dtype=torch.float32), dict(halves=True, index=torch.int32)),
+    "latency, quantised inside": (3, ODD_FP8, dict(mode="latency", dtype=FP8, quantize_combine=True), dict(quantise_inside=True)),
+    "latency, fp8 with scales": (2, SMALL, dict(mode="latency", dtype=FP8), dict(halves=True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rounds(case):
+    size, shape, options, how = CASES[case]
+    ranks.run(size, rounds, random.randrange(1 << 30), shape, options, how, timeout=180)
+
+
+def in_a_row(seed: int, shape: dict, options: dict, how: dict, kinds=("random",)) -> None:
+    """Dispatches with one layout and no combine between: a fast rank must not overwrite what a slow one still reads."""
+    pace = random.Random(f"{seed} {tsn.rank()}")
+    op = AllToAll(**shape, **options)
+    everyone = [make_inputs((seed, r), op.config, op.config.max_tokens, kinds[0]) for r in range(tsn.size())]
+    mine, device = everyone[tsn.rank()], tsn.device()
+    received = op.dispatch(mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device))
+    routing = route([e.topk_idx for e in everyone], op.config.num_experts, tsn.rank())
+    for turn in range(8):
+        x = mine.x.to(device) + turn
+        received = op.dispatch(x, handle=received.handle)
+        tsn.synchronize()
+        time.sleep(0.03 * pace.random())
+        wanted = expert_rows(routing, [e.x + turn for e in everyone])
+        for e, rows in enumerate(wanted):
+            begin = int(received.offsets[e])
+            assert_same(received.x[begin : begin + len(rows)].cpu(), rows, f"seed {seed}, turn {turn}, expert {e}")
+    op.free()
+
+
+def test_dispatches_in_a_row():
+    ranks.run(2, in_a_row, random.randrange(1 << 30), SMALL, dict(), dict(), timeout=120)
+
+
+def _many(seed: int, calls: int, options: dict) -> None:
+    pace = random.Random(f"{seed} {tsn.rank()}")
+    op = AllToAll(4, 3, 16, 2, tuning=Tuning(blocks=2, threads=32), **options)
+    prepared = []
+    for number in range(3):
+        everyone = [make_inputs((seed, number, r), op.config, (number + r) % 4, "masked") for r in range(tsn.size())]
+        run_round(op, everyone, pace, f"seed {seed}")
+        mine = everyone[tsn.rank()]
+        device = tsn.device()
+        x, idx, weights = mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device)
+        received = op.dispatch(x, idx, weights)
+        prepared.append((x, idx, weights, op.combine(received.x, received.handle)))
+    for call in range(calls):
+        x, idx, weights, expected = prepared[pace.randrange(3) if tsn.size() == 1 else (call * 7 + call // 5) % 3]
+        received = op.dispatch(x, idx, weights)
+        out = op.combine(received.x, received.handle)
+        if not torch.equal(out, expected):
+            raise AssertionError(f"seed {seed}: call {call} gave other bits than the first")
+
+
+@pytest.mark.parametrize("options", [dict(), dict(mode="latency")], ids=["throughput", "latency"])
+def test_a_thousand_calls(options):
+    """No call may leave anything that a later one trips over; results of equal inputs are equal bits."""
+    ranks.run(2, _many, random.randrange(1 << 30), 1000, options, timeout=180)

@@ -1,0 +1,75 @@
+"""Random data that every rank can make for every other, and tensors with guarded surroundings."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+
+import torch
+
+import tilescale_net as tsn
+
+GUARD = 0xA5
+GUARD_BYTES = 64
+
+
+def random_bytes(nbytes: int, *key) -> torch.Tensor:
+    """Bytes that depend on the key only, so that a rank knows what its peers have; uint8 on the CPU."""
+    generator = torch.Generator().manual_seed(random.Random(repr(key)).getrandbits(60))
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def random_tensor(shape, dtype: torch.dtype, *key) -> torch.Tensor:
+    """Random bits of a dtype, NaN and all, that depend on the key only; on the CPU."""
+    if dtype == torch.bool:
+        return random_bytes(torch.Size(shape).numel(), *key).view(shape) > 127
+    return random_bytes(torch.Size(shape).numel() * dtype.itemsize, *key).view(dtype).view(shape)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes on the CPU; equal bits are equal bytes, which NaN values are not."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
+    """Equal shape, dtype and bits; the message says where the first difference is."""
+    assert found.shape == expected.shape and found.dtype == expected.dtype, (what, found.shape, expected.shape)
+    a, b = bits(found), bits(expected)
+    if not torch.equal(a, b):
+        wrong = torch.nonzero(a != b).flatten()
+        at = int(wrong[0])
+        raise AssertionError(
+            f"{what}: {len(wrong)} of {len(a)} bytes differ, the first at byte {at}: {int(a[at])} instead of {int(b[at])}"
+        )
+
+
+class Guarded:
+    """A symmetric tensor at a chosen misalignment whose surroundings must stay as they are.
+
+    Attributes:
+        tensor: of the given shape and dtype, `offset` bytes behind a 256-byte boundary.
+    """
+
+    def __init__(self, shape, dtype: torch.dtype, offset: int = 0):
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        self._raw = tsn.empty(nbytes + offset + 2 * GUARD_BYTES, torch.uint8)
+        self._raw.fill_(GUARD)
+        self._begin, self._end = GUARD_BYTES + offset, GUARD_BYTES + offset + nbytes
+        inside = self._raw[self._begin : self._end]
+        self.tensor = (inside.view(dtype) if nbytes else torch.empty(0, dtype=dtype, device=tsn.device())).view(shape)
+
+    def check(self, what: str = "") -> None:
+        before, after = self._raw[: self._begin], self._raw[self._end :]
+        assert bool((before == GUARD).all()), f"{what}: bytes before the tensor were written"
+        assert bool((after == GUARD).all()), f"{what}: bytes behind the tensor were written"
+
+    def free(self) -> None:
+        tsn.free(self._raw)
+
+
+def unsettle(pace: random.Random, chance: float = 0.3, seconds: float = 0.02) -> None:
+    """Now and then let the other ranks run ahead; in the simulator, choose another schedule for the next kernel."""
+    if pace.random() < chance:
+        time.sleep(pace.random() * seconds)
+    os.environ["TSN_SIM_SEED"] = str(pace.randrange(1 << 30))

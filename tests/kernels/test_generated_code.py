@@ -1,0 +1,84 @@
+"""Every kernel of kernels/ compiled for sm_90: wide stores, bulk copies, and no read-only loads, which may be stale."""
+
+import importlib
+import pkgutil
+import re
+
+import pytest
+
+import kernels
+from tilescale_net.compiler import inspect, toolchain
+from tilescale_net.compiler.jit import Factory
+from tilescale_net.errors import ConfigurationError
+
+# Arguments to compile each kernel with. A kernel that is missing here fails `test_every_kernel_is_compiled`.
+KERNELS = {
+    "kernels.p2p.push": [dict(capacity=1 << 22, engine="ldst"), dict(capacity=1 << 22, blocks=8, engine="bulk")],
+    "kernels.p2p.pull": [dict(capacity=1 << 22, engine="ldst"), dict(capacity=1 << 22, engine="bulk")],
+    "kernels.p2p.ping_pong": [dict(capacity=1 << 16)],
+    "kernels.p2p.meet": [dict()],
+    "kernels.all_gather.all_gather": [dict(n_pes=4), dict(n_pes=8, in_place=True, engine="bulk", threads=128)],
+    "kernels.all_to_all.all_to_all": [dict(n_pes=4), dict(n_pes=8, engine="bulk", threads=128)],
+    "kernels.all_to_all_uneven.all_to_all_uneven": [dict(n_pes=4)],
+    "kernels.reduce_scatter.reduce_scatter": [
+        dict(n_pes=4, dtype="bfloat16", vector=8),
+        dict(n_pes=2, dtype="float32", vector=1, engine="bulk"),
+    ],
+}
+CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments in variants]
+# These move no data of their own.
+WITHOUT_DATA = {"kernels.p2p.meet"}
+
+
+def _instructions(sass: str) -> list[str]:
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass)
+
+
+@pytest.fixture(scope="module")
+def tools():
+    try:
+        toolchain.find_nvcc()
+    except ConfigurationError:
+        pytest.skip("there is no nvcc")
+    if toolchain.find_tool("nvdisasm") is None:
+        pytest.skip("there is no nvdisasm")
+
+
+def test_every_kernel_is_compiled():
+    """kernels/moe has a test like this of its own."""
+    found = set()
+    for module in pkgutil.iter_modules(kernels.__path__, "kernels."):
+        if module.ispkg:
+            continue
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if isinstance(value, Factory) and value.__module__ == module.name:
+                found.add(f"{module.name}.{name}")
+    assert found == set(KERNELS)
+
+
+@pytest.mark.parametrize("name, arguments", CASES, ids=[f"{n.split('.')[-1]}-{i}" for i, (n, _) in enumerate(CASES)])
+def test_code_for_sm_90(tools, name, arguments):
+    module, _, attribute = name.rpartition(".")
+    func = getattr(importlib.import_module(module), attribute).trace(**arguments)
+    source = inspect.cuda_source(func)
+    assert "__restrict__" not in source
+    instructions = _instructions(inspect.disassemble(inspect.compile_source(source, "cubin")))
+    assert len(instructions) > 50
+    stale = [i for i in instructions if i.startswith("LD") and "CONSTANT" in i]
+    assert not stale, f"loads through the read-only cache: {stale}"
+    if name in WITHOUT_DATA:
+        return
+    stores = [i for i in instructions if i.startswith("ST") and ".128" in i]
+    bulk = [i for i in instructions if i.startswith("UBLKCP")]
+    assert stores, "16-byte stores"
+    assert bool(bulk) == (arguments.get("engine") == "bulk"), bulk
+    assert any(i.startswith("LD") and i.endswith("STRONG.SYS") for i in instructions), "system-scope polls"
+
+
+def test_ptx_says_the_same(tools):
+    from kernels.all_gather import all_gather
+
+    ptx = inspect.ptx(all_gather.trace(n_pes=4))
+    assert "ld.global.nc" not in ptx and "ldu." not in ptx
+    assert re.search(r"st(\.\w+)*\.v4\.b32|st(\.\w+)*\.v2\.b64|st(\.\w+)*\.b128|st(\.\w+)*\.v4\.u32", ptx)
+    assert re.search(r"st\.release\.sys|red\.release\.sys", ptx) and "ld.acquire.sys" in ptx

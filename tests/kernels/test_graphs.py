@@ -1,0 +1,76 @@
+"""Collectives captured in a CUDA graph and replayed: no argument of a call depends on how often it was made."""
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+import tilescale_net.runtime.settings as settings
+from kernels.all_gather import AllGather
+from kernels.all_to_all import AllToAll
+from kernels.reduce_scatter import ReduceScatter
+from tests import ranks
+from tests.kernels.support import assert_same, random_tensor
+from tests.kernels.test_reduce_scatter import reference, values
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        settings.device_kind() != "cuda" or torch.cuda.device_count() < 2, reason="needs two GPUs; graphs are CUDA's"
+    ),
+]
+COUNT = 50_000
+
+
+def _replayed():
+    rank, n, device = tsn.rank(), tsn.size(), tsn.device()
+    gather, exchange, reduce = AllGather(blocks=8), AllToAll(blocks=8), ReduceScatter(blocks=8)
+    x, gathered = tsn.empty(COUNT), tsn.empty((n, COUNT))
+    parts, exchanged = tsn.empty((n, COUNT)), tsn.empty((n, COUNT))
+    rows, uneven = tsn.empty((n * 8, 100)), tsn.empty((n * 8, 100))
+    summed = torch.empty(COUNT, device=device)
+    splits = torch.zeros((2, n), dtype=torch.int64, device=device)
+
+    def calls():
+        gather(gathered, x)
+        exchange(exchanged, parts)
+        exchange(uneven, rows, splits[0], splits[1])
+        reduce(summed, parts)
+
+    def fill(turn):
+        x.copy_(random_tensor((COUNT,), torch.float32, turn, rank, "x"))
+        parts.copy_(values((n, COUNT), torch.float32, turn, rank, "parts"))
+        rows.copy_(random_tensor(rows.shape, torch.float32, turn, rank, "rows"))
+        # Two PEs exchange 8 + turn % 8 rows, all others 8; changing splits need no new capture.
+        table = torch.full((n, n), 8)
+        table[0, 1] = table[1, 0] = 8 - turn % 8
+        table[0, 0] = table[1, 1] = 8 + turn % 8
+        splits.copy_(torch.stack([table[:, rank], table[rank]]))
+        return table
+
+    fill(0)
+    calls()
+    tsn.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        calls()
+    for turn in range(1, 30):
+        table = fill(turn)
+        graph.replay()
+        torch.cuda.synchronize()
+        exchange.check()
+        sent = [values((n, COUNT), torch.float32, turn, p, "parts") for p in range(n)]
+        assert_same(
+            gathered.cpu(), torch.stack([random_tensor((COUNT,), torch.float32, turn, p, "x") for p in range(n)])
+        )
+        assert_same(exchanged.cpu(), torch.stack([s[rank] for s in sent]))
+        assert_same(summed.cpu(), reference([s[rank] for s in sent]))
+        moved = [
+            random_tensor(rows.shape, torch.float32, turn, p, "rows").split(table[p].tolist())[rank] for p in range(n)
+        ]
+        assert_same(uneven.cpu(), torch.cat(moved))
+        gather(gathered, x)  # direct calls and replays may alternate
+    tsn.barrier()
+
+
+def test_replay():
+    ranks.run(2, _replayed, heap="256M")

@@ -1,0 +1,129 @@
+"""push, pull and ping_pong: every size, alignment and way of copying delivers exactly the bytes asked for."""
+
+import random
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from kernels import p2p
+from tests import ranks
+from tests.kernels.support import Guarded, assert_same, random_bytes, unsettle
+
+CAPACITY = 70_000
+COUNTS = [0, 1, 15, 16, 17, 127, 128, 2048, 4095, 33_333, 65_536, CAPACITY]
+WAYS = [
+    dict(),
+    dict(threads=32, unroll=1, engine="ldst"),
+    dict(threads=96, blocks=3),
+    dict(threads=64, blocks=4, partition="interleaved", chunk=1024),
+    dict(engine="bulk", ring=(2, 1024)),
+    dict(engine="bulk", ring=(4, 512), blocks=3, partition="interleaved", chunk=4096),
+    dict(engine="auto", ring=(4, 2048)),
+    dict(threads=64, blocks=4, partition="dynamic", chunk=4096),
+]
+
+
+def _copies(direction, way, cases, seed):
+    rank, pace = tsn.rank(), random.Random(f"{seed} {tsn.rank()}")
+    peer = (rank + 1) % tsn.size()
+    source = {"push": (rank - 1) % tsn.size(), "pull": peer}[direction]
+    kernel = getattr(p2p, direction)(CAPACITY, **way)
+    dynamic = way.get("partition") == "dynamic"
+    work = [torch.zeros(2, dtype=torch.int32, device=tsn.device())] if dynamic else []
+    for number, (count, loops, dst_offset, src_offset) in enumerate(cases):
+        dst, src = (Guarded((CAPACITY,), torch.uint8, offset) for offset in (dst_offset, src_offset))
+        src.tensor.copy_(random_bytes(CAPACITY, seed, number, rank))
+        dst.tensor.copy_(random_bytes(CAPACITY, seed, number, "before"))
+        tsn.barrier()
+        unsettle(pace)
+        kernel(dst.tensor, src.tensor, *work, count, peer, loops)
+        tsn.barrier()
+        expected = random_bytes(CAPACITY, seed, number, "before")
+        expected[:count] = random_bytes(CAPACITY, seed, number, source)[:count]
+        what = f"seed {seed}, {direction} {way}, count {count}, loops {loops}, offsets {dst_offset} and {src_offset}"
+        assert_same(dst.tensor, expected.to(dst.tensor.device), what)
+        assert not dynamic or work[0].tolist() == [0, 0], "the next launch needs fresh counters"
+        for place in (dst, src):
+            place.check(what)
+            place.free()
+
+
+def _name(way) -> str:
+    return ",".join(f"{k}={v}" for k, v in way.items()) or "default"
+
+
+@pytest.mark.parametrize(
+    "direction, way",
+    # Pulling shares its copying code with pushing: the ways that differ most suffice.
+    [pytest.param("push", way, id="push-" + _name(way)) for way in WAYS]
+    + [pytest.param("pull", way, id="pull-" + _name(way)) for way in (WAYS[0], WAYS[2], WAYS[5], WAYS[7])],
+)
+def test_delivers_exactly_what_was_asked(direction, way):
+    seed = random.randrange(1 << 30)
+    pace = random.Random(seed)
+    cases = [(count, 1 + number % 2, 0, 0) for number, count in enumerate(COUNTS)]
+    cases += [(pace.choice(COUNTS), 1, pace.randrange(16), pace.randrange(16)) for _ in range(4)]
+    ranks.run(2, _copies, direction, way, cases, seed)
+
+
+@pytest.mark.parametrize("visibility", ["eager", "late", "random"])
+def test_any_schedule(visibility):
+    seed = random.randrange(1 << 30)
+    env = {"TSN_SIM_SEED": str(seed), "TSN_SIM_VISIBILITY": visibility}
+    cases = [(33_333, 2, 0, 0), (CAPACITY, 1, 4, 4)]
+    ranks.run(3, _copies, "push", dict(threads=64, blocks=2), cases, seed, env=env)
+
+
+def _ping_pong(seed, threads):
+    rank, pace = tsn.rank(), random.Random(f"{seed} {tsn.rank()}")
+    kernel = p2p.ping_pong(4096, threads)
+    flag = tsn.zeros((1,), torch.uint64)
+    base = 0
+    for count in (0, 8, 13, 4096):
+        dst, src = (Guarded((4096,), torch.uint8) for _ in range(2))
+        src.tensor.copy_(random_bytes(4096, seed, count, rank))
+        dst.tensor.fill_(7)
+        tsn.barrier()
+        for trips in (1, 3):
+            unsettle(pace)
+            kernel(dst.tensor, src.tensor, flag, count, 1 - rank, base, int(rank == 0), trips)
+            base += trips
+            # The last signal seen says that its data are here, without any barrier.
+            tsn.synchronize()
+            expected = torch.full((4096,), 7, dtype=torch.uint8)
+            expected[:count] = random_bytes(4096, seed, count, 1 - rank)[:count]
+            assert_same(dst.tensor.cpu(), expected, f"seed {seed}, count {count}, trips {trips}")
+            assert int(flag.view(torch.int64)[0]) >= base  # the other may have begun the next launch
+        tsn.barrier()
+        for place in (dst, src):
+            place.check()
+            place.free()
+
+
+@pytest.mark.parametrize("visibility", ["eager", "late", "random"])
+def test_ping_pong(visibility):
+    seed = random.randrange(1 << 30)
+    ranks.run(2, _ping_pong, seed, 64, env={"TSN_SIM_SEED": str(seed), "TSN_SIM_VISIBILITY": visibility})
+
+
+def test_ping_pong_of_a_rank_alone_ends():
+    """The partner never comes: the wait passes its deadline and says so."""
+    outcomes = ranks.launch(2, _lonely, env={"TSN_TIMEOUT": "2"})
+    assert outcomes[0].error[0] == "WaitTimeout", outcomes
+
+
+def _lonely():
+    flag = tsn.zeros((1,), torch.uint64)
+    dst, src = tsn.empty(64, torch.uint8), tsn.empty(64, torch.uint8)
+    if tsn.rank() == 0:
+        p2p.ping_pong(64)(dst, src, flag, 8, 1, 0, 1, 1)
+    tsn.barrier()
+
+
+def test_bad_choices():
+    with pytest.raises(ValueError, match="partition 'random'"):
+        p2p.push.trace(1024, partition="random")
+    for chunk in (0, 100, -128):
+        with pytest.raises(ValueError, match=f"chunk is {chunk}"):
+            p2p.pull.trace(1024, blocks=2, partition="interleaved", chunk=chunk)

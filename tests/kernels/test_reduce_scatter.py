@@ -1,0 +1,137 @@
+"""reduce-scatter against plain torch, bit by bit: the order of additions is part of the contract."""
+
+import random
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from kernels.reduce_scatter import ReduceScatter
+from tests import ranks
+from tests.kernels.support import Guarded, assert_same, unsettle
+
+# shape of a part, dtype, misalignment of x and of out in bytes
+CASES = [
+    ((1,), torch.float32, 0, 0),
+    ((8, 16), torch.bfloat16, 0, 0),
+    ((7, 3), torch.bfloat16, 2, 6),
+    ((1000,), torch.float16, 0, 0),
+    ((5001,), torch.int32, 4, 0),
+    ((514,), torch.float64, 0, 0),
+    ((20_000,), torch.bfloat16, 0, 0),
+    ((3000,), torch.bfloat16, 0, 2),
+    ((0,), torch.float32, 0, 0),
+]
+
+
+def values(shape, dtype, *key) -> torch.Tensor:
+    """Numbers whose sum depends on the order in which they are added."""
+    generator = torch.Generator().manual_seed(random.Random(repr(key)).getrandbits(60))
+    if not dtype.is_floating_point:
+        return torch.randint(-(2**30), 2**30, shape, dtype=dtype, generator=generator)
+    scale = torch.randint(-8, 9, shape, generator=generator).to(torch.float64)
+    return (torch.randn(shape, dtype=torch.float64, generator=generator) * 2.0**scale).to(dtype)
+
+
+def reference(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum in the order of the PEs, in float32 for narrow types, rounded once."""
+    dtype = parts[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = torch.zeros(parts[0].shape, dtype=wide)
+    for part in parts:
+        total += part.to(wide)
+    return total.to(dtype)
+
+
+def _reduce(seed, cases, options, calls=2):
+    rank, n = tsn.rank(), tsn.size()
+    pace = random.Random(f"{seed} {rank}")
+    op = ReduceScatter(**options)
+    for number, (shape, dtype, x_offset, out_offset) in enumerate(cases):
+        whole = (n * shape[0], *shape[1:]) if number % 2 else (n, *shape)
+        x, out = Guarded(whole, dtype, x_offset), Guarded(shape, dtype, out_offset)
+        for call in range(calls):
+            data = [values((n, *shape), dtype, seed, number, call, p) for p in range(n)]
+            x.tensor.copy_(data[rank].view(whole))
+            unsettle(pace)
+            assert op(out.tensor, x.tensor) is out.tensor
+            x.tensor.zero_()  # the call is over with x
+            tsn.synchronize()
+            what = f"seed {seed}, case {number}, call {call}, rank {rank}"
+            assert_same(out.tensor, reference([d[rank] for d in data]), what)
+        x.check()
+        out.check()
+        x.free()
+        out.free()
+    op.free()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_equals_sum_in_order(size):
+    # The number of PEs and the dtype are compiled in: every dtype is tried with two and four.
+    cases = CASES if size in (2, 4) else CASES[1:3]
+    ranks.run(size, _reduce, random.randrange(1 << 30), cases, dict(threads=64, blocks=2, chunk_bytes=4096))
+
+
+@pytest.mark.parametrize("visibility", ["eager", "late", "random"])
+@pytest.mark.parametrize("slots", [2, 3])
+def test_any_schedule(visibility, slots):
+    seed = random.randrange(1 << 30)
+    env = {"TSN_SIM_SEED": str(seed), "TSN_SIM_VISIBILITY": visibility}
+    cases = [CASES[1], CASES[1], ((9_000,), torch.bfloat16, 0, 0)]
+    ranks.run(3, _reduce, seed, cases, dict(threads=32, blocks=2, slots=slots, chunk_bytes=1024), 3, env=env)
+
+
+def _in_place_and_many(seed):
+    rank, n = tsn.rank(), tsn.size()
+    pace = random.Random(f"{seed} {rank}")
+    op = ReduceScatter(threads=32, blocks=1, chunk_bytes=512)
+    x = tsn.empty((n, 300), torch.float32)
+    for call in range(300):
+        data = [values((n, 300), torch.float32, seed, call, p) for p in range(n)]
+        x.copy_(data[rank])
+        unsettle(pace, 0.02, 0.01)
+        op(x[rank], x)
+        tsn.synchronize()
+        assert_same(x[rank], reference([d[rank] for d in data]), f"seed {seed}, call {call}")
+        assert_same(x[(rank + 1) % n], data[rank][(rank + 1) % n])
+
+
+def test_in_place_hundreds_of_calls():
+    ranks.run(2, _in_place_and_many, random.randrange(1 << 30))
+
+
+def _misuse(case):
+    if case == "slots":
+        return ReduceScatter(slots=1)
+    if case == "chunk":
+        return ReduceScatter(chunk_bytes=100)
+    if case == "chunks differ":
+        return ReduceScatter(blocks=1, chunk_bytes=128 * (1 + tsn.rank()))
+    op = ReduceScatter(threads=32, blocks=1, chunk_bytes=1024)
+    x, out = tsn.zeros((2, 8), torch.float32), tsn.zeros(8, torch.float32)
+    calls = {
+        "dtype": lambda: op(out.to(torch.uint8), x.to(torch.uint8)),
+        "shape": lambda: op(out[:7], x),
+        "mixed": lambda: op(out, x.to(torch.float64)),
+        "overlap": lambda: op(x.view(-1)[4:12], x),
+    }
+    calls[case]()
+
+
+@pytest.mark.parametrize(
+    "case, error, words",
+    [
+        ("slots", "ValueError", ["slots", "1"]),
+        ("chunk", "ValueError", ["chunk_bytes", "100"]),
+        ("chunks differ", "RankMismatch", ["chunk_bytes=128", "chunk_bytes=256"]),
+        ("dtype", "TypeError", ["uint8", "bfloat16"]),
+        ("shape", "ValueError", ["x", "[2, 7]", "[2, 8]"]),
+        ("mixed", "TypeError", ["x", "float64", "float32"]),
+        ("overlap", "ValueError", ["overlap"]),
+    ],
+)
+def test_misuse_is_named(case, error, words):
+    for outcome in ranks.launch(2, _misuse, case):
+        assert outcome.error is not None and outcome.error[0] == error, outcome
+        assert all(word in outcome.error[1] for word in words), outcome.error

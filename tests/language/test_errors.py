@@ -1,0 +1,174 @@
+"""Wrong use is reported when the kernel is built, with the primitive's name and the author's line."""
+
+import inspect
+import re
+
+import pytest
+import tilelang.language as T
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tests.language.tracing import generated, trace
+from tilescale_net.errors import KernelError
+
+WRONG = {
+    "dtype mismatch": (lambda k: N.put_block(k.h, k.a, 1), "N.put_block: dst (h) has dtype float16, src (a)"),
+    "not a tensor": (lambda k: N.put_block(3, k.a, 1), "N.put_block: dst must be a tensor, an element"),
+    "expression": (lambda k: N.get_warp(k.a, k.n + 1, 1), "N.get_warp: src must be a tensor"),
+    "shared memory": (lambda k: N.put_block(k.a, k.shared, 1), "src (shared) lives in shared; it must be in global"),
+    "fragment": (lambda k: N.put_block(k.a, k.fragment, 1), "src (fragment) lives in fragment"),
+    "count too large": (lambda k: N.put_block(k.a, k.b, 1, count=4097), "count is 4097, but dst (a) holds 4096"),
+    "count beyond element": (lambda k: N.put_warp(k.a[4090], k.b, 1, count=7), "dst (a) holds 6 elements from there"),
+    "count beyond region": (lambda k: N.put_warp(k.a, k.b[0:8], 1, count=9), "src (b) holds 8 elements"),
+    "negative count": (lambda k: N.put_thread(k.a, k.b, 1, count=-1), "count is -1; it must be at least 0"),
+    "float count": (lambda k: N.put_block(k.a, k.b, 1, count=1.5), "count must be an integer, not 1.5"),
+    "extents differ": (lambda k: N.put_block(k.a[0:8], k.b[0:9], 1), "dst (a) spans 8 elements, src (b) 9"),
+    "not contiguous": (lambda k: N.put_block(k.m[0:4, 0:50], k.a, 1), "dst (m[0:0+4, 0:0+50]) is not contiguous"),
+    "index outside": (lambda k: N.put_thread(k.a[4096], k.b[0], 1), "dst: index 4096 is outside a, whose extent"),
+    "region outside": (lambda k: N.put_block(k.a[4090:4100], k.b, 1), "spans 10 elements, but a holds 6"),
+    "pe negative": (lambda k: N.put_block(k.a, k.b, -1), "pe is -1; it must be between 0 and"),
+    "pe of a float": (lambda k: N.put_block(k.a, k.b, 1.0), "pe must be an integer, not 1.0"),
+    "pe a tensor": (lambda k: N.put_block(k.a, k.b, k.i32), "pe must be an integer"),
+    "engine": (lambda k: N.put_block(k.a, k.b, 1, engine="tma"), "engine is 'tma'; it must be one of 'auto', 'ldst'"),
+    "unroll zero": (lambda k: N.put_block(k.a, k.b, 1, unroll=0), "unroll is 0; it must be a compile-time integer"),
+    "unroll large": (lambda k: N.put_block(k.a, k.b, 1, unroll=65), "from 1 to 64"),
+    "unroll at run time": (lambda k: N.put_block(k.a, k.b, 1, unroll=k.r), "compile-time integer"),
+    "bulk by a warp": (lambda k: N.put_warp(k.a, k.b, 1, engine="bulk"), "N.put_warp: bulk copies need shared memory"),
+    "ring of a thread": (lambda k: N.get_thread(k.a, k.b, 1, ring=(2, 128)), "which only block scope has"),
+    "ring with ldst": (lambda k: N.put_block(k.a, k.b, 1, engine="ldst", ring=(2, 128)), "does not use shared memory"),
+    "ring of one stage": (lambda k: N.put_block(k.a, k.b, 1, ring=(1, 128)), "it takes 2 to 32 stages"),
+    "ring unaligned": (lambda k: N.put_block(k.a, k.b, 1, ring=(2, 100)), "multiple of 128 bytes"),
+    "ring too large": (lambda k: N.put_block(k.a, k.b, 1, ring=(16, 16384)), "takes 262144 bytes; shared memory"),
+    "ring no pair": (lambda k: N.put_block(k.a, k.b, 1, ring=4), "it must be a pair"),
+    "signal of floats": (lambda k: N.signal(k.a[0], 1, 1), "N.signal: sig (a) has dtype float32; signals are uint64"),
+    "signal of many words": (lambda k: N.wait(k.flags, "eq", 1), "sig names 8 words of flags; name one, such as"),
+    "signal op": (lambda k: N.signal(k.flags[0], 1, 1, op="max"), "op is 'max'; it must be one of 'set', 'add'"),
+    "signal value": (lambda k: N.signal(k.flags[0], -1, 1), "value is -1; it must be between 0 and"),
+    "put_signal op": (lambda k: N.put_signal_block(k.a, k.b, 1, k.flags[0], 1, op=3), "op is 3; it must be one of"),
+    "comparison": (lambda k: N.wait_block(k.flags[0], ">=", 1), "N.wait_block: cmp is '>='; it must be one of 'eq'"),
+    "wait value": (lambda k: N.wait(k.flags[0], "eq", 2**64), "value is 18446744073709551616; it must be between"),
+    "float into integers": (lambda k: N.put_value(k.i32[0], 1.5, 1), "value has a floating-point type, but the tensor"),
+    "value too large": (lambda k: N.put_value(k.i32[0], 2**31, 1), "value is 2147483648, which int32 cannot hold"),
+    "value no number": (lambda k: N.st(k.a[0], "x"), "value must be a number, not 'x'"),
+    "atomic on halves": (lambda k: N.atomic_add(k.h[0], 1.0, 1), "N.atomic_add: dst (h) has dtype float16; atomic_add"),
+    "bits of floats": (lambda k: N.atomic_or(k.a[0], 1, 1), "atomic_or takes int32"),
+    "memory order": (lambda k: N.ld(k.a[0], sem="release"), "sem is 'release'; it must be one of 'weak', 'relaxed'"),
+    "store order": (lambda k: N.st(k.a[0], 0.0, sem="acquire"), "sem is 'acquire'"),
+    "memory scope": (
+        lambda k: N.ld(k.a[0], scope="system"),
+        "scope is 'system'; it must be one of 'cta', 'gpu', 'sys'",
+    ),
+    "remote of an element": (lambda k: N.remote(k.a[0], 1), "N.remote: buf must be a whole tensor"),
+    "missing argument": (lambda k: N.put_block(k.a, k.b), "N.put_block: missing a required argument: 'pe'"),
+    "unknown argument": (lambda k: N.quiet(peer=1), "N.quiet: got an unexpected keyword argument 'peer'"),
+    "ticket": (lambda k: N.flush_wait(None), "ticket must be an integer, not None"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_message_and_line(name):
+    call, expected = WRONG[name]
+    with pytest.raises(KernelError) as caught:
+        trace(call)
+    message = str(caught.value)
+    assert expected in message
+    line = call.__code__.co_firstlineno
+    found = re.search(r"\n  at (.*):(\d+)$", message)
+    assert found and found[1] == __file__ and abs(int(found[2]) - line) <= 1, message
+
+
+def test_line_inside_a_macro():
+    @T.macro
+    def push(x, y):
+        N.put_block(x, y, -5)
+
+    with pytest.raises(KernelError) as caught:
+        trace(lambda k: push(k.a, k.b))
+    source, first = inspect.getsourcelines(test_line_inside_a_macro)
+    line = first + next(i for i, text in enumerate(source) if "-5" in text)
+    assert str(caught.value).endswith(f"at {__file__}:{line}")
+
+
+def test_outside_a_kernel():
+    with pytest.raises(KernelError, match="N.my_pe: is only meaningful inside a kernel"):
+        N.my_pe()
+
+
+def test_outside_the_launch():
+    def build():
+        @T.prim_func
+        def kernel(ctx: N.Context(), a: T.Tensor((N.n_pes(),), "float32")):
+            with T.Kernel(1, threads=32):
+                N.quiet()
+
+    with pytest.raises(KernelError, match="N.n_pes"):
+        build()
+
+
+SPLIT = {
+    "block by one thread": (lambda k: k.tx == 0, lambda k: N.put_block(k.a, k.b, 1)),
+    "block by one warp": (lambda k: k.tx < 32, lambda k: N.wait_block(k.flags[0], "eq", 1)),
+    "block by even threads": (lambda k: k.tx % 2 == 0, lambda k: N.barrier_all()),
+    "warp by one lane": (lambda k: k.tx % 32 == 0, lambda k: N.put_warp(k.a, k.b, 1)),
+    "warp by half": (lambda k: k.tx < 48, lambda k: N.wait_warp(k.flags[0], "eq", 1)),
+}
+WHOLE = {
+    "thread by one": (lambda k: k.tx == 0, lambda k: N.put_thread(k.a, k.b, 1)),
+    "warp by one warp": (lambda k: k.tx // 32 == 1, lambda k: N.put_warp(k.a, k.b, 1)),
+    "warp by two": (lambda k: k.tx < 64, lambda k: N.put_warp(k.a, k.b, 1)),
+    "block by all": (lambda k: k.tx < 128, lambda k: N.put_block(k.a, k.b, 1)),
+    "block of the grid": (lambda k: k.bx == 0, lambda k: N.put_block(k.a, k.b, 1)),
+    "run-time value": (lambda k: k.tx < k.r, lambda k: N.put_block(k.a, k.b, 1)),
+}
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_scope(name, named):
+    condition, call = SPLIT[name]
+    with pytest.raises(KernelError, match="holds for some threads of a (block|warp) and not for others"):
+        trace(call, condition=condition, named=named)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_scope(name):
+    condition, call = WHOLE[name]
+    assert "tsn::put" in generated(call, condition=condition)
+
+
+@pytest.mark.parametrize("scope", ["block", "warp"])
+def test_block_scope_in_a_parallel_loop(scope):
+    put = getattr(N, f"put_{scope}")
+
+    @T.prim_func
+    def kernel(ctx: N.Context(), a: T.Tensor((64, 64), "float32"), b: T.Tensor((64, 64), "float32")):
+        with T.Kernel(1, threads=64):
+            for i in T.Parallel(64):
+                put(a[i, 0:64], b[i, 0:64], 1)
+
+    with pytest.raises(KernelError, match=f"at {scope} scope inside T.Parallel.*\n  at .*test_errors.py:"):
+        tsn.compile(kernel, target="simulator")
+
+
+def kernel_without_context():
+    @T.prim_func
+    def lonely(a: T.Tensor((64,), "float32")):
+        with T.Kernel(1, threads=64):
+            N.put_block(a, a, 1)
+
+    return lonely
+
+
+def test_missing_context():
+    with pytest.raises(KernelError, match=r"kernel lonely uses tsn.put but has no context; add .*\n  at .*test_errors"):
+        tsn.compile(kernel_without_context(), target="simulator")
+
+
+def test_two_contexts():
+    @T.prim_func
+    def greedy(one: N.Context(), a: T.Tensor((64,), "float32"), two: N.Context()):
+        with T.Kernel(1, threads=64):
+            N.put_block(a, a, 1)
+
+    with pytest.raises(KernelError, match=r"kernel greedy has 2 N.Context\(\) parameters \(one and two\)"):
+        tsn.compile(greedy, target="simulator")

@@ -1,0 +1,62 @@
+"""What launch.sh refuses, with exit code 2 and a message that names the value."""
+
+import os
+import runpy
+
+import pytest
+
+from tests.launch.conftest import ROOT, launch
+
+
+@pytest.mark.parametrize(
+    "env, said",
+    [
+        ({"GPUS": "0"}, "GPUS='0' is not a whole number of 1 or more"),
+        ({"GPUS": "two"}, "GPUS='two' is not a whole number"),
+        ({"GPUS": "-1"}, "GPUS='-1'"),
+        ({"GPUS": "1000"}, "GPUS=1000 is more than the 64 ranks"),
+        ({"GPUS": "4", "VIRTUAL_NODES": "3"}, "VIRTUAL_NODES=3 does not divide GPUS=4"),
+        ({"NODES": "2", "NODE_RANK": "0", "MASTER_PORT": "1234"}, "MASTER_ADDR must be set"),
+        ({"NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "x"}, "MASTER_PORT must be set"),
+        ({"NODES": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1234"}, "NODE_RANK must be set"),
+        ({"NODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "NODE_RANK=2 is not below NODES=2"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+    ],
+)
+def test_bad_environment(script, env, said):
+    done = launch(script("print('ran')"), **env)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stdout == "" and not script.pids()
+
+
+def test_bad_script():
+    assert launch("no_such_file.py").returncode == 2
+    assert "no script 'no_such_file.py'" in launch("no_such_file.py").stderr
+    assert "neither a Python script" in launch("benchmark").stderr
+    assert launch().returncode == 2
+    assert "usage" in launch().stderr
+    assert launch("--help").returncode == 0
+
+
+def test_bad_interpreter(script):
+    done = launch(script(""), TSN_PYTHON="/nowhere/python")
+    assert done.returncode == 2
+    assert "/nowhere/python" in done.stderr
+
+
+def test_more_ranks_than_gpus(capsys, monkeypatch):
+    check = runpy.run_path(os.path.join(ROOT, "tilescale_net", "launch", "environment.py"))["check_ranks"]
+    monkeypatch.delenv("TSN_DEVICE", raising=False)
+    check(2, held=2)
+    with pytest.raises(SystemExit) as ended:
+        check(3, held=2)
+    assert ended.value.code == 2
+    assert "GPUS=3, but this machine shows 2 GPUs" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        check(65, held=0)
+    check(2, held=0)
+    monkeypatch.setenv("TSN_DEVICE", "cuda")
+    with pytest.raises(SystemExit):
+        check(2, held=0)
+    assert "shows no GPU" in capsys.readouterr().err

@@ -1,0 +1,179 @@
+"""A failing rank, Ctrl-C, a killed launcher: everything ends, and the rank to look at is named."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.launch.conftest import alive, launch, start, wait_until
+
+# Ranks that only force ends, with a child that outlives its parent unless it is ended too.
+STUBBORN = """
+import signal, subprocess
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(['sleep', '1000'])
+open(os.path.dirname(__file__) + f'/pids/{child.pid}', 'w')
+"""
+
+
+def last_line(done) -> str:
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_failing_rank_is_named_and_all_end(script):
+    path = script(STUBBORN + "\nif rank == 2: raise ValueError('seven is too many')\ntime.sleep(1000)")
+    begin = time.monotonic()
+    done = launch(path, GPUS="3")
+    assert time.monotonic() - begin < 12
+    assert done.returncode == 1
+    assert last_line(done) == "launch.sh: rank 2 failed first: exit code 1; ValueError: seven is too many"
+    assert "line" in done.stderr and "Traceback" in done.stderr  # where it happened
+    assert len(script.pids()) == 6
+    assert not alive(script.pids())
+
+
+@pytest.mark.parametrize("code", [1, 3, 77])
+def test_exit_code_of_the_rank_is_the_jobs(script, code):
+    done = launch(script(f"if rank == 1: sys.exit({code})\ntime.sleep(1000)"), GPUS="2")
+    assert done.returncode == code
+    assert f"rank 1 failed first: exit code {code}; it said nothing" in last_line(done)
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGABRT"])
+def test_signal_is_named(script, name):
+    number = getattr(signal, name)
+    done = launch(script(f"if rank == 1: os.kill(os.getpid(), {int(number)})\ntime.sleep(1000)"), GPUS="2")
+    assert done.returncode == 128 + number
+    assert f"rank 1 failed first: killed by {name}" in last_line(done)
+
+
+def test_victims_of_a_failure_are_not_blamed(script):
+    """A rank that raises PeerLost may well end before the rank that it lost."""
+    text = """
+    class PeerLost(Exception): pass
+    if rank == 1:
+        print('Traceback (most recent call last):', file=sys.stderr)
+        print('ZeroDivisionError: division by zero', file=sys.stderr)
+        time.sleep(0.7)
+        sys.exit(5)
+    raise PeerLost('rank 0: rank 1 is gone')
+    """
+    done = launch(script(text), GPUS="3")
+    assert done.returncode == 5
+    assert last_line(done) == "launch.sh: rank 1 failed first: exit code 5; ZeroDivisionError: division by zero"
+
+
+def test_rank_that_left_early_is_mentioned(script):
+    text = """
+    class PeerLost(Exception): pass
+    if rank == 0:
+        sys.exit(0)
+    time.sleep(0.5)
+    raise PeerLost('rank 1: rank 0 is gone')
+    """
+    done = launch(script(text), GPUS="2")
+    assert done.returncode == 1
+    assert "rank 1 failed first" in last_line(done)
+    assert "rank 0 had ended before, with exit code 0" in last_line(done)
+
+
+def test_torchs_prefix_does_not_hide_the_error(script):
+    text = (
+        "for line in ('Traceback (most recent call last):', '  File', 'KeyError: 4'): print(f'[rank{rank}]: ' + line)"
+    )
+    done = launch(script(text + "\nsys.exit(1 if rank else time.sleep(1000))"), GPUS="2")
+    assert last_line(done).endswith("rank 1 failed first: exit code 1; KeyError: 4")
+
+
+def test_wrong_arguments_are_told_once(script):
+    text = """
+    import argparse
+    parser = argparse.ArgumentParser()
+    parser.add_argument('--count', type=int)
+    time.sleep(0.3 * (rank == 0))
+    parser.parse_args()
+    """
+    done = launch(script(text), "--count", "many", GPUS="3")
+    assert done.returncode == 2
+    assert done.stderr.count("invalid int value: 'many'") == 1
+    assert "launch.sh" not in done.stderr
+    helped = launch(script(text), "--help", GPUS="3")
+    assert helped.returncode == 0
+    assert helped.stdout.count("--count") == 2  # in the usage line and in the list
+
+
+def test_exit_code_two_of_one_rank_alone_is_reported(script):
+    done = launch(script("sys.exit(2 if rank == 1 else 0)"), GPUS="2")
+    assert done.returncode == 2
+    assert "rank 1 failed first: exit code 2" in done.stderr
+
+
+def test_ctrl_c_ends_everything(script):
+    process = start(script(STUBBORN + "time.sleep(1000)"), GPUS="2")
+    assert wait_until(lambda: len(script.pids()) == 4)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert time.monotonic() - begin < 10
+    assert process.returncode == 130
+    assert "stopped by SIGINT" in err
+    assert not alive(script.pids())
+
+
+def test_ctrl_c_lets_ranks_clean_up(script, tmp_path):
+    text = f"""
+    try:
+        open({str(tmp_path)!r} + f'/ready{{rank}}', 'w')
+        time.sleep(1000)
+    except KeyboardInterrupt:
+        open({str(tmp_path)!r} + f'/cleaned{{rank}}', 'w')
+    """
+    process = start(script(text), GPUS="2")
+    assert wait_until(lambda: all((tmp_path / f"ready{r}").exists() for r in range(2)))
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert all((tmp_path / f"cleaned{r}").exists() for r in range(2))
+
+
+def test_termination_is_passed_on(script):
+    process = start(script("time.sleep(1000)"), GPUS="2")
+    assert wait_until(lambda: len(script.pids()) == 2)
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert not alive(script.pids())
+
+
+def test_ranks_end_with_a_killed_launcher(script):
+    process = start(script("time.sleep(1000)"), GPUS="2")
+    assert wait_until(lambda: len(script.pids()) == 2)
+    process.kill()
+    process.communicate(timeout=20)
+    assert wait_until(lambda: not alive(script.pids()), 5)
+
+
+def test_what_ranks_leave_running_is_ended(script):
+    done = launch(script(STUBBORN), GPUS="2")
+    assert done.returncode == 0
+    assert len(script.pids()) == 4
+    assert wait_until(lambda: not alive(script.pids()), 5)
+
+
+def test_much_output_neither_blocks_nor_fills_memory(script):
+    done = launch(script("for i in range(20000): print('x' * 200)\nsys.exit(9 if rank == 1 else 0)"), GPUS="2")
+    assert done.returncode == 9
+    assert done.stderr.count("\n") < 100
+
+
+def test_closed_stderr_does_not_break_the_job(script):
+    path = script("for i in range(1000): print('x' * 200, file=sys.stderr)\nprint('done')")
+    process = start(path, GPUS="1")
+    process.stderr.close()
+    out = process.stdout.read()
+    assert process.wait(20) == 0
+    assert out == "done\n"
+    process.stdout.close()
+    assert os.path.exists(path)

@@ -1,0 +1,114 @@
+"""What ranks get: variables, output, addresses."""
+
+import ast
+
+from tests.launch.conftest import launch, start
+
+SHOW = """
+names = ['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'GROUP_WORLD_SIZE', 'MASTER_ADDR',
+         'MASTER_PORT']
+print({n: os.environ.get(n) for n in names})
+"""
+
+
+def shown(text: str) -> list[dict]:
+    return [ast.literal_eval(line[line.index("{") :]) for line in text.splitlines() if "{" in line]
+
+
+def test_ranks_get_torchruns_variables(script):
+    done = launch(script(SHOW), GPUS="3", TSN_OUTPUT="all")
+    assert done.returncode == 0, done.stderr
+    ranks = shown(done.stdout) + shown(done.stderr)
+    assert sorted(r["RANK"] for r in ranks) == ["0", "1", "2"]
+    for rank in ranks:
+        assert rank["LOCAL_RANK"] == rank["RANK"]
+        assert rank["WORLD_SIZE"] == rank["LOCAL_WORLD_SIZE"] == "3"
+        assert rank["MASTER_ADDR"] == "127.0.0.1"
+    assert len({r["MASTER_PORT"] for r in ranks}) == 1
+
+
+def test_only_rank_zero_is_heard(script):
+    done = launch(script("print('out', rank); print('err', rank, file=sys.stderr)"), GPUS="3")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "out 0\n", "err 0\n")
+
+
+def test_all_ranks_are_heard_on_request(script):
+    done = launch(script("print('out', rank)"), GPUS="2", TSN_OUTPUT="all")
+    assert done.stdout == "out 0\n"
+    assert done.stderr == "[rank 1] out 1\n"
+
+
+def test_arguments_reach_the_script_unchanged(script):
+    done = launch(script("print(sys.argv[1:])"), "a b", "--x=*", "", GPUS="1")
+    assert done.stdout == "['a b', '--x=*', '']\n"
+
+
+def test_ports_differ_between_jobs_and_can_be_given(script):
+    path = script(SHOW)
+    ports = {shown(launch(path, GPUS="1").stdout)[0]["MASTER_PORT"] for _ in range(3)}
+    assert len(ports) > 1
+    assert shown(launch(path, GPUS="1", MASTER_PORT="12345").stdout)[0]["MASTER_PORT"] == "12345"
+
+
+def test_free_port_is_free(script):
+    listen = "import socket; s = socket.socket(); s.bind(('127.0.0.1', int(os.environ['MASTER_PORT']))); print('bound')"
+    assert launch(script(listen), GPUS="1").stdout == "bound\n"
+
+
+def test_hosts_number_their_ranks_one_after_the_other(script):
+    path = script(SHOW)
+    common = dict(NODES="2", GPUS="2", MASTER_ADDR="10.0.0.1", MASTER_PORT="29500", TSN_OUTPUT="all")
+    hosts = [start(path, NODE_RANK=str(node), **common) for node in range(2)]
+    ranks = []
+    for host in hosts:
+        out, err = host.communicate(timeout=30)
+        assert host.returncode == 0, err
+        ranks += shown(out) + shown(err)
+    assert sorted(int(r["RANK"]) for r in ranks) == [0, 1, 2, 3]
+    assert all(int(r["RANK"]) == 2 * int(r["GROUP_RANK"]) + int(r["LOCAL_RANK"]) for r in ranks)
+    assert {r["WORLD_SIZE"] for r in ranks} == {"4"}
+    assert {r["MASTER_ADDR"] for r in ranks} == {"10.0.0.1"}
+
+
+def test_srun_task_is_a_rank(script):
+    done = launch(
+        script(SHOW), SLURM_PROCID="3", SLURM_NTASKS="4", SLURM_LOCALID="1", SLURM_NNODES="2", SLURM_NODEID="1",
+        MASTER_ADDR="n0", MASTER_PORT="4000",
+    )  # fmt: skip
+    (rank,) = shown(done.stdout)
+    assert (rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"], rank["MASTER_ADDR"]) == ("3", "1", "4", "n0")
+
+
+def test_srun_task_per_host_starts_its_ranks(script, tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "scontrol").write_text("#!/bin/sh\necho first\necho second\n")
+    (tools / "scontrol").chmod(0o755)
+    import os
+
+    done = launch(
+        script(SHOW), GPUS="2", SLURM_PROCID="1", SLURM_NTASKS="2", SLURM_NNODES="2", SLURM_NODEID="1", SLURM_JOB_ID="9",
+        SLURM_JOB_NODELIST="whatever[0-1]", TSN_OUTPUT="all", PATH=f"{tools}:{os.environ['PATH']}",
+    )  # fmt: skip
+    ranks = shown(done.stdout) + shown(done.stderr)
+    assert sorted(r["RANK"] for r in ranks) == ["2", "3"]
+    assert {(r["MASTER_ADDR"], r["MASTER_PORT"]) for r in ranks} == {("first", "20063")}
+
+
+def test_rank_zero_sees_the_terminal(script):
+    """A progress bar looks the same with and without the launcher."""
+    import os
+    import pty
+    import subprocess
+
+    from tests.launch.conftest import LAUNCH, clean_environment
+
+    path = script("print('terminal:', sys.stderr.isatty(), file=sys.stderr); sys.stderr.write('a\\rb\\n')")
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        ["bash", LAUNCH, path], env=clean_environment(GPUS="2"), stderr=slave, stdout=subprocess.DEVNULL
+    )
+    os.close(slave)
+    process.wait(30)
+    assert os.read(master, 4096) == b"terminal: True\r\na\rb\r\n"
+    os.close(master)

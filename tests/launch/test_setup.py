@@ -1,0 +1,150 @@
+"""Choosing an interpreter, installing, building: in a copy of the launcher with a native part that builds in no time."""
+
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch.conftest import ROOT, clean_environment
+
+requirements = runpy.run_path(os.path.join(ROOT, "tilescale_net", "launch", "requirements.py"))
+
+FAKE_BUILD = """
+import sysconfig
+for name in ("_native", "_simulator"):
+    with open(f"tilescale_net/{name}{sysconfig.get_config_var('EXT_SUFFIX')}", "a") as f:
+        f.write(open("tilescale_net/csrc/part.cpp").read())
+    assert "broken" not in open("tilescale_net/csrc/part.cpp").read(), "part.cpp: error: broken"
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout with the real launcher and a pretended native part; `checkout(*args)` runs its launch.sh."""
+    root = tmp_path / "checkout"
+    shutil.copytree(os.path.join(ROOT, "tilescale_net", "launch"), root / "tilescale_net" / "launch")
+    for name in ("launch.sh", "pyproject.toml"):
+        shutil.copy(os.path.join(ROOT, name), root)
+    (root / "setup.py").write_text(FAKE_BUILD)
+    for folder in ("csrc", "device"):
+        (root / "tilescale_net" / folder).mkdir()
+    (root / "tilescale_net" / "csrc" / "part.cpp").write_text("1")
+    (root / "hello.py").write_text("print('hello')")
+
+    def run(*arguments, **env):
+        environment = clean_environment(TSN_BUILD="1", **env)
+        return subprocess.run(
+            ["bash", "launch.sh", *arguments], cwd=root, env=environment, capture_output=True, text=True, timeout=120
+        )
+
+    run.root = root
+    return run
+
+
+def built(root) -> str:
+    (path,) = (root / "tilescale_net").glob("_native*")
+    return path.read_text()
+
+
+def age(path) -> None:
+    """Make a file older than everything just written."""
+    stat = os.stat(path)
+    os.utime(path, (stat.st_atime - 100, stat.st_mtime - 100))
+
+
+def test_builds_when_sources_are_newer_and_only_then(checkout):
+    first = checkout("hello.py", GPUS="2")
+    assert (first.returncode, first.stdout) == (0, "hello\n"), first.stderr
+    assert "building" in first.stderr and built(checkout.root) == "1"
+    second = checkout("hello.py", GPUS="2")
+    assert second.stderr == "" and built(checkout.root) == "1"
+    source = checkout.root / "tilescale_net" / "csrc" / "part.cpp"
+    for library in (checkout.root / "tilescale_net").glob("_*.so"):
+        age(library)
+    source.write_text("2")
+    assert "building" in checkout("hello.py", GPUS="1").stderr
+    assert built(checkout.root) == "12"
+
+
+def test_build_failure_shows_the_compilers_words(checkout):
+    (checkout.root / "tilescale_net" / "csrc" / "part.cpp").write_text("broken")
+    done = checkout("hello.py")
+    assert done.returncode == 1
+    assert "part.cpp: error: broken" in done.stderr and "the build failed" in done.stderr
+    assert done.stdout == ""
+
+
+def test_build_can_be_left_out(checkout):
+    done = subprocess.run(
+        ["bash", "launch.sh", "hello.py"], cwd=checkout.root, env=clean_environment(), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "")
+
+
+def test_pytest_runs_in_the_checkout(checkout, tmp_path):
+    (checkout.root / "tests").mkdir()
+    (checkout.root / "tests" / "test_one.py").write_text("def test_pass(): pass\ndef test_fail(): assert False\n")
+    assert "1 passed" in checkout("pytest", "-k", "pass", GPUS="2").stdout
+    assert checkout("pytest").returncode == 1
+
+
+def test_setup_only_prints_the_interpreter(checkout):
+    done = checkout("--setup-only")
+    assert done.returncode == 0, done.stderr
+    assert os.path.samefile(done.stdout.strip(), sys.executable)
+
+
+def test_complete_interpreter_installs_nothing(checkout, tmp_path):
+    """No network is touched where everything is importable: pip is a program that fails."""
+    missing = requirements["missing"]([])
+    if missing:
+        pytest.skip(f"the running interpreter lacks {missing}")
+    env = {"TSN_PYTHON": "", "VIRTUAL_ENV": sys.prefix, "TSN_VENV": str(tmp_path / "venv"), "PIP_NO_INDEX": "1"}
+    done = checkout("hello.py", **env)
+    assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
+    assert "setting up" not in done.stderr and not (tmp_path / "venv").exists()
+
+
+def test_failed_installation_is_told_and_leaves_nothing(checkout, tmp_path):
+    probe = "import importlib.util as u, sys; sys.exit(u.find_spec('tilelang') is None and u.find_spec('ensurepip') is not None)"
+    if subprocess.run(["python3", "-c", probe]).returncode == 0:
+        pytest.skip("python3 has tilelang, so that nothing would be installed, or cannot make environments")
+    env = {"TSN_PYTHON": "", "TSN_VENV": str(tmp_path / "venv"), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
+    env["VIRTUAL_ENV"] = ""
+    done = checkout("hello.py", **env)
+    assert done.returncode == 1
+    assert "could not be installed" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_tests_run_with_what_there_is_when_nothing_can_be_installed(checkout, tmp_path):
+    if requirements["missing"]([]):
+        pytest.skip("the running interpreter lacks packages that running needs")
+    project = checkout.root / "pyproject.toml"
+    project.write_text(project.read_text().replace("test = [", 'test = ["no-such-package-anywhere", '))
+    (checkout.root / "tests").mkdir()
+    (checkout.root / "tests" / "test_one.py").write_text("def test_pass(): pass\n")
+    env = {"TSN_PYTHON": "", "TSN_VENV": str(tmp_path / "venv"), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
+    done = checkout("pytest", VIRTUAL_ENV=sys.prefix, **env)
+    assert done.returncode == 0, done.stderr
+    assert "which lacks: no-such-package-anywhere" in done.stderr
+    assert "1 passed" in done.stdout
+    assert not (tmp_path / "venv").exists()
+
+
+def test_requirements_come_from_pyproject():
+    fresh = requirements["fresh"](["test", "fresh"])
+    names = [requirements["name_of"](r) for r in fresh]
+    assert {"tilelang", "torch", "pytest", "setuptools", "pybind11"} <= set(names)
+    assert "torch==2.13.0" in fresh
+
+
+def test_pins_are_checked():
+    satisfied = requirements["satisfied"]
+    assert satisfied("pytest>=8")
+    assert satisfied(f"pytest=={pytest.__version__}")
+    assert not satisfied("pytest==0.1")
+    assert not satisfied("no-such-package-anywhere")

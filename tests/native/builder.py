@@ -1,0 +1,100 @@
+"""Compiles the plain C++ test programs, plain and under sanitizers, once per change of a file they are made of."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = Path(tempfile.gettempdir()) / f"tilescale_net-tests-{os.getuid()}"
+BASE = [
+    "-std=c++17",
+    "-O1",
+    "-g1",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    f"-I{ROOT}",
+    "-iquote",
+    f"{ROOT}/tilescale_net/device",
+]
+SANITIZERS = {
+    "": [],
+    "thread": ["-fsanitize=thread"],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+}
+
+
+def compiler(sanitizer: str) -> str:
+    """The C++ compiler for a variant; clang for the sanitizers, whose ThreadSanitizer knows atomic fences' costs best."""
+    candidates = ["clang++-14", "clang++"] if sanitizer else [os.environ.get("CXX", "g++"), "g++", "c++", "clang++"]
+    for name in candidates:
+        if shutil.which(name):
+            return name
+    pytest.skip(f"none of {candidates} is installed")
+
+
+def _digest(path: str) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _object(command: list[str], source: Path, folder: Path) -> Path:
+    out = folder / (str(source.relative_to(ROOT)).replace("/", "_") + ".o")
+    record = out.with_suffix(".json")
+    if out.exists() and record.exists():
+        known = json.loads(record.read_text())
+        if all(_digest(path) == digest for path, digest in known.items()):
+            return out
+    depfile = out.with_suffix(".d")
+    done = subprocess.run(
+        [*command, "-MMD", "-MF", str(depfile), "-c", str(source), "-o", str(out)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{source} does not compile:\n{done.stderr}"
+    used = depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+    record.write_text(json.dumps({path: _digest(path) for path in used if path.startswith(str(ROOT))}))
+    return out
+
+
+def build(
+    name: str, sources: list[str], sanitizer: str = "", flags: tuple[str, ...] = (), shared: bool = False
+) -> Path:
+    """Path of the program (or shared library) `name` made from `sources`, which are relative to the repository.
+
+    Fails the test when something does not compile; skips it when there is no compiler for the sanitizer.
+    """
+    command = [compiler(sanitizer), *BASE, *SANITIZERS[sanitizer], *flags, *(["-fPIC"] if shared else [])]
+    key = hashlib.sha256(" ".join(command).encode()).hexdigest()[:12]
+    folder = CACHE / key
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            objects = list(pool.map(lambda s: _object(command, ROOT / s, folder), sources))
+        out = folder / (name + (".so" if shared else ""))
+        if not out.exists() or any(o.stat().st_mtime_ns > out.stat().st_mtime_ns for o in objects):
+            partial = out.with_suffix(".part")
+            link = [*command, *(["-shared"] if shared else []), *map(str, objects), "-o", str(partial)]
+            done = subprocess.run([*link, "-ldl", "-lpthread"], capture_output=True, text=True)
+            assert done.returncode == 0, f"{name} does not link:\n{done.stderr}"
+            os.replace(partial, out)
+    return out
+
+
+def run(program: Path, *arguments: str, timeout: float = 120, env: dict[str, str] | None = None) -> str:
+    """Output of a program that must end with status 0."""
+    settings = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1", "TSN_CHAOS": "", **(env or {})}
+    done = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=timeout, env=settings)
+    assert done.returncode == 0, f"{program.name} {' '.join(arguments)}: {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout

@@ -1,0 +1,374 @@
+// A libfabric whose only provider behaves like an EFA device, strictly: built as libfabric.so.1 and named in
+// TSN_LIBFABRIC, it connects endpoints within one process. It delivers in random order, keeps small queues, wants real
+// memory behind every operation, descriptors of the right memory, known initiators, receives for immediates and rung
+// doorbells; whatever breaks a rule is put down in fake_violations().
+//
+// FAKE_FABRIC configures it: "nics=4,name=efa-direct,tx=16,rx=64,rx_cq_data=1,mr_endpoint=1,emulated=0,cuda_calls=0,
+// dmabuf=1,seed=1". NIC n sits at PCI device 0000:00:0n.0; cuda_calls=1: cannot do without the CUDA API.
+#include "fabric_fake.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+Endpoint* ep_of(fid_ep* e) { return static_cast<Endpoint*>(e); }
+
+fi_ops_rma rma = {};
+fi_ops_msg msg = {};
+fi_ops_ep ep_ops = {};
+fi_ops_cm cm = {};
+fi_ops_cq cq_ops = {};
+fi_ops_av av_ops = {};
+fi_ops_mr mr_ops = {};
+fi_ops_domain domain_ops = {};
+fi_ops_fabric fabric_ops = {};
+fi_ops ops = {}; // one table for all kinds of objects
+
+int close_object(fid* f) {
+  switch (f->fclass) {
+  case FI_CLASS_EP: {
+    auto* e = static_cast<Endpoint*>(reinterpret_cast<fid_ep*>(f));
+    for (Mr* mr : regions)
+      if (mr->endpoint == e) violate("an endpoint closed before the memory bound to it");
+    endpoints.erase(std::find(endpoints.begin(), endpoints.end(), e));
+    wire.erase(std::remove_if(wire.begin(), wire.end(), [&](Packet& p) { return p.from == e || p.to == e; }),
+               wire.end());
+    auto& list = e->cq->endpoints;
+    list.erase(std::find(list.begin(), list.end(), e));
+    delete e;
+    break;
+  }
+  case FI_CLASS_MR: {
+    auto* mr = static_cast<Mr*>(reinterpret_cast<fid_mr*>(f));
+    regions.erase(std::find(regions.begin(), regions.end(), mr));
+    delete mr;
+    break;
+  }
+  case FI_CLASS_CQ:
+    delete static_cast<Cq*>(reinterpret_cast<fid_cq*>(f));
+    break;
+  case FI_CLASS_AV:
+    delete static_cast<Av*>(reinterpret_cast<fid_av*>(f));
+    break;
+  default:
+    free(f);
+  }
+  return 0;
+}
+
+int bind(fid* f, fid* other, uint64_t) {
+  if (f->fclass == FI_CLASS_MR) {
+    static_cast<Mr*>(reinterpret_cast<fid_mr*>(f))->endpoint = static_cast<Endpoint*>(reinterpret_cast<fid_ep*>(other));
+    return 0;
+  }
+  auto* e = static_cast<Endpoint*>(reinterpret_cast<fid_ep*>(f));
+  if (other->fclass == FI_CLASS_CQ) {
+    e->cq = static_cast<Cq*>(reinterpret_cast<fid_cq*>(other));
+    e->cq->endpoints.push_back(e);
+  } else {
+    e->av = static_cast<Av*>(reinterpret_cast<fid_av*>(other));
+  }
+  return 0;
+}
+
+int control(fid* f, int, void*) {
+  if (f->fclass == FI_CLASS_EP) static_cast<Endpoint*>(reinterpret_cast<fid_ep*>(f))->enabled = true;
+  if (f->fclass == FI_CLASS_MR) static_cast<Mr*>(reinterpret_cast<fid_mr*>(f))->enabled = true;
+  return 0;
+}
+
+int register_attr(fid* f, const fi_mr_attr* attr, uint64_t flags, fid_mr** out) {
+  (void)f, (void)flags;
+  auto* mr = new Mr{};
+  mr->base = static_cast<char*>(attr->mr_iov->iov_base);
+  mr->bytes = attr->mr_iov->iov_len;
+#if FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION) >= FI_VERSION(1, 20)
+  if (flags & FI_MR_DMABUF) {
+    if (!option("dmabuf", 1)) return delete mr, -FI_EOPNOTSUPP;
+    if (attr->iface != FI_HMEM_CUDA || attr->dmabuf->fd < 0) violate("a bad DMABUF registration");
+    mr->base = static_cast<char*>(attr->dmabuf->base_addr) + attr->dmabuf->offset;
+    mr->bytes = attr->dmabuf->len;
+    notes.insert("dmabuf");
+  } else
+#endif
+      if (attr->iface == FI_HMEM_CUDA) {
+    if (option("peermem", 1) == 0) return delete mr, -FI_ENOSYS;
+    notes.insert("peermem");
+  }
+  mr->fid.fclass = FI_CLASS_MR;
+  mr->fid.ops = &ops;
+  mr->mem_desc = mr;
+  mr->key = next_key++;
+  mr->remote = attr->access & FI_REMOTE_WRITE;
+  mr->enabled = !option("mr_endpoint", 0);
+  regions.push_back(mr);
+  *out = mr;
+  return 0;
+}
+
+ssize_t cq_read(fid_cq* c, void* out, size_t count) {
+  auto* cq = static_cast<Cq*>(c);
+  progress(cq);
+  if (!cq->errors.empty()) return -FI_EAVAIL;
+  const size_t n = std::min(count, cq->entries.size());
+  if (!n) return -FI_EAGAIN;
+  std::copy(cq->entries.begin(), cq->entries.begin() + n, static_cast<fi_cq_data_entry*>(out));
+  cq->entries.erase(cq->entries.begin(), cq->entries.begin() + n);
+  return static_cast<ssize_t>(n);
+}
+
+template <typename T>
+T* make(size_t fclass) {
+  T* object = static_cast<T*>(calloc(1, sizeof(T)));
+  object->fid.fclass = fclass;
+  object->fid.ops = &ops;
+  return object;
+}
+
+void fill_tables() {
+  ops.close = close_object;
+  ops.bind = bind;
+  ops.control = control;
+  rma.write = [](fid_ep* e, const void* p, size_t n, void* d, fi_addr_t to, uint64_t at, uint64_t key, void* context) {
+    return post(ep_of(e), {Packet::write, nullptr, nullptr, (const char*)p, n, at, key, 0, false, true, context, ""},
+                to, d, false);
+  };
+  rma.writedata = [](fid_ep* e, const void* p, size_t n, void* d, uint64_t data, fi_addr_t to, uint64_t at,
+                     uint64_t key, void* context) {
+    return post(ep_of(e), {Packet::write, nullptr, nullptr, (const char*)p, n, at, key, data, true, true, context, ""},
+                to, d, false);
+  };
+  rma.read = [](fid_ep* e, void* p, size_t n, void* d, fi_addr_t to, uint64_t at, uint64_t key, void* context) {
+    return post(ep_of(e), {Packet::read, nullptr, nullptr, (const char*)p, n, at, key, 0, false, true, context, ""}, to,
+                d, false);
+  };
+  rma.writemsg = [](fid_ep* e, const fi_msg_rma* m, uint64_t flags) {
+    return post(ep_of(e),
+                {Packet::write, nullptr, nullptr, (const char*)m->msg_iov->iov_base, m->msg_iov->iov_len,
+                 m->rma_iov->addr, m->rma_iov->key, m->data, (flags & FI_REMOTE_CQ_DATA) != 0, true, m->context, ""},
+                m->addr, m->desc[0], flags & FI_MORE);
+  };
+  rma.readmsg = [](fid_ep* e, const fi_msg_rma* m, uint64_t flags) {
+    return post(ep_of(e),
+                {Packet::read, nullptr, nullptr, (const char*)m->msg_iov->iov_base, m->msg_iov->iov_len,
+                 m->rma_iov->addr, m->rma_iov->key, 0, false, true, m->context, ""},
+                m->addr, m->desc[0], flags & FI_MORE);
+  };
+  msg.send = [](fid_ep* e, const void* p, size_t n, void* d, fi_addr_t to, void* context) {
+    return post(ep_of(e), {Packet::message, nullptr, nullptr, (const char*)p, n, 0, 0, 0, false, true, context, ""}, to,
+                d, false);
+  };
+  msg.sendmsg = [](fid_ep* e, const fi_msg* m, uint64_t) {
+    return post(ep_of(e),
+                {Packet::message, nullptr, nullptr, (const char*)m->msg_iov->iov_base, m->msg_iov->iov_len, 0, 0, 0,
+                 false, true, m->context, ""},
+                m->addr, m->desc[0], false);
+  };
+  msg.inject = [](fid_ep* e, const void* p, size_t n, fi_addr_t to) {
+    return post(ep_of(e), {Packet::inject, nullptr, nullptr, (const char*)p, n, 0, 0, 0, false, true, nullptr, ""}, to,
+                nullptr, false);
+  };
+  msg.recv = [](fid_ep* e, void* p, size_t n, void* d, fi_addr_t, void* context) -> ssize_t {
+    if (ep_of(e)->receives.size() >= (size_t)option("rx", 64)) return -FI_EAGAIN;
+    check_local(p, n, d, "a receive's memory");
+    if (!context) violate("no memory behind a receive");
+    ep_of(e)->receives.push_back({p, context, n});
+    return 0;
+  };
+  ep_ops.setopt = [](fid_t, int, int name, const void* value, size_t) -> int {
+    (void)name, (void)value;
+#if FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION) >= FI_VERSION(1, 18)
+    if (name == FI_OPT_CUDA_API_PERMITTED && !*static_cast<const bool*>(value)) {
+      notes.insert("cuda_forbidden");
+      return option("cuda_calls", 0) ? -FI_EOPNOTSUPP : 0;
+    }
+    if (name == FI_OPT_EFA_RNR_RETRY) return 0;
+#endif
+    return -FI_ENOPROTOOPT;
+  };
+  ep_ops.getopt = [](fid_t, int, int name, void* value, size_t* bytes) -> int {
+    (void)name, (void)value, (void)bytes;
+#if FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION) >= FI_VERSION(2, 0)
+    if (name == FI_OPT_EFA_EMULATED_WRITE) return *static_cast<bool*>(value) = option("emulated", 0), 0;
+    if (name == FI_OPT_MAX_MSG_SIZE) return *static_cast<size_t*>(value) = direct() ? 8192 : 1 << 30, 0;
+    if (name == FI_OPT_MAX_RMA_SIZE) return *static_cast<size_t*>(value) = 1 << 30, 0;
+    if (name == FI_OPT_INJECT_MSG_SIZE) return *static_cast<size_t*>(value) = 32, 0;
+#endif
+    return -FI_ENOPROTOOPT;
+  };
+  cm.getname = [](fid_t f, void* to, size_t* bytes) -> int {
+    const size_t room = *bytes;
+    *bytes = 32;
+    if (room < 32) return -FI_ETOOSMALL;
+    memset(to, 0, 32);
+    memcpy(to, &static_cast<Endpoint*>(reinterpret_cast<fid_ep*>(f))->address, 8);
+    return 0;
+  };
+  cq_ops.read = cq_read;
+  cq_ops.readerr = [](fid_cq* c, fi_cq_err_entry* out, uint64_t) -> ssize_t {
+    auto* cq = static_cast<Cq*>(c);
+    if (cq->errors.empty()) return -FI_EAGAIN;
+    *out = cq->errors.front();
+    cq->errors.pop_front();
+    return 1;
+  };
+  cq_ops.strerror = [](fid_cq*, int, const void*, char*, size_t) { return "a fake device's reason"; };
+  av_ops.insert = [](fid_av* a, const void* names, size_t, fi_addr_t* out, uint64_t, void*) -> int {
+    uint64_t address;
+    memcpy(&address, names, 8);
+    auto& list = static_cast<Av*>(a)->addresses;
+    list.push_back(address);
+    *out = list.size() - 1;
+    return 1;
+  };
+  mr_ops.regattr = register_attr;
+  mr_ops.reg = nullptr;
+  domain_ops.av_open = [](fid_domain*, fi_av_attr*, fid_av** out, void*) -> int {
+    auto* av = new Av{};
+    av->fid = {FI_CLASS_AV, nullptr, &ops};
+    av->ops = &av_ops;
+    *out = av;
+    return 0;
+  };
+  domain_ops.cq_open = [](fid_domain*, fi_cq_attr* attr, fid_cq** out, void*) -> int {
+    auto* cq = new Cq{};
+    cq->fid = {FI_CLASS_CQ, nullptr, &ops};
+    cq->ops = &cq_ops;
+    cq->size = attr->size;
+    if (attr->format != FI_CQ_FORMAT_DATA) violate("an unexpected format of completions");
+    *out = cq;
+    return 0;
+  };
+  domain_ops.endpoint = [](fid_domain*, fi_info* info, fid_ep** out, void*) -> int {
+    auto* e = new Endpoint{};
+    e->fid = {FI_CLASS_EP, nullptr, &ops};
+    e->ops = &ep_ops;
+    e->cm = &cm;
+    e->msg = &msg;
+    e->rma = &rma;
+    e->address = next_address++;
+    e->tx = info->tx_attr->size;
+    endpoints.push_back(e);
+    *out = e;
+    return 0;
+  };
+  fabric_ops.domain = [](fid_fabric*, fi_info*, fid_domain** out, void*) -> int {
+    *out = make<fid_domain>(FI_CLASS_DOMAIN);
+    (*out)->ops = &domain_ops;
+    (*out)->mr = &mr_ops;
+    return 0;
+  };
+}
+
+template <typename T>
+T* blank() {
+  return static_cast<T*>(calloc(1, sizeof(T)));
+}
+
+fi_info* blank_info() {
+  auto* info = blank<fi_info>();
+  info->tx_attr = blank<fi_tx_attr>();
+  info->rx_attr = blank<fi_rx_attr>();
+  info->ep_attr = blank<fi_ep_attr>();
+  info->domain_attr = blank<fi_domain_attr>();
+  info->fabric_attr = blank<fi_fabric_attr>();
+  return info;
+}
+
+fi_info* make_info(int nic, const fi_info* hints) {
+  fi_info* info = blank_info();
+  info->caps = hints->caps;
+  info->mode = FI_CONTEXT2 | (option("rx_cq_data", 1) ? FI_RX_CQ_DATA : 0);
+  info->addr_format = FI_ADDR_EFA;
+  info->tx_attr->size = option("tx", 16);
+  info->rx_attr->size = option("rx", 64);
+  info->tx_attr->inject_size = 32;
+  info->ep_attr->type = FI_EP_RDM;
+  info->ep_attr->max_msg_size = 1 << 30;
+  info->domain_attr->name = strdup(("rdmap" + std::to_string(nic) + "s0").c_str());
+  info->domain_attr->mr_mode = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_LOCAL |
+                               (option("mr_endpoint", 0) ? FI_MR_ENDPOINT : 0);
+  info->domain_attr->data_progress = FI_PROGRESS_MANUAL;
+  info->domain_attr->cq_data_size = option("imm_bytes", 4);
+  info->domain_attr->mr_key_size = 8;
+  info->fabric_attr->prov_name = strdup("efa");
+  info->fabric_attr->name = strdup(direct() ? "efa-direct" : "efa");
+  info->nic = blank<fid_nic>();
+  info->nic->bus_attr = blank<fi_bus_attr>();
+  info->nic->bus_attr->bus_type = FI_BUS_PCI;
+  info->nic->bus_attr->attr.pci.device_id = static_cast<uint8_t>(nic);
+  info->nic->link_attr = blank<fi_link_attr>();
+  info->nic->link_attr->speed = 100000000000;
+  return info;
+}
+
+} // namespace
+
+EXPORT uint32_t fi_version(void) { return FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION); }
+EXPORT const char* fi_strerror(int error) { return strerror(error); }
+EXPORT char* fi_tostr(const void*, enum fi_type) { return const_cast<char*>("99.0-fake"); }
+EXPORT const char* fake_violations(void) { return violations.c_str(); }
+EXPORT void fake_reset(void) {
+  violations.clear();
+  notes.clear();
+  random_bits().seed(static_cast<uint64_t>(option("seed", 1)));
+}
+EXPORT int fake_noted(const char* note) { return static_cast<int>(notes.count(note)); }
+
+EXPORT void fi_freeinfo(struct fi_info* info) {
+  for (fi_info* next; info; info = next) {
+    next = info->next;
+    if (info->nic) {
+      free(info->nic->bus_attr);
+      free(info->nic->link_attr);
+    }
+    for (void* part : {(void*)info->domain_attr->name, (void*)info->fabric_attr->name,
+                       (void*)info->fabric_attr->prov_name, (void*)info->nic, (void*)info->tx_attr,
+                       (void*)info->rx_attr, (void*)info->ep_attr, (void*)info->domain_attr, (void*)info->fabric_attr})
+      free(part);
+    free(info);
+  }
+}
+
+EXPORT struct fi_info* fi_dupinfo(const struct fi_info* info) {
+  fi_info* copy = blank_info();
+  if (!info) return copy;
+  const fi_info parts = *copy;
+  *copy = *info;
+  copy->next = nullptr;
+  *(copy->tx_attr = parts.tx_attr) = *info->tx_attr;
+  *(copy->rx_attr = parts.rx_attr) = *info->rx_attr;
+  *(copy->ep_attr = parts.ep_attr) = *info->ep_attr;
+  *(copy->domain_attr = parts.domain_attr) = *info->domain_attr;
+  *(copy->fabric_attr = parts.fabric_attr) = *info->fabric_attr;
+  const auto text = [](const char* from) { return from ? strdup(from) : nullptr; };
+  copy->domain_attr->name = text(info->domain_attr->name);
+  copy->fabric_attr->name = text(info->fabric_attr->name);
+  copy->fabric_attr->prov_name = text(info->fabric_attr->prov_name);
+  if (info->nic) {
+    *(copy->nic = blank<fid_nic>()) = *info->nic;
+    *(copy->nic->bus_attr = blank<fi_bus_attr>()) = *info->nic->bus_attr;
+    *(copy->nic->link_attr = blank<fi_link_attr>()) = *info->nic->link_attr;
+  }
+  return copy;
+}
+
+EXPORT int fi_getinfo(uint32_t, const char*, const char*, uint64_t, const struct fi_info* hints, struct fi_info** out) {
+  fill_tables();
+  if (hints->fabric_attr->prov_name && strcmp(hints->fabric_attr->prov_name, "efa")) return -FI_ENODATA;
+  if ((hints->caps & FI_HMEM) && !option("hmem", 1)) return -FI_ENODATA;
+  if (hints->tx_attr->op_flags & FI_DELIVERY_COMPLETE && direct()) return -FI_ENODATA;
+  fi_info** last = out;
+  for (int nic = 1; nic <= option("nics", 1); nic++) {
+    *last = make_info(nic, hints);
+    (*last)->tx_attr->op_flags = hints->tx_attr->op_flags;
+    last = &(*last)->next;
+  }
+  return 0;
+}
+
+EXPORT int fi_fabric(struct fi_fabric_attr*, struct fid_fabric** out, void*) {
+  *out = make<fid_fabric>(FI_CLASS_FABRIC);
+  (*out)->ops = &fabric_ops;
+  return 0;
+}

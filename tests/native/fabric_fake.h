@@ -1,0 +1,210 @@
+// The device behind fabric_fake.cpp: endpoints, a wire that reorders, and the rules it watches.
+#pragma once
+
+#include <rdma/fabric.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_ext.h>
+#include <rdma/fi_rma.h>
+#if __has_include(<rdma/fi_ext_efa.h>)
+#include <rdma/fi_ext_efa.h>
+#endif
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace {
+
+std::string violations;
+std::set<std::string> notes; // "dmabuf", "peermem", "cuda_forbidden"
+
+void violate(const std::string& what) { violations += what + "\n"; }
+
+long option(const char* name, long otherwise) {
+  const std::string text = std::string(",") + (getenv("FAKE_FABRIC") ? getenv("FAKE_FABRIC") : "");
+  const size_t at = text.find(std::string(",") + name + "=");
+  return at == std::string::npos ? otherwise : strtol(text.c_str() + at + strlen(name) + 2, nullptr, 0);
+}
+bool direct() {
+  return std::string(getenv("FAKE_FABRIC") ? getenv("FAKE_FABRIC") : "").find("name=efa-direct") != std::string::npos;
+}
+
+std::mt19937_64& random_bits() {
+  static std::mt19937_64 bits(option("seed", 1));
+  return bits;
+}
+
+struct Mr : fid_mr {
+  char* base;
+  size_t bytes;
+  bool remote, enabled;
+  struct Endpoint* endpoint = nullptr;
+};
+struct Receive {
+  void *buffer, *context;
+  size_t bytes;
+};
+struct Packet {
+  enum Kind { write, read, message, inject } kind;
+  struct Endpoint *from, *to;
+  const char* local;
+  size_t bytes;
+  uint64_t remote, key, data;
+  bool has_data, rung;
+  void* context;
+  std::string copy;
+};
+struct Cq : fid_cq {
+  std::deque<fi_cq_data_entry> entries;
+  std::deque<fi_cq_err_entry> errors;
+  size_t size;
+  std::vector<struct Endpoint*> endpoints;
+};
+struct Av : fid_av {
+  std::vector<uint64_t> addresses;
+};
+struct Endpoint : fid_ep {
+  uint64_t address;
+  Cq* cq = nullptr;
+  Av* av = nullptr;
+  bool enabled = false;
+  std::deque<Receive> receives;
+  size_t outstanding = 0, tx;
+  uint64_t unrung_polls = 0;
+};
+
+std::vector<Endpoint*> endpoints;
+std::vector<Mr*> regions;
+std::vector<Packet> wire;
+uint64_t next_address = 0x1000, next_key = 0x7700;
+
+Endpoint* find(uint64_t address) {
+  for (Endpoint* e : endpoints)
+    if (e->address == address) return e;
+  return nullptr;
+}
+
+void check_local(const void* p, size_t bytes, void* desc, const char* what) {
+  for (Mr* mr : regions)
+    if (mr == desc) {
+      if ((char*)p < mr->base || (char*)p + bytes > mr->base + mr->bytes)
+        violate(std::string(what) + ": memory outside its descriptor");
+      if (!mr->enabled) violate(std::string(what) + ": descriptor of a region that is not enabled");
+      return;
+    }
+  violate(std::string(what) + ": no descriptor");
+}
+
+void complete(Endpoint* e, void* context, uint64_t flags, size_t bytes, uint64_t data) {
+  if (context) {
+    auto* room = static_cast<fi_context2*>(context);
+    for (void*& word : room->internal) {
+      if ((flags & (FI_SEND | FI_WRITE | FI_READ)) && word != e) violate("the memory behind an operation changed");
+      word = nullptr;
+    }
+  }
+  if (e->cq->entries.size() >= e->cq->size) violate("the completion queue overran");
+  e->cq->entries.push_back({context, flags, bytes, nullptr, data});
+}
+
+void fail(Endpoint* e, void* context, int error) {
+  fi_cq_err_entry entry = {};
+  entry.op_context = context;
+  entry.err = error;
+  e->cq->errors.push_back(entry);
+}
+
+// Delivers one packet; false when the target has to post a receive first.
+bool deliver(Packet& p) {
+  if (std::find(p.to->av->addresses.begin(), p.to->av->addresses.end(), p.from->address) == p.to->av->addresses.end()) {
+    violate("traffic from an address that the target has not inserted");
+    return true;
+  }
+  const bool consumes = p.kind >= Packet::message || (p.has_data && option("rx_cq_data", 1));
+  if (consumes && p.to->receives.empty()) return false;
+  if (p.kind <= Packet::read) {
+    Mr* target = nullptr;
+    for (Mr* mr : regions)
+      if (mr->key == p.key && mr->remote) target = mr;
+    if (!target || (char*)p.remote < target->base || (char*)p.remote + p.bytes > target->base + target->bytes) {
+      p.from->outstanding--;
+      fail(p.from, p.context, EACCES);
+      return true;
+    }
+    if (p.kind == Packet::write) memcpy((void*)p.remote, p.local, p.bytes);
+    else memcpy((void*)p.local, (void*)p.remote, p.bytes);
+  }
+  Receive receive = {};
+  if (consumes) {
+    receive = p.to->receives.front();
+    p.to->receives.pop_front();
+  }
+  if (p.has_data)
+    complete(p.to, receive.context, FI_RMA | FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA, p.bytes, p.data & 0xffffffff);
+  if (p.kind >= Packet::message) {
+    const char* from = p.kind == Packet::inject ? p.copy.data() : p.local;
+    if (p.bytes > receive.bytes) violate("a message longer than its receive");
+    memcpy(receive.buffer, from, std::min(p.bytes, receive.bytes));
+    complete(p.to, receive.context, FI_MSG | FI_RECV, p.bytes, 0);
+  }
+  if (p.kind != Packet::inject) {
+    p.from->outstanding--;
+    complete(p.from, p.context,
+             p.kind == Packet::write  ? FI_RMA | FI_WRITE
+             : p.kind == Packet::read ? FI_RMA | FI_READ
+                                      : FI_MSG | FI_SEND,
+             0, 0);
+  }
+  return true;
+}
+
+// Some of what is under way to the endpoints of a queue arrives, in random order.
+void progress(Cq* cq) {
+  for (Endpoint* e : cq->endpoints) {
+    const bool held = std::any_of(wire.begin(), wire.end(), [&](Packet& p) { return p.from == e && !p.rung; });
+    if (!held) e->unrung_polls = 0;
+    else if (++e->unrung_polls == 1000) violate("a doorbell was never rung");
+  }
+  for (int tries = 0; tries < 4 && !wire.empty(); tries++) {
+    const size_t at = random_bits()() % wire.size();
+    Packet& p = wire[at];
+    if (!p.rung || std::find(cq->endpoints.begin(), cq->endpoints.end(), p.to) == cq->endpoints.end()) continue;
+    if (deliver(p)) wire.erase(wire.begin() + at);
+  }
+}
+
+ssize_t post(Endpoint* e, Packet p, fi_addr_t to, void* desc, bool more) {
+  if (!e->enabled) violate("an operation on an endpoint that is not enabled");
+  const size_t limit = p.kind >= Packet::message && direct() ? 8192 : 1 << 30;
+  if (p.bytes > limit) return -FI_EMSGSIZE;
+  if (p.has_data && p.data >> 32) violate("an immediate of more than 4 bytes");
+  if (p.kind == Packet::inject) p.copy.assign(p.local, p.bytes);
+  else {
+    if (e->outstanding >= e->tx) return -FI_EAGAIN;
+    check_local(p.local, p.bytes, desc, "an operation's memory");
+    if (!p.context) violate("no memory behind an operation");
+    else
+      for (void*& word : static_cast<fi_context2*>(p.context)->internal) word = e;
+    e->outstanding++;
+  }
+  if (to >= e->av->addresses.size()) return -FI_EINVAL;
+  p.from = e;
+  p.to = find(e->av->addresses[to]);
+  p.rung = !more;
+  if (!p.to) return -FI_EHOSTUNREACH;
+  if (!more)
+    for (Packet& other : wire)
+      if (other.from == e) other.rung = true;
+  wire.push_back(std::move(p));
+  return 0;
+}
+
+} // namespace

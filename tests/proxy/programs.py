@@ -1,0 +1,57 @@
+"""The C++ programs of these tests and what they are made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.native.builder import ROOT, build
+
+_PROXY = "tilescale_net/csrc/proxy/"
+_WORKER = [
+    _PROXY + f"{name}.cpp"
+    for name in (
+        "queue",
+        "ordering",
+        "stats",
+        "staging",
+        "heap_memory_host",
+        "heap_memory_cuda",
+        "worker",
+        "worker_accept",
+        "worker_flush",
+        "worker_post",
+        "worker_target",
+        "proxy",
+    )
+] + ["tilescale_net/csrc/cuda/driver.cpp"]
+_CHAOS = ["tilescale_net/csrc/fabric/chaos.cpp", "tilescale_net/csrc/fabric/chaos_options.cpp"]
+
+
+def queue_test(sanitizer: str = "") -> Path:
+    return build("queue_test", ["tests/native/queue_test.cpp", _PROXY + "queue.cpp"], sanitizer)
+
+
+def ordering_test(sanitizer: str = "") -> Path:
+    return build("proxy_ordering_test", ["tests/native/proxy_ordering_test.cpp", _PROXY + "ordering.cpp"], sanitizer)
+
+
+def proxy_test(sanitizer: str = "") -> Path:
+    """PEs of one process over the loopback transport; without libfabric, which sanitizers cannot look into."""
+    return build("proxy_test", ["tests/native/proxy_test.cpp", *_WORKER, *_CHAOS], sanitizer)
+
+
+def fabric_test() -> Path:
+    """The same program with libfabric."""
+    fabric = sorted(
+        str(p.relative_to(ROOT)) for p in (ROOT / "tilescale_net/csrc/fabric").glob("*.cpp") if p.name != "bindings.cpp"
+    )
+    return build("fabric_test", ["tests/native/proxy_fabric_test.cpp", *_WORKER, *fabric])
+
+
+def null_test() -> Path:
+    extra = [_PROXY + "null_transport.cpp", _PROXY + "dispatch_rate.cpp"]
+    return build("proxy_null_test", ["tests/native/proxy_null_test.cpp", *_WORKER, *_CHAOS, *extra])
+
+
+def fake_cuda() -> Path:
+    return build("fake_cuda", ["tests/native/fake_cuda.cpp"], shared=True)

@@ -1,0 +1,52 @@
+"""What goes wrong ends in a named error on every PE, within the deadline."""
+
+import pytest
+
+from tests.native.builder import run
+from tests.proxy import programs
+
+
+@pytest.mark.parametrize("shape", [[], ["queues=3", "threads=2"], ["staging=1"]], ids=["plain", "threads", "staging"])
+def test_bad_descriptors_are_refused(shape):
+    """Outside the heap, misaligned, unknown PE or kind: named, never sent, and the peer learns why."""
+    run(programs.proxy_test(), "refusals", *shape)
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+def test_bad_descriptors_under_sanitizers(sanitizer):
+    run(programs.proxy_test(sanitizer), "refusals", "queues=2", "threads=2")
+
+
+@pytest.mark.parametrize("staging", ["staging=0", "staging=1"])
+def test_nonsense_from_a_peer(staging):
+    """Random messages and immediates end in an error, under AddressSanitizer."""
+    run(programs.proxy_test("address"), "garbage", "seeds=150", staging, "queues=1")
+
+
+@pytest.mark.parametrize("staging", ["staging=0", "staging=1"])
+@pytest.mark.parametrize(
+    "chaos, kind, words",
+    [
+        ("stall_after=200", "PeerLost", "no sign of life"),
+        ("eagain=1", "FabricError", "try again"),
+        ("error_after=100", "FabricError", "fails on purpose"),
+        ("error=0.02", "FabricError", "fails on purpose"),
+    ],
+)
+def test_failing_network(chaos, kind, words, staging):
+    out = run(programs.proxy_test(), "failure", "chaos=" + chaos, "timeout_ms=500", "pes=3", staging)
+    errors = [line for line in out.splitlines() if ": rank " in line]
+    assert len(errors) == 3, out
+    assert any(line.startswith(kind) and words in line for line in errors), out
+    for line in errors:
+        assert "PE " in line and line.split(":")[0] in ("PeerLost", "FabricError"), line
+
+
+def test_failing_network_under_thread_sanitizer():
+    run(programs.proxy_test("thread"), "failure", "chaos=stall_after=200", "timeout_ms=500", "queues=2", "threads=2")
+
+
+def test_memory_does_not_grow():
+    """Ten million operations of all kinds through small windows."""
+    out = run(programs.null_test(), "10", timeout=280)
+    assert "ok" in out

@@ -1,0 +1,37 @@
+"""Kernels of the language over the proxy: lanes of a warp that push together, several queues and threads, chaos."""
+
+import pytest
+
+from tests import ranks
+from tests.proxy import lanes
+
+CASES = {
+    "one_queue": {},
+    "two_queues_two_threads": {"TSN_PROXY_QUEUES": "2", "TSN_PROXY_THREADS": "2"},
+    "full_ring": {"TSN_PROXY_CAPACITY": "4"},
+    "staging": {"TSN_PROXY_STAGING": "1", "TSN_PROXY_CHUNK": "4K"},
+    "chaos": {"TSN_CHAOS": "seed=5,reorder=0.3,split=0.2,eagain=0.1", "TSN_PROXY_QUEUES": "2"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lanes(case):
+    for stats in ranks.run(4, lanes.run_scatter, 7, env={"VIRTUAL_NODES": "2", **CASES[case]}):
+        assert stats["puts"] == lanes.THREADS * lanes.ROUNDS and stats["put_values"] == stats["puts"]
+        assert stats["queue_depth_max"] > 1
+
+
+CHAOS = {
+    "VIRTUAL_NODES": "2", "TSN_PROXY_CHUNK": "4K", "TSN_CHAOS": "seed=3,reorder=0.5,split=0.2,eagain=0.1,delay_us=3000",
+}  # fmt: skip
+
+
+def test_signal_after_its_data():
+    """put_signal in six pieces, read the moment its signal is there."""
+    assert ranks.run(2, lanes.run_relay, env=CHAOS) == [0, 0]
+
+
+def test_signal_after_its_last_piece_only():
+    """The mutation that counting exists for: without counting, a kernel reads data that are not there yet."""
+    early = ranks.run(2, lanes.run_relay, env={**CHAOS, "TSN_TEST_ORDERING": "last_chunk"})
+    assert sum(early) > 0

@@ -1,0 +1,30 @@
+"""The device queue on a real GPU: every descriptor whole and once, and the rates that the design asks for."""
+
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from tests.native.builder import CACHE, ROOT
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_queue_on_gpu():
+    CACHE.mkdir(parents=True, exist_ok=True)
+    program = CACHE / "queue_gpu_test"
+    major, minor = torch.cuda.get_device_capability()
+    sources = [ROOT / "tests/native/queue_gpu_test.cu", ROOT / "tilescale_net/csrc/proxy/queue.cpp"]
+    includes = [f"-I{ROOT}"]
+    subprocess.run(
+        ["nvcc", "-std=c++17", "-O2", f"-arch=sm_{major}{minor}", *includes, *map(str, sources), "-o", str(program)],
+        check=True,
+    )
+    out = subprocess.run([str(program)], capture_output=True, text=True, timeout=120)
+    assert out.returncode == 0, out.stdout + out.stderr
+    rates = {line.split()[0]: float(line.split()[1]) for line in out.stdout.splitlines() if len(line.split()) > 1}
+    print(out.stdout)
+    # Half of what an H200 must reach, so that a busy host does not fail the suite.
+    assert rates["one_warp_published"] >= 15 and rates["one_thread_batch"] >= 1.5, out.stdout
+    assert rates["ratio"] <= 1.5, out.stdout

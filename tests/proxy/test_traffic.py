@@ -1,0 +1,73 @@
+"""Traffic between PEs of one process, every byte and signal verified: over a well-behaved network, under chaos, through
+staging slots, to a heap that counts as GPU memory, and with the ordering broken on purpose."""
+
+import subprocess
+
+import pytest
+
+from tests.native.builder import run
+from tests.proxy import programs
+
+CHAOS = "chaos=reorder=0.3,split=0.2,eagain=0.1,delay_us=50"
+
+SHAPES = {
+    "plain": [],
+    "three_pes_two_threads": ["pes=3", "queues=3", "threads=2"],
+    "small_everything": ["capacity=4", "depth=8", "groups=4", "marks=4", "queues=2"],
+    "two_rails": ["rails=2", "largest=400000", "chunk=65536", "rounds=10"],
+    "no_delivery_complete": ["delivery_complete=0"],
+    "nothing_inline": ["inline=0"],
+    "positions_wrap": ["first=18446744073709551500", "capacity=16"],
+    "tickets_wrap": ["first=288230376151711700", "capacity=16", "queues=2"],
+    "staging": ["staging=1"],
+    "staging_small": ["staging=1", "staging_bytes=65536", "pes=3", "queues=2", "threads=2"],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_orderly_network(shape):
+    run(programs.proxy_test(), "traffic", *SHAPES[shape])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chaos(shape):
+    seeds = "seeds=1:6" if shape == "two_rails" else "seeds=1:21"
+    run(programs.proxy_test(), "traffic", CHAOS, seeds, *(["rounds=20"] + SHAPES[shape]))
+
+
+def test_chaos_with_narrow_immediates():
+    run(programs.proxy_test(), "traffic", CHAOS + ",imm_bits=8", "seeds=1:11", "pes=3", "rounds=20")
+
+
+@pytest.mark.parametrize("rdma", ["staged", "device_memory"])
+@pytest.mark.parametrize("chaos", [[], [CHAOS, "seeds=1:6"]], ids=["orderly", "chaos"])
+def test_gpu_heap(rdma, chaos):
+    """The driver's streams are threads that work late and in order; adds are carried out by the waiting kernels."""
+    env = {"TSN_LIBCUDA": str(programs.fake_cuda())}
+    run(programs.proxy_test(), "traffic", "cuda=1", f"device_memory={int(rdma != 'staged')}", *chaos, env=env)
+
+
+def test_gpu_heap_many_adds():
+    """More adds than the boxes hold at a time."""
+    env = {"TSN_LIBCUDA": str(programs.fake_cuda())}
+    run(programs.proxy_test(), "traffic", "cuda=1", "only=add", "rounds=300", "threads=2", "queues=2", "pes=3", env=env)
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+@pytest.mark.parametrize("shape", ["three_pes_two_threads", "staging_small", "no_delivery_complete"])
+def test_sanitizers(sanitizer, shape):
+    run(programs.proxy_test(sanitizer), "traffic", CHAOS, "seeds=1:3", *(["rounds=10"] + SHAPES[shape]))
+
+
+@pytest.mark.parametrize("staging", ["staging=0", "staging=1"])
+@pytest.mark.parametrize("only", ["put_signal", "fence"])
+def test_trusting_the_last_chunk_fails(only, staging):
+    """The mutation that counting exists for: signals that only wait for the last chunk arrive before their data."""
+    program = programs.proxy_test()
+    failed = 0
+    for seed in range(1, 6):
+        arguments = ["traffic", "trust_last_chunk=1", f"only={only}", staging, CHAOS, f"seeds={seed}:{seed + 1}"]
+        done = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=120)
+        assert done.returncode in (0, 1), done.stderr
+        failed += done.returncode == 1 and "is wrong" in done.stderr
+    assert failed == 5

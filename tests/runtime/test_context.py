@@ -1,0 +1,60 @@
+"""The Python mirror of the context and the C++ definition are one layout."""
+
+import ctypes
+import os
+import re
+import subprocess
+
+import tilescale_net
+from tilescale_net.runtime import context
+
+DEVICE = os.path.join(os.path.dirname(tilescale_net.__file__), "device")
+
+
+def test_layout_matches_the_header(tmp_path):
+    lines = ["#include <cstdio>", '#include "context.h"', "using namespace tsn;", "int main() {"]
+    for cls, name in ((context.ContextHeader, "Context"), (context.ErrorRecord, "ErrorRecord")):
+        for field, _ in cls._fields_:
+            lines.append(
+                f'printf("{name}.{field} %zu %zu\\n", offsetof({name}, {field}), sizeof((({name}*)0)->{field}));'
+            )
+    lines.append('printf("Context.peer_base %zu\\n", offsetof(Context, peer_base));')
+    for name in ("kContextVersion", "kSystemBytes", "kQueueWords", "kQueueWordsStride", "kMaxQueues", "kNearPes"):
+        lines.append(f'printf("{name} %llu\\n", (unsigned long long){name});')
+    lines.append("}")
+    source = tmp_path / "layout.cpp"
+    source.write_text("\n".join(lines))
+    subprocess.run(["g++", "-std=c++17", f"-I{DEVICE}", str(source), "-o", str(tmp_path / "layout")], check=True)
+    out = subprocess.run([str(tmp_path / "layout")], capture_output=True, text=True, check=True).stdout
+    seen = dict(line.split(" ", 1) for line in out.splitlines())
+    for cls, name in ((context.ContextHeader, "Context"), (context.ErrorRecord, "ErrorRecord")):
+        for field, _ in cls._fields_:
+            d = getattr(cls, field)
+            assert seen[f"{name}.{field}"] == f"{d.offset} {d.size}", field
+    assert int(seen["Context.peer_base"]) == context.HEADER_BYTES
+    assert int(seen["kContextVersion"]) == context.VERSION
+    assert int(seen["kSystemBytes"]) == context.SYSTEM_BYTES
+    assert int(seen["kQueueWords"]) == context.QUEUE_WORDS
+    assert int(seen["kQueueWordsStride"]) == context.QUEUE_WORDS_STRIDE
+    assert int(seen["kMaxQueues"]) == context.MAX_QUEUES
+    assert int(seen["kNearPes"]) == context.NEAR_PES
+
+
+def test_names_of_errors_and_operations_match_the_header():
+    with open(os.path.join(DEVICE, "context.h")) as f:
+        text = f.read()
+    kinds = re.search(r"enum ErrorKind.*?\{(.*?)\};", text, re.S).group(1)
+    operations = re.search(r"enum Operation.*?\{(.*?)\};", text, re.S).group(1)
+    assert len(re.findall(r"= \d+,", kinds)) == len(context.ERROR_KINDS)
+    names = re.findall(r"kOp(\w+) = (\d+)", operations)
+    assert [int(v) for _, v in names] == list(range(len(context.OPERATIONS)))
+    for (name, _), ours in zip(names, context.OPERATIONS):
+        assert name.lower() == ours.replace("_", ""), name
+
+
+def test_pack_is_header_then_peers():
+    data = context.pack(context.ContextHeader(my_pe=3, n_pes=2), [7, 9])
+    assert len(data) == context.HEADER_BYTES + 8 * context.NEAR_PES
+    assert ctypes.c_uint64.from_buffer_copy(data, context.HEADER_BYTES + 8).value == 9
+    assert not any(data[context.HEADER_BYTES + 16 :])
+    assert len(context.pack(context.ContextHeader(), [1] * 200)) == context.HEADER_BYTES + 8 * 200

@@ -1,0 +1,31 @@
+"""The allocator under random use."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilescale_net.runtime.heap import ALIGNMENT, GAP, Allocator
+
+END = 1 << 16
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9000)), max_size=80))
+def test_blocks_never_overlap_and_all_memory_returns(actions):
+    heap = Allocator(0, END)
+    live: dict[int, int] = {}
+    for allocate, n in actions:
+        if allocate:
+            offset = heap.allocate(n)
+            if offset is None:
+                assert heap.largest_hole < (n + GAP + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+                continue
+            assert offset % ALIGNMENT == 0 and 0 <= offset and offset + n + GAP <= END
+            for other, size in live.items():
+                assert offset + n + GAP <= other or other + size + GAP <= offset
+            live[offset] = n
+        elif live:
+            offset = sorted(live)[n % len(live)]
+            del live[offset]
+            heap.release(offset)
+    for offset in list(live):
+        heap.release(offset)
+    assert heap.allocate(END - GAP) == 0, "freed neighbours must become one hole"

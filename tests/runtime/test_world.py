@@ -1,0 +1,183 @@
+"""init, heap, teams, barrier, and what happens when ranks disagree or die."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from tests import ranks
+
+
+def _allocate_and_read_peers():
+    a = tsn.zeros((5, 7), torch.float32)
+    b = tsn.empty(3, torch.bfloat16)
+    w = tsn.world()
+    assert tuple(a.shape) == (5, 7) and a.dtype == torch.float32 and bool((a == 0).all())
+    if w.device_kind == "simulator":
+        assert bool(torch.isnan(b).all()), "fresh memory must be poisoned"
+    offsets = (w.heap.offset_of(a), w.heap.offset_of(b))
+    tsn.free(a)
+    c = tsn.zeros(2, torch.int64)
+    assert w.heap.offset_of(c) == offsets[0], "freed memory is used again"
+    tsn.barrier()
+    return offsets, list(tsn.team()), list(tsn.team("node")), [bool(p) for p in w.peer_base]
+
+
+def test_heap_is_symmetric_and_reusable():
+    values = ranks.run(3, _allocate_and_read_peers)
+    assert len({v[0] for v in values}) == 1
+    assert all(v[1] == [0, 1, 2] and v[2] == [0, 1, 2] and v[3] == [True] * 3 for v in values)
+
+
+def _write_to_peer():
+    import ctypes
+
+    w = tsn.world()
+    x = tsn.zeros(4, torch.int32)
+    tsn.barrier()
+    if w.device_kind == "simulator":
+        peer = (w.rank + 1) % w.size
+        address = w.peer_base[peer] + w.heap.offset_of(x)
+        (ctypes.c_int32 * 4).from_address(address)[w.rank] = 100 + w.rank
+        tsn.barrier()
+        return x.tolist()
+
+
+def test_peers_are_mapped():
+    values = ranks.run(2, _write_to_peer)
+    if values[0] is not None:
+        assert values == [[0, 101, 0, 0], [100, 0, 0, 0]]
+
+
+def _allocate(sizes):
+    tsn.empty(sizes[tsn.rank()], torch.float32)
+
+
+def test_disagreement_names_both_sides():
+    outcomes = ranks.launch(2, _allocate, (8, 9))
+    for o, mine, other in ((outcomes[0], 8, 9), (outcomes[1], 9, 8)):
+        assert o.error[0] == "RankMismatch", o.error
+        assert f"empty([{mine}]" in o.error[1] and f"empty([{other}]" in o.error[1]
+
+
+def _exhaust():
+    tsn.empty(1 << 30, torch.uint8)
+
+
+def test_exhausted_heap_says_how_much_is_left():
+    for o in ranks.launch(2, _exhaust):
+        assert o.error[0] == "HeapError" and "1073741824 bytes" in o.error[1] and "TSN_HEAP_SIZE" in o.error[1]
+
+
+def _misuse_free(case):
+    a = tsn.empty(16, torch.float32)
+    if case == "twice":
+        tsn.free(a)
+        tsn.free(a)
+    elif case == "view":
+        tsn.free(a[4:])
+    else:
+        tsn.free(torch.zeros(4, device=tsn.device()))
+
+
+@pytest.mark.parametrize("case, words", [("twice", "freed already"), ("view", "is a view"), ("foreign", "not in the")])
+def test_wrong_free(case, words):
+    for o in ranks.launch(2, _misuse_free, case):
+        assert o.error[0] == "HeapError" and words in o.error[1]
+
+
+def _different_calls():
+    if tsn.rank() == 0:
+        tsn.barrier()
+    else:
+        tsn.zeros(4)
+
+
+def test_different_calls_are_named():
+    outcomes = ranks.launch(2, _different_calls)
+    assert all(o.error[0] == "RankMismatch" for o in outcomes)
+    assert "tilescale_net.barrier" in outcomes[1].error[1] and "tilescale_net.zeros" in outcomes[1].error[1]
+
+
+def _barrier_or_sleep():
+    if tsn.rank() == 1:
+        time.sleep(60)
+    tsn.barrier()
+
+
+def test_killed_rank_is_reported_quickly():
+    begin = time.monotonic()
+
+    def kill_later(procs):
+        threading.Timer(3.0, lambda: os.kill(procs[1].pid, signal.SIGKILL)).start()
+
+    outcomes = ranks.launch(3, _barrier_or_sleep, on_start=kill_later, timeout=40)
+    assert outcomes[1].error[0] == "Died"
+    for o in (outcomes[0], outcomes[2]):
+        assert o.error[0] == "PeerLost" and "rank 1" in o.error[1], o.error
+    assert time.monotonic() - begin < 30
+
+
+def _raise_on_one():
+    if tsn.rank() == 1:
+        raise ValueError("my own mistake")
+    tsn.barrier()
+
+
+def test_reason_of_the_failed_rank_reaches_the_others():
+    outcomes = ranks.launch(2, _raise_on_one)
+    assert outcomes[1].error[0] == "ValueError"
+    assert outcomes[0].error[0] == "PeerLost" and "my own mistake" in outcomes[0].error[1]
+
+
+def _late_rank():
+    if tsn.rank() == 1:
+        time.sleep(14)
+    tsn.barrier()
+
+
+def test_missing_rank_is_named_after_the_timeout():
+    outcomes = ranks.launch(2, _late_rank, env={"TSN_TIMEOUT": "2"})
+    assert outcomes[0].error[0] == "PeerLost" and "rank 1" in outcomes[0].error[1]
+
+
+@pytest.mark.parametrize(
+    "env, words",
+    [
+        ({"VIRTUAL_NODES": "3"}, "does not divide"),
+        ({"TSN_HEAP_SIZE": "lots"}, "TSN_HEAP_SIZE='lots'"),
+        ({"TSN_DEVICE": "abacus"}, "TSN_DEVICE='abacus'"),
+        ({"TSN_TIMEOUT": "soon"}, "TSN_TIMEOUT='soon'"),
+    ],
+)
+def test_bad_settings(env, words):
+    for o in ranks.launch(2, tsn.init, env=env, init=False):
+        assert o.error[0] == "ConfigurationError" and words in o.error[1], o.error
+
+
+def _again():
+    for _ in range(3):
+        tsn.init("8M")
+        x = tsn.zeros(8)
+        tsn.barrier()
+        tsn.finalize()
+    with pytest.raises(tsn.TileScaleError, match="init"):
+        tsn.barrier()
+
+
+def test_init_after_finalize():
+    ranks.run(2, _again, init=False)
+
+
+def test_single_rank_needs_no_launcher(tmp_path):
+    import subprocess
+    import sys
+
+    code = "import tilescale_net as tsn; tsn.init(); x = tsn.zeros(4); tsn.barrier(); print(tsn.size(), x.sum().item())"
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=env)
+    assert done.returncode == 0 and done.stdout.split() == ["1", "0.0"], done.stderr

@@ -1,0 +1,336 @@
+"""Small communicating kernels, each in a right form and in forms that leave one thing out.
+
+Both ranks run the same kernel towards each other. `out` receives what the target saw; the right form always sees what
+was sent. On real hardware the wrong forms pass nearly always.
+"""
+
+import tilelang.language as T
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+
+COUNT = 5000  # float32; several pieces of a put
+
+
+def _kernel(sender, blocks=1):
+    """A kernel in which `sender` sends `src`, and the block then waits for the peer's and copies what has come."""
+
+    @T.prim_func
+    def kernel(
+        ctx: N.Context(),
+        src: T.Tensor((COUNT,), "float32"),
+        dst: T.Tensor((COUNT,), "float32"),
+        sig: T.Tensor((4,), "uint64"),
+        out: T.Tensor((COUNT,), "float32"),
+        pe: T.int32,
+        turn: T.int64,
+    ):
+        with T.Kernel(1, threads=128):
+            tx = T.get_thread_binding()
+            sender(src, dst, sig, pe, T.cast(turn, "uint64"), tx)
+            for i in T.serial(T.ceildiv(COUNT, 128)):
+                if i * 128 + tx < COUNT:
+                    out[i * 128 + tx] = dst[i * 128 + tx]
+
+    return kernel
+
+
+@T.macro
+def _put_fence_signal(src, dst, sig, pe, turn, tx):
+    N.put_block(dst, src, pe)
+    T.sync_threads()
+    if tx == 0:
+        N.fence(pe)
+        N.signal(sig[0], turn, pe)
+    N.wait_block(sig[0], "ge", turn)
+
+
+@T.macro
+def _put_signal(src, dst, sig, pe, turn, tx):
+    N.put_signal_block(dst, src, pe, sig[0], turn)
+    N.wait_block(sig[0], "ge", turn)
+
+
+@T.macro
+def _put_quiet_barrier(src, dst, sig, pe, turn, tx):
+    N.put_block(dst, src, pe)
+    T.sync_threads()
+    if tx == 0:
+        N.quiet(pe)
+    N.barrier_all()
+
+
+@T.macro
+def _put_value_fence_signal(src, dst, sig, pe, turn, tx):
+    for i in T.serial(T.ceildiv(COUNT, 128)):
+        if i * 128 + tx < COUNT:
+            N.put_value(dst[i * 128 + tx], src[i * 128 + tx], pe)
+    T.sync_threads()
+    if tx == 0:
+        N.fence(pe)
+        N.signal(sig[0], turn, pe)
+    N.wait_block(sig[0], "ge", turn)
+
+
+@T.macro
+def _put_fence_put_signal(src, dst, sig, pe, turn, tx):
+    """The fence orders the first half before the signal of the second."""
+    half = COUNT // 2
+    N.put_block(dst[0], src[0], pe, count=half)
+    T.sync_threads()
+    if tx == 0:
+        N.fence(pe)
+    T.sync_threads()
+    N.put_signal_block(dst[half], src[half], pe, sig[0], turn, count=COUNT - half)
+    N.wait_block(sig[0], "ge", turn)
+
+
+@T.macro
+def _quiet_then_reuse(src, dst, sig, pe, turn, tx):
+    N.put_signal_block(dst, src, pe, sig[0], turn)
+    T.sync_threads()
+    if tx == 0:
+        N.quiet(pe)
+    T.sync_threads()
+    for i in T.serial(T.ceildiv(COUNT, 128)):
+        if i * 128 + tx < COUNT:
+            src[i * 128 + tx] = -1.0
+    N.wait_block(sig[0], "ge", turn)
+
+
+@T.macro
+def _view_and_signal(src, dst, sig, pe, turn, tx):
+    there = N.remote(dst, pe)
+    for i in T.serial(T.ceildiv(COUNT, 128)):
+        if i * 128 + tx < COUNT:
+            there[i * 128 + tx] = src[i * 128 + tx]
+    T.sync_threads()
+    if tx == 0:
+        N.fence(pe)
+        N.signal(sig[0], turn, pe)
+    N.wait_block(sig[0], "ge", turn)
+
+
+@T.macro
+def _get_after_barrier(src, dst, sig, pe, turn, tx):
+    N.barrier_all()
+    N.get_block(dst, src, pe)
+
+
+RIGHT = {
+    "put, fence, signal": _put_fence_signal,
+    "put_signal": _put_signal,
+    "put, quiet, barrier": _put_quiet_barrier,
+    "put_value, fence, signal": _put_value_fence_signal,
+    "put, fence, put_signal": _put_fence_put_signal,
+    "source reused after quiet": _quiet_then_reuse,
+    "remote view, fence, signal": _view_and_signal,
+    "get after a barrier": _get_after_barrier,
+}
+
+
+@T.macro
+def _no_fence(src, dst, sig, pe, turn, tx):
+    N.put_block(dst, src, pe)
+    T.sync_threads()
+    if tx == 0:
+        N.signal(sig[0], turn, pe)
+    N.wait_block(sig[0], "ge", turn)
+
+
+@T.macro
+def _no_wait(src, dst, sig, pe, turn, tx):
+    N.put_signal_block(dst, src, pe, sig[0], turn)
+
+
+@T.macro
+def _no_quiet(src, dst, sig, pe, turn, tx):
+    N.put_block(dst, src, pe)
+    N.barrier_all()
+
+
+@T.macro
+def _value_without_fence(src, dst, sig, pe, turn, tx):
+    for i in T.serial(T.ceildiv(COUNT, 128)):
+        if i * 128 + tx < COUNT:
+            N.put_value(dst[i * 128 + tx], src[i * 128 + tx], pe)
+    T.sync_threads()
+    if tx == 0:
+        N.signal(sig[0], turn, pe)
+    N.wait_block(sig[0], "ge", turn)
+
+
+@T.macro
+def _signal_of_another_put(src, dst, sig, pe, turn, tx):
+    half = COUNT // 2
+    N.put_block(dst[0], src[0], pe, count=half)
+    N.put_signal_block(dst[half], src[half], pe, sig[0], turn, count=COUNT - half)
+    N.wait_block(sig[0], "ge", turn)
+
+
+@T.macro
+def _early_reuse(src, dst, sig, pe, turn, tx):
+    N.put_signal_block(dst, src, pe, sig[0], turn)
+    T.sync_threads()
+    for i in T.serial(T.ceildiv(COUNT, 128)):
+        if i * 128 + tx < COUNT:
+            src[i * 128 + tx] = -1.0
+    N.wait_block(sig[0], "ge", turn)
+
+
+@T.macro
+def _fence_to_another_pe(src, dst, sig, pe, turn, tx):
+    N.put_block(dst, src, pe)
+    T.sync_threads()
+    if tx == 0:
+        N.fence(1 - pe)
+        N.signal(sig[0], turn, pe)
+    N.wait_block(sig[0], "ge", turn)
+
+
+@T.macro
+def _wait_by_one_thread(src, dst, sig, pe, turn, tx):
+    """The other threads read without having waited."""
+    N.put_signal_block(dst, src, pe, sig[0], turn)
+    if tx == 0:
+        N.wait(sig[0], "ge", turn)
+
+
+WRONG = {
+    "no fence between put and signal": _no_fence,
+    "no wait": _no_wait,
+    "barrier without quiet": _no_quiet,
+    "no fence between put_value and signal": _value_without_fence,
+    "signal of another put": _signal_of_another_put,
+    "source reused before quiet": _early_reuse,
+    "fence to another PE": _fence_to_another_pe,
+    "wait by one thread": _wait_by_one_thread,
+}
+
+
+@tsn.jit
+def kernel(name):
+    return _kernel((RIGHT | WRONG)[name])
+
+
+@tsn.jit
+def signals_in_order(n):
+    """n signals to one word: a waiter sees them in order, and the last value stays."""
+
+    @T.prim_func
+    def kernel(ctx: N.Context(), sig: T.Tensor((2,), "uint64"), seen: T.Tensor((n,), "uint64"), pe: T.int32):
+        with T.Kernel(1, threads=32):
+            if T.get_thread_binding() == 0:
+                for i in T.serial(n):
+                    N.signal(sig[0], T.cast(i + 1, "uint64"), pe)
+                    N.signal(sig[1], T.uint64(1), pe, op="add")
+                for i in T.serial(n):
+                    seen[i] = N.wait(sig[0], "ge", T.cast(i + 1, "uint64"))
+                N.wait(sig[1], "eq", T.uint64(n))
+
+    return kernel
+
+
+@tsn.jit
+def put_only():
+    @T.prim_func
+    def kernel(ctx: N.Context(), src: T.Tensor((COUNT,), "float32"), dst: T.Tensor((COUNT,), "float32"), pe: T.int32):
+        with T.Kernel(1, threads=128):
+            N.put_block(dst, src, pe)
+
+    return kernel
+
+
+def _transfer(call):
+    """A macro that makes `call`, a primitive of one thread, in thread 7."""
+
+    @T.macro
+    def by_thread(a, b, sig, place, count, pe, tx):
+        if tx == 7:
+            call(a, b, sig, place, pe)
+
+    return by_thread
+
+
+@T.macro
+def _put_to(a, b, sig, place, count, pe, tx):
+    N.put_block(b[place], a[0], pe, count=count)
+
+
+@T.macro
+def _put_from(a, b, sig, place, count, pe, tx):
+    N.put_block(b[0], a[place], pe, count=count)
+
+
+@T.macro
+def _put_signal_to(a, b, sig, place, count, pe, tx):
+    N.put_signal_block(b[place], a[0], pe, sig[0], 1, count=count)
+
+
+@T.macro
+def _get_from(a, b, sig, place, count, pe, tx):
+    N.get_block(a[0], b[place], pe, count=count)
+
+
+@T.macro
+def _get_to(a, b, sig, place, count, pe, tx):
+    N.get_block(a[place], b[0], pe, count=count)
+
+
+@T.macro
+def _store_to_view(a, b, sig, place, count, pe, tx):
+    there = N.remote(b, pe)
+    if tx == 7:
+        there[place] = a[0]
+
+
+TRANSFERS = {
+    "put to": _put_to,
+    "put from": _put_from,
+    "put_signal": _put_signal_to,
+    "get from": _get_from,
+    "get to": _get_to,
+    "put_value": _transfer(lambda a, b, sig, place, pe: N.put_value(b[place], T.float32(1), pe)),
+    "atomic": _transfer(lambda a, b, sig, place, pe: N.atomic_add(b[place], T.float32(1), pe)),
+    "signal": _transfer(lambda a, b, sig, place, pe: N.signal(sig[place], T.uint64(1), pe)),
+    "wait": _transfer(lambda a, b, sig, place, pe: N.wait(sig[place], "ge", T.uint64(0))),
+    "view": _store_to_view,
+}
+
+
+# tilelang guards single accesses that it cannot prove to be inside; these are to be outside.
+@tsn.jit(pass_configs={"tl.disable_safe_memory_legalize": True})
+def transfer_range(operation, n):
+    """A transfer whose range the caller chooses: for accesses outside of allocations."""
+    transfer = TRANSFERS[operation]
+
+    @T.prim_func
+    def kernel(
+        ctx: N.Context(),
+        a: T.Tensor((n,), "float32"),
+        b: T.Tensor((n,), "float32"),
+        sig: T.Tensor((1,), "uint64"),
+        place: T.int64,
+        count: T.int64,
+        pe: T.int32,
+    ):
+        with T.Kernel(1, threads=64):
+            transfer(a, b, sig, place, count, pe, T.get_thread_binding())
+
+    return kernel
+
+
+@tsn.jit
+def wait_for_the_last_block(blocks):
+    """Runs only where all blocks are resident."""
+
+    @T.prim_func
+    def kernel(ctx: N.Context(), sig: T.Tensor((1,), "uint64"), pe: T.int32):
+        with T.Kernel(blocks, threads=32) as b:
+            if T.get_thread_binding() == 0:
+                if b == blocks - 1:
+                    N.signal(sig[0], T.uint64(1), pe)
+                else:
+                    N.wait(sig[0], "ge", T.uint64(1))
+
+    return kernel

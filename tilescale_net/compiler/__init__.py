@@ -1,0 +1,5 @@
+"""From traced primitives to compiled kernels: TVM operators, their lowering, `tsn.jit`."""
+
+from tilescale_net.compiler.toolchain import check_tilelang as _check_tilelang
+
+_check_tilelang()

@@ -1,0 +1,124 @@
+"""What tilelang does to a kernel that is harmless until another PE writes its memory, kept from happening here.
+
+- T.Pipelined issues the copies of later iterations before the waits of earlier ones: refused where primitives are inside.
+- Conditions and trip counts that read memory are evaluated more than once, and moved out of loops, as if waits changed
+  nothing: they are evaluated once, where they stand, into a variable.
+- T.copy may become a TMA copy, which belongs to the async proxy, and whose accesses waits and signals do not order:
+  switched off; explicit TMA is refused.
+- T.Parallel runs its body on some threads at a time: primitives of warps and blocks are refused there.
+- Loads among an operator's operands get no bounds check: they are given one.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.tirx.stmt_functor import ir_transform, post_order_visit
+
+from tilescale_net.compiler.ir import OUR_OPS, kernel_name, loads_memory, op_name, opaque_call, our_calls, where
+from tilescale_net.errors import KernelError
+
+_COPY = "tl.tileop.copy"
+_TMA_OPS = {"tl.tileop.tma_copy", "tl.tileop.im2col", "tl.tma_load", "tl.tma_store"}
+_TMA_ANNOTATIONS = ("is_gather4", "is_scatter4", "cluster_mask")
+_PIPELINE_ANNOTATIONS = ("num_stages", "tl_pipeline_order", "tl_pipeline_stage", "software_pipeline_stage")
+# Called by whole blocks although they carry no scope.
+_BLOCK_OPS = {"tsn.barrier_all", "tsn.barrier_node"}
+
+
+def check(func: tirx.PrimFunc) -> None:
+    """Raise KernelError, with the author's line, for what cannot be made right."""
+    if not our_calls(func.body):
+        return
+    loops = []
+    post_order_visit(func.body, lambda node: loops.append(node) if isinstance(node, tirx.For) else None)
+    for loop in loops:
+        _check_loop(loop)
+    _check_tma(func)
+
+
+def rewrite(body: tirx.Stmt) -> tirx.Stmt:
+    """Make the rest right, see above."""
+    if not our_calls(body):
+        return body
+    body = ir_transform(body, None, lambda c: _guard_loads(c) if op_name(c) in OUR_OPS else None, ["tirx.Call"])
+    body = ir_transform(body, None, lambda c: _without_tma(c) if op_name(c) == _COPY else None, ["tirx.Call"])
+    return ir_transform(body, None, _evaluate_once, ["tirx.IfThenElse", "tirx.For"])
+
+
+def _check_loop(node: tirx.For) -> None:
+    if node.kind in (tirx.ForKind.PARALLEL, tirx.ForKind.VECTORIZED):
+        for call in our_calls(node.body):
+            scope = call.args[0].value if call.args and isinstance(call.args[0], tirx.StringImm) else "thread"
+            scope = "block" if op_name(call) in _BLOCK_OPS else scope
+            if scope in ("block", "warp"):
+                raise KernelError(
+                    f"{op_name(call)} is called at {scope} scope inside T.Parallel, whose iterations run on different "
+                    "threads; use the thread-scope primitive there, or move the call out of the loop" + where(call)
+                )
+    annotations = node.annotations or {}
+    pipelined = [key for key in _PIPELINE_ANNOTATIONS if key in annotations]
+    if pipelined and not (pipelined == ["num_stages"] and int(annotations["num_stages"]) == 0):
+        call = opaque_call(node.body)
+        if call is not None:
+            raise KernelError(
+                f"{op_name(call)} is called inside T.Pipelined, which moves the copies of later iterations before it; "
+                "wait before the loop, or use T.serial around a T.Pipelined without primitives" + where(call)
+            )
+
+
+def _check_tma(func: tirx.PrimFunc) -> None:
+    call = opaque_call(func.body)
+    found = []
+
+    def look(node):
+        name = op_name(node)
+        if name in _TMA_OPS or (name == _COPY and any(key in node.annotations for key in _TMA_ANNOTATIONS)):
+            found.append(name)
+
+    post_order_visit(func.body, look)
+    if found and call is not None:
+        raise KernelError(
+            f"kernel {kernel_name(func)} asks for TMA ({found[0]}) and uses {op_name(call)}: waits and signals do not "
+            "order TMA accesses, so it could read what a peer has not written yet; use T.copy for data that peers "
+            f"exchange, or move the TMA part to a kernel of its own{where(call)}"
+        )
+
+
+def _without_tma(copy: tirx.Call) -> tirx.Call:
+    annotations = {**dict(copy.annotations), "disable_tma": tirx.IntImm("bool", 1)}
+    return tirx.Call(copy.dtype, copy.op, copy.args, annotations=annotations, span=copy.span)
+
+
+def _evaluate_once(node):
+    if isinstance(node, tirx.IfThenElse):
+        if not loads_memory(node.condition):
+            return None
+        held = tirx.Var("condition", node.condition.dtype)
+        branch = tirx.IfThenElse(held, node.then_case, node.else_case)
+        return tirx.SeqStmt([tirx.Bind(held, node.condition), branch])
+    if node.kind not in (tirx.ForKind.SERIAL, tirx.ForKind.UNROLLED) or not loads_memory(node.extent):
+        return None
+    held = tirx.Var("extent", node.extent.dtype)
+    step = getattr(node, "step", None)
+    loop = tirx.For(node.loop_var, node.min, held, node.kind, node.body, None, node.annotations, step)
+    return tirx.SeqStmt([tirx.Bind(held, node.extent), loop])
+
+
+def _guard_loads(call: tirx.Call) -> tirx.Call:
+    def guard(load):
+        if load.buffer.scope() != "global":
+            return None
+        inside = [
+            condition
+            for index, size in zip(load.indices, load.buffer.shape)
+            if not (isinstance(index, tirx.IntImm) and isinstance(size, tirx.IntImm))
+            for condition in (index >= 0, index < size)
+        ]
+        return tirx.if_then_else(tirx.all(*inside), load, tirx.const(0, load.dtype)) if inside else None
+
+    def visit(expr):
+        if not isinstance(expr, tirx.PrimExpr):
+            return expr
+        return ir_transform(tirx.Evaluate(expr), None, guard, ["tirx.BufferLoad"]).value
+
+    return tirx.Call(call.dtype, call.op, [visit(arg) for arg in call.args], span=call.span)

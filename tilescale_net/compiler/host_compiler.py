@@ -1,0 +1,147 @@
+"""Compiles host translation units with the machine's C++ compiler and keeps the results in a per-user cache."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tilescale_net.errors import ConfigurationError, SimulatorUnsupported
+
+DEVICE_DIR = Path(__file__).resolve().parent.parent / "device"
+# Generated code puns types and overflows integers as GPUs allow; nobody unwinds through a kernel.
+FLAGS = (
+    "-std=c++17 -O2 -fPIC -shared -w -fvisibility=hidden -fno-strict-aliasing -fwrapv -fno-exceptions -fno-rtti "
+    "-fno-math-errno -fno-trapping-math -fno-stack-protector -fstack-clash-protection -fno-asynchronous-unwind-tables"
+).split()
+
+
+@functools.cache
+def compiler() -> tuple[str, ...]:
+    """The host compiler's command: $CXX, g++, clang++ or c++. Raises ConfigurationError when there is none."""
+    named = os.environ.get("CXX")
+    candidates = [shlex.split(named)] if named else [["g++"], ["clang++"], ["c++"]]
+    for command in candidates:
+        if command and shutil.which(command[0]):
+            return tuple(command)
+    tried = named or "g++, clang++ and c++"
+    raise ConfigurationError(
+        f"the simulator needs a C++17 compiler and found none ({tried}); install g++ or clang, or name one in CXX"
+    )
+
+
+@functools.cache
+def _compiler_identity() -> str:
+    done = subprocess.run([*compiler(), "--version"], capture_output=True, text=True)
+    return " ".join(compiler()) + "\n" + done.stdout
+
+
+@functools.cache
+def cuda_include() -> tuple[str, ...]:
+    """Include folders with CUDA's number types (cuda_fp16.h and the like) for the host.
+
+    The wheels nvidia-cuda-runtime and nvidia-cuda-cccl, else a toolkit in CUDA_HOME, CUDA_PATH or /usr/local/cuda.
+    Raises ConfigurationError when neither is there.
+    """
+    roots = []
+    spec = importlib.util.find_spec("nvidia")
+    for root in spec.submodule_search_locations if spec and spec.submodule_search_locations else ():
+        roots += [*sorted(Path(root).glob("cu*/include"), reverse=True), Path(root) / "cuda_runtime" / "include"]
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            roots.append(Path(os.environ[variable]) / "include")
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        roots.append(Path(nvcc).resolve().parent.parent / "include")
+    roots.append(Path("/usr/local/cuda/include"))
+    for root in roots:
+        cccl = [
+            p for p in (root / "cccl", root, root.parent.parent / "cuda_cccl" / "include") if (p / "nv/target").exists()
+        ]
+        if (root / "cuda_fp8.h").exists() and cccl:
+            return (str(root), str(cccl[0]))
+    raise ConfigurationError(
+        "the simulator needs CUDA's headers for number types (cuda_fp16.h and others; no GPU and no toolkit) and found "
+        "none; run `pip install nvidia-cuda-runtime nvidia-cuda-cccl`"
+    )
+
+
+@functools.cache
+def _headers_hash() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(DEVICE_DIR.rglob("*.h")):
+        digest.update(str(path.relative_to(DEVICE_DIR)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for folder in cuda_include():
+        for name in ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.hpp", "cuda_fp8.hpp"):
+            path = Path(folder) / name
+            if path.exists():
+                digest.update(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
+    return digest.hexdigest()
+
+
+def cache_dir() -> Path:
+    """Folder of compiled kernels: $XDG_CACHE_HOME/tilescale_net/simulator, by default below ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "tilescale_net" / "simulator"
+
+
+def build(name: str, text: str) -> Path:
+    """Path of the shared library made of a translation unit, compiled now or found in the cache.
+
+    Args:
+        name: the kernel's name, for file names and errors.
+        text: C++ source from `host_source.translate`.
+
+    Raises:
+        ConfigurationError: no compiler, or a cache folder that cannot be written.
+        SimulatorUnsupported: the compiler refuses the source; carries its first messages.
+    """
+    flags = [*FLAGS, f"-I{DEVICE_DIR}", f"-I{DEVICE_DIR / 'host'}", *(f"-I{p}" for p in cuda_include())]
+    if "clang" not in _compiler_identity():
+        flags.append("-fno-gnu-unique")
+    flags += shlex.split(os.environ.get("TSN_SIM_CXXFLAGS", ""))
+    key = hashlib.sha256("\0".join([text, _headers_hash(), _compiler_identity(), *flags]).encode()).hexdigest()[:24]
+    folder = cache_dir()
+    library = folder / f"{name[:60]}-{key}.so"
+    if library.exists():
+        return library
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / f"lock-{key[0]}", "w")
+    except OSError as err:
+        raise ConfigurationError(
+            f"compiled kernels cannot be kept in {folder} ({err.strerror}); set XDG_CACHE_HOME to a folder that can be written"
+        ) from err
+    with lock, tempfile.TemporaryDirectory(dir=folder) as work:
+        # Ranks of one machine compile a kernel once: the others wait here and find it. (Sixteen locks serve all kernels.)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if library.exists():
+            return library
+        source, out = Path(work) / f"{name[:60]}.cpp", Path(work) / "kernel.so"
+        source.write_text(text)
+        done = subprocess.run([*compiler(), *flags, str(source), "-o", str(out)], capture_output=True, text=True)
+        if done.returncode:
+            raise SimulatorUnsupported(_explain(name, done.stderr))
+        os.replace(out, library)
+    return library
+
+
+def _explain(name: str, stderr: str) -> str:
+    errors = [line for line in stderr.splitlines() if re.search(r"\berror\b", line)] or stderr.splitlines()
+    # As g++ and as clang say it.
+    unknown = re.findall(
+        r"['‘](\w+)['’] (?:is not a member of|was not declared)|(?:undeclared identifier|no member named) '(\w+)'",
+        stderr,
+    )
+    unknown = [a or b for a, b in unknown]
+    what = f": it has no {', '.join(sorted(set(unknown)))}" if unknown else ""
+    shown = "\n".join(errors[:8])
+    return f"kernel {name}: the simulator cannot compile the generated source{what}. The compiler says:\n{shown}"

@@ -1,0 +1,210 @@
+"""From generated CUDA source to a C++17 translation unit that the host's compiler turns into a simulated kernel.
+
+tilelang's own headers need nvcc; `device/host` holds what kernels without tensor cores use of them. The source itself
+stays as it is, except for declarations that mean something to nvcc only: shared memory, and the kernels' signatures.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tilescale_net.errors import SimulatorUnsupported
+
+# Constructs that fibers cannot carry, by the text that betrays them, and how a kernel's author knows them.
+_UNSUPPORTED = (
+    (r"\btl::(?:mma_sync\w*|gemm\w*|mma_sp\w*|sm120_\w+)\b", "tensor-core matrix products (T.gemm)"),
+    (r"\b(?:tl::)?w(?:ar)?pgroup_\w+|\btl::wgmma\w*|\btl::wait_wgmma\b", "warp-group matrix products (wgmma)"),
+    (r"\btl::tcgen05\w*|\btl::tmem_\w+", "tensor memory (tcgen05)"),
+    (r"\bCUtensorMap\b|\btl::tma_\w+|\btl::prefetch_tma_descriptor\b", "tensor memory accelerator copies (TMA)"),
+    (r"\btl::(?:cp_async|mbarrier|fence_barrier|fence_proxy)\w*|\bBarrier\s*\*", "asynchronous copies and mbarriers"),
+    (r"\btl::ptx_(?:ld|st)matrix\w*", "ldmatrix and stmatrix"),
+    (r"\btl::(?:cluster_\w+|clc_\w+|block_rank_in_cluster)\b", "thread block clusters"),
+    (r"\bcurand\w*", "cuRAND"),
+    (r"\bfp4_e2m1\w*|\b__nv_fp4\w*", "fp4 numbers"),
+    (r"\b(?:__asm__|asm)\b", "inline PTX (asm)"),
+)
+# Includes that the host's own headers replace.
+_DROPPED = re.compile(
+    r'^\s*#\s*include\s*[<"](?:tl_templates/|cutlass/|cute/|cuda/|cuda\.h|cuda_\w+\.h|math_constants\.h|'
+    r'cooperative_groups\.h|tilescale_net\.h)[^>"]*[>"].*$',
+    re.MULTILINE,
+)
+_KERNEL = re.compile(
+    r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)\s*([;{])'
+)
+_POINTER = re.compile(r"^(const\s+)?([\w:]+(?:\s+[\w:]+)?)\s*\*\s*(?:__restrict__\s+)?(\w+)$")
+_VALUE = re.compile(r"^(?:const\s+)?([\w:]+(?:\s+[\w:]+)*)\s+(\w+)$")
+_DYNAMIC_SHARED = re.compile(r"^(\s*)extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w:]+)\s+(\w+)\[\];", re.MULTILINE)
+_STATIC_SHARED = re.compile(
+    r"^(\s*)__shared__\s+(?:__align__\(\d+\)\s+)?([\w:]+(?:\s+[\w:]+)?)\s+(\w+)((?:\[[^\]]*\])+)\s*;", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a kernel: its name, its C++ type (of the elements, for a pointer), and whether it is a pointer."""
+
+    name: str
+    ctype: str
+    pointer: bool
+    const: bool = False
+
+
+@dataclass(frozen=True)
+class HostSource:
+    """A translation unit and the kernels in it.
+
+    Attributes:
+        text: C++17 source.
+        kernels: parameters of each kernel, by name.
+        dynamic_shared: names of kernels that use dynamic shared memory.
+    """
+
+    text: str
+    kernels: dict[str, tuple[Parameter, ...]]
+    dynamic_shared: frozenset[str]
+
+
+def check_supported(name: str, source: str) -> None:
+    """Raise SimulatorUnsupported that names every construct of `source` that the simulator cannot run."""
+    code = re.sub(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\])*\"|#\s*include[^\n]*", " ", source, flags=re.DOTALL)
+    found = []
+    for pattern, what in _UNSUPPORTED:
+        match = re.search(pattern, code)
+        if match:
+            found.append(f"{what}: {match.group(0)}")
+    if found:
+        raise SimulatorUnsupported(
+            f"kernel {name}: the simulator cannot run {'; '.join(found)}. Run this kernel on a GPU, or keep that part "
+            "out of it in the simulator"
+        )
+
+
+def _parameter(kernel: str, text: str) -> Parameter:
+    text = " ".join(text.split())
+    match = _POINTER.match(text)
+    if match:
+        return Parameter(match.group(3), match.group(2), True, bool(match.group(1)))
+    match = _VALUE.match(text)
+    if match:
+        return Parameter(match.group(2), match.group(1), False)
+    raise SimulatorUnsupported(f"kernel {kernel}: the simulator does not know parameters such as `{text}`")
+
+
+def _body(source: str, start: int) -> str:
+    """The text of a function whose `{` is at `start`."""
+    depth = 0
+    for i in range(start, len(source)):
+        depth += (source[i] == "{") - (source[i] == "}")
+        if depth == 0:
+            return source[start : i + 1]
+    return source[start:]
+
+
+def translate(name: str, source: str) -> HostSource:
+    """Make a host translation unit of tilelang's `kernel_source`.
+
+    Args:
+        name: the kernel's name, for errors.
+        source: CUDA source generated for an architecture without asynchronous copies, such as sm_70.
+
+    Raises:
+        SimulatorUnsupported: the source uses what the simulator cannot run.
+    """
+    check_supported(name, source)
+    text = _DROPPED.sub("", source)
+    kernels: dict[str, tuple[Parameter, ...]] = {}
+    shared = set()
+    out, at = [], 0
+    for match in _KERNEL.finditer(text):
+        out.append(text[at : match.start()])
+        at = match.end()
+        if match.group(3) == ";":
+            continue
+        kernel = match.group(1)
+        listed = match.group(2).strip()
+        parameters = tuple(_parameter(kernel, p) for p in listed.split(",")) if listed else ()
+        kernels[kernel] = parameters
+        body = _body(text, match.end() - 1)
+        at = match.end() - 1 + len(body)
+        if _DYNAMIC_SHARED.search(body):
+            shared.add(kernel)
+        out.append(_define(kernel, parameters, body))
+    out.append(text[at:])
+    text = "".join(out)
+    if not kernels:
+        raise SimulatorUnsupported(f"kernel {name}: the generated source holds no kernel")
+    text = _DYNAMIC_SHARED.sub(r"\1\2* \3 = static_cast<\2*>(tsn::sim::self().dynamic_shared);", text)
+    count = iter(range(1 << 20))
+    text = _STATIC_SHARED.sub(
+        lambda m: f"{m[1]}auto& {m[3]} = tsn::sim::static_shared<{m[2]}{m[4]}>({next(count)});", text
+    )
+    head = '#include "host/kernel.h"\n'
+    if "tsn::" in source:
+        head += '#include "tilescale_net.h"\n'
+    return HostSource(head + text, kernels, frozenset(shared))
+
+
+def _leave_addresses(body: str, checked: str) -> str:
+    """The address of an element is no access, and may lie one past the end; only atomics access what they are given."""
+    return re.sub(
+        rf"(\bAtomic\w+\()?(\(*)&\(({checked})\[",
+        lambda m: m.group(0) if m.group(1) else f"{m.group(2)}&({m.group(3)}.unchecked()[",
+        body,
+    )
+
+
+def _arguments(text: str, start: int) -> tuple[list[str], int]:
+    """Arguments of the call whose `(` is at `start`, and the place behind its `)`."""
+    depth, begin, found = 0, start + 1, []
+    for i in range(start, len(text)):
+        depth += (text[i] in "([{") - (text[i] in ")]}")
+        if (depth == 1 and text[i] == ",") or depth == 0:
+            found.append(text[begin:i].strip())
+            begin = i + 1
+        if depth == 0:
+            return found, i + 1
+    return found, len(text)
+
+
+def _check_views(body: str, pointers: set[str]) -> str:
+    """Give pointers made by `tsn::remote` the bounds of the tensor whose counterpart they are."""
+    made = re.compile(r"void\* (\w+) = tsn::remote\(")
+    match = made.search(body)
+    while match:
+        name = match.group(1)
+        arguments, end = _arguments(body, match.end() - 1)
+        source = re.fullmatch(r"\(&\((\w+)\[(.*)\]\)\)", arguments[1], re.DOTALL)
+        rest = f"{source[1]}.rest({source[2]})" if source and source[1] in pointers else "~0ull"
+        call = f"tsn::remote({', '.join(arguments)})"
+        view = f'tsn::sim::View {name}("{name} (remote view{" of " + source[1] if source else ""})", {call}, {rest})'
+        # ((T*)name) is how the generated code says "elements of that view".
+        tail = re.sub(rf"\(\(((?:const )?[\w:]+)\*\){name}\)", rf"{name}.as<\1>()", body[end:])
+        tail = _leave_addresses(tail, rf"{name}\.as<[\w: ]+>\(\)")
+        body = body[: match.start()] + view + tail
+        match = made.search(body, match.start() + len(view))
+    return body
+
+
+def _define(kernel: str, parameters: tuple[Parameter, ...], body: str) -> str:
+    """The kernel as a host function with checked pointers, and the function that the simulator calls per thread."""
+    declared, passed = [], []
+    body = _check_views(body, {p.name for p in parameters if p.pointer and p.ctype != "void"})
+    for i, p in enumerate(parameters):
+        if p.pointer and p.ctype != "void":
+            const = "const " if p.const else ""
+            declared.append(f"tsn::sim::Checked<{const}{p.ctype}> {p.name}")
+            passed.append(f'{{"{p.name}", a[{2 * i}], a[{2 * i + 1}]}}')
+            body = _leave_addresses(body, re.escape(p.name))
+        elif p.pointer:
+            declared.append(f"{'const ' if p.const else ''}void* {p.name}")
+            passed.append(f"reinterpret_cast<void*>(a[{2 * i}])")
+        else:
+            declared.append(f"{p.ctype} {p.name}")
+            passed.append(f"tsn_from_word<{p.ctype}>(a[{2 * i}])")
+    entry = (
+        f'extern "C" __attribute__((visibility("default"))) void tsn_sim_entry_{kernel}(const uint64_t* a) {{\n'
+        f"  (void)a;\n  {kernel}({', '.join(passed)});\n}}\n"
+    )
+    return f"static void {kernel}({', '.join(declared)}) {body}\n\n{entry}"

@@ -1,0 +1,273 @@
+"""Turns tilelang's host function of a kernel into Python: the checks of arguments, shape variables and launch geometry.
+
+tilelang generates one host function per prim_func; it takes packed arguments, checks them, binds the shape variables and
+ends in a call of each kernel with its arguments and its launch extents. Translating that function, and not guessing
+from the signature, gives the simulator the same checks and the same geometry, dynamic shapes included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tvm import tirx
+
+from tilescale_net.errors import KernelError, SimulatorUnsupported
+
+# DLPack type codes of torch's types; bits follow from the item size.
+_CODES = {
+    torch.bool: 6,
+    torch.bfloat16: 4,
+    torch.float8_e4m3fn: 10,
+    torch.float8_e5m2: 12,
+    torch.float8_e8m0fnu: 14,
+}
+_TENSOR, _NONE, _INT, _BOOL, _FLOAT = 70, 0, 1, 2, 3  # type indices of packed arguments
+
+
+def _code(dtype: torch.dtype) -> int:
+    if dtype in _CODES:
+        return _CODES[dtype]
+    if dtype.is_floating_point:
+        return 2
+    return 0 if dtype.is_signed else 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A call of one kernel: its arguments (numbers, or tensors for pointers) and its extents, in the host's order."""
+
+    kernel: str
+    values: tuple[Any, ...]
+
+
+class _Pointer:
+    """A data pointer, with the tensor that it came from for bounds."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def _field(handle, kind: int):
+    """`tvm_struct_get` of a tensor; numbers of fields as in TVM's `TVMStructFieldKind`."""
+    if kind == 1:
+        return _Pointer(handle) if handle.data_ptr() else None
+    if kind == 2:
+        return handle.shape
+    if kind == 3:
+        return handle.stride()
+    if kind == 4:
+        return handle.dim()
+    if kind == 5:
+        return _code(handle.dtype)
+    if kind == 6:
+        return handle.dtype.itemsize * 8
+    if kind == 7:
+        return 1
+    if kind in (8, 9):
+        return 0  # byte offset; device index
+    if kind == 10:
+        return 2  # the host function expects CUDA tensors, and the simulator stands in for a GPU
+    raise SimulatorUnsupported(f"field {kind} of a tensor handle is unknown")
+
+
+def _argument(args, i: int, kind: int):
+    value = args[i]
+    if kind == 15:
+        return value
+    if value is None:
+        return _NONE
+    if isinstance(value, bool):
+        return _BOOL
+    if isinstance(value, int):
+        return _INT
+    if isinstance(value, float):
+        return _FLOAT
+    return _TENSOR if isinstance(value, torch.Tensor) else -1
+
+
+def _cast(dtype: str, value):
+    if value is None or isinstance(value, (torch.Tensor, _Pointer)):
+        return value
+    if dtype.startswith(("float", "bfloat")):
+        return float(value)
+    if dtype == "bool":
+        return bool(value)
+    if dtype.startswith(("int", "uint")):
+        bits = int(dtype.removeprefix("u").removeprefix("int"))
+        value = int(value) & ((1 << bits) - 1)
+        return value - (1 << bits) if dtype[0] == "i" and value >> (bits - 1) else value
+    return value
+
+
+def _truncated_div(a: int, b: int) -> int:
+    q = abs(a) // abs(b)
+    return q if (a >= 0) == (b >= 0) else -q
+
+
+_BINARY = {
+    "Add": "({} + {})", "Sub": "({} - {})", "Mul": "({} * {})", "FloorDiv": "({} // {})", "FloorMod": "({} % {})",
+    "Div": "_tdiv({0}, {1})", "Mod": "({0} - _tdiv({0}, {1}) * {1})", "Min": "min({}, {})", "Max": "max({}, {})",
+    "EQ": "({} == {})", "NE": "({} != {})", "LT": "({} < {})", "LE": "({} <= {})", "GT": "({} > {})", "GE": "({} >= {})",
+    "And": "({} and {})", "Or": "({} or {})",
+}  # fmt: skip
+_CALLS = {
+    "tirx.isnullptr": "({} is None)",
+    "tirx.if_then_else": "({1} if {0} else {2})",
+    "tirx.handle_add_byte_offset": "{0}",
+    "tirx.reinterpret": "None",
+    "tirx.bitwise_and": "({} & {})",
+    "tirx.bitwise_or": "({} | {})",
+    "tirx.bitwise_xor": "({} ^ {})",
+    "tirx.shift_left": "({} << {})",
+    "tirx.shift_right": "({} >> {})",
+    "tirx.likely": "{0}",
+}
+
+
+class _Translator:
+    def __init__(self, name: str):
+        self.name = name
+        self.lines: list[str] = []
+        self.names: list[tuple[Any, str]] = []
+
+    def unknown(self, what) -> SimulatorUnsupported:
+        return SimulatorUnsupported(
+            f"kernel {self.name}: the host function holds {what}, which the simulator does not know"
+        )
+
+    def var(self, var) -> str:
+        # Variables of one function may share a name; they are told apart by identity.
+        for known, text in self.names:
+            if known.same_as(var):
+                return text
+        text = f"v{len(self.names)}_{''.join(c if c.isalnum() else '_' for c in var.name)}"
+        self.names.append((var, text))
+        return text
+
+    def expr(self, e) -> str:
+        kind = type(e).__name__
+        if kind in _BINARY:
+            return _BINARY[kind].format(self.expr(e.a), self.expr(e.b))
+        if kind in ("IntImm", "FloatImm"):
+            return repr(bool(e.value) if str(e.dtype) == "bool" else e.value)
+        if kind == "StringImm":
+            return repr(str(e.value))
+        if kind == "Var":
+            return self.var(e)
+        if kind == "Not":
+            return f"(not {self.expr(e.a)})"
+        if kind == "Select":
+            return f"({self.expr(e.true_value)} if {self.expr(e.condition)} else {self.expr(e.false_value)})"
+        if kind == "Cast":
+            return f"_cast({str(e.dtype)!r}, {self.expr(e.value)})"
+        if kind == "BufferLoad":
+            return f"{self.var(e.buffer.data)}[{self.expr(e.indices[0])}]"
+        if kind == "Call":
+            return self.call(e)
+        raise self.unknown(f"an expression of kind {kind}")
+
+    def call(self, e) -> str:
+        op = str(e.op.name)
+        if op == "tirx.tvm_struct_get":
+            field = int(e.args[2].value)
+            if field in (13, 15):
+                return f"_argument(args, {int(e.args[1].value)}, {field})"
+            return f"_field({self.expr(e.args[0])}, {field})"
+        if op in _CALLS:
+            return _CALLS[op].format(*(self.expr(a) for a in e.args))
+        raise self.unknown(f"a call of {op}")
+
+    def stmt(self, s) -> None:
+        kind = type(s).__name__
+        if kind == "SeqStmt":
+            for part in s.seq:
+                self.stmt(part)
+        elif kind in ("Bind", "LetStmt"):
+            self.lines.append(f"{self.var(s.var)} = {self.expr(s.value)}")
+            if kind == "LetStmt":
+                self.stmt(s.body)
+        elif kind == "AssertStmt":
+            message = "".join(str(getattr(p, "value", p)) for p in s.message_parts)
+            self.lines.append(f"if not {self.expr(s.condition)}: _refuse({message!r}, args)")
+        elif kind == "AttrStmt":
+            self.stmt(s.body)
+        elif kind == "DeclBuffer":
+            if hasattr(s, "body"):
+                self.stmt(s.body)
+        elif kind == "IfThenElse":
+            self.block(f"if {self.expr(s.condition)}:", s.then_case)
+            if s.else_case is not None:
+                self.block("else:", s.else_case)
+        elif kind == "Evaluate":
+            self.evaluate(s.value)
+        else:
+            raise self.unknown(f"a statement of kind {kind}")
+
+    def block(self, head: str, body) -> None:
+        outer, self.lines = self.lines, []
+        self.stmt(body)
+        inner, self.lines = self.lines, outer
+        self.lines += [head, *("  " + line for line in inner or ["pass"])]
+
+    def evaluate(self, value) -> None:
+        if type(value).__name__ in ("IntImm", "Var"):
+            return
+        op = str(value.op.name)
+        if op == "tirx.ret":
+            return
+        if op not in ("tirx.tvm_call_packed", "tirx.call_packed", "tirx.tvm_call_packed_lowered"):
+            raise self.unknown(f"a call of {op}")
+        callee = str(value.args[0].value)
+        if callee.startswith("__tvm_set_device"):
+            return
+        if callee.startswith("__tvm") or "tensormap" in callee:
+            raise self.unknown(f"a call of {callee}")
+        values = "".join(self.expr(a) + ", " for a in value.args[1:])
+        self.lines.append(f"_launches.append(_Launch({callee!r}, ({values})))")
+
+
+def translate(name: str, host_mod):
+    """A Python function `(args) -> list[Launch]` that does what the host function in `host_mod` does.
+
+    Args:
+        name: the kernel's name, for errors.
+        host_mod: `CompiledArtifact.host_mod` of tilelang.lower.
+
+    The function raises KernelError for arguments of the wrong type, shape, stride or number.
+    Raises SimulatorUnsupported when the host function holds something unknown.
+    """
+    functions = [f for f in host_mod.functions.values() if isinstance(f, tirx.PrimFunc)]
+    if len(functions) != 1:
+        raise SimulatorUnsupported(f"kernel {name}: {len(functions)} host functions; the simulator runs one")
+    translator = _Translator(name)
+    function = functions[0]
+    parameters = [translator.var(p) for p in function.params]
+    translator.stmt(function.body)
+
+    def refuse(message: str, args) -> None:
+        given = ", ".join(_describe(a) for a in args)
+        raise KernelError(f"kernel {name}: {message}; the arguments are: {given}")
+
+    head = [
+        "def host(args):",
+        f"  {', '.join(parameters[:4])} = None, args, len(args), None",
+        "  _launches = []",
+    ]
+    source = "\n".join([*head, *("  " + line for line in translator.lines), "  return _launches"])
+    scope = {
+        "_field": _field, "_argument": _argument, "_cast": _cast, "_tdiv": _truncated_div, "_Launch": Launch,
+        "_refuse": refuse,
+    }  # fmt: skip
+    exec(compile(source, f"<host function of {name}>", "exec"), scope)
+    return scope["host"]
+
+
+def _describe(value) -> str:
+    if isinstance(value, torch.Tensor):
+        contiguous = "" if value.is_contiguous() else f", strides {tuple(value.stride())}"
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{contiguous}"
+    return repr(value)

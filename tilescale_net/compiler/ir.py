@@ -1,0 +1,51 @@
+"""Small helpers on TVM's IR that the passes share."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.tirx.stmt_functor import post_order_visit
+
+from tilescale_net.compiler.operators import CONTEXT, OPERATORS, PURE, RING
+
+PLACEHOLDERS = {CONTEXT, RING}
+OUR_OPS = {operator.op_name for operator in OPERATORS.values()} | PLACEHOLDERS
+OPAQUE_OPS = {operator.op_name for operator in OPERATORS.values() if operator.effect != PURE}
+
+
+def op_name(node) -> str:
+    """Name of the operator that `node` calls, or ''."""
+    return getattr(node.op, "name", "") if isinstance(node, tirx.Call) else ""
+
+
+def our_calls(body) -> list[tirx.Call]:
+    """Calls of this package's operators and placeholders in `body`."""
+    found = []
+    post_order_visit(body, lambda node: found.append(node) if op_name(node) in OUR_OPS else None)
+    return found
+
+
+def opaque_call(body) -> tirx.Call | None:
+    """The first call in `body` that other memory accesses may not pass, or None."""
+    return next((call for call in our_calls(body) if op_name(call) in OPAQUE_OPS), None)
+
+
+def loads_memory(expr: tirx.PrimExpr) -> bool:
+    """Whether `expr` reads memory that other threads or PEs may write."""
+    found = []
+
+    def look(node):
+        if isinstance(node, tirx.BufferLoad) and not node.buffer.scope().startswith("local"):
+            found.append(node)
+
+    post_order_visit(expr, look)
+    return bool(found)
+
+
+def where(call: tirx.Call) -> str:
+    """The author's line of a call as the last line of a message, or ''."""
+    span = call.span
+    return f"\n  at {span.source_name.name}:{span.line}" if span is not None and span.source_name is not None else ""
+
+
+def kernel_name(func: tirx.PrimFunc) -> str:
+    return str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "<unnamed>"

@@ -1,0 +1,200 @@
+"""`tsn.jit` and `tsn.compile`: tilelang's compiler with the hazards of communicating kernels closed.
+
+- Nothing that a peer writes is read through the non-coherent cache (passes.py), by TMA, twice, or too early (hazards.py).
+- Warp specialisation is off: it would double the block behind the back of block-scope primitives.
+- The cache key covers the device headers and the lowering rules (toolchain.py).
+- Targets name a real architecture; the version of tilelang and the CUDA compiler are checked first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+
+import tilelang
+from tilelang import tvm
+from tvm.target import Target
+from tvm.tirx import PrimFunc
+
+from tilescale_net.compiler import lowering, toolchain
+from tilescale_net.compiler.ir import kernel_name
+from tilescale_net.compiler.kernel import CudaKernel, Kernel, simulated
+from tilescale_net.compiler.passes import prepare
+from tilescale_net.errors import ConfigurationError, KernelError
+from tilescale_net.runtime import settings
+
+# Pass options that a communicating kernel cannot do without, and why.
+REQUIRED_CONFIGS = {
+    "tl.disable_warp_specialized": (True, "warp specialisation changes the number of threads per block"),
+    "tl.disable_loop_unswitching": (True, "loop unswitching moves reads above waits"),
+    "tl.if_stmt_binding_inline_replayable_binds": (False, "replaying a read below a wait gives another value"),
+}
+# The simulator runs code for an architecture without asynchronous copies.
+SIMULATOR_ARCH = "sm_70"
+
+
+def _target(target) -> str | dict:
+    """`"simulator"`, or a tilelang target with a real architecture. Raises ConfigurationError for anything else."""
+    if target is None:
+        target = settings.device_kind()
+    if target == "simulator":
+        return target
+    if target == "cuda":
+        return {"kind": "cuda", "arch": toolchain.gpu_arch()}
+    if isinstance(target, Target):
+        target = dict(target.export())
+    if isinstance(target, dict) and target.get("kind") == "cuda" and str(target.get("arch", "")).startswith("sm_"):
+        return target
+    raise ConfigurationError(
+        f"target {target!r} is not supported; use None, 'cuda', 'simulator', or a dict such as "
+        "{'kind': 'cuda', 'arch': 'sm_90'}"
+    )
+
+
+def _pass_configs(func: PrimFunc, given: dict | None) -> dict:
+    """The author's pass options (of the kernel, then of the call) with the required ones; conflicts raise KernelError."""
+    configs = dict(func.attrs["tilelang_pass_configs"]) if "tilelang_pass_configs" in (func.attrs or {}) else {}
+    configs.update({getattr(key, "value", key): value for key, value in (given or {}).items()})
+    for key, (value, reason) in REQUIRED_CONFIGS.items():
+        if key in configs and bool(configs[key]) != value:
+            raise KernelError(f"kernel {kernel_name(func)}: pass option {key} must be {value}: {reason}")
+        configs[key] = value
+    return configs
+
+
+def lower(func: PrimFunc, target: dict, pass_configs: dict):
+    """Lower a prepared kernel to CUDA source without compiling it; a `tilelang.engine.param.CompiledArtifact`."""
+    resolved = Target(target)
+    with lowering.enabled(), tvm.transform.PassContext(opt_level=3, config=pass_configs), resolved:
+        return tilelang.lower(func, target=resolved)
+
+
+def compile(
+    func: PrimFunc,
+    *,
+    target: str | dict | None = None,
+    pass_configs: dict | None = None,
+    compile_flags: list[str] | str | None = None,
+    name: str | None = None,
+) -> Kernel:
+    """Compile a T.prim_func that uses `tilescale_net.language`.
+
+    Args:
+        func: the traced kernel.
+        target: None for the GPU where there is one and the simulator elsewhere (TSN_DEVICE decides otherwise); "cuda";
+            "simulator"; or a dict such as {"kind": "cuda", "arch": "sm_90"}, which compiles without a GPU.
+        pass_configs: options of tilelang's passes.
+        compile_flags: further flags of the device compiler.
+        name: shown in errors and profiles; default the function's own name.
+
+    Returns:
+        A `Kernel`, called with the kernel's arguments except the context.
+
+    Raises:
+        KernelError: the kernel misuses a primitive or lacks its context.
+        ConfigurationError: no compiler, no GPU to compile for, or an unknown target.
+    """
+    if not isinstance(func, PrimFunc):
+        raise KernelError(f"tilescale_net.compile takes a T.prim_func, not {func!r} ({type(func).__name__})")
+    if name is not None:
+        if not name.isidentifier():
+            raise KernelError(f"kernel name {name!r} is not an identifier")
+        func = func.with_attr("global_symbol", name)
+    if func.attrs and "tilelang_out_idx" in func.attrs:
+        raise KernelError(
+            f"kernel {kernel_name(func)} returns T.empty tensors; pass every output as an argument instead"
+        )
+    chosen = _target(target)
+    configs = _pass_configs(func, pass_configs)
+    prepared = prepare(func)
+    flags = list(func.attrs["tilelang_compile_flags"]) if "tilelang_compile_flags" in (func.attrs or {}) else []
+    flags += [compile_flags] if isinstance(compile_flags, str) else list(compile_flags or ())
+    if chosen == "simulator":
+        artifact = lower(prepared.func, {"kind": "cuda", "arch": SIMULATOR_ARCH}, configs)
+        return simulated(prepared, artifact)
+    toolchain.find_nvcc()
+    with lowering.enabled(), _quiet(), toolchain.once_per_host(kernel_name(func)):
+        compiled = tilelang.compile(
+            prepared.func.without_attr("tilelang_pass_configs").without_attr("tilelang_compile_flags"),
+            target=Target(chosen),
+            execution_backend="tvm_ffi",
+            pass_configs=configs,
+            compile_flags=toolchain.compile_flags(flags),
+        )
+    return CudaKernel(prepared, compiled, chosen)
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Keep tilelang from printing a line per kernel and rank; warnings of its compiler still show."""
+    loggers = [logging.getLogger(name) for name in ("tilelang.jit.kernel", "tilelang.cache.kernel_cache")]
+    before = [logger.level for logger in loggers]
+    for logger, level in zip(loggers, (logging.WARNING, logging.ERROR)):
+        logger.setLevel(level)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before):
+            logger.setLevel(level)
+
+
+class Factory:
+    """What `@tsn.jit` makes of a function that returns a T.prim_func: call it to get the compiled kernel."""
+
+    def __init__(self, function: Callable, options: dict):
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._options = options
+        self._kernels: dict = {}
+
+    def __call__(self, *args, **kwargs) -> Kernel:
+        """The kernel for these arguments; compiled once per set of arguments and per target."""
+        target = self._options["target"] if self._options["target"] is not None else settings.device_kind()
+        values = (*args, *kwargs.values())
+        key = (str(target), args, tuple(kwargs.items()), tuple(type(v) for v in values))
+        try:
+            kernel = self._kernels.get(key)
+        except TypeError:
+            raise KernelError(
+                f"{self.__name__}: arguments of a kernel factory must be hashable, got {args} {kwargs}"
+            ) from None
+        if kernel is None:
+            kernel = compile(self.trace(*args, **kwargs), **self._options)
+            self._kernels[key] = kernel
+        return kernel
+
+    def trace(self, *args, **kwargs) -> PrimFunc:
+        """The traced T.prim_func for these arguments, not compiled."""
+        func = self._function(*args, **kwargs)
+        if not isinstance(func, PrimFunc):
+            raise KernelError(f"{self.__name__} must return a T.prim_func, but returned {type(func).__name__}")
+        return func
+
+
+def jit(func=None, *, target=None, pass_configs=None, compile_flags=None, name=None):
+    """Decorator for kernels: over a function that returns a T.prim_func (as tilelang.jit), or over a T.prim_func.
+
+        @tsn.jit
+        def copy(n):
+            @T.prim_func
+            def kernel(ctx: N.Context(), x: T.Tensor((n,), "float32"), y: T.Tensor((n,), "float32")):
+                ...
+            return kernel
+
+        copy(1024)(x, y)
+
+    Arguments and errors are those of `compile`. A decorated factory returns a `Kernel` for each set of arguments and
+    compiles it once; a decorated T.prim_func is a `Kernel`.
+    """
+    options = dict(target=target, pass_configs=pass_configs, compile_flags=compile_flags, name=name)
+
+    def decorate(function):
+        if isinstance(function, PrimFunc):
+            return compile(function, **options)
+        if not callable(function):
+            raise KernelError(f"tilescale_net.jit decorates functions, not {function!r}")
+        return Factory(function, options)
+
+    return decorate if func is None else decorate(func)

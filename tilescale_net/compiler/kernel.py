@@ -1,0 +1,139 @@
+"""Compiled kernels as callables: the context is bound in front of the arguments, with next to no cost per launch."""
+
+from __future__ import annotations
+
+import functools
+
+import tvm_ffi
+
+from tilescale_net.compiler.ir import kernel_name
+from tilescale_net.compiler.passes import Prepared
+from tilescale_net.errors import KernelError
+from tilescale_net.runtime import world as _world
+
+
+class Kernel:
+    """A compiled kernel. Call it with its arguments in order, without the context (or with it, at its place).
+
+    Attributes:
+        name: the kernel's name.
+        source: generated CUDA source.
+        target: "simulator" or tilelang's target dict.
+        parameters: names of the arguments, without the context.
+        prim_func: the rewritten function; its first parameter is the context.
+    """
+
+    def __init__(self, prepared: Prepared, source: str, target):
+        self.name = kernel_name(prepared.func)
+        self.source = source
+        self.target = target
+        self.prim_func = prepared.func
+        self.ring_bytes = prepared.ring_bytes
+        self._context_index = prepared.context_index
+        names = list(prepared.names)
+        if self._context_index is not None:
+            names.pop(self._context_index)
+        self.parameters = tuple(names)
+        self._n = len(names)
+        self._bound_to = None
+        self._launch = None
+
+    def _function(self):
+        """The callable that takes every argument, the context first."""
+        raise NotImplementedError
+
+    def _argument(self, context):
+        """The context tensor in the form that is passed quickest."""
+        return context
+
+    def __call__(self, *args) -> None:
+        """Launch on the current stream.
+
+        Raises:
+            TypeError: wrong number of arguments.
+            TileScaleError: no `init()` before, and no context given.
+        """
+        if len(args) != self._n or self._bound_to is not _world._current or self._launch is None:
+            return self._slow(args)
+        self._launch(*args)
+
+    def _slow(self, args) -> None:
+        function = self._function()
+        index = self._context_index
+        if index is not None and len(args) == self._n + 1:
+            function(args[index], *args[:index], *args[index + 1 :])
+            return
+        if len(args) != self._n:
+            raise TypeError(
+                f"kernel {self.name} takes {self._n} arguments ({', '.join(self.parameters)}), got {len(args)}"
+            )
+        if index is None:
+            self._launch = function
+        else:
+            self._launch = functools.partial(function, self._argument(_world.current().context_tensor))
+        self._bound_to = _world._current
+        self._launch(*args)
+
+    def __repr__(self) -> str:
+        return f"<kernel {self.name}({', '.join(self.parameters)}) for {self.target}>"
+
+
+class CudaKernel(Kernel):
+    """A kernel compiled for a GPU by tilelang."""
+
+    def __init__(self, prepared: Prepared, compiled, target):
+        super().__init__(prepared, compiled.get_kernel_source(), target)
+        self._compiled = compiled
+
+    @functools.cache  # noqa: B019 (kernels live as long as the program)
+    def _function(self):
+        # tilelang's own wrapper checks and copies the arguments in Python for several microseconds; the host function
+        # that it calls in the end checks every shape and dtype itself.
+        return self._compiled.adapter.get_exportable_executable()["main"]
+
+    def _argument(self, context):
+        # Converted once instead of at every launch. The launch takes its stream from the torch tensors among the
+        # arguments, so the context has to stay one when there is no other.
+        others = [p for p in self.prim_func.params[1:] if p in self.prim_func.buffer_map]
+        return tvm_ffi.from_dlpack(context) if others else context
+
+    def ptx(self) -> str:
+        """PTX of the kernel, compiled on request by nvcc."""
+        from tilescale_net.compiler import inspect
+
+        return inspect.compile_source(self.source, "ptx", self.target)
+
+    def sass(self) -> str:
+        """Machine code of the kernel, disassembled by nvdisasm."""
+        from tilescale_net.compiler import inspect
+
+        return inspect.disassemble(inspect.compile_source(self.source, "cubin", self.target))
+
+
+class _Simulated(Kernel):
+    """A kernel that the simulator runs."""
+
+    def __init__(self, prepared: Prepared, artifact):
+        super().__init__(prepared, artifact.kernel_source, "simulator")
+        from tilescale_net.compiler.simulated import SimulatedKernel
+
+        self._simulated = SimulatedKernel(
+            name=self.name,
+            kernel_source=artifact.kernel_source,
+            host_mod=artifact.host_mod,
+            params=artifact.params,
+            context_index=None if self._context_index is None else 0,
+        )
+
+    def _function(self):
+        return self._simulated
+
+    def ptx(self) -> str:
+        raise KernelError(f"kernel {self.name} was built for the simulator, which has no PTX; see compiler.inspect")
+
+    sass = ptx
+
+
+def simulated(prepared: Prepared, artifact) -> Kernel:
+    """The kernel that runs a lowered artifact in the simulator."""
+    return _Simulated(prepared, artifact)

@@ -1,0 +1,192 @@
+"""The table of `tsn.*` operators: what a primitive traces to, and which device function it becomes.
+
+An operator's arguments are compile-time choices first (strings and integers that turn into template arguments of the
+device function), then run-time values in the order of the device function's parameters. Everything that TVM, the
+lowering rules and the documentation need to know about a primitive is in its row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm_ffi
+from tilelang import tvm
+from tvm import tirx
+
+# Enumerations of device/types.h: choice in Python -> enumerator in C++.
+CHOICES: dict[str, dict[str, str]] = {
+    "Scope": {name: name for name in ("thread", "warp", "block")},
+    "Engine": {"auto": "automatic", "ldst": "ldst", "bulk": "bulk"},
+    "SignalOp": {name: name for name in ("set", "add")},
+    "Compare": {name: name for name in ("eq", "ne", "ge", "gt", "le", "lt")},
+    "AtomicOp": {name: f"{name}_" if name in ("and", "or", "xor") else name for name in (
+        "add", "and", "or", "xor", "min", "max", "exch")},
+    "Order": {"weak": "weak", "relaxed": "relaxed", "acquire": "acquire", "release": "release",
+              "volatile": "volatile_"},
+    "MemScope": {name: name for name in ("cta", "gpu", "sys")},
+}  # fmt: skip
+
+# How run-time parameters are typed: kind -> dtype of the traced expression (None: that of the buffer or value itself).
+# Kinds in C_TYPES are pointers whose C++ type differs from the buffer's; they are cast in the generated call.
+KINDS: dict[str, str | None] = {
+    "context": "handle",
+    "memory": "handle",
+    "words": "handle",
+    "ring": "handle",
+    "bytes": "int64",
+    "pe": "int32",
+    "u64": "uint64",
+    "value": None,
+}
+C_TYPES = {"context": "const tsn::Context*", "words": "uint64_t*"}
+
+# Call effects of TVM: a pure call may be merged and moved; an opaque one keeps its place among memory accesses.
+PURE, OPAQUE = 1, 3
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One row of the table.
+
+    Attributes:
+        name: TVM name after `tsn.`; also the the device function in namespace `tsn`.
+        template: compile-time arguments, each a key of CHOICES or "int".
+        args: run-time arguments, each a key of KINDS; `context` comes first where present.
+        result: dtype of the call, "void", or "value" for that of the value argument (given when the call is made).
+        effect: PURE or OPAQUE.
+    """
+
+    name: str
+    template: tuple[str, ...] = ()
+    args: tuple[str, ...] = ("context",)
+    result: str = "void"
+    effect: int = OPAQUE
+
+    def __post_init__(self):
+        if not self.name.isidentifier():
+            raise ValueError(f"operator name {self.name!r} is not an identifier")
+        for kind in self.template:
+            if kind != "int" and kind not in CHOICES:
+                raise ValueError(
+                    f"tsn.{self.name}: template argument {kind!r} is neither 'int' nor one of {[*CHOICES]}"
+                )
+        for kind in self.args:
+            if kind not in KINDS:
+                raise ValueError(f"tsn.{self.name}: argument {kind!r} is not one of {[*KINDS]}")
+        if "context" in self.args[1:]:
+            raise ValueError(f"tsn.{self.name}: the context must be the first argument")
+        if self.result not in ("void", "value", "bool", "int32", "uint64", "handle"):
+            raise ValueError(f"tsn.{self.name}: result {self.result!r} is not supported")
+        if self.effect not in (PURE, OPAQUE):
+            raise ValueError(f"tsn.{self.name}: effect must be PURE or OPAQUE")
+        if self.effect == PURE and self.result == "void":
+            raise ValueError(f"tsn.{self.name}: a pure operator without a result would be removed")
+
+    @property
+    def op_name(self) -> str:
+        return f"tsn.{self.name}"
+
+    @property
+    def arity(self) -> int:
+        return len(self.template) + len(self.args)
+
+    def __call__(self, *arguments, dtype: str | None = None) -> tirx.PrimExpr:
+        """Trace a call. `arguments` are template choices (str or int), then expressions without the context.
+
+        Raises:
+            TypeError: wrong arity, an unknown choice or an expression of another type; a defect of this package,
+                because the primitives check what users pass.
+        """
+        choices, values = arguments[: len(self.template)], list(arguments[len(self.template) :])
+        if self.args and self.args[0] == "context":
+            values.insert(0, context_placeholder())
+        if len(choices) + len(values) != self.arity:
+            raise TypeError(f"{self.op_name} takes {self.arity} arguments, not {len(choices) + len(values)}")
+        call_args: list[tirx.PrimExpr] = []
+        for kind, choice in zip(self.template, choices):
+            if kind == "int":
+                call_args.append(tirx.IntImm("int32", choice))
+            elif choice in CHOICES[kind]:
+                call_args.append(tirx.StringImm(choice))
+            else:
+                raise TypeError(f"{self.op_name}: {choice!r} is not a {kind}")
+        for kind, value in zip(self.args, values):
+            wanted = KINDS[kind]
+            if wanted is not None and str(value.dtype) != wanted:
+                raise TypeError(f"{self.op_name}: argument '{kind}' has type {value.dtype} instead of {wanted}")
+            call_args.append(value)
+        if (self.result == "value") != (dtype is not None):
+            raise TypeError(f"{self.op_name}: dtype= is given exactly when the result has the value's type")
+        return tirx.Call(dtype or self.result, tvm.ir.Op.get(self.op_name), call_args)
+
+
+_COPY = ("Scope", "Engine", "int", "int", "int")  # scope, engine, unroll, stages, bytes per stage
+
+OPERATORS: dict[str, Operator] = {
+    operator.name: operator
+    for operator in (
+        Operator("my_pe", result="int32", effect=PURE),
+        Operator("n_pes", result="int32", effect=PURE),
+        Operator("node_pe", result="int32", effect=PURE),
+        Operator("n_node_pes", result="int32", effect=PURE),
+        Operator("is_direct", args=("context", "pe"), result="bool", effect=PURE),
+        Operator("put", _COPY, ("context", "memory", "memory", "bytes", "pe", "ring")),
+        Operator("get", _COPY, ("context", "memory", "memory", "bytes", "pe", "ring")),
+        Operator(
+            "put_signal",
+            (*_COPY, "SignalOp"),
+            ("context", "memory", "memory", "bytes", "pe", "words", "u64", "ring"),
+        ),
+        Operator("put_value", (), ("context", "memory", "value", "pe")),
+        Operator("signal", ("SignalOp",), ("context", "words", "u64", "pe")),
+        Operator("wait", ("Scope", "Compare"), ("context", "words", "u64"), "uint64"),
+        Operator("test", ("Compare",), ("context", "words", "u64"), "bool"),
+        Operator("atomic", ("AtomicOp",), ("context", "memory", "value", "pe"), "value"),
+        Operator("atomic_cas", (), ("context", "memory", "value", "value", "pe"), "value"),
+        Operator("fence", (), ("context", "pe")),
+        Operator("quiet", (), ("context", "pe")),
+        Operator("flush_async", (), ("context", "pe"), "uint64"),
+        Operator("flush_wait", (), ("context", "u64")),
+        Operator("barrier_all"),
+        Operator("barrier_node"),
+        Operator("remote", (), ("context", "memory", "pe"), "handle"),
+        Operator("ld", ("Order", "MemScope"), ("memory",), "value"),
+        Operator("st", ("Order", "MemScope"), ("memory", "value")),
+    )
+}
+
+# Stand-ins that a traced kernel carries until `passes.py` replaces them: the context pointer and the ring buffer.
+CONTEXT, RING = "tsn.context", "tsn.ring"
+
+
+def context_placeholder() -> tirx.PrimExpr:
+    """Stands for the kernel's context pointer while the kernel is traced."""
+    return tirx.call_intrin("handle", tvm.ir.Op.get(CONTEXT))
+
+
+def ring_placeholder(nbytes: int) -> tirx.PrimExpr:
+    """Stands for at least `nbytes` of shared memory that bulk copies stage through; 0 bytes is a null pointer."""
+    return tirx.call_intrin("handle", tvm.ir.Op.get(RING), tirx.IntImm("int32", nbytes))
+
+
+def _register(name: str, description: str, arguments: tuple[str, ...], effect: int) -> None:
+    tvm_ffi.get_global_func("ir.RegisterOp")(name, description)
+    tvm.ir.register_op_attr(name, "TCallEffectKind", tirx.IntImm("int32", effect))
+    tvm.ir.register_op_attr(name, "TScriptPrinterName", name.replace(".", "_"))
+    op = tvm.ir.Op.get(name)
+    op.set_num_inputs(len(arguments))
+    for kind in arguments:
+        op.add_argument(kind, "PrimExpr", "compile-time choice" if kind not in KINDS else "run-time value")
+
+
+def register() -> None:
+    """Register every operator with TVM; called once, when this module is imported."""
+    if CONTEXT in tvm.ir.Op.list_op_names():
+        return  # TVM's registry outlives a reload of this module
+    for operator in OPERATORS.values():
+        _register(operator.op_name, f"tsn::{operator.name}", operator.template + operator.args, operator.effect)
+    _register(CONTEXT, "the kernel's context", (), PURE)
+    _register(RING, "shared memory for bulk copies", ("bytes",), PURE)
+
+
+register()

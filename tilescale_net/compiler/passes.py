@@ -1,0 +1,176 @@
+"""What `tsn.jit` does to a traced kernel before tilelang compiles it.
+
+- Placeholders become the kernel's own context parameter and its ring of shared memory, and the context parameter moves
+  to the front so that a call can bind it once.
+- No buffer parameter is `__restrict__`: peers write to buffers that the kernel only reads, and a restrict-qualified
+  read-only pointer is loaded through the non-coherent cache.
+- The hazards of hazards.py are removed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import DataType, tirx
+from tvm.tirx.stmt_functor import ir_transform, post_order_visit
+
+from tilescale_net.compiler import hazards
+from tilescale_net.compiler.ir import PLACEHOLDERS, kernel_name, op_name, our_calls, where
+from tilescale_net.compiler.lowering import null_pointer
+from tilescale_net.compiler.operators import CONTEXT, RING, ring_placeholder
+from tilescale_net.errors import KernelError
+
+# The extent of a context parameter is a variable of this name, which is how the parameter is recognised.
+CONTEXT_WORDS = "tsn_context_words"
+# Shared memory that a block may have on sm_90, less what the device functions declare themselves.
+SHARED_BYTES = 224 * 1024
+COPIES = ("tsn.put", "tsn.get", "tsn.put_signal")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A kernel ready for tilelang.
+
+    Attributes:
+        func: the rewritten function; when it takes a context, that is its first parameter.
+        context_index: where the author put the context parameter, or None when the kernel has none.
+        names: names of the author's parameters, in order, the context included.
+        ring_bytes: shared memory added for bulk copies.
+    """
+
+    func: tirx.PrimFunc
+    context_index: int | None
+    names: tuple[str, ...]
+    ring_bytes: int
+
+
+def find_context(func: tirx.PrimFunc) -> int | None:
+    """Index of the parameter annotated with N.Context(), or None. Raises KernelError when there are two."""
+    found = []
+    for index, param in enumerate(func.params):
+        buffer = func.buffer_map.get(param)
+        if buffer is not None and len(buffer.shape) == 1 and getattr(buffer.shape[0], "name", "") == CONTEXT_WORDS:
+            found.append(index)
+    if len(found) > 1:
+        names = " and ".join(str(func.buffer_map[func.params[i]].name) for i in found)
+        raise KernelError(f"kernel {kernel_name(func)} has {len(found)} N.Context() parameters ({names}); it takes one")
+    return found[0] if found else None
+
+
+def _pointer(buffer: tirx.Buffer, elements: int) -> tirx.PrimExpr:
+    """The address of a buffer, of which `elements` elements are read and written through it."""
+    zero, extent, read_write = (tirx.IntImm("int32", v) for v in (0, elements, 3))
+    return tirx.call_intrin(
+        "handle", "tirx.tvm_access_ptr", tirx.type_annotation(buffer.dtype), buffer.data, zero, extent, read_write
+    )
+
+
+def prepare(func: tirx.PrimFunc) -> Prepared:
+    """Rewrite a traced kernel as described at the top of this file.
+
+    Raises:
+        KernelError: primitives without an N.Context() parameter, more than one such parameter, or what hazards.py refuses.
+    """
+    index = find_context(func)
+    calls = our_calls(func.body)
+    if index is None and any(op_name(call) == CONTEXT for call in calls):
+        culprit = next(call for call in calls if op_name(call) not in PLACEHOLDERS)
+        raise KernelError(
+            f"kernel {kernel_name(func)} uses {op_name(culprit)} but has no context; add a parameter such as "
+            f"`ctx: N.Context()`{where(culprit)}"
+        )
+    hazards.check(func)
+    for param in func.params:
+        if param not in func.buffer_map and str(param.dtype) == "uint64":
+            raise KernelError(
+                f"kernel {kernel_name(func)}: parameter {param.name} is uint64, which TVM cannot pass to a GPU kernel; "
+                "declare it T.int64 and cast it inside"
+            )
+    names = tuple(
+        str(func.buffer_map[param].name) if param in func.buffer_map else str(param.name) for param in func.params
+    )
+    body, ring_bytes = func.body, 0
+    if calls:
+        body, ring_bytes = _supply_rings(body)
+        context = _pointer(func.buffer_map[func.params[index]], 1) if index is not None else None
+        body = ir_transform(body, None, lambda c: context if op_name(c) == CONTEXT else None, ["tirx.Call"])
+        body = hazards.rewrite(body)
+    params = list(func.params)
+    if index is not None:
+        params.insert(0, params.pop(index))
+    func = tirx.PrimFunc(params, body, func.ret_type, func.buffer_map, func.attrs)
+    func = func.with_attr("tl.non_restrict_params", [buffer.data for buffer in func.buffer_map.values()])
+    return Prepared(func, index, names, ring_bytes)
+
+
+def _shared_bytes(block: tirx.SBlock) -> int:
+    """Shared memory that the author's own buffers take in a launch, as far as their sizes are known."""
+    total = 0
+
+    def add(node):
+        nonlocal total
+        for buffer in node.alloc_buffers:
+            if str(buffer.scope()).startswith("shared"):
+                elements = 1
+                for extent in buffer.shape:
+                    elements *= int(extent) if isinstance(extent, tirx.IntImm) else 1
+                total += -(-elements * DataType(buffer.dtype).bits * DataType(buffer.dtype).lanes // 8)
+
+    def visit(node):
+        if isinstance(node, tirx.SBlock):
+            add(node)
+
+    post_order_visit(block, visit)
+    return total
+
+
+def _without_ring(call: tirx.Call, room: int) -> tirx.Call | None:
+    """A copy of engine "auto" that goes without its ring because `room` bytes cannot hold it; None to keep the call."""
+    if op_name(call) not in COPIES or str(call.args[1].value) != "auto":
+        return None
+    stages, stage_bytes = int(call.args[3]), int(call.args[4])
+    if stages * stage_bytes <= room:
+        return None
+    zero = tirx.IntImm("int32", 0)
+    args = [*call.args[:3], zero, zero, *call.args[5:-1], ring_placeholder(0)]
+    return tirx.Call(call.dtype, call.op, args)
+
+
+def _supply_rings(body: tirx.Stmt) -> tuple[tirx.Stmt, int]:
+    """Replace the ring placeholders of each launch by one shared buffer as large as its largest ring.
+
+    One is enough: a block's calls follow one another, and each leaves the ring idle. Copies whose engine is "auto" do
+    without where the kernel's own shared memory leaves no room.
+    """
+    largest = 0
+
+    def supply(block):
+        nonlocal largest
+        if block.name_hint != "tilelang_root":
+            return None
+        room = SHARED_BYTES - _shared_bytes(block)
+        body = ir_transform(block.body, None, lambda call: _without_ring(call, room), ["tirx.Call"])
+        need = max((int(call.args[0]) for call in our_calls(body) if op_name(call) == RING), default=0)
+        largest = max(largest, need)
+        ring = tirx.decl_buffer((need,), "uint8", "tsn_ring", scope="shared.dyn") if need else None
+
+        def replace(call):
+            if op_name(call) != RING:
+                return None
+            return _pointer(ring, need) if int(call.args[0]) else null_pointer()
+
+        inner = ir_transform(body, None, replace, ["tirx.Call"])
+        allocated = [*block.alloc_buffers, ring] if ring is not None else block.alloc_buffers
+        return tirx.SBlock(
+            block.iter_vars,
+            block.reads,
+            block.writes,
+            block.name_hint,
+            inner,
+            block.init,
+            allocated,
+            block.match_buffers,
+            block.annotations,
+        )
+
+    return ir_transform(body, None, supply, ["tirx.SBlock"]), largest

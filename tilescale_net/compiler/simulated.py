@@ -1,0 +1,170 @@
+"""Kernels that run on the CPU: argument checks, launch geometry, seeds, and errors as exceptions."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from tilescale_net import errors
+from tilescale_net.compiler import host_compiler, host_source, host_stub
+from tilescale_net.runtime import context as context_layout
+from tilescale_net.runtime import device_errors, simulator
+from tilescale_net.runtime import world as _world
+
+# What a streaming multiprocessor of an H100 or H200 holds at most.
+_SM_THREADS, _SM_BLOCKS, _SM_SHARED, _BLOCK_SHARED = 2048, 32, 228 * 1024, 227 * 1024
+_RESERVED_SHARED = 1024  # taken by the system per resident block
+_FAILURES = {1: errors.KernelError, 2: errors.OutOfBounds, 3: errors.SimulatorDeadlock}
+_PACK = {
+    "float": "<f", "double": "<d", "int": "<i", "unsigned": "<I", "uint": "<I", "unsigned int": "<I", "int64_t": "<q",
+    "uint64_t": "<Q", "long": "<q", "long long": "<q", "unsigned long long": "<Q", "short": "<h", "ushort": "<H",
+    "signed char": "<b", "char": "<b", "uchar": "<B", "int8_t": "<b", "uint8_t": "<B", "int16_t": "<h",
+    "uint16_t": "<H", "int32_t": "<i", "uint32_t": "<I", "bool": "<?",
+}  # fmt: skip
+
+
+def resident_blocks(threads: int, shared_bytes: int) -> int:
+    """Blocks that the simulated GPU holds at a time, with multiprocessors like those of an H200."""
+    per_sm = min(_SM_BLOCKS, _SM_THREADS // threads, _SM_SHARED // (shared_bytes + _RESERVED_SHARED))
+    return max(1, per_sm) * simulator.multiprocessors()
+
+
+class SimulatedKernel:
+    """A kernel of tilelang, compiled for the host and callable with CPU tensors.
+
+    Args:
+        name: the kernel's name.
+        kernel_source: CUDA source, generated for an architecture without asynchronous copies (sm_70).
+        host_mod: tilelang's host module, which holds checks and launch geometry.
+        params: tilelang's `KernelParam`s, in the order of arguments.
+        context_index: which argument is the context (see device/context.h), or None.
+
+    Calls take the kernel's arguments in order (torch CPU tensors, ints, floats; None for an optional tensor), run the
+    kernel to its end, and raise: KernelError for arguments that do not fit or for a kernel that misuses a primitive,
+    OutOfBounds, SimulatorDeadlock, and what the kernel reports in its context (WaitTimeout, PeOutOfRange, …). Every
+    error names the seed that repeats the schedule.
+
+    Raises:
+        SimulatorUnsupported: the kernel uses what the simulator cannot run; names the construct.
+        ConfigurationError: no C++ compiler, or no CUDA headers.
+    """
+
+    def __init__(self, name: str, kernel_source: str, host_mod, params, context_index: int | None = None):
+        from tilescale_net import _simulator
+
+        self.name = name
+        self.context_index = context_index
+        self.n_arguments = len(params)
+        translated = host_source.translate(name, kernel_source)
+        self.host_source = translated.text
+        self._kernels = translated.kernels
+        self._dynamic_shared = translated.dynamic_shared
+        self._host = host_stub.translate(name, host_mod)
+        self._simulator = _simulator
+        self._library = _simulator.Library(str(host_compiler.build(name, translated.text)))
+
+    def __call__(self, *args) -> None:
+        """Run the kernel to its end."""
+        for i, value in enumerate(args):
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                raise errors.KernelError(
+                    f"kernel {self.name}: argument {i} is on {value.device}, but the simulator runs on CPU tensors"
+                )
+        if len(args) != self.n_arguments:
+            raise errors.KernelError(f"kernel {self.name} takes {self.n_arguments} arguments, got {len(args)}")
+        context = self._context(args)
+        self._simulator.set_visibility(simulator.visibility())
+        if context:
+            self._simulator.register_heap(context.heap_base, context.heap_bytes)
+        for launch in self._host(args):
+            self._launch(launch, context)
+
+    def _launch(self, launch: host_stub.Launch, context) -> None:
+        parameters = self._kernels[launch.kernel]
+        words = b"".join(map(self._pack, parameters, launch.values))
+        extents = [int(v) for v in launch.values[len(parameters) :]]
+        shared = extents.pop() if launch.kernel in self._dynamic_shared else 0
+        grid, block = (extents[:-3] + [1, 1, 1])[:3], extents[-3:]
+        if 0 in grid:
+            return  # as on a GPU: nothing to do
+        self._check_geometry(grid, block, shared)
+        timeout = context.timeout_ns * 1e-9 if context else 0.0
+        failure, message, remark, _ = self._library.launch(
+            launch.kernel, words, grid, block, shared, simulator.next_launch_seed(context.my_pe if context else 0),
+            resident_blocks(block[0] * block[1] * block[2], shared), simulator.stall_seconds(timeout), simulator.stack_bytes(),
+        )  # fmt: skip
+        where = f"kernel {self.name} (simulated, seed {simulator.seed()}, visibility {simulator.visibility()})"
+        if failure:
+            rank = f"rank {context.my_pe}: " if context else ""
+            self._give_up(context, _FAILURES[failure](f"{rank}{where}: {message}"))
+        if context and context.error:
+            record = device_errors.read(context.error)
+            error = device_errors.describe(record, context.my_pe, context.n_pes, context.heap_base, timeout)
+            if error is not None:
+                self._give_up(context, type(error)(f"{error} [{where}{'; ' + remark if remark else ''}]"))
+            if _world._current is not None:
+                _world._current.check()
+
+    def _give_up(self, context, error: errors.TileScaleError) -> None:
+        """Raise `error`; where a job runs, every rank learns of it, and the loss of a peer is the better explanation."""
+        world = _world._current
+        if world is None or context is None:
+            raise error
+        if world._watchdog is not None and world._watchdog.reason():
+            world.check()
+        world.fail(error)
+
+    def _check_geometry(self, grid, block, shared: int) -> None:
+        threads = block[0] * block[1] * block[2]
+        if not 0 < threads <= 1024:
+            raise errors.KernelError(f"kernel {self.name}: {threads} threads per block; a GPU allows 1 to 1024")
+        if shared > _BLOCK_SHARED:
+            raise errors.KernelError(
+                f"kernel {self.name}: {shared} bytes of shared memory per block; a GPU has {_BLOCK_SHARED}"
+            )
+        if any(g < 0 for g in grid) or grid[0] > 2**31 - 1 or max(grid[1:]) > 65535:
+            raise errors.KernelError(f"kernel {self.name}: a grid of {grid} blocks; limits are 2^31-1, 65535, 65535")
+
+    def _pack(self, parameter: host_source.Parameter, value) -> bytes:
+        if parameter.pointer:
+            if value is None:
+                return struct.pack("<QQ", 0, 0)
+            tensor = value.tensor
+            return struct.pack("<QQ", tensor.data_ptr(), _extent(tensor))
+        form = _PACK.get(parameter.ctype)
+        if form is None:
+            value = torch.tensor([value], dtype=_torch_type(self.name, parameter))
+            raw = bytes(value.view(torch.uint8).tolist())
+        else:
+            try:
+                raw = struct.pack(form, value)
+            except struct.error as err:
+                raise errors.KernelError(
+                    f"kernel {self.name}: {parameter.name}={value!r} does not fit {parameter.ctype}: {err}"
+                ) from None
+        return raw.ljust(16, b"\0")
+
+    def _context(self, args):
+        if self.context_index is None or not isinstance(args[self.context_index], torch.Tensor):
+            return None
+        header = context_layout.ContextHeader.from_address(args[self.context_index].data_ptr())
+        return header if header.version == context_layout.VERSION else None
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
+    return (last + 1) * tensor.element_size()
+
+
+def _torch_type(kernel: str, parameter: host_source.Parameter) -> torch.dtype:
+    types = {
+        "half_t": torch.float16, "bfloat16_t": torch.bfloat16, "fp8_e4_t": torch.float8_e4m3fn,
+        "fp8_e5_t": torch.float8_e5m2,
+    }  # fmt: skip
+    if parameter.ctype not in types:
+        raise errors.SimulatorUnsupported(f"kernel {kernel}: a scalar parameter of type {parameter.ctype}")
+    return types[parameter.ctype]

@@ -1,0 +1,116 @@
+"""tilelang's version, CUDA compilers, include paths and flags: what a kernel is compiled with."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shlex
+import shutil
+from pathlib import Path
+
+from tilescale_net.errors import ConfigurationError
+
+# The package uses parts of tilelang that are not a public interface; they were checked for this version.
+TILELANG_VERSION = "0.1.15"
+DEVICE_DIR = Path(__file__).resolve().parent.parent / "device"
+HEADER = "tilescale_net.h"
+
+
+def check_tilelang(version: str | None = None) -> None:
+    """Raise ConfigurationError when tilelang is missing or of another version than this package supports."""
+    if version is None:
+        try:
+            version = importlib.metadata.version("tilelang")
+        except importlib.metadata.PackageNotFoundError:
+            raise ConfigurationError(
+                f"tilelang is not installed; run `pip install tilelang=={TILELANG_VERSION}`"
+            ) from None
+    if version.partition("+")[0] != TILELANG_VERSION:
+        raise ConfigurationError(
+            f"tilelang {version} is installed, but tilescale_net supports {TILELANG_VERSION}; "
+            f"run `pip install tilelang=={TILELANG_VERSION}`"
+        )
+
+
+def sources_hash() -> str:
+    """Hash of everything outside a kernel's IR that its code depends on: device headers and lowering rules.
+
+    tilelang's kernel cache keys on the IR and the flags; with this hash among the flags an edited header never meets
+    a kernel compiled with the old one.
+    """
+    digest = hashlib.sha256()
+    here = Path(__file__).resolve().parent
+    for path in [*sorted(DEVICE_DIR.rglob("*.h")), here / "operators.py", here / "lowering.py"]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def compile_flags(extra: list[str] | str | None = None) -> list[str]:
+    """Flags of the device compiler for every kernel, then the author's own."""
+    flags = [f"-I{shlex.quote(str(DEVICE_DIR))}", "-include", HEADER, f"-DTSN_SOURCES_HASH=0x{sources_hash()}ull"]
+    if extra:
+        flags += [extra] if isinstance(extra, str) else list(extra)
+    return flags
+
+
+@contextlib.contextmanager
+def once_per_host(name: str):
+    """Ranks of one host compile kernel `name` one after the other: the first compiles, the rest find it in the cache.
+
+    Where tilelang's cache is off or cannot hold a lock file, they all compile at once.
+    """
+    from tilelang import env
+
+    lock = None
+    if env.is_cache_enabled():
+        with contextlib.suppress(OSError):
+            os.makedirs(env.TILELANG_CACHE_DIR, exist_ok=True)
+            lock = open(os.path.join(env.TILELANG_CACHE_DIR, f"tilescale_net-{name}.lock"), "w")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def find_tool(name: str) -> str | None:
+    """Path of a CUDA tool: in CUDA_HOME or CUDA_PATH, on PATH, or in one of NVIDIA's wheels; None when there is none."""
+    folders = [os.path.join(os.environ[v], "bin") for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)]
+    spec = importlib.util.find_spec("nvidia")
+    wheels = [
+        str(p) for root in (spec.submodule_search_locations or () if spec else ()) for p in Path(root).glob("*/bin")
+    ]
+    return (
+        shutil.which(name, path=os.pathsep.join(folders))
+        or shutil.which(name)
+        or shutil.which(name, path=os.pathsep.join(sorted(wheels)))
+    )
+
+
+def find_nvcc() -> str:
+    """Path of nvcc. Raises ConfigurationError when there is none."""
+    found = find_tool("nvcc")
+    if found is None:
+        raise ConfigurationError(
+            "no CUDA compiler was found (CUDA_HOME, PATH and NVIDIA's wheels were searched for nvcc); install one with "
+            "`pip install nvidia-cuda-nvcc` in your toolkit's version, or run in the simulator with TSN_DEVICE=simulator"
+        )
+    return found
+
+
+def gpu_arch() -> str:
+    """`sm_XX` of the current GPU, with the architecture-specific suffix where it has one (sm_90a)."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigurationError(
+            "target 'cuda' needs a GPU to know its architecture, and none is visible; name one, such as "
+            "target={'kind': 'cuda', 'arch': 'sm_90'}, to compile without running, or use target='simulator'"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")

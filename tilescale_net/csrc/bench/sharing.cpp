@@ -1,0 +1,309 @@
+#include "sharing.h"
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <thread>
+
+#include <sched.h>
+#include <sys/mman.h>
+
+#include "clock.h"
+#include "tilescale_net/csrc/fabric/blob.h"
+
+namespace tsn {
+namespace {
+constexpr uint32_t kMagic = 0x54534e45; // "TSNE"
+// Behind the data: where the initiator writes the number of the round that it has ended, and from where.
+constexpr uint64_t kStopWord = SharingBench::kBufferBytes;
+constexpr uint64_t kMappedBytes = SharingBench::kBufferBytes + 4096;
+} // namespace
+
+class ControlBlock {
+public:
+  ControlBlock(const Library& library, fi_info* info, char* buffer, uint64_t bytes, uint64_t key)
+      : library_(library), buffer_(buffer), virtual_(info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {
+    fid_fabric* fabric;
+    fid_domain* domain;
+    fid_av* av;
+    fid_cq* cq;
+    fid_ep* ep;
+    fid_mr* mr;
+    check(library.fabric(info->fabric_attr, &fabric, nullptr), "fi_fabric");
+    fabric_.reset(fabric);
+    check(fi_domain(fabric, info, &domain, nullptr), "fi_domain");
+    domain_.reset(domain);
+    fi_av_attr av_attr = {};
+    av_attr.type = info->domain_attr->av_type == FI_AV_UNSPEC ? FI_AV_TABLE : info->domain_attr->av_type;
+    check(fi_av_open(domain, &av_attr, &av, nullptr), "fi_av_open");
+    av_.reset(av);
+    fi_cq_attr cq_attr = {};
+    cq_attr.format = FI_CQ_FORMAT_CONTEXT;
+    cq_attr.wait_obj = FI_WAIT_NONE;
+    cq_attr.size = 4096;
+    check(fi_cq_open(domain, &cq_attr, &cq, nullptr), "fi_cq_open");
+    cq_.reset(cq);
+    check(fi_endpoint(domain, info, &ep, nullptr), "fi_endpoint");
+    ep_.reset(ep);
+    check(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind");
+    check(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind");
+    check(fi_enable(ep), "fi_enable");
+    check(fi_mr_reg(domain, buffer, bytes, FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE, 0, key, 0, &mr,
+                    nullptr),
+          "fi_mr_reg");
+    mr_.reset(mr);
+    desc_ = fi_mr_desc(mr);
+    if (info->domain_attr->mr_mode & FI_MR_ENDPOINT) {
+      check(fi_mr_bind(mr, &ep->fid, 0), "fi_mr_bind");
+      check(fi_mr_enable(mr), "fi_mr_enable");
+    }
+  }
+
+  void describe(BlobWriter& blob) const {
+    char name[512];
+    size_t bytes = sizeof name;
+    check(fi_getname(&ep_->fid, name, &bytes), "fi_getname");
+    blob.text(std::string(name, bytes));
+    blob.number(virtual_ ? reinterpret_cast<uint64_t>(buffer_) : 0);
+    blob.number(fi_mr_key(mr_.get()));
+  }
+
+  void meet(BlobReader& blob) {
+    const std::string name = blob.text();
+    remote_ = blob.number();
+    key_ = blob.number();
+    if (fi_av_insert(av_.get(), name.data(), 1, &peer_, 0, nullptr) != 1)
+      throw FabricError("the peer's address was not accepted");
+  }
+
+  // Offsets into the local and the remote buffer.
+  ssize_t post(bool write, uint64_t bytes, uint64_t local, uint64_t remote) {
+    return write ? fi_write(ep_.get(), buffer_ + local, bytes, desc_, peer_, remote_ + remote, key_, nullptr)
+                 : fi_read(ep_.get(), buffer_ + local, bytes, desc_, peer_, remote_ + remote, key_, nullptr);
+  }
+  std::string text(ssize_t rc) const { return library_.error(rc); }
+
+  // Completions taken by somebody who was not waiting for one.
+  alignas(64) std::atomic<int> spare{0};
+
+  // One completion: 1, none: 0. Throws on an error.
+  int take() {
+    fi_cq_entry entry;
+    const ssize_t n = fi_cq_read(cq_.get(), &entry, 1);
+    if (n >= 0) return static_cast<int>(n);
+    if (n == -FI_EAGAIN) return 0;
+    if (n != -FI_EAVAIL) throw FabricError("reading completions failed: " + library_.error(n));
+    union {
+      fi_cq_err_entry entry;
+      char room[256];
+    } error = {};
+    fi_cq_readerr(cq_.get(), &error.entry, 0);
+    throw FabricError("an operation failed: " + library_.error(-static_cast<int64_t>(error.entry.err)));
+  }
+
+private:
+  void check(int rc, const char* call) const {
+    if (rc) throw FabricError(std::string(call) + " failed: " + library_.error(rc));
+  }
+
+  const Library& library_;
+  char* buffer_;
+  bool virtual_;
+  uint64_t remote_ = 0, key_ = 0;
+  void* desc_ = nullptr;
+  fi_addr_t peer_ = FI_ADDR_UNSPEC;
+  // Closed in the reverse order.
+  Fid<fid_fabric> fabric_;
+  Fid<fid_domain> domain_;
+  Fid<fid_av> av_;
+  Fid<fid_cq> cq_;
+  Fid<fid_ep> ep_;
+  Fid<fid_mr> mr_;
+};
+
+// One thread's loop. The method is FaSST's: once `window` operations are out, the completion of the oldest is awaited
+// at the endpoint that it went to, then the next goes to a random endpoint and a random place.
+class SharingBench::Worker {
+public:
+  Worker(SharingBench& bench, const SharingOptions& options, int thread, double timeout_s)
+      : blocks_(bench.blocks_), o_(options), thread_(thread), timeout_s_(timeout_s), state_(thread * 2654435761u + 1) {}
+
+  void run(std::atomic<bool>& stop) {
+    try {
+      const auto start = Clock::now();
+      std::vector<int> used(o_.window);
+      for (; !stop.load(std::memory_order_relaxed); ++count) {
+        int& oldest = used[count % o_.window];
+        if (count >= static_cast<uint64_t>(o_.window)) await(oldest);
+        oldest = pick();
+        post(oldest, o_.write, o_.bytes, place(), place());
+      }
+      for (uint64_t i = count - std::min<uint64_t>(count, o_.window); i < count; ++i) await(used[i % o_.window]);
+      seconds = seconds_since(start);
+    } catch (...) {
+      failure = std::current_exception();
+      stop = true;
+    }
+  }
+
+  // One operation and its completion.
+  void one(int endpoint, bool write, uint64_t bytes, uint64_t from, uint64_t to) {
+    post(endpoint, write, bytes, from, to);
+    await(endpoint);
+  }
+
+  uint64_t count = 0, cycles = 0;
+  double seconds = 0;
+  std::exception_ptr failure;
+
+private:
+  uint64_t random() { // xorshift64: far cheaper than what is measured
+    state_ ^= state_ << 13;
+    state_ ^= state_ >> 7;
+    return state_ ^= state_ << 17;
+  }
+  int pick() {
+    const int n = static_cast<int>(blocks_.size());
+    if (o_.shared) return static_cast<int>(random() % n);
+    const int mine = (n - thread_ + o_.threads - 1) / o_.threads;
+    return thread_ + o_.threads * static_cast<int>(random() % mine);
+  }
+  uint64_t place() { return random() % (kBufferBytes / o_.bytes) * o_.bytes; }
+
+  void post(int endpoint, bool write, uint64_t bytes, uint64_t from, uint64_t to) {
+    ControlBlock& block = *blocks_[endpoint];
+    Patience patience(*this, endpoint);
+    for (;;) {
+      const uint64_t before = ticks();
+      const ssize_t rc = block.post(write, bytes, from, to);
+      cycles += ticks() - before;
+      if (rc == 0) return;
+      if (rc != -FI_EAGAIN)
+        throw FabricError("thread " + std::to_string(thread_) + ", endpoint " + std::to_string(endpoint) +
+                          ": an operation was refused: " + block.text(rc));
+      // The queue is full: a completion taken now is kept for whoever awaits it.
+      if (block.take()) block.spare.fetch_add(1, std::memory_order_relaxed);
+      else patience.lose();
+    }
+  }
+
+  void await(int endpoint) {
+    ControlBlock& block = *blocks_[endpoint];
+    Patience patience(*this, endpoint);
+    for (;;) {
+      int spare = block.spare.load(std::memory_order_relaxed);
+      if (spare > 0 && block.spare.compare_exchange_strong(spare, spare - 1, std::memory_order_relaxed)) return;
+      if (block.take()) return;
+      patience.lose();
+    }
+  }
+
+  struct Patience {
+    Patience(Worker& worker, int endpoint) : worker(worker), endpoint(endpoint) {}
+    void lose() {
+      if (++turns < 1000) return;
+      if (turns == 1000) start = Clock::now();
+      sched_yield();
+      if (seconds_since(start) > worker.timeout_s_)
+        throw FabricError("thread " + std::to_string(worker.thread_) + ", endpoint " + std::to_string(endpoint) +
+                          ": nothing has completed for " + std::to_string(static_cast<int>(worker.timeout_s_)) +
+                          " s; the target has ended, or the network between the two is broken");
+    }
+    Worker& worker;
+    int endpoint;
+    uint64_t turns = 0;
+    Clock::time_point start;
+  };
+
+  std::vector<std::unique_ptr<ControlBlock>>& blocks_;
+  const SharingOptions o_;
+  const int thread_;
+  const double timeout_s_;
+  uint64_t state_;
+};
+
+SharingBench::SharingBench(const TransportOptions& options, int endpoints, bool thread_safe)
+    : library_(load_library(options.library, options.library_fallback)) {
+  TransportOptions single = options;
+  single.rails = 1;
+  single.delivery_complete = false;
+  const Selection selection = select_provider(library_, single, thread_safe ? FI_THREAD_SAFE : FI_THREAD_DOMAIN);
+  fi_info* info = selection.rails[0].get();
+  provider_ = provider_name(info);
+  if (info->mode & (FI_CONTEXT | FI_CONTEXT2))
+    throw FabricError("provider '" + provider_name(info) +
+                      "' wants memory behind every operation, which this "
+                      "benchmark does not give");
+  void* p = mmap(nullptr, kMappedBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  if (p == MAP_FAILED) throw FabricError("no memory for the benchmark's buffer");
+  buffer_ = static_cast<char*>(p);
+  for (int i = 0; i < endpoints; ++i)
+    blocks_.push_back(std::make_unique<ControlBlock>(library_, info, buffer_, kMappedBytes, i + 1));
+}
+
+SharingBench::~SharingBench() {
+  blocks_.clear();
+  if (buffer_) munmap(buffer_, kMappedBytes);
+}
+
+std::string SharingBench::introduction() const {
+  BlobWriter blob(kMagic);
+  for (const auto& block : blocks_) block->describe(blob);
+  return blob.take();
+}
+
+void SharingBench::meet(const std::string& introduction) {
+  BlobReader blob(introduction, kMagic, "the introduction of the peer");
+  for (auto& block : blocks_) block->meet(blob);
+}
+
+void SharingBench::serve(uint64_t round, double timeout_s) {
+  const auto start = Clock::now();
+  while (*word(kStopWord) < round) {
+    int n = 0;
+    for (auto& block : blocks_) n += block->take();
+    if (n) continue;
+    sched_yield();
+    if (seconds_since(start) > timeout_s)
+      throw FabricError("the initiator has not ended its round within " + std::to_string(static_cast<int>(timeout_s)) +
+                        " s; it has ended, or the network between the two is broken");
+  }
+}
+
+void SharingBench::end_round(uint64_t round, double timeout_s) {
+  *word(kStopWord + 64) = round;
+  Worker(*this, {}, 0, timeout_s).one(0, true, sizeof round, kStopWord + 64, kStopWord);
+}
+
+SharingResult SharingBench::run(const SharingOptions& options) {
+  // Connections are made before the clock runs.
+  for (int e = 0; e < static_cast<int>(blocks_.size()); ++e)
+    Worker(*this, options, 0, options.timeout_s).one(e, options.write, options.bytes, 0, 0);
+
+  std::vector<Worker> workers;
+  for (int t = 0; t < options.threads; ++t) workers.emplace_back(*this, options, t, options.timeout_s);
+  std::vector<std::thread> threads;
+  std::atomic<int> ready{0};
+  std::atomic<bool> go{false}, stop{false};
+  for (Worker& worker : workers)
+    threads.emplace_back([&] {
+      ++ready;
+      while (!go) sched_yield();
+      worker.run(stop);
+    });
+  while (ready < options.threads) sched_yield();
+  go = true;
+  const auto start = Clock::now();
+  while (seconds_since(start) < options.duration_s && !stop) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  stop = true;
+  for (std::thread& thread : threads) thread.join();
+  SharingResult result;
+  for (Worker& worker : workers) {
+    if (worker.failure) std::rethrow_exception(worker.failure);
+    result.operations_per_s.push_back(worker.count / worker.seconds);
+    result.cycles_per_post.push_back(worker.count ? static_cast<double>(worker.cycles) / worker.count : 0);
+  }
+  return result;
+}
+
+} // namespace tsn

@@ -1,0 +1,117 @@
+#include "tilescale_net/csrc/cuda/driver.h"
+
+#include <cctype>
+#include <cstdlib>
+#include <dlfcn.h>
+#include <mutex>
+#include <unistd.h>
+
+namespace tsn::cuda {
+namespace {
+
+template <class F>
+void resolve(void* library, const char* file, F** slot, const char* name) {
+  *slot = reinterpret_cast<F*>(dlsym(library, name));
+  if (!*slot)
+    throw CudaError(std::string(file) + " has no function " + name + "; the NVIDIA driver is older than CUDA 12.0");
+}
+
+Driver load() {
+  const char* file = std::getenv("TSN_LIBCUDA");
+  if (!file || !*file) file = "libcuda.so.1";
+  void* library = dlopen(file, RTLD_NOW | RTLD_LOCAL);
+  if (!library)
+    throw CudaError(std::string("cannot open the CUDA driver: ") + dlerror() +
+                    "; install the NVIDIA driver, or keep the heap in host memory (TSN_DEVICE=simulator)");
+  Driver d = {};
+  // The _v2 names are the ones that cuda.h maps the plain ones to.
+#define TSN_RESOLVE(field, name) resolve(library, file, &d.field, name)
+  TSN_RESOLVE(cuInit, "cuInit");
+  TSN_RESOLVE(cuGetErrorString, "cuGetErrorString");
+  TSN_RESOLVE(cuDeviceGet, "cuDeviceGet");
+  TSN_RESOLVE(cuDeviceGetAttribute, "cuDeviceGetAttribute");
+  TSN_RESOLVE(cuDeviceGetPCIBusId, "cuDeviceGetPCIBusId");
+  TSN_RESOLVE(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
+  TSN_RESOLVE(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2");
+  TSN_RESOLVE(cuCtxSetCurrent, "cuCtxSetCurrent");
+  TSN_RESOLVE(cuMemHostRegister, "cuMemHostRegister_v2");
+  TSN_RESOLVE(cuMemHostUnregister, "cuMemHostUnregister");
+  TSN_RESOLVE(cuMemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2");
+  TSN_RESOLVE(cuStreamCreate, "cuStreamCreate");
+  TSN_RESOLVE(cuStreamDestroy, "cuStreamDestroy_v2");
+  TSN_RESOLVE(cuStreamSynchronize, "cuStreamSynchronize");
+  TSN_RESOLVE(cuStreamQuery, "cuStreamQuery");
+  TSN_RESOLVE(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2");
+  TSN_RESOLVE(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2");
+  TSN_RESOLVE(cuStreamWriteValue32, "cuStreamWriteValue32_v2");
+  TSN_RESOLVE(cuStreamWriteValue64, "cuStreamWriteValue64_v2");
+  TSN_RESOLVE(cuMemGetHandleForAddressRange, "cuMemGetHandleForAddressRange");
+  TSN_RESOLVE(cuFlushGPUDirectRDMAWrites, "cuFlushGPUDirectRDMAWrites");
+#undef TSN_RESOLVE
+  const Result result = d.cuInit(0);
+  if (result != kSuccess) {
+    const char* text = nullptr;
+    d.cuGetErrorString(result, &text);
+    throw CudaError(std::string("cuInit failed: ") + (text ? text : "unknown error"));
+  }
+  return d;
+}
+
+} // namespace
+
+const Driver& driver() {
+  static const Driver loaded = load(); // an exception leaves it unset: the next call tries again
+  return loaded;
+}
+
+bool available() {
+  try {
+    Device device;
+    return driver().cuDeviceGet(&device, 0) == kSuccess;
+  } catch (const CudaError&) {
+    return false;
+  }
+}
+
+void check(Result result, const char* what) {
+  if (result == kSuccess) return;
+  const char* text = nullptr;
+  driver().cuGetErrorString(result, &text);
+  throw CudaError(std::string(what) + " failed: " + (text ? text : "unknown error") + " (" + std::to_string(result) +
+                  ")");
+}
+
+PrimaryContext::PrimaryContext(int ordinal) {
+  check(driver().cuDeviceGet(&device_, ordinal), "cuDeviceGet");
+  check(driver().cuDevicePrimaryCtxRetain(&context_, device_), "cuDevicePrimaryCtxRetain");
+  check(driver().cuCtxSetCurrent(context_), "cuCtxSetCurrent");
+}
+
+PrimaryContext::~PrimaryContext() { driver().cuDevicePrimaryCtxRelease(device_); }
+
+int export_dmabuf(uint64_t base, uint64_t bytes, std::string* why) {
+  const auto page = (uint64_t)sysconf(_SC_PAGESIZE);
+  if (base % page || bytes % page) {
+    *why = "the memory is not aligned to the host's pages";
+    return -1;
+  }
+  int fd = -1;
+  const Result result = driver().cuMemGetHandleForAddressRange(&fd, base, bytes, kHandleTypeDmaBufFd, 0);
+  if (result == kSuccess) return fd;
+  const char* text = nullptr;
+  driver().cuGetErrorString(result, &text);
+  *why = std::string("cuMemGetHandleForAddressRange: ") + (text ? text : "unknown error");
+  return -1;
+}
+
+std::string pci_address(int ordinal) {
+  char text[32] = "";
+  Device device;
+  if (driver().cuDeviceGet(&device, ordinal) != kSuccess ||
+      driver().cuDeviceGetPCIBusId(text, sizeof text, device) != kSuccess)
+    return "";
+  for (char* c = text; *c; c++) *c = (char)std::tolower(*c);
+  return text;
+}
+
+} // namespace tsn::cuda

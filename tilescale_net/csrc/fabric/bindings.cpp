@@ -1,0 +1,226 @@
+// Python's view of the fabric: what there is, options, and a Transport for tests and scripts (one call per operation).
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+
+#include "bindings.h"
+#include "chaos.h"
+#include "provider.h"
+#include "transport.h"
+
+namespace py = pybind11;
+
+namespace tsn {
+namespace {
+
+template <typename T>
+void set(py::handle value, const std::string& name, T& field) {
+  try {
+    field = value.cast<T>();
+  } catch (const py::cast_error&) {
+    throw py::type_error("TransportOptions: " + name + " cannot be " + py::repr(value).cast<std::string>());
+  }
+}
+
+TransportOptions options_from(const py::kwargs& kwargs) {
+  TransportOptions o;
+  for (const auto& item : kwargs) {
+    const std::string name = item.first.cast<std::string>();
+    const py::handle v = item.second;
+    if (name == "rank") set(v, name, o.rank);
+    else if (name == "provider") set(v, name, o.provider);
+    else if (name == "interface") set(v, name, o.interface);
+    else if (name == "multi_host") set(v, name, o.multi_host);
+    else if (name == "one_sided") set(v, name, o.one_sided);
+    else if (name == "device_memory") set(v, name, o.device_memory);
+    else if (name == "gpu_pci") set(v, name, o.gpu_pci);
+    else if (name == "rails") set(v, name, o.rails);
+    else if (name == "max_rails") set(v, name, o.max_rails);
+    else if (name == "depth") set(v, name, o.depth);
+    else if (name == "message_bytes") set(v, name, o.message_bytes);
+    else if (name == "message_buffers") set(v, name, o.message_buffers);
+    else if (name == "delivery_complete") set(v, name, o.delivery_complete);
+    else if (name == "library") set(v, name, o.library);
+    else if (name == "library_fallback") set(v, name, o.library_fallback);
+    else if (name == "chaos") set(v, name, o.chaos);
+    else throw py::type_error("TransportOptions has no field '" + name + "'");
+  }
+  return o;
+}
+
+// True: posted; False: try again after poll(). Raises FabricError for a refused operation.
+bool answer(Transport& transport, Post post) {
+  if (post == Post::error) throw FabricError(transport.last_error());
+  return post == Post::ok;
+}
+
+Transport::Copy copy_of(int peer, Region local, RemoteRegion remote, uint64_t local_offset, uint64_t remote_offset,
+                        uint64_t bytes, uint64_t cookie, std::optional<uint32_t> imm, int rail, bool more) {
+  return {rail,  peer,   local,           remote, local_offset,   remote_offset,
+          bytes, cookie, imm.has_value(), more,   imm.value_or(0)};
+}
+
+py::list poll(Transport& transport, int capacity) {
+  static const char* const kinds[] = {"done", "immediate", "message", "failed"};
+  std::vector<Event> events(capacity);
+  const int n = transport.poll(events.data(), capacity);
+  py::list list;
+  for (int i = 0; i < n; ++i) {
+    const Event& e = events[i];
+    py::dict d;
+    d["kind"] = kinds[e.kind];
+    d["peer"] = e.peer;
+    d["rail"] = e.rail;
+    d["imm"] = e.imm;
+    d["cookie"] = e.cookie == kSilent ? py::object(py::none()) : py::int_(e.cookie);
+    d["data"] = e.data ? py::object(py::bytes(static_cast<const char*>(e.data), e.bytes)) : py::none();
+    d["bytes"] = e.bytes;
+    d["code"] = e.code;
+    d["text"] = e.text ? py::object(py::str(e.text)) : py::none();
+    list.append(d);
+  }
+  return list;
+}
+
+} // namespace
+
+py::dict properties_of(const Transport& transport) {
+  const Properties& p = transport.properties();
+  py::dict d;
+  d["provider"] = p.provider;
+  d["version"] = p.version;
+  d["library"] = p.library;
+  d["interface"] = p.interface;
+  d["rails"] = p.rails;
+  d["max_write"] = p.max_write;
+  d["max_send"] = p.max_send;
+  d["max_message"] = p.max_message;
+  d["inject_bytes"] = p.inject_bytes;
+  d["depth"] = p.depth;
+  d["link_gbps"] = p.link_gbps;
+  d["imm_bits"] = p.imm_bits;
+  d["device_memory"] = p.device_memory;
+  d["delivery_complete"] = p.delivery_complete;
+  d["ordered_messages"] = p.ordered_messages;
+  d["emulated_write"] = p.emulated_write;
+  d["remote_progress"] = p.remote_progress;
+  return d;
+}
+
+void bind_fabric(py::module_& m) {
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const FabricError& e) {
+      py::object type = py::module_::import("tilescale_net.errors").attr("FabricError");
+      PyErr_SetString(type.ptr(), e.what());
+    }
+  });
+
+  py::class_<TransportOptions>(m, "TransportOptions",
+                               "What a transport is made from; fields are keyword arguments, see fabric/transport.h.")
+      .def(py::init(&options_from))
+      .def_readwrite("rank", &TransportOptions::rank)
+      .def_readwrite("provider", &TransportOptions::provider)
+      .def_readwrite("interface", &TransportOptions::interface)
+      .def_readwrite("chaos", &TransportOptions::chaos)
+      .def_readwrite("library_fallback", &TransportOptions::library_fallback);
+
+  m.def(
+      "fabric_library",
+      [](const std::string& library, const std::string& fallback) {
+        const Library& lib = load_library(library, fallback);
+        py::dict d;
+        d["path"] = lib.path;
+        d["version"] = lib.version_text;
+        d["api"] = std::to_string(FI_MAJOR(lib.api)) + "." + std::to_string(FI_MINOR(lib.api));
+        d["headers"] = std::to_string(FI_MAJOR_VERSION) + "." + std::to_string(FI_MINOR_VERSION);
+        return d;
+      },
+      py::arg("library") = "", py::arg("fallback") = "",
+      "The libfabric in use: path, version, the API version asked of it and that of the headers compiled against.");
+  m.def(
+      "fabric_offers",
+      [](const std::string& library, const std::string& fallback) {
+        py::list list;
+        for (const Offer& o : list_offers(load_library(library, fallback))) {
+          py::dict d;
+          d["provider"] = o.provider;
+          d["domain"] = o.domain;
+          d["address"] = o.address;
+          d["loopback"] = o.loopback;
+          d["hardware"] = o.hardware;
+          d["immediates"] = o.immediates;
+          d["device_memory"] = o.device_memory;
+          list.append(d);
+        }
+        return list;
+      },
+      py::arg("library") = "", py::arg("fallback") = "",
+      "One dict per provider and interface that libfabric offers for one-sided traffic.");
+  m.def(
+      "parse_chaos", [](const std::string& text) { parse_chaos(text); },
+      "Raises FabricError naming the field that is wrong; see fabric/chaos.h for the fields.");
+  m.def("nearest_devices", &nearest_devices, py::arg("candidates"), py::arg("device"), py::arg("limit"),
+        py::arg("first") = 0, "Indices of the PCI paths in `candidates` nearest to `device`; see fabric/provider.h.");
+
+  py::class_<Transport>(m, "Transport", "A transport driven from Python; see fabric/transport.h for the rules.")
+      .def(py::init([](const TransportOptions& options) { return make_transport(options); }),
+           py::call_guard<py::gil_scoped_release>())
+      .def("properties", &properties_of)
+      .def("address", [](const Transport& t) { return py::bytes(t.address()); })
+      .def("connect", &Transport::connect)
+      .def(
+          "register_memory",
+          [](Transport& t, uint64_t base, uint64_t bytes, const std::string& kind, int device) {
+            if (kind != "host" && kind != "cuda") throw py::value_error("kind is 'host' or 'cuda', not '" + kind + "'");
+            return t.register_memory(
+                {reinterpret_cast<void*>(base), bytes, kind == "cuda" ? Memory::cuda : Memory::host, device});
+          },
+          py::arg("base"), py::arg("bytes"), py::arg("kind") = "host", py::arg("device") = 0)
+      .def("release_memory", &Transport::release_memory)
+      .def("region_key", [](const Transport& t, Region region) { return py::bytes(t.region_key(region)); })
+      .def("add_remote", &Transport::add_remote)
+      .def(
+          "write",
+          [](Transport& t, int peer, Region local, RemoteRegion remote, uint64_t bytes, uint64_t local_offset,
+             uint64_t remote_offset, uint64_t cookie, std::optional<uint32_t> imm, int rail, bool more) {
+            return answer(t, t.post_write(copy_of(peer, local, remote, local_offset, remote_offset, bytes, cookie, imm,
+                                                  rail, more)));
+          },
+          py::arg("peer"), py::arg("local"), py::arg("remote"), py::arg("bytes"), py::arg("local_offset") = 0,
+          py::arg("remote_offset") = 0, py::arg("cookie") = kSilent, py::arg("imm") = py::none(), py::arg("rail") = 0,
+          py::arg("more") = false)
+      .def(
+          "read",
+          [](Transport& t, int peer, Region local, RemoteRegion remote, uint64_t bytes, uint64_t local_offset,
+             uint64_t remote_offset, uint64_t cookie, int rail, bool more) {
+            return answer(t, t.post_read(copy_of(peer, local, remote, local_offset, remote_offset, bytes, cookie,
+                                                 std::nullopt, rail, more)));
+          },
+          py::arg("peer"), py::arg("local"), py::arg("remote"), py::arg("bytes"), py::arg("local_offset") = 0,
+          py::arg("remote_offset") = 0, py::arg("cookie") = kSilent, py::arg("rail") = 0, py::arg("more") = false)
+      .def(
+          "message",
+          [](Transport& t, int peer, const std::string& data, uint64_t cookie, int rail) {
+            return answer(t, t.post_message(rail, peer, data.data(), static_cast<uint32_t>(data.size()), cookie));
+          },
+          py::arg("peer"), py::arg("data"), py::arg("cookie") = kSilent, py::arg("rail") = 0)
+      .def(
+          "send",
+          [](Transport& t, int peer, Region local, uint64_t offset, uint64_t bytes, uint64_t cookie, int rail) {
+            return answer(t, t.post_send(rail, peer, local, offset, bytes, cookie));
+          },
+          py::arg("peer"), py::arg("local"), py::arg("offset"), py::arg("bytes"), py::arg("cookie") = kSilent,
+          py::arg("rail") = 0)
+      .def(
+          "receive",
+          [](Transport& t, Region local, uint64_t offset, uint64_t bytes, uint64_t cookie, int rail) {
+            return answer(t, t.post_receive(rail, local, offset, bytes, cookie));
+          },
+          py::arg("local"), py::arg("offset"), py::arg("bytes"), py::arg("cookie"), py::arg("rail") = 0)
+      .def("poll", &poll, py::arg("capacity") = 64);
+}
+
+} // namespace tsn

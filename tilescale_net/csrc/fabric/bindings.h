@@ -1,0 +1,13 @@
+// What other folders' bindings share with the fabric's.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "transport.h"
+
+namespace tsn {
+
+// All of Properties as a dict.
+pybind11::dict properties_of(const Transport& transport);
+
+} // namespace tsn

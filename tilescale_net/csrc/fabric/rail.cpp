@@ -1,0 +1,186 @@
+// Set-up of a rail; its data path is in rail_data.cpp.
+#include "rail.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include <rdma/fi_ext.h>
+
+#include "provider.h"
+
+// Version of the headers compiled against: newer options are compiled only where they exist.
+#define TSN_FI_HEADERS FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION)
+#if TSN_FI_HEADERS >= FI_VERSION(1, 18) && __has_include(<rdma/fi_ext_efa.h>)
+#include <rdma/fi_ext_efa.h>
+#endif
+
+namespace tsn {
+
+std::string Rail::where() const {
+  return "provider '" + provider_name(info_) + "', interface '" + std::string(info_->domain_attr->name) + "'";
+}
+
+void Rail::check(int rc, const char* call) const {
+  if (rc) throw FabricError(std::string(call) + " failed on " + where() + ": " + library_.error(rc));
+}
+
+Rail::Rail(const Library& library, fi_info* info, const TransportOptions& options, int index, bool device_memory)
+    : library_(library), info_(info), index_(index), self_(options.rank), device_memory_(device_memory) {
+  const int modes = info->domain_attr->mr_mode;
+  virtual_addresses_ = modes & FI_MR_VIRT_ADDR;
+  prov_key_ = modes & FI_MR_PROV_KEY;
+  mr_endpoint_ = modes & FI_MR_ENDPOINT;
+  imm_consumes_ = info->mode & FI_RX_CQ_DATA;
+  op_flags_ = info->tx_attr->op_flags & FI_DELIVERY_COMPLETE;
+  pool_ = options.message_buffers > 0;
+  info->rx_attr->op_flags = 0;
+
+  const auto limit = [](uint32_t wanted, size_t offered) {
+    return static_cast<uint32_t>(std::max<size_t>(1, std::min<size_t>(wanted, offered ? offered : wanted)));
+  };
+  depth_ = limit(options.depth, info->tx_attr->size);
+  receives_ = limit(pool_ ? options.message_buffers : options.depth, info->rx_attr->size);
+  inject_ = static_cast<uint32_t>(info->tx_attr->inject_size);
+  max_send_ = max_rma_ = info->ep_attr->max_msg_size;
+  const size_t largest = std::min<size_t>(options.message_bytes + sizeof(Header), info->ep_attr->max_msg_size);
+  max_message_ = pool_ ? static_cast<uint32_t>(largest - sizeof(Header)) : 0;
+  buffer_bytes_ = (largest + 63) / 64 * 64;
+
+  open();
+  allocate_slots();
+  check(fi_enable(ep_.get()), "fi_enable");
+  if (buffers_mr_ && mr_endpoint_) {
+    check(fi_mr_bind(buffers_mr_.get(), &ep_->fid, 0), "fi_mr_bind");
+    check(fi_mr_enable(buffers_mr_.get()), "fi_mr_enable");
+  }
+  post_buffers();
+  if (!error.empty()) throw FabricError("posting receives failed on " + where() + ": " + error);
+}
+
+Rail::~Rail() {
+  // Registrations bound to an endpoint must go before it; others may still be in use until it is gone.
+  if (mr_endpoint_) buffers_mr_.reset();
+  ep_.reset();
+  buffers_mr_.reset();
+}
+
+void Rail::open() {
+  fid_fabric* fabric = nullptr;
+  fid_domain* domain = nullptr;
+  fid_av* av = nullptr;
+  fid_cq* cq = nullptr;
+  fid_ep* ep = nullptr;
+  check(library_.fabric(info_->fabric_attr, &fabric, nullptr), "fi_fabric");
+  fabric_.reset(fabric);
+  check(fi_domain(fabric, info_, &domain, nullptr), "fi_domain");
+  domain_.reset(domain);
+
+  fi_av_attr av_attr = {};
+  av_attr.type = info_->domain_attr->av_type == FI_AV_UNSPEC ? FI_AV_TABLE : info_->domain_attr->av_type;
+  check(fi_av_open(domain, &av_attr, &av, nullptr), "fi_av_open");
+  av_.reset(av);
+
+  fi_cq_attr cq_attr = {};
+  cq_attr.format = FI_CQ_FORMAT_DATA;
+  cq_attr.wait_obj = FI_WAIT_NONE;
+  // Immediates arrive unasked: room for them beyond what this side can have outstanding.
+  cq_attr.size = depth_ + receives_ + 4096;
+  check(fi_cq_open(domain, &cq_attr, &cq, nullptr), "fi_cq_open");
+  cq_.reset(cq);
+
+  check(fi_endpoint(domain, info_, &ep, nullptr), "fi_endpoint");
+  ep_.reset(ep);
+  check(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind (address vector)");
+  check(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind (completion queue)");
+  set_endpoint_options();
+}
+
+// Options that only hardware providers know; older headers lack them, older libraries refuse them.
+void Rail::set_endpoint_options() {
+#if TSN_FI_HEADERS >= FI_VERSION(1, 18)
+  // A kernel that waits for a put would deadlock with a provider that calls CUDA in its data path: forbid it, and where
+  // the provider cannot do without, go through staging instead. An unknown option means an old provider: keep it.
+  if (device_memory_) {
+    bool permitted = false;
+    const int rc = fi_setopt(&ep_->fid, FI_OPT_ENDPOINT, FI_OPT_CUDA_API_PERMITTED, &permitted, sizeof permitted);
+    if (rc == -FI_EOPNOTSUPP || rc == -FI_EINVAL) device_memory_ = false;
+  }
+  if (std::string(info_->fabric_attr->prov_name) != "efa") return;
+  size_t forever = 7; // SRD retries "receiver not ready" without end: flow control instead of an error
+  fi_setopt(&ep_->fid, FI_OPT_ENDPOINT, FI_OPT_EFA_RNR_RETRY, &forever, sizeof forever);
+  bool emulated = false;
+  size_t bytes = sizeof emulated;
+  if (!fi_getopt(&ep_->fid, FI_OPT_ENDPOINT, FI_OPT_EFA_EMULATED_WRITE, &emulated, &bytes)) emulated_write_ = emulated;
+#if TSN_FI_HEADERS >= FI_VERSION(2, 0)
+  // Where the limits of messages and of RMA differ, the endpoint's attributes tell the larger one only.
+  size_t limit = 0;
+  bytes = sizeof limit;
+  if (!fi_getopt(&ep_->fid, FI_OPT_ENDPOINT, FI_OPT_MAX_MSG_SIZE, &limit, &bytes) && limit) max_send_ = limit;
+  if (!fi_getopt(&ep_->fid, FI_OPT_ENDPOINT, FI_OPT_MAX_RMA_SIZE, &limit, &bytes) && limit) max_rma_ = limit;
+  if (!fi_getopt(&ep_->fid, FI_OPT_ENDPOINT, FI_OPT_INJECT_MSG_SIZE, &limit, &bytes))
+    inject_ = static_cast<uint32_t>(std::min<size_t>(inject_, limit));
+#endif
+#endif
+}
+
+void Rail::FreeSlots::reset(uint32_t capacity) {
+  uint32_t size = 1;
+  while (size < capacity) size *= 2;
+  ring.reset(new uint32_t[size]);
+  mask = size - 1;
+}
+
+void Rail::allocate_slots() {
+  const uint32_t total = depth_ + receives_;
+  slots_.assign(total, Slot{kSilent, -1, kFree});
+  free_.reset(depth_);
+  for (uint32_t i = 0; i < depth_; ++i) free_.give(i);
+  free_receives_.reset(receives_);
+  if (!pool_)
+    for (uint32_t i = depth_; i < total; ++i) free_receives_.give(i);
+
+  // Providers that keep their own state in the operation's context need real memory behind it.
+  if (info_->mode & (FI_CONTEXT | FI_CONTEXT2)) {
+    context_storage_.resize(total);
+    contexts_ = reinterpret_cast<char*>(context_storage_.data());
+    context_shift_ = 6;
+    static_assert(sizeof(fi_context2) == 64, "contexts are 64 bytes apart");
+  } else {
+    contexts_ = reinterpret_cast<char*>(slots_.data()); // never followed: only the distance counts
+  }
+
+  if (!pool_) return;
+  for (uint32_t i = total; i-- > depth_;) repost_.push_back(i);
+  buffers_.resize(total * buffer_bytes_);
+  if (!(info_->domain_attr->mr_mode & FI_MR_LOCAL)) return;
+  fi_mr_attr attr = {};
+  iovec iov = {buffers_.data(), buffers_.size()};
+  attr.mr_iov = &iov;
+  attr.iov_count = 1;
+  attr.access = FI_SEND | FI_RECV;
+  attr.requested_key = prov_key_ ? 0 : next_key_++;
+  fid_mr* mr = nullptr;
+  check(fi_mr_regattr(domain_.get(), &attr, 0, &mr), "fi_mr_regattr (message buffers)");
+  buffers_mr_.reset(mr);
+  buffers_desc_ = fi_mr_desc(mr);
+}
+
+std::string Rail::name() const {
+  size_t bytes = 0;
+  fi_getname(&ep_->fid, nullptr, &bytes); // answers -FI_ETOOSMALL and the size
+  std::string name(std::max<size_t>(bytes, 1), '\0');
+  check(fi_getname(&ep_->fid, &name[0], &bytes), "fi_getname");
+  name.resize(bytes);
+  return name;
+}
+
+fi_addr_t Rail::insert(const std::string& name) {
+  fi_addr_t address = FI_ADDR_UNSPEC;
+  const int n = fi_av_insert(av_.get(), name.data(), 1, &address, 0, nullptr);
+  if (n != 1)
+    throw FabricError("fi_av_insert failed on " + where() + ": " +
+                      (n < 0 ? library_.error(n) : std::string("the address was not accepted")));
+  return address;
+}
+
+} // namespace tsn

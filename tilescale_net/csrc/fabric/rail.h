@@ -1,0 +1,173 @@
+// One rail: one endpoint with its domain, address vector and completion queue, on one NIC.
+//
+// Every outstanding operation holds a slot; a slot remembers what the operation was, so that completions need no search
+// and errors can be told in the caller's terms. The number of slots bounds what is outstanding, hence the completion
+// queue never overruns. A rail is used by one thread at a time.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <rdma/fabric.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_rma.h>
+
+#include "library.h"
+#include "transport.h"
+
+namespace tsn {
+
+template <typename T>
+struct FidDeleter {
+  void operator()(T* object) const { fi_close(&object->fid); }
+};
+template <typename T>
+using Fid = std::unique_ptr<T, FidDeleter<T>>;
+
+class Rail {
+public:
+  // `index` is the rail's number in its transport. Throws FabricError.
+  Rail(const Library& library, fi_info* info, const TransportOptions& options, int index, bool device_memory);
+  ~Rail();
+  Rail(const Rail&) = delete;
+
+  // --- set-up ------------------------------------------------------------------------------------------------------
+  std::string name() const; // the endpoint's address, opaque
+  fi_addr_t insert(const std::string& name);
+  void expect_messages_from(int peer) {
+    if (static_cast<size_t>(peer) >= known_.size()) known_.resize(peer + 1, false);
+    known_[peer] = true;
+  }
+  // A registration usable by this rail, and what the data path needs of it.
+  Fid<fid_mr> register_memory(const Memory& memory);
+  uint64_t remote_base(void* base) const { return virtual_addresses_ ? reinterpret_cast<uint64_t>(base) : 0; }
+  const fi_info* info() const { return info_; }
+  uint32_t depth() const { return depth_; }
+  uint32_t inject_bytes() const { return inject_; }
+  uint32_t max_message() const { return max_message_; }
+  uint64_t max_send() const { return max_send_; }
+  uint64_t max_rma() const { return max_rma_; }
+  bool emulated_write() const { return emulated_write_; }
+  bool device_memory() const { return device_memory_; }
+  // Stops all traffic; operations still outstanding are forgotten.
+  void close_endpoint() { ep_.reset(); }
+  bool binds_memory_to_endpoint() const { return mr_endpoint_; }
+
+  // --- data path ---------------------------------------------------------------------------------------------------
+  struct Target {
+    int peer;
+    fi_addr_t address;
+    uint64_t remote; // what the provider wants: an address or an offset
+    uint64_t key;
+  };
+  Post write(const Target& to, const void* source, void* desc, const Transport::Copy& copy);
+  Post read(const Target& from, void* destination, void* desc, const Transport::Copy& copy);
+  Post message(int peer, fi_addr_t address, const void* data, uint32_t bytes, uint64_t cookie);
+  Post send(int peer, fi_addr_t address, const void* source, void* desc, uint64_t bytes, uint64_t cookie, bool on_host);
+  Post receive(void* destination, void* desc, uint64_t bytes, uint64_t cookie);
+  int poll(Event* events, int capacity);
+  void new_poll(); // ends the life of what the last poll handed out
+
+  std::string error; // why a post answered `error`
+
+private:
+  enum Kind : uint8_t { kFree, kCopy, kMessage, kReceive, kBuffer };
+  struct Slot {
+    uint64_t cookie;
+    int32_t peer;
+    Kind kind;
+  };
+  // Sits before the payload of every message: who sends it.
+  struct Header {
+    int32_t sender;
+    uint32_t magic;
+  };
+  static constexpr uint32_t kMagic = 0x54534e31; // "TSN1"
+  static constexpr int kBatch = 32;
+
+  std::string where() const;
+  void check(int rc, const char* call) const; // set-up calls answer 0 or a negative code
+  void open();
+  void set_endpoint_options();
+  void allocate_slots();
+  void post_buffers();
+
+  void* context(uint32_t slot) const { return contexts_ + (static_cast<size_t>(slot) << context_shift_); }
+  // The slot of a completion's context; n_slots when it is none of ours.
+  uint32_t slot_of(const void* context) const {
+    const size_t distance = static_cast<size_t>(static_cast<const char*>(context) - contexts_);
+    return distance >> context_shift_ < slots_.size() ? static_cast<uint32_t>(distance >> context_shift_)
+                                                      : static_cast<uint32_t>(slots_.size());
+  }
+  char* buffer(uint32_t slot) { return buffers_.data() + static_cast<size_t>(slot) * buffer_bytes_; }
+  // Free slots in the order in which they became free: the oldest is taken next, so that no post waits for the memory
+  // that the completion before it has just written.
+  struct FreeSlots {
+    std::unique_ptr<uint32_t[]> ring;
+    uint32_t mask = 0, taken = 0, given = 0; // positions run on; given - taken are free
+    void reset(uint32_t capacity);
+    bool empty() const { return taken == given; }
+    uint32_t take() { return ring[taken++ & mask]; }
+    void give(uint32_t slot) { ring[given++ & mask] = slot; }
+  };
+  bool take(FreeSlots& free, uint32_t& slot, Kind kind, int peer, uint64_t cookie);
+  void give(uint32_t slot);
+  Post inject(int peer, fi_addr_t address, const void* data, size_t bytes, uint64_t cookie, const char* operation);
+  [[gnu::cold]] Post refused(ssize_t rc, const char* operation, int peer);
+  Post outcome(ssize_t rc, uint32_t slot, const char* operation);
+  [[gnu::noinline]] Post not_taken(ssize_t rc, uint32_t slot, const char* operation);
+  [[gnu::noinline]] Post write_more(const Target& to, const void* source, void* desc, const Transport::Copy& copy);
+  [[gnu::noinline]] Post read_more(const Target& from, void* destination, void* desc, const Transport::Copy& copy);
+  int completions(const fi_cq_data_entry* entries, int count, Event* events);
+  bool arrival(const fi_cq_data_entry& entry, Event& event);
+  [[gnu::cold]] bool trouble(ssize_t code, Event& event);
+  [[gnu::cold]] bool failure(Event& event);
+  void clean_up();
+  int take_ready(Event* events, int capacity);
+  void recycle(uint32_t slot) {
+    repost_.push_back(slot);
+    housekeeping_ = true;
+  }
+  [[gnu::cold]] void fail(Event& event, int peer, uint64_t cookie, int code, const std::string& text);
+
+  const Library& library_;
+  fi_info* const info_; // owned by the transport's selection, which outlives the rail
+  const int index_;
+  const int self_;
+
+  // Closed in the reverse order.
+  Fid<fid_fabric> fabric_;
+  Fid<fid_domain> domain_;
+  Fid<fid_av> av_;
+  Fid<fid_cq> cq_;
+  std::vector<char> buffers_; // bounce buffers of messages, then the pool of posted receives
+  Fid<fid_mr> buffers_mr_;
+  Fid<fid_ep> ep_;
+
+  bool virtual_addresses_ = false, mr_endpoint_ = false, prov_key_ = false, pool_ = false, imm_consumes_ = false;
+  bool emulated_write_ = false, device_memory_ = false;
+  uint64_t next_key_ = 1;
+  uint64_t op_flags_ = 0, max_send_ = 0, max_rma_ = 0;
+  uint32_t depth_ = 0, receives_ = 0, max_message_ = 0, inject_ = 0;
+  size_t buffer_bytes_ = 0;
+  void* buffers_desc_ = nullptr;
+
+  std::vector<Slot> slots_;       // [0, depth): what goes out; from depth on: posted receives
+  FreeSlots free_;                // for what goes out
+  FreeSlots free_receives_;       // for receives, when the caller posts its own
+  bool housekeeping_ = false;     // new_poll() has something to do
+  std::vector<uint32_t> repost_;  // pool buffers to post again: handed out by the last poll, or refused before
+  std::vector<bool> known_;       // peers whose messages are accepted
+  std::vector<Event> ready_;      // completions of injected messages, which the provider does not report
+  std::deque<std::string> texts_; // of failures handed out by the last poll
+  char* contexts_ = nullptr;
+  std::vector<fi_context2> context_storage_;
+  int context_shift_ = 0;
+};
+
+} // namespace tsn

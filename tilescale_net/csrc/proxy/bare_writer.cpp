@@ -1,0 +1,153 @@
+#include "tilescale_net/csrc/proxy/bare_writer.h"
+
+#include "tilescale_net/csrc/fabric/blob.h"
+#include "tilescale_net/csrc/proxy/null_transport.h"
+#include "tilescale_net/csrc/proxy/staging.h"
+#include "tilescale_net/csrc/proxy/stats.h"
+
+#include <algorithm>
+#include <sched.h>
+
+namespace tsn {
+namespace {
+constexpr uint32_t kBlobMagic = 0x74736e62;
+}
+
+struct BareWriter::Buffer {
+  explicit Buffer(uint64_t bytes) : memory(bytes, false) {}
+  PinnedBlock memory;
+};
+
+BareWriter::BareWriter(const BareWriterOptions& options) : options_(options), events_(128) {
+  transport_ = options_.transport.provider == "null" ? make_null_transport(options_.transport)
+                                                     : make_transport(options_.transport);
+  options_.chunk_bytes = std::min(options_.chunk_bytes, transport_->properties().max_write);
+  if (!options_.base) {
+    buffer_ = std::make_unique<Buffer>(options_.bytes);
+    options_.base = reinterpret_cast<uint64_t>(buffer_->memory.data());
+    std::memset(buffer_->memory.data(), 1, options_.bytes); // page faults belong to nobody's time
+  }
+  region_ = transport_->register_memory({reinterpret_cast<void*>(options_.base), options_.bytes, Memory::host, 0});
+  out_.resize((size_t)transport_->properties().rails);
+}
+
+BareWriter::~BareWriter() { transport_.reset(); }
+
+std::string BareWriter::blob() const {
+  BlobWriter w(kBlobMagic);
+  w.text(transport_->address());
+  w.text(transport_->region_key(region_));
+  return w.take();
+}
+
+void BareWriter::connect(int peer, const std::string& blob) {
+  BlobReader r(blob, kBlobMagic, "the address of peer " + std::to_string(peer));
+  transport_->connect(peer, r.text());
+  if (remote_.size() <= (size_t)peer) remote_.resize((size_t)peer + 1, -1);
+  remote_[(size_t)peer] = transport_->add_remote(peer, r.text());
+}
+
+void BareWriter::give_up(const std::string& what) {
+  throw FabricError("rank " + std::to_string(options_.transport.rank) + ": bare writer: " + what);
+}
+
+int BareWriter::poll() {
+  const int n = transport_->poll(events_.data(), (int)events_.size());
+  for (int i = 0; i < n; i++) {
+    const Event& e = events_[(size_t)i];
+    if (e.kind == Event::done) completed_++, out_[e.cookie >> 40] -= e.cookie & ((1ull << 40) - 1);
+    else if (e.kind == Event::immediate) immediates_++;
+    else if (e.kind == Event::message) finished_ = true;
+    else give_up(std::string("an operation failed: ") + (e.text ? e.text : "no reason given"));
+  }
+  idle_ = n ? 0 : idle_ + 1;
+  if (!options_.dedicated && idle_ > 50) sched_yield();
+  return n;
+}
+
+void BareWriter::post(const Transport::Copy& copy) {
+  const uint64_t start = now_ns();
+  for (;;) {
+    const Post post = transport_->post_write(copy);
+    if (post == Post::ok) break;
+    if (post == Post::error) give_up(transport_->last_error());
+    if (poll() == 0 && now_ns() - start > (uint64_t)(options_.timeout * 1e9))
+      give_up("peer " + std::to_string(copy.peer) + " took nothing for " + std::to_string(options_.timeout) + " s");
+  }
+  posted_++;
+  out_[(size_t)copy.rail] += copy.bytes;
+}
+
+double BareWriter::write(int peer, uint64_t bytes, int count, bool blocking) {
+  if (bytes > options_.bytes) give_up(std::to_string(bytes) + " bytes do not fit the buffer");
+  const uint64_t rails = out_.size();
+  uint64_t chunk = options_.chunk_bytes;
+  if (rails > 1) chunk = std::min(chunk, std::max<uint64_t>(65536, ((bytes + rails - 1) / rails + 4095) & ~4095ull));
+  uint64_t last = now_ns();
+  const uint64_t start = last;
+  auto wait = [&](uint64_t outstanding) {
+    while (posted_ - completed_ > outstanding) {
+      if (poll()) last = now_ns();
+      else if (now_ns() - last > (uint64_t)(options_.timeout * 1e9))
+        give_up("peer " + std::to_string(peer) + " completed nothing for " + std::to_string(options_.timeout) + " s");
+    }
+  };
+  for (int i = 0; i < count; i++) {
+    for (uint64_t at = 0; at < bytes; at += chunk) {
+      wait(options_.window - 1);
+      const auto rail = (uint64_t)(std::min_element(out_.begin(), out_.end()) - out_.begin());
+      Transport::Copy c = {};
+      c.rail = (int)rail;
+      c.peer = peer;
+      c.local = region_;
+      c.remote = remote_[(size_t)peer];
+      c.local_offset = c.remote_offset = at;
+      c.bytes = std::min(chunk, bytes - at);
+      c.cookie = rail << 40 | c.bytes;
+      post(c);
+    }
+    if (blocking) wait(0);
+  }
+  wait(0);
+  return (double)(now_ns() - start) * 1e-9;
+}
+
+double BareWriter::exchange(int peer, uint64_t bytes, int count, bool first) {
+  if (bytes > options_.bytes) give_up(std::to_string(bytes) + " bytes do not fit the buffer");
+  Transport::Copy c = {};
+  c.peer = peer;
+  c.local = region_;
+  c.remote = remote_[(size_t)peer];
+  c.bytes = c.cookie = bytes;
+  c.has_imm = true;
+  const uint64_t start = now_ns();
+  for (int i = 0; i < count; i++) {
+    if (first) post(c);
+    const uint64_t begun = now_ns();
+    while (immediates_ == seen_)
+      if (!poll() && now_ns() - begun > (uint64_t)(options_.timeout * 1e9))
+        give_up("peer " + std::to_string(peer) + " did not answer for " + std::to_string(options_.timeout) + " s");
+    seen_++;
+    if (!first) post(c);
+  }
+  const double seconds = (double)(now_ns() - start) * 1e-9;
+  while (posted_ != completed_) poll();
+  return seconds;
+}
+
+void BareWriter::serve(int peer) {
+  // Writes without immediates are silent here, so only a long silence says that the writer is gone.
+  const uint64_t end = now_ns() + (uint64_t)(60 * options_.timeout * 1e9);
+  for (; !finished_; poll())
+    if (now_ns() > end) give_up("peer " + std::to_string(peer) + " went away without saying so");
+  finished_ = false;
+}
+
+void BareWriter::finish(int peer) {
+  const char done[8] = "done";
+  while (transport_->post_message(0, peer, done, sizeof done, kSilent) == Post::again) poll();
+  const uint64_t end = now_ns() + 20000000; // let it leave
+  while (now_ns() < end) poll();
+}
+
+} // namespace tsn

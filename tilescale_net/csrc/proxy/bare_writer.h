@@ -1,0 +1,68 @@
+// A CPU that writes to a peer without queue, descriptors or ordering: the limit that a provider sets to the proxy.
+//
+// It uses a Transport as the proxy does, with the same pieces and window, from host memory. Two processes run it side
+// by side: write() and finish() against serve(), ping() against pong().
+#pragma once
+
+#include "tilescale_net/csrc/fabric/transport.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace tsn {
+
+struct BareWriterOptions {
+  uint64_t bytes = 64 << 20; // of the buffer
+  uint64_t base = 0;         // host memory to use; 0: memory of its own
+  uint64_t chunk_bytes = 1 << 20;
+  uint32_t window = 64;  // pieces on the way, over all rails
+  bool dedicated = true; // the thread has a core of its own: it never gives way while idle, see ProxyOptions
+  double timeout = 20;   // seconds without an event after which a call gives up
+  TransportOptions transport;
+};
+
+class BareWriter {
+public:
+  // Throws FabricError.
+  explicit BareWriter(const BareWriterOptions& options);
+  ~BareWriter();
+
+  std::string blob() const;
+  void connect(int peer, const std::string& blob);
+
+  // Writes `bytes` bytes `count` times; with `blocking` each is complete before the next begins. Seconds from the first
+  // post to the last completion; the data are at the peer if the provider has delivery-complete.
+  double write(int peer, uint64_t bytes, int count, bool blocking);
+  // Round trips of a write with an immediate, answered in kind by the peer's pong() of the same size and count; seconds
+  // for all of them. Half of a round trip is the one-way time, until the target's CPU knows of the data.
+  double ping(int peer, uint64_t bytes, int count) { return exchange(peer, bytes, count, true); }
+  void pong(int peer, uint64_t bytes, int count) { exchange(peer, bytes, count, false); }
+  // Drives progress for the peer's write() until it calls finish().
+  void serve(int peer);
+  // Ends the peer's serve().
+  void finish(int peer);
+
+  const Properties& properties() const { return transport_->properties(); }
+
+private:
+  struct Buffer;
+  int poll();
+  double exchange(int peer, uint64_t bytes, int count, bool first);
+  void post(const Transport::Copy& copy);
+  void give_up(const std::string& what);
+
+  BareWriterOptions options_;
+  std::unique_ptr<Buffer> buffer_;
+  std::unique_ptr<Transport> transport_;
+  Region region_ = -1;
+  std::vector<RemoteRegion> remote_;
+  std::vector<Event> events_;
+  std::vector<uint64_t> out_; // bytes on the way, by rail
+  uint64_t posted_ = 0, completed_ = 0;
+  uint64_t immediates_ = 0, seen_ = 0; // arrived, and answered or taken as an answer
+  uint32_t idle_ = 0;                  // polls without an event
+  bool finished_ = false;
+};
+
+} // namespace tsn

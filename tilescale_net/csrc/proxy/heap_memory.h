@@ -1,0 +1,49 @@
+// The local heap as a proxy thread touches it: with plain stores when it is host memory, through copy streams of the
+// CUDA driver when it is on a GPU.
+//
+// Incoming work (copy_in, write, set, add) takes effect in the order of the calls, as kernels see it, but perhaps
+// later: in_position() counts the calls so far, and everything before in_completed() has taken effect. Outgoing copies
+// have the same pair. poll() must be called once per round of the proxy's loop.
+#pragma once
+
+#include "tilescale_net/device/context.h"
+
+#include <cstdint>
+#include <memory>
+
+namespace tsn {
+
+class HeapMemory {
+public:
+  virtual ~HeapMemory() = default;
+
+  // The heap when the host can read and write it directly, else nullptr.
+  virtual char* host() = 0;
+
+  // `to` is pinned host memory and holds the data once out_completed() has passed.
+  virtual void copy_out(void* to, uint64_t offset, uint64_t bytes) = 0;
+  virtual uint64_t out_position() const = 0;
+  virtual uint64_t out_completed() const = 0;
+
+  // `from` is pinned host memory and must stay as it is until in_completed() has passed.
+  virtual void copy_in(uint64_t offset, const void* from, uint64_t bytes) = 0;
+  // `from` is any memory; it may be reused on return. At most kMaxWrite bytes.
+  static constexpr uint32_t kMaxWrite = 1024;
+  virtual void write(uint64_t offset, const void* from, uint32_t bytes) = 0;
+  // Signal words: all earlier incoming work, and the peers' RDMA writes whose arrival this thread has seen, are visible
+  // to whoever acquires the new value.
+  virtual void set(uint64_t offset, uint64_t value) = 0;
+  virtual void add(uint64_t offset, uint64_t value) = 0;
+  virtual uint64_t in_position() const = 0;
+  virtual uint64_t in_completed() const = 0;
+
+  virtual void poll() = 0;
+};
+
+std::unique_ptr<HeapMemory> make_host_memory(void* base);
+
+// For the thread that calls it: makes the device's primary context current. `box` is the add box (device/add_box.h)
+// that this object alone fills. Throws CudaError.
+std::unique_ptr<HeapMemory> make_cuda_memory(uint64_t base, int device, int box);
+
+} // namespace tsn

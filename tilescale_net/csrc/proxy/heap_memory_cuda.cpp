@@ -1,0 +1,190 @@
+// The heap on a GPU: two streams of the driver, one per direction, beside whatever kernels run.
+//
+// Positions: poll() has the stream write the number of its operations into pinned memory behind them, so that looking
+// at progress costs no call of the driver.
+#include "tilescale_net/csrc/cuda/driver.h"
+#include "tilescale_net/csrc/proxy/heap_memory.h"
+#include "tilescale_net/csrc/proxy/staging.h"
+#include "tilescale_net/csrc/proxy/stats.h"
+#include "tilescale_net/device/add_box.h"
+
+#include <cstring>
+#include <unordered_map>
+
+namespace tsn {
+namespace {
+
+using cuda::check;
+constexpr unsigned kNoBarrier = 1; // CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER: data, not a signal
+
+// A stream, and how many operations of it were submitted and are complete.
+class Lane {
+public:
+  explicit Lane(uint32_t* flag, uint64_t flag_on_device) : flag_(flag), device_(flag_on_device) {
+    check(cuda::driver().cuStreamCreate(&stream_, cuda::kStreamNonBlocking), "cuStreamCreate");
+  }
+  ~Lane() {
+    cuda::driver().cuStreamSynchronize(stream_);
+    cuda::driver().cuStreamDestroy(stream_);
+  }
+  Lane(const Lane&) = delete;
+  Lane& operator=(const Lane&) = delete;
+
+  cuda::Stream next() {
+    position_++;
+    return stream_;
+  }
+  uint64_t position() const { return position_; }
+  uint64_t completed() const {
+    completed_ += (uint32_t)(__atomic_load_n(flag_, __ATOMIC_ACQUIRE) - (uint32_t)completed_);
+    return completed_;
+  }
+  void mark() {
+    if (marked_ == position_) return;
+    check(cuda::driver().cuStreamWriteValue32(stream_, device_, (uint32_t)position_, 0), "cuStreamWriteValue32");
+    marked_ = position_;
+  }
+  void drain() {
+    check(cuda::driver().cuStreamSynchronize(stream_), "cuStreamSynchronize");
+    mark();
+    check(cuda::driver().cuStreamSynchronize(stream_), "cuStreamSynchronize");
+  }
+
+private:
+  cuda::Stream stream_ = nullptr;
+  uint32_t* flag_;
+  uint64_t device_;
+  uint64_t position_ = 0, marked_ = 0;
+  mutable uint64_t completed_ = 0;
+};
+
+class CudaMemory final : public HeapMemory {
+public:
+  CudaMemory(uint64_t base, int device, int box)
+      : context_(device), d_(cuda::driver()), base_(base), pinned_(kPinnedBytes, true),
+        in_(word<uint32_t>(0), pinned_.device()), out_(word<uint32_t>(128), pinned_.device() + 128),
+        box_(base + 8ull * (uint64_t)(kAddBoxWords + box * kAddBoxStride)) {
+    int ordering = 0;
+    check(d_.cuDeviceGetAttribute(&ordering, cuda::kAttributeRdmaWritesOrdering, context_.device()),
+          "cuDeviceGetAttribute");
+    flush_rdma_ = ordering < cuda::kFlushToOwner;
+  }
+
+  char* host() override { return nullptr; }
+
+  void copy_out(void* to, uint64_t offset, uint64_t bytes) override {
+    check(d_.cuMemcpyDtoHAsync(to, base_ + offset, bytes, out_.next()), "cuMemcpyDtoHAsync");
+  }
+  uint64_t out_position() const override { return out_.position(); }
+  uint64_t out_completed() const override { return out_.completed(); }
+
+  void copy_in(uint64_t offset, const void* from, uint64_t bytes) override {
+    check(d_.cuMemcpyHtoDAsync(base_ + offset, from, bytes, in_.next()), "cuMemcpyHtoDAsync");
+  }
+
+  void write(uint64_t offset, const void* from, uint32_t bytes) override {
+    if (bytes == 8 && offset % 8 == 0) {
+      uint64_t v;
+      std::memcpy(&v, from, 8);
+      return check(d_.cuStreamWriteValue64(in_.next(), base_ + offset, v, kNoBarrier), "cuStreamWriteValue64");
+    }
+    if (bytes == 4 && offset % 4 == 0) {
+      uint32_t v;
+      std::memcpy(&v, from, 4);
+      return check(d_.cuStreamWriteValue32(in_.next(), base_ + offset, v, kNoBarrier), "cuStreamWriteValue32");
+    }
+    // The driver copies later: the data wait in a ring of pinned pieces.
+    const uint64_t slot = writes_++ % kWriteSlots;
+    if (write_position_[slot] > in_.completed()) in_.drain();
+    char* piece = word<char>(kWritesAt + slot * kMaxWrite);
+    std::memcpy(piece, from, bytes);
+    copy_in(offset, piece, bytes);
+    write_position_[slot] = in_.position();
+  }
+
+  void set(uint64_t offset, uint64_t value) override {
+    settle_rdma();
+    check(d_.cuStreamWriteValue64(in_.next(), base_ + offset, value, 0), "cuStreamWriteValue64");
+  }
+
+  void add(uint64_t offset, uint64_t value) override {
+    settle_rdma();
+    // Adds commute: when the box is full, those to one word become one.
+    if (!waiting_.empty() || published_ - claimed_ == kAddBoxEntries) waiting_[offset] += value;
+    else publish(offset, value);
+  }
+  uint64_t in_position() const override { return in_.position(); }
+  uint64_t in_completed() const override { return in_.completed(); }
+
+  void poll() override {
+    if (published_ - claimed_ > kAddBoxEntries / 2) make_room();
+    in_.mark();
+    out_.mark();
+  }
+
+private:
+  static constexpr uint64_t kWriteSlots = 64;
+  static constexpr uint64_t kEntriesAt = 4096, kWritesAt = kEntriesAt + kAddBoxEntries * 16;
+  static constexpr uint64_t kPinnedBytes = kWritesAt + kWriteSlots * kMaxWrite;
+  static constexpr uint64_t kClaimedAt = 256;
+
+  template <class T>
+  T* word(uint64_t at) {
+    return reinterpret_cast<T*>(pinned_.data() + at);
+  }
+
+  // What NICs wrote into the GPU becomes visible to it. A no-op where the GPU sees such writes in order.
+  void settle_rdma() {
+    if (flush_rdma_)
+      check(d_.cuFlushGPUDirectRDMAWrites(cuda::kFlushTargetCurrentContext, cuda::kFlushToOwner),
+            "cuFlushGPUDirectRDMAWrites");
+  }
+
+  void publish(uint64_t offset, uint64_t value) {
+    const uint64_t index = published_++ % kAddBoxEntries;
+    uint64_t* entry = word<uint64_t>(kEntriesAt) + 2 * index;
+    entry[0] = offset;
+    entry[1] = value;
+    check(d_.cuMemcpyHtoDAsync(box_ + 8 * (kAddBoxHeader + 2 * index), entry, 16, in_.next()), "cuMemcpyHtoDAsync");
+    check(d_.cuStreamWriteValue64(in_.next(), box_, published_, 0), "cuStreamWriteValue64");
+  }
+
+  // The box fills up: asks the device, in the background, how far it has come, and publishes what fits. When nobody
+  // waits on the device, nothing moves, so the question is not repeated at once.
+  void make_room() {
+    if (asked_ == 0) {
+      const uint64_t now = now_ns();
+      if (now < next_ask_) return;
+      next_ask_ = now + 20000;
+      check(d_.cuMemcpyDtoHAsync(word<char>(kClaimedAt), box_ + 8 * kAddBoxClaimed, 8, out_.next()),
+            "cuMemcpyDtoHAsync");
+      asked_ = out_.position();
+    }
+    if (out_.completed() < asked_) return;
+    asked_ = 0;
+    claimed_ = __atomic_load_n(word<uint64_t>(kClaimedAt), __ATOMIC_RELAXED);
+    while (!waiting_.empty() && published_ - claimed_ < kAddBoxEntries) {
+      publish(waiting_.begin()->first, waiting_.begin()->second);
+      waiting_.erase(waiting_.begin());
+    }
+  }
+
+  cuda::PrimaryContext context_;
+  const cuda::Driver& d_;
+  uint64_t base_;
+  PinnedBlock pinned_;
+  Lane in_, out_;
+  uint64_t box_;
+  bool flush_rdma_ = false;
+  uint64_t writes_ = 0, write_position_[kWriteSlots] = {};
+  uint64_t published_ = 0, claimed_ = 0, asked_ = 0, next_ask_ = 0;
+  std::unordered_map<uint64_t, uint64_t> waiting_;
+};
+
+} // namespace
+
+std::unique_ptr<HeapMemory> make_cuda_memory(uint64_t base, int device, int box) {
+  return std::make_unique<CudaMemory>(base, device, box);
+}
+
+} // namespace tsn

@@ -1,0 +1,40 @@
+// Options of a proxy, and what its threads share.
+#pragma once
+
+#include "tilescale_net/csrc/fabric/transport.h"
+#include "tilescale_net/csrc/proxy/failure.h"
+#include "tilescale_net/csrc/proxy/ordering.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace tsn {
+
+struct ProxyOptions {
+  int rank = 0;
+  int n_pes = 1;
+  std::vector<int> peers;   // the PEs to serve: those that kernels cannot reach directly
+  Memory heap;              // this PE's symmetric heap
+  uint64_t abort_word = 0;  // uint32_t* in host memory: set when the proxy gives up, and ends it when set by others
+  int queues = 1;           // device queues; operations to a PE use queue pe % queues
+  int threads = 1;          // proxy threads, each with its own endpoints; queue q belongs to thread q % threads
+  uint32_t capacity = 1024; // descriptors in a queue's ring, a power of two
+  std::vector<int> cpus;    // thread i runs on cpus[i % size] only; empty: anywhere
+  bool dedicated = false;   // the threads have cores of their own: they never give way while idle
+  uint64_t chunk_bytes = 1 << 20;    // puts travel in pieces of at most this size
+  uint32_t inline_bytes = 128;       // puts up to this size travel inside messages, where the host can read the heap
+  bool force_staging = false;        // go through staging slots even where the transport could reach the heap
+  uint64_t staging_bytes = 32 << 20; // for each of the two directions of a thread
+  OrderWindow window = {4096, 1024};
+  double timeout = 20;           // seconds without any sign of progress after which a peer counts as lost
+  uint64_t first_position = 0;   // of the queues; for tests of the wrap-around
+  bool trust_last_chunk = false; // TEST ONLY: break the ordering on purpose, see TSN_TEST_ORDERING
+  bool print_stats = false;      // on stderr when the proxy stops
+  TransportOptions transport;    // provider "null": completes at once and sends nothing, see null_transport.h
+};
+
+// The thread of rank `pe` that talks with rank `peer`.
+inline int thread_of(const ProxyOptions& options, int peer) { return peer % options.queues % options.threads; }
+
+} // namespace tsn

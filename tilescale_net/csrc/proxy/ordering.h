@@ -1,0 +1,119 @@
+// Ordering by counting, for networks that deliver nothing in order. No network, no threads, no memory accesses here.
+//
+// A stream is everything that one PE sends to one other PE. Its data chunks belong to numbered *groups*:
+//   - each put_signal is a group of its own;
+//   - plain puts join the open group, which is closed by the first signal or flush after a fence.
+// Every chunk names its group (modulo the window) in its immediate. A *mark* travels in a message and says how many
+// chunks its own group has, how many the group had that it closes, which groups must be complete before it, and which
+// earlier mark must be applied before it. The target applies a mark once it has counted all of that: whatever arrives
+// first or last, there is no drain and no "last chunk".
+//
+// Marks on one word are applied in the order of issue: the source remembers the last mark per word (in a small hashed
+// table; a collision only orders more than necessary). Windows bound what is outstanding, so numbers modulo the window
+// are unambiguous; the target's acknowledgements move them.
+#pragma once
+
+#include "tilescale_net/csrc/proxy/wire.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace tsn {
+
+// Both are powers of two; equal at the source and the target of a stream.
+struct OrderWindow {
+  uint32_t groups = 1024;
+  uint32_t marks = 1024;
+};
+
+class OrderSource {
+public:
+  explicit OrderSource(OrderWindow window);
+
+  // Whether one more operation of any kind fits into the windows.
+  bool room() const {
+    return next_group_ - acked_groups_ < window_.groups && next_mark_ - acked_marks_ < window_.marks - 1;
+  }
+
+  // Numbers `chunks` chunks of a plain put: returns their group.
+  uint64_t plain(uint32_t chunks);
+  // Numbers the chunks of a put_signal; its mark must follow at once.
+  uint64_t own(uint32_t chunks);
+
+  void fence() { fence_ = next_group_; }
+
+  // The mark of a signal with an own group of `chunks` chunks (0: a bare signal, `group` is ignored).
+  MarkRecord signal(MarkOp op, uint64_t offset, uint64_t value, uint64_t group, uint32_t chunks);
+  // A mark that is applied when everything before it is complete, and acknowledged at once.
+  MarkRecord flush();
+  // The open group has been open for half the window, or its counter fills up: it must be closed.
+  bool stale() const {
+    return open_chunks_ && (next_group_ - open_group_ >= window_.groups / 2 || open_chunks_ >= 1u << 30);
+  }
+  MarkRecord close();
+
+  void acknowledge(const AckRecord& ack);
+
+  uint64_t next_mark() const { return next_mark_; }
+  // Every mark before this one is applied.
+  uint64_t settled_marks() const { return acked_marks_; }
+  // Chunks were numbered that no settled mark covers, or marks are unsettled.
+  bool unsettled() const { return acked_groups_ != next_group_ || acked_marks_ != next_mark_; }
+
+private:
+  MarkRecord blank(MarkOp op);
+  void close_open(MarkRecord* mark);
+
+  OrderWindow window_;
+  uint64_t next_group_ = 0, acked_groups_ = 0;
+  uint64_t next_mark_ = 0, acked_marks_ = 0;
+  uint64_t open_group_ = 0;
+  uint32_t open_chunks_ = 0;        // 0: no group is open
+  uint64_t fence_ = 0;              // groups before this one are before the latest fence
+  std::vector<uint64_t> last_mark_; // by hash of the word: 1 + the latest mark on it, 0 if none
+};
+
+class OrderTarget {
+public:
+  explicit OrderTarget(OrderWindow window);
+
+  // A chunk of the group whose number is `group` modulo the window has its data in place (or in the queue of an
+  // in-order writer). False: no such group can be outstanding, the peer broke the protocol.
+  bool chunk(uint32_t group);
+  // A mark arrived. False: protocol violation.
+  bool mark(const MarkRecord& record);
+  // Takes the next mark whose conditions are met, in a legal order of application.
+  bool next(MarkRecord* out);
+
+  OrderWindow window() const { return window_; }
+  uint64_t complete_groups() const { return base_group_; } // all before are complete
+  uint64_t applied_marks() const { return base_mark_; }    // all before were handed out by next()
+
+private:
+  struct Group {
+    uint32_t arrived = 0;
+    uint32_t expected = 0; // 0: not known yet
+    uint32_t waiting = 0;  // 1 + slot of the mark whose own group this is, 0 if none
+  };
+  enum State : uint8_t { absent, pending, applied };
+
+  bool expect(uint32_t group, uint32_t count, uint32_t waiting);
+  bool complete(uint32_t group) const;
+  bool applicable(uint64_t sequence) const;
+  bool done_before(uint64_t sequence) const;
+  void consider(uint64_t sequence);
+  void advance_groups();
+  void rescan();
+
+  OrderWindow window_;
+  std::vector<Group> groups_;
+  std::vector<MarkRecord> marks_;
+  std::vector<uint8_t> state_;
+  uint64_t base_group_ = 0, base_mark_ = 0;
+  std::vector<uint64_t> blocked_; // pending marks that wait for more than their own group
+  std::vector<uint64_t> ready_;   // handed out in this order from ready_head_ on
+  size_t ready_head_ = 0;
+};
+
+} // namespace tsn

@@ -1,0 +1,163 @@
+#include "tilescale_net/csrc/proxy/proxy.h"
+
+#include "tilescale_net/csrc/cuda/driver.h"
+#include "tilescale_net/csrc/fabric/blob.h"
+#include "tilescale_net/device/add_box.h"
+
+#include <cstdio>
+#include <optional>
+#include <pthread.h>
+
+namespace tsn {
+namespace {
+
+constexpr uint32_t kBlobMagic = 0x74736e70;
+
+void check(const ProxyOptions& o) {
+  auto refuse = [](const std::string& what) { throw std::invalid_argument("proxy: " + what); };
+  auto number = [](auto n) { return std::to_string(n); };
+  if (o.n_pes < 1 || (uint32_t)o.n_pes >= kAllPes)
+    refuse(number(o.n_pes) + " PEs; descriptors can name 1 to " + number(kAllPes - 1));
+  if (o.rank < 0 || o.rank >= o.n_pes) refuse("rank " + number(o.rank) + " of " + number(o.n_pes) + " PEs");
+  if (o.queues < 1 || o.queues > kMaxQueues)
+    refuse(number(o.queues) + " queues; there may be 1 to " + number(kMaxQueues));
+  if (o.threads < 1 || o.threads > o.queues)
+    refuse(number(o.threads) + " threads for " + number(o.queues) + " queues; every thread needs a queue");
+  if (o.capacity < 2 || (o.capacity & (o.capacity - 1)))
+    refuse("a queue of " + number(o.capacity) + " descriptors; the number must be a power of two of at least 2");
+  if (o.heap.bytes <= kSystemBytes || o.heap.bytes > kMaxOffset)
+    refuse("a heap of " + number(o.heap.bytes) + " bytes; descriptors reach " + number(kMaxOffset) +
+           ", and the first " + number(kSystemBytes) + " belong to the package");
+  if (o.chunk_bytes < 64) refuse("pieces of " + number(o.chunk_bytes) + " bytes; the least is 64");
+  if (o.heap.kind == Memory::cuda && o.threads > kMaxAddBoxes)
+    refuse(number(o.threads) + " threads; a GPU heap serves at most " + number(kMaxAddBoxes));
+  if (!(o.timeout > 0)) refuse("a timeout of " + number(o.timeout) + " s");
+  for (int pe : o.peers)
+    if (pe < 0 || pe >= o.n_pes || pe == o.rank) refuse("PE " + number(pe) + " cannot be a peer");
+}
+
+} // namespace
+
+Proxy::Proxy(const ProxyOptions& options, const TransportFactory& make) : options_(options), shared_(options_) {
+  check(options_);
+  const bool cuda = options_.heap.kind == Memory::cuda;
+  std::optional<cuda::PrimaryContext> context; // memory is pinned in it
+  if (cuda) context.emplace(options_.heap.device);
+  for (int q = 0; q < options_.queues; q++) {
+    memory_.push_back(std::make_unique<PinnedBlock>(HostQueue::memory_bytes(options_.capacity), cuda));
+    shared_.queues.push_back(
+        std::make_unique<SharedQueue>(memory_.back()->data(), options_.capacity, options_.first_position));
+  }
+  prepare_words();
+  for (int t = 0; t < options_.threads; t++)
+    workers_.push_back(std::make_unique<Worker>(&shared_, t, make(options_.transport)));
+}
+
+Proxy::~Proxy() { stop(); }
+
+std::vector<QueueView> Proxy::views() const {
+  std::vector<QueueView> out;
+  for (int q = 0; q < options_.queues; q++) {
+    const uint64_t words =
+        reinterpret_cast<uint64_t>(options_.heap.base) + 8ull * (uint64_t)(kQueueWords + q * kQueueWordsStride);
+    out.push_back(
+        shared_.queues[(size_t)q]->ring.view(memory_[(size_t)q]->device(), words, words + 8 * kTailCacheWord));
+  }
+  return out;
+}
+
+// Head and cached tail start where the consumer starts.
+void Proxy::prepare_words() {
+  for (const QueueView& v : views()) {
+    for (uint64_t address : {v.head, v.tail_cache}) {
+      if (options_.heap.kind == Memory::host) {
+        __atomic_store_n(reinterpret_cast<uint64_t*>(address), options_.first_position, __ATOMIC_RELEASE);
+      } else {
+        const auto& d = cuda::driver();
+        cuda::check(d.cuMemcpyHtoDAsync(address, &options_.first_position, 8, nullptr), "cuMemcpyHtoDAsync");
+        cuda::check(d.cuStreamSynchronize(nullptr), "cuStreamSynchronize");
+      }
+    }
+  }
+}
+
+std::string Proxy::blob() const {
+  BlobWriter w(kBlobMagic);
+  w.number((uint64_t)options_.queues);
+  w.number((uint64_t)options_.threads);
+  w.number(options_.heap.bytes);
+  w.number(options_.window.groups);
+  w.number(options_.window.marks);
+  for (const auto& e : workers_) w.text(e->address());
+  return w.take();
+}
+
+void Proxy::connect(const std::vector<std::string>& blobs) {
+  const std::string us = "rank " + std::to_string(options_.rank);
+  if (blobs.size() != (size_t)options_.n_pes)
+    throw FabricError(us + ": " + std::to_string(blobs.size()) + " proxy addresses for " +
+                      std::to_string(options_.n_pes) + " PEs");
+  for (int pe : options_.peers) {
+    const std::string them = "rank " + std::to_string(pe);
+    BlobReader r(blobs[(size_t)pe], kBlobMagic, us + ": the proxy address of " + them);
+    auto agree = [&](const char* what, uint64_t ours) {
+      const uint64_t theirs = r.number();
+      if (theirs != ours)
+        throw FabricError(us + " has " + what + " " + std::to_string(ours) + ", " + them + " has " +
+                          std::to_string(theirs) + "; start all ranks with the same options");
+    };
+    agree("number of queues", (uint64_t)options_.queues);
+    agree("number of proxy threads", (uint64_t)options_.threads);
+    agree("heap size", options_.heap.bytes);
+    agree("group window", options_.window.groups);
+    agree("mark window", options_.window.marks);
+    std::string address;
+    for (int t = 0; t <= thread_of(options_, options_.rank); t++) address = r.text();
+    workers_[(size_t)thread_of(options_, pe)]->connect(pe, address);
+  }
+  connected_ = true;
+}
+
+void Proxy::start() {
+  if (!connected_ || !threads_.empty()) throw std::logic_error("proxy: start() comes once, after connect()");
+  for (size_t t = 0; t < workers_.size(); t++) {
+    threads_.emplace_back([this, t] {
+      const std::string name = "tsn-proxy-" + std::to_string(t);
+      pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
+      workers_[t]->run();
+    });
+    if (options_.cpus.empty()) continue;
+    const int cpu = options_.cpus[t % options_.cpus.size()];
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    if (cpu >= 0 && cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
+    if (pthread_setaffinity_np(threads_.back().native_handle(), sizeof set, &set) != 0) {
+      stop();
+      throw std::invalid_argument("proxy: thread " + std::to_string(t) + " cannot run on CPU " + std::to_string(cpu) +
+                                  ", which this process may not use");
+    }
+  }
+}
+
+void Proxy::stop() {
+  shared_.stopping.store(true, std::memory_order_release);
+  const bool ran = !threads_.empty();
+  for (std::thread& t : threads_) t.join();
+  threads_.clear();
+  if (!ran || !options_.print_stats) return;
+  std::string line = "tilescale_net proxy of rank " + std::to_string(options_.rank) + ":";
+  for (const auto& [name, value] : stats()) {
+    char text[96];
+    std::snprintf(text, sizeof text, " %s=%.6g", name.c_str(), value);
+    if (value != 0) line += text;
+  }
+  std::fprintf(stderr, "%s\n", line.c_str());
+}
+
+std::map<std::string, double> Proxy::stats() const {
+  std::vector<const ProxyStats*> each;
+  for (const auto& e : workers_) each.push_back(&e->stats());
+  return summarise(each.data(), (int)each.size());
+}
+
+} // namespace tsn

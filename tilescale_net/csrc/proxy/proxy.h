@@ -1,0 +1,52 @@
+// The proxy of one PE: its device queues, its threads, and what the host side asks of them.
+//
+// Life: construct (endpoints and memory registered), exchange blob() with all PEs out of band, connect(), start(), and
+// in the end stop(), after a barrier among the PEs: whoever stops no longer serves what its peers still send.
+#pragma once
+
+#include "tilescale_net/csrc/proxy/worker.h"
+
+#include <functional>
+#include <map>
+#include <thread>
+
+namespace tsn {
+
+using TransportFactory = std::function<std::unique_ptr<Transport>(const TransportOptions&)>;
+
+class Proxy {
+public:
+  // Throws FabricError, CudaError or std::invalid_argument that names the option.
+  Proxy(const ProxyOptions& options, const TransportFactory& make);
+  ~Proxy();
+  Proxy(const Proxy&) = delete;
+  Proxy& operator=(const Proxy&) = delete;
+
+  std::string blob() const;
+  // `blobs[pe]`: of every PE; those of PEs that are not served may be empty. Throws FabricError.
+  void connect(const std::vector<std::string>& blobs);
+  void start();
+  // Finishes what is queued, within two seconds, and joins the threads. Safe to call twice.
+  void stop();
+
+  // What the device needs, one per queue; see device/context.h. `head` and `tail_cache` lie in the heap's system area.
+  std::vector<QueueView> views() const;
+  bool failure(Failure* out) { return shared_.failure(out); }
+  std::map<std::string, double> stats() const;
+  const Properties& properties() const { return workers_[0]->properties(); }
+  bool staged() const { return workers_[0]->staged(); }
+  uint64_t chunk_bytes() const { return workers_[0]->chunk_bytes(); }
+  const ProxyOptions& options() const { return options_; }
+
+private:
+  void prepare_words();
+
+  ProxyOptions options_;
+  Shared shared_;
+  std::vector<std::unique_ptr<PinnedBlock>> memory_; // of the queues
+  std::vector<std::unique_ptr<Worker>> workers_;
+  std::vector<std::thread> threads_;
+  bool connected_ = false;
+};
+
+} // namespace tsn

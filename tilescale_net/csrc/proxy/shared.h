@@ -1,0 +1,79 @@
+// What the threads of one proxy share: the way to give up, and tickets that several queues complete together.
+#pragma once
+
+#include "tilescale_net/csrc/proxy/failure.h"
+#include "tilescale_net/csrc/proxy/options.h"
+#include "tilescale_net/csrc/proxy/queue.h"
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+namespace tsn {
+
+// A device queue, and which entries of its board belong to a ticket that is still open.
+struct SharedQueue {
+  SharedQueue(void* memory, uint32_t capacity, uint64_t start)
+      : ring(memory, capacity, start), open(new std::atomic<uint8_t>[capacity]()) {}
+  bool is_open(uint64_t position) const {
+    return open[position & (ring.capacity() - 1)].load(std::memory_order_acquire) != 0;
+  }
+  void begin(uint64_t position) { open[position & (ring.capacity() - 1)].store(1, std::memory_order_relaxed); }
+  // Tells the device, then frees the entry. Any thread.
+  void complete(uint64_t position) {
+    ring.complete(position);
+    open[position & (ring.capacity() - 1)].store(0, std::memory_order_release);
+  }
+  HostQueue ring;
+  std::unique_ptr<std::atomic<uint8_t>[]> open;
+};
+
+class Shared {
+public:
+  explicit Shared(const ProxyOptions& o) : options(o) {}
+
+  const ProxyOptions& options;
+  std::vector<std::unique_ptr<SharedQueue>> queues;
+  std::atomic<bool> stopping{false}; // by the owner: finish what is there, then end
+  std::atomic<bool> failed{false};   // by any thread: end now
+
+  // The first failure is kept; the device's waits and all threads end.
+  void fail(Failure failure) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (failed.load(std::memory_order_relaxed)) return;
+      failure_ = std::move(failure);
+      failed.store(true, std::memory_order_release);
+    }
+    if (options.abort_word) __atomic_store_n(reinterpret_cast<uint32_t*>(options.abort_word), 1u, __ATOMIC_RELEASE);
+  }
+  bool aborted() const {
+    return failed.load(std::memory_order_acquire) ||
+           (options.abort_word &&
+            __atomic_load_n(reinterpret_cast<const uint32_t*>(options.abort_word), __ATOMIC_ACQUIRE) != 0);
+  }
+  bool failure(Failure* out) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (failed.load(std::memory_order_relaxed)) *out = failure_;
+    return failed.load(std::memory_order_relaxed);
+  }
+
+  // One of the queues has done its share of a flush of all PEs.
+  void share_done(uint64_t ticket) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const uint32_t done = ++shares_[ticket];
+      if (done < queues.size()) return;
+      shares_.erase(ticket);
+    }
+    queues[ticket_queue(ticket)]->complete(ticket & kTicketPositionMask); // ticket_done() compares only these bits
+  }
+
+private:
+  std::mutex mutex_;
+  Failure failure_;
+  std::unordered_map<uint64_t, uint32_t> shares_;
+};
+
+} // namespace tsn

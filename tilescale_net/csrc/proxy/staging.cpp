@@ -1,0 +1,98 @@
+#include "tilescale_net/csrc/proxy/staging.h"
+
+#include "tilescale_net/csrc/cuda/driver.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <sys/mman.h>
+
+namespace tsn {
+
+PinnedBlock::PinnedBlock(uint64_t bytes, bool cuda) : bytes_((bytes + 4095) & ~4095ull) {
+  void* p = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) throw std::bad_alloc();
+  data_ = static_cast<char*>(p);
+  device_ = reinterpret_cast<uint64_t>(p);
+  if (!cuda) return;
+  try {
+    const auto& d = cuda::driver();
+    cuda::check(d.cuMemHostRegister(data_, bytes_, cuda::kHostRegisterPortable | cuda::kHostRegisterDeviceMap),
+                "cuMemHostRegister");
+    pinned_ = true;
+    cuda::Pointer address;
+    cuda::check(d.cuMemHostGetDevicePointer(&address, data_, 0), "cuMemHostGetDevicePointer");
+    device_ = address;
+  } catch (...) {
+    if (pinned_) cuda::driver().cuMemHostUnregister(data_);
+    munmap(data_, bytes_);
+    throw;
+  }
+}
+
+PinnedBlock::~PinnedBlock() {
+  if (pinned_) cuda::driver().cuMemHostUnregister(data_);
+  munmap(data_, bytes_);
+}
+
+StagingShape staging_shape(const ProxyOptions& options, int peers, int slot_bits) {
+  // Slots as large as a piece may be, while every peer gets at least eight of them; not below 16 KiB.
+  constexpr uint64_t kLeast = 8;
+  StagingShape shape;
+  uint64_t slot = std::max<uint64_t>(options.chunk_bytes, 4096);
+  while (slot > 16384 && slot * kLeast * (uint64_t)std::max(peers, 1) > options.staging_bytes) slot /= 2;
+  shape.slot_bytes = (uint32_t)((slot + 63) & ~63ull) + 64;
+  const uint64_t most = std::min<uint64_t>(1ull << std::min(slot_bits, 15), 1024);
+  const uint64_t fit = options.staging_bytes / shape.slot_bytes;
+  shape.slots_per_peer = (uint32_t)std::clamp<uint64_t>(fit / (uint64_t)std::max(peers, 1), 2, most);
+  shape.send_slots = (uint32_t)std::clamp<uint64_t>(fit, 4, 4096);
+  return shape;
+}
+
+Staging::Staging(const StagingShape& shape, int peers, bool cuda)
+    : send((uint64_t)shape.send_slots * shape.slot_bytes, cuda),
+      receive((uint64_t)shape.slots_per_peer * std::max(peers, 1) * shape.slot_bytes, cuda), shape_(shape) {
+  for (uint32_t i = shape.send_slots; i > 0; i--) free_.push_back(i - 1);
+}
+
+bool Staging::fill(Stream* stream, HeapMemory* memory, bool trust_last_chunk) {
+  if (stream->ops.empty() || free_.empty() || stream->credits.empty()) return false;
+  SendSlot slot = {};
+  slot.stream = stream;
+  slot.index = free_.back();
+  slot.remote = stream->credits.back();
+  slot.epoch = stream->ops.front().epoch;
+  free_.pop_back();
+  stream->credits.pop_back();
+  char* base = send.data() + (uint64_t)slot.index * shape_.slot_bytes;
+  uint32_t used = sizeof(SlotHeader);
+  // Small operations share a slot, as long as they belong to one epoch and are there already.
+  while (!stream->ops.empty()) {
+    Op& op = stream->ops.front();
+    const uint32_t bytes = (uint32_t)std::min<uint64_t>(op.bytes, op.chunk);
+    const uint32_t need = (uint32_t)sizeof(PieceHeader) + padded(bytes);
+    if (op.epoch != slot.epoch || used + need > shape_.slot_bytes) break;
+    const bool counted = !trust_last_chunk || bytes == op.bytes;
+    const PieceHeader header = {op.remote, bytes, counted ? op.group : kUncounted};
+    std::memcpy(base + used, &header, sizeof header);
+    memory->copy_out(base + used + sizeof header, op.local, bytes);
+    used += need;
+    slot.pieces++;
+    op.local += bytes;
+    op.remote += bytes;
+    op.bytes -= bytes;
+    if (op.bytes == 0) stream->ops.pop();
+  }
+  const SlotHeader header = {slot.pieces, used};
+  std::memcpy(base, &header, sizeof header);
+  slot.bytes = used;
+  slot.ready = memory->out_position();
+  filling_.push(slot);
+  return true;
+}
+
+Staging::SendSlot* Staging::ready(const HeapMemory& memory) {
+  return filling_.empty() || filling_.front().ready > memory.out_completed() ? nullptr : &filling_.front();
+}
+
+} // namespace tsn

@@ -1,0 +1,89 @@
+// Pinned slots on both sides, for heaps that the transport cannot reach.
+//
+// The source packs one or more pieces of data into a send slot, a header before each, and writes the slot into one of
+// the slots that the target keeps for this source; the immediate names source and slot. The target copies the pieces
+// into its heap, counts them in their groups, and gives the slot back with a credit. Copies on both sides run on the
+// device's copy engines beside the network: nothing waits for anything but its own data and a free slot.
+#pragma once
+
+#include "tilescale_net/csrc/proxy/heap_memory.h"
+#include "tilescale_net/csrc/proxy/stream.h"
+
+namespace tsn {
+
+struct SlotHeader {
+  uint32_t pieces;
+  uint32_t bytes; // of the whole slot
+};
+struct PieceHeader {
+  uint64_t offset; // heap offset at the target
+  uint32_t bytes;
+  uint32_t group; // kUncounted: test only
+};
+constexpr uint32_t kUncounted = ~0u;
+static_assert(sizeof(SlotHeader) == 8 && sizeof(PieceHeader) == 16, "slots have one layout everywhere");
+
+// Page-aligned zeroed host memory, pinned for the device when there is one.
+class PinnedBlock {
+public:
+  PinnedBlock(uint64_t bytes, bool cuda);
+  ~PinnedBlock();
+  PinnedBlock(const PinnedBlock&) = delete;
+  PinnedBlock& operator=(const PinnedBlock&) = delete;
+  char* data() const { return data_; }
+  uint64_t bytes() const { return bytes_; }
+  uint64_t device() const { return device_; } // the device's address of data(); the same address without a device
+
+private:
+  char* data_;
+  uint64_t bytes_;
+  uint64_t device_;
+  bool pinned_ = false;
+};
+
+// Sizes that all PEs agree on.
+struct StagingShape {
+  uint32_t slot_bytes = 0;
+  uint32_t send_slots = 0;     // per thread
+  uint32_t slots_per_peer = 0; // at the target, for each source
+};
+StagingShape staging_shape(const ProxyOptions& options, int peers, int slot_bits);
+
+class Staging {
+public:
+  // `peers`: PEs that write here. Pieces are cut to piece_bytes().
+  Staging(const StagingShape& shape, int peers, bool cuda);
+
+  PinnedBlock send, receive;
+  uint32_t piece_bytes() const { return shape_.slot_bytes - kOverhead; }
+  const StagingShape& shape() const { return shape_; }
+
+  // Source side. Starts to fill a slot from the front of the stream's operations; false when there is nothing to do, or
+  // no free slot here or there.
+  bool fill(Stream* stream, HeapMemory* memory, bool trust_last_chunk);
+  // The oldest slot whose data is complete, to be written to the peer; nullptr while there is none.
+  struct SendSlot {
+    Stream* stream;
+    uint32_t index; // here
+    uint16_t remote;
+    uint32_t bytes, pieces, epoch;
+    uint64_t ready; // out_position of the heap
+  };
+  SendSlot* ready(const HeapMemory& memory);
+  void pop_ready() { filling_.pop(); }
+  void release(uint32_t send_slot) { free_.push_back(send_slot); }
+  bool busy() { return !filling_.empty(); }
+
+  // Target side: where slot `slot` of the peer with index `peer` lies.
+  char* slot(int peer, uint32_t slot) const {
+    return receive.data() + ((uint64_t)peer * shape_.slots_per_peer + slot) * shape_.slot_bytes;
+  }
+
+private:
+  static constexpr uint32_t kOverhead = 64; // headers of a slot with one piece, and padding
+  StagingShape shape_;
+  std::vector<uint32_t> free_;
+  Ring<SendSlot> filling_;
+};
+
+} // namespace tsn

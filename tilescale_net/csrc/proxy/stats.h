@@ -1,0 +1,74 @@
+// Counters of one proxy thread: written by it alone, read by anyone at any time.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+#if defined(__x86_64__)
+#include <x86intrin.h>
+#endif
+#include <ctime>
+
+namespace tsn {
+
+class Counter {
+public:
+  void add(uint64_t n = 1) { __atomic_store_n(&value_, value_ + n, __ATOMIC_RELAXED); }
+  void raise(uint64_t n) {
+    if (n > value_) __atomic_store_n(&value_, n, __ATOMIC_RELAXED);
+  }
+  uint64_t get() const { return __atomic_load_n(&value_, __ATOMIC_RELAXED); }
+
+private:
+  uint64_t value_ = 0;
+};
+
+inline uint64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (uint64_t)t.tv_sec * 1000000000ull + (uint64_t)t.tv_nsec;
+}
+
+// A time stamp that costs a few nanoseconds; ticks_per_ns() converts.
+inline uint64_t ticks() {
+#if defined(__x86_64__)
+  return __rdtsc();
+#else
+  return now_ns();
+#endif
+}
+double ticks_per_ns();
+
+// Times of one stage: count, sum, maximum, and a histogram by powers of two of ticks.
+struct StageStats {
+  Counter count, sum, max;
+  Counter bucket[48];
+  void add(uint64_t t) {
+    count.add();
+    sum.add(t);
+    max.raise(t);
+    bucket[t ? 63 - __builtin_clzll(t | 1) < 47 ? 63 - __builtin_clzll(t | 1) : 47 : 0].add();
+  }
+};
+
+struct ProxyStats {
+  Counter puts, put_signals, put_values, signals, gets, fences, flushes; // descriptors taken, by kind
+  Counter bytes_put, bytes_got;
+  Counter chunks, messages, records; // posted writes and reads; messages and the records in them
+  Counter inlined;                   // puts whose data travelled in a message
+  Counter retries;                   // posts that the transport answered with `again`
+  Counter held;                      // times that a queue had to wait for room behind it
+  Counter chunks_in, records_in, signals_applied, acks_sent;
+  Counter queue_depth_max; // most descriptors found in one visit to a queue
+  Counter in_flight_max;
+  StageStats pop;        // one visit to a queue that held something: decoding, checking, accepting
+  StageStats post;       // one round of posting that posted something
+  StageStats completion; // post of a chunk until its completion
+  StageStats flush;      // pop of a flush until its ticket is written
+};
+
+// name -> value, times in microseconds; sums over the given threads.
+std::map<std::string, double> summarise(const ProxyStats* const* threads, int count);
+
+} // namespace tsn

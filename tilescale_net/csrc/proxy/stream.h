@@ -1,0 +1,69 @@
+// What a proxy thread knows of one peer: operations accepted for it, flushes that wait, ordering in both directions.
+#pragma once
+
+#include "tilescale_net/csrc/proxy/options.h"
+#include "tilescale_net/csrc/proxy/outbox.h"
+
+namespace tsn {
+
+// A read or write that has been accepted and numbered, and not yet posted to its end.
+struct Op {
+  Command command = Command::none; // for messages about it; put or get
+  uint32_t group = 0;              // of its chunks; writes only
+  uint32_t epoch = 0;
+  uint32_t get = 0; // index into the thread's gets; reads only
+  uint64_t remote = 0, local = 0, bytes = 0;
+  uint64_t chunk = 0; // size of a piece
+};
+
+// The operations between two flushes. Epochs end in order: a flush waits for all before it.
+struct Epoch {
+  uint64_t outstanding = 0; // pieces accepted and not complete
+  bool closed = false;      // by a flush:
+  bool has_mark = false;    // which also waits for the peer to acknowledge `mark`
+  uint64_t mark = 0;
+  uint32_t flush = 0; // index into the thread's flushes
+};
+
+struct Stream {
+  Stream(int pe_, OrderWindow window) : pe(pe_), out(window), in(window) { epochs.push(Epoch()); }
+
+  const int pe;
+  OrderSource out;
+  OrderTarget in;
+  RemoteRegion heap = -1;    // the peer's heap, where the transport reaches it
+  RemoteRegion staging = -1; // its staging slots, else; those for this PE start at first_slot
+  uint64_t first_slot = 0;
+  Outbox outbox;
+  Ring<Op> ops;
+  bool active = false; // listed among the streams with something to post
+
+  Ring<Epoch> epochs; // the last one is open
+  uint32_t first_epoch = 0;
+  Epoch& epoch(uint32_t number) { return epochs[number - first_epoch]; }
+  uint32_t open_epoch() { return first_epoch + (uint32_t)epochs.size() - 1; }
+  // Something was sent since the latest flush mark whose completion here does not mean completion at the peer.
+  bool unconfirmed = false;
+
+  uint32_t in_flight = 0;        // posted pieces
+  std::vector<uint16_t> credits; // staging slots of the peer that are free
+  std::vector<uint16_t> freed;   // own slots to be given back to it
+  uint32_t gets_asked = 0;       // gets by request that are unanswered
+  Ring<GetRecord> asked;         // gets that the peer asked for
+
+  // Acknowledgements owed to the peer.
+  bool reply = false;       // it waits for one
+  bool ack_pending = false; // one is due when `ack_position` of the heap's incoming work has completed
+  uint64_t ack_position = 0;
+  uint64_t ack_groups = 0, ack_marks = 0;   // what it will say
+  uint64_t told_groups = 0, told_marks = 0; // what the latest one said
+  bool touched = false;                     // listed among the streams with news for acknowledgements
+  bool talking = false;                     // listed among the streams with messages to post
+
+  // Signs of life, for the deadline.
+  uint64_t progress = 0, progress_seen = 0;
+  uint64_t waiting_since = 0;
+  bool refused = false; // the transport answered `again` since the latest progress
+};
+
+} // namespace tsn

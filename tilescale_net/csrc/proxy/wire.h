@@ -1,0 +1,97 @@
+// What proxies tell each other in messages. A message is a sequence of records, each a multiple of 8 bytes long.
+//
+// Messages may arrive in any order, and before or after the data chunks that were posted first. Numbers of groups and
+// marks are monotonic 64-bit counters of which the low 32 bits travel; windows are far smaller, so they are recovered
+// without doubt (see ordering.h).
+#pragma once
+
+#include <cstdint>
+
+namespace tsn {
+
+enum class RecordType : uint8_t {
+  mark = 1,    // MarkRecord: a signal, a flush, or the end of a group
+  value = 2,   // ValueRecord and its payload: a small piece of data, one chunk of its group
+  ack = 3,     // AckRecord: what the receiver of the stream has finished with
+  credit = 4,  // CreditRecord: staging slots that are free again
+  request = 5, // GetRecord: asks for data, where reads are not possible
+  abort = 6,   // AbortRecord and text: the sender gave up
+};
+
+enum class MarkOp : uint8_t {
+  none = 0,   // only orders and counts
+  set = 1,    // word at offset = value
+  add = 2,    // word at offset += value
+  answer = 3, // the get that `value` names has all its data
+};
+
+enum MarkFlags : uint8_t {
+  kAfterAllMarks = 1, // apply only when every earlier mark is applied
+  kReply = 2,         // acknowledge as soon as this mark and all before it are complete
+};
+
+struct MarkRecord {
+  RecordType type;
+  MarkOp op;
+  uint8_t flags;
+  uint8_t reserved;
+  uint32_t sequence;      // of this mark
+  uint32_t after_mark;    // the mark that must be applied first; itself when there is none
+  uint32_t groups_before; // all groups before this one must be complete
+  uint32_t group;         // own group, if count is not 0
+  uint32_t count;         // chunks of the own group
+  uint32_t closed_group;  // a group of plain puts that ends here, if closed_count is not 0
+  uint32_t closed_count;  // its chunks
+  uint64_t offset;        // heap offset of the signal word
+  uint64_t value;
+};
+static_assert(sizeof(MarkRecord) == 48, "MarkRecord layout");
+
+struct ValueRecord {
+  RecordType type;
+  uint8_t reserved;
+  uint16_t bytes; // of payload, which follows, padded to a multiple of 8
+  uint32_t group;
+  uint64_t offset; // heap offset to write it to
+};
+static_assert(sizeof(ValueRecord) == 16, "ValueRecord layout");
+
+struct AckRecord {
+  RecordType type;
+  uint8_t reserved[3];
+  uint32_t groups; // every group before this one is complete
+  uint32_t marks;  // every mark before this one is applied, and visible to the device
+  uint32_t reserved2;
+};
+static_assert(sizeof(AckRecord) == 16, "AckRecord layout");
+
+constexpr int kCreditsPerRecord = 6;
+struct CreditRecord {
+  RecordType type;
+  uint8_t count;
+  uint16_t reserved;
+  uint16_t slots[kCreditsPerRecord];
+};
+static_assert(sizeof(CreditRecord) == 16, "CreditRecord layout");
+
+struct GetRecord {
+  RecordType type;
+  uint8_t reserved[3];
+  uint32_t id;     // returned in the answering mark
+  uint64_t source; // heap offset at the receiver of this record
+  uint64_t target; // heap offset at its sender
+  uint64_t bytes;
+};
+static_assert(sizeof(GetRecord) == 32, "GetRecord layout");
+
+struct AbortRecord {
+  RecordType type;
+  uint8_t reserved;
+  uint16_t bytes; // of text, which follows, padded to a multiple of 8
+  uint32_t reserved2;
+};
+static_assert(sizeof(AbortRecord) == 8, "AbortRecord layout");
+
+constexpr uint32_t padded(uint32_t bytes) { return (bytes + 7) & ~7u; }
+
+} // namespace tsn

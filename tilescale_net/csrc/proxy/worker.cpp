@@ -1,0 +1,230 @@
+#include "tilescale_net/csrc/proxy/worker.h"
+
+#include "tilescale_net/csrc/fabric/blob.h"
+
+#include <algorithm>
+#include <sched.h>
+#include <thread>
+
+namespace tsn {
+namespace {
+
+constexpr uint32_t kAddressMagic = 0x74736e31;
+
+int bits_for(int n) {
+  int bits = 0;
+  while ((1 << bits) < n) bits++;
+  return bits;
+}
+
+} // namespace
+
+Worker::Worker(Shared* shared, int index, std::unique_ptr<Transport> transport)
+    : shared_(shared), options_(shared->options), index_(index), transport_(std::move(transport)),
+      streams_((size_t)options_.n_pes), peer_index_((size_t)options_.n_pes, -1), events_(128) {
+  const Properties& p = transport_->properties();
+  group_bits_ = std::min(p.imm_bits, 32) - bits_for(options_.n_pes);
+  if (group_bits_ < 2)
+    throw FabricError("rank " + std::to_string(options_.rank) + ": immediates of " + std::to_string(p.imm_bits) +
+                      " bits are too narrow for " + std::to_string(options_.n_pes) +
+                      " PEs; at least two bits more than the PEs need must be left");
+  OrderWindow window = options_.window;
+  const bool cuda = options_.heap.kind == Memory::cuda;
+  const bool stage = options_.force_staging || (cuda && !p.device_memory);
+  if (!stage) window.groups = std::min(window.groups, 1u << std::min(group_bits_, 16));
+  int peers = 0;
+  for (int pe : options_.peers) {
+    if (thread_of(options_, pe) != index_) continue;
+    streams_[(size_t)pe] = std::make_unique<Stream>(pe, window);
+    streams_[(size_t)pe]->outbox.set_limit(p.max_message);
+    peer_index_[(size_t)pe] = peers++;
+  }
+  for (uint32_t q = 0; q < shared->queues.size(); q++) {
+    if ((int)q % options_.threads != index_) continue;
+    QueueState state = {};
+    state.queue = shared->queues[q].get();
+    state.index = q;
+    queues_.push_back(state);
+  }
+  chunk_ = std::min(options_.chunk_bytes, p.max_write);
+  if (stage) {
+    staging_ = std::make_unique<Staging>(staging_shape(options_, peers, group_bits_), peers, cuda);
+    chunk_ = std::min<uint64_t>(chunk_, staging_->piece_bytes());
+    send_region_ = transport_->register_memory({staging_->send.data(), staging_->send.bytes(), Memory::host, 0});
+    receive_region_ =
+        transport_->register_memory({staging_->receive.data(), staging_->receive.bytes(), Memory::host, 0});
+  } else {
+    heap_region_ = transport_->register_memory(options_.heap);
+    const uint32_t payload = (p.max_message - (uint32_t)sizeof(ValueRecord)) & ~7u;
+    if (!cuda) inline_bytes_ = std::min({options_.inline_bytes, HeapMemory::kMaxWrite, payload});
+  }
+  confirms_ = !stage && p.delivery_complete;
+  rails_.resize((size_t)p.rails);
+  // Some room is kept for messages: they are what lets the other side make progress.
+  rail_limit_ = std::max(1u, p.depth - std::max(1u, p.depth / 8));
+  stream_limit_ = std::max(1u, peers > 1 ? rail_limit_ * (uint32_t)p.rails / 2 : rail_limit_ * (uint32_t)p.rails);
+}
+
+Worker::~Worker() { transport_.reset(); /* before the memory that is registered with it */ }
+
+std::string Worker::address() const {
+  BlobWriter w(kAddressMagic);
+  w.text(transport_->address());
+  w.number((uint64_t)group_bits_);
+  w.number(staging_ != nullptr);
+  w.text(staging_ ? transport_->region_key(receive_region_) : transport_->region_key(heap_region_));
+  w.number(staging_ ? staging_->shape().slot_bytes : 0);
+  w.number(staging_ ? staging_->shape().slots_per_peer : 0);
+  for (int pe = 0; pe < options_.n_pes; pe++) w.number((uint64_t)(peer_index_[(size_t)pe] + 1));
+  return w.take();
+}
+
+void Worker::connect(int peer, const std::string& address) {
+  Stream* s = streams_[(size_t)peer].get();
+  const std::string us = "rank " + std::to_string(options_.rank), them = "rank " + std::to_string(peer);
+  BlobReader r(address, kAddressMagic, us + ": the proxy address of " + them);
+  transport_->connect(peer, r.text());
+  const auto bits = (int)r.number();
+  const bool staged = r.number() != 0;
+  if (bits != group_bits_ || staged != (staging_ != nullptr))
+    throw FabricError(us + " has immediates with " + std::to_string(group_bits_) + " free bits and " +
+                      (staging_ ? "staging" : "no staging") + ", " + them + " has " + std::to_string(bits) + " and " +
+                      (staged ? "staging" : "no staging") + "; start all ranks with the same provider and options");
+  const RemoteRegion region = transport_->add_remote(peer, r.text());
+  (staged ? s->staging : s->heap) = region;
+  const auto slot_bytes = (uint32_t)r.number();
+  const auto slots = (uint32_t)r.number();
+  uint64_t mine = 0;
+  for (int pe = 0; pe < options_.n_pes; pe++) {
+    const uint64_t place = r.number();
+    if (pe == options_.rank) mine = place;
+  }
+  if (mine == 0) throw FabricError(them + " does not serve " + us + ": do all ranks see the same topology?");
+  if (!staged) return;
+  if (slot_bytes != staging_->shape().slot_bytes)
+    throw FabricError(us + " has staging slots of " + std::to_string(staging_->shape().slot_bytes) + " bytes, " + them +
+                      " of " + std::to_string(slot_bytes) + "; start all ranks with the same options");
+  s->first_slot = (mine - 1) * slots;
+  for (uint32_t i = slots; i > 0; i--) s->credits.push_back((uint16_t)(i - 1));
+}
+
+void Worker::give_up(const std::string& kind, const std::string& text, int pe, const std::string& operation,
+                     uint64_t offset) {
+  Failure f;
+  f.kind = kind;
+  f.text = "rank " + std::to_string(options_.rank) + ": " + text;
+  f.pe = pe;
+  f.operation = operation;
+  f.offset = offset;
+  shared_->fail(std::move(f));
+}
+
+// Nothing left to do, now or later, without new descriptors.
+bool Worker::idle() {
+  if (in_flight_ || !arrived_.empty() || !active_.empty() || (staging_ && staging_->busy())) return false;
+  for (QueueState& q : queues_)
+    if (q.held || q.queue->ring.peek() != Command::none) return false;
+  for (auto& s : streams_)
+    if (s && (!s->outbox.empty() || s->epochs.size() > 1 || s->ack_pending || s->reply || !s->asked.empty() ||
+              s->gets_asked))
+      return false;
+  return memory_->in_completed() == memory_->in_position();
+}
+
+// Deadlines, now and then.
+void Worker::look_around(uint64_t now) {
+  const auto limit = (uint64_t)(options_.timeout * 1e9);
+  for (auto& entry : streams_) {
+    Stream* s = entry.get();
+    if (!s) continue;
+    const bool waits = s->in_flight || !s->ops.empty() || s->epochs.size() > 1 || !s->outbox.empty() || s->gets_asked;
+    if (!waits || s->progress != s->progress_seen || s->waiting_since == 0) {
+      s->progress_seen = s->progress;
+      s->waiting_since = now;
+      continue;
+    }
+    if (now - s->waiting_since <= limit) continue;
+    const std::string seconds = std::to_string(options_.timeout).substr(0, 5);
+    const bool op = !s->ops.empty();
+    const std::string what = op ? name_of(s->ops.front().command) : "operation";
+    if (s->refused)
+      give_up("FabricError",
+              "the network took nothing for PE " + std::to_string(s->pe) + " for " + seconds +
+                  " s: every post was answered with \"try again\" (" + std::to_string(s->in_flight) +
+                  " operations are out); check the link and that the PE's process is alive",
+              s->pe, what, op ? s->ops.front().remote : 0);
+    else
+      give_up("PeerLost",
+              "PE " + std::to_string(s->pe) + " has shown no sign of life for " + seconds + " s while " +
+                  std::to_string(s->in_flight + s->gets_asked) + " operations and " +
+                  std::to_string(s->epochs.size() - 1) +
+                  " flushes wait for it; look at that rank's output, or raise "
+                  "TSN_TIMEOUT if it is only slow",
+              s->pe, what, op ? s->ops.front().remote : 0);
+    return;
+  }
+}
+
+// Tells the peers why, as far as that is possible, so that they need not wait for their deadlines.
+void Worker::say_goodbye() {
+  Failure failure;
+  if (!shared_->failure(&failure)) failure.text = "rank " + std::to_string(options_.rank) + ": its job was aborted";
+  char record[256] = {};
+  AbortRecord header = {};
+  header.type = RecordType::abort;
+  const uint32_t limit = std::min<uint32_t>(sizeof record, transport_->properties().max_message) & ~7u;
+  header.bytes = (uint16_t)std::min<size_t>(failure.text.size(), limit - sizeof header);
+  std::memcpy(record, &header, sizeof header);
+  std::memcpy(record + sizeof header, failure.text.data(), header.bytes);
+  const uint32_t bytes = (uint32_t)sizeof header + padded(header.bytes);
+  std::vector<int> left;
+  for (auto& s : streams_)
+    if (s && (failure.kind != "PeerLost" || s->pe != failure.pe)) left.push_back(s->pe);
+  const uint64_t end = now_ns() + 100000000;
+  for (int quiet = 0; quiet < 1000 && now_ns() < end; quiet += left.empty()) {
+    for (size_t i = 0; i < left.size();)
+      if (transport_->post_message(0, left[i], record, bytes, kSilent) == Post::again) i++;
+      else left.erase(left.begin() + (long)i);
+    transport_->poll(events_.data(), (int)events_.size());
+  }
+}
+
+void Worker::run() try {
+  memory_ = options_.heap.kind == Memory::cuda
+                ? make_cuda_memory(reinterpret_cast<uint64_t>(options_.heap.base), options_.heap.device, index_)
+                : make_host_memory(options_.heap.base);
+  uint64_t rounds = 0, idle_rounds = 0, stop_at = 0;
+  while (!shared_->aborted()) {
+    bool busy = false;
+    stamp_ = ticks();
+    for (QueueState& q : queues_) busy |= take(&q);
+    busy |= post_all();
+    busy |= poll_transport();
+    memory_->poll();
+    if (staging_) busy |= post_slots();
+    if (!arrived_.empty()) finish_arrived();
+    if (!touched_.empty()) acknowledge();
+    if (!talking_.empty()) busy |= post_messages();
+    rounds++;
+    idle_rounds = busy ? 0 : idle_rounds + 1;
+    if (rounds % 1024 == 0 || idle_rounds > 100) {
+      const uint64_t now = now_ns();
+      if (rounds % 64 == 0) look_around(now);
+      if (shared_->stopping.load(std::memory_order_acquire)) {
+        if (stop_at == 0) stop_at = now + 2000000000ull;
+        if ((idle_rounds > 100 && idle()) || now > stop_at) break;
+      }
+    }
+    // A shared core is better spent on whoever has work; a dedicated one keeps polling.
+    if (!options_.dedicated && idle_rounds > 50) {
+      if (idle_rounds < 2000) sched_yield();
+      else std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+  if (shared_->aborted()) say_goodbye();
+  memory_.reset(); // in the thread that has the device's context
+} catch (const std::exception& e) {
+  give_up("FabricError", std::string("the proxy thread ended: ") + e.what(), -1, "", 0);
+}
+
+} // namespace tsn

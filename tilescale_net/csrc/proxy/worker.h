@@ -1,0 +1,169 @@
+// One proxy thread: takes descriptors from its queues, posts them, and serves what its peers send.
+//
+// The loop never waits. Descriptors are checked (worker_accept.cpp), numbered, and put on their peer's list; pieces of
+// them are posted as far as the transport takes them (worker_post.cpp); what arrives is counted and applied
+// (worker_target.cpp). A flush is one more thing that completes some time.
+#pragma once
+
+#include "tilescale_net/csrc/proxy/shared.h"
+#include "tilescale_net/csrc/proxy/staging.h"
+#include "tilescale_net/csrc/proxy/stats.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace tsn {
+
+class Worker {
+public:
+  // Registers memory with the transport. Throws FabricError, CudaError.
+  Worker(Shared* shared, int index, std::unique_ptr<Transport> transport);
+  ~Worker();
+
+  // What a peer's worker needs to reach this one.
+  std::string address() const;
+  // `address`: of the peer's worker that serves this PE. Throws FabricError.
+  void connect(int peer, const std::string& address);
+
+  // The loop; returns after stopping or failure.
+  void run();
+
+  const ProxyStats& stats() const { return stats_; }
+  const Properties& properties() const { return transport_->properties(); }
+  bool staged() const { return staging_ != nullptr; }
+  uint64_t chunk_bytes() const { return chunk_; }
+
+private:
+  struct QueueState {
+    SharedQueue* queue;
+    uint32_t index;
+    bool held = false; // `request` was popped and could not be accepted yet
+    uint64_t position = 0;
+    Request request = {};
+  };
+  struct Flight { // a posted piece
+    Stream* stream = nullptr;
+    Command command = Command::none;
+    int32_t rail = 0;
+    uint32_t epoch = 0;
+    uint32_t pieces = 1;
+    uint32_t index = 0; // reads: into gets_; staged writes: the send slot
+    uint64_t bytes = 0, offset = 0, started = 0;
+  };
+  struct Get {
+    QueueState* queue = nullptr; // nullptr: free
+    Stream* stream = nullptr;
+    uint64_t position = 0, remaining = 0;
+    uint32_t epoch = 0;
+  };
+  struct Flush {
+    QueueState* queue = nullptr;
+    uint64_t position = 0, started = 0;
+    uint32_t remaining = 0; // streams
+    bool share = false;     // of a ticket that all queues complete
+    uint64_t ticket = 0;
+  };
+  struct Rail {
+    uint32_t ops = 0;
+    uint64_t bytes = 0;
+    bool full = false; // answered `again`; until the next poll
+  };
+  struct Arrived { // a get by request whose data, or a slot whose pieces, are on their way into the heap
+    uint64_t position;
+    Stream* stream;
+    uint32_t index;
+    bool is_slot;
+  };
+
+  // worker_accept.cpp: from queues to streams
+  bool take(QueueState* q);
+  bool valid(const Request& r, std::string* why) const;
+  bool accept(QueueState* q, const Request& r, uint64_t position);
+  bool accept_flush(QueueState* q, const Request& r, uint64_t position);
+  bool accept_get(QueueState* q, Stream* s, const Request& r, uint64_t position);
+  void accept_write(Stream* s, Command command, uint64_t remote, uint64_t local, uint64_t bytes, MarkOp op,
+                    uint64_t word, uint64_t value);
+  void append_value(Stream* s, uint64_t offset, const void* data, uint32_t bytes, uint64_t group);
+  void append_mark(Stream* s, const MarkRecord& mark);
+  bool has_room(const Stream& s) const {
+    return s.out.room() && s.ops.size() < kMaxOps && s.outbox.backlog() < kMaxBacklog;
+  }
+  uint64_t pieces_of(uint64_t bytes, uint64_t* chunk) const;
+  void settle(Stream* s);
+  void finish_flush(uint32_t index);
+  void activate(Stream* s);
+
+  // worker_post.cpp: from streams to the transport, and back
+  bool post_all();
+  bool post_next(Stream* s);
+  bool post_slots();
+  bool post_messages();
+  int pick_rail();
+  Flight& launch(Stream* s, Command command, int rail, uint32_t* index);
+  void launched(const Flight& f);
+  void complete(uint32_t flight);
+  void refused(Stream* s, Post post, Command command, uint64_t offset, uint64_t bytes);
+  void failed_event(const Event& event);
+
+  // worker_target.cpp: what peers send
+  bool poll_transport();
+  void on_immediate(uint32_t imm);
+  void on_message(const Event& event);
+  bool on_record(Stream* s, const char* record, uint32_t room, uint32_t* bytes);
+  bool on_slot(Stream* s, uint32_t slot);
+  void serve_asked(Stream* s);
+  void apply(Stream* s);
+  void finish_arrived();
+  void acknowledge();
+  void touch(Stream* s);
+  void finish_get(uint32_t index, uint64_t bytes);
+  void broken(int pe, const std::string& what);
+
+  // worker.cpp
+  void look_around(uint64_t now);
+  bool idle();
+  void say_goodbye();
+  [[gnu::cold]] void give_up(const std::string& kind, const std::string& text, int pe, const std::string& operation,
+                             uint64_t offset);
+
+  static constexpr size_t kMaxOps = 1024;    // accepted and unposted, per stream
+  static constexpr size_t kMaxBacklog = 64;  // unposted messages, per stream
+  static constexpr uint32_t kMaxAsked = 256; // gets by request, per stream
+  static constexpr int kPopsPerVisit = 256;
+  static constexpr int kPostsPerTurn = 16;
+
+  Shared* shared_;
+  const ProxyOptions& options_;
+  const int index_;
+  std::unique_ptr<Transport> transport_;
+  std::unique_ptr<HeapMemory> memory_; // made in run(): CUDA contexts belong to threads
+  std::unique_ptr<Staging> staging_;
+  Region heap_region_ = -1, send_region_ = -1, receive_region_ = -1;
+
+  std::vector<QueueState> queues_;
+  std::vector<std::unique_ptr<Stream>> streams_; // by PE; nullptr: not served here
+  std::vector<int> peer_index_;                  // by PE: place among this thread's peers
+  std::vector<Stream*> active_, touched_, talking_;
+  int group_bits_ = 0;
+  uint64_t chunk_ = 0;
+  uint32_t inline_bytes_ = 0;
+  bool confirms_ = false; // a write's completion here means that its data is in the peer's heap
+  uint32_t rail_limit_ = 0, stream_limit_ = 0;
+  uint32_t next_rail_ = 0;
+  std::vector<Rail> rails_;
+
+  std::vector<Flight> flights_;
+  std::vector<uint32_t> free_flights_;
+  uint32_t in_flight_ = 0;
+  uint64_t stamp_ = 0; // ticks() at the start of this round: reading the clock costs as much as posting
+  std::vector<Get> gets_;
+  std::vector<uint32_t> free_gets_;
+  std::vector<Flush> flushes_;
+  std::vector<uint32_t> free_flushes_;
+  Ring<Arrived> arrived_;
+  std::vector<Event> events_;
+  ProxyStats stats_;
+};
+
+} // namespace tsn

@@ -1,0 +1,65 @@
+// Flushes: what they wait for, and the tickets that they complete.
+#include "tilescale_net/csrc/proxy/worker.h"
+
+namespace tsn {
+
+bool Worker::accept_flush(QueueState* q, const Request& r, uint64_t position) {
+  const bool share = r.command == Command::flush_part;
+  const bool owns_entry = !share || (q->index == 0 && make_ticket(0, position) == r.value);
+  if (owns_entry && q->queue->is_open(position)) return false;
+  auto covers = [&](const Stream& s) {
+    return r.pe == kAllPes ? (uint32_t)s.pe % (uint32_t)options_.queues == q->index : (uint32_t)s.pe == r.pe;
+  };
+  for (auto& s : streams_)
+    if (s && covers(*s) && !has_room(*s)) return false;
+  stats_.flushes.add();
+  if (owns_entry) q->queue->begin(position);
+  if (free_flushes_.empty()) {
+    free_flushes_.push_back((uint32_t)flushes_.size());
+    flushes_.emplace_back();
+  }
+  const uint32_t index = free_flushes_.back();
+  free_flushes_.pop_back();
+  flushes_[index] = {q, position, ticks(), 1, share, r.value};
+  for (auto& entry : streams_) {
+    Stream* s = entry.get();
+    if (!s || !covers(*s)) continue;
+    flushes_[index].remaining++;
+    Epoch& e = s->epochs.back();
+    e.closed = true;
+    e.flush = index;
+    e.has_mark = s->unconfirmed;
+    if (e.has_mark) {
+      e.mark = s->out.next_mark();
+      append_mark(s, s->out.flush());
+      s->unconfirmed = false;
+    }
+    s->epochs.push(Epoch());
+    settle(s);
+  }
+  finish_flush(index); // its own count, which kept it alive until here
+  return true;
+}
+
+// Ends the flushes at the head of the stream whose conditions are met.
+void Worker::settle(Stream* s) {
+  while (s->epochs.size() > 1) {
+    const Epoch& e = s->epochs.front();
+    if (e.outstanding || (e.has_mark && s->out.settled_marks() <= e.mark)) return;
+    const uint32_t flush = e.flush;
+    s->epochs.pop();
+    s->first_epoch++;
+    finish_flush(flush);
+  }
+}
+
+void Worker::finish_flush(uint32_t index) {
+  Flush& f = flushes_[index];
+  if (--f.remaining) return;
+  stats_.flush.add(ticks() - f.started);
+  if (f.share) shared_->share_done(f.ticket);
+  else f.queue->queue->complete(f.position);
+  free_flushes_.push_back(index);
+}
+
+} // namespace tsn

@@ -1,0 +1,232 @@
+// From the streams to the transport, and completions back.
+#include "tilescale_net/csrc/proxy/worker.h"
+
+#include <algorithm>
+
+namespace tsn {
+
+// The rail with the fewest bytes on the way; equal ones in turn, so that small pieces go round.
+int Worker::pick_rail() {
+  const auto n = (uint32_t)rails_.size();
+  int best = -1;
+  for (uint32_t i = 0; i < n; i++) {
+    const uint32_t r = next_rail_ + i < n ? next_rail_ + i : next_rail_ + i - n;
+    if (rails_[r].full || rails_[r].ops >= rail_limit_) continue;
+    if (best < 0 || rails_[r].bytes < rails_[(size_t)best].bytes) best = (int)r;
+  }
+  if (best >= 0) next_rail_ = (uint32_t)best + 1 < n ? (uint32_t)best + 1 : 0;
+  return best;
+}
+
+Worker::Flight& Worker::launch(Stream* s, Command command, int rail, uint32_t* index) {
+  if (free_flights_.empty()) {
+    free_flights_.push_back((uint32_t)flights_.size());
+    flights_.emplace_back();
+  }
+  *index = free_flights_.back();
+  free_flights_.pop_back();
+  Flight& f = flights_[*index];
+  f.stream = s;
+  f.command = command;
+  f.rail = rail;
+  f.started = stamp_;
+  return f;
+}
+
+void Worker::launched(const Flight& f) {
+  Rail& rail = rails_[(size_t)f.rail];
+  rail.ops++;
+  rail.bytes += f.bytes;
+  f.stream->in_flight++;
+  in_flight_++;
+  stats_.chunks.add();
+  stats_.in_flight_max.raise(in_flight_);
+}
+
+void Worker::refused(Stream* s, Post post, Command command, uint64_t offset, uint64_t bytes) {
+  if (post == Post::again) {
+    s->refused = true;
+    stats_.retries.add();
+    return;
+  }
+  give_up("FabricError",
+          std::string(name_of(command)) + " of " + std::to_string(bytes) + " bytes to PE " + std::to_string(s->pe) +
+              " at heap offset " + std::to_string(offset) + " was refused: " + transport_->last_error(),
+          s->pe, name_of(command), offset);
+}
+
+// Posts one piece of the stream's first operation. False: nothing can be posted now.
+bool Worker::post_next(Stream* s) {
+  const int rail = pick_rail();
+  if (rail < 0) return false;
+  Op& op = s->ops.front();
+  uint32_t index;
+  Flight& f = launch(s, op.command, rail, &index);
+  f.epoch = op.epoch;
+  f.pieces = 1;
+  f.index = op.get;
+  f.bytes = std::min(op.bytes, op.chunk);
+  f.offset = op.remote;
+  Transport::Copy copy = {};
+  copy.rail = rail;
+  copy.peer = s->pe;
+  copy.local = heap_region_;
+  copy.remote = s->heap;
+  copy.local_offset = op.local;
+  copy.remote_offset = op.remote;
+  copy.bytes = f.bytes;
+  copy.cookie = index;
+  const bool read = op.command == Command::get;
+  copy.has_imm = !read && (!options_.trust_last_chunk || f.bytes == op.bytes);
+  copy.imm = (uint32_t)options_.rank << group_bits_ | (op.group & ((1u << group_bits_) - 1));
+  const Post post = read ? transport_->post_read(copy) : transport_->post_write(copy);
+  if (post != Post::ok) {
+    f.stream = nullptr;
+    free_flights_.push_back(index);
+    rails_[(size_t)rail].full = true;
+    refused(s, post, op.command, op.remote, f.bytes);
+    return false;
+  }
+  launched(f);
+  op.local += f.bytes;
+  op.remote += f.bytes;
+  op.bytes -= f.bytes;
+  if (op.bytes == 0) s->ops.pop();
+  return true;
+}
+
+// A turn for every stream that has something; streams with nothing left drop out of the list.
+bool Worker::post_all() {
+  if (active_.empty()) return false;
+  const uint64_t start = ticks();
+  bool any = false;
+  for (size_t i = 0; i < active_.size();) {
+    Stream* s = active_[i];
+    for (int n = 0; n < kPostsPerTurn && !s->ops.empty(); n++) {
+      if (staging_ ? !staging_->fill(s, memory_.get(), options_.trust_last_chunk)
+                   : s->in_flight >= stream_limit_ || !post_next(s))
+        break;
+      any = true;
+    }
+    if (!s->ops.empty()) {
+      i++;
+      continue;
+    }
+    s->active = false;
+    active_[i] = active_.back();
+    active_.pop_back();
+  }
+  // Whoever came first this time comes last the next, so that none starves when room is short.
+  if (active_.size() > 1) std::rotate(active_.begin(), active_.begin() + 1, active_.end());
+  if (any) stats_.post.add(ticks() - start);
+  return any;
+}
+
+// Writes the staging slots that are full.
+bool Worker::post_slots() {
+  bool any = false;
+  while (Staging::SendSlot* slot = staging_->ready(*memory_)) {
+    Stream* s = slot->stream;
+    const int rail = pick_rail();
+    if (rail < 0) break;
+    uint32_t index;
+    Flight& f = launch(s, Command::put, rail, &index);
+    f.epoch = slot->epoch;
+    f.pieces = slot->pieces;
+    f.index = slot->index;
+    f.bytes = slot->bytes;
+    f.offset = 0;
+    Transport::Copy copy = {};
+    copy.rail = rail;
+    copy.peer = s->pe;
+    copy.local = send_region_;
+    copy.remote = s->staging;
+    copy.local_offset = (uint64_t)slot->index * staging_->shape().slot_bytes;
+    copy.remote_offset = (s->first_slot + slot->remote) * staging_->shape().slot_bytes;
+    copy.bytes = slot->bytes;
+    copy.cookie = index;
+    copy.has_imm = true;
+    copy.imm = (uint32_t)options_.rank << group_bits_ | slot->remote;
+    const Post post = transport_->post_write(copy);
+    if (post != Post::ok) {
+      f.stream = nullptr;
+      free_flights_.push_back(index);
+      rails_[(size_t)rail].full = true;
+      refused(s, post, Command::put, 0, slot->bytes);
+      break;
+    }
+    launched(f);
+    staging_->pop_ready();
+    any = true;
+  }
+  return any;
+}
+
+bool Worker::post_messages() {
+  bool any = false;
+  for (size_t i = 0; i < talking_.size();) {
+    Stream* s = talking_[i];
+    const uint64_t before = stats_.messages.get();
+    const int rail = (int)((size_t)s->pe % rails_.size());
+    const Post post = s->outbox.flush(transport_.get(), rail, s->pe, &stats_);
+    if (stats_.messages.get() != before) s->progress++, any = true;
+    if (post != Post::ok) {
+      refused(s, post, Command::put_signal_set, 0, 0);
+      if (post == Post::error) return any;
+      i++;
+      continue;
+    }
+    s->talking = false;
+    talking_[i] = talking_.back();
+    talking_.pop_back();
+  }
+  return any;
+}
+
+void Worker::complete(uint32_t index) {
+  Flight& f = flights_[index]; // nothing below launches another one
+  Stream* s = f.stream;
+  f.stream = nullptr;
+  free_flights_.push_back(index);
+  Rail& rail = rails_[(size_t)f.rail];
+  rail.ops--;
+  rail.bytes -= f.bytes;
+  s->in_flight--;
+  in_flight_--;
+  s->progress++;
+  s->refused = false;
+  stats_.completion.add(stamp_ - f.started);
+  s->epoch(f.epoch).outstanding -= f.pieces;
+  if (f.command == Command::get) finish_get(f.index, f.bytes);
+  else if (staging_) staging_->release(f.index);
+  if (s->epochs.size() > 1) settle(s);
+}
+
+void Worker::finish_get(uint32_t index, uint64_t bytes) {
+  Get& g = gets_[index];
+  g.remaining -= bytes;
+  stats_.bytes_got.add(bytes);
+  if (g.remaining) return;
+  g.queue->queue->complete(g.position);
+  g.queue = nullptr;
+  free_gets_.push_back(index);
+}
+
+void Worker::failed_event(const Event& event) {
+  const Flight* f = event.cookie < flights_.size() && flights_[event.cookie].stream ? &flights_[event.cookie] : nullptr;
+  const int pe = f ? f->stream->pe : event.peer;
+  const std::string operation = f ? name_of(f->command) : "message";
+  std::string text = operation + (pe >= 0 ? " to PE " + std::to_string(pe) : "");
+  if (f) text += " (" + std::to_string(f->bytes) + " bytes at heap offset " + std::to_string(f->offset) + ")";
+  text +=
+      " failed: " + std::string(event.text ? event.text : "no reason given") + " (" + std::to_string(event.code) + ")";
+  // What a vanished process looks like from here; any other code is the network's own trouble.
+  static const int lost[] = {ECONNRESET, ECONNABORTED, ECONNREFUSED, ENOTCONN,
+                             EPIPE,      ESHUTDOWN,    EHOSTUNREACH, EHOSTDOWN};
+  const bool gone = std::find(std::begin(lost), std::end(lost), event.code) != std::end(lost);
+  if (gone) text += "; PE " + std::to_string(pe) + "'s process seems to be gone: look at that rank's output";
+  else text += "; check the link, and the provider's limits and log (FI_LOG_LEVEL=warn)";
+  give_up(gone ? "PeerLost" : "FabricError", text, pe, operation, f ? f->offset : 0);
+}
+
+} // namespace tsn

@@ -1,0 +1,48 @@
+// Fibers: stacks of their own, switched without the kernel's help.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+#include <vector>
+
+namespace tsn {
+namespace sim {
+
+// Stacks of one size below guard pages, handed out again as soon as they are free: a grid whose threads never wait
+// needs a single one. The last one given back is the first one taken, so it is still in the cache.
+class StackPool {
+public:
+  explicit StackPool(size_t bytes);
+  ~StackPool();
+  StackPool(const StackPool&) = delete;
+  StackPool& operator=(const StackPool&) = delete;
+
+  char* take(); // lowest usable address; throws std::bad_alloc when the system has no memory left
+  void give(char* stack);
+  size_t bytes() const { return bytes_; }
+  // Whether an address lies in a guard page, i.e. a thread used more stack than it has.
+  bool is_guard(uintptr_t address) const;
+
+private:
+  void grow();
+
+  size_t bytes_, slot_bytes_; // a slot is a guard page and a stack
+  std::vector<char*> free_;
+  std::vector<char*> chunks_;
+};
+
+// Saves the running context in *from and continues the one in `to`.
+extern "C" void tsn_sim_switch(void** from, void* to);
+
+// A context that calls `entry` (which never returns) on the given stack when it is first switched to.
+void* make_context(char* stack, size_t bytes, void (*entry)());
+
+// Changes the machine context of a signal handler, so that it returns into the saved context `to`.
+// False where this machine's registers are not known.
+bool redirect(void* machine_context, void* to);
+
+// The instruction that a signal handler's machine context was interrupted at, or 0.
+uintptr_t program_counter(void* machine_context);
+
+} // namespace sim
+} // namespace tsn

@@ -1,0 +1,269 @@
+#include "grid.h"
+
+#include "faults.h"
+#include "remote.h"
+
+#include <algorithm>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+
+namespace tsn {
+namespace sim {
+
+Grid* current_grid = nullptr;
+
+namespace {
+constexpr size_t kStrip = 256; // known bytes on both sides of shared memory
+constexpr char kStripByte = '\x5a';
+constexpr int kPoison = 0xff; // NaN in every floating-point type
+
+constexpr uint64_t kCheckNs = 50'000'000; // between two looks for an interrupt
+// Threads in flight while there is no need for more: their stacks and states then stay in the cache.
+constexpr uint64_t kThreadsInFlight = 2048;
+
+uint64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<uint64_t>(t.tv_sec) * 1000000000ull + static_cast<uint64_t>(t.tv_nsec);
+}
+
+char* aligned(char* p, size_t alignment) {
+  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(p) + alignment - 1) & ~(alignment - 1));
+}
+} // namespace
+
+Grid::Grid(const Launch& launch, StackPool& stacks)
+    : launch_(launch), stacks_(stacks), random_(launch.seed),
+      blocks_(static_cast<uint64_t>(launch.grid.x) * launch.grid.y * launch.grid.z),
+      threads_per_block_(launch.block.x * launch.block.y * launch.block.z) {
+  // Both change what a seed exercises: how many blocks are in flight, and how long a thread runs undisturbed.
+  const uint64_t windows[] = {1, 2, 4, 16, 1ull << 40};
+  const uint64_t most = std::max<uint64_t>(1, kThreadsInFlight / threads_per_block_);
+  window_ = std::min({windows[random_.below(5)], launch_.resident_blocks, most});
+  const int quanta[] = {16, 256, 4096, 1 << 16};
+  max_quantum_ = quanta[random_.below(4)];
+  late_ = random_.below(3);
+}
+
+Grid::~Grid() {
+  for (auto& block : active_)
+    for (Fiber& fiber : block->threads)
+      if (fiber.stack) stacks_.give(fiber.stack);
+}
+
+void Grid::run() {
+  FaultGuard guard(*this);
+  stalled_since_ns_ = now_ns();
+  while (finished_ < blocks_ && failure_ == Failure::none) {
+    while (active_.size() < window_ && admitted_ < blocks_) admit();
+    arrange(ready_);
+    // Threads that are woken run in the same round; its length is bounded all the same, so that polling threads and
+    // pending remote operations get their turn beside threads that meet at barriers for ever.
+    const size_t limit = 64 * ready_.size() + 65536;
+    for (position_ = 0; position_ < std::min(ready_.size(), limit) && failure_ == Failure::none; ++position_)
+      resume(*ready_[position_]);
+    if (fault_signal_) describe_fault();
+    if (failure_ != Failure::none) break;
+    ready_.erase(ready_.begin(), ready_.begin() + static_cast<ptrdiff_t>(position_));
+    ready_.insert(ready_.end(), next_.begin(), next_.end());
+    next_.clear();
+    if (finished_ < blocks_ && !between_rounds()) {
+      failure_ = Failure::deadlock;
+      message_ = stuck();
+    }
+  }
+}
+
+// Decides what a round has brought. False: nothing will ever happen again.
+bool Grid::between_rounds() {
+  const bool still = !progress_, moved = strong_progress_;
+  progress_ = strong_progress_ = false;
+  ++rounds_;
+  if (moved) {
+    idle_rounds_ = weak_rounds_ = 0;
+    stalled_since_ns_ = now_ns();
+  }
+  // Threads may also poll in ways that look like work; remote operations and blocks that wait get their turn anyway.
+  const bool idle = still || (!moved && ++weak_rounds_ % 16 == 0);
+  const bool going_on = idle ? idle_step(still) : (rounds_ % 16 == 0 && remote_progress(random_, false), true);
+  if (rounds_ % 64 == 0 && now_ns() - checked_ns_ > kCheckNs) {
+    checked_ns_ = now_ns();
+    if (launch_.check_interrupt && launch_.check_interrupt()) failure_ = Failure::interrupted;
+  }
+  return going_on;
+}
+
+void Grid::admit() {
+  std::unique_ptr<Block> block;
+  if (spare_.empty()) {
+    block = std::make_unique<Block>();
+    block->threads.resize(threads_per_block_);
+    block->warps.resize((threads_per_block_ + 31) / 32);
+  } else {
+    block = std::move(spare_.back());
+    spare_.pop_back();
+  }
+  block->index = admitted_++;
+  block->live = static_cast<int>(threads_per_block_);
+  for (Barrier& barrier : block->barriers) barrier = Barrier();
+  block->votes = 0;
+  block->variables.clear();
+  char* shared = nullptr;
+  if (launch_.shared_bytes) {
+    if (!block->shared) block->shared.reset(new char[launch_.shared_bytes + 2 * kStrip + 1024]);
+    shared = aligned(block->shared.get() + kStrip, 1024);
+    memset(shared - kStrip, kStripByte, kStrip);
+    memset(shared, kPoison, launch_.shared_bytes);
+    memset(shared + launch_.shared_bytes, kStripByte, kStrip);
+  }
+  for (size_t w = 0; w < block->warps.size(); ++w) {
+    const unsigned lanes = std::min<unsigned>(32, threads_per_block_ - static_cast<unsigned>(w) * 32);
+    block->warps[w].members = lanes == 32 ? 0xffffffffu : (1u << lanes) - 1;
+    block->warps[w].exited = 0;
+    block->warps[w].meetings.clear();
+  }
+  Index3 at;
+  at.x = static_cast<unsigned>(block->index % launch_.grid.x);
+  at.y = static_cast<unsigned>(block->index / launch_.grid.x % launch_.grid.y);
+  at.z = static_cast<unsigned>(block->index / launch_.grid.x / launch_.grid.y);
+  for (unsigned i = 0; i < threads_per_block_; ++i) {
+    Fiber& fiber = block->threads[i];
+    fiber.view.thread_idx.x = i % launch_.block.x;
+    fiber.view.thread_idx.y = i / launch_.block.x % launch_.block.y;
+    fiber.view.thread_idx.z = i / launch_.block.x / launch_.block.y;
+    fiber.view.block_idx = at;
+    fiber.view.block_dim = launch_.block;
+    fiber.view.grid_dim = launch_.grid;
+    fiber.view.linear = i;
+    fiber.view.lane = i % 32;
+    fiber.view.linear_block = static_cast<unsigned>(block->index);
+    fiber.view.dynamic_shared = shared;
+    fiber.view.dynamic_shared_bytes = launch_.shared_bytes;
+    fiber.block = block.get();
+    fiber.state = State::fresh;
+    ready_.push_back(&fiber);
+  }
+  active_.push_back(std::move(block));
+}
+
+// The order in which a round runs its threads: as they come, backwards, or shuffled.
+void Grid::arrange(std::vector<Fiber*>& list) {
+  const uint64_t choice = random_.below(4);
+  if (choice == 0) std::reverse(list.begin(), list.end());
+  if (choice < 2) return;
+  for (size_t i = list.size(); i > 1; --i) std::swap(list[i - 1], list[random_.below(i)]);
+}
+
+void Grid::fiber_main() {
+  Grid& grid = *current_grid;
+  grid.launch_.entry(grid.launch_.arguments);
+  grid.running_->state = State::done;
+  grid.leave();
+}
+
+void Grid::resume(Fiber& fiber) {
+  if (fiber.state == State::fresh) {
+    fiber.stack = stacks_.take();
+    fiber.context = make_context(fiber.stack, stacks_.bytes(), &Grid::fiber_main);
+    progress_ = strong_progress_ = true;
+  }
+  fiber.state = State::running;
+  fiber.view.quantum = 1 + static_cast<int>(random_.below(static_cast<uint64_t>(max_quantum_)));
+  running_ = &fiber;
+  *launch_.self = &fiber.view;
+  ++switches_;
+  tsn_sim_switch(&scheduler_, fiber.context);
+  running_ = nullptr;
+  if (fiber.state == State::done) finish(fiber);
+}
+
+void Grid::leave() { tsn_sim_switch(&running_->context, scheduler_); }
+
+void Grid::finish(Fiber& fiber) {
+  progress_ = strong_progress_ = true;
+  stacks_.give(fiber.stack);
+  fiber.stack = nullptr;
+  Block& block = *fiber.block;
+  Warp& warp = block.warps[fiber.view.linear / 32];
+  warp.exited |= 1u << fiber.view.lane;
+  for (const Meeting& meeting : warp.meetings)
+    if (meeting.mask >> fiber.view.lane & 1) {
+      failure_ = Failure::kernel;
+      char what[160];
+      snprintf(what, sizeof(what), "lane %u ended while other lanes wait for it in a warp operation with mask 0x%08x",
+               fiber.view.lane, meeting.mask);
+      message_ = where(fiber) + ": " + what;
+      return;
+    }
+  if (--block.live) return;
+  check_shared(block);
+  ++finished_;
+  const auto place = std::find_if(active_.begin(), active_.end(), [&](auto& b) { return b.get() == &block; });
+  spare_.push_back(std::move(*place));
+  *place = std::move(active_.back());
+  active_.pop_back();
+  if (active_.size() < window_ && admitted_ < blocks_) admit();
+}
+
+void Grid::wake(Fiber* fiber) {
+  fiber->state = State::ready;
+  ready_.push_back(fiber);
+  progress_ = strong_progress_ = true;
+}
+
+void Grid::yield(bool polled) {
+  running_->state = State::yielded;
+  next_.push_back(running_);
+  if (!polled) progress_ = true;
+  leave();
+}
+
+void Grid::check_shared(Block& block) {
+  if (!launch_.shared_bytes) return;
+  const char* shared = aligned(block.shared.get() + kStrip, 1024);
+  for (size_t i = 0; i < kStrip; ++i) {
+    const bool before = shared[-static_cast<ptrdiff_t>(i) - 1] != kStripByte;
+    if (!before && shared[launch_.shared_bytes + i] == kStripByte) continue;
+    failure_ = Failure::out_of_bounds;
+    message_ = block_name(block) + " wrote outside its shared memory: " + std::to_string(i) + " bytes " +
+               (before ? "before its start" : "past its end") + " (it has " + std::to_string(launch_.shared_bytes) +
+               " bytes)";
+    return;
+  }
+}
+
+void* Grid::static_shared(int id, size_t bytes) {
+  auto& memory = running_->block->variables[id];
+  if (!memory) {
+    memory.reset(new char[bytes + 1024]);
+    memset(memory.get(), kPoison, bytes + 1024);
+  }
+  return aligned(memory.get(), 1024);
+}
+
+// After a round in which nothing moved: `still` says that no thread did anything but poll.
+bool Grid::idle_step(bool still) {
+  if (remote_progress(random_, still)) return true;
+  if (admitted_ < blocks_ && active_.size() < launch_.resident_blocks) {
+    const uint64_t room = launch_.resident_blocks - active_.size();
+    for (uint64_t n = std::min<uint64_t>(room, active_.size() + 1); n && admitted_ < blocks_; --n) admit();
+    return true;
+  }
+  if (ready_.empty()) return false;
+  if (now_ns() - stalled_since_ns_ > static_cast<uint64_t>(launch_.stall_seconds * 1e9)) return false;
+  if (!still) return true;
+  starved_ = std::max(starved_, blocks_ - admitted_);
+  // Every thread polls for something that another process has to do: let it run.
+  if (++idle_rounds_ < 64) {
+    sched_yield();
+  } else {
+    const timespec nap{0, idle_rounds_ < 1024 ? 20000 : 200000};
+    nanosleep(&nap, nullptr);
+  }
+  return true;
+}
+
+} // namespace sim
+} // namespace tsn

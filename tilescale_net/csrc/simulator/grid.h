@@ -1,0 +1,164 @@
+// One launch: blocks, warps and threads of a grid, and the scheduler that runs them in one operating-system thread.
+#pragma once
+
+#include "fiber.h"
+#include "random.h"
+#include "tilescale_net/device/host/simulator_api.h"
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace tsn {
+namespace sim {
+
+struct Block;
+
+// What a thread is doing; shown when a grid cannot go on.
+enum class State : uint8_t { fresh, ready, running, yielded, block_barrier, warp, grid_barrier, done };
+
+struct Fiber {
+  Thread view; // first: compiled kernels hold a pointer to it
+  void* context = nullptr;
+  char* stack = nullptr;
+  Block* block = nullptr;
+  State state = State::fresh;
+  // While it waits in a warp operation or a barrier:
+  WarpOp op = WarpOp::sync;
+  uint32_t mask = 0;
+  uint32_t argument = 0;
+  uint64_t value = 0;
+  uint64_t result = 0;
+  const void* site = nullptr; // of __activemask
+  bool converged = false;
+};
+
+// A warp operation that some lanes of its mask have not reached yet.
+struct Meeting {
+  WarpOp op;
+  uint32_t mask, arrived;
+};
+
+struct Warp {
+  uint32_t members = 0, exited = 0;
+  std::vector<Meeting> meetings;
+};
+
+struct Barrier {
+  int expected = 0, arrived = 0;
+  std::vector<Fiber*> waiting;
+};
+
+struct Block {
+  uint64_t index = 0;
+  std::vector<Fiber> threads;
+  std::vector<Warp> warps;
+  int live = 0;
+  Barrier barriers[16];
+  int votes = 0, vote_result = 0;
+  uint64_t next_value = 0, value = 0; // of a broadcast
+  std::unique_ptr<char[]> shared;     // dynamic shared memory between two strips of known bytes
+  std::unordered_map<int, std::unique_ptr<char[]>> variables;
+};
+
+enum class Failure { none, kernel, out_of_bounds, deadlock, interrupted };
+
+struct Launch {
+  void (*entry)(const uint64_t* arguments) = nullptr;
+  const uint64_t* arguments = nullptr;
+  Thread** self = nullptr; // the library's pointer to the running thread
+  uintptr_t text_begin = 0, text_end = 0;
+  std::string kernel;
+  Index3 grid{1, 1, 1}, block{1, 1, 1};
+  uint64_t shared_bytes = 0;
+  uint64_t seed = 0;
+  uint64_t resident_blocks = 1; // blocks that the simulated GPU holds at a time
+  double stall_seconds = 60;    // without any progress: the grid hangs
+  bool (*check_interrupt)() = nullptr;
+};
+
+class Grid {
+public:
+  explicit Grid(const Launch& launch, StackPool& stacks);
+  ~Grid();
+
+  // Runs the grid to its end. On failure the reason is in failure() and message().
+  void run();
+  Failure failure() const { return failure_; }
+  const std::string& message() const { return message_; }
+  // Blocks that could not start while all others waited, as a remark for errors; empty where there were none.
+  std::string never_started() const;
+
+  // What the running thread calls; see simulator_api.h.
+  void yield(bool polled);
+  void block_barrier(int id, int count, bool arrive_only);
+  uint64_t block_vote(VoteOp op, uint64_t value);
+  uint64_t warp(WarpOp op, uint32_t mask, uint64_t value, uint32_t argument);
+  uint32_t active_mask(const void* site);
+  void grid_barrier();
+  void* static_shared(int id, size_t bytes);
+  [[noreturn]] void fail(Failure kind, const std::string& what); // from the running thread
+
+  uint64_t random() { return random_(); }
+  // Whether a remote write of this launch is delayed; one launch in three delays all, one none.
+  bool late_by_lot() { return random_.below(2) < late_; }
+  Fiber* running() const { return running_; }
+  void* scheduler_context() const { return scheduler_; }
+  const Launch& launch() const { return launch_; }
+  // For signal handlers: notes a failure of the running thread without allocating; the thread is then left for good.
+  void note_fault(int signal, uintptr_t address);
+  uint64_t switches() const { return switches_; }
+
+private:
+  static void fiber_main();
+  void admit();
+  void start(Fiber& fiber, unsigned linear, Block& block);
+  void resume(Fiber& fiber);
+  void leave(); // from the running thread to the scheduler
+  void finish(Fiber& fiber);
+  void arrange(std::vector<Fiber*>& list);
+  void wake(Fiber* fiber);
+  void release(Barrier& barrier);
+  void complete(Block& block, unsigned warp, const Meeting& meeting);
+  bool between_rounds();
+  bool idle_step(bool still);
+  void check_shared(Block& block);
+  void describe_fault();
+  std::string block_name(const Block& block) const;
+  std::string where(const Fiber& fiber) const;
+  std::string stuck() const;
+
+  Launch launch_;
+  StackPool& stacks_;
+  Random random_;
+  uint64_t blocks_, admitted_ = 0, finished_ = 0;
+  unsigned threads_per_block_;
+  uint64_t window_; // blocks that run at a time while there is progress
+  int max_quantum_;
+  uint64_t late_; // 0: no remote write is delayed, 1: every other one, 2: all
+  std::vector<std::unique_ptr<Block>> active_, spare_;
+  std::vector<Fiber*> ready_, next_;
+  size_t position_ = 0;
+  Fiber* running_ = nullptr;
+  void* scheduler_ = nullptr;
+  bool progress_ = false, strong_progress_ = false;
+  uint64_t starved_ = 0; // blocks that had no place while all threads polled
+  uint64_t rounds_ = 0;
+  unsigned idle_rounds_ = 0, weak_rounds_ = 0; // since something moved
+  uint64_t stalled_since_ns_ = 0, checked_ns_ = 0;
+  uint64_t grid_arrived_ = 0;
+  std::vector<Fiber*> grid_waiting_;
+  uint64_t switches_ = 0;
+
+  Failure failure_ = Failure::none;
+  std::string message_;
+  int fault_signal_ = 0;
+  uintptr_t fault_address_ = 0;
+};
+
+// The grid that this process runs now, or null.
+extern Grid* current_grid;
+
+} // namespace sim
+} // namespace tsn

@@ -1,0 +1,37 @@
+// A compiled kernel: a shared library that has been loaded and given the simulator's functions.
+#pragma once
+
+#include "grid.h"
+
+#include <string>
+
+namespace tsn {
+namespace sim {
+
+class Library {
+public:
+  // Throws std::runtime_error with the loader's words.
+  explicit Library(const std::string& path);
+  ~Library();
+  Library(const Library&) = delete;
+  Library& operator=(const Library&) = delete;
+
+  // Sets launch.entry, .self and the bounds of the code. Throws std::runtime_error when there is no such kernel.
+  void bind(const std::string& kernel, Launch& launch) const;
+
+private:
+  void* handle_;
+};
+
+struct Outcome {
+  Failure failure = Failure::none;
+  std::string message;
+  std::string remark; // may explain what the kernel itself reports
+  uint64_t switches = 0;
+};
+
+// Runs one launch; grids of a process run one after the other.
+Outcome run(const Launch& launch, size_t stack_bytes);
+
+} // namespace sim
+} // namespace tsn

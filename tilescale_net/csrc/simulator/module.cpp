@@ -1,0 +1,92 @@
+// The module tilescale_net._simulator.
+#include "kernel.h"
+#include "memory.h"
+#include "remote.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+
+namespace py = pybind11;
+
+namespace tsn {
+
+namespace {
+
+bool check_interrupt() {
+  py::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+sim::Index3 index(const std::array<unsigned, 3>& v) { return {v[0], v[1], v[2]}; }
+
+// Returns (failure, message, remark, switches); failure is 0 when the grid ran to its end.
+py::tuple launch(const sim::Library& library, const std::string& kernel, py::bytes arguments,
+                 std::array<unsigned, 3> grid, std::array<unsigned, 3> block, uint64_t shared_bytes, uint64_t seed,
+                 uint64_t resident_blocks, double stall_seconds, size_t stack_bytes) {
+  sim::Launch l;
+  library.bind(kernel, l);
+  const std::string words = arguments; // bytes objects need not be aligned
+  std::vector<uint64_t> slots((words.size() + 7) / 8);
+  memcpy(slots.data(), words.data(), words.size());
+  l.arguments = slots.data();
+  l.grid = index(grid);
+  l.block = index(block);
+  l.shared_bytes = shared_bytes;
+  l.seed = seed;
+  l.resident_blocks = resident_blocks;
+  l.stall_seconds = stall_seconds;
+  l.check_interrupt = check_interrupt;
+  sim::Outcome outcome;
+  {
+    py::gil_scoped_release release;
+    outcome = sim::run(l, stack_bytes);
+  }
+  if (outcome.failure == sim::Failure::interrupted) throw py::error_already_set();
+  return py::make_tuple(static_cast<int>(outcome.failure), outcome.message, outcome.remark, outcome.switches);
+}
+
+} // namespace
+
+void bind_simulator(py::module_& m) {
+  py::class_<sim::Library>(m, "Library", "A compiled kernel library.")
+      .def(py::init<const std::string&>(), py::arg("path"))
+      .def("launch", launch, py::arg("kernel"), py::arg("arguments"), py::arg("grid"), py::arg("block"),
+           py::arg("shared_bytes"), py::arg("seed"), py::arg("resident_blocks"), py::arg("stall_seconds"),
+           py::arg("stack_bytes"));
+  m.attr("API_VERSION") = sim::kApiVersion;
+  m.def("register_heap", sim::register_heap, py::arg("base"), py::arg("bytes"),
+        "Tell the simulator where this rank's symmetric heap is.");
+  m.def(
+      "unregister_all",
+      [] {
+        sim::flush_pending();
+        sim::unregister_all();
+      },
+      "Forget the heap and all allocations.");
+  m.def("register_allocation", sim::register_allocation, py::arg("base"), py::arg("bytes"), py::arg("name"));
+  m.def("unregister_allocation", [](uint64_t base) {
+    sim::flush_pending(); // nothing may arrive in memory that is handed out again
+    sim::unregister_allocation(base);
+  });
+  m.def("flush_pending", sim::flush_pending, py::call_guard<py::gil_scoped_release>(),
+        "Deliver all remote writes that this rank has issued.");
+  m.def("pending_operations", sim::pending_operations);
+  m.def(
+      "set_visibility",
+      [](const std::string& name) {
+        if (name == "eager") sim::set_visibility(sim::Visibility::eager);
+        else if (name == "late") sim::set_visibility(sim::Visibility::late);
+        else if (name == "random") sim::set_visibility(sim::Visibility::random);
+        else throw py::value_error("visibility '" + name + "' is not one of eager, late, random");
+      },
+      py::arg("name"));
+}
+
+} // namespace tsn
+
+PYBIND11_MODULE(_simulator, m) {
+  m.doc() = "Runs generated CUDA kernels on the CPU: fibers, seeded scheduling, late remote writes.";
+  tsn::bind_simulator(m);
+}

@@ -1,0 +1,287 @@
+#include "remote.h"
+
+#include "grid.h"
+#include "memory.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <pthread.h>
+#include <string.h>
+#include <thread>
+#include <vector>
+
+namespace tsn {
+namespace sim {
+
+namespace {
+
+constexpr uint64_t kMaxPieces = 16;
+constexpr uint64_t kPieceAlignment = 64;
+constexpr size_t kMaxPending = 1024;
+constexpr int kHoldsPerLaunch = 8;
+constexpr auto kAfterKernel = std::chrono::milliseconds(2);
+
+using Clock = std::chrono::steady_clock;
+
+struct Pending {
+  RemoteOperation operation;
+  uint64_t epoch;                                    // fences to this PE before it was issued
+  uint64_t sequence;                                 // order of issue
+  std::vector<std::pair<uint64_t, uint64_t>> pieces; // offset and size of data still to be delivered
+  std::unique_ptr<char[]> copy;                      // of sources that may be gone at delivery
+};
+
+struct Target {
+  std::list<Pending> pending;
+  uint64_t epoch = 0;
+  // A signal has overtaken data: data issued before `held_before` stay where they are until then, so that the other
+  // rank, which is another process, finds the time to look.
+  uint64_t held_before = 0;
+  Clock::time_point held_until;
+};
+
+struct Store {
+  std::mutex mutex;
+  std::map<int, Target> targets;
+  uint64_t sequence = 0;
+  Visibility visibility = Visibility::random;
+  int holds_left = 0; // of this launch; see hold()
+  std::condition_variable wake;
+  bool has_background = false;
+  bool flush_soon = false;
+};
+// Never destroyed: the background thread may outlive the end of main(). A forked child starts with an empty one,
+// because the parent's may have been locked, and its operations are the parent's to deliver.
+Store* the_store = nullptr;
+Store& store() {
+  if (!the_store) {
+    the_store = new Store;
+    pthread_atfork(nullptr, nullptr, [] {
+      const Visibility visibility = the_store->visibility;
+      the_store = new Store;
+      the_store->visibility = visibility;
+    });
+  }
+  return *the_store;
+}
+
+void deliver_piece(Pending& p, size_t i) {
+  const auto piece = p.pieces[i];
+  p.pieces[i] = p.pieces.back();
+  p.pieces.pop_back();
+  const char* source = p.copy ? p.copy.get() : static_cast<const char*>(p.operation.source);
+  memcpy(static_cast<char*>(p.operation.peer) + piece.first, source + piece.first, piece.second);
+}
+
+void deliver_signal(const RemoteOperation& o) {
+  if (o.add) __atomic_fetch_add(o.peer_signal, o.value, __ATOMIC_RELEASE);
+  else __atomic_store_n(o.peer_signal, o.value, __ATOMIC_RELEASE);
+}
+
+// Whether the signal of `p` may arrive now: its own data, everything fenced before it, and earlier signals to the word.
+bool signal_may_go(const Target& target, const Pending& p) {
+  if (!p.pieces.empty()) return false;
+  for (const Pending& other : target.pending) {
+    if (other.sequence >= p.sequence) break;
+    if (other.epoch < p.epoch && !other.pieces.empty()) return false;
+    if (other.operation.peer_signal == p.operation.peer_signal) return false;
+  }
+  return true;
+}
+
+// A signal is delivered: keeps back the data that it overtakes. Bounded, so that what is late arrives all the same.
+void hold(Store& s, Target& target, uint64_t sequence, Random& random) {
+  if (!s.holds_left) return;
+  for (const Pending& p : target.pending)
+    if (p.sequence < sequence && !p.pieces.empty()) {
+      --s.holds_left;
+      target.held_before = sequence;
+      target.held_until = Clock::now() + std::chrono::microseconds(500 + random.below(2500));
+      return;
+    }
+}
+
+bool holds(const Target& target) { return target.held_before && Clock::now() < target.held_until; }
+
+void deliver_all(Target& target) {
+  for (Pending& p : target.pending) {
+    while (!p.pieces.empty()) deliver_piece(p, p.pieces.size() - 1);
+    if (p.operation.peer_signal) deliver_signal(p.operation);
+  }
+  target.pending.clear();
+}
+
+// One step of a random operation of a random PE. Returns whether anything was delivered.
+bool deliver_step(Store& s, Random& random) {
+  std::vector<Target*> busy;
+  for (auto& entry : s.targets)
+    if (!entry.second.pending.empty()) busy.push_back(&entry.second);
+  if (busy.empty()) return false;
+  Target& target = *busy[random.below(busy.size())];
+  // Late operations are preferred half of the time, so that younger ones overtake older ones.
+  const size_t n = target.pending.size();
+  const bool held = holds(target);
+  size_t pick = random.below(n);
+  if (random.below(2)) pick = n - 1 - pick / 4;
+  auto it = std::next(target.pending.begin(), static_cast<ptrdiff_t>(pick));
+  for (size_t tried = 0; tried < n; ++tried, ++it) {
+    if (it == target.pending.end()) it = target.pending.begin();
+    Pending& p = *it;
+    bool done = false;
+    if (!p.pieces.empty()) {
+      if (held && p.sequence < target.held_before) continue;
+      deliver_piece(p, random.below(p.pieces.size()));
+      done = p.pieces.empty() && !p.operation.peer_signal;
+    } else if (signal_may_go(target, p)) {
+      hold(s, target, p.sequence, random);
+      deliver_signal(p.operation);
+      done = true;
+    } else {
+      continue; // its turn has not come
+    }
+    if (done) target.pending.erase(it);
+    return true;
+  }
+  return false;
+}
+
+void cut(Pending& p, Random& random) {
+  const uint64_t bytes = static_cast<uint64_t>(p.operation.bytes);
+  if (!p.operation.destination || bytes == 0) return;
+  const uint64_t pieces = 1 + random.below(std::min(kMaxPieces, (bytes + kPieceAlignment - 1) / kPieceAlignment));
+  const uint64_t size = (bytes / pieces + kPieceAlignment) / kPieceAlignment * kPieceAlignment;
+  for (uint64_t at = 0; at < bytes; at += size) p.pieces.push_back({at, std::min(size, bytes - at)});
+}
+
+void fail_if(const std::string& wrong, const char* name, int pe) {
+  if (wrong.empty() || !current_grid || !current_grid->running()) return;
+  current_grid->fail(Failure::out_of_bounds,
+                     std::string(name) + (pe >= 0 ? " to PE " + std::to_string(pe) : std::string()) + ": " + wrong);
+}
+
+uint64_t address(const void* p) { return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(p)); }
+
+bool defer(const RemoteOperation& o) {
+  if (o.destination) fail_if(check_range(address(o.destination), static_cast<uint64_t>(o.bytes)), o.name, o.pe);
+  if (o.source) fail_if(check_range(address(o.source), static_cast<uint64_t>(o.bytes)), o.name, o.pe);
+  if (o.signal) fail_if(check_range(address(o.signal), 8), o.name, o.pe);
+  if (o.bytes == 0 && !o.peer_signal) return true; // an empty put leaves nothing to deliver
+  Grid& grid = *current_grid;
+  Store& s = store();
+  if (s.visibility == Visibility::eager) return false;
+  Random random(grid.random());
+  std::lock_guard<std::mutex> lock(s.mutex);
+  Target& target = s.targets[o.pe];
+  bool later = s.visibility == Visibility::late || grid.late_by_lot();
+  if (!later && o.peer_signal)
+    for (const Pending& p : target.pending)
+      later = later || (p.epoch < target.epoch && !p.pieces.empty()) || p.operation.peer_signal == o.peer_signal;
+  if (!later) {
+    if (o.peer_signal) hold(s, target, s.sequence, random);
+    return false;
+  }
+  // The list stays short enough to pick from.
+  for (int i = 0; i < 4 && target.pending.size() >= kMaxPending; ++i) deliver_step(s, random);
+  Pending p;
+  p.operation = o;
+  p.epoch = target.epoch;
+  p.sequence = s.sequence++;
+  cut(p, random);
+  if (!p.pieces.empty() && !(o.source && in_heap(address(o.source)))) {
+    p.copy.reset(new char[static_cast<size_t>(o.bytes)]);
+    memcpy(p.copy.get(), o.source ? o.source : &o.value, static_cast<size_t>(o.bytes));
+  }
+  target.pending.push_back(std::move(p));
+  return true;
+}
+
+template <typename F>
+void for_targets(int pe, F f) {
+  Store& s = store();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  for (auto& entry : s.targets)
+    if (pe < 0 || entry.first == pe) f(entry.second);
+}
+
+void fence(int pe) {
+  for_targets(pe, [](Target& target) { ++target.epoch; });
+}
+
+void quiet(int pe) { for_targets(pe, deliver_all); }
+
+void check(const char* name, const void* p, uint64_t bytes) { fail_if(check_range(address(p), bytes), name, -1); }
+
+void background() {
+  Store& s = store();
+  std::unique_lock<std::mutex> lock(s.mutex);
+  for (;;) {
+    s.wake.wait(lock, [&] { return s.flush_soon; });
+    lock.unlock();
+    std::this_thread::sleep_for(kAfterKernel);
+    lock.lock();
+    s.flush_soon = false;
+    for (auto& entry : s.targets) deliver_all(entry.second);
+  }
+}
+
+} // namespace
+
+const RemoteApi kRemoteApi = {defer, fence, quiet, check};
+
+void set_visibility(Visibility visibility) {
+  Store& s = store();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.visibility = visibility;
+}
+
+void remote_kernel_begin() {
+  Store& s = store();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.holds_left = kHoldsPerLaunch;
+}
+
+bool remote_progress(Random& random, bool must) {
+  Store& s = store();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  if (!must && random.below(2)) return false;
+  bool any = false;
+  for (uint64_t steps = 1 + random.below(8); steps && deliver_step(s, random); --steps) any = true;
+  return any;
+}
+
+void remote_kernel_end(Random& random) {
+  Store& s = store();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  bool any = false, held = false;
+  for (auto& entry : s.targets) {
+    any = any || !entry.second.pending.empty();
+    held = held || holds(entry.second);
+  }
+  if (!any) return;
+  if (!held && random.below(2)) {
+    for (auto& entry : s.targets) deliver_all(entry.second);
+    return;
+  }
+  if (!s.has_background) {
+    s.has_background = true;
+    std::thread(background).detach();
+  }
+  s.flush_soon = true;
+  s.wake.notify_one();
+}
+
+void flush_pending() { quiet(-1); }
+
+uint64_t pending_operations() {
+  uint64_t n = 0;
+  for_targets(-1, [&](Target& target) { n += target.pending.size(); });
+  return n;
+}
+
+} // namespace sim
+} // namespace tsn

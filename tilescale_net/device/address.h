@@ -1,0 +1,108 @@
+// Symmetric addresses: what a local address means on another PE, and whether it may be touched there.
+#pragma once
+
+#include "error.h"
+#include "scope.h"
+
+namespace tsn {
+
+TSN_DEVICE int my_pe(const Context* ctx) { return platform::load_constant(&ctx->my_pe); }
+TSN_DEVICE int n_pes(const Context* ctx) { return platform::load_constant(&ctx->n_pes); }
+TSN_DEVICE int node_pe(const Context* ctx) { return platform::load_constant(&ctx->node_pe); }
+TSN_DEVICE int n_node_pes(const Context* ctx) { return platform::load_constant(&ctx->n_node_pes); }
+TSN_DEVICE bool is_pe(const Context* ctx, int pe) { return uint32_t(pe) < uint32_t(n_pes(ctx)); }
+
+namespace detail {
+
+TSN_COLD uint64_t far_base(const Context* ctx, int pe) {
+  return is_pe(ctx, pe) ? platform::load_constant(&ctx->peer_base[pe]) : 0;
+}
+
+} // namespace detail
+
+// The PE's heap as this PE maps it; 0 where it does not, and for what is no PE: the near bases exist for all PEs below
+// kNearPes, so one load tells.
+TSN_DEVICE uint64_t peer_base(const Context* ctx, int pe) {
+  const bool near = uint32_t(pe) < kNearPes;
+  const uint64_t base = platform::load_constant(&ctx->peer_base[near ? pe : 0]);
+  return TSN_LIKELY(near) ? base : detail::far_base(ctx, pe);
+}
+
+TSN_DEVICE bool is_direct(const Context* ctx, int pe) { return peer_base(ctx, pe) != 0; }
+
+// The way to one PE. All that a call needs of the context is loaded at once, before any of it is looked at: a wait
+// leaves L1 empty, and a chain of loads would cost as many latencies as it has links. The base comes last, and callers
+// look at it first, because the assembler would put arithmetic on the others ahead of its load.
+struct Route {
+  const Context* ctx;
+  int pe;
+  uint64_t heap_base, heap_bytes;
+  bool stopped; // the job was aborted. Threads may see that at different times: let it skip accesses, never barriers
+  uint64_t base;
+
+  TSN_DEVICE Route(const Context* c, int p) : ctx(c), pe(p) {
+    heap_base = platform::load_constant(&ctx->heap_base);
+    heap_bytes = platform::load_constant(&ctx->heap_bytes);
+    const uint64_t stop = platform::load_constant(&ctx->aborted);
+    base = peer_base(ctx, pe);
+    stopped = stop != 0;
+  }
+
+  // Whether the PE is mapped; if not it is reached through the proxy, or there is none.
+  TSN_DEVICE bool direct() const { return TSN_LIKELY(base != 0); }
+  TSN_DEVICE bool exists() const { return direct() || is_pe(ctx, pe); }
+
+  // The only translation: the same place in the PE's heap.
+  template <class T>
+  TSN_DEVICE T* translate(T* local) const {
+    return reinterpret_cast<T*>(base + (reinterpret_cast<uint64_t>(local) - heap_base));
+  }
+
+  // Whether [local, local + bytes) lies in the part of the heap that belongs to the user.
+  TSN_DEVICE bool symmetric(const void* local, int64_t bytes) const {
+    const uint64_t offset = reinterpret_cast<uint64_t>(local) - heap_base - kSystemBytes;
+    const uint64_t extent = heap_bytes - kSystemBytes;
+    return offset <= extent && uint64_t(bytes) <= extent - offset;
+  }
+
+  // Whether an operation on these bytes, and on the signal that comes with them, may go ahead. What may not is reported
+  // by the leader and aborts the job; it never becomes an access. The answer is the same in all threads of the scope.
+  template <Scope S>
+  TSN_DEVICE bool check(Operation operation, const void* local, int64_t bytes) const {
+    return judge<S>(operation, symmetric(local, bytes), local, bytes);
+  }
+  template <Scope S>
+  TSN_DEVICE bool check(Operation operation, const void* local, int64_t bytes, const uint64_t* sig) const {
+    const bool inside = symmetric(local, bytes), signal_inside = symmetric(sig, sizeof(*sig));
+    const bool wrong_signal = inside && !signal_inside;
+    if constexpr (platform::kDefersRemoteWrites)
+      if (signal_inside && scope_leader<S>()) platform::inspect(operation, sig, sizeof(*sig));
+    return judge<S>(operation, inside && signal_inside, wrong_signal ? sig : local, wrong_signal ? 8 : bytes);
+  }
+
+private:
+  template <Scope S>
+  TSN_DEVICE bool judge(Operation operation, bool inside, const void* local, int64_t bytes) const {
+    const bool found = exists();
+    if (TSN_LIKELY(found && inside)) {
+      if constexpr (platform::kDefersRemoteWrites) // the simulator also knows what is allocated in there
+        if (scope_leader<S>()) platform::inspect(operation, local, bytes);
+      return true;
+    }
+    if (scope_leader<S>())
+      fail(ctx, found ? kNotSymmetric : kPeOutOfRange, operation, pe, local, 0, 0, uint64_t(bytes));
+    return false;
+  }
+};
+
+// A pointer to mapped memory of the PE, for ordinary loads and stores. What is not mapped aborts the job and yields
+// `ptr` itself, so that the rest of the kernel stays within this PE's memory.
+TSN_DEVICE void* remote(const Context* ctx, void* ptr, int pe) {
+  const Route route(ctx, pe);
+  if (!route.check<Scope::thread>(kOpRemote, ptr, 0)) return ptr;
+  if (route.direct()) return route.translate(ptr);
+  fail(ctx, kNotDirect, kOpRemote, pe, ptr, 0, 0, 0);
+  return ptr;
+}
+
+} // namespace tsn

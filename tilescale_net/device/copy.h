@@ -1,0 +1,194 @@
+// Moving bytes between two mapped places: the two engines of the direct path and the choice between them.
+#pragma once
+
+#include "copy_bulk.h"
+#include "scope.h"
+
+namespace tsn {
+
+// 16-byte units that one thread keeps in flight: 64 KiB for the block. That covers the latency of the link (about 1 us
+// at 50 GB/s for one block) and leaves registers for the rest of the kernel.
+template <int BlockThreads>
+constexpr int kDefaultUnroll = BlockThreads <= 128    ? 32
+                               : BlockThreads >= 1024 ? 4
+                                                      : 4096 / BlockThreads;
+
+namespace detail {
+
+// The widest unit, up to 16 bytes, that divides every number of which `bits` is the bitwise or.
+TSN_DEVICE uint32_t widest_unit(uint64_t bits) { return (uint32_t(bits) | 16) & (0 - (uint32_t(bits) | 16)); }
+
+template <class T>
+struct Unit {
+  using type = T;
+};
+// f(Unit<T>) with the type of that many bytes. (Tests of single bits, because a switch would become a table in memory.)
+template <class F>
+TSN_DEVICE void with_unit(uint32_t unit, F f) {
+  if (unit & 16) return f(Unit<Vec16>());
+  if (unit & 8) return f(Unit<uint64_t>());
+  if (unit & 4) return f(Unit<uint32_t>());
+  if (unit & 2) return f(Unit<uint16_t>());
+  f(Unit<uint8_t>());
+}
+
+// Copies fewer than part.threads * U units. A group of Lanes threads moves U rows of Lanes units each, loading all rows
+// before it stores the first: one latency for the whole rest, whatever its size.
+template <int U, uint32_t Lanes, class T>
+TSN_DEVICE void copy_rest(T* dst, const T* src, uint32_t count, Part part) {
+  if constexpr (U > 1)
+    if (count <= part.threads * (U / 2)) return copy_rest<U / 2, Lanes>(dst, src, count, part);
+  const uint32_t first = part.index / Lanes * (Lanes * U) + part.index % Lanes;
+  const int left = int(count - first);
+  T row[U];
+  TSN_UNROLL
+  for (int u = 0; u < U; u++) platform::load_data_below(&row[u], src + first + u * Lanes, int(u * Lanes), left);
+  TSN_UNROLL
+  for (int u = 0; u < U; u++) platform::store_data_below(dst + first + u * Lanes, row[u], int(u * Lanes), left);
+}
+
+// Copies `count` units; threads are whole groups of Lanes.
+template <int U, uint32_t Lanes, class T>
+TSN_DEVICE void copy_units(T* dst, const T* src, uint64_t count, Part part) {
+  const uint32_t first = part.index / Lanes * (Lanes * U) + part.index % Lanes;
+  const uint32_t tile = part.threads * U;
+  TSN_ROLLED
+  for (; count >= tile; count -= tile, src += tile, dst += tile) {
+    T row[U];
+    TSN_UNROLL
+    for (int u = 0; u < U; u++) row[u] = platform::load_data(src + first + u * Lanes);
+    TSN_UNROLL
+    for (int u = 0; u < U; u++) platform::store_data(dst + first + u * Lanes, row[u]);
+  }
+  if (count != 0) copy_rest<U, Lanes>(dst, src, uint32_t(count), part);
+}
+
+// A copy cut into whole units of the widest kind in which both ends can be aligned, and the bytes before and after
+// them.
+struct Cut {
+  uint32_t unit, head, tail;
+  uint64_t body;
+
+  TSN_DEVICE Cut(const char* dst, const char* src, uint64_t bytes) {
+    unit = widest_unit(reinterpret_cast<uint64_t>(dst) ^ reinterpret_cast<uint64_t>(src));
+    const uint64_t lead = (0 - reinterpret_cast<uint64_t>(dst)) & (unit - 1);
+    head = uint32_t(lead < bytes ? lead : bytes);
+    tail = uint32_t(bytes - head) & (unit - 1);
+    body = bytes - head - tail;
+  }
+};
+
+// Head and tail, fewer than 16 bytes each; what they and the addresses are multiples of moves in one piece.
+TSN_DEVICE void copy_edges(char* dst, const char* src, const Cut& cut, Part part) {
+  const uint32_t unit =
+      widest_unit(reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src) | cut.head | cut.tail);
+  with_unit(unit & 15, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    TSN_ROLLED
+    for (uint32_t at = part.index * sizeof(T); at < cut.head + cut.tail; at += part.threads * sizeof(T)) {
+      const uint64_t offset = at < cut.head ? at : cut.body + at;
+      platform::store_data((T*)(dst + offset), platform::load_data((const T*)(src + offset)));
+    }
+  });
+}
+
+// The ldst engine: whole units, by all threads of the scope.
+template <Scope S, int Unroll>
+TSN_DEVICE void copy_body(char* dst, const char* src, uint64_t body, uint32_t unit, Part part) {
+  static_assert(Unroll >= 1 && Unroll <= 64, "unroll is 1 to 64");
+  constexpr uint32_t kLanes = S == Scope::thread ? 1 : platform::kWarpThreads;
+  constexpr int kNarrow = Unroll < 4 ? Unroll : 4;
+  if (S == Scope::block && part.threads < kLanes) { // not one row
+    with_unit(unit, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      copy_units<1, 1>((T*)dst, (const T*)src, body / sizeof(T), part);
+    });
+    return;
+  }
+  if (S == Scope::block) part.threads -= part.threads % kLanes; // rows need whole warps
+  if (part.index >= part.threads) return;
+  with_unit(unit, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    copy_units<sizeof(T) == 16 ? Unroll : kNarrow, kLanes>((T*)dst, (const T*)src, body / sizeof(T), part);
+  });
+}
+
+} // namespace detail
+
+// A copy in which no thread moves more than one unit of 4, 8 or 16 bytes. Its load and its store are apart, so that the
+// load is under way while the target is looked up, and free of branches.
+template <Scope S>
+struct SmallCopy {
+  Part part;
+  uint32_t unit, units;
+  bool fits; // whether this copy is one; else there is nothing to load and to store
+  Vec16 wide = {0, 0, 0, 0};
+  uint64_t middle = 0;
+  uint32_t narrow = 0;
+
+  TSN_DEVICE SmallCopy(const void* dst, const void* src, int64_t bytes) : part(scope_part<S>()) {
+    const uint64_t bits = reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src) | uint64_t(bytes);
+    unit = bits % 16 == 0 ? 16 : bits % 8 == 0 ? 8 : 4;
+    const uint64_t count = uint64_t(bytes) >> (unit == 16 ? 4 : unit == 8 ? 3 : 2);
+    fits = bits % 4 == 0 && count <= part.threads;
+    units = fits ? uint32_t(count) : 0;
+  }
+
+  TSN_DEVICE void load(const void* src) {
+    const char* p = (const char*)src + uint64_t(part.index) * unit;
+    platform::load_data_below(&wide, (const Vec16*)p, int(part.index), int(unit == 16 ? units : 0));
+    platform::load_data_below(&middle, (const uint64_t*)p, int(part.index), int(unit == 8 ? units : 0));
+    platform::load_data_below(&narrow, (const uint32_t*)p, int(part.index), int(unit == 4 ? units : 0));
+  }
+  TSN_DEVICE void store(void* dst) const {
+    char* p = (char*)dst + uint64_t(part.index) * unit;
+    platform::store_data_below((Vec16*)p, wide, int(part.index), int(unit == 16 ? units : 0));
+    platform::store_data_below((uint64_t*)p, middle, int(part.index), int(unit == 8 ? units : 0));
+    platform::store_data_below((uint32_t*)p, narrow, int(part.index), int(unit == 4 ? units : 0));
+  }
+};
+
+enum class Direction { push, pull };
+
+// Where the bulk engine overtakes the ldst engine, measured on two H200 over NVLink; the only place of these figures.
+// A ring starts and drains slowly, but moves more per second; pulling, it does so only with more memory in flight.
+constexpr uint64_t kBulkPushFrom = 512 * 1024;
+constexpr uint64_t kBulkPullFrom = 128 * 1024;
+constexpr uint32_t kEnoughInFlight = 64 * 1024;
+
+template <int Unroll, int Stages, int StageBytes>
+TSN_DEVICE bool bulk_is_faster(Direction direction, uint64_t bytes, uint32_t threads) {
+  constexpr uint32_t kRingInFlight = (Stages - 1) * StageBytes;
+  const uint32_t ldst_in_flight = threads * Unroll * 16;
+  if (direction == Direction::push) return bytes >= kBulkPushFrom;
+  return bytes >= kBulkPullFrom && (kRingInFlight > kEnoughInFlight || kRingInFlight > ldst_in_flight);
+}
+
+// Copies any number of bytes between any addresses, with the engine that the caller or, for `automatic`, the table
+// above chooses. By all threads of the scope, which is synchronised before; the bytes are stored when it is
+// synchronised after.
+template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
+TSN_DEVICE void copy(char* dst, const char* src, uint64_t bytes, void* ring, Direction direction) {
+  static_assert(E != Engine::bulk || S == Scope::block, "the bulk engine works at block scope");
+  static_assert(E != Engine::bulk || (Stages > 1 && StageBytes > 0), "the bulk engine needs two stages or more");
+  Part part = scope_part<S>();
+  if constexpr (S == Scope::block && platform::kHasBulk && Stages > 1 && E != Engine::ldst) {
+    static_assert(StageBytes % 128 == 0 && StageBytes < (1 << 20), "a stage is a multiple of 128 bytes below 1 MiB");
+    const detail::Cut cut(dst, src, bytes);
+    if (ring != nullptr && cut.unit == 16 && cut.body != 0 &&
+        (E == Engine::bulk || bulk_is_faster<Unroll, Stages, StageBytes>(direction, bytes, part.threads))) {
+      if (part.index == 0) copy_bulk<Stages, StageBytes>(dst + cut.head, src + cut.head, cut.body, (char*)ring);
+      if (cut.head + cut.tail != 0) detail::copy_edges(dst, src, cut, part);
+      return;
+    }
+  }
+  // Otherwise all that follows would be computed before the loop that the call is in, and kept in too many registers.
+  // (Not above: bulk copies want their addresses in the registers that the threads of a warp share.)
+  dst = platform::opaque(dst), src = platform::opaque(src), bytes = platform::opaque(bytes);
+  part.index = platform::opaque(part.index), part.threads = platform::opaque(part.threads);
+  const detail::Cut cut(dst, src, bytes);
+  detail::copy_body<S, Unroll>(dst + cut.head, src + cut.head, cut.body, cut.unit, part);
+  if (cut.head + cut.tail != 0) detail::copy_edges(dst, src, cut, part);
+}
+
+} // namespace tsn

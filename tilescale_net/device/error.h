@@ -1,0 +1,39 @@
+// How a kernel gives up: one record for the host, one word that ends every wait. Nothing traps, because a trap would
+// take the CUDA context, and with it the evidence, away.
+#pragma once
+
+#include "platform.h"
+
+namespace tsn {
+
+// Whether this PE gave up; a cheap look at a copy in device memory. After it no put and no signal is sent.
+TSN_DEVICE bool aborted(const Context* ctx) {
+  return platform::load<Order::relaxed, MemScope::cta>(&ctx->aborted) != 0;
+}
+
+// Makes the abort visible to every block of this PE.
+TSN_DEVICE void set_aborted(const Context* ctx) {
+  platform::store<Order::relaxed, MemScope::sys>(const_cast<uint64_t*>(&ctx->aborted), uint64_t(1));
+}
+
+// Records what went wrong, unless something else did before, and sets the abort word. `reserved[0]` of the record is
+// the claim of the first writer; `kind` comes last, so whoever sees it sees the whole record.
+TSN_COLD void fail(const Context* ctx, ErrorKind kind, Operation operation, int pe, const void* address,
+                   uint64_t expected, uint64_t observed, uint64_t bytes) {
+  ErrorRecord* r = reinterpret_cast<ErrorRecord*>(platform::load_constant(&ctx->error));
+  if (platform::atomic_cas<Order::relaxed, MemScope::sys>(&r->reserved[0], uint64_t(0), uint64_t(1)) == 0) {
+    r->pe = pe;
+    r->operation = operation;
+    r->block = platform::block_index();
+    r->address = reinterpret_cast<uint64_t>(address);
+    r->expected = expected;
+    r->observed = observed;
+    r->bytes = bytes;
+    platform::store<Order::release, MemScope::sys>(&r->kind, uint32_t(kind));
+  }
+  uint32_t* word = reinterpret_cast<uint32_t*>(platform::load_constant(&ctx->abort_word));
+  platform::store<Order::release, MemScope::sys>(word, uint32_t(1));
+  set_aborted(ctx);
+}
+
+} // namespace tsn

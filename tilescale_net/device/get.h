@@ -1,0 +1,39 @@
+// Gets: reading from another PE's symmetric memory.
+#pragma once
+
+#include "address.h"
+#include "copy.h"
+#include "queue.h"
+
+namespace tsn {
+
+namespace detail {
+
+TSN_COLD void get_by_proxy(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
+  queue_wait(ctx, queue_get(ctx, dst, src, bytes, pe), kOpGet);
+}
+
+} // namespace detail
+
+// Copies `bytes` from the PE's `src`, given by its local address, to `dst`, which all threads of the scope can read on
+// return. By all threads of the scope with equal arguments; `ring` as for put.
+template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
+TSN_DEVICE void get(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
+  scope_sync<S>(); // whoever still reads the destination has done so
+  const Route route(ctx, pe);
+  if (TSN_UNLIKELY(!route.check<S>(kOpGet, src, bytes))) return;
+  if constexpr (platform::kDefersRemoteWrites)
+    if (scope_leader<S>()) platform::inspect(kOpGet, dst, bytes);
+  if (TSN_UNLIKELY(!route.direct())) {
+    if (scope_leader<S>() && !route.stopped) detail::get_by_proxy(ctx, dst, src, bytes, pe);
+  } else if (TSN_LIKELY(!route.stopped)) {
+    const char* peer = route.translate((const char*)src);
+    SmallCopy<S> small(dst, peer, bytes);
+    small.load(peer);
+    if (TSN_LIKELY(small.fits)) small.store(dst);
+    else copy<S, E, Unroll, Stages, StageBytes>((char*)dst, peer, bytes, ring, Direction::pull);
+  }
+  scope_sync<S>();
+}
+
+} // namespace tsn

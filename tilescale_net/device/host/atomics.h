@@ -1,0 +1,162 @@
+// CUDA's atomic functions and tilelang's wrappers around them. They are real host atomics, because the words may lie in
+// a heap that other ranks, which are processes, change at the same time.
+#pragma once
+
+#include "builtins.h"
+
+namespace tsn {
+namespace sim {
+template <size_t bytes>
+struct WordOf;
+template <>
+struct WordOf<1> {
+  using type = uint8_t;
+};
+template <>
+struct WordOf<2> {
+  using type = uint16_t;
+};
+template <>
+struct WordOf<4> {
+  using type = uint32_t;
+};
+template <>
+struct WordOf<8> {
+  using type = uint64_t;
+};
+
+// Applies `f` to *p atomically and returns the old value.
+template <typename T, typename F>
+inline T atomic_update(T* p, F f) {
+  using Word = typename WordOf<sizeof(T)>::type;
+  maybe_yield();
+  Word* word = reinterpret_cast<Word*>(p);
+  Word old = __atomic_load_n(word, __ATOMIC_RELAXED), next;
+  do next = tsn_bits<Word>(f(tsn_bits<T>(old)));
+  while (!__atomic_compare_exchange_n(word, &old, next, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED));
+  return tsn_bits<T>(old);
+}
+} // namespace sim
+} // namespace tsn
+
+#define TSN_ATOMIC(name, expression)                                                                                   \
+  template <typename T, typename V>                                                                                    \
+  inline T name(T* p, V value) {                                                                                       \
+    const T b = static_cast<T>(value);                                                                                 \
+    return tsn::sim::atomic_update(p, [b](T a) { return static_cast<T>(expression); });                                \
+  }
+TSN_ATOMIC(atomicAdd, a + b)
+TSN_ATOMIC(atomicSub, a - b)
+TSN_ATOMIC(atomicMax, a < b ? b : a)
+TSN_ATOMIC(atomicMin, b < a ? b : a)
+TSN_ATOMIC(atomicAnd, a& b)
+TSN_ATOMIC(atomicOr, a | b)
+TSN_ATOMIC(atomicXor, a ^ b)
+TSN_ATOMIC(atomicExch, b)
+TSN_ATOMIC(atomicInc, a >= b ? T(0) : T(a + 1))
+TSN_ATOMIC(atomicDec, a == T(0) || a > b ? b : T(a - 1))
+#undef TSN_ATOMIC
+template <typename T, typename C, typename V>
+inline T atomicCAS(T* p, C compare, V value) {
+  const T expected = static_cast<T>(compare), next = static_cast<T>(value);
+  const T old = tsn::sim::atomic_update(p, [=](T a) {
+    return tsn_bits<typename tsn::sim::WordOf<sizeof(T)>::type>(a) ==
+                   tsn_bits<typename tsn::sim::WordOf<sizeof(T)>::type>(expected)
+               ? next
+               : a;
+  });
+  if (!(old == expected)) tsn::sim::api().yield(true); // a lost race is usually retried in a loop
+  return old;
+}
+
+// tilelang's wrappers; memory_order is that of cuda::memory_order, and every order is served by the strongest.
+#define TSN_TL_ATOMIC(Name, cuda)                                                                                      \
+  template <typename T, typename V>                                                                                    \
+  inline void Name(T* p, V value, int = 0) {                                                                           \
+    cuda(p, value);                                                                                                    \
+  }                                                                                                                    \
+  template <typename T, typename V>                                                                                    \
+  inline T Name##Ret(T* p, V value, int = 0) {                                                                         \
+    return cuda(p, value);                                                                                             \
+  }
+TSN_TL_ATOMIC(AtomicAdd, atomicAdd)
+TSN_TL_ATOMIC(AtomicMax, atomicMax)
+TSN_TL_ATOMIC(AtomicMin, atomicMin)
+#undef TSN_TL_ATOMIC
+
+// Vector forms are atomic per element. The value is a vector, a packed word, or a pointer to elements of either type.
+namespace tsn {
+namespace sim {
+template <typename T, int n, typename V>
+inline void elements(const V& value, T (&out)[n]) {
+  if constexpr (std::is_pointer<V>::value) {
+    for (int i = 0; i < n; ++i) out[i] = static_cast<T>(value[i]);
+  } else if constexpr (sizeof(V) == sizeof(out)) {
+    memcpy(out, &value, sizeof(out));
+  } else {
+    static_assert(sizeof(V) == n * sizeof(float), "a vector of the element type or of float");
+    float wide[n];
+    memcpy(wide, &value, sizeof(wide));
+    for (int i = 0; i < n; ++i) out[i] = static_cast<T>(wide[i]);
+  }
+}
+template <int n, typename R, typename T, typename V>
+inline R atomic_add_vector(T* p, const V& value) {
+  T add[n], old[n];
+  elements(value, add);
+  for (int i = 0; i < n; ++i) old[i] = atomicAdd(p + i, add[i]);
+  return tsn_bits<R>(old);
+}
+template <typename T, int n>
+struct VectorOf;
+template <>
+struct VectorOf<float, 2> {
+  using type = float2;
+};
+template <>
+struct VectorOf<float, 4> {
+  using type = float4;
+};
+template <>
+struct VectorOf<half_t, 2> {
+  using type = half2;
+};
+template <>
+struct VectorOf<bfloat16_t, 2> {
+  using type = __nv_bfloat162;
+};
+template <>
+struct VectorOf<half_t, 4> {
+  using type = uint2;
+};
+template <>
+struct VectorOf<bfloat16_t, 4> {
+  using type = uint2;
+};
+} // namespace sim
+} // namespace tsn
+#define TSN_TL_VECTOR(n)                                                                                               \
+  template <typename T, typename V>                                                                                    \
+  inline typename tsn::sim::VectorOf<T, n>::type AtomicAddx##n##Ret(T* p, V v, int = 0) {                              \
+    return tsn::sim::atomic_add_vector<n, typename tsn::sim::VectorOf<T, n>::type>(p, v);                              \
+  }                                                                                                                    \
+  template <typename T, typename V>                                                                                    \
+  inline void AtomicAddx##n(T* p, V v, int = 0) {                                                                      \
+    AtomicAddx##n##Ret(p, v);                                                                                          \
+  }
+TSN_TL_VECTOR(2)
+TSN_TL_VECTOR(4)
+#undef TSN_TL_VECTOR
+
+template <typename T>
+inline T AtomicLoad(T* p, int = 0) {
+  using Word = typename tsn::sim::WordOf<sizeof(T)>::type;
+  tsn::sim::api().yield(true); // loads are atomic where another thread is waited for
+  return tsn_bits<T>(__atomic_load_n(reinterpret_cast<const Word*>(p), __ATOMIC_SEQ_CST));
+}
+template <typename T, typename V>
+inline void AtomicStore(T* p, V value, int = 0) {
+  using Word = typename tsn::sim::WordOf<sizeof(T)>::type;
+  tsn::sim::maybe_yield();
+  __atomic_store_n(reinterpret_cast<Word*>(p), tsn_bits<Word>(static_cast<T>(value)), __ATOMIC_SEQ_CST);
+}

@@ -1,0 +1,85 @@
+// A kernel argument that knows how many bytes it has: accesses through it are checked.
+#pragma once
+
+#include "builtins.h"
+
+namespace tsn {
+namespace sim {
+
+template <typename T>
+class Checked;
+
+// What `A + i` gives: an address that is checked when it is turned into a pointer for an access.
+template <typename T>
+class CheckedAddress {
+public:
+  CheckedAddress(const Checked<T>& owner, int64_t index) : owner_(owner), index_(index) {}
+  CheckedAddress operator+(int64_t n) const { return {owner_, index_ + n}; }
+  CheckedAddress operator-(int64_t n) const { return {owner_, index_ - n}; }
+  // Generated code casts constness away together with the type.
+  template <typename U, typename = std::enable_if_t<!std::is_void<U>::value>>
+  operator U*() const {
+    return (U*)owner_.checked(index_, sizeof(U));
+  }
+  operator void*() const { return (void*)(owner_.unchecked() + index_); }
+  T& operator*() const { return *owner_.checked(index_, sizeof(T)); }
+  T& operator[](int64_t i) const { return *owner_.checked(index_ + i, sizeof(T)); }
+
+private:
+  Checked<T> owner_;
+  int64_t index_;
+};
+
+template <typename T>
+class Checked {
+public:
+  Checked(const char* name, uint64_t pointer, uint64_t bytes)
+      : pointer_(reinterpret_cast<T*>(pointer)), bytes_(bytes), name_(name) {}
+
+  T& operator[](int64_t i) const { return *checked(i, sizeof(T)); }
+  CheckedAddress<T> operator+(int64_t i) const { return {*this, i}; }
+  T& operator*() const { return *checked(0, sizeof(T)); }
+  // Bytes from element i to the end.
+  uint64_t rest(int64_t i) const {
+    const uint64_t offset = static_cast<uint64_t>(i) * sizeof(T);
+    return offset < bytes_ ? bytes_ - offset : 0;
+  }
+  // Taking an address or handing the tensor on is no access.
+  T* unchecked() const { return pointer_; }
+  operator T*() const { return pointer_; }
+  template <typename U>
+  explicit operator U*() const {
+    return (U*)pointer_;
+  }
+
+  T* checked(int64_t i, uint64_t bytes) const {
+    const uint64_t offset = static_cast<uint64_t>(i) * sizeof(T);
+    if (__builtin_expect(bytes > bytes_ || offset > bytes_ - bytes, 0))
+      api().out_of_bounds(name_, static_cast<int64_t>(offset), bytes, bytes_);
+    return pointer_ + i;
+  }
+
+private:
+  T* pointer_;
+  uint64_t bytes_;
+  const char* name_;
+};
+
+// A peer's counterpart of a tensor, as tsn::remote returns it, with the tensor's bounds.
+class View {
+public:
+  View(const char* name, void* pointer, uint64_t bytes) : name_(name), pointer_(pointer), bytes_(bytes) {}
+  template <typename T>
+  Checked<T> as() const {
+    return Checked<T>(name_, reinterpret_cast<uint64_t>(pointer_), bytes_);
+  }
+  operator void*() const { return pointer_; }
+
+private:
+  const char* name_;
+  void* pointer_;
+  uint64_t bytes_;
+};
+
+} // namespace sim
+} // namespace tsn

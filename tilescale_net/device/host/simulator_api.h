@@ -1,0 +1,90 @@
+// What a simulated kernel and the simulator know of each other: the thread that runs now, and a table of functions.
+//
+// A kernel is compiled into a shared library of its own, so that it cannot link against the extension; it is handed
+// this table when it is loaded. Only plain types cross the border.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace tsn {
+namespace sim {
+
+constexpr uint32_t kApiVersion = 1;
+
+struct Index3 {
+  unsigned x, y, z;
+};
+
+// The part of a simulated CUDA thread that compiled kernels read directly.
+struct Thread {
+  Index3 thread_idx, block_idx, block_dim, grid_dim;
+  unsigned linear;       // thread index within the block
+  unsigned lane;         // linear % 32
+  unsigned linear_block; // block index within the grid
+  int quantum;           // accesses left until the next forced yield
+  void* dynamic_shared;
+  uint64_t dynamic_shared_bytes;
+};
+
+// Operations in which the lanes of a mask meet; the result of lane i is computed when the last one arrives.
+enum class WarpOp : uint32_t {
+  sync,
+  shuffle, // out = value of lane `argument`
+  ballot,  // out = bit i set where lane i passed a non-zero value
+  match_any,
+  match_all, // out = mask when all values are equal, else 0
+};
+
+// What a block barrier returns: how many threads passed a non-zero value, whether all or any did, or thread 0's value.
+enum class VoteOp : uint32_t { count, all, any, broadcast };
+
+// One put, put_value or signal, as platform_host.h hands it over; see device/platform.h.
+struct RemoteOperation {
+  const char* name;   // the primitive
+  void* destination;  // local symmetric address; null for a bare signal
+  void* peer;         // the same place in the target's heap
+  const void* source; // null: the data are the low bytes of `value`
+  int64_t bytes;
+  uint64_t value;   // of the signal, or of put_value
+  uint64_t* signal; // local symmetric address; null for none
+  uint64_t* peer_signal;
+  bool add; // signal operation: add, else set
+  int pe;
+};
+
+struct RemoteApi {
+  // True: taken over, to be delivered later. False: the caller carries it out now.
+  bool (*defer)(const RemoteOperation&);
+  void (*fence)(int pe); // -1: all PEs
+  void (*quiet)(int pe);
+  // Raises OutOfBounds when the range is in the symmetric heap and not in one live allocation.
+  void (*check)(const char* name, const void* address, uint64_t bytes);
+};
+
+struct Api {
+  uint32_t version;
+  uint32_t bytes;
+
+  // Scheduling. `polled` says that the caller only looked at memory and found nothing to do.
+  void (*yield)(bool polled);
+  void (*block_barrier)(int id, int count, bool arrive_only); // count 0: all threads of the block
+  uint64_t (*block_vote)(VoteOp op, uint64_t value);
+  uint64_t (*warp)(WarpOp op, uint32_t mask, uint64_t value, uint32_t argument);
+  uint32_t (*active_mask)(const void* site);
+  void (*grid_barrier)();
+
+  // Memory.
+  void* (*static_shared)(int id, size_t bytes);
+  void (*out_of_bounds)(const char* name, int64_t offset, uint64_t bytes, uint64_t extent); // does not return
+  void (*trap)(const char* message);                                                        // does not return
+  void (*print)(const char* text);
+
+  // Random numbers of the schedule, for choices that platform_host.h makes.
+  uint64_t (*random)();
+
+  const RemoteApi* remote;
+};
+
+} // namespace sim
+} // namespace tsn

@@ -1,0 +1,82 @@
+// The running thread and the simulator's functions, for everything that is compiled into a simulated kernel.
+//
+// With TSN_HOST_STANDALONE the device headers work in a plain program, without a simulator: each operating-system
+// thread is a block of one thread, and nothing is deferred.
+#pragma once
+
+#include "simulator_api.h"
+
+#ifdef TSN_HOST_STANDALONE
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#endif
+
+namespace tsn {
+namespace sim {
+
+#ifdef TSN_HOST_STANDALONE
+
+inline const Api& api() {
+  static const RemoteApi remote = {
+      [](const RemoteOperation&) { return false; },
+      [](int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); },
+      [](int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); },
+      [](const char*, const void*, uint64_t) {},
+  };
+  static const Api api = {
+      kApiVersion,
+      sizeof(Api),
+      [](bool) { sched_yield(); },
+      [](int, int, bool) {},
+      [](VoteOp, uint64_t value) { return value; },
+      [](WarpOp op, uint32_t, uint64_t value, uint32_t) { return op < WarpOp::ballot ? value : uint64_t(1); },
+      [](const void*) { return uint32_t(1); },
+      [] {},
+      [](int, size_t bytes) -> void* {
+        alignas(128) static thread_local char block_shared[1 << 14];
+        return bytes <= sizeof(block_shared) ? block_shared : (abort(), nullptr);
+      },
+      [](const char*, int64_t, uint64_t, uint64_t) { abort(); },
+      [](const char* message) {
+        fprintf(stderr, "%s\n", message);
+        abort();
+      },
+      [](const char* text) { puts(text); },
+      [] { return uint64_t(0); },
+      &remote,
+  };
+  return api;
+}
+
+inline Thread& self() {
+  static thread_local Thread thread = {{0, 0, 0}, {0, 0, 0}, {1, 1, 1}, {1, 1, 1}, 0, 0, 0, 0, nullptr, 0};
+  return thread;
+}
+
+inline void maybe_yield() {}
+
+#else
+
+// Set when the library is loaded, and before every switch to another thread.
+extern "C" const Api* tsn_sim_api;
+extern "C" Thread* tsn_sim_self;
+
+inline const Api& api() { return *tsn_sim_api; }
+inline Thread& self() { return *tsn_sim_self; }
+
+// Gives other threads a turn now and then, as the seed says; called around every access that they may observe.
+inline void maybe_yield() {
+  if (--self().quantum <= 0) api().yield(false);
+}
+
+#endif
+
+// The block's own copy of a __shared__ variable; `id` numbers the declarations of a kernel.
+template <typename T>
+inline T& static_shared(int id) {
+  return *static_cast<T*>(api().static_shared(id, sizeof(T)));
+}
+
+} // namespace sim
+} // namespace tsn

@@ -1,0 +1,18 @@
+// Loads and stores with an explicit order and scope, of 1, 2, 4 or 8 bytes.
+#pragma once
+
+#include "put.h"
+
+namespace tsn {
+
+template <Order O, MemScope S, class T>
+TSN_DEVICE T ld(const T* p) {
+  return platform::load<O, S>(p);
+}
+
+template <Order O, MemScope S, class T>
+TSN_DEVICE void st(T* p, typename Value<T>::type v) {
+  platform::store<O, S>(p, v);
+}
+
+} // namespace tsn

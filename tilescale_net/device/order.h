@@ -1,0 +1,72 @@
+// Ordering and completion of what was put.
+#pragma once
+
+#include "address.h"
+#include "queue.h"
+
+namespace tsn {
+
+namespace detail {
+
+// Which ways lead to the PE, or, with -1, to all; neither when it is no PE, which is reported.
+struct Ways {
+  bool direct, proxy;
+
+  TSN_DEVICE Ways(const Context* ctx, Operation operation, int pe) {
+    const Route route(ctx, pe);
+    const bool all = pe == -1, found = !all && route.exists();
+    direct = all || (found && route.direct());
+    proxy = all ? platform::load_constant(&ctx->n_queues) != 0 : found && !route.direct();
+    if (!all && !found) fail(ctx, kPeOutOfRange, operation, pe, nullptr, 0, 0, 0);
+    if (route.stopped) proxy = false;
+  }
+};
+
+// A system-scope fence waits until the stores before it have been performed at their target.
+TSN_DEVICE void complete_direct(const Context* ctx, int pe) {
+  bool taken = false;
+  if constexpr (platform::kDefersRemoteWrites) taken = platform::defer_quiet(ctx, pe);
+  if (!taken) platform::fence<MemScope::sys>();
+}
+
+} // namespace detail
+
+// Orders the puts that happened before it ahead of the signals to the same PE that happen after it. It waits for
+// nothing on the proxy path. By one thread; pe = -1 means all PEs.
+TSN_DEVICE void fence(const Context* ctx, int pe) {
+  const detail::Ways ways(ctx, kOpFence, pe);
+  if (ways.direct) {
+    bool taken = false;
+    if constexpr (platform::kDefersRemoteWrites) taken = platform::defer_fence(ctx, pe);
+    if (!taken) platform::fence<MemScope::sys>();
+  }
+  if (ways.proxy) queue_fence(ctx, pe);
+}
+
+// Tickets of flushes that no queue takes part in: kDirectTickets plus 1 + pe. Queues never come to hand these out.
+constexpr uint64_t kDirectTickets = ~uint64_t(0) << 32;
+
+// Begins to complete the puts to the PE, or with -1 to all, that happened before it; flush_wait ends that. By one
+// thread.
+TSN_DEVICE uint64_t flush_async(const Context* ctx, int pe) {
+  const detail::Ways ways(ctx, kOpFlush, pe);
+  if (!ways.proxy) return kDirectTickets + (uint32_t(pe) + 1);
+  if (ways.direct) detail::complete_direct(ctx, pe);
+  return queue_flush(ctx, pe);
+}
+
+// Returns when the puts of the flush are complete at their target and their sources can be written again.
+TSN_DEVICE void flush_wait(const Context* ctx, uint64_t ticket) {
+  if (ticket < kDirectTickets) queue_wait(ctx, ticket, kOpFlush);
+  else detail::complete_direct(ctx, int(uint32_t(ticket) - 1));
+}
+
+// Both at once. By one thread; pe = -1 means all PEs.
+TSN_DEVICE void quiet(const Context* ctx, int pe) {
+  const detail::Ways ways(ctx, kOpQuiet, pe);
+  const uint64_t ticket = ways.proxy ? queue_flush(ctx, pe) : 0;
+  if (ways.direct) detail::complete_direct(ctx, pe);
+  if (ways.proxy) queue_wait(ctx, ticket, kOpQuiet);
+}
+
+} // namespace tsn

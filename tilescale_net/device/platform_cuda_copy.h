@@ -1,0 +1,165 @@
+// How an NVIDIA GPU moves data, for platform.h: wide loads and stores, and bulk copies (cp.async.bulk with mbarriers,
+// sm_90 and later). Part of platform_cuda.h, which includes it.
+#pragma once
+
+namespace tsn {
+namespace platform {
+
+// ------------------------------------------------------------------------------------------------- loads and stores
+// Predicates are written in PTX, because branches around unrolled accesses would keep them from overlapping. What is
+// not loaded becomes 0: a register that keeps its old value would be live through every loop around the copy, and the
+// unrolled rows of all copies together are more than fit. A constant condition costs nothing.
+
+#define TSN_LOAD(type, register, constraint)                                                                           \
+  asm volatile("{ .reg .pred p; setp.lt.s32 p, %2, %3; mov." register " %0, 0; "                                       \
+                                                                      "@p ld.relaxed.sys.global.L1::no_allocate." type \
+                                                                      " %0, [%1]; }"                                   \
+               : "=" constraint(w)                                                                                     \
+               : "l"(p), "r"(at), "r"(limit)                                                                           \
+               : "memory")
+#define TSN_STORE(type, constraint)                                                                                    \
+  asm volatile("{ .reg .pred p; setp.lt.s32 p, %2, %3; @p st.relaxed.sys.global." type " [%0], %1; }" ::"l"(p),        \
+               constraint(w), "r"(at), "r"(limit)                                                                      \
+               : "memory")
+
+template <class T>
+TSN_DEVICE void load_data_below(T* v, const T* p, int at, int limit) {
+  if constexpr (sizeof(T) == 16) {
+    asm volatile("{ .reg .pred p; setp.lt.s32 p, %5, %6; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "
+                 "@p ld.relaxed.sys.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+                 : "=r"(v->x), "=r"(v->y), "=r"(v->z), "=r"(v->w)
+                 : "l"(p), "r"(at), "r"(limit)
+                 : "memory");
+  } else {
+    typename detail::Word<sizeof(T)>::type w;
+    if constexpr (sizeof(T) == 1) TSN_LOAD("b8", "b16", "h");
+    if constexpr (sizeof(T) == 2) TSN_LOAD("b16", "b16", "h");
+    if constexpr (sizeof(T) == 4) TSN_LOAD("b32", "b32", "r");
+    if constexpr (sizeof(T) == 8) TSN_LOAD("b64", "b64", "l");
+    *v = detail::from_word<T>(w);
+  }
+}
+
+template <class T>
+TSN_DEVICE void store_data_below(T* p, T v, int at, int limit) {
+  if constexpr (sizeof(T) == 16) {
+    asm volatile(
+        "{ .reg .pred p; setp.lt.s32 p, %5, %6; @p st.relaxed.sys.global.v4.b32 [%0], {%1, %2, %3, %4}; }" ::"l"(p),
+        "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(at), "r"(limit)
+        : "memory");
+  } else {
+    const auto w = detail::to_word(v);
+    if constexpr (sizeof(T) == 1) TSN_STORE("b8", "h");
+    if constexpr (sizeof(T) == 2) TSN_STORE("b16", "h");
+    if constexpr (sizeof(T) == 4) TSN_STORE("b32", "r");
+    if constexpr (sizeof(T) == 8) TSN_STORE("b64", "l");
+  }
+}
+
+#undef TSN_LOAD
+#undef TSN_STORE
+
+template <class T>
+TSN_DEVICE T load_data(const T* p) {
+  T v;
+  load_data_below(&v, p, 0, 1);
+  return v;
+}
+
+template <class T>
+TSN_DEVICE void store_data(T* p, T v) {
+  store_data_below(p, v, 0, 1);
+}
+
+#define TSN_LINE "{ .reg .b64 a, b; .reg .b128 q; mov.b64 a, {%1, %2}; mov.b64 b, {%3, %4}; mov.b128 q, {a, b}; st."
+TSN_DEVICE void store_line(Vec16* p, Vec16 v) {
+  asm volatile(TSN_LINE "relaxed.sys.global.b128 [%0], q; }" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+TSN_DEVICE void store_line_release(Vec16* p, Vec16 v) {
+  asm volatile(TSN_LINE "release.sys.global.b128 [%0], q; }" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+#undef TSN_LINE
+
+// ------------------------------------------------------------------------------------------------------ bulk copies
+
+template <int Stages>
+TSN_DEVICE uint64_t* stage_barriers() {
+  __shared__ uint64_t words[Stages];
+  return words;
+}
+
+namespace detail {
+TSN_DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+} // namespace detail
+
+TSN_DEVICE void barrier_init(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(detail::shared_address(barrier)) : "memory");
+}
+
+// The bulk copies are another proxy than the thread that initialised the barriers.
+TSN_DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+TSN_DEVICE void barrier_retire(uint64_t* barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(detail::shared_address(barrier)) : "memory");
+}
+
+TSN_DEVICE void barrier_expect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(detail::shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+
+TSN_DEVICE void barrier_wait(uint64_t* barrier, uint32_t parity) {
+  uint32_t done = 0;
+  while (!done)
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(detail::shared_address(barrier)), "r"(parity)
+                 : "memory");
+}
+
+TSN_DEVICE void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   detail::shared_address(shared)),
+               "l"(global), "r"(bytes), "r"(detail::shared_address(barrier))
+               : "memory");
+}
+
+TSN_DEVICE void bulk_store(void* global, const void* shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(detail::shared_address(shared)), "r"(bytes)
+               : "memory");
+}
+
+TSN_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int N>
+TSN_DEVICE void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+template <int N>
+TSN_DEVICE void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// Between the generic proxy (loads and stores of threads) and the async proxy (bulk copies).
+TSN_DEVICE void bulk_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// ---------------------------------------------------------------------------------------------------------- deferral
+// Declared for the discarded branches that name them.
+bool defer_put(const Context*, void*, void*, const void*, int64_t, int);
+bool defer_put_signal(const Context*, void*, void*, const void*, int64_t, int, uint64_t*, uint64_t*, uint64_t,
+                      SignalOp);
+bool defer_put_value(const Context*, void*, void*, uint64_t, int, int);
+bool defer_signal(const Context*, uint64_t*, uint64_t*, uint64_t, SignalOp, int);
+template <class T>
+bool defer_atomic(const Context*, AtomicOp, T*, T*, T, int, T*);
+template <class T>
+bool defer_atomic_cas(const Context*, T*, T*, T, T, int, T*);
+bool defer_fence(const Context*, int);
+bool defer_quiet(const Context*, int);
+void inspect(Operation, const void*, int64_t);
+
+} // namespace platform
+} // namespace tsn

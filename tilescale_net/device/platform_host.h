@@ -1,0 +1,238 @@
+// The platform of platform.h on a CPU: threads are fibers of the simulator, words that ranks share are host atomics,
+// and remote writes are handed to the simulator, which delivers them late. No other device header knows of either.
+#pragma once
+
+#include "context.h"
+#include "host/thread.h"
+#include "types.h"
+#include <string.h>
+#include <time.h>
+
+#define TSN_DEVICE inline
+#define TSN_COLD inline __attribute__((noinline))
+#define TSN_UNROLL
+
+namespace tsn {
+namespace platform {
+
+#ifdef TSN_HOST_STANDALONE
+constexpr bool kDefersRemoteWrites = false;
+#else
+constexpr bool kDefersRemoteWrites = true;
+#endif
+constexpr uint32_t kPollsPerCheck = 4; // a poll is a turn of all other threads
+constexpr uint32_t kWarpThreads = 32;
+constexpr bool kHasBulk = true;
+constexpr bool kHasLines = false; // no 16-byte atomic store
+
+// ---------------------------------------------------------------------------------------------------------- indices
+
+TSN_DEVICE uint32_t thread_index() { return sim::self().linear; }
+TSN_DEVICE uint32_t block_threads() {
+  const sim::Index3& n = sim::self().block_dim;
+  return n.x * n.y * n.z;
+}
+TSN_DEVICE uint32_t block_index() { return sim::self().linear_block; }
+TSN_DEVICE uint32_t lane() { return sim::self().lane; }
+
+// -------------------------------------------------------------------------------------------------- synchronisation
+
+TSN_DEVICE void block_sync() { sim::api().block_barrier(0, 0, false); }
+TSN_DEVICE void lanes_sync(uint32_t lanes) { sim::api().warp(sim::WarpOp::sync, lanes, 0, 0); }
+TSN_DEVICE void warp_sync() { lanes_sync(0xffffffffu); }
+TSN_DEVICE uint64_t shuffle(uint32_t lanes, uint64_t v, int from) {
+  return sim::api().warp(sim::WarpOp::shuffle, lanes, v, uint32_t(from));
+}
+TSN_DEVICE uint64_t warp_broadcast(uint64_t v) { return shuffle(0xffffffffu, v, 0); }
+TSN_DEVICE uint64_t block_broadcast(uint64_t v) { return sim::api().block_vote(sim::VoteOp::broadcast, v); }
+TSN_DEVICE uint32_t match_lanes(uint32_t lanes, uint64_t v) {
+  return uint32_t(sim::api().warp(sim::WarpOp::match_any, lanes, v, 0));
+}
+// Out of line, so that the return address says which place of the program the lanes share.
+TSN_COLD uint32_t active_lanes() { return sim::api().active_mask(__builtin_return_address(0)); }
+
+// ----------------------------------------------------------------------------------------------------------- memory
+
+namespace detail {
+
+template <size_t bytes>
+struct Word;
+template <>
+struct Word<1> {
+  using type = uint8_t;
+};
+template <>
+struct Word<2> {
+  using type = uint16_t;
+};
+template <>
+struct Word<4> {
+  using type = uint32_t;
+};
+template <>
+struct Word<8> {
+  using type = uint64_t;
+};
+template <class T>
+using WordOf = typename Word<sizeof(T)>::type;
+
+template <class To, class From>
+TSN_DEVICE To bits(From from) {
+  static_assert(sizeof(To) == sizeof(From), "the same bits");
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+constexpr int host_order(Order o) {
+  switch (o) {
+  case Order::acquire:
+    return __ATOMIC_ACQUIRE;
+  case Order::release:
+    return __ATOMIC_RELEASE;
+  case Order::acq_rel:
+    return __ATOMIC_ACQ_REL;
+  default:
+    return __ATOMIC_RELAXED;
+  }
+}
+
+// Other PEs may look at what is accessed at system scope: other threads run now and then, and the heap is guarded.
+template <MemScope S>
+TSN_DEVICE void visit(const char* name, const void* p, uint64_t bytes) {
+  if constexpr (S == MemScope::sys) {
+    sim::api().remote->check(name, p, bytes);
+    sim::maybe_yield();
+  }
+}
+
+} // namespace detail
+
+template <Order O, MemScope S, class T>
+TSN_DEVICE T load(const T* p) {
+  static_assert(O != Order::release && O != Order::acq_rel, "a load cannot release");
+  detail::visit<S>("load", p, sizeof(T));
+  return detail::bits<T>(__atomic_load_n(reinterpret_cast<const detail::WordOf<T>*>(p), detail::host_order(O)));
+}
+
+template <Order O, MemScope S, class T>
+TSN_DEVICE void store(T* p, T v) {
+  static_assert(O != Order::acquire && O != Order::acq_rel, "a store cannot acquire");
+  detail::visit<S>("store", p, sizeof(T));
+  __atomic_store_n(reinterpret_cast<detail::WordOf<T>*>(p), detail::bits<detail::WordOf<T>>(v), detail::host_order(O));
+}
+
+template <class T>
+TSN_DEVICE T load_constant(const T* p) {
+  return *p;
+}
+
+// A GPU refuses addresses that are no multiple of the access.
+template <class T>
+TSN_DEVICE void check_aligned(const T* p) {
+  if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) sim::api().trap("misaligned address");
+}
+
+template <class T>
+TSN_DEVICE T load_data(const T* p) {
+  check_aligned(p);
+  T v;
+  memcpy(&v, p, sizeof(T));
+  return v;
+}
+
+template <class T>
+TSN_DEVICE void store_data(T* p, T v) {
+  check_aligned(p);
+  memcpy(p, &v, sizeof(T));
+  sim::maybe_yield();
+}
+
+template <class T>
+TSN_DEVICE void load_data_below(T* v, const T* p, int at, int limit) {
+  if (at < limit) *v = load_data(p);
+}
+template <class T>
+TSN_DEVICE void store_data_below(T* p, T v, int at, int limit) {
+  if (at < limit) store_data(p, v);
+}
+
+// Consumers read each 8-byte word of a descriptor on its own and look at the first one first.
+TSN_DEVICE void store_line(Vec16* p, Vec16 v) {
+  uint64_t w[2];
+  memcpy(w, &v, sizeof(v));
+  uint64_t* words = reinterpret_cast<uint64_t*>(p);
+  __atomic_store_n(words + 1, w[1], __ATOMIC_RELEASE);
+  __atomic_store_n(words, w[0], __ATOMIC_RELEASE);
+  sim::maybe_yield();
+}
+void store_line_release(Vec16*, Vec16); // never called, see kHasLines
+
+// ---------------------------------------------------------------------------------------------------------- atomics
+
+template <AtomicOp Op, Order O, MemScope S, class T>
+TSN_DEVICE T atomic(T* p, T value) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomics work on 4 and 8 bytes");
+  constexpr bool kFloat = T(0.5) != T(0);
+  static_assert(!kFloat || Op == AtomicOp::add || Op == AtomicOp::exch, "only add and exch on floating-point numbers");
+  using W = detail::WordOf<T>;
+  detail::visit<S>("atomic", p, sizeof(T));
+  const auto apply = [value](T old) -> T {
+    if constexpr (Op == AtomicOp::add) return old + value;
+    if constexpr (Op == AtomicOp::min) return value < old ? value : old;
+    if constexpr (Op == AtomicOp::max) return old < value ? value : old;
+    if constexpr (Op == AtomicOp::exch) return value;
+    if constexpr (!kFloat) {
+      if constexpr (Op == AtomicOp::and_) return old & value;
+      if constexpr (Op == AtomicOp::or_) return old | value;
+      if constexpr (Op == AtomicOp::xor_) return old ^ value;
+    }
+  };
+  W* word = reinterpret_cast<W*>(p);
+  W old = __atomic_load_n(word, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(word, &old, detail::bits<W>(apply(detail::bits<T>(old))), false,
+                                      detail::host_order(O), __ATOMIC_RELAXED)) {
+  }
+  return detail::bits<T>(old);
+}
+
+template <Order O, MemScope S, class T>
+TSN_DEVICE T atomic_cas(T* p, T compare, T value) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomics work on 4 and 8 bytes");
+  using W = detail::WordOf<T>;
+  detail::visit<S>("atomic", p, sizeof(T));
+  W old = detail::bits<W>(compare);
+  const bool taken = __atomic_compare_exchange_n(reinterpret_cast<W*>(p), &old, detail::bits<W>(value), false,
+                                                 detail::host_order(O), __ATOMIC_RELAXED);
+  if (!taken) sim::api().yield(true); // usually retried in a loop
+  return detail::bits<T>(old);
+}
+
+TSN_DEVICE void add_relaxed(uint64_t* p, uint64_t value) { __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
+TSN_DEVICE void add_release(uint64_t* p, uint64_t value) { __atomic_fetch_add(p, value, __ATOMIC_RELEASE); }
+
+template <MemScope>
+TSN_DEVICE void fence() {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+template <class T>
+TSN_DEVICE T opaque(T v) {
+  return v;
+}
+
+// ------------------------------------------------------------------------------------------------------------- time
+
+TSN_DEVICE uint64_t timer_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return uint64_t(t.tv_sec) * 1000000000u + uint64_t(t.tv_nsec);
+}
+TSN_DEVICE uint32_t ticks() { return uint32_t(timer_ns()); }
+TSN_DEVICE void relax() { sim::api().yield(true); }
+TSN_DEVICE void sleep_ns(uint32_t) { relax(); }
+
+} // namespace platform
+} // namespace tsn
+
+#include "platform_host_remote.h"

@@ -1,0 +1,125 @@
+// Bulk copies and deferral of platform.h on a CPU. Part of platform_host.h, which includes it.
+#pragma once
+
+namespace tsn {
+namespace platform {
+
+// ------------------------------------------------------------------------------------------------------ bulk copies
+
+namespace detail {
+
+// An mbarrier: the phases that have ended, the bytes that the running one expects, and the loads that it counts. A load
+// happens when somebody waits for it, so that reading a stage too early finds what was there before.
+struct Stage {
+  struct Load {
+    void* shared;
+    const void* global;
+    uint32_t bytes;
+  };
+  uint32_t phases, expected, n;
+  Load loads[2];
+};
+constexpr int kStagesId = 1 << 20; // beyond the numbers of a kernel's own declarations
+
+TSN_DEVICE Stage* stage(uint64_t* barrier) { return reinterpret_cast<Stage*>(*barrier); }
+
+} // namespace detail
+
+template <int Stages>
+TSN_DEVICE uint64_t* stage_barriers() {
+  struct Ring {
+    uint64_t words[Stages];
+    detail::Stage stages[Stages];
+  };
+  Ring& ring = sim::static_shared<Ring>(detail::kStagesId + Stages);
+  for (int i = 0; i < Stages; i++) ring.words[i] = reinterpret_cast<uint64_t>(&ring.stages[i]);
+  return ring.words;
+}
+
+TSN_DEVICE void barrier_init(uint64_t* barrier) { *detail::stage(barrier) = detail::Stage(); }
+TSN_DEVICE void barrier_init_done() {}
+TSN_DEVICE void barrier_retire(uint64_t* barrier) {
+  if (detail::stage(barrier)->n) sim::api().trap("an mbarrier is retired before its bulk loads were waited for");
+}
+TSN_DEVICE void barrier_expect(uint64_t* barrier, uint32_t bytes) { detail::stage(barrier)->expected += bytes; }
+
+TSN_DEVICE void barrier_wait(uint64_t* barrier, uint32_t parity) {
+  detail::Stage& s = *detail::stage(barrier);
+  if ((s.phases & 1) != parity) return; // the phase of that parity has ended
+  for (uint32_t i = 0; i < s.n; i++) {
+    memcpy(s.loads[i].shared, s.loads[i].global, s.loads[i].bytes);
+    s.expected -= s.loads[i].bytes;
+  }
+  if (!s.n || s.expected) sim::api().trap("wait for a bulk load that was not issued, or not with the expected size");
+  s.n = 0;
+  s.phases++;
+  sim::maybe_yield();
+}
+
+TSN_DEVICE void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+  detail::Stage& s = *detail::stage(barrier);
+  const uint64_t aligned = reinterpret_cast<uint64_t>(shared) | reinterpret_cast<uint64_t>(global) | bytes;
+  if (aligned % 16) sim::api().trap("a bulk load is not aligned to 16 bytes");
+  if (s.n == sizeof(s.loads) / sizeof(s.loads[0])) sim::api().trap("too many bulk loads on one mbarrier");
+  s.loads[s.n++] = {shared, global, bytes};
+}
+
+TSN_DEVICE void bulk_store(void* global, const void* shared, uint32_t bytes) {
+  const uint64_t aligned = reinterpret_cast<uint64_t>(shared) | reinterpret_cast<uint64_t>(global) | bytes;
+  if (aligned % 16) sim::api().trap("a bulk store is not aligned to 16 bytes");
+  memcpy(global, shared, bytes);
+  sim::maybe_yield();
+}
+TSN_DEVICE void bulk_commit() {}
+template <int N>
+TSN_DEVICE void bulk_wait_read() {}
+template <int N>
+TSN_DEVICE void bulk_wait() {}
+TSN_DEVICE void bulk_fence() {}
+
+// --------------------------------------------------------------------------------------------------------- deferral
+
+TSN_DEVICE bool defer_put_signal(const Context*, void* dst, void* peer, const void* src, int64_t bytes, int pe,
+                                 uint64_t* signal, uint64_t* peer_signal, uint64_t value, SignalOp op) {
+  return sim::api().remote->defer(
+      {"put_signal", dst, peer, src, bytes, value, signal, peer_signal, op == SignalOp::add, pe});
+}
+TSN_DEVICE bool defer_put(const Context*, void* dst, void* peer, const void* src, int64_t bytes, int pe) {
+  return sim::api().remote->defer({"put", dst, peer, src, bytes, 0, nullptr, nullptr, false, pe});
+}
+TSN_DEVICE bool defer_put_value(const Context*, void* dst, void* peer, uint64_t value, int bytes, int pe) {
+  return sim::api().remote->defer({"put_value", dst, peer, nullptr, bytes, value, nullptr, nullptr, false, pe});
+}
+TSN_DEVICE bool defer_signal(const Context*, uint64_t* signal, uint64_t* peer_signal, uint64_t value, SignalOp op,
+                             int pe) {
+  return sim::api().remote->defer(
+      {"signal", nullptr, nullptr, nullptr, 0, value, signal, peer_signal, op == SignalOp::add, pe});
+}
+
+// Atomics return what they found, so they happen at once; like a signal, they may overtake every put.
+template <class T>
+TSN_DEVICE bool defer_atomic(const Context*, AtomicOp, T*, T*, T, int, T*) {
+  return false;
+}
+template <class T>
+TSN_DEVICE bool defer_atomic_cas(const Context*, T*, T*, T, T, int, T*) {
+  return false;
+}
+
+TSN_DEVICE void inspect(Operation operation, const void* local, int64_t bytes) {
+  constexpr const char* kNames[] = {"none", "put",    "get",   "put_signal", "put_value", "signal",  "wait",
+                                    "test", "atomic", "fence", "quiet",      "flush",     "barrier", "remote"};
+  sim::api().remote->check(kNames[operation], local, uint64_t(bytes));
+}
+
+TSN_DEVICE bool defer_fence(const Context*, int pe) {
+  sim::api().remote->fence(pe);
+  return false; // the caller's own writes to mapped memory need the host's fence besides
+}
+TSN_DEVICE bool defer_quiet(const Context*, int pe) {
+  sim::api().remote->quiet(pe);
+  return false;
+}
+
+} // namespace platform
+} // namespace tsn

@@ -1,0 +1,63 @@
+// Puts: writing to another PE's symmetric memory.
+#pragma once
+
+#include "address.h"
+#include "copy.h"
+#include "queue.h"
+
+namespace tsn {
+
+namespace detail {
+
+TSN_COLD void put_by_proxy(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
+  queue_put(ctx, dst, src, bytes, pe);
+}
+TSN_COLD void put_value_by_proxy(const Context* ctx, void* dst, uint64_t value, int bytes, int pe) {
+  queue_put_value(ctx, dst, value, bytes, pe);
+}
+
+} // namespace detail
+
+// Copies `bytes` from `src` to the PE's `dst`, given by its local address. By all threads of the scope with equal
+// arguments. `ring` is Stages * StageBytes bytes of shared memory for the bulk engine, or null.
+template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
+TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
+  SmallCopy<S> small(dst, src, bytes);
+  scope_sync<S>(); // what the scope wrote to the source is sent
+  small.load(src); // first, so that nothing that waits for the route comes before it
+  const Route route(ctx, pe);
+  if (TSN_UNLIKELY(!route.check<S>(kOpPut, dst, bytes))) return;
+  if (TSN_UNLIKELY(!route.direct())) {
+    if (scope_leader<S>() && !route.stopped) detail::put_by_proxy(ctx, dst, src, bytes, pe);
+    return;
+  }
+  char* peer = (char*)route.translate(dst);
+  if constexpr (platform::kDefersRemoteWrites)
+    if (scope_deferred<S>([&] { return route.stopped || platform::defer_put(ctx, dst, peer, src, bytes, pe); })) return;
+  if (TSN_UNLIKELY(route.stopped)) return;
+  if (TSN_LIKELY(small.fits)) small.store(peer);
+  else copy<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, Direction::push);
+}
+
+// Keeps `value` from taking part in the deduction of T.
+template <class T>
+struct Value {
+  using type = T;
+};
+
+// Writes one value of 1, 2, 4 or 8 bytes. By one thread.
+template <class T>
+TSN_DEVICE void put_value(const Context* ctx, T* dst, typename Value<T>::type value, int pe) {
+  static_assert(sizeof(T) <= 8, "put_value moves up to 8 bytes");
+  const Route route(ctx, pe);
+  if (TSN_UNLIKELY(!route.check<Scope::thread>(kOpPutValue, dst, sizeof(T)) || route.stopped)) return;
+  uint64_t bits = 0;
+  memcpy(&bits, &value, sizeof(T));
+  if (TSN_UNLIKELY(!route.direct())) return detail::put_value_by_proxy(ctx, dst, bits, sizeof(T), pe);
+  T* peer = route.translate(dst);
+  if constexpr (platform::kDefersRemoteWrites)
+    if (platform::defer_put_value(ctx, dst, peer, bits, sizeof(T), pe)) return;
+  platform::store_data(peer, value);
+}
+
+} // namespace tsn

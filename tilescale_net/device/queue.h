@@ -1,0 +1,277 @@
+// Pushing descriptors to the proxy, and waiting for its tickets; csrc/proxy/queue.h is the consumer's half.
+//
+// A push claims a position with one atomic add on the queue's head (device memory), makes sure that the position has
+// left the ring's previous lap, and writes the slot with one or two 16-byte stores. Whether there is room is asked of a
+// copy of the tail in device memory; the tail itself, in host memory and so five times as far away, only when the copy
+// says "full". Lanes of a warp that push to the same queue together claim their positions with one atomic.
+//
+// Publication: what the calling thread wrote or has observed before the push (its block's writes, after a barrier) is
+// visible to whoever reads what the descriptor names. One system-scope fence per push does that; it runs beside the
+// atomic. `publish = false` leaves it out, for a batch of pushes behind one fence of the caller's own, and for
+// descriptors without payload.
+//
+// All operations to one PE go to one queue, so the proxy sees a PE's operations in one order whoever pushed them.
+// PEs and addresses have been checked by the caller; the proxy checks them again. Calls return at once when the job is
+// aborted while they wait, and report kQueueTimeout or kFlushTimeout when the deadline passes.
+#pragma once
+
+#include "descriptor.h"
+#include "spin.h"
+
+namespace tsn {
+
+// Scope of the fence that publishes payload to the proxy and to whatever reads GPU memory for it.
+#ifndef TSN_PUBLISH_SCOPE
+#define TSN_PUBLISH_SCOPE sys
+#endif
+constexpr MemScope kPublishScope = MemScope::TSN_PUBLISH_SCOPE;
+
+namespace detail {
+
+TSN_DEVICE uint32_t popcount(uint32_t v) {
+#ifdef __CUDA_ARCH__
+  return uint32_t(__popc(v));
+#else
+  return uint32_t(__builtin_popcount(v));
+#endif
+}
+
+TSN_DEVICE uint32_t queue_of(const Context* ctx, int pe) {
+  return uint32_t(pe) % platform::load_constant(&ctx->n_queues);
+}
+
+TSN_DEVICE const QueueView* queue_view(const Context* ctx, uint32_t queue) {
+  return reinterpret_cast<const QueueView*>(platform::load_constant(&ctx->queues)) + queue;
+}
+
+// What a push needs of its queue, loaded at once. The device's own words lie at fixed places of the heap, so the atomic
+// need not wait until the view has been read; and nothing is read again after the fence, which empties the L1 cache.
+struct Port {
+  uint64_t* head;
+  uint64_t* tail_cache;
+  const uint64_t* tail;
+  char* slots;
+  uint64_t mask;
+
+  TSN_DEVICE Port(const Context* ctx, uint32_t queue) {
+    const QueueView* view = queue_view(ctx, queue);
+    head = reinterpret_cast<uint64_t*>(platform::load_constant(&ctx->heap_base)) + kQueueWords +
+           int(queue) * kQueueWordsStride;
+    tail_cache = head + kTailCacheWord;
+    slots = reinterpret_cast<char*>(platform::load_constant(&view->slots));
+    tail = reinterpret_cast<const uint64_t*>(platform::load_constant(&view->tail));
+    mask = platform::load_constant(&view->mask);
+  }
+};
+
+// What does not fit the field becomes the highest offset, which no heap holds: the proxy refuses it.
+TSN_DEVICE uint64_t queue_offset(const Context* ctx, const void* p) {
+  const uint64_t offset = reinterpret_cast<uint64_t>(p) - platform::load_constant(&ctx->heap_base);
+  return offset < kMaxOffset ? offset : kMaxOffset;
+}
+
+TSN_COLD bool queue_wait_for_room(const Context* ctx, uint64_t* tail_cache, const uint64_t* host_tail, uint64_t mask,
+                                  uint64_t position, Operation operation, int pe) {
+  uint64_t tail = 0;
+  const bool room = spin(
+      ctx,
+      [&] {
+        tail = platform::load<Order::acquire, MemScope::sys>(host_tail);
+        return position - tail <= mask;
+      },
+      [&] { fail(ctx, kQueueTimeout, operation, pe, nullptr, position - mask, tail, 0); });
+  // Several threads may store here in any order: an older tail only costs another look at the host's.
+  if (room) platform::store<Order::relaxed, MemScope::gpu>(tail_cache, tail);
+  return room;
+}
+
+// Claims a position for each calling lane, and publishes what happened before while the atomic is on its way. False:
+// the job is over.
+template <bool publish>
+TSN_DEVICE bool queue_claim(const Context* ctx, const Port& port, Operation operation, int pe, uint64_t* position) {
+  const uint64_t tail = platform::load<Order::relaxed, MemScope::gpu>(port.tail_cache);
+  const uint32_t self = 1u << platform::lane();
+  uint32_t lanes = platform::active_lanes();
+  uint64_t p = 0;
+  if (lanes == self) {
+    p = platform::atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(port.head, uint64_t(1));
+    if (publish) platform::fence<kPublishScope>();
+  } else {
+    if (platform::load_constant(&ctx->n_queues) > 1) {
+      lanes = platform::match_lanes(lanes, reinterpret_cast<uint64_t>(port.head));
+    }
+    const uint32_t leader = lanes & (0u - lanes);
+    if (self == leader) {
+      p = platform::atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(port.head, uint64_t(popcount(lanes)));
+    }
+    if (publish) platform::fence<kPublishScope>();
+    p = platform::shuffle(lanes, p, int(popcount(leader - 1))) + popcount(lanes & (self - 1));
+  }
+  *position = p;
+  return p - tail <= port.mask || queue_wait_for_room(ctx, port.tail_cache, port.tail, port.mask, p, operation, pe);
+}
+
+TSN_DEVICE void queue_store(const Port& port, uint64_t position, const Request& request) {
+  const Descriptor d = encode(request, parity_of(position, port.mask));
+  Vec16* slot = reinterpret_cast<Vec16*>(port.slots + (position & port.mask) * sizeof(Descriptor));
+  if (has_second_half(request.command)) {
+    platform::store_line(
+        slot + 1, {uint32_t(d.word[2]), uint32_t(d.word[2] >> 32), uint32_t(d.word[3]), uint32_t(d.word[3] >> 32)});
+  }
+  platform::store_line(
+      slot, {uint32_t(d.word[0]), uint32_t(d.word[0] >> 32), uint32_t(d.word[1]), uint32_t(d.word[1] >> 32)});
+}
+
+// Data that fit the descriptor itself spare the proxy a copy out of GPU memory, which takes longer than all the rest.
+// The size if they do: one naturally aligned machine word of the heap; else 0.
+TSN_DEVICE int inline_bytes(const Context* ctx, const void* dst, const void* src, int64_t bytes) {
+  if (bytes != 1 && bytes != 2 && bytes != 4 && bytes != 8) return 0;
+  const uint64_t offset = reinterpret_cast<uint64_t>(src) - platform::load_constant(&ctx->heap_base);
+  const bool inside = offset < platform::load_constant(&ctx->heap_bytes); // else the proxy is to refuse it
+  const uint64_t bits = reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src);
+  return inside && bits % uint64_t(bytes) == 0 ? int(bytes) : 0;
+}
+TSN_DEVICE uint64_t inline_data(const void* src, int bytes) {
+  if (bytes == 1) return platform::load_data(static_cast<const uint8_t*>(src));
+  if (bytes == 2) return platform::load_data(static_cast<const uint16_t*>(src));
+  if (bytes == 4) return platform::load_data(static_cast<const uint32_t*>(src));
+  return platform::load_data(static_cast<const uint64_t*>(src));
+}
+
+// Pushes one descriptor per calling lane; returns its ticket, 0 when the job is over.
+template <bool publish>
+TSN_DEVICE uint64_t queue_push(const Context* ctx, uint32_t queue, Operation operation, const Request& request) {
+  const Port port(ctx, queue);
+  uint64_t position;
+  if (!queue_claim<publish>(ctx, port, operation, int(request.pe), &position)) return 0;
+  queue_store(port, position, request);
+  return make_ticket(queue, position);
+}
+
+} // namespace detail
+
+// The fence of a batch: pushes with publish = false after it publish everything from before it.
+TSN_DEVICE void queue_publish() { platform::fence<kPublishScope>(); }
+
+// Writes the low `bytes` (1, 2, 4 or 8) bytes of `value` to `dst`, naturally aligned, on the PE. The value travels in
+// the descriptor.
+template <bool publish = true>
+TSN_DEVICE void queue_put_value(const Context* ctx, void* dst, uint64_t value, int bytes, int pe) {
+  Request r = {sized(Command::put_value_1, bytes), uint32_t(pe), detail::queue_offset(ctx, dst)};
+  r.data = value;
+  detail::queue_push<publish>(ctx, detail::queue_of(ctx, pe), kOpPutValue, r);
+}
+
+// Copies `bytes` bytes from local `src` to where `dst` lies on the PE.
+template <bool publish = true>
+TSN_DEVICE void queue_put(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
+  const int small = detail::inline_bytes(ctx, dst, src, bytes);
+  if (small) return queue_put_value<publish>(ctx, dst, detail::inline_data(src, small), small, pe);
+  Request r = {Command::put, uint32_t(pe), detail::queue_offset(ctx, dst), detail::queue_offset(ctx, src)};
+  const uint32_t queue = detail::queue_of(ctx, pe);
+  bool fence = publish;
+  for (uint64_t left = uint64_t(bytes); left > 0; left -= r.bytes, r.first += r.bytes, r.second += r.bytes) {
+    r.bytes = left < kMaxDescriptorBytes ? left : kMaxDescriptorBytes;
+    if (fence) detail::queue_push<true>(ctx, queue, kOpPut, r);
+    else detail::queue_push<false>(ctx, queue, kOpPut, r);
+    fence = false;
+  }
+}
+
+// Earlier operations to the PE come before later signals to it. pe = -1: to any PE.
+TSN_DEVICE void queue_fence(const Context* ctx, int pe) {
+  const uint32_t n = platform::load_constant(&ctx->n_queues);
+  const uint32_t first = pe < 0 ? 0 : detail::queue_of(ctx, pe), end = pe < 0 ? n : first + 1;
+  const Request r = {Command::fence, pe < 0 ? kAllPes : uint32_t(pe)};
+  for (uint32_t queue = first; queue < end; queue++) detail::queue_push<false>(ctx, queue, kOpFence, r);
+}
+
+// Sets, or adds to, the signal word at `sig` on the PE.
+template <bool publish = true>
+TSN_DEVICE void queue_signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe, SignalOp op) {
+  const Command command = op == SignalOp::set ? Command::signal_set : Command::signal_add;
+  Request r = {command, uint32_t(pe), detail::queue_offset(ctx, sig)};
+  r.value = value;
+  detail::queue_push<publish>(ctx, detail::queue_of(ctx, pe), kOpSignal, r);
+}
+
+// A put, and once its data is in place at the PE, a signal.
+template <bool publish = true>
+TSN_DEVICE void queue_put_signal(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
+                                 uint64_t value, SignalOp op) {
+  if (bytes <= 0) return queue_signal<publish>(ctx, sig, value, pe, op);
+  const Command command = op == SignalOp::set ? Command::put_signal_set : Command::put_signal_add;
+  Request r = {command, uint32_t(pe), detail::queue_offset(ctx, dst), detail::queue_offset(ctx, src)};
+  r.bytes = uint64_t(bytes);
+  r.signal = detail::queue_offset(ctx, sig);
+  r.value = value;
+  const int small = detail::inline_bytes(ctx, dst, src, bytes);
+  if (small) {
+    r.command = sized(op == SignalOp::set ? Command::put_value_signal_set_1 : Command::put_value_signal_add_1, small);
+    r.data = detail::inline_data(src, small);
+  }
+  if (r.bytes > kMaxDescriptorBytes) {
+    // All but the last part travel as plain puts; a fence brings them before the signal.
+    const uint64_t head = (r.bytes - 1) / kMaxDescriptorBytes * kMaxDescriptorBytes;
+    queue_put<publish>(ctx, dst, src, int64_t(head), pe);
+    queue_fence(ctx, pe);
+    r.first += head;
+    r.second += head;
+    r.bytes -= head;
+  }
+  detail::queue_push<publish>(ctx, detail::queue_of(ctx, pe), kOpPutSignal, r);
+}
+
+// A ticket for the completion, at the targets, of everything pushed before: to the PE, or with pe = -1 to all.
+TSN_DEVICE uint64_t queue_flush(const Context* ctx, int pe) {
+  const uint32_t n = platform::load_constant(&ctx->n_queues);
+  Request r = {Command::flush, pe < 0 ? kAllPes : uint32_t(pe)};
+  if (pe >= 0) return detail::queue_push<false>(ctx, detail::queue_of(ctx, pe), kOpFlush, r);
+  if (n == 1) return detail::queue_push<false>(ctx, 0, kOpFlush, r);
+  // One share per queue, all naming the ticket of queue 0, whose position must therefore be claimed first.
+  const detail::Port port(ctx, 0);
+  uint64_t position;
+  if (!detail::queue_claim<false>(ctx, port, kOpFlush, pe, &position)) return 0;
+  r.command = Command::flush_part;
+  r.value = make_ticket(0, position);
+  for (uint32_t queue = 1; queue < n; queue++) detail::queue_push<false>(ctx, queue, kOpFlush, r);
+  detail::queue_store(port, position, r);
+  return r.value;
+}
+
+// Copies `bytes` bytes from where `src` lies on the PE to local `dst`; the ticket tells when they are there.
+template <bool publish = true>
+TSN_DEVICE uint64_t queue_get(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
+  Request r = {Command::get, uint32_t(pe), detail::queue_offset(ctx, dst), detail::queue_offset(ctx, src)};
+  const uint32_t queue = detail::queue_of(ctx, pe);
+  uint64_t ticket = 0;
+  bool fence = publish;
+  uint64_t left = uint64_t(bytes);
+  do {
+    r.bytes = left < kMaxDescriptorBytes ? left : kMaxDescriptorBytes;
+    ticket = fence ? detail::queue_push<true>(ctx, queue, kOpGet, r) : detail::queue_push<false>(ctx, queue, kOpGet, r);
+    fence = false;
+    r.first += r.bytes;
+    r.second += r.bytes;
+    left -= r.bytes;
+  } while (left > 0);
+  // Parts finish in any order; a flush covers them all.
+  return uint64_t(bytes) > kMaxDescriptorBytes ? queue_flush(ctx, pe) : ticket;
+}
+
+// Whether the operation of the ticket is complete.
+TSN_DEVICE bool queue_test(const Context* ctx, uint64_t ticket) {
+  const QueueView* q = detail::queue_view(ctx, ticket_queue(ticket));
+  const uint64_t slot = (ticket & kTicketPositionMask) & platform::load_constant(&q->mask);
+  const uint64_t* done = reinterpret_cast<const uint64_t*>(platform::load_constant(&q->done)) + slot;
+  return ticket_done(ticket, platform::load<Order::acquire, MemScope::sys>(done));
+}
+
+// Waits for it. False when the job was aborted or the deadline passed, which is reported as `operation`.
+TSN_DEVICE bool queue_wait(const Context* ctx, uint64_t ticket, Operation operation, int pe = -1) {
+  return spin(
+      ctx, [&] { return queue_test(ctx, ticket); },
+      [&] { fail(ctx, kFlushTimeout, operation, pe, nullptr, ticket & kTicketPositionMask, 0, 0); });
+}
+
+} // namespace tsn

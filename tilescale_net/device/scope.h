@@ -1,0 +1,48 @@
+// Scopes: who makes a call together. A block-scope call is made by all threads of a block, a warp-scope call by all
+// lanes of a warp; the leader is thread 0 or lane 0.
+#pragma once
+
+#include "platform.h"
+
+namespace tsn {
+
+template <Scope S>
+TSN_DEVICE bool scope_leader() {
+  if constexpr (S == Scope::thread) return true;
+  if constexpr (S == Scope::warp) return platform::lane() == 0;
+  if constexpr (S == Scope::block) return platform::thread_index() == 0;
+}
+
+template <Scope S>
+TSN_DEVICE void scope_sync() {
+  if constexpr (S == Scope::warp) platform::warp_sync();
+  if constexpr (S == Scope::block) platform::block_sync();
+}
+
+// The leader's value, to all threads of the scope; orders memory among them.
+template <Scope S>
+TSN_DEVICE uint64_t scope_broadcast(uint64_t v) {
+  if constexpr (S == Scope::warp) return platform::warp_broadcast(v);
+  if constexpr (S == Scope::block) return platform::block_broadcast(v);
+  return v;
+}
+
+// The calling thread's place in its scope, and how many take part.
+struct Part {
+  uint32_t index, threads;
+};
+template <Scope S>
+TSN_DEVICE Part scope_part() {
+  if constexpr (S == Scope::warp) return {platform::lane(), platform::kWarpThreads};
+  if constexpr (S == Scope::block) return {platform::thread_index(), platform::block_threads()};
+  return {0, 1};
+}
+
+// The offer of an operation to the platform, see "Deferral" in platform.h. `offer` runs in the leader.
+template <Scope S, class Offer>
+TSN_DEVICE bool scope_deferred(Offer offer) {
+  if constexpr (S == Scope::thread) return offer();
+  return scope_broadcast<S>(scope_leader<S>() && offer());
+}
+
+} // namespace tsn

@@ -1,0 +1,106 @@
+// Signals: 64-bit words of the heap that one PE changes and another waits for.
+#pragma once
+
+#include "address.h"
+#include "copy.h"
+#include "queue.h"
+
+namespace tsn {
+
+namespace detail {
+
+TSN_COLD void signal_by_proxy(const Context* ctx, uint64_t* sig, uint64_t value, int pe, SignalOp op) {
+  queue_signal<false>(ctx, sig, value, pe, op);
+}
+TSN_COLD void put_signal_by_proxy(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
+                                  uint64_t value, SignalOp op) {
+  queue_put_signal(ctx, dst, src, bytes, pe, sig, value, op);
+}
+
+// Changes a signal word after everything that happened before. A release covers what other threads did before a barrier
+// with the calling thread, so one thread can send the signal of a whole block.
+template <SignalOp Op>
+TSN_DEVICE void release_signal(uint64_t* word, uint64_t value) {
+  if constexpr (Op == SignalOp::set) platform::store<Order::release, MemScope::sys>(word, value);
+  else platform::add_release(word, value);
+}
+
+// signal() for a PE that was found, an address that was checked or belongs to the package, and a caller that has
+// fenced.
+template <SignalOp Op>
+TSN_DEVICE void send_signal(const Route& route, uint64_t* sig, uint64_t value) {
+  if (TSN_UNLIKELY(route.stopped)) return;
+  if (TSN_UNLIKELY(!route.direct())) return signal_by_proxy(route.ctx, sig, value, route.pe, Op);
+  uint64_t* peer = route.translate(sig);
+  if constexpr (platform::kDefersRemoteWrites)
+    if (platform::defer_signal(route.ctx, sig, peer, value, Op, route.pe)) return;
+  if constexpr (Op == SignalOp::set) platform::store<Order::relaxed, MemScope::sys>(peer, value);
+  else platform::add_relaxed(peer, value);
+}
+
+// Data and signal in one store, where they share an aligned 16-byte line: nobody sees one without the other, so the
+// signal need not wait until the data has arrived. The store orders nothing else, as put_signal does not.
+template <SignalOp Op, Scope S>
+TSN_DEVICE bool is_line(const SmallCopy<S>& small, const void* dst, const uint64_t* sig) {
+  const uint64_t apart = reinterpret_cast<uint64_t>(dst) ^ reinterpret_cast<uint64_t>(sig);
+  return platform::kHasLines && Op == SignalOp::set && small.unit == 8 && small.units == 1 && apart == 8;
+}
+TSN_DEVICE void put_line(char* peer, uint64_t data, uint64_t value) {
+  const uint64_t at = reinterpret_cast<uint64_t>(peer);
+  const uint64_t first = at % 16 == 0 ? data : value, second = at % 16 == 0 ? value : data;
+  platform::store_line((Vec16*)(at - at % 16),
+                       Vec16{uint32_t(first), uint32_t(first >> 32), uint32_t(second), uint32_t(second >> 32)});
+}
+
+} // namespace detail
+
+// Sets or adds to a signal word of the PE, after everything that the calling thread did before and, by way of barriers,
+// others did. By one thread.
+template <SignalOp Op>
+TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe) {
+  const Route route(ctx, pe);
+  platform::fence<MemScope::sys>(); // the route's loads are under way meanwhile
+  if (TSN_LIKELY(route.check<Scope::thread>(kOpSignal, sig, sizeof(*sig)))) detail::send_signal<Op>(route, sig, value);
+}
+
+// Puts `bytes` and, when they are there, changes the PE's signal word. By all threads of the scope with equal
+// arguments.
+template <Scope S, Engine E, int Unroll, int Stages, int StageBytes, SignalOp Op>
+TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
+                           uint64_t value, void* ring) {
+  SmallCopy<S> small(dst, src, bytes);
+  scope_sync<S>(); // what the scope wrote to the source is sent
+  // What one warp can store is its work alone: the others would only be in its way.
+  const bool one_warp = S == Scope::block && small.fits && small.units <= platform::kWarpThreads;
+  if (!platform::kDefersRemoteWrites && one_warp && small.part.index >= platform::kWarpThreads) return;
+  small.load(src); // first, so that nothing that waits for the route comes before it
+  const Route route(ctx, pe);
+  if (TSN_UNLIKELY(!route.check<S>(kOpPutSignal, dst, bytes, sig))) return;
+  const bool leader = small.part.index == 0;
+  if (TSN_UNLIKELY(!route.direct())) {
+    if (leader && !route.stopped) detail::put_signal_by_proxy(ctx, dst, src, bytes, pe, sig, value, Op);
+    return;
+  }
+  char* peer = (char*)route.translate(dst);
+  uint64_t* peer_sig = route.translate(sig);
+  if constexpr (platform::kDefersRemoteWrites)
+    if (scope_deferred<S>([&] {
+          return route.stopped || platform::defer_put_signal(ctx, dst, peer, src, bytes, pe, sig, peer_sig, value, Op);
+        }))
+      return;
+  if (TSN_LIKELY(small.fits && small.units <= 1)) { // the leader's work
+    if (!leader || route.stopped) return;
+    if (detail::is_line<Op>(small, dst, sig)) return detail::put_line(peer, small.middle, value);
+    small.store(peer);
+  } else if (TSN_LIKELY(small.fits)) {
+    if (!route.stopped) small.store(peer);
+    if (!one_warp) scope_sync<S>();
+    else if (small.part.index < platform::kWarpThreads) platform::warp_sync();
+  } else {
+    if (!route.stopped) copy<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, Direction::push);
+    scope_sync<S>();
+  }
+  if (leader && !route.stopped) detail::release_signal<Op>(peer_sig, value);
+}
+
+} // namespace tsn

@@ -1,0 +1,44 @@
+// Waiting with an end: every spin of the package goes through here.
+#pragma once
+
+#include "error.h"
+
+namespace tsn {
+
+enum class Patience { left, aborted, expired };
+struct Look {
+  Patience patience;
+  uint64_t start;
+};
+
+// A look at the abort words and the clock. The deadline counts from the first look, which gets a `start` of 0.
+TSN_COLD Look look(const Context* ctx, uint64_t start) {
+  const uint32_t* word = reinterpret_cast<const uint32_t*>(platform::load_constant(&ctx->abort_word));
+  if (aborted(ctx) || platform::load<Order::relaxed, MemScope::sys>(word) != 0) {
+    set_aborted(ctx);
+    return {Patience::aborted, start};
+  }
+  const uint64_t now = platform::timer_ns();
+  if (start == 0) start = now;
+  return {now - start > platform::load_constant(&ctx->timeout_ns) ? Patience::expired : Patience::left, start};
+}
+
+// Polls `ready()` until it is true. False when the job was aborted or the deadline passed; `expire()` then reports the
+// latter. A poll costs nothing beyond `ready`: abort and clock are looked at once in kPollsPerCheck polls.
+template <class Ready, class Expire>
+TSN_DEVICE bool spin(const Context* ctx, Ready ready, Expire expire) {
+  if (ready()) return true;
+  uint64_t start = 0;
+  for (uint32_t polls = 1;; polls++) {
+    platform::relax();
+    if (ready()) return true;
+    if (polls % platform::kPollsPerCheck) continue;
+    const Look seen = look(ctx, start);
+    start = seen.start;
+    if (seen.patience == Patience::left) continue;
+    if (seen.patience == Patience::expired) expire();
+    return false;
+  }
+}
+
+} // namespace tsn

@@ -1,0 +1,11 @@
+// Everything that a kernel can call; what the compiler adds to a kernel.
+#pragma once
+
+#include "atomic.h"
+#include "barrier.h"
+#include "get.h"
+#include "memory.h"
+#include "order.h"
+#include "put.h"
+#include "signal.h"
+#include "wait.h"

@@ -1,0 +1,63 @@
+// Waiting for signals.
+#pragma once
+
+#include "deferred_adds.h"
+#include "scope.h"
+#include "spin.h"
+
+namespace tsn {
+
+template <Compare C>
+TSN_DEVICE bool holds(uint64_t seen, uint64_t value) {
+  if constexpr (C == Compare::eq) return seen == value;
+  if constexpr (C == Compare::ne) return seen != value;
+  if constexpr (C == Compare::ge) return seen >= value;
+  if constexpr (C == Compare::gt) return seen > value;
+  if constexpr (C == Compare::le) return seen <= value;
+  if constexpr (C == Compare::lt) return seen < value;
+}
+
+namespace detail {
+
+// One thread's wait. `pe` is the PE that should send the signal, -1 where that is not known.
+template <Compare C>
+TSN_DEVICE uint64_t wait_one(const Context* ctx, const uint64_t* sig, uint64_t value, Operation operation, int pe) {
+  const uint32_t boxes = add_boxes(ctx); // asked for once: a wait may not spend more on a poll than the poll
+  uint64_t seen;
+  spin(
+      ctx,
+      [&] {
+        seen = platform::load<Order::acquire, MemScope::sys>(sig);
+        if (holds<C>(seen, value)) return true;
+        if (boxes != 0) apply_deferred_adds(ctx, boxes);
+        return false;
+      },
+      [&] { fail(ctx, kWaitTimeout, operation, pe, sig, value, seen, 0); });
+  return seen;
+}
+
+} // namespace detail
+
+// Waits until the signal word compares with `value` as C says (unsigned); returns the word as seen then. Whatever was
+// ordered before the signal is visible to the scope afterwards. Ends early, with the word as it is, when the job is
+// aborted or the deadline passes.
+template <Scope S, Compare C>
+TSN_DEVICE uint64_t wait(const Context* ctx, const uint64_t* sig, uint64_t value) {
+  uint64_t seen = 0;
+  if (scope_leader<S>()) seen = detail::wait_one<C>(ctx, sig, value, kOpWait, -1);
+  return scope_broadcast<S>(seen);
+}
+
+// One look at the word; true orders like wait. True also once the job is aborted, so that a loop around it ends; such a
+// loop has no deadline of its own.
+template <Compare C>
+TSN_DEVICE bool test(const Context* ctx, const uint64_t* sig, uint64_t value) {
+  if (holds<C>(platform::load<Order::acquire, MemScope::sys>(sig), value)) return true;
+  if (const uint32_t boxes = add_boxes(ctx)) apply_deferred_adds(ctx, boxes);
+  platform::relax();
+  // Looking at the host's abort word takes longer than the test itself: one call in many does.
+  const bool sample = platform::ticks() / 32 % 256 == 0;
+  return sample ? look(ctx, 0).patience == Patience::aborted : aborted(ctx);
+}
+
+} // namespace tsn

@@ -1,0 +1,85 @@
+"""What a kernel author types: `import tilescale_net.language as N`, next to `import tilelang.language as T`.
+
+    @tsn.jit
+    def ring(n, threads=128):
+        @T.prim_func
+        def kernel(ctx: N.Context(), x: T.Tensor((n,), "float32"), y: T.Tensor((n,), "float32"),
+                   flag: T.Tensor((1,), "uint64")):
+            with T.Kernel(1, threads=threads):
+                N.put_signal_block(y, x, (N.my_pe() + 1) % N.n_pes(), flag[0], 1)
+                N.wait_block(flag[0], "ge", 1)
+        return kernel
+
+Sizes are in elements. Symmetric memory is named by its local address. See docs/memory-model.md for what each
+primitive guarantees. Wrong use raises KernelError when the kernel is built, naming the primitive and the line.
+"""
+
+from tilescale_net.language.copies import (
+    get_block,
+    get_thread,
+    get_warp,
+    put_block,
+    put_signal_block,
+    put_signal_thread,
+    put_signal_warp,
+    put_thread,
+    put_value,
+    put_warp,
+)
+from tilescale_net.language.memory import (
+    atomic_add,
+    atomic_and,
+    atomic_cas,
+    atomic_exch,
+    atomic_max,
+    atomic_min,
+    atomic_or,
+    atomic_xor,
+    ld,
+    remote,
+    st,
+)
+from tilescale_net.language.order import barrier_all, barrier_node, fence, flush_async, flush_wait, quiet
+from tilescale_net.language.signals import signal, test, wait, wait_block, wait_warp
+from tilescale_net.language.topology import Context, is_direct, my_pe, n_node_pes, n_pes, node_pe
+
+__all__ = [
+    "Context",
+    "atomic_add",
+    "atomic_and",
+    "atomic_cas",
+    "atomic_exch",
+    "atomic_max",
+    "atomic_min",
+    "atomic_or",
+    "atomic_xor",
+    "barrier_all",
+    "barrier_node",
+    "fence",
+    "flush_async",
+    "flush_wait",
+    "get_block",
+    "get_thread",
+    "get_warp",
+    "is_direct",
+    "ld",
+    "my_pe",
+    "n_node_pes",
+    "n_pes",
+    "node_pe",
+    "put_block",
+    "put_signal_block",
+    "put_signal_thread",
+    "put_signal_warp",
+    "put_thread",
+    "put_value",
+    "put_warp",
+    "quiet",
+    "remote",
+    "signal",
+    "st",
+    "test",
+    "wait",
+    "wait_block",
+    "wait_warp",
+]

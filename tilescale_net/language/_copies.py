@@ -1,0 +1,123 @@
+"""Choices that block-, warp- and thread-scope copies make when their author leaves them open."""
+
+from __future__ import annotations
+
+from tilescale_net.language._operands import Operand, operand
+from tilescale_net.language._primitive import Misuse, block_threads
+from tilescale_net.language._values import choice, constant, number, pe_index, provably, same
+
+ENGINES = ("auto", "ldst", "bulk")
+MAX_UNROLL = 64
+# Stages and bytes per stage of the shared-memory ring that engine "bulk" stages through by default.
+DEFAULT_RING = (8, 16384)
+# The least shared memory at which the bulk engine reaches its rate on an H200 (docs/results.md), by direction.
+AUTO_PUSH_RING = (4, 16384)
+AUTO_PULL_RING = (6, 16384)
+# Copies below this size are never faster in bulk; device/copy.h decides above it.
+BULK_FROM = 128 * 1024
+MAX_RING_BYTES = 224 * 1024
+MAX_STAGES = 32
+
+
+def default_unroll(threads: int) -> int:
+    """16-byte accesses that each thread keeps in flight, 64 KiB a block; as `kDefaultUnroll` in device/copy.h."""
+    return min(max(4096 // threads, 4), 32)
+
+
+def default_ring(scope: str, engine: str, pull: bool, nbytes: int | None) -> tuple[int, int] | None:
+    """The ring of a copy whose author named none.
+
+    Args:
+        pull: whether the copy reads the peer's memory; a pull needs more bytes in flight than a push.
+        nbytes: the copy's size where it is known when the kernel is built.
+
+    Engine "auto" gets one unless the copy is known to be too small for it. The choice between the engines is made at
+    run time, from figures in device/copy.h; passes.py takes the ring away again where shared memory has no room.
+    """
+    if engine == "bulk":
+        return DEFAULT_RING
+    if engine != "auto" or scope != "block" or (nbytes is not None and nbytes < BULK_FROM):
+        return None
+    return AUTO_PULL_RING if pull else AUTO_PUSH_RING
+
+
+def plan(scope: str, engine: str, unroll, ring, pull: bool, nbytes: int | None) -> tuple[str, int, int, int]:
+    """Check the options of a copy; the last two as for `default_ring`.
+
+    Returns:
+        engine, unroll, stages, bytes per stage; the last two are 0 for a copy without shared memory.
+
+    Raises:
+        Misuse: an unknown engine, an unroll outside 1..64, a ring that shared memory cannot hold, or a ring at warp or
+            thread scope.
+    """
+    choice("engine", engine, ENGINES)
+    if unroll is None:
+        unroll = default_unroll(block_threads())
+    elif isinstance(unroll, bool) or not isinstance(unroll, int) or not 1 <= unroll <= MAX_UNROLL:
+        raise Misuse(f"unroll is {unroll!r}; it must be a compile-time integer from 1 to {MAX_UNROLL}")
+    if scope != "block" and (engine == "bulk" or ring is not None):
+        raise Misuse(
+            f"bulk copies need shared memory of their own, which only block scope has; use engine='ldst' at {scope} "
+            "scope, or the block-scope primitive"
+        )
+    if ring is not None and engine == "ldst":
+        raise Misuse("ring= belongs to engine='bulk' or 'auto'; engine='ldst' does not use shared memory")
+    ring = ring if ring is not None else default_ring(scope, engine, pull, nbytes)
+    if ring is None:
+        return engine, unroll, 0, 0
+    if not (isinstance(ring, tuple) and len(ring) == 2 and all(type(x) is int for x in ring)):
+        raise Misuse(f"ring is {ring!r}; it must be a pair (stages, bytes per stage) of integers")
+    stages, stage_bytes = ring
+    if not 2 <= stages <= MAX_STAGES or stage_bytes < 128 or stage_bytes % 128:
+        raise Misuse(f"ring is {ring}; it takes 2 to {MAX_STAGES} stages, each a positive multiple of 128 bytes")
+    if stages * stage_bytes > MAX_RING_BYTES:
+        raise Misuse(f"ring {ring} takes {stages * stage_bytes} bytes; shared memory leaves room for {MAX_RING_BYTES}")
+    return engine, unroll, stages, stage_bytes
+
+
+def transfer(dst, src, count, pe):
+    """Check a copy's operands.
+
+    Returns:
+        destination pointer, source pointer, bytes (int64), pe (int32).
+
+    Raises:
+        Misuse: mismatched types, a count or extents that the tensors cannot hold.
+    """
+    to, source = operand("dst", dst), operand("src", src)
+    if to.dtype != source.dtype:
+        raise Misuse(f"dst ({to.buffer.name}) has dtype {to.dtype}, src ({source.buffer.name}) has {source.dtype}")
+    elements = _count(to, source, count)
+    nbytes = number("count", elements, "int64", 0)
+    size = to.element_bytes
+    known = constant(nbytes)
+    nbytes = number("count", known * size if known is not None else nbytes * size, "int64")
+    return to.pointer(), source.pointer(), nbytes, pe_index(pe)
+
+
+def _limit(place: Operand):
+    """Elements that a count may reach at most: a region's own extent, else the rest of the tensor."""
+    return place.room if place.is_element else place.extent
+
+
+def _count(to: Operand, source: Operand, count):
+    if count is None:
+        whole = [place for place in (source, to) if not place.is_element]
+        if len(whole) == 2 and constant(to.extent) is not None and constant(source.extent) is not None:
+            if not same(to.extent, source.extent):
+                raise Misuse(
+                    f"dst ({to.buffer.name}) spans {to.extent} elements, src ({source.buffer.name}) {source.extent}; "
+                    "make them equal or give count="
+                )
+        count = whole[0].extent if whole else 1
+    number("count", count, "int64", 0)
+    for name, place in (("dst", to), ("src", source)):
+        known, limit = constant(count), constant(_limit(place))
+        if known is not None and limit is not None and known > limit:
+            raise Misuse(f"count is {known}, but {name} ({place.buffer.name}) holds {limit} elements from there on")
+        if (known is None or limit is None) and provably(
+            number("count", count, "int64") > number("room", _limit(place), "int64")
+        ):
+            raise Misuse(f"count is {count}, but {name} ({place.buffer.name}) holds {_limit(place)} elements")
+    return count

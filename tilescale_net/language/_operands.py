@@ -1,0 +1,154 @@
+"""Tensors, elements and regions as primitives accept them.
+
+An operand is a tensor `buf`, an element `buf[i]` (the address of that element), or a region `buf[i, 0:n]`. It becomes a
+base pointer plus an offset in elements, computed in 64 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilelang import tvm
+from tilelang.language.frame import get_let_value, has_let_value
+from tilelang.language.utils import get_buffer_region_from_load
+from tvm import tirx
+
+from tilescale_net.language._primitive import Misuse
+from tilescale_net.language._values import Expr, constant, describe, int64, product, same, total
+
+_SCOPES = {"shared.dyn": "shared", "local.fragment": "fragment", "local.var": "a register"}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A place in memory.
+
+    Attributes:
+        buffer: the tensor.
+        offset: elements from the buffer's data pointer; int or int64 expression.
+        extent: elements that the operand spans, contiguous in memory; 1 for an element.
+        room: elements from the offset to the end of the tensor; int or int64 expression.
+        is_element: whether it was written `buf[i]`, so that `count` alone says how much is meant.
+        inside: condition that its indices are inside the tensor, or None when nothing is to be checked.
+    """
+
+    buffer: tirx.Buffer
+    offset: Expr
+    extent: Expr
+    room: Expr
+    is_element: bool
+    inside: tirx.PrimExpr | None
+
+    @property
+    def dtype(self) -> str:
+        return str(self.buffer.dtype)
+
+    @property
+    def element_bytes(self) -> int:
+        return tvm.DataType(self.dtype).bits * tvm.DataType(self.dtype).lanes // 8
+
+    def pointer(self) -> tirx.PrimExpr:
+        """The address, as an expression that passes neither guard nor mark read-only."""
+        return tirx.call_intrin(
+            "handle",
+            "tirx.tvm_access_ptr",
+            tirx.type_annotation(self.buffer.dtype),
+            self.buffer.data,
+            int64(self.offset),
+            tirx.IntImm("int32", 1),
+            tirx.IntImm("int32", 3),
+        )
+
+
+def _strides(buffer: tirx.Buffer) -> list[Expr]:
+    if len(buffer.strides) == len(buffer.shape) and len(buffer.strides):
+        return [constant(s) if constant(s) is not None else s for s in buffer.strides]
+    return [product(buffer.shape[axis + 1 :]) for axis in range(len(buffer.shape))]
+
+
+def _is_contiguous(strides: list[Expr], extents: list[Expr]) -> bool:
+    """Whether a box of `extents` inside a tensor covers one run of addresses."""
+    run: Expr = 1
+    for extent, stride in reversed(list(zip(extents, strides))):
+        if constant(extent) == 1:
+            continue
+        if not same(stride, run):
+            return False
+        run = product([run, extent])
+    return True
+
+
+def _box_of(name: str, value) -> tuple[tirx.Buffer, list, list, bool]:
+    """The tensor that `value` names, the first index and the extent on each axis, and whether it is an element."""
+    if isinstance(value, tirx.Var) and has_let_value(value):
+        value = get_let_value(value)
+    if isinstance(value, tirx.Buffer):
+        return value, [0] * len(value.shape), list(value.shape), False
+    region = get_buffer_region_from_load(value) if isinstance(value, tirx.BufferLoad) else value
+    if isinstance(region, tirx.BufferRegion):
+        return region.buffer, [r.min for r in region.region], [r.extent for r in region.region], False
+    if isinstance(value, tirx.BufferLoad):
+        return value.buffer, list(value.indices), [1] * len(value.indices), True
+    raise Misuse(
+        f"{name} must be a tensor, an element such as buf[i] or a region such as buf[i, 0:n], not {describe(value)}"
+    )
+
+
+def operand(name: str, value) -> Operand:
+    """Resolve what an author passed as `name`.
+
+    Raises:
+        Misuse: not a tensor, element or region; not in global memory; not contiguous; outside its tensor; an element
+            type without whole bytes.
+    """
+    buffer, mins, extents, is_element = _box_of(name, value)
+    scope = _SCOPES.get(buffer.scope(), buffer.scope())
+    if scope != "global":
+        raise Misuse(
+            f"{name} ({buffer.name}) lives in {scope}; it must be in global memory, so T.copy it to a symmetric tensor first"
+        )
+    dtype = tvm.DataType(str(buffer.dtype))
+    if dtype.bits * dtype.lanes % 8:
+        raise Misuse(f"{name} ({buffer.name}) has dtype {buffer.dtype}, whose elements are not whole bytes")
+    for index, size in zip(mins, buffer.shape):
+        low, top = constant(index), constant(size)
+        if low is not None and (low < 0 or (top is not None and low >= top)):
+            raise Misuse(f"{name}: index {low} is outside {buffer.name}, whose extent there is {size}")
+    strides = _strides(buffer)
+    if not _is_contiguous(strides, extents):
+        raise Misuse(f"{name} ({buffer.name}{_text(mins, extents)}) is not contiguous in memory; move it row by row")
+    start: Expr = 0
+    end: Expr = 1  # one beyond the tensor's last element
+    for index, size, stride in zip(mins, buffer.shape, strides):
+        start = total(start, product([index, stride]))
+        last = constant(size)
+        end = total(end, product([last - 1 if last is not None else int64(size) - int64(1), stride]))
+    room = constant(int64(end) - int64(start))
+    room = room if room is not None else int64(end) - int64(start)
+    span = product(extents)
+    if isinstance(span, int) and isinstance(room, int) and span > room:
+        raise Misuse(f"{name} spans {span} elements, but {buffer.name} holds {room} from there on")
+    offset = total(start, 0 if constant(buffer.elem_offset) == 0 else buffer.elem_offset)
+    return Operand(buffer, offset, span, room, is_element, _inside(mins, buffer.shape))
+
+
+def _inside(mins, shape) -> tirx.PrimExpr | None:
+    conditions = []
+    for index, size in zip(mins, shape):
+        if constant(index) is None or constant(size) is None:
+            conditions += [int64(index) >= int64(0), int64(index) < int64(size)]
+    return tirx.all(*conditions) if conditions else None
+
+
+def _text(mins, extents) -> str:
+    return "[" + ", ".join(f"{m}:{m}+{e}" if constant(e) != 1 else f"{m}" for m, e in zip(mins, extents)) + "]"
+
+
+def signal_word(sig) -> Operand:
+    """A signal: one 64-bit integer word in global memory."""
+    word = operand("sig", sig)
+    if word.dtype not in ("uint64", "int64"):
+        raise Misuse(f"sig ({word.buffer.name}) has dtype {word.dtype}; signals are uint64 or int64 words")
+    if not word.is_element and constant(word.extent) != 1:
+        raise Misuse(f"sig names {word.extent} words of {word.buffer.name}; name one, such as {word.buffer.name}[0]")
+    return word

@@ -1,0 +1,87 @@
+"""What every primitive shares: where it may be called, and errors that name it and the author's line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+
+from tilelang.ir import make_span
+from tilelang.language.eager.builder import Builder
+from tilelang.language.kernel import KernelLaunchFrame
+from tvm import tirx
+from tvm.tirx.script import builder
+
+from tilescale_net.errors import KernelError
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+class Misuse(Exception):
+    """A primitive was called wrongly; `primitive` turns it into a KernelError with the author's line."""
+
+
+def author_line() -> tuple[str, int]:
+    """File and line of the nearest caller outside this package; a traced kernel's body runs as real Python frames."""
+    frame = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename.startswith(_PACKAGE) or frame.f_code.co_filename == __file__):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("<unknown>", 0)
+
+
+def _error(function, error: Exception) -> KernelError:
+    file, line = author_line()
+    return KernelError(f"N.{function.__name__}: {error}\n  at {file}:{line}")
+
+
+def primitive(function):
+    """Decorate a primitive: it must be called inside a kernel body, and what it raises names it and the line.
+
+    Raises (from the decorated function):
+        KernelError: any Misuse, wrong arguments in Python's sense, or a call outside `with T.Kernel(...)`.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise _error(function, error) from None
+        try:
+            if Builder.current() is None or KernelLaunchFrame.Current() is None:
+                raise Misuse("is only meaningful inside a kernel, that is, under `with T.Kernel(...)` of a T.prim_func")
+            result = function(*args, **kwargs)
+        except Misuse as error:
+            raise _error(function, error) from None
+        # Passes that find something wrong later on name the line by this span.
+        return _with_span(result, make_span(*author_line())) if isinstance(result, tirx.Call) else result
+
+    return call
+
+
+def _with_span(call: tirx.Call, span) -> tirx.Call:
+    args = [_with_span(a, span) if isinstance(a, tirx.Call) and a.op.name.startswith("tsn.") else a for a in call.args]
+    return tirx.Call(call.dtype, call.op, args, span=span)
+
+
+def guarded(inside: tirx.PrimExpr | None, call: tirx.Call) -> tirx.PrimExpr | None:
+    """Make a single access vanish where its index is outside the tensor, as tilelang does for plain accesses.
+
+    Loads then give 0. tilelang's own pass leaves calls of operators that it does not know alone.
+    """
+    if inside is None:
+        return call
+    if str(call.dtype):  # TVM prints the void type as nothing
+        return tirx.if_then_else(inside, call, tirx.const(0, call.dtype))
+    call = _with_span(call, make_span(*author_line()))
+    with builder.If(inside), builder.Then():
+        builder.evaluate(call)
+    return None
+
+
+def block_threads() -> int:
+    """Threads per block of the kernel being traced; 128, tilelang's default, where T.Kernel was given none."""
+    launch = KernelLaunchFrame.Current()
+    return 128 if launch.thread_extents is None else launch.get_num_threads()

@@ -1,0 +1,163 @@
+"""Single accesses: atomics on a peer's memory, loads and stores with order and scope, views of mapped memory.
+
+As in tilelang, an access whose index is outside its tensor vanishes: nothing is stored, and a load gives 0.
+"""
+
+from __future__ import annotations
+
+import tilelang.language as T
+from tvm import tirx
+
+from tilescale_net.compiler.operators import OPERATORS
+from tilescale_net.language._operands import operand
+from tilescale_net.language._primitive import Misuse, guarded, primitive
+from tilescale_net.language._values import choice, pe_index, scalar
+
+_INTEGERS = ("int32", "uint32", "int64", "uint64")
+# dtypes that the hardware's system-scope atomics take, by operation.
+ATOMIC_DTYPES = {
+    "add": (*_INTEGERS, "float32", "float64"),
+    "and": _INTEGERS,
+    "or": _INTEGERS,
+    "xor": _INTEGERS,
+    "min": _INTEGERS,
+    "max": _INTEGERS,
+    "exch": (*_INTEGERS, "float32", "float64"),
+    "cas": _INTEGERS,
+}
+LOAD_ORDERS = ("weak", "relaxed", "acquire", "volatile")
+STORE_ORDERS = ("weak", "relaxed", "release", "volatile")
+MEMORY_SCOPES = ("cta", "gpu", "sys")
+
+
+def _target(op, dst):
+    to = operand("dst", dst)
+    if to.dtype not in ATOMIC_DTYPES[op]:
+        raise Misuse(f"dst ({to.buffer.name}) has dtype {to.dtype}; atomic_{op} takes {', '.join(ATOMIC_DTYPES[op])}")
+    return to
+
+
+def _atomic(op, dst, value, pe):
+    to = _target(op, dst)
+    call = OPERATORS["atomic"](op, to.pointer(), scalar("value", value, to.dtype), pe_index(pe), dtype=to.dtype)
+    return guarded(to.inside, call)
+
+
+@primitive
+def atomic_add(dst, value, pe):
+    """Add to an element of `pe`'s memory, relaxed at system scope; called by one thread.
+
+    Args:
+        dst: element of symmetric memory, by its local address; int32, uint32, int64, uint64, float32 or float64.
+        value: converted to dst's dtype.
+        pe: index in team "world".
+
+    Returns:
+        The old value. Direct path only; for PEs of other nodes use `signal(op="add")`.
+    """
+    return _atomic("add", dst, value, pe)
+
+
+@primitive
+def atomic_and(dst, value, pe):
+    """Bitwise and; integers only, otherwise as `atomic_add`."""
+    return _atomic("and", dst, value, pe)
+
+
+@primitive
+def atomic_or(dst, value, pe):
+    """Bitwise or; integers only, otherwise as `atomic_add`."""
+    return _atomic("or", dst, value, pe)
+
+
+@primitive
+def atomic_xor(dst, value, pe):
+    """Bitwise exclusive or; integers only, otherwise as `atomic_add`."""
+    return _atomic("xor", dst, value, pe)
+
+
+@primitive
+def atomic_min(dst, value, pe):
+    """Minimum; integers only, otherwise as `atomic_add`."""
+    return _atomic("min", dst, value, pe)
+
+
+@primitive
+def atomic_max(dst, value, pe):
+    """Maximum; integers only, otherwise as `atomic_add`."""
+    return _atomic("max", dst, value, pe)
+
+
+@primitive
+def atomic_exch(dst, value, pe):
+    """Exchange, otherwise as `atomic_add`."""
+    return _atomic("exch", dst, value, pe)
+
+
+@primitive
+def atomic_cas(dst, compare, value, pe):
+    """Store `value` if the element equals `compare`; integers only, otherwise as `atomic_add`."""
+    to = _target("cas", dst)
+    expected, desired = scalar("compare", compare, to.dtype), scalar("value", value, to.dtype)
+    call = OPERATORS["atomic_cas"](to.pointer(), expected, desired, pe_index(pe), dtype=to.dtype)
+    return guarded(to.inside, call)
+
+
+@primitive
+def remote(buf, pe):
+    """A tensor view of `buf` on `pe`, for T.copy, T.Parallel and plain indexing. Direct path only.
+
+    Args:
+        buf: a symmetric tensor (whole; not an element or region).
+        pe: a PE whose memory is mapped; another one is an error on the host (not direct).
+
+    Returns:
+        A tensor of buf's shape, dtype and strides. Writes through it are ordered like puts.
+    """
+    place = operand("buf", buf)
+    if not isinstance(buf, tirx.Buffer):
+        raise Misuse(f"buf must be a whole tensor; index the view instead of {place.buffer.name}")
+    address = OPERATORS["remote"](place.pointer(), pe_index(pe))
+    strides = tuple(place.buffer.strides) or None
+    return T.make_tensor_from_addr(address, tuple(place.buffer.shape), place.dtype, strides)
+
+
+def _accessible(name, value):
+    place = operand(name, value)
+    if place.element_bytes not in (1, 2, 4, 8):
+        raise Misuse(f"{name} ({place.buffer.name}) has dtype {place.dtype}; one access moves 1, 2, 4 or 8 bytes")
+    return place
+
+
+@primitive
+def ld(src, sem="relaxed", scope="sys"):
+    """Load one element with explicit order and scope.
+
+    Args:
+        src: element of a tensor in global memory (also of a `remote` view).
+        sem: "weak", "relaxed", "acquire" or "volatile".
+        scope: "cta", "gpu" or "sys": the threads that the order is meant for.
+
+    Returns:
+        The value, of src's dtype. Never served from the non-coherent cache, never merged with another load.
+    """
+    place = _accessible("src", src)
+    order = choice("sem", sem, LOAD_ORDERS)
+    call = OPERATORS["ld"](order, choice("scope", scope, MEMORY_SCOPES), place.pointer(), dtype=place.dtype)
+    return guarded(place.inside, call)
+
+
+@primitive
+def st(dst, value, sem="relaxed", scope="sys"):
+    """Store one element with explicit order and scope.
+
+    Args:
+        dst: element of a tensor in global memory (also of a `remote` view).
+        value: converted to dst's dtype.
+        sem: "weak", "relaxed", "release" or "volatile".
+        scope: "cta", "gpu" or "sys".
+    """
+    place = _accessible("dst", dst)
+    order = choice("sem", sem, STORE_ORDERS)
+    where = choice("scope", scope, MEMORY_SCOPES)
+    return guarded(place.inside, OPERATORS["st"](order, where, place.pointer(), scalar("value", value, place.dtype)))

@@ -1,0 +1,77 @@
+"""Signals: 64-bit words in symmetric memory that PEs set, add to and wait for, with release and acquire."""
+
+from __future__ import annotations
+
+from tilescale_net.compiler.operators import CHOICES, OPERATORS
+from tilescale_net.language._divergence import require_converged
+from tilescale_net.language._operands import signal_word
+from tilescale_net.language._primitive import primitive
+from tilescale_net.language._values import choice, number, pe_index
+
+
+def _comparison(sig, cmp, value):
+    choice("cmp", cmp, tuple(CHOICES["Compare"]))
+    return signal_word(sig).pointer(), number("value", value, "uint64", 0, 2**64 - 1)
+
+
+def _wait(scope, sig, cmp, value):
+    require_converged(scope)
+    word, wanted = _comparison(sig, cmp, value)
+    return OPERATORS["wait"](scope, cmp, word, wanted)
+
+
+@primitive
+def signal(sig, value, pe, op="set"):
+    """Set or add to a signal word of `pe`; called by one thread.
+
+    Everything that this thread wrote to `pe` before a preceding `fence` is visible to whoever sees the signal.
+
+    Args:
+        sig: one uint64 or int64 word of symmetric memory, by its local address.
+        value: unsigned 64-bit integer.
+        pe: index in team "world".
+        op: "set" or "add"; the two are not mixed on one word.
+    """
+    word = signal_word(sig).pointer()
+    amount = number("value", value, "uint64", 0, 2**64 - 1)
+    return OPERATORS["signal"](choice("op", op, ("set", "add")), word, amount, pe_index(pe))
+
+
+@primitive
+def wait(sig, cmp, value):
+    """Wait until the local signal word compares to `value`; orders the calling thread (acquire, system scope).
+
+    Args:
+        sig: one uint64 or int64 word of this PE's symmetric memory.
+        cmp: "eq", "ne", "ge", "gt", "le" or "lt", comparing the word with `value` as unsigned integers.
+        value: unsigned 64-bit integer.
+
+    Returns:
+        The word's value that ended the wait, uint64.
+
+    A wait ends with an error on the host (WaitTimeout, PeerLost) when the word does not change in time.
+    """
+    return _wait("thread", sig, cmp, value)
+
+
+@primitive
+def wait_warp(sig, cmp, value):
+    """As `wait`, called by all lanes of a warp: one lane polls, all are ordered and get the value."""
+    return _wait("warp", sig, cmp, value)
+
+
+@primitive
+def wait_block(sig, cmp, value):
+    """As `wait`, called by all threads of the block: one thread polls, all are ordered and get the value."""
+    return _wait("block", sig, cmp, value)
+
+
+@primitive
+def test(sig, cmp, value):
+    """Compare once, without waiting; acquires when true.
+
+    Returns:
+        A boolean expression.
+    """
+    word, wanted = _comparison(sig, cmp, value)
+    return OPERATORS["test"](cmp, word, wanted)

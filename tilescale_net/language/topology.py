@@ -1,0 +1,49 @@
+"""Who and where: the context parameter and a PE's place in the job."""
+
+from __future__ import annotations
+
+import tilelang.language as T
+from tvm import tirx
+
+from tilescale_net.compiler.operators import OPERATORS
+from tilescale_net.compiler.passes import CONTEXT_WORDS
+from tilescale_net.language._primitive import primitive
+from tilescale_net.language._values import pe_index
+
+
+def Context():
+    """Annotation of the one parameter that a communicating kernel takes: `ctx: N.Context()`.
+
+    The body does not use it; the primitives find it. Calls of the compiled kernel leave it out.
+    """
+    return T.Tensor((tirx.Var(CONTEXT_WORDS, "int32"),), "int64")
+
+
+@primitive
+def my_pe():
+    """Index of this PE in team "world", int32."""
+    return OPERATORS["my_pe"]()
+
+
+@primitive
+def n_pes():
+    """Size of team "world", int32."""
+    return OPERATORS["n_pes"]()
+
+
+@primitive
+def node_pe():
+    """Index of this PE in team "node", int32. A node's PEs are consecutive: my_pe() - node_pe() + i."""
+    return OPERATORS["node_pe"]()
+
+
+@primitive
+def n_node_pes():
+    """Size of team "node", int32."""
+    return OPERATORS["n_node_pes"]()
+
+
+@primitive
+def is_direct(pe):
+    """Whether the memory of `pe` is mapped (same node), bool; if not, it is reached through the proxy."""
+    return OPERATORS["is_direct"](pe_index(pe))

@@ -1,0 +1,147 @@
+"""What a launch is asked for: ranks, hosts, address; from GPUS, NODES, … or from srun's variables."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+
+MOST_SIMULATED = 64  # ranks on a machine without a GPU; each is a Python process with torch in it
+
+
+def refuse(message: str):
+    """End with exit code 2, the code of wrong arguments."""
+    print(f"launch.sh: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def whole_number(name: str, default: int | None, minimum: int) -> int:
+    """A whole number from the environment; refuses anything else, and its absence when there is no default."""
+    text = os.environ.get(name, "")
+    if not text and default is not None:
+        return default
+    if not text:
+        refuse(f"{name} must be set when NODES is above 1")
+    if not text.isdigit() or int(text) < minimum:
+        refuse(f"{name}={text!r} is not a whole number of {minimum} or more")
+    return int(text)
+
+
+def visible_gpus() -> int:
+    """GPUs that the driver shows to this process (CUDA_VISIBLE_DEVICES counts); 0 without a driver that works."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if status not in (0, 34, 100):  # 34: a stub library, 100: no GPU
+        print(
+            f"launch.sh: the CUDA driver does not start (error {status}); looking no further for GPUs", file=sys.stderr
+        )
+    return 0 if status else count.value
+
+
+def check_ranks(ranks: int, held: int) -> None:
+    """Refuse more ranks than this host can hold, and VIRTUAL_NODES that do not divide them.
+
+    Args:
+        ranks: asked for.
+        held: GPUs of this host; 0 means that they are simulated.
+    """
+    if held and ranks > held:
+        refuse(
+            f"GPUS={ranks}, but this machine shows {held} GPU{'s' * (held > 1)}; use GPUS={held} or fewer, or set "
+            "TSN_DEVICE=simulator to simulate them"
+        )
+    if not held and os.environ.get("TSN_DEVICE") == "cuda":
+        refuse(
+            f"GPUS={ranks} and TSN_DEVICE=cuda, but this machine shows no GPU; leave TSN_DEVICE out to simulate them"
+        )
+    if not held and ranks > MOST_SIMULATED:
+        refuse(f"GPUS={ranks} is more than the {MOST_SIMULATED} ranks that are simulated on one machine")
+    virtual = whole_number("VIRTUAL_NODES", 1, 1)
+    if ranks % virtual:
+        refuse(f"VIRTUAL_NODES={virtual} does not divide GPUS={ranks}; every node holds the same number of ranks")
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return s.getsockname()[1]
+
+
+def job(ranks: int) -> dict[str, str]:
+    """The variables that all ranks of this host share, as torchrun names them."""
+    env = os.environ
+    if srun_starts_hosts():
+        nodes, node = int(env["SLURM_NNODES"]), int(env["SLURM_NODEID"])
+        shared = srun_address()
+    else:
+        nodes = whole_number("NODES", 1, 1)
+        node = whole_number("NODE_RANK", 0 if nodes == 1 else None, 0)
+        if node >= nodes:
+            refuse(f"NODE_RANK={node} is not below NODES={nodes}; the hosts are numbered from 0")
+        if nodes > 1 and not env.get("MASTER_ADDR"):
+            refuse("MASTER_ADDR must be set when NODES is above 1: name or address of the host with NODE_RANK=0")
+        port = whole_number("MASTER_PORT", None if nodes > 1 else free_port(), 1)
+        if port > 65535:
+            refuse(f"MASTER_PORT={port} is not a port; ports end at 65535")
+        shared = {"MASTER_ADDR": env.get("MASTER_ADDR") or "127.0.0.1", "MASTER_PORT": str(port)}
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    return {
+        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(threads),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "WORLD_SIZE": str(nodes * ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(nodes),
+        **shared,
+    }
+
+
+def _srun_tasks() -> int:
+    return int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_PROCID" in os.environ else 1
+
+
+def srun_starts_hosts() -> bool:
+    """Whether srun started one task per host, each of which shall start GPUS ranks."""
+    env = os.environ
+    return "NODES" not in env and "GPUS" in env and 1 < _srun_tasks() == int(env.get("SLURM_NNODES", "1"))
+
+
+def srun_starts_ranks() -> bool:
+    """Whether srun started one task per rank."""
+    return "NODES" not in os.environ and _srun_tasks() > 1 and not srun_starts_hosts()
+
+
+def srun_address() -> dict[str, str]:
+    """Where rank 0 listens under srun: the first host of the step, and a port that all tasks compute alike."""
+    env = os.environ
+    if env.get("MASTER_ADDR") and env.get("MASTER_PORT"):
+        return {"MASTER_ADDR": env["MASTER_ADDR"], "MASTER_PORT": env["MASTER_PORT"]}
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    try:
+        done = subprocess.run(["scontrol", "show", "hostnames", hosts], capture_output=True, text=True, timeout=30)
+        first = done.stdout.split()[0]
+    except (OSError, IndexError, subprocess.TimeoutExpired):
+        refuse(f"scontrol did not tell the first host of {hosts!r}; set MASTER_ADDR and MASTER_PORT")
+    steps = int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env.get("SLURM_STEP_ID", "0"))
+    return {"MASTER_ADDR": first, "MASTER_PORT": str(20000 + steps % 10000)}
+
+
+def srun_rank() -> dict[str, str]:
+    """The variables of the rank that srun started this process as."""
+    env = os.environ
+    return {
+        **srun_address(),
+        "RANK": env["SLURM_PROCID"],
+        "WORLD_SIZE": env["SLURM_NTASKS"],
+        "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
+        "GROUP_RANK": env.get("SLURM_NODEID", "0"),
+        "GROUP_WORLD_SIZE": env.get("SLURM_NNODES", "1"),
+    }

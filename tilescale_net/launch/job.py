@@ -1,0 +1,199 @@
+"""The processes of one host: started together, watched, ended together."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from output import Output
+
+GRACE = 2.0  # seconds that the others have, after a failure, to say what they know and to clean up
+USAGE_GRACE = 10.0  # the same after wrong arguments, which rank 0 reports for all of them
+LAST_WORDS = 3.0  # seconds between asking a rank to end and killing it
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _die_with_launcher() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Rank:
+    """One process, in a session of its own so that all that it starts can be ended with it."""
+
+    def __init__(self, command: list[str], index: int, local: int, shared: dict[str, str]):
+        self.index = index
+        everything = os.environ.get("TSN_OUTPUT") == "all"
+        first = index == 0
+        self.output = Output(
+            prefix="" if first else f"[rank {index}] ",
+            show=first or everything,
+            terminal=first and sys.stderr.isatty(),
+        )
+        environment = {**os.environ, **shared, "RANK": str(index), "LOCAL_RANK": str(local)}
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=None if first else self.output.child_fd,
+            stderr=self.output.child_fd,
+            start_new_session=True,
+            preexec_fn=_die_with_launcher,
+        )
+        self.output.close_child_end()
+        self.pidfd = os.pidfd_open(self.process.pid)
+
+    @property
+    def code(self) -> int | None:
+        """Exit code, negative for a signal; None while the process runs."""
+        return self.process.returncode
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and all that it started."""
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            pass
+
+    def reap(self) -> None:
+        """After the process has ended: end what it left behind, and take its last output."""
+        self.process.wait()
+        self.signal(signal.SIGKILL)
+        os.close(self.pidfd)
+        self.output.drain()
+
+    def fate(self) -> str:
+        """How the process ended, in words."""
+        if self.code < 0:
+            name = signal.Signals(-self.code).name if -self.code in list(signal.Signals) else f"signal {-self.code}"
+            return f"killed by {name}"
+        return f"exit code {self.code}"
+
+
+class Job:
+    """All ranks of this host.
+
+    Args:
+        command: what every rank runs.
+        count: ranks on this host; the first is GROUP_RANK * count.
+        shared: environment variables of all ranks.
+    """
+
+    def __init__(self, command: list[str], count: int, shared: dict[str, str]):
+        self._selector = selectors.DefaultSelector()
+        self._interrupted: int | None = None
+        self._catch_signals()
+        self.ended: list[Rank] = []
+        self.failed: list[Rank] = []  # in the order in which they ended, before anything was done about it
+        self.running: list[Rank] = []
+        first = int(shared["GROUP_RANK"]) * count
+        for local in range(count):
+            rank = Rank(command, first + local, local, shared)
+            self.running.append(rank)
+            self._selector.register(rank.pidfd, selectors.EVENT_READ, (self._on_end, rank))
+            self._selector.register(rank.output.fd, selectors.EVENT_READ, (self._on_output, rank))
+
+    def run(self) -> int:
+        """Wait for the job to end and return its exit code: 0, that of the rank that failed first, or 128 + signal."""
+        while self.running and not self.failed and not self._interrupted:
+            self._poll(None)
+        if self._interrupted:
+            return self._interrupt()
+        if not self.failed:
+            return 0
+        self._collect(USAGE_GRACE if self.failed[0].code == 2 else GRACE)
+        witnesses = list(self.failed)
+        self._end_all(signal.SIGTERM)
+        return self._explain(witnesses)
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def _catch_signals(self) -> None:
+        reader, writer = socket.socketpair()
+        reader.setblocking(False)
+        writer.setblocking(False)
+        self._wakeup = (reader, writer)
+        signal.set_wakeup_fd(writer.fileno())
+        self._selector.register(reader, selectors.EVENT_READ, (lambda _: reader.recv(64), None))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _frame) -> None:
+        self._interrupted = number
+
+    def _on_output(self, rank: Rank) -> None:
+        if not rank.output.read():
+            self._selector.unregister(rank.output.fd)
+
+    def _on_end(self, rank: Rank) -> None:
+        self._selector.unregister(rank.pidfd)
+        if rank.output.fd in self._selector.get_map():
+            self._selector.unregister(rank.output.fd)
+        rank.reap()
+        self.running.remove(rank)
+        self.ended.append(rank)
+        if rank.code != 0:
+            self.failed.append(rank)
+
+    def _poll(self, timeout: float | None) -> None:
+        # Output first: a handler may end a rank, whose output is then drained and closed.
+        events = self._selector.select(timeout)
+        for key, _ in sorted(events, key=lambda e: e[0].data[0] == self._on_end):
+            handler, rank = key.data
+            handler(rank)
+
+    # -- ends -------------------------------------------------------------------------------------------------------
+
+    def _collect(self, seconds: float) -> None:
+        """Let the others end by themselves, for a while."""
+        end = time.monotonic() + seconds
+        while self.running and not self._interrupted and (left := end - time.monotonic()) > 0:
+            self._poll(left)
+
+    def _end_all(self, *numbers: int) -> None:
+        """Send each signal in turn to the ranks still running, then kill them."""
+        self._interrupted = None
+        for number in numbers:
+            for rank in self.running:
+                rank.signal(number)
+            self._collect(LAST_WORDS)
+        for rank in self.running:
+            rank.signal(signal.SIGKILL)
+        while self.running:
+            self._poll(None)
+
+    def _interrupt(self) -> int:
+        number = self._interrupted
+        self._end_all(*([signal.SIGINT, signal.SIGTERM] if number == signal.SIGINT else [signal.SIGTERM]))
+        print(f"launch.sh: stopped by {signal.Signals(number).name}; every rank has ended", file=sys.stderr)
+        return 128 + number
+
+    def _explain(self, witnesses: list[Rank]) -> int:
+        """Name the rank to look at and return its exit code."""
+        # A rank that reports a lost peer is a victim, though it may well end before the rank that it lost.
+        culprits = [rank for rank in witnesses if not rank.output.last_error().partition(":")[0].endswith("PeerLost")]
+        rank = (culprits or witnesses)[0]
+        code = rank.code if rank.code > 0 else 128 - rank.code
+        if code == 2 and any(r.index == 0 and r.code == 2 for r in witnesses):
+            return code  # wrong arguments: rank 0 has told what is wrong with them
+        if rank.index != 0 and rank.output.lines and os.environ.get("TSN_OUTPUT") != "all":
+            print(f"launch.sh: last output of rank {rank.index}:", file=sys.stderr, flush=True)
+            for line in list(rank.output.lines)[-60:]:
+                print("  " + line.decode(errors="replace"), file=sys.stderr)
+        said = rank.output.last_error()
+        early = [r.index for r in self.ended[: self.ended.index(rank)] if r.code == 0]
+        print(
+            f"launch.sh: rank {rank.index} failed first: {rank.fate()}"
+            + (f"; {said}" if said else "; it said nothing")
+            + (f" (rank {', '.join(map(str, early))} had ended before, with exit code 0)" if early else ""),
+            file=sys.stderr,
+            flush=True,
+        )
+        return code

@@ -1,0 +1,102 @@
+"""What the ranks of a job say: rank 0 as it is, the others kept for the moment they fail."""
+
+from __future__ import annotations
+
+import collections
+import fcntl
+import os
+import pty
+import re
+import sys
+import termios
+import tty
+
+KEPT_LINES = 200
+
+# The last line of a Python traceback, or a message in its style: `module.SomeError: what happened`.
+_ERROR_LINE = re.compile(rb"^(?:Fatal Python error|(?:[\w.]+\.)?[A-Z]\w*)(?:: .*)?$")
+_TRACEBACK = b"Traceback (most recent call last):"
+_TORCH_PREFIX = re.compile(rb"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback
+
+
+class Output:
+    """One stream of one rank, read by the launcher.
+
+    Args:
+        prefix: put before each line that is shown.
+        show: whether lines are shown as they come (on the launcher's stderr) or only kept.
+        terminal: whether the rank shall see a terminal, so that progress bars and colours work as without a launcher.
+    """
+
+    def __init__(self, prefix: str = "", show: bool = False, terminal: bool = False):
+        self._prefix = prefix.encode()
+        self._show = show
+        self._partial = b""
+        self.lines: collections.deque[bytes] = collections.deque(maxlen=KEPT_LINES)
+        if terminal:
+            self.fd, self.child_fd = pty.openpty()
+            tty.setraw(self.child_fd)  # no translation of line ends, no echo
+            size = fcntl.ioctl(sys.stderr.fileno(), termios.TIOCGWINSZ, b"\0" * 8)
+            fcntl.ioctl(self.child_fd, termios.TIOCSWINSZ, size)
+        else:
+            self.fd, self.child_fd = os.pipe()
+        os.set_blocking(self.fd, False)
+
+    def close_child_end(self) -> None:
+        os.close(self.child_fd)
+
+    def read(self) -> bool:
+        """Take what has arrived; False once the stream has ended."""
+        try:
+            data = os.read(self.fd, 1 << 16)
+        except BlockingIOError:
+            return True
+        except OSError:  # a pseudo-terminal whose other side is closed
+            data = b""
+        if data and self._show and not self._prefix:
+            _write_all(data)
+        whole = self._partial + data
+        *lines, self._partial = re.split(rb"\r?\n|\r", whole)
+        if not data and self._partial:
+            lines, self._partial = [self._partial], b""
+        for line in lines:
+            self.lines.append(line)
+            if self._show and self._prefix:
+                _write_all(self._prefix + line + b"\n")
+        return bool(data)
+
+    def drain(self) -> None:
+        """Take all that is left after the rank has ended, then close."""
+        before = -1
+        while before != len(self.lines) + len(self._partial):
+            before = len(self.lines) + len(self._partial)
+            if not self.read():
+                break
+        if self._partial:
+            self.lines.append(self._partial)
+        os.close(self.fd)
+
+    def last_error(self) -> str:
+        """The line that says why the rank failed: the end of its last traceback, or else its last error message or line.
+
+        Empty when the rank said nothing.
+        """
+        lines = [_TORCH_PREFIX.sub(b"", line).rstrip() for line in self.lines if line.strip()]
+        # What goes wrong while the interpreter ends is a consequence, not the reason.
+        consequences = [i for i, line in enumerate(lines) if line.startswith(b"Exception ignored in")]
+        lines = lines[: consequences[0]] if consequences and consequences[0] else lines
+        starts = [i for i, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+        errors = [line for line in lines[starts[-1] + 1 if starts else 0 :] if _ERROR_LINE.match(line)]
+        if errors:
+            found = errors[0] if starts else errors[-1]
+        else:
+            found = lines[-1].strip() if lines else b""
+        return found.decode(errors="replace")
+
+
+def _write_all(data: bytes) -> None:
+    try:
+        while data:
+            data = data[os.write(2, data) :]
+    except OSError:  # nobody reads the launcher's stderr any more; the job goes on
+        pass

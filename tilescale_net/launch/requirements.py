@@ -1,0 +1,95 @@
+"""What this interpreter lacks to run the package; asked by launch.sh, by path, before anything can be imported.
+
+    python tilescale_net/launch/requirements.py check [EXTRA…]     file name suffix of extensions, then what is missing, by line
+    python tilescale_net/launch/requirements.py list [EXTRA…]      everything that a fresh environment installs, by line
+
+The packages and their versions are those of pyproject.toml; nothing is listed a second time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+import sysconfig
+from importlib import metadata
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def _project() -> dict:
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10
+        from pip._vendor import tomli as tomllib
+    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as f:
+        return tomllib.load(f)
+
+
+def name_of(requirement: str) -> str:
+    """Distribution name of a requirement such as `torch>=2.6; python_version < "4"`."""
+    return re.match(r"[A-Za-z0-9._-]+", requirement).group(0)
+
+
+def satisfied(requirement: str) -> bool:
+    """Whether the distribution is installed, in the version that an `==` pin asks for; ranges are left to pip."""
+    try:
+        found = metadata.version(name_of(requirement))
+    except metadata.PackageNotFoundError:
+        return False
+    pin = re.search(r"==\s*([^,;\s]+)", requirement)
+    return pin is None or found.split("+")[0] == pin.group(1)
+
+
+def _opens(*libraries: str) -> bool:
+    for library in libraries:
+        try:
+            ctypes.CDLL(library)
+            return True
+        except OSError:
+            continue
+    return False
+
+
+def _stand_in(name: str) -> bool:
+    """Whether the machine itself offers what a package is there for."""
+    if name.startswith("nvidia-cuda-"):  # headers for the simulator, which is not used where there is a driver
+        return _opens("libcuda.so.1")
+    if name == "mpich":  # libfabric
+        explicit = os.environ.get("TSN_LIBFABRIC", "libfabric.so.1")
+        return _opens(explicit, "/opt/amazon/efa/lib/libfabric.so.1", "libfabric.so.1")
+    return False
+
+
+def missing(extras: list[str]) -> list[str]:
+    """Requirements of the package, and of the extras, that neither this interpreter nor the machine fulfils."""
+    project = _project()["project"]
+    wanted = list(project["dependencies"])
+    for extra in extras:
+        wanted += project["optional-dependencies"][extra]
+    return [r for r in wanted if not satisfied(r) and not _stand_in(name_of(r))]
+
+
+def fresh(extras: list[str]) -> list[str]:
+    """Requirements of a new environment: build tools, dependencies, and all extras named, without duplicates."""
+    content = _project()
+    wanted = content["build-system"]["requires"] + content["project"]["dependencies"]
+    for extra in extras:
+        wanted += content["project"]["optional-dependencies"][extra]
+    return list(dict.fromkeys(wanted))
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[:1] == ["check"]:
+        print(sysconfig.get_config_var("EXT_SUFFIX"), *missing(arguments[1:]), sep="\n")
+    elif arguments[:1] == ["list"]:
+        print(*fresh(arguments[1:]), sep="\n")
+    else:
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    if sys.version_info < (3, 10):  # noqa: UP036 (run by whichever python3 there is)
+        sys.exit(f"tilescale_net needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}")
+    main(sys.argv[1:])

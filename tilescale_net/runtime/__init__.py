@@ -1,0 +1,1 @@
+"""Host side: world, heap, peer mapping, failures."""

@@ -1,0 +1,92 @@
+"""The Python mirror of device/context.h; `tests/runtime/test_context.py` holds the two against each other."""
+
+from __future__ import annotations
+
+import ctypes
+
+VERSION = 1
+SYSTEM_BYTES = 64 * 1024
+QUEUE_WORDS = 128
+QUEUE_WORDS_STRIDE = 32
+MAX_QUEUES = 64
+NEAR_PES = 128
+
+
+class ContextHeader(ctypes.Structure):
+    """`tsn::Context` up to `peer_base`."""
+
+    _fields_ = [
+        ("version", ctypes.c_uint32),
+        ("bytes", ctypes.c_uint32),
+        ("my_pe", ctypes.c_int32),
+        ("n_pes", ctypes.c_int32),
+        ("node_pe", ctypes.c_int32),
+        ("n_node_pes", ctypes.c_int32),
+        ("n_queues", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("heap_base", ctypes.c_uint64),
+        ("heap_bytes", ctypes.c_uint64),
+        ("abort_word", ctypes.c_uint64),
+        ("error", ctypes.c_uint64),
+        ("timeout_ns", ctypes.c_uint64),
+        ("queues", ctypes.c_uint64),
+        ("aborted", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint64 * 17),
+    ]
+
+
+HEADER_BYTES = ctypes.sizeof(ContextHeader)  # offset of peer_base
+HEADER_WORDS = HEADER_BYTES // 8
+
+
+class ErrorRecord(ctypes.Structure):
+    """`tsn::ErrorRecord`."""
+
+    _fields_ = [
+        ("kind", ctypes.c_uint32),
+        ("pe", ctypes.c_int32),
+        ("operation", ctypes.c_uint32),
+        ("block", ctypes.c_uint32),
+        ("address", ctypes.c_uint64),
+        ("expected", ctypes.c_uint64),
+        ("observed", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint64 * 2),
+    ]
+
+
+# Names of tsn::ErrorKind and tsn::Operation, by value.
+ERROR_KINDS = (
+    "none",
+    "wait timeout",
+    "queue timeout",
+    "flush timeout",
+    "PE out of range",
+    "not symmetric",
+    "not direct",
+    "unsupported",
+)
+OPERATIONS = (
+    "none",
+    "put",
+    "get",
+    "put_signal",
+    "put_value",
+    "signal",
+    "wait",
+    "test",
+    "atomic",
+    "fence",
+    "quiet",
+    "flush",
+    "barrier",
+    "remote",
+)
+
+
+def pack(header: ContextHeader, peer_base: list[int]) -> bytes:
+    """The bytes of a whole context; sets `version` and `bytes`. The first NEAR_PES bases always exist; 0 beyond the last PE."""
+    bases = peer_base + [0] * (NEAR_PES - len(peer_base))
+    header.version = VERSION
+    header.bytes = HEADER_BYTES + 8 * len(bases)
+    return bytes(header) + bytes((ctypes.c_uint64 * len(bases))(*bases))

@@ -1,0 +1,122 @@
+"""Memory of a GPU rank: the heap from cudaMalloc, peers mapped by CUDA IPC, pinned host words."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from tilescale_net.errors import ConfigurationError, TileScaleError
+
+
+def _runtime():
+    from cuda.bindings import runtime
+
+    return runtime
+
+
+def check(result: tuple, what: str):
+    """Unpack a cuda-bindings result; raises TileScaleError that names the call and CUDA's own words for the error."""
+    error, *values = result
+    if int(error) != 0:
+        rt = _runtime()
+        _, text = rt.cudaGetErrorString(error)
+        raise TileScaleError(f"{what} failed: {text.decode()} ({error.name})")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+class CudaMemory:
+    """Heap memory of one rank on a GPU; same interface as SharedMemory."""
+
+    kind = "cuda"
+
+    def __init__(self, size: int, ordinal: int):
+        count = torch.cuda.device_count()
+        if ordinal >= count:
+            raise ConfigurationError(
+                f"local rank {ordinal} needs its own GPU, but this machine shows {count}; start at most {count} ranks "
+                "(GPUS=…), or set TSN_DEVICE=simulator"
+            )
+        self.size = size
+        self.ordinal = ordinal
+        self.device = torch.device("cuda", ordinal)
+        torch.cuda.set_device(ordinal)
+        torch.cuda.init()
+        self._rt = _runtime()
+        free, total = torch.cuda.mem_get_info(ordinal)
+        if size > free:
+            raise ConfigurationError(
+                f"the symmetric heap of {size} bytes does not fit GPU {ordinal}: {free} of {total} bytes are free; set "
+                "TSN_HEAP_SIZE lower"
+            )
+        self.base = int(check(self._rt.cudaMalloc(size), f"cudaMalloc of the {size}-byte heap"))
+        self._peers: list[int] = []
+        self._pinned: list[int] = []
+
+    def handle(self) -> tuple[int, bytes, str]:
+        ipc = check(self._rt.cudaIpcGetMemHandle(self.base), "cudaIpcGetMemHandle")
+        bus = check(self._rt.cudaDeviceGetPCIBusId(32, self.ordinal), "cudaDeviceGetPCIBusId")
+        return (os.getpid(), bytes(ipc.reserved), bus.decode().rstrip("\0") if isinstance(bus, bytes) else str(bus))
+
+    def map_peer(self, pe: int, handle: tuple[int, bytes, str]) -> int:
+        ipc = self._rt.cudaIpcMemHandle_t()
+        ipc.reserved = handle[1]
+        try:
+            address = int(
+                check(
+                    self._rt.cudaIpcOpenMemHandle(ipc, self._rt.cudaIpcMemLazyEnablePeerAccess),
+                    f"cudaIpcOpenMemHandle for PE {pe}",
+                )
+            )
+        except TileScaleError as err:
+            raise ConfigurationError(
+                f"the heap of PE {pe} (GPU {handle[2]}) cannot be mapped: {err}. GPUs of one node must reach each other "
+                "over NVLink or PCIe peer access, and their ranks must share one container; otherwise split them with "
+                "VIRTUAL_NODES"
+            ) from err
+        self._peers.append(address)
+        return address
+
+    def bytes_tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+        return torch.as_tensor(_Bytes(self.base + offset, nbytes), device=self.device)
+
+    def upload(self, data: bytes) -> torch.Tensor:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+
+    def pinned(self, nbytes: int) -> int:
+        import ctypes
+
+        rt = self._rt
+        flags = rt.cudaHostAllocMapped | rt.cudaHostAllocPortable
+        address = int(check(rt.cudaHostAlloc(nbytes, flags), f"cudaHostAlloc of {nbytes} bytes"))
+        ctypes.memset(address, 0, nbytes)
+        self._pinned.append(address)
+        return address
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        rt = self._rt
+        for address in self._peers:
+            rt.cudaIpcCloseMemHandle(address)
+        for address in self._pinned:
+            rt.cudaFreeHost(address)
+        if self.base:
+            rt.cudaFree(self.base)
+        self._peers, self._pinned, self.base = [], [], 0
+
+
+class _Bytes:
+    """Device memory that torch adopts without owning it."""
+
+    def __init__(self, address: int, nbytes: int):
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }

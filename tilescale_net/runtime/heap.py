@@ -1,0 +1,160 @@
+"""The symmetric heap: the same offsets on every PE, allocated and freed collectively, reusable."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tilescale_net.errors import HeapError
+from tilescale_net.runtime.context import SYSTEM_BYTES
+
+ALIGNMENT = 256
+# Unused bytes behind every allocation: an access past the end lands here and not in a neighbour, so that it is seen.
+GAP = 256
+# 0xFF bytes are NaN in every floating-point type and -1 in every signed integer.
+POISON = 0xFF
+
+
+class Allocator:
+    """First-fit allocator of offsets with coalescing. Deterministic: equal calls give equal offsets on every rank.
+
+    Args:
+        start, end: the range of offsets to hand out.
+    """
+
+    def __init__(self, start: int, end: int):
+        self._holes: list[tuple[int, int]] = [(start, end)]
+        self.live: dict[int, int] = {}
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Offset of a new block of at least `nbytes` bytes, or None when no hole is large enough."""
+        need = (max(nbytes, 1) + GAP + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        for i, (start, end) in enumerate(self._holes):
+            if end - start >= need:
+                if end - start == need:
+                    del self._holes[i]
+                else:
+                    self._holes[i] = (start + need, end)
+                self.live[start] = need
+                return start
+        return None
+
+    def release(self, offset: int) -> None:
+        """Give a block back; neighbouring holes become one. Raises KeyError for an offset that is not live."""
+        size = self.live.pop(offset)
+        i = bisect.bisect(self._holes, (offset, offset))
+        start, end = offset, offset + size
+        if i < len(self._holes) and self._holes[i][0] == end:
+            end = self._holes.pop(i)[1]
+        if i and self._holes[i - 1][1] == start:
+            start = self._holes.pop(i - 1)[0]
+            i -= 1
+        self._holes.insert(i, (start, end))
+
+    @property
+    def largest_hole(self) -> int:
+        return max((end - start for start, end in self._holes), default=0)
+
+
+class Heap:
+    """Tensors in symmetric memory.
+
+    Args:
+        memory: SharedMemory or CudaMemory.
+        agree: collective check `(call, arguments) -> None`.
+        poison: fill fresh memory with NaN patterns (the simulator's way to show reads of unwritten data).
+        on_allocate, on_free: told `(address, nbytes, name)` and `(address)`, for bounds checks.
+    """
+
+    def __init__(
+        self,
+        memory,
+        agree: Callable[[str, str], None],
+        rank: int,
+        poison: bool,
+        on_allocate: Callable[[int, int, str], None] | None = None,
+        on_free: Callable[[int], None] | None = None,
+    ):
+        self._memory = memory
+        self._agree = agree
+        self._rank = rank
+        self._poison = poison
+        self._on_allocate = on_allocate
+        self._on_free = on_free
+        self._allocator = Allocator(SYSTEM_BYTES, memory.size)
+        memory.bytes_tensor(0, SYSTEM_BYTES).zero_()
+
+    @property
+    def base(self) -> int:
+        return self._memory.base
+
+    @property
+    def size(self) -> int:
+        return self._memory.size
+
+    def as_bytes(self) -> torch.Tensor:
+        """The whole heap, uint8 [size], for kernels that address it by offset."""
+        return self._memory.bytes_tensor(0, self.size)
+
+    def allocate(self, shape: Sequence[int] | int, dtype: torch.dtype, zero: bool) -> torch.Tensor:
+        """See `tilescale_net.empty`."""
+        shape = _shape(shape)
+        nbytes = math.prod(shape) * dtype.itemsize
+        name = "zeros" if zero else "empty"
+        self._agree(f"tilescale_net.{name}", f"{list(shape)}, {dtype}")
+        offset = self._allocator.allocate(nbytes)
+        if offset is None:
+            raise HeapError(
+                f"rank {self._rank}: the symmetric heap is exhausted: {name}({list(shape)}, {dtype}) needs {nbytes} bytes, "
+                f"the largest free piece of the {self.size}-byte heap holds {max(0, self._allocator.largest_hole - GAP)}; "
+                "free tensors, or set TSN_HEAP_SIZE (or init(heap_bytes=…)) higher"
+            )
+        raw = self._memory.bytes_tensor(offset, nbytes)
+        if zero:
+            raw.zero_()
+        elif self._poison:
+            raw.fill_(POISON)
+        self._memory.synchronize()  # peers may write as soon as the collective call returns
+        if self._on_allocate:
+            self._on_allocate(self.base + offset, nbytes, f"{name}({list(shape)}, {dtype})")
+        # Second agreement: nobody may write into a peer's tensor before the peer has initialised it.
+        self._agree(f"tilescale_net.{name}", "initialised")
+        tensor = raw.view(dtype) if nbytes else torch.empty(0, dtype=dtype, device=self._memory.device)
+        return tensor.view(shape)
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """See `tilescale_net.free`."""
+        offset = self.offset_of(tensor)
+        self._memory.synchronize()
+        self._agree("tilescale_net.free", f"offset {offset}")
+        try:
+            self._allocator.release(offset)
+        except KeyError:
+            raise HeapError(
+                f"rank {self._rank}: free of a tensor at heap offset {offset}, which is no live allocation; it was freed "
+                "already, or it is a view that does not begin where its allocation begins"
+            ) from None
+        if self._on_free:
+            self._on_free(self.base + offset)
+
+    def offset_of(self, tensor: torch.Tensor) -> int:
+        """Heap offset of a tensor in bytes. Raises HeapError for one that is not symmetric."""
+        if not isinstance(tensor, torch.Tensor):
+            raise HeapError(f"rank {self._rank}: {type(tensor).__name__} is not a tensor of the symmetric heap")
+        offset = tensor.data_ptr() - self.base
+        if not 0 <= offset < self.size:
+            raise HeapError(
+                f"rank {self._rank}: a tensor of shape {list(tensor.shape)} on {tensor.device} is not in the symmetric heap; "
+                "make it with tilescale_net.empty or zeros"
+            )
+        return offset
+
+
+def _shape(shape: Sequence[int] | int) -> tuple[int, ...]:
+    dims = (shape,) if isinstance(shape, int) else tuple(int(d) for d in shape)
+    if any(d < 0 for d in dims):
+        raise HeapError(f"a shape of {list(dims)} has a negative size")
+    return dims

@@ -1,0 +1,102 @@
+"""Memory of the simulator: the heap as anonymous shared memory that peers map through /proc.
+
+The heap is a memfd, not a file in /dev/shm: it has no name, so nothing can be left behind however a rank ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+import torch
+
+from tilescale_net.errors import ConfigurationError
+
+
+class SharedMemory:
+    """Heap memory of one rank on a machine without a GPU.
+
+    Attributes:
+        base: address of this rank's heap in this process.
+        device: torch device of tensors in it.
+    """
+
+    kind = "host"
+    device = torch.device("cpu")
+    ordinal = -1
+
+    def __init__(self, size: int):
+        self.size = size
+        self._fd = os.memfd_create("tilescale_net-heap", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self._fd, size)
+        except OSError as err:
+            os.close(self._fd)
+            raise ConfigurationError(
+                f"the machine cannot give {size} bytes of shared memory for the symmetric heap ({err.strerror}); "
+                "set TSN_HEAP_SIZE lower"
+            ) from err
+        self._maps = [mmap.mmap(self._fd, size)]
+        self.base = _address(self._maps[0])
+        self._pinned: list[mmap.mmap] = []
+
+    def handle(self) -> tuple[int, int]:
+        """What a peer on this host needs to map this heap."""
+        return (os.getpid(), self._fd)
+
+    def map_peer(self, pe: int, handle: tuple[int, int]) -> int:
+        """Map a peer's heap and return its address here. Raises ConfigurationError when the system refuses."""
+        pid, fd = handle
+        try:
+            peer = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as err:
+            raise ConfigurationError(
+                f"the heap of PE {pe} (process {pid}) cannot be opened: {err.strerror}; ranks of one node must run in "
+                "one container, as one user, with /proc mounted"
+            ) from err
+        try:
+            mapped = mmap.mmap(peer, self.size)
+        finally:
+            os.close(peer)
+        self._maps.append(mapped)
+        return _address(mapped)
+
+    def bytes_tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor over heap bytes [offset, offset + nbytes)."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._maps[0], dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def upload(self, data: bytes) -> torch.Tensor:
+        """A uint8 tensor that kernels can read, holding `data`."""
+        # torch aligns its allocations to 64 bytes, which is more than the context needs.
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()
+
+    def pinned(self, nbytes: int) -> int:
+        """Address of zeroed memory that host and kernels both reach; it lives as long as this object."""
+        block = mmap.mmap(-1, nbytes)
+        self._pinned.append(block)
+        return _address(block)
+
+    def synchronize(self) -> None:
+        """Kernels run synchronously in the simulator: nothing to wait for."""
+
+    def close(self) -> None:
+        """Unmap everything. Tensors that still point into the heap keep their mapping alive until they are gone."""
+        for mapped in self._maps + self._pinned:
+            try:
+                mapped.close()
+            except BufferError:  # a tensor still uses it
+                pass
+        self._maps, self._pinned = [], []
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _address(mapped: mmap.mmap) -> int:
+    view = ctypes.c_char.from_buffer(mapped)
+    address = ctypes.addressof(view)
+    del view  # releases the buffer, so that close() can unmap
+    return address
