@@ -149,8 +149,8 @@ uint64_t Session::sync(int peer) {
   const uint64_t number = ++numbers_.at(peer);
   tell(peer, Line::meeting, number);
   wait([&] { return lines_[peer].inbox[Line::meeting] >= number; }, peer);
-  // The peer's number is here, but the peer waits until it knows so: on many providers only polling tells it, and whoever
-  // comes here may stop polling now.
+  // The peer's number is here, but the peer waits until it knows so: on many providers only polling tells it, and
+  // whoever comes here may stop polling now.
   int polls = 0;
   wait([&] { return ++polls > kLingeringPolls; }, peer);
   return number;
