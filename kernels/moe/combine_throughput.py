@@ -59,8 +59,9 @@ def combine_throughput(
         y [capacity, hidden], row_weight [capacity], row_values [capacity]; out [rows, hidden], out_values [rows, top_k],
         tokens <= rows; slots, slot_scales, slot_values [ranks * max_tokens, …]: symmetric; staged, staged_scales,
         staged_values [ranks * max_tokens, …]: symmetric, for rows to other nodes; token_slot, records, totals, active:
-        see the layout; ready [ranks], arrived [ranks, chunks], done [ranks]: symmetric; epochs [senders + reducers]:
-        calls so far.
+        see the layout; ready [ranks], arrived [ranks, chunks], done [ranks]: symmetric; tickets [2, 2]: work given
+        out to senders and to reducers, by the parity of the call; epochs [senders + reducers]: calls so far. Both 0 at
+        first.
     """
     R, K, M = ranks, top_k, max_tokens
     at, W = Totals(ranks, experts // ranks), record_words(top_k)
@@ -150,6 +151,7 @@ def combine_throughput(
         ready: T.Tensor((R,), "uint64"),
         arrived: T.Tensor((R, chunks), "uint64"),
         done: T.Tensor((R,), "uint64"),
+        tickets: T.Tensor((2, 2), "int32"),
         epochs: T.Tensor((blocks,), "uint64"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
@@ -179,10 +181,22 @@ def combine_throughput(
             place = T.alloc_var("int32")
             near = T.alloc_var("int32", init=1)
             size = T.alloc_var("int32", init=chunk)
+            # Warps take the next chunk, or token, when they are done with one, as in dispatch.
+            turn = T.alloc_var("int32")
+            turn = T.cast(epoch % T.uint64(2), "int32")
+            ahead = T.alloc_var("int32", init=0)
+            ticket = T.alloc_var("int32")
+            if block == 0 and thread < 2:
+                tickets[1 - turn, thread] = 0
             if block < senders:
-                for i in T.serial((R * chunks + senders * warps - 1) // (senders * warps)):
-                    c = ((i * senders + block) * warps + warp) // R
-                    peer = (((i * senders + block) * warps + warp) % R + me) % R
+                if lane == 0:
+                    ahead = T.atomic_add(tickets[turn, 0], 1, return_prev=True)
+                ticket = T.shfl_sync(ahead, 0)
+                while ticket < R * chunks:
+                    if lane == 0:
+                        ahead = T.atomic_add(tickets[turn, 0], 1, return_prev=True)
+                    c = ticket // R
+                    peer = (ticket % R + me) % R
                     if proxied:
                         near = T.if_then_else(N.is_direct(peer), 1, 0)
                         size = T.if_then_else(near != 0, chunk, far_chunk)
@@ -220,6 +234,7 @@ def combine_throughput(
                         if lane == 0:
                             N.fence(peer)
                             N.signal(arrived[me, c], epoch, peer)
+                    ticket = T.shfl_sync(ahead, 0)
                 T.sync_threads()
                 # Nobody ends before all have sent all: so no signal of a call meets one of the next.
                 if thread < R:
@@ -239,60 +254,62 @@ def combine_throughput(
                 token = T.alloc_var("int32")
                 slot = T.alloc_var("int32")
                 total = T.alloc_var("float32")
-                for i in T.serial((tokens + reducers * warps - 1) // (reducers * warps)):
-                    token = (i * reducers + block - senders) * warps + warp
-                    if token < tokens:
-                        for g in T.serial((R + 31) // 32):
-                            peer = g * 32 + lane
-                            if peer < R:
-                                slot = token_slot[token, peer]
-                                if slot >= 0 and (peer != me or not whole):
-                                    if proxied:
-                                        size = T.if_then_else(N.is_direct(peer), chunk, far_chunk)
-                                    N.wait(arrived[peer, slot // size], "ge", epoch)
-                        T.sync_warp()
-                        for b in T.serial(sum_batches):
-                            first = b * 32 * sum_batch
-                            clear(acc, sum_batch * width)
-                            for p in T.serial((R + sum_group - 1) // sum_group):
-                                for g in T.unroll(sum_group):
-                                    peer = p * sum_group + g
-                                    from_row[g] = -1
-                                    if peer < R:
-                                        slot = token_slot[token, peer]
-                                        if slot >= 0:
-                                            from_row[g] = peer * M + slot
-                                            if whole and peer == me:
-                                                load_batch(
-                                                    piece, y, base[me] + slot, first, lane, units, width, sum_batch,
-                                                    g * sum_batch * width,
-                                                )  # fmt: skip
-                                            else:
-                                                load_batch(
-                                                    piece, slots, from_row[g], first, lane, units, width, sum_batch,
-                                                    g * sum_batch * width,
-                                                )  # fmt: skip
-                                for g in T.unroll(sum_group):
-                                    if from_row[g] >= 0:
-                                        if quantised:
-                                            add_dequantised(
-                                                acc, piece, slot_scales, from_row[g], first, lane, units, width, sum_batch,
+                if lane == 0:
+                    ahead = T.atomic_add(tickets[turn, 1], 1, return_prev=True)
+                token = T.shfl_sync(ahead, 0)
+                while token < tokens:
+                    if lane == 0:
+                        ahead = T.atomic_add(tickets[turn, 1], 1, return_prev=True)
+                    for g in T.serial((R + 31) // 32):
+                        peer = g * 32 + lane
+                        if peer < R:
+                            slot = token_slot[token, peer]
+                            if slot >= 0 and (peer != me or not whole):
+                                if proxied:
+                                    size = T.if_then_else(N.is_direct(peer), chunk, far_chunk)
+                                N.wait(arrived[peer, slot // size], "ge", epoch)
+                    T.sync_warp()
+                    for b in T.serial(sum_batches):
+                        first = b * 32 * sum_batch
+                        clear(acc, sum_batch * width)
+                        for p in T.serial((R + sum_group - 1) // sum_group):
+                            for g in T.unroll(sum_group):
+                                peer = p * sum_group + g
+                                from_row[g] = -1
+                                if peer < R:
+                                    slot = token_slot[token, peer]
+                                    if slot >= 0:
+                                        from_row[g] = peer * M + slot
+                                        if whole and peer == me:
+                                            load_batch(
+                                                piece, y, base[me] + slot, first, lane, units, width, sum_batch,
                                                 g * sum_batch * width,
                                             )  # fmt: skip
                                         else:
-                                            add_scaled(
-                                                acc, piece, T.float32(1), sum_batch * width, g * sum_batch * width
-                                            )
-                            store_rounded(out, token, acc, first, lane, units, width, sum_batch, dtype)
-                        if valued:
-                            for g in T.serial((K + 31) // 32):
-                                if g * 32 + lane < K:
-                                    total = T.float32(0)
-                                    for p in T.serial(R):
-                                        slot = token_slot[token, p]
-                                        if slot >= 0:
-                                            total = total + slot_values[p * M + slot, g * 32 + lane]
-                                    out_values[token, g * 32 + lane] = total
+                                            load_batch(
+                                                piece, slots, from_row[g], first, lane, units, width, sum_batch,
+                                                g * sum_batch * width,
+                                            )  # fmt: skip
+                            for g in T.unroll(sum_group):
+                                if from_row[g] >= 0:
+                                    if quantised:
+                                        add_dequantised(
+                                            acc, piece, slot_scales, from_row[g], first, lane, units, width, sum_batch,
+                                            g * sum_batch * width,
+                                        )  # fmt: skip
+                                    else:
+                                        add_scaled(acc, piece, T.float32(1), sum_batch * width, g * sum_batch * width)
+                        store_rounded(out, token, acc, first, lane, units, width, sum_batch, dtype)
+                    if valued:
+                        for g in T.serial((K + 31) // 32):
+                            if g * 32 + lane < K:
+                                total = T.float32(0)
+                                for p in T.serial(R):
+                                    slot = token_slot[token, p]
+                                    if slot >= 0:
+                                        total = total + slot_values[p * M + slot, g * 32 + lane]
+                                out_values[token, g * 32 + lane] = total
+                    token = T.shfl_sync(ahead, 0)
             T.sync_threads()
             if thread == 0:
                 epochs[block] = epoch

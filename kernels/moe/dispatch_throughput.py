@@ -78,6 +78,7 @@ def dispatch_throughput(
         arrival, arrival_scales [ranks * max_tokens, …]: symmetric; used for "arrival" and for rows from other nodes.
         staged, staged_scales [ranks * max_tokens, …]: symmetric; used for rows to other nodes.
         send_token … totals, active: see the layout. ready [ranks], arrived [ranks, chunks], done [ranks]: symmetric.
+        tickets [2, 2]: work given out to senders and to receivers, by the parity of the call; 0 at first.
         epochs [senders + receivers]: calls so far.
     """
     R, K, M = ranks, top_k, max_tokens
@@ -113,6 +114,7 @@ def dispatch_throughput(
         ready: T.Tensor((R,), "uint64"),
         arrived: T.Tensor((R, chunks), "uint64"),
         done: T.Tensor((R,), "uint64"),
+        tickets: T.Tensor((2, 2), "int32"),
         epochs: T.Tensor((blocks,), "uint64"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
@@ -146,11 +148,24 @@ def dispatch_throughput(
             place = T.alloc_var("int32")
             token = T.alloc_var("int32")
             near = T.alloc_var("int32", init=1)
+            # Warps take the next chunk when they are done with one: equal shares would not take them equally long, because
+            # multiprocessors share ports to the links. Lane 0 asks for the next ticket while the warp is at work.
+            turn = T.alloc_var("int32")
+            turn = T.cast(epoch % T.uint64(2), "int32")
+            ahead = T.alloc_var("int32", init=0)
+            ticket = T.alloc_var("int32")
+            if block == 0 and thread < 2:
+                tickets[1 - turn, thread] = 0
             if block < senders:
-                # Consecutive warps send the same chunk to different ranks: all links are busy, rows are read once.
-                for i in T.serial((R * chunks + senders * warps - 1) // (senders * warps)):
-                    c = ((i * senders + block) * warps + warp) // R
-                    peer = (((i * senders + block) * warps + warp) % R + me) % R
+                if lane == 0:
+                    ahead = T.atomic_add(tickets[turn, 0], 1, return_prev=True)
+                ticket = T.shfl_sync(ahead, 0)
+                while ticket < R * chunks:
+                    if lane == 0:
+                        ahead = T.atomic_add(tickets[turn, 0], 1, return_prev=True)
+                    # Consecutive tickets are for the same chunk and different ranks: all links are busy, rows are read once.
+                    c = ticket // R
+                    peer = (ticket % R + me) % R
                     if proxied:
                         near = T.if_then_else(N.is_direct(peer), 1, 0)
                     # Receivers take this rank's own rows from where they are.
@@ -197,6 +212,7 @@ def dispatch_throughput(
                                         arrival_scales[row, 0], staged_scales[place, 0], peer, count=n * scale_words
                                     )
                                 _signal_chunk(arrived, me, c, epoch, peer, lane)
+                    ticket = T.shfl_sync(ahead, 0)
                 T.sync_threads()
                 # Nobody ends before all have sent all: so no signal of a call meets one of the next.
                 if thread < R:
@@ -212,9 +228,14 @@ def dispatch_throughput(
             if receivers:
                 size = T.alloc_var("int32", init=chunk)
                 if block >= senders:
-                    for i in T.serial((R * chunks + receivers * warps - 1) // (receivers * warps)):
-                        c = ((i * receivers + block - senders) * warps + warp) // R
-                        peer = (me + R - ((i * receivers + block - senders) * warps + warp) % R) % R
+                    if lane == 0:
+                        ahead = T.atomic_add(tickets[turn, 1], 1, return_prev=True)
+                    ticket = T.shfl_sync(ahead, 0)
+                    while ticket < R * chunks:
+                        if lane == 0:
+                            ahead = T.atomic_add(tickets[turn, 1], 1, return_prev=True)
+                        c = ticket // R
+                        peer = (me + R - ticket % R) % R
                         if proxied:
                             near = T.if_then_else(N.is_direct(peer), 1, 0)
                             size = T.if_then_else(near != 0, chunk, far_chunk)
@@ -247,6 +268,7 @@ def dispatch_throughput(
                                             out, out_scales, arrival, arrival_scales, place, records, peer, j, -1, K,
                                             row_words, scale_words, lane,
                                         )  # fmt: skip
+                        ticket = T.shfl_sync(ahead, 0)
             T.sync_threads()
             if thread == 0:
                 epochs[block] = epoch

@@ -50,6 +50,9 @@ class Throughput:
         chunks = -(-M // tuning.chunk)
         self._dispatch_ready, self._dispatch_arrived, self._dispatch_done = signals(R), signals(R, chunks), signals(R)
         self._dispatch_epochs = base._counters(base.blocks)
+        self._dispatch_tickets, self._combine_tickets = (
+            torch.zeros((2, 2), dtype=torch.int32, device=device) for _ in range(2)
+        )
         senders = base.blocks if self.placement == "rank" else tuning.dispatch_senders
         self._dispatch = dispatch_throughput(
             R, c.num_experts, c.top_k, M, row, c.scale_words, self.placement, self._proxied, tuning.chunk, far, senders,
@@ -141,7 +144,7 @@ class Throughput:
             rows(x, words), rows(scales, scale_words), rows(out, words), rows(out_scales, scale_words), self._arrival,
             self._arrival_scales, self._staged, self._staged_scales, layout.send_token, layout.send_row, layout.records,
             layout.totals, self._base.active, self._dispatch_ready, self._dispatch_arrived, self._dispatch_done,
-            self._dispatch_epochs,
+            self._dispatch_tickets, self._dispatch_epochs,
         )  # fmt: skip
 
     def combine(self, y, handle: Handle, out, weights, values, out_values) -> None:
@@ -165,5 +168,5 @@ class Throughput:
             out if out.numel() else self._no_row, self._no_values if no_values else out_values, layout.tokens, self._slots,
             self._slot_scales, self._slot_values, self._combine_staged, self._combine_staged_scales,
             self._combine_staged_values, layout.token_slot, layout.records, layout.totals, base.active,
-            self._combine_ready, self._combine_arrived, self._combine_done, self._combine_epochs,
+            self._combine_ready, self._combine_arrived, self._combine_done, self._combine_tickets, self._combine_epochs,
         )  # fmt: skip

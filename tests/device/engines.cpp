@@ -82,29 +82,37 @@ void many(uint32_t threads, size_t most, int rounds) {
   }
 }
 
-// The path of copies in which no thread moves more than one unit.
-template <Scope S>
-void small(uint32_t threads) {
+// The beginning of a copy, which is all of it when it is small.
+template <Scope S, int Rows>
+void beginning(uint32_t threads, bool one_warp, bool and_longer) {
   const uint32_t members = S == Scope::thread ? 1 : S == Scope::warp ? 32 : threads;
-  int fitting = 0;
+  const uint32_t most = threads % 32 == 0 || one_warp ? Rows : 1;
+  int whole = 0, begun = 0;
   for (int i = 0; i < 3000; i++) {
-    const size_t unit = size_t(1) << rng() % 5, bytes = rng() % (members + 2) * unit;
+    const size_t unit = size_t(1) << rng() % 5, bytes = rng() % (members * most + members / 2 + 2) * unit;
     const size_t to = rng() % 8 * unit, from = rng() % 8 * unit;
     const Bytes source(bytes, from), target(bytes, to);
     std::vector<char> expected = target.all();
-    bool fits = true;
+    bool all = true;
+    size_t done = 0;
     as_threads(S == Scope::thread ? 1 : threads, [&] {
-      SmallCopy<S> copy(target.begin(), source.begin(), int64_t(bytes));
+      Beginning<S, Rows> copy(target.begin(), source.begin(), int64_t(bytes), one_warp, and_longer);
       copy.load(source.begin());
-      fits = copy.fits;
+      all = copy.whole;
+      done = copy.bytes();
       copy.store(target.begin());
     });
-    if (unit >= 4 && bytes <= unit * members) CHECK(fits, "%zu bytes in units of %zu by %u", bytes, unit, members);
-    if (fits) std::copy(source.begin(), source.begin() + bytes, expected.begin() + to);
-    fitting += fits;
+    const uint32_t rows = threads % 32 == 0 && unit == 16 ? Rows : 1;
+    if (unit >= 4 && bytes <= unit * members * rows)
+      CHECK(all, "%zu bytes in units of %zu by %u", bytes, unit, members);
+    CHECK(all ? done == bytes : done <= bytes && (and_longer || done == 0), "%zu of %zu bytes", done, bytes);
+    std::copy(source.begin(), source.begin() + done, expected.begin() + to);
+    whole += all;
+    begun += !all && done != 0;
     CHECK(target.all() == expected, "%zu bytes by %u threads", bytes, members);
   }
-  CHECK(fitting > 1000);
+  CHECK(whole > 200);
+  CHECK(!and_longer || threads % 32 || begun > 20);
 }
 
 } // namespace
@@ -127,9 +135,11 @@ int main() {
   many<Scope::block, Engine::automatic, 32>(128, 400000, 30);
   many<Scope::warp, Engine::automatic, 16>(32, 40000, 100);
   many<Scope::thread, Engine::automatic, 4>(1, 3000, 200);
-  small<Scope::thread>(1);
-  small<Scope::warp>(32);
-  small<Scope::block>(20);
-  small<Scope::block>(128);
+  beginning<Scope::thread, 1>(1, false, false);
+  beginning<Scope::warp, 1>(32, false, true);
+  beginning<Scope::block, 1>(20, false, false);
+  for (const uint32_t threads : {20u, 48u, 96u, 128u})
+    for (const bool one_warp : {false, true})
+      for (const bool and_longer : {false, true}) beginning<Scope::block, 4>(threads, one_warp, and_longer);
   puts("ok");
 }

@@ -28,8 +28,8 @@ def random_tensor(shape, dtype: torch.dtype, *key) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes on the CPU; equal bits are equal bytes, which NaN values are not."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    """A copy of the tensor's bytes on the CPU, which peers do not change any more; unlike NaN values, equal bits are equal."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).clone()
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:

@@ -18,7 +18,8 @@ from tests import ranks
 
 pytestmark = pytest.mark.skipif(settings.device_kind() == "cuda", reason="on a GPU a race may stay hidden for years")
 FOLDER = Path(kernels.__file__).parent
-ATTEMPTS = 4
+ATTEMPTS = 12  # runs of CALLS calls; a right schedule may hide a missing line, and most mutants show at once
+CALLS = 24
 
 GATHER = ("tests.kernels.test_all_gather", "_gather", dict(threads=32, blocks=2))
 EQUAL = ("tests.kernels.test_all_to_all", "_equal", dict(threads=32, blocks=2))
@@ -51,7 +52,7 @@ def _cases(name: str, seed: int) -> tuple:
     import torch
 
     if name == "_uneven":
-        return 8, (40,), torch.float32, False
+        return CALLS, (40,), torch.float32, False
     shapes = [((2_000,), torch.float32, 0, 0), ((300,), torch.float32, 4, 4)]
     if name == "_equal":
         return ([(2_000, (), torch.float32, 0, 0), (300, (), torch.float32, 4, 4)],)
@@ -70,7 +71,7 @@ def _run(path: str, module: str, test: str, function: str, options: dict, seed: 
         calls, row, dtype, as_tensors = first
         body(seed, calls, options, row, dtype, as_tensors)
     else:
-        body(seed, *first, options, 3)
+        body(seed, *first, options, CALLS)
 
 
 def _attempt(path, module, test, seed: int) -> str | None:

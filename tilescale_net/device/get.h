@@ -28,9 +28,9 @@ TSN_DEVICE void get(const Context* ctx, void* dst, const void* src, int64_t byte
     if (scope_leader<S>() && !route.stopped) detail::get_by_proxy(ctx, dst, src, bytes, pe);
   } else if (TSN_LIKELY(!route.stopped)) {
     const char* peer = route.translate((const char*)src);
-    SmallCopy<S> small(dst, peer, bytes);
-    small.load(peer);
-    if (TSN_LIKELY(small.fits)) small.store(dst);
+    Beginning<S> begin(dst, peer, bytes);
+    begin.load(peer);
+    if (TSN_LIKELY(begin.whole)) begin.store(dst);
     else copy<S, E, Unroll, Stages, StageBytes>((char*)dst, peer, bytes, ring, Direction::pull);
   }
   scope_sync<S>();

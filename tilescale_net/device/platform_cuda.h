@@ -150,6 +150,16 @@ TSN_DEVICE void store(T* p, T v) {
 template <class T>
 TSN_DEVICE T load_constant(const T* p) TSN_LOAD("ld.relaxed.cta.global", )
 
+    // Not volatile: loads of the same place are one, and leave loops.
+    template <class T>
+    TSN_DEVICE T load_invariant(const T* p) {
+  typename detail::Word<sizeof(T)>::type w;
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "invariants have 4 or 8 bytes");
+  if constexpr (sizeof(T) == 4) asm("ld.relaxed.cta.global.b32 %0, [%1];" : "=r"(w) : "l"(p));
+  else asm("ld.relaxed.cta.global.b64 %0, [%1];" : "=l"(w) : "l"(p));
+  return detail::from_word<T>(w);
+}
+
 // ---------------------------------------------------------------------------------------------------------- atomics
 
 #undef TSN_SPACE
@@ -196,8 +206,8 @@ TSN_DEVICE T load_constant(const T* p) TSN_LOAD("ld.relaxed.cta.global", )
     }                                                                                                                  \
   }
 
-    template <AtomicOp Op, Order O, MemScope S, class T>
-    TSN_DEVICE T atomic(T* p, T value) {
+template <AtomicOp Op, Order O, MemScope S, class T>
+TSN_DEVICE T atomic(T* p, T value) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomics work on 4 and 8 bytes");
   constexpr bool kFloat = T(0.5) != T(0), kSigned = T(-1) < T(0);
   static_assert(!kFloat || Op == AtomicOp::add || Op == AtomicOp::exch, "only add and exch on floating-point numbers");

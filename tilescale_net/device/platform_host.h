@@ -126,6 +126,10 @@ template <class T>
 TSN_DEVICE T load_constant(const T* p) {
   return *p;
 }
+template <class T>
+TSN_DEVICE T load_invariant(const T* p) {
+  return *p;
+}
 
 // A GPU refuses addresses that are no multiple of the access.
 template <class T>

@@ -22,9 +22,9 @@ TSN_COLD void put_value_by_proxy(const Context* ctx, void* dst, uint64_t value, 
 // arguments. `ring` is Stages * StageBytes bytes of shared memory for the bulk engine, or null.
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
-  SmallCopy<S> small(dst, src, bytes);
+  Beginning<S, kPushRows<S>> begin(dst, src, bytes, false, begins_longer<S, E, Unroll, Stages>(uint64_t(bytes)));
   scope_sync<S>(); // what the scope wrote to the source is sent
-  small.load(src); // first, so that nothing that waits for the route comes before it
+  begin.load(src); // first, so that nothing that waits for the route comes before it
   const Route route(ctx, pe);
   if (TSN_UNLIKELY(!route.check<S>(kOpPut, dst, bytes))) return;
   if (TSN_UNLIKELY(!route.direct())) {
@@ -35,8 +35,10 @@ TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t byte
   if constexpr (platform::kDefersRemoteWrites)
     if (scope_deferred<S>([&] { return route.stopped || platform::defer_put(ctx, dst, peer, src, bytes, pe); })) return;
   if (TSN_UNLIKELY(route.stopped)) return;
-  if (TSN_LIKELY(small.fits)) small.store(peer);
-  else copy<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, Direction::push);
+  begin.store(peer);
+  if (TSN_LIKELY(begin.whole)) return;
+  const uint32_t done = begin.bytes();
+  copy<S, E, Unroll, Stages, StageBytes>(peer + done, (const char*)src + done, bytes - done, ring, Direction::push);
 }
 
 // Keeps `value` from taking part in the deduction of T.

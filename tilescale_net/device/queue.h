@@ -37,15 +37,16 @@ TSN_DEVICE uint32_t popcount(uint32_t v) {
 }
 
 TSN_DEVICE uint32_t queue_of(const Context* ctx, int pe) {
-  return uint32_t(pe) % platform::load_constant(&ctx->n_queues);
+  return uint32_t(pe) % platform::load_invariant(&ctx->n_queues);
 }
 
 TSN_DEVICE const QueueView* queue_view(const Context* ctx, uint32_t queue) {
-  return reinterpret_cast<const QueueView*>(platform::load_constant(&ctx->queues)) + queue;
+  return reinterpret_cast<const QueueView*>(platform::load_invariant(&ctx->queues)) + queue;
 }
 
-// What a push needs of its queue, loaded at once. The device's own words lie at fixed places of the heap, so the atomic
-// need not wait until the view has been read; and nothing is read again after the fence, which empties the L1 cache.
+// What a push needs of its queue, loaded at once, and once for all pushes of a loop. The device's own words lie at
+// fixed places of the heap, so the atomic need not wait until the view has been read; and nothing is read again after
+// the fence, which empties the L1 cache: `opaque` keeps the compiler from moving the loads behind it.
 struct Port {
   uint64_t* head;
   uint64_t* tail_cache;
@@ -55,18 +56,18 @@ struct Port {
 
   TSN_DEVICE Port(const Context* ctx, uint32_t queue) {
     const QueueView* view = queue_view(ctx, queue);
-    head = reinterpret_cast<uint64_t*>(platform::load_constant(&ctx->heap_base)) + kQueueWords +
+    head = reinterpret_cast<uint64_t*>(platform::load_invariant(&ctx->heap_base)) + kQueueWords +
            int(queue) * kQueueWordsStride;
     tail_cache = head + kTailCacheWord;
-    slots = reinterpret_cast<char*>(platform::load_constant(&view->slots));
-    tail = reinterpret_cast<const uint64_t*>(platform::load_constant(&view->tail));
-    mask = platform::load_constant(&view->mask);
+    slots = reinterpret_cast<char*>(platform::opaque(platform::load_invariant(&view->slots)));
+    tail = reinterpret_cast<const uint64_t*>(platform::opaque(platform::load_invariant(&view->tail)));
+    mask = platform::opaque(platform::load_invariant(&view->mask));
   }
 };
 
 // What does not fit the field becomes the highest offset, which no heap holds: the proxy refuses it.
 TSN_DEVICE uint64_t queue_offset(const Context* ctx, const void* p) {
-  const uint64_t offset = reinterpret_cast<uint64_t>(p) - platform::load_constant(&ctx->heap_base);
+  const uint64_t offset = reinterpret_cast<uint64_t>(p) - platform::load_invariant(&ctx->heap_base);
   return offset < kMaxOffset ? offset : kMaxOffset;
 }
 
@@ -97,7 +98,7 @@ TSN_DEVICE bool queue_claim(const Context* ctx, const Port& port, Operation oper
     p = platform::atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(port.head, uint64_t(1));
     if (publish) platform::fence<kPublishScope>();
   } else {
-    if (platform::load_constant(&ctx->n_queues) > 1) {
+    if (platform::load_invariant(&ctx->n_queues) > 1) {
       lanes = platform::match_lanes(lanes, reinterpret_cast<uint64_t>(port.head));
     }
     const uint32_t leader = lanes & (0u - lanes);
@@ -126,8 +127,8 @@ TSN_DEVICE void queue_store(const Port& port, uint64_t position, const Request& 
 // The size if they do: one naturally aligned machine word of the heap; else 0.
 TSN_DEVICE int inline_bytes(const Context* ctx, const void* dst, const void* src, int64_t bytes) {
   if (bytes != 1 && bytes != 2 && bytes != 4 && bytes != 8) return 0;
-  const uint64_t offset = reinterpret_cast<uint64_t>(src) - platform::load_constant(&ctx->heap_base);
-  const bool inside = offset < platform::load_constant(&ctx->heap_bytes); // else the proxy is to refuse it
+  const uint64_t offset = reinterpret_cast<uint64_t>(src) - platform::load_invariant(&ctx->heap_base);
+  const bool inside = offset < platform::load_invariant(&ctx->heap_bytes); // else the proxy is to refuse it
   const uint64_t bits = reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src);
   return inside && bits % uint64_t(bytes) == 0 ? int(bytes) : 0;
 }
@@ -180,7 +181,7 @@ TSN_DEVICE void queue_put(const Context* ctx, void* dst, const void* src, int64_
 
 // Earlier operations to the PE come before later signals to it. pe = -1: to any PE.
 TSN_DEVICE void queue_fence(const Context* ctx, int pe) {
-  const uint32_t n = platform::load_constant(&ctx->n_queues);
+  const uint32_t n = platform::load_invariant(&ctx->n_queues);
   const uint32_t first = pe < 0 ? 0 : detail::queue_of(ctx, pe), end = pe < 0 ? n : first + 1;
   const Request r = {Command::fence, pe < 0 ? kAllPes : uint32_t(pe)};
   for (uint32_t queue = first; queue < end; queue++) detail::queue_push<false>(ctx, queue, kOpFence, r);
@@ -224,7 +225,7 @@ TSN_DEVICE void queue_put_signal(const Context* ctx, void* dst, const void* src,
 
 // A ticket for the completion, at the targets, of everything pushed before: to the PE, or with pe = -1 to all.
 TSN_DEVICE uint64_t queue_flush(const Context* ctx, int pe) {
-  const uint32_t n = platform::load_constant(&ctx->n_queues);
+  const uint32_t n = platform::load_invariant(&ctx->n_queues);
   Request r = {Command::flush, pe < 0 ? kAllPes : uint32_t(pe)};
   if (pe >= 0) return detail::queue_push<false>(ctx, detail::queue_of(ctx, pe), kOpFlush, r);
   if (n == 1) return detail::queue_push<false>(ctx, 0, kOpFlush, r);
@@ -262,8 +263,8 @@ TSN_DEVICE uint64_t queue_get(const Context* ctx, void* dst, const void* src, in
 // Whether the operation of the ticket is complete.
 TSN_DEVICE bool queue_test(const Context* ctx, uint64_t ticket) {
   const QueueView* q = detail::queue_view(ctx, ticket_queue(ticket));
-  const uint64_t slot = (ticket & kTicketPositionMask) & platform::load_constant(&q->mask);
-  const uint64_t* done = reinterpret_cast<const uint64_t*>(platform::load_constant(&q->done)) + slot;
+  const uint64_t slot = (ticket & kTicketPositionMask) & platform::load_invariant(&q->mask);
+  const uint64_t* done = reinterpret_cast<const uint64_t*>(platform::load_invariant(&q->done)) + slot;
   return ticket_done(ticket, platform::load<Order::acquire, MemScope::sys>(done));
 }
 

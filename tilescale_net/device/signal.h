@@ -40,10 +40,10 @@ TSN_DEVICE void send_signal(const Route& route, uint64_t* sig, uint64_t value) {
 
 // Data and signal in one store, where they share an aligned 16-byte line: nobody sees one without the other, so the
 // signal need not wait until the data has arrived. The store orders nothing else, as put_signal does not.
-template <SignalOp Op, Scope S>
-TSN_DEVICE bool is_line(const SmallCopy<S>& small, const void* dst, const uint64_t* sig) {
+template <SignalOp Op, class B>
+TSN_DEVICE bool is_line(const B& begin, const void* dst, const uint64_t* sig) {
   const uint64_t apart = reinterpret_cast<uint64_t>(dst) ^ reinterpret_cast<uint64_t>(sig);
-  return platform::kHasLines && Op == SignalOp::set && small.unit == 8 && small.units == 1 && apart == 8;
+  return platform::kHasLines && Op == SignalOp::set && begin.unit == 8 && begin.units == 1 && apart == 8;
 }
 TSN_DEVICE void put_line(char* peer, uint64_t data, uint64_t value) {
   const uint64_t at = reinterpret_cast<uint64_t>(peer);
@@ -68,15 +68,15 @@ TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes, SignalOp Op>
 TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
                            uint64_t value, void* ring) {
-  SmallCopy<S> small(dst, src, bytes);
-  scope_sync<S>(); // what the scope wrote to the source is sent
   // What one warp can store is its work alone: the others would only be in its way.
-  const bool one_warp = S == Scope::block && small.fits && small.units <= platform::kWarpThreads;
-  if (!platform::kDefersRemoteWrites && one_warp && small.part.index >= platform::kWarpThreads) return;
-  small.load(src); // first, so that nothing that waits for the route comes before it
+  Beginning<S, kPushRows<S>> begin(dst, src, bytes, true, begins_longer<S, E, Unroll, Stages>(uint64_t(bytes)));
+  const bool one_warp = S == Scope::block && begin.whole && begin.part.threads <= platform::kWarpThreads;
+  scope_sync<S>(); // what the scope wrote to the source is sent
+  if (!platform::kDefersRemoteWrites && one_warp && begin.part.index >= platform::kWarpThreads) return;
+  begin.load(src); // first, so that nothing that waits for the route comes before it
   const Route route(ctx, pe);
   if (TSN_UNLIKELY(!route.check<S>(kOpPutSignal, dst, bytes, sig))) return;
-  const bool leader = small.part.index == 0;
+  const bool leader = begin.part.index == 0;
   if (TSN_UNLIKELY(!route.direct())) {
     if (leader && !route.stopped) detail::put_signal_by_proxy(ctx, dst, src, bytes, pe, sig, value, Op);
     return;
@@ -88,17 +88,18 @@ TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64
           return route.stopped || platform::defer_put_signal(ctx, dst, peer, src, bytes, pe, sig, peer_sig, value, Op);
         }))
       return;
-  if (TSN_LIKELY(small.fits && small.units <= 1)) { // the leader's work
+  if (TSN_LIKELY(begin.whole && begin.units <= 1)) { // the leader's work
     if (!leader || route.stopped) return;
-    if (detail::is_line<Op>(small, dst, sig)) return detail::put_line(peer, small.middle, value);
-    small.store(peer);
-  } else if (TSN_LIKELY(small.fits)) {
-    if (!route.stopped) small.store(peer);
-    if (!one_warp) scope_sync<S>();
-    else if (small.part.index < platform::kWarpThreads) platform::warp_sync();
+    if (detail::is_line<Op>(begin, dst, sig)) return detail::put_line(peer, begin.middle, value);
+    begin.store(peer);
   } else {
-    if (!route.stopped) copy<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, Direction::push);
-    scope_sync<S>();
+    if (!route.stopped) begin.store(peer);
+    if (TSN_UNLIKELY(!begin.whole && !route.stopped)) {
+      const uint32_t done = begin.bytes();
+      copy<S, E, Unroll, Stages, StageBytes>(peer + done, (const char*)src + done, bytes - done, ring, Direction::push);
+    }
+    if (!one_warp) scope_sync<S>();
+    else if (begin.part.index < platform::kWarpThreads) platform::warp_sync();
   }
   if (leader && !route.stopped) detail::release_signal<Op>(peer_sig, value);
 }
