@@ -87,6 +87,11 @@ def _body(rank: int, size: int, env: dict[str, str], fn: Callable, args: tuple, 
             except Exception:
                 pass
         pipe.send(pickle.dumps((None, (type(err).__name__, str(err), traceback.format_exc()))))
+        if init:
+            try:
+                world._current._watchdog.wait_for_others()
+            except Exception:  # there is no world yet
+                pass
         code = 1
     pipe.close()
     if code:

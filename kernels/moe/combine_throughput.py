@@ -236,82 +236,83 @@ def combine_throughput(
                             N.signal(arrived[me, c], epoch, peer)
                     ticket = T.shfl_sync(ahead, 0)
                 T.sync_threads()
-                # Nobody ends before all have sent all: so no signal of a call meets one of the next.
                 if thread < R:
                     if active[thread] != 0:
                         N.fence(thread)
                         N.signal(done[me], 1, thread, op="add")
-                        if block == 0:
-                            N.wait(done[thread], "ge", epoch * T.uint64(senders))
-                # The caller may write to y, and the next call to the staged rows, as soon as this kernel has ended.
-                if thread == 0:
-                    N.quiet()
 
-            if block >= senders:
-                piece = T.alloc_local((sum_group * sum_batch * width,), payload)
-                acc = T.alloc_local((sum_batch * width,), "float32")
-                from_row = T.alloc_local((sum_group,), "int32")
-                token = T.alloc_var("int32")
-                slot = T.alloc_var("int32")
-                total = T.alloc_var("float32")
+            # Senders that are done help to sum.
+            piece = T.alloc_local((sum_group * sum_batch * width,), payload)
+            acc = T.alloc_local((sum_batch * width,), "float32")
+            from_row = T.alloc_local((sum_group,), "int32")
+            token = T.alloc_var("int32")
+            slot = T.alloc_var("int32")
+            total = T.alloc_var("float32")
+            if lane == 0:
+                ahead = T.atomic_add(tickets[turn, 1], 1, return_prev=True)
+            token = T.shfl_sync(ahead, 0)
+            while token < tokens:
                 if lane == 0:
                     ahead = T.atomic_add(tickets[turn, 1], 1, return_prev=True)
-                token = T.shfl_sync(ahead, 0)
-                while token < tokens:
-                    if lane == 0:
-                        ahead = T.atomic_add(tickets[turn, 1], 1, return_prev=True)
-                    for g in T.serial((R + 31) // 32):
-                        peer = g * 32 + lane
-                        if peer < R:
-                            slot = token_slot[token, peer]
-                            if slot >= 0 and (peer != me or not whole):
-                                if proxied:
-                                    size = T.if_then_else(N.is_direct(peer), chunk, far_chunk)
-                                N.wait(arrived[peer, slot // size], "ge", epoch)
-                    T.sync_warp()
-                    for b in T.serial(sum_batches):
-                        first = b * 32 * sum_batch
-                        clear(acc, sum_batch * width)
-                        for p in T.serial((R + sum_group - 1) // sum_group):
-                            for g in T.unroll(sum_group):
-                                peer = p * sum_group + g
-                                from_row[g] = -1
-                                if peer < R:
-                                    slot = token_slot[token, peer]
-                                    if slot >= 0:
-                                        from_row[g] = peer * M + slot
-                                        if whole and peer == me:
-                                            load_batch(
-                                                piece, y, base[me] + slot, first, lane, units, width, sum_batch,
-                                                g * sum_batch * width,
-                                            )  # fmt: skip
-                                        else:
-                                            load_batch(
-                                                piece, slots, from_row[g], first, lane, units, width, sum_batch,
-                                                g * sum_batch * width,
-                                            )  # fmt: skip
-                            for g in T.unroll(sum_group):
-                                if from_row[g] >= 0:
-                                    if quantised:
-                                        add_dequantised(
-                                            acc, piece, slot_scales, from_row[g], first, lane, units, width, sum_batch,
+                for g in T.serial((R + 31) // 32):
+                    peer = g * 32 + lane
+                    if peer < R:
+                        slot = token_slot[token, peer]
+                        if slot >= 0 and (peer != me or not whole):
+                            if proxied:
+                                size = T.if_then_else(N.is_direct(peer), chunk, far_chunk)
+                            N.wait(arrived[peer, slot // size], "ge", epoch)
+                T.sync_warp()
+                for b in T.serial(sum_batches):
+                    first = b * 32 * sum_batch
+                    clear(acc, sum_batch * width)
+                    for p in T.serial((R + sum_group - 1) // sum_group):
+                        for g in T.unroll(sum_group):
+                            peer = p * sum_group + g
+                            from_row[g] = -1
+                            if peer < R:
+                                slot = token_slot[token, peer]
+                                if slot >= 0:
+                                    from_row[g] = peer * M + slot
+                                    if whole and peer == me:
+                                        load_batch(
+                                            piece, y, base[me] + slot, first, lane, units, width, sum_batch,
                                             g * sum_batch * width,
                                         )  # fmt: skip
                                     else:
-                                        add_scaled(acc, piece, T.float32(1), sum_batch * width, g * sum_batch * width)
-                        store_rounded(out, token, acc, first, lane, units, width, sum_batch, dtype)
-                    if valued:
-                        for g in T.serial((K + 31) // 32):
-                            if g * 32 + lane < K:
-                                total = T.float32(0)
-                                for p in T.serial(R):
-                                    slot = token_slot[token, p]
-                                    if slot >= 0:
-                                        total = total + slot_values[p * M + slot, g * 32 + lane]
-                                out_values[token, g * 32 + lane] = total
-                    token = T.shfl_sync(ahead, 0)
+                                        load_batch(
+                                            piece, slots, from_row[g], first, lane, units, width, sum_batch,
+                                            g * sum_batch * width,
+                                        )  # fmt: skip
+                        for g in T.unroll(sum_group):
+                            if from_row[g] >= 0:
+                                if quantised:
+                                    add_dequantised(
+                                        acc, piece, slot_scales, from_row[g], first, lane, units, width, sum_batch,
+                                        g * sum_batch * width,
+                                    )  # fmt: skip
+                                else:
+                                    add_scaled(acc, piece, T.float32(1), sum_batch * width, g * sum_batch * width)
+                    store_rounded(out, token, acc, first, lane, units, width, sum_batch, dtype)
+                if valued:
+                    for g in T.serial((K + 31) // 32):
+                        if g * 32 + lane < K:
+                            total = T.float32(0)
+                            for p in T.serial(R):
+                                slot = token_slot[token, p]
+                                if slot >= 0:
+                                    total = total + slot_values[p * M + slot, g * 32 + lane]
+                            out_values[token, g * 32 + lane] = total
+                token = T.shfl_sync(ahead, 0)
             T.sync_threads()
+            # Nobody ends before all have sent all: so no signal of a call meets one of the next.
+            if block == 0 and thread < R:
+                if active[thread] != 0:
+                    N.wait(done[thread], "ge", epoch * T.uint64(senders))
             if thread == 0:
+                # The caller may write to y, and the next call to the staged rows, as soon as this kernel has ended.
+                if block < senders:
+                    N.quiet()
                 epochs[block] = epoch
 
     return main

@@ -214,63 +214,64 @@ def dispatch_throughput(
                                 _signal_chunk(arrived, me, c, epoch, peer, lane)
                     ticket = T.shfl_sync(ahead, 0)
                 T.sync_threads()
-                # Nobody ends before all have sent all: so no signal of a call meets one of the next.
                 if thread < R:
                     if active[thread] != 0:
                         N.fence(thread)
                         N.signal(done[me], 1, thread, op="add")
-                        if block == 0:
-                            N.wait(done[thread], "ge", epoch * T.uint64(senders))
-                # The caller may write to x, and the next call to the staged rows, as soon as this kernel has ended.
-                if thread == 0:
-                    N.quiet()
 
             if receivers:
+                # Senders that are done help to receive.
                 size = T.alloc_var("int32", init=chunk)
-                if block >= senders:
+                if lane == 0:
+                    ahead = T.atomic_add(tickets[turn, 1], 1, return_prev=True)
+                ticket = T.shfl_sync(ahead, 0)
+                while ticket < R * chunks:
                     if lane == 0:
                         ahead = T.atomic_add(tickets[turn, 1], 1, return_prev=True)
-                    ticket = T.shfl_sync(ahead, 0)
-                    while ticket < R * chunks:
-                        if lane == 0:
-                            ahead = T.atomic_add(tickets[turn, 1], 1, return_prev=True)
-                        c = ticket // R
-                        peer = (me + R - ticket % R) % R
-                        if proxied:
-                            near = T.if_then_else(N.is_direct(peer), 1, 0)
-                            size = T.if_then_else(near != 0, chunk, far_chunk)
-                        if c * size < received[peer]:
-                            if peer != me:
-                                N.wait_warp(arrived[peer, c], "ge", epoch)
-                            n = T.min(size, received[peer] - c * size)
-                            for q in T.serial(n):
-                                j = c * size + q
-                                if peer == me:
-                                    token = send_token[me, j]
+                    c = ticket // R
+                    peer = (me + R - ticket % R) % R
+                    if proxied:
+                        near = T.if_then_else(N.is_direct(peer), 1, 0)
+                        size = T.if_then_else(near != 0, chunk, far_chunk)
+                    if c * size < received[peer]:
+                        if peer != me:
+                            N.wait_warp(arrived[peer, c], "ge", epoch)
+                        n = T.min(size, received[peer] - c * size)
+                        for q in T.serial(n):
+                            j = c * size + q
+                            if peer == me:
+                                token = send_token[me, j]
+                                _scatter(
+                                    out, out_scales, x, x_scales, token, records, peer, j, -1, K, row_words,
+                                    scale_words, lane,
+                                )  # fmt: skip
+                            else:
+                                row = -1
+                                if in_place:
+                                    for k in T.serial(K):
+                                        if row < 0:
+                                            row = records[peer, j, k]
+                                if in_place and near != 0:
                                     _scatter(
-                                        out, out_scales, x, x_scales, token, records, peer, j, -1, K, row_words,
+                                        out, out_scales, out, out_scales, row, records, peer, j, row, K, row_words,
                                         scale_words, lane,
                                     )  # fmt: skip
-                                else:
-                                    row = -1
-                                    if in_place:
-                                        for k in T.serial(K):
-                                            if row < 0:
-                                                row = records[peer, j, k]
-                                    if in_place and near != 0:
-                                        _scatter(
-                                            out, out_scales, out, out_scales, row, records, peer, j, row, K, row_words,
-                                            scale_words, lane,
-                                        )  # fmt: skip
-                                    elif proxied or not in_place:
-                                        place = peer * M + j
-                                        _scatter(
-                                            out, out_scales, arrival, arrival_scales, place, records, peer, j, -1, K,
-                                            row_words, scale_words, lane,
-                                        )  # fmt: skip
-                        ticket = T.shfl_sync(ahead, 0)
+                                elif proxied or not in_place:
+                                    place = peer * M + j
+                                    _scatter(
+                                        out, out_scales, arrival, arrival_scales, place, records, peer, j, -1, K,
+                                        row_words, scale_words, lane,
+                                    )  # fmt: skip
+                    ticket = T.shfl_sync(ahead, 0)
             T.sync_threads()
+            # Nobody ends before all have sent all: so no signal of a call meets one of the next.
+            if block == 0 and thread < R:
+                if active[thread] != 0:
+                    N.wait(done[thread], "ge", epoch * T.uint64(senders))
             if thread == 0:
+                # The caller may write to x, and the next call to the staged rows, as soon as this kernel has ended.
+                if block < senders:
+                    N.quiet()
                 epochs[block] = epoch
 
     return main

@@ -82,7 +82,7 @@ def _attempt(path, module, test, seed: int) -> str | None:
     if not wrong:
         return None
     # The other rank may only have noticed that this one failed. A mutant that does not compile shows nothing.
-    shown = [kind for kind in ("AssertionError", "WaitTimeout") if kind in wrong]
+    shown = [kind for kind in ("AssertionError", "WaitTimeout", "RankMismatch") if kind in wrong]
     assert shown, wrong
     return f"{shown[0]}: {wrong[shown[0]]}"
 

@@ -71,6 +71,21 @@ class Watchdog:
         """Tell the other ranks that this one leaves in good order."""
         self._control._set(f"ended/{self._control.rank}", "1")
 
+    def wait_for_others(self, seconds: float = 2.0) -> None:
+        """After a failure: let the other ranks learn what it was. Only rank 0, with whom the store ends, has to wait."""
+        if self._control.rank != 0:
+            return
+        end = time.monotonic() + seconds
+        others = [*self._fds, *self._remote]
+        while others and time.monotonic() < end:
+            dead = self._dead()
+            others = [
+                r
+                for r in others
+                if r not in dead and not any(self._control._get(f"{key}/{r}") for key in ("noticed", "failed", "ended"))
+            ]
+            time.sleep(0.02)
+
     def close(self) -> None:
         self._stop.set()
         self._thread.join(timeout=5)
@@ -85,6 +100,7 @@ class Watchdog:
                 reason = self._look(beat=ticks % 4 == 0)
                 if reason and not self._stop.is_set():
                     self._reason = reason
+                    self._control._set(f"noticed/{self._control.rank}", "1")
                     self._on_loss(reason)
             ticks += 1
 

@@ -213,6 +213,8 @@ class World:
         elif self._watchdog is not None and not orderly:
             self._watchdog.announce_failure("it ended before finalize")
         failure = self._failure
+        if self._watchdog is not None and (failure is not None or not orderly):
+            self._watchdog.wait_for_others()
         self._release()
         if failure is not None and orderly:
             raise failure

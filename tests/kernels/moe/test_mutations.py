@@ -15,7 +15,7 @@ from tests.kernels.moe.test_rounds import in_a_row, rounds
 
 pytestmark = pytest.mark.skipif(settings.device_kind() == "cuda", reason="on a GPU a race may stay hidden for years")
 FOLDER = Path(kernels.moe.__file__).parent
-ATTEMPTS = 4
+ATTEMPTS = 12
 SHAPE = dict(num_experts=4, max_tokens=7, hidden=64, top_k=3)
 TUNING = Tuning(blocks=2, threads=32, combine_threads=32, chunk=2)
 

@@ -1,0 +1,69 @@
+"""Every kernel between two nodes on networks that misbehave in hundreds of ways; TSN_CHAOS_SEEDS says how many (40)."""
+
+import os
+import random
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from kernels.moe import Tuning
+from tests import ranks
+from tests.kernels import test_all_gather, test_all_to_all, test_p2p, test_reduce_scatter
+from tests.kernels.moe.test_rounds import rounds
+
+SEEDS = int(os.environ.get("TSN_CHAOS_SEEDS", "40"))
+AT_ONCE = 20  # seeds of one test, whose ranks go on from one to the next
+GEOMETRY = dict(threads=32, blocks=2)
+MOE = dict(num_experts=4, max_tokens=7, hidden=64, top_k=3)
+TUNING = Tuning(blocks=2, threads=32, combine_threads=32, chunk=2)
+
+
+def chaos_of(seed: int) -> str:
+    """A network: what it does, and how badly, depends on the seed."""
+    pace = random.Random(seed)
+    faults = {
+        "reorder": f"{pace.uniform(0.1, 0.9):.2f}",
+        "split": f"{pace.uniform(0.1, 0.9):.2f}",
+        "eagain": f"{pace.uniform(0.05, 0.5):.2f}",
+        "delay_us": str(pace.choice((50, 200, 400))),
+        "imm_bits": str(pace.choice((8, 16, 20, 32))),
+        "depth": str(pace.choice((4, 16, 64))),
+        "max_write": str(pace.choice((256, 1000, 4096))),
+    }
+    chosen = pace.sample(sorted(faults), pace.randrange(2, len(faults) + 1))
+    return ",".join([f"seed={seed}", *(f"{name}={faults[name]}" for name in chosen)])
+
+
+def everything(seed: int) -> None:
+    """One small run of each kernel, every byte compared."""
+    for direction, way in (("push", dict(threads=64, blocks=4, partition="interleaved", chunk=1024)), ("pull", dict())):
+        test_p2p._copies(direction, way, [(seed % 5000, 2, 1, 3)], seed)
+    test_all_gather._gather(seed, [((700,), torch.float32, 4, 12)], GEOMETRY)
+    test_all_to_all._equal(seed, [(30, (5,), torch.bfloat16, 2, 0)], GEOMETRY)
+    test_all_to_all._uneven(seed, 3, GEOMETRY, (129,), torch.uint8, False)
+    test_reduce_scatter._reduce(seed, [((1001,), torch.bfloat16, 2, 0)], dict(**GEOMETRY, chunk_bytes=512))
+    rounds(seed, MOE, dict(alignment=2, tuning=TUNING), dict(), ("random", "masked"))
+    rounds(seed, MOE, dict(layout="rank", tuning=TUNING), dict(), ("random",))
+    rounds(seed, MOE, dict(mode="latency", tuning=TUNING), dict(), ("random", "masked"))
+
+
+def _seeds(first: int, count: int) -> None:
+    for seed in range(first, first + count):
+        os.environ["TSN_CHAOS"] = chaos_of(seed)
+        os.environ["TSN_SIM_VISIBILITY"] = ("late", "random")[seed % 2]
+        tsn.init("16M")
+        try:
+            everything(seed)
+        except Exception as error:
+            error.add_note(f"on the network {chaos_of(seed)}") if hasattr(error, "add_note") else None
+            raise
+        tsn.finalize()
+
+
+@pytest.mark.parametrize("batch", range(-(-SEEDS // AT_ONCE)))
+def test_every_kernel_on_many_networks(batch):
+    first = random.randrange(1 << 20)
+    ranks.run(
+        2, _seeds, first, min(AT_ONCE, SEEDS - batch * AT_ONCE), init=False, env={"VIRTUAL_NODES": "2"}, timeout=280
+    )
