@@ -9,6 +9,11 @@ import pytest
 FOLDER = "/dev/shm"
 
 
+def pytest_xdist_auto_num_workers(config) -> int:
+    """One worker more than processors: most tests wait for something now and then."""
+    return (os.cpu_count() or 1) + 1
+
+
 def _files() -> set[str]:
     return set(os.listdir(FOLDER)) if os.path.isdir(FOLDER) else set()
 

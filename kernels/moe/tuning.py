@@ -63,4 +63,4 @@ def defaults(mode: str, on_gpu: bool, multiprocessors: int) -> Tuning:
         return Tuning(4, 64, 2, 2, 64)
     if mode == "latency":
         return Tuning(multiprocessors, 256, 1, 1, 256)
-    return Tuning(24, 512, 14, 16, 384)
+    return Tuning(24, 512, 14, 12, 384)

@@ -108,11 +108,13 @@ int cuMemcpyDtoHAsync_v2(void* to, unsigned long long from, size_t n, void* stre
   static_cast<Stream*>(stream)->add([=] { copy_words(to, reinterpret_cast<const void*>(from), n); });
   return 0;
 }
-int cuStreamWriteValue32_v2(void* stream, unsigned long long to, uint32_t value, unsigned) {
+int cuStreamWriteValue32_v2(void* stream, unsigned long long to, uint32_t value, unsigned flags) {
+  if (flags) return 1; // this version of the call knows none
   static_cast<Stream*>(stream)->add([=] { store(to, value); });
   return 0;
 }
-int cuStreamWriteValue64_v2(void* stream, unsigned long long to, uint64_t value, unsigned) {
+int cuStreamWriteValue64_v2(void* stream, unsigned long long to, uint64_t value, unsigned flags) {
+  if (flags) return 1; // this version of the call knows none
   static_cast<Stream*>(stream)->add([=] { store(to, value); });
   return 0;
 }

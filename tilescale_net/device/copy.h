@@ -116,79 +116,70 @@ TSN_DEVICE void copy_body(char* dst, const char* src, uint64_t body, uint32_t un
 } // namespace detail
 
 // The beginning of a copy: up to Rows units of 16 bytes per thread, or one of 4 or 8. Its loads and its stores are
-// apart, so that the loads are under way while the target is looked up, and free of branches.
+// apart, so that the loads are under way while the target is looked up. All threads of a block come here, for the
+// smallest of messages too: what only longer ones need stays behind a branch.
 //
 // Most copies are `whole`: there is nothing after the beginning. Of longer ones the beginning is taken only if
 // `and_longer`, for callers that copy the rest afterwards.
 template <Scope S, int Rows = 1>
 struct Beginning {
-  static_assert(Rows == 1 || S == Scope::block, "rows of several units are for blocks");
   Part part;
   uint32_t unit, units; // bytes of a unit; units that are taken, 0 when the copy does not begin here
   bool whole;
-  uint32_t first, rows; // this thread's first unit, and how many it has at most, a warp apart
   Vec16 wide[Rows] = {};
   uint64_t middle = 0;
   uint32_t narrow = 0;
 
-  // `one_warp`: the first warp takes it all where that makes a whole copy.
-  TSN_DEVICE Beginning(const void* dst, const void* src, int64_t bytes, bool one_warp = false, bool and_longer = false)
+  TSN_DEVICE Beginning(const void* dst, const void* src, int64_t bytes, bool and_longer = false)
       : part(scope_part<S>()) {
     const uint64_t bits = reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src) | uint64_t(bytes);
     unit = bits % 16 == 0 ? 16 : bits % 8 == 0 ? 8 : 4;
     const uint64_t count = uint64_t(bytes) >> (unit == 16 ? 4 : unit == 8 ? 3 : 2);
-    const uint32_t most = unit == 16 ? Rows : 1;
-    if (one_warp && count <= platform::kWarpThreads * most && part.threads > platform::kWarpThreads)
-      part.threads = platform::kWarpThreads;
-    whole = bits % 4 == 0 && count <= part.threads * most;
-    const bool all_rows = and_longer && unit == 16 && part.threads % platform::kWarpThreads == 0;
-    units = whole ? uint32_t(count) : all_rows ? part.threads * most : 0;
-    first = part.index;
-    rows = 1;
-    if constexpr (Rows > 1) {
-      if (units > part.threads && part.threads % platform::kWarpThreads == 0) {
-        rows = (units + part.threads - 1) / part.threads;
-        first += part.index / platform::kWarpThreads * (platform::kWarpThreads * (rows - 1));
-      } else if (units > part.threads) { // no whole warps
-        units = 0;
-        whole = false;
-      }
-    }
+    const uint32_t most = unit == 16 ? part.threads * Rows : part.threads;
+    whole = bits % 4 == 0 && count <= most;
+    units = whole ? uint32_t(count) : and_longer && unit == 16 ? most : 0;
   }
 
-  // Bytes of the copy that are taken.
+  // Bytes of the copy that are taken, by all threads together.
   TSN_DEVICE uint32_t bytes() const { return units * unit; }
 
   TSN_DEVICE void load(const void* src) {
-    const char* p = (const char*)src + uint64_t(first) * unit;
+    const char* p = (const char*)src + uint64_t(part.index) * unit;
+    platform::load_data_below(&wide[0], (const Vec16*)p, int(part.index), int(unit == 16 ? units : 0));
+    platform::load_data_below(&middle, (const uint64_t*)p, int(part.index), int(unit == 8 ? units : 0));
+    platform::load_data_below(&narrow, (const uint32_t*)p, int(part.index), int(unit == 4 ? units : 0));
+  }
+  // The other rows; its branch comes after the loads that small messages wait for.
+  TSN_DEVICE void load_more(const void* src) {
+    if (!more_rows()) return;
+    const char* p = (const char*)src + uint64_t(part.index) * unit;
     TSN_UNROLL
-    for (int u = 0; u < Rows; u++)
-      platform::load_data_below(&wide[u], (const Vec16*)p + u * platform::kWarpThreads,
-                                int(first + u * platform::kWarpThreads), wide_below(u));
-    platform::load_data_below(&middle, (const uint64_t*)p, int(first), int(unit == 8 ? units : 0));
-    platform::load_data_below(&narrow, (const uint32_t*)p, int(first), int(unit == 4 ? units : 0));
+    for (uint32_t u = 1; u < Rows; u++)
+      platform::load_data_below(&wide[u], (const Vec16*)p + u * part.threads, int(part.index + u * part.threads),
+                                int(units));
   }
   TSN_DEVICE void store(void* dst) const {
-    char* p = (char*)dst + uint64_t(first) * unit;
+    char* p = (char*)dst + uint64_t(part.index) * unit;
+    platform::store_data_below((Vec16*)p, wide[0], int(part.index), int(unit == 16 ? units : 0));
+    platform::store_data_below((uint64_t*)p, middle, int(part.index), int(unit == 8 ? units : 0));
+    platform::store_data_below((uint32_t*)p, narrow, int(part.index), int(unit == 4 ? units : 0));
+    if (!more_rows()) return;
     TSN_UNROLL
-    for (int u = 0; u < Rows; u++)
-      platform::store_data_below((Vec16*)p + u * platform::kWarpThreads, wide[u],
-                                 int(first + u * platform::kWarpThreads), wide_below(u));
-    platform::store_data_below((uint64_t*)p, middle, int(first), int(unit == 8 ? units : 0));
-    platform::store_data_below((uint32_t*)p, narrow, int(first), int(unit == 4 ? units : 0));
+    for (uint32_t u = 1; u < Rows; u++)
+      platform::store_data_below((Vec16*)p + u * part.threads, wide[u], int(part.index + u * part.threads), int(units));
   }
 
 private:
-  TSN_DEVICE int wide_below(int u) const {
-    return int(unit == 16 && uint32_t(u) < rows && part.index < part.threads ? units : 0);
-  }
+  TSN_DEVICE bool more_rows() const { return Rows > 1 && units > part.threads; } // of 16-byte units, then
 };
 
 enum class Direction { push, pull };
 
 // Where the bulk engine overtakes the ldst engine, measured on two H200 over NVLink; the only place of these figures.
-// A ring starts and drains slowly, but moves more per second; pulling, it does so only with more memory in flight.
-constexpr uint64_t kBulkPushFrom = 512 * 1024;
+// A ring starts and drains slowly, but moves more per second; pulling, it does so only with more memory in flight, and
+// a thousand threads push as fast without it up to larger sizes.
+constexpr uint32_t kManyThreads = 1024;
+constexpr uint64_t kBulkPushFrom = 512 * 1024, kBulkPushFromMany = 2048 * 1024;
 constexpr uint64_t kBulkPullFrom = 128 * 1024;
 constexpr uint32_t kEnoughInFlight = 64 * 1024;
 
@@ -196,7 +187,7 @@ template <int Unroll, int Stages, int StageBytes>
 TSN_DEVICE bool bulk_is_faster(Direction direction, uint64_t bytes, uint32_t threads) {
   constexpr uint32_t kRingInFlight = (Stages - 1) * StageBytes;
   const uint32_t ldst_in_flight = threads * Unroll * 16;
-  if (direction == Direction::push) return bytes >= kBulkPushFrom;
+  if (direction == Direction::push) return bytes >= (threads >= kManyThreads ? kBulkPushFromMany : kBulkPushFrom);
   return bytes >= kBulkPullFrom && (kRingInFlight > kEnoughInFlight || kRingInFlight > ldst_in_flight);
 }
 

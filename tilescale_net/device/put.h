@@ -22,10 +22,11 @@ TSN_COLD void put_value_by_proxy(const Context* ctx, void* dst, uint64_t value, 
 // arguments. `ring` is Stages * StageBytes bytes of shared memory for the bulk engine, or null.
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
-  Beginning<S, kPushRows<S>> begin(dst, src, bytes, false, begins_longer<S, E, Unroll, Stages>(uint64_t(bytes)));
+  Beginning<S, kPushRows<S>> begin(dst, src, bytes, begins_longer<S, E, Unroll, Stages>(uint64_t(bytes)));
   scope_sync<S>(); // what the scope wrote to the source is sent
   begin.load(src); // first, so that nothing that waits for the route comes before it
   const Route route(ctx, pe);
+  begin.load_more(src);
   if (TSN_UNLIKELY(!route.check<S>(kOpPut, dst, bytes))) return;
   if (TSN_UNLIKELY(!route.direct())) {
     if (scope_leader<S>() && !route.stopped) detail::put_by_proxy(ctx, dst, src, bytes, pe);

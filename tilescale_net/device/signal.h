@@ -68,13 +68,14 @@ TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes, SignalOp Op>
 TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
                            uint64_t value, void* ring) {
+  Beginning<S, kPushRows<S>> begin(dst, src, bytes, begins_longer<S, E, Unroll, Stages>(uint64_t(bytes)));
   // What one warp can store is its work alone: the others would only be in its way.
-  Beginning<S, kPushRows<S>> begin(dst, src, bytes, true, begins_longer<S, E, Unroll, Stages>(uint64_t(bytes)));
-  const bool one_warp = S == Scope::block && begin.whole && begin.part.threads <= platform::kWarpThreads;
+  const bool one_warp = S == Scope::block && begin.whole && begin.units <= platform::kWarpThreads;
   scope_sync<S>(); // what the scope wrote to the source is sent
   if (!platform::kDefersRemoteWrites && one_warp && begin.part.index >= platform::kWarpThreads) return;
   begin.load(src); // first, so that nothing that waits for the route comes before it
   const Route route(ctx, pe);
+  begin.load_more(src);
   if (TSN_UNLIKELY(!route.check<S>(kOpPutSignal, dst, bytes, sig))) return;
   const bool leader = begin.part.index == 0;
   if (TSN_UNLIKELY(!route.direct())) {

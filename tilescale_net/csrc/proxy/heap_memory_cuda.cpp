@@ -15,7 +15,6 @@ namespace tsn {
 namespace {
 
 using cuda::check;
-constexpr unsigned kNoBarrier = 1; // CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER: data, not a signal
 
 // A stream, and how many operations of it were submitted and are complete.
 class Lane {
@@ -86,12 +85,12 @@ public:
     if (bytes == 8 && offset % 8 == 0) {
       uint64_t v;
       std::memcpy(&v, from, 8);
-      return check(d_.cuStreamWriteValue64(in_.next(), base_ + offset, v, kNoBarrier), "cuStreamWriteValue64");
+      return check(d_.cuStreamWriteValue64(in_.next(), base_ + offset, v, 0), "cuStreamWriteValue64");
     }
     if (bytes == 4 && offset % 4 == 0) {
       uint32_t v;
       std::memcpy(&v, from, 4);
-      return check(d_.cuStreamWriteValue32(in_.next(), base_ + offset, v, kNoBarrier), "cuStreamWriteValue32");
+      return check(d_.cuStreamWriteValue32(in_.next(), base_ + offset, v, 0), "cuStreamWriteValue32");
     }
     // The driver copies later: the data wait in a ring of pinned pieces.
     const uint64_t slot = writes_++ % kWriteSlots;
