@@ -51,8 +51,8 @@ class Channels:
         self._sent = 0
         self._bare = None
 
-    def open_bare(self, largest: int) -> None:
-        """Make the bare writer: in the simulator on the proxy's own memory, with a GPU on host memory. Collective."""
+    def open_bare(self) -> None:
+        """Make the bare writer, on the proxy's own memory and by its way to it, staged or not. Collective."""
         from tilescale_net import _native, fabric
 
         options = _native.TransportOptions(
@@ -62,9 +62,15 @@ class Channels:
             rails=self.rails,
             library_fallback=fabric.bundled_library(),
         )
-        memory = {"bytes": largest} if self.on_gpu else {"bytes": self.src.numel(), "base": self.src.data_ptr()}
         self._bare = _native.BareWriter(
-            options, chunk_bytes=self.properties["chunk_bytes"], dedicated=self.on_gpu, **memory
+            options,
+            bytes=self.src.numel(),
+            base=self.src.data_ptr(),
+            heap_kind="cuda" if self.on_gpu else "host",
+            device=self.world.device.index or 0,
+            force_staging=self.properties["staged"],
+            chunk_bytes=self.properties["chunk_bytes"],
+            dedicated=self.on_gpu,
         )
         blobs = self.gather(self._bare.blob())
         other = {0: self.peer, self.peer: 0}.get(self.rank)

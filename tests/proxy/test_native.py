@@ -2,12 +2,17 @@
 
 import ctypes
 import mmap
+import os
+import random
 import struct
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
+from tests.proxy import programs
 from tilescale_net import _native, fabric
 from tilescale_net.errors import FabricError
 from tilescale_net.runtime import context
@@ -166,22 +171,49 @@ def test_pinning_outside_the_allowed_cpus():
         pe.proxy.start()
 
 
-def test_bare_writer():
-    """Two of them in one process: bandwidth and round trips over the provider that is found."""
+def bare_writers(**how) -> None:
+    """Two of them in one process: bandwidth, round trips and every byte, over the provider that is found."""
+    size, chunk = 1_000_000, 65536
+    memories = [(ctypes.c_ubyte * size).from_buffer_copy(random.Random(rank).randbytes(size)) for rank in range(2)]
     writers = [
-        _native.BareWriter(fabric.transport_options(rank=rank), bytes=1 << 20, chunk_bytes=65536) for rank in range(2)
+        _native.BareWriter(
+            fabric.transport_options(rank=rank),
+            size,
+            ctypes.addressof(memories[rank]),
+            chunk_bytes=chunk,
+            window=8,
+            **how,
+        )
+        for rank in range(2)
     ]
     blobs = [w.blob() for w in writers]
     writers[0].connect(1, blobs[1])
     writers[1].connect(0, blobs[0])
-    answers = threading.Thread(target=lambda: (writers[1].serve(0), writers[1].pong(0, 8, 50)))
+    answers = threading.Thread(target=lambda: (writers[1].serve(0), writers[1].pong(0, 999, 50)))
     answers.start()
+    sent = bytes(memories[0])
     for blocking in (False, True):
-        assert 0 < writers[0].write(1, 1 << 20, 4, blocking) < 20
+        assert 0 < writers[0].write(1, size, 4, blocking) < 20
     writers[0].finish(1)
-    assert 0 < writers[0].ping(1, 8, 50) < 20
+    assert 0 < writers[0].ping(1, 999, 50) < 20
     answers.join(20)
     assert not answers.is_alive()
+    assert bytes(memories[1]) == sent == bytes(memories[0])
+    with pytest.raises(FabricError, match="do not fit"):
+        writers[0].write(1, size + 1, 1)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_bare_writer(staged):
+    bare_writers(force_staging=staged)
+
+
+def test_bare_writer_of_gpu_memory():
+    """With a stand-in for the driver, whose streams run late and out of step."""
+    code = "from tests.proxy.test_native import bare_writers; bare_writers(heap_kind='cuda')"
+    env = {**os.environ, "TSN_LIBCUDA": str(programs.fake_cuda()), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_dispatch_rate():

@@ -27,7 +27,14 @@ BareWriter::BareWriter(const BareWriterOptions& options) : options_(options), ev
     options_.base = reinterpret_cast<uint64_t>(buffer_->memory.data());
     std::memset(buffer_->memory.data(), 1, options_.bytes); // page faults belong to nobody's time
   }
-  region_ = transport_->register_memory({reinterpret_cast<void*>(options_.base), options_.bytes, Memory::host, 0});
+  if (options_.staged || (options_.cuda && !transport_->properties().device_memory)) {
+    staging_ = std::make_unique<BareStaging>(transport_.get(), options_.base, options_.cuda, options_.device,
+                                             options_.chunk_bytes, options_.window);
+    region_ = staging_->receive_region();
+  } else {
+    region_ = transport_->register_memory({reinterpret_cast<void*>(options_.base), options_.bytes,
+                                           options_.cuda ? Memory::cuda : Memory::host, options_.device});
+  }
   out_.resize((size_t)transport_->properties().rails);
 }
 
@@ -45,6 +52,7 @@ void BareWriter::connect(int peer, const std::string& blob) {
   transport_->connect(peer, r.text());
   if (remote_.size() <= (size_t)peer) remote_.resize((size_t)peer + 1, -1);
   remote_[(size_t)peer] = transport_->add_remote(peer, r.text());
+  if (staging_) staging_->set_peer(remote_[(size_t)peer]);
 }
 
 void BareWriter::give_up(const std::string& what) {
@@ -56,8 +64,14 @@ int BareWriter::poll() {
   for (int i = 0; i < n; i++) {
     const Event& e = events_[(size_t)i];
     if (e.kind == Event::done) completed_++, out_[e.cookie >> 40] -= e.cookie & ((1ull << 40) - 1);
-    else if (e.kind == Event::immediate) immediates_++;
-    else if (e.kind == Event::message) finished_ = true;
+    else if (e.kind == Event::immediate) {
+      immediates_++;
+      if (staging_) arrivals_.push_back(e.imm);
+    } else if (e.kind == Event::message && e.bytes == sizeof(uint32_t)) {
+      uint32_t slot;
+      std::memcpy(&slot, e.data, sizeof slot);
+      staging_->given_back(slot);
+    } else if (e.kind == Event::message) finished_ = true;
     else give_up(std::string("an operation failed: ") + (e.text ? e.text : "no reason given"));
   }
   idle_ = n ? 0 : idle_ + 1;
@@ -80,6 +94,7 @@ void BareWriter::post(const Transport::Copy& copy) {
 
 double BareWriter::write(int peer, uint64_t bytes, int count, bool blocking) {
   if (bytes > options_.bytes) give_up(std::to_string(bytes) + " bytes do not fit the buffer");
+  if (staging_) return write_staged(peer, bytes, count, blocking);
   const uint64_t rails = out_.size();
   uint64_t chunk = options_.chunk_bytes;
   if (rails > 1) chunk = std::min(chunk, std::max<uint64_t>(65536, ((bytes + rails - 1) / rails + 4095) & ~4095ull));
@@ -114,6 +129,7 @@ double BareWriter::write(int peer, uint64_t bytes, int count, bool blocking) {
 
 double BareWriter::exchange(int peer, uint64_t bytes, int count, bool first) {
   if (bytes > options_.bytes) give_up(std::to_string(bytes) + " bytes do not fit the buffer");
+  if (staging_) return exchange_staged(peer, bytes, count, first);
   Transport::Copy c = {};
   c.peer = peer;
   c.local = region_;
@@ -135,11 +151,89 @@ double BareWriter::exchange(int peer, uint64_t bytes, int count, bool first) {
   return seconds;
 }
 
+// To be called after polls without anything new: gives up when that has lasted too long.
+void BareWriter::look_for(uint64_t* since, const std::string& what) {
+  const uint64_t now = now_ns();
+  if (*since == 0) *since = now;
+  else if (now - *since > (uint64_t)(options_.timeout * 1e9))
+    give_up(what + " for " + std::to_string(options_.timeout) + " s");
+}
+
+double BareWriter::write_staged(int peer, uint64_t bytes, int count, bool blocking) {
+  const uint64_t start = now_ns();
+  const std::string silence = "peer " + std::to_string(peer) + " gave no slot back";
+  uint64_t since = 0;
+  // One turn: whatever can be posted is, and completions are taken.
+  auto turn = [&] {
+    staging_->post_ready(peer, out_.size(), [&](Transport::Copy c) {
+      c.cookie = (uint64_t)c.rail << 40 | c.bytes;
+      post(c);
+    });
+    if (poll()) since = 0;
+    else look_for(&since, silence);
+  };
+  for (int i = 0; i < count; i++) {
+    for (uint64_t at = 0; at < bytes; at += options_.chunk_bytes)
+      while (!staging_->begin(at, std::min(options_.chunk_bytes, bytes - at))) turn();
+    while (blocking && staging_->outstanding()) turn();
+  }
+  while (staging_->outstanding()) turn();
+  return (double)(now_ns() - start) * 1e-9;
+}
+
+// Copies in what has arrived, and gives slots back whose data are in place.
+void BareWriter::give_back(int peer) {
+  for (uint32_t slot : arrivals_) staging_->arrived(slot);
+  arrivals_.clear();
+  uint32_t slot, retries = 0;
+  while (staging_->landed(&slot))
+    while (transport_->post_message(0, peer, &slot, sizeof slot, kSilent) == Post::again)
+      if (!poll() && ++retries > 100000000) give_up("peer " + std::to_string(peer) + " takes no messages");
+}
+
+double BareWriter::exchange_staged(int peer, uint64_t bytes, int count, bool first) {
+  if (bytes > options_.chunk_bytes) give_up(std::to_string(bytes) + " bytes do not fit a slot");
+  uint64_t since = 0;
+  const std::string silence = "peer " + std::to_string(peer) + " did not answer";
+  auto send = [&] {
+    while (!staging_->begin(0, bytes)) poll(), look_for(&since, silence);
+    const uint64_t before = posted_;
+    while (posted_ == before)
+      staging_->post_ready(peer, out_.size(), [&](Transport::Copy c) {
+        c.cookie = (uint64_t)c.rail << 40 | c.bytes;
+        post(c);
+      });
+    since = 0;
+  };
+  // The piece is in place, in the memory itself, before the answer leaves; its slot is given back after that.
+  uint32_t slot = 0;
+  auto receive = [&] {
+    while (arrivals_.empty()) poll() ? void(since = 0) : look_for(&since, silence);
+    staging_->arrived(arrivals_.front());
+    arrivals_.erase(arrivals_.begin());
+    while (!staging_->landed(&slot)) continue;
+    since = 0;
+  };
+  const uint64_t start = now_ns();
+  for (int i = 0; i < count; i++) {
+    if (first) send();
+    receive();
+    if (!first) send();
+    while (transport_->post_message(0, peer, &slot, sizeof slot, kSilent) == Post::again) poll();
+  }
+  const double seconds = (double)(now_ns() - start) * 1e-9;
+  while (staging_->outstanding() || posted_ != completed_) poll(), look_for(&since, silence);
+  return seconds;
+}
+
 void BareWriter::serve(int peer) {
   // Writes without immediates are silent here, so only a long silence says that the writer is gone.
   const uint64_t end = now_ns() + (uint64_t)(60 * options_.timeout * 1e9);
-  for (; !finished_; poll())
+  while (!finished_) {
+    poll();
+    if (staging_) give_back(peer);
     if (now_ns() > end) give_up("peer " + std::to_string(peer) + " went away without saying so");
+  }
   finished_ = false;
 }
 

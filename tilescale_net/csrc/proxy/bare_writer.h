@@ -1,10 +1,12 @@
 // A CPU that writes to a peer without queue, descriptors or ordering: the limit that a provider sets to the proxy.
 //
-// It uses a Transport as the proxy does, with the same pieces and window, from host memory. Two processes run it side
-// by side: write() and finish() against serve(), ping() against pong().
+// It uses a Transport as the proxy does, with the same pieces and window, on the same memory: GPU memory that the
+// transport cannot reach goes through pinned slots (bare_staging.h). Two processes run it side by side: write() and
+// finish() against serve(), ping() against pong().
 #pragma once
 
 #include "tilescale_net/csrc/fabric/transport.h"
+#include "tilescale_net/csrc/proxy/bare_staging.h"
 
 #include <memory>
 #include <string>
@@ -14,7 +16,10 @@ namespace tsn {
 
 struct BareWriterOptions {
   uint64_t bytes = 64 << 20; // of the buffer
-  uint64_t base = 0;         // host memory to use; 0: memory of its own
+  uint64_t base = 0;         // memory to use; 0: host memory of its own
+  bool cuda = false;         // `base` is on a GPU
+  int device = 0;            // its number
+  bool staged = false;       // go through pinned slots even where the transport reaches the memory
   uint64_t chunk_bytes = 1 << 20;
   uint32_t window = 64;  // pieces on the way, over all rails
   bool dedicated = true; // the thread has a core of its own: it never gives way while idle, see ProxyOptions
@@ -48,6 +53,10 @@ public:
 private:
   struct Buffer;
   int poll();
+  void look_for(uint64_t* since, const std::string& what);
+  double write_staged(int peer, uint64_t bytes, int count, bool blocking);
+  double exchange_staged(int peer, uint64_t bytes, int count, bool first);
+  void give_back(int peer);
   double exchange(int peer, uint64_t bytes, int count, bool first);
   void post(const Transport::Copy& copy);
   void give_up(const std::string& what);
@@ -55,6 +64,7 @@ private:
   BareWriterOptions options_;
   std::unique_ptr<Buffer> buffer_;
   std::unique_ptr<Transport> transport_;
+  std::unique_ptr<BareStaging> staging_; // nullptr: the transport reaches the memory
   Region region_ = -1;
   std::vector<RemoteRegion> remote_;
   std::vector<Event> events_;
@@ -62,6 +72,7 @@ private:
   uint64_t posted_ = 0, completed_ = 0;
   uint64_t immediates_ = 0, seen_ = 0; // arrived, and answered or taken as an answer
   uint32_t idle_ = 0;                  // polls without an event
+  std::vector<uint32_t> arrivals_;     // staged: slots that pieces have arrived in
   bool finished_ = false;
 };
 

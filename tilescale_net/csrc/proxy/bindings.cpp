@@ -93,12 +93,17 @@ py::object whole(double v) {
   return py::float_(v);
 }
 
-BareWriterOptions bare_from(const TransportOptions& transport, uint64_t bytes, uint64_t base, uint64_t chunk_bytes,
-                            uint32_t window, bool dedicated, double timeout) {
+BareWriterOptions bare_from(const TransportOptions& transport, uint64_t bytes, uint64_t base, const std::string& kind,
+                            int device, bool staged, uint64_t chunk_bytes, uint32_t window, bool dedicated,
+                            double timeout) {
   BareWriterOptions o;
   o.transport = transport;
   o.bytes = bytes;
   o.base = base;
+  if (kind != "host" && kind != "cuda") throw py::value_error("heap_kind is 'host' or 'cuda', not '" + kind + "'");
+  o.cuda = kind == "cuda";
+  o.device = device;
+  o.staged = staged;
   o.chunk_bytes = chunk_bytes;
   o.window = window;
   o.dedicated = dedicated;
@@ -191,13 +196,16 @@ void bind_proxy(py::module_& m) {
   py::class_<BareWriter>(m, "BareWriter",
                          "A CPU that writes to a peer without a proxy: the provider's limit; see "
                          "csrc/proxy/bare_writer.h. Times are in seconds.")
-      .def(py::init([](const TransportOptions& transport, uint64_t bytes, uint64_t base, uint64_t chunk_bytes,
-                       uint32_t window, bool dedicated, double timeout) {
-             return std::make_unique<BareWriter>(
-                 bare_from(transport, bytes, base, chunk_bytes, window, dedicated, timeout));
+      .def(py::init([](const TransportOptions& transport, uint64_t bytes, uint64_t base, const std::string& kind,
+                       int device, bool staged, uint64_t chunk_bytes, uint32_t window, bool dedicated, double timeout) {
+             const BareWriterOptions o =
+                 bare_from(transport, bytes, base, kind, device, staged, chunk_bytes, window, dedicated, timeout);
+             py::gil_scoped_release release;
+             return std::make_unique<BareWriter>(o);
            }),
-           py::arg("transport"), py::arg("bytes"), py::arg("base") = 0, py::arg("chunk_bytes") = 1 << 20,
-           py::arg("window") = 64, py::arg("dedicated") = true, py::arg("timeout") = 20.0, no_gil)
+           py::arg("transport"), py::arg("bytes"), py::arg("base") = 0, py::arg("heap_kind") = "host",
+           py::arg("device") = 0, py::arg("force_staging") = false, py::arg("chunk_bytes") = 1 << 20,
+           py::arg("window") = 64, py::arg("dedicated") = true, py::arg("timeout") = 20.0)
       .def("blob", [](const BareWriter& w) { return py::bytes(w.blob()); })
       .def("connect", &BareWriter::connect, py::arg("peer"), py::arg("blob"), no_gil)
       .def("write", &BareWriter::write, py::arg("peer"), py::arg("bytes"), py::arg("count"),
