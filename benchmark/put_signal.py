@@ -55,6 +55,23 @@ class Ours:
         self._base += trips
 
 
+class InOneLine(Ours):
+    """The same with 8 bytes of data and their signal word in one aligned 16-byte line, which travels in one store."""
+
+    SIZE = 8
+
+    def __init__(self):
+        import torch
+
+        import tilescale_net as tsn
+
+        line = tsn.zeros((2,), torch.uint64)
+        self._capacity = self.SIZE
+        self.dst, self._flag = line.view(torch.uint8)[: self.SIZE], line[1:]
+        self.src = tsn.empty(self.SIZE, torch.uint8)
+        self._base = 0
+
+
 class Nvshmem:
     """Round trips of nvshmemx_putmem_signal_block."""
 
@@ -140,13 +157,18 @@ def main() -> None:
     library = None if args.no_nvshmem else nvshmem(report)
     capacity = max(args.sizes)
     ours, theirs = Ours(capacity), Nvshmem(capacity, library) if library else None
+    in_line = InOneLine()
 
     columns = [Column(engine, f"{engine} (us)", ".2f", better="lower") for engine in args.engine]
+    columns.append(Column("line", "in one line (us)", ".2f", better="lower"))
     columns += [Column("nvshmem", "NVSHMEM (us)", ".2f", better="lower"), Column("ratio", "x NVSHMEM", ".2f")]
     table = report.table("one way", [Column("threads", "Threads"), Column("bytes", "Size (Bytes)", ",d")], columns)
+    table.notes.append("in one line: 8 bytes and their signal word in one aligned 16-byte line, sent in one store.")
     steps = [(threads, count) for threads in args.threads for count in args.sizes]
     for threads, count in report.progress(steps, "latencies", lambda s: f"{format_bytes(s[1])}, {s[0]} threads"):
         samples = {engine: measure(ours, count, threads, engine, args) for engine in args.engine}
+        if count == InOneLine.SIZE:
+            samples["line"] = measure(in_line, count, threads, args.engine[0], args)
         if theirs:
             samples["nvshmem"] = measure(theirs, count, threads, "auto", args)
         if tsn.rank() == 0:

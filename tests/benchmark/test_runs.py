@@ -80,6 +80,7 @@ def test_put_signal(tmp_path):
     rows = rows_of(path)
     assert [r["bytes"] for r in rows] == [8, 1024]
     assert all(r["auto"] > 0 and r["ldst"] > 0 for r in rows)
+    assert rows[0]["line"] > 0 and rows[1].get("line") is None
 
 
 @pytest.mark.parametrize("name", ["nvshmem_p2p.py", "launch_cost.py"])
