@@ -79,6 +79,16 @@ def test_code_for_sm_90(tools, name, arguments):
     assert any(i.startswith("LD") and i.endswith("STRONG.SYS") for i in instructions), "system-scope polls"
 
 
+def test_a_lonely_push_fences_while_its_atomic_is_under_way(tools):
+    """The assembler turns an atomic that adds a constant into one of the whole warp, whose shuffles wait for the answer."""
+    from kernels.queue_probes import probe
+
+    source = inspect.cuda_source(probe.trace())
+    instructions = _instructions(inspect.disassemble(inspect.compile_source(source, "cubin")))
+    pairs = list(zip(instructions, instructions[1:]))
+    assert any(a.startswith("ATOMG") and b.startswith("MEMBAR") for a, b in pairs)
+
+
 def test_ptx_says_the_same(tools):
     from kernels.all_gather import all_gather
 

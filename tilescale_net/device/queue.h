@@ -99,7 +99,10 @@ TSN_DEVICE bool queue_claim(const Context* ctx, const Port& port, Operation oper
   uint32_t lanes = platform::active_lanes();
   uint64_t p = 0;
   if (lanes == self) {
-    p = platform::atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(port.head, uint64_t(1));
+    // 1, but not as a constant: the assembler would turn that into an atomic of the whole warp, and its shuffles would
+    // wait for the answer before the fence begins.
+    const uint64_t one = popcount(platform::opaque(lanes));
+    p = platform::atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(port.head, one);
     if (publish) platform::fence<kPublishScope>();
   } else {
     if (platform::load_invariant(&ctx->n_queues) > 1) {
@@ -134,7 +137,7 @@ TSN_DEVICE int inline_bytes(const Context* ctx, const void* dst, const void* src
   const uint64_t offset = reinterpret_cast<uint64_t>(src) - platform::load_invariant(&ctx->heap_base);
   const bool inside = offset < platform::load_invariant(&ctx->heap_bytes); // else the proxy is to refuse it
   const uint64_t bits = reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src);
-  return inside && bits % uint64_t(bytes) == 0 ? int(bytes) : 0;
+  return inside && (bits & uint64_t(bytes - 1)) == 0 ? int(bytes) : 0;
 }
 TSN_DEVICE uint64_t inline_data(const void* src, int bytes) {
   if (bytes == 1) return platform::load_data(static_cast<const uint8_t*>(src));
