@@ -97,7 +97,7 @@ def _view():
     write_through_view("st", 0)
 
 
-@pytest.mark.parametrize("fn, words", [(_atomic, ["atomic", "PE 0"]), (_view, ["remote", "PE 1"])])
+@pytest.mark.parametrize("fn, words", [(_atomic, ["atomic", "PE 0"]), (_view, ["remote", "not direct", "N.is_direct"])])
 def test_what_only_mapped_memory_can(fn, words):
     outcomes = ranks.launch(2, fn, env={"VIRTUAL_NODES": "2", "TSN_TIMEOUT": "5"})
     errors = [o.error for o in outcomes]
