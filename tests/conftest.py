@@ -10,8 +10,8 @@ FOLDER = "/dev/shm"
 
 
 def pytest_xdist_auto_num_workers(config) -> int:
-    """One worker more than processors: most tests wait for something now and then."""
-    return (os.cpu_count() or 1) + 1
+    """One worker more than processors, most tests wait now and then; not so many that they crowd a GPU."""
+    return min((os.cpu_count() or 1) + 1, 16)
 
 
 def _files() -> set[str]:
