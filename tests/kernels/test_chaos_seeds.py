@@ -56,8 +56,7 @@ def _seeds(first: int, count: int) -> None:
         try:
             everything(seed)
         except Exception as error:
-            error.add_note(f"on the network {chaos_of(seed)}") if hasattr(error, "add_note") else None
-            raise
+            raise AssertionError(f"on the network {chaos_of(seed)}: {error}") from error
         tsn.finalize()
 
 

@@ -125,10 +125,10 @@ class Watchdog:
         return None
 
     def _dead(self) -> list[int]:
-        if not self._fds:
+        by_fd = {fd: rank for rank, fd in list(self._fds.items())}  # the watching thread may drop one meanwhile
+        if not by_fd:
             return []
         poll = select.poll()
-        by_fd = {fd: rank for rank, fd in self._fds.items()}
         for fd in by_fd:
             poll.register(fd, select.POLLIN)
         return [by_fd[fd] for fd, _ in poll.poll(0)]

@@ -159,16 +159,28 @@ void BareWriter::look_for(uint64_t* since, const std::string& what) {
     give_up(what + " for " + std::to_string(options_.timeout) + " s");
 }
 
+// Writes the pieces that have been copied out to their slots.
+void BareWriter::post_staged(int peer) {
+  staging_->post_ready(peer, out_.size(), [&](Transport::Copy c) {
+    c.cookie = (uint64_t)c.rail << 40 | c.bytes;
+    post(c);
+  });
+}
+
+// Tells the peer that its piece is in place.
+void BareWriter::give_back(int peer, uint32_t slot) {
+  uint64_t since = 0;
+  while (transport_->post_message(0, peer, &slot, sizeof slot, kSilent) == Post::again)
+    if (!poll()) look_for(&since, "peer " + std::to_string(peer) + " took no message");
+}
+
 double BareWriter::write_staged(int peer, uint64_t bytes, int count, bool blocking) {
   const uint64_t start = now_ns();
   const std::string silence = "peer " + std::to_string(peer) + " gave no slot back";
   uint64_t since = 0;
   // One turn: whatever can be posted is, and completions are taken.
   auto turn = [&] {
-    staging_->post_ready(peer, out_.size(), [&](Transport::Copy c) {
-      c.cookie = (uint64_t)c.rail << 40 | c.bytes;
-      post(c);
-    });
+    post_staged(peer);
     if (poll()) since = 0;
     else look_for(&since, silence);
   };
@@ -182,13 +194,11 @@ double BareWriter::write_staged(int peer, uint64_t bytes, int count, bool blocki
 }
 
 // Copies in what has arrived, and gives slots back whose data are in place.
-void BareWriter::give_back(int peer) {
+void BareWriter::land(int peer) {
   for (uint32_t slot : arrivals_) staging_->arrived(slot);
   arrivals_.clear();
-  uint32_t slot, retries = 0;
-  while (staging_->landed(&slot))
-    while (transport_->post_message(0, peer, &slot, sizeof slot, kSilent) == Post::again)
-      if (!poll() && ++retries > 100000000) give_up("peer " + std::to_string(peer) + " takes no messages");
+  uint32_t slot;
+  while (staging_->landed(&slot)) give_back(peer, slot);
 }
 
 double BareWriter::exchange_staged(int peer, uint64_t bytes, int count, bool first) {
@@ -198,11 +208,7 @@ double BareWriter::exchange_staged(int peer, uint64_t bytes, int count, bool fir
   auto send = [&] {
     while (!staging_->begin(0, bytes)) poll(), look_for(&since, silence);
     const uint64_t before = posted_;
-    while (posted_ == before)
-      staging_->post_ready(peer, out_.size(), [&](Transport::Copy c) {
-        c.cookie = (uint64_t)c.rail << 40 | c.bytes;
-        post(c);
-      });
+    while (posted_ == before) post_staged(peer);
     since = 0;
   };
   // The piece is in place, in the memory itself, before the answer leaves; its slot is given back after that.
@@ -219,7 +225,7 @@ double BareWriter::exchange_staged(int peer, uint64_t bytes, int count, bool fir
     if (first) send();
     receive();
     if (!first) send();
-    while (transport_->post_message(0, peer, &slot, sizeof slot, kSilent) == Post::again) poll();
+    give_back(peer, slot);
   }
   const double seconds = (double)(now_ns() - start) * 1e-9;
   while (staging_->outstanding() || posted_ != completed_) poll(), look_for(&since, silence);
@@ -231,7 +237,7 @@ void BareWriter::serve(int peer) {
   const uint64_t end = now_ns() + (uint64_t)(60 * options_.timeout * 1e9);
   while (!finished_) {
     poll();
-    if (staging_) give_back(peer);
+    if (staging_) land(peer);
     if (now_ns() > end) give_up("peer " + std::to_string(peer) + " went away without saying so");
   }
   finished_ = false;

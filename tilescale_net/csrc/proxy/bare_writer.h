@@ -56,7 +56,9 @@ private:
   void look_for(uint64_t* since, const std::string& what);
   double write_staged(int peer, uint64_t bytes, int count, bool blocking);
   double exchange_staged(int peer, uint64_t bytes, int count, bool first);
-  void give_back(int peer);
+  void post_staged(int peer);
+  void give_back(int peer, uint32_t slot);
+  void land(int peer);
   double exchange(int peer, uint64_t bytes, int count, bool first);
   void post(const Transport::Copy& copy);
   void give_up(const std::string& what);
