@@ -122,11 +122,10 @@ def graph_cost(launch, kernels: int = 100) -> float:
 
 def main() -> None:
     args = parse()
-    import torch
-
     import tilescale_net as tsn
+    from tilescale_net.runtime import settings
 
-    if not torch.cuda.is_available():
+    if settings.device_kind() != "cuda":
         if is_rank_zero():
             print("launch cost: not measured; it needs a GPU")
         return

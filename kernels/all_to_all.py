@@ -201,6 +201,7 @@ class AllToAll(Collective):
             RankMismatch: another PE expected or announced another number of rows; names both numbers.
         """
         status = self._status.tolist()
+        tsn.check()  # a call that was cut short is not one whose splits differ
         self._status.zero_()
         for pe, (reason, here, there) in enumerate(status):
             if reason == OWN_SPLITS:

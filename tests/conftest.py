@@ -18,6 +18,11 @@ def _files() -> set[str]:
     return set(os.listdir(FOLDER)) if os.path.isdir(FOLDER) else set()
 
 
+def _of_the_driver(name: str) -> bool:
+    """Files that the CUDA driver shares among processes, and takes away when it likes."""
+    return name.startswith(("cuda.shm.", "mps_shm_"))
+
+
 def _in_use_elsewhere(name: str) -> bool:
     """libfabric's shared-memory provider names its files after the process; other programs may be running."""
     owner = re.match(r"(\d+):", name)
@@ -31,7 +36,11 @@ def nothing_left_in_shared_memory():
     yield
     end = time.monotonic() + 3
     while True:
-        left = {n for n in _files() - before if not n.startswith(("sem.", "pym-")) and not _in_use_elsewhere(n)}
+        left = {
+            n
+            for n in _files() - before
+            if not n.startswith(("sem.", "pym-")) and not _of_the_driver(n) and not _in_use_elsewhere(n)
+        }
         if not left or time.monotonic() > end:
             break
         time.sleep(0.1)

@@ -10,6 +10,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from kernels.moe.rows import (
+    EXACT_SUMS,
     EXPLICIT_SYNC,
     FP8,
     add_dequantised,
@@ -31,7 +32,7 @@ def parts_of(hidden: int, width: int, wanted: int) -> tuple[int, int]:
     return -(-units // size), size
 
 
-@tsn.jit(name="moe_combine_latency", pass_configs=EXPLICIT_SYNC)
+@tsn.jit(name="moe_combine_latency", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
 def combine_latency(
     ranks, top_k, max_tokens, hidden, dtype, weighted, quantised, proxied, sends, receives, parts, blocks, threads
 ):

@@ -10,6 +10,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from kernels.moe.rows import (
+    EXACT_SUMS,
     EXPLICIT_SYNC,
     FP8,
     add_dequantised,
@@ -25,7 +26,7 @@ from kernels.moe.rows import (
 from kernels.moe.sizes import Totals, record_words
 
 
-@tsn.jit(name="moe_combine_throughput", pass_configs=EXPLICIT_SYNC)
+@tsn.jit(name="moe_combine_throughput", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
 def combine_throughput(
     ranks,
     experts,

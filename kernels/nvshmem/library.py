@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from kernels.nvshmem import build
+from tilescale_net.runtime import settings
 
 
 def missing() -> str | None:
     """What this machine lacks to run the NVSHMEM baseline, in one line; None when it can run."""
-    if not torch.cuda.is_available():
+    if settings.device_kind() != "cuda":
         return "NVSHMEM baseline: not measured; it needs GPUs that reach each other's memory"
     if build.home() is None:
         return f"NVSHMEM baseline: not measured; it needs the package {build.WHEELS[0]} (or NVSHMEM_HOME)"

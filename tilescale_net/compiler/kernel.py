@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import torch
 import tvm_ffi
 
 from tilescale_net.compiler.ir import kernel_name
@@ -87,6 +88,10 @@ class CudaKernel(Kernel):
 
     @functools.cache  # noqa: B019 (kernels live as long as the program)
     def _function(self):
+        # The first launch loads the kernel into the GPU. The driver waits for running kernels then, and keeps the
+        # proxy's copies waiting too, without which a kernel that talks to another node would never end.
+        if _world._current is not None and _world._current.proxy is not None:
+            torch.cuda.synchronize()
         # tilelang's own wrapper checks and copies the arguments in Python for several microseconds; the host function
         # that it calls in the end checks every shape and dtype itself.
         return self._compiled.adapter.get_exportable_executable()["main"]

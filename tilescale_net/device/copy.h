@@ -121,9 +121,12 @@ TSN_DEVICE void copy_body(char* dst, const char* src, uint64_t body, uint32_t un
 //
 // Most copies are `whole`: there is nothing after the beginning. Of longer ones the beginning is taken only if
 // `and_longer`, for callers that copy the rest afterwards.
-template <Scope S, int Rows = 1>
+//
+// A whole copy is the work of a crew, the first threads of a block: as few as can take it in Rows each, but not fewer
+// than LeastCrew. The other warps are idle; what they execute would only keep the multiprocessor from the crew's work.
+template <Scope S, int Rows = 1, uint32_t LeastCrew = 4 * platform::kWarpThreads>
 struct Beginning {
-  Part part;
+  Part part;            // of the crew
   uint32_t unit, units; // bytes of a unit; units that are taken, 0 when the copy does not begin here
   bool whole;
   Vec16 wide[Rows] = {};
@@ -138,6 +141,21 @@ struct Beginning {
     const uint32_t most = unit == 16 ? part.threads * Rows : part.threads;
     whole = bits % 4 == 0 && count <= most;
     units = whole ? uint32_t(count) : and_longer && unit == 16 ? most : 0;
+    if (S == Scope::block && whole) {
+      constexpr uint32_t kWarp = platform::kWarpThreads;
+      const uint32_t needed = unit == 16 ? (units + Rows - 1) / Rows : units;
+      const uint32_t crew = needed <= LeastCrew ? LeastCrew : (needed + kWarp - 1) & ~(kWarp - 1);
+      if (crew < part.threads) part.threads = crew;
+    }
+  }
+
+  TSN_DEVICE bool idle() const { return part.index >= part.threads; }
+
+  // The crew's accesses so far come before what its leader does next. Called by all threads of the scope, except that
+  // idle ones may leave it out when the crew is one warp.
+  TSN_DEVICE void sync() const {
+    if (S != Scope::block || part.threads > platform::kWarpThreads) scope_sync<S>();
+    else if (!idle()) platform::warp_sync();
   }
 
   // Bytes of the copy that are taken, by all threads together.
@@ -179,7 +197,7 @@ enum class Direction { push, pull };
 // A ring starts and drains slowly, but moves more per second; pulling, it does so only with more memory in flight, and
 // a thousand threads push as fast without it up to larger sizes.
 constexpr uint32_t kManyThreads = 1024;
-constexpr uint64_t kBulkPushFrom = 512 * 1024, kBulkPushFromMany = 2048 * 1024;
+constexpr uint64_t kBulkPushFrom = 512 * 1024, kBulkPushFromMany = 192 * 1024;
 constexpr uint64_t kBulkPullFrom = 128 * 1024;
 constexpr uint32_t kEnoughInFlight = 64 * 1024;
 
@@ -192,14 +210,12 @@ TSN_DEVICE bool bulk_is_faster(Direction direction, uint64_t bytes, uint32_t thr
 }
 
 // Rows that a beginning of a push has. Threads that keep no more in flight than these take the beginning of longer
-// copies too; the others would wait for it before they fill their many registers.
+// copies too, and where a ring of shared memory follows, it starts while theirs is on its way; the others would wait
+// for the beginning before they fill their many registers.
 template <Scope S>
 constexpr int kPushRows = S == Scope::block ? 4 : 1;
-template <Scope S, Engine E, int Unroll, int Stages>
-TSN_DEVICE bool begins_longer(uint64_t bytes) {
-  if constexpr (S != Scope::block || Unroll > kPushRows<S> || E == Engine::bulk) return false;
-  return E == Engine::ldst || Stages <= 1 || bytes < kBulkPushFrom;
-}
+template <Scope S, Engine E, int Unroll>
+constexpr bool kBeginsLonger = S == Scope::block && Unroll <= kPushRows<S> && E != Engine::bulk;
 
 // Copies any number of bytes between any addresses, with the engine that the caller or, for `automatic`, the table
 // above chooses. By all threads of the scope, which is synchronised before; the bytes are stored when it is

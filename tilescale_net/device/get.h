@@ -19,19 +19,22 @@ TSN_COLD void get_by_proxy(const Context* ctx, void* dst, const void* src, int64
 // return. By all threads of the scope with equal arguments; `ring` as for put.
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void get(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
+  // The ends are aligned alike here and there: every heap begins on a page.
+  Beginning<S> begin(dst, src, bytes);
   scope_sync<S>(); // whoever still reads the destination has done so
+  if (!platform::kDefersRemoteWrites && begin.idle()) return scope_sync<S>();
   const Route route(ctx, pe);
-  if (TSN_UNLIKELY(!route.check<S>(kOpGet, src, bytes))) return;
-  if constexpr (platform::kDefersRemoteWrites)
-    if (scope_leader<S>()) platform::inspect(kOpGet, dst, bytes);
-  if (TSN_UNLIKELY(!route.direct())) {
-    if (scope_leader<S>() && !route.stopped) detail::get_by_proxy(ctx, dst, src, bytes, pe);
-  } else if (TSN_LIKELY(!route.stopped)) {
-    const char* peer = route.translate((const char*)src);
-    Beginning<S> begin(dst, peer, bytes);
-    begin.load(peer);
-    if (TSN_LIKELY(begin.whole)) begin.store(dst);
-    else copy<S, E, Unroll, Stages, StageBytes>((char*)dst, peer, bytes, ring, Direction::pull);
+  if (TSN_LIKELY(route.check<S>(kOpGet, src, bytes))) {
+    if constexpr (platform::kDefersRemoteWrites)
+      if (scope_leader<S>()) platform::inspect(kOpGet, dst, bytes);
+    if (TSN_UNLIKELY(!route.direct())) {
+      if (scope_leader<S>() && !route.stopped) detail::get_by_proxy(ctx, dst, src, bytes, pe);
+    } else if (TSN_LIKELY(!route.stopped && !begin.idle())) {
+      const char* peer = route.translate((const char*)src);
+      begin.load(peer);
+      if (TSN_LIKELY(begin.whole)) begin.store(dst);
+      else copy<S, E, Unroll, Stages, StageBytes>((char*)dst, peer, bytes, ring, Direction::pull);
+    }
   }
   scope_sync<S>();
 }

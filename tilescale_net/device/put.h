@@ -22,8 +22,9 @@ TSN_COLD void put_value_by_proxy(const Context* ctx, void* dst, uint64_t value, 
 // arguments. `ring` is Stages * StageBytes bytes of shared memory for the bulk engine, or null.
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
-  Beginning<S, kPushRows<S>> begin(dst, src, bytes, begins_longer<S, E, Unroll, Stages>(uint64_t(bytes)));
+  Beginning<S, kPushRows<S>> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll>);
   scope_sync<S>(); // what the scope wrote to the source is sent
+  if (!platform::kDefersRemoteWrites && begin.idle()) return;
   begin.load(src); // first, so that nothing that waits for the route comes before it
   const Route route(ctx, pe);
   begin.load_more(src);
@@ -35,7 +36,7 @@ TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t byte
   char* peer = (char*)route.translate(dst);
   if constexpr (platform::kDefersRemoteWrites)
     if (scope_deferred<S>([&] { return route.stopped || platform::defer_put(ctx, dst, peer, src, bytes, pe); })) return;
-  if (TSN_UNLIKELY(route.stopped)) return;
+  if (TSN_UNLIKELY(route.stopped || (platform::kDefersRemoteWrites && begin.idle()))) return;
   begin.store(peer);
   if (TSN_LIKELY(begin.whole)) return;
   const uint32_t done = begin.bytes();

@@ -90,39 +90,51 @@ TSN_COLD bool queue_wait_for_room(const Context* ctx, uint64_t* tail_cache, cons
   return room;
 }
 
-// Claims a position for each calling lane, and publishes what happened before while the atomic is on its way. False:
+// Makes sure that the claimed position has left the ring's previous lap, of which `tail` may be an old notion. False:
 // the job is over.
-template <bool publish>
-TSN_DEVICE bool queue_claim(const Context* ctx, const Port& port, Operation operation, int pe, uint64_t* position) {
-  const uint64_t tail = platform::load<Order::relaxed, MemScope::gpu>(port.tail_cache);
-  const uint32_t self = 1u << platform::lane();
-  uint32_t lanes = platform::active_lanes();
-  uint64_t p = 0;
-  if (lanes == self) {
-    // 1, but not as a constant: the assembler would turn that into an atomic of the whole warp, and its shuffles would
-    // wait for the answer before the fence begins.
-    const uint64_t one = popcount(platform::opaque(lanes));
-    p = platform::atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(port.head, one);
-    if (publish) platform::fence<kPublishScope>();
-  } else {
-    if (platform::load_invariant(&ctx->n_queues) > 1) {
-      lanes = platform::match_lanes(lanes, reinterpret_cast<uint64_t>(port.head));
-    }
-    const uint32_t leader = lanes & (0u - lanes);
-    if (self == leader) {
-      p = platform::atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(port.head, uint64_t(popcount(lanes)));
-    }
-    if (publish) platform::fence<kPublishScope>();
-    p = platform::shuffle(lanes, p, int(popcount(leader - 1))) + popcount(lanes & (self - 1));
-  }
-  *position = p;
-  return p - tail <= port.mask || queue_wait_for_room(ctx, port.tail_cache, port.tail, port.mask, p, operation, pe);
+TSN_DEVICE bool queue_has_room(const Context* ctx, const Port& port, Operation operation, int pe, uint64_t position,
+                               uint64_t tail) {
+  return TSN_LIKELY(position - tail <= port.mask) ||
+         queue_wait_for_room(ctx, port.tail_cache, port.tail, port.mask, position, operation, pe);
 }
 
-TSN_DEVICE void queue_store(const Port& port, uint64_t position, const Request& request) {
-  const Descriptor d = encode(request, parity_of(position, port.mask));
+// Claims a position for the only lane that calls, and publishes what happened before while the atomic is on its way.
+template <bool publish>
+TSN_DEVICE uint64_t queue_claim_alone(const Port& port, uint32_t lanes) {
+  // 1, but not as a constant: the assembler would turn that into an atomic of the whole warp, and its shuffles would
+  // wait for the answer before the fence begins.
+  const uint64_t one = popcount(platform::opaque(lanes));
+  const uint64_t position = platform::atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(port.head, one);
+  if (publish) platform::fence<kPublishScope>();
+  return position;
+}
+
+// The same for all calling lanes.
+template <bool publish>
+TSN_DEVICE uint64_t queue_claim_together(const Context* ctx, const Port& port, uint32_t lanes) {
+  const uint32_t self = 1u << platform::lane();
+  if (platform::load_invariant(&ctx->n_queues) > 1) {
+    lanes = platform::match_lanes(lanes, reinterpret_cast<uint64_t>(port.head));
+  }
+  const uint32_t leader = lanes & (0u - lanes);
+  uint64_t p = 0;
+  if (self == leader) {
+    p = platform::atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(port.head, uint64_t(popcount(lanes)));
+  }
+  if (publish) platform::fence<kPublishScope>();
+  return platform::shuffle(lanes, p, int(popcount(leader - 1))) + popcount(lanes & (self - 1));
+}
+
+TSN_DEVICE uint64_t queue_known_tail(const Port& port) {
+  return platform::load<Order::relaxed, MemScope::gpu>(port.tail_cache);
+}
+
+// Writes a descriptor that was encoded with parity 0.
+TSN_DEVICE void queue_store(const Port& port, uint64_t position, Command command, Descriptor d) {
+  const uint64_t parity = parity_of(position, port.mask);
+  d.word[0] |= parity, d.word[2] |= parity;
   Vec16* slot = reinterpret_cast<Vec16*>(port.slots + (position & port.mask) * sizeof(Descriptor));
-  if (has_second_half(request.command)) {
+  if (has_second_half(command)) {
     platform::store_line(
         slot + 1, {uint32_t(d.word[2]), uint32_t(d.word[2] >> 32), uint32_t(d.word[3]), uint32_t(d.word[3] >> 32)});
   }
@@ -150,9 +162,21 @@ TSN_DEVICE uint64_t inline_data(const void* src, int bytes) {
 template <bool publish>
 TSN_DEVICE uint64_t queue_push(const Context* ctx, uint32_t queue, Operation operation, const Request& request) {
   const Port port(ctx, queue);
+  const uint64_t tail = queue_known_tail(port);
+  const uint32_t lanes = platform::active_lanes();
+  Descriptor d = encode(request, 0);
   uint64_t position;
-  if (!queue_claim<publish>(ctx, port, operation, int(request.pe), &position)) return 0;
-  queue_store(port, position, request);
+  if (lanes == 1u << platform::lane()) {
+    position = queue_claim_alone<publish>(port, lanes);
+    // While the atomic is on its way, not behind the branch that waits for it.
+    for (uint64_t& word : d.word) word = platform::opaque(word);
+    if (!queue_has_room(ctx, port, operation, int(request.pe), position, tail)) return 0;
+    queue_store(port, position, request.command, d);
+  } else {
+    position = queue_claim_together<publish>(ctx, port, lanes);
+    if (!queue_has_room(ctx, port, operation, int(request.pe), position, tail)) return 0;
+    queue_store(port, position, request.command, d);
+  }
   return make_ticket(queue, position);
 }
 
@@ -238,12 +262,13 @@ TSN_DEVICE uint64_t queue_flush(const Context* ctx, int pe) {
   if (n == 1) return detail::queue_push<false>(ctx, 0, kOpFlush, r);
   // One share per queue, all naming the ticket of queue 0, whose position must therefore be claimed first.
   const detail::Port port(ctx, 0);
-  uint64_t position;
-  if (!detail::queue_claim<false>(ctx, port, kOpFlush, pe, &position)) return 0;
+  const uint64_t tail = detail::queue_known_tail(port);
+  const uint64_t position = detail::queue_claim_together<false>(ctx, port, platform::active_lanes());
+  if (!detail::queue_has_room(ctx, port, kOpFlush, pe, position, tail)) return 0;
   r.command = Command::flush_part;
   r.value = make_ticket(0, position);
   for (uint32_t queue = 1; queue < n; queue++) detail::queue_push<false>(ctx, queue, kOpFlush, r);
-  detail::queue_store(port, position, r);
+  detail::queue_store(port, position, r.command, encode(r, 0));
   return r.value;
 }
 

@@ -68,27 +68,27 @@ TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes, SignalOp Op>
 TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
                            uint64_t value, void* ring) {
-  Beginning<S, kPushRows<S>> begin(dst, src, bytes, begins_longer<S, E, Unroll, Stages>(uint64_t(bytes)));
-  // What one warp can store is its work alone: the others would only be in its way.
-  const bool one_warp = S == Scope::block && begin.whole && begin.units <= platform::kWarpThreads;
+  Beginning<S, kPushRows<S>, platform::kWarpThreads> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll>);
   scope_sync<S>(); // what the scope wrote to the source is sent
-  if (!platform::kDefersRemoteWrites && one_warp && begin.part.index >= platform::kWarpThreads) return;
+  if (!platform::kDefersRemoteWrites && begin.idle()) return begin.sync();
   begin.load(src); // first, so that nothing that waits for the route comes before it
   const Route route(ctx, pe);
   begin.load_more(src);
-  if (TSN_UNLIKELY(!route.check<S>(kOpPutSignal, dst, bytes, sig))) return;
+  if (TSN_UNLIKELY(!route.check<S>(kOpPutSignal, dst, bytes, sig))) return begin.sync();
   const bool leader = begin.part.index == 0;
   if (TSN_UNLIKELY(!route.direct())) {
     if (leader && !route.stopped) detail::put_signal_by_proxy(ctx, dst, src, bytes, pe, sig, value, Op);
-    return;
+    return begin.sync();
   }
   char* peer = (char*)route.translate(dst);
   uint64_t* peer_sig = route.translate(sig);
-  if constexpr (platform::kDefersRemoteWrites)
+  if constexpr (platform::kDefersRemoteWrites) {
     if (scope_deferred<S>([&] {
           return route.stopped || platform::defer_put_signal(ctx, dst, peer, src, bytes, pe, sig, peer_sig, value, Op);
         }))
       return;
+    if (begin.idle()) return begin.sync();
+  }
   if (TSN_LIKELY(begin.whole && begin.units <= 1)) { // the leader's work
     if (!leader || route.stopped) return;
     if (detail::is_line<Op>(begin, dst, sig)) return detail::put_line(peer, begin.middle, value);
@@ -99,8 +99,7 @@ TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64
       const uint32_t done = begin.bytes();
       copy<S, E, Unroll, Stages, StageBytes>(peer + done, (const char*)src + done, bytes - done, ring, Direction::push);
     }
-    if (!one_warp) scope_sync<S>();
-    else if (begin.part.index < platform::kWarpThreads) platform::warp_sync();
+    begin.sync();
   }
   if (leader && !route.stopped) detail::release_signal<Op>(peer_sig, value);
 }

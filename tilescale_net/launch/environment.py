@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 
+LOADING = "CUDA_MODULE_LOADING"
 MOST_SIMULATED = 64  # ranks on a machine without a GPU; each is a Python process with torch in it
 
 
@@ -100,6 +101,8 @@ def job(ranks: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(ranks),
         "GROUP_RANK": str(node),
         "GROUP_WORLD_SIZE": str(nodes),
+        # See load_kernels_early in runtime/settings.py; here it comes before anything could start CUDA.
+        **({LOADING: env.get(LOADING, "EAGER")} if nodes > 1 or whole_number("VIRTUAL_NODES", 1, 1) > 1 else {}),
         **shared,
     }
 

@@ -95,6 +95,13 @@ class CudaMemory:
         self._pinned.append(address)
         return address
 
+    def loads_kernels_late(self) -> bool:
+        """Whether CUDA loads kernels when they are first launched; see settings.load_kernels_early."""
+        from cuda.bindings import driver
+
+        mode = check(driver.cuModuleGetLoadingMode(), "cuModuleGetLoadingMode")
+        return mode == driver.CUmoduleLoadingMode.CU_MODULE_LAZY_LOADING
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 

@@ -68,6 +68,17 @@ def heap_bytes(explicit: int | str | None, on_gpu: bool) -> int:
     return (size + page - 1) // page * page
 
 
+def load_kernels_early() -> None:
+    """Where ranks may be on several nodes, have CUDA load the kernels of libraries when it starts; call before it does.
+
+    Otherwise it loads each of them at its first launch, and keeps copies between host and GPU waiting until the kernels
+    that run by then have ended. One that waits for data from another node, which the proxy copies, would not end.
+    """
+    ranks = integer("WORLD_SIZE", 1)
+    if integer("VIRTUAL_NODES", 1, 1) > 1 or integer("LOCAL_WORLD_SIZE", ranks) < ranks:
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+
 def device_kind() -> str:
     """`cuda` or `simulator`."""
     kind = os.environ.get("TSN_DEVICE", "auto").lower()

@@ -6,6 +6,8 @@ import atexit
 import ctypes
 import os
 import sys
+import time
+import warnings
 
 import torch
 
@@ -33,6 +35,7 @@ class World:
     """
 
     def __init__(self, heap_bytes: int | str | None):
+        settings.load_kernels_early()
         self.device_kind = settings.device_kind()
         on_gpu = self.device_kind == "cuda"
         size = settings.heap_bytes(heap_bytes, on_gpu)
@@ -85,6 +88,13 @@ class World:
             for pe in range(self.size)
         ]
         queues, n_queues = self._start_proxy()
+        if on_gpu and self.proxy is not None and self._memory.loads_kernels_late() and self.rank == 0:
+            warnings.warn(
+                "CUDA loads kernels at their first launch here; where data to and from other nodes are staged in host "
+                "memory, that waits for a running kernel, and the kernel for its data until TSN_TIMEOUT. Set "
+                "CUDA_MODULE_LOADING=EAGER before CUDA starts",
+                stacklevel=5,
+            )
         header = context.ContextHeader(
             my_pe=self.rank,
             n_pes=self.size,
@@ -176,8 +186,21 @@ class World:
             self._watchdog.announce_failure(str(error))
         if self._failure is None and self._watchdog is not None and self._watchdog.reason():
             self._on_loss(self._watchdog.reason())
+        if self._failure is None and ctypes.c_uint32.from_address(self._abort_address).value:
+            # Kernels return early from here on, with whatever data they have: whoever set the word says why.
+            self._failure = self._reason_of_abort()
         if self._failure is not None:
             raise self._failure
+
+    def _reason_of_abort(self, seconds: float = 2.0) -> TileScaleError:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self._poll_local():
+                return self._failure
+            if self._watchdog is not None and self._watchdog.reason():
+                return PeerLost(f"rank {self.rank}: {self._watchdog.reason()}; restart the job")
+            time.sleep(0.01)
+        return TileScaleError(f"rank {self.rank}: the job was aborted; look at the other ranks' output")
 
     # -- collective calls -------------------------------------------------------------------------------------------
 

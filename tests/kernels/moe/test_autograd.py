@@ -28,7 +28,7 @@ def _layer(op, layout, received, w):
     y = torch.zeros_like(received.x)
     for e in range(len(w)):
         begin, count = int(received.offsets[e]), int(received.counts[e])
-        index = torch.arange(begin, begin + count)
+        index = torch.arange(begin, begin + count, device=y.device)
         if layout == "rank":
             index = received.row_index[index].long()
         part = _expert(w[e], received.x[index])
@@ -51,21 +51,24 @@ def _gradients(layout: str) -> None:
     sum((s * u).sum() for s, u in zip(expected, upstream)).backward()
 
     local = slice(rank * EXPERTS // ranks_, (rank + 1) * EXPERTS // ranks_)
-    x, p, mine = (t.detach().clone().requires_grad_() for t in (xs[rank], probabilities[rank], w[local]))
+    device = tsn.device()
+    here = (xs[rank], probabilities[rank], w[local])
+    x, p, mine = (t.detach().to(device, copy=True).requires_grad_() for t in here)
+    chosen, upstream = choices[rank].to(device), upstream[rank].to(device)
     for _ in range(2):
-        received = autograd.dispatch(op, x, choices[rank], p)
+        received = autograd.dispatch(op, x, chosen, p)
         out = _layer(op, layout, received, mine)
-        torch.testing.assert_close(out, expected[rank], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(out.cpu(), expected[rank], atol=1e-5, rtol=1e-5)
         x.grad = p.grad = mine.grad = None
-        (out * upstream[rank]).sum().backward()
-        torch.testing.assert_close(x.grad, xs[rank].grad, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(p.grad, probabilities[rank].grad * (choices[rank] >= 0), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(mine.grad, w.grad[local], atol=1e-4, rtol=1e-4)
+        (out * upstream).sum().backward()
+        torch.testing.assert_close(x.grad.cpu(), xs[rank].grad, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(p.grad.cpu(), probabilities[rank].grad * (choices[rank] >= 0), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mine.grad.cpu(), w.grad[local], atol=1e-4, rtol=1e-4)
     # What torch.compile sees must have the shapes and types of what the operators give.
     fake = torch.library.opcheck
     fake(
         torch.ops.tilescale_net.moe_dispatch,
-        (x.detach(), choices[rank], p.detach(), op.autograd_key),
+        (x.detach(), chosen, p.detach(), op.autograd_key),
         test_utils="test_faketensor",
     )
 

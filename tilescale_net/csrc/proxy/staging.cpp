@@ -35,13 +35,17 @@ PinnedBlock::~PinnedBlock() {
   munmap(data_, bytes_);
 }
 
-StagingShape staging_shape(const ProxyOptions& options, int peers, int slot_bits) {
+StagingShape staging_shape(const ProxyOptions& options, int peers, int slot_bits, uint64_t max_write) {
   // Slots as large as a piece may be, while every peer gets at least eight of them; not below 16 KiB.
   constexpr uint64_t kLeast = 8;
+  constexpr uint32_t kLeastSlot = 128;
   StagingShape shape;
   uint64_t slot = std::max<uint64_t>(options.chunk_bytes, 4096);
   while (slot > 16384 && slot * kLeast * (uint64_t)std::max(peers, 1) > options.staging_bytes) slot /= 2;
-  shape.slot_bytes = (uint32_t)((slot + 63) & ~63ull) + 64;
+  shape.slot_bytes = (uint32_t)std::min(((slot + 63) & ~63ull) + 64, max_write & ~63ull); // leaves in one write
+  if (shape.slot_bytes < kLeastSlot)
+    throw FabricError("rank " + std::to_string(options.rank) + ": the network writes at most " +
+                      std::to_string(max_write) + " bytes at a time; staging needs " + std::to_string(kLeastSlot));
   const uint64_t most = std::min<uint64_t>(1ull << std::min(slot_bits, 15), 1024);
   const uint64_t fit = options.staging_bytes / shape.slot_bytes;
   shape.slots_per_peer = (uint32_t)std::clamp<uint64_t>(fit / (uint64_t)std::max(peers, 1), 2, most);

@@ -47,7 +47,8 @@ struct StagingShape {
   uint32_t send_slots = 0;     // per thread
   uint32_t slots_per_peer = 0; // at the target, for each source
 };
-StagingShape staging_shape(const ProxyOptions& options, int peers, int slot_bits);
+// Throws FabricError when a slot would not fit a single write of the network.
+StagingShape staging_shape(const ProxyOptions& options, int peers, int slot_bits, uint64_t max_write);
 
 class Staging {
 public:

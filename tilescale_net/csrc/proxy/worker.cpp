@@ -48,7 +48,7 @@ Worker::Worker(Shared* shared, int index, std::unique_ptr<Transport> transport)
   }
   chunk_ = std::min(options_.chunk_bytes, p.max_write);
   if (stage) {
-    staging_ = std::make_unique<Staging>(staging_shape(options_, peers, group_bits_), peers, cuda);
+    staging_ = std::make_unique<Staging>(staging_shape(options_, peers, group_bits_, p.max_write), peers, cuda);
     chunk_ = std::min<uint64_t>(chunk_, staging_->piece_bytes());
     send_region_ = transport_->register_memory({staging_->send.data(), staging_->send.bytes(), Memory::host, 0});
     receive_region_ =
