@@ -269,6 +269,17 @@ def peers(args, mode: str, fp8: bool, everyone, clock: Clock, report: Report):
             )
 
 
+def fabric_limit(rows, nbytes: dict[str, int], clock: Clock):
+    """Yield (operation, samples) of bare writers that move as many bytes between nodes as dispatch and combine do."""
+    from benchmark.common.channels import BothWays
+
+    writers = BothWays()
+    for operation, row in nbytes.items():
+        samples = [writers.move(rows.far * row) for _ in range(clock.warmup + clock.repeat)]
+        yield operation, samples[clock.warmup :]
+    writers.close()
+
+
 class Results:
     """The table, and how a row of it comes from samples."""
 
@@ -287,7 +298,8 @@ class Results:
         self._table.notes.append(
             "Traffic counts a token once for each rank it goes to, however many experts it has there, with its scales: "
             "logical counts all that a rank receives (in combine: sends back), remote what comes from other ranks. "
-            "kernel: time on the device, median over ranks."
+            "kernel: time on the device, median over ranks. bare writers: CPUs that move the bytes for other nodes over "
+            "the fabric, from and to the same kind of memory, without kernels, both ways at once."
         )
 
     def add(self, case: dict, system: str, operation: str, nbytes: int, rows, kernel, whole) -> None:
@@ -305,18 +317,25 @@ class Results:
 def run(args, mode: str, dtype: str, tokens: int, clock: Clock, results: Results, report: Report) -> None:
     """All layouts and all peers for one mode and dtype."""
     import tilescale_net as tsn
-    from benchmark.common.moe_data import make, row_bytes, traffic
+    from benchmark.common.moe_data import Traffic, make, row_bytes, traffic
 
     fp8 = dtype == "fp8"
     shape = (tokens, args.hidden, args.experts, args.topk, fp8, 7, tsn.device())
     everyone = [make(r, *shape) for r in range(tsn.size())]
-    rows = traffic([e.topk_idx for e in everyone], args.experts, tsn.rank())
+    far = [not tsn.world().topology.is_direct(r) for r in range(tsn.size())]
+    rows = traffic([e.topk_idx for e in everyone], args.experts, tsn.rank(), far)
     there, back = row_bytes(args.hidden, fp8), row_bytes(args.hidden, args.quantize_combine)
     nbytes = {"combine": back, "dispatch + combine": there + back}
     for layout in args.layout if mode == "throughput" else ["expert"]:
         case = {"mode": mode, "tokens": tokens, "dtype": dtype, "layout": layout}
         for operation, *samples in ours(args, mode, layout, fp8, everyone, clock):
             results.add(case, "tilescale_net", operation, nbytes.get(operation, there), rows, *samples)
+    if tsn.world().proxy is not None and not args.no_peers:
+        case = {"mode": mode, "tokens": tokens, "dtype": dtype, "layout": ""}
+        moved = {"dispatch": there, "combine": back}
+        for operation, samples in fabric_limit(rows, moved, clock):
+            moved_rows = Traffic(rows.far, rows.far, rows.far)
+            results.add(case, "bare writers", operation, moved[operation], moved_rows, samples, samples)
     if clock.on_gpu and not args.no_peers:
         case = {"mode": mode, "tokens": tokens, "dtype": dtype, "layout": "rank" if mode == "throughput" else "expert"}
         nbytes["combine"] = row_bytes(args.hidden, False)

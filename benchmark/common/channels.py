@@ -4,10 +4,83 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 
 from benchmark.common import verify
 from benchmark.common.ranks import is_rank_zero
 from benchmark.common.timing import elapsed
+
+
+def bare_writer(world, memory, rails: int):
+    """A bare writer on `memory` (uint8), which goes the proxy's way to it, staged or not."""
+    from tilescale_net import _native, fabric
+
+    on_gpu, properties = world.device_kind == "cuda", world.proxy.properties
+    options = _native.TransportOptions(
+        rank=world.rank,
+        provider=os.environ.get("TSN_PROVIDER", ""),
+        multi_host=not world.topology.single_host,
+        rails=rails,
+        library_fallback=fabric.bundled_library(),
+    )
+    return _native.BareWriter(
+        options,
+        bytes=memory.numel(),
+        base=memory.data_ptr(),
+        heap_kind="cuda" if on_gpu else "host",
+        device=world.device.index or 0,
+        force_staging=properties["staged"],
+        chunk_bytes=properties["chunk_bytes"],
+        dedicated=on_gpu,
+    )
+
+
+class BothWays:
+    """Bare writers between each rank and one of another node, in both directions at once. Collective.
+
+    Every rank writes to the rank as many places on as a node has ranks, and is written to from as many places back.
+    """
+
+    PIECE = 1 << 20  # bytes of a write
+
+    def __init__(self):
+        import torch
+        import torch.distributed as dist
+
+        import tilescale_net as tsn
+
+        world = tsn.world()
+        size, step = world.size, world.topology.node_size
+        self._to, self._from = (world.rank + step) % size, (world.rank - step) % size
+        self._memory = [torch.zeros(self.PIECE, dtype=torch.uint8, device=world.device) for _ in range(2)]
+        rails = world.proxy.properties["rails"]
+        self._sender, self._receiver = (bare_writer(world, m, rails) for m in self._memory)
+        blobs: list = [None] * size
+        dist.all_gather_object(blobs, (self._sender.blob(), self._receiver.blob()))
+        self._sender.connect(self._to, blobs[self._to][1])
+        self._receiver.connect(self._from, blobs[self._from][0])
+        tsn.barrier()
+
+    def move(self, count: int) -> float:
+        """Move `count` bytes each way, in whole pieces and one last part; microseconds of what this rank sends."""
+        import tilescale_net as tsn
+
+        tsn.barrier()
+        spent = 0.0
+        receiver = threading.Thread(target=self._receiver.serve, args=(self._from,))
+        receiver.start()
+        for size, writes in ((self.PIECE, count // self.PIECE), (count % self.PIECE, 1)):
+            if size * writes:
+                spent += self._sender.write(self._to, size, writes) * 1e6
+        self._sender.finish(self._to)
+        receiver.join()
+        return spent
+
+    def close(self) -> None:
+        import tilescale_net as tsn
+
+        tsn.barrier()
+        self._sender = self._receiver = None
 
 
 class Channels:
@@ -53,25 +126,7 @@ class Channels:
 
     def open_bare(self) -> None:
         """Make the bare writer, on the proxy's own memory and by its way to it, staged or not. Collective."""
-        from tilescale_net import _native, fabric
-
-        options = _native.TransportOptions(
-            rank=self.rank,
-            provider=os.environ.get("TSN_PROVIDER", ""),
-            multi_host=not self.world.topology.single_host,
-            rails=self.rails,
-            library_fallback=fabric.bundled_library(),
-        )
-        self._bare = _native.BareWriter(
-            options,
-            bytes=self.src.numel(),
-            base=self.src.data_ptr(),
-            heap_kind="cuda" if self.on_gpu else "host",
-            device=self.world.device.index or 0,
-            force_staging=self.properties["staged"],
-            chunk_bytes=self.properties["chunk_bytes"],
-            dedicated=self.on_gpu,
-        )
+        self._bare = bare_writer(self.world, self.src, self.rails)
         blobs = self.gather(self._bare.blob())
         other = {0: self.peer, self.peer: 0}.get(self.rank)
         if other is not None:

@@ -35,17 +35,22 @@ def make(rank: int, tokens: int, hidden: int, experts: int, top_k: int, fp8: boo
 
 @dataclass
 class Traffic:
-    """Rows (one per token and rank) that a rank receives in dispatch and sends in combine: all, and from other ranks."""
+    """Rows (one per token and rank) that a rank receives in dispatch and sends in combine.
+
+    Attributes:
+        rows: all; remote: from other ranks; far: from other nodes.
+    """
 
     rows: int
     remote: int
+    far: int
 
 
-def traffic(indices: list[torch.Tensor], experts: int, rank: int) -> Traffic:
-    """Count them from all ranks' choices."""
+def traffic(indices: list[torch.Tensor], experts: int, rank: int, far: list[bool]) -> Traffic:
+    """Count them from all ranks' choices. `far`: which ranks are on other nodes."""
     local = experts // len(indices)
     here = [int((idx // local == rank).any(1).sum()) for idx in indices]
-    return Traffic(sum(here), sum(here) - here[rank])
+    return Traffic(sum(here), sum(here) - here[rank], sum(n for n, other in zip(here, far) if other))
 
 
 def row_bytes(hidden: int, fp8: bool) -> int:

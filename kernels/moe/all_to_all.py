@@ -78,7 +78,7 @@ class AllToAll(Collective):
         )  # fmt: skip
         on_gpu = world.device.type == "cuda"
         count = torch.cuda.get_device_properties(world.device).multi_processor_count if on_gpu else 0
-        self.tuning = tuning = (tuning or Tuning()).resolved(mode, on_gpu, count)
+        self.tuning = tuning = (tuning or Tuning()).resolved(mode, on_gpu, count, world.size)
         active = [True] * world.size if active is None else [bool(a) for a in active]
         super().__init__("AllToAll", f"active={active}, {config.describe()}, {tuning}", tuning.threads, tuning.blocks)
         self.active = torch.ones((world.size,), dtype=torch.int32, device=self._device)
@@ -278,7 +278,7 @@ class AllToAll(Collective):
                 none = torch.zeros((1, c.top_k), dtype=torch.int64, device=self._device)
                 empty = mode.make_layout(none, none.float(), 0, fault.code, fault.value)
                 mode.dispatch(None, None, empty, *self._spare_output())
-                self._raise_refusal_if_simulated(silent=True)
+                self._forget_own_refusal()
             raise self._named("dispatch", fault) from None
         layout = mode.make_layout(topk_idx, topk_weights, len(x)) if handle is None else handle.layout
         mode.dispatch(x, scales, layout, out, out_scales)
@@ -304,7 +304,7 @@ class AllToAll(Collective):
         except Fault as fault:
             spare = (mode.make_received(0), None, None, None, None, *self._spare_output(), counts)
             mode.dispatch("both", *spare, fault.code, fault.value)
-            self._raise_refusal_if_simulated(silent=True)
+            self._forget_own_refusal()
             raise self._named("dispatch", fault) from None
         received = mode.make_received(len(x))
         mode.dispatch(halves, received, x, scales, topk_idx, topk_weights, out, out_scales, counts)
@@ -327,11 +327,16 @@ class AllToAll(Collective):
         if error is not None:
             raise error
 
-    def _raise_refusal_if_simulated(self, silent: bool = False) -> None:
+    def _raise_refusal_if_simulated(self) -> None:
         """Where kernels have ended when their launch returns, a refusal is known at once."""
         if self._device.type == "cpu":
-            with contextlib.suppress(Exception) if silent else contextlib.nullcontext():
-                self._raise_refusal()
+            self._raise_refusal()
+
+    def _forget_own_refusal(self) -> None:
+        """This rank is about to say itself what was wrong; the refusal that its kernels spread is for the others."""
+        tsn.synchronize()
+        with contextlib.suppress(Exception):
+            self._raise_refusal()
 
     def _check_rows(self, x) -> tuple[torch.Tensor, torch.Tensor | None]:
         c = self.config

@@ -29,9 +29,9 @@ class Tuning:
     far_bytes: int = 256 * 1024
     parts: int = 2
 
-    def resolved(self, mode: str, on_gpu: bool, multiprocessors: int) -> Tuning:
+    def resolved(self, mode: str, on_gpu: bool, multiprocessors: int, ranks: int) -> Tuning:
         """With every None replaced. Raises ValueError for what makes no sense; blocks and threads are checked later."""
-        default = defaults(mode, on_gpu, multiprocessors)
+        default = defaults(mode, on_gpu, multiprocessors, ranks)
         given = {name: value for name, value in vars(self).items() if value is not None}
         made = replace(default, **given)
         if self.blocks is not None:  # keep the proportion
@@ -57,10 +57,11 @@ class Tuning:
 _SENDERS = ("dispatch_senders", "combine_senders")
 
 
-def defaults(mode: str, on_gpu: bool, multiprocessors: int) -> Tuning:
-    """The choices that were measured best on H200s; the simulator runs threads one after the other, so it gets few."""
+def defaults(mode: str, on_gpu: bool, multiprocessors: int, ranks: int) -> Tuning:
+    """The choices that were measured best on 2 and 4 H200s; the simulator runs threads in turn, so it gets few."""
     if not on_gpu:
         return Tuning(4, 64, 2, 2, 64)
     if mode == "latency":
         return Tuning(multiprocessors, 256, 1, 1, 256)
-    return Tuning(24, 512, 14, 12, 384)
+    # The more ranks, the smaller the part of the rows that stays here, and the more is sent.
+    return Tuning(24, 512, 14, 12 if ranks <= 2 else 16, 384)

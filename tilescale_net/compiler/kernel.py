@@ -72,8 +72,13 @@ class Kernel:
             self._launch = function
         else:
             self._launch = functools.partial(function, self._argument(_world.current().context_tensor))
+        self._launch = self._supervised(self._launch)
         self._bound_to = _world._current
         self._launch(*args)
+
+    def _supervised(self, launch):
+        """The launch with what the current world asks for around it."""
+        return launch
 
     def __repr__(self) -> str:
         return f"<kernel {self.name}({', '.join(self.parameters)}) for {self.target}>"
@@ -101,6 +106,21 @@ class CudaKernel(Kernel):
         # arguments, so the context has to stay one when there is no other.
         others = [p for p in self.prim_func.params[1:] if p in self.prim_func.buffer_map]
         return tvm_ffi.from_dlpack(context) if others else context
+
+    def _supervised(self, launch):
+        world = _world._current
+        if world is None or world.proxy is None or not world.proxy.staged:
+            return launch
+
+        def launch_and_wait(*args):
+            """On the default stream, a copy to ordinary host memory (`tensor.cpu()`) that is queued behind a kernel holds
+            a lock of the driver until the kernel has ended, and so keeps the proxy from copying what it waits for.
+            """
+            launch(*args)
+            if torch.cuda.current_stream() == torch.cuda.default_stream():
+                torch.cuda.synchronize()
+
+        return launch_and_wait
 
     def ptx(self) -> str:
         """PTX of the kernel, compiled on request by nvcc."""

@@ -22,7 +22,7 @@ TSN_COLD void put_value_by_proxy(const Context* ctx, void* dst, uint64_t value, 
 // arguments. `ring` is Stages * StageBytes bytes of shared memory for the bulk engine, or null.
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
-  Beginning<S, kPushRows<S>> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll>);
+  Beginning<S, kPushRows<S>> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll>, ring_follows<E, Stages>(ring, bytes));
   scope_sync<S>(); // what the scope wrote to the source is sent
   if (!platform::kDefersRemoteWrites && begin.idle()) return;
   begin.load(src); // first, so that nothing that waits for the route comes before it
@@ -39,8 +39,7 @@ TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t byte
   if (TSN_UNLIKELY(route.stopped || (platform::kDefersRemoteWrites && begin.idle()))) return;
   begin.store(peer);
   if (TSN_LIKELY(begin.whole)) return;
-  const uint32_t done = begin.bytes();
-  copy<S, E, Unroll, Stages, StageBytes>(peer + done, (const char*)src + done, bytes - done, ring, Direction::push);
+  copy<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, Direction::push, begin.bytes());
 }
 
 // Keeps `value` from taking part in the deduction of T.

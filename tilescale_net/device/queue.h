@@ -105,8 +105,11 @@ TSN_DEVICE uint64_t queue_claim_alone(const Port& port, uint32_t lanes) {
   // wait for the answer before the fence begins.
   const uint64_t one = popcount(platform::opaque(lanes));
   const uint64_t position = platform::atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(port.head, one);
-  if (publish) platform::fence<kPublishScope>();
-  return position;
+  if (!publish) return position;
+  platform::fence<kPublishScope>();
+  // Adds 0, this lane is active, but that is not known before the fence: else the assembler would compute with the
+  // position, and wait for it, ahead of the fence.
+  return position + (popcount(platform::active_lanes() & lanes) - 1);
 }
 
 // The same for all calling lanes.

@@ -68,14 +68,15 @@ TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes, SignalOp Op>
 TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
                            uint64_t value, void* ring) {
-  Beginning<S, kPushRows<S>, platform::kWarpThreads> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll>);
+  Beginning<S, kPushRows<S>, platform::kWarpThreads> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll>,
+                                                           ring_follows<E, Stages>(ring, bytes));
   scope_sync<S>(); // what the scope wrote to the source is sent
   if (!platform::kDefersRemoteWrites && begin.idle()) return begin.sync();
   begin.load(src); // first, so that nothing that waits for the route comes before it
   const Route route(ctx, pe);
   begin.load_more(src);
   if (TSN_UNLIKELY(!route.check<S>(kOpPutSignal, dst, bytes, sig))) return begin.sync();
-  const bool leader = begin.part.index == 0;
+  const bool leader = scope_leader<S>();
   if (TSN_UNLIKELY(!route.direct())) {
     if (leader && !route.stopped) detail::put_signal_by_proxy(ctx, dst, src, bytes, pe, sig, value, Op);
     return begin.sync();
@@ -95,10 +96,8 @@ TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64
     begin.store(peer);
   } else {
     if (!route.stopped) begin.store(peer);
-    if (TSN_UNLIKELY(!begin.whole && !route.stopped)) {
-      const uint32_t done = begin.bytes();
-      copy<S, E, Unroll, Stages, StageBytes>(peer + done, (const char*)src + done, bytes - done, ring, Direction::push);
-    }
+    if (TSN_UNLIKELY(!begin.whole && !route.stopped))
+      copy<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, Direction::push, begin.bytes());
     begin.sync();
   }
   if (leader && !route.stopped) detail::release_signal<Op>(peer_sig, value);

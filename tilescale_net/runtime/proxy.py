@@ -80,6 +80,7 @@ class RunningProxy:
             force_staging=settings.integer("TSN_PROXY_STAGING", 0) != 0,
             print_stats=settings.integer("TSN_PROXY_STATS", 0) != 0,
         )
+        self._staged = bool(self._proxy.properties()["staged"])
         views = self._proxy.queue_views()
         self._views: torch.Tensor = memory.upload(views)
         self.views_address = self._views.data_ptr()
@@ -106,6 +107,11 @@ class RunningProxy:
     def context_flags(self) -> int:
         """What `Context::flags` must contain for kernels to meet this proxy half-way."""
         return self._proxy.context_flags
+
+    @property
+    def staged(self) -> bool:
+        """Whether data go through pinned host memory, because the network does not reach the heap."""
+        return self._staged
 
     @property
     def properties(self) -> dict:
