@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 
 from benchmark.common import verify
 from benchmark.common.ranks import is_rank_zero
@@ -38,7 +37,8 @@ def bare_writer(world, memory, rails: int):
 class BothWays:
     """Bare writers between each rank and one of another node, in both directions at once. Collective.
 
-    Every rank writes to the rank as many places on as a node has ranks, and is written to from as many places back.
+    Every rank writes to the rank as many places on as a node has ranks, and is written to from as many places back. One
+    thread does both, as in a proxy.
     """
 
     PIECE = 1 << 20  # bytes of a write
@@ -52,13 +52,12 @@ class BothWays:
         world = tsn.world()
         size, step = world.size, world.topology.node_size
         self._to, self._from = (world.rank + step) % size, (world.rank - step) % size
-        self._memory = [torch.zeros(self.PIECE, dtype=torch.uint8, device=world.device) for _ in range(2)]
-        rails = world.proxy.properties["rails"]
-        self._sender, self._receiver = (bare_writer(world, m, rails) for m in self._memory)
+        self._memory = torch.zeros(self.PIECE, dtype=torch.uint8, device=world.device)
+        self._writer = bare_writer(world, self._memory, world.proxy.properties["rails"])
         blobs: list = [None] * size
-        dist.all_gather_object(blobs, (self._sender.blob(), self._receiver.blob()))
-        self._sender.connect(self._to, blobs[self._to][1])
-        self._receiver.connect(self._from, blobs[self._from][0])
+        dist.all_gather_object(blobs, self._writer.blob())
+        for peer in {self._to, self._from}:
+            self._writer.connect(peer, blobs[peer])
         tsn.barrier()
 
     def move(self, count: int) -> float:
@@ -67,20 +66,18 @@ class BothWays:
 
         tsn.barrier()
         spent = 0.0
-        receiver = threading.Thread(target=self._receiver.serve, args=(self._from,))
-        receiver.start()
         for size, writes in ((self.PIECE, count // self.PIECE), (count % self.PIECE, 1)):
             if size * writes:
-                spent += self._sender.write(self._to, size, writes) * 1e6
-        self._sender.finish(self._to)
-        receiver.join()
+                spent += self._writer.write(self._to, size, writes, from_peer=self._from) * 1e6
+        self._writer.finish(self._to)
+        self._writer.serve(self._from)
         return spent
 
     def close(self) -> None:
         import tilescale_net as tsn
 
         tsn.barrier()
-        self._sender = self._receiver = None
+        self._writer = None
 
 
 class Channels:

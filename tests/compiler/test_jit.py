@@ -210,3 +210,24 @@ def test_uint64_parameters_are_refused_before_they_reach_a_gpu():
 
     with pytest.raises(KernelError, match="parameter n is uint64.*T.int64"):
         tsn.compile(main, target="simulator")
+
+
+@pytest.mark.parametrize("staged", [None, False, True])
+def test_launches_keep_out_of_the_way_of_a_proxy(monkeypatch, staged):
+    """The first launch waits for the device, as do launches on the default stream where data are staged."""
+    events, stream = [], ["default"]
+    proxy = None if staged is None else types.SimpleNamespace(staged=staged)
+    there = types.SimpleNamespace(proxy=proxy, context_tensor=torch.zeros(4, dtype=torch.int64))
+    monkeypatch.setattr(world_module, "_current", there)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[0])
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
+    adapter = types.SimpleNamespace(get_exportable_executable=lambda: {"main": lambda *args: events.append("launch")})
+    compiled = types.SimpleNamespace(get_kernel_source=lambda: "", adapter=adapter)
+    kernel = CudaKernel(prepare(kernels.pusher()), compiled, {})
+    kernel(1, 2, 3, 4)
+    kernel(1, 2, 3, 4)
+    stream[0] = "another"
+    kernel(1, 2, 3, 4)
+    first, after = ["wait"] * (staged is not None), ["wait"] * (staged is True)
+    assert events == [*first, "launch", *after, "launch", *after, "launch"]

@@ -41,6 +41,12 @@ def test_networks_that_misbehave(chaos):
     ranks.run(2, _everything, seed, env=env, timeout=200)
 
 
+def test_staged_slots_fit_a_narrow_network():
+    """Where data are staged, a slot leaves in one write, however little the network takes at a time."""
+    env = {"VIRTUAL_NODES": "2", "TSN_PROXY_STAGING": "1", "TSN_CHAOS": "seed=3,reorder=0.5,depth=4,max_write=256"}
+    ranks.run(2, test_all_gather._gather, 3, GATHER, GEOMETRY, env=env, timeout=200)
+
+
 def _sources() -> dict[str, str]:
     from kernels.all_gather import all_gather
     from kernels.all_to_all import all_to_all

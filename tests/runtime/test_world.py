@@ -10,6 +10,7 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
+from tilescale_net.runtime import settings
 
 
 def _allocate_and_read_peers():
@@ -132,6 +133,44 @@ def test_reason_of_the_failed_rank_reaches_the_others():
     outcomes = ranks.launch(2, _raise_on_one)
     assert outcomes[1].error[0] == "ValueError"
     assert outcomes[0].error[0] == "PeerLost" and "my own mistake" in outcomes[0].error[1]
+
+
+def _aborted(says_why: bool):
+    """The device side was told to stop: nothing may look as if it had worked."""
+    import ctypes
+
+    world = tsn.world()
+    ctypes.c_uint32.from_address(world.abort_address).value = 1
+    if says_why:
+        world._poll_local = lambda: setattr(world, "_failure", tsn.FabricError("the network broke")) or "broken"
+    with pytest.raises(tsn.FabricError if says_why else tsn.TileScaleError, match="broke" if says_why else "aborted"):
+        tsn.synchronize()
+
+
+@pytest.mark.parametrize(
+    "env, mode",
+    [
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, None),
+        ({"WORLD_SIZE": "4"}, None),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "EAGER"),
+        ({"WORLD_SIZE": "2", "VIRTUAL_NODES": "2"}, "EAGER"),
+        ({"WORLD_SIZE": "2", "VIRTUAL_NODES": "2", "CUDA_MODULE_LOADING": "LAZY"}, "LAZY"),
+    ],
+)
+def test_kernels_are_loaded_early_across_nodes(monkeypatch, env, mode):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "VIRTUAL_NODES", "CUDA_MODULE_LOADING"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    settings.load_kernels_early()
+    assert os.environ.get("CUDA_MODULE_LOADING") == mode
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+
+
+@pytest.mark.parametrize("says_why", [True, False])
+def test_an_aborted_job_is_not_a_success(says_why):
+    outcomes = ranks.launch(1, _aborted, says_why)
+    assert outcomes[0].error is None or "aborted" in outcomes[0].error[1] or "broke" in outcomes[0].error[1], outcomes
 
 
 def _late_rank():

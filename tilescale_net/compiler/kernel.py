@@ -59,7 +59,7 @@ class Kernel:
         self._launch(*args)
 
     def _slow(self, args) -> None:
-        function = self._function()
+        function = self._supervised(self._function())
         index = self._context_index
         if index is not None and len(args) == self._n + 1:
             function(args[index], *args[:index], *args[index + 1 :])
@@ -72,13 +72,12 @@ class Kernel:
             self._launch = function
         else:
             self._launch = functools.partial(function, self._argument(_world.current().context_tensor))
-        self._launch = self._supervised(self._launch)
         self._bound_to = _world._current
         self._launch(*args)
 
-    def _supervised(self, launch):
-        """The launch with what the current world asks for around it."""
-        return launch
+    def _supervised(self, function):
+        """The function with what the current world asks for around it."""
+        return function
 
     def __repr__(self) -> str:
         return f"<kernel {self.name}({', '.join(self.parameters)}) for {self.target}>"
@@ -107,16 +106,16 @@ class CudaKernel(Kernel):
         others = [p for p in self.prim_func.params[1:] if p in self.prim_func.buffer_map]
         return tvm_ffi.from_dlpack(context) if others else context
 
-    def _supervised(self, launch):
+    def _supervised(self, function):
         world = _world._current
         if world is None or world.proxy is None or not world.proxy.staged:
-            return launch
+            return function
 
         def launch_and_wait(*args):
             """On the default stream, a copy to ordinary host memory (`tensor.cpu()`) that is queued behind a kernel holds
             a lock of the driver until the kernel has ended, and so keeps the proxy from copying what it waits for.
             """
-            launch(*args)
+            function(*args)
             if torch.cuda.current_stream() == torch.cuda.default_stream():
                 torch.cuda.synchronize()
 

@@ -124,20 +124,16 @@ TSN_DEVICE void copy_body(char* dst, const char* src, uint64_t body, uint32_t un
 //
 // A whole copy is the work of a crew, the first threads of a block: as few as can take it in Rows each, but not fewer
 // than LeastCrew. The other warps are idle; what they execute would only keep the multiprocessor from the crew's work.
-// The beginning of a longer copy is taken by all warps, or, with `spare_first`, by all but the first, whose thread 0
-// can set up a ring meanwhile.
 template <Scope S, int Rows = 1, uint32_t LeastCrew = 4 * platform::kWarpThreads>
 struct Beginning {
   Part part;            // of the crew
   uint32_t unit, units; // bytes of a unit; units that are taken, 0 when the copy does not begin here
-  uint32_t mine;        // the same, but 0 in threads outside the crew
   bool whole;
   Vec16 wide[Rows] = {};
   uint64_t middle = 0;
   uint32_t narrow = 0;
 
-  TSN_DEVICE Beginning(const void* dst, const void* src, int64_t bytes, bool and_longer = false,
-                       bool spare_first = false)
+  TSN_DEVICE Beginning(const void* dst, const void* src, int64_t bytes, bool and_longer = false)
       : part(scope_part<S>()) {
     constexpr uint32_t kWarp = platform::kWarpThreads;
     const uint64_t bits = reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src) | uint64_t(bytes);
@@ -150,16 +146,10 @@ struct Beginning {
       const uint32_t needed = unit == 16 ? (units + Rows - 1) / Rows : units;
       const uint32_t crew = needed <= LeastCrew ? LeastCrew : (needed + kWarp - 1) & ~(kWarp - 1);
       if (crew < part.threads) part.threads = crew;
-    } else if (S == Scope::block && spare_first && part.threads > 2 * kWarp && units != 0) {
-      part.threads -= kWarp;
-      units = part.threads * Rows;
-      part.index = part.index < kWarp ? part.threads : part.index - kWarp;
     }
-    mine = part.index < part.threads ? units : 0;
   }
 
-  // Whether this thread has nothing to do with a copy that is whole.
-  TSN_DEVICE bool idle() const { return whole && part.index >= part.threads; }
+  TSN_DEVICE bool idle() const { return part.index >= part.threads; }
 
   // The crew's accesses so far come before what its leader does next. Called by all threads of the scope, except that
   // idle ones may leave it out when the crew is one warp.
@@ -173,9 +163,9 @@ struct Beginning {
 
   TSN_DEVICE void load(const void* src) {
     const char* p = (const char*)src + uint64_t(part.index) * unit;
-    platform::load_data_below(&wide[0], (const Vec16*)p, int(part.index), int(unit == 16 ? mine : 0));
-    platform::load_data_below(&middle, (const uint64_t*)p, int(part.index), int(unit == 8 ? mine : 0));
-    platform::load_data_below(&narrow, (const uint32_t*)p, int(part.index), int(unit == 4 ? mine : 0));
+    platform::load_data_below(&wide[0], (const Vec16*)p, int(part.index), int(unit == 16 ? units : 0));
+    platform::load_data_below(&middle, (const uint64_t*)p, int(part.index), int(unit == 8 ? units : 0));
+    platform::load_data_below(&narrow, (const uint32_t*)p, int(part.index), int(unit == 4 ? units : 0));
   }
   // The other rows; its branch comes after the loads that small messages wait for.
   TSN_DEVICE void load_more(const void* src) {
@@ -184,17 +174,17 @@ struct Beginning {
     TSN_UNROLL
     for (uint32_t u = 1; u < Rows; u++)
       platform::load_data_below(&wide[u], (const Vec16*)p + u * part.threads, int(part.index + u * part.threads),
-                                int(mine));
+                                int(units));
   }
   TSN_DEVICE void store(void* dst) const {
     char* p = (char*)dst + uint64_t(part.index) * unit;
-    platform::store_data_below((Vec16*)p, wide[0], int(part.index), int(unit == 16 ? mine : 0));
-    platform::store_data_below((uint64_t*)p, middle, int(part.index), int(unit == 8 ? mine : 0));
-    platform::store_data_below((uint32_t*)p, narrow, int(part.index), int(unit == 4 ? mine : 0));
+    platform::store_data_below((Vec16*)p, wide[0], int(part.index), int(unit == 16 ? units : 0));
+    platform::store_data_below((uint64_t*)p, middle, int(part.index), int(unit == 8 ? units : 0));
+    platform::store_data_below((uint32_t*)p, narrow, int(part.index), int(unit == 4 ? units : 0));
     if (!more_rows()) return;
     TSN_UNROLL
     for (uint32_t u = 1; u < Rows; u++)
-      platform::store_data_below((Vec16*)p + u * part.threads, wide[u], int(part.index + u * part.threads), int(mine));
+      platform::store_data_below((Vec16*)p + u * part.threads, wide[u], int(part.index + u * part.threads), int(units));
   }
 
 private:
@@ -224,12 +214,6 @@ template <Scope S>
 constexpr int kPushRows = S == Scope::block ? 4 : 1;
 template <Scope S, Engine E, int Unroll>
 constexpr bool kBeginsLonger = S == Scope::block && Unroll <= kPushRows<S> && E != Engine::bulk;
-
-template <Engine E, int Stages>
-TSN_DEVICE bool ring_follows(const void* ring, int64_t bytes) {
-  return E == Engine::automatic && Stages > 1 && platform::kHasBulk && ring != nullptr &&
-         uint64_t(bytes) >= kBulkPushFrom;
-}
 
 // Copies any number of bytes between any addresses, with the engine that the caller or, for `automatic`, the table
 // above chooses. By all threads of the scope, which is synchronised before; the bytes are stored when it is

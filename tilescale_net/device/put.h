@@ -22,7 +22,7 @@ TSN_COLD void put_value_by_proxy(const Context* ctx, void* dst, uint64_t value, 
 // arguments. `ring` is Stages * StageBytes bytes of shared memory for the bulk engine, or null.
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
-  Beginning<S, kPushRows<S>> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll>, ring_follows<E, Stages>(ring, bytes));
+  Beginning<S, kPushRows<S>> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll>);
   scope_sync<S>(); // what the scope wrote to the source is sent
   if (!platform::kDefersRemoteWrites && begin.idle()) return;
   begin.load(src); // first, so that nothing that waits for the route comes before it

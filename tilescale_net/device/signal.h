@@ -68,8 +68,7 @@ TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes, SignalOp Op>
 TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
                            uint64_t value, void* ring) {
-  Beginning<S, kPushRows<S>, platform::kWarpThreads> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll>,
-                                                           ring_follows<E, Stages>(ring, bytes));
+  Beginning<S, kPushRows<S>, platform::kWarpThreads> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll>);
   scope_sync<S>(); // what the scope wrote to the source is sent
   if (!platform::kDefersRemoteWrites && begin.idle()) return begin.sync();
   begin.load(src); // first, so that nothing that waits for the route comes before it

@@ -92,9 +92,9 @@ void BareWriter::post(const Transport::Copy& copy) {
   out_[(size_t)copy.rail] += copy.bytes;
 }
 
-double BareWriter::write(int peer, uint64_t bytes, int count, bool blocking) {
+double BareWriter::write(int peer, uint64_t bytes, int count, bool blocking, int from) {
   if (bytes > options_.bytes) give_up(std::to_string(bytes) + " bytes do not fit the buffer");
-  if (staging_) return write_staged(peer, bytes, count, blocking);
+  if (staging_) return write_staged(peer, bytes, count, blocking, from);
   const uint64_t rails = out_.size();
   uint64_t chunk = options_.chunk_bytes;
   if (rails > 1) chunk = std::min(chunk, std::max<uint64_t>(65536, ((bytes + rails - 1) / rails + 4095) & ~4095ull));
@@ -174,13 +174,14 @@ void BareWriter::give_back(int peer, uint32_t slot) {
     if (!poll()) look_for(&since, "peer " + std::to_string(peer) + " took no message");
 }
 
-double BareWriter::write_staged(int peer, uint64_t bytes, int count, bool blocking) {
+double BareWriter::write_staged(int peer, uint64_t bytes, int count, bool blocking, int from) {
   const uint64_t start = now_ns();
   const std::string silence = "peer " + std::to_string(peer) + " gave no slot back";
   uint64_t since = 0;
   // One turn: whatever can be posted is, and completions are taken.
   auto turn = [&] {
     post_staged(peer);
+    if (from >= 0) land(from);
     if (poll()) since = 0;
     else look_for(&since, silence);
   };

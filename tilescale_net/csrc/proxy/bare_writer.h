@@ -37,8 +37,9 @@ public:
   void connect(int peer, const std::string& blob);
 
   // Writes `bytes` bytes `count` times; with `blocking` each is complete before the next begins. Seconds from the first
-  // post to the last completion; the data are at the peer if the provider has delivery-complete.
-  double write(int peer, uint64_t bytes, int count, bool blocking);
+  // post to the last completion; the data are at the peer if the provider has delivery-complete. `from`: a peer, or -1,
+  // that writes here at the same time; serve() it afterwards.
+  double write(int peer, uint64_t bytes, int count, bool blocking, int from);
   // Round trips of a write with an immediate, answered in kind by the peer's pong() of the same size and count; seconds
   // for all of them. Half of a round trip is the one-way time, until the target's CPU knows of the data.
   double ping(int peer, uint64_t bytes, int count) { return exchange(peer, bytes, count, true); }
@@ -54,7 +55,7 @@ private:
   struct Buffer;
   int poll();
   void look_for(uint64_t* since, const std::string& what);
-  double write_staged(int peer, uint64_t bytes, int count, bool blocking);
+  double write_staged(int peer, uint64_t bytes, int count, bool blocking, int from);
   double exchange_staged(int peer, uint64_t bytes, int count, bool first);
   void post_staged(int peer);
   void give_back(int peer, uint32_t slot);

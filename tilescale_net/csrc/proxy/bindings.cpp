@@ -209,7 +209,7 @@ void bind_proxy(py::module_& m) {
       .def("blob", [](const BareWriter& w) { return py::bytes(w.blob()); })
       .def("connect", &BareWriter::connect, py::arg("peer"), py::arg("blob"), no_gil)
       .def("write", &BareWriter::write, py::arg("peer"), py::arg("bytes"), py::arg("count"),
-           py::arg("blocking") = false, no_gil)
+           py::arg("blocking") = false, py::arg("from_peer") = -1, no_gil)
       .def("ping", &BareWriter::ping, py::arg("peer"), py::arg("bytes"), py::arg("count"), no_gil)
       .def("pong", &BareWriter::pong, py::arg("peer"), py::arg("bytes"), py::arg("count"), no_gil)
       .def("serve", &BareWriter::serve, py::arg("peer"), no_gil)
