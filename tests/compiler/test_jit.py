@@ -220,6 +220,7 @@ def test_launches_keep_out_of_the_way_of_a_proxy(monkeypatch, staged):
     there = types.SimpleNamespace(proxy=proxy, context_tensor=torch.zeros(4, dtype=torch.int64))
     monkeypatch.setattr(world_module, "_current", there)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[0])
     monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
     adapter = types.SimpleNamespace(get_exportable_executable=lambda: {"main": lambda *args: events.append("launch")})

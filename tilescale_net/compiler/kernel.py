@@ -94,7 +94,9 @@ class CudaKernel(Kernel):
     def _function(self):
         # The first launch loads the kernel into the GPU. The driver waits for running kernels then, and keeps the
         # proxy's copies waiting too, without which a kernel that talks to another node would never end.
-        if _world._current is not None and _world._current.proxy is not None:
+        # (While a CUDA graph is captured nothing runs, and nobody may wait.)
+        proxied = _world._current is not None and _world._current.proxy is not None
+        if proxied and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize()
         # tilelang's own wrapper checks and copies the arguments in Python for several microseconds; the host function
         # that it calls in the end checks every shape and dtype itself.
