@@ -1,0 +1,27 @@
+"""The benchmark of the MoE all-to-all: its rows, on one node and on two, with the fabric's limit beside them."""
+
+import json
+
+import pytest
+
+from tests.benchmark.test_runs import launch
+
+SMALL = ["--tokens", "8", "--hidden", "128", "--experts", "4", "--topk", "2", "--dtype", "bf16", "--repeat", "1"]
+SMALL += ["--warmup", "1"]
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_rows(tmp_path, nodes):
+    path = tmp_path / "run.json"
+    done = launch("moe_all_to_all.py", *SMALL, "--mode", "latency", "--json", str(path), VIRTUAL_NODES=nodes)
+    assert done.returncode == 0, done.stderr
+    (table,) = json.loads(path.read_text())["tables"]
+    rows = {(row["system"], row["operation"]): row for row in table["rows"]}
+    ours = {("tilescale_net", name) for name in ("dispatch", "combine", "dispatch + combine")}
+    limit = {("bare writers", name) for name in ("dispatch", "combine")} if nodes == "2" else set()
+    assert set(rows) == ours | limit
+    for (system, _), row in rows.items():
+        assert row["kernel"] > 0
+        if system == "bare writers":  # they carry what is for the other node, and nothing else
+            assert row["logical"] == row["remote"] > 0
+    assert "verified, every byte" in done.stdout
