@@ -21,17 +21,18 @@ def test_lanes(case):
         assert stats["queue_depth_max"] > 1
 
 
-CHAOS = {
-    "VIRTUAL_NODES": "2", "TSN_PROXY_CHUNK": "4K", "TSN_CHAOS": "seed=3,reorder=0.5,split=0.2,eagain=0.1,delay_us=3000",
-}  # fmt: skip
+def chaos(seed: int) -> dict[str, str]:
+    faults = f"seed={seed},reorder=0.5,split=0.2,eagain=0.1,delay_us=3000"
+    return {"VIRTUAL_NODES": "2", "TSN_PROXY_CHUNK": "4K", "TSN_CHAOS": faults}
 
 
 def test_signal_after_its_data():
     """put_signal in six pieces, read the moment its signal is there."""
-    assert ranks.run(2, lanes.run_relay, env=CHAOS) == [0, 0]
+    assert ranks.run(2, lanes.run_relay, env=chaos(3)) == [0, 0]
 
 
 def test_signal_after_its_last_piece_only():
     """The mutation that counting exists for: without counting, a kernel reads data that are not there yet."""
-    early = ranks.run(2, lanes.run_relay, env={**CHAOS, "TSN_TEST_ORDERING": "last_chunk"})
-    assert sum(early) > 0
+    broken = {"TSN_TEST_ORDERING": "last_chunk"}
+    # Where processors are crowded a kernel may happen to look late, on one network or another.
+    assert any(sum(ranks.run(2, lanes.run_relay, env=chaos(seed) | broken)) for seed in range(3, 11))
