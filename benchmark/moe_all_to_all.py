@@ -332,10 +332,9 @@ def run(args, mode: str, dtype: str, tokens: int, clock: Clock, results: Results
             results.add(case, "tilescale_net", operation, nbytes.get(operation, there), rows, *samples)
     if tsn.world().proxy is not None and not args.no_peers:
         case = {"mode": mode, "tokens": tokens, "dtype": dtype, "layout": ""}
-        moved = {"dispatch": there, "combine": back}
+        moved, far_rows = {"dispatch": there, "combine": back}, Traffic(rows.far, rows.far, rows.far)
         for operation, samples in fabric_limit(rows, moved, clock):
-            moved_rows = Traffic(rows.far, rows.far, rows.far)
-            results.add(case, "bare writers", operation, moved[operation], moved_rows, samples, samples)
+            results.add(case, "bare writers", operation, moved[operation], far_rows, samples, samples)
     if clock.on_gpu and not args.no_peers:
         case = {"mode": mode, "tokens": tokens, "dtype": dtype, "layout": "rank" if mode == "throughput" else "expert"}
         nbytes["combine"] = row_bytes(args.hidden, False)

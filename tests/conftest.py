@@ -7,6 +7,8 @@ import time
 import pytest
 
 FOLDER = "/dev/shm"
+# Of Python, and of the CUDA driver, which shares files among processes and takes them away when it likes.
+OTHERS = ("sem.", "pym-", "cuda.shm.", "mps_shm_")
 
 
 def pytest_xdist_auto_num_workers(config) -> int:
@@ -16,11 +18,6 @@ def pytest_xdist_auto_num_workers(config) -> int:
 
 def _files() -> set[str]:
     return set(os.listdir(FOLDER)) if os.path.isdir(FOLDER) else set()
-
-
-def _of_the_driver(name: str) -> bool:
-    """Files that the CUDA driver shares among processes, and takes away when it likes."""
-    return name.startswith(("cuda.shm.", "mps_shm_"))
 
 
 def _in_use_elsewhere(name: str) -> bool:
@@ -36,11 +33,7 @@ def nothing_left_in_shared_memory():
     yield
     end = time.monotonic() + 3
     while True:
-        left = {
-            n
-            for n in _files() - before
-            if not n.startswith(("sem.", "pym-")) and not _of_the_driver(n) and not _in_use_elsewhere(n)
-        }
+        left = {n for n in _files() - before if not n.startswith(OTHERS) and not _in_use_elsewhere(n)}
         if not left or time.monotonic() > end:
             break
         time.sleep(0.1)

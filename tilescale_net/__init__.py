@@ -190,7 +190,7 @@ def synchronize() -> None:
 
 
 def check() -> None:
-    """Raise what kernels, the proxy or lost peers have left behind so far; does not wait."""
+    """Raise what kernels, the proxy or lost peers have left behind so far; waits only for the reason of an abort."""
     world().check()
 
 

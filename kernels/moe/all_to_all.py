@@ -322,8 +322,12 @@ class AllToAll(Collective):
     def _named(self, call: str, fault: Fault) -> Exception:
         return type(fault.error)(f"AllToAll.{call} on rank {self.rank}: {fault.error}")
 
+    def _refusal(self) -> Exception | None:
+        """What kernels refused since the last look."""
+        return self.status.error("AllToAll.dispatch", self.config.num_experts, self.config.capacity)
+
     def _raise_refusal(self) -> None:
-        error = self.status.error("AllToAll.dispatch", self.config.num_experts, self.config.capacity)
+        error = self._refusal()
         if error is not None:
             raise error
 
@@ -335,8 +339,7 @@ class AllToAll(Collective):
     def _forget_own_refusal(self) -> None:
         """This rank is about to say itself what was wrong; the refusal that its kernels spread is for the others."""
         tsn.synchronize()
-        with contextlib.suppress(Exception):
-            self._raise_refusal()
+        self._refusal()
 
     def _check_rows(self, x) -> tuple[torch.Tensor, torch.Tensor | None]:
         c = self.config

@@ -29,4 +29,4 @@ def test_queue_on_gpu():
     # A part of what an H200 must reach, so that a busy host does not fail the suite.
     part = 0.1 if "PYTEST_XDIST_WORKER" in os.environ else 0.5
     assert rates["one_warp_published"] >= 30 * part and rates["one_thread_batch"] >= 3 * part, out.stdout
-    assert rates["ratio"] <= 1.15 / part, out.stdout
+    assert rates["ratio"] <= 1.5, out.stdout

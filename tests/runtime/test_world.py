@@ -143,8 +143,7 @@ def _aborted(says_why: bool):
     ctypes.c_uint32.from_address(world.abort_address).value = 1
     if says_why:
         world._poll_local = lambda: setattr(world, "_failure", tsn.FabricError("the network broke")) or "broken"
-    with pytest.raises(tsn.FabricError if says_why else tsn.TileScaleError, match="broke" if says_why else "aborted"):
-        tsn.synchronize()
+    tsn.synchronize()
 
 
 @pytest.mark.parametrize(
@@ -158,19 +157,17 @@ def _aborted(says_why: bool):
     ],
 )
 def test_kernels_are_loaded_early_across_nodes(monkeypatch, env, mode):
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "VIRTUAL_NODES", "CUDA_MODULE_LOADING"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", dict(env))  # which the call changes
     settings.load_kernels_early()
     assert os.environ.get("CUDA_MODULE_LOADING") == mode
-    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
 
 
 @pytest.mark.parametrize("says_why", [True, False])
 def test_an_aborted_job_is_not_a_success(says_why):
-    outcomes = ranks.launch(1, _aborted, says_why)
-    assert outcomes[0].error is None or "aborted" in outcomes[0].error[1] or "broke" in outcomes[0].error[1], outcomes
+    kind, text, trace = ranks.launch(1, _aborted, says_why)[0].error
+    assert kind == ("FabricError" if says_why else "TileScaleError"), text
+    assert ("the network broke" if says_why else "rank 0: the job was aborted") in text
+    assert "in synchronize" in trace
 
 
 def _late_rank():

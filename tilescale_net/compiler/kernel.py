@@ -95,8 +95,7 @@ class CudaKernel(Kernel):
         # The first launch loads the kernel into the GPU. The driver waits for running kernels then, and keeps the
         # proxy's copies waiting too, without which a kernel that talks to another node would never end.
         # (While a CUDA graph is captured nothing runs, and nobody may wait.)
-        proxied = _world._current is not None and _world._current.proxy is not None
-        if proxied and not torch.cuda.is_current_stream_capturing():
+        if self._proxy() is not None and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize()
         # tilelang's own wrapper checks and copies the arguments in Python for several microseconds; the host function
         # that it calls in the end checks every shape and dtype itself.
@@ -108,9 +107,14 @@ class CudaKernel(Kernel):
         others = [p for p in self.prim_func.params[1:] if p in self.prim_func.buffer_map]
         return tvm_ffi.from_dlpack(context) if others else context
 
+    @staticmethod
+    def _proxy():
+        """The proxy of the current world; None without one."""
+        return _world._current.proxy if _world._current is not None else None
+
     def _supervised(self, function):
-        world = _world._current
-        if world is None or world.proxy is None or not world.proxy.staged:
+        proxy = self._proxy()
+        if proxy is None or not proxy.staged:
             return function
 
         def launch_and_wait(*args):

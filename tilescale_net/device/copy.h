@@ -135,7 +135,6 @@ struct Beginning {
 
   TSN_DEVICE Beginning(const void* dst, const void* src, int64_t bytes, bool and_longer = false)
       : part(scope_part<S>()) {
-    constexpr uint32_t kWarp = platform::kWarpThreads;
     const uint64_t bits = reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src) | uint64_t(bytes);
     unit = bits % 16 == 0 ? 16 : bits % 8 == 0 ? 8 : 4;
     const uint64_t count = uint64_t(bytes) >> (unit == 16 ? 4 : unit == 8 ? 3 : 2);
@@ -143,6 +142,7 @@ struct Beginning {
     whole = bits % 4 == 0 && count <= most;
     units = whole ? uint32_t(count) : and_longer && unit == 16 ? most : 0;
     if (S == Scope::block && whole) {
+      constexpr uint32_t kWarp = platform::kWarpThreads;
       const uint32_t needed = unit == 16 ? (units + Rows - 1) / Rows : units;
       const uint32_t crew = needed <= LeastCrew ? LeastCrew : (needed + kWarp - 1) & ~(kWarp - 1);
       if (crew < part.threads) part.threads = crew;

@@ -168,19 +168,16 @@ TSN_DEVICE uint64_t queue_push(const Context* ctx, uint32_t queue, Operation ope
   const uint64_t tail = queue_known_tail(port);
   const uint32_t lanes = platform::active_lanes();
   Descriptor d = encode(request, 0);
-  uint64_t position;
-  if (lanes == 1u << platform::lane()) {
-    position = queue_claim_alone<publish>(port, lanes);
-    // While the atomic is on its way, not behind the branch that waits for it.
-    for (uint64_t& word : d.word) word = platform::opaque(word);
+  auto fill = [&](uint64_t position) -> uint64_t {
     if (!queue_has_room(ctx, port, operation, int(request.pe), position, tail)) return 0;
     queue_store(port, position, request.command, d);
-  } else {
-    position = queue_claim_together<publish>(ctx, port, lanes);
-    if (!queue_has_room(ctx, port, operation, int(request.pe), position, tail)) return 0;
-    queue_store(port, position, request.command, d);
-  }
-  return make_ticket(queue, position);
+    return make_ticket(queue, position);
+  };
+  if (lanes != 1u << platform::lane()) return fill(queue_claim_together<publish>(ctx, port, lanes));
+  const uint64_t position = queue_claim_alone<publish>(port, lanes);
+  // While the atomic is on its way, not behind the branch that waits for it.
+  for (uint64_t& word : d.word) word = platform::opaque(word);
+  return fill(position);
 }
 
 } // namespace detail

@@ -80,7 +80,6 @@ class RunningProxy:
             force_staging=settings.integer("TSN_PROXY_STAGING", 0) != 0,
             print_stats=settings.integer("TSN_PROXY_STATS", 0) != 0,
         )
-        self._staged = bool(self._proxy.properties()["staged"])
         views = self._proxy.queue_views()
         self._views: torch.Tensor = memory.upload(views)
         self.views_address = self._views.data_ptr()
@@ -111,7 +110,7 @@ class RunningProxy:
     @property
     def staged(self) -> bool:
         """Whether data go through pinned host memory, because the network does not reach the heap."""
-        return self._staged
+        return self.properties["staged"]
 
     @property
     def properties(self) -> dict:

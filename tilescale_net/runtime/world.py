@@ -88,7 +88,7 @@ class World:
             for pe in range(self.size)
         ]
         queues, n_queues = self._start_proxy()
-        if on_gpu and self.proxy is not None and self._memory.loads_kernels_late() and self.rank == 0:
+        if on_gpu and self.rank == 0 and self.proxy is not None and self._memory.loads_kernels_late():
             warnings.warn(
                 "CUDA loads kernels at their first launch here; where data to and from other nodes are staged in host "
                 "memory, that waits for a running kernel, and the kernel for its data until TSN_TIMEOUT. Set "
@@ -184,23 +184,26 @@ class World:
         if self._failure is None and error is not None:
             self._failure = error
             self._watchdog.announce_failure(str(error))
-        if self._failure is None and self._watchdog is not None and self._watchdog.reason():
-            self._on_loss(self._watchdog.reason())
+        self._notice_loss()
         if self._failure is None and ctypes.c_uint32.from_address(self._abort_address).value:
             # Kernels return early from here on, with whatever data they have: whoever set the word says why.
-            self._failure = self._reason_of_abort()
+            self._learn_why_aborted()
         if self._failure is not None:
             raise self._failure
 
-    def _reason_of_abort(self, seconds: float = 2.0) -> TileScaleError:
+    def _notice_loss(self) -> None:
+        if self._failure is None and self._watchdog is not None and self._watchdog.reason():
+            self._on_loss(self._watchdog.reason())
+
+    def _learn_why_aborted(self, seconds: float = 2.0) -> None:
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if self._poll_local():
-                return self._failure
-            if self._watchdog is not None and self._watchdog.reason():
-                return PeerLost(f"rank {self.rank}: {self._watchdog.reason()}; restart the job")
-            time.sleep(0.01)
-        return TileScaleError(f"rank {self.rank}: the job was aborted; look at the other ranks' output")
+        while self._failure is None and time.monotonic() < end:
+            self._poll_local()
+            self._notice_loss()
+            if self._failure is None:
+                time.sleep(0.01)
+        if self._failure is None:
+            self._failure = TileScaleError(f"rank {self.rank}: the job was aborted; look at the other ranks' output")
 
     # -- collective calls -------------------------------------------------------------------------------------------
 
