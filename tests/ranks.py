@@ -1,11 +1,13 @@
 """Runs a function on several ranks, each a process of its own, and collects what they return or raise.
 
 Ranks fork from a server that has imported torch and tilelang, so that a test with fresh processes costs a fraction of a
-second. On a machine with enough GPUs the ranks use them; elsewhere they use the simulator.
+second. On a machine with enough GPUs the ranks use them; elsewhere, and where a test has set TSN_DEVICE=simulator, they
+use the simulator.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -14,24 +16,40 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 _context = multiprocessing.get_context("forkserver")
 
 
+def _simulated() -> bool:
+    return os.environ.get("TSN_DEVICE") == "simulator"
+
+
+# The choice for the whole run; single tests make theirs later.
+_always_simulated = _simulated()
+
+
 @functools.cache
-def gpus() -> int:
-    """GPUs that ranks can use; jobs of more ranks run in the simulator."""
+def visible_gpus() -> int:
+    """GPUs of this machine, whatever device tests have chosen."""
     import torch
 
-    return 0 if os.environ.get("TSN_DEVICE") == "simulator" else torch.cuda.device_count()
+    return torch.cuda.device_count()
+
+
+def gpus() -> int:
+    """GPUs that ranks can use; jobs of more ranks run in the simulator."""
+    return 0 if _simulated() else visible_gpus()
 
 
 def _preload() -> None:
-    """Import what is slow before ranks fork. tilelang looks for GPUs when imported, after which a fork could not use one."""
+    """Import what is slow before ranks fork. tilelang looks for GPUs when imported, after which a fork could not use one.
+
+    All tests share one server: a test in the simulator may start it, and one that needs a GPU may be next.
+    """
     heavy = ["torch", "torch.distributed", "tilescale_net", "hypothesis"]
-    _context.set_forkserver_preload(heavy if gpus() else [*heavy, "tilelang"])
+    _context.set_forkserver_preload([*heavy, "tilelang"] if _always_simulated or not visible_gpus() else heavy)
 
 
 @dataclass
@@ -52,11 +70,17 @@ class RankFailure(AssertionError):
     """At least one rank raised, was killed, or did not end in time."""
 
 
-def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A TCP port on loopback that rank 0 can listen on, however long it takes until it does.
+
+    A socket that is bound but does not listen keeps the port from everybody who asks for any free port. Who asks for
+    this very port gets it, if both allow it.
+    """
     with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+        yield s.getsockname()[1]
 
 
 def _body(rank: int, size: int, env: dict[str, str], fn: Callable, args: tuple, init: bool, heap: str, pipe) -> None:
@@ -116,22 +140,28 @@ def launch(
         on_start: called with the process objects, for tests that kill ranks.
     """
     _preload()
-    base = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    if gpus() < size:
-        base["TSN_DEVICE"] = "simulator"
-    base.update(env or {})
-    pipes, procs = [], []
-    for rank in range(size):
-        mine, theirs = _context.Pipe(duplex=False)
-        proc = _context.Process(target=_body, args=(rank, size, base, fn, args, init, heap, theirs), daemon=True)
-        proc.start()
-        theirs.close()
-        pipes.append(mine)
-        procs.append(proc)
-    if on_start:
-        on_start(procs)
+    with reserved_port() as port:
+        base = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        # Always said, because ranks have the environment of the test that happened to start their server.
+        base["TSN_DEVICE"] = "simulator" if gpus() < size else os.environ.get("TSN_DEVICE", "auto")
+        base.update(env or {})
+        pipes, procs = [], []
+        for rank in range(size):
+            mine, theirs = _context.Pipe(duplex=False)
+            proc = _context.Process(target=_body, args=(rank, size, base, fn, args, init, heap, theirs), daemon=True)
+            proc.start()
+            theirs.close()
+            pipes.append(mine)
+            procs.append(proc)
+        if on_start:
+            on_start(procs)
+        return _collect(pipes, procs, timeout)
+
+
+def _collect(pipes: list, procs: list, timeout: float) -> list[Outcome]:
+    """Every rank's outcome; ranks still alive at `timeout` are killed."""
     end = time.monotonic() + timeout
-    outcomes = [Outcome(r) for r in range(size)]
+    outcomes = [Outcome(r) for r in range(len(procs))]
     for rank, (pipe, proc) in enumerate(zip(pipes, procs)):
         try:
             if pipe.poll(max(0.0, end - time.monotonic())):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests import ranks
 from tests.launch.conftest import ROOT, clean_environment
 from tests.launch.conftest import launch as launch_sh
 
@@ -29,26 +30,39 @@ def tables_of(path):
     return {t["name"]: t["rows"] for t in json.loads(path.read_text())["tables"]}
 
 
-def test_send_recv_with_three_ranks(tmp_path):
-    path = tmp_path / "run.json"
-    arguments = ["--sizes", "8,64K,300001", "--repeat", "3", "--chunk", "32K", "--link-gbps", "100"]
-    done = launch("send_recv.py", *arguments, "--json", str(path), gpus="3")
+# What a machine without GPUs shows, on machines with some.
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+needs_gpus = pytest.mark.skipif(ranks.visible_gpus() == 0, reason="needs a GPU")
+
+
+def send_recv_with_three_ranks(path, kinds, *more, **env):
+    """Output of a run that has measured buffers of these kinds and no others, in this order."""
+    arguments = ["--sizes", "8,64K,300001", "--repeat", "3", "--chunk", "32K", "--link-gbps", "100", *more]
+    done = launch("send_recv.py", *arguments, "--json", str(path), gpus="3", **env)
     assert done.returncode == 0, done.stderr
     rows = tables_of(path)["send_recv"]
     assert [(r["bytes"], r["count"]) for r in rows] == [(8, 2), (65536, 16384), (300001, 75000)]
-    for row in rows:
-        assert row["host_gbps"] == pytest.approx(row["bytes"] * 8 / row["host_us"] / 1e3)
-        assert row["host_bus"] == pytest.approx(row["host_gbps"])  # of 100 Gbps
     samples = json.loads(path.read_text())["tables"][0]["samples"]
-    assert [len(s["host_us"]) for s in samples] == [6, 6, 6]  # two pairs
-    assert [c.strip() for c in done.stdout.split("\n\n")[2].splitlines()[0].split("|")[1:-1]] == [
-        "Size",
-        "Count",
-        "Host (Gbps)",
-        "BusBW (%)",
-        "Lat (us)",
-    ]
-    assert "No GPU: host buffers only" in done.stdout and "- libfabric: " in done.stdout
+    columns = ["Size", "Count"]
+    for kind in kinds:
+        for row in rows:
+            assert row[f"{kind}_gbps"] == pytest.approx(row["bytes"] * 8 / row[f"{kind}_us"] / 1e3)
+            assert row[f"{kind}_bus"] == pytest.approx(row[f"{kind}_gbps"])  # of 100 Gbps
+        assert [len(s[f"{kind}_us"]) for s in samples] == [6, 6, 6]  # two pairs
+        columns += [f"{kind.capitalize()} (Gbps)", "BusBW (%)", "Lat (us)"]
+    assert [c.strip() for c in done.stdout.split("\n\n")[2].splitlines()[0].split("|")[1:-1]] == columns
+    assert "- libfabric: " in done.stdout
+    return done.stdout
+
+
+def test_send_recv_with_three_ranks(tmp_path):
+    assert "No GPU: host buffers only" in send_recv_with_three_ranks(tmp_path / "run.json", ["host"], **NO_GPUS)
+
+
+@needs_gpus
+@pytest.mark.parametrize("choice,kinds", [((), ["device", "host"]), (("--buffers", "device"), ["device"])])
+def test_send_recv_from_gpu_memory(tmp_path, choice, kinds):
+    assert "No GPU" not in send_recv_with_three_ranks(tmp_path / "run.json", kinds, *choice)
 
 
 def test_fabric_bw(tmp_path):
@@ -138,5 +152,5 @@ def test_wrong_numbers_of_ranks_end_with_code_2(name, ranks):
 def test_what_only_the_job_can_tell_ends_with_code_2():
     done = launch("fabric_bw.py", "--op", "write", "-s", "8K", TSN_CHAOS="max_write=4096")
     assert done.returncode == 2 and "write: 8192 bytes exceed the largest message of provider chaos+" in done.stderr
-    done = launch("send_recv.py", "--buffers", "device")
+    done = launch("send_recv.py", "--buffers", "device", **NO_GPUS)
     assert done.returncode == 2 and "--buffers device needs a GPU on every rank" in done.stderr

@@ -6,6 +6,7 @@ import pytest
 import tilelang.language as T
 
 import tilescale_net.language as N
+from tests.ptx import read_only_loads
 from tilescale_net.compiler import inspect
 from tilescale_net.compiler.operators import OPERATORS
 
@@ -76,7 +77,7 @@ def test_every_primitive_is_called():
 
 def test_every_primitive_compiles(everything_ptx):
     assert ".entry kernel_kernel" in everything_ptx
-    assert "ld.global.nc" not in everything_ptx
+    assert not read_only_loads(everything_ptx)
 
 
 @pytest.mark.parametrize(

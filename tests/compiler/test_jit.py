@@ -1,5 +1,6 @@
 """tsn.jit and compiled kernels: caching, names, arguments, and how the context reaches the kernel."""
 
+import os
 import threading
 import types
 
@@ -10,6 +11,7 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tests import ranks
 from tests.compiler import kernels
 from tilescale_net.compiler import inspect, jit, toolchain
 from tilescale_net.compiler.kernel import CudaKernel, Kernel
@@ -111,6 +113,33 @@ def test_equal_arguments_of_other_types_are_other_kernels(monkeypatch):
         return kernels.pusher(64 if flag is True else 128)
 
     assert (factory(True), factory(1), factory(True)) == (1, 2, 1)
+
+
+@tsn.jit
+def numbers(n):
+    @T.prim_func
+    def main(x: T.Tensor((n,), "float32")):
+        with T.Kernel(1, threads=n):
+            for i in T.Parallel(n):
+                x[i] = T.cast(i, "float32")
+
+    return main
+
+
+def _after_another_choice():
+    there = tsn.world().device_kind
+    os.environ["TSN_DEVICE"] = "cuda" if there == "simulator" else "simulator"
+    x = tsn.zeros(64)
+    numbers(64)(x)
+    tsn.compile(numbers.trace(64))(x)
+    tsn.barrier()
+    return x.cpu().tolist()
+
+
+@pytest.mark.parametrize("device", ["simulator", "auto"])
+def test_kernels_are_for_the_device_that_init_has_taken(device):
+    """Whatever the environment says by then: the tensors are there, and nowhere else."""
+    assert ranks.run(1, _after_another_choice, env={"TSN_DEVICE": device}) == [[float(i) for i in range(64)]]
 
 
 def test_factories_say_what_is_wrong():

@@ -18,6 +18,7 @@ def _serve(pipes: list) -> None:
     import tilescale_net as tsn
 
     pipe = pipes[tsn.rank()]
+    pipe.send((True, "ready"))
     while True:
         job = pipe.recv()
         if job is None:
@@ -42,12 +43,16 @@ class Pool:
         timeout: seconds that one call may take.
     """
 
+    # Seconds until all ranks are ready. Where many ranks start at once, importing torch and starting CUDA take long.
+    START = 180.0
+
     def __init__(self, size: int, env: dict[str, str] | None = None, heap: str = "16M", timeout: float = 60.0):
         self._size, self._env, self._heap, self._timeout = size, env, heap, timeout
         self._pipes: list = []
         self._thread: threading.Thread | None = None
 
-    def _start(self) -> None:
+    def _start(self) -> list[tuple[bool, object]]:
+        """Start the ranks; what each of them says when it is ready, or why it is not."""
         both = [multiprocessing.Pipe() for _ in range(self._size)]
         self._pipes = [mine for mine, _ in both]
         self._outcomes: list[ranks.Outcome] = []
@@ -58,16 +63,33 @@ class Pool:
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
+        return [self._answer(pipe, self.START) for pipe in self._pipes]
 
-    def _answer(self, pipe) -> tuple[bool, object]:
-        end = time.monotonic() + self._timeout
-        while not pipe.poll(0.2):
-            if not self._thread.is_alive() and not pipe.poll(0):
-                ended = "; ".join(f"rank {o.rank}: {o.error or o.exitcode}" for o in self._outcomes)
-                return False, f"the ranks have ended: {ended}"
-            if time.monotonic() > end:
-                return False, f"no answer within {self._timeout:g} s"
-        return pipe.recv()
+    def _answer(self, pipe, seconds: float) -> tuple[bool, object]:
+        end = time.monotonic() + seconds
+        try:
+            while not pipe.poll(0.2):
+                if not self._thread.is_alive() and not pipe.poll(0):
+                    return False, self._ended()
+                if time.monotonic() > end:
+                    return False, f"no answer within {seconds:g} s"
+            return pipe.recv()
+        except (EOFError, ConnectionError):  # the far end is closed when the last rank has ended
+            return False, self._ended()
+
+    def _ended(self) -> str:
+        """How the ranks have ended, when they have."""
+        self._thread.join(10)
+        how = [f"rank {o.rank}: {': '.join(o.error) if o.error else o.exitcode}" for o in self._outcomes]
+        return "the ranks have ended\n" + "\n".join(how)
+
+    def _ask(self, job) -> list[tuple[bool, object]]:
+        for pipe in self._pipes:
+            try:
+                pipe.send(job)
+            except ConnectionError:  # then there is no answer either, but a reason
+                pass
+        return [self._answer(pipe, self._timeout) for pipe in self._pipes]
 
     def __call__(self, fn: Callable, *args) -> list:
         """`fn(*args)` on every rank; returns their values in rank order.
@@ -75,16 +97,10 @@ class Pool:
         Raises:
             RankFailure: a rank raised or did not answer in time; the next call has fresh ranks.
         """
-        if not self._pipes:
-            self._start()
-        answers = []
-        try:
-            for pipe in self._pipes:
-                pipe.send((fn, args))
-            answers = [self._answer(pipe) for pipe in self._pipes]
-        except (EOFError, ConnectionError) as error:
-            answers.append((False, f"a rank vanished: {type(error).__name__}"))
-        if all(ok for ok, _ in answers) and len(answers) == self._size:
+        answers = [] if self._pipes else self._start()
+        if all(ok for ok, _ in answers):
+            answers = self._ask((fn, args))
+        if all(ok for ok, _ in answers):
             return [value for _, value in answers]
         self.close()
         raise ranks.RankFailure("\n".join(f"rank {r}: {text}" for r, (ok, text) in enumerate(answers) if not ok))

@@ -24,6 +24,7 @@ from tilescale_net.compiler.kernel import CudaKernel, Kernel, simulated
 from tilescale_net.compiler.passes import prepare
 from tilescale_net.errors import ConfigurationError, KernelError
 from tilescale_net.runtime import settings
+from tilescale_net.runtime import world as _world
 
 # Pass options that a communicating kernel cannot do without, and why.
 REQUIRED_CONFIGS = {
@@ -35,10 +36,15 @@ REQUIRED_CONFIGS = {
 SIMULATOR_ARCH = "sm_70"
 
 
+def _device_kind() -> str:
+    """Where kernels run that name no target: on the device of the world; before init, on the one that init would take."""
+    return settings.device_kind() if _world._current is None else _world._current.device_kind
+
+
 def _target(target) -> str | dict:
     """`"simulator"`, or a tilelang target with a real architecture. Raises ConfigurationError for anything else."""
     if target is None:
-        target = settings.device_kind()
+        target = _device_kind()
     if target == "simulator":
         return target
     if target == "cuda":
@@ -83,8 +89,9 @@ def compile(
 
     Args:
         func: the traced kernel.
-        target: None for the GPU where there is one and the simulator elsewhere (TSN_DEVICE decides otherwise); "cuda";
-            "simulator"; or a dict such as {"kind": "cuda", "arch": "sm_90"}, which compiles without a GPU.
+        target: None for the device that init has taken; before init, for the GPU where there is one and the simulator
+            elsewhere (TSN_DEVICE decides otherwise). "cuda"; "simulator"; or a dict such as
+            {"kind": "cuda", "arch": "sm_90"}, which compiles without a GPU.
         pass_configs: options of tilelang's passes.
         compile_flags: further flags of the device compiler.
         name: shown in errors and profiles; default the function's own name.
@@ -151,7 +158,7 @@ class Factory:
 
     def __call__(self, *args, **kwargs) -> Kernel:
         """The kernel for these arguments; compiled once per set of arguments and per target."""
-        target = self._options["target"] if self._options["target"] is not None else settings.device_kind()
+        target = self._options["target"] if self._options["target"] is not None else _device_kind()
         values = (*args, *kwargs.values())
         key = (str(target), args, tuple(kwargs.items()), tuple(type(v) for v in values))
         try:

@@ -30,9 +30,9 @@ TSN_DEVICE uint64_t peer_base(const Context* ctx, int pe) {
 
 TSN_DEVICE bool is_direct(const Context* ctx, int pe) { return peer_base(ctx, pe) != 0; }
 
-// The way to one PE. All that a call needs of the context is loaded at once, before any of it is looked at: a wait
-// leaves L1 empty, and a chain of loads would cost as many latencies as it has links. The base comes last, and callers
-// look at it first, because the assembler would put arithmetic on the others ahead of its load.
+// The way to one PE. All that a call needs of the context is loaded at once, before any of it is looked at: after a
+// wait, a chain of loads would cost as many latencies as it has links. The base comes last, and callers look at it
+// first, because the assembler would put arithmetic on the others ahead of its load.
 struct Route {
   const Context* ctx;
   int pe;
@@ -43,7 +43,7 @@ struct Route {
   TSN_DEVICE Route(const Context* c, int p) : ctx(c), pe(p) {
     heap_base = platform::load_constant(&ctx->heap_base);
     heap_bytes = platform::load_constant(&ctx->heap_bytes);
-    const uint64_t stop = platform::load_constant(&ctx->aborted);
+    const uint64_t stop = platform::load_recent(&ctx->aborted);
     base = peer_base(ctx, pe);
     stopped = stop != 0;
   }

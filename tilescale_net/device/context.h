@@ -97,13 +97,17 @@ struct Context {
   uint64_t error;      // ErrorRecord* in pinned host memory
   uint64_t timeout_ns; // deadline of one device-side wait
   uint64_t queues;     // const QueueView[n_queues], readable by the device
-  uint64_t aborted;    // written by the device: non-zero once this PE has seen the abort; kept where reading is cheap
-  uint64_t reserved[17];
+  uint64_t reserved[6];
+  // Written by the device: non-zero once this PE has seen the abort; kept where reading is cheap. It has a cache line
+  // of its own, because the rest of the context stays in the read-only cache while this is read again after every wait.
+  uint64_t aborted;
+  uint64_t reserved_line[15];
   uint64_t peer_base[1]; // [max(n_pes, kNearPes)]: local address of each PE's heap, 0 where the PE is not mapped
 };
 static_assert(offsetof(Context, heap_base) == 32, "Context layout");
 static_assert(offsetof(Context, abort_word) == 48, "Context layout");
 static_assert(offsetof(Context, queues) == 72, "Context layout");
-static_assert(offsetof(Context, peer_base) == 224, "Context layout");
+static_assert(offsetof(Context, aborted) == 128, "Context layout");
+static_assert(offsetof(Context, peer_base) == 256, "Context layout");
 
 } // namespace tsn

@@ -230,7 +230,10 @@ TSN_DEVICE void copy(char* dst, const char* src, uint64_t bytes, void* ring, Dir
     const detail::Cut cut(dst, src, bytes);
     if (ring != nullptr && cut.unit == 16 && cut.body != 0 &&
         (E == Engine::bulk || bulk_is_faster<Unroll, Stages, StageBytes>(direction, all, part.threads))) {
-      if (part.index == 0) copy_bulk<Stages, StageBytes>(dst + cut.head, src + cut.head, cut.body, (char*)ring);
+      if (part.index == 0) {
+        const int first_loads = direction == Direction::push ? kFirstLoadsOfPush : Stages;
+        copy_bulk<Stages, StageBytes>(dst + cut.head, src + cut.head, cut.body, (char*)ring, first_loads);
+      }
       if (cut.head + cut.tail != 0) detail::copy_edges(dst, src, cut, part);
       return;
     }

@@ -7,9 +7,7 @@
 namespace tsn {
 
 // Whether this PE gave up; a cheap look at a copy in device memory. After it no put and no signal is sent.
-TSN_DEVICE bool aborted(const Context* ctx) {
-  return platform::load<Order::relaxed, MemScope::cta>(&ctx->aborted) != 0;
-}
+TSN_DEVICE bool aborted(const Context* ctx) { return platform::load_recent(&ctx->aborted) != 0; }
 
 // Makes the abort visible to every block of this PE.
 TSN_DEVICE void set_aborted(const Context* ctx) {

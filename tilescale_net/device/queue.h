@@ -48,25 +48,37 @@ TSN_DEVICE const QueueView* queue_view(const Context* ctx, uint32_t queue) {
   return reinterpret_cast<const QueueView*>(platform::load_invariant(&ctx->queues)) + queue;
 }
 
-// What a push needs of its queue, loaded at once, and once for all pushes of a loop. The device's own words lie at
-// fixed places of the heap, so the atomic need not wait until the view has been read; and nothing is read again after
-// the fence, which empties the L1 cache: `opaque` keeps the compiler from moving the loads behind it.
+// What a push needs of its queue, loaded at once. The device's own words lie at fixed places of the heap, so the atomic
+// need not wait until the view has been read.
 struct Port {
   uint64_t* head;
   uint64_t* tail_cache;
   const uint64_t* tail;
   char* slots;
-  uint64_t mask;
+  uint64_t known_tail;     // the device's copy, which may be old
+  uint32_t mask, capacity; // the host's queues have at most 2^31 slots
 
   TSN_DEVICE Port(const Context* ctx, uint32_t queue) {
     const QueueView* view = queue_view(ctx, queue);
     head = reinterpret_cast<uint64_t*>(platform::load_invariant(&ctx->heap_base)) + kQueueWords +
            int(queue) * kQueueWordsStride;
     tail_cache = head + kTailCacheWord;
-    slots = reinterpret_cast<char*>(platform::opaque(platform::load_invariant(&view->slots)));
-    tail = reinterpret_cast<const uint64_t*>(platform::opaque(platform::load_invariant(&view->tail)));
-    mask = platform::opaque(platform::load_invariant(&view->mask));
+    slots = reinterpret_cast<char*>(platform::load_constant(&view->slots));
+    tail = reinterpret_cast<const uint64_t*>(platform::load_constant(&view->tail));
+    mask = uint32_t(platform::load_constant(&view->mask));
+    known_tail = platform::load<Order::relaxed, MemScope::sys>(tail_cache);
   }
+
+  // Keeps what is computed from the loads behind this place: after the atomic, which would wait for them otherwise.
+  TSN_DEVICE void settle() {
+    slots = platform::opaque(slots);
+    mask = platform::opaque(mask);
+    capacity = mask + 1;
+    known_tail = platform::opaque(known_tail);
+  }
+
+  // Whether the claimed position is, for all that is known here, still taken by the ring's previous lap.
+  TSN_DEVICE bool full(uint64_t position) const { return TSN_UNLIKELY(position - known_tail > mask); }
 };
 
 // What does not fit the field becomes the highest offset, which no heap holds: the proxy refuses it.
@@ -75,7 +87,8 @@ TSN_DEVICE uint64_t queue_offset(const Context* ctx, const void* p) {
   return offset < kMaxOffset ? offset : kMaxOffset;
 }
 
-TSN_COLD bool queue_wait_for_room(const Context* ctx, uint64_t* tail_cache, const uint64_t* host_tail, uint64_t mask,
+// Waits until the claimed position has left the ring's previous lap. False: the job is over.
+TSN_COLD bool queue_wait_for_room(const Context* ctx, uint64_t* tail_cache, const uint64_t* host_tail, uint32_t mask,
                                   uint64_t position, Operation operation, int pe) {
   uint64_t tail = 0;
   const bool room = spin(
@@ -88,14 +101,6 @@ TSN_COLD bool queue_wait_for_room(const Context* ctx, uint64_t* tail_cache, cons
   // Several threads may store here in any order: an older tail only costs another look at the host's.
   if (room) platform::store<Order::relaxed, MemScope::gpu>(tail_cache, tail);
   return room;
-}
-
-// Makes sure that the claimed position has left the ring's previous lap, of which `tail` may be an old notion. False:
-// the job is over.
-TSN_DEVICE bool queue_has_room(const Context* ctx, const Port& port, Operation operation, int pe, uint64_t position,
-                               uint64_t tail) {
-  return TSN_LIKELY(position - tail <= port.mask) ||
-         queue_wait_for_room(ctx, port.tail_cache, port.tail, port.mask, position, operation, pe);
 }
 
 // Claims a position for the only lane that calls, and publishes what happened before while the atomic is on its way.
@@ -128,15 +133,11 @@ TSN_DEVICE uint64_t queue_claim_together(const Context* ctx, const Port& port, u
   return platform::shuffle(lanes, p, int(popcount(leader - 1))) + popcount(lanes & (self - 1));
 }
 
-TSN_DEVICE uint64_t queue_known_tail(const Port& port) {
-  return platform::load<Order::relaxed, MemScope::gpu>(port.tail_cache);
-}
-
 // Writes a descriptor that was encoded with parity 0.
 TSN_DEVICE void queue_store(const Port& port, uint64_t position, Command command, Descriptor d) {
-  const uint64_t parity = parity_of(position, port.mask);
+  const uint64_t parity = (uint32_t(position) & port.capacity) == 0; // parity_of(), in half the instructions
   d.word[0] |= parity, d.word[2] |= parity;
-  Vec16* slot = reinterpret_cast<Vec16*>(port.slots + (position & port.mask) * sizeof(Descriptor));
+  Vec16* slot = reinterpret_cast<Vec16*>(port.slots + uint64_t(uint32_t(position) & port.mask) * sizeof(Descriptor));
   if (has_second_half(command)) {
     platform::store_line(
         slot + 1, {uint32_t(d.word[2]), uint32_t(d.word[2] >> 32), uint32_t(d.word[3]), uint32_t(d.word[3] >> 32)});
@@ -164,20 +165,34 @@ TSN_DEVICE uint64_t inline_data(const void* src, int bytes) {
 // Pushes one descriptor per calling lane; returns its ticket, 0 when the job is over.
 template <bool publish>
 TSN_DEVICE uint64_t queue_push(const Context* ctx, uint32_t queue, Operation operation, const Request& request) {
-  const Port port(ctx, queue);
-  const uint64_t tail = queue_known_tail(port);
+  Port port(ctx, queue);
   const uint32_t lanes = platform::active_lanes();
-  Descriptor d = encode(request, 0);
-  auto fill = [&](uint64_t position) -> uint64_t {
-    if (!queue_has_room(ctx, port, operation, int(request.pe), position, tail)) return 0;
+  auto fill = [&](uint64_t position, const Descriptor& d) -> uint64_t {
+    if (port.full(position))
+      if (!queue_wait_for_room(ctx, port.tail_cache, port.tail, port.mask, position, operation, int(request.pe)))
+        return 0;
     queue_store(port, position, request.command, d);
     return make_ticket(queue, position);
   };
-  if (lanes != 1u << platform::lane()) return fill(queue_claim_together<publish>(ctx, port, lanes));
-  const uint64_t position = queue_claim_alone<publish>(port, lanes);
-  // While the atomic is on its way, not behind the branch that waits for it.
-  for (uint64_t& word : d.word) word = platform::opaque(word);
-  return fill(position);
+  // The descriptor is put together while the atomic is on its way: neither before it leaves nor behind the branches
+  // that wait for its answer.
+  auto describe = [&] {
+    Request r = request;
+    r.pe = platform::opaque(r.pe);
+    if (has_second_half(r.command)) r.second = platform::opaque(r.second), r.bytes = platform::opaque(r.bytes);
+    Descriptor d = encode(r, 0);
+    for (uint64_t& word : d.word) word = platform::opaque(word);
+    return d;
+  };
+  if (lanes == 1u << platform::lane()) {
+    const uint64_t position = queue_claim_alone<publish>(port, lanes);
+    port.settle();
+    return fill(position, describe());
+  }
+  const Descriptor d = describe();
+  const uint64_t position = queue_claim_together<publish>(ctx, port, lanes);
+  port.settle();
+  return fill(position, d);
 }
 
 } // namespace detail
@@ -194,20 +209,33 @@ TSN_DEVICE void queue_put_value(const Context* ctx, void* dst, uint64_t value, i
   detail::queue_push<publish>(ctx, detail::queue_of(ctx, pe), kOpPutValue, r);
 }
 
+namespace detail {
+
+// Puts that are none, that fit their descriptor, or that need more than one.
+template <bool publish>
+TSN_COLD void queue_put_odd(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
+  const int small = inline_bytes(ctx, dst, src, bytes);
+  if (small) return queue_put_value<publish>(ctx, dst, inline_data(src, small), small, pe);
+  Request r = {Command::put, uint32_t(pe), queue_offset(ctx, dst), queue_offset(ctx, src)};
+  const uint32_t queue = queue_of(ctx, pe);
+  if (publish && bytes != 0) platform::fence<kPublishScope>();
+  for (uint64_t left = uint64_t(bytes); left > 0; left -= r.bytes, r.first += r.bytes, r.second += r.bytes) {
+    r.bytes = left < kMaxDescriptorBytes ? left : kMaxDescriptorBytes;
+    queue_push<false>(ctx, queue, kOpPut, r);
+  }
+}
+
+} // namespace detail
+
 // Copies `bytes` bytes from local `src` to where `dst` lies on the PE.
 template <bool publish = true>
 TSN_DEVICE void queue_put(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
-  const int small = detail::inline_bytes(ctx, dst, src, bytes);
-  if (small) return queue_put_value<publish>(ctx, dst, detail::inline_data(src, small), small, pe);
-  Request r = {Command::put, uint32_t(pe), detail::queue_offset(ctx, dst), detail::queue_offset(ctx, src)};
-  const uint32_t queue = detail::queue_of(ctx, pe);
-  bool fence = publish;
-  for (uint64_t left = uint64_t(bytes); left > 0; left -= r.bytes, r.first += r.bytes, r.second += r.bytes) {
-    r.bytes = left < kMaxDescriptorBytes ? left : kMaxDescriptorBytes;
-    if (fence) detail::queue_push<true>(ctx, queue, kOpPut, r);
-    else detail::queue_push<false>(ctx, queue, kOpPut, r);
-    fence = false;
-  }
+  constexpr uint64_t kLeast = 9; // what may not fit a descriptor
+  if (TSN_UNLIKELY(uint64_t(bytes) - kLeast > kMaxDescriptorBytes - kLeast))
+    return detail::queue_put_odd<publish>(ctx, dst, src, bytes, pe);
+  Request r = {Command::put, uint32_t(pe), detail::queue_offset(ctx, dst), detail::queue_offset(ctx, src),
+               uint64_t(bytes)};
+  detail::queue_push<publish>(ctx, detail::queue_of(ctx, pe), kOpPut, r);
 }
 
 // Earlier operations to the PE come before later signals to it. pe = -1: to any PE.
@@ -261,10 +289,11 @@ TSN_DEVICE uint64_t queue_flush(const Context* ctx, int pe) {
   if (pe >= 0) return detail::queue_push<false>(ctx, detail::queue_of(ctx, pe), kOpFlush, r);
   if (n == 1) return detail::queue_push<false>(ctx, 0, kOpFlush, r);
   // One share per queue, all naming the ticket of queue 0, whose position must therefore be claimed first.
-  const detail::Port port(ctx, 0);
-  const uint64_t tail = detail::queue_known_tail(port);
+  detail::Port port(ctx, 0);
   const uint64_t position = detail::queue_claim_together<false>(ctx, port, platform::active_lanes());
-  if (!detail::queue_has_room(ctx, port, kOpFlush, pe, position, tail)) return 0;
+  port.settle();
+  if (port.full(position))
+    if (!detail::queue_wait_for_room(ctx, port.tail_cache, port.tail, port.mask, position, kOpFlush, pe)) return 0;
   r.command = Command::flush_part;
   r.value = make_ticket(0, position);
   for (uint32_t queue = 1; queue < n; queue++) detail::queue_push<false>(ctx, queue, kOpFlush, r);

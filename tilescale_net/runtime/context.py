@@ -30,8 +30,9 @@ class ContextHeader(ctypes.Structure):
         ("error", ctypes.c_uint64),
         ("timeout_ns", ctypes.c_uint64),
         ("queues", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint64 * 6),
         ("aborted", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint64 * 17),
+        ("reserved_line", ctypes.c_uint64 * 15),
     ]
 
 

@@ -36,7 +36,7 @@ public:
     if (o_.operation == Transfer::send) post_receives();
     const uint64_t meeting = session_.sync(peer_);
     if (o_.initiator) initiate();
-    session_.tell_count(peer_, meeting, sent_);
+    session_.tell_count(peer_, meeting, sent_, [this] { drain(true); });
     // Serve until the peer has finished and everything that it sent is here.
     while (session_.told_count(peer_, meeting) < 0 || !received_all(meeting)) drain(true);
     session_.sync(peer_);

@@ -156,7 +156,14 @@ uint64_t Session::sync(int peer) {
   return number;
 }
 
-void Session::tell_count(int peer, uint64_t meeting, uint64_t count) { tell(peer, Line::count, meeting << 40 | count); }
+void Session::tell_count(int peer, uint64_t meeting, uint64_t count, const std::function<void()>& serve) {
+  told_ = false;
+  last_event_ = Clock::now();
+  Post post;
+  while ((post = post_word(peer, Line::count, meeting << 40 | count, kTold)) == Post::again) serve();
+  if (post == Post::error) throw FabricError(transport_->last_error());
+  while (!told_) serve();
+}
 
 int64_t Session::told_count(int peer, uint64_t meeting) const {
   const uint64_t word = lines_[peer].inbox[Line::count];

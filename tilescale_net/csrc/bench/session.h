@@ -43,8 +43,10 @@ public:
   // --- meeting -----------------------------------------------------------------------------------------------------
   // Returns, with how many meetings there have been, when the peer has called it too.
   uint64_t sync(int peer);
-  // Tells `peer` how many messages it gets after meeting number `meeting`; told() answers the peer's word, or -1.
-  void tell_count(int peer, uint64_t meeting, uint64_t count);
+  // Tells `peer` how many messages it gets after meeting number `meeting`; told_count() answers the peer's word, or -1.
+  // Calls `serve`, which has to poll, until the peer has the number: the peer may still be sending, and where a message
+  // without a receive holds up everything behind it, the acknowledgement of this write is among that.
+  void tell_count(int peer, uint64_t meeting, uint64_t count, const std::function<void()>& serve);
   int64_t told_count(int peer, uint64_t meeting) const;
 
   std::vector<uint64_t> receives_posted; // per rail, kept by the benchmarks: those that no message has used up yet
