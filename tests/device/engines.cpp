@@ -52,6 +52,18 @@ struct Bytes {
 constexpr int kStages = 3, kStageBytes = 256;
 alignas(128) char ring[kStages * kStageBytes];
 
+// A copy that fits the ring, and one that is given up: by one thread, at once.
+void at_once(size_t bytes, bool cancel) {
+  const Bytes source(bytes, 16), target(bytes, 32);
+  std::vector<char> expected = target.all();
+  if (!cancel) std::copy(source.begin(), source.begin() + bytes, expected.begin() + 32);
+  be_thread(0, 1);
+  BulkOnce<kStages, kStageBytes> once(source.begin(), uint32_t(bytes), ring);
+  if (cancel) once.cancel();
+  else once.store(target.begin());
+  CHECK(target.all() == expected, "%zu bytes at once", bytes);
+}
+
 template <Scope S, Engine E, int Unroll>
 void one(uint32_t threads, size_t bytes, size_t to, size_t from) {
   const Bytes source(bytes, from), target(bytes, to);
@@ -138,5 +150,7 @@ int main() {
   beginning<Scope::warp, 1>(32, true);
   for (const uint32_t threads : {20u, 32u, 48u, 128u})
     for (const bool and_longer : {false, true}) beginning<Scope::block, 4>(threads, and_longer);
+  for (size_t bytes = 16; bytes <= kStages * kStageBytes; bytes += 16)
+    for (const bool cancel : {false, true}) at_once(bytes, cancel);
   puts("ok");
 }

@@ -3,7 +3,14 @@
 import pytest
 
 import tilescale_net.runtime.settings as settings
-from tests.integration.order import meet, pass_message, where, write_source_again, write_through_view
+from tests.integration.order import (
+    meet,
+    pass_message,
+    where,
+    write_and_send,
+    write_source_again,
+    write_through_view,
+)
 from tests.integration.pool import pool_fixture
 
 pool = pool_fixture(2)
@@ -48,6 +55,13 @@ def test_source_may_be_written_after(pool, how):
 @on_simulator
 def test_source_written_too_early_shows(pool):
     assert any(sum(pool(write_source_again, "nothing", seed)) for seed in SEEDS)
+
+
+@pytest.mark.parametrize("threads", [128, 512, 1024])
+@pytest.mark.parametrize("engine", ["auto", "ldst", "bulk"])
+def test_what_was_just_written_is_sent(pool, engine, threads):
+    turns = 1000 if settings.device_kind() == "cuda" else 4
+    assert pool(write_and_send, engine, threads, turns) == [0, 0]
 
 
 @pytest.mark.parametrize("kind", ["all", "node"])

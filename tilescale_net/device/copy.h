@@ -227,15 +227,16 @@ TSN_DEVICE void copy(char* dst, const char* src, uint64_t bytes, void* ring, Dir
   dst += done, src += done, bytes -= done;
   if constexpr (S == Scope::block && platform::kHasBulk && Stages > 1 && E != Engine::ldst) {
     static_assert(StageBytes % 128 == 0 && StageBytes < (1 << 20), "a stage is a multiple of 128 bytes below 1 MiB");
-    const detail::Cut cut(dst, src, bytes);
-    if (ring != nullptr && cut.unit == 16 && cut.body != 0 &&
-        (E == Engine::bulk || bulk_is_faster<Unroll, Stages, StageBytes>(direction, all, part.threads))) {
-      if (part.index == 0) {
-        const int first_loads = direction == Direction::push ? kFirstLoadsOfPush : Stages;
-        copy_bulk<Stages, StageBytes>(dst + cut.head, src + cut.head, cut.body, (char*)ring, first_loads);
+    if (E == Engine::bulk || TSN_UNLIKELY((bulk_is_faster<Unroll, Stages, StageBytes>(direction, all, part.threads)))) {
+      const detail::Cut cut(dst, src, bytes);
+      if (ring != nullptr && cut.unit == 16 && cut.body != 0) {
+        if (part.index == 0) {
+          const int first_loads = direction == Direction::push ? kFirstLoadsOfPush : Stages;
+          copy_bulk<Stages, StageBytes>(dst + cut.head, src + cut.head, cut.body, (char*)ring, first_loads);
+        }
+        if (cut.head + cut.tail != 0) detail::copy_edges(dst, src, cut, part);
+        return;
       }
-      if (cut.head + cut.tail != 0) detail::copy_edges(dst, src, cut, part);
-      return;
     }
   }
   // Otherwise all that follows would be computed before the loop that the call is in, and kept in too many registers.

@@ -21,7 +21,7 @@ TSN_DEVICE void copy_bulk(char* dst, const char* src, uint64_t bytes, char* ring
   TSN_ROLLED
   for (int s = 0; s < Stages; s++) platform::barrier_init(loaded + s);
   platform::barrier_init_done();
-  platform::bulk_fence(); // the source was written, and the ring used, by ordinary accesses
+  platform::bulk_fence(); // the ring, and what this thread wrote to the source, were written by ordinary accesses
 
   uint64_t to_load = bytes, to_store = bytes;
   int fill = 0;  // the stage to be loaded next

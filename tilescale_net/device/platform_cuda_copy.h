@@ -145,6 +145,7 @@ TSN_DEVICE void bulk_wait() {
 
 // Between the generic proxy (loads and stores of threads) and the async proxy (bulk copies). The fence of all spaces at
 // once would become a fence at GPU scope, which takes 0.25 us on an H200.
+TSN_DEVICE void bulk_publish() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 TSN_DEVICE void bulk_fence() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -75,6 +75,7 @@ template <int N>
 TSN_DEVICE void bulk_wait_read() {}
 template <int N>
 TSN_DEVICE void bulk_wait() {}
+TSN_DEVICE void bulk_publish() {}
 TSN_DEVICE void bulk_fence() {}
 
 // --------------------------------------------------------------------------------------------------------- deferral

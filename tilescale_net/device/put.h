@@ -2,7 +2,7 @@
 #pragma once
 
 #include "address.h"
-#include "copy.h"
+#include "copy_once.h"
 #include "queue.h"
 
 namespace tsn {
@@ -16,6 +16,17 @@ TSN_COLD void put_value_by_proxy(const Context* ctx, void* dst, uint64_t value, 
   queue_put_value(ctx, dst, value, bytes, pe);
 }
 
+// A put by the leader alone.
+template <int Stages, int StageBytes>
+TSN_DEVICE void put_once(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
+  BulkOnce<Stages, StageBytes> once((const char*)src, uint32_t(bytes), (char*)ring);
+  const Route route(ctx, pe);
+  const bool fine = route.check<Scope::thread>(kOpPut, dst, bytes) && !route.stopped;
+  if (TSN_LIKELY(fine && route.direct())) return once.store((char*)route.translate(dst));
+  once.cancel();
+  if (fine) put_by_proxy(ctx, dst, src, bytes, pe);
+}
+
 } // namespace detail
 
 // Copies `bytes` from `src` to the PE's `dst`, given by its local address. By all threads of the scope with equal
@@ -23,7 +34,14 @@ TSN_COLD void put_value_by_proxy(const Context* ctx, void* dst, uint64_t value, 
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
   Beginning<S, kPushRows<S>> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll>);
+  publish_to_bulk<S, E, Unroll, Stages>(bytes);
   scope_sync<S>(); // what the scope wrote to the source is sent
+  if constexpr (kMayGoOnce<S, E, Unroll, Stages>) {
+    if (TSN_UNLIKELY(!begin.whole) && goes_once<E, Stages, StageBytes>(dst, src, bytes, ring)) {
+      if (scope_leader<S>()) detail::put_once<Stages, StageBytes>(ctx, dst, src, bytes, pe, ring);
+      return;
+    }
+  }
   if (!platform::kDefersRemoteWrites && begin.idle()) return;
   begin.load(src); // first, so that nothing that waits for the route comes before it
   const Route route(ctx, pe);

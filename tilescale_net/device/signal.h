@@ -2,7 +2,7 @@
 #pragma once
 
 #include "address.h"
-#include "copy.h"
+#include "copy_once.h"
 #include "queue.h"
 
 namespace tsn {
@@ -52,6 +52,21 @@ TSN_DEVICE void put_line(char* peer, uint64_t data, uint64_t value) {
                        Vec16{uint32_t(first), uint32_t(first >> 32), uint32_t(second), uint32_t(second >> 32)});
 }
 
+// A put_signal by the leader alone.
+template <int Stages, int StageBytes, SignalOp Op>
+TSN_DEVICE void put_signal_once(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
+                                uint64_t value, void* ring) {
+  BulkOnce<Stages, StageBytes> once((const char*)src, uint32_t(bytes), (char*)ring);
+  const Route route(ctx, pe);
+  const bool fine = route.check<Scope::thread>(kOpPutSignal, dst, bytes, sig) && !route.stopped;
+  if (TSN_LIKELY(fine && route.direct())) {
+    once.store((char*)route.translate(dst));
+    return release_signal<Op>(route.translate(sig), value);
+  }
+  once.cancel();
+  if (fine) put_signal_by_proxy(ctx, dst, src, bytes, pe, sig, value, Op);
+}
+
 } // namespace detail
 
 // Sets or adds to a signal word of the PE, after everything that the calling thread did before and, by way of barriers,
@@ -69,7 +84,15 @@ template <Scope S, Engine E, int Unroll, int Stages, int StageBytes, SignalOp Op
 TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
                            uint64_t value, void* ring) {
   Beginning<S, kPushRows<S>, platform::kWarpThreads> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll>);
+  publish_to_bulk<S, E, Unroll, Stages>(bytes);
   scope_sync<S>(); // what the scope wrote to the source is sent
+  if constexpr (kMayGoOnce<S, E, Unroll, Stages>) {
+    if (TSN_UNLIKELY(!begin.whole) && goes_once<E, Stages, StageBytes>(dst, src, bytes, ring)) {
+      if (scope_leader<S>())
+        detail::put_signal_once<Stages, StageBytes, Op>(ctx, dst, src, bytes, pe, sig, value, ring);
+      return;
+    }
+  }
   if (!platform::kDefersRemoteWrites && begin.idle()) return begin.sync();
   begin.load(src); // first, so that nothing that waits for the route comes before it
   const Route route(ctx, pe);
