@@ -147,26 +147,22 @@ TSN_DEVICE void store(T* p, T v) {
 #undef TSN_ONE
 }
 
-// Through the read-only cache, whose lines outlive the acquires that empty the rest of L1: after a wait, what a call
-// must know of the context costs a third of a load from L2. For what nobody writes while a kernel runs, and nothing
-// else.
-#define TSN_LOAD_CONSTANT(qualifier)                                                                                   \
-  typename detail::Word<sizeof(T)>::type w;                                                                            \
-  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "constants have 4 or 8 bytes");                                      \
-  if constexpr (sizeof(T) == 4) asm qualifier("ld.global.nc.b32 %0, [%1];" : "=r"(w) : "l"(p));                        \
-  else asm qualifier("ld.global.nc.b64 %0, [%1];" : "=l"(w) : "l"(p));                                                 \
-  return detail::from_word<T>(w)
-
 template <class T>
 TSN_DEVICE T load_constant(const T* p) {
-  TSN_LOAD_CONSTANT(volatile);
+  TSN_LOAD("ld.relaxed.cta.global", )
 }
-// Not volatile: loads of the same place are one, and leave loops.
+
+// Through the read-only cache, whose lines outlive the acquires that empty the rest of L1: after a wait this costs a
+// third of a load from L2. The assembler moves such loads, too, and computes with them ahead of others; load_constant
+// is for those whose order matters.
 template <class T>
 TSN_DEVICE T load_invariant(const T* p) {
-  TSN_LOAD_CONSTANT();
+  typename detail::Word<sizeof(T)>::type w;
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "invariants have 4 or 8 bytes");
+  if constexpr (sizeof(T) == 4) asm("ld.global.nc.b32 %0, [%1];" : "=r"(w) : "l"(p));
+  else asm("ld.global.nc.b64 %0, [%1];" : "=l"(w) : "l"(p));
+  return detail::from_word<T>(w);
 }
-#undef TSN_LOAD_CONSTANT
 
 TSN_DEVICE uint64_t load_recent(const uint64_t* p) {
   uint64_t w;
