@@ -84,7 +84,7 @@ def test_counts_and_data(operation, both, rails):
 @pytest.mark.parametrize("library,provider", [pytest.param(*p[1:], id=p[0]) for p in PROVIDERS if "tcp" in p[2]])
 def test_more_messages_than_receives(library, provider):
     """Some providers stop a connection at a message without a receive: acknowledgements behind it wait for one too."""
-    for turn in range(40):
+    for turn in range(20):
         ends = sessions(library=library, provider=provider, message_buffers=0)
         options = dict(iterations=96, tx_depth=16, rx_depth=24, post_list=4, recv_post_list=3)
         results = bandwidth(ends, "send", 512, turn % 2 == 1, **options)
