@@ -318,7 +318,8 @@ int main(int argc, char** argv) {
   halves();
   uint32_t seed = 1;
   for (uint64_t start : kStarts)
-    for (uint32_t capacity : {2u, 8u, 64u, 1024u}) contention(producers, pushes / 7, capacity, start, seed++);
+    for (uint32_t capacity : {2u, 8u, 64u, 1024u}) // a ring of two costs a change of threads every other push
+      contention(producers, pushes / (capacity == 2 ? 28 : 7), capacity, start, seed++);
   contention(producers, pushes, 256, 0, 99);
   publication(pushes);
   full();

@@ -38,26 +38,14 @@ def compile_source(source: str, kind: str, target: dict = SM_90, extra: tuple[st
     with tempfile.TemporaryDirectory() as folder:
         path, out = Path(folder) / "kernel.cu", Path(folder) / f"kernel.{kind}"
         path.write_text(source)
-        _nvcc(
-            f"--{kind}", "-O3", "-std=c++20", f"-arch={target['arch']}", f"-I{TILELANG_TEMPLATE_PATH}",
-            f"-I{CUTLASS_INCLUDE_DIR}", *ours, *extra, "-o", str(out), str(path),
-        )  # fmt: skip
+        command = [
+            toolchain.find_nvcc(), f"--{kind}", "-O3", "-std=c++20", f"-arch={target['arch']}",
+            f"-I{TILELANG_TEMPLATE_PATH}", f"-I{CUTLASS_INCLUDE_DIR}", *ours, *extra, "-o", str(out), str(path),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise ConfigurationError(f"nvcc failed:\n{done.stderr or done.stdout}")
         return out.read_text() if kind == "ptx" else out.read_bytes()
-
-
-def assemble(ptx: str, target: dict = SM_90) -> bytes:
-    """The cubin of a kernel's PTX. Raises ConfigurationError: no nvcc, or it refuses the PTX."""
-    with tempfile.TemporaryDirectory() as folder:
-        path, out = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        path.write_text(ptx)
-        _nvcc("--cubin", f"-arch={target['arch']}", "-o", str(out), str(path))
-        return out.read_bytes()
-
-
-def _nvcc(*arguments: str) -> None:
-    done = subprocess.run([toolchain.find_nvcc(), *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise ConfigurationError(f"nvcc failed:\n{done.stderr or done.stdout}")
 
 
 def disassemble(cubin: bytes) -> str:

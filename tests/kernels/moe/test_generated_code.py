@@ -54,14 +54,14 @@ def test_every_kernel_is_compiled():
 
 
 @pytest.mark.parametrize("name, arguments", CASES, ids=[f"{n.split('.')[-1]}-{i}" for i, (n, _) in enumerate(CASES)])
-def test_code_for_sm_90(tools, name, arguments):  # noqa: F811
+def test_code_for_sm_90(tools, tmp_path, name, arguments):  # noqa: F811
     module, _, attribute = name.rpartition(".")
     func = getattr(importlib.import_module(f"kernels.moe.{module}"), attribute).trace(**arguments)
     source = inspect.cuda_source(func, pass_configs=EXPLICIT_SYNC)
     assert "__restrict__" not in source
-    ptx = inspect.compile_source(source, "ptx")
-    assert not read_only_loads(ptx)
-    sass = inspect.disassemble(inspect.assemble(ptx))
+    cubin = inspect.compile_source(source, "cubin", extra=("--keep", f"--keep-dir={tmp_path}"))
+    assert not read_only_loads((tmp_path / "kernel.ptx").read_text())
+    sass = inspect.disassemble(cubin)
     main = sass[sass.index("main_kernel") :]
     instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", main)
     assert len(instructions) > 100
