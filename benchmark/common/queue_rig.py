@@ -48,10 +48,7 @@ class Bench:
         silent = [self.proxy(1 + i, 1 + queues, 0, capacity=2, **options) for i in range(queues)]
         proxy = self.proxy(0, 1 + queues, 0, capacity=capacity, **options)
         proxy.connect([b"", *(p.local_blob() for p in silent)])
-        rig = Rig(self, [proxy], 1 + queues, queues)
-        if self.on_gpu:
-            rig.wake()
-        return rig
+        return Rig(self, [proxy], 1 + queues, queues)
 
     def pair(self, provider: str, capacity: int) -> Rig:
         """Two proxies on a real provider, each with a heap of its own, both within reach of this device."""
@@ -117,12 +114,6 @@ class Rig:
                 raise getattr(errors, found["kind"], errors.FabricError)(found["text"])
         tsn.check()
         return spent
-
-    def wake(self) -> None:
-        """Keep the GPU busy for 0.2 s: an idle one works at a fraction of its clock for a while."""
-        from kernels.queue_probes import Probe
-
-        self.run(Probe.FENCE, 300_000)
 
     def drain(self, pes: int = 1) -> None:
         """Wait until the proxy has done everything that was pushed to PEs 1 ... pes."""

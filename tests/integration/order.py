@@ -62,7 +62,7 @@ FRESH = 16384  # elements: 64 KiB, which every engine takes
 
 @tsn.jit
 def fresh_source(engine="bulk", threads=128):
-    """Kernel `(dst, src, flags, wrong, first, turns, to)`: each turn writes a new source, sends it at once, and compares what came.
+    """Kernel `(dst, src, flags, wrong, turns, to)`: each turn writes a new source, sends it at once, and compares what came.
 
     `flags[0]` tells that the data of a turn has come, `flags[1]` that the peer has compared its own. `wrong` counts, by
     thread, the elements that differ from what the peer wrote in that turn.
@@ -75,7 +75,6 @@ def fresh_source(engine="bulk", threads=128):
         src: T.Tensor((FRESH,), "int32"),
         flags: T.Tensor((2,), "uint64"),
         wrong: T.Tensor((threads,), "int32"),
-        first: T.int32,
         turns: T.int32,
         to: T.int32,
     ):
@@ -84,17 +83,17 @@ def fresh_source(engine="bulk", threads=128):
             for turn in T.serial(turns):
                 # The last elements come last, right before the copy.
                 for i in T.serial(FRESH // threads):
-                    src[i * threads + thread] = (first + turn) * 100003 + i * threads + thread
-                N.put_signal_block(dst, src, to, flags[0], first + turn + 1, engine=engine)
-                N.wait_block(flags[0], "ge", first + turn + 1)
+                    src[i * threads + thread] = turn * 100003 + i * threads + thread
+                N.put_signal_block(dst, src, to, flags[0], turn + 1, engine=engine)
+                N.wait_block(flags[0], "ge", turn + 1)
                 for i in T.serial(FRESH // threads):
-                    if dst[i * threads + thread] != (first + turn) * 100003 + i * threads + thread:
+                    if dst[i * threads + thread] != turn * 100003 + i * threads + thread:
                         wrong[thread] += 1
                 T.sync_threads()
                 if thread == 0:
                     N.quiet(to)
-                    N.signal(flags[1], first + turn + 1, to)
-                N.wait_block(flags[1], "ge", first + turn + 1)
+                    N.signal(flags[1], turn + 1, to)
+                N.wait_block(flags[1], "ge", turn + 1)
 
     return main
 
@@ -325,7 +324,7 @@ def write_and_send(engine, threads, turns):
     flags = tsn.zeros((2,), torch.uint64)
     wrong = torch.zeros(threads, dtype=torch.int32, device=dst.device)
     tsn.barrier()
-    fresh_source(engine, threads)(dst, src, flags, wrong, 0, turns, 1 - tsn.rank())
+    fresh_source(engine, threads)(dst, src, flags, wrong, turns, 1 - tsn.rank())
     tsn.barrier()
     count = int(wrong.sum())
     for tensor in (dst, src, flags):

@@ -99,7 +99,7 @@ struct Context {
   uint64_t queues;     // const QueueView[n_queues], readable by the device
   uint64_t reserved[6];
   // Written by the device: non-zero once this PE has seen the abort; kept where reading is cheap. It has a cache line
-  // of its own, because the rest of the context stays in the read-only cache while this is read again after every wait.
+  // of its own, because others are read through the read-only cache, whose lines may be old.
   uint64_t aborted;
   uint64_t reserved_line[15];
   uint64_t peer_base[1]; // [max(n_pes, kNearPes)]: local address of each PE's heap, 0 where the PE is not mapped

@@ -72,11 +72,9 @@
 //   void bulk_commit()                      closes a group of stores of the calling thread
 //   void bulk_wait_read<N>()                until all but the last N groups have read their shared memory
 //   void bulk_wait<N>()                     until all but the last N groups are complete, their writes performed
-//   void bulk_publish()                     what the calling thread stored to global memory is there for bulk copies
-//   that
+//   void bulk_publish()                     what this thread stored to global memory is there for the bulk copies that
 //                                           others issue after a barrier
-//   void bulk_fence()                       orders the calling thread's earlier ordinary accesses before its bulk
-//   copies
+//   void bulk_fence()                       orders this thread's earlier ordinary accesses before its bulk copies
 //
 // Deferral, used by the simulator to make remote writes visible as late as the memory model allows. It exists where
 // kDefersRemoteWrites is true; elsewhere it is declared and never defined. put, put_signal, put_value, signal, atomics,
