@@ -4,7 +4,18 @@
 namespace tsn {
 namespace probe {
 
-enum Kind { kPush, kPushPublished, kFence, kQueueTrip, kQueueTripPublished, kFlagTrip, kFlagTripPublished, kOneWay };
+enum Kind {
+  kPush,
+  kPushPublished,
+  kFence,
+  kQueueTrip,
+  kQueueTripPublished,
+  kFlagTrip,
+  kFlagTripPublished,
+  kOneWay,
+  kReleaseTrip,
+  kReleaseTripPublished
+};
 
 struct Arguments {
   const Context* ctx;
@@ -71,15 +82,13 @@ TSN_DEVICE void queue_trips(const Arguments& a) {
   }
 }
 
-// A flag to the CPU and its answer.
-template <bool publish>
+// A flag to the CPU and its answer; `publish`: a payload before it.
+template <Order order, bool publish>
 TSN_DEVICE void flag_trips(const Arguments& a) {
   for (uint64_t v = uint64_t(a.first) + 1; v <= uint64_t(a.first + a.turns); v++) {
-    if (publish) {
-      write_payload(a.payload, v);
-      platform::fence<MemScope::sys>();
-    }
-    platform::store<Order::relaxed, MemScope::sys>(reinterpret_cast<uint64_t*>(a.out), v);
+    if (publish) write_payload(a.payload, v);
+    if (publish && order == Order::relaxed) platform::fence<MemScope::sys>();
+    platform::store<order, MemScope::sys>(reinterpret_cast<uint64_t*>(a.out), v);
     if (!watch(a, -1, v)) return;
   }
 }
@@ -109,9 +118,13 @@ TSN_DEVICE void run(const void* words, int kind, uint64_t payload, int64_t bytes
   case kQueueTripPublished:
     return queue_trips<true>(a);
   case kFlagTrip:
-    return flag_trips<false>(a);
+    return flag_trips<Order::relaxed, false>(a);
   case kFlagTripPublished:
-    return flag_trips<true>(a);
+    return flag_trips<Order::relaxed, true>(a);
+  case kReleaseTrip:
+    return flag_trips<Order::release, false>(a);
+  case kReleaseTripPublished:
+    return flag_trips<Order::release, true>(a);
   case kOneWay:
     return one_way_trips(a);
   }

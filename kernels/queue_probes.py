@@ -22,9 +22,11 @@ class Probe(IntEnum):
     FENCE = 2  # a payload written, and a system-scope fence
     QUEUE_TRIP = 3  # a flush, until its completion is seen
     QUEUE_TRIP_PUBLISHED = 4  # a published put and a flush
-    FLAG_TRIP = 5  # a flag at `out`, until the CPU's answer is seen at `into`
+    FLAG_TRIP = 5  # a relaxed flag at `out`, until the CPU's answer is seen at `into`
     FLAG_TRIP_PUBLISHED = 6  # the same behind a payload and a fence
     ONE_WAY = 7  # put_signal to the word at `out`, until it is seen at `into`, the target's own word
+    RELEASE_TRIP = 8  # FLAG_TRIP with a flag that has release order
+    RELEASE_TRIP_PUBLISHED = 9  # the same behind a payload
 
 
 @tsn.jit

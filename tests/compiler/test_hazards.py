@@ -214,7 +214,7 @@ def test_an_edited_header_gives_another_kernel(headers, monkeypatch):
     first = compiled_library(func)
     header = headers / "wait.h"
     text = header.read_text()
-    edited = text.replace("uint64_t seen = 0;", "uint64_t seen = 12345678;", 1)
+    edited = text.replace("  uint64_t seen;", "  uint64_t seen = 12345678;", 1)
     assert edited != text
     header.write_text(edited)
     fresh = toolchain.sources_hash()

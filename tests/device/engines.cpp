@@ -52,16 +52,18 @@ struct Bytes {
 constexpr int kStages = 3, kStageBytes = 256;
 alignas(128) char ring[kStages * kStageBytes];
 
-// A copy that fits the ring, and one that is given up: by one thread, at once.
-void at_once(size_t bytes, bool cancel) {
+// A copy in bulk, or one that is given up before its target is known, by one thread.
+template <int Stages>
+void in_bulk(size_t bytes, bool cancel) {
   const Bytes source(bytes, 16), target(bytes, 32);
   std::vector<char> expected = target.all();
   if (!cancel) std::copy(source.begin(), source.begin() + bytes, expected.begin() + 32);
   be_thread(0, 1);
-  BulkOnce<kStages, kStageBytes> once(source.begin(), uint32_t(bytes), ring);
-  if (cancel) once.cancel();
-  else once.store(target.begin());
-  CHECK(target.all() == expected, "%zu bytes at once", bytes);
+  alignas(128) char stages[Stages * kStageBytes];
+  BulkCopy<Stages, kStageBytes> bulk(source.begin(), bytes, stages);
+  if (cancel) bulk.cancel();
+  else bulk.finish(target.begin());
+  CHECK(target.all() == expected, "%zu bytes in bulk, %d stages", bytes, Stages);
 }
 
 template <Scope S, Engine E, int Unroll>
@@ -150,7 +152,10 @@ int main() {
   beginning<Scope::warp, 1>(32, true);
   for (const uint32_t threads : {20u, 32u, 48u, 128u})
     for (const bool and_longer : {false, true}) beginning<Scope::block, 4>(threads, and_longer);
-  for (size_t bytes = 16; bytes <= kStages * kStageBytes; bytes += 16)
-    for (const bool cancel : {false, true}) at_once(bytes, cancel);
+  for (const bool cancel : {false, true}) {
+    for (size_t bytes = 16; bytes <= 6 * kStages * kStageBytes; bytes += 16) in_bulk<kStages>(bytes, cancel);
+    for (size_t bytes = 16; bytes <= 30 * kStageBytes; bytes += 16)
+      in_bulk<2>(bytes, cancel), in_bulk<10>(bytes, cancel);
+  }
   puts("ok");
 }

@@ -86,8 +86,15 @@ def test_a_lonely_push_fences_while_its_atomic_is_under_way(tools):
 
     source = inspect.cuda_source(probe.trace())
     instructions = _instructions(inspect.disassemble(inspect.compile_source(source, "cubin")))
-    pairs = list(zip(instructions, instructions[1:]))
-    assert any(a.startswith("ATOMG") and b.startswith("MEMBAR") for a, b in pairs)
+    starts = [i for i, name in enumerate(instructions) if name.startswith("ATOMG") and ".ADD" in name]
+    ways = [instructions[i : i + 25] for i in starts]
+    ways = [
+        way[: next(i for i, name in enumerate(way) if name.startswith("MEMBAR"))]
+        for way in ways
+        if "MEMBAR" in str(way)
+    ]
+    assert len(ways) >= 2, "one lane's pushes, and many lanes'"
+    assert not [way for way in ways if any(name.startswith("SHFL") for name in way)]
 
 
 def test_ptx_says_the_same(tools):

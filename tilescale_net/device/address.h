@@ -62,7 +62,7 @@ struct Route {
   TSN_DEVICE bool symmetric(const void* local, int64_t bytes) const {
     const uint64_t offset = reinterpret_cast<uint64_t>(local) - heap_base - kSystemBytes;
     const uint64_t extent = heap_bytes - kSystemBytes;
-    return offset <= extent && uint64_t(bytes) <= extent - offset;
+    return (offset <= extent) & (uint64_t(bytes) <= extent - offset);
   }
 
   // Whether an operation on these bytes, and on the signal that comes with them, may go ahead. What may not is reported
@@ -78,6 +78,22 @@ struct Route {
     if constexpr (platform::kDefersRemoteWrites)
       if (signal_inside && scope_leader<S>()) platform::inspect(operation, sig, sizeof(*sig));
     return judge<S>(operation, inside && signal_inside, wrong_signal ? sig : local, wrong_signal ? 8 : bytes);
+  }
+
+  // All of it in one: whether the PE is mapped, the operation may go ahead, and the job too. A message that waits for
+  // this waits for one branch. Where the answer is no, it is the leader's part to ask again and to tell what is wrong.
+  // (Where remote writes are deferred an aborted job is not seen here: the platform's barriers must be met.)
+  template <Scope S>
+  TSN_DEVICE bool open(Operation operation, const void* local, int64_t bytes) const {
+    if constexpr (platform::kDefersRemoteWrites) return check<S>(operation, local, bytes) && direct();
+    const bool inside = symmetric(local, bytes);
+    return (base != 0) & !stopped & inside;
+  }
+  template <Scope S>
+  TSN_DEVICE bool open(Operation operation, const void* local, int64_t bytes, const uint64_t* sig) const {
+    if constexpr (platform::kDefersRemoteWrites) return check<S>(operation, local, bytes, sig) && direct();
+    const bool inside = symmetric(local, bytes), signal_inside = symmetric(sig, sizeof(*sig));
+    return (base != 0) & !stopped & inside & signal_inside;
   }
 
 private:

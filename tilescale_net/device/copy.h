@@ -176,12 +176,17 @@ struct Beginning {
       platform::load_data_below(&wide[u], (const Vec16*)p + u * part.threads, int(part.index + u * part.threads),
                                 int(units));
   }
-  TSN_DEVICE void store(void* dst) const {
+  // What load() loaded.
+  TSN_DEVICE void store_first(void* dst) const {
     char* p = (char*)dst + uint64_t(part.index) * unit;
     platform::store_data_below((Vec16*)p, wide[0], int(part.index), int(unit == 16 ? units : 0));
     platform::store_data_below((uint64_t*)p, middle, int(part.index), int(unit == 8 ? units : 0));
     platform::store_data_below((uint32_t*)p, narrow, int(part.index), int(unit == 4 ? units : 0));
+  }
+  TSN_DEVICE void store(void* dst) const {
+    store_first(dst);
     if (!more_rows()) return;
+    char* p = (char*)dst + uint64_t(part.index) * unit;
     TSN_UNROLL
     for (uint32_t u = 1; u < Rows; u++)
       platform::store_data_below((Vec16*)p + u * part.threads, wide[u], int(part.index + u * part.threads), int(units));
@@ -194,17 +199,44 @@ private:
 enum class Direction { push, pull };
 
 // Where the bulk engine overtakes the ldst engine, measured on two H200 over NVLink; the only place of these figures.
-// A ring starts and drains slowly, but moves more per second; pulling, it does so only with more memory in flight.
-constexpr uint64_t kBulkPushFrom = 512 * 1024;
+// A push keeps the ring's loads on their way while it looks up its target. A pull cannot, and moves more per second
+// only with more memory in flight.
+constexpr uint64_t kBulkPushFrom = 32 * 1024;
 constexpr uint64_t kBulkPullFrom = 128 * 1024;
 constexpr uint32_t kEnoughInFlight = 64 * 1024;
 
-template <int Unroll, int Stages, int StageBytes>
-TSN_DEVICE bool bulk_is_faster(Direction direction, uint64_t bytes, uint32_t threads) {
+template <Scope S, Engine E, int Stages>
+constexpr bool kMayBeBulk = S == Scope::block && E != Engine::ldst && Stages > 1 && platform::kHasBulk;
+// Pushes that are the leader's alone, in bulk from the first byte to the last, and start before the target is known.
+template <Scope S, Engine E, int Stages>
+constexpr bool kMayPushInBulk = kMayBeBulk<S, E, Stages> && !platform::kDefersRemoteWrites;
+
+// Whether the engine is bulk as far as the number of bytes is concerned.
+template <Engine E, int Unroll, int Stages, int StageBytes>
+TSN_DEVICE bool bulk_by_size(Direction direction, uint64_t bytes, uint32_t threads) {
+  if (E == Engine::bulk) return bytes >= 16;
   constexpr uint32_t kRingInFlight = (Stages - 1) * StageBytes;
   const uint32_t ldst_in_flight = threads * Unroll * 16;
   if (direction == Direction::push) return bytes >= kBulkPushFrom;
   return bytes >= kBulkPullFrom && (kRingInFlight > kEnoughInFlight || kRingInFlight > ldst_in_flight);
+}
+
+// Before the barrier of a push: what a thread wrote to the source must be there for the bulk copies that the leader may
+// issue. The CUDA programming guide asks this fence of whoever wrote, not of who copies.
+template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
+TSN_DEVICE void publish_to_bulk(int64_t bytes) {
+  if constexpr (kMayBeBulk<S, E, Stages>)
+    if (TSN_UNLIKELY((bulk_by_size<E, Unroll, Stages, StageBytes>(Direction::push, uint64_t(bytes), 0))))
+      platform::bulk_publish();
+}
+
+// Whether a push takes that way. (Not one that is whole in its beginning: threads that take all of it at once need no
+// ring.)
+template <Engine E, int Unroll, int Stages, int StageBytes, class B>
+TSN_DEVICE bool push_in_bulk(const B& begin, const void* dst, const void* src, int64_t bytes) {
+  return TSN_UNLIKELY(!begin.whole) &&
+         bulk_by_size<E, Unroll, Stages, StageBytes>(Direction::push, uint64_t(bytes), 0) &&
+         (reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src) | uint64_t(bytes)) % 16 == 0;
 }
 
 // Rows that a beginning of a push has. Threads that keep no more in flight than these take the beginning of longer
@@ -225,15 +257,12 @@ TSN_DEVICE void copy(char* dst, const char* src, uint64_t bytes, void* ring, Dir
   Part part = scope_part<S>();
   [[maybe_unused]] const uint64_t all = bytes;
   dst += done, src += done, bytes -= done;
-  if constexpr (S == Scope::block && platform::kHasBulk && Stages > 1 && E != Engine::ldst) {
+  if constexpr (kMayBeBulk<S, E, Stages>) {
     static_assert(StageBytes % 128 == 0 && StageBytes < (1 << 20), "a stage is a multiple of 128 bytes below 1 MiB");
-    if (E == Engine::bulk || TSN_UNLIKELY((bulk_is_faster<Unroll, Stages, StageBytes>(direction, all, part.threads)))) {
+    if (TSN_UNLIKELY((bulk_by_size<E, Unroll, Stages, StageBytes>(direction, all, part.threads)))) {
       const detail::Cut cut(dst, src, bytes);
-      if (ring != nullptr && cut.unit == 16 && cut.body != 0) {
-        if (part.index == 0) {
-          const int first_loads = direction == Direction::push ? kFirstLoadsOfPush : Stages;
-          copy_bulk<Stages, StageBytes>(dst + cut.head, src + cut.head, cut.body, (char*)ring, first_loads);
-        }
+      if (cut.unit == 16 && cut.body != 0) {
+        if (part.index == 0) BulkCopy<Stages, StageBytes>(src + cut.head, cut.body, (char*)ring).finish(dst + cut.head);
         if (cut.head + cut.tail != 0) detail::copy_edges(dst, src, cut, part);
         return;
       }

@@ -8,60 +8,90 @@ namespace tsn {
 constexpr int kDefaultStages = 8;
 constexpr int kDefaultStageBytes = 16 * 1024;
 
-// Stages that are loaded before the first one is waited for. To issue a load takes one thread about 0.1 us, so loads
-// from this GPU, which arrive after 0.4 us, are spread among the stores; what comes over the link needs all it can get.
-constexpr int kFirstLoadsOfPush = 3;
-
-// Copies `bytes`, a multiple of 16, between 16-byte aligned places; called by one thread of the block. On return all
-// bytes are stored, as if by ordinary stores of this thread, and `ring` (Stages * StageBytes bytes, 128-byte aligned)
-// is free.
+// A copy of `bytes`, a multiple of 16, between 16-byte aligned places, by one thread of the block; `ring` is Stages *
+// StageBytes bytes of shared memory, 128-byte aligned. When it has been made its first loads are on their way, while
+// the target may still be unknown; then comes either finish() or cancel(), and both leave the ring free.
+//
+// All stages but one are loaded ahead; the last one is left for the store under way. Stages have constant places in
+// unrolled loops: one thread does all of it, and each load and store would take it twice as long otherwise.
 template <int Stages, int StageBytes>
-TSN_DEVICE void copy_bulk(char* dst, const char* src, uint64_t bytes, char* ring, int first_loads) {
-  uint64_t* loaded = platform::stage_barriers<Stages>();
-  TSN_ROLLED
-  for (int s = 0; s < Stages; s++) platform::barrier_init(loaded + s);
-  platform::barrier_init_done();
-  platform::bulk_fence(); // the ring, and what this thread wrote to the source, were written by ordinary accesses
+class BulkCopy {
+public:
+  TSN_DEVICE BulkCopy(const char* source, uint64_t bytes, char* ring_memory)
+      : loaded(platform::stage_barriers<Stages>()), ring(ring_memory), src(source), to_load(bytes), to_store(bytes) {
+    // What fits the ring takes equal parts of all its stages, so that the first data can be sent early.
+    constexpr uint32_t kUnit = 16 * Stages;
+    part = bytes < uint64_t(Stages) * StageBytes ? (uint32_t(bytes) + kUnit - 1) / kUnit * 16 : StageBytes;
+    each([&](int s) { platform::barrier_init(loaded + s); });
+    platform::barrier_init_done();
+    platform::bulk_fence(); // the ring, and what this thread wrote to the source, were written by ordinary accesses
+    each([&](int s) {
+      if (s < Stages - 1) load(s);
+    });
+  }
 
-  uint64_t to_load = bytes, to_store = bytes;
-  int fill = 0;  // the stage to be loaded next
-  int ahead = 0; // stages that were loaded and not yet stored; one of the ring is left for the store under way
-  auto load = [&](int most) {
+  // On return all bytes are stored, as if by ordinary stores of this thread.
+  TSN_DEVICE void finish(char* dst) {
+    uint32_t parity = 0;
     TSN_ROLLED
-    for (; most > 0 && to_load != 0 && ahead < Stages - 1; most--) {
-      const uint32_t size = to_load < StageBytes ? uint32_t(to_load) : StageBytes;
-      platform::barrier_expect(loaded + fill, size);
-      platform::bulk_load(ring + fill * StageBytes, src, size, loaded + fill);
-      src += size;
-      to_load -= size;
-      fill = fill + 1 == Stages ? 0 : fill + 1;
-      ahead++;
+    for (; to_store != 0; parity ^= 1) {
+      each([&](int s) {
+        if (to_store == 0) return;
+        const uint32_t size = to_store < part ? uint32_t(to_store) : part;
+        platform::barrier_wait(loaded + s, parity);
+        platform::bulk_store(dst, ring + s * StageBytes, size);
+        platform::bulk_commit();
+        dst += size;
+        to_store -= size;
+        if (to_load == 0) return;
+        platform::bulk_wait_read<1>(); // the stage before this one has left shared memory
+        load(s == 0 ? Stages - 1 : s - 1);
+      });
     }
-  };
-  load(first_loads);
+    platform::bulk_wait<0>();
+    retire();
+  }
 
-  int drain = 0; // the stage to be stored next
-  uint32_t parity = 0;
-  while (to_store != 0) {
-    const uint32_t size = to_store < StageBytes ? uint32_t(to_store) : StageBytes;
-    platform::barrier_wait(loaded + drain, parity);
-    platform::bulk_store(dst, ring + drain * StageBytes, size);
-    platform::bulk_commit();
-    dst += size;
-    to_store -= size;
-    ahead--;
-    if (++drain == Stages) {
-      drain = 0;
-      parity ^= 1;
-    }
-    if (to_load != 0) {
-      platform::bulk_wait_read<1>(); // the stages before this one, which are filled next, have left shared memory
-      load(2);
+  // Ends the copy before its first store.
+  TSN_DEVICE void cancel() {
+    uint64_t left = to_store - to_load;
+    each([&](int s) {
+      if (left == 0) return;
+      platform::barrier_wait(loaded + s, 0);
+      left -= left < part ? left : part;
+    });
+    retire();
+  }
+
+private:
+  uint64_t* loaded;
+  char* ring;
+  const char* src;
+  uint64_t to_load, to_store;
+  uint32_t part; // bytes of a stage
+
+  // f(stage) for all stages.
+  template <class F>
+  TSN_DEVICE static void each(F f) {
+    if constexpr (Stages <= 8) {
+      TSN_UNROLL
+      for (int s = 0; s < Stages; s++) f(s);
+    } else {
+      TSN_ROLLED
+      for (int s = 0; s < Stages; s++) f(s);
     }
   }
-  platform::bulk_wait<0>();
-  TSN_ROLLED
-  for (int s = 0; s < Stages; s++) platform::barrier_retire(loaded + s);
-}
+  TSN_DEVICE void load(int s) {
+    if (to_load == 0) return;
+    const uint32_t size = to_load < part ? uint32_t(to_load) : part;
+    platform::barrier_expect(loaded + s, size);
+    platform::bulk_load(ring + s * StageBytes, src, size, loaded + s);
+    src += size;
+    to_load -= size;
+  }
+  TSN_DEVICE void retire() const {
+    each([&](int s) { platform::barrier_retire(loaded + s); });
+  }
+};
 
 } // namespace tsn

@@ -20,7 +20,7 @@
 // what follows the call in any other.
 //   void block_sync()                       all threads of the block; orders memory
 //   void warp_sync()                        all lanes of the warp; orders memory
-//   uint64_t block_broadcast(uint64_t v)    v of thread 0, to all threads of the block; contains one block_sync
+//   uint64_t block_broadcast(f)             f() of thread 0, to all threads of the block; contains one block_sync
 //   uint64_t warp_broadcast(uint64_t v)     v of lane 0, to all lanes of the warp; contains a warp_sync
 //   uint32_t active_lanes()                 lanes that run this call together; at least the caller's own bit
 //   uint32_t match_lanes(uint32_t lanes, uint64_t v)       those of `lanes` (all call) whose v equals the caller's
@@ -49,7 +49,7 @@
 //   void store_data_below(T*, T, int at, int limit)           store_data if at < limit
 //   void store_line(Vec16*, Vec16)          one 16-byte store seen as a whole at system scope (queue descriptors);
 //                                           it orders nothing: fence before it to publish
-//   void store_line_release(Vec16*, Vec16)  the same with release order; only where kHasLines is true
+//   void store_line_below(Vec16*, Vec16, int at, int limit)   store_line if at < limit, without a branch
 //
 // Registers
 //   T opaque(T)                             the value, of 4 or 8 bytes, of which the compiler knows nothing: what is

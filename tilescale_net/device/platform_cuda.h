@@ -49,15 +49,17 @@ TSN_DEVICE uint64_t warp_broadcast(uint64_t v) {
 }
 
 // Two slots in turn save a second barrier: thread 0 writes a slot again only after a later call's barrier, and every
-// thread has read the slot before it came there. The barrier itself tells the turn, whose first value does not matter.
-TSN_DEVICE uint64_t block_broadcast(uint64_t v) {
+// thread has read the slot before it came there. The barrier itself tells the turn, whose first value does not matter;
+// thread 0 looks at it before it computes, so that nothing comes between the result and the barrier.
+template <class F>
+TSN_DEVICE uint64_t block_broadcast(F f) {
   __shared__ uint64_t slot[2];
   __shared__ uint32_t turn;
   uint32_t mine = 0;
   if (thread_index() == 0) {
     mine = turn & 1;
     turn = mine ^ 1;
-    slot[mine] = v;
+    slot[mine] = f();
   }
   return slot[__syncthreads_or((int)mine) ? 1 : 0];
 }

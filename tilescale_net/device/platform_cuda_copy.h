@@ -76,8 +76,10 @@ TSN_DEVICE void store_line(Vec16* p, Vec16 v) {
   asm volatile(TSN_LINE "relaxed.sys.global.b128 [%0], q; }" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
-TSN_DEVICE void store_line_release(Vec16* p, Vec16 v) {
-  asm volatile(TSN_LINE "release.sys.global.b128 [%0], q; }" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+TSN_DEVICE void store_line_below(Vec16* p, Vec16 v, int at, int limit) {
+  asm volatile("{ .reg .pred yes; setp.lt.s32 yes, %5, %6; .reg .b64 a, b; .reg .b128 q; mov.b64 a, {%1, %2}; "
+               "mov.b64 b, {%3, %4}; mov.b128 q, {a, b}; @yes st.relaxed.sys.global.b128 [%0], q; }" ::"l"(p),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(at), "r"(limit)
                : "memory");
 }
 #undef TSN_LINE

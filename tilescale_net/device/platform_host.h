@@ -44,7 +44,10 @@ TSN_DEVICE uint64_t shuffle(uint32_t lanes, uint64_t v, int from) {
   return sim::api().warp(sim::WarpOp::shuffle, lanes, v, uint32_t(from));
 }
 TSN_DEVICE uint64_t warp_broadcast(uint64_t v) { return shuffle(0xffffffffu, v, 0); }
-TSN_DEVICE uint64_t block_broadcast(uint64_t v) { return sim::api().block_vote(sim::VoteOp::broadcast, v); }
+template <class F>
+TSN_DEVICE uint64_t block_broadcast(F f) {
+  return sim::api().block_vote(sim::VoteOp::broadcast, thread_index() == 0 ? f() : 0);
+}
 TSN_DEVICE uint32_t match_lanes(uint32_t lanes, uint64_t v) {
   return uint32_t(sim::api().warp(sim::WarpOp::match_any, lanes, v, 0));
 }
@@ -171,7 +174,9 @@ TSN_DEVICE void store_line(Vec16* p, Vec16 v) {
   __atomic_store_n(words, w[0], __ATOMIC_RELEASE);
   sim::maybe_yield();
 }
-void store_line_release(Vec16*, Vec16); // never called, see kHasLines
+TSN_DEVICE void store_line_below(Vec16* p, Vec16 v, int at, int limit) {
+  if (at < limit) store_line(p, v);
+}
 
 // ---------------------------------------------------------------------------------------------------------- atomics
 

@@ -2,59 +2,59 @@
 #pragma once
 
 #include "address.h"
-#include "copy_once.h"
+#include "copy.h"
 #include "queue.h"
 
 namespace tsn {
 
 namespace detail {
 
-TSN_COLD void put_by_proxy(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
-  queue_put(ctx, dst, src, bytes, pe);
+// A put that Route::open() did not let through, by the leader: to a PE that is not mapped, or none at all.
+TSN_COLD void put_elsewhere(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
+  const Route route(ctx, pe);
+  if (route.check<Scope::thread>(kOpPut, dst, bytes) && !route.stopped) queue_put(ctx, dst, src, bytes, pe);
 }
 TSN_COLD void put_value_by_proxy(const Context* ctx, void* dst, uint64_t value, int bytes, int pe) {
   queue_put_value(ctx, dst, value, bytes, pe);
 }
 
-// A put by the leader alone.
+// A put in bulk, by the leader alone.
 template <int Stages, int StageBytes>
-TSN_DEVICE void put_once(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
-  BulkOnce<Stages, StageBytes> once((const char*)src, uint32_t(bytes), (char*)ring);
-  const Route route(ctx, pe);
-  const bool fine = route.check<Scope::thread>(kOpPut, dst, bytes) && !route.stopped;
-  if (TSN_LIKELY(fine && route.direct())) return once.store((char*)route.translate(dst));
-  once.cancel();
-  if (fine) put_by_proxy(ctx, dst, src, bytes, pe);
+TSN_DEVICE void put_bulk(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
+  const Route route(ctx, pe); // its loads come before the copy's: all are on their way together
+  BulkCopy<Stages, StageBytes> copy((const char*)src, uint64_t(bytes), (char*)ring);
+  if (TSN_LIKELY(route.open<Scope::thread>(kOpPut, dst, bytes))) return copy.finish((char*)route.translate(dst));
+  copy.cancel();
+  put_elsewhere(ctx, dst, src, bytes, pe);
 }
 
 } // namespace detail
 
 // Copies `bytes` from `src` to the PE's `dst`, given by its local address. By all threads of the scope with equal
-// arguments. `ring` is Stages * StageBytes bytes of shared memory for the bulk engine, or null.
+// arguments. `ring` is Stages * StageBytes bytes of shared memory for the bulk engine.
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
   Beginning<S, kPushRows<S>> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll>);
-  publish_to_bulk<S, E, Unroll, Stages>(bytes);
+  publish_to_bulk<S, E, Unroll, Stages, StageBytes>(bytes);
   scope_sync<S>(); // what the scope wrote to the source is sent
-  if constexpr (kMayGoOnce<S, E, Unroll, Stages>) {
-    if (TSN_UNLIKELY(!begin.whole) && goes_once<E, Stages, StageBytes>(dst, src, bytes, ring)) {
-      if (scope_leader<S>()) detail::put_once<Stages, StageBytes>(ctx, dst, src, bytes, pe, ring);
+  if constexpr (kMayPushInBulk<S, E, Stages>) {
+    if (push_in_bulk<E, Unroll, Stages, StageBytes>(begin, dst, src, bytes)) {
+      if (scope_leader<S>()) detail::put_bulk<Stages, StageBytes>(ctx, dst, src, bytes, pe, ring);
       return;
     }
   }
   if (!platform::kDefersRemoteWrites && begin.idle()) return;
   begin.load(src); // first, so that nothing that waits for the route comes before it
-  const Route route(ctx, pe);
   begin.load_more(src);
-  if (TSN_UNLIKELY(!route.check<S>(kOpPut, dst, bytes))) return;
-  if (TSN_UNLIKELY(!route.direct())) {
-    if (scope_leader<S>() && !route.stopped) detail::put_by_proxy(ctx, dst, src, bytes, pe);
+  const Route route(ctx, pe);
+  if (TSN_UNLIKELY(!route.open<S>(kOpPut, dst, bytes))) {
+    if (scope_leader<S>()) detail::put_elsewhere(ctx, dst, src, bytes, pe);
     return;
   }
   char* peer = (char*)route.translate(dst);
   if constexpr (platform::kDefersRemoteWrites)
     if (scope_deferred<S>([&] { return route.stopped || platform::defer_put(ctx, dst, peer, src, bytes, pe); })) return;
-  if (TSN_UNLIKELY(route.stopped || (platform::kDefersRemoteWrites && begin.idle()))) return;
+  if (platform::kDefersRemoteWrites && (route.stopped || begin.idle())) return;
   begin.store(peer);
   if (TSN_LIKELY(begin.whole)) return;
   copy<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, Direction::push, begin.bytes());

@@ -49,25 +49,28 @@ TSN_DEVICE const QueueView* queue_view(const Context* ctx, uint32_t queue) {
   return reinterpret_cast<const QueueView*>(platform::load_invariant(&ctx->queues)) + queue;
 }
 
-// What a push needs of its queue, loaded at once. The device's own words lie at fixed places of the heap, so the atomic
-// need not wait until the view has been read.
+// The next position of a queue. The device's own words lie at fixed places of the heap, so an atomic on them need not
+// wait until the queue's view has been read.
+TSN_DEVICE uint64_t* queue_head(const Context* ctx, uint32_t queue) {
+  return reinterpret_cast<uint64_t*>(platform::load_invariant(&ctx->heap_base)) + kQueueWords +
+         int(queue) * kQueueWordsStride;
+}
+
+// What else a push needs of its queue, loaded at once, while the atomic is on its way.
 struct Port {
-  uint64_t* head;
   uint64_t* tail_cache;
   const uint64_t* tail;
   char* slots;
   uint64_t known_tail;     // the device's copy, which may be old
+  uint64_t known_end;      // the last position that has room for all that is known here
   uint32_t mask, capacity; // the host's queues have at most 2^31 slots
 
-  TSN_DEVICE Port(const Context* ctx, uint32_t queue) {
+  TSN_DEVICE Port(const Context* ctx, uint32_t queue, uint64_t* head) : tail_cache(head + kTailCacheWord) {
     const QueueView* view = queue_view(ctx, queue);
-    head = reinterpret_cast<uint64_t*>(platform::load_invariant(&ctx->heap_base)) + kQueueWords +
-           int(queue) * kQueueWordsStride;
-    tail_cache = head + kTailCacheWord;
+    known_tail = platform::load<Order::relaxed, MemScope::sys>(tail_cache);
     slots = reinterpret_cast<char*>(platform::load_invariant(&view->slots));
     tail = reinterpret_cast<const uint64_t*>(platform::load_invariant(&view->tail));
     mask = uint32_t(platform::load_invariant(&view->mask));
-    known_tail = platform::load<Order::relaxed, MemScope::sys>(tail_cache);
   }
 
   // Keeps what is computed from the loads behind this place: after the atomic, which would wait for them otherwise.
@@ -75,11 +78,11 @@ struct Port {
     slots = platform::opaque(slots);
     mask = platform::opaque(mask);
     capacity = mask + 1;
-    known_tail = platform::opaque(known_tail);
+    known_end = platform::opaque(platform::opaque(known_tail) + mask);
   }
 
-  // Whether the claimed position is, for all that is known here, still taken by the ring's previous lap.
-  TSN_DEVICE bool full(uint64_t position) const { return TSN_UNLIKELY(position - known_tail > mask); }
+  // Below zero: for all that is known here, the claimed position is still taken by the ring's previous lap.
+  TSN_DEVICE int room(uint64_t position) const { return int((known_end - position) >> 32); }
 };
 
 // What does not fit the field becomes the highest offset, which no heap holds: the proxy refuses it.
@@ -104,47 +107,33 @@ TSN_COLD bool queue_wait_for_room(const Context* ctx, uint64_t* tail_cache, cons
   return room;
 }
 
-// Claims a position for the only lane that calls, and publishes what happened before while the atomic is on its way.
+// Claims positions for all calling lanes with one atomic. What they publish is published while it is on its way.
 template <bool publish>
-TSN_DEVICE uint64_t queue_claim_alone(const Port& port, uint32_t lanes) {
-  // 1, but not as a constant: the assembler would turn that into an atomic of the whole warp, and its shuffles would
-  // wait for the answer before the fence begins.
-  const uint64_t one = popcount(platform::opaque(lanes));
-  const uint64_t position = platform::atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(port.head, one);
-  if (!publish) return position;
-  platform::fence<kPublishScope>();
-  // Adds 0, this lane is active, but that is not known before the fence: else the assembler would compute with the
-  // position, and wait for it, ahead of the fence.
-  return position + (popcount(platform::active_lanes() & lanes) - 1);
-}
-
-// The same for all calling lanes.
-template <bool publish>
-TSN_DEVICE uint64_t queue_claim_together(const Context* ctx, const Port& port, uint32_t lanes) {
+TSN_DEVICE uint64_t queue_claim_together(const Context* ctx, uint64_t* head, uint32_t lanes) {
   const uint32_t self = 1u << platform::lane();
   if (platform::load_invariant(&ctx->n_queues) > 1) {
-    lanes = platform::match_lanes(lanes, reinterpret_cast<uint64_t>(port.head));
+    lanes = platform::match_lanes(lanes, reinterpret_cast<uint64_t>(head));
   }
   const uint32_t leader = lanes & (0u - lanes);
   uint64_t p = 0;
   if (self == leader) {
-    p = platform::atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(port.head, uint64_t(popcount(lanes)));
+    p = platform::atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(head, uint64_t(popcount(lanes)));
   }
   if (publish) platform::fence<kPublishScope>();
   return platform::shuffle(lanes, p, int(popcount(leader - 1))) + popcount(lanes & (self - 1));
 }
 
-// Writes a descriptor that was encoded with parity 0.
-TSN_DEVICE void queue_store(const Port& port, uint64_t position, Command command, Descriptor d) {
+// Writes a descriptor that was encoded with parity 0, unless `room` is below zero.
+TSN_DEVICE void queue_store(const Port& port, uint64_t position, Command command, Descriptor d, int room = 0) {
   const uint64_t parity = (uint32_t(position) & port.capacity) == 0; // parity_of(), in half the instructions
   d.word[0] |= parity, d.word[2] |= parity;
   Vec16* slot = reinterpret_cast<Vec16*>(port.slots + uint64_t(uint32_t(position) & port.mask) * sizeof(Descriptor));
-  if (has_second_half(command)) {
-    platform::store_line(
-        slot + 1, {uint32_t(d.word[2]), uint32_t(d.word[2] >> 32), uint32_t(d.word[3]), uint32_t(d.word[3] >> 32)});
-  }
-  platform::store_line(
-      slot, {uint32_t(d.word[0]), uint32_t(d.word[0] >> 32), uint32_t(d.word[1]), uint32_t(d.word[1] >> 32)});
+  auto half = [&](int i) -> Vec16 {
+    const uint64_t a = d.word[2 * i], b = d.word[2 * i + 1];
+    return {uint32_t(a), uint32_t(a >> 32), uint32_t(b), uint32_t(b >> 32)};
+  };
+  if (has_second_half(command)) platform::store_line_below(slot + 1, half(1), -1, room);
+  platform::store_line_below(slot, half(0), -1, room);
 }
 
 // Data that fit the descriptor itself spare the proxy a copy out of GPU memory, which takes longer than all the rest.
@@ -163,37 +152,68 @@ TSN_DEVICE uint64_t inline_data(const void* src, int bytes) {
   return platform::load_data(static_cast<const uint64_t*>(src));
 }
 
+// Fills a claimed position; returns its ticket, 0 when the job is over.
+TSN_DEVICE uint64_t queue_fill(const Context* ctx, Port& port, uint32_t queue, uint64_t position, Operation operation,
+                               const Request& request, const Descriptor& d) {
+  port.settle();
+  // As a rule there is room, and the stores do not wait for a branch.
+  const int room = port.room(position);
+  queue_store(port, position, request.command, d, room);
+  if (TSN_UNLIKELY(room < 0)) {
+    if (!queue_wait_for_room(ctx, port.tail_cache, port.tail, port.mask, position, operation, int(request.pe)))
+      return 0;
+    queue_store(port, position, request.command, d);
+  }
+  return make_ticket(queue, position);
+}
+
+// The descriptor, put together where this is called: while the atomic is on its way, not before it leaves.
+TSN_DEVICE Descriptor describe(Request r) {
+  r.pe = platform::opaque(r.pe);
+  if (has_second_half(r.command)) r.second = platform::opaque(r.second), r.bytes = platform::opaque(r.bytes);
+  Descriptor d = encode(r, 0);
+  for (uint64_t& word : d.word) word = platform::opaque(word);
+  return d;
+}
+
+TSN_DEVICE bool alone(uint32_t lanes) { return lanes == 1u << platform::lane(); }
+
+// A push by the only lane that calls.
+template <bool publish>
+TSN_DEVICE uint64_t queue_push_alone(const Context* ctx, uint32_t queue, Operation operation, const Request& request,
+                                     uint32_t lanes) {
+  uint64_t* head = queue_head(ctx, queue);
+  // Adds 1, but not as a constant: the assembler would turn that into an atomic of the whole warp, and its shuffles
+  // would wait for the answer before what follows begins.
+  const uint64_t one = lanes >> platform::lane();
+  uint64_t position = platform::atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(head, one);
+  Port port(ctx, queue, head);
+  if (publish) {
+    platform::fence<kPublishScope>();
+    // Adds 0, this lane is active, but that is not known before the fence: else the assembler would compute with the
+    // position, and wait for it, ahead of the fence.
+    position += popcount(platform::active_lanes() & lanes) - 1;
+  }
+  return queue_fill(ctx, port, queue, position, operation, request, describe(request));
+}
+
+// A push by all calling lanes, each its own descriptor.
+template <bool publish>
+TSN_DEVICE uint64_t queue_push_together(const Context* ctx, uint32_t queue, Operation operation, const Request& request,
+                                        uint32_t lanes) {
+  uint64_t* head = queue_head(ctx, queue);
+  Port port(ctx, queue, head);
+  const Descriptor d = describe(request);
+  const uint64_t position = queue_claim_together<publish>(ctx, head, lanes);
+  return queue_fill(ctx, port, queue, position, operation, request, d);
+}
+
 // Pushes one descriptor per calling lane; returns its ticket, 0 when the job is over.
 template <bool publish>
 TSN_DEVICE uint64_t queue_push(const Context* ctx, uint32_t queue, Operation operation, const Request& request) {
-  Port port(ctx, queue);
   const uint32_t lanes = platform::active_lanes();
-  auto fill = [&](uint64_t position, const Descriptor& d) -> uint64_t {
-    if (port.full(position))
-      if (!queue_wait_for_room(ctx, port.tail_cache, port.tail, port.mask, position, operation, int(request.pe)))
-        return 0;
-    queue_store(port, position, request.command, d);
-    return make_ticket(queue, position);
-  };
-  // The descriptor is put together while the atomic is on its way: neither before it leaves nor behind the branches
-  // that wait for its answer.
-  auto describe = [&] {
-    Request r = request;
-    r.pe = platform::opaque(r.pe);
-    if (has_second_half(r.command)) r.second = platform::opaque(r.second), r.bytes = platform::opaque(r.bytes);
-    Descriptor d = encode(r, 0);
-    for (uint64_t& word : d.word) word = platform::opaque(word);
-    return d;
-  };
-  if (lanes == 1u << platform::lane()) {
-    const uint64_t position = queue_claim_alone<publish>(port, lanes);
-    port.settle();
-    return fill(position, describe());
-  }
-  const Descriptor d = describe();
-  const uint64_t position = queue_claim_together<publish>(ctx, port, lanes);
-  port.settle();
-  return fill(position, d);
+  if (TSN_LIKELY(alone(lanes))) return queue_push_alone<publish>(ctx, queue, operation, request, lanes);
+  return queue_push_together<publish>(ctx, queue, operation, request, lanes);
 }
 
 } // namespace detail
@@ -232,11 +252,11 @@ TSN_COLD void queue_put_odd(const Context* ctx, void* dst, const void* src, int6
 template <bool publish = true>
 TSN_DEVICE void queue_put(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
   constexpr uint64_t kLeast = 9; // what may not fit a descriptor
-  if (TSN_UNLIKELY(uint64_t(bytes) - kLeast > kMaxDescriptorBytes - kLeast))
-    return detail::queue_put_odd<publish>(ctx, dst, src, bytes, pe);
+  const bool plain = uint64_t(bytes) - kLeast <= kMaxDescriptorBytes - kLeast;
   Request r = {Command::put, uint32_t(pe), detail::queue_offset(ctx, dst), detail::queue_offset(ctx, src),
                uint64_t(bytes)};
-  detail::queue_push<publish>(ctx, detail::queue_of(ctx, pe), kOpPut, r);
+  if (TSN_LIKELY(plain)) detail::queue_push<publish>(ctx, detail::queue_of(ctx, pe), kOpPut, r);
+  else detail::queue_put_odd<publish>(ctx, dst, src, bytes, pe);
 }
 
 // Earlier operations to the PE come before later signals to it. pe = -1: to any PE.
@@ -290,10 +310,11 @@ TSN_DEVICE uint64_t queue_flush(const Context* ctx, int pe) {
   if (pe >= 0) return detail::queue_push<false>(ctx, detail::queue_of(ctx, pe), kOpFlush, r);
   if (n == 1) return detail::queue_push<false>(ctx, 0, kOpFlush, r);
   // One share per queue, all naming the ticket of queue 0, whose position must therefore be claimed first.
-  detail::Port port(ctx, 0);
-  const uint64_t position = detail::queue_claim_together<false>(ctx, port, platform::active_lanes());
+  uint64_t* head = detail::queue_head(ctx, 0);
+  detail::Port port(ctx, 0, head);
+  const uint64_t position = detail::queue_claim_together<false>(ctx, head, platform::active_lanes());
   port.settle();
-  if (port.full(position))
+  if (TSN_UNLIKELY(port.room(position) < 0))
     if (!detail::queue_wait_for_room(ctx, port.tail_cache, port.tail, port.mask, position, kOpFlush, pe)) return 0;
   r.command = Command::flush_part;
   r.value = make_ticket(0, position);

@@ -19,12 +19,12 @@ TSN_DEVICE void scope_sync() {
   if constexpr (S == Scope::block) platform::block_sync();
 }
 
-// The leader's value, to all threads of the scope; orders memory among them.
-template <Scope S>
-TSN_DEVICE uint64_t scope_broadcast(uint64_t v) {
-  if constexpr (S == Scope::warp) return platform::warp_broadcast(v);
-  if constexpr (S == Scope::block) return platform::block_broadcast(v);
-  return v;
+// The leader's f(), to all threads of the scope; orders memory among them.
+template <Scope S, class F>
+TSN_DEVICE uint64_t scope_broadcast(F f) {
+  if constexpr (S == Scope::warp) return platform::warp_broadcast(platform::lane() == 0 ? f() : 0);
+  if constexpr (S == Scope::block) return platform::block_broadcast(f);
+  return f();
 }
 
 // The calling thread's place in its scope, and how many take part.
@@ -42,7 +42,7 @@ TSN_DEVICE Part scope_part() {
 template <Scope S, class Offer>
 TSN_DEVICE bool scope_deferred(Offer offer) {
   if constexpr (S == Scope::thread) return offer();
-  return scope_broadcast<S>(scope_leader<S>() && offer());
+  return scope_broadcast<S>([&] { return uint64_t(offer()); });
 }
 
 } // namespace tsn

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "address.h"
-#include "copy_once.h"
+#include "copy.h"
 #include "queue.h"
 
 namespace tsn {
@@ -12,9 +12,13 @@ namespace detail {
 TSN_COLD void signal_by_proxy(const Context* ctx, uint64_t* sig, uint64_t value, int pe, SignalOp op) {
   queue_signal<false>(ctx, sig, value, pe, op);
 }
-TSN_COLD void put_signal_by_proxy(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
-                                  uint64_t value, SignalOp op) {
-  queue_put_signal(ctx, dst, src, bytes, pe, sig, value, op);
+// A put_signal that Route::open() did not let through, by the leader: to a PE that is not mapped, or none at all.
+template <SignalOp Op>
+TSN_COLD void put_signal_elsewhere(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
+                                   uint64_t value) {
+  const Route route(ctx, pe);
+  if (route.check<Scope::thread>(kOpPutSignal, dst, bytes, sig) && !route.stopped)
+    queue_put_signal(ctx, dst, src, bytes, pe, sig, value, Op);
 }
 
 // Changes a signal word after everything that happened before. A release covers what other threads did before a barrier
@@ -52,19 +56,32 @@ TSN_DEVICE void put_line(char* peer, uint64_t data, uint64_t value) {
                        Vec16{uint32_t(first), uint32_t(first >> 32), uint32_t(second), uint32_t(second >> 32)});
 }
 
-// A put_signal by the leader alone.
-template <int Stages, int StageBytes, SignalOp Op>
-TSN_DEVICE void put_signal_once(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
-                                uint64_t value, void* ring) {
-  BulkOnce<Stages, StageBytes> once((const char*)src, uint32_t(bytes), (char*)ring);
+// A put_signal of one unit or none, by the leader alone.
+template <SignalOp Op, class B>
+TSN_DEVICE void put_signal_unit(B& begin, const Context* ctx, void* dst, const void* src, int64_t bytes, int pe,
+                                uint64_t* sig, uint64_t value) {
+  begin.load(src);
   const Route route(ctx, pe);
-  const bool fine = route.check<Scope::thread>(kOpPutSignal, dst, bytes, sig) && !route.stopped;
-  if (TSN_LIKELY(fine && route.direct())) {
-    once.store((char*)route.translate(dst));
+  if (TSN_UNLIKELY(!route.open<Scope::thread>(kOpPutSignal, dst, bytes, sig)))
+    return put_signal_elsewhere<Op>(ctx, dst, src, bytes, pe, sig, value);
+  char* peer = (char*)route.translate(dst);
+  if (is_line<Op>(begin, dst, sig)) return put_line(peer, begin.middle, value);
+  begin.store_first(peer);
+  release_signal<Op>(route.translate(sig), value);
+}
+
+// A put_signal in bulk, by the leader alone.
+template <int Stages, int StageBytes, SignalOp Op>
+TSN_DEVICE void put_signal_bulk(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
+                                uint64_t value, void* ring) {
+  const Route route(ctx, pe); // its loads come before the copy's: all are on their way together
+  BulkCopy<Stages, StageBytes> copy((const char*)src, uint64_t(bytes), (char*)ring);
+  if (TSN_LIKELY(route.open<Scope::thread>(kOpPutSignal, dst, bytes, sig))) {
+    copy.finish((char*)route.translate(dst));
     return release_signal<Op>(route.translate(sig), value);
   }
-  once.cancel();
-  if (fine) put_signal_by_proxy(ctx, dst, src, bytes, pe, sig, value, Op);
+  copy.cancel();
+  put_signal_elsewhere<Op>(ctx, dst, src, bytes, pe, sig, value);
 }
 
 } // namespace detail
@@ -84,23 +101,25 @@ template <Scope S, Engine E, int Unroll, int Stages, int StageBytes, SignalOp Op
 TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
                            uint64_t value, void* ring) {
   Beginning<S, kPushRows<S>, platform::kWarpThreads> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll>);
-  publish_to_bulk<S, E, Unroll, Stages>(bytes);
+  publish_to_bulk<S, E, Unroll, Stages, StageBytes>(bytes);
   scope_sync<S>(); // what the scope wrote to the source is sent
-  if constexpr (kMayGoOnce<S, E, Unroll, Stages>) {
-    if (TSN_UNLIKELY(!begin.whole) && goes_once<E, Stages, StageBytes>(dst, src, bytes, ring)) {
-      if (scope_leader<S>())
-        detail::put_signal_once<Stages, StageBytes, Op>(ctx, dst, src, bytes, pe, sig, value, ring);
+  const bool leader = scope_leader<S>();
+  if (!platform::kDefersRemoteWrites && TSN_LIKELY(begin.whole && begin.units <= 1)) { // the leader's work
+    if (leader) detail::put_signal_unit<Op>(begin, ctx, dst, src, bytes, pe, sig, value);
+    return;
+  }
+  if constexpr (kMayPushInBulk<S, E, Stages>) {
+    if (push_in_bulk<E, Unroll, Stages, StageBytes>(begin, dst, src, bytes)) {
+      if (leader) detail::put_signal_bulk<Stages, StageBytes, Op>(ctx, dst, src, bytes, pe, sig, value, ring);
       return;
     }
   }
   if (!platform::kDefersRemoteWrites && begin.idle()) return begin.sync();
   begin.load(src); // first, so that nothing that waits for the route comes before it
-  const Route route(ctx, pe);
   begin.load_more(src);
-  if (TSN_UNLIKELY(!route.check<S>(kOpPutSignal, dst, bytes, sig))) return begin.sync();
-  const bool leader = scope_leader<S>();
-  if (TSN_UNLIKELY(!route.direct())) {
-    if (leader && !route.stopped) detail::put_signal_by_proxy(ctx, dst, src, bytes, pe, sig, value, Op);
+  const Route route(ctx, pe);
+  if (TSN_UNLIKELY(!route.open<S>(kOpPutSignal, dst, bytes, sig))) {
+    if (leader) detail::put_signal_elsewhere<Op>(ctx, dst, src, bytes, pe, sig, value);
     return begin.sync();
   }
   char* peer = (char*)route.translate(dst);
@@ -112,17 +131,11 @@ TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64
       return;
     if (begin.idle()) return begin.sync();
   }
-  if (TSN_LIKELY(begin.whole && begin.units <= 1)) { // the leader's work
-    if (!leader || route.stopped) return;
-    if (detail::is_line<Op>(begin, dst, sig)) return detail::put_line(peer, begin.middle, value);
-    begin.store(peer);
-  } else {
-    if (!route.stopped) begin.store(peer);
-    if (TSN_UNLIKELY(!begin.whole && !route.stopped))
-      copy<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, Direction::push, begin.bytes());
-    begin.sync();
-  }
-  if (leader && !route.stopped) detail::release_signal<Op>(peer_sig, value);
+  begin.store(peer);
+  if (TSN_UNLIKELY(!begin.whole))
+    copy<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, Direction::push, begin.bytes());
+  begin.sync();
+  if (leader) detail::release_signal<Op>(peer_sig, value);
 }
 
 } // namespace tsn

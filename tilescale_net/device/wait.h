@@ -43,9 +43,7 @@ TSN_DEVICE uint64_t wait_one(const Context* ctx, const uint64_t* sig, uint64_t v
 // aborted or the deadline passes.
 template <Scope S, Compare C>
 TSN_DEVICE uint64_t wait(const Context* ctx, const uint64_t* sig, uint64_t value) {
-  uint64_t seen = 0;
-  if (scope_leader<S>()) seen = detail::wait_one<C>(ctx, sig, value, kOpWait, -1);
-  return scope_broadcast<S>(seen);
+  return scope_broadcast<S>([&] { return detail::wait_one<C>(ctx, sig, value, kOpWait, -1); });
 }
 
 // One look at the word; true orders like wait. True also once the job is aborted, so that a loop around it ends; such a
