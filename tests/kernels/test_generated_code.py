@@ -7,7 +7,7 @@ import re
 import pytest
 
 import kernels
-from tests.ptx import read_only_loads
+from tests.ptx import loads_behind_loads, read_only_loads
 from tilescale_net.compiler import inspect, toolchain
 from tilescale_net.compiler.jit import Factory
 from tilescale_net.errors import ConfigurationError
@@ -66,7 +66,9 @@ def test_code_for_sm_90(tools, tmp_path, name, arguments):
     source = inspect.cuda_source(func)
     assert "__restrict__" not in source
     cubin = inspect.compile_source(source, "cubin", extra=("--keep", f"--keep-dir={tmp_path}"))
-    assert not read_only_loads((tmp_path / "kernel.ptx").read_text())
+    ptx = (tmp_path / "kernel.ptx").read_text()
+    assert not read_only_loads(ptx)
+    assert not loads_behind_loads(ptx)
     instructions = _instructions(inspect.disassemble(cubin))
     assert len(instructions) > 50
     if name in WITHOUT_DATA:
@@ -95,6 +97,14 @@ def test_a_lonely_push_fences_while_its_atomic_is_under_way(tools):
     ]
     assert len(ways) >= 2, "one lane's pushes, and many lanes'"
     assert not [way for way in ways if any(name.startswith("SHFL") for name in way)]
+
+
+@pytest.mark.parametrize("engine", ["ldst", "bulk"])
+def test_nothing_is_read_of_queues_before_it_is_known_that_there_are_some(tools, engine):
+    """This kernel once read address 0 before its loop began, in jobs without a proxy."""
+    from tests.integration.order import fresh_source
+
+    assert not loads_behind_loads(inspect.ptx(fresh_source.trace(engine, 128)))
 
 
 def test_ptx_says_the_same(tools):

@@ -156,7 +156,7 @@ TSN_DEVICE T load_constant(const T* p) {
 
 // Through the read-only cache, whose lines outlive the acquires that empty the rest of L1: after a wait this costs a
 // third of a load from L2. The assembler moves such loads, too, and computes with them ahead of others; load_constant
-// is for those whose order matters.
+// is for those whose order matters. Only a volatile one stays behind the conditions that guard it.
 template <class T>
 TSN_DEVICE T load_invariant(const T* p) {
   typename detail::Word<sizeof(T)>::type w;
@@ -164,6 +164,11 @@ TSN_DEVICE T load_invariant(const T* p) {
   if constexpr (sizeof(T) == 4) asm("ld.global.nc.b32 %0, [%1];" : "=r"(w) : "l"(p));
   else asm("ld.global.nc.b64 %0, [%1];" : "=l"(w) : "l"(p));
   return detail::from_word<T>(w);
+}
+TSN_DEVICE uint64_t load_invariant_here(const uint64_t* p) {
+  uint64_t w;
+  asm volatile("ld.global.nc.b64 %0, [%1];" : "=l"(w) : "l"(p));
+  return w;
 }
 
 TSN_DEVICE uint64_t load_recent(const uint64_t* p) {

@@ -133,6 +133,7 @@ template <class T>
 TSN_DEVICE T load_invariant(const T* p) {
   return *p;
 }
+TSN_DEVICE uint64_t load_invariant_here(const uint64_t* p) { return *p; }
 TSN_DEVICE uint64_t load_recent(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 
 // A GPU refuses addresses that are no multiple of the access.

@@ -45,6 +45,7 @@ TSN_DEVICE uint32_t queue_of(const Context* ctx, int pe) {
   return uint32_t(pe) % platform::load_invariant(&ctx->n_queues);
 }
 
+// Where there is no proxy there are no views either: they are read behind the condition that leads here, no earlier.
 TSN_DEVICE const QueueView* queue_view(const Context* ctx, uint32_t queue) {
   return reinterpret_cast<const QueueView*>(platform::load_invariant(&ctx->queues)) + queue;
 }
@@ -68,9 +69,9 @@ struct Port {
   TSN_DEVICE Port(const Context* ctx, uint32_t queue, uint64_t* head) : tail_cache(head + kTailCacheWord) {
     const QueueView* view = queue_view(ctx, queue);
     known_tail = platform::load<Order::relaxed, MemScope::sys>(tail_cache);
-    slots = reinterpret_cast<char*>(platform::load_invariant(&view->slots));
-    tail = reinterpret_cast<const uint64_t*>(platform::load_invariant(&view->tail));
-    mask = uint32_t(platform::load_invariant(&view->mask));
+    slots = reinterpret_cast<char*>(platform::load_invariant_here(&view->slots));
+    tail = reinterpret_cast<const uint64_t*>(platform::load_invariant_here(&view->tail));
+    mask = uint32_t(platform::load_invariant_here(&view->mask));
   }
 
   // Keeps what is computed from the loads behind this place: after the atomic, which would wait for them otherwise.
@@ -346,8 +347,8 @@ TSN_DEVICE uint64_t queue_get(const Context* ctx, void* dst, const void* src, in
 // Whether the operation of the ticket is complete.
 TSN_DEVICE bool queue_test(const Context* ctx, uint64_t ticket) {
   const QueueView* q = detail::queue_view(ctx, ticket_queue(ticket));
-  const uint64_t slot = (ticket & kTicketPositionMask) & platform::load_invariant(&q->mask);
-  const uint64_t* done = reinterpret_cast<const uint64_t*>(platform::load_invariant(&q->done)) + slot;
+  const uint64_t slot = (ticket & kTicketPositionMask) & platform::load_invariant_here(&q->mask);
+  const uint64_t* done = reinterpret_cast<const uint64_t*>(platform::load_invariant_here(&q->done)) + slot;
   return ticket_done(ticket, platform::load<Order::acquire, MemScope::sys>(done));
 }
 
