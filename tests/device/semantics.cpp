@@ -99,6 +99,38 @@ void moves_data(int n, int pe) {
   CHECK(me.error.kind == kNoError && me.abort_word == 0);
 }
 
+// Pushes in bulk, which the simulator's kernels do not take: any alignment that both ends share, and no byte beside.
+void pushes_in_bulk() {
+  alignas(128) static char ring[3 * 256];
+  for (int offset : {0, 1, 8, 15})
+    for (int bytes = 16; bytes < 1800; bytes += 37) {
+      Job job(2);
+      Job::Pe &me = job[0], &peer = job[1];
+      for (int i = 0; i < 512; i++) *me.word(i) = 0x0101010101010101ull * uint64_t(i % 251);
+      char *src = reinterpret_cast<char*>(me.word(0)) + offset, *dst = reinterpret_cast<char*>(me.word(256)) + offset;
+      std::vector<uint64_t> expected = peer.heap;
+      memcpy(reinterpret_cast<char*>(expected.data()) + kSystemBytes + 2048 + offset, src, size_t(bytes));
+      uint64_t* sig = bytes % 2 ? me.word(511) : nullptr;
+      const uint64_t way = push_bulk<3, 256>(me.ctx(), kOpPut, dst, src, bytes, 1, sig, ring);
+      CHECK(reinterpret_cast<char*>(me.heap.data()) + way == reinterpret_cast<char*>(peer.heap.data()));
+      CHECK(peer.heap == expected, "%d bytes at %d", bytes, offset);
+    }
+  struct Bad {
+    int pe, word;
+    int64_t bytes;
+    bool outside;
+  };
+  for (const Bad& bad : {Bad{1, 256, 512, false}, Bad{2, 256, 512, false}, Bad{-1, 256, 512, false},
+                         Bad{0, 500, 512, false}, Bad{0, 256, 512, true}}) {
+    Job job(2, 5000000000ull, 1);
+    const std::vector<uint64_t> mine = job[0].heap, theirs = job[1].heap;
+    const uint64_t* sig = bad.outside ? job[1].word(0) : nullptr;
+    const uint64_t way =
+        push_bulk<3, 256>(job[0].ctx(), kOpPut, job[0].word(bad.word), job[0].word(0), bad.bytes, bad.pe, sig, ring);
+    CHECK(way == kNotPushed && job[0].heap == mine && job[1].heap == theirs, "PE %d", bad.pe);
+  }
+}
+
 // What `call` does wrong is recorded as said, aborts the job and touches no heap.
 void refused(const char* what, std::function<void(Job&)> call, ErrorKind kind, Operation operation, int pe,
              const void* (*address)(Job&), uint64_t bytes, int unmapped = -1) {
@@ -288,6 +320,7 @@ void barriers(int n, bool node) {
 int main() {
   moves_data(2, 1);
   moves_data(140, 139); // beyond the bases that are loaded unchecked
+  pushes_in_bulk();
   refuses_bad_pes();
   refuses_bad_addresses();
   refuses_what_is_not_mapped();

@@ -71,10 +71,11 @@ def nvcc(folder, arch, *flags):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """(PTX by kernel, instructions by kernel)."""
+    """(PTX by kernel, instructions by kernel, PTX by function)."""
     folder = tmp_path_factory.mktemp("code")
     nvcc(folder, "sm_90", "-cubin", "--keep", "-o", "kernels.cubin")
     ptx = (folder / "kernels.ptx").read_text()
+    functions = {m[1]: m[2] for m in re.finditer(r"\.func\s+(?:\([^)]*\)\s*)?([\w$]+)\((.*?)\n}", ptx, re.S)}
     ptx = {m[1]: m[2] for m in re.finditer(r"\.entry (\w+)\((.*?)\n}", ptx, re.S)}
     try:
         text = inspect.disassemble((folder / "kernels.cubin").read_bytes())
@@ -84,7 +85,7 @@ def built(tmp_path_factory):
     for section in re.split(r"\.section\s+\.text\.", text)[1:]:
         # "@P0 LDG.E.128 R4, …" becomes ("@P0", "LDG.E.128")
         code[section.split(",")[0]] = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\d)?\s*([A-Z][\w.]*)", section)
-    return ptx, code
+    return ptx, code, functions
 
 
 def runs(code, opcode):
@@ -111,7 +112,7 @@ def sass(built):
 
 
 def test_all_kernels_are_there(built):
-    ptx, code = built
+    ptx, code, _ = built
     assert len(ptx) == len(BLOCKS) * 4 + len(SMALL)
     assert not code or set(code) == set(ptx)
 
@@ -136,7 +137,7 @@ def test_loads_of_the_headers_are_told_from_the_compilers():
 
 
 def test_nothing_is_read_through_the_read_only_cache(built):
-    ptx, code = built
+    ptx, code, _ = built
     for name, text in ptx.items():
         assert not read_only_loads(text), name
     # What the headers read like that are single words of the context and of a queue's view.
@@ -166,15 +167,17 @@ def test_rests_are_loaded_without_branches(sass, threads):
     assert longest >= default_unroll(threads) - 1
 
 
-def test_bulk_copies(sass, ptx):
+def test_bulk_copies(sass, ptx, built):
     names = [name for _, name in sass["bulk"]]
     assert any(n.startswith("UBLKCP.S.G") for n in names) and any(n.startswith("UBLKCP.G.S") for n in names)
-    # The data are complete, not only read from shared memory, before the signal goes.
-    text = ptx["bulk"]
-    assert "fence.proxy.async" in text
-    wait = text.rindex("cp.async.bulk.wait_group 0")
-    assert "cp.async.bulk.wait_group.read 1" in text[:wait]
-    assert "red.release.sys.global.add.u64" in text
+    # The data are complete, not only read from shared memory, when the function that copies returns; then the signal goes.
+    copies = [text for name, text in built[2].items() if "push_bulk" in name]
+    assert copies
+    for text in copies:
+        assert "fence.proxy.async" in text
+        wait = text.rindex("cp.async.bulk.wait_group 0")
+        assert "cp.async.bulk.wait_group.read 1" in text[:wait]
+    assert "push_bulk" in ptx["bulk"] and "red.release.sys.global.add.u64" in ptx["bulk"]
 
 
 @pytest.mark.parametrize(

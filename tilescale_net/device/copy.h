@@ -207,7 +207,7 @@ constexpr uint32_t kEnoughInFlight = 64 * 1024;
 
 template <Scope S, Engine E, int Stages>
 constexpr bool kMayBeBulk = S == Scope::block && E != Engine::ldst && Stages > 1 && platform::kHasBulk;
-// Pushes that are the leader's alone, in bulk from the first byte to the last, and start before the target is known.
+// Pushes that start in bulk before the target is known; see push_bulk.h.
 template <Scope S, Engine E, int Stages>
 constexpr bool kMayPushInBulk = kMayBeBulk<S, E, Stages> && !platform::kDefersRemoteWrites;
 
@@ -228,15 +228,6 @@ TSN_DEVICE void publish_to_bulk(int64_t bytes) {
   if constexpr (kMayBeBulk<S, E, Stages>)
     if (TSN_UNLIKELY((bulk_by_size<E, Unroll, Stages, StageBytes>(Direction::push, uint64_t(bytes), 0))))
       platform::bulk_publish();
-}
-
-// Whether a push takes that way. (Not one that is whole in its beginning: threads that take all of it at once need no
-// ring.)
-template <Engine E, int Unroll, int Stages, int StageBytes, class B>
-TSN_DEVICE bool push_in_bulk(const B& begin, const void* dst, const void* src, int64_t bytes) {
-  return TSN_UNLIKELY(!begin.whole) &&
-         bulk_by_size<E, Unroll, Stages, StageBytes>(Direction::push, uint64_t(bytes), 0) &&
-         (reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src) | uint64_t(bytes)) % 16 == 0;
 }
 
 // Rows that a beginning of a push has. Threads that keep no more in flight than these take the beginning of longer
@@ -262,19 +253,26 @@ TSN_DEVICE void copy(char* dst, const char* src, uint64_t bytes, void* ring, Dir
     if (TSN_UNLIKELY((bulk_by_size<E, Unroll, Stages, StageBytes>(direction, all, part.threads)))) {
       const detail::Cut cut(dst, src, bytes);
       if (cut.unit == 16 && cut.body != 0) {
-        if (part.index == 0) BulkCopy<Stages, StageBytes>(src + cut.head, cut.body, (char*)ring).finish(dst + cut.head);
+        if (part.index == 0) copy_bulk<Stages, StageBytes>(dst + cut.head, src + cut.head, cut.body, (char*)ring);
         if (cut.head + cut.tail != 0) detail::copy_edges(dst, src, cut, part);
         return;
       }
     }
   }
   // Otherwise all that follows would be computed before the loop that the call is in, and kept in too many registers.
-  // (Not above: bulk copies want their addresses in the registers that the threads of a warp share.)
   dst = platform::opaque(dst), src = platform::opaque(src), bytes = platform::opaque(bytes);
   part.index = platform::opaque(part.index), part.threads = platform::opaque(part.threads);
   const detail::Cut cut(dst, src, bytes);
   detail::copy_body<S, Unroll>(dst + cut.head, src + cut.head, cut.body, cut.unit, part);
   if (cut.head + cut.tail != 0) detail::copy_edges(dst, src, cut, part);
+}
+
+// The rest of a push that does not go in bulk.
+template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
+TSN_DEVICE void copy_pushed(char* peer, const char* src, uint64_t bytes, void* ring, uint32_t done) {
+  if constexpr (kMayPushInBulk<S, E, Stages>)
+    copy<S, Engine::ldst, Unroll, 0, 0>(peer, src, bytes, nullptr, Direction::push, done);
+  else copy<S, E, Unroll, Stages, StageBytes>(peer, src, bytes, ring, Direction::push, done);
 }
 
 } // namespace tsn

@@ -94,4 +94,11 @@ private:
   }
 };
 
+// The same where the target is known from the start. Out of line, like push_bulk(): what small copies wait for should
+// stay in few registers and close together.
+template <int Stages, int StageBytes>
+TSN_COLD void copy_bulk(char* dst, const char* src, uint64_t bytes, char* ring) {
+  BulkCopy<Stages, StageBytes>(src, bytes, ring).finish(dst);
+}
+
 } // namespace tsn

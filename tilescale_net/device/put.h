@@ -2,7 +2,7 @@
 #pragma once
 
 #include "address.h"
-#include "copy.h"
+#include "push_bulk.h"
 #include "queue.h"
 
 namespace tsn {
@@ -18,16 +18,6 @@ TSN_COLD void put_value_by_proxy(const Context* ctx, void* dst, uint64_t value, 
   queue_put_value(ctx, dst, value, bytes, pe);
 }
 
-// A put in bulk, by the leader alone.
-template <int Stages, int StageBytes>
-TSN_DEVICE void put_bulk(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
-  const Route route(ctx, pe); // its loads come before the copy's: all are on their way together
-  BulkCopy<Stages, StageBytes> copy((const char*)src, uint64_t(bytes), (char*)ring);
-  if (TSN_LIKELY(route.open<Scope::thread>(kOpPut, dst, bytes))) return copy.finish((char*)route.translate(dst));
-  copy.cancel();
-  put_elsewhere(ctx, dst, src, bytes, pe);
-}
-
 } // namespace detail
 
 // Copies `bytes` from `src` to the PE's `dst`, given by its local address. By all threads of the scope with equal
@@ -37,13 +27,15 @@ TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t byte
   Beginning<S, kPushRows<S>> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll>);
   publish_to_bulk<S, E, Unroll, Stages, StageBytes>(bytes);
   scope_sync<S>(); // what the scope wrote to the source is sent
+  if (!platform::kDefersRemoteWrites && begin.idle()) return;
   if constexpr (kMayPushInBulk<S, E, Stages>) {
-    if (push_in_bulk<E, Unroll, Stages, StageBytes>(begin, dst, src, bytes)) {
-      if (scope_leader<S>()) detail::put_bulk<Stages, StageBytes>(ctx, dst, src, bytes, pe, ring);
+    if (TSN_UNLIKELY((goes_in_bulk<E, Unroll, Stages, StageBytes>(begin, dst, src, bytes)))) {
+      if (!scope_leader<S>()) return;
+      const uint64_t way = push_bulk<Stages, StageBytes>(ctx, kOpPut, dst, src, bytes, pe, nullptr, ring);
+      if (TSN_UNLIKELY(way == kNotPushed)) detail::put_elsewhere(ctx, dst, src, bytes, pe);
       return;
     }
   }
-  if (!platform::kDefersRemoteWrites && begin.idle()) return;
   begin.load(src); // first, so that nothing that waits for the route comes before it
   begin.load_more(src);
   const Route route(ctx, pe);
@@ -57,7 +49,7 @@ TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t byte
   if (platform::kDefersRemoteWrites && (route.stopped || begin.idle())) return;
   begin.store(peer);
   if (TSN_LIKELY(begin.whole)) return;
-  copy<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, Direction::push, begin.bytes());
+  copy_pushed<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, begin.bytes());
 }
 
 // Keeps `value` from taking part in the deduction of T.

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "address.h"
-#include "copy.h"
+#include "push_bulk.h"
 #include "queue.h"
 
 namespace tsn {
@@ -70,20 +70,6 @@ TSN_DEVICE void put_signal_unit(B& begin, const Context* ctx, void* dst, const v
   release_signal<Op>(route.translate(sig), value);
 }
 
-// A put_signal in bulk, by the leader alone.
-template <int Stages, int StageBytes, SignalOp Op>
-TSN_DEVICE void put_signal_bulk(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
-                                uint64_t value, void* ring) {
-  const Route route(ctx, pe); // its loads come before the copy's: all are on their way together
-  BulkCopy<Stages, StageBytes> copy((const char*)src, uint64_t(bytes), (char*)ring);
-  if (TSN_LIKELY(route.open<Scope::thread>(kOpPutSignal, dst, bytes, sig))) {
-    copy.finish((char*)route.translate(dst));
-    return release_signal<Op>(route.translate(sig), value);
-  }
-  copy.cancel();
-  put_signal_elsewhere<Op>(ctx, dst, src, bytes, pe, sig, value);
-}
-
 } // namespace detail
 
 // Sets or adds to a signal word of the PE, after everything that the calling thread did before and, by way of barriers,
@@ -108,13 +94,16 @@ TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64
     if (leader) detail::put_signal_unit<Op>(begin, ctx, dst, src, bytes, pe, sig, value);
     return;
   }
+  if (!platform::kDefersRemoteWrites && begin.idle()) return begin.sync();
   if constexpr (kMayPushInBulk<S, E, Stages>) {
-    if (push_in_bulk<E, Unroll, Stages, StageBytes>(begin, dst, src, bytes)) {
-      if (leader) detail::put_signal_bulk<Stages, StageBytes, Op>(ctx, dst, src, bytes, pe, sig, value, ring);
+    if (TSN_UNLIKELY((goes_in_bulk<E, Unroll, Stages, StageBytes>(begin, dst, src, bytes)))) {
+      if (!leader) return;
+      const uint64_t way = push_bulk<Stages, StageBytes>(ctx, kOpPutSignal, dst, src, bytes, pe, sig, ring);
+      if (TSN_LIKELY(way != kNotPushed)) detail::release_signal<Op>((uint64_t*)((char*)sig + way), value);
+      else detail::put_signal_elsewhere<Op>(ctx, dst, src, bytes, pe, sig, value);
       return;
     }
   }
-  if (!platform::kDefersRemoteWrites && begin.idle()) return begin.sync();
   begin.load(src); // first, so that nothing that waits for the route comes before it
   begin.load_more(src);
   const Route route(ctx, pe);
@@ -133,7 +122,7 @@ TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64
   }
   begin.store(peer);
   if (TSN_UNLIKELY(!begin.whole))
-    copy<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, Direction::push, begin.bytes());
+    copy_pushed<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, begin.bytes());
   begin.sync();
   if (leader) detail::release_signal<Op>(peer_sig, value);
 }

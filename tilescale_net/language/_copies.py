@@ -14,7 +14,7 @@ DEFAULT_RING = (8, 16384)
 AUTO_PUSH_RING = (4, 16384)
 AUTO_PULL_RING = (6, 16384)
 # Copies below this size gain too little in bulk for the shared memory that they would take from the kernel; of sizes
-# that only the run knows device/copy.h and copy_once.h decide.
+# that only the run knows device/copy.h and push_bulk.h decide.
 BULK_FROM = 128 * 1024
 MAX_RING_BYTES = 224 * 1024
 MAX_STAGES = 32
