@@ -50,9 +50,22 @@ def test_ports_differ_between_jobs_and_can_be_given(script):
     assert shown(launch(path, GPUS="1", MASTER_PORT="12345").stdout)[0]["MASTER_PORT"] == "12345"
 
 
-def test_free_port_is_free(script):
-    listen = "import socket; s = socket.socket(); s.bind(('127.0.0.1', int(os.environ['MASTER_PORT']))); print('bound')"
-    assert launch(script(listen), GPUS="1").stdout == "bound\n"
+def test_the_port_is_for_rank_zero_alone(script):
+    use = """
+import errno, socket
+port = int(os.environ["MASTER_PORT"])
+try:
+    socket.socket().bind(("", port))
+except OSError as error:
+    print("others:", errno.errorcode[error.errno])
+from torch.distributed import TCPStore
+for libuv in (False, True):
+    store = TCPStore(os.environ["MASTER_ADDR"], port, is_master=True, use_libuv=libuv)
+    store.set("key", "value")
+    print("rank 0:", store.get("key").decode())
+    del store
+"""
+    assert launch(script(use), GPUS="1").stdout == "others: EADDRINUSE\nrank 0: value\nrank 0: value\n"
 
 
 def test_hosts_number_their_ranks_one_after_the_other(script):
