@@ -231,12 +231,12 @@ TSN_DEVICE void publish_to_bulk(int64_t bytes) {
 }
 
 // Rows that a beginning of a push has. Threads that keep no more in flight than these take the beginning of longer
-// copies too, and where a ring of shared memory follows, it starts while theirs is on its way; the others would wait
-// for the beginning before they fill their many registers.
+// copies too, unless those go in bulk; the others would wait for the beginning before they fill their many registers.
 template <Scope S>
 constexpr int kPushRows = S == Scope::block ? 4 : 1;
-template <Scope S, Engine E, int Unroll>
-constexpr bool kBeginsLonger = S == Scope::block && Unroll <= kPushRows<S> && E != Engine::bulk;
+template <Scope S, Engine E, int Unroll, int Stages>
+constexpr bool kBeginsLonger =
+    S == Scope::block && Unroll <= kPushRows<S> && E != Engine::bulk && !kMayPushInBulk<S, E, Stages>;
 
 // Copies any number of bytes between any addresses, with the engine that the caller or, for `automatic`, the table
 // above chooses. By all threads of the scope, which is synchronised before; the bytes are stored when it is

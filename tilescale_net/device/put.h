@@ -24,7 +24,7 @@ TSN_COLD void put_value_by_proxy(const Context* ctx, void* dst, uint64_t value, 
 // arguments. `ring` is Stages * StageBytes bytes of shared memory for the bulk engine.
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
-  Beginning<S, kPushRows<S>> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll>);
+  Beginning<S, kPushRows<S>> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll, Stages>);
   publish_to_bulk<S, E, Unroll, Stages, StageBytes>(bytes);
   scope_sync<S>(); // what the scope wrote to the source is sent
   if (!platform::kDefersRemoteWrites && begin.idle()) return;

@@ -86,7 +86,7 @@ TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes, SignalOp Op>
 TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
                            uint64_t value, void* ring) {
-  Beginning<S, kPushRows<S>, platform::kWarpThreads> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll>);
+  Beginning<S, kPushRows<S>, platform::kWarpThreads> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll, Stages>);
   publish_to_bulk<S, E, Unroll, Stages, StageBytes>(bytes);
   scope_sync<S>(); // what the scope wrote to the source is sent
   const bool leader = scope_leader<S>();
