@@ -7,16 +7,14 @@ use the simulator.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _context = multiprocessing.get_context("forkserver")
@@ -68,19 +66,6 @@ class Outcome:
 
 class RankFailure(AssertionError):
     """At least one rank raised, was killed, or did not end in time."""
-
-
-@contextlib.contextmanager
-def reserved_port() -> Iterator[int]:
-    """A TCP port on loopback that rank 0 can listen on, however long it takes until it does.
-
-    A socket that is bound but does not listen keeps the port from everybody who asks for any free port. Who asks for
-    this very port gets it, if both allow it.
-    """
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        s.bind(("127.0.0.1", 0))
-        yield s.getsockname()[1]
 
 
 def _body(rank: int, size: int, env: dict[str, str], fn: Callable, args: tuple, init: bool, heap: str, pipe) -> None:
@@ -139,8 +124,11 @@ def launch(
         init: call tsn.init(heap) before and tsn.finalize() after.
         on_start: called with the process objects, for tests that kill ranks.
     """
+    from tilescale_net.launch.environment import reserve_port  # here, because ranks import this module early
+
     _preload()
-    with reserved_port() as port:
+    with reserve_port("127.0.0.1") as reserved:
+        port = reserved.getsockname()[1]
         base = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
         # Always said, because ranks have the environment of the test that happened to start their server.
         base["TSN_DEVICE"] = "simulator" if gpus() < size else os.environ.get("TSN_DEVICE", "auto")

@@ -71,18 +71,13 @@ TSN_DEVICE void store_data(T* p, T v) {
   store_data_below(p, v, 0, 1);
 }
 
-#define TSN_LINE "{ .reg .b64 a, b; .reg .b128 q; mov.b64 a, {%1, %2}; mov.b64 b, {%3, %4}; mov.b128 q, {a, b}; st."
-TSN_DEVICE void store_line(Vec16* p, Vec16 v) {
-  asm volatile(TSN_LINE "relaxed.sys.global.b128 [%0], q; }" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
 TSN_DEVICE void store_line_below(Vec16* p, Vec16 v, int at, int limit) {
   asm volatile("{ .reg .pred yes; setp.lt.s32 yes, %5, %6; .reg .b64 a, b; .reg .b128 q; mov.b64 a, {%1, %2}; "
                "mov.b64 b, {%3, %4}; mov.b128 q, {a, b}; @yes st.relaxed.sys.global.b128 [%0], q; }" ::"l"(p),
                "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(at), "r"(limit)
                : "memory");
 }
-#undef TSN_LINE
+TSN_DEVICE void store_line(Vec16* p, Vec16 v) { store_line_below(p, v, 0, 1); }
 
 // ------------------------------------------------------------------------------------------------------ bulk copies
 

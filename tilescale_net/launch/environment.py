@@ -68,20 +68,19 @@ def check_ranks(ranks: int, held: int) -> None:
         refuse(f"VIRTUAL_NODES={virtual} does not divide GPUS={ranks}; every node holds the same number of ranks")
 
 
-_reserved: list[socket.socket] = []  # for as long as this process lives
+_kept: list[socket.socket] = []  # for as long as this process lives
 
 
-def reserve_port() -> int:
-    """A TCP port of this host that only rank 0 will get, however long it takes until it listens.
+def reserve_port(host: str = "") -> socket.socket:
+    """A socket that keeps a TCP port of this host for rank 0, however long it takes until that listens.
 
-    A socket that is bound but does not listen keeps the port from everybody who asks for any free one. Rank 0 asks for
-    this very one, and gets it because both allow that.
+    It is bound but does not listen, which keeps the port from everybody who asks for any free one. Rank 0 asks for this
+    very one, and gets it because both allow that.
     """
     s = socket.socket()
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    s.bind(("", 0))
-    _reserved.append(s)
-    return s.getsockname()[1]
+    s.bind((host, 0))
+    return s
 
 
 def job(ranks: int) -> dict[str, str]:
@@ -97,7 +96,11 @@ def job(ranks: int) -> dict[str, str]:
             refuse(f"NODE_RANK={node} is not below NODES={nodes}; the hosts are numbered from 0")
         if nodes > 1 and not env.get("MASTER_ADDR"):
             refuse("MASTER_ADDR must be set when NODES is above 1: name or address of the host with NODE_RANK=0")
-        port = reserve_port() if nodes == 1 and not env.get("MASTER_PORT") else whole_number("MASTER_PORT", None, 1)
+        if nodes == 1 and not env.get("MASTER_PORT"):
+            _kept.append(reserve_port())
+            port = _kept[-1].getsockname()[1]
+        else:
+            port = whole_number("MASTER_PORT", None, 1)
         if port > 65535:
             refuse(f"MASTER_PORT={port} is not a port; ports end at 65535")
         shared = {"MASTER_ADDR": env.get("MASTER_ADDR") or "127.0.0.1", "MASTER_PORT": str(port)}
