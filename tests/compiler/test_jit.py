@@ -14,6 +14,7 @@ import tilescale_net.language as N
 from tests import ranks
 from tests.compiler import kernels
 from tilescale_net.compiler import inspect, jit, toolchain
+from tilescale_net.compiler.ir import block_threads
 from tilescale_net.compiler.kernel import CudaKernel, Kernel
 from tilescale_net.compiler.passes import prepare
 from tilescale_net.errors import KernelError, TileScaleError
@@ -261,3 +262,34 @@ def test_launches_keep_out_of_the_way_of_a_proxy(monkeypatch, staged):
     kernel(1, 2, 3, 4)
     first, after = ["wait"] * (staged is not None), ["wait"] * (staged is True)
     assert events == [*first, "launch", *after, "launch", *after, "launch"]
+
+
+def _launches(*threads):
+    """A kernel with a launch for each entry, whose blocks are that large."""
+
+    @T.prim_func
+    def main(ctx: N.Context(), x: T.Tensor((1024,), "float32"), pe: T.int32):
+        if len(threads) > 0:
+            with T.Kernel(1, threads=threads[0]):
+                N.put_block(x, x, pe)
+        if len(threads) > 1:
+            with T.Kernel(1, threads=threads[1]):
+                N.put_block(x, x, pe)
+
+    return main
+
+
+@pytest.mark.parametrize(
+    "threads, known",
+    [((256,), 256), ((256, 256), 256), ((256, 128), None), (((32, 4),), None), (((64, 1, 1),), 64)],
+)
+def test_the_size_of_blocks_is_known_where_all_launches_agree(threads, known):
+    func = _launches(*threads)
+    assert block_threads(prepare(func).func) == known
+    flags = toolchain.compile_flags(threads=known)
+    assert (f"-DTSN_BLOCK_THREADS={known}" in flags) == (known is not None)
+
+
+def test_a_block_of_known_size_computes_with_no_other_dimension():
+    assert "%tid.y" not in inspect.ptx(_launches(256)) and "%ntid.x" not in inspect.ptx(_launches(256))
+    assert "%tid.y" in inspect.ptx(_launches((32, 4)))

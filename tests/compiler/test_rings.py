@@ -1,5 +1,7 @@
 """The shared memory that copies of engine "auto" get, and when they go without."""
 
+import re
+
 import pytest
 import tilelang.language as T
 
@@ -41,3 +43,32 @@ def test_ring_of_a_copy(shared_floats, n, pull, options, ring):
     assert prepare(func).ring_bytes == ring
     source = inspect.cuda_source(func)
     assert ("static_cast<void*>(0)" in source) == (ring == 0)
+
+
+def _two_copies(aliased: bool):
+    @T.prim_func
+    def main(ctx: N.Context(), x: T.Tensor((65536,), "float32"), y: T.Tensor((65536,), "float32")):
+        with T.Kernel(1, threads=128):
+            s = T.alloc_shared((128,), "float32")
+            N.put_block(y, x, 1)
+            N.put_block(y, x, 1)
+            if aliased:
+                for i in T.Parallel(128):
+                    s[i] = x[i]
+                for i in T.Parallel(128):
+                    y[i] = s[127 - i]
+
+    return main
+
+
+def test_copies_that_share_a_ring_need_no_barrier_between_them():
+    """Each begins with one of its own; tilelang's would be the third in a row after a wait."""
+    assert "__syncthreads" not in inspect.cuda_source(_two_copies(False))
+
+
+def test_memory_of_a_ring_is_not_written_before_the_copy_is_done():
+    source = inspect.cuda_source(_two_copies(True))
+    ring, shared = (int(n) for name in ("tsn_ring", "s") for n in re.findall(rf"void\* {name} = .*\+ (\d+)\)", source))
+    assert ring <= shared < ring + 65536, "the test needs buffers that share memory"
+    copies = source.rindex("tsn::put<")
+    assert source.index("__syncthreads", copies) < source.index("((float*)s)[", copies)

@@ -11,6 +11,7 @@ from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 from tvm.tirx import PrimFunc
 
 from tilescale_net.compiler import jit, toolchain
+from tilescale_net.compiler.ir import block_threads
 from tilescale_net.compiler.passes import prepare
 from tilescale_net.errors import ConfigurationError
 
@@ -22,7 +23,9 @@ def cuda_source(func: PrimFunc, target: dict = SM_90, pass_configs: dict | None 
     return jit.lower(prepare(func).func, target, jit._pass_configs(func, pass_configs)).kernel_source
 
 
-def compile_source(source: str, kind: str, target: dict = SM_90, extra: tuple[str, ...] = ()) -> bytes | str:
+def compile_source(
+    source: str, kind: str, target: dict = SM_90, extra: tuple[str, ...] = (), threads: int | None = None
+) -> bytes | str:
     """Compile generated source with the flags of `tsn.jit`.
 
     Args:
@@ -30,11 +33,12 @@ def compile_source(source: str, kind: str, target: dict = SM_90, extra: tuple[st
         kind: "ptx" (returns str) or "cubin" (returns bytes).
         target: tilelang target with an architecture.
         extra: further flags.
+        threads: of a block, where it has one dimension; tsn.jit knows it from the kernel.
 
     Raises:
         ConfigurationError: no nvcc, or nvcc refuses the source; carries its messages.
     """
-    ours = [token for flag in toolchain.compile_flags() for token in shlex.split(flag)]
+    ours = [token for flag in toolchain.compile_flags(threads=threads) for token in shlex.split(flag)]
     with tempfile.TemporaryDirectory() as folder:
         path, out = Path(folder) / "kernel.cu", Path(folder) / f"kernel.{kind}"
         path.write_text(source)
@@ -61,9 +65,10 @@ def disassemble(cubin: bytes) -> str:
 
 def ptx(func: PrimFunc, target: dict = SM_90, pass_configs: dict | None = None) -> str:
     """PTX of a kernel for `target`. Raises KernelError, ConfigurationError."""
-    return compile_source(cuda_source(func, target, pass_configs), "ptx", target)
+    return compile_source(cuda_source(func, target, pass_configs), "ptx", target, threads=block_threads(func))
 
 
 def sass(func: PrimFunc, target: dict = SM_90, pass_configs: dict | None = None) -> str:
     """Machine code of a kernel for `target`. Raises KernelError, ConfigurationError."""
-    return disassemble(compile_source(cuda_source(func, target, pass_configs), "cubin", target))
+    source = cuda_source(func, target, pass_configs)
+    return disassemble(compile_source(source, "cubin", target, threads=block_threads(func)))

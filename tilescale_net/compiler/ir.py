@@ -41,6 +41,21 @@ def loads_memory(expr: tirx.PrimExpr) -> bool:
     return bool(found)
 
 
+def block_threads(func: tirx.PrimFunc) -> int | None:
+    """Threads per block, where all launches of a traced kernel agree and have one dimension; else None."""
+    launches = []
+
+    def look(node):
+        if isinstance(node, tirx.SBlock) and node.name_hint == "tilelang_root":
+            extents = node.annotations.get("tl.launch_threads")
+            launches.append(None if extents is None else tuple(int(extent) for extent in extents))
+
+    post_order_visit(func.body, look)
+    if len(set(launches)) != 1 or launches[0] is None or any(extent != 1 for extent in launches[0][1:]):
+        return None
+    return launches[0][0]
+
+
 def where(call: tirx.Call) -> str:
     """The author's line of a call as the last line of a message, or ''."""
     span = call.span

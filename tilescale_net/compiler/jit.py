@@ -19,7 +19,7 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from tilescale_net.compiler import lowering, toolchain
-from tilescale_net.compiler.ir import kernel_name
+from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.kernel import CudaKernel, Kernel, simulated
 from tilescale_net.compiler.passes import prepare
 from tilescale_net.errors import ConfigurationError, KernelError
@@ -128,7 +128,7 @@ def compile(
             target=Target(chosen),
             execution_backend="tvm_ffi",
             pass_configs=configs,
-            compile_flags=toolchain.compile_flags(flags),
+            compile_flags=toolchain.compile_flags(flags, block_threads(prepared.func)),
         )
     return CudaKernel(prepared, compiled, chosen)
 

@@ -7,7 +7,7 @@ import functools
 import torch
 import tvm_ffi
 
-from tilescale_net.compiler.ir import kernel_name
+from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.passes import Prepared
 from tilescale_net.errors import KernelError
 from tilescale_net.runtime import world as _world
@@ -131,13 +131,14 @@ class CudaKernel(Kernel):
         """PTX of the kernel, compiled on request by nvcc."""
         from tilescale_net.compiler import inspect
 
-        return inspect.compile_source(self.source, "ptx", self.target)
+        return inspect.compile_source(self.source, "ptx", self.target, threads=block_threads(self.prim_func))
 
     def sass(self) -> str:
         """Machine code of the kernel, disassembled by nvdisasm."""
         from tilescale_net.compiler import inspect
 
-        return inspect.disassemble(inspect.compile_source(self.source, "cubin", self.target))
+        threads = block_threads(self.prim_func)
+        return inspect.disassemble(inspect.compile_source(self.source, "cubin", self.target, threads=threads))
 
 
 class _Simulated(Kernel):

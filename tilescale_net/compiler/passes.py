@@ -57,11 +57,14 @@ def find_context(func: tirx.PrimFunc) -> int | None:
     return found[0] if found else None
 
 
-def _pointer(buffer: tirx.Buffer, elements: int) -> tirx.PrimExpr:
-    """The address of a buffer, of which `elements` elements are read and written through it."""
-    zero, extent, read_write = (tirx.IntImm("int32", v) for v in (0, elements, 3))
+READ, READ_WRITE = 1, 3  # access masks of tvm_access_ptr
+
+
+def _pointer(buffer: tirx.Buffer, elements: int, access: int = READ_WRITE) -> tirx.PrimExpr:
+    """The address of a buffer, of which `elements` elements are accessed through it."""
+    zero, extent, mask = (tirx.IntImm("int32", v) for v in (0, elements, access))
     return tirx.call_intrin(
-        "handle", "tirx.tvm_access_ptr", tirx.type_annotation(buffer.dtype), buffer.data, zero, extent, read_write
+        "handle", "tirx.tvm_access_ptr", tirx.type_annotation(buffer.dtype), buffer.data, zero, extent, mask
     )
 
 
@@ -141,6 +144,9 @@ def _supply_rings(body: tirx.Stmt) -> tuple[tirx.Stmt, int]:
 
     One is enough: a block's calls follow one another, and each leaves the ring idle. Copies whose engine is "auto" do
     without where the kernel's own shared memory leaves no room.
+
+    To tilelang a copy reads its ring, so it puts a barrier between the copy and writes to a buffer that shares the
+    ring's memory. Between two copies there is none: the same thread uses the ring in both.
     """
     largest = 0
 
@@ -157,7 +163,7 @@ def _supply_rings(body: tirx.Stmt) -> tuple[tirx.Stmt, int]:
         def replace(call):
             if op_name(call) != RING:
                 return None
-            return _pointer(ring, need) if int(call.args[0]) else null_pointer()
+            return _pointer(ring, need, READ) if int(call.args[0]) else null_pointer()
 
         inner = ir_transform(body, None, replace, ["tirx.Call"])
         allocated = [*block.alloc_buffers, ring] if ring is not None else block.alloc_buffers

@@ -49,9 +49,15 @@ def sources_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def compile_flags(extra: list[str] | str | None = None) -> list[str]:
-    """Flags of the device compiler for every kernel, then the author's own."""
+def compile_flags(extra: list[str] | str | None = None, threads: int | None = None) -> list[str]:
+    """Flags of the device compiler for every kernel, then the author's own.
+
+    `threads` is the size of the kernel's blocks where they are of one size and one dimension. tilelang declares it as a
+    bound only, so without it each primitive would compute with sizes and indices of three dimensions.
+    """
     flags = [f"-I{shlex.quote(str(DEVICE_DIR))}", "-include", HEADER, f"-DTSN_SOURCES_HASH=0x{sources_hash()}ull"]
+    if threads is not None:
+        flags.append(f"-DTSN_BLOCK_THREADS={threads}")
     if extra:
         flags += [extra] if isinstance(extra, str) else list(extra)
     return flags

@@ -11,6 +11,7 @@ from kernels.moe.rows import EXPLICIT_SYNC
 from tests.kernels.test_generated_code import tools  # noqa: F401 (a fixture)
 from tests.ptx import read_only_loads
 from tilescale_net.compiler import inspect
+from tilescale_net.compiler.ir import block_threads
 from tilescale_net.compiler.jit import Factory
 
 SHAPE = dict(ranks=4, experts=256, top_k=8, max_tokens=4096)
@@ -59,7 +60,8 @@ def test_code_for_sm_90(tools, tmp_path, name, arguments):  # noqa: F811
     func = getattr(importlib.import_module(f"kernels.moe.{module}"), attribute).trace(**arguments)
     source = inspect.cuda_source(func, pass_configs=EXPLICIT_SYNC)
     assert "__restrict__" not in source
-    cubin = inspect.compile_source(source, "cubin", extra=("--keep", f"--keep-dir={tmp_path}"))
+    keep = ("--keep", f"--keep-dir={tmp_path}")
+    cubin = inspect.compile_source(source, "cubin", extra=keep, threads=block_threads(func))
     assert not read_only_loads((tmp_path / "kernel.ptx").read_text())
     sass = inspect.disassemble(cubin)
     main = sass[sass.index("main_kernel") :]
