@@ -32,3 +32,11 @@ def loads_behind_loads(ptx: str) -> list[str]:
         else:
             loaded.discard(target)
     return found
+
+
+def polling_loops(ptx: str) -> list[str]:
+    """Bodies of the innermost loops that load with acquire order at system scope."""
+    labels = {m[1]: m.start() for m in re.finditer(r"^(\$L\w+):", ptx, re.M)}
+    loops = [(labels[m[1]], m.start()) for m in re.finditer(r"bra(?:\.uni)?\s+(\$L\w+);", ptx) if m[1] in labels]
+    loops = [(start, end) for start, end in loops if start < end and "ld.acquire.sys" in ptx[start:end]]
+    return [ptx[a:b] for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]

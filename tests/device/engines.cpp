@@ -61,6 +61,7 @@ void in_bulk(size_t bytes, bool cancel) {
   be_thread(0, 1);
   alignas(128) char stages[Stages * kStageBytes];
   BulkCopy<Stages, kStageBytes> bulk(source.begin(), bytes, stages);
+  bulk.begin();
   if (cancel) bulk.cancel();
   else bulk.finish(target.begin());
   CHECK(target.all() == expected, "%zu bytes in bulk, %d stages", bytes, Stages);
@@ -97,7 +98,7 @@ void many(uint32_t threads, size_t most, int rounds) {
 }
 
 // The beginning of a copy, which is all of it when it is small.
-template <Scope S, int Rows>
+template <Scope S, int Rows, uint32_t Group = 128>
 void beginning(uint32_t threads, bool and_longer) {
   const uint32_t members = S == Scope::thread ? 1 : S == Scope::warp ? 32 : threads;
   int whole = 0, begun = 0;
@@ -109,14 +110,15 @@ void beginning(uint32_t threads, bool and_longer) {
     bool all = true;
     size_t done = 0;
     as_threads(S == Scope::thread ? 1 : threads, [&] {
-      Beginning<S, Rows> copy(target.begin(), source.begin(), int64_t(bytes), and_longer);
-      copy.load(source.begin());
-      copy.load_more(source.begin());
+      Beginning<S, Rows, Group> copy(target.begin(), source.begin(), int64_t(bytes), and_longer);
       all = copy.whole;
-      done = copy.bytes();
+      done = copy.bytes;
+      if (copy.idle()) return;
+      copy.load(source.begin());
       copy.store(target.begin());
     });
-    if (unit >= 4 && bytes <= unit * members * (unit == 16 ? Rows : 1))
+    const uint32_t grouped = members < Group ? members : members / Group * Group;
+    if (unit >= 4 && bytes <= unit * (unit == 16 ? grouped * Rows : members))
       CHECK(all, "%zu bytes in units of %zu by %u", bytes, unit, members);
     CHECK(all ? done == bytes : done <= bytes && (and_longer || done == 0), "%zu of %zu bytes", done, bytes);
     std::copy(source.begin(), source.begin() + done, expected.begin() + to);
@@ -151,7 +153,10 @@ int main() {
   beginning<Scope::thread, 1>(1, false);
   beginning<Scope::warp, 1>(32, true);
   for (const uint32_t threads : {20u, 32u, 48u, 128u})
-    for (const bool and_longer : {false, true}) beginning<Scope::block, 4>(threads, and_longer);
+    for (const bool and_longer : {false, true}) {
+      beginning<Scope::block, 4>(threads, and_longer);
+      beginning<Scope::block, 4, 32>(threads, and_longer);
+    }
   for (const bool cancel : {false, true}) {
     for (size_t bytes = 16; bytes <= 6 * kStages * kStageBytes; bytes += 16) in_bulk<kStages>(bytes, cancel);
     for (size_t bytes = 16; bytes <= 30 * kStageBytes; bytes += 16)

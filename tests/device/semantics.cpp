@@ -99,6 +99,24 @@ void moves_data(int n, int pe) {
   CHECK(me.error.kind == kNoError && me.abort_word == 0);
 }
 
+// A thread's put_signal of any size and alignment: every byte, no other, and the signal.
+void put_signals_of_all_sizes() {
+  Job job(2);
+  Job::Pe &me = job[0], &peer = job[1];
+  char *from = reinterpret_cast<char*>(me.word(0)), *to = reinterpret_cast<char*>(me.word(256));
+  for (int i = 0; i < 512; i++) from[i] = char(i * 37 + 11);
+  uint64_t sent = 0;
+  for (int src : {0, 1, 4, 8, 9})
+    for (int dst : {0, 2, 4, 8, 13})
+      for (int bytes = 0; bytes < 50; bytes++) {
+        std::vector<uint64_t> expected = peer.heap;
+        memcpy(reinterpret_cast<char*>(expected.data()) + kSystemBytes + 2048 + dst, from + src, size_t(bytes));
+        expected[kSystemBytes / 8 + 500] = ++sent;
+        put_signal_some<SignalOp::set>(me.ctx(), to + dst, from + src, bytes, 1, me.word(500), sent);
+        CHECK(peer.heap == expected, "%d bytes from +%d to +%d", bytes, src, dst);
+      }
+}
+
 // Pushes in bulk, which the simulator's kernels do not take: any alignment that both ends share, and no byte beside.
 void pushes_in_bulk() {
   alignas(128) static char ring[3 * 256];
@@ -320,6 +338,7 @@ void barriers(int n, bool node) {
 int main() {
   moves_data(2, 1);
   moves_data(140, 139); // beyond the bases that are loaded unchecked
+  put_signals_of_all_sizes();
   pushes_in_bulk();
   refuses_bad_pes();
   refuses_bad_addresses();

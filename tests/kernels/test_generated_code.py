@@ -7,8 +7,10 @@ import re
 import pytest
 
 import kernels
-from tests.ptx import loads_behind_loads, read_only_loads
+from tests import sass
+from tests.ptx import loads_behind_loads, polling_loops, read_only_loads
 from tilescale_net.compiler import inspect, toolchain
+from tilescale_net.compiler.ir import block_threads
 from tilescale_net.compiler.jit import Factory
 from tilescale_net.errors import ConfigurationError
 
@@ -65,7 +67,8 @@ def test_code_for_sm_90(tools, tmp_path, name, arguments):
     func = getattr(importlib.import_module(module), attribute).trace(**arguments)
     source = inspect.cuda_source(func)
     assert "__restrict__" not in source
-    cubin = inspect.compile_source(source, "cubin", extra=("--keep", f"--keep-dir={tmp_path}"))
+    keep = ("--keep", f"--keep-dir={tmp_path}")
+    cubin = inspect.compile_source(source, "cubin", extra=keep, threads=block_threads(func))
     ptx = (tmp_path / "kernel.ptx").read_text()
     assert not read_only_loads(ptx)
     assert not loads_behind_loads(ptx)
@@ -86,8 +89,7 @@ def test_a_lonely_push_fences_while_its_atomic_is_under_way(tools):
     """The assembler turns an atomic that adds a constant into one of the whole warp, whose shuffles wait for the answer."""
     from kernels.queue_probes import probe
 
-    source = inspect.cuda_source(probe.trace())
-    instructions = _instructions(inspect.disassemble(inspect.compile_source(source, "cubin")))
+    instructions = _instructions(inspect.sass(probe.trace()))
     starts = [i for i, name in enumerate(instructions) if name.startswith("ATOMG") and ".ADD" in name]
     ways = [instructions[i : i + 25] for i in starts]
     ways = [
@@ -108,6 +110,54 @@ def test_small_pushes_do_not_wait_for_local_memory(tools, threads):
     before = instructions[: next(i for i, name in enumerate(instructions) if re.match(r"STG.*\.128", name))]
     assert any(re.match(r"LDG.*\.128", name) for name in before)
     assert not [name for name in before if name.startswith(("STL", "LDL"))]
+
+
+def _routes(code: list[sass.Instruction]) -> list[tuple[int, int]]:
+    """First and last instruction of each look-up of a PE: loads of the heap's place, its size, the abort, the PE's heap."""
+    offsets = ("+0x20]", "+0x28]", "+0x80]", "+0x100]")
+    found = []
+    for first, instruction in enumerate(code):
+        if instruction.is_load and instruction.text.endswith(offsets[0]):
+            last = first
+            for offset in offsets[1:]:
+                last = next(
+                    (i for i in range(last, len(code)) if code[i].is_load and code[i].text.endswith(offset)), None
+                )
+                if last is None:
+                    return found
+            found.append((first, last))
+    return found
+
+
+@pytest.mark.parametrize("threads", [128, 1024])
+@pytest.mark.parametrize("kernel", ["push", "ping_pong"])
+def test_loads_of_small_messages_wait_for_no_other(tools, kernel, threads):
+    """The data and all that is to be known of the PE are on their way at once, which the assembler must not spoil.
+
+    It did, by computing with one of them before it loaded the next, and by making one wait for the data, with which it
+    shared a counter: 0.2 us each.
+    """
+    func = getattr(importlib.import_module("kernels.p2p"), kernel).trace(1 << 20, threads)
+    source = inspect.cuda_source(func)
+    code = sass.schedule(inspect.compile_source(source, "cubin", threads=threads))
+    first, last = _routes(code)[0]
+    assert last - first < 10, "the loads follow one another"
+    start = max(i for i in range(first) if code[i].text.startswith("BAR.SYNC"))
+    assert any(".128" in instruction.text for instruction in code[start:first] if instruction.is_load), "data first"
+    under_way = set()
+    for instruction in code[start : last + 1]:
+        assert not instruction.waits & under_way, instruction.text
+        if instruction.is_load:
+            under_way.add(instruction.result)
+
+
+def test_polls_of_a_ticket_load_nothing_else(tools):
+    """What a wait needs of its queue is read once: a poll of host memory takes long enough."""
+    from kernels.queue_probes import probe
+
+    ptx = inspect.ptx(probe.trace())
+    assert polling_loops(ptx)
+    assert not [loop for loop in polling_loops(ptx) if "ld.global.nc" in loop]
 
 
 @pytest.mark.parametrize("engine", ["ldst", "bulk"])

@@ -64,6 +64,7 @@ public:
     context->my_pe = rank;
     context->n_pes = o.pes;
     context->n_queues = (uint32_t)p.queues;
+    context->queue_share = queue_share_of(context->n_queues);
     context->flags = o.cuda ? (uint32_t)p.threads << kAddBoxShift : 0;
     context->heap_base = reinterpret_cast<uint64_t>(heap);
     context->heap_bytes = bytes_;

@@ -79,6 +79,7 @@ struct Gpu {
     Context c = {};
     c.n_pes = 2;
     c.n_queues = 1;
+    c.queue_share = queue_share_of(1);
     c.heap_base = (uint64_t)heap;
     c.heap_bytes = 1ull << 40;
     c.abort_word = (uint64_t)(host + HostQueue::memory_bytes(kCapacity) + 512);

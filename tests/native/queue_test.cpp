@@ -38,6 +38,7 @@ struct Setup {
     }
     context.n_pes = 1000;
     context.n_queues = (uint32_t)n_queues;
+    context.queue_share = queue_share_of(context.n_queues);
     context.heap_base = reinterpret_cast<uint64_t>(words.data()); // of the heap, only this area exists
     context.heap_bytes = 1ull << 43;
     context.abort_word = reinterpret_cast<uint64_t>(&abort_word);
@@ -308,12 +309,23 @@ void flush_all() {
   }
 }
 
+// Every PE's queue is PE % n_queues.
+void queues_of_pes() {
+  Context c = {};
+  for (c.n_queues = 1; c.n_queues <= kMaxQueues; c.n_queues++) {
+    c.queue_share = queue_share_of(c.n_queues);
+    for (uint32_t pe = 0; pe < kMaxPes; pe++)
+      CHECK(detail::queue_of(&c, int(pe)) == pe % c.n_queues, "PE %u of %u queues", pe, c.n_queues);
+  }
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
   const int producers = argc > 1 ? std::atoi(argv[1]) : 8;
   const int pushes = argc > 2 ? std::atoi(argv[2]) : 5000;
   layout();
+  queues_of_pes();
   arguments();
   halves();
   uint32_t seed = 1;

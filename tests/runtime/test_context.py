@@ -5,8 +5,11 @@ import os
 import re
 import subprocess
 
+import pytest
+
 import tilescale_net
-from tilescale_net.runtime import context
+from tilescale_net.errors import ConfigurationError
+from tilescale_net.runtime import context, topology
 
 DEVICE = os.path.join(os.path.dirname(tilescale_net.__file__), "device")
 
@@ -19,7 +22,15 @@ def test_layout_matches_the_header(tmp_path):
                 f'printf("{name}.{field} %zu %zu\\n", offsetof({name}, {field}), sizeof((({name}*)0)->{field}));'
             )
     lines.append('printf("Context.peer_base %zu\\n", offsetof(Context, peer_base));')
-    for name in ("kContextVersion", "kSystemBytes", "kQueueWords", "kQueueWordsStride", "kMaxQueues", "kNearPes"):
+    for name in (
+        "kContextVersion",
+        "kSystemBytes",
+        "kQueueWords",
+        "kQueueWordsStride",
+        "kMaxQueues",
+        "kMaxPes",
+        "kNearPes",
+    ):
         lines.append(f'printf("{name} %llu\\n", (unsigned long long){name});')
     lines.append("}")
     source = tmp_path / "layout.cpp"
@@ -37,6 +48,7 @@ def test_layout_matches_the_header(tmp_path):
     assert int(seen["kQueueWords"]) == context.QUEUE_WORDS
     assert int(seen["kQueueWordsStride"]) == context.QUEUE_WORDS_STRIDE
     assert int(seen["kMaxQueues"]) == context.MAX_QUEUES
+    assert int(seen["kMaxPes"]) == context.MAX_PES
     assert int(seen["kNearPes"]) == context.NEAR_PES
 
 
@@ -58,3 +70,10 @@ def test_pack_is_header_then_peers():
     assert ctypes.c_uint64.from_buffer_copy(data, context.HEADER_BYTES + 8).value == 9
     assert not any(data[context.HEADER_BYTES + 16 :])
     assert len(context.pack(context.ContextHeader(), [1] * 200)) == context.HEADER_BYTES + 8 * 200
+
+
+def test_a_job_has_no_more_ranks_than_descriptors_can_name():
+    most = context.MAX_PES
+    assert topology.discover(most - 1, most, ["host"] * most).size == most
+    with pytest.raises(ConfigurationError, match=f"at most {most} ranks, but this one has {most + 1}"):
+        topology.discover(0, most + 1, ["host"] * (most + 1))

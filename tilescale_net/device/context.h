@@ -23,6 +23,8 @@ constexpr int kNodeBarrierEpoch = kWorldBarrierEpoch + 1;
 constexpr int kQueueWords = 128;      // first word of the queues' device-side state
 constexpr int kQueueWordsStride = 32; // words per queue: head and cached tail in lines of their own
 constexpr int kMaxQueues = 64;
+// As many as the PE field of a descriptor can tell apart, and one value more for "all of them".
+constexpr uint32_t kMaxPes = (1u << 14) - 1;
 // Entries of peer_base that always exist, so that kernels can load one before they know the PE; 0 from n_pes on.
 constexpr uint32_t kNearPes = 128;
 static_assert((kQueueWords + kMaxQueues * kQueueWordsStride) * 8 <= (int)kSystemBytes,
@@ -83,27 +85,34 @@ enum Operation : uint32_t {
 };
 
 struct Context {
-  uint32_t version;    // kContextVersion
-  uint32_t bytes;      // size of the whole context including peer_base
-  int32_t my_pe;       // index of this PE in team "world"
-  int32_t n_pes;       // size of team "world"
-  int32_t node_pe;     // index of this PE in team "node"
-  int32_t n_node_pes;  // size of team "node"; its PEs are consecutive: my_pe - node_pe + i
-  uint32_t n_queues;   // queues to the proxy; 0 when every PE is direct
-  uint32_t flags;      // ContextFlags
-  uint64_t heap_base;  // local address of the symmetric heap
-  uint64_t heap_bytes; // its size; equal on all PEs
-  uint64_t abort_word; // uint32_t* in pinned host memory: non-zero ends every device-side wait
-  uint64_t error;      // ErrorRecord* in pinned host memory
-  uint64_t timeout_ns; // deadline of one device-side wait
-  uint64_t queues;     // const QueueView[n_queues], readable by the device
-  uint64_t reserved[6];
+  uint32_t version;     // kContextVersion
+  uint32_t bytes;       // size of the whole context including peer_base
+  int32_t my_pe;        // index of this PE in team "world"
+  int32_t n_pes;        // size of team "world"
+  int32_t node_pe;      // index of this PE in team "node"
+  int32_t n_node_pes;   // size of team "node"; its PEs are consecutive: my_pe - node_pe + i
+  uint32_t n_queues;    // queues to the proxy; 0 when every PE is direct
+  uint32_t flags;       // ContextFlags
+  uint64_t heap_base;   // local address of the symmetric heap
+  uint64_t heap_bytes;  // its size; equal on all PEs
+  uint64_t abort_word;  // uint32_t* in pinned host memory: non-zero ends every device-side wait
+  uint64_t error;       // ErrorRecord* in pinned host memory
+  uint64_t timeout_ns;  // deadline of one device-side wait
+  uint64_t queues;      // const QueueView[n_queues], readable by the device
+  uint64_t queue_share; // queue_share_of(n_queues)
+  uint64_t reserved[5];
   // Written by the device: non-zero once this PE has seen the abort; kept where reading is cheap. It has a cache line
   // of its own, because others are read through the read-only cache, whose lines may be old.
   uint64_t aborted;
   uint64_t reserved_line[15];
   uint64_t peer_base[1]; // [max(n_pes, kNearPes)]: local address of each PE's heap, 0 where the PE is not mapped
 };
+// What divides by the number of queues: pe / n_queues = pe * share >> 32, exactly, because pe * n_queues < 2^32. A push
+// waits for its queue before it can do anything, and a division takes longer than all else that it does by then.
+constexpr uint64_t queue_share_of(uint32_t n_queues) {
+  return n_queues == 0 ? 0 : ((uint64_t(1) << 32) + n_queues - 1) / n_queues;
+}
+static_assert(uint64_t(kMaxPes) * kMaxQueues < (uint64_t(1) << 32), "PEs are divided exactly");
 static_assert(offsetof(Context, heap_base) == 32, "Context layout");
 static_assert(offsetof(Context, abort_word) == 48, "Context layout");
 static_assert(offsetof(Context, queues) == 72, "Context layout");

@@ -1,8 +1,8 @@
 // Moving bytes between two mapped places: the two engines of the direct path and the choice between them.
 #pragma once
 
+#include "beginning.h"
 #include "copy_bulk.h"
-#include "scope.h"
 
 namespace tsn {
 
@@ -14,9 +14,6 @@ constexpr int kDefaultUnroll = BlockThreads <= 128    ? 32
                                                       : 4096 / BlockThreads;
 
 namespace detail {
-
-// The widest unit, up to 16 bytes, that divides every number of which `bits` is the bitwise or.
-TSN_DEVICE uint32_t widest_unit(uint64_t bits) { return (uint32_t(bits) | 16) & (0 - (uint32_t(bits) | 16)); }
 
 template <class T>
 struct Unit {
@@ -114,87 +111,6 @@ TSN_DEVICE void copy_body(char* dst, const char* src, uint64_t body, uint32_t un
 }
 
 } // namespace detail
-
-// The beginning of a copy: up to Rows units of 16 bytes per thread, or one of 4 or 8. Its loads and its stores are
-// apart, so that the loads are under way while the target is looked up. All threads of a block come here, for the
-// smallest of messages too: what only longer ones need stays behind a branch.
-//
-// Most copies are `whole`: there is nothing after the beginning. Of longer ones the beginning is taken only if
-// `and_longer`, for callers that copy the rest afterwards.
-//
-// A whole copy is the work of a crew, the first threads of a block: as few as can take it in Rows each, but not fewer
-// than LeastCrew. The other warps are idle; what they execute would only keep the multiprocessor from the crew's work.
-template <Scope S, int Rows = 1, uint32_t LeastCrew = 4 * platform::kWarpThreads>
-struct Beginning {
-  Part part;            // of the crew
-  uint32_t unit, units; // bytes of a unit; units that are taken, 0 when the copy does not begin here
-  bool whole;
-  Vec16 wide[Rows] = {};
-  uint64_t middle = 0;
-  uint32_t narrow = 0;
-
-  TSN_DEVICE Beginning(const void* dst, const void* src, int64_t bytes, bool and_longer = false)
-      : part(scope_part<S>()) {
-    const uint64_t bits = reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src) | uint64_t(bytes);
-    unit = bits % 16 == 0 ? 16 : bits % 8 == 0 ? 8 : 4;
-    const uint64_t count = uint64_t(bytes) >> (unit == 16 ? 4 : unit == 8 ? 3 : 2);
-    const uint32_t most = unit == 16 ? part.threads * Rows : part.threads;
-    whole = bits % 4 == 0 && count <= most;
-    units = whole ? uint32_t(count) : and_longer && unit == 16 ? most : 0;
-    if (S == Scope::block && whole) {
-      constexpr uint32_t kWarp = platform::kWarpThreads;
-      const uint32_t needed = unit == 16 ? (units + Rows - 1) / Rows : units;
-      const uint32_t crew = needed <= LeastCrew ? LeastCrew : (needed + kWarp - 1) & ~(kWarp - 1);
-      if (crew < part.threads) part.threads = crew;
-    }
-  }
-
-  TSN_DEVICE bool idle() const { return part.index >= part.threads; }
-
-  // The crew's accesses so far come before what its leader does next. Called by all threads of the scope, except that
-  // idle ones may leave it out when the crew is one warp.
-  TSN_DEVICE void sync() const {
-    if (S != Scope::block || part.threads > platform::kWarpThreads) scope_sync<S>();
-    else if (!idle()) platform::warp_sync();
-  }
-
-  // Bytes of the copy that are taken, by all threads together.
-  TSN_DEVICE uint32_t bytes() const { return units * unit; }
-
-  TSN_DEVICE void load(const void* src) {
-    const char* p = (const char*)src + uint64_t(part.index) * unit;
-    platform::load_data_below(&wide[0], (const Vec16*)p, int(part.index), int(unit == 16 ? units : 0));
-    platform::load_data_below(&middle, (const uint64_t*)p, int(part.index), int(unit == 8 ? units : 0));
-    platform::load_data_below(&narrow, (const uint32_t*)p, int(part.index), int(unit == 4 ? units : 0));
-  }
-  // The other rows; its branch comes after the loads that small messages wait for.
-  TSN_DEVICE void load_more(const void* src) {
-    if (!more_rows()) return;
-    const char* p = (const char*)src + uint64_t(part.index) * unit;
-    TSN_UNROLL
-    for (uint32_t u = 1; u < Rows; u++)
-      platform::load_data_below(&wide[u], (const Vec16*)p + u * part.threads, int(part.index + u * part.threads),
-                                int(units));
-  }
-  // What load() loaded.
-  TSN_DEVICE void store_first(void* dst) const {
-    char* p = (char*)dst + uint64_t(part.index) * unit;
-    platform::store_data_below((Vec16*)p, wide[0], int(part.index), int(unit == 16 ? units : 0));
-    platform::store_data_below((uint64_t*)p, middle, int(part.index), int(unit == 8 ? units : 0));
-    platform::store_data_below((uint32_t*)p, narrow, int(part.index), int(unit == 4 ? units : 0));
-  }
-  TSN_DEVICE void store(void* dst) const {
-    store_first(dst);
-    if (!more_rows()) return;
-    char* p = (char*)dst + uint64_t(part.index) * unit;
-    TSN_UNROLL
-    for (uint32_t u = 1; u < Rows; u++)
-      platform::store_data_below((Vec16*)p + u * part.threads, wide[u], int(part.index + u * part.threads), int(units));
-  }
-
-private:
-  TSN_DEVICE bool more_rows() const { return Rows > 1 && units > part.threads; } // of 16-byte units, then
-};
 
 enum class Direction { push, pull };
 

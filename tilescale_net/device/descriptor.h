@@ -17,6 +17,7 @@
 // Kinds without a source and a signal need half a only; the consumer brings the parity of half b up to date for them.
 #pragma once
 
+#include "context.h"
 #include <stdint.h>
 
 #ifdef __CUDACC__
@@ -56,6 +57,7 @@ constexpr uint64_t kMaxOffset = (1ull << kOffsetBits) - 1;
 // Largest size of one descriptor; a multiple of 4 KiB, so that the parts of a longer put keep their alignment.
 constexpr uint64_t kMaxDescriptorBytes = (1ull << kSizeBits) - 4096;
 constexpr uint32_t kAllPes = (1u << kPeBits) - 1; // in the PE field: every PE of this queue
+static_assert(kAllPes == kMaxPes, "all other values are PEs");
 static_assert(1 + kCommandBits + kPeBits + kOffsetBits == 64, "word 0 is full");
 static_assert(1 + kOffsetBits + 19 == 64 && 17 + 19 == kSizeBits, "word 2 is full and holds the high part of the size");
 static_assert(17 + kSignalBits <= 64, "word 3");

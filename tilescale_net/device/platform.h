@@ -66,7 +66,7 @@
 // Bulk copies: one thread moves blocks of a multiple of 16 bytes between 16-byte aligned global memory and shared
 // memory. Each stage of a ring has an mbarrier; a load completes it by its bytes.
 //   uint64_t* stage_barriers<Stages>()      shared memory for the mbarriers of the block's ring
-//   void barrier_init(uint64_t*) / barrier_init_done() / barrier_retire(uint64_t*)
+//   void barrier_init(uint64_t*) / barrier_retire(uint64_t*)
 //   void barrier_expect(uint64_t*, uint32_t bytes)
 //   void barrier_wait(uint64_t*, uint32_t parity)
 //   void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier)
@@ -75,8 +75,8 @@
 //   void bulk_wait_read<N>()                until all but the last N groups have read their shared memory
 //   void bulk_wait<N>()                     until all but the last N groups are complete, their writes performed
 //   void bulk_publish()                     what this thread stored to global memory is there for the bulk copies that
-//                                           others issue after a barrier
-//   void bulk_fence()                       orders this thread's earlier ordinary accesses before its bulk copies
+//                                           it issues, or others after a barrier
+//   void bulk_fence()                       the same for shared memory, mbarriers included, and its own bulk copies
 //
 // Deferral, used by the simulator to make remote writes visible as late as the memory model allows. It exists where
 // kDefersRemoteWrites is true; elsewhere it is declared and never defined. put, put_signal, put_value, signal, atomics,

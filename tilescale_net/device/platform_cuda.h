@@ -27,8 +27,13 @@ constexpr bool kHasBulk = false;
 
 // ---------------------------------------------------------------------------------------------------------- indices
 
+#ifdef TSN_BLOCK_THREADS // the compiler knows the size of all blocks, and that they have one dimension
+TSN_DEVICE uint32_t thread_index() { return threadIdx.x; }
+TSN_DEVICE uint32_t block_threads() { return TSN_BLOCK_THREADS; }
+#else
 TSN_DEVICE uint32_t thread_index() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
 TSN_DEVICE uint32_t block_threads() { return blockDim.x * blockDim.y * blockDim.z; }
+#endif
 TSN_DEVICE uint32_t block_index() { return blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z); }
 TSN_DEVICE uint32_t lane() { return thread_index() % kWarpThreads; }
 

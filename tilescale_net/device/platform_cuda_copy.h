@@ -95,9 +95,6 @@ TSN_DEVICE void barrier_init(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(detail::shared_address(barrier)) : "memory");
 }
 
-// The bulk copies are another proxy than the thread that initialised the barriers.
-TSN_DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
 TSN_DEVICE void barrier_retire(uint64_t* barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(detail::shared_address(barrier)) : "memory");
 }
@@ -143,10 +140,7 @@ TSN_DEVICE void bulk_wait() {
 // Between the generic proxy (loads and stores of threads) and the async proxy (bulk copies). The fence of all spaces at
 // once would become a fence at GPU scope, which takes 0.25 us on an H200.
 TSN_DEVICE void bulk_publish() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-TSN_DEVICE void bulk_fence() {
-  bulk_publish();
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
+TSN_DEVICE void bulk_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---------------------------------------------------------------------------------------------------------- deferral
 // Declared for the discarded branches that name them.

@@ -37,7 +37,6 @@ TSN_DEVICE uint64_t* stage_barriers() {
 }
 
 TSN_DEVICE void barrier_init(uint64_t* barrier) { *detail::stage(barrier) = detail::Stage(); }
-TSN_DEVICE void barrier_init_done() {}
 TSN_DEVICE void barrier_retire(uint64_t* barrier) {
   if (detail::stage(barrier)->n) sim::api().trap("an mbarrier is retired before its bulk loads were waited for");
 }

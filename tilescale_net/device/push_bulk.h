@@ -23,9 +23,10 @@ constexpr uint64_t kNotPushed = ~uint64_t(0);
 template <int Stages, int StageBytes>
 TSN_COLD uint64_t push_bulk(const Context* ctx, Operation operation, void* dst, const void* src, int64_t bytes, int pe,
                             const uint64_t* sig, void* ring) {
-  const Route route(ctx, pe); // its loads come before the copy's: all are on their way together
   const detail::Cut cut((char*)dst, (const char*)src, uint64_t(bytes));
   BulkCopy<Stages, StageBytes> copy((const char*)src + cut.head, cut.body, (char*)ring);
+  const Route route(ctx, pe); // its loads come before the copy's: all are on their way together
+  copy.begin();
   const bool open = sig == nullptr ? route.open<Scope::thread>(operation, dst, bytes)
                                    : route.open<Scope::thread>(operation, dst, bytes, sig);
   if (TSN_UNLIKELY(!open)) {

@@ -37,8 +37,7 @@ TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t byte
     }
   }
   begin.load(src); // first, so that nothing that waits for the route comes before it
-  begin.load_more(src);
-  const Route route(ctx, pe);
+  const Route route = S == Scope::warp ? Route(ctx, pe, dst, bytes) : Route(ctx, pe);
   if (TSN_UNLIKELY(!route.open<S>(kOpPut, dst, bytes))) {
     if (scope_leader<S>()) detail::put_elsewhere(ctx, dst, src, bytes, pe);
     return;
@@ -49,7 +48,7 @@ TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t byte
   if (platform::kDefersRemoteWrites && (route.stopped || begin.idle())) return;
   begin.store(peer);
   if (TSN_LIKELY(begin.whole)) return;
-  copy_pushed<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, begin.bytes());
+  copy_pushed<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, begin.bytes);
 }
 
 // Keeps `value` from taking part in the deduction of T.

@@ -41,8 +41,11 @@ TSN_DEVICE uint32_t popcount(uint32_t v) {
 #endif
 }
 
+// PE % n_queues.
 TSN_DEVICE uint32_t queue_of(const Context* ctx, int pe) {
-  return uint32_t(pe) % platform::load_invariant(&ctx->n_queues);
+  const uint64_t share = platform::load_invariant(&ctx->queue_share);
+  const uint32_t quotient = uint32_t(uint32_t(pe) * share >> 32);
+  return uint32_t(pe) - quotient * platform::load_invariant(&ctx->n_queues);
 }
 
 // Where there is no proxy there are no views either: they are read behind the condition that leads here, no earlier.
@@ -189,13 +192,14 @@ TSN_DEVICE uint64_t queue_push_alone(const Context* ctx, uint32_t queue, Operati
   const uint64_t one = lanes >> platform::lane();
   uint64_t position = platform::atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(head, one);
   Port port(ctx, queue, head);
+  const Descriptor d = describe(request);
   if (publish) {
     platform::fence<kPublishScope>();
     // Adds 0, this lane is active, but that is not known before the fence: else the assembler would compute with the
     // position, and wait for it, ahead of the fence.
     position += popcount(platform::active_lanes() & lanes) - 1;
   }
-  return queue_fill(ctx, port, queue, position, operation, request, describe(request));
+  return queue_fill(ctx, port, queue, position, operation, request, d);
 }
 
 // A push by all calling lanes, each its own descriptor.
@@ -344,18 +348,31 @@ TSN_DEVICE uint64_t queue_get(const Context* ctx, void* dst, const void* src, in
   return uint64_t(bytes) > kMaxDescriptorBytes ? queue_flush(ctx, pe) : ticket;
 }
 
+namespace detail {
+
+// The word that tells when the operation of the ticket is complete.
+TSN_DEVICE const uint64_t* queue_done(const Context* ctx, uint64_t ticket) {
+  const QueueView* q = queue_view(ctx, ticket_queue(ticket));
+  const uint64_t slot = (ticket & kTicketPositionMask) & platform::load_invariant_here(&q->mask);
+  return reinterpret_cast<const uint64_t*>(platform::load_invariant_here(&q->done)) + slot;
+}
+
+TSN_DEVICE bool queue_test(const uint64_t* done, uint64_t ticket) {
+  return ticket_done(ticket, platform::load<Order::acquire, MemScope::sys>(done));
+}
+
+} // namespace detail
+
 // Whether the operation of the ticket is complete.
 TSN_DEVICE bool queue_test(const Context* ctx, uint64_t ticket) {
-  const QueueView* q = detail::queue_view(ctx, ticket_queue(ticket));
-  const uint64_t slot = (ticket & kTicketPositionMask) & platform::load_invariant_here(&q->mask);
-  const uint64_t* done = reinterpret_cast<const uint64_t*>(platform::load_invariant_here(&q->done)) + slot;
-  return ticket_done(ticket, platform::load<Order::acquire, MemScope::sys>(done));
+  return detail::queue_test(detail::queue_done(ctx, ticket), ticket);
 }
 
 // Waits for it. False when the job was aborted or the deadline passed, which is reported as `operation`.
 TSN_DEVICE bool queue_wait(const Context* ctx, uint64_t ticket, Operation operation, int pe = -1) {
+  const uint64_t* done = detail::queue_done(ctx, ticket); // once: polls should follow one another at once
   return spin(
-      ctx, [&] { return queue_test(ctx, ticket); },
+      ctx, [&] { return detail::queue_test(done, ticket); },
       [&] { fail(ctx, kFlushTimeout, operation, pe, nullptr, ticket & kTicketPositionMask, 0, 0); });
 }
 

@@ -47,7 +47,7 @@ TSN_DEVICE void send_signal(const Route& route, uint64_t* sig, uint64_t value) {
 template <SignalOp Op, class B>
 TSN_DEVICE bool is_line(const B& begin, const void* dst, const uint64_t* sig) {
   const uint64_t apart = reinterpret_cast<uint64_t>(dst) ^ reinterpret_cast<uint64_t>(sig);
-  return platform::kHasLines && Op == SignalOp::set && begin.unit == 8 && begin.units == 1 && apart == 8;
+  return platform::kHasLines && Op == SignalOp::set && begin.unit == 8 && begin.bytes == 8 && apart == 8;
 }
 TSN_DEVICE void put_line(char* peer, uint64_t data, uint64_t value) {
   const uint64_t at = reinterpret_cast<uint64_t>(peer);
@@ -56,18 +56,23 @@ TSN_DEVICE void put_line(char* peer, uint64_t data, uint64_t value) {
                        Vec16{uint32_t(first), uint32_t(first >> 32), uint32_t(second), uint32_t(second >> 32)});
 }
 
-// A put_signal of one unit or none, by the leader alone.
-template <SignalOp Op, class B>
-TSN_DEVICE void put_signal_unit(B& begin, const Context* ctx, void* dst, const void* src, int64_t bytes, int pe,
+// A put_signal that one warp takes whole, by that warp; of one unit or none by the leader alone.
+template <Scope S, SignalOp Op, class B>
+TSN_DEVICE void put_signal_lone(B& begin, const Context* ctx, void* dst, const void* src, int64_t bytes, int pe,
                                 uint64_t* sig, uint64_t value) {
-  begin.load(src);
+  const bool leader = scope_leader<S>(), alone = begin.bytes <= begin.unit;
+  if (alone && !leader) return;
+  begin.load(src); // first, so that nothing that waits for the route comes before it
   const Route route(ctx, pe);
-  if (TSN_UNLIKELY(!route.open<Scope::thread>(kOpPutSignal, dst, bytes, sig)))
-    return put_signal_elsewhere<Op>(ctx, dst, src, bytes, pe, sig, value);
+  if (TSN_UNLIKELY(!route.open<Scope::thread>(kOpPutSignal, dst, bytes, sig))) {
+    if (leader) put_signal_elsewhere<Op>(ctx, dst, src, bytes, pe, sig, value);
+    return;
+  }
   char* peer = (char*)route.translate(dst);
-  if (is_line<Op>(begin, dst, sig)) return put_line(peer, begin.middle, value);
-  begin.store_first(peer);
-  release_signal<Op>(route.translate(sig), value);
+  if (alone && is_line<Op>(begin, dst, sig)) return put_line(peer, begin.middle, value);
+  begin.store(peer);
+  if (!alone) platform::warp_sync();
+  if (leader) release_signal<Op>(route.translate(sig), value);
 }
 
 } // namespace detail
@@ -90,11 +95,11 @@ TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64
   publish_to_bulk<S, E, Unroll, Stages, StageBytes>(bytes);
   scope_sync<S>(); // what the scope wrote to the source is sent
   const bool leader = scope_leader<S>();
-  if (!platform::kDefersRemoteWrites && TSN_LIKELY(begin.whole && begin.units <= 1)) { // the leader's work
-    if (leader) detail::put_signal_unit<Op>(begin, ctx, dst, src, bytes, pe, sig, value);
-    return;
+  if (!platform::kDefersRemoteWrites && TSN_LIKELY(begin.lone())) {
+    if (S == Scope::block && platform::thread_index() >= platform::kWarpThreads) return;
+    return detail::put_signal_lone<S, Op>(begin, ctx, dst, src, bytes, pe, sig, value);
   }
-  if (!platform::kDefersRemoteWrites && begin.idle()) return begin.sync();
+  if (!platform::kDefersRemoteWrites && begin.idle()) return scope_sync<S>();
   if constexpr (kMayPushInBulk<S, E, Stages>) {
     if (TSN_UNLIKELY((goes_in_bulk<E, Unroll, Stages, StageBytes>(begin, dst, src, bytes)))) {
       if (!leader) return;
@@ -104,12 +109,11 @@ TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64
       return;
     }
   }
-  begin.load(src); // first, so that nothing that waits for the route comes before it
-  begin.load_more(src);
+  begin.load(src);
   const Route route(ctx, pe);
   if (TSN_UNLIKELY(!route.open<S>(kOpPutSignal, dst, bytes, sig))) {
     if (leader) detail::put_signal_elsewhere<Op>(ctx, dst, src, bytes, pe, sig, value);
-    return begin.sync();
+    return scope_sync<S>();
   }
   char* peer = (char*)route.translate(dst);
   uint64_t* peer_sig = route.translate(sig);
@@ -118,12 +122,12 @@ TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64
           return route.stopped || platform::defer_put_signal(ctx, dst, peer, src, bytes, pe, sig, peer_sig, value, Op);
         }))
       return;
-    if (begin.idle()) return begin.sync();
+    if (begin.idle()) return scope_sync<S>();
   }
   begin.store(peer);
   if (TSN_UNLIKELY(!begin.whole))
-    copy_pushed<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, begin.bytes());
-  begin.sync();
+    copy_pushed<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, begin.bytes);
+  scope_sync<S>();
   if (leader) detail::release_signal<Op>(peer_sig, value);
 }
 

@@ -22,14 +22,15 @@ namespace detail {
 // One thread's wait. `pe` is the PE that should send the signal, -1 where that is not known.
 template <Compare C>
 TSN_DEVICE uint64_t wait_one(const Context* ctx, const uint64_t* sig, uint64_t value, Operation operation, int pe) {
-  const uint32_t boxes = add_boxes(ctx); // asked for once: a wait may not spend more on a poll than the poll
+  int boxes = -1; // asked for once, after the first poll: it is what a wait should spend its time on
   uint64_t seen;
   spin(
       ctx,
       [&] {
         seen = platform::load<Order::acquire, MemScope::sys>(sig);
         if (holds<C>(seen, value)) return true;
-        if (boxes != 0) apply_deferred_adds(ctx, boxes);
+        if (boxes < 0) boxes = int(add_boxes(ctx));
+        if (boxes != 0) apply_deferred_adds(ctx, uint32_t(boxes));
         return false;
       },
       [&] { fail(ctx, kWaitTimeout, operation, pe, sig, value, seen, 0); });

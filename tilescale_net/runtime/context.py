@@ -9,6 +9,7 @@ SYSTEM_BYTES = 64 * 1024
 QUEUE_WORDS = 128
 QUEUE_WORDS_STRIDE = 32
 MAX_QUEUES = 64
+MAX_PES = (1 << 14) - 1
 NEAR_PES = 128
 
 
@@ -30,7 +31,8 @@ class ContextHeader(ctypes.Structure):
         ("error", ctypes.c_uint64),
         ("timeout_ns", ctypes.c_uint64),
         ("queues", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint64 * 6),
+        ("queue_share", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint64 * 5),
         ("aborted", ctypes.c_uint64),
         ("reserved_line", ctypes.c_uint64 * 15),
     ]
@@ -86,8 +88,9 @@ OPERATIONS = (
 
 
 def pack(header: ContextHeader, peer_base: list[int]) -> bytes:
-    """The bytes of a whole context; sets `version` and `bytes`. The first NEAR_PES bases always exist; 0 beyond the last PE."""
+    """The bytes of a whole context; sets `version`, `bytes` and `queue_share`. 0 beyond the last PE."""
     bases = peer_base + [0] * (NEAR_PES - len(peer_base))
     header.version = VERSION
+    header.queue_share = -(-(1 << 32) // header.n_queues) if header.n_queues else 0
     header.bytes = HEADER_BYTES + 8 * len(bases)
     return bytes(header) + bytes((ctypes.c_uint64 * len(bases))(*bases))

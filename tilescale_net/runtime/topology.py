@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import settings
+from tilescale_net.runtime.context import MAX_PES
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,11 @@ def discover(rank: int, size: int, hosts: list[str]) -> Topology:
         hosts: host identity per rank, gathered from all ranks.
 
     Raises:
-        ConfigurationError: ranks of a host are not consecutive, or VIRTUAL_NODES does not divide them evenly.
+        ConfigurationError: too many ranks, ranks of a host are not consecutive, or VIRTUAL_NODES does not divide them
+            evenly.
     """
+    if size > MAX_PES:
+        raise ConfigurationError(f"a job has at most {MAX_PES} ranks, but this one has {size}")
     same = [r for r in range(size) if hosts[r] == hosts[rank]]
     counts = {h: hosts.count(h) for h in hosts}
     if same != list(range(same[0], same[0] + len(same))) or len(set(counts.values())) != 1:

@@ -1,0 +1,55 @@
+"""Machine code with its schedule: which instruction waits for which.
+
+The upper bits of an instruction say what the hardware does not find out itself: the counter ("scoreboard", 0 to 5) that
+the instruction raises until its result is there, another until its operands have been read, and the counters that must be
+zero before it is issued. The encoding, the same since Volta, is from Jia, Maggioni, Staiger and Scarpazza, "Dissecting the
+NVIDIA Volta GPU Architecture via Microbenchmarking" (arXiv:1804.06826), section 2.1.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+
+from tilescale_net.compiler import toolchain
+
+NONE = 7
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction.
+
+    Attributes:
+        text: as disassembled, with its predicate.
+        result: counter that is raised until the result is there, or None.
+        waits: counters that must be zero first.
+    """
+
+    text: str
+    result: int | None
+    waits: frozenset[int]
+
+    @property
+    def is_load(self) -> bool:
+        return re.match(r"(@!?U?P\w+ +)?LDG", self.text) is not None
+
+
+def schedule(cubin: bytes) -> list[Instruction]:
+    """All instructions of a cubin, function after function; needs nvdisasm."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [toolchain.find_tool("nvdisasm"), "-c", "-hex", file.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = []
+    # Two lines each: address, text and lower half; upper half.
+    pattern = r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;?\s*/\* 0x[0-9a-f]{16} \*/\n\s*/\* 0x([0-9a-f]{16}) \*/"
+    for text, upper in re.findall(pattern, listing):
+        control = int(upper, 16) >> 41
+        result, mask = control >> 5 & 7, control >> 11 & 63
+        waits = frozenset(counter for counter in range(6) if mask >> counter & 1)
+        found.append(Instruction(text, None if result == NONE else result, waits))
+    return found
