@@ -47,8 +47,9 @@ def block_threads(func: tirx.PrimFunc) -> int | None:
 
     def look(node):
         if isinstance(node, tirx.SBlock) and node.name_hint == "tilelang_root":
-            extents = node.annotations.get("tl.launch_threads")
-            launches.append(None if extents is None else tuple(int(extent) for extent in extents))
+            extents = node.annotations.get("tl.launch_threads") or ()
+            known = extents and all(isinstance(extent, int | tirx.IntImm) for extent in extents)
+            launches.append(tuple(int(extent) for extent in extents) if known else None)
 
     post_order_visit(func.body, look)
     if len(set(launches)) != 1 or launches[0] is None or any(extent != 1 for extent in launches[0][1:]):
