@@ -9,11 +9,9 @@ NVIDIA Volta GPU Architecture via Microbenchmarking" (arXiv:1804.06826), section
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
 
-from tilescale_net.compiler import toolchain
+from tilescale_net.compiler import inspect
 
 NONE = 7
 
@@ -39,11 +37,7 @@ class Instruction:
 
 def schedule(cubin: bytes) -> list[Instruction]:
     """All instructions of a cubin, function after function; needs nvdisasm."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [toolchain.find_tool("nvdisasm"), "-c", "-hex", file.name]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    listing = inspect.disassemble(cubin, "-c", "-hex")
     found = []
     # Two lines each: address, text and lower half; upper half.
     pattern = r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;?\s*/\* 0x[0-9a-f]{16} \*/\n\s*/\* 0x([0-9a-f]{16}) \*/"

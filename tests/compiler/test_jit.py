@@ -264,16 +264,15 @@ def test_launches_keep_out_of_the_way_of_a_proxy(monkeypatch, staged):
     assert events == [*first, "launch", *after, "launch", *after, "launch"]
 
 
-def _launches(*threads):
-    """A kernel with a launch for each entry, whose blocks are that large."""
+def _launches(first, second=None):
+    """A kernel with one or two launches, whose blocks are that large."""
 
     @T.prim_func
     def main(ctx: N.Context(), x: T.Tensor((1024,), "float32"), pe: T.int32):
-        if len(threads) > 0:
-            with T.Kernel(1, threads=threads[0]):
-                N.put_block(x, x, pe)
-        if len(threads) > 1:
-            with T.Kernel(1, threads=threads[1]):
+        with T.Kernel(1, threads=first):
+            N.put_block(x, x, pe)
+        if second is not None:
+            with T.Kernel(1, threads=second):
                 N.put_block(x, x, pe)
 
     return main

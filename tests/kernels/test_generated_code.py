@@ -112,21 +112,13 @@ def test_small_pushes_do_not_wait_for_local_memory(tools, threads):
     assert not [name for name in before if name.startswith(("STL", "LDL"))]
 
 
-def _routes(code: list[sass.Instruction]) -> list[tuple[int, int]]:
-    """First and last instruction of each look-up of a PE: loads of the heap's place, its size, the abort, the PE's heap."""
-    offsets = ("+0x20]", "+0x28]", "+0x80]", "+0x100]")
-    found = []
-    for first, instruction in enumerate(code):
-        if instruction.is_load and instruction.text.endswith(offsets[0]):
-            last = first
-            for offset in offsets[1:]:
-                last = next(
-                    (i for i in range(last, len(code)) if code[i].is_load and code[i].text.endswith(offset)), None
-                )
-                if last is None:
-                    return found
-            found.append((first, last))
-    return found
+def _look_up(code: list[sass.Instruction]) -> tuple[int, int]:
+    """First and last load of the first look-up of a PE: the heap's place, its size, the abort, the PE's heap."""
+    places = []
+    for offset in ("+0x20]", "+0x28]", "+0x80]", "+0x100]"):
+        start = places[-1] if places else 0
+        places.append(next(i for i in range(start, len(code)) if code[i].is_load and code[i].text.endswith(offset)))
+    return places[0], places[-1]
 
 
 @pytest.mark.parametrize("threads", [128, 1024])
@@ -140,7 +132,7 @@ def test_loads_of_small_messages_wait_for_no_other(tools, kernel, threads):
     func = getattr(importlib.import_module("kernels.p2p"), kernel).trace(1 << 20, threads)
     source = inspect.cuda_source(func)
     code = sass.schedule(inspect.compile_source(source, "cubin", threads=threads))
-    first, last = _routes(code)[0]
+    first, last = _look_up(code)
     assert last - first < 10, "the loads follow one another"
     start = max(i for i in range(first) if code[i].text.startswith("BAR.SYNC"))
     assert any(".128" in instruction.text for instruction in code[start:first] if instruction.is_load), "data first"

@@ -52,15 +52,15 @@ def compile_source(
         return out.read_text() if kind == "ptx" else out.read_bytes()
 
 
-def disassemble(cubin: bytes) -> str:
-    """SASS of a cubin. Raises ConfigurationError when nvdisasm is missing."""
+def disassemble(cubin: bytes, *options: str) -> str:
+    """SASS of a cubin; `options` are nvdisasm's. Raises ConfigurationError when nvdisasm is missing."""
     tool = toolchain.find_tool("nvdisasm")
     if tool is None:
         raise ConfigurationError("nvdisasm was not found; install it with `pip install nvidia-cuda-nvdisasm`")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def ptx(func: PrimFunc, target: dict = SM_90, pass_configs: dict | None = None) -> str:

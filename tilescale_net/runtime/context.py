@@ -88,7 +88,10 @@ OPERATIONS = (
 
 
 def pack(header: ContextHeader, peer_base: list[int]) -> bytes:
-    """The bytes of a whole context; sets `version`, `bytes` and `queue_share`. 0 beyond the last PE."""
+    """The bytes of a whole context; sets `version`, `bytes` and `queue_share`.
+
+    The first NEAR_PES bases always exist; 0 beyond the last PE.
+    """
     bases = peer_base + [0] * (NEAR_PES - len(peer_base))
     header.version = VERSION
     header.queue_share = -(-(1 << 32) // header.n_queues) if header.n_queues else 0
