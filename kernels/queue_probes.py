@@ -31,7 +31,7 @@ class Probe(IntEnum):
 
 @tsn.jit
 def probe():
-    """Kernel `(kind, payload, bytes, out, into, pes, first, turns, lanes, warps, blocks)`; one serves all of Probe.
+    """Kernel `(kind, payload, bytes, out, into, pes, first, turns, lanes, warps, blocks, only)`; one serves all of Probe.
 
     Args:
         kind: a Probe.
@@ -40,6 +40,7 @@ def probe():
         pes: blocks push to PEs 1 ... pes in turn.
         first: flags and signals take the values first + 1 ... first + turns.
         lanes, warps, blocks: the first `lanes` lanes of the first `warps` warps of each block take part.
+        only: the one block that takes part, the others leave at once; negative: all do.
     """
 
     @T.prim_func
@@ -56,12 +57,13 @@ def probe():
         lanes: T.int32,
         warps: T.int32,
         blocks: T.int32,
+        only: T.int32,
     ):
         with T.Kernel(blocks, threads=THREADS) as block:
             T.import_source(SOURCE)
             thread = T.get_thread_binding()
             pe = 1 + block % pes
-            if thread % 32 < lanes and thread < 32 * warps:
+            if thread % 32 < lanes and thread < 32 * warps and (only < 0 or block == only):
                 T.call_extern(
                     "void", "tsn::probe::run",
                     T.address_of(ctx[0]), kind, payload, bytes, out, into, pe, first, turns,

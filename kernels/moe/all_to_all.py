@@ -78,7 +78,7 @@ class AllToAll(Collective):
         )  # fmt: skip
         on_gpu = world.device.type == "cuda"
         count = torch.cuda.get_device_properties(world.device).multi_processor_count if on_gpu else 0
-        self.tuning = tuning = (tuning or Tuning()).resolved(mode, on_gpu, count, world.size)
+        self.tuning = tuning = (tuning or Tuning()).resolved(config, on_gpu, count)
         active = [True] * world.size if active is None else [bool(a) for a in active]
         super().__init__("AllToAll", f"active={active}, {config.describe()}, {tuning}", tuning.threads, tuning.blocks)
         self.active = torch.ones((world.size,), dtype=torch.int32, device=self._device)

@@ -25,6 +25,8 @@ from kernels.moe.rows import (
 )
 from kernels.moe.sizes import Totals, record_words
 
+NONE, OWN = -1, -2  # of a rank's row for a token
+
 
 @tsn.jit(name="moe_combine_throughput", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
 def combine_throughput(
@@ -78,6 +80,7 @@ def combine_throughput(
     send_batch, sum_batch = min(send_batch * scale, -(-units // 32)), min(sum_batch * scale, -(-units // 32))
     send_batches, sum_batches = (-(-units // (32 * b)) for b in (send_batch, sum_batch))
     choices = 1 if by_rank else K
+    lane_rows = -(-R // 32)
     payload = FP8 if quantised else dtype
     whole = by_rank and not quantised and not valued  # rows travel as they are
     rows, value_rows, slot_rows, capacity, weights, values = (
@@ -246,6 +249,7 @@ def combine_throughput(
             piece = T.alloc_local((sum_group * sum_batch * width,), payload)
             acc = T.alloc_local((sum_batch * width,), "float32")
             from_row = T.alloc_local((sum_group,), "int32")
+            place_of = T.alloc_local((lane_rows,), "int32")
             token = T.alloc_var("int32")
             slot = T.alloc_var("int32")
             total = T.alloc_var("float32")
@@ -255,14 +259,20 @@ def combine_throughput(
             while token < tokens:
                 if lane == 0:
                     ahead = T.atomic_add(tickets[turn, 1], 1, return_prev=True)
-                for g in T.serial((R + 31) // 32):
-                    peer = g * 32 + lane
+                # A lane knows one rank's row for this token: its place among the slots, or, for rows that are taken from
+                # where they are, OWN - place; NONE. Lanes tell each other, because loads that look it up, or compare
+                # with `me`, could wait for the rows that are on their way.
+                for i in T.unroll(lane_rows):
+                    peer = i * 32 + lane
+                    place_of[i] = NONE
                     if peer < R:
                         slot = token_slot[token, peer]
-                        if slot >= 0 and (peer != me or not whole):
-                            if proxied:
-                                size = T.if_then_else(N.is_direct(peer), chunk, far_chunk)
-                            N.wait(arrived[peer, slot // size], "ge", epoch)
+                        if slot >= 0:
+                            place_of[i] = OWN - base[me] - slot if whole and peer == me else peer * M + slot
+                            if peer != me or not whole:
+                                if proxied:
+                                    size = T.if_then_else(N.is_direct(peer), chunk, far_chunk)
+                                N.wait(arrived[peer, slot // size], "ge", epoch)
                 T.sync_warp()
                 for b in T.serial(sum_batches):
                     first = b * 32 * sum_batch
@@ -270,23 +280,22 @@ def combine_throughput(
                     for p in T.serial((R + sum_group - 1) // sum_group):
                         for g in T.unroll(sum_group):
                             peer = p * sum_group + g
-                            from_row[g] = -1
+                            from_row[g] = NONE
                             if peer < R:
-                                slot = token_slot[token, peer]
-                                if slot >= 0:
-                                    from_row[g] = peer * M + slot
-                                    if whole and peer == me:
-                                        load_batch(
-                                            piece, y, base[me] + slot, first, lane, units, width, sum_batch,
-                                            g * sum_batch * width,
-                                        )  # fmt: skip
-                                    else:
-                                        load_batch(
-                                            piece, slots, from_row[g], first, lane, units, width, sum_batch,
-                                            g * sum_batch * width,
-                                        )  # fmt: skip
+                                from_row[g] = T.shfl_sync(place_of[peer // 32], peer % 32)
+                            if from_row[g] != NONE:
+                                if whole and from_row[g] <= OWN:
+                                    load_batch(
+                                        piece, y, OWN - from_row[g], first, lane, units, width, sum_batch,
+                                        g * sum_batch * width,
+                                    )  # fmt: skip
+                                else:
+                                    load_batch(
+                                        piece, slots, from_row[g], first, lane, units, width, sum_batch,
+                                        g * sum_batch * width,
+                                    )  # fmt: skip
                         for g in T.unroll(sum_group):
-                            if from_row[g] >= 0:
+                            if from_row[g] != NONE:
                                 if quantised:
                                     add_dequantised(
                                         acc, piece, slot_scales, from_row[g], first, lane, units, width, sum_batch,

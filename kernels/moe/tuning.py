@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kernels.moe.config import Config
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -29,9 +31,9 @@ class Tuning:
     far_bytes: int = 256 * 1024
     parts: int = 2
 
-    def resolved(self, mode: str, on_gpu: bool, multiprocessors: int, ranks: int) -> Tuning:
+    def resolved(self, config: Config, on_gpu: bool, multiprocessors: int) -> Tuning:
         """With every None replaced. Raises ValueError for what makes no sense; blocks and threads are checked later."""
-        default = defaults(mode, on_gpu, multiprocessors, ranks)
+        mode, default = config.mode, defaults(config, on_gpu, multiprocessors)
         given = {name: value for name, value in vars(self).items() if value is not None}
         made = replace(default, **given)
         if self.blocks is not None:  # keep the proportion
@@ -57,11 +59,15 @@ class Tuning:
 _SENDERS = ("dispatch_senders", "combine_senders")
 
 
-def defaults(mode: str, on_gpu: bool, multiprocessors: int, ranks: int) -> Tuning:
+def defaults(config: Config, on_gpu: bool, multiprocessors: int) -> Tuning:
     """The choices that were measured best on 2 and 4 H200s; the simulator runs threads in turn, so it gets few."""
     if not on_gpu:
         return Tuning(4, 64, 2, 2, 64)
-    if mode == "latency":
+    if config.mode == "latency":
         return Tuning(multiprocessors, 256, 1, 1, 256)
+    few = config.ranks <= 2
+    # Sums without weights of two-byte elements leave registers for more warps.
+    if config.layout == "rank" and config.combine_dtype.itemsize < 4:
+        return Tuning(24, 512, 14, 13 if few else 16, 512)
     # The more ranks, the smaller the part of the rows that stays here, and the more is sent.
-    return Tuning(24, 512, 14, 12 if ranks <= 2 else 16, 384)
+    return Tuning(24, 512, 14, 12 if few else 16, 384)

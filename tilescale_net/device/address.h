@@ -48,17 +48,6 @@ struct Route {
     stopped = stop != 0;
   }
 
-  // The same in two steps: the PE is looked up when it is known that the range is right. Where many warps send row
-  // after row each starts 0.2 us later, and together they are faster: on two H200s combine of kernels/moe takes 224 us
-  // like this and 241 us with all loads at once, which is not understood.
-  TSN_DEVICE Route(const Context* c, int p, const void* local, int64_t bytes) : ctx(c), pe(p) {
-    heap_base = platform::load_constant(&ctx->heap_base);
-    heap_bytes = platform::load_constant(&ctx->heap_bytes);
-    const int known = platform::opaque(symmetric(local, bytes) ? pe : -1);
-    stopped = platform::load_recent(&ctx->aborted) != 0;
-    base = peer_base(ctx, known);
-  }
-
   // Whether the PE is mapped; if not it is reached through the proxy, or there is none.
   TSN_DEVICE bool direct() const { return TSN_LIKELY(base != 0); }
   TSN_DEVICE bool exists() const { return direct() || is_pe(ctx, pe); }

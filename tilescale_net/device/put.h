@@ -37,7 +37,7 @@ TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t byte
     }
   }
   begin.load(src); // first, so that nothing that waits for the route comes before it
-  const Route route = S == Scope::warp ? Route(ctx, pe, dst, bytes) : Route(ctx, pe);
+  const Route route(ctx, pe);
   if (TSN_UNLIKELY(!route.open<S>(kOpPut, dst, bytes))) {
     if (scope_leader<S>()) detail::put_elsewhere(ctx, dst, src, bytes, pe);
     return;

@@ -7,9 +7,10 @@ import re
 import pytest
 
 import kernels.moe
-from kernels.moe.rows import EXPLICIT_SYNC
+from kernels.moe.rows import EXACT_SUMS, EXPLICIT_SYNC
 from tests.kernels.test_generated_code import tools  # noqa: F401 (a fixture)
 from tests.ptx import read_only_loads
+from tests.sass import schedule
 from tilescale_net.compiler import inspect
 from tilescale_net.compiler.ir import block_threads
 from tilescale_net.compiler.jit import Factory
@@ -37,7 +38,7 @@ KERNELS = {
     ],
     "combine_throughput.combine_throughput": [
         dict(SUM, by_rank=False, weighted="choices"),
-        dict(SUM, by_rank=True, weighted=""),
+        dict(SUM, by_rank=True, weighted="", threads=512),
     ],
     "dispatch_latency.dispatch_latency": [dict(SEND, source_dtype="bfloat16")],
     "combine_latency.combine_latency": [dict(RETURN)],
@@ -72,3 +73,33 @@ def test_code_for_sm_90(tools, tmp_path, name, arguments):  # noqa: F811
     assert [i for i in instructions if i.startswith("ST") and ".128" in i] or module == "layout", "16-byte stores"
     assert [i for i in instructions if i.startswith("LD") and ".128" in i], "16-byte loads"
     assert any(i.startswith("LD") and i.endswith("STRONG.SYS") for i in instructions), "system-scope polls"
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("by_rank", [False, True])
+def test_rows_that_are_summed_are_loaded_together(tools, ranks, by_rank):  # noqa: F811
+    """The reducers' loads of a batch wait for none of each other: sums took twice as long when a comparison between
+    them shared a counter with them. (Only schedules that were assembled tell: the order of the instructions is fine.)"""
+    shape = dict(SUM, ranks=ranks, by_rank=by_rank, weighted="" if by_rank else "choices", threads=384)
+    func = importlib.import_module("kernels.moe.combine_throughput").combine_throughput.trace(**shape)
+    source = inspect.cuda_source(func, pass_configs=EXPLICIT_SYNC)
+    code = schedule(inspect.compile_source(source, "cubin", extra=(EXACT_SUMS,), threads=block_threads(func)))
+    batches = _batches(code)
+    assert max(len(loads) for loads in batches) >= 4 * min(ranks, 4)
+    for loads in batches:
+        raised = set()
+        for i in range(loads[0], loads[-1] + 1):
+            assert not code[i].waits & raised, f"{code[i].text} waits for rows that are on their way"
+            if i in loads:
+                raised.add(code[i].result)
+
+
+def _batches(code) -> list[list[int]]:
+    """Indices of ordinary 16-byte loads, those together that are close together."""
+    found: list[list[int]] = []
+    for i, instruction in enumerate(code):
+        if instruction.is_load and ".E.128 " in instruction.text:
+            if not found or i - found[-1][-1] > 60:
+                found.append([])
+            found[-1].append(i)
+    return found
