@@ -68,6 +68,7 @@ def main() -> None:
     report.environment["timing"] = timing if bench.on_gpu else f"{timing}; device {SIMULATED}, the proxy's own are real"
     if "push" in args.parts:
         queue_tables.push_rates(report, bench, args)
+        queue_tables.places(report, bench, args)
     if "round-trip" in args.parts or "stages" in args.parts:
         trip = queue_tables.round_trips(report, bench, args)
     if "dispatch" in args.parts:

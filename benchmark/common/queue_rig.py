@@ -99,14 +99,14 @@ class Rig:
         for p in proxies:
             p.start()
 
-    def run(self, probe, turns, *, size=64, out=0, into=0, pes=1, first=0, lanes=1, warps=1, blocks=1) -> float:
+    def run(self, probe, turns, *, size=64, out=0, into=0, pes=1, first=0, lanes=1, warps=1, blocks=1, only=-1) -> float:
         """Microseconds of one launch; see kernels/queue_probes.py. Raises what kernel or proxy met."""
         import tilescale_net as tsn
         from kernels.queue_probes import probe as factory
         from tilescale_net import errors
 
         kernel = factory()
-        arguments = (int(probe), self.payload, size, out, into, pes, first, turns, lanes, warps, blocks)
+        arguments = (int(probe), self.payload, size, out, into, pes, first, turns, lanes, warps, blocks, only)
         spent = elapsed(lambda: kernel(self._context, *arguments), self._bench.on_gpu)
         for p in self._proxies:
             found = p.error()

@@ -12,6 +12,7 @@ from benchmark.common.table import Column
 
 # Blocks, warps of a block, lanes of a warp that push, queues.
 GEOMETRIES = [(1, 1, 1, 1), (1, 1, 8, 1), (1, 1, 32, 1), (1, 4, 32, 1), (4, 1, 32, 1), (2, 1, 32, 2), (4, 1, 32, 4)]
+PLACES = (16, 2)  # multiprocessors that a single thread is tried on: on a GPU, in the simulator
 STAGE_BYTES = 256  # more than travels inside a message
 
 
@@ -43,6 +44,46 @@ def push_rates(report: Report, bench: Bench, args) -> None:
         samples = {name: values[1:] for name, values in samples.items()}
         row = {"blocks": blocks, "warps": warps, "lanes": lanes, "queues": queues}
         table.add(row | {name: median(values) for name, values in samples.items()}, samples)
+
+
+def places(report: Report, bench: Bench, args) -> None:
+    """One thread again, on one multiprocessor after another, spread over the device."""
+    from kernels.queue_probes import Probe
+
+    columns = [
+        Column("slowest", "slowest (M/s)", ".2f", better="higher"),
+        Column("mean", "mean (M/s)", ".2f", better="higher"),
+        Column("fastest", "fastest (M/s)", ".2f", better="higher"),
+    ]
+    count = PLACES[0 if bench.on_gpu else 1]
+    table = report.table("one thread, by multiprocessor", [Column("what", "What")], columns)
+    table.notes.append(
+        f"{count} blocks of one for each multiprocessor, one at a time. The atomic that takes a slot is the longest part of "
+        "a push, and takes longer where the queue's head lies in the other half of the L2 cache. Mean: all pushes over all "
+        "their time."
+    )
+    blocks = _multiprocessors(bench) if bench.on_gpu else count
+    burst = max(1, args.capacity // 2)
+    with bench.null(args.capacity) as rig:
+        for what, kind in (("each published", Probe.PUSH_PUBLISHED), ("behind one fence", Probe.PUSH)):
+            medians = []
+            for place in report.progress(range(count), f"pushes, {what}", str):
+                spent = []
+                for _ in range(1 + args.repeat):
+                    spent.append(rig.run(kind, burst, blocks=blocks, only=place * blocks // count))
+                    rig.drain()
+                medians.append(median(spent[1:]))
+            rates = [burst / spent for spent in medians]
+            mean = count * burst / sum(medians)
+            table.add(
+                {"what": what, "slowest": min(rates), "mean": mean, "fastest": max(rates)}, {"by multiprocessor": rates}
+            )
+
+
+def _multiprocessors(bench: Bench) -> int:
+    import torch
+
+    return torch.cuda.get_device_properties(bench.world.device).multi_processor_count
 
 
 def round_trips(report: Report, bench: Bench, args) -> dict[str, float]:

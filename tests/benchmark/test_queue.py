@@ -18,7 +18,7 @@ def test_every_part(tmp_path):
     arguments = ["--repeat", "1", "--trips", "10", "--capacity", "256", "--provider", "tcp;ofi_rxm"]
     done = launch("queue.py", *arguments, "--json", str(path), GPUS="1")
     assert done.returncode == 0, done.stderr
-    pushes, trips, dispatch, stages = json.loads(path.read_text())["tables"]
+    pushes, places, trips, dispatch, stages = json.loads(path.read_text())["tables"]
     assert [(r["blocks"], r["warps"], r["lanes"]) for r in pushes["rows"]][:4] == [
         (1, 1, 1),
         (1, 1, 8),
@@ -27,6 +27,8 @@ def test_every_part(tmp_path):
     ]
     assert sorted({r["queues"] for r in pushes["rows"]}) == [1, 2, 4]
     assert all(r[c] > 0 for r in pushes["rows"] for c in ("published", "batch", "sustained"))
+    assert [r["what"] for r in places["rows"]] == ["each published", "behind one fence"]
+    assert all(0 < r["slowest"] <= r["mean"] <= r["fastest"] for r in places["rows"])
     assert len(trips["rows"]) == 2 and all(r["flag"] > 0 and r["queue"] > 0 for r in trips["rows"])
     assert len(dispatch["rows"]) == 3 and all(r["rate"] > 0.1 for r in dispatch["rows"])
     times = {r["stage"]: r["us"] for r in stages["rows"]}
@@ -75,6 +77,7 @@ def _counts() -> dict[str, list[int]]:
     with bench.null(64, queues=2) as rig:
         rig.run(Probe.PUSH, 5, pes=2, lanes=3, warps=2, blocks=4)  # 120 puts through rings of 64
         rig.run(Probe.PUSH_PUBLISHED, 7, pes=2, lanes=32, blocks=2)  # 448
+        rig.run(Probe.PUSH, 11, pes=2, blocks=8, only=5)  # one thread's
         rig.drain(2)
         one = rig.stats()
     with bench.null(16) as rig:
@@ -95,7 +98,7 @@ def test_probes_push_what_they_say():
     (outcome,) = ranks.launch(1, _counts)
     assert outcome.ok, outcome.error
     (one, two, three), word, same = outcome.value
-    assert one == {"puts": 568, "put_signals": 0, "flushes": 2, "bytes_put": 568 * 64}
+    assert one == {"puts": 579, "put_signals": 0, "flushes": 2, "bytes_put": 579 * 64}
     assert two == {"puts": 9, "put_signals": 0, "flushes": 49, "bytes_put": 9 * 64}
     assert three == {"puts": 0, "put_signals": 6, "flushes": 1, "bytes_put": 6 * 256}
     assert word == 16 and same
