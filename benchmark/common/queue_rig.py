@@ -99,7 +99,9 @@ class Rig:
         for p in proxies:
             p.start()
 
-    def run(self, probe, turns, *, size=64, out=0, into=0, pes=1, first=0, lanes=1, warps=1, blocks=1, only=-1) -> float:
+    def run(
+        self, probe, turns, *, size=64, out=0, into=0, pes=1, first=0, lanes=1, warps=1, blocks=1, only=-1
+    ) -> float:
         """Microseconds of one launch; see kernels/queue_probes.py. Raises what kernel or proxy met."""
         import tilescale_net as tsn
         from kernels.queue_probes import probe as factory
