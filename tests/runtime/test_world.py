@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,23 +105,31 @@ def test_different_calls_are_named():
     assert "tilescale_net.barrier" in outcomes[1].error[1] and "tilescale_net.zeros" in outcomes[1].error[1]
 
 
-def _barrier_or_sleep():
+def _barrier_or_sleep(ready):
     if tsn.rank() == 1:
+        Path(ready).touch()
         time.sleep(60)
     tsn.barrier()
 
 
-def test_killed_rank_is_reported_quickly():
-    begin = time.monotonic()
+def test_killed_rank_is_reported_quickly(tmp_path):
+    ready, killed = tmp_path / "ready", []
 
-    def kill_later(procs):
-        threading.Timer(3.0, lambda: os.kill(procs[1].pid, signal.SIGKILL)).start()
+    def kill_when_ready(procs):
+        def body():
+            while not ready.exists():
+                time.sleep(0.1)
+            time.sleep(1)
+            killed.append(time.monotonic())
+            os.kill(procs[1].pid, signal.SIGKILL)
 
-    outcomes = ranks.launch(3, _barrier_or_sleep, on_start=kill_later, timeout=40)
+        threading.Thread(target=body, daemon=True).start()
+
+    outcomes = ranks.launch(3, _barrier_or_sleep, str(ready), on_start=kill_when_ready, timeout=100)
+    assert time.monotonic() - killed[0] < 20
     assert outcomes[1].error[0] == "Died"
     for o in (outcomes[0], outcomes[2]):
         assert o.error[0] == "PeerLost" and "rank 1" in o.error[1], o.error
-    assert time.monotonic() - begin < 30
 
 
 def _raise_on_one():

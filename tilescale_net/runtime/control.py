@@ -6,24 +6,17 @@ before anything is done, so that a difference becomes an error on every rank ins
 
 from __future__ import annotations
 
-import atexit
-import datetime
 import json
-import os
 import pickle
 import time
 
 import torch
 import torch.distributed as dist
 
-from tilescale_net.errors import ConfigurationError, PeerLost, RankMismatch
+from tilescale_net.errors import PeerLost, RankMismatch
+from tilescale_net.runtime import rendezvous
 
 _RECORD = 512  # bytes of one rank's description of a call
-
-
-def _leave_default() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class Control:
@@ -31,50 +24,18 @@ class Control:
 
     Args:
         timeout: seconds after which a collective call gives up and names the ranks that did not arrive.
+
+    Raises:
+        ConfigurationError, PeerLost: the ranks could not meet; see rendezvous.join.
     """
 
     def __init__(self, timeout: float):
         self.timeout = timeout
-        if not dist.is_initialized():
-            self._initialise_default()
+        self.store, self.prefix, self._group = rendezvous.join(timeout)
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self.store = dist.distributed_c10d._get_default_store()
-        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
-        # A world of its own in the store: init after finalize must not read the keys of the earlier one.
-        generation = self.store.add(f"tsn/generation/{self.rank}", 1)
-        self.prefix = f"tsn/{generation}/"
         self._calls = 0
         self.reason_of = None  # set by the watchdog: () -> str | None, why peers are known to be lost
-
-    def _initialise_default(self) -> None:
-        # One host needs no other interface than loopback, and must not pick one by accident.
-        if os.environ.get("NODES", "1") == "1" and "GROUP_WORLD_SIZE" not in os.environ:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        elif os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        limit = datetime.timedelta(seconds=max(self.timeout, 60.0))
-        env = os.environ
-        if "RANK" in env and "WORLD_SIZE" in env:
-            dist.init_process_group("gloo", timeout=limit)
-        elif "SLURM_PROCID" in env and "MASTER_ADDR" in env and "MASTER_PORT" in env:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"tcp://{env['MASTER_ADDR']}:{env['MASTER_PORT']}",
-                rank=int(env["SLURM_PROCID"]),
-                world_size=int(env["SLURM_NTASKS"]),
-                timeout=limit,
-            )
-        elif "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
-            raise ConfigurationError(
-                "srun started several tasks but MASTER_ADDR and MASTER_PORT are not set; export them (any free port on "
-                "the first node), or start the script through launch.sh"
-            )
-        else:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
-        # Gloo's threads may still drop references to tensors when the last collective call has returned. A thread that
-        # does so while the interpreter shuts down aborts the process; destroying the group waits for them.
-        atexit.register(_leave_default)
 
     # -- collective calls -------------------------------------------------------------------------------------------
 
@@ -119,7 +80,7 @@ class Control:
     def _collective(self, what: str, run) -> None:
         try:
             run()
-        except (RuntimeError, dist.DistBackendError) as err:
+        except RuntimeError as err:
             raise PeerLost(self._explain(what, err)) from err
 
     # -- who is where -----------------------------------------------------------------------------------------------
