@@ -58,14 +58,21 @@ def message(order="fence", wait=True):
 
 
 FRESH = 16384  # elements: 64 KiB, which every engine takes
+CROWD = 4096  # elements that a block of the crowd puts at a time
 
 
 @tsn.jit
-def fresh_source(engine="bulk", threads=128):
-    """Kernel `(dst, src, flags, wrong, turns, to)`: each turn writes a new source, sends it at once, and compares what came.
+def fresh_source(engine="bulk", threads=128, order="put_signal", crowd=0):
+    """Kernel `(dst, src, flags, wrong, noise, stop, turns, to)`: each turn writes a new source, sends it at once, and
+    compares what came.
 
     `flags[0]` tells that the data of a turn has come, `flags[1]` that the peer has compared its own. `wrong` counts, by
     thread, the elements that differ from what the peer wrote in that turn.
+
+    Args:
+        order: "put_signal", or "other warp": a put, and a fence and a signal by a thread of the last warp.
+        crowd: blocks that put `noise` to the peer all the while, so that data and signals meet others on the way. Where
+            they do, H200s show data after their signal in every turn if a signal is sent without a release.
     """
 
     @T.prim_func
@@ -75,25 +82,49 @@ def fresh_source(engine="bulk", threads=128):
         src: T.Tensor((FRESH,), "int32"),
         flags: T.Tensor((2,), "uint64"),
         wrong: T.Tensor((threads,), "int32"),
+        noise: T.Tensor((max(crowd, 1), CROWD), "int32"),
+        stop: T.Tensor((1,), "int32"),
         turns: T.int32,
         to: T.int32,
     ):
-        with T.Kernel(1, threads=threads):
+        with T.Kernel(1 + crowd, threads=threads) as block:
+            stopped = T.alloc_shared((1,), "int32")
             thread = T.get_thread_binding()
-            for turn in T.serial(turns):
-                # The last elements come last, right before the copy.
-                for i in T.serial(FRESH // threads):
-                    src[i * threads + thread] = turn * 100003 + i * threads + thread
-                N.put_signal_block(dst, src, to, flags[0], turn + 1, engine=engine)
-                N.wait_block(flags[0], "ge", turn + 1)
-                for i in T.serial(FRESH // threads):
-                    if dst[i * threads + thread] != turn * 100003 + i * threads + thread:
-                        wrong[thread] += 1
-                T.sync_threads()
+            if block == 0:
+                for turn in T.serial(turns):
+                    # The last elements come last, right before the copy.
+                    for i in T.serial(FRESH // threads):
+                        src[i * threads + thread] = turn * 100003 + i * threads + thread
+                    if order == "put_signal":
+                        N.put_signal_block(dst, src, to, flags[0], turn + 1, engine=engine)
+                    else:
+                        N.put_block(dst, src, to, engine=engine)
+                        T.sync_threads()
+                        if thread == threads - 1:
+                            N.fence(to)
+                            N.signal(flags[0], turn + 1, to)
+                    N.wait_block(flags[0], "ge", turn + 1)
+                    for i in T.serial(FRESH // threads):
+                        if dst[i * threads + thread] != turn * 100003 + i * threads + thread:
+                            wrong[thread] += 1
+                    T.sync_threads()
+                    if thread == 0:
+                        N.quiet(to)
+                        N.signal(flags[1], turn + 1, to)
+                    N.wait_block(flags[1], "ge", turn + 1)
+                if thread == 0:
+                    N.st(stop[0], 1, scope="gpu")
+            else:
+                going = T.alloc_var("int32", init=1)
+                while going > 0:
+                    N.put_block(noise[block - 1, 0], noise[block - 1, 0], to, count=CROWD, engine="ldst")
+                    T.sync_threads()
+                    if thread == 0:
+                        stopped[0] = N.ld(stop[0], scope="gpu")
+                    T.sync_threads()
+                    going = 1 - stopped[0]
                 if thread == 0:
                     N.quiet(to)
-                    N.signal(flags[1], turn + 1, to)
-                N.wait_block(flags[1], "ge", turn + 1)
 
     return main
 
@@ -318,15 +349,17 @@ def where() -> tuple[list[int], list[int]]:
     return numbers.tolist(), direct.tolist()
 
 
-def write_and_send(engine, threads, turns):
+def write_and_send(engine, threads, turns, order, crowd):
     """Wrong elements on this rank after `turns` turns of `fresh_source`."""
-    dst, src = tsn.empty(FRESH, torch.int32), tsn.empty(FRESH, torch.int32)
+    dst, src, noise = (tsn.empty(shape, torch.int32) for shape in (FRESH, FRESH, (max(crowd, 1), CROWD)))
     flags = tsn.zeros((2,), torch.uint64)
     wrong = torch.zeros(threads, dtype=torch.int32, device=dst.device)
+    stop = torch.zeros(1, dtype=torch.int32, device=dst.device)
+    noise.fill_(0)
     tsn.barrier()
-    fresh_source(engine, threads)(dst, src, flags, wrong, turns, 1 - tsn.rank())
+    fresh_source(engine, threads, order, crowd)(dst, src, flags, wrong, noise, stop, turns, 1 - tsn.rank())
     tsn.barrier()
     count = int(wrong.sum())
-    for tensor in (dst, src, flags):
+    for tensor in (dst, src, noise, flags):
         tsn.free(tensor)
     return count
