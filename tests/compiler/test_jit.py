@@ -35,7 +35,7 @@ class Recorder(Kernel):
 @pytest.fixture
 def world(monkeypatch):
     """Pretend that init() was called; the context tensor is the word in `context_tensor`."""
-    fake = types.SimpleNamespace(context_tensor="context")
+    fake = types.SimpleNamespace(context_tensor="context", device_kind="cuda")
     monkeypatch.setattr(world_module, "_current", fake)
     return fake
 
@@ -59,9 +59,23 @@ def test_an_explicit_context_stands_where_the_author_put_it(world):
 def test_a_new_world_brings_its_own_context(world, monkeypatch):
     kernel = Recorder(kernels.pusher())
     kernel(1, 2, 3, 4)
-    monkeypatch.setattr(world_module, "_current", types.SimpleNamespace(context_tensor="new"))
+    monkeypatch.setattr(world_module, "_current", types.SimpleNamespace(context_tensor="new", device_kind="cuda"))
     kernel(1, 2, 3, 4)
     assert [call[0] for call in kernel.calls] == ["context", "new"]
+
+
+def test_a_kernel_for_another_device_is_not_launched(world):
+    kernel = Recorder(kernels.pusher())
+    world.device_kind = "simulator"
+    with pytest.raises(
+        KernelError, match="was compiled for a GPU, but init has taken the simulator; compile kernels after"
+    ):
+        kernel(1, 2, 3, 4)
+    kernel.target, world.device_kind = "simulator", "cuda"
+    with pytest.raises(KernelError, match="was compiled for the simulator, but init has taken a GPU"):
+        kernel(1, 2, 3, 4)
+    kernel(1, 2, "mine", 3, 4)  # whoever brings a context knows whose it is
+    assert kernel.calls == [("mine", 1, 2, 3, 4)]
 
 
 def test_without_a_world(monkeypatch):
@@ -247,7 +261,7 @@ def test_launches_keep_out_of_the_way_of_a_proxy(monkeypatch, staged):
     """The first launch waits for the device, as do launches on the default stream where data are staged."""
     events, stream = [], ["default"]
     proxy = None if staged is None else types.SimpleNamespace(staged=staged)
-    there = types.SimpleNamespace(proxy=proxy, context_tensor=torch.zeros(4, dtype=torch.int64))
+    there = types.SimpleNamespace(proxy=proxy, device_kind="cuda", context_tensor=torch.zeros(4, dtype=torch.int64))
     monkeypatch.setattr(world_module, "_current", there)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -53,6 +53,7 @@ class Kernel:
         Raises:
             TypeError: wrong number of arguments.
             TileScaleError: no `init()` before, and no context given.
+            KernelError: compiled for another kind of device than `init()` has taken.
         """
         if len(args) != self._n or self._bound_to is not _world._current or self._launch is None:
             return self._slow(args)
@@ -71,6 +72,7 @@ class Kernel:
         if index is None:
             self._launch = function
         else:
+            self._check_device()
             self._launch = functools.partial(function, self._argument(_world.current().context_tensor))
         self._bound_to = _world._current
         self._launch(*args)
@@ -78,6 +80,16 @@ class Kernel:
     def _supervised(self, function):
         """The function with what the current world asks for around it."""
         return function
+
+    def _check_device(self) -> None:
+        mine = "simulator" if self.target == "simulator" else "cuda"
+        if _world.current().device_kind != mine:
+            names = {"simulator": "the simulator", "cuda": "a GPU"}
+            raise KernelError(
+                f"kernel {self.name} was compiled for {names[mine]}, but init has taken "
+                f"{names[_world.current().device_kind]}; compile kernels after init, or leave their target out and "
+                "TSN_DEVICE as it is in between"
+            )
 
     def __repr__(self) -> str:
         return f"<kernel {self.name}({', '.join(self.parameters)}) for {self.target}>"

@@ -22,7 +22,8 @@ namespace {
 
 constexpr uint64_t kMaxPieces = 16;
 constexpr uint64_t kPieceAlignment = 64;
-constexpr size_t kMaxPending = 1024;
+// Operations to one PE that may wait at a time. It bounds how late one can be: by that many younger ones.
+constexpr size_t kMaxPending = 256;
 constexpr int kHoldsPerLaunch = 8;
 constexpr auto kAfterKernel = std::chrono::milliseconds(2);
 
@@ -108,12 +109,16 @@ void hold(Store& s, Target& target, uint64_t sequence, Random& random) {
 
 bool holds(const Target& target) { return target.held_before && Clock::now() < target.held_until; }
 
+// All of the oldest operation, which waits for no other.
+void deliver_oldest(Target& target) {
+  Pending& p = target.pending.front();
+  while (!p.pieces.empty()) deliver_piece(p, p.pieces.size() - 1);
+  if (p.operation.peer_signal) deliver_signal(p.operation);
+  target.pending.pop_front();
+}
+
 void deliver_all(Target& target) {
-  for (Pending& p : target.pending) {
-    while (!p.pieces.empty()) deliver_piece(p, p.pieces.size() - 1);
-    if (p.operation.peer_signal) deliver_signal(p.operation);
-  }
-  target.pending.clear();
+  while (!target.pending.empty()) deliver_oldest(target);
 }
 
 // One step of a random operation of a random PE. Returns whether anything was delivered.
@@ -185,8 +190,7 @@ bool defer(const RemoteOperation& o) {
     if (o.peer_signal) hold(s, target, s.sequence, random);
     return false;
   }
-  // The list stays short enough to pick from.
-  for (int i = 0; i < 4 && target.pending.size() >= kMaxPending; ++i) deliver_step(s, random);
+  if (target.pending.size() >= kMaxPending) deliver_oldest(target);
   Pending p;
   p.operation = o;
   p.epoch = target.epoch;
