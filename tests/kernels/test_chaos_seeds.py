@@ -13,7 +13,7 @@ from tests.kernels import test_all_gather, test_all_to_all, test_p2p, test_reduc
 from tests.kernels.moe.test_rounds import rounds
 
 SEEDS = int(os.environ.get("TSN_CHAOS_SEEDS", "24"))
-AT_ONCE = 10  # seeds of one test, whose ranks go on from one to the next
+AT_ONCE = 24  # seeds of one test, whose ranks build each kernel once
 GEOMETRY = dict(threads=32, blocks=2)
 MOE = dict(num_experts=4, max_tokens=7, hidden=64, top_k=3)
 TUNING = Tuning(blocks=2, threads=32, combine_threads=32, chunk=2)
