@@ -61,6 +61,17 @@ def test_a_port_that_is_taken():
     assert kind == "ConfigurationError" and "cannot listen at 127.0.0.1:" in text and "MASTER_PORT" in text
 
 
+def _wrong_interface():
+    os.environ["GLOO_SOCKET_IFNAME"] = "nonesuch0"
+    tsn.init("4M")
+
+
+def test_an_interface_that_does_not_exist():
+    for o in ranks.launch(2, _wrong_interface, env=QUICK, init=False):
+        kind, text, _ = o.error
+        assert kind == "ConfigurationError" and "nonesuch0" in text and "GLOO_SOCKET_IFNAME" in text, o.error
+
+
 def _init_with(env):
     for name, value in env.items():
         if value is None:

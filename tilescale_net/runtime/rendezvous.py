@@ -32,7 +32,8 @@ def join(timeout: float) -> tuple[dist.Store, str, dist.ProcessGroup]:
         The job's store, the prefix of this meeting's keys in it, and a gloo group of the package's own.
 
     Raises:
-        ConfigurationError: the environment does not say where to meet, or rank 0 cannot listen there.
+        ConfigurationError: the environment does not say where to meet, rank 0 cannot listen there, or the network
+            interface is the wrong one.
         PeerLost: ranks did not come within the timeout, or were lost on the way; names them.
     """
     limit = datetime.timedelta(seconds=timeout)
@@ -148,8 +149,8 @@ class _Roll:
         keys = [self._key("here", r) for r in range(self._size)]
         end = time.monotonic() + self._timeout
         while not self._all(keys):
-            if time.monotonic() > end:
-                raise self._lost("did not come", self._silent("here"))
+            if time.monotonic() > end and (missing := self._silent("here")):
+                raise self._lost("did not come", missing)
             time.sleep(0.02)
 
     def guard(self, run):
@@ -159,12 +160,18 @@ class _Roll:
         except (RuntimeError, ValueError) as err:
             self._say("failed")
             time.sleep(_LAST_LOOK)
-            raise self._lost("came, and were not heard of again", self._silent("failed", "joined"), err) from err
+            silent = self._silent("failed", "joined")
+            if silent:
+                raise self._lost("came, and were not heard of again", silent, err) from err
+            raise ConfigurationError(
+                f"rank {self._rank}: all {self._size} ranks came, but they could not connect to each other "
+                f"({_first_line(err)}); let GLOO_SOCKET_IFNAME name a network interface over which they can"
+            ) from err
         self._say("joined")
         return result
 
     def _lost(self, what: str, ranks: list[int], err: Exception | None = None) -> PeerLost:
-        who = ", ".join(f"rank {r}" for r in ranks) if ranks else "no rank is known to be"
+        who = ", ".join(f"rank {r}" for r in ranks)
         cause = f" ({_first_line(err)})" if err else ""
         if self._rank == 0:
             time.sleep(_LAST_LOOK)  # the store ends with this rank, and the others look at it for their message
