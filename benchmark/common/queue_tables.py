@@ -58,7 +58,7 @@ def places(report: Report, bench: Bench, args) -> None:
     count = PLACES[0 if bench.on_gpu else 1]
     table = report.table("one thread, by multiprocessor", [Column("what", "What")], columns)
     table.notes.append(
-        f"{count} blocks of one for each multiprocessor, one at a time. The atomic that takes a slot is the longest part of "
+        f"{count} multiprocessors, one at a time. The atomic that takes a slot is the longest part of "
         "a push, and takes longer where the queue's head lies in the other half of the L2 cache. Mean: all pushes over all "
         "their time."
     )
