@@ -9,6 +9,7 @@ NVIDIA Volta GPU Architecture via Microbenchmarking" (arXiv:1804.06826), section
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilescale_net.compiler import inspect
@@ -46,4 +47,15 @@ def schedule(cubin: bytes) -> list[Instruction]:
         result, mask = control >> 5 & 7, control >> 11 & 63
         waits = frozenset(counter for counter in range(6) if mask >> counter & 1)
         found.append(Instruction(text, None if result == NONE else result, waits))
+    return found
+
+
+def held_up(code: Sequence[Instruction], loads: Sequence[Instruction]) -> list[str]:
+    """Instructions that wait for one of `loads`, some of those in `code`, that was issued before them."""
+    found, under_way = [], set()
+    for instruction in code:
+        if instruction.waits & under_way:
+            found.append(instruction.text)
+        if any(instruction is load for load in loads):
+            under_way.add(instruction.result)
     return found

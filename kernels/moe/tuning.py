@@ -65,9 +65,9 @@ def defaults(config: Config, on_gpu: bool, multiprocessors: int) -> Tuning:
         return Tuning(4, 64, 2, 2, 64)
     if config.mode == "latency":
         return Tuning(multiprocessors, 256, 1, 1, 256)
+    # The more ranks, the smaller the part of the rows that stays here, and the more is sent.
     few = config.ranks <= 2
     # Sums without weights of two-byte elements leave registers for more warps.
     if config.layout == "rank" and config.combine_dtype.itemsize < 4:
         return Tuning(24, 512, 14, 13 if few else 16, 512)
-    # The more ranks, the smaller the part of the rows that stays here, and the more is sent.
     return Tuning(24, 512, 14, 12 if few else 16, 384)

@@ -13,29 +13,20 @@ from tests import ranks
 QUICK = {"TSN_TIMEOUT": "1"}  # and 5 s more for collective calls
 
 
-def _one_never_comes(lost):
+def _one_is_lost(lost, step):
+    """Rank `lost` ends before it comes, or where it would call `step` of torch.distributed."""
     if int(os.environ["RANK"]) == lost:
-        os._exit(9)
-    tsn.init("4M")
-
-
-def _one_leaves_on_the_way(lost):
-    if int(os.environ["RANK"]) == lost:
-        dist.init_process_group = lambda *_, **__: os._exit(9)
-    tsn.init("4M")
-
-
-def _one_leaves_before_the_packages_group(lost):
-    if int(os.environ["RANK"]) == lost:
-        dist.new_group = lambda *_, **__: os._exit(9)
+        if step is None:
+            os._exit(9)
+        setattr(dist, step, lambda *_, **__: os._exit(9))
     tsn.init("4M")
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("body", [_one_never_comes, _one_leaves_on_the_way, _one_leaves_before_the_packages_group])
-def test_whoever_is_missing_is_named(body, lost):
+@pytest.mark.parametrize("step", [None, "init_process_group", "new_group"])
+def test_whoever_is_missing_is_named(step, lost):
     begin = time.monotonic()
-    outcomes = ranks.launch(3, body, lost, env=QUICK, init=False, timeout=40)
+    outcomes = ranks.launch(3, _one_is_lost, lost, step, env=QUICK, init=False, timeout=40)
     assert outcomes[lost].error[0] == "Died"
     for o in outcomes:
         if o.rank != lost:
@@ -93,7 +84,8 @@ def _init_with(env):
 )
 def test_an_environment_that_makes_no_sense(env, said):
     (outcome,) = ranks.launch(1, _init_with, env, init=False)
-    assert outcome.error[:2] == ("ConfigurationError", outcome.error[1]) and said in outcome.error[1], outcome.error
+    kind, text, _ = outcome.error
+    assert kind == "ConfigurationError" and said in text, outcome.error
 
 
 def _late(seconds):

@@ -82,13 +82,12 @@ class Kernel:
         return function
 
     def _check_device(self) -> None:
-        mine = "simulator" if self.target == "simulator" else "cuda"
-        if _world.current().device_kind != mine:
+        mine, taken = "simulator" if self.target == "simulator" else "cuda", _world.current().device_kind
+        if taken != mine:
             names = {"simulator": "the simulator", "cuda": "a GPU"}
             raise KernelError(
-                f"kernel {self.name} was compiled for {names[mine]}, but init has taken "
-                f"{names[_world.current().device_kind]}; compile kernels after init, or leave their target out and "
-                "TSN_DEVICE as it is in between"
+                f"kernel {self.name} was compiled for {names[mine]}, but init has taken {names[taken]}; compile kernels "
+                "after init, or leave their target out and TSN_DEVICE as it is in between"
             )
 
     def __repr__(self) -> str:

@@ -118,10 +118,9 @@ class Control:
             if calls < self._calls:
                 behind.append(f"rank {other} (last call: {call})")
         who = ", ".join(behind) if behind else "no rank is known to be missing"
-        first_line = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
         return (
             f"rank {self.rank}: {what} did not finish within {self.timeout:g} s; not arrived: {who}. Look at those "
-            f"ranks' output, or raise TSN_TIMEOUT if they are only slow ({first_line})"
+            f"ranks' output, or raise TSN_TIMEOUT if they are only slow ({rendezvous.first_line(err)})"
         )
 
     def close(self) -> None:

@@ -114,12 +114,12 @@ def _connect(rank: int, size: int, address: str, port: int, timeout: float) -> d
     except (RuntimeError, OSError) as err:  # DistNetworkError is a RuntimeError
         if hosts:
             raise ConfigurationError(
-                f"rank 0 cannot listen at {address}:{port} ({_first_line(err)}); set MASTER_ADDR to this host and "
+                f"rank 0 cannot listen at {address}:{port} ({first_line(err)}); set MASTER_ADDR to this host and "
                 "MASTER_PORT to a free port"
             ) from err
         raise PeerLost(
             f"rank {rank}: rank 0 does not answer at {address}:{port} within {timeout:g} s. Look at its output, check "
-            f"MASTER_ADDR and MASTER_PORT, or raise TSN_TIMEOUT if it is only slow ({_first_line(err)})"
+            f"MASTER_ADDR and MASTER_PORT, or raise TSN_TIMEOUT if it is only slow ({first_line(err)})"
         ) from err
     store.set_timeout(limit)
     return store
@@ -165,14 +165,14 @@ class _Roll:
                 raise self._lost("came, and were not heard of again", silent, err) from err
             raise ConfigurationError(
                 f"rank {self._rank}: all {self._size} ranks came, but they could not connect to each other "
-                f"({_first_line(err)}); let GLOO_SOCKET_IFNAME name a network interface over which they can"
+                f"({first_line(err)}); let GLOO_SOCKET_IFNAME name a network interface over which they can"
             ) from err
         self._say("joined")
         return result
 
     def _lost(self, what: str, ranks: list[int], err: Exception | None = None) -> PeerLost:
         who = ", ".join(f"rank {r}" for r in ranks)
-        cause = f" ({_first_line(err)})" if err else ""
+        cause = f" ({first_line(err)})" if err else ""
         if self._rank == 0:
             time.sleep(_LAST_LOOK)  # the store ends with this rank, and the others look at it for their message
         return PeerLost(
@@ -199,10 +199,11 @@ def _ask(rank: int, question):
         return question()
     except RuntimeError as err:
         raise PeerLost(
-            f"rank {rank}: rank 0, which keeps the store of the job, is gone. Look at its output ({_first_line(err)})"
+            f"rank {rank}: rank 0, which keeps the store of the job, is gone. Look at its output ({first_line(err)})"
         ) from err
 
 
-def _first_line(err: Exception) -> str:
+def first_line(err: Exception) -> str:
+    """What an error of torch says, without the stack that follows."""
     text = str(err).strip()
     return text.splitlines()[0] if text else type(err).__name__

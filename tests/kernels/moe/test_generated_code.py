@@ -8,9 +8,9 @@ import pytest
 
 import kernels.moe
 from kernels.moe.rows import EXACT_SUMS, EXPLICIT_SYNC
+from tests import sass
 from tests.kernels.test_generated_code import tools  # noqa: F401 (a fixture)
 from tests.ptx import read_only_loads
-from tests.sass import schedule
 from tilescale_net.compiler import inspect
 from tilescale_net.compiler.ir import block_threads
 from tilescale_net.compiler.jit import Factory
@@ -82,15 +82,12 @@ def test_rows_that_are_summed_are_loaded_together(tools, ranks, by_rank):  # noq
     shape = dict(SUM, ranks=ranks, by_rank=by_rank, weighted="" if by_rank else "choices", threads=384)
     func = importlib.import_module("kernels.moe.combine_throughput").combine_throughput.trace(**shape)
     source = inspect.cuda_source(func, pass_configs=EXPLICIT_SYNC)
-    code = schedule(inspect.compile_source(source, "cubin", extra=(EXACT_SUMS,), threads=block_threads(func)))
+    code = sass.schedule(inspect.compile_source(source, "cubin", extra=(EXACT_SUMS,), threads=block_threads(func)))
     batches = _batches(code)
     assert max(len(loads) for loads in batches) >= 4 * min(ranks, 4)
     for loads in batches:
-        raised = set()
-        for i in range(loads[0], loads[-1] + 1):
-            assert not code[i].waits & raised, f"{code[i].text} waits for rows that are on their way"
-            if i in loads:
-                raised.add(code[i].result)
+        held_up = sass.held_up(code[loads[0] : loads[-1] + 1], [code[i] for i in loads])
+        assert not held_up, f"{held_up} wait for rows that are on their way"
 
 
 def _batches(code) -> list[list[int]]:
