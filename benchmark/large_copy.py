@@ -31,9 +31,9 @@ def main() -> None:
     timer = join(report, args)
     library = nvshmem(report) if args.nvshmem else None
     capacity = max(args.sizes)
-    ours = Ours(capacity)
+    ours = Ours(capacity, args.offset)
     sides = ([CopyEngine(ours)] if timer.on_gpu and tsn.world().topology.is_direct(1) else []) + [ours]
-    sides += [Nvshmem(capacity, library)] if library else []
+    sides += [Nvshmem(capacity, library, args.offset)] if library else []
     compare(report, args, sides, timer, reference=CopyEngine.name, percent=True)
     report.finish()
     if library:

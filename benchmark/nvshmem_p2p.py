@@ -28,7 +28,7 @@ def main() -> None:
     timer = join(report, args)
     library = nvshmem(report)
     if library:
-        compare(report, args, [Nvshmem(max(args.sizes), library)], timer)
+        compare(report, args, [Nvshmem(max(args.sizes), library, args.offset)], timer)
     report.finish()
     if library:
         library.finalize()

@@ -29,7 +29,7 @@ def main() -> None:
     timer = join(report, args)
     library = None if args.no_nvshmem else nvshmem(report)
     capacity = max(args.sizes)
-    sides = ([Nvshmem(capacity, library)] if library else []) + [Ours(capacity)]
+    sides = ([Nvshmem(capacity, library, args.offset)] if library else []) + [Ours(capacity, args.offset)]
     compare(report, args, sides, timer, reference="NVSHMEM")
     report.finish()
     if library:

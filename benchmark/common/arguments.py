@@ -64,6 +64,14 @@ def byte_count(text: str) -> int:
     return value
 
 
+def offsets(text: str) -> tuple[int, int]:
+    """argparse type: one or two whole numbers from 0 to 255, of a destination and a source; one is for both."""
+    values = int_list(0, 255)(text)
+    if len(values) > 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than an offset of the destination and one of the source")
+    return values[0], values[-1]
+
+
 def one_of(*choices: str) -> Callable[[str], list[str]]:
     """argparse type: a comma-separated list of `choices`; `all` means every one of them."""
 

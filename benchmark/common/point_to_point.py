@@ -29,6 +29,10 @@ class Side:
     dst: torch.Tensor
     src: torch.Tensor
 
+    def place(self, empty: Callable[[int], torch.Tensor], capacity: int, offset: tuple[int, int]) -> None:
+        """Make `dst` and `src`, which begin that many bytes beyond a multiple of 256, from tensors that do not."""
+        self.dst, self.src = (empty(at + capacity + GUARD)[at:] for at in offset)
+
     def launcher(self, direction: str, count: int, pe: int, geometry: Geometry) -> Callable[[int], None]:
         """`launch(n)`: start one kernel that copies `count` bytes to or from `pe`, `n` times."""
         raise NotImplementedError
@@ -43,10 +47,9 @@ class Ours(Side):
 
     name = "tilescale_net"
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity: int, offset: tuple[int, int] = (0, 0)):
         self._capacity = capacity + GUARD
-        self.dst = tsn.empty(self._capacity, torch.uint8)
-        self.src = tsn.empty(self._capacity, torch.uint8)
+        self.place(lambda count: tsn.empty(count, torch.uint8), capacity, offset)
         self._work = torch.zeros(2, dtype=torch.int32, device=tsn.device())  # counters of the dynamic partition
 
     def launcher(self, direction: str, count: int, pe: int, geometry: Geometry) -> Callable[[int], None]:
@@ -64,10 +67,9 @@ class Nvshmem(Side):
 
     name = "NVSHMEM"
 
-    def __init__(self, capacity: int, library):
+    def __init__(self, capacity: int, library, offset: tuple[int, int] = (0, 0)):
         self._library = library
-        self.dst = library.empty(capacity + GUARD)
-        self.src = library.empty(capacity + GUARD)
+        self.place(library.empty, capacity, offset)
 
     def launcher(self, direction: str, count: int, pe: int, geometry: Geometry) -> Callable[[int], None]:
         launch = {"push": self._library.put, "pull": self._library.get}[direction]

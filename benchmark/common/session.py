@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from benchmark.common.arguments import BenchmarkParser
+from benchmark.common.arguments import BenchmarkParser, offsets
 from benchmark.common.geometry import add_geometry_arguments, describe
 from benchmark.common.ranks import world_size
 from benchmark.common.report import Report
@@ -26,6 +26,13 @@ def copy_parser(description: str, sizes: str, **geometry: str) -> BenchmarkParse
     add_geometry_arguments(parser, **geometry)
     parser.add_argument("--bidirectional", action="store_true", help="both ranks copy at once; rates are per direction")
     parser.add_argument("--no-check", action="store_true", help="do not verify the data")
+    parser.add_argument(
+        "--offset",
+        type=offsets,
+        default=(0, 0),
+        metavar="DST[,SRC]",
+        help="bytes by which both ends, or each, begin beyond a multiple of 256 (0)",
+    )
     return parser
 
 
@@ -45,8 +52,10 @@ def join(report: Report, args: argparse.Namespace) -> Timer:
 
     world = tsn.init(2 * (max(args.sizes) + GUARD) + SLACK)
     timer = Timer.of(args, world.device_kind == "cuda")
+    report.environment["geometry"] = describe(args)
+    if any(args.offset):
+        report.environment["offset"] = "destination {}, source {} bytes beyond a multiple of 256".format(*args.offset)
     report.environment |= {
-        "geometry": describe(args),
         "direction": "both ways at once, rates per direction" if args.bidirectional else "one way",
         "path": "mapped memory" if world.topology.is_direct(1) else "proxy and fabric",
         "data": "not verified" if args.no_check else "verified",

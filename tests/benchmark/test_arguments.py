@@ -91,6 +91,21 @@ def test_geometries_are_all_combinations():
     assert [c.key for c in varying_columns(args)] == ["blocks", "threads"]
 
 
+def test_offsets_of_both_ends():
+    made = copy_parser("test", sizes="2K")
+    offsets = [made.parse_args(text.split()).offset for text in ("", "--offset 48", "--offset 0,16")]
+    assert offsets == [(0, 0), (48, 48), (0, 16)]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"), [("256", "not within 0 and 255"), ("x", "whole numbers"), ("1,2,3", "more than an offset")]
+)
+def test_offsets_that_are_none(text, complaint, capsys):
+    with pytest.raises(SystemExit):
+        copy_parser("test", sizes="2K").parse_args(["--offset", text])
+    assert complaint in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ring", ["8", "x", "8x", "x16K", "8x16Q", "8 16"])
 def test_ring_shape(ring, capsys):
     made = BenchmarkParser("test")

@@ -38,12 +38,14 @@ def test_unrolledcp_p2p(tmp_path):
 def test_geometries_and_baseline(tmp_path):
     path = tmp_path / "run.json"
     arguments = ["--sizes", "1,3000", "--threads", "32,64", "--bidirectional", "--repeat", "1", "--no-nvshmem"]
+    arguments += ["--offset", "0,48"]
     first = launch("unrolledcp_p2p.py", *arguments, "--json", str(path))
     assert first.returncode == 0, first.stderr
     assert [(r["threads"], r["bytes"]) for r in rows_of(path)] == [(32, 1), (32, 3000), (64, 1), (64, 3000)]
     second = launch("unrolledcp_p2p.py", *arguments, "--baseline", str(path))
     assert second.returncode == 0, second.stderr
     assert second.stdout.count("x base") == 5  # four columns and the note
+    assert "- offset: destination 0, source 48 bytes beyond" in second.stdout
     assert "NVSHMEM" not in second.stdout.replace("--no-nvshmem", "")
 
 

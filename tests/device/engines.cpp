@@ -55,16 +55,22 @@ alignas(128) char ring[kStages * kStageBytes];
 // A copy in bulk, or one that is given up before its target is known, by one thread.
 template <int Stages>
 void in_bulk(size_t bytes, bool cancel) {
-  const Bytes source(bytes, 16), target(bytes, 32);
+  const size_t to = rng() % 8 * 16;
+  const Bytes source(bytes, rng() % 8 * 16), target(bytes, to);
   std::vector<char> expected = target.all();
-  if (!cancel) std::copy(source.begin(), source.begin() + bytes, expected.begin() + 32);
+  if (!cancel) std::copy(source.begin(), source.begin() + bytes, expected.begin() + to);
   be_thread(0, 1);
   alignas(128) char stages[Stages * kStageBytes];
-  BulkCopy<Stages, kStageBytes> bulk(source.begin(), bytes, stages);
+  BulkCopy<Stages, kStageBytes> bulk(source.begin(), bytes, stages, target.begin());
   bulk.begin();
   if (cancel) bulk.cancel();
   else bulk.finish(target.begin());
   CHECK(target.all() == expected, "%zu bytes in bulk, %d stages", bytes, Stages);
+  if (cancel || bytes <= Stages * 128) return;
+  bool found = false; // what the second stage held last begins with a line of the target
+  for (size_t at = (0 - to) % 128; at + 16 <= bytes; at += 128)
+    found |= std::equal(stages + kStageBytes, stages + kStageBytes + 16, source.begin() + at);
+  CHECK(found, "%zu bytes to +%zu, %d stages", bytes, to, Stages);
 }
 
 template <Scope S, Engine E, int Unroll>

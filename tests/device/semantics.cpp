@@ -3,6 +3,7 @@
 #include "../native/check.h"
 #include "tilescale_net.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <climits>
@@ -16,7 +17,8 @@ using namespace tsn;
 
 namespace {
 
-constexpr size_t kHeap = kSystemBytes + 4096;
+constexpr int kUserWords = 2048;
+constexpr size_t kHeap = kSystemBytes + kUserWords * 8;
 
 // A job of n PEs. What is not mapped would go through a proxy, of which there is none here.
 struct Job {
@@ -117,29 +119,52 @@ void put_signals_of_all_sizes() {
       }
 }
 
-// Pushes in bulk, which the simulator's kernels do not take: any alignment that both ends share, and no byte beside.
-void pushes_in_bulk() {
+// Pushes in bulk, which the simulator's kernels do not take, by a block whose warps come in any order: any alignment
+// that both ends share, with a vanguard and without, and no byte beside.
+template <Engine E>
+void pushes_in_bulk(uint32_t threads) {
   alignas(128) static char ring[3 * 256];
-  for (int offset : {0, 1, 8, 15})
-    for (int bytes = 16; bytes < 1800; bytes += 37) {
-      Job job(2);
-      Job::Pe &me = job[0], &peer = job[1];
-      for (int i = 0; i < 512; i++) *me.word(i) = 0x0101010101010101ull * uint64_t(i % 251);
-      char *src = reinterpret_cast<char*>(me.word(0)) + offset, *dst = reinterpret_cast<char*>(me.word(256)) + offset;
+  constexpr int kDst = kUserWords / 2;
+  Job job(2);
+  Job::Pe &me = job[0], &peer = job[1];
+  for (int i = 0; i < kUserWords; i++) *me.word(i) = 0x0101010101010101ull * uint64_t(i % 251);
+  sim::Thread& self = sim::self();
+  const sim::Thread before = self;
+  self.block_dim = {threads, 1, 1};
+  uint32_t ahead = 0;
+  for (int offset : {0, 1, 8, 15, 16, 48, 112})
+    for (int bytes = 16; bytes < 8000; bytes += bytes < 400 ? 37 : 411) {
+      char *src = reinterpret_cast<char*>(me.word(0)) + offset, *dst = reinterpret_cast<char*>(me.word(kDst)) + offset;
+      std::fill(peer.heap.begin(), peer.heap.end(), 0x7777777777777777ull);
       std::vector<uint64_t> expected = peer.heap;
-      memcpy(reinterpret_cast<char*>(expected.data()) + kSystemBytes + 2048 + offset, src, size_t(bytes));
-      uint64_t* sig = bytes % 2 ? me.word(511) : nullptr;
-      const uint64_t way = push_bulk<3, 256>(me.ctx(), kOpPut, dst, src, bytes, 1, sig, ring);
+      memcpy(reinterpret_cast<char*>(expected.data()) + kSystemBytes + kDst * 8 + offset, src, size_t(bytes));
+      uint64_t* sig = bytes % 2 ? me.word(kUserWords - 1) : nullptr;
+      uint64_t way = kNotPushed;
+      for (uint32_t i = 0; i < threads; i++) {
+        self.linear = (i + uint32_t(bytes)) % threads; // the leader first, last or in between
+        self.lane = self.linear % 32;
+        const uint64_t mine = push_bulk_by_block<E, 8, 3, 256>(me.ctx(), kOpPut, dst, src, bytes, 1, sig, ring);
+        if (self.linear == 0) way = mine;
+      }
       CHECK(reinterpret_cast<char*>(me.heap.data()) + way == reinterpret_cast<char*>(peer.heap.data()));
-      CHECK(peer.heap == expected, "%d bytes at %d", bytes, offset);
+      CHECK(peer.heap == expected, "%d bytes at %d by %u threads", bytes, offset, threads);
+      const uint32_t vanguard = vanguard_bytes<kVanguardRows<E, 8>>(dst, src, bytes);
+      CHECK(vanguard == 0 || (reinterpret_cast<uint64_t>(dst) + vanguard) % 128 == 0); // the ring begins with a line
+      ahead += vanguard != 0;
     }
+  CHECK((ahead > 10) == (E == Engine::automatic && threads >= 64), "%u vanguards of %u threads", ahead, threads);
+  self = before;
+}
+
+void refuses_in_bulk() {
+  alignas(128) static char ring[3 * 256];
   struct Bad {
     int pe, word;
     int64_t bytes;
     bool outside;
   };
   for (const Bad& bad : {Bad{1, 256, 512, false}, Bad{2, 256, 512, false}, Bad{-1, 256, 512, false},
-                         Bad{0, 500, 512, false}, Bad{0, 256, 512, true}}) {
+                         Bad{0, kUserWords - 12, 512, false}, Bad{0, 256, 512, true}}) {
     Job job(2, 5000000000ull, 1);
     const std::vector<uint64_t> mine = job[0].heap, theirs = job[1].heap;
     const uint64_t* sig = bad.outside ? job[1].word(0) : nullptr;
@@ -339,7 +364,11 @@ int main() {
   moves_data(2, 1);
   moves_data(140, 139); // beyond the bases that are loaded unchecked
   put_signals_of_all_sizes();
-  pushes_in_bulk();
+  for (uint32_t threads : {32, 64, 100, 128}) {
+    pushes_in_bulk<Engine::automatic>(threads);
+    pushes_in_bulk<Engine::bulk>(threads);
+  }
+  refuses_in_bulk();
   refuses_bad_pes();
   refuses_bad_addresses();
   refuses_what_is_not_mapped();

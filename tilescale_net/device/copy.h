@@ -121,6 +121,15 @@ constexpr uint64_t kBulkPushFrom = 32 * 1024;
 constexpr uint64_t kBulkPullFrom = 128 * 1024;
 constexpr uint32_t kEnoughInFlight = 64 * 1024;
 
+// What the ends of a copy must agree modulo to go in bulk. The hardware moves bytes to another place within a line of
+// 128 at half its rate or less, so `automatic` leaves those copies to the ldst engine.
+template <Engine E>
+constexpr uint64_t kBulkAlike = E == Engine::bulk ? 16 : 128;
+template <Engine E>
+TSN_DEVICE bool bulk_by_place(const void* dst, const void* src) {
+  return (reinterpret_cast<uint64_t>(dst) ^ reinterpret_cast<uint64_t>(src)) % kBulkAlike<E> == 0;
+}
+
 template <Scope S, Engine E, int Stages>
 constexpr bool kMayBeBulk = S == Scope::block && E != Engine::ldst && Stages > 1 && platform::kHasBulk;
 // Pushes that start in bulk before the target is known; see push_bulk.h.
@@ -168,7 +177,7 @@ TSN_DEVICE void copy(char* dst, const char* src, uint64_t bytes, void* ring, Dir
     static_assert(StageBytes % 128 == 0 && StageBytes < (1 << 20), "a stage is a multiple of 128 bytes below 1 MiB");
     if (TSN_UNLIKELY((bulk_by_size<E, Unroll, Stages, StageBytes>(direction, all, part.threads)))) {
       const detail::Cut cut(dst, src, bytes);
-      if (cut.unit == 16 && cut.body != 0) {
+      if (bulk_by_place<E>(dst, src) && cut.body != 0) {
         if (part.index == 0) copy_bulk<Stages, StageBytes>(dst + cut.head, src + cut.head, cut.body, (char*)ring);
         if (cut.head + cut.tail != 0) detail::copy_edges(dst, src, cut, part);
         return;

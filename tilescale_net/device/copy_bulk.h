@@ -19,11 +19,15 @@ constexpr int kDefaultStageBytes = 16 * 1024;
 template <int Stages, int StageBytes>
 class BulkCopy {
 public:
-  TSN_DEVICE BulkCopy(const char* source, uint64_t bytes, char* ring_memory)
-      : loaded(platform::stage_barriers<Stages>()), ring(ring_memory), src(source), to_load(bytes), to_store(bytes) {
+  // `lines` is the end whose lines of 128 bytes the stages shall begin with.
+  TSN_DEVICE BulkCopy(const char* source, uint64_t bytes, char* ring_memory, const void* lines)
+      : loaded(platform::stage_barriers<Stages>()), ring(ring_memory), src(source), to_load(bytes), to_store(bytes),
+        skew(reinterpret_cast<uint64_t>(lines) % kLine) {
     // What fits the ring takes equal parts of all its stages, so that the first data can be sent early.
-    constexpr uint32_t kUnit = 16 * Stages;
-    part = bytes < uint64_t(Stages) * StageBytes ? (uint32_t(bytes) + kUnit - 1) / kUnit * 16 : StageBytes;
+    constexpr uint32_t kUnit = kLine * Stages;
+    const uint64_t room = bytes + skew;
+    part = room < uint64_t(Stages) * StageBytes ? (uint32_t(room) + kUnit - 1) / kUnit * kLine : StageBytes;
+    load_room = store_room = part - skew;
     each([&](int s) { platform::barrier_init(loaded + s); });
     platform::bulk_fence(); // the barriers and the ring were written by ordinary accesses
   }
@@ -41,12 +45,13 @@ public:
     for (; to_store != 0; parity ^= 1) {
       each([&](int s) {
         if (to_store == 0) return;
-        const uint32_t size = to_store < part ? uint32_t(to_store) : part;
+        const uint32_t size = to_store < store_room ? uint32_t(to_store) : store_room;
         platform::barrier_wait(loaded + s, parity);
         platform::bulk_store(dst, ring + s * StageBytes, size);
         platform::bulk_commit();
         dst += size;
         to_store -= size;
+        store_room = part;
         if (to_load == 0) return;
         platform::bulk_wait_read<1>(); // the stage before this one has left shared memory
         load(s == 0 ? Stages - 1 : s - 1);
@@ -58,7 +63,7 @@ public:
 
   // Ends the copy before its first store.
   TSN_DEVICE void cancel() {
-    uint64_t left = to_store - to_load;
+    uint64_t left = to_store - to_load + skew;
     each([&](int s) {
       if (left == 0) return;
       platform::barrier_wait(loaded + s, 0);
@@ -68,11 +73,15 @@ public:
   }
 
 private:
+  static constexpr uint32_t kLine = 128;
+
   uint64_t* loaded;
   char* ring;
   const char* src;
   uint64_t to_load, to_store;
+  uint32_t skew; // bytes by which the first stage is shorter than the others, so that those begin with a line
   uint32_t part; // bytes of a stage
+  uint32_t load_room, store_room; // the same of the next one
 
   // f(stage) for all stages.
   template <class F>
@@ -87,11 +96,12 @@ private:
   }
   TSN_DEVICE void load(int s) {
     if (to_load == 0) return;
-    const uint32_t size = to_load < part ? uint32_t(to_load) : part;
+    const uint32_t size = to_load < load_room ? uint32_t(to_load) : load_room;
     platform::barrier_expect(loaded + s, size);
     platform::bulk_load(ring + s * StageBytes, src, size, loaded + s);
     src += size;
     to_load -= size;
+    load_room = part;
   }
   TSN_DEVICE void retire() const {
     each([&](int s) { platform::barrier_retire(loaded + s); });
@@ -103,7 +113,7 @@ private:
 template <int Stages, int StageBytes>
 TSN_COLD void copy_bulk(char* dst, const char* src, uint64_t bytes, char* ring) {
   platform::bulk_publish();
-  BulkCopy<Stages, StageBytes> copy(src, bytes, ring);
+  BulkCopy<Stages, StageBytes> copy(src, bytes, ring, dst);
   copy.begin();
   copy.finish(dst);
 }

@@ -30,9 +30,9 @@ TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t byte
   if (!platform::kDefersRemoteWrites && begin.idle()) return;
   if constexpr (kMayPushInBulk<S, E, Stages>) {
     if (TSN_UNLIKELY((goes_in_bulk<E, Unroll, Stages, StageBytes>(begin, dst, src, bytes)))) {
-      if (!scope_leader<S>()) return;
-      const uint64_t way = push_bulk<Stages, StageBytes>(ctx, kOpPut, dst, src, bytes, pe, nullptr, ring);
-      if (TSN_UNLIKELY(way == kNotPushed)) detail::put_elsewhere(ctx, dst, src, bytes, pe);
+      const uint64_t way =
+          push_bulk_by_block<E, Unroll, Stages, StageBytes>(ctx, kOpPut, dst, src, bytes, pe, nullptr, ring);
+      if (TSN_UNLIKELY(scope_leader<S>() && way == kNotPushed)) detail::put_elsewhere(ctx, dst, src, bytes, pe);
       return;
     }
   }

@@ -102,8 +102,10 @@ TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64
   if (!platform::kDefersRemoteWrites && begin.idle()) return scope_sync<S>();
   if constexpr (kMayPushInBulk<S, E, Stages>) {
     if (TSN_UNLIKELY((goes_in_bulk<E, Unroll, Stages, StageBytes>(begin, dst, src, bytes)))) {
+      const uint64_t way =
+          push_bulk_by_block<E, Unroll, Stages, StageBytes>(ctx, kOpPutSignal, dst, src, bytes, pe, sig, ring);
+      scope_sync<S>();
       if (!leader) return;
-      const uint64_t way = push_bulk<Stages, StageBytes>(ctx, kOpPutSignal, dst, src, bytes, pe, sig, ring);
       if (TSN_LIKELY(way != kNotPushed)) detail::release_signal<Op>((uint64_t*)((char*)sig + way), value);
       else detail::put_signal_elsewhere<Op>(ctx, dst, src, bytes, pe, sig, value);
       return;
