@@ -46,7 +46,7 @@ class Pool:
     # Seconds until all ranks are ready. Where many ranks start at once, importing torch and starting CUDA take long.
     START = 180.0
 
-    def __init__(self, size: int, env: dict[str, str] | None = None, heap: str = "16M", timeout: float = 60.0):
+    def __init__(self, size: int, env: dict[str, str] | None = None, heap: str = "16M", timeout: float = 180.0):
         self._size, self._env, self._heap, self._timeout = size, env, heap, timeout
         self._pipes: list = []
         self._thread: threading.Thread | None = None

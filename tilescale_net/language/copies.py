@@ -3,7 +3,8 @@
 Common to all: `dst` and `src` are tensors, elements (`buf[i]`: from there on) or contiguous regions (`buf[i, 0:n]`) of
 the same dtype in global memory; the symmetric one is named by its *local* address. `count` is in elements and may be a
 run-time value; without it the whole tensor or region is meant, and one element where both are elements. Any size and
-any alignment is right; 16-byte aligned is fast. Addresses and sizes are 64-bit.
+any alignment is right; 16-byte aligned is fast, and from 32 KiB on fastest where both ends lie alike within a line of 128
+bytes. Addresses and sizes are 64-bit.
 
 `engine` is "ldst" (unrolled 16-byte loads and stores), "bulk" (cp.async.bulk through a ring of shared memory, block
 scope only) or "auto". `unroll` is the number of 16-byte accesses that a thread keeps in flight, 1 to 64; the default
