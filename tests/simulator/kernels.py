@@ -6,6 +6,7 @@ import tilelang
 import tilelang.language as T
 from tilelang import tvm
 
+from tilescale_net.compiler.lowered import Lowered
 from tilescale_net.compiler.simulated import SimulatedKernel
 
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_70"})
@@ -21,7 +22,7 @@ def simulate(build, *args, guarded=True) -> SimulatedKernel:
     func = build(*args)
     with TARGET, tvm.transform.PassContext(opt_level=3, config={} if guarded else UNGUARDED):
         artifact = tilelang.lower(func, target=TARGET)
-    return SimulatedKernel(build.__name__, artifact.kernel_source, artifact.host_mod, artifact.params)
+    return SimulatedKernel(build.__name__, Lowered.of(artifact))
 
 
 def gather_scale_scatter(columns, dtype):

@@ -14,7 +14,7 @@ import torch
 import tilescale_net as tsn
 from tests.simulator import kernels
 from tests.simulator.kernels import simulate
-from tilescale_net.compiler import host_compiler
+from tilescale_net.compiler import cache, host_compiler
 from tilescale_net.errors import SimulatorDeadlock
 from tilescale_net.runtime import simulator
 
@@ -258,7 +258,7 @@ def test_compiled_kernels_are_kept(monkeypatch, tmp_path):
 
 def test_kernels_that_nobody_uses_are_removed(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = host_compiler.cache_dir()
+    folder = cache.folder()
     folder.mkdir(parents=True)
 
     def make(name, days, size=10):
@@ -267,7 +267,7 @@ def test_kernels_that_nobody_uses_are_removed(monkeypatch, tmp_path):
         os.utime(path, (time.time() - days * 86400,) * 2)
         return path
 
-    old, recent, other = make("a-1.so", 31), make("b-2.so", 29), make("notes.txt", 400)
+    old, recent, other = make("a-1.so", 31), make("b-2.lowered", 29), make("notes.txt", 400)
     abandoned, working = folder / "tmpold", folder / "tmpnew"
     for path, days in ((abandoned, 31), (working, 0)):
         path.mkdir()
@@ -279,7 +279,7 @@ def test_kernels_that_nobody_uses_are_removed(monkeypatch, tmp_path):
     # What is used is young again, and what is too much goes, the longest unused first.
     os.utime(first, (time.time() - 20 * 86400,) * 2)
     assert host_compiler.build("kernel", "int x;") == first
-    monkeypatch.setattr(host_compiler, "KEPT_BYTES", 2 * first.stat().st_size + 5)
+    monkeypatch.setattr(cache, "KEPT_BYTES", 2 * first.stat().st_size + 5)
     second = host_compiler.build("kernel", "int y;")
     assert first.exists() and second.exists() and not recent.exists() and other.exists()
 

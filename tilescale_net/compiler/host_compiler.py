@@ -1,8 +1,7 @@
-"""Compiles host translation units with the machine's C++ compiler and keeps the results in a per-user cache."""
+"""Compiles host translation units with the machine's C++ compiler and keeps the results, see cache.py."""
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -11,10 +10,9 @@ import re
 import shlex
 import shutil
 import subprocess
-import tempfile
-import time
 from pathlib import Path
 
+from tilescale_net.compiler import cache
 from tilescale_net.errors import ConfigurationError, SimulatorUnsupported
 
 DEVICE_DIR = Path(__file__).resolve().parent.parent / "device"
@@ -23,8 +21,6 @@ FLAGS = (
     "-std=c++17 -O2 -fPIC -shared -w -fvisibility=hidden -fno-strict-aliasing -fwrapv -fno-exceptions -fno-rtti "
     "-fno-math-errno -fno-trapping-math -fno-stack-protector -fstack-clash-protection -fno-asynchronous-unwind-tables"
 ).split()
-# What the cache keeps: kernels used within so many days, the latest of them up to so many bytes.
-KEPT_DAYS, KEPT_BYTES = 30, 1 << 30
 
 
 @functools.cache
@@ -90,15 +86,6 @@ def _headers_hash() -> str:
     return digest.hexdigest()
 
 
-def cache_dir() -> Path:
-    """Folder of compiled kernels: $XDG_CACHE_HOME/tilescale_net/simulator, by default below ~/.cache.
-
-    Whoever adds a kernel removes those that nobody has used for KEPT_DAYS, and the longest unused beyond KEPT_BYTES.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "tilescale_net" / "simulator"
-
-
 def build(name: str, text: str) -> Path:
     """Path of the shared library made of a translation unit, compiled now or found in the cache.
 
@@ -115,61 +102,16 @@ def build(name: str, text: str) -> Path:
         flags.append("-fno-gnu-unique")
     flags += shlex.split(os.environ.get("TSN_SIM_CXXFLAGS", ""))
     key = hashlib.sha256("\0".join([text, _headers_hash(), _compiler_identity(), *flags]).encode()).hexdigest()[:24]
-    folder = cache_dir()
-    library = folder / f"{name[:60]}-{key}.so"
-    if _used(library):
-        return library
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / f"lock-{key[0]}", "w")
-    except OSError as err:
-        raise ConfigurationError(
-            f"compiled kernels cannot be kept in {folder} ({err.strerror}); set XDG_CACHE_HOME to a folder that can be written"
-        ) from err
-    with lock, tempfile.TemporaryDirectory(dir=folder) as work:
-        # Ranks of one machine compile a kernel once: the others wait here and find it. (Sixteen locks serve all kernels.)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if _used(library):
-            return library
-        source, out = Path(work) / f"{name[:60]}.cpp", Path(work) / "kernel.so"
+
+    def make(work: Path) -> Path:
+        source, out = work / f"{name[:60]}.cpp", work / "kernel.so"
         source.write_text(text)
         done = subprocess.run([*compiler(), *flags, str(source), "-o", str(out)], capture_output=True, text=True)
         if done.returncode:
             raise SimulatorUnsupported(_explain(name, done.stderr))
-        os.replace(out, library)
-    _prune(folder)
-    return library
+        return out
 
-
-def _used(library: Path) -> bool:
-    """Whether the library is there; says that it is used."""
-    try:
-        os.utime(library)
-    except PermissionError:
-        pass  # somebody else's cache
-    except OSError:
-        return False
-    return True
-
-
-def _prune(folder: Path) -> None:
-    """Remove what is too old or too much; programs that have a library open keep it."""
-    found = []
-    for path in folder.iterdir():
-        try:
-            status = path.stat()
-        except OSError:
-            continue  # another process was faster
-        found.append((status.st_mtime, status.st_size, path))
-    oldest, kept = time.time() - KEPT_DAYS * 86400, 0
-    for used, size, path in sorted(found, reverse=True):
-        if path.is_dir():  # of a compilation; those that end by themselves take theirs away
-            if used < oldest:
-                shutil.rmtree(path, ignore_errors=True)
-        elif path.suffix == ".so":
-            kept += size
-            if used < oldest or kept > KEPT_BYTES:
-                path.unlink(missing_ok=True)
+    return cache.kept(name, key, ".so", make)
 
 
 def _explain(name: str, stderr: str) -> str:

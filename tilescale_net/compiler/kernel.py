@@ -8,6 +8,7 @@ import torch
 import tvm_ffi
 
 from tilescale_net.compiler.ir import block_threads, kernel_name
+from tilescale_net.compiler.lowered import Lowered
 from tilescale_net.compiler.passes import Prepared
 from tilescale_net.errors import KernelError
 from tilescale_net.runtime import world as _world
@@ -155,15 +156,13 @@ class CudaKernel(Kernel):
 class _Simulated(Kernel):
     """A kernel that the simulator runs."""
 
-    def __init__(self, prepared: Prepared, artifact):
-        super().__init__(prepared, artifact.kernel_source, "simulator")
+    def __init__(self, prepared: Prepared, lowered: Lowered):
+        super().__init__(prepared, lowered.kernel_source, "simulator")
         from tilescale_net.compiler.simulated import SimulatedKernel
 
         self._simulated = SimulatedKernel(
             name=self.name,
-            kernel_source=artifact.kernel_source,
-            host_mod=artifact.host_mod,
-            params=artifact.params,
+            lowered=lowered,
             context_index=None if self._context_index is None else 0,
         )
 
@@ -176,6 +175,6 @@ class _Simulated(Kernel):
     sass = ptx
 
 
-def simulated(prepared: Prepared, artifact) -> Kernel:
-    """The kernel that runs a lowered artifact in the simulator."""
-    return _Simulated(prepared, artifact)
+def simulated(prepared: Prepared, lowered: Lowered) -> Kernel:
+    """The kernel that runs in the simulator."""
+    return _Simulated(prepared, lowered)

@@ -8,6 +8,7 @@ import torch
 
 from tilescale_net import errors
 from tilescale_net.compiler import host_compiler, host_source, host_stub
+from tilescale_net.compiler.lowered import Lowered
 from tilescale_net.runtime import context as context_layout
 from tilescale_net.runtime import device_errors, simulator
 from tilescale_net.runtime import world as _world
@@ -35,9 +36,7 @@ class SimulatedKernel:
 
     Args:
         name: the kernel's name.
-        kernel_source: CUDA source, generated for an architecture without asynchronous copies (sm_70).
-        host_mod: tilelang's host module, which holds checks and launch geometry.
-        params: tilelang's `KernelParam`s, in the order of arguments.
+        lowered: for an architecture without asynchronous copies (sm_70).
         context_index: which argument is the context (see device/context.h), or None.
 
     Calls take the kernel's arguments in order (torch CPU tensors, ints, floats; None for an optional tensor), run the
@@ -50,17 +49,17 @@ class SimulatedKernel:
         ConfigurationError: no C++ compiler, or no CUDA headers.
     """
 
-    def __init__(self, name: str, kernel_source: str, host_mod, params, context_index: int | None = None):
+    def __init__(self, name: str, lowered: Lowered, context_index: int | None = None):
         from tilescale_net import _simulator
 
         self.name = name
         self.context_index = context_index
-        self.n_arguments = len(params)
-        translated = host_source.translate(name, kernel_source)
+        self.n_arguments = lowered.n_arguments
+        translated = host_source.translate(name, lowered.kernel_source)
         self.host_source = translated.text
         self._kernels = translated.kernels
         self._dynamic_shared = translated.dynamic_shared
-        self._host = host_stub.translate(name, host_mod)
+        self._host = host_stub.translate(name, lowered.host_mod)
         self._simulator = _simulator
         self._library = _simulator.Library(str(host_compiler.build(name, translated.text)))
 

@@ -137,22 +137,24 @@ template <Scope S, Engine E, int Stages>
 constexpr bool kMayPushInBulk = kMayBeBulk<S, E, Stages> && !platform::kDefersRemoteWrites;
 
 // Whether the engine is bulk as far as the number of bytes is concerned.
+template <Engine E>
+TSN_DEVICE bool push_by_size(uint64_t bytes) {
+  return bytes >= (E == Engine::bulk ? 16 : kBulkPushFrom);
+}
 template <Engine E, int Unroll, int Stages, int StageBytes>
-TSN_DEVICE bool bulk_by_size(Direction direction, uint64_t bytes, uint32_t threads) {
+TSN_DEVICE bool pull_by_size(uint64_t bytes, uint32_t threads) {
   if (E == Engine::bulk) return bytes >= 16;
   constexpr uint32_t kRingInFlight = (Stages - 1) * StageBytes;
   const uint32_t ldst_in_flight = threads * Unroll * 16;
-  if (direction == Direction::push) return bytes >= kBulkPushFrom;
   return bytes >= kBulkPullFrom && (kRingInFlight > kEnoughInFlight || kRingInFlight > ldst_in_flight);
 }
 
 // Before the barrier of a push: what a thread wrote to the source must be there for the bulk copies that the leader may
 // issue. The CUDA programming guide asks this fence of whoever wrote, not of who copies.
-template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
+template <Scope S, Engine E, int Stages>
 TSN_DEVICE void publish_to_bulk(int64_t bytes) {
   if constexpr (kMayBeBulk<S, E, Stages>)
-    if (TSN_UNLIKELY((bulk_by_size<E, Unroll, Stages, StageBytes>(Direction::push, uint64_t(bytes), 0))))
-      platform::bulk_publish();
+    if (TSN_UNLIKELY(push_by_size<E>(uint64_t(bytes)))) platform::bulk_publish();
 }
 
 // Rows that a beginning of a push has. Threads that keep no more in flight than these take the beginning of longer
@@ -175,7 +177,9 @@ TSN_DEVICE void copy(char* dst, const char* src, uint64_t bytes, void* ring, Dir
   dst += done, src += done, bytes -= done;
   if constexpr (kMayBeBulk<S, E, Stages>) {
     static_assert(StageBytes % 128 == 0 && StageBytes < (1 << 20), "a stage is a multiple of 128 bytes below 1 MiB");
-    if (TSN_UNLIKELY((bulk_by_size<E, Unroll, Stages, StageBytes>(direction, all, part.threads)))) {
+    const bool by_size = direction == Direction::push ? push_by_size<E>(all)
+                                                      : pull_by_size<E, Unroll, Stages, StageBytes>(all, part.threads);
+    if (TSN_UNLIKELY(by_size)) {
       const detail::Cut cut(dst, src, bytes);
       if (bulk_by_place<E>(dst, src) && cut.body != 0) {
         if (part.index == 0) copy_bulk<Stages, StageBytes>(dst + cut.head, src + cut.head, cut.body, (char*)ring);

@@ -8,10 +8,9 @@ namespace tsn {
 
 // Whether a push goes in bulk. (Not one that is whole in its beginning: threads that take all of it at once need no
 // ring.)
-template <Engine E, int Unroll, int Stages, int StageBytes, class B>
+template <Engine E, class B>
 TSN_DEVICE bool goes_in_bulk(const B& begin, const void* dst, const void* src, int64_t bytes) {
-  return !begin.whole && bulk_by_size<E, Unroll, Stages, StageBytes>(Direction::push, uint64_t(bytes), 0) &&
-         bulk_by_place<E>(dst, src);
+  return !begin.whole && push_by_size<E>(uint64_t(bytes)) && bulk_by_place<E>(dst, src);
 }
 
 namespace detail {

@@ -25,11 +25,11 @@ TSN_COLD void put_value_by_proxy(const Context* ctx, void* dst, uint64_t value, 
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
   Beginning<S, kPushRows<S>> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll, Stages>);
-  publish_to_bulk<S, E, Unroll, Stages, StageBytes>(bytes);
+  publish_to_bulk<S, E, Stages>(bytes);
   scope_sync<S>(); // what the scope wrote to the source is sent
   if (!platform::kDefersRemoteWrites && begin.idle()) return;
   if constexpr (kMayPushInBulk<S, E, Stages>) {
-    if (TSN_UNLIKELY((goes_in_bulk<E, Unroll, Stages, StageBytes>(begin, dst, src, bytes)))) {
+    if (TSN_UNLIKELY(goes_in_bulk<E>(begin, dst, src, bytes))) {
       const uint64_t way =
           push_bulk_by_block<E, Unroll, Stages, StageBytes>(ctx, kOpPut, dst, src, bytes, pe, nullptr, ring);
       if (TSN_UNLIKELY(scope_leader<S>() && way == kNotPushed)) detail::put_elsewhere(ctx, dst, src, bytes, pe);

@@ -92,7 +92,7 @@ template <Scope S, Engine E, int Unroll, int Stages, int StageBytes, SignalOp Op
 TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
                            uint64_t value, void* ring) {
   Beginning<S, kPushRows<S>, platform::kWarpThreads> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll, Stages>);
-  publish_to_bulk<S, E, Unroll, Stages, StageBytes>(bytes);
+  publish_to_bulk<S, E, Stages>(bytes);
   scope_sync<S>(); // what the scope wrote to the source is sent
   const bool leader = scope_leader<S>();
   if (!platform::kDefersRemoteWrites && TSN_LIKELY(begin.lone())) {
@@ -101,7 +101,7 @@ TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64
   }
   if (!platform::kDefersRemoteWrites && begin.idle()) return scope_sync<S>();
   if constexpr (kMayPushInBulk<S, E, Stages>) {
-    if (TSN_UNLIKELY((goes_in_bulk<E, Unroll, Stages, StageBytes>(begin, dst, src, bytes)))) {
+    if (TSN_UNLIKELY(goes_in_bulk<E>(begin, dst, src, bytes))) {
       const uint64_t way =
           push_bulk_by_block<E, Unroll, Stages, StageBytes>(ctx, kOpPutSignal, dst, src, bytes, pe, sig, ring);
       scope_sync<S>();
