@@ -32,6 +32,8 @@ def test_layout_matches_the_header(tmp_path):
         "kNearPes",
     ):
         lines.append(f'printf("{name} %llu\\n", (unsigned long long){name});')
+    shares = '"share[%u] %llu\\n", n, (unsigned long long)queue_share_of(n)'
+    lines.append(f"for (unsigned n = 0; n <= kMaxQueues; n++) printf({shares});")
     lines.append("}")
     source = tmp_path / "layout.cpp"
     source.write_text("\n".join(lines))
@@ -50,6 +52,10 @@ def test_layout_matches_the_header(tmp_path):
     assert int(seen["kMaxQueues"]) == context.MAX_QUEUES
     assert int(seen["kMaxPes"]) == context.MAX_PES
     assert int(seen["kNearPes"]) == context.NEAR_PES
+    for n in range(context.MAX_QUEUES + 1):
+        header = context.ContextHeader(n_queues=n)
+        context.pack(header, [])
+        assert int(seen[f"share[{n}]"]) == header.queue_share
 
 
 def test_names_of_errors_and_operations_match_the_header():
