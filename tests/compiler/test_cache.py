@@ -1,0 +1,59 @@
+"""The folder of lowered and compiled kernels: what is kept in it, and for how long."""
+
+import os
+import time
+
+import pytest
+
+import tilescale_net as tsn
+from tests.simulator import kernels
+from tests.simulator.kernels import simulate
+from tilescale_net.compiler import cache, host_compiler
+
+
+def test_cache_must_be_writable(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(tsn.ConfigurationError, match="XDG_CACHE_HOME"):
+        host_compiler.build("kernel", "int x;")
+
+
+def test_compiled_kernels_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text = simulate(kernels.prefix_sum, 64).host_source
+    first = host_compiler.build("kernel", text)
+    made = first.stat().st_ino
+    assert host_compiler.build("kernel", text) == first and first.stat().st_ino == made
+    assert host_compiler.build("kernel", text + "\n// changed") != first
+    monkeypatch.setenv("TSN_SIM_CXXFLAGS", "-DX")
+    assert host_compiler.build("kernel", text) != first
+    kept = [p for p in first.parent.iterdir() if p.name.startswith("kernel-")]
+    assert len(kept) == 3 and {p.suffix for p in kept} == {".so"}, kept
+
+
+def test_kernels_that_nobody_uses_are_removed(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = cache.folder()
+    folder.mkdir(parents=True)
+
+    def make(name, days, size=10):
+        path = folder / name
+        path.write_bytes(b"x" * size)
+        os.utime(path, (time.time() - days * 86400,) * 2)
+        return path
+
+    old, recent, other = make("a-1.so", 31), make("b-2.lowered", 29), make("notes.txt", 400)
+    abandoned, working = folder / "tmpold", folder / "tmpnew"
+    for path, days in ((abandoned, 31), (working, 0)):
+        path.mkdir()
+        (path / "kernel.cpp").write_text("")
+        os.utime(path, (time.time() - days * 86400,) * 2)
+    first = host_compiler.build("kernel", "int x;")
+    assert not old.exists() and not abandoned.exists()
+    assert recent.exists() and other.exists() and working.exists() and first.exists()
+    # What is used is young again, and what is too much goes, the longest unused first.
+    os.utime(first, (time.time() - 20 * 86400,) * 2)
+    assert host_compiler.build("kernel", "int x;") == first
+    monkeypatch.setattr(cache, "KEPT_BYTES", 2 * first.stat().st_size + 5)
+    second = host_compiler.build("kernel", "int y;")
+    assert first.exists() and second.exists() and not recent.exists() and other.exists()
