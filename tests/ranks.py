@@ -46,8 +46,9 @@ def _preload() -> None:
 
     All tests share one server: a test in the simulator may start it, and one that needs a GPU may be next.
     """
-    heavy = ["torch", "torch.distributed", "tilescale_net", "hypothesis"]
-    _context.set_forkserver_preload([*heavy, "tilelang"] if _always_simulated or not visible_gpus() else heavy)
+    heavy = ["torch", "torch.distributed", "tilescale_net", "hypothesis", "pytest"]
+    with_tilelang = ["tilelang", "tilescale_net.language", "tilescale_net.compiler.jit", "tests.kernels.support"]
+    _context.set_forkserver_preload([*heavy, *with_tilelang] if _always_simulated or not visible_gpus() else heavy)
 
 
 @dataclass
