@@ -75,14 +75,14 @@ def cuda_include() -> tuple[str, ...]:
 
 @functools.cache
 def _headers_hash() -> str:
+    """Hash of the headers' texts, wherever they lie: another checkout of the same version finds the same kernels."""
     digest = hashlib.sha256()
-    for path in sorted(DEVICE_DIR.rglob("*.h")):
-        digest.update(str(path.relative_to(DEVICE_DIR)).encode() + b"\0" + path.read_bytes() + b"\0")
-    for folder in cuda_include():
-        for name in ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.hpp", "cuda_fp8.hpp"):
-            path = Path(folder) / name
-            if path.exists():
-                digest.update(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
+    numbers = ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp8.h", "cuda_fp8.hpp")
+    files = [(path, path.relative_to(DEVICE_DIR)) for path in sorted(DEVICE_DIR.rglob("*.h"))]
+    files += [(Path(folder) / name, name) for folder in cuda_include() for name in numbers]
+    for path, name in files:
+        if path.exists():
+            digest.update(str(name).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
@@ -97,16 +97,17 @@ def build(name: str, text: str) -> Path:
         ConfigurationError: no compiler, or a cache folder that cannot be written.
         SimulatorUnsupported: the compiler refuses the source; carries its first messages.
     """
-    flags = [*FLAGS, f"-I{DEVICE_DIR}", f"-I{DEVICE_DIR / 'host'}", *(f"-I{p}" for p in cuda_include())]
-    if "clang" not in _compiler_identity():
-        flags.append("-fno-gnu-unique")
+    folders = [f"-I{DEVICE_DIR}", f"-I{DEVICE_DIR / 'host'}", *(f"-I{p}" for p in cuda_include())]
+    flags = [*FLAGS, *([] if "clang" in _compiler_identity() else ["-fno-gnu-unique"])]
     flags += shlex.split(os.environ.get("TSN_SIM_CXXFLAGS", ""))
     key = hashlib.sha256("\0".join([text, _headers_hash(), _compiler_identity(), *flags]).encode()).hexdigest()[:24]
 
     def make(work: Path) -> Path:
         source, out = work / f"{name[:60]}.cpp", work / "kernel.so"
         source.write_text(text)
-        done = subprocess.run([*compiler(), *flags, str(source), "-o", str(out)], capture_output=True, text=True)
+        done = subprocess.run(
+            [*compiler(), *folders, *flags, str(source), "-o", str(out)], capture_output=True, text=True
+        )
         if done.returncode:
             raise SimulatorUnsupported(_explain(name, done.stderr))
         return out
