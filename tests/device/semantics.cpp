@@ -169,7 +169,7 @@ void refuses_in_bulk() {
     const std::vector<uint64_t> mine = job[0].heap, theirs = job[1].heap;
     const uint64_t* sig = bad.outside ? job[1].word(0) : nullptr;
     const uint64_t way =
-        push_bulk<3, 256>(job[0].ctx(), kOpPut, job[0].word(bad.word), job[0].word(0), bad.bytes, bad.pe, sig, ring);
+        push_bulk<3, 256>(job[0].ctx(), kOpPut, job[0].word(bad.word), job[0].word(0), bad.bytes, bad.pe, sig, ring, 0);
     CHECK(way == kNotPushed && job[0].heap == mine && job[1].heap == theirs, "PE %d", bad.pe);
   }
 }

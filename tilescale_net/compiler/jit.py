@@ -33,7 +33,7 @@ REQUIRED_CONFIGS = {
     "tl.if_stmt_binding_inline_replayable_binds": (False, "replaying a read below a wait gives another value"),
 }
 # The simulator runs code for an architecture without asynchronous copies.
-SIMULATOR_ARCH = "sm_70"
+SIMULATOR_TARGET = {"kind": "cuda", "arch": "sm_70"}
 
 
 def _device_kind() -> str:
@@ -119,8 +119,7 @@ def compile(
     flags = list(func.attrs["tilelang_compile_flags"]) if "tilelang_compile_flags" in (func.attrs or {}) else []
     flags += [compile_flags] if isinstance(compile_flags, str) else list(compile_flags or ())
     if chosen == "simulator":
-        target = {"kind": "cuda", "arch": SIMULATOR_ARCH}
-        return simulated(prepared, lowered.kept(kernel_name(func), prepared.func, target, configs, lower))
+        return simulated(prepared, lowered.kept(kernel_name(func), prepared.func, SIMULATOR_TARGET, configs, lower))
     toolchain.find_nvcc()
     with lowering.enabled(), _quiet(), toolchain.once_per_host(kernel_name(func)):
         compiled = tilelang.compile(

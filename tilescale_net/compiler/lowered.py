@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -45,6 +46,11 @@ class Lowered:
         return cls(fields["source"], tvm.ir.load_json(fields["host"]), fields["arguments"])
 
 
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    return tuple(importlib.metadata.version(package) for package in ("tilelang", "apache-tvm-ffi"))
+
+
 def kept(name: str, func: PrimFunc, target: dict, pass_configs: dict, lower: Callable) -> Lowered:
     """`lower(func, target, pass_configs)`, or what it was when the same was lowered before by the same versions.
 
@@ -56,8 +62,7 @@ def kept(name: str, func: PrimFunc, target: dict, pass_configs: dict, lower: Cal
         tvm.ir.save_json(func),
         json.dumps([target, pass_configs], sort_keys=True, default=str),
         toolchain.sources_hash(),
-        importlib.metadata.version("tilelang"),
-        importlib.metadata.version("apache-tvm-ffi"),
+        *_versions(),
     ]
     key = hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:24]
     made: list[Lowered] = []

@@ -7,6 +7,8 @@ namespace tsn {
 
 constexpr int kDefaultStages = 8;
 constexpr int kDefaultStageBytes = 16 * 1024;
+// Bytes of a line of memory. Bulk copies are fast where their parts begin with one at both ends.
+constexpr uint32_t kBulkLine = 128;
 
 // A copy of `bytes`, a multiple of 16, between 16-byte aligned places, by one thread of the block; `ring` is Stages *
 // StageBytes bytes of shared memory, 128-byte aligned. After begin() its first loads are on their way, while the target
@@ -19,14 +21,14 @@ constexpr int kDefaultStageBytes = 16 * 1024;
 template <int Stages, int StageBytes>
 class BulkCopy {
 public:
-  // `lines` is the end whose lines of 128 bytes the stages shall begin with.
+  // `lines` is the end whose lines the stages shall begin with.
   TSN_DEVICE BulkCopy(const char* source, uint64_t bytes, char* ring_memory, const void* lines)
       : loaded(platform::stage_barriers<Stages>()), ring(ring_memory), src(source), to_load(bytes), to_store(bytes),
-        skew(reinterpret_cast<uint64_t>(lines) % kLine) {
+        skew(reinterpret_cast<uint64_t>(lines) % kBulkLine) {
     // What fits the ring takes equal parts of all its stages, so that the first data can be sent early.
-    constexpr uint32_t kUnit = kLine * Stages;
+    constexpr uint32_t kUnit = kBulkLine * Stages;
     const uint64_t room = bytes + skew;
-    part = room < uint64_t(Stages) * StageBytes ? (uint32_t(room) + kUnit - 1) / kUnit * kLine : StageBytes;
+    part = room < uint64_t(Stages) * StageBytes ? (uint32_t(room) + kUnit - 1) / kUnit * kBulkLine : StageBytes;
     load_room = store_room = part - skew;
     each([&](int s) { platform::barrier_init(loaded + s); });
     platform::bulk_fence(); // the barriers and the ring were written by ordinary accesses
@@ -73,8 +75,6 @@ public:
   }
 
 private:
-  static constexpr uint32_t kLine = 128;
-
   uint64_t* loaded;
   char* ring;
   const char* src;

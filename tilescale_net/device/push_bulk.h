@@ -35,7 +35,7 @@ TSN_DEVICE uint32_t vanguard_bytes(const void* dst, const void* src, int64_t byt
   const uint32_t warps = platform::block_threads() / platform::kWarpThreads;
   if (Rows == 0 || warps < 2 || (reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src)) % 16 != 0) return 0;
   const uint32_t all = (warps - 1) * platform::kWarpThreads * (Rows * 16);
-  return uint64_t(bytes) < 2 * all ? 0 : all - uint32_t(reinterpret_cast<uint64_t>(dst) + all) % 128;
+  return uint64_t(bytes) < 2 * all ? 0 : all - uint32_t(reinterpret_cast<uint64_t>(dst) + all) % kBulkLine;
 }
 
 // Pushes the first `vanguard` of `bytes`, if Route::open() says yes. By the threads of all warps but the first.
@@ -66,7 +66,7 @@ constexpr uint64_t kNotPushed = ~uint64_t(0);
 // Out of line, because what a kernel's small messages wait for should stay in few registers and close together.
 template <int Stages, int StageBytes>
 TSN_COLD uint64_t push_bulk(const Context* ctx, Operation operation, void* dst, const void* src, int64_t bytes, int pe,
-                            const uint64_t* sig, void* ring, uint32_t done = 0) {
+                            const uint64_t* sig, void* ring, uint32_t done) {
   const char* from = (const char*)src + done;
   const detail::Cut cut((char*)dst + done, from, uint64_t(bytes - done));
   BulkCopy<Stages, StageBytes> copy(from + cut.head, cut.body, (char*)ring, (char*)dst + done + cut.head);
