@@ -31,7 +31,7 @@ class Gather(Problem):
         self._out.fill_(0xA5)
 
     def ours(self, geometry):
-        from kernels.all_gather import AllGather
+        from tilescale_net.kernels.all_gather import AllGather
 
         op = AllGather(**geometry)
         return lambda: op(self._out, self._x), op.free

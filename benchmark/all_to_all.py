@@ -47,7 +47,7 @@ class Exchange(Problem):
     def ours(self, geometry):
         import torch
 
-        from kernels.all_to_all import AllToAll
+        from tilescale_net.kernels.all_to_all import AllToAll
 
         op = AllToAll(**geometry)
         if not self._uneven:

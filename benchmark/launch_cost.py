@@ -73,7 +73,7 @@ def launchers() -> dict:
     import torch
 
     import tilescale_net as tsn
-    from kernels import p2p
+    from tilescale_net.kernels import p2p
 
     a = torch.randn(512, device=tsn.device())
     b = torch.empty_like(a)

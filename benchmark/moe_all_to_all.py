@@ -61,7 +61,7 @@ def parse():
         type=_tuning,
         default={},
         metavar="NAME=N,…",
-        help="choices of kernels.moe.Tuning, such as blocks=16",
+        help="choices of tilescale_net.kernels.moe.Tuning, such as blocks=16",
     )
     parser.add_argument("--quantize-combine", action="store_true", help="rows travel back as FP8")
     parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"untimed calls ({ON_GPU[0]})")
@@ -178,8 +178,8 @@ def ours(args, mode: str, layout: str, fp8: bool, everyone, clock: Clock):
 
     import tilescale_net as tsn
     from benchmark.common.moe_data import FP8, check_combine, check_dispatch
-    from kernels.moe import AllToAll, Tuning
-    from kernels.moe.reference import dequantise
+    from tilescale_net.kernels.moe import AllToAll, Tuning
+    from tilescale_net.kernels.moe.reference import dequantise
 
     rank, ranks, mine = tsn.rank(), tsn.size(), everyone[tsn.rank()]
     tokens = len(mine.x)

@@ -12,7 +12,7 @@ from benchmark.common.session import copy_parser, join, nvshmem, require_two_ran
 def main() -> None:
     parser = copy_parser(__doc__.splitlines()[0], sizes="2K..4M")
     args = parser.parse_args()
-    from kernels.nvshmem import missing
+    from benchmark.nvshmem import missing
 
     if missing():
         if is_rank_zero():

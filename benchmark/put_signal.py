@@ -47,7 +47,7 @@ class Ours:
 
     def launch(self, count: int, threads: int, engine: str, unroll: int | None, trips: int) -> None:
         import tilescale_net as tsn
-        from kernels import p2p
+        from tilescale_net.kernels import p2p
 
         kernel = p2p.ping_pong(self._capacity, threads, engine, unroll)
         starts = int(tsn.rank() == 0)

@@ -35,7 +35,7 @@ class Reduce(Problem):
         self._out.fill_(float("nan"))
 
     def ours(self, geometry):
-        from kernels.reduce_scatter import ReduceScatter
+        from tilescale_net.kernels.reduce_scatter import ReduceScatter
 
         self._exact = True
         op = ReduceScatter(**geometry)

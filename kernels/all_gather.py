@@ -9,8 +9,8 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from kernels.collective import Collective, as_bytes
-from kernels.slices import slice_elements
+from tilescale_net.kernels.collective import Collective, as_bytes
+from tilescale_net.kernels.slices import slice_elements
 
 
 @tsn.jit(name="all_gather")

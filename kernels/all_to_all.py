@@ -11,9 +11,9 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from kernels.all_to_all_uneven import OWN_SPLITS, REFUSED, SEND_DIFFERS, WORDS, all_to_all_uneven
-from kernels.collective import Collective, as_bytes
-from kernels.slices import slice_elements
+from tilescale_net.kernels.all_to_all_uneven import OWN_SPLITS, REFUSED, SEND_DIFFERS, WORDS, all_to_all_uneven
+from tilescale_net.kernels.collective import Collective, as_bytes
+from tilescale_net.kernels.slices import slice_elements
 
 
 @tsn.jit(name="all_to_all")

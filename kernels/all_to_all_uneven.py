@@ -9,7 +9,7 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from kernels.slices import slice_elements
+from tilescale_net.kernels.slices import slice_elements
 
 # Words of the message between two PEs: where in the heap its sender wants the receiver's rows (in bytes), how many rows it
 # expects there, and how many it will send itself. A PE whose own splits do not add up says REFUSED instead of numbers.

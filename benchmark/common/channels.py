@@ -102,7 +102,7 @@ class Channels:
         import torch
 
         import tilescale_net as tsn
-        from kernels import p2p, proxy_write
+        from tilescale_net.kernels import p2p, proxy_write
 
         os.environ["TSN_RAILS"] = str(rails)
         capacity = largest + verify.GUARD

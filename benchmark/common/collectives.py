@@ -130,7 +130,7 @@ def run(name: str, args: argparse.Namespace, problem_of: Callable[[int], Problem
     group = nccl_group(report, args)
     together = None
     if timer.on_gpu:
-        from kernels import p2p
+        from tilescale_net.kernels import p2p
 
         together = p2p.meet()
     report.environment |= {

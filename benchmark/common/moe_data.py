@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.moe.reference import quantise
-from kernels.moe.rows import groups_of
+from tilescale_net.kernels.moe.reference import quantise
+from tilescale_net.kernels.moe.rows import groups_of
 
 FP8 = torch.float8_e4m3fn
 
@@ -63,7 +63,7 @@ class Wrong(Exception):
 
 
 def check_dispatch(received, everyone: list[Inputs], experts: int, rank: int, mode: str, layout: str) -> None:
-    """Raise Wrong unless `received` (kernels.moe.Dispatched) holds exactly the rows of `everyone`."""
+    """Raise Wrong unless `received` (tilescale_net.kernels.moe.Dispatched) holds exactly the rows of `everyone`."""
     ranks, local = len(everyone), experts // len(everyone)
     fp8 = received.x.dtype == FP8
     tokens = [len(e.topk_idx) for e in everyone]

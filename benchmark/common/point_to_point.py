@@ -53,7 +53,7 @@ class Ours(Side):
         self._work = torch.zeros(2, dtype=torch.int32, device=tsn.device())  # counters of the dynamic partition
 
     def launcher(self, direction: str, count: int, pe: int, geometry: Geometry) -> Callable[[int], None]:
-        from kernels import p2p
+        from tilescale_net.kernels import p2p
 
         factory = {"push": p2p.push, "pull": p2p.pull}[direction]
         kernel = factory(self._capacity, **vars(geometry))
@@ -152,6 +152,6 @@ def measure(
 
 
 def _meet() -> Callable[[], None]:
-    from kernels import p2p
+    from tilescale_net.kernels import p2p
 
     return p2p.meet()

@@ -102,9 +102,9 @@ class Rig:
     def run(
         self, probe, turns, *, size=64, out=0, into=0, pes=1, first=0, lanes=1, warps=1, blocks=1, only=-1
     ) -> float:
-        """Microseconds of one launch; see kernels/queue_probes.py. Raises what kernel or proxy met."""
+        """Microseconds of one launch; see benchmark/common/queue_probes.py. Raises what kernel or proxy met."""
         import tilescale_net as tsn
-        from kernels.queue_probes import probe as factory
+        from benchmark.common.queue_probes import probe as factory
         from tilescale_net import errors
 
         kernel = factory()
@@ -119,7 +119,7 @@ class Rig:
 
     def drain(self, pes: int = 1) -> None:
         """Wait until the proxy has done everything that was pushed to PEs 1 ... pes."""
-        from kernels.queue_probes import Probe
+        from benchmark.common.queue_probes import Probe
 
         self.run(Probe.QUEUE_TRIP, 1, pes=pes, blocks=pes)
 

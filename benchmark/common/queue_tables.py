@@ -17,7 +17,7 @@ STAGE_BYTES = 256  # more than travels inside a message
 
 
 def push_rates(report: Report, bench: Bench, args) -> None:
-    from kernels.queue_probes import Probe
+    from benchmark.common.queue_probes import Probe
 
     keys = [Column(k, k.capitalize()) for k in ("blocks", "warps", "lanes", "queues")]
     columns = [
@@ -48,7 +48,7 @@ def push_rates(report: Report, bench: Bench, args) -> None:
 
 def places(report: Report, bench: Bench, args) -> None:
     """One thread again, on one multiprocessor after another, spread over the device."""
-    from kernels.queue_probes import Probe
+    from benchmark.common.queue_probes import Probe
 
     columns = [
         Column("slowest", "slowest (M/s)", ".2f", better="higher"),
@@ -88,7 +88,7 @@ def _multiprocessors(bench: Bench) -> int:
 
 def round_trips(report: Report, bench: Bench, args) -> dict[str, float]:
     """The table of round trips; what the stages need of it."""
-    from kernels.queue_probes import Probe
+    from benchmark.common.queue_probes import Probe
     from tilescale_net import _native
 
     columns = [
@@ -175,7 +175,7 @@ def bare_one_way(provider: str, trips: int, repeat: int, dedicated: bool) -> lis
 
 def stages(report: Report, bench: Bench, trip: dict[str, float], args) -> None:
     """Each stage of a put_signal on its way, measured alone, and all of them together."""
-    from kernels.queue_probes import Probe
+    from benchmark.common.queue_probes import Probe
 
     table = report.table(
         "stages",

@@ -72,7 +72,7 @@ def nvshmem(report: Report):
     import torch.distributed as dist
 
     import tilescale_net as tsn
-    from kernels import nvshmem as baseline
+    from benchmark import nvshmem as baseline
 
     reason = baseline.missing()
     if reason is None and tsn.world().topology.nodes > 1:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 
 import tilescale_net as tsn
-from kernels.collective import Collective
-from kernels.moe.config import COMBINE_DTYPES, FP8, Config, default_capacity
-from kernels.moe.faults import Fault, Status, check_experts, check_tensor
-from kernels.moe.handle import Dispatched, Handle, counts_of
-from kernels.moe.latency import Latency
-from kernels.moe.rows import groups_of
-from kernels.moe.throughput import Throughput
-from kernels.moe.tuning import Tuning
+from tilescale_net.kernels.collective import Collective
+from tilescale_net.kernels.moe.config import COMBINE_DTYPES, FP8, Config, default_capacity
+from tilescale_net.kernels.moe.faults import Fault, Status, check_experts, check_tensor
+from tilescale_net.kernels.moe.handle import Dispatched, Handle, counts_of
+from tilescale_net.kernels.moe.latency import Latency
+from tilescale_net.kernels.moe.rows import groups_of
+from tilescale_net.kernels.moe.throughput import Throughput
+from tilescale_net.kernels.moe.tuning import Tuning
 
 
 @dataclass

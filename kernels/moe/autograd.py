@@ -14,9 +14,9 @@ import weakref
 
 import torch
 
-from kernels.moe.config import FP8
-from kernels.moe.handle import Dispatched, Handle, Layout, counts_of
-from kernels.moe.sizes import Totals, record_words
+from tilescale_net.kernels.moe.config import FP8
+from tilescale_net.kernels.moe.handle import Dispatched, Handle, Layout, counts_of
+from tilescale_net.kernels.moe.sizes import Totals, record_words
 
 _objects: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 _keys = itertools.count()

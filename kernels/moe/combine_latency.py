@@ -9,7 +9,7 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from kernels.moe.rows import (
+from tilescale_net.kernels.moe.rows import (
     EXACT_SUMS,
     EXPLICIT_SYNC,
     FP8,

@@ -9,7 +9,7 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from kernels.moe.rows import (
+from tilescale_net.kernels.moe.rows import (
     EXACT_SUMS,
     EXPLICIT_SYNC,
     FP8,
@@ -23,7 +23,7 @@ from kernels.moe.rows import (
     store_quantised,
     store_rounded,
 )
-from kernels.moe.sizes import Totals, record_words
+from tilescale_net.kernels.moe.sizes import Totals, record_words
 
 NONE, OWN = -1, -2  # of a rank's row for a token
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from kernels.moe.rows import groups_of
+from tilescale_net.kernels.moe.rows import groups_of
 
 FP8 = torch.float8_e4m3fn
 COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -14,8 +14,16 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from kernels.moe.rows import EXPLICIT_SYNC, FP8, batch_of, copy_words, load_batch, store_batch, store_quantised
-from kernels.moe.sizes import BAD_EXPERT, NO_FAULT, STATUS_WORDS, Header, Message
+from tilescale_net.kernels.moe.rows import (
+    EXPLICIT_SYNC,
+    FP8,
+    batch_of,
+    copy_words,
+    load_batch,
+    store_batch,
+    store_quantised,
+)
+from tilescale_net.kernels.moe.sizes import BAD_EXPERT, NO_FAULT, STATUS_WORDS, Header, Message
 
 
 @tsn.jit(name="moe_dispatch_latency", pass_configs=EXPLICIT_SYNC)

@@ -14,8 +14,8 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from kernels.moe.rows import EXPLICIT_SYNC, batch_of, copy_row, copy_words, load_batch, store_batch
-from kernels.moe.sizes import Totals, record_words
+from tilescale_net.kernels.moe.rows import EXPLICIT_SYNC, batch_of, copy_row, copy_words, load_batch, store_batch
+from tilescale_net.kernels.moe.sizes import Totals, record_words
 
 
 @T.macro

@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 import tilescale_net as tsn
-from kernels.moe.sizes import BAD_EXPERT, HOST_FAULT, NO_ROOM, STATUS_WORDS
+from tilescale_net.kernels.moe.sizes import BAD_EXPERT, HOST_FAULT, NO_ROOM, STATUS_WORDS
 
 # Arguments whose faults the host finds; the code of a fault is HOST_FAULT + index.
 ARGUMENTS = ("x", "scales", "topk_idx", "topk_weights", "out", "y", "weights", "values")

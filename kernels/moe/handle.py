@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kernels.moe.sizes import Totals
+from tilescale_net.kernels.moe.sizes import Totals
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kernels.moe.combine_latency import combine_latency, parts_of
-from kernels.moe.config import FP8, Config, as_words, name_of
-from kernels.moe.dispatch_latency import dispatch_latency
-from kernels.moe.handle import Handle, Received
-from kernels.moe.rows import groups_of
-from kernels.moe.sizes import NO_FAULT, Header, Message
+from tilescale_net.kernels.moe.combine_latency import combine_latency, parts_of
+from tilescale_net.kernels.moe.config import FP8, Config, as_words, name_of
+from tilescale_net.kernels.moe.dispatch_latency import dispatch_latency
+from tilescale_net.kernels.moe.handle import Handle, Received
+from tilescale_net.kernels.moe.rows import groups_of
+from tilescale_net.kernels.moe.sizes import NO_FAULT, Header, Message
 
 
 class Latency:

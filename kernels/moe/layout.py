@@ -13,8 +13,17 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from kernels.moe.rows import EXPLICIT_SYNC
-from kernels.moe.sizes import BAD_EXPERT, NO_FAULT, NO_ROOM, STATUS_WORDS, Counts, Totals, align4, record_words
+from tilescale_net.kernels.moe.rows import EXPLICIT_SYNC
+from tilescale_net.kernels.moe.sizes import (
+    BAD_EXPERT,
+    NO_FAULT,
+    NO_ROOM,
+    STATUS_WORDS,
+    Counts,
+    Totals,
+    align4,
+    record_words,
+)
 
 
 @tsn.jit(name="moe_layout", pass_configs=EXPLICIT_SYNC)

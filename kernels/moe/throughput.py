@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from kernels.moe.combine_throughput import combine_throughput
-from kernels.moe.config import FP8, Config, as_words, name_of
-from kernels.moe.dispatch_throughput import dispatch_throughput
-from kernels.moe.handle import Handle, Layout
-from kernels.moe.layout import layout as layout_kernel
-from kernels.moe.rows import groups_of
-from kernels.moe.sizes import NO_FAULT, Counts, Totals, record_words
+from tilescale_net.kernels.moe.combine_throughput import combine_throughput
+from tilescale_net.kernels.moe.config import FP8, Config, as_words, name_of
+from tilescale_net.kernels.moe.dispatch_throughput import dispatch_throughput
+from tilescale_net.kernels.moe.handle import Handle, Layout
+from tilescale_net.kernels.moe.layout import layout as layout_kernel
+from tilescale_net.kernels.moe.rows import groups_of
+from tilescale_net.kernels.moe.sizes import NO_FAULT, Counts, Totals, record_words
 
 
 class Throughput:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kernels.moe.config import Config
+from tilescale_net.kernels.moe.config import Config
 
 
 @dataclass(frozen=True)

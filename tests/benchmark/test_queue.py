@@ -70,8 +70,8 @@ def test_the_standard_librarys_queue_is_still_found(tmp_path, how):
 
 def _counts() -> dict[str, list[int]]:
     import tilescale_net as tsn
+    from benchmark.common.queue_probes import Probe
     from benchmark.common.queue_rig import Bench
-    from kernels.queue_probes import Probe
 
     bench = Bench(tsn.world(), -1)
     with bench.null(64, queues=2) as rig:
@@ -106,8 +106,8 @@ def test_probes_push_what_they_say():
 
 def _lost_answer() -> None:
     import tilescale_net as tsn
+    from benchmark.common.queue_probes import Probe
     from benchmark.common.queue_rig import Bench
-    from kernels.queue_probes import Probe
 
     bench = Bench(tsn.world(), -1)
     with bench.null(16) as rig:

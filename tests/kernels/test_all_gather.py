@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import tilescale_net as tsn
-from kernels.all_gather import AllGather
 from tests import ranks
 from tests.kernels.support import Guarded, assert_same, random_tensor, unsettle
+from tilescale_net.kernels.all_gather import AllGather
 
 # shape of a part, dtype, misalignment of x and of out in bytes
 CASES = [

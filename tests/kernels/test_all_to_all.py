@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tilescale_net as tsn
-from kernels.all_to_all import AllToAll
 from tests import ranks
 from tests.kernels.support import Guarded, assert_same, random_tensor, unsettle
+from tilescale_net.kernels.all_to_all import AllToAll
 
 # rows per PE, shape of a row, dtype, misalignment of x and of out in bytes
 EQUAL = [

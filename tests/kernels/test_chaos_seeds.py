@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import tilescale_net as tsn
-from kernels.moe import Tuning
 from tests import ranks
 from tests.kernels import test_all_gather, test_all_to_all, test_p2p, test_reduce_scatter
 from tests.kernels.moe.test_rounds import rounds
+from tilescale_net.kernels.moe import Tuning
 
 SEEDS = int(os.environ.get("TSN_CHAOS_SEEDS", "24"))
 AT_ONCE = 24  # seeds of one test, whose ranks build each kernel once

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-import kernels
 from tests import sass
 from tests.ptx import loads_behind_loads, polling_loops, read_only_loads
+from tilescale_net import kernels
 from tilescale_net.compiler import inspect, toolchain
 from tilescale_net.compiler.ir import block_threads
 from tilescale_net.compiler.jit import Factory
@@ -16,23 +16,33 @@ from tilescale_net.errors import ConfigurationError
 
 # Arguments to compile each kernel with. A kernel that is missing here fails `test_every_kernel_is_compiled`.
 KERNELS = {
-    "kernels.p2p.push": [dict(capacity=1 << 22, engine="ldst"), dict(capacity=1 << 22, blocks=8, engine="bulk")],
-    "kernels.p2p.pull": [dict(capacity=1 << 22, engine="ldst"), dict(capacity=1 << 22, engine="bulk")],
-    "kernels.p2p.ping_pong": [dict(capacity=1 << 16)],
-    "kernels.p2p.meet": [dict()],
-    "kernels.all_gather.all_gather": [dict(n_pes=4), dict(n_pes=8, in_place=True, engine="bulk", threads=128)],
-    "kernels.all_to_all.all_to_all": [dict(n_pes=4), dict(n_pes=8, engine="bulk", threads=128)],
-    "kernels.all_to_all_uneven.all_to_all_uneven": [dict(n_pes=4)],
-    "kernels.reduce_scatter.reduce_scatter": [
+    "tilescale_net.kernels.p2p.push": [
+        dict(capacity=1 << 22, engine="ldst"),
+        dict(capacity=1 << 22, blocks=8, engine="bulk"),
+    ],
+    "tilescale_net.kernels.p2p.pull": [dict(capacity=1 << 22, engine="ldst"), dict(capacity=1 << 22, engine="bulk")],
+    "tilescale_net.kernels.p2p.ping_pong": [dict(capacity=1 << 16)],
+    "tilescale_net.kernels.p2p.meet": [dict()],
+    "tilescale_net.kernels.all_gather.all_gather": [
+        dict(n_pes=4),
+        dict(n_pes=8, in_place=True, engine="bulk", threads=128),
+    ],
+    "tilescale_net.kernels.all_to_all.all_to_all": [dict(n_pes=4), dict(n_pes=8, engine="bulk", threads=128)],
+    "tilescale_net.kernels.all_to_all_uneven.all_to_all_uneven": [dict(n_pes=4)],
+    "tilescale_net.kernels.reduce_scatter.reduce_scatter": [
         dict(n_pes=4, dtype="bfloat16", vector=8),
         dict(n_pes=2, dtype="float32", vector=1, engine="bulk"),
     ],
-    "kernels.proxy_write.write": [dict(capacity=1 << 20)],
-    "kernels.queue_probes.probe": [dict()],
+    "tilescale_net.kernels.proxy_write.write": [dict(capacity=1 << 20)],
+    "benchmark.common.queue_probes.probe": [dict()],
 }
 CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments in variants]
 # These copy nothing with a block's threads: a barrier, one thread's puts, and pushes into the queue.
-WITHOUT_DATA = {"kernels.p2p.meet", "kernels.proxy_write.write", "kernels.queue_probes.probe"}
+WITHOUT_DATA = {
+    "tilescale_net.kernels.p2p.meet",
+    "tilescale_net.kernels.proxy_write.write",
+    "benchmark.common.queue_probes.probe",
+}
 
 
 def _instructions(sass: str) -> list[str]:
@@ -52,13 +62,13 @@ def tools():
 def test_every_kernel_is_compiled():
     """kernels/moe has a test like this of its own."""
     found = set()
-    for module in pkgutil.iter_modules(kernels.__path__, "kernels."):
+    for module in pkgutil.iter_modules(kernels.__path__, kernels.__name__ + "."):
         if module.ispkg:
             continue
         for name, value in vars(importlib.import_module(module.name)).items():
             if isinstance(value, Factory) and value.__module__ == module.name:
                 found.add(f"{module.name}.{name}")
-    assert found == set(KERNELS)
+    assert found == {name for name in KERNELS if name.startswith("tilescale_net.kernels.")}
 
 
 @pytest.mark.parametrize("name, arguments", CASES, ids=[f"{n.split('.')[-1]}-{i}" for i, (n, _) in enumerate(CASES)])
@@ -87,7 +97,7 @@ def test_code_for_sm_90(tools, tmp_path, name, arguments):
 
 def test_a_lonely_push_fences_while_its_atomic_is_under_way(tools):
     """The assembler turns an atomic that adds a constant into one of the whole warp, whose shuffles wait for the answer."""
-    from kernels.queue_probes import probe
+    from benchmark.common.queue_probes import probe
 
     instructions = _instructions(inspect.sass(probe.trace()))
     starts = [i for i, name in enumerate(instructions) if name.startswith("ATOMG") and ".ADD" in name]
@@ -104,7 +114,7 @@ def test_a_lonely_push_fences_while_its_atomic_is_under_way(tools):
 @pytest.mark.parametrize("threads", [128, 512, 1024])
 def test_small_pushes_do_not_wait_for_local_memory(tools, threads):
     """What large copies need in registers once made small pushes by 1024 threads 0.2 us slower."""
-    from kernels.p2p import push
+    from tilescale_net.kernels.p2p import push
 
     instructions = _instructions(inspect.sass(push.trace(1 << 20, threads)))
     before = instructions[: next(i for i, name in enumerate(instructions) if re.match(r"STG.*\.128", name))]
@@ -129,7 +139,7 @@ def test_loads_of_small_messages_wait_for_no_other(tools, kernel, threads):
     It did, by computing with one of them before it loaded the next, and by making one wait for the data, with which it
     shared a counter: 0.2 us each.
     """
-    func = getattr(importlib.import_module("kernels.p2p"), kernel).trace(1 << 20, threads)
+    func = getattr(importlib.import_module("tilescale_net.kernels.p2p"), kernel).trace(1 << 20, threads)
     source = inspect.cuda_source(func)
     code = sass.schedule(inspect.compile_source(source, "cubin", threads=threads))
     first, last = _look_up(code)
@@ -142,7 +152,7 @@ def test_loads_of_small_messages_wait_for_no_other(tools, kernel, threads):
 
 def test_polls_of_a_ticket_load_nothing_else(tools):
     """What a wait needs of its queue is read once: a poll of host memory takes long enough."""
-    from kernels.queue_probes import probe
+    from benchmark.common.queue_probes import probe
 
     ptx = inspect.ptx(probe.trace())
     assert polling_loops(ptx)
@@ -158,7 +168,7 @@ def test_nothing_is_read_of_queues_before_it_is_known_that_there_are_some(tools,
 
 
 def test_ptx_says_the_same(tools):
-    from kernels.all_gather import all_gather
+    from tilescale_net.kernels.all_gather import all_gather
 
     ptx = inspect.ptx(all_gather.trace(n_pes=4))
     assert not read_only_loads(ptx)

@@ -5,12 +5,12 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.runtime.settings as settings
-from kernels.all_gather import AllGather
-from kernels.all_to_all import AllToAll
-from kernels.reduce_scatter import ReduceScatter
 from tests import ranks
 from tests.kernels.support import assert_same, random_tensor
 from tests.kernels.test_reduce_scatter import reference, values
+from tilescale_net.kernels.all_gather import AllGather
+from tilescale_net.kernels.all_to_all import AllToAll
+from tilescale_net.kernels.reduce_scatter import ReduceScatter
 
 pytestmark = [
     pytest.mark.gpu,

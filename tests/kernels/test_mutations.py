@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import kernels
 import tilescale_net.runtime.settings as settings
 from tests import ranks
+from tilescale_net import kernels
 
 pytestmark = pytest.mark.skipif(settings.device_kind() == "cuda", reason="on a GPU a race may stay hidden for years")
 FOLDER = Path(kernels.__file__).parent
@@ -61,7 +61,7 @@ def _cases(name: str, seed: int) -> tuple:
 
 def _run(path: str, module: str, test: str, function: str, options: dict, seed: int) -> None:
     """Run a kernel's test on this rank with the file at `path` in the place of the kernel's module."""
-    spec = importlib.util.spec_from_file_location(f"kernels.{module}", path)
+    spec = importlib.util.spec_from_file_location(f"tilescale_net.kernels.{module}", path)
     mutant = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = mutant
     spec.loader.exec_module(mutant)

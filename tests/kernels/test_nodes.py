@@ -48,10 +48,10 @@ def test_staged_slots_fit_a_narrow_network():
 
 
 def _sources() -> dict[str, str]:
-    from kernels.all_gather import all_gather
-    from kernels.all_to_all import all_to_all
-    from kernels.all_to_all_uneven import all_to_all_uneven
-    from kernels.reduce_scatter import reduce_scatter
+    from tilescale_net.kernels.all_gather import all_gather
+    from tilescale_net.kernels.all_to_all import all_to_all
+    from tilescale_net.kernels.all_to_all_uneven import all_to_all_uneven
+    from tilescale_net.kernels.reduce_scatter import reduce_scatter
 
     made = {
         f.__name__: f(2, **extra, **GEOMETRY)
@@ -73,7 +73,7 @@ def test_one_source_for_all_paths():
 
 
 def _source_outside_the_heap():
-    from kernels.all_gather import AllGather
+    from tilescale_net.kernels.all_gather import AllGather
 
     out, x = tsn.zeros((2, 8), torch.float32), torch.zeros(8, device=tsn.device())
     AllGather(threads=32, blocks=1)(out, x)

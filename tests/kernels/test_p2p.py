@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tilescale_net as tsn
-from kernels import p2p
 from tests import ranks
 from tests.kernels.support import Guarded, assert_same, random_bytes, unsettle
+from tilescale_net.kernels import p2p
 
 CAPACITY = 70_000
 COUNTS = [0, 1, 15, 16, 17, 127, 128, 2048, 4095, 33_333, 65_536, CAPACITY]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tilescale_net as tsn
-from kernels.reduce_scatter import ReduceScatter
 from tests import ranks
 from tests.kernels.support import Guarded, assert_same, unsettle
+from tilescale_net.kernels.reduce_scatter import ReduceScatter
 
 # shape of a part, dtype, misalignment of x and of out in bytes
 CASES = [

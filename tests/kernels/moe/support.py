@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 import tilescale_net as tsn
-from kernels.moe import reference
 from tests.kernels.support import assert_same, unsettle
+from tilescale_net.kernels.moe import reference
 
 FP8 = torch.float8_e4m3fn
 ROUTES = ("random", "masked", "one expert", "one rank", "none", "twice", "last rank")

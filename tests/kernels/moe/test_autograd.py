@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tilescale_net as tsn
-from kernels.moe import AllToAll, autograd
 from tests import ranks
+from tilescale_net.kernels.moe import AllToAll, autograd
 
 EXPERTS, HIDDEN, TOP_K, TOKENS = 4, 16, 2, 6
 

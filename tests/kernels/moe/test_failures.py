@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import tilescale_net as tsn
-from kernels.moe import AllToAll
 from tests import ranks
 from tests.kernels.moe.support import make_inputs, run_round
+from tilescale_net.kernels.moe import AllToAll
 
 SHAPE = dict(num_experts=6, max_tokens=5, hidden=32, top_k=3)
 

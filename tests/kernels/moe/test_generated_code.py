@@ -6,14 +6,14 @@ import re
 
 import pytest
 
-import kernels.moe
-from kernels.moe.rows import EXACT_SUMS, EXPLICIT_SYNC
+import tilescale_net.kernels.moe
 from tests import sass
 from tests.kernels.test_generated_code import tools  # noqa: F401 (a fixture)
 from tests.ptx import read_only_loads
 from tilescale_net.compiler import inspect
 from tilescale_net.compiler.ir import block_threads
 from tilescale_net.compiler.jit import Factory
+from tilescale_net.kernels.moe.rows import EXACT_SUMS, EXPLICIT_SYNC
 
 SHAPE = dict(ranks=4, experts=256, top_k=8, max_tokens=4096)
 FEW = dict(ranks=4, experts=256, top_k=8, max_tokens=128)
@@ -48,9 +48,9 @@ CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments i
 
 def test_every_kernel_is_compiled():
     found = set()
-    for module in pkgutil.iter_modules(kernels.moe.__path__):
-        for name, value in vars(importlib.import_module(f"kernels.moe.{module.name}")).items():
-            if isinstance(value, Factory) and value.__module__ == f"kernels.moe.{module.name}":
+    for module in pkgutil.iter_modules(tilescale_net.kernels.moe.__path__):
+        for name, value in vars(importlib.import_module(f"tilescale_net.kernels.moe.{module.name}")).items():
+            if isinstance(value, Factory) and value.__module__ == f"tilescale_net.kernels.moe.{module.name}":
                 found.add(f"{module.name}.{name}")
     assert found == set(KERNELS)
 
@@ -58,7 +58,7 @@ def test_every_kernel_is_compiled():
 @pytest.mark.parametrize("name, arguments", CASES, ids=[f"{n.split('.')[-1]}-{i}" for i, (n, _) in enumerate(CASES)])
 def test_code_for_sm_90(tools, tmp_path, name, arguments):  # noqa: F811
     module, _, attribute = name.rpartition(".")
-    func = getattr(importlib.import_module(f"kernels.moe.{module}"), attribute).trace(**arguments)
+    func = getattr(importlib.import_module(f"tilescale_net.kernels.moe.{module}"), attribute).trace(**arguments)
     source = inspect.cuda_source(func, pass_configs=EXPLICIT_SYNC)
     assert "__restrict__" not in source
     keep = ("--keep", f"--keep-dir={tmp_path}")
@@ -80,7 +80,7 @@ def test_rows_that_are_summed_are_loaded_together(tools, ranks, by_rank):  # noq
     """The reducers' loads of a batch wait for none of each other: sums took twice as long when a comparison between
     them shared a counter with them. (Only schedules that were assembled tell: the order of the instructions is fine.)"""
     shape = dict(SUM, ranks=ranks, by_rank=by_rank, weighted="" if by_rank else "choices", threads=384)
-    func = importlib.import_module("kernels.moe.combine_throughput").combine_throughput.trace(**shape)
+    func = importlib.import_module("tilescale_net.kernels.moe.combine_throughput").combine_throughput.trace(**shape)
     source = inspect.cuda_source(func, pass_configs=EXPLICIT_SYNC)
     code = sass.schedule(inspect.compile_source(source, "cubin", extra=(EXACT_SUMS,), threads=block_threads(func)))
     batches = _batches(code)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tilescale_net as tsn
-from kernels.moe import AllToAll, Tuning
 from tests import ranks
 from tests.kernels.moe.support import FP8, make_inputs, run_round
+from tilescale_net.kernels.moe import AllToAll, Tuning
 
 SHAPE = dict(num_experts=4, max_tokens=4, hidden=32, top_k=2)
 

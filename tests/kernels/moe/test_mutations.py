@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-import kernels.moe
+import tilescale_net.kernels.moe
 import tilescale_net.runtime.settings as settings
-from kernels.moe import Tuning
 from tests import ranks
 from tests.kernels.moe.test_rounds import in_a_row, rounds
+from tilescale_net.kernels.moe import Tuning
 
 pytestmark = pytest.mark.skipif(settings.device_kind() == "cuda", reason="on a GPU a race may stay hidden for years")
-FOLDER = Path(kernels.moe.__file__).parent
+FOLDER = Path(tilescale_net.kernels.moe.__file__).parent
 ATTEMPTS = 12  # runs of ROUNDS times four rounds; a right schedule may hide a missing line
 ROUNDS = 2
 SHAPE = dict(num_experts=4, max_tokens=7, hidden=64, top_k=3)
@@ -46,7 +46,9 @@ def _run(module: str, path: str, seed: int, test, options: dict, how: dict) -> N
         spec = importlib.util.spec_from_file_location(f"mutant_{module}", path)
         mutant = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(mutant)
-        host = importlib.import_module(f"kernels.moe.{'latency' if 'latency' in module else 'throughput'}")
+        host = importlib.import_module(
+            f"tilescale_net.kernels.moe.{'latency' if 'latency' in module else 'throughput'}"
+        )
         name = "layout_kernel" if module == "layout" else module
         assert hasattr(host, name)
         setattr(host, name, getattr(mutant, module))

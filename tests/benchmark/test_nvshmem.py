@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from kernels import nvshmem
-from kernels.nvshmem import build
+from benchmark import nvshmem
+from benchmark.nvshmem import build
 
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "pretended 13.0"; exit 0; fi

@@ -1,5 +1,5 @@
 """NVSHMEM baselines: real NVSHMEM kernels, compiled on first use, timed next to ours."""
 
-from kernels.nvshmem.library import Nvshmem, missing
+from benchmark.nvshmem.library import Nvshmem, missing
 
 __all__ = ["Nvshmem", "missing"]

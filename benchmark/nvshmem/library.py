@@ -9,7 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from kernels.nvshmem import build
+from benchmark.nvshmem import build
 from tilescale_net.runtime import settings
 
 
