@@ -122,8 +122,7 @@ def reduce_scatter(
                 T.sync_threads()
                 if thread < n_pes and thread != me:
                     if step < steps:
-                        N.fence(thread)
-                        N.signal(arrived[me, block], done + step + 1, thread)
+                        N.signal(arrived[me, block], done + step + 1, thread, fence=True)
                     if step > 0:
                         N.signal(consumed[me, block], done + step, thread)
             if thread < n_pes and thread != me:

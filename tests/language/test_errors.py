@@ -44,6 +44,9 @@ WRONG = {
     "signal of many words": (lambda k: N.wait(k.flags, "eq", 1), "sig names 8 words of flags; name one, such as"),
     "signal op": (lambda k: N.signal(k.flags[0], 1, 1, op="max"), "op is 'max'; it must be one of 'set', 'add'"),
     "signal value": (lambda k: N.signal(k.flags[0], -1, 1), "value is -1; it must be between 0 and"),
+    "signal fence": (lambda k: N.signal_block(k.flags[0], 1, 1, fence=2), "fence is 2; it must be True or False"),
+    "signal fence by place": (lambda k: N.signal(k.flags[0], 1, 1, "set", True), "N.signal: too many positional"),
+    "barrier scope": (lambda k: N.barrier_all(scope="world"), "scope is 'world'; it must be one of 'block', 'grid'"),
     "put_signal op": (lambda k: N.put_signal_block(k.a, k.b, 1, k.flags[0], 1, op=3), "op is 3; it must be one of"),
     "comparison": (lambda k: N.wait_block(k.flags[0], ">=", 1), "N.wait_block: cmp is '>='; it must be one of 'eq'"),
     "wait value": (lambda k: N.wait(k.flags[0], "eq", 2**64), "value is 18446744073709551616; it must be between"),
@@ -109,8 +112,12 @@ def test_outside_the_launch():
 SPLIT = {
     "block by one thread": (lambda k: k.tx == 0, lambda k: N.put_block(k.a, k.b, 1)),
     "block by one warp": (lambda k: k.tx < 32, lambda k: N.wait_block(k.flags[0], "eq", 1)),
+    "grid by one thread": (lambda k: k.tx == 0, lambda k: N.barrier_grid()),
     "block by even threads": (lambda k: k.tx % 2 == 0, lambda k: N.barrier_all()),
     "warp by one lane": (lambda k: k.tx % 32 == 0, lambda k: N.put_warp(k.a, k.b, 1)),
+    "signal of a block by one": (lambda k: k.tx == 0, lambda k: N.signal_block(k.flags[0], 1, 1)),
+    "quiet of a block by one warp": (lambda k: k.tx < 32, lambda k: N.quiet_block()),
+    "fence of a warp by one lane": (lambda k: k.tx == 0, lambda k: N.fence_warp(1)),
     "warp by half": (lambda k: k.tx < 48, lambda k: N.wait_warp(k.flags[0], "eq", 1)),
 }
 WHOLE = {

@@ -69,4 +69,19 @@ TSN_DEVICE void quiet(const Context* ctx, int pe) {
   if (ways.proxy) queue_wait(ctx, ticket, kOpQuiet);
 }
 
+// fence() and quiet() by all threads of the scope: the leader makes the call, after everything that any of them did
+// before, and none goes on before it has returned.
+template <Scope S>
+TSN_DEVICE void fence(const Context* ctx, int pe) {
+  scope_sync<S>();
+  if (scope_leader<S>()) fence(ctx, pe);
+  scope_sync<S>();
+}
+template <Scope S>
+TSN_DEVICE void quiet(const Context* ctx, int pe) {
+  scope_sync<S>();
+  if (scope_leader<S>()) quiet(ctx, pe);
+  scope_sync<S>();
+}
+
 } // namespace tsn

@@ -14,6 +14,8 @@
 //   uint32_t thread_index()                 linear index of the thread in its block
 //   uint32_t block_threads()                threads in the block
 //   uint32_t block_index()                  linear index of the block in the grid
+//   uint32_t grid_blocks()                  blocks in the grid
+//   uint32_t grid_id()                      tells launches that run at the same time from one another
 //   uint32_t lane()                         thread_index() % 32
 //
 // Synchronisation. "Orders memory" means: what happened before the call in any participant happened before

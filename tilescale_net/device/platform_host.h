@@ -33,6 +33,11 @@ TSN_DEVICE uint32_t block_threads() {
   return n.x * n.y * n.z;
 }
 TSN_DEVICE uint32_t block_index() { return sim::self().linear_block; }
+TSN_DEVICE uint32_t grid_blocks() {
+  const sim::Index3& n = sim::self().grid_dim;
+  return n.x * n.y * n.z;
+}
+TSN_DEVICE uint32_t grid_id() { return 1; } // a process runs one launch at a time
 TSN_DEVICE uint32_t lane() { return sim::self().lane; }
 
 // -------------------------------------------------------------------------------------------------- synchronisation

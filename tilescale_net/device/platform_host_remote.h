@@ -107,8 +107,9 @@ TSN_DEVICE bool defer_atomic_cas(const Context*, T*, T*, T, T, int, T*) {
 }
 
 TSN_DEVICE void inspect(Operation operation, const void* local, int64_t bytes) {
-  constexpr const char* kNames[] = {"none", "put",    "get",   "put_signal", "put_value", "signal",  "wait",
-                                    "test", "atomic", "fence", "quiet",      "flush",     "barrier", "remote"};
+  constexpr const char* kNames[] = {"none",   "put",   "get",     "put_signal", "put_value",
+                                    "signal", "wait",  "test",    "atomic",     "fence",
+                                    "quiet",  "flush", "barrier", "remote",     "barrier_grid"};
   sim::api().remote->check(kNames[operation], local, uint64_t(bytes));
 }
 

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "atomic.h"
-#include "barrier.h"
 #include "get.h"
+#include "grid_barrier.h"
 #include "memory.h"
 #include "order.h"
 #include "put.h"

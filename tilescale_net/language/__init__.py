@@ -39,8 +39,28 @@ from tilescale_net.language.memory import (
     remote,
     st,
 )
-from tilescale_net.language.order import barrier_all, barrier_node, fence, flush_async, flush_wait, quiet
-from tilescale_net.language.signals import signal, test, wait, wait_block, wait_warp
+from tilescale_net.language.order import (
+    barrier_all,
+    barrier_grid,
+    barrier_node,
+    fence,
+    fence_block,
+    fence_warp,
+    flush_async,
+    flush_wait,
+    quiet,
+    quiet_block,
+    quiet_warp,
+)
+from tilescale_net.language.signals import (
+    signal,
+    signal_block,
+    signal_warp,
+    test,
+    wait,
+    wait_block,
+    wait_warp,
+)
 from tilescale_net.language.topology import Context, is_direct, my_pe, n_node_pes, n_pes, node_pe
 
 __all__ = [
@@ -54,8 +74,11 @@ __all__ = [
     "atomic_or",
     "atomic_xor",
     "barrier_all",
+    "barrier_grid",
     "barrier_node",
     "fence",
+    "fence_block",
+    "fence_warp",
     "flush_async",
     "flush_wait",
     "get_block",
@@ -75,8 +98,12 @@ __all__ = [
     "put_value",
     "put_warp",
     "quiet",
+    "quiet_block",
+    "quiet_warp",
     "remote",
     "signal",
+    "signal_block",
+    "signal_warp",
     "st",
     "test",
     "wait",
