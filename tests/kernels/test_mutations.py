@@ -39,9 +39,9 @@ MUTANTS = {
     "uneven without wait for data": ("all_to_all_uneven", WAIT_ARRIVED, "pass", UNEVEN),
     "uneven without fence": ("all_to_all_uneven", ", fence=True", "", UNEVEN),
     "uneven without quiet": ("all_to_all_uneven", "N.quiet(thread)", "pass", UNEVEN),
-    "reduce without wait for data": ("reduce_scatter", 'N.wait(arrived[thread, block], "ge", done + step)', "pass", REDUCE),
+    "reduce without wait for data": ("reduce_scatter", 'N.wait_slot(arrived[thread, block], done + step - 1, slots)', "pass", REDUCE),
     "reduce without wait for a slot": (
-        "reduce_scatter", 'N.wait(consumed[thread, block], "ge", done + step + 1 - slots)', "pass", REDUCE
+        "reduce_scatter", 'N.take_slot(consumed[thread, block], done + step, slots)', "pass", REDUCE
     ),
     "reduce without fence": ("reduce_scatter", ", fence=True", "", REDUCE),
     "reduce without quiet": ("reduce_scatter", "N.quiet(thread)", "pass", REDUCE),

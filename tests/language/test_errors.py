@@ -23,7 +23,24 @@ WRONG = {
     "negative count": (lambda k: N.put_thread(k.a, k.b, 1, count=-1), "count is -1; it must be at least 0"),
     "float count": (lambda k: N.put_block(k.a, k.b, 1, count=1.5), "count must be an integer, not 1.5"),
     "extents differ": (lambda k: N.put_block(k.a[0:8], k.b[0:9], 1), "dst (a) spans 8 elements, src (b) 9"),
-    "not contiguous": (lambda k: N.put_block(k.m[0:4, 0:50], k.a, 1), "dst (m[0:0+4, 0:0+50]) is not contiguous"),
+    "rows of another size": (
+        lambda k: N.put_block(k.m[0:4, 0:50], k.a, 1),
+        "src (a) spans 4096 elements, the other end 200",
+    ),
+    "other rows": (
+        lambda k: N.get_warp(k.m[0:4, 0:50], k.m[0:5, 0:40], 1),
+        "dst has 4 rows of 50 elements, src 5 of 40; make them equal",
+    ),
+    "rows and a count": (
+        lambda k: N.put_block(k.m[0:4, 0:5], k.a[0], 1, count=5),
+        "count= belongs to contiguous memory",
+    ),
+    "rows in bulk": (lambda k: N.put_block(k.m[0:4, 0:5], k.a[0], 1, engine="bulk"), "are not copied in bulk"),
+    "rows beyond an axis": (lambda k: N.put_block(k.m[0:4, 60:110], k.a[0], 1), "ends at 110 on an axis of 100"),
+    "column of signals": (
+        lambda k: N.signal(k.m[0:4, 0], 1, 1),
+        "sig (m[0:0+4, 0]) is not contiguous in memory; move it",
+    ),
     "index outside": (lambda k: N.put_thread(k.a[4096], k.b[0], 1), "dst: index 4096 is outside a, whose extent"),
     "region outside": (lambda k: N.put_block(k.a[4090:4100], k.b, 1), "spans 10 elements, but a holds 6"),
     "pe negative": (lambda k: N.put_block(k.a, k.b, -1), "pe is -1; it must be between 0 and"),

@@ -61,6 +61,25 @@ CALLS = {
         lambda k: N.put_signal_thread(k.b[0], k.a[0], 1, k.flags[0], 2**64 - 1),
         "(&(flags[0]))), (uint64_t)18446744073709551615, static_cast<void*>(0));",
     ),
+    "put_block of a box": (
+        lambda k: N.put_block(k.m[0:4, 0:50], k.m[8:12, 50:100], 1),
+        "tsn::put_rows<tsn::Scope::block, 16>(CTX, (&(m[0])), (&(m[850])), 4, 200, 400, 400, 1);",
+    ),
+    "put_block packing": (
+        lambda k: N.put_block(k.a[9], k.d[k.r : k.r + k.n, 10:20], 1, unroll=20),
+        "tsn::put_rows<tsn::Scope::block, 20>(CTX, (&(a[9])), (&(d[((((int64_t)r) * (int64_t)100) + (int64_t)10)])), n, 40, "
+        "40, 400, 1);",
+    ),
+    "get_warp of a column": (
+        lambda k: N.get_warp(k.a[0:8], k.m[0:8, 3], k.r),
+        "tsn::get_rows<tsn::Scope::warp, 16>(CTX, (&(a[0])), (&(m[3])), 8, 4, 4, 400, r);",
+    ),
+    "put_signal_warp of a box": (
+        lambda k: N.put_signal_warp(k.m[0:4, 0:5], k.m[4:8, 0:5], 1, k.flags[0], 1, op="add"),
+        "tsn::put_signal_rows<tsn::Scope::warp, 16, tsn::SignalOp::add>(CTX, (&(m[0])), (&(m[400])), 4, 20, 400, 400, 1, "
+        "reinterpret_cast<uint64_t*>((&(flags[0]))), (uint64_t)1);",
+    ),
+    "whole rows are one piece": (lambda k: N.put_block(k.m[0:4, :], k.m[8:12, :], 1), "tsn::put<tsn::Scope::block,"),
     "put_value": (lambda k: N.put_value(k.i64[3], k.r, 1), "tsn::put_value(CTX, (&(i64[3])), r, 1);"),
     "put_value float16": (lambda k: N.put_value(k.h[3], 1.5, 1), "tsn::put_value(CTX, (&(h[3])), half_t("),
     "signal": (

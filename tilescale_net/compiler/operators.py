@@ -124,6 +124,8 @@ class Operator:
 
 _COPY = ("Scope", "Engine", "int", "int", "int")  # scope, engine, unroll, stages, bytes per stage
 
+_ROWS = ("i64", "bytes", "bytes", "bytes")  # rows, bytes of a row, pitch at the target, pitch at the source
+
 OPERATORS: dict[str, Operator] = {
     operator.name: operator
     for operator in (
@@ -138,6 +140,13 @@ OPERATORS: dict[str, Operator] = {
             "put_signal",
             (*_COPY, "SignalOp"),
             ("context", "memory", "memory", "bytes", "pe", "words", "u64", "ring"),
+        ),
+        Operator("put_rows", ("Scope", "int"), ("context", "memory", "memory", *_ROWS, "pe")),
+        Operator("get_rows", ("Scope", "int"), ("context", "memory", "memory", *_ROWS, "pe")),
+        Operator(
+            "put_signal_rows",
+            ("Scope", "int", "SignalOp"),
+            ("context", "memory", "memory", *_ROWS, "pe", "words", "u64"),
         ),
         Operator("put_value", (), ("context", "memory", "value", "pe")),
         Operator("signal", ("Scope", "SignalOp", "int"), ("context", "words", "u64", "pe")),  # int: whether it fences

@@ -90,6 +90,9 @@
 //   bool defer_put(const Context*, void* dst, void* peer, const void* src, int64_t bytes, int pe)
 //   bool defer_put_signal(const Context*, void* dst, void* peer, const void* src, int64_t bytes, int pe,
 //                         uint64_t* signal, uint64_t* peer_signal, uint64_t value, SignalOp)
+//   bool defer_put_rows(const Context*, void* dst, void* peer, const void* src, int64_t rows, int64_t bytes,
+//                       int64_t dst_pitch, int64_t src_pitch, int pe, uint64_t* signal, uint64_t* peer_signal,
+//                       uint64_t value, SignalOp)               with and without a signal
 //   bool defer_put_value(const Context*, void* dst, void* peer, uint64_t value, int bytes, int pe)
 //   bool defer_signal(const Context*, uint64_t* signal, uint64_t* peer_signal, uint64_t value, SignalOp, int pe)
 //   bool defer_atomic<T>(const Context*, AtomicOp, T* dst, T* peer, T value, int pe, T* old)

@@ -147,6 +147,8 @@ TSN_DEVICE void bulk_fence() { asm volatile("fence.proxy.async.shared::cta;" :::
 bool defer_put(const Context*, void*, void*, const void*, int64_t, int);
 bool defer_put_signal(const Context*, void*, void*, const void*, int64_t, int, uint64_t*, uint64_t*, uint64_t,
                       SignalOp);
+bool defer_put_rows(const Context*, void*, void*, const void*, int64_t, int64_t, int64_t, int64_t, int, uint64_t*,
+                    uint64_t*, uint64_t, SignalOp);
 bool defer_put_value(const Context*, void*, void*, uint64_t, int, int);
 bool defer_signal(const Context*, uint64_t*, uint64_t*, uint64_t, SignalOp, int);
 template <class T>

@@ -84,6 +84,12 @@ TSN_DEVICE bool defer_put_signal(const Context*, void* dst, void* peer, const vo
   return sim::api().remote->defer(
       {"put_signal", dst, peer, src, bytes, value, signal, peer_signal, op == SignalOp::add, pe});
 }
+TSN_DEVICE bool defer_put_rows(const Context*, void* dst, void* peer, const void* src, int64_t rows, int64_t bytes,
+                               int64_t dst_pitch, int64_t src_pitch, int pe, uint64_t* signal, uint64_t* peer_signal,
+                               uint64_t value, SignalOp op) {
+  return sim::api().remote->defer({signal ? "put_signal" : "put", dst, peer, src, rows * bytes, value, signal,
+                                   peer_signal, op == SignalOp::add, pe, rows, dst_pitch, src_pitch});
+}
 TSN_DEVICE bool defer_put(const Context*, void* dst, void* peer, const void* src, int64_t bytes, int pe) {
   return sim::api().remote->defer({"put", dst, peer, src, bytes, 0, nullptr, nullptr, false, pe});
 }

@@ -7,5 +7,6 @@
 #include "memory.h"
 #include "order.h"
 #include "put.h"
+#include "rows.h"
 #include "signal.h"
 #include "wait.h"

@@ -61,6 +61,17 @@ from tilescale_net.language.signals import (
     wait_block,
     wait_warp,
 )
+from tilescale_net.language.streams import (
+    return_credit,
+    return_credit_block,
+    return_credit_warp,
+    take_slot,
+    take_slot_block,
+    take_slot_warp,
+    wait_slot,
+    wait_slot_block,
+    wait_slot_warp,
+)
 from tilescale_net.language.topology import Context, is_direct, my_pe, n_node_pes, n_pes, node_pe
 
 __all__ = [
@@ -101,12 +112,21 @@ __all__ = [
     "quiet_block",
     "quiet_warp",
     "remote",
+    "return_credit",
+    "return_credit_block",
+    "return_credit_warp",
     "signal",
     "signal_block",
     "signal_warp",
     "st",
+    "take_slot",
+    "take_slot_block",
+    "take_slot_warp",
     "test",
     "wait",
     "wait_block",
+    "wait_slot",
+    "wait_slot_block",
+    "wait_slot_warp",
     "wait_warp",
 ]

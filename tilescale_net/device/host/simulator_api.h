@@ -51,6 +51,8 @@ struct RemoteOperation {
   uint64_t* peer_signal;
   bool add; // signal operation: add, else set
   int pe;
+  // Rows of `bytes / rows` bytes, where the data do not lie in one piece; the distance between two of them.
+  int64_t rows = 1, pitch = 0, source_pitch = 0;
 };
 
 struct RemoteApi {
