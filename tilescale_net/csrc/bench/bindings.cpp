@@ -11,7 +11,7 @@
 namespace py = pybind11;
 using namespace py::literals;
 
-namespace tsn {
+namespace tsn::bench {
 namespace {
 
 Transfer operation_from(const std::string& name) {
@@ -91,7 +91,7 @@ py::dict run_sharing(SharingBench& bench, int threads, int window, uint64_t byte
 
 } // namespace
 
-void bind_bench(py::module_& m) {
+void bind(py::module_& m) {
   m.def("least_time_per_message", &least_time_per_message, "posted"_a, "completed"_a,
         "min over i <= j of (completed[j] - posted[i]) / (j - i + 1), in the stamps' unit: perftest's peak.");
   m.def("ping_pong_bytes", &ping_pong_bytes, "bytes"_a, "chunk"_a,
@@ -137,4 +137,4 @@ void bind_bench(py::module_& m) {
       .def("serve", &SharingBench::serve, py::call_guard<py::gil_scoped_release>());
 }
 
-} // namespace tsn
+} // namespace tsn::bench

@@ -11,7 +11,7 @@
 
 namespace py = pybind11;
 
-namespace tsn {
+namespace tsn::fabric {
 namespace {
 
 template <typename T>
@@ -108,7 +108,7 @@ py::dict properties_of(const Transport& transport) {
   return d;
 }
 
-void bind_fabric(py::module_& m) {
+void bind(py::module_& m) {
   py::register_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
@@ -223,4 +223,4 @@ void bind_fabric(py::module_& m) {
       .def("poll", &poll, py::arg("capacity") = 64);
 }
 
-} // namespace tsn
+} // namespace tsn::fabric

@@ -5,9 +5,9 @@
 
 #include "transport.h"
 
-namespace tsn {
+namespace tsn::fabric {
 
 // All of Properties as a dict.
 pybind11::dict properties_of(const Transport& transport);
 
-} // namespace tsn
+} // namespace tsn::fabric

@@ -3,7 +3,7 @@
 #include "chaos.h"
 #include "libfabric_transport.h"
 
-namespace tsn {
+namespace tsn::fabric {
 
 std::unique_ptr<Transport> make_transport(const TransportOptions& options) {
   std::unique_ptr<Transport> transport = std::make_unique<LibfabricTransport>(options);
@@ -13,4 +13,4 @@ std::unique_ptr<Transport> make_transport(const TransportOptions& options) {
   return make_chaos(std::move(transport), parse_chaos(chaos), options.rank);
 }
 
-} // namespace tsn
+} // namespace tsn::fabric

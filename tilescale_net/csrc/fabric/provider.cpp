@@ -12,7 +12,7 @@
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
 
-namespace tsn {
+namespace tsn::fabric {
 namespace {
 
 std::string environment(const char* name) {
@@ -273,4 +273,4 @@ Selection select_provider(const Library& library, const TransportOptions& option
   return selection;
 }
 
-} // namespace tsn
+} // namespace tsn::fabric

@@ -16,7 +16,7 @@
 
 namespace py = pybind11;
 
-namespace tsn {
+namespace tsn::proxy {
 namespace {
 
 template <class T>
@@ -113,7 +113,7 @@ BareWriterOptions bare_from(const TransportOptions& transport, uint64_t bytes, u
 
 } // namespace
 
-void bind_proxy(py::module_& m) {
+void bind(py::module_& m) {
   py::register_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
@@ -232,4 +232,4 @@ void bind_proxy(py::module_& m) {
       no_gil, "Descriptors per second that one proxy thread takes and hands to a transport that completes at once.");
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

@@ -1,15 +1,15 @@
 // Options of a proxy, and what its threads share.
 #pragma once
 
-#include "tilescale_net/csrc/fabric/transport.h"
 #include "tilescale_net/csrc/proxy/failure.h"
+#include "tilescale_net/csrc/proxy/network.h"
 #include "tilescale_net/csrc/proxy/ordering.h"
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
-namespace tsn {
+namespace tsn::proxy {
 
 struct ProxyOptions {
   int rank = 0;
@@ -37,4 +37,4 @@ struct ProxyOptions {
 // The thread of rank `pe` that talks with rank `peer`.
 inline int thread_of(const ProxyOptions& options, int peer) { return peer % options.queues % options.threads; }
 
-} // namespace tsn
+} // namespace tsn::proxy
