@@ -10,4 +10,8 @@ namespace tsn {
 // All of Properties as a dict.
 pybind11::dict properties_of(const Transport& transport);
 
+// What is compiled against libfabric's headers; without them, functions that raise ConfigurationError.
+void bind_libfabric(pybind11::module_& m);
+void bind_sharing(pybind11::module_& m);
+
 } // namespace tsn
