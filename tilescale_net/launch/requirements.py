@@ -11,11 +11,15 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import sys
 import sysconfig
 from importlib import metadata
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+# What nvcc is made of.
+COMPILER = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm")
 
 
 def _project() -> dict:
@@ -54,6 +58,9 @@ def _opens(*libraries: str) -> bool:
 
 def _stand_in(name: str) -> bool:
     """Whether the machine itself offers what a package is there for."""
+    if name in COMPILER:
+        home = os.path.join(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "", "bin")
+        return bool(shutil.which("nvcc", path=home) or shutil.which("nvcc"))
     if name.startswith("nvidia-cuda-"):  # headers for the simulator, which is not used where there is a driver
         return _opens("libcuda.so.1")
     if name == "mpich":  # libfabric
