@@ -1,11 +1,9 @@
 """What launch.sh refuses, with exit code 2 and a message that names the value."""
 
-import os
-import runpy
-
 import pytest
 
-from tests.launch.conftest import ROOT, launch
+from tests.launch.conftest import launch
+from tilescale_net.launch import environment
 
 
 @pytest.mark.parametrize(
@@ -46,7 +44,7 @@ def test_bad_interpreter(script):
 
 
 def test_more_ranks_than_gpus(capsys, monkeypatch):
-    check = runpy.run_path(os.path.join(ROOT, "tilescale_net", "launch", "environment.py"))["check_ranks"]
+    check = environment.check_ranks
     monkeypatch.delenv("TSN_DEVICE", raising=False)
     check(2, held=2)
     with pytest.raises(SystemExit) as ended:

@@ -6,16 +6,11 @@ import ctypes
 import os
 import socket
 import subprocess
-import sys
+
+from tilescale_net.launch.messages import refuse, say
 
 LOADING = "CUDA_MODULE_LOADING"
 MOST_SIMULATED = 64  # ranks on a machine without a GPU; each is a Python process with torch in it
-
-
-def refuse(message: str):
-    """End with exit code 2, the code of wrong arguments."""
-    print(f"launch.sh: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def whole_number(name: str, default: int | None, minimum: int) -> int:
@@ -39,9 +34,7 @@ def visible_gpus() -> int:
     count = ctypes.c_int(0)
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if status not in (0, 34, 100):  # 34: a stub library, 100: no GPU
-        print(
-            f"launch.sh: the CUDA driver does not start (error {status}); looking no further for GPUs", file=sys.stderr
-        )
+        say(f"the CUDA driver does not start (error {status}); looking no further for GPUs")
     return 0 if status else count.value
 
 

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 
-from output import Output
+from tilescale_net.launch import messages
+from tilescale_net.launch.output import Output
 
 GRACE = 2.0  # seconds that the others have, after a failure, to say what they know and to clean up
 USAGE_GRACE = 10.0  # the same after wrong arguments, which rank 0 reports for all of them
@@ -172,7 +173,7 @@ class Job:
     def _interrupt(self) -> int:
         number = self._interrupted
         self._end_all(*([signal.SIGINT, signal.SIGTERM] if number == signal.SIGINT else [signal.SIGTERM]))
-        print(f"launch.sh: stopped by {signal.Signals(number).name}; every rank has ended", file=sys.stderr)
+        messages.say(f"stopped by {signal.Signals(number).name}; every rank has ended")
         return 128 + number
 
     def _explain(self, witnesses: list[Rank]) -> int:
@@ -184,16 +185,14 @@ class Job:
         if code == 2 and any(r.index == 0 and r.code == 2 for r in witnesses):
             return code  # wrong arguments: rank 0 has told what is wrong with them
         if rank.index != 0 and rank.output.lines and os.environ.get("TSN_OUTPUT") != "all":
-            print(f"launch.sh: last output of rank {rank.index}:", file=sys.stderr, flush=True)
+            messages.say(f"last output of rank {rank.index}:")
             for line in list(rank.output.lines)[-60:]:
                 print("  " + line.decode(errors="replace"), file=sys.stderr)
         said = rank.output.last_error()
         early = [r.index for r in self.ended[: self.ended.index(rank)] if r.code == 0]
-        print(
-            f"launch.sh: rank {rank.index} failed first: {rank.fate()}"
+        messages.say(
+            f"rank {rank.index} failed first: {rank.fate()}"
             + (f"; {said}" if said else "; it said nothing")
-            + (f" (rank {', '.join(map(str, early))} had ended before, with exit code 0)" if early else ""),
-            file=sys.stderr,
-            flush=True,
+            + (f" (rank {', '.join(map(str, early))} had ended before, with exit code 0)" if early else "")
         )
         return code
