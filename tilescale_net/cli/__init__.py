@@ -1,4 +1,4 @@
-"""`python -m tilescale_net`, installed as the command `tilescale_net` too: run, info.
+"""`python -m tilescale_net`, installed as the command `tilescale_net` too: run, info, settings.
 
 Only the standard library is imported before a subcommand is chosen, so that `run` starts at once.
 """
@@ -24,7 +24,17 @@ def parser() -> argparse.ArgumentParser:
     text = "versions, GPUs, compilers and networks as this installation finds them"
     command = commands.add_parser("info", help=text, description=f"{text.capitalize()}.")
     command.set_defaults(call=_info)
+    text = "the environment variables that the package reads"
+    command = commands.add_parser("settings", help=text, description=f"Prints {text}, as markdown.")
+    command.set_defaults(call=_settings)
     return top
+
+
+def _settings(args: argparse.Namespace) -> int:
+    from tilescale_net.cli import settings
+
+    print(settings.page(), end="")
+    return 0
 
 
 def _info(args: argparse.Namespace) -> int:

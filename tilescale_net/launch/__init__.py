@@ -10,5 +10,5 @@ torchrun works as well (ranks read the variables that it sets), and so does srun
 
 It restarts nothing: elastic jobs belong to torchrun.
 
-This folder imports nothing but the standard library.
+This folder imports nothing but the standard library and the table of settings.
 """

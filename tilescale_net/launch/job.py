@@ -13,6 +13,7 @@ import time
 
 from tilescale_net.launch import messages
 from tilescale_net.launch.output import Output
+from tilescale_net.runtime import settings
 
 GRACE = 2.0  # seconds that the others have, after a failure, to say what they know and to clean up
 USAGE_GRACE = 10.0  # the same after wrong arguments, which rank 0 reports for all of them
@@ -31,7 +32,7 @@ class Rank:
 
     def __init__(self, command: list[str], index: int, local: int, shared: dict[str, str]):
         self.index = index
-        everything = os.environ.get("TSN_OUTPUT") == "all"
+        everything = settings.OUTPUT.get() == "all"
         first = index == 0
         self.output = Output(
             prefix="" if first else f"[rank {index}] ",
@@ -184,7 +185,7 @@ class Job:
         code = rank.code if rank.code > 0 else 128 - rank.code
         if code == 2 and any(r.index == 0 and r.code == 2 for r in witnesses):
             return code  # wrong arguments: rank 0 has told what is wrong with them
-        if rank.index != 0 and rank.output.lines and os.environ.get("TSN_OUTPUT") != "all":
+        if rank.index != 0 and rank.output.lines and settings.OUTPUT.get() != "all":
             messages.say(f"last output of rank {rank.index}:")
             for line in list(rank.output.lines)[-60:]:
                 print("  " + line.decode(errors="replace"), file=sys.stderr)

@@ -11,8 +11,10 @@ import os
 import sys
 from pathlib import Path
 
+from tilescale_net.errors import ConfigurationError
 from tilescale_net.launch import environment, messages
 from tilescale_net.launch.job import Job
+from tilescale_net.runtime import settings
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Folders of a checkout whose scripts import one another by the checkout's root.
@@ -31,12 +33,16 @@ def start(arguments: list[str]) -> int:
             messages.refuse(f"there is no script {script!r} in {os.getcwd()}")
     if folder := import_folder(script):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    try:
+        settings.check()
+    except ConfigurationError as err:
+        messages.refuse(str(err))
     command = [sys.executable, *arguments]
     if environment.srun_starts_ranks():
         os.environ.update(environment.srun_rank())
         os.execv(command[0], command)
-    ranks = environment.whole_number("GPUS", 2, 1)
-    simulated = os.environ.get("TSN_DEVICE") == "simulator"
+    ranks = environment.value(settings.GPUS)
+    simulated = settings.DEVICE.get() == "simulator"
     environment.check_ranks(ranks, 0 if simulated else environment.visible_gpus())
     return Job(command, ranks, environment.job(ranks)).run()
 
