@@ -126,9 +126,9 @@ if [ "$1" = --setup-only ]; then
   exit 0
 fi
 
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 if [ "$1" = pytest ]; then
   shift
+  export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
   cd "$root"
   # The whole suite runs on all processors; a choice of tests runs as the arguments say.
   if [ $# = 0 ] && "$python" -c 'import xdist' 2>/dev/null; then set -- -n auto; fi

@@ -31,6 +31,11 @@ def _project() -> dict:
         return tomllib.load(f)
 
 
+def _extras(content: dict) -> dict[str, list[str]]:
+    """What users may ask for, and what only those need who work on a checkout."""
+    return {**content["project"]["optional-dependencies"], **content["dependency-groups"]}
+
+
 def name_of(requirement: str) -> str:
     """Distribution name of a requirement such as `torch>=2.6; python_version < "4"`."""
     return re.match(r"[A-Za-z0-9._-]+", requirement).group(0)
@@ -71,10 +76,10 @@ def _stand_in(name: str) -> bool:
 
 def missing(extras: list[str]) -> list[str]:
     """Requirements of the package, and of the extras, that neither this interpreter nor the machine fulfils."""
-    project = _project()["project"]
-    wanted = list(project["dependencies"])
+    content = _project()
+    wanted = list(content["project"]["dependencies"])
     for extra in extras:
-        wanted += project["optional-dependencies"][extra]
+        wanted += _extras(content)[extra]
     return [r for r in wanted if not satisfied(r) and not _stand_in(name_of(r))]
 
 
@@ -83,7 +88,7 @@ def fresh(extras: list[str]) -> list[str]:
     content = _project()
     wanted = content["build-system"]["requires"] + content["project"]["dependencies"]
     for extra in extras:
-        wanted += content["project"]["optional-dependencies"][extra]
+        wanted += _extras(content)[extra]
     return list(dict.fromkeys(wanted))
 
 
