@@ -148,7 +148,10 @@ class World:
 
     def _device_error(self) -> TileScaleError | None:
         record = device_errors.read(self._error_address)
-        return device_errors.describe(record, self.rank, self.size, self._memory.base, self.timeout)
+        base = self._memory.base
+        return device_errors.describe(
+            record, self.rank, self.size, base, self.timeout, lambda at: self.heap.describe(at)
+        )
 
     def _poll_local(self) -> str | None:
         if self.proxy is not None:
