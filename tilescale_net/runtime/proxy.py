@@ -75,7 +75,7 @@ class RunningProxy:
             queues=settings.integer("TSN_PROXY_QUEUES", 1, 1),
             threads=settings.integer("TSN_PROXY_THREADS", 1, 1),
             cpus=_cpus(memory),
-            capacity=settings.integer("TSN_PROXY_CAPACITY", 1024, 2),
+            capacity=settings.power_of_two("TSN_PROXY_CAPACITY", 1024, 2),
             chunk_bytes=settings.parse_bytes(os.environ.get("TSN_PROXY_CHUNK", "1M"), "TSN_PROXY_CHUNK"),
             force_staging=settings.integer("TSN_PROXY_STAGING", 0) != 0,
             print_stats=settings.integer("TSN_PROXY_STATS", 0) != 0,

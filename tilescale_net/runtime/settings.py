@@ -49,6 +49,14 @@ def integer(name: str, default: int, minimum: int = 0) -> int:
     return int(value)
 
 
+def power_of_two(name: str, default: int, minimum: int = 1) -> int:
+    """A power of two from the environment; same errors as `number`."""
+    value = integer(name, default, minimum)
+    if value & (value - 1):
+        raise ConfigurationError(f"{name}={value} is not a power of two; write {1 << value.bit_length()} for example")
+    return value
+
+
 def timeout_seconds() -> float:
     return number("TSN_TIMEOUT", 20.0, 0.01)
 
@@ -59,12 +67,15 @@ def heartbeat_timeout_seconds() -> float:
 
 def heap_bytes(explicit: int | str | None, on_gpu: bool) -> int:
     """Size of the symmetric heap in bytes: the argument, else TSN_HEAP_SIZE, else the default; whole 2 MiB pages."""
+    name = "heap_bytes"
     if explicit is None:
-        explicit = os.environ.get("TSN_HEAP_SIZE", "1G" if on_gpu else "256M")
-    size = parse_bytes(explicit, "TSN_HEAP_SIZE") if isinstance(explicit, str) else int(explicit)
+        name, explicit = "TSN_HEAP_SIZE", os.environ.get("TSN_HEAP_SIZE") or ("1G" if on_gpu else "256M")
+    if not isinstance(explicit, int | str) or isinstance(explicit, bool):
+        raise ConfigurationError(f'{name}={explicit!r} is neither a number of bytes nor text such as "512M"')
+    size = parse_bytes(explicit, name) if isinstance(explicit, str) else explicit
     page = 2 << 20
     if size < page:
-        raise ConfigurationError(f"a heap of {size} bytes is too small; the minimum is {page} (2M)")
+        raise ConfigurationError(f"{name}: a heap of {size} bytes is too small; the minimum is {page} (2M)")
     return (size + page - 1) // page * page
 
 
