@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -151,7 +152,7 @@ def _aborted(says_why: bool):
     world = tsn.world()
     ctypes.c_uint32.from_address(world.abort_address).value = 1
     if says_why:
-        world._poll_local = lambda: setattr(world, "_failure", tsn.FabricError("the network broke")) or "broken"
+        world.proxy = types.SimpleNamespace(failure=lambda: tsn.FabricError("the network broke"), close=lambda: None)
     tsn.synchronize()
 
 
