@@ -92,7 +92,10 @@ CALLS = {
     "fence one": (lambda k: N.fence(k.r), "tsn::fence(CTX, r);"),
     "quiet": (lambda k: N.quiet(), "tsn::quiet(CTX, -1);"),
     "quiet one": (lambda k: N.quiet(2), "tsn::quiet(CTX, 2);"),
-    "flush_async": (lambda k: N.flush_wait(N.flush_async(3)), "tsn::flush_wait(CTX, tsn::flush_async(CTX, 3));"),
+    "flush_async": (
+        lambda k: N.flush_wait(N.flush_async(3)),
+        "uint64_t tsn_flush_async = tsn::flush_async(CTX, 3); tsn::flush_wait(CTX, tsn_flush_async);",
+    ),
     "barrier_all": (lambda k: N.barrier_all(), "tsn::barrier_all(CTX);"),
     "barrier_node": (lambda k: N.barrier_node(), "tsn::barrier_node(CTX);"),
     "ld": (
