@@ -6,6 +6,7 @@ before anything is done, so that a difference becomes an error on every rank ins
 
 from __future__ import annotations
 
+import datetime
 import json
 import pickle
 import time
@@ -13,7 +14,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from tilescale_net.errors import PeerLost, RankMismatch
+from tilescale_net.errors import PeerLost, RankMismatch, TileScaleError
 from tilescale_net.runtime import rendezvous
 
 _RECORD = 512  # bytes of one rank's description of a call
@@ -34,6 +35,10 @@ class Control:
         self.store, self.prefix, self._group = rendezvous.join(timeout)
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        # Ranks that collective calls are made by; a new list whenever ranks are left out.
+        self.members: list[int] = list(range(self.size))
+        self._left = False
+        self._outer: list = []  # groups of earlier members
         self._calls = 0
         self.reason_of = None  # set by the watchdog: () -> str | None, why peers are known to be lost
 
@@ -46,16 +51,20 @@ class Control:
             RankMismatch: another rank made a different call; the message holds both.
             PeerLost: a rank did not arrive within the timeout, or died.
         """
+        if self._left:
+            if call == "tilescale_net.finalize":
+                return
+            raise TileScaleError(f"rank {self.rank}: {call}: this rank was left out of the job; it may only finalize")
         self._calls += 1
         text = f"{call}({arguments})".encode()
         if len(text) > _RECORD - 8:
             text = text[: _RECORD - 8]
         mine = torch.zeros(_RECORD, dtype=torch.uint8)
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        everyone = [torch.empty_like(mine) for _ in self.members]
         self._publish(call)
         self._collective(call, lambda: dist.all_gather(everyone, mine, group=self._group))
-        for other, record in enumerate(everyone):
+        for other, record in zip(self.members, everyone):
             if not torch.equal(record, mine):
                 said = bytes(record.tolist()).rstrip(b"\0").decode(errors="replace")
                 raise RankMismatch(
@@ -64,18 +73,55 @@ class Control:
                 )
 
     def gather(self, what: str, value: object) -> list:
-        """Every rank's `value` (picklable), in rank order. Raises PeerLost as `agree` does."""
+        """The `value` (picklable) of every member, in their order. Raises PeerLost as `agree` does."""
         payload = pickle.dumps(value)
         size = torch.tensor([len(payload)], dtype=torch.int64)
-        sizes = [torch.zeros_like(size) for _ in range(self.size)]
+        sizes = [torch.zeros_like(size) for _ in self.members]
         self._publish(what)
         self._collective(what, lambda: dist.all_gather(sizes, size, group=self._group))
         longest = max(int(s) for s in sizes)
         mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        everyone = [torch.empty_like(mine) for _ in self.members]
         self._collective(what, lambda: dist.all_gather(everyone, mine, group=self._group))
         return [pickle.loads(t[: int(n)].numpy().tobytes()) for t, n in zip(everyone, sizes)]
+
+    # -- ranks that are left out ------------------------------------------------------------------------------------
+
+    def keep(self, members: list[int], call: str) -> None:
+        """Make collective calls with `members` only from here on. Made by each of them, with one list.
+
+        Raises:
+            RankMismatch: another member gave another list; names both.
+            PeerLost: a member did not come in time.
+        """
+        if members != self.members:
+            told = f"keep/{len(self.members)}/"
+            self._set(f"{told}{self.rank}", json.dumps(members))
+            end = time.monotonic() + self.timeout
+            for other in members:
+                said = self._get(f"{told}{other}")
+                while said is None and time.monotonic() < end and not (self.reason_of and self.reason_of()):
+                    time.sleep(0.005)
+                    said = self._get(f"{told}{other}")
+                if said is None:
+                    raise PeerLost(f"rank {self.rank}: {call} did not finish: rank {other} did not call it")
+                if json.loads(said) != members:
+                    raise RankMismatch(f"rank {self.rank} called {call} to keep {members}, rank {other} to keep {said}")
+            limit = datetime.timedelta(seconds=self.timeout)
+            # The index of a member in torch's default group is its rank here: the package's group has all of its ranks.
+            self._collective(call, lambda: self._meet(members, limit))
+            self.members = list(members)
+        self.agree(call, str(members))
+
+    def _meet(self, members: list[int], limit) -> None:
+        group = dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=True)
+        self._outer.append(self._group)
+        self._group = group
+
+    def leave(self) -> None:
+        """This rank was left out: its collective calls concern nobody else from here on."""
+        self.members, self._left = [self.rank], True
 
     def _collective(self, what: str, run) -> None:
         try:
@@ -125,7 +171,8 @@ class Control:
 
     def close(self) -> None:
         """Leave the package's own group. The default group stays: others may use it, and another init needs it."""
-        try:
-            dist.destroy_process_group(self._group)
-        except (RuntimeError, ValueError, AssertionError):
-            pass
+        for group in (self._group, *self._outer):
+            try:
+                dist.destroy_process_group(group)
+            except (RuntimeError, ValueError, AssertionError):
+                pass
