@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-namespace tsn {
+namespace tsn::fabric {
 
 class LoopbackHub {
 public:
@@ -145,4 +145,4 @@ private:
   std::string error_;
 };
 
-} // namespace tsn
+} // namespace tsn::fabric

@@ -10,6 +10,7 @@
 #include <map>
 
 using namespace tsn;
+using namespace tsn::proxy;
 
 namespace {
 

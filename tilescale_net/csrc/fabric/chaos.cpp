@@ -9,7 +9,7 @@
 
 #include <cerrno>
 
-namespace tsn {
+namespace tsn::fabric {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -362,4 +362,4 @@ std::unique_ptr<Transport> make_chaos(std::unique_ptr<Transport> inner, const Ch
   return std::make_unique<ChaosTransport>(std::move(inner), options, self);
 }
 
-} // namespace tsn
+} // namespace tsn::fabric

@@ -12,7 +12,7 @@
 #include "blob.h"
 #include "rail_data.h"
 
-namespace tsn {
+namespace tsn::fabric {
 namespace {
 constexpr uint32_t kAddressMagic = 0x54534e41; // "TSNA"
 constexpr uint32_t kKeyMagic = 0x54534e4b;     // "TSNK"
@@ -291,4 +291,4 @@ int LibfabricTransport::poll(Event* events, int capacity) {
   return n;
 }
 
-} // namespace tsn
+} // namespace tsn::fabric

@@ -8,7 +8,7 @@
 #include "rail.h"
 #include "transport.h"
 
-namespace tsn {
+namespace tsn::fabric {
 
 class LibfabricTransport final : public Transport {
 public:
@@ -81,4 +81,4 @@ private:
   std::string error_;
 };
 
-} // namespace tsn
+} // namespace tsn::fabric

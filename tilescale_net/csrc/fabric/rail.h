@@ -20,7 +20,7 @@
 #include "library.h"
 #include "transport.h"
 
-namespace tsn {
+namespace tsn::fabric {
 
 template <typename T>
 struct FidDeleter {
@@ -170,4 +170,4 @@ private:
   int context_shift_ = 0;
 };
 
-} // namespace tsn
+} // namespace tsn::fabric

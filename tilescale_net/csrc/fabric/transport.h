@@ -28,7 +28,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace tsn {
+namespace tsn::fabric {
 
 // Set-up failed: the message names what, where (provider, interface, rank) and what to do.
 class FabricError : public std::runtime_error {
@@ -165,4 +165,4 @@ struct TransportOptions {
 // libfabric's transport, wrapped in the chaos transport when asked for. Throws FabricError.
 std::unique_ptr<Transport> make_transport(const TransportOptions& options);
 
-} // namespace tsn
+} // namespace tsn::fabric

@@ -7,7 +7,7 @@
 #include <map>
 #include <vector>
 
-namespace tsn {
+namespace tsn::proxy {
 namespace {
 
 class NullTransport final : public Transport {
@@ -95,4 +95,4 @@ std::unique_ptr<Transport> make_null_transport(const TransportOptions& options) 
   return std::make_unique<NullTransport>(options);
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

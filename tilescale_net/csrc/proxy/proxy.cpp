@@ -8,7 +8,7 @@
 #include <optional>
 #include <pthread.h>
 
-namespace tsn {
+namespace tsn::proxy {
 namespace {
 
 constexpr uint32_t kBlobMagic = 0x74736e70;
@@ -160,4 +160,4 @@ std::map<std::string, double> Proxy::stats() const {
   return summarise(each.data(), (int)each.size());
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

@@ -10,7 +10,7 @@
 #include <map>
 #include <thread>
 
-namespace tsn {
+namespace tsn::proxy {
 
 using TransportFactory = std::function<std::unique_ptr<Transport>(const TransportOptions&)>;
 
@@ -49,4 +49,4 @@ private:
   bool connected_ = false;
 };
 
-} // namespace tsn
+} // namespace tsn::proxy

@@ -10,7 +10,7 @@
 #include <mutex>
 #include <unordered_map>
 
-namespace tsn {
+namespace tsn::proxy {
 
 // A device queue, and which entries of its board belong to a ticket that is still open.
 struct SharedQueue {
@@ -76,4 +76,4 @@ private:
   std::unordered_map<uint64_t, uint32_t> shares_;
 };
 
-} // namespace tsn
+} // namespace tsn::proxy

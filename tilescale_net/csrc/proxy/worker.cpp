@@ -6,7 +6,7 @@
 #include <sched.h>
 #include <thread>
 
-namespace tsn {
+namespace tsn::proxy {
 namespace {
 
 constexpr uint32_t kAddressMagic = 0x74736e31;
@@ -227,4 +227,4 @@ void Worker::run() try {
   give_up("FabricError", std::string("the proxy thread ended: ") + e.what(), -1, "", 0);
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

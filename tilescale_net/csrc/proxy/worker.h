@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-namespace tsn {
+namespace tsn::proxy {
 
 class Worker {
 public:
@@ -166,4 +166,4 @@ private:
   ProxyStats stats_;
 };
 
-} // namespace tsn
+} // namespace tsn::proxy
