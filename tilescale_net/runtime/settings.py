@@ -34,7 +34,11 @@ HEAP_SIZE = Setting(
     "1G on a GPU, 256M in the simulator",
 )
 TIMEOUT = Setting(
-    "TSN_TIMEOUT", setting.number(0.01), 20.0, "seconds that a device-side wait or a collective call may take", "20"
+    "TSN_TIMEOUT",
+    setting.number(0.01),
+    100.0,
+    "seconds that a device-side wait or a collective call may take; ranks may come that far apart to a call",
+    "100",
 )
 HEARTBEAT_TIMEOUT = Setting(
     "TSN_HEARTBEAT_TIMEOUT",
