@@ -230,6 +230,8 @@ class World:
                     from tilescale_net import _simulator
 
                     _simulator.flush_pending()
+                if self.proxy is not None:
+                    self.proxy.drain()  # endpoints close when nobody has anything on its way any more
                 self.control.agree("tilescale_net.finalize")
                 self._watchdog.announce_end()
                 # Leave only when all have said goodbye: a rank that is gone must not look like one that failed.
