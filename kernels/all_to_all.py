@@ -117,10 +117,11 @@ class AllToAll(Collective):
         Returns:
             `out`. Later work on the stream may write `x` and the splits again.
 
+        Splits in tensors, and splits that differ between two ranks, are looked at when the call runs; see `check`.
+
         Raises:
             TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
             RankMismatch: ranks that pass different row shapes or dtypes, seen when a shape is used for the first time.
-            Splits in tensors, and splits that differ between two ranks, are looked at when the call runs; see `check`.
         """
         self._check_alive()
         self._check("out", out, symmetric=True)

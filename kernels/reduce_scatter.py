@@ -102,7 +102,7 @@ def reduce_scatter(
                 if step < steps:
                     # The slot's last use must be over at the peer.
                     if thread < n_pes and thread != me:
-                        N.wait(consumed[thread, block], "ge", T.max(done + step + 1 - slots, T.int64(0)))
+                        N.wait(consumed[thread, block], "ge", done + step + 1 - slots)
                     T.sync_threads()
                     for hop in T.serial(1, n_pes):
                         pe = (me + hop) % n_pes

@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.kernels.moe.sizes import BAD_EXPERT, HOST_FAULT, NO_ROOM, STATUS_WORDS
+from tilescale_net.kernels.moe.sizes import BAD_EXPERT, CROWDED, HOST_FAULT, NO_ROOM, STATUS_WORDS
 
 # Arguments whose faults the host finds; the code of a fault is HOST_FAULT + index.
 ARGUMENTS = ("x", "scales", "topk_idx", "topk_weights", "out", "y", "weights", "values")
@@ -55,6 +55,11 @@ class Status:
             return tsn.HeapError(
                 f"{name}: rank {rank} would receive {value} rows, but capacity is {capacity}; nothing was sent; give a "
                 "larger capacity"
+            )
+        if code == CROWDED:
+            return ValueError(
+                f"{name}: topk_idx of rank {rank} names expert {value} more often than max_tokens; in latency mode an expert "
+                "has room for each token once, so tokens may name it twice only where there are fewer of them"
             )
         return ValueError(
             f"{name}: rank {rank} was called with a wrong {ARGUMENTS[code - HOST_FAULT]}; nothing was sent"

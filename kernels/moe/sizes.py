@@ -10,9 +10,9 @@ def align4(n: int) -> int:
     return -(-n // 4) * 4
 
 
-# What a rank may find wrong with a dispatch; every rank learns the code, the value and whose it is. Codes from
-# HOST_FAULT on were found by the host of that rank before it launched anything.
-NO_FAULT, BAD_EXPERT, NO_ROOM, HOST_FAULT = 0, 1, 2, 3
+# What a rank may find wrong with a call; every rank learns the code, the value and whose it is. Codes from HOST_FAULT on
+# were found by the host of that rank before it launched anything.
+NO_FAULT, BAD_EXPERT, NO_ROOM, CROWDED, HOST_FAULT = range(5)
 # The words of a status record: code (written last), rank, value, limit.
 STATUS_WORDS = 4
 

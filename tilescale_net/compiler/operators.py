@@ -36,6 +36,7 @@ KINDS: dict[str, str | None] = {
     "bytes": "int64",
     "pe": "int32",
     "u64": "uint64",
+    "i64": "int64",
     "value": None,
 }
 C_TYPES = {"context": "const tsn::Context*", "words": "uint64_t*"}
@@ -139,8 +140,8 @@ OPERATORS: dict[str, Operator] = {
         ),
         Operator("put_value", (), ("context", "memory", "value", "pe")),
         Operator("signal", ("SignalOp",), ("context", "words", "u64", "pe")),
-        Operator("wait", ("Scope", "Compare"), ("context", "words", "u64"), "uint64"),
-        Operator("test", ("Compare",), ("context", "words", "u64"), "bool"),
+        Operator("wait", ("Scope", "Compare"), ("context", "words", "i64"), "uint64"),
+        Operator("test", ("Compare",), ("context", "words", "i64"), "bool"),
         Operator("atomic", ("AtomicOp",), ("context", "memory", "value", "pe"), "value"),
         Operator("atomic_cas", (), ("context", "memory", "value", "value", "pe"), "value"),
         Operator("fence", (), ("context", "pe")),

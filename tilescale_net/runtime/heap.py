@@ -85,6 +85,7 @@ class Heap:
         self._on_allocate = on_allocate
         self._on_free = on_free
         self._allocator = Allocator(SYSTEM_BYTES, memory.size)
+        self._made: dict[int, tuple[str, tuple[int, ...], torch.dtype]] = {}  # by offset: call, shape, dtype
         memory.bytes_tensor(0, SYSTEM_BYTES).zero_()
 
     @property
@@ -117,6 +118,7 @@ class Heap:
             raw.zero_()
         elif self._poison:
             raw.fill_(POISON)
+        self._made[offset] = (name, shape, dtype)
         self._memory.synchronize()  # peers may write as soon as the collective call returns
         if self._on_allocate:
             self._on_allocate(self.base + offset, nbytes, f"{name}({list(shape)}, {dtype})")
@@ -139,6 +141,18 @@ class Heap:
             ) from None
         if self._on_free:
             self._on_free(self.base + offset)
+
+    def describe(self, offset: int) -> str | None:
+        """The element at a heap offset in words, such as "[2, 0] of zeros([4, 2], torch.uint64)"; None where none is."""
+        for start, (name, shape, dtype) in list(self._made.items()):  # another thread may ask
+            index = (offset - start) // dtype.itemsize
+            if start in self._allocator.live and 0 <= index < math.prod(shape):
+                at = []
+                for extent in reversed(shape):
+                    at.insert(0, index % extent)
+                    index //= extent
+                return f"{at} of {name}({list(shape)}, {dtype})"
+        return None
 
     def offset_of(self, tensor: torch.Tensor) -> int:
         """Heap offset of a tensor in bytes. Raises HeapError for one that is not symmetric."""

@@ -11,6 +11,7 @@ import warnings
 
 import torch
 
+from tilescale_net import fabric
 from tilescale_net.errors import PeerLost, TileScaleError
 from tilescale_net.runtime import context, device_errors, settings, topology
 from tilescale_net.runtime.control import Control
@@ -35,11 +36,13 @@ class World:
     """
 
     def __init__(self, heap_bytes: int | str | None):
+        settings.check()
+        fabric.check_settings()
         settings.load_kernels_early()
         self.device_kind = settings.device_kind()
         on_gpu = self.device_kind == "cuda"
         size = settings.heap_bytes(heap_bytes, on_gpu)
-        self.timeout = settings.timeout_seconds()
+        self.timeout = settings.TIMEOUT.get()
         self.control = Control(self.timeout + 5.0)
         self.rank, self.size = self.control.rank, self.control.size
         self._failure: TileScaleError | None = None
@@ -53,7 +56,7 @@ class World:
             raise
 
     def _set_up(self, size: int, on_gpu: bool) -> None:
-        virtual = settings.integer("VIRTUAL_NODES", 1, 1)
+        virtual = settings.VIRTUAL_NODES.get()
         self.control.agree(
             "tilescale_net.init", f"heap_bytes={size}, device={self.device_kind}, VIRTUAL_NODES={virtual}"
         )
@@ -73,9 +76,7 @@ class World:
         page = self._memory.pinned(4096)
         self._abort_address, self._error_address = page, page + 64
         pids = [pid if host == hosts[self.rank] else None for host, pid in facts]
-        self._watchdog = Watchdog(
-            self.control, pids, settings.heartbeat_timeout_seconds(), self._poll_local, self._on_loss
-        )
+        self._watchdog = Watchdog(self.control, pids, settings.HEARTBEAT_TIMEOUT.get(), self._poll_local, self._on_loss)
         self.control.reason_of = self._watchdog.reason
 
         on_allocate, on_free = self._bounds_hooks()
@@ -147,7 +148,10 @@ class World:
 
     def _device_error(self) -> TileScaleError | None:
         record = device_errors.read(self._error_address)
-        return device_errors.describe(record, self.rank, self.size, self._memory.base, self.timeout)
+        base = self._memory.base
+        return device_errors.describe(
+            record, self.rank, self.size, base, self.timeout, lambda at: self.heap.describe(at)
+        )
 
     def _poll_local(self) -> str | None:
         if self.proxy is not None:

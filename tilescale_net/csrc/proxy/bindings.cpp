@@ -11,7 +11,6 @@
 #include "tilescale_net/device/add_box.h"
 
 #include <cmath>
-#include <cstdlib>
 #include <optional>
 
 namespace py = pybind11;
@@ -58,6 +57,7 @@ ProxyOptions options_from(const py::kwargs& kwargs) {
     else if (name == "timeout") set(v, name, o.timeout);
     else if (name == "first_position") set(v, name, o.first_position);
     else if (name == "print_stats") set(v, name, o.print_stats);
+    else if (name == "trust_last_chunk") set(v, name, o.trust_last_chunk);
     else if (name == "provider") set(v, name, o.transport.provider);
     else if (name == "interface") set(v, name, o.transport.interface);
     else if (name == "multi_host") set(v, name, o.transport.multi_host);
@@ -77,10 +77,6 @@ ProxyOptions options_from(const py::kwargs& kwargs) {
   o.transport.rank = o.rank;
   o.transport.device_memory = kind == "cuda";
   o.dedicated = dedicated.value_or(kind == "cuda"); // machines with GPUs have cores to spare
-  // For the test that shows what counting is for: with it, ordering is as wrong as in systems that trust the last
-  // chunk.
-  const char* ordering = std::getenv("TSN_TEST_ORDERING");
-  o.trust_last_chunk = ordering && std::string(ordering) == "last_chunk";
   return o;
 }
 
