@@ -282,6 +282,8 @@ class World:
         try:
             self._finish_kernels()
             self.check()
+            if self.proxy is not None:
+                self.proxy.drain()  # endpoints close when nobody has anything on its way any more
             self.control.agree("tilescale_net.finalize", spoken=spoken)
             self._watchdog.announce_end()
             # Leave only when all have said goodbye: a rank that is gone must not look like one that failed.
