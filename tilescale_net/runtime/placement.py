@@ -72,6 +72,14 @@ def find(timeout: float) -> Place | None:
 _ADVICE = "start the script through launch.sh, which sets them all, or unset it"
 
 
+def launchers_store() -> tuple[int, str] | None:
+    """Port of the store and name of the job, where launch.sh has started this rank; see launch/environment.py."""
+    port, _, rest = os.environ.get("TSN_STORE", "").partition("/")
+    job, _, master = rest.partition("/")
+    mine = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return (int(port), job) if port.isdigit() and job and master == mine else None
+
+
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.isdigit():
@@ -81,12 +89,8 @@ def _number(name: str, default: int) -> int:
 
 def _place(rank_name: str, size_name: str, local_name: str | None, timeout: float) -> Place:
     env = os.environ
-    if rank_name == "RANK" and env.get("TSN_STORE"):
-        address, _, port = env["TSN_STORE"].rpartition(":")
-        names: list[str] = []
-    else:
-        address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
-        names = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    names = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if rank_name == "RANK" and names:
         raise ConfigurationError(f"RANK={env['RANK']} is set but {' and '.join(names)} is not; {_ADVICE}")
     rank, size = _number(rank_name, 0), _number(size_name, 1)
@@ -95,8 +99,10 @@ def _place(rank_name: str, size_name: str, local_name: str | None, timeout: floa
     if not names:
         if not str(port).isdigit():
             raise ConfigurationError(f"MASTER_PORT={port!r} is not a number")
-        listener = _number("TSN_STORE_FD", 0) if rank == 0 and env.get("TSN_STORE_FD") else -1
-        return Place(rank, size, str(address), int(port), listener)
+        if (store := launchers_store()) is not None:
+            listener = _number("TSN_STORE_FD", 0) if rank == 0 and env.get("TSN_STORE_FD") else -1
+            return Place(rank, size, "127.0.0.1", store[0], listener)
+        return Place(rank, size, str(address), int(port))
     if local_name is not None and _number(local_name, 0) == size:
         return _meet_on_this_host(rank, size, timeout)
     raise ConfigurationError(

@@ -81,10 +81,9 @@ def join(timeout: float, silence: float) -> Meeting:
 
 def _prefix() -> str:
     """Before the keys of this job: a second job that comes to the same port by mistake does not speak for this one."""
-    for name in ("TSN_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
-        if os.environ.get(name):
-            return f"tsn/{os.environ[name]}/"
-    return "tsn/"
+    store = placement.launchers_store()
+    job = store[1] if store else os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"tsn/{job}/" if job else "tsn/"
 
 
 def _number_of_meeting(store: JobStore, rank: int, size: int) -> int:
