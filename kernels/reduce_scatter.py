@@ -161,7 +161,7 @@ class ReduceScatter(Collective):
         super().__init__("ReduceScatter", ", ".join(f"{k}={v}" for k, v in options.items()), threads, blocks)
         self._options = dict(threads=threads, blocks=blocks, **options)
         self._staging = self._symmetric((self.n_pes, blocks, slots, chunk_bytes), torch.uint8)
-        self._chunks = self._counters(blocks)
+        self._chunks = self.counters(blocks)
         self._arrived, self._consumed = self._signals(self.n_pes, blocks), self._signals(self.n_pes, blocks)
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ class ReduceScatter(Collective):
             TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
             RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
         """
-        self._check_alive()
+        self._begin()
         self._check("out", out)
         self._check("x", x, out.dtype, symmetric=self._sources_travel)
         if out.dtype not in self.DTYPES:

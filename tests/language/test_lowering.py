@@ -130,7 +130,10 @@ CALLS = {
     "fence_warp": (lambda k: N.fence_warp(), "tsn::fence<tsn::Scope::warp>(CTX, -1);"),
     "quiet_block": (lambda k: N.quiet_block(2), "tsn::quiet<tsn::Scope::block>(CTX, 2);"),
     "quiet_warp": (lambda k: N.quiet_warp(), "tsn::quiet<tsn::Scope::warp>(CTX, -1);"),
-    "flush_async": (lambda k: N.flush_wait(N.flush_async(3)), "tsn::flush_wait(CTX, tsn::flush_async(CTX, 3));"),
+    "flush_async": (
+        lambda k: N.flush_wait(N.flush_async(3)),
+        "uint64_t tsn_flush_async = tsn::flush_async(CTX, 3); tsn::flush_wait(CTX, tsn_flush_async);",
+    ),
     "barrier_all": (lambda k: N.barrier_all(), "tsn::barrier_all<tsn::BarrierScope::block>(CTX);"),
     "barrier_all of grids": (lambda k: N.barrier_all(scope="grid"), "tsn::barrier_all<tsn::BarrierScope::grid>(CTX);"),
     "barrier_grid": (lambda k: N.barrier_grid(), "tsn::barrier_grid(CTX);"),

@@ -169,6 +169,8 @@ OPERATORS: dict[str, Operator] = {
 
 # Stand-ins that a traced kernel carries until `passes.py` replaces them: the context pointer and the ring buffer.
 CONTEXT, RING = "tsn.context", "tsn.ring"
+# A statement of a traced kernel that says what a variable stands for, until effects.py finds the place to compute it.
+DEFERRED = "tsn.deferred"
 
 
 def context_placeholder() -> tirx.PrimExpr:
@@ -199,6 +201,7 @@ def register() -> None:
         _register(operator.op_name, f"tsn::{operator.name}", operator.template + operator.args, operator.effect)
     _register(CONTEXT, "the kernel's context", (), PURE)
     _register(RING, "shared memory for bulk copies", ("bytes",), PURE)
+    _register(DEFERRED, "what a variable stands for", ("value", "value"), OPAQUE)
 
 
 register()

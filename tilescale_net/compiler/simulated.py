@@ -111,8 +111,6 @@ class SimulatedKernel:
         world = _world._current
         if world is None or context is None:
             raise error
-        if world._watchdog is not None and world._watchdog.reason():
-            world.check()
         world.fail(error)
 
     def _check_geometry(self, grid, block, shared: int) -> None:
