@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from tilescale_net.errors import (
     ConfigurationError,
+    DataRace,
     FabricError,
     HeapError,
     InvalidDescriptor,
@@ -25,6 +26,7 @@ from tilescale_net.errors import (
     PeerLost,
     PeOutOfRange,
     RankMismatch,
+    SimulatorDeadlock,
     SimulatorUnsupported,
     TileScaleError,
     WaitTimeout,
@@ -39,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigurationError",
+    "DataRace",
     "FabricError",
     "HeapError",
     "InvalidDescriptor",
@@ -47,6 +50,7 @@ __all__ = [
     "PeOutOfRange",
     "PeerLost",
     "RankMismatch",
+    "SimulatorDeadlock",
     "SimulatorUnsupported",
     "TileScaleError",
     "WaitTimeout",
