@@ -79,7 +79,7 @@ def _init_with(env):
         ({"MASTER_PORT": "http"}, "MASTER_PORT='http' is not a number"),
         ({"RANK": "1"}, "RANK=1 is not below WORLD_SIZE=1"),
         ({"RANK": "-1"}, "RANK='-1' is not a number"),
-        ({"RANK": None, "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "MASTER_ADDR": None}, "srun started several tasks"),
+        ({"RANK": None, "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "MASTER_ADDR": None}, "several ranks were started"),
     ],
 )
 def test_an_environment_that_makes_no_sense(env, said):

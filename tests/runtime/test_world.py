@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -151,7 +152,7 @@ def _aborted(says_why: bool):
     world = tsn.world()
     ctypes.c_uint32.from_address(world.abort_address).value = 1
     if says_why:
-        world._poll_local = lambda: setattr(world, "_failure", tsn.FabricError("the network broke")) or "broken"
+        world.proxy = types.SimpleNamespace(failure=lambda: tsn.FabricError("the network broke"), close=lambda: None)
     tsn.synchronize()
 
 
@@ -197,6 +198,10 @@ def test_missing_rank_is_named_after_the_timeout():
         ({"TSN_HEAP_SIZE": "lots"}, "TSN_HEAP_SIZE='lots'"),
         ({"TSN_DEVICE": "abacus"}, "TSN_DEVICE='abacus'"),
         ({"TSN_TIMEOUT": "soon"}, "TSN_TIMEOUT='soon'"),
+        ({"TSN_HEAPSIZE": "8M"}, "there is no setting TSN_HEAPSIZE; did you mean TSN_HEAP_SIZE?"),
+        # Also where no network is used.
+        ({"TSN_PROVIDER": "tpc"}, "TSN_PROVIDER='tpc': libfabric has no provider 'tpc'; did you mean tcp?"),
+        ({"TSN_CHAOS": "banana=1"}, "TSN_CHAOS: chaos: unknown field 'banana'"),
     ],
 )
 def test_bad_settings(env, words):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tilescale_net.errors import ConfigurationError
+from tilescale_net.runtime import settings
 
 SUFFIXES = (".so", ".lowered")
 # What is kept: what was used within so many days, the latest of it up to so many bytes.
@@ -22,7 +23,7 @@ def folder() -> Path:
 
     Whoever adds a file removes those that nobody has used for KEPT_DAYS, and the longest unused beyond KEPT_BYTES.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    base = settings.CACHE_HOME.get() or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "tilescale_net" / "simulator"
 
 

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import socket
 import subprocess
-import sys
 
-LOADING = "CUDA_MODULE_LOADING"
+from tilescale_net.errors import ConfigurationError
+from tilescale_net.launch.messages import refuse, say
+from tilescale_net.runtime import settings
+from tilescale_net.runtime.setting import Setting
+
+LOADING = settings.MODULE_LOADING.name
 MOST_SIMULATED = 64  # ranks on a machine without a GPU; each is a Python process with torch in it
 
 
-def refuse(message: str):
-    """End with exit code 2, the code of wrong arguments."""
-    print(f"launch.sh: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def whole_number(name: str, default: int | None, minimum: int) -> int:
-    """A whole number from the environment; refuses anything else, and its absence when there is no default."""
-    text = os.environ.get(name, "")
-    if not text and default is not None:
-        return default
-    if not text:
-        refuse(f"{name} must be set when NODES is above 1")
-    if not text.isdigit() or int(text) < minimum:
-        refuse(f"{name}={text!r} is not a whole number of {minimum} or more")
-    return int(text)
+def value(row: Setting[int], required: bool = False) -> int:
+    """A whole number from the environment; refuses anything else, and its absence when it is required."""
+    if required and not os.environ.get(row.name):
+        refuse(f"{row.name} must be set when NODES is above 1")
+    try:
+        return row.get()
+    except ConfigurationError as err:
+        refuse(str(err))
 
 
 def visible_gpus() -> int:
@@ -39,9 +36,7 @@ def visible_gpus() -> int:
     count = ctypes.c_int(0)
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if status not in (0, 34, 100):  # 34: a stub library, 100: no GPU
-        print(
-            f"launch.sh: the CUDA driver does not start (error {status}); looking no further for GPUs", file=sys.stderr
-        )
+        say(f"the CUDA driver does not start (error {status}); looking no further for GPUs")
     return 0 if status else count.value
 
 
@@ -57,18 +52,19 @@ def check_ranks(ranks: int, held: int) -> None:
             f"GPUS={ranks}, but this machine shows {held} GPU{'s' * (held > 1)}; use GPUS={held} or fewer, or set "
             "TSN_DEVICE=simulator to simulate them"
         )
-    if not held and os.environ.get("TSN_DEVICE") == "cuda":
+    if not held and settings.DEVICE.get() == "cuda":
         refuse(
             f"GPUS={ranks} and TSN_DEVICE=cuda, but this machine shows no GPU; leave TSN_DEVICE out to simulate them"
         )
     if not held and ranks > MOST_SIMULATED:
         refuse(f"GPUS={ranks} is more than the {MOST_SIMULATED} ranks that are simulated on one machine")
-    virtual = whole_number("VIRTUAL_NODES", 1, 1)
+    virtual = value(settings.VIRTUAL_NODES)
     if ranks % virtual:
         refuse(f"VIRTUAL_NODES={virtual} does not divide GPUS={ranks}; every node holds the same number of ranks")
 
 
 _kept: list[socket.socket] = []  # for as long as this process lives
+_listeners: list[socket.socket] = []  # until rank 0 has them
 
 
 def reserve_port(host: str = "") -> socket.socket:
@@ -83,6 +79,28 @@ def reserve_port(host: str = "") -> socket.socket:
     return s
 
 
+def open_store(master: str) -> dict[str, str]:
+    """Where ranks of one host meet: a socket that listens on loopback, for rank 0 to take over, and a name of the job.
+
+    Nobody else can listen there or speak for a rank by accident: other jobs do not know the name.
+
+    Args:
+        master: MASTER_ADDR:MASTER_PORT, by which ranks tell that the variable is meant for them, and not left from a job
+            around theirs.
+    """
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    _listeners.append(listener)
+    return {"TSN_STORE": f"{listener.getsockname()[1]}/{secrets.token_hex(16)}/{master}"}
+
+
+def hand_over_store(rank: int) -> tuple[dict[str, str], list[socket.socket]]:
+    """Variables and sockets for one rank; this process keeps no socket, so that rank 0's end is seen at the other side."""
+    if rank or not _listeners:
+        return {}, []
+    listener = _listeners.pop()
+    return {"TSN_STORE_FD": str(listener.fileno())}, [listener]
+
+
 def job(ranks: int) -> dict[str, str]:
     """The variables that all ranks of this host share, as torchrun names them."""
     env = os.environ
@@ -90,8 +108,8 @@ def job(ranks: int) -> dict[str, str]:
         nodes, node = int(env["SLURM_NNODES"]), int(env["SLURM_NODEID"])
         shared = srun_address()
     else:
-        nodes = whole_number("NODES", 1, 1)
-        node = whole_number("NODE_RANK", 0 if nodes == 1 else None, 0)
+        nodes = value(settings.NODES)
+        node = value(settings.NODE_RANK, required=nodes > 1)
         if node >= nodes:
             refuse(f"NODE_RANK={node} is not below NODES={nodes}; the hosts are numbered from 0")
         if nodes > 1 and not env.get("MASTER_ADDR"):
@@ -100,10 +118,10 @@ def job(ranks: int) -> dict[str, str]:
             _kept.append(reserve_port())
             port = _kept[-1].getsockname()[1]
         else:
-            port = whole_number("MASTER_PORT", None, 1)
-        if port > 65535:
-            refuse(f"MASTER_PORT={port} is not a port; ports end at 65535")
+            port = value(settings.MASTER_PORT, required=True)
         shared = {"MASTER_ADDR": env.get("MASTER_ADDR") or "127.0.0.1", "MASTER_PORT": str(port)}
+        if nodes == 1:
+            shared.update(open_store(f"{shared['MASTER_ADDR']}:{port}"))
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     return {
         "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(threads),
@@ -114,7 +132,7 @@ def job(ranks: int) -> dict[str, str]:
         "GROUP_RANK": str(node),
         "GROUP_WORLD_SIZE": str(nodes),
         # See load_kernels_early in runtime/settings.py; here it comes before anything could start CUDA.
-        **({LOADING: env.get(LOADING, "EAGER")} if nodes > 1 or whole_number("VIRTUAL_NODES", 1, 1) > 1 else {}),
+        **({LOADING: env.get(LOADING, "EAGER")} if nodes > 1 or value(settings.VIRTUAL_NODES) > 1 else {}),
         **shared,
     }
 
