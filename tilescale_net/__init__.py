@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from tilescale_net.errors import (
     ConfigurationError,
+    DataRace,
     FabricError,
     HeapError,
     InvalidDescriptor,
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigurationError",
+    "DataRace",
     "FabricError",
     "HeapError",
     "InvalidDescriptor",

@@ -44,7 +44,7 @@ TSN_DEVICE void enter_alone(const Context* ctx, uint64_t* entered) {
 TSN_DEVICE void barrier(const Context* ctx, int flags_word, int epoch_word, int first, int me, int n) {
   static_assert(31 <= kBarrierRounds && 3 * 10 <= kBarrierRounds, "32 PEs in one round, 4^10 in ten, fit the flags");
   uint64_t* area = reinterpret_cast<uint64_t*>(platform::load_constant(&ctx->heap_base));
-  platform::block_sync();
+  scope_enter<Scope::block>(kOpBarrier, nullptr, nullptr, 0, kNoPe);
   if constexpr (platform::kDefersRemoteWrites) enter_alone(ctx, area + kBarrierEntered);
   if (platform::thread_index() < platform::kWarpThreads) {
     const uint64_t epoch = platform::load<Order::relaxed, MemScope::gpu>(area + epoch_word) + 1;

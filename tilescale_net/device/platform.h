@@ -99,7 +99,12 @@
 //   bool defer_atomic_cas<T>(const Context*, T* dst, T* peer, T compare, T value, int pe, T* old)
 //   bool defer_fence(const Context*, int pe)
 //   bool defer_quiet(const Context*, int pe)
+//   void announce(Operation, Scope, dst, src, bytes, pe, sig, value, SignalOp)   every thread of the scope, before it
+//                                           meets for a call
+//   void begin(the same)                    the leader, after it has met
+//   void waited(const uint64_t* sig)        a wait or test has seen its signal
 //   void before_ld<Order>()                 a kernel's own load with this order follows, perhaps again and again
+//   void after_ld(const void*), before_st(const void*)   the same, when it is done, and a store
 //   void inspect(Operation, const void* local, int64_t bytes)  the leader is about to use these local (symmetric)
 //                                           addresses; the simulator checks that they lie in one live allocation
 #pragma once

@@ -157,8 +157,13 @@ template <class T>
 bool defer_atomic_cas(const Context*, T*, T*, T, T, int, T*);
 bool defer_fence(const Context*, int);
 bool defer_quiet(const Context*, int);
+void announce(Operation, Scope, const void*, const void*, int64_t, int, const uint64_t*, uint64_t, SignalOp);
+void begin(Operation, Scope, const void*, const void*, int64_t, int, const uint64_t*, uint64_t, SignalOp);
+void waited(const uint64_t*);
 template <Order>
 void before_ld();
+void after_ld(const void*);
+void before_st(const void*);
 void inspect(Operation, const void*, int64_t);
 
 } // namespace platform

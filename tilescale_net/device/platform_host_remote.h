@@ -112,6 +112,16 @@ TSN_DEVICE bool defer_atomic_cas(const Context*, T*, T*, T, T, int, T*) {
   return false;
 }
 
+TSN_DEVICE void announce(Operation operation, Scope scope, const void* dst, const void* src, int64_t bytes, int pe,
+                         const uint64_t* sig, uint64_t value, SignalOp op) {
+  sim::api().remote->announce({operation, uint32_t(scope), dst, src, bytes, pe, sig, value, op == SignalOp::add});
+}
+TSN_DEVICE void begin(Operation operation, Scope scope, const void* dst, const void* src, int64_t bytes, int pe,
+                      const uint64_t* sig, uint64_t value, SignalOp op) {
+  sim::api().remote->begin({operation, uint32_t(scope), dst, src, bytes, pe, sig, value, op == SignalOp::add});
+}
+TSN_DEVICE void waited(const uint64_t* sig) { sim::api().remote->waited(sig); }
+
 TSN_DEVICE void inspect(Operation operation, const void* local, int64_t bytes) {
   constexpr const char* kNames[] = {"none",   "put",   "get",     "put_signal", "put_value",
                                     "signal", "wait",  "test",    "atomic",     "fence",

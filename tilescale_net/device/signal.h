@@ -85,6 +85,7 @@ TSN_DEVICE void put_signal_lone(B& begin, const Context* ctx, void* dst, const v
 // takes a half on the direct path. By one thread.
 template <SignalOp Op, bool Fence = false>
 TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe) {
+  enter<Scope::thread>(kOpSignal, nullptr, 0, pe, sig, value, Op);
   const Route route(ctx, pe);
   platform::fence<MemScope::sys>(); // the route's loads are under way meanwhile
   if (TSN_LIKELY(route.check<Scope::thread>(kOpSignal, sig, sizeof(*sig))))
@@ -105,7 +106,7 @@ TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64
                            uint64_t value, void* ring) {
   Beginning<S, kPushRows<S>, platform::kWarpThreads> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll, Stages>);
   publish_to_bulk<S, E, Stages>(bytes);
-  scope_sync<S>(); // what the scope wrote to the source is sent
+  scope_enter<S>(kOpPutSignal, dst, src, bytes, pe, sig, value, Op); // what the scope wrote to the source is sent
   const bool leader = scope_leader<S>();
   if (!platform::kDefersRemoteWrites && TSN_LIKELY(begin.lone())) {
     if (S == Scope::block && platform::thread_index() >= platform::kWarpThreads) return;

@@ -260,7 +260,16 @@ void background() {
 
 } // namespace
 
-const RemoteApi kRemoteApi = {defer, fence, quiet, check};
+const RemoteApi kRemoteApi = {
+    [](const Call& call) { current_grid->announce(call); },
+    [](const Call& call) { current_grid->begin(call); },
+    [](const uint64_t* signal) { current_grid->waited(signal); },
+    [](const void* address, WordAccess access) { current_grid->word(address, access); },
+    defer,
+    fence,
+    quiet,
+    check,
+};
 
 void set_visibility(Visibility visibility) {
   Store& s = store();
