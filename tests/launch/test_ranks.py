@@ -80,7 +80,7 @@ if rank == 1:
     sys.exit()
 store = rendezvous._connect(place, 5.0, 5.0)
 store.set("key", "value")
-print(place.address, store.get("key").decode(), rendezvous._prefix() != "tsn/", "TSN_STORE_FD" in os.environ)
+print(place.address, store.get("key").decode(), rendezvous._prefix() != "tsn", "TSN_STORE_FD" in os.environ)
 with open("/proc/net/tcp") as f:
     print([l.split()[1].split(":")[0] for l in f if f":{place.port:04X} " in l.split()[1] + " " and l.split()[3] == "0A"])
 with open("/proc/net/tcp6") as f:

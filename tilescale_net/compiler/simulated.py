@@ -65,7 +65,7 @@ class SimulatedKernel:
         self._dynamic_shared = translated.dynamic_shared
         self._host = host_stub.translate(name, lowered.host_mod)
         self._simulator = _simulator
-        self._library = _simulator.Library(str(host_compiler.build(name, translated.text)))
+        self._library = host_compiler.load(name, translated.text)
 
     def __call__(self, *args) -> None:
         """Run the kernel to its end."""
