@@ -36,11 +36,12 @@ def check(func: tirx.PrimFunc) -> None:
     _check_tma(func)
 
 
-def rewrite(body: tirx.Stmt) -> tirx.Stmt:
-    """Make the rest right, see above."""
+def rewrite(body: tirx.Stmt, guards: bool = True) -> tirx.Stmt:
+    """Make the rest right, see above; without `guards`, loads among operands are left as they are."""
     if not our_calls(body):
         return body
-    body = ir_transform(body, None, lambda c: _guard_loads(c) if op_name(c) in OUR_OPS else None, ["tirx.Call"])
+    if guards:
+        body = ir_transform(body, None, lambda c: _guard_loads(c) if op_name(c) in OUR_OPS else None, ["tirx.Call"])
     body = ir_transform(body, None, lambda c: _without_tma(c) if op_name(c) == _COPY else None, ["tirx.Call"])
     return ir_transform(body, None, _evaluate_once, ["tirx.IfThenElse", "tirx.For"])
 

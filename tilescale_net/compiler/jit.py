@@ -19,7 +19,7 @@ from tilelang import tvm
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from tilescale_net.compiler import lowered, lowering, sites, toolchain
+from tilescale_net.compiler import bounds, lowered, lowering, sites, toolchain
 from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.kernel import CudaKernel, Kernel, simulated
 from tilescale_net.compiler.passes import prepare
@@ -116,11 +116,13 @@ def compile(
         )
     chosen = _target(target)
     configs = _pass_configs(func, pass_configs)
-    prepared = prepare(func)
+    reports_bounds = chosen == "simulator" and not any(key in configs for key in bounds.UNGUARDED)
+    prepared = prepare(func, reports_bounds)
     flags = list(func.attrs["tilelang_compile_flags"]) if "tilelang_compile_flags" in (func.attrs or {}) else []
     flags += [compile_flags] if isinstance(compile_flags, str) else list(compile_flags or ())
     if chosen == "simulator":
         numbered, lines = sites.number(prepared.func, sites.lines_of(func))
+        configs = {**bounds.UNGUARDED, **configs}
         kept = lowered.kept(kernel_name(func), numbered, SIMULATOR_TARGET, configs, lower)
         return simulated(prepared, kept, lines)
     toolchain.find_nvcc()

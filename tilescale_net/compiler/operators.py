@@ -171,11 +171,18 @@ OPERATORS: dict[str, Operator] = {
 CONTEXT, RING = "tsn.context", "tsn.ring"
 # A statement of a traced kernel that says what a variable stands for, until effects.py finds the place to compute it.
 DEFERRED = "tsn.deferred"
+# Around the condition of a primitive's own guard: that its index is inside the tensor. bounds.py replaces it.
+INSIDE = "tsn.inside"
 
 
 def context_placeholder() -> tirx.PrimExpr:
     """Stands for the kernel's context pointer while the kernel is traced."""
     return tirx.call_intrin("handle", tvm.ir.Op.get(CONTEXT))
+
+
+def guard_condition(inside: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The condition of a primitive's own guard, marked as such."""
+    return tirx.call_intrin("bool", tvm.ir.Op.get(INSIDE), inside)
 
 
 def ring_placeholder(nbytes: int) -> tirx.PrimExpr:
@@ -201,6 +208,7 @@ def register() -> None:
         _register(operator.op_name, f"tsn::{operator.name}", operator.template + operator.args, operator.effect)
     _register(CONTEXT, "the kernel's context", (), PURE)
     _register(RING, "shared memory for bulk copies", ("bytes",), PURE)
+    _register(INSIDE, "that an index is inside", ("value",), PURE)
     _register(DEFERRED, "what a variable stands for", ("value", "value"), OPAQUE)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tvm import DataType, tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
-from tilescale_net.compiler import effects, hazards
+from tilescale_net.compiler import bounds, effects, hazards
 from tilescale_net.compiler.ir import PLACEHOLDERS, kernel_name, op_name, our_calls, where
 from tilescale_net.compiler.lowering import null_pointer
 from tilescale_net.compiler.operators import CONTEXT, RING, ring_placeholder
@@ -68,8 +68,11 @@ def _pointer(buffer: tirx.Buffer, elements: int, access: int = READ_WRITE) -> ti
     )
 
 
-def prepare(func: tirx.PrimFunc) -> Prepared:
+def prepare(func: tirx.PrimFunc, reports_bounds: bool = False) -> Prepared:
     """Rewrite a traced kernel as described at the top of this file.
+
+    Args:
+        reports_bounds: the kernel runs where accesses outside of tensors are reported, see bounds.py.
 
     Raises:
         KernelError: primitives without an N.Context() parameter, more than one such parameter, or what hazards.py refuses.
@@ -83,7 +86,7 @@ def prepare(func: tirx.PrimFunc) -> Prepared:
             f"`ctx: N.Context()`{where(culprit)}"
         )
     hazards.check(func)
-    body = effects.rewrite(func)
+    body = bounds.settle_guards(effects.rewrite(func), reports_bounds)
     for param in func.params:
         if param not in func.buffer_map and str(param.dtype) == "uint64":
             raise KernelError(
@@ -98,7 +101,9 @@ def prepare(func: tirx.PrimFunc) -> Prepared:
         body, ring_bytes = _supply_rings(body)
         context = _pointer(func.buffer_map[func.params[index]], 1) if index is not None else None
         body = ir_transform(body, None, lambda c: context if op_name(c) == CONTEXT else None, ["tirx.Call"])
-        body = hazards.rewrite(body)
+        body = hazards.rewrite(body, guards=not reports_bounds)
+    if reports_bounds:
+        body = bounds.guard_tiles(body)
     params = list(func.params)
     if index is not None:
         params.insert(0, params.pop(index))

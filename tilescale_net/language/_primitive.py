@@ -15,6 +15,7 @@ from tvm import tirx
 from tvm.tirx.script import builder
 
 from tilescale_net.compiler.ir import opaque_call
+from tilescale_net.compiler.operators import guard_condition
 from tilescale_net.errors import KernelError
 from tilescale_net.language._results import earlier, once, remember
 
@@ -91,10 +92,12 @@ def _with_span(call: tirx.Call, span) -> tirx.Call:
 def guarded(inside: tirx.PrimExpr | None, call: tirx.Call) -> tirx.PrimExpr | None:
     """Make a single access vanish where its index is outside the tensor, as tilelang does for plain accesses.
 
-    Loads then give 0. tilelang's own pass leaves calls of operators that it does not know alone.
+    Loads then give 0. tilelang's own pass leaves calls of operators that it does not know alone. The simulator reports
+    such an index instead, see compiler/bounds.py.
     """
     if inside is None:
         return call
+    inside = guard_condition(inside)
     if str(call.dtype):  # TVM prints the void type as nothing
         return tirx.if_then_else(inside, call, tirx.const(0, call.dtype))
     with builder.If(inside), builder.Then():

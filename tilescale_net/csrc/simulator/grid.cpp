@@ -20,7 +20,7 @@ constexpr char kStripByte = '\x5a';
 constexpr int kPoison = 0xff; // NaN in every floating-point type
 
 constexpr unsigned kLagsPerLaunch = 2;
-constexpr uint64_t kLagNs = 1'500'000;    // during which nothing moves but what lags
+constexpr uint64_t kLagNs = 3'000'000;    // during which nothing moves but what lags
 constexpr uint64_t kCheckNs = 50'000'000; // between two looks for an interrupt
 // Threads in flight while there is no need for more: their stacks and states then stay in the cache.
 constexpr uint64_t kThreadsInFlight = 2048;
