@@ -41,7 +41,7 @@ choose_python() {
 
 # Makes the virtual environment if there is none and installs what pyproject.toml lists; fails without a word of its own.
 install() {
-  local wanted all=(test bench)
+  local wanted all=(bench "${extras[@]}")
   if [ ! -x "$venv/bin/python" ]; then
     # Where the machine has a torch of its own, keep it: it is the one that fits the driver.
     python3 -m venv $(python3 -c 'import importlib.util as u; u.find_spec("torch") and print("--system-site-packages")') "$venv" || return
@@ -49,6 +49,7 @@ install() {
   "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || all+=(fresh)
   wanted=$("$venv/bin/python" "$root/tilescale_net/launch/requirements.py" list "${all[@]}") || return
   mapfile -t wanted <<<"$wanted"
+  say "installing ${#wanted[@]} Python packages and what they need, torch among them (a few minutes)"
   "$venv/bin/python" -m pip install -qq --disable-pip-version-check --retries 2 "${wanted[@]}" || return
   complete "$venv/bin/python" "${extras[@]}"
 }
@@ -56,8 +57,13 @@ install() {
 set_up() {
   local made=no
   python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
-    { say "python3 is missing or older than 3.10; name another interpreter in TSN_PYTHON"; exit 1; }
-  say "setting up $venv (a few minutes, only the first time)"
+    { say "python3 is missing or older than 3.10; install python3 and python3-venv, or name another interpreter in TSN_PYTHON"; exit 1; }
+  # What the system lacks is told, and fetched, before the minutes that packages take.
+  if [ "${TSN_BUILD:-1}" != 0 ]; then
+    ask python3
+    if stale; then prepare python3; fi
+  fi
+  say "setting up $venv (only the first time)"
   [ -x "$venv/bin/python" ] || made=yes
   if install >&2; then
     python=$venv/bin/python
@@ -74,7 +80,10 @@ set_up() {
   exit 1
 }
 
-# True when an extension is missing or older than what it is made of.
+# Gets compiler headers that the system lacks, or says what is missing and ends.
+prepare() { "$1" "$root/tilescale_net/launch/system.py" prepare || exit 1; }
+
+# True when an extension is missing, older than what it is made of, or without a fabric that it could have now.
 stale() {
   local library
   for library in _native _simulator; do
@@ -83,11 +92,12 @@ stale() {
     [ -z "$(find "$root/tilescale_net/csrc" "$root/tilescale_net/device" "$root/setup.py" -newer "$library" \
       \( -name '*.cpp' -o -name '*.h' -o -name setup.py \) -print -quit)" ] || return 0
   done
-  return 1
+  [ -e "$root/build/without-fabric" ] && "${python:-python3}" "$root/tilescale_net/launch/system.py" fabric
 }
 
 build() {
-  say "building the native part"
+  prepare "$python"
+  say "building the native part (about a minute on two processors)"
   local log
   log=$(cd "$root" && "$python" setup.py -q build_ext --inplace 2>&1) || { echo "$log" >&2; say "the build failed"; exit 1; }
   touch "$root"/tilescale_net/_{native,simulator}"$(head -n 1 <<<"$answer")"
@@ -95,9 +105,10 @@ build() {
 
 # One set-up at a time, however many launches (or tasks of srun) start at once.
 locked() {
-  mkdir -p "$root/build"
-  exec 9>"$root/build/.launch.lock"
-  flock 9
+  { mkdir -p "$root/build" && : >>"$root/build/.launch.lock"; } 2>/dev/null ||
+    { say "$root cannot be written, and something must be installed or built in it: run this as its owner or in a copy"; exit 1; }
+  exec 9>>"$root/build/.launch.lock"
+  flock -n 9 || { say "waiting for another launch that sets up"; flock 9; }
 }
 if [ -n "${TSN_PYTHON:-}" ]; then
   python=$TSN_PYTHON
@@ -115,9 +126,9 @@ if [ "$1" = --setup-only ]; then
   exit 0
 fi
 
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 if [ "$1" = pytest ]; then
   shift
+  export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
   cd "$root"
   # The whole suite runs on all processors; a choice of tests runs as the arguments say.
   if [ $# = 0 ] && "$python" -c 'import xdist' 2>/dev/null; then set -- -n auto; fi

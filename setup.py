@@ -1,15 +1,14 @@
 """Builds the two native extensions: `_native` (queue, proxy, fabric, benchmarks) and `_simulator`.
 
 `python setup.py build_ext --inplace` is enough to use a checkout. Neither part needs CUDA or a GPU to build;
-libfabric's headers are read from the system, from CPATH or from TSN_LIBFABRIC_INCLUDE, and the library is opened at run
-time.
+libfabric's headers are read from the system, from CPATH, from TSN_LIBFABRIC_INCLUDE or from build/system, and the library
+is opened at run time. Without these headers the fabric is left out: one node works, and what would cross nodes says so.
 """
 
 import glob
 import os
-import subprocess
+import runpy
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 from setuptools import Extension, setup
@@ -17,6 +16,13 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 CSRC = os.path.join("tilescale_net", "csrc")
+# The only files that include libfabric's headers.
+FABRIC = [
+    os.path.join(CSRC, "fabric", name) for name in ("library.cpp", "provider.cpp", "rail*.cpp", "libfabric_*.cpp")
+]
+FABRIC += [os.path.join(CSRC, "fabric", "factory.cpp"), os.path.join(CSRC, "bench", "sharing*.cpp")]
+# Present when the extension was built without libfabric's headers; launch.sh builds again once they are there.
+WITHOUT_FABRIC = os.path.join("build", "without-fabric")
 
 
 def sources(*folders):
@@ -27,46 +33,68 @@ def sources(*folders):
     return sorted(found)
 
 
-def libfabric_include():
-    """Folder with rdma/fabric.h, or '' when the compiler finds it by itself; exits with advice when there is none."""
-    explicit = os.environ.get("TSN_LIBFABRIC_INCLUDE")
-    for folder in [explicit] if explicit else ["", "/opt/amazon/efa/include"]:
-        flags = ["-I" + folder] if folder else []
-        with tempfile.TemporaryDirectory() as tmp:
-            probe = os.path.join(tmp, "probe.cpp")
-            with open(probe, "w") as f:
-                f.write("#include <rdma/fabric.h>\n")
-            done = subprocess.run(
-                [os.environ.get("CXX", "g++"), *flags, "-fsyntax-only", probe], capture_output=True, text=True
-            )
-        if done.returncode == 0:
-            return folder
-    sys.exit(
-        "tilescale_net: libfabric's headers (rdma/fabric.h) were not found. Install them (Debian and Ubuntu: "
-        "apt-get install libfabric-dev) or name their folder in TSN_LIBFABRIC_INCLUDE."
-    )
+def without_fabric(files):
+    """The same extension where libfabric's headers are missing."""
+    left_out = {path for pattern in FABRIC for path in glob.glob(pattern)}
+    return sorted(set(files) - left_out) + sources("no_fabric")
 
 
 class BuildNative(build_ext):
-    """build_ext that compiles the files of an extension side by side and tells Python which compiler to ask for."""
+    """build_ext that compiles the files of both extensions side by side."""
 
     def build_extensions(self):
         import pybind11
 
-        fabric = libfabric_include()
+        system = runpy.run_path(os.path.join(ROOT, "tilescale_net", "launch", "system.py"))
+        cxx = system["compiler"]()
+        if not cxx:
+            named = os.environ.get("CXX")
+            sys.exit(
+                "tilescale_net: there is no C++ compiler"
+                + (f" called {named!r}, which CXX names" if named else "; install g++ or clang, or name one in CXX")
+            )
+        self._use(cxx)
+        python, fabric = system["python_include"](), system["fabric_include"]()
+        if python is None:
+            (advice,) = [p for p in system["missing_headers"]() if "python" in p]
+            sys.exit(f"tilescale_net: Python.h was not found. Debian, Ubuntu: apt-get install {advice}")
+        if fabric is None and os.environ.get(system["EXPLICIT"]):
+            sys.exit(f"tilescale_net: TSN_LIBFABRIC_INCLUDE={os.environ[system['EXPLICIT']]} has no rdma/fabric.h")
         for ext in self.extensions:
-            ext.include_dirs += [pybind11.get_include(), ROOT]
-            if fabric and ext.name.endswith("_native"):
-                ext.include_dirs.append(fabric)
+            ext.include_dirs += [pybind11.get_include(), ROOT, *python]
+            if ext.name.endswith("_native"):
+                ext.include_dirs += fabric or []
+                if fabric is None:
+                    ext.sources = without_fabric(ext.sources)
+        os.makedirs(os.path.dirname(WITHOUT_FABRIC), exist_ok=True)
+        if fabric is None:
+            print("tilescale_net: built without libfabric's headers: nothing can cross nodes", file=sys.stderr)
+            open(WITHOUT_FABRIC, "w").close()
+        elif os.path.exists(WITHOUT_FABRIC):
+            os.remove(WITHOUT_FABRIC)
+        self._compile_side_by_side()
+        super().build_extensions()
+
+    def _use(self, cxx):
+        """Make this the compiler and linker, with the flags that Python was built with."""
+        for key in ("compiler_so", "compiler_so_cxx", "linker_so", "linker_so_cxx"):
+            command = getattr(self.compiler, key, None)
+            if command:
+                options = [word for word in command if word.startswith("-")]
+                setattr(self.compiler, key, [*cxx, *options])
+
+    def _compile_side_by_side(self):
         compile_one = self.compiler.compile
         workers = max(1, min(os.cpu_count() or 1, 16))
 
         def compile_many(files, *args, **kwargs):
+            # The longest first, so that no processor is left with one of them at the end.
+            order = sorted(files, key=os.path.getsize, reverse=True)
             with ThreadPoolExecutor(workers) as pool:
-                return [o for objs in pool.map(lambda f: compile_one([f], *args, **kwargs), files) for o in objs]
+                done = dict(zip(order, pool.map(lambda f: compile_one([f], *args, **kwargs), order)))
+            return [o for f in files for o in done[f]]
 
         self.compiler.compile = compile_many
-        super().build_extensions()
 
 
 FLAGS = ["-std=c++17", "-O2", "-g1", "-Wall", "-Wextra", "-fvisibility=hidden", "-Wno-unused-parameter"]

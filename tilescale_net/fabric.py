@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import os
 
+from tilescale_net.errors import ConfigurationError, FabricError
+from tilescale_net.runtime import settings
+
 
 def bundled_library() -> str:
     """Path of the libfabric inside the `mpich` wheel, or '' without that wheel: the last place that is searched."""
@@ -22,6 +25,8 @@ def bundled_library() -> str:
 def transport_options(**fields):
     """Options of a native transport.
 
+    What is not given is taken from TSN_PROVIDER, TSN_FABRIC_INTERFACE and TSN_CHAOS.
+
     Args:
         fields: members of `TransportOptions` in csrc/fabric/transport.h (rank, provider, interface, rails, depth,
             chaos, …), in its units.
@@ -31,6 +36,12 @@ def transport_options(**fields):
     from tilescale_net import _native
 
     fields.setdefault("library_fallback", bundled_library())
+    for name, row in (
+        ("provider", settings.PROVIDER),
+        ("interface", settings.FABRIC_INTERFACE),
+        ("chaos", settings.CHAOS),
+    ):
+        fields[name] = fields.get(name) or row.get()
     return _native.TransportOptions(**fields)
 
 
@@ -47,3 +58,18 @@ def offers() -> list[dict]:
     from tilescale_net import _native
 
     return _native.fabric_offers(fallback=bundled_library())
+
+
+def check_settings() -> None:
+    """Raise ConfigurationError for a TSN_CHAOS that means nothing, also where no network is used."""
+    chaos = settings.CHAOS.get()
+    if chaos in ("", "off"):
+        return
+    try:
+        from tilescale_net import _native
+    except ImportError:  # not built: there is no network whose faults could be had
+        return
+    try:
+        _native.parse_chaos(chaos)
+    except FabricError as err:
+        raise ConfigurationError(f"TSN_CHAOS: {err}") from None

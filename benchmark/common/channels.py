@@ -15,13 +15,7 @@ def bare_writer(world, memory, rails: int):
     from tilescale_net import _native, fabric
 
     on_gpu, properties = world.device_kind == "cuda", world.proxy.properties
-    options = _native.TransportOptions(
-        rank=world.rank,
-        provider=os.environ.get("TSN_PROVIDER", ""),
-        multi_host=not world.topology.single_host,
-        rails=rails,
-        library_fallback=fabric.bundled_library(),
-    )
+    options = fabric.transport_options(rank=world.rank, multi_host=not world.topology.single_host, rails=rails)
     return _native.BareWriter(
         options,
         bytes=memory.numel(),

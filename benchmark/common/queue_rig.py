@@ -25,6 +25,7 @@ class Bench:
     def proxy(self, rank: int, n_pes: int, heap: int, **options):
         """A native proxy of `rank` that serves rank 0's peers, or, for other ranks, rank 0."""
         from tilescale_net import _native, fabric
+        from tilescale_net.runtime import settings
 
         return _native.Proxy(
             rank=rank,
@@ -37,6 +38,7 @@ class Bench:
             abort_word=self.world.abort_address,
             timeout=self.world.timeout,
             library_fallback=fabric.bundled_library(),
+            chaos=settings.CHAOS.get(),
             cpus=[self.cpu] if self.cpu >= 0 else [],
             **options,
         )

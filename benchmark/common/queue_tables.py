@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 from benchmark.common.queue_rig import Bench
@@ -153,7 +152,7 @@ def bare_one_way(provider: str, trips: int, repeat: int, dedicated: bool) -> lis
 
     writers = [
         _native.BareWriter(
-            _native.TransportOptions(rank=i, provider=provider, rails=1, library_fallback=fabric.bundled_library()),
+            fabric.transport_options(rank=i, provider=provider, rails=1),
             bytes=1 << 20,
             dedicated=dedicated,
         )
@@ -176,6 +175,7 @@ def bare_one_way(provider: str, trips: int, repeat: int, dedicated: bool) -> lis
 def stages(report: Report, bench: Bench, trip: dict[str, float], args) -> None:
     """Each stage of a put_signal on its way, measured alone, and all of them together."""
     from benchmark.common.queue_probes import Probe
+    from tilescale_net.runtime import settings
 
     table = report.table(
         "stages",
@@ -187,7 +187,7 @@ def stages(report: Report, bench: Bench, trip: dict[str, float], args) -> None:
         table.add({"stage": stage, "us": us, "how": how}, {"us": samples} if samples else None)
 
     total, sent = [], 0
-    provider = args.provider or os.environ.get("TSN_PROVIDER", "")
+    provider = args.provider or settings.PROVIDER.get()
     bare = bare_one_way(provider, args.trips, args.repeat, bench.on_gpu)
     with bench.null(args.capacity) as rig:
         turns = args.capacity // 2

@@ -13,7 +13,7 @@ import importlib
 
 import tilescale_net as tsn
 
-tutorial_03 = importlib.import_module("docs.tutorials.03_moe_dispatch")
+tutorial_03 = importlib.import_module("03_moe_dispatch")  # the file beside this one
 
 
 def main():

@@ -23,7 +23,7 @@ from tilescale_net.kernels.moe.rows import (
     store_batch,
     store_quantised,
 )
-from tilescale_net.kernels.moe.sizes import BAD_EXPERT, NO_FAULT, STATUS_WORDS, Header, Message
+from tilescale_net.kernels.moe.sizes import BAD_EXPERT, CROWDED, NO_FAULT, STATUS_WORDS, Header, Message
 
 
 @tsn.jit(name="moe_dispatch_latency", pass_configs=EXPLICIT_SYNC)
@@ -158,7 +158,11 @@ def dispatch_latency(
                                 if choice >= 0:
                                     if active[choice // local] != 0:
                                         seen[k] = choice // local
-                                        T.atomic_add(histogram[choice], 1)
+                                        # An expert has room for every token of every rank, once.
+                                        first = T.atomic_add(histogram[choice], 1, return_prev=True)
+                                        if first >= M:
+                                            bad[0] = CROWDED
+                                            bad[1] = choice
                                         first = 1
                                         for q in T.serial(k):
                                             if seen[q] == seen[k]:
@@ -171,7 +175,7 @@ def dispatch_latency(
                         peer = (i * threads + thread) // head.words
                         if peer < R:
                             if place < local:
-                                header_out[side * R + peer, place] = histogram[peer * local + place]
+                                header_out[side * R + peer, place] = T.min(histogram[peer * local + place], M)
                             elif place == head.code:
                                 header_out[side * R + peer, place] = bad[0]
                             elif place == head.value:
@@ -292,6 +296,7 @@ def dispatch_latency(
                 slot = T.alloc_var("int32")
                 total = T.alloc_var("int32")
                 target = T.alloc_var("int32")
+                index = T.alloc_var("int32")
                 value = T.alloc_var("uint64")
                 row_piece = T.alloc_local((row_batch * 4,), "int32")
                 epoch = receive_epochs[block] + T.uint64(1)
@@ -338,14 +343,11 @@ def dispatch_latency(
                             if g * 32 + lane < K:
                                 choice = arrival[place, msg.experts + g * 32 + lane]
                                 if choice >= me * local and choice < (me + 1) * local:
-                                    target = (
-                                        begin[choice - me * local, source] + arrival[place, msg.indices + g * 32 + lane]
-                                    )
-                                    # More rows than fit: a token that chose an expert twice.
-                                    if target >= 0 and target < capacity:
+                                    index = arrival[place, msg.indices + g * 32 + lane]
+                                    # Choices that the header does not count: the source has reported them.
+                                    if index >= 0 and index < M:
+                                        target = begin[choice - me * local, source] + index
                                         target = target + (choice - me * local) * capacity
-                                    else:
-                                        target = -1
                                 targets[source * M + slot, g * 32 + lane] = target
                                 weights[source * M + slot, g * 32 + lane] = T.reinterpret(
                                     arrival[place, msg.weights + g * 32 + lane], "float32"

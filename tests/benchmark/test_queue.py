@@ -117,4 +117,4 @@ def _lost_answer() -> None:
 def test_a_flag_that_nobody_answers_ends_in_an_error():
     (outcome,) = ranks.launch(1, _lost_answer, env={"TSN_TIMEOUT": "0.5"})
     kind, text, _ = outcome.error
-    assert kind == "WaitTimeout" and "for 1; last seen: 0" in text, (kind, text)
+    assert kind == "WaitTimeout" and "for 1 on the signal" in text and "last seen 0" in text, (kind, text)

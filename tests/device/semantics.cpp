@@ -297,16 +297,17 @@ void sends_nothing_after_an_abort() {
   CHECK(before == peer.heap && peer.error.kind == kNoError);
 }
 
+// Words are compared as signed numbers; the places around zero, the wrap of a counter and the ends are tried.
 template <Compare C, class F>
 void compares(F holds) {
   Job job(1);
   for (uint64_t seen :
        {uint64_t(0), uint64_t(1), uint64_t(41), uint64_t(42), uint64_t(43), uint64_t(1) << 63, ~uint64_t(0)})
-    for (uint64_t value : {uint64_t(0), uint64_t(1), uint64_t(42), uint64_t(1) << 63, ~uint64_t(0)}) {
+    for (int64_t value : {int64_t(0), int64_t(1), int64_t(42), INT64_MIN, INT64_MAX, int64_t(-1)}) {
       *job[0].word(0) = seen;
-      CHECK((test<C>(job[0].ctx(), job[0].word(0), value)) == holds(seen, value), "%d %llx %llx", int(C),
+      CHECK((test<C>(job[0].ctx(), job[0].word(0), value)) == holds(int64_t(seen), value), "%d %llx %llx", int(C),
             (unsigned long long)seen, (unsigned long long)value);
-      if (holds(seen, value)) CHECK((wait<kThread, C>(job[0].ctx(), job[0].word(0), value)) == seen);
+      if (holds(int64_t(seen), value)) CHECK((wait<kThread, C>(job[0].ctx(), job[0].word(0), value)) == seen);
     }
 }
 
@@ -317,6 +318,7 @@ void waits_end() {
     CHECK((wait<kThread, Compare::ge>(job[0].ctx(), job[0].word(4), 42)) == 41);
     const ErrorRecord& e = job[0].error;
     CHECK(e.kind == kWaitTimeout && e.operation == kOpWait && e.expected == 42 && e.observed == 41);
+    CHECK(e.comparison == 1 + uint32_t(Compare::ge));
     CHECK(e.address == reinterpret_cast<uint64_t>(job[0].word(4)) && job[0].abort_word == 1);
   }
   {
@@ -373,12 +375,12 @@ int main() {
   refuses_bad_addresses();
   refuses_what_is_not_mapped();
   sends_nothing_after_an_abort();
-  compares<Compare::eq>([](uint64_t a, uint64_t b) { return a == b; });
-  compares<Compare::ne>([](uint64_t a, uint64_t b) { return a != b; });
-  compares<Compare::ge>([](uint64_t a, uint64_t b) { return a >= b; });
-  compares<Compare::gt>([](uint64_t a, uint64_t b) { return a > b; });
-  compares<Compare::le>([](uint64_t a, uint64_t b) { return a <= b; });
-  compares<Compare::lt>([](uint64_t a, uint64_t b) { return a < b; });
+  compares<Compare::eq>([](int64_t a, int64_t b) { return a == b; });
+  compares<Compare::ne>([](int64_t a, int64_t b) { return a != b; });
+  compares<Compare::ge>([](int64_t a, int64_t b) { return a >= b; });
+  compares<Compare::gt>([](int64_t a, int64_t b) { return a > b; });
+  compares<Compare::le>([](int64_t a, int64_t b) { return a <= b; });
+  compares<Compare::lt>([](int64_t a, int64_t b) { return a < b; });
   waits_end();
   for (int n : {1, 2, 3, 8, 32, 33, 70}) barriers(n, false);
   barriers(5, true);

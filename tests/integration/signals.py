@@ -1,5 +1,6 @@
 """Kernels that wait for, test and send signals in every way, chosen at run time."""
 
+import operator
 import os
 import random
 import time
@@ -12,10 +13,18 @@ import tilescale_net.language as N
 
 COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")
 WAITERS = ("thread", "warp", "block", "test")
-HOLDS = {
-    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "ge": lambda a, b: a >= b, "gt": lambda a, b: a > b,
-    "le": lambda a, b: a <= b, "lt": lambda a, b: a < b,
-}  # fmt: skip
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
+def _compare(holds):
+    return lambda a, b: holds(_signed(a), _signed(b))
+
+
+# By comparison: whether a word compares to a value, both as unsigned numbers of the same bits.
+HOLDS = {name: _compare(getattr(operator, name)) for name in COMPARISONS}
 THREADS = 96
 
 
@@ -109,3 +118,63 @@ def wait_for(waiter: str, compare: str, first: int, wanted: int, values: list[in
         seen = [n % (1 << 64) for n in found.view(torch.int64).tolist()]
     tsn.barrier()
     return seen, flag.view(torch.int64).item() % (1 << 64)
+
+
+@tsn.jit
+def rounds(threads=64):
+    """Kernel `(data, flag, done, seen, n, to)`: n messages go through one place, numbered from 0 in 32 bits.
+
+    The sender of message i waits for the answer to message i - 1, which is none for the first one.
+    """
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        data: T.Tensor((threads,), "int32"),
+        source: T.Tensor((threads,), "int32"),
+        flag: T.Tensor((1,), "uint64"),
+        done: T.Tensor((1,), "uint64"),
+        wrong: T.Tensor((threads,), "int32"),
+        n: T.int32,
+        to: T.int32,
+    ):
+        with T.Kernel(2, threads=threads) as side:
+            thread = T.get_thread_binding()
+            for i in T.serial(n):
+                if side == 0:
+                    N.wait_block(done[0], "gt", i - 1)
+                    source[thread] = i * threads + thread
+                    N.put_signal_block(data, source, to, flag[0], i + 1)
+                else:
+                    N.wait_block(flag[0], "ge", i + 1)
+                    if data[thread] != i * threads + thread:
+                        wrong[thread] += 1
+                    T.sync_threads()
+                    if thread == 0:
+                        N.signal(done[0], i + 1, to)
+
+    return main
+
+
+def count_from_zero(n: int, seed: int) -> int:
+    """Wrong elements of `rounds`."""
+    os.environ["TSN_SIM_SEED"] = str(random.Random(f"{seed} {tsn.rank()}").randrange(1 << 30))
+    data, source = tsn.zeros(64, torch.int32), tsn.zeros(64, torch.int32)
+    flag, done = tsn.zeros(1, torch.uint64), tsn.zeros(1, torch.uint64)
+    wrong = torch.zeros(64, dtype=torch.int32, device=tsn.device())
+    rounds()(data, source, flag, done, wrong, n, (tsn.rank() + 1) % tsn.size())
+    tsn.barrier()
+    count = int(wrong.sum())
+    for tensor in (data, source, flag, done):
+        tsn.free(tensor)
+    return count
+
+
+def wait_in_vain() -> None:
+    """Waits for `eq` 1 of a word that holds 4."""
+    words = tsn.zeros((2, 3), torch.uint64)
+    words[1, 2] = 4
+    found = torch.zeros(THREADS, dtype=torch.uint64, device=tsn.device())
+    wait_all_ways()(words.view(-1)[5:6], _u64(1), 0, found)
+    tsn.synchronize()
+    tsn.world().check()

@@ -1,11 +1,12 @@
-"""signal, wait and test: every comparison at every scope, set and add, values up to 2^64 - 1."""
+"""signal, wait and test: every comparison at every scope, set and add, values up to 2^64 - 1, which waits see as signed."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests import ranks
 from tests.integration.pool import pool_fixture
-from tests.integration.signals import COMPARISONS, HOLDS, THREADS, WAITERS, wait_for
+from tests.integration.signals import COMPARISONS, HOLDS, THREADS, WAITERS, count_from_zero, wait_for, wait_in_vain
 
 pool = pool_fixture(2)
 TOP = (1 << 64) - 1
@@ -14,9 +15,9 @@ TOP = (1 << 64) - 1
 STEPS = {
     "eq": (3, 7, [5, 7]),
     "ne": (7, 7, [9]),
-    "ge": (6, 1 << 63, [7, (1 << 63) + 4]),
-    "gt": (7, TOP - 1, [TOP - 1, TOP]),
-    "le": (TOP, 7, [8, 6]),
+    "ge": (6, 1 << 62, [7, (1 << 62) + 4]),
+    "gt": (TOP, 0, [0, 5]),  # all bits set are -1
+    "le": (9, 7, [8, TOP - 1]),
     "lt": (7, 7, [7, 0]),
 }
 
@@ -50,3 +51,15 @@ def test_last_value_stays(pool, waiter, first, values, op, seed):
     sums = [first, *values] if op == "set" else [(first + sum(values[:i])) % (1 << 64) for i in range(len(values) + 1)]
     # `test` tells that the word was equal; where that value comes more than once, a look afterwards may find another.
     assert left == last and set(seen) <= (set(sums) if waiter == "test" and sums.count(last) > 1 else {last})
+
+
+def test_messages_are_counted_from_zero(pool):
+    """A wait for a number below zero is over at once."""
+    for seed in range(3):
+        assert pool(count_from_zero, 6, seed) == [0, 0]
+
+
+def test_a_timeout_names_the_word_and_the_comparison():
+    kind, text, _ = ranks.launch(1, wait_in_vain, env={"TSN_TIMEOUT": "0.5"})[0].error
+    assert kind == "WaitTimeout" and "waited 0.5 s for eq 1 on the signal [1, 2] of zeros([2, 3], torch.uint64)" in text
+    assert "last seen 4; the word went past that value" in text, text

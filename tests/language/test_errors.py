@@ -47,6 +47,7 @@ WRONG = {
     "put_signal op": (lambda k: N.put_signal_block(k.a, k.b, 1, k.flags[0], 1, op=3), "op is 3; it must be one of"),
     "comparison": (lambda k: N.wait_block(k.flags[0], ">=", 1), "N.wait_block: cmp is '>='; it must be one of 'eq'"),
     "wait value": (lambda k: N.wait(k.flags[0], "eq", 2**64), "value is 18446744073709551616; it must be between"),
+    "ordered wait": (lambda k: N.wait(k.flags[0], "ge", 2**63), "value is 9223372036854775808; it must be between -"),
     "float into integers": (lambda k: N.put_value(k.i32[0], 1.5, 1), "value has a floating-point type, but the tensor"),
     "value too large": (lambda k: N.put_value(k.i32[0], 2**31, 1), "value is 2147483648, which int32 cannot hold"),
     "value no number": (lambda k: N.st(k.a[0], "x"), "value must be a number, not 'x'"),

@@ -70,9 +70,14 @@ CALLS = {
     "signal add": (lambda k: N.signal(k.flags[1], 5, 0, op="add"), "tsn::signal<tsn::SignalOp::add>(CTX,"),
     "wait": (
         lambda k: N.wait(k.flags[1], "ge", k.n),
-        "tsn::wait<tsn::Scope::thread, tsn::Compare::ge>(CTX, reinterpret_cast<uint64_t*>((&(flags[(int64_t)1]))), "
-        "((uint64_t)n));",
+        "tsn::wait<tsn::Scope::thread, tsn::Compare::ge>(CTX, reinterpret_cast<uint64_t*>((&(flags[(int64_t)1]))), n);",
     ),
+    "wait of a difference": (
+        lambda k: N.wait(k.flags[1], "ge", k.r - 1),
+        "(((int64_t)r) - (int64_t)1));",
+    ),
+    "wait for a negative value": (lambda k: N.wait(k.flags[1], "ge", -3), "(int64_t)-3);"),
+    "wait for all bits": (lambda k: N.wait(k.flags[1], "eq", 2**64 - 1), "(int64_t)-1);"),
     "wait_warp": (lambda k: N.wait_warp(k.flags[1], "lt", 3), "tsn::wait<tsn::Scope::warp, tsn::Compare::lt>(CTX,"),
     "wait_block": (lambda k: N.wait_block(k.flags[1], "ne", 3), "tsn::wait<tsn::Scope::block, tsn::Compare::ne>(CTX,"),
     "test": (
@@ -87,7 +92,10 @@ CALLS = {
     "fence one": (lambda k: N.fence(k.r), "tsn::fence(CTX, r);"),
     "quiet": (lambda k: N.quiet(), "tsn::quiet(CTX, -1);"),
     "quiet one": (lambda k: N.quiet(2), "tsn::quiet(CTX, 2);"),
-    "flush_async": (lambda k: N.flush_wait(N.flush_async(3)), "tsn::flush_wait(CTX, tsn::flush_async(CTX, 3));"),
+    "flush_async": (
+        lambda k: N.flush_wait(N.flush_async(3)),
+        "uint64_t tsn_flush_async = tsn::flush_async(CTX, 3); tsn::flush_wait(CTX, tsn_flush_async);",
+    ),
     "barrier_all": (lambda k: N.barrier_all(), "tsn::barrier_all(CTX);"),
     "barrier_node": (lambda k: N.barrier_node(), "tsn::barrier_node(CTX);"),
     "ld": (

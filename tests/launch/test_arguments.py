@@ -1,26 +1,26 @@
 """What launch.sh refuses, with exit code 2 and a message that names the value."""
 
-import os
-import runpy
-
 import pytest
 
-from tests.launch.conftest import ROOT, launch
+from tests.launch.conftest import launch
+from tilescale_net.launch import environment
 
 
 @pytest.mark.parametrize(
     "env, said",
     [
-        ({"GPUS": "0"}, "GPUS='0' is not a whole number of 1 or more"),
+        ({"GPUS": "0"}, "GPUS=0 is below the minimum of 1"),
         ({"GPUS": "two"}, "GPUS='two' is not a whole number"),
-        ({"GPUS": "-1"}, "GPUS='-1'"),
+        ({"GPUS": "-1"}, "GPUS=-1 is below"),
         ({"GPUS": "1000"}, "GPUS=1000 is more than the 64 ranks"),
         ({"GPUS": "4", "VIRTUAL_NODES": "3"}, "VIRTUAL_NODES=3 does not divide GPUS=4"),
         ({"NODES": "2", "NODE_RANK": "0", "MASTER_PORT": "1234"}, "MASTER_ADDR must be set"),
         ({"NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "x"}, "MASTER_PORT must be set"),
         ({"NODES": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1234"}, "NODE_RANK must be set"),
         ({"NODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "NODE_RANK=2 is not below NODES=2"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+        ({"MASTER_PORT": "70000", "NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "x"}, "MASTER_PORT=70000 is above"),
+        ({"TSN_TIMEOUT": "soon"}, "TSN_TIMEOUT='soon' is not a number"),
+        ({"TSN_TIME_OUT": "5"}, "there is no setting TSN_TIME_OUT; did you mean TSN_TIMEOUT?"),
     ],
 )
 def test_bad_environment(script, env, said):
@@ -46,7 +46,7 @@ def test_bad_interpreter(script):
 
 
 def test_more_ranks_than_gpus(capsys, monkeypatch):
-    check = runpy.run_path(os.path.join(ROOT, "tilescale_net", "launch", "environment.py"))["check_ranks"]
+    check = environment.check_ranks
     monkeypatch.delenv("TSN_DEVICE", raising=False)
     check(2, held=2)
     with pytest.raises(SystemExit) as ended:

@@ -26,6 +26,9 @@ def checkout(tmp_path):
     """A checkout with the real launcher and a pretended native part; `checkout(*args)` runs its launch.sh."""
     root = tmp_path / "checkout"
     shutil.copytree(os.path.join(ROOT, "tilescale_net", "launch"), root / "tilescale_net" / "launch")
+    (root / "tilescale_net" / "runtime").mkdir()
+    for part in ("__init__", "errors", "runtime/__init__", "runtime/setting", "runtime/settings"):
+        shutil.copy(os.path.join(ROOT, "tilescale_net", f"{part}.py"), root / "tilescale_net" / f"{part}.py")
     for name in ("launch.sh", "pyproject.toml"):
         shutil.copy(os.path.join(ROOT, name), root)
     (root / "setup.py").write_text(FAKE_BUILD)

@@ -11,6 +11,7 @@
 #include "tilescale_net/csrc/fabric/transport.h"
 
 using namespace tsn;
+using namespace tsn::fabric;
 
 namespace {
 

@@ -14,6 +14,7 @@
 #include "tilescale_net/csrc/bench/ping_pong.h"
 
 using namespace tsn;
+using namespace tsn::bench;
 
 static std::string exchange(int socket, const std::string& mine) {
   uint64_t size = mine.size();

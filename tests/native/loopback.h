@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-namespace tsn {
+namespace tsn::fabric {
 
 class LoopbackHub {
 public:
@@ -100,6 +100,7 @@ public:
     }
     return n;
   }
+  bool idle() const override { return outstanding_ == 0; }
   const char* last_error() const override { return error_.c_str(); }
 
 private:
@@ -145,4 +146,4 @@ private:
   std::string error_;
 };
 
-} // namespace tsn
+} // namespace tsn::fabric

@@ -9,6 +9,7 @@
 #include <string>
 
 using namespace tsn;
+using namespace tsn::proxy;
 
 namespace {
 

@@ -10,6 +10,7 @@
 #include <set>
 
 using namespace tsn;
+using namespace tsn::proxy;
 
 namespace {
 

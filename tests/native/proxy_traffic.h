@@ -6,7 +6,7 @@
 
 #include "tests/native/proxy_world.h"
 
-namespace tsn {
+namespace tsn::proxy {
 
 struct Traffic {
   int pes, blocks;
@@ -242,4 +242,4 @@ inline void traffic_quiet(World& w, const Traffic& t) {
   }
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

@@ -18,7 +18,7 @@
 #include <sys/mman.h>
 #include <thread>
 
-namespace tsn {
+namespace tsn::proxy {
 
 struct WorldOptions {
   int pes = 2;
@@ -187,4 +187,4 @@ private:
   bool orderly_ = true;
 };
 
-} // namespace tsn
+} // namespace tsn::proxy

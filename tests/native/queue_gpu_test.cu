@@ -13,6 +13,7 @@
 #include <vector>
 
 using namespace tsn;
+using namespace tsn::proxy;
 
 #define CUDA(call)                                                                                                     \
   do {                                                                                                                 \

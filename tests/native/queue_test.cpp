@@ -12,6 +12,7 @@
 #include <vector>
 
 using namespace tsn;
+using namespace tsn::proxy;
 
 namespace {
 

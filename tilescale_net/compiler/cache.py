@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tilescale_net.compiler import private_folder
 from tilescale_net.errors import ConfigurationError
+from tilescale_net.runtime import settings
 
 SUFFIXES = (".so", ".lowered")
 # What is kept: what was used within so many days, the latest of it up to so many bytes.
@@ -33,7 +34,7 @@ def folder() -> Path:
 
     Whoever adds a file removes those that nobody has used for KEPT_DAYS, and the longest unused beyond KEPT_BYTES.
     """
-    base = os.environ.get("XDG_CACHE_HOME", "")
+    base = settings.CACHE_HOME.get()
     if not os.path.isabs(base):
         home = os.environ.get("HOME") or _home_of_user()
         base = os.path.join(home, ".cache") if os.path.isabs(home) else ""

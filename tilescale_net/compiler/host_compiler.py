@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tilescale_net.compiler import cache
 from tilescale_net.errors import ConfigurationError, SimulatorUnsupported
+from tilescale_net.runtime import settings
 
 DEVICE_DIR = Path(__file__).resolve().parent.parent / "device"
 # Generated code puns types and overflows integers as GPUs allow; nobody unwinds through a kernel.
@@ -27,7 +28,7 @@ FLAGS = (
 @functools.cache
 def compiler() -> tuple[str, ...]:
     """The host compiler's command: $CXX, g++, clang++ or c++. Raises ConfigurationError when there is none."""
-    named = os.environ.get("CXX")
+    named = settings.CXX.get()
     candidates = [shlex.split(named)] if named else [["g++"], ["clang++"], ["c++"]]
     for command in candidates:
         if command and shutil.which(command[0]):
@@ -100,7 +101,7 @@ def build(name: str, text: str) -> Path:
     """
     folders = [f"-I{DEVICE_DIR}", f"-I{DEVICE_DIR / 'host'}", *(f"-I{p}" for p in cuda_include())]
     flags = [*FLAGS, *([] if "clang" in _compiler_identity() else ["-fno-gnu-unique"])]
-    flags += shlex.split(os.environ.get("TSN_SIM_CXXFLAGS", ""))
+    flags += shlex.split(settings.SIM_CXXFLAGS.get())
     key = hashlib.sha256("\0".join([text, _headers_hash(), _compiler_identity(), *flags]).encode()).hexdigest()[:24]
 
     def make(work: Path) -> Path:

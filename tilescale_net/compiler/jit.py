@@ -1,6 +1,7 @@
 """`tsn.jit` and `tsn.compile`: tilelang's compiler with the hazards of communicating kernels closed.
 
 - Nothing that a peer writes is read through the non-coherent cache (passes.py), by TMA, twice, or too early (hazards.py).
+- Calls with an effect are carried out once, wherever they stand in an expression (effects.py).
 - Warp specialisation is off: it would double the block behind the back of block-scope primitives.
 - The cache key covers the device headers and the lowering rules (toolchain.py).
 - Targets name a real architecture; the version of tilelang and the CUDA compiler are checked first.

@@ -13,7 +13,7 @@ import tvm_ffi
 from tilelang import tvm
 from tvm import tirx
 
-from tilescale_net.compiler.operators import C_TYPES, CHOICES, OPERATORS, Operator
+from tilescale_net.compiler.operators import C_TYPES, CHOICES, DEFERRED, OPERATORS, Operator
 from tilescale_net.errors import KernelError
 
 # A rule runs inside TVM, which would turn errors of unknown classes into RuntimeError.
@@ -73,8 +73,10 @@ def _rule(operator: Operator):
 def register() -> None:
     """Register one rule per operator for target kind "cuda"; called once, when this module is imported.
 
-    The placeholders have none: `passes.prepare` removes them.
+    The placeholders have none: `passes.prepare` removes them. It removes DEFERRED too, whose rule serves only to say what
+    is wrong where nothing has prepared the kernel.
     """
+    tvm.ir.register_intrin_lowering(DEFERRED, target="cuda", f=lambda call: _require_enabled("a primitive"), level=99)
     for operator in OPERATORS.values():
         tvm.ir.register_intrin_lowering(operator.op_name, target="cuda", f=_rule(operator), level=99)
 

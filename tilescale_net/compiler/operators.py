@@ -36,6 +36,7 @@ KINDS: dict[str, str | None] = {
     "bytes": "int64",
     "pe": "int32",
     "u64": "uint64",
+    "i64": "int64",
     "value": None,
 }
 C_TYPES = {"context": "const tsn::Context*", "words": "uint64_t*"}
@@ -139,8 +140,8 @@ OPERATORS: dict[str, Operator] = {
         ),
         Operator("put_value", (), ("context", "memory", "value", "pe")),
         Operator("signal", ("SignalOp",), ("context", "words", "u64", "pe")),
-        Operator("wait", ("Scope", "Compare"), ("context", "words", "u64"), "uint64"),
-        Operator("test", ("Compare",), ("context", "words", "u64"), "bool"),
+        Operator("wait", ("Scope", "Compare"), ("context", "words", "i64"), "uint64"),
+        Operator("test", ("Compare",), ("context", "words", "i64"), "bool"),
         Operator("atomic", ("AtomicOp",), ("context", "memory", "value", "pe"), "value"),
         Operator("atomic_cas", (), ("context", "memory", "value", "value", "pe"), "value"),
         Operator("fence", (), ("context", "pe")),
@@ -157,6 +158,8 @@ OPERATORS: dict[str, Operator] = {
 
 # Stand-ins that a traced kernel carries until `passes.py` replaces them: the context pointer and the ring buffer.
 CONTEXT, RING = "tsn.context", "tsn.ring"
+# A statement of a traced kernel that says what a variable stands for, until effects.py finds the place to compute it.
+DEFERRED = "tsn.deferred"
 
 
 def context_placeholder() -> tirx.PrimExpr:
@@ -187,6 +190,7 @@ def register() -> None:
         _register(operator.op_name, f"tsn::{operator.name}", operator.template + operator.args, operator.effect)
     _register(CONTEXT, "the kernel's context", (), PURE)
     _register(RING, "shared memory for bulk copies", ("bytes",), PURE)
+    _register(DEFERRED, "what a variable stands for", ("value", "value"), OPAQUE)
 
 
 register()

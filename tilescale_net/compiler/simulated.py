@@ -99,7 +99,8 @@ class SimulatedKernel:
             self._give_up(context, _FAILURES[failure](f"{rank}{where}: {message}"))
         if context and context.error:
             record = device_errors.read(context.error)
-            error = device_errors.describe(record, context.my_pe, context.n_pes, context.heap_base, timeout)
+            heap = _world._current.heap.describe if _world._current is not None else None
+            error = device_errors.describe(record, context.my_pe, context.n_pes, context.heap_base, timeout, heap)
             if error is not None:
                 self._give_up(context, type(error)(f"{error} [{where}{'; ' + remark if remark else ''}]"))
             if _world._current is not None:

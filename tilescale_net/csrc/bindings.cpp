@@ -2,14 +2,20 @@
 #include <pybind11/pybind11.h>
 
 namespace tsn {
-void bind_fabric(pybind11::module_& m);
-void bind_proxy(pybind11::module_& m);
-void bind_bench(pybind11::module_& m);
+namespace fabric {
+void bind(pybind11::module_& m);
+} // namespace fabric
+namespace proxy {
+void bind(pybind11::module_& m);
+} // namespace proxy
+namespace bench {
+void bind(pybind11::module_& m);
+} // namespace bench
 } // namespace tsn
 
 PYBIND11_MODULE(_native, m) {
   m.doc() = "Queue consumer, proxy, fabric transports and fabric benchmarks of tilescale_net.";
-  tsn::bind_fabric(m);
-  tsn::bind_proxy(m);
-  tsn::bind_bench(m);
+  tsn::fabric::bind(m);
+  tsn::proxy::bind(m);
+  tsn::bench::bind(m);
 }

@@ -26,7 +26,7 @@ TSN_DEVICE void disseminate(const Context* ctx, uint64_t* flags, uint64_t epoch,
     }
     for (uint32_t j = platform::thread_index() + 1; j < K && j * distance < n; j += lanes) {
       const int64_t from = me - j * distance;
-      wait_one<Compare::ge>(ctx, round + j, epoch, kOpBarrier, first + int(from < 0 ? from + n : from));
+      wait_one<Compare::ge>(ctx, round + j, int64_t(epoch), kOpBarrier, first + int(from < 0 ? from + n : from));
     }
     platform::warp_sync(); // what one lane learnt is passed on by all in the next round
   }

@@ -55,15 +55,17 @@ enum ErrorKind : uint32_t {
 };
 
 struct ErrorRecord {
-  uint32_t kind;      // ErrorKind; written last
-  int32_t pe;         // the PE concerned, or -1
-  uint32_t operation; // Operation, see below
-  uint32_t block;     // linear block index
-  uint64_t address;   // local heap address concerned, or 0
-  uint64_t expected;  // the value waited for, or 0
-  uint64_t observed;  // the value seen last, or 0
-  uint64_t bytes;     // the size of the access, or 0
-  uint64_t reserved[2];
+  uint32_t kind;       // ErrorKind; written last
+  int32_t pe;          // the PE concerned, or -1
+  uint32_t operation;  // Operation, see below
+  uint32_t block;      // linear block index
+  uint64_t address;    // local heap address concerned, or 0
+  uint64_t expected;   // the value waited for, or 0
+  uint64_t observed;   // the value seen last, or 0
+  uint64_t bytes;      // the size of the access, or 0
+  uint64_t claimed;    // 1 once a thread has begun to fill the record
+  uint32_t comparison; // 1 + Compare of the wait that timed out, or 0
+  uint32_t reserved;
 };
 static_assert(sizeof(ErrorRecord) == 64, "ErrorRecord is 64 bytes");
 

@@ -14,12 +14,12 @@ TSN_DEVICE void set_aborted(const Context* ctx) {
   platform::store<Order::relaxed, MemScope::sys>(const_cast<uint64_t*>(&ctx->aborted), uint64_t(1));
 }
 
-// Records what went wrong, unless something else did before, and sets the abort word. `reserved[0]` of the record is
-// the claim of the first writer; `kind` comes last, so whoever sees it sees the whole record.
+// Records what went wrong, unless something else did before, and sets the abort word. The first writer claims the
+// record; `kind` comes last, so whoever sees it sees the whole record. `comparison` is 1 + Compare of a wait, else 0.
 TSN_COLD void fail(const Context* ctx, ErrorKind kind, Operation operation, int pe, const void* address,
-                   uint64_t expected, uint64_t observed, uint64_t bytes) {
+                   uint64_t expected, uint64_t observed, uint64_t bytes, uint32_t comparison = 0) {
   ErrorRecord* r = reinterpret_cast<ErrorRecord*>(platform::load_constant(&ctx->error));
-  if (platform::atomic_cas<Order::relaxed, MemScope::sys>(&r->reserved[0], uint64_t(0), uint64_t(1)) == 0) {
+  if (platform::atomic_cas<Order::relaxed, MemScope::sys>(&r->claimed, uint64_t(0), uint64_t(1)) == 0) {
     r->pe = pe;
     r->operation = operation;
     r->block = platform::block_index();
@@ -27,6 +27,7 @@ TSN_COLD void fail(const Context* ctx, ErrorKind kind, Operation operation, int 
     r->expected = expected;
     r->observed = observed;
     r->bytes = bytes;
+    r->comparison = comparison;
     platform::store<Order::release, MemScope::sys>(&r->kind, uint32_t(kind));
   }
   uint32_t* word = reinterpret_cast<uint32_t*>(platform::load_constant(&ctx->abort_word));

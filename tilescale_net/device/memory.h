@@ -7,6 +7,7 @@ namespace tsn {
 
 template <Order O, MemScope S, class T>
 TSN_DEVICE T ld(const T* p) {
+  if constexpr (platform::kDefersRemoteWrites) platform::before_ld<O>();
   return platform::load<O, S>(p);
 }
 

@@ -94,6 +94,7 @@
 //   bool defer_atomic_cas<T>(const Context*, T* dst, T* peer, T compare, T value, int pe, T* old)
 //   bool defer_fence(const Context*, int pe)
 //   bool defer_quiet(const Context*, int pe)
+//   void before_ld<Order>()                 a kernel's own load with this order follows, perhaps again and again
 //   void inspect(Operation, const void* local, int64_t bytes)  the leader is about to use these local (symmetric)
 //                                           addresses; the simulator checks that they lie in one live allocation
 #pragma once

@@ -155,6 +155,8 @@ template <class T>
 bool defer_atomic_cas(const Context*, T*, T*, T, T, int, T*);
 bool defer_fence(const Context*, int);
 bool defer_quiet(const Context*, int);
+template <Order>
+void before_ld();
 void inspect(Operation, const void*, int64_t);
 
 } // namespace platform

@@ -100,13 +100,11 @@ constexpr int host_order(Order o) {
   }
 }
 
-// Other PEs may look at what is accessed at system scope: other threads run now and then, and the heap is guarded.
+// Other threads may look at what is accessed, and run now and then; what other PEs look at is in the guarded heap.
 template <MemScope S>
 TSN_DEVICE void visit(const char* name, const void* p, uint64_t bytes) {
-  if constexpr (S == MemScope::sys) {
-    sim::api().remote->check(name, p, bytes);
-    sim::maybe_yield();
-  }
+  if constexpr (S == MemScope::sys) sim::api().remote->check(name, p, bytes);
+  sim::maybe_yield();
 }
 
 } // namespace detail
@@ -123,6 +121,12 @@ TSN_DEVICE void store(T* p, T v) {
   static_assert(O != Order::acquire && O != Order::acq_rel, "a store cannot acquire");
   detail::visit<S>("store", p, sizeof(T));
   __atomic_store_n(reinterpret_cast<detail::WordOf<T>*>(p), detail::bits<detail::WordOf<T>>(v), detail::host_order(O));
+}
+
+// A kernel's own loads of these orders look for what another thread writes: every one of them lets the others run.
+template <Order O>
+TSN_DEVICE void before_ld() {
+  if constexpr (O == Order::acquire || O == Order::volatile_) sim::api().yield(true);
 }
 
 template <class T>

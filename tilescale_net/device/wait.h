@@ -7,8 +7,11 @@
 
 namespace tsn {
 
+// Words are compared as signed integers, so that counting from 0 in signed arithmetic, such as waiting for `i - slots`,
+// is right in the first rounds too.
 template <Compare C>
-TSN_DEVICE bool holds(uint64_t seen, uint64_t value) {
+TSN_DEVICE bool holds(uint64_t word, int64_t value) {
+  const int64_t seen = int64_t(word);
   if constexpr (C == Compare::eq) return seen == value;
   if constexpr (C == Compare::ne) return seen != value;
   if constexpr (C == Compare::ge) return seen >= value;
@@ -21,7 +24,7 @@ namespace detail {
 
 // One thread's wait. `pe` is the PE that should send the signal, -1 where that is not known.
 template <Compare C>
-TSN_DEVICE uint64_t wait_one(const Context* ctx, const uint64_t* sig, uint64_t value, Operation operation, int pe) {
+TSN_DEVICE uint64_t wait_one(const Context* ctx, const uint64_t* sig, int64_t value, Operation operation, int pe) {
   int boxes = -1; // asked for once, after the first poll: it is what a wait should spend its time on
   uint64_t seen;
   spin(
@@ -33,24 +36,24 @@ TSN_DEVICE uint64_t wait_one(const Context* ctx, const uint64_t* sig, uint64_t v
         if (boxes != 0) apply_deferred_adds(ctx, uint32_t(boxes));
         return false;
       },
-      [&] { fail(ctx, kWaitTimeout, operation, pe, sig, value, seen, 0); });
+      [&] { fail(ctx, kWaitTimeout, operation, pe, sig, uint64_t(value), seen, 0, 1 + uint32_t(C)); });
   return seen;
 }
 
 } // namespace detail
 
-// Waits until the signal word compares with `value` as C says (unsigned); returns the word as seen then. Whatever was
+// Waits until the signal word compares with `value` as C says (signed); returns the word as seen then. Whatever was
 // ordered before the signal is visible to the scope afterwards. Ends early, with the word as it is, when the job is
 // aborted or the deadline passes.
 template <Scope S, Compare C>
-TSN_DEVICE uint64_t wait(const Context* ctx, const uint64_t* sig, uint64_t value) {
+TSN_DEVICE uint64_t wait(const Context* ctx, const uint64_t* sig, int64_t value) {
   return scope_broadcast<S>([&] { return detail::wait_one<C>(ctx, sig, value, kOpWait, -1); });
 }
 
 // One look at the word; true orders like wait. True also once the job is aborted, so that a loop around it ends; such a
 // loop has no deadline of its own.
 template <Compare C>
-TSN_DEVICE bool test(const Context* ctx, const uint64_t* sig, uint64_t value) {
+TSN_DEVICE bool test(const Context* ctx, const uint64_t* sig, int64_t value) {
   if (holds<C>(platform::load<Order::acquire, MemScope::sys>(sig), value)) return true;
   if (const uint32_t boxes = add_boxes(ctx)) apply_deferred_adds(ctx, boxes);
   platform::relax();

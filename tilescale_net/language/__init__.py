@@ -12,6 +12,10 @@
 
 Sizes are in elements. Symmetric memory is named by its local address. See docs/memory-model.md for what each
 primitive guarantees. Wrong use raises KernelError when the kernel is built, naming the primitive and the line.
+
+A primitive is carried out once where it stands, whatever the expression around it: before the rest of its statement, from
+left to right, behind `and`, `or` and in an arm of `a if c else b` only when that part is evaluated, and in the condition of
+a `while` in every round.
 """
 
 from tilescale_net.language.copies import (

@@ -10,7 +10,7 @@ ENGINES = ("auto", "ldst", "bulk")
 MAX_UNROLL = 64
 # Stages and bytes per stage of the shared-memory ring that engine "bulk" stages through by default.
 DEFAULT_RING = (8, 16384)
-# The least shared memory at which the bulk engine reaches its rate on an H200 (docs/results.md), by direction.
+# The least shared memory at which the bulk engine reaches its rate on an H200 (docs/results/copies.md), by direction.
 AUTO_PUSH_RING = (4, 16384)
 AUTO_PULL_RING = (6, 16384)
 # Copies below this size gain too little in bulk for the shared memory that they would take from the kernel; of sizes

@@ -14,7 +14,11 @@ from tilelang.language.utils import get_buffer_region_from_load
 from tvm import tirx
 
 from tilescale_net.language._primitive import Misuse
+from tilescale_net.language._results import settled
 from tilescale_net.language._values import Expr, constant, describe, int64, product, same, total
+
+# What a primitive takes as a place in memory: a tensor, an element buf[i], a region buf[i, 0:n].
+Place = tirx.Buffer | tirx.BufferLoad | tirx.BufferRegion
 
 _SCOPES = {"shared.dyn": "shared", "local.fragment": "fragment", "local.var": "a register"}
 
@@ -94,14 +98,16 @@ def _box_of(name: str, value) -> tuple[tirx.Buffer, list, list, bool]:
     )
 
 
-def operand(name: str, value) -> Operand:
-    """Resolve what an author passed as `name`.
+def operand(name: str, value, is_guarded: bool = False) -> Operand:
+    """Resolve what an author passed as `name`; `is_guarded` where the condition `inside` will be used.
 
     Raises:
         Misuse: not a tensor, element or region; not in global memory; not contiguous; outside its tensor; an element
             type without whole bytes.
     """
     buffer, mins, extents, is_element = _box_of(name, value)
+    # An index stands in the guard and in the address, and must be the same in both.
+    mins = [settled("index", index, loads=is_guarded) for index in mins]
     scope = _SCOPES.get(buffer.scope(), buffer.scope())
     if scope != "global":
         raise Misuse(

@@ -136,7 +136,7 @@ def put_value(dst, value, pe):
 
     As in tilelang, a store whose index is outside its tensor vanishes.
     """
-    to = operand("dst", dst)
+    to = operand("dst", dst, is_guarded=True)
     if to.element_bytes > 8:
         raise Misuse(f"dst ({to.buffer.name}) has dtype {to.dtype}; put_value carries up to 8 bytes")
     return guarded(to.inside, OPERATORS["put_value"](to.pointer(), scalar("value", value, to.dtype), pe_index(pe)))

@@ -11,7 +11,9 @@ from tilescale_net.language._values import choice, number, pe_index
 
 def _comparison(sig, cmp, value):
     choice("cmp", cmp, tuple(CHOICES["Compare"]))
-    return signal_word(sig).pointer(), number("value", value, "uint64", 0, 2**64 - 1)
+    if cmp in ("eq", "ne") and isinstance(value, int) and 2**63 <= value < 2**64:
+        value -= 2**64  # the same bits, which is all that counts here
+    return signal_word(sig).pointer(), number("value", value, "int64", -(2**63), 2**63 - 1)
 
 
 def _wait(scope, sig, cmp, value):
@@ -43,8 +45,9 @@ def wait(sig, cmp, value):
 
     Args:
         sig: one uint64 or int64 word of this PE's symmetric memory.
-        cmp: "eq", "ne", "ge", "gt", "le" or "lt", comparing the word with `value` as unsigned integers.
-        value: unsigned 64-bit integer.
+        cmp: "eq", "ne", "ge", "gt", "le" or "lt", comparing the word with `value` as signed 64-bit integers.
+        value: signed integer of any width, such as `i - 1`: of a word that counts from 0, "ge" and "gt" hold at once for
+            a negative value. "eq" and "ne" also take constants up to 2**64 - 1.
 
     Returns:
         The word's value that ended the wait, uint64.

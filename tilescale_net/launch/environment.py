@@ -7,28 +7,24 @@ import os
 import secrets
 import socket
 import subprocess
-import sys
 
-LOADING = "CUDA_MODULE_LOADING"
+from tilescale_net.errors import ConfigurationError
+from tilescale_net.launch.messages import refuse, say
+from tilescale_net.runtime import settings
+from tilescale_net.runtime.setting import Setting
+
+LOADING = settings.MODULE_LOADING.name
 MOST_SIMULATED = 64  # ranks on a machine without a GPU; each is a Python process with torch in it
 
 
-def refuse(message: str):
-    """End with exit code 2, the code of wrong arguments."""
-    print(f"launch.sh: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def whole_number(name: str, default: int | None, minimum: int) -> int:
-    """A whole number from the environment; refuses anything else, and its absence when there is no default."""
-    text = os.environ.get(name, "")
-    if not text and default is not None:
-        return default
-    if not text:
-        refuse(f"{name} must be set when NODES is above 1")
-    if not text.isdigit() or int(text) < minimum:
-        refuse(f"{name}={text!r} is not a whole number of {minimum} or more")
-    return int(text)
+def value(row: Setting[int], required: bool = False) -> int:
+    """A whole number from the environment; refuses anything else, and its absence when it is required."""
+    if required and not os.environ.get(row.name):
+        refuse(f"{row.name} must be set when NODES is above 1")
+    try:
+        return row.get()
+    except ConfigurationError as err:
+        refuse(str(err))
 
 
 def visible_gpus() -> int:
@@ -40,9 +36,7 @@ def visible_gpus() -> int:
     count = ctypes.c_int(0)
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if status not in (0, 34, 100):  # 34: a stub library, 100: no GPU
-        print(
-            f"launch.sh: the CUDA driver does not start (error {status}); looking no further for GPUs", file=sys.stderr
-        )
+        say(f"the CUDA driver does not start (error {status}); looking no further for GPUs")
     return 0 if status else count.value
 
 
@@ -58,13 +52,13 @@ def check_ranks(ranks: int, held: int) -> None:
             f"GPUS={ranks}, but this machine shows {held} GPU{'s' * (held > 1)}; use GPUS={held} or fewer, or set "
             "TSN_DEVICE=simulator to simulate them"
         )
-    if not held and os.environ.get("TSN_DEVICE") == "cuda":
+    if not held and settings.DEVICE.get() == "cuda":
         refuse(
             f"GPUS={ranks} and TSN_DEVICE=cuda, but this machine shows no GPU; leave TSN_DEVICE out to simulate them"
         )
     if not held and ranks > MOST_SIMULATED:
         refuse(f"GPUS={ranks} is more than the {MOST_SIMULATED} ranks that are simulated on one machine")
-    virtual = whole_number("VIRTUAL_NODES", 1, 1)
+    virtual = value(settings.VIRTUAL_NODES)
     if ranks % virtual:
         refuse(f"VIRTUAL_NODES={virtual} does not divide GPUS={ranks}; every node holds the same number of ranks")
 
@@ -114,8 +108,8 @@ def job(ranks: int) -> dict[str, str]:
         nodes, node = int(env["SLURM_NNODES"]), int(env["SLURM_NODEID"])
         shared = srun_address()
     else:
-        nodes = whole_number("NODES", 1, 1)
-        node = whole_number("NODE_RANK", 0 if nodes == 1 else None, 0)
+        nodes = value(settings.NODES)
+        node = value(settings.NODE_RANK, required=nodes > 1)
         if node >= nodes:
             refuse(f"NODE_RANK={node} is not below NODES={nodes}; the hosts are numbered from 0")
         if nodes > 1 and not env.get("MASTER_ADDR"):
@@ -124,9 +118,7 @@ def job(ranks: int) -> dict[str, str]:
             _kept.append(reserve_port())
             port = _kept[-1].getsockname()[1]
         else:
-            port = whole_number("MASTER_PORT", None, 1)
-        if port > 65535:
-            refuse(f"MASTER_PORT={port} is not a port; ports end at 65535")
+            port = value(settings.MASTER_PORT, required=True)
         shared = {"MASTER_ADDR": env.get("MASTER_ADDR") or "127.0.0.1", "MASTER_PORT": str(port)}
         if nodes == 1:
             shared.update(open_store(f"{shared['MASTER_ADDR']}:{port}"))
@@ -140,7 +132,7 @@ def job(ranks: int) -> dict[str, str]:
         "GROUP_RANK": str(node),
         "GROUP_WORLD_SIZE": str(nodes),
         # See load_kernels_early in runtime/settings.py; here it comes before anything could start CUDA.
-        **({LOADING: env.get(LOADING, "EAGER")} if nodes > 1 or whole_number("VIRTUAL_NODES", 1, 1) > 1 else {}),
+        **({LOADING: env.get(LOADING, "EAGER")} if nodes > 1 or value(settings.VIRTUAL_NODES) > 1 else {}),
         **shared,
     }
 

@@ -12,8 +12,10 @@ import subprocess
 import sys
 import time
 
-from environment import hand_over_store
-from output import Output
+from tilescale_net.launch import messages
+from tilescale_net.launch.environment import hand_over_store
+from tilescale_net.launch.output import Output
+from tilescale_net.runtime import settings
 
 GRACE = 2.0  # seconds that the others have, after a failure, to say what they know and to clean up
 USAGE_GRACE = 10.0  # the same after wrong arguments, which rank 0 reports for all of them
@@ -41,7 +43,7 @@ class Rank:
 
     def __init__(self, command: list[str], index: int, local: int, shared: dict[str, str]):
         self.index = index
-        everything = os.environ.get("TSN_OUTPUT") == "all"
+        everything = settings.OUTPUT.get() == "all"
         first = index == 0
         self.output = Output(
             prefix="" if first else f"[rank {index}] ",
@@ -202,7 +204,7 @@ class Job:
     def _interrupt(self) -> int:
         number = self._interrupted
         self._end_all(*([signal.SIGINT, signal.SIGTERM] if number == signal.SIGINT else [signal.SIGTERM]))
-        print(f"launch.sh: stopped by {signal.Signals(number).name}; every rank has ended", file=sys.stderr)
+        messages.say(f"stopped by {signal.Signals(number).name}; every rank has ended")
         return 128 + number
 
     def _explain(self, witnesses: list[Rank], stopped: list[Rank]) -> int:
@@ -213,26 +215,21 @@ class Job:
         code = rank.code if rank.code > 0 else 128 - rank.code
         if code == 2 and any(r.index == 0 and r.code == 2 for r in witnesses):
             return code  # wrong arguments: rank 0 has told what is wrong with them
-        if rank.index != 0 and rank.output.lines and os.environ.get("TSN_OUTPUT") != "all":
-            print(f"launch.sh: last output of rank {rank.index}:", file=sys.stderr, flush=True)
+        if rank.index != 0 and rank.output.lines and settings.OUTPUT.get() != "all":
+            messages.say(f"last output of rank {rank.index}:")
             for line in list(rank.output.lines)[-60:]:
                 print("  " + line.decode(errors="replace"), file=sys.stderr)
         for other in witnesses:
             if other is not rank:
                 said = other.output.last_error()
-                print(f"launch.sh: rank {other.index}: {other.fate()}{'; ' + said if said else ''}", file=sys.stderr)
+                messages.say(f"rank {other.index}: {other.fate()}{'; ' + said if said else ''}")
         for other in stopped:
-            print(
-                f"launch.sh: rank {other.index} was stopped (by SIGSTOP or a debugger) and has been ended",
-                file=sys.stderr,
-            )
+            messages.say(f"rank {other.index} was stopped (by SIGSTOP or a debugger) and has been ended")
         said = rank.output.last_error()
         early = [r.index for r in self.ended[: self.ended.index(rank)] if r.code == 0]
-        print(
-            f"launch.sh: rank {rank.index} failed first: {rank.fate()}"
+        messages.say(
+            f"rank {rank.index} failed first: {rank.fate()}"
             + (f"; {said}" if said else "; it said nothing")
-            + (f" (rank {', '.join(map(str, early))} had ended before, with exit code 0)" if early else ""),
-            file=sys.stderr,
-            flush=True,
+            + (f" (rank {', '.join(map(str, early))} had ended before, with exit code 0)" if early else "")
         )
         return code

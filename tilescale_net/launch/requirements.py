@@ -11,11 +11,15 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import sys
 import sysconfig
 from importlib import metadata
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+# What nvcc is made of.
+COMPILER = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm")
 
 
 def _project() -> dict:
@@ -25,6 +29,11 @@ def _project() -> dict:
         from pip._vendor import tomli as tomllib
     with open(os.path.join(ROOT, "pyproject.toml"), "rb") as f:
         return tomllib.load(f)
+
+
+def _extras(content: dict) -> dict[str, list[str]]:
+    """What users may ask for, and what only those need who work on a checkout."""
+    return {**content["project"]["optional-dependencies"], **content["dependency-groups"]}
 
 
 def name_of(requirement: str) -> str:
@@ -54,6 +63,9 @@ def _opens(*libraries: str) -> bool:
 
 def _stand_in(name: str) -> bool:
     """Whether the machine itself offers what a package is there for."""
+    if name in COMPILER:
+        home = os.path.join(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "", "bin")
+        return bool(shutil.which("nvcc", path=home) or shutil.which("nvcc"))
     if name.startswith("nvidia-cuda-"):  # headers for the simulator, which is not used where there is a driver
         return _opens("libcuda.so.1")
     if name == "mpich":  # libfabric
@@ -64,10 +76,10 @@ def _stand_in(name: str) -> bool:
 
 def missing(extras: list[str]) -> list[str]:
     """Requirements of the package, and of the extras, that neither this interpreter nor the machine fulfils."""
-    project = _project()["project"]
-    wanted = list(project["dependencies"])
+    content = _project()
+    wanted = list(content["project"]["dependencies"])
     for extra in extras:
-        wanted += project["optional-dependencies"][extra]
+        wanted += _extras(content)[extra]
     return [r for r in wanted if not satisfied(r) and not _stand_in(name_of(r))]
 
 
@@ -76,7 +88,7 @@ def fresh(extras: list[str]) -> list[str]:
     content = _project()
     wanted = content["build-system"]["requires"] + content["project"]["dependencies"]
     for extra in extras:
-        wanted += content["project"]["optional-dependencies"][extra]
+        wanted += _extras(content)[extra]
     return list(dict.fromkeys(wanted))
 
 

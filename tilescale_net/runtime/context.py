@@ -54,7 +54,9 @@ class ErrorRecord(ctypes.Structure):
         ("expected", ctypes.c_uint64),
         ("observed", ctypes.c_uint64),
         ("bytes", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint64 * 2),
+        ("claimed", ctypes.c_uint64),
+        ("comparison", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
     ]
 
 
@@ -85,6 +87,8 @@ OPERATIONS = (
     "barrier",
     "remote",
 )
+# Names of tsn::Compare, by value.
+COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")
 
 
 def pack(header: ContextHeader, peer_base: list[int]) -> bytes:

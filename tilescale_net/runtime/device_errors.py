@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 from tilescale_net import errors
-from tilescale_net.runtime.context import ERROR_KINDS, OPERATIONS, ErrorRecord
+from tilescale_net.runtime.context import COMPARISONS, ERROR_KINDS, OPERATIONS, ErrorRecord
 
+_SENDER = "check that the peer sends this signal (and that it still runs), or raise TSN_TIMEOUT"
+_PASSED = "the word went past that value, and a wait for eq misses one that is soon replaced: wait with ge"
+_BARRIER = (
+    "check that every PE calls the barrier as often as this one, by one block at a time: where several blocks of a PE call "
+    'it, each call counts (scope="grid" is for whole grids); or raise TSN_TIMEOUT'
+)
 _ADVICE = {
-    1: "check that the peer sends this signal (and that it still runs), or raise TSN_TIMEOUT",
     2: "the proxy does not keep up or has stopped; look for a fabric error, or raise TSN_TIMEOUT",
     3: "the fabric did not complete the operation; look for a fabric error, or raise TSN_TIMEOUT",
     4: "PEs are numbered from 0 to n_pes - 1",
     5: "pass tensors made with tilescale_net.empty or zeros, and stay within them",
     6: "this operation needs mapped memory; guard it with N.is_direct(pe), or use put/get",
-    7: "this operation exists on the direct path only; see the memory model's table",
+    7: "this operation exists on the direct path only; see the table in docs/primitives.md",
 }
 _CLASSES = {
     1: errors.WaitTimeout,
@@ -32,19 +38,37 @@ def read(address: int) -> ErrorRecord:
     return ErrorRecord.from_address(address)
 
 
+def _timeout(record: ErrorRecord, offset: int | None, timeout_s: float, name_of) -> tuple[str, str]:
+    """What a wait on a signal word waited for, and what to do about it."""
+    wanted, seen = (ctypes.c_int64(value).value for value in (record.expected, record.observed))
+    if OPERATIONS[record.operation] == "barrier":
+        return f"waited {timeout_s:g} s for PE {record.pe} at barrier {wanted}; it has come to barrier {seen}", _BARRIER
+    compare = COMPARISONS[record.comparison - 1] if 0 < record.comparison <= len(COMPARISONS) else ""
+    name = name_of(offset) if name_of is not None and offset is not None else None
+    word = f"the signal {name} (heap offset {offset})" if name else f"the signal at heap offset {offset}"
+    text = f"waited {timeout_s:g} s for {f'{compare} {wanted}'.strip()} on {word}; last seen {seen}"
+    return text, _PASSED if compare == "eq" and seen > wanted else _SENDER
+
+
 def describe(
-    record: ErrorRecord, rank: int, size: int, heap_base: int, timeout_s: float
+    record: ErrorRecord,
+    rank: int,
+    size: int,
+    heap_base: int,
+    timeout_s: float,
+    name_of: Callable[[int], str | None] | None = None,
 ) -> errors.TileScaleError | None:
-    """The exception for a record, or None when it is empty."""
+    """The exception for a record, or None when it is empty; `name_of` names the tensor element at a heap offset."""
     kind = record.kind
     if kind == 0:
         return None
     name = OPERATIONS[record.operation] if record.operation < len(OPERATIONS) else f"operation {record.operation}"
     where = f"rank {rank}: {name} in block {record.block}"
     offset = record.address - heap_base if record.address else None
+    advice = _ADVICE.get(kind, "see the documentation")
     if kind == 1:
-        signed = ctypes.c_int64(record.observed).value
-        text = f"{where} waited {timeout_s:g} s on the signal at heap offset {offset} for {record.expected}; last seen: {signed}"
+        text, advice = _timeout(record, offset, timeout_s, name_of)
+        text = f"{where} {text}"
     elif kind in (2, 3):
         peer = "all PEs" if record.pe < 0 else f"PE {record.pe}"
         what = "a place in the queue" if kind == 2 else "completion"
@@ -52,10 +76,19 @@ def describe(
     elif kind == 4:
         text = f"{where} named PE {record.pe}, but there are {size}"
     elif kind == 5:
-        inside = offset is not None and 0 <= offset < (1 << 44)
-        place = f"heap offset {offset}" if inside else f"address {record.address:#x}"
-        text = f"{where} towards PE {record.pe}: {record.bytes} bytes at {place} are not in the symmetric heap"
+        text, advice = _outside(record, offset, advice)
+        text = f"{where} towards PE {record.pe}: {text}"
     else:
         known = ERROR_KINDS[kind] if kind < len(ERROR_KINDS) else f"error {kind}"
         text = f"{where} towards PE {record.pe} failed: {known}"
-    return _CLASSES.get(kind, errors.TileScaleError)(f"{text}; {_ADVICE.get(kind, 'see the documentation')}")
+    return _CLASSES.get(kind, errors.TileScaleError)(f"{text}; {advice}")
+
+
+def _outside(record: ErrorRecord, offset: int | None, advice: str) -> tuple[str, str]:
+    """What lies outside of the heap. Kernels compute sizes as signed numbers and report them as unsigned ones."""
+    nbytes = ctypes.c_int64(record.bytes).value
+    if nbytes < 0:
+        return f"a size of {nbytes} bytes", "a count that is computed at run time was negative"
+    inside = offset is not None and 0 <= offset < (1 << 44)
+    place = f"heap offset {offset}" if inside else f"address {record.address:#x}"
+    return f"{nbytes} bytes at {place} are not in the symmetric heap", advice

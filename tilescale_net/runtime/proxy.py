@@ -1,19 +1,4 @@
-"""Life cycle of the proxy that serves PEs of other nodes: options, key exchange, failures.
-
-| variable | meaning | default |
-| --- | --- | --- |
-| TSN_PROVIDER | libfabric provider, e.g. `efa`, `tcp`, `tcp;ofi_rxm`, `shm` | the best one offered |
-| TSN_FABRIC_INTERFACE | network interface or domain, comma-separated | loopback on one host |
-| TSN_CHAOS | faults to inject, e.g. `seed=7,reorder=0.3` | none |
-| TSN_RAILS | endpoints to use; 0: one per NIC near the GPU | 0 |
-| TSN_PROXY_QUEUES | device queues; operations to a PE use queue PE % queues | 1 |
-| TSN_PROXY_THREADS | proxy threads, each with endpoints of its own | 1 |
-| TSN_PROXY_CPUS | CPUs that the threads are pinned to, e.g. `2,3`; `node`: those near the GPU | not pinned |
-| TSN_PROXY_CAPACITY | descriptors in a queue's ring | 1024 |
-| TSN_PROXY_CHUNK | bytes of the pieces that puts travel in | 1M |
-| TSN_PROXY_STAGING | 1: go through pinned staging memory even where the network reaches the heap | 0 |
-| TSN_PROXY_STATS | 1: print the proxy's counters when it stops | 0 |
-"""
+"""Life cycle of the proxy that serves PEs of other nodes: options, key exchange, failures."""
 
 from __future__ import annotations
 
@@ -24,7 +9,7 @@ import torch
 
 from tilescale_net import errors, fabric
 from tilescale_net.errors import ConfigurationError, TileScaleError
-from tilescale_net.runtime import settings
+from tilescale_net.runtime import setting, settings
 
 
 def start(world) -> tuple[RunningProxy, int, int]:
@@ -65,20 +50,21 @@ class RunningProxy:
             device=max(memory.ordinal, 0),
             abort_word=world.abort_address,
             timeout=world.timeout,
-            provider=os.environ.get("TSN_PROVIDER", ""),
-            interface=os.environ.get("TSN_FABRIC_INTERFACE", ""),
+            provider=settings.PROVIDER.get(),
+            interface=settings.FABRIC_INTERFACE.get(),
             multi_host=not world.topology.single_host,
             gpu_pci=_pci_address(memory),
-            rails=settings.integer("TSN_RAILS", 0),
-            chaos=os.environ.get("TSN_CHAOS", ""),
+            rails=settings.RAILS.get(),
+            chaos=settings.CHAOS.get(),
             library_fallback=fabric.bundled_library(),
-            queues=settings.integer("TSN_PROXY_QUEUES", 1, 1),
-            threads=settings.integer("TSN_PROXY_THREADS", 1, 1),
+            queues=settings.PROXY_QUEUES.get(),
+            threads=settings.PROXY_THREADS.get(),
             cpus=_cpus(memory),
-            capacity=settings.power_of_two("TSN_PROXY_CAPACITY", 1024, 2),
-            chunk_bytes=settings.parse_bytes(os.environ.get("TSN_PROXY_CHUNK", "1M"), "TSN_PROXY_CHUNK"),
-            force_staging=settings.integer("TSN_PROXY_STAGING", 0) != 0,
-            print_stats=settings.integer("TSN_PROXY_STATS", 0) != 0,
+            capacity=settings.PROXY_CAPACITY.get(),
+            chunk_bytes=settings.PROXY_CHUNK.get(),
+            force_staging=settings.PROXY_STAGING.get(),
+            print_stats=settings.PROXY_STATS.get(),
+            trust_last_chunk=settings.TEST_ORDERING.get() == "last_chunk",
         )
         views = self._proxy.queue_views()
         self._views: torch.Tensor = memory.upload(views)
@@ -117,8 +103,19 @@ class RunningProxy:
         """Provider, libfabric version, rails and limits of the transport."""
         return dict(self._proxy.properties())
 
+    def drain(self) -> None:
+        """Wait until everything that kernels have sent is at its target, while the peers are served on.
+
+        Raises:
+            TileScaleError: the proxy has failed.
+        """
+        if not self._proxy.drain(self._world.timeout):
+            failed = self.failure()
+            if failed is not None:
+                raise failed
+
     def close(self) -> None:
-        self._proxy.stop()
+        self._proxy.close()
 
 
 def _pci_address(memory) -> str:
@@ -128,24 +125,15 @@ def _pci_address(memory) -> str:
 
 
 def _cpus(memory) -> list[int]:
-    text = os.environ.get("TSN_PROXY_CPUS", "")
-    if not text:
-        return []
-    if text == "node":
+    cpus = settings.PROXY_CPUS.get()
+    if cpus == "node":
         path = Path(f"/sys/bus/pci/devices/{_pci_address(memory)}/local_cpulist")
         try:
-            text = path.read_text().strip()
+            cpus = setting.cpu_list(path.read_text().strip(), str(path))
         except OSError as err:
             raise ConfigurationError(
                 f"TSN_PROXY_CPUS=node: the CPUs near the GPU cannot be read from {path} ({err.strerror}); list them"
             ) from err
-    cpus: list[int] = []
-    try:
-        for part in text.split(","):
-            first, _, last = part.partition("-")
-            cpus += range(int(first), int(last or first) + 1)
-    except ValueError:
-        raise ConfigurationError(f"TSN_PROXY_CPUS={text!r} is not a list such as 2,3 or 4-7") from None
     known = os.sched_getaffinity(0)
     bad = [c for c in cpus if c not in known]
     if bad:

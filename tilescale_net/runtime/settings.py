@@ -1,75 +1,235 @@
-"""Environment variables of the package, read in one place.
+"""All environment variables of the package: one row each. `python -m tilescale_net settings` prints them as a page.
 
-| variable | meaning | default |
-| --- | --- | --- |
-| TSN_DEVICE | `cuda`, `simulator`, or `auto`: CUDA where a GPU is visible | auto |
-| TSN_HEAP_SIZE | bytes of the symmetric heap; K, M, G suffixes | 256M (simulator), 1G (GPU) |
-| TSN_TIMEOUT | seconds that a device-side wait or a collective call may take | 20 |
-| TSN_HEARTBEAT_TIMEOUT | seconds without a heartbeat after which a rank of another host counts as lost | 15 |
-| VIRTUAL_NODES | split the ranks of a host into this many nodes that talk only through the fabric | 1 |
+    settings.TIMEOUT.get()          the value in force, checked
+
+A variable is read where it is used and as late as that, so that tests and notebooks may set it. `check` reads all of them
+at once; `init` and the launcher call it, so that a wrong value or a misspelt name is an error before anything starts.
+Only the standard library is imported here: the launcher reads this table as well.
 """
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
-import re
 
 from tilescale_net.errors import ConfigurationError
+from tilescale_net.runtime import setting
+from tilescale_net.runtime.setting import Setting, parse_bytes
 
-_SUFFIX = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+log = logging.getLogger("tilescale_net")
+
+DEVICE = Setting(
+    "TSN_DEVICE",
+    setting.one_of("auto", "cuda", "simulator"),
+    "auto",
+    "`cuda`, `simulator` or `auto`: a GPU where there is one",
+    "`auto`",
+)
+HEAP_SIZE = Setting(
+    "TSN_HEAP_SIZE",
+    parse_bytes,
+    None,
+    "bytes of the symmetric heap (K, M, G)",
+    "1G on a GPU, 256M in the simulator",
+)
+TIMEOUT = Setting(
+    "TSN_TIMEOUT",
+    setting.number(0.01),
+    100.0,
+    "seconds that a device-side wait or a collective call may take; ranks may come that far apart to a call",
+    "100",
+)
+HEARTBEAT_TIMEOUT = Setting(
+    "TSN_HEARTBEAT_TIMEOUT",
+    setting.number(1.0),
+    15.0,
+    "seconds of silence after which a rank of another host counts as lost",
+    "15",
+)
+VIRTUAL_NODES = Setting(
+    "VIRTUAL_NODES",
+    setting.whole(1),
+    1,
+    "split the ranks of a host into nodes that talk only through the fabric",
+    "1",
+)
+MODULE_LOADING = Setting(
+    "CUDA_MODULE_LOADING",
+    setting.text,
+    "",
+    "CUDA's own; set to `EAGER` where ranks are on several nodes, unless you set it (docs/proxy.md says why)",
+)
+LIBCUDA = Setting("TSN_LIBCUDA", setting.text, "", "the CUDA driver library", "`libcuda.so.1`")
+CACHE_HOME = Setting(
+    "XDG_CACHE_HOME", setting.text, "", "folder whose `tilescale_net` keeps compiled kernels", "`~/.cache`"
+)
+
+LIBFABRIC = Setting(
+    "TSN_LIBFABRIC",
+    setting.text,
+    "",
+    "the libfabric to load; without it `/opt/amazon/efa`, the system's and the `mpich` wheel's are tried in turn",
+)
+PROVIDER = Setting(
+    "TSN_PROVIDER",
+    setting.provider,
+    "",
+    "libfabric provider, such as `efa`, `tcp`, `tcp;ofi_rxm`, `shm`",
+    "the best one offered",
+)
+FABRIC_INTERFACE = Setting(
+    "TSN_FABRIC_INTERFACE",
+    setting.text,
+    "",
+    "network interfaces or domains, comma-separated",
+    "loopback on one host",
+)
+RAILS = Setting("TSN_RAILS", setting.whole(0), 0, "endpoints to use; 0: one per NIC near the GPU", "0")
+PROXY_QUEUES = Setting(
+    "TSN_PROXY_QUEUES", setting.whole(1), 1, "device queues; operations to a PE use queue PE % queues", "1"
+)
+PROXY_THREADS = Setting("TSN_PROXY_THREADS", setting.whole(1), 1, "proxy threads, each with endpoints of its own", "1")
+PROXY_CPUS = Setting(
+    "TSN_PROXY_CPUS",
+    setting.cpus,
+    [],
+    "CPUs that the threads are pinned to, such as `2,3`; `node`: those near the GPU",
+    "not pinned",
+)
+PROXY_CAPACITY = Setting("TSN_PROXY_CAPACITY", setting.power_of_two(2), 1024, "descriptors in a queue's ring", "1024")
+PROXY_CHUNK = Setting("TSN_PROXY_CHUNK", parse_bytes, 1 << 20, "bytes of the pieces that puts travel in", "1M")
+PROXY_STAGING = Setting(
+    "TSN_PROXY_STAGING",
+    setting.flag,
+    False,
+    "1: go through pinned staging memory even where the network reaches the heap",
+    "0",
+)
+PROXY_STATS = Setting("TSN_PROXY_STATS", setting.flag, False, "1: print the proxy's counters when it stops", "0")
+CHAOS = Setting("TSN_CHAOS", setting.text, "", "make the network misbehave, see below")
+
+SIM_SEED = Setting(
+    "TSN_SIM_SEED",
+    setting.whole(0),
+    0,
+    "seed of the schedule and of the order in which remote writes arrive",
+    "0",
+)
+SIM_VISIBILITY = Setting(
+    "TSN_SIM_VISIBILITY",
+    setting.one_of("eager", "late", "random"),
+    "random",
+    "remote writes arrive at once (`eager`), as late as the memory model allows (`late`), or by lot (`random`)",
+    "`random`",
+)
+SIM_SMS = Setting(
+    "TSN_SIM_SMS",
+    setting.whole(1),
+    132,
+    "multiprocessors of the simulated GPU, which bound how many blocks run at a time",
+    "132",
+)
+SIM_STALL = Setting(
+    "TSN_SIM_STALL",
+    setting.number(0.1),
+    60.0,
+    "seconds without any progress after which a kernel counts as hanging; at least twice `TSN_TIMEOUT`",
+    "60",
+)
+SIM_STACK = Setting("TSN_SIM_STACK", parse_bytes, 256 << 10, "bytes of stack per simulated thread", "256K")
+SIM_CXXFLAGS = Setting(
+    "TSN_SIM_CXXFLAGS",
+    setting.text,
+    "",
+    "further flags of the host compiler, such as `-g -O0` for a debugger",
+)
+CXX = Setting("CXX", setting.text, "", "the host compiler", "g++, clang++ or c++")
+
+GPUS = Setting(
+    "GPUS",
+    setting.whole(1),
+    2,
+    "ranks on this host: one per GPU, or simulated ones where there is no GPU; `-n` of `tilescale_net run`",
+    "2",
+)
+NODES = Setting("NODES", setting.whole(1), 1, "hosts of the job; run the same line on every host", "1")
+NODE_RANK = Setting("NODE_RANK", setting.whole(0), 0, "this host's index")
+MASTER_ADDR = Setting("MASTER_ADDR", setting.text, "", "name or address of the host where rank 0 listens")
+MASTER_PORT = Setting("MASTER_PORT", setting.whole(1, 65535), 0, "the port that rank 0 listens at")
+OUTPUT = Setting(
+    "TSN_OUTPUT", setting.one_of("all", "first"), "first", "`all`: show the output of all ranks, not only of rank 0"
+)
+PYTHON = Setting(
+    "TSN_PYTHON",
+    setting.text,
+    "",
+    "launch.sh: interpreter to use as it is; otherwise an active virtual environment, `.venv`, python3 or a new `.venv`",
+)
+VENV = Setting("TSN_VENV", setting.text, "", "launch.sh: folder of that virtual environment", "`.venv`")
+BUILD = Setting("TSN_BUILD", setting.flag, True, "launch.sh: 0: never build the native part", "1")
+LIBFABRIC_INCLUDE = Setting(
+    "TSN_LIBFABRIC_INCLUDE", setting.text, "", "the build: folder that holds `rdma/fabric.h`", "the compiler's"
+)
+
+TEST_ORDERING = Setting(
+    "TSN_TEST_ORDERING",
+    setting.one_of("last_chunk"),
+    "",
+    "`last_chunk`: order as systems do that trust the last chunk, which is wrong; shows what counting is for",
+)
+CHAOS_SEEDS = Setting("TSN_CHAOS_SEEDS", setting.whole(1), 24, "seeds of the tests on networks that misbehave", "24")
+
+# The page: titles, and what stands below them.
+SECTIONS: dict[str, tuple[Setting, ...]] = {
+    "": (DEVICE, HEAP_SIZE, TIMEOUT, HEARTBEAT_TIMEOUT, VIRTUAL_NODES, MODULE_LOADING, LIBCUDA, CACHE_HOME),
+    "Network": (
+        *(LIBFABRIC, PROVIDER, FABRIC_INTERFACE, RAILS, PROXY_QUEUES, PROXY_THREADS, PROXY_CPUS, PROXY_CAPACITY),
+        *(PROXY_CHUNK, PROXY_STAGING, PROXY_STATS, CHAOS),
+    ),
+    "Simulator": (SIM_SEED, SIM_VISIBILITY, SIM_SMS, SIM_STALL, SIM_STACK, SIM_CXXFLAGS, CXX),
+    "Launcher and build": (
+        *(GPUS, NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, OUTPUT),
+        *(PYTHON, VENV, BUILD, LIBFABRIC_INCLUDE),
+    ),
+    "Tests": (TEST_ORDERING, CHAOS_SEEDS),
+}
+ALL: dict[str, Setting] = {row.name: row for rows in SECTIONS.values() for row in rows}
+# The launcher's own, which it checks with the words of a launcher; elsewhere other programs may use these names.
+LAUNCHER = ("GPUS", "NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "VIRTUAL_NODES")
+
+# What the launcher tells its ranks; nobody sets these by hand. See launch/environment.py.
+HANDED_OVER = ("TSN_STORE", "TSN_STORE_FD")
 
 
-def parse_bytes(text: str, name: str) -> int:
-    """Bytes from text such as `4096`, `64M` or `1.5G` (powers of two). Raises ConfigurationError that names `name`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
-    if not match:
-        raise ConfigurationError(f"{name}={text!r} is not a size; write bytes with an optional K, M, G or T, e.g. 512M")
-    return int(float(match.group(1)) * _SUFFIX[match.group(2).upper()])
+def check() -> None:
+    """Read every variable that is set.
+
+    Raises:
+        ConfigurationError: a value that its variable does not take, or a name that no variable has but one nearly has.
+    """
+    for name in sorted(os.environ):
+        if name.startswith("TSN_") and name not in ALL and name not in HANDED_OVER:
+            _unknown(name)
+        elif name in ALL and name not in LAUNCHER:
+            ALL[name].get()
 
 
-def number(name: str, default: float, minimum: float = 0.0) -> float:
-    """A number from the environment; raises ConfigurationError when it is none or below `minimum`."""
-    text = os.environ.get(name, "")
-    if not text:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        raise ConfigurationError(f"{name}={text!r} is not a number") from None
-    if value < minimum:
-        raise ConfigurationError(f"{name}={text} is below the minimum of {minimum:g}")
-    return value
-
-
-def integer(name: str, default: int, minimum: int = 0) -> int:
-    """A whole number from the environment; same errors as `number`."""
-    value = number(name, default, minimum)
-    if value != int(value):
-        raise ConfigurationError(f"{name}={value} is not a whole number")
-    return int(value)
-
-
-def power_of_two(name: str, default: int, minimum: int = 1) -> int:
-    """A power of two from the environment; same errors as `number`."""
-    value = integer(name, default, minimum)
-    if value & (value - 1):
-        raise ConfigurationError(f"{name}={value} is not a power of two; write {1 << value.bit_length()} for example")
-    return value
-
-
-def timeout_seconds() -> float:
-    return number("TSN_TIMEOUT", 20.0, 0.01)
-
-
-def heartbeat_timeout_seconds() -> float:
-    return number("TSN_HEARTBEAT_TIMEOUT", 15.0, 1.0)
+def _unknown(name: str) -> None:
+    known = {row.removeprefix("TSN_"): row for row in ALL if row.startswith("TSN_")}
+    near = difflib.get_close_matches(name.removeprefix("TSN_").upper(), known, n=1, cutoff=0.75)
+    if near:
+        raise ConfigurationError(
+            f"there is no setting {name}; did you mean {known[near[0]]}? docs/settings.md lists all"
+        )
+    log.warning("there is no setting %s; docs/settings.md lists all that begin with TSN_", name)
 
 
 def heap_bytes(explicit: int | str | None, on_gpu: bool) -> int:
     """Size of the symmetric heap in bytes: the argument, else TSN_HEAP_SIZE, else the default; whole 2 MiB pages."""
     name = "heap_bytes"
     if explicit is None:
-        name, explicit = "TSN_HEAP_SIZE", os.environ.get("TSN_HEAP_SIZE") or ("1G" if on_gpu else "256M")
+        name, explicit = HEAP_SIZE.name, HEAP_SIZE.get() or (1 << 30 if on_gpu else 256 << 20)
     if not isinstance(explicit, int | str) or isinstance(explicit, bool):
         raise ConfigurationError(f'{name}={explicit!r} is neither a number of bytes nor text such as "512M"')
     size = parse_bytes(explicit, name) if isinstance(explicit, str) else explicit
@@ -85,16 +245,19 @@ def load_kernels_early() -> None:
     Otherwise it loads each of them at its first launch, and keeps copies between host and GPU waiting until the kernels
     that run by then have ended. One that waits for data from another node, which the proxy copies, would not end.
     """
-    ranks = integer("WORLD_SIZE", 1)
-    if integer("VIRTUAL_NODES", 1, 1) > 1 or integer("LOCAL_WORLD_SIZE", ranks) < ranks:
-        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    ranks = _count("WORLD_SIZE", 1)
+    if VIRTUAL_NODES.get() > 1 or _count("LOCAL_WORLD_SIZE", ranks) < ranks:
+        os.environ.setdefault(MODULE_LOADING.name, "EAGER")
+
+
+def _count(name: str, default: int) -> int:
+    """A variable of torch's launchers."""
+    return setting.whole(0)(os.environ[name], name) if os.environ.get(name) else default
 
 
 def device_kind() -> str:
     """`cuda` or `simulator`."""
-    kind = os.environ.get("TSN_DEVICE", "auto").lower()
-    if kind not in ("auto", "cuda", "simulator"):
-        raise ConfigurationError(f"TSN_DEVICE={kind!r} is not one of auto, cuda, simulator")
+    kind = DEVICE.get()
     if kind != "auto":
         return kind
     import torch

@@ -1,22 +1,11 @@
 """Settings of the simulator: which schedule it runs, when remote writes arrive, what machine it stands for.
 
-| variable | meaning | default |
-| --- | --- | --- |
-| TSN_SIM_SEED | seed of the schedule and of the order in which remote writes arrive | 0 |
-| TSN_SIM_VISIBILITY | remote writes arrive at once (`eager`), as late as the memory model allows (`late`), or by lot (`random`) | random |
-| TSN_SIM_SMS | multiprocessors of the simulated GPU; with them, how many blocks run at a time | 132 |
-| TSN_SIM_STALL | seconds without any progress after which a kernel counts as hanging; at least twice TSN_TIMEOUT | 60 |
-| TSN_SIM_STACK | bytes of stack per simulated thread | 256K |
-| TSN_SIM_CXXFLAGS | further flags of the host compiler, e.g. `-g -O0` for a debugger | |
-| CXX | the host compiler | g++, clang++ or c++ |
-
 One seed makes a different schedule of every launch and every rank, and the same ones again in the next run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 
 from tilescale_net.errors import ConfigurationError
@@ -30,29 +19,26 @@ _launches = 0
 
 def seed() -> int:
     """The seed in force: that of `schedule`, else TSN_SIM_SEED, else 0."""
-    return settings.integer("TSN_SIM_SEED", 0) if _seed is None else _seed
+    return settings.SIM_SEED.get() if _seed is None else _seed
 
 
 def visibility() -> str:
     """The visibility in force: that of `schedule`, else TSN_SIM_VISIBILITY, else `random`."""
-    name = _visibility or os.environ.get("TSN_SIM_VISIBILITY") or "random"
-    if name not in VISIBILITIES:
-        raise ConfigurationError(f"visibility {name!r} (TSN_SIM_VISIBILITY) is not one of {', '.join(VISIBILITIES)}")
-    return name
+    return _visibility or settings.SIM_VISIBILITY.get()
 
 
 def multiprocessors() -> int:
-    return settings.integer("TSN_SIM_SMS", 132, 1)
+    return settings.SIM_SMS.get()
 
 
 def stall_seconds(timeout: float) -> float:
     """Seconds that a kernel may stand still. `timeout`: deadline of its own waits, which must have come before."""
-    return max(settings.number("TSN_SIM_STALL", 60.0, 0.1), 2 * timeout)
+    return max(settings.SIM_STALL.get(), 2 * timeout)
 
 
 def stack_bytes() -> int:
     """Bytes of stack of each simulated thread."""
-    return settings.parse_bytes(os.environ.get("TSN_SIM_STACK") or "256K", "TSN_SIM_STACK")
+    return settings.SIM_STACK.get()
 
 
 @contextlib.contextmanager

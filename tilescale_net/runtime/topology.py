@@ -62,7 +62,7 @@ def discover(rank: int, size: int, hosts: list[str]) -> Topology:
             f"rank {rank}: every host must run the same number of consecutive ranks, but the hosts of ranks 0.. are "
             f"{hosts}; start the job with launch.sh, torchrun or srun with block distribution"
         )
-    virtual = settings.integer("VIRTUAL_NODES", 1, 1)
+    virtual = settings.VIRTUAL_NODES.get()
     if len(same) % virtual:
         raise ConfigurationError(
             f"VIRTUAL_NODES={virtual} does not divide the {len(same)} ranks of this host; choose a divisor of {len(same)}"

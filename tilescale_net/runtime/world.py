@@ -14,7 +14,8 @@ import warnings
 import torch
 
 import tilescale_net
-from tilescale_net.errors import PeerLost, TileScaleError
+from tilescale_net import fabric
+from tilescale_net.errors import ConfigurationError, PeerLost, TileScaleError
 from tilescale_net.runtime import context, device_errors, process_end, settings, topology
 from tilescale_net.runtime.control import Control
 from tilescale_net.runtime.heap import Heap
@@ -39,9 +40,7 @@ class World:
     """
 
     def __init__(self, heap_bytes: int | str | None):
-        self.timeout = settings.timeout_seconds()
-        silence = settings.heartbeat_timeout_seconds()
-        settings.load_kernels_early()
+        wrong, self.timeout, silence = _check_settings()
         self.failure: TileScaleError | None = None
         self.proxy = None
         self._watchdog: Watchdog | None = None
@@ -52,6 +51,8 @@ class World:
         self.control = Control(self.timeout + 5.0, silence)
         self.rank, self.size = self.control.rank, self.control.size
         try:
+            if wrong is not None:
+                raise wrong  # now that the others can be told
             self._set_up(heap_bytes, silence)
         except BaseException as err:
             # The others wait for this rank; with the store of rank 0, its words would be gone too.
@@ -64,7 +65,7 @@ class World:
         self.device_kind = settings.device_kind()
         on_gpu = self.device_kind == "cuda"
         size = settings.heap_bytes(heap_bytes, on_gpu)
-        virtual = settings.integer("VIRTUAL_NODES", 1, 1)
+        virtual = settings.VIRTUAL_NODES.get()
         facts = self.control.gather("tilescale_net.init", [topology.host_identity(), os.getpid()])
         hosts = [host for host, _ in facts]
         self._watchdog = Watchdog(
@@ -171,7 +172,10 @@ class World:
             if not self._error_address:
                 return None
             record = device_errors.read(self._error_address)
-            return device_errors.describe(record, self.rank, self.size, self._memory.base, self.timeout)
+            base = self._memory.base
+            return device_errors.describe(
+                record, self.rank, self.size, base, self.timeout, lambda at: self.heap.describe(at)
+            )
 
     def _poll_local(self) -> TileScaleError | None:
         """What this rank's kernels or proxy have met, for the watchdog."""
@@ -276,6 +280,8 @@ class World:
         try:
             self._finish_kernels()
             self.check()
+            if self.proxy is not None:
+                self.proxy.drain()  # endpoints close when nobody has anything on its way any more
             self.control.agree("tilescale_net.finalize", spoken=spoken)
             self._watchdog.announce_end()
             # Leave only when all have said goodbye: a rank that is gone must not look like one that failed.
@@ -308,6 +314,24 @@ class World:
                 _simulator.unregister_all()
             self._memory.close()
         self.control.close()
+
+
+def _check_settings() -> tuple[ConfigurationError | None, float, float]:
+    """What is wrong with the environment, and the seconds of the two timeouts: their defaults where they are wrong."""
+    try:
+        settings.check()
+        fabric.check_settings()
+        settings.load_kernels_early()
+        return None, settings.TIMEOUT.get(), settings.HEARTBEAT_TIMEOUT.get()
+    except ConfigurationError as err:
+        wrong = err
+    seconds = []
+    for row in (settings.TIMEOUT, settings.HEARTBEAT_TIMEOUT):
+        try:
+            seconds.append(row.get())
+        except ConfigurationError:
+            seconds.append(row.default)
+    return wrong, *seconds
 
 
 def _version() -> str:

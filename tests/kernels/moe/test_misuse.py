@@ -163,3 +163,29 @@ def _constructions() -> None:
 
 def test_wrong_constructions():
     ranks.run(2, _constructions)
+
+
+def _crowded(top_k: int, choices: list[list[int]]) -> None:
+    """Rank 1 names an expert more often than there is room for: all ranks learn of it, nothing runs out of bounds."""
+    op = AllToAll(4, 4, 32, top_k, mode="latency")
+    device, rank = tsn.device(), tsn.rank()
+    x = torch.ones((4, 32), dtype=torch.bfloat16, device=device)
+    wrong = torch.tensor(choices, device=device)
+    right = torch.tensor([[e % 4 for e in range(top_k)]] * 4, device=device)
+    right[:, 4:] = -1
+    for turn in range(2):
+        with raises(ValueError, "rank 1", "expert 0 more often than max_tokens"):
+            op.dispatch(x, wrong if rank == 1 else right, torch.ones(4, top_k, device=device))
+            op.check()
+        pending = op.dispatch_send(x, wrong if rank == 1 else right)
+        with raises(ValueError, "rank 1", "expert 0 more often than max_tokens"):
+            op.dispatch_recv(pending)
+            op.check()
+        assert int(pending.result.counts.max()) <= 8, pending.result.counts
+        everyone = [make_inputs((turn, r), op.config, 4, "masked") for r in range(2)]
+        run_round(op, everyone, random.Random(0), "after a crowd")
+
+
+@pytest.mark.parametrize("top_k, choices", [(2, [[0, 0]] * 3 + [[1, -1]]), (5, [[0, 1, 2, 3, 0]] * 4)])
+def test_crowded_expert(top_k, choices):
+    ranks.run(2, _crowded, top_k, choices, timeout=120)

@@ -5,7 +5,7 @@
 
 #include "peak.h"
 
-namespace tsn {
+namespace tsn::bench {
 namespace {
 
 constexpr uint64_t kReceive = 1ull << 61; // cookie of receives; of everything else 0
@@ -175,4 +175,4 @@ bool holds_pattern(const char* data, uint64_t bytes, uint64_t seed) {
   return true;
 }
 
-} // namespace tsn
+} // namespace tsn::bench

@@ -3,7 +3,7 @@
 
 #include "session.h"
 
-namespace tsn {
+namespace tsn::bench {
 
 enum class Transfer : uint8_t { send, write, read };
 
@@ -35,4 +35,4 @@ BandwidthResult run_bandwidth(Session& session, int peer, const BandwidthOptions
 void fill_pattern(char* data, uint64_t bytes, uint64_t seed);
 bool holds_pattern(const char* data, uint64_t bytes, uint64_t seed);
 
-} // namespace tsn
+} // namespace tsn::bench

@@ -5,13 +5,12 @@
 #include "bandwidth.h"
 #include "peak.h"
 #include "ping_pong.h"
-#include "sharing.h"
 #include "tilescale_net/csrc/fabric/bindings.h"
 
 namespace py = pybind11;
 using namespace py::literals;
 
-namespace tsn {
+namespace tsn::bench {
 namespace {
 
 Transfer operation_from(const std::string& name) {
@@ -68,30 +67,9 @@ std::vector<double> ping_pong(Session& session, int peer, uint64_t bytes, uint64
   return run_ping_pong(session, peer, o);
 }
 
-py::dict run_sharing(SharingBench& bench, int threads, int window, uint64_t bytes, bool write, bool shared,
-                     double duration_s, double timeout_s) {
-  SharingOptions o;
-  o.threads = threads;
-  o.window = window;
-  o.bytes = bytes;
-  o.write = write;
-  o.shared = shared;
-  o.duration_s = duration_s;
-  o.timeout_s = timeout_s;
-  if (threads < 1 || window < 1 || bytes < 1 || bytes > SharingBench::kBufferBytes ||
-      (!shared && bench.endpoints() < threads))
-    throw py::value_error("threads, window and bytes are 1 or more; exclusive use needs an endpoint for every thread");
-  SharingResult result;
-  {
-    py::gil_scoped_release release;
-    result = bench.run(o);
-  }
-  return py::dict("operations_per_s"_a = result.operations_per_s, "cycles_per_post"_a = result.cycles_per_post);
-}
-
 } // namespace
 
-void bind_bench(py::module_& m) {
+void bind(py::module_& m) {
   m.def("least_time_per_message", &least_time_per_message, "posted"_a, "completed"_a,
         "min over i <= j of (completed[j] - posted[i]) / (j - i + 1), in the stamps' unit: perftest's peak.");
   m.def("ping_pong_bytes", &ping_pong_bytes, "bytes"_a, "chunk"_a,
@@ -125,16 +103,6 @@ void bind_bench(py::module_& m) {
       .def("ping_pong", &ping_pong, "peer"_a, "bytes"_a, "iterations"_a, "warmup"_a, "chunk"_a = 1 << 20,
            "window"_a = 64, "starter"_a = true, "verify"_a = true, "device_address"_a = 0, "device"_a = 0,
            "Seconds of every timed round trip; see bench/ping_pong.h.");
-
-  py::class_<SharingBench>(m, "SharingBench", "Endpoints with control blocks of their own; see bench/sharing.h.")
-      .def(py::init<const TransportOptions&, int, bool>(), "options"_a, "endpoints"_a, "thread_safe"_a)
-      .def("introduction", [](const SharingBench& b) { return py::bytes(b.introduction()); })
-      .def("meet", &SharingBench::meet)
-      .def("provider", &SharingBench::provider)
-      .def("run", &run_sharing, "threads"_a, "window"_a, "bytes"_a, "write"_a, "shared"_a, "duration_s"_a,
-           "timeout_s"_a)
-      .def("end_round", &SharingBench::end_round, py::call_guard<py::gil_scoped_release>())
-      .def("serve", &SharingBench::serve, py::call_guard<py::gil_scoped_release>());
 }
 
-} // namespace tsn
+} // namespace tsn::bench

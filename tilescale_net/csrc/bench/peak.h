@@ -7,7 +7,7 @@
 #include <limits>
 #include <vector>
 
-namespace tsn {
+namespace tsn::bench {
 
 // The least time per message over all windows of consecutive messages: min over i <= j of
 // (completed[j] - posted[i]) / (j - i + 1), in the stamps' unit. perftest compares all pairs; this finds the same
@@ -42,4 +42,4 @@ inline double least_time_per_message(const std::vector<uint64_t>& posted, const 
   }
 }
 
-} // namespace tsn
+} // namespace tsn::bench

@@ -7,7 +7,7 @@
 #include "bandwidth.h"
 #include "staging.h"
 
-namespace tsn {
+namespace tsn::bench {
 namespace {
 
 constexpr uint64_t kReceive = 1ull << 61; // cookie bit of receives; the other bits number the chunk
@@ -191,4 +191,4 @@ std::vector<double> run_ping_pong(Session& session, int peer, const PingPongOpti
   return PingPong(session, peer, options).run();
 }
 
-} // namespace tsn
+} // namespace tsn::bench

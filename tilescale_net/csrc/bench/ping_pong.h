@@ -6,7 +6,7 @@
 
 #include "session.h"
 
-namespace tsn {
+namespace tsn::bench {
 
 struct PingPongOptions {
   uint64_t bytes = 8;       // of one message
@@ -35,4 +35,4 @@ inline uint64_t ping_pong_bytes(uint64_t bytes, uint64_t chunk) { return 3 * pin
 // receives to its caller (message_buffers = 0). Throws FabricError, also when data came back wrong.
 std::vector<double> run_ping_pong(Session& session, int peer, const PingPongOptions& options);
 
-} // namespace tsn
+} // namespace tsn::bench

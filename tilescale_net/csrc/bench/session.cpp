@@ -8,7 +8,7 @@
 
 #include "tilescale_net/csrc/fabric/blob.h"
 
-namespace tsn {
+namespace tsn::bench {
 namespace {
 
 constexpr uint32_t kMagic = 0x54534e53; // "TSNS"
@@ -170,4 +170,4 @@ int64_t Session::told_count(int peer, uint64_t meeting) const {
   return word >> 40 == meeting ? static_cast<int64_t>(word & ((1ull << 40) - 1)) : -1;
 }
 
-} // namespace tsn
+} // namespace tsn::bench

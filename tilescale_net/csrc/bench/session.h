@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "clock.h"
-#include "tilescale_net/csrc/fabric/transport.h"
+#include "tilescale_net/csrc/bench/network.h"
+#include "tilescale_net/csrc/common/clock.h"
 
-namespace tsn {
+namespace tsn::bench {
 
 class Session {
 public:
@@ -80,4 +80,4 @@ private:
   uint64_t polls_ = 0, busy_poll_ = 0, heard_life_ = 0; // busy_poll_: the last one that brought anything
 };
 
-} // namespace tsn
+} // namespace tsn::bench

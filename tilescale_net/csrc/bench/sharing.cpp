@@ -8,10 +8,10 @@
 #include <sched.h>
 #include <sys/mman.h>
 
-#include "clock.h"
+#include "tilescale_net/csrc/common/clock.h"
 #include "tilescale_net/csrc/fabric/blob.h"
 
-namespace tsn {
+namespace tsn::bench {
 namespace {
 constexpr uint32_t kMagic = 0x54534e45; // "TSNE"
 // Behind the data: where the initiator writes the number of the round that it has ended, and from where.
@@ -306,4 +306,4 @@ SharingResult SharingBench::run(const SharingOptions& options) {
   return result;
 }
 
-} // namespace tsn
+} // namespace tsn::bench

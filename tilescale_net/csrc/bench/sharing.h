@@ -6,10 +6,11 @@
 #include <string>
 #include <vector>
 
+#include "tilescale_net/csrc/bench/network.h"
 #include "tilescale_net/csrc/fabric/provider.h"
 #include "tilescale_net/csrc/fabric/rail.h"
 
-namespace tsn {
+namespace tsn::bench {
 
 struct SharingOptions {
   int threads = 1;
@@ -60,4 +61,4 @@ private:
   char* buffer_ = nullptr;
 };
 
-} // namespace tsn
+} // namespace tsn::bench

@@ -1,6 +1,6 @@
 #include "staging.h"
 
-namespace tsn {
+namespace tsn::bench {
 
 Staging::Staging(char* host, uint64_t device_address, uint64_t bytes, int device)
     : context_(device), host_(host), device_(device_address) {
@@ -54,4 +54,4 @@ void Staging::copy(bool to_host, uint64_t offset, uint64_t bytes) {
   poll(done);
 }
 
-} // namespace tsn
+} // namespace tsn::bench

@@ -6,7 +6,7 @@
 
 #include "tilescale_net/csrc/cuda/driver.h"
 
-namespace tsn {
+namespace tsn::bench {
 
 class Staging {
 public:
@@ -42,4 +42,4 @@ private:
   Slot slots_[kStreams];
 };
 
-} // namespace tsn
+} // namespace tsn::bench

@@ -6,12 +6,11 @@
 
 #include "bindings.h"
 #include "chaos.h"
-#include "provider.h"
 #include "transport.h"
 
 namespace py = pybind11;
 
-namespace tsn {
+namespace tsn::fabric {
 namespace {
 
 template <typename T>
@@ -108,7 +107,7 @@ py::dict properties_of(const Transport& transport) {
   return d;
 }
 
-void bind_fabric(py::module_& m) {
+void bind(py::module_& m) {
   py::register_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
@@ -127,43 +126,10 @@ void bind_fabric(py::module_& m) {
       .def_readwrite("chaos", &TransportOptions::chaos)
       .def_readwrite("library_fallback", &TransportOptions::library_fallback);
 
-  m.def(
-      "fabric_library",
-      [](const std::string& library, const std::string& fallback) {
-        const Library& lib = load_library(library, fallback);
-        py::dict d;
-        d["path"] = lib.path;
-        d["version"] = lib.version_text;
-        d["api"] = std::to_string(FI_MAJOR(lib.api)) + "." + std::to_string(FI_MINOR(lib.api));
-        d["headers"] = std::to_string(FI_MAJOR_VERSION) + "." + std::to_string(FI_MINOR_VERSION);
-        return d;
-      },
-      py::arg("library") = "", py::arg("fallback") = "",
-      "The libfabric in use: path, version, the API version asked of it and that of the headers compiled against.");
-  m.def(
-      "fabric_offers",
-      [](const std::string& library, const std::string& fallback) {
-        py::list list;
-        for (const Offer& o : list_offers(load_library(library, fallback))) {
-          py::dict d;
-          d["provider"] = o.provider;
-          d["domain"] = o.domain;
-          d["address"] = o.address;
-          d["loopback"] = o.loopback;
-          d["hardware"] = o.hardware;
-          d["immediates"] = o.immediates;
-          d["device_memory"] = o.device_memory;
-          list.append(d);
-        }
-        return list;
-      },
-      py::arg("library") = "", py::arg("fallback") = "",
-      "One dict per provider and interface that libfabric offers for one-sided traffic.");
+  bind_libfabric(m);
   m.def(
       "parse_chaos", [](const std::string& text) { parse_chaos(text); },
       "Raises FabricError naming the field that is wrong; see fabric/chaos.h for the fields.");
-  m.def("nearest_devices", &nearest_devices, py::arg("candidates"), py::arg("device"), py::arg("limit"),
-        py::arg("first") = 0, "Indices of the PCI paths in `candidates` nearest to `device`; see fabric/provider.h.");
 
   py::class_<Transport>(m, "Transport", "A transport driven from Python; see fabric/transport.h for the rules.")
       .def(py::init([](const TransportOptions& options) { return make_transport(options); }),
@@ -223,4 +189,4 @@ void bind_fabric(py::module_& m) {
       .def("poll", &poll, py::arg("capacity") = 64);
 }
 
-} // namespace tsn
+} // namespace tsn::fabric

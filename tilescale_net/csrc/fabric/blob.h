@@ -7,7 +7,7 @@
 
 #include "transport.h"
 
-namespace tsn {
+namespace tsn::fabric {
 
 class BlobWriter {
 public:
@@ -53,4 +53,4 @@ private:
   size_t at_ = 0;
 };
 
-} // namespace tsn
+} // namespace tsn::fabric

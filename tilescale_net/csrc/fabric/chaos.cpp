@@ -9,7 +9,7 @@
 
 #include <cerrno>
 
-namespace tsn {
+namespace tsn::fabric {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -99,6 +99,11 @@ public:
       else events[n++] = event;
     }
     return n;
+  }
+
+  bool idle() const override {
+    return arrivals_.empty() && std::all_of(outstanding_.begin(), outstanding_.end(), [](uint32_t n) { return !n; }) &&
+           inner_->idle();
   }
 
 private:
@@ -362,4 +367,4 @@ std::unique_ptr<Transport> make_chaos(std::unique_ptr<Transport> inner, const Ch
   return std::make_unique<ChaosTransport>(std::move(inner), options, self);
 }
 
-} // namespace tsn
+} // namespace tsn::fabric

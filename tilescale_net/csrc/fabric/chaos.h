@@ -20,7 +20,7 @@
 
 #include "transport.h"
 
-namespace tsn {
+namespace tsn::fabric {
 
 struct ChaosOptions {
   uint64_t seed = 1;
@@ -34,4 +34,4 @@ ChaosOptions parse_chaos(const std::string& text);
 
 std::unique_ptr<Transport> make_chaos(std::unique_ptr<Transport> inner, const ChaosOptions& options, int self);
 
-} // namespace tsn
+} // namespace tsn::fabric

@@ -5,7 +5,7 @@
 
 #include "chaos.h"
 
-namespace tsn {
+namespace tsn::fabric {
 
 ChaosOptions parse_chaos(const std::string& text) {
   const std::string source = text == "on" ? "seed=1,reorder=0.3,split=0.2,eagain=0.1" : text;
@@ -61,4 +61,4 @@ ChaosOptions parse_chaos(const std::string& text) {
   return options;
 }
 
-} // namespace tsn
+} // namespace tsn::fabric

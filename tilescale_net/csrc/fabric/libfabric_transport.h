@@ -8,7 +8,7 @@
 #include "rail.h"
 #include "transport.h"
 
-namespace tsn {
+namespace tsn::fabric {
 
 class LibfabricTransport final : public Transport {
 public:
@@ -29,6 +29,7 @@ public:
   Post post_send(int rail, int peer, Region local, uint64_t offset, uint64_t bytes, uint64_t cookie) override;
   Post post_receive(int rail, Region local, uint64_t offset, uint64_t bytes, uint64_t cookie) override;
   int poll(Event* events, int capacity) override;
+  bool idle() const override;
   const char* last_error() const override { return error_.c_str(); }
 
 private:
@@ -81,4 +82,4 @@ private:
   std::string error_;
 };
 
-} // namespace tsn
+} // namespace tsn::fabric

@@ -9,7 +9,7 @@
 
 #include "transport.h"
 
-namespace tsn {
+namespace tsn::fabric {
 namespace {
 
 template <typename F>
@@ -83,4 +83,4 @@ const Library& load_library(const std::string& explicit_file, const std::string&
                     "AWS's EFA installer) or name its file in TSN_LIBFABRIC.");
 }
 
-} // namespace tsn
+} // namespace tsn::fabric

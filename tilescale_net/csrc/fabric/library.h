@@ -11,7 +11,7 @@
 
 #include <rdma/fabric.h>
 
-namespace tsn {
+namespace tsn::fabric {
 
 struct Library {
   std::string path;         // the file that was opened
@@ -34,4 +34,4 @@ struct Library {
 // that was tried.
 const Library& load_library(const std::string& explicit_file, const std::string& fallback);
 
-} // namespace tsn
+} // namespace tsn::fabric

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <climits>
 #include <cstdio>
-#include <cstdlib>
 #include <set>
 
 #include <arpa/inet.h>
@@ -12,13 +11,8 @@
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
 
-namespace tsn {
+namespace tsn::fabric {
 namespace {
-
-std::string environment(const char* name) {
-  const char* value = std::getenv(name);
-  return value ? value : "";
-}
 
 std::vector<std::string> split(const std::string& text, char separator) {
   std::vector<std::string> parts;
@@ -221,8 +215,7 @@ std::vector<int> nearest_devices(const std::vector<std::string>& candidates, con
 }
 
 Selection select_provider(const Library& library, const TransportOptions& options, fi_threading threading) {
-  const std::string provider = options.provider.empty() ? environment("TSN_PROVIDER") : options.provider;
-  const std::string interface = options.interface.empty() ? environment("TSN_FABRIC_INTERFACE") : options.interface;
+  const std::string &provider = options.provider, &interface = options.interface;
   const std::vector<std::string> interfaces = split(interface, ',');
 
   // From the richest request to the plainest; the first that leaves something usable wins.
@@ -273,4 +266,4 @@ Selection select_provider(const Library& library, const TransportOptions& option
   return selection;
 }
 
-} // namespace tsn
+} // namespace tsn::fabric

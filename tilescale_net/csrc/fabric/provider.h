@@ -8,7 +8,7 @@
 #include "library.h"
 #include "transport.h"
 
-namespace tsn {
+namespace tsn::fabric {
 
 // Owns a list of fi_info, or one of them.
 struct InfoDeleter {
@@ -46,4 +46,4 @@ std::vector<Offer> list_offers(const Library& library);
 std::vector<int> nearest_devices(const std::vector<std::string>& candidates, const std::string& device, int limit,
                                  int first);
 
-} // namespace tsn
+} // namespace tsn::fabric

@@ -14,7 +14,7 @@
 #include <rdma/fi_ext_efa.h>
 #endif
 
-namespace tsn {
+namespace tsn::fabric {
 
 std::string Rail::where() const {
   return "provider '" + provider_name(info_) + "', interface '" + std::string(info_->domain_attr->name) + "'";
@@ -183,4 +183,4 @@ fi_addr_t Rail::insert(const std::string& name) {
   return address;
 }
 
-} // namespace tsn
+} // namespace tsn::fabric

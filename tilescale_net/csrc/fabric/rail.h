@@ -20,7 +20,7 @@
 #include "library.h"
 #include "transport.h"
 
-namespace tsn {
+namespace tsn::fabric {
 
 template <typename T>
 struct FidDeleter {
@@ -72,6 +72,9 @@ public:
   Post receive(void* destination, void* desc, uint64_t bytes, uint64_t cookie);
   int poll(Event* events, int capacity);
   void new_poll(); // ends the life of what the last poll handed out
+
+  // Nothing that goes out is outstanding.
+  bool idle() const { return free_.given - free_.taken == depth_ && ready_.empty(); }
 
   std::string error; // why a post answered `error`
 
@@ -170,4 +173,4 @@ private:
   int context_shift_ = 0;
 };
 
-} // namespace tsn
+} // namespace tsn::fabric

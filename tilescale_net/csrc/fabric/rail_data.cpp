@@ -4,7 +4,7 @@
 
 #include "rail_data.h"
 
-namespace tsn {
+namespace tsn::fabric {
 
 Post Rail::refused(ssize_t rc, const char* operation, int peer) {
   error = std::string(operation) + (peer >= 0 ? " to peer " + std::to_string(peer) : "") + " over rail " +
@@ -223,4 +223,4 @@ int Rail::take_ready(Event* events, int capacity) {
   return n;
 }
 
-} // namespace tsn
+} // namespace tsn::fabric

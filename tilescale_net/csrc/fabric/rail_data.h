@@ -6,7 +6,7 @@
 
 #define TSN_HOT [[gnu::always_inline]] inline
 
-namespace tsn {
+namespace tsn::fabric {
 
 TSN_HOT bool Rail::take(FreeSlots& free, uint32_t& slot, Kind kind, int peer, uint64_t cookie) {
   if (__builtin_expect(free.empty(), 0)) return false;
@@ -97,4 +97,4 @@ TSN_HOT int Rail::poll(Event* events, int capacity) {
   return n;
 }
 
-} // namespace tsn
+} // namespace tsn::fabric

@@ -4,7 +4,7 @@
 #include "rail.h"
 #include "tilescale_net/csrc/cuda/driver.h"
 
-namespace tsn {
+namespace tsn::fabric {
 namespace {
 
 // A DMABUF over the host pages that hold a range of GPU memory; fd is -1, with the reason, where there is none.
@@ -86,4 +86,4 @@ Fid<fid_mr> Rail::register_memory(const Memory& memory) {
   return owned;
 }
 
-} // namespace tsn
+} // namespace tsn::fabric

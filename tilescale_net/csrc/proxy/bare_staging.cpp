@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-namespace tsn {
+namespace tsn::proxy {
 
 BareStaging::BareStaging(Transport* transport, uint64_t base, bool cuda, int device, uint64_t chunk_bytes,
                          uint32_t slots)
@@ -49,4 +49,4 @@ bool BareStaging::landed(uint32_t* slot) {
   return true;
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

@@ -3,15 +3,15 @@
 // proxy with staging (staging.h) can be compared with.
 #pragma once
 
-#include "tilescale_net/csrc/fabric/transport.h"
 #include "tilescale_net/csrc/proxy/heap_memory.h"
+#include "tilescale_net/csrc/proxy/network.h"
 #include "tilescale_net/csrc/proxy/ring.h"
 #include "tilescale_net/csrc/proxy/staging.h"
 
 #include <memory>
 #include <vector>
 
-namespace tsn {
+namespace tsn::proxy {
 
 class BareStaging {
 public:
@@ -77,4 +77,4 @@ void BareStaging::post_ready(int peer, uint64_t rails, PostWrite post) {
   }
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

@@ -8,10 +8,10 @@
 #include <algorithm>
 #include <sched.h>
 
-namespace tsn {
+namespace tsn::proxy {
 namespace {
 constexpr uint32_t kBlobMagic = 0x74736e62;
-}
+} // namespace
 
 struct BareWriter::Buffer {
   explicit Buffer(uint64_t bytes) : memory(bytes, false) {}
@@ -251,4 +251,4 @@ void BareWriter::finish(int peer) {
   while (now_ns() < end) poll();
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

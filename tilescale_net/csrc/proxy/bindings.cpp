@@ -11,12 +11,11 @@
 #include "tilescale_net/device/add_box.h"
 
 #include <cmath>
-#include <cstdlib>
 #include <optional>
 
 namespace py = pybind11;
 
-namespace tsn {
+namespace tsn::proxy {
 namespace {
 
 template <class T>
@@ -58,6 +57,7 @@ ProxyOptions options_from(const py::kwargs& kwargs) {
     else if (name == "timeout") set(v, name, o.timeout);
     else if (name == "first_position") set(v, name, o.first_position);
     else if (name == "print_stats") set(v, name, o.print_stats);
+    else if (name == "trust_last_chunk") set(v, name, o.trust_last_chunk);
     else if (name == "provider") set(v, name, o.transport.provider);
     else if (name == "interface") set(v, name, o.transport.interface);
     else if (name == "multi_host") set(v, name, o.transport.multi_host);
@@ -77,10 +77,6 @@ ProxyOptions options_from(const py::kwargs& kwargs) {
   o.transport.rank = o.rank;
   o.transport.device_memory = kind == "cuda";
   o.dedicated = dedicated.value_or(kind == "cuda"); // machines with GPUs have cores to spare
-  // For the test that shows what counting is for: with it, ordering is as wrong as in systems that trust the last
-  // chunk.
-  const char* ordering = std::getenv("TSN_TEST_ORDERING");
-  o.trust_last_chunk = ordering && std::string(ordering) == "last_chunk";
   return o;
 }
 
@@ -113,7 +109,7 @@ BareWriterOptions bare_from(const TransportOptions& transport, uint64_t bytes, u
 
 } // namespace
 
-void bind_proxy(py::module_& m) {
+void bind(py::module_& m) {
   py::register_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
@@ -138,6 +134,9 @@ void bind_proxy(py::module_& m) {
           "local_blob", [](const Proxy& p) { return py::bytes(p.blob()); }, "What every peer's connect() needs.")
       .def("connect", &Proxy::connect, py::arg("blobs"), no_gil, "blobs[pe]: local_blob() of every PE.")
       .def("start", &Proxy::start, no_gil)
+      .def("drain", &Proxy::drain, py::arg("seconds"), no_gil,
+           "Waits until everything pushed so far is at its target; False: not in time, or the proxy has failed.")
+      .def("close", &Proxy::close, no_gil, "stop(), and the endpoints are gone; to be called after a barrier.")
       .def("stop", &Proxy::stop, no_gil, "Finishes what is queued and ends the threads; to be called after a barrier.")
       .def(
           "queue_views",
@@ -232,4 +231,4 @@ void bind_proxy(py::module_& m) {
       no_gil, "Descriptors per second that one proxy thread takes and hands to a transport that completes at once.");
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

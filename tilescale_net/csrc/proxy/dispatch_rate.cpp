@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-namespace tsn {
+namespace tsn::proxy {
 namespace {
 
 // Writes descriptors as a device would, from the host and alone.
@@ -81,4 +81,4 @@ DispatchRate measure_dispatch(uint64_t descriptors, uint64_t bytes, bool with_si
   return rate;
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-namespace tsn {
+namespace tsn::proxy {
 
 struct Failure {
   std::string kind;      // class of tilescale_net/errors.py: InvalidDescriptor, PeerLost, FabricError
@@ -23,4 +23,4 @@ inline const char* name_of(Command c) {
   return names[(uint32_t)c];
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

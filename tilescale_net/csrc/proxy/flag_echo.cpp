@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace tsn {
+namespace tsn::proxy {
 
 FlagEcho::FlagEcho(bool cuda, int cpu) : memory_(2 * kPage, cuda), shares_core_(!cuda), thread_([this] { run(); }) {
   if (cpu < 0) return;
@@ -40,4 +40,4 @@ void FlagEcho::run() {
   }
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

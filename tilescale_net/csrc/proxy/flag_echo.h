@@ -6,7 +6,7 @@
 #include <atomic>
 #include <thread>
 
-namespace tsn {
+namespace tsn::proxy {
 
 // Two words in the kind of memory that queues live in, each in a page of its own. Whatever the device stores to `ping`
 // appears in `pong`.
@@ -28,4 +28,4 @@ private:
   std::thread thread_;
 };
 
-} // namespace tsn
+} // namespace tsn::proxy

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <memory>
 
-namespace tsn {
+namespace tsn::proxy {
 
 class HeapMemory {
 public:
@@ -46,4 +46,4 @@ std::unique_ptr<HeapMemory> make_host_memory(void* base);
 // that this object alone fills. Throws CudaError.
 std::unique_ptr<HeapMemory> make_cuda_memory(uint64_t base, int device, int box);
 
-} // namespace tsn
+} // namespace tsn::proxy

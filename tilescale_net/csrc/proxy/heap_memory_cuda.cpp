@@ -11,7 +11,7 @@
 #include <cstring>
 #include <unordered_map>
 
-namespace tsn {
+namespace tsn::proxy {
 namespace {
 
 using cuda::check;
@@ -186,4 +186,4 @@ std::unique_ptr<HeapMemory> make_cuda_memory(uint64_t base, int device, int box)
   return std::make_unique<CudaMemory>(base, device, box);
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-namespace tsn {
+namespace tsn::proxy {
 namespace {
 
 template <class T>
@@ -64,4 +64,4 @@ private:
 
 std::unique_ptr<HeapMemory> make_host_memory(void* base) { return std::make_unique<HostMemory>(base); }
 
-} // namespace tsn
+} // namespace tsn::proxy

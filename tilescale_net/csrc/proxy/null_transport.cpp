@@ -7,7 +7,7 @@
 #include <map>
 #include <vector>
 
-namespace tsn {
+namespace tsn::proxy {
 namespace {
 
 class NullTransport final : public Transport {
@@ -74,6 +74,7 @@ public:
       events[n++] = Event{Event::message, it->first, 0, 0, kSilent, &acks_[it->first], sizeof(AckRecord), 0, nullptr};
     return n;
   }
+  bool idle() const override { return done_.empty() && owed_.empty(); }
   const char* last_error() const override { return ""; }
 
 private:
@@ -95,4 +96,4 @@ std::unique_ptr<Transport> make_null_transport(const TransportOptions& options) 
   return std::make_unique<NullTransport>(options);
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

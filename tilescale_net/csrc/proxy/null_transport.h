@@ -3,10 +3,10 @@
 // It measures what the proxy itself costs. Marks are acknowledged as a peer would acknowledge them.
 #pragma once
 
-#include "tilescale_net/csrc/fabric/transport.h"
+#include "tilescale_net/csrc/proxy/network.h"
 
-namespace tsn {
+namespace tsn::proxy {
 
 std::unique_ptr<Transport> make_null_transport(const TransportOptions& options);
 
-} // namespace tsn
+} // namespace tsn::proxy

@@ -1,15 +1,15 @@
 // Options of a proxy, and what its threads share.
 #pragma once
 
-#include "tilescale_net/csrc/fabric/transport.h"
 #include "tilescale_net/csrc/proxy/failure.h"
+#include "tilescale_net/csrc/proxy/network.h"
 #include "tilescale_net/csrc/proxy/ordering.h"
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
-namespace tsn {
+namespace tsn::proxy {
 
 struct ProxyOptions {
   int rank = 0;
@@ -29,7 +29,7 @@ struct ProxyOptions {
   OrderWindow window = {4096, 1024};
   double timeout = 20;           // seconds without any sign of progress after which a peer counts as lost
   uint64_t first_position = 0;   // of the queues; for tests of the wrap-around
-  bool trust_last_chunk = false; // TEST ONLY: break the ordering on purpose, see TSN_TEST_ORDERING
+  bool trust_last_chunk = false; // TEST ONLY: break the ordering on purpose, the package sets it for TSN_TEST_ORDERING
   bool print_stats = false;      // on stderr when the proxy stops
   TransportOptions transport;    // provider "null": completes at once and sends nothing, see null_transport.h
 };
@@ -37,4 +37,4 @@ struct ProxyOptions {
 // The thread of rank `pe` that talks with rank `peer`.
 inline int thread_of(const ProxyOptions& options, int peer) { return peer % options.queues % options.threads; }
 
-} // namespace tsn
+} // namespace tsn::proxy

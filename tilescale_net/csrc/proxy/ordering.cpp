@@ -3,7 +3,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace tsn {
+namespace tsn::proxy {
 namespace {
 
 constexpr uint32_t kWordTable = 4096;
@@ -194,4 +194,4 @@ bool OrderTarget::next(MarkRecord* out) {
   return true;
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

@@ -19,7 +19,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace tsn {
+namespace tsn::proxy {
 
 // Both are powers of two; equal at the source and the target of a stream.
 struct OrderWindow {
@@ -116,4 +116,4 @@ private:
   size_t ready_head_ = 0;
 };
 
-} // namespace tsn
+} // namespace tsn::proxy

@@ -1,7 +1,7 @@
 // Records on their way to one peer, packed into as few messages as possible.
 #pragma once
 
-#include "tilescale_net/csrc/fabric/transport.h"
+#include "tilescale_net/csrc/proxy/network.h"
 #include "tilescale_net/csrc/proxy/ring.h"
 #include "tilescale_net/csrc/proxy/stats.h"
 #include "tilescale_net/csrc/proxy/wire.h"
@@ -9,7 +9,7 @@
 #include <cstring>
 #include <memory>
 
-namespace tsn {
+namespace tsn::proxy {
 
 class Outbox {
 public:
@@ -66,4 +66,4 @@ private:
   std::vector<std::unique_ptr<char[]>> spare_;
 };
 
-} // namespace tsn
+} // namespace tsn::proxy

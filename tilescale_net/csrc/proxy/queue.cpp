@@ -3,7 +3,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace tsn {
+namespace tsn::proxy {
 namespace {
 
 constexpr size_t kLine = 128; // tail lives in lines of its own: the device reads it while slots and board are written
@@ -45,4 +45,4 @@ QueueView HostQueue::view(uint64_t device_memory, uint64_t head, uint64_t tail_c
   return v;
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

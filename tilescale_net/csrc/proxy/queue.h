@@ -10,7 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace tsn {
+namespace tsn::proxy {
 
 class HostQueue {
 public:
@@ -77,4 +77,4 @@ private:
   char* memory_;
 };
 
-} // namespace tsn
+} // namespace tsn::proxy

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-namespace tsn {
+namespace tsn::proxy {
 
 template <class T>
 class Ring {
@@ -39,4 +39,4 @@ private:
   size_t head_ = 0, tail_ = 0;
 };
 
-} // namespace tsn
+} // namespace tsn::proxy

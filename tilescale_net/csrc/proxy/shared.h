@@ -10,7 +10,7 @@
 #include <mutex>
 #include <unordered_map>
 
-namespace tsn {
+namespace tsn::proxy {
 
 // A device queue, and which entries of its board belong to a ticket that is still open.
 struct SharedQueue {
@@ -35,6 +35,7 @@ public:
 
   const ProxyOptions& options;
   std::vector<std::unique_ptr<SharedQueue>> queues;
+  std::atomic<uint64_t> drains{0};   // calls of Proxy::drain() so far
   std::atomic<bool> stopping{false}; // by the owner: finish what is there, then end
   std::atomic<bool> failed{false};   // by any thread: end now
 
@@ -76,4 +77,4 @@ private:
   std::unordered_map<uint64_t, uint32_t> shares_;
 };
 
-} // namespace tsn
+} // namespace tsn::proxy

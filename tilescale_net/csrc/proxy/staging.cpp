@@ -7,7 +7,7 @@
 #include <new>
 #include <sys/mman.h>
 
-namespace tsn {
+namespace tsn::proxy {
 
 PinnedBlock::PinnedBlock(uint64_t bytes, bool cuda) : bytes_((bytes + 4095) & ~4095ull) {
   void* p = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -99,4 +99,4 @@ Staging::SendSlot* Staging::ready(const HeapMemory& memory) {
   return filling_.empty() || filling_.front().ready > memory.out_completed() ? nullptr : &filling_.front();
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

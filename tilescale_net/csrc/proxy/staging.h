@@ -9,7 +9,7 @@
 #include "tilescale_net/csrc/proxy/heap_memory.h"
 #include "tilescale_net/csrc/proxy/stream.h"
 
-namespace tsn {
+namespace tsn::proxy {
 
 struct SlotHeader {
   uint32_t pieces;
@@ -87,4 +87,4 @@ private:
   Ring<SendSlot> filling_;
 };
 
-} // namespace tsn
+} // namespace tsn::proxy

@@ -2,19 +2,8 @@
 
 #include <algorithm>
 
-namespace tsn {
+namespace tsn::proxy {
 namespace {
-
-double calibrate() {
-#if defined(__x86_64__)
-  const uint64_t t0 = ticks(), n0 = now_ns();
-  while (now_ns() - n0 < 2000000) {
-  }
-  return (double)(ticks() - t0) / (double)(now_ns() - n0);
-#else
-  return 1.0;
-#endif
-}
 
 void add_stage(std::map<std::string, double>* out, const std::string& name, const ProxyStats* const* threads, int n,
                StageStats ProxyStats::* stage) {
@@ -42,11 +31,6 @@ void add_stage(std::map<std::string, double>* out, const std::string& name, cons
 }
 
 } // namespace
-
-double ticks_per_ns() {
-  static const double value = calibrate();
-  return value;
-}
 
 std::map<std::string, double> summarise(const ProxyStats* const* threads, int count) {
   std::map<std::string, double> out;
@@ -88,4 +72,4 @@ std::map<std::string, double> summarise(const ProxyStats* const* threads, int co
   return out;
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

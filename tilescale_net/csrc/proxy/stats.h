@@ -1,16 +1,13 @@
 // Counters of one proxy thread: written by it alone, read by anyone at any time.
 #pragma once
 
+#include "tilescale_net/csrc/common/clock.h"
+
 #include <cstdint>
 #include <map>
 #include <string>
 
-#if defined(__x86_64__)
-#include <x86intrin.h>
-#endif
-#include <ctime>
-
-namespace tsn {
+namespace tsn::proxy {
 
 class Counter {
 public:
@@ -23,22 +20,6 @@ public:
 private:
   uint64_t value_ = 0;
 };
-
-inline uint64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (uint64_t)t.tv_sec * 1000000000ull + (uint64_t)t.tv_nsec;
-}
-
-// A time stamp that costs a few nanoseconds; ticks_per_ns() converts.
-inline uint64_t ticks() {
-#if defined(__x86_64__)
-  return __rdtsc();
-#else
-  return now_ns();
-#endif
-}
-double ticks_per_ns();
 
 // Times of one stage: count, sum, maximum, and a histogram by powers of two of ticks.
 struct StageStats {
@@ -71,4 +52,4 @@ struct ProxyStats {
 // name -> value, times in microseconds; sums over the given threads.
 std::map<std::string, double> summarise(const ProxyStats* const* threads, int count);
 
-} // namespace tsn
+} // namespace tsn::proxy

@@ -4,7 +4,7 @@
 #include "tilescale_net/csrc/proxy/options.h"
 #include "tilescale_net/csrc/proxy/outbox.h"
 
-namespace tsn {
+namespace tsn::proxy {
 
 // A read or write that has been accepted and numbered, and not yet posted to its end.
 struct Op {
@@ -66,4 +66,4 @@ struct Stream {
   bool refused = false; // the transport answered `again` since the latest progress
 };
 
-} // namespace tsn
+} // namespace tsn::proxy

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-namespace tsn {
+namespace tsn::proxy {
 
 enum class RecordType : uint8_t {
   mark = 1,    // MarkRecord: a signal, a flush, or the end of a group
@@ -94,4 +94,4 @@ static_assert(sizeof(AbortRecord) == 8, "AbortRecord layout");
 
 constexpr uint32_t padded(uint32_t bytes) { return (bytes + 7) & ~7u; }
 
-} // namespace tsn
+} // namespace tsn::proxy

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-namespace tsn {
+namespace tsn::proxy {
 namespace {
 constexpr uint64_t kLeastStripe = 65536, kPage = 4096;
 } // namespace
@@ -246,4 +246,4 @@ bool Worker::accept_get(QueueState* q, Stream* s, const Request& r, uint64_t pos
   return true;
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

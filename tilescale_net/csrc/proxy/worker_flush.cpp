@@ -1,7 +1,7 @@
 // Flushes: what they wait for, and the tickets that they complete.
 #include "tilescale_net/csrc/proxy/worker.h"
 
-namespace tsn {
+namespace tsn::proxy {
 
 bool Worker::accept_flush(QueueState* q, const Request& r, uint64_t position) {
   const bool share = r.command == Command::flush_part;
@@ -62,4 +62,4 @@ void Worker::finish_flush(uint32_t index) {
   free_flushes_.push_back(index);
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

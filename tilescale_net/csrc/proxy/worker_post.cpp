@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-namespace tsn {
+namespace tsn::proxy {
 
 // The rail with the fewest bytes on the way; equal ones in turn, so that small pieces go round.
 int Worker::pick_rail() {
@@ -229,4 +229,4 @@ void Worker::failed_event(const Event& event) {
   give_up(gone ? "PeerLost" : "FabricError", text, pe, operation, f ? f->offset : 0);
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

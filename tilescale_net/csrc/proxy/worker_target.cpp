@@ -1,7 +1,7 @@
 // What peers send: data to be counted, records to be applied, acknowledgements of our own.
 #include "tilescale_net/csrc/proxy/worker.h"
 
-namespace tsn {
+namespace tsn::proxy {
 
 void Worker::broken(int pe, const std::string& what) {
   give_up("FabricError",
@@ -257,4 +257,4 @@ void Worker::acknowledge() {
   }
 }
 
-} // namespace tsn
+} // namespace tsn::proxy

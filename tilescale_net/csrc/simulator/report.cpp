@@ -43,7 +43,9 @@ void Grid::describe_fault() {
     snprintf(what, sizeof(what), "integer division by zero");
   } else if (fault_signal_ == kStallSignal) {
     failure_ = Failure::deadlock;
-    snprintf(what, sizeof(what), "the thread ran for %.0f s without reaching a barrier, a wait or its end",
+    snprintf(what, sizeof(what),
+             "the thread ran for %.0f s without reaching a barrier, a wait or its end; if it reads memory in a loop "
+             "without N.ld or a wait, it never sees what others write",
              launch_.stall_seconds);
   } else if (stacks_.is_guard(fault_address_)) {
     failure_ = Failure::kernel;

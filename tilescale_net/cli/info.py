@@ -1,4 +1,4 @@
-"""`python -m tilescale_net.info`: versions, devices, compilers and networks as this installation finds them."""
+"""`python -m tilescale_net info`: versions, devices, compilers and networks as this installation finds them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,3 @@ def _fabric_lines() -> list[str]:
         return [f"native part: not built ({err}); run `python setup.py build_ext --inplace`"]
     except TileScaleError as err:
         return [f"libfabric: {err}"]
-
-
-if __name__ == "__main__":
-    print("\n".join(lines()))

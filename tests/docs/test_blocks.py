@@ -1,0 +1,124 @@
+"""The code in README and docs is what a reader pastes: every block runs, and prints what stands below it.
+
+A `python` block is saved as the file that the `text` block below it runs (`$ GPUS=2 bash launch.sh NAME.py`, then the
+output). A block that is no program says so in the line above it, `<!-- part of a program: WHY -->`; it is parsed. Of the
+commands in `bash` blocks, the files and flags must exist.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests import ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+# Its examples are two PEs side by side; test_memory_model.py makes kernels of them and runs those.
+SIDE_BY_SIDE = ROOT / "docs" / "memory-model.md"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+BLOCK = re.compile(
+    r"(?P<note><!-- part of a program: [^\n]+ -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+)
+RUN = re.compile(r"\$ (?P<env>(?:[A-Z_]+=\S+ )*)bash launch\.sh (?P<name>\w+\.py)\n(?P<output>.*)", re.S)
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    text: str
+    is_part: bool
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(page, text[: m.start("language")].count("\n") + 1, m["language"], m["text"], bool(m["note"]))
+        for m in BLOCK.finditer(text)
+    ]
+
+
+BLOCKS = [b for page in PAGES for b in blocks_of(page)]
+
+
+def programs() -> list[tuple[Block, str, str, str]]:
+    """(block, environment, file name, expected output) of every Python block that is a whole program."""
+    found = []
+    for block, below in zip(BLOCKS, [*BLOCKS[1:], None]):
+        if block.language != "python" or block.is_part or block.page == SIDE_BY_SIDE:
+            continue
+        run = RUN.fullmatch(below.text) if below and below.page == block.page and below.language == "text" else None
+        assert run, f"{block.where}: a program is followed by a text block with its command and its output"
+        found.append((block, run["env"], run["name"], run["output"].strip()))
+    return found
+
+
+PROGRAMS = programs()
+
+
+def test_pages_have_blocks():
+    assert len(BLOCKS) >= 10 and len(PROGRAMS) >= 2
+
+
+@pytest.mark.parametrize("block, env, name, output", PROGRAMS, ids=[p[0].where for p in PROGRAMS])
+def test_program_prints_what_the_page_shows(tmp_path, block, env, name, output):
+    (tmp_path / name).write_text(block.text)
+    known = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "VIRTUAL_NODES")}
+    given = dict(pair.split("=", 1) for pair in env.split())
+    known |= given | {"TSN_PYTHON": sys.executable, "TSN_BUILD": "0"}
+    if ranks.gpus() < int(given["GPUS"]):
+        known["TSN_DEVICE"] = "simulator"
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch.sh"), name],
+        cwd=tmp_path,
+        env=known,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, f"{block.where}\n{done.stderr}"
+    assert done.stdout.strip() == output, block.where
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
+def test_blocks_and_links_of_a_page(page):
+    """Parts of programs are Python, commands name files and flags that exist, links lead somewhere."""
+    for block in blocks_of(page):
+        if block.language == "python" and block.is_part:
+            ast.parse(block.text)
+        if block.language == "bash":
+            for line in block.text.splitlines():
+                check_command(block.where, line.split("#")[0].split())
+    prose = re.sub(r"^```.*?^```$|`[^`\n]+`", "", page.read_text(), flags=re.M | re.S)
+    for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", prose):
+        assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: the link to {target} leads nowhere"
+
+
+def check_command(where: str, words: list[str]) -> None:
+    """The script exists, and the benchmark's source knows the flags; `script.py` is the reader's own."""
+    scripts = [w for w in words if w.endswith(".py") and w != "script.py" and not w.startswith("$")]
+    for script in scripts:
+        path = ROOT / script
+        assert path.exists(), f"{where}: there is no {script}"
+        if script.startswith("benchmark/"):
+            known = "".join(p.read_text() for p in [path, *(ROOT / "benchmark" / "common").glob("*.py")])
+            for flag in (w.split("=")[0] for w in words if w.startswith("--")):
+                assert f'"{flag}"' in known, f"{where}: {script} has no {flag}"
+
+
+def test_tables_and_plots_agree_with_the_data():
+    done = subprocess.run(
+        [sys.executable, "docs/results/render.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,126 @@
+"""The table of settings: its page, its checks, and that nothing else reads the environment."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from tilescale_net import _native
+from tilescale_net.cli import settings as page
+from tilescale_net.errors import ConfigurationError, FabricError
+from tilescale_net.runtime import settings
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "tilescale_net"
+
+
+def sources(*patterns: str):
+    """(path, text) of files of the package."""
+    for pattern in patterns:
+        for path in PACKAGE.rglob(pattern):
+            yield path.relative_to(ROOT), path.read_text()
+
+
+def test_the_page_is_that_of_the_table():
+    said = "docs/settings.md is not that of the table; run python -m tilescale_net settings > docs/settings.md"
+    assert (ROOT / "docs" / "settings.md").read_text() == page.page(), said
+
+
+def test_the_page_lists_the_fields_of_chaos():
+    with pytest.raises(FabricError) as error:
+        _native.parse_chaos("nothing=1")
+    assert sorted(str(error.value).partition("known are ")[2].split(", ")) == sorted(page.CHAOS_FIELDS)
+
+
+def test_variables_are_read_through_the_table_alone():
+    reading = re.compile(r"(?:environ\.get\(|environ\[|getenv\()\s*\"(TSN_\w+)\"")
+    found = {(str(path), name) for path, text in sources("*.py", "*.cpp", "*.h") for name in reading.findall(text)}
+    # Loaded before, or without, Python; and what is asked before the package can be imported.
+    assert found == {
+        ("tilescale_net/csrc/fabric/library.cpp", "TSN_LIBFABRIC"),
+        ("tilescale_net/csrc/cuda/driver.cpp", "TSN_LIBCUDA"),
+        ("tilescale_net/launch/requirements.py", "TSN_LIBFABRIC"),
+    }
+
+
+def test_every_variable_that_is_named_has_a_row():
+    shell = (ROOT / "launch.sh").read_text() + (ROOT / "setup.py").read_text()
+    named = set(re.findall(r"\bTSN_[A-Z_]+\b", shell))
+    for _, text in sources("*.py"):
+        named |= set(re.findall(r"[\"'`(]?\b(TSN_[A-Z_]+[A-Z])(?==|\b[\"'`,. ])", re.sub(r"TSN_\w+\(", "", text)))
+    assert sorted(named - set(settings.ALL) - MACROS) == []
+
+
+# Of C++, in texts that Python holds.
+MACROS = {"TSN_HOST_STANDALONE", "TSN_WITH_LIBFABRIC", "TSN_HOT", "TSN_COLD"}
+
+
+@pytest.mark.parametrize(
+    "name, value, said",
+    [
+        ("TSN_TIMEOUT", "nan", "not a finite number"),
+        ("TSN_TIMEOUT", "inf", "not a finite number"),
+        ("TSN_TIMEOUT", "0", "below the minimum of 0.01"),
+        ("TSN_TIMEOUT", "1e12", "above the maximum"),
+        ("TSN_RAILS", "1.5", "not a whole number"),
+        ("TSN_RAILS", "-1", "below the minimum of 0"),
+        ("TSN_PROXY_STAGING", "yes", "neither 0 nor 1"),
+        ("TSN_PROXY_CPUS", "2,x", "not a list such as 2,3 or 4-7"),
+        ("TSN_PROXY_CHUNK", "1 apple", "not a size"),
+        ("TSN_SIM_VISIBILITY", "soon", "not one of eager, late, random"),
+        ("TSN_DEVICE", "gpu", "not one of auto, cuda, simulator"),
+        ("TSN_PROVIDER", "tcp;ofi_rxn", "no provider 'ofi_rxn'; did you mean ofi_rxm?"),
+        ("TSN_OUTPUT", "everything", "not one of all, first"),
+    ],
+)
+def test_wrong_values(monkeypatch, name, value, said):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=f"^{name}=") as error:
+        settings.check()
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, near",
+    [
+        ("TSN_HEAPSIZE", "TSN_HEAP_SIZE"),
+        ("TSN_TIME_OUT", "TSN_TIMEOUT"),
+        ("TSN_SIM_SEEDS", "TSN_SIM_SEED"),
+        ("TSN_PROXY_THREAD", "TSN_PROXY_THREADS"),
+        ("TSN_provider", "TSN_PROVIDER"),
+    ],
+)
+def test_a_misspelt_name_is_an_error(monkeypatch, name, near):
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigurationError, match=f"there is no setting {name}; did you mean {near}?"):
+        settings.check()
+
+
+def test_a_strange_name_is_a_warning(monkeypatch, caplog):
+    monkeypatch.setenv("TSN_WEATHER", "fine")
+    with caplog.at_level(logging.WARNING, "tilescale_net"):
+        settings.check()
+    assert "there is no setting TSN_WEATHER" in caplog.text
+
+
+def test_good_values(monkeypatch):
+    values = {
+        "TSN_TIMEOUT": ("0.5", 0.5),
+        "TSN_HEAP_SIZE": ("1.5G", 3 << 29),
+        "TSN_PROXY_CPUS": ("1,3-5", [1, 3, 4, 5]),
+        "TSN_PROXY_STAGING": ("1", True),
+        "TSN_PROVIDER": ("tcp;ofi_rxm", "tcp;ofi_rxm"),
+        "TSN_DEVICE": ("CUDA", "cuda"),
+        "TSN_RAILS": ("", 0),
+    }
+    for name, (value, _) in values.items():
+        monkeypatch.setenv(name, value)
+    settings.check()
+    for name, (_, read) in values.items():
+        assert settings.ALL[name].get() == read
+    monkeypatch.setenv("TSN_PROVIDER", "mine")
+    monkeypatch.setenv("FI_PROVIDER_PATH", "/somewhere")
+    settings.check()
+    with pytest.raises(ConfigurationError, match="^heap_bytes='4 apples'"):
+        settings.heap_bytes("4 apples", False)

@@ -1,0 +1,16 @@
+"""What the launcher says, under the name that it was called by."""
+
+import sys
+
+program = "launch.sh"
+
+
+def say(text: str) -> None:
+    """Print a line to stderr that names the launcher."""
+    print(f"{program}: {text}", file=sys.stderr, flush=True)
+
+
+def refuse(text: str):
+    """End with exit code 2, the code of wrong arguments."""
+    say(text)
+    raise SystemExit(2)

@@ -1,0 +1,92 @@
+"""`python -m tilescale_net run script.py [args]`: starts one process per rank on this host.
+
+Ranks get the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, …). Rank 0 owns stdout and stderr; the
+others are heard when they fail, or always with TSN_OUTPUT=all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from tilescale_net.errors import ConfigurationError
+from tilescale_net.launch import environment, messages
+from tilescale_net.launch.job import Job
+from tilescale_net.runtime import settings
+
+PACKAGE = Path(__file__).resolve().parents[1]
+# Folders of a checkout whose scripts import one another by the checkout's root.
+OWN_FOLDERS = ("benchmark", "tests")
+
+
+def start(arguments: list[str]) -> int:
+    """Run a script (or `-m module`) with its arguments on the ranks that the environment asks for; the exit code."""
+    if arguments[:1] == ["-m"] and len(arguments) > 1:
+        script = None
+    else:
+        script = arguments[0] if arguments else ""
+        if not script.endswith(".py"):
+            messages.refuse(f"{script!r} is neither a Python script (something.py) nor pytest")
+        if not os.path.isfile(script):
+            messages.refuse(f"there is no script {script!r} in {os.getcwd()}")
+    if folder := import_folder(script):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    try:
+        settings.check()
+    except ConfigurationError as err:
+        messages.refuse(str(err))
+    command = [sys.executable, *arguments]
+    if environment.srun_starts_ranks():
+        os.environ.update(environment.srun_rank())
+        os.execv(command[0], command)
+    ranks = environment.value(settings.GPUS)
+    simulated = settings.DEVICE.get() == "simulator"
+    environment.check_ranks(ranks, 0 if simulated else environment.visible_gpus())
+    return Job(command, ranks, environment.job(ranks)).run()
+
+
+def import_folder(script: str | None) -> Path | None:
+    """Where ranks find the package when it is not installed; None where it is, or where everything is the script's own.
+
+    Args:
+        script: path of the script; None for a module.
+    """
+    root = PACKAGE.parent
+    if not (root / "launch.sh").is_file():
+        return None
+    if script and any((root / own) in Path(script).resolve().parents for own in OWN_FOLDERS):
+        return root
+    return PACKAGE / "launch" / "checkout"
+
+
+# Flags of `run`, each of which is a variable that launch.sh reads.
+FLAGS = {
+    "--ranks": ("GPUS", "N", "ranks on this host: one per GPU, or simulated ones where there is no GPU (2)"),
+    "--virtual-nodes": ("VIRTUAL_NODES", "N", "split them into nodes that may only talk through the fabric (1)"),
+    "--nodes": ("NODES", "N", "hosts of the job (1); run the same line on every host"),
+    "--node-rank": ("NODE_RANK", "I", "this host's index"),
+    "--master-addr": ("MASTER_ADDR", "HOST", "name or address of the host with index 0"),
+    "--master-port": ("MASTER_PORT", "PORT", "where rank 0 listens"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `run` to a parser."""
+    for flag, (variable, metavar, text) in FLAGS.items():
+        names = ["-n", flag] if flag == "--ranks" else [flag]
+        parser.add_argument(*names, dest=variable, metavar=metavar, help=f"{text}; as {variable}=")
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script")
+    parser.add_argument("script", help="Python script, or module with -m")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start what the parsed flags of `add_arguments` ask for; the job's exit code."""
+    messages.program = "tilescale_net run"
+    for variable, _, _ in FLAGS.values():
+        value = getattr(args, variable)
+        if value is not None:
+            os.environ[variable] = value
+    return start([*(["-m"] if args.module else []), args.script, *args.arguments])

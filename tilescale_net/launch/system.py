@@ -1,0 +1,174 @@
+"""What building needs from the operating system: a C++ compiler, Python's and libfabric's headers.
+
+Run by path before anything can be imported, by launch.sh and by setup.py; the standard library is all it uses.
+
+    python tilescale_net/launch/system.py prepare     gets the headers that are missing; fails when something still is
+    python tilescale_net/launch/system.py fabric      fails when libfabric's headers are not found
+
+Headers that are missing come from the distribution's packages: installed by root, unpacked into build/system by others.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+UNPACKED = os.path.join(ROOT, "build", "system")
+EXPLICIT = "TSN_LIBFABRIC_INCLUDE"
+# A step that takes longer hangs on a network that swallows packets.
+PATIENCE_S = 300
+QUICK = ["-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=20", "-o", "Acquire::https::Timeout=20"]
+
+
+def say(text: str) -> None:
+    print(f"launch.sh: {text}", file=sys.stderr, flush=True)
+
+
+def compiler() -> list[str]:
+    """Command of the C++ compiler: $CXX, which may carry arguments ("ccache g++"), g++, clang++ or c++; [] for none."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for command in [named] if named else [["g++"], ["clang++"], ["c++"]]:
+        if shutil.which(command[0]):
+            return command
+    return []
+
+
+def _compiles(header: str, folders: list[str]) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        probe = os.path.join(folder, "probe.cpp")
+        with open(probe, "w") as f:
+            f.write(f"#include <{header}>\n")
+        includes = ["-I" + folder for folder in folders]
+        return subprocess.run([*compiler(), *includes, "-fsyntax-only", probe], capture_output=True).returncode == 0
+
+
+def _first(header: str, choices: list[list[str]]) -> list[str] | None:
+    return next((folders for folders in choices if _compiles(header, folders)), None)
+
+
+def python_include() -> list[str] | None:
+    """Include folders for Python.h, None when there is no such header."""
+    own = sysconfig.get_path("include")
+    include = os.path.join(UNPACKED, "usr", "include")
+    return _first("Python.h", [[own], [os.path.join(include, os.path.basename(own)), include]])
+
+
+def fabric_include() -> list[str] | None:
+    """Include folders for rdma/fabric.h, [] when the compiler finds it by itself, None when there is no such header.
+
+    TSN_LIBFABRIC_INCLUDE, where it is set, is the only place that is looked at.
+    """
+    explicit = os.environ.get(EXPLICIT)
+    places = [["/opt/amazon/efa/include"], [os.path.join(UNPACKED, "usr", "include")]]
+    return _first("rdma/fabric.h", [[explicit]] if explicit else [[], *places])
+
+
+def missing_headers() -> dict[str, str]:
+    """What is missing, in words, by the Debian package that has it."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    found = {}
+    if python_include() is None:
+        found[f"libpython{version}-dev"] = f"the headers of Python {version} (Python.h)"
+    if fabric_include() is None and not os.environ.get(EXPLICIT):
+        found["libfabric-dev"] = "libfabric's headers (rdma/fabric.h)"
+    return found
+
+
+def _run(*command: str, cwd: str | None = None) -> bool:
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def _install(packages: list[str]) -> bool:
+    """As root, by apt; the package lists are brought up to date when they do not know the packages."""
+    apt = ["apt-get", *QUICK, "-qq"]
+    install = [*apt, "install", "-y", "--no-install-recommends", *packages]
+    say(f"installing {' and '.join(packages)} (up to a minute)")
+    return _run(*install) or (_run(*apt, "update") and _run(*install))
+
+
+def _unpack(packages: list[str]) -> bool:
+    """Without root: downloads the packages and unpacks them into build/system, with package lists of our own at need."""
+    say(f"unpacking {' and '.join(packages)} into {UNPACKED} (up to a minute)")
+    with tempfile.TemporaryDirectory() as folder:
+        os.makedirs(os.path.join(folder, "lists", "partial"))
+        os.makedirs(os.path.join(folder, "cache", "archives", "partial"))
+        # apt's own user may not write here, and its caches and locks belong to root.
+        apt = ["apt-get", *QUICK, "-qq", "-o", "APT::Sandbox::User=root", "-o", "Debug::NoLocking=1"]
+        apt += ["-o", f"Dir::Cache={folder}/cache"]
+        own = ["-o", f"Dir::State::Lists={folder}/lists"]
+        if not _run(*apt, "download", *packages, cwd=folder):
+            if not _run(*apt, *own, "update") or not _run(*apt, *own, "download", *packages, cwd=folder):
+                return False
+        try:
+            os.makedirs(UNPACKED, exist_ok=True)
+        except OSError:
+            return False
+        return all(_run("dpkg", "-x", package, UNPACKED) for package in glob.glob(os.path.join(folder, "*.deb")))
+
+
+def _get(packages: list[str]) -> None:
+    if shutil.which("apt-get") is None:
+        return
+    if os.geteuid() == 0 and _install(packages):
+        return
+    _unpack(packages)
+
+
+def prepare() -> None:
+    """Get what is missing. Exits with one message about everything that building cannot do without."""
+    needs: dict[str, str] = {}
+    if not compiler():
+        named = os.environ.get("CXX")
+        needs["g++"] = f"the C++ compiler that CXX names ({named})" if named else "a C++ compiler (g++ or clang)"
+    try:
+        import ensurepip  # noqa: F401 (Debian keeps it in a package of its own)
+        import venv  # noqa: F401
+    except ImportError:
+        if sys.prefix == sys.base_prefix and not os.environ.get("TSN_PYTHON"):
+            needs["python3-venv"] = "Python's venv and ensurepip"
+    if needs:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        # Without a compiler no header can be looked for: name the package, which does no harm where it is there.
+        needs.setdefault(f"libpython{version}-dev", f"the headers of Python {version}")
+        _refuse(needs)
+    headers = missing_headers()
+    if headers:
+        _get(list(headers))
+        headers = missing_headers()
+    fabric = headers.pop("libfabric-dev", None)
+    if headers:
+        _refuse({**headers, **({"libfabric-dev": fabric} if fabric else {})})
+    if fabric:
+        say(f"{fabric} are not here and could not be fetched: building without the fabric, for one node only")
+
+
+def _refuse(needs: dict[str, str]) -> None:
+    packages = " ".join(needs)
+    sys.exit(
+        f"launch.sh: this machine lacks {', '.join(needs.values())}.\n"
+        f"launch.sh: install them first; Debian, Ubuntu: apt-get install {packages}; elsewhere, packages of like names "
+        "(gcc-c++, python3-devel, libfabric-devel)"
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["prepare"]:
+        prepare()
+    elif sys.argv[1:] == ["fabric"]:
+        sys.exit(fabric_include() is None)
+    else:
+        sys.exit(__doc__)

@@ -1,0 +1,160 @@
+"""One environment variable: its name, how its text is read, and what its errors say."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from tilescale_net.errors import ConfigurationError
+
+T = TypeVar("T")
+_SUFFIX = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True)
+class Setting(Generic[T]):
+    """A row of the table of settings.
+
+    Attributes:
+        name: of the environment variable.
+        parse: (text, name) -> value; raises ConfigurationError that names the variable.
+        default: the value where the variable is absent or empty.
+        meaning: one line of markdown for docs/settings.md.
+        shown: the default as the page shows it.
+    """
+
+    name: str
+    parse: Callable[[str, str], T]
+    default: T
+    meaning: str
+    shown: str = ""
+
+    def get(self) -> T:
+        """The value in force. Raises ConfigurationError when the variable's text is none of its values."""
+        text = os.environ.get(self.name, "").strip()
+        return self.parse(text, self.name) if text else self.default
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """Bytes from text such as `4096`, `64M` or `1.5G` (powers of two). Raises ConfigurationError that names `name`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if not match:
+        raise ConfigurationError(f"{name}={text!r} is not a size; write bytes with an optional K, M, G or T, e.g. 512M")
+    return int(float(match.group(1)) * _SUFFIX[match.group(2).upper()])
+
+
+def text(value: str, name: str) -> str:
+    """Any text."""
+    return value
+
+
+def number(minimum: float, maximum: float = 1e9) -> Callable[[str, str], float]:
+    """A number within limits."""
+
+    def parse(value: str, name: str) -> float:
+        try:
+            found = float(value)
+        except ValueError:
+            raise ConfigurationError(f"{name}={value!r} is not a number") from None
+        if not math.isfinite(found):
+            raise ConfigurationError(f"{name}={value!r} is not a finite number")
+        if found < minimum:
+            raise ConfigurationError(f"{name}={value} is below the minimum of {minimum:g}")
+        if found > maximum:
+            raise ConfigurationError(f"{name}={value} is above the maximum of {maximum:g}")
+        return found
+
+    return parse
+
+
+def whole(minimum: int, maximum: int = 1 << 53) -> Callable[[str, str], int]:
+    """A whole number within limits."""
+    within = number(minimum, maximum)
+
+    def parse(value: str, name: str) -> int:
+        try:
+            found = int(value)
+        except ValueError:
+            raise ConfigurationError(f"{name}={value!r} is not a whole number") from None
+        within(value, name)
+        return found
+
+    return parse
+
+
+def power_of_two(minimum: int) -> Callable[[str, str], int]:
+    """A power of two."""
+    at_least = whole(minimum)
+
+    def parse(value: str, name: str) -> int:
+        found = at_least(value, name)
+        if found & (found - 1):
+            raise ConfigurationError(
+                f"{name}={value} is not a power of two; write {1 << found.bit_length()} for example"
+            )
+        return found
+
+    return parse
+
+
+def one_of(*names: str) -> Callable[[str, str], str]:
+    """One of some words, in either case."""
+
+    def parse(value: str, name: str) -> str:
+        if value.lower() not in names:
+            raise ConfigurationError(f"{name}={value!r} is not one of {', '.join(names)}")
+        return value.lower()
+
+    return parse
+
+
+def flag(value: str, name: str) -> bool:
+    """0 or 1."""
+    if value not in ("0", "1"):
+        raise ConfigurationError(f"{name}={value!r} is neither 0 nor 1")
+    return value == "1"
+
+
+# Of libfabric 1.17 to 2.x. A utility provider stands behind the one that it builds on: `tcp;ofi_rxm`.
+PROVIDERS = (
+    *("bgq", "cxi", "efa", "efa-direct", "gni", "lnx", "lpp", "net", "opx", "psm", "psm2", "psm3", "rstream", "shm"),
+    *("sm2", "sockets", "tcp", "ucx", "udp", "usnic", "verbs"),
+    *("ofi_rxm", "ofi_rxd", "ofi_mrail"),
+)
+
+
+def provider(value: str, name: str) -> str:
+    """Name of a libfabric provider; whether the libfabric at hand offers it is seen when it is asked for a network.
+
+    Any name is taken where FI_PROVIDER_PATH tells libfabric of further ones.
+    """
+    for part in value.split(";"):
+        if part.lower() not in PROVIDERS and not os.environ.get("FI_PROVIDER_PATH"):
+            near = difflib.get_close_matches(part.lower(), PROVIDERS, n=1)
+            advice = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigurationError(f"{name}={value!r}: libfabric has no provider {part!r}{advice}")
+    return value
+
+
+def cpus(value: str, name: str) -> str | list[int]:
+    """CPUs such as `2,3` or `4-7`, or the word `node`."""
+    if value == "node":
+        return value
+    return cpu_list(value, name)
+
+
+def cpu_list(value: str, name: str) -> list[int]:
+    """CPUs as Linux writes them: `2,3`, `4-7`."""
+    found: list[int] = []
+    try:
+        for part in value.split(","):
+            first, _, last = part.partition("-")
+            found += range(int(first), int(last or first) + 1)
+    except ValueError:
+        raise ConfigurationError(f"{name}={value!r} is not a list such as 2,3 or 4-7") from None
+    return found
