@@ -86,7 +86,7 @@ PROXY_QUEUES = Setting(
     "TSN_PROXY_QUEUES", setting.whole(1), 1, "device queues; operations to a PE use queue PE % queues", "1"
 )
 PROXY_THREADS = Setting("TSN_PROXY_THREADS", setting.whole(1), 1, "proxy threads, each with endpoints of its own", "1")
-PROXY_CPUS = Setting(
+PROXY_CPUS: Setting[str | list[int]] = Setting(
     "TSN_PROXY_CPUS",
     setting.cpus,
     [],
