@@ -51,9 +51,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _settings(args: argparse.Namespace) -> int:
-    from tilescale_net.cli import settings as table
+    from tilescale_net.cli import settings_page
 
-    print(table.page(), end="")
+    print(settings_page.page(), end="")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,8 +15,19 @@ from tilescale_net.runtime.context import SYSTEM_BYTES
 ALIGNMENT = 256
 # Unused bytes behind every allocation: an access past the end lands here and not in a neighbour, so that it is seen.
 GAP = 256
+# Heaps are whole pages.
+PAGE = 2 << 20
 # 0xFF bytes are NaN in every floating-point type and -1 in every signed integer.
 POISON = 0xFF
+
+
+def footprint(sizes: Sequence[int]) -> int:
+    """Bytes that tensors of these sizes take of a heap, with what lies between them."""
+    return sum(_rounded(nbytes) for nbytes in sizes)
+
+
+def _rounded(nbytes: int) -> int:
+    return (max(nbytes, 1) + GAP + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 class Allocator:
@@ -26,12 +38,13 @@ class Allocator:
     """
 
     def __init__(self, start: int, end: int):
+        self._end = end
         self._holes: list[tuple[int, int]] = [(start, end)]
         self.live: dict[int, int] = {}
 
     def allocate(self, nbytes: int) -> int | None:
         """Offset of a new block of at least `nbytes` bytes, or None when no hole is large enough."""
-        need = (max(nbytes, 1) + GAP + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        need = _rounded(nbytes)
         for i, (start, end) in enumerate(self._holes):
             if end - start >= need:
                 if end - start == need:
@@ -54,6 +67,17 @@ class Allocator:
             i -= 1
         self._holes.insert(i, (start, end))
 
+    def end_with(self, sizes: Sequence[int]) -> int:
+        """End of the smallest range, this one or a longer one, that holds blocks of these sizes beside the live ones."""
+        trial = Allocator(0, 0)
+        trial._holes = list(self._holes)
+        if trial._holes and trial._holes[-1][1] == self._end:
+            trial._holes[-1] = (trial._holes[-1][0], 1 << 62)
+        else:
+            trial._holes.append((self._end, 1 << 62))
+        ends = [trial.allocate(nbytes) + _rounded(nbytes) for nbytes in sizes]
+        return max([self._end, *ends])
+
     @property
     def largest_hole(self) -> int:
         return max((end - start for start, end in self._holes), default=0)
@@ -67,6 +91,7 @@ class Heap:
         agree: collective check `(call, arguments) -> None`.
         poison: fill fresh memory with NaN patterns (the simulator's way to show reads of unwritten data).
         on_allocate, on_free: told `(address, nbytes, name)` and `(address)`, for bounds checks.
+        check: called first by every call; raises when the job has failed or is over.
     """
 
     def __init__(
@@ -77,6 +102,7 @@ class Heap:
         poison: bool,
         on_allocate: Callable[[int, int, str], None] | None = None,
         on_free: Callable[[int], None] | None = None,
+        check: Callable[[], None] = lambda: None,
     ):
         self._memory = memory
         self._agree = agree
@@ -84,6 +110,7 @@ class Heap:
         self._poison = poison
         self._on_allocate = on_allocate
         self._on_free = on_free
+        self._check = check
         self._allocator = Allocator(SYSTEM_BYTES, memory.size)
         self._made: dict[int, tuple[str, tuple[int, ...], torch.dtype]] = {}  # by offset: call, shape, dtype
         memory.bytes_tensor(0, SYSTEM_BYTES).zero_()
@@ -96,51 +123,71 @@ class Heap:
     def size(self) -> int:
         return self._memory.size
 
+    def size_to_hold(self, sizes: Sequence[int]) -> int:
+        """Bytes of the smallest heap, this one or a larger one, that holds tensors of these sizes beside the live ones."""
+        end = self._allocator.end_with(sizes)
+        return self.size if end <= self.size else -(-end // PAGE) * PAGE
+
     def as_bytes(self) -> torch.Tensor:
         """The whole heap, uint8 [size], for kernels that address it by offset."""
         return self._memory.bytes_tensor(0, self.size)
 
     def allocate(self, shape: Sequence[int] | int, dtype: torch.dtype, zero: bool) -> torch.Tensor:
         """See `tilescale_net.empty`."""
-        shape = _shape(shape)
-        nbytes = math.prod(shape) * dtype.itemsize
+        self._check()
         name = "zeros" if zero else "empty"
-        self._agree(f"tilescale_net.{name}", f"{list(shape)}, {dtype}")
-        offset = self._allocator.allocate(nbytes)
-        if offset is None:
-            raise HeapError(
-                f"rank {self._rank}: the symmetric heap is exhausted: {name}({list(shape)}, {dtype}) needs {nbytes} bytes, "
-                f"the largest free piece of the {self.size}-byte heap holds {max(0, self._allocator.largest_hole - GAP)}; "
-                "free tensors, or set TSN_HEAP_SIZE (or init(heap_bytes=…)) higher"
+        shape = _shape(shape)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"{name}(): dtype={dtype!r} is not a torch dtype such as torch.float32; a shape of several sizes is one "
+                f"argument, as in {name}((4, 5))"
             )
-        raw = self._memory.bytes_tensor(offset, nbytes)
-        if zero:
-            raw.zero_()
-        elif self._poison:
-            raw.fill_(POISON)
-        self._made[offset] = (name, shape, dtype)
-        self._memory.synchronize()  # peers may write as soon as the collective call returns
-        if self._on_allocate:
-            self._on_allocate(self.base + offset, nbytes, f"{name}({list(shape)}, {dtype})")
-        # Second agreement: nobody may write into a peer's tensor before the peer has initialised it.
-        self._agree(f"tilescale_net.{name}", "initialised")
-        tensor = raw.view(dtype) if nbytes else torch.empty(0, dtype=dtype, device=self._memory.device)
-        return tensor.view(shape)
+        nbytes = math.prod(shape) * dtype.itemsize
+        self._agree(f"tilescale_net.{name}", f"{list(shape)}, {dtype}")
+        # A tensor made under inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            if not nbytes:
+                return torch.empty(shape, dtype=dtype, device=self._memory.device)
+            offset = self._allocator.allocate(nbytes)
+            if offset is None:
+                raise HeapError(
+                    f"rank {self._rank}: the symmetric heap is exhausted: {name}({list(shape)}, {dtype}) needs {nbytes} "
+                    f"bytes, the largest free piece of the {self.size}-byte heap holds "
+                    f"{max(0, self._allocator.largest_hole - GAP)}; free tensors, or set "
+                    f"TSN_HEAP_SIZE={self.size_to_hold([nbytes])} (or init(heap_bytes=…)) or more"
+                )
+            raw = self._memory.bytes_tensor(offset, nbytes)
+            if zero:
+                raw.zero_()
+            elif self._poison:
+                raw.fill_(POISON)
+            self._made[offset] = (name, shape, dtype)
+            self._memory.synchronize()  # peers may write as soon as the collective call returns
+            if self._on_allocate:
+                self._on_allocate(self.base + offset, nbytes, f"{name}({list(shape)}, {dtype})")
+            # Second agreement: nobody may write into a peer's tensor before the peer has initialised it.
+            self._agree(f"tilescale_net.{name}", "initialised")
+            return raw.view(dtype).view(shape)
 
     def free(self, tensor: torch.Tensor) -> None:
         """See `tilescale_net.free`."""
+        self._check()
+        if isinstance(tensor, torch.Tensor) and tensor.numel() == 0:
+            return self._agree("tilescale_net.free", "a tensor of no elements")  # it has no memory
         offset = self.offset_of(tensor)
         self._memory.synchronize()
         self._agree("tilescale_net.free", f"offset {offset}")
-        try:
-            self._allocator.release(offset)
-        except KeyError:
+        size = self._allocator.live.get(offset)
+        if size is None:
             raise HeapError(
                 f"rank {self._rank}: free of a tensor at heap offset {offset}, which is no live allocation; it was freed "
                 "already, or it is a view that does not begin where its allocation begins"
-            ) from None
+            )
+        self._allocator.release(offset)
         if self._on_free:
             self._on_free(self.base + offset)
+        if self._poison:
+            self._memory.bytes_tensor(offset, size).fill_(POISON)  # so that use after free is seen
 
     def describe(self, offset: int) -> str | None:
         """The element at a heap offset in words, such as "[2, 0] of zeros([4, 2], torch.uint64)"; None where none is."""
@@ -168,7 +215,12 @@ class Heap:
 
 
 def _shape(shape: Sequence[int] | int) -> tuple[int, ...]:
-    dims = (shape,) if isinstance(shape, int) else tuple(int(d) for d in shape)
+    try:
+        dims = (operator.index(shape),) if isinstance(shape, int) else tuple(operator.index(d) for d in shape)
+    except TypeError:
+        raise TypeError(f"a shape is a whole number or a sequence of them, not {shape!r}") from None
     if any(d < 0 for d in dims):
         raise HeapError(f"a shape of {list(dims)} has a negative size")
+    if math.prod(dims) >= 1 << 62:
+        raise HeapError(f"a shape of {list(dims)} has more elements than any heap holds")
     return dims

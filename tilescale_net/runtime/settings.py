@@ -34,7 +34,11 @@ HEAP_SIZE = Setting(
     "1G on a GPU, 256M in the simulator",
 )
 TIMEOUT = Setting(
-    "TSN_TIMEOUT", setting.number(0.01), 20.0, "seconds that a device-side wait or a collective call may take", "20"
+    "TSN_TIMEOUT",
+    setting.number(0.01),
+    100.0,
+    "seconds that a device-side wait or a collective call may take; ranks may come that far apart to a call",
+    "100",
 )
 HEARTBEAT_TIMEOUT = Setting(
     "TSN_HEARTBEAT_TIMEOUT",
@@ -93,7 +97,7 @@ PROXY_CPUS: Setting[str | list[int]] = Setting(
     "CPUs that the threads are pinned to, such as `2,3`; `node`: those near the GPU",
     "not pinned",
 )
-PROXY_CAPACITY = Setting("TSN_PROXY_CAPACITY", setting.whole(2), 1024, "descriptors in a queue's ring", "1024")
+PROXY_CAPACITY = Setting("TSN_PROXY_CAPACITY", setting.power_of_two(2), 1024, "descriptors in a queue's ring", "1024")
 PROXY_CHUNK = Setting("TSN_PROXY_CHUNK", parse_bytes, 1 << 20, "bytes of the pieces that puts travel in", "1M")
 PROXY_STAGING = Setting(
     "TSN_PROXY_STAGING",
@@ -156,6 +160,13 @@ MASTER_PORT = Setting("MASTER_PORT", setting.whole(1, 65535), 0, "the port that 
 OUTPUT = Setting(
     "TSN_OUTPUT", setting.one_of("all", "first"), "first", "`all`: show the output of all ranks, not only of rank 0"
 )
+STORE = Setting("TSN_STORE", setting.text, "", "the launcher tells its ranks here where its store is; not for users")
+STORE_FD = Setting(
+    "TSN_STORE_FD",
+    setting.whole(0),
+    0,
+    "the launcher tells rank 0 here which file is the store's socket; not for users",
+)
 PYTHON = Setting(
     "TSN_PYTHON",
     setting.text,
@@ -186,7 +197,7 @@ SECTIONS: dict[str, tuple[Setting, ...]] = {
     "Simulator": (SIM_SEED, SIM_VISIBILITY, SIM_SMS, SIM_STALL, SIM_STACK, SIM_CXXFLAGS, CXX),
     "Launcher and build": (
         *(GPUS, NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, OUTPUT),
-        *(PYTHON, VENV, BUILD, LIBFABRIC_INCLUDE),
+        *(PYTHON, VENV, BUILD, LIBFABRIC_INCLUDE, STORE, STORE_FD),
     ),
     "Tests": (TEST_ORDERING, CHAOS_SEEDS),
 }
@@ -220,15 +231,15 @@ def _unknown(name: str) -> None:
 
 def heap_bytes(explicit: int | str | None, on_gpu: bool) -> int:
     """Size of the symmetric heap in bytes: the argument, else TSN_HEAP_SIZE, else the default; whole 2 MiB pages."""
-    if isinstance(explicit, str):
-        explicit = parse_bytes(explicit, "heap_bytes")
-    elif explicit is None:
-        explicit = HEAP_SIZE.get()
+    name = "heap_bytes"
     if explicit is None:
-        explicit = (1 << 30) if on_gpu else (256 << 20)
-    size, page = int(explicit), 2 << 20
+        name, explicit = HEAP_SIZE.name, HEAP_SIZE.get() or (1 << 30 if on_gpu else 256 << 20)
+    if not isinstance(explicit, int | str) or isinstance(explicit, bool):
+        raise ConfigurationError(f'{name}={explicit!r} is neither a number of bytes nor text such as "512M"')
+    size = parse_bytes(explicit, name) if isinstance(explicit, str) else explicit
+    page = 2 << 20
     if size < page:
-        raise ConfigurationError(f"a heap of {size} bytes is too small; the minimum is {page} (2M)")
+        raise ConfigurationError(f"{name}: a heap of {size} bytes is too small; the minimum is {page} (2M)")
     return (size + page - 1) // page * page
 
 
