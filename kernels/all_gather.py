@@ -59,8 +59,7 @@ def all_gather(n_pes, dtype="uint8", threads=512, blocks=16, in_place=False, eng
                 # One fence for all peers, by a thread each: put_signal would wait for them one after the other.
                 T.sync_threads()
                 if thread < n_pes:
-                    N.fence(thread)
-                    N.signal(arrived[me, block], epoch, thread)
+                    N.signal(arrived[me, block], epoch, thread, fence=True)
                     N.wait(arrived[thread, block], "ge", epoch)
                     N.quiet(thread)
             T.sync_threads()

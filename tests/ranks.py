@@ -87,21 +87,16 @@ def _body(rank: int, size: int, env: dict[str, str], fn: Callable, args: tuple, 
             tsn.finalize()
         pipe.send(pickle.dumps((value, None)))
     except BaseException as err:
+        world = None
         if init:
             try:
-                from tilescale_net.runtime import world
-
-                if world._current is not None:
-                    world._current._watchdog.announce_failure(f"{type(err).__name__}: {err}")
-                    world._current._failure = world._current._failure or tsn.TileScaleError(str(err))
-            except Exception:
+                world = tsn.world()
+                world.announce(tsn.TileScaleError(f"{type(err).__name__}: {err}"))
+            except Exception:  # there is no world
                 pass
         pipe.send(pickle.dumps((None, (type(err).__name__, str(err), traceback.format_exc()))))
-        if init:
-            try:
-                world._current._watchdog.wait_for_others()
-            except Exception:  # there is no world yet
-                pass
+        if world is not None:
+            world.wait_for_others()
         code = 1
     pipe.close()
     if code:

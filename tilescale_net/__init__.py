@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from tilescale_net.errors import (
     ConfigurationError,
+    DataRace,
     FabricError,
     HeapError,
     InvalidDescriptor,
@@ -25,6 +26,7 @@ from tilescale_net.errors import (
     PeerLost,
     PeOutOfRange,
     RankMismatch,
+    SimulatorDeadlock,
     SimulatorUnsupported,
     TileScaleError,
     WaitTimeout,
@@ -39,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigurationError",
+    "DataRace",
     "FabricError",
     "HeapError",
     "InvalidDescriptor",
@@ -47,6 +50,7 @@ __all__ = [
     "PeOutOfRange",
     "PeerLost",
     "RankMismatch",
+    "SimulatorDeadlock",
     "SimulatorUnsupported",
     "TileScaleError",
     "WaitTimeout",
@@ -72,8 +76,8 @@ __all__ = [
 def init(heap_bytes: int | str | None = None):
     """Join the job: bootstrap over torch.distributed, symmetric heap, peer mapping, proxy.
 
-    Collective. Uses the default process group when there is one, else makes one (gloo) from RANK, WORLD_SIZE,
-    MASTER_ADDR, MASTER_PORT, or srun's variables; without any of them the job has one rank.
+    Collective. Uses the default process group when there is one, else makes one (gloo) from the variables of launch.sh,
+    torchrun, srun or mpirun; without any of them the job has one rank.
 
     Args:
         heap_bytes: size of the symmetric heap in bytes, or text such as "2G"; default TSN_HEAP_SIZE.
@@ -92,7 +96,11 @@ def init(heap_bytes: int | str | None = None):
 
 
 def finalize() -> None:
-    """Leave the job. Collective; waits for all ranks, then unmaps everything. Raises what is still unreported."""
+    """Leave the job. Collective; waits for all ranks, then unmaps everything. Raises what is still unreported.
+
+    A CUDA graph that holds kernels of this job must not be replayed afterwards: they use what is unmapped now. Capture it
+    again after another init.
+    """
     from tilescale_net.runtime import world as _world
 
     _world.finalize()
@@ -142,9 +150,12 @@ def empty(shape: Sequence[int] | int, dtype: torch.dtype | None = None) -> torch
         dtype: a torch dtype, default torch.float32.
 
     Returns:
-        An uninitialised tensor (NaN patterns under the simulator), aligned to 256 bytes. It stays valid until `free`.
+        An uninitialised tensor (NaN patterns under the simulator), aligned to 256 bytes. It stays valid until `free` or
+        `finalize`. What refers to it after `finalize` still finds the bytes of then, which no other rank reaches; the
+        whole heap is given back to the system with the last such tensor. One without elements takes no memory.
 
     Raises:
+        TypeError: a shape or dtype that is none.
         HeapError: no room left.
         RankMismatch: another rank asked for something else; names both.
     """
@@ -184,9 +195,7 @@ def barrier() -> None:
 
 def synchronize() -> None:
     """Wait for this rank's kernels and raise what they or the proxy met. Not collective."""
-    w = world()
-    w._memory.synchronize()
-    w.check()
+    world().synchronize()
 
 
 def check() -> None:

@@ -68,6 +68,28 @@ for libuv in (False, True):
     assert launch(script(use), GPUS="1").stdout == "others: EADDRINUSE\nrank 0: value\nrank 0: value\n"
 
 
+def test_ranks_of_one_host_meet_on_loopback_alone(script):
+    """The store listens before rank 0 starts, and nowhere else; a variable left from a job around this one counts for nothing."""
+    use = """
+import subprocess
+from tilescale_net.runtime import placement, rendezvous
+place = placement.find(5.0)
+if rank == 1:
+    os.environ["MASTER_PORT"] = "1"
+    assert placement.find(5.0).port == 1
+    sys.exit()
+store = rendezvous._connect(place, 5.0, 5.0)
+store.set("key", "value")
+print(place.address, store.get("key").decode(), rendezvous._prefix() != "tsn", "TSN_STORE_FD" in os.environ)
+with open("/proc/net/tcp") as f:
+    print([l.split()[1].split(":")[0] for l in f if f":{place.port:04X} " in l.split()[1] + " " and l.split()[3] == "0A"])
+with open("/proc/net/tcp6") as f:
+    print([l for l in f if f":{place.port:04X} " in l.split()[1] + " " and l.split()[3] == "0A"])
+"""
+    done = launch(script(use), GPUS="2", timeout=90)
+    assert done.stdout == "127.0.0.1 value True False\n['0100007F']\n[]\n", done.stdout + done.stderr
+
+
 def test_hosts_number_their_ranks_one_after_the_other(script):
     path = script(SHOW)
     common = dict(NODES="2", GPUS="2", MASTER_ADDR="10.0.0.1", MASTER_PORT="29500", TSN_OUTPUT="all")

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tilescale_net.compiler import private_folder
+
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(tempfile.gettempdir()) / f"tilescale_net-tests-{os.getuid()}"
 BASE = [
@@ -76,8 +78,9 @@ def build(
     """
     command = [compiler(sanitizer), *BASE, *SANITIZERS[sanitizer], *flags, *(["-fPIC"] if shared else [])]
     key = hashlib.sha256(" ".join(command).encode()).hexdigest()[:12]
+    assert private_folder.make(CACHE), f"{CACHE} belongs to another user; remove it"
     folder = CACHE / key
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import importlib.util
@@ -109,11 +110,25 @@ def build(name: str, text: str) -> Path:
         done = subprocess.run(
             [*compiler(), *folders, *flags, str(source), "-o", str(out)], capture_output=True, text=True
         )
+        if done.returncode and os.strerror(errno.ENOSPC) in done.stderr:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if done.returncode:
             raise SimulatorUnsupported(_explain(name, done.stderr))
         return out
 
     return cache.kept(name, key, ".so", make)
+
+
+def load(name: str, text: str):
+    """The library of `build`, loaded. One that the cache holds damaged (a full disk, a power cut) is built again."""
+    from tilescale_net import _simulator
+
+    path = build(name, text)
+    try:
+        return _simulator.Library(str(path))
+    except RuntimeError:
+        cache.discard(path)
+        return _simulator.Library(str(build(name, text)))
 
 
 def _explain(name: str, stderr: str) -> str:

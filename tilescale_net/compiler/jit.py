@@ -1,6 +1,7 @@
 """`tsn.jit` and `tsn.compile`: tilelang's compiler with the hazards of communicating kernels closed.
 
 - Nothing that a peer writes is read through the non-coherent cache (passes.py), by TMA, twice, or too early (hazards.py).
+- Calls with an effect are carried out once, wherever they stand in an expression (effects.py).
 - Warp specialisation is off: it would double the block behind the back of block-scope primitives.
 - The cache key covers the device headers and the lowering rules (toolchain.py).
 - Targets name a real architecture; the version of tilelang and the CUDA compiler are checked first.
@@ -18,7 +19,7 @@ from tilelang import tvm
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from tilescale_net.compiler import lowered, lowering, toolchain
+from tilescale_net.compiler import lowered, lowering, sites, toolchain
 from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.kernel import CudaKernel, Kernel, simulated
 from tilescale_net.compiler.passes import prepare
@@ -119,7 +120,9 @@ def compile(
     flags = list(func.attrs["tilelang_compile_flags"]) if "tilelang_compile_flags" in (func.attrs or {}) else []
     flags += [compile_flags] if isinstance(compile_flags, str) else list(compile_flags or ())
     if chosen == "simulator":
-        return simulated(prepared, lowered.kept(kernel_name(func), prepared.func, SIMULATOR_TARGET, configs, lower))
+        numbered, lines = sites.number(prepared.func, sites.lines_of(func))
+        kept = lowered.kept(kernel_name(func), numbered, SIMULATOR_TARGET, configs, lower)
+        return simulated(prepared, kept, lines)
     toolchain.find_nvcc()
     with lowering.enabled(), _quiet(), toolchain.once_per_host(kernel_name(func)):
         compiled = tilelang.compile(

@@ -13,7 +13,7 @@ import tvm_ffi
 from tilelang import tvm
 from tvm import tirx
 
-from tilescale_net.compiler.operators import C_TYPES, CHOICES, OPERATORS, Operator
+from tilescale_net.compiler.operators import C_TYPES, CHOICES, DEFERRED, OPERATORS, Operator
 from tilescale_net.errors import KernelError
 
 # A rule runs inside TVM, which would turn errors of unknown classes into RuntimeError.
@@ -52,13 +52,15 @@ def null_pointer() -> tirx.PrimExpr:
 def device_call(operator: Operator, call: tirx.Call) -> tirx.PrimExpr:
     """The call of the device function that `call` of `operator` stands for."""
     choices = call.args[: len(operator.template)]
-    values = call.args[len(operator.template) :]
+    values = call.args[len(operator.template) : operator.arity]
     template = [
         str(int(choice)) if kind == "int" else f"tsn::{kind}::{CHOICES[kind][choice.value]}"
         for kind, choice in zip(operator.template, choices)
     ]
     name = f"tsn::{operator.name}" + (f"<{', '.join(template)}>" if template else "")
     arguments = [_cast(C_TYPES[kind], v) if kind in C_TYPES else v for kind, v in zip(operator.args, values)]
+    if len(call.args) > operator.arity:  # see sites.py
+        name = f"/*@{int(call.args[operator.arity])}*/{name}"
     return tirx.call_extern(call.dtype, name, *arguments)
 
 
@@ -73,8 +75,10 @@ def _rule(operator: Operator):
 def register() -> None:
     """Register one rule per operator for target kind "cuda"; called once, when this module is imported.
 
-    The placeholders have none: `passes.prepare` removes them.
+    The placeholders have none: `passes.prepare` removes them. It removes DEFERRED too, whose rule serves only to say what
+    is wrong where nothing has prepared the kernel.
     """
+    tvm.ir.register_intrin_lowering(DEFERRED, target="cuda", f=lambda call: _require_enabled("a primitive"), level=99)
     for operator in OPERATORS.values():
         tvm.ir.register_intrin_lowering(operator.op_name, target="cuda", f=_rule(operator), level=99)
 

@@ -4,7 +4,7 @@
   to the front so that a call can bind it once.
 - No buffer parameter is `__restrict__`: peers write to buffers that the kernel only reads, and a restrict-qualified
   read-only pointer is loaded through the non-coherent cache.
-- The hazards of hazards.py are removed.
+- Calls with an effect get statements of their own (effects.py), and the hazards of hazards.py are removed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tvm import DataType, tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
-from tilescale_net.compiler import hazards
+from tilescale_net.compiler import effects, hazards
 from tilescale_net.compiler.ir import PLACEHOLDERS, kernel_name, op_name, our_calls, where
 from tilescale_net.compiler.lowering import null_pointer
 from tilescale_net.compiler.operators import CONTEXT, RING, ring_placeholder
@@ -83,6 +83,7 @@ def prepare(func: tirx.PrimFunc) -> Prepared:
             f"`ctx: N.Context()`{where(culprit)}"
         )
     hazards.check(func)
+    body = effects.rewrite(func)
     for param in func.params:
         if param not in func.buffer_map and str(param.dtype) == "uint64":
             raise KernelError(
@@ -92,7 +93,7 @@ def prepare(func: tirx.PrimFunc) -> Prepared:
     names = tuple(
         str(func.buffer_map[param].name) if param in func.buffer_map else str(param.name) for param in func.params
     )
-    body, ring_bytes = func.body, 0
+    ring_bytes = 0
     if calls:
         body, ring_bytes = _supply_rings(body)
         context = _pointer(func.buffer_map[func.params[index]], 1) if index is not None else None

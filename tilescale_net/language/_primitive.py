@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 import sys
+import types
 
 from tilelang.ir import make_span
 from tilelang.language.eager.builder import Builder
@@ -13,7 +14,9 @@ from tilelang.language.kernel import KernelLaunchFrame
 from tvm import tirx
 from tvm.tirx.script import builder
 
+from tilescale_net.compiler.ir import opaque_call
 from tilescale_net.errors import KernelError
+from tilescale_net.language._results import earlier, once, remember
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
@@ -22,12 +25,18 @@ class Misuse(Exception):
     """A primitive was called wrongly; `primitive` turns it into a KernelError with the author's line."""
 
 
-def author_line() -> tuple[str, int]:
-    """File and line of the nearest caller outside this package; a traced kernel's body runs as real Python frames."""
+def _author() -> types.FrameType:
+    """The nearest caller outside this package; a traced kernel's body runs as real Python frames."""
     frame = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename.startswith(_PACKAGE) or frame.f_code.co_filename == __file__):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("<unknown>", 0)
+    return frame
+
+
+def author_line() -> tuple[str, int]:
+    """File and line of the nearest caller outside this package."""
+    frame = _author()
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 def _error(function, error: Exception) -> KernelError:
@@ -52,13 +61,26 @@ def primitive(function):
         try:
             if Builder.current() is None or KernelLaunchFrame.Current() is None:
                 raise Misuse("is only meaningful inside a kernel, that is, under `with T.Kernel(...)` of a T.prim_func")
-            result = function(*args, **kwargs)
+            known = earlier(_author())
+            result = function(*args, **kwargs) if known is None else known
         except Misuse as error:
             raise _error(function, error) from None
+        if known is not None or not isinstance(result, tirx.Call):
+            return result
         # Passes that find something wrong later on name the line by this span.
-        return _with_span(result, make_span(*author_line())) if isinstance(result, tirx.Call) else result
+        result = _with_span(result, make_span(*author_line()))
+        if not _is_once(result):
+            return result
+        result = once(function.__name__, result)
+        remember(_author(), result)
+        return result
 
     return call
+
+
+def _is_once(call: tirx.Call) -> bool:
+    """Whether a primitive's result is to be computed once: a value, and not one that is the same every time."""
+    return str(call.dtype) not in ("", "void", "handle") and opaque_call(call) is not None
 
 
 def _with_span(call: tirx.Call, span) -> tirx.Call:
@@ -75,10 +97,14 @@ def guarded(inside: tirx.PrimExpr | None, call: tirx.Call) -> tirx.PrimExpr | No
         return call
     if str(call.dtype):  # TVM prints the void type as nothing
         return tirx.if_then_else(inside, call, tirx.const(0, call.dtype))
-    call = _with_span(call, make_span(*author_line()))
     with builder.If(inside), builder.Then():
-        builder.evaluate(call)
+        evaluate(call)
     return None
+
+
+def evaluate(call: tirx.Call) -> None:
+    """Make `call` a statement of its own, here."""
+    builder.evaluate(_with_span(call, make_span(*author_line())))
 
 
 def block_threads() -> int:

@@ -10,8 +10,12 @@ from tilelang.language.frame import get_let_value, has_let_value
 from tvm import tirx
 
 from tilescale_net.language._primitive import Misuse
+from tilescale_net.language._results import settled
 
 Expr = tirx.PrimExpr | int
+# What a primitive takes as an integer, and as a value to store.
+Number = Expr
+Scalar = tirx.PrimExpr | int | float
 
 
 def constant(value: Expr | None) -> int | None:
@@ -105,6 +109,7 @@ def number(name: str, value, dtype: str, low: int | None = None, high: int | Non
         raise Misuse(f"{name} must be an integer, not {describe(value)}")
     if isinstance(value, tirx.PrimExpr) and not str(value.dtype).startswith(("int", "uint")):
         raise Misuse(f"{name} must be an integer, not {describe(value)}")
+    value = settled(name, value)
     known = constant(value)
     if known is not None and ((low is not None and known < low) or (high is not None and known > high)):
         limits = f"at least {low}" if high is None else f"between {low} and {high}"
@@ -129,6 +134,7 @@ def scalar(name: str, value, dtype: str) -> tirx.PrimExpr:
         raise Misuse(f"{name} must be a number, not {describe(value)}")
     if integral and given_float:
         raise Misuse(f"{name} has a floating-point type, but the tensor holds {dtype}; cast it with T.cast")
+    value = settled(name, value)
     if integral and (known := constant(value)) is not None:
         bits = tvm.DataType(dtype).bits
         low, high = (0, 2**bits - 1) if dtype.startswith("uint") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)

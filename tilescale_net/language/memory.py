@@ -9,9 +9,9 @@ import tilelang.language as T
 from tvm import tirx
 
 from tilescale_net.compiler.operators import OPERATORS
-from tilescale_net.language._operands import operand
+from tilescale_net.language._operands import Place, operand
 from tilescale_net.language._primitive import Misuse, guarded, primitive
-from tilescale_net.language._values import choice, pe_index, scalar
+from tilescale_net.language._values import Number, Scalar, choice, pe_index, scalar
 
 _INTEGERS = ("int32", "uint32", "int64", "uint64")
 # dtypes that the hardware's system-scope atomics take, by operation.
@@ -31,7 +31,7 @@ MEMORY_SCOPES = ("cta", "gpu", "sys")
 
 
 def _target(op, dst):
-    to = operand("dst", dst)
+    to = operand("dst", dst, is_guarded=True)
     if to.dtype not in ATOMIC_DTYPES[op]:
         raise Misuse(f"dst ({to.buffer.name}) has dtype {to.dtype}; atomic_{op} takes {', '.join(ATOMIC_DTYPES[op])}")
     return to
@@ -44,7 +44,7 @@ def _atomic(op, dst, value, pe):
 
 
 @primitive
-def atomic_add(dst, value, pe):
+def atomic_add(dst: Place, value: Scalar, pe: Number) -> tirx.PrimExpr:
     """Add to an element of `pe`'s memory, relaxed at system scope; called by one thread.
 
     Args:
@@ -59,43 +59,43 @@ def atomic_add(dst, value, pe):
 
 
 @primitive
-def atomic_and(dst, value, pe):
+def atomic_and(dst: Place, value: Scalar, pe: Number) -> tirx.PrimExpr:
     """Bitwise and; integers only, otherwise as `atomic_add`."""
     return _atomic("and", dst, value, pe)
 
 
 @primitive
-def atomic_or(dst, value, pe):
+def atomic_or(dst: Place, value: Scalar, pe: Number) -> tirx.PrimExpr:
     """Bitwise or; integers only, otherwise as `atomic_add`."""
     return _atomic("or", dst, value, pe)
 
 
 @primitive
-def atomic_xor(dst, value, pe):
+def atomic_xor(dst: Place, value: Scalar, pe: Number) -> tirx.PrimExpr:
     """Bitwise exclusive or; integers only, otherwise as `atomic_add`."""
     return _atomic("xor", dst, value, pe)
 
 
 @primitive
-def atomic_min(dst, value, pe):
+def atomic_min(dst: Place, value: Scalar, pe: Number) -> tirx.PrimExpr:
     """Minimum; integers only, otherwise as `atomic_add`."""
     return _atomic("min", dst, value, pe)
 
 
 @primitive
-def atomic_max(dst, value, pe):
+def atomic_max(dst: Place, value: Scalar, pe: Number) -> tirx.PrimExpr:
     """Maximum; integers only, otherwise as `atomic_add`."""
     return _atomic("max", dst, value, pe)
 
 
 @primitive
-def atomic_exch(dst, value, pe):
+def atomic_exch(dst: Place, value: Scalar, pe: Number) -> tirx.PrimExpr:
     """Exchange, otherwise as `atomic_add`."""
     return _atomic("exch", dst, value, pe)
 
 
 @primitive
-def atomic_cas(dst, compare, value, pe):
+def atomic_cas(dst: Place, compare: Scalar, value: Scalar, pe: Number) -> tirx.PrimExpr:
     """Store `value` if the element equals `compare`; integers only, otherwise as `atomic_add`."""
     to = _target("cas", dst)
     expected, desired = scalar("compare", compare, to.dtype), scalar("value", value, to.dtype)
@@ -104,7 +104,7 @@ def atomic_cas(dst, compare, value, pe):
 
 
 @primitive
-def remote(buf, pe):
+def remote(buf: tirx.Buffer, pe: Number) -> tirx.Buffer:
     """A tensor view of `buf` on `pe`, for T.copy, T.Parallel and plain indexing. Direct path only.
 
     Args:
@@ -123,14 +123,14 @@ def remote(buf, pe):
 
 
 def _accessible(name, value):
-    place = operand(name, value)
+    place = operand(name, value, is_guarded=True)
     if place.element_bytes not in (1, 2, 4, 8):
         raise Misuse(f"{name} ({place.buffer.name}) has dtype {place.dtype}; one access moves 1, 2, 4 or 8 bytes")
     return place
 
 
 @primitive
-def ld(src, sem="relaxed", scope="sys"):
+def ld(src: Place, sem: str = "relaxed", scope: str = "sys") -> tirx.PrimExpr:
     """Load one element with explicit order and scope.
 
     Args:
@@ -148,7 +148,7 @@ def ld(src, sem="relaxed", scope="sys"):
 
 
 @primitive
-def st(dst, value, sem="relaxed", scope="sys"):
+def st(dst: Place, value: Scalar, sem: str = "relaxed", scope: str = "sys") -> None:
     """Store one element with explicit order and scope.
 
     Args:

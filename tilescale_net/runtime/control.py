@@ -7,17 +7,21 @@ before anything is done, so that a difference becomes an error on every rank ins
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
-import pickle
+import threading
 import time
 
 import torch
 import torch.distributed as dist
 
 from tilescale_net.errors import PeerLost, RankMismatch, TileScaleError
-from tilescale_net.runtime import rendezvous
+from tilescale_net.runtime import encoding, job_store, rendezvous
 
-_RECORD = 512  # bytes of one rank's description of a call
+_RECORD = 512  # bytes of what one rank says of a call: a digest of the whole text, then its beginning
+_DIGEST = 32
+_LARGEST = 64 << 20  # bytes of a value that `gather` takes from a rank
+_REASON = 2.0  # seconds that the watchdog may take longer than gloo to learn why a connection closed
 
 
 class Control:
@@ -25,27 +29,36 @@ class Control:
 
     Args:
         timeout: seconds after which a collective call gives up and names the ranks that did not arrive.
+        silence: seconds without an answer after which the store of the job counts as lost.
+
+    Attributes:
+        rank, size: of this process, of the job.
+        store: the JobStore of these ranks.
+        reason_of: set by the watchdog: () -> str | None, why peers are known to be lost.
 
     Raises:
         ConfigurationError, PeerLost: the ranks could not meet; see rendezvous.join.
     """
 
-    def __init__(self, timeout: float):
+    def __init__(self, timeout: float, silence: float = 15.0):
         self.timeout = timeout
-        self.store, self.prefix, self._group = rendezvous.join(timeout)
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
+        meeting = rendezvous.join(timeout, silence)
+        self.rank, self.size, self.store, self._group = meeting.rank, meeting.size, meeting.store, meeting.group
+        self.reason_of = None
         # Ranks that collective calls are made by; a new list whenever ranks are left out.
         self.members: list[int] = list(range(self.size))
         self._left = False
         self._outer: list = []  # groups of earlier members
         self._calls = 0
-        self.reason_of = None  # set by the watchdog: () -> str | None, why peers are known to be lost
+        self._one_call = threading.RLock()  # calls of several threads come one after the other
 
     # -- collective calls -------------------------------------------------------------------------------------------
 
-    def agree(self, call: str, arguments: str = "") -> None:
+    def agree(self, call: str, arguments: str = "", spoken: str | None = None) -> None:
         """Wait until every rank makes this same call with the same arguments; also a barrier.
+
+        Args:
+            spoken: what the message of another rank says of this call, instead of "called call(arguments)".
 
         Raises:
             RankMismatch: another rank made a different call; the message holds both.
@@ -55,36 +68,67 @@ class Control:
             if call == "tilescale_net.finalize":
                 return
             raise TileScaleError(f"rank {self.rank}: {call}: this rank was left out of the job; it may only finalize")
-        self._calls += 1
-        text = f"{call}({arguments})".encode()
-        if len(text) > _RECORD - 8:
-            text = text[: _RECORD - 8]
-        mine = torch.zeros(_RECORD, dtype=torch.uint8)
-        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine) for _ in self.members]
-        self._publish(call)
-        self._collective(call, lambda: dist.all_gather(everyone, mine, group=self._group))
-        for other, record in zip(self.members, everyone):
-            if not torch.equal(record, mine):
-                said = bytes(record.tolist()).rstrip(b"\0").decode(errors="replace")
+        text = f"{call}({arguments})"
+        digest = hashlib.sha256(text.encode()).digest()
+        said = (spoken or f"called {text}").encode()
+        if len(said) > _RECORD - _DIGEST:
+            said = said[: _RECORD - _DIGEST - 5].decode(errors="ignore").encode() + " …".encode()
+        with self._one_call:
+            records = self._all_gather(call, digest + said.ljust(_RECORD - _DIGEST, b"\0"))
+        for other, record in zip(self.members, records):
+            if record[:_DIGEST] != digest:
+                theirs = record[_DIGEST:].rstrip(b"\0").decode(errors="replace")
+                mine = said.decode()
+                if mine == theirs:
+                    theirs += " (arguments that differ further on)"
                 raise RankMismatch(
-                    f"rank {self.rank} called {text.decode(errors='replace')} while rank {other} called {said}; "
-                    "every rank must make the same calls with the same arguments, in the same order"
+                    f"rank {self.rank} {mine} while rank {other} {theirs}; every rank must make the same calls with the "
+                    "same arguments, in the same order"
                 )
 
     def gather(self, what: str, value: object) -> list:
-        """The `value` (picklable) of every member, in their order. Raises PeerLost as `agree` does."""
-        payload = pickle.dumps(value)
-        size = torch.tensor([len(payload)], dtype=torch.int64)
-        sizes = [torch.zeros_like(size) for _ in self.members]
-        self._publish(what)
-        self._collective(what, lambda: dist.all_gather(sizes, size, group=self._group))
-        longest = max(int(s) for s in sizes)
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine) for _ in self.members]
-        self._collective(what, lambda: dist.all_gather(everyone, mine, group=self._group))
-        return [pickle.loads(t[: int(n)].numpy().tobytes()) for t, n in zip(everyone, sizes)]
+        """The `value` of every member, in their order.
+
+        Args:
+            value: None, bool, int, float, str, bytes, or lists, tuples and dicts of them; tuples come as lists.
+
+        Raises:
+            PeerLost: as `agree`.
+            RankMismatch: a rank sent something else.
+        """
+        payload = encoding.encode(value)
+        with self._one_call:
+            sizes = [int.from_bytes(s, "little") for s in self._all_gather(what, len(payload).to_bytes(8, "little"))]
+            for other, size in zip(self.members, sizes):
+                if size > _LARGEST:
+                    raise RankMismatch(
+                        f"rank {self.rank}: rank {other} sends {size} bytes for {what}; at most {_LARGEST} are taken"
+                    )
+            records = self._all_gather(what, payload.ljust(max(sizes), b"\0"))
+        values = []
+        for other, record, size in zip(self.members, records, sizes):
+            try:
+                values.append(encoding.decode(record[:size]))
+            except ValueError as err:
+                raise RankMismatch(f"rank {self.rank}: rank {other} sent nonsense for {what}: {err}") from None
+        return values
+
+    def _all_gather(self, call: str, mine: bytes) -> list[bytes]:
+        """Every rank's bytes, of one length, in rank order."""
+        self._calls += 1
+        if self.size > 1:
+            word = json.dumps([self._calls, call])
+            self.store.post(lambda s: s.set(f"call/{self.rank}", word))
+        begin = time.monotonic()
+        # The user's default device, dtype and inference mode shall not matter.
+        with torch.inference_mode(False):
+            sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            everyone = [torch.empty(len(mine), dtype=torch.uint8, device="cpu") for _ in self.members]
+            try:
+                dist.all_gather(everyone, sent, group=self._group)
+            except (RuntimeError, ValueError) as err:
+                raise PeerLost(self._explain(call, err, time.monotonic() - begin)) from err
+        return [bytes(t.numpy()) for t in everyone]
 
     # -- ranks that are left out ------------------------------------------------------------------------------------
 
@@ -97,22 +141,29 @@ class Control:
         """
         if members != self.members:
             told = f"keep/{len(self.members)}/"
-            self._set(f"{told}{self.rank}", json.dumps(members))
+            self.store.post(lambda s: s.set(f"{told}{self.rank}", json.dumps(members)))
             end = time.monotonic() + self.timeout
             for other in members:
-                said = self._get(f"{told}{other}")
+                said = self._said(told, other)
                 while said is None and time.monotonic() < end and not (self.reason_of and self.reason_of()):
                     time.sleep(0.005)
-                    said = self._get(f"{told}{other}")
+                    said = self._said(told, other)
                 if said is None:
                     raise PeerLost(f"rank {self.rank}: {call} did not finish: rank {other} did not call it")
-                if json.loads(said) != members:
+                if said != json.dumps(members):
                     raise RankMismatch(f"rank {self.rank} called {call} to keep {members}, rank {other} to keep {said}")
             limit = datetime.timedelta(seconds=self.timeout)
+            begin = time.monotonic()
             # The index of a member in torch's default group is its rank here: the package's group has all of its ranks.
-            self._collective(call, lambda: self._meet(members, limit))
+            try:
+                self._meet(members, limit)
+            except (RuntimeError, ValueError) as err:
+                raise PeerLost(self._explain(call, err, time.monotonic() - begin)) from err
             self.members = list(members)
         self.agree(call, str(members))
+
+    def _said(self, told: str, other: int) -> str | None:
+        return self.store.ask(lambda s: job_store.get(s, f"{told}{other}"), seconds=self.timeout)
 
     def _meet(self, members: list[int], limit) -> None:
         group = dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=True)
@@ -123,56 +174,81 @@ class Control:
         """This rank was left out: its collective calls concern nobody else from here on."""
         self.members, self._left = [self.rank], True
 
-    def _collective(self, what: str, run) -> None:
-        try:
-            run()
-        except RuntimeError as err:
-            raise PeerLost(self._explain(what, err)) from err
-
     # -- who is where -----------------------------------------------------------------------------------------------
 
-    def _publish(self, call: str) -> None:
-        if self.size > 1:
-            self._set(f"call/{self.rank}", json.dumps([self._calls, call]))
-
-    def _set(self, key: str, value: str) -> None:
-        try:
-            self.store.set(self.prefix + key, value)
-        except RuntimeError:  # the process that hosts the store is gone; the collective call itself will tell
-            pass
-
-    def _get(self, key: str) -> str | None:
-        try:
-            if self.store.check([self.prefix + key]):
-                return self.store.get(self.prefix + key).decode()
-        except RuntimeError:
-            pass
-        return None
-
-    def _explain(self, what: str, err: Exception) -> str:
-        # The watchdog may need a moment longer than gloo to learn why a connection closed.
-        end = time.monotonic() + 2.0
-        while self.reason_of and not self.reason_of() and time.monotonic() < end:
-            time.sleep(0.05)
-        reason = self.reason_of() if self.reason_of else None
+    def _explain(self, what: str, err: Exception, spent: float) -> str:
+        """Why a collective call failed; takes a few seconds at most, whoever is gone."""
+        failed = f"rank {self.rank}: {what} could not finish"
+        end = time.monotonic() + _REASON
+        reason = None
+        while reason is None and time.monotonic() < end:
+            reason = self.reason_of() if self.reason_of else self._announced()
+            if reason is None:
+                time.sleep(0.05)
         if reason:
-            return f"rank {self.rank}: {what} could not finish: {reason}"
+            return f"{failed}: {reason}"
+        try:
+            words = self.store.ask(lambda s: [job_store.get(s, f"call/{r}") for r in range(self.size)], seconds=_REASON)
+        except PeerLost as gone:
+            return f"{failed}: {str(gone).partition(': ')[2]}"
         behind = []
-        for other in range(self.size):
-            said = self._get(f"call/{other}")
-            calls, call = json.loads(said) if said else (0, "nothing yet")
-            if calls < self._calls:
+        for other, said in enumerate(words):
+            calls, call = last_call(said)
+            if calls < self._calls and other in self.members and other != self.rank:
                 behind.append(f"rank {other} (last call: {call})")
         who = ", ".join(behind) if behind else "no rank is known to be missing"
         return (
-            f"rank {self.rank}: {what} did not finish within {self.timeout:g} s; not arrived: {who}. Look at those "
-            f"ranks' output, or raise TSN_TIMEOUT if they are only slow ({rendezvous.first_line(err)})"
+            f"rank {self.rank}: {what} did not finish (gave up after {spent:.1f} s; the limit is {self.timeout:g} s); not "
+            f"arrived: {who}. Look at those ranks' output, or raise TSN_TIMEOUT if they are only slow "
+            f"({job_store.first_line(err)})"
         )
+
+    def _announced(self) -> str | None:
+        try:
+            return announced(self.store.ask(lambda s: job_store.get(s, "failed"), seconds=_REASON), self.rank)
+        except PeerLost as gone:
+            return str(gone).partition(": ")[2]
+
+    def announce_failure(self, text: str, rank: int | None = None, seconds: float = 1.0) -> None:
+        """Tell the other ranks that this one fails, and why; the first word of any rank stays.
+
+        Args:
+            text: the reason; of another rank, what befell it.
+            rank: another rank, which cannot say so itself.
+            seconds: how long the store may take; a process that ends at once is not heard.
+        """
+        word = json.dumps([self.rank, f"failed: {text[:2000]}"] if rank is None else [rank, text[:2000]])
+        try:
+            self.store.ask(lambda s: job_store.set_once(s, "failed", word), seconds)
+        except PeerLost:  # nobody is there to be told, or it will be told when the store answers
+            pass
 
     def close(self) -> None:
         """Leave the package's own group. The default group stays: others may use it, and another init needs it."""
         for group in (self._group, *self._outer):
             try:
-                dist.destroy_process_group(group)
-            except (RuntimeError, ValueError, AssertionError):
+                job_store.within(self.timeout, lambda group=group: dist.destroy_process_group(group))
+            except (RuntimeError, ValueError, AssertionError, TimeoutError):
                 pass
+        self.store.close()
+
+
+def last_call(said: str | None) -> tuple[int, str]:
+    """Number and name of the last collective call that a rank has told of."""
+    try:
+        calls, call = json.loads(said or '[0, "nothing yet"]')
+        return int(calls), str(call)
+    except (ValueError, TypeError):
+        return 0, "nothing that can be read"
+
+
+def announced(said: str | None, rank: int) -> str | None:
+    """The failure that another rank has told of, in words; None for none, and for that of `rank` itself."""
+    if not said:
+        return None
+    try:
+        who, why = json.loads(said)
+        who, why = int(who), str(why)
+    except (ValueError, TypeError):
+        return "a rank failed, and what it said cannot be read"
+    return None if who == rank else f"rank {who} {why}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import weakref
 
 import torch
 
@@ -46,10 +48,11 @@ class CudaMemory:
         free, total = torch.cuda.mem_get_info(ordinal)
         if size > free:
             raise ConfigurationError(
-                f"the symmetric heap of {size} bytes does not fit GPU {ordinal}: {free} of {total} bytes are free; set "
-                "TSN_HEAP_SIZE lower"
+                f"the symmetric heap of {size} bytes does not fit GPU {ordinal}: {free} of {total} bytes are free"
+                f"{_Allocation.held()}; set TSN_HEAP_SIZE (or init(heap_bytes=…)) lower"
             )
-        self.base = int(check(self._rt.cudaMalloc(size), f"cudaMalloc of the {size}-byte heap"))
+        self._heap = _Allocation(self._rt, size)
+        self.base = self._heap.address
         self._peers: list[int] = []
         self._pinned: list[int] = []
 
@@ -80,14 +83,13 @@ class CudaMemory:
     def bytes_tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
-        return torch.as_tensor(_Bytes(self.base + offset, nbytes), device=self.device)
+        return torch.as_tensor(_Bytes(self._heap, offset, nbytes), device=self.device)
 
     def upload(self, data: bytes) -> torch.Tensor:
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        with torch.inference_mode(False):
+            return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
 
     def pinned(self, nbytes: int) -> int:
-        import ctypes
-
         rt = self._rt
         flags = rt.cudaHostAllocMapped | rt.cudaHostAllocPortable
         address = int(check(rt.cudaHostAlloc(nbytes, flags), f"cudaHostAlloc of {nbytes} bytes"))
@@ -106,24 +108,52 @@ class CudaMemory:
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
+        """Unmap the peers. The heap is freed when no tensor refers to it any more."""
         rt = self._rt
         for address in self._peers:
             rt.cudaIpcCloseMemHandle(address)
         for address in self._pinned:
             rt.cudaFreeHost(address)
-        if self.base:
-            rt.cudaFree(self.base)
-        self._peers, self._pinned, self.base = [], [], 0
+        if self._heap is not None:
+            self._heap.left_behind = True
+        self._peers, self._pinned, self._heap, self.base = [], [], None, 0
+
+
+class _Allocation:
+    """Device memory that is freed with the last object that refers to it."""
+
+    _alive: weakref.WeakSet[_Allocation] = weakref.WeakSet()
+
+    def __init__(self, rt, size: int):
+        self._rt, self.size = rt, size
+        self.address = 0
+        self.left_behind = False  # its heap is closed
+        self.address = int(check(rt.cudaMalloc(size), f"cudaMalloc of the {size}-byte heap"))
+        self._alive.add(self)
+
+    def __del__(self):
+        try:
+            if self.address:
+                self._rt.cudaFree(self.address)
+        except Exception:  # the interpreter ends, and CUDA with it
+            pass
+
+    @classmethod
+    def held(cls) -> str:
+        """How much memory tensors of closed heaps keep, in words; empty when none."""
+        size = sum(a.size for a in cls._alive if a.left_behind)
+        return f" (tensors from before finalize() still hold {size} bytes; drop them)" if size else ""
 
 
 class _Bytes:
-    """Device memory that torch adopts without owning it."""
+    """Device memory that torch adopts, and that lives as long as torch refers to it."""
 
-    def __init__(self, address: int, nbytes: int):
+    def __init__(self, owner: _Allocation, offset: int, nbytes: int):
+        self._owner = owner
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
-            "data": (address, False),
+            "data": (owner.address + offset, False),
             "version": 3,
             "strides": None,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -90,6 +91,7 @@ class Heap:
         agree: collective check `(call, arguments) -> None`.
         poison: fill fresh memory with NaN patterns (the simulator's way to show reads of unwritten data).
         on_allocate, on_free: told `(address, nbytes, name)` and `(address)`, for bounds checks.
+        check: called first by every call; raises when the job has failed or is over.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Heap:
         poison: bool,
         on_allocate: Callable[[int, int, str], None] | None = None,
         on_free: Callable[[int], None] | None = None,
+        check: Callable[[], None] = lambda: None,
     ):
         self._memory = memory
         self._agree = agree
@@ -107,6 +110,7 @@ class Heap:
         self._poison = poison
         self._on_allocate = on_allocate
         self._on_free = on_free
+        self._check = check
         self._allocator = Allocator(SYSTEM_BYTES, memory.size)
         self._made: dict[int, tuple[str, tuple[int, ...], torch.dtype]] = {}  # by offset: call, shape, dtype
         memory.bytes_tensor(0, SYSTEM_BYTES).zero_()
@@ -130,48 +134,60 @@ class Heap:
 
     def allocate(self, shape: Sequence[int] | int, dtype: torch.dtype, zero: bool) -> torch.Tensor:
         """See `tilescale_net.empty`."""
-        shape = _shape(shape)
-        nbytes = math.prod(shape) * dtype.itemsize
+        self._check()
         name = "zeros" if zero else "empty"
-        self._agree(f"tilescale_net.{name}", f"{list(shape)}, {dtype}")
-        offset = self._allocator.allocate(nbytes)
-        if offset is None:
-            raise HeapError(
-                f"rank {self._rank}: the symmetric heap is exhausted: {name}({list(shape)}, {dtype}) needs {nbytes} bytes, "
-                f"the largest free piece of the {self.size}-byte heap holds {max(0, self._allocator.largest_hole - GAP)}; "
-                f"free tensors, or set TSN_HEAP_SIZE={self.size_to_hold([nbytes])} (or init(heap_bytes=…)) or more"
+        shape = _shape(shape)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"{name}(): dtype={dtype!r} is not a torch dtype such as torch.float32; a shape of several sizes is one "
+                f"argument, as in {name}((4, 5))"
             )
-        # Tensors outlive the inference mode that they may be made in, and may then be written in place.
+        nbytes = math.prod(shape) * dtype.itemsize
+        self._agree(f"tilescale_net.{name}", f"{list(shape)}, {dtype}")
+        # A tensor made under inference mode could not be written outside of it.
         with torch.inference_mode(False):
+            if not nbytes:
+                return torch.empty(shape, dtype=dtype, device=self._memory.device)
+            offset = self._allocator.allocate(nbytes)
+            if offset is None:
+                raise HeapError(
+                    f"rank {self._rank}: the symmetric heap is exhausted: {name}({list(shape)}, {dtype}) needs {nbytes} "
+                    f"bytes, the largest free piece of the {self.size}-byte heap holds "
+                    f"{max(0, self._allocator.largest_hole - GAP)}; free tensors, or set "
+                    f"TSN_HEAP_SIZE={self.size_to_hold([nbytes])} (or init(heap_bytes=…)) or more"
+                )
             raw = self._memory.bytes_tensor(offset, nbytes)
             if zero:
                 raw.zero_()
             elif self._poison:
                 raw.fill_(POISON)
-        self._made[offset] = (name, shape, dtype)
-        self._memory.synchronize()  # peers may write as soon as the collective call returns
-        if self._on_allocate:
-            self._on_allocate(self.base + offset, nbytes, f"{name}({list(shape)}, {dtype})")
-        # Second agreement: nobody may write into a peer's tensor before the peer has initialised it.
-        self._agree(f"tilescale_net.{name}", "initialised")
-        with torch.inference_mode(False):
-            tensor = raw.view(dtype) if nbytes else torch.empty(0, dtype=dtype, device=self._memory.device)
-            return tensor.view(shape)
+            self._made[offset] = (name, shape, dtype)
+            self._memory.synchronize()  # peers may write as soon as the collective call returns
+            if self._on_allocate:
+                self._on_allocate(self.base + offset, nbytes, f"{name}({list(shape)}, {dtype})")
+            # Second agreement: nobody may write into a peer's tensor before the peer has initialised it.
+            self._agree(f"tilescale_net.{name}", "initialised")
+            return raw.view(dtype).view(shape)
 
     def free(self, tensor: torch.Tensor) -> None:
         """See `tilescale_net.free`."""
+        self._check()
+        if isinstance(tensor, torch.Tensor) and tensor.numel() == 0:
+            return self._agree("tilescale_net.free", "a tensor of no elements")  # it has no memory
         offset = self.offset_of(tensor)
         self._memory.synchronize()
         self._agree("tilescale_net.free", f"offset {offset}")
-        try:
-            self._allocator.release(offset)
-        except KeyError:
+        size = self._allocator.live.get(offset)
+        if size is None:
             raise HeapError(
                 f"rank {self._rank}: free of a tensor at heap offset {offset}, which is no live allocation; it was freed "
                 "already, or it is a view that does not begin where its allocation begins"
-            ) from None
+            )
+        self._allocator.release(offset)
         if self._on_free:
             self._on_free(self.base + offset)
+        if self._poison:
+            self._memory.bytes_tensor(offset, size).fill_(POISON)  # so that use after free is seen
 
     def describe(self, offset: int) -> str | None:
         """The element at a heap offset in words, such as "[2, 0] of zeros([4, 2], torch.uint64)"; None where none is."""
@@ -199,7 +215,12 @@ class Heap:
 
 
 def _shape(shape: Sequence[int] | int) -> tuple[int, ...]:
-    dims = (shape,) if isinstance(shape, int) else tuple(int(d) for d in shape)
+    try:
+        dims = (operator.index(shape),) if isinstance(shape, int) else tuple(operator.index(d) for d in shape)
+    except TypeError:
+        raise TypeError(f"a shape is a whole number or a sequence of them, not {shape!r}") from None
     if any(d < 0 for d in dims):
         raise HeapError(f"a shape of {list(dims)} has a negative size")
+    if math.prod(dims) >= 1 << 62:
+        raise HeapError(f"a shape of {list(dims)} has more elements than any heap holds")
     return dims

@@ -8,28 +8,48 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import ipaddress
 import os
 import socket
 import time
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from tilescale_net.errors import ConfigurationError, PeerLost
+from tilescale_net.runtime import placement
+from tilescale_net.runtime.job_store import JobStore, first_line, within
 
 _LAST_LOOK = 1.0  # seconds that ranks which give up leave each other to say so
+_SLACK = 3.0  # seconds after which a step of torch that has a time limit of its own counts as hanging
+_RESOLVING = 5.0  # seconds that a name server may take to come up
 
 
-def join(timeout: float) -> tuple[dist.Store, str, dist.ProcessGroup]:
+@dataclass(frozen=True)
+class Meeting:
+    """Ranks that have met.
+
+    Attributes:
+        rank, size: of this process, of the job.
+        store: where these ranks speak of this meeting.
+        group: a gloo group of the package's own.
+    """
+
+    rank: int
+    size: int
+    store: JobStore
+    group: dist.ProcessGroup
+
+
+def join(timeout: float, silence: float) -> Meeting:
     """Meet the other ranks.
 
-    The default process group is made (gloo) from RANK and WORLD_SIZE, or srun's variables, unless there is one; without
-    them the job has one rank.
+    The default process group is made (gloo) from the variables of launch.sh, torchrun, srun or mpirun, unless there is
+    one; without them the job has one rank.
 
     Args:
         timeout: seconds that ranks may take to come.
-
-    Returns:
-        The job's store, the prefix of this meeting's keys in it, and a gloo group of the package's own.
+        silence: seconds without an answer after which the store counts as lost.
 
     Raises:
         ConfigurationError: the environment does not say where to meet, rank 0 cannot listen there, or the network
@@ -37,102 +57,153 @@ def join(timeout: float) -> tuple[dist.Store, str, dist.ProcessGroup]:
         PeerLost: ranks did not come within the timeout, or were lost on the way; names them.
     """
     limit = datetime.timedelta(seconds=timeout)
+    silence = min(silence, timeout)
     if not dist.is_initialized():
-        _make_default(timeout)
-    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+        _make_default(timeout, silence)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    base = JobStore(dist.distributed_c10d._get_default_store(), _prefix(), rank, silence)
+    try:
+        number = _number_of_meeting(base, rank, size)
+    finally:
+        base.close()
     # A world of its own in the store: init after finalize must not read the keys of the earlier one.
-    generation = _ask(rank, lambda: store.add(f"tsn/generation/{rank}", 1))
-    prefix = f"tsn/{generation}/"
-    roll = _Roll(store, prefix, rank, dist.get_world_size(), timeout)
-    return store, prefix, roll.guard(lambda: dist.new_group(backend="gloo", timeout=limit))
+    store = JobStore(dist.distributed_c10d._get_default_store(), f"{_prefix()}/{number}", rank, silence)
+    try:
+        roll = _Roll(store, rank, size, timeout)
+        roll.wait_for_all("has not called tilescale_net.init")
+        store.ask(lambda s: s.set(f"passed/{rank}", "1"))
+        group = roll.guard(lambda: dist.new_group(backend="gloo", timeout=limit))
+    except BaseException:
+        store.close()
+        raise
+    return Meeting(rank, size, store, group)
 
 
-def _make_default(timeout: float) -> None:
-    found = _place()
+def _prefix() -> str:
+    """Before the keys of this job: a second job that comes to the same port by mistake does not speak for this one."""
+    store = placement.launchers_store()
+    job = store[1] if store else os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"tsn/{job}" if job else "tsn"
+
+
+def _number_of_meeting(store: JobStore, rank: int, size: int) -> int:
+    """Which meeting to come to: the first that this rank has not been to and that is not over without it.
+
+    A rank that gives up waiting may try again: the meeting is still open if others have not come either. It is over when
+    all had come, this rank too, and only this one had given up by then.
+    """
+
+    def find(s: dist.Store) -> int:
+        number = 1
+        while s.check([f"{number}/passed/{rank}"]) or s.check([f"{number}/here/{r}" for r in range(size)]):
+            number += 1
+        return number
+
+    return store.ask(find)
+
+
+def _make_default(timeout: float, silence: float) -> None:
+    place = placement.find(timeout)
     limit = datetime.timedelta(seconds=timeout)
-    if found is None:
+    if place is None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     else:
-        rank, size, address, port = found
         # One host needs no other interface than loopback, and must not pick one by accident.
         counts = [os.environ.get(name) for name in ("GROUP_WORLD_SIZE", "NODES", "SLURM_NNODES")]
         if next(filter(None, counts), "1") == "1":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = _connect(rank, size, address, port, timeout)
-        roll = _Roll(store, "tsn/", rank, size, timeout)
-        roll.wait_for_all()
-        roll.guard(lambda: dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit))
+        store = _connect(place, timeout, silence)
+        asked = JobStore(store, _prefix(), place.rank, silence)
+        roll = _Roll(asked, place.rank, place.size, timeout)
+        try:
+            roll.wait_for_all("did not come")
+            mine = dist.PrefixStore(f"{_prefix()}/group", store)
+            roll.guard(
+                lambda: dist.init_process_group(
+                    "gloo", store=mine, rank=place.rank, world_size=place.size, timeout=limit
+                )
+            )
+        finally:
+            asked.close()
     # Gloo's threads may still drop references to tensors when the last collective call has returned. A thread that
     # does so while the interpreter shuts down aborts the process; destroying the group waits for them.
-    atexit.register(_leave)
+    atexit.register(_leave, os.getpid())
 
 
-def _leave() -> None:
-    if dist.is_initialized():
+def _leave(pid: int) -> None:
+    if dist.is_initialized() and os.getpid() == pid:
         dist.destroy_process_group()
 
 
-def _place() -> tuple[int, int, str, int] | None:
-    """Rank, number of ranks, and where rank 0 listens; None for a job of one rank that nobody has started as one."""
-    env = os.environ
-    if "RANK" in env and "WORLD_SIZE" in env:
-        rank, size = "RANK", "WORLD_SIZE"
-    elif "SLURM_PROCID" in env and ("MASTER_ADDR" in env and "MASTER_PORT" in env):
-        rank, size = "SLURM_PROCID", "SLURM_NTASKS"
-    elif "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
-        raise ConfigurationError(
-            "srun started several tasks but MASTER_ADDR and MASTER_PORT are not set; export them (any free port on "
-            "the first node), or start the script through launch.sh"
-        )
-    else:
-        return None
-    missing = [name for name in (size, "MASTER_ADDR", "MASTER_PORT") if name not in env]
-    if missing:
-        raise ConfigurationError(
-            f"{rank}={env[rank]} is set but {' and '.join(missing)} is not; start the script through launch.sh, which sets "
-            "them all, or unset it"
-        )
-    for name in (rank, size, "MASTER_PORT"):
-        if not env[name].isdigit():
-            raise ConfigurationError(f"{name}={env[name]!r} is not a number")
-    if not int(env[rank]) < int(env[size]):
-        raise ConfigurationError(f"{rank}={env[rank]} is not below {size}={env[size]}")
-    return int(env[rank]), int(env[size]), env["MASTER_ADDR"], int(env["MASTER_PORT"])
-
-
-def _connect(rank: int, size: int, address: str, port: int, timeout: float) -> dist.Store:
-    # torchrun's agent has a store at that place already, one for each attempt.
-    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+def _connect(place: placement.Place, timeout: float, silence: float) -> dist.Store:
+    keeps = place.keeps_store
     limit = datetime.timedelta(seconds=timeout)
     try:
-        if not hosts:
-            _knock(address, port, timeout)
-        # A client tries twice, so half of the time each.
-        store = dist.TCPStore(
-            address, port, size, hosts, limit if hosts else limit / 2, wait_for_workers=False, multi_tenant=True
-        )
-    except (RuntimeError, OSError) as err:  # DistNetworkError is a RuntimeError
-        if hosts:
+        if keeps:
+            store = _listen(place, limit)
+        else:
+            _knock(place.address, place.port, timeout)
+            # A client tries twice, so half of the time each.
+            store = within(
+                timeout + _SLACK, lambda: dist.TCPStore(
+                    place.address, place.port, place.size, False, limit / 2, wait_for_workers=False, multi_tenant=True
+                )
+            )  # fmt: skip
+    except socket.gaierror as err:
+        raise ConfigurationError(
+            f"rank {place.rank}: the host MASTER_ADDR={place.address!r} is not known ({err.strerror}); set MASTER_ADDR to "
+            "the name or address of the host of rank 0"
+        ) from err
+    except (RuntimeError, OSError) as err:  # DistNetworkError is a RuntimeError, TimeoutError an OSError
+        if keeps:
             raise ConfigurationError(
-                f"rank 0 cannot listen at {address}:{port} ({first_line(err)}); set MASTER_ADDR to this host and "
-                "MASTER_PORT to a free port"
+                f"rank 0 cannot listen at {place.address}:{place.port} ({first_line(err)}); set MASTER_ADDR to this host "
+                "and MASTER_PORT to a free port"
             ) from err
         raise PeerLost(
-            f"rank {rank}: rank 0 does not answer at {address}:{port} within {timeout:g} s. Look at its output, check "
-            f"MASTER_ADDR and MASTER_PORT, or raise TSN_TIMEOUT if it is only slow ({first_line(err)})"
+            f"rank {place.rank}: rank 0 does not answer at {place.address}:{place.port} within {timeout:g} s. Look at its "
+            f"output, check MASTER_ADDR and MASTER_PORT, or raise TSN_TIMEOUT if it is only slow ({first_line(err)})"
         ) from err
     store.set_timeout(limit)
     return store
 
 
+def _listen(place: placement.Place, limit: datetime.timedelta) -> dist.Store:
+    """The store of rank 0, on loopback alone where the address says so: nobody else shall speak for a rank."""
+    fd = place.listener
+    if fd < 0 and _is_loopback(place.address):
+        with socket.create_server((place.address, place.port), backlog=4096) as listener:
+            fd = os.dup(listener.fileno())
+    elif fd >= 0:
+        os.set_inheritable(fd, False)
+        # Another init in this process must not take the number for a socket.
+        os.environ.pop("TSN_STORE_FD", None)
+    listening = {"master_listen_fd": fd} if fd >= 0 else {}
+    return dist.TCPStore(
+        place.address, place.port, place.size, True, limit, wait_for_workers=False, multi_tenant=True, **listening
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether an address, not the name of a host (which may stand for loopback on that host alone), is loopback."""
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).version == 4 and ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
 def _knock(address: str, port: int, timeout: float) -> None:
     """Wait until somebody listens. The store's own attempts go on for twice their time, and fill the terminal."""
-    end = time.monotonic() + timeout
+    begin = time.monotonic()
     while True:
         try:
-            return socket.create_connection((address, port), max(0.1, end - time.monotonic())).close()
-        except OSError:
-            if time.monotonic() > end:
+            return socket.create_connection((address, port), max(0.1, begin + timeout - time.monotonic())).close()
+        except OSError as err:
+            spent = time.monotonic() - begin
+            unknown = isinstance(err, socket.gaierror) and (err.errno != socket.EAI_AGAIN or spent > _RESOLVING)
+            if spent > timeout or unknown:
                 raise
             time.sleep(0.05)
 
@@ -140,29 +211,32 @@ def _knock(address: str, port: int, timeout: float) -> None:
 class _Roll:
     """Who has come, by keys in the store."""
 
-    def __init__(self, store: dist.Store, prefix: str, rank: int, size: int, timeout: float):
-        self._store, self._prefix, self._rank, self._size, self._timeout = store, prefix, rank, size, timeout
+    def __init__(self, store: JobStore, rank: int, size: int, timeout: float):
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
 
-    def wait_for_all(self) -> None:
-        """Wait until every rank has come here."""
+    def wait_for_all(self, absent: str) -> None:
+        """Wait until every rank has come here; `absent` says of a rank what it has not done."""
         self._say("here")
-        keys = [self._key("here", r) for r in range(self._size)]
-        end = time.monotonic() + self._timeout
+        keys = [f"here/{r}" for r in range(self._size)]
+        begin = time.monotonic()
         while not self._all(keys):
-            if time.monotonic() > end and (missing := self._silent("here")):
-                raise self._lost("did not come", missing)
-            time.sleep(0.02)
+            spent = time.monotonic() - begin
+            if spent > self._timeout and (missing := self._silent("here")):
+                raise self._lost(absent, missing)
+            time.sleep(min(0.25, 0.02 + spent / 20))
 
     def guard(self, run):
         """The result of a step that all ranks take together; when it fails, tell who does not even say that it failed."""
         try:
-            result = run()
-        except (RuntimeError, ValueError) as err:
+            result = within(self._timeout + _SLACK, run)
+        except (RuntimeError, ValueError, TimeoutError) as err:
             self._say("failed")
             time.sleep(_LAST_LOOK)
             silent = self._silent("failed", "joined")
             if silent:
                 raise self._lost("came, and were not heard of again", silent, err) from err
+            if isinstance(err, TimeoutError):
+                raise PeerLost(f"rank {self._rank}: the ranks came, but did not connect to each other in time") from err
             raise ConfigurationError(
                 f"rank {self._rank}: all {self._size} ranks came, but they could not connect to each other "
                 f"({first_line(err)}); let GLOO_SOCKET_IFNAME name a network interface over which they can"
@@ -170,7 +244,7 @@ class _Roll:
         self._say("joined")
         return result
 
-    def _lost(self, what: str, ranks: list[int], err: Exception | None = None) -> PeerLost:
+    def _lost(self, what: str, ranks: list[int], err: BaseException | None = None) -> PeerLost:
         who = ", ".join(f"rank {r}" for r in ranks)
         cause = f" ({first_line(err)})" if err else ""
         if self._rank == 0:
@@ -181,29 +255,10 @@ class _Roll:
         )
 
     def _silent(self, *words: str) -> list[int]:
-        return [r for r in range(self._size) if not any(self._all([self._key(word, r)]) for word in words)]
-
-    def _key(self, word: str, rank: int) -> str:
-        return f"{self._prefix}{word}/{rank}"
+        return [r for r in range(self._size) if not any(self._all([f"{word}/{r}"]) for word in words)]
 
     def _say(self, word: str) -> None:
-        _ask(self._rank, lambda: self._store.set(self._key(word, self._rank), "1"))
+        self._store.ask(lambda s: s.set(f"{word}/{self._rank}", "1"))
 
     def _all(self, keys: list[str]) -> bool:
-        return _ask(self._rank, lambda: self._store.check(keys))
-
-
-def _ask(rank: int, question):
-    """The store's answer."""
-    try:
-        return question()
-    except RuntimeError as err:
-        raise PeerLost(
-            f"rank {rank}: rank 0, which keeps the store of the job, is gone. Look at its output ({first_line(err)})"
-        ) from err
-
-
-def first_line(err: Exception) -> str:
-    """What an error of torch says, without the stack that follows."""
-    text = str(err).strip()
-    return text.splitlines()[0] if text else type(err).__name__
+        return self._store.ask(lambda s: s.check(keys))

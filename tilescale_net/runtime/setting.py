@@ -87,6 +87,21 @@ def whole(minimum: int, maximum: int = 1 << 53) -> Callable[[str, str], int]:
     return parse
 
 
+def power_of_two(minimum: int) -> Callable[[str, str], int]:
+    """A power of two."""
+    at_least = whole(minimum)
+
+    def parse(value: str, name: str) -> int:
+        found = at_least(value, name)
+        if found & (found - 1):
+            raise ConfigurationError(
+                f"{name}={value} is not a power of two; write {1 << found.bit_length()} for example"
+            )
+        return found
+
+    return parse
+
+
 def one_of(*names: str) -> Callable[[str, str], str]:
     """One of some words, in either case."""
 

@@ -97,7 +97,7 @@ PROXY_CPUS = Setting(
     "CPUs that the threads are pinned to, such as `2,3`; `node`: those near the GPU",
     "not pinned",
 )
-PROXY_CAPACITY = Setting("TSN_PROXY_CAPACITY", setting.whole(2), 1024, "descriptors in a queue's ring", "1024")
+PROXY_CAPACITY = Setting("TSN_PROXY_CAPACITY", setting.power_of_two(2), 1024, "descriptors in a queue's ring", "1024")
 PROXY_CHUNK = Setting("TSN_PROXY_CHUNK", parse_bytes, 1 << 20, "bytes of the pieces that puts travel in", "1M")
 PROXY_STAGING = Setting(
     "TSN_PROXY_STAGING",
@@ -224,15 +224,15 @@ def _unknown(name: str) -> None:
 
 def heap_bytes(explicit: int | str | None, on_gpu: bool) -> int:
     """Size of the symmetric heap in bytes: the argument, else TSN_HEAP_SIZE, else the default; whole 2 MiB pages."""
-    if isinstance(explicit, str):
-        explicit = parse_bytes(explicit, "heap_bytes")
-    elif explicit is None:
-        explicit = HEAP_SIZE.get()
+    name = "heap_bytes"
     if explicit is None:
-        explicit = (1 << 30) if on_gpu else (256 << 20)
-    size, page = int(explicit), 2 << 20
+        name, explicit = HEAP_SIZE.name, HEAP_SIZE.get() or (1 << 30 if on_gpu else 256 << 20)
+    if not isinstance(explicit, int | str) or isinstance(explicit, bool):
+        raise ConfigurationError(f'{name}={explicit!r} is neither a number of bytes nor text such as "512M"')
+    size = parse_bytes(explicit, name) if isinstance(explicit, str) else explicit
+    page = 2 << 20
     if size < page:
-        raise ConfigurationError(f"a heap of {size} bytes is too small; the minimum is {page} (2M)")
+        raise ConfigurationError(f"{name}: a heap of {size} bytes is too small; the minimum is {page} (2M)")
     return (size + page - 1) // page * page
 
 

@@ -1,6 +1,7 @@
 """Memory of the simulator: the heap as anonymous shared memory that peers map through /proc.
 
-The heap is a memfd, not a file in /dev/shm: it has no name, so nothing can be left behind however a rank ends.
+The heap is a memfd, not a file in /dev/shm: it has no name, so nothing can be left behind however a rank ends. A mapping
+goes when nothing refers to it any more, so that a tensor that outlives the heap still has its memory.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class SharedMemory:
         self._fd = os.memfd_create("tilescale_net-heap", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self._fd, size)
-        except OSError as err:
+            self._maps = [mmap.mmap(self._fd, size)]
+        except (OSError, OverflowError) as err:
             os.close(self._fd)
             raise ConfigurationError(
-                f"the machine cannot give {size} bytes of shared memory for the symmetric heap ({err.strerror}); "
-                "set TSN_HEAP_SIZE lower"
+                f"the machine cannot give {size} bytes of shared memory for the symmetric heap "
+                f"({getattr(err, 'strerror', err)}); set TSN_HEAP_SIZE (or init(heap_bytes=…)) lower"
             ) from err
-        self._maps = [mmap.mmap(self._fd, size)]
         self.base = _address(self._maps[0])
         self._pinned: list[mmap.mmap] = []
 
@@ -57,6 +58,11 @@ class SharedMemory:
             ) from err
         try:
             mapped = mmap.mmap(peer, self.size)
+        except OSError as err:
+            raise ConfigurationError(
+                f"the heap of PE {pe} cannot be mapped ({err.strerror}): {self.size} bytes for each of the node's PEs; set "
+                "TSN_HEAP_SIZE lower"
+            ) from err
         finally:
             os.close(peer)
         self._maps.append(mapped)
@@ -65,7 +71,7 @@ class SharedMemory:
     def bytes_tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """A uint8 tensor over heap bytes [offset, offset + nbytes)."""
         if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(self._maps[0], dtype=torch.uint8, count=nbytes, offset=offset)
 
     def upload(self, data: bytes) -> torch.Tensor:
@@ -83,12 +89,7 @@ class SharedMemory:
         """Kernels run synchronously in the simulator: nothing to wait for."""
 
     def close(self) -> None:
-        """Unmap everything. Tensors that still point into the heap keep their mapping alive until they are gone."""
-        for mapped in self._maps + self._pinned:
-            try:
-                mapped.close()
-            except BufferError:  # a tensor still uses it
-                pass
+        """Let go of everything. The heap stays mapped while tensors refer to it: their bytes stay what they were."""
         self._maps, self._pinned = [], []
         if self._fd >= 0:
             os.close(self._fd)

@@ -3,19 +3,24 @@
 A thread per rank. Peers on this host are watched through their process descriptors, which tell of an exit at once;
 peers on other hosts by heartbeats in the store. A rank that fails says why in the store, so that the others can name
 the reason and not only the silence. On a loss the abort word is set: kernels return from their waits, and the next call
-of the package raises PeerLost.
+of the package raises PeerLost. The thread never waits for the store: one that does not answer is a loss too.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
-_INTERVAL = 0.25  # seconds between looks; a heartbeat is sent every fourth
+from tilescale_net.errors import FabricError, PeerLost, TileScaleError, WaitTimeout
+from tilescale_net.runtime import job_store
+from tilescale_net.runtime.control import announced
+from tilescale_net.runtime.heartbeats import Heartbeats, News
+
+_EXPLAIN = 0.5  # seconds that a peer's death or word has to arrive, which explains an error of this rank
 
 
 class Watchdog:
@@ -23,38 +28,43 @@ class Watchdog:
 
     Args:
         control: the control plane (rank, size, store).
-        pids: process id of every rank on this host, None for ranks of other hosts.
-        heartbeat_timeout: seconds of silence after which a rank of another host is lost.
-        poll_local: looks for an error of this rank's kernels or proxy; returns its text or None.
-        on_loss: called once with the reason when a peer or this rank fails.
+        hosts: identity of each rank's host.
+        pids: process id of every rank.
+        heartbeat_timeout: seconds of silence after which ranks of another host are lost.
+        poll_local: looks for an error of this rank's kernels or proxy.
+        on_loss: called once when a peer or this rank fails, with the reason and this rank's own error, if it has one.
     """
 
     def __init__(
         self,
         control,
-        pids: list[int | None],
+        hosts: list[str],
+        pids: list[int],
         heartbeat_timeout: float,
-        poll_local: Callable[[], str | None],
-        on_loss: Callable[[str], None],
+        poll_local: Callable[[], TileScaleError | None],
+        on_loss: Callable[[str, TileScaleError | None], None],
     ):
         self._control = control
         self._timeout = heartbeat_timeout
         self._poll_local = poll_local
         self._on_loss = on_loss
         self._reason: str | None = None
+        self._news = News()
+        self._round: Future | None = None
+        self._silent: tuple[int | None, int] = (None, 0)
+        self._pids: dict[int, int] = {}
         self._fds: dict[int, int] = {}
-        self._remote: list[int] = []
-        self._last_beat: dict[int, tuple[str | None, float]] = {}
-        for rank, pid in enumerate(pids):
-            if rank == control.rank:
-                continue
-            if pid is None:
-                self._remote.append(rank)
+        self._departed: set[int] = set()
+        self._lock = threading.Lock()
+        for rank, (host, pid) in enumerate(zip(hosts, pids)):
+            if rank == control.rank or host != hosts[control.rank]:
                 continue
             try:
                 self._fds[rank] = os.pidfd_open(pid)
+                self._pids[rank] = pid
             except OSError:
-                self._remote.append(rank)  # gone already, or another pid namespace: heartbeats will tell
+                pass  # gone already, or another pid namespace: its word in the store or its heartbeats will tell
+        self._beats = Heartbeats(control.rank, hosts, heartbeat_timeout, self._stopped_here)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tilescale_net-watchdog", daemon=True)
         self._thread.start()
@@ -63,86 +73,163 @@ class Watchdog:
         """Why the job is lost, or None."""
         return self._reason
 
-    def announce_failure(self, text: str) -> None:
-        """Tell the other ranks that this one fails, and why."""
-        self._control._set(f"failed/{self._control.rank}", text[:2000])
+    def explanation_of(self, error: TileScaleError) -> str | None:
+        """What befell a peer, if that may be why this rank met `error`; waits half a second for it to become known."""
+        if not isinstance(error, WaitTimeout | FabricError | PeerLost):
+            return None
+        end = time.monotonic() + _EXPLAIN
+        while True:
+            found = self._reason or self._peers()
+            if found:
+                return found
+            if time.monotonic() > end:
+                return self._stopped_peer(0.0)
+            self._ask()
+            time.sleep(0.02)
 
     def announce_end(self) -> None:
-        """Tell the other ranks that this one leaves in good order."""
-        self._control._set(f"ended/{self._control.rank}", "1")
+        """Tell the other ranks that this one leaves in good order, and look no more for who else does."""
+        self._stop.set()
+        rank = self._control.rank
+        try:
+            self._control.store.ask(lambda s: s.set(f"ended/{rank}", "1"), seconds=self._timeout)
+        except PeerLost:
+            pass
 
     def wait_for_others(self, seconds: float = 2.0) -> None:
         """After a failure: let the other ranks learn what it was. Only rank 0, with whom the store ends, has to wait."""
         if self._control.rank != 0:
             return
         end = time.monotonic() + seconds
-        others = [*self._fds, *self._remote]
-        while others and time.monotonic() < end:
+        while (left := end - time.monotonic()) > 0:
             dead = self._dead()
-            others = [
-                r
-                for r in others
-                if r not in dead and not any(self._control._get(f"{key}/{r}") for key in ("noticed", "failed", "ended"))
-            ]
+            try:
+                aware = self._control.store.ask(
+                    lambda s, dead=dead: s.add("aware", 0) + sum(not s.check([f"aware/{r}"]) for r in dead), left
+                )
+            except PeerLost:
+                return
+            if aware >= self._control.size - 1:
+                return
             time.sleep(0.02)
 
     def close(self) -> None:
         self._stop.set()
         self._thread.join(timeout=5)
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds = {}
+        with self._lock:
+            for fd in self._fds.values():
+                os.close(fd)
+            self._fds = {}
+
+    # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        ticks = 0
-        while not self._stop.wait(_INTERVAL):
+        while not self._stop.wait(self._beats.interval):
+            self._count_silence()
             if self._reason is None:
-                reason = self._look(beat=ticks % 4 == 0)
-                if reason and not self._stop.is_set():
-                    self._reason = reason
-                    self._control._set(f"noticed/{self._control.rank}", "1")
-                    self._on_loss(reason)
-            ticks += 1
+                found = self._look()
+                if found and not self._stop.is_set():
+                    self._reason, error = found
+                    self._control.store.post(self._say_aware)
+                    self._on_loss(self._reason, error)
 
-    def _look(self, beat: bool) -> str | None:
+    def _say_aware(self, store) -> None:
+        rank = self._control.rank
+        if rank:
+            store.set(f"aware/{rank}", "1")
+            store.add("aware", 1)
+
+    def _look(self) -> tuple[str, TileScaleError | None] | None:
+        """The reason of a loss and this rank's own error."""
         own = self._poll_local()
-        if own:
-            self.announce_failure(own)
-            return own
+        if own is not None:
+            cause = self.explanation_of(own)
+            if cause is None:
+                self._control.announce_failure(str(own))
+                return str(own), own
+            return cause, None
+        self._ask()
+        found = self._peers() or self._stopped_peer(self._timeout)
+        return (found, None) if found else None
+
+    def _ask(self) -> None:
+        """Take the answer of the round before, and begin the next one."""
+        with self._lock:
+            if self._round is not None and not self._round.done():
+                return
+            if self._round is not None and self._round.exception() is None:
+                self._news = self._round.result()
+            self._round = self._control.store.post(self._beats.round)
+
+    def _peers(self) -> str | None:
+        """Why peers are lost."""
+        if self._news.failed:
+            return self._news.failed
         for rank in self._dead():
-            if self._control._get(f"ended/{rank}"):
-                os.close(self._fds.pop(rank))
-                continue
-            said = self._control._get(f"failed/{rank}")
-            return f"rank {rank} failed: {said}" if said else f"rank {rank} (process ended without a word) is gone"
-        for rank in list(self._fds) + self._remote:
-            if beat or rank in self._remote:
-                said = self._control._get(f"failed/{rank}")
-                if said:
-                    return f"rank {rank} failed: {said}"
-        if beat and self._remote:
-            return self._heartbeats()
+            reason = self._last_word(rank)
+            if reason:
+                return reason
+        if self._news.silent:
+            return self._blame(*self._news.silent)
+        return self._store_is_lost()
+
+    def _blame(self, rank: int, why: str) -> str:
+        """Say for a rank that cannot why it is lost, so that all ranks name the same one."""
+        self._control.announce_failure(why, rank, seconds=0.1)
+        return f"rank {rank} {why}"
+
+    def _last_word(self, rank: int) -> str | None:
+        """Why a rank whose process has ended is lost; None when it left in good order."""
+        words = self._control.store.post(lambda s: (s.check([f"ended/{rank}"]), job_store.get(s, "failed")))
+        try:
+            ended, failed = words.result(_EXPLAIN)
+        except Exception:  # it kept the store, or the store is silent
+            ended, failed = False, None
+        if ended:
+            with self._lock:
+                self._departed.add(rank)
+            return None
+        found = announced(failed, self._control.rank)
+        return found or self._blame(rank, "(process ended without a word) is gone")
+
+    def _count_silence(self) -> None:
+        answered, looks = self._silent
+        now = self._control.store.answered
+        self._silent = now, looks + 1 if now is not None and now == answered else 0
+
+    def _store_is_lost(self) -> str | None:
+        if self._control.store.lost:
+            return self._control.store.lost
+        # Counted in looks, so that a process that was stopped itself does not blame the store.
+        seconds = self._silent[1] * self._beats.interval
+        return f"{job_store.keeper()} does not answer (for {seconds:.0f} s)" if seconds > self._timeout else None
+
+    def _stopped_peer(self, seconds: float) -> str | None:
+        for rank, since in self._news.stopped.items():
+            if since >= seconds:
+                return self._blame(rank, f"is stopped (by SIGSTOP or a debugger) for {since:.0f} s or more")
         return None
+
+    # -- processes of this host -------------------------------------------------------------------------------------
 
     def _dead(self) -> list[int]:
-        by_fd = {fd: rank for rank, fd in list(self._fds.items())}  # the watching thread may drop one meanwhile
-        if not by_fd:
-            return []
-        poll = select.poll()
-        for fd in by_fd:
-            poll.register(fd, select.POLLIN)
-        return [by_fd[fd] for fd, _ in poll.poll(0)]
+        with self._lock:
+            by_fd = {fd: rank for rank, fd in self._fds.items() if rank not in self._departed}
+            if not by_fd:
+                return []
+            poll = select.poll()
+            for fd in by_fd:
+                poll.register(fd, select.POLLIN)
+            return [by_fd[fd] for fd, _ in poll.poll(0)]
 
-    def _heartbeats(self) -> str | None:
-        now = time.monotonic()
-        self._control._set(f"beat/{self._control.rank}", json.dumps(now))
-        for rank in self._remote:
-            beat = self._control._get(f"beat/{rank}")
-            last, since = self._last_beat.get(rank, (None, now))
-            if beat != last:
-                self._last_beat[rank] = (beat, now)
-            else:
-                self._last_beat[rank] = (last, since)
-                if now - since > self._timeout and not self._control._get(f"ended/{rank}"):
-                    return f"rank {rank} sent no heartbeat for {now - since:.0f} s"
-        return None
+    def _stopped_here(self) -> list[int]:
+        """Ranks of this host that are stopped."""
+        return [rank for rank, pid in list(self._pids.items()) if _state(pid) in ("T", "t")]
+
+
+def _state(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

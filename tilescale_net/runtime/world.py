@@ -1,25 +1,28 @@
-"""The job as one rank sees it: created by init, found by kernels through `current`, taken down by finalize."""
+"""The job as one rank sees it: created by init, found by kernels through `current`, taken down by finalize.
+
+docs/states.md lists its states and what each call does in them.
+"""
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
-import sys
+import threading
 import time
 import warnings
 
 import torch
 
+import tilescale_net
 from tilescale_net import fabric
 from tilescale_net.errors import PeerLost, TileScaleError
-from tilescale_net.runtime import context, device_errors, settings, topology
+from tilescale_net.runtime import context, device_errors, process_end, settings, topology
 from tilescale_net.runtime.control import Control
 from tilescale_net.runtime.heap import Heap
 from tilescale_net.runtime.watchdog import Watchdog
 
 _current: World | None = None
-_exit_hooks = False
+_forked_from: list = []  # in a child made by fork: the world of its parent, which must not be taken down here
 
 
 class World:
@@ -33,35 +36,48 @@ class World:
         heap: the symmetric heap.
         context_tensor: int64 tensor over the fixed part of the context, the argument that kernels take.
         proxy: the proxy that serves PEs of other nodes, or None when every PE is direct.
+        failure: what ended the job for this rank, or None; every further call raises it.
     """
 
     def __init__(self, heap_bytes: int | str | None):
         settings.check()
         fabric.check_settings()
         settings.load_kernels_early()
-        self.device_kind = settings.device_kind()
-        on_gpu = self.device_kind == "cuda"
-        size = settings.heap_bytes(heap_bytes, on_gpu)
         self.timeout = settings.TIMEOUT.get()
-        self.control = Control(self.timeout + 5.0)
-        self.rank, self.size = self.control.rank, self.control.size
-        self._failure: TileScaleError | None = None
-        self._watchdog: Watchdog | None = None
+        silence = settings.HEARTBEAT_TIMEOUT.get()
+        self.failure: TileScaleError | None = None
         self.proxy = None
+        self._watchdog: Watchdog | None = None
         self._memory = None
+        self._closed = False
+        self._abort_address = self._error_address = 0
+        self._page_in_use = threading.Lock()
+        self.control = Control(self.timeout + 5.0, silence)
+        self.rank, self.size = self.control.rank, self.control.size
         try:
-            self._set_up(size, on_gpu)
-        except BaseException:
+            self._set_up(heap_bytes, silence)
+        except BaseException as err:
+            # The others wait for this rank; with the store of rank 0, its words would be gone too.
+            self.announce(err if isinstance(err, TileScaleError) else TileScaleError(f"{type(err).__name__}: {err}"))
+            self.wait_for_others()
             self._release()
             raise
 
-    def _set_up(self, size: int, on_gpu: bool) -> None:
+    def _set_up(self, heap_bytes: int | str | None, silence: float) -> None:
+        self.device_kind = settings.device_kind()
+        on_gpu = self.device_kind == "cuda"
+        size = settings.heap_bytes(heap_bytes, on_gpu)
         virtual = settings.VIRTUAL_NODES.get()
-        self.control.agree(
-            "tilescale_net.init", f"heap_bytes={size}, device={self.device_kind}, VIRTUAL_NODES={virtual}"
-        )
-        facts = self.control.gather("tilescale_net.init", (topology.host_identity(), os.getpid()))
+        facts = self.control.gather("tilescale_net.init", [topology.host_identity(), os.getpid()])
         hosts = [host for host, _ in facts]
+        self._watchdog = Watchdog(
+            self.control, hosts, [pid for _, pid in facts], silence, self._poll_local, self._on_loss
+        )
+        self.control.reason_of = self._watchdog.reason
+        self.control.agree(
+            "tilescale_net.init",
+            f"heap_bytes={size}, device={self.device_kind}, VIRTUAL_NODES={virtual}, {_version()}",
+        )
         self.topology = topology.discover(self.rank, self.size, hosts)
         if on_gpu:
             from tilescale_net.runtime.cuda_memory import CudaMemory
@@ -75,12 +91,10 @@ class World:
 
         page = self._memory.pinned(4096)
         self._abort_address, self._error_address = page, page + 64
-        pids = [pid if host == hosts[self.rank] else None for host, pid in facts]
-        self._watchdog = Watchdog(self.control, pids, settings.HEARTBEAT_TIMEOUT.get(), self._poll_local, self._on_loss)
-        self.control.reason_of = self._watchdog.reason
-
         on_allocate, on_free = self._bounds_hooks()
-        self.heap = Heap(self._memory, self.control.agree, self.rank, not on_gpu, on_allocate, on_free)
+        self.heap = Heap(
+            self._memory, self.control.agree, self.rank, not on_gpu, on_allocate, on_free, check=self.check
+        )
         handles = self.control.gather("tilescale_net.init", self._memory.handle())
         self.peer_base = [
             (self._memory.base if pe == self.rank else self._memory.map_peer(pe, handles[pe]))
@@ -146,115 +160,155 @@ class World:
     def error_address(self) -> int:
         return self._error_address
 
-    def _device_error(self) -> TileScaleError | None:
-        record = device_errors.read(self._error_address)
-        base = self._memory.base
-        return device_errors.describe(
-            record, self.rank, self.size, base, self.timeout, lambda at: self.heap.describe(at)
-        )
-
-    def _poll_local(self) -> str | None:
-        if self.proxy is not None:
-            failed = self.proxy.failure()
-            if failed is not None:
-                self._failure = self._failure or failed
-                return str(failed)
-        error = self._device_error()
-        if error is not None:
-            self._failure = self._failure or error
-            return str(error)
-        return str(self._failure) if self._failure else None
-
-    def _on_loss(self, reason: str) -> None:
-        if self._failure is None:
-            self._failure = PeerLost(f"rank {self.rank}: {reason}; restart the job")
-        self.abort()
-
     def abort(self) -> None:
         """End every device-side wait of this rank."""
-        ctypes.c_uint32.from_address(self._abort_address).value = 1
+        with self._page_in_use:
+            if self._abort_address:
+                ctypes.c_uint32.from_address(self._abort_address).value = 1
+
+    def _aborted(self) -> bool:
+        return bool(ctypes.c_uint32.from_address(self._abort_address).value)
+
+    def _device_error(self) -> TileScaleError | None:
+        with self._page_in_use:
+            if not self._error_address:
+                return None
+            record = device_errors.read(self._error_address)
+            base = self._memory.base
+            return device_errors.describe(
+                record, self.rank, self.size, base, self.timeout, lambda at: self.heap.describe(at)
+            )
+
+    def _poll_local(self) -> TileScaleError | None:
+        """What this rank's kernels or proxy have met, for the watchdog."""
+        failed = self.failure or (self.proxy.failure() if self.proxy is not None else None)
+        return failed or self._device_error()
+
+    def _on_loss(self, reason: str, error: TileScaleError | None) -> None:
+        if self.failure is None:
+            self.failure = error or PeerLost(f"rank {self.rank}: {reason}; restart the job")
+        self.abort()
+
+    def _explained(self, error: TileScaleError) -> TileScaleError:
+        """`error`, or the loss of a peer where that is why: a peer that dies makes waits time out and links break."""
+        reason = self._watchdog.explanation_of(error) if self._watchdog is not None else None
+        return PeerLost(f"rank {self.rank}: {reason}; restart the job ({error})") if reason else error
+
+    def announce(self, error: TileScaleError) -> None:
+        """Record what ends this rank and tell the others, unless a reason is known already."""
+        if self.failure is None:
+            self.failure = error
+        self.control.announce_failure(str(self.failure))
+
+    def wait_for_others(self) -> None:
+        """After a failure: let the other ranks learn of it, where they would not without this process."""
+        if self._watchdog is not None:
+            self._watchdog.wait_for_others()
 
     def fail(self, error: TileScaleError) -> None:
         """Record an error found by the host (the simulator, the proxy), tell the others, and raise it."""
-        self._failure = self._failure or error
-        self._watchdog.announce_failure(str(error))
+        if self.failure is None:
+            self.failure = self._explained(error)
+        self.control.announce_failure(str(self.failure))
         self.abort()
-        raise error
+        raise self.failure
 
     def check(self) -> None:
         """Raise what a kernel, the proxy or a lost peer left behind: WaitTimeout, PeerLost, InvalidDescriptor, …"""
-        error = self._device_error()
-        # A peer that dies makes waits time out: the death is the better explanation when both are known.
-        if self._failure is None and error is not None:
-            self._failure = error
-            self._watchdog.announce_failure(str(error))
+        if self._closed:
+            raise TileScaleError(f"rank {self.rank}: this world has ended with finalize(); use that of a new init()")
+        if self.failure is None and (error := self._device_error()) is not None:
+            self.announce(self._explained(error))
         self._notice_loss()
-        if self._failure is None and ctypes.c_uint32.from_address(self._abort_address).value:
+        if self.failure is None and self._aborted():
             # Kernels return early from here on, with whatever data they have: whoever set the word says why.
             self._learn_why_aborted()
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     def _notice_loss(self) -> None:
-        if self._failure is None and self._watchdog is not None and self._watchdog.reason():
-            self._on_loss(self._watchdog.reason())
+        if self.failure is None and self._watchdog.reason():
+            self._on_loss(self._watchdog.reason(), None)
 
     def _learn_why_aborted(self, seconds: float = 2.0) -> None:
         end = time.monotonic() + seconds
-        while self._failure is None and time.monotonic() < end:
-            self._poll_local()
+        while self.failure is None and time.monotonic() < end:
+            found = self._poll_local()
+            if found is not None and self.failure is None:
+                self.failure = self._explained(found)
             self._notice_loss()
-            if self._failure is None:
+            if self.failure is None:
                 time.sleep(0.01)
-        if self._failure is None:
-            self._failure = TileScaleError(f"rank {self.rank}: the job was aborted; look at the other ranks' output")
+        if self.failure is None:
+            self.failure = TileScaleError(f"rank {self.rank}: the job was aborted; look at the other ranks' output")
 
     # -- collective calls -------------------------------------------------------------------------------------------
 
+    def synchronize(self) -> None:
+        """See `tilescale_net.synchronize`."""
+        self.check()
+        self._memory.synchronize()
+        self.check()
+
     def barrier(self) -> None:
         """See `tilescale_net.barrier`."""
+        self._finish_kernels()
+        self.check()
+        try:
+            self.control.agree("tilescale_net.barrier")
+        except PeerLost as err:
+            self.failure = self.failure or err
+            raise self.failure from err
+
+    def _finish_kernels(self) -> None:
+        self.check()
         self._memory.synchronize()
         if self.device_kind == "simulator":
             from tilescale_net import _simulator
 
             _simulator.flush_pending()
-        self.check()
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self, spoken: str | None = None) -> None:
+        """Take the world down in good order: wait for the others, so that nobody's heap vanishes under a put.
+
+        Args:
+            spoken: what messages of other ranks say of this call.
+
+        Raises:
+            What ended the job before, or what makes this end fail; the world is down then too.
+        """
         try:
-            self.control.agree("tilescale_net.barrier")
-        except PeerLost as err:
-            self._failure = self._failure or err
-            raise self._failure from err
-
-    def close(self, orderly: bool) -> None:
-        """Take the world down. In good order it waits for the others, so that nobody's heap vanishes under a put."""
-        if orderly and self._failure is None:
-            try:
-                self._memory.synchronize()
-                if self.device_kind == "simulator":
-                    from tilescale_net import _simulator
-
-                    _simulator.flush_pending()
-                self.control.agree("tilescale_net.finalize")
-                self._watchdog.announce_end()
-                # Leave only when all have said goodbye: a rank that is gone must not look like one that failed.
-                self.control.agree("tilescale_net.finalize", "end")
-            except TileScaleError as err:
-                self._failure = err
-        elif self._watchdog is not None and not orderly:
-            self._watchdog.announce_failure("it ended before finalize")
-        failure = self._failure
-        if self._watchdog is not None and (failure is not None or not orderly):
-            self._watchdog.wait_for_others()
+            self._finish_kernels()
+            self.check()
+            if self.proxy is not None:
+                self.proxy.drain()  # endpoints close when nobody has anything on its way any more
+            self.control.agree("tilescale_net.finalize", spoken=spoken)
+            self._watchdog.announce_end()
+            # Leave only when all have said goodbye: a rank that is gone must not look like one that failed.
+            self.control.agree("tilescale_net.finalize", "end")
+        except TileScaleError as err:
+            self.give_up(str(err), err)
+            raise self.failure from None if self.failure is err else err
         self._release()
-        if failure is not None and orderly:
-            raise failure
+
+    def give_up(self, why: str, error: TileScaleError | None = None) -> None:
+        """Take the world down without the others; they learn why."""
+        self.announce(error or TileScaleError(why))
+        self.wait_for_others()
+        self.abort()  # kernels that still run must not use what is freed now
+        self._release()
 
     def _release(self) -> None:
+        self._closed = True
         if self.proxy is not None:
             self.proxy.close()
             self.proxy = None
         if self._watchdog is not None:
             self._watchdog.close()
+        with self._page_in_use:
+            self._abort_address = self._error_address = 0
         if self._memory is not None:
             if self.device_kind == "simulator":
                 from tilescale_net import _simulator
@@ -264,8 +318,20 @@ class World:
         self.control.close()
 
 
+def _version() -> str:
+    """What ranks must have in common to understand each other."""
+    from tilescale_net.compiler import toolchain
+
+    return f"tilescale_net {tilescale_net.__version__}, device code {toolchain.sources_hash()}"
+
+
 def current() -> World:
     """The world of this process. Raises TileScaleError when init has not been called."""
+    if _current is None and _forked_from:
+        raise TileScaleError(
+            "this process was forked from a rank and is none itself; call tilescale_net in the rank, or start processes "
+            "before init()"
+        )
     if _current is None:
         raise TileScaleError("tilescale_net is not initialised; call tilescale_net.init() first, on every rank")
     return _current
@@ -273,42 +339,35 @@ def current() -> World:
 
 def init(heap_bytes: int | str | None = None) -> World:
     """See `tilescale_net.init`."""
-    global _current, _exit_hooks
+    global _current
     if _current is not None:
         raise TileScaleError("tilescale_net is initialised already; call finalize() before another init()")
+    if _forked_from:
+        raise TileScaleError(
+            "this process was forked from a rank and cannot join the job; start processes before init()"
+        )
     _current = World(heap_bytes)
-    if not _exit_hooks:
-        _exit_hooks = True
-        atexit.register(_at_exit)
-        previous = sys.excepthook
-
-        def hook(kind, value, trace):
-            if _current is not None and _current._watchdog is not None:
-                _current._watchdog.announce_failure(f"{kind.__name__}: {value}")
-                _current._failure = _current._failure or TileScaleError(str(value))
-            previous(kind, value, trace)
-
-        sys.excepthook = hook
+    process_end.install(lambda: _current, _take, _forget)
     return _current
 
 
 def finalize() -> None:
     """See `tilescale_net.finalize`."""
-    global _current
-    world, _current = _current, None
+    world = _take()
     if world is not None:
-        world.close(orderly=True)
+        world.close()
 
 
-def _at_exit() -> None:
+def _take() -> World | None:
     global _current
     world, _current = _current, None
-    if world is None:
-        return
-    failed_before = world._failure is not None
-    try:
-        world.close(orderly=not failed_before)
-    except TileScaleError as err:
-        print(f"tilescale_net: {type(err).__name__}: {err}", file=sys.stderr, flush=True)
-        # atexit cannot change the exit status otherwise, and a failed job must not look like a good one.
-        os._exit(1)
+    return world
+
+
+def _forget() -> None:
+    """In a child made by fork: what belongs to the parent is kept for ever, so that nothing here takes it down."""
+    world = _take()
+    if world is not None:
+        _forked_from.append(world)
+        for kept in (world, torch.distributed.group.WORLD):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

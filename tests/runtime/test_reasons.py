@@ -1,0 +1,205 @@
+"""Whatever ends a rank, wherever it is: the others end too, in time, and name that rank and its reason."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+import tilescale_net as tsn
+from tests import ranks
+from tilescale_net.launch.environment import reserve_port
+
+QUICK = {"TSN_TIMEOUT": "2", "TSN_HEARTBEAT_TIMEOUT": "2"}  # and 5 s more for collective calls
+
+
+def _end_with_the_others(lost):
+    """For `on_start`: ends the stopped rank when all others have ended."""
+
+    def on_start(procs):
+        def body():
+            for rank, proc in enumerate(procs):
+                if rank != lost:
+                    proc.join(60)
+            procs[lost].kill()
+
+        threading.Thread(target=body, daemon=True).start()
+
+    return on_start
+
+
+def _stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _stopped(lost, where):
+    if int(os.environ["RANK"]) == lost:
+        if where == "init":
+            dist.new_group = lambda **_: _stop()
+        if where == "heap":
+            tsn.init("4M")
+            _stop()
+    tsn.init("4M")
+    tsn.barrier()
+    tsn.barrier()
+
+
+@pytest.mark.parametrize("lost, where", [(0, "heap"), (0, "init"), (1, "heap")])
+def test_a_stopped_rank_stops_nobody_else(lost, where):
+    begin = time.monotonic()
+    outcomes = ranks.launch(
+        3, _stopped, lost, where, env=QUICK, init=False, timeout=100, on_start=_end_with_the_others(lost)
+    )
+    for o in outcomes:
+        if o.rank != lost:
+            kind, text, _ = o.error
+            assert kind == "PeerLost" and f"rank {lost}" in text.partition(": ")[2], text
+            assert "nothing yet" not in text, text
+            if lost == 0:
+                assert "rank 0, which keeps the store of the job, does not answer" in text or "is stopped" in text, text
+            other = 3 - lost - o.rank
+            assert f"rank {other}" not in text.partition(": ")[2], text
+    assert time.monotonic() - begin < 60
+
+
+def _dies(lost, how):
+    tsn.init("4M")
+    tsn.barrier()
+    if tsn.rank() == lost:
+        how()
+    else:
+        time.sleep(0.3)
+    tsn.barrier()
+
+
+def _killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_rank_is_named(lost):
+    for o in ranks.launch(3, _dies, lost, _killed, env=QUICK, init=False, timeout=60):
+        if o.rank != lost:
+            kind, text, _ = o.error
+            assert kind == "PeerLost" and f"rank {lost} (process ended without a word)" in text, text
+
+
+def _wrong_setting():
+    if os.environ["RANK"] == "1":
+        os.environ.update(TSN_PROXY_CAPACITY="3")
+    tsn.init("4M")
+
+
+def test_an_error_in_the_first_init_reaches_the_others():
+    outcomes = ranks.launch(3, _wrong_setting, env={"VIRTUAL_NODES": "3", **QUICK}, init=False, timeout=60)
+    assert outcomes[1].error[0] == "ConfigurationError" and "TSN_PROXY_CAPACITY=3" in outcomes[1].error[1]
+    for o in (outcomes[0], outcomes[2]):
+        kind, text, _ = o.error
+        assert kind == "PeerLost" and "rank 1 failed" in text and "TSN_PROXY_CAPACITY=3" in text, text
+
+
+def _waits_for_a_dead_peer():
+    """A wait that times out because the peer is gone is the peer's fault."""
+    tsn.init("4M")
+    world = tsn.world()
+    tsn.barrier()
+    if tsn.rank() == 1:
+        _killed()
+    time.sleep(0.05)
+    world.fail(tsn.WaitTimeout("rank: wait in block 0 waited"))
+
+
+def test_the_death_of_a_peer_explains_a_timeout():
+    outcomes = ranks.launch(2, _waits_for_a_dead_peer, env=QUICK, init=False, timeout=60)
+    kind, text, _ = outcomes[0].error
+    assert kind == "PeerLost" and "rank 1 (process ended without a word)" in text and "block 0 waited" in text, text
+
+
+# -- ends of the program itself ---------------------------------------------------------------------------------------
+
+# Each job's ranks are forks of one program that has imported torch; what they run ends as a program does.
+DRIVER = """
+import json, os, sys, traceback
+import torch, tilescale_net
+jobs, folder = json.loads(sys.argv[1]), sys.argv[2]
+for job, (port, text) in enumerate(jobs):
+    children = []
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            os.dup2(os.open(f"{folder}/{job}.{rank}", os.O_CREAT | os.O_WRONLY), 2)
+            break
+        children.append(pid)
+    else:
+        for rank, pid in enumerate(children):
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        continue
+    import tilescale_net as tsn
+    tsn.init("4M")
+    rank = tsn.rank()
+    tsn.barrier()
+    exec(text)
+    tsn.barrier()
+    break
+"""
+
+CHILDREN = """
+import signal, time
+x = tsn.zeros(4)
+for end in (lambda: sys.exit(0), lambda: 1 / 0, lambda: tsn.barrier()):
+    pid = os.fork()
+    if pid == 0:
+        end()
+        sys.exit(0)
+    for _ in range(200):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(pid, signal.SIGKILL)
+        raise RuntimeError("the child hangs")
+tsn.barrier()
+print("the rank goes on", file=sys.stderr)
+"""
+
+# What rank 1 does, its exit code, that of rank 0 and what rank 0 says.
+ENDS = [
+    ("if rank == 1: raise ZeroDivisionError('mine')", 1, 1, "rank 1 failed: ZeroDivisionError: mine"),
+    ("if rank == 1: sys.exit(3)", 3, 1, "rank 1 failed: it ended (exit code 3)"),
+    ("if rank == 1: raise SystemExit('a word')", 1, 1, "rank 1 "),
+    ("if rank == 1: sys.exit(0)", 1, 1, "rank 1 ended (exit code 0)"),
+    (
+        "if rank == 1:\n  try: sys.exit(3)\n  except SystemExit: pass\n  raise KeyError('late')",
+        1,
+        1,
+        "rank 1 failed: KeyError: 'late'",
+    ),
+    ("try: sys.exit(3)\nexcept SystemExit: pass\nprint('caught', file=sys.stderr)", 0, 0, "caught"),
+    (CHILDREN, 0, 0, "forked from a rank"),
+]
+
+
+def test_the_end_of_a_program_reaches_the_other_ranks(tmp_path):
+    with contextlib.ExitStack() as stack:
+        jobs = [(stack.enter_context(reserve_port("127.0.0.1")).getsockname()[1], text) for text, *_ in ENDS]
+        env = {**os.environ, **QUICK, "TSN_DEVICE": "simulator", "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(
+            [sys.executable, "-c", DRIVER, json.dumps(jobs), str(tmp_path)],
+            env=env,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=200,
+        )
+    codes = [int(c) for c in done.stdout.split()]
+    for job, (text, code, others, said) in enumerate(ENDS):
+        words = [(tmp_path / f"{job}.{rank}").read_text() for rank in range(2)]
+        assert codes[2 * job : 2 * job + 2] == [others, code] and said in words[0], (text, words)
+    assert all("the rank goes on" in (tmp_path / f"{len(ENDS) - 1}.{rank}").read_text() for rank in range(2))

@@ -1,0 +1,50 @@
+"""Values that ranks send each other, as JSON: reading what came from outside makes data and nothing else."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+
+_BYTES = "\0bytes"  # the one key of an object that stands for bytes
+
+
+def encode(value: object) -> bytes:
+    """Bytes of None, a bool, int, float, str, bytes, list, tuple or dict with str keys, nested at will.
+
+    Raises:
+        TypeError: a value of another type.
+    """
+    return json.dumps(_plain(value), separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> object:
+    """The value that `encode` was given, tuples as lists. Raises ValueError for anything else."""
+    try:
+        return json.loads(data.decode(), object_hook=_object)
+    except (UnicodeDecodeError, RecursionError) as err:
+        raise ValueError(f"not a value that a rank has sent: {err}") from None
+
+
+def _plain(value):
+    if isinstance(value, bytes | bytearray):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str) or key == _BYTES:
+                raise TypeError(f"a dict with the key {key!r} cannot be sent to other ranks")
+        return {k: _plain(v) for k, v in value.items()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a {type(value).__name__} cannot be sent to other ranks")
+
+
+def _object(fields: dict):
+    if list(fields) != [_BYTES]:
+        return fields
+    try:
+        return base64.b64decode(fields[_BYTES], validate=True)
+    except (TypeError, binascii.Error) as err:
+        raise ValueError(f"not bytes that a rank has sent: {err}") from None

@@ -1,0 +1,130 @@
+"""What the ranks of a job tell each other through its store while all is well: that they live, and that nobody failed.
+
+One host asks as little as it can: of its ranks one sends heartbeats, for all of them, and says which of them are
+stopped. Each rank looks at one key for failures, and at the heartbeats of all hosts with one request.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from tilescale_net.runtime import job_store
+from tilescale_net.runtime.control import announced
+
+INTERVAL = 0.25  # seconds between looks at the failure key
+_BEAT = 4  # looks from one heartbeat to the next
+_RANKS = 256  # a job of more looks less often, so that its store serves no more requests in all
+_TAKEOVER = 3.0  # seconds without a heartbeat after which another rank of the host sends it
+_TAKEOVER_STEP = 0.5  # seconds that the next one leaves to the one before
+
+
+@dataclass
+class News:
+    """What a round found.
+
+    Attributes:
+        failed: the failure that another rank told of, in words.
+        silent: the first rank of a host that counts as lost, and why, in words.
+        stopped: ranks that are stopped (SIGSTOP, a debugger), and for how many seconds they have been so.
+    """
+
+    failed: str | None = None
+    silent: tuple[int, str] | None = None
+    stopped: dict[int, float] = field(default_factory=dict)
+
+
+class Heartbeats:
+    """One rank's part in it.
+
+    Args:
+        rank: of this process.
+        hosts: identity of each rank's host, equal for ranks of one host.
+        timeout: seconds of silence after which the ranks of another host are lost.
+        stopped: tells which ranks of this host are stopped.
+        clock: seconds, never running backwards.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: list[str],
+        timeout: float,
+        stopped: Callable[[], list[int]] = list,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._rank, self._timeout, self._stopped, self._clock = rank, timeout, stopped, clock
+        self._first: dict[str, list[int]] = {}
+        for r, host in enumerate(hosts):
+            self._first.setdefault(host, []).append(r)
+        self._mine = hosts[rank]
+        self._index = self._first[self._mine].index(rank)
+        self._keys = [f"beat/{members[0]}" for members in self._first.values()]
+        self._complete = False  # every host has sent a heartbeat
+        self._rounds = 0
+        self._sent = 0
+        self._seen: dict[str, tuple[str, float]] = {}
+        self._stopped_since: dict[int, float] = {}
+        self._silent: tuple[int, str] | None = None
+        self.interval = INTERVAL * max(1.0, len(hosts) / _RANKS)
+
+    def round(self, store: dist.Store) -> News:
+        """Look, and send what is due. Raises what the store raises."""
+        news = News(failed=announced(job_store.get(store, "failed"), self._rank))
+        if self._rounds % _BEAT == 0:
+            self._beat(store)
+            self._look(store)
+        self._rounds += 1
+        now = self._clock()
+        news.silent = self._silent
+        news.stopped = {r: now - since for r, since in self._stopped_since.items()}
+        return news
+
+    def _beat(self, store: dist.Store) -> None:
+        """Send the heartbeat of this host, if that is for this rank to do."""
+        key = f"beat/{self._first[self._mine][0]}"
+        value, since = self._seen.get(key, ("", self._clock()))
+        self._seen.setdefault(key, (value, since))
+        silence = self._clock() - since
+        if self._index == 0 or silence > _TAKEOVER + _TAKEOVER_STEP * self._index:
+            self._sent += 1
+            store.set(key, json.dumps([self._rank, self._sent, self._stopped()]))
+
+    def _look(self, store: dist.Store) -> None:
+        if not self._complete:
+            self._complete = store.check(self._keys)
+            if not self._complete:
+                return self._judge(store, {})
+        values = store.multi_get(self._keys)
+        self._judge(store, {k: v.decode(errors="replace") for k, v in zip(self._keys, values)})
+
+    def _judge(self, store: dist.Store, values: dict[str, str]) -> None:
+        now = self._clock()
+        self._silent = None
+        stopped: set[int] = set()
+        for (host, members), key in zip(self._first.items(), self._keys):
+            value = values.get(key, "")
+            last, since = self._seen.get(key, ("", now))
+            if value != last:
+                since = now
+            self._seen[key] = (value, since)
+            stopped |= set(_stopped_in(value)) & set(members)
+            if host != self._mine and now - since > self._timeout and not self._ended(store, members):
+                others = f" (nor did ranks {members[1]} to {members[-1]} of its host)" if len(members) > 1 else ""
+                self._silent = members[0], f"sent no heartbeat for {now - since:.0f} s{others}"
+        self._stopped_since = {r: self._stopped_since.get(r, now) for r in stopped if r != self._rank}
+
+    @staticmethod
+    def _ended(store: dist.Store, members: list[int]) -> bool:
+        return any(store.check([f"ended/{r}"]) for r in members)
+
+
+def _stopped_in(value: str) -> list[int]:
+    try:
+        return [int(r) for r in json.loads(value)[2]]
+    except (ValueError, TypeError, IndexError, KeyError):
+        return []

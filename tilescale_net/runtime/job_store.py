@@ -1,0 +1,153 @@
+"""The store of the job, through which ranks say what the collective calls cannot: who came, who failed, and why.
+
+torch's store waits for an answer without a limit when the host that keeps it is cut off. So one thread alone asks it,
+and whoever needs an answer waits for that thread, up to a deadline: no answer is a reason too.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswerYet  # another class than the built-in one before Python 3.11
+
+import torch.distributed as dist
+
+from tilescale_net.errors import PeerLost
+
+_STEP = 0.25  # seconds; time is counted in steps, so that a process that was stopped itself does not blame the store
+
+
+class JobStore:
+    """A part of torch's store, under a prefix of its own.
+
+    Args:
+        store: torch's.
+        prefix: put before every key, with a slash.
+        rank: of this process, for messages.
+        silence: seconds without an answer after which the store counts as lost.
+    """
+
+    def __init__(self, store: dist.Store, prefix: str, rank: int, silence: float):
+        self.rank, self.silence = rank, silence
+        self._store = dist.PrefixStore(prefix, store)
+        self._questions: queue.SimpleQueue = queue.SimpleQueue()
+        self._asked = self._answered = 0
+        self._asking = threading.Lock()
+        self._lost: str | None = None
+        threading.Thread(target=self._serve, name="tilescale_net-store", daemon=True).start()
+
+    def post(self, question: Callable[[dist.Store], object]) -> Future:
+        """Have `question(store)` run in its turn. The answer's `result()` raises PeerLost when the store is gone."""
+        answer: Future = Future()
+        with self._asking:
+            self._asked += 1
+            self._questions.put((question, answer))
+        return answer
+
+    def ask(self, question: Callable[[dist.Store], object], seconds: float | None = None):
+        """The answer to `question(store)`.
+
+        Args:
+            seconds: how long to wait for it; default: until the store counts as lost.
+
+        Raises:
+            PeerLost: no answer in time, or the store is gone; says who kept it.
+        """
+        answer, left = self.post(question), self.silence if seconds is None else seconds
+        while not answer.done() and left > 0:
+            try:
+                return answer.result(min(_STEP, left))
+            except NoAnswerYet:
+                left -= _STEP
+        if not answer.done():
+            raise self.silent(self.silence if seconds is None else seconds)
+        return answer.result()
+
+    def silent(self, seconds: float) -> PeerLost:
+        """The error that says that there was no answer for so long."""
+        return PeerLost(f"rank {self.rank}: {keeper()} does not answer (waited {seconds:g} s)")
+
+    @property
+    def answered(self) -> int | None:
+        """How many questions were answered; None while none is waiting. Stands still while the store is silent."""
+        done = self._answered
+        return done if self._asked > done else None
+
+    @property
+    def lost(self) -> str | None:
+        """Why the store is gone for good, or None."""
+        return self._lost
+
+    def close(self) -> None:
+        """Let the thread end when it has asked what is waiting."""
+        self._questions.put(None)
+
+    def _serve(self) -> None:
+        while (item := self._questions.get()) is not None:
+            question, answer = item
+            try:
+                if self._lost:
+                    raise PeerLost(f"rank {self.rank}: {self._lost}")
+                answer.set_result(question(self._store))
+            except PeerLost as err:
+                answer.set_exception(err)
+            except Exception as err:  # torch says so with several classes
+                self._lost = f"{keeper()} is gone. Look at its output ({first_line(err)})"
+                answer.set_exception(PeerLost(f"rank {self.rank}: {self._lost}"))
+            self._answered += 1
+
+
+def keeper() -> str:
+    """Who keeps the store, in words."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return (
+        "torchrun's agent, which keeps the store of the job," if agent else "rank 0, which keeps the store of the job,"
+    )
+
+
+def get(store: dist.Store, key: str) -> str | None:
+    """What was said under `key`, None when nothing was."""
+    return store.get(key).decode(errors="replace") if store.check([key]) else None
+
+
+def set_once(store: dist.Store, key: str, value: str) -> None:
+    """Say something under `key` unless somebody has said anything there."""
+    store.compare_set(key, "", value)
+
+
+def within(seconds: float, run: Callable[[], object]):
+    """The result of `run()`, which is left behind in a thread of its own when it takes longer.
+
+    Raises:
+        TimeoutError: it does.
+        Whatever `run` raises.
+    """
+    answer: Future = Future()
+
+    def body():
+        try:
+            answer.set_result(run())
+        except BaseException as err:
+            answer.set_exception(err)
+
+    threading.Thread(target=body, name="tilescale_net-join", daemon=True).start()
+    end = time.monotonic() + seconds
+    while not answer.done() and time.monotonic() < end:
+        try:
+            return answer.result(0.5)  # short, so that Ctrl-C is heard
+        except NoAnswerYet:
+            if answer.done():
+                break
+    if not answer.done():
+        raise TimeoutError
+    return answer.result()
+
+
+def first_line(err: BaseException) -> str:
+    """What an error of torch says, without the stack that follows."""
+    text = str(err).strip()
+    return text.splitlines()[0] if text else type(err).__name__

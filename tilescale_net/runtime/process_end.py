@@ -1,0 +1,96 @@
+"""The end of this process while its rank is in a job: the other ranks learn of it, and why.
+
+Exceptions that nobody catches, `sys.exit`, the end of the program and children made by fork all come here. What ends a
+rank without Python's doing (a signal, os._exit) is found by the other ranks' watchdogs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+
+from tilescale_net.errors import TileScaleError
+
+_installed = False
+_exit_code: object = None  # what the program was last asked to end with
+
+
+def install(current: Callable, take: Callable, forget: Callable[[], None]) -> None:
+    """Watch for the end of this process; the second call does nothing.
+
+    Args:
+        current: returns the world, or None.
+        take: the same, and there is no world any more.
+        forget: called in a child made by fork, which is no rank.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    owner = os.getpid()
+    os.register_at_fork(after_in_child=forget)
+    atexit.register(lambda: _at_exit(take()) if os.getpid() == owner else None)
+    previous = sys.excepthook
+
+    def hook(kind, value, trace):
+        world = current()
+        if world is not None:
+            world.announce(TileScaleError(f"{kind.__name__}: {value}"))
+        previous(kind, value, trace)
+
+    sys.excepthook = hook
+    sys.exit = _exit
+
+
+def _at_exit(world) -> None:
+    if world is None:
+        return
+    code = _status(_exit_code)
+    if world.failure is not None or code:
+        world.give_up(f"it ended (exit code {code})" if code else "it ended before finalize")
+        return
+    try:
+        world.close(spoken="ended (exit code 0)")
+    except TileScaleError as err:
+        print(f"tilescale_net: {type(err).__name__}: {err}", file=sys.stderr, flush=True)
+        # atexit cannot change the exit status otherwise, and a failed job must not look like a good one.
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def _status(code: object) -> int:
+    """The exit status that Python makes of what sys.exit was given."""
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+class _Raised:
+    """Goes with the SystemExit of a sys.exit; when that is dropped, tells whether somebody caught it.
+
+    Python tells nobody with which status it ends. Whoever catches the exception drops it from a frame of Python; the
+    interpreter drops it when no frame is left.
+    """
+
+    def __init__(self, code: object):
+        self._code = code
+
+    def __del__(self):
+        global _exit_code
+        try:
+            sys._getframe(1)
+        except ValueError:
+            _exit_code = self._code
+
+
+def _exit(status=None, /):
+    """Exit the interpreter by raising SystemExit(status); see Python's documentation of sys.exit."""
+    raise _system_exit(status)  # bound to no name here, which would be a cycle that keeps it alive
+
+
+def _system_exit(status) -> SystemExit:
+    error = SystemExit(status)
+    error.tilescale_net = _Raised(status)
+    return error
