@@ -57,3 +57,18 @@ def test_kernels_that_nobody_uses_are_removed(monkeypatch, tmp_path):
     monkeypatch.setattr(cache, "KEPT_BYTES", 2 * first.stat().st_size + 5)
     second = host_compiler.build("kernel", "int y;")
     assert first.exists() and second.exists() and not recent.exists() and other.exists()
+
+
+def test_headers_are_read_once(monkeypatch, tmp_path):
+    """Kernels with a context start from headers precompiled by the first of them; without those they compile all the same."""
+    if "Free Software Foundation" not in host_compiler._compiler_identity():
+        pytest.skip("lacks g++ (g++)")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text = host_compiler.PRELUDE + "int x;"
+    folder = host_compiler.build("kernel", text).parent
+    (made,) = folder.glob("prelude-*.gch")
+    written = made.stat().st_ino
+    host_compiler.build("kernel", text + "int y;")
+    assert [p.stat().st_ino for p in folder.glob("prelude-*.gch")] == [written]
+    made.write_bytes(b"cut short")
+    assert host_compiler.build("kernel", text + "int z;").exists()

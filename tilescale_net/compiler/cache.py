@@ -1,4 +1,4 @@
-"""What the simulator has made of kernels, kept for the next time in one folder per user: lowered kernels and libraries."""
+"""What the simulator has made of kernels, kept for the next time in one folder per user: lowered kernels, libraries and headers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import settings
 
-SUFFIXES = (".so", ".lowered")
+SUFFIXES = (".so", ".lowered", ".gch")
 # What is kept: what was used within so many days, the latest of it up to so many bytes.
 KEPT_DAYS, KEPT_BYTES = 30, 1 << 30
 
