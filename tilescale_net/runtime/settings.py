@@ -90,7 +90,7 @@ PROXY_QUEUES = Setting(
     "TSN_PROXY_QUEUES", setting.whole(1), 1, "device queues; operations to a PE use queue PE % queues", "1"
 )
 PROXY_THREADS = Setting("TSN_PROXY_THREADS", setting.whole(1), 1, "proxy threads, each with endpoints of its own", "1")
-PROXY_CPUS = Setting(
+PROXY_CPUS: Setting[str | list[int]] = Setting(
     "TSN_PROXY_CPUS",
     setting.cpus,
     [],
@@ -160,6 +160,13 @@ MASTER_PORT = Setting("MASTER_PORT", setting.whole(1, 65535), 0, "the port that 
 OUTPUT = Setting(
     "TSN_OUTPUT", setting.one_of("all", "first"), "first", "`all`: show the output of all ranks, not only of rank 0"
 )
+STORE = Setting("TSN_STORE", setting.text, "", "the launcher tells its ranks here where its store is; not for users")
+STORE_FD = Setting(
+    "TSN_STORE_FD",
+    setting.whole(0),
+    0,
+    "the launcher tells rank 0 here which file is the store's socket; not for users",
+)
 PYTHON = Setting(
     "TSN_PYTHON",
     setting.text,
@@ -190,7 +197,7 @@ SECTIONS: dict[str, tuple[Setting, ...]] = {
     "Simulator": (SIM_SEED, SIM_VISIBILITY, SIM_SMS, SIM_STALL, SIM_STACK, SIM_CXXFLAGS, CXX),
     "Launcher and build": (
         *(GPUS, NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, OUTPUT),
-        *(PYTHON, VENV, BUILD, LIBFABRIC_INCLUDE),
+        *(PYTHON, VENV, BUILD, LIBFABRIC_INCLUDE, STORE, STORE_FD),
     ),
     "Tests": (TEST_ORDERING, CHAOS_SEEDS),
 }

@@ -9,7 +9,6 @@ import ctypes
 import os
 import threading
 import time
-import warnings
 
 import torch
 
@@ -102,11 +101,10 @@ class World:
         ]
         queues, n_queues = self._start_proxy()
         if on_gpu and self.rank == 0 and self.proxy is not None and self._memory.loads_kernels_late():
-            warnings.warn(
+            settings.log.warning(
                 "CUDA loads kernels at their first launch here; where data to and from other nodes are staged in host "
                 "memory, that waits for a running kernel, and the kernel for its data until TSN_TIMEOUT. Set "
-                "CUDA_MODULE_LOADING=EAGER before CUDA starts",
-                stacklevel=5,
+                "CUDA_MODULE_LOADING=EAGER before CUDA starts"
             )
         header = context.ContextHeader(
             my_pe=self.rank,
