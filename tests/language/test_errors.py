@@ -5,17 +5,31 @@ import re
 
 import pytest
 import tilelang.language as T
+from tilelang.layout import make_swizzled_layout
 
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests.language.tracing import generated, trace
+from tilescale_net.compiler import inspect as inspect_code
 from tilescale_net.errors import KernelError
 
 WRONG = {
     "dtype mismatch": (lambda k: N.put_block(k.h, k.a, 1), "N.put_block: dst (h) has dtype float16, src (a)"),
     "not a tensor": (lambda k: N.put_block(3, k.a, 1), "N.put_block: dst must be a tensor, an element"),
     "expression": (lambda k: N.get_warp(k.a, k.n + 1, 1), "N.get_warp: src must be a tensor"),
-    "shared memory": (lambda k: N.put_block(k.a, k.shared, 1), "src (shared) lives in shared; it must be in global"),
+    "get into shared memory": (
+        lambda k: N.get_block(k.shared, k.a, 1),
+        "dst (shared) lives in shared; it must be in global",
+    ),
+    "get from shared memory": (
+        lambda k: N.get_block(k.a, k.shared, 1),
+        "src (shared) lives in shared; it must be in global",
+    ),
+    "shared memory in bulk": (
+        lambda k: N.put_block(k.a[0], k.shared, 1, engine="bulk"),
+        "shared memory is not copied in",
+    ),
+    "more than shared memory": (lambda k: N.put_warp(k.a, k.shared, 1, count=129), "src (shared) holds 128 elements"),
     "fragment": (lambda k: N.put_block(k.a, k.fragment, 1), "src (fragment) lives in fragment"),
     "count too large": (lambda k: N.put_block(k.a, k.b, 1, count=4097), "count is 4097, but dst (a) holds 4096"),
     "count beyond element": (lambda k: N.put_warp(k.a[4090], k.b, 1, count=7), "dst (a) holds 6 elements from there"),
@@ -35,7 +49,10 @@ WRONG = {
         lambda k: N.put_block(k.m[0:4, 0:5], k.a[0], 1, count=5),
         "count= belongs to contiguous memory",
     ),
-    "rows in bulk": (lambda k: N.put_block(k.m[0:4, 0:5], k.a[0], 1, engine="bulk"), "are not copied in bulk"),
+    "rows in bulk": (
+        lambda k: N.put_block(k.m[0:4, 0:5], k.a[0], 1, engine="bulk"),
+        "rows that lie apart is not copied in bulk",
+    ),
     "rows beyond an axis": (lambda k: N.put_block(k.m[0:4, 60:110], k.a[0], 1), "ends at 110 on an axis of 100"),
     "column of signals": (
         lambda k: N.signal(k.m[0:4, 0], 1, 1),
@@ -197,3 +214,24 @@ def test_two_contexts():
 
     with pytest.raises(KernelError, match=r"kernel greedy has 2 N.Context\(\) parameters \(one and two\)"):
         tsn.compile(greedy, target="simulator")
+
+
+@pytest.mark.parametrize("why", ["an operand of T.gemm", "a layout of its own"])
+def test_put_of_a_tile_out_of_order(why):
+    @T.prim_func
+    def kernel(ctx: N.Context(), a: T.Tensor((64, 64), "float16"), d: T.Tensor((64, 64), "float16")):
+        with T.Kernel(1, threads=128):
+            tile = T.alloc_shared((64, 64), "float16")
+            other = T.alloc_shared((64, 64), "float16")
+            acc = T.alloc_fragment((64, 64), "float32")
+            T.copy(a, tile)
+            T.copy(a, other)
+            if why.endswith("gemm"):
+                T.clear(acc)
+                T.gemm(tile, other, acc)
+            else:
+                T.annotate_layout({tile: make_swizzled_layout(tile)})
+            N.put_block(d, tile, 1)
+
+    with pytest.raises(KernelError, match=rf"sends the tile tile, which has .*{why}.*\n  at .*test_errors.py:"):
+        inspect_code.cuda_source(kernel)

@@ -61,6 +61,14 @@ CALLS = {
         lambda k: N.put_signal_thread(k.b[0], k.a[0], 1, k.flags[0], 2**64 - 1),
         "(&(flags[0]))), (uint64_t)18446744073709551615, static_cast<void*>(0));",
     ),
+    "put_block of a tile": (
+        lambda k: N.put_block(k.b[5], k.shared, 1),
+        "tsn::put_shared<tsn::Scope::block>(CTX, (&(b[5])), (&(shared[0])), 512, 1);",
+    ),
+    "put_signal_warp of a part of a tile": (
+        lambda k: N.put_signal_warp(k.b[5], k.shared[3], k.r, k.flags[0], 1, count=k.n),
+        "tsn::put_signal_shared<tsn::Scope::warp, tsn::SignalOp::set>(CTX, (&(b[5])), (&(shared[3])), (n * (int64_t)4), r,",
+    ),
     "put_block of a box": (
         lambda k: N.put_block(k.m[0:4, 0:50], k.m[8:12, 50:100], 1),
         "tsn::put_rows<tsn::Scope::block, 16>(CTX, (&(m[0])), (&(m[850])), 4, 200, 400, 400, 1);",

@@ -44,6 +44,18 @@ def test_a_barrier_is_no_signal_of_a_peer():
     assert "several blocks of a PE" in text and "sends this signal" not in text
 
 
+def test_grid_barriers():
+    text = str(said("wait timeout", "barrier_grid", expected=8, observed=3))
+    assert "waited 4 s for all blocks of the launch; 3 of 8 have come; all blocks of the launch must call it" in text
+    text = str(said("barriers overlap", "barrier"))
+    assert "barrier in block 0 met another one that was under way; one block of a PE at a time" in text
+
+
+def test_a_tile_for_another_node():
+    assert "failed: not direct; a source in shared memory" in str(said("not direct", "put_signal", pe=1))
+    assert "N.is_direct(pe)" in str(said("not direct", "remote", pe=1))
+
+
 def test_a_negative_count():
     text = str(said("not symmetric", "put", pe=1, address=BASE + 4096, bytes=-20))
     assert "put in block 0 towards PE 1: a size of -20 bytes; a count that is computed at run time was negative" in text

@@ -7,6 +7,7 @@
   switched off; explicit TMA is refused.
 - T.Parallel runs its body on some threads at a time: primitives of warps and blocks are refused there.
 - Loads among an operator's operands get no bounds check: they are given one.
+- T.gemm, and whoever asks for it, lays tiles of shared memory out in an order of its own: not a source of a put.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ _COPY = "tl.tileop.copy"
 _TMA_OPS = {"tl.tileop.tma_copy", "tl.tileop.im2col", "tl.tma_load", "tl.tma_store"}
 _TMA_ANNOTATIONS = ("is_gather4", "is_scatter4", "cluster_mask")
 _PIPELINE_ANNOTATIONS = ("num_stages", "tl_pipeline_order", "tl_pipeline_stage", "software_pipeline_stage")
+# Puts from shared memory, and which argument is their source.
+_FROM_SHARED = {"tsn.put_shared": 3, "tsn.put_signal_shared": 4}
 # Called by whole blocks although they carry no scope.
 _BLOCK_OPS = {"tsn.barrier_all", "tsn.barrier_node", "tsn.barrier_grid"}
 
@@ -34,6 +37,7 @@ def check(func: tirx.PrimFunc) -> None:
     for loop in loops:
         _check_loop(loop)
     _check_tma(func)
+    _check_tiles(func)
 
 
 def rewrite(body: tirx.Stmt, guards: bool = True) -> tirx.Stmt:
@@ -83,6 +87,38 @@ def _check_tma(func: tirx.PrimFunc) -> None:
             "order TMA accesses, so it could read what a peer has not written yet; use T.copy for data that peers "
             f"exchange, or move the TMA part to a kernel of its own{where(call)}"
         )
+
+
+def _check_tiles(func: tirx.PrimFunc) -> None:
+    """Refuse puts from tiles whose elements do not lie in order."""
+    calls = [call for call in our_calls(func.body) if op_name(call) in _FROM_SHARED]
+    if not calls:
+        return
+    disordered: dict[tirx.Var, str] = {}
+
+    def look(node):
+        name = op_name(node)
+        if name.startswith("tl.tileop.") and "gemm" in name:
+            post_order_visit(tirx.Evaluate(node), lambda n: _note_tile(n, disordered))
+        if isinstance(node, tirx.SBlock) and "layout_map" in node.annotations:
+            disordered.update({data: "a layout of its own" for data in node.annotations["layout_map"]})
+
+    post_order_visit(func.body, look)
+    for call in calls:
+        tile = call.args[_FROM_SHARED[op_name(call)]].args[1]
+        reason = next((why for data, why in disordered.items() if data.same_as(tile)), None)
+        if reason is not None:
+            raise KernelError(
+                f"{op_name(call)} sends the tile {tile.name}, which has {reason}: its elements do not lie in order; T.copy "
+                f"it to another shared tensor first{where(call)}"
+            )
+
+
+def _note_tile(node, found: dict) -> None:
+    if isinstance(node, tirx.BufferLoad) and node.buffer.scope().startswith("shared"):
+        found[node.buffer.data] = "the layout of an operand of T.gemm"
+    if op_name(node) == "tirx.tvm_access_ptr":
+        found[node.args[1]] = "the layout of an operand of T.gemm"
 
 
 def _without_tma(copy: tirx.Call) -> tirx.Call:

@@ -35,7 +35,9 @@ _KERNEL = re.compile(
 )
 _POINTER = re.compile(r"^(const\s+)?([\w:]+(?:\s+[\w:]+)?)\s*\*\s*(?:__restrict__\s+)?(\w+)$")
 _VALUE = re.compile(r"^(?:const\s+)?([\w:]+(?:\s+[\w:]+)*)\s+(\w+)$")
-_DYNAMIC_SHARED = re.compile(r"^(\s*)extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w:]+)\s+(\w+)\[\];", re.MULTILINE)
+_DYNAMIC_SHARED = re.compile(
+    r"^(\s*)extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w:]+(?:\s+[\w:]+)?)\s+(\w+)\[\];", re.MULTILINE
+)
 _STATIC_SHARED = re.compile(
     r"^(\s*)__shared__\s+(?:__align__\(\d+\)\s+)?([\w:]+(?:\s+[\w:]+)?)\s+(\w+)((?:\[[^\]]*\])+)\s*;", re.MULTILINE
 )

@@ -141,6 +141,10 @@ OPERATORS: dict[str, Operator] = {
             (*_COPY, "SignalOp"),
             ("context", "memory", "memory", "bytes", "pe", "words", "u64", "ring"),
         ),
+        Operator("put_shared", ("Scope",), ("context", "memory", "memory", "bytes", "pe")),
+        Operator(
+            "put_signal_shared", ("Scope", "SignalOp"), ("context", "memory", "memory", "bytes", "pe", "words", "u64")
+        ),
         Operator("put_rows", ("Scope", "int"), ("context", "memory", "memory", *_ROWS, "pe")),
         Operator("get_rows", ("Scope", "int"), ("context", "memory", "memory", *_ROWS, "pe")),
         Operator(

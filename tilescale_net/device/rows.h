@@ -100,7 +100,7 @@ TSN_COLD void put_rows_elsewhere(const Context* ctx, char* dst, const char* src,
   const Route route(ctx, pe);
   const int64_t span = r.span(r.dst_pitch);
   const bool fine = sig == nullptr ? route.check<S>(kOpPut, dst, span) : route.check<S>(kOpPutSignal, dst, span, sig);
-  if (!fine) return;
+  if (!fine || route.direct()) return; // a mapped PE and an aborted job, which other threads may not have seen yet
   queue_publish();
   if (!r.empty() && !route.stopped)
     for (int64_t i = part.index; i < r.rows; i += part.threads)
@@ -128,13 +128,16 @@ TSN_COLD void get_rows_by_proxy(const Context* ctx, char* dst, const char* src, 
 template <Scope S, int Unroll, SignalOp Op>
 TSN_DEVICE void push_rows(const Context* ctx, char* dst, const char* src, const Rows& r, int pe, uint64_t* sig,
                           uint64_t value) {
-  scope_sync<S>(); // what the scope wrote to the source is sent
-  const Route route(ctx, pe);
+  const Operation operation = sig == nullptr ? kOpPut : kOpPutSignal;
   const int64_t span = r.span(r.dst_pitch);
-  const bool open = sig == nullptr ? route.open<S>(kOpPut, dst, span) : route.open<S>(kOpPutSignal, dst, span, sig);
+  // The scope agrees on where its rows begin and how far they reach. (Not on the source's span: what lies between the
+  // rows is not sent, and may be written.)
+  scope_enter<S>(operation, dst, src, r.empty() ? 0 : r.bytes, pe, sig, value, Op);
+  const Route route(ctx, pe);
+  const bool open = sig == nullptr ? route.open<S>(operation, dst, span) : route.open<S>(operation, dst, span, sig);
   if (TSN_UNLIKELY(!open)) {
     put_rows_elsewhere<S, Op>(ctx, dst, src, r, pe, sig, value);
-    return;
+    return sig == nullptr ? void() : scope_sync<S>();
   }
   char* peer = route.translate(dst);
   if constexpr (platform::kDefersRemoteWrites) {
@@ -174,7 +177,7 @@ template <Scope S, int Unroll>
 TSN_DEVICE void get_rows(const Context* ctx, void* dst, const void* src, int64_t rows, int64_t bytes, int64_t dst_pitch,
                          int64_t src_pitch, int pe) {
   const Rows r = {rows, bytes, dst_pitch, src_pitch};
-  scope_sync<S>(); // whoever still reads the destination has done so
+  scope_enter<S>(kOpGet, dst, src, r.empty() ? 0 : bytes, pe); // whoever still reads the destination has done so
   const Route route(ctx, pe);
   if (TSN_LIKELY(route.check<S>(kOpGet, src, r.span(src_pitch)))) {
     if constexpr (platform::kDefersRemoteWrites)

@@ -85,6 +85,7 @@ TSN_DEVICE void put_signal_lone(B& begin, const Context* ctx, void* dst, const v
 // takes a half on the direct path. By one thread.
 template <SignalOp Op, bool Fence = false>
 TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe) {
+  if constexpr (Fence) enter<Scope::thread>(kOpFence, nullptr, 0, pe);
   enter<Scope::thread>(kOpSignal, nullptr, 0, pe, sig, value, Op);
   const Route route(ctx, pe);
   platform::fence<MemScope::sys>(); // the route's loads are under way meanwhile

@@ -7,6 +7,7 @@
 #include "memory.h"
 #include "order.h"
 #include "put.h"
+#include "put_shared.h"
 #include "rows.h"
 #include "signal.h"
 #include "wait.h"

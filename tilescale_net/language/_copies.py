@@ -83,9 +83,13 @@ def plan(scope: str, engine: str, unroll, ring, pull: bool, nbytes: int | None) 
     return engine, unroll, stages, stage_bytes
 
 
-def places(dst, src) -> tuple[Operand, Operand]:
-    """The two ends of a copy, which may be made of rows. Raises Misuse for mismatched types and all that `operand` does."""
-    to, source = operand("dst", dst, in_rows=True), operand("src", src, in_rows=True)
+def places(dst, src, pushes: bool) -> tuple[Operand, Operand]:
+    """The two ends of a copy, which may be made of rows; the source of a push may lie in shared memory.
+
+    Raises:
+        Misuse: mismatched types, and all that `operand` refuses.
+    """
+    to, source = operand("dst", dst, in_rows=True), operand("src", src, in_rows=True, in_shared=pushes)
     if to.dtype != source.dtype:
         raise Misuse(f"dst ({to.buffer.name}) has dtype {to.dtype}, src ({source.buffer.name}) has {source.dtype}")
     return to, source
@@ -121,11 +125,20 @@ class Rows:
         return self.count, self.nbytes, self.to_pitch, self.from_pitch
 
 
-def plan_rows(engine: str, unroll, ring) -> int:
-    """Check the options of a copy of rows; its unroll. Raises Misuse as `plan`, and for what is of contiguous copies."""
+def plan_ldst(what: str, engine: str, unroll, ring) -> int:
+    """Check the options of a copy that only the ldst engine carries out; its unroll.
+
+    Raises:
+        Misuse: as `plan`, and where the copy is to go in bulk; `what` names it.
+    """
     if engine == "bulk" or ring is not None:
-        raise Misuse("rows that lie apart are not copied in bulk; use engine='auto' or 'ldst', without ring=")
-    planned = plan("thread", engine, unroll, None, False, None)[1]
+        raise Misuse(f"{what} is not copied in bulk; use engine='auto' or 'ldst', without ring=")
+    return plan("thread", engine, unroll, None, False, None)[1]
+
+
+def plan_rows(engine: str, unroll, ring) -> int:
+    """Check the options of a copy of rows; its unroll. Raises Misuse as `plan_ldst`."""
+    planned = plan_ldst("a region of rows that lie apart", engine, unroll, ring)
     return planned if unroll is not None else min(planned, MOST_ROW_UNROLL)
 
 
@@ -139,6 +152,8 @@ def rows_of(to: Operand, source: Operand, count) -> Rows | None:
     if not apart:
         return None
     box = apart[0]
+    if source.is_shared:
+        raise Misuse(f"src ({source.buffer.name}) lies in shared memory; put it row by row, from rows to rows")
     if count is not None:
         raise Misuse(f"count= belongs to contiguous memory; {box.buffer.name} is named by rows, which say how much")
     if len(apart) == 2 and not (same(to.rows, source.rows) and same(to.row, source.row)):

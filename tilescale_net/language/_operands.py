@@ -23,6 +23,14 @@ Place = tirx.Buffer | tirx.BufferLoad | tirx.BufferRegion
 _SCOPES = {"shared.dyn": "shared", "local.fragment": "fragment", "local.var": "a register"}
 
 
+_READ, _WRITE = 1, 2  # access masks of tvm_access_ptr
+
+
+def scope_of(buffer: tirx.Buffer) -> str:
+    """Where a tensor lives, in an author's words: global, shared, fragment, …"""
+    return _SCOPES.get(buffer.scope(), buffer.scope())
+
+
 @dataclass(frozen=True)
 class Operand:
     """A place in memory.
@@ -57,16 +65,25 @@ class Operand:
     def element_bytes(self) -> int:
         return tvm.DataType(self.dtype).bits * tvm.DataType(self.dtype).lanes // 8
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether it lies in shared memory."""
+        return scope_of(self.buffer) == "shared"
+
     def pointer(self) -> tirx.PrimExpr:
-        """The address, as an expression that passes neither guard nor mark read-only."""
+        """The address, as an expression that passes neither guard nor mark read-only.
+
+        Of shared memory it says how much is read, from which tilelang knows where barriers must be.
+        """
+        extent, mask = (int64(self.room), _READ) if self.is_shared else (tirx.IntImm("int32", 1), _READ | _WRITE)
         return tirx.call_intrin(
             "handle",
             "tirx.tvm_access_ptr",
             tirx.type_annotation(self.buffer.dtype),
             self.buffer.data,
             int64(self.offset),
-            tirx.IntImm("int32", 1),
-            tirx.IntImm("int32", 3),
+            extent,
+            tirx.IntImm("int32", mask),
         )
 
 
@@ -111,9 +128,13 @@ def _box_of(name: str, value) -> tuple[tirx.Buffer, list, list, bool]:
     )
 
 
-def operand(name: str, value, is_guarded: bool = False, in_rows: bool = False) -> Operand:
-    """Resolve what an author passed as `name`; `is_guarded` where the condition `inside` will be used, `in_rows` where it
-    may be made of rows that lie apart.
+def operand(name: str, value, is_guarded: bool = False, in_rows: bool = False, in_shared: bool = False) -> Operand:
+    """Resolve what an author passed as `name`.
+
+    Args:
+        is_guarded: the condition `inside` will be used.
+        in_rows: it may be made of rows that lie apart.
+        in_shared: it may lie in shared memory.
 
     Raises:
         Misuse: not a tensor, element or region; not in global memory; not contiguous; outside its tensor; an element
@@ -122,8 +143,8 @@ def operand(name: str, value, is_guarded: bool = False, in_rows: bool = False) -
     buffer, mins, extents, is_element = _box_of(name, value)
     # An index stands in the guard and in the address, and must be the same in both.
     mins = [settled("index", index, loads=is_guarded) for index in mins]
-    scope = _SCOPES.get(buffer.scope(), buffer.scope())
-    if scope != "global":
+    scope = scope_of(buffer)
+    if scope != "global" and not (in_shared and scope == "shared"):
         raise Misuse(
             f"{name} ({buffer.name}) lives in {scope}; it must be in global memory, so T.copy it to a symmetric tensor first"
         )

@@ -4,7 +4,8 @@ Common to all: `dst` and `src` are tensors, elements (`buf[i]`: from there on) o
 dtype in global memory; the symmetric one is named by its *local* address. `count` is in elements and may be a run-time
 value; without it the whole tensor or region is meant, and one element where both are elements. A region may be made of
 rows that lie apart, such as a box `m[i:i+8, j:j+32]` or a column `m[0:n, j]`, at one end or both; its extents may be
-run-time values, and there is no count then. On the proxy path each row is an operation of its own. Any size and any
+run-time values, and there is no count then. On the proxy path each row is an operation of its own. The source of a put
+may be a tile in shared memory, for PEs whose memory is mapped. Any size and any
 alignment is right; 16-byte aligned is fast, and from 32 KiB on fastest where both ends lie alike within a line of 128
 bytes. Addresses and sizes are 64-bit.
 
@@ -21,7 +22,7 @@ memory, regions whose rows have more than one pitch, counts that are negative or
 from __future__ import annotations
 
 from tilescale_net.compiler.operators import OPERATORS, ring_placeholder
-from tilescale_net.language._copies import places, plan, plan_rows, rows_of, transfer
+from tilescale_net.language._copies import places, plan, plan_ldst, plan_rows, rows_of, transfer
 from tilescale_net.language._divergence import require_converged
 from tilescale_net.language._operands import operand, signal_word
 from tilescale_net.language._primitive import Misuse, guarded, primitive
@@ -32,8 +33,11 @@ SIGNAL_OPS = ("set", "add")
 
 def _copy(name, scope, dst, src, pe, count, unroll, engine, ring):
     require_converged(scope)
-    ends = places(dst, src)
+    ends = places(dst, src, name == "put")
     rows = rows_of(*ends, count)
+    if ends[1].is_shared:
+        plan_ldst("a source in shared memory", engine, unroll, ring)
+        return OPERATORS["put_shared"](scope, *transfer(*ends, count, pe))
     if rows is not None:
         pointers = [place.pointer() for place in ends]
         return OPERATORS[f"{name}_rows"](
@@ -47,11 +51,14 @@ def _copy(name, scope, dst, src, pe, count, unroll, engine, ring):
 
 def _put_signal(scope, dst, src, pe, sig, value, op, count, unroll, engine, ring):
     require_converged(scope)
-    ends = places(dst, src)
+    ends = places(dst, src, True)
     rows = rows_of(*ends, count)
     word = signal_word(sig).pointer()
     word_value = number("value", value, "uint64", 0, 2**64 - 1)
     choice("op", op, SIGNAL_OPS)
+    if ends[1].is_shared:
+        plan_ldst("a source in shared memory", engine, unroll, ring)
+        return OPERATORS["put_signal_shared"](scope, op, *transfer(*ends, count, pe), word, word_value)
     if rows is not None:
         pointers = [place.pointer() for place in ends]
         return OPERATORS["put_signal_rows"](

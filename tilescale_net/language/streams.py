@@ -15,20 +15,15 @@ source may be written again. Each call has a form for a block, a warp and a thre
 
 from __future__ import annotations
 
+from tilelang.language.eager.builder import unwrap_expr
 from tvm import tirx
 
 from tilescale_net.compiler.operators import OPERATORS
 from tilescale_net.language._divergence import require_converged
 from tilescale_net.language._operands import signal_word
 from tilescale_net.language._primitive import Misuse, evaluate, primitive
+from tilescale_net.language._results import settled
 from tilescale_net.language._values import constant, number, pe_index
-
-
-def _counted(index) -> tirx.PrimExpr:
-    """The index of a message as an expression of its own type."""
-    known = constant(index)
-    value = number("index", index, "int64", 0)
-    return value if known is not None else index
 
 
 def _wait(scope, word, index, behind) -> None:
@@ -39,7 +34,7 @@ def _wait(scope, word, index, behind) -> None:
 
 
 def _slot(index, slots) -> tirx.PrimExpr:
-    index = _counted(index)
+    index = number("index", index, "int64", 0) if constant(index) is not None else index
     return tirx.truncmod(index, tirx.const(slots, index.dtype))
 
 
@@ -50,11 +45,13 @@ def _slots(slots) -> int:
 
 
 def _take(scope, credit, index, slots):
+    index = settled("index", unwrap_expr(index))  # it stands in the wait and in the slot
     _wait(scope, credit, index, _slots(slots))
     return _slot(index, slots)
 
 
 def _arrive(scope, arrived, index, slots):
+    index = settled("index", unwrap_expr(index))
     _slots(slots)
     _wait(scope, arrived, index, 0)
     return _slot(index, slots)

@@ -18,6 +18,7 @@ _GRID = (
     "all blocks of the launch must call it, and be able to run at the same time: launch fewer of them, or smaller ones; or "
     "raise TSN_TIMEOUT"
 )
+_TILE = "a source in shared memory goes to PEs of this node only: T.copy it to a symmetric tensor, and put that"
 _ADVICE = {
     2: "the proxy does not keep up or has stopped; look for a fabric error, or raise TSN_TIMEOUT",
     3: "the fabric did not complete the operation; look for a fabric error, or raise TSN_TIMEOUT",
@@ -92,6 +93,7 @@ def describe(
     else:
         known = ERROR_KINDS[kind] if kind < len(ERROR_KINDS) else f"error {kind}"
         text = f"{where} towards PE {record.pe} failed: {known}"
+        advice = _TILE if kind == 6 and name in ("put", "put_signal") else advice
     return _CLASSES.get(kind, errors.TileScaleError)(f"{text}; {advice}")
 
 

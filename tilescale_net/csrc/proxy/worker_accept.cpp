@@ -53,6 +53,11 @@ bool Worker::valid(const Request& r, std::string* why) const {
   const uint64_t heap = options_.heap.bytes;
   auto inside = [&](uint64_t offset, uint64_t bytes, const char* which) {
     if (offset <= heap && bytes <= heap - offset) return true;
+    if (offset >= kMaxOffset) // what the device writes for an address that is in no heap
+      return *why = std::string(which) +
+                    " is not in symmetric memory, which alone the fabric reaches; make the tensor " +
+                    "with tilescale_net.empty or zeros",
+             false;
     *why = std::string(which) + " [" + std::to_string(offset) + ", " + std::to_string(offset + bytes) +
            ") lies outside the heap of " + std::to_string(heap) + " bytes";
     return false;
