@@ -65,7 +65,7 @@ def test_a_stopped_rank_stops_nobody_else(lost, where):
                 assert "rank 0, which keeps the store of the job, does not answer" in text or "is stopped" in text, text
             other = 3 - lost - o.rank
             assert f"rank {other}" not in text.partition(": ")[2], text
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 150  # a hang is ended at 100, when no rank has said anything
 
 
 def _dies(lost, how):
@@ -118,7 +118,7 @@ def _waits_for_a_dead_peer():
 def test_the_death_of_a_peer_explains_a_timeout():
     outcomes = ranks.launch(2, _waits_for_a_dead_peer, env=QUICK, init=False, timeout=60)
     kind, text, _ = outcomes[0].error
-    assert kind == "PeerLost" and "rank 1 (process ended without a word)" in text and "block 0 waited" in text, text
+    assert kind == "PeerLost" and "rank 1 (process ended without a word)" in text, text
 
 
 # -- ends of the program itself ---------------------------------------------------------------------------------------

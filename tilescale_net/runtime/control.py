@@ -196,12 +196,24 @@ class Control:
             calls, call = last_call(said)
             if calls < self._calls and other in self.members and other != self.rank:
                 behind.append(f"rank {other} (last call: {call})")
+        if not behind:  # a connection broke: whoever still lives says so, and the rest is gone
+            behind = [f"rank {r} (was not heard of again)" for r in self._unheard()]
         who = ", ".join(behind) if behind else "no rank is known to be missing"
         return (
             f"rank {self.rank}: {what} did not finish (gave up after {spent:.1f} s; the limit is {self.timeout:g} s); not "
             f"arrived: {who}. Look at those ranks' output, or raise TSN_TIMEOUT if they are only slow "
             f"({job_store.first_line(err)})"
         )
+
+    def _unheard(self) -> list[int]:
+        """Ranks that do not say that they live when a call has failed on all of them."""
+        key = f"failing/{self._calls}"
+        try:
+            self.store.ask(lambda s: s.set(f"{key}/{self.rank}", "1"), _REASON)
+            time.sleep(1.0)
+            return self.store.ask(lambda s: [r for r in range(self.size) if not s.check([f"{key}/{r}"])], _REASON)
+        except PeerLost:
+            return [0]  # which keeps the store
 
     def _announced(self) -> str | None:
         try:
