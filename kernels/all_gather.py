@@ -80,7 +80,15 @@ class AllGather(Collective):
         RankMismatch: ranks that want different ones.
     """
 
-    def __init__(self, *, threads: int = 512, blocks: int = 16, engine: str = "auto", unroll=None, ring=None):
+    def __init__(
+        self,
+        *,
+        threads: int = 512,
+        blocks: int = 16,
+        engine: str = "auto",
+        unroll: int | None = None,
+        ring: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__("AllGather", f"engine={engine}, unroll={unroll}, ring={ring}", threads, blocks)
         self._options = dict(threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring)
         self._epochs = self.counters(blocks)

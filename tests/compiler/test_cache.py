@@ -123,3 +123,18 @@ def test_a_full_disk_is_told_with_the_folder(monkeypatch, tmp_path):
     with pytest.raises(tsn.ConfigurationError, match="No space left on device"):
         host_compiler.build("kernel", "int z;")
     assert not list(cache.folder().glob("tmp*"))
+
+
+def test_headers_are_read_once(monkeypatch, tmp_path):
+    """Kernels with a context start from headers precompiled by the first of them; without those they compile all the same."""
+    if "Free Software Foundation" not in host_compiler._compiler_identity():
+        pytest.skip("lacks g++ (g++)")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text = host_compiler.PRELUDE + "int x;"
+    folder = host_compiler.build("kernel", text).parent
+    (made,) = folder.glob("prelude-*.gch")
+    written = made.stat().st_ino
+    host_compiler.build("kernel", text + "int y;")
+    assert [p.stat().st_ino for p in folder.glob("prelude-*.gch")] == [written]
+    made.write_bytes(b"cut short")
+    assert host_compiler.build("kernel", text + "int z;").exists()

@@ -6,14 +6,12 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
+from tests import lacking
 from tilescale_net.compiler import private_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,11 +36,10 @@ SANITIZERS = {
 
 def compiler(sanitizer: str) -> str:
     """The C++ compiler for a variant; clang for the sanitizers, whose ThreadSanitizer knows atomic fences' costs best."""
-    candidates = ["clang++-14", "clang++"] if sanitizer else [os.environ.get("CXX", "g++"), "g++", "c++", "clang++"]
-    for name in candidates:
-        if shutil.which(name):
-            return name
-    pytest.skip(f"none of {candidates} is installed")
+    if sanitizer:
+        return lacking.program("clang++-14", "clang", "clang++")
+    named = os.environ.get("CXX", "g++")
+    return lacking.program(named, "g++", "g++", "clang++", "c++")
 
 
 def _digest(path: str) -> str:

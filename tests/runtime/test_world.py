@@ -238,7 +238,7 @@ def test_device_memory_lives_as_long_as_what_refers_to_it():
 
     driver = _Driver()
     heap = cuda_memory._Allocation(driver, 100)
-    view = cuda_memory._Bytes(heap, 16, 8)
+    view = cuda_memory._Bytes(heap.address + 16, 8, heap)
     assert view.__cuda_array_interface__["data"] == (4112, False) and heap.held() == ""
     heap.left_behind = True
     del heap

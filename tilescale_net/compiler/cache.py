@@ -1,4 +1,5 @@
-"""What the simulator has made of kernels, kept for the next time in one folder per user: lowered kernels and libraries.
+"""What the simulator has made of kernels, kept for the next time in one folder per user: lowered kernels,
+libraries and headers.
 
 Libraries are code that this process runs, so that the folder and every file are used only if they belong to this user
 and nobody else may write them.
@@ -21,7 +22,7 @@ from tilescale_net.compiler import private_folder
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import settings
 
-SUFFIXES = (".so", ".lowered")
+SUFFIXES = (".so", ".lowered", ".gch")
 # What is kept: what was used within so many days, the latest of it up to so many bytes.
 KEPT_DAYS, KEPT_BYTES = 30, 1 << 30
 # Seconds after which something in the making counts as left behind: its process holds a lock while it lives.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tilescale_net.compiler import private_folder
 from tilescale_net.errors import ConfigurationError
+from tilescale_net.runtime import settings
 
 # Rank and size as launchers name them; what counts the ranks of this host, where the launcher can be asked.
 _LAUNCHERS = (
@@ -74,7 +75,7 @@ _ADVICE = "start the script through launch.sh, which sets them all, or unset it"
 
 def launchers_store() -> tuple[int, str] | None:
     """Port of the store and name of the job, where launch.sh has started this rank; see launch/environment.py."""
-    port, _, rest = os.environ.get("TSN_STORE", "").partition("/")
+    port, _, rest = settings.STORE.get().partition("/")
     job, _, master = rest.partition("/")
     mine = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return (int(port), job) if port.isdigit() and job and master == mine else None
