@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
+
 import torch
 
 import tilescale_net as tsn
 from tilescale_net.kernels.collective import Collective, sizes_of
 from tilescale_net.kernels.moe import latency, throughput
 from tilescale_net.kernels.moe.arguments import Arguments
-from tilescale_net.kernels.moe.config import FP8, Config, default_capacity
+from tilescale_net.kernels.moe.config import FP8, configure
 from tilescale_net.kernels.moe.faults import Fault, Status
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending
 from tilescale_net.kernels.moe.rows import groups_of
@@ -16,31 +19,20 @@ from tilescale_net.kernels.moe.states import Machine
 from tilescale_net.kernels.moe.tuning import Tuning
 from tilescale_net.runtime import heap
 
+# Objects by the first word of their key.
+OBJECTS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
 _PLANS = {"throughput": throughput.plan, "latency": latency.plan}
 _MODES = {"throughput": throughput.Throughput, "latency": latency.Latency}
-
-
-def _configure(
-    ranks, num_experts, max_tokens, hidden, top_k, dtype=torch.bfloat16, mode="throughput", *, layout="expert", alignment=1,
-    capacity=None, combine_dtype=None, quantize_combine=False, zero_copy=True,
-) -> Config:  # fmt: skip
-    """The configuration, with the defaults that depend on others filled in."""
-    if combine_dtype is None:
-        combine_dtype = torch.bfloat16 if dtype == FP8 else dtype
-    if capacity is None:
-        capacity = default_capacity(ranks, num_experts, max_tokens, top_k, alignment)
-    return Config(
-        ranks, num_experts, max_tokens, hidden, top_k, dtype, mode, layout, alignment, capacity, combine_dtype,
-        quantize_combine, zero_copy,
-    )  # fmt: skip
 
 
 class AllToAll(Collective):
     """Dispatch and combine of an expert-parallel layer; rank r hosts experts [r * E / ranks, (r + 1) * E / ranks).
 
-    Constructed by all ranks with the same arguments, which compiles its kernels. All ranks then make the same calls in the same order, on one
-    stream each; nothing waits for the GPU on the host, so calls can be captured in a CUDA graph. Results do not depend
-    on timing: equal inputs give equal bits.
+    Constructed by all ranks with the same arguments, which compiles its kernels. All ranks then make the same calls in
+    the same order, on one stream each; nothing waits for the GPU on the host, so calls can be captured in a CUDA graph.
+    Results do not depend on timing: equal inputs give equal bits.
 
     Args:
         num_experts: experts of the layer, a multiple of the number of ranks.
@@ -48,7 +40,7 @@ class AllToAll(Collective):
         hidden: elements of a row; a row of `dtype` and of `combine_dtype` is a multiple of 16 bytes.
         top_k: choices per token.
         dtype: of dispatched rows: bfloat16, float16, float32, or float8_e4m3fn with a float32 scale per 128 elements.
-        mode: "throughput" (few multiprocessors, any number of tokens) or "latency" (all multiprocessors, up to 512).
+        mode: "throughput" (few multiprocessors, thousands of tokens) or "latency" (all multiprocessors, up to 512).
         layout: throughput mode: "expert" gives the rows of each expert in one piece, ready for a grouped GEMM; "rank"
             gives each token once per rank, with an index of the rows of each expert.
         alignment: throughput mode: the first row of each expert is a multiple of it.
@@ -79,7 +71,7 @@ class AllToAll(Collective):
         active: list[bool] | None = None, warm_up: bool | None = None, tuning: Tuning | None = None,
     ):  # fmt: skip
         world = tsn.world()
-        self.config = config = _configure(
+        self.config = config = configure(
             world.size, num_experts, max_tokens, hidden, top_k, dtype, mode, layout=layout, alignment=alignment,
             capacity=capacity, combine_dtype=combine_dtype, quantize_combine=quantize_combine, zero_copy=zero_copy,
         )  # fmt: skip
@@ -90,18 +82,24 @@ class AllToAll(Collective):
             active = self._checked(active, world.size)
         super().__init__("AllToAll", f"{config.describe()}, {tuning}, active={active}", tuning.threads, tuning.blocks)
         self._machine = Machine()
-        self.name_of_autograd: str | None = None
+        self._number = str(next(_numbers))
+        OBJECTS[self._number] = self
         self.proxied = 0 in world.peer_base
         with torch.inference_mode(False):
             self.mask = tuple(r in self._members for r in range(self.n_pes))
             self.active = torch.tensor(self.mask, dtype=torch.int32, device=self.device)
             self.status = Status(world)
             self._mode = _MODES[mode](self, config)
+        self._name_key()
         shape, symmetric = self._mode.output_shape(), self._mode.symmetric_output
         self._arguments = Arguments(config, self.device, world.heap, shape, symmetric)
         self._compile(on_gpu if warm_up is None else warm_up)
         if active is not None:
             self.set_active(active)
+
+    def _name_key(self) -> None:
+        """The text by which operators, which take tensors, numbers and text, find this object and its ranks; see autograd."""
+        self.key = f"{self._number} {''.join('01'[m] for m in self.mask)}"
 
     def _compile(self, everything: bool) -> None:
         """Compile on all ranks before any of them goes on; an error of one is an error of all."""
@@ -137,7 +135,7 @@ class AllToAll(Collective):
         """
         if ranks is None:
             ranks, nodes = tsn.size(), nodes or tsn.world().topology.nodes
-        config = _configure(ranks, *sizes, **options)
+        config = configure(ranks, *sizes, **options)
         return heap.footprint(sizes_of(_PLANS[config.mode](config, tuning or Tuning(), (nodes or 1) > 1)))
 
     def empty_output(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -182,17 +180,19 @@ class AllToAll(Collective):
         """
         self._begin("set_active")
         active = self._checked(active, self.n_pes)
+        if self._machine.pending:
+            raise ValueError("AllToAll.set_active: a half was under way here when ranks left; free this object")
         control = self._world.control
         back = [r for r in range(self.n_pes) if active[r] and not (self.mask[r] and r in control.members)]
         if back:
             raise ValueError(f"AllToAll: active brings back ranks {back}; make a new job instead")
         if not active[self.rank]:
-            self._machine.left_out = True
             control.leave()
             return
         tsn.synchronize()
         control.keep([r for r in range(self.n_pes) if active[r]], "AllToAll.set_active")
         self._members, self._machine.outdated, self.mask = control.members, False, active
+        self._name_key()
         self.active.copy_(torch.tensor(active, dtype=torch.int32, device="cpu"), non_blocking=True)
 
     def check(self) -> None:
@@ -204,7 +204,7 @@ class AllToAll(Collective):
     def free(self) -> None:
         """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
         self._machine_check("free")
-        if self._machine.left_out:
+        if self._world.control.left:
             self._owned = []  # the heap of a rank that is left out is nobody's any more
         self._release()
 
@@ -276,7 +276,7 @@ class AllToAll(Collective):
             if out is not None:
                 out = arguments.output(out)
         except Fault as fault:
-            self._mode.refuse_dispatch(fault, known)
+            self._mode.refuse_dispatch(fault, known, aside)
             self._forget_own_refusal()
             raise self._named("dispatch", fault) from None
         return self._mode.dispatch(x, scales, choices, out, aside)
@@ -350,7 +350,7 @@ class AllToAll(Collective):
             for given in values:
                 self._arguments.values(given)
         except Fault as fault:
-            self._mode.refuse_combine(fault)
+            self._mode.refuse_combine(fault, aside)
             raise self._named(call, fault) from None
         weighted = weighted if weights is None else weights
         if values:
@@ -368,6 +368,7 @@ class AllToAll(Collective):
         machine = self._machine
         machine.freed = not self.alive
         machine.outdated = self._members is not self._world.control.members
+        machine.left_out = self._world.control.left
         machine.check(call)
 
     def _begin(self, call: str = "") -> None:

@@ -12,37 +12,29 @@ others waiting until TSN_TIMEOUT; let `x` or the weights require one on every ra
 
 from __future__ import annotations
 
-import itertools
-import weakref
-
 import torch
 
+from tilescale_net.kernels.moe.all_to_all import OBJECTS
 from tilescale_net.kernels.moe.config import FP8
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, Layout, counts_of
 from tilescale_net.kernels.moe.sizes import Totals, record_words
 from tilescale_net.kernels.moe.throughput import output_rows
 
-_objects: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
-_keys = itertools.count()
-
 
 def _key(op) -> str:
-    """By which the operators, which take tensors, numbers and text, find an AllToAll and the ranks that take part.
+    """By which the operators find an AllToAll and the ranks that take part.
 
     Text, because the compiler makes a number that changes between calls symbolic.
     """
     c = op.config
     if c.mode != "throughput" or c.dtype == FP8 or c.combine_dtype != c.dtype:
         raise ValueError("autograd needs throughput mode and a dtype that is not FP8 and equals combine_dtype")
-    if op.name_of_autograd is None:
-        op.name_of_autograd = str(next(_keys))
-        _objects[op.name_of_autograd] = op
-    return f"{op.name_of_autograd} {''.join('01'[m] for m in op.mask)}"
+    return op.key
 
 
 def _object(key: str):
     """The AllToAll of a key."""
-    return _objects[key.split()[0]]
+    return OBJECTS[key.split()[0]]
 
 
 def _handle(key: str, layout: Layout) -> Handle:
@@ -180,7 +172,7 @@ def dispatch(op, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Te
     layout = Layout(x.shape[0], *others, weights)
     counts, offsets, num_rows = counts_of(layout, op.config.ranks, op.config.local_experts)
     by_rank = op.config.layout == "rank"
-    handle = _handle(key, layout)
+    handle = Handle(op.config.signature, layout, op.mask)
     index = layout.row_index if by_rank else None
     return Dispatched(rows, None, counts, offsets, index, weights, num_rows if by_rank else None, handle)
 

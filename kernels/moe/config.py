@@ -104,6 +104,21 @@ def default_capacity(ranks: int, experts: int, max_tokens: int, top_k: int, alig
     return ranks * max_tokens * min(top_k, local) + local * (alignment - 1)
 
 
+def configure(
+    ranks, num_experts, max_tokens, hidden, top_k, dtype=torch.bfloat16, mode="throughput", *, layout="expert", alignment=1,
+    capacity=None, combine_dtype=None, quantize_combine=False, zero_copy=True,
+) -> Config:  # fmt: skip
+    """The configuration, with the defaults that depend on others filled in."""
+    if combine_dtype is None:
+        combine_dtype = torch.bfloat16 if dtype == FP8 else dtype
+    if capacity is None:
+        capacity = default_capacity(ranks, num_experts, max_tokens, top_k, alignment)
+    return Config(
+        ranks, num_experts, max_tokens, hidden, top_k, dtype, mode, layout, alignment, capacity, combine_dtype,
+        quantize_combine, zero_copy,
+    )  # fmt: skip
+
+
 def as_words(tensor: torch.Tensor, words: int) -> torch.Tensor:
     """Rows as 4-byte words: [rows, words], without a copy."""
     return tensor.view(-1, tensor.shape[-1]).view(torch.int32).view(-1, words)

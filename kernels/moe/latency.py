@@ -161,7 +161,7 @@ class Latency:
         """Launch the half that receives."""
         self._move("receive", *pending.rest)
 
-    def refuse_dispatch(self, fault: Fault, known: bool) -> None:
+    def refuse_dispatch(self, fault: Fault, known: bool, aside: bool) -> None:
         """Take part in a dispatch that this rank cannot make."""
         counts = torch.empty((self._c.local_experts,), dtype=torch.int32, device=self._base.device)
         self._move("both", self.make_received(0), *self.own_output(), counts, fault=fault.code, value=fault.value)
@@ -205,7 +205,7 @@ class Latency:
         """Launch the half that receives."""
         self._sum("receive", None, pending.handle, pending.result, pending.rest)
 
-    def refuse_combine(self, fault: Fault) -> None:
+    def refuse_combine(self, fault: Fault, aside: bool) -> None:
         """Take part in a combine that this rank cannot make."""
         b, R = self._b, self._c.ranks
         self._refusal()(

@@ -222,14 +222,22 @@ class Throughput:
         result = Dispatched(rows, row_scales, counts, offsets, index, layout.row_weight, number, handle)
         return Pending("dispatch", handle, result)
 
-    def refuse_dispatch(self, fault: Fault, known: bool) -> None:
-        """Take part in a dispatch that this rank cannot make. known: it was to use the layout of an earlier one."""
-        if known:
+    def refuse_dispatch(self, fault: Fault, known: bool, aside: bool) -> None:
+        """Take part in a dispatch that this rank cannot make.
+
+        Args:
+            known: it was to use the layout of an earlier one. aside: it was to run beside the caller's launches.
+        """
+        if aside:
+            with self._stream.aside(()) as event:
+                self.refuse_dispatch(fault, known, False)
+            self._stream.wait(event)
+        elif known:
             self._refuse(fault, self.senders, "dispatch", self._dispatch_tickets, self._dispatch_epochs)
-            return
-        none = torch.zeros((1, self._c.top_k), dtype=torch.int64, device=self._base.device)
-        empty = self.make_layout(none, none.float(), 0, fault.code, fault.value)
-        self._move(None, None, empty, *self.own_output(), fault.code)
+        else:
+            none = torch.zeros((1, self._c.top_k), dtype=torch.int64, device=self._base.device)
+            empty = self.make_layout(none, none.float(), 0, fault.code, fault.value)
+            self._move(None, None, empty, *self.own_output(), fault.code)
 
     def make_layout(
         self, topk_idx, topk_weights, tokens: int, fault: int = NO_FAULT, value: int = 0, cleared: bool = False
@@ -303,8 +311,13 @@ class Throughput:
         """Let the current stream wait for a combine that runs aside."""
         self._stream.wait(pending.rest)
 
-    def refuse_combine(self, fault: Fault) -> None:
-        """Take part in a combine that this rank cannot make."""
+    def refuse_combine(self, fault: Fault, aside: bool) -> None:
+        """Take part in a combine that this rank cannot make; `aside` as in refuse_dispatch."""
+        if aside:
+            with self._stream.aside(()) as event:
+                self.refuse_combine(fault, False)
+            self._stream.wait(event)
+            return
         self._refuse(fault, self._tuning.combine_senders, "combine", self._combine_tickets, self._combine_epochs)
 
     def _sum(self, y, layout: Layout, out, weighted, values, out_values) -> None:

@@ -45,9 +45,10 @@ class Control:
         meeting = rendezvous.join(timeout, silence)
         self.rank, self.size, self.store, self._group = meeting.rank, meeting.size, meeting.store, meeting.group
         self.reason_of = None
+        # left: whether this rank was left out; it makes no collective call then but the one of finalize.
         # Ranks that collective calls are made by; a new list whenever ranks are left out.
         self.members: list[int] = list(range(self.size))
-        self._left = False
+        self.left = False
         self._outer: list = []  # groups of earlier members
         self._calls = 0
         self._one_call = threading.RLock()  # calls of several threads come one after the other
@@ -64,7 +65,7 @@ class Control:
             RankMismatch: another rank made a different call; the message holds both.
             PeerLost: a rank did not arrive within the timeout, or died.
         """
-        if self._left:
+        if self.left:
             if call == "tilescale_net.finalize":
                 return
             raise TileScaleError(f"rank {self.rank}: {call}: this rank was left out of the job; it may only finalize")
@@ -172,7 +173,7 @@ class Control:
 
     def leave(self) -> None:
         """This rank was left out: its collective calls concern nobody else from here on."""
-        self.members, self._left = [self.rank], True
+        self.members, self.left = [self.rank], True
 
     # -- who is where -----------------------------------------------------------------------------------------------
 

@@ -44,20 +44,12 @@ def test_heap_bytes(nodes):
     ranks.run(2, _sizes, env={"VIRTUAL_NODES": str(nodes)}, heap="16M")
 
 
-def _fits(heap: str, does: bool) -> None:
-    if does:
-        AllToAll(**SHAPE).free()
-    else:
-        with raises(tsn.HeapError, "needs"):
-            AllToAll(**SHAPE, capacity=1 << 17)
-
-
-def test_an_exact_heap():
-    """heap_bytes can be asked before init."""
-    assert AllToAll.heap_bytes(256, 4096, 7168, 8, ranks=4) > AllToAll.heap_bytes(
-        256, 4096, 7168, 8, ranks=4, capacity=32768
-    )
-    ranks.run(2, _fits, "", False, heap="4M")
+def test_heap_bytes_before_init():
+    sizes = dict(num_experts=256, max_tokens=4096, hidden=7168, top_k=8)
+    row = 7168 * 2
+    more = AllToAll.heap_bytes(**sizes, ranks=4) - AllToAll.heap_bytes(**sizes, ranks=4, capacity=32768)
+    assert more == (4 * 4096 * 8 - 32768) * row
+    assert AllToAll.heap_bytes(**sizes, ranks=4, nodes=2) > AllToAll.heap_bytes(**sizes, ranks=4)
 
 
 def _outputs() -> None:
@@ -93,7 +85,7 @@ def _outputs() -> None:
     odd.set_active([True, True])
     assert torch.equal(odd.combine(received.x, received.handle), 3 * x)
     first.fill_(0)
-    odd.active.fill_(1)
+    op.active.fill_(1)
 
 
 def test_outputs():

@@ -25,7 +25,7 @@ CALLS = sorted(ALLOWED)
 
 def _documented() -> dict[tuple[str, str], str]:
     text = (Path(__file__).parents[3] / "docs" / "states.md").read_text()
-    section = text[text.index("## AllToAll") :]
+    section = text[text.index("## AllToAll") :].split("\n## ")[0]
     rows = [[c.strip() for c in line.strip("| ").split("|")] for line in section.splitlines() if line.startswith("| ")]
     head = next(row for row in rows if row[0] == "call")
     return {(row[0], state): word for row in rows if row[0] in ALLOWED for state, word in zip(head[1:], row[1:])}
@@ -236,21 +236,21 @@ class Walk(stateful.RuleBasedStateMachine):
         members = tsn.world().control.members
         if thing.state is State.OUTDATED:
             kept = members
-        elif len(members) == 3 and often == 0:
+        elif len(members) == 3 and often == 0 and not any(o.pending for o in self.objects if o is not thing):
             kept = [r for r in members if r != gone]
         else:
             return
         active = [r in kept for r in range(tsn.size())]
         self._note(which, "set_active", active)
         if thing.state not in ALLOWED["set_active"]:
-            with pytest.raises(ValueError):
+            with pytest.raises(TileScaleError if thing.state is State.FREED else ValueError):
                 thing.op.set_active(active)
             return
         thing.op.set_active(active)
         thing.state = State.IDLE
         for other in self.objects:
             if not active[tsn.rank()]:
-                other.state = State.FREED if other.state is State.FREED else State.OUTDATED
+                other.state = State.FREED if other.state is State.FREED else State.LEFT_OUT
             elif (
                 other is not thing
                 and other.state is not State.FREED
