@@ -12,6 +12,7 @@ _WORKER = [
     for name in (
         "queue",
         "ordering",
+        "records",
         "stats",
         "staging",
         "heap_memory_host",
@@ -46,6 +47,12 @@ def fabric_test() -> Path:
         str(p.relative_to(ROOT)) for p in (ROOT / "tilescale_net/csrc/fabric").glob("*.cpp") if p.name != "bindings.cpp"
     )
     return build("fabric_test", ["tests/native/proxy_fabric_test.cpp", *_WORKER, *fabric])
+
+
+def fuzz_peer() -> Path:
+    """libFuzzer's program over what is read from a peer."""
+    sources = ["tests/native/fuzz_peer.cpp", _PROXY + "records.cpp", _PROXY + "ordering.cpp"]
+    return build("fuzz_peer", sources, "fuzzer")
 
 
 def null_test() -> Path:
