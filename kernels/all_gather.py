@@ -59,8 +59,7 @@ def all_gather(n_pes, dtype="uint8", threads=512, blocks=16, in_place=False, eng
                 # One fence for all peers, by a thread each: put_signal would wait for them one after the other.
                 T.sync_threads()
                 if thread < n_pes:
-                    N.fence(thread)
-                    N.signal(arrived[me, block], epoch, thread)
+                    N.signal(arrived[me, block], epoch, thread, fence=True)
                     N.wait(arrived[thread, block], "ge", epoch)
                     N.quiet(thread)
             T.sync_threads()
@@ -81,7 +80,15 @@ class AllGather(Collective):
         RankMismatch: ranks that want different ones.
     """
 
-    def __init__(self, *, threads: int = 512, blocks: int = 16, engine: str = "auto", unroll=None, ring=None):
+    def __init__(
+        self,
+        *,
+        threads: int = 512,
+        blocks: int = 16,
+        engine: str = "auto",
+        unroll: int | None = None,
+        ring: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__("AllGather", f"engine={engine}, unroll={unroll}, ring={ring}", threads, blocks)
         self._options = dict(threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring)
         self._epochs = self.counters(blocks)

@@ -52,7 +52,7 @@ class Collective:
         RankMismatch: ranks that differ in any of it; names both.
     """
 
-    def __init__(self, name: str, configuration: str, threads: int, blocks: int):
+    def __init__(self, name: str, configuration: str, threads: int, blocks: int) -> None:
         self._world = tsn.world()
         self.name = name
         self.rank, self.n_pes = self._world.rank, self._world.size

@@ -33,9 +33,9 @@ class Status:
         self._address = world._memory.pinned(nbytes)
         raw = (ctypes.c_char * nbytes).from_address(self._address)
         if world.device.type == "cuda":
-            from tilescale_net.runtime.cuda_memory import _Bytes
+            from tilescale_net.runtime.cuda_memory import tensor_at
 
-            self.tensor = torch.as_tensor(_Bytes(self._address, nbytes), device=world.device).view(torch.int64)
+            self.tensor = tensor_at(self._address, nbytes, world.device).view(torch.int64)
         else:
             self.tensor = torch.frombuffer(raw, dtype=torch.int64)
         self._words = (ctypes.c_int64 * STATUS_WORDS).from_address(self._address)

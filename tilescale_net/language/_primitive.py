@@ -97,10 +97,14 @@ def guarded(inside: tirx.PrimExpr | None, call: tirx.Call) -> tirx.PrimExpr | No
         return call
     if str(call.dtype):  # TVM prints the void type as nothing
         return tirx.if_then_else(inside, call, tirx.const(0, call.dtype))
-    call = _with_span(call, make_span(*author_line()))
     with builder.If(inside), builder.Then():
-        builder.evaluate(call)
+        evaluate(call)
     return None
+
+
+def evaluate(call: tirx.Call) -> None:
+    """Make `call` a statement of its own, here."""
+    builder.evaluate(_with_span(call, make_span(*author_line())))
 
 
 def block_threads() -> int:

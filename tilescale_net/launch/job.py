@@ -17,6 +17,7 @@ from tilescale_net.launch.environment import hand_over_store
 from tilescale_net.launch.output import Output
 from tilescale_net.runtime import settings
 
+TOLD = (2, 3)  # exit codes whose reason rank 0 has told: wrong arguments, and a benchmark that can measure nothing here
 GRACE = 2.0  # seconds that the others have, after a failure, to say what they know and to clean up
 USAGE_GRACE = 10.0  # the same after wrong arguments, which rank 0 reports for all of them
 LAST_WORDS = 3.0  # seconds between asking a rank to end and killing it
@@ -213,8 +214,8 @@ class Job:
         culprits = [rank for rank in witnesses if not rank.is_victim()]
         rank = (culprits or witnesses)[0]
         code = rank.code if rank.code > 0 else 128 - rank.code
-        if code == 2 and any(r.index == 0 and r.code == 2 for r in witnesses):
-            return code  # wrong arguments: rank 0 has told what is wrong with them
+        if code in TOLD and any(r.index == 0 and r.code == code for r in witnesses):
+            return code
         if rank.index != 0 and rank.output.lines and settings.OUTPUT.get() != "all":
             messages.say(f"last output of rank {rank.index}:")
             for line in list(rank.output.lines)[-60:]:

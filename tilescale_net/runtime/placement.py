@@ -6,13 +6,14 @@ import atexit
 import os
 import secrets
 import socket
-import stat
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tilescale_net.compiler import private_folder
 from tilescale_net.errors import ConfigurationError
+from tilescale_net.runtime import settings
 
 # Rank and size as launchers name them; what counts the ranks of this host, where the launcher can be asked.
 _LAUNCHERS = (
@@ -74,7 +75,7 @@ _ADVICE = "start the script through launch.sh, which sets them all, or unset it"
 
 def launchers_store() -> tuple[int, str] | None:
     """Port of the store and name of the job, where launch.sh has started this rank; see launch/environment.py."""
-    port, _, rest = os.environ.get("TSN_STORE", "").partition("/")
+    port, _, rest = settings.STORE.get().partition("/")
     job, _, master = rest.partition("/")
     mine = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return (int(port), job) if port.isdigit() and job and master == mine else None
@@ -167,9 +168,7 @@ def _starter() -> str | None:
 def _private_folder() -> Path:
     """A folder that only this user can write."""
     folder = Path(tempfile.gettempdir()) / f"tilescale_net-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+    if not private_folder.make(folder):
         raise ConfigurationError(
             f"{folder} is not a folder of this user alone; remove it, or export MASTER_ADDR and MASTER_PORT"
         )
