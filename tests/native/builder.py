@@ -30,6 +30,7 @@ BASE = [
 SANITIZERS = {
     "": [],
     "thread": ["-fsanitize=thread"],
+    "fuzzer": ["-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all", "-O2"],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
 }
 

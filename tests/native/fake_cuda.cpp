@@ -63,6 +63,8 @@ private:
   std::thread thread_;
 };
 
+unsigned flushes = 0;
+
 void copy(void* to, const void* from, size_t n) { std::memcpy(to, from, n); }
 template <class T>
 void store(unsigned long long to, T v) {
@@ -82,7 +84,10 @@ extern "C" {
 int cuInit(unsigned) { return 0; }
 int cuGetErrorString(int, const char** text) { return *text = "fake error", 0; }
 int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal == 0 ? 0 : 101; }
-int cuDeviceGetAttribute(int* value, int, int) { return *value = 0, 0; }
+// A GPU that sees the writes of NICs after a flush by the host, which FAKE_CUDA_NO_FLUSH takes away.
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+  return *value = attribute == 117 && !getenv("FAKE_CUDA_NO_FLUSH"), 0;
+}
 int cuDeviceGetPCIBusId(char* text, int bytes, int) { return std::strncpy(text, "0000:3B:00.0", (size_t)bytes), 0; }
 int cuDevicePrimaryCtxRetain(void** context, int) { return *context = context, 0; }
 int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
@@ -122,5 +127,6 @@ int cuMemGetHandleForAddressRange(void* fd, unsigned long long, size_t, int, uns
   if (!getenv("FAKE_CUDA_DMABUF")) return 801;
   return *static_cast<int*>(fd) = open("/dev/null", O_RDONLY), 0;
 }
-int cuFlushGPUDirectRDMAWrites(int, int) { return 0; }
+int cuFlushGPUDirectRDMAWrites(int, int) { return __atomic_fetch_add(&flushes, 1, __ATOMIC_RELAXED), 0; }
+unsigned fake_cuda_flushes() { return __atomic_load_n(&flushes, __ATOMIC_RELAXED); }
 }

@@ -3,7 +3,9 @@
 
 #include "tests/native/proxy_world.h"
 
+#include <cstdlib>
 #include <cstring>
+#include <dlfcn.h>
 
 namespace tsn::proxy {
 
@@ -47,6 +49,76 @@ inline void end_in_order(const WorldOptions& o, int round) {
   for (auto& pe : w.pes) CHECK(pe->proxy->drain(60), "PE %d: not drained", pe->rank);
   w.barrier();
   for (auto& pe : w.pes) pe->proxy->close();
+  w.check_healthy();
+}
+
+// One PE does not poll: the other sends it no more immediates than its completion queue holds, and goes on later.
+inline void credit(WorldOptions o) {
+  constexpr int kPuts = 12000;
+  auto hub = std::make_shared<fabric::LoopbackHub>();
+  o.make = [hub](const TransportOptions& t) { return std::make_unique<fabric::Loopback>(hub, t); };
+  o.proxy.inline_bytes = 0;
+  Pe away(0, o), busy(1, o);
+  const std::vector<std::string> blobs = {away.proxy->blob(), busy.proxy->blob()};
+  away.proxy->connect(blobs);
+  busy.proxy->connect(blobs);
+  busy.proxy->start();
+  std::thread kernel([&] {
+    for (int i = 0; i < kPuts; i++) queue_put(busy.context, busy.at(kSystemBytes), busy.at(kSystemBytes), 64, 0);
+    queue_put_signal(busy.context, busy.at(kSystemBytes), busy.at(kSystemBytes), 64, 0, busy.at<uint64_t>(1 << 20), 1,
+                     SignalOp::set);
+    busy.quiet(0);
+  });
+  auto waiting = [&] {
+    std::lock_guard<std::mutex> lock(hub->at(0).mutex);
+    return hub->at(0).inbox.size();
+  };
+  size_t before = 0;
+  for (int still = 0; still < 20; std::this_thread::sleep_for(std::chrono::milliseconds(5))) {
+    const size_t now = waiting();
+    still = now == before && now > 0 ? still + 1 : 0;
+    before = now;
+  }
+  CHECK(before <= 4096 && before >= 1024, "%zu events wait for a PE that does not poll", before);
+  away.proxy->start();
+  kernel.join();
+  CHECK(*away.at<uint64_t>(1 << 20) == 1);
+  for (Pe* pe : {&away, &busy}) {
+    Failure f;
+    CHECK(!pe->proxy->failure(&f), "%s", f.text.c_str());
+    pe->proxy->stop();
+  }
+}
+
+// Adds to a word of a GPU heap that no wait has consumed: when the word's memory is given out again, they are history.
+inline void adds(const WorldOptions& o) {
+  World w(o);
+  Pe &target = *w.pes[0], &source = *w.pes[1];
+  constexpr uint64_t kWord = kSystemBytes + 1024, kOther = kSystemBytes + 2048, kMany = kSystemBytes + 8192;
+  for (int i = 0; i < 5; i++) queue_signal(source.context, source.at<uint64_t>(kWord), 1, 0, SignalOp::add);
+  // More than a box holds.
+  for (int i = 0; i < 3 * kAddBoxEntries; i++)
+    queue_signal(source.context, source.at<uint64_t>(kMany + 8ull * (uint64_t)(i % 16)), 1, 0, SignalOp::add);
+  source.quiet(0);
+  for (auto& pe : w.pes) CHECK(pe->proxy->apply_adds(20));
+  CHECK(*target.at<uint64_t>(kWord) == 5, "%d", (int)*target.at<uint64_t>(kWord));
+  for (int i = 0; i < 16; i++) CHECK(*target.at<uint64_t>(kMany + 8ull * (uint64_t)i) == 3 * kAddBoxEntries / 16);
+  *target.at<uint64_t>(kWord) = 1000; // somebody else's data
+  queue_signal(source.context, source.at<uint64_t>(kOther), 1, 0, SignalOp::add);
+  target.wait(kOther, 1);
+  CHECK(*target.at<uint64_t>(kWord) == 1000, "%d", (int)*target.at<uint64_t>(kWord));
+  // And a second time, with nothing to do and with something.
+  queue_signal(source.context, source.at<uint64_t>(kOther), 1, 0, SignalOp::add);
+  source.quiet(0);
+  for (int i = 0; i < 2; i++) CHECK(target.proxy->apply_adds(20));
+  CHECK(*target.at<uint64_t>(kOther) == 2);
+  // Data that are quiet have been flushed where the GPU needs it.
+  auto flushes = (unsigned (*)())dlsym(dlopen(std::getenv("TSN_LIBCUDA"), RTLD_NOW | RTLD_NOLOAD), "fake_cuda_flushes");
+  const unsigned flushed = flushes();
+  queue_put(source.context, source.at(kSystemBytes), source.at(kSystemBytes), 5000, 0);
+  source.quiet(0);
+  CHECK(flushes() > flushed || std::getenv("FAKE_CUDA_NO_FLUSH"), "quiet before the peer's GPU sees the data");
+  w.stop();
   w.check_healthy();
 }
 

@@ -101,7 +101,7 @@ void run(uint32_t seed, int operations) {
     }
     if (acks.empty()) return false;
     const size_t i = pick((uint32_t)acks.size());
-    source.acknowledge(acks[i]);
+    CHECK(source.acknowledge(acks[i]), "seed %u: acknowledgement refused", seed);
     acks.erase(acks.begin() + (long)i);
     return true;
   };

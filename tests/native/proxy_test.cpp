@@ -4,9 +4,13 @@
 //        proxy_test refusals [key=value ...]  bad descriptors: named, and never sent
 //        proxy_test garbage [key=value ...]   a peer that sends nonsense
 //        proxy_test failure [key=value ...]   the network fails as chaos= says; prints each PE's error
+//        proxy_test lies [key=value ...]      a peer whose messages and slots are well formed but for one field
+//        proxy_test credit [key=value ...]    a peer that does not poll gets only as much as its queue can hold
+//        proxy_test adds cuda=1 ...           adds left to kernels do not outlive apply_adds()
 //        proxy_test endings [key=value ...]   rounds=: failed=1: PEs give up with large puts in flight, else finalize
 // keys: see configure(); seeds=a:b runs the traffic once per seed with ",seed=N" added to chaos.
 #include "tests/native/proxy_endings.h"
+#include "tests/native/proxy_lies.h"
 #include "tests/native/proxy_traffic.h"
 
 #include <map>
@@ -102,7 +106,7 @@ void refusals() {
   const std::vector<Bad> cases = {
       {"destination", [](auto* c, char* h, uint64_t n) { queue_put(c, h + n - 8, h, 16, 1); }},
       {"source", [](auto* c, char* h, uint64_t n) { queue_put(c, h, h + n - 8, 16, 1); }},
-      {"destination", [](auto* c, char* h, uint64_t) { queue_put(c, h - 8, h, 8, 1); }},
+      {"destination", [](auto* c, char* h, uint64_t) { queue_put(c, h - kSystemBytes - 8, h, 8, 1); }},
       {"destination", [](auto* c, char* h, uint64_t) { queue_put(c, h, h, (int64_t)kMaxDescriptorBytes, 1); }},
       {"destination",
        [](auto* c, char* h, uint64_t n) { queue_put_signal(c, h + n, h, 8, 1, (uint64_t*)h, 1, SignalOp::set); }},
@@ -133,6 +137,14 @@ void refusals() {
        [](auto* c, char*, uint64_t) {
          detail::queue_push<true>(c, 0, kOpPut, Request{Command::flush_part, kAllPes, 0, 0, 0, 0, ~0ull});
        }},
+      {"package's own", [](auto* c, char* h, uint64_t) { queue_put(c, h - kSystemBytes + 1024, h, 16, 1); }},
+      {"package's own", [](auto* c, char* h, uint64_t) { queue_put(c, h, h - 16, 16, 1); }},
+      {"package's own", [](auto* c, char* h, uint64_t) { queue_put_value(c, h - 8, 1, 8, 1); }},
+      {"package's own", [](auto* c, char* h, uint64_t) { queue_get(c, h - 8, h, 8, 1); }},
+      {"package's own",
+       [](auto* c, char* h, uint64_t) { queue_signal(c, (uint64_t*)(h - kSystemBytes + 1024), 1, 1, SignalOp::set); }},
+      {"not aligned",
+       [](auto* c, char* h, uint64_t) { queue_put_signal(c, h, h, 8, 1, (uint64_t*)(h + 4), 1, SignalOp::set); }},
   };
   for (const Bad& bad : cases) {
     WorldOptions o = configure();
@@ -140,7 +152,7 @@ void refusals() {
     World w(o);
     Pe &pe = *w.pes[0], &other = *w.pes[1];
     std::memset(pe.heap + kSystemBytes, 0x11, o.heap_bytes - kSystemBytes);
-    bad.push(pe.context, pe.heap, o.heap_bytes);
+    bad.push(pe.context, pe.heap + kSystemBytes, o.heap_bytes - kSystemBytes);
     spin(pe.context, [] { return false; }, [] {}); // a wait that only the abort ends
     CHECK(__atomic_load_n(&pe.abort_word, __ATOMIC_ACQUIRE) == 1, "%s: abort word", bad.what);
     Failure f;
@@ -263,6 +275,9 @@ int main(int argc, char** argv) {
   else if (scenario == "failure") failure();
   else if (scenario == "garbage") garbage();
   else if (scenario == "endings") endings();
+  else if (scenario == "lies") lies(configure());
+  else if (scenario == "credit") credit(configure());
+  else if (scenario == "adds") adds(configure());
   else CHECK(false, "unknown scenario '%s'", scenario.c_str());
   std::puts("ok");
   return 0;

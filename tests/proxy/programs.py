@@ -13,6 +13,7 @@ _WORKER = [
     for name in (
         "queue",
         "ordering",
+        "records",
         "stats",
         "staging",
         "heap_memory_host",
@@ -49,6 +50,12 @@ def fabric_test() -> Path:
         if not p.name.endswith("bindings.cpp")
     )
     return build("fabric_test", ["tests/native/proxy_fabric_test.cpp", *_WORKER, *fabric], flags=headers())
+
+
+def fuzz_peer() -> Path:
+    """libFuzzer's program over what is read from a peer."""
+    sources = ["tests/native/fuzz_peer.cpp", _PROXY + "records.cpp", _PROXY + "ordering.cpp"]
+    return build("fuzz_peer", sources, "fuzzer")
 
 
 def null_test() -> Path:

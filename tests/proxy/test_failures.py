@@ -20,7 +20,26 @@ def test_bad_descriptors_under_sanitizers(sanitizer):
 @pytest.mark.parametrize("staging", ["staging=0", "staging=1"])
 def test_nonsense_from_a_peer(staging):
     """Random messages and immediates end in an error, under AddressSanitizer."""
-    run(programs.proxy_test("address"), "garbage", "seeds=150", staging, "queues=1")
+    run(programs.proxy_test("address"), "garbage", "seeds=80", staging, "queues=1")
+
+
+@pytest.mark.parametrize("staging", ["staging=0", "staging=1"])
+def test_lies_of_a_peer(staging):
+    """Messages, acknowledgements and staging slots with one field that lies: refused before it is used."""
+    run(programs.proxy_test("address"), "lies", staging)
+
+
+def test_a_peer_that_does_not_poll():
+    """It is sent no more immediates than its completion queue holds."""
+    run(programs.proxy_test(), "credit")
+
+
+@pytest.mark.parametrize(
+    "shape", [[], ["device_memory=1"], ["queues=2", "threads=2"]], ids=["staged", "rdma", "threads"]
+)
+def test_adds_do_not_outlive_their_word(shape):
+    """What no wait consumed is carried out before the word's memory is given out again."""
+    run(programs.proxy_test(), "adds", "cuda=1", *shape, env={"TSN_LIBCUDA": str(programs.fake_cuda())})
 
 
 @pytest.mark.parametrize("staging", ["staging=0", "staging=1"])

@@ -108,17 +108,22 @@ TSN_DESCRIPTOR_FN bool adds(Command c) {
 // 1 in the first lap, so that zeroed slots are old. `mask` = capacity - 1, the capacity being a power of two.
 TSN_DESCRIPTOR_FN uint64_t parity_of(uint64_t position, uint64_t mask) { return (position & (mask + 1)) == 0; }
 
+// A signal word's number. One that is not aligned becomes the last number, which lies outside every heap.
+TSN_DESCRIPTOR_FN uint64_t signal_number(uint64_t offset) {
+  return offset & 7 ? (uint64_t(1) << kSignalBits) - 1 : offset >> 3;
+}
+
 TSN_DESCRIPTOR_FN Descriptor encode(const Request& r, uint64_t parity) {
   Descriptor d;
   d.word[0] = parity | (uint64_t)r.command << 1 | (uint64_t)r.pe << (1 + kCommandBits) |
               r.first << (1 + kCommandBits + kPeBits);
   d.word[1] = is_value(r.command) ? r.data : r.value;
   if (is_value_signal(r.command)) {
-    d.word[2] = parity | (r.signal >> 3) << 1;
+    d.word[2] = parity | signal_number(r.signal) << 1;
     d.word[3] = r.value;
   } else {
     d.word[2] = parity | (r.second & kMaxOffset) << 1 | (r.bytes >> 17) << 45;
-    d.word[3] = (r.bytes & 0x1ffff) | (r.signal >> 3) << 17;
+    d.word[3] = (r.bytes & 0x1ffff) | signal_number(r.signal) << 17;
   }
   return d;
 }

@@ -92,6 +92,7 @@ class Heap:
         poison: fill fresh memory with NaN patterns (the simulator's way to show reads of unwritten data).
         on_allocate, on_free: told `(address, nbytes, name)` and `(address)`, for bounds checks.
         check: called first by every call; raises when the job has failed or is over.
+        settle: carries out what operations of other ranks still owe this heap; whether there can be such a thing.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Heap:
         on_allocate: Callable[[int, int, str], None] | None = None,
         on_free: Callable[[int], None] | None = None,
         check: Callable[[], None] = lambda: None,
+        settle: Callable[[], bool] | None = None,
     ):
         self._memory = memory
         self._agree = agree
@@ -111,6 +113,7 @@ class Heap:
         self._on_allocate = on_allocate
         self._on_free = on_free
         self._check = check
+        self._settle = settle
         self._allocator = Allocator(SYSTEM_BYTES, memory.size)
         self._made: dict[int, tuple[str, tuple[int, ...], torch.dtype]] = {}  # by offset: call, shape, dtype
         memory.bytes_tensor(0, SYSTEM_BYTES).zero_()
@@ -177,6 +180,9 @@ class Heap:
         offset = self.offset_of(tensor)
         self._memory.synchronize()
         self._agree("tilescale_net.free", f"offset {offset}")
+        # What still is to happen to this memory happens before it belongs to somebody else.
+        if self._settle and self._settle():
+            self._agree("tilescale_net.free", "settled")
         size = self._allocator.live.get(offset)
         if size is None:
             raise HeapError(

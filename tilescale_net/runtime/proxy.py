@@ -78,6 +78,10 @@ class RunningProxy:
         self._proxy.connect(blobs)
         self._proxy.start()
 
+    def explain(self, reason: str) -> None:
+        """Tell the peers why this rank is about to set its abort word. The first reason counts."""
+        self._proxy.explain(reason)
+
     def failure(self) -> TileScaleError | None:
         """What made the proxy give up, or None."""
         found = self._proxy.error()
@@ -109,10 +113,22 @@ class RunningProxy:
         Raises:
             TileScaleError: the proxy has failed.
         """
-        if not self._proxy.drain(self._world.timeout):
-            failed = self.failure()
-            if failed is not None:
-                raise failed
+        self._finish(self._proxy.drain)
+
+    def settle(self) -> bool:
+        """Carry out the adds to signal words that were left to the next waiting kernel.
+
+        To be called between two agreements, while no kernel runs on any rank. Returns whether this job defers adds:
+        where it does, every rank must have settled before any goes on.
+        """
+        if not self.context_flags:
+            return False
+        self._finish(self._proxy.apply_adds)
+        return True
+
+    def _finish(self, call) -> None:
+        if not call(self._world.timeout) and (failed := self.failure()) is not None:
+            raise failed
 
     def close(self) -> None:
         self._proxy.close()

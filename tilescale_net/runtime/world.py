@@ -90,7 +90,7 @@ class World:
         self._abort_address, self._error_address = page, page + 64
         on_allocate, on_free = self._bounds_hooks()
         self.heap = Heap(
-            self._memory, self.control.agree, self.rank, not on_gpu, on_allocate, on_free, check=self.check
+            self._memory, self.control.agree, self.rank, not on_gpu, on_allocate, on_free, self.check, self._settle
         )
         handles = self.control.gather("tilescale_net.init", self._memory.handle())
         self.peer_base = [
@@ -158,6 +158,9 @@ class World:
 
     def abort(self) -> None:
         """End every device-side wait of this rank."""
+        proxy = self.proxy  # another thread may close the world
+        if proxy is not None and self.failure is not None:
+            proxy.explain(str(self.failure))
         with self._page_in_use:
             if self._abort_address:
                 ctypes.c_uint32.from_address(self._abort_address).value = 1
@@ -238,6 +241,9 @@ class World:
         if self.failure is None:
             self.failure = TileScaleError(f"rank {self.rank}: the job was aborted; look at the other ranks' output")
 
+    def _settle(self) -> bool:
+        return self.proxy is not None and self.proxy.settle()
+
     # -- collective calls -------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
@@ -252,6 +258,8 @@ class World:
         self.check()
         try:
             self.control.agree("tilescale_net.barrier")
+            if self._settle():
+                self.control.agree("tilescale_net.barrier", "settled")
         except PeerLost as err:
             self.failure = self.failure or err
             raise self.failure from err

@@ -89,6 +89,16 @@ PrimaryContext::PrimaryContext(int ordinal) {
 
 PrimaryContext::~PrimaryContext() { driver().cuDevicePrimaryCtxRelease(device_); }
 
+RdmaVisibility rdma_visibility(int ordinal) {
+  Device device;
+  int ordering = 0, options = 0;
+  check(driver().cuDeviceGet(&device, ordinal), "cuDeviceGet");
+  check(driver().cuDeviceGetAttribute(&ordering, kAttributeRdmaWritesOrdering, device), "cuDeviceGetAttribute");
+  if (ordering >= kFlushToOwner) return RdmaVisibility::in_order;
+  check(driver().cuDeviceGetAttribute(&options, kAttributeRdmaFlushOptions, device), "cuDeviceGetAttribute");
+  return options & kRdmaFlushByHost ? RdmaVisibility::by_flush : RdmaVisibility::never;
+}
+
 int export_dmabuf(uint64_t base, uint64_t bytes, std::string* why) {
   const auto page = (uint64_t)sysconf(_SC_PAGESIZE);
   if (base % page || bytes % page) {

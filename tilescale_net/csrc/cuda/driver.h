@@ -29,6 +29,8 @@ constexpr unsigned kHostRegisterPortable = 1;
 constexpr unsigned kHostRegisterDeviceMap = 2;
 constexpr int kAttributeDmaBufSupported = 124;
 constexpr int kAttributeRdmaWritesOrdering = 118; // 0: flush needed, 100: the owner sees writes in order, 200: all do
+constexpr int kAttributeRdmaFlushOptions = 117;   // bit 0: cuFlushGPUDirectRDMAWrites works on the host
+constexpr int kRdmaFlushByHost = 1;
 constexpr int kHandleTypeDmaBufFd = 1;
 constexpr int kFlushTargetCurrentContext = 0;
 constexpr int kFlushToOwner = 100;
@@ -80,6 +82,14 @@ private:
   Device device_ = 0;
   Context context_ = nullptr;
 };
+
+// How what a NIC writes into GPU memory becomes visible to kernels that run on the GPU.
+enum class RdmaVisibility {
+  in_order, // by itself: the GPU sees such writes in their order
+  by_flush, // after cuFlushGPUDirectRDMAWrites
+  never,    // not while a kernel runs
+};
+RdmaVisibility rdma_visibility(int ordinal);
 
 // A file descriptor of a DMA buffer over GPU memory, for registration with a NIC; the caller closes it. -1 with `why`
 // when the driver or the GPU has no DMA buffers. Needs a current context.

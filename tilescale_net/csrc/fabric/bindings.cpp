@@ -186,6 +186,7 @@ void bind(py::module_& m) {
             return answer(t, t.post_receive(rail, local, offset, bytes, cookie));
           },
           py::arg("local"), py::arg("offset"), py::arg("bytes"), py::arg("cookie"), py::arg("rail") = 0)
+      .def("strangers", &Transport::strangers, "Messages dropped because their sender did not know this one's token.")
       .def("poll", &poll, py::arg("capacity") = 64);
 }
 

@@ -101,6 +101,7 @@ public:
     return n;
   }
 
+  uint64_t strangers() const override { return inner_->strangers(); }
   bool idle() const override {
     return arrivals_.empty() && std::all_of(outstanding_.begin(), outstanding_.end(), [](uint32_t n) { return !n; }) &&
            inner_->idle();

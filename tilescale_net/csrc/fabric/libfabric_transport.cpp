@@ -7,7 +7,11 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include <dirent.h>
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "blob.h"
 #include "rail_data.h"
@@ -24,6 +28,21 @@ constexpr const char* kSharedMemoryScheme =
 void remove_if_orphaned(const std::string& name) {
   const pid_t owner = static_cast<pid_t>(std::strtol(name.c_str(), nullptr, 10));
   if (owner > 0 && kill(owner, 0) && errno == ESRCH) shm_unlink(name.c_str());
+}
+
+// What killed processes of this user have left: names of objects begin with the owner's pid and uid.
+void remove_orphans() {
+  DIR* folder = opendir("/dev/shm");
+  if (!folder) return;
+  while (const dirent* entry = readdir(folder)) {
+    long pid = 0, uid = -1;
+    int end = 0;
+    if (std::sscanf(entry->d_name, "%ld:%ld:%*d%n", &pid, &uid, &end) != 2 || !end || uid != (long)geteuid()) continue;
+    struct stat file;
+    if (fstatat(dirfd(folder), entry->d_name, &file, AT_SYMLINK_NOFOLLOW) || file.st_uid != geteuid()) continue;
+    remove_if_orphaned(entry->d_name);
+  }
+  closedir(folder);
 }
 
 void warn_of_emulated_writes(const std::string& provider) {
@@ -56,6 +75,7 @@ LibfabricTransport::LibfabricTransport(const TransportOptions& options)
   const Rail& rail = *rails_[0];
   const fi_info* info = rail.info();
   p.provider = provider_name(info);
+  if (p.provider == "shm") remove_orphans();
   p.version = library_.version_text;
   p.library = library_.path;
   p.rails = n_rails_;
@@ -65,6 +85,7 @@ LibfabricTransport::LibfabricTransport(const TransportOptions& options)
   p.inject_bytes = rail.inject_bytes();
   p.depth = rail.depth();
   p.imm_bits = 32;
+  p.immediates = options.immediates;
   p.delivery_complete = selection_.delivery_complete;
   p.ordered_messages = (info->tx_attr->msg_order & FI_ORDER_SAS) && (info->rx_attr->msg_order & FI_ORDER_SAS);
   p.emulated_write = rail.emulated_write();
@@ -83,7 +104,10 @@ std::string LibfabricTransport::address() const {
   BlobWriter blob(kAddressMagic);
   blob.text(properties_.provider);
   blob.number(rails_.size());
-  for (const auto& rail : rails_) blob.text(rail->name());
+  for (const auto& rail : rails_) {
+    blob.text(rail->name());
+    blob.number(rail->token());
+  }
   return blob.take();
 }
 
@@ -94,12 +118,17 @@ void LibfabricTransport::connect(int peer, const std::string& address) {
   if (provider != properties_.provider)
     throw FabricError("peer " + std::to_string(peer) + " uses provider '" + provider + "', this process '" +
                       properties_.provider + "': set TSN_PROVIDER alike on all hosts");
-  std::vector<std::string> theirs(blob.number());
-  if (theirs.empty() || theirs.size() > kMostRails)
-    throw FabricError("the address of peer " + std::to_string(peer) + " has no rails");
+  const uint64_t count = blob.number();
+  if (count < 1 || count > kMostRails)
+    throw FabricError("the address of peer " + std::to_string(peer) + " has " + std::to_string(count) +
+                      " rails; there may be 1 to " + std::to_string(kMostRails));
+  std::vector<std::string> theirs(count);
+  std::vector<uint64_t> tokens(count);
   const std::string scheme = kSharedMemoryScheme;
-  for (std::string& name : theirs) {
+  for (uint64_t i = 0; i < count; ++i) {
+    std::string& name = theirs[i];
     name = blob.text();
+    tokens[i] = blob.number();
     if (name.compare(0, scheme.size(), scheme) == 0) shared_memory_names_.push_back(name.c_str() + scheme.size());
   }
 
@@ -110,7 +139,7 @@ void LibfabricTransport::connect(int peer, const std::string& address) {
   const int n_theirs = static_cast<int>(theirs.size());
   for (int r = 0; r < n_rails_; ++r) {
     peers_[at + r] = rails_[r]->insert(theirs[r % n_theirs]);
-    rails_[r]->expect_messages_from(peer);
+    rails_[r]->expect_messages_from(peer, tokens[r % n_theirs]);
     for (int s = 0; s < n_theirs; ++s)
       if (s != r % n_theirs && s % n_rails_ == r) rails_[r]->insert(theirs[s]);
   }
@@ -163,8 +192,10 @@ RemoteRegion LibfabricTransport::add_remote(int peer, const std::string& key) {
   if (!valid_peer(0, peer)) throw FabricError("add_remote: peer " + std::to_string(peer) + " is not connected");
   BlobReader blob(key, kKeyMagic, "the memory key of peer " + std::to_string(peer));
   const uint64_t bytes = blob.number();
-  std::vector<Target> theirs(std::min<uint64_t>(blob.number(), kMostRails));
-  if (theirs.empty()) throw FabricError("the memory key of peer " + std::to_string(peer) + " has no rails");
+  const uint64_t count = blob.number();
+  if (count < 1 || count > kMostRails)
+    throw FabricError("the memory key of peer " + std::to_string(peer) + " has " + std::to_string(count) + " rails");
+  std::vector<Target> theirs(count);
   for (Target& rail : theirs) {
     rail.base = blob.number();
     rail.key = blob.number();
@@ -280,6 +311,12 @@ Post LibfabricTransport::post_receive(int rail, Region region, uint64_t offset, 
 
 bool LibfabricTransport::idle() const {
   return std::all_of(rails_.begin(), rails_.end(), [](const auto& rail) { return rail->idle(); });
+}
+
+uint64_t LibfabricTransport::strangers() const {
+  uint64_t n = 0;
+  for (const auto& rail : rails_) n += rail->strangers();
+  return n;
 }
 
 int LibfabricTransport::poll(Event* events, int capacity) {

@@ -30,6 +30,7 @@ public:
   Post post_receive(int rail, Region local, uint64_t offset, uint64_t bytes, uint64_t cookie) override;
   int poll(Event* events, int capacity) override;
   bool idle() const override;
+  uint64_t strangers() const override;
   const char* last_error() const override { return error_.c_str(); }
 
 private:

@@ -30,6 +30,8 @@ std::string open_library(const std::string& file, Library& lib) {
   // Debian's libfabric links PSM, whose constructors replace the process's handlers of SIGSEGV and its like otherwise.
   setenv("IPATH_NO_BACKTRACE", "1", 0);
   setenv("HFI_NO_BACKTRACE", "1", 0);
+  // The same for libraries newer than the headers, which cannot name the option; see Rail::set_endpoint_options().
+  setenv("FI_EFA_USE_UNSOLICITED_WRITE_RECV", "0", 0);
   void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle) return dlerror();
   uint32_t (*version)() = nullptr;

@@ -2,6 +2,7 @@
 #include "rail.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include <rdma/fi_ext.h>
@@ -30,6 +31,7 @@ Rail::Rail(const Library& library, fi_info* info, const TransportOptions& option
   virtual_addresses_ = modes & FI_MR_VIRT_ADDR;
   prov_key_ = modes & FI_MR_PROV_KEY;
   mr_endpoint_ = modes & FI_MR_ENDPOINT;
+  wide_keys_ = info->domain_attr->mr_key_size >= sizeof(uint64_t);
   imm_consumes_ = info->mode & FI_RX_CQ_DATA;
   op_flags_ = info->tx_attr->op_flags & FI_DELIVERY_COMPLETE;
   pool_ = options.message_buffers > 0;
@@ -46,7 +48,7 @@ Rail::Rail(const Library& library, fi_info* info, const TransportOptions& option
   max_message_ = pool_ ? static_cast<uint32_t>(largest - sizeof(Header)) : 0;
   buffer_bytes_ = (largest + 63) / 64 * 64;
 
-  open();
+  open(options.immediates);
   allocate_slots();
   check(fi_enable(ep_.get()), "fi_enable");
   if (buffers_mr_ && mr_endpoint_) {
@@ -64,7 +66,7 @@ Rail::~Rail() {
   buffers_mr_.reset();
 }
 
-void Rail::open() {
+void Rail::open(uint32_t immediates) {
   fid_fabric* fabric = nullptr;
   fid_domain* domain = nullptr;
   fid_av* av = nullptr;
@@ -84,7 +86,7 @@ void Rail::open() {
   cq_attr.format = FI_CQ_FORMAT_DATA;
   cq_attr.wait_obj = FI_WAIT_NONE;
   // Immediates arrive unasked: room for them beyond what this side can have outstanding.
-  cq_attr.size = depth_ + receives_ + 4096;
+  cq_attr.size = depth_ + receives_ + immediates;
   check(fi_cq_open(domain, &cq_attr, &cq, nullptr), "fi_cq_open");
   cq_.reset(cq);
 
@@ -108,6 +110,11 @@ void Rail::set_endpoint_options() {
   if (std::string(info_->fabric_attr->prov_name) != "efa") return;
   size_t forever = 7; // SRD retries "receiver not ready" without end: flow control instead of an error
   fi_setopt(&ep_->fid, FI_OPT_ENDPOINT, FI_OPT_EFA_RNR_RETRY, &forever, sizeof forever);
+  // A write's immediate takes a posted receive, so that the sender feels a queue that nobody empties.
+#ifdef FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV
+  bool unsolicited = false;
+  fi_setopt(&ep_->fid, FI_OPT_ENDPOINT, FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV, &unsolicited, sizeof unsolicited);
+#endif
   bool emulated = false;
   size_t bytes = sizeof emulated;
   if (!fi_getopt(&ep_->fid, FI_OPT_ENDPOINT, FI_OPT_EFA_EMULATED_WRITE, &emulated, &bytes)) emulated_write_ = emulated;
@@ -158,11 +165,18 @@ void Rail::allocate_slots() {
   attr.mr_iov = &iov;
   attr.iov_count = 1;
   attr.access = FI_SEND | FI_RECV;
-  attr.requested_key = prov_key_ ? 0 : next_key_++;
+  attr.requested_key = new_key();
   fid_mr* mr = nullptr;
   check(fi_mr_regattr(domain_.get(), &attr, 0, &mr), "fi_mr_regattr (message buffers)");
   buffers_mr_.reset(mr);
   buffers_desc_ = fi_mr_desc(mr);
+}
+
+// Whoever knows a key may write to the memory: where we choose it and it has room, nobody can guess it.
+uint64_t Rail::new_key() {
+  static std::atomic<uint64_t> next{1};
+  if (prov_key_) return 0;
+  return wide_keys_ ? random_secret() >> 1 : next++; // some providers keep the highest bit for themselves
 }
 
 std::string Rail::name() const {

@@ -1,8 +1,9 @@
 // One rail: one endpoint with its domain, address vector and completion queue, on one NIC.
 //
 // Every outstanding operation holds a slot; a slot remembers what the operation was, so that completions need no search
-// and errors can be told in the caller's terms. The number of slots bounds what is outstanding, hence the completion
-// queue never overruns. A rail is used by one thread at a time.
+// and errors can be told in the caller's terms. The number of slots bounds what this side has outstanding; immediates
+// come unasked, and the completion queue has room for TransportOptions::immediates of them, which those who send them
+// must not exceed. A rail is used by one thread at a time.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +19,7 @@
 #include <rdma/fi_rma.h>
 
 #include "library.h"
+#include "tilescale_net/csrc/common/secret.h"
 #include "transport.h"
 
 namespace tsn::fabric {
@@ -39,10 +41,15 @@ public:
   // --- set-up ------------------------------------------------------------------------------------------------------
   std::string name() const; // the endpoint's address, opaque
   fi_addr_t insert(const std::string& name);
-  void expect_messages_from(int peer) {
-    if (static_cast<size_t>(peer) >= known_.size()) known_.resize(peer + 1, false);
+  // `token`: what the peer wants to see in messages to it; it will put token() of this rail into its own.
+  void expect_messages_from(int peer, uint64_t token) {
+    if (static_cast<size_t>(peer) >= known_.size()) known_.resize(peer + 1, false), tokens_.resize(peer + 1, 0);
     known_[peer] = true;
+    tokens_[peer] = token;
   }
+  uint64_t token() const { return token_; }
+  // Messages that were dropped because their sender did not know the token.
+  uint64_t strangers() const { return strangers_; }
   // A registration usable by this rail, and what the data path needs of it.
   Fid<fid_mr> register_memory(const Memory& memory);
   uint64_t remote_base(void* base) const { return virtual_addresses_ ? reinterpret_cast<uint64_t>(base) : 0; }
@@ -85,20 +92,22 @@ private:
     int32_t peer;
     Kind kind;
   };
-  // Sits before the payload of every message: who sends it.
+  // Sits before the payload of every message: who sends it, and that the receiver has told it its token.
   struct Header {
     int32_t sender;
     uint32_t magic;
+    uint64_t token;
   };
-  static constexpr uint32_t kMagic = 0x54534e31; // "TSN1"
+  static constexpr uint32_t kMagic = 0x54534e32; // "TSN2"
   static constexpr int kBatch = 32;
 
   std::string where() const;
   void check(int rc, const char* call) const; // set-up calls answer 0 or a negative code
-  void open();
+  void open(uint32_t immediates);
   void set_endpoint_options();
   void allocate_slots();
   void post_buffers();
+  uint64_t new_key();
 
   void* context(uint32_t slot) const { return contexts_ + (static_cast<size_t>(slot) << context_shift_); }
   // The slot of a completion's context; n_slots when it is none of ours.
@@ -152,19 +161,22 @@ private:
   Fid<fid_mr> buffers_mr_;
   Fid<fid_ep> ep_;
 
-  bool virtual_addresses_ = false, mr_endpoint_ = false, prov_key_ = false, pool_ = false, imm_consumes_ = false;
+  bool virtual_addresses_ = false, mr_endpoint_ = false, prov_key_ = false, wide_keys_ = false, pool_ = false,
+       imm_consumes_ = false;
   bool emulated_write_ = false, device_memory_ = false;
-  uint64_t next_key_ = 1;
   uint64_t op_flags_ = 0, max_send_ = 0, max_rma_ = 0;
   uint32_t depth_ = 0, receives_ = 0, max_message_ = 0, inject_ = 0;
   size_t buffer_bytes_ = 0;
   void* buffers_desc_ = nullptr;
 
-  std::vector<Slot> slots_;       // [0, depth): what goes out; from depth on: posted receives
-  FreeSlots free_;                // for what goes out
-  FreeSlots free_receives_;       // for receives, when the caller posts its own
-  bool housekeeping_ = false;     // new_poll() has something to do
-  std::vector<uint32_t> repost_;  // pool buffers to post again: handed out by the last poll, or refused before
+  std::vector<Slot> slots_;      // [0, depth): what goes out; from depth on: posted receives
+  FreeSlots free_;               // for what goes out
+  FreeSlots free_receives_;      // for receives, when the caller posts its own
+  bool housekeeping_ = false;    // new_poll() has something to do
+  std::vector<uint32_t> repost_; // pool buffers to post again: handed out by the last poll, or refused before
+  const uint64_t token_ = random_secret();
+  std::vector<uint64_t> tokens_; // of the peers
+  uint64_t strangers_ = 0;
   std::vector<bool> known_;       // peers whose messages are accepted
   std::vector<Event> ready_;      // completions of injected messages, which the provider does not report
   std::deque<std::string> texts_; // of failures handed out by the last poll

@@ -1,5 +1,6 @@
 // What a rail does less often: messages, receives, failures, and the completions that are not of writes and reads.
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 #include "rail_data.h"
@@ -63,7 +64,7 @@ Post Rail::inject(int peer, fi_addr_t address, const void* data, size_t bytes, u
 }
 
 Post Rail::message(int peer, fi_addr_t address, const void* data, uint32_t bytes, uint64_t cookie) {
-  const Header header = {self_, kMagic};
+  const Header header = {self_, kMagic, tokens_[peer]};
   const size_t total = bytes + sizeof header;
   if (total <= inject_ && total <= 256) {
     char small[256];
@@ -154,12 +155,11 @@ bool Rail::arrival(const fi_cq_data_entry& entry, Event& event) {
     recycle(slot); // posted again at the next poll, so that the payload lives until then
     Header header;
     std::memcpy(&header, buffer(slot), sizeof header);
-    if (entry.len < sizeof header || header.magic != kMagic || static_cast<uint32_t>(header.sender) >= known_.size() ||
-        !known_[header.sender]) {
-      fail(event, -1, kSilent, FI_EINVAL,
-           "a message of " + std::to_string(entry.len) + " bytes from a stranger arrived on rail " +
-               std::to_string(index_));
-      return true;
+    const bool known = entry.len >= sizeof header && header.magic == kMagic && header.token == token_ &&
+                       static_cast<uint32_t>(header.sender) < known_.size() && known_[header.sender];
+    if (!known) {
+      ++strangers_;
+      return false;
     }
     event = Event{
         Event::message, header.sender, index_, 0, kSilent, buffer(slot) + sizeof header, entry.len - sizeof header, 0,
@@ -198,7 +198,9 @@ bool Rail::failure(Event& event) {
   std::string text = std::string(what) + (peer >= 0 ? " to peer " + std::to_string(peer) : "") + " over rail " +
                      std::to_string(index_) + " failed: " + library_.error(-static_cast<int64_t>(u.entry.err));
   if (provider_text && *provider_text) text += std::string(", ") + provider_text;
-  fail(event, peer, cookie, u.entry.err, text);
+  // Some providers answer with a general error and keep the system's own beside it.
+  const bool hidden = (u.entry.err == FI_EIO || u.entry.err == FI_EOTHER) && means_gone(std::abs(u.entry.prov_errno));
+  fail(event, peer, cookie, hidden ? std::abs(u.entry.prov_errno) : u.entry.err, text);
   return true;
 }
 

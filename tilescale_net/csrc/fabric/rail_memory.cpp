@@ -41,7 +41,7 @@ Fid<fid_mr> Rail::register_memory(const Memory& memory) {
   attr.iov_count = 1;
   attr.access = FI_SEND | FI_RECV;
   if (info_->caps & FI_RMA) attr.access |= FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
-  attr.requested_key = prov_key_ ? 0 : next_key_++;
+  attr.requested_key = new_key();
   if (memory.kind == Memory::cuda) {
     attr.iface = FI_HMEM_CUDA;
     attr.device.cuda = memory.device;

@@ -22,6 +22,7 @@
 // each.
 #pragma once
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -71,6 +72,14 @@ struct Event {
   const char* text;
 };
 
+// Whether a failure's code is what a process that has gone looks like from here; others are the network's own trouble.
+inline bool means_gone(int code) {
+  for (int gone :
+       {ECONNRESET, ECONNABORTED, ECONNREFUSED, ENOTCONN, EPIPE, ESHUTDOWN, EHOSTUNREACH, EHOSTDOWN, ECANCELED})
+    if (code == gone) return true;
+  return false;
+}
+
 // Constant once the transport exists.
 struct Properties {
   std::string provider;  // as libfabric names it: "efa", "tcp;ofi_rxm", …; "chaos+…" when wrapped
@@ -84,6 +93,7 @@ struct Properties {
   uint32_t inject_bytes = 0;      // sources up to this size are copied when posted
   uint32_t depth = 0;             // operations that one rail takes before it answers `again`
   double link_gbps = 0;           // speed of the rails' NICs together in 10^9 bits/s; 0 when they do not tell
+  uint32_t immediates = 4096;     // that peers may send to one rail before it is polled
   int imm_bits = 32;              // low bits of an immediate that arrive; the others must be 0
   bool device_memory = false;     // `cuda` regions can be registered; otherwise stage through pinned host memory
   bool delivery_complete = false; // `done` of a write means: its data is at the target, not merely on its way
@@ -144,6 +154,9 @@ public:
   // is not counted.
   virtual bool idle() const = 0;
 
+  // Messages that were dropped because their sender did not know this transport's token: it had no address() from us.
+  virtual uint64_t strangers() const = 0;
+
   // Why the last post answered `error`. Valid until the next post.
   virtual const char* last_error() const = 0;
 };
@@ -162,6 +175,7 @@ struct TransportOptions {
   uint32_t depth = 512;           // outstanding operations per rail; lowered to what the provider has
   uint32_t message_bytes = 256;   // largest message
   uint32_t message_buffers = 256; // receives kept posted per rail; 0: the caller posts its own
+  uint32_t immediates = 4096;     // that peers may send to one rail before it is polled
   bool delivery_complete = true;  // ask for it where it is offered
   std::string library;            // file of libfabric.so.1; "" = search (see libfabric.h)
   std::string library_fallback;   // tried last: the one inside the mpich wheel, which only Python can find

@@ -136,6 +136,9 @@ void bind(py::module_& m) {
       .def("start", &Proxy::start, no_gil)
       .def("drain", &Proxy::drain, py::arg("seconds"), no_gil,
            "Waits until everything pushed so far is at its target; False: not in time, or the proxy has failed.")
+      .def("apply_adds", &Proxy::apply_adds, py::arg("seconds"), no_gil,
+           "Carries out the adds that were left to kernels; while no kernel runs. False as drain().")
+      .def("explain", &Proxy::explain, py::arg("reason"), "What peers are told when the abort word ends this proxy.")
       .def("close", &Proxy::close, no_gil, "stop(), and the endpoints are gone; to be called after a barrier.")
       .def("stop", &Proxy::stop, no_gil, "Finishes what is queued and ends the threads; to be called after a barrier.")
       .def(
@@ -158,7 +161,9 @@ void bind(py::module_& m) {
             if (!p.failure(&f)) return py::none();
             py::dict d;
             d["kind"] = f.kind;
-            d["text"] = f.text;
+            // Part of it may be what a peer has sent.
+            d["text"] = py::reinterpret_steal<py::object>(
+                PyUnicode_DecodeUTF8(f.text.data(), (Py_ssize_t)f.text.size(), "replace"));
             d["pe"] = f.pe;
             d["operation"] = f.operation;
             d["offset"] = f.offset;

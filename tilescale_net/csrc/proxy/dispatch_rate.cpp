@@ -62,7 +62,7 @@ DispatchRate measure_dispatch(uint64_t descriptors, uint64_t bytes, bool with_si
     r.first = r.second = kSystemBytes;
     r.bytes = bytes;
     for (uint64_t i = 0; i < n; i++) {
-      r.signal = 8 * (i % 64);
+      r.signal = kSystemBytes + 8 * (i % 64);
       r.value = i;
       producer.push(r);
     }

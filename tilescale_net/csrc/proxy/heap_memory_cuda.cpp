@@ -63,10 +63,7 @@ public:
       : context_(device), d_(cuda::driver()), base_(base), pinned_(kPinnedBytes, true),
         in_(word<uint32_t>(0), pinned_.device()), out_(word<uint32_t>(128), pinned_.device() + 128),
         box_(base + 8ull * (uint64_t)(kAddBoxWords + box * kAddBoxStride)) {
-    int ordering = 0;
-    check(d_.cuDeviceGetAttribute(&ordering, cuda::kAttributeRdmaWritesOrdering, context_.device()),
-          "cuDeviceGetAttribute");
-    flush_rdma_ = ordering < cuda::kFlushToOwner;
+    flush_rdma_ = cuda::rdma_visibility(device) == cuda::RdmaVisibility::by_flush;
   }
 
   char* host() override { return nullptr; }
@@ -115,6 +112,30 @@ public:
   uint64_t in_position() const override { return in_.position(); }
   uint64_t in_completed() const override { return in_.completed(); }
 
+  // A no-op where the GPU sees the writes of NICs in order.
+  void settle_rdma() override {
+    if (flush_rdma_)
+      check(d_.cuFlushGPUDirectRDMAWrites(cuda::kFlushTargetCurrentContext, cuda::kFlushToOwner),
+            "cuFlushGPUDirectRDMAWrites");
+  }
+
+  void apply_adds() override {
+    in_.drain(); // what the adds announce comes first
+    claimed_ = read(box_ + 8 * kAddBoxClaimed);
+    asked_ = 0;
+    std::unordered_map<uint64_t, uint64_t> sums = std::move(waiting_);
+    waiting_.clear();
+    for (uint64_t i = claimed_; i != published_; i++) {
+      const uint64_t* entry = word<uint64_t>(kEntriesAt) + 2 * (i % kAddBoxEntries);
+      sums[entry[0]] += entry[1];
+    }
+    for (const auto& [offset, sum] : sums)
+      check(d_.cuStreamWriteValue64(in_.next(), base_ + offset, read(base_ + offset) + sum, 0), "cuStreamWriteValue64");
+    claimed_ = published_;
+    check(d_.cuStreamWriteValue64(in_.next(), box_ + 8 * kAddBoxClaimed, claimed_, 0), "cuStreamWriteValue64");
+    in_.drain();
+  }
+
   void poll() override {
     if (published_ - claimed_ > kAddBoxEntries / 2) make_room();
     in_.mark();
@@ -132,11 +153,11 @@ private:
     return reinterpret_cast<T*>(pinned_.data() + at);
   }
 
-  // What NICs wrote into the GPU becomes visible to it. A no-op where the GPU sees such writes in order.
-  void settle_rdma() {
-    if (flush_rdma_)
-      check(d_.cuFlushGPUDirectRDMAWrites(cuda::kFlushTargetCurrentContext, cuda::kFlushToOwner),
-            "cuFlushGPUDirectRDMAWrites");
+  // A word of the device, by way of the outgoing stream.
+  uint64_t read(uint64_t address) {
+    check(d_.cuMemcpyDtoHAsync(word<char>(kClaimedAt), address, 8, out_.next()), "cuMemcpyDtoHAsync");
+    out_.drain();
+    return __atomic_load_n(word<uint64_t>(kClaimedAt), __ATOMIC_RELAXED);
   }
 
   void publish(uint64_t offset, uint64_t value) {

@@ -53,6 +53,8 @@ public:
   uint64_t in_position() const override { return in_; }
   uint64_t in_completed() const override { return in_; }
 
+  void settle_rdma() override {}
+  void apply_adds() override {}
   void poll() override {}
 
 private:

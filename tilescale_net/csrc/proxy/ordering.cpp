@@ -78,12 +78,15 @@ MarkRecord OrderSource::close() {
   return m;
 }
 
-void OrderSource::acknowledge(const AckRecord& ack) {
+bool OrderSource::acknowledge(const AckRecord& ack) {
   // Acknowledgements overtake one another: only the furthest counts.
   const int32_t groups = (int32_t)(ack.groups - (uint32_t)acked_groups_);
   const int32_t marks = (int32_t)(ack.marks - (uint32_t)acked_marks_);
+  if (groups > 0 && (uint64_t)groups > next_group_ - acked_groups_) return false;
+  if (marks > 0 && (uint64_t)marks > next_mark_ - acked_marks_) return false;
   if (groups > 0) acked_groups_ += groups;
   if (marks > 0) acked_marks_ += marks;
+  return true;
 }
 
 // --- target --------------------------------------------------------------------------------------------------------

@@ -53,7 +53,8 @@ public:
   }
   MarkRecord close();
 
-  void acknowledge(const AckRecord& ack);
+  // False: it acknowledges what was never sent.
+  bool acknowledge(const AckRecord& ack);
 
   uint64_t next_mark() const { return next_mark_; }
   // Every mark before this one is applied.

@@ -41,6 +41,8 @@ void check(const ProxyOptions& o) {
 
 Proxy::Proxy(const ProxyOptions& options, const TransportFactory& make) : options_(options), shared_(options_) {
   check(options_);
+  // A thread has at least 64 immediates to send before its peer answers, whatever the number of PEs.
+  options_.transport.immediates = std::max(4096u, 64u * (uint32_t)options_.peers.size());
   const bool cuda = options_.heap.kind == Memory::cuda;
   std::optional<cuda::PrimaryContext> context; // memory is pinned in it
   if (cuda) context.emplace(options_.heap.device);
@@ -90,6 +92,7 @@ void Proxy::prepare_words() {
 }
 
 std::string Proxy::blob() const {
+  if (state_ == State::closed) throw std::logic_error("proxy: a closed one has no address");
   BlobWriter w(kBlobMagic);
   w.number((uint64_t)options_.queues);
   w.number((uint64_t)options_.threads);
@@ -149,16 +152,27 @@ void Proxy::start() {
   }
 }
 
-bool Proxy::drain(double seconds) {
-  require(State::running, "drain");
-  const uint64_t number = shared_.drains.fetch_add(1, std::memory_order_acq_rel) + 1;
+bool Proxy::await(double seconds, const std::function<bool(const Worker&)>& done) const {
   const uint64_t end = now_ns() + (uint64_t)(seconds * 1e9);
   for (;;) {
     if (shared_.aborted()) return false;
-    if (std::all_of(workers_.begin(), workers_.end(), [&](const auto& w) { return w->drained(number); })) return true;
+    if (std::all_of(workers_.begin(), workers_.end(), [&](const auto& w) { return done(*w); })) return true;
     if (now_ns() > end) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
+}
+
+bool Proxy::drain(double seconds) {
+  require(State::running, "drain");
+  const uint64_t number = shared_.drains.fetch_add(1, std::memory_order_acq_rel) + 1;
+  return await(seconds, [&](const Worker& w) { return w.drained(number); });
+}
+
+bool Proxy::apply_adds(double seconds) {
+  require(State::running, "apply_adds");
+  if (options_.heap.kind == Memory::host) return !shared_.aborted();
+  const uint64_t number = shared_.settles.fetch_add(1, std::memory_order_acq_rel) + 1;
+  return await(seconds, [&](const Worker& w) { return w.applied_adds(number); });
 }
 
 void Proxy::close() {

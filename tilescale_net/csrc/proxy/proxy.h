@@ -30,6 +30,10 @@ public:
   // Waits until everything that kernels have pushed so far has been received by its target, while peers are served on.
   // False: not within `seconds`, or the proxy has failed or was aborted.
   bool drain(double seconds);
+  // Carries out the adds to signal words of a GPU heap that the next waiting kernel would have carried out: before
+  // their memory is given out again. No kernel may run, here or at a peer that reaches this heap directly. False as
+  // drain().
+  bool apply_adds(double seconds);
   // Finishes what is queued, within two seconds, and joins the threads. Safe to call twice.
   void stop();
   // stop(), and the endpoints are gone. What still is under way then (after a failure) is left alone to the end of the
@@ -38,6 +42,8 @@ public:
 
   // What the device needs, one per queue; see device/context.h. `head` and `tail_cache` lie in the heap's system area.
   std::vector<QueueView> views() const;
+  // Why the owner is about to set the abort word: what the peers are told. The first reason is kept.
+  void explain(const std::string& reason) { shared_.explain(reason); }
   bool failure(Failure* out) { return shared_.failure(out); }
   std::map<std::string, double> stats() const;
   const Properties& properties() const { return workers_[0]->properties(); }
@@ -48,6 +54,7 @@ public:
 private:
   enum class State { created, connected, running, stopped, closed };
   void require(State state, const char* call) const;
+  bool await(double seconds, const std::function<bool(const Worker&)>& done) const;
   void prepare_words();
 
   ProxyOptions options_;

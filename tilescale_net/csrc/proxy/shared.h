@@ -36,6 +36,7 @@ public:
   const ProxyOptions& options;
   std::vector<std::unique_ptr<SharedQueue>> queues;
   std::atomic<uint64_t> drains{0};   // calls of Proxy::drain() so far
+  std::atomic<uint64_t> settles{0};  // calls of Proxy::apply_adds() so far
   std::atomic<bool> stopping{false}; // by the owner: finish what is there, then end
   std::atomic<bool> failed{false};   // by any thread: end now
 
@@ -60,6 +61,16 @@ public:
     return failed.load(std::memory_order_relaxed);
   }
 
+  // Why the owner has aborted, for those who have no failure of their own; see Proxy::explain().
+  void explain(const std::string& reason) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (reason_.empty()) reason_ = reason;
+  }
+  std::string reason() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return failed.load(std::memory_order_relaxed) ? failure_.text : reason_;
+  }
+
   // One of the queues has done its share of a flush of all PEs.
   void share_done(uint64_t ticket) {
     {
@@ -74,6 +85,7 @@ public:
 private:
   std::mutex mutex_;
   Failure failure_;
+  std::string reason_;
   std::unordered_map<uint64_t, uint32_t> shares_;
 };
 

@@ -35,7 +35,8 @@ PinnedBlock::~PinnedBlock() {
   munmap(data_, bytes_);
 }
 
-StagingShape staging_shape(const ProxyOptions& options, int peers, int slot_bits, uint64_t max_write) {
+StagingShape staging_shape(const ProxyOptions& options, int peers, int slot_bits, uint64_t max_write,
+                           uint64_t immediates) {
   // Slots as large as a piece may be, while every peer gets at least eight of them; not below 16 KiB.
   constexpr uint64_t kLeast = 8;
   constexpr uint32_t kLeastSlot = 128;
@@ -46,7 +47,7 @@ StagingShape staging_shape(const ProxyOptions& options, int peers, int slot_bits
   if (shape.slot_bytes < kLeastSlot)
     throw FabricError("rank " + std::to_string(options.rank) + ": the network writes at most " +
                       std::to_string(max_write) + " bytes at a time; staging needs " + std::to_string(kLeastSlot));
-  const uint64_t most = std::min<uint64_t>(1ull << std::min(slot_bits, 15), 1024);
+  const uint64_t most = std::min<uint64_t>(most_slots(slot_bits), immediates);
   const uint64_t fit = options.staging_bytes / shape.slot_bytes;
   shape.slots_per_peer = (uint32_t)std::clamp<uint64_t>(fit / (uint64_t)std::max(peers, 1), 2, most);
   shape.send_slots = (uint32_t)std::clamp<uint64_t>(fit, 4, 4096);
@@ -68,6 +69,7 @@ bool Staging::fill(Stream* stream, HeapMemory* memory, bool trust_last_chunk) {
   slot.epoch = stream->ops.front().epoch;
   free_.pop_back();
   stream->credits.pop_back();
+  stream->has_credit[slot.remote] = 0;
   char* base = send.data() + (uint64_t)slot.index * shape_.slot_bytes;
   uint32_t used = sizeof(SlotHeader);
   // Small operations share a slot, as long as they belong to one epoch and are there already.

@@ -9,19 +9,9 @@
 #include "tilescale_net/csrc/proxy/heap_memory.h"
 #include "tilescale_net/csrc/proxy/stream.h"
 
-namespace tsn::proxy {
+#include <algorithm>
 
-struct SlotHeader {
-  uint32_t pieces;
-  uint32_t bytes; // of the whole slot
-};
-struct PieceHeader {
-  uint64_t offset; // heap offset at the target
-  uint32_t bytes;
-  uint32_t group; // kUncounted: test only
-};
-constexpr uint32_t kUncounted = ~0u;
-static_assert(sizeof(SlotHeader) == 8 && sizeof(PieceHeader) == 16, "slots have one layout everywhere");
+namespace tsn::proxy {
 
 // Page-aligned zeroed host memory, pinned for the device when there is one.
 class PinnedBlock {
@@ -47,8 +37,12 @@ struct StagingShape {
   uint32_t send_slots = 0;     // per thread
   uint32_t slots_per_peer = 0; // at the target, for each source
 };
-// Throws FabricError when a slot would not fit a single write of the network.
-StagingShape staging_shape(const ProxyOptions& options, int peers, int slot_bits, uint64_t max_write);
+// Slots per peer that an immediate with `slot_bits` free bits can name.
+inline uint32_t most_slots(int slot_bits) { return std::min(1u << std::min(slot_bits, 15), 1024u); }
+// `immediates`: how many a peer may have under way. Throws FabricError when a slot would not fit a single write of the
+// network.
+StagingShape staging_shape(const ProxyOptions& options, int peers, int slot_bits, uint64_t max_write,
+                           uint64_t immediates);
 
 class Staging {
 public:

@@ -59,6 +59,10 @@ std::map<std::string, double> summarise(const ProxyStats* const* threads, int co
   sum("inlined", &ProxyStats::inlined);
   sum("retries", &ProxyStats::retries);
   sum("held", &ProxyStats::held);
+  sum("strangers", &ProxyStats::strangers);
+  sum("strangers_at_fabric", &ProxyStats::strangers_at_fabric);
+  out["strangers"] += out["strangers_at_fabric"];
+  out.erase("strangers_at_fabric");
   sum("chunks_in", &ProxyStats::chunks_in);
   sum("records_in", &ProxyStats::records_in);
   sum("signals_applied", &ProxyStats::signals_applied);

@@ -40,6 +40,8 @@ struct ProxyStats {
   Counter inlined;                   // puts whose data travelled in a message
   Counter retries;                   // posts that the transport answered with `again`
   Counter held;                      // times that a queue had to wait for room behind it
+  Counter strangers_at_fabric;       // messages from nobody that this proxy knows, as the transport counts them
+  Counter strangers;                 // messages and immediates of nobody that this proxy serves: dropped
   Counter chunks_in, records_in, signals_applied, acks_sent;
   Counter queue_depth_max; // most descriptors found in one visit to a queue
   Counter in_flight_max;

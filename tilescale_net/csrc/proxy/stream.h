@@ -31,9 +31,11 @@ struct Stream {
   const int pe;
   OrderSource out;
   OrderTarget in;
+  bool confirms = false;     // a write's completion here means that the peer's kernels see its data
   RemoteRegion heap = -1;    // the peer's heap, where the transport reaches it
   RemoteRegion staging = -1; // its staging slots, else; those for this PE start at first_slot
   uint64_t first_slot = 0;
+  uint32_t their_slots = 0; // that many of them
   Outbox outbox;
   Ring<Op> ops;
   bool active = false; // listed among the streams with something to post
@@ -45,11 +47,17 @@ struct Stream {
   // Something was sent since the latest flush mark whose completion here does not mean completion at the peer.
   bool unconfirmed = false;
 
-  uint32_t in_flight = 0;        // posted pieces
-  std::vector<uint16_t> credits; // staging slots of the peer that are free
-  std::vector<uint16_t> freed;   // own slots to be given back to it
-  uint32_t gets_asked = 0;       // gets by request that are unanswered
-  Ring<GetRecord> asked;         // gets that the peer asked for
+  uint32_t in_flight = 0;          // posted pieces
+  std::vector<uint16_t> credits;   // staging slots of the peer that are free
+  std::vector<uint8_t> has_credit; // by slot of the peer: listed among them
+  std::vector<uint16_t> freed;     // own slots to be given back to it
+  std::vector<uint8_t> slot_full;  // by own slot: the peer has filled it and not got it back
+  uint32_t gets_asked = 0;         // gets by request that are unanswered
+  Ring<GetRecord> asked;           // gets that the peer asked for
+
+  // Immediates: what a peer's completion queue has to hold until its proxy looks.
+  uint64_t immediates_sent = 0, immediates_taken = 0; // to the peer, and those that it has told of
+  uint64_t immediates_seen = 0, immediates_told = 0;  // from the peer, likewise
 
   // Acknowledgements owed to the peer.
   bool reply = false;       // it waits for one

@@ -61,7 +61,7 @@ struct AckRecord {
   uint8_t reserved[3];
   uint32_t groups; // every group before this one is complete
   uint32_t marks;  // every mark before this one is applied, and visible to the device
-  uint32_t reserved2;
+  uint32_t chunks; // immediates taken from the completion queue: the source bounds how many there are at a time
 };
 static_assert(sizeof(AckRecord) == 16, "AckRecord layout");
 
@@ -91,6 +91,20 @@ struct AbortRecord {
   uint32_t reserved2;
 };
 static_assert(sizeof(AbortRecord) == 8, "AbortRecord layout");
+
+// --- staging slots: a header, then pieces, each behind a header of its own and padded to a multiple of 8 bytes
+// ---------
+struct SlotHeader {
+  uint32_t pieces;
+  uint32_t bytes; // of the whole slot
+};
+struct PieceHeader {
+  uint64_t offset; // heap offset at the target
+  uint32_t bytes;
+  uint32_t group; // kUncounted: test only
+};
+constexpr uint32_t kUncounted = ~0u;
+static_assert(sizeof(SlotHeader) == 8 && sizeof(PieceHeader) == 16, "slots have one layout everywhere");
 
 constexpr uint32_t padded(uint32_t bytes) { return (bytes + 7) & ~7u; }
 

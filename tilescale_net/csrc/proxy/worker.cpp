@@ -1,5 +1,6 @@
 #include "tilescale_net/csrc/proxy/worker.h"
 
+#include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/fabric/blob.h"
 
 #include <algorithm>
@@ -23,7 +24,7 @@ int bits_for(int n) {
 Worker::Worker(Shared* shared, int index, std::unique_ptr<Transport> transport)
     : shared_(shared), options_(shared->options), index_(index), transport_(std::move(transport)),
       properties_(transport_->properties()), streams_((size_t)options_.n_pes), peer_index_((size_t)options_.n_pes, -1),
-      events_(128) {
+      bounds_{options_.heap.bytes}, events_(128) {
   const Properties& p = transport_->properties();
   group_bits_ = std::min(p.imm_bits, 32) - bits_for(options_.n_pes);
   if (group_bits_ < 2)
@@ -32,7 +33,10 @@ Worker::Worker(Shared* shared, int index, std::unique_ptr<Transport> transport)
                       " PEs; at least two bits more than the PEs need must be left");
   OrderWindow window = options_.window;
   const bool cuda = options_.heap.kind == Memory::cuda;
-  const bool stage = options_.force_staging || (cuda && !p.device_memory);
+  const auto visibility = cuda ? cuda::rdma_visibility(options_.heap.device) : cuda::RdmaVisibility::in_order;
+  flushes_rdma_ = visibility == cuda::RdmaVisibility::by_flush;
+  const bool stage =
+      options_.force_staging || (cuda && (!p.device_memory || visibility == cuda::RdmaVisibility::never));
   if (!stage) window.groups = std::min(window.groups, 1u << std::min(group_bits_, 16));
   int peers = 0;
   for (int pe : options_.peers) {
@@ -50,8 +54,13 @@ Worker::Worker(Shared* shared, int index, std::unique_ptr<Transport> transport)
   }
   chunk_ = std::min(options_.chunk_bytes, p.max_write);
   staged_ = stage;
+  // All peers together must fit into the completion queue of one rail.
+  immediate_limit_ = std::max(4u, p.immediates / (uint32_t)std::max(peers, 1));
   if (stage) {
-    staging_ = std::make_unique<Staging>(staging_shape(options_, peers, group_bits_, p.max_write), peers, cuda);
+    const StagingShape shape = staging_shape(options_, peers, group_bits_, p.max_write, immediate_limit_);
+    staging_ = std::make_unique<Staging>(shape, peers, cuda);
+    for (auto& s : streams_)
+      if (s) s->slot_full.resize(shape.slots_per_peer);
     chunk_ = std::min<uint64_t>(chunk_, staging_->piece_bytes());
     send_region_ = transport_->register_memory({staging_->send.data(), staging_->send.bytes(), Memory::host, 0});
     receive_region_ =
@@ -95,6 +104,7 @@ std::string Worker::address() const {
   w.text(transport_->address());
   w.number((uint64_t)group_bits_);
   w.number(staging_ != nullptr);
+  w.number(flushes_rdma_);
   w.text(staging_ ? transport_->region_key(receive_region_) : transport_->region_key(heap_region_));
   w.number(staging_ ? staging_->shape().slot_bytes : 0);
   w.number(staging_ ? staging_->shape().slots_per_peer : 0);
@@ -109,6 +119,8 @@ void Worker::connect(int peer, const std::string& address) {
   transport_->connect(peer, r.text());
   const auto bits = (int)r.number();
   const bool staged = r.number() != 0;
+  const bool flushes = r.number() != 0;
+  s->confirms = confirms_ && !flushes;
   if (bits != group_bits_ || staged != (staging_ != nullptr))
     throw FabricError(us + " has immediates with " + std::to_string(group_bits_) + " free bits and " +
                       (staging_ ? "staging" : "no staging") + ", " + them + " has " + std::to_string(bits) + " and " +
@@ -122,12 +134,18 @@ void Worker::connect(int peer, const std::string& address) {
     const uint64_t place = r.number();
     if (pe == options_.rank) mine = place;
   }
+  if (mine > (uint64_t)options_.n_pes) throw FabricError(us + ": the proxy address of " + them + " makes no sense");
   if (mine == 0) throw FabricError(them + " does not serve " + us + ": do all ranks see the same topology?");
   if (!staged) return;
   if (slot_bytes != staging_->shape().slot_bytes)
     throw FabricError(us + " has staging slots of " + std::to_string(staging_->shape().slot_bytes) + " bytes, " + them +
                       " of " + std::to_string(slot_bytes) + "; start all ranks with the same options");
+  if (slots < 1 || slots > most_slots(group_bits_))
+    throw FabricError(us + ": " + them + " has " + std::to_string(slots) +
+                      " staging slots for it; immediates can name " + std::to_string(most_slots(group_bits_)));
   s->first_slot = (mine - 1) * slots;
+  s->their_slots = slots;
+  s->has_credit.assign(slots, 1);
   for (uint32_t i = slots; i > 0; i--) s->credits.push_back((uint16_t)(i - 1));
 }
 
@@ -170,6 +188,14 @@ void Worker::drain() {
   if (settled && idle() && transport_->idle()) drained_.store(wanted, std::memory_order_release);
 }
 
+// See Proxy::apply_adds().
+void Worker::apply_adds() {
+  const uint64_t wanted = shared_->settles.load(std::memory_order_acquire);
+  if (wanted == applied_adds_.load(std::memory_order_relaxed)) return;
+  memory_->apply_adds();
+  applied_adds_.store(wanted, std::memory_order_release);
+}
+
 // Deadlines, now and then.
 void Worker::look_around(uint64_t now) {
   const auto limit = (uint64_t)(options_.timeout * 1e9);
@@ -206,8 +232,12 @@ void Worker::look_around(uint64_t now) {
 
 // Tells the peers why, as far as that is possible, so that they need not wait for their deadlines.
 void Worker::say_goodbye() {
+  // Whoever set the abort word may be about to say why. Without a reason the record has none: another's is better.
+  const uint64_t patience = now_ns() + 300000000;
+  while (shared_->reason().empty() && now_ns() < patience && !shared_->stopping.load(std::memory_order_acquire))
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   Failure failure;
-  if (!shared_->failure(&failure)) failure.text = "rank " + std::to_string(options_.rank) + ": its job was aborted";
+  if (!shared_->failure(&failure)) failure.text = shared_->reason();
   char record[256] = {};
   AbortRecord header = {};
   header.type = RecordType::abort;
@@ -250,7 +280,9 @@ void Worker::run() try {
     if (rounds % 1024 == 0 || idle_rounds > 100) {
       const uint64_t now = now_ns();
       if (rounds % 64 == 0) look_around(now);
+      stats_.strangers_at_fabric.raise(transport_->strangers());
       drain();
+      apply_adds();
       if (shared_->stopping.load(std::memory_order_acquire)) {
         if (stop_at == 0) stop_at = now + 2000000000ull;
         if ((idle_rounds > 100 && idle()) || now > stop_at) break;

@@ -5,6 +5,7 @@
 // (worker_target.cpp). A flush is one more thing that completes some time.
 #pragma once
 
+#include "tilescale_net/csrc/proxy/records.h"
 #include "tilescale_net/csrc/proxy/shared.h"
 #include "tilescale_net/csrc/proxy/staging.h"
 #include "tilescale_net/csrc/proxy/stats.h"
@@ -32,6 +33,8 @@ public:
 
   // Whether everything was sent and received by its target since drain number `n` was asked for. Any thread.
   bool drained(uint64_t n) const { return drained_.load(std::memory_order_acquire) >= n; }
+  // Whether the deferred adds were carried out since Proxy::apply_adds() number `n`. Any thread.
+  bool applied_adds(uint64_t n) const { return applied_adds_.load(std::memory_order_acquire) >= n; }
   // After run(): closes the endpoints, or leaves them to the end of the process where operations are under way.
   void close();
 
@@ -63,6 +66,7 @@ private:
     Stream* stream = nullptr;
     uint64_t position = 0, remaining = 0;
     uint32_t epoch = 0;
+    bool answered = false; // by request: its data are on their way into the heap
   };
   struct Flush {
     QueueState* queue = nullptr;
@@ -117,7 +121,11 @@ private:
   bool poll_transport();
   void on_immediate(uint32_t imm);
   void on_message(const Event& event);
-  bool on_record(Stream* s, const char* record, uint32_t room, uint32_t* bytes);
+  bool on_record(Stream* s, const Record& record);
+  bool on_mark(Stream* s, const MarkRecord& mark);
+  bool on_ack(Stream* s, const AckRecord& ack);
+  bool on_credit(Stream* s, const CreditRecord& credit);
+  void on_abort(Stream* s, const Record& record);
   bool on_slot(Stream* s, uint32_t slot);
   void serve_asked(Stream* s);
   void apply(Stream* s);
@@ -131,6 +139,7 @@ private:
   void look_around(uint64_t now);
   bool idle();
   void drain();
+  void apply_adds();
   void say_goodbye();
   [[gnu::cold]] void give_up(const std::string& kind, const std::string& text, int pe, const std::string& operation,
                              uint64_t offset);
@@ -147,8 +156,9 @@ private:
   std::unique_ptr<Transport> transport_; // nullptr: closed
   const Properties properties_;
   bool staged_ = false;
-  bool may_close_ = true;              // nothing is under way here, and peers were told to keep off
-  std::atomic<uint64_t> drained_{0};   // the latest drain that is complete
+  bool may_close_ = true;            // nothing is under way here, and peers were told to keep off
+  std::atomic<uint64_t> drained_{0}; // the latest drain that is complete
+  std::atomic<uint64_t> applied_adds_{0};
   uint64_t drain_ = 0;                 // the latest one that was begun
   std::unique_ptr<HeapMemory> memory_; // made in run(): CUDA contexts belong to threads
   std::unique_ptr<Staging> staging_;
@@ -161,8 +171,11 @@ private:
   int group_bits_ = 0;
   uint64_t chunk_ = 0;
   uint32_t inline_bytes_ = 0;
-  bool confirms_ = false; // a write's completion here means that its data is in the peer's heap
+  bool confirms_ = false;     // a write's completion here means that its data is in the peer's memory
+  bool flushes_rdma_ = false; // and visible to the peer's kernels once the peer has flushed
   uint32_t rail_limit_ = 0, stream_limit_ = 0;
+  uint64_t immediate_limit_ = 0; // that a peer may not have told of yet
+  HeapBounds bounds_;
   uint32_t next_rail_ = 0;
   std::vector<Rail> rails_;
 

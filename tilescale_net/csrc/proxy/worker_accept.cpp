@@ -50,20 +50,30 @@ bool Worker::take(QueueState* q) {
 }
 
 bool Worker::valid(const Request& r, std::string* why) const {
-  const uint64_t heap = options_.heap.bytes;
+  auto range = [](uint64_t offset, uint64_t bytes) {
+    return " [" + std::to_string(offset) + ", " + std::to_string(offset + bytes) + ")";
+  };
   auto inside = [&](uint64_t offset, uint64_t bytes, const char* which) {
-    if (offset <= heap && bytes <= heap - offset) return true;
+    if (bounds_.data(offset, bytes)) return true;
     if (offset >= kMaxOffset) // what the device writes for an address that is in no heap
       return *why = std::string(which) +
                     " is not in symmetric memory, which alone the fabric reaches; make the tensor " +
                     "with tilescale_net.empty or zeros",
              false;
-    *why = std::string(which) + " [" + std::to_string(offset) + ", " + std::to_string(offset + bytes) +
-           ") lies outside the heap of " + std::to_string(heap) + " bytes";
+    *why = std::string(which) + range(offset, bytes) +
+           (offset < kSystemBytes ? " lies in the first " + std::to_string(kSystemBytes) +
+                                        " bytes of the heap, which "
+                                        "are the package's own"
+                                  : " lies outside the heap of " + std::to_string(bounds_.bytes) + " bytes");
     return false;
   };
   auto word = [&](uint64_t offset) {
-    if (offset % 8) return *why = "the signal word at offset " + std::to_string(offset) + " is not aligned to 8", false;
+    if (bounds_.word(offset)) return true;
+    // A descriptor holds a word's number: one that is not aligned comes as the last number there is.
+    if (offset % 8 || offset == (kMaxOffset & ~7ull))
+      return *why = "the signal word" + (offset % 8 ? " at offset " + std::to_string(offset) : "") +
+                    " is not aligned to 8",
+             false;
     return inside(offset, 8, "the signal word");
   };
   const Command c = r.command;
@@ -161,7 +171,7 @@ void Worker::accept_write(Stream* s, Command command, uint64_t remote, uint64_t 
     o.bytes = bytes;
     o.chunk = chunk;
     s->epochs.back().outstanding += pieces;
-    if (!confirms_) s->unconfirmed = true;
+    if (!s->confirms) s->unconfirmed = true;
     activate(s);
   }
   if (marked) append_mark(s, s->out.signal(op, word, value, group, counted));

@@ -57,9 +57,12 @@ void Worker::refused(Stream* s, Post post, Command command, uint64_t offset, uin
 
 // Posts one piece of the stream's first operation. False: nothing can be posted now.
 bool Worker::post_next(Stream* s) {
+  Op& op = s->ops.front();
+  const bool read = op.command == Command::get;
+  const bool has_imm = !read && (!options_.trust_last_chunk || op.bytes <= op.chunk);
+  if (has_imm && s->immediates_sent - s->immediates_taken >= immediate_limit_) return false;
   const int rail = pick_rail();
   if (rail < 0) return false;
-  Op& op = s->ops.front();
   uint32_t index;
   Flight& f = launch(s, op.command, rail, &index);
   f.epoch = op.epoch;
@@ -76,8 +79,7 @@ bool Worker::post_next(Stream* s) {
   copy.remote_offset = op.remote;
   copy.bytes = f.bytes;
   copy.cookie = index;
-  const bool read = op.command == Command::get;
-  copy.has_imm = !read && (!options_.trust_last_chunk || f.bytes == op.bytes);
+  copy.has_imm = has_imm;
   copy.imm = (uint32_t)options_.rank << group_bits_ | (op.group & ((1u << group_bits_) - 1));
   const Post post = read ? transport_->post_read(copy) : transport_->post_write(copy);
   if (post != Post::ok) {
@@ -88,6 +90,7 @@ bool Worker::post_next(Stream* s) {
     return false;
   }
   launched(f);
+  s->immediates_sent += has_imm;
   op.local += f.bytes;
   op.remote += f.bytes;
   op.bytes -= f.bytes;
@@ -221,9 +224,7 @@ void Worker::failed_event(const Event& event) {
   text +=
       " failed: " + std::string(event.text ? event.text : "no reason given") + " (" + std::to_string(event.code) + ")";
   // What a vanished process looks like from here; any other code is the network's own trouble.
-  static const int lost[] = {ECONNRESET, ECONNABORTED, ECONNREFUSED, ENOTCONN,
-                             EPIPE,      ESHUTDOWN,    EHOSTUNREACH, EHOSTDOWN};
-  const bool gone = std::find(std::begin(lost), std::end(lost), event.code) != std::end(lost);
+  const bool gone = fabric::means_gone(event.code);
   if (gone) text += "; PE " + std::to_string(pe) + "'s process seems to be gone: look at that rank's output";
   else text += "; check the link, and the provider's limits and log (FI_LOG_LEVEL=warn)";
   give_up(gone ? "PeerLost" : "FabricError", text, pe, operation, f ? f->offset : 0);

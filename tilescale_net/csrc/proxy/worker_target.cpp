@@ -46,12 +46,13 @@ void Worker::touch(Stream* s) {
 
 void Worker::on_immediate(uint32_t imm) {
   const uint32_t pe = imm >> group_bits_;
-  if (pe >= streams_.size() || !streams_[pe]) return broken((int)pe, "data came from a PE that is not served here");
+  if (pe >= streams_.size() || !streams_[pe]) return stats_.strangers.add();
   Stream* s = streams_[pe].get();
   const uint32_t low = imm & ((1u << group_bits_) - 1);
   if (staging_) {
     if (!on_slot(s, low)) return broken(s->pe, "staging slot " + std::to_string(low) + " holds no valid pieces");
   } else {
+    s->immediates_seen++;
     stats_.chunks_in.add();
     if (!s->in.chunk(low)) return broken(s->pe, "more data than announced for group " + std::to_string(low));
   }
@@ -61,112 +62,103 @@ void Worker::on_immediate(uint32_t imm) {
 // Copies the pieces of a slot into the heap and counts them. They are counted while the copies are still under way:
 // a signal that follows goes the same way behind them.
 bool Worker::on_slot(Stream* s, uint32_t slot) {
-  if (slot >= staging_->shape().slots_per_peer) return false;
-  const char* base = staging_->slot(peer_index_[(size_t)s->pe], slot);
-  SlotHeader header;
-  std::memcpy(&header, base, sizeof header);
-  if (header.bytes > staging_->shape().slot_bytes || header.pieces == 0) return false;
-  uint32_t at = sizeof header;
-  for (uint32_t i = 0; i < header.pieces; i++) {
-    PieceHeader piece;
-    if (header.bytes - at < sizeof piece) return false;
-    std::memcpy(&piece, base + at, sizeof piece);
-    at += (uint32_t)sizeof piece;
-    if (piece.bytes > header.bytes - at || piece.offset > options_.heap.bytes ||
-        piece.bytes > options_.heap.bytes - piece.offset)
-      return false;
-    memory_->copy_in(piece.offset, base + at, piece.bytes);
-    at += padded(piece.bytes);
-    if (at > header.bytes) return false;
+  if (slot >= s->slot_full.size() || s->slot_full[slot]) return false;
+  SlotReader pieces(staging_->slot(peer_index_[(size_t)s->pe], slot), staging_->shape().slot_bytes, bounds_);
+  PieceHeader piece;
+  const char* data;
+  while (pieces.next(&piece, &data)) {
+    memory_->copy_in(piece.offset, data, piece.bytes);
     stats_.chunks_in.add();
     if (piece.group != kUncounted && !s->in.chunk(piece.group)) return false;
   }
+  s->slot_full[slot] = 1;
   arrived_.push({memory_->in_position(), s, slot, true});
-  return true;
+  return pieces.good();
 }
 
 void Worker::on_message(const Event& e) {
-  if (e.peer < 0 || (size_t)e.peer >= streams_.size() || !streams_[(size_t)e.peer])
-    return broken(e.peer, "a message came from a PE that is not served here");
+  if (e.peer < 0 || (size_t)e.peer >= streams_.size() || !streams_[(size_t)e.peer]) return stats_.strangers.add();
   Stream* s = streams_[(size_t)e.peer].get();
   const char* data = static_cast<const char*>(e.data);
   for (uint64_t at = 0; at < e.bytes;) {
-    uint32_t bytes = 0;
+    Record record;
     stats_.records_in.add();
-    if (!on_record(s, data + at, (uint32_t)(e.bytes - at), &bytes)) {
-      // An abort record has said everything already.
-      if (!shared_->failed.load(std::memory_order_relaxed))
-        broken(s->pe, "record of type " + std::to_string((int)data[at]) + " is malformed or out of its window");
-      return;
-    }
-    at += bytes;
+    if (!read_record(data + at, e.bytes - at, bounds_, &record) || !on_record(s, record))
+      return broken(s->pe,
+                    "record of type " + std::to_string((int)(uint8_t)data[at]) + " is malformed or out of its window");
+    if (record.type == RecordType::abort) return;
+    at += record.bytes;
   }
   apply(s);
 }
 
-// Handles one record and tells its length. False: it makes no sense.
-bool Worker::on_record(Stream* s, const char* record, uint32_t room, uint32_t* bytes) {
-  const uint64_t heap = options_.heap.bytes;
-  auto inside = [&](uint64_t offset, uint64_t n) { return offset <= heap && n <= heap - offset; };
-  auto read = [&](auto* r) {
-    if (room < sizeof *r) return false;
-    std::memcpy(r, record, sizeof *r);
-    *bytes = sizeof *r;
-    return true;
-  };
-  if (room < 8) return false;
-  switch ((RecordType)record[0]) {
-  case RecordType::mark: {
-    MarkRecord m;
-    if (!read(&m) || (uint8_t)m.op > (uint8_t)MarkOp::answer) return false;
-    if ((m.op == MarkOp::set || m.op == MarkOp::add) && (!inside(m.offset, 8) || m.offset % 8)) return false;
-    if (m.op == MarkOp::answer && (m.value >= gets_.size() || !gets_[m.value].queue || gets_[m.value].stream != s))
-      return false;
-    return s->in.mark(m);
-  }
-  case RecordType::value: {
-    ValueRecord v;
-    if (!read(&v) || room - sizeof v < padded(v.bytes) || v.bytes > HeapMemory::kMaxWrite || !inside(v.offset, v.bytes))
-      return false;
-    *bytes += padded(v.bytes);
-    memory_->write(v.offset, record + sizeof v, v.bytes);
-    return s->in.chunk(v.group);
-  }
-  case RecordType::ack: {
-    AckRecord a;
-    if (!read(&a)) return false;
-    s->out.acknowledge(a);
-    s->progress++;
-    s->refused = false;
-    settle(s);
-    return true;
-  }
-  case RecordType::credit: {
-    CreditRecord c;
-    if (!read(&c) || c.count > kCreditsPerRecord || !staging_) return false;
-    for (int i = 0; i < c.count; i++) s->credits.push_back(c.slots[i]);
-    s->progress++;
-    if (!s->ops.empty()) activate(s);
-    return true;
-  }
-  case RecordType::request: {
-    GetRecord g;
-    if (!read(&g) || !inside(g.source, g.bytes) || g.bytes == 0 || s->asked.size() >= kMaxAsked || !staging_)
-      return false;
-    s->asked.push(g);
+// Handles one record. False: it makes no sense here and now.
+bool Worker::on_record(Stream* s, const Record& record) {
+  switch (record.type) {
+  case RecordType::mark:
+    return on_mark(s, record.mark);
+  case RecordType::value:
+    memory_->write(record.value.offset, record.payload, record.value.bytes);
+    return s->in.chunk(record.value.group);
+  case RecordType::ack:
+    return on_ack(s, record.ack);
+  case RecordType::credit:
+    return on_credit(s, record.credit);
+  case RecordType::request:
+    if (!staging_ || s->asked.size() >= kMaxAsked) return false;
+    s->asked.push(record.request);
     serve_asked(s);
     return true;
-  }
-  case RecordType::abort: {
-    AbortRecord a;
-    if (!read(&a) || room - sizeof a < a.bytes) return false;
-    give_up("PeerLost",
-            "PE " + std::to_string(s->pe) + " gave up and said why: " + std::string(record + sizeof a, a.bytes), s->pe,
-            "", 0);
-    return false;
-  }
+  case RecordType::abort:
+    on_abort(s, record);
+    return true;
   }
   return false;
+}
+
+bool Worker::on_mark(Stream* s, const MarkRecord& mark) {
+  if (mark.op == MarkOp::answer) {
+    // To a get that was asked for by request, of this peer, and not answered yet.
+    if (!staging_ || mark.value >= gets_.size()) return false;
+    Get& get = gets_[mark.value];
+    if (!get.queue || get.stream != s || get.answered) return false;
+    get.answered = true;
+  }
+  return s->in.mark(mark);
+}
+
+bool Worker::on_ack(Stream* s, const AckRecord& ack) {
+  // Acknowledgements overtake one another: only the furthest counts.
+  const auto taken = (int32_t)(ack.chunks - (uint32_t)s->immediates_taken);
+  if (taken > 0 && (uint64_t)taken > s->immediates_sent - s->immediates_taken) return false;
+  if (!s->out.acknowledge(ack)) return false;
+  if (taken > 0) s->immediates_taken += (uint64_t)taken;
+  s->progress++;
+  s->refused = false;
+  settle(s);
+  return true;
+}
+
+bool Worker::on_credit(Stream* s, const CreditRecord& credit) {
+  if (!staging_) return false;
+  for (int i = 0; i < credit.count; i++) {
+    const uint16_t slot = credit.slots[i];
+    if (slot >= s->their_slots || s->has_credit[slot]) return false;
+    s->has_credit[slot] = 1;
+    s->credits.push_back(slot);
+  }
+  s->progress++;
+  if (!s->ops.empty()) activate(s);
+  return true;
+}
+
+void Worker::on_abort(Stream* s, const Record& record) {
+  const std::string pe = "PE " + std::to_string(s->pe);
+  const std::string reason = printable(record.payload, record.abort.bytes);
+  give_up("PeerLost",
+          pe + (reason.empty() ? " was aborted; look at the ranks' output for the reason"
+                               : " gave up and said why: " + reason),
+          s->pe, "", 0);
 }
 
 // Gets that the peer asked for, as puts into its heap.
@@ -187,7 +179,10 @@ void Worker::apply(Stream* s) {
     else if (m.op == MarkOp::add) memory_->add(m.offset, m.value);
     else if (m.op == MarkOp::answer) arrived_.push({memory_->in_position(), s, (uint32_t)m.value, false});
     if (m.op == MarkOp::set || m.op == MarkOp::add) stats_.signals_applied.add();
-    if (m.flags & kReply) s->reply = true;
+    if (m.flags & kReply) {
+      memory_->settle_rdma(); // plain puts are visible to whoever learns that they are complete
+      s->reply = true;
+    }
   }
   touch(s);
 }
@@ -200,6 +195,7 @@ void Worker::finish_arrived() {
     arrived_.pop();
     Stream* s = a.stream;
     if (a.is_slot) {
+      s->slot_full[a.index] = 0;
       s->freed.push_back((uint16_t)a.index);
       touch(s);
       continue;
@@ -220,7 +216,8 @@ void Worker::acknowledge() {
     Stream* s = touched_[i];
     if (!s->asked.empty()) serve_asked(s);
     if (!s->ack_pending && (s->reply || s->in.complete_groups() - s->told_groups >= s->in.window().groups / 4 ||
-                            s->in.applied_marks() - s->told_marks >= s->in.window().marks / 4)) {
+                            s->in.applied_marks() - s->told_marks >= s->in.window().marks / 4 ||
+                            s->immediates_seen - s->immediates_told >= (immediate_limit_ + 3) / 4)) {
       s->ack_pending = true;
       s->ack_position = memory_->in_position();
       s->ack_groups = s->in.complete_groups();
@@ -232,6 +229,8 @@ void Worker::acknowledge() {
       a.type = RecordType::ack;
       a.groups = (uint32_t)s->ack_groups;
       a.marks = (uint32_t)s->ack_marks;
+      a.chunks = (uint32_t)s->immediates_seen;
+      s->immediates_told = s->immediates_seen;
       s->outbox.append_record(a);
       s->told_groups = s->ack_groups;
       s->told_marks = s->ack_marks;

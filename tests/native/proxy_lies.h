@@ -1,0 +1,180 @@
+// A peer that lies in one field of an otherwise well-formed message, acknowledgement or staging slot.
+#pragma once
+
+#include "tests/native/proxy_world.h"
+#include "tilescale_net/csrc/fabric/blob.h"
+
+#include <cstring>
+
+namespace tsn::proxy {
+
+// Passes for PE 1 of a job of two; PE 0 is real.
+class Liar {
+public:
+  explicit Liar(WorldOptions o) : hub_(std::make_shared<fabric::LoopbackHub>()) {
+    o.make = [hub = hub_](const TransportOptions& t) { return std::make_unique<fabric::Loopback>(hub, t); };
+    world = std::make_unique<World>(o);
+    TransportOptions t;
+    t.rank = 1;
+    t.message_bytes = 4096;
+    transport_ = std::make_unique<fabric::Loopback>(hub_, t);
+    transport_->connect(0, "0");
+    buffer_.resize(2 << 20);
+    mine_ = transport_->register_memory({buffer_.data(), buffer_.size(), Memory::host, 0});
+    const std::string proxy = world->pes[0]->proxy->blob();
+    fabric::BlobReader all(proxy, 0x74736e70, "the blob");
+    for (int i = 0; i < 5; i++) all.number();
+    const std::string worker = all.text();
+    fabric::BlobReader one(worker, 0x74736e31, "the worker's blob");
+    one.text();
+    group_bits = (int)one.number();
+    staged = one.number() != 0;
+    one.number();
+    theirs_ = transport_->add_remote(0, one.text());
+    slot_bytes = (uint32_t)one.number();
+  }
+  Pe& victim() { return *world->pes[0]; }
+
+  template <class Record>
+  void send(const Record& record, const std::string& payload = "") {
+    std::string message(reinterpret_cast<const char*>(&record), sizeof record);
+    message += payload;
+    message.resize((message.size() + 7) & ~7ull);
+    transport_->post_message(0, 0, message.data(), (uint32_t)message.size(), kSilent);
+  }
+  // Writes to the victim's memory, and the immediate `imm` of PE `pe` with it.
+  void write(uint64_t at, const void* data, uint64_t bytes, uint32_t imm, uint32_t pe = 1) {
+    std::memcpy(buffer_.data(), data, bytes);
+    Transport::Copy c = {};
+    c.local = mine_;
+    c.remote = theirs_;
+    c.remote_offset = at;
+    c.bytes = bytes;
+    c.cookie = kSilent;
+    c.has_imm = true;
+    c.imm = pe << group_bits | imm;
+    transport_->post_write(c);
+  }
+  void slot(const SlotHeader& header, const PieceHeader& piece, uint32_t imm = 0) {
+    char bytes[sizeof header + sizeof piece];
+    std::memcpy(bytes, &header, sizeof header);
+    std::memcpy(bytes + sizeof header, &piece, sizeof piece);
+    write((uint64_t)imm * slot_bytes, bytes, sizeof bytes, imm);
+  }
+  // The error that the victim ends with, or "" after a while.
+  std::string verdict() {
+    Failure f;
+    const uint64_t end = now_ns() + 10000000000ull;
+    while (!victim().proxy->failure(&f) && now_ns() < end) sched_yield();
+    return f.kind + ": " + f.text;
+  }
+
+  std::unique_ptr<World> world;
+  int group_bits = 0;
+  bool staged = false;
+  uint32_t slot_bytes = 0;
+
+private:
+  std::shared_ptr<fabric::LoopbackHub> hub_;
+  std::unique_ptr<fabric::Loopback> transport_;
+  std::vector<char> buffer_;
+  Region mine_;
+  RemoteRegion theirs_;
+};
+
+inline MarkRecord lying_mark(MarkOp op, uint64_t offset, uint64_t value = 1) {
+  MarkRecord m = {};
+  m.type = RecordType::mark;
+  m.op = op;
+  m.offset = offset;
+  m.value = value;
+  return m;
+}
+
+inline void lies(WorldOptions o) {
+  o.heap_bytes = 64 << 20;
+  struct Lie {
+    const char* what;
+    std::function<void(Liar&)> tell;
+    int staged; // -1: in both modes
+  };
+  const uint64_t heap = o.heap_bytes;
+  auto ack = [](uint32_t groups, uint32_t marks, uint32_t chunks) {
+    return AckRecord{RecordType::ack, {}, groups, marks, chunks};
+  };
+  const std::vector<Lie> all = {
+      {"signal to a queue's head", [](Liar& l) { l.send(lying_mark(MarkOp::set, 1024)); }, -1},
+      {"signal to an add box", [](Liar& l) { l.send(lying_mark(MarkOp::add, 8ull * kAddBoxWords)); }, -1},
+      {"misaligned signal", [](Liar& l) { l.send(lying_mark(MarkOp::set, kSystemBytes + 4)); }, -1},
+      {"signal beyond the heap", [=](Liar& l) { l.send(lying_mark(MarkOp::set, heap)); }, -1},
+      {"value into the system area",
+       [](Liar& l) { l.send(ValueRecord{RecordType::value, 0, 8, 0, 512}, std::string(8, 'x')); }, -1},
+      {"value around the end",
+       [=](Liar& l) { l.send(ValueRecord{RecordType::value, 0, 8, 0, heap - 4}, std::string(8, 'x')); }, -1},
+      {"value at the end of numbers",
+       [](Liar& l) { l.send(ValueRecord{RecordType::value, 0, 8, 0, ~0ull - 3}, std::string(8, 'x')); }, -1},
+      {"acknowledged groups", [=](Liar& l) { l.send(ack(1000, 0, 0)); }, -1},
+      {"acknowledged marks", [=](Liar& l) { l.send(ack(0, 7, 0)); }, -1},
+      {"acknowledged immediates", [=](Liar& l) { l.send(ack(0, 0, 9)); }, -1},
+      {"an answer to nothing", [](Liar& l) { l.send(lying_mark(MarkOp::answer, 0, 0)); }, -1},
+      {"an answer to a get by RDMA",
+       [](Liar& l) {
+         queue_get(l.victim().context, l.victim().at(kSystemBytes), l.victim().at(kSystemBytes), 1 << 20, 1);
+         std::this_thread::sleep_for(std::chrono::milliseconds(5));
+         l.send(lying_mark(MarkOp::answer, 0, 0));
+       },
+       0},
+      {"two answers",
+       [](Liar& l) {
+         queue_get(l.victim().context, l.victim().at(kSystemBytes), l.victim().at(kSystemBytes), 1 << 20, 1);
+         std::this_thread::sleep_for(std::chrono::milliseconds(5));
+         MarkRecord m = lying_mark(MarkOp::answer, 0, 0);
+         m.count = 2;
+         l.send(m);
+         m.sequence = m.after_mark = 1;
+         m.group = 1;
+         l.send(m);
+       },
+       1},
+      {"a request for the system area",
+       [](Liar& l) { l.send(GetRecord{RecordType::request, {}, 0, 0, kSystemBytes, 64}); }, 1},
+      {"a request into the system area",
+       [](Liar& l) { l.send(GetRecord{RecordType::request, {}, 0, kSystemBytes, 1024, 64}); }, 1},
+      {"credit for a slot that is free", [](Liar& l) { l.send(CreditRecord{RecordType::credit, 1, 0, {0}}); }, 1},
+      {"credit for no slot", [](Liar& l) { l.send(CreditRecord{RecordType::credit, 1, 0, {60000}}); }, 1},
+      {"credit without staging", [](Liar& l) { l.send(CreditRecord{RecordType::credit, 1, 0, {0}}); }, 0},
+      {"a slot shorter than its headers", [](Liar& l) { l.slot({1, 4}, {kSystemBytes, 60 << 20, 0}); }, 1},
+      {"a slot of headers alone", [](Liar& l) { l.slot({1, 24}, {kSystemBytes, 60 << 20, 0}); }, 1},
+      {"a piece longer than its slot", [](Liar& l) { l.slot({1, 64}, {kSystemBytes, 4096, 0}); }, 1},
+      {"a piece into the system area", [](Liar& l) { l.slot({1, 64}, {1024, 16, 0}); }, 1},
+      {"a piece beyond the heap", [=](Liar& l) { l.slot({1, 64}, {heap - 8, 16, 0}); }, 1},
+      {"more pieces than there are", [](Liar& l) { l.slot({1 << 30, 40}, {kSystemBytes, 8, 0}); }, 1},
+      {"a slot that does not exist", [](Liar& l) { l.write(0, "12345678", 8, (1u << l.group_bits) - 1); }, 1},
+      {"a value of its record's type only", [](Liar& l) { l.send(AbortRecord{RecordType::abort, 0, 60000, 0}); }, -1},
+  };
+  for (const Lie& lie : all) {
+    if (lie.staged >= 0 && lie.staged != (int)o.proxy.force_staging) continue;
+    Liar liar(o);
+    CHECK(liar.staged == o.proxy.force_staging);
+    std::memset(liar.victim().heap + kSystemBytes, 0x5a, o.heap_bytes - kSystemBytes);
+    std::memset(liar.victim().at(kSystemBytes), 0, 1 << 20);
+    lie.tell(liar);
+    const std::string verdict = liar.verdict();
+    CHECK(verdict.find("FabricError: rank 0: PE 1 broke the protocol") == 0, "%s: %s", lie.what, verdict.c_str());
+    for (uint64_t i = 8ull * kQueueWords + 16; i < 8ull * (kQueueWords + 16); i++)
+      CHECK(liar.victim().heap[i] == 0, "%s: the system area changed at %d", lie.what, (int)i);
+    for (uint64_t i = kSystemBytes + (1 << 20); i < o.heap_bytes; i += 97)
+      CHECK(liar.victim().heap[i] == 0x5a, "%s: the heap changed at %d", lie.what, (int)i);
+    liar.world->stop();
+  }
+  // Last words are text, whatever they are; and whoever is not known is nobody.
+  Liar liar(o);
+  liar.write(liar.staged ? 0 : kSystemBytes, "12345678", 8, 0, 0); // PE 0 is the victim itself
+  liar.send(AbortRecord{RecordType::abort, 0, 6, 0}, "\x1b[2Jno");
+  const std::string verdict = liar.verdict();
+  CHECK(verdict.find("gave up and said why: ?[2Jno") != std::string::npos, "%s", verdict.c_str());
+  CHECK(liar.victim().proxy->stats().at("strangers") == 1);
+  liar.world->stop();
+}
+
+} // namespace tsn::proxy
