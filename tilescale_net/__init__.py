@@ -207,6 +207,10 @@ def stats() -> dict:
     return w.proxy.stats() if w.proxy is not None else {}
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str):
     # The compiler imports tilelang, which takes seconds: only kernels pay for it.
     if name in ("jit", "compile"):

@@ -57,7 +57,7 @@ def primitive(function):
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise _error(function, error) from None
+            raise _error(function, _by_name(signature, error)) from None
         try:
             if Builder.current() is None or KernelLaunchFrame.Current() is None:
                 raise Misuse("is only meaningful inside a kernel, that is, under `with T.Kernel(...)` of a T.prim_func")
@@ -76,6 +76,15 @@ def primitive(function):
         return result
 
     return call
+
+
+def _by_name(signature: inspect.Signature, error: TypeError) -> TypeError:
+    """An error of arguments, with the names of options that were given without."""
+    options = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    if not options or "too many positional" not in str(error):
+        return error
+    places = [p.name for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    return TypeError(f"{error}; it takes {', '.join(places)} in this order, and {', '.join(options)} by name only")
 
 
 def _is_once(call: tirx.Call) -> bool:

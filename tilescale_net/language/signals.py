@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from tvm import tirx
+
 from tilescale_net.compiler.operators import CHOICES, OPERATORS
 from tilescale_net.language._divergence import require_converged
-from tilescale_net.language._operands import signal_word
+from tilescale_net.language._operands import Place, signal_word
 from tilescale_net.language._primitive import primitive
-from tilescale_net.language._values import choice, number, pe_index
+from tilescale_net.language._values import Number, choice, number, pe_index
 
 
 def _comparison(sig, cmp, value):
@@ -23,7 +25,7 @@ def _wait(scope, sig, cmp, value):
 
 
 @primitive
-def signal(sig, value, pe, op="set"):
+def signal(sig: Place, value: Number, pe: Number, op: str = "set") -> None:
     """Set or add to a signal word of `pe`; called by one thread.
 
     Everything that this thread wrote to `pe` before a preceding `fence` is visible to whoever sees the signal.
@@ -40,7 +42,7 @@ def signal(sig, value, pe, op="set"):
 
 
 @primitive
-def wait(sig, cmp, value):
+def wait(sig: Place, cmp: str, value: Number) -> tirx.PrimExpr:
     """Wait until the local signal word compares to `value`; orders the calling thread (acquire, system scope).
 
     Args:
@@ -58,19 +60,19 @@ def wait(sig, cmp, value):
 
 
 @primitive
-def wait_warp(sig, cmp, value):
+def wait_warp(sig: Place, cmp: str, value: Number) -> tirx.PrimExpr:
     """As `wait`, called by all lanes of a warp: one lane polls, all are ordered and get the value."""
     return _wait("warp", sig, cmp, value)
 
 
 @primitive
-def wait_block(sig, cmp, value):
+def wait_block(sig: Place, cmp: str, value: Number) -> tirx.PrimExpr:
     """As `wait`, called by all threads of the block: one thread polls, all are ordered and get the value."""
     return _wait("block", sig, cmp, value)
 
 
 @primitive
-def test(sig, cmp, value):
+def test(sig: Place, cmp: str, value: Number) -> tirx.PrimExpr:
     """Compare once, without waiting; acquires when true.
 
     Returns:
