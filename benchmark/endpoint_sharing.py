@@ -109,8 +109,8 @@ def measure_threads(report: Report, job: FabricJob, modes: list[str]) -> None:
     args = job.args
     keys = [Column("mode", "Mode"), Column("thread", "Thread")]
     columns = [
-        Column("mops", "Mops", ".3f", better="higher"),
-        Column("cycles", "Cycles per post", ".0f", better="lower"),
+        Column("mops", "Rate", better="higher", unit="Mops"),
+        Column("cycles", "Cost", ".0f", better="lower", unit="cycles/post"),
     ]
     table = report.table("threads", keys, columns)
     for mode in report.progress(modes, "modes"):
@@ -133,33 +133,33 @@ def sweep(report: Report, job: FabricJob, modes: list[str]) -> None:
     columns = []
     for mode in modes:
         columns += [
-            Column(f"{mode}_mops", f"{mode} (Mops)", ".3f", better="higher", series=mode),
-            Column(f"{mode}_cycles", f"{mode} (cycles/post)", ".0f", better="lower", series=mode),
+            Column(f"{mode}_mops", f"{mode}", better="higher", series=mode, unit="Mops"),
+            Column(f"{mode}_cycles", f"{mode}", better="lower", series=mode, unit="cycles/post"),
         ]
     if len(modes) == 2:
         columns.append(Column("cost", "shared / exclusive", ".2f"))
     table = report.table("sweep", [Column("threads", "Threads", "d"), Column("endpoints", "Endpoints", "d")], columns)
     threads_list = powers_up_to(args.num_threads)
-    rows, samples = {}, {}
-    plan = [(mode, endpoints) for endpoints in powers_up_to(args.num_endpoints) for mode in modes]
-    for mode, endpoints in report.progress(plan, "configurations", lambda p: f"{p[0]}, {p[1]} endpoints"):
-        sharing = Sharing(job, mode, endpoints)
-        report.environment["provider"] = sharing.bench.provider()
-        for threads in threads_list:
-            if mode == "exclusive" and endpoints < threads:
-                continue
-            results = sharing.measure(threads)
-            if job.rank:
-                continue
-            row = rows.setdefault((threads, endpoints), {"threads": threads, "endpoints": endpoints})
-            row |= {f"{mode}_mops": total(middle(results)), f"{mode}_cycles": cycles(middle(results))}
-            samples.setdefault((threads, endpoints), {})[f"{mode}_mops"] = [total(r) for r in results]
-        del sharing
-    for key in sorted(rows):
-        row = rows[key]
-        if "shared_mops" in row and "exclusive_mops" in row:
-            row["cost"] = row["shared_mops"] / row["exclusive_mops"]
-        table.add(row, samples=samples[key])
+    for endpoints in report.progress(powers_up_to(args.num_endpoints), "endpoints"):
+        rows: dict[int, dict] = {}
+        samples: dict[int, dict] = {}
+        for mode in modes:
+            sharing = Sharing(job, mode, endpoints)
+            report.environment["provider"] = sharing.bench.provider()
+            for threads in threads_list:
+                if mode == "exclusive" and endpoints < threads:
+                    continue
+                results = sharing.measure(threads)
+                if job.rank:
+                    continue
+                row = rows.setdefault(threads, {"threads": threads, "endpoints": endpoints})
+                row |= {f"{mode}_mops": total(middle(results)), f"{mode}_cycles": cycles(middle(results))}
+                samples.setdefault(threads, {})[f"{mode}_mops"] = [total(r) for r in results]
+            del sharing
+        for threads, row in rows.items():
+            if "shared_mops" in row and "exclusive_mops" in row:
+                row["cost"] = row["shared_mops"] / row["exclusive_mops"]
+            table.add(row, samples=samples[threads])
 
 
 def main() -> None:

@@ -163,9 +163,9 @@ def table_of(report: Report, args, operation: str):
         keys=[Column("bytes", "bytes", "d")],
         columns=[
             Column("iterations", "iterations", "d"),
-            Column("peak", f"BW peak{mark} ({unit})", ".2f", better="higher", series=f"{operation} peak"),
-            Column("average", f"BW average{mark} ({unit})", ".2f", better="higher", series=f"{operation} average"),
-            Column("rate", f"MsgRate{mark} (Mpps)", ".6f", better="higher", series=operation),
+            Column("peak", f"BW peak{mark}", better="higher", series="peak", unit=unit),
+            Column("average", f"BW average{mark}", better="higher", series="average", unit=unit),
+            Column("rate", f"MsgRate{mark}", better="higher", series=operation, unit="Mpps"),
         ],
     )
 
@@ -173,12 +173,12 @@ def table_of(report: Report, args, operation: str):
 def summary_of(report: Report, args):
     mark = ", both ways" if args.bidirectional else ""
     rates = [
-        Column(f"{op}_{key}", f"{op} ({unit}{mark})", form, better="higher", series=op)
-        for key, unit, form in (("mib", "MiB/s", ".2f"), ("gbps", "Gbps", ".1f"))
+        Column(f"{op}_{key}", f"{op}{mark}", better="higher", series=op, unit=unit, plotted=key == "gbps")
+        for key, unit in (("mib", "MiB/s"), ("gbps", "Gbps"))
         for op in args.op
     ]
     return report.table(
-        "summary", [SizeColumn("bytes", "Data Size (B)")], [*rates, Column("link", "Peak (Gbps)", ".0f")]
+        "summary", [SizeColumn("bytes", "Data Size", unit="B")], [*rates, Column("link", "Peak", unit="Gbps")]
     )
 
 
@@ -203,6 +203,8 @@ def main() -> None:
             rows[size]["link"] = link * (2 if args.bidirectional else 1) or None
         del bench
     if len(args.op) > 1:
+        for table in report.tables:
+            table.plotted = False  # the summary has the averages of all
         summary = summary_of(report, args)
         for row in rows.values():
             summary.add(row)

@@ -3,20 +3,26 @@
     GPUS=2 bash launch.sh benchmark/large_copy.py
     GPUS=2 bash launch.sh benchmark/large_copy.py --engine ldst --threads 512 --partition interleaved --nvshmem
 
-Buffers of 256 MiB by default. Without a GPU there is no copy engine: run it with a small --sizes to see it work.
+Buffers of 256 MiB by default, of 1 MiB in the simulator, which has no copy engine.
 """
 
-from benchmark.common import Report
+from benchmark.common import Report, int_list
+from benchmark.common.arguments import on_gpu
 from benchmark.common.session import copy_parser, join, nvshmem, require_two_ranks
 
+SIMULATED_BLOCKS = "1,4,16"
 BLOCKS = "1,4,8,12,16,24,32,64,132"
 
 
 def parse():
-    parser = copy_parser(__doc__.splitlines()[0], sizes="256M", threads="512", blocks=BLOCKS, engine="auto")
+    parser = copy_parser(
+        __doc__.splitlines()[0], sizes="256M", simulated="1M", threads="512", blocks=BLOCKS, engine="auto"
+    )
     parser.add_argument("--nvshmem", action="store_true", help="measure NVSHMEM too, at the same threads and blocks")
+    parser.set_defaults(blocks=None)
     parser.set_defaults(timing="launch")  # a copy takes a hundred launches' time; graphs would only cost memory
     args = parser.parse_args()
+    args.blocks = args.blocks or int_list(1, 1024)(BLOCKS if on_gpu() else SIMULATED_BLOCKS)
     require_two_ranks(parser)
     return args
 

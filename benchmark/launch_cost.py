@@ -8,7 +8,7 @@ row's kernel is captured. Needs a GPU; in the simulator a launch is a run.
 
 import time
 
-from benchmark.common import BenchmarkParser, Column, Report, is_rank_zero, median, positive_int
+from benchmark.common import BenchmarkParser, Column, Report, median, positive_int
 
 
 def parse():
@@ -125,17 +125,15 @@ def main() -> None:
     import tilescale_net as tsn
     from tilescale_net.runtime import settings
 
-    if settings.device_kind() != "cuda":
-        if is_rank_zero():
-            print("launch cost: not measured; it needs a GPU")
-        return
-    tsn.init("64M")
     report = Report("launch_cost", args)
+    if settings.device_kind() != "cuda":
+        report.nothing("it needs a GPU")
+    tsn.init("64M")
     report.environment["timing"] = f"median of {args.repeat} x {args.launches} launches, kernels in turn"
     columns = [
-        Column("host_us", "Host (us)", ".2f", better="lower"),
-        Column("beyond_us", "beyond tilelang (us)", "+.2f"),
-        Column("graph_us", "in a graph (us)", ".2f", better="lower"),
+        Column("host_us", "Host", better="lower", unit="us"),
+        Column("beyond_us", "beyond tilelang", "+.2f", unit="us"),
+        Column("graph_us", "in a graph", better="lower", unit="us"),
     ]
     table = report.table("launch", [Column("kernel", "Kernel")], columns)
     runs = launchers()

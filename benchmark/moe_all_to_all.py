@@ -10,11 +10,14 @@ device, then the call runs between two events. Host time is hidden behind the fl
 
 import time
 
-from benchmark.common import BenchmarkParser, Column, Report, is_rank_zero, median, one_of, positive_int
+from benchmark.common import BenchmarkParser, Column, Report, is_rank_zero, median, one_of, percentile, positive_int
+from benchmark.common.arguments import on_gpu
 from benchmark.common.timing import IN_SIMULATOR, SIMULATED
 
 ON_GPU = (10, 30)
-DEFAULT_TOKENS = {"throughput": 4096, "latency": 128}
+# Tokens per rank in each mode, and the shape, where the user gives none.
+GPU_SHAPE = {"throughput": 4096, "latency": 128, "hidden": 7168, "topk": 8, "experts": 256}
+SIMULATED_SHAPE = {"throughput": 32, "latency": 16, "hidden": 512, "topk": 4, "experts": 16}
 
 
 def _tuning(text: str) -> dict[str, int]:
@@ -43,17 +46,31 @@ def _tuning(text: str) -> dict[str, int]:
 def parse():
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=None)
     parser.add_argument(
-        "--mode", type=one_of("throughput", "latency"), default=["throughput", "latency"], metavar="LIST"
-    )
-    parser.add_argument("--tokens", type=positive_int, metavar="N", help="per rank (4096; in latency mode 128)")
-    parser.add_argument("--hidden", type=positive_int, default=7168, metavar="N", help="elements of a row (7168)")
-    parser.add_argument("--topk", type=positive_int, default=8, metavar="N", help="choices per token (8)")
-    parser.add_argument("--experts", type=positive_int, default=256, metavar="N", help="of all ranks (256)")
-    parser.add_argument(
-        "--dtype", type=one_of("bf16", "fp8"), default=["bf16", "fp8"], metavar="LIST", help="of dispatch"
+        "--mode",
+        type=one_of("throughput", "latency"),
+        default=["throughput", "latency"],
+        metavar="LIST",
+        help="throughput, latency, or all (all)",
     )
     parser.add_argument(
-        "--layout", type=one_of("rank", "expert"), default=["rank", "expert"], metavar="LIST", help="of throughput mode"
+        "--tokens", type=positive_int, metavar="N", help="per rank (4096; in latency mode 128; simulator 32, 16)"
+    )
+    parser.add_argument("--hidden", type=positive_int, metavar="N", help="elements of a row (7168; simulator 512)")
+    parser.add_argument("--topk", type=positive_int, metavar="N", help="choices per token (8; simulator 4)")
+    parser.add_argument("--experts", type=positive_int, metavar="N", help="of all ranks (256; simulator 16)")
+    parser.add_argument(
+        "--dtype",
+        type=one_of("bf16", "fp8"),
+        default=["bf16", "fp8"],
+        metavar="LIST",
+        help="of dispatch: bf16, fp8, or all (all)",
+    )
+    parser.add_argument(
+        "--layout",
+        type=one_of("rank", "expert"),
+        default=["rank", "expert"],
+        metavar="LIST",
+        help="of throughput mode: rank, expert, or all (all)",
     )
     parser.add_argument("--ranks", type=positive_int, metavar="N", help="refuse to run with another number of ranks")
     parser.add_argument(
@@ -72,6 +89,10 @@ def parse():
     parser.add_argument("--no-peers", action="store_true", help="leave NCCL and DeepEP out")
     args = parser.parse_args()
     from benchmark.common import world_size
+
+    shape = GPU_SHAPE if on_gpu() else SIMULATED_SHAPE
+    args.hidden, args.topk, args.experts = (getattr(args, k) or shape[k] for k in ("hidden", "topk", "experts"))
+    args.tokens_of = {mode: args.tokens or shape[mode] for mode in args.mode}
 
     if args.ranks and args.ranks != world_size():
         parser.error(
@@ -161,14 +182,14 @@ def _meeting():
     return lambda: kernel(word)
 
 
-def across_ranks(samples: list[float]) -> tuple[float, float]:
-    """Median over ranks, and maximum over ranks, of each rank's median."""
+def across_ranks(samples: list[float], of=median) -> tuple[float, float]:
+    """Median over ranks, and maximum over ranks, of each rank's median (or of another figure of its samples)."""
     import torch.distributed as dist
 
     import tilescale_net as tsn
 
     medians = [None] * tsn.size()
-    dist.all_gather_object(medians, median(samples))
+    dist.all_gather_object(medians, of(samples))
     return median(medians), max(medians)
 
 
@@ -287,28 +308,30 @@ class Results:
         text = {"mode": "mode", "tokens": "tokens", "dtype": "dtype", "layout": "layout", "operation": "operation"}
         keys = [Column(k, t, ",d" if k == "tokens" else "") for k, t in text.items()] + [Column("system", "system")]
         columns = [
-            Column("kernel", "kernel us", ".1f", "lower"),
-            Column("kernel_max", "slowest rank us", ".1f", "lower"),
-            Column("whole", "whole call us", ".1f", "lower"),
-            Column("logical", "logical GB/s", ".1f", "higher"),
-            Column("remote", "remote GB/s", ".1f", "higher"),
+            Column("kernel", "kernel", better="lower", unit="us"),
+            Column("p99", "kernel p99", better="lower", unit="us", plotted=False),
+            Column("kernel_max", "slowest rank", better="lower", unit="us", plotted=False),
+            Column("whole", "whole call", better="lower", unit="us"),
+            Column("logical", "logical", better="higher", unit="GB/s"),
+            Column("remote", "remote", better="higher", unit="GB/s"),
         ]
         self._on_gpu = on_gpu
         self._table = report.table("MoE all-to-all", keys, columns)
         self._table.notes.append(
             "Traffic counts a token once for each rank it goes to, however many experts it has there, with its scales: "
             "logical counts all that a rank receives (in combine: sends back), remote what comes from other ranks. "
-            "kernel: time on the device, median over ranks. bare writers: CPUs that move the bytes for other nodes over "
+            "kernel: time on the device, median over ranks (p99: of each rank's 99th percentile). bare writers: CPUs that move the bytes for other nodes over "
             "the fabric, from and to the same kind of memory, without kernels, both ways at once."
         )
 
     def add(self, case: dict, system: str, operation: str, nbytes: int, rows, kernel, whole) -> None:
         """Collective. `case`: key columns; nbytes: of a row of traffic; rows: `moe_data.Traffic`; then the samples."""
         middle, slowest = across_ranks(kernel)
+        late, _ = across_ranks(kernel, lambda samples: percentile(samples, 99))
         called, _ = across_ranks(whole)
         if not is_rank_zero():
             return
-        values = {"kernel": middle, "kernel_max": slowest, "whole": called if self._on_gpu else None}
+        values = {"kernel": middle, "p99": late, "kernel_max": slowest, "whole": called if self._on_gpu else None}
         rates = {"logical": rows.rows * nbytes / middle / 1e3, "remote": rows.remote * nbytes / middle / 1e3}
         row = {**case, "operation": operation, "system": system, **values, **rates}
         self._table.add(row, {"kernel": kernel, "whole": whole})
@@ -347,8 +370,7 @@ def main() -> None:
     import tilescale_net as tsn
 
     report = Report("moe_all_to_all", args)
-    tokens_of = {mode: args.tokens or DEFAULT_TOKENS[mode] for mode in args.mode}
-    world = tsn.init(heap_bytes(args, tokens_of))
+    world = tsn.init(heap_bytes(args, args.tokens_of))
     clock = Clock(args, world.device_kind == "cuda")
     report.environment |= {
         "shape": f"hidden {args.hidden}, top-{args.topk} of {args.experts} experts",
@@ -359,7 +381,7 @@ def main() -> None:
     results = Results(report, clock.on_gpu)
     for mode in args.mode:
         for dtype in args.dtype:
-            run(args, mode, dtype, tokens_of[mode], clock, results, report)
+            run(args, mode, dtype, args.tokens_of[mode], clock, results, report)
     report.finish()
     tsn.finalize()
 

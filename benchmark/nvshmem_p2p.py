@@ -5,26 +5,24 @@
 Timed and verified as in unrolledcp_p2p.py. NVSHMEM 3.7 and later copy by TMA when NVSHMEM_TMA_POLICY=ENABLE is set.
 """
 
-from benchmark.common import Report, is_rank_zero
+from benchmark.common import Report
 from benchmark.common.session import copy_parser, join, nvshmem, require_two_ranks
 
 
 def main() -> None:
-    parser = copy_parser(__doc__.splitlines()[0], sizes="2K..4M")
+    parser = copy_parser(__doc__.splitlines()[0], sizes="2K..4M", simulated="2K..256K")
     args = parser.parse_args()
     from benchmark.nvshmem import missing
 
-    if missing():
-        if is_rank_zero():
-            print(missing())
-        return
+    report = Report("nvshmem_p2p", args)
+    if reason := missing():
+        report.nothing(reason.partition("not measured; ")[2] or reason)
     require_two_ranks(parser)
 
     import tilescale_net as tsn
     from benchmark.common.comparison import compare
     from benchmark.common.point_to_point import Nvshmem
 
-    report = Report("nvshmem_p2p", args)
     timer = join(report, args)
     library = nvshmem(report)
     if library:

@@ -12,6 +12,7 @@ proxy within each size. Everything written is compared with what was sent. A sec
 import os
 import random
 import secrets
+import sys
 
 from benchmark.common import (
     BenchmarkParser,
@@ -27,10 +28,11 @@ from benchmark.common import (
     size_list,
     world_size,
 )
+from benchmark.common.table import significant
 
 SMALL = "8,64,512,4K,32K,256K,2M"
 # Sizes, bytes of a sample and most writes in it, where the user gives none.
-SIMULATED = (f"{SMALL},8M,16M", 256 << 20, 50)
+SIMULATED = ("8,512,32K,256K,2M", 16 << 20, 20)
 STAGED = (f"{SMALL},8M..64M", 128 << 20, 200)  # a GPU, and a network that does not reach its memory
 DIRECT = (f"{SMALL},8M..1G", 2 << 30, 200)
 SIGNAL_SIZES = "8,64,1K,8K,64K"
@@ -112,12 +114,12 @@ def tables(report: Report, kinds: list[str]):
         for kind in kinds:
             name = f"Proxy{kind}{mode}"
             columns += [
-                Column(name, f"{name} (Gbps)", ".2f", better="higher"),
-                Column(f"{name}_busbw", "BusBW (%)", ".1f"),
-                Column(f"{name}_us", "Lat (us)", ".2f", better="lower", series=name),
+                Column(name, f"{name}", better="higher", unit="Gbps"),
+                Column(f"{name}_busbw", "BusBW", unit="%"),
+                Column(f"{name}_us", "Lat", better="lower", series=name, unit="us"),
             ]
     for kind in kinds:
-        limits.append(Column(f"Bare{kind}", f"Bare {kind.lower()} (Gbps)", ".2f", better="higher"))
+        limits.append(Column(f"Bare{kind}", f"Bare {kind.lower()}", better="higher", unit="Gbps"))
         limits += [Column(f"Proxy{kind}{mode}_bare", f"Proxy{kind}{mode} of it", ".1%") for mode in MODES]
     bandwidth = report.table("bandwidth", keys, columns)
     limit = report.table("bare writer", keys, limits)
@@ -129,11 +131,15 @@ def fill(
     bandwidth, limit, results: dict[int, dict[str, list[float]]], rails: dict[str, int], link: float | None
 ) -> None:
     """Rows from samples by size and configuration. `link`: rate of one channel in Gb/s, or None to use the bare best."""
+    rails = {k: n for k, n in rails.items() if any(f"Bare{k}" in s for s in results.values())}
     best = {k: max(gbps(n, median(s[f"Bare{k}"])) for n, s in results.items() if f"Bare{k}" in s) for k in rails}
     whole = {k: link * rails[k] if link else best[k] for k in rails}
+    limits = []
     for count, samples in results.items():
         shown, against = {}, {}
         for kind in rails:
+            if f"Bare{kind}" not in samples:
+                continue  # interrupted before
             bare = samples[f"Bare{kind}"]
             against[f"Bare{kind}"] = gbps(count, median(bare))
             for mode in MODES:
@@ -144,7 +150,9 @@ def fill(
                 against[f"{name}_bare"] = median([b / p for b, p in zip(bare, samples[name])])
         keys = {"bytes": count, "count": count // 4}
         bandwidth.add(keys | shown, {f"{name}_us": values for name, values in samples.items()})
-        limit.add(keys | against)
+        limits.append(keys | against)
+    for row in limits:
+        limit.add(row)
     text = ", ".join(f"{k} {v:.2f}" for k, v in whole.items())
     bandwidth.notes.append(
         f"BusBW is of {'the link' if link else 'the best of the bare writer'} (Gbps): {text}. Count is of 4 bytes."
@@ -170,7 +178,6 @@ def signals(channels, table, args) -> None:
 
 def main() -> None:
     args = parse()
-    from benchmark.common.channels import Channels
     from benchmark.common.timing import SIMULATED as LABEL
     from tilescale_net.runtime import settings
 
@@ -179,36 +186,21 @@ def main() -> None:
     kinds = {"both": ["Single", "Multi"], "single": ["Single"], "multi": ["Multi"]}[args.channels]
     bandwidth, limit = tables(report, kinds)
     title = [
-        Column("bare", "Bare (us)", ".2f", better="lower"),
-        Column("signal", "put_signal (us)", ".2f", better="lower"),
+        Column("bare", "Bare", better="lower", unit="us"),
+        Column("signal", "put_signal", better="lower", unit="us"),
     ]
     signal = report.table(
-        "put_signal, one way", [SizeColumn("bytes", "Size")], [*title, Column("beyond", "beyond bare (us)", ".2f")]
+        "put_signal, one way", [SizeColumn("bytes", "Size")], [*title, Column("beyond", "beyond bare", unit="us")]
     )
 
     results: dict[int, dict[str, list[float]]] = {}
     rails: dict[str, int] = {}
-    for kind in kinds:
-        wanted = 1 if kind == "Single" else (0 if on_gpu else 2) if args.rails is None else args.rails
-        largest = max([*(args.sizes or size_list((DIRECT if on_gpu else SIMULATED)[0])), *args.signal_sizes])
-        channels = Channels(wanted, largest)
-        profile = SIMULATED if not on_gpu else STAGED if channels.properties["staged"] else DIRECT
-        args.sizes = args.sizes or size_list(profile[0])
-        channels.open_bare()
-        rails[kind] = channels.rails
-        seeds = random.Random(channels.gather(secrets.randbits(62))[0])
-        for count in report.progress(args.sizes, f"{kind.lower()} channel, sizes", format_bytes):
-            writes = args.iters or max(2, min(profile[2], profile[1] // count))
-            results.setdefault(count, {}).update(measure(channels, f"Proxy{kind}", count, writes, seeds, args))
-        if kind == kinds[0]:
-            signals(channels, signal, args)
-        p = channels.properties
-        report.environment |= {
-            "provider": f"{p['provider']}, libfabric {p['version']}, {p['interface'].split(',')[0]}",
-            "chunk": format_bytes(p["chunk_bytes"]),
-            "memory": "staged through pinned host memory" if p["staged"] else "the network reaches the heap",
-        }
-        channels.close()
+    try:
+        measure_all(report, args, kinds, signal, results, rails, on_gpu)
+    except KeyboardInterrupt:
+        if results and is_rank_zero():
+            fill(bandwidth, limit, results, rails, args.link_gbps)
+        raise
     if is_rank_zero():
         fill(bandwidth, limit, results, rails, args.link_gbps)
     report.environment |= {
@@ -219,6 +211,37 @@ def main() -> None:
     if not on_gpu:
         report.environment["timing"] += f"; kernels {LABEL}, proxy, network and bare writer are real"
     report.finish()
+
+
+def measure_all(report: Report, args, kinds: list[str], signal, results: dict, rails: dict, on_gpu: bool) -> None:
+    """Fill `results` (samples by size and configuration) and `rails`, and the table of put_signal. Collective."""
+    from benchmark.common.channels import Channels
+
+    for kind in kinds:
+        wanted = 1 if kind == "Single" else (0 if on_gpu else 2) if args.rails is None else args.rails
+        largest = max([*(args.sizes or size_list((DIRECT if on_gpu else SIMULATED)[0])), *args.signal_sizes])
+        channels = Channels(wanted, largest)
+        profile = SIMULATED if not on_gpu else STAGED if channels.properties["staged"] else DIRECT
+        args.sizes = args.sizes or size_list(profile[0])
+        channels.open_bare()
+        rails[kind] = channels.rails
+        p = channels.properties
+        report.environment |= {
+            "provider": f"{p['provider']}, libfabric {p['version']}, {p['interface'].split(',')[0]}",
+            "chunk": format_bytes(p["chunk_bytes"]),
+            "memory": "staged through pinned host memory" if p["staged"] else "the network reaches the heap",
+        }
+        seeds = random.Random(channels.gather(secrets.randbits(62))[0])
+        for count in report.progress(args.sizes, f"{kind.lower()} channel, sizes", format_bytes):
+            writes = args.iters or max(2, min(profile[2], profile[1] // count))
+            samples = measure(channels, f"Proxy{kind}", count, writes, seeds, args)
+            results.setdefault(count, {}).update(samples)
+            if is_rank_zero():
+                told = ", ".join(f"{name} {significant(gbps(count, median(s)))} Gbps" for name, s in samples.items())
+                print(f"{format_bytes(count)}: {told}", file=sys.stderr, flush=True)
+        if kind == kinds[0]:
+            signals(channels, signal, args)
+        channels.close()
 
 
 if __name__ == "__main__":

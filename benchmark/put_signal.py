@@ -8,16 +8,33 @@ Ranks 0 and 1 answer each other inside one kernel, one block each; a sample is a
 
 import secrets
 
-from benchmark.common import BenchmarkParser, Column, Report, format_bytes, int_list, median, one_of, positive_int
+from benchmark.common import (
+    BenchmarkParser,
+    Column,
+    Report,
+    format_bytes,
+    int_list,
+    median,
+    one_of,
+    percentile,
+    positive_int,
+)
+from benchmark.common.arguments import on_gpu
 from benchmark.common.session import SLACK, nvshmem, require_two_ranks
 from benchmark.common.timing import SIMULATED
 
 
 def parse():
-    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=2, repeat=10, sizes="8,64,1K,8K,64K")
+    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=2, repeat=20, sizes="8,64,1K,8K,64K", simulated="8,1K,8K")
     threads = int_list(1, 1024)
-    parser.add_argument("--threads", type=threads, default=threads("32,128,1024"), metavar="LIST", help="of the block")
-    parser.add_argument("--engine", type=one_of("auto", "ldst", "bulk"), default=["auto"], metavar="LIST")
+    parser.add_argument("--threads", type=threads, metavar="LIST", help="of the block (32,128,1024; simulator 32,128)")
+    parser.add_argument(
+        "--engine",
+        type=one_of("auto", "ldst", "bulk"),
+        default=["auto"],
+        metavar="LIST",
+        help="of the copy: auto, ldst, bulk, or all (auto)",
+    )
     parser.add_argument(
         "--unroll", type=positive_int, metavar="N", help="16-byte accesses that a thread keeps in flight"
     )
@@ -27,6 +44,7 @@ def parse():
     parser.add_argument("--no-check", action="store_true", help="do not verify the data")
     parser.add_argument("--no-nvshmem", action="store_true", help="leave NVSHMEM out even where it can run")
     args = parser.parse_args()
+    args.threads = args.threads or threads("32,128,1024" if on_gpu() else "32,128")
     require_two_ranks(parser)
     return args
 
@@ -100,8 +118,7 @@ def measure(side, count: int, threads: int, engine: str, args) -> list[float]:
     import torch.distributed as dist
 
     import tilescale_net as tsn
-    from benchmark.common.point_to_point import WrongData
-    from benchmark.common.verify import difference, prepare
+    from benchmark.common.verify import WrongData, difference, prepare
 
     rank = tsn.rank()
     seeds = [secrets.randbits(62), secrets.randbits(62)]
@@ -159,11 +176,18 @@ def main() -> None:
     ours, theirs = Ours(capacity), Nvshmem(capacity, library) if library else None
     in_line = InOneLine()
 
-    columns = [Column(engine, f"{engine} (us)", ".2f", better="lower") for engine in args.engine]
-    columns.append(Column("line", "in one line (us)", ".2f", better="lower"))
-    columns += [Column("nvshmem", "NVSHMEM (us)", ".2f", better="lower"), Column("ratio", "x NVSHMEM", ".2f")]
-    table = report.table("one way", [Column("threads", "Threads"), Column("bytes", "Size (Bytes)", ",d")], columns)
+    columns = []
+    for engine in args.engine:
+        title = "put_signal" if len(args.engine) == 1 else f"put_signal, {engine}"
+        columns.append(Column(engine, title, better="lower", unit="us"))
+        columns.append(Column(f"{engine}_p99", "p99", better="lower", unit="us", plotted=False))
+    columns.append(Column("line", "in one line", better="lower", unit="us"))
+    columns += [Column("nvshmem", "NVSHMEM", better="lower", unit="us"), Column("ratio", "x NVSHMEM", ".2f")]
+    table = report.table(
+        "one way", [Column("threads", "Threads"), Column("bytes", "Size", ",d", unit="Bytes")], columns
+    )
     table.notes.append("in one line: 8 bytes and their signal word in one aligned 16-byte line, sent in one store.")
+    table.notes.append("p99: of the samples, each of which is a mean over the round trips of a launch.")
     steps = [(threads, count) for threads in args.threads for count in args.sizes]
     for threads, count in report.progress(steps, "latencies", lambda s: f"{format_bytes(s[1])}, {s[0]} threads"):
         samples = {engine: measure(ours, count, threads, engine, args) for engine in args.engine}
@@ -173,6 +197,7 @@ def main() -> None:
             samples["nvshmem"] = measure(theirs, count, threads, "auto", args)
         if tsn.rank() == 0:
             row = {name: median(values) for name, values in samples.items()}
+            row |= {f"{engine}_p99": percentile(samples[engine], 99) for engine in args.engine}
             if theirs:
                 row["ratio"] = row["nvshmem"] / min(row[engine] for engine in args.engine)
             table.add({"threads": threads, "bytes": count, **row}, samples)

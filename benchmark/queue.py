@@ -7,13 +7,13 @@ The proxies are the benchmark's own. Most of them hand their work to a transport
 queue is all there is to see; for the stages, two proxies of this process talk over a real provider.
 """
 
+import os
 import sys
 
 if __name__ == "queue":
     # Scripts of this folder find it first on their path, and whoever imports the standard library's queue finds this.
     import importlib.machinery
     import importlib.util
-    import os
 
     _here = os.path.dirname(os.path.realpath(__file__))
     _spec = importlib.machinery.PathFinder.find_spec("queue", [p for p in sys.path if os.path.realpath(p) != _here])
@@ -26,7 +26,7 @@ DEFAULTS = {"repeat": (7, 3), "trips": (2000, 50), "capacity": (65536, 4096)}
 
 
 def parse():
-    from benchmark.common import BenchmarkParser, one_of, positive_int, world_size
+    from benchmark.common import BenchmarkParser, one_of, positive_int
 
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=None)
     parser.add_argument("--parts", type=one_of(*PARTS), default=list(PARTS), metavar="LIST", help=", ".join(PARTS))
@@ -46,9 +46,18 @@ def parse():
     args = parser.parse_args()
     if args.capacity and args.capacity & (args.capacity - 1):
         parser.error(f"a ring of {args.capacity} descriptors; the number must be a power of two")
-    if world_size() > 1:
-        parser.error("the queue is measured by one rank; start it with GPUS=1 bash launch.sh …")
+    alone()
     return args
+
+
+def alone() -> None:
+    """One rank measures the queue: the others end here, and rank 0 becomes a job of its own."""
+    from benchmark.common import is_rank_zero
+
+    if not is_rank_zero():
+        raise SystemExit(0)
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_WORLD_SIZE="1")
+    os.environ.pop("VIRTUAL_NODES", None)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from benchmark.common import (
     byte_count,
     format_bytes,
     median,
+    percentile,
     positive_float,
     positive_int,
 )
@@ -24,7 +25,7 @@ MEASURED_LINK = 4 << 20  # bytes of the messages that measure the link where nob
 
 
 def parse():
-    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=2, repeat=10, sizes="128K..128M")
+    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=2, repeat=10, sizes="128K..128M", simulated="128K..16M")
     text = "where messages start and end (both; device needs a GPU)"
     parser.add_argument("--buffers", choices=("device", "host", "both"), default="both", help=text)
     parser.add_argument("--chunk", type=byte_count, default=1 << 20, metavar="SIZE", help="largest transfer (1M)")
@@ -140,16 +141,15 @@ def main() -> None:
     for kind in kinds:
         name = kind.capitalize()
         columns += [
-            Column(f"{kind}_gbps", f"{name} (Gbps)", ".2f", better="higher"),
-            Column(f"{kind}_bus", "BusBW (%)", ".1f"),
-            Column(f"{kind}_us", "Lat (us)", ".2f", better="lower", series=name),
+            Column(f"{kind}_gbps", f"{name}", better="higher", unit="Gbps"),
+            Column(f"{kind}_bus", "BusBW", unit="%"),
+            Column(f"{kind}_us", "Lat", better="lower", series=name, unit="us"),
         ]
     table = report.table("send_recv", [SizeColumn("bytes", "Size")], columns)
-    rows = {size: {"bytes": size, "count": size // 4 or None} for size in args.sizes}
-    samples = {size: {} for size in args.sizes}
     link = args.link_gbps
+    places = {}
     for kind in kinds:
-        place = Place(job, kind)
+        places[kind] = place = Place(job, kind)
         report.environment.update(job.header(place.properties))
         report.environment[f"{kind} buffers"] = place.how
         if not link:
@@ -157,14 +157,15 @@ def main() -> None:
             said = "as the NIC tells" if link else "measured with large messages, one way"
             link = link or one_way_gbps(job)
             report.environment["link"] = f"{link:.1f} Gbps, {said}"
-        for size in report.progress(args.sizes, f"{kind} buffers, sizes", format_bytes):
-            us, samples[size][f"{kind}_us"] = place.measure(size)
+    for size in report.progress(args.sizes, "sizes", format_bytes):
+        row, samples = {"bytes": size, "count": size // 4 or None}, {}
+        for kind, place in places.items():
+            us, samples[f"{kind}_us"] = place.measure(size)
             if job.rank == 0:
                 gbps = size * 8 / us / 1e3
-                rows[size] |= {f"{kind}_us": us, f"{kind}_gbps": gbps, f"{kind}_bus": 100 * gbps / link}
-        del place
-    for size in args.sizes:
-        table.add(rows[size], samples=samples[size])
+                row |= {f"{kind}_us": us, f"{kind}_gbps": gbps, f"{kind}_bus": 100 * gbps / link}
+                row[f"{kind}_p99"] = percentile(samples[f"{kind}_us"], 99)
+        table.add(row, samples)
     table.notes.append("Lat is the round trip; Gbps = bytes x 8 / Lat, so 50 % of the link is the ceiling.")
     if "device" not in kinds and args.buffers == "both":
         report.notes.append("No GPU: host buffers only.")

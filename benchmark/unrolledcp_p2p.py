@@ -12,7 +12,7 @@ from benchmark.common.session import copy_parser, join, nvshmem, require_two_ran
 
 
 def parse():
-    parser = copy_parser(__doc__.splitlines()[0], sizes="2K..4M")
+    parser = copy_parser(__doc__.splitlines()[0], sizes="2K..4M", simulated="2K..256K")
     parser.add_argument("--no-nvshmem", action="store_true", help="leave NVSHMEM out even where it can run")
     args = parser.parse_args()
     require_two_ranks(parser)

@@ -59,8 +59,7 @@ def all_gather(n_pes, dtype="uint8", threads=512, blocks=16, in_place=False, eng
                 # One fence for all peers, by a thread each: put_signal would wait for them one after the other.
                 T.sync_threads()
                 if thread < n_pes:
-                    N.fence(thread)
-                    N.signal(arrived[me, block], epoch, thread)
+                    N.signal(arrived[me, block], epoch, thread, fence=True)
                     N.wait(arrived[thread, block], "ge", epoch)
                     N.quiet(thread)
             T.sync_threads()
@@ -81,10 +80,18 @@ class AllGather(Collective):
         RankMismatch: ranks that want different ones.
     """
 
-    def __init__(self, *, threads: int = 512, blocks: int = 16, engine: str = "auto", unroll=None, ring=None):
+    def __init__(
+        self,
+        *,
+        threads: int = 512,
+        blocks: int = 16,
+        engine: str = "auto",
+        unroll: int | None = None,
+        ring: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__("AllGather", f"engine={engine}, unroll={unroll}, ring={ring}", threads, blocks)
         self._options = dict(threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring)
-        self._epochs = self._counters(blocks)
+        self._epochs = self.counters(blocks)
         self._ready, self._arrived = self._signals(self.n_pes), self._signals(self.n_pes, blocks)
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -102,14 +109,14 @@ class AllGather(Collective):
             TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
             RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
         """
-        self._check_alive()
+        self._begin()
         self._check("out", out, symmetric=True)
         self._check("x", x, out.dtype, symmetric=self._sources_travel)
         self._check_parts("out", out, "x", x)
         in_place = x.data_ptr() == out.data_ptr() + self.rank * x.nbytes
         if not in_place:
             self._check_apart("out", out, "x", x)
-        self._agree("x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self._place(out))
+        self._agree("x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out))
         if x.nbytes:
             kernel = all_gather(self.n_pes, in_place=in_place, **self._options)
             flat = as_bytes(out, self.n_pes, x.nbytes), as_bytes(x, x.nbytes)

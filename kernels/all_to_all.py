@@ -62,8 +62,7 @@ def all_to_all(n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unro
                 # One fence for all peers, by a thread each: put_signal would wait for them one after the other.
                 T.sync_threads()
                 if thread < n_pes:
-                    N.fence(thread)
-                    N.signal(arrived[me, block], epoch, thread)
+                    N.signal(arrived[me, block], epoch, thread, fence=True)
                     N.wait(arrived[thread, block], "ge", epoch)
                     N.quiet(thread)
             T.sync_threads()
@@ -85,16 +84,24 @@ class AllToAll(Collective):
         RankMismatch: ranks that want different ones.
     """
 
-    def __init__(self, *, threads: int = 512, blocks: int = 16, engine: str = "auto", unroll=None, ring=None):
+    def __init__(
+        self,
+        *,
+        threads: int = 512,
+        blocks: int = 16,
+        engine: str = "auto",
+        unroll: int | None = None,
+        ring: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__("AllToAll", f"engine={engine}, unroll={unroll}, ring={ring}", threads, blocks)
         self._options = dict(threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring)
         self._signal_words = (
-            self._counters(blocks), self._signals(self.n_pes), self._signals(self.n_pes, blocks),
+            self.counters(blocks), self._signals(self.n_pes), self._signals(self.n_pes, blocks),
         )  # fmt: skip
         self._heap = self._world.heap.as_bytes()
         self._outbox = self._symmetric((self.n_pes, WORDS), torch.int64)
         self._inbox = self._symmetric((2, self.n_pes, WORDS), torch.int64)
-        self._status = torch.zeros((self.n_pes, 3), dtype=torch.int64, device=self._device)
+        self._status = torch.zeros((self.n_pes, 3), dtype=torch.int64, device=self.device)
 
     def __call__(
         self,
@@ -123,7 +130,7 @@ class AllToAll(Collective):
             TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
             RankMismatch: ranks that pass different row shapes or dtypes, seen when a shape is used for the first time.
         """
-        self._check_alive()
+        self._begin()
         self._check("out", out, symmetric=True)
         self._check("x", x, out.dtype, symmetric=self._sources_travel)
         if out.dim() == 0 or x.dim() == 0 or out.shape[1:] != x.shape[1:]:
@@ -147,7 +154,7 @@ class AllToAll(Collective):
                 f"{self.name}: out of shape {list(out.shape)} and x of shape {list(x.shape)} must have the same number of "
                 f"rows, a multiple of the {self.n_pes} PEs; give output_splits and input_splits for uneven ones"
             )
-        self._agree("x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self._place(out))
+        self._agree("x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out))
         if x.nbytes:
             part = x.nbytes // self.n_pes
             kernel = all_to_all(self.n_pes, **self._options)
@@ -161,10 +168,10 @@ class AllToAll(Collective):
         source = x if x.numel() else self._outbox  # an empty tensor has no address
         kernel = all_to_all_uneven(self.n_pes, **self._options)
         kernel(
-            self._heap, as_bytes(source, source.nbytes), self._place(out), out.shape[0], x.shape[0], row_bytes, receives, sends,
+            self._heap, as_bytes(source, source.nbytes), self.place(out), out.shape[0], x.shape[0], row_bytes, receives, sends,
             self._status, self._outbox, self._inbox, *self._signal_words,
         )  # fmt: skip
-        if self._device.type == "cpu":  # the simulator has run the kernel by now
+        if self.device.type == "cpu":  # the simulator has run the kernel by now
             self.check()
 
     def _splits(self, name: str, splits, tensor_name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -178,7 +185,7 @@ class AllToAll(Collective):
             numbers = splits.tolist()
         else:
             numbers = [int(n) for n in splits]
-            splits = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+            splits = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         if len(numbers) != self.n_pes:
             raise ValueError(
                 f"{self.name}: {name} holds {len(numbers)} numbers, one for each of {self.n_pes} PEs is needed"

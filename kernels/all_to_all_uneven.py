@@ -122,8 +122,7 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
             T.sync_threads()
             if thread < n_pes:
                 if slice_elements(size[thread], blocks, "uint8") * block < size[thread]:
-                    N.fence(thread)
-                    N.signal(arrived[me, block], epoch, thread)
+                    N.signal(arrived[me, block], epoch, thread, fence=True)
                 if slice_elements(coming[0], blocks, "uint8") * block < coming[0]:
                     N.wait(arrived[thread, block], "ge", epoch)
                 N.quiet(thread)

@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
 import tilescale_net as tsn
+from tilescale_net.runtime import heap
 from tilescale_net.runtime import world as runtime
 
 # Blocks that the simulator runs at once.
 SIMULATOR_BLOCKS = 64
+
+# Symmetric memory that an object will allocate: shape and dtype by name.
+Plan = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def sizes_of(plan: Plan) -> list[int]:
+    """Bytes of each tensor of a plan."""
+    return [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in plan.values()]
+
+
+def check_threads(name: str, what: str, threads: int, ranks: int) -> None:
+    """Raise ValueError for threads per block that the collective kernels cannot run with."""
+    if (
+        isinstance(threads, bool)
+        or not isinstance(threads, int)
+        or threads % 32
+        or not max(32, ranks) <= threads <= 1024
+    ):
+        raise ValueError(
+            f"{name}: {what} is {threads!r}; it must be a multiple of 32, at most 1024, and not below the number of PEs "
+            f"({ranks})"
+        )
 
 
 class Collective:
@@ -27,53 +52,84 @@ class Collective:
         RankMismatch: ranks that differ in any of it; names both.
     """
 
-    def __init__(self, name: str, configuration: str, threads: int, blocks: int):
+    def __init__(self, name: str, configuration: str, threads: int, blocks: int) -> None:
         self._world = tsn.world()
         self.name = name
         self.rank, self.n_pes = self._world.rank, self._world.size
-        self._device = tsn.device()
+        self.device = tsn.device()
         # A PE of another node gets its data from the fabric, which reads symmetric memory only.
         self._sources_travel = 0 in self._world.peer_base
-        if threads % 32 or not max(32, self.n_pes) <= threads <= 1024:
-            raise ValueError(
-                f"{name}: threads is {threads}; it must be a multiple of 32, at most 1024, and not below the number of PEs "
-                f"({self.n_pes})"
-            )
+        check_threads(name, "threads", threads, self.n_pes)
         limit = SIMULATOR_BLOCKS
-        if self._device.type == "cuda":
-            limit = torch.cuda.get_device_properties(self._device).multi_processor_count
+        if self.device.type == "cuda":
+            limit = torch.cuda.get_device_properties(self.device).multi_processor_count
         if not 1 <= blocks <= limit:
             raise ValueError(f"{name}: blocks is {blocks}; it must be between 1 and {limit}, so that all run at once")
         self.threads, self.blocks = threads, blocks
         self._agreed: set[tuple] = set()
         self._owned: list[torch.Tensor] = []
+        self._members = self._world.control.members
         self._world.control.agree(name, f"threads={threads}, blocks={blocks}, {configuration}")
 
     def _symmetric(self, shape: tuple[int, ...] | int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed symmetric memory that `free` gives back."""
-        self._owned.append(tsn.zeros(shape, dtype))
+        """Zeroed symmetric memory that `free` gives back; HeapError, on all ranks alike, gives back what there is so far."""
+        try:
+            self._owned.append(tsn.zeros(shape, dtype))
+        except tsn.HeapError:
+            self._release()
+            raise
         return self._owned[-1]
+
+    def allocate(self, plan: Plan) -> SimpleNamespace:
+        """All of a plan, zeroed, or HeapError before anything is allocated."""
+        sizes, memory = sizes_of(plan), self._world.heap
+        wanted = memory.size_to_hold(sizes)
+        if wanted > memory.size:
+            raise tsn.HeapError(
+                f"{self.name} on rank {self.rank}: needs {heap.footprint(sizes)} bytes of symmetric memory, which the heap of "
+                f"{memory.size} bytes has no room for beside what it holds; set TSN_HEAP_SIZE={wanted} (or "
+                f"init(heap_bytes={wanted})) or more, or choose smaller sizes"
+            )
+        return SimpleNamespace(**{name: self._symmetric(*what) for name, what in plan.items()})
 
     def _signals(self, *shape: int) -> torch.Tensor:
         """Signal words, all zero."""
         return self._symmetric(shape, torch.uint64)
 
-    def _counters(self, *shape: int) -> torch.Tensor:
+    def counters(self, *shape: int) -> torch.Tensor:
         """Words of this rank alone, all zero."""
-        return torch.zeros(shape, dtype=torch.uint64, device=self._device)
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=torch.uint64, device=self.device)
 
     def free(self) -> None:
         """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
         self._check_alive()
+        self._release()
+
+    def _release(self) -> None:
         owned, self._owned = self._owned, []
         for tensor in owned:
             tsn.free(tensor)
 
     # -- checks of a call's arguments -------------------------------------------------------------------------------
 
+    @property
+    def alive(self) -> bool:
+        """Whether neither free() nor finalize() was called."""
+        return bool(self._owned) and self._world is runtime._current
+
     def _check_alive(self) -> None:
-        if not self._owned or self._world is not runtime._current:
+        if not self.alive:
             raise tsn.TileScaleError(f"{self.name}: used after free() or finalize()")
+
+    def _begin(self) -> None:
+        """Raise TileScaleError unless all ranks that the object was made with are there to be called."""
+        self._check_alive()
+        if self._members is not self._world.control.members:
+            raise tsn.TileScaleError(
+                f"{self.name}: ranks were left out of the job (now {self._world.control.members}); this object works with "
+                "all ranks only, free it"
+            )
 
     def _check(self, name: str, tensor, dtype: torch.dtype | None = None, symmetric: bool = False) -> None:
         """Raise TypeError, ValueError or HeapError, naming the argument, for a tensor that kernels cannot use."""
@@ -81,8 +137,8 @@ class Collective:
             raise TypeError(f"{self.name}: {name} must be a tensor, not {type(tensor).__name__}")
         if dtype is not None and tensor.dtype != dtype:
             raise TypeError(f"{self.name}: {name} has dtype {tensor.dtype}; it must be {dtype}")
-        if tensor.device != self._device:
-            raise ValueError(f"{self.name}: {name} is on {tensor.device}; this rank's kernels run on {self._device}")
+        if tensor.device != self.device:
+            raise ValueError(f"{self.name}: {name} is on {tensor.device}; this rank's kernels run on {self.device}")
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{self.name}: {name} of shape {list(tensor.shape)} has strides {list(tensor.stride())}; it must be contiguous"
@@ -123,7 +179,7 @@ class Collective:
             self._world.control.agree(self.name, describe.format(*shown))
             self._agreed.add(arguments)
 
-    def _place(self, tensor: torch.Tensor) -> int:
+    def place(self, tensor: torch.Tensor) -> int:
         """Heap offset of a symmetric tensor; 0 for one without elements."""
         return tensor.data_ptr() - self._world.heap.base if tensor.numel() else 0
 

@@ -35,9 +35,7 @@ def _transfer(copy, complete, capacity, threads, blocks, options, partition, chu
             for _ in T.serial(loops):
                 copy(dst[first], src[first], pe, count=T.min(part, count - first), **options)
             if complete:
-                T.sync_threads()
-                if T.get_thread_binding() == 0:
-                    N.quiet(pe)
+                N.quiet_block(pe)
 
     @T.prim_func
     def interleaved(
@@ -54,9 +52,7 @@ def _transfer(copy, complete, capacity, threads, blocks, options, partition, chu
                     first = T.min((turn * blocks + block) * T.int64(chunk), count)
                     copy(dst[first], src[first], pe, count=T.min(T.int64(chunk), count - first), **options)
             if complete:
-                T.sync_threads()
-                if T.get_thread_binding() == 0:
-                    N.quiet(pe)
+                N.quiet_block(pe)
 
     @T.prim_func
     def dynamic(

@@ -102,7 +102,7 @@ def reduce_scatter(
                 if step < steps:
                     # The slot's last use must be over at the peer.
                     if thread < n_pes and thread != me:
-                        N.wait(consumed[thread, block], "ge", done + step + 1 - slots)
+                        N.take_slot(consumed[thread, block], done + step, slots)
                     T.sync_threads()
                     for hop in T.serial(1, n_pes):
                         pe = (me + hop) % n_pes
@@ -113,7 +113,7 @@ def reduce_scatter(
                         )  # fmt: skip
                 if step > 0:
                     if thread < n_pes and thread != me:
-                        N.wait(arrived[thread, block], "ge", done + step)
+                        N.wait_slot(arrived[thread, block], done + step - 1, slots)
                     T.sync_threads()
                     start = first + (step - 1) * chunk
                     size = T.min(T.int64(chunk), end - start)
@@ -122,10 +122,9 @@ def reduce_scatter(
                 T.sync_threads()
                 if thread < n_pes and thread != me:
                     if step < steps:
-                        N.fence(thread)
-                        N.signal(arrived[me, block], done + step + 1, thread)
+                        N.signal(arrived[me, block], done + step + 1, thread, fence=True)
                     if step > 0:
-                        N.signal(consumed[me, block], done + step, thread)
+                        N.return_credit(consumed[me, block], done + step - 1, thread)
             if thread < n_pes and thread != me:
                 N.quiet(thread)
             T.sync_threads()
@@ -162,7 +161,7 @@ class ReduceScatter(Collective):
         super().__init__("ReduceScatter", ", ".join(f"{k}={v}" for k, v in options.items()), threads, blocks)
         self._options = dict(threads=threads, blocks=blocks, **options)
         self._staging = self._symmetric((self.n_pes, blocks, slots, chunk_bytes), torch.uint8)
-        self._chunks = self._counters(blocks)
+        self._chunks = self.counters(blocks)
         self._arrived, self._consumed = self._signals(self.n_pes, blocks), self._signals(self.n_pes, blocks)
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -181,7 +180,7 @@ class ReduceScatter(Collective):
             TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
             RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
         """
-        self._check_alive()
+        self._begin()
         self._check("out", out)
         self._check("x", x, out.dtype, symmetric=self._sources_travel)
         if out.dtype not in self.DTYPES:

@@ -1,4 +1,4 @@
-"""What every test needs: a check that nothing is left behind."""
+"""What every test needs: a check that nothing is left behind, and an account of what the machine lacked."""
 
 import os
 import re
@@ -6,9 +6,16 @@ import time
 
 import pytest
 
-FOLDER = "/dev/shm"
-# Of Python, and of the CUDA driver, which shares files among processes and takes them away when it likes.
-OTHERS = ("sem.", "pym-", "cuda.shm.", "mps_shm_")
+from tests import shared_memory
+
+# Tests compile hundreds of small kernels and run each for milliseconds; the nightly run keeps the default.
+os.environ.setdefault("TSN_SIM_CXXFLAGS", "-O1")
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("tilescale_net")
+    group.addoption("--allow-skips", metavar="REGEX", help="fail when a test is skipped for any other reason")
+    group.addoption("--list-lacking", metavar="FILE", help="append the tests that the machine lacked something for")
 
 
 def pytest_xdist_auto_num_workers(config) -> int:
@@ -16,25 +23,58 @@ def pytest_xdist_auto_num_workers(config) -> int:
     return min((os.cpu_count() or 1) + 1, 16)
 
 
-def _files() -> set[str]:
-    return set(os.listdir(FOLDER)) if os.path.isdir(FOLDER) else set()
+def _reason(report) -> str:
+    return report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
 
 
-def _in_use_elsewhere(name: str) -> bool:
-    """libfabric's shared-memory provider names its files after the process; other programs may be running."""
-    owner = re.match(r"(\d+):", name)
-    return bool(owner) and os.path.exists(f"/proc/{owner.group(1)}")
+def _skipped(reporter) -> list:
+    return [r for r in reporter.stats.get("skipped", []) if not hasattr(r, "wasxfail")]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """One line on what the machine lacks, with the packages: `tests.lacking` makes the reasons."""
+    skipped = _skipped(terminalreporter)
+    lacking = [r for r in skipped if _reason(r).startswith("lacks ")]
+    if lacking:
+        found = [re.match(r"lacks (.*) \((.*)\)", _reason(r)).groups() for r in lacking]
+        what, packages = (", ".join(sorted(set(column))) for column in zip(*found))
+        terminalreporter.write_line(
+            f"{len(lacking)} tests were skipped, as this machine lacks {what}: install {packages}"
+        )
+    if config.option.list_lacking:
+        with open(config.option.list_lacking, "a") as f:
+            f.writelines(r.nodeid + "\n" for r in lacking)
+    for report in _unexpected(skipped, config):
+        terminalreporter.write_line(f"may not be skipped: {report.nodeid}: {_reason(report)}", red=True)
+
+
+def _unexpected(skipped: list, config) -> list:
+    allowed = config.option.allow_skips
+    return [] if allowed is None else [r for r in skipped if not re.search(allowed, _reason(r))]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter and exitstatus == 0 and _unexpected(_skipped(reporter), session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session")
+def files_of_this_run():
+    """The files in /dev/shm that processes of this pytest process have made; other programs have theirs."""
+    with shared_memory.Watch() as watch:
+        yield watch
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_in_shared_memory():
+def nothing_left_in_shared_memory(files_of_this_run):
     """A test may not leave a file in /dev/shm, whatever happened to its ranks."""
-    before = _files()
     yield
     end = time.monotonic() + 3
-    while True:
-        left = {n for n in _files() - before if not n.startswith(OTHERS) and not _in_use_elsewhere(n)}
-        if not left or time.monotonic() > end:
+    while left := files_of_this_run.left():
+        if time.monotonic() > end:
             break
         time.sleep(0.1)
-    assert not left, f"left behind in {FOLDER}: {sorted(left)}"
+    files_of_this_run.forget(left)
+    assert not left, f"left behind in {shared_memory.FOLDER}: {sorted(left)}"

@@ -13,10 +13,11 @@ tsn.finalize()
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilescale_net.errors import (
     ConfigurationError,
+    DataRace,
     FabricError,
     HeapError,
     InvalidDescriptor,
@@ -35,11 +36,13 @@ if TYPE_CHECKING:
     import torch
 
     from tilescale_net.compiler.jit import compile, jit
+    from tilescale_net.runtime.world import World
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ConfigurationError",
+    "DataRace",
     "FabricError",
     "HeapError",
     "InvalidDescriptor",
@@ -71,7 +74,7 @@ __all__ = [
 ]
 
 
-def init(heap_bytes: int | str | None = None):
+def init(heap_bytes: int | str | None = None) -> World:
     """Join the job: bootstrap over torch.distributed, symmetric heap, peer mapping, proxy.
 
     Collective. Uses the default process group when there is one, else makes one (gloo) from the variables of launch.sh,
@@ -104,7 +107,7 @@ def finalize() -> None:
     _world.finalize()
 
 
-def world():
+def world() -> World:
     """The `World` of this process; raises TileScaleError before init."""
     from tilescale_net.runtime import world as _world
 
@@ -201,7 +204,7 @@ def check() -> None:
     world().check()
 
 
-def stats() -> dict:
+def stats() -> dict[str, Any]:
     """Counters of the proxy (operations, bytes, queue depth, retries, time in each stage); empty without a proxy."""
     w = world()
     return w.proxy.stats() if w.proxy is not None else {}
@@ -211,7 +214,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     # The compiler imports tilelang, which takes seconds: only kernels pay for it.
     if name in ("jit", "compile"):
         from tilescale_net.compiler import jit as _jit

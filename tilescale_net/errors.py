@@ -27,6 +27,10 @@ class SimulatorDeadlock(TileScaleError):
     """Threads of a simulated kernel wait for each other for ever; names where they wait."""
 
 
+class DataRace(TileScaleError):
+    """Nothing orders two things that a simulated kernel does although it needs them in order; names both."""
+
+
 class HeapError(TileScaleError):
     """The symmetric heap cannot serve a request: exhausted, freed twice, or a tensor that does not live in it."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from typing import Any
 
 from tilescale_net.errors import ConfigurationError, FabricError
 from tilescale_net.runtime import settings
@@ -22,7 +23,7 @@ def bundled_library() -> str:
     return ""
 
 
-def transport_options(**fields):
+def transport_options(**fields: Any) -> Any:
     """Options of a native transport.
 
     What is not given is taken from TSN_PROVIDER, TSN_FABRIC_INTERFACE and TSN_CHAOS.

@@ -9,13 +9,16 @@ A benchmark has this shape:
     report = Report("my_benchmark", args)           # prints nothing yet; silent on all ranks but 0
     table = report.table(
         "bandwidth",
-        keys=[Column("bytes", "Size (Bytes)", ",d")],
-        columns=[Column("push", "Push (GB/s)", ".2f", better="higher")],
+        keys=[Column("bytes", "Size", ",d", unit="Bytes")],
+        columns=[Column("push", "Push", better="higher", unit="GB/s")],
     )
     for size in report.progress(args.sizes, "sizes"):
         samples = ...                               # one figure per repetition
-        table.add({"bytes": size, "push": median(samples)}, samples={"push": samples})
-    report.finish()                                 # environment header, tables, --json, --plot
+        table.add({"bytes": size, "push": median(samples)}, samples={"push": samples})  # printed, and kept in --json
+    report.finish()                                 # notes, --json, --plot
+
+Exit codes: 0 fine, 1 wrong data or another failure, 2 wrong arguments, 3 nothing was measured (`report.nothing`), 130
+interrupted; what was measured before is printed and in the JSON file, whose `complete` is false then.
 """
 
 from benchmark.common.arguments import (
@@ -32,7 +35,7 @@ from benchmark.common.environment import environment
 from benchmark.common.ranks import is_rank_zero, rank, world_size
 from benchmark.common.report import Report
 from benchmark.common.sizes import format_bytes, parse_bytes, parse_sizes
-from benchmark.common.statistics import median, spread, summary
+from benchmark.common.statistics import median, percentile, spread, summary
 from benchmark.common.table import Column, Table
 
 __all__ = [
@@ -48,6 +51,7 @@ __all__ = [
     "median",
     "non_negative_int",
     "one_of",
+    "percentile",
     "parse_bytes",
     "parse_sizes",
     "positive_float",

@@ -103,11 +103,35 @@ def writable_file(text: str) -> str:
     return text
 
 
+PLOTS = (".png", ".svg", ".pdf")
+
+
+def plot_file(text: str) -> str:
+    """argparse type: a file that can be created and whose suffix names a format."""
+    if os.path.splitext(text)[1].lower() not in PLOTS:
+        raise argparse.ArgumentTypeError(f"{text!r} does not end with {', '.join(PLOTS[:-1])} or {PLOTS[-1]}")
+    return writable_file(text)
+
+
 def _baseline(text: str) -> dict:
     try:
         return baseline.load(text)
     except ValueError as err:
         raise argparse.ArgumentTypeError(str(err)) from None
+
+
+EXIT_CODES = (
+    "Exit codes: 0 fine; 1 wrong data or another failure; 2 wrong arguments; 3 nothing could be measured here; 130 "
+    "interrupted. Rows are printed, and written to --json, as they are measured."
+)
+
+
+def on_gpu() -> bool:
+    """Whether kernels will run on a GPU; torch is asked, unless TSN_DEVICE says it."""
+    from tilescale_net.runtime import settings
+
+    settings.load_kernels_early()  # before CUDA starts, which torch may do now
+    return settings.device_kind() == "cuda"
 
 
 class BenchmarkParser(argparse.ArgumentParser):
@@ -120,14 +144,26 @@ class BenchmarkParser(argparse.ArgumentParser):
         description: one sentence, shown by `--help`.
         warmup, repeat: defaults of the flags; None leaves both out (for benchmarks that define their own).
         sizes: default of `--sizes`, such as `2K..4M`; None leaves it out.
+        simulated: the same in the simulator, where large sizes only cost time; None for the same sizes.
     """
 
-    def __init__(self, description: str, *, warmup: int | None = 5, repeat: int | None = 20, sizes: str | None = None):
-        super().__init__(description=description, allow_abbrev=False)
+    def __init__(
+        self,
+        description: str,
+        *,
+        warmup: int | None = 5,
+        repeat: int | None = 20,
+        sizes: str | None = None,
+        simulated: str | None = None,
+    ):
+        super().__init__(description=description, allow_abbrev=False, epilog=EXIT_CODES)
+        self._sizes = sizes, simulated
         output = self.add_argument_group("output")
         file = {"type": writable_file, "metavar": "FILE"}
         output.add_argument("--json", **file, help="write all samples and medians to FILE")
-        output.add_argument("--plot", **file, help="draw the tables into FILE (.png, .svg, .pdf)")
+        output.add_argument(
+            "--plot", type=plot_file, metavar="FILE", help="draw the tables into FILE (.png, .svg, .pdf)"
+        )
         output.add_argument(
             "--baseline", type=_baseline, metavar="FILE", help="add ratios to an earlier run's --json file"
         )
@@ -138,12 +174,17 @@ class BenchmarkParser(argparse.ArgumentParser):
             text = f"timed runs, whose median is shown ({repeat})"
             self.add_argument("--repeat", type=positive_int, default=repeat, metavar="N", help=text)
         if sizes is not None:
-            text = f"sizes and doubling ranges such as 8,1K..4M ({sizes})"
-            self.add_argument("--sizes", type=size_list, default=parse_sizes(sizes), metavar="LIST", help=text)
+            text = (
+                f"sizes and doubling ranges such as 8,1K..4M ({sizes}{f'; simulator {simulated}' if simulated else ''})"
+            )
+            self.add_argument("--sizes", type=size_list, metavar="LIST", help=text)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace=None):
         """As argparse; also keeps the command line for the report."""
         parsed = super().parse_args(args, namespace)
+        sizes, simulated = self._sizes
+        if sizes is not None and parsed.sizes is None:
+            parsed.sizes = parse_sizes(simulated if simulated and not on_gpu() else sizes)
         parsed.command = [os.path.basename(sys.argv[0]), *(sys.argv[1:] if args is None else args)]
         return parsed
 

@@ -199,11 +199,9 @@ class Channels:
 
     def insist(self, what: str, complaints: list) -> None:
         """Raise WrongData on all ranks when one has a complaint."""
-        from benchmark.common.point_to_point import WrongData
-
         for rank, texts in enumerate(self.gather([c for c in complaints if c])):
             if texts:
-                raise WrongData(f"{what}: on rank {rank}, {texts[0]}")
+                raise verify.WrongData(f"{what}: on rank {rank}, {texts[0]}")
 
     def close(self) -> None:
         import tilescale_net as tsn

@@ -18,15 +18,12 @@ from benchmark.common.sizes import format_bytes
 from benchmark.common.statistics import median
 from benchmark.common.table import Column
 from benchmark.common.timing import Timer, add_timing_arguments, gigabytes_per_second
-
-
-class WrongData(RuntimeError):
-    """A collective did not deliver what was sent."""
+from benchmark.common.verify import WrongData
 
 
 def parse(description: str, extend: Callable[[BenchmarkParser], None] | None = None) -> argparse.Namespace:
     """The arguments of a collective's benchmark; `extend` adds flags of its own. Exits with 2 when they are wrong."""
-    parser = BenchmarkParser(description, warmup=None, repeat=None, sizes="16K..64M")
+    parser = BenchmarkParser(description, warmup=None, repeat=None, sizes="16K..64M", simulated="16K..256K")
     add_timing_arguments(parser)
     add = parser.add_argument
     add("--threads", type=int_list(32, 1024), default=[512], metavar="LIST", help="threads per block (512)")
@@ -160,19 +157,19 @@ def run(name: str, args: argparse.Namespace, problem_of: Callable[[int], Problem
 
 def _keys(args: argparse.Namespace) -> list[Column]:
     varying = [Column(k, k.capitalize()) for k in ("threads", "blocks", "engine") if len(getattr(args, k)) > 1]
-    return [Column("bytes", "Size (Bytes)", ",d"), *varying]
+    return [Column("bytes", "Size", ",d", unit="Bytes"), *varying]
 
 
 def _columns(with_nccl: bool) -> Sequence[Column]:
     columns = [
-        Column("us", "Time (us)", ".2f", better="lower"),
-        Column("algbw", "Alg BW (GB/s)", ".2f"),
-        Column("busbw", "Bus BW (GB/s)", ".2f", better="higher"),
+        Column("us", "Time", better="lower", unit="us"),
+        Column("algbw", "Alg BW", unit="GB/s"),
+        Column("busbw", "Bus BW", better="higher", unit="GB/s"),
     ]
     if with_nccl:
         columns += [
-            Column("nccl_us", "NCCL (us)", ".2f", better="lower"),
-            Column("nccl_busbw", "NCCL Bus BW (GB/s)", ".2f", better="higher"),
+            Column("nccl_us", "NCCL", better="lower", unit="us"),
+            Column("nccl_busbw", "NCCL Bus BW", better="higher", unit="GB/s"),
             Column("ratio", "x NCCL", ".2f"),
         ]
     return columns

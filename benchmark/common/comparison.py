@@ -25,8 +25,8 @@ def columns_of(sides: Sequence[Side], reference: str | None, percent: bool) -> l
     for side in sides:
         for direction in DIRECTIONS:
             title = f"{side.name} {direction.capitalize()}" if named else direction.capitalize()
-            bandwidth.append(Column(_key(side, direction, "gbps"), f"{title} BW (GB/s)", ".4f", better="higher"))
-            times.append(Column(_key(side, direction, "us"), f"{title} (us)", ".2f", better="lower"))
+            bandwidth.append(Column(_key(side, direction, "gbps"), f"{title} BW", better="higher", unit="GB/s"))
+            times.append(Column(_key(side, direction, "us"), f"{title}", better="lower", unit="us"))
             if reference and side.name != reference:
                 shown = f"{title} of {reference}" if percent else f"{title} x {reference}"
                 ratios.append(Column(_key(side, direction, "ratio"), shown, ".1%" if percent else ".2f"))
@@ -52,7 +52,7 @@ def compare(
     """
     if reference not in [side.name for side in sides]:
         reference = None
-    size = Column("bytes", "Size (Bytes)", ",d")
+    size = Column("bytes", "Size", ",d", unit="Bytes")
     table = report.table("bandwidth", [*varying_columns(args), size], columns_of(sides, reference, percent))
     known: dict[tuple, list[float]] = {}
     steps = [(geometry, count) for geometry in geometries(args) for count in args.sizes]

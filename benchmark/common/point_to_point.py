@@ -12,7 +12,7 @@ import tilescale_net as tsn
 from benchmark.common.geometry import Geometry
 from benchmark.common.statistics import median
 from benchmark.common.timing import Timer
-from benchmark.common.verify import GUARD, difference, prepare
+from benchmark.common.verify import GUARD, WrongData, difference, prepare
 
 DIRECTIONS = ("push", "pull")
 
@@ -107,10 +107,6 @@ class CopyEngine(Side):
 
     def relevant(self, geometry: Geometry) -> object:
         return None
-
-
-class WrongData(RuntimeError):
-    """A copy did not deliver what was sent."""
 
 
 def batch_for(count: int) -> int:

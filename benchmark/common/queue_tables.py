@@ -20,9 +20,9 @@ def push_rates(report: Report, bench: Bench, args) -> None:
 
     keys = [Column(k, k.capitalize()) for k in ("blocks", "warps", "lanes", "queues")]
     columns = [
-        Column("published", "each published (M/s)", ".2f", better="higher"),
-        Column("batch", "behind one fence (M/s)", ".2f", better="higher"),
-        Column("sustained", "sustained (M/s)", ".2f", better="higher"),
+        Column("published", "each published", better="higher", unit="M/s"),
+        Column("batch", "behind one fence", better="higher", unit="M/s"),
+        Column("sustained", "sustained", better="higher", unit="M/s"),
     ]
     table = report.table("pushes", keys, columns)
     table.notes.append(
@@ -50,9 +50,9 @@ def places(report: Report, bench: Bench, args) -> None:
     from benchmark.common.queue_probes import Probe
 
     columns = [
-        Column("slowest", "slowest (M/s)", ".2f", better="higher"),
-        Column("mean", "mean (M/s)", ".2f", better="higher"),
-        Column("fastest", "fastest (M/s)", ".2f", better="higher"),
+        Column("slowest", "slowest", better="higher", unit="M/s"),
+        Column("mean", "mean", better="higher", unit="M/s"),
+        Column("fastest", "fastest", better="higher", unit="M/s"),
     ]
     count = PLACES[0 if bench.on_gpu else 1]
     table = report.table("one thread, by multiprocessor", [Column("what", "What")], columns)
@@ -91,9 +91,9 @@ def round_trips(report: Report, bench: Bench, args) -> dict[str, float]:
     from tilescale_net import _native
 
     columns = [
-        Column("released", "bare flag, release (us)", ".3f", better="lower"),
-        Column("flag", "bare flag, relaxed (us)", ".3f", better="lower"),
-        Column("queue", "queue (us)", ".3f", better="lower"),
+        Column("released", "bare flag, release", better="lower", unit="us"),
+        Column("flag", "bare flag, relaxed", better="lower", unit="us"),
+        Column("queue", "queue", better="lower", unit="us"),
         Column("released_ratio", "x release", ".3f"),
         Column("ratio", "x relaxed", ".3f"),
     ]
@@ -134,7 +134,7 @@ def round_trips(report: Report, bench: Bench, args) -> dict[str, float]:
 def dispatch(report: Report, args) -> None:
     from tilescale_net import _native
 
-    column = Column("rate", "taken and posted (M/s)", ".2f", better="higher")
+    column = Column("rate", "taken and posted", better="higher", unit="M/s")
     table = report.table("one proxy thread", [Column("what", "Descriptors")], [column])
     table.notes.append("From a full ring into a transport that completes at once; the CPU's own time, on any machine.")
     kinds = {"put of 64 B": (64, False), "put of 4 KiB": (4096, False), "put_signal of 4 KiB": (4096, True)}
@@ -180,7 +180,7 @@ def stages(report: Report, bench: Bench, trip: dict[str, float], args) -> None:
     table = report.table(
         "stages",
         [Column("stage", "Stage")],
-        [Column("us", "Time (us)", ".3f", better="lower"), Column("how", "Measured as")],
+        [Column("us", "Time", better="lower", unit="us"), Column("how", "Measured as")],
     )
 
     def add(stage: str, us: float | None, how: str, samples=()):

@@ -13,18 +13,22 @@ from benchmark.common.baseline import SCHEMA, with_ratios
 from benchmark.common.environment import environment
 from benchmark.common.progress import progress
 from benchmark.common.ranks import is_rank_zero
-from benchmark.common.table import Column, Table
+from benchmark.common.table import Column, Layout, Table
+from benchmark.common.verify import WrongData
+
+NOTHING = 3  # exit code of a benchmark that could measure nothing here
 
 
 class Report:
-    """Collects tables and shows them at the end; on ranks other than 0 it collects and shows nothing.
+    """Prints rows as they are measured, and keeps them in the `--json` file; silent on ranks other than 0.
 
     Args:
         name: of the benchmark, as in the JSON file.
         args: from `BenchmarkParser.parse_args`; a baseline of another benchmark ends the process with exit code 2.
 
     Attributes:
-        environment: shown as the header; add what only the benchmark knows, such as the provider.
+        environment: shown as the header, before the first row; add what only the benchmark knows, such as the provider.
+            What is added later is shown at the end.
         notes: lines shown at the end, below all tables.
     """
 
@@ -38,43 +42,111 @@ class Report:
         self.environment: dict[str, str] = {}
         self.notes: list[str] = []
         self.tables: list[Table] = []
+        self._machine: dict[str, str] | None = None  # once the header is printed
+        self._told: dict[str, str] = {}  # of the environment
+        self._open: tuple[Table, Layout] | None = None  # whose rows are being printed
+        self._headed: list[Table] = []
+        self._complete = False
+        if is_rank_zero():
+            self._watch_for_interrupts()
 
     def table(self, name: str, keys: Sequence[Column], columns: Sequence[Column]) -> Table:
         """A new table of this report; see `Table`. Raises ValueError when the name is taken."""
         if any(t.name == name for t in self.tables):
             raise ValueError(f"the report already has a table {name!r}")
-        self.tables.append(Table(name, keys, columns))
+        self.tables.append(Table(name, keys, columns, on_row=self._on_row if is_rank_zero() else None))
         return self.tables[-1]
 
     progress = staticmethod(progress)
 
     def finish(self) -> None:
-        """Print header, tables and notes, then write `--json` and `--plot`. Does nothing on ranks other than 0."""
+        """Print notes, then write `--json` and `--plot`. Does nothing on ranks other than 0."""
         if not is_rank_zero():
             return
-        self.environment = {**environment(), **self.environment}
-        print(self.text(), end="", flush=True)
+        self._complete = True
+        self._begin()
+        late = [f"- {name}: {value}" for name, value in self.environment.items() if self._told.get(name) != value]
+        lines = ["", *late] if late else []
+        for table in self.tables:
+            notes = [*table.notes, *self._baseline_notes(table)]
+            lines += ["", *notes] if table.rows and notes else []
+        lines += ["", *self.notes] if self.notes else []
+        self._print(*lines)
         if self.args.json:
             self._write_json(self.args.json)
         if self.args.plot:
             self._write_plot(self.args.plot)
 
-    def text(self) -> str:
-        """The report as markdown, with the baseline's ratios where one was given."""
+    def nothing(self, reason: str):
+        """Say why nothing can be measured here, write an empty `--json`, and end with exit code 3. On all ranks."""
+        if is_rank_zero():
+            print(f"{self.name}: not measured; {reason}", flush=True)
+            self.notes.append(f"not measured; {reason}")
+            self._machine = environment()
+            self._complete = True
+            if self.args.json:
+                self._write_json(self.args.json)
+        raise SystemExit(NOTHING)
+
+    # -- rows as they come ------------------------------------------------------------------------------------------
+
+    def _print(self, *lines: str) -> None:
+        # A line of progress may stand where this begins.
+        clear = "\r\x1b[K" if sys.stdout.isatty() else ""
+        for line in lines:
+            print(clear + line, flush=True)
+
+    def _begin(self) -> None:
+        """Print the header, once."""
+        if self._machine is not None:
+            return
+        self._machine = environment()
+        self._told = dict(self.environment)
         lines = [f"# {self.name}", ""]
-        lines += [f"- {name}: {value}" for name, value in self.environment.items()]
+        lines += [f"- {name}: {value}" for name, value in {**self._machine, **self.environment}.items()]
         lines.append(f"- command: {shlex.join(self.args.command)}")
         if self.args.baseline:
             known = self.args.baseline["environment"]
             parts = [f"{name} {known[name]}" for name in ("date", "GPUs", "tilescale_net") if name in known]
             lines.append(f"- baseline: {', '.join(parts)}")
-        tables = [with_ratios(t, self.args.baseline) if self.args.baseline else t for t in self.tables]
-        for table in tables:
-            if table.rows:
-                lines += ["", *([f"## {table.name}", ""] if len(self.tables) > 1 else []), table.markdown()]
-                lines += ["", *table.notes] if table.notes else []
-        lines += ["", *self.notes] if self.notes else []
-        return "\n".join(lines) + "\n"
+        self._print(*lines)
+
+    def _on_row(self, table: Table, row: dict) -> None:
+        self._begin()
+        shown = table.of_row(row)
+        if self.args.baseline:
+            shown = with_ratios(shown, self.args.baseline)
+        (cells,) = shown.rows
+        held = self._open[1] if self._open and self._open[0] is table else None
+        filled = [*shown.keys, *(c for c in shown.columns if cells.get(c.key) is not None)]
+        if held is None or not {c.key for c in filled} <= {c.key for c in held.columns}:
+            again = any(t is table for t in self._headed)
+            self._headed += [] if again else [table]
+            self._open = table, Layout(filled, shown.rows, least=8)
+            title = ["", f"## {table.name}"] if len(self.tables) > 1 and not again else []
+            self._print(*title, "", *self._open[1].head())
+        self._print(self._open[1].row(cells))
+        if self.args.json:
+            self._write_json(self.args.json)
+
+    def _baseline_notes(self, table: Table) -> list[str]:
+        if not self.args.baseline:
+            return []
+        return with_ratios(table, self.args.baseline).notes[len(table.notes) :]
+
+    def _watch_for_interrupts(self) -> None:
+        """Say in one line, instead of a traceback, that a run was interrupted or that its data were wrong."""
+        previous = sys.excepthook
+
+        def hook(kind, error, trace):
+            if issubclass(kind, KeyboardInterrupt):
+                print(f"{self.name}: interrupted; the rows above are what was measured", file=sys.stderr, flush=True)
+            elif issubclass(kind, WrongData):
+                print(f"{self.name}: wrong data: {error}", file=sys.stderr, flush=True)
+            else:
+                previous(kind, error, trace)
+
+        sys.excepthook = hook
 
     def content(self) -> dict:
         """What `--json` writes: environment, settings, and for every table its columns, rows and raw samples."""
@@ -82,8 +154,9 @@ class Report:
         return {
             "schema": SCHEMA,
             "benchmark": self.name,
+            "complete": self._complete,
             "command": self.args.command,
-            "environment": self.environment,
+            "environment": {**(self._machine or environment()), **self.environment},
             "settings": settings,
             "tables": [
                 {
@@ -113,13 +186,13 @@ class Report:
             sys.exit(f"{self.name}: --json {path}: {err.strerror}")
 
     def _write_plot(self, path: str) -> None:
-        from benchmark.common.plot import draw
+        from benchmark.common.plot import draw, title_of
 
         try:
-            draw(self.tables, "\n".join(filter(None, [self.name, self.environment.get("timing")])), path)
+            draw(self.tables, title_of(self.name, self.content()["environment"]), path)
         except (OSError, ValueError) as err:
             sys.exit(f"{self.name}: --plot {path}: {err}")
 
 
 def _describe(column: Column) -> dict[str, str]:
-    return {"key": column.key, "title": column.title, "better": column.better}
+    return {"key": column.key, "title": column.title, "unit": column.unit, "better": column.better}

@@ -14,14 +14,14 @@ from benchmark.common.verify import GUARD
 SLACK = 4 << 20  # bytes of the heap beyond the buffers: system area, alignment
 
 
-def copy_parser(description: str, sizes: str, **geometry: str) -> BenchmarkParser:
+def copy_parser(description: str, sizes: str, simulated: str | None = None, **geometry: str) -> BenchmarkParser:
     """A parser with the flags of every comparison of copies.
 
     Args:
-        sizes: default of `--sizes`.
+        sizes: default of `--sizes`; simulated: the same in the simulator.
         geometry: defaults of `--threads`, `--blocks`, `--engine`.
     """
-    parser = BenchmarkParser(description, warmup=None, repeat=None, sizes=sizes)
+    parser = BenchmarkParser(description, warmup=None, repeat=None, sizes=sizes, simulated=simulated)
     add_timing_arguments(parser)
     add_geometry_arguments(parser, **geometry)
     parser.add_argument("--bidirectional", action="store_true", help="both ranks copy at once; rates are per direction")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -17,6 +18,13 @@ def spread(samples: Sequence[float]) -> float:
     """(maximum - minimum) / median, a measure of how far a median can be trusted; 0 for one sample."""
     middle = median(samples)
     return (max(samples) - min(samples)) / middle if middle else 0.0
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """The smallest sample that so many percent of all do not exceed; ValueError when there are none."""
+    if not samples:
+        raise ValueError("a percentile of no samples is not defined")
+    return float(sorted(samples)[max(0, math.ceil(len(samples) * percent / 100) - 1)])
 
 
 def summary(samples: Sequence[float]) -> dict[str, float]:

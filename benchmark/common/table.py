@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -12,10 +13,12 @@ class Column:
 
     Attributes:
         key: name of the value in a row and in the JSON file.
-        title: heading, with its unit.
-        format: format specification for numbers, such as `,d` or `.2f`; text is shown as it is.
+        title: what it is, without its unit.
+        format: format specification for numbers, such as `,d`; without one, four significant digits. Text is shown as it is.
         better: `higher` or `lower` where one of them is; such columns get a ratio under `--baseline` and are plotted.
-        series: name in a plot's legend; the title without its unit when empty.
+        series: name in a plot's legend; the title when empty.
+        unit: such as `GB/s`, `us`; shown in the heading, and columns of one unit share an axis of a plot.
+        plotted: False keeps the column out of plots.
     """
 
     key: str
@@ -23,10 +26,17 @@ class Column:
     format: str = ""
     better: str = ""
     series: str = ""
+    unit: str = ""
+    plotted: bool = True
 
     def __post_init__(self):
         if self.better not in ("", "higher", "lower"):
             raise ValueError(f"column {self.key}: better={self.better!r} is not 'higher', 'lower' or ''")
+
+    @property
+    def heading(self) -> str:
+        """The title with its unit."""
+        return f"{self.title} ({self.unit})" if self.unit else self.title
 
     def show(self, value) -> str:
         """A value as the table shows it; None (not measured) is `-`."""
@@ -34,7 +44,17 @@ class Column:
             return "-"
         if isinstance(value, str):
             return value
+        if isinstance(value, float) and not self.format:
+            return significant(value)
         return format(value, self.format)
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """A number with so many significant digits and no exponent: 0.001235, 12.35, 123,457."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{min(decimals, 9)}f}"
 
 
 @dataclass
@@ -46,6 +66,8 @@ class Table:
         keys: columns that say what was measured (size, threads, …).
         columns: columns that say what came out.
         notes: lines shown below the table.
+        on_row: called with the table and each row that is added.
+        plotted: False keeps the table out of plots.
     """
 
     name: str
@@ -54,6 +76,8 @@ class Table:
     notes: list[str] = field(default_factory=list)
     rows: list[dict] = field(default_factory=list)
     samples: list[dict[str, list[float]]] = field(default_factory=list)
+    on_row: Callable[[Table, dict], None] | None = None
+    plotted: bool = True
 
     def add(self, row: Mapping, samples: Mapping[str, Sequence[float]] | None = None) -> None:
         """Add a row.
@@ -71,6 +95,12 @@ class Table:
                 raise ValueError(f"table {self.name}: a row has no value for key column {column.key!r}")
         self.rows.append(dict(row))
         self.samples.append({name: [float(s) for s in values] for name, values in (samples or {}).items()})
+        if self.on_row:
+            self.on_row(self, self.rows[-1])
+
+    def of_row(self, row: Mapping) -> Table:
+        """A table like this one that holds one row."""
+        return Table(self.name, self.keys, self.columns, [], [dict(row)])
 
     def key_of(self, row: Mapping) -> tuple:
         """The values of the key columns of a row."""
@@ -79,13 +109,38 @@ class Table:
     def markdown(self) -> str:
         """The table as aligned markdown; numbers to the right, text to the left. Columns with no value are left out."""
         shown = [*self.keys, *(c for c in self.columns if any(r.get(c.key) is not None for r in self.rows))]
-        cells = [[c.show(row.get(c.key)) for c in shown] for row in self.rows]
-        right = [not any(isinstance(row.get(c.key), str) for row in self.rows) for c in shown]
-        widths = [max(3, len(c.title), *(len(line[i]) for line in cells)) for i, c in enumerate(shown)]
+        return "\n".join(Layout(shown, self.rows).lines(self.rows))
 
-        def line(texts: Sequence[str]) -> str:
-            padded = (t.rjust(w) if r else t.ljust(w) for t, w, r in zip(texts, widths, right))
-            return "| " + " | ".join(padded) + " |"
 
-        rule = "|" + "|".join("-" * (w + 1) + ":" if r else ":" + "-" * (w + 1) for w, r in zip(widths, right)) + "|"
-        return "\n".join([line([c.title for c in shown]), rule, *(line(c) for c in cells)])
+class Layout:
+    """Widths and sides of columns: as wide as headings and cells, numbers to the right.
+
+    Args:
+        columns: shown, in order.
+        rows: that the widths are taken from; wider cells that come later move their line.
+        least: of every column's width.
+    """
+
+    def __init__(self, columns: Sequence[Column], rows: Sequence[Mapping], least: int = 3):
+        self.columns = list(columns)
+        self._right = [not any(isinstance(row.get(c.key), str) for row in rows) for c in columns]
+        self._widths = [
+            max([least, len(c.heading), *(len(c.show(row.get(c.key))) for row in rows)]) for c in self.columns
+        ]
+
+    def head(self) -> list[str]:
+        """Headings and the rule below them."""
+        rule = ("-" * (w + 1) + ":" if r else ":" + "-" * (w + 1) for w, r in zip(self._widths, self._right))
+        return [self._line([c.heading for c in self.columns]), "|" + "|".join(rule) + "|"]
+
+    def row(self, row: Mapping) -> str:
+        """A line of the table."""
+        return self._line([c.show(row.get(c.key)) for c in self.columns])
+
+    def lines(self, rows: Sequence[Mapping]) -> list[str]:
+        """Headings, rule and rows."""
+        return [*self.head(), *(self.row(r) for r in rows)]
+
+    def _line(self, texts: Sequence[str]) -> str:
+        padded = (t.rjust(w) if r else t.ljust(w) for t, w, r in zip(texts, self._widths, self._right))
+        return "| " + " | ".join(padded) + " |"

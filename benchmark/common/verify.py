@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # arguments are checked before torch, which takes seconds, is imported
     import torch
 
+
+class WrongData(RuntimeError):
+    """What was measured did not deliver what was sent."""
+
+
 GUARD = 256  # bytes behind the destination that must stay as they are
 POISON = 0xA5
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from benchmark.nvshmem import build
 from tilescale_net.runtime import settings
+from tilescale_net.runtime.cuda_memory import tensor_at
 
 
 def missing() -> str | None:
@@ -22,15 +23,6 @@ def missing() -> str | None:
     if build.nvcc() is None:
         return "NVSHMEM baseline: not measured; it needs nvcc on PATH or in CUDA_HOME"
     return None
-
-
-class _Memory:
-    """What torch needs to see foreign device memory as a tensor."""
-
-    def __init__(self, pointer: int, count: int):
-        self.__cuda_array_interface__ = {
-            "shape": (count,), "typestr": "|u1", "data": (pointer, False), "version": 3, "strides": None,
-        }  # fmt: skip
 
 
 class Nvshmem:
@@ -75,7 +67,7 @@ class Nvshmem:
         pointer = self._lib.tsn_nvshmem_malloc(count)
         if not pointer:
             raise RuntimeError(f"NVSHMEM has no room for {count} bytes; raise NVSHMEM_SYMMETRIC_SIZE")
-        self._memories.append(torch.as_tensor(_Memory(pointer, count), device="cuda"))
+        self._memories.append(tensor_at(pointer, count, torch.device("cuda")))
         return self._memories[-1]
 
     def put(self, dst: torch.Tensor, src: torch.Tensor, count: int, pe: int, *, loops=1, blocks=1, threads=128) -> None:

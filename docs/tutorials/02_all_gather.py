@@ -45,8 +45,7 @@ def all_gather(n, n_pes, blocks=4, threads=128):
                 N.put_block(out[me, first], x[first], (me + hop) % n_pes, count=T.min(share, n - first))
             T.sync_threads()
             if thread < n_pes:
-                N.fence(thread)
-                N.signal(arrived[me, block], call, thread)
+                N.signal(arrived[me, block], call, thread, fence=True)  # after everything that this block put
                 N.wait(arrived[thread, block], "ge", call)
                 N.quiet(thread)
             T.sync_threads()

@@ -38,11 +38,8 @@ def dispatch(n_pes, threads=128):
                     if choices[token, k] == expert:
                         N.put_block(slots[place, me, sent[0], 0], x[token, 0], pe, count=HIDDEN)
                         sent[0] += 1
-            T.sync_threads()
-            if thread == 0:
-                N.fence(pe)
-                N.signal(arrived[place, me], turn * (TOKENS + 1) + sent[0], pe)
-                N.quiet(pe)  # x may be overwritten after the kernel
+            N.signal_block(arrived[place, me], turn * (TOKENS + 1) + sent[0], pe)
+            N.quiet_block(pe)  # x may be overwritten after the kernel
             if pe == me and thread < n_pes:  # this block's expert lives here: thread p waits for rank p
                 seen = N.wait(arrived[place, thread], "ge", turn * (TOKENS + 1))
                 counts[place, thread] = T.cast(seen, "int32") - turn * (TOKENS + 1)

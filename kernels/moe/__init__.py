@@ -1,7 +1,7 @@
 """Dispatch and combine of mixture-of-experts layers; `AllToAll` is the face, the four kernels lie beside it."""
 
-from tilescale_net.kernels.moe.all_to_all import AllToAll, Pending
-from tilescale_net.kernels.moe.handle import Dispatched, Handle
+from tilescale_net.kernels.moe.all_to_all import AllToAll
+from tilescale_net.kernels.moe.handle import Dispatched, Handle, Pending
 from tilescale_net.kernels.moe.tuning import Tuning
 
 __all__ = ["AllToAll", "Dispatched", "Handle", "Pending", "Tuning"]

@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass
-
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.kernels.collective import Collective
-from tilescale_net.kernels.moe.config import COMBINE_DTYPES, FP8, Config, default_capacity
-from tilescale_net.kernels.moe.faults import Fault, Status, check_experts, check_tensor
-from tilescale_net.kernels.moe.handle import Dispatched, Handle, counts_of
-from tilescale_net.kernels.moe.latency import Latency
+from tilescale_net.kernels.collective import Collective, sizes_of
+from tilescale_net.kernels.moe import latency, throughput
+from tilescale_net.kernels.moe.arguments import Arguments
+from tilescale_net.kernels.moe.config import FP8, Config, default_capacity
+from tilescale_net.kernels.moe.faults import Fault, Status
+from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending
 from tilescale_net.kernels.moe.rows import groups_of
-from tilescale_net.kernels.moe.throughput import Throughput
+from tilescale_net.kernels.moe.states import Machine
 from tilescale_net.kernels.moe.tuning import Tuning
+from tilescale_net.runtime import heap
+
+_PLANS = {"throughput": throughput.plan, "latency": latency.plan}
+_MODES = {"throughput": throughput.Throughput, "latency": latency.Latency}
 
 
-@dataclass
-class Pending:
-    """A dispatch or combine that has been sent and not yet received."""
-
-    kind: str
-    handle: Handle
-    result: object
-    arguments: tuple = ()
-    event: object = None
+def _configure(
+    ranks, num_experts, max_tokens, hidden, top_k, dtype=torch.bfloat16, mode="throughput", *, layout="expert", alignment=1,
+    capacity=None, combine_dtype=None, quantize_combine=False, zero_copy=True,
+) -> Config:  # fmt: skip
+    """The configuration, with the defaults that depend on others filled in."""
+    if combine_dtype is None:
+        combine_dtype = torch.bfloat16 if dtype == FP8 else dtype
+    if capacity is None:
+        capacity = default_capacity(ranks, num_experts, max_tokens, top_k, alignment)
+    return Config(
+        ranks, num_experts, max_tokens, hidden, top_k, dtype, mode, layout, alignment, capacity, combine_dtype,
+        quantize_combine, zero_copy,
+    )  # fmt: skip
 
 
 class AllToAll(Collective):
     """Dispatch and combine of an expert-parallel layer; rank r hosts experts [r * E / ranks, (r + 1) * E / ranks).
 
-    Constructed by all ranks with the same arguments. All ranks then make the same calls in the same order, on one
+    Constructed by all ranks with the same arguments, which compiles its kernels. All ranks then make the same calls in the same order, on one
     stream each; nothing waits for the GPU on the host, so calls can be captured in a CUDA graph. Results do not depend
     on timing: equal inputs give equal bits.
 
@@ -52,87 +58,161 @@ class AllToAll(Collective):
         quantize_combine: rows travel back as FP8 with a scale per 128 elements.
         zero_copy: throughput mode, layout "expert": outputs lie in symmetric memory (`empty_output`, or the one that this
             object owns) and most rows land in place. False: outputs are ordinary tensors, and rows are copied once more.
-        active: for each rank whether it takes part; see `set_active`.
+        active: for each rank whether it takes part; see `set_active`. Default: the ranks that take part in the job.
+        warm_up: compile the kernels of every call that can be made, not only those of an ordinary one, so that no rank
+            waits in a call for one that compiles. Default: on a GPU.
         tuning: launch geometry and message sizes.
+
+    docs/states.md lists which calls are allowed when. A call that is not, a ValueError or TileScaleError, is made by
+    nobody but the rank that raises: nothing has happened, and the others wait until it makes the right one.
 
     Raises:
         ValueError, TypeError: an argument that makes no sense; it is named.
         RankMismatch: ranks that disagree on an argument.
-        HeapError: the symmetric heap has no room for the buffers.
+        HeapError: the symmetric heap has no room for the buffers, see `heap_bytes`; nothing stays allocated.
     """
 
     def __init__(
         self, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype = torch.bfloat16,
         mode: str = "throughput", *, layout: str = "expert", alignment: int = 1, capacity: int | None = None,
         combine_dtype: torch.dtype | None = None, quantize_combine: bool = False, zero_copy: bool = True,
-        active: list[bool] | None = None, tuning: Tuning | None = None,
+        active: list[bool] | None = None, warm_up: bool | None = None, tuning: Tuning | None = None,
     ):  # fmt: skip
         world = tsn.world()
-        if combine_dtype is None:
-            combine_dtype = torch.bfloat16 if dtype == FP8 else dtype
-        if capacity is None:
-            capacity = default_capacity(world.size, num_experts, max_tokens, top_k, alignment)
-        self.config = config = Config(
-            world.size, num_experts, max_tokens, hidden, top_k, dtype, mode, layout, alignment, capacity, combine_dtype,
-            quantize_combine, zero_copy,
+        self.config = config = _configure(
+            world.size, num_experts, max_tokens, hidden, top_k, dtype, mode, layout=layout, alignment=alignment,
+            capacity=capacity, combine_dtype=combine_dtype, quantize_combine=quantize_combine, zero_copy=zero_copy,
         )  # fmt: skip
         on_gpu = world.device.type == "cuda"
         count = torch.cuda.get_device_properties(world.device).multi_processor_count if on_gpu else 0
         self.tuning = tuning = (tuning or Tuning()).resolved(config, on_gpu, count)
-        active = [True] * world.size if active is None else [bool(a) for a in active]
-        super().__init__("AllToAll", f"active={active}, {config.describe()}, {tuning}", tuning.threads, tuning.blocks)
-        self.active = torch.ones((world.size,), dtype=torch.int32, device=self._device)
-        self._mask = [True] * world.size
-        self.status = Status(world)
-        self._outstanding: dict[str, Pending] = {}
-        self._stream = torch.cuda.Stream(self._device, priority=-1) if on_gpu and mode == "throughput" else None
-        self._mode = Latency(self, config) if mode == "latency" else Throughput(self, config)
-        self.set_active(active)
+        if active is not None:
+            active = self._checked(active, world.size)
+        super().__init__("AllToAll", f"{config.describe()}, {tuning}, active={active}", tuning.threads, tuning.blocks)
+        self._machine = Machine()
+        self.name_of_autograd: str | None = None
+        self.proxied = 0 in world.peer_base
+        with torch.inference_mode(False):
+            self.mask = tuple(r in self._members for r in range(self.n_pes))
+            self.active = torch.tensor(self.mask, dtype=torch.int32, device=self.device)
+            self.status = Status(world)
+            self._mode = _MODES[mode](self, config)
+        shape, symmetric = self._mode.output_shape(), self._mode.symmetric_output
+        self._arguments = Arguments(config, self.device, world.heap, shape, symmetric)
+        self._compile(on_gpu if warm_up is None else warm_up)
+        if active is not None:
+            self.set_active(active)
+
+    def _compile(self, everything: bool) -> None:
+        """Compile on all ranks before any of them goes on; an error of one is an error of all."""
+        error = None
+        try:
+            self._mode.compile(everything)
+        except Exception as found:
+            error = found
+        said = self._world.control.gather("AllToAll: kernels compiled", str(error or ""))
+        failed = [i for i, text in enumerate(said) if text]
+        if failed:
+            self._release()
+            raise error or tsn.KernelError(f"AllToAll: rank {self._members[failed[0]]} has failed: {said[failed[0]]}")
 
     # -- what the caller may ask ------------------------------------------------------------------------------------
 
-    def empty_output(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Memory for `out` of dispatch: rows, or rows and scales for FP8. Collective where it is symmetric."""
-        c = self.config
-        shape = self._mode.output_shape()
-        symmetric = c.mode == "throughput" and (c.layout == "rank" or c.zero_copy)
+    @classmethod
+    def heap_bytes(
+        cls, *sizes, ranks: int | None = None, nodes: int | None = None, tuning: Tuning | None = None, **options
+    ):
+        """Bytes of the symmetric heap that an object takes; can be asked before `tilescale_net.init`.
 
-        def make(shape, dtype):
-            return tsn.empty(shape, dtype) if symmetric else torch.empty(shape, dtype=dtype, device=self._device)
+        Args:
+            sizes, options: what the constructor gets: num_experts, max_tokens, hidden, top_k and so on.
+            ranks, nodes: of the job; default those of this one (one node where `ranks` is given).
+            tuning: as for the constructor.
 
-        rows = make(shape, c.dtype)
-        return (rows, make((*shape[:-1], groups_of(c.hidden)), torch.float32)) if c.dtype == FP8 else rows
-
-    def set_active(self, active: list[bool]) -> None:
-        """Leave ranks out from the next call on: they get nothing, and nobody waits for them.
-
-        The ranks that stay call this with the same list. A rank that was left out makes no further calls and cannot come
-        back; make a new AllToAll for that.
+        Returns:
+            Bytes. The heap holds `runtime.context.SYSTEM_BYTES` of its own beside them, and what `empty_output` makes.
 
         Raises:
-            ValueError: a list of another length, one without this rank, or one that brings a rank back.
+            ValueError, TypeError: as the constructor.
         """
-        active = [bool(a) for a in active]
-        if len(active) != self.n_pes:
-            raise ValueError(f"AllToAll: active has {len(active)} entries; there are {self.n_pes} ranks")
-        if not active[self.rank]:
-            raise ValueError(
-                f"AllToAll: active leaves out rank {self.rank} itself; a rank left out makes no further calls"
-            )
-        back = [r for r in range(self.n_pes) if active[r] and not self._mask[r]]
+        if ranks is None:
+            ranks, nodes = tsn.size(), nodes or tsn.world().topology.nodes
+        config = _configure(ranks, *sizes, **options)
+        return heap.footprint(sizes_of(_PLANS[config.mode](config, tuning or Tuning(), (nodes or 1) > 1)))
+
+    def empty_output(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Memory for `out` of dispatch: rows, or rows and scales for FP8. Collective where it is symmetric."""
+        self._begin("empty_output")
+        rows, scales = self._new_output(tsn.empty if self._mode.symmetric_output else self._ordinary)
+        return rows if scales is None else (rows, scales)
+
+    def new_output(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Ordinary memory for rows and scales."""
+        return self._new_output(self._ordinary)
+
+    def _ordinary(self, shape, dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _new_output(self, make) -> tuple[torch.Tensor, torch.Tensor | None]:
+        c, shape = self.config, self._mode.output_shape()
+        rows = make(shape, c.dtype)
+        return rows, make((*shape[:-1], groups_of(c.hidden)), torch.float32) if c.dtype == FP8 else None
+
+    @staticmethod
+    def _checked(active, ranks: int) -> tuple[bool, ...]:
+        active = tuple(bool(a) for a in active)
+        if len(active) != ranks:
+            raise ValueError(f"AllToAll: active has {len(active)} entries; there are {ranks} ranks")
+        if not any(active):
+            raise ValueError("AllToAll: active leaves out every rank")
+        return active
+
+    def set_active(self, active: list[bool]) -> None:
+        """Leave ranks out of the job from the next call on: they get nothing, and nobody waits for them.
+
+        Collective over the ranks that stay, with the same list; nothing may be under way. From then on they make the
+        host's collective calls (memory, barriers, new objects, `free`) without the others, and handles from before are
+        refused. Objects made before accept no calls until their `set_active` is called too. A rank that is left out
+        need not call; it may then only `check`, `free` and finalize, and cannot come back.
+
+        Raises:
+            ValueError: a list of another length, or one that brings a rank back.
+            RankMismatch: another rank gave another list.
+            PeerLost: a rank that shall stay did not call.
+        """
+        self._begin("set_active")
+        active = self._checked(active, self.n_pes)
+        control = self._world.control
+        back = [r for r in range(self.n_pes) if active[r] and not (self.mask[r] and r in control.members)]
         if back:
-            raise ValueError(f"AllToAll: active brings back ranks {back}; make a new AllToAll instead")
-        self._mask = active
-        self.active.copy_(torch.tensor(active, dtype=torch.int32), non_blocking=True)
+            raise ValueError(f"AllToAll: active brings back ranks {back}; make a new job instead")
+        if not active[self.rank]:
+            self._machine.left_out = True
+            control.leave()
+            return
+        tsn.synchronize()
+        control.keep([r for r in range(self.n_pes) if active[r]], "AllToAll.set_active")
+        self._members, self._machine.outdated, self.mask = control.members, False, active
+        self.active.copy_(torch.tensor(active, dtype=torch.int32, device="cpu"), non_blocking=True)
 
     def check(self) -> None:
         """Wait for this rank's kernels and raise what they refused; see `dispatch`."""
+        self._machine_check("check")
         tsn.synchronize()
         self._raise_refusal()
 
+    def free(self) -> None:
+        """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
+        self._machine_check("free")
+        if self._machine.left_out:
+            self._owned = []  # the heap of a rank that is left out is nobody's any more
+        self._release()
+
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
-    def dispatch(self, x, topk_idx=None, topk_weights=None, *, handle: Handle | None = None, out=None) -> Dispatched:
+    def dispatch(
+        self, x, topk_idx=None, topk_weights=None, *, handle: Handle | None = None, out=None, cleared: bool = False
+    ) -> Dispatched:
         """Send each token to the ranks of its experts.
 
         Args:
@@ -141,23 +221,23 @@ class AllToAll(Collective):
             topk_idx: [tokens, top_k] expert of each choice, int64 or int32; -1: no choice.
             topk_weights: [tokens, top_k] float32; default 1.
             handle: throughput mode, instead of choices: use those of an earlier dispatch, without exchanging them again.
-            out: where the rows go, from `empty_output` (rows, or rows and scales); with `zero_copy=False` and in latency
-                mode any tensor of that shape. Default: in symmetric memory of this object, valid until the next
-                dispatch, or a new tensor where outputs are not symmetric.
+            out: where the rows go, from `empty_output` (rows, or rows and scales), the same on all ranks; with
+                `zero_copy=False` and in latency mode any tensor of that shape. Default: in symmetric memory of this
+                object, valid until the next dispatch, or a new tensor where outputs are not symmetric.
+            cleared: throughput mode: fill the parts of the handle's tensors that stand for no row with zeros.
 
         Returns:
             Dispatched.
 
         Raises:
-            TypeError, ValueError, HeapError: an argument is wrong, or capacity is too small. All ranks raise, nothing was
-                sent. What only the GPU sees (expert ids, capacity) is raised by the next call or by `check`; until then
-                the dispatch counts as empty (latency mode: without the choices that are out of range).
+            TypeError, ValueError, HeapError: an argument is wrong, ranks gave different `out`, or capacity is too small.
+                All ranks raise, and later calls work. What only the GPU sees (expert ids, capacity, what another rank
+                got) is raised by the next call or by `check`; until then a dispatch with wrong choices counts as empty
+                (latency mode: without the choices that are out of range), one with a handle or another `out` is undefined.
             TileScaleError: an earlier kernel or a peer has failed.
         """
-        if self.config.mode == "throughput":
-            return self._throughput_dispatch(x, topk_idx, topk_weights, handle, out)
-        self._must_be_free("dispatch")
-        pending = self._latency_dispatch("both", x, topk_idx, topk_weights, handle, out)
+        self._begin("dispatch")
+        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, False, cleared)
         self._raise_refusal_if_simulated()
         return pending.result
 
@@ -166,26 +246,40 @@ class AllToAll(Collective):
 
         Throughput mode runs on a stream of its own with high priority. `x` and `out` belong to the call until then.
         """
-        self._must_be_free("dispatch")
-        if self.config.mode == "latency":
-            pending = self._latency_dispatch("send", x, topk_idx, topk_weights, handle, out)
-        else:
-            tensors = [t for t in (*(x if isinstance(x, tuple) else (x,)), topk_idx, topk_weights) if t is not None]
-            with self._aside(tensors) as event:
-                result = self._throughput_dispatch(x, topk_idx, topk_weights, handle, out)
-            pending = Pending("dispatch", result.handle, result, event=event)
-        self._outstanding["dispatch"] = pending
+        self._begin("dispatch_send")
+        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, True)
+        self._machine.pending["dispatch"] = pending
         return pending
 
     def dispatch_recv(self, pending: Pending) -> Dispatched:
         """Second half of dispatch: the rows are there for what the caller launches next."""
-        self._must_be_outstanding("dispatch", pending)
-        if self.config.mode == "latency":
-            self._mode.dispatch("receive", *pending.arguments)
-            self._raise_refusal_if_simulated()
-        elif pending.event is not None:
-            torch.cuda.current_stream(self._device).wait_event(pending.event)
+        self._machine_check("dispatch_recv")
+        self._machine.received("dispatch", pending)
+        self._mode.receive_dispatch(pending)
+        self._raise_refusal_if_simulated()
         return pending.result
+
+    def _dispatch(self, x, topk_idx, topk_weights, handle, out, aside: bool, cleared: bool = False) -> Pending:
+        known = self.config.mode == "throughput" and handle is not None
+        if self.config.mode == "throughput" and known == (topk_idx is not None):
+            raise TypeError("AllToAll.dispatch: give either topk_idx or the handle of an earlier dispatch")
+        arguments = self._arguments
+        try:
+            if handle is not None and not known:
+                raise Fault("handle", TypeError("latency mode takes topk_idx, and no handle"))
+            x, scales = arguments.rows(x)
+            if known:
+                choices = arguments.handle(handle, self.mask, self._machine.pending.get("dispatch"))
+                arguments.known(len(x), handle)
+            else:
+                choices = Choices(topk_idx, arguments.choices(len(x), topk_idx, topk_weights), cleared)
+            if out is not None:
+                out = arguments.output(out)
+        except Fault as fault:
+            self._mode.refuse_dispatch(fault, known)
+            self._forget_own_refusal()
+            raise self._named("dispatch", fault) from None
+        return self._mode.dispatch(x, scales, choices, out, aside)
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
@@ -202,39 +296,31 @@ class AllToAll(Collective):
         Each rank sums over its experts first and rounds to `combine_dtype` once, then the token's rank sums over ranks.
 
         Raises:
-            TypeError, ValueError: an argument is wrong, or the handle was combined already.
+            TypeError, ValueError: an argument is wrong, or the handle was combined already. All ranks raise, those that
+                got right arguments at the next call or `check`; dispatch again.
             TileScaleError: an earlier kernel or a peer has failed.
         """
-        out = self._combine_arguments(y, handle, out, weights)
-        if self.config.mode == "latency":
-            self._must_be_free("combine")
-            self._mode.combine("both", y, handle, out, weighted)
-        else:
-            self._mode.combine(y, handle, out, self._weights(weighted, weights), None, None)
-        handle.combined = True
-        return out
+        self._begin("combine")
+        pending = self._combine("combine", y, handle, out, weighted, weights)
+        self._raise_refusal_if_simulated()
+        return pending.result
 
     def combine_send(self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None) -> Pending:
-        """First half of combine; work that the caller launches before `combine_recv` overlaps with it."""
-        self._must_be_free("combine")
-        out = self._combine_arguments(y, handle, out, weights)
-        pending = Pending("combine", handle, out, (weighted,))
-        if self.config.mode == "latency":
-            self._mode.combine("send", y, handle, None, weighted)
-        else:
-            with self._aside([t for t in (y, out, weights) if t is not None]) as pending.event:
-                self._mode.combine(y, handle, out, self._weights(weighted, weights), None, None)
-        handle.combined = True
-        self._outstanding["combine"] = pending
+        """First half of combine; work that the caller launches before `combine_recv` overlaps with it.
+
+        `y`, `weights` and `out` belong to the call until then.
+        """
+        self._begin("combine_send")
+        pending = self._combine("combine", y, handle, out, weighted, weights, aside=True)
+        self._machine.pending["combine"] = pending
         return pending
 
     def combine_recv(self, pending: Pending) -> torch.Tensor:
         """Second half of combine: the sums are there for what the caller launches next."""
-        self._must_be_outstanding("combine", pending)
-        if self.config.mode == "latency":
-            self._mode.combine("receive", None, pending.handle, pending.result, *pending.arguments)
-        elif pending.event is not None:
-            torch.cuda.current_stream(self._device).wait_event(pending.event)
+        self._machine_check("combine_recv")
+        self._machine.received("combine", pending)
+        self._mode.receive_combine(pending)
+        self._raise_refusal_if_simulated()
         return pending.result
 
     def combine_values(self, y, values, handle: Handle) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,77 +331,48 @@ class AllToAll(Collective):
 
         Returns:
             The sums, [tokens, hidden], and the numbers at the choices that they belong to, [tokens, top_k]; 0 elsewhere.
+
+        Raises:
+            As `combine`.
         """
-        out = self._combine_arguments(y, handle, None, None)
-        c = self.config
-        try:
-            check_tensor("values", values, self._device, (torch.float32,), (c.capacity,))
-        except Fault as fault:
-            raise self._named("combine_values", fault) from None
-        out_values = torch.empty((handle.tokens, c.top_k), dtype=torch.float32, device=self._device)
-        self._mode.combine(y, handle, out, None, values, out_values)
-        handle.combined = True
-        return out, out_values
-
-    # -- the modes --------------------------------------------------------------------------------------------------
-
-    def _throughput_dispatch(self, x, topk_idx, topk_weights, handle, out) -> Dispatched:
-        self._begin()
-        c, mode = self.config, self._mode
-        if (handle is None) == (topk_idx is None):
-            raise TypeError("AllToAll.dispatch: give either topk_idx or the handle of an earlier dispatch")
-        try:
-            x, scales = self._check_rows(x)
-            if handle is None:
-                topk_weights = self._check_choices(x, topk_idx, topk_weights)
-            else:
-                self._check_handle(handle)
-                if len(x) != handle.tokens:
-                    raise Fault("x", ValueError(f"x has {len(x)} tokens; the handle is for {handle.tokens}"), len(x))
-            out, out_scales = self._check_output(out)
-        except Fault as fault:
-            if handle is None:
-                none = torch.zeros((1, c.top_k), dtype=torch.int64, device=self._device)
-                empty = mode.make_layout(none, none.float(), 0, fault.code, fault.value)
-                mode.dispatch(None, None, empty, *self._spare_output())
-                self._forget_own_refusal()
-            raise self._named("dispatch", fault) from None
-        layout = mode.make_layout(topk_idx, topk_weights, len(x)) if handle is None else handle.layout
-        mode.dispatch(x, scales, layout, out, out_scales)
+        self._begin("combine_values")
+        pending = self._combine("combine_values", y, handle, None, False, None, values=(values,))
         self._raise_refusal_if_simulated()
-        by_rank = c.layout == "rank"
-        counts, offsets, rows = counts_of(layout, c.ranks, c.local_experts)
-        handle = Handle(c.signature, layout) if handle is None else handle.again()
-        return Dispatched(
-            out, out_scales, counts, offsets, layout.row_index if by_rank else None, layout.row_weight,
-            rows if by_rank else None, handle,
-        )  # fmt: skip
+        return pending.result
 
-    def _latency_dispatch(self, halves, x, topk_idx, topk_weights, handle, out) -> Pending:
-        self._begin()
-        c, mode = self.config, self._mode
-        if handle is not None or topk_idx is None:
-            raise TypeError("AllToAll.dispatch: latency mode takes topk_idx, and no handle")
-        counts = torch.empty((c.local_experts,), dtype=torch.int32, device=self._device)
+    def _combine(
+        self, call: str, y, handle, out, weighted, weights, values: tuple = (), aside: bool = False
+    ) -> Pending:
+        """Check and launch; `values` holds the one of combine_values, whatever it is."""
         try:
-            x, scales = self._check_rows(x)
-            topk_weights = self._check_choices(x, topk_idx, topk_weights)
-            out, out_scales = self._check_output(out)
+            self._arguments.handle(handle, self.mask, self._machine.pending.get("dispatch"))
+            out = self._arguments.combine(y, handle, out, weights)
+            for given in values:
+                self._arguments.values(given)
         except Fault as fault:
-            spare = (mode.make_received(0), None, None, None, None, *self._spare_output(), counts)
-            mode.dispatch("both", *spare, fault.code, fault.value)
-            self._forget_own_refusal()
-            raise self._named("dispatch", fault) from None
-        received = mode.make_received(len(x))
-        mode.dispatch(halves, received, x, scales, topk_idx, topk_weights, out, out_scales, counts)
-        handle = Handle(c.signature, received)
-        result = Dispatched(out, out_scales, counts, None, None, None, None, handle)
-        return Pending("dispatch", handle, result, (received, None, None, None, None, out, out_scales, counts))
+            self._mode.refuse_combine(fault)
+            raise self._named(call, fault) from None
+        weighted = weighted if weights is None else weights
+        if values:
+            numbers = torch.empty((handle.tokens, self.config.top_k), dtype=torch.float32, device=self.device)
+            pending = self._mode.combine(y, handle, out, weighted, values[0], numbers)
+            pending.result = out, numbers
+        else:
+            pending = self._mode.combine(y, handle, out, weighted, aside=aside)
+        handle.combined = True
+        return pending
 
-    # -- checks -----------------------------------------------------------------------------------------------------
+    # -- states and refusals ----------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        self._check_alive()
+    def _machine_check(self, call: str) -> None:
+        machine = self._machine
+        machine.freed = not self.alive
+        machine.outdated = self._members is not self._world.control.members
+        machine.check(call)
+
+    def _begin(self, call: str = "") -> None:
+        """What every call begins with that sends: the state, then what has failed meanwhile."""
+        self._machine_check(call)
         tsn.check()
         self._raise_refusal()
 
@@ -324,7 +381,7 @@ class AllToAll(Collective):
 
     def _refusal(self) -> Exception | None:
         """What kernels refused since the last look."""
-        return self.status.error("AllToAll.dispatch", self.config.num_experts, self.config.capacity)
+        return self.status.error("AllToAll", self.config.num_experts, self.config.capacity)
 
     def _raise_refusal(self) -> None:
         error = self._refusal()
@@ -333,116 +390,10 @@ class AllToAll(Collective):
 
     def _raise_refusal_if_simulated(self) -> None:
         """Where kernels have ended when their launch returns, a refusal is known at once."""
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             self._raise_refusal()
 
     def _forget_own_refusal(self) -> None:
         """This rank is about to say itself what was wrong; the refusal that its kernels spread is for the others."""
         tsn.synchronize()
         self._refusal()
-
-    def _check_rows(self, x) -> tuple[torch.Tensor, torch.Tensor | None]:
-        c = self.config
-        x, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
-        dtypes = (c.dtype, *COMBINE_DTYPES) if c.mode == "latency" and c.dtype == FP8 and scales is None else (c.dtype,)
-        check_tensor("x", x, self._device, dtypes, (None, c.hidden))
-        if len(x) > c.max_tokens:
-            raise Fault("x", ValueError(f"x has {len(x)} tokens; max_tokens is {c.max_tokens}"), len(x))
-        if x.dtype == FP8:
-            if scales is None:
-                raise Fault("scales", TypeError("x is FP8, so x must be a pair (x, scales)"))
-            check_tensor("scales", scales, self._device, (torch.float32,), (len(x), groups_of(c.hidden)))
-        elif scales is not None:
-            raise Fault("scales", TypeError(f"scales were given with x of dtype {x.dtype}; they belong to FP8 rows"))
-        return x, scales
-
-    def _check_choices(self, x, topk_idx, topk_weights) -> torch.Tensor:
-        c = self.config
-        check_tensor("topk_idx", topk_idx, self._device, (torch.int64, torch.int32), (len(x), c.top_k))
-        check_experts(topk_idx, c.num_experts)
-        if topk_weights is None:
-            return torch.ones((len(x), c.top_k), dtype=torch.float32, device=self._device)
-        check_tensor("topk_weights", topk_weights, self._device, (torch.float32,), (len(x), c.top_k))
-        return topk_weights
-
-    def _spare_output(self):
-        own = self._mode.own_output()
-        return own if own[0] is not None else self._new_output()
-
-    def _new_output(self):
-        made = self.empty_output()
-        return made if isinstance(made, tuple) else (made, None)
-
-    def _check_output(self, out) -> tuple[torch.Tensor, torch.Tensor | None]:
-        c = self.config
-        if out is None:
-            return self._spare_output()
-        rows, scales = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
-        shape = self._mode.output_shape()
-        symmetric = self._mode.own_output()[0] is not None
-        named = [("out", rows, c.dtype, shape)]
-        if c.dtype == FP8:
-            named.append(("out", scales, torch.float32, (*shape[:-1], groups_of(c.hidden))))
-        for name, tensor, dtype, wanted in named:
-            check_tensor(name, tensor, self._device, (dtype,), wanted)
-            if symmetric:
-                try:
-                    self._check(name, tensor, symmetric=True)
-                except tsn.HeapError as error:
-                    raise Fault("out", error) from None
-                self._agree(f"out at heap offset {self._world.heap.offset_of(tensor)}")
-        return rows, scales
-
-    def _check_handle(self, handle) -> None:
-        if not isinstance(handle, Handle):
-            raise TypeError(f"AllToAll on rank {self.rank}: handle must be the handle of a dispatch, not {handle!r}")
-        if handle.signature != self.config.signature:
-            raise ValueError(
-                f"AllToAll on rank {self.rank}: handle belongs to another configuration {handle.signature}; this one is "
-                f"{self.config.signature} (ranks, num_experts, max_tokens, top_k, mode, alignment, capacity)"
-            )
-
-    def _combine_arguments(self, y, handle, out, weights) -> torch.Tensor:
-        self._begin()
-        c = self.config
-        self._check_handle(handle)
-        if handle.combined:
-            raise ValueError(f"AllToAll.combine on rank {self.rank}: handle was combined already; dispatch again first")
-        try:
-            check_tensor("y", y, self._device, (c.combine_dtype,), self._mode.output_shape())
-            if weights is not None:
-                if c.mode != "throughput" or c.layout != "expert":
-                    raise Fault("weights", ValueError('weights belong to throughput mode with layout "expert"'))
-                check_tensor("weights", weights, self._device, (torch.float32,), (c.capacity,))
-            if out is None:
-                return torch.empty((handle.tokens, c.hidden), dtype=c.combine_dtype, device=self._device)
-            check_tensor("out", out, self._device, (c.combine_dtype,), (handle.tokens, c.hidden))
-        except Fault as fault:
-            raise self._named("combine", fault) from None
-        return out
-
-    def _weights(self, weighted: bool, weights):
-        return weights if weights is not None else True if weighted and self.config.layout == "expert" else None
-
-    def _must_be_free(self, kind: str) -> None:
-        if kind in self._outstanding:
-            raise ValueError(f"AllToAll.{kind}: the {kind} sent before has not been received; call {kind}_recv first")
-
-    def _must_be_outstanding(self, kind: str, pending) -> None:
-        if self._outstanding.get(kind) is not pending or pending is None:
-            raise ValueError(f"AllToAll.{kind}_recv: this is not the {kind} that was sent last and not yet received")
-        del self._outstanding[kind]
-
-    @contextlib.contextmanager
-    def _aside(self, tensors):
-        """Run launches on this object's own stream, after what the current stream holds; yields the event of their end."""
-        if self._stream is None:
-            yield None
-            return
-        event = torch.cuda.Event()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        for tensor in tensors:
-            tensor.record_stream(self._stream)
-        with torch.cuda.stream(self._stream):
-            yield event
-            event.record(self._stream)

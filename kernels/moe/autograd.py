@@ -5,6 +5,9 @@
 
 They are each other's backward: gradients of rows travel back by combine, gradients of sums by a dispatch with the same
 layout, gradients of weights with the rows that they belong to. Throughput mode, rows that are not FP8.
+
+Backward is made of the same collective calls: all ranks run it, or none. A rank whose inputs need no gradient leaves the
+others waiting until TSN_TIMEOUT; let `x` or the weights require one on every rank.
 """
 
 from __future__ import annotations
@@ -17,20 +20,34 @@ import torch
 from tilescale_net.kernels.moe.config import FP8
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, Layout, counts_of
 from tilescale_net.kernels.moe.sizes import Totals, record_words
+from tilescale_net.kernels.moe.throughput import output_rows
 
 _objects: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 _keys = itertools.count()
 
 
-def _key(op) -> int:
-    """The number by which the operators, which take tensors and numbers only, find an AllToAll."""
+def _key(op) -> str:
+    """By which the operators, which take tensors, numbers and text, find an AllToAll and the ranks that take part.
+
+    Text, because the compiler makes a number that changes between calls symbolic.
+    """
     c = op.config
     if c.mode != "throughput" or c.dtype == FP8 or c.combine_dtype != c.dtype:
         raise ValueError("autograd needs throughput mode and a dtype that is not FP8 and equals combine_dtype")
-    if not hasattr(op, "autograd_key"):
-        op.autograd_key = next(_keys)
-        _objects[op.autograd_key] = op
-    return op.autograd_key
+    if op.name_of_autograd is None:
+        op.name_of_autograd = str(next(_keys))
+        _objects[op.name_of_autograd] = op
+    return f"{op.name_of_autograd} {''.join('01'[m] for m in op.mask)}"
+
+
+def _object(key: str):
+    """The AllToAll of a key."""
+    return _objects[key.split()[0]]
+
+
+def _handle(key: str, layout: Layout) -> Handle:
+    """The handle of a dispatch made when `key` was."""
+    return Handle(_object(key).config.signature, layout, tuple(m == "1" for m in key.split()[1]))
 
 
 def _valid(op, totals: torch.Tensor, by_rank: bool) -> torch.Tensor:
@@ -38,7 +55,7 @@ def _valid(op, totals: torch.Tensor, by_rank: bool) -> torch.Tensor:
     c = op.config
     at = Totals(c.ranks, c.local_experts)
     if by_rank:
-        return torch.arange(op._mode.out_rows, device=totals.device) < totals[at.received_base + c.ranks]
+        return torch.arange(output_rows(op.config), device=totals.device) < totals[at.received_base + c.ranks]
     index = torch.arange(c.capacity, device=totals.device)
     counts = totals[at.counts : at.counts + c.local_experts]
     offsets = totals[at.offsets : at.offsets + c.local_experts + 1]
@@ -46,25 +63,26 @@ def _valid(op, totals: torch.Tensor, by_rank: bool) -> torch.Tensor:
     return index - offsets[expert] < counts[expert]
 
 
-def _clean(op, rows: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
+def _zero_where_not(valid: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """A copy of an output with zeros where no row is, so that no product with them is NaN."""
-    valid = _valid(op, totals, op.config.layout == "rank")
     return torch.where(valid[:, None], rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
 
 
 @torch.library.custom_op("tilescale_net::moe_dispatch", mutates_args=())
-def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, key: int) -> list[torch.Tensor]:
+def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, key: str) -> list[torch.Tensor]:
     """Rows, their weights, then the other tensors of the layout."""
-    op = _objects[key]
-    received = op.dispatch(x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous())
+    op = _object(key)
+    # All that the operator gives is defined, places without a row too, so that results can be compared.
+    received = op.dispatch(x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous(), cleared=True)
     *others, weights = received.handle.layout.tensors()
-    totals = received.handle.layout.totals
-    return [_clean(op, received.x, totals), torch.where(_valid(op, totals, False), weights, 0.0), *others]
+    by_choice = _valid(op, received.handle.layout.totals, False)
+    by_row = _valid(op, received.handle.layout.totals, True) if op.config.layout == "rank" else by_choice
+    return [_zero_where_not(by_row, received.x), torch.where(by_choice, weights, 0.0), *others]
 
 
 @_dispatch.register_fake
 def _(x, topk_idx, topk_weights, key):
-    c = _objects[key].config
+    c = _object(key).config
     R, M = c.ranks, c.max_tokens
 
     def ints(*shape):
@@ -72,16 +90,16 @@ def _(x, topk_idx, topk_weights, key):
 
     return [
         x.new_empty((R * M if c.layout == "rank" else c.capacity, c.hidden)),
-        x.new_empty((c.capacity,), dtype=torch.float32), ints(R, M), ints(R, M), ints(max(len(x), 1), R),
+        x.new_empty((c.capacity,), dtype=torch.float32), ints(R, M), ints(R, M), ints(torch.sym_max(x.shape[0], 1), R),
         ints(R, M, record_words(c.top_k)), ints(Totals(R, c.local_experts).words), ints(c.capacity),
     ]  # fmt: skip
 
 
 @torch.library.custom_op("tilescale_net::moe_combine", mutates_args=())
-def _combine(y: torch.Tensor, weights: torch.Tensor, layout: list[torch.Tensor], tokens: int, key: int) -> torch.Tensor:
+def _combine(y: torch.Tensor, weights: torch.Tensor, layout: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
     """Sums of rows times `weights` (an empty tensor: all one) per token."""
-    op = _objects[key]
-    handle = Handle(op.config.signature, Layout(tokens, *layout))
+    op = _object(key)
+    handle = _handle(key, Layout(tokens, *layout))
     given = weights.numel() > 0
     return op.combine(y.contiguous(), handle, weighted=False, weights=weights.contiguous() if given else None)
 
@@ -93,37 +111,35 @@ def _(y, weights, layout, tokens, key):
 
 @torch.library.custom_op("tilescale_net::moe_dispatch_backward", mutates_args=())
 def _dispatch_backward(
-    rows: torch.Tensor, weights: torch.Tensor, layout: list[torch.Tensor], tokens: int, key: int
+    rows: torch.Tensor, weights: torch.Tensor, layout: list[torch.Tensor], tokens: int, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x and of topk_weights from those of the rows and of their weights."""
-    op = _objects[key]
-    return op.combine_values(
-        rows.contiguous(), weights.contiguous(), Handle(op.config.signature, Layout(tokens, *layout))
-    )
+    op = _object(key)
+    return op.combine_values(rows.contiguous(), weights.contiguous(), _handle(key, Layout(tokens, *layout)))
 
 
 @_dispatch_backward.register_fake
 def _(rows, weights, layout, tokens, key):
-    c = _objects[key].config
+    c = _object(key).config
     return rows.new_empty((tokens, c.hidden)), weights.new_empty((tokens, c.top_k))
 
 
 @torch.library.custom_op("tilescale_net::moe_combine_backward", mutates_args=())
-def _combine_backward(out: torch.Tensor, layout: list[torch.Tensor], tokens: int, key: int) -> torch.Tensor:
+def _combine_backward(out: torch.Tensor, layout: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
     """Gradients of sums, as rows."""
-    op = _objects[key]
-    received = op.dispatch(out.contiguous(), handle=Handle(op.config.signature, Layout(tokens, *layout)))
-    return _clean(op, received.x, received.handle.layout.totals)
+    op = _object(key)
+    received = op.dispatch(out.contiguous(), handle=_handle(key, Layout(tokens, *layout)))
+    return _zero_where_not(_valid(op, received.handle.layout.totals, op.config.layout == "rank"), received.x)
 
 
 @_combine_backward.register_fake
 def _(out, layout, tokens, key):
-    op = _objects[key]
-    return out.new_empty((op._mode.out_rows, out.shape[1]))
+    op = _object(key)
+    return out.new_empty((output_rows(op.config), out.shape[1]))
 
 
 def _dispatch_setup(ctx, inputs, output):
-    ctx.tokens, ctx.key = len(inputs[0]), inputs[3]
+    ctx.tokens, ctx.key = inputs[0].shape[0], inputs[3]
     ctx.save_for_backward(*output[2:], output[1])
     ctx.shapes = output[0], output[1]
 
@@ -145,7 +161,7 @@ def _combine_gradient(ctx, grad):
     rows = torch.ops.tilescale_net.moe_combine_backward(grad, layout, ctx.tokens, ctx.key)
     if not weights.numel():
         return rows, None, [None] * len(layout), None, None
-    valid = _valid(_objects[ctx.key], Layout(ctx.tokens, *layout).totals, False)
+    valid = _valid(_object(ctx.key), Layout(ctx.tokens, *layout).totals, False)
     dw = torch.where(valid, (rows.float() * y.float()).sum(-1), 0.0)
     return (rows.float() * weights[:, None]).to(y.dtype), dw, [None] * len(layout), None, None
 
@@ -161,10 +177,10 @@ def dispatch(op, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Te
     """
     key = _key(op)
     rows, weights, *others = torch.ops.tilescale_net.moe_dispatch(x, topk_idx, topk_weights, key)
-    layout = Layout(len(x), *others, weights)
+    layout = Layout(x.shape[0], *others, weights)
     counts, offsets, num_rows = counts_of(layout, op.config.ranks, op.config.local_experts)
     by_rank = op.config.layout == "rank"
-    handle = Handle(op.config.signature, layout)
+    handle = _handle(key, layout)
     index = layout.row_index if by_rank else None
     return Dispatched(rows, None, counts, offsets, index, weights, num_rows if by_rank else None, handle)
 

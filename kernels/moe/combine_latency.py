@@ -9,6 +9,7 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.moe.handshake import judge, tell
 from tilescale_net.kernels.moe.rows import (
     EXACT_SUMS,
     EXPLICIT_SYNC,
@@ -23,6 +24,7 @@ from tilescale_net.kernels.moe.rows import (
     store_quantised,
     store_rounded,
 )
+from tilescale_net.kernels.moe.sizes import STATUS_WORDS, TAG_BITS
 
 
 def parts_of(hidden: int, width: int, wanted: int) -> tuple[int, int]:
@@ -49,7 +51,8 @@ def combine_latency(
         y [local experts * ranks * max_tokens, hidden], targets, weights, received: as dispatch_latency left them;
         out [rows, hidden], token_slot [rows, ranks], tokens <= rows; active [ranks];
         slots, slot_scales, staged, staged_scales [2 * ranks * max_tokens, …], begun [2 * ranks],
-        arrived [2 * ranks * max_tokens, parts]: symmetric; send_epochs, receive_epochs [blocks]: calls so far.
+        arrived [2 * ranks * max_tokens, parts]: symmetric; send_epochs, receive_epochs [blocks]: calls so far;
+        status: see STATUS_WORDS.
     """
     R, K, M = ranks, top_k, max_tokens
     width = 4 if dtype == "float32" else 8
@@ -111,6 +114,7 @@ def combine_latency(
         arrived: T.Tensor((2 * R * M, cuts), "uint64"),
         send_epochs: T.Tensor((blocks,), "uint64"),
         receive_epochs: T.Tensor((blocks,), "uint64"),
+        status: T.Tensor((STATUS_WORDS,), "int64"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
             incoming = T.alloc_shared((R,), "int32")
@@ -135,9 +139,9 @@ def combine_latency(
                 if thread < R:
                     incoming[thread] = received[thread]
                     if active[thread] != 0:
-                        N.wait(begun[(1 - side) * R + thread], "ge", epoch - T.uint64(1))
+                        N.wait(begun[(1 - side) * R + thread], "ge", (epoch - T.uint64(1)) << T.uint64(TAG_BITS))
                         if block == 0:
-                            N.signal(begun[side * R + me], epoch, thread)
+                            tell(begun, side * R + me, epoch, 0, thread)
                 T.sync_threads()
                 total = 0
                 for s in T.serial(R):
@@ -200,12 +204,18 @@ def combine_latency(
 
             if receives:
                 token = T.alloc_var("int32")
+                said = T.alloc_var("uint64")
                 piece = T.alloc_local((sum_group * sum_batch * width,), payload)
                 acc = T.alloc_local((sum_batch * width,), "float32")
                 from_row = T.alloc_local((sum_group,), "int32")
                 first = T.alloc_var("int32")
                 epoch = receive_epochs[block] + T.uint64(1)
                 side = T.cast(epoch & T.uint64(1), "int32")
+                # Words of ranks that begin come before their rows: this wait costs no time.
+                if block == 0 and thread < R:
+                    if active[thread] != 0:
+                        said = N.wait(begun[side * R + thread], "ge", epoch << T.uint64(TAG_BITS))
+                        judge(said, 0, thread, status)
                 for i in T.serial((tokens * cuts + blocks * warps - 1) // (blocks * warps)):
                     token = ((i * warps + warp) * blocks + block) // cuts
                     part = ((i * warps + warp) * blocks + block) % cuts

@@ -9,6 +9,7 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.moe.handshake import open_call
 from tilescale_net.kernels.moe.rows import (
     EXACT_SUMS,
     EXPLICIT_SYNC,
@@ -23,7 +24,7 @@ from tilescale_net.kernels.moe.rows import (
     store_quantised,
     store_rounded,
 )
-from tilescale_net.kernels.moe.sizes import Totals, record_words
+from tilescale_net.kernels.moe.sizes import STATUS_WORDS, Totals, record_words
 
 NONE, OWN = -1, -2  # of a rank's row for a token
 
@@ -64,7 +65,7 @@ def combine_throughput(
         staged_values [ranks * max_tokens, …]: symmetric, for rows to other nodes; token_slot, records, totals, active:
         see the layout; ready [ranks], arrived [ranks, chunks], done [ranks]: symmetric; tickets [2, 2]: work given
         out to senders and to reducers, by the parity of the call; epochs [senders + reducers]: calls so far. Both 0 at
-        first.
+        first. tag: no output. status: see STATUS_WORDS.
     """
     R, K, M = ranks, top_k, max_tokens
     at, W = Totals(ranks, experts // ranks), record_words(top_k)
@@ -157,6 +158,8 @@ def combine_throughput(
         done: T.Tensor((R,), "uint64"),
         tickets: T.Tensor((2, 2), "int32"),
         epochs: T.Tensor((blocks,), "uint64"),
+        tag: T.int32,
+        status: T.Tensor((STATUS_WORDS,), "int64"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
             received = T.alloc_shared((R,), "int32")
@@ -170,12 +173,8 @@ def combine_throughput(
             if thread < R:
                 received[thread] = totals[at.received + thread]
                 base[thread] = totals[at.received_base + thread]
-                if active[thread] != 0:
-                    # This rank's slots may be overwritten from here on; so may those of ranks that say the same.
-                    if block == 0:
-                        N.signal(ready[me], epoch, thread)
-                    if block < senders:
-                        N.wait(ready[thread], "ge", epoch)
+                # This rank's slots may be overwritten from here on; so may those of ranks that say the same.
+                open_call(ready, active, status, me, epoch, tag, block, senders, thread)
             T.sync_threads()
 
             # A variable of its own for each index: the compiler's arithmetic on the sums is not to be trusted.

@@ -159,7 +159,8 @@ def dispatch_latency(
                                     if active[choice // local] != 0:
                                         seen[k] = choice // local
                                         # An expert has room for every token of every rank, once.
-                                        if T.atomic_add(histogram[choice], 1, return_prev=True) >= M:
+                                        first = T.atomic_add(histogram[choice], 1, return_prev=True)
+                                        if first >= M:
                                             bad[0] = CROWDED
                                             bad[1] = choice
                                         first = 1

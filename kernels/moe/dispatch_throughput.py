@@ -14,8 +14,9 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.moe.handshake import open_call
 from tilescale_net.kernels.moe.rows import EXPLICIT_SYNC, batch_of, copy_row, copy_words, load_batch, store_batch
-from tilescale_net.kernels.moe.sizes import Totals, record_words
+from tilescale_net.kernels.moe.sizes import STATUS_WORDS, Totals, record_words
 
 
 @T.macro
@@ -79,7 +80,7 @@ def dispatch_throughput(
         staged, staged_scales [ranks * max_tokens, …]: symmetric; used for rows to other nodes.
         send_token … totals, active: see the layout. ready [ranks], arrived [ranks, chunks], done [ranks]: symmetric.
         tickets [2, 2]: work given out to senders and to receivers, by the parity of the call; 0 at first.
-        epochs [senders + receivers]: calls so far.
+        epochs [senders + receivers]: calls so far. tag: see output_tag. status: see STATUS_WORDS.
     """
     R, K, M = ranks, top_k, max_tokens
     at, W = Totals(ranks, experts // ranks), record_words(top_k)
@@ -116,6 +117,8 @@ def dispatch_throughput(
         done: T.Tensor((R,), "uint64"),
         tickets: T.Tensor((2, 2), "int32"),
         epochs: T.Tensor((blocks,), "uint64"),
+        tag: T.int32,
+        status: T.Tensor((STATUS_WORDS,), "int64"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
             sent = T.alloc_shared((R,), "int32")
@@ -131,12 +134,8 @@ def dispatch_throughput(
                 sent[thread] = totals[at.sent + thread]
                 base[thread] = totals[at.sent_base + thread]
                 received[thread] = totals[at.received + thread]
-                if active[thread] != 0:
-                    # This rank's outputs may be overwritten from here on; so may those of ranks that say the same.
-                    if block == 0:
-                        N.signal(ready[me], epoch, thread)
-                    if block < senders:
-                        N.wait(ready[thread], "ge", epoch)
+                # This rank's outputs may be overwritten from here on; so may those of ranks that say the same.
+                open_call(ready, active, status, me, epoch, tag, block, senders, thread)
             T.sync_threads()
 
             # A variable of its own for each index: the compiler's arithmetic on the sums is not to be trusted.

@@ -7,10 +7,10 @@ import ctypes
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.kernels.moe.sizes import BAD_EXPERT, CROWDED, HOST_FAULT, NO_ROOM, STATUS_WORDS
+from tilescale_net.kernels.moe.sizes import BAD_EXPERT, CROWDED, HOST_FAULT, NO_ROOM, OTHER_OUTPUT, STATUS_WORDS
 
 # Arguments whose faults the host finds; the code of a fault is HOST_FAULT + index.
-ARGUMENTS = ("x", "scales", "topk_idx", "topk_weights", "out", "y", "weights", "values")
+ARGUMENTS = ("x", "scales", "topk_idx", "topk_weights", "out", "y", "weights", "values", "handle")
 
 
 class Fault(Exception):
@@ -33,9 +33,9 @@ class Status:
         self._address = world._memory.pinned(nbytes)
         raw = (ctypes.c_char * nbytes).from_address(self._address)
         if world.device.type == "cuda":
-            from tilescale_net.runtime.cuda_memory import _Bytes
+            from tilescale_net.runtime.cuda_memory import tensor_at
 
-            self.tensor = torch.as_tensor(_Bytes(self._address, nbytes), device=world.device).view(torch.int64)
+            self.tensor = tensor_at(self._address, nbytes, world.device).view(torch.int64)
         else:
             self.tensor = torch.frombuffer(raw, dtype=torch.int64)
         self._words = (ctypes.c_int64 * STATUS_WORDS).from_address(self._address)
@@ -61,13 +61,22 @@ class Status:
                 f"{name}: topk_idx of rank {rank} names expert {value} more often than max_tokens; in latency mode an expert "
                 "has room for each token once, so tokens may name it twice only where there are fewer of them"
             )
+        if code == OTHER_OUTPUT:
+            return ValueError(
+                f"{name}: rank {rank} gave another out than this rank; out must be the same symmetric tensor on all ranks, "
+                "or none; what both tensors hold is undefined"
+            )
         return ValueError(
-            f"{name}: rank {rank} was called with a wrong {ARGUMENTS[code - HOST_FAULT]}; nothing was sent"
+            f"{name}: rank {rank} was called with a wrong {ARGUMENTS[code - HOST_FAULT]}; results are undefined"
         )
 
 
-def check_tensor(argument: str, tensor, device, dtypes, shape) -> None:
-    """Raise Fault unless `tensor` is a contiguous tensor of one of `dtypes` on `device`; None in `shape`: any extent."""
+def check_tensor(argument: str, tensor, device, dtypes, shape, alignment: int = 16) -> None:
+    """Raise Fault unless `tensor` is a contiguous tensor of one of `dtypes` on `device`.
+
+    Args:
+        shape: None in it: any extent. alignment: bytes of which the tensor must begin at a multiple.
+    """
 
     def fault(kind, text):
         raise Fault(argument, kind(f"{argument} {text}"))
@@ -83,8 +92,8 @@ def check_tensor(argument: str, tensor, device, dtypes, shape) -> None:
         fault(ValueError, f"has shape {list(tensor.shape)}; it must be [{wanted}]")
     if not tensor.is_contiguous():
         fault(ValueError, f"has strides {list(tensor.stride())}; it must be contiguous")
-    if tensor.numel() and tensor.data_ptr() % 16:
-        fault(ValueError, "does not begin at a multiple of 16 bytes")
+    if tensor.numel() and tensor.data_ptr() % alignment:
+        fault(ValueError, f"does not begin at a multiple of {alignment} bytes")
 
 
 def check_experts(topk_idx: torch.Tensor, experts: int) -> None:

@@ -63,13 +63,15 @@ class Handle:
     """Belongs to one dispatch; goes to its combine, or to further dispatches with the same choices.
 
     Attributes:
-        signature: what a caller of it must agree with; see `AllToAll.signature`.
+        signature: what a caller of it must agree with; see `Config.signature`.
         layout: the tensors.
+        mask: for each rank whether it took part.
         combined: whether combine has used it.
     """
 
     signature: tuple
     layout: Layout | Received
+    mask: tuple[bool, ...]
     combined: bool = False
 
     @property
@@ -80,6 +82,37 @@ class Handle:
     def again(self) -> Handle:
         """A handle of another dispatch with the same layout."""
         return replace(self, combined=False)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the tokens of a dispatch have chosen.
+
+    Attributes:
+        topk_idx: [tokens, top_k] experts, int64 or int32. topk_weights: [tokens, top_k] float32.
+        cleared: whether places of the layout that stand for no row shall be zero.
+    """
+
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+    cleared: bool = False
+
+
+@dataclass
+class Pending:
+    """A dispatch or combine that has been sent and not yet received.
+
+    Attributes:
+        kind: "dispatch" or "combine".
+        handle: of the dispatch.
+        result: what receiving gives.
+        rest: what the mode needs to receive.
+    """
+
+    kind: str
+    handle: Handle
+    result: object
+    rest: object = None
 
 
 @dataclass

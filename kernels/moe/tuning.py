@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tilescale_net.kernels.collective import check_threads
 from tilescale_net.kernels.moe.config import Config
+
+BLOCK_SHARED = 227 * 1024  # bytes of shared memory that a block may use
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,12 @@ class Tuning:
     parts: int = 2
 
     def resolved(self, config: Config, on_gpu: bool, multiprocessors: int) -> Tuning:
-        """With every None replaced. Raises ValueError for what makes no sense; blocks and threads are checked later."""
+        """With every None replaced. Raises ValueError for what makes no sense; what the GPU cannot run is checked later."""
         mode, default = config.mode, defaults(config, on_gpu, multiprocessors)
         given = {name: value for name, value in vars(self).items() if value is not None}
+        for name, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"AllToAll: {name} is {value!r}; it must be a whole number of 1 or more")
         made = replace(default, **given)
         if self.blocks is not None:  # keep the proportion
             shares = {
@@ -50,10 +56,23 @@ class Tuning:
                 raise ValueError(
                     f"AllToAll: {name} is {getattr(made, name)}; it must be between 1 and {made.blocks - 1}"
                 )
-        for name in ("chunk", "far_bytes", "parts"):
-            if getattr(made, name) < 1:
-                raise ValueError(f"AllToAll: {name} is {getattr(made, name)}; it must be 1 or more")
+        check_threads("AllToAll", "combine_threads", made.combine_threads, config.ranks)
+        if mode == "throughput":
+            _check_shared(config, made.blocks)
         return made
+
+
+def _check_shared(config: Config, blocks: int) -> None:
+    """Raise ValueError where the part of the choices that a block sorts does not fit into its shared memory."""
+    fixed = 4 * (config.num_experts + config.ranks + 1) + 1024
+    cells = (BLOCK_SHARED - fixed) // 16  # a choice takes 16 bytes
+    part = cells // config.top_k - 1
+    if -(-config.max_tokens // blocks) > part:
+        raise ValueError(
+            f"AllToAll: max_tokens is {config.max_tokens}; with {blocks} blocks, top_k {config.top_k} and "
+            f"{config.num_experts} experts it is {max(0, part) * blocks} at most: give more blocks (Tuning), or dispatch in "
+            "parts"
+        )
 
 
 _SENDERS = ("dispatch_senders", "combine_senders")

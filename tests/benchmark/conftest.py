@@ -4,10 +4,10 @@ import pytest
 
 from benchmark.common import BenchmarkParser, Column, Report
 
-KEYS = [Column("bytes", "Size (Bytes)", ",d")]
+KEYS = [Column("bytes", "Size", ",d", unit="Bytes")]
 COLUMNS = [
-    Column("push", "Push BW (GB/s)", ".2f", better="higher"),
-    Column("us", "Push (us)", ".2f", better="lower"),
+    Column("push", "Push BW", better="higher", unit="GB/s"),
+    Column("us", "Push", better="lower", unit="us"),
     Column("engine", "Engine"),
 ]
 
@@ -21,10 +21,14 @@ def rank_zero(monkeypatch):
 
 @pytest.fixture
 def filled():
-    """`filled(*arguments, scale=1)`: a report of two rows; bandwidths and times scale against each other."""
+    """`filled(*arguments, scale=1)`: a report of two rows; bandwidths and times scale against each other.
 
-    def make(*arguments, scale=1.0) -> Report:
+    `before`: called with the report before the first row.
+    """
+
+    def make(*arguments, scale=1.0, before=lambda report: None) -> Report:
         report = Report("demo", BenchmarkParser("demo", sizes="2K..4K").parse_args(arguments))
+        before(report)
         table = report.table("bandwidth", KEYS, COLUMNS)
         for size in (2048, 4096):
             figure = size / 1024 * scale

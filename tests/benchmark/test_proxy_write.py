@@ -56,7 +56,7 @@ def test_writes_that_do_not_arrive_are_noticed(tmp_path, method):
     arguments = ["--sizes", "1000", "--signal-sizes", "none", "--channels", "single"]
     done = launch(str(script), method, *arguments, VIRTUAL_NODES="2")
     assert done.returncode != 0
-    assert "WrongData" in done.stderr and "ProxySingle, 1000 bytes" in done.stderr and "was not written" in done.stderr
+    assert "wrong data" in done.stderr and "ProxySingle, 1000 bytes" in done.stderr and "was not written" in done.stderr
     assert done.stdout == ""
 
 

@@ -1,25 +1,31 @@
 """What a run prints and writes, and its comparison with an earlier run."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
-from benchmark.common import Column, Report
+from benchmark.common import BenchmarkParser, Column, Report, Table
 from benchmark.common.baseline import load, ratio
+from benchmark.common.environment import ROOT
+from benchmark.common.plot import draw, panels_of, title_of
 
 
 def test_prints_header_and_table(filled, capsys):
-    report = filled("--repeat", "3")
-    report.environment["provider"] = "tcp"
+    report = filled("--repeat", "3", before=lambda report: report.environment.update(provider="tcp"))
+    report.environment["late"] = "known at the end"
     report.notes.append("A note.")
     report.finish()
     out, err = capsys.readouterr()
     assert err == ""
     assert out.startswith("# demo\n")
+    assert out.index("- late: known at the end") > out.index("4,096")
     for line in ("- date: ", "- cores: ", "- GPUs: ", "- torch: ", "- provider: tcp", "A note."):
         assert line in out
     assert "--repeat 3" in out
-    assert "|        2,048 |" in out
+    assert "|        2,048 |" in out and out.count("Size (Bytes)") == 1
     assert "x base" not in out
 
 
@@ -70,7 +76,7 @@ def test_baseline_ratios(filled, tmp_path, capsys):
         "Size (Bytes)", "Push BW (GB/s)", "x base", "Push (us)", "x base", "Engine",
     ]  # fmt: skip
     # Twice the bandwidth and half the time are both twice as good.
-    assert [c.strip() for c in lines[2].strip("|").split("|")] == ["2,048", "4.00", "2.000", "2.50", "2.000", "ldst"]
+    assert [c.strip() for c in lines[2].strip("|").split("|")] == ["2,048", "4.000", "2.000", "2.500", "2.000", "ldst"]
     assert "baseline: date" in out
     # The ratios are shown, not recorded.
     assert all("/baseline" not in key for row in report.content()["tables"][0]["rows"] for key in row)
@@ -80,7 +86,7 @@ def test_baseline_of_other_rows_or_tables(filled, tmp_path, capsys):
     path = str(tmp_path / "run.json")
     filled("--json", path).finish()
     other = filled("--baseline", path)
-    other.tables[0].rows = [{"bytes": 1, "push": 1.0}]
+    other.tables[0].rows[:] = [{"bytes": 1, "push": 1.0}]
     other.finish()
     assert "holds none of these rows" in capsys.readouterr().out
     renamed = filled("--baseline", path)
@@ -121,8 +127,8 @@ def test_ratio():
 
 def test_failed_write_keeps_the_earlier_file(filled, tmp_path, monkeypatch, capsys):
     path = tmp_path / "run.json"
-    path.write_text("earlier")
     report = filled("--json", str(path))
+    path.write_text("earlier")
 
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -140,15 +146,16 @@ def test_plot(filled, tmp_path, capsys):
     path = tmp_path / "run.svg"
     filled("--plot", str(path)).finish()
     text = path.read_text()
-    for words in ("Push BW", "GB/s", "us", "2K", "demo"):
+    for words in ("Push BW", "Bandwidth (GB/s)", "Time (us)", "2K", "demo: "):
         assert f"<!-- {words}" in text  # matplotlib keeps each text as a comment before its glyphs
 
 
 def test_plot_errors(filled, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    with pytest.raises(SystemExit) as ended:
-        filled("--plot", str(tmp_path / "run.nonsense")).finish()
-    assert "--plot" in str(ended.value.code)
+    for name in ("run.nonsense", "run"):
+        with pytest.raises(SystemExit) as ended:
+            filled("--plot", str(tmp_path / name))
+        assert ended.value.code == 2 and "does not end with .png, .svg or .pdf" in capsys.readouterr().err
     empty = filled("--plot", str(tmp_path / "run.png"))
     empty.tables[0].rows = []
     with pytest.raises(SystemExit) as ended:
@@ -160,8 +167,91 @@ def test_tables_are_told_apart(filled, capsys):
     report = filled()
     with pytest.raises(ValueError, match="already has a table"):
         report.table("bandwidth", [], [])
-    second = report.table("latency", [Column("n", "N", "d")], [Column("us", "us", ".1f", better="lower")])
+    second = report.table("latency", [Column("n", "N", "d")], [Column("us", "Time", better="lower", unit="us")])
     second.add({"n": 1, "us": 2.0})
     report.finish()
     out = capsys.readouterr().out
-    assert "## bandwidth" in out and "## latency" in out
+    assert "## latency" in out and out.count("| ") > 4
+
+
+def test_rows_are_printed_and_kept_as_they_come(filled, tmp_path, capsys):
+    path = tmp_path / "run.json"
+    report = filled("--json", str(path))
+    out = capsys.readouterr().out
+    assert "# demo" in out and "|        2,048 |" in out and "|        4,096 |" in out
+    content = json.loads(path.read_text())
+    assert content["complete"] is False and len(content["tables"][0]["rows"]) == 2 and "date" in content["environment"]
+    report.finish()
+    assert json.loads(path.read_text())["complete"] is True
+    assert "4,096" not in capsys.readouterr().out
+
+
+def test_columns_that_come_later_get_a_heading(capsys):
+    report = Report("demo", BenchmarkParser("demo").parse_args([]))
+    table = report.table("t", [Column("n", "N", "d")], [Column("a", "A"), Column("b", "B")])
+    table.add({"n": 1, "a": 1.0})
+    table.add({"n": 2, "a": 2.0, "b": 3.0})
+    table.add({"n": 3, "a": 4.0})
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["N", "A"] and cells[3] == ["N", "A", "B"]
+    assert cells[5:] == [["2", "2.000", "3.000"], ["3", "4.000", "-"]]
+
+
+def test_nothing_measured(tmp_path, capsys):
+    path = tmp_path / "run.json"
+    report = Report("demo", BenchmarkParser("demo").parse_args(["--json", str(path)]))
+    with pytest.raises(SystemExit) as ended:
+        report.nothing("it needs a GPU")
+    assert ended.value.code == 3
+    assert capsys.readouterr().out == "demo: not measured; it needs a GPU\n"
+    assert load(str(path))["tables"] == []
+
+
+@pytest.mark.parametrize(
+    "end, said, code", [("KeyboardInterrupt", "interrupted", -2), ("WrongData('byte 3')", "byte 3", 1)]
+)
+def test_an_ended_run_says_why_in_one_line(tmp_path, end, said, code):
+    program = f"""
+from benchmark.common import BenchmarkParser, Column, Report
+from benchmark.common.verify import WrongData
+report = Report("demo", BenchmarkParser("demo").parse_args(["--json", "run.json"]))
+report.table("t", [Column("n", "N")], [Column("a", "A")]).add({{"n": 1, "a": 2.0}})
+raise {end}
+"""
+    env = {**os.environ, "PYTHONPATH": ROOT}
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == code
+    assert done.stderr.count("\n") == 1 and said in done.stderr and "2.000" in done.stdout
+    content = load(str(tmp_path / "run.json"))
+    assert content["tables"][0]["rows"] == [{"n": 1, "a": 2.0}] and content["complete"] is False
+
+
+def test_one_panel_holds_one_quantity():
+    keys = [Column("what", "What")]
+    columns = [
+        Column("us", "kernel", better="lower", unit="us"),
+        Column("gbs", "rate", better="higher", unit="GB/s"),
+        Column("p99", "p99", better="lower", unit="us", plotted=False),
+        Column("ratio", "x NCCL"),
+    ]
+    table = Table("t", keys, columns, rows=[{"what": "a", "us": 1.0, "gbs": 2.0, "p99": 3.0, "ratio": 4.0}])
+    assert {unit: [c.key for c in cs] for unit, cs in panels_of(table).items()} == {"us": ["us"], "GB/s": ["gbs"]}
+
+
+def test_plots_are_of_a_size_that_fits_a_page(tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    tables = []
+    for name in ("send", "write", "read"):
+        keys = [Column("bytes", "Size", ",d"), Column("engine", "Engine")]
+        columns = [Column("bw", "BW", better="higher", unit="GB/s"), Column("us", "Time", better="lower", unit="us")]
+        rows = [
+            {"bytes": 64 << i, "engine": e, "bw": 1.0 * i, "us": 9.0} for i in range(1, 9) for e in ("ldst", "bulk")
+        ]
+        tables.append(Table(name, keys, columns, rows=rows))
+        tables.append(
+            Table(f"{name} by engine", keys[1:], columns, rows=[{"engine": e, "bw": 2.0, "us": 7.0} for e in "ab"])
+        )
+    draw(tables, title_of("demo", {"ranks": "2", "GPUs": "2 x H100"}), str(tmp_path / "x.png"))
+    height, width = image.imread(tmp_path / "x.png").shape[:2]
+    assert width <= 1500 and height <= 2800

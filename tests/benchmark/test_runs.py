@@ -24,7 +24,7 @@ def test_unrolledcp_p2p(tmp_path):
     first = launch("unrolledcp_p2p.py", "--json", str(path))
     assert first.returncode == 0, first.stderr
     rows = rows_of(path)
-    assert [row["bytes"] for row in rows] == [2048 << i for i in range(12)]
+    assert [row["bytes"] for row in rows] == [2048 << i for i in range(8)]
     for row in rows:
         for direction in ("push", "pull"):
             time, rate = row[f"tilescale_net_{direction}_us"], row[f"tilescale_net_{direction}_gbps"]
@@ -81,15 +81,16 @@ def test_put_signal(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = rows_of(path)
     assert [r["bytes"] for r in rows] == [8, 1024]
-    assert all(r["auto"] > 0 and r["ldst"] > 0 for r in rows)
+    assert all(r["auto_p99"] >= r["auto"] > 0 and r["ldst"] > 0 for r in rows)
     assert rows[0]["line"] > 0 and rows[1].get("line") is None
 
 
 @pytest.mark.parametrize("name", ["nvshmem_p2p.py", "launch_cost.py"])
-def test_what_needs_a_gpu_says_so_in_one_line(name):
-    done = launch(name)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") == 1 and "not measured; it needs" in done.stdout
+def test_what_needs_a_gpu_says_so_in_one_line(name, tmp_path):
+    done = launch(name, "--json", str(tmp_path / "run.json"))
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.count("\n") == 1 and "not measured; it needs" in done.stdout and "failed" not in done.stderr
+    assert json.loads((tmp_path / "run.json").read_text())["tables"] == []
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The folder of lowered and compiled kernels: what is kept in it, and for how long."""
 
+import errno
 import os
+import subprocess
 import time
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 import tilescale_net as tsn
 from tests.simulator import kernels
 from tests.simulator.kernels import simulate
-from tilescale_net.compiler import cache, host_compiler
+from tilescale_net.compiler import cache, host_compiler, private_folder
 
 
 def test_cache_must_be_writable(monkeypatch, tmp_path):
@@ -44,7 +46,7 @@ def test_kernels_that_nobody_uses_are_removed(monkeypatch, tmp_path):
 
     old, recent, other = make("a-1.so", 31), make("b-2.lowered", 29), make("notes.txt", 400)
     abandoned, working = folder / "tmpold", folder / "tmpnew"
-    for path, days in ((abandoned, 31), (working, 0)):
+    for path, days in ((abandoned, 0.05), (working, 0)):
         path.mkdir()
         (path / "kernel.cpp").write_text("")
         os.utime(path, (time.time() - days * 86400,) * 2)
@@ -57,3 +59,82 @@ def test_kernels_that_nobody_uses_are_removed(monkeypatch, tmp_path):
     monkeypatch.setattr(cache, "KEPT_BYTES", 2 * first.stat().st_size + 5)
     second = host_compiler.build("kernel", "int y;")
     assert first.exists() and second.exists() and not recent.exists() and other.exists()
+
+
+def test_the_folder_and_its_files_are_this_users_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = host_compiler.build("kernel", "int x;")
+    assert first.parent.stat().st_mode & 0o777 == 0o700
+    # What others may write is made again, not run.
+    first.parent.chmod(0o777)
+    first.write_bytes(b"planted")
+    first.chmod(0o666)
+    assert host_compiler.build("kernel", "int x;") == first and first.read_bytes() != b"planted"
+    assert first.parent.stat().st_mode & 0o777 == 0o700
+    # A folder of another user is not used at all.
+    mine = os.getuid()
+    monkeypatch.setattr(private_folder.os, "getuid", lambda: mine + 1)
+    with pytest.warns(UserWarning, match="belongs to another user"):
+        instead = private_folder.temporary(first.parent)
+    private_folder.temporary.cache_clear()
+    monkeypatch.setattr(cache.private_folder, "temporary", lambda _: instead)
+    assert not private_folder.make(first.parent)
+    monkeypatch.setattr(cache, "_used", lambda path: path.exists())
+    assert host_compiler.build("kernel", "int x;").parent == instead and instead.stat().st_mode & 0o777 == 0o700
+
+
+def test_no_home_is_not_the_working_directory(monkeypatch):
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nobody(_):
+        raise KeyError
+
+    monkeypatch.setattr(cache.pwd, "getpwuid", nobody)
+    assert cache.folder().is_absolute() and str(os.getuid()) in str(cache.folder())
+    monkeypatch.setenv("HOME", "~")
+    assert cache.folder().is_absolute()
+
+
+def test_a_damaged_library_is_made_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernel = simulate(kernels.prefix_sum, 64)
+    (path,) = cache.folder().glob("*.so")
+    whole = path.read_bytes()
+    zeros = whole[:64] + b"\0" * (len(whole) - 64)  # as after a power cut
+    for damaged in (b"", whole[:10], whole[:3000], whole[:-100], zeros):
+        path.unlink()  # it is loaded, so that it may not be changed in place
+        path.write_bytes(damaged)
+        assert host_compiler.load(kernel.name, kernel.host_source) is not None
+        (made,) = cache.folder().glob("*.so")
+        assert made.stat().st_size == len(whole)
+
+
+def test_a_full_disk_is_told_with_the_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(tsn.ConfigurationError, match=f"{tmp_path}.*No space left on device.*XDG_CACHE_HOME"):
+        cache.kept("kernel", "abc", ".so", full)
+    said = subprocess.CompletedProcess([], 1, "", "fatal error: error writing to x.s: No space left on device")
+    monkeypatch.setattr(host_compiler.subprocess, "run", lambda *_, **__: said)
+    with pytest.raises(tsn.ConfigurationError, match="No space left on device"):
+        host_compiler.build("kernel", "int z;")
+    assert not list(cache.folder().glob("tmp*"))
+
+
+def test_headers_are_read_once(monkeypatch, tmp_path):
+    """Kernels with a context start from headers precompiled by the first of them; without those they compile all the same."""
+    if "Free Software Foundation" not in host_compiler._compiler_identity():
+        pytest.skip("lacks g++ (g++)")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text = host_compiler.PRELUDE + "int x;"
+    folder = host_compiler.build("kernel", text).parent
+    (made,) = folder.glob("prelude-*.gch")
+    written = made.stat().st_ino
+    host_compiler.build("kernel", text + "int y;")
+    assert [p.stat().st_ino for p in folder.glob("prelude-*.gch")] == [written]
+    made.write_bytes(b"cut short")
+    assert host_compiler.build("kernel", text + "int z;").exists()

@@ -19,7 +19,8 @@ def message(order="fence", wait=True):
     """Kernel `(dst, src, seen, flag, turn, to)`: a message to PE `to`, and a look at the one that came.
 
     Args:
-        order: what orders the data before the signal: "fence", "fence one" (of that PE), "quiet", "put_signal", "nothing".
+        order: what orders the data before the signal: "fence", "fence one" (of that PE), "quiet", "put_signal", "nothing",
+            or a primitive of the whole block: "signal_block", "signal_warp" (of warp 1), "fence_block", "quiet_block".
         wait: wait for the signal before looking.
     """
 
@@ -37,6 +38,26 @@ def message(order="fence", wait=True):
             thread = T.get_thread_binding()
             if order == "put_signal":
                 N.put_signal_block(dst, src, to, flag, turn)
+            elif order == "signal_warp":
+                if thread // 32 == 1:
+                    N.put_warp(dst, src, to)
+                    N.signal_warp(flag, turn, to)
+            elif order.endswith("block"):
+                N.put_block(dst, src, to)
+                if order == "signal_block":
+                    N.signal_block(flag, turn, to)
+                else:
+                    if order == "fence_block":
+                        N.fence_block(to)
+                    if order == "quiet_block":
+                        N.quiet_block(to)
+                    if thread == THREADS - 1:
+                        N.signal(flag, turn, to)
+            elif order == "signal":
+                N.put_block(dst, src, to)
+                T.sync_threads()
+                if thread == 0:
+                    N.signal(flag, turn, to, fence=True)
             else:
                 N.put_block(dst, src, to)
                 T.sync_threads()
@@ -134,7 +155,7 @@ def source_again(how="quiet"):
     """Kernel `(dst, src, to)`: puts `src`, then overwrites it.
 
     Args:
-        how: what makes that right: "quiet", "flush", "nothing".
+        how: what makes that right: "quiet", "quiet_block", "flush", "nothing".
     """
 
     @T.prim_func
@@ -143,6 +164,8 @@ def source_again(how="quiet"):
             thread = T.get_thread_binding()
             N.put_block(dst, src, to)
             T.sync_threads()
+            if how == "quiet_block":
+                N.quiet_block(to)
             if thread == 0:
                 if how == "quiet":
                     N.quiet(to)

@@ -56,7 +56,13 @@ def test_a_missing_fence_shows_under_chaos(chaotic):
     assert any(sum(chaotic(pass_message, "nothing", True, seed)) for seed in range(30))
 
 
-@pytest.mark.parametrize("how", ["quiet", "flush"])
+def test_primitives_of_a_whole_scope_order_what_it_put(pool):
+    for order in ("signal", "signal_block", "signal_warp", "fence_block", "quiet_block"):
+        for seed in SEEDS:
+            assert pool(pass_message, order, True, seed) == [0, 0], (order, seed)
+
+
+@pytest.mark.parametrize("how", ["quiet", "quiet_block", "flush"])
 def test_source_may_be_written_after(pool, how):
     for seed in SEEDS:
         assert pool(write_source_again, how, seed) == [0, 0], seed

@@ -33,6 +33,12 @@ def test_data_comes_before_its_signal_in_a_ring(three):
             assert three(pass_message, order, True, seed) == [0, 0, 0], (order, seed)
 
 
+def test_primitives_of_a_whole_scope_order_what_it_put(pool):
+    for order in ("signal", "signal_block", "signal_warp", "fence_block", "quiet_block"):
+        for seed in SEEDS:
+            assert pool(pass_message, order, True, seed) == [0, 0], (order, seed)
+
+
 @on_simulator
 @pytest.mark.parametrize("visibility", ["late", "random"])
 def test_a_missing_fence_shows(pool, visibility):
@@ -45,7 +51,7 @@ def test_a_missing_wait_shows(pool, order):
     assert any(sum(pool(pass_message, order, False, seed, "random")) for seed in SEEDS)
 
 
-@pytest.mark.parametrize("how", ["quiet", "flush"])
+@pytest.mark.parametrize("how", ["quiet", "quiet_block", "flush"])
 def test_source_may_be_written_after(pool, how):
     for seed in SEEDS:
         for visibility in ("eager", "late", "random"):

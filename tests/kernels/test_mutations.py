@@ -32,18 +32,18 @@ WAIT_ARRIVED = 'N.wait(arrived[thread, block], "ge", epoch)'
 MUTANTS = {
     "gather without wait for room": ("all_gather", WAIT_READY, "pass", GATHER),
     "gather without wait for data": ("all_gather", WAIT_ARRIVED, "pass", GATHER),
-    "gather without fence": ("all_gather", "N.fence(thread)", "pass", GATHER),
+    "gather without fence": ("all_gather", ", fence=True", "", GATHER),
     "gather without quiet": ("all_gather", "N.quiet(thread)", "pass", GATHER),
     "gather with a forgetful epoch": ("all_gather", "epochs[block] = epoch", "pass", GATHER),
     "all-to-all without wait for data": ("all_to_all", WAIT_ARRIVED, "pass", EQUAL),
     "uneven without wait for data": ("all_to_all_uneven", WAIT_ARRIVED, "pass", UNEVEN),
-    "uneven without fence": ("all_to_all_uneven", "N.fence(thread)", "pass", UNEVEN),
+    "uneven without fence": ("all_to_all_uneven", ", fence=True", "", UNEVEN),
     "uneven without quiet": ("all_to_all_uneven", "N.quiet(thread)", "pass", UNEVEN),
-    "reduce without wait for data": ("reduce_scatter", 'N.wait(arrived[thread, block], "ge", done + step)', "pass", REDUCE),
+    "reduce without wait for data": ("reduce_scatter", 'N.wait_slot(arrived[thread, block], done + step - 1, slots)', "pass", REDUCE),
     "reduce without wait for a slot": (
-        "reduce_scatter", 'N.wait(consumed[thread, block], "ge", done + step + 1 - slots)', "pass", REDUCE
+        "reduce_scatter", 'N.take_slot(consumed[thread, block], done + step, slots)', "pass", REDUCE
     ),
-    "reduce without fence": ("reduce_scatter", "N.fence(thread)", "pass", REDUCE),
+    "reduce without fence": ("reduce_scatter", ", fence=True", "", REDUCE),
     "reduce without quiet": ("reduce_scatter", "N.quiet(thread)", "pass", REDUCE),
 }  # fmt: skip
 

@@ -25,7 +25,24 @@ WRONG = {
     "negative count": (lambda k: N.put_thread(k.a, k.b, 1, count=-1), "count is -1; it must be at least 0"),
     "float count": (lambda k: N.put_block(k.a, k.b, 1, count=1.5), "count must be an integer, not 1.5"),
     "extents differ": (lambda k: N.put_block(k.a[0:8], k.b[0:9], 1), "dst (a) spans 8 elements, src (b) 9"),
-    "not contiguous": (lambda k: N.put_block(k.m[0:4, 0:50], k.a, 1), "dst (m[0:0+4, 0:0+50]) is not contiguous"),
+    "rows of another size": (
+        lambda k: N.put_block(k.m[0:4, 0:50], k.a, 1),
+        "src (a) spans 4096 elements, the other end 200",
+    ),
+    "other rows": (
+        lambda k: N.get_warp(k.m[0:4, 0:50], k.m[0:5, 0:40], 1),
+        "dst has 4 rows of 50 elements, src 5 of 40; make them equal",
+    ),
+    "rows and a count": (
+        lambda k: N.put_block(k.m[0:4, 0:5], k.a[0], 1, count=5),
+        "count= belongs to contiguous memory",
+    ),
+    "rows in bulk": (lambda k: N.put_block(k.m[0:4, 0:5], k.a[0], 1, engine="bulk"), "are not copied in bulk"),
+    "rows beyond an axis": (lambda k: N.put_block(k.m[0:4, 60:110], k.a[0], 1), "ends at 110 on an axis of 100"),
+    "column of signals": (
+        lambda k: N.signal(k.m[0:4, 0], 1, 1),
+        "sig (m[0:0+4, 0]) is not contiguous in memory; move it",
+    ),
     "index outside": (lambda k: N.put_thread(k.a[4096], k.b[0], 1), "dst: index 4096 is outside a, whose extent"),
     "region outside": (lambda k: N.put_block(k.a[4090:4100], k.b, 1), "spans 10 elements, but a holds 6"),
     "pe negative": (lambda k: N.put_block(k.a, k.b, -1), "pe is -1; it must be between 0 and"),
@@ -46,6 +63,9 @@ WRONG = {
     "signal of many words": (lambda k: N.wait(k.flags, "eq", 1), "sig names 8 words of flags; name one, such as"),
     "signal op": (lambda k: N.signal(k.flags[0], 1, 1, op="max"), "op is 'max'; it must be one of 'set', 'add'"),
     "signal value": (lambda k: N.signal(k.flags[0], -1, 1), "value is -1; it must be between 0 and"),
+    "signal fence": (lambda k: N.signal_block(k.flags[0], 1, 1, fence=2), "fence is 2; it must be True or False"),
+    "signal fence by place": (lambda k: N.signal(k.flags[0], 1, 1, "set", True), "N.signal: too many positional"),
+    "barrier scope": (lambda k: N.barrier_all(scope="world"), "scope is 'world'; it must be one of 'block', 'grid'"),
     "put_signal op": (lambda k: N.put_signal_block(k.a, k.b, 1, k.flags[0], 1, op=3), "op is 3; it must be one of"),
     "comparison": (lambda k: N.wait_block(k.flags[0], ">=", 1), "N.wait_block: cmp is '>='; it must be one of 'eq'"),
     "wait value": (lambda k: N.wait(k.flags[0], "eq", 2**64), "value is 18446744073709551616; it must be between"),
@@ -125,8 +145,12 @@ def test_outside_the_launch():
 SPLIT = {
     "block by one thread": (lambda k: k.tx == 0, lambda k: N.put_block(k.a, k.b, 1)),
     "block by one warp": (lambda k: k.tx < 32, lambda k: N.wait_block(k.flags[0], "eq", 1)),
+    "grid by one thread": (lambda k: k.tx == 0, lambda k: N.barrier_grid()),
     "block by even threads": (lambda k: k.tx % 2 == 0, lambda k: N.barrier_all()),
     "warp by one lane": (lambda k: k.tx % 32 == 0, lambda k: N.put_warp(k.a, k.b, 1)),
+    "signal of a block by one": (lambda k: k.tx == 0, lambda k: N.signal_block(k.flags[0], 1, 1)),
+    "quiet of a block by one warp": (lambda k: k.tx < 32, lambda k: N.quiet_block()),
+    "fence of a warp by one lane": (lambda k: k.tx == 0, lambda k: N.fence_warp(1)),
     "warp by half": (lambda k: k.tx < 48, lambda k: N.wait_warp(k.flags[0], "eq", 1)),
 }
 WHOLE = {

@@ -61,13 +61,47 @@ CALLS = {
         lambda k: N.put_signal_thread(k.b[0], k.a[0], 1, k.flags[0], 2**64 - 1),
         "(&(flags[0]))), (uint64_t)18446744073709551615, static_cast<void*>(0));",
     ),
+    "put_block of a box": (
+        lambda k: N.put_block(k.m[0:4, 0:50], k.m[8:12, 50:100], 1),
+        "tsn::put_rows<tsn::Scope::block, 16>(CTX, (&(m[0])), (&(m[850])), 4, 200, 400, 400, 1);",
+    ),
+    "put_block packing": (
+        lambda k: N.put_block(k.a[9], k.d[k.r : k.r + k.n, 10:20], 1, unroll=20),
+        "tsn::put_rows<tsn::Scope::block, 20>(CTX, (&(a[9])), (&(d[((((int64_t)r) * (int64_t)100) + (int64_t)10)])), n, 40, "
+        "40, 400, 1);",
+    ),
+    "get_warp of a column": (
+        lambda k: N.get_warp(k.a[0:8], k.m[0:8, 3], k.r),
+        "tsn::get_rows<tsn::Scope::warp, 16>(CTX, (&(a[0])), (&(m[3])), 8, 4, 4, 400, r);",
+    ),
+    "put_signal_warp of a box": (
+        lambda k: N.put_signal_warp(k.m[0:4, 0:5], k.m[4:8, 0:5], 1, k.flags[0], 1, op="add"),
+        "tsn::put_signal_rows<tsn::Scope::warp, 16, tsn::SignalOp::add>(CTX, (&(m[0])), (&(m[400])), 4, 20, 400, 400, 1, "
+        "reinterpret_cast<uint64_t*>((&(flags[0]))), (uint64_t)1);",
+    ),
+    "whole rows are one piece": (lambda k: N.put_block(k.m[0:4, :], k.m[8:12, :], 1), "tsn::put<tsn::Scope::block,"),
     "put_value": (lambda k: N.put_value(k.i64[3], k.r, 1), "tsn::put_value(CTX, (&(i64[3])), r, 1);"),
     "put_value float16": (lambda k: N.put_value(k.h[3], 1.5, 1), "tsn::put_value(CTX, (&(h[3])), half_t("),
     "signal": (
         lambda k: N.signal(k.flags[1], 5, k.r),
-        "tsn::signal<tsn::SignalOp::set>(CTX, reinterpret_cast<uint64_t*>((&(flags[1]))), (uint64_t)5, r);",
+        "tsn::signal<tsn::Scope::thread, tsn::SignalOp::set, 0>(CTX, reinterpret_cast<uint64_t*>((&(flags[1]))), (uint64_t)5, r);",
     ),
-    "signal add": (lambda k: N.signal(k.flags[1], 5, 0, op="add"), "tsn::signal<tsn::SignalOp::add>(CTX,"),
+    "signal add": (
+        lambda k: N.signal(k.flags[1], 5, 0, op="add"),
+        "tsn::signal<tsn::Scope::thread, tsn::SignalOp::add, 0>(CTX,",
+    ),
+    "signal fence": (
+        lambda k: N.signal(k.flags[1], 5, 0, fence=True),
+        "tsn::signal<tsn::Scope::thread, tsn::SignalOp::set, 1>",
+    ),
+    "signal_block": (
+        lambda k: N.signal_block(k.flags[1], 5, 0),
+        "tsn::signal<tsn::Scope::block, tsn::SignalOp::set, 1>",
+    ),
+    "signal_warp": (
+        lambda k: N.signal_warp(k.flags[1], 5, 0, "add", fence=False),
+        "tsn::signal<tsn::Scope::warp, tsn::SignalOp::add, 0>",
+    ),
     "wait": (
         lambda k: N.wait(k.flags[1], "ge", k.n),
         "tsn::wait<tsn::Scope::thread, tsn::Compare::ge>(CTX, reinterpret_cast<uint64_t*>((&(flags[(int64_t)1]))), n);",
@@ -88,16 +122,22 @@ CALLS = {
         lambda k: N.atomic_cas(k.i32[1], 3, 4, 1),
         "tsn::atomic_cas(CTX, (&(i32[1])), 3, 4, 1);",
     ),
-    "fence": (lambda k: N.fence(), "tsn::fence(CTX, -1);"),
-    "fence one": (lambda k: N.fence(k.r), "tsn::fence(CTX, r);"),
-    "quiet": (lambda k: N.quiet(), "tsn::quiet(CTX, -1);"),
-    "quiet one": (lambda k: N.quiet(2), "tsn::quiet(CTX, 2);"),
+    "fence": (lambda k: N.fence(), "tsn::fence<tsn::Scope::thread>(CTX, -1);"),
+    "fence one": (lambda k: N.fence(k.r), "tsn::fence<tsn::Scope::thread>(CTX, r);"),
+    "quiet": (lambda k: N.quiet(), "tsn::quiet<tsn::Scope::thread>(CTX, -1);"),
+    "quiet one": (lambda k: N.quiet(2), "tsn::quiet<tsn::Scope::thread>(CTX, 2);"),
+    "fence_block": (lambda k: N.fence_block(2), "tsn::fence<tsn::Scope::block>(CTX, 2);"),
+    "fence_warp": (lambda k: N.fence_warp(), "tsn::fence<tsn::Scope::warp>(CTX, -1);"),
+    "quiet_block": (lambda k: N.quiet_block(2), "tsn::quiet<tsn::Scope::block>(CTX, 2);"),
+    "quiet_warp": (lambda k: N.quiet_warp(), "tsn::quiet<tsn::Scope::warp>(CTX, -1);"),
     "flush_async": (
         lambda k: N.flush_wait(N.flush_async(3)),
         "uint64_t tsn_flush_async = tsn::flush_async(CTX, 3); tsn::flush_wait(CTX, tsn_flush_async);",
     ),
-    "barrier_all": (lambda k: N.barrier_all(), "tsn::barrier_all(CTX);"),
-    "barrier_node": (lambda k: N.barrier_node(), "tsn::barrier_node(CTX);"),
+    "barrier_all": (lambda k: N.barrier_all(), "tsn::barrier_all<tsn::BarrierScope::block>(CTX);"),
+    "barrier_all of grids": (lambda k: N.barrier_all(scope="grid"), "tsn::barrier_all<tsn::BarrierScope::grid>(CTX);"),
+    "barrier_grid": (lambda k: N.barrier_grid(), "tsn::barrier_grid(CTX);"),
+    "barrier_node": (lambda k: N.barrier_node(), "tsn::barrier_node<tsn::BarrierScope::block>(CTX);"),
     "ld": (
         lambda k: N.put_value(k.a[0], N.ld(k.b[1], sem="acquire", scope="gpu"), 1),
         "tsn::ld<tsn::Order::acquire, tsn::MemScope::gpu>((&(b[1])))",

@@ -2,11 +2,12 @@
 
 import os
 import signal
+import subprocess
 import time
 
 import pytest
 
-from tests.launch.conftest import alive, launch, start, wait_until
+from tests.launch.conftest import LAUNCH, alive, clean_environment, launch, start, wait_until
 
 # Ranks that only force ends, with a child that outlives its parent unless it is ended too.
 STUBBORN = """
@@ -63,6 +64,50 @@ def test_victims_of_a_failure_are_not_blamed(script):
     done = launch(script(text), GPUS="3")
     assert done.returncode == 5
     assert last_line(done) == "launch.sh: rank 1 failed first: exit code 5; ZeroDivisionError: division by zero"
+
+
+def test_victims_in_a_collective_call_of_torch_are_not_blamed(script):
+    text = """
+    if rank == 1:
+        time.sleep(0.5)
+        raise ValueError("the culprit's own words")
+    raise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9. This looks like GLHF!')
+    """
+    done = launch(script(text), GPUS="3")
+    assert last_line(done) == "launch.sh: rank 1 failed first: exit code 1; ValueError: the culprit's own words"
+    for rank in (0, 2):  # what every rank said stands above
+        assert f"launch.sh: rank {rank}: exit code 1; RuntimeError: [gloo/transport" in done.stderr
+
+
+def test_a_stopped_rank_is_named(script):
+    text = """
+    import signal
+    class PeerLost(Exception): pass
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.5)
+    raise PeerLost(f'rank {rank}: rank 1 does not answer')
+    """
+    done = launch(script(text), GPUS="3")
+    assert done.returncode == 1 and "launch.sh: rank 1 was stopped" in done.stderr
+    assert not alive(script.pids())
+
+
+def test_signals_that_were_ignored_stay_so(script):
+    """As nohup and shell scripts in the background start programs."""
+    path = script("time.sleep(2)\nprint('done')")
+    process = subprocess.Popen(
+        ["bash", "-c", f"trap '' HUP INT; exec bash {LAUNCH} {path}"],
+        env=clean_environment(GPUS="2"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert wait_until(lambda: len(script.pids()) == 2)
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, "done\n"), err
 
 
 def test_rank_that_left_early_is_mentioned(script):

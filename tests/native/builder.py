@@ -6,13 +6,13 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
+from tests import lacking
+from tilescale_net.compiler import private_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(tempfile.gettempdir()) / f"tilescale_net-tests-{os.getuid()}"
@@ -36,11 +36,10 @@ SANITIZERS = {
 
 def compiler(sanitizer: str) -> str:
     """The C++ compiler for a variant; clang for the sanitizers, whose ThreadSanitizer knows atomic fences' costs best."""
-    candidates = ["clang++-14", "clang++"] if sanitizer else [os.environ.get("CXX", "g++"), "g++", "c++", "clang++"]
-    for name in candidates:
-        if shutil.which(name):
-            return name
-    pytest.skip(f"none of {candidates} is installed")
+    if sanitizer:
+        return lacking.program("clang++-14", "clang", "clang++")
+    named = os.environ.get("CXX", "g++")
+    return lacking.program(named, "g++", "g++", "clang++", "c++")
 
 
 def _digest(path: str) -> str:
@@ -76,8 +75,9 @@ def build(
     """
     command = [compiler(sanitizer), *BASE, *SANITIZERS[sanitizer], *flags, *(["-fPIC"] if shared else [])]
     key = hashlib.sha256(" ".join(command).encode()).hexdigest()[:12]
+    assert private_folder.make(CACHE), f"{CACHE} belongs to another user; remove it"
     folder = CACHE / key
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:

@@ -100,6 +100,7 @@ public:
     }
     return n;
   }
+  bool idle() const override { return outstanding_ == 0; }
   const char* last_error() const override { return error_.c_str(); }
 
 private:

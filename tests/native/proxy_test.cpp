@@ -4,7 +4,9 @@
 //        proxy_test refusals [key=value ...]  bad descriptors: named, and never sent
 //        proxy_test garbage [key=value ...]   a peer that sends nonsense
 //        proxy_test failure [key=value ...]   the network fails as chaos= says; prints each PE's error
+//        proxy_test endings [key=value ...]   rounds=: failed=1: PEs give up with large puts in flight, else finalize
 // keys: see configure(); seeds=a:b runs the traffic once per seed with ",seed=N" added to chaos.
+#include "tests/native/proxy_endings.h"
 #include "tests/native/proxy_traffic.h"
 
 #include <map>
@@ -238,6 +240,15 @@ void garbage() {
   CHECK(refused > seeds * 9 / 10, "only %d of %d ended in an error", refused, seeds);
 }
 
+void endings() {
+  const bool failed = number("failed", 0) != 0;
+  for (int round = 0; round < (int)number("rounds", 5); round++) {
+    WorldOptions o = configure();
+    o.proxy.chunk_bytes = (uint64_t)number("chunk", 1 << 20);
+    (failed ? end_by_failure : end_in_order)(o, round);
+  }
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
@@ -251,6 +262,7 @@ int main(int argc, char** argv) {
   else if (scenario == "refusals") refusals();
   else if (scenario == "failure") failure();
   else if (scenario == "garbage") garbage();
+  else if (scenario == "endings") endings();
   else CHECK(false, "unknown scenario '%s'", scenario.c_str());
   std::puts("ok");
   return 0;

@@ -21,6 +21,7 @@ def installed_files() -> set[str]:
     wanted = {n for n in inside if n.endswith(".py") and not n.startswith("tilescale_net/launch/checkout/")}
     wanted |= {n for n in inside if n.startswith("tilescale_net/device/") and n.endswith(".h")}
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    wanted |= {n for n in inside if n.endswith(".pyi")}
     return wanted | {"tilescale_net/py.typed"} | {f"tilescale_net/{name}{suffix}" for name in ("_native", "_simulator")}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.fabric.programs import headers
 from tests.native.builder import ROOT, build
 
 _PROXY = "tilescale_net/csrc/proxy/"
@@ -43,9 +44,11 @@ def proxy_test(sanitizer: str = "") -> Path:
 def fabric_test() -> Path:
     """The same program with libfabric."""
     fabric = sorted(
-        str(p.relative_to(ROOT)) for p in (ROOT / "tilescale_net/csrc/fabric").glob("*.cpp") if p.name != "bindings.cpp"
+        str(p.relative_to(ROOT))
+        for p in (ROOT / "tilescale_net/csrc/fabric").glob("*.cpp")
+        if not p.name.endswith("bindings.cpp")
     )
-    return build("fabric_test", ["tests/native/proxy_fabric_test.cpp", *_WORKER, *fabric])
+    return build("fabric_test", ["tests/native/proxy_fabric_test.cpp", *_WORKER, *fabric], flags=headers())
 
 
 def null_test() -> Path:

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -9,6 +11,7 @@ import torch.distributed as dist
 
 import tilescale_net as tsn
 from tests import ranks
+from tilescale_net.runtime import placement
 
 QUICK = {"TSN_TIMEOUT": "1"}  # and 5 s more for collective calls
 
@@ -112,6 +115,66 @@ def _srun():
 def test_sruns_variables():
     outcomes = ranks.launch(2, _srun, init=False)
     assert [o.value for o in outcomes] == [(0, 2), (1, 2)], [o.error for o in outcomes]
+
+
+@pytest.mark.parametrize("mpi", [("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")])
+def test_mpis_variables_with_an_address(monkeypatch, mpi):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(mpi[0], "1")
+    monkeypatch.setenv(mpi[1], "2")
+    with pytest.raises(tsn.ConfigurationError, match="MASTER_ADDR and MASTER_PORT"):
+        placement.find(1.0)
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert placement.find(1.0) == placement.Place(1, 2, "node0", 29500)
+
+
+def test_mpirun_starts_one_job():
+    """The wheel mpich brings mpirun along."""
+    mpirun = os.path.join(os.path.dirname(sys.executable), "mpirun")
+    if not os.path.exists(mpirun):
+        pytest.skip("mpirun is not there")
+    drop = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "PMI", "MPI_")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
+    env.update(TSN_DEVICE="simulator", PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
+    program = "import tilescale_net as t; t.init('4M'); t.barrier(); print(f'{t.rank()} of {t.size()}\\n', end='')"
+    done = subprocess.run(
+        [mpirun, "-n", "2", "bash", "-c", f'{sys.executable} -c "{program}"; exit $?'],
+        env=env, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0 and sorted(done.stdout.split("\n")) == ["", "0 of 2", "1 of 2"], done
+
+
+def test_an_unknown_host_is_told_at_once():
+    begin = time.monotonic()
+    env = {"MASTER_ADDR": "no-such-host.invalid", "RANK": "1", "WORLD_SIZE": "2"}
+    (outcome,) = ranks.launch(1, _init_with, env, init=False)
+    kind, text, _ = outcome.error
+    assert kind == "ConfigurationError" and "MASTER_ADDR='no-such-host.invalid' is not known" in text, outcome.error
+    assert time.monotonic() - begin < 20
+
+
+def _gives_up_and_tries_again():
+    """A rank whose patience ends before the others come meets them the second time."""
+    if os.environ["RANK"] == "0":
+        os.environ["TSN_TIMEOUT"] = "20"
+        tsn.init("4M")
+        tsn.finalize()
+        time.sleep(8)
+    else:
+        tsn.init("4M")
+        tsn.finalize()
+        with pytest.raises(tsn.PeerLost, match="rank 0 .*has not called tilescale_net.init"):
+            tsn.init("4M")
+    tsn.init("4M")
+    tsn.barrier()
+    tsn.finalize()
+
+
+def test_a_second_try_finds_the_others():
+    outcomes = ranks.launch(2, _gives_up_and_tries_again, env=QUICK, init=False)
+    assert all(o.ok for o in outcomes), [o.error for o in outcomes]
 
 
 def _own_group():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tilescale_net import _native
-from tilescale_net.cli import settings as page
+from tilescale_net.cli import settings_page as page
 from tilescale_net.errors import ConfigurationError, FabricError
 from tilescale_net.runtime import settings
 
@@ -41,6 +41,7 @@ def test_variables_are_read_through_the_table_alone():
         ("tilescale_net/csrc/fabric/library.cpp", "TSN_LIBFABRIC"),
         ("tilescale_net/csrc/cuda/driver.cpp", "TSN_LIBCUDA"),
         ("tilescale_net/launch/requirements.py", "TSN_LIBFABRIC"),
+        ("tilescale_net/launch/system.py", "TSN_PYTHON"),
     }
 
 

@@ -196,6 +196,7 @@ def test_missing_rank_is_named_after_the_timeout():
     [
         ({"VIRTUAL_NODES": "3"}, "does not divide"),
         ({"TSN_HEAP_SIZE": "lots"}, "TSN_HEAP_SIZE='lots'"),
+        ({"TSN_HEAP_SIZE": "100T"}, "cannot give 109951162777600 bytes"),
         ({"TSN_DEVICE": "abacus"}, "TSN_DEVICE='abacus'"),
         ({"TSN_TIMEOUT": "soon"}, "TSN_TIMEOUT='soon'"),
         ({"TSN_HEAPSIZE": "8M"}, "there is no setting TSN_HEAPSIZE; did you mean TSN_HEAP_SIZE?"),
@@ -207,6 +208,137 @@ def test_missing_rank_is_named_after_the_timeout():
 def test_bad_settings(env, words):
     for o in ranks.launch(2, tsn.init, env=env, init=False):
         assert o.error[0] == "ConfigurationError" and words in o.error[1], o.error
+
+
+def test_the_heaps_size_is_named_as_it_was_given():
+    for given, words in (
+        ("4 apples", "heap_bytes='4 apples'"),
+        (4, "heap_bytes: a heap of 4"),
+        (1.5, "heap_bytes=1.5"),
+    ):
+        with pytest.raises(tsn.ConfigurationError, match=words):
+            settings.heap_bytes(given, on_gpu=False)
+
+
+class _Driver:
+    """Stands for the CUDA runtime."""
+
+    def __init__(self):
+        self.freed = []
+
+    def cudaMalloc(self, size):
+        return (0, 4096)
+
+    def cudaFree(self, address):
+        self.freed.append(address)
+
+
+def test_device_memory_lives_as_long_as_what_refers_to_it():
+    from tilescale_net.runtime import cuda_memory
+
+    driver = _Driver()
+    heap = cuda_memory._Allocation(driver, 100)
+    view = cuda_memory._Bytes(heap.address + 16, 8, heap)
+    assert view.__cuda_array_interface__["data"] == (4112, False) and heap.held() == ""
+    heap.left_behind = True
+    del heap
+    assert not driver.freed and "still hold 100 bytes" in cuda_memory._Allocation.held()
+    del view
+    assert driver.freed == [4096] and cuda_memory._Allocation.held() == ""
+
+
+def _as_users_set_torch():
+    """The user's default device, dtype and inference mode are the user's alone."""
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.inference_mode():
+        tsn.init("8M")
+        made = tsn.zeros((2, 3), torch.float32), tsn.empty(5, torch.int16), tsn.zeros(0)
+        tsn.barrier()
+        tsn.free(made[1])
+    assert [t.device.type for t in made] == [tsn.device().type] * 3
+    assert made[0].dtype == made[2].dtype == torch.float32
+    made[0].add_(1)  # refused for tensors made in inference mode
+    values = tsn.world().control.gather("test", [tsn.rank(), b"\0"])
+    tsn.finalize()
+    tsn.init("8M")
+    tsn.finalize()
+    assert torch.empty(1).device.type == "meta" and torch.empty(1).dtype == torch.bfloat16
+    return values, made[0].tolist()
+
+
+def test_what_users_set_in_torch_changes_nothing():
+    ones = [[1.0] * 3] * 2
+    assert ranks.run(2, _as_users_set_torch, init=False) == [([[0, b"\0"], [1, b"\0"]], ones)] * 2
+
+
+def _use_after_the_end():
+    """Tensors outlive the heap; nothing else does."""
+    tsn.init("8M")
+    x, world = tsn.zeros(1000, torch.float32), tsn.world()
+    x[:] = 7
+    whole = world.heap.as_bytes()
+    tsn.finalize()
+    assert float(x.sum()) == 7000 and int(whole[-1]) >= 0
+    x.fill_(1)
+    for use in (
+        world.barrier, world.check, world.synchronize, lambda: world.heap.allocate(4, torch.int32, zero=True),
+        lambda: world.heap.free(x), tsn.barrier, tsn.stats, tsn.device, lambda: tsn.free(x), tsn.synchronize,
+    ):  # fmt: skip
+        with pytest.raises(tsn.TileScaleError, match="has ended|not initialised"):
+            use()
+    world.abort()
+    tsn.finalize()
+    tsn.init("8M")
+    y = tsn.zeros(1000, torch.float32)
+    with pytest.raises(tsn.HeapError, match="not in the symmetric heap"):
+        tsn.free(x)
+    assert float(x.sum()) == 1000 and float(y.sum()) == 0
+    z = tsn.zeros(4, torch.int32)
+    tsn.free(z)
+    tsn.barrier()
+    if tsn.world().device_kind == "simulator":
+        assert z.tolist() == [-1] * 4, "freed memory is poisoned"
+    nothing = tsn.empty((0, 3), torch.int32)
+    free = tsn.world().heap._allocator.largest_hole
+    tsn.free(nothing)
+    tsn.free(y[:0])
+    assert nothing.shape == (0, 3) and tsn.world().heap._allocator.largest_hole == free
+    tsn.finalize()
+
+
+def test_tensors_outlive_the_heap():
+    ranks.run(2, _use_after_the_end, init=False)
+
+
+def _wrong_arguments():
+    for args, kind, words in (
+        ((4, "float32"), TypeError, "dtype='float32' is not a torch dtype"),
+        ((4, 5), TypeError, r"zeros\(\(4, 5\)\)"),
+        (("four",), TypeError, "not 'four'"),
+        (((2.5, 2),), TypeError, "whole number"),
+        ((None,), TypeError, "not None"),
+        (((1 << 40, 1 << 40),), tsn.HeapError, "more elements than any heap"),
+        ((-1,), tsn.HeapError, "negative"),
+    ):
+        with pytest.raises(kind, match=words):
+            tsn.zeros(*args)
+    assert tsn.zeros(torch.Size([2])).shape == (2,) and tsn.zeros([torch.tensor(3)]).shape == (3,)
+    long = "x" * 5000
+    with pytest.raises(tsn.RankMismatch, match="differ further on"):
+        tsn.world().control.agree("call", long + str(tsn.rank()))
+    with pytest.raises(tsn.RankMismatch, match="nonsense"):
+        with_garbage = tsn.world().control
+        tsn.runtime.encoding.encode, kept = lambda _: b"\xff{", tsn.runtime.encoding.encode
+        try:
+            with_garbage.gather("call", 1)
+        finally:
+            tsn.runtime.encoding.encode = kept
+    tsn.barrier()
+
+
+def test_wrong_arguments():
+    ranks.run(2, _wrong_arguments)
 
 
 def _again():

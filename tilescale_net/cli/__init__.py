@@ -1,4 +1,5 @@
-"""`python -m tilescale_net`, installed as the command `tilescale_net` too: run, info, settings.
+"""`python -m tilescale_net`, installed as the command `tilescale_net` too: run, info, doctor, bench,
+settings.
 
 Only the standard library is imported before a subcommand is chosen, so that `run` starts at once.
 """
@@ -6,10 +7,13 @@ Only the standard library is imported before a subcommand is chosen, so that `ru
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 
 from tilescale_net import __version__
-from tilescale_net.launch import run
+from tilescale_net.errors import ConfigurationError
+from tilescale_net.launch import messages, run
+from tilescale_net.runtime import settings
 
 
 def parser() -> argparse.ArgumentParser:
@@ -21,9 +25,25 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("run", help=text, description=f"{text.capitalize()}.", allow_abbrev=False)
     run.add_arguments(command)
     command.set_defaults(call=run.run)
-    text = "versions, GPUs, compilers and networks as this installation finds them"
-    command = commands.add_parser("info", help=text, description=f"{text.capitalize()}.")
+    text = "versions, GPUs, links, NICs, compilers and networks, and what a job would use of them"
+    command = commands.add_parser("info", help=text, description=f"Prints {text}.")
+    command.add_argument("--json", action="store_true", help="as JSON")
     command.set_defaults(call=_info)
+    text = "check what a job on this machine needs, and say what to do where something is missing"
+    command = commands.add_parser(
+        "doctor", help=text, description=f"{text.capitalize()}.", epilog="Exit code: 0, or 1 when something is missing."
+    )
+    command.add_argument("--json", action="store_true", help="as JSON")
+    command.set_defaults(call=_doctor)
+    text = "run all benchmarks that fit this machine, and write a page of their results"
+    command = commands.add_parser("bench", help=text, description=f"{text.capitalize()}.")
+    command.add_argument("--quick", action="store_true", help="few sizes and repetitions: whether everything works")
+    command.add_argument("--only", metavar="LIST", help="comma-separated names of files in benchmark/")
+    command.add_argument("--output", default="tilescale_net_bench.html", metavar="FILE", help="the page (%(default)s)")
+    command.add_argument(
+        "-n", "--ranks", type=int, metavar="N", help="ranks of the collectives (all GPUs; simulator 2)"
+    )
+    command.set_defaults(call=_bench)
     text = "the environment variables that the package reads"
     command = commands.add_parser("settings", help=text, description=f"Prints {text}, as markdown.")
     command.set_defaults(call=_settings)
@@ -31,20 +51,46 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _settings(args: argparse.Namespace) -> int:
-    from tilescale_net.cli import settings
+    from tilescale_net.cli import settings_page
 
-    print(settings.page(), end="")
+    print(settings_page.page(), end="")
     return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    root = run.PACKAGE.parent
+    if not (root / "benchmark" / "common" / "suite.py").is_file():
+        messages.refuse("the benchmarks are in a checkout of the project, not in the wheel")
+    sys.path.append(str(root))
+    from benchmark.common import suite
+
+    return suite.main(args)
 
 
 def _info(args: argparse.Namespace) -> int:
     from tilescale_net.cli import info
 
-    print("\n".join(info.lines()))
+    found = info.collect()
+    print(json.dumps(found, indent=1) if args.json else "\n".join(info.lines(found)))
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from tilescale_net.cli import doctor
+
+    findings = list(doctor.Doctor().run())
+    print(json.dumps([vars(f) for f in findings], indent=1) if args.json else doctor.text(findings))
+    return int(any(f.state == doctor.MISSING for f in findings))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code."""
+    messages.program = "tilescale_net"
     args = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-    return args.call(args)
+    try:
+        if args.call is not _settings:
+            settings.check()
+        return args.call(args)
+    except ConfigurationError as err:
+        messages.say(str(err))
+        return 2

@@ -1,50 +1,144 @@
-"""`python -m tilescale_net info`: versions, devices, compilers and networks as this installation finds them."""
+"""`python -m tilescale_net info`: versions, devices, compilers and networks, and what a job would use of them."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
-import shutil
+from collections.abc import Callable
+from typing import Any
 
+from tilescale_net.cli import machine
 from tilescale_net.errors import TileScaleError
 
+PACKAGES = ("torch", "tilelang", "apache-tvm-ffi", "cuda-bindings", "nvidia-nvshmem-cu13", "mpich")
 
-def lines() -> list[str]:
-    """The report, one fact a line; what is missing is named with what it is needed for."""
-    import torch
 
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def collect() -> dict:
+    """Everything, as JSON holds it. What cannot be found out is a text that says why."""
     import tilescale_net
+    from tilescale_net.compiler import host_compiler, toolchain
     from tilescale_net.runtime import settings
 
-    out = [f"tilescale_net {tilescale_net.__version__}, Python {platform.python_version()}, torch {torch.__version__}"]
-    for name in ("tilelang", "apache-tvm-ffi", "cuda-bindings", "nvidia-nvshmem-cu13", "mpich"):
-        try:
-            out.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            out.append(f"{name}: not installed")
-    out.append(f"device: {settings.device_kind()}, {torch.cuda.device_count()} GPUs")
-    for i in range(torch.cuda.device_count()):
-        out.append(f"  GPU {i}: {torch.cuda.get_device_name(i)}")
-    nvcc = shutil.which("nvcc") or "not on PATH (needed to compile kernels for a GPU)"
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    out.append(f"nvcc: {nvcc}")
-    out.append(f"host compiler: {compiler or 'none (the simulator needs g++ or clang++)'}")
-    return out + _fabric_lines()
+    gpus = machine.gpus()
+    return {
+        "tilescale_net": tilescale_net.__version__,
+        "folder": os.path.dirname(tilescale_net.__file__),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "settings": {name: os.environ[name] for name in settings.ALL if os.environ.get(name)},
+        "device": _device(gpus),
+        "gpus": gpus,
+        "nics": _said(lambda: machine.nics([g["pci"] for g in gpus])),
+        "nvcc": toolchain.find_tool("nvcc"),
+        "host_compiler": _said(lambda: " ".join(host_compiler.compiler())),
+        "libfabric": _said(_libfabric),
+        "providers": _said(_providers),
+        "network": {"one host": _said(lambda: _chosen(False)), "several hosts": _said(lambda: _chosen(True))},
+    }
 
 
-def _fabric_lines() -> list[str]:
+def _said(question: Callable[[], Any]) -> Any:
+    """The answer, or the text of the error."""
     try:
-        from tilescale_net import fabric
-
-        found = fabric.library()
-        out = [f"libfabric {found['version']}: {found['path']}"]
-        for offer in fabric.offers():
-            reach = "loopback" if offer["loopback"] else offer["address"]
-            memory = ", reaches GPU memory" if offer["device_memory"] else ""
-            out.append(f"  provider {offer['provider']}, domain {offer['domain']}, {reach}{memory}")
-        return out
+        return question()
     except ImportError as err:
-        return [f"native part: not built ({err}); run `python setup.py build_ext --inplace`"]
+        return f"native part: not built ({err}); run `python setup.py build_ext --inplace`"
     except TileScaleError as err:
-        return [f"libfabric: {err}"]
+        return str(err)
+
+
+def _device(gpus: list[dict]) -> dict:
+    from tilescale_net.runtime import settings
+
+    wanted = settings.DEVICE.get()
+    if wanted != "auto":
+        why = f"TSN_DEVICE={wanted}"
+    else:
+        why = f"torch shows {len(gpus)} GPUs" if gpus else "torch shows no GPU"
+    return {"kind": settings.device_kind(), "why": why}
+
+
+def _libfabric() -> dict:
+    from tilescale_net import fabric
+
+    return fabric.library()
+
+
+def _providers() -> list[dict]:
+    """One dict a provider: its domains, whether a NIC is behind it, and whether it reaches GPU memory."""
+    from tilescale_net import fabric
+
+    found: dict[str, dict] = {}
+    for offer in fabric.offers():
+        entry = found.setdefault(
+            offer["provider"], {"provider": offer["provider"], "domains": [], "hardware": False, "device_memory": False}
+        )
+        if offer["domain"] not in entry["domains"]:
+            entry["domains"].append(offer["domain"])
+        entry["hardware"] |= offer["hardware"]
+        entry["device_memory"] |= offer["device_memory"]
+    return list(found.values())
+
+
+def _chosen(multi_host: bool) -> dict:
+    """What ranks of different nodes would use, and why."""
+    from tilescale_net import _native, fabric
+    from tilescale_net.runtime import settings
+
+    p = _native.Transport(fabric.transport_options(multi_host=multi_host)).properties()
+    named = [row.name for row in (settings.PROVIDER, settings.FABRIC_INTERFACE, settings.CHAOS) if row.get()]
+    if named:
+        why = f"{' and '.join(named)} {'say' if len(named) > 1 else 'says'} so"
+    elif p["link_gbps"] or p["device_memory"]:
+        why = "a NIC comes before software"
+    else:
+        why = "no NIC for remote memory; of software providers, tcp comes first"
+    keys = ("provider", "interface", "rails", "link_gbps", "device_memory")
+    return {**{key: p[key] for key in keys}, "why": why}
+
+
+def lines(found: dict) -> list[str]:
+    """The report, one fact a line."""
+    out = [f"tilescale_net {found['tilescale_net']}, Python {found['python']}"]
+    out += [f"  {name} {version or 'not installed'}" for name, version in found["packages"].items()]
+    out.append(f"device: {found['device']['kind']} ({found['device']['why']})")
+    for ordinal, g in enumerate(found["gpus"]):
+        peers = ", ".join(map(str, g["peers"])) or "none"
+        out.append(
+            f"  GPU {ordinal}: {g['name']}, compute capability {g['compute_capability']}, {g['memory'] >> 30} GiB, PCI "
+            f"{g['pci']}, NUMA node {g['numa_node'] or '?'}, maps GPUs {peers}"
+        )
+    if isinstance(found["nics"], str):
+        out.append(f"NICs: {found['nics']}")
+    for nic in found["nics"] if isinstance(found["nics"], list) else ():
+        near = f", nearest to GPUs {', '.join(map(str, nic['near']))}" if nic["near"] else ""
+        out.append(
+            f"  NIC {nic['name']}: {nic['driver']}, {nic['state']}, {nic['rate']}, NUMA node {nic['numa_node']}{near}"
+        )
+    out.append(f"nvcc: {found['nvcc'] or 'none (needed to compile kernels for a GPU)'}")
+    out.append(f"host compiler: {found['host_compiler']}")
+    library = found["libfabric"]
+    out.append(
+        f"libfabric: {library}" if isinstance(library, str) else f"libfabric {library['version']}: {library['path']}"
+    )
+    for p in found["providers"] if isinstance(found["providers"], list) else ():
+        marks = (", a NIC" if p["hardware"] else "") + (", reaches GPU memory" if p["device_memory"] else "")
+        out.append(f"  provider {p['provider']}: {', '.join(p['domains'])}{marks}")
+    for where, chosen in found["network"].items():
+        if isinstance(chosen, str):
+            out.append(f"between nodes of {where}: {chosen}")
+        else:
+            rails = f", {chosen['rails']} rails" if chosen["rails"] > 1 else ""
+            out.append(
+                f"between nodes of {where}: {chosen['provider']} on {chosen['interface']}{rails} ({chosen['why']})"
+            )
+    out += [f"set: {name}={value}" for name, value in found["settings"].items()]
+    return out

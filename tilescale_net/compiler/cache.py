@@ -1,30 +1,54 @@
-"""What the simulator has made of kernels, kept for the next time in one folder per user: lowered kernels and libraries."""
+"""What the simulator has made of kernels, kept for the next time in one folder per user: lowered kernels,
+libraries and headers.
+
+Libraries are code that this process runs, so that the folder and every file are used only if they belong to this user
+and nobody else may write them.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import pwd
 import shutil
+import struct
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tilescale_net.compiler import private_folder
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import settings
 
-SUFFIXES = (".so", ".lowered")
+SUFFIXES = (".so", ".lowered", ".gch")
 # What is kept: what was used within so many days, the latest of it up to so many bytes.
 KEPT_DAYS, KEPT_BYTES = 30, 1 << 30
+# Seconds after which something in the making counts as left behind: its process holds a lock while it lives.
+_ABANDONED = 3600
+_TEMPORARY = "tmp"
 
 
 def folder() -> Path:
-    """$XDG_CACHE_HOME/tilescale_net/simulator, by default below ~/.cache.
+    """$XDG_CACHE_HOME/tilescale_net/simulator, by default below ~/.cache; below the temporary folder without a home.
 
     Whoever adds a file removes those that nobody has used for KEPT_DAYS, and the longest unused beyond KEPT_BYTES.
     """
-    base = settings.CACHE_HOME.get() or os.path.join(os.path.expanduser("~"), ".cache")
+    base = settings.CACHE_HOME.get()
+    if not os.path.isabs(base):
+        home = os.environ.get("HOME") or _home_of_user()
+        base = os.path.join(home, ".cache") if os.path.isabs(home) else ""
+    if not base:
+        return Path(tempfile.gettempdir()) / f"tilescale_net-{os.getuid()}" / "simulator"
     return Path(base) / "tilescale_net" / "simulator"
+
+
+def _home_of_user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:  # a container with a user of its own
+        return ""
 
 
 def kept(name: str, key: str, suffix: str, make: Callable[[Path], Path]) -> Path:
@@ -36,38 +60,69 @@ def kept(name: str, key: str, suffix: str, make: Callable[[Path], Path]) -> Path
             file once: the others wait for it.
 
     Raises:
-        ConfigurationError: the folder cannot be written.
+        ConfigurationError: the folder cannot be written, or is full.
         Whatever `make` raises; then nothing is kept.
     """
     place = folder()
-    path = place / f"{name[:60]}-{key}{suffix}"
-    if _used(path):
-        return path
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        lock = open(place / f"lock-{key[0]}", "w")  # sixteen serve all files
-    except OSError as err:
-        raise ConfigurationError(
-            f"compiled kernels cannot be kept in {place} ({err.strerror}); set XDG_CACHE_HOME to a folder that can be written"
-        ) from err
-    with lock, tempfile.TemporaryDirectory(dir=place) as work:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not private_folder.make(place):
+            place = private_folder.temporary(place)
+        path = place / f"{name[:60]}-{key}{suffix}"
         if _used(path):
             return path
-        os.replace(make(Path(work)), path)
+        lock = open(place / f"lock-{key[0]}", "w")  # sixteen serve all files
+    except OSError as err:
+        raise _unusable(place, err) from err
+    try:
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if _used(path):
+                return path
+            with tempfile.TemporaryDirectory(dir=place, prefix=_TEMPORARY) as work:
+                os.replace(make(Path(work)), path)
+    except OSError as err:
+        if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise _unusable(place, err) from err
+        raise
     _prune(place)
     return path
 
 
+def _unusable(place: Path, err: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"compiled kernels cannot be kept in {place} ({err.strerror}); make room there, or set XDG_CACHE_HOME to a folder "
+        "that can be written"
+    )
+
+
+def discard(path: Path) -> None:
+    """Remove a file that turned out to be damaged, so that `kept` makes it again."""
+    path.unlink(missing_ok=True)
+
+
 def _used(path: Path) -> bool:
-    """Whether the file is there; says that it is used."""
+    """Whether the file is there and may be trusted; says that it is used."""
     try:
+        if not private_folder.is_ours(path):
+            path.unlink()  # left in a folder of ours by somebody who could write there once
+            return False
+        if path.suffix == ".so" and not _is_whole(path):
+            return False
         os.utime(path)
-    except PermissionError:
-        pass  # somebody else's cache
     except OSError:
         return False
     return True
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library ends where its header says: one that was cut off can crash whoever loads it."""
+    with open(path, "rb") as f:
+        header = f.read(64)
+        if len(header) < 64 or header[:4] != b"\x7fELF":
+            return False
+        (sections,) = struct.unpack_from("<Q", header, 40)
+        size, count = struct.unpack_from("<HH", header, 58)
+        return os.fstat(f.fileno()).st_size >= sections + size * count
 
 
 def _prune(place: Path) -> None:
@@ -79,10 +134,11 @@ def _prune(place: Path) -> None:
         except OSError:
             continue  # another process was faster
         found.append((status.st_mtime, status.st_size, path))
-    oldest, size_kept = time.time() - KEPT_DAYS * 86400, 0
+    now = time.time()
+    oldest, size_kept = now - KEPT_DAYS * 86400, 0
     for used, size, path in sorted(found, reverse=True):
         if path.is_dir():  # of something in the making; programs that end by themselves take theirs away
-            if used < oldest:
+            if path.name.startswith(_TEMPORARY) and used < now - _ABANDONED:
                 shutil.rmtree(path, ignore_errors=True)
         elif path.suffix in SUFFIXES:
             size_kept += size

@@ -22,7 +22,7 @@ _TMA_OPS = {"tl.tileop.tma_copy", "tl.tileop.im2col", "tl.tma_load", "tl.tma_sto
 _TMA_ANNOTATIONS = ("is_gather4", "is_scatter4", "cluster_mask")
 _PIPELINE_ANNOTATIONS = ("num_stages", "tl_pipeline_order", "tl_pipeline_stage", "software_pipeline_stage")
 # Called by whole blocks although they carry no scope.
-_BLOCK_OPS = {"tsn.barrier_all", "tsn.barrier_node"}
+_BLOCK_OPS = {"tsn.barrier_all", "tsn.barrier_node", "tsn.barrier_grid"}
 
 
 def check(func: tirx.PrimFunc) -> None:

@@ -187,10 +187,70 @@ def _check_views(body: str, pointers: set[str]) -> str:
     return body
 
 
+# Primitives with a range of a tensor each: where the address and its size in bytes are among the arguments. A size that
+# is a type stands for one element of it.
+_RANGES = {
+    "put": ((1, "a[3]"), (2, "a[3]")),
+    "get": ((1, "a[3]"), (2, "a[3]")),
+    "put_signal": ((1, "a[3]"), (2, "a[3]"), (5, "8")),
+    "put_value": ((1, ""),),
+    "signal": ((1, "8"),),
+    "wait": ((1, "8"),),
+    "test": ((1, "8"),),
+    "atomic": ((1, ""),),
+    "atomic_cas": ((1, ""),),
+    "ld": ((0, ""),),
+    "st": ((0, ""),),
+}
+_CALL = re.compile(r"(?:/\*@(\d+)\*/)?\btsn::(\w+)((?:<[^()]*?>)?)\(")
+_ELEMENT = re.compile(r"((?:reinterpret_cast<[\w:]+\*>\()?)\(&\((\w+)\[(.*)\]\)\)(\)?)", re.DOTALL)
+
+
+def _check_calls(body: str, pointers: set[str]) -> str:
+    """Tell the simulator where each primitive stands, and check its ranges against the tensors that it names."""
+    for match in reversed(list(_CALL.finditer(body))):
+        site, name, template = match.groups()
+        if name not in _RANGES and site is None:
+            continue
+        arguments, end = _arguments(body, match.end() - 1)
+        for place, size in _RANGES.get(name, ()):
+            element = _ELEMENT.fullmatch(arguments[place])
+            if element is None or element[2] not in pointers:
+                continue
+            size = arguments[3] if size == "a[3]" else size or f"sizeof(*{element[2]}.unchecked())"
+            arguments[place] = f"{element[1]}{element[2]}.span({element[3]}, {size}){element[4]}"
+        call = f"tsn::{name}{template}({', '.join(arguments)})"
+        body = body[: match.start()] + (f"(tsn::sim::at({site}), {call})" if site else call) + body[end:]
+    return body
+
+
+def _note_stores(body: str, pointers: set[str]) -> str:
+    """Mark plain stores to tensors: statements that begin with an element, or with a vector of elements."""
+    if not pointers:
+        return body
+    names = "|".join(map(re.escape, sorted(pointers)))
+    store = re.compile(rf"^(\s*)(?:\*\(((?:unsigned )?[\w:]+)\*\)\(({names}) \+ |({names})\[)", re.MULTILINE)
+    for match in reversed(list(store.finditer(body))):
+        vector = match[2] is not None
+        begin = match.end() - 1 if not vector else body.index("(", match.start(3) - 1)
+        inside, end = _arguments(body, begin)
+        if len(inside) != 1 or not re.match(r"\s*=[^=]", body[end:]):
+            continue
+        if vector:
+            index = inside[0].split(" + ", 1)[1]
+            body = f"{body[: match.start()]}{match[1]}{match[3]}.stored_as<{match[2]}>({index}){body[end:]}"
+        else:
+            body = f"{body[: match.start()]}{match[1]}{match[4]}.stored({inside[0]}){body[end:]}"
+    return body
+
+
 def _define(kernel: str, parameters: tuple[Parameter, ...], body: str) -> str:
     """The kernel as a host function with checked pointers, and the function that the simulator calls per thread."""
     declared, passed = [], []
-    body = _check_views(body, {p.name for p in parameters if p.pointer and p.ctype != "void"})
+    pointers = {p.name for p in parameters if p.pointer and p.ctype != "void"}
+    body = _check_views(body, pointers)
+    if "tsn::" in body:
+        body = _note_stores(_check_calls(body, pointers), pointers)
     for i, p in enumerate(parameters):
         if p.pointer and p.ctype != "void":
             const = "const " if p.const else ""

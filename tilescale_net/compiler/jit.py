@@ -19,7 +19,7 @@ from tilelang import tvm
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from tilescale_net.compiler import lowered, lowering, toolchain
+from tilescale_net.compiler import lowered, lowering, sites, toolchain
 from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.kernel import CudaKernel, Kernel, simulated
 from tilescale_net.compiler.passes import prepare
@@ -120,7 +120,9 @@ def compile(
     flags = list(func.attrs["tilelang_compile_flags"]) if "tilelang_compile_flags" in (func.attrs or {}) else []
     flags += [compile_flags] if isinstance(compile_flags, str) else list(compile_flags or ())
     if chosen == "simulator":
-        return simulated(prepared, lowered.kept(kernel_name(func), prepared.func, SIMULATOR_TARGET, configs, lower))
+        numbered, lines = sites.number(prepared.func, sites.lines_of(func))
+        kept = lowered.kept(kernel_name(func), numbered, SIMULATOR_TARGET, configs, lower)
+        return simulated(prepared, kept, lines)
     toolchain.find_nvcc()
     with lowering.enabled(), _quiet(), toolchain.once_per_host(kernel_name(func)):
         compiled = tilelang.compile(

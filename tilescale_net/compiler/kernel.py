@@ -189,7 +189,7 @@ class CudaKernel(Kernel):
 class _Simulated(Kernel):
     """A kernel that the simulator runs."""
 
-    def __init__(self, prepared: Prepared, lowered: Lowered):
+    def __init__(self, prepared: Prepared, lowered: Lowered, lines: list[str]):
         super().__init__(prepared, lowered.kernel_source, "simulator")
         from tilescale_net.compiler.simulated import SimulatedKernel
 
@@ -197,6 +197,7 @@ class _Simulated(Kernel):
             name=self.name,
             lowered=lowered,
             context_index=None if self._context_index is None else 0,
+            lines=lines,
         )
 
     def _function(self):
@@ -208,6 +209,6 @@ class _Simulated(Kernel):
     sass = ptx
 
 
-def simulated(prepared: Prepared, lowered: Lowered) -> Kernel:
+def simulated(prepared: Prepared, lowered: Lowered, lines: list[str]) -> Kernel:
     """The kernel that runs in the simulator."""
-    return _Simulated(prepared, lowered)
+    return _Simulated(prepared, lowered, lines)

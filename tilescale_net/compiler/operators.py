@@ -23,6 +23,7 @@ CHOICES: dict[str, dict[str, str]] = {
         "add", "and", "or", "xor", "min", "max", "exch")},
     "Order": {"weak": "weak", "relaxed": "relaxed", "acquire": "acquire", "release": "release",
               "volatile": "volatile_"},
+    "BarrierScope": {name: name for name in ("block", "grid")},
     "MemScope": {name: name for name in ("cta", "gpu", "sys")},
 }  # fmt: skip
 
@@ -123,6 +124,8 @@ class Operator:
 
 _COPY = ("Scope", "Engine", "int", "int", "int")  # scope, engine, unroll, stages, bytes per stage
 
+_ROWS = ("i64", "bytes", "bytes", "bytes")  # rows, bytes of a row, pitch at the target, pitch at the source
+
 OPERATORS: dict[str, Operator] = {
     operator.name: operator
     for operator in (
@@ -138,18 +141,26 @@ OPERATORS: dict[str, Operator] = {
             (*_COPY, "SignalOp"),
             ("context", "memory", "memory", "bytes", "pe", "words", "u64", "ring"),
         ),
+        Operator("put_rows", ("Scope", "int"), ("context", "memory", "memory", *_ROWS, "pe")),
+        Operator("get_rows", ("Scope", "int"), ("context", "memory", "memory", *_ROWS, "pe")),
+        Operator(
+            "put_signal_rows",
+            ("Scope", "int", "SignalOp"),
+            ("context", "memory", "memory", *_ROWS, "pe", "words", "u64"),
+        ),
         Operator("put_value", (), ("context", "memory", "value", "pe")),
-        Operator("signal", ("SignalOp",), ("context", "words", "u64", "pe")),
+        Operator("signal", ("Scope", "SignalOp", "int"), ("context", "words", "u64", "pe")),  # int: whether it fences
         Operator("wait", ("Scope", "Compare"), ("context", "words", "i64"), "uint64"),
         Operator("test", ("Compare",), ("context", "words", "i64"), "bool"),
         Operator("atomic", ("AtomicOp",), ("context", "memory", "value", "pe"), "value"),
         Operator("atomic_cas", (), ("context", "memory", "value", "value", "pe"), "value"),
-        Operator("fence", (), ("context", "pe")),
-        Operator("quiet", (), ("context", "pe")),
+        Operator("fence", ("Scope",), ("context", "pe")),
+        Operator("quiet", ("Scope",), ("context", "pe")),
         Operator("flush_async", (), ("context", "pe"), "uint64"),
         Operator("flush_wait", (), ("context", "u64")),
-        Operator("barrier_all"),
-        Operator("barrier_node"),
+        Operator("barrier_all", ("BarrierScope",)),
+        Operator("barrier_node", ("BarrierScope",)),
+        Operator("barrier_grid"),
         Operator("remote", (), ("context", "memory", "pe"), "handle"),
         Operator("ld", ("Order", "MemScope"), ("memory",), "value"),
         Operator("st", ("Order", "MemScope"), ("memory", "value")),

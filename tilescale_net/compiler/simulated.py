@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 
 import torch
 
@@ -17,7 +18,7 @@ from tilescale_net.runtime import world as _world
 # What a streaming multiprocessor of an H100 or H200 holds at most.
 _SM_THREADS, _SM_BLOCKS, _SM_SHARED, _BLOCK_SHARED = 2048, 32, 228 * 1024, 227 * 1024
 _RESERVED_SHARED = 1024  # taken by the system per resident block
-_FAILURES = {1: errors.KernelError, 2: errors.OutOfBounds, 3: errors.SimulatorDeadlock}
+_FAILURES = {1: errors.KernelError, 2: errors.OutOfBounds, 3: errors.SimulatorDeadlock, 5: errors.DataRace}
 _PACK = {
     "float": "<f", "double": "<d", "int": "<i", "unsigned": "<I", "uint": "<I", "unsigned int": "<I", "int64_t": "<q",
     "uint64_t": "<Q", "long": "<q", "long long": "<q", "unsigned long long": "<Q", "short": "<h", "ushort": "<H",
@@ -39,10 +40,11 @@ class SimulatedKernel:
         name: the kernel's name.
         lowered: for an architecture without asynchronous copies (sm_70).
         context_index: which argument is the context (see device/context.h), or None.
+        lines: where the author's primitives stand, see sites.py.
 
     Calls take the kernel's arguments in order (torch CPU tensors, ints, floats; None for an optional tensor), run the
     kernel to its end, and raise: KernelError for arguments that do not fit or for a kernel that misuses a primitive,
-    OutOfBounds, SimulatorDeadlock, and what the kernel reports in its context (WaitTimeout, PeOutOfRange, …). Every
+    OutOfBounds, DataRace, SimulatorDeadlock, and what the kernel reports in its context (WaitTimeout, PeOutOfRange, …). Every
     error names the seed that repeats the schedule.
 
     Raises:
@@ -50,11 +52,13 @@ class SimulatedKernel:
         ConfigurationError: no C++ compiler, or no CUDA headers.
     """
 
-    def __init__(self, name: str, lowered: Lowered, context_index: int | None = None):
+    def __init__(self, name: str, lowered: Lowered, context_index: int | None = None, lines: list[str] = ()):
         from tilescale_net import _simulator
 
         self.name = name
         self.context_index = context_index
+        self._lines = list(lines)
+        self._communicates = context_index is not None
         self.n_arguments = lowered.n_arguments
         translated = host_source.translate(name, lowered.kernel_source)
         self.host_source = translated.text
@@ -62,7 +66,7 @@ class SimulatedKernel:
         self._dynamic_shared = translated.dynamic_shared
         self._host = host_stub.translate(name, lowered.host_mod)
         self._simulator = _simulator
-        self._library = _simulator.Library(str(host_compiler.build(name, translated.text)))
+        self._library = host_compiler.load(name, translated.text)
 
     def __call__(self, *args) -> None:
         """Run the kernel to its end."""
@@ -90,9 +94,12 @@ class SimulatedKernel:
             return  # as on a GPU: nothing to do
         self._check_geometry(grid, block, shared)
         timeout = context.timeout_ns * 1e-9 if context else 0.0
+        if context and context.n_pes > 1:
+            time.sleep(simulator.start_delay(context.my_pe, context.n_pes))
         failure, message, remark, _ = self._library.launch(
             launch.kernel, words, grid, block, shared, simulator.next_launch_seed(context.my_pe if context else 0),
             resident_blocks(block[0] * block[1] * block[2], shared), simulator.stall_seconds(timeout), simulator.stack_bytes(),
+            self._communicates, self._lines,
         )  # fmt: skip
         where = f"kernel {self.name} (simulated, seed {simulator.seed()}, visibility {simulator.visibility()})"
         if failure:

@@ -21,8 +21,7 @@ constexpr int kAddBoxWords = kQueueWords + kMaxQueues * kQueueWordsStride; // fi
 constexpr int kAddBoxHeader = 32; // word 0: published, word 16: claimed; then the entries, two words each
 constexpr int kAddBoxClaimed = 16;
 constexpr int kAddBoxStride = kAddBoxHeader + 2 * kAddBoxEntries;
-static_assert((kAddBoxWords + kMaxAddBoxes * kAddBoxStride) * 8 <= (int)kSystemBytes,
-              "the system area holds all boxes");
+static_assert(kAddBoxWords + kMaxAddBoxes * kAddBoxStride <= kGridBarrierWords, "the system area holds all boxes");
 
 // Context::flags, bits 8..11: the number of boxes that waits look at.
 constexpr int kAddBoxShift = 8;

@@ -32,11 +32,20 @@ TSN_DEVICE void disseminate(const Context* ctx, uint64_t* flags, uint64_t epoch,
   }
 }
 
+// In the simulator two blocks of a PE in a barrier at the same time are an error; elsewhere they count it twice, or
+// once.
+TSN_DEVICE void enter_alone(const Context* ctx, uint64_t* entered) {
+  if (platform::thread_index() != 0) return;
+  if (platform::atomic<AtomicOp::exch, Order::relaxed, MemScope::gpu>(entered, uint64_t(1)) != 0)
+    fail(ctx, kBarriersOverlap, kOpBarrier, -1, nullptr, 0, 0, 0);
+}
+
 // Among PEs first .. first + n - 1, of which this is number `me`.
 TSN_DEVICE void barrier(const Context* ctx, int flags_word, int epoch_word, int first, int me, int n) {
   static_assert(31 <= kBarrierRounds && 3 * 10 <= kBarrierRounds, "32 PEs in one round, 4^10 in ten, fit the flags");
   uint64_t* area = reinterpret_cast<uint64_t*>(platform::load_constant(&ctx->heap_base));
-  platform::block_sync();
+  scope_enter<Scope::block>(kOpBarrier, nullptr, nullptr, 0, kNoPe);
+  if constexpr (platform::kDefersRemoteWrites) enter_alone(ctx, area + kBarrierEntered);
   if (platform::thread_index() < platform::kWarpThreads) {
     const uint64_t epoch = platform::load<Order::relaxed, MemScope::gpu>(area + epoch_word) + 1;
     platform::warp_sync();
@@ -45,6 +54,9 @@ TSN_DEVICE void barrier(const Context* ctx, int flags_word, int epoch_word, int 
     else disseminate<4>(ctx, area + flags_word, epoch, first, me, n);
   }
   platform::block_sync();
+  if constexpr (platform::kDefersRemoteWrites)
+    if (platform::thread_index() == 0)
+      platform::store<Order::relaxed, MemScope::gpu>(area + kBarrierEntered, uint64_t(0));
 }
 
 } // namespace detail

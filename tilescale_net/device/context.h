@@ -20,15 +20,21 @@ constexpr int kWorldBarrierFlags = 0;                                  // [kBarr
 constexpr int kNodeBarrierFlags = kWorldBarrierFlags + kBarrierRounds; // [kBarrierRounds] set by peers
 constexpr int kWorldBarrierEpoch = kNodeBarrierFlags + kBarrierRounds; // local count of barriers so far
 constexpr int kNodeBarrierEpoch = kWorldBarrierEpoch + 1;
-constexpr int kQueueWords = 128;      // first word of the queues' device-side state
-constexpr int kQueueWordsStride = 32; // words per queue: head and cached tail in lines of their own
+constexpr int kBarrierEntered = kNodeBarrierEpoch + 1; // simulator: whether a block of this PE is inside a barrier
+constexpr int kQueueWords = 128;                       // first word of the queues' device-side state
+constexpr int kQueueWordsStride = 32;                  // words per queue: head and cached tail in lines of their own
 constexpr int kMaxQueues = 64;
+constexpr int kGridBarrierWords = 7 * 1024; // first word of the barriers among the blocks of a launch
+constexpr int kGridBarriers = 16;
+constexpr int kGridBarrierStride = 16; // words, a line each
 // As many as the PE field of a descriptor can tell apart, and one value more for "all of them".
 constexpr uint32_t kMaxPes = (1u << 14) - 1;
 // Entries of peer_base that always exist, so that kernels can load one before they know the PE; 0 from n_pes on.
 constexpr uint32_t kNearPes = 128;
 static_assert((kQueueWords + kMaxQueues * kQueueWordsStride) * 8 <= (int)kSystemBytes,
               "the system area holds all queues");
+static_assert((kGridBarrierWords + kGridBarriers * kGridBarrierStride) * 8 <= (int)kSystemBytes,
+              "the system area holds all grid barriers");
 
 // One device queue as a kernel sees it.
 struct QueueView {
@@ -45,13 +51,14 @@ static_assert(sizeof(QueueView) == 64, "QueueView is 64 bytes");
 // What a device writes when it gives up; the host turns it into an exception.
 enum ErrorKind : uint32_t {
   kNoError = 0,
-  kWaitTimeout = 1,  // a wait on a signal passed its deadline
-  kQueueTimeout = 2, // the queue stayed full past the deadline
-  kFlushTimeout = 3, // a flush or a get did not finish within the deadline
-  kPeOutOfRange = 4, // pe < 0 or pe >= n_pes
-  kNotSymmetric = 5, // an address outside the symmetric heap
-  kNotDirect = 6,    // a direct-path operation on a PE that is not mapped
-  kUnsupported = 7,  // an operation that this path cannot carry
+  kWaitTimeout = 1,     // a wait on a signal passed its deadline
+  kQueueTimeout = 2,    // the queue stayed full past the deadline
+  kFlushTimeout = 3,    // a flush or a get did not finish within the deadline
+  kPeOutOfRange = 4,    // pe < 0 or pe >= n_pes
+  kNotSymmetric = 5,    // an address outside the symmetric heap
+  kNotDirect = 6,       // a direct-path operation on a PE that is not mapped
+  kUnsupported = 7,     // an operation that this path cannot carry
+  kBarriersOverlap = 8, // two blocks, or two launches, of a PE in one barrier at the same time
 };
 
 struct ErrorRecord {
@@ -84,6 +91,7 @@ enum Operation : uint32_t {
   kOpFlush = 11,
   kOpBarrier = 12,
   kOpRemote = 13,
+  kOpBarrierGrid = 14,
 };
 
 struct Context {

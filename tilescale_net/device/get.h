@@ -21,7 +21,7 @@ template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void get(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
   // The ends are aligned alike here and there: every heap begins on a page.
   Beginning<S> begin(dst, src, bytes);
-  scope_sync<S>(); // whoever still reads the destination has done so
+  scope_enter<S>(kOpGet, dst, src, bytes, pe); // whoever still reads the destination has done so
   if (!platform::kDefersRemoteWrites && begin.idle()) return scope_sync<S>();
   const Route route(ctx, pe);
   if (TSN_LIKELY(route.check<S>(kOpGet, src, bytes))) {

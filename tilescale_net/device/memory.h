@@ -8,11 +8,14 @@ namespace tsn {
 template <Order O, MemScope S, class T>
 TSN_DEVICE T ld(const T* p) {
   if constexpr (platform::kDefersRemoteWrites) platform::before_ld<O>();
-  return platform::load<O, S>(p);
+  const T v = platform::load<O, S>(p);
+  if constexpr (platform::kDefersRemoteWrites) platform::after_ld(p);
+  return v;
 }
 
 template <Order O, MemScope S, class T>
 TSN_DEVICE void st(T* p, typename Value<T>::type v) {
+  if constexpr (platform::kDefersRemoteWrites) platform::before_st(p);
   platform::store<O, S>(p, v);
 }
 

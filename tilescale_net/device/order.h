@@ -34,6 +34,7 @@ TSN_DEVICE void complete_direct(const Context* ctx, int pe) {
 // Orders the puts that happened before it ahead of the signals to the same PE that happen after it. It waits for
 // nothing on the proxy path. By one thread; pe = -1 means all PEs.
 TSN_DEVICE void fence(const Context* ctx, int pe) {
+  enter<Scope::thread>(kOpFence, nullptr, 0, pe);
   const detail::Ways ways(ctx, kOpFence, pe);
   if (ways.direct) {
     bool taken = false;
@@ -49,6 +50,7 @@ constexpr uint64_t kDirectTickets = ~uint64_t(0) << 32;
 // Begins to complete the puts to the PE, or with -1 to all, that happened before it; flush_wait ends that. By one
 // thread.
 TSN_DEVICE uint64_t flush_async(const Context* ctx, int pe) {
+  enter<Scope::thread>(kOpFlush, nullptr, 0, pe);
   const detail::Ways ways(ctx, kOpFlush, pe);
   if (!ways.proxy) return kDirectTickets + (uint32_t(pe) + 1);
   if (ways.direct) detail::complete_direct(ctx, pe);
@@ -63,10 +65,26 @@ TSN_DEVICE void flush_wait(const Context* ctx, uint64_t ticket) {
 
 // Both at once. By one thread; pe = -1 means all PEs.
 TSN_DEVICE void quiet(const Context* ctx, int pe) {
+  enter<Scope::thread>(kOpQuiet, nullptr, 0, pe);
   const detail::Ways ways(ctx, kOpQuiet, pe);
   const uint64_t ticket = ways.proxy ? queue_flush(ctx, pe) : 0;
   if (ways.direct) detail::complete_direct(ctx, pe);
   if (ways.proxy) queue_wait(ctx, ticket, kOpQuiet);
+}
+
+// fence() and quiet() by all threads of the scope: the leader makes the call, after everything that any of them did
+// before, and none goes on before it has returned.
+template <Scope S>
+TSN_DEVICE void fence(const Context* ctx, int pe) {
+  scope_sync<S>();
+  if (scope_leader<S>()) fence(ctx, pe);
+  scope_sync<S>();
+}
+template <Scope S>
+TSN_DEVICE void quiet(const Context* ctx, int pe) {
+  scope_sync<S>();
+  if (scope_leader<S>()) quiet(ctx, pe);
+  scope_sync<S>();
 }
 
 } // namespace tsn

@@ -14,6 +14,8 @@
 //   uint32_t thread_index()                 linear index of the thread in its block
 //   uint32_t block_threads()                threads in the block
 //   uint32_t block_index()                  linear index of the block in the grid
+//   uint32_t grid_blocks()                  blocks in the grid
+//   uint32_t grid_id()                      tells launches that run at the same time from one another
 //   uint32_t lane()                         thread_index() % 32
 //
 // Synchronisation. "Orders memory" means: what happened before the call in any participant happened before
@@ -88,13 +90,21 @@
 //   bool defer_put(const Context*, void* dst, void* peer, const void* src, int64_t bytes, int pe)
 //   bool defer_put_signal(const Context*, void* dst, void* peer, const void* src, int64_t bytes, int pe,
 //                         uint64_t* signal, uint64_t* peer_signal, uint64_t value, SignalOp)
+//   bool defer_put_rows(const Context*, void* dst, void* peer, const void* src, int64_t rows, int64_t bytes,
+//                       int64_t dst_pitch, int64_t src_pitch, int pe, uint64_t* signal, uint64_t* peer_signal,
+//                       uint64_t value, SignalOp)               with and without a signal
 //   bool defer_put_value(const Context*, void* dst, void* peer, uint64_t value, int bytes, int pe)
 //   bool defer_signal(const Context*, uint64_t* signal, uint64_t* peer_signal, uint64_t value, SignalOp, int pe)
 //   bool defer_atomic<T>(const Context*, AtomicOp, T* dst, T* peer, T value, int pe, T* old)
 //   bool defer_atomic_cas<T>(const Context*, T* dst, T* peer, T compare, T value, int pe, T* old)
 //   bool defer_fence(const Context*, int pe)
 //   bool defer_quiet(const Context*, int pe)
+//   void announce(Operation, Scope, dst, src, bytes, pe, sig, value, SignalOp)   every thread of the scope, before it
+//                                           meets for a call
+//   void begin(the same)                    the leader, after it has met
+//   void waited(const uint64_t* sig)        a wait or test has seen its signal
 //   void before_ld<Order>()                 a kernel's own load with this order follows, perhaps again and again
+//   void after_ld(const void*), before_st(const void*)   the same, when it is done, and a store
 //   void inspect(Operation, const void* local, int64_t bytes)  the leader is about to use these local (symmetric)
 //                                           addresses; the simulator checks that they lie in one live allocation
 #pragma once

@@ -35,6 +35,12 @@ TSN_DEVICE uint32_t thread_index() { return threadIdx.x + blockDim.x * (threadId
 TSN_DEVICE uint32_t block_threads() { return blockDim.x * blockDim.y * blockDim.z; }
 #endif
 TSN_DEVICE uint32_t block_index() { return blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z); }
+TSN_DEVICE uint32_t grid_blocks() { return gridDim.x * gridDim.y * gridDim.z; }
+TSN_DEVICE uint32_t grid_id() {
+  uint64_t id;
+  asm volatile("mov.u64 %0, %%gridid;" : "=l"(id));
+  return uint32_t(id);
+}
 TSN_DEVICE uint32_t lane() { return thread_index() % kWarpThreads; }
 
 // -------------------------------------------------------------------------------------------------- synchronisation

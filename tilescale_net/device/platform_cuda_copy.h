@@ -147,6 +147,8 @@ TSN_DEVICE void bulk_fence() { asm volatile("fence.proxy.async.shared::cta;" :::
 bool defer_put(const Context*, void*, void*, const void*, int64_t, int);
 bool defer_put_signal(const Context*, void*, void*, const void*, int64_t, int, uint64_t*, uint64_t*, uint64_t,
                       SignalOp);
+bool defer_put_rows(const Context*, void*, void*, const void*, int64_t, int64_t, int64_t, int64_t, int, uint64_t*,
+                    uint64_t*, uint64_t, SignalOp);
 bool defer_put_value(const Context*, void*, void*, uint64_t, int, int);
 bool defer_signal(const Context*, uint64_t*, uint64_t*, uint64_t, SignalOp, int);
 template <class T>
@@ -155,8 +157,13 @@ template <class T>
 bool defer_atomic_cas(const Context*, T*, T*, T, T, int, T*);
 bool defer_fence(const Context*, int);
 bool defer_quiet(const Context*, int);
+void announce(Operation, Scope, const void*, const void*, int64_t, int, const uint64_t*, uint64_t, SignalOp);
+void begin(Operation, Scope, const void*, const void*, int64_t, int, const uint64_t*, uint64_t, SignalOp);
+void waited(const uint64_t*);
 template <Order>
 void before_ld();
+void after_ld(const void*);
+void before_st(const void*);
 void inspect(Operation, const void*, int64_t);
 
 } // namespace platform

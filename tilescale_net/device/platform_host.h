@@ -33,6 +33,11 @@ TSN_DEVICE uint32_t block_threads() {
   return n.x * n.y * n.z;
 }
 TSN_DEVICE uint32_t block_index() { return sim::self().linear_block; }
+TSN_DEVICE uint32_t grid_blocks() {
+  const sim::Index3& n = sim::self().grid_dim;
+  return n.x * n.y * n.z;
+}
+TSN_DEVICE uint32_t grid_id() { return 1; } // a process runs one launch at a time
 TSN_DEVICE uint32_t lane() { return sim::self().lane; }
 
 // -------------------------------------------------------------------------------------------------- synchronisation
@@ -129,6 +134,9 @@ TSN_DEVICE void before_ld() {
   if constexpr (O == Order::acquire || O == Order::volatile_) sim::api().yield(true);
 }
 
+TSN_DEVICE void after_ld(const void* p) { sim::word_access(p, sim::WordAccess::acquire); }
+TSN_DEVICE void before_st(const void* p) { sim::word_access(p, sim::WordAccess::release); }
+
 template <class T>
 TSN_DEVICE T load_constant(const T* p) {
   return *p;
@@ -192,6 +200,7 @@ TSN_DEVICE T atomic(T* p, T value) {
   static_assert(!kFloat || Op == AtomicOp::add || Op == AtomicOp::exch, "only add and exch on floating-point numbers");
   using W = detail::WordOf<T>;
   detail::visit<S>("atomic", p, sizeof(T));
+  sim::word_access(p, sim::WordAccess::both);
   const auto apply = [value](T old) -> T {
     if constexpr (Op == AtomicOp::add) return old + value;
     if constexpr (Op == AtomicOp::min) return value < old ? value : old;
@@ -216,6 +225,7 @@ TSN_DEVICE T atomic_cas(T* p, T compare, T value) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomics work on 4 and 8 bytes");
   using W = detail::WordOf<T>;
   detail::visit<S>("atomic", p, sizeof(T));
+  sim::word_access(p, sim::WordAccess::both);
   W old = detail::bits<W>(compare);
   const bool taken = __atomic_compare_exchange_n(reinterpret_cast<W*>(p), &old, detail::bits<W>(value), false,
                                                  detail::host_order(O), __ATOMIC_RELAXED);

@@ -84,6 +84,12 @@ TSN_DEVICE bool defer_put_signal(const Context*, void* dst, void* peer, const vo
   return sim::api().remote->defer(
       {"put_signal", dst, peer, src, bytes, value, signal, peer_signal, op == SignalOp::add, pe});
 }
+TSN_DEVICE bool defer_put_rows(const Context*, void* dst, void* peer, const void* src, int64_t rows, int64_t bytes,
+                               int64_t dst_pitch, int64_t src_pitch, int pe, uint64_t* signal, uint64_t* peer_signal,
+                               uint64_t value, SignalOp op) {
+  return sim::api().remote->defer({signal ? "put_signal" : "put", dst, peer, src, rows * bytes, value, signal,
+                                   peer_signal, op == SignalOp::add, pe, rows, dst_pitch, src_pitch});
+}
 TSN_DEVICE bool defer_put(const Context*, void* dst, void* peer, const void* src, int64_t bytes, int pe) {
   return sim::api().remote->defer({"put", dst, peer, src, bytes, 0, nullptr, nullptr, false, pe});
 }
@@ -106,9 +112,20 @@ TSN_DEVICE bool defer_atomic_cas(const Context*, T*, T*, T, T, int, T*) {
   return false;
 }
 
+TSN_DEVICE void announce(Operation operation, Scope scope, const void* dst, const void* src, int64_t bytes, int pe,
+                         const uint64_t* sig, uint64_t value, SignalOp op) {
+  sim::api().remote->announce({operation, uint32_t(scope), dst, src, bytes, pe, sig, value, op == SignalOp::add});
+}
+TSN_DEVICE void begin(Operation operation, Scope scope, const void* dst, const void* src, int64_t bytes, int pe,
+                      const uint64_t* sig, uint64_t value, SignalOp op) {
+  sim::api().remote->begin({operation, uint32_t(scope), dst, src, bytes, pe, sig, value, op == SignalOp::add});
+}
+TSN_DEVICE void waited(const uint64_t* sig) { sim::api().remote->waited(sig); }
+
 TSN_DEVICE void inspect(Operation operation, const void* local, int64_t bytes) {
-  constexpr const char* kNames[] = {"none", "put",    "get",   "put_signal", "put_value", "signal",  "wait",
-                                    "test", "atomic", "fence", "quiet",      "flush",     "barrier", "remote"};
+  constexpr const char* kNames[] = {"none",   "put",   "get",     "put_signal", "put_value",
+                                    "signal", "wait",  "test",    "atomic",     "fence",
+                                    "quiet",  "flush", "barrier", "remote",     "barrier_grid"};
   sim::api().remote->check(kNames[operation], local, uint64_t(bytes));
 }
 

@@ -26,7 +26,7 @@ template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
   Beginning<S, kPushRows<S>> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll, Stages>);
   publish_to_bulk<S, E, Stages>(bytes);
-  scope_sync<S>(); // what the scope wrote to the source is sent
+  scope_enter<S>(kOpPut, dst, src, bytes, pe); // what the scope wrote to the source is sent
   if (!platform::kDefersRemoteWrites && begin.idle()) return;
   if constexpr (kMayPushInBulk<S, E, Stages>) {
     if (TSN_UNLIKELY(goes_in_bulk<E>(begin, dst, src, bytes))) {
@@ -61,6 +61,7 @@ struct Value {
 template <class T>
 TSN_DEVICE void put_value(const Context* ctx, T* dst, typename Value<T>::type value, int pe) {
   static_assert(sizeof(T) <= 8, "put_value moves up to 8 bytes");
+  enter<Scope::thread>(kOpPutValue, dst, sizeof(T), pe);
   const Route route(ctx, pe);
   if (TSN_UNLIKELY(!route.check<Scope::thread>(kOpPutValue, dst, sizeof(T)) || route.stopped)) return;
   uint64_t bits = 0;

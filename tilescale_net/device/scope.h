@@ -6,6 +6,8 @@
 
 namespace tsn {
 
+constexpr int kNoPe = -2; // of calls that concern no PE
+
 template <Scope S>
 TSN_DEVICE bool scope_leader() {
   if constexpr (S == Scope::thread) return true;
@@ -36,6 +38,26 @@ TSN_DEVICE Part scope_part() {
   if constexpr (S == Scope::warp) return {platform::lane(), platform::kWarpThreads};
   if constexpr (S == Scope::block) return {platform::thread_index(), platform::block_threads()};
   return {0, 1};
+}
+
+// The start of a call in which the scope meets: orders memory among its threads. A platform that checks calls learns
+// what each thread asks for, and from the leader what is about to happen.
+template <Scope S>
+TSN_DEVICE void scope_enter(Operation operation, const void* dst, const void* src, int64_t bytes, int pe,
+                            const uint64_t* sig = nullptr, uint64_t value = 0, SignalOp op = SignalOp::set) {
+  if constexpr (platform::kDefersRemoteWrites) platform::announce(operation, S, dst, src, bytes, pe, sig, value, op);
+  scope_sync<S>();
+  if constexpr (platform::kDefersRemoteWrites)
+    if (scope_leader<S>()) platform::begin(operation, S, dst, src, bytes, pe, sig, value, op);
+}
+// The same for a call of one thread, or one that meets later.
+template <Scope S>
+TSN_DEVICE void enter(Operation operation, const void* dst, int64_t bytes, int pe, const uint64_t* sig = nullptr,
+                      uint64_t value = 0, SignalOp op = SignalOp::set) {
+  if constexpr (platform::kDefersRemoteWrites) {
+    platform::announce(operation, S, dst, nullptr, bytes, pe, sig, value, op);
+    if (scope_leader<S>()) platform::begin(operation, S, dst, nullptr, bytes, pe, sig, value, op);
+  }
 }
 
 // The offer of an operation to the platform, see "Deferral" in platform.h. `offer` runs in the leader.

@@ -9,7 +9,8 @@ namespace tsn {
 
 namespace detail {
 
-TSN_COLD void signal_by_proxy(const Context* ctx, uint64_t* sig, uint64_t value, int pe, SignalOp op) {
+TSN_COLD void signal_by_proxy(const Context* ctx, uint64_t* sig, uint64_t value, int pe, SignalOp op, bool fenced) {
+  if (fenced) queue_fence(ctx, pe);
   queue_signal<false>(ctx, sig, value, pe, op);
 }
 // A put_signal that Route::open() did not let through, by the leader: to a PE that is not mapped, or none at all.
@@ -29,13 +30,15 @@ TSN_DEVICE void release_signal(uint64_t* word, uint64_t value) {
   else platform::add_release(word, value);
 }
 
-// signal() for a PE that was found, an address that was checked or belongs to the package, and a caller that has
-// fenced.
-template <SignalOp Op>
+// signal() for a PE that was found, an address that was checked or belongs to the package, and a caller that has made
+// the platform's fence at system scope. Where memory is mapped, that fence orders earlier puts too; elsewhere, and in
+// the simulator, `Fence` does.
+template <SignalOp Op, bool Fence = false>
 TSN_DEVICE void send_signal(const Route& route, uint64_t* sig, uint64_t value) {
   if (TSN_UNLIKELY(route.stopped)) return;
-  if (TSN_UNLIKELY(!route.direct())) return signal_by_proxy(route.ctx, sig, value, route.pe, Op);
+  if (TSN_UNLIKELY(!route.direct())) return signal_by_proxy(route.ctx, sig, value, route.pe, Op, Fence);
   uint64_t* peer = route.translate(sig);
+  if constexpr (platform::kDefersRemoteWrites && Fence) platform::defer_fence(route.ctx, route.pe);
   if constexpr (platform::kDefersRemoteWrites)
     if (platform::defer_signal(route.ctx, sig, peer, value, Op, route.pe)) return;
   if constexpr (Op == SignalOp::set) platform::store<Order::relaxed, MemScope::sys>(peer, value);
@@ -78,12 +81,22 @@ TSN_DEVICE void put_signal_lone(B& begin, const Context* ctx, void* dst, const v
 } // namespace detail
 
 // Sets or adds to a signal word of the PE, after everything that the calling thread did before and, by way of barriers,
-// others did. By one thread.
-template <SignalOp Op>
+// others did. With `Fence` also after all puts to the PE that happened before, as if fence() came first, of which this
+// takes a half on the direct path. By one thread.
+template <SignalOp Op, bool Fence = false>
 TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe) {
+  enter<Scope::thread>(kOpSignal, nullptr, 0, pe, sig, value, Op);
   const Route route(ctx, pe);
   platform::fence<MemScope::sys>(); // the route's loads are under way meanwhile
-  if (TSN_LIKELY(route.check<Scope::thread>(kOpSignal, sig, sizeof(*sig)))) detail::send_signal<Op>(route, sig, value);
+  if (TSN_LIKELY(route.check<Scope::thread>(kOpSignal, sig, sizeof(*sig))))
+    detail::send_signal<Op, Fence>(route, sig, value);
+}
+
+// The same by all threads of the scope, after everything that any of them did before; the leader sends it.
+template <Scope S, SignalOp Op, bool Fence>
+TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe) {
+  scope_sync<S>();
+  if (scope_leader<S>()) signal<Op, Fence>(ctx, sig, value, pe);
 }
 
 // Puts `bytes` and, when they are there, changes the PE's signal word. By all threads of the scope with equal
@@ -93,7 +106,7 @@ TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64
                            uint64_t value, void* ring) {
   Beginning<S, kPushRows<S>, platform::kWarpThreads> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll, Stages>);
   publish_to_bulk<S, E, Stages>(bytes);
-  scope_sync<S>(); // what the scope wrote to the source is sent
+  scope_enter<S>(kOpPutSignal, dst, src, bytes, pe, sig, value, Op); // what the scope wrote to the source is sent
   const bool leader = scope_leader<S>();
   if (!platform::kDefersRemoteWrites && TSN_LIKELY(begin.lone())) {
     if (S == Scope::block && platform::thread_index() >= platform::kWarpThreads) return;

@@ -2,10 +2,11 @@
 #pragma once
 
 #include "atomic.h"
-#include "barrier.h"
 #include "get.h"
+#include "grid_barrier.h"
 #include "memory.h"
 #include "order.h"
 #include "put.h"
+#include "rows.h"
 #include "signal.h"
 #include "wait.h"

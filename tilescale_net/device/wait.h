@@ -37,6 +37,7 @@ TSN_DEVICE uint64_t wait_one(const Context* ctx, const uint64_t* sig, int64_t va
         return false;
       },
       [&] { fail(ctx, kWaitTimeout, operation, pe, sig, uint64_t(value), seen, 0, 1 + uint32_t(C)); });
+  if constexpr (platform::kDefersRemoteWrites) platform::waited(sig);
   return seen;
 }
 
@@ -47,6 +48,7 @@ TSN_DEVICE uint64_t wait_one(const Context* ctx, const uint64_t* sig, int64_t va
 // aborted or the deadline passes.
 template <Scope S, Compare C>
 TSN_DEVICE uint64_t wait(const Context* ctx, const uint64_t* sig, int64_t value) {
+  enter<S>(kOpWait, nullptr, 0, kNoPe, sig, uint64_t(value));
   return scope_broadcast<S>([&] { return detail::wait_one<C>(ctx, sig, value, kOpWait, -1); });
 }
 
@@ -54,7 +56,11 @@ TSN_DEVICE uint64_t wait(const Context* ctx, const uint64_t* sig, int64_t value)
 // loop has no deadline of its own.
 template <Compare C>
 TSN_DEVICE bool test(const Context* ctx, const uint64_t* sig, int64_t value) {
-  if (holds<C>(platform::load<Order::acquire, MemScope::sys>(sig), value)) return true;
+  enter<Scope::thread>(kOpTest, nullptr, 0, kNoPe, sig, uint64_t(value));
+  if (holds<C>(platform::load<Order::acquire, MemScope::sys>(sig), value)) {
+    if constexpr (platform::kDefersRemoteWrites) platform::waited(sig);
+    return true;
+  }
   if (const uint32_t boxes = add_boxes(ctx)) apply_deferred_adds(ctx, boxes);
   platform::relax();
   // Looking at the host's abort word takes longer than the test itself: one call in many does.

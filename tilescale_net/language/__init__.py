@@ -47,8 +47,39 @@ from tilescale_net.language.memory import (
     remote,
     st,
 )
-from tilescale_net.language.order import barrier_all, barrier_node, fence, flush_async, flush_wait, quiet
-from tilescale_net.language.signals import signal, test, wait, wait_block, wait_warp
+from tilescale_net.language.order import (
+    barrier_all,
+    barrier_grid,
+    barrier_node,
+    fence,
+    fence_block,
+    fence_warp,
+    flush_async,
+    flush_wait,
+    quiet,
+    quiet_block,
+    quiet_warp,
+)
+from tilescale_net.language.signals import (
+    signal,
+    signal_block,
+    signal_warp,
+    test,
+    wait,
+    wait_block,
+    wait_warp,
+)
+from tilescale_net.language.streams import (
+    return_credit,
+    return_credit_block,
+    return_credit_warp,
+    take_slot,
+    take_slot_block,
+    take_slot_warp,
+    wait_slot,
+    wait_slot_block,
+    wait_slot_warp,
+)
 from tilescale_net.language.topology import Context, is_direct, my_pe, n_node_pes, n_pes, node_pe
 
 __all__ = [
@@ -62,8 +93,11 @@ __all__ = [
     "atomic_or",
     "atomic_xor",
     "barrier_all",
+    "barrier_grid",
     "barrier_node",
     "fence",
+    "fence_block",
+    "fence_warp",
     "flush_async",
     "flush_wait",
     "get_block",
@@ -83,12 +117,25 @@ __all__ = [
     "put_value",
     "put_warp",
     "quiet",
+    "quiet_block",
+    "quiet_warp",
     "remote",
+    "return_credit",
+    "return_credit_block",
+    "return_credit_warp",
     "signal",
+    "signal_block",
+    "signal_warp",
     "st",
+    "take_slot",
+    "take_slot_block",
+    "take_slot_warp",
     "test",
     "wait",
     "wait_block",
+    "wait_slot",
+    "wait_slot_block",
+    "wait_slot_warp",
     "wait_warp",
 ]
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from tvm import tirx
+
 from tilescale_net.language._operands import Operand, operand
 from tilescale_net.language._primitive import Misuse, block_threads
-from tilescale_net.language._values import choice, constant, number, pe_index, provably, same
+from tilescale_net.language._values import choice, constant, int64, number, pe_index, provably, same
 
 ENGINES = ("auto", "ldst", "bulk")
 MAX_UNROLL = 64
+# Copies of rows keep two addresses besides each access; with more of these the registers would leave room for few blocks.
+MOST_ROW_UNROLL = 16
 # Stages and bytes per stage of the shared-memory ring that engine "bulk" stages through by default.
 DEFAULT_RING = (8, 16384)
 # The least shared memory at which the bulk engine reaches its rate on an H200 (docs/results/copies.md), by direction.
@@ -77,24 +83,77 @@ def plan(scope: str, engine: str, unroll, ring, pull: bool, nbytes: int | None) 
     return engine, unroll, stages, stage_bytes
 
 
-def transfer(dst, src, count, pe):
-    """Check a copy's operands.
+def places(dst, src) -> tuple[Operand, Operand]:
+    """The two ends of a copy, which may be made of rows. Raises Misuse for mismatched types and all that `operand` does."""
+    to, source = operand("dst", dst, in_rows=True), operand("src", src, in_rows=True)
+    if to.dtype != source.dtype:
+        raise Misuse(f"dst ({to.buffer.name}) has dtype {to.dtype}, src ({source.buffer.name}) has {source.dtype}")
+    return to, source
+
+
+def transfer(to: Operand, source: Operand, count, pe):
+    """Check the operands of a copy between contiguous places.
 
     Returns:
         destination pointer, source pointer, bytes (int64), pe (int32).
 
     Raises:
-        Misuse: mismatched types, a count or extents that the tensors cannot hold.
+        Misuse: a count or extents that the tensors cannot hold.
     """
-    to, source = operand("dst", dst), operand("src", src)
-    if to.dtype != source.dtype:
-        raise Misuse(f"dst ({to.buffer.name}) has dtype {to.dtype}, src ({source.buffer.name}) has {source.dtype}")
     elements = _count(to, source, count)
     nbytes = number("count", elements, "int64", 0)
     size = to.element_bytes
     known = constant(nbytes)
     nbytes = number("count", known * size if known is not None else nbytes * size, "int64")
     return to.pointer(), source.pointer(), nbytes, pe_index(pe)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a copy: their number, and their bytes and pitches in bytes, as int64 expressions."""
+
+    count: tirx.PrimExpr
+    nbytes: tirx.PrimExpr
+    to_pitch: tirx.PrimExpr
+    from_pitch: tirx.PrimExpr
+
+    def values(self) -> tuple[tirx.PrimExpr, ...]:
+        return self.count, self.nbytes, self.to_pitch, self.from_pitch
+
+
+def plan_rows(engine: str, unroll, ring) -> int:
+    """Check the options of a copy of rows; its unroll. Raises Misuse as `plan`, and for what is of contiguous copies."""
+    if engine == "bulk" or ring is not None:
+        raise Misuse("rows that lie apart are not copied in bulk; use engine='auto' or 'ldst', without ring=")
+    planned = plan("thread", engine, unroll, None, False, None)[1]
+    return planned if unroll is not None else min(planned, MOST_ROW_UNROLL)
+
+
+def rows_of(to: Operand, source: Operand, count) -> Rows | None:
+    """How a copy between two places goes row by row; None when both are contiguous.
+
+    Raises:
+        Misuse: a count besides, or places that differ in their rows.
+    """
+    apart = [place for place in (to, source) if constant(place.rows) != 1]
+    if not apart:
+        return None
+    box = apart[0]
+    if count is not None:
+        raise Misuse(f"count= belongs to contiguous memory; {box.buffer.name} is named by rows, which say how much")
+    if len(apart) == 2 and not (same(to.rows, source.rows) and same(to.row, source.row)):
+        raise Misuse(f"dst has {to.rows} rows of {to.row} elements, src {source.rows} of {source.row}; make them equal")
+    for name, place in (("dst", to), ("src", source)):
+        known, limit = constant(box.extent), constant(_limit(place))
+        if known is not None and limit is not None and (known > limit or (known < limit and not place.is_element)):
+            raise Misuse(f"{name} ({place.buffer.name}) spans {limit} elements, the other end {known}; make them equal")
+
+    def nbytes(elements) -> tirx.PrimExpr:
+        known = constant(elements)
+        return number("rows", int64(elements if known is None else known) * box.element_bytes, "int64")
+
+    pitches = [nbytes(box.row if constant(place.rows) == 1 else place.pitch) for place in (to, source)]
+    return Rows(number("rows", box.rows, "int64"), nbytes(box.row), *pitches)
 
 
 def _limit(place: Operand):

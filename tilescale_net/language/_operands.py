@@ -30,7 +30,10 @@ class Operand:
     Attributes:
         buffer: the tensor.
         offset: elements from the buffer's data pointer; int or int64 expression.
-        extent: elements that the operand spans, contiguous in memory; 1 for an element.
+        extent: elements that the operand names; 1 for an element.
+        rows: how many contiguous rows it is made of; 1 where all of it is contiguous.
+        row: elements of a row.
+        pitch: elements from the beginning of a row to that of the next.
         room: elements from the offset to the end of the tensor; int or int64 expression.
         is_element: whether it was written `buf[i]`, so that `count` alone says how much is meant.
         inside: condition that its indices are inside the tensor, or None when nothing is to be checked.
@@ -41,6 +44,9 @@ class Operand:
     extent: Expr
     room: Expr
     is_element: bool
+    rows: Expr
+    row: Expr
+    pitch: Expr
     inside: tirx.PrimExpr | None
 
     @property
@@ -70,16 +76,23 @@ def _strides(buffer: tirx.Buffer) -> list[Expr]:
     return [product(buffer.shape[axis + 1 :]) for axis in range(len(buffer.shape))]
 
 
-def _is_contiguous(strides: list[Expr], extents: list[Expr]) -> bool:
-    """Whether a box of `extents` inside a tensor covers one run of addresses."""
-    run: Expr = 1
+def _rows_of(strides: list[Expr], extents: list[Expr]) -> tuple[Expr, Expr, Expr] | None:
+    """Rows, elements of a row and pitch of a box of `extents` inside a tensor; None where one pitch is not enough."""
+    run: Expr = 1  # elements of a row
+    rows: Expr = 1
+    pitch: Expr | None = None
     for extent, stride in reversed(list(zip(extents, strides))):
         if constant(extent) == 1:
             continue
-        if not same(stride, run):
-            return False
-        run = product([run, extent])
-    return True
+        if pitch is None and same(stride, run):
+            run = product([run, extent])
+        elif pitch is None:
+            rows, pitch = extent, stride
+        elif same(stride, product([rows, pitch])):
+            rows = product([rows, extent])
+        else:
+            return None
+    return rows, run, run if pitch is None else pitch
 
 
 def _box_of(name: str, value) -> tuple[tirx.Buffer, list, list, bool]:
@@ -98,8 +111,9 @@ def _box_of(name: str, value) -> tuple[tirx.Buffer, list, list, bool]:
     )
 
 
-def operand(name: str, value, is_guarded: bool = False) -> Operand:
-    """Resolve what an author passed as `name`; `is_guarded` where the condition `inside` will be used.
+def operand(name: str, value, is_guarded: bool = False, in_rows: bool = False) -> Operand:
+    """Resolve what an author passed as `name`; `is_guarded` where the condition `inside` will be used, `in_rows` where it
+    may be made of rows that lie apart.
 
     Raises:
         Misuse: not a tensor, element or region; not in global memory; not contiguous; outside its tensor; an element
@@ -121,8 +135,13 @@ def operand(name: str, value, is_guarded: bool = False) -> Operand:
         if low is not None and (low < 0 or (top is not None and low >= top)):
             raise Misuse(f"{name}: index {low} is outside {buffer.name}, whose extent there is {size}")
     strides = _strides(buffer)
-    if not _is_contiguous(strides, extents):
-        raise Misuse(f"{name} ({buffer.name}{_text(mins, extents)}) is not contiguous in memory; move it row by row")
+    shape = _rows_of(strides, extents)
+    if shape is None or not (in_rows or constant(shape[0]) == 1):
+        remedy = "it has rows at more than one pitch; move it in parts" if in_rows else "move it row by row"
+        raise Misuse(f"{name} ({buffer.name}{_text(mins, extents)}) is not contiguous in memory; {remedy}")
+    rows, row, pitch = shape
+    if constant(rows) != 1:
+        _require_inside(name, buffer, mins, extents)
     start: Expr = 0
     end: Expr = 1  # one beyond the tensor's last element
     for index, size, stride in zip(mins, buffer.shape, strides):
@@ -135,7 +154,17 @@ def operand(name: str, value, is_guarded: bool = False) -> Operand:
     if isinstance(span, int) and isinstance(room, int) and span > room:
         raise Misuse(f"{name} spans {span} elements, but {buffer.name} holds {room} from there on")
     offset = total(start, 0 if constant(buffer.elem_offset) == 0 else buffer.elem_offset)
-    return Operand(buffer, offset, span, room, is_element, _inside(mins, buffer.shape))
+    return Operand(buffer, offset, span, room, is_element, rows, row, pitch, _inside(mins, buffer.shape))
+
+
+def _require_inside(name: str, buffer: tirx.Buffer, mins: list, extents: list) -> None:
+    """Raise Misuse for a box that leaves its tensor on one axis, where its other rows would still be inside."""
+    for index, extent, size in zip(mins, extents, buffer.shape):
+        known = [constant(v) for v in (index, extent, size)]
+        if None not in known and known[0] + known[1] > known[2]:
+            raise Misuse(
+                f"{name} ({buffer.name}{_text(mins, extents)}) ends at {known[0] + known[1]} on an axis of {size}"
+            )
 
 
 def _inside(mins, shape) -> tirx.PrimExpr | None:

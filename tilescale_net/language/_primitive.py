@@ -16,7 +16,7 @@ from tvm.tirx.script import builder
 
 from tilescale_net.compiler.ir import opaque_call
 from tilescale_net.errors import KernelError
-from tilescale_net.language._results import earlier, once, remember
+from tilescale_net.language._results import earlier, in_condition, once, remember
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
@@ -106,10 +106,16 @@ def guarded(inside: tirx.PrimExpr | None, call: tirx.Call) -> tirx.PrimExpr | No
         return call
     if str(call.dtype):  # TVM prints the void type as nothing
         return tirx.if_then_else(inside, call, tirx.const(0, call.dtype))
-    call = _with_span(call, make_span(*author_line()))
     with builder.If(inside), builder.Then():
-        builder.evaluate(call)
+        evaluate(call)
     return None
+
+
+def evaluate(call: tirx.Call) -> None:
+    """Make `call` a statement of its own, here. Raises Misuse in a condition, which nothing can come before."""
+    if in_condition():
+        raise Misuse("stands in a condition; call it before, and bind its result to a name")
+    builder.evaluate(_with_span(call, make_span(*author_line())))
 
 
 def block_threads() -> int:

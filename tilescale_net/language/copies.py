@@ -1,19 +1,21 @@
 """put, get and put_signal at block, warp and thread scope, and put_value.
 
-Common to all: `dst` and `src` are tensors, elements (`buf[i]`: from there on) or contiguous regions (`buf[i, 0:n]`) of
-the same dtype in global memory; the symmetric one is named by its *local* address. `count` is in elements and may be a
-run-time value; without it the whole tensor or region is meant, and one element where both are elements. Any size and
-any alignment is right; 16-byte aligned is fast, and from 32 KiB on fastest where both ends lie alike within a line of 128
+Common to all: `dst` and `src` are tensors, elements (`buf[i]`: from there on) or regions (`buf[i, 0:n]`) of the same
+dtype in global memory; the symmetric one is named by its *local* address. `count` is in elements and may be a run-time
+value; without it the whole tensor or region is meant, and one element where both are elements. A region may be made of
+rows that lie apart, such as a box `m[i:i+8, j:j+32]` or a column `m[0:n, j]`, at one end or both; its extents may be
+run-time values, and there is no count then. On the proxy path each row is an operation of its own. Any size and any
+alignment is right; 16-byte aligned is fast, and from 32 KiB on fastest where both ends lie alike within a line of 128
 bytes. Addresses and sizes are 64-bit.
 
 All raise KernelError, with the author's line, when the kernel is built: tensors of different dtypes or outside global
-memory, regions that are not contiguous, counts that are negative or exceed the tensor, unknown options.
+memory, regions whose rows have more than one pitch, counts that are negative or exceed the tensor, unknown options.
 """
 
 from __future__ import annotations
 
 from tilescale_net.compiler.operators import OPERATORS, ring_placeholder
-from tilescale_net.language._copies import plan, transfer
+from tilescale_net.language._copies import places, plan, plan_rows, rows_of, transfer
 from tilescale_net.language._divergence import require_converged
 from tilescale_net.language._operands import Place, operand, signal_word
 from tilescale_net.language._primitive import Misuse, guarded, primitive
@@ -48,7 +50,14 @@ def _with_options(function):
 
 def _copy(name, scope, dst, src, pe, count, unroll, engine, ring):
     require_converged(scope)
-    to, source, nbytes, peer = transfer(dst, src, count, pe)
+    ends = places(dst, src)
+    rows = rows_of(*ends, count)
+    if rows is not None:
+        pointers = [place.pointer() for place in ends]
+        return OPERATORS[f"{name}_rows"](
+            scope, plan_rows(engine, unroll, ring), *pointers, *rows.values(), pe_index(pe)
+        )
+    to, source, nbytes, peer = transfer(*ends, count, pe)
     engine, unroll, stages, stage_bytes = plan(scope, engine, unroll, ring, name == "get", constant(nbytes))
     scratch = ring_placeholder(stages * stage_bytes)
     return OPERATORS[name](scope, engine, unroll, stages, stage_bytes, to, source, nbytes, peer, scratch)
@@ -56,10 +65,17 @@ def _copy(name, scope, dst, src, pe, count, unroll, engine, ring):
 
 def _put_signal(scope, dst, src, pe, sig, value, op, count, unroll, engine, ring):
     require_converged(scope)
-    to, source, nbytes, peer = transfer(dst, src, count, pe)
+    ends = places(dst, src)
+    rows = rows_of(*ends, count)
     word = signal_word(sig).pointer()
     word_value = number("value", value, "uint64", 0, 2**64 - 1)
     choice("op", op, SIGNAL_OPS)
+    if rows is not None:
+        pointers = [place.pointer() for place in ends]
+        return OPERATORS["put_signal_rows"](
+            scope, plan_rows(engine, unroll, ring), op, *pointers, *rows.values(), pe_index(pe), word, word_value
+        )
+    to, source, nbytes, peer = transfer(*ends, count, pe)
     engine, unroll, stages, stage_bytes = plan(scope, engine, unroll, ring, False, constant(nbytes))
     return OPERATORS["put_signal"](
         scope, engine, unroll, stages, stage_bytes, op,

@@ -7,34 +7,69 @@ from tvm import tirx
 from tilescale_net.compiler.operators import OPERATORS
 from tilescale_net.language._divergence import require_converged
 from tilescale_net.language._primitive import primitive
-from tilescale_net.language._values import Number, number, pe_index
+from tilescale_net.language._values import Number, choice, number, pe_index
 
 
 def _peer_or_all(pe):
     return number("pe", -1, "int32") if pe is None else pe_index(pe)
 
 
+def _by_scope(operator, scope, pe):
+    require_converged(scope)
+    return OPERATORS[operator](scope, _peer_or_all(pe))
+
+
 @primitive
 def fence(pe: Number | None = None) -> None:
-    """Order this thread's earlier puts before its later signals to `pe`, or to each PE when none is given.
+    """Order all puts before it ahead of the signals after it, to `pe`, or to each PE when none is given.
 
-    Called by one thread. Costs no round trip and drains nothing.
+    Called by one thread. It covers this thread's puts and those of other threads that come before it, by a barrier for
+    instance. Costs no round trip and drains nothing.
     """
-    return OPERATORS["fence"](_peer_or_all(pe))
+    return _by_scope("fence", "thread", pe)
+
+
+@primitive
+def fence_warp(pe: Number | None = None) -> None:
+    """As `fence_block`, called by all 32 lanes of a warp."""
+    return _by_scope("fence", "warp", pe)
+
+
+@primitive
+def fence_block(pe: Number | None = None) -> None:
+    """As `fence`, called by all threads of the block: orders the block's puts before it ahead of signals that any of its
+    threads sends after it. Where one signal follows, `signal_block` does both.
+    """
+    return _by_scope("fence", "block", pe)
 
 
 @primitive
 def quiet(pe: Number | None = None) -> None:
-    """Wait until this thread's earlier puts to `pe` (all PEs when None) are complete at their target.
+    """Wait until all puts before it to `pe` (all PEs when None) are complete at their target.
 
-    Afterwards their sources may be written again. Called by one thread.
+    Called by one thread. It covers this thread's puts and those of other threads that come before it, by a barrier for
+    instance. Afterwards their sources may be written again.
     """
-    return OPERATORS["quiet"](_peer_or_all(pe))
+    return _by_scope("quiet", "thread", pe)
+
+
+@primitive
+def quiet_warp(pe: Number | None = None) -> None:
+    """As `quiet_block`, called by all 32 lanes of a warp."""
+    return _by_scope("quiet", "warp", pe)
+
+
+@primitive
+def quiet_block(pe: Number | None = None) -> None:
+    """As `quiet`, called by all threads of the block: when it returns, the block's puts before it are complete, and any
+    of its threads may write their sources again.
+    """
+    return _by_scope("quiet", "block", pe)
 
 
 @primitive
 def flush_async(pe: Number | None = None) -> tirx.PrimExpr:
-    """Ask for completion of this thread's earlier puts to `pe` (all PEs when None) without waiting for it.
+    """Ask for completion of all puts before it to `pe` (all PEs when None) without waiting for it; called by one thread.
 
     Returns:
         A ticket (uint64) for `flush_wait`.
@@ -48,18 +83,36 @@ def flush_wait(ticket: Number) -> None:
     return OPERATORS["flush_wait"](number("ticket", ticket, "uint64", 0, 2**64 - 1))
 
 
+def _barrier(operator, scope):
+    require_converged("block")
+    return OPERATORS[operator](choice("scope", scope, ("block", "grid")))
+
+
 @primitive
-def barrier_all() -> None:
-    """Barrier of team "world": returns when every PE's call has begun. Called by all threads of one block per PE.
+def barrier_all(scope: str = "block") -> None:
+    """Barrier of team "world": returns when every PE's call has begun.
 
     It completes nothing: puts are visible after it where a `quiet` came before it, as docs/memory-model.md says.
+
+    Args:
+        scope: "block": called by all threads of one block per PE; the other blocks take no part. "grid": called by all
+            threads of all blocks, which meet as well; they must be able to run at the same time, as for `barrier_grid`.
     """
-    require_converged("block")
-    return OPERATORS["barrier_all"]()
+    return _barrier("barrier_all", scope)
 
 
 @primitive
-def barrier_node() -> None:
+def barrier_node(scope: str = "block") -> None:
     """As `barrier_all`, among the PEs of this node."""
+    return _barrier("barrier_node", scope)
+
+
+@primitive
+def barrier_grid() -> None:
+    """Barrier of all blocks of this launch, on this PE alone; called by all threads of all of them, any number of times.
+
+    What any thread did before it, its waits and puts included, comes before what any thread does after it. All blocks
+    must be able to run at the same time: a grid that is larger than that ends in WaitTimeout.
+    """
     require_converged("block")
-    return OPERATORS["barrier_node"]()
+    return OPERATORS["barrier_grid"]()

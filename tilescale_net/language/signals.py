@@ -7,7 +7,7 @@ from tvm import tirx
 from tilescale_net.compiler.operators import CHOICES, OPERATORS
 from tilescale_net.language._divergence import require_converged
 from tilescale_net.language._operands import Place, signal_word
-from tilescale_net.language._primitive import primitive
+from tilescale_net.language._primitive import Misuse, primitive
 from tilescale_net.language._values import Number, choice, number, pe_index
 
 
@@ -24,21 +24,48 @@ def _wait(scope, sig, cmp, value):
     return OPERATORS["wait"](scope, cmp, word, wanted)
 
 
-@primitive
-def signal(sig: Place, value: Number, pe: Number, op: str = "set") -> None:
-    """Set or add to a signal word of `pe`; called by one thread.
+def _signal(scope, sig, value, pe, op, fence):
+    require_converged(scope)
+    word = signal_word(sig).pointer()
+    amount = number("value", value, "uint64", 0, 2**64 - 1)
+    if not isinstance(fence, bool):
+        raise Misuse(f"fence is {fence!r}; it must be True or False")
+    return OPERATORS["signal"](scope, choice("op", op, ("set", "add")), int(fence), word, amount, pe_index(pe))
 
-    Everything that this thread wrote to `pe` before a preceding `fence` is visible to whoever sees the signal.
+
+@primitive
+def signal(sig: Place, value: Number, pe: Number, op: str = "set", *, fence: bool = False) -> None:
+    """Set or add to a signal word of `pe`; called by one thread.
 
     Args:
         sig: one uint64 or int64 word of symmetric memory, by its local address.
         value: unsigned 64-bit integer.
         pe: index in team "world".
         op: "set" or "add"; the two are not mixed on one word.
+        fence: as if `fence(pe)` came first, and cheaper: whoever sees the signal sees all puts to `pe` that came before.
     """
-    word = signal_word(sig).pointer()
-    amount = number("value", value, "uint64", 0, 2**64 - 1)
-    return OPERATORS["signal"](choice("op", op, ("set", "add")), word, amount, pe_index(pe))
+    return _signal("thread", sig, value, pe, op, fence)
+
+
+@primitive
+def signal_warp(sig: Place, value: Number, pe: Number, op: str = "set", *, fence: bool = True) -> None:
+    """As `signal_block`, called by all 32 lanes of a warp; orders what the warp's lanes did before."""
+    return _signal("warp", sig, value, pe, op, fence)
+
+
+@primitive
+def signal_block(sig: Place, value: Number, pe: Number, op: str = "set", *, fence: bool = True) -> None:
+    """Signal what all threads of the block did; called by all of them with equal arguments.
+
+    The block meets, then one thread sends one signal. It spares `T.sync_threads()` and `if tx == 0: N.fence(pe);
+    N.signal(...)`. The block does not meet again afterwards.
+
+    Args:
+        sig, value, pe, op: as in `signal`.
+        fence: whoever sees the signal sees all puts to `pe` that came before, of this block or synchronised with it.
+            False where there are none to order, as in an answer to what was read.
+    """
+    return _signal("block", sig, value, pe, op, fence)
 
 
 @primitive

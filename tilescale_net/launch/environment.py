@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import socket
 import subprocess
 
@@ -63,6 +64,7 @@ def check_ranks(ranks: int, held: int) -> None:
 
 
 _kept: list[socket.socket] = []  # for as long as this process lives
+_listeners: list[socket.socket] = []  # until rank 0 has them
 
 
 def reserve_port(host: str = "") -> socket.socket:
@@ -75,6 +77,28 @@ def reserve_port(host: str = "") -> socket.socket:
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     s.bind((host, 0))
     return s
+
+
+def open_store(master: str) -> dict[str, str]:
+    """Where ranks of one host meet: a socket that listens on loopback, for rank 0 to take over, and a name of the job.
+
+    Nobody else can listen there or speak for a rank by accident: other jobs do not know the name.
+
+    Args:
+        master: MASTER_ADDR:MASTER_PORT, by which ranks tell that the variable is meant for them, and not left from a job
+            around theirs.
+    """
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    _listeners.append(listener)
+    return {"TSN_STORE": f"{listener.getsockname()[1]}/{secrets.token_hex(16)}/{master}"}
+
+
+def hand_over_store(rank: int) -> tuple[dict[str, str], list[socket.socket]]:
+    """Variables and sockets for one rank; this process keeps no socket, so that rank 0's end is seen at the other side."""
+    if rank or not _listeners:
+        return {}, []
+    listener = _listeners.pop()
+    return {"TSN_STORE_FD": str(listener.fileno())}, [listener]
 
 
 def job(ranks: int) -> dict[str, str]:
@@ -96,6 +120,8 @@ def job(ranks: int) -> dict[str, str]:
         else:
             port = value(settings.MASTER_PORT, required=True)
         shared = {"MASTER_ADDR": env.get("MASTER_ADDR") or "127.0.0.1", "MASTER_PORT": str(port)}
+        if nodes == 1:
+            shared.update(open_store(f"{shared['MASTER_ADDR']}:{port}"))
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     return {
         "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(threads),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import selectors
 import signal
 import socket
@@ -12,19 +13,30 @@ import sys
 import time
 
 from tilescale_net.launch import messages
+from tilescale_net.launch.environment import hand_over_store
 from tilescale_net.launch.output import Output
 from tilescale_net.runtime import settings
 
+TOLD = (2, 3)  # exit codes whose reason rank 0 has told: wrong arguments, and a benchmark that can measure nothing here
 GRACE = 2.0  # seconds that the others have, after a failure, to say what they know and to clean up
 USAGE_GRACE = 10.0  # the same after wrong arguments, which rank 0 reports for all of them
 LAST_WORDS = 3.0  # seconds between asking a rank to end and killing it
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
+_launcher = os.getpid()
+
+# What a rank says whose collective call broke because another rank ended: of this package, and of torch's gloo.
+_VICTIM = re.compile(
+    r"^(?:[\w.]+\.)?PeerLost\b|(?:gloo|c10d|TCPStore|ProcessGroup).*(?:Connection (?:closed|reset)|Broken pipe|recvValue failed)",
+    re.IGNORECASE,
+)
 
 
 def _die_with_launcher() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != _launcher:  # which ended before it could tell
+        os._exit(1)
 
 
 class Rank:
@@ -39,7 +51,8 @@ class Rank:
             show=first or everything,
             terminal=first and sys.stderr.isatty(),
         )
-        environment = {**os.environ, **shared, "RANK": str(index), "LOCAL_RANK": str(local)}
+        store, listeners = hand_over_store(index)
+        environment = {**os.environ, **shared, **store, "RANK": str(index), "LOCAL_RANK": str(local)}
         self.process = subprocess.Popen(
             command,
             env=environment,
@@ -48,7 +61,10 @@ class Rank:
             stderr=self.output.child_fd,
             start_new_session=True,
             preexec_fn=_die_with_launcher,
+            pass_fds=[listener.fileno() for listener in listeners],
         )
+        for listener in listeners:
+            listener.close()
         self.output.close_child_end()
         self.pidfd = os.pidfd_open(self.process.pid)
 
@@ -66,10 +82,23 @@ class Rank:
 
     def reap(self) -> None:
         """After the process has ended: end what it left behind, and take its last output."""
-        self.process.wait()
+        # First, while the process is a zombie: nobody else can have its number yet.
         self.signal(signal.SIGKILL)
+        self.process.wait()
         os.close(self.pidfd)
         self.output.drain()
+
+    def is_stopped(self) -> bool:
+        """Whether the process stands still (SIGSTOP, a debugger)."""
+        try:
+            with open(f"/proc/{self.process.pid}/stat") as f:
+                return f.read().rpartition(")")[2].split()[0] in "Tt"
+        except (OSError, IndexError):
+            return False
+
+    def is_victim(self) -> bool:
+        """Whether it reports that another rank was lost; it may well end before that one does."""
+        return bool(_VICTIM.search(self.output.last_error()))
 
     def fate(self) -> str:
         """How the process ended, in words."""
@@ -112,8 +141,9 @@ class Job:
             return 0
         self._collect(USAGE_GRACE if self.failed[0].code == 2 else GRACE)
         witnesses = list(self.failed)
+        stopped = [rank for rank in self.running if rank.is_stopped()]
         self._end_all(signal.SIGTERM)
-        return self._explain(witnesses)
+        return self._explain(witnesses, stopped)
 
     # -- events -----------------------------------------------------------------------------------------------------
 
@@ -125,7 +155,8 @@ class Job:
         signal.set_wakeup_fd(writer.fileno())
         self._selector.register(reader, selectors.EVENT_READ, (lambda _: reader.recv(64), None))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup and scripts in the background set them
+                signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame) -> None:
         self._interrupted = number
@@ -177,18 +208,24 @@ class Job:
         messages.say(f"stopped by {signal.Signals(number).name}; every rank has ended")
         return 128 + number
 
-    def _explain(self, witnesses: list[Rank]) -> int:
+    def _explain(self, witnesses: list[Rank], stopped: list[Rank]) -> int:
         """Name the rank to look at and return its exit code."""
         # A rank that reports a lost peer is a victim, though it may well end before the rank that it lost.
-        culprits = [rank for rank in witnesses if not rank.output.last_error().partition(":")[0].endswith("PeerLost")]
+        culprits = [rank for rank in witnesses if not rank.is_victim()]
         rank = (culprits or witnesses)[0]
         code = rank.code if rank.code > 0 else 128 - rank.code
-        if code == 2 and any(r.index == 0 and r.code == 2 for r in witnesses):
-            return code  # wrong arguments: rank 0 has told what is wrong with them
+        if code in TOLD and any(r.index == 0 and r.code == code for r in witnesses):
+            return code
         if rank.index != 0 and rank.output.lines and settings.OUTPUT.get() != "all":
             messages.say(f"last output of rank {rank.index}:")
             for line in list(rank.output.lines)[-60:]:
                 print("  " + line.decode(errors="replace"), file=sys.stderr)
+        for other in witnesses:
+            if other is not rank:
+                said = other.output.last_error()
+                messages.say(f"rank {other.index}: {other.fate()}{'; ' + said if said else ''}")
+        for other in stopped:
+            messages.say(f"rank {other.index} was stopped (by SIGSTOP or a debugger) and has been ended")
         said = rank.output.last_error()
         early = [r.index for r in self.ended[: self.ended.index(rank)] if r.code == 0]
         messages.say(

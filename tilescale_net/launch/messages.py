@@ -1,6 +1,7 @@
 """What the launcher says, under the name that it was called by."""
 
 import sys
+from typing import NoReturn
 
 program = "launch.sh"
 
@@ -10,7 +11,7 @@ def say(text: str) -> None:
     print(f"{program}: {text}", file=sys.stderr, flush=True)
 
 
-def refuse(text: str):
+def refuse(text: str) -> NoReturn:
     """End with exit code 2, the code of wrong arguments."""
     say(text)
     raise SystemExit(2)

@@ -19,6 +19,18 @@ _TRACEBACK = b"Traceback (most recent call last):"
 _TORCH_PREFIX = re.compile(rb"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback
 
 
+def _open_terminal() -> tuple[int, int] | None:
+    """Both ends of a pseudo-terminal as large as ours; None where the system has none to give (a bare chroot)."""
+    try:
+        ours, theirs = pty.openpty()
+    except OSError:
+        return None
+    tty.setraw(theirs)  # no translation of line ends, no echo
+    size = fcntl.ioctl(sys.stderr.fileno(), termios.TIOCGWINSZ, b"\0" * 8)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
+    return ours, theirs
+
+
 class Output:
     """One stream of one rank, read by the launcher.
 
@@ -33,13 +45,7 @@ class Output:
         self._show = show
         self._partial = b""
         self.lines: collections.deque[bytes] = collections.deque(maxlen=KEPT_LINES)
-        if terminal:
-            self.fd, self.child_fd = pty.openpty()
-            tty.setraw(self.child_fd)  # no translation of line ends, no echo
-            size = fcntl.ioctl(sys.stderr.fileno(), termios.TIOCGWINSZ, b"\0" * 8)
-            fcntl.ioctl(self.child_fd, termios.TIOCSWINSZ, size)
-        else:
-            self.fd, self.child_fd = os.pipe()
+        self.fd, self.child_fd = (_open_terminal() if terminal else None) or os.pipe()
         os.set_blocking(self.fd, False)
 
     def close_child_end(self) -> None:

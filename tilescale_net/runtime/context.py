@@ -70,6 +70,7 @@ ERROR_KINDS = (
     "not symmetric",
     "not direct",
     "unsupported",
+    "barriers overlap",
 )
 OPERATIONS = (
     "none",
@@ -86,6 +87,7 @@ OPERATIONS = (
     "flush",
     "barrier",
     "remote",
+    "barrier_grid",
 )
 # Names of tsn::Compare, by value.
 COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")

@@ -6,6 +6,7 @@ before anything is done, so that a difference becomes an error on every rank ins
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import threading
@@ -14,7 +15,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from tilescale_net.errors import PeerLost, RankMismatch
+from tilescale_net.errors import PeerLost, RankMismatch, TileScaleError
 from tilescale_net.runtime import encoding, job_store, rendezvous
 
 _RECORD = 512  # bytes of what one rank says of a call: a digest of the whole text, then its beginning
@@ -44,6 +45,10 @@ class Control:
         meeting = rendezvous.join(timeout, silence)
         self.rank, self.size, self.store, self._group = meeting.rank, meeting.size, meeting.store, meeting.group
         self.reason_of = None
+        # Ranks that collective calls are made by; a new list whenever ranks are left out.
+        self.members: list[int] = list(range(self.size))
+        self._left = False
+        self._outer: list = []  # groups of earlier members
         self._calls = 0
         self._one_call = threading.RLock()  # calls of several threads come one after the other
 
@@ -59,6 +64,10 @@ class Control:
             RankMismatch: another rank made a different call; the message holds both.
             PeerLost: a rank did not arrive within the timeout, or died.
         """
+        if self._left:
+            if call == "tilescale_net.finalize":
+                return
+            raise TileScaleError(f"rank {self.rank}: {call}: this rank was left out of the job; it may only finalize")
         text = f"{call}({arguments})"
         digest = hashlib.sha256(text.encode()).digest()
         said = (spoken or f"called {text}").encode()
@@ -66,7 +75,7 @@ class Control:
             said = said[: _RECORD - _DIGEST - 5].decode(errors="ignore").encode() + " …".encode()
         with self._one_call:
             records = self._all_gather(call, digest + said.ljust(_RECORD - _DIGEST, b"\0"))
-        for other, record in enumerate(records):
+        for other, record in zip(self.members, records):
             if record[:_DIGEST] != digest:
                 theirs = record[_DIGEST:].rstrip(b"\0").decode(errors="replace")
                 mine = said.decode()
@@ -78,7 +87,7 @@ class Control:
                 )
 
     def gather(self, what: str, value: object) -> list:
-        """Every rank's `value`, in rank order.
+        """The `value` of every member, in their order.
 
         Args:
             value: None, bool, int, float, str, bytes, or lists, tuples and dicts of them; tuples come as lists.
@@ -90,14 +99,14 @@ class Control:
         payload = encoding.encode(value)
         with self._one_call:
             sizes = [int.from_bytes(s, "little") for s in self._all_gather(what, len(payload).to_bytes(8, "little"))]
-            for other, size in enumerate(sizes):
+            for other, size in zip(self.members, sizes):
                 if size > _LARGEST:
                     raise RankMismatch(
                         f"rank {self.rank}: rank {other} sends {size} bytes for {what}; at most {_LARGEST} are taken"
                     )
             records = self._all_gather(what, payload.ljust(max(sizes), b"\0"))
         values = []
-        for other, (record, size) in enumerate(zip(records, sizes)):
+        for other, record, size in zip(self.members, records, sizes):
             try:
                 values.append(encoding.decode(record[:size]))
             except ValueError as err:
@@ -114,12 +123,56 @@ class Control:
         # The user's default device, dtype and inference mode shall not matter.
         with torch.inference_mode(False):
             sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-            everyone = [torch.empty(len(mine), dtype=torch.uint8, device="cpu") for _ in range(self.size)]
+            everyone = [torch.empty(len(mine), dtype=torch.uint8, device="cpu") for _ in self.members]
             try:
                 dist.all_gather(everyone, sent, group=self._group)
             except (RuntimeError, ValueError) as err:
                 raise PeerLost(self._explain(call, err, time.monotonic() - begin)) from err
         return [bytes(t.numpy()) for t in everyone]
+
+    # -- ranks that are left out ------------------------------------------------------------------------------------
+
+    def keep(self, members: list[int], call: str) -> None:
+        """Make collective calls with `members` only from here on. Made by each of them, with one list.
+
+        Raises:
+            RankMismatch: another member gave another list; names both.
+            PeerLost: a member did not come in time.
+        """
+        if members != self.members:
+            told = f"keep/{len(self.members)}/"
+            self.store.post(lambda s: s.set(f"{told}{self.rank}", json.dumps(members)))
+            end = time.monotonic() + self.timeout
+            for other in members:
+                said = self._said(told, other)
+                while said is None and time.monotonic() < end and not (self.reason_of and self.reason_of()):
+                    time.sleep(0.005)
+                    said = self._said(told, other)
+                if said is None:
+                    raise PeerLost(f"rank {self.rank}: {call} did not finish: rank {other} did not call it")
+                if said != json.dumps(members):
+                    raise RankMismatch(f"rank {self.rank} called {call} to keep {members}, rank {other} to keep {said}")
+            limit = datetime.timedelta(seconds=self.timeout)
+            begin = time.monotonic()
+            # The index of a member in torch's default group is its rank here: the package's group has all of its ranks.
+            try:
+                self._meet(members, limit)
+            except (RuntimeError, ValueError) as err:
+                raise PeerLost(self._explain(call, err, time.monotonic() - begin)) from err
+            self.members = list(members)
+        self.agree(call, str(members))
+
+    def _said(self, told: str, other: int) -> str | None:
+        return self.store.ask(lambda s: job_store.get(s, f"{told}{other}"), seconds=self.timeout)
+
+    def _meet(self, members: list[int], limit) -> None:
+        group = dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=True)
+        self._outer.append(self._group)
+        self._group = group
+
+    def leave(self) -> None:
+        """This rank was left out: its collective calls concern nobody else from here on."""
+        self.members, self._left = [self.rank], True
 
     # -- who is where -----------------------------------------------------------------------------------------------
 
@@ -141,7 +194,7 @@ class Control:
         behind = []
         for other, said in enumerate(words):
             calls, call = last_call(said)
-            if calls < self._calls and other != self.rank:
+            if calls < self._calls and other in self.members and other != self.rank:
                 behind.append(f"rank {other} (last call: {call})")
         who = ", ".join(behind) if behind else "no rank is known to be missing"
         return (
@@ -172,10 +225,11 @@ class Control:
 
     def close(self) -> None:
         """Leave the package's own group. The default group stays: others may use it, and another init needs it."""
-        try:
-            job_store.within(self.timeout, lambda: dist.destroy_process_group(self._group))
-        except (RuntimeError, ValueError, AssertionError, TimeoutError):
-            pass
+        for group in (self._group, *self._outer):
+            try:
+                job_store.within(self.timeout, lambda group=group: dist.destroy_process_group(group))
+            except (RuntimeError, ValueError, AssertionError, TimeoutError):
+                pass
         self.store.close()
 
 

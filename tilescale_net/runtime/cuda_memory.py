@@ -83,7 +83,7 @@ class CudaMemory:
     def bytes_tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
-        return torch.as_tensor(_Bytes(self._heap, offset, nbytes), device=self.device)
+        return tensor_at(self.base + offset, nbytes, self.device, self._heap)
 
     def upload(self, data: bytes) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -145,15 +145,20 @@ class _Allocation:
         return f" (tensors from before finalize() still hold {size} bytes; drop them)" if size else ""
 
 
-class _Bytes:
-    """Device memory that torch adopts, and that lives as long as torch refers to it."""
+def tensor_at(address: int, nbytes: int, device: torch.device, owner: object = None) -> torch.Tensor:
+    """uint8 [nbytes] over memory that the GPU can reach; `owner` is kept alive as long as torch refers to it."""
+    return torch.as_tensor(_Bytes(address, nbytes, owner), device=device)
 
-    def __init__(self, owner: _Allocation, offset: int, nbytes: int):
+
+class _Bytes:
+    """Memory that torch adopts."""
+
+    def __init__(self, address: int, nbytes: int, owner: object):
         self._owner = owner
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
-            "data": (owner.address + offset, False),
+            "data": (address, False),
             "version": 3,
             "strides": None,
         }

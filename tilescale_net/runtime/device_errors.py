@@ -14,6 +14,10 @@ _BARRIER = (
     "check that every PE calls the barrier as often as this one, by one block at a time: where several blocks of a PE call "
     'it, each call counts (scope="grid" is for whole grids); or raise TSN_TIMEOUT'
 )
+_GRID = (
+    "all blocks of the launch must call it, and be able to run at the same time: launch fewer of them, or smaller ones; or "
+    "raise TSN_TIMEOUT"
+)
 _ADVICE = {
     2: "the proxy does not keep up or has stopped; look for a fabric error, or raise TSN_TIMEOUT",
     3: "the fabric did not complete the operation; look for a fabric error, or raise TSN_TIMEOUT",
@@ -21,6 +25,8 @@ _ADVICE = {
     5: "pass tensors made with tilescale_net.empty or zeros, and stay within them",
     6: "this operation needs mapped memory; guard it with N.is_direct(pe), or use put/get",
     7: "this operation exists on the direct path only; see the table in docs/primitives.md",
+    8: 'one block of a PE at a time calls a barrier, and all blocks of a launch the grid\'s (scope="grid", barrier_grid); '
+    "launches that run side by side may not wait for one another",
 }
 _CLASSES = {
     1: errors.WaitTimeout,
@@ -30,6 +36,7 @@ _CLASSES = {
     5: errors.OutOfBounds,
     6: errors.KernelError,
     7: errors.KernelError,
+    8: errors.KernelError,
 }
 
 
@@ -43,6 +50,8 @@ def _timeout(record: ErrorRecord, offset: int | None, timeout_s: float, name_of)
     wanted, seen = (ctypes.c_int64(value).value for value in (record.expected, record.observed))
     if OPERATIONS[record.operation] == "barrier":
         return f"waited {timeout_s:g} s for PE {record.pe} at barrier {wanted}; it has come to barrier {seen}", _BARRIER
+    if OPERATIONS[record.operation] == "barrier_grid":
+        return f"waited {timeout_s:g} s for all blocks of the launch; {seen} of {wanted} have come", _GRID
     compare = COMPARISONS[record.comparison - 1] if 0 < record.comparison <= len(COMPARISONS) else ""
     name = name_of(offset) if name_of is not None and offset is not None else None
     word = f"the signal {name} (heap offset {offset})" if name else f"the signal at heap offset {offset}"
@@ -78,6 +87,8 @@ def describe(
     elif kind == 5:
         text, advice = _outside(record, offset, advice)
         text = f"{where} towards PE {record.pe}: {text}"
+    elif kind == 8:
+        text = f"{where} met another one that was under way"
     else:
         known = ERROR_KINDS[kind] if kind < len(ERROR_KINDS) else f"error {kind}"
         text = f"{where} towards PE {record.pe} failed: {known}"

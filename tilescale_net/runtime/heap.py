@@ -15,8 +15,19 @@ from tilescale_net.runtime.context import SYSTEM_BYTES
 ALIGNMENT = 256
 # Unused bytes behind every allocation: an access past the end lands here and not in a neighbour, so that it is seen.
 GAP = 256
+# Heaps are whole pages.
+PAGE = 2 << 20
 # 0xFF bytes are NaN in every floating-point type and -1 in every signed integer.
 POISON = 0xFF
+
+
+def footprint(sizes: Sequence[int]) -> int:
+    """Bytes that tensors of these sizes take of a heap, with what lies between them."""
+    return sum(_rounded(nbytes) for nbytes in sizes)
+
+
+def _rounded(nbytes: int) -> int:
+    return (max(nbytes, 1) + GAP + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 class Allocator:
@@ -27,12 +38,13 @@ class Allocator:
     """
 
     def __init__(self, start: int, end: int):
+        self._end = end
         self._holes: list[tuple[int, int]] = [(start, end)]
         self.live: dict[int, int] = {}
 
     def allocate(self, nbytes: int) -> int | None:
         """Offset of a new block of at least `nbytes` bytes, or None when no hole is large enough."""
-        need = (max(nbytes, 1) + GAP + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        need = _rounded(nbytes)
         for i, (start, end) in enumerate(self._holes):
             if end - start >= need:
                 if end - start == need:
@@ -54,6 +66,17 @@ class Allocator:
             start = self._holes.pop(i - 1)[0]
             i -= 1
         self._holes.insert(i, (start, end))
+
+    def end_with(self, sizes: Sequence[int]) -> int:
+        """End of the smallest range, this one or a longer one, that holds blocks of these sizes beside the live ones."""
+        trial = Allocator(0, 0)
+        trial._holes = list(self._holes)
+        if trial._holes and trial._holes[-1][1] == self._end:
+            trial._holes[-1] = (trial._holes[-1][0], 1 << 62)
+        else:
+            trial._holes.append((self._end, 1 << 62))
+        ends = [trial.allocate(nbytes) + _rounded(nbytes) for nbytes in sizes]
+        return max([self._end, *ends])
 
     @property
     def largest_hole(self) -> int:
@@ -100,6 +123,11 @@ class Heap:
     def size(self) -> int:
         return self._memory.size
 
+    def size_to_hold(self, sizes: Sequence[int]) -> int:
+        """Bytes of the smallest heap, this one or a larger one, that holds tensors of these sizes beside the live ones."""
+        end = self._allocator.end_with(sizes)
+        return self.size if end <= self.size else -(-end // PAGE) * PAGE
+
     def as_bytes(self) -> torch.Tensor:
         """The whole heap, uint8 [size], for kernels that address it by offset."""
         return self._memory.bytes_tensor(0, self.size)
@@ -125,8 +153,8 @@ class Heap:
                 raise HeapError(
                     f"rank {self._rank}: the symmetric heap is exhausted: {name}({list(shape)}, {dtype}) needs {nbytes} "
                     f"bytes, the largest free piece of the {self.size}-byte heap holds "
-                    f"{max(0, self._allocator.largest_hole - GAP)}; free tensors, or set TSN_HEAP_SIZE (or "
-                    "init(heap_bytes=…)) higher"
+                    f"{max(0, self._allocator.largest_hole - GAP)}; free tensors, or set "
+                    f"TSN_HEAP_SIZE={self.size_to_hold([nbytes])} (or init(heap_bytes=…)) or more"
                 )
             raw = self._memory.bytes_tensor(offset, nbytes)
             if zero:

@@ -69,6 +69,7 @@ class Heartbeats:
         self._sent = 0
         self._seen: dict[str, tuple[str, float]] = {}
         self._stopped_since: dict[int, float] = {}
+        self._silent: tuple[int, str] | None = None
         self.interval = INTERVAL * max(1.0, len(hosts) / _RANKS)
 
     def round(self, store: dist.Store) -> News:
@@ -76,9 +77,10 @@ class Heartbeats:
         news = News(failed=announced(job_store.get(store, "failed"), self._rank))
         if self._rounds % _BEAT == 0:
             self._beat(store)
-            self._look(store, news)
+            self._look(store)
         self._rounds += 1
         now = self._clock()
+        news.silent = self._silent
         news.stopped = {r: now - since for r, since in self._stopped_since.items()}
         return news
 
@@ -92,16 +94,17 @@ class Heartbeats:
             self._sent += 1
             store.set(key, json.dumps([self._rank, self._sent, self._stopped()]))
 
-    def _look(self, store: dist.Store, news: News) -> None:
+    def _look(self, store: dist.Store) -> None:
         if not self._complete:
             self._complete = store.check(self._keys)
             if not self._complete:
-                return self._judge(store, news, {})
+                return self._judge(store, {})
         values = store.multi_get(self._keys)
-        self._judge(store, news, {k: v.decode(errors="replace") for k, v in zip(self._keys, values)})
+        self._judge(store, {k: v.decode(errors="replace") for k, v in zip(self._keys, values)})
 
-    def _judge(self, store: dist.Store, news: News, values: dict[str, str]) -> None:
+    def _judge(self, store: dist.Store, values: dict[str, str]) -> None:
         now = self._clock()
+        self._silent = None
         stopped: set[int] = set()
         for (host, members), key in zip(self._first.items(), self._keys):
             value = values.get(key, "")
@@ -112,7 +115,7 @@ class Heartbeats:
             stopped |= set(_stopped_in(value)) & set(members)
             if host != self._mine and now - since > self._timeout and not self._ended(store, members):
                 others = f" (nor did ranks {members[1]} to {members[-1]} of its host)" if len(members) > 1 else ""
-                news.silent = members[0], f"sent no heartbeat for {now - since:.0f} s{others}"
+                self._silent = members[0], f"sent no heartbeat for {now - since:.0f} s{others}"
         self._stopped_since = {r: self._stopped_since.get(r, now) for r in stopped if r != self._rank}
 
     @staticmethod

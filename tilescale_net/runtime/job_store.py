@@ -26,7 +26,7 @@ class JobStore:
 
     Args:
         store: torch's.
-        prefix: put before every key.
+        prefix: put before every key, with a slash.
         rank: of this process, for messages.
         silence: seconds without an answer after which the store counts as lost.
     """

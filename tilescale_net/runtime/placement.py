@@ -6,13 +6,14 @@ import atexit
 import os
 import secrets
 import socket
-import stat
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tilescale_net.compiler import private_folder
 from tilescale_net.errors import ConfigurationError
+from tilescale_net.runtime import settings
 
 # Rank and size as launchers name them; what counts the ranks of this host, where the launcher can be asked.
 _LAUNCHERS = (
@@ -72,6 +73,14 @@ def find(timeout: float) -> Place | None:
 _ADVICE = "start the script through launch.sh, which sets them all, or unset it"
 
 
+def launchers_store() -> tuple[int, str] | None:
+    """Port of the store and name of the job, where launch.sh has started this rank; see launch/environment.py."""
+    port, _, rest = settings.STORE.get().partition("/")
+    job, _, master = rest.partition("/")
+    mine = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return (int(port), job) if port.isdigit() and job and master == mine else None
+
+
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.isdigit():
@@ -81,12 +90,8 @@ def _number(name: str, default: int) -> int:
 
 def _place(rank_name: str, size_name: str, local_name: str | None, timeout: float) -> Place:
     env = os.environ
-    if rank_name == "RANK" and env.get("TSN_STORE"):
-        address, _, port = env["TSN_STORE"].rpartition(":")
-        names: list[str] = []
-    else:
-        address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
-        names = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    names = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if rank_name == "RANK" and names:
         raise ConfigurationError(f"RANK={env['RANK']} is set but {' and '.join(names)} is not; {_ADVICE}")
     rank, size = _number(rank_name, 0), _number(size_name, 1)
@@ -95,8 +100,10 @@ def _place(rank_name: str, size_name: str, local_name: str | None, timeout: floa
     if not names:
         if not str(port).isdigit():
             raise ConfigurationError(f"MASTER_PORT={port!r} is not a number")
-        listener = _number("TSN_STORE_FD", 0) if rank == 0 and env.get("TSN_STORE_FD") else -1
-        return Place(rank, size, str(address), int(port), listener)
+        if (store := launchers_store()) is not None:
+            listener = _number("TSN_STORE_FD", 0) if rank == 0 and env.get("TSN_STORE_FD") else -1
+            return Place(rank, size, "127.0.0.1", store[0], listener)
+        return Place(rank, size, str(address), int(port))
     if local_name is not None and _number(local_name, 0) == size:
         return _meet_on_this_host(rank, size, timeout)
     raise ConfigurationError(
@@ -161,9 +168,7 @@ def _starter() -> str | None:
 def _private_folder() -> Path:
     """A folder that only this user can write."""
     folder = Path(tempfile.gettempdir()) / f"tilescale_net-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+    if not private_folder.make(folder):
         raise ConfigurationError(
             f"{folder} is not a folder of this user alone; remove it, or export MASTER_ADDR and MASTER_PORT"
         )

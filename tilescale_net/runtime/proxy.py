@@ -103,8 +103,19 @@ class RunningProxy:
         """Provider, libfabric version, rails and limits of the transport."""
         return dict(self._proxy.properties())
 
+    def drain(self) -> None:
+        """Wait until everything that kernels have sent is at its target, while the peers are served on.
+
+        Raises:
+            TileScaleError: the proxy has failed.
+        """
+        if not self._proxy.drain(self._world.timeout):
+            failed = self.failure()
+            if failed is not None:
+                raise failed
+
     def close(self) -> None:
-        self._proxy.stop()
+        self._proxy.close()
 
 
 def _pci_address(memory) -> str:

@@ -67,7 +67,7 @@ def join(timeout: float, silence: float) -> Meeting:
     finally:
         base.close()
     # A world of its own in the store: init after finalize must not read the keys of the earlier one.
-    store = JobStore(dist.distributed_c10d._get_default_store(), f"{_prefix()}{number}/", rank, silence)
+    store = JobStore(dist.distributed_c10d._get_default_store(), f"{_prefix()}/{number}", rank, silence)
     try:
         roll = _Roll(store, rank, size, timeout)
         roll.wait_for_all("has not called tilescale_net.init")
@@ -81,10 +81,9 @@ def join(timeout: float, silence: float) -> Meeting:
 
 def _prefix() -> str:
     """Before the keys of this job: a second job that comes to the same port by mistake does not speak for this one."""
-    for name in ("TSN_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
-        if os.environ.get(name):
-            return f"tsn/{os.environ[name]}/"
-    return "tsn/"
+    store = placement.launchers_store()
+    job = store[1] if store else os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"tsn/{job}" if job else "tsn"
 
 
 def _number_of_meeting(store: JobStore, rank: int, size: int) -> int:
@@ -118,7 +117,7 @@ def _make_default(timeout: float, silence: float) -> None:
         roll = _Roll(asked, place.rank, place.size, timeout)
         try:
             roll.wait_for_all("did not come")
-            mine = dist.PrefixStore(f"{_prefix()}group", store)
+            mine = dist.PrefixStore(f"{_prefix()}/group", store)
             roll.guard(
                 lambda: dist.init_process_group(
                     "gloo", store=mine, rank=place.rank, world_size=place.size, timeout=limit

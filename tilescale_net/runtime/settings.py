@@ -34,7 +34,11 @@ HEAP_SIZE = Setting(
     "1G on a GPU, 256M in the simulator",
 )
 TIMEOUT = Setting(
-    "TSN_TIMEOUT", setting.number(0.01), 20.0, "seconds that a device-side wait or a collective call may take", "20"
+    "TSN_TIMEOUT",
+    setting.number(0.01),
+    100.0,
+    "seconds that a device-side wait or a collective call may take; ranks may come that far apart to a call",
+    "100",
 )
 HEARTBEAT_TIMEOUT = Setting(
     "TSN_HEARTBEAT_TIMEOUT",
@@ -86,7 +90,7 @@ PROXY_QUEUES = Setting(
     "TSN_PROXY_QUEUES", setting.whole(1), 1, "device queues; operations to a PE use queue PE % queues", "1"
 )
 PROXY_THREADS = Setting("TSN_PROXY_THREADS", setting.whole(1), 1, "proxy threads, each with endpoints of its own", "1")
-PROXY_CPUS = Setting(
+PROXY_CPUS: Setting[str | list[int]] = Setting(
     "TSN_PROXY_CPUS",
     setting.cpus,
     [],
@@ -156,6 +160,13 @@ MASTER_PORT = Setting("MASTER_PORT", setting.whole(1, 65535), 0, "the port that 
 OUTPUT = Setting(
     "TSN_OUTPUT", setting.one_of("all", "first"), "first", "`all`: show the output of all ranks, not only of rank 0"
 )
+STORE = Setting("TSN_STORE", setting.text, "", "the launcher tells its ranks here where its store is; not for users")
+STORE_FD = Setting(
+    "TSN_STORE_FD",
+    setting.whole(0),
+    0,
+    "the launcher tells rank 0 here which file is the store's socket; not for users",
+)
 PYTHON = Setting(
     "TSN_PYTHON",
     setting.text,
@@ -186,13 +197,16 @@ SECTIONS: dict[str, tuple[Setting, ...]] = {
     "Simulator": (SIM_SEED, SIM_VISIBILITY, SIM_SMS, SIM_STALL, SIM_STACK, SIM_CXXFLAGS, CXX),
     "Launcher and build": (
         *(GPUS, NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, OUTPUT),
-        *(PYTHON, VENV, BUILD, LIBFABRIC_INCLUDE),
+        *(PYTHON, VENV, BUILD, LIBFABRIC_INCLUDE, STORE, STORE_FD),
     ),
     "Tests": (TEST_ORDERING, CHAOS_SEEDS),
 }
 ALL: dict[str, Setting] = {row.name: row for rows in SECTIONS.values() for row in rows}
 # The launcher's own, which it checks with the words of a launcher; elsewhere other programs may use these names.
 LAUNCHER = ("GPUS", "NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "VIRTUAL_NODES")
+
+# What the launcher tells its ranks; nobody sets these by hand. See launch/environment.py.
+HANDED_OVER = ("TSN_STORE", "TSN_STORE_FD")
 
 
 def check() -> None:
@@ -202,7 +216,7 @@ def check() -> None:
         ConfigurationError: a value that its variable does not take, or a name that no variable has but one nearly has.
     """
     for name in sorted(os.environ):
-        if name.startswith("TSN_") and name not in ALL:
+        if name.startswith("TSN_") and name not in ALL and name not in HANDED_OVER:
             _unknown(name)
         elif name in ALL and name not in LAUNCHER:
             ALL[name].get()

@@ -9,13 +9,12 @@ import ctypes
 import os
 import threading
 import time
-import warnings
 
 import torch
 
 import tilescale_net
 from tilescale_net import fabric
-from tilescale_net.errors import PeerLost, TileScaleError
+from tilescale_net.errors import ConfigurationError, PeerLost, TileScaleError
 from tilescale_net.runtime import context, device_errors, process_end, settings, topology
 from tilescale_net.runtime.control import Control
 from tilescale_net.runtime.heap import Heap
@@ -40,11 +39,7 @@ class World:
     """
 
     def __init__(self, heap_bytes: int | str | None):
-        settings.check()
-        fabric.check_settings()
-        settings.load_kernels_early()
-        self.timeout = settings.TIMEOUT.get()
-        silence = settings.HEARTBEAT_TIMEOUT.get()
+        wrong, self.timeout, silence = _check_settings()
         self.failure: TileScaleError | None = None
         self.proxy = None
         self._watchdog: Watchdog | None = None
@@ -55,6 +50,8 @@ class World:
         self.control = Control(self.timeout + 5.0, silence)
         self.rank, self.size = self.control.rank, self.control.size
         try:
+            if wrong is not None:
+                raise wrong  # now that the others can be told
             self._set_up(heap_bytes, silence)
         except BaseException as err:
             # The others wait for this rank; with the store of rank 0, its words would be gone too.
@@ -104,11 +101,10 @@ class World:
         ]
         queues, n_queues = self._start_proxy()
         if on_gpu and self.rank == 0 and self.proxy is not None and self._memory.loads_kernels_late():
-            warnings.warn(
+            settings.log.warning(
                 "CUDA loads kernels at their first launch here; where data to and from other nodes are staged in host "
                 "memory, that waits for a running kernel, and the kernel for its data until TSN_TIMEOUT. Set "
-                "CUDA_MODULE_LOADING=EAGER before CUDA starts",
-                stacklevel=5,
+                "CUDA_MODULE_LOADING=EAGER before CUDA starts"
             )
         header = context.ContextHeader(
             my_pe=self.rank,
@@ -282,6 +278,8 @@ class World:
         try:
             self._finish_kernels()
             self.check()
+            if self.proxy is not None:
+                self.proxy.drain()  # endpoints close when nobody has anything on its way any more
             self.control.agree("tilescale_net.finalize", spoken=spoken)
             self._watchdog.announce_end()
             # Leave only when all have said goodbye: a rank that is gone must not look like one that failed.
@@ -314,6 +312,24 @@ class World:
                 _simulator.unregister_all()
             self._memory.close()
         self.control.close()
+
+
+def _check_settings() -> tuple[ConfigurationError | None, float, float]:
+    """What is wrong with the environment, and the seconds of the two timeouts: their defaults where they are wrong."""
+    try:
+        settings.check()
+        fabric.check_settings()
+        settings.load_kernels_early()
+        return None, settings.TIMEOUT.get(), settings.HEARTBEAT_TIMEOUT.get()
+    except ConfigurationError as err:
+        wrong = err
+    seconds = []
+    for row in (settings.TIMEOUT, settings.HEARTBEAT_TIMEOUT):
+        try:
+            seconds.append(row.get())
+        except ConfigurationError:
+            seconds.append(row.default)
+    return wrong, *seconds
 
 
 def _version() -> str:

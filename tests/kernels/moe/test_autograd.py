@@ -64,13 +64,48 @@ def _gradients(layout: str) -> None:
         torch.testing.assert_close(x.grad.cpu(), xs[rank].grad, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(p.grad.cpu(), probabilities[rank].grad * (choices[rank] >= 0), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(mine.grad.cpu(), w.grad[local], atol=1e-4, rtol=1e-4)
-    # What torch.compile sees must have the shapes and types of what the operators give.
-    fake = torch.library.opcheck
-    fake(
-        torch.ops.tilescale_net.moe_dispatch,
-        (x.detach(), chosen, p.detach(), op.autograd_key),
-        test_utils="test_faketensor",
-    )
+    # What torch.compile sees must have the shapes and types of what the operators give, and equal calls equal results.
+    operators, key, check = torch.ops.tilescale_net, autograd._key(op), torch.library.opcheck
+    x, p = x.detach().requires_grad_(), p.detach().requires_grad_()
+    check(operators.moe_dispatch, (x, chosen, p, key))
+    given = operators.moe_dispatch(x.detach(), chosen, p.detach(), key)
+    rows, weights, tensors = given[0], given[1], [*given[2:], given[1]]
+    some = weights if layout == "expert" else weights[:0]
+    check(operators.moe_combine, (rows, some, tensors, len(x), key))
+    check(operators.moe_dispatch_backward, (rows, weights, tensors, len(x), key))
+    check(operators.moe_combine_backward, (x.detach(), tensors, len(x), key))
+
+
+def _compiled() -> None:
+    """One compiled function for layers with objects of their own, and for numbers of tokens that change."""
+    ops = [
+        AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K, torch.float32, layout=kind) for kind in ("expert", "expert", "rank")
+    ]
+
+    def layer(op, x, idx, p):
+        received = autograd.dispatch(op, x, idx, p)
+        return autograd.combine(op, received.x * 2, received)
+
+    device = tsn.device()
+    idx = torch.tensor([[0, 3], [1, 2], [2, 0], [3, 1], [1, 3]], device=device)
+    for dynamic in (True, None):
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        for tokens in (5, 4, 3, 0):
+            for op in ops:
+                x = torch.arange(tokens * HIDDEN, dtype=torch.float32, device=device).view(tokens, HIDDEN)
+                p = torch.full((tokens, TOP_K), 0.5, device=device)
+                found = compiled(op, x.requires_grad_(), idx[:tokens], p)
+                found.sum().backward()
+                wanted, gradient = layer(op, x.detach(), idx[:tokens], p), x.grad
+                assert torch.equal(found, wanted)
+                x.grad = None
+                layer(op, x, idx[:tokens], p).sum().backward()
+                assert torch.equal(x.grad, gradient)
+
+
+def test_compiled():
+    ranks.run(2, _compiled, timeout=200)
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])

@@ -24,15 +24,74 @@ def _masked(seed: int, mode: str) -> None:
     for turn in range(2):
         run_round(op, everyone[turn], pace, f"seed {seed}, all")
     active = [True, False, True]
-    if tsn.rank() == 1:
-        with pytest.raises(ValueError, match="rank 1 itself"):
-            op.set_active(active)
-        return
+    late = AllToAll(**SHAPE, mode=mode)
+    before = op.dispatch(*_arguments(op))
     op.set_active(active)
+    if tsn.rank() == 1:
+        with pytest.raises(tsn.TileScaleError, match="left this rank out"):
+            op.dispatch(*_arguments(op))
+        with pytest.raises(tsn.TileScaleError, match="left out"):
+            tsn.zeros((4,))
+        op.check()
+        op.free()
+        return
+    with pytest.raises(ValueError, match="from before set_active"):
+        op.combine(torch.zeros(before.x.shape, dtype=torch.bfloat16, device=tsn.device()), before.handle)
+    if mode == "throughput":
+        with pytest.raises(ValueError, match="from before set_active"):
+            op.dispatch(_arguments(op)[0], handle=before.handle)
     for turn in range(2, 5):
         run_round(op, everyone[turn], pace, f"seed {seed}, two of three", active=active)
     with pytest.raises(ValueError, match="brings back ranks \\[1\\]"):
         op.set_active([True] * 3)
+    # What the host does is done by those that stay.
+    with pytest.raises(tsn.TileScaleError, match="call set_active"):
+        late.dispatch(*_arguments(op))
+    late.set_active(active)
+    new = AllToAll(**SHAPE, mode=mode)
+    for thing in (op, late, new):
+        out = None if thing is late else thing.empty_output()
+        received = thing.dispatch(*_arguments(op), out=out)
+        thing.combine(torch.zeros(received.x.shape, dtype=torch.bfloat16, device=tsn.device()), received.handle)
+        thing.free()
+    assert tsn.zeros((4,)).sum() == 0
+    tsn.barrier()
+
+
+def _arguments(op):
+    c, device = op.config, tsn.device()
+    return torch.ones((2, c.hidden), dtype=c.dtype, device=device), torch.zeros(
+        (2, c.top_k), dtype=torch.int64, device=device
+    )
+
+
+def _masked_from_the_start() -> None:
+    op = AllToAll(**SHAPE, active=[True, True, False])
+    if tsn.rank() == 2:
+        with pytest.raises(tsn.TileScaleError, match="left this rank out"):
+            op.dispatch(*_arguments(op))
+    else:
+        everyone = [make_inputs((0, r), op.config, 5, "random") for r in range(3)]
+        run_round(op, everyone, random.Random(0), "two of three", active=[True, True, False])
+    op.free()
+
+
+def test_a_rank_that_never_takes_part():
+    ranks.run(3, _masked_from_the_start, timeout=120)
+
+
+def _other_lists() -> str:
+    op = AllToAll(**SHAPE)
+    if tsn.rank() != 2:
+        with pytest.raises(tsn.RankMismatch) as caught:
+            op.set_active([True, True, tsn.rank() == 0])
+        return str(caught.value)
+    return ""
+
+
+def test_ranks_that_leave_out_others():
+    outcomes = ranks.launch(3, _other_lists, env={"TSN_TIMEOUT": "3"}, timeout=100)
+    assert "[0, 1, 2]" in outcomes[0].value or "[0, 1]" in outcomes[1].value, outcomes
 
 
 @pytest.mark.parametrize("mode", ["throughput", "latency"])

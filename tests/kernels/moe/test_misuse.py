@@ -71,6 +71,7 @@ def _wrong_calls(mode: str) -> None:
     with raises(ValueError, "handle", "combined already"):
         op.combine(received.x, received.handle)
 
+    _one_rank_combines_wrongly(op, other, x, idx, weights)
     pending = op.dispatch_send(x, idx, weights)
     with raises(ValueError, "dispatch", "not been received"):
         op.dispatch_send(x, idx, weights)
@@ -92,6 +93,47 @@ def _wrong_calls(mode: str) -> None:
     op.free()
     with raises(tsn.TileScaleError, "free"):
         op.dispatch(x, idx, weights)
+
+
+def _one_rank_combines_wrongly(op, other, x, idx, weights) -> None:
+    """Calls that nothing announces: rank 1's mistake ends rank 0's call too, whole or in halves."""
+    device, mode = tsn.device(), op.config.mode
+    foreign = other.dispatch(x, idx[:, :1].contiguous()).handle
+    wrong_out = torch.empty((2, 32), dtype=torch.bfloat16, device=device)
+
+    mistakes = [
+        ("y", TypeError, lambda r: op.combine(r.x.float(), r.handle)),
+        ("out", ValueError, lambda r: op.combine(r.x, r.handle, out=wrong_out)),
+        ("handle", TypeError, lambda r: op.combine(r.x, None)),
+        ("handle", ValueError, lambda r: op.combine(r.x, foreign)),
+        ("y", ValueError, lambda r: op.combine_send(r.x[:1], r.handle)),
+    ]
+    if mode == "throughput":
+        elsewhere = torch.empty(op.empty_output().shape, dtype=torch.bfloat16, device=device)
+        mistakes += [
+            ("values", TypeError, lambda r: op.combine_values(r.x, None, r.handle)),
+            ("x", ValueError, lambda r: op.dispatch(x[:2], handle=r.handle)),
+            ("out", tsn.HeapError, lambda r: op.dispatch(x, handle=r.handle, out=elsewhere)),
+            ("handle", ValueError, lambda r: op.dispatch(x, handle=foreign)),
+        ]
+    for turn, (argument, kind, call) in enumerate(mistakes):
+        received = op.dispatch(x, idx, weights)
+        if tsn.rank() == 1:
+            with raises(kind, "rank 1", argument):
+                call(received)
+        else:
+            with raises(ValueError, "rank 1 was called with a wrong", argument):
+                if turn == 4:
+                    op.combine_recv(op.combine_send(received.x, received.handle))
+                elif turn < 4:
+                    op.combine(received.x, received.handle)
+                elif argument == "values":
+                    op.combine_values(received.x, received.row_weight, received.handle)
+                else:
+                    op.dispatch(x, handle=received.handle)
+                op.check()
+        everyone = [make_inputs((turn, r), op.config, 3, "random") for r in range(2)]
+        run_round(op, everyone, random.Random(turn), f"after rank 1's wrong {argument}")
 
 
 @pytest.mark.parametrize("mode", ["throughput", "latency"])
@@ -150,6 +192,10 @@ WRONG = [
     (dict(tuning=Tuning(blocks=1)), ValueError, "blocks", "1"),
     (dict(tuning=Tuning(blocks=4, combine_senders=4)), ValueError, "combine_senders", "4"),
     (dict(tuning=Tuning(threads=48)), ValueError, "threads", "48"),
+    (dict(tuning=Tuning(combine_threads=16)), ValueError, "combine_threads", "16"),
+    (dict(tuning=Tuning(combine_threads=48)), ValueError, "combine_threads", "48"),
+    (dict(tuning=Tuning(chunk=2.5)), ValueError, "chunk", "2.5"),
+    (dict(max_tokens=1 << 17), ValueError, "max_tokens", "4 blocks", "at most", "more blocks"),
     (dict(active=[True]), ValueError, "active", "1 entries"),
     (dict(active=[False, False]), ValueError, "active", "rank"),
 ]

@@ -31,7 +31,11 @@ MUTANTS = {
         'N.wait(records_ready[thread], "ge", epoch * T.uint64(blocks))',
         EXPERT,
     ),
-    "dispatch without wait for room": ("dispatch_throughput", 'N.wait(ready[thread], "ge", epoch)', ROW),
+    "dispatch without wait for room": (
+        "dispatch_throughput",
+        "open_call(ready, active, status, me, epoch, tag, block, senders, thread)",
+        ROW,
+    ),
     "dispatch without wait for rows": ("dispatch_throughput", 'N.wait_warp(arrived[peer, c], "ge", epoch)', EXPERT),
     "dispatch without fence": ("dispatch_throughput", "N.fence(pe)", EXPERT),
     "combine without wait for rows": ("combine_throughput", 'N.wait(arrived[peer, slot // size], "ge", epoch)', EXPERT),

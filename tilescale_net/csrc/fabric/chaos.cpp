@@ -101,6 +101,11 @@ public:
     return n;
   }
 
+  bool idle() const override {
+    return arrivals_.empty() && std::all_of(outstanding_.begin(), outstanding_.end(), [](uint32_t n) { return !n; }) &&
+           inner_->idle();
+  }
+
 private:
   struct Op {
     enum Kind : uint8_t { write, read, message, send, receive } kind = write;

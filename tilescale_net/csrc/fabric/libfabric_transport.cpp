@@ -278,6 +278,10 @@ Post LibfabricTransport::post_receive(int rail, Region region, uint64_t offset, 
   return forward(rails_[rail]->receive(to.base + offset, to.desc, bytes, cookie), *rails_[rail]);
 }
 
+bool LibfabricTransport::idle() const {
+  return std::all_of(rails_.begin(), rails_.end(), [](const auto& rail) { return rail->idle(); });
+}
+
 int LibfabricTransport::poll(Event* events, int capacity) {
   for (auto& rail : rails_) rail->new_poll();
   if (n_rails_ == 1) return rails_[0]->poll(events, capacity);

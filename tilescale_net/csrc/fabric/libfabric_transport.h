@@ -29,6 +29,7 @@ public:
   Post post_send(int rail, int peer, Region local, uint64_t offset, uint64_t bytes, uint64_t cookie) override;
   Post post_receive(int rail, Region local, uint64_t offset, uint64_t bytes, uint64_t cookie) override;
   int poll(Event* events, int capacity) override;
+  bool idle() const override;
   const char* last_error() const override { return error_.c_str(); }
 
 private:

@@ -73,6 +73,9 @@ public:
   int poll(Event* events, int capacity);
   void new_poll(); // ends the life of what the last poll handed out
 
+  // Nothing that goes out is outstanding.
+  bool idle() const { return free_.given - free_.taken == depth_ && ready_.empty(); }
+
   std::string error; // why a post answered `error`
 
 private:

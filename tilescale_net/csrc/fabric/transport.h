@@ -94,6 +94,8 @@ struct Properties {
 
 class Transport {
 public:
+  // Only while idle(), and while no peer reads or writes here: libfabric 1.17 crashes when an endpoint closes that has
+  // operations under way. A transport that is not idle is better left to the end of the process.
   virtual ~Transport() = default;
 
   virtual const Properties& properties() const = 0;
@@ -137,6 +139,10 @@ public:
 
   // Fills at most `capacity` events, from all rails in turn; returns their number.
   virtual int poll(Event* events, int capacity) = 0;
+
+  // Whether nothing that was posted here is still on its way, silent operations included. What the network has copied
+  // is not counted.
+  virtual bool idle() const = 0;
 
   // Why the last post answered `error`. Valid until the next post.
   virtual const char* last_error() const = 0;

@@ -134,6 +134,9 @@ void bind(py::module_& m) {
           "local_blob", [](const Proxy& p) { return py::bytes(p.blob()); }, "What every peer's connect() needs.")
       .def("connect", &Proxy::connect, py::arg("blobs"), no_gil, "blobs[pe]: local_blob() of every PE.")
       .def("start", &Proxy::start, no_gil)
+      .def("drain", &Proxy::drain, py::arg("seconds"), no_gil,
+           "Waits until everything pushed so far is at its target; False: not in time, or the proxy has failed.")
+      .def("close", &Proxy::close, no_gil, "stop(), and the endpoints are gone; to be called after a barrier.")
       .def("stop", &Proxy::stop, no_gil, "Finishes what is queued and ends the threads; to be called after a barrier.")
       .def(
           "queue_views",

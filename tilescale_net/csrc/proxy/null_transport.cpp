@@ -74,6 +74,7 @@ public:
       events[n++] = Event{Event::message, it->first, 0, 0, kSilent, &acks_[it->first], sizeof(AckRecord), 0, nullptr};
     return n;
   }
+  bool idle() const override { return done_.empty() && owed_.empty(); }
   const char* last_error() const override { return ""; }
 
 private:

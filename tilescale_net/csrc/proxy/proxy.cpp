@@ -4,6 +4,7 @@
 #include "tilescale_net/csrc/fabric/blob.h"
 #include "tilescale_net/device/add_box.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <optional>
 #include <pthread.h>
@@ -53,7 +54,14 @@ Proxy::Proxy(const ProxyOptions& options, const TransportFactory& make) : option
     workers_.push_back(std::make_unique<Worker>(&shared_, t, make(options_.transport)));
 }
 
-Proxy::~Proxy() { stop(); }
+Proxy::~Proxy() { close(); }
+
+void Proxy::require(State state, const char* call) const {
+  static const char* const names[] = {"created", "connected", "running", "stopped", "closed"};
+  if (state_ != state)
+    throw std::logic_error("proxy of rank " + std::to_string(options_.rank) + ": " + call +
+                           "() needs a proxy that is " + names[(int)state] + "; this one is " + names[(int)state_]);
+}
 
 std::vector<QueueView> Proxy::views() const {
   std::vector<QueueView> out;
@@ -93,6 +101,7 @@ std::string Proxy::blob() const {
 }
 
 void Proxy::connect(const std::vector<std::string>& blobs) {
+  require(State::created, "connect");
   const std::string us = "rank " + std::to_string(options_.rank);
   if (blobs.size() != (size_t)options_.n_pes)
     throw FabricError(us + ": " + std::to_string(blobs.size()) + " proxy addresses for " +
@@ -115,11 +124,12 @@ void Proxy::connect(const std::vector<std::string>& blobs) {
     for (int t = 0; t <= thread_of(options_, options_.rank); t++) address = r.text();
     workers_[(size_t)thread_of(options_, pe)]->connect(pe, address);
   }
-  connected_ = true;
+  state_ = State::connected;
 }
 
 void Proxy::start() {
-  if (!connected_ || !threads_.empty()) throw std::logic_error("proxy: start() comes once, after connect()");
+  require(State::connected, "start");
+  state_ = State::running;
   for (size_t t = 0; t < workers_.size(); t++) {
     threads_.emplace_back([this, t] {
       const std::string name = "tsn-proxy-" + std::to_string(t);
@@ -139,7 +149,27 @@ void Proxy::start() {
   }
 }
 
+bool Proxy::drain(double seconds) {
+  require(State::running, "drain");
+  const uint64_t number = shared_.drains.fetch_add(1, std::memory_order_acq_rel) + 1;
+  const uint64_t end = now_ns() + (uint64_t)(seconds * 1e9);
+  for (;;) {
+    if (shared_.aborted()) return false;
+    if (std::all_of(workers_.begin(), workers_.end(), [&](const auto& w) { return w->drained(number); })) return true;
+    if (now_ns() > end) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+void Proxy::close() {
+  stop();
+  if (state_ == State::closed) return;
+  state_ = State::closed;
+  for (const auto& worker : workers_) worker->close();
+}
+
 void Proxy::stop() {
+  if (state_ != State::closed) state_ = State::stopped;
   shared_.stopping.store(true, std::memory_order_release);
   const bool ran = !threads_.empty();
   for (std::thread& t : threads_) t.join();

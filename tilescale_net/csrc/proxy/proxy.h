@@ -1,7 +1,8 @@
 // The proxy of one PE: its device queues, its threads, and what the host side asks of them.
 //
-// Life: construct (endpoints and memory registered), exchange blob() with all PEs out of band, connect(), start(), and
-// in the end stop(), after a barrier among the PEs: whoever stops no longer serves what its peers still send.
+// Life: construct (endpoints and memory registered), exchange blob() with all PEs out of band, connect(), start(). In
+// the end drain(), a barrier among the PEs, then close(): whoever has closed no longer serves what its peers still
+// send, and until everybody has drained, they do. States and calls are in docs/states.md.
 #pragma once
 
 #include "tilescale_net/csrc/proxy/worker.h"
@@ -26,8 +27,14 @@ public:
   // `blobs[pe]`: of every PE; those of PEs that are not served may be empty. Throws FabricError.
   void connect(const std::vector<std::string>& blobs);
   void start();
+  // Waits until everything that kernels have pushed so far has been received by its target, while peers are served on.
+  // False: not within `seconds`, or the proxy has failed or was aborted.
+  bool drain(double seconds);
   // Finishes what is queued, within two seconds, and joins the threads. Safe to call twice.
   void stop();
+  // stop(), and the endpoints are gone. What still is under way then (after a failure) is left alone to the end of the
+  // process, with its endpoints. Safe to call twice.
+  void close();
 
   // What the device needs, one per queue; see device/context.h. `head` and `tail_cache` lie in the heap's system area.
   std::vector<QueueView> views() const;
@@ -39,6 +46,8 @@ public:
   const ProxyOptions& options() const { return options_; }
 
 private:
+  enum class State { created, connected, running, stopped, closed };
+  void require(State state, const char* call) const;
   void prepare_words();
 
   ProxyOptions options_;
@@ -46,7 +55,7 @@ private:
   std::vector<std::unique_ptr<PinnedBlock>> memory_; // of the queues
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<std::thread> threads_;
-  bool connected_ = false;
+  State state_ = State::created;
 };
 
 } // namespace tsn::proxy

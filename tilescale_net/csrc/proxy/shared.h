@@ -35,6 +35,7 @@ public:
 
   const ProxyOptions& options;
   std::vector<std::unique_ptr<SharedQueue>> queues;
+  std::atomic<uint64_t> drains{0};   // calls of Proxy::drain() so far
   std::atomic<bool> stopping{false}; // by the owner: finish what is there, then end
   std::atomic<bool> failed{false};   // by any thread: end now
 

@@ -3,6 +3,7 @@
 #include "tilescale_net/csrc/fabric/blob.h"
 
 #include <algorithm>
+#include <mutex>
 #include <sched.h>
 #include <thread>
 
@@ -21,7 +22,8 @@ int bits_for(int n) {
 
 Worker::Worker(Shared* shared, int index, std::unique_ptr<Transport> transport)
     : shared_(shared), options_(shared->options), index_(index), transport_(std::move(transport)),
-      streams_((size_t)options_.n_pes), peer_index_((size_t)options_.n_pes, -1), events_(128) {
+      properties_(transport_->properties()), streams_((size_t)options_.n_pes), peer_index_((size_t)options_.n_pes, -1),
+      events_(128) {
   const Properties& p = transport_->properties();
   group_bits_ = std::min(p.imm_bits, 32) - bits_for(options_.n_pes);
   if (group_bits_ < 2)
@@ -47,6 +49,7 @@ Worker::Worker(Shared* shared, int index, std::unique_ptr<Transport> transport)
     queues_.push_back(state);
   }
   chunk_ = std::min(options_.chunk_bytes, p.max_write);
+  staged_ = stage;
   if (stage) {
     staging_ = std::make_unique<Staging>(staging_shape(options_, peers, group_bits_, p.max_write), peers, cuda);
     chunk_ = std::min<uint64_t>(chunk_, staging_->piece_bytes());
@@ -65,7 +68,27 @@ Worker::Worker(Shared* shared, int index, std::unique_ptr<Transport> transport)
   stream_limit_ = std::max(1u, peers > 1 ? rail_limit_ * (uint32_t)p.rails / 2 : rail_limit_ * (uint32_t)p.rails);
 }
 
-Worker::~Worker() { transport_.reset(); /* before the memory that is registered with it */ }
+Worker::~Worker() { close(); }
+
+// What could not be closed, with the memory that is registered with it.
+struct Worker::Left {
+  std::unique_ptr<Transport> transport;
+  std::unique_ptr<Staging> staging;
+};
+
+void Worker::close() {
+  if (!transport_) return;
+  // A provider with threads of its own would go on writing into the heap, which will be unmapped.
+  if (may_close_ || !properties_.remote_progress) {
+    transport_.reset(); // before the memory that is registered with it
+    staging_.reset();
+    return;
+  }
+  static std::mutex mutex;
+  static auto* left = new std::vector<Left>; // never freed
+  std::lock_guard<std::mutex> lock(mutex);
+  left->push_back({std::move(transport_), std::move(staging_)});
+}
 
 std::string Worker::address() const {
   BlobWriter w(kAddressMagic);
@@ -131,6 +154,22 @@ bool Worker::idle() {
   return memory_->in_completed() == memory_->in_position();
 }
 
+// Has every peer confirm that it has all that was sent, and notes when that is so.
+void Worker::drain() {
+  const uint64_t wanted = shared_->drains.load(std::memory_order_acquire);
+  if (wanted == drained_.load(std::memory_order_relaxed)) return;
+  bool settled = true, room = true;
+  for (auto& s : streams_) {
+    if (!s || !s->out.unsettled()) continue;
+    settled = false;
+    if (drain_ == wanted) continue;
+    if (has_room(*s)) append_mark(s.get(), s->out.flush());
+    else room = false;
+  }
+  if (room) drain_ = wanted;
+  if (settled && idle() && transport_->idle()) drained_.store(wanted, std::memory_order_release);
+}
+
 // Deadlines, now and then.
 void Worker::look_around(uint64_t now) {
   const auto limit = (uint64_t)(options_.timeout * 1e9);
@@ -190,6 +229,7 @@ void Worker::say_goodbye() {
 }
 
 void Worker::run() try {
+  may_close_ = false;
   memory_ = options_.heap.kind == Memory::cuda
                 ? make_cuda_memory(reinterpret_cast<uint64_t>(options_.heap.base), options_.heap.device, index_)
                 : make_host_memory(options_.heap.base);
@@ -210,6 +250,7 @@ void Worker::run() try {
     if (rounds % 1024 == 0 || idle_rounds > 100) {
       const uint64_t now = now_ns();
       if (rounds % 64 == 0) look_around(now);
+      drain();
       if (shared_->stopping.load(std::memory_order_acquire)) {
         if (stop_at == 0) stop_at = now + 2000000000ull;
         if ((idle_rounds > 100 && idle()) || now > stop_at) break;
@@ -221,6 +262,7 @@ void Worker::run() try {
       else std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
   }
+  may_close_ = !shared_->aborted() && idle() && transport_->idle();
   if (shared_->aborted()) say_goodbye();
   memory_.reset(); // in the thread that has the device's context
 } catch (const std::exception& e) {

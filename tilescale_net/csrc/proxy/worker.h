@@ -9,6 +9,7 @@
 #include "tilescale_net/csrc/proxy/staging.h"
 #include "tilescale_net/csrc/proxy/stats.h"
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -29,12 +30,18 @@ public:
   // The loop; returns after stopping or failure.
   void run();
 
+  // Whether everything was sent and received by its target since drain number `n` was asked for. Any thread.
+  bool drained(uint64_t n) const { return drained_.load(std::memory_order_acquire) >= n; }
+  // After run(): closes the endpoints, or leaves them to the end of the process where operations are under way.
+  void close();
+
   const ProxyStats& stats() const { return stats_; }
-  const Properties& properties() const { return transport_->properties(); }
-  bool staged() const { return staging_ != nullptr; }
+  const Properties& properties() const { return properties_; }
+  bool staged() const { return staged_; }
   uint64_t chunk_bytes() const { return chunk_; }
 
 private:
+  struct Left;
   struct QueueState {
     SharedQueue* queue;
     uint32_t index;
@@ -123,6 +130,7 @@ private:
   // worker.cpp
   void look_around(uint64_t now);
   bool idle();
+  void drain();
   void say_goodbye();
   [[gnu::cold]] void give_up(const std::string& kind, const std::string& text, int pe, const std::string& operation,
                              uint64_t offset);
@@ -136,7 +144,12 @@ private:
   Shared* shared_;
   const ProxyOptions& options_;
   const int index_;
-  std::unique_ptr<Transport> transport_;
+  std::unique_ptr<Transport> transport_; // nullptr: closed
+  const Properties properties_;
+  bool staged_ = false;
+  bool may_close_ = true;              // nothing is under way here, and peers were told to keep off
+  std::atomic<uint64_t> drained_{0};   // the latest drain that is complete
+  uint64_t drain_ = 0;                 // the latest one that was begun
   std::unique_ptr<HeapMemory> memory_; // made in run(): CUDA contexts belong to threads
   std::unique_ptr<Staging> staging_;
   Region heap_region_ = -1, send_region_ = -1, receive_region_ = -1;

@@ -7,8 +7,11 @@ namespace tsn {
 namespace sim {
 
 void Grid::release(Barrier& barrier) {
+  meet(barrier.waiting, std::move(barrier.passed));
+  begin_lag(*running_->block);
   for (Fiber* fiber : barrier.waiting) wake(fiber);
   barrier.waiting.clear();
+  barrier.passed.clear();
   barrier.arrived = barrier.expected = 0;
   progress_ = strong_progress_ = true;
 }
@@ -22,17 +25,21 @@ void Grid::block_barrier(int id, int count, bool arrive_only) {
   if (barrier.expected != count)
     fail(Failure::kernel, "barrier " + std::to_string(id) + " is used with " + std::to_string(count) +
                               " threads while others wait there for " + std::to_string(barrier.expected));
+  if (id == 0 && !barrier.waiting.empty()) compare_calls(*barrier.waiting.front());
   ++barrier.arrived;
+  if (arrive_only && order_) barrier.passed.push_back(warp_number(self));
   if (barrier.arrived == barrier.expected) {
     release(barrier);
+    self.announced = false;
     // The last one to arrive is as likely to be overtaken as any other.
-    if (!arrive_only && random_.below(2)) yield(false);
+    if (!arrive_only && (lags(self) || random_.below(2))) yield(false);
     return;
   }
   if (arrive_only) return;
   self.state = State::block_barrier;
   barrier.waiting.push_back(&self);
   leave();
+  self.announced = false;
 }
 
 uint64_t Grid::block_vote(VoteOp op, uint64_t value) {
@@ -65,6 +72,7 @@ void Grid::grid_barrier() {
                               std::to_string(launch_.resident_blocks) + " (TSN_SIM_SMS sets its size)");
   if (++grid_arrived_ == blocks_ * threads_per_block_) {
     grid_arrived_ = 0;
+    meet(grid_waiting_, {});
     for (Fiber* fiber : grid_waiting_) wake(fiber);
     grid_waiting_.clear();
     return;
@@ -119,6 +127,7 @@ uint64_t Grid::warp(WarpOp op, uint32_t mask, uint64_t value, uint32_t argument)
     self.state = State::warp;
     leave();
   }
+  self.announced = false;
   return self.result;
 }
 
@@ -131,6 +140,7 @@ void Grid::complete(Block& block, unsigned index, const Meeting& meeting) {
   bool equal = true;
   const uint64_t first = lanes[__builtin_ctz(meeting.mask)].value;
   each([&](int i) {
+    if (lanes[i].announced || running_->announced) compare_calls(lanes[i]);
     ballot |= static_cast<uint64_t>(lanes[i].value != 0) << i;
     equal = equal && lanes[i].value == first;
   });

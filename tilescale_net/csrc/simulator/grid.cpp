@@ -19,6 +19,8 @@ constexpr size_t kStrip = 256; // known bytes on both sides of shared memory
 constexpr char kStripByte = '\x5a';
 constexpr int kPoison = 0xff; // NaN in every floating-point type
 
+constexpr unsigned kLagsPerLaunch = 2;
+constexpr uint64_t kLagNs = 1'500'000;    // during which nothing moves but what lags
 constexpr uint64_t kCheckNs = 50'000'000; // between two looks for an interrupt
 // Threads in flight while there is no need for more: their stacks and states then stay in the cache.
 constexpr uint64_t kThreadsInFlight = 2048;
@@ -45,6 +47,8 @@ Grid::Grid(const Launch& launch, StackPool& stacks)
   const int quanta[] = {16, 256, 4096, 1 << 16};
   max_quantum_ = quanta[random_.below(4)];
   late_ = random_.below(3);
+  lags_left_ = launch_.communicates ? kLagsPerLaunch : 0;
+  if (launch_.communicates) order_ = std::make_unique<HappensBefore>((threads_per_block_ + 31) / 32, launch_.lines);
 }
 
 Grid::~Grid() {
@@ -63,7 +67,8 @@ void Grid::run() {
     // pending remote operations get their turn beside threads that meet at barriers for ever.
     const size_t limit = 64 * ready_.size() + 65536;
     for (position_ = 0; position_ < std::min(ready_.size(), limit) && failure_ == Failure::none; ++position_)
-      resume(*ready_[position_]);
+      if (lags(*ready_[position_])) next_.push_back(ready_[position_]);
+      else resume(*ready_[position_]);
     if (fault_signal_) describe_fault();
     if (failure_ != Failure::none) break;
     ready_.erase(ready_.begin(), ready_.begin() + static_cast<ptrdiff_t>(position_));
@@ -73,6 +78,10 @@ void Grid::run() {
       failure_ = Failure::deadlock;
       message_ = stuck();
     }
+  }
+  if (order_ && failure_ == Failure::none) {
+    message_ = race_.empty() ? order_->end() : race_;
+    if (!message_.empty()) failure_ = Failure::race;
   }
 }
 
@@ -85,6 +94,7 @@ bool Grid::between_rounds() {
     idle_rounds_ = weak_rounds_ = 0;
     stalled_since_ns_ = now_ns();
   }
+  if (lagging_ && lag_step(still)) return true;
   // Threads may also poll in ways that look like work; remote operations and blocks that wait get their turn anyway.
   const bool idle = still || (!moved && ++weak_rounds_ % 16 == 0);
   const bool going_on = idle ? idle_step(still) : (rounds_ % 16 == 0 && remote_progress(random_, false), true);
@@ -93,6 +103,39 @@ bool Grid::between_rounds() {
     if (launch_.check_interrupt && launch_.check_interrupt()) failure_ = Failure::interrupted;
   }
   return going_on;
+}
+
+// After a wait, some warps of the block stand still until nothing else has moved in this rank for a while: the others,
+// and other ranks, go on as far as they can without them.
+void Grid::begin_lag(Block& block) {
+  if (!block.after_wait || !lags_left_ || lagging_ || block.warps.size() < 2) return;
+  block.after_wait = false;
+  if (random_.below(4) == 0) return;
+  // Thread 0 does most of what other ranks see, so its warp is seldom among those that lag.
+  const bool first_too = random_.below(4) == 0;
+  for (size_t w = 0; w < block.warps.size(); ++w) block.warps[w].lags = w ? random_.below(4) != 0 : first_too;
+  --lags_left_;
+  lagging_ = true;
+  lag_idle_since_ns_ = 0;
+}
+
+// True: nothing moved, and the round is over.
+bool Grid::lag_step(bool still) {
+  if (!still || remote_progress(random_, true)) {
+    lag_idle_since_ns_ = 0;
+    return false;
+  }
+  const uint64_t now = now_ns();
+  if (!lag_idle_since_ns_) lag_idle_since_ns_ = now;
+  if (now - lag_idle_since_ns_ > kLagNs) {
+    for (auto& block : active_)
+      for (Warp& warp : block->warps) warp.lags = false;
+    lagging_ = false;
+    return true;
+  }
+  const timespec nap{0, 100'000};
+  nanosleep(&nap, nullptr);
+  return true;
 }
 
 void Grid::admit() {
@@ -109,6 +152,7 @@ void Grid::admit() {
   block->live = static_cast<int>(threads_per_block_);
   for (Barrier& barrier : block->barriers) barrier = Barrier();
   block->votes = 0;
+  block->after_wait = false;
   block->variables.clear();
   char* shared = nullptr;
   if (launch_.shared_bytes) {
@@ -123,6 +167,7 @@ void Grid::admit() {
     block->warps[w].members = lanes == 32 ? 0xffffffffu : (1u << lanes) - 1;
     block->warps[w].exited = 0;
     block->warps[w].meetings.clear();
+    block->warps[w].lags = false;
   }
   Index3 at;
   at.x = static_cast<unsigned>(block->index % launch_.grid.x);
@@ -143,6 +188,9 @@ void Grid::admit() {
     fiber.view.dynamic_shared_bytes = launch_.shared_bytes;
     fiber.block = block.get();
     fiber.state = State::fresh;
+    fiber.view.site = -1;
+    fiber.view.shadow = nullptr;
+    fiber.announced = false;
     ready_.push_back(&fiber);
   }
   active_.push_back(std::move(block));
@@ -173,6 +221,7 @@ void Grid::resume(Fiber& fiber) {
   fiber.view.quantum = 1 + static_cast<int>(random_.below(static_cast<uint64_t>(max_quantum_)));
   running_ = &fiber;
   *launch_.self = &fiber.view;
+  restamp();
   ++switches_;
   tsn_sim_switch(&scheduler_, fiber.context);
   running_ = nullptr;

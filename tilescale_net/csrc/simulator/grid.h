@@ -2,6 +2,7 @@
 #pragma once
 
 #include "fiber.h"
+#include "happens_before.h"
 #include "random.h"
 #include "tilescale_net/device/host/simulator_api.h"
 
@@ -32,6 +33,10 @@ struct Fiber {
   uint64_t result = 0;
   const void* site = nullptr; // of __activemask
   bool converged = false;
+  // The call of its scope that it is about to make; its next barrier or warp operation is part of it.
+  bool announced = false;
+  Call call{};
+  int call_line = -1;
 };
 
 // A warp operation that some lanes of its mask have not reached yet.
@@ -43,11 +48,13 @@ struct Meeting {
 struct Warp {
   uint32_t members = 0, exited = 0;
   std::vector<Meeting> meetings;
+  bool lags = false;
 };
 
 struct Barrier {
   int expected = 0, arrived = 0;
   std::vector<Fiber*> waiting;
+  std::vector<uint32_t> passed; // warps of threads that arrived without waiting
 };
 
 struct Block {
@@ -57,12 +64,13 @@ struct Block {
   int live = 0;
   Barrier barriers[16];
   int votes = 0, vote_result = 0;
+  bool after_wait = false;            // a thread has seen a signal since the last barrier
   uint64_t next_value = 0, value = 0; // of a broadcast
   std::unique_ptr<char[]> shared;     // dynamic shared memory between two strips of known bytes
   std::unordered_map<int, std::unique_ptr<char[]>> variables;
 };
 
-enum class Failure { none, kernel, out_of_bounds, deadlock, interrupted };
+enum class Failure { none, kernel, out_of_bounds, deadlock, interrupted, race };
 
 struct Launch {
   void (*entry)(const uint64_t* arguments) = nullptr;
@@ -76,6 +84,8 @@ struct Launch {
   uint64_t resident_blocks = 1; // blocks that the simulated GPU holds at a time
   double stall_seconds = 60;    // without any progress: the grid hangs
   bool (*check_interrupt)() = nullptr;
+  bool communicates = false;      // calls primitives: what it does is checked for order
+  std::vector<std::string> lines; // of its primitives
 };
 
 class Grid {
@@ -98,6 +108,10 @@ public:
   uint32_t active_mask(const void* site);
   void grid_barrier();
   void* static_shared(int id, size_t bytes);
+  void announce(const Call& call);
+  void begin(const Call& call);
+  void waited(const uint64_t* signal);
+  void word(const void* address, WordAccess access);
   [[noreturn]] void fail(Failure kind, const std::string& what); // from the running thread
 
   uint64_t random() { return random_(); }
@@ -121,6 +135,14 @@ private:
   void wake(Fiber* fiber);
   void release(Barrier& barrier);
   void complete(Block& block, unsigned warp, const Meeting& meeting);
+  void compare_calls(const Fiber& first);
+  std::string call_of(const Fiber& fiber) const;
+  uint32_t warp_number(const Fiber& fiber) const;
+  void meet(const std::vector<Fiber*>& fibers, std::vector<uint32_t> warps);
+  void restamp();
+  void begin_lag(Block& block);
+  bool lags(const Fiber& fiber) const { return lagging_ && fiber.block->warps[fiber.view.linear / 32].lags; }
+  bool lag_step(bool still);
   bool between_rounds();
   bool idle_step(bool still);
   void check_shared(Block& block);
@@ -143,6 +165,9 @@ private:
   Fiber* running_ = nullptr;
   void* scheduler_ = nullptr;
   bool progress_ = false, strong_progress_ = false;
+  unsigned lags_left_ = 0; // of this launch; see begin_lag()
+  bool lagging_ = false;
+  uint64_t lag_idle_since_ns_ = 0;
   uint64_t starved_ = 0; // blocks that had no place while all threads polled
   uint64_t rounds_ = 0;
   unsigned idle_rounds_ = 0, weak_rounds_ = 0; // since something moved
@@ -150,6 +175,9 @@ private:
   uint64_t grid_arrived_ = 0;
   std::vector<Fiber*> grid_waiting_;
   uint64_t switches_ = 0;
+
+  std::unique_ptr<HappensBefore> order_; // of kernels that communicate
+  std::string race_;                     // the first one that it found
 
   Failure failure_ = Failure::none;
   std::string message_;

@@ -24,7 +24,8 @@ sim::Index3 index(const std::array<unsigned, 3>& v) { return {v[0], v[1], v[2]};
 // Returns (failure, message, remark, switches); failure is 0 when the grid ran to its end.
 py::tuple launch(const sim::Library& library, const std::string& kernel, py::bytes arguments,
                  std::array<unsigned, 3> grid, std::array<unsigned, 3> block, uint64_t shared_bytes, uint64_t seed,
-                 uint64_t resident_blocks, double stall_seconds, size_t stack_bytes) {
+                 uint64_t resident_blocks, double stall_seconds, size_t stack_bytes, bool communicates,
+                 const std::vector<std::string>& lines) {
   sim::Launch l;
   library.bind(kernel, l);
   const std::string words = arguments; // bytes objects need not be aligned
@@ -38,6 +39,8 @@ py::tuple launch(const sim::Library& library, const std::string& kernel, py::byt
   l.resident_blocks = resident_blocks;
   l.stall_seconds = stall_seconds;
   l.check_interrupt = check_interrupt;
+  l.communicates = communicates;
+  l.lines = lines;
   sim::Outcome outcome;
   {
     py::gil_scoped_release release;
@@ -54,15 +57,21 @@ void bind_simulator(py::module_& m) {
       .def(py::init<const std::string&>(), py::arg("path"))
       .def("launch", launch, py::arg("kernel"), py::arg("arguments"), py::arg("grid"), py::arg("block"),
            py::arg("shared_bytes"), py::arg("seed"), py::arg("resident_blocks"), py::arg("stall_seconds"),
-           py::arg("stack_bytes"));
+           py::arg("stack_bytes"), py::arg("communicates"), py::arg("lines"));
   m.attr("API_VERSION") = sim::kApiVersion;
-  m.def("register_heap", sim::register_heap, py::arg("base"), py::arg("bytes"),
-        "Tell the simulator where this rank's symmetric heap is.");
+  m.def(
+      "register_heap",
+      [](uint64_t base, uint64_t bytes) {
+        sim::register_heap(base, bytes);
+        sim::set_shadow(base, bytes);
+      },
+      py::arg("base"), py::arg("bytes"), "Tell the simulator where this rank's symmetric heap is.");
   m.def(
       "unregister_all",
       [] {
         sim::flush_pending();
         sim::unregister_all();
+        sim::drop_shadow();
       },
       "Forget the heap and all allocations.");
   m.def("register_allocation", sim::register_allocation, py::arg("base"), py::arg("bytes"), py::arg("name"));

@@ -71,12 +71,30 @@ Store& store() {
   return *the_store;
 }
 
+// f(offset at the target, offset at the source, bytes) for each run of the bytes `at` to `at + size` of the data, which
+// are counted row after row.
+template <typename F>
+void each_run(const RemoteOperation& o, uint64_t at, uint64_t size, F f) {
+  if (o.rows <= 1) return f(at, at, size);
+  const uint64_t row_bytes = static_cast<uint64_t>(o.bytes / o.rows);
+  while (size) {
+    const uint64_t row = at / row_bytes, column = at % row_bytes, run = std::min(size, row_bytes - column);
+    f(row * static_cast<uint64_t>(o.pitch) + column, row * static_cast<uint64_t>(o.source_pitch) + column, run);
+    at += run, size -= run;
+  }
+}
+
 void deliver_piece(Pending& p, size_t i) {
   const auto piece = p.pieces[i];
   p.pieces[i] = p.pieces.back();
   p.pieces.pop_back();
-  const char* source = p.copy ? p.copy.get() : static_cast<const char*>(p.operation.source);
-  memcpy(static_cast<char*>(p.operation.peer) + piece.first, source + piece.first, piece.second);
+  char* peer = static_cast<char*>(p.operation.peer);
+  const char* source = static_cast<const char*>(p.operation.source);
+  uint64_t packed = piece.first; // a copy holds the rows one behind the other
+  each_run(p.operation, piece.first, piece.second, [&](uint64_t to, uint64_t from, uint64_t bytes) {
+    memcpy(peer + to, p.copy ? p.copy.get() + packed : source + from, bytes);
+    packed += bytes;
+  });
 }
 
 void deliver_signal(const RemoteOperation& o) {
@@ -172,8 +190,10 @@ void fail_if(const std::string& wrong, const char* name, int pe) {
 uint64_t address(const void* p) { return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(p)); }
 
 bool defer(const RemoteOperation& o) {
-  if (o.destination) fail_if(check_range(address(o.destination), static_cast<uint64_t>(o.bytes)), o.name, o.pe);
-  if (o.source) fail_if(check_range(address(o.source), static_cast<uint64_t>(o.bytes)), o.name, o.pe);
+  each_run(o, 0, static_cast<uint64_t>(o.bytes), [&](uint64_t to, uint64_t from, uint64_t bytes) {
+    if (o.destination) fail_if(check_range(address(o.destination) + to, bytes), o.name, o.pe);
+    if (o.source) fail_if(check_range(address(o.source) + from, bytes), o.name, o.pe);
+  });
   if (o.signal) fail_if(check_range(address(o.signal), 8), o.name, o.pe);
   if (o.bytes == 0 && !o.peer_signal) return true; // an empty put leaves nothing to deliver
   Grid& grid = *current_grid;
@@ -198,7 +218,12 @@ bool defer(const RemoteOperation& o) {
   cut(p, random);
   if (!p.pieces.empty() && !(o.source && in_heap(address(o.source)))) {
     p.copy.reset(new char[static_cast<size_t>(o.bytes)]);
-    memcpy(p.copy.get(), o.source ? o.source : &o.value, static_cast<size_t>(o.bytes));
+    const char* source = o.source ? static_cast<const char*>(o.source) : reinterpret_cast<const char*>(&o.value);
+    char* end = p.copy.get();
+    each_run(o, 0, static_cast<uint64_t>(o.bytes), [&](uint64_t, uint64_t from, uint64_t bytes) {
+      memcpy(end, source + from, bytes);
+      end += bytes;
+    });
   }
   target.pending.push_back(std::move(p));
   return true;
@@ -235,7 +260,16 @@ void background() {
 
 } // namespace
 
-const RemoteApi kRemoteApi = {defer, fence, quiet, check};
+const RemoteApi kRemoteApi = {
+    [](const Call& call) { current_grid->announce(call); },
+    [](const Call& call) { current_grid->begin(call); },
+    [](const uint64_t* signal) { current_grid->waited(signal); },
+    [](const void* address, WordAccess access) { current_grid->word(address, access); },
+    defer,
+    fence,
+    quiet,
+    check,
+};
 
 void set_visibility(Visibility visibility) {
   Store& s = store();

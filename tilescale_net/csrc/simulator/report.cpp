@@ -90,15 +90,17 @@ std::string Grid::stuck() const {
     const auto add = [&](const std::string& part) { parts += (parts.empty() ? "" : ", ") + part; };
     for (int id = 0; id < 16; ++id) {
       const Barrier& barrier = block->barriers[id];
-      if (barrier.arrived)
-        add(std::to_string(barrier.arrived) + " of " + std::to_string(barrier.expected) + " threads at " +
-            (id ? "named barrier " + std::to_string(id) : std::string("__syncthreads")));
+      if (!barrier.arrived) continue;
+      const bool called = id == 0 && !barrier.waiting.empty() && barrier.waiting.front()->announced;
+      const std::string plain = id ? "named barrier " + std::to_string(id) : "__syncthreads";
+      add(std::to_string(barrier.arrived) + " of " + std::to_string(barrier.expected) + " threads at " +
+          (called ? call_of(*barrier.waiting.front()) : plain));
     }
     if (in_warp) {
       char mask[96];
-      snprintf(mask, sizeof(mask), "%u in warp operations (e.g. thread %u with mask 0x%08x)", in_warp,
-               lane->view.linear, lane->mask);
-      add(mask);
+      snprintf(mask, sizeof(mask), "%u in warp operations (e.g. thread %u with mask 0x%08x", in_warp, lane->view.linear,
+               lane->mask);
+      add(mask + (lane->announced ? ", at " + call_of(*lane) : std::string()) + ")");
     }
     if (at_grid) add(std::to_string(at_grid) + " at the grid barrier");
     if (polling) add(std::to_string(polling) + " polling");

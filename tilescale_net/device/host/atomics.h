@@ -30,6 +30,7 @@ template <typename T, typename F>
 inline T atomic_update(T* p, F f) {
   using Word = typename WordOf<sizeof(T)>::type;
   maybe_yield();
+  word_access(p, WordAccess::both);
   Word* word = reinterpret_cast<Word*>(p);
   Word old = __atomic_load_n(word, __ATOMIC_RELAXED), next;
   do next = tsn_bits<Word>(f(tsn_bits<T>(old)));
@@ -152,11 +153,14 @@ template <typename T>
 inline T AtomicLoad(T* p, int = 0) {
   using Word = typename tsn::sim::WordOf<sizeof(T)>::type;
   tsn::sim::api().yield(true); // loads are atomic where another thread is waited for
-  return tsn_bits<T>(__atomic_load_n(reinterpret_cast<const Word*>(p), __ATOMIC_SEQ_CST));
+  const T value = tsn_bits<T>(__atomic_load_n(reinterpret_cast<const Word*>(p), __ATOMIC_SEQ_CST));
+  tsn::sim::word_access(p, tsn::sim::WordAccess::acquire);
+  return value;
 }
 template <typename T, typename V>
 inline void AtomicStore(T* p, V value, int = 0) {
   using Word = typename tsn::sim::WordOf<sizeof(T)>::type;
   tsn::sim::maybe_yield();
+  tsn::sim::word_access(p, tsn::sim::WordAccess::release);
   __atomic_store_n(reinterpret_cast<Word*>(p), tsn_bits<Word>(static_cast<T>(value)), __ATOMIC_SEQ_CST);
 }

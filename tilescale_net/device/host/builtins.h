@@ -132,8 +132,12 @@ TSN_REDUCE(xor, unsigned, a ^ b)
 #undef TSN_REDUCE
 
 // Loads with cache hints are plain loads.
+// The read-only cache may hold what was there before a peer wrote.
 template <typename T>
 inline T __ldg(const T* p) {
+  if (tsn::sim::in_symmetric_heap(p))
+    tsn::sim::api().trap("__ldg of symmetric memory: the read-only cache may hold what was there before a peer wrote; "
+                         "load it plainly, or with N.ld");
   return *p;
 }
 template <typename T>

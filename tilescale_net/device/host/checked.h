@@ -38,6 +38,21 @@ public:
 
   T& operator[](int64_t i) const { return *checked(i, sizeof(T)); }
   CheckedAddress<T> operator+(int64_t i) const { return {*this, i}; }
+  // The same for the left side of an assignment.
+  T& stored(int64_t i) const {
+    note_store(checked(i, sizeof(T)), sizeof(T));
+    return pointer_[i];
+  }
+  template <typename U>
+  U& stored_as(int64_t i) const {
+    note_store(checked(i, sizeof(U)), sizeof(U));
+    return *(U*)(pointer_ + i);
+  }
+  // The address of element i for a primitive that moves `bytes` from there on.
+  T* span(int64_t i, int64_t bytes) const {
+    if (bytes > 0) checked(i, static_cast<uint64_t>(bytes));
+    return pointer_ + i;
+  }
   T& operator*() const { return *checked(0, sizeof(T)); }
   // Bytes from element i to the end.
   uint64_t rest(int64_t i) const {

@@ -10,7 +10,7 @@
 namespace tsn {
 namespace sim {
 
-constexpr uint32_t kApiVersion = 1;
+constexpr uint32_t kApiVersion = 2;
 
 struct Index3 {
   unsigned x, y, z;
@@ -25,6 +25,11 @@ struct Thread {
   int quantum;           // accesses left until the next forced yield
   void* dynamic_shared;
   uint64_t dynamic_shared_bytes;
+  int site; // of the primitive that it calls: an index into the kernel's table of lines, or -1
+  // Who wrote the heap last: one stamp per 4 bytes, see csrc/simulator/order.h. `shadow` is null where nobody asks.
+  uint64_t* shadow;
+  uint64_t shadow_base, shadow_bytes;
+  uint64_t stamp;
 };
 
 // Operations in which the lanes of a mask meet; the result of lane i is computed when the last one arrives.
@@ -51,9 +56,36 @@ struct RemoteOperation {
   uint64_t* peer_signal;
   bool add; // signal operation: add, else set
   int pe;
+  // Rows of `bytes / rows` bytes, where the data do not lie in one piece; the distance between two of them.
+  int64_t rows = 1, pitch = 0, source_pitch = 0;
 };
 
+// One call of a primitive, as the device functions announce it. Members that a primitive lacks are zero, `pe` is -1
+// for all PEs and -2 for none.
+struct Call {
+  uint32_t operation; // Operation of context.h
+  uint32_t scope;     // Scope of types.h
+  const void* destination;
+  const void* source;
+  int64_t bytes;
+  int pe;
+  const uint64_t* signal;
+  uint64_t value;
+  bool add; // signal operation: add, else set
+};
+
+// How an access to a word that threads synchronise by orders them.
+enum class WordAccess : uint32_t { acquire, release, both };
+
 struct RemoteApi {
+  // By every thread of the scope, before the scope meets: its next barrier finds out who calls something else.
+  void (*announce)(const Call&);
+  // By the leader, after the scope has met: checks and records what the call does.
+  void (*begin)(const Call&);
+  // A wait or test has seen its signal.
+  void (*waited)(const uint64_t* signal);
+  // A load, a store or an atomic operation by which threads of this PE may order each other.
+  void (*word)(const void* address, WordAccess access);
   // True: taken over, to be delivered later. False: the caller carries it out now.
   bool (*defer)(const RemoteOperation&);
   void (*fence)(int pe); // -1: all PEs

@@ -19,6 +19,10 @@ namespace sim {
 
 inline const Api& api() {
   static const RemoteApi remote = {
+      [](const Call&) {},
+      [](const Call&) {},
+      [](const uint64_t*) {},
+      [](const void*, WordAccess) {},
       [](const RemoteOperation&) { return false; },
       [](int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); },
       [](int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); },
@@ -50,11 +54,15 @@ inline const Api& api() {
 }
 
 inline Thread& self() {
-  static thread_local Thread thread = {{0, 0, 0}, {0, 0, 0}, {1, 1, 1}, {1, 1, 1}, 0, 0, 0, 0, nullptr, 0};
+  static thread_local Thread thread = {{0, 0, 0}, {0, 0, 0}, {1, 1, 1}, {1, 1, 1}, 0, 0, 0, 0,
+                                       nullptr,   0,         -1,        nullptr,   0, 0, 0};
   return thread;
 }
 
 inline void maybe_yield() {}
+inline void word_access(const void*, WordAccess) {}
+inline void note_store(const void*, uint64_t) {}
+inline bool in_symmetric_heap(const void*) { return false; }
 
 #else
 
@@ -69,6 +77,26 @@ inline Thread& self() { return *tsn_sim_self; }
 inline void maybe_yield() {
   if (--self().quantum <= 0) api().yield(false);
 }
+
+inline void word_access(const void* address, WordAccess access) {
+  if (self().shadow) api().remote->word(address, access);
+}
+
+inline bool in_symmetric_heap(const void* p) {
+  return self().shadow && reinterpret_cast<uint64_t>(p) - self().shadow_base < self().shadow_bytes;
+}
+
+// The running thread stores to [p, p + bytes): whoever sends these bytes must come after it.
+inline void note_store(const void* p, uint64_t bytes) {
+  const Thread& t = self();
+  if (!t.shadow) return;
+  const uint64_t offset = reinterpret_cast<uint64_t>(p) - t.shadow_base;
+  if (offset >= t.shadow_bytes) return;
+  for (uint64_t i = offset / 4; i <= (offset + bytes - 1) / 4; ++i) t.shadow[i] = t.stamp;
+}
+
+// The next primitive stands in this line of the kernel's table.
+inline void at(int site) { self().site = site; }
 
 #endif
 

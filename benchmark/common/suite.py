@@ -1,0 +1,135 @@
+"""All benchmarks that fit this machine, one after the other, and one HTML page of what they found.
+
+python -m tilescale_net bench --quick
+python -m tilescale_net bench --output report.html --only put_signal,all_gather
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmark.common.page import Result, page
+from tilescale_net.launch import environment
+from tilescale_net.runtime import settings
+
+FOLDER = Path(__file__).resolve().parents[1]
+NOTHING = 3  # a benchmark's exit code where it can measure nothing
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A benchmark of the suite.
+
+    Attributes:
+        name: of the script.
+        ranks: that it takes; 0 for all of the machine.
+        nodes: VIRTUAL_NODES.
+        quick: arguments that make a run of seconds.
+        gpu: needs a GPU.
+    """
+
+    name: str
+    ranks: int = 2
+    nodes: int = 1
+    quick: tuple[str, ...] = ()
+    gpu: bool = False
+
+
+ENTRIES = (
+    Entry("unrolledcp_p2p", quick=("--sizes", "2K,64K", "--repeat", "2")),
+    Entry("put_signal", quick=("--sizes", "8,8K", "--threads", "128", "--repeat", "3")),
+    Entry("large_copy", quick=("--sizes", "256K", "--blocks", "1,4", "--repeat", "2")),
+    Entry("all_gather", ranks=0, quick=("--sizes", "16K,64K", "--repeat", "2")),
+    Entry("all_to_all", ranks=0, quick=("--sizes", "16K,64K", "--repeat", "2")),
+    Entry("reduce_scatter", ranks=0, quick=("--sizes", "16K,64K", "--repeat", "2")),
+    Entry("moe_all_to_all", ranks=0, quick=("--mode", "latency", "--dtype", "bf16", "--warmup", "1", "--repeat", "2")),
+    Entry("proxy_write", nodes=2, quick=("--sizes", "8,64K", "--signal-sizes", "8", "--repeat", "2", "--iters", "5")),
+    Entry("fabric_bw", nodes=2, quick=("--op", "write", "-s", "64K", "-n", "100", "--repeat", "1")),
+    Entry("send_recv", nodes=2, quick=("--sizes", "64K,1M", "--repeat", "3")),
+    Entry("endpoint_sharing", nodes=2, quick=("--duration", "0.1", "--repeat", "1", "--num-endpoints", "6")),
+    Entry("queue", ranks=1, quick=("--parts", "push,dispatch", "--repeat", "1")),
+    Entry("launch_cost", ranks=1, quick=("--launches", "100", "--repeat", "3"), gpu=True),
+)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the suite. Exit code: 0, 1 when a benchmark failed, 2 for wrong arguments, 3 when nothing was measured."""
+    known = {e.name: e for e in ENTRIES}
+    wanted = args.only.split(",") if args.only else list(known)
+    for name in wanted:
+        if name not in known:
+            print(f"tilescale_net bench: {name!r} is not one of {', '.join(known)}", file=sys.stderr)
+            return 2
+    gpus = 0 if settings.DEVICE.get() == "simulator" else environment.visible_gpus()
+    results, interrupted = [], False
+    with tempfile.TemporaryDirectory() as work:
+        for name in wanted:
+            print(f"\n=== {name}", flush=True)
+            try:
+                results.append(_run(known[name], args, gpus, Path(work)))
+            except KeyboardInterrupt:
+                interrupted = True
+                results.append(_outcome(known[name], Path(work), 130, 0.0))
+                break
+            if results[-1].said:
+                print(f"{name}: {results[-1].said}", flush=True)
+        Path(args.output).write_text(page(results))
+    measured = [r for r in results if r.measured]
+    failed = [r.name for r in results if r.failed]
+    print(
+        f"\n{args.output}: {len(measured)} of {len(wanted)} benchmarks"
+        + (f"; failed: {', '.join(failed)}" if failed else "")
+    )
+    if interrupted:
+        return 130
+    return 1 if failed else 0 if measured else NOTHING
+
+
+def _run(entry: Entry, args: argparse.Namespace, gpus: int, work: Path) -> Result:
+    ranks = entry.ranks or args.ranks or gpus or 2
+    if entry.gpu and not gpus:
+        return Result(entry.name, said="not measured; it needs a GPU")
+    if gpus and ranks > gpus:
+        return Result(entry.name, said=f"not measured; it takes {ranks} GPUs, this machine shows {gpus}")
+    script = FOLDER / f"{entry.name}.py"
+    command = [sys.executable, "-m", "tilescale_net", "run", "-n", str(ranks), str(script)]
+    command += [*(entry.quick if args.quick else ()), "--json", str(work / f"{entry.name}.json")]
+    if importlib.util.find_spec("matplotlib"):
+        command += ["--plot", str(work / f"{entry.name}.svg")]
+    root = str(FOLDER.parent)
+    env = {**os.environ, "VIRTUAL_NODES": str(entry.nodes)}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    start = time.monotonic()
+    process = subprocess.Popen(command, env=env)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # the launcher got it too, and ends its ranks
+        process.wait()
+        raise
+    return _outcome(entry, work, code, time.monotonic() - start)
+
+
+def _outcome(entry: Entry, work: Path, code: int, seconds: float) -> Result:
+    """What a run left behind."""
+    content, plot = None, None
+    if (work / f"{entry.name}.json").exists():
+        content = json.loads((work / f"{entry.name}.json").read_text())
+    if (work / f"{entry.name}.svg").exists():
+        plot = (work / f"{entry.name}.svg").read_bytes()
+    said = ""
+    if code == NOTHING:
+        said = next(iter(content["notes"]), "not measured") if content else "not measured"
+    elif code == 130:
+        said = "interrupted"
+    elif code:
+        said = f"failed with exit code {code}"
+    return Result(entry.name, content, plot, said, failed=code not in (0, NOTHING, 130), seconds=seconds)

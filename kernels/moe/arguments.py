@@ -1,0 +1,123 @@
+"""Checks of what callers give to dispatch and combine; every mistake is a Fault, which all ranks learn of."""
+
+from __future__ import annotations
+
+import torch
+
+import tilescale_net as tsn
+from tilescale_net.kernels.moe.config import COMBINE_DTYPES, FP8, Config
+from tilescale_net.kernels.moe.faults import Fault, check_experts, check_tensor
+from tilescale_net.kernels.moe.handle import Handle
+from tilescale_net.kernels.moe.rows import groups_of
+
+
+class Arguments:
+    """The checks of one AllToAll.
+
+    Args:
+        config: its sizes and dtypes.
+        device: where its tensors are.
+        heap: the symmetric heap.
+        output_shape: of the rows that dispatch gives.
+        symmetric: whether they lie in symmetric memory.
+    """
+
+    def __init__(self, config: Config, device: torch.device, heap, output_shape: tuple[int, ...], symmetric: bool):
+        self._c, self._device, self._heap = config, device, heap
+        self._shape, self._symmetric = output_shape, symmetric
+
+    def rows(self, x) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`x` of dispatch as (rows, scales or None)."""
+        c = self._c
+        x, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
+        dtypes = (c.dtype, *COMBINE_DTYPES) if c.mode == "latency" and c.dtype == FP8 and scales is None else (c.dtype,)
+        check_tensor("x", x, self._device, dtypes, (None, c.hidden))
+        if len(x) > c.max_tokens:
+            raise Fault("x", ValueError(f"x has {len(x)} tokens; max_tokens is {c.max_tokens}"))
+        if x.dtype == FP8:
+            if scales is None:
+                raise Fault("scales", TypeError("x is FP8, so x must be a pair (x, scales)"))
+            check_tensor("scales", scales, self._device, (torch.float32,), (len(x), groups_of(c.hidden)))
+        elif scales is not None:
+            raise Fault("scales", TypeError(f"scales were given with x of dtype {x.dtype}; they belong to FP8 rows"))
+        return x, scales
+
+    def choices(self, tokens: int, topk_idx, topk_weights) -> torch.Tensor:
+        """Check the choices of `tokens` tokens; returns their weights."""
+        c = self._c
+        shape = (tokens, c.top_k)
+        # Kernels read these element by element: they may begin anywhere.
+        check_tensor("topk_idx", topk_idx, self._device, (torch.int64, torch.int32), shape, alignment=1)
+        check_experts(topk_idx, c.num_experts)
+        if topk_weights is None:
+            return torch.ones(shape, dtype=torch.float32, device=self._device)
+        check_tensor("topk_weights", topk_weights, self._device, (torch.float32,), shape, alignment=1)
+        return topk_weights
+
+    def output(self, out) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`out` of dispatch as (rows, scales or None)."""
+        c = self._c
+        rows, scales = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+        named = [(rows, c.dtype, self._shape)]
+        if c.dtype == FP8:
+            named.append((scales, torch.float32, (*self._shape[:-1], groups_of(c.hidden))))
+        for tensor, dtype, shape in named:
+            check_tensor("out", tensor, self._device, (dtype,), shape)
+            if self._symmetric and not 0 <= tensor.data_ptr() - self._heap.base <= self._heap.size - tensor.nbytes:
+                raise Fault(
+                    "out",
+                    tsn.HeapError(
+                        f"out of shape {list(tensor.shape)} is not in the symmetric heap; make it with empty_output"
+                    ),
+                )
+        return rows, scales
+
+    def handle(self, handle, mask: tuple[bool, ...], pending) -> Handle:
+        """A handle that this object can use.
+
+        Args:
+            mask: which ranks take part now. pending: the dispatch that is sent and not received, or None.
+        """
+        if not isinstance(handle, Handle):
+            raise Fault("handle", TypeError(f"handle must be the handle of a dispatch, not {handle!r}"))
+        if handle.signature != self._c.signature:
+            raise Fault(
+                "handle",
+                ValueError(
+                    f"handle belongs to another configuration {handle.signature}; this one is {self._c.signature} (ranks, "
+                    "num_experts, max_tokens, top_k, mode, alignment, capacity)"
+                ),
+            )
+        if handle.mask != mask:
+            raise Fault("handle", ValueError("handle is from before set_active left ranks out; dispatch again"))
+        if pending is not None and pending.handle.layout is handle.layout:
+            raise Fault(
+                "handle", ValueError("handle is of a dispatch that has not been received; call dispatch_recv first")
+            )
+        return handle
+
+    def known(self, tokens: int, handle: Handle) -> None:
+        """Rows of a dispatch with the layout of an earlier one."""
+        if tokens != handle.tokens:
+            raise Fault("x", ValueError(f"x has {tokens} tokens; the handle is for {handle.tokens}"))
+
+    def combine(self, y, handle: Handle, out, weights) -> torch.Tensor:
+        """Check what combine gets; returns `out`, or a new tensor where there is none."""
+        c = self._c
+        if handle.combined:
+            raise Fault("handle", ValueError("handle was combined already; dispatch again first"))
+        check_tensor("y", y, self._device, (c.combine_dtype,), self._shape)
+        if weights is not None:
+            if c.mode != "throughput" or c.layout != "expert":
+                raise Fault("weights", ValueError('weights belong to throughput mode with layout "expert"'))
+            check_tensor("weights", weights, self._device, (torch.float32,), (c.capacity,))
+        if out is None:
+            return torch.empty((handle.tokens, c.hidden), dtype=c.combine_dtype, device=self._device)
+        check_tensor("out", out, self._device, (c.combine_dtype,), (handle.tokens, c.hidden))
+        return out
+
+    def values(self, values) -> None:
+        """Numbers that come back beside the rows."""
+        if self._c.mode != "throughput":
+            raise Fault("values", ValueError("values belong to throughput mode"))
+        check_tensor("values", values, self._device, (torch.float32,), (self._c.capacity,))

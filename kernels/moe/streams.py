@@ -1,0 +1,76 @@
+"""Where the first halves of throughput mode run while the caller goes on: a stream of its own, or its stand-in."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+
+class SideStream:
+    """A CUDA stream of high priority beside the caller's."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    @staticmethod
+    def launch(kernel, *arguments) -> None:
+        """Launch a kernel on the current stream."""
+        kernel(*arguments)
+
+    @contextlib.contextmanager
+    def aside(self, tensors):
+        """Run launches on this stream, after what the current stream holds; yields what `wait` waits for.
+
+        Args:
+            tensors: of the caller, which the launches use.
+        """
+        event = torch.cuda.Event()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield event
+            event.record(self._stream)
+
+    def wait(self, event) -> None:
+        """Let the current stream wait for what ran aside."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+
+class DeferredStream:
+    """The simulator's stand-in: launches made aside run when they are waited for, as late as a GPU may run them.
+
+    What happens to their arguments in between, or to memory that they share with other calls, then shows in the data.
+    """
+
+    def __init__(self):
+        self._aside = False
+        self._queue: list[tuple] = []
+        self._sent = self._done = 0
+
+    def launch(self, kernel, *arguments) -> None:
+        """Launch a kernel, or keep it for later."""
+        if self._aside:
+            self._queue.append((kernel, arguments))
+            self._sent += 1
+        else:
+            kernel(*arguments)
+
+    @contextlib.contextmanager
+    def aside(self, tensors):
+        """Keep the launches made inside; yields what `wait` waits for."""
+        self._aside, marks = True, []
+        try:
+            yield marks
+        finally:
+            self._aside = False
+            marks.append(self._sent)
+
+    def wait(self, marks: list[int]) -> None:
+        """Run what was kept, in order, up to the launches of one `aside`."""
+        while self._done < marks[0]:
+            kernel, arguments = self._queue.pop(0)
+            self._done += 1
+            kernel(*arguments)

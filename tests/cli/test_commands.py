@@ -1,0 +1,153 @@
+"""`tilescale_net info`, `doctor`, `settings`: what they print here, and what they would on machines that a test makes up."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import tilescale_net
+from tilescale_net import cli
+from tilescale_net.cli import doctor, info, machine
+
+GPU = {"name": "H100", "compute_capability": "9.0", "memory": 80 << 30, "pci": "0000:04:00.0", "numa_node": "0"}
+
+
+@pytest.fixture
+def efa_machine(tmp_path, monkeypatch):
+    """Two GPUs that cannot map each other, and two EFA devices without GPU memory, huge pages or memory to lock."""
+    for index in range(2):
+        pci = tmp_path / f"devices/pci000{index}:00/000{index}:00:1d.0"
+        (pci / "infiniband").mkdir(parents=True)
+        (pci / "numa_node").write_text(f"{index}\n")
+        (tmp_path / "drivers/efa").mkdir(parents=True, exist_ok=True)
+        (pci / "driver").symlink_to(tmp_path / "drivers/efa")
+        nic = tmp_path / f"class/infiniband/rdmap{index}s0"
+        (nic / "ports/1").mkdir(parents=True)
+        (nic / "device").symlink_to(pci)
+        (nic / "ports/1/state").write_text("4: ACTIVE\n" if index else "1: DOWN\n")
+        (nic / "ports/1/rate").write_text("100 Gb/sec (4X EDR)\n")
+        gpu = tmp_path / f"devices/pci000{index}:00/000{index}:04:00.0"
+        gpu.mkdir()
+        (tmp_path / "bus/pci/devices").mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"bus/pci/devices/000{index}:04:00.0").symlink_to(gpu)
+    monkeypatch.setattr(machine, "SYS", tmp_path)
+    monkeypatch.setattr(machine, "PROC", tmp_path)
+    (tmp_path / "meminfo").write_text("MemTotal: 1 kB\nHugePages_Total:       0\nHugePages_Free:        0\n")
+    monkeypatch.setattr(machine, "gpus", lambda: [GPU | {"peers": []}, GPU | {"pci": "0001:04:00.0", "peers": []}])
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (64 << 10, 64 << 10))
+    return tmp_path
+
+
+def test_nics_and_the_gpus_near_them(efa_machine):
+    found = machine.nics(["0000:04:00.0", "0001:04:00.0"])
+    assert [(n["name"], n["driver"], n["state"], n["near"]) for n in found] == [
+        ("rdmap0s0", "efa", "DOWN", [0]),
+        ("rdmap1s0", "efa", "ACTIVE", [1]),
+    ]
+    assert machine.nics([])[0]["near"] == []
+
+
+@pytest.mark.parametrize(
+    "check, what, state, remedy",
+    [
+        ("memlock", "memory that may be locked", doctor.MISSING, "ulimit -l unlimited"),
+        ("huge_pages", "huge pages", doctor.WARNING, "vm.nr_hugepages"),
+        ("nics", "NICs for remote memory", doctor.WARNING, "ibstat"),
+        ("nics", "EFA: provider", doctor.MISSING, "install AWS's EFA software"),
+        ("nics", "EFA: devices", doctor.MISSING, "--device /dev/infiniband"),
+        ("gpu_network_memory", "GPU memory for NICs (DMABUF, peermem)", doctor.WARNING, "modprobe nvidia_peermem"),
+    ],
+)
+def test_what_is_missing_has_a_remedy(efa_machine, check, what, state, remedy):
+    found = {f.what: f for f in getattr(doctor.Doctor(), check)()}
+    assert found[what].state == state and remedy in found[what].remedy, found
+
+
+def test_what_there_is_needs_none(efa_machine, monkeypatch):
+    (efa_machine / "modules").write_text("nvidia_peermem 16384 0 - Live\n")
+    (efa_machine / "meminfo").write_text("HugePages_Total: 8\nHugePages_Free: 5\n")
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (doctor.resource.RLIM_INFINITY,) * 2)
+    patient = doctor.Doctor()
+    for check in (patient.memlock, patient.huge_pages, patient.gpu_network_memory):
+        (finding,) = check()
+        assert finding.state == doctor.GOOD and not finding.remedy, finding
+
+
+def test_doctor_on_this_machine(capsys, monkeypatch):
+    assert cli.main(["doctor", "--json"]) == 0
+    found = {f["what"]: f for f in json.loads(capsys.readouterr().out)}
+    assert found["native part: simulator"]["state"] == doctor.GOOD and found["/dev/shm"]["found"]
+    # A check that fails is the exit code, and its remedy is printed.
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    from tilescale_net.compiler import host_compiler
+
+    host_compiler.compiler.cache_clear()
+    try:
+        code, out = cli.main(["doctor"]), capsys.readouterr().out
+    finally:
+        host_compiler.compiler.cache_clear()
+    if not machine.gpus():
+        assert code == 1 and "missing  C++ compiler" in out
+    assert "-> apt-get install g++" in out
+
+
+def test_info_on_this_machine(capsys, monkeypatch):
+    monkeypatch.setenv("TSN_DEVICE", "simulator")
+    assert cli.main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tilescale_net"] == tilescale_net.__version__ and found["packages"]["torch"]
+    assert found["device"] == {"kind": "simulator", "why": "TSN_DEVICE=simulator"}
+    assert found["settings"]["TSN_DEVICE"] == "simulator"
+    assert found["network"]["one host"]["provider"] in [p["provider"] for p in found["providers"]]
+    monkeypatch.setenv("TSN_PROVIDER", "shm")
+    assert info.collect()["network"]["one host"]["why"] == "TSN_PROVIDER says so"
+    text = "\n".join(info.lines(found))
+    assert "device: simulator (TSN_DEVICE=simulator)" in text and "between nodes of one host: " in text
+
+
+def test_wrong_settings_are_told(capsys, monkeypatch):
+    monkeypatch.setenv("TSN_HEAPSIZE", "1G")
+    assert cli.main(["info"]) == 2
+    assert "did you mean TSN_HEAP_SIZE?" in capsys.readouterr().err
+
+
+def test_the_command_line_starts_without_torch():
+    program = "import sys, tilescale_net.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0 and "doctor" in done.stdout, done.stderr
+
+
+def test_run_takes_the_launchers_variables_as_flags(tmp_path):
+    script = tmp_path / "show.py"
+    script.write_text(
+        "import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['VIRTUAL_NODES'], sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-m", "tilescale_net", "run", "-n", "2", "--virtual-nodes", "2", str(script), "-n", "5"]
+    env = {"PATH": "/usr/bin:/bin", "TSN_DEVICE": "simulator", "PYTHONPATH": cli.__file__.rsplit("/tilescale_net/")[0]}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "0 2 2 ['-n', '5']\n"), done.stderr
+    refused = subprocess.run([*command[:5], "0", str(script)], env=env, capture_output=True, text=True)
+    assert refused.returncode == 2 and "tilescale_net run: GPUS=0 is below the minimum of 1" in refused.stderr
+
+
+def test_bench_writes_a_page(tmp_path):
+    page = tmp_path / "page.html"
+    command = [sys.executable, "-m", "tilescale_net", "bench", "--quick", "--output", str(page)]
+    env = {**os.environ, "TSN_DEVICE": "simulator"}
+    done = subprocess.run([*command, "--only", "put_signal,launch_cost"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "launch_cost: not measured; it needs a GPU" in done.stdout and "1 of 2 benchmarks" in done.stdout
+    text = page.read_text()
+    assert "<th>put_signal (us)</th>" in text and "data:image/svg+xml;base64," in text and "it needs a GPU" in text
+    assert "http" not in text.replace("http-equiv", "")  # loads nothing
+    wrong = subprocess.run([*command, "--only", "put_sgnal"], env=env, capture_output=True, text=True)
+    assert wrong.returncode == 2 and "'put_sgnal' is not one of unrolledcp_p2p, put_signal" in wrong.stderr
+
+
+def test_the_suite_knows_every_benchmark():
+    from benchmark.common import suite
+
+    files = {path.stem for path in suite.FOLDER.glob("*.py")} - {"__init__", "nvshmem_p2p"}
+    assert {entry.name for entry in suite.ENTRIES} == files

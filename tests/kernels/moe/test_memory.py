@@ -1,0 +1,100 @@
+"""Symmetric memory of an AllToAll: how much, whose, and that outputs are the same on all ranks."""
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from tests import ranks
+from tests.kernels.moe.test_misuse import SHAPE, raises
+from tilescale_net.kernels.moe import AllToAll
+from tilescale_net.runtime.context import SYSTEM_BYTES
+
+FP8 = torch.float8_e4m3fn
+MIB = 1 << 20
+CONFIGURATIONS = [
+    dict(),
+    dict(layout="rank", quantize_combine=True),
+    dict(dtype=FP8, zero_copy=False, alignment=16),
+    dict(mode="latency"),
+    dict(mode="latency", dtype=FP8, quantize_combine=True),
+]
+
+
+def _live() -> int:
+    return sum(tsn.world().heap._allocator.live.values())
+
+
+def _sizes() -> None:
+    for options in CONFIGURATIONS:
+        before = _live()
+        made = AllToAll(**SHAPE, **options)
+        assert _live() - before == AllToAll.heap_bytes(**SHAPE, **options), options
+        made.free()
+        assert _live() == before
+    # An object that does not fit takes nothing, and says what would be enough.
+    with raises(tsn.HeapError, "TSN_HEAP_SIZE=") as caught:
+        AllToAll(**dict(SHAPE, hidden=1 << 16, max_tokens=64))
+    assert _live() == before
+    enough = AllToAll.heap_bytes(**dict(SHAPE, hidden=1 << 16, max_tokens=64)) + SYSTEM_BYTES
+    assert f"TSN_HEAP_SIZE={-(-enough // (2 * MIB)) * 2 * MIB} " in str(caught.value)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_heap_bytes(nodes):
+    ranks.run(2, _sizes, env={"VIRTUAL_NODES": str(nodes)}, heap="16M")
+
+
+def _fits(heap: str, does: bool) -> None:
+    if does:
+        AllToAll(**SHAPE).free()
+    else:
+        with raises(tsn.HeapError, "needs"):
+            AllToAll(**SHAPE, capacity=1 << 17)
+
+
+def test_an_exact_heap():
+    """heap_bytes can be asked before init."""
+    assert AllToAll.heap_bytes(256, 4096, 7168, 8, ranks=4) > AllToAll.heap_bytes(
+        256, 4096, 7168, 8, ranks=4, capacity=32768
+    )
+    ranks.run(2, _fits, "", False, heap="4M")
+
+
+def _outputs() -> None:
+    """Ranks give different outputs: noticed in every call, also where both were used before."""
+    with torch.inference_mode():  # as servers do; what is made here is used outside
+        op = AllToAll(**SHAPE)
+        first, second = op.empty_output(), op.empty_output()
+    device, rank = tsn.device(), tsn.rank()
+    x = torch.ones((3, 32), dtype=torch.bfloat16, device=device)
+    idx = torch.tensor([[0, 1], [2, 3], [1, 2]], device=device)
+    for out in (first, second, None):
+        received = op.dispatch(x, idx, out=out)
+        assert out is None or received.x is out
+        assert torch.equal(op.combine(received.x, received.handle, weighted=False), 2 * x)
+    for mine, theirs in ((first, second), (second, None), (None, first)):
+        for known in (False, True):
+            received = op.dispatch(x, idx)
+            with raises(ValueError, f"rank {1 - rank} gave another out"):
+                chosen = dict(out=mine if rank == 0 else theirs)
+                op.dispatch(x, handle=received.handle, **chosen) if known else op.dispatch(x, idx, **chosen)
+                op.check()
+            received = op.dispatch(x, idx, out=first)
+            assert torch.equal(op.combine(received.x, received.handle, weighted=False), 2 * x)
+    # Micro-batches may begin at any token, whatever the number of choices.
+    odd = AllToAll(4, 4, 32, 3)
+    idx = torch.tensor([[3, 3, 3], [0, 1, 2], [1, 2, 3]], device=device)
+    weights = torch.ones((3, 3), device=device)
+    for kind in (torch.int64, torch.int32):
+        received = odd.dispatch(x[1:], idx.to(kind)[1:], weights[1:])
+        assert torch.equal(odd.combine(received.x, received.handle), 3 * x[1:])
+    with torch.inference_mode():
+        received = odd.dispatch(x, idx, weights)
+    odd.set_active([True, True])
+    assert torch.equal(odd.combine(received.x, received.handle), 3 * x)
+    first.fill_(0)
+    odd.active.fill_(1)
+
+
+def test_outputs():
+    ranks.run(2, _outputs, timeout=120)

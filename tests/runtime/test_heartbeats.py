@@ -1,0 +1,100 @@
+"""What ranks ask of the store, with as many of them as a cluster has: the real store, a clock of the test's own."""
+
+import datetime
+import json
+
+import pytest
+import torch.distributed as dist
+
+from tilescale_net.runtime import control, heartbeats
+
+PER_HOST = 8
+
+
+class Counted:
+    """A store that counts requests."""
+
+    def __init__(self, store):
+        self._store, self.requests = store, 0
+
+    def __getattr__(self, name):
+        function = getattr(self._store, name)
+
+        def counted(*args):
+            self.requests += 1
+            return function(*args)
+
+        return counted
+
+
+class Job:
+    """The heartbeats of all ranks of a job, whose rounds come one after the other."""
+
+    def __init__(self, size, timeout=15.0):
+        limit = datetime.timedelta(seconds=10)
+        self.store = Counted(dist.TCPStore("127.0.0.1", 0, 1, True, limit, wait_for_workers=False))
+        self.now = 0.0
+        self.stopped = {r: [] for r in range(size)}
+        hosts = [f"host{r // PER_HOST}" for r in range(size)]
+        self.beats = {
+            r: heartbeats.Heartbeats(r, hosts, timeout, lambda r=r: self.stopped[r], lambda: self.now)
+            for r in range(size)
+        }
+        self.news = {}
+
+    def run(self, seconds, without=()):
+        end = self.now + seconds
+        while self.now < end:
+            for rank, beat in self.beats.items():
+                if rank not in without:
+                    self.news[rank] = beat.round(self.store)
+            self.now += beat.interval
+
+    def found(self, what, without=()):
+        return {getattr(news, what) for rank, news in self.news.items() if rank not in without}
+
+
+@pytest.mark.parametrize("size", [256, 512])
+def test_requests_of_a_large_job(size):
+    job = Job(size)
+    job.run(1)
+    before, seconds = job.store.requests, 2
+    job.run(seconds)
+    assert (job.store.requests - before) / seconds <= 2000
+    assert job.found("failed") == job.found("silent") == {None}
+
+
+def test_every_rank_learns_of_what_befalls_another():
+    job = Job(24, timeout=5.0)
+    job.run(2)
+    assert job.found("silent") == {None}
+    # The rank that sends for its host is stopped: the next one sends instead, and says so.
+    for rank in range(9, 16):
+        job.stopped[rank] = [8]
+    job.run(8, without=[8])
+    assert job.found("silent", [8]) == {None}
+    assert all(8 in n.stopped and n.stopped[8] > 2 for r, n in job.news.items() if r != 8)
+    # A whole host is cut off.
+    gone = range(8, 16)
+    job.run(7, without=gone)
+    for first, why in job.found("silent", gone):
+        assert first == 8 and "no heartbeat" in why and "ranks 9 to 15" in why
+    # The first failure told is the one that all report.
+    store = job.store
+    for rank, why in ((3, "failed: first"), (20, "failed: second")):
+        store.compare_set("failed", "", json.dumps([rank, why]))
+    job.run(1, without=gone)
+    assert job.found("failed", [*gone, 3]) == {"rank 3 failed: first"}
+    assert job.news[3].failed is None
+
+
+@pytest.mark.parametrize("garbage", ["", "[]", "null", "{}", "[1]", '["x", 2, 3]', "[1,2,[\x00]]", "9" * 5000])
+def test_garbage_in_the_store_is_survived(garbage):
+    job = Job(16, timeout=5.0)
+    job.run(1)
+    job.store.set("beat/8", garbage)
+    assert heartbeats._stopped_in(garbage) == []
+    job.run(1, without=[8])
+    said = control.announced(garbage, 0)
+    assert said is None or "cannot be read" in said
+    assert control.last_call(garbage)[0] == 0

@@ -1,0 +1,357 @@
+"""Small kernels with one bug each, beside their right forms.
+
+`BUGS[name]` is (wrong, right); each runs on every rank towards the others with `x` to send and `out` to fill, and the
+right form always fills it with what was sent. All words of `flag` are zero before a launch.
+"""
+
+from dataclasses import dataclass
+
+import tilelang.language as T
+
+import tilescale_net.language as N
+
+M = 1000  # float32
+ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel's body as a macro, and how it is launched. `rows`: rows of `out` that it fills, from the peer's x or its own."""
+
+    body: object
+    rows: tuple = (0,)
+    blocks: int = 1
+    own: bool = False
+
+
+def kernel(case):
+    body = case.body
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        x: T.Tensor((ROUNDS, M), "float32"),
+        y: T.Tensor((ROUNDS, M), "float32"),
+        flag: T.Tensor((8,), "uint64"),
+        out: T.Tensor((ROUNDS, M), "float32"),
+        n: T.int32,
+    ):
+        with T.Kernel(case.blocks, threads=128) as block:
+            tx = T.get_thread_binding()
+            body(x, y, flag, out, 1 - N.my_pe(), block, tx, n)
+
+    return main
+
+
+@T.macro
+def take(out, row, y, slot, tx):
+    for i in T.serial(T.ceildiv(M, 128)):
+        if i * 128 + tx < M:
+            out[row, i * 128 + tx] = y[slot, i * 128 + tx]
+
+
+def missing_wait(right):
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
+        if right:
+            N.wait_block(flag[0], "ge", 1)
+        take(out, 0, y, 0, tx)
+
+    return Case(body)
+
+
+def missing_fence(right):
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        N.put_block(y[0, :], x[0, :], pe)
+        T.sync_threads()
+        if tx == 0:
+            if right:
+                N.fence(pe)
+            N.signal(flag[0], 1, pe)
+        N.wait_block(flag[0], "ge", 1)
+        take(out, 0, y, 0, tx)
+
+    return Case(body)
+
+
+def source_reused(right):
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
+        if right:
+            if tx == 0:
+                N.quiet(pe)
+        T.sync_threads()
+        for i in T.serial(T.ceildiv(M, 128)):
+            if i * 128 + tx < M:
+                x[0, i * 128 + tx] = -1.0
+        N.wait_block(flag[0], "ge", 1)
+        take(out, 0, y, 0, tx)
+
+    return Case(body)
+
+
+def _stream(ack, ordered):
+    """Rounds through one slot, with a credit returned after each, or not, and after all threads have read, or not."""
+
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        for r in T.serial(ROUNDS):
+            if ack:
+                if r > 0:
+                    N.wait_block(flag[1], "ge", r)
+            N.put_signal_block(y[0, :], x[r, :], pe, flag[0], r + 1)
+            N.wait_block(flag[0], "ge", r + 1)
+            take(out, r, y, 0, tx)
+            if ordered:
+                T.sync_threads()
+            if ack:
+                if tx == 0:
+                    N.signal(flag[1], r + 1, pe)
+
+    return Case(body, rows=tuple(range(ROUNDS)))
+
+
+def missing_credit(right):
+    return _stream(right, True)
+
+
+def early_credit(right):
+    return _stream(True, right)
+
+
+def one_word_for_all_senders(right):
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        me = N.my_pe()
+        for i in T.serial(1, 3):
+            N.put_signal_block(y[me, :], x[0, :], (me + i) % 3, flag[me if right else 0], 1, op="add")
+        for i in T.serial(1, 3):
+            N.wait_block(flag[(me + i) % 3 if right else 0], "ge", 1 if right else i)
+            take(out, (me + i) % 3, y, (me + i) % 3, tx)
+
+    return Case(body, rows=(0, 1, 2))
+
+
+def one_thread_waits(right):
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
+        if tx == 0:
+            N.wait(flag[0], "ge", 1)
+        if right:
+            T.sync_threads()
+        take(out, 0, y, 0, tx)
+
+    return Case(body)
+
+
+def wrong_slot(right):
+    """Two messages; the wait is for the word of the other one."""
+
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        N.put_signal_block(y[1, :], x[1, :], pe, flag[1], 1)
+        N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
+        N.wait_block(flag[1 if right else 0], "ge", 1)
+        take(out, 1, y, 1, tx)
+        N.wait_block(flag[0], "ge", 1)
+
+    return Case(body, rows=(1,))
+
+
+def get_of_a_put(right):
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        N.put_block(y[0, :], x[0, :], pe)
+        if right:
+            T.sync_threads()
+            if tx == 0:
+                N.quiet(pe)
+            T.sync_threads()
+        N.get_block(y[1, :], y[0, :], pe)
+        take(out, 0, y, 1, tx)
+        T.sync_threads()
+        if tx == 0:
+            N.quiet(pe)
+
+    return Case(body, own=True)
+
+
+def fence_of_another_warp(right):
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        if tx < 32:
+            N.put_warp(y[0, :], x[0, :], pe)
+        if right:
+            T.sync_threads()
+        if tx == 32:
+            N.fence(pe)
+            N.signal(flag[0], 1, pe)
+        N.wait_block(flag[0], "ge", 1)
+        take(out, 0, y, 0, tx)
+
+    return Case(body)
+
+
+def fence_of_thread_0(right):
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        for i in T.serial(T.ceildiv(M, 128 * 8)):
+            at = (i * 128 + tx) * 8
+            if at < M:
+                N.put_thread(y[0, at], x[0, at], pe, count=8)
+        if right:
+            T.sync_threads()
+        if tx == 0:
+            N.fence(pe)
+            N.signal(flag[0], 1, pe)
+        N.wait_block(flag[0], "ge", 1)
+        take(out, 0, y, 0, tx)
+
+    return Case(body)
+
+
+def signal_of_another_block(right):
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        if block == 1:
+            N.put_block(y[0, :], x[0, :], pe)
+            T.sync_threads()
+        if block == (1 if right else 0):
+            if tx == 0:
+                N.fence(pe)
+                N.signal(flag[0], 1, pe)
+        if block == 0:
+            N.wait_block(flag[0], "ge", 1)
+            take(out, 0, y, 0, tx)
+
+    return Case(body, blocks=2)
+
+
+def sends_what_another_warp_writes(right):
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        if tx >= 32:
+            for i in T.serial(T.ceildiv(M, 96)):
+                if i * 96 + tx - 32 < M:
+                    x[1, i * 96 + tx - 32] = x[0, i * 96 + tx - 32]
+        if right:
+            T.sync_threads()
+        if tx < 32:
+            N.put_signal_warp(y[0, :], x[1, :], pe, flag[0], 1)
+        N.wait_block(flag[0], "ge", 1)
+        take(out, 0, y, 0, tx)
+
+    return Case(body)
+
+
+def get_without_a_wait(right):
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        for i in T.serial(T.ceildiv(M, 128)):
+            if i * 128 + tx < M:
+                y[1, i * 128 + tx] = x[0, i * 128 + tx]
+        T.sync_threads()
+        if tx == 0:
+            N.signal(flag[0], 1, pe)
+        if right:
+            N.wait_block(flag[0], "ge", 1)
+        N.get_block(y[2, :], y[1, :], pe)
+        take(out, 0, y, 2, tx)
+
+    return Case(body)
+
+
+def set_and_add(right):
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1, op="set")
+        if tx == 0:
+            N.signal(flag[1 if right else 0], 1, pe, op="add")
+        N.wait_block(flag[0], "ge", 1)
+        take(out, 0, y, 0, tx)
+
+    return Case(body)
+
+
+def store_to_a_signal_word(right):
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
+        N.wait_block(flag[0], "ge", 1)
+        take(out, 0, y, 0, tx)
+        if tx == 0:
+            flag[1 if right else 0] = T.uint64(0)
+
+    return Case(body)
+
+
+def load_through_the_read_only_cache(right):
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
+        N.wait_block(flag[0], "ge", 1)
+        for i in T.serial(T.ceildiv(M, 128)):
+            if i * 128 + tx < M:
+                out[0, i * 128 + tx] = y[0, i * 128 + tx] if right else T.__ldg(y[0, i * 128 + tx])
+
+    return Case(body)
+
+
+def range_in_the_next_tensor(right):
+    """`n` is M: M elements from element M of the last row on lie in the tensor allocated after y."""
+
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        N.put_signal_block(y[0, 0] if right else y[ROUNDS - 1, n - 500], x[0, 0], pe, flag[0], 1, count=n)
+        N.wait_block(flag[0], "ge", 1)
+        take(out, 0, y, 0, tx)
+
+    return Case(body)
+
+
+def peers_that_differ(right):
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        N.put_signal_block(y[0, :], x[0, :], pe if right else T.if_then_else(tx < 64, pe, 1 - pe), flag[0], 1)
+        N.wait_block(flag[0], "ge", 1)
+        take(out, 0, y, 0, tx)
+
+    return Case(body)
+
+
+def part_of_the_block(right):
+    """A condition on data, which nobody can see through when the kernel is built."""
+
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        if right or x[0, 0] + tx < x[0, 0] + n - M + 64:
+            N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
+            N.wait_block(flag[0], "ge", 1)
+            take(out, 0, y, 0, tx)
+
+    return Case(body)
+
+
+# Seen as wrong data, or reported at the end of the kernel: all of them run in one set of ranks.
+GOES_ON = (
+    missing_wait, missing_fence, source_reused, missing_credit, early_credit, one_thread_waits, wrong_slot,
+    get_of_a_put, fence_of_another_warp, fence_of_thread_0, signal_of_another_block, sends_what_another_warp_writes,
+    get_without_a_wait, set_and_add, store_to_a_signal_word,
+)  # fmt: skip
+THREE_RANKS = (one_word_for_all_senders,)
+# Reported where they happen, which ends the job: what the report says.
+ENDS = {
+    load_through_the_read_only_cache: ("KernelError", "__ldg"),
+    range_in_the_next_tensor: ("OutOfBounds", "y: "),
+    peers_that_differ: ("KernelError", "N.put_signal_block (seeded_bugs.py:"),
+    part_of_the_block: ("SimulatorDeadlock", "N.put_signal_block (seeded_bugs.py:"),
+}
+# Reported in every schedule.
+RULES = (
+    fence_of_another_warp, fence_of_thread_0, signal_of_another_block, sends_what_another_warp_writes, set_and_add,
+    store_to_a_signal_word,
+)  # fmt: skip

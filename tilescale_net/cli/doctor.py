@@ -1,0 +1,280 @@
+"""`python -m tilescale_net doctor`: what a job on this machine needs, whether it is there, and what to do where it is not.
+
+Exit code 0 when nothing that is needed is missing, 1 otherwise. Warnings are of what makes jobs slower or smaller.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tilescale_net.cli import machine
+from tilescale_net.errors import TileScaleError
+
+GOOD, WARNING, MISSING, UNUSED = "ok", "warning", "missing", "not needed"
+DRIVER = 13000  # CUDA 13, as the driver counts
+EFA_LIBFABRIC = (1, 18)  # the first that registers GPU memory by DMABUF for EFA
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Outcome of a check.
+
+    Attributes:
+        what: is checked.
+        state: GOOD, WARNING, MISSING or UNUSED.
+        found: what there is.
+        remedy: what to do, where something is to do.
+    """
+
+    what: str
+    state: str
+    found: str
+    remedy: str = ""
+
+
+class Doctor:
+    """All checks; each yields findings. Facts that several of them need are found once."""
+
+    def __init__(self) -> None:
+        self.gpus = machine.gpus()
+        self.loaded = machine.modules()
+
+    def run(self) -> Iterator[Finding]:
+        checks: tuple[Callable[[], Iterator[Finding]], ...] = (
+            *(self.native, self.host_compiler, self.driver, self.nvcc, self.peers, self.gpu_network_memory),
+            *(self.shared_memory, self.cache, self.memlock, self.huge_pages, self.libfabric, self.nics),
+        )
+        for check in checks:
+            yield from check()
+
+    def native(self) -> Iterator[Finding]:
+        for name, use in (("_native", "proxy and fabric"), ("_simulator", "simulator")):
+            try:
+                __import__(f"tilescale_net.{name}")
+                yield Finding(f"native part: {use}", GOOD, name)
+            except ImportError as err:
+                remedy = "python setup.py build_ext --inplace, or pip install . (a C++17 compiler is needed)"
+                yield Finding(f"native part: {use}", MISSING, str(err), remedy)
+
+    def host_compiler(self) -> Iterator[Finding]:
+        from tilescale_net.compiler import host_compiler
+
+        try:
+            yield Finding("C++ compiler", GOOD, " ".join(host_compiler.compiler()))
+        except TileScaleError as err:
+            state = WARNING if self.gpus else MISSING
+            yield Finding(
+                "C++ compiler", state, str(err), "apt-get install g++; the simulator compiles kernels with it"
+            )
+
+    def driver(self) -> Iterator[Finding]:
+        from tilescale_net.launch import environment
+
+        if not os.path.exists("/dev/nvidiactl") and not environment.visible_gpus():
+            yield Finding("GPUs", UNUSED, "none; kernels run in the simulator")
+            return
+        from cuda.bindings import driver
+
+        status, version = driver.cuDriverGetVersion()
+        found = f"{len(self.gpus)} GPUs, driver for CUDA {version // 1000}.{version % 1000 // 10}"
+        if int(status) or version < DRIVER:
+            yield Finding("CUDA driver", MISSING, found, "install a driver of the 580 series or newer (CUDA 13)")
+        elif not self.gpus:
+            remedy = "nvidia-smi says why; in a container start with --gpus all; a torch built for CUDA is needed"
+            yield Finding("CUDA driver", MISSING, found, remedy)
+        else:
+            yield Finding("CUDA driver", GOOD, found)
+
+    def nvcc(self) -> Iterator[Finding]:
+        from tilescale_net.compiler import toolchain
+
+        found = toolchain.find_tool("nvcc")
+        if found:
+            yield Finding("nvcc", GOOD, found)
+        else:
+            state = MISSING if self.gpus else UNUSED
+            yield Finding("nvcc", state, "none", "pip install nvidia-cuda-nvcc, or set CUDA_HOME" if self.gpus else "")
+
+    def peers(self) -> Iterator[Finding]:
+        if len(self.gpus) < 2:
+            yield Finding("peer access between GPUs", UNUSED, f"{len(self.gpus)} GPUs")
+            return
+        apart = [f"{a}-{b}" for a, g in enumerate(self.gpus) for b in range(a) if b not in g["peers"]]
+        remedy = (
+            "put ranks of GPUs that cannot map each other on different nodes with VIRTUAL_NODES; disable ACS on PCIe"
+        )
+        if apart:
+            yield Finding("peer access between GPUs", WARNING, f"none between {', '.join(apart)}", remedy)
+        else:
+            yield Finding("peer access between GPUs", GOOD, f"all {len(self.gpus)} map each other")
+        yield self._ipc()
+
+    def _ipc(self) -> Finding:
+        """Whether memory can be shared among processes: a handle is made, which containers may refuse."""
+        from cuda.bindings import runtime
+
+        from tilescale_net.runtime.cuda_memory import check
+
+        remedy = "start the container with --ipc=host and one PID namespace for all ranks of a node"
+        try:
+            address = check(runtime.cudaMalloc(2 << 20), "cudaMalloc")
+            try:
+                check(runtime.cudaIpcGetMemHandle(address), "cudaIpcGetMemHandle")
+            finally:
+                runtime.cudaFree(address)
+        except TileScaleError as err:
+            return Finding("CUDA IPC", MISSING, str(err), remedy)
+        return Finding("CUDA IPC", GOOD, "handles can be made")
+
+    def gpu_network_memory(self) -> Iterator[Finding]:
+        what = "GPU memory for NICs (DMABUF, peermem)"
+        if not self.gpus or not machine.nics([]):
+            yield Finding(what, UNUSED, "needs a GPU and a NIC for remote memory")
+            return
+        dmabuf = _dmabuf()
+        peermem = sorted(self.loaded & {"nvidia_peermem", "efa_nv_peermem"})
+        if dmabuf or peermem:
+            yield Finding(what, GOOD, ", ".join((["DMABUF"] if dmabuf else []) + peermem))
+        else:
+            remedy = "use the open kernel modules of the driver (DMABUF), or modprobe nvidia_peermem; until then data are staged"
+            yield Finding(what, WARNING, "neither", remedy)
+
+    def shared_memory(self) -> Iterator[Finding]:
+        from tilescale_net.runtime import settings
+
+        total, free = machine.shared_memory()
+        found = f"{free >> 20} of {total >> 20} MiB are free"
+        if self.gpus:
+            yield Finding("/dev/shm", GOOD if free > 64 << 20 else WARNING, found, "" if free > 64 << 20 else _SHM)
+            return
+        heap = settings.heap_bytes(None, False)
+        enough = free >= 2 * heap
+        text = f"{found}; two simulated ranks take {2 * heap >> 20} MiB when full"
+        yield Finding(
+            "/dev/shm", GOOD if enough else WARNING, text, "" if enough else _SHM + ", or lower TSN_HEAP_SIZE"
+        )
+
+    def cache(self) -> Iterator[Finding]:
+        from tilescale_net.compiler import cache
+
+        folder = cache.folder()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as err:
+            remedy = "name another folder in XDG_CACHE_HOME; without it kernels are compiled again by every process"
+            yield Finding("cache of kernels", WARNING, f"{folder}: {err.strerror}", remedy)
+            return
+        free = shutil.disk_usage(folder).free
+        remedy = "" if free > 1 << 30 else "free some space there, or name another folder in XDG_CACHE_HOME"
+        yield Finding("cache of kernels", WARNING if remedy else GOOD, f"{folder}, {free >> 20} MiB free", remedy)
+
+    def memlock(self) -> Iterator[Finding]:
+        from tilescale_net.runtime import settings
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        found = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
+        if not machine.nics([]):
+            yield Finding("memory that may be locked", UNUSED, f"{found}; NICs for remote memory need it")
+        elif limit == resource.RLIM_INFINITY or limit >= settings.heap_bytes(None, bool(self.gpus)):
+            yield Finding("memory that may be locked", GOOD, found)
+        else:
+            remedy = "ulimit -l unlimited (limits.conf: * - memlock unlimited; docker: --ulimit memlock=-1)"
+            yield Finding("memory that may be locked", MISSING, found, remedy)
+
+    def _efa(self) -> list[dict]:
+        return [nic for nic in machine.nics([]) if nic["driver"] == "efa"]
+
+    def huge_pages(self) -> Iterator[Finding]:
+        total, free = machine.huge_pages()
+        found = f"{free} of {total} are free"
+        if not self._efa():
+            yield Finding("huge pages", UNUSED, f"{found}; EFA uses some")
+        elif free:
+            yield Finding("huge pages", GOOD, found)
+        else:
+            yield Finding("huge pages", WARNING, found, "sysctl vm.nr_hugepages=5128, or FI_EFA_USE_HUGE_PAGE=0")
+
+    def libfabric(self) -> Iterator[Finding]:
+        remedy = "pip install mpich (has one inside), apt-get install libfabric1, or name a library in TSN_LIBFABRIC"
+        try:
+            from tilescale_net import _native, fabric
+
+            library = fabric.library()
+            properties = _native.Transport(fabric.transport_options()).properties()
+        except ImportError:
+            return  # said above
+        except TileScaleError as err:
+            yield Finding("libfabric", WARNING, f"{err}; ranks of one node do without", remedy)
+            return
+        yield Finding("libfabric", GOOD, f"{library['version']}, {library['path']}")
+        yield Finding("provider on this host", GOOD, f"{properties['provider']} on {properties['interface']}")
+
+    def nics(self) -> Iterator[Finding]:
+        found = machine.nics([])
+        if not found:
+            yield Finding("NICs for remote memory", UNUSED, "none; between hosts data go through tcp")
+            return
+        down = [nic["name"] for nic in found if nic["state"] != "ACTIVE"]
+        state = WARNING if down else GOOD
+        text = f"{len(found)}, not active: {', '.join(down)}" if down else f"{len(found)}, all active"
+        yield Finding("NICs for remote memory", state, text, "ibstat and the cable's link say why" if down else "")
+        if self._efa():
+            yield from self._efa_needs()
+
+    def _efa_needs(self) -> Iterator[Finding]:
+        from tilescale_net import fabric
+
+        installer = "install AWS's EFA software (its libfabric in /opt/amazon/efa is found by itself)"
+        verbs = [name for name in _listed("/dev/infiniband") if name.startswith("uverbs")]
+        if not verbs or not os.access(f"/dev/infiniband/{verbs[0]}", os.R_OK | os.W_OK):
+            remedy = "docker: --device /dev/infiniband for each uverbs device"
+            yield Finding("EFA: devices", MISSING, "/dev/infiniband/uverbs* cannot be opened", remedy)
+        try:
+            version = fabric.library()["version"]
+            offered = any(o["provider"].startswith("efa") for o in fabric.offers())
+        except TileScaleError as err:
+            yield Finding("EFA: provider", MISSING, str(err), installer)
+            return
+        if not offered:
+            yield Finding("EFA: provider", MISSING, f"libfabric {version} does not offer efa", installer)
+        elif tuple(int(n) for n in version.split(".")[:2]) < EFA_LIBFABRIC:
+            yield Finding("EFA: provider", WARNING, f"libfabric {version} is old", installer)
+        else:
+            yield Finding("EFA: provider", GOOD, f"libfabric {version} offers efa")
+
+
+def _dmabuf() -> bool:
+    """Whether the driver exports GPU memory as DMABUF."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
+    try:
+        status, device = driver.cuDeviceGet(0)
+        return not int(status) and bool(driver.cuDeviceGetAttribute(attribute, device)[1])
+    except RuntimeError:  # there is no driver
+        return False
+
+
+_SHM = "mount -o remount,size=8G /dev/shm (docker: --shm-size=8g)"
+
+
+def _listed(folder: str) -> list[str]:
+    return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+
+
+def text(findings: list[Finding]) -> str:
+    """Findings line by line, remedies below what they are for."""
+    width = max(len(f.what) for f in findings)
+    out = []
+    for f in findings:
+        out.append(f"{f.state:>10}  {f.what.ljust(width)}  {f.found}")
+        if f.remedy:
+            out.append(f"{'':>10}  {'':{width}}  -> {f.remedy}")
+    return "\n".join(out)

@@ -1,0 +1,46 @@
+"""Folders from which code is loaded: nobody else may write there, or have written what lies there."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shutil
+import stat
+import tempfile
+import warnings
+from pathlib import Path
+
+
+def is_ours(path: str | os.PathLike) -> bool:
+    """Whether a folder or file belongs to this user, and nobody else may write it. Raises OSError when there is none."""
+    status = os.lstat(path)
+    if stat.S_ISLNK(status.st_mode):
+        return False
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def make(path: Path) -> bool:
+    """Make a folder for this user alone if there is none; whether code may be loaded from it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if os.lstat(path).st_uid == os.getuid() and not path.is_symlink():
+        path.chmod(0o700)
+    return path.is_dir() and is_ours(path)
+
+
+@functools.cache
+def temporary(instead_of: Path) -> Path:
+    """A folder of this process alone, which goes with it; says so once."""
+    folder = Path(tempfile.mkdtemp(prefix="tilescale_net-"))
+    owner = os.getpid()
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
+    warnings.warn(
+        f"{instead_of} belongs to another user or may be written by others: kernels are compiled for this process only, "
+        f"in {folder}; set XDG_CACHE_HOME to a folder of your own",
+        stacklevel=2,
+    )
+    return folder

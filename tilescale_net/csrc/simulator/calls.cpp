@@ -1,0 +1,113 @@
+// What primitives tell the simulator: calls of a scope that do not agree, and the order of what they do.
+#include "grid.h"
+
+#include "tilescale_net/device/context.h"
+
+#include <algorithm>
+
+namespace tsn {
+namespace sim {
+
+namespace {
+bool equal(const Call& a, const Call& b) {
+  return a.operation == b.operation && a.scope == b.scope && a.destination == b.destination && a.source == b.source &&
+         a.bytes == b.bytes && a.pe == b.pe && a.signal == b.signal && a.value == b.value && a.add == b.add;
+}
+
+// How the second call differs from the first, of the same primitive.
+std::string difference(const Call& a, const Call& b) {
+  const auto pair = [](const char* what, const std::string& x, const std::string& y) {
+    return std::string(what) + " " + x + " and " + y;
+  };
+  const auto address = [](const void* p) { return std::to_string(reinterpret_cast<uintptr_t>(p)); };
+  if (a.pe != b.pe) return pair("pe", std::to_string(a.pe), std::to_string(b.pe));
+  if (a.bytes != b.bytes) return pair("sizes of", std::to_string(a.bytes), std::to_string(b.bytes)) + " bytes";
+  if (a.value != b.value) return pair("value", std::to_string(a.value), std::to_string(b.value));
+  if (a.destination != b.destination) return pair("destinations at", address(a.destination), address(b.destination));
+  if (a.source != b.source) return pair("sources at", address(a.source), address(b.source));
+  return pair("signal words at", address(a.signal), address(b.signal));
+}
+} // namespace
+
+std::string Grid::call_of(const Fiber& fiber) const {
+  if (!fiber.announced) return "a barrier that is not part of it";
+  std::string out = primitive_name(fiber.call.operation, fiber.call.scope);
+  if (fiber.call_line >= 0 && static_cast<size_t>(fiber.call_line) < launch_.lines.size())
+    out += " (" + launch_.lines[static_cast<size_t>(fiber.call_line)] + ")";
+  return out;
+}
+
+// The running thread meets another one: both must make the same call, if any.
+void Grid::compare_calls(const Fiber& other) {
+  const Fiber& self = *running_;
+  if (&self == &other || (!self.announced && !other.announced)) return;
+  if (self.announced && other.announced && equal(self.call, other.call)) return;
+  const Fiber& caller = self.announced ? self : other;
+  const Fiber& partner = self.announced ? other : self;
+  const char* who = caller.call.scope == 1 ? "warp" : "block";
+  const std::string threads =
+      " thread " + std::to_string(caller.view.linear) + " and thread " + std::to_string(partner.view.linear);
+  if (partner.announced && partner.call.operation == caller.call.operation)
+    fail(Failure::kernel, call_of(caller) + " is called with unequal arguments by threads of one " + who + ":" +
+                              threads + " give " + difference(caller.call, partner.call));
+  fail(Failure::kernel, "threads of one " + std::string(who) + " part around a call:" + threads + " are at " +
+                            call_of(caller) + " and at " + call_of(partner));
+}
+
+void Grid::announce(const Call& call) {
+  Fiber& self = *running_;
+  self.call = call;
+  self.call_line = self.view.site;
+  self.announced = call.scope != 0;
+}
+
+void Grid::begin(const Call& call) {
+  if (!order_) return;
+  const std::string wrong = order_->begin(warp_number(*running_), call, running_->view.site);
+  restamp();
+  if (race_.empty()) race_ = wrong; // told at the end: other ranks need the rest of the kernel
+}
+
+void Grid::waited(const uint64_t* signal) {
+  if (!order_) return;
+  order_->waited(warp_number(*running_), signal);
+  running_->block->after_wait = true;
+  restamp();
+}
+
+void Grid::word(const void* address, WordAccess access) {
+  if (!order_) return;
+  order_->word(warp_number(*running_), address, access);
+  restamp();
+}
+
+uint32_t Grid::warp_number(const Fiber& fiber) const {
+  return static_cast<uint32_t>(fiber.block->index * ((threads_per_block_ + 31) / 32) + fiber.view.linear / 32);
+}
+
+void Grid::meet(const std::vector<Fiber*>& fibers, std::vector<uint32_t> warps) {
+  if (!order_) return;
+  warps.push_back(warp_number(*running_));
+  for (const Fiber* fiber : fibers) {
+    const uint32_t warp = warp_number(*fiber);
+    if (warp != warps.back()) warps.push_back(warp);
+  }
+  std::sort(warps.begin(), warps.end());
+  warps.erase(std::unique(warps.begin(), warps.end()), warps.end());
+  order_->meet(warps);
+  restamp();
+}
+
+// What the running thread knows of the order, for its own stores.
+void Grid::restamp() {
+  if (!order_) return;
+  const Shadow shadow = shadow_of_heap();
+  Thread& view = running_->view;
+  view.shadow = shadow.stamps;
+  view.shadow_base = shadow.base;
+  view.shadow_bytes = shadow.bytes;
+  view.stamp = order_->stamp(warp_number(*running_));
+}
+
+} // namespace sim
+} // namespace tsn

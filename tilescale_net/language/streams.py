@@ -1,0 +1,146 @@
+"""Streams with credits: messages go through a few slots, and the sender waits for a slot until the receiver has read it.
+
+The slots are symmetric memory of the receiver, `ring[slot, ...]`. Two signal words count, both from 0: `arrived`, at the
+receiver, the messages that are there, and `credit`, at the sender, those whose slots are free again. Message i uses slot
+i % slots; one sender and one receiver number the messages of a stream 0, 1, 2, …, over all launches of their kernels.
+
+    # sender                                                      # receiver
+    slot = N.take_slot_block(credit[0], i, slots)                 slot = N.wait_slot_block(arrived[0], i, slots)
+    N.put_signal_block(ring[slot, 0], x, pe, arrived[0], i + 1)   use(ring[slot, :])
+                                                                  N.return_credit_block(credit[0], i, pe)
+
+A message of several puts ends with `N.signal_block(arrived[0], i + 1, pe)`. The credit for message i also says that its
+source may be written again. Each call has a form for a block, a warp and a thread.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+
+from tilescale_net.compiler.operators import OPERATORS
+from tilescale_net.language._divergence import require_converged
+from tilescale_net.language._operands import Place, signal_word
+from tilescale_net.language._primitive import Misuse, evaluate, primitive
+from tilescale_net.language._results import settled
+from tilescale_net.language._values import Number, constant, number, pe_index
+
+
+def _counted(index) -> tirx.PrimExpr:
+    """The index of a message as an expression of its own type."""
+    known = constant(index)
+    value = number("index", index, "int64", 0)
+    return value if known is not None else index
+
+
+def _wait(scope, word, index, behind) -> None:
+    """Wait until the word has counted message `index - behind`."""
+    require_converged(scope)
+    wanted = number("index", index, "int64", 0) + number("slots", 1 - behind, "int64")
+    evaluate(OPERATORS["wait"](scope, "ge", signal_word(word).pointer(), wanted))
+
+
+def _slot(index, slots) -> tirx.PrimExpr:
+    index = _counted(index)
+    return tirx.truncmod(index, tirx.const(slots, index.dtype))
+
+
+def _slots(slots) -> int:
+    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+        raise Misuse(f"slots is {slots!r}; it must be a compile-time integer of at least 1")
+    return slots
+
+
+def _take(scope, credit, index, slots):
+    index = settled("index", index)
+    _wait(scope, credit, index, _slots(slots))
+    return _slot(index, slots)
+
+
+def _arrive(scope, arrived, index, slots):
+    _slots(slots)
+    index = settled("index", index)
+    _wait(scope, arrived, index, 0)
+    return _slot(index, slots)
+
+
+def _return(scope, credit, index, pe):
+    require_converged(scope)
+    amount = tirx.Cast("uint64", number("index", index, "int64", 0) + tirx.const(1, "int64"))
+    return OPERATORS["signal"](scope, "set", 0, signal_word(credit).pointer(), amount, pe_index(pe))
+
+
+@primitive
+def take_slot(credit: Place, index: Number, slots: int) -> tirx.PrimExpr:
+    """As `take_slot_block`, called by one thread; orders that thread."""
+    return _take("thread", credit, index, slots)
+
+
+@primitive
+def take_slot_warp(credit: Place, index: Number, slots: int) -> tirx.PrimExpr:
+    """As `take_slot_block`, called by all 32 lanes of a warp."""
+    return _take("warp", credit, index, slots)
+
+
+@primitive
+def take_slot_block(credit: Place, index: Number, slots: int) -> tirx.PrimExpr:
+    """Wait, as the sender of message `index`, until its slot is free; called by all threads of the block.
+
+    Args:
+        credit: the signal word of this PE that the receiver's `return_credit` sets.
+        index: number of the message, from 0.
+        slots: how many there are, a compile-time integer.
+
+    Returns:
+        The slot, index % slots.
+    """
+    return _take("block", credit, index, slots)
+
+
+@primitive
+def wait_slot(arrived: Place, index: Number, slots: int) -> tirx.PrimExpr:
+    """As `wait_slot_block`, called by one thread; orders that thread."""
+    return _arrive("thread", arrived, index, slots)
+
+
+@primitive
+def wait_slot_warp(arrived: Place, index: Number, slots: int) -> tirx.PrimExpr:
+    """As `wait_slot_block`, called by all 32 lanes of a warp."""
+    return _arrive("warp", arrived, index, slots)
+
+
+@primitive
+def wait_slot_block(arrived: Place, index: Number, slots: int) -> tirx.PrimExpr:
+    """Wait, as the receiver, until message `index` is in its slot; called by all threads of the block.
+
+    Args:
+        arrived: the signal word of this PE that the sender sets to index + 1 behind the data.
+        index, slots: as in `take_slot_block`.
+
+    Returns:
+        The slot, index % slots, readable by the block.
+    """
+    return _arrive("block", arrived, index, slots)
+
+
+@primitive
+def return_credit(credit: Place, index: Number, pe: Number) -> None:
+    """As `return_credit_block`, called by one thread after all that read the slot, or with it as the only one."""
+    return _return("thread", credit, index, pe)
+
+
+@primitive
+def return_credit_warp(credit: Place, index: Number, pe: Number) -> None:
+    """As `return_credit_block`, called by all 32 lanes of a warp."""
+    return _return("warp", credit, index, pe)
+
+
+@primitive
+def return_credit_block(credit: Place, index: Number, pe: Number) -> None:
+    """Give the slot of message `index` back to its sender; called by all threads of the block, which has read it.
+
+    Args:
+        credit: the sender's signal word, by its local address.
+        index: number of the message, from 0.
+        pe: the sender.
+    """
+    return _return("block", credit, index, pe)
