@@ -1,10 +1,12 @@
 """Wrong use is reported when the kernel is built, with the primitive's name and the author's line."""
 
 import inspect
+import logging
 import re
 
 import pytest
 import tilelang.language as T
+from tilelang.language.eager import builder
 from tilelang.layout import make_swizzled_layout
 
 import tilescale_net as tsn
@@ -97,6 +99,20 @@ WRONG = {
         "scope is 'system'; it must be one of 'cta', 'gpu', 'sys'",
     ),
     "remote of an element": (lambda k: N.remote(k.a[0], 1), "N.remote: buf must be a whole tensor"),
+    "signal forgotten": (
+        lambda k: N.put_block(k.a, k.b, 1, k.flags[0], 1),
+        "N.put_block: too many positional arguments; it takes dst, src, pe in this order, and count, unroll, engine, ring by",
+    ),
+    "option without a name": (
+        lambda k: N.put_signal_warp(k.a, k.b, 1, k.flags[0], 1, "add", 64),
+        "it takes dst, src, pe, sig, value, op in this order, and count, unroll, engine, ring by name only",
+    ),
+    "no scope": (lambda k: N.put(k.a, k.b, 1), "N.put; did you mean N.put_block or N.put_signal_block or"),
+    "misspelt": (
+        lambda k: N.wait_blok(k.flags[0], "ge", 1),
+        "there is no primitive N.wait_blok; did you mean N.wait_block",
+    ),
+    "negative constant": (lambda k: N.put_block(k.a, k.b, 1, count=3 - 8), "count is -5; it must be at least 0"),
     "missing argument": (lambda k: N.put_block(k.a, k.b), "N.put_block: missing a required argument: 'pe'"),
     "unknown argument": (lambda k: N.quiet(peer=1), "N.quiet: got an unexpected keyword argument 'peer'"),
     "ticket": (lambda k: N.flush_wait(None), "ticket must be an integer, not None"),
@@ -235,3 +251,39 @@ def test_put_of_a_tile_out_of_order(why):
 
     with pytest.raises(KernelError, match=rf"sends the tile tile, which has .*{why}.*\n  at .*test_errors.py:"):
         inspect_code.cuda_source(kernel)
+
+
+@pytest.mark.parametrize(
+    ("call", "printed"),
+    [(lambda k: N.put_block(k.a, k.b, -1), False), (lambda k: N.put(k.a, k.b, 1), False), (lambda k: 1 // 0, True)],
+)
+def test_tilelang_prints_no_source_before_our_errors(monkeypatch, call, printed):
+    """What it says about errors of other kinds still shows."""
+    shown = []
+    monkeypatch.setattr(builder.logger, "level", logging.INFO)
+    monkeypatch.setattr(builder.logger, "_cache", {})
+    monkeypatch.setattr(
+        builder.logger, "handle", lambda record: shown.append(record) if builder.logger.filter(record) else None
+    )
+    with pytest.raises((KernelError, ZeroDivisionError)):
+        trace(call)
+    assert [("Failed to build prim_func" in record.getMessage()) for record in shown] == [True] * printed
+
+
+def test_names_that_are_no_primitives():
+    assert not hasattr(N, "put") and not hasattr(N, "__wrapped__")
+    with pytest.raises(ImportError):
+        from tilescale_net.language import put  # noqa: F401
+    assert {"put_block", "wait"} <= set(dir(N)) == set(N.__all__)
+    assert {"jit", "compile", "init"} <= set(dir(tsn))
+
+
+def test_primitives_explain_themselves():
+    for name in N.__all__:
+        function = getattr(N, name)
+        hints = function.__annotations__
+        assert "return" in hints and set(inspect.signature(function).parameters) <= set(hints), name
+        assert function.__doc__ and "see the module" not in function.__doc__
+        if name.startswith(("put_", "get_")) and name != "put_value":
+            for option in ("count", "unroll", "engine", "ring"):
+                assert re.search(rf"^ +{option}: ", function.__doc__, re.M), (name, option)

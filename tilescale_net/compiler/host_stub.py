@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from tvm import tirx
 
-from tilescale_net.errors import KernelError, SimulatorUnsupported
+from tilescale_net.compiler.arguments import BadArguments, describe
+from tilescale_net.errors import SimulatorUnsupported
 
 # DLPack type codes of torch's types; bits follow from the item size.
 _CODES = {
@@ -249,8 +250,8 @@ def translate(name: str, host_mod):
     translator.stmt(function.body)
 
     def refuse(message: str, args) -> None:
-        given = ", ".join(_describe(a) for a in args)
-        raise KernelError(f"kernel {name}: {message}; the arguments are: {given}")
+        given = ", ".join(describe(a) for a in args)
+        raise BadArguments(f"kernel {name}: {message}; the arguments are: {given}")
 
     head = [
         "def host(args):",
@@ -264,10 +265,3 @@ def translate(name: str, host_mod):
     }  # fmt: skip
     exec(compile(source, f"<host function of {name}>", "exec"), scope)
     return scope["host"]
-
-
-def _describe(value) -> str:
-    if isinstance(value, torch.Tensor):
-        contiguous = "" if value.is_contiguous() else f", strides {tuple(value.stride())}"
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{contiguous}"
-    return repr(value)

@@ -95,7 +95,7 @@ def compile(
             {"kind": "cuda", "arch": "sm_90"}, which compiles without a GPU.
         pass_configs: options of tilelang's passes.
         compile_flags: further flags of the device compiler.
-        name: shown in errors and profiles; default the function's own name.
+        name: shown in errors and profiles; default the name of the factory, or else the function's own.
 
     Returns:
         A `Kernel`, called with the kernel's arguments except the context.
@@ -177,11 +177,20 @@ class Factory:
         return kernel
 
     def trace(self, *args, **kwargs) -> PrimFunc:
-        """The traced T.prim_func for these arguments, not compiled."""
-        func = self._function(*args, **kwargs)
+        """The traced T.prim_func for these arguments, not compiled, named after this factory or as `name` says."""
+        try:
+            func = self._function(*args, **kwargs)
+        except OSError as error:
+            if "source code" not in str(error):
+                raise
+            raise KernelError(
+                f"{self.__name__}: the source of a kernel is read from its file; define it in a file or a notebook, not at "
+                "Python's prompt or in `python -c`"
+            ) from None
         if not isinstance(func, PrimFunc):
             raise KernelError(f"{self.__name__} must return a T.prim_func, but returned {type(func).__name__}")
-        return func
+        name = self._options["name"] or self.__name__
+        return func.with_attr("global_symbol", name) if name.isidentifier() else func
 
 
 def jit(func=None, *, target=None, pass_configs=None, compile_flags=None, name=None):

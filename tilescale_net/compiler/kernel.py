@@ -7,15 +7,17 @@ import functools
 import torch
 import tvm_ffi
 
+from tilescale_net.compiler import arguments
+from tilescale_net.compiler.arguments import BadArguments
 from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.lowered import Lowered
 from tilescale_net.compiler.passes import Prepared
-from tilescale_net.errors import KernelError
+from tilescale_net.errors import KernelError, TileScaleError
 from tilescale_net.runtime import world as _world
 
 
 class Kernel:
-    """A compiled kernel. Call it with its arguments in order, without the context (or with it, at its place).
+    """A compiled kernel. Call it with its arguments, in order or by name, without the context (or with it, at its place).
 
     Attributes:
         name: the kernel's name.
@@ -48,19 +50,50 @@ class Kernel:
         """The context tensor in the form that is passed quickest."""
         return context
 
-    def __call__(self, *args) -> None:
+    def __call__(self, *args, **named) -> None:
         """Launch on the current stream.
 
         Raises:
-            TypeError: wrong number of arguments.
+            TypeError: wrong number of arguments, or names that the kernel does not have.
             TileScaleError: no `init()` before, and no context given.
-            KernelError: compiled for another kind of device than `init()` has taken.
+            KernelError: an argument of another dtype, shape, layout or device than the kernel takes; compiled for another
+                kind of device than `init()` has taken.
         """
-        if len(args) != self._n or self._bound_to is not _world._current or self._launch is None:
-            return self._slow(args)
-        self._launch(*args)
+        if len(args) != self._n or self._bound_to is not _world._current or self._launch is None or named:
+            return self._slow(args, named)
+        try:
+            self._launch(*args)
+        except Exception as error:
+            problem = self._problem(args, error)
+            if problem is None:
+                raise
+            raise KernelError(f"kernel {self.name}: {problem}") from None
 
-    def _slow(self, args) -> None:
+    def _problem(self, args, error: Exception) -> str | None:
+        """What is wrong with the arguments of a launch that raised `error`; None where it has other reasons."""
+        if isinstance(error, TileScaleError) and not isinstance(error, BadArguments):
+            return None
+        return arguments.mismatch(self.prim_func, self.parameters, args, self.target != "simulator")
+
+    def _in_order(self, args, named: dict) -> tuple:
+        """Arguments by position and by name as arguments by position."""
+        wrong = [name for name in named if name not in self.parameters[len(args) :]]
+        if wrong:
+            twice = wrong[0] in self.parameters
+            raise TypeError(
+                f"kernel {self.name} got argument {wrong[0]} {'twice' if twice else 'which it does not take'}; its arguments "
+                f"are {', '.join(self.parameters)}"
+            )
+        missing = [name for name in self.parameters[len(args) :] if name not in named]
+        if missing:
+            raise TypeError(
+                f"kernel {self.name} takes {self._n} arguments ({', '.join(self.parameters)}); {', '.join(missing)} missing"
+            )
+        return (*args, *(named[name] for name in self.parameters[len(args) :]))
+
+    def _slow(self, args, named) -> None:
+        if named:
+            return self(*self._in_order(args, named))
         function = self._supervised(self._function())
         index = self._context_index
         if index is not None and len(args) == self._n + 1:
@@ -76,7 +109,7 @@ class Kernel:
             self._check_device()
             self._launch = functools.partial(function, self._argument(_world.current().context_tensor))
         self._bound_to = _world._current
-        self._launch(*args)
+        self(*args)
 
     def _supervised(self, function):
         """The function with what the current world asks for around it."""

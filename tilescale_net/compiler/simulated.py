@@ -9,6 +9,7 @@ import torch
 
 from tilescale_net import errors
 from tilescale_net.compiler import host_compiler, host_source, host_stub
+from tilescale_net.compiler.arguments import BadArguments
 from tilescale_net.compiler.lowered import Lowered
 from tilescale_net.runtime import context as context_layout
 from tilescale_net.runtime import device_errors, simulator
@@ -71,7 +72,7 @@ class SimulatedKernel:
         """Run the kernel to its end."""
         for i, value in enumerate(args):
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                raise errors.KernelError(
+                raise BadArguments(
                     f"kernel {self.name}: argument {i} is on {value.device}, but the simulator runs on CPU tensors"
                 )
         if len(args) != self.n_arguments:
@@ -145,7 +146,7 @@ class SimulatedKernel:
             try:
                 raw = struct.pack(form, value)
             except struct.error as err:
-                raise errors.KernelError(
+                raise BadArguments(
                     f"kernel {self.name}: {parameter.name}={value!r} does not fit {parameter.ctype}: {err}"
                 ) from None
         return raw.ljust(16, b"\0")

@@ -18,6 +18,10 @@ left to right, behind `and`, `or` and in an arm of `a if c else b` only when tha
 a `while` in every round.
 """
 
+import difflib as _difflib
+
+from tilescale_net.errors import KernelError as _KernelError
+from tilescale_net.language import _tracing
 from tilescale_net.language.copies import (
     get_block,
     get_thread,
@@ -134,3 +138,21 @@ __all__ = [
     "wait_slot_warp",
     "wait_warp",
 ]
+
+_tracing.silence_dumps()
+
+
+class _NoPrimitive(_KernelError, AttributeError):
+    """A name that is no primitive; an AttributeError as for any module, and a KernelError for whoever builds a kernel."""
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
+def __getattr__(name: str):
+    if name.startswith("_"):  # what Python itself looks for
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    near = [known for known in __all__ if known.startswith(f"{name}_")] or _difflib.get_close_matches(name, __all__)
+    hint = f"; did you mean {' or '.join(f'N.{known}' for known in near)}?" if near else ""
+    raise _NoPrimitive(f"there is no primitive N.{name}{hint}{_tracing.author_place()}")

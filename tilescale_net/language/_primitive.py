@@ -17,7 +17,7 @@ from tvm.tirx.script import builder
 from tilescale_net.compiler.ir import opaque_call
 from tilescale_net.compiler.operators import guard_condition
 from tilescale_net.errors import KernelError
-from tilescale_net.language._results import earlier, once, remember
+from tilescale_net.language._results import earlier, in_condition, once, remember
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
@@ -58,7 +58,7 @@ def primitive(function):
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise _error(function, error) from None
+            raise _error(function, _by_name(signature, error)) from None
         try:
             if Builder.current() is None or KernelLaunchFrame.Current() is None:
                 raise Misuse("is only meaningful inside a kernel, that is, under `with T.Kernel(...)` of a T.prim_func")
@@ -77,6 +77,15 @@ def primitive(function):
         return result
 
     return call
+
+
+def _by_name(signature: inspect.Signature, error: TypeError) -> TypeError:
+    """An error of arguments, with the names of options that were given without."""
+    options = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    if not options or "too many positional" not in str(error):
+        return error
+    places = [p.name for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    return TypeError(f"{error}; it takes {', '.join(places)} in this order, and {', '.join(options)} by name only")
 
 
 def _is_once(call: tirx.Call) -> bool:
@@ -106,7 +115,9 @@ def guarded(inside: tirx.PrimExpr | None, call: tirx.Call) -> tirx.PrimExpr | No
 
 
 def evaluate(call: tirx.Call) -> None:
-    """Make `call` a statement of its own, here."""
+    """Make `call` a statement of its own, here. Raises Misuse in a condition, which nothing can come before."""
+    if in_condition():
+        raise Misuse("stands in a condition; call it before, and bind its result to a name")
     builder.evaluate(_with_span(call, make_span(*author_line())))
 
 

@@ -31,7 +31,7 @@ _recent: weakref.WeakKeyDictionary[Builder, list] = weakref.WeakKeyDictionary()
 
 def once(name: str, value: tirx.PrimExpr) -> tirx.Var:
     """A variable that holds `value`, computed here, or where the condition that is being traced needs it."""
-    if _in_condition():
+    if in_condition():
         variable = tirx.Var(UNNAMED + name, value.dtype)
         builder.evaluate(deferred(variable, value))
         return variable
@@ -47,7 +47,7 @@ def settled(name: str, value, loads: bool = False):
     return value
 
 
-def _in_condition() -> bool:
+def in_condition() -> bool:
     """Whether what is traced now is evaluated under a condition, or is the condition of a loop."""
     if Builder.current().find_frame_idx(BoolOpFrame) is not None:
         return True

@@ -9,12 +9,6 @@ may be a tile in shared memory, for PEs whose memory is mapped. Any size and any
 alignment is right; 16-byte aligned is fast, and from 32 KiB on fastest where both ends lie alike within a line of 128
 bytes. Addresses and sizes are 64-bit.
 
-`engine` is "ldst" (unrolled 16-byte loads and stores), "bulk" (cp.async.bulk through a ring of shared memory, block
-scope only) or "auto". `unroll` is the number of 16-byte accesses that a thread keeps in flight, 1 to 64; the default
-follows the block size. `ring` is (stages, bytes per stage) of the shared-memory ring; by default "bulk" takes (8, 16384),
-and "auto" takes 64 KiB for pushes and 96 KiB for pulls of 128 KiB or more (or of run-time size) where the kernel's own
-shared memory leaves room. On the proxy path these three have no effect.
-
 All raise KernelError, with the author's line, when the kernel is built: tensors of different dtypes or outside global
 memory, regions whose rows have more than one pitch, counts that are negative or exceed the tensor, unknown options.
 """
@@ -24,11 +18,35 @@ from __future__ import annotations
 from tilescale_net.compiler.operators import OPERATORS, ring_placeholder
 from tilescale_net.language._copies import places, plan, plan_ldst, plan_rows, rows_of, transfer
 from tilescale_net.language._divergence import require_converged
-from tilescale_net.language._operands import operand, signal_word
+from tilescale_net.language._operands import Place, operand, signal_word
 from tilescale_net.language._primitive import Misuse, guarded, primitive
-from tilescale_net.language._values import choice, constant, number, pe_index, scalar
+from tilescale_net.language._values import Number, Scalar, choice, constant, number, pe_index, scalar
 
 SIGNAL_OPS = ("set", "add")
+
+_OPTIONS = """
+    Keyword-only options:
+        count: elements to move, which may be known at run time only; by default the whole tensor or region, and one
+            element where both `dst` and `src` are elements. At least 0, and no more than either tensor holds from there on.
+        unroll: 16-byte accesses that a thread keeps in flight, 1 to 64, known when the kernel is built; the default follows
+            the block size.
+        engine: "ldst" (unrolled 16-byte loads and stores), "bulk" (cp.async.bulk through a ring of shared memory, block
+            scope only) or "auto".
+        ring: (stages, bytes per stage) of that ring: 2 to 32 stages, each a multiple of 128 bytes. By default "bulk" takes
+            (8, 16384); "auto" at block scope takes 64 KiB for pushes and 96 KiB for pulls of 128 KiB or more (or of
+            run-time size) where the kernel's own shared memory leaves room.
+
+    On the proxy path unroll, engine and ring have no effect. Any size and any alignment is right.
+
+    Raises KernelError, with the author's line, when the kernel is built: tensors of different dtypes or outside global
+    memory, regions that are not contiguous, a count that is negative or exceeds a tensor, unknown options.
+"""
+
+
+def _with_options(function):
+    """Add what all copies have in common to a copy's docstring."""
+    function.__doc__ += _OPTIONS
+    return function
 
 
 def _copy(name, scope, dst, src, pe, count, unroll, engine, ring):
@@ -72,15 +90,24 @@ def _put_signal(scope, dst, src, pe, sig, value, op, count, unroll, engine, ring
     )  # fmt: skip
 
 
+@_with_options
 @primitive
-def put_block(dst, src, pe, count=None, unroll=None, engine="auto", ring=None):
+def put_block(
+    dst: Place,
+    src: Place,
+    pe: Number,
+    *,
+    count: Number | None = None,
+    unroll: int | None = None,
+    engine: str = "auto",
+    ring: tuple[int, int] | None = None,
+) -> None:
     """Push `src` to `dst` on `pe`; called by all threads of the block with equal arguments.
 
     Args:
-        dst: where, by its local address in symmetric memory.
-        src: what; symmetric memory too where `pe` may be on another node.
+        dst: where, by its local address in symmetric memory: a tensor, an element (buf[i]) or a region (buf[i, 0:n]).
+        src: what, in global memory, of the same dtype; symmetric memory too where `pe` may be on another node.
         pe: index in team "world", integer.
-        count, unroll, engine, ring: see the module.
 
     The data are visible at the target only after a signal, fence and signal, or quiet and barrier; `src` may be written
     again only after `quiet` or `flush_wait`.
@@ -88,47 +115,147 @@ def put_block(dst, src, pe, count=None, unroll=None, engine="auto", ring=None):
     return _copy("put", "block", dst, src, pe, count, unroll, engine, ring)
 
 
+@_with_options
 @primitive
-def put_warp(dst, src, pe, count=None, unroll=None, engine="auto", ring=None):
-    """As `put_block`, called by all 32 lanes of a warp with equal arguments."""
+def put_warp(
+    dst: Place,
+    src: Place,
+    pe: Number,
+    *,
+    count: Number | None = None,
+    unroll: int | None = None,
+    engine: str = "auto",
+    ring: tuple[int, int] | None = None,
+) -> None:
+    """Push `src` to `dst` on `pe`; called by all 32 lanes of a warp with equal arguments.
+
+    Args:
+        dst: where, by its local address in symmetric memory: a tensor, an element (buf[i]) or a region (buf[i, 0:n]).
+        src: what, in global memory, of the same dtype; symmetric memory too where `pe` may be on another node.
+        pe: index in team "world", integer.
+
+    The data are visible at the target only after a signal, fence and signal, or quiet and barrier.
+    """
     return _copy("put", "warp", dst, src, pe, count, unroll, engine, ring)
 
 
+@_with_options
 @primitive
-def put_thread(dst, src, pe, count=None, unroll=None, engine="auto", ring=None):
-    """As `put_block`, called by one thread, each with its own arguments."""
+def put_thread(
+    dst: Place,
+    src: Place,
+    pe: Number,
+    *,
+    count: Number | None = None,
+    unroll: int | None = None,
+    engine: str = "auto",
+    ring: tuple[int, int] | None = None,
+) -> None:
+    """Push `src` to `dst` on `pe`; called by one thread, each with its own arguments.
+
+    Args:
+        dst: where, by its local address in symmetric memory: a tensor, an element (buf[i]) or a region (buf[i, 0:n]).
+        src: what, in global memory, of the same dtype; symmetric memory too where `pe` may be on another node.
+        pe: index in team "world", integer.
+
+    The data are visible at the target only after a signal, fence and signal, or quiet and barrier.
+    """
     return _copy("put", "thread", dst, src, pe, count, unroll, engine, ring)
 
 
+@_with_options
 @primitive
-def get_block(dst, src, pe, count=None, unroll=None, engine="auto", ring=None):
+def get_block(
+    dst: Place,
+    src: Place,
+    pe: Number,
+    *,
+    count: Number | None = None,
+    unroll: int | None = None,
+    engine: str = "auto",
+    ring: tuple[int, int] | None = None,
+) -> None:
     """Pull `src` of `pe` into local `dst`; returns with the data readable by the whole block.
 
     Args:
-        dst: where to, local global memory (symmetric where `pe` may be on another node).
-        src: what, by its local address in symmetric memory.
-        pe, count, unroll, engine, ring: as in `put_block`.
+        dst: where to, local global memory (symmetric where `pe` may be on another node): a tensor, an element (buf[i]) or
+            a region (buf[i, 0:n]).
+        src: what, of the same dtype, by its local address in symmetric memory.
+        pe: index in team "world", integer.
     """
     return _copy("get", "block", dst, src, pe, count, unroll, engine, ring)
 
 
+@_with_options
 @primitive
-def get_warp(dst, src, pe, count=None, unroll=None, engine="auto", ring=None):
-    """As `get_block`, called by all lanes of a warp; the data are readable by the warp."""
+def get_warp(
+    dst: Place,
+    src: Place,
+    pe: Number,
+    *,
+    count: Number | None = None,
+    unroll: int | None = None,
+    engine: str = "auto",
+    ring: tuple[int, int] | None = None,
+) -> None:
+    """Pull `src` of `pe` into local `dst`; called by all lanes of a warp; the data are readable by the warp.
+
+    Args:
+        dst: where to, local global memory (symmetric where `pe` may be on another node): a tensor, an element (buf[i]) or
+            a region (buf[i, 0:n]).
+        src: what, of the same dtype, by its local address in symmetric memory.
+        pe: index in team "world", integer.
+    """
     return _copy("get", "warp", dst, src, pe, count, unroll, engine, ring)
 
 
+@_with_options
 @primitive
-def get_thread(dst, src, pe, count=None, unroll=None, engine="auto", ring=None):
-    """As `get_block`, called by one thread; the data are readable by that thread."""
+def get_thread(
+    dst: Place,
+    src: Place,
+    pe: Number,
+    *,
+    count: Number | None = None,
+    unroll: int | None = None,
+    engine: str = "auto",
+    ring: tuple[int, int] | None = None,
+) -> None:
+    """Pull `src` of `pe` into local `dst`; called by one thread; the data are readable by that thread.
+
+    Args:
+        dst: where to, local global memory (symmetric where `pe` may be on another node): a tensor, an element (buf[i]) or
+            a region (buf[i, 0:n]).
+        src: what, of the same dtype, by its local address in symmetric memory.
+        pe: index in team "world", integer.
+    """
     return _copy("get", "thread", dst, src, pe, count, unroll, engine, ring)
 
 
+@_with_options
 @primitive
-def put_signal_block(dst, src, pe, sig, value, op="set", count=None, unroll=None, engine="auto", ring=None):
-    """As `put_block`, then the signal: whoever at `pe` sees it by `wait` or `test` sees all of the data too.
+def put_signal_block(
+    dst: Place,
+    src: Place,
+    pe: Number,
+    sig: Place,
+    value: Number,
+    op: str = "set",
+    *,
+    count: Number | None = None,
+    unroll: int | None = None,
+    engine: str = "auto",
+    ring: tuple[int, int] | None = None,
+) -> None:
+    """Push `src` to `dst` on `pe`, then signal there; called by all threads of the block with equal arguments.
+
+    Whoever at `pe` sees the signal by `wait` or `test` sees all of the data too. `src` may be written again only after
+    `quiet` or `flush_wait`.
 
     Args:
+        dst: where, by its local address in symmetric memory: a tensor, an element (buf[i]) or a region (buf[i, 0:n]).
+        src: what, in global memory, of the same dtype; symmetric memory too where `pe` may be on another node.
+        pe: index in team "world", integer.
         sig: one uint64 or int64 word of symmetric memory, by its local address, such as flags[0].
         value: unsigned 64-bit integer to store or to add.
         op: "set" or "add"; one word is changed by one of the two only.
@@ -136,20 +263,64 @@ def put_signal_block(dst, src, pe, sig, value, op="set", count=None, unroll=None
     return _put_signal("block", dst, src, pe, sig, value, op, count, unroll, engine, ring)
 
 
+@_with_options
 @primitive
-def put_signal_warp(dst, src, pe, sig, value, op="set", count=None, unroll=None, engine="auto", ring=None):
-    """As `put_signal_block`, called by all lanes of a warp; orders the warp's data before its signal."""
+def put_signal_warp(
+    dst: Place,
+    src: Place,
+    pe: Number,
+    sig: Place,
+    value: Number,
+    op: str = "set",
+    *,
+    count: Number | None = None,
+    unroll: int | None = None,
+    engine: str = "auto",
+    ring: tuple[int, int] | None = None,
+) -> None:
+    """Push `src` to `dst` on `pe`, then signal there; called by all lanes of a warp, whose data come before the signal.
+
+    Args:
+        dst: where, by its local address in symmetric memory: a tensor, an element (buf[i]) or a region (buf[i, 0:n]).
+        src: what, in global memory, of the same dtype; symmetric memory too where `pe` may be on another node.
+        pe: index in team "world", integer.
+        sig: one uint64 or int64 word of symmetric memory, by its local address, such as flags[0].
+        value: unsigned 64-bit integer to store or to add.
+        op: "set" or "add"; one word is changed by one of the two only.
+    """
     return _put_signal("warp", dst, src, pe, sig, value, op, count, unroll, engine, ring)
 
 
+@_with_options
 @primitive
-def put_signal_thread(dst, src, pe, sig, value, op="set", count=None, unroll=None, engine="auto", ring=None):
-    """As `put_signal_block`, called by one thread; orders that thread's data before its signal."""
+def put_signal_thread(
+    dst: Place,
+    src: Place,
+    pe: Number,
+    sig: Place,
+    value: Number,
+    op: str = "set",
+    *,
+    count: Number | None = None,
+    unroll: int | None = None,
+    engine: str = "auto",
+    ring: tuple[int, int] | None = None,
+) -> None:
+    """Push `src` to `dst` on `pe`, then signal there; called by one thread, whose data come before the signal.
+
+    Args:
+        dst: where, by its local address in symmetric memory: a tensor, an element (buf[i]) or a region (buf[i, 0:n]).
+        src: what, in global memory, of the same dtype; symmetric memory too where `pe` may be on another node.
+        pe: index in team "world", integer.
+        sig: one uint64 or int64 word of symmetric memory, by its local address, such as flags[0].
+        value: unsigned 64-bit integer to store or to add.
+        op: "set" or "add"; one word is changed by one of the two only.
+    """
     return _put_signal("thread", dst, src, pe, sig, value, op, count, unroll, engine, ring)
 
 
 @primitive
-def put_value(dst, value, pe):
+def put_value(dst: Place, value: Scalar, pe: Number) -> None:
     """Store one value of up to 8 bytes at `dst` on `pe`; called by one thread. Needs no source buffer.
 
     Args:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from tvm import tirx
+
 from tilescale_net.compiler.operators import OPERATORS
 from tilescale_net.language._divergence import require_converged
 from tilescale_net.language._primitive import primitive
-from tilescale_net.language._values import choice, number, pe_index
+from tilescale_net.language._values import Number, choice, number, pe_index
 
 
 def _peer_or_all(pe):
@@ -18,7 +20,7 @@ def _by_scope(operator, scope, pe):
 
 
 @primitive
-def fence(pe=None):
+def fence(pe: Number | None = None) -> None:
     """Order all puts before it ahead of the signals after it, to `pe`, or to each PE when none is given.
 
     Called by one thread. It covers this thread's puts and those of other threads that come before it, by a barrier for
@@ -28,13 +30,13 @@ def fence(pe=None):
 
 
 @primitive
-def fence_warp(pe=None):
+def fence_warp(pe: Number | None = None) -> None:
     """As `fence_block`, called by all 32 lanes of a warp."""
     return _by_scope("fence", "warp", pe)
 
 
 @primitive
-def fence_block(pe=None):
+def fence_block(pe: Number | None = None) -> None:
     """As `fence`, called by all threads of the block: orders the block's puts before it ahead of signals that any of its
     threads sends after it. Where one signal follows, `signal_block` does both.
     """
@@ -42,7 +44,7 @@ def fence_block(pe=None):
 
 
 @primitive
-def quiet(pe=None):
+def quiet(pe: Number | None = None) -> None:
     """Wait until all puts before it to `pe` (all PEs when None) are complete at their target.
 
     Called by one thread. It covers this thread's puts and those of other threads that come before it, by a barrier for
@@ -52,13 +54,13 @@ def quiet(pe=None):
 
 
 @primitive
-def quiet_warp(pe=None):
+def quiet_warp(pe: Number | None = None) -> None:
     """As `quiet_block`, called by all 32 lanes of a warp."""
     return _by_scope("quiet", "warp", pe)
 
 
 @primitive
-def quiet_block(pe=None):
+def quiet_block(pe: Number | None = None) -> None:
     """As `quiet`, called by all threads of the block: when it returns, the block's puts before it are complete, and any
     of its threads may write their sources again.
     """
@@ -66,7 +68,7 @@ def quiet_block(pe=None):
 
 
 @primitive
-def flush_async(pe=None):
+def flush_async(pe: Number | None = None) -> tirx.PrimExpr:
     """Ask for completion of all puts before it to `pe` (all PEs when None) without waiting for it; called by one thread.
 
     Returns:
@@ -76,7 +78,7 @@ def flush_async(pe=None):
 
 
 @primitive
-def flush_wait(ticket):
+def flush_wait(ticket: Number) -> None:
     """Wait until the puts that a ticket of `flush_async` covers are complete; their sources may be written again."""
     return OPERATORS["flush_wait"](number("ticket", ticket, "uint64", 0, 2**64 - 1))
 
@@ -87,7 +89,7 @@ def _barrier(operator, scope):
 
 
 @primitive
-def barrier_all(scope="block"):
+def barrier_all(scope: str = "block") -> None:
     """Barrier of team "world": returns when every PE's call has begun.
 
     It completes nothing: puts are visible after it where a `quiet` came before it, as docs/memory-model.md says.
@@ -100,13 +102,13 @@ def barrier_all(scope="block"):
 
 
 @primitive
-def barrier_node(scope="block"):
+def barrier_node(scope: str = "block") -> None:
     """As `barrier_all`, among the PEs of this node."""
     return _barrier("barrier_node", scope)
 
 
 @primitive
-def barrier_grid():
+def barrier_grid() -> None:
     """Barrier of all blocks of this launch, on this PE alone; called by all threads of all of them, any number of times.
 
     What any thread did before it, its waits and puts included, comes before what any thread does after it. All blocks

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from tvm import tirx
+
 from tilescale_net.compiler.operators import CHOICES, OPERATORS
 from tilescale_net.language._divergence import require_converged
-from tilescale_net.language._operands import signal_word
+from tilescale_net.language._operands import Place, signal_word
 from tilescale_net.language._primitive import Misuse, primitive
-from tilescale_net.language._values import choice, number, pe_index
+from tilescale_net.language._values import Number, choice, number, pe_index
 
 
 def _comparison(sig, cmp, value):
@@ -32,7 +34,7 @@ def _signal(scope, sig, value, pe, op, fence):
 
 
 @primitive
-def signal(sig, value, pe, op="set", *, fence=False):
+def signal(sig: Place, value: Number, pe: Number, op: str = "set", *, fence: bool = False) -> None:
     """Set or add to a signal word of `pe`; called by one thread.
 
     Args:
@@ -46,13 +48,13 @@ def signal(sig, value, pe, op="set", *, fence=False):
 
 
 @primitive
-def signal_warp(sig, value, pe, op="set", *, fence=True):
+def signal_warp(sig: Place, value: Number, pe: Number, op: str = "set", *, fence: bool = True) -> None:
     """As `signal_block`, called by all 32 lanes of a warp; orders what the warp's lanes did before."""
     return _signal("warp", sig, value, pe, op, fence)
 
 
 @primitive
-def signal_block(sig, value, pe, op="set", *, fence=True):
+def signal_block(sig: Place, value: Number, pe: Number, op: str = "set", *, fence: bool = True) -> None:
     """Signal what all threads of the block did; called by all of them with equal arguments.
 
     The block meets, then one thread sends one signal. It spares `T.sync_threads()` and `if tx == 0: N.fence(pe);
@@ -67,7 +69,7 @@ def signal_block(sig, value, pe, op="set", *, fence=True):
 
 
 @primitive
-def wait(sig, cmp, value):
+def wait(sig: Place, cmp: str, value: Number) -> tirx.PrimExpr:
     """Wait until the local signal word compares to `value`; orders the calling thread (acquire, system scope).
 
     Args:
@@ -85,19 +87,19 @@ def wait(sig, cmp, value):
 
 
 @primitive
-def wait_warp(sig, cmp, value):
+def wait_warp(sig: Place, cmp: str, value: Number) -> tirx.PrimExpr:
     """As `wait`, called by all lanes of a warp: one lane polls, all are ordered and get the value."""
     return _wait("warp", sig, cmp, value)
 
 
 @primitive
-def wait_block(sig, cmp, value):
+def wait_block(sig: Place, cmp: str, value: Number) -> tirx.PrimExpr:
     """As `wait`, called by all threads of the block: one thread polls, all are ordered and get the value."""
     return _wait("block", sig, cmp, value)
 
 
 @primitive
-def test(sig, cmp, value):
+def test(sig: Place, cmp: str, value: Number) -> tirx.PrimExpr:
     """Compare once, without waiting; acquires when true.
 
     Returns:

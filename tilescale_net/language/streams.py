@@ -20,10 +20,10 @@ from tvm import tirx
 
 from tilescale_net.compiler.operators import OPERATORS
 from tilescale_net.language._divergence import require_converged
-from tilescale_net.language._operands import signal_word
+from tilescale_net.language._operands import Place, signal_word
 from tilescale_net.language._primitive import Misuse, evaluate, primitive
 from tilescale_net.language._results import settled
-from tilescale_net.language._values import constant, number, pe_index
+from tilescale_net.language._values import Number, constant, number, pe_index
 
 
 def _wait(scope, word, index, behind) -> None:
@@ -64,19 +64,19 @@ def _return(scope, credit, index, pe):
 
 
 @primitive
-def take_slot(credit, index, slots):
+def take_slot(credit: Place, index: Number, slots: int) -> tirx.PrimExpr:
     """As `take_slot_block`, called by one thread; orders that thread."""
     return _take("thread", credit, index, slots)
 
 
 @primitive
-def take_slot_warp(credit, index, slots):
+def take_slot_warp(credit: Place, index: Number, slots: int) -> tirx.PrimExpr:
     """As `take_slot_block`, called by all 32 lanes of a warp."""
     return _take("warp", credit, index, slots)
 
 
 @primitive
-def take_slot_block(credit, index, slots):
+def take_slot_block(credit: Place, index: Number, slots: int) -> tirx.PrimExpr:
     """Wait, as the sender of message `index`, until its slot is free; called by all threads of the block.
 
     Args:
@@ -91,19 +91,19 @@ def take_slot_block(credit, index, slots):
 
 
 @primitive
-def wait_slot(arrived, index, slots):
+def wait_slot(arrived: Place, index: Number, slots: int) -> tirx.PrimExpr:
     """As `wait_slot_block`, called by one thread; orders that thread."""
     return _arrive("thread", arrived, index, slots)
 
 
 @primitive
-def wait_slot_warp(arrived, index, slots):
+def wait_slot_warp(arrived: Place, index: Number, slots: int) -> tirx.PrimExpr:
     """As `wait_slot_block`, called by all 32 lanes of a warp."""
     return _arrive("warp", arrived, index, slots)
 
 
 @primitive
-def wait_slot_block(arrived, index, slots):
+def wait_slot_block(arrived: Place, index: Number, slots: int) -> tirx.PrimExpr:
     """Wait, as the receiver, until message `index` is in its slot; called by all threads of the block.
 
     Args:
@@ -117,19 +117,19 @@ def wait_slot_block(arrived, index, slots):
 
 
 @primitive
-def return_credit(credit, index, pe):
+def return_credit(credit: Place, index: Number, pe: Number) -> None:
     """As `return_credit_block`, called by one thread after all that read the slot, or with it as the only one."""
     return _return("thread", credit, index, pe)
 
 
 @primitive
-def return_credit_warp(credit, index, pe):
+def return_credit_warp(credit: Place, index: Number, pe: Number) -> None:
     """As `return_credit_block`, called by all 32 lanes of a warp."""
     return _return("warp", credit, index, pe)
 
 
 @primitive
-def return_credit_block(credit, index, pe):
+def return_credit_block(credit: Place, index: Number, pe: Number) -> None:
     """Give the slot of message `index` back to its sender; called by all threads of the block, which has read it.
 
     Args:

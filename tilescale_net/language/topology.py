@@ -8,10 +8,10 @@ from tvm import tirx
 from tilescale_net.compiler.operators import OPERATORS
 from tilescale_net.compiler.passes import CONTEXT_WORDS
 from tilescale_net.language._primitive import primitive
-from tilescale_net.language._values import pe_index
+from tilescale_net.language._values import Number, pe_index
 
 
-def Context():
+def Context() -> tirx.Buffer:
     """Annotation of the one parameter that a communicating kernel takes: `ctx: N.Context()`.
 
     The body does not use it; the primitives find it. Calls of the compiled kernel leave it out.
@@ -20,30 +20,30 @@ def Context():
 
 
 @primitive
-def my_pe():
+def my_pe() -> tirx.PrimExpr:
     """Index of this PE in team "world", int32."""
     return OPERATORS["my_pe"]()
 
 
 @primitive
-def n_pes():
+def n_pes() -> tirx.PrimExpr:
     """Size of team "world", int32."""
     return OPERATORS["n_pes"]()
 
 
 @primitive
-def node_pe():
+def node_pe() -> tirx.PrimExpr:
     """Index of this PE in team "node", int32. A node's PEs are consecutive: my_pe() - node_pe() + i."""
     return OPERATORS["node_pe"]()
 
 
 @primitive
-def n_node_pes():
+def n_node_pes() -> tirx.PrimExpr:
     """Size of team "node", int32."""
     return OPERATORS["n_node_pes"]()
 
 
 @primitive
-def is_direct(pe):
+def is_direct(pe: Number) -> tirx.PrimExpr:
     """Whether the memory of `pe` is mapped (same node), bool; if not, it is reached through the proxy."""
     return OPERATORS["is_direct"](pe_index(pe))

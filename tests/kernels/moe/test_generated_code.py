@@ -11,7 +11,7 @@ from tests import sass
 from tests.kernels.test_generated_code import tools  # noqa: F401 (a fixture)
 from tests.ptx import read_only_loads
 from tilescale_net.compiler import inspect
-from tilescale_net.compiler.ir import block_threads
+from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.jit import Factory
 from tilescale_net.kernels.moe.rows import EXACT_SUMS, EXPLICIT_SYNC
 
@@ -67,7 +67,7 @@ def test_code_for_sm_90(tools, tmp_path, name, arguments):  # noqa: F811
     cubin = inspect.compile_source(source, "cubin", extra=keep, threads=block_threads(func))
     assert not read_only_loads((tmp_path / "kernel.ptx").read_text())
     sass = inspect.disassemble(cubin)
-    main = sass[sass.index("main_kernel") :]
+    main = sass[sass.index(f"{kernel_name(func)}_kernel") :]
     instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", main)
     assert len(instructions) > 100
     spilled = [i for i in instructions if i.startswith(("LDL", "STL"))]

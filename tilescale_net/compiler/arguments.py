@@ -1,0 +1,124 @@
+"""What is wrong with the arguments of a launch, in the words of whoever wrote the kernel.
+
+The host functions that tilelang generates check every argument, but speak of their own conventions. They are asked first,
+because they cost nothing; when one of them refuses, this says why.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+
+import torch
+from tvm import tirx
+
+from tilescale_net.errors import KernelError
+
+
+class BadArguments(KernelError):
+    """Arguments that a simulated kernel's host function refuses; `mismatch` says more."""
+
+
+_NAMES = {"float8_e4m3": "float8_e4m3fn"}  # as torch calls them
+
+
+def mismatch(func: tirx.PrimFunc, names: Sequence[str], arguments: Sequence, on_gpu: bool) -> str | None:
+    """What is wrong with the first argument that does not fit, or None.
+
+    Args:
+        func: a prepared kernel; its last parameters are the arguments.
+        names: of the arguments.
+        arguments: as given, without the context.
+        on_gpu: where the kernel's tensors have to be.
+    """
+    sizes: dict[str, tuple[int, str]] = {}
+    for name, param, given in zip(names, func.params[len(func.params) - len(names) :], arguments):
+        if param in func.buffer_map:
+            buffer = func.buffer_map[param]
+            problem = _tensor(buffer, given, on_gpu) or _extents(name, buffer, given, sizes)
+            if problem:
+                return f"argument {name}: expected {_expected(buffer)}; {problem}"
+        elif problem := _scalar(str(param.dtype), given):
+            return f"argument {name}: expected {param.dtype}; {problem}"
+    return None
+
+
+def _constant(value) -> int | None:
+    return int(value.value) if isinstance(value, tirx.IntImm) else None
+
+
+def _dtype(buffer: tirx.Buffer) -> str:
+    return _NAMES.get(str(buffer.dtype), str(buffer.dtype))
+
+
+def _is_contiguous(buffer: tirx.Buffer) -> bool:
+    """Whether the kernel asks for a contiguous tensor, which is what it does unless it names strides."""
+    run = 1
+    for extent, stride in reversed(list(zip(buffer.shape, buffer.strides))):
+        if _constant(stride) != run:
+            return False
+        run = run * _constant(extent) if run is not None and _constant(extent) is not None else None
+    return True
+
+
+def _strides(buffer: tirx.Buffer) -> list[int | None]:
+    """What the kernel asks of strides, None where it asks nothing or only the run can tell."""
+    if len(buffer.strides):
+        return [_constant(stride) for stride in buffer.strides]
+    strides, run = [], 1
+    for extent in reversed(buffer.shape):
+        strides.insert(0, run)
+        run = run * _constant(extent) if run is not None and _constant(extent) is not None else None
+    return strides
+
+
+def _expected(buffer: tirx.Buffer) -> str:
+    contiguous = ", contiguous" if not len(buffer.strides) or _is_contiguous(buffer) else ""
+    return f"{_dtype(buffer)}[{', '.join(map(str, buffer.shape))}]{contiguous}"
+
+
+def describe(value) -> str:
+    """A value as an argument error shows it: tensors by dtype and shape, never by their elements."""
+    if isinstance(value, torch.Tensor):
+        contiguous = "" if value.is_contiguous() else f" with strides {tuple(value.stride())}"
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{contiguous}"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"a {type(value).__module__}.{type(value).__qualname__} of {value.dtype}{list(value.shape)}"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def _tensor(buffer: tirx.Buffer, given, on_gpu: bool) -> str | None:
+    if given is None:
+        return "got None"
+    if not isinstance(given, torch.Tensor):
+        advice = ", which torch.from_numpy makes a tensor of" if type(given).__module__ == "numpy" else ""
+        return f"got {describe(given)}{advice}"
+    got = f"got {describe(given)}"
+    if str(given.dtype).removeprefix("torch.") != _dtype(buffer) or given.dim() != len(buffer.shape):
+        return got
+    if given.is_cuda != on_gpu:
+        return f"got a tensor on {given.device}, and the kernel runs {'on a GPU' if on_gpu else 'in the simulator'}"
+    if any(_constant(extent) not in (None, size) for extent, size in zip(buffer.shape, given.shape)):
+        return got
+    for size, wanted, stride in zip(given.shape, _strides(buffer), given.stride()):
+        if wanted is not None and size > 1 and stride != wanted:
+            return f"{got}; .contiguous() makes a copy that fits"
+    return None
+
+
+def _extents(name: str, buffer: tirx.Buffer, given: torch.Tensor, sizes: dict) -> str | None:
+    """Whether the same name stands for the same size everywhere."""
+    for extent, size in zip(buffer.shape, given.shape):
+        if isinstance(extent, tirx.Var):
+            known, where = sizes.setdefault(extent.name, (size, name))
+            if known != size:
+                return f"got {describe(given)}, but {extent.name} is {known} in argument {where}"
+    return None
+
+
+def _scalar(dtype: str, given) -> str | None:
+    number = numbers.Real if dtype.startswith(("float", "bfloat")) else numbers.Integral
+    if not isinstance(given, number):
+        return f"got {describe(given)}"
+    return None
