@@ -10,7 +10,8 @@ import pytest
 import tilescale_net as tsn
 from tests.simulator import kernels
 from tests.simulator.kernels import simulate
-from tilescale_net.compiler import cache, host_compiler, private_folder
+from tilescale_net.compiler import cache, host_compiler
+from tilescale_net.runtime import private_folder
 
 
 def test_cache_must_be_writable(monkeypatch, tmp_path):

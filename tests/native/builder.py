@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests import lacking
-from tilescale_net.compiler import private_folder
+from tilescale_net.runtime import private_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(tempfile.gettempdir()) / f"tilescale_net-tests-{os.getuid()}"

@@ -18,9 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tilescale_net.compiler import private_folder
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.runtime import settings
+from tilescale_net.runtime import private_folder, settings
 
 SUFFIXES = (".so", ".lowered", ".gch")
 # What is kept: what was used within so many days, the latest of it up to so many bytes.

@@ -11,9 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilescale_net.compiler import private_folder
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.runtime import settings
+from tilescale_net.runtime import private_folder, settings
 
 # Rank and size as launchers name them; what counts the ranks of this host, where the launcher can be asked.
 _LAUNCHERS = (

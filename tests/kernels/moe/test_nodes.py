@@ -26,7 +26,7 @@ def test_four_ranks_on_two_nodes():
 
 
 def test_rows_by_rank():
-    ranks.run(2, _fp8_by_rank, random.randrange(1 << 30), env={"VIRTUAL_NODES": "2"}, timeout=120)
+    ranks.run(2, _fp8_by_rank, random.randrange(1 << 30), env={"VIRTUAL_NODES": "2"}, timeout=240)
 
 
 @pytest.mark.parametrize(

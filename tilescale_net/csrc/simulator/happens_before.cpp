@@ -10,8 +10,10 @@ namespace sim {
 
 namespace {
 
-constexpr size_t kMaxRecords = 4096; // of one kind; what comes after them is not looked at
-uint32_t next_epoch = 1;             // of this process: stamps of earlier launches are older than all of a launch's own
+constexpr size_t kMaxRecords = 4096;  // of one kind; what comes after them is not looked at
+constexpr size_t kMaxPast = 1024;     // epochs of a warp whose knowledge is kept; older ones count as ordered
+constexpr int64_t kMaxScan = 1 << 26; // bytes of sources that are looked at once more when a launch ends
+uint32_t next_epoch = 1; // of this process: stamps of earlier launches are older than all of a launch's own
 Shadow shadow{};
 
 } // namespace
@@ -59,6 +61,7 @@ HappensBefore::State& HappensBefore::at(uint32_t warp) {
 }
 
 void HappensBefore::turn(State& state, Known known) {
+  if (state.past.size() == 2 * kMaxPast) state.past.erase(state.past.begin(), state.past.begin() + kMaxPast);
   state.past.emplace_back(state.epoch++, std::move(state.known));
   state.known = std::move(known);
 }
@@ -84,6 +87,17 @@ Known HappensBefore::join(const Known& a, const Known& b) {
   return out;
 }
 
+// Whether `a` holds all that `b` holds.
+bool HappensBefore::covers(const Known& a, const Known& b) {
+  if (a == b || b->empty()) return true;
+  auto i = a->begin();
+  for (const auto& entry : *b) {
+    while (i != a->end() && i->first < entry.first) ++i;
+    if (i == a->end() || i->first != entry.first || i->second < entry.second) return false;
+  }
+  return true;
+}
+
 Known HappensBefore::with_own(uint32_t warp, const State& state) const {
   return join(state.known, std::make_shared<Clock>(Clock{{warp, state.epoch}}));
 }
@@ -104,6 +118,8 @@ void HappensBefore::meet(const std::vector<uint32_t>& warps) {
 void HappensBefore::word(uint32_t warp, const void* address, WordAccess access) {
   State& state = at(warp);
   Known& there = words_.try_emplace(address, std::make_shared<Clock>()).first->second;
+  // Polls that learn nothing leave no trace, however many there are.
+  if (access == WordAccess::acquire && covers(state.known, there)) return;
   Known known = state.known;
   if (access != WordAccess::release) known = join(known, there);
   if (access != WordAccess::acquire) there = join(there, with_own(warp, state));
@@ -112,7 +128,7 @@ void HappensBefore::word(uint32_t warp, const void* address, WordAccess access) 
 
 void HappensBefore::waited(uint32_t warp, const uint64_t* signal) {
   State& state = at(warp);
-  turn(state, join(state.known, signalled_));
+  if (!covers(state.known, signalled_)) turn(state, join(state.known, signalled_));
   (void)signal;
 }
 
@@ -144,6 +160,18 @@ void HappensBefore::cover(const Event& fence) {
   fences_[{fence.warp, fence.pe}] = fence;
 }
 
+// Whether `warp` knew of the event in that epoch of its own, or may have.
+bool HappensBefore::knew(uint32_t warp, uint32_t epoch, const Event& event) const {
+  const auto writer = warps_.find(warp);
+  if (writer == warps_.end()) return true;
+  const auto& past = writer->second.past;
+  if (!past.empty() && epoch < past.front().first) return true; // forgotten
+  const auto it =
+      std::lower_bound(past.begin(), past.end(), epoch, [](const auto& entry, uint32_t e) { return entry.first < e; });
+  const Known& known = it == past.end() ? writer->second.known : it->second;
+  return epoch_of(known.get(), event.warp) >= event.epoch;
+}
+
 // Looks for stores to the source that the put does not come after; at the end of the launch, for those that do not come
 // after the put either.
 std::string HappensBefore::scan(const Source& source, bool at_end) const {
@@ -158,13 +186,7 @@ std::string HappensBefore::scan(const Source& source, bool at_end) const {
     const uint32_t warp = static_cast<uint32_t>(stamp >> 32), epoch = static_cast<uint32_t>(stamp);
     if (epoch < first_epoch_ || warp == source.event.warp) continue;
     if (epoch_of(source.known.get(), warp) >= epoch) continue;
-    if (at_end) {
-      const State& writer = warps_.at(warp);
-      const auto it = std::lower_bound(writer.past.begin(), writer.past.end(), epoch,
-                                       [](const auto& entry, uint32_t e) { return entry.first < e; });
-      const Known& known = it == writer.past.end() ? writer.known : it->second;
-      if (epoch_of(known.get(), source.event.warp) >= source.event.epoch) continue;
-    }
+    if (at_end && knew(warp, epoch, source.event)) continue;
     return name(source.event) + " sends what " + place(warp) + " writes (" + std::to_string(i * 4 - offset) +
            " bytes from where it begins), and nothing orders the two: T.sync_threads() or another synchronisation is "
            "missing between them";
@@ -246,7 +268,9 @@ std::string HappensBefore::end() const {
         return name(put.event) + " to PE " + std::to_string(put.event.pe) +
                " comes before no fence or quiet: nothing orders it before " + name(put.fence) +
                "; T.sync_threads() or another synchronisation is missing between them";
+  int64_t left = kMaxScan;
   for (const Source& source : sources_) {
+    if ((left -= source.bytes) < 0) break;
     const std::string wrong = scan(source, true);
     if (!wrong.empty()) return wrong;
   }

@@ -45,7 +45,7 @@ private:
   struct State {
     uint32_t epoch = 0;
     Known known;
-    std::vector<std::pair<uint32_t, Known>> past; // what was known in each epoch that has ended
+    std::vector<std::pair<uint32_t, Known>> past; // what was known in each epoch that has ended, but for the oldest
   };
   struct Event {
     uint32_t warp, epoch;
@@ -73,12 +73,14 @@ private:
   void turn(State& state, Known known);
   static uint32_t epoch_of(const Clock* clock, uint32_t warp);
   static Known join(const Known& a, const Known& b);
+  static bool covers(const Known& a, const Known& b);
   Known with_own(uint32_t warp, const State& state) const;
   bool comes_before(const Event& event, uint32_t warp);
   void add_put(const Event& event);
   void cover(const Event& event);
   std::string sends(const Event& event, const Call& call);
   std::string scan(const Source& source, bool at_end) const;
+  bool knew(uint32_t warp, uint32_t epoch, const Event& event) const;
   std::string use(const Event& event, const Call& call);
   std::string stored_plainly(const Event& event, const uint64_t* word) const;
   std::string name(const Event& event) const;

@@ -1,6 +1,8 @@
 // A kernel argument that knows how many bytes it has: accesses through it are checked.
 #pragma once
 
+#include <cstdio>
+
 #include "builtins.h"
 
 namespace tsn {
@@ -48,9 +50,14 @@ public:
     note_store(checked(i, sizeof(U)), sizeof(U));
     return *(U*)(pointer_ + i);
   }
-  // The address of element i for a primitive that moves `bytes` from there on.
-  T* span(int64_t i, int64_t bytes) const {
-    if (bytes > 0) checked(i, static_cast<uint64_t>(bytes));
+  // The address of element i for a primitive, by its name, that moves `bytes` from there on.
+  T* span(int64_t i, int64_t bytes, const char* primitive) const {
+    const uint64_t offset = static_cast<uint64_t>(i) * sizeof(T);
+    if (bytes > 0 && (static_cast<uint64_t>(bytes) > bytes_ || offset > bytes_ - static_cast<uint64_t>(bytes))) {
+      char where[160];
+      snprintf(where, sizeof where, "%s: %s", primitive, name_);
+      api().out_of_bounds(where, static_cast<int64_t>(offset), static_cast<uint64_t>(bytes), bytes_);
+    }
     return pointer_ + i;
   }
   T& operator*() const { return *checked(0, sizeof(T)); }
