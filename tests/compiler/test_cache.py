@@ -99,7 +99,7 @@ def test_no_home_is_not_the_working_directory(monkeypatch):
 
 def test_a_damaged_library_is_made_again(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kernel = simulate(kernels.prefix_sum, 64)
+    kernel = simulate(kernels.prefix_sum, 96)
     (path,) = cache.folder().glob("*.so")
     whole = path.read_bytes()
     zeros = whole[:64] + b"\0" * (len(whole) - 64)  # as after a power cut
