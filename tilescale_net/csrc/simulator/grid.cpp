@@ -20,8 +20,9 @@ constexpr char kStripByte = '\x5a';
 constexpr int kPoison = 0xff; // NaN in every floating-point type
 
 constexpr unsigned kLagsPerLaunch = 2;
-constexpr uint64_t kLagNs = 3'000'000;    // during which nothing moves but what lags
-constexpr uint64_t kCheckNs = 50'000'000; // between two looks for an interrupt
+constexpr uint64_t kLagNs = 3'000'000;       // during which nothing moves but what lags
+constexpr uint64_t kLagLimitNs = 20'000'000; // a lag's longest, where others never stop moving
+constexpr uint64_t kCheckNs = 50'000'000;    // between two looks for an interrupt
 // Threads in flight while there is no need for more: their stacks and states then stay in the cache.
 constexpr uint64_t kThreadsInFlight = 2048;
 
@@ -117,20 +118,29 @@ void Grid::begin_lag(Block& block) {
   --lags_left_;
   lagging_ = true;
   lag_idle_since_ns_ = 0;
+  lag_end_ns_ = now_ns() + kLagLimitNs;
+}
+
+void Grid::end_lag() {
+  for (auto& block : active_)
+    for (Warp& warp : block->warps) warp.lags = false;
+  lagging_ = false;
 }
 
 // True: nothing moved, and the round is over.
 bool Grid::lag_step(bool still) {
+  const uint64_t now = now_ns();
+  if (now > lag_end_ns_) {
+    end_lag();
+    return false;
+  }
   if (!still || remote_progress(random_, true)) {
     lag_idle_since_ns_ = 0;
     return false;
   }
-  const uint64_t now = now_ns();
   if (!lag_idle_since_ns_) lag_idle_since_ns_ = now;
   if (now - lag_idle_since_ns_ > kLagNs) {
-    for (auto& block : active_)
-      for (Warp& warp : block->warps) warp.lags = false;
-    lagging_ = false;
+    end_lag();
     return true;
   }
   const timespec nap{0, 100'000};

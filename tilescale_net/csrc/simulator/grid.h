@@ -143,6 +143,7 @@ private:
   void begin_lag(Block& block);
   bool lags(const Fiber& fiber) const { return lagging_ && fiber.block->warps[fiber.view.linear / 32].lags; }
   bool lag_step(bool still);
+  void end_lag();
   bool between_rounds();
   bool idle_step(bool still);
   void check_shared(Block& block);
@@ -167,7 +168,7 @@ private:
   bool progress_ = false, strong_progress_ = false;
   unsigned lags_left_ = 0; // of this launch; see begin_lag()
   bool lagging_ = false;
-  uint64_t lag_idle_since_ns_ = 0;
+  uint64_t lag_idle_since_ns_ = 0, lag_end_ns_ = 0;
   uint64_t starved_ = 0; // blocks that had no place while all threads polled
   uint64_t rounds_ = 0;
   unsigned idle_rounds_ = 0, weak_rounds_ = 0; // since something moved
