@@ -22,11 +22,20 @@ def everything():
         i32: T.Tensor((64,), "int32"),
         u64: T.Tensor((64,), "uint64"),
         words: T.Tensor((8,), "int64"),
+        box: T.Tensor((64, 64), "float32"),
         n: T.int64,
         pe: T.int32,
     ):
         with T.Kernel(2, threads=128) as bx:
             tx = T.get_thread_binding()
+            tile = T.alloc_shared((128,), "float32")
+            tile[tx] = a[tx]
+            N.put_block(b[0:128], tile, pe)
+            N.put_signal_block(b[0:128], tile, pe, u64[5], 1)
+            N.put_block(box[0:4, 0:8], box[8:12, 8:16], pe)
+            N.get_warp(box[0:2, 0:8], box[8:10, 8:16], pe)
+            N.put_signal_warp(box[0:4, 0:8], box[8:12, 8:16], pe, u64[6], 1)
+            N.barrier_grid()
             N.put_block(b, a, pe, ring=(4, 4096))
             N.get_block(b[0:n], a[bx], pe, engine="bulk", ring=(4, 4096))
             N.put_signal_block(b, a, pe, words[0], 1, op="add", unroll=4)
