@@ -151,10 +151,10 @@ def source(*names: str) -> str:
     return "\n".join(
         [
             f"{env['GPUs']}, driver {env['driver']}, CUDA {env['CUDA']}, torch {env['torch']}, tilelang "
-            f"{env['tilelang']}, tilescale_net {env['tilescale_net']}, {env['date']}. Medians; every byte compared; "
+            f"{env['tilelang']}, {env['date']}. Medians; every byte compared; "
             "ratios within one run, above 1 where tilescale_net is better.",
             "",
-            *(f"- `{name}.json`: {command(name)}" for name in names),
+            *(f"- `{name}.json`, of {run(name)['environment']['tilescale_net']}: {command(name)}" for name in names),
         ]
     )
 
