@@ -68,9 +68,9 @@ void Grid::begin(const Call& call) {
   if (race_.empty()) race_ = wrong; // told at the end: other ranks need the rest of the kernel
 }
 
-void Grid::waited(const uint64_t* signal) {
+void Grid::waited() {
   if (!order_) return;
-  order_->waited(warp_number(*running_), signal);
+  order_->waited(warp_number(*running_));
   running_->block->after_wait = true;
   restamp();
 }

@@ -110,7 +110,7 @@ public:
   void* static_shared(int id, size_t bytes);
   void announce(const Call& call);
   void begin(const Call& call);
-  void waited(const uint64_t* signal);
+  void waited();
   void word(const void* address, WordAccess access);
   [[noreturn]] void fail(Failure kind, const std::string& what); // from the running thread
 

@@ -126,10 +126,9 @@ void HappensBefore::word(uint32_t warp, const void* address, WordAccess access) 
   turn(state, std::move(known));
 }
 
-void HappensBefore::waited(uint32_t warp, const uint64_t* signal) {
+void HappensBefore::waited(uint32_t warp) {
   State& state = at(warp);
   if (!covers(state.known, signalled_)) turn(state, join(state.known, signalled_));
-  (void)signal;
 }
 
 bool HappensBefore::comes_before(const Event& event, uint32_t warp) {

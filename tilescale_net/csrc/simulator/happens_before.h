@@ -32,7 +32,7 @@ public:
   // Warps have met: each knows what all of them knew.
   void meet(const std::vector<uint32_t>& warps);
   void word(uint32_t warp, const void* address, WordAccess access);
-  void waited(uint32_t warp, const uint64_t* signal);
+  void waited(uint32_t warp);
   // A call begins, in a warp that speaks for its scope. Returns what is wrong with it, or nothing.
   std::string begin(uint32_t warp, const Call& call, int line);
   // What is wrong with the launch as a whole, or nothing.

@@ -263,7 +263,7 @@ void background() {
 const RemoteApi kRemoteApi = {
     [](const Call& call) { current_grid->announce(call); },
     [](const Call& call) { current_grid->begin(call); },
-    [](const uint64_t* signal) { current_grid->waited(signal); },
+    [](const uint64_t*) { current_grid->waited(); },
     [](const void* address, WordAccess access) { current_grid->word(address, access); },
     defer,
     fence,

@@ -52,11 +52,10 @@ public:
   }
   // The address of element i for a primitive, by its name, that moves `bytes` from there on.
   T* span(int64_t i, int64_t bytes, const char* primitive) const {
-    const uint64_t offset = static_cast<uint64_t>(i) * sizeof(T);
-    if (bytes > 0 && (static_cast<uint64_t>(bytes) > bytes_ || offset > bytes_ - static_cast<uint64_t>(bytes))) {
+    if (bytes > 0 && !holds(i, static_cast<uint64_t>(bytes))) {
       char where[160];
       snprintf(where, sizeof where, "%s: %s", primitive, name_);
-      api().out_of_bounds(where, static_cast<int64_t>(offset), static_cast<uint64_t>(bytes), bytes_);
+      api().out_of_bounds(where, i * static_cast<int64_t>(sizeof(T)), static_cast<uint64_t>(bytes), bytes_);
     }
     return pointer_ + i;
   }
@@ -75,13 +74,16 @@ public:
   }
 
   T* checked(int64_t i, uint64_t bytes) const {
-    const uint64_t offset = static_cast<uint64_t>(i) * sizeof(T);
-    if (__builtin_expect(bytes > bytes_ || offset > bytes_ - bytes, 0))
-      api().out_of_bounds(name_, static_cast<int64_t>(offset), bytes, bytes_);
+    if (__builtin_expect(!holds(i, bytes), 0))
+      api().out_of_bounds(name_, i * static_cast<int64_t>(sizeof(T)), bytes, bytes_);
     return pointer_ + i;
   }
 
 private:
+  bool holds(int64_t i, uint64_t bytes) const {
+    return bytes <= bytes_ && static_cast<uint64_t>(i) * sizeof(T) <= bytes_ - bytes;
+  }
+
   T* pointer_;
   uint64_t bytes_;
   const char* name_;
