@@ -289,6 +289,8 @@ class World:
             if self.proxy is not None:
                 self.proxy.drain()  # endpoints close when nobody has anything on its way any more
             self.control.agree("tilescale_net.finalize", spoken=spoken)
+            if self.control.left:
+                self._watchdog.keep_store()  # those that stay go on with it
             self._watchdog.announce_end()
             # Leave only when all have said goodbye: a rank that is gone must not look like one that failed.
             self.control.agree("tilescale_net.finalize", "end")
