@@ -102,6 +102,7 @@ public:
   }
 
   uint64_t strangers() const override { return inner_->strangers(); }
+  void abandon() override { inner_->abandon(); }
   bool idle() const override {
     return arrivals_.empty() && std::all_of(outstanding_.begin(), outstanding_.end(), [](uint32_t n) { return !n; }) &&
            inner_->idle();
