@@ -191,7 +191,7 @@ private:
     if (fails) {
       Op& failed = ops_[id];
       failed.failed = true;
-      failed.code = EIO;
+      failed.code = static_cast<int>(options_.error_code);
       failed.text = "chaos: operation " + std::to_string(count_) + " to peer " + std::to_string(failed.copy.peer) +
                     " fails on purpose";
       Event event = {};
