@@ -35,6 +35,24 @@ inline void end_by_failure(const WorldOptions& o, int round) {
   });
 }
 
+// PE 0 is aborted by its host, which says why a little later, or not at all. What does its peer hear?
+inline void reasons(const WorldOptions& o) {
+  for (const std::string why : {"rank 0: its host says why", ""}) {
+    World w(o);
+    w.disorderly();
+    __atomic_store_n(&w.pes[0]->abort_word, 1u, __ATOMIC_RELEASE);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    if (!why.empty()) w.pes[0]->proxy->explain(why);
+    Failure f;
+    const uint64_t end = now_ns() + 10000000000ull;
+    while (!w.pes[1]->proxy->failure(&f) && now_ns() < end) sched_yield();
+    const std::string wanted = why.empty() ? "PE 0 was aborted; look at" : "PE 0 gave up and said why: " + why;
+    CHECK(f.kind == "PeerLost" && f.pe == 0 && f.text.find(wanted) != std::string::npos, "%s: %s", f.kind.c_str(),
+          f.text.c_str());
+    w.stop();
+  }
+}
+
 // Every PE sends put_signals that nobody waits for, and then leaves as finalize does.
 inline void end_in_order(const WorldOptions& o, int round) {
   World w(o);

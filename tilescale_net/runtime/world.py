@@ -380,7 +380,7 @@ def finalize() -> None:
     """See `tilescale_net.finalize`."""
     world = _take()
     if world is not None:
-        world.close()
+        process_end.finish(world)
 
 
 def _take() -> World | None:

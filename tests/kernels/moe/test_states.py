@@ -15,6 +15,7 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
+from tests.kernels.moe.support import check_compiled_ahead
 from tests.kernels.support import unsettle
 from tilescale_net.errors import TileScaleError
 from tilescale_net.kernels.moe import AllToAll
@@ -295,6 +296,7 @@ class Walk(stateful.RuleBasedStateMachine):
             for kind in list(thing.pending):
                 thing.right(f"{kind}_recv")
             if thing.state is not State.FREED:
+                check_compiled_ahead(thing.op)
                 thing.op.free()
 
 

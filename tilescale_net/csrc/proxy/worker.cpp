@@ -93,6 +93,7 @@ void Worker::close() {
     staging_.reset();
     return;
   }
+  transport_->abandon();
   static std::mutex mutex;
   static auto* left = new std::vector<Left>; // never freed
   std::lock_guard<std::mutex> lock(mutex);
@@ -295,7 +296,10 @@ void Worker::run() try {
     }
   }
   may_close_ = !shared_->aborted() && idle() && transport_->idle();
-  if (shared_->aborted()) say_goodbye();
+  if (shared_->aborted()) {
+    say_goodbye();
+    transport_->abandon(); // here, since the process may end without closing
+  }
   memory_.reset(); // in the thread that has the device's context
 } catch (const std::exception& e) {
   give_up("FabricError", std::string("the proxy thread ended: ") + e.what(), -1, "", 0);
