@@ -98,15 +98,15 @@ def _with_span(call: tirx.Call, span) -> tirx.Call:
     return tirx.Call(call.dtype, call.op, args, span=span)
 
 
-def guarded(inside: tirx.PrimExpr | None, call: tirx.Call) -> tirx.PrimExpr | None:
-    """Make a single access vanish where its index is outside the tensor, as tilelang does for plain accesses.
+def guarded(place, call: tirx.Call) -> tirx.PrimExpr | None:
+    """Make a single access to `place`, an Operand, vanish where its index is outside, as tilelang does for plain accesses.
 
     Loads then give 0. tilelang's own pass leaves calls of operators that it does not know alone. The simulator reports
     such an index instead, see compiler/bounds.py.
     """
-    if inside is None:
+    if place.inside is None:
         return call
-    inside = guard_condition(inside)
+    inside = guard_condition(place.buffer.name, place.inside, place.axes)
     if str(call.dtype):  # TVM prints the void type as nothing
         return tirx.if_then_else(inside, call, tirx.const(0, call.dtype))
     with builder.If(inside), builder.Then():
