@@ -184,9 +184,16 @@ def context_placeholder() -> tirx.PrimExpr:
     return tirx.call_intrin("handle", tvm.ir.Op.get(CONTEXT))
 
 
-def guard_condition(inside: tirx.PrimExpr) -> tirx.PrimExpr:
-    """The condition of a primitive's own guard, marked as such."""
-    return tirx.call_intrin("bool", tvm.ir.Op.get(INSIDE), inside)
+def guard_condition(name: str, inside: tirx.PrimExpr, indices: list) -> tirx.PrimExpr:
+    """The condition of a primitive's own guard, marked as such.
+
+    Args:
+        name: the tensor's.
+        inside: the condition.
+        indices: (index, extent) of each axis.
+    """
+    flat = [tirx.convert(value) for pair in indices for value in pair]
+    return tirx.call_intrin("bool", tvm.ir.Op.get(INSIDE), tirx.StringImm(name), inside, *flat)
 
 
 def ring_placeholder(nbytes: int) -> tirx.PrimExpr:

@@ -86,6 +86,7 @@ def prepare(func: tirx.PrimFunc, reports_bounds: bool = False) -> Prepared:
             f"`ctx: N.Context()`{where(culprit)}"
         )
     hazards.check(func)
+    tiles = bounds.tile_loops(func.body)
     body = bounds.settle_guards(effects.rewrite(func), reports_bounds)
     for param in func.params:
         if param not in func.buffer_map and str(param.dtype) == "uint64":
@@ -103,7 +104,7 @@ def prepare(func: tirx.PrimFunc, reports_bounds: bool = False) -> Prepared:
         body = ir_transform(body, None, lambda c: context if op_name(c) == CONTEXT else None, ["tirx.Call"])
         body = hazards.rewrite(body, guards=not reports_bounds)
     if reports_bounds:
-        body = bounds.guard_tiles(body)
+        body = bounds.check_accesses(body, tiles)
     params = list(func.params)
     if index is not None:
         params.insert(0, params.pop(index))

@@ -45,6 +45,7 @@ class Operand:
         room: elements from the offset to the end of the tensor; int or int64 expression.
         is_element: whether it was written `buf[i]`, so that `count` alone says how much is meant.
         inside: condition that its indices are inside the tensor, or None when nothing is to be checked.
+        axes: its first index and the tensor's extent, for each axis.
     """
 
     buffer: tirx.Buffer
@@ -56,6 +57,7 @@ class Operand:
     row: Expr
     pitch: Expr
     inside: tirx.PrimExpr | None
+    axes: list[tuple[Expr, Expr]]
 
     @property
     def dtype(self) -> str:
@@ -175,7 +177,8 @@ def operand(name: str, value, is_guarded: bool = False, in_rows: bool = False, i
     if isinstance(span, int) and isinstance(room, int) and span > room:
         raise Misuse(f"{name} spans {span} elements, but {buffer.name} holds {room} from there on")
     offset = total(start, 0 if constant(buffer.elem_offset) == 0 else buffer.elem_offset)
-    return Operand(buffer, offset, span, room, is_element, rows, row, pitch, _inside(mins, buffer.shape))
+    axes = list(zip(mins, buffer.shape))
+    return Operand(buffer, offset, span, room, is_element, rows, row, pitch, _inside(axes), axes)
 
 
 def _require_inside(name: str, buffer: tirx.Buffer, mins: list, extents: list) -> None:
@@ -188,9 +191,9 @@ def _require_inside(name: str, buffer: tirx.Buffer, mins: list, extents: list) -
             )
 
 
-def _inside(mins, shape) -> tirx.PrimExpr | None:
+def _inside(axes: list[tuple[Expr, Expr]]) -> tirx.PrimExpr | None:
     conditions = []
-    for index, size in zip(mins, shape):
+    for index, size in axes:
         if constant(index) is None or constant(size) is None:
             conditions += [int64(index) >= int64(0), int64(index) < int64(size)]
     return tirx.all(*conditions) if conditions else None

@@ -333,4 +333,4 @@ def put_value(dst: Place, value: Scalar, pe: Number) -> None:
     to = operand("dst", dst, is_guarded=True)
     if to.element_bytes > 8:
         raise Misuse(f"dst ({to.buffer.name}) has dtype {to.dtype}; put_value carries up to 8 bytes")
-    return guarded(to.inside, OPERATORS["put_value"](to.pointer(), scalar("value", value, to.dtype), pe_index(pe)))
+    return guarded(to, OPERATORS["put_value"](to.pointer(), scalar("value", value, to.dtype), pe_index(pe)))

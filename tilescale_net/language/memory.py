@@ -40,7 +40,7 @@ def _target(op, dst):
 def _atomic(op, dst, value, pe):
     to = _target(op, dst)
     call = OPERATORS["atomic"](op, to.pointer(), scalar("value", value, to.dtype), pe_index(pe), dtype=to.dtype)
-    return guarded(to.inside, call)
+    return guarded(to, call)
 
 
 @primitive
@@ -100,7 +100,7 @@ def atomic_cas(dst: Place, compare: Scalar, value: Scalar, pe: Number) -> tirx.P
     to = _target("cas", dst)
     expected, desired = scalar("compare", compare, to.dtype), scalar("value", value, to.dtype)
     call = OPERATORS["atomic_cas"](to.pointer(), expected, desired, pe_index(pe), dtype=to.dtype)
-    return guarded(to.inside, call)
+    return guarded(to, call)
 
 
 @primitive
@@ -144,7 +144,7 @@ def ld(src: Place, sem: str = "relaxed", scope: str = "sys") -> tirx.PrimExpr:
     place = _accessible("src", src)
     order = choice("sem", sem, LOAD_ORDERS)
     call = OPERATORS["ld"](order, choice("scope", scope, MEMORY_SCOPES), place.pointer(), dtype=place.dtype)
-    return guarded(place.inside, call)
+    return guarded(place, call)
 
 
 @primitive
@@ -160,4 +160,4 @@ def st(dst: Place, value: Scalar, sem: str = "relaxed", scope: str = "sys") -> N
     place = _accessible("dst", dst)
     order = choice("sem", sem, STORE_ORDERS)
     where = choice("scope", scope, MEMORY_SCOPES)
-    return guarded(place.inside, OPERATORS["st"](order, where, place.pointer(), scalar("value", value, place.dtype)))
+    return guarded(place, OPERATORS["st"](order, where, place.pointer(), scalar("value", value, place.dtype)))

@@ -52,6 +52,7 @@ class RunningProxy:
             heap_bytes=memory.size,
             heap_kind=memory.kind,
             device=max(memory.ordinal, 0),
+            defers_adds=True,  # the host cannot add to memory of a GPU; the simulator does as GPUs do
             abort_word=world.abort_address,
             timeout=world.timeout,
             provider=settings.PROVIDER.get(),
