@@ -10,7 +10,7 @@ import pytest
 import tilescale_net as tsn
 from tests.simulator import kernels
 from tests.simulator.kernels import simulate
-from tilescale_net.compiler import cache, host_compiler
+from tilescale_net.compiler import cache, host_compiler, host_source
 from tilescale_net.runtime import private_folder
 
 
@@ -127,11 +127,11 @@ def test_a_full_disk_is_told_with_the_folder(monkeypatch, tmp_path):
 
 
 def test_headers_are_read_once(monkeypatch, tmp_path):
-    """Kernels with a context start from headers precompiled by the first of them; without those they compile all the same."""
+    """Kernels start from headers precompiled by the first of them; without those they compile all the same."""
     if "Free Software Foundation" not in host_compiler._compiler_identity():
         pytest.skip("lacks g++ (g++)")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    text = host_compiler.PRELUDE + "int x;"
+    text = host_source.PRELUDE + "int x;"
     folder = host_compiler.build("kernel", text).parent
     (made,) = folder.glob("prelude-*.gch")
     written = made.stat().st_ino

@@ -15,12 +15,11 @@ import subprocess
 from pathlib import Path
 
 from tilescale_net.compiler import cache
+from tilescale_net.compiler.host_source import PRELUDE
 from tilescale_net.errors import ConfigurationError, SimulatorUnsupported
 from tilescale_net.runtime import settings
 
 DEVICE_DIR = Path(__file__).resolve().parent.parent / "device"
-# The first lines of every kernel that takes a context.
-PRELUDE = '#include "host/kernel.h"\n#include "tilescale_net.h"\n'
 # Generated code puns types and overflows integers as GPUs allow; nobody unwinds through a kernel.
 FLAGS = (
     "-std=c++17 -O2 -fPIC -shared -w -fvisibility=hidden -fno-strict-aliasing -fwrapv -fno-exceptions -fno-rtti "
