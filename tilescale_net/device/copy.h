@@ -1,8 +1,8 @@
 // Moving bytes between two mapped places: the two engines of the direct path and the choice between them.
 #pragma once
 
-#include "beginning.h"
 #include "copy_bulk.h"
+#include "first_tile.h"
 
 namespace tsn {
 
@@ -157,13 +157,13 @@ TSN_DEVICE void publish_to_bulk(int64_t bytes) {
     if (TSN_UNLIKELY(push_by_size<E>(uint64_t(bytes)))) platform::bulk_publish();
 }
 
-// Rows that a beginning of a push has. Threads that keep no more in flight than these take the beginning of longer
-// copies too, unless those go in bulk; the others would wait for the beginning before they fill their many registers.
+// Rows of the first tile of a push. Threads that keep no more in flight than these take a first tile of longer copies
+// too, unless those go in bulk; the others would wait for the tile before they fill their many registers.
 template <Scope S>
-constexpr int kPushRows = S == Scope::block ? 4 : 1;
+constexpr int kFirstTileRows = S == Scope::block ? 4 : 1;
 template <Scope S, Engine E, int Unroll, int Stages>
-constexpr bool kBeginsLonger =
-    S == Scope::block && Unroll <= kPushRows<S> && E != Engine::bulk && !kMayPushInBulk<S, E, Stages>;
+constexpr bool kTileBeforeLongCopy =
+    S == Scope::block && Unroll <= kFirstTileRows<S> && E != Engine::bulk && !kMayPushInBulk<S, E, Stages>;
 
 // Copies any number of bytes between any addresses, with the engine that the caller or, for `automatic`, the table
 // above chooses. By all threads of the scope, which is synchronised before; the bytes are stored when it is

@@ -20,19 +20,19 @@ TSN_COLD void get_by_proxy(const Context* ctx, void* dst, const void* src, int64
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void get(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
   // The ends are aligned alike here and there: every heap begins on a page.
-  Beginning<S> begin(dst, src, bytes);
+  FirstTile<S> tile(dst, src, bytes);
   scope_enter<S>(kOpGet, dst, src, bytes, pe); // whoever still reads the destination has done so
-  if (!platform::kDefersRemoteWrites && begin.idle()) return scope_sync<S>();
+  if (!platform::kDefersRemoteWrites && tile.warp_has_no_work()) return scope_sync<S>();
   const Route route(ctx, pe);
   if (TSN_LIKELY(route.check<S>(kOpGet, src, bytes))) {
     if constexpr (platform::kDefersRemoteWrites)
       if (scope_leader<S>()) platform::inspect(kOpGet, dst, bytes);
     if (TSN_UNLIKELY(!route.direct())) {
       if (scope_leader<S>() && !route.stopped) detail::get_by_proxy(ctx, dst, src, bytes, pe);
-    } else if (TSN_LIKELY(!route.stopped && !begin.idle())) {
+    } else if (TSN_LIKELY(!route.stopped && !tile.warp_has_no_work())) {
       const char* peer = route.translate((const char*)src);
-      begin.load(peer);
-      if (TSN_LIKELY(begin.whole)) begin.store(dst);
+      tile.load(peer);
+      if (TSN_LIKELY(tile.complete)) tile.store(dst);
       else copy<S, E, Unroll, Stages, StageBytes>((char*)dst, peer, bytes, ring, Direction::pull);
     }
   }

@@ -6,11 +6,11 @@
 
 namespace tsn {
 
-// Whether a push goes in bulk. (Not one that is whole in its beginning: threads that take all of it at once need no
+// Whether a push goes in bulk. (Not one whose first tile is complete: threads that take all of it at once need no
 // ring.)
-template <Engine E, class B>
-TSN_DEVICE bool goes_in_bulk(const B& begin, const void* dst, const void* src, int64_t bytes) {
-  return !begin.whole && push_by_size<E>(uint64_t(bytes)) && bulk_by_place<E>(dst, src);
+template <Engine E, class Tile>
+TSN_DEVICE bool goes_in_bulk(const Tile& tile, const void* dst, const void* src, int64_t bytes) {
+  return !tile.complete && push_by_size<E>(uint64_t(bytes)) && bulk_by_place<E>(dst, src);
 }
 
 namespace detail {

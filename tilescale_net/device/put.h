@@ -24,19 +24,19 @@ TSN_COLD void put_value_by_proxy(const Context* ctx, void* dst, uint64_t value, 
 // arguments. `ring` is Stages * StageBytes bytes of shared memory for the bulk engine.
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
-  Beginning<S, kPushRows<S>> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll, Stages>);
+  FirstTile<S, kFirstTileRows<S>> tile(dst, src, bytes, kTileBeforeLongCopy<S, E, Unroll, Stages>);
   publish_to_bulk<S, E, Stages>(bytes);
   scope_enter<S>(kOpPut, dst, src, bytes, pe); // what the scope wrote to the source is sent
-  if (!platform::kDefersRemoteWrites && begin.idle()) return;
+  if (!platform::kDefersRemoteWrites && tile.warp_has_no_work()) return;
   if constexpr (kMayPushInBulk<S, E, Stages>) {
-    if (TSN_UNLIKELY(goes_in_bulk<E>(begin, dst, src, bytes))) {
+    if (TSN_UNLIKELY(goes_in_bulk<E>(tile, dst, src, bytes))) {
       const uint64_t way =
           push_bulk_by_block<E, Unroll, Stages, StageBytes>(ctx, kOpPut, dst, src, bytes, pe, nullptr, ring);
       if (TSN_UNLIKELY(scope_leader<S>() && way == kNotPushed)) detail::put_elsewhere(ctx, dst, src, bytes, pe);
       return;
     }
   }
-  begin.load(src); // first, so that nothing that waits for the route comes before it
+  tile.load(src); // first, so that nothing that waits for the route comes before it
   const Route route(ctx, pe);
   if (TSN_UNLIKELY(!route.open<S>(kOpPut, dst, bytes))) {
     if (scope_leader<S>()) detail::put_elsewhere(ctx, dst, src, bytes, pe);
@@ -45,10 +45,10 @@ TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t byte
   char* peer = (char*)route.translate(dst);
   if constexpr (platform::kDefersRemoteWrites)
     if (scope_deferred<S>([&] { return route.stopped || platform::defer_put(ctx, dst, peer, src, bytes, pe); })) return;
-  if (platform::kDefersRemoteWrites && (route.stopped || begin.idle())) return;
-  begin.store(peer);
-  if (TSN_LIKELY(begin.whole)) return;
-  copy_pushed<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, begin.bytes);
+  if (platform::kDefersRemoteWrites && (route.stopped || tile.warp_has_no_work())) return;
+  tile.store(peer);
+  if (TSN_LIKELY(tile.complete)) return;
+  copy_pushed<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, tile.bytes);
 }
 
 // Keeps `value` from taking part in the deduction of T.

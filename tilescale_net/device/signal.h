@@ -47,10 +47,10 @@ TSN_DEVICE void send_signal(const Route& route, uint64_t* sig, uint64_t value) {
 
 // Data and signal in one store, where they share an aligned 16-byte line: nobody sees one without the other, so the
 // signal need not wait until the data has arrived. The store orders nothing else, as put_signal does not.
-template <SignalOp Op, class B>
-TSN_DEVICE bool is_line(const B& begin, const void* dst, const uint64_t* sig) {
+template <SignalOp Op, class Tile>
+TSN_DEVICE bool is_line(const Tile& tile, const void* dst, const uint64_t* sig) {
   const uint64_t apart = reinterpret_cast<uint64_t>(dst) ^ reinterpret_cast<uint64_t>(sig);
-  return platform::kHasLines && Op == SignalOp::set && begin.unit == 8 && begin.bytes == 8 && apart == 8;
+  return platform::kHasLines && Op == SignalOp::set && tile.unit == 8 && tile.bytes == 8 && apart == 8;
 }
 TSN_DEVICE void put_line(char* peer, uint64_t data, uint64_t value) {
   const uint64_t at = reinterpret_cast<uint64_t>(peer);
@@ -59,22 +59,22 @@ TSN_DEVICE void put_line(char* peer, uint64_t data, uint64_t value) {
                        Vec16{uint32_t(first), uint32_t(first >> 32), uint32_t(second), uint32_t(second >> 32)});
 }
 
-// A put_signal that one warp takes whole, by that warp; of one unit or none by the leader alone.
-template <Scope S, SignalOp Op, class B>
-TSN_DEVICE void put_signal_lone(B& begin, const Context* ctx, void* dst, const void* src, int64_t bytes, int pe,
-                                uint64_t* sig, uint64_t value) {
-  const bool leader = scope_leader<S>(), alone = begin.bytes <= begin.unit;
-  if (alone && !leader) return;
-  begin.load(src); // first, so that nothing that waits for the route comes before it
+// A put_signal that one warp takes whole, by that warp; of one unit or none by the leader.
+template <Scope S, SignalOp Op, class Tile>
+TSN_DEVICE void put_signal_one_warp(Tile& tile, const Context* ctx, void* dst, const void* src, int64_t bytes, int pe,
+                                    uint64_t* sig, uint64_t value) {
+  const bool leader = scope_leader<S>(), single_lane = tile.bytes <= tile.unit;
+  if (single_lane && !leader) return;
+  tile.load(src); // first, so that nothing that waits for the route comes before it
   const Route route(ctx, pe);
   if (TSN_UNLIKELY(!route.open<Scope::thread>(kOpPutSignal, dst, bytes, sig))) {
     if (leader) put_signal_elsewhere<Op>(ctx, dst, src, bytes, pe, sig, value);
     return;
   }
   char* peer = (char*)route.translate(dst);
-  if (alone && is_line<Op>(begin, dst, sig)) return put_line(peer, begin.middle, value);
-  begin.store(peer);
-  if (!alone) platform::warp_sync();
+  if (single_lane && is_line<Op>(tile, dst, sig)) return put_line(peer, tile.middle, value);
+  tile.store(peer);
+  if (!single_lane) platform::warp_sync();
   if (leader) release_signal<Op>(route.translate(sig), value);
 }
 
@@ -105,17 +105,18 @@ TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes, SignalOp Op>
 TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
                            uint64_t value, void* ring) {
-  Beginning<S, kPushRows<S>, platform::kWarpThreads> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll, Stages>);
+  FirstTile<S, kFirstTileRows<S>, platform::kWarpThreads> tile(dst, src, bytes,
+                                                               kTileBeforeLongCopy<S, E, Unroll, Stages>);
   publish_to_bulk<S, E, Stages>(bytes);
   scope_enter<S>(kOpPutSignal, dst, src, bytes, pe, sig, value, Op); // what the scope wrote to the source is sent
   const bool leader = scope_leader<S>();
-  if (!platform::kDefersRemoteWrites && TSN_LIKELY(begin.lone())) {
+  if (!platform::kDefersRemoteWrites && TSN_LIKELY(tile.fits_one_warp())) {
     if (S == Scope::block && platform::thread_index() >= platform::kWarpThreads) return;
-    return detail::put_signal_lone<S, Op>(begin, ctx, dst, src, bytes, pe, sig, value);
+    return detail::put_signal_one_warp<S, Op>(tile, ctx, dst, src, bytes, pe, sig, value);
   }
-  if (!platform::kDefersRemoteWrites && begin.idle()) return scope_sync<S>();
+  if (!platform::kDefersRemoteWrites && tile.warp_has_no_work()) return scope_sync<S>();
   if constexpr (kMayPushInBulk<S, E, Stages>) {
-    if (TSN_UNLIKELY(goes_in_bulk<E>(begin, dst, src, bytes))) {
+    if (TSN_UNLIKELY(goes_in_bulk<E>(tile, dst, src, bytes))) {
       const uint64_t way =
           push_bulk_by_block<E, Unroll, Stages, StageBytes>(ctx, kOpPutSignal, dst, src, bytes, pe, sig, ring);
       scope_sync<S>();
@@ -125,7 +126,7 @@ TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64
       return;
     }
   }
-  begin.load(src);
+  tile.load(src);
   const Route route(ctx, pe);
   if (TSN_UNLIKELY(!route.open<S>(kOpPutSignal, dst, bytes, sig))) {
     if (leader) detail::put_signal_elsewhere<Op>(ctx, dst, src, bytes, pe, sig, value);
@@ -138,11 +139,11 @@ TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64
           return route.stopped || platform::defer_put_signal(ctx, dst, peer, src, bytes, pe, sig, peer_sig, value, Op);
         }))
       return;
-    if (begin.idle()) return scope_sync<S>();
+    if (tile.warp_has_no_work()) return scope_sync<S>();
   }
-  begin.store(peer);
-  if (TSN_UNLIKELY(!begin.whole))
-    copy_pushed<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, begin.bytes);
+  tile.store(peer);
+  if (TSN_UNLIKELY(!tile.complete))
+    copy_pushed<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, tile.bytes);
   scope_sync<S>();
   if (leader) detail::release_signal<Op>(peer_sig, value);
 }
