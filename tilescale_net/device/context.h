@@ -22,11 +22,11 @@ constexpr int kWorldBarrierEpoch = kNodeBarrierFlags + kBarrierRounds; // local 
 constexpr int kNodeBarrierEpoch = kWorldBarrierEpoch + 1;
 constexpr int kBarrierEntered = kNodeBarrierEpoch + 1; // simulator: whether a block of this PE is inside a barrier
 constexpr int kQueueWords = 128;                       // first word of the queues' device-side state
-constexpr int kQueueWordsStride = 32;                  // words per queue: head and cached tail in lines of their own
+constexpr int kQueueWordsStride = 32; // words per queue: head and cached tail in cache lines of their own
 constexpr int kMaxQueues = 64;
 constexpr int kGridBarrierWords = 7 * 1024; // first word of the barriers among the blocks of a launch
 constexpr int kGridBarriers = 16;
-constexpr int kGridBarrierStride = 16; // words, a line each
+constexpr int kGridBarrierStride = 16; // words, a cache line each
 // As many as the PE field of a descriptor can tell apart, and one value more for "all of them".
 constexpr uint32_t kMaxPes = (1u << 14) - 1;
 // Entries of peer_base that always exist, so that kernels can load one before they know the PE; 0 from n_pes on.

@@ -121,10 +121,10 @@ constexpr uint64_t kBulkPushFrom = 32 * 1024;
 constexpr uint64_t kBulkPullFrom = 128 * 1024;
 constexpr uint32_t kEnoughInFlight = 64 * 1024;
 
-// What the ends of a copy must agree modulo to go in bulk. The hardware moves bytes to another place within a line
+// What the ends of a copy must agree modulo to go in bulk. The hardware moves bytes to another place within a segment
 // at half its rate or less, so `automatic` leaves those copies to the ldst engine.
 template <Engine E>
-constexpr uint64_t kBulkAlike = E == Engine::bulk ? 16 : kBulkLine;
+constexpr uint64_t kBulkAlike = E == Engine::bulk ? 16 : kSegmentBytes;
 template <Engine E>
 TSN_DEVICE bool bulk_by_place(const void* dst, const void* src) {
   return (reinterpret_cast<uint64_t>(dst) ^ reinterpret_cast<uint64_t>(src)) % kBulkAlike<E> == 0;
@@ -176,7 +176,7 @@ TSN_DEVICE void copy(char* dst, const char* src, uint64_t bytes, void* ring, Dir
   [[maybe_unused]] const uint64_t all = bytes;
   dst += done, src += done, bytes -= done;
   if constexpr (kMayBeBulk<S, E, Stages>) {
-    static_assert(StageBytes % kBulkLine == 0 && StageBytes < (1 << 20),
+    static_assert(StageBytes % kSegmentBytes == 0 && StageBytes < (1 << 20),
                   "a stage is a multiple of 128 bytes below 1 MiB");
     const bool by_size = direction == Direction::push ? push_by_size<E>(all)
                                                       : pull_by_size<E, Unroll, Stages, StageBytes>(all, part.threads);

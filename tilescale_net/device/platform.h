@@ -8,7 +8,7 @@
 //   constexpr uint32_t kPollsPerCheck       polls of a spin between two looks at the abort word and the clock
 //   constexpr uint32_t kWarpThreads = 32
 //   constexpr bool kHasBulk                 whether bulk copies exist; the ldst engine takes their place elsewhere
-//   constexpr bool kHasLines                whether 16 bytes can be stored as one
+//   constexpr bool kHasAtomic16b            whether 16 bytes can be stored as one
 //
 // Indices
 //   uint32_t thread_index()                 linear index of the thread in its block
@@ -51,9 +51,9 @@
 //   void store_data(T*, T)                  the store to match
 //   void load_data_below(T* v, const T*, int at, int limit)   load_data into *v if at < limit, else *v = 0 or undefined
 //   void store_data_below(T*, T, int at, int limit)           store_data if at < limit
-//   void store_line(Vec16*, Vec16)          one 16-byte store seen as a whole at system scope (queue descriptors);
+//   void store_16b(Vec16*, Vec16)           one 16-byte store seen as a whole at system scope (queue descriptors);
 //                                           it orders nothing: fence before it to publish
-//   void store_line_below(Vec16*, Vec16, int at, int limit)   store_line if at < limit, without a branch
+//   void store_16b_below(Vec16*, Vec16, int at, int limit)   store_16b if at < limit, without a branch
 //
 // Registers
 //   T opaque(T)                             the value, of 4 or 8 bytes, of which the compiler knows nothing: what is

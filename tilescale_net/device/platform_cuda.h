@@ -18,7 +18,7 @@ namespace platform {
 constexpr bool kDefersRemoteWrites = false;
 constexpr uint32_t kPollsPerCheck = 1024;
 constexpr uint32_t kWarpThreads = 32;
-constexpr bool kHasLines = true;
+constexpr bool kHasAtomic16b = true;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 constexpr bool kHasBulk = true;
 #else

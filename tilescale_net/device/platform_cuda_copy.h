@@ -71,13 +71,13 @@ TSN_DEVICE void store_data(T* p, T v) {
   store_data_below(p, v, 0, 1);
 }
 
-TSN_DEVICE void store_line_below(Vec16* p, Vec16 v, int at, int limit) {
+TSN_DEVICE void store_16b_below(Vec16* p, Vec16 v, int at, int limit) {
   asm volatile("{ .reg .pred yes; setp.lt.s32 yes, %5, %6; .reg .b64 a, b; .reg .b128 q; mov.b64 a, {%1, %2}; "
                "mov.b64 b, {%3, %4}; mov.b128 q, {a, b}; @yes st.relaxed.sys.global.b128 [%0], q; }" ::"l"(p),
                "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(at), "r"(limit)
                : "memory");
 }
-TSN_DEVICE void store_line(Vec16* p, Vec16 v) { store_line_below(p, v, 0, 1); }
+TSN_DEVICE void store_16b(Vec16* p, Vec16 v) { store_16b_below(p, v, 0, 1); }
 
 // ------------------------------------------------------------------------------------------------------ bulk copies
 

@@ -23,7 +23,7 @@ constexpr bool kDefersRemoteWrites = true;
 constexpr uint32_t kPollsPerCheck = 4; // a poll is a turn of all other threads
 constexpr uint32_t kWarpThreads = 32;
 constexpr bool kHasBulk = true;
-constexpr bool kHasLines = false; // no 16-byte atomic store
+constexpr bool kHasAtomic16b = false; // no 16-byte atomic store
 
 // ---------------------------------------------------------------------------------------------------------- indices
 
@@ -179,7 +179,7 @@ TSN_DEVICE void store_data_below(T* p, T v, int at, int limit) {
 }
 
 // Consumers read each 8-byte word of a descriptor on its own and look at the first one first.
-TSN_DEVICE void store_line(Vec16* p, Vec16 v) {
+TSN_DEVICE void store_16b(Vec16* p, Vec16 v) {
   uint64_t w[2];
   memcpy(w, &v, sizeof(v));
   uint64_t* words = reinterpret_cast<uint64_t*>(p);
@@ -187,8 +187,8 @@ TSN_DEVICE void store_line(Vec16* p, Vec16 v) {
   __atomic_store_n(words, w[0], __ATOMIC_RELEASE);
   sim::maybe_yield();
 }
-TSN_DEVICE void store_line_below(Vec16* p, Vec16 v, int at, int limit) {
-  if (at < limit) store_line(p, v);
+TSN_DEVICE void store_16b_below(Vec16* p, Vec16 v, int at, int limit) {
+  if (at < limit) store_16b(p, v);
 }
 
 // ---------------------------------------------------------------------------------------------------------- atomics

@@ -23,25 +23,25 @@ TSN_DEVICE bool open_push(const Route& route, Operation operation, const void* d
 
 } // namespace detail
 
-// The vanguard of an aligned push in bulk is pushed by the warps beside the leader's: what they load is there after
+// The prologue of an aligned push in bulk is pushed by the warps beside the leader's: what they load is there after
 // half the time that a ring needs for its first stage, and until then nothing would leave the multiprocessor. Rows of
 // 16 bytes for each of their threads; 0 for none. (With 1024 threads, of low unroll, it takes as long as it saves.)
 template <Engine E, int Unroll>
-constexpr int kVanguardRows = E == Engine::automatic && Unroll >= 8 ? Unroll / 4 : 0;
+constexpr int kPrologueRows = E == Engine::automatic && Unroll >= 8 ? Unroll / 4 : 0;
 
 // How many bytes that is.
 template <int Rows>
-TSN_DEVICE uint32_t vanguard_bytes(const void* dst, const void* src, int64_t bytes) {
+TSN_DEVICE uint32_t prologue_bytes(const void* dst, const void* src, int64_t bytes) {
   const uint32_t warps = platform::block_threads() / platform::kWarpThreads;
   if (Rows == 0 || warps < 2 || (reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src)) % 16 != 0) return 0;
   const uint32_t all = (warps - 1) * platform::kWarpThreads * (Rows * 16);
-  return uint64_t(bytes) < 2 * all ? 0 : all - uint32_t(reinterpret_cast<uint64_t>(dst) + all) % kBulkLine;
+  return uint64_t(bytes) < 2 * all ? 0 : all - uint32_t(reinterpret_cast<uint64_t>(dst) + all) % kSegmentBytes;
 }
 
-// Pushes the first `vanguard` of `bytes`, if Route::open() says yes. By the threads of all warps but the first.
+// Pushes the first `prologue` of `bytes`, if Route::open() says yes. By the threads of all warps but the first.
 template <int Rows>
-TSN_COLD void push_vanguard(const Context* ctx, Operation operation, void* dst, const void* src, int64_t bytes, int pe,
-                            const uint64_t* sig, uint32_t vanguard) {
+TSN_COLD void push_prologue(const Context* ctx, Operation operation, void* dst, const void* src, int64_t bytes, int pe,
+                            const uint64_t* sig, uint32_t prologue) {
   constexpr uint32_t kLanes = platform::kWarpThreads;
   const uint32_t warp = platform::thread_index() / kLanes - 1;
   const uint32_t at = warp * (kLanes * Rows * 16) + platform::lane() * 16;
@@ -49,13 +49,13 @@ TSN_COLD void push_vanguard(const Context* ctx, Operation operation, void* dst, 
   Vec16 row[Rows];
   TSN_UNROLL
   for (int u = 0; u < Rows; u++)
-    platform::load_data_below(&row[u], from + u * kLanes, int(at + u * kLanes * 16), int(vanguard));
+    platform::load_data_below(&row[u], from + u * kLanes, int(at + u * kLanes * 16), int(prologue));
   const Route route(ctx, pe);
   if (TSN_UNLIKELY(!detail::open_push(route, operation, dst, bytes, sig))) return;
   Vec16* peer = (Vec16*)((char*)route.translate(dst) + at);
   TSN_UNROLL
   for (int u = 0; u < Rows; u++)
-    platform::store_data_below(peer + u * kLanes, row[u], int(at + u * kLanes * 16), int(vanguard));
+    platform::store_data_below(peer + u * kLanes, row[u], int(at + u * kLanes * 16), int(prologue));
 }
 
 constexpr uint64_t kNotPushed = ~uint64_t(0);
@@ -87,13 +87,13 @@ TSN_COLD uint64_t push_bulk(const Context* ctx, Operation operation, void* dst, 
 template <Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE uint64_t push_bulk_by_block(const Context* ctx, Operation operation, void* dst, const void* src,
                                        int64_t bytes, int pe, const uint64_t* sig, void* ring) {
-  constexpr int kRows = kVanguardRows<E, Unroll>;
-  const uint32_t vanguard = vanguard_bytes<kRows>(dst, src, bytes);
+  constexpr int kRows = kPrologueRows<E, Unroll>;
+  const uint32_t prologue = prologue_bytes<kRows>(dst, src, bytes);
   if (scope_leader<Scope::block>())
-    return push_bulk<Stages, StageBytes>(ctx, operation, dst, src, bytes, pe, sig, ring, vanguard);
+    return push_bulk<Stages, StageBytes>(ctx, operation, dst, src, bytes, pe, sig, ring, prologue);
   if constexpr (kRows > 0)
     if (platform::thread_index() >= platform::kWarpThreads)
-      push_vanguard<kRows>(ctx, operation, dst, src, bytes, pe, sig, vanguard);
+      push_prologue<kRows>(ctx, operation, dst, src, bytes, pe, sig, prologue);
   return kNotPushed;
 }
 

@@ -136,8 +136,8 @@ TSN_DEVICE void queue_store(const Port& port, uint64_t position, Command command
     const uint64_t a = d.word[2 * i], b = d.word[2 * i + 1];
     return {uint32_t(a), uint32_t(a >> 32), uint32_t(b), uint32_t(b >> 32)};
   };
-  if (has_second_half(command)) platform::store_line_below(slot + 1, half(1), -1, room);
-  platform::store_line_below(slot, half(0), -1, room);
+  if (has_second_half(command)) platform::store_16b_below(slot + 1, half(1), -1, room);
+  platform::store_16b_below(slot, half(0), -1, room);
 }
 
 // Data that fit the descriptor itself spare the proxy a copy out of GPU memory, which takes longer than all the rest.

@@ -45,18 +45,18 @@ TSN_DEVICE void send_signal(const Route& route, uint64_t* sig, uint64_t value) {
   else platform::add_relaxed(peer, value);
 }
 
-// Data and signal in one store, where they share an aligned 16-byte line: nobody sees one without the other, so the
-// signal need not wait until the data has arrived. The store orders nothing else, as put_signal does not.
+// Data and signal in one store, where they share an aligned packet of 16 bytes: nobody sees one without the other, so
+// the signal need not wait until the data has arrived. The store orders nothing else, as put_signal does not.
 template <SignalOp Op, class Tile>
-TSN_DEVICE bool is_line(const Tile& tile, const void* dst, const uint64_t* sig) {
+TSN_DEVICE bool fits_packet(const Tile& tile, const void* dst, const uint64_t* sig) {
   const uint64_t apart = reinterpret_cast<uint64_t>(dst) ^ reinterpret_cast<uint64_t>(sig);
-  return platform::kHasLines && Op == SignalOp::set && tile.unit == 8 && tile.bytes == 8 && apart == 8;
+  return platform::kHasAtomic16b && Op == SignalOp::set && tile.unit == 8 && tile.bytes == 8 && apart == 8;
 }
-TSN_DEVICE void put_line(char* peer, uint64_t data, uint64_t value) {
+TSN_DEVICE void put_packet(char* peer, uint64_t data, uint64_t value) {
   const uint64_t at = reinterpret_cast<uint64_t>(peer);
   const uint64_t first = at % 16 == 0 ? data : value, second = at % 16 == 0 ? value : data;
-  platform::store_line((Vec16*)(at - at % 16),
-                       Vec16{uint32_t(first), uint32_t(first >> 32), uint32_t(second), uint32_t(second >> 32)});
+  platform::store_16b((Vec16*)(at - at % 16),
+                      Vec16{uint32_t(first), uint32_t(first >> 32), uint32_t(second), uint32_t(second >> 32)});
 }
 
 // A put_signal that one warp takes whole, by that warp; of one unit or none by the leader.
@@ -72,7 +72,7 @@ TSN_DEVICE void put_signal_one_warp(Tile& tile, const Context* ctx, void* dst, c
     return;
   }
   char* peer = (char*)route.translate(dst);
-  if (single_lane && is_line<Op>(tile, dst, sig)) return put_line(peer, tile.middle, value);
+  if (single_lane && fits_packet<Op>(tile, dst, sig)) return put_packet(peer, tile.middle, value);
   tile.store(peer);
   if (!single_lane) platform::warp_sync();
   if (leader) release_signal<Op>(route.translate(sig), value);
