@@ -22,7 +22,7 @@ TSN_DEVICE void disseminate(const Context* ctx, uint64_t* flags, uint64_t epoch,
     platform::fence<MemScope::sys>();
     for (uint32_t j = platform::thread_index() + 1; j < K && j * distance < n; j += lanes) {
       const int64_t to = me + j * distance;
-      send_signal<SignalOp::set>(Route(ctx, first + int(to < n ? to : to - n)), round + j, epoch);
+      send_signal<SignalOp::set>(PeerAccess(ctx, first + int(to < n ? to : to - n)), round + j, epoch);
     }
     for (uint32_t j = platform::thread_index() + 1; j < K && j * distance < n; j += lanes) {
       const int64_t from = me - j * distance;

@@ -23,14 +23,14 @@ TSN_DEVICE void get(const Context* ctx, void* dst, const void* src, int64_t byte
   FirstTile<S> tile(dst, src, bytes);
   scope_enter<S>(kOpGet, dst, src, bytes, pe); // whoever still reads the destination has done so
   if (!platform::kDefersRemoteWrites && tile.warp_has_no_work()) return scope_sync<S>();
-  const Route route(ctx, pe);
-  if (TSN_LIKELY(route.check<S>(kOpGet, src, bytes))) {
+  const PeerAccess access(ctx, pe);
+  if (TSN_LIKELY(access.validate<S>(kOpGet, src, bytes))) {
     if constexpr (platform::kDefersRemoteWrites)
       if (scope_leader<S>()) platform::inspect(kOpGet, dst, bytes);
-    if (TSN_UNLIKELY(!route.direct())) {
-      if (scope_leader<S>() && !route.stopped) detail::get_by_proxy(ctx, dst, src, bytes, pe);
-    } else if (TSN_LIKELY(!route.stopped && !tile.warp_has_no_work())) {
-      const char* peer = route.translate((const char*)src);
+    if (TSN_UNLIKELY(!access.direct())) {
+      if (scope_leader<S>() && !access.aborted) detail::get_by_proxy(ctx, dst, src, bytes, pe);
+    } else if (TSN_LIKELY(!access.aborted && !tile.warp_has_no_work())) {
+      const char* peer = access.translate((const char*)src);
       tile.load(peer);
       if (TSN_LIKELY(tile.complete)) tile.store(dst);
       else copy<S, E, Unroll, Stages, StageBytes>((char*)dst, peer, bytes, ring, Direction::pull);

@@ -122,7 +122,7 @@
 #ifndef TSN_UNROLL // before a loop with a constant number of rounds
 #define TSN_UNROLL
 #endif
-// Conditions that the code is laid out for: what is unlikely stands apart from the way of a small message.
+// Conditions that the code is laid out for: what is unlikely stands apart from the path of a small message.
 #define TSN_LIKELY(x) __builtin_expect(!!(x), 1)
 #define TSN_UNLIKELY(x) __builtin_expect(!!(x), 0)
 

@@ -15,10 +15,10 @@ TSN_DEVICE bool goes_in_bulk(const Tile& tile, const void* dst, const void* src,
 
 namespace detail {
 
-TSN_DEVICE bool open_push(const Route& route, Operation operation, const void* dst, int64_t bytes,
-                          const uint64_t* sig) {
-  return sig == nullptr ? route.open<Scope::thread>(operation, dst, bytes)
-                        : route.open<Scope::thread>(operation, dst, bytes, sig);
+TSN_DEVICE bool may_push(const PeerAccess& access, Operation operation, const void* dst, int64_t bytes,
+                         const uint64_t* sig) {
+  return sig == nullptr ? access.may_proceed<Scope::thread>(operation, dst, bytes)
+                        : access.may_proceed<Scope::thread>(operation, dst, bytes, sig);
 }
 
 } // namespace detail
@@ -38,7 +38,8 @@ TSN_DEVICE uint32_t prologue_bytes(const void* dst, const void* src, int64_t byt
   return uint64_t(bytes) < 2 * all ? 0 : all - uint32_t(reinterpret_cast<uint64_t>(dst) + all) % kSegmentBytes;
 }
 
-// Pushes the first `prologue` of `bytes`, if Route::open() says yes. By the threads of all warps but the first.
+// Pushes the first `prologue` of `bytes`, if PeerAccess::may_proceed() says yes. By the threads of all warps but the
+// first.
 template <int Rows>
 TSN_COLD void push_prologue(const Context* ctx, Operation operation, void* dst, const void* src, int64_t bytes, int pe,
                             const uint64_t* sig, uint32_t prologue) {
@@ -50,9 +51,9 @@ TSN_COLD void push_prologue(const Context* ctx, Operation operation, void* dst, 
   TSN_UNROLL
   for (int u = 0; u < Rows; u++)
     platform::load_data_below(&row[u], from + u * kLanes, int(at + u * kLanes * 16), int(prologue));
-  const Route route(ctx, pe);
-  if (TSN_UNLIKELY(!detail::open_push(route, operation, dst, bytes, sig))) return;
-  Vec16* peer = (Vec16*)((char*)route.translate(dst) + at);
+  const PeerAccess access(ctx, pe);
+  if (TSN_UNLIKELY(!detail::may_push(access, operation, dst, bytes, sig))) return;
+  Vec16* peer = (Vec16*)((char*)access.translate(dst) + at);
   TSN_UNROLL
   for (int u = 0; u < Rows; u++)
     platform::store_data_below(peer + u * kLanes, row[u], int(at + u * kLanes * 16), int(prologue));
@@ -61,7 +62,8 @@ TSN_COLD void push_prologue(const Context* ctx, Operation operation, void* dst, 
 constexpr uint64_t kNotPushed = ~uint64_t(0);
 
 // Copies `bytes` but the first `done` to where `dst` lies on the PE, whose heap lies that far from this one's: what is
-// returned. kNotPushed: Route::open() said no, and nothing was written. With a signal word, that is checked too.
+// returned. kNotPushed: PeerAccess::may_proceed() said no, and nothing was written. With a signal word, that is checked
+// too.
 //
 // Out of line, because what a kernel's small messages wait for should stay in few registers and close together.
 template <int Stages, int StageBytes>
@@ -70,16 +72,16 @@ TSN_COLD uint64_t push_bulk(const Context* ctx, Operation operation, void* dst, 
   const char* from = (const char*)src + done;
   const detail::Cut cut((char*)dst + done, from, uint64_t(bytes - done));
   BulkCopy<Stages, StageBytes> copy(from + cut.head, cut.body, (char*)ring, (char*)dst + done + cut.head);
-  const Route route(ctx, pe); // its loads come before the copy's: all are on their way together
+  const PeerAccess access(ctx, pe); // its loads come before the copy's: all are on their way together
   copy.begin();
-  if (TSN_UNLIKELY(!detail::open_push(route, operation, dst, bytes, sig))) {
+  if (TSN_UNLIKELY(!detail::may_push(access, operation, dst, bytes, sig))) {
     copy.cancel();
     return kNotPushed;
   }
-  char* peer = (char*)route.translate(dst) + done;
+  char* peer = (char*)access.translate(dst) + done;
   copy.finish(peer + cut.head);
   if (cut.head + cut.tail != 0) detail::copy_edges(peer, from, cut, {0, 1});
-  return route.base - route.heap_base;
+  return access.base - access.heap_base;
 }
 
 // The whole of it, by all threads of a block; what push_bulk() returns, to the leader. The bytes are stored when the

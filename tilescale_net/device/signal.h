@@ -13,12 +13,13 @@ TSN_COLD void signal_by_proxy(const Context* ctx, uint64_t* sig, uint64_t value,
   if (fenced) queue_fence(ctx, pe);
   queue_signal<false>(ctx, sig, value, pe, op);
 }
-// A put_signal that Route::open() did not let through, by the leader: to a PE that is not mapped, or none at all.
+// A put_signal that PeerAccess::may_proceed() did not let through, by the leader: to a PE that is not mapped, or none
+// at all.
 template <SignalOp Op>
-TSN_COLD void put_signal_elsewhere(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
-                                   uint64_t value) {
-  const Route route(ctx, pe);
-  if (route.check<Scope::thread>(kOpPutSignal, dst, bytes, sig) && !route.stopped)
+TSN_COLD void put_signal_by_proxy_or_fail(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe,
+                                          uint64_t* sig, uint64_t value) {
+  const PeerAccess access(ctx, pe);
+  if (access.validate<Scope::thread>(kOpPutSignal, dst, bytes, sig) && !access.aborted)
     queue_put_signal(ctx, dst, src, bytes, pe, sig, value, Op);
 }
 
@@ -34,13 +35,13 @@ TSN_DEVICE void release_signal(uint64_t* word, uint64_t value) {
 // the platform's fence at system scope. Where memory is mapped, that fence orders earlier puts too; elsewhere, and in
 // the simulator, `Fence` does.
 template <SignalOp Op, bool Fence = false>
-TSN_DEVICE void send_signal(const Route& route, uint64_t* sig, uint64_t value) {
-  if (TSN_UNLIKELY(route.stopped)) return;
-  if (TSN_UNLIKELY(!route.direct())) return signal_by_proxy(route.ctx, sig, value, route.pe, Op, Fence);
-  uint64_t* peer = route.translate(sig);
-  if constexpr (platform::kDefersRemoteWrites && Fence) platform::defer_fence(route.ctx, route.pe);
+TSN_DEVICE void send_signal(const PeerAccess& access, uint64_t* sig, uint64_t value) {
+  if (TSN_UNLIKELY(access.aborted)) return;
+  if (TSN_UNLIKELY(!access.direct())) return signal_by_proxy(access.ctx, sig, value, access.pe, Op, Fence);
+  uint64_t* peer = access.translate(sig);
+  if constexpr (platform::kDefersRemoteWrites && Fence) platform::defer_fence(access.ctx, access.pe);
   if constexpr (platform::kDefersRemoteWrites)
-    if (platform::defer_signal(route.ctx, sig, peer, value, Op, route.pe)) return;
+    if (platform::defer_signal(access.ctx, sig, peer, value, Op, access.pe)) return;
   if constexpr (Op == SignalOp::set) platform::store<Order::relaxed, MemScope::sys>(peer, value);
   else platform::add_relaxed(peer, value);
 }
@@ -65,17 +66,17 @@ TSN_DEVICE void put_signal_one_warp(Tile& tile, const Context* ctx, void* dst, c
                                     uint64_t* sig, uint64_t value) {
   const bool leader = scope_leader<S>(), single_lane = tile.bytes <= tile.unit;
   if (single_lane && !leader) return;
-  tile.load(src); // first, so that nothing that waits for the route comes before it
-  const Route route(ctx, pe);
-  if (TSN_UNLIKELY(!route.open<Scope::thread>(kOpPutSignal, dst, bytes, sig))) {
-    if (leader) put_signal_elsewhere<Op>(ctx, dst, src, bytes, pe, sig, value);
+  tile.load(src); // first, so that nothing that waits for the access comes before it
+  const PeerAccess access(ctx, pe);
+  if (TSN_UNLIKELY(!access.may_proceed<Scope::thread>(kOpPutSignal, dst, bytes, sig))) {
+    if (leader) put_signal_by_proxy_or_fail<Op>(ctx, dst, src, bytes, pe, sig, value);
     return;
   }
-  char* peer = (char*)route.translate(dst);
+  char* peer = (char*)access.translate(dst);
   if (single_lane && fits_packet<Op>(tile, dst, sig)) return put_packet(peer, tile.middle, value);
   tile.store(peer);
   if (!single_lane) platform::warp_sync();
-  if (leader) release_signal<Op>(route.translate(sig), value);
+  if (leader) release_signal<Op>(access.translate(sig), value);
 }
 
 } // namespace detail
@@ -87,10 +88,10 @@ template <SignalOp Op, bool Fence = false>
 TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe) {
   if constexpr (Fence) enter<Scope::thread>(kOpFence, nullptr, 0, pe);
   enter<Scope::thread>(kOpSignal, nullptr, 0, pe, sig, value, Op);
-  const Route route(ctx, pe);
-  platform::fence<MemScope::sys>(); // the route's loads are under way meanwhile
-  if (TSN_LIKELY(route.check<Scope::thread>(kOpSignal, sig, sizeof(*sig))))
-    detail::send_signal<Op, Fence>(route, sig, value);
+  const PeerAccess access(ctx, pe);
+  platform::fence<MemScope::sys>(); // the loads of `access` are under way meanwhile
+  if (TSN_LIKELY(access.validate<Scope::thread>(kOpSignal, sig, sizeof(*sig))))
+    detail::send_signal<Op, Fence>(access, sig, value);
 }
 
 // The same by all threads of the scope, after everything that any of them did before; the leader sends it.
@@ -117,26 +118,26 @@ TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64
   if (!platform::kDefersRemoteWrites && tile.warp_has_no_work()) return scope_sync<S>();
   if constexpr (kMayPushInBulk<S, E, Stages>) {
     if (TSN_UNLIKELY(goes_in_bulk<E>(tile, dst, src, bytes))) {
-      const uint64_t way =
+      const uint64_t distance =
           push_bulk_by_block<E, Unroll, Stages, StageBytes>(ctx, kOpPutSignal, dst, src, bytes, pe, sig, ring);
       scope_sync<S>();
       if (!leader) return;
-      if (TSN_LIKELY(way != kNotPushed)) detail::release_signal<Op>((uint64_t*)((char*)sig + way), value);
-      else detail::put_signal_elsewhere<Op>(ctx, dst, src, bytes, pe, sig, value);
+      if (TSN_LIKELY(distance != kNotPushed)) detail::release_signal<Op>((uint64_t*)((char*)sig + distance), value);
+      else detail::put_signal_by_proxy_or_fail<Op>(ctx, dst, src, bytes, pe, sig, value);
       return;
     }
   }
   tile.load(src);
-  const Route route(ctx, pe);
-  if (TSN_UNLIKELY(!route.open<S>(kOpPutSignal, dst, bytes, sig))) {
-    if (leader) detail::put_signal_elsewhere<Op>(ctx, dst, src, bytes, pe, sig, value);
+  const PeerAccess access(ctx, pe);
+  if (TSN_UNLIKELY(!access.may_proceed<S>(kOpPutSignal, dst, bytes, sig))) {
+    if (leader) detail::put_signal_by_proxy_or_fail<Op>(ctx, dst, src, bytes, pe, sig, value);
     return scope_sync<S>();
   }
-  char* peer = (char*)route.translate(dst);
-  uint64_t* peer_sig = route.translate(sig);
+  char* peer = (char*)access.translate(dst);
+  uint64_t* peer_sig = access.translate(sig);
   if constexpr (platform::kDefersRemoteWrites) {
     if (scope_deferred<S>([&] {
-          return route.stopped || platform::defer_put_signal(ctx, dst, peer, src, bytes, pe, sig, peer_sig, value, Op);
+          return access.aborted || platform::defer_put_signal(ctx, dst, peer, src, bytes, pe, sig, peer_sig, value, Op);
         }))
       return;
     if (tile.warp_has_no_work()) return scope_sync<S>();

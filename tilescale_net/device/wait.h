@@ -52,7 +52,7 @@ TSN_DEVICE uint64_t wait(const Context* ctx, const uint64_t* sig, int64_t value)
   return scope_broadcast<S>([&] { return detail::wait_one<C>(ctx, sig, value, kOpWait, -1); });
 }
 
-// One look at the word; true orders like wait. True also once the job is aborted, so that a loop around it ends; such a
+// Reads the word once; true orders like wait. True also once the job is aborted, so that a loop around it ends; such a
 // loop has no deadline of its own.
 template <Compare C>
 TSN_DEVICE bool test(const Context* ctx, const uint64_t* sig, int64_t value) {
@@ -63,9 +63,9 @@ TSN_DEVICE bool test(const Context* ctx, const uint64_t* sig, int64_t value) {
   }
   if (const uint32_t boxes = add_boxes(ctx)) apply_deferred_adds(ctx, boxes);
   platform::relax();
-  // Looking at the host's abort word takes longer than the test itself: one call in many does.
+  // Reading the host's abort word takes longer than the test itself: one call in many does.
   const bool sample = platform::ticks() / 32 % 256 == 0;
-  return sample ? look(ctx, 0).patience == Patience::aborted : aborted(ctx);
+  return sample ? check_deadline(ctx, 0).state == Deadline::aborted : aborted(ctx);
 }
 
 } // namespace tsn
