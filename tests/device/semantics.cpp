@@ -35,7 +35,7 @@ struct Job {
   std::vector<std::unique_ptr<Pe>> pes;
 
   explicit Job(int n, uint64_t timeout_ns = 5000000000ull, int unmapped = -1) {
-    const size_t bases = n > int(kNearPes) ? n : kNearPes;
+    const size_t bases = n > int(kInlineBases) ? n : kInlineBases;
     for (int i = 0; i < n; i++) pes.push_back(std::make_unique<Pe>());
     for (int i = 0; i < n; i++) {
       Pe& pe = *pes[i];
@@ -192,7 +192,7 @@ void refused(const char* what, std::function<void(Job&)> call, ErrorKind kind, O
 const void* first(Job& job) { return job[0].word(0); }
 
 void refuses_bad_pes() {
-  for (int pe : {-1, 2, 3, int(kNearPes), int(kNearPes) + 5, INT_MAX, INT_MIN}) {
+  for (int pe : {-1, 2, 3, int(kInlineBases), int(kInlineBases) + 5, INT_MAX, INT_MIN}) {
     auto ctx = [](Job& j) { return j[0].ctx(); };
     refused(
         "put", [&](Job& j) { put_some(ctx(j), j[0].word(0), j[0].word(1), 8, pe); }, kPeOutOfRange, kOpPut, pe, first,

@@ -14,18 +14,18 @@ TSN_DEVICE bool is_pe(const Context* ctx, int pe) { return uint32_t(pe) < uint32
 
 namespace detail {
 
-TSN_COLD uint64_t far_base(const Context* ctx, int pe) {
+TSN_COLD uint64_t base_beyond_inline(const Context* ctx, int pe) {
   return is_pe(ctx, pe) ? platform::load_constant(&ctx->peer_base[pe]) : 0;
 }
 
 } // namespace detail
 
-// The PE's heap as this PE maps it; 0 where it does not, and for what is no PE: the near bases exist for all PEs below
-// kNearPes, so one load tells.
+// The PE's heap as this PE maps it; 0 where it does not, and for what is no PE: the inline bases exist for all PEs
+// below kInlineBases, so one load tells.
 TSN_DEVICE uint64_t peer_base(const Context* ctx, int pe) {
-  const bool near = uint32_t(pe) < kNearPes;
-  const uint64_t base = platform::load_constant(&ctx->peer_base[near ? pe : 0]);
-  return TSN_LIKELY(near) ? base : detail::far_base(ctx, pe);
+  const bool inlined = uint32_t(pe) < kInlineBases;
+  const uint64_t base = platform::load_constant(&ctx->peer_base[inlined ? pe : 0]);
+  return TSN_LIKELY(inlined) ? base : detail::base_beyond_inline(ctx, pe);
 }
 
 TSN_DEVICE bool is_direct(const Context* ctx, int pe) { return peer_base(ctx, pe) != 0; }

@@ -30,7 +30,7 @@ constexpr int kGridBarrierStride = 16; // words, a cache line each
 // As many as the PE field of a descriptor can tell apart, and one value more for "all of them".
 constexpr uint32_t kMaxPes = (1u << 14) - 1;
 // Entries of peer_base that always exist, so that kernels can load one before they know the PE; 0 from n_pes on.
-constexpr uint32_t kNearPes = 128;
+constexpr uint32_t kInlineBases = 128;
 static_assert((kQueueWords + kMaxQueues * kQueueWordsStride) * 8 <= (int)kSystemBytes,
               "the system area holds all queues");
 static_assert((kGridBarrierWords + kGridBarriers * kGridBarrierStride) * 8 <= (int)kSystemBytes,
@@ -115,7 +115,7 @@ struct Context {
   // of its own, because others are read through the read-only cache, whose lines may be old.
   uint64_t aborted;
   uint64_t reserved_line[15];
-  uint64_t peer_base[1]; // [max(n_pes, kNearPes)]: local address of each PE's heap, 0 where the PE is not mapped
+  uint64_t peer_base[1]; // [max(n_pes, kInlineBases)]: local address of each PE's heap, 0 where the PE is not mapped
 };
 // What divides by the number of queues: pe / n_queues = pe * share >> 32, exactly, because pe * n_queues < 2^32. A push
 // waits for its queue before it can do anything, and a division takes longer than all else that it does by then.
