@@ -10,7 +10,7 @@
 #include "tilescale_net/device/add_mailbox.h"
 #include "tilescale_net/device/address.h"
 #include "tilescale_net/device/drain_add_mailbox.h"
-#include "tilescale_net/device/queue.h"
+#include "tilescale_net/device/proxy_ops.h"
 
 #include <fstream>
 #include <functional>

@@ -6,13 +6,6 @@
 
 namespace tsn {
 
-// 16-byte units that one thread keeps in flight: 64 KiB for the block. That covers the latency of the link (about 1 us
-// at 50 GB/s for one block) and leaves registers for the rest of the kernel.
-template <int BlockThreads>
-constexpr int kDefaultUnroll = BlockThreads <= 128    ? 32
-                               : BlockThreads >= 1024 ? 4
-                                                      : 4096 / BlockThreads;
-
 namespace detail {
 
 template <class T>

@@ -5,8 +5,6 @@
 
 namespace tsn {
 
-constexpr int kDefaultStages = 8;
-constexpr int kDefaultStageBytes = 16 * 1024;
 // Bulk copies are fast where their parts begin at multiples of this many bytes, at both ends.
 constexpr uint32_t kSegmentBytes = 128;
 

@@ -3,7 +3,7 @@
 
 #include "address.h"
 #include "copy.h"
-#include "queue.h"
+#include "proxy_ops.h"
 
 namespace tsn {
 

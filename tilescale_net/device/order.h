@@ -2,7 +2,7 @@
 #pragma once
 
 #include "address.h"
-#include "queue.h"
+#include "proxy_ops.h"
 
 namespace tsn {
 

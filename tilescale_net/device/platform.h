@@ -24,6 +24,7 @@
 //   void warp_sync()                        all lanes of the warp; orders memory
 //   uint64_t block_broadcast(f)             f() of thread 0, to all threads of the block; contains one block_sync
 //   uint64_t warp_broadcast(uint64_t v)     v of lane 0, to all lanes of the warp; contains a warp_sync
+//   uint32_t popcount(uint32_t lanes)       how many bits are set
 //   uint32_t active_lanes()                 lanes that run this call together; at least the caller's own bit
 //   uint32_t match_lanes(uint32_t lanes, uint64_t v)       those of `lanes` (all call) whose v equals the caller's
 //   uint64_t shuffle(uint32_t lanes, uint64_t v, int from) v of lane `from`, one of `lanes` (all call)
@@ -62,7 +63,6 @@
 // Time
 //   uint64_t timer_ns()                     a clock in nanoseconds, the same for all threads of the GPU
 //   uint32_t ticks()                        a cheap counter, for sampling
-//   void sleep_ns(uint32_t)                 gives way for about that long
 //   void relax()                            called once per failed poll of every spin
 //
 // Bulk copies: one thread moves blocks of a multiple of 16 bytes between 16-byte aligned global memory and shared

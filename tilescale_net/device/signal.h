@@ -2,8 +2,8 @@
 #pragma once
 
 #include "address.h"
+#include "proxy_ops.h"
 #include "push_bulk.h"
-#include "queue.h"
 
 namespace tsn {
 
