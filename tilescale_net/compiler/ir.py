@@ -5,16 +5,22 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx.stmt_functor import post_order_visit
 
-from tilescale_net.compiler.operators import CONTEXT, OPERATORS, PURE, RING
+from tilescale_net.compiler.operators import CONTEXT, OPERATORS, PURE, RING, Operator
 
 PLACEHOLDERS = {CONTEXT, RING}
-OUR_OPS = {operator.op_name for operator in OPERATORS.values()} | PLACEHOLDERS
+_BY_OP_NAME = {operator.op_name: operator for operator in OPERATORS.values()}
+OUR_OPS = set(_BY_OP_NAME) | PLACEHOLDERS
 OPAQUE_OPS = {operator.op_name for operator in OPERATORS.values() if operator.effect != PURE}
 
 
 def op_name(node) -> str:
     """Name of the operator that `node` calls, or ''."""
     return getattr(node.op, "name", "") if isinstance(node, tirx.Call) else ""
+
+
+def operator_of(node) -> Operator | None:
+    """The row of the operator that `node` calls; None for other nodes, and for placeholders."""
+    return _BY_OP_NAME.get(op_name(node))
 
 
 def our_calls(body) -> list[tirx.Call]:

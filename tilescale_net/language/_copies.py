@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from tilescale_net.compiler.operators import SHARED_BYTES
 from tilescale_net.language._operands import Operand, operand
 from tilescale_net.language._primitive import Misuse, block_threads
 from tilescale_net.language._values import choice, constant, int64, number, pe_index, provably, same
@@ -22,7 +23,6 @@ AUTO_PULL_RING = (6, 16384)
 # Copies below this size gain too little in bulk for the shared memory that they would take from the kernel; of sizes
 # that only the run knows device/copy.h and push_bulk.h decide.
 BULK_FROM = 128 * 1024
-MAX_RING_BYTES = 224 * 1024
 MAX_STAGES = 32
 
 
@@ -81,8 +81,8 @@ def plan(scope: str, engine: str, unroll, ring, pull: bool, nbytes: int | None) 
     stages, stage_bytes = ring
     if not 2 <= stages <= MAX_STAGES or stage_bytes < 128 or stage_bytes % 128:
         raise Misuse(f"ring is {ring}; it takes 2 to {MAX_STAGES} stages, each a positive multiple of 128 bytes")
-    if stages * stage_bytes > MAX_RING_BYTES:
-        raise Misuse(f"ring {ring} takes {stages * stage_bytes} bytes; shared memory leaves room for {MAX_RING_BYTES}")
+    if stages * stage_bytes > SHARED_BYTES:
+        raise Misuse(f"ring {ring} takes {stages * stage_bytes} bytes; shared memory leaves room for {SHARED_BYTES}")
     return engine, unroll, stages, stage_bytes
 
 
