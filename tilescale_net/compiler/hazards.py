@@ -19,11 +19,11 @@ from tilescale_net.compiler.ir import (
     OUR_OPS,
     kernel_name,
     loads_memory,
+    location_suffix,
     op_name,
     opaque_call,
     operator_of,
     our_calls,
-    where,
 )
 from tilescale_net.errors import KernelError
 
@@ -63,7 +63,8 @@ def _check_loop(node: tirx.For) -> None:
             if scope in ("block", "warp"):
                 raise KernelError(
                     f"{op_name(call)} is called at {scope} scope inside T.Parallel, whose iterations run on different "
-                    "threads; use the thread-scope primitive there, or move the call out of the loop" + where(call)
+                    "threads; use the thread-scope primitive there, or move the call out of the loop"
+                    + location_suffix(call)
                 )
     annotations = node.annotations or {}
     pipelined = [key for key in _PIPELINE_ANNOTATIONS if key in annotations]
@@ -72,7 +73,7 @@ def _check_loop(node: tirx.For) -> None:
         if call is not None:
             raise KernelError(
                 f"{op_name(call)} is called inside T.Pipelined, which moves the copies of later iterations before it; "
-                "wait before the loop, or use T.serial around a T.Pipelined without primitives" + where(call)
+                "wait before the loop, or use T.serial around a T.Pipelined without primitives" + location_suffix(call)
             )
 
 
@@ -90,7 +91,7 @@ def _check_tma(func: tirx.PrimFunc) -> None:
         raise KernelError(
             f"kernel {kernel_name(func)} asks for TMA ({found[0]}) and uses {op_name(call)}: waits and signals do not "
             "order TMA accesses, so it could read what a peer has not written yet; use T.copy for data that peers "
-            f"exchange, or move the TMA part to a kernel of its own{where(call)}"
+            f"exchange, or move the TMA part to a kernel of its own{location_suffix(call)}"
         )
 
 
@@ -115,7 +116,7 @@ def _check_tiles(func: tirx.PrimFunc) -> None:
         if reason is not None:
             raise KernelError(
                 f"{op_name(call)} sends the tile {tile.name}, which has {reason}: its elements do not lie in order; T.copy "
-                f"it to another shared tensor first{where(call)}"
+                f"it to another shared tensor first{location_suffix(call)}"
             )
 
 

@@ -63,7 +63,7 @@ def block_threads(func: tirx.PrimFunc) -> int | None:
     return launches[0][0]
 
 
-def where(call: tirx.Call) -> str:
+def location_suffix(call: tirx.Call) -> str:
     """The author's line of a call as the last line of a message, or ''."""
     span = call.span
     return f"\n  at {span.source_name.name}:{span.line}" if span is not None and span.source_name is not None else ""

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from tvm import DataType, tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
-from tilescale_net.compiler import bounds, effects, hazards
-from tilescale_net.compiler.ir import PLACEHOLDERS, kernel_name, op_name, operator_of, our_calls, where
+from tilescale_net.compiler import effects, hazards
+from tilescale_net.compiler.ir import PLACEHOLDERS, kernel_name, location_suffix, op_name, operator_of, our_calls
 from tilescale_net.compiler.lowering import null_pointer
 from tilescale_net.compiler.operators import CONTEXT, RING, SHARED_BYTES, ring_placeholder
+from tilescale_net.compiler.simulator import bounds
 from tilescale_net.errors import KernelError
 
 # The extent of a context parameter is a variable of this name, which is how the parameter is recognised.
@@ -80,7 +81,7 @@ def prepare(func: tirx.PrimFunc, reports_bounds: bool = False) -> Prepared:
         culprit = next(call for call in calls if op_name(call) not in PLACEHOLDERS)
         raise KernelError(
             f"kernel {kernel_name(func)} uses {op_name(culprit)} but has no context; add a parameter such as "
-            f"`ctx: N.Context()`{where(culprit)}"
+            f"`ctx: N.Context()`{location_suffix(culprit)}"
         )
     hazards.check(func)
     body = bounds.settle_guards(effects.rewrite(func), reports_bounds)

@@ -22,7 +22,7 @@ from tilescale_net.language._results import earlier, in_condition, once, remembe
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
-class Misuse(Exception):
+class PrimitiveError(Exception):
     """A primitive was called wrongly; `primitive` turns it into a KernelError with the author's line."""
 
 
@@ -49,7 +49,7 @@ def primitive(function):
     """Decorate a primitive: it must be called inside a kernel body, and what it raises names it and the line.
 
     Raises (from the decorated function):
-        KernelError: any Misuse, wrong arguments in Python's sense, or a call outside `with T.Kernel(...)`.
+        KernelError: any PrimitiveError, wrong arguments in Python's sense, or a call outside `with T.Kernel(...)`.
     """
     signature = inspect.signature(function)
 
@@ -61,10 +61,12 @@ def primitive(function):
             raise _error(function, _by_name(signature, error)) from None
         try:
             if Builder.current() is None or KernelLaunchFrame.Current() is None:
-                raise Misuse("is only meaningful inside a kernel, that is, under `with T.Kernel(...)` of a T.prim_func")
+                raise PrimitiveError(
+                    "is only meaningful inside a kernel, that is, under `with T.Kernel(...)` of a T.prim_func"
+                )
             known = earlier(_author())
             result = function(*args, **kwargs) if known is None else known
-        except Misuse as error:
+        except PrimitiveError as error:
             raise _error(function, error) from None
         if known is not None or not isinstance(result, tirx.Call):
             return result
@@ -102,7 +104,7 @@ def guarded(inside: tirx.PrimExpr | None, call: tirx.Call) -> tirx.PrimExpr | No
     """Make a single access vanish where its index is outside the tensor, as tilelang does for plain accesses.
 
     Loads then give 0. tilelang's own pass leaves calls of operators that it does not know alone. The simulator reports
-    such an index instead, see compiler/bounds.py.
+    such an index instead, see compiler/simulator/bounds.py.
     """
     if inside is None:
         return call
@@ -115,9 +117,9 @@ def guarded(inside: tirx.PrimExpr | None, call: tirx.Call) -> tirx.PrimExpr | No
 
 
 def evaluate(call: tirx.Call) -> None:
-    """Make `call` a statement of its own, here. Raises Misuse in a condition, which nothing can come before."""
+    """Make `call` a statement of its own, here. Raises PrimitiveError in a condition, which nothing can come before."""
     if in_condition():
-        raise Misuse("stands in a condition; call it before, and bind its result to a name")
+        raise PrimitiveError("stands in a condition; call it before, and bind its result to a name")
     builder.evaluate(_with_span(call, make_span(*author_line())))
 
 
