@@ -26,7 +26,7 @@ from tilescale_net.compiler.passes import prepare
 from tilescale_net.compiler.simulator import bounds, lowered_cache, sites
 from tilescale_net.compiler.simulator.kernel import SimulatedKernel
 from tilescale_net.errors import ConfigurationError, KernelError
-from tilescale_net.runtime import settings
+from tilescale_net.runtime import progress, settings
 from tilescale_net.runtime import world as _world
 
 # Pass options that a communicating kernel cannot do without, and why.
@@ -122,21 +122,23 @@ def compile(
     prepared = prepare(func, reports_bounds)
     flags = list(func.attrs["tilelang_compile_flags"]) if "tilelang_compile_flags" in (func.attrs or {}) else []
     flags += [compile_flags] if isinstance(compile_flags, str) else list(compile_flags or ())
-    if chosen == "simulator":
-        numbered, lines = sites.number(prepared.func, sites.lines_of(func))
-        configs = {**bounds.UNGUARDED, **configs}
-        lowered = lowered_cache.get_or_build(kernel_name(func), numbered, SIMULATOR_TARGET, configs, lower)
-        return SimulatedKernel(prepared, lowered, lines)
-    toolchain.find_nvcc()
-    with lowering.enabled(), _quiet(), toolchain.once_per_host(kernel_name(func)):
-        compiled = tilelang.compile(
-            prepared.func.without_attr("tilelang_pass_configs").without_attr("tilelang_compile_flags"),
-            target=Target(chosen),
-            execution_backend="tvm_ffi",
-            pass_configs=configs,
-            compile_flags=toolchain.compile_flags(flags, block_threads(prepared.func)),
-        )
-    return CudaKernel(prepared, compiled, chosen)
+    where = "the simulator" if chosen == "simulator" else chosen["arch"]
+    with progress.step(f"compiling kernel {kernel_name(func)} for {where}; the next time it is there"):
+        if chosen == "simulator":
+            numbered, lines = sites.number(prepared.func, sites.lines_of(func))
+            configs = {**bounds.UNGUARDED, **configs}
+            lowered = lowered_cache.get_or_build(kernel_name(func), numbered, SIMULATOR_TARGET, configs, lower)
+            return SimulatedKernel(prepared, lowered, lines)
+        toolchain.find_nvcc()
+        with lowering.enabled(), _quiet(), toolchain.once_per_host(kernel_name(func)):
+            compiled = tilelang.compile(
+                prepared.func.without_attr("tilelang_pass_configs").without_attr("tilelang_compile_flags"),
+                target=Target(chosen),
+                execution_backend="tvm_ffi",
+                pass_configs=configs,
+                compile_flags=toolchain.compile_flags(flags, block_threads(prepared.func)),
+            )
+        return CudaKernel(prepared, compiled, chosen)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import torch
 import tilescale_net
 from tilescale_net import fabric
 from tilescale_net.errors import ConfigurationError, PeerLost, TileScaleError
-from tilescale_net.runtime import context, device_errors, process_end, settings, topology
+from tilescale_net.runtime import context, device_errors, process_end, progress, settings, topology
 from tilescale_net.runtime.control import Control
 from tilescale_net.runtime.heap import Heap
 from tilescale_net.runtime.watchdog import Watchdog
@@ -368,7 +368,8 @@ def init(heap_bytes: int | str | None = None) -> World:
         raise TileScaleError(
             "this process was forked from a rank and cannot join the job; start processes before init()"
         )
-    _current = World(heap_bytes)
+    with progress.step("meeting the other ranks of the job"):
+        _current = World(heap_bytes)
     process_end.install(lambda: _current, _take, _forget)
     return _current
 
