@@ -114,13 +114,13 @@ inline void adds(const WorldOptions& o) {
   Pe &target = *w.pes[0], &source = *w.pes[1];
   constexpr uint64_t kWord = kSystemBytes + 1024, kOther = kSystemBytes + 2048, kMany = kSystemBytes + 8192;
   for (int i = 0; i < 5; i++) queue_signal(source.context, source.at<uint64_t>(kWord), 1, 0, SignalOp::add);
-  // More than a box holds.
-  for (int i = 0; i < 3 * kAddBoxEntries; i++)
+  // More than a mailbox holds.
+  for (int i = 0; i < 3 * kAddMailboxEntries; i++)
     queue_signal(source.context, source.at<uint64_t>(kMany + 8ull * (uint64_t)(i % 16)), 1, 0, SignalOp::add);
   source.quiet(0);
   for (auto& pe : w.pes) CHECK(pe->proxy->apply_adds(20));
   CHECK(*target.at<uint64_t>(kWord) == 5, "%d", (int)*target.at<uint64_t>(kWord));
-  for (int i = 0; i < 16; i++) CHECK(*target.at<uint64_t>(kMany + 8ull * (uint64_t)i) == 3 * kAddBoxEntries / 16);
+  for (int i = 0; i < 16; i++) CHECK(*target.at<uint64_t>(kMany + 8ull * (uint64_t)i) == 3 * kAddMailboxEntries / 16);
   *target.at<uint64_t>(kWord) = 1000; // somebody else's data
   queue_signal(source.context, source.at<uint64_t>(kOther), 1, 0, SignalOp::add);
   target.wait(kOther, 1);

@@ -60,10 +60,10 @@ def tiles():
 
 
 def _outside():
-    from tilescale_net.compiler.simulated import SimulatedKernel
+    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
 
     errors = []
-    SimulatedKernel._give_up = lambda self, context, error: errors.append(f"{type(error).__name__}: {error}")
+    SimulatedFunction._give_up = lambda self, context, error: errors.append(f"{type(error).__name__}: {error}")
     kernel = tsn.compile(accesses(), target="simulator")
     y, words = tsn.zeros((SIZE,), torch.int32), tsn.zeros((SIZE,), torch.uint64)
     out = torch.zeros(SIZE, dtype=torch.int32)

@@ -62,7 +62,7 @@ class Doctor:
                 yield Finding(f"native part: {use}", MISSING, str(err), remedy)
 
     def host_compiler(self) -> Iterator[Finding]:
-        from tilescale_net.compiler import host_compiler
+        from tilescale_net.compiler.simulator import host_compiler
 
         try:
             yield Finding("C++ compiler", GOOD, " ".join(host_compiler.compiler()))
@@ -160,7 +160,7 @@ class Doctor:
         )
 
     def cache(self) -> Iterator[Finding]:
-        from tilescale_net.compiler import cache
+        from tilescale_net.compiler.simulator import cache
 
         folder = cache.folder()
         try:

@@ -19,10 +19,12 @@ from tilelang import tvm
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from tilescale_net.compiler import bounds, lowered, lowering, sites, toolchain
+from tilescale_net.compiler import lowering, toolchain
 from tilescale_net.compiler.ir import block_threads, kernel_name
-from tilescale_net.compiler.kernel import CudaKernel, Kernel, simulated
+from tilescale_net.compiler.kernel import CudaKernel, Kernel
 from tilescale_net.compiler.passes import prepare
+from tilescale_net.compiler.simulator import bounds, lowered_cache, sites
+from tilescale_net.compiler.simulator.kernel import SimulatedKernel
 from tilescale_net.errors import ConfigurationError, KernelError
 from tilescale_net.runtime import progress, settings
 from tilescale_net.runtime import world as _world
@@ -60,7 +62,7 @@ def _target(target) -> str | dict:
     )
 
 
-def _pass_configs(func: PrimFunc, given: dict | None) -> dict:
+def required_pass_configs(func: PrimFunc, given: dict | None) -> dict:
     """The author's pass options (of the kernel, then of the call) with the required ones; conflicts raise KernelError."""
     configs = dict(func.attrs["tilelang_pass_configs"]) if "tilelang_pass_configs" in (func.attrs or {}) else {}
     configs.update({getattr(key, "value", key): value for key, value in (given or {}).items()})
@@ -115,7 +117,7 @@ def compile(
             f"kernel {kernel_name(func)} returns T.empty tensors; pass every output as an argument instead"
         )
     chosen = _target(target)
-    configs = _pass_configs(func, pass_configs)
+    configs = required_pass_configs(func, pass_configs)
     reports_bounds = chosen == "simulator" and not any(key in configs for key in bounds.UNGUARDED)
     prepared = prepare(func, reports_bounds)
     flags = list(func.attrs["tilelang_compile_flags"]) if "tilelang_compile_flags" in (func.attrs or {}) else []
@@ -125,8 +127,8 @@ def compile(
         if chosen == "simulator":
             numbered, lines = sites.number(prepared.func, sites.lines_of(func))
             configs = {**bounds.UNGUARDED, **configs}
-            kept = lowered.kept(kernel_name(func), numbered, SIMULATOR_TARGET, configs, lower)
-            return simulated(prepared, kept, lines)
+            lowered = lowered_cache.get_or_build(kernel_name(func), numbered, SIMULATOR_TARGET, configs, lower)
+            return SimulatedKernel(prepared, lowered, lines)
         toolchain.find_nvcc()
         with lowering.enabled(), _quiet(), toolchain.once_per_host(kernel_name(func)):
             compiled = tilelang.compile(
@@ -153,7 +155,7 @@ def _quiet():
             logger.setLevel(level)
 
 
-class Factory:
+class KernelFactory:
     """What `@tsn.jit` makes of a function that returns a T.prim_func: call it to get the compiled kernel."""
 
     def __init__(self, function: Callable, options: dict):
@@ -217,6 +219,6 @@ def jit(func=None, *, target=None, pass_configs=None, compile_flags=None, name=N
             return compile(function, **options)
         if not callable(function):
             raise KernelError(f"tilescale_net.jit decorates functions, not {function!r}")
-        return Factory(function, options)
+        return KernelFactory(function, options)
 
     return decorate if func is None else decorate(func)

@@ -21,7 +21,7 @@ from tilescale_net.language._results import in_condition, once
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
-class Misuse(Exception):
+class PrimitiveError(Exception):
     """A primitive was called wrongly; `primitive` turns it into a KernelError with the author's line."""
 
 
@@ -42,7 +42,7 @@ def primitive(function):
     """Decorate a primitive: it must be called inside a kernel body, and what it raises names it and the line.
 
     Raises (from the decorated function):
-        KernelError: any Misuse, wrong arguments in Python's sense, or a call outside `with T.Kernel(...)`.
+        KernelError: any PrimitiveError, wrong arguments in Python's sense, or a call outside `with T.Kernel(...)`.
     """
     signature = inspect.signature(function)
 
@@ -54,9 +54,11 @@ def primitive(function):
             raise _error(function, _by_name(signature, error)) from None
         try:
             if Builder.current() is None or KernelLaunchFrame.Current() is None:
-                raise Misuse("is only meaningful inside a kernel, that is, under `with T.Kernel(...)` of a T.prim_func")
+                raise PrimitiveError(
+                    "is only meaningful inside a kernel, that is, under `with T.Kernel(...)` of a T.prim_func"
+                )
             result = function(*args, **kwargs)
-        except Misuse as error:
+        except PrimitiveError as error:
             raise _error(function, error) from None
         if not isinstance(result, tirx.Call):
             return result
@@ -90,7 +92,7 @@ def guarded(place, call: tirx.Call) -> tirx.PrimExpr | None:
     """Make a single access to `place`, an Operand, vanish where its index is outside, as tilelang does for plain accesses.
 
     Loads then give 0. tilelang's own pass leaves calls of operators that it does not know alone. The simulator reports
-    such an index instead, see compiler/bounds.py.
+    such an index instead, see compiler/simulator/bounds.py.
     """
     if place.inside is None:
         return call
@@ -103,9 +105,9 @@ def guarded(place, call: tirx.Call) -> tirx.PrimExpr | None:
 
 
 def evaluate(call: tirx.Call) -> None:
-    """Make `call` a statement of its own, here. Raises Misuse in a condition, which nothing can come before."""
+    """Make `call` a statement of its own, here. Raises PrimitiveError in a condition, which nothing can come before."""
     if in_condition():
-        raise Misuse("stands in a condition; call it before, and bind its result to a name")
+        raise PrimitiveError("stands in a condition; call it before, and bind its result to a name")
     builder.evaluate(_with_span(call, make_span(*author_line())))
 
 

@@ -8,7 +8,7 @@
 #include "tilescale_net/csrc/proxy/flag_echo.h"
 #include "tilescale_net/csrc/proxy/null_transport.h"
 #include "tilescale_net/csrc/proxy/proxy.h"
-#include "tilescale_net/device/add_box.h"
+#include "tilescale_net/device/add_mailbox.h"
 
 #include <cmath>
 #include <optional>
@@ -152,7 +152,7 @@ void bind(py::module_& m) {
       .def_property_readonly(
           "context_flags",
           [](const Proxy& p) {
-            return adds_are_deferred(p.options()) ? (uint32_t)p.options().threads << kAddBoxShift : 0u;
+            return adds_are_deferred(p.options()) ? (uint32_t)p.options().threads << kAddMailboxShift : 0u;
           },
           "What Context::flags must contain for this proxy.")
       .def(

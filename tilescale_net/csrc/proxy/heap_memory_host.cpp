@@ -1,5 +1,5 @@
 #include "tilescale_net/csrc/proxy/heap_memory.h"
-#include "tilescale_net/device/add_box.h"
+#include "tilescale_net/device/add_mailbox.h"
 
 #include <cstring>
 #include <unordered_map>
@@ -68,10 +68,10 @@ private:
 };
 
 // Adds are left to waiting kernels, as on GPUs.
-class HostMemoryWithBox final : public HostMemory {
+class HostMemoryWithMailbox final : public HostMemory {
 public:
-  HostMemoryWithBox(void* base, int box)
-      : HostMemory(base), box_(word(8ull * (uint64_t)(kAddBoxWords + box * kAddBoxStride))) {}
+  HostMemoryWithMailbox(void* base, int box)
+      : HostMemory(base), box_(word(8ull * (uint64_t)(kAddMailboxWords + box * kAddMailboxStride))) {}
 
   void add(uint64_t offset, uint64_t value) override {
     // Adds commute: when the box is full, those to one word become one.
@@ -85,7 +85,7 @@ public:
       const uint64_t* entry = entry_of(claimed);
       HostMemory::add(entry[0], entry[1]);
     }
-    __atomic_store_n(box_ + kAddBoxClaimed, claimed, __ATOMIC_RELEASE);
+    __atomic_store_n(box_ + kAddMailboxClaimed, claimed, __ATOMIC_RELEASE);
     for (const auto& [offset, value] : waiting_) HostMemory::add(offset, value);
     waiting_.clear();
   }
@@ -98,9 +98,9 @@ public:
   }
 
 private:
-  uint64_t claimed_by_kernels() const { return __atomic_load_n(box_ + kAddBoxClaimed, __ATOMIC_ACQUIRE); }
-  bool full() const { return published_ - claimed_by_kernels() == kAddBoxEntries; }
-  uint64_t* entry_of(uint64_t index) { return box_ + kAddBoxHeader + 2 * (index % kAddBoxEntries); }
+  uint64_t claimed_by_kernels() const { return __atomic_load_n(box_ + kAddMailboxClaimed, __ATOMIC_ACQUIRE); }
+  bool full() const { return published_ - claimed_by_kernels() == kAddMailboxEntries; }
+  uint64_t* entry_of(uint64_t index) { return box_ + kAddMailboxHeader + 2 * (index % kAddMailboxEntries); }
 
   void publish(uint64_t offset, uint64_t value) {
     uint64_t* entry = entry_of(published_++);
@@ -119,8 +119,8 @@ private:
 
 std::unique_ptr<HeapMemory> make_host_memory(void* base) { return std::make_unique<HostMemory>(base); }
 
-std::unique_ptr<HeapMemory> make_host_memory_with_box(void* base, int box) {
-  return std::make_unique<HostMemoryWithBox>(base, box);
+std::unique_ptr<HeapMemory> make_host_memory_with_mailbox(void* base, int box) {
+  return std::make_unique<HostMemoryWithMailbox>(base, box);
 }
 
 } // namespace tsn::proxy

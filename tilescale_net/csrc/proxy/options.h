@@ -35,7 +35,7 @@ struct ProxyOptions {
   TransportOptions transport;    // provider "null": completes at once and sends nothing, see null_transport.h
 };
 
-// Whether adds to signal words are left to waiting kernels, see device/add_box.h. On GPUs there is no other way.
+// Whether adds to signal words are left to waiting kernels, see device/add_mailbox.h. On GPUs there is no other way.
 inline bool adds_are_deferred(const ProxyOptions& options) {
   return options.defers_adds || options.heap.kind == Memory::cuda;
 }

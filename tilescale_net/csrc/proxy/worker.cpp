@@ -263,7 +263,7 @@ void Worker::run() try {
   may_close_ = false;
   memory_ = options_.heap.kind == Memory::cuda
                 ? make_cuda_memory(reinterpret_cast<uint64_t>(options_.heap.base), options_.heap.device, index_)
-            : options_.defers_adds ? make_host_memory_with_box(options_.heap.base, index_)
+            : options_.defers_adds ? make_host_memory_with_mailbox(options_.heap.base, index_)
                                    : make_host_memory(options_.heap.base);
   uint64_t rounds = 0, idle_rounds = 0, stop_at = 0;
   while (!shared_->aborted()) {
