@@ -108,7 +108,18 @@ inline void credit(WorldOptions o) {
   }
 }
 
-// Adds to a word of a GPU heap that no wait has consumed: when the word's memory is given out again, they are history.
+// Data that are quiet have been flushed where the GPU needs it.
+inline void quiet_flushes(World& w) {
+  Pe& source = *w.pes[1];
+  auto flushes = (unsigned (*)())dlsym(dlopen(std::getenv("TSN_LIBCUDA"), RTLD_NOW | RTLD_NOLOAD), "fake_cuda_flushes");
+  const unsigned flushed = flushes();
+  queue_put(source.context, source.at(kSystemBytes), source.at(kSystemBytes), 5000, 0);
+  source.quiet(0);
+  CHECK(flushes() > flushed || std::getenv("FAKE_CUDA_NO_FLUSH"), "quiet before the peer's GPU sees the data");
+}
+
+// Adds to a word, left to kernels, that no wait has consumed: when the word's memory is given out again, they are
+// history.
 inline void adds(const WorldOptions& o) {
   World w(o);
   Pe &target = *w.pes[0], &source = *w.pes[1];
@@ -130,12 +141,7 @@ inline void adds(const WorldOptions& o) {
   source.quiet(0);
   for (int i = 0; i < 2; i++) CHECK(target.proxy->apply_adds(20));
   CHECK(*target.at<uint64_t>(kOther) == 2);
-  // Data that are quiet have been flushed where the GPU needs it.
-  auto flushes = (unsigned (*)())dlsym(dlopen(std::getenv("TSN_LIBCUDA"), RTLD_NOW | RTLD_NOLOAD), "fake_cuda_flushes");
-  const unsigned flushed = flushes();
-  queue_put(source.context, source.at(kSystemBytes), source.at(kSystemBytes), 5000, 0);
-  source.quiet(0);
-  CHECK(flushes() > flushed || std::getenv("FAKE_CUDA_NO_FLUSH"), "quiet before the peer's GPU sees the data");
+  if (o.cuda) quiet_flushes(w);
   w.stop();
   w.check_healthy();
 }

@@ -7,7 +7,7 @@
 //        proxy_test reasons                   whoever is aborted says why to its peers
 //        proxy_test lies [key=value ...]      a peer whose messages and slots are well formed but for one field
 //        proxy_test credit [key=value ...]    a peer that does not poll gets only as much as its queue can hold
-//        proxy_test adds cuda=1 ...           adds left to kernels do not outlive apply_adds()
+//        proxy_test adds [key=value ...]      adds left to kernels do not outlive apply_adds()
 //        proxy_test endings [key=value ...]   rounds=: failed=1: PEs give up with large puts in flight, else finalize
 // keys: see configure(); seeds=a:b runs the traffic once per seed with ",seed=N" added to chaos.
 #include "tests/native/proxy_endings.h"
@@ -43,6 +43,7 @@ WorldOptions configure() {
   p.chunk_bytes = (uint64_t)number("chunk", 4096);
   p.inline_bytes = (uint32_t)number("inline", 128);
   p.force_staging = number("staging", 0) != 0;
+  p.defers_adds = number("defers_adds", 0) != 0;
   p.staging_bytes = (uint64_t)number("staging_bytes", 1 << 20);
   p.window.groups = (uint32_t)number("groups", 4096);
   p.window.marks = (uint32_t)number("marks", 1024);

@@ -65,7 +65,7 @@ public:
     context->n_pes = o.pes;
     context->n_queues = (uint32_t)p.queues;
     context->queue_share = queue_share_of(context->n_queues);
-    context->flags = o.cuda ? (uint32_t)p.threads << kAddMailboxShift : 0;
+    context->flags = adds_are_deferred(proxy->options()) ? (uint32_t)p.threads << kAddMailboxShift : 0;
     context->heap_base = reinterpret_cast<uint64_t>(heap);
     context->heap_bytes = bytes_;
     context->abort_word = reinterpret_cast<uint64_t>(&abort_word);

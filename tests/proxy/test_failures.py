@@ -35,11 +35,13 @@ def test_a_peer_that_does_not_poll():
 
 
 @pytest.mark.parametrize(
-    "shape", [[], ["device_memory=1"], ["queues=2", "threads=2"]], ids=["staged", "rdma", "threads"]
+    "shape",
+    [["cuda=1"], ["cuda=1", "device_memory=1"], ["cuda=1", "queues=2", "threads=2"], ["defers_adds=1", "pes=3"]],
+    ids=["staged", "rdma", "threads", "simulator"],
 )
 def test_adds_do_not_outlive_their_word(shape):
     """What no wait consumed is carried out before the word's memory is given out again."""
-    run(programs.proxy_test(), "adds", "cuda=1", *shape, env={"TSN_LIBCUDA": str(programs.fake_cuda())})
+    run(programs.proxy_test(), "adds", *shape, env={"TSN_LIBCUDA": str(programs.fake_cuda())})
 
 
 @pytest.mark.parametrize("staging", ["staging=0", "staging=1"])

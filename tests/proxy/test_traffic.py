@@ -47,10 +47,11 @@ def test_gpu_heap(rdma, chaos):
     run(programs.proxy_test(), "traffic", "cuda=1", f"device_memory={int(rdma != 'staged')}", *chaos, env=env)
 
 
-def test_gpu_heap_many_adds():
-    """More adds than the boxes hold at a time."""
+@pytest.mark.parametrize("heap", ["cuda=1", "defers_adds=1"])
+def test_many_adds_for_kernels(heap):
+    """More adds than the mailboxes hold at a time."""
     env = {"TSN_LIBCUDA": str(programs.fake_cuda())}
-    run(programs.proxy_test(), "traffic", "cuda=1", "only=add", "rounds=300", "threads=2", "queues=2", "pes=3", env=env)
+    run(programs.proxy_test(), "traffic", heap, "only=add", "rounds=300", "threads=2", "queues=2", "pes=3", env=env)
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])

@@ -48,10 +48,10 @@ public:
 
 std::unique_ptr<HeapMemory> make_host_memory(void* base);
 // The same, but for adds: like those of make_cuda_memory() they are left to waiting kernels.
-std::unique_ptr<HeapMemory> make_host_memory_with_mailbox(void* base, int box);
+std::unique_ptr<HeapMemory> make_host_memory_with_mailbox(void* base, int mailbox);
 
-// For the thread that calls it: makes the device's primary context current. `box` is the add mailbox
-// (device/add_mailbox.h) that this object alone fills. Throws CudaError.
-std::unique_ptr<HeapMemory> make_cuda_memory(uint64_t base, int device, int box);
+// For the thread that calls it: makes the device's primary context current. `mailbox` is the number of
+// the add mailbox (device/add_mailbox.h) that this object alone fills. Throws CudaError.
+std::unique_ptr<HeapMemory> make_cuda_memory(uint64_t base, int device, int mailbox);
 
 } // namespace tsn::proxy

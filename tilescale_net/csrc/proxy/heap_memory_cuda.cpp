@@ -4,12 +4,11 @@
 // at progress costs no call of the driver.
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/cuda/pinned_block.h"
+#include "tilescale_net/csrc/proxy/add_mailbox.h"
 #include "tilescale_net/csrc/proxy/heap_memory.h"
 #include "tilescale_net/csrc/proxy/stats.h"
-#include "tilescale_net/device/add_mailbox.h"
 
 #include <cstring>
-#include <unordered_map>
 
 namespace tsn::proxy {
 namespace {
@@ -59,10 +58,10 @@ private:
 
 class CudaMemory final : public HeapMemory {
 public:
-  CudaMemory(uint64_t base, int device, int box)
+  CudaMemory(uint64_t base, int device, int mailbox)
       : context_(device), d_(cuda::driver()), base_(base), pinned_(kPinnedBytes, true),
         in_(word<uint32_t>(0), pinned_.device()), out_(word<uint32_t>(128), pinned_.device() + 128),
-        box_(base + 8ull * (uint64_t)(kAddMailboxWords + box * kAddMailboxStride)) {
+        mailbox_(base + add_mailbox_offset(mailbox)), adds_(word<uint64_t>(kEntriesAt)) {
     flush_rdma_ = cuda::rdma_visibility(device) == cuda::RdmaVisibility::by_flush;
   }
 
@@ -105,9 +104,7 @@ public:
 
   void add(uint64_t offset, uint64_t value) override {
     settle_rdma();
-    // Adds commute: when the box is full, those to one word become one.
-    if (!waiting_.empty() || published_ - claimed_ == kAddMailboxEntries) waiting_[offset] += value;
-    else publish(offset, value);
+    adds_.add(offset, value, [&](const uint64_t* entry, uint64_t index) { publish(entry, index); });
   }
   uint64_t in_position() const override { return in_.position(); }
   uint64_t in_completed() const override { return in_.completed(); }
@@ -121,23 +118,17 @@ public:
 
   void apply_adds() override {
     in_.drain(); // what the adds announce comes first
-    claimed_ = read(box_ + 8 * kAddMailboxClaimed);
+    const AddMailbox::Sums sums = adds_.take(read(mailbox_ + 8 * kAddMailboxClaimed));
     asked_ = 0;
-    std::unordered_map<uint64_t, uint64_t> sums = std::move(waiting_);
-    waiting_.clear();
-    for (uint64_t i = claimed_; i != published_; i++) {
-      const uint64_t* entry = word<uint64_t>(kEntriesAt) + 2 * (i % kAddMailboxEntries);
-      sums[entry[0]] += entry[1];
-    }
     for (const auto& [offset, sum] : sums)
       check(d_.cuStreamWriteValue64(in_.next(), base_ + offset, read(base_ + offset) + sum, 0), "cuStreamWriteValue64");
-    claimed_ = published_;
-    check(d_.cuStreamWriteValue64(in_.next(), box_ + 8 * kAddMailboxClaimed, claimed_, 0), "cuStreamWriteValue64");
+    check(d_.cuStreamWriteValue64(in_.next(), mailbox_ + 8 * kAddMailboxClaimed, adds_.published(), 0),
+          "cuStreamWriteValue64");
     in_.drain();
   }
 
   void poll() override {
-    if (published_ - claimed_ > kAddMailboxEntries / 2) make_room();
+    if (adds_.crowded()) make_room();
     in_.mark();
     out_.mark();
   }
@@ -160,33 +151,27 @@ private:
     return __atomic_load_n(word<uint64_t>(kClaimedAt), __ATOMIC_RELAXED);
   }
 
-  void publish(uint64_t offset, uint64_t value) {
-    const uint64_t index = published_++ % kAddMailboxEntries;
-    uint64_t* entry = word<uint64_t>(kEntriesAt) + 2 * index;
-    entry[0] = offset;
-    entry[1] = value;
-    check(d_.cuMemcpyHtoDAsync(box_ + 8 * (kAddMailboxHeader + 2 * index), entry, 16, in_.next()), "cuMemcpyHtoDAsync");
-    check(d_.cuStreamWriteValue64(in_.next(), box_, published_, 0), "cuStreamWriteValue64");
+  void publish(const uint64_t* entry, uint64_t index) {
+    const uint64_t to = mailbox_ + 8 * (kAddMailboxHeader + 2 * (index % kAddMailboxEntries));
+    check(d_.cuMemcpyHtoDAsync(to, entry, 16, in_.next()), "cuMemcpyHtoDAsync");
+    check(d_.cuStreamWriteValue64(in_.next(), mailbox_, adds_.published(), 0), "cuStreamWriteValue64");
   }
 
-  // The box fills up: asks the device, in the background, how far it has come, and publishes what fits. When nobody
+  // The mailbox fills up: asks the device, in the background, how far it has come, and publishes what fits. When nobody
   // waits on the device, nothing moves, so the question is not repeated at once.
   void make_room() {
     if (asked_ == 0) {
       const uint64_t now = now_ns();
       if (now < next_ask_) return;
       next_ask_ = now + 20000;
-      check(d_.cuMemcpyDtoHAsync(word<char>(kClaimedAt), box_ + 8 * kAddMailboxClaimed, 8, out_.next()),
+      check(d_.cuMemcpyDtoHAsync(word<char>(kClaimedAt), mailbox_ + 8 * kAddMailboxClaimed, 8, out_.next()),
             "cuMemcpyDtoHAsync");
       asked_ = out_.position();
     }
     if (out_.completed() < asked_) return;
     asked_ = 0;
-    claimed_ = __atomic_load_n(word<uint64_t>(kClaimedAt), __ATOMIC_RELAXED);
-    while (!waiting_.empty() && published_ - claimed_ < kAddMailboxEntries) {
-      publish(waiting_.begin()->first, waiting_.begin()->second);
-      waiting_.erase(waiting_.begin());
-    }
+    adds_.set_claimed(__atomic_load_n(word<uint64_t>(kClaimedAt), __ATOMIC_RELAXED),
+                      [&](const uint64_t* entry, uint64_t index) { publish(entry, index); });
   }
 
   cuda::PrimaryContext context_;
@@ -194,17 +179,17 @@ private:
   uint64_t base_;
   cuda::PinnedBlock pinned_;
   Lane in_, out_;
-  uint64_t box_;
+  uint64_t mailbox_;
+  AddMailbox adds_;
   bool flush_rdma_ = false;
   uint64_t writes_ = 0, write_position_[kWriteSlots] = {};
-  uint64_t published_ = 0, claimed_ = 0, asked_ = 0, next_ask_ = 0;
-  std::unordered_map<uint64_t, uint64_t> waiting_;
+  uint64_t asked_ = 0, next_ask_ = 0;
 };
 
 } // namespace
 
-std::unique_ptr<HeapMemory> make_cuda_memory(uint64_t base, int device, int box) {
-  return std::make_unique<CudaMemory>(base, device, box);
+std::unique_ptr<HeapMemory> make_cuda_memory(uint64_t base, int device, int mailbox) {
+  return std::make_unique<CudaMemory>(base, device, mailbox);
 }
 
 } // namespace tsn::proxy
