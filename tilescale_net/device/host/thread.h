@@ -42,6 +42,7 @@ inline const Api& api() {
         return bytes <= sizeof(block_shared) ? block_shared : (abort(), nullptr);
       },
       [](const char*, int64_t, uint64_t, uint64_t) { abort(); },
+      [](const char*, int, int64_t, int64_t) { abort(); },
       [](const char* message) {
         fprintf(stderr, "%s\n", message);
         abort();
