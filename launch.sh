@@ -21,6 +21,7 @@ case "${1:-}" in
   "") echo "$usage" >&2; exit 2 ;;
 esac
 say() { echo "launch.sh: $*" >&2; }
+case "$root" in *:*) say "$root has ':' in its name, which neither PYTHONPATH nor a virtual environment can hold; rename the folder"; exit 2 ;; esac
 
 # Test needs more than running does.
 extras=()

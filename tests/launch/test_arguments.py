@@ -1,9 +1,11 @@
 """What launch.sh refuses, with exit code 2 and a message that names the value."""
 
+import subprocess
+
 import pytest
 
-from tests.launch.conftest import launch
-from tilescale_net.launch import environment
+from tests.launch.conftest import ROOT, launch
+from tilescale_net.launch import environment, run
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,18 @@ def test_bad_script():
     assert launch().returncode == 2
     assert "usage" in launch().stderr
     assert launch("--help").returncode == 0
+
+
+def test_a_checkout_that_python_cannot_be_told_of(script, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "a:b"
+    path.symlink_to(ROOT)
+    for what in (script(""), "pytest", "--setup-only"):
+        done = subprocess.run(["bash", str(path / "launch.sh"), what], capture_output=True, text=True, timeout=30)
+        assert done.returncode == 2 and "has ':' in its name" in done.stderr and not script.pids()
+    monkeypatch.setattr(run, "PACKAGE", path / "tilescale_net")
+    with pytest.raises(SystemExit) as ended:
+        run.start([script("")])
+    assert ended.value.code == 2 and "has ':' in its name" in capsys.readouterr().err
 
 
 def test_bad_interpreter(script):

@@ -192,9 +192,9 @@ def test_termination_is_passed_on(script):
     assert not alive(script.pids())
 
 
-def test_ranks_end_with_a_killed_launcher(script):
-    process = start(script("time.sleep(1000)"), GPUS="2")
-    assert wait_until(lambda: len(script.pids()) == 2)
+def test_ranks_and_their_compilers_end_with_a_killed_launcher(script):
+    process = start(script(STUBBORN + "time.sleep(1000)"), GPUS="2")
+    assert wait_until(lambda: len(script.pids()) == 4)
     process.kill()
     process.communicate(timeout=20)
     assert wait_until(lambda: not alive(script.pids()), 5)

@@ -121,11 +121,32 @@ def test_the_death_of_a_peer_explains_a_timeout():
     assert kind == "PeerLost" and "rank 1 (process ended without a word)" in text, text
 
 
+def _fails_and_lives_on():
+    """Rank 1 meets an error and its program does not end; the others wait for it. Seconds until they know."""
+    tsn.init("4M")
+    tsn.barrier()
+    begin = time.monotonic()
+    if tsn.rank() == 1:
+        with contextlib.suppress(tsn.WaitTimeout):
+            tsn.world().fail(tsn.WaitTimeout("rank 1: mine"))
+        time.sleep(300)
+    for call in (tsn.barrier, tsn.finalize):
+        with pytest.raises(tsn.PeerLost, match="rank 1 failed: rank 1: mine"):
+            call()
+    return time.monotonic() - begin
+
+
+def test_a_rank_that_fails_and_lives_on_holds_nobody():
+    outcomes = ranks.launch(3, _fails_and_lives_on, init=False, timeout=60, on_start=_end_with_the_others(1))
+    for o in (outcomes[0], outcomes[2]):
+        assert o.ok and o.value < 20, o  # TSN_TIMEOUT is 100 s
+
+
 # -- ends of the program itself ---------------------------------------------------------------------------------------
 
 # Each job's ranks are forks of one program that has imported torch; what they run ends as a program does.
 DRIVER = """
-import json, os, sys, traceback
+import json, os, sys, time, traceback
 import torch, tilescale_net
 jobs, folder = json.loads(sys.argv[1]), sys.argv[2]
 for job, (port, text) in enumerate(jobs):
@@ -208,6 +229,13 @@ ENDS = [
         "rank 1 called tilescale_net.finalize() while it handled KeyError: 'x'",
     ),
     (FINALIZE.format(others="while True: time.sleep(0.01); tsn.synchronize()"), 1, 1, "rank 1 failed: KeyError: 'x'"),
+    # The others' collective call is given up, and its thread is still waiting when they end.
+    (
+        "if rank == 1:\n  try: tsn.world().fail(tsn.WaitTimeout('mine'))\n  except tsn.WaitTimeout: time.sleep(3)",
+        1,
+        1,
+        "rank 1 failed: mine",
+    ),
     ("try: sys.exit(0)\nfinally: tsn.finalize(); print('in order', file=sys.stderr)", 0, 0, "in order"),
     (CHILDREN, 0, 0, "forked from a rank"),
 ]

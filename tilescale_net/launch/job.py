@@ -16,6 +16,7 @@ import time
 
 from tilescale_net.launch import messages
 from tilescale_net.launch.environment import hand_over_store
+from tilescale_net.launch.orphans import OrphanKiller
 from tilescale_net.launch.output import Output
 from tilescale_net.runtime import settings
 
@@ -132,6 +133,7 @@ class Job:
     """
 
     def __init__(self, command: list[str], count: int, shared: dict[str, str]):
+        self._orphans = OrphanKiller()
         self._selector = selectors.DefaultSelector()
         self._interrupted: int | None = None
         self._catch_signals()
@@ -142,11 +144,18 @@ class Job:
         for local in range(count):
             rank = Rank(command, first + local, local, shared)
             self.running.append(rank)
+            self._orphans.add(rank.process.pid)
             self._selector.register(rank.pidfd, selectors.EVENT_READ, (self._on_end, rank))
             self._selector.register(rank.output.fd, selectors.EVENT_READ, (self._on_output, rank))
 
     def run(self) -> int:
         """Wait for the job to end and return its exit code: 0, that of the rank that failed first, or 128 + signal."""
+        try:
+            return self._run()
+        finally:
+            self._orphans.close()
+
+    def _run(self) -> int:
         while self.running and not self.failed and not self._interrupted:
             self._poll(None)
         if self._interrupted:
@@ -184,6 +193,7 @@ class Job:
         if rank.output.fd in self._selector.get_map():
             self._selector.unregister(rank.output.fd)
         rank.reap()
+        self._orphans.remove(rank.process.pid)
         self.running.remove(rank)
         self.ended.append(rank)
         if rank.code != 0:

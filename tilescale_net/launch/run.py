@@ -32,6 +32,10 @@ def start(arguments: list[str]) -> int:
         if not os.path.isfile(script):
             messages.refuse(f"there is no script {script!r} in {os.getcwd()}")
     if folder := import_folder(script):
+        if os.pathsep in str(folder):
+            messages.refuse(
+                f"{PACKAGE.parent} has {os.pathsep!r} in its name, which PYTHONPATH cannot hold; rename the folder"
+            )
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     try:
         settings.check()

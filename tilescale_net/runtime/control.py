@@ -6,6 +6,7 @@ before anything is done, so that a difference becomes an error on every rank ins
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import hashlib
 import json
@@ -22,6 +23,12 @@ _RECORD = 512  # bytes of what one rank says of a call: a digest of the whole te
 _DIGEST = 32
 _LARGEST = 64 << 20  # bytes of a value that `gather` takes from a rank
 _REASON = 2.0  # seconds that the watchdog may take longer than gloo to learn why a connection closed
+_LOOK = datetime.timedelta(seconds=0.25)  # between looks, while gloo waits, at whether the call can still finish
+
+# Calls that were given up while gloo's thread goes on with them. Kept until the process ends: freeing the group would wait
+# for the thread, and a thread that frees tensors while the interpreter shuts down aborts the process.
+_given_up: list = []
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_given_up))
 
 
 class Control:
@@ -95,7 +102,7 @@ class Control:
 
         Raises:
             PeerLost: as `agree`.
-            RankMismatch: a rank sent something else.
+            RankMismatch: a rank sent something else, or a value that is not made like that of this rank.
         """
         payload = encoding.encode(value)
         with self._one_call:
@@ -110,6 +117,7 @@ class Control:
         for other, record, size in zip(self.members, records, sizes):
             try:
                 values.append(encoding.decode(record[:size]))
+                check_alike(value, values[-1])
             except ValueError as err:
                 raise RankMismatch(f"rank {self.rank}: rank {other} sent nonsense for {what}: {err}") from None
         return values
@@ -126,10 +134,30 @@ class Control:
             sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
             everyone = [torch.empty(len(mine), dtype=torch.uint8, device="cpu") for _ in self.members]
             try:
-                dist.all_gather(everyone, sent, group=self._group)
+                work = dist.all_gather(everyone, sent, group=self._group, async_op=True)
+                if not self._finished(work):
+                    _given_up.append((self._group, work, sent, everyone))
+                    raise PeerLost(self._explain(call, TimeoutError(), time.monotonic() - begin))
             except (RuntimeError, ValueError) as err:
                 raise PeerLost(self._explain(call, err, time.monotonic() - begin)) from err
         return [bytes(t.numpy()) for t in everyone]
+
+    def _finished(self, work) -> bool:
+        """Wait for a call of gloo; False when a rank was lost or has failed, so that the call may never finish.
+
+        Raises:
+            RuntimeError: what gloo raises.
+        """
+        while True:
+            try:
+                work.wait(_LOOK)
+                return True
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()
+                    return True
+                if self.reason_of and self.reason_of():
+                    return False
 
     # -- ranks that are left out ------------------------------------------------------------------------------------
 
@@ -238,7 +266,10 @@ class Control:
 
     def close(self) -> None:
         """Leave the package's own group. The default group stays: others may use it, and another init needs it."""
+        stuck = [call[0] for call in _given_up]
         for group in (self._group, *self._outer):
+            if group in stuck:
+                continue
             try:
                 job_store.within(self.timeout, lambda group=group: dist.destroy_process_group(group))
             except (RuntimeError, ValueError, AssertionError, TimeoutError):
@@ -246,12 +277,25 @@ class Control:
         self.store.close()
 
 
+def check_alike(mine: object, theirs: object) -> None:
+    """Raise ValueError unless a value of another rank has the types of this rank's own, and numbers of 64 bits."""
+    if isinstance(mine, list | tuple):
+        if not isinstance(theirs, list) or len(theirs) != len(mine):
+            raise ValueError(f"{str(theirs)[:100]} in the place of {len(mine)} values")
+        for a, b in zip(mine, theirs):
+            check_alike(a, b)
+    elif type(mine) is not type(theirs):
+        raise ValueError(f"a {type(theirs).__name__} in the place of a {type(mine).__name__}")
+    elif isinstance(theirs, int) and not -(1 << 63) <= theirs < 1 << 64:
+        raise ValueError("a number of more than 64 bits")
+
+
 def last_call(said: str | None) -> tuple[int, str]:
     """Number and name of the last collective call that a rank has told of."""
     try:
         calls, call = json.loads(said or '[0, "nothing yet"]')
         return int(calls), str(call)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return 0, "nothing that can be read"
 
 
@@ -262,6 +306,6 @@ def announced(said: str | None, rank: int) -> str | None:
     try:
         who, why = json.loads(said)
         who, why = int(who), str(why)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return "a rank failed, and what it said cannot be read"
     return None if who == rank else f"rank {who} {why}"

@@ -126,5 +126,5 @@ class Heartbeats:
 def _stopped_in(value: str) -> list[int]:
     try:
         return [int(r) for r in json.loads(value)[2]]
-    except (ValueError, TypeError, IndexError, KeyError):
+    except (ValueError, TypeError, IndexError, KeyError, OverflowError):
         return []

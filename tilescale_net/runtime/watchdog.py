@@ -62,7 +62,7 @@ class Watchdog:
             try:
                 self._fds[rank] = os.pidfd_open(pid)
                 self._pids[rank] = pid
-            except OSError:
+            except (OSError, OverflowError):
                 pass  # gone already, or another pid namespace: its word in the store or its heartbeats will tell
         self._beats = Heartbeats(control.rank, hosts, heartbeat_timeout, self._stopped_here)
         self._stop = threading.Event()

@@ -143,8 +143,8 @@ def run_round(op, everyone: list[Inputs], pace: random.Random, what: str, active
     return received
 
 
-def check_compiled_ahead(op) -> None:
-    """What the calls so far have used, `warm_up` compiles in the constructor: nobody waits in a call for a compiler."""
+def check_compiled_ahead(op) -> set:
+    """What the calls so far have used, which `warm_up` compiles in the constructor: nobody waits in a call for a compiler."""
     mode, ahead = op._mode, set()
     used = set(mode._kernels)
     mode._kernel = lambda key, make: ahead.add(key)
@@ -152,7 +152,8 @@ def check_compiled_ahead(op) -> None:
         mode.compile(True)
     finally:
         del mode._kernel
-    assert used and used <= ahead, used - ahead
+    assert used <= ahead, used - ahead
+    return used
 
 
 def _places(received, c, counts: list[int]) -> list[torch.Tensor]:

@@ -85,8 +85,7 @@ def _outputs() -> None:
         received = odd.dispatch(x, idx, weights)
     odd.set_active([True, True])
     assert torch.equal(odd.combine(received.x, received.handle), 3 * x)
-    check_compiled_ahead(op)
-    check_compiled_ahead(odd)
+    assert check_compiled_ahead(op) and check_compiled_ahead(odd)
     first.fill_(0)
     op.active.fill_(1)
 
