@@ -84,6 +84,23 @@ def test_traffic(fake, text):
     assert a.load(0, 40 * 700) == b.load(0, 40 * 700)
 
 
+def test_immediates_take_receives(fake):
+    """Where the device could do without, which would let one side overrun the other's completion queue."""
+    a, b = pair(fake("unsolicited=1,rx=16,tx=8"))
+    b.poll()  # its receives
+    a.twin = None  # b is away
+    taken, refused = 0, 0
+    while refused < 200:
+        if a.transport.write(1, a.region, a.remote, 8, 0, remote_offset=0, imm=taken, cookie=taken):
+            taken += 1
+        else:
+            refused += 1
+            a.poll()
+        assert taken <= 16 + 8
+    assert taken > 8
+    until(lambda: len(b.of("immediate")) == taken == len(a.of("done")), a, b)
+
+
 def test_limits_of_messages_and_transfers_differ(fake):
     a, _ = pair(fake("name=efa-direct"), message_buffers=0)
     p = a.properties()

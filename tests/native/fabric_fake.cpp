@@ -4,7 +4,9 @@
 // doorbells; whatever breaks a rule is put down in fake_violations().
 //
 // FAKE_FABRIC configures it: "nics=4,name=efa-direct,tx=16,rx=64,rx_cq_data=1,mr_endpoint=1,emulated=0,cuda_calls=0,
-// dmabuf=1,seed=1". NIC n sits at PCI device 0000:00:0n.0; cuda_calls=1: cannot do without the CUDA API.
+// dmabuf=1,unsolicited=0,abort=0,seed=1". NIC n sits at PCI device 0000:00:0n.0; cuda_calls=1: cannot do without the
+// CUDA API; unsolicited=1: immediates take no receives unless that is switched off, 2: it cannot be; abort=1: ends the
+// process at the first violation.
 #include "fabric_fake.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -107,6 +109,7 @@ int register_attr(fid* f, const fi_mr_attr* attr, uint64_t flags, fid_mr** out) 
 }
 
 ssize_t cq_read(fid_cq* c, void* out, size_t count) {
+  std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
   auto* cq = static_cast<Cq*>(c);
   progress(cq);
   if (!cq->errors.empty()) return -FI_EAVAIL;
@@ -172,10 +175,16 @@ void fill_tables() {
     if (ep_of(e)->receives.size() >= (size_t)option("rx", 64)) return -FI_EAGAIN;
     check_local(p, n, d, "a receive's memory");
     if (!context) violate("no memory behind a receive");
+    std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
     ep_of(e)->receives.push_back({p, context, n});
     return 0;
   };
-  ep_ops.setopt = [](fid_t, int, int name, const void* value, size_t) -> int {
+  ep_ops.setopt = [](fid_t f, int, int name, const void* value, size_t) -> int {
+    constexpr int kUnsolicitedWriteReceives = -(0xefa << 16) + 8; // FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV
+    if (name == kUnsolicitedWriteReceives && option("unsolicited", 0) == 1) {
+      static_cast<Endpoint*>(reinterpret_cast<fid_ep*>(f))->unsolicited = *static_cast<const bool*>(value);
+      return 0;
+    }
     (void)name, (void)value;
 #if FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION) >= FI_VERSION(1, 18)
     if (name == FI_OPT_CUDA_API_PERMITTED && !*static_cast<const bool*>(value)) {

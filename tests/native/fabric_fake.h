@@ -13,9 +13,11 @@
 #endif
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <mutex>
 #include <random>
 #include <set>
 #include <string>
@@ -24,14 +26,19 @@
 namespace {
 
 std::string violations;
-std::set<std::string> notes; // "dmabuf", "peermem", "cuda_forbidden"
-
-void violate(const std::string& what) { violations += what + "\n"; }
+std::set<std::string> notes;        // "dmabuf", "peermem", "cuda_forbidden"
+std::recursive_mutex one_at_a_time; // endpoints of several threads share one wire
 
 long option(const char* name, long otherwise) {
   const std::string text = std::string(",") + (getenv("FAKE_FABRIC") ? getenv("FAKE_FABRIC") : "");
   const size_t at = text.find(std::string(",") + name + "=");
   return at == std::string::npos ? otherwise : strtol(text.c_str() + at + strlen(name) + 2, nullptr, 0);
+}
+void violate(const std::string& what) {
+  violations += what + "\n";
+  if (!option("abort", 0)) return;
+  fprintf(stderr, "fake device: %s\n", what.c_str());
+  abort();
 }
 bool direct() {
   return std::string(getenv("FAKE_FABRIC") ? getenv("FAKE_FABRIC") : "").find("name=efa-direct") != std::string::npos;
@@ -79,6 +86,8 @@ struct Endpoint : fid_ep {
   std::deque<Receive> receives;
   size_t outstanding = 0, tx;
   uint64_t unrung_polls = 0;
+  bool unsolicited =
+      option("unsolicited", 0); // immediates of writes take no receive, and nothing holds their sender back
 };
 
 std::vector<Endpoint*> endpoints;
@@ -128,7 +137,7 @@ bool deliver(Packet& p) {
     violate("traffic from an address that the target has not inserted");
     return true;
   }
-  const bool consumes = p.kind >= Packet::message || (p.has_data && option("rx_cq_data", 1));
+  const bool consumes = p.kind >= Packet::message || (p.has_data && option("rx_cq_data", 1) && !p.to->unsolicited);
   if (consumes && p.to->receives.empty()) return false;
   if (p.kind <= Packet::read) {
     Mr* target = nullptr;
@@ -166,7 +175,7 @@ bool deliver(Packet& p) {
   return true;
 }
 
-// Some of what is under way to the endpoints of a queue arrives, in random order.
+// Some of what is under way arrives, in random order: whoever polls, since a NIC needs no processor.
 void progress(Cq* cq) {
   for (Endpoint* e : cq->endpoints) {
     const bool held = std::any_of(wire.begin(), wire.end(), [&](Packet& p) { return p.from == e && !p.rung; });
@@ -176,12 +185,13 @@ void progress(Cq* cq) {
   for (int tries = 0; tries < 4 && !wire.empty(); tries++) {
     const size_t at = random_bits()() % wire.size();
     Packet& p = wire[at];
-    if (!p.rung || std::find(cq->endpoints.begin(), cq->endpoints.end(), p.to) == cq->endpoints.end()) continue;
+    if (!p.rung) continue;
     if (deliver(p)) wire.erase(wire.begin() + at);
   }
 }
 
 ssize_t post(Endpoint* e, Packet p, fi_addr_t to, void* desc, bool more) {
+  std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
   if (!e->enabled) violate("an operation on an endpoint that is not enabled");
   const size_t limit = p.kind >= Packet::message && direct() ? 8192 : 1 << 30;
   if (p.bytes > limit) return -FI_EMSGSIZE;

@@ -85,8 +85,10 @@ void records(const uint8_t* data, size_t size) {
 }
 
 void slot(const uint8_t* data, size_t size) {
-  std::unique_ptr<char[]> memory(new char[kSlot]());
-  std::memcpy(memory.get(), data, std::min<size_t>(size, kSlot));
+  static const std::unique_ptr<char[]> memory(new char[kSlot]);
+  size = std::min<size_t>(size, kSlot);
+  std::memcpy(memory.get(), data, size);
+  std::memset(memory.get() + size, 0, kSlot - size);
   SlotReader pieces(memory.get(), kSlot, bounds);
   PieceHeader piece;
   const char* from;

@@ -33,7 +33,10 @@ def say(text: str) -> None:
 
 def compiler() -> list[str]:
     """Command of the C++ compiler: $CXX, which may carry arguments ("ccache g++"), g++, clang++ or c++; [] for none."""
-    named = shlex.split(os.environ.get("CXX", ""))
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # an open quotation
+        return []
     for command in [named] if named else [["g++"], ["clang++"], ["c++"]]:
         if shutil.which(command[0]):
             return command

@@ -77,12 +77,17 @@ def launchers_store() -> tuple[int, str] | None:
     port, _, rest = settings.STORE.get().partition("/")
     job, _, master = rest.partition("/")
     mine = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    return (int(port), job) if port.isdigit() and job and master == mine else None
+    return (int(port), job) if _is_number(port, 65535) and job and master == mine else None
+
+
+def _is_number(text: str, most: int = 999_999_999) -> bool:
+    """Whether `text` is a number as launchers write them: decimal digits alone, and not above `most`."""
+    return text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= most
 
 
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
-    if not text.isdigit():
+    if not _is_number(text):
         raise ConfigurationError(f"{name}={text!r} is not a number")
     return int(text)
 
@@ -97,8 +102,8 @@ def _place(rank_name: str, size_name: str, local_name: str | None, timeout: floa
     if rank >= size:
         raise ConfigurationError(f"{rank_name}={rank} is not below {size_name}={size}")
     if not names:
-        if not str(port).isdigit():
-            raise ConfigurationError(f"MASTER_PORT={port!r} is not a number")
+        if not _is_number(str(port), 65535):
+            raise ConfigurationError(f"MASTER_PORT={port!r} is not a number up to 65535")
         if (store := launchers_store()) is not None:
             listener = _number("TSN_STORE_FD", 0) if rank == 0 and env.get("TSN_STORE_FD") else -1
             return Place(rank, size, "127.0.0.1", store[0], listener)

@@ -6,6 +6,7 @@ import difflib
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -13,6 +14,7 @@ from typing import Generic, TypeVar
 from tilescale_net.errors import ConfigurationError
 
 T = TypeVar("T")
+_CPUS = 1 << 16  # more than any machine has
 _SUFFIX = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -37,6 +39,8 @@ class Setting(Generic[T]):
     def get(self) -> T:
         """The value in force. Raises ConfigurationError when the variable's text is none of its values."""
         text = os.environ.get(self.name, "").strip()
+        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+            raise ConfigurationError(f"{self.name}={text!r} is not text in UTF-8")
         return self.parse(text, self.name) if text else self.default
 
 
@@ -45,12 +49,23 @@ def parse_bytes(text: str, name: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
     if not match:
         raise ConfigurationError(f"{name}={text!r} is not a size; write bytes with an optional K, M, G or T, e.g. 512M")
-    return int(float(match.group(1)) * _SUFFIX[match.group(2).upper()])
+    found = float(match.group(1)) * _SUFFIX[match.group(2).upper()]
+    if found > 1 << 60:
+        raise ConfigurationError(f"{name}={text!r} is more than any memory holds")
+    return int(found)
 
 
 def text(value: str, name: str) -> str:
     """Any text."""
     return value
+
+
+def words(value: str, name: str) -> list[str]:
+    """Words as a shell splits them."""
+    try:
+        return shlex.split(value)
+    except ValueError as err:
+        raise ConfigurationError(f"{name}={value!r} cannot be split into words ({err})") from None
 
 
 def number(minimum: float, maximum: float = 1e9) -> Callable[[str, str], float]:
@@ -154,7 +169,10 @@ def cpu_list(value: str, name: str) -> list[int]:
     try:
         for part in value.split(","):
             first, _, last = part.partition("-")
-            found += range(int(first), int(last or first) + 1)
+            some = range(int(first), int(last or first) + 1)
+            if not some or some[-1] >= _CPUS:
+                raise ValueError
+            found += some
     except ValueError:
         raise ConfigurationError(f"{name}={value!r} is not a list such as 2,3 or 4-7") from None
     return found

@@ -138,13 +138,13 @@ SIM_STALL = Setting(
     "60",
 )
 SIM_STACK = Setting("TSN_SIM_STACK", parse_bytes, 256 << 10, "bytes of stack per simulated thread", "256K")
-SIM_CXXFLAGS = Setting(
+SIM_CXXFLAGS: Setting[list[str]] = Setting(
     "TSN_SIM_CXXFLAGS",
-    setting.text,
-    "",
+    setting.words,
+    [],
     "further flags of the host compiler, such as `-g -O0` for a debugger",
 )
-CXX = Setting("CXX", setting.text, "", "the host compiler", "g++, clang++ or c++")
+CXX: Setting[list[str]] = Setting("CXX", setting.words, [], "the host compiler", "g++, clang++ or c++")
 
 GPUS = Setting(
     "GPUS",

@@ -9,7 +9,6 @@ import hashlib
 import importlib.util
 import os
 import re
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -31,11 +30,11 @@ FLAGS = (
 def compiler() -> tuple[str, ...]:
     """The host compiler's command: $CXX, g++, clang++ or c++. Raises ConfigurationError when there is none."""
     named = settings.CXX.get()
-    candidates = [shlex.split(named)] if named else [["g++"], ["clang++"], ["c++"]]
+    candidates = [named] if named else [["g++"], ["clang++"], ["c++"]]
     for command in candidates:
         if command and shutil.which(command[0]):
             return tuple(command)
-    tried = named or "g++, clang++ and c++"
+    tried = " ".join(named) or "g++, clang++ and c++"
     raise ConfigurationError(
         f"the simulator needs a C++17 compiler and found none ({tried}); install g++ or clang, or name one in CXX"
     )
@@ -131,7 +130,7 @@ def build(name: str, text: str) -> Path:
     """
     folders = [f"-I{DEVICE_DIR}", f"-I{DEVICE_DIR / 'host'}", *(f"-I{p}" for p in cuda_include())]
     flags = [*FLAGS, *([] if "clang" in _compiler_identity() else ["-fno-gnu-unique"])]
-    flags += shlex.split(settings.SIM_CXXFLAGS.get())
+    flags += settings.SIM_CXXFLAGS.get()
     key = hashlib.sha256("\0".join([text, _headers_hash(), _compiler_identity(), *flags]).encode()).hexdigest()[:24]
 
     def make(work: Path) -> Path:

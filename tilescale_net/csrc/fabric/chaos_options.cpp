@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
+#include <cstring>
 
 #include "chaos.h"
 
@@ -43,7 +44,7 @@ ChaosOptions parse_chaos(const std::string& text) {
     if (!field) throw FabricError("chaos: unknown field '" + name + "' in '" + text + "'; known are " + known);
     char* rest = nullptr;
     errno = 0;
-    bool good = !value.empty() && value[0] != '-';
+    bool good = !value.empty() && std::strchr(".0123456789", value[0]); // no sign, no blanks
     if (field->probability) {
       *field->probability = std::strtod(value.c_str(), &rest);
       good = good && !*rest && *field->probability >= 0 && *field->probability <= 1;

@@ -99,6 +99,14 @@ void Rail::open(uint32_t immediates) {
 
 // Options that only hardware providers know; older headers lack them, older libraries refuse them.
 void Rail::set_endpoint_options() {
+  const bool efa = std::string(info_->fabric_attr->prov_name) == "efa";
+  // A write's immediate shall take a posted receive, so that the sender feels a queue that nobody empties. The option
+  // is FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV: by its number, since it is an enumerator that only new headers have.
+  if (efa && imm_consumes_) {
+    constexpr int kUnsolicitedWriteReceives = -(0xefa << 16) + 8;
+    bool unsolicited = false;
+    fi_setopt(&ep_->fid, FI_OPT_ENDPOINT, kUnsolicitedWriteReceives, &unsolicited, sizeof unsolicited);
+  }
 #if TSN_FI_HEADERS >= FI_VERSION(1, 18)
   // A kernel that waits for a put would deadlock with a provider that calls CUDA in its data path: forbid it, and where
   // the provider cannot do without, go through staging instead. An unknown option means an old provider: keep it.
@@ -107,14 +115,9 @@ void Rail::set_endpoint_options() {
     const int rc = fi_setopt(&ep_->fid, FI_OPT_ENDPOINT, FI_OPT_CUDA_API_PERMITTED, &permitted, sizeof permitted);
     if (rc == -FI_EOPNOTSUPP || rc == -FI_EINVAL) device_memory_ = false;
   }
-  if (std::string(info_->fabric_attr->prov_name) != "efa") return;
+  if (!efa) return;
   size_t forever = 7; // SRD retries "receiver not ready" without end: flow control instead of an error
   fi_setopt(&ep_->fid, FI_OPT_ENDPOINT, FI_OPT_EFA_RNR_RETRY, &forever, sizeof forever);
-  // A write's immediate takes a posted receive, so that the sender feels a queue that nobody empties.
-#ifdef FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV
-  bool unsolicited = false;
-  fi_setopt(&ep_->fid, FI_OPT_ENDPOINT, FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV, &unsolicited, sizeof unsolicited);
-#endif
   bool emulated = false;
   size_t bytes = sizeof emulated;
   if (!fi_getopt(&ep_->fid, FI_OPT_ENDPOINT, FI_OPT_EFA_EMULATED_WRITE, &emulated, &bytes)) emulated_write_ = emulated;
