@@ -15,6 +15,12 @@ from tilescale_net.compiler import inspect
 from tilescale_net.errors import KernelError
 
 
+@T.macro
+def _store(to, value, amount):
+    """tilelang calls a variable by the name that a macro gives it, also where it is a parameter of the kernel."""
+    to[0] = value * amount
+
+
 @tsn.jit
 def scaled(n):
     rows = T.dynamic("rows")
@@ -30,7 +36,7 @@ def scaled(n):
     ):
         with T.Kernel(1, threads=32):
             N.put_value(x[0], x[1] * factor, N.my_pe())
-            k[0] = m[0, 0] * times
+            _store(k, m[0, 0], times)
 
     return main
 

@@ -111,7 +111,7 @@ def compile(
     if name is not None:
         if not name.isidentifier():
             raise KernelError(f"kernel name {name!r} is not an identifier")
-        func = func.with_attr("global_symbol", name)
+        func = _renamed(func, name)
     if func.attrs and "tilelang_out_idx" in func.attrs:
         raise KernelError(
             f"kernel {kernel_name(func)} returns T.empty tensors; pass every output as an argument instead"
@@ -155,6 +155,14 @@ def _quiet():
             logger.setLevel(level)
 
 
+def _renamed(func: PrimFunc, name: str) -> PrimFunc:
+    """The same kernel by another name, still with the Python function that its author wrote."""
+    renamed = func.with_attr("global_symbol", name)
+    if hasattr(func, "orig_func"):
+        renamed.orig_func = func.orig_func
+    return renamed
+
+
 class KernelFactory:
     """What `@tsn.jit` makes of a function that returns a T.prim_func: call it to get the compiled kernel."""
 
@@ -194,7 +202,7 @@ class KernelFactory:
         if not isinstance(func, PrimFunc):
             raise KernelError(f"{self.__name__} must return a T.prim_func, but returned {type(func).__name__}")
         name = self._options["name"] or self.__name__
-        return func.with_attr("global_symbol", name) if name.isidentifier() else func
+        return _renamed(func, name) if name.isidentifier() else func
 
 
 def jit(func=None, *, target=None, pass_configs=None, compile_flags=None, name=None):

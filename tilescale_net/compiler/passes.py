@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 from tvm import DataType, tirx
@@ -66,6 +67,14 @@ def _pointer(buffer: tirx.Buffer, elements: int, access: int = READ_WRITE) -> ti
     )
 
 
+def _parameter_names(func: tirx.PrimFunc) -> tuple[str, ...]:
+    """Parameters as their author calls them: tilelang renames a variable that a macro takes under another name."""
+    written = tuple(inspect.signature(func.orig_func).parameters) if hasattr(func, "orig_func") else ()
+    if len(written) == len(func.params):
+        return written
+    return tuple(str(func.buffer_map[p].name) if p in func.buffer_map else str(p.name) for p in func.params)
+
+
 def prepare(func: tirx.PrimFunc, reports_bounds: bool = False) -> Prepared:
     """Rewrite a traced kernel as described at the top of this file.
 
@@ -92,9 +101,7 @@ def prepare(func: tirx.PrimFunc, reports_bounds: bool = False) -> Prepared:
                 f"kernel {kernel_name(func)}: parameter {param.name} is uint64, which TVM cannot pass to a GPU kernel; "
                 "declare it T.int64 and cast it inside"
             )
-    names = tuple(
-        str(func.buffer_map[param].name) if param in func.buffer_map else str(param.name) for param in func.params
-    )
+    names = _parameter_names(func)
     ring_bytes = 0
     if calls:
         body, ring_bytes = _supply_rings(body)
