@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tests import hosts
+
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -72,6 +74,8 @@ class RankFailure(AssertionError):
 def _body(rank: int, size: int, env: dict[str, str], fn: Callable, args: tuple, init: bool, heap: str, pipe) -> None:
     os.environ.update(env)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    if prefix := env.get(hosts.VARIABLE):
+        hosts.enter(f"{prefix}{rank}")
     import torch
 
     torch.set_num_threads(1)

@@ -81,7 +81,7 @@ def test_doctor_on_this_machine(capsys, monkeypatch):
     assert found["native part: simulator"]["state"] == doctor.GOOD and found["/dev/shm"]["found"]
     # A check that fails is the exit code, and its remedy is printed.
     monkeypatch.setenv("CXX", "no-such-compiler")
-    from tilescale_net.compiler import host_compiler
+    from tilescale_net.compiler.simulator import host_compiler
 
     host_compiler.compiler.cache_clear()
     try:

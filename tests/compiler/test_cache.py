@@ -10,7 +10,7 @@ import pytest
 import tilescale_net as tsn
 from tests.simulator import kernels
 from tests.simulator.kernels import simulate
-from tilescale_net.compiler import cache, host_compiler
+from tilescale_net.compiler.simulator import cache, host_compiler, host_source
 from tilescale_net.runtime import private_folder
 
 
@@ -118,7 +118,7 @@ def test_a_full_disk_is_told_with_the_folder(monkeypatch, tmp_path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(tsn.ConfigurationError, match=f"{tmp_path}.*No space left on device.*XDG_CACHE_HOME"):
-        cache.kept("kernel", "abc", ".so", full)
+        cache.get_or_build("kernel", "abc", ".so", full)
     said = subprocess.CompletedProcess([], 1, "", "fatal error: error writing to x.s: No space left on device")
     monkeypatch.setattr(host_compiler.subprocess, "run", lambda *_, **__: said)
     with pytest.raises(tsn.ConfigurationError, match="No space left on device"):
@@ -127,11 +127,11 @@ def test_a_full_disk_is_told_with_the_folder(monkeypatch, tmp_path):
 
 
 def test_headers_are_read_once(monkeypatch, tmp_path):
-    """Kernels with a context start from headers precompiled by the first of them; without those they compile all the same."""
+    """Kernels start from headers precompiled by the first of them; without those they compile all the same."""
     if "Free Software Foundation" not in host_compiler._compiler_identity():
         pytest.skip("lacks g++ (g++)")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    text = host_compiler.PRELUDE + "int x;"
+    text = host_source.PRELUDE + "int x;"
     folder = host_compiler.build("kernel", text).parent
     (made,) = folder.glob("prelude-*.gch")
     written = made.stat().st_ino

@@ -78,7 +78,7 @@ def _loops():
                     out[3, i] = N.atomic_add(c[3, i], 2, me) % 3
                 for i in T.vectorized(256):
                     out[4, i] = N.atomic_add(c[4, i], 2, me) if i % 2 == 0 and N.ld(c[3, i]) == 2 else 9
-                for i in T.unroll(64):
+                for i in T.vectorized(64):  # some columns are negative: cut off at the row's edge, as on a GPU
                     out[5, i % 4 + N.atomic_add(c[5, i], 2, me)] = N.atomic_add(c[5, i % 8 + 8], 1, me) % 5
 
     return kernel
@@ -86,6 +86,7 @@ def _loops():
 
 def _loop_results():
     c, out = tsn.zeros((6, 256), dtype=torch.int32), tsn.zeros((6, 256), dtype=torch.int32)
+    c[5, 8:16] = -8
     tsn.compile(_loops())(c, out)
     return c.tolist(), out.tolist()
 
@@ -98,7 +99,7 @@ def test_loops_over_threads_and_vectors():
     assert torch.equal(out[0], i) and torch.equal(out[2], i) and out[3].eq(0).all()
     assert torch.equal(c[1], 2 * (i % 4 == 1).int()) and torch.equal(out[1], 2 * (i % 4 != 1).int())
     assert torch.equal(c[4], 2 * (i % 2 == 0).int()) and torch.equal(out[4], 9 * (i % 2).int())
-    assert c[5, :8].eq(2).all() and c[5, 8:16].eq(10).all() and c[5, 16:64].eq(2).all()
+    assert c[5, :8].eq(2).all() and c[5, 8:16].eq(2).all() and c[5, 16:64].eq(2).all()
 
 
 REFUSED = {

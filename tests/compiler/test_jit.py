@@ -241,7 +241,7 @@ def test_kernel_level_options_are_kept_and_overridden():
         with T.Kernel(1, threads=64):
             N.put_block(x, x, 1)
 
-    configs = jit._pass_configs(annotated, {"tl.enable_fast_math": False})
+    configs = jit.required_pass_configs(annotated, {"tl.enable_fast_math": False})
     assert configs["tl.enable_fast_math"] is False and configs["tl.disable_vectorize_256"]
     assert configs["tl.disable_warp_specialized"] is True
 

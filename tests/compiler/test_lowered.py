@@ -7,7 +7,8 @@ import tilelang.language as T
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.compiler import cache, jit, toolchain
+from tilescale_net.compiler import jit, toolchain
+from tilescale_net.compiler.simulator import cache
 from tilescale_net.errors import KernelError
 
 

@@ -33,6 +33,7 @@ def test_what_waits_or_touches_memory_is_opaque():
         (dict(name="a", args=("context", "blob")), "'blob' is not one of"),
         (dict(name="a", args=("pe", "context")), "the context must be the first"),
         (dict(name="a", result="float16"), "result 'float16' is not supported"),
+        (dict(name="a", scope="grid"), "scope 'grid' is not one of"),
         (dict(name="a", effect=2), "effect must be PURE or OPAQUE"),
         (dict(name="a", effect=PURE), "a pure operator without a result would be removed"),
     ],
@@ -58,6 +59,25 @@ def i32(value):
 def test_bad_calls(name, arguments, message):
     with pytest.raises(TypeError, match=message):
         OPERATORS[name](*arguments)
+
+
+def test_arguments_are_read_and_replaced_by_name():
+    row = OPERATORS["put_value"]
+    call = row(tirx.Var("to", "handle"), tirx.Var("x", "float32"), i32(3))
+    assert row.names == ("context", "memory", "value", "pe")
+    assert int(row.read(call).pe) == 3 and int(row.read(row.replace(call, pe=i32(4))).pe) == 4
+    assert "compare" in OPERATORS["atomic_cas"].names and OPERATORS["put"].names[:5] == (
+        "scope", "engine", "unroll", "stages", "stage_bytes",
+    )  # fmt: skip
+    assert all(len(set(row.names)) == row.arity for row in OPERATORS.values())
+
+
+def test_scopes_of_calls():
+    fence = OPERATORS["fence"]
+    assert fence.scope_of(fence("warp", i32(-1))) == "warp"
+    assert OPERATORS["barrier_grid"].scope_of(OPERATORS["barrier_grid"]()) == "block"
+    assert OPERATORS["barrier_all"].scope_of(OPERATORS["barrier_all"]("grid")) == "block"
+    assert OPERATORS["flush_async"].scope_of(OPERATORS["flush_async"](i32(0))) == "thread"
 
 
 def test_lowering_keeps_the_result_type():

@@ -67,7 +67,7 @@ void in_bulk(size_t bytes, bool cancel) {
   else bulk.finish(target.begin());
   CHECK(target.all() == expected, "%zu bytes in bulk, %d stages", bytes, Stages);
   if (cancel || bytes <= Stages * 128) return;
-  bool found = false; // what the second stage held last begins with a line of the target
+  bool found = false; // what the second stage held last begins with a segment of the target
   for (size_t at = (0 - to) % 128; at + 16 <= bytes; at += 128)
     found |= std::equal(stages + kStageBytes, stages + kStageBytes + 16, source.begin() + at);
   CHECK(found, "%zu bytes to +%zu, %d stages", bytes, to, Stages);
@@ -103,11 +103,11 @@ void many(uint32_t threads, size_t most, int rounds) {
   }
 }
 
-// The beginning of a copy, which is all of it when it is small.
+// The first tile of a copy, which is all of it when it is small.
 template <Scope S, int Rows, uint32_t Group = 128>
-void beginning(uint32_t threads, bool and_longer) {
+void first_tile(uint32_t threads, bool allow_partial) {
   const uint32_t members = S == Scope::thread ? 1 : S == Scope::warp ? 32 : threads;
-  int whole = 0, begun = 0;
+  int complete = 0, partial = 0;
   for (int i = 0; i < 3000; i++) {
     const size_t unit = size_t(1) << rng() % 5, bytes = rng() % (members * Rows + members / 2 + 2) * unit;
     const size_t to = rng() % 8 * unit, from = rng() % 8 * unit;
@@ -116,24 +116,24 @@ void beginning(uint32_t threads, bool and_longer) {
     bool all = true;
     size_t done = 0;
     as_threads(S == Scope::thread ? 1 : threads, [&] {
-      Beginning<S, Rows, Group> copy(target.begin(), source.begin(), int64_t(bytes), and_longer);
-      all = copy.whole;
+      FirstTile<S, Rows, Group> copy(target.begin(), source.begin(), int64_t(bytes), allow_partial);
+      all = copy.complete;
       done = copy.bytes;
-      if (copy.idle()) return;
+      if (copy.warp_has_no_work()) return;
       copy.load(source.begin());
       copy.store(target.begin());
     });
     const uint32_t grouped = members < Group ? members : members / Group * Group;
     if (unit >= 4 && bytes <= unit * (unit == 16 ? grouped * Rows : members))
       CHECK(all, "%zu bytes in units of %zu by %u", bytes, unit, members);
-    CHECK(all ? done == bytes : done <= bytes && (and_longer || done == 0), "%zu of %zu bytes", done, bytes);
+    CHECK(all ? done == bytes : done <= bytes && (allow_partial || done == 0), "%zu of %zu bytes", done, bytes);
     std::copy(source.begin(), source.begin() + done, expected.begin() + to);
-    whole += all;
-    begun += !all && done != 0;
+    complete += all;
+    partial += !all && done != 0;
     CHECK(target.all() == expected, "%zu bytes by %u threads", bytes, members);
   }
-  CHECK(whole > 200);
-  CHECK(!and_longer || begun > 20);
+  CHECK(complete > 200);
+  CHECK(!allow_partial || partial > 20);
 }
 
 } // namespace
@@ -156,12 +156,12 @@ int main() {
   many<Scope::block, Engine::automatic, 32>(128, 400000, 30);
   many<Scope::warp, Engine::automatic, 16>(32, 40000, 100);
   many<Scope::thread, Engine::automatic, 4>(1, 3000, 200);
-  beginning<Scope::thread, 1>(1, false);
-  beginning<Scope::warp, 1>(32, true);
+  first_tile<Scope::thread, 1>(1, false);
+  first_tile<Scope::warp, 1>(32, true);
   for (const uint32_t threads : {20u, 32u, 48u, 128u})
-    for (const bool and_longer : {false, true}) {
-      beginning<Scope::block, 4>(threads, and_longer);
-      beginning<Scope::block, 4, 32>(threads, and_longer);
+    for (const bool allow_partial : {false, true}) {
+      first_tile<Scope::block, 4>(threads, allow_partial);
+      first_tile<Scope::block, 4, 32>(threads, allow_partial);
     }
   for (const bool cancel : {false, true}) {
     for (size_t bytes = 16; bytes <= 6 * kStages * kStageBytes; bytes += 16) in_bulk<kStages>(bytes, cancel);

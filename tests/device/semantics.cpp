@@ -35,7 +35,7 @@ struct Job {
   std::vector<std::unique_ptr<Pe>> pes;
 
   explicit Job(int n, uint64_t timeout_ns = 5000000000ull, int unmapped = -1) {
-    const size_t bases = n > int(kNearPes) ? n : kNearPes;
+    const size_t bases = n > int(kInlineBases) ? n : kInlineBases;
     for (int i = 0; i < n; i++) pes.push_back(std::make_unique<Pe>());
     for (int i = 0; i < n; i++) {
       Pe& pe = *pes[i];
@@ -120,7 +120,7 @@ void put_signals_of_all_sizes() {
 }
 
 // Pushes in bulk, which the simulator's kernels do not take, by a block whose warps come in any order: any alignment
-// that both ends share, with a vanguard and without, and no byte beside.
+// that both ends share, with a prologue and without, and no byte beside.
 template <Engine E>
 void pushes_in_bulk(uint32_t threads) {
   alignas(128) static char ring[3 * 256];
@@ -148,11 +148,11 @@ void pushes_in_bulk(uint32_t threads) {
       }
       CHECK(reinterpret_cast<char*>(me.heap.data()) + way == reinterpret_cast<char*>(peer.heap.data()));
       CHECK(peer.heap == expected, "%d bytes at %d by %u threads", bytes, offset, threads);
-      const uint32_t vanguard = vanguard_bytes<kVanguardRows<E, 8>>(dst, src, bytes);
-      CHECK(vanguard == 0 || (reinterpret_cast<uint64_t>(dst) + vanguard) % 128 == 0); // the ring begins with a line
-      ahead += vanguard != 0;
+      const uint32_t prologue = prologue_bytes<kPrologueRows<E, 8>>(dst, src, bytes);
+      CHECK(prologue == 0 || (reinterpret_cast<uint64_t>(dst) + prologue) % 128 == 0); // the ring begins with a segment
+      ahead += prologue != 0;
     }
-  CHECK((ahead > 10) == (E == Engine::automatic && threads >= 64), "%u vanguards of %u threads", ahead, threads);
+  CHECK((ahead > 10) == (E == Engine::automatic && threads >= 64), "%u prologues of %u threads", ahead, threads);
   self = before;
 }
 
@@ -192,7 +192,7 @@ void refused(const char* what, std::function<void(Job&)> call, ErrorKind kind, O
 const void* first(Job& job) { return job[0].word(0); }
 
 void refuses_bad_pes() {
-  for (int pe : {-1, 2, 3, int(kNearPes), int(kNearPes) + 5, INT_MAX, INT_MIN}) {
+  for (int pe : {-1, 2, 3, int(kInlineBases), int(kInlineBases) + 5, INT_MAX, INT_MIN}) {
     auto ctx = [](Job& j) { return j[0].ctx(); };
     refused(
         "put", [&](Job& j) { put_some(ctx(j), j[0].word(0), j[0].word(1), 8, pe); }, kPeOutOfRange, kOpPut, pe, first,

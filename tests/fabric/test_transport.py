@@ -2,7 +2,9 @@
 
 import ctypes
 import multiprocessing
+import os
 import random
+import subprocess
 
 import pytest
 
@@ -193,6 +195,28 @@ def test_the_shared_memory_of_a_killed_peer_goes(library):
     until(lambda: a.of("done"), a)
     process.kill()
     process.join()
+
+
+@pytest.mark.parametrize("library", [p[1] for p in PROVIDERS if p[2] == "shm"])
+def test_what_a_killed_job_has_left_goes_with_the_next(library):
+    """Objects of processes that have ended: those of this user that are named as the provider names them."""
+    ended = subprocess.Popen(["true"])
+    zombie = subprocess.Popen(["true"])
+    ended.wait()
+    me, uid = os.getpid(), os.geteuid()
+    gone = [f"{ended.pid}:{uid}:0", f"{ended.pid}:{uid}:1_12", f"{zombie.pid}:{uid}:0"]
+    kept = [f"{me}:{uid}:77", f"{ended.pid}:{uid + 1}:0", f"{ended.pid}-{uid}-0", f"a{ended.pid}:{uid}:0"]
+    try:
+        for name in gone + kept:
+            open(f"/dev/shm/{name}", "w").close()
+        os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+        End(0, library=library, provider="shm")
+        left = os.listdir("/dev/shm")
+        assert not set(gone) & set(left) and set(kept) <= set(left)
+    finally:
+        zombie.wait()
+        for name in set(gone + kept) & set(os.listdir("/dev/shm")):
+            os.unlink(f"/dev/shm/{name}")
 
 
 def test_refusals_name_what_was_wrong():

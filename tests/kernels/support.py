@@ -6,6 +6,7 @@ import os
 import random
 import time
 
+import numpy
 import torch
 
 import tilescale_net as tsn
@@ -16,8 +17,9 @@ GUARD_BYTES = 64
 
 def random_bytes(nbytes: int, *key) -> torch.Tensor:
     """Bytes that depend on the key only, so that a rank knows what its peers have; uint8 on the CPU."""
-    generator = torch.Generator().manual_seed(random.Random(repr(key)).getrandbits(60))
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    # torch.randint would take longer than the copies that the bytes are for.
+    generator = numpy.random.default_rng(random.Random(repr(key)).getrandbits(60))
+    return torch.from_numpy(numpy.frombuffer(bytearray(generator.bytes(nbytes)), numpy.uint8))
 
 
 def random_tensor(shape, dtype: torch.dtype, *key) -> torch.Tensor:

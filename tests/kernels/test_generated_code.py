@@ -11,7 +11,7 @@ from tests.ptx import loads_behind_loads, polling_loops, read_only_loads
 from tilescale_net import kernels
 from tilescale_net.compiler import inspect, toolchain
 from tilescale_net.compiler.ir import block_threads
-from tilescale_net.compiler.jit import Factory
+from tilescale_net.compiler.jit import KernelFactory
 from tilescale_net.errors import ConfigurationError
 
 # Arguments to compile each kernel with. A kernel that is missing here fails `test_every_kernel_is_compiled`.
@@ -66,7 +66,7 @@ def test_every_kernel_is_compiled():
         if module.ispkg:
             continue
         for name, value in vars(importlib.import_module(module.name)).items():
-            if isinstance(value, Factory) and value.__module__ == module.name:
+            if isinstance(value, KernelFactory) and value.__module__ == module.name:
                 found.add(f"{module.name}.{name}")
     assert found == {name for name in KERNELS if name.startswith("tilescale_net.kernels.")}
 

@@ -14,7 +14,7 @@ import tilescale_net.language as N
 from tests.language.tracing import generated
 from tilescale_net.compiler import inspect
 from tilescale_net.language._operands import operand
-from tilescale_net.language._primitive import Misuse
+from tilescale_net.language._primitive import PrimitiveError
 from tilescale_net.language._values import constant
 
 
@@ -46,7 +46,7 @@ def test_regions_against_numpy(box):
         assert place.room == array.size - addresses[0]
         assert not place.is_element
     else:
-        with pytest.raises(Misuse, match="not contiguous"):
+        with pytest.raises(PrimitiveError, match="not contiguous"):
             operand("x", region)
 
 

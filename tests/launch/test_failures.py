@@ -207,6 +207,25 @@ def test_what_ranks_leave_running_is_ended(script):
     assert wait_until(lambda: not alive(script.pids()), 5)
 
 
+def test_objects_in_shared_memory_are_removed_for_a_killed_rank(script):
+    """By their names, which begin with pid and uid: those of the ranks of this job alone."""
+    other = f"/dev/shm/1:{os.geteuid()}:0-of-another-job"
+    text = """
+        import signal
+        for end in ("0", "1", "0_7"):
+            open(f"/dev/shm/{os.getpid()}:{os.geteuid()}:{end}", "w")
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    open(other, "w").close()
+    try:
+        assert launch(script(text), GPUS="2").returncode == 128 + signal.SIGKILL
+        left = os.listdir("/dev/shm")
+        assert os.path.exists(other)
+        assert not [name for name in left if name.startswith(tuple(f"{pid}:" for pid in script.pids()))], left
+    finally:
+        os.unlink(other)
+
+
 def test_much_output_neither_blocks_nor_fills_memory(script):
     done = launch(script("for i in range(20000): print('x' * 200)\nsys.exit(9 if rank == 1 else 0)"), GPUS="2")
     assert done.returncode == 9

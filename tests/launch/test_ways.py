@@ -11,7 +11,7 @@ tsn.init("8M")
 x = tsn.zeros(4)
 x.fill_(tsn.rank() + 1)
 tsn.barrier()
-print(f"rank {tsn.rank()} of {tsn.size()}: {x.sum().item():g}", flush=True)
+print(f"rank {tsn.rank()} of {tsn.size()}: {x.sum().item():g}\\n", end="", flush=True)
 tsn.finalize()
 """
 

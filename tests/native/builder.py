@@ -55,14 +55,15 @@ def _object(command: list[str], source: Path, folder: Path) -> Path:
     record = out.with_suffix(".json")
     if out.exists() and record.exists():
         known = json.loads(record.read_text())
-        if all(_digest(path) == digest for path, digest in known.items()):
+        if known and all(_digest(path) == digest for path, digest in known.items()):
             return out
     depfile = out.with_suffix(".d")
     done = subprocess.run(
         [*command, "-MMD", "-MF", str(depfile), "-c", str(source), "-o", str(out)], capture_output=True, text=True
     )
     assert done.returncode == 0, f"{source} does not compile:\n{done.stderr}"
-    used = depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+    # Absolute, since ccache may have made them relative to this folder.
+    used = map(os.path.abspath, depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split())
     record.write_text(json.dumps({path: _digest(path) for path in used if path.startswith(str(ROOT))}))
     return out
 

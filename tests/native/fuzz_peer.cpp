@@ -2,12 +2,13 @@
 // chooses what they pass for. Under AddressSanitizer and UndefinedBehaviorSanitizer; whatever is accepted is checked to
 // be inside its bounds.
 //
-// usage: fuzz_peer [libFuzzer's options]
+// usage: [FUZZ_TARGET=records|slot|immediates|blob] fuzz_peer [libFuzzer's options]
 #include "tests/native/check.h"
 #include "tilescale_net/csrc/fabric/blob.h"
 #include "tilescale_net/csrc/proxy/ordering.h"
 #include "tilescale_net/csrc/proxy/records.h"
 
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -142,12 +143,28 @@ void blob(const uint8_t* data, size_t size) {
   }
 }
 
+struct Target {
+  const char* name;
+  void (*read)(const uint8_t*, size_t);
+};
+const Target targets[] = {{"records", records}, {"slot", slot}, {"immediates", immediates}, {"blob", blob}};
+
+// The target that all inputs are for, or null: then their first byte chooses.
+const Target* only() {
+  const char* name = std::getenv("FUZZ_TARGET");
+  if (!name) return nullptr;
+  for (const Target& t : targets)
+    if (!std::strcmp(t.name, name)) return &t;
+  CHECK(false, "FUZZ_TARGET=%s is none of records, slot, immediates, blob", name);
+  return nullptr;
+}
+
 } // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  static const Target* const chosen = only();
   if (size == 0) return 0;
-  static void (*const targets[])(const uint8_t*, size_t) = {records, slot, immediates, blob};
-  targets[data[0] % 4](data + 1, size - 1);
+  (chosen ? *chosen : targets[data[0] % 4]).read(data + 1, size - 1);
   return 0;
 }
 

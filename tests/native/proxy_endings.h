@@ -35,6 +35,24 @@ inline void end_by_failure(const WorldOptions& o, int round) {
   });
 }
 
+// PE 0 is aborted by its host, which says why a little later, or not at all. What does its peer hear?
+inline void reasons(const WorldOptions& o) {
+  for (const std::string why : {"rank 0: its host says why", ""}) {
+    World w(o);
+    w.disorderly();
+    __atomic_store_n(&w.pes[0]->abort_word, 1u, __ATOMIC_RELEASE);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    if (!why.empty()) w.pes[0]->proxy->explain(why);
+    Failure f;
+    const uint64_t end = now_ns() + 10000000000ull;
+    while (!w.pes[1]->proxy->failure(&f) && now_ns() < end) sched_yield();
+    const std::string wanted = why.empty() ? "PE 0 was aborted; look at" : "PE 0 gave up and said why: " + why;
+    CHECK(f.kind == "PeerLost" && f.pe == 0 && f.text.find(wanted) != std::string::npos, "%s: %s", f.kind.c_str(),
+          f.text.c_str());
+    w.stop();
+  }
+}
+
 // Every PE sends put_signals that nobody waits for, and then leaves as finalize does.
 inline void end_in_order(const WorldOptions& o, int round) {
   World w(o);
@@ -96,13 +114,13 @@ inline void adds(const WorldOptions& o) {
   Pe &target = *w.pes[0], &source = *w.pes[1];
   constexpr uint64_t kWord = kSystemBytes + 1024, kOther = kSystemBytes + 2048, kMany = kSystemBytes + 8192;
   for (int i = 0; i < 5; i++) queue_signal(source.context, source.at<uint64_t>(kWord), 1, 0, SignalOp::add);
-  // More than a box holds.
-  for (int i = 0; i < 3 * kAddBoxEntries; i++)
+  // More than a mailbox holds.
+  for (int i = 0; i < 3 * kAddMailboxEntries; i++)
     queue_signal(source.context, source.at<uint64_t>(kMany + 8ull * (uint64_t)(i % 16)), 1, 0, SignalOp::add);
   source.quiet(0);
   for (auto& pe : w.pes) CHECK(pe->proxy->apply_adds(20));
   CHECK(*target.at<uint64_t>(kWord) == 5, "%d", (int)*target.at<uint64_t>(kWord));
-  for (int i = 0; i < 16; i++) CHECK(*target.at<uint64_t>(kMany + 8ull * (uint64_t)i) == 3 * kAddBoxEntries / 16);
+  for (int i = 0; i < 16; i++) CHECK(*target.at<uint64_t>(kMany + 8ull * (uint64_t)i) == 3 * kAddMailboxEntries / 16);
   *target.at<uint64_t>(kWord) = 1000; // somebody else's data
   queue_signal(source.context, source.at<uint64_t>(kOther), 1, 0, SignalOp::add);
   target.wait(kOther, 1);

@@ -104,7 +104,7 @@ inline void lies(WorldOptions o) {
   };
   const std::vector<Lie> all = {
       {"signal to a queue's head", [](Liar& l) { l.send(lying_mark(MarkOp::set, 1024)); }, -1},
-      {"signal to an add box", [](Liar& l) { l.send(lying_mark(MarkOp::add, 8ull * kAddBoxWords)); }, -1},
+      {"signal to an add mailbox", [](Liar& l) { l.send(lying_mark(MarkOp::add, 8ull * kAddMailboxWords)); }, -1},
       {"misaligned signal", [](Liar& l) { l.send(lying_mark(MarkOp::set, kSystemBytes + 4)); }, -1},
       {"signal beyond the heap", [=](Liar& l) { l.send(lying_mark(MarkOp::set, heap)); }, -1},
       {"value into the system area",

@@ -4,6 +4,7 @@
 //        proxy_test refusals [key=value ...]  bad descriptors: named, and never sent
 //        proxy_test garbage [key=value ...]   a peer that sends nonsense
 //        proxy_test failure [key=value ...]   the network fails as chaos= says; prints each PE's error
+//        proxy_test reasons                   whoever is aborted says why to its peers
 //        proxy_test lies [key=value ...]      a peer whose messages and slots are well formed but for one field
 //        proxy_test credit [key=value ...]    a peer that does not poll gets only as much as its queue can hold
 //        proxy_test adds cuda=1 ...           adds left to kernels do not outlive apply_adds()
@@ -275,6 +276,7 @@ int main(int argc, char** argv) {
   else if (scenario == "failure") failure();
   else if (scenario == "garbage") garbage();
   else if (scenario == "endings") endings();
+  else if (scenario == "reasons") reasons(configure());
   else if (scenario == "lies") lies(configure());
   else if (scenario == "credit") credit(configure());
   else if (scenario == "adds") adds(configure());

@@ -7,10 +7,10 @@
 #include "tests/native/loopback.h"
 #include "tilescale_net/csrc/fabric/chaos.h"
 #include "tilescale_net/csrc/proxy/proxy.h"
-#include "tilescale_net/device/add_box.h"
+#include "tilescale_net/device/add_mailbox.h"
 #include "tilescale_net/device/address.h"
-#include "tilescale_net/device/deferred_adds.h"
-#include "tilescale_net/device/queue.h"
+#include "tilescale_net/device/drain_add_mailbox.h"
+#include "tilescale_net/device/proxy_ops.h"
 
 #include <fstream>
 #include <functional>
@@ -65,7 +65,7 @@ public:
     context->n_pes = o.pes;
     context->n_queues = (uint32_t)p.queues;
     context->queue_share = queue_share_of(context->n_queues);
-    context->flags = o.cuda ? (uint32_t)p.threads << kAddBoxShift : 0;
+    context->flags = o.cuda ? (uint32_t)p.threads << kAddMailboxShift : 0;
     context->heap_base = reinterpret_cast<uint64_t>(heap);
     context->heap_bytes = bytes_;
     context->abort_word = reinterpret_cast<uint64_t>(&abort_word);
@@ -84,7 +84,7 @@ public:
     const bool ok = spin(
         context,
         [&] {
-          apply_deferred_adds(context, add_boxes(context));
+          drain_add_mailboxes(context, n_add_mailboxes(context));
           seen = __atomic_load_n(at<uint64_t>(offset), __ATOMIC_ACQUIRE);
           return seen >= value;
         },

@@ -4,7 +4,7 @@
 // Prints one line per measurement: name, value, unit.
 #include "tests/native/check.h"
 #include "tilescale_net/csrc/proxy/queue.h"
-#include "tilescale_net/device/queue.h"
+#include "tilescale_net/device/proxy_ops.h"
 
 #include <algorithm>
 #include <chrono>

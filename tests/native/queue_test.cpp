@@ -4,7 +4,7 @@
 #define TSN_HOST_STANDALONE
 #include "tests/native/check.h"
 #include "tilescale_net/csrc/proxy/queue.h"
-#include "tilescale_net/device/queue.h"
+#include "tilescale_net/device/proxy_ops.h"
 
 #include <atomic>
 #include <random>

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import lacking
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def tracked() -> list[str]:
     """Files of the checkout that git knows or would add."""
-    command = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z"]
+    command = [lacking.program("git", "git"), "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [name for name in done.stdout.split("\0") if name and os.path.lexists(ROOT / name)]
 

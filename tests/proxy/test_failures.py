@@ -50,6 +50,9 @@ def test_adds_do_not_outlive_their_word(shape):
         ("eagain=1", "FabricError", "try again"),
         ("error_after=100", "FabricError", "fails on purpose"),
         ("error=0.02", "FabricError", "fails on purpose"),
+        # Codes of a process that is gone: ECANCELED of tcp;ofi_rxm, ECONNRESET of tcp.
+        ("error_after=100,error_code=125", "PeerLost", "process seems to be gone"),
+        ("error_after=100,error_code=104", "PeerLost", "process seems to be gone"),
     ],
 )
 def test_failing_network(chaos, kind, words, staging):
@@ -59,6 +62,11 @@ def test_failing_network(chaos, kind, words, staging):
     assert any(line.startswith(kind) and words in line for line in errors), out
     for line in errors:
         assert "PE " in line and line.split(":")[0] in ("PeerLost", "FabricError"), line
+
+
+def test_the_reason_of_whoever_gives_up_reaches_the_peers():
+    """Also when the host says it only after it has set the abort word; without one nothing is made up."""
+    run(programs.proxy_test(), "reasons")
 
 
 def test_failing_network_under_thread_sanitizer():

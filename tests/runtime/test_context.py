@@ -29,7 +29,7 @@ def test_layout_matches_the_header(tmp_path):
         "kQueueWordsStride",
         "kMaxQueues",
         "kMaxPes",
-        "kNearPes",
+        "kInlineBases",
     ):
         lines.append(f'printf("{name} %llu\\n", (unsigned long long){name});')
     shares = '"share[%u] %llu\\n", n, (unsigned long long)queue_share_of(n)'
@@ -51,7 +51,7 @@ def test_layout_matches_the_header(tmp_path):
     assert int(seen["kQueueWordsStride"]) == context.QUEUE_WORDS_STRIDE
     assert int(seen["kMaxQueues"]) == context.MAX_QUEUES
     assert int(seen["kMaxPes"]) == context.MAX_PES
-    assert int(seen["kNearPes"]) == context.NEAR_PES
+    assert int(seen["kInlineBases"]) == context.INLINE_BASES
     for n in range(context.MAX_QUEUES + 1):
         header = context.ContextHeader(n_queues=n)
         context.pack(header, [])
@@ -72,7 +72,7 @@ def test_names_of_errors_and_operations_match_the_header():
 
 def test_pack_is_header_then_peers():
     data = context.pack(context.ContextHeader(my_pe=3, n_pes=2), [7, 9])
-    assert len(data) == context.HEADER_BYTES + 8 * context.NEAR_PES
+    assert len(data) == context.HEADER_BYTES + 8 * context.INLINE_BASES
     assert ctypes.c_uint64.from_buffer_copy(data, context.HEADER_BYTES + 8).value == 9
     assert not any(data[context.HEADER_BYTES + 16 :])
     assert len(context.pack(context.ContextHeader(), [1] * 200)) == context.HEADER_BYTES + 8 * 200

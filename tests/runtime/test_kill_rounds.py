@@ -1,8 +1,11 @@
-"""Ranks that die or stop at a random moment, with traffic in flight: nobody hangs or crashes, and the first one is named."""
+"""Ranks that are lost at a random moment, with traffic in flight: nobody hangs or crashes, and the first one is named."""
 
+import contextlib
+import errno
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 
@@ -10,66 +13,117 @@ import pytest
 import torch
 
 import tilescale_net as tsn
-from tests import ranks
+from tests import hosts, ranks
+from tests.fabric.pair import PROVIDERS
 from tilescale_net.kernels.all_to_all import AllToAll
 
 SIZE = 3
 LIMIT = 90  # seconds that a round may take, on a machine with much else to do
+FAULTS = ("kill", "stop", "cable", "disk")  # kill -9; SIGSTOP; a host's network goes silent; a rank's disk is full
 
 
 def _traffic(begun):
-    """Collective kernels, heap calls and barriers, for ever; `begun` is a file for each rank that has begun."""
+    """Collective kernels, heap calls, barriers and checkpoints, for ever; `begun`.RANK is the file of a rank's."""
     op = AllToAll(threads=64, blocks=2)
     x, out = tsn.zeros((3 * 2000,), torch.float32), tsn.zeros((3 * 2000,), torch.float32)
-    with open(f"{begun}.{tsn.rank()}", "w"):
-        pass
+    folder = f"{begun}.{tsn.rank()}"
     while True:
+        with open(f"{folder}/checkpoint", "wb") as f:
+            f.write(bytes(8192))
         op(out, x)
         tsn.synchronize()
         tsn.free(tsn.zeros(1000))
 
 
-def _round(folder, seed):
-    """One round: who is lost, how, and how every other rank ended."""
-    dice = random.Random(seed)
-    lost, how, moment = dice.randrange(SIZE), dice.choice([signal.SIGKILL, signal.SIGSTOP]), dice.uniform(0, 1.5)
+@contextlib.contextmanager
+def _small_disk(folder):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tests", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def _fill(folder, proc):
+    """Take all that is free there, for as long as the process lives."""
+    with open(f"{folder}/filler", "wb", buffering=0) as f:
+        while proc.is_alive():
+            with contextlib.suppress(OSError):
+                f.write(bytes(4096))
+                continue
+            time.sleep(0.001)
+
+
+def _round(folder, fault, seed):
+    """One round: rank `lost` meets the fault at some moment; every other rank names it, and ends."""
+    dice = random.Random(f"{fault} {seed}")
+    lost, moment = dice.randrange(SIZE), dice.uniform(0, 1.5)
     early = dice.random() < 0.25  # while ranks still meet and compile
-    begun = f"{folder}/{seed}"
+    name, library, provider = dice.choice([p for p in PROVIDERS if fault != "cable" or p[2].startswith("tcp")])
+    env = {"TSN_TIMEOUT": "4", "TSN_HEARTBEAT_TIMEOUT": "3", "TSN_LIBFABRIC": library, "TSN_PROVIDER": provider}
+    begun = f"{folder}/{fault}-{seed}"
+    for rank in range(SIZE):
+        os.mkdir(f"{begun}.{rank}")
 
-    def on_start(procs):
-        def body():
-            end = time.monotonic() + LIMIT
-            while not early and time.monotonic() < end:
-                if all(os.path.exists(f"{begun}.{r}") for r in range(SIZE)):
-                    break
-                time.sleep(0.02)
-            time.sleep(moment)
-            os.kill(procs[lost].pid, how)
-            for rank, proc in enumerate(procs):
-                if rank != lost:
-                    proc.join(LIMIT)
-            procs[lost].kill()
+    with contextlib.ExitStack() as stack:
+        if fault == "cable":
+            network = stack.enter_context(hosts.Hosts(SIZE))
+            env.update(network.environment)
+        else:
+            env["VIRTUAL_NODES"] = dice.choice(["1", "3"])
+        if fault == "disk":
+            stack.enter_context(_small_disk(f"{begun}.{lost}"))
 
-        threading.Thread(target=body, daemon=True).start()
+        def on_start(procs):
+            def body():
+                end = time.monotonic() + LIMIT
+                while not early and time.monotonic() < end:
+                    if all(os.path.exists(f"{begun}.{r}/checkpoint") for r in range(SIZE)):
+                        break
+                    time.sleep(0.02)
+                time.sleep(moment)
+                if fault == "cable":
+                    network.pull_cable(lost)
+                elif fault == "disk":
+                    _fill(f"{begun}.{lost}", procs[lost])
+                else:
+                    os.kill(procs[lost].pid, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+                for rank, proc in enumerate(procs):
+                    if rank != lost or fault in ("cable", "disk"):
+                        proc.join(LIMIT)
+                procs[lost].kill()
 
-    env = {"TSN_TIMEOUT": "4", "TSN_HEARTBEAT_TIMEOUT": "3", "VIRTUAL_NODES": dice.choice(["1", "3"])}
-    outcomes = ranks.launch(SIZE, _traffic, begun, env=env, heap="16M", timeout=2 * LIMIT, on_start=on_start)
-    what = f"seed {seed}: rank {lost} {how.name} after {moment:.2f} s{', early' if early else ''}, {env['VIRTUAL_NODES']} nodes"
+            thread = threading.Thread(target=body, daemon=True)
+            thread.start()
+            stack.callback(thread.join, 2 * LIMIT)
+
+        outcomes = ranks.launch(SIZE, _traffic, begun, env=env, heap="16M", timeout=2 * LIMIT, on_start=on_start)
+    where = name if env.get("VIRTUAL_NODES") != "1" else "one node"
+    what = f"{fault} {seed}: rank {lost} after {moment:.2f} s{', early' if early else ''}, {where}"
     for o in outcomes:
+        if o.rank == lost and fault in ("kill", "stop"):
+            continue
+        assert o.error is not None and o.error[0] not in ("Timeout", "Died"), (what, o)
+        kind, said, _ = o.error
         if o.rank != lost:
-            assert o.error is not None and o.error[0] not in ("Timeout", "Died"), (what, o)
-            kind, said, _ = o.error
             assert kind == "PeerLost" and f"rank {lost}" in said.partition(": ")[2], (what, o.rank, kind, said)
+        elif fault == "disk":
+            assert kind == "OSError" and f"Errno {errno.ENOSPC}" in said, (what, kind, said)
+        else:  # it sees all others go
+            assert kind == "PeerLost", (what, kind, said)
+        if o.rank != lost and fault == "disk":
+            assert "OSError" in said, (what, o.rank, said)
 
 
-def test_three_rounds(tmp_path):
-    first = random.randrange(1 << 20)
-    for seed in range(first, first + 3):
-        _round(tmp_path, seed)
+def test_a_round_of_each_fault(tmp_path):
+    for fault in FAULTS if hosts.possible() else ("kill", "stop"):
+        _round(tmp_path, fault, random.randrange(1 << 20))
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(4 * 3600)
-def test_two_hundred_rounds(tmp_path):
-    for seed in range(200):
-        _round(tmp_path, seed)
+@pytest.mark.timeout(2 * 3600)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_rounds(tmp_path, fault):
+    """KILL_ROUNDS changes their number."""
+    for seed in range(int(os.environ.get("KILL_ROUNDS", "50"))):
+        _round(tmp_path, fault, seed)

@@ -170,6 +170,17 @@ tsn.barrier()
 print("the rank goes on", file=sys.stderr)
 """
 
+# Rank 1 fails and takes the world down by itself, while the others wait for it.
+FINALIZE = """
+import time
+from tilescale_net.runtime import process_end
+process_end.patience = 0.5
+if rank == 1:
+    try: raise KeyError('x')
+    finally: tsn.finalize()
+{others}
+"""
+
 # What rank 1 does, its exit code, that of rank 0 and what rank 0 says.
 ENDS = [
     ("if rank == 1: raise ZeroDivisionError('mine')", 1, 1, "rank 1 failed: ZeroDivisionError: mine"),
@@ -183,6 +194,21 @@ ENDS = [
         "rank 1 failed: KeyError: 'late'",
     ),
     ("try: sys.exit(3)\nexcept SystemExit: pass\nprint('caught', file=sys.stderr)", 0, 0, "caught"),
+    # Python shows the exception by a hook that is not ours, as those of debuggers and loggers.
+    (
+        "if rank == 1:\n  sys.excepthook = lambda *error: None\n  raise ValueError('unheard')",
+        1,
+        1,
+        "rank 1 failed: ValueError: unheard",
+    ),
+    (
+        FINALIZE.format(others="tsn.barrier()"),
+        1,
+        1,
+        "rank 1 called tilescale_net.finalize() while it handled KeyError: 'x'",
+    ),
+    (FINALIZE.format(others="while True: time.sleep(0.01); tsn.synchronize()"), 1, 1, "rank 1 failed: KeyError: 'x'"),
+    ("try: sys.exit(0)\nfinally: tsn.finalize(); print('in order', file=sys.stderr)", 0, 0, "in order"),
     (CHILDREN, 0, 0, "forked from a rank"),
 ]
 
@@ -196,10 +222,14 @@ def test_the_end_of_a_program_reaches_the_other_ranks(tmp_path):
             env=env,
             stdout=subprocess.PIPE,
             text=True,
-            timeout=200,
+            timeout=40 * len(ENDS),  # a second each, on a machine with nothing else to do
         )
     codes = [int(c) for c in done.stdout.split()]
     for job, (text, code, others, said) in enumerate(ENDS):
         words = [(tmp_path / f"{job}.{rank}").read_text() for rank in range(2)]
-        assert codes[2 * job : 2 * job + 2] == [others, code] and said in words[0], (text, words)
+        assert codes[2 * job : 2 * job + 2] == [others, code] and said in words[0], (
+            text,
+            codes[2 * job : 2 * job + 2],
+            words,
+        )
     assert all("the rank goes on" in (tmp_path / f"{len(ENDS) - 1}.{rank}").read_text() for rank in range(2))

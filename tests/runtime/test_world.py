@@ -13,6 +13,7 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tilescale_net.runtime import settings
+from tilescale_net.runtime import world as world_module
 
 
 def _allocate_and_read_peers():
@@ -353,6 +354,40 @@ def _again():
 
 def test_init_after_finalize():
     ranks.run(2, _again, init=False)
+
+
+def _of_another_version():
+    if os.environ["RANK"] == "1":
+        world_module._version = lambda: "tilescale_net 0.0, device code abc"
+    tsn.init("8M")
+
+
+def test_ranks_of_different_versions_do_not_meet():
+    for outcome in ranks.launch(2, _of_another_version, init=False):
+        kind, text, _ = outcome.error
+        assert kind == "RankMismatch" and "tilescale_net 0.0, device code abc" in text and tsn.__version__ in text
+
+
+def _ends_in_disorder():
+    world = tsn.world()
+    seen, release = [], world._release
+
+    def look_and_release():
+        seen.append(world._aborted())
+        release()
+
+    world._release = look_and_release
+    world.give_up("a test")
+    world_module._take()
+    # The watchdog's thread waits for the store at times, and may come back when the pages are unmapped.
+    world._on_loss("too late", None)
+    world.abort()
+    assert world._device_error() is None
+    return seen
+
+
+def test_kernels_are_told_before_their_memory_goes():
+    assert ranks.run(1, _ends_in_disorder) == [[True]]
 
 
 def test_single_rank_needs_no_launcher(tmp_path):

@@ -6,8 +6,8 @@ import tilelang
 import tilelang.language as T
 from tilelang import tvm
 
-from tilescale_net.compiler.lowered import Lowered
-from tilescale_net.compiler.simulated import SimulatedKernel
+from tilescale_net.compiler.simulator.kernel import SimulatedFunction
+from tilescale_net.compiler.simulator.lowered_cache import Lowered
 
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_70"})
 
@@ -17,12 +17,12 @@ UNGUARDED = {"tl.disable_safe_memory_legalize": True}
 
 
 @functools.cache
-def simulate(build, *args, guarded=True) -> SimulatedKernel:
+def simulate(build, *args, guarded=True) -> SimulatedFunction:
     """The simulated kernel of `build(*args)`, a function that returns a T.prim_func."""
     func = build(*args)
     with TARGET, tvm.transform.PassContext(opt_level=3, config={} if guarded else UNGUARDED):
         artifact = tilelang.lower(func, target=TARGET)
-    return SimulatedKernel(build.__name__, Lowered.of(artifact))
+    return SimulatedFunction(build.__name__, Lowered.from_artifact(artifact))
 
 
 def gather_scale_scatter(columns, dtype):

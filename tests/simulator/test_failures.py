@@ -14,7 +14,7 @@ import torch
 import tilescale_net as tsn
 from tests.simulator import kernels
 from tests.simulator.kernels import simulate
-from tilescale_net.compiler import host_compiler
+from tilescale_net.compiler.simulator import host_compiler
 from tilescale_net.errors import SimulatorDeadlock
 from tilescale_net.runtime import simulator
 

@@ -29,12 +29,12 @@ def _found(size, cases, seeds, timeout=120):
 def _run(cases, seeds):
     """For each (name, right): in how many of `seeds` some rank received wrong data or was told of a race; and a report."""
     import tilescale_net as tsn
-    from tilescale_net.compiler.simulated import SimulatedKernel
+    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
     from tilescale_net.runtime import simulator
 
     reports = []
     # A job would end here; these kernels have run to their end, and the next one can follow.
-    SimulatedKernel._give_up = lambda self, context, error: reports.append(f"{type(error).__name__}: {error}")
+    SimulatedFunction._give_up = lambda self, context, error: reports.append(f"{type(error).__name__}: {error}")
     me, n = tsn.rank(), tsn.size()
     x, y = tsn.empty((bugs.ROUNDS, bugs.M)), tsn.empty((bugs.ROUNDS, bugs.M))
     flag = tsn.zeros((8,), torch.uint64)

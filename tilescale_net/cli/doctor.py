@@ -62,7 +62,7 @@ class Doctor:
                 yield Finding(f"native part: {use}", MISSING, str(err), remedy)
 
     def host_compiler(self) -> Iterator[Finding]:
-        from tilescale_net.compiler import host_compiler
+        from tilescale_net.compiler.simulator import host_compiler
 
         try:
             yield Finding("C++ compiler", GOOD, " ".join(host_compiler.compiler()))
@@ -160,7 +160,7 @@ class Doctor:
         )
 
     def cache(self) -> Iterator[Finding]:
-        from tilescale_net.compiler import cache
+        from tilescale_net.compiler.simulator import cache
 
         folder = cache.folder()
         try:
@@ -211,7 +211,11 @@ class Doctor:
         except ImportError:
             return  # said above
         except TileScaleError as err:
-            yield Finding("libfabric", WARNING, f"{err}; ranks of one node do without", remedy)
+            found, headers, advice = str(err).partition("; install the headers")
+            # A native part without libfabric's headers says itself what to do: a library alone would not help.
+            yield Finding(
+                "libfabric", WARNING, f"{found}; ranks of one node do without", (headers + advice)[2:] or remedy
+            )
             return
         yield Finding("libfabric", GOOD, f"{library['version']}, {library['path']}")
         yield Finding("provider on this host", GOOD, f"{properties['provider']} on {properties['interface']}")

@@ -24,7 +24,8 @@ def _version(package: str) -> str | None:
 def collect() -> dict:
     """Everything, as JSON holds it. What cannot be found out is a text that says why."""
     import tilescale_net
-    from tilescale_net.compiler import host_compiler, toolchain
+    from tilescale_net.compiler import toolchain
+    from tilescale_net.compiler.simulator import host_compiler
     from tilescale_net.runtime import settings
 
     gpus = machine.gpus()

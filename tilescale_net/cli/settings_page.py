@@ -22,6 +22,7 @@ CHAOS_FIELDS = {
     "imm_bits": "width of immediates (32)",
     "error": "probability that an operation fails",
     "error_after": "number of the operation from which on all fail",
+    "error_code": "with which operations fail (5, EIO); 104 (ECONNRESET) is what a process that is gone looks like",
     "stall_after": "number of the operation from which on nothing moves any more, as with a dead peer",
 }
 

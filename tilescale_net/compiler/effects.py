@@ -20,7 +20,7 @@ from tilelang import tvm
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
-from tilescale_net.compiler.ir import OPAQUE_OPS, OUR_OPS, kernel_name, op_name, our_calls, where
+from tilescale_net.compiler.ir import OPAQUE_OPS, OUR_OPS, kernel_name, location_suffix, op_name, our_calls
 from tilescale_net.compiler.operators import DEFERRED
 from tilescale_net.errors import KernelError
 
@@ -127,7 +127,7 @@ def _check_arms(func: tirx.PrimFunc) -> None:
                     f"kernel {kernel_name(func)}: {variable.name.replace(UNNAMED, 'N.', 1)} stands in an arm of a choice such "
                     "as T.if_then_else, and would be carried out whatever the condition is; write `a if condition else b` "
                     "or an `if` statement, or bind it to a name first where that is meant"
-                    + (where(calls[-1]) if calls else "")
+                    + (location_suffix(calls[-1]) if calls else "")
                 )
 
 
@@ -339,5 +339,6 @@ class _Rewriter:
         calls = our_calls(self._definitions[variable])
         name = variable.name.replace(UNNAMED, "N.", 1)
         raise KernelError(
-            f"kernel {self._name}: {name} {what}; bind it to a name first" + (where(calls[-1]) if calls else "")
+            f"kernel {self._name}: {name} {what}; bind it to a name first"
+            + (location_suffix(calls[-1]) if calls else "")
         )

@@ -15,17 +15,22 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
-from tilescale_net.compiler.ir import OUR_OPS, kernel_name, loads_memory, op_name, opaque_call, our_calls, where
+from tilescale_net.compiler.ir import (
+    OUR_OPS,
+    kernel_name,
+    loads_memory,
+    location_suffix,
+    op_name,
+    opaque_call,
+    operator_of,
+    our_calls,
+)
 from tilescale_net.errors import KernelError
 
 _COPY = "tl.tileop.copy"
 _TMA_OPS = {"tl.tileop.tma_copy", "tl.tileop.im2col", "tl.tma_load", "tl.tma_store"}
 _TMA_ANNOTATIONS = ("is_gather4", "is_scatter4", "cluster_mask")
 _PIPELINE_ANNOTATIONS = ("num_stages", "tl_pipeline_order", "tl_pipeline_stage", "software_pipeline_stage")
-# Puts from shared memory, and which argument is their source.
-_FROM_SHARED = {"tsn.put_shared": 3, "tsn.put_signal_shared": 4}
-# Called by whole blocks although they carry no scope.
-_BLOCK_OPS = {"tsn.barrier_all", "tsn.barrier_node", "tsn.barrier_grid"}
 
 
 def check(func: tirx.PrimFunc) -> None:
@@ -53,12 +58,13 @@ def rewrite(body: tirx.Stmt, guards: bool = True) -> tirx.Stmt:
 def _check_loop(node: tirx.For) -> None:
     if node.kind in (tirx.ForKind.PARALLEL, tirx.ForKind.VECTORIZED):
         for call in our_calls(node.body):
-            scope = call.args[0].value if call.args and isinstance(call.args[0], tirx.StringImm) else "thread"
-            scope = "block" if op_name(call) in _BLOCK_OPS else scope
+            operator = operator_of(call)
+            scope = operator.scope_of(call) if operator is not None else "thread"
             if scope in ("block", "warp"):
                 raise KernelError(
                     f"{op_name(call)} is called at {scope} scope inside T.Parallel, whose iterations run on different "
-                    "threads; use the thread-scope primitive there, or move the call out of the loop" + where(call)
+                    "threads; use the thread-scope primitive there, or move the call out of the loop"
+                    + location_suffix(call)
                 )
     annotations = node.annotations or {}
     pipelined = [key for key in _PIPELINE_ANNOTATIONS if key in annotations]
@@ -67,7 +73,7 @@ def _check_loop(node: tirx.For) -> None:
         if call is not None:
             raise KernelError(
                 f"{op_name(call)} is called inside T.Pipelined, which moves the copies of later iterations before it; "
-                "wait before the loop, or use T.serial around a T.Pipelined without primitives" + where(call)
+                "wait before the loop, or use T.serial around a T.Pipelined without primitives" + location_suffix(call)
             )
 
 
@@ -85,13 +91,13 @@ def _check_tma(func: tirx.PrimFunc) -> None:
         raise KernelError(
             f"kernel {kernel_name(func)} asks for TMA ({found[0]}) and uses {op_name(call)}: waits and signals do not "
             "order TMA accesses, so it could read what a peer has not written yet; use T.copy for data that peers "
-            f"exchange, or move the TMA part to a kernel of its own{where(call)}"
+            f"exchange, or move the TMA part to a kernel of its own{location_suffix(call)}"
         )
 
 
 def _check_tiles(func: tirx.PrimFunc) -> None:
     """Refuse puts from tiles whose elements do not lie in order."""
-    calls = [call for call in our_calls(func.body) if op_name(call) in _FROM_SHARED]
+    calls = [call for call in our_calls(func.body) if (row := operator_of(call)) and "tile" in row.names]
     if not calls:
         return
     disordered: dict[tirx.Var, str] = {}
@@ -105,12 +111,12 @@ def _check_tiles(func: tirx.PrimFunc) -> None:
 
     post_order_visit(func.body, look)
     for call in calls:
-        tile = call.args[_FROM_SHARED[op_name(call)]].args[1]
+        tile = operator_of(call).read(call).tile.args[1]
         reason = next((why for data, why in disordered.items() if data.same_as(tile)), None)
         if reason is not None:
             raise KernelError(
                 f"{op_name(call)} sends the tile {tile.name}, which has {reason}: its elements do not lie in order; T.copy "
-                f"it to another shared tensor first{where(call)}"
+                f"it to another shared tensor first{location_suffix(call)}"
             )
 
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx.stmt_functor import post_order_visit
 
-from tilescale_net.compiler.operators import CONTEXT, OPERATORS, PURE, RING
+from tilescale_net.compiler.operators import CONTEXT, OPERATORS, PURE, RING, Operator
 
 PLACEHOLDERS = {CONTEXT, RING}
-OUR_OPS = {operator.op_name for operator in OPERATORS.values()} | PLACEHOLDERS
+_BY_OP_NAME = {operator.op_name: operator for operator in OPERATORS.values()}
+OUR_OPS = set(_BY_OP_NAME) | PLACEHOLDERS
 OPAQUE_OPS = {operator.op_name for operator in OPERATORS.values() if operator.effect != PURE}
 
 
 def op_name(node) -> str:
     """Name of the operator that `node` calls, or ''."""
     return getattr(node.op, "name", "") if isinstance(node, tirx.Call) else ""
+
+
+def operator_of(node) -> Operator | None:
+    """The row of the operator that `node` calls; None for other nodes, and for placeholders."""
+    return _BY_OP_NAME.get(op_name(node))
 
 
 def our_calls(body) -> list[tirx.Call]:
@@ -57,7 +63,7 @@ def block_threads(func: tirx.PrimFunc) -> int | None:
     return launches[0][0]
 
 
-def where(call: tirx.Call) -> str:
+def location_suffix(call: tirx.Call) -> str:
     """The author's line of a call as the last line of a message, or ''."""
     span = call.span
     return f"\n  at {span.source_name.name}:{span.line}" if span is not None and span.source_name is not None else ""

@@ -19,12 +19,14 @@ from tilelang import tvm
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from tilescale_net.compiler import bounds, lowered, lowering, sites, toolchain
+from tilescale_net.compiler import lowering, toolchain
 from tilescale_net.compiler.ir import block_threads, kernel_name
-from tilescale_net.compiler.kernel import CudaKernel, Kernel, simulated
+from tilescale_net.compiler.kernel import CudaKernel, Kernel
 from tilescale_net.compiler.passes import prepare
+from tilescale_net.compiler.simulator import bounds, lowered_cache, sites
+from tilescale_net.compiler.simulator.kernel import SimulatedKernel
 from tilescale_net.errors import ConfigurationError, KernelError
-from tilescale_net.runtime import settings
+from tilescale_net.runtime import progress, settings
 from tilescale_net.runtime import world as _world
 
 # Pass options that a communicating kernel cannot do without, and why.
@@ -60,7 +62,7 @@ def _target(target) -> str | dict:
     )
 
 
-def _pass_configs(func: PrimFunc, given: dict | None) -> dict:
+def required_pass_configs(func: PrimFunc, given: dict | None) -> dict:
     """The author's pass options (of the kernel, then of the call) with the required ones; conflicts raise KernelError."""
     configs = dict(func.attrs["tilelang_pass_configs"]) if "tilelang_pass_configs" in (func.attrs or {}) else {}
     configs.update({getattr(key, "value", key): value for key, value in (given or {}).items()})
@@ -115,26 +117,28 @@ def compile(
             f"kernel {kernel_name(func)} returns T.empty tensors; pass every output as an argument instead"
         )
     chosen = _target(target)
-    configs = _pass_configs(func, pass_configs)
+    configs = required_pass_configs(func, pass_configs)
     reports_bounds = chosen == "simulator" and not any(key in configs for key in bounds.UNGUARDED)
     prepared = prepare(func, reports_bounds)
     flags = list(func.attrs["tilelang_compile_flags"]) if "tilelang_compile_flags" in (func.attrs or {}) else []
     flags += [compile_flags] if isinstance(compile_flags, str) else list(compile_flags or ())
-    if chosen == "simulator":
-        numbered, lines = sites.number(prepared.func, sites.lines_of(func))
-        configs = {**bounds.UNGUARDED, **configs}
-        kept = lowered.kept(kernel_name(func), numbered, SIMULATOR_TARGET, configs, lower)
-        return simulated(prepared, kept, lines)
-    toolchain.find_nvcc()
-    with lowering.enabled(), _quiet(), toolchain.once_per_host(kernel_name(func)):
-        compiled = tilelang.compile(
-            prepared.func.without_attr("tilelang_pass_configs").without_attr("tilelang_compile_flags"),
-            target=Target(chosen),
-            execution_backend="tvm_ffi",
-            pass_configs=configs,
-            compile_flags=toolchain.compile_flags(flags, block_threads(prepared.func)),
-        )
-    return CudaKernel(prepared, compiled, chosen)
+    where = "the simulator" if chosen == "simulator" else chosen["arch"]
+    with progress.step(f"compiling kernel {kernel_name(func)} for {where}; the next time it is there"):
+        if chosen == "simulator":
+            numbered, lines = sites.number(prepared.func, sites.lines_of(func))
+            configs = {**bounds.UNGUARDED, **configs}
+            lowered = lowered_cache.get_or_build(kernel_name(func), numbered, SIMULATOR_TARGET, configs, lower)
+            return SimulatedKernel(prepared, lowered, lines)
+        toolchain.find_nvcc()
+        with lowering.enabled(), _quiet(), toolchain.once_per_host(kernel_name(func)):
+            compiled = tilelang.compile(
+                prepared.func.without_attr("tilelang_pass_configs").without_attr("tilelang_compile_flags"),
+                target=Target(chosen),
+                execution_backend="tvm_ffi",
+                pass_configs=configs,
+                compile_flags=toolchain.compile_flags(flags, block_threads(prepared.func)),
+            )
+        return CudaKernel(prepared, compiled, chosen)
 
 
 @contextlib.contextmanager
@@ -151,7 +155,7 @@ def _quiet():
             logger.setLevel(level)
 
 
-class Factory:
+class KernelFactory:
     """What `@tsn.jit` makes of a function that returns a T.prim_func: call it to get the compiled kernel."""
 
     def __init__(self, function: Callable, options: dict):
@@ -215,6 +219,6 @@ def jit(func=None, *, target=None, pass_configs=None, compile_flags=None, name=N
             return compile(function, **options)
         if not callable(function):
             raise KernelError(f"tilescale_net.jit decorates functions, not {function!r}")
-        return Factory(function, options)
+        return KernelFactory(function, options)
 
     return decorate if func is None else decorate(func)

@@ -7,10 +7,9 @@ import functools
 import torch
 import tvm_ffi
 
-from tilescale_net.compiler import arguments
+from tilescale_net.compiler import arguments, nvcc
 from tilescale_net.compiler.arguments import BadArguments
 from tilescale_net.compiler.ir import block_threads, kernel_name
-from tilescale_net.compiler.lowered import Lowered
 from tilescale_net.compiler.passes import Prepared
 from tilescale_net.errors import KernelError, TileScaleError
 from tilescale_net.runtime import world as _world
@@ -174,41 +173,9 @@ class CudaKernel(Kernel):
 
     def ptx(self) -> str:
         """PTX of the kernel, compiled on request by nvcc."""
-        from tilescale_net.compiler import inspect
-
-        return inspect.compile_source(self.source, "ptx", self.target, threads=block_threads(self.prim_func))
+        return nvcc.compile_source(self.source, "ptx", self.target, threads=block_threads(self.prim_func))
 
     def sass(self) -> str:
         """Machine code of the kernel, disassembled by nvdisasm."""
-        from tilescale_net.compiler import inspect
-
         threads = block_threads(self.prim_func)
-        return inspect.disassemble(inspect.compile_source(self.source, "cubin", self.target, threads=threads))
-
-
-class _Simulated(Kernel):
-    """A kernel that the simulator runs."""
-
-    def __init__(self, prepared: Prepared, lowered: Lowered, lines: list[str]):
-        super().__init__(prepared, lowered.kernel_source, "simulator")
-        from tilescale_net.compiler.simulated import SimulatedKernel
-
-        self._simulated = SimulatedKernel(
-            name=self.name,
-            lowered=lowered,
-            context_index=None if self._context_index is None else 0,
-            lines=lines,
-        )
-
-    def _function(self):
-        return self._simulated
-
-    def ptx(self) -> str:
-        raise KernelError(f"kernel {self.name} was built for the simulator, which has no PTX; see compiler.inspect")
-
-    sass = ptx
-
-
-def simulated(prepared: Prepared, lowered: Lowered, lines: list[str]) -> Kernel:
-    """The kernel that runs in the simulator."""
-    return _Simulated(prepared, lowered, lines)
+        return nvcc.disassemble(nvcc.compile_source(self.source, "cubin", self.target, threads=threads))

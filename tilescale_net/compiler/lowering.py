@@ -55,10 +55,10 @@ def device_call(operator: Operator, call: tirx.Call) -> tirx.PrimExpr:
     values = call.args[len(operator.template) : operator.arity]
     template = [
         str(int(choice)) if kind == "int" else f"tsn::{kind}::{CHOICES[kind][choice.value]}"
-        for kind, choice in zip(operator.template, choices)
+        for kind, choice in zip(operator.template_kinds, choices)
     ]
     name = f"tsn::{operator.name}" + (f"<{', '.join(template)}>" if template else "")
-    arguments = [_cast(C_TYPES[kind], v) if kind in C_TYPES else v for kind, v in zip(operator.args, values)]
+    arguments = [_cast(C_TYPES[kind], v) if kind in C_TYPES else v for kind, v in zip(operator.arg_kinds, values)]
     if len(call.args) > operator.arity:  # see sites.py
         name = f"/*@{int(call.args[operator.arity])}*/{name}"
     return tirx.call_extern(call.dtype, name, *arguments)

@@ -8,6 +8,7 @@ lowering rules and the documentation need to know about a primitive is in its ro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import tvm_ffi
 from tilelang import tvm
@@ -28,10 +29,12 @@ CHOICES: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 # How run-time parameters are typed: kind -> dtype of the traced expression (None: that of the buffer or value itself).
+# A "tile" is shared memory, a "ring" that of bulk copies.
 # Kinds in C_TYPES are pointers whose C++ type differs from the buffer's; they are cast in the generated call.
 KINDS: dict[str, str | None] = {
     "context": "handle",
     "memory": "handle",
+    "tile": "handle",
     "words": "handle",
     "ring": "handle",
     "bytes": "int64",
@@ -51,11 +54,12 @@ class Operator:
     """One row of the table.
 
     Attributes:
-        name: TVM name after `tsn.`; also the the device function in namespace `tsn`.
-        template: compile-time arguments, each a key of CHOICES or "int".
-        args: run-time arguments, each a key of KINDS; `context` comes first where present.
+        name: TVM name after `tsn.`; also the device function in namespace `tsn`.
+        template: compile-time arguments, each a key of CHOICES or "int", or "name:key" where that is not its name.
+        args: run-time arguments, each a key of KINDS or "name:key"; `context` comes first where present.
         result: dtype of the call, "void", or "value" for that of the value argument (given when the call is made).
         effect: PURE or OPAQUE.
+        scope: which threads make a call together, where no argument of kind Scope says it.
     """
 
     name: str
@@ -63,16 +67,19 @@ class Operator:
     args: tuple[str, ...] = ("context",)
     result: str = "void"
     effect: int = OPAQUE
+    scope: str = "thread"
 
     def __post_init__(self):
         if not self.name.isidentifier():
             raise ValueError(f"operator name {self.name!r} is not an identifier")
-        for kind in self.template:
+        if self.scope not in CHOICES["Scope"]:
+            raise ValueError(f"tsn.{self.name}: scope {self.scope!r} is not one of {[*CHOICES['Scope']]}")
+        for kind in self.template_kinds:
             if kind != "int" and kind not in CHOICES:
                 raise ValueError(
                     f"tsn.{self.name}: template argument {kind!r} is neither 'int' nor one of {[*CHOICES]}"
                 )
-        for kind in self.args:
+        for kind in self.arg_kinds:
             if kind not in KINDS:
                 raise ValueError(f"tsn.{self.name}: argument {kind!r} is not one of {[*KINDS]}")
         if "context" in self.args[1:]:
@@ -92,6 +99,36 @@ class Operator:
     def arity(self) -> int:
         return len(self.template) + len(self.args)
 
+    @property
+    def template_kinds(self) -> tuple[str, ...]:
+        return tuple(argument.rpartition(":")[2] for argument in self.template)
+
+    @property
+    def arg_kinds(self) -> tuple[str, ...]:
+        return tuple(argument.rpartition(":")[2] for argument in self.args)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all arguments in order, compile-time ones first."""
+        return tuple(argument.partition(":")[0].lower() for argument in (*self.template, *self.args))
+
+    def read(self, call: tirx.Call) -> SimpleNamespace:
+        """The arguments of a call by name: choices as str or int, the rest as expressions."""
+        n = len(self.template)
+        choices = [int(c) if isinstance(c, tirx.IntImm) else str(c.value) for c in call.args[:n]]
+        return SimpleNamespace(**dict(zip(self.names, (*choices, *call.args[n : self.arity]))))
+
+    def replace(self, call: tirx.Call, **arguments: tirx.PrimExpr) -> tirx.Call:
+        """The same call with other expressions for the named arguments."""
+        given = list(call.args)
+        for name, value in arguments.items():
+            given[self.names.index(name)] = value
+        return tirx.Call(call.dtype, call.op, given)
+
+    def scope_of(self, call: tirx.Call) -> str:
+        """Which threads make the call together: "thread", "warp" or "block"."""
+        return getattr(self.read(call), "scope", self.scope)
+
     def __call__(self, *arguments, dtype: str | None = None) -> tirx.PrimExpr:
         """Trace a call. `arguments` are template choices (str or int), then expressions without the context.
 
@@ -105,14 +142,14 @@ class Operator:
         if len(choices) + len(values) != self.arity:
             raise TypeError(f"{self.op_name} takes {self.arity} arguments, not {len(choices) + len(values)}")
         call_args: list[tirx.PrimExpr] = []
-        for kind, choice in zip(self.template, choices):
+        for kind, choice in zip(self.template_kinds, choices):
             if kind == "int":
                 call_args.append(tirx.IntImm("int32", choice))
             elif choice in CHOICES[kind]:
                 call_args.append(tirx.StringImm(choice))
             else:
                 raise TypeError(f"{self.op_name}: {choice!r} is not a {kind}")
-        for kind, value in zip(self.args, values):
+        for kind, value in zip(self.arg_kinds, values):
             wanted = KINDS[kind]
             if wanted is not None and str(value.dtype) != wanted:
                 raise TypeError(f"{self.op_name}: argument '{kind}' has type {value.dtype} instead of {wanted}")
@@ -122,9 +159,10 @@ class Operator:
         return tirx.Call(dtype or self.result, tvm.ir.Op.get(self.op_name), call_args)
 
 
-_COPY = ("Scope", "Engine", "int", "int", "int")  # scope, engine, unroll, stages, bytes per stage
-
-_ROWS = ("i64", "bytes", "bytes", "bytes")  # rows, bytes of a row, pitch at the target, pitch at the source
+_COPY = ("Scope", "Engine", "unroll:int", "stages:int", "stage_bytes:int")
+_ENDS = ("context", "dst:memory", "src:memory")
+_ROWS = (*_ENDS, "rows:i64", "row_bytes:bytes", "dst_pitch:bytes", "src_pitch:bytes", "pe")
+_SIGNAL = ("sig:words", "signal_value:u64")
 
 OPERATORS: dict[str, Operator] = {
     operator.name: operator
@@ -134,42 +172,37 @@ OPERATORS: dict[str, Operator] = {
         Operator("node_pe", result="int32", effect=PURE),
         Operator("n_node_pes", result="int32", effect=PURE),
         Operator("is_direct", args=("context", "pe"), result="bool", effect=PURE),
-        Operator("put", _COPY, ("context", "memory", "memory", "bytes", "pe", "ring")),
-        Operator("get", _COPY, ("context", "memory", "memory", "bytes", "pe", "ring")),
+        Operator("put", _COPY, (*_ENDS, "bytes", "pe", "ring")),
+        Operator("get", _COPY, (*_ENDS, "bytes", "pe", "ring")),
+        Operator("put_signal", (*_COPY, "SignalOp"), (*_ENDS, "bytes", "pe", *_SIGNAL, "ring")),
+        Operator("put_shared", ("Scope",), ("context", "dst:memory", "tile", "bytes", "pe")),
         Operator(
-            "put_signal",
-            (*_COPY, "SignalOp"),
-            ("context", "memory", "memory", "bytes", "pe", "words", "u64", "ring"),
+            "put_signal_shared", ("Scope", "SignalOp"), ("context", "dst:memory", "tile", "bytes", "pe", *_SIGNAL)
         ),
-        Operator("put_shared", ("Scope",), ("context", "memory", "memory", "bytes", "pe")),
-        Operator(
-            "put_signal_shared", ("Scope", "SignalOp"), ("context", "memory", "memory", "bytes", "pe", "words", "u64")
-        ),
-        Operator("put_rows", ("Scope", "int"), ("context", "memory", "memory", *_ROWS, "pe")),
-        Operator("get_rows", ("Scope", "int"), ("context", "memory", "memory", *_ROWS, "pe")),
-        Operator(
-            "put_signal_rows",
-            ("Scope", "int", "SignalOp"),
-            ("context", "memory", "memory", *_ROWS, "pe", "words", "u64"),
-        ),
+        Operator("put_rows", ("Scope", "unroll:int"), _ROWS),
+        Operator("get_rows", ("Scope", "unroll:int"), _ROWS),
+        Operator("put_signal_rows", ("Scope", "unroll:int", "SignalOp"), (*_ROWS, *_SIGNAL)),
         Operator("put_value", (), ("context", "memory", "value", "pe")),
-        Operator("signal", ("Scope", "SignalOp", "int"), ("context", "words", "u64", "pe")),  # int: whether it fences
+        Operator("signal", ("Scope", "SignalOp", "fence:int"), ("context", *_SIGNAL, "pe")),
         Operator("wait", ("Scope", "Compare"), ("context", "words", "i64"), "uint64"),
         Operator("test", ("Compare",), ("context", "words", "i64"), "bool"),
         Operator("atomic", ("AtomicOp",), ("context", "memory", "value", "pe"), "value"),
-        Operator("atomic_cas", (), ("context", "memory", "value", "value", "pe"), "value"),
+        Operator("atomic_cas", (), ("context", "memory", "compare:value", "value", "pe"), "value"),
         Operator("fence", ("Scope",), ("context", "pe")),
         Operator("quiet", ("Scope",), ("context", "pe")),
         Operator("flush_async", (), ("context", "pe"), "uint64"),
         Operator("flush_wait", (), ("context", "u64")),
-        Operator("barrier_all", ("BarrierScope",)),
-        Operator("barrier_node", ("BarrierScope",)),
-        Operator("barrier_grid"),
+        Operator("barrier_all", ("blocks:BarrierScope",), scope="block"),
+        Operator("barrier_node", ("blocks:BarrierScope",), scope="block"),
+        Operator("barrier_grid", scope="block"),
         Operator("remote", (), ("context", "memory", "pe"), "handle"),
         Operator("ld", ("Order", "MemScope"), ("memory",), "value"),
         Operator("st", ("Order", "MemScope"), ("memory", "value")),
     )
 }
+
+# Shared memory that a block may have on sm_90, less what the device functions declare themselves.
+SHARED_BYTES = 224 * 1024
 
 # Stand-ins that a traced kernel carries until `passes.py` replaces them: the context pointer and the ring buffer.
 CONTEXT, RING = "tsn.context", "tsn.ring"
@@ -184,9 +217,16 @@ def context_placeholder() -> tirx.PrimExpr:
     return tirx.call_intrin("handle", tvm.ir.Op.get(CONTEXT))
 
 
-def guard_condition(inside: tirx.PrimExpr) -> tirx.PrimExpr:
-    """The condition of a primitive's own guard, marked as such."""
-    return tirx.call_intrin("bool", tvm.ir.Op.get(INSIDE), inside)
+def guard_condition(name: str, inside: tirx.PrimExpr, indices: list) -> tirx.PrimExpr:
+    """The condition of a primitive's own guard, marked as such.
+
+    Args:
+        name: the tensor's.
+        inside: the condition.
+        indices: (index, extent) of each axis.
+    """
+    flat = [tirx.convert(value) for pair in indices for value in pair]
+    return tirx.call_intrin("bool", tvm.ir.Op.get(INSIDE), tirx.StringImm(name), inside, *flat)
 
 
 def ring_placeholder(nbytes: int) -> tirx.PrimExpr:
@@ -209,7 +249,8 @@ def register() -> None:
     if CONTEXT in tvm.ir.Op.list_op_names():
         return  # TVM's registry outlives a reload of this module
     for operator in OPERATORS.values():
-        _register(operator.op_name, f"tsn::{operator.name}", operator.template + operator.args, operator.effect)
+        kinds = operator.template_kinds + operator.arg_kinds
+        _register(operator.op_name, f"tsn::{operator.name}", kinds, operator.effect)
     _register(CONTEXT, "the kernel's context", (), PURE)
     _register(RING, "shared memory for bulk copies", ("bytes",), PURE)
     _register(INSIDE, "that an index is inside", ("value",), PURE)

@@ -14,17 +14,15 @@ from dataclasses import dataclass
 from tvm import DataType, tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
-from tilescale_net.compiler import bounds, effects, hazards
-from tilescale_net.compiler.ir import PLACEHOLDERS, kernel_name, op_name, our_calls, where
+from tilescale_net.compiler import effects, hazards
+from tilescale_net.compiler.ir import PLACEHOLDERS, kernel_name, location_suffix, op_name, operator_of, our_calls
 from tilescale_net.compiler.lowering import null_pointer
-from tilescale_net.compiler.operators import CONTEXT, RING, ring_placeholder
+from tilescale_net.compiler.operators import CONTEXT, RING, SHARED_BYTES, ring_placeholder
+from tilescale_net.compiler.simulator import bounds
 from tilescale_net.errors import KernelError
 
 # The extent of a context parameter is a variable of this name, which is how the parameter is recognised.
 CONTEXT_WORDS = "tsn_context_words"
-# Shared memory that a block may have on sm_90, less what the device functions declare themselves.
-SHARED_BYTES = 224 * 1024
-COPIES = ("tsn.put", "tsn.get", "tsn.put_signal")
 
 
 @dataclass(frozen=True)
@@ -83,9 +81,10 @@ def prepare(func: tirx.PrimFunc, reports_bounds: bool = False) -> Prepared:
         culprit = next(call for call in calls if op_name(call) not in PLACEHOLDERS)
         raise KernelError(
             f"kernel {kernel_name(func)} uses {op_name(culprit)} but has no context; add a parameter such as "
-            f"`ctx: N.Context()`{where(culprit)}"
+            f"`ctx: N.Context()`{location_suffix(culprit)}"
         )
     hazards.check(func)
+    tiles = bounds.tile_loops(func.body)
     body = bounds.settle_guards(effects.rewrite(func), reports_bounds)
     for param in func.params:
         if param not in func.buffer_map and str(param.dtype) == "uint64":
@@ -103,7 +102,7 @@ def prepare(func: tirx.PrimFunc, reports_bounds: bool = False) -> Prepared:
         body = ir_transform(body, None, lambda c: context if op_name(c) == CONTEXT else None, ["tirx.Call"])
         body = hazards.rewrite(body, guards=not reports_bounds)
     if reports_bounds:
-        body = bounds.guard_tiles(body)
+        body = bounds.check_accesses(body, tiles)
     params = list(func.params)
     if index is not None:
         params.insert(0, params.pop(index))
@@ -135,14 +134,14 @@ def _shared_bytes(block: tirx.SBlock) -> int:
 
 def _without_ring(call: tirx.Call, room: int) -> tirx.Call | None:
     """A copy of engine "auto" that goes without its ring because `room` bytes cannot hold it; None to keep the call."""
-    if op_name(call) not in COPIES or str(call.args[1].value) != "auto":
+    operator = operator_of(call)
+    if operator is None or "ring" not in operator.names:
         return None
-    stages, stage_bytes = int(call.args[3]), int(call.args[4])
-    if stages * stage_bytes <= room:
+    copy = operator.read(call)
+    if copy.engine != "auto" or copy.stages * copy.stage_bytes <= room:
         return None
     zero = tirx.IntImm("int32", 0)
-    args = [*call.args[:3], zero, zero, *call.args[5:-1], ring_placeholder(0)]
-    return tirx.Call(call.dtype, call.op, args)
+    return operator.replace(call, stages=zero, stage_bytes=zero, ring=ring_placeholder(0))
 
 
 def _supply_rings(body: tirx.Stmt) -> tuple[tirx.Stmt, int]:

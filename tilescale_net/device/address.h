@@ -14,38 +14,38 @@ TSN_DEVICE bool is_pe(const Context* ctx, int pe) { return uint32_t(pe) < uint32
 
 namespace detail {
 
-TSN_COLD uint64_t far_base(const Context* ctx, int pe) {
+TSN_COLD uint64_t base_beyond_inline(const Context* ctx, int pe) {
   return is_pe(ctx, pe) ? platform::load_constant(&ctx->peer_base[pe]) : 0;
 }
 
 } // namespace detail
 
-// The PE's heap as this PE maps it; 0 where it does not, and for what is no PE: the near bases exist for all PEs below
-// kNearPes, so one load tells.
+// The PE's heap as this PE maps it; 0 where it does not, and for what is no PE: the inline bases exist for all PEs
+// below kInlineBases, so one load tells.
 TSN_DEVICE uint64_t peer_base(const Context* ctx, int pe) {
-  const bool near = uint32_t(pe) < kNearPes;
-  const uint64_t base = platform::load_constant(&ctx->peer_base[near ? pe : 0]);
-  return TSN_LIKELY(near) ? base : detail::far_base(ctx, pe);
+  const bool inlined = uint32_t(pe) < kInlineBases;
+  const uint64_t base = platform::load_constant(&ctx->peer_base[inlined ? pe : 0]);
+  return TSN_LIKELY(inlined) ? base : detail::base_beyond_inline(ctx, pe);
 }
 
 TSN_DEVICE bool is_direct(const Context* ctx, int pe) { return peer_base(ctx, pe) != 0; }
 
-// The way to one PE. All that a call needs of the context is loaded at once, before any of it is looked at: after a
-// wait, a chain of loads would cost as many latencies as it has links. The base comes last, and callers look at it
+// Access to one PE. All that a call needs of the context is loaded at once, before any of it is used: after a
+// wait, a chain of loads would cost as many latencies as it has links. The base comes last, and callers use it
 // first, because the assembler would put arithmetic on the others ahead of its load.
-struct Route {
+struct PeerAccess {
   const Context* ctx;
   int pe;
   uint64_t heap_base, heap_bytes;
-  bool stopped; // the job was aborted. Threads may see that at different times: let it skip accesses, never barriers
+  bool aborted; // the job was aborted. Threads may see that at different times: let it skip accesses, never barriers
   uint64_t base;
 
-  TSN_DEVICE Route(const Context* c, int p) : ctx(c), pe(p) {
+  TSN_DEVICE PeerAccess(const Context* c, int p) : ctx(c), pe(p) {
     heap_base = platform::load_constant(&ctx->heap_base);
     heap_bytes = platform::load_constant(&ctx->heap_bytes);
     const uint64_t stop = platform::load_recent(&ctx->aborted);
     base = peer_base(ctx, pe);
-    stopped = stop != 0;
+    aborted = stop != 0;
   }
 
   // Whether the PE is mapped; if not it is reached through the proxy, or there is none.
@@ -68,37 +68,37 @@ struct Route {
   // Whether an operation on these bytes, and on the signal that comes with them, may go ahead. What may not is reported
   // by the leader and aborts the job; it never becomes an access. The answer is the same in all threads of the scope.
   template <Scope S>
-  TSN_DEVICE bool check(Operation operation, const void* local, int64_t bytes) const {
-    return judge<S>(operation, symmetric(local, bytes), local, bytes);
+  TSN_DEVICE bool validate(Operation operation, const void* local, int64_t bytes) const {
+    return allow_or_report<S>(operation, symmetric(local, bytes), local, bytes);
   }
   template <Scope S>
-  TSN_DEVICE bool check(Operation operation, const void* local, int64_t bytes, const uint64_t* sig) const {
+  TSN_DEVICE bool validate(Operation operation, const void* local, int64_t bytes, const uint64_t* sig) const {
     const bool inside = symmetric(local, bytes), signal_inside = symmetric(sig, sizeof(*sig));
     const bool wrong_signal = inside && !signal_inside;
     if constexpr (platform::kDefersRemoteWrites)
       if (signal_inside && scope_leader<S>()) platform::inspect(operation, sig, sizeof(*sig));
-    return judge<S>(operation, inside && signal_inside, wrong_signal ? sig : local, wrong_signal ? 8 : bytes);
+    return allow_or_report<S>(operation, inside && signal_inside, wrong_signal ? sig : local, wrong_signal ? 8 : bytes);
   }
 
   // All of it in one: whether the PE is mapped, the operation may go ahead, and the job too. A message that waits for
   // this waits for one branch. Where the answer is no, it is the leader's part to ask again and to tell what is wrong.
   // (Where remote writes are deferred an aborted job is not seen here: the platform's barriers must be met.)
   template <Scope S>
-  TSN_DEVICE bool open(Operation operation, const void* local, int64_t bytes) const {
-    if constexpr (platform::kDefersRemoteWrites) return check<S>(operation, local, bytes) && direct();
+  TSN_DEVICE bool may_proceed(Operation operation, const void* local, int64_t bytes) const {
+    if constexpr (platform::kDefersRemoteWrites) return validate<S>(operation, local, bytes) && direct();
     const bool inside = symmetric(local, bytes);
-    return (base != 0) & !stopped & inside;
+    return (base != 0) & !aborted & inside;
   }
   template <Scope S>
-  TSN_DEVICE bool open(Operation operation, const void* local, int64_t bytes, const uint64_t* sig) const {
-    if constexpr (platform::kDefersRemoteWrites) return check<S>(operation, local, bytes, sig) && direct();
+  TSN_DEVICE bool may_proceed(Operation operation, const void* local, int64_t bytes, const uint64_t* sig) const {
+    if constexpr (platform::kDefersRemoteWrites) return validate<S>(operation, local, bytes, sig) && direct();
     const bool inside = symmetric(local, bytes), signal_inside = symmetric(sig, sizeof(*sig));
-    return (base != 0) & !stopped & inside & signal_inside;
+    return (base != 0) & !aborted & inside & signal_inside;
   }
 
 private:
   template <Scope S>
-  TSN_DEVICE bool judge(Operation operation, bool inside, const void* local, int64_t bytes) const {
+  TSN_DEVICE bool allow_or_report(Operation operation, bool inside, const void* local, int64_t bytes) const {
     const bool found = exists();
     if (TSN_LIKELY(found && inside)) {
       if constexpr (platform::kDefersRemoteWrites) // the simulator also knows what is allocated in there
@@ -114,9 +114,9 @@ private:
 // A pointer to mapped memory of the PE, for ordinary loads and stores. What is not mapped aborts the job and yields
 // `ptr` itself, so that the rest of the kernel stays within this PE's memory.
 TSN_DEVICE void* remote(const Context* ctx, void* ptr, int pe) {
-  const Route route(ctx, pe);
-  if (!route.check<Scope::thread>(kOpRemote, ptr, 0)) return ptr;
-  if (route.direct()) return route.translate(ptr);
+  const PeerAccess access(ctx, pe);
+  if (!access.validate<Scope::thread>(kOpRemote, ptr, 0)) return ptr;
+  if (access.direct()) return access.translate(ptr);
   fail(ctx, kNotDirect, kOpRemote, pe, ptr, 0, 0, 0);
   return ptr;
 }

@@ -11,9 +11,9 @@ namespace detail {
 // Where an atomic on the PE goes; null where it cannot, which aborts the job.
 template <class T>
 TSN_DEVICE T* atomic_target(const Context* ctx, T* dst, int pe) {
-  const Route route(ctx, pe);
-  if (!route.check<Scope::thread>(kOpAtomic, dst, sizeof(T)) || route.stopped) return nullptr;
-  if (route.direct()) return route.translate(dst);
+  const PeerAccess access(ctx, pe);
+  if (!access.validate<Scope::thread>(kOpAtomic, dst, sizeof(T)) || access.aborted) return nullptr;
+  if (access.direct()) return access.translate(dst);
   fail(ctx, kUnsupported, kOpAtomic, pe, dst, 0, 0, sizeof(T));
   return nullptr;
 }

@@ -14,7 +14,7 @@ namespace tsn {
 namespace detail {
 
 template <int K>
-TSN_DEVICE void disseminate(const Context* ctx, uint64_t* flags, uint64_t epoch, int first, int me, int n) {
+TSN_DEVICE void disseminate(const Context* ctx, uint64_t* flags, uint64_t number, int first, int me, int n) {
   const uint32_t threads = platform::block_threads();
   const uint32_t lanes = threads < platform::kWarpThreads ? threads : platform::kWarpThreads;
   uint64_t* round = flags - 1; // no flag for distance 0
@@ -22,11 +22,11 @@ TSN_DEVICE void disseminate(const Context* ctx, uint64_t* flags, uint64_t epoch,
     platform::fence<MemScope::sys>();
     for (uint32_t j = platform::thread_index() + 1; j < K && j * distance < n; j += lanes) {
       const int64_t to = me + j * distance;
-      send_signal<SignalOp::set>(Route(ctx, first + int(to < n ? to : to - n)), round + j, epoch);
+      send_signal<SignalOp::set>(PeerAccess(ctx, first + int(to < n ? to : to - n)), round + j, number);
     }
     for (uint32_t j = platform::thread_index() + 1; j < K && j * distance < n; j += lanes) {
       const int64_t from = me - j * distance;
-      wait_one<Compare::ge>(ctx, round + j, int64_t(epoch), kOpBarrier, first + int(from < 0 ? from + n : from));
+      wait_one<Compare::ge>(ctx, round + j, int64_t(number), kOpBarrier, first + int(from < 0 ? from + n : from));
     }
     platform::warp_sync(); // what one lane learnt is passed on by all in the next round
   }
@@ -41,17 +41,17 @@ TSN_DEVICE void enter_alone(const Context* ctx, uint64_t* entered) {
 }
 
 // Among PEs first .. first + n - 1, of which this is number `me`.
-TSN_DEVICE void barrier(const Context* ctx, int flags_word, int epoch_word, int first, int me, int n) {
+TSN_DEVICE void barrier(const Context* ctx, int flags_word, int count_word, int first, int me, int n) {
   static_assert(31 <= kBarrierRounds && 3 * 10 <= kBarrierRounds, "32 PEs in one round, 4^10 in ten, fit the flags");
   uint64_t* area = reinterpret_cast<uint64_t*>(platform::load_constant(&ctx->heap_base));
   scope_enter<Scope::block>(kOpBarrier, nullptr, nullptr, 0, kNoPe);
   if constexpr (platform::kDefersRemoteWrites) enter_alone(ctx, area + kBarrierEntered);
   if (platform::thread_index() < platform::kWarpThreads) {
-    const uint64_t epoch = platform::load<Order::relaxed, MemScope::gpu>(area + epoch_word) + 1;
+    const uint64_t number = platform::load<Order::relaxed, MemScope::gpu>(area + count_word) + 1;
     platform::warp_sync();
-    if (platform::thread_index() == 0) platform::store<Order::relaxed, MemScope::gpu>(area + epoch_word, epoch);
-    if (n <= 32) disseminate<32>(ctx, area + flags_word, epoch, first, me, n);
-    else disseminate<4>(ctx, area + flags_word, epoch, first, me, n);
+    if (platform::thread_index() == 0) platform::store<Order::relaxed, MemScope::gpu>(area + count_word, number);
+    if (n <= 32) disseminate<32>(ctx, area + flags_word, number, first, me, n);
+    else disseminate<4>(ctx, area + flags_word, number, first, me, n);
   }
   platform::block_sync();
   if constexpr (platform::kDefersRemoteWrites)
@@ -64,13 +64,13 @@ TSN_DEVICE void barrier(const Context* ctx, int flags_word, int epoch_word, int 
 // Returns when all PEs have called it. What was quiet before it is visible after it to all threads of the block. One
 // block of a PE at a time.
 TSN_DEVICE void barrier_all(const Context* ctx) {
-  detail::barrier(ctx, kWorldBarrierFlags, kWorldBarrierEpoch, 0, my_pe(ctx), n_pes(ctx));
+  detail::barrier(ctx, kWorldBarrierFlags, kWorldBarrierCount, 0, my_pe(ctx), n_pes(ctx));
 }
 
 // The same among the PEs of this node.
 TSN_DEVICE void barrier_node(const Context* ctx) {
   const int me = node_pe(ctx);
-  detail::barrier(ctx, kNodeBarrierFlags, kNodeBarrierEpoch, my_pe(ctx) - me, me, n_node_pes(ctx));
+  detail::barrier(ctx, kNodeBarrierFlags, kNodeBarrierCount, my_pe(ctx) - me, me, n_node_pes(ctx));
 }
 
 } // namespace tsn

@@ -18,19 +18,19 @@ constexpr uint64_t kSystemBytes = 64 * 1024;
 constexpr int kBarrierRounds = 32;
 constexpr int kWorldBarrierFlags = 0;                                  // [kBarrierRounds] set by peers
 constexpr int kNodeBarrierFlags = kWorldBarrierFlags + kBarrierRounds; // [kBarrierRounds] set by peers
-constexpr int kWorldBarrierEpoch = kNodeBarrierFlags + kBarrierRounds; // local count of barriers so far
-constexpr int kNodeBarrierEpoch = kWorldBarrierEpoch + 1;
-constexpr int kBarrierEntered = kNodeBarrierEpoch + 1; // simulator: whether a block of this PE is inside a barrier
+constexpr int kWorldBarrierCount = kNodeBarrierFlags + kBarrierRounds; // local count of barriers so far
+constexpr int kNodeBarrierCount = kWorldBarrierCount + 1;
+constexpr int kBarrierEntered = kNodeBarrierCount + 1; // simulator: whether a block of this PE is inside a barrier
 constexpr int kQueueWords = 128;                       // first word of the queues' device-side state
-constexpr int kQueueWordsStride = 32;                  // words per queue: head and cached tail in lines of their own
+constexpr int kQueueWordsStride = 32; // words per queue: head and cached tail in cache lines of their own
 constexpr int kMaxQueues = 64;
 constexpr int kGridBarrierWords = 7 * 1024; // first word of the barriers among the blocks of a launch
 constexpr int kGridBarriers = 16;
-constexpr int kGridBarrierStride = 16; // words, a line each
+constexpr int kGridBarrierStride = 16; // words, a cache line each
 // As many as the PE field of a descriptor can tell apart, and one value more for "all of them".
 constexpr uint32_t kMaxPes = (1u << 14) - 1;
 // Entries of peer_base that always exist, so that kernels can load one before they know the PE; 0 from n_pes on.
-constexpr uint32_t kNearPes = 128;
+constexpr uint32_t kInlineBases = 128;
 static_assert((kQueueWords + kMaxQueues * kQueueWordsStride) * 8 <= (int)kSystemBytes,
               "the system area holds all queues");
 static_assert((kGridBarrierWords + kGridBarriers * kGridBarrierStride) * 8 <= (int)kSystemBytes,
@@ -115,7 +115,7 @@ struct Context {
   // of its own, because others are read through the read-only cache, whose lines may be old.
   uint64_t aborted;
   uint64_t reserved_line[15];
-  uint64_t peer_base[1]; // [max(n_pes, kNearPes)]: local address of each PE's heap, 0 where the PE is not mapped
+  uint64_t peer_base[1]; // [max(n_pes, kInlineBases)]: local address of each PE's heap, 0 where the PE is not mapped
 };
 // What divides by the number of queues: pe / n_queues = pe * share >> 32, exactly, because pe * n_queues < 2^32. A push
 // waits for its queue before it can do anything, and a division takes longer than all else that it does by then.

@@ -1,17 +1,10 @@
 // Moving bytes between two mapped places: the two engines of the direct path and the choice between them.
 #pragma once
 
-#include "beginning.h"
 #include "copy_bulk.h"
+#include "first_tile.h"
 
 namespace tsn {
-
-// 16-byte units that one thread keeps in flight: 64 KiB for the block. That covers the latency of the link (about 1 us
-// at 50 GB/s for one block) and leaves registers for the rest of the kernel.
-template <int BlockThreads>
-constexpr int kDefaultUnroll = BlockThreads <= 128    ? 32
-                               : BlockThreads >= 1024 ? 4
-                                                      : 4096 / BlockThreads;
 
 namespace detail {
 
@@ -121,10 +114,10 @@ constexpr uint64_t kBulkPushFrom = 32 * 1024;
 constexpr uint64_t kBulkPullFrom = 128 * 1024;
 constexpr uint32_t kEnoughInFlight = 64 * 1024;
 
-// What the ends of a copy must agree modulo to go in bulk. The hardware moves bytes to another place within a line
+// What the ends of a copy must agree modulo to go in bulk. The hardware moves bytes to another place within a segment
 // at half its rate or less, so `automatic` leaves those copies to the ldst engine.
 template <Engine E>
-constexpr uint64_t kBulkAlike = E == Engine::bulk ? 16 : kBulkLine;
+constexpr uint64_t kBulkAlike = E == Engine::bulk ? 16 : kSegmentBytes;
 template <Engine E>
 TSN_DEVICE bool bulk_by_place(const void* dst, const void* src) {
   return (reinterpret_cast<uint64_t>(dst) ^ reinterpret_cast<uint64_t>(src)) % kBulkAlike<E> == 0;
@@ -157,13 +150,13 @@ TSN_DEVICE void publish_to_bulk(int64_t bytes) {
     if (TSN_UNLIKELY(push_by_size<E>(uint64_t(bytes)))) platform::bulk_publish();
 }
 
-// Rows that a beginning of a push has. Threads that keep no more in flight than these take the beginning of longer
-// copies too, unless those go in bulk; the others would wait for the beginning before they fill their many registers.
+// Rows of the first tile of a push. Threads that keep no more in flight than these take a first tile of longer copies
+// too, unless those go in bulk; the others would wait for the tile before they fill their many registers.
 template <Scope S>
-constexpr int kPushRows = S == Scope::block ? 4 : 1;
+constexpr int kFirstTileRows = S == Scope::block ? 4 : 1;
 template <Scope S, Engine E, int Unroll, int Stages>
-constexpr bool kBeginsLonger =
-    S == Scope::block && Unroll <= kPushRows<S> && E != Engine::bulk && !kMayPushInBulk<S, E, Stages>;
+constexpr bool kTileBeforeLongCopy =
+    S == Scope::block && Unroll <= kFirstTileRows<S> && E != Engine::bulk && !kMayPushInBulk<S, E, Stages>;
 
 // Copies any number of bytes between any addresses, with the engine that the caller or, for `automatic`, the table
 // above chooses. By all threads of the scope, which is synchronised before; the bytes are stored when it is
@@ -176,7 +169,7 @@ TSN_DEVICE void copy(char* dst, const char* src, uint64_t bytes, void* ring, Dir
   [[maybe_unused]] const uint64_t all = bytes;
   dst += done, src += done, bytes -= done;
   if constexpr (kMayBeBulk<S, E, Stages>) {
-    static_assert(StageBytes % kBulkLine == 0 && StageBytes < (1 << 20),
+    static_assert(StageBytes % kSegmentBytes == 0 && StageBytes < (1 << 20),
                   "a stage is a multiple of 128 bytes below 1 MiB");
     const bool by_size = direction == Direction::push ? push_by_size<E>(all)
                                                       : pull_by_size<E, Unroll, Stages, StageBytes>(all, part.threads);

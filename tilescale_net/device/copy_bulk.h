@@ -5,10 +5,8 @@
 
 namespace tsn {
 
-constexpr int kDefaultStages = 8;
-constexpr int kDefaultStageBytes = 16 * 1024;
-// Bytes of a line of memory. Bulk copies are fast where their parts begin with one at both ends.
-constexpr uint32_t kBulkLine = 128;
+// Bulk copies are fast where their parts begin at multiples of this many bytes, at both ends.
+constexpr uint32_t kSegmentBytes = 128;
 
 // A copy of `bytes`, a multiple of 16, between 16-byte aligned places, by one thread of the block; `ring` is Stages *
 // StageBytes bytes of shared memory, 128-byte aligned. After begin() its first loads are on their way, while the target
@@ -21,14 +19,14 @@ constexpr uint32_t kBulkLine = 128;
 template <int Stages, int StageBytes>
 class BulkCopy {
 public:
-  // `lines` is the end whose lines the stages shall begin with.
-  TSN_DEVICE BulkCopy(const char* source, uint64_t bytes, char* ring_memory, const void* lines)
+  // `aligned_end`: source or target, at whose segments the stages shall begin.
+  TSN_DEVICE BulkCopy(const char* source, uint64_t bytes, char* ring_memory, const void* aligned_end)
       : loaded(platform::stage_barriers<Stages>()), ring(ring_memory), src(source), to_load(bytes), to_store(bytes),
-        skew(reinterpret_cast<uint64_t>(lines) % kBulkLine) {
+        skew(reinterpret_cast<uint64_t>(aligned_end) % kSegmentBytes) {
     // What fits the ring takes equal parts of all its stages, so that the first data can be sent early.
-    constexpr uint32_t kUnit = kBulkLine * Stages;
+    constexpr uint32_t kUnit = kSegmentBytes * Stages;
     const uint64_t room = bytes + skew;
-    part = room < uint64_t(Stages) * StageBytes ? (uint32_t(room) + kUnit - 1) / kUnit * kBulkLine : StageBytes;
+    part = room < uint64_t(Stages) * StageBytes ? (uint32_t(room) + kUnit - 1) / kUnit * kSegmentBytes : StageBytes;
     load_room = store_room = part - skew;
     each([&](int s) { platform::barrier_init(loaded + s); });
     platform::bulk_fence(); // the barriers and the ring were written by ordinary accesses
@@ -79,7 +77,7 @@ private:
   char* ring;
   const char* src;
   uint64_t to_load, to_store;
-  uint32_t skew; // bytes by which the first stage is shorter than the others, so that those begin with a line
+  uint32_t skew; // bytes by which the first stage is shorter than the others, so that those begin with a segment
   uint32_t part; // bytes of a stage
   uint32_t load_room, store_room; // the same of the next one
 

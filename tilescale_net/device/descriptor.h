@@ -64,7 +64,7 @@ static_assert(17 + kSignalBits <= 64, "word 3");
 static_assert(kSignalBits + 3 == kOffsetBits, "every 8-byte word of the heap can be a signal");
 static_assert(kCommandCount <= 1u << kCommandBits, "kinds fit");
 
-// Among a queue's words in the heap's system area: the head comes first, the cached tail in another line.
+// Among a queue's words in the heap's system area: the head comes first, the cached tail in another cache line.
 constexpr int kTailCacheWord = 16;
 
 struct alignas(16) Descriptor {

@@ -3,7 +3,7 @@
 
 #include "address.h"
 #include "copy.h"
-#include "queue.h"
+#include "proxy_ops.h"
 
 namespace tsn {
 
@@ -20,19 +20,19 @@ TSN_COLD void get_by_proxy(const Context* ctx, void* dst, const void* src, int64
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void get(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
   // The ends are aligned alike here and there: every heap begins on a page.
-  Beginning<S> begin(dst, src, bytes);
+  FirstTile<S> tile(dst, src, bytes);
   scope_enter<S>(kOpGet, dst, src, bytes, pe); // whoever still reads the destination has done so
-  if (!platform::kDefersRemoteWrites && begin.idle()) return scope_sync<S>();
-  const Route route(ctx, pe);
-  if (TSN_LIKELY(route.check<S>(kOpGet, src, bytes))) {
+  if (!platform::kDefersRemoteWrites && tile.warp_has_no_work()) return scope_sync<S>();
+  const PeerAccess access(ctx, pe);
+  if (TSN_LIKELY(access.validate<S>(kOpGet, src, bytes))) {
     if constexpr (platform::kDefersRemoteWrites)
       if (scope_leader<S>()) platform::inspect(kOpGet, dst, bytes);
-    if (TSN_UNLIKELY(!route.direct())) {
-      if (scope_leader<S>() && !route.stopped) detail::get_by_proxy(ctx, dst, src, bytes, pe);
-    } else if (TSN_LIKELY(!route.stopped && !begin.idle())) {
-      const char* peer = route.translate((const char*)src);
-      begin.load(peer);
-      if (TSN_LIKELY(begin.whole)) begin.store(dst);
+    if (TSN_UNLIKELY(!access.direct())) {
+      if (scope_leader<S>() && !access.aborted) detail::get_by_proxy(ctx, dst, src, bytes, pe);
+    } else if (TSN_LIKELY(!access.aborted && !tile.warp_has_no_work())) {
+      const char* peer = access.translate((const char*)src);
+      tile.load(peer);
+      if (TSN_LIKELY(tile.complete)) tile.store(dst);
       else copy<S, E, Unroll, Stages, StageBytes>((char*)dst, peer, bytes, ring, Direction::pull);
     }
   }

@@ -2,23 +2,23 @@
 #pragma once
 
 #include "address.h"
-#include "queue.h"
+#include "proxy_ops.h"
 
 namespace tsn {
 
 namespace detail {
 
-// Which ways lead to the PE, or, with -1, to all; neither when it is no PE, which is reported.
-struct Ways {
+// Which paths lead to the PE, or, with -1, to all; neither when it is no PE, which is reported.
+struct Paths {
   bool direct, proxy;
 
-  TSN_DEVICE Ways(const Context* ctx, Operation operation, int pe) {
-    const Route route(ctx, pe);
-    const bool all = pe == -1, found = !all && route.exists();
-    direct = all || (found && route.direct());
-    proxy = all ? platform::load_constant(&ctx->n_queues) != 0 : found && !route.direct();
+  TSN_DEVICE Paths(const Context* ctx, Operation operation, int pe) {
+    const PeerAccess access(ctx, pe);
+    const bool all = pe == -1, found = !all && access.exists();
+    direct = all || (found && access.direct());
+    proxy = all ? platform::load_constant(&ctx->n_queues) != 0 : found && !access.direct();
     if (!all && !found) fail(ctx, kPeOutOfRange, operation, pe, nullptr, 0, 0, 0);
-    if (route.stopped) proxy = false;
+    if (access.aborted) proxy = false;
   }
 };
 
@@ -35,13 +35,13 @@ TSN_DEVICE void complete_direct(const Context* ctx, int pe) {
 // nothing on the proxy path. By one thread; pe = -1 means all PEs.
 TSN_DEVICE void fence(const Context* ctx, int pe) {
   enter<Scope::thread>(kOpFence, nullptr, 0, pe);
-  const detail::Ways ways(ctx, kOpFence, pe);
-  if (ways.direct) {
+  const detail::Paths paths(ctx, kOpFence, pe);
+  if (paths.direct) {
     bool taken = false;
     if constexpr (platform::kDefersRemoteWrites) taken = platform::defer_fence(ctx, pe);
     if (!taken) platform::fence<MemScope::sys>();
   }
-  if (ways.proxy) queue_fence(ctx, pe);
+  if (paths.proxy) queue_fence(ctx, pe);
 }
 
 // Tickets of flushes that no queue takes part in: kDirectTickets plus 1 + pe. Queues never come to hand these out.
@@ -51,9 +51,9 @@ constexpr uint64_t kDirectTickets = ~uint64_t(0) << 32;
 // thread.
 TSN_DEVICE uint64_t flush_async(const Context* ctx, int pe) {
   enter<Scope::thread>(kOpFlush, nullptr, 0, pe);
-  const detail::Ways ways(ctx, kOpFlush, pe);
-  if (!ways.proxy) return kDirectTickets + (uint32_t(pe) + 1);
-  if (ways.direct) detail::complete_direct(ctx, pe);
+  const detail::Paths paths(ctx, kOpFlush, pe);
+  if (!paths.proxy) return kDirectTickets + (uint32_t(pe) + 1);
+  if (paths.direct) detail::complete_direct(ctx, pe);
   return queue_flush(ctx, pe);
 }
 
@@ -66,10 +66,10 @@ TSN_DEVICE void flush_wait(const Context* ctx, uint64_t ticket) {
 // Both at once. By one thread; pe = -1 means all PEs.
 TSN_DEVICE void quiet(const Context* ctx, int pe) {
   enter<Scope::thread>(kOpQuiet, nullptr, 0, pe);
-  const detail::Ways ways(ctx, kOpQuiet, pe);
-  const uint64_t ticket = ways.proxy ? queue_flush(ctx, pe) : 0;
-  if (ways.direct) detail::complete_direct(ctx, pe);
-  if (ways.proxy) queue_wait(ctx, ticket, kOpQuiet);
+  const detail::Paths paths(ctx, kOpQuiet, pe);
+  const uint64_t ticket = paths.proxy ? queue_flush(ctx, pe) : 0;
+  if (paths.direct) detail::complete_direct(ctx, pe);
+  if (paths.proxy) queue_wait(ctx, ticket, kOpQuiet);
 }
 
 // fence() and quiet() by all threads of the scope: the leader makes the call, after everything that any of them did

@@ -8,7 +8,7 @@
 //   constexpr uint32_t kPollsPerCheck       polls of a spin between two looks at the abort word and the clock
 //   constexpr uint32_t kWarpThreads = 32
 //   constexpr bool kHasBulk                 whether bulk copies exist; the ldst engine takes their place elsewhere
-//   constexpr bool kHasLines                whether 16 bytes can be stored as one
+//   constexpr bool kHasAtomic16b            whether 16 bytes can be stored as one
 //
 // Indices
 //   uint32_t thread_index()                 linear index of the thread in its block
@@ -24,6 +24,7 @@
 //   void warp_sync()                        all lanes of the warp; orders memory
 //   uint64_t block_broadcast(f)             f() of thread 0, to all threads of the block; contains one block_sync
 //   uint64_t warp_broadcast(uint64_t v)     v of lane 0, to all lanes of the warp; contains a warp_sync
+//   uint32_t popcount(uint32_t lanes)       how many bits are set
 //   uint32_t active_lanes()                 lanes that run this call together; at least the caller's own bit
 //   uint32_t match_lanes(uint32_t lanes, uint64_t v)       those of `lanes` (all call) whose v equals the caller's
 //   uint64_t shuffle(uint32_t lanes, uint64_t v, int from) v of lane `from`, one of `lanes` (all call)
@@ -51,9 +52,9 @@
 //   void store_data(T*, T)                  the store to match
 //   void load_data_below(T* v, const T*, int at, int limit)   load_data into *v if at < limit, else *v = 0 or undefined
 //   void store_data_below(T*, T, int at, int limit)           store_data if at < limit
-//   void store_line(Vec16*, Vec16)          one 16-byte store seen as a whole at system scope (queue descriptors);
+//   void store_16b(Vec16*, Vec16)           one 16-byte store seen as a whole at system scope (queue descriptors);
 //                                           it orders nothing: fence before it to publish
-//   void store_line_below(Vec16*, Vec16, int at, int limit)   store_line if at < limit, without a branch
+//   void store_16b_below(Vec16*, Vec16, int at, int limit)   store_16b if at < limit, without a branch
 //
 // Registers
 //   T opaque(T)                             the value, of 4 or 8 bytes, of which the compiler knows nothing: what is
@@ -62,7 +63,6 @@
 // Time
 //   uint64_t timer_ns()                     a clock in nanoseconds, the same for all threads of the GPU
 //   uint32_t ticks()                        a cheap counter, for sampling
-//   void sleep_ns(uint32_t)                 gives way for about that long
 //   void relax()                            called once per failed poll of every spin
 //
 // Bulk copies: one thread moves blocks of a multiple of 16 bytes between 16-byte aligned global memory and shared
@@ -122,7 +122,7 @@
 #ifndef TSN_UNROLL // before a loop with a constant number of rounds
 #define TSN_UNROLL
 #endif
-// Conditions that the code is laid out for: what is unlikely stands apart from the way of a small message.
+// Conditions that the code is laid out for: what is unlikely stands apart from the path of a small message.
 #define TSN_LIKELY(x) __builtin_expect(!!(x), 1)
 #define TSN_UNLIKELY(x) __builtin_expect(!!(x), 0)
 

@@ -2,6 +2,7 @@
 // sm_90.
 #pragma once
 
+#include "bits.h"
 #include "context.h"
 #include "types.h"
 #include <string.h>
@@ -18,7 +19,7 @@ namespace platform {
 constexpr bool kDefersRemoteWrites = false;
 constexpr uint32_t kPollsPerCheck = 1024;
 constexpr uint32_t kWarpThreads = 32;
-constexpr bool kHasLines = true;
+constexpr bool kHasAtomic16b = true;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 constexpr bool kHasBulk = true;
 #else
@@ -48,6 +49,7 @@ TSN_DEVICE uint32_t lane() { return thread_index() % kWarpThreads; }
 TSN_DEVICE void block_sync() { __syncthreads(); }
 TSN_DEVICE void warp_sync() { __syncwarp(); }
 TSN_DEVICE void lanes_sync(uint32_t lanes) { __syncwarp(lanes); }
+TSN_DEVICE uint32_t popcount(uint32_t v) { return uint32_t(__popc(v)); }
 TSN_DEVICE uint32_t active_lanes() { return __activemask(); }
 TSN_DEVICE uint32_t match_lanes(uint32_t lanes, uint64_t v) { return __match_any_sync(lanes, (unsigned long long)v); }
 TSN_DEVICE uint64_t shuffle(uint32_t lanes, uint64_t v, int from) {
@@ -79,28 +81,13 @@ TSN_DEVICE uint64_t block_broadcast(F f) {
 
 namespace detail {
 
-template <int bytes>
-struct Word;
-template <>
-struct Word<1> {
-  using type = uint16_t; // PTX has no 8-bit registers
-};
-template <>
-struct Word<2> {
-  using type = uint16_t;
-};
-template <>
-struct Word<4> {
-  using type = uint32_t;
-};
-template <>
-struct Word<8> {
-  using type = uint64_t;
-};
+// The register of a value; PTX has none of 8 bits.
+template <class T>
+using Register = typename Word<(sizeof(T) < 2 ? 2 : sizeof(T))>::type;
 
 template <class T>
 TSN_DEVICE auto to_word(T v) {
-  typename Word<sizeof(T)>::type w = 0;
+  Register<T> w = 0;
   memcpy(&w, &v, sizeof(T));
   return w;
 }
@@ -115,7 +102,7 @@ TSN_DEVICE T from_word(W w) {
 
 #define TSN_LOAD(op, clobber)                                                                                          \
   {                                                                                                                    \
-    typename detail::Word<sizeof(T)>::type w;                                                                          \
+    detail::Register<T> w;                                                                                             \
     if constexpr (sizeof(T) == 1) asm volatile(op ".b8 %0, [%1];" : "=h"(w) : "l"(p)clobber);                          \
     if constexpr (sizeof(T) == 2) asm volatile(op ".b16 %0, [%1];" : "=h"(w) : "l"(p)clobber);                         \
     if constexpr (sizeof(T) == 4) asm volatile(op ".b32 %0, [%1];" : "=r"(w) : "l"(p)clobber);                         \
@@ -170,7 +157,7 @@ TSN_DEVICE T load_constant(const T* p) {
 // is for those whose order matters. Only a volatile one stays behind the conditions that guard it.
 template <class T>
 TSN_DEVICE T load_invariant(const T* p) {
-  typename detail::Word<sizeof(T)>::type w;
+  detail::Register<T> w;
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "invariants have 4 or 8 bytes");
   if constexpr (sizeof(T) == 4) asm("ld.global.nc.b32 %0, [%1];" : "=r"(w) : "l"(p));
   else asm("ld.global.nc.b64 %0, [%1];" : "=l"(w) : "l"(p));
@@ -316,7 +303,6 @@ TSN_DEVICE uint32_t ticks() {
   asm volatile("mov.u32 %0, %%clock;" : "=r"(t));
   return t;
 }
-TSN_DEVICE void sleep_ns(uint32_t ns) { __nanosleep(ns); }
 TSN_DEVICE void relax() {}
 
 } // namespace platform

@@ -10,14 +10,14 @@ namespace platform {
 // not loaded becomes 0: a register that keeps its old value would be live through every loop around the copy, and the
 // unrolled rows of all copies together are more than fit. A constant condition costs nothing.
 
-#define TSN_LOAD(type, register, constraint)                                                                           \
+#define TSN_LOAD_BELOW(type, register, constraint)                                                                     \
   asm volatile("{ .reg .pred p; setp.lt.s32 p, %2, %3; mov." register " %0, 0; "                                       \
                                                                       "@p ld.relaxed.sys.global.L1::no_allocate." type \
                                                                       " %0, [%1]; }"                                   \
                : "=" constraint(w)                                                                                     \
                : "l"(p), "r"(at), "r"(limit)                                                                           \
                : "memory")
-#define TSN_STORE(type, constraint)                                                                                    \
+#define TSN_STORE_BELOW(type, constraint)                                                                              \
   asm volatile("{ .reg .pred p; setp.lt.s32 p, %2, %3; @p st.relaxed.sys.global." type " [%0], %1; }" ::"l"(p),        \
                constraint(w), "r"(at), "r"(limit)                                                                      \
                : "memory")
@@ -31,11 +31,11 @@ TSN_DEVICE void load_data_below(T* v, const T* p, int at, int limit) {
                  : "l"(p), "r"(at), "r"(limit)
                  : "memory");
   } else {
-    typename detail::Word<sizeof(T)>::type w;
-    if constexpr (sizeof(T) == 1) TSN_LOAD("b8", "b16", "h");
-    if constexpr (sizeof(T) == 2) TSN_LOAD("b16", "b16", "h");
-    if constexpr (sizeof(T) == 4) TSN_LOAD("b32", "b32", "r");
-    if constexpr (sizeof(T) == 8) TSN_LOAD("b64", "b64", "l");
+    detail::Register<T> w;
+    if constexpr (sizeof(T) == 1) TSN_LOAD_BELOW("b8", "b16", "h");
+    if constexpr (sizeof(T) == 2) TSN_LOAD_BELOW("b16", "b16", "h");
+    if constexpr (sizeof(T) == 4) TSN_LOAD_BELOW("b32", "b32", "r");
+    if constexpr (sizeof(T) == 8) TSN_LOAD_BELOW("b64", "b64", "l");
     *v = detail::from_word<T>(w);
   }
 }
@@ -49,15 +49,15 @@ TSN_DEVICE void store_data_below(T* p, T v, int at, int limit) {
         : "memory");
   } else {
     const auto w = detail::to_word(v);
-    if constexpr (sizeof(T) == 1) TSN_STORE("b8", "h");
-    if constexpr (sizeof(T) == 2) TSN_STORE("b16", "h");
-    if constexpr (sizeof(T) == 4) TSN_STORE("b32", "r");
-    if constexpr (sizeof(T) == 8) TSN_STORE("b64", "l");
+    if constexpr (sizeof(T) == 1) TSN_STORE_BELOW("b8", "h");
+    if constexpr (sizeof(T) == 2) TSN_STORE_BELOW("b16", "h");
+    if constexpr (sizeof(T) == 4) TSN_STORE_BELOW("b32", "r");
+    if constexpr (sizeof(T) == 8) TSN_STORE_BELOW("b64", "l");
   }
 }
 
-#undef TSN_LOAD
-#undef TSN_STORE
+#undef TSN_LOAD_BELOW
+#undef TSN_STORE_BELOW
 
 template <class T>
 TSN_DEVICE T load_data(const T* p) {
@@ -71,13 +71,13 @@ TSN_DEVICE void store_data(T* p, T v) {
   store_data_below(p, v, 0, 1);
 }
 
-TSN_DEVICE void store_line_below(Vec16* p, Vec16 v, int at, int limit) {
+TSN_DEVICE void store_16b_below(Vec16* p, Vec16 v, int at, int limit) {
   asm volatile("{ .reg .pred yes; setp.lt.s32 yes, %5, %6; .reg .b64 a, b; .reg .b128 q; mov.b64 a, {%1, %2}; "
                "mov.b64 b, {%3, %4}; mov.b128 q, {a, b}; @yes st.relaxed.sys.global.b128 [%0], q; }" ::"l"(p),
                "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(at), "r"(limit)
                : "memory");
 }
-TSN_DEVICE void store_line(Vec16* p, Vec16 v) { store_line_below(p, v, 0, 1); }
+TSN_DEVICE void store_16b(Vec16* p, Vec16 v) { store_16b_below(p, v, 0, 1); }
 
 // ------------------------------------------------------------------------------------------------------ bulk copies
 

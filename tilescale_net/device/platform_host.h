@@ -2,6 +2,7 @@
 // and remote writes are handed to the simulator, which delivers them late. No other device header knows of either.
 #pragma once
 
+#include "bits.h"
 #include "context.h"
 #include "host/thread.h"
 #include "types.h"
@@ -23,7 +24,7 @@ constexpr bool kDefersRemoteWrites = true;
 constexpr uint32_t kPollsPerCheck = 4; // a poll is a turn of all other threads
 constexpr uint32_t kWarpThreads = 32;
 constexpr bool kHasBulk = true;
-constexpr bool kHasLines = false; // no 16-byte atomic store
+constexpr bool kHasAtomic16b = false; // no 16-byte atomic store
 
 // ---------------------------------------------------------------------------------------------------------- indices
 
@@ -56,33 +57,13 @@ TSN_DEVICE uint64_t block_broadcast(F f) {
 TSN_DEVICE uint32_t match_lanes(uint32_t lanes, uint64_t v) {
   return uint32_t(sim::api().warp(sim::WarpOp::match_any, lanes, v, 0));
 }
+TSN_DEVICE uint32_t popcount(uint32_t v) { return uint32_t(__builtin_popcount(v)); }
 // Out of line, so that the return address says which place of the program the lanes share.
 TSN_COLD uint32_t active_lanes() { return sim::api().active_mask(__builtin_return_address(0)); }
 
 // ----------------------------------------------------------------------------------------------------------- memory
 
 namespace detail {
-
-template <size_t bytes>
-struct Word;
-template <>
-struct Word<1> {
-  using type = uint8_t;
-};
-template <>
-struct Word<2> {
-  using type = uint16_t;
-};
-template <>
-struct Word<4> {
-  using type = uint32_t;
-};
-template <>
-struct Word<8> {
-  using type = uint64_t;
-};
-template <class T>
-using WordOf = typename Word<sizeof(T)>::type;
 
 template <class To, class From>
 TSN_DEVICE To bits(From from) {
@@ -118,14 +99,14 @@ template <Order O, MemScope S, class T>
 TSN_DEVICE T load(const T* p) {
   static_assert(O != Order::release && O != Order::acq_rel, "a load cannot release");
   detail::visit<S>("load", p, sizeof(T));
-  return detail::bits<T>(__atomic_load_n(reinterpret_cast<const detail::WordOf<T>*>(p), detail::host_order(O)));
+  return detail::bits<T>(__atomic_load_n(reinterpret_cast<const WordOf<T>*>(p), detail::host_order(O)));
 }
 
 template <Order O, MemScope S, class T>
 TSN_DEVICE void store(T* p, T v) {
   static_assert(O != Order::acquire && O != Order::acq_rel, "a store cannot acquire");
   detail::visit<S>("store", p, sizeof(T));
-  __atomic_store_n(reinterpret_cast<detail::WordOf<T>*>(p), detail::bits<detail::WordOf<T>>(v), detail::host_order(O));
+  __atomic_store_n(reinterpret_cast<WordOf<T>*>(p), detail::bits<WordOf<T>>(v), detail::host_order(O));
 }
 
 // A kernel's own loads of these orders look for what another thread writes: every one of them lets the others run.
@@ -179,7 +160,7 @@ TSN_DEVICE void store_data_below(T* p, T v, int at, int limit) {
 }
 
 // Consumers read each 8-byte word of a descriptor on its own and look at the first one first.
-TSN_DEVICE void store_line(Vec16* p, Vec16 v) {
+TSN_DEVICE void store_16b(Vec16* p, Vec16 v) {
   uint64_t w[2];
   memcpy(w, &v, sizeof(v));
   uint64_t* words = reinterpret_cast<uint64_t*>(p);
@@ -187,8 +168,8 @@ TSN_DEVICE void store_line(Vec16* p, Vec16 v) {
   __atomic_store_n(words, w[0], __ATOMIC_RELEASE);
   sim::maybe_yield();
 }
-TSN_DEVICE void store_line_below(Vec16* p, Vec16 v, int at, int limit) {
-  if (at < limit) store_line(p, v);
+TSN_DEVICE void store_16b_below(Vec16* p, Vec16 v, int at, int limit) {
+  if (at < limit) store_16b(p, v);
 }
 
 // ---------------------------------------------------------------------------------------------------------- atomics
@@ -198,7 +179,7 @@ TSN_DEVICE T atomic(T* p, T value) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomics work on 4 and 8 bytes");
   constexpr bool kFloat = T(0.5) != T(0);
   static_assert(!kFloat || Op == AtomicOp::add || Op == AtomicOp::exch, "only add and exch on floating-point numbers");
-  using W = detail::WordOf<T>;
+  using W = WordOf<T>;
   detail::visit<S>("atomic", p, sizeof(T));
   sim::word_access(p, sim::WordAccess::both);
   const auto apply = [value](T old) -> T {
@@ -223,7 +204,7 @@ TSN_DEVICE T atomic(T* p, T value) {
 template <Order O, MemScope S, class T>
 TSN_DEVICE T atomic_cas(T* p, T compare, T value) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomics work on 4 and 8 bytes");
-  using W = detail::WordOf<T>;
+  using W = WordOf<T>;
   detail::visit<S>("atomic", p, sizeof(T));
   sim::word_access(p, sim::WordAccess::both);
   W old = detail::bits<W>(compare);
@@ -255,7 +236,6 @@ TSN_DEVICE uint64_t timer_ns() {
 }
 TSN_DEVICE uint32_t ticks() { return uint32_t(timer_ns()); }
 TSN_DEVICE void relax() { sim::api().yield(true); }
-TSN_DEVICE void sleep_ns(uint32_t) { relax(); }
 
 } // namespace platform
 } // namespace tsn

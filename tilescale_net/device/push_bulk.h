@@ -6,42 +6,43 @@
 
 namespace tsn {
 
-// Whether a push goes in bulk. (Not one that is whole in its beginning: threads that take all of it at once need no
+// Whether a push goes in bulk. (Not one whose first tile is complete: threads that take all of it at once need no
 // ring.)
-template <Engine E, class B>
-TSN_DEVICE bool goes_in_bulk(const B& begin, const void* dst, const void* src, int64_t bytes) {
-  return !begin.whole && push_by_size<E>(uint64_t(bytes)) && bulk_by_place<E>(dst, src);
+template <Engine E, class Tile>
+TSN_DEVICE bool goes_in_bulk(const Tile& tile, const void* dst, const void* src, int64_t bytes) {
+  return !tile.complete && push_by_size<E>(uint64_t(bytes)) && bulk_by_place<E>(dst, src);
 }
 
 namespace detail {
 
-TSN_DEVICE bool open_push(const Route& route, Operation operation, const void* dst, int64_t bytes,
-                          const uint64_t* sig) {
-  return sig == nullptr ? route.open<Scope::thread>(operation, dst, bytes)
-                        : route.open<Scope::thread>(operation, dst, bytes, sig);
+TSN_DEVICE bool may_push(const PeerAccess& access, Operation operation, const void* dst, int64_t bytes,
+                         const uint64_t* sig) {
+  return sig == nullptr ? access.may_proceed<Scope::thread>(operation, dst, bytes)
+                        : access.may_proceed<Scope::thread>(operation, dst, bytes, sig);
 }
 
 } // namespace detail
 
-// The vanguard of an aligned push in bulk is pushed by the warps beside the leader's: what they load is there after
+// The prologue of an aligned push in bulk is pushed by the warps beside the leader's: what they load is there after
 // half the time that a ring needs for its first stage, and until then nothing would leave the multiprocessor. Rows of
 // 16 bytes for each of their threads; 0 for none. (With 1024 threads, of low unroll, it takes as long as it saves.)
 template <Engine E, int Unroll>
-constexpr int kVanguardRows = E == Engine::automatic && Unroll >= 8 ? Unroll / 4 : 0;
+constexpr int kPrologueRows = E == Engine::automatic && Unroll >= 8 ? Unroll / 4 : 0;
 
 // How many bytes that is.
 template <int Rows>
-TSN_DEVICE uint32_t vanguard_bytes(const void* dst, const void* src, int64_t bytes) {
+TSN_DEVICE uint32_t prologue_bytes(const void* dst, const void* src, int64_t bytes) {
   const uint32_t warps = platform::block_threads() / platform::kWarpThreads;
   if (Rows == 0 || warps < 2 || (reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src)) % 16 != 0) return 0;
   const uint32_t all = (warps - 1) * platform::kWarpThreads * (Rows * 16);
-  return uint64_t(bytes) < 2 * all ? 0 : all - uint32_t(reinterpret_cast<uint64_t>(dst) + all) % kBulkLine;
+  return uint64_t(bytes) < 2 * all ? 0 : all - uint32_t(reinterpret_cast<uint64_t>(dst) + all) % kSegmentBytes;
 }
 
-// Pushes the first `vanguard` of `bytes`, if Route::open() says yes. By the threads of all warps but the first.
+// Pushes the first `prologue` of `bytes`, if PeerAccess::may_proceed() says yes. By the threads of all warps but the
+// first.
 template <int Rows>
-TSN_COLD void push_vanguard(const Context* ctx, Operation operation, void* dst, const void* src, int64_t bytes, int pe,
-                            const uint64_t* sig, uint32_t vanguard) {
+TSN_COLD void push_prologue(const Context* ctx, Operation operation, void* dst, const void* src, int64_t bytes, int pe,
+                            const uint64_t* sig, uint32_t prologue) {
   constexpr uint32_t kLanes = platform::kWarpThreads;
   const uint32_t warp = platform::thread_index() / kLanes - 1;
   const uint32_t at = warp * (kLanes * Rows * 16) + platform::lane() * 16;
@@ -49,19 +50,20 @@ TSN_COLD void push_vanguard(const Context* ctx, Operation operation, void* dst, 
   Vec16 row[Rows];
   TSN_UNROLL
   for (int u = 0; u < Rows; u++)
-    platform::load_data_below(&row[u], from + u * kLanes, int(at + u * kLanes * 16), int(vanguard));
-  const Route route(ctx, pe);
-  if (TSN_UNLIKELY(!detail::open_push(route, operation, dst, bytes, sig))) return;
-  Vec16* peer = (Vec16*)((char*)route.translate(dst) + at);
+    platform::load_data_below(&row[u], from + u * kLanes, int(at + u * kLanes * 16), int(prologue));
+  const PeerAccess access(ctx, pe);
+  if (TSN_UNLIKELY(!detail::may_push(access, operation, dst, bytes, sig))) return;
+  Vec16* peer = (Vec16*)((char*)access.translate(dst) + at);
   TSN_UNROLL
   for (int u = 0; u < Rows; u++)
-    platform::store_data_below(peer + u * kLanes, row[u], int(at + u * kLanes * 16), int(vanguard));
+    platform::store_data_below(peer + u * kLanes, row[u], int(at + u * kLanes * 16), int(prologue));
 }
 
 constexpr uint64_t kNotPushed = ~uint64_t(0);
 
 // Copies `bytes` but the first `done` to where `dst` lies on the PE, whose heap lies that far from this one's: what is
-// returned. kNotPushed: Route::open() said no, and nothing was written. With a signal word, that is checked too.
+// returned. kNotPushed: PeerAccess::may_proceed() said no, and nothing was written. With a signal word, that is checked
+// too.
 //
 // Out of line, because what a kernel's small messages wait for should stay in few registers and close together.
 template <int Stages, int StageBytes>
@@ -70,16 +72,16 @@ TSN_COLD uint64_t push_bulk(const Context* ctx, Operation operation, void* dst, 
   const char* from = (const char*)src + done;
   const detail::Cut cut((char*)dst + done, from, uint64_t(bytes - done));
   BulkCopy<Stages, StageBytes> copy(from + cut.head, cut.body, (char*)ring, (char*)dst + done + cut.head);
-  const Route route(ctx, pe); // its loads come before the copy's: all are on their way together
+  const PeerAccess access(ctx, pe); // its loads come before the copy's: all are on their way together
   copy.begin();
-  if (TSN_UNLIKELY(!detail::open_push(route, operation, dst, bytes, sig))) {
+  if (TSN_UNLIKELY(!detail::may_push(access, operation, dst, bytes, sig))) {
     copy.cancel();
     return kNotPushed;
   }
-  char* peer = (char*)route.translate(dst) + done;
+  char* peer = (char*)access.translate(dst) + done;
   copy.finish(peer + cut.head);
   if (cut.head + cut.tail != 0) detail::copy_edges(peer, from, cut, {0, 1});
-  return route.base - route.heap_base;
+  return access.base - access.heap_base;
 }
 
 // The whole of it, by all threads of a block; what push_bulk() returns, to the leader. The bytes are stored when the
@@ -87,13 +89,13 @@ TSN_COLD uint64_t push_bulk(const Context* ctx, Operation operation, void* dst, 
 template <Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE uint64_t push_bulk_by_block(const Context* ctx, Operation operation, void* dst, const void* src,
                                        int64_t bytes, int pe, const uint64_t* sig, void* ring) {
-  constexpr int kRows = kVanguardRows<E, Unroll>;
-  const uint32_t vanguard = vanguard_bytes<kRows>(dst, src, bytes);
+  constexpr int kRows = kPrologueRows<E, Unroll>;
+  const uint32_t prologue = prologue_bytes<kRows>(dst, src, bytes);
   if (scope_leader<Scope::block>())
-    return push_bulk<Stages, StageBytes>(ctx, operation, dst, src, bytes, pe, sig, ring, vanguard);
+    return push_bulk<Stages, StageBytes>(ctx, operation, dst, src, bytes, pe, sig, ring, prologue);
   if constexpr (kRows > 0)
     if (platform::thread_index() >= platform::kWarpThreads)
-      push_vanguard<kRows>(ctx, operation, dst, src, bytes, pe, sig, vanguard);
+      push_prologue<kRows>(ctx, operation, dst, src, bytes, pe, sig, prologue);
   return kNotPushed;
 }
 

@@ -40,29 +40,30 @@ TSN_DEVICE void push_shared(const Context* ctx, char* dst, const char* src, int6
                             uint64_t value) {
   const Operation operation = sig == nullptr ? kOpPut : kOpPutSignal;
   scope_enter<S>(operation, dst, nullptr, bytes, pe, sig, value, Op); // what the scope wrote to the source is sent
-  const Route route(ctx, pe);
-  const bool fine = sig == nullptr ? route.check<S>(operation, dst, bytes) : route.check<S>(operation, dst, bytes, sig);
+  const PeerAccess access(ctx, pe);
+  const bool fine =
+      sig == nullptr ? access.validate<S>(operation, dst, bytes) : access.validate<S>(operation, dst, bytes, sig);
   if (TSN_UNLIKELY(!fine)) return;
-  if (TSN_UNLIKELY(!route.direct())) {
-    if (scope_leader<S>() && !route.stopped) fail(ctx, kNotDirect, operation, pe, dst, 0, 0, uint64_t(bytes));
+  if (TSN_UNLIKELY(!access.direct())) {
+    if (scope_leader<S>() && !access.aborted) fail(ctx, kNotDirect, operation, pe, dst, 0, 0, uint64_t(bytes));
     return;
   }
-  char* peer = route.translate(dst);
+  char* peer = access.translate(dst);
   if constexpr (platform::kDefersRemoteWrites) {
     if (scope_deferred<S>([&] {
-          if (route.stopped) return true;
-          return sig == nullptr
-                     ? platform::defer_put(ctx, dst, peer, src, bytes, pe)
-                     : platform::defer_put_signal(ctx, dst, peer, src, bytes, pe, sig, route.translate(sig), value, Op);
+          if (access.aborted) return true;
+          return sig == nullptr ? platform::defer_put(ctx, dst, peer, src, bytes, pe)
+                                : platform::defer_put_signal(ctx, dst, peer, src, bytes, pe, sig, access.translate(sig),
+                                                             value, Op);
         }))
       return;
-  } else if (TSN_UNLIKELY(route.stopped)) {
+  } else if (TSN_UNLIKELY(access.aborted)) {
     return sig == nullptr ? void() : scope_sync<S>();
   }
   if (bytes > 0) copy_shared(peer, src, uint32_t(bytes), scope_part<S>());
   if (sig == nullptr) return;
   scope_sync<S>();
-  if (scope_leader<S>()) release_signal<Op>(route.translate(sig), value);
+  if (scope_leader<S>()) release_signal<Op>(access.translate(sig), value);
 }
 
 } // namespace detail

@@ -91,37 +91,39 @@ TSN_DEVICE void row_pushers_sync() {
   platform::lanes_sync(threads < platform::kWarpThreads ? (1u << threads) - 1 : ~0u);
 }
 
-// Rows that Route::open() did not let through, by the pushers. With a signal word: and the signal, in this order.
+// Rows that PeerAccess::may_proceed() did not let through, by the pushers. With a signal word: and the signal, in this
+// order.
 template <Scope S, SignalOp Op>
-TSN_COLD void put_rows_elsewhere(const Context* ctx, char* dst, const char* src, Rows r, int pe, uint64_t* sig,
-                                 uint64_t value) {
+TSN_COLD void put_rows_by_proxy_or_fail(const Context* ctx, char* dst, const char* src, Rows r, int pe, uint64_t* sig,
+                                        uint64_t value) {
   const Part part = row_pushers<S>();
   if (part.index >= part.threads) return;
-  const Route route(ctx, pe);
+  const PeerAccess access(ctx, pe);
   const int64_t span = r.span(r.dst_pitch);
-  const bool fine = sig == nullptr ? route.check<S>(kOpPut, dst, span) : route.check<S>(kOpPutSignal, dst, span, sig);
-  if (!fine || route.direct()) return; // a mapped PE and an aborted job, which other threads may not have seen yet
+  const bool fine =
+      sig == nullptr ? access.validate<S>(kOpPut, dst, span) : access.validate<S>(kOpPutSignal, dst, span, sig);
+  if (!fine || access.direct()) return; // a mapped PE and an aborted job, which other threads may not have seen yet
   queue_publish();
-  if (!r.empty() && !route.stopped)
+  if (!r.empty() && !access.aborted)
     for (int64_t i = part.index; i < r.rows; i += part.threads)
       queue_put<false>(ctx, dst + i * r.dst_pitch, src + i * r.src_pitch, r.bytes, pe);
   if (sig == nullptr) return;
   row_pushers_sync<S>();
-  if (!scope_leader<S>() || route.stopped) return;
+  if (!scope_leader<S>() || access.aborted) return;
   queue_fence(ctx, pe);
   queue_signal<false>(ctx, sig, value, pe, Op);
 }
 
 template <Scope S>
-TSN_COLD void get_rows_by_proxy(const Context* ctx, char* dst, const char* src, Rows r, int pe, bool stopped) {
+TSN_COLD void get_rows_by_proxy(const Context* ctx, char* dst, const char* src, Rows r, int pe, bool aborted) {
   const Part part = row_pushers<S>();
   if (part.index >= part.threads || r.empty()) return;
   queue_publish();
-  if (!stopped)
+  if (!aborted)
     for (int64_t i = part.index; i < r.rows; i += part.threads)
       queue_get<false>(ctx, dst + i * r.dst_pitch, src + i * r.src_pitch, r.bytes, pe);
   row_pushers_sync<S>();
-  if (scope_leader<S>() && !stopped) queue_wait(ctx, queue_flush(ctx, pe), kOpGet);
+  if (scope_leader<S>() && !aborted) queue_wait(ctx, queue_flush(ctx, pe), kOpGet);
 }
 
 // put_rows, and with a signal word put_signal_rows.
@@ -133,25 +135,26 @@ TSN_DEVICE void push_rows(const Context* ctx, char* dst, const char* src, const 
   // The scope agrees on where its rows begin and how far they reach. (Not on the source's span: what lies between the
   // rows is not sent, and may be written.)
   scope_enter<S>(operation, dst, src, r.empty() ? 0 : r.bytes, pe, sig, value, Op);
-  const Route route(ctx, pe);
-  const bool open = sig == nullptr ? route.open<S>(operation, dst, span) : route.open<S>(operation, dst, span, sig);
-  if (TSN_UNLIKELY(!open)) {
-    put_rows_elsewhere<S, Op>(ctx, dst, src, r, pe, sig, value);
+  const PeerAccess access(ctx, pe);
+  const bool may_proceed =
+      sig == nullptr ? access.may_proceed<S>(operation, dst, span) : access.may_proceed<S>(operation, dst, span, sig);
+  if (TSN_UNLIKELY(!may_proceed)) {
+    put_rows_by_proxy_or_fail<S, Op>(ctx, dst, src, r, pe, sig, value);
     return sig == nullptr ? void() : scope_sync<S>();
   }
-  char* peer = route.translate(dst);
+  char* peer = access.translate(dst);
   if constexpr (platform::kDefersRemoteWrites) {
-    uint64_t* peer_sig = sig == nullptr ? nullptr : route.translate(sig);
+    uint64_t* peer_sig = sig == nullptr ? nullptr : access.translate(sig);
     if (scope_deferred<S>([&] {
-          return route.stopped || platform::defer_put_rows(ctx, dst, peer, src, r.empty() ? 0 : r.rows, r.bytes,
-                                                           r.dst_pitch, r.src_pitch, pe, sig, peer_sig, value, Op);
+          return access.aborted || platform::defer_put_rows(ctx, dst, peer, src, r.empty() ? 0 : r.rows, r.bytes,
+                                                            r.dst_pitch, r.src_pitch, pe, sig, peer_sig, value, Op);
         }))
       return;
   }
   if (!r.empty()) copy_rows<Unroll>(peer, src, r, scope_part<S>());
   if (sig == nullptr) return;
   scope_sync<S>();
-  if (scope_leader<S>()) release_signal<Op>(route.translate(sig), value);
+  if (scope_leader<S>()) release_signal<Op>(access.translate(sig), value);
 }
 
 } // namespace detail
@@ -178,14 +181,14 @@ TSN_DEVICE void get_rows(const Context* ctx, void* dst, const void* src, int64_t
                          int64_t src_pitch, int pe) {
   const Rows r = {rows, bytes, dst_pitch, src_pitch};
   scope_enter<S>(kOpGet, dst, src, r.empty() ? 0 : bytes, pe); // whoever still reads the destination has done so
-  const Route route(ctx, pe);
-  if (TSN_LIKELY(route.check<S>(kOpGet, src, r.span(src_pitch)))) {
+  const PeerAccess access(ctx, pe);
+  if (TSN_LIKELY(access.validate<S>(kOpGet, src, r.span(src_pitch)))) {
     if constexpr (platform::kDefersRemoteWrites)
       if (scope_leader<S>()) platform::inspect(kOpGet, dst, r.span(dst_pitch));
-    if (TSN_UNLIKELY(!route.direct())) {
-      detail::get_rows_by_proxy<S>(ctx, (char*)dst, (const char*)src, r, pe, route.stopped);
-    } else if (TSN_LIKELY(!route.stopped && !r.empty())) {
-      detail::copy_rows<Unroll>((char*)dst, route.translate((const char*)src), r, scope_part<S>());
+    if (TSN_UNLIKELY(!access.direct())) {
+      detail::get_rows_by_proxy<S>(ctx, (char*)dst, (const char*)src, r, pe, access.aborted);
+    } else if (TSN_LIKELY(!access.aborted && !r.empty())) {
+      detail::copy_rows<Unroll>((char*)dst, access.translate((const char*)src), r, scope_part<S>());
     }
   }
   scope_sync<S>();

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "address.h"
+#include "proxy_ops.h"
 #include "push_bulk.h"
-#include "queue.h"
 
 namespace tsn {
 
@@ -13,12 +13,13 @@ TSN_COLD void signal_by_proxy(const Context* ctx, uint64_t* sig, uint64_t value,
   if (fenced) queue_fence(ctx, pe);
   queue_signal<false>(ctx, sig, value, pe, op);
 }
-// A put_signal that Route::open() did not let through, by the leader: to a PE that is not mapped, or none at all.
+// A put_signal that PeerAccess::may_proceed() did not let through, by the leader: to a PE that is not mapped, or none
+// at all.
 template <SignalOp Op>
-TSN_COLD void put_signal_elsewhere(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
-                                   uint64_t value) {
-  const Route route(ctx, pe);
-  if (route.check<Scope::thread>(kOpPutSignal, dst, bytes, sig) && !route.stopped)
+TSN_COLD void put_signal_by_proxy_or_fail(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe,
+                                          uint64_t* sig, uint64_t value) {
+  const PeerAccess access(ctx, pe);
+  if (access.validate<Scope::thread>(kOpPutSignal, dst, bytes, sig) && !access.aborted)
     queue_put_signal(ctx, dst, src, bytes, pe, sig, value, Op);
 }
 
@@ -34,48 +35,48 @@ TSN_DEVICE void release_signal(uint64_t* word, uint64_t value) {
 // the platform's fence at system scope. Where memory is mapped, that fence orders earlier puts too; elsewhere, and in
 // the simulator, `Fence` does.
 template <SignalOp Op, bool Fence = false>
-TSN_DEVICE void send_signal(const Route& route, uint64_t* sig, uint64_t value) {
-  if (TSN_UNLIKELY(route.stopped)) return;
-  if (TSN_UNLIKELY(!route.direct())) return signal_by_proxy(route.ctx, sig, value, route.pe, Op, Fence);
-  uint64_t* peer = route.translate(sig);
-  if constexpr (platform::kDefersRemoteWrites && Fence) platform::defer_fence(route.ctx, route.pe);
+TSN_DEVICE void send_signal(const PeerAccess& access, uint64_t* sig, uint64_t value) {
+  if (TSN_UNLIKELY(access.aborted)) return;
+  if (TSN_UNLIKELY(!access.direct())) return signal_by_proxy(access.ctx, sig, value, access.pe, Op, Fence);
+  uint64_t* peer = access.translate(sig);
+  if constexpr (platform::kDefersRemoteWrites && Fence) platform::defer_fence(access.ctx, access.pe);
   if constexpr (platform::kDefersRemoteWrites)
-    if (platform::defer_signal(route.ctx, sig, peer, value, Op, route.pe)) return;
+    if (platform::defer_signal(access.ctx, sig, peer, value, Op, access.pe)) return;
   if constexpr (Op == SignalOp::set) platform::store<Order::relaxed, MemScope::sys>(peer, value);
   else platform::add_relaxed(peer, value);
 }
 
-// Data and signal in one store, where they share an aligned 16-byte line: nobody sees one without the other, so the
-// signal need not wait until the data has arrived. The store orders nothing else, as put_signal does not.
-template <SignalOp Op, class B>
-TSN_DEVICE bool is_line(const B& begin, const void* dst, const uint64_t* sig) {
+// Data and signal in one store, where they share an aligned packet of 16 bytes: nobody sees one without the other, so
+// the signal need not wait until the data has arrived. The store orders nothing else, as put_signal does not.
+template <SignalOp Op, class Tile>
+TSN_DEVICE bool fits_packet(const Tile& tile, const void* dst, const uint64_t* sig) {
   const uint64_t apart = reinterpret_cast<uint64_t>(dst) ^ reinterpret_cast<uint64_t>(sig);
-  return platform::kHasLines && Op == SignalOp::set && begin.unit == 8 && begin.bytes == 8 && apart == 8;
+  return platform::kHasAtomic16b && Op == SignalOp::set && tile.unit == 8 && tile.bytes == 8 && apart == 8;
 }
-TSN_DEVICE void put_line(char* peer, uint64_t data, uint64_t value) {
+TSN_DEVICE void put_packet(char* peer, uint64_t data, uint64_t value) {
   const uint64_t at = reinterpret_cast<uint64_t>(peer);
   const uint64_t first = at % 16 == 0 ? data : value, second = at % 16 == 0 ? value : data;
-  platform::store_line((Vec16*)(at - at % 16),
-                       Vec16{uint32_t(first), uint32_t(first >> 32), uint32_t(second), uint32_t(second >> 32)});
+  platform::store_16b((Vec16*)(at - at % 16),
+                      Vec16{uint32_t(first), uint32_t(first >> 32), uint32_t(second), uint32_t(second >> 32)});
 }
 
-// A put_signal that one warp takes whole, by that warp; of one unit or none by the leader alone.
-template <Scope S, SignalOp Op, class B>
-TSN_DEVICE void put_signal_lone(B& begin, const Context* ctx, void* dst, const void* src, int64_t bytes, int pe,
-                                uint64_t* sig, uint64_t value) {
-  const bool leader = scope_leader<S>(), alone = begin.bytes <= begin.unit;
-  if (alone && !leader) return;
-  begin.load(src); // first, so that nothing that waits for the route comes before it
-  const Route route(ctx, pe);
-  if (TSN_UNLIKELY(!route.open<Scope::thread>(kOpPutSignal, dst, bytes, sig))) {
-    if (leader) put_signal_elsewhere<Op>(ctx, dst, src, bytes, pe, sig, value);
+// A put_signal that one warp takes whole, by that warp; of one unit or none by the leader.
+template <Scope S, SignalOp Op, class Tile>
+TSN_DEVICE void put_signal_one_warp(Tile& tile, const Context* ctx, void* dst, const void* src, int64_t bytes, int pe,
+                                    uint64_t* sig, uint64_t value) {
+  const bool leader = scope_leader<S>(), single_lane = tile.bytes <= tile.unit;
+  if (single_lane && !leader) return;
+  tile.load(src); // first, so that nothing that waits for the access comes before it
+  const PeerAccess access(ctx, pe);
+  if (TSN_UNLIKELY(!access.may_proceed<Scope::thread>(kOpPutSignal, dst, bytes, sig))) {
+    if (leader) put_signal_by_proxy_or_fail<Op>(ctx, dst, src, bytes, pe, sig, value);
     return;
   }
-  char* peer = (char*)route.translate(dst);
-  if (alone && is_line<Op>(begin, dst, sig)) return put_line(peer, begin.middle, value);
-  begin.store(peer);
-  if (!alone) platform::warp_sync();
-  if (leader) release_signal<Op>(route.translate(sig), value);
+  char* peer = (char*)access.translate(dst);
+  if (single_lane && fits_packet<Op>(tile, dst, sig)) return put_packet(peer, tile.middle, value);
+  tile.store(peer);
+  if (!single_lane) platform::warp_sync();
+  if (leader) release_signal<Op>(access.translate(sig), value);
 }
 
 } // namespace detail
@@ -87,10 +88,10 @@ template <SignalOp Op, bool Fence = false>
 TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe) {
   if constexpr (Fence) enter<Scope::thread>(kOpFence, nullptr, 0, pe);
   enter<Scope::thread>(kOpSignal, nullptr, 0, pe, sig, value, Op);
-  const Route route(ctx, pe);
-  platform::fence<MemScope::sys>(); // the route's loads are under way meanwhile
-  if (TSN_LIKELY(route.check<Scope::thread>(kOpSignal, sig, sizeof(*sig))))
-    detail::send_signal<Op, Fence>(route, sig, value);
+  const PeerAccess access(ctx, pe);
+  platform::fence<MemScope::sys>(); // the loads of `access` are under way meanwhile
+  if (TSN_LIKELY(access.validate<Scope::thread>(kOpSignal, sig, sizeof(*sig))))
+    detail::send_signal<Op, Fence>(access, sig, value);
 }
 
 // The same by all threads of the scope, after everything that any of them did before; the leader sends it.
@@ -105,44 +106,45 @@ TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes, SignalOp Op>
 TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
                            uint64_t value, void* ring) {
-  Beginning<S, kPushRows<S>, platform::kWarpThreads> begin(dst, src, bytes, kBeginsLonger<S, E, Unroll, Stages>);
+  FirstTile<S, kFirstTileRows<S>, platform::kWarpThreads> tile(dst, src, bytes,
+                                                               kTileBeforeLongCopy<S, E, Unroll, Stages>);
   publish_to_bulk<S, E, Stages>(bytes);
   scope_enter<S>(kOpPutSignal, dst, src, bytes, pe, sig, value, Op); // what the scope wrote to the source is sent
   const bool leader = scope_leader<S>();
-  if (!platform::kDefersRemoteWrites && TSN_LIKELY(begin.lone())) {
+  if (!platform::kDefersRemoteWrites && TSN_LIKELY(tile.fits_one_warp())) {
     if (S == Scope::block && platform::thread_index() >= platform::kWarpThreads) return;
-    return detail::put_signal_lone<S, Op>(begin, ctx, dst, src, bytes, pe, sig, value);
+    return detail::put_signal_one_warp<S, Op>(tile, ctx, dst, src, bytes, pe, sig, value);
   }
-  if (!platform::kDefersRemoteWrites && begin.idle()) return scope_sync<S>();
+  if (!platform::kDefersRemoteWrites && tile.warp_has_no_work()) return scope_sync<S>();
   if constexpr (kMayPushInBulk<S, E, Stages>) {
-    if (TSN_UNLIKELY(goes_in_bulk<E>(begin, dst, src, bytes))) {
-      const uint64_t way =
+    if (TSN_UNLIKELY(goes_in_bulk<E>(tile, dst, src, bytes))) {
+      const uint64_t distance =
           push_bulk_by_block<E, Unroll, Stages, StageBytes>(ctx, kOpPutSignal, dst, src, bytes, pe, sig, ring);
       scope_sync<S>();
       if (!leader) return;
-      if (TSN_LIKELY(way != kNotPushed)) detail::release_signal<Op>((uint64_t*)((char*)sig + way), value);
-      else detail::put_signal_elsewhere<Op>(ctx, dst, src, bytes, pe, sig, value);
+      if (TSN_LIKELY(distance != kNotPushed)) detail::release_signal<Op>((uint64_t*)((char*)sig + distance), value);
+      else detail::put_signal_by_proxy_or_fail<Op>(ctx, dst, src, bytes, pe, sig, value);
       return;
     }
   }
-  begin.load(src);
-  const Route route(ctx, pe);
-  if (TSN_UNLIKELY(!route.open<S>(kOpPutSignal, dst, bytes, sig))) {
-    if (leader) detail::put_signal_elsewhere<Op>(ctx, dst, src, bytes, pe, sig, value);
+  tile.load(src);
+  const PeerAccess access(ctx, pe);
+  if (TSN_UNLIKELY(!access.may_proceed<S>(kOpPutSignal, dst, bytes, sig))) {
+    if (leader) detail::put_signal_by_proxy_or_fail<Op>(ctx, dst, src, bytes, pe, sig, value);
     return scope_sync<S>();
   }
-  char* peer = (char*)route.translate(dst);
-  uint64_t* peer_sig = route.translate(sig);
+  char* peer = (char*)access.translate(dst);
+  uint64_t* peer_sig = access.translate(sig);
   if constexpr (platform::kDefersRemoteWrites) {
     if (scope_deferred<S>([&] {
-          return route.stopped || platform::defer_put_signal(ctx, dst, peer, src, bytes, pe, sig, peer_sig, value, Op);
+          return access.aborted || platform::defer_put_signal(ctx, dst, peer, src, bytes, pe, sig, peer_sig, value, Op);
         }))
       return;
-    if (begin.idle()) return scope_sync<S>();
+    if (tile.warp_has_no_work()) return scope_sync<S>();
   }
-  begin.store(peer);
-  if (TSN_UNLIKELY(!begin.whole))
-    copy_pushed<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, begin.bytes);
+  tile.store(peer);
+  if (TSN_UNLIKELY(!tile.complete))
+    copy_pushed<S, E, Unroll, Stages, StageBytes>(peer, (const char*)src, bytes, ring, tile.bytes);
   scope_sync<S>();
   if (leader) detail::release_signal<Op>(peer_sig, value);
 }

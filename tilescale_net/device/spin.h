@@ -5,26 +5,26 @@
 
 namespace tsn {
 
-enum class Patience { left, aborted, expired };
-struct Look {
-  Patience patience;
+enum class Deadline { pending, aborted, expired };
+struct DeadlineCheck {
+  Deadline state;
   uint64_t start;
 };
 
-// A look at the abort words and the clock. The deadline counts from the first look, which gets a `start` of 0.
-TSN_COLD Look look(const Context* ctx, uint64_t start) {
+// Reads the abort words and the clock. The deadline counts from the first call, which gets a `start` of 0.
+TSN_COLD DeadlineCheck check_deadline(const Context* ctx, uint64_t start) {
   const uint32_t* word = reinterpret_cast<const uint32_t*>(platform::load_constant(&ctx->abort_word));
   if (aborted(ctx) || platform::load<Order::relaxed, MemScope::sys>(word) != 0) {
     set_aborted(ctx);
-    return {Patience::aborted, start};
+    return {Deadline::aborted, start};
   }
   const uint64_t now = platform::timer_ns();
   if (start == 0) start = now;
-  return {now - start > platform::load_constant(&ctx->timeout_ns) ? Patience::expired : Patience::left, start};
+  return {now - start > platform::load_constant(&ctx->timeout_ns) ? Deadline::expired : Deadline::pending, start};
 }
 
 // Polls `ready()` until it is true. False when the job was aborted or the deadline passed; `expire()` then reports the
-// latter. A poll costs nothing beyond `ready`: abort and clock are looked at once in kPollsPerCheck polls.
+// latter. A poll costs nothing beyond `ready`: abort and clock are read once in kPollsPerCheck polls.
 template <class Ready, class Expire>
 TSN_DEVICE bool spin(const Context* ctx, Ready ready, Expire expire) {
   if (ready()) return true;
@@ -33,10 +33,10 @@ TSN_DEVICE bool spin(const Context* ctx, Ready ready, Expire expire) {
     platform::relax();
     if (ready()) return true;
     if (polls % platform::kPollsPerCheck) continue;
-    const Look seen = look(ctx, start);
-    start = seen.start;
-    if (seen.patience == Patience::left) continue;
-    if (seen.patience == Patience::expired) expire();
+    const DeadlineCheck check = check_deadline(ctx, start);
+    start = check.start;
+    if (check.state == Deadline::pending) continue;
+    if (check.state == Deadline::expired) expire();
     return false;
   }
 }

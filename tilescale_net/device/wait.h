@@ -1,7 +1,7 @@
 // Waiting for signals.
 #pragma once
 
-#include "deferred_adds.h"
+#include "drain_add_mailbox.h"
 #include "scope.h"
 #include "spin.h"
 
@@ -25,15 +25,15 @@ namespace detail {
 // One thread's wait. `pe` is the PE that should send the signal, -1 where that is not known.
 template <Compare C>
 TSN_DEVICE uint64_t wait_one(const Context* ctx, const uint64_t* sig, int64_t value, Operation operation, int pe) {
-  int boxes = -1; // asked for once, after the first poll: it is what a wait should spend its time on
+  int mailboxes = -1; // asked for once, after the first poll: it is what a wait should spend its time on
   uint64_t seen;
   spin(
       ctx,
       [&] {
         seen = platform::load<Order::acquire, MemScope::sys>(sig);
         if (holds<C>(seen, value)) return true;
-        if (boxes < 0) boxes = int(add_boxes(ctx));
-        if (boxes != 0) apply_deferred_adds(ctx, uint32_t(boxes));
+        if (mailboxes < 0) mailboxes = int(n_add_mailboxes(ctx));
+        if (mailboxes != 0) drain_add_mailboxes(ctx, uint32_t(mailboxes));
         return false;
       },
       [&] { fail(ctx, kWaitTimeout, operation, pe, sig, uint64_t(value), seen, 0, 1 + uint32_t(C)); });
@@ -52,7 +52,7 @@ TSN_DEVICE uint64_t wait(const Context* ctx, const uint64_t* sig, int64_t value)
   return scope_broadcast<S>([&] { return detail::wait_one<C>(ctx, sig, value, kOpWait, -1); });
 }
 
-// One look at the word; true orders like wait. True also once the job is aborted, so that a loop around it ends; such a
+// Reads the word once; true orders like wait. True also once the job is aborted, so that a loop around it ends; such a
 // loop has no deadline of its own.
 template <Compare C>
 TSN_DEVICE bool test(const Context* ctx, const uint64_t* sig, int64_t value) {
@@ -61,11 +61,11 @@ TSN_DEVICE bool test(const Context* ctx, const uint64_t* sig, int64_t value) {
     if constexpr (platform::kDefersRemoteWrites) platform::waited(sig);
     return true;
   }
-  if (const uint32_t boxes = add_boxes(ctx)) apply_deferred_adds(ctx, boxes);
+  if (const uint32_t mailboxes = n_add_mailboxes(ctx)) drain_add_mailboxes(ctx, mailboxes);
   platform::relax();
-  // Looking at the host's abort word takes longer than the test itself: one call in many does.
+  // Reading the host's abort word takes longer than the test itself: one call in many does.
   const bool sample = platform::ticks() / 32 % 256 == 0;
-  return sample ? look(ctx, 0).patience == Patience::aborted : aborted(ctx);
+  return sample ? check_deadline(ctx, 0).state == Deadline::aborted : aborted(ctx);
 }
 
 } // namespace tsn

@@ -10,13 +10,13 @@ from tvm import tirx
 from tvm.tirx.script.builder.frame import IfFrame, WhileFrame
 from tvm.tirx.stmt_functor import post_order_visit, substitute
 
-from tilescale_net.language._primitive import Misuse
+from tilescale_net.language._primitive import PrimitiveError
 
 WARP = 32
 
 
 def require_converged(scope: str) -> None:
-    """Raise Misuse when an enclosing condition provably splits a block or a warp.
+    """Raise PrimitiveError when an enclosing condition provably splits a block or a warp.
 
     Conditions on run-time values are taken on trust; the simulator finds the rest. T.Parallel is checked in passes.py,
     because a loop's kind is not known while its body is traced.
@@ -25,7 +25,7 @@ def require_converged(scope: str) -> None:
         return
     for frame in Builder.current().frames:
         if isinstance(frame, (IfFrame, WhileFrame)) and _splits(frame.condition, scope):
-            raise Misuse(
+            raise PrimitiveError(
                 f"is made at {scope} scope under `{frame.condition}`, which holds for some threads of a {scope} and not "
                 f"for others; all threads of the {scope} must make the call"
             )

@@ -13,9 +13,9 @@ from tilelang.language.frame import get_let_value, has_let_value
 from tilelang.language.utils import get_buffer_region_from_load
 from tvm import tirx
 
-from tilescale_net.language._primitive import Misuse
+from tilescale_net.language._primitive import PrimitiveError
 from tilescale_net.language._results import settled
-from tilescale_net.language._values import Expr, constant, describe, int64, product, same, total
+from tilescale_net.language._values import Expr, add, constant, describe, int64, product, provably_equal
 
 # What a primitive takes as a place in memory: a tensor, an element buf[i], a region buf[i, 0:n].
 Place = tirx.Buffer | tirx.BufferLoad | tirx.BufferRegion
@@ -45,6 +45,7 @@ class Operand:
         room: elements from the offset to the end of the tensor; int or int64 expression.
         is_element: whether it was written `buf[i]`, so that `count` alone says how much is meant.
         inside: condition that its indices are inside the tensor, or None when nothing is to be checked.
+        axes: its first index and the tensor's extent, for each axis.
     """
 
     buffer: tirx.Buffer
@@ -56,6 +57,7 @@ class Operand:
     row: Expr
     pitch: Expr
     inside: tirx.PrimExpr | None
+    axes: list[tuple[Expr, Expr]]
 
     @property
     def dtype(self) -> str:
@@ -101,11 +103,11 @@ def _rows_of(strides: list[Expr], extents: list[Expr]) -> tuple[Expr, Expr, Expr
     for extent, stride in reversed(list(zip(extents, strides))):
         if constant(extent) == 1:
             continue
-        if pitch is None and same(stride, run):
+        if pitch is None and provably_equal(stride, run):
             run = product([run, extent])
         elif pitch is None:
             rows, pitch = extent, stride
-        elif same(stride, product([rows, pitch])):
+        elif provably_equal(stride, product([rows, pitch])):
             rows = product([rows, extent])
         else:
             return None
@@ -123,7 +125,7 @@ def _box_of(name: str, value) -> tuple[tirx.Buffer, list, list, bool]:
         return region.buffer, [r.min for r in region.region], [r.extent for r in region.region], False
     if isinstance(value, tirx.BufferLoad):
         return value.buffer, list(value.indices), [1] * len(value.indices), True
-    raise Misuse(
+    raise PrimitiveError(
         f"{name} must be a tensor, an element such as buf[i] or a region such as buf[i, 0:n], not {describe(value)}"
     )
 
@@ -137,7 +139,7 @@ def operand(name: str, value, is_guarded: bool = False, in_rows: bool = False, i
         in_shared: it may lie in shared memory.
 
     Raises:
-        Misuse: not a tensor, element or region; not in global memory; not contiguous; outside its tensor; an element
+        PrimitiveError: not a tensor, element or region; not in global memory; not contiguous; outside its tensor; an element
             type without whole bytes.
     """
     buffer, mins, extents, is_element = _box_of(name, value)
@@ -145,52 +147,53 @@ def operand(name: str, value, is_guarded: bool = False, in_rows: bool = False, i
     mins = [settled("index", index, loads=is_guarded) for index in mins]
     scope = scope_of(buffer)
     if scope != "global" and not (in_shared and scope == "shared"):
-        raise Misuse(
+        raise PrimitiveError(
             f"{name} ({buffer.name}) lives in {scope}; it must be in global memory, so T.copy it to a symmetric tensor first"
         )
     dtype = tvm.DataType(str(buffer.dtype))
     if dtype.bits * dtype.lanes % 8:
-        raise Misuse(f"{name} ({buffer.name}) has dtype {buffer.dtype}, whose elements are not whole bytes")
+        raise PrimitiveError(f"{name} ({buffer.name}) has dtype {buffer.dtype}, whose elements are not whole bytes")
     for index, size in zip(mins, buffer.shape):
         low, top = constant(index), constant(size)
         if low is not None and (low < 0 or (top is not None and low >= top)):
-            raise Misuse(f"{name}: index {low} is outside {buffer.name}, whose extent there is {size}")
+            raise PrimitiveError(f"{name}: index {low} is outside {buffer.name}, whose extent there is {size}")
     strides = _strides(buffer)
     shape = _rows_of(strides, extents)
     if shape is None or not (in_rows or constant(shape[0]) == 1):
         remedy = "it has rows at more than one pitch; move it in parts" if in_rows else "move it row by row"
-        raise Misuse(f"{name} ({buffer.name}{_text(mins, extents)}) is not contiguous in memory; {remedy}")
+        raise PrimitiveError(f"{name} ({buffer.name}{_text(mins, extents)}) is not contiguous in memory; {remedy}")
     rows, row, pitch = shape
     if constant(rows) != 1:
         _require_inside(name, buffer, mins, extents)
     start: Expr = 0
     end: Expr = 1  # one beyond the tensor's last element
     for index, size, stride in zip(mins, buffer.shape, strides):
-        start = total(start, product([index, stride]))
+        start = add(start, product([index, stride]))
         last = constant(size)
-        end = total(end, product([last - 1 if last is not None else int64(size) - int64(1), stride]))
+        end = add(end, product([last - 1 if last is not None else int64(size) - int64(1), stride]))
     room = constant(int64(end) - int64(start))
     room = room if room is not None else int64(end) - int64(start)
     span = product(extents)
     if isinstance(span, int) and isinstance(room, int) and span > room:
-        raise Misuse(f"{name} spans {span} elements, but {buffer.name} holds {room} from there on")
-    offset = total(start, 0 if constant(buffer.elem_offset) == 0 else buffer.elem_offset)
-    return Operand(buffer, offset, span, room, is_element, rows, row, pitch, _inside(mins, buffer.shape))
+        raise PrimitiveError(f"{name} spans {span} elements, but {buffer.name} holds {room} from there on")
+    offset = add(start, 0 if constant(buffer.elem_offset) == 0 else buffer.elem_offset)
+    axes = list(zip(mins, buffer.shape))
+    return Operand(buffer, offset, span, room, is_element, rows, row, pitch, _inside(axes), axes)
 
 
 def _require_inside(name: str, buffer: tirx.Buffer, mins: list, extents: list) -> None:
-    """Raise Misuse for a box that leaves its tensor on one axis, where its other rows would still be inside."""
+    """Raise PrimitiveError for a box that leaves its tensor on one axis, where its other rows would still be inside."""
     for index, extent, size in zip(mins, extents, buffer.shape):
         known = [constant(v) for v in (index, extent, size)]
         if None not in known and known[0] + known[1] > known[2]:
-            raise Misuse(
+            raise PrimitiveError(
                 f"{name} ({buffer.name}{_text(mins, extents)}) ends at {known[0] + known[1]} on an axis of {size}"
             )
 
 
-def _inside(mins, shape) -> tirx.PrimExpr | None:
+def _inside(axes: list[tuple[Expr, Expr]]) -> tirx.PrimExpr | None:
     conditions = []
-    for index, size in zip(mins, shape):
+    for index, size in axes:
         if constant(index) is None or constant(size) is None:
             conditions += [int64(index) >= int64(0), int64(index) < int64(size)]
     return tirx.all(*conditions) if conditions else None
@@ -204,7 +207,9 @@ def signal_word(sig) -> Operand:
     """A signal: one 64-bit integer word in global memory."""
     word = operand("sig", sig)
     if word.dtype not in ("uint64", "int64"):
-        raise Misuse(f"sig ({word.buffer.name}) has dtype {word.dtype}; signals are uint64 or int64 words")
+        raise PrimitiveError(f"sig ({word.buffer.name}) has dtype {word.dtype}; signals are uint64 or int64 words")
     if not word.is_element and constant(word.extent) != 1:
-        raise Misuse(f"sig names {word.extent} words of {word.buffer.name}; name one, such as {word.buffer.name}[0]")
+        raise PrimitiveError(
+            f"sig names {word.extent} words of {word.buffer.name}; name one, such as {word.buffer.name}[0]"
+        )
     return word

@@ -6,7 +6,6 @@ import functools
 import inspect
 import os
 import sys
-import types
 
 from tilelang.ir import make_span
 from tilelang.language.eager.builder import Builder
@@ -17,26 +16,20 @@ from tvm.tirx.script import builder
 from tilescale_net.compiler.ir import opaque_call
 from tilescale_net.compiler.operators import guard_condition
 from tilescale_net.errors import KernelError
-from tilescale_net.language._results import earlier, in_condition, once, remember
+from tilescale_net.language._results import in_condition, once
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
-class Misuse(Exception):
+class PrimitiveError(Exception):
     """A primitive was called wrongly; `primitive` turns it into a KernelError with the author's line."""
 
 
-def _author() -> types.FrameType:
-    """The nearest caller outside this package; a traced kernel's body runs as real Python frames."""
+def author_line() -> tuple[str, int]:
+    """File and line of the nearest caller outside this package; a traced kernel's body runs as real Python frames."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    return frame
-
-
-def author_line() -> tuple[str, int]:
-    """File and line of the nearest caller outside this package."""
-    frame = _author()
     return frame.f_code.co_filename, frame.f_lineno
 
 
@@ -49,7 +42,7 @@ def primitive(function):
     """Decorate a primitive: it must be called inside a kernel body, and what it raises names it and the line.
 
     Raises (from the decorated function):
-        KernelError: any Misuse, wrong arguments in Python's sense, or a call outside `with T.Kernel(...)`.
+        KernelError: any PrimitiveError, wrong arguments in Python's sense, or a call outside `with T.Kernel(...)`.
     """
     signature = inspect.signature(function)
 
@@ -61,20 +54,17 @@ def primitive(function):
             raise _error(function, _by_name(signature, error)) from None
         try:
             if Builder.current() is None or KernelLaunchFrame.Current() is None:
-                raise Misuse("is only meaningful inside a kernel, that is, under `with T.Kernel(...)` of a T.prim_func")
-            known = earlier(_author())
-            result = function(*args, **kwargs) if known is None else known
-        except Misuse as error:
+                raise PrimitiveError(
+                    "is only meaningful inside a kernel, that is, under `with T.Kernel(...)` of a T.prim_func"
+                )
+            result = function(*args, **kwargs)
+        except PrimitiveError as error:
             raise _error(function, error) from None
-        if known is not None or not isinstance(result, tirx.Call):
+        if not isinstance(result, tirx.Call):
             return result
         # Passes that find something wrong later on name the line by this span.
         result = _with_span(result, make_span(*author_line()))
-        if not _is_once(result):
-            return result
-        result = once(function.__name__, result)
-        remember(_author(), result)
-        return result
+        return once(function.__name__, result) if _is_once(result) else result
 
     return call
 
@@ -98,15 +88,15 @@ def _with_span(call: tirx.Call, span) -> tirx.Call:
     return tirx.Call(call.dtype, call.op, args, span=span)
 
 
-def guarded(inside: tirx.PrimExpr | None, call: tirx.Call) -> tirx.PrimExpr | None:
-    """Make a single access vanish where its index is outside the tensor, as tilelang does for plain accesses.
+def guarded(place, call: tirx.Call) -> tirx.PrimExpr | None:
+    """Make a single access to `place`, an Operand, vanish where its index is outside, as tilelang does for plain accesses.
 
     Loads then give 0. tilelang's own pass leaves calls of operators that it does not know alone. The simulator reports
-    such an index instead, see compiler/bounds.py.
+    such an index instead, see compiler/simulator/bounds.py.
     """
-    if inside is None:
+    if place.inside is None:
         return call
-    inside = guard_condition(inside)
+    inside = guard_condition(place.buffer.name, place.inside, place.axes)
     if str(call.dtype):  # TVM prints the void type as nothing
         return tirx.if_then_else(inside, call, tirx.const(0, call.dtype))
     with builder.If(inside), builder.Then():
@@ -115,9 +105,9 @@ def guarded(inside: tirx.PrimExpr | None, call: tirx.Call) -> tirx.PrimExpr | No
 
 
 def evaluate(call: tirx.Call) -> None:
-    """Make `call` a statement of its own, here. Raises Misuse in a condition, which nothing can come before."""
+    """Make `call` a statement of its own, here. Raises PrimitiveError in a condition, which nothing can come before."""
     if in_condition():
-        raise Misuse("stands in a condition; call it before, and bind its result to a name")
+        raise PrimitiveError("stands in a condition; call it before, and bind its result to a name")
     builder.evaluate(_with_span(call, make_span(*author_line())))
 
 

@@ -11,10 +11,7 @@ statement is there: the trace says what the variable stands for, and compiler/ef
 
 from __future__ import annotations
 
-import itertools
 import sys
-import types
-import weakref
 
 from tilelang.language.eager.builder import BoolOpFrame, Builder
 from tvm import tirx
@@ -23,10 +20,6 @@ from tvm.tirx.script import builder
 
 from tilescale_net.compiler.effects import UNNAMED, deferred, has_effect
 from tilescale_net.compiler.ir import loads_memory
-
-# The latest calls of primitives per kernel being traced: who looks for an earlier one looks a few calls back.
-_KEPT = 16
-_recent: weakref.WeakKeyDictionary[Builder, list] = weakref.WeakKeyDictionary()
 
 
 def once(name: str, value: tirx.PrimExpr) -> tirx.Var:
@@ -57,31 +50,3 @@ def in_condition() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _position(code: types.CodeType, instruction: int) -> tuple:
-    return next(itertools.islice(code.co_positions(), instruction // 2, None))
-
-
-def remember(frame: types.FrameType, result) -> None:
-    """Keep the result of a primitive that the author's `frame` has called."""
-    calls = _recent.setdefault(Builder.current(), [])
-    calls.append((frame.f_code, frame.f_lasti, result))
-    del calls[:-_KEPT]
-
-
-def earlier(frame: types.FrameType):
-    """The result of the same call in the same comparison, or None.
-
-    tilelang traces `a < f() < b` as `a < f() and f() < b`: the second call has the place of the first in the author's
-    file, but is in another function.
-    """
-    if Builder.current().find_frame_idx(BoolOpFrame) is None:
-        return None
-    code, place = frame.f_code, _position(frame.f_code, frame.f_lasti)
-    if None in place:
-        return None
-    for other, instruction, result in reversed(_recent.get(Builder.current(), [])):
-        if other is not code and other.co_filename == code.co_filename and _position(other, instruction) == place:
-            return result
-    return None

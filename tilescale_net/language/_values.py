@@ -9,7 +9,7 @@ from tilelang.language.eager.builder import unwrap_expr
 from tilelang.language.frame import get_let_value, has_let_value
 from tvm import tirx
 
-from tilescale_net.language._primitive import Misuse
+from tilescale_net.language._primitive import PrimitiveError
 from tilescale_net.language._results import settled
 
 Expr = tirx.PrimExpr | int
@@ -68,7 +68,7 @@ def product(values) -> Expr:
     return result
 
 
-def total(left: Expr, right: Expr) -> Expr:
+def add(left: Expr, right: Expr) -> Expr:
     if isinstance(left, int) and isinstance(right, int):
         return left + right
     if isinstance(left, int) and left == 0:
@@ -85,7 +85,7 @@ def provably(condition) -> bool:
     return bool(tvm.arith.Analyzer().can_prove(condition))
 
 
-def same(a: Expr, b: Expr) -> bool:
+def provably_equal(a: Expr, b: Expr) -> bool:
     ca, cb = constant(a), constant(b)
     if ca is not None or cb is not None:
         return ca == cb
@@ -98,22 +98,22 @@ def describe(value) -> str:
     return f"{value!r} ({type(value).__name__})"
 
 
-def number(name: str, value, dtype: str, low: int | None = None, high: int | None = None) -> tirx.PrimExpr:
+def as_integer(name: str, value, dtype: str, low: int | None = None, high: int | None = None) -> tirx.PrimExpr:
     """An integer operand as an expression of `dtype`.
 
     Raises:
-        Misuse: not an integer, or a constant outside [low, high].
+        PrimitiveError: not an integer, or a constant outside [low, high].
     """
     value = unwrap_expr(value)
     if isinstance(value, bool) or not isinstance(value, (int, tirx.PrimExpr)):
-        raise Misuse(f"{name} must be an integer, not {describe(value)}")
+        raise PrimitiveError(f"{name} must be an integer, not {describe(value)}")
     if isinstance(value, tirx.PrimExpr) and not str(value.dtype).startswith(("int", "uint")):
-        raise Misuse(f"{name} must be an integer, not {describe(value)}")
+        raise PrimitiveError(f"{name} must be an integer, not {describe(value)}")
     value = settled(name, value)
     known = constant(value)
     if known is not None and ((low is not None and known < low) or (high is not None and known > high)):
         limits = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise Misuse(f"{name} is {known}; it must be {limits}")
+        raise PrimitiveError(f"{name} is {known}; it must be {limits}")
     if known is not None:
         return tirx.const(known, dtype)
     if dtype == "int64":
@@ -122,37 +122,37 @@ def number(name: str, value, dtype: str, low: int | None = None, high: int | Non
 
 
 def scalar(name: str, value, dtype: str) -> tirx.PrimExpr:
-    """A value to store, converted to `dtype`. Raises Misuse when it is no number or of a kind that would lose sense."""
+    """A value to store, converted to `dtype`. Raises PrimitiveError when it is no number or of a kind that would lose sense."""
     value = unwrap_expr(value)
     if not isinstance(value, (bool, int, float, tirx.PrimExpr)):
-        raise Misuse(f"{name} must be a number, not {describe(value)}")
+        raise PrimitiveError(f"{name} must be a number, not {describe(value)}")
     integral = dtype.startswith(("int", "uint"))
     given_float = isinstance(value, float) or (
         isinstance(value, tirx.PrimExpr) and not str(value.dtype).startswith(("int", "uint", "bool"))
     )
     if isinstance(value, tirx.PrimExpr) and str(value.dtype) == "handle":
-        raise Misuse(f"{name} must be a number, not {describe(value)}")
+        raise PrimitiveError(f"{name} must be a number, not {describe(value)}")
     if integral and given_float:
-        raise Misuse(f"{name} has a floating-point type, but the tensor holds {dtype}; cast it with T.cast")
+        raise PrimitiveError(f"{name} has a floating-point type, but the tensor holds {dtype}; cast it with T.cast")
     value = settled(name, value)
     if integral and (known := constant(value)) is not None:
         bits = tvm.DataType(dtype).bits
         low, high = (0, 2**bits - 1) if dtype.startswith("uint") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
         if not low <= known <= high:
-            raise Misuse(f"{name} is {known}, which {dtype} cannot hold")
+            raise PrimitiveError(f"{name} is {known}, which {dtype} cannot hold")
         return tirx.const(known, dtype)
     if not isinstance(value, tirx.PrimExpr):
         return tirx.const(value, dtype)
     return value if str(value.dtype) == dtype else tirx.Cast(dtype, value)
 
 
-def choice(name: str, value, allowed) -> str:
-    """One of `allowed`; raises Misuse that lists them."""
+def one_of(name: str, value, allowed) -> str:
+    """One of `allowed`; raises PrimitiveError that lists them."""
     if value not in allowed:
-        raise Misuse(f"{name} is {value!r}; it must be one of {', '.join(repr(a) for a in allowed)}")
+        raise PrimitiveError(f"{name} is {value!r}; it must be one of {', '.join(repr(a) for a in allowed)}")
     return value
 
 
 def pe_index(pe) -> tirx.PrimExpr:
     """A PE as an int32 expression; constants must not be negative."""
-    return number("pe", pe, "int32", 0, 2**31 - 1)
+    return as_integer("pe", pe, "int32", 0, 2**31 - 1)

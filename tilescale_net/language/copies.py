@@ -16,11 +16,11 @@ memory, regions whose rows have more than one pitch, counts that are negative or
 from __future__ import annotations
 
 from tilescale_net.compiler.operators import OPERATORS, ring_placeholder
-from tilescale_net.language._copies import places, plan, plan_ldst, plan_rows, rows_of, transfer
+from tilescale_net.language._copy_plan import places, plan, plan_ldst, plan_rows, rows_of, transfer
 from tilescale_net.language._divergence import require_converged
 from tilescale_net.language._operands import Place, operand, signal_word
-from tilescale_net.language._primitive import Misuse, guarded, primitive
-from tilescale_net.language._values import Number, Scalar, choice, constant, number, pe_index, scalar
+from tilescale_net.language._primitive import PrimitiveError, guarded, primitive
+from tilescale_net.language._values import Number, Scalar, as_integer, constant, one_of, pe_index, scalar
 
 SIGNAL_OPS = ("set", "add")
 
@@ -72,8 +72,8 @@ def _put_signal(scope, dst, src, pe, sig, value, op, count, unroll, engine, ring
     ends = places(dst, src, True)
     rows = rows_of(*ends, count)
     word = signal_word(sig).pointer()
-    word_value = number("value", value, "uint64", 0, 2**64 - 1)
-    choice("op", op, SIGNAL_OPS)
+    word_value = as_integer("value", value, "uint64", 0, 2**64 - 1)
+    one_of("op", op, SIGNAL_OPS)
     if ends[1].is_shared:
         plan_ldst("a source in shared memory", engine, unroll, ring)
         return OPERATORS["put_signal_shared"](scope, op, *transfer(*ends, count, pe), word, word_value)
@@ -332,5 +332,5 @@ def put_value(dst: Place, value: Scalar, pe: Number) -> None:
     """
     to = operand("dst", dst, is_guarded=True)
     if to.element_bytes > 8:
-        raise Misuse(f"dst ({to.buffer.name}) has dtype {to.dtype}; put_value carries up to 8 bytes")
-    return guarded(to.inside, OPERATORS["put_value"](to.pointer(), scalar("value", value, to.dtype), pe_index(pe)))
+        raise PrimitiveError(f"dst ({to.buffer.name}) has dtype {to.dtype}; put_value carries up to 8 bytes")
+    return guarded(to, OPERATORS["put_value"](to.pointer(), scalar("value", value, to.dtype), pe_index(pe)))

@@ -10,8 +10,8 @@ from tvm import tirx
 
 from tilescale_net.compiler.operators import OPERATORS
 from tilescale_net.language._operands import Place, operand
-from tilescale_net.language._primitive import Misuse, guarded, primitive
-from tilescale_net.language._values import Number, Scalar, choice, pe_index, scalar
+from tilescale_net.language._primitive import PrimitiveError, guarded, primitive
+from tilescale_net.language._values import Number, Scalar, one_of, pe_index, scalar
 
 _INTEGERS = ("int32", "uint32", "int64", "uint64")
 # dtypes that the hardware's system-scope atomics take, by operation.
@@ -33,14 +33,16 @@ MEMORY_SCOPES = ("cta", "gpu", "sys")
 def _target(op, dst):
     to = operand("dst", dst, is_guarded=True)
     if to.dtype not in ATOMIC_DTYPES[op]:
-        raise Misuse(f"dst ({to.buffer.name}) has dtype {to.dtype}; atomic_{op} takes {', '.join(ATOMIC_DTYPES[op])}")
+        raise PrimitiveError(
+            f"dst ({to.buffer.name}) has dtype {to.dtype}; atomic_{op} takes {', '.join(ATOMIC_DTYPES[op])}"
+        )
     return to
 
 
 def _atomic(op, dst, value, pe):
     to = _target(op, dst)
     call = OPERATORS["atomic"](op, to.pointer(), scalar("value", value, to.dtype), pe_index(pe), dtype=to.dtype)
-    return guarded(to.inside, call)
+    return guarded(to, call)
 
 
 @primitive
@@ -100,7 +102,7 @@ def atomic_cas(dst: Place, compare: Scalar, value: Scalar, pe: Number) -> tirx.P
     to = _target("cas", dst)
     expected, desired = scalar("compare", compare, to.dtype), scalar("value", value, to.dtype)
     call = OPERATORS["atomic_cas"](to.pointer(), expected, desired, pe_index(pe), dtype=to.dtype)
-    return guarded(to.inside, call)
+    return guarded(to, call)
 
 
 @primitive
@@ -116,7 +118,7 @@ def remote(buf: tirx.Buffer, pe: Number) -> tirx.Buffer:
     """
     place = operand("buf", buf)
     if not isinstance(buf, tirx.Buffer):
-        raise Misuse(f"buf must be a whole tensor; index the view instead of {place.buffer.name}")
+        raise PrimitiveError(f"buf must be a whole tensor; index the view instead of {place.buffer.name}")
     address = OPERATORS["remote"](place.pointer(), pe_index(pe))
     strides = tuple(place.buffer.strides) or None
     return T.make_tensor_from_addr(address, tuple(place.buffer.shape), place.dtype, strides)
@@ -125,7 +127,9 @@ def remote(buf: tirx.Buffer, pe: Number) -> tirx.Buffer:
 def _accessible(name, value):
     place = operand(name, value, is_guarded=True)
     if place.element_bytes not in (1, 2, 4, 8):
-        raise Misuse(f"{name} ({place.buffer.name}) has dtype {place.dtype}; one access moves 1, 2, 4 or 8 bytes")
+        raise PrimitiveError(
+            f"{name} ({place.buffer.name}) has dtype {place.dtype}; one access moves 1, 2, 4 or 8 bytes"
+        )
     return place
 
 
@@ -142,9 +146,9 @@ def ld(src: Place, sem: str = "relaxed", scope: str = "sys") -> tirx.PrimExpr:
         The value, of src's dtype. Never served from the non-coherent cache, never merged with another load.
     """
     place = _accessible("src", src)
-    order = choice("sem", sem, LOAD_ORDERS)
-    call = OPERATORS["ld"](order, choice("scope", scope, MEMORY_SCOPES), place.pointer(), dtype=place.dtype)
-    return guarded(place.inside, call)
+    order = one_of("sem", sem, LOAD_ORDERS)
+    call = OPERATORS["ld"](order, one_of("scope", scope, MEMORY_SCOPES), place.pointer(), dtype=place.dtype)
+    return guarded(place, call)
 
 
 @primitive
@@ -158,6 +162,6 @@ def st(dst: Place, value: Scalar, sem: str = "relaxed", scope: str = "sys") -> N
         scope: "cta", "gpu" or "sys".
     """
     place = _accessible("dst", dst)
-    order = choice("sem", sem, STORE_ORDERS)
-    where = choice("scope", scope, MEMORY_SCOPES)
-    return guarded(place.inside, OPERATORS["st"](order, where, place.pointer(), scalar("value", value, place.dtype)))
+    order = one_of("sem", sem, STORE_ORDERS)
+    where = one_of("scope", scope, MEMORY_SCOPES)
+    return guarded(place, OPERATORS["st"](order, where, place.pointer(), scalar("value", value, place.dtype)))

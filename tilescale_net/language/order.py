@@ -7,11 +7,11 @@ from tvm import tirx
 from tilescale_net.compiler.operators import OPERATORS
 from tilescale_net.language._divergence import require_converged
 from tilescale_net.language._primitive import primitive
-from tilescale_net.language._values import Number, choice, number, pe_index
+from tilescale_net.language._values import Number, as_integer, one_of, pe_index
 
 
 def _peer_or_all(pe):
-    return number("pe", -1, "int32") if pe is None else pe_index(pe)
+    return as_integer("pe", -1, "int32") if pe is None else pe_index(pe)
 
 
 def _by_scope(operator, scope, pe):
@@ -80,12 +80,12 @@ def flush_async(pe: Number | None = None) -> tirx.PrimExpr:
 @primitive
 def flush_wait(ticket: Number) -> None:
     """Wait until the puts that a ticket of `flush_async` covers are complete; their sources may be written again."""
-    return OPERATORS["flush_wait"](number("ticket", ticket, "uint64", 0, 2**64 - 1))
+    return OPERATORS["flush_wait"](as_integer("ticket", ticket, "uint64", 0, 2**64 - 1))
 
 
 def _barrier(operator, scope):
     require_converged("block")
-    return OPERATORS[operator](choice("scope", scope, ("block", "grid")))
+    return OPERATORS[operator](one_of("scope", scope, ("block", "grid")))
 
 
 @primitive

@@ -7,15 +7,15 @@ from tvm import tirx
 from tilescale_net.compiler.operators import CHOICES, OPERATORS
 from tilescale_net.language._divergence import require_converged
 from tilescale_net.language._operands import Place, signal_word
-from tilescale_net.language._primitive import Misuse, primitive
-from tilescale_net.language._values import Number, choice, number, pe_index
+from tilescale_net.language._primitive import PrimitiveError, primitive
+from tilescale_net.language._values import Number, as_integer, one_of, pe_index
 
 
 def _comparison(sig, cmp, value):
-    choice("cmp", cmp, tuple(CHOICES["Compare"]))
+    one_of("cmp", cmp, tuple(CHOICES["Compare"]))
     if cmp in ("eq", "ne") and isinstance(value, int) and 2**63 <= value < 2**64:
         value -= 2**64  # the same bits, which is all that counts here
-    return signal_word(sig).pointer(), number("value", value, "int64", -(2**63), 2**63 - 1)
+    return signal_word(sig).pointer(), as_integer("value", value, "int64", -(2**63), 2**63 - 1)
 
 
 def _wait(scope, sig, cmp, value):
@@ -27,10 +27,10 @@ def _wait(scope, sig, cmp, value):
 def _signal(scope, sig, value, pe, op, fence):
     require_converged(scope)
     word = signal_word(sig).pointer()
-    amount = number("value", value, "uint64", 0, 2**64 - 1)
+    amount = as_integer("value", value, "uint64", 0, 2**64 - 1)
     if not isinstance(fence, bool):
-        raise Misuse(f"fence is {fence!r}; it must be True or False")
-    return OPERATORS["signal"](scope, choice("op", op, ("set", "add")), int(fence), word, amount, pe_index(pe))
+        raise PrimitiveError(f"fence is {fence!r}; it must be True or False")
+    return OPERATORS["signal"](scope, one_of("op", op, ("set", "add")), int(fence), word, amount, pe_index(pe))
 
 
 @primitive

@@ -21,26 +21,26 @@ from tvm import tirx
 from tilescale_net.compiler.operators import OPERATORS
 from tilescale_net.language._divergence import require_converged
 from tilescale_net.language._operands import Place, signal_word
-from tilescale_net.language._primitive import Misuse, evaluate, primitive
+from tilescale_net.language._primitive import PrimitiveError, evaluate, primitive
 from tilescale_net.language._results import settled
-from tilescale_net.language._values import Number, constant, number, pe_index
+from tilescale_net.language._values import Number, as_integer, constant, pe_index
 
 
 def _wait(scope, word, index, behind) -> None:
     """Wait until the word has counted message `index - behind`."""
     require_converged(scope)
-    wanted = number("index", index, "int64", 0) + number("slots", 1 - behind, "int64")
+    wanted = as_integer("index", index, "int64", 0) + as_integer("slots", 1 - behind, "int64")
     evaluate(OPERATORS["wait"](scope, "ge", signal_word(word).pointer(), wanted))
 
 
 def _slot(index, slots) -> tirx.PrimExpr:
-    index = number("index", index, "int64", 0) if constant(index) is not None else index
+    index = as_integer("index", index, "int64", 0) if constant(index) is not None else index
     return tirx.truncmod(index, tirx.const(slots, index.dtype))
 
 
 def _slots(slots) -> int:
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
-        raise Misuse(f"slots is {slots!r}; it must be a compile-time integer of at least 1")
+        raise PrimitiveError(f"slots is {slots!r}; it must be a compile-time integer of at least 1")
     return slots
 
 
@@ -59,7 +59,7 @@ def _arrive(scope, arrived, index, slots):
 
 def _return(scope, credit, index, pe):
     require_converged(scope)
-    amount = tirx.Cast("uint64", number("index", index, "int64", 0) + tirx.const(1, "int64"))
+    amount = tirx.Cast("uint64", as_integer("index", index, "int64", 0) + tirx.const(1, "int64"))
     return OPERATORS["signal"](scope, "set", 0, signal_word(credit).pointer(), amount, pe_index(pe))
 
 

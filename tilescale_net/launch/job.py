@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import glob
 import os
 import re
 import selectors
@@ -25,6 +27,7 @@ LAST_WORDS = 3.0  # seconds between asking a rank to end and killing it
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _launcher = os.getpid()
+SHARED_MEMORY = "/dev/shm"
 
 # What a rank says whose collective call broke because another rank ended: of this package, and of torch's gloo.
 _VICTIM = re.compile(
@@ -37,6 +40,16 @@ def _die_with_launcher() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != _launcher:  # which ended before it could tell
         os._exit(1)
+
+
+def remove_objects_of(pid: int) -> None:
+    """Remove the objects in shared memory by which libfabric's shm provider reached a process that has ended.
+
+    A process that is killed cannot remove its own. Their names begin with the pid and the uid of their owner.
+    """
+    for path in glob.glob(os.path.join(SHARED_MEMORY, f"{pid}:{os.geteuid()}:*")):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 class Rank:
@@ -87,6 +100,7 @@ class Rank:
         self.process.wait()
         os.close(self.pidfd)
         self.output.drain()
+        remove_objects_of(self.process.pid)
 
     def is_stopped(self) -> bool:
         """Whether the process stands still (SIGSTOP, a debugger)."""

@@ -10,7 +10,7 @@ QUEUE_WORDS = 128
 QUEUE_WORDS_STRIDE = 32
 MAX_QUEUES = 64
 MAX_PES = (1 << 14) - 1
-NEAR_PES = 128
+INLINE_BASES = 128
 
 
 class ContextHeader(ctypes.Structure):
@@ -96,9 +96,9 @@ COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")
 def pack(header: ContextHeader, peer_base: list[int]) -> bytes:
     """The bytes of a whole context; sets `version`, `bytes` and `queue_share`.
 
-    The first NEAR_PES bases always exist; 0 beyond the last PE.
+    The first INLINE_BASES bases always exist; 0 beyond the last PE.
     """
-    bases = peer_base + [0] * (NEAR_PES - len(peer_base))
+    bases = peer_base + [0] * (INLINE_BASES - len(peer_base))
     header.version = VERSION
     header.queue_share = -(-(1 << 32) // header.n_queues) if header.n_queues else 0
     header.bytes = HEADER_BYTES + 8 * len(bases)

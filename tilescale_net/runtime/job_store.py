@@ -103,10 +103,13 @@ class JobStore:
 
 def keeper() -> str:
     """Who keeps the store, in words."""
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return (
-        "torchrun's agent, which keeps the store of the job," if agent else "rank 0, which keeps the store of the job,"
-    )
+    who = "torchrun's agent" if has_agent() else "rank 0"
+    return f"{who}, which keeps the store of the job,"
+
+
+def has_agent() -> bool:
+    """Whether the store outlives rank 0: the launcher keeps it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def get(store: dist.Store, key: str) -> str | None:

@@ -1,7 +1,7 @@
 """The end of this process while its rank is in a job: the other ranks learn of it, and why.
 
-Exceptions that nobody catches, `sys.exit`, the end of the program and children made by fork all come here. What ends a
-rank without Python's doing (a signal, os._exit) is found by the other ranks' watchdogs.
+Exceptions that nobody catches, `sys.exit`, the end of the program, `finalize` and children made by fork all come here.
+What ends a rank without Python's doing (a signal, os._exit) is found by the other ranks' watchdogs.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 from collections.abc import Callable
 
 from tilescale_net.errors import TileScaleError
+
+# Seconds that other ranks may take to come to a `finalize` that handles an exception, before they are told of that.
+patience = 10.0
 
 _installed = False
 _exit_code: object = None  # what the program was last asked to end with
@@ -37,17 +41,45 @@ def install(current: Callable, take: Callable, forget: Callable[[], None]) -> No
     def hook(kind, value, trace):
         world = current()
         if world is not None:
-            world.announce(TileScaleError(f"{kind.__name__}: {value}"))
+            world.announce(TileScaleError(_words(value)))
         previous(kind, value, trace)
 
     sys.excepthook = hook
     sys.exit = _exit
 
 
+def finish(world) -> None:
+    """Close a world in good order, as `finalize` does.
+
+    In a `finally` or `except` the rank may be failing alone: the others then wait for it in a kernel and would find out
+    by its silence only. They are told of the exception when they do not come.
+    """
+    raised = sys.exc_info()[1]
+    if raised is None or (isinstance(raised, SystemExit) and not _status(raised.code)):
+        world.close()
+        return
+    tell = threading.Timer(patience, world.announce, [TileScaleError(_words(raised))])
+    tell.daemon = True
+    tell.start()
+    try:
+        world.close(spoken=f"called tilescale_net.finalize() while it handled {_words(raised)}")
+    finally:
+        tell.cancel()
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 def _at_exit(world) -> None:
     if world is None:
         return
     code = _status(_exit_code)
+    # What nobody has caught; Python notes it even where another excepthook has taken the place of the one above.
+    uncaught = getattr(sys, "last_value", None)
+    if world.failure is None and uncaught is not None:
+        world.give_up(_words(uncaught))
+        return
     if world.failure is not None or code:
         world.give_up(f"it ended (exit code {code})" if code else "it ended before finalize")
         return

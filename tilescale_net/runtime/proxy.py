@@ -19,10 +19,14 @@ def start(world) -> tuple[RunningProxy, int, int]:
         The proxy, the device address of its queue views, and their number: what the context holds.
     """
     proxy = RunningProxy(world)
-    blobs = world.control.gather("tilescale_net.init (proxy)", proxy.address())
-    proxy.connect(blobs)
-    # Nobody may send before everybody knows everybody: some networks drop writes from strangers.
-    world.control.agree("tilescale_net.init (proxy)", "connected")
+    try:
+        blobs = world.control.gather("tilescale_net.init (proxy)", proxy.address())
+        proxy.connect(blobs)
+        # Nobody may send before everybody knows everybody: some networks drop writes from strangers.
+        world.control.agree("tilescale_net.init (proxy)", "connected")
+    except BaseException:
+        proxy.close()
+        raise
     return proxy, proxy.views_address, proxy.n_queues
 
 
@@ -48,6 +52,7 @@ class RunningProxy:
             heap_bytes=memory.size,
             heap_kind=memory.kind,
             device=max(memory.ordinal, 0),
+            defers_adds=True,  # the host cannot add to memory of a GPU; the simulator does as GPUs do
             abort_word=world.abort_address,
             timeout=world.timeout,
             provider=settings.PROVIDER.get(),

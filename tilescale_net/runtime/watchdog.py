@@ -96,6 +96,19 @@ class Watchdog:
         except PeerLost:
             pass
 
+    def keep_store(self) -> None:
+        """Stay until all others have ended, or the job is lost, if the store ends with this process."""
+        if self._control.rank != 0 or job_store.has_agent():
+            return
+        left = set(range(1, self._control.size))
+        while left and self._reason is None:
+            left -= set(self._dead())
+            try:
+                left -= set(self._control.store.ask(lambda s, left=left: {r for r in left if s.check([f"ended/{r}"])}))
+            except PeerLost:
+                return
+            time.sleep(0.1)
+
     def wait_for_others(self, seconds: float = 2.0) -> None:
         """After a failure: let the other ranks learn what it was. Only rank 0, with whom the store ends, has to wait."""
         if self._control.rank != 0:

@@ -15,7 +15,7 @@ import torch
 import tilescale_net
 from tilescale_net import fabric
 from tilescale_net.errors import ConfigurationError, PeerLost, TileScaleError
-from tilescale_net.runtime import context, device_errors, process_end, settings, topology
+from tilescale_net.runtime import context, device_errors, process_end, progress, settings, topology
 from tilescale_net.runtime.control import Control
 from tilescale_net.runtime.heap import Heap
 from tilescale_net.runtime.watchdog import Watchdog
@@ -289,6 +289,8 @@ class World:
             if self.proxy is not None:
                 self.proxy.drain()  # endpoints close when nobody has anything on its way any more
             self.control.agree("tilescale_net.finalize", spoken=spoken)
+            if self.control.left:
+                self._watchdog.keep_store()  # those that stay go on with it
             self._watchdog.announce_end()
             # Leave only when all have said goodbye: a rank that is gone must not look like one that failed.
             self.control.agree("tilescale_net.finalize", "end")
@@ -368,7 +370,8 @@ def init(heap_bytes: int | str | None = None) -> World:
         raise TileScaleError(
             "this process was forked from a rank and cannot join the job; start processes before init()"
         )
-    _current = World(heap_bytes)
+    with progress.step("meeting the other ranks of the job"):
+        _current = World(heap_bytes)
     process_end.install(lambda: _current, _take, _forget)
     return _current
 
@@ -377,7 +380,7 @@ def finalize() -> None:
     """See `tilescale_net.finalize`."""
     world = _take()
     if world is not None:
-        world.close()
+        process_end.finish(world)
 
 
 def _take() -> World | None:

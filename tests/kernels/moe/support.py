@@ -143,6 +143,18 @@ def run_round(op, everyone: list[Inputs], pace: random.Random, what: str, active
     return received
 
 
+def check_compiled_ahead(op) -> None:
+    """What the calls so far have used, `warm_up` compiles in the constructor: nobody waits in a call for a compiler."""
+    mode, ahead = op._mode, set()
+    used = set(mode._kernels)
+    mode._kernel = lambda key, make: ahead.add(key)
+    try:
+        mode.compile(True)
+    finally:
+        del mode._kernel
+    assert used and used <= ahead, used - ahead
+
+
 def _places(received, c, counts: list[int]) -> list[torch.Tensor]:
     """For each local expert the indices of its rows among the rows of `received.x`."""
     result = []

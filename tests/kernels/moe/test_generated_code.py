@@ -12,7 +12,7 @@ from tests.kernels.test_generated_code import tools  # noqa: F401 (a fixture)
 from tests.ptx import read_only_loads
 from tilescale_net.compiler import inspect
 from tilescale_net.compiler.ir import block_threads, kernel_name
-from tilescale_net.compiler.jit import Factory
+from tilescale_net.compiler.jit import KernelFactory
 from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC
 
 SHAPE = dict(ranks=4, experts=256, top_k=8, max_tokens=4096)
@@ -52,7 +52,7 @@ def test_every_kernel_is_compiled():
     found = set()
     for module in pkgutil.iter_modules(tilescale_net.kernels.moe.__path__):
         for name, value in vars(importlib.import_module(f"tilescale_net.kernels.moe.{module.name}")).items():
-            if isinstance(value, Factory) and value.__module__ == f"tilescale_net.kernels.moe.{module.name}":
+            if isinstance(value, KernelFactory) and value.__module__ == f"tilescale_net.kernels.moe.{module.name}":
                 found.add(f"{module.name}.{name}")
     assert found == set(KERNELS)
 

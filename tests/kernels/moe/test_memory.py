@@ -5,6 +5,7 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
+from tests.kernels.moe.support import check_compiled_ahead
 from tests.kernels.moe.test_misuse import SHAPE, raises
 from tilescale_net.kernels.moe import AllToAll
 from tilescale_net.runtime.context import SYSTEM_BYTES
@@ -84,6 +85,8 @@ def _outputs() -> None:
         received = odd.dispatch(x, idx, weights)
     odd.set_active([True, True])
     assert torch.equal(odd.combine(received.x, received.handle), 3 * x)
+    check_compiled_ahead(op)
+    check_compiled_ahead(odd)
     first.fill_(0)
     op.active.fill_(1)
 

@@ -102,6 +102,7 @@ public:
   }
 
   uint64_t strangers() const override { return inner_->strangers(); }
+  void abandon() override { inner_->abandon(); }
   bool idle() const override {
     return arrivals_.empty() && std::all_of(outstanding_.begin(), outstanding_.end(), [](uint32_t n) { return !n; }) &&
            inner_->idle();
@@ -190,7 +191,7 @@ private:
     if (fails) {
       Op& failed = ops_[id];
       failed.failed = true;
-      failed.code = EIO;
+      failed.code = static_cast<int>(options_.error_code);
       failed.text = "chaos: operation " + std::to_string(count_) + " to peer " + std::to_string(failed.copy.peer) +
                     " fails on purpose";
       Event event = {};

@@ -11,6 +11,7 @@
 // - max_write  largest transfer in bytes, for providers with small limits (0 = as the transport)
 // - error      probability that an operation fails
 // - error_after  the operation with this number, and all after it, fail (0 = none)
+// - error_code   the code with which operations fail (5 = EIO)
 // - stall_after  from the operation with this number on nothing moves any more, as with a dead peer (0 = never)
 // "on" stands for "seed=1,reorder=0.3,split=0.2,eagain=0.1".
 //
@@ -25,7 +26,7 @@ namespace tsn::fabric {
 struct ChaosOptions {
   uint64_t seed = 1;
   double reorder = 0, split = 0, eagain = 0, error = 0;
-  uint64_t delay_us = 100, depth = 0, max_write = 0, error_after = 0, stall_after = 0;
+  uint64_t delay_us = 100, depth = 0, max_write = 0, error_after = 0, stall_after = 0, error_code = EIO;
   int imm_bits = 32;
 };
 

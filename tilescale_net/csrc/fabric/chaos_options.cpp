@@ -25,6 +25,7 @@ ChaosOptions parse_chaos(const std::string& text) {
                           {"depth", nullptr, &options.depth},
                           {"max_write", nullptr, &options.max_write},
                           {"error_after", nullptr, &options.error_after},
+                          {"error_code", nullptr, &options.error_code},
                           {"stall_after", nullptr, &options.stall_after},
                           {"imm_bits", nullptr, &imm_bits}};
   for (size_t at = 0; at < source.size();) {
@@ -57,6 +58,8 @@ ChaosOptions parse_chaos(const std::string& text) {
   }
   if (imm_bits < 8 || imm_bits > 32)
     throw FabricError("chaos: imm_bits=" + std::to_string(imm_bits) + " is outside 8 to 32");
+  if (options.error_code < 1 || options.error_code > 4095)
+    throw FabricError("chaos: error_code=" + std::to_string(options.error_code) + " is outside 1 to 4095");
   options.imm_bits = static_cast<int>(imm_bits);
   return options;
 }

@@ -2,49 +2,17 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
-#include <csignal>
 #include <cstdio>
-#include <cstdlib>
-
-#include <dirent.h>
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include "blob.h"
 #include "rail_data.h"
+#include "shared_memory_objects.h"
 
 namespace tsn::fabric {
 namespace {
 constexpr uint32_t kAddressMagic = 0x54534e41; // "TSNA"
 constexpr uint32_t kKeyMagic = 0x54534e4b;     // "TSNK"
 constexpr uint64_t kMostRails = 1024;
-constexpr const char* kSharedMemoryScheme =
-    "fi_shm://"; // followed by the object's name, which starts with its owner's pid
-
-// A process that was killed leaves the object behind by which the shm provider reached it.
-void remove_if_orphaned(const std::string& name) {
-  const pid_t owner = static_cast<pid_t>(std::strtol(name.c_str(), nullptr, 10));
-  if (owner > 0 && kill(owner, 0) && errno == ESRCH) shm_unlink(name.c_str());
-}
-
-// What killed processes of this user have left: names of objects begin with the owner's pid and uid.
-void remove_orphans() {
-  DIR* folder = opendir("/dev/shm");
-  if (!folder) return;
-  while (const dirent* entry = readdir(folder)) {
-    long pid = 0, uid = -1;
-    int end = 0;
-    if (std::sscanf(entry->d_name, "%ld:%ld:%*d%n", &pid, &uid, &end) != 2 || !end || uid != (long)geteuid()) continue;
-    struct stat file;
-    if (fstatat(dirfd(folder), entry->d_name, &file, AT_SYMLINK_NOFOLLOW) || file.st_uid != geteuid()) continue;
-    remove_if_orphaned(entry->d_name);
-  }
-  closedir(folder);
-}
-
 void warn_of_emulated_writes(const std::string& provider) {
   static std::atomic<bool> said{false};
   if (!said.exchange(true))
@@ -75,7 +43,7 @@ LibfabricTransport::LibfabricTransport(const TransportOptions& options)
   const Rail& rail = *rails_[0];
   const fi_info* info = rail.info();
   p.provider = provider_name(info);
-  if (p.provider == "shm") remove_orphans();
+  if (p.provider == "shm") remove_objects_of_ended_processes();
   p.version = library_.version_text;
   p.library = library_.path;
   p.rails = n_rails_;
@@ -97,7 +65,13 @@ LibfabricTransport::~LibfabricTransport() {
   for (auto& rail : rails_)
     if (!rail->binds_memory_to_endpoint()) rail->close_endpoint();
   mrs_.clear();
-  for (const std::string& name : shared_memory_names_) remove_if_orphaned(name);
+  if (properties_.provider == "shm") remove_objects_of_ended_processes();
+}
+
+void LibfabricTransport::abandon() {
+  if (properties_.provider != "shm") return;
+  for (const auto& rail : rails_) remove_objects_of_endpoint(rail->name());
+  remove_objects_of_ended_processes();
 }
 
 std::string LibfabricTransport::address() const {
@@ -124,12 +98,9 @@ void LibfabricTransport::connect(int peer, const std::string& address) {
                       " rails; there may be 1 to " + std::to_string(kMostRails));
   std::vector<std::string> theirs(count);
   std::vector<uint64_t> tokens(count);
-  const std::string scheme = kSharedMemoryScheme;
   for (uint64_t i = 0; i < count; ++i) {
-    std::string& name = theirs[i];
-    name = blob.text();
+    theirs[i] = blob.text();
     tokens[i] = blob.number();
-    if (name.compare(0, scheme.size(), scheme) == 0) shared_memory_names_.push_back(name.c_str() + scheme.size());
   }
 
   const size_t at = static_cast<size_t>(peer) * n_rails_;

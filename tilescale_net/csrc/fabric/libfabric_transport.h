@@ -30,6 +30,7 @@ public:
   Post post_receive(int rail, Region local, uint64_t offset, uint64_t bytes, uint64_t cookie) override;
   int poll(Event* events, int capacity) override;
   bool idle() const override;
+  void abandon() override;
   uint64_t strangers() const override;
   const char* last_error() const override { return error_.c_str(); }
 
@@ -77,9 +78,8 @@ private:
   uint64_t max_write_ = 0;
   std::vector<Source> sources_;
   std::vector<Target> targets_;
-  std::vector<fi_addr_t> peers_;                 // [peer * rails + rail], FI_ADDR_UNSPEC where not connected
-  std::vector<Fid<fid_mr>> mrs_;                 // [region * rails + rail]
-  std::vector<std::string> shared_memory_names_; // of the peers, where they are reached through shared memory
+  std::vector<fi_addr_t> peers_; // [peer * rails + rail], FI_ADDR_UNSPEC where not connected
+  std::vector<Fid<fid_mr>> mrs_; // [region * rails + rail]
   std::string error_;
 };
 

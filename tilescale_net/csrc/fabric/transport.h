@@ -105,7 +105,7 @@ struct Properties {
 class Transport {
 public:
   // Only while idle(), and while no peer reads or writes here: libfabric 1.17 crashes when an endpoint closes that has
-  // operations under way. A transport that is not idle is better left to the end of the process.
+  // operations under way. A transport that is not idle is better left to the end of the process, after abandon().
   virtual ~Transport() = default;
 
   virtual const Properties& properties() const = 0;
@@ -153,6 +153,10 @@ public:
   // Whether nothing that was posted here is still on its way, silent operations included. What the network has copied
   // is not counted.
   virtual bool idle() const = 0;
+
+  // The peers are lost: removes what would outlive this process, and what peers that have ended left on this host. No
+  // peer can connect any more; what is connected stays so.
+  virtual void abandon() {}
 
   // Messages that were dropped because their sender did not know this transport's token: it had no address() from us.
   virtual uint64_t strangers() const = 0;

@@ -8,7 +8,7 @@
 #include "tilescale_net/csrc/proxy/flag_echo.h"
 #include "tilescale_net/csrc/proxy/null_transport.h"
 #include "tilescale_net/csrc/proxy/proxy.h"
-#include "tilescale_net/device/add_box.h"
+#include "tilescale_net/device/add_mailbox.h"
 
 #include <cmath>
 #include <optional>
@@ -42,6 +42,7 @@ ProxyOptions options_from(const py::kwargs& kwargs) {
     else if (name == "heap_bytes") set(v, name, o.heap.bytes);
     else if (name == "heap_kind") set(v, name, kind);
     else if (name == "device") set(v, name, o.heap.device);
+    else if (name == "defers_adds") set(v, name, o.defers_adds);
     else if (name == "abort_word") set(v, name, o.abort_word);
     else if (name == "queues") set(v, name, o.queues);
     else if (name == "threads") set(v, name, o.threads);
@@ -151,7 +152,7 @@ void bind(py::module_& m) {
       .def_property_readonly(
           "context_flags",
           [](const Proxy& p) {
-            return p.options().heap.kind == Memory::cuda ? (uint32_t)p.options().threads << kAddBoxShift : 0u;
+            return adds_are_deferred(p.options()) ? (uint32_t)p.options().threads << kAddMailboxShift : 0u;
           },
           "What Context::flags must contain for this proxy.")
       .def(

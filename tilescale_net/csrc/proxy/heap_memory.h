@@ -47,9 +47,11 @@ public:
 };
 
 std::unique_ptr<HeapMemory> make_host_memory(void* base);
+// The same, but for adds: like those of make_cuda_memory() they are left to waiting kernels.
+std::unique_ptr<HeapMemory> make_host_memory_with_mailbox(void* base, int box);
 
-// For the thread that calls it: makes the device's primary context current. `box` is the add box (device/add_box.h)
-// that this object alone fills. Throws CudaError.
+// For the thread that calls it: makes the device's primary context current. `box` is the add mailbox
+// (device/add_mailbox.h) that this object alone fills. Throws CudaError.
 std::unique_ptr<HeapMemory> make_cuda_memory(uint64_t base, int device, int box);
 
 } // namespace tsn::proxy

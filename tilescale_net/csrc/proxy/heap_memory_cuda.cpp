@@ -6,7 +6,7 @@
 #include "tilescale_net/csrc/proxy/heap_memory.h"
 #include "tilescale_net/csrc/proxy/staging.h"
 #include "tilescale_net/csrc/proxy/stats.h"
-#include "tilescale_net/device/add_box.h"
+#include "tilescale_net/device/add_mailbox.h"
 
 #include <cstring>
 #include <unordered_map>
@@ -62,7 +62,7 @@ public:
   CudaMemory(uint64_t base, int device, int box)
       : context_(device), d_(cuda::driver()), base_(base), pinned_(kPinnedBytes, true),
         in_(word<uint32_t>(0), pinned_.device()), out_(word<uint32_t>(128), pinned_.device() + 128),
-        box_(base + 8ull * (uint64_t)(kAddBoxWords + box * kAddBoxStride)) {
+        box_(base + 8ull * (uint64_t)(kAddMailboxWords + box * kAddMailboxStride)) {
     flush_rdma_ = cuda::rdma_visibility(device) == cuda::RdmaVisibility::by_flush;
   }
 
@@ -106,7 +106,7 @@ public:
   void add(uint64_t offset, uint64_t value) override {
     settle_rdma();
     // Adds commute: when the box is full, those to one word become one.
-    if (!waiting_.empty() || published_ - claimed_ == kAddBoxEntries) waiting_[offset] += value;
+    if (!waiting_.empty() || published_ - claimed_ == kAddMailboxEntries) waiting_[offset] += value;
     else publish(offset, value);
   }
   uint64_t in_position() const override { return in_.position(); }
@@ -121,30 +121,30 @@ public:
 
   void apply_adds() override {
     in_.drain(); // what the adds announce comes first
-    claimed_ = read(box_ + 8 * kAddBoxClaimed);
+    claimed_ = read(box_ + 8 * kAddMailboxClaimed);
     asked_ = 0;
     std::unordered_map<uint64_t, uint64_t> sums = std::move(waiting_);
     waiting_.clear();
     for (uint64_t i = claimed_; i != published_; i++) {
-      const uint64_t* entry = word<uint64_t>(kEntriesAt) + 2 * (i % kAddBoxEntries);
+      const uint64_t* entry = word<uint64_t>(kEntriesAt) + 2 * (i % kAddMailboxEntries);
       sums[entry[0]] += entry[1];
     }
     for (const auto& [offset, sum] : sums)
       check(d_.cuStreamWriteValue64(in_.next(), base_ + offset, read(base_ + offset) + sum, 0), "cuStreamWriteValue64");
     claimed_ = published_;
-    check(d_.cuStreamWriteValue64(in_.next(), box_ + 8 * kAddBoxClaimed, claimed_, 0), "cuStreamWriteValue64");
+    check(d_.cuStreamWriteValue64(in_.next(), box_ + 8 * kAddMailboxClaimed, claimed_, 0), "cuStreamWriteValue64");
     in_.drain();
   }
 
   void poll() override {
-    if (published_ - claimed_ > kAddBoxEntries / 2) make_room();
+    if (published_ - claimed_ > kAddMailboxEntries / 2) make_room();
     in_.mark();
     out_.mark();
   }
 
 private:
   static constexpr uint64_t kWriteSlots = 64;
-  static constexpr uint64_t kEntriesAt = 4096, kWritesAt = kEntriesAt + kAddBoxEntries * 16;
+  static constexpr uint64_t kEntriesAt = 4096, kWritesAt = kEntriesAt + kAddMailboxEntries * 16;
   static constexpr uint64_t kPinnedBytes = kWritesAt + kWriteSlots * kMaxWrite;
   static constexpr uint64_t kClaimedAt = 256;
 
@@ -161,11 +161,11 @@ private:
   }
 
   void publish(uint64_t offset, uint64_t value) {
-    const uint64_t index = published_++ % kAddBoxEntries;
+    const uint64_t index = published_++ % kAddMailboxEntries;
     uint64_t* entry = word<uint64_t>(kEntriesAt) + 2 * index;
     entry[0] = offset;
     entry[1] = value;
-    check(d_.cuMemcpyHtoDAsync(box_ + 8 * (kAddBoxHeader + 2 * index), entry, 16, in_.next()), "cuMemcpyHtoDAsync");
+    check(d_.cuMemcpyHtoDAsync(box_ + 8 * (kAddMailboxHeader + 2 * index), entry, 16, in_.next()), "cuMemcpyHtoDAsync");
     check(d_.cuStreamWriteValue64(in_.next(), box_, published_, 0), "cuStreamWriteValue64");
   }
 
@@ -176,14 +176,14 @@ private:
       const uint64_t now = now_ns();
       if (now < next_ask_) return;
       next_ask_ = now + 20000;
-      check(d_.cuMemcpyDtoHAsync(word<char>(kClaimedAt), box_ + 8 * kAddBoxClaimed, 8, out_.next()),
+      check(d_.cuMemcpyDtoHAsync(word<char>(kClaimedAt), box_ + 8 * kAddMailboxClaimed, 8, out_.next()),
             "cuMemcpyDtoHAsync");
       asked_ = out_.position();
     }
     if (out_.completed() < asked_) return;
     asked_ = 0;
     claimed_ = __atomic_load_n(word<uint64_t>(kClaimedAt), __ATOMIC_RELAXED);
-    while (!waiting_.empty() && published_ - claimed_ < kAddBoxEntries) {
+    while (!waiting_.empty() && published_ - claimed_ < kAddMailboxEntries) {
       publish(waiting_.begin()->first, waiting_.begin()->second);
       waiting_.erase(waiting_.begin());
     }

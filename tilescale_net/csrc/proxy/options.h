@@ -16,6 +16,7 @@ struct ProxyOptions {
   int n_pes = 1;
   std::vector<int> peers;   // the PEs to serve: those that kernels cannot reach directly
   Memory heap;              // this PE's symmetric heap
+  bool defers_adds = false; // see adds_are_deferred()
   uint64_t abort_word = 0;  // uint32_t* in host memory: set when the proxy gives up, and ends it when set by others
   int queues = 1;           // device queues; operations to a PE use queue pe % queues
   int threads = 1;          // proxy threads, each with its own endpoints; queue q belongs to thread q % threads
@@ -33,6 +34,11 @@ struct ProxyOptions {
   bool print_stats = false;      // on stderr when the proxy stops
   TransportOptions transport;    // provider "null": completes at once and sends nothing, see null_transport.h
 };
+
+// Whether adds to signal words are left to waiting kernels, see device/add_mailbox.h. On GPUs there is no other way.
+inline bool adds_are_deferred(const ProxyOptions& options) {
+  return options.defers_adds || options.heap.kind == Memory::cuda;
+}
 
 // The thread of rank `pe` that talks with rank `peer`.
 inline int thread_of(const ProxyOptions& options, int peer) { return peer % options.queues % options.threads; }

@@ -2,7 +2,7 @@
 
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/fabric/blob.h"
-#include "tilescale_net/device/add_box.h"
+#include "tilescale_net/device/add_mailbox.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -30,8 +30,9 @@ void check(const ProxyOptions& o) {
     refuse("a heap of " + number(o.heap.bytes) + " bytes; descriptors reach " + number(kMaxOffset) +
            ", and the first " + number(kSystemBytes) + " belong to the package");
   if (o.chunk_bytes < 64) refuse("pieces of " + number(o.chunk_bytes) + " bytes; the least is 64");
-  if (o.heap.kind == Memory::cuda && o.threads > kMaxAddBoxes)
-    refuse(number(o.threads) + " threads; a GPU heap serves at most " + number(kMaxAddBoxes));
+  if (adds_are_deferred(o) && o.threads > kMaxAddMailboxes)
+    refuse(number(o.threads) + " threads; a heap whose kernels carry out the adds serves at most " +
+           number(kMaxAddMailboxes));
   if (!(o.timeout > 0)) refuse("a timeout of " + number(o.timeout) + " s");
   for (int pe : o.peers)
     if (pe < 0 || pe >= o.n_pes || pe == o.rank) refuse("PE " + number(pe) + " cannot be a peer");
@@ -170,7 +171,7 @@ bool Proxy::drain(double seconds) {
 
 bool Proxy::apply_adds(double seconds) {
   require(State::running, "apply_adds");
-  if (options_.heap.kind == Memory::host) return !shared_.aborted();
+  if (!adds_are_deferred(options_)) return !shared_.aborted();
   const uint64_t number = shared_.settles.fetch_add(1, std::memory_order_acq_rel) + 1;
   return await(seconds, [&](const Worker& w) { return w.applied_adds(number); });
 }

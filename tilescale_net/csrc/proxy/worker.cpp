@@ -93,6 +93,7 @@ void Worker::close() {
     staging_.reset();
     return;
   }
+  transport_->abandon();
   static std::mutex mutex;
   static auto* left = new std::vector<Left>; // never freed
   std::lock_guard<std::mutex> lock(mutex);
@@ -262,7 +263,8 @@ void Worker::run() try {
   may_close_ = false;
   memory_ = options_.heap.kind == Memory::cuda
                 ? make_cuda_memory(reinterpret_cast<uint64_t>(options_.heap.base), options_.heap.device, index_)
-                : make_host_memory(options_.heap.base);
+            : options_.defers_adds ? make_host_memory_with_mailbox(options_.heap.base, index_)
+                                   : make_host_memory(options_.heap.base);
   uint64_t rounds = 0, idle_rounds = 0, stop_at = 0;
   while (!shared_->aborted()) {
     bool busy = false;
@@ -295,7 +297,10 @@ void Worker::run() try {
     }
   }
   may_close_ = !shared_->aborted() && idle() && transport_->idle();
-  if (shared_->aborted()) say_goodbye();
+  if (shared_->aborted()) {
+    say_goodbye();
+    transport_->abandon(); // here, since the process may end without closing
+  }
   memory_.reset(); // in the thread that has the device's context
 } catch (const std::exception& e) {
   give_up("FabricError", std::string("the proxy thread ended: ") + e.what(), -1, "", 0);

@@ -32,6 +32,11 @@ const Api kApi = {
                                               " bytes at byte offset " + std::to_string(offset) + ", but it has " +
                                               std::to_string(extent) + " bytes");
     },
+    [](const char* name, int axis, int64_t index, int64_t extent) {
+      grid().fail(Failure::out_of_bounds, std::string(name) + ": index " + std::to_string(index) + " on axis " +
+                                              std::to_string(axis) + " is outside of its extent of " +
+                                              std::to_string(extent));
+    },
     [](const char* message) { grid().fail(Failure::kernel, message); },
     [](const char* text) {
       fprintf(stdout, "%s\n", text);

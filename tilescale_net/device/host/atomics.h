@@ -2,33 +2,16 @@
 // a heap that other ranks, which are processes, change at the same time.
 #pragma once
 
+#include "../bits.h"
 #include "builtins.h"
 
 namespace tsn {
 namespace sim {
-template <size_t bytes>
-struct WordOf;
-template <>
-struct WordOf<1> {
-  using type = uint8_t;
-};
-template <>
-struct WordOf<2> {
-  using type = uint16_t;
-};
-template <>
-struct WordOf<4> {
-  using type = uint32_t;
-};
-template <>
-struct WordOf<8> {
-  using type = uint64_t;
-};
 
 // Applies `f` to *p atomically and returns the old value.
 template <typename T, typename F>
 inline T atomic_update(T* p, F f) {
-  using Word = typename WordOf<sizeof(T)>::type;
+  using Word = WordOf<T>;
   maybe_yield();
   word_access(p, WordAccess::both);
   Word* word = reinterpret_cast<Word*>(p);
@@ -60,12 +43,8 @@ TSN_ATOMIC(atomicDec, a == T(0) || a > b ? b : T(a - 1))
 template <typename T, typename C, typename V>
 inline T atomicCAS(T* p, C compare, V value) {
   const T expected = static_cast<T>(compare), next = static_cast<T>(value);
-  const T old = tsn::sim::atomic_update(p, [=](T a) {
-    return tsn_bits<typename tsn::sim::WordOf<sizeof(T)>::type>(a) ==
-                   tsn_bits<typename tsn::sim::WordOf<sizeof(T)>::type>(expected)
-               ? next
-               : a;
-  });
+  const T old = tsn::sim::atomic_update(
+      p, [=](T a) { return tsn_bits<tsn::WordOf<T>>(a) == tsn_bits<tsn::WordOf<T>>(expected) ? next : a; });
   if (!(old == expected)) tsn::sim::api().yield(true); // a lost race is usually retried in a loop
   return old;
 }
@@ -151,7 +130,7 @@ TSN_TL_VECTOR(4)
 
 template <typename T>
 inline T AtomicLoad(T* p, int = 0) {
-  using Word = typename tsn::sim::WordOf<sizeof(T)>::type;
+  using Word = tsn::WordOf<T>;
   tsn::sim::api().yield(true); // loads are atomic where another thread is waited for
   const T value = tsn_bits<T>(__atomic_load_n(reinterpret_cast<const Word*>(p), __ATOMIC_SEQ_CST));
   tsn::sim::word_access(p, tsn::sim::WordAccess::acquire);
@@ -159,7 +138,7 @@ inline T AtomicLoad(T* p, int = 0) {
 }
 template <typename T, typename V>
 inline void AtomicStore(T* p, V value, int = 0) {
-  using Word = typename tsn::sim::WordOf<sizeof(T)>::type;
+  using Word = tsn::WordOf<T>;
   tsn::sim::maybe_yield();
   tsn::sim::word_access(p, tsn::sim::WordAccess::release);
   __atomic_store_n(reinterpret_cast<Word*>(p), tsn_bits<Word>(static_cast<T>(value)), __ATOMIC_SEQ_CST);

@@ -107,3 +107,9 @@ private:
 
 } // namespace sim
 } // namespace tsn
+
+// For compiler/bounds.py: the condition of an access whose index is outside of its axis. Does not return.
+inline bool tsn_report_index(const char* name, int axis, int64_t index, int64_t extent) {
+  tsn::sim::api().index_outside(name, axis, index, extent);
+  return false;
+}

@@ -10,7 +10,7 @@
 namespace tsn {
 namespace sim {
 
-constexpr uint32_t kApiVersion = 2;
+constexpr uint32_t kApiVersion = 3;
 
 struct Index3 {
   unsigned x, y, z;
@@ -109,6 +109,7 @@ struct Api {
   // Memory.
   void* (*static_shared)(int id, size_t bytes);
   void (*out_of_bounds)(const char* name, int64_t offset, uint64_t bytes, uint64_t extent); // does not return
+  void (*index_outside)(const char* name, int axis, int64_t index, int64_t extent);         // does not return
   void (*trap)(const char* message);                                                        // does not return
   void (*print)(const char* text);
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from tilescale_net.errors import SimulatorUnsupported
 
+# The first lines of every translation unit: the same ones, so that the compiler can start from headers read before.
+PRELUDE = '#include "host/kernel.h"\n#include "tilescale_net.h"\n'
 # Constructs that fibers cannot carry, by the text that betrays them, and how a kernel's author knows them.
 _UNSUPPORTED = (
     (r"\btl::(?:mma_sync\w*|gemm\w*|mma_sp\w*|sm120_\w+)\b", "tensor-core matrix products (T.gemm)"),
@@ -142,10 +144,7 @@ def translate(name: str, source: str) -> HostSource:
     text = _STATIC_SHARED.sub(
         lambda m: f"{m[1]}auto& {m[3]} = tsn::sim::static_shared<{m[2]}{m[4]}>({next(count)});", text
     )
-    head = '#include "host/kernel.h"\n'
-    if "tsn::" in source:
-        head += '#include "tilescale_net.h"\n'
-    return HostSource(head + text, kernels, frozenset(shared))
+    return HostSource(PRELUDE + text, kernels, frozenset(shared))
 
 
 def _leave_addresses(body: str, checked: str) -> str:

@@ -14,13 +14,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tilescale_net.compiler import cache
+from tilescale_net.compiler.simulator import cache
+from tilescale_net.compiler.simulator.host_source import PRELUDE
+from tilescale_net.compiler.toolchain import DEVICE_DIR
 from tilescale_net.errors import ConfigurationError, SimulatorUnsupported
 from tilescale_net.runtime import settings
 
-DEVICE_DIR = Path(__file__).resolve().parent.parent / "device"
-# The first lines of every kernel that takes a context.
-PRELUDE = '#include "host/kernel.h"\n#include "tilescale_net.h"\n'
 # Generated code puns types and overflows integers as GPUs allow; nobody unwinds through a kernel.
 FLAGS = (
     "-std=c++17 -O2 -fPIC -shared -w -fvisibility=hidden -fno-strict-aliasing -fwrapv -fno-exceptions -fno-rtti "
@@ -112,7 +111,7 @@ def _precompiled(flags: list[str]) -> list[str]:
         return out
 
     with contextlib.suppress(OSError):
-        header = cache.kept("prelude", key, ".h.gch", make).with_suffix("")
+        header = cache.get_or_build("prelude", key, ".h.gch", make).with_suffix("")
         if not header.exists():  # read when a compiler cannot use what is precompiled
             header.write_text(PRELUDE)
         return ["-include", str(header)]
@@ -147,7 +146,7 @@ def build(name: str, text: str) -> Path:
             raise SimulatorUnsupported(_explain(name, done.stderr))
         return out
 
-    return cache.kept(name, key, ".so", make)
+    return cache.get_or_build(name, key, ".so", make)
 
 
 def load(name: str, text: str):

@@ -1,4 +1,4 @@
-// The beginning of a copy, which for most messages is all of it.
+// The first tile of a copy, which for most messages is all of it.
 #pragma once
 
 #include "scope.h"
@@ -16,39 +16,39 @@ TSN_DEVICE uint32_t widest_unit(uint64_t bits) { return (uint32_t(bits) | 16) & 
 // under way while the target is looked up. All threads of a block come here, for the smallest of messages too: what
 // only longer ones need stays behind a branch.
 //
-// Most copies are `whole`: there is nothing after the beginning. Of longer ones the beginning is taken only if
-// `and_longer`, for callers that copy the rest afterwards.
+// Most copies are `complete`: there is nothing after the first tile. Of longer ones the tile is taken only if
+// `allow_partial`, for callers that copy the rest afterwards.
 //
 // The first Group threads of a block take the first Group * Rows units, a row of Group units at a time, the next Group
 // threads the units after those. So a thread knows from the place of its own first unit whether its warp has any work:
-// warps without are idle, and what they execute would only keep the multiprocessor from the others' work.
+// warps without any leave, and what they execute would only keep the multiprocessor from the others' work.
 template <Scope S, int Rows = 1, uint32_t Group = 4 * platform::kWarpThreads>
-struct Beginning {
+struct FirstTile {
   static_assert(Group % platform::kWarpThreads == 0, "a group is made of warps");
-  uint32_t unit;  // bytes of a unit; 16, or what a copy that is not whole could be cut into
-  uint32_t bytes; // that are taken by all threads together, 0 when the copy does not begin here
-  bool whole;
+  uint32_t unit;  // bytes of a unit; 16, or what a copy that is not complete could be cut into
+  uint32_t bytes; // that are taken by all threads together, 0 when there is no tile
+  bool complete;
   Vec16 wide[Rows] = {};
   uint64_t middle = 0;
   uint32_t narrow = 0;
 
-  TSN_DEVICE Beginning(const void* dst, const void* src, int64_t count, bool and_longer = false) {
+  TSN_DEVICE FirstTile(const void* dst, const void* src, int64_t count, bool allow_partial = false) {
     unit = detail::widest_unit(reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src) | uint64_t(count));
     const uint32_t threads = scope_part<S>().threads;
     const uint32_t most = (threads < Group ? threads : threads / Group * Group) * (Rows * 16);
-    whole = fits(uint64_t(count), most, threads);
-    bytes = whole ? uint32_t(count) : and_longer && unit == 16 ? most : 0;
+    complete = fits(uint64_t(count), most, threads);
+    bytes = complete ? uint32_t(count) : allow_partial && unit == 16 ? most : 0;
   }
 
-  // Whether one warp takes all of a copy that begins in groups of one.
-  TSN_DEVICE bool lone() const {
+  // Whether one warp takes all of a copy whose groups are one warp.
+  TSN_DEVICE bool fits_one_warp() const {
     static_assert(S != Scope::block || Group == platform::kWarpThreads, "groups of one warp");
-    return whole && fits(bytes, Group * Rows * 16, platform::kWarpThreads);
+    return complete && fits(bytes, Group * Rows * 16, platform::kWarpThreads);
   }
   // Whether the calling thread's warp has no part in it. Never true in the leader, which has more to do than to copy.
-  TSN_DEVICE bool idle() const {
+  TSN_DEVICE bool warp_has_no_work() const {
     const uint32_t lane = platform::thread_index() % platform::kWarpThreads;
-    return S == Scope::block && whole && platform::thread_index() != lane && place() - lane * unit >= bytes;
+    return S == Scope::block && complete && platform::thread_index() != lane && place() - lane * unit >= bytes;
   }
 
   TSN_DEVICE void load(const void* src) {

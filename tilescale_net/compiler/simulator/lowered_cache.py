@@ -13,7 +13,8 @@ from pathlib import Path
 from tilelang import tvm
 from tvm.tirx import PrimFunc
 
-from tilescale_net.compiler import cache, toolchain
+from tilescale_net.compiler import toolchain
+from tilescale_net.compiler.simulator import cache
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Lowered:
     n_arguments: int
 
     @classmethod
-    def of(cls, artifact) -> Lowered:
+    def from_artifact(cls, artifact) -> Lowered:
         """From a `tilelang.engine.param.CompiledArtifact`."""
         return cls(artifact.kernel_source, artifact.host_mod, len(artifact.params))
 
@@ -51,7 +52,7 @@ def _versions() -> tuple[str, ...]:
     return tuple(importlib.metadata.version(package) for package in ("tilelang", "apache-tvm-ffi"))
 
 
-def kept(name: str, func: PrimFunc, target: dict, pass_configs: dict, lower: Callable) -> Lowered:
+def get_or_build(name: str, func: PrimFunc, target: dict, pass_configs: dict, lower: Callable) -> Lowered:
     """`lower(func, target, pass_configs)`, or what it was when the same was lowered before by the same versions.
 
     Args:
@@ -68,13 +69,13 @@ def kept(name: str, func: PrimFunc, target: dict, pass_configs: dict, lower: Cal
     made: list[Lowered] = []
 
     def make(work: Path) -> Path:
-        made.append(Lowered.of(lower(func, target, pass_configs)))
+        made.append(Lowered.from_artifact(lower(func, target, pass_configs)))
         out = work / "kernel.lowered"
         out.write_text(made[0].text())
         return out
 
     while True:
-        path = cache.kept(name, key, ".lowered", make)
+        path = cache.get_or_build(name, key, ".lowered", make)
         if made:
             return made[0]
         try:

@@ -50,7 +50,7 @@ def _home_of_user() -> str:
         return ""
 
 
-def kept(name: str, key: str, suffix: str, make: Callable[[Path], Path]) -> Path:
+def get_or_build(name: str, key: str, suffix: str, make: Callable[[Path], Path]) -> Path:
     """Path of what `make` makes, made now or found.
 
     Args:
@@ -95,7 +95,7 @@ def _unusable(place: Path, err: OSError) -> ConfigurationError:
 
 
 def discard(path: Path) -> None:
-    """Remove a file that turned out to be damaged, so that `kept` makes it again."""
+    """Remove a file that turned out to be damaged, so that `get_or_build` makes it again."""
     path.unlink(missing_ok=True)
 
 

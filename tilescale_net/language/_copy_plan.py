@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from tilescale_net.compiler.operators import SHARED_BYTES
 from tilescale_net.language._operands import Operand, operand
-from tilescale_net.language._primitive import Misuse, block_threads
-from tilescale_net.language._values import choice, constant, int64, number, pe_index, provably, same
+from tilescale_net.language._primitive import PrimitiveError, block_threads
+from tilescale_net.language._values import as_integer, constant, int64, one_of, pe_index, provably, provably_equal
 
 ENGINES = ("auto", "ldst", "bulk")
 MAX_UNROLL = 64
@@ -22,12 +23,14 @@ AUTO_PULL_RING = (6, 16384)
 # Copies below this size gain too little in bulk for the shared memory that they would take from the kernel; of sizes
 # that only the run knows device/copy.h and push_bulk.h decide.
 BULK_FROM = 128 * 1024
-MAX_RING_BYTES = 224 * 1024
 MAX_STAGES = 32
 
 
 def default_unroll(threads: int) -> int:
-    """16-byte accesses that each thread keeps in flight, 64 KiB a block; as `kDefaultUnroll` in device/copy.h."""
+    """16-byte accesses that each thread keeps in flight, 64 KiB a block.
+
+    That covers the latency of the link (about 1 us at 50 GB/s for one block) and leaves registers for the kernel.
+    """
     return min(max(4096 // threads, 4), 32)
 
 
@@ -55,31 +58,35 @@ def plan(scope: str, engine: str, unroll, ring, pull: bool, nbytes: int | None) 
         engine, unroll, stages, bytes per stage; the last two are 0 for a copy without shared memory.
 
     Raises:
-        Misuse: an unknown engine, an unroll outside 1..64, a ring that shared memory cannot hold, or a ring at warp or
+        PrimitiveError: an unknown engine, an unroll outside 1..64, a ring that shared memory cannot hold, or a ring at warp or
             thread scope.
     """
-    choice("engine", engine, ENGINES)
+    one_of("engine", engine, ENGINES)
     if unroll is None:
         unroll = default_unroll(block_threads())
     elif isinstance(unroll, bool) or not isinstance(unroll, int) or not 1 <= unroll <= MAX_UNROLL:
-        raise Misuse(f"unroll is {unroll!r}; it must be a compile-time integer from 1 to {MAX_UNROLL}")
+        raise PrimitiveError(f"unroll is {unroll!r}; it must be a compile-time integer from 1 to {MAX_UNROLL}")
     if scope != "block" and (engine == "bulk" or ring is not None):
-        raise Misuse(
+        raise PrimitiveError(
             f"bulk copies need shared memory of their own, which only block scope has; use engine='ldst' at {scope} "
             "scope, or the block-scope primitive"
         )
     if ring is not None and engine == "ldst":
-        raise Misuse("ring= belongs to engine='bulk' or 'auto'; engine='ldst' does not use shared memory")
+        raise PrimitiveError("ring= belongs to engine='bulk' or 'auto'; engine='ldst' does not use shared memory")
     ring = ring if ring is not None else default_ring(scope, engine, pull, nbytes)
     if ring is None:
         return engine, unroll, 0, 0
     if not (isinstance(ring, tuple) and len(ring) == 2 and all(type(x) is int for x in ring)):
-        raise Misuse(f"ring is {ring!r}; it must be a pair (stages, bytes per stage) of integers")
+        raise PrimitiveError(f"ring is {ring!r}; it must be a pair (stages, bytes per stage) of integers")
     stages, stage_bytes = ring
     if not 2 <= stages <= MAX_STAGES or stage_bytes < 128 or stage_bytes % 128:
-        raise Misuse(f"ring is {ring}; it takes 2 to {MAX_STAGES} stages, each a positive multiple of 128 bytes")
-    if stages * stage_bytes > MAX_RING_BYTES:
-        raise Misuse(f"ring {ring} takes {stages * stage_bytes} bytes; shared memory leaves room for {MAX_RING_BYTES}")
+        raise PrimitiveError(
+            f"ring is {ring}; it takes 2 to {MAX_STAGES} stages, each a positive multiple of 128 bytes"
+        )
+    if stages * stage_bytes > SHARED_BYTES:
+        raise PrimitiveError(
+            f"ring {ring} takes {stages * stage_bytes} bytes; shared memory leaves room for {SHARED_BYTES}"
+        )
     return engine, unroll, stages, stage_bytes
 
 
@@ -87,11 +94,13 @@ def places(dst, src, pushes: bool) -> tuple[Operand, Operand]:
     """The two ends of a copy, which may be made of rows; the source of a push may lie in shared memory.
 
     Raises:
-        Misuse: mismatched types, and all that `operand` refuses.
+        PrimitiveError: mismatched types, and all that `operand` refuses.
     """
     to, source = operand("dst", dst, in_rows=True), operand("src", src, in_rows=True, in_shared=pushes)
     if to.dtype != source.dtype:
-        raise Misuse(f"dst ({to.buffer.name}) has dtype {to.dtype}, src ({source.buffer.name}) has {source.dtype}")
+        raise PrimitiveError(
+            f"dst ({to.buffer.name}) has dtype {to.dtype}, src ({source.buffer.name}) has {source.dtype}"
+        )
     return to, source
 
 
@@ -102,13 +111,13 @@ def transfer(to: Operand, source: Operand, count, pe):
         destination pointer, source pointer, bytes (int64), pe (int32).
 
     Raises:
-        Misuse: a count or extents that the tensors cannot hold.
+        PrimitiveError: a count or extents that the tensors cannot hold.
     """
     elements = _count(to, source, count)
-    nbytes = number("count", elements, "int64", 0)
+    nbytes = as_integer("count", elements, "int64", 0)
     size = to.element_bytes
     known = constant(nbytes)
-    nbytes = number("count", known * size if known is not None else nbytes * size, "int64")
+    nbytes = as_integer("count", known * size if known is not None else nbytes * size, "int64")
     return to.pointer(), source.pointer(), nbytes, pe_index(pe)
 
 
@@ -129,15 +138,15 @@ def plan_ldst(what: str, engine: str, unroll, ring) -> int:
     """Check the options of a copy that only the ldst engine carries out; its unroll.
 
     Raises:
-        Misuse: as `plan`, and where the copy is to go in bulk; `what` names it.
+        PrimitiveError: as `plan`, and where the copy is to go in bulk; `what` names it.
     """
     if engine == "bulk" or ring is not None:
-        raise Misuse(f"{what} is not copied in bulk; use engine='auto' or 'ldst', without ring=")
+        raise PrimitiveError(f"{what} is not copied in bulk; use engine='auto' or 'ldst', without ring=")
     return plan("thread", engine, unroll, None, False, None)[1]
 
 
 def plan_rows(engine: str, unroll, ring) -> int:
-    """Check the options of a copy of rows; its unroll. Raises Misuse as `plan_ldst`."""
+    """Check the options of a copy of rows; its unroll. Raises PrimitiveError as `plan_ldst`."""
     planned = plan_ldst("a region of rows that lie apart", engine, unroll, ring)
     return planned if unroll is not None else min(planned, MOST_ROW_UNROLL)
 
@@ -146,29 +155,35 @@ def rows_of(to: Operand, source: Operand, count) -> Rows | None:
     """How a copy between two places goes row by row; None when both are contiguous.
 
     Raises:
-        Misuse: a count besides, or places that differ in their rows.
+        PrimitiveError: a count besides, or places that differ in their rows.
     """
     apart = [place for place in (to, source) if constant(place.rows) != 1]
     if not apart:
         return None
     box = apart[0]
     if source.is_shared:
-        raise Misuse(f"src ({source.buffer.name}) lies in shared memory; put it row by row, from rows to rows")
+        raise PrimitiveError(f"src ({source.buffer.name}) lies in shared memory; put it row by row, from rows to rows")
     if count is not None:
-        raise Misuse(f"count= belongs to contiguous memory; {box.buffer.name} is named by rows, which say how much")
-    if len(apart) == 2 and not (same(to.rows, source.rows) and same(to.row, source.row)):
-        raise Misuse(f"dst has {to.rows} rows of {to.row} elements, src {source.rows} of {source.row}; make them equal")
+        raise PrimitiveError(
+            f"count= belongs to contiguous memory; {box.buffer.name} is named by rows, which say how much"
+        )
+    if len(apart) == 2 and not (provably_equal(to.rows, source.rows) and provably_equal(to.row, source.row)):
+        raise PrimitiveError(
+            f"dst has {to.rows} rows of {to.row} elements, src {source.rows} of {source.row}; make them equal"
+        )
     for name, place in (("dst", to), ("src", source)):
         known, limit = constant(box.extent), constant(_limit(place))
         if known is not None and limit is not None and (known > limit or (known < limit and not place.is_element)):
-            raise Misuse(f"{name} ({place.buffer.name}) spans {limit} elements, the other end {known}; make them equal")
+            raise PrimitiveError(
+                f"{name} ({place.buffer.name}) spans {limit} elements, the other end {known}; make them equal"
+            )
 
     def nbytes(elements) -> tirx.PrimExpr:
         known = constant(elements)
-        return number("rows", int64(elements if known is None else known) * box.element_bytes, "int64")
+        return as_integer("rows", int64(elements if known is None else known) * box.element_bytes, "int64")
 
     pitches = [nbytes(box.row if constant(place.rows) == 1 else place.pitch) for place in (to, source)]
-    return Rows(number("rows", box.rows, "int64"), nbytes(box.row), *pitches)
+    return Rows(as_integer("rows", box.rows, "int64"), nbytes(box.row), *pitches)
 
 
 def _limit(place: Operand):
@@ -180,19 +195,21 @@ def _count(to: Operand, source: Operand, count):
     if count is None:
         whole = [place for place in (source, to) if not place.is_element]
         if len(whole) == 2 and constant(to.extent) is not None and constant(source.extent) is not None:
-            if not same(to.extent, source.extent):
-                raise Misuse(
+            if not provably_equal(to.extent, source.extent):
+                raise PrimitiveError(
                     f"dst ({to.buffer.name}) spans {to.extent} elements, src ({source.buffer.name}) {source.extent}; "
                     "make them equal or give count="
                 )
         count = whole[0].extent if whole else 1
-    number("count", count, "int64", 0)
+    as_integer("count", count, "int64", 0)
     for name, place in (("dst", to), ("src", source)):
         known, limit = constant(count), constant(_limit(place))
         if known is not None and limit is not None and known > limit:
-            raise Misuse(f"count is {known}, but {name} ({place.buffer.name}) holds {limit} elements from there on")
+            raise PrimitiveError(
+                f"count is {known}, but {name} ({place.buffer.name}) holds {limit} elements from there on"
+            )
         if (known is None or limit is None) and provably(
-            number("count", count, "int64") > number("room", _limit(place), "int64")
+            as_integer("count", count, "int64") > as_integer("room", _limit(place), "int64")
         ):
-            raise Misuse(f"count is {count}, but {name} ({place.buffer.name}) holds {_limit(place)} elements")
+            raise PrimitiveError(f"count is {count}, but {name} ({place.buffer.name}) holds {_limit(place)} elements")
     return count

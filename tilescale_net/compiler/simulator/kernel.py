@@ -8,9 +8,12 @@ import time
 import torch
 
 from tilescale_net import errors
-from tilescale_net.compiler import host_compiler, host_source, host_stub
 from tilescale_net.compiler.arguments import BadArguments
-from tilescale_net.compiler.lowered import Lowered
+from tilescale_net.compiler.kernel import Kernel
+from tilescale_net.compiler.passes import Prepared
+from tilescale_net.compiler.simulator import host_compiler, host_source, host_stub
+from tilescale_net.compiler.simulator.lowered_cache import Lowered
+from tilescale_net.errors import KernelError
 from tilescale_net.runtime import context as context_layout
 from tilescale_net.runtime import device_errors, simulator
 from tilescale_net.runtime import world as _world
@@ -18,7 +21,7 @@ from tilescale_net.runtime import world as _world
 # What a streaming multiprocessor of an H100 or H200 holds at most.
 _SM_THREADS, _SM_BLOCKS, _SM_SHARED, _BLOCK_SHARED = 2048, 32, 228 * 1024, 227 * 1024
 _RESERVED_SHARED = 1024  # taken by the system per resident block
-_FAILURES = {1: errors.KernelError, 2: errors.OutOfBounds, 3: errors.SimulatorDeadlock, 5: errors.DataRace}
+_FAILURES = {1: KernelError, 2: errors.OutOfBounds, 3: errors.SimulatorDeadlock, 5: errors.DataRace}
 _PACK = {
     "float": "<f", "double": "<d", "int": "<i", "unsigned": "<I", "uint": "<I", "unsigned int": "<I", "int64_t": "<q",
     "uint64_t": "<Q", "long": "<q", "long long": "<q", "unsigned long long": "<Q", "short": "<h", "ushort": "<H",
@@ -33,8 +36,8 @@ def resident_blocks(threads: int, shared_bytes: int) -> int:
     return max(1, per_sm) * simulator.multiprocessors()
 
 
-class SimulatedKernel:
-    """A kernel of tilelang, compiled for the host and callable with CPU tensors.
+class SimulatedFunction:
+    """A kernel of tilelang as a function of all its arguments, compiled for the host and callable with CPU tensors.
 
     Args:
         name: the kernel's name.
@@ -76,7 +79,7 @@ class SimulatedKernel:
                     f"kernel {self.name}: argument {i} is on {value.device}, but the simulator runs on CPU tensors"
                 )
         if len(args) != self.n_arguments:
-            raise errors.KernelError(f"kernel {self.name} takes {self.n_arguments} arguments, got {len(args)}")
+            raise KernelError(f"kernel {self.name} takes {self.n_arguments} arguments, got {len(args)}")
         context = self._context(args)
         self._simulator.set_visibility(simulator.visibility())
         if context:
@@ -124,13 +127,13 @@ class SimulatedKernel:
     def _check_geometry(self, grid, block, shared: int) -> None:
         threads = block[0] * block[1] * block[2]
         if not 0 < threads <= 1024:
-            raise errors.KernelError(f"kernel {self.name}: {threads} threads per block; a GPU allows 1 to 1024")
+            raise KernelError(f"kernel {self.name}: {threads} threads per block; a GPU allows 1 to 1024")
         if shared > _BLOCK_SHARED:
-            raise errors.KernelError(
+            raise KernelError(
                 f"kernel {self.name}: {shared} bytes of shared memory per block; a GPU has {_BLOCK_SHARED}"
             )
         if any(g < 0 for g in grid) or grid[0] > 2**31 - 1 or max(grid[1:]) > 65535:
-            raise errors.KernelError(f"kernel {self.name}: a grid of {grid} blocks; limits are 2^31-1, 65535, 65535")
+            raise KernelError(f"kernel {self.name}: a grid of {grid} blocks; limits are 2^31-1, 65535, 65535")
 
     def _pack(self, parameter: host_source.Parameter, value) -> bytes:
         if parameter.pointer:
@@ -156,6 +159,27 @@ class SimulatedKernel:
             return None
         header = context_layout.ContextHeader.from_address(args[self.context_index].data_ptr())
         return header if header.version == context_layout.VERSION else None
+
+
+class SimulatedKernel(Kernel):
+    """A kernel that the simulator runs.
+
+    Args:
+        lines: where the author's primitives stand, see sites.py.
+    """
+
+    def __init__(self, prepared: Prepared, lowered: Lowered, lines: list[str]):
+        super().__init__(prepared, lowered.kernel_source, "simulator")
+        index = None if prepared.context_index is None else 0  # prepared kernels take it first
+        self._simulated = SimulatedFunction(self.name, lowered, index, lines)
+
+    def _function(self):
+        return self._simulated
+
+    def ptx(self) -> str:
+        raise KernelError(f"kernel {self.name} was built for the simulator, which has no PTX; see compiler.inspect")
+
+    sass = ptx
 
 
 def _extent(tensor: torch.Tensor) -> int:

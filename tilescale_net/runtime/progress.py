@@ -1,0 +1,29 @@
+"""A line about a step that takes long, so that nobody takes it for a hang."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+
+from tilescale_net.runtime import settings
+
+# Seconds without a word; a step that is shorter is not worth a line.
+SILENCE_S = 5.0
+
+
+@contextlib.contextmanager
+def step(what: str) -> Iterator[None]:
+    """Log `what` as a warning of the logger "tilescale_net" when the block takes longer than SILENCE_S seconds.
+
+    Of the ranks of a host only the first does so: the others do the same or wait for the one that does.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        yield
+        return
+    timer = threading.Timer(SILENCE_S, settings.log.warning, ("%s", what))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
