@@ -23,8 +23,8 @@ from tilescale_net.runtime import heap
 OBJECTS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
-# Each mode: the host's half, and the symmetric memory that it takes.
-MODES = {
+# Each mode: its class, and the function that gives the symmetric memory it takes.
+_IMPLEMENTATIONS = {
     "throughput": (throughput.ThroughputMode, throughput.symmetric_buffers),
     "latency": (latency.LatencyMode, latency.symmetric_buffers),
 }
@@ -92,7 +92,7 @@ class AllToAll(Collective):
             self.mask = tuple(r in self._members for r in range(self.n_pes))
             self.active = torch.tensor(self.mask, dtype=torch.int32, device=self.device)
             self.status = Status(world)
-            self._mode = MODES[mode][0](self, config)
+            self._mode = _IMPLEMENTATIONS[mode][0](self, config)
         self._name_key()
         shape, symmetric = self._mode.output_shape(), self._mode.symmetric_output
         self._checks = ArgumentChecks(config, self.device, world.heap, shape, symmetric)
@@ -139,7 +139,7 @@ class AllToAll(Collective):
         if ranks is None:
             ranks, nodes = tsn.size(), nodes or tsn.world().topology.nodes
         config = configure(ranks, *sizes, **options)
-        symmetric_buffers = MODES[config.mode][1]
+        symmetric_buffers = _IMPLEMENTATIONS[config.mode][1]
         return heap.footprint(sizes_of(symmetric_buffers(config, tuning or Tuning(), (nodes or 1) > 1)))
 
     def empty_output(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@
     out = autograd.combine(op, experts(received.x), received)
 
 They are each other's backward: gradients of rows travel back by combine, gradients of sums by a dispatch with the same
-layout, gradients of weights with the rows that they belong to. Throughput mode, rows that are not FP8.
+routing, gradients of weights with the rows that they belong to. Throughput mode, rows that are not FP8.
 
 Backward is made of the same collective calls: all ranks run it, or none. A rank whose inputs need no gradient leaves the
 others waiting until TSN_TIMEOUT; let `x` or the weights require one on every rank.

@@ -32,6 +32,7 @@ class Traits:
     weighs_rows: bool = False
 
 
+# What the host's checks know of each mode; all_to_all.py names its implementation.
 MODES = {
     "throughput": Traits(reuses_plan=True, weighs_rows=True),
     "latency": Traits(layouts=("expert",), max_tokens=512, quantises_rows=True),

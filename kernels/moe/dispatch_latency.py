@@ -17,7 +17,7 @@ import tilescale_net.language as N
 from tilescale_net.kernels.moe import dispatch_latency_steps as steps
 from tilescale_net.kernels.moe.handshake import await_previous
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, FP8
-from tilescale_net.kernels.moe.wire_layout import STATUS_WORDS
+from tilescale_net.kernels.moe.wire_layout import COUNT_BITS, STATUS_WORDS
 
 
 @tsn.jit(name="moe_dispatch_latency", pass_configs=EXPLICIT_SYNC)
@@ -56,9 +56,7 @@ def dispatch_latency(
         out [local experts * ranks * max_tokens, row_words], out_scales, counts [local experts]: what the caller gets.
     """
     R, K, M = ranks, top_k, max_tokens
-    s = steps.Sizes(
-        R, experts, K, M, row_words, scale_words, source_dtype, sends, receives, blocks, threads, index_dtype
-    )
+    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads)
     msg, head, local = s.message, s.header, s.local
     scale_width = max(scale_words, 1)
     rows, scale_rows, choices, slot_rows = (T.dynamic(n) for n in ("rows", "scale_rows", "choices", "slot_rows"))
@@ -108,76 +106,39 @@ def dispatch_latency(
             me = N.my_pe()
             call = T.alloc_var("uint64")
             parity = T.alloc_var("int32")  # which of the two sets of buffers
-            peer = T.alloc_var("int32")
-            choice = T.alloc_var("int32")
-            place = T.alloc_var("int32")
 
             if sends:
                 token = T.alloc_var("int32")
-                other = T.alloc_var("int32")
-                first = T.alloc_var("int32")
-                seen = T.alloc_local((K,), "int32")
-                found_expert = T.alloc_local((K,), "int32")
-                found_rank = T.alloc_local((K,), "int32")
                 piece = T.alloc_local((s.batch * s.width,), s.source_type)
-                acc = T.alloc_local((s.batch * s.width,), "float32")
                 call = send_calls[block] + T.uint64(1)
                 parity = T.cast(call & T.uint64(1), "int32")
                 # The last block counts for the headers; it has a token of its own only when all blocks have one.
                 if block == blocks - 1:
                     steps.count_choices(
-                        s, topk_idx, tokens, fault, fault_value, active, begun, histogram, bad, seen, other, choice, first,
-                        parity, call, thread,
-                    )  # fmt: skip
+                        s, topk_idx, tokens, fault, fault_value, active, begun, histogram, bad, parity, call, thread
+                    )
                     steps.send_headers(
-                        s,
-                        header_out,
-                        header_in,
-                        begun,
-                        active,
-                        histogram,
-                        bad,
-                        me,
-                        peer,
-                        place,
-                        parity,
-                        call,
-                        thread,
-                        warp,
+                        s, header_out, header_in, begun, active, histogram, bad, me, parity, call, thread, warp
                     )
                 for i in T.serial((tokens + blocks - 1) // blocks):
                     token = i * blocks + block
                     if token < tokens:
                         steps.load_token(
                             s, x, topk_idx, topk_weights, active, message, mine, same_expert, same_rank, piece, token,
-                            choice, place, parity, thread, warp, lane,
+                            parity, thread, warp, lane,
                         )  # fmt: skip
-                        steps.find_places(
-                            s, topk_idx, mine, same_expert, same_rank, seen, found_expert, found_rank, token, other, first,
-                            thread,
-                        )  # fmt: skip
+                        steps.find_places(s, topk_idx, mine, same_expert, same_rank, token, thread)
                         steps.write_row(
-                            s,
-                            x_scales,
-                            message,
-                            message_fp8,
-                            message_scales,
-                            piece,
-                            acc,
-                            token,
-                            parity,
-                            thread,
-                            warp,
-                            lane,
+                            s, x_scales, message, message_fp8, message_scales, piece, token, parity, thread, warp, lane
                         )
                         if thread < R:
                             token_slot[token, thread] = -1
                             if i == 0 and active[thread] != 0:
-                                await_previous(begun, parity, call, 32, thread, R)
+                                await_previous(begun, parity, call, COUNT_BITS, thread, R)
                         T.sync_threads()
                         steps.send_message(
-                            s, message, arrival, arrived, token_slot, mine, same_expert, same_rank, me, token, peer, place,
-                            first, parity, call, thread, warp, lane,
+                            s, message, arrival, arrived, token_slot, mine, same_expert, same_rank, me, token, parity, call,
+                            thread, warp, lane,
                         )  # fmt: skip
                 if thread == 0:
                     send_calls[block] = call
@@ -185,17 +146,13 @@ def dispatch_latency(
             if receives:
                 source = T.alloc_var("int32")
                 slot = T.alloc_var("int32")
+                place = T.alloc_var("int32")
                 total = T.alloc_var("int32")
-                target = T.alloc_var("int32")
-                index = T.alloc_var("int32")
-                value = T.alloc_var("uint64")
-                row_piece = T.alloc_local((s.row_batch * 4,), "int32")
                 call = receive_calls[block] + T.uint64(1)
                 parity = T.cast(call & T.uint64(1), "int32")
                 steps.read_headers(
-                    s, header_in, begun, active, status, incoming, begin, counts, received, total, place, value, parity, call,
-                    block, thread,
-                )  # fmt: skip
+                    s, header_in, begun, active, status, incoming, begin, counts, received, parity, call, block, thread
+                )
                 total = 0
                 for r in T.serial(R):
                     total = total + incoming[r]
@@ -210,9 +167,8 @@ def dispatch_latency(
                         place = (parity * R + source) * M + slot
                         N.wait_warp(arrived[place], "ge", call)
                         steps.receive_row(
-                            s, arrival, out, out_scales, targets, weights, begin, row_piece, me, source, slot, place, choice,
-                            target, index, lane,
-                        )  # fmt: skip
+                            s, arrival, out, out_scales, targets, weights, begin, me, source, slot, place, lane
+                        )
                 T.sync_threads()
                 if thread == 0:
                     receive_calls[block] = call

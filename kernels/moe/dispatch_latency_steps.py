@@ -7,7 +7,7 @@ import tilelang.language as T
 import tilescale_net.language as N
 from tilescale_net.kernels.moe.handshake import await_previous
 from tilescale_net.kernels.moe.row_ops import batch_of, copy_words, load_batch, store_batch, store_quantised
-from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, CROWDED, NO_FAULT, Header, Message
+from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, COUNT_BITS, CROWDED, NO_FAULT, Header, Message
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,8 @@ class Sizes:
     row_words: int
     scale_words: int
     source_dtype: str
-    sends: bool
-    receives: bool
     blocks: int
     threads: int
-    index_dtype: str
 
     @property
     def local(self) -> int:
@@ -85,14 +82,17 @@ class Sizes:
 
 @T.macro
 def count_choices(
-    s, topk_idx, tokens, fault, fault_value, active, begun, histogram, bad, seen, other: T.Ref, choice: T.Ref, first: T.Ref,
-    parity: T.Ref, call: T.Ref, thread,
-):  # fmt: skip
+    s, topk_idx, tokens, fault, fault_value, active, begun, histogram, bad, parity: T.Ref, call: T.Ref, thread
+):
     """Count the choices per expert and the tokens per rank, by one block; wait meanwhile until the headers are free.
 
     Leaves the counts in `histogram` [experts + ranks] and the fault of this rank with its value in `bad`.
     """
     R, experts, threads, local = s.ranks, s.experts, s.threads, s.local
+    seen = T.alloc_local((s.top_k,), "int32")
+    other = T.alloc_var("int32")
+    choice = T.alloc_var("int32")
+    first = T.alloc_var("int32")
     for i in T.serial((experts + R + threads - 1) // threads):
         if i * threads + thread < experts + R:
             histogram[i * threads + thread] = 0
@@ -101,7 +101,7 @@ def count_choices(
         bad[1] = fault_value
     if thread < R:
         if active[thread] != 0:
-            await_previous(begun, parity, call, 32, thread, R)
+            await_previous(begun, parity, call, COUNT_BITS, thread, R)
     T.sync_threads()
     for i in T.serial((tokens + threads - 1) // threads):
         other = i * threads + thread
@@ -133,11 +133,12 @@ def count_choices(
 
 @T.macro
 def send_headers(
-    s, header_out, header_in, begun, active, histogram, bad, me: T.Ref, peer: T.Ref, place: T.Ref, parity: T.Ref, call: T.Ref,
-    thread, warp,
-):  # fmt: skip
+    s, header_out, header_in, begun, active, histogram, bad, me: T.Ref, parity: T.Ref, call: T.Ref, thread, warp
+):
     """Put a header to every rank, with a signal that carries the number of the call and of the messages to expect."""
     R, M, threads, local, head = s.ranks, s.max_tokens, s.threads, s.local, s.header
+    peer = T.alloc_var("int32")
+    place = T.alloc_var("int32")
     for i in T.serial((R * head.words + threads - 1) // threads):
         place = (i * threads + thread) % head.words
         peer = (i * threads + thread) // head.words
@@ -155,17 +156,19 @@ def send_headers(
             if active[peer] != 0:
                 N.put_signal_warp(
                     header_in[parity * R + me, 0], header_out[parity * R + peer, 0], peer, begun[parity * R + me],
-                    (call << T.uint64(32)) | T.cast(histogram[s.experts + peer], "uint64"), count=head.words,
+                    (call << T.uint64(COUNT_BITS)) | T.cast(histogram[s.experts + peer], "uint64"), count=head.words,
                 )  # fmt: skip
 
 
 @T.macro
 def load_token(
-    s, x, topk_idx, topk_weights, active, message, mine, same_expert, same_rank, piece, token: T.Ref, choice: T.Ref,
-    place: T.Ref, parity: T.Ref, thread, warp, lane,
+    s, x, topk_idx, topk_weights, active, message, mine, same_expert, same_rank, piece, token: T.Ref, parity: T.Ref, thread,
+    warp, lane,
 ):  # fmt: skip
     """Begin to load a token's row, and write its choices and their weights to its message, by a block."""
     K, M, msg = s.top_k, s.max_tokens, s.message
+    place = T.alloc_var("int32")
+    choice = T.alloc_var("int32")
     load_batch(piece, x, token, warp * 32 * s.batch, lane, s.units, s.width, s.batch)
     for g in T.serial((K + s.threads - 1) // s.threads):
         place = g * s.threads + thread
@@ -184,12 +187,14 @@ def load_token(
 
 
 @T.macro
-def find_places(
-    s, topk_idx, mine, same_expert, same_rank, seen, found_expert, found_rank, token: T.Ref, other: T.Ref, first: T.Ref,
-    thread,
-):  # fmt: skip
+def find_places(s, topk_idx, mine, same_expert, same_rank, token: T.Ref, thread):
     """Count, for each choice of a token, the earlier choices of its expert and the earlier tokens with one at its rank."""
     K, local = s.top_k, s.local
+    seen = T.alloc_local((K,), "int32")
+    found_expert = T.alloc_local((K,), "int32")
+    found_rank = T.alloc_local((K,), "int32")
+    other = T.alloc_var("int32")
+    first = T.alloc_var("int32")
     for k in T.serial(K):
         found_expert[k] = 0
         found_rank[k] = 0
@@ -217,25 +222,17 @@ def find_places(
 
 @T.macro
 def write_row(
-    s, x_scales, message, message_fp8, message_scales, piece, acc, token: T.Ref, parity: T.Ref, thread, warp, lane
+    s, x_scales, message, message_fp8, message_scales, piece, token: T.Ref, parity: T.Ref, thread, warp, lane
 ):
     """Write a token's row, which the block has loaded, to its message; with its scales, quantised where it is asked for."""
     M, units, width, batch = s.max_tokens, s.units, s.width, s.batch
     if s.quantise:
+        acc = T.alloc_local((batch * width,), "float32")
         for v in T.unroll(batch * width):
             acc[v] = T.cast(piece[v], "float32")
         store_quantised(
-            message_fp8,
-            message_scales,
-            parity * M + token,
-            acc,
-            warp * 32 * batch,
-            lane,
-            units,
-            width,
-            batch,
-            s.row_words,
-        )
+            message_fp8, message_scales, parity * M + token, acc, warp * 32 * batch, lane, units, width, batch, s.row_words
+        )  # fmt: skip
     else:
         store_batch(message, parity * M + token, piece, warp * 32 * batch, lane, units, width, batch)
         for g in T.serial((s.scale_words + s.threads - 1) // s.threads):
@@ -247,11 +244,14 @@ def write_row(
 
 @T.macro
 def send_message(
-    s, message, arrival, arrived, token_slot, mine, same_expert, same_rank, me: T.Ref, token: T.Ref, peer: T.Ref, place: T.Ref,
-    first: T.Ref, parity: T.Ref, call: T.Ref, thread, warp, lane,
+    s, message, arrival, arrived, token_slot, mine, same_expert, same_rank, me: T.Ref, token: T.Ref, parity: T.Ref,
+    call: T.Ref, thread, warp, lane,
 ):  # fmt: skip
     """Complete a token's message and put it to every rank that hosts one of its experts, by a warp each."""
     R, K, M, local, msg = s.ranks, s.top_k, s.max_tokens, s.local, s.message
+    peer = T.alloc_var("int32")
+    place = T.alloc_var("int32")
+    first = T.alloc_var("int32")
     for g in T.serial((K + s.threads - 1) // s.threads):
         place = g * s.threads + thread
         if place < K:
@@ -282,16 +282,18 @@ def send_message(
 
 @T.macro
 def read_headers(
-    s, header_in, begun, active, status, incoming, begin, counts, received, total: T.Ref, place: T.Ref, value: T.Ref,
-    parity: T.Ref, call: T.Ref, block, thread,
-):  # fmt: skip
+    s, header_in, begun, active, status, incoming, begin, counts, received, parity: T.Ref, call: T.Ref, block, thread
+):
     """Wait for the headers; learn how many messages come from each rank, and where the rows of each expert begin."""
     R, M, threads, local, head = s.ranks, s.max_tokens, s.threads, s.local, s.header
+    value = T.alloc_var("uint64")
+    place = T.alloc_var("int32")
+    total = T.alloc_var("int32")
     if thread < R:
         incoming[thread] = 0
         if active[thread] != 0:
-            value = N.wait(begun[parity * R + thread], "ge", call << T.uint64(32))
-            incoming[thread] = T.min(T.cast(value & T.uint64(0xFFFFFFFF), "int32"), M)
+            value = N.wait(begun[parity * R + thread], "ge", call << T.uint64(COUNT_BITS))
+            incoming[thread] = T.min(T.cast(value & T.uint64((1 << COUNT_BITS) - 1), "int32"), M)
             if block == 0 and header_in[parity * R + thread, head.code] != NO_FAULT:
                 status[1] = T.cast(thread, "int64")
                 status[2] = T.cast(header_in[parity * R + thread, head.value], "int64")
@@ -314,12 +316,15 @@ def read_headers(
 
 @T.macro
 def receive_row(
-    s, arrival, out, out_scales, targets, weights, begin, row_piece, me: T.Ref, source: T.Ref, slot: T.Ref, place: T.Ref,
-    choice: T.Ref, target: T.Ref, index: T.Ref, lane,
-):  # fmt: skip
+    s, arrival, out, out_scales, targets, weights, begin, me: T.Ref, source: T.Ref, slot: T.Ref, place: T.Ref, lane
+):
     """Copy the row of a message to the rows of its experts on this rank, by a warp; note them for combine."""
     K, M, local, msg, batch, words = s.top_k, s.max_tokens, s.local, s.message, s.row_batch, s.row_words
     row_batches = -(-words // 4 // (32 * batch))
+    row_piece = T.alloc_local((batch * 4,), "int32")
+    choice = T.alloc_var("int32")
+    target = T.alloc_var("int32")
+    index = T.alloc_var("int32")
     load_batch(row_piece, arrival, place, 0, lane, words // 4, 4, batch)
     for g in T.serial((K + 31) // 32):
         target = -1

@@ -98,5 +98,9 @@ def close_call(done, active, calls, call: T.Ref, block, senders, thread, ranks):
 
 @T.macro
 def await_previous(begun, parity: T.Ref, call: T.Ref, bits, rank, ranks):
-    """Latency mode: wait until `rank` has begun the call before; its buffers of the one before that are free by then."""
+    """Latency mode: wait until `rank` has begun the call before; its buffers of the one before that are free by then.
+
+    Args:
+        begun: uint64 [2 * ranks], symmetric. parity: of call `call`. bits: that follow the number of the call in a word.
+    """
     N.wait(begun[(1 - parity) * ranks + rank], "ge", (call - T.uint64(1)) << T.uint64(bits))

@@ -49,10 +49,9 @@ class LatencyMode(Mode):
     """Few tokens: every multiprocessor sends and receives, and the kernels exist whole and in halves."""
 
     def __init__(self, base, config: Config):
-        super().__init__(base, config)
-        c, R, device = config, config.ranks, base.device
+        super().__init__(base, config, symmetric_buffers(config, base.tuning, base.proxied))
+        c, device = config, base.device
         self._proxied = base.proxied
-        self._symmetric = base.allocate(symmetric_buffers(config, base.tuning, self._proxied))
         self._parts, self._cuts = _parts(config, base.tuning, self._proxied)
         shared = {"active": base.active, "status": base.status.tensor}
         dispatch, combine = (

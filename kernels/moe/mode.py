@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Mapping
 
 import torch
 
+from tilescale_net.kernels.collective import BufferSpecs
 from tilescale_net.kernels.moe.config import FP8, Config
 from tilescale_net.kernels.moe.handle import Choices, Handle, Pending
 from tilescale_net.kernels.moe.row_ops import groups_of
@@ -15,9 +16,9 @@ from tilescale_net.kernels.moe.status import ArgumentError
 
 
 class Phase(enum.Enum):
-    """What a call launches: all of it, or one half; the value names the half in the kernels' keys."""
+    """What a call launches: all of it, or one half."""
 
-    WHOLE = "both"
+    WHOLE = "whole"
     SEND = "send"
     RECEIVE = "receive"
 
@@ -60,15 +61,17 @@ class Mode(ABC):
     Args:
         base: the AllToAll, which allocates, checks arguments and keeps the state.
         config: its sizes and dtypes.
+        specs: symmetric memory of the mode, "kernel.parameter" -> (shape, dtype); zeroed here.
 
     Attributes:
-        symmetric_output: whether the rows that dispatch gives lie in symmetric memory.
+        symmetric_output: whether the rows that dispatch gives are in symmetric memory.
     """
 
     symmetric_output = False
 
-    def __init__(self, base, config: Config):
+    def __init__(self, base, config: Config, specs: BufferSpecs):
         self._base, self._c = base, config
+        self._symmetric = base.allocate(specs)
         self._launches: dict[Hashable, Launch] = {}
 
     def _launch(self, key: Hashable, make: Callable[[], Launch]) -> Launch:
@@ -79,11 +82,9 @@ class Mode(ABC):
         return found
 
     def _buffers(self, kernel: str) -> dict[str, torch.Tensor]:
-        """Symmetric buffers of a kernel by the names of its parameters: those of `symmetric_buffers` that begin with it."""
+        """Symmetric buffers of a kernel, by the names of its parameters."""
         start = f"{kernel}."
         return {name.removeprefix(start): t for name, t in self._symmetric.items() if name.startswith(start)}
-
-    _symmetric: dict[str, torch.Tensor]
 
     @abstractmethod
     def compile(self, everything: bool) -> None:

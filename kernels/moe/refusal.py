@@ -15,7 +15,7 @@ from tilescale_net.kernels.moe.wire_layout import TAG_BITS
 
 @tsn.jit(name="moe_refuse_throughput", pass_configs=EXPLICIT_SYNC)
 def refuse_throughput(ranks, chunks, senders, blocks, threads):
-    """Kernel in the place of a dispatch with a known layout, or of a combine; one block.
+    """Kernel in the place of a dispatch with a known routing, or of a combine; one block.
 
     Args:
         chunks: signals per rank. senders, blocks: of the kernel whose place it takes. threads: of this one.

@@ -78,10 +78,9 @@ class ThroughputMode(Mode):
     """Many tokens: a routing plan is agreed before rows move; first halves run on a stream of their own."""
 
     def __init__(self, base, config: Config):
-        super().__init__(base, config)
+        super().__init__(base, config, symmetric_buffers(config, base.tuning, base.proxied))
         R, c, tuning, device = config.ranks, config, base.tuning, base.device
         self._tuning, self._proxied = tuning, base.proxied
-        self._symmetric = base.allocate(symmetric_buffers(config, tuning, self._proxied))
         self._stream = SideStream(device) if device.type == "cuda" else DeferredStream()
         self.placement = placement_of(c)
         self.symmetric_output = self.placement != "arrival"
