@@ -1,75 +1,19 @@
-"""All-to-all by push: the kernel for equal splits, and the host class for these and uneven ones (all_to_all_uneven.py).
-
-As in all_gather.py a call begins by telling every peer that the output may be overwritten and ends when every peer's rows
-have arrived, so that calls follow one another without a barrier.
-"""
+"""All-to-all by push: the host class for equal splits (exchange.py) and uneven ones (all_to_all_uneven.py)."""
 
 from collections.abc import Sequence
 
-import tilelang.language as T
 import torch
 
 import tilescale_net as tsn
-import tilescale_net.language as N
 from tilescale_net.kernels.all_to_all_uneven import OWN_SPLITS, REFUSED, SEND_DIFFERS, WORDS, all_to_all_uneven
 from tilescale_net.kernels.collective import Collective, as_bytes
-from tilescale_net.kernels.slices import slice_elements
+from tilescale_net.kernels.exchange import exchange
 
 
 @tsn.jit(name="all_to_all")
 def all_to_all(n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unroll=None, ring=None):
-    """Kernel `(out, x, epochs, ready, arrived)`: afterwards `out[p]` is `x[my_pe]` of PE p, for all p.
-
-    Args:
-        n_pes: number of PEs, at most `threads`.
-        dtype: of `out` (symmetric) and `x`, both [n_pes, count]; count is taken from the tensors.
-        threads, blocks: launch geometry; all blocks must be able to run at once.
-        engine, unroll, ring: see `tilescale_net.language.put_block`.
-
-    `epochs` [blocks] (any device memory), `ready` [n_pes] and `arrived` [n_pes, blocks] (symmetric) are uint64, zero
-    before the first call, and then left alone.
-    """
-    count = T.dynamic("count", "int64")
-
-    @T.prim_func
-    def main(
-        ctx: N.Context(),
-        out: T.Tensor((n_pes, count), dtype),
-        x: T.Tensor((n_pes, count), dtype),
-        epochs: T.Tensor((blocks,), "uint64"),
-        ready: T.Tensor((n_pes,), "uint64"),
-        arrived: T.Tensor((n_pes, blocks), "uint64"),
-    ):
-        with T.Kernel(blocks, threads=threads) as block:
-            thread = T.get_thread_binding()
-            me = N.my_pe()
-            epoch = epochs[block] + T.uint64(1)
-            share = slice_elements(count, blocks, dtype)
-            first = share * block
-            # Work before this kernel on the stream is done with `out`, so one block can say so for all.
-            if block == 0 and thread < n_pes:
-                N.signal(ready[me], epoch, thread)
-            if first < count:
-                if thread < n_pes:
-                    N.wait(ready[thread], "ge", epoch)
-                T.sync_threads()
-                for hop in T.serial(n_pes):
-                    pe = (me + hop) % n_pes
-                    N.put_block(
-                        out[me, first], x[pe, first], pe, count=T.min(share, count - first),
-                        engine=engine, unroll=unroll, ring=ring,
-                    )  # fmt: skip
-                # One fence for all peers, by a thread each: put_signal would wait for them one after the other.
-                T.sync_threads()
-                if thread < n_pes:
-                    N.signal(arrived[me, block], epoch, thread, fence=True)
-                    N.wait(arrived[thread, block], "ge", epoch)
-                    N.quiet(thread)
-            T.sync_threads()
-            if thread == 0:
-                epochs[block] = epoch
-
-    return main
+    """Kernel `(out, x, calls, ready, arrived)`: afterwards `out[p]` is `x[my_pe]` of PE p, for all p; see `exchange`."""
+    return exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, split=True)
 
 
 class AllToAll(Collective):

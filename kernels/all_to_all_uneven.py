@@ -1,7 +1,7 @@
 """All-to-all by push with uneven splits.
 
-The message with which a call begins says, besides that the output may be overwritten, where in it the peer's rows belong
-and how many are expected. So nobody needs to know more than torch.distributed.all_to_all_single asks for, and PEs that
+The message with which a call begins holds, besides that the output may be overwritten, where in it the peer's rows belong
+and how many are expected. So no PE needs to know more than torch.distributed.all_to_all_single asks for, and PEs that
 disagree find out before any row moves.
 """
 
@@ -9,19 +9,19 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.slices import slice_elements
+from tilescale_net.kernels.partition import slice_elements
 
 # Words of the message between two PEs: where in the heap its sender wants the receiver's rows (in bytes), how many rows it
-# expects there, and how many it will send itself. A PE whose own splits do not add up says REFUSED instead of numbers.
+# expects there, and how many it will send itself. A PE whose own splits do not add up sends REFUSED instead of numbers.
 PLACE, EXPECTED, SENDING, WORDS = 0, 1, 2, 3
 REFUSED = -1
-# What `status[p]` says: nothing wrong, or one of these with the rows here and the rows that PE p named.
+# What `status[p]` holds: nothing wrong, or one of these with the rows here and the rows that PE p named.
 OWN_SPLITS, SEND_DIFFERS, RECEIVE_DIFFERS = 1, 2, 3
 
 
 @tsn.jit(name="all_to_all_uneven")
 def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None, ring=None):
-    """Kernel `(heap, x, out_place, out_rows, in_rows, row_bytes, receives, sends, status, outbox, inbox, epochs, ready,
+    """Kernel `(heap, x, out_place, out_rows, in_rows, row_bytes, receives, sends, status, outbox, inbox, calls, ready,
     arrived)`: rows to and from every PE.
 
     Args:
@@ -57,15 +57,15 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
         status: T.Tensor((n_pes, 3), "int64"),
         outbox: T.Tensor((n_pes, WORDS), "int64"),
         inbox: T.Tensor((2, n_pes, WORDS), "int64"),
-        epochs: T.Tensor((blocks,), "uint64"),
+        calls: T.Tensor((blocks,), "uint64"),
         ready: T.Tensor((n_pes,), "uint64"),
         arrived: T.Tensor((n_pes, blocks), "uint64"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
             thread = T.get_thread_binding()
             me = N.my_pe()
-            epoch = epochs[block] + T.uint64(1)
-            turn = T.cast(epoch % T.uint64(2), "int32")  # a fast peer writes into the other half already
+            call = calls[block] + T.uint64(1)
+            parity = T.cast(call % T.uint64(2), "int32")  # a fast peer writes into the other half already
             source = T.alloc_shared((n_pes,), "int64")  # where rows for each PE begin in `x`, in bytes
             target = T.alloc_shared((n_pes,), "int64")  # and where they go
             size = T.alloc_shared((n_pes,), "int64")  # bytes
@@ -93,19 +93,19 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
                     outbox[thread, PLACE] = out_place + before[1] * row_bytes
                     outbox[thread, EXPECTED] = T.if_then_else(valid, receives[thread], T.int64(REFUSED))
                     outbox[thread, SENDING] = T.if_then_else(valid, sends[thread], T.int64(REFUSED))
-                    N.put_signal_thread(inbox[turn, me, 0], outbox[thread, 0], thread, ready[me], epoch, count=WORDS)
-                N.wait(ready[thread], "ge", epoch)
-                may_send = valid and inbox[turn, thread, EXPECTED] == sends[thread]
-                may_receive = valid and inbox[turn, thread, SENDING] == receives[thread]
+                    N.put_signal_thread(inbox[parity, me, 0], outbox[thread, 0], thread, ready[me], call, count=WORDS)
+                N.wait(ready[thread], "ge", call)
+                may_send = valid and inbox[parity, thread, EXPECTED] == sends[thread]
+                may_receive = valid and inbox[parity, thread, SENDING] == receives[thread]
                 if block == 0:
                     if not valid:
                         refuse(status, thread, OWN_SPLITS, total[0], total[1])
                     if not may_send:
-                        refuse(status, thread, SEND_DIFFERS, sends[thread], inbox[turn, thread, EXPECTED])
+                        refuse(status, thread, SEND_DIFFERS, sends[thread], inbox[parity, thread, EXPECTED])
                     if not may_receive:
-                        refuse(status, thread, RECEIVE_DIFFERS, receives[thread], inbox[turn, thread, SENDING])
+                        refuse(status, thread, RECEIVE_DIFFERS, receives[thread], inbox[parity, thread, SENDING])
                 source[thread] = before[0] * row_bytes
-                target[thread] = inbox[turn, thread, PLACE]
+                target[thread] = inbox[parity, thread, PLACE]
                 size[thread] = T.if_then_else(may_send, sends[thread] * row_bytes, T.int64(0))
                 coming[0] = T.if_then_else(may_receive, receives[thread] * row_bytes, T.int64(0))
             T.sync_threads()
@@ -122,12 +122,12 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
             T.sync_threads()
             if thread < n_pes:
                 if slice_elements(size[thread], blocks, "uint8") * block < size[thread]:
-                    N.signal(arrived[me, block], epoch, thread, fence=True)
+                    N.signal(arrived[me, block], call, thread, fence=True)
                 if slice_elements(coming[0], blocks, "uint8") * block < coming[0]:
-                    N.wait(arrived[thread, block], "ge", epoch)
+                    N.wait(arrived[thread, block], "ge", call)
                 N.quiet(thread)
             T.sync_threads()
             if thread == 0:
-                epochs[block] = epoch
+                calls[block] = call
 
     return main

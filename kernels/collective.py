@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 
 import tilescale_net as tsn
@@ -14,12 +12,12 @@ from tilescale_net.runtime import world as runtime
 SIMULATOR_BLOCKS = 64
 
 # Symmetric memory that an object will allocate: shape and dtype by name.
-Plan = dict[str, tuple[tuple[int, ...], torch.dtype]]
+BufferSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def sizes_of(plan: Plan) -> list[int]:
-    """Bytes of each tensor of a plan."""
-    return [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in plan.values()]
+def sizes_of(specs: BufferSpecs) -> list[int]:
+    """Bytes of each tensor."""
+    return [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in specs.values()]
 
 
 def check_threads(name: str, what: str, threads: int, ranks: int) -> None:
@@ -80,9 +78,9 @@ class Collective:
             raise
         return self._owned[-1]
 
-    def allocate(self, plan: Plan) -> SimpleNamespace:
-        """All of a plan, zeroed, or HeapError before anything is allocated."""
-        sizes, memory = sizes_of(plan), self._world.heap
+    def allocate(self, specs: BufferSpecs) -> dict[str, torch.Tensor]:
+        """All of it, zeroed, or HeapError before anything is allocated."""
+        sizes, memory = sizes_of(specs), self._world.heap
         wanted = memory.size_to_hold(sizes)
         if wanted > memory.size:
             raise tsn.HeapError(
@@ -90,7 +88,7 @@ class Collective:
                 f"{memory.size} bytes has no room for beside what it holds; set TSN_HEAP_SIZE={wanted} (or "
                 f"init(heap_bytes={wanted})) or more, or choose smaller sizes"
             )
-        return SimpleNamespace(**{name: self._symmetric(*what) for name, what in plan.items()})
+        return {name: self._symmetric(*what) for name, what in specs.items()}
 
     def _signals(self, *shape: int) -> torch.Tensor:
         """Signal words, all zero."""

@@ -12,7 +12,7 @@ from tilelang import tvm
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.collective import Collective
-from tilescale_net.kernels.slices import slice_elements
+from tilescale_net.kernels.partition import slice_elements
 
 UNROLL = 4  # vectors that a thread adds up at a time, which keeps that many loads per PE under way
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tilescale_net.kernels.moe.reference import quantise
-from tilescale_net.kernels.moe.rows import groups_of
+from tilescale_net.kernels.moe.row_ops import groups_of
 
 FP8 = torch.float8_e4m3fn
 

@@ -1,4 +1,4 @@
-"""Dispatch and combine of mixture-of-experts layers; `AllToAll` is the face, the four kernels lie beside it."""
+"""Dispatch and combine of mixture-of-experts layers; users call `AllToAll`."""
 
 from tilescale_net.kernels.moe.all_to_all import AllToAll
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, Pending

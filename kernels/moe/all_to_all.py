@@ -10,12 +10,12 @@ import torch
 import tilescale_net as tsn
 from tilescale_net.kernels.collective import Collective, sizes_of
 from tilescale_net.kernels.moe import latency, throughput
-from tilescale_net.kernels.moe.arguments import Arguments
-from tilescale_net.kernels.moe.config import FP8, configure
-from tilescale_net.kernels.moe.faults import Fault, Status
+from tilescale_net.kernels.moe.argument_checks import ArgumentChecks
+from tilescale_net.kernels.moe.config import configure
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending
-from tilescale_net.kernels.moe.rows import groups_of
+from tilescale_net.kernels.moe.mode import Phase
 from tilescale_net.kernels.moe.states import Machine
+from tilescale_net.kernels.moe.status import ArgumentError, Status
 from tilescale_net.kernels.moe.tuning import Tuning
 from tilescale_net.runtime import heap
 
@@ -23,8 +23,11 @@ from tilescale_net.runtime import heap
 OBJECTS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
-_PLANS = {"throughput": throughput.plan, "latency": latency.plan}
-_MODES = {"throughput": throughput.Throughput, "latency": latency.Latency}
+# Each mode: its class, and the function that gives the symmetric memory it takes.
+_IMPLEMENTATIONS = {
+    "throughput": (throughput.ThroughputMode, throughput.symmetric_buffers),
+    "latency": (latency.LatencyMode, latency.symmetric_buffers),
+}
 
 
 class AllToAll(Collective):
@@ -55,8 +58,8 @@ class AllToAll(Collective):
             waits in a call for one that compiles. Default: on a GPU.
         tuning: launch geometry and message sizes.
 
-    docs/states.md lists which calls are allowed when. A call that is not, a ValueError or TileScaleError, is made by
-    nobody but the rank that raises: nothing has happened, and the others wait until it makes the right one.
+    docs/states.md lists which calls are allowed when. A call that is not raises ValueError or TileScaleError
+    and changes nothing: the other ranks wait until this one makes the right one.
 
     Raises:
         ValueError, TypeError: an argument that makes no sense; it is named.
@@ -89,10 +92,10 @@ class AllToAll(Collective):
             self.mask = tuple(r in self._members for r in range(self.n_pes))
             self.active = torch.tensor(self.mask, dtype=torch.int32, device=self.device)
             self.status = Status(world)
-            self._mode = _MODES[mode](self, config)
+            self._mode = _IMPLEMENTATIONS[mode][0](self, config)
         self._name_key()
         shape, symmetric = self._mode.output_shape(), self._mode.symmetric_output
-        self._arguments = Arguments(config, self.device, world.heap, shape, symmetric)
+        self._checks = ArgumentChecks(config, self.device, world.heap, shape, symmetric)
         self._compile(on_gpu if warm_up is None else warm_up)
         if active is not None:
             self.set_active(active)
@@ -136,25 +139,14 @@ class AllToAll(Collective):
         if ranks is None:
             ranks, nodes = tsn.size(), nodes or tsn.world().topology.nodes
         config = configure(ranks, *sizes, **options)
-        return heap.footprint(sizes_of(_PLANS[config.mode](config, tuning or Tuning(), (nodes or 1) > 1)))
+        symmetric_buffers = _IMPLEMENTATIONS[config.mode][1]
+        return heap.footprint(sizes_of(symmetric_buffers(config, tuning or Tuning(), (nodes or 1) > 1)))
 
     def empty_output(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Memory for `out` of dispatch: rows, or rows and scales for FP8. Collective where it is symmetric."""
         self._begin("empty_output")
-        rows, scales = self._new_output(tsn.empty if self._mode.symmetric_output else self._ordinary)
+        rows, scales = self._mode.new_output(tsn.empty if self._mode.symmetric_output else None)
         return rows if scales is None else (rows, scales)
-
-    def new_output(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Ordinary memory for rows and scales."""
-        return self._new_output(self._ordinary)
-
-    def _ordinary(self, shape, dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-    def _new_output(self, make) -> tuple[torch.Tensor, torch.Tensor | None]:
-        c, shape = self.config, self._mode.output_shape()
-        rows = make(shape, c.dtype)
-        return rows, make((*shape[:-1], groups_of(c.hidden)), torch.float32) if c.dtype == FP8 else None
 
     @staticmethod
     def _checked(active, ranks: int) -> tuple[bool, ...]:
@@ -166,7 +158,7 @@ class AllToAll(Collective):
         return active
 
     def set_active(self, active: list[bool]) -> None:
-        """Leave ranks out of the job from the next call on: they get nothing, and nobody waits for them.
+        """Leave ranks out of the job from the next call on: they get nothing, and no rank waits for them.
 
         Collective over the ranks that stay, with the same list; nothing may be under way. From then on they make the
         host's collective calls (memory, barriers, new objects, `free`) without the others, and handles from before are
@@ -205,7 +197,7 @@ class AllToAll(Collective):
         """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
         self._machine_check("free")
         if self._world.control.left:
-            self._owned = []  # the heap of a rank that is left out is nobody's any more
+            self._owned = []  # the other ranks do not free with a rank that is left out
         self._release()
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
@@ -237,7 +229,7 @@ class AllToAll(Collective):
             TileScaleError: an earlier kernel or a peer has failed.
         """
         self._begin("dispatch")
-        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, False, cleared)
+        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.WHOLE, cleared)
         self._raise_refusal_if_simulated()
         return pending.result
 
@@ -247,39 +239,42 @@ class AllToAll(Collective):
         Throughput mode runs on a stream of its own with high priority. `x` and `out` belong to the call until then.
         """
         self._begin("dispatch_send")
-        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, True)
+        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.SEND)
         self._machine.pending["dispatch"] = pending
         return pending
 
     def dispatch_recv(self, pending: Pending) -> Dispatched:
         """Second half of dispatch: the rows are there for what the caller launches next."""
-        self._machine_check("dispatch_recv")
-        self._machine.received("dispatch", pending)
-        self._mode.receive_dispatch(pending)
+        return self._receive("dispatch", pending)
+
+    def _receive(self, kind: str, pending: Pending):
+        self._machine_check(f"{kind}_recv")
+        self._machine.received(kind, pending)
+        self._mode.receive(pending)
         self._raise_refusal_if_simulated()
         return pending.result
 
-    def _dispatch(self, x, topk_idx, topk_weights, handle, out, aside: bool, cleared: bool = False) -> Pending:
-        known = self.config.mode == "throughput" and handle is not None
-        if self.config.mode == "throughput" and known == (topk_idx is not None):
+    def _dispatch(self, x, topk_idx, topk_weights, handle, out, phase: Phase, cleared: bool = False) -> Pending:
+        may_reuse, checks = self.config.traits.reuses_plan, self._checks
+        reuses = may_reuse and handle is not None
+        if may_reuse and reuses == (topk_idx is not None):
             raise TypeError("AllToAll.dispatch: give either topk_idx or the handle of an earlier dispatch")
-        arguments = self._arguments
         try:
-            if handle is not None and not known:
-                raise Fault("handle", TypeError("latency mode takes topk_idx, and no handle"))
-            x, scales = arguments.rows(x)
-            if known:
-                choices = arguments.handle(handle, self.mask, self._machine.pending.get("dispatch"))
-                arguments.known(len(x), handle)
+            if handle is not None and not reuses:
+                raise ArgumentError("handle", TypeError(f"{self.config.mode} mode takes topk_idx, and no handle"))
+            x, scales = checks.rows(x)
+            if reuses:
+                choices = checks.handle(handle, self.mask, self._machine.pending.get("dispatch"))
+                checks.known(len(x), handle)
             else:
-                choices = Choices(topk_idx, arguments.choices(len(x), topk_idx, topk_weights), cleared)
+                choices = Choices(topk_idx, checks.choices(len(x), topk_idx, topk_weights), cleared)
             if out is not None:
-                out = arguments.output(out)
-        except Fault as fault:
-            self._mode.refuse_dispatch(fault, known, aside)
+                out = checks.output(out)
+        except ArgumentError as error:
+            self._mode.refuse_dispatch(error, reuses, phase)
             self._forget_own_refusal()
-            raise self._named("dispatch", fault) from None
-        return self._mode.dispatch(x, scales, choices, out, aside)
+            raise self._named("dispatch", error) from None
+        return self._mode.dispatch(x, scales, choices, out, phase)
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
@@ -311,17 +306,13 @@ class AllToAll(Collective):
         `y`, `weights` and `out` belong to the call until then.
         """
         self._begin("combine_send")
-        pending = self._combine("combine", y, handle, out, weighted, weights, aside=True)
+        pending = self._combine("combine", y, handle, out, weighted, weights, phase=Phase.SEND)
         self._machine.pending["combine"] = pending
         return pending
 
     def combine_recv(self, pending: Pending) -> torch.Tensor:
         """Second half of combine: the sums are there for what the caller launches next."""
-        self._machine_check("combine_recv")
-        self._machine.received("combine", pending)
-        self._mode.receive_combine(pending)
-        self._raise_refusal_if_simulated()
-        return pending.result
+        return self._receive("combine", pending)
 
     def combine_values(self, y, values, handle: Handle) -> tuple[torch.Tensor, torch.Tensor]:
         """Throughput mode: combine without weights that also brings one number per expert-major row back.
@@ -341,24 +332,23 @@ class AllToAll(Collective):
         return pending.result
 
     def _combine(
-        self, call: str, y, handle, out, weighted, weights, values: tuple = (), aside: bool = False
+        self, call: str, y, handle, out, weighted, weights, values: tuple = (), phase: Phase = Phase.WHOLE
     ) -> Pending:
         """Check and launch; `values` holds the one of combine_values, whatever it is."""
+        checks, pair = self._checks, None
         try:
-            self._arguments.handle(handle, self.mask, self._machine.pending.get("dispatch"))
-            out = self._arguments.combine(y, handle, out, weights)
+            checks.handle(handle, self.mask, self._machine.pending.get("dispatch"))
+            out = checks.combine(y, handle, out, weights)
             for given in values:
-                self._arguments.values(given)
-        except Fault as fault:
-            self._mode.refuse_combine(fault, aside)
-            raise self._named(call, fault) from None
-        weighted = weighted if weights is None else weights
+                checks.values(given)
+        except ArgumentError as error:
+            self._mode.refuse_combine(error, phase)
+            raise self._named(call, error) from None
         if values:
-            numbers = torch.empty((handle.tokens, self.config.top_k), dtype=torch.float32, device=self.device)
-            pending = self._mode.combine(y, handle, out, weighted, values[0], numbers)
-            pending.result = out, numbers
-        else:
-            pending = self._mode.combine(y, handle, out, weighted, aside=aside)
+            pair = values[0], torch.empty((handle.tokens, self.config.top_k), dtype=torch.float32, device=self.device)
+        pending = self._mode.combine(y, handle, out, weighted if weights is None else weights, phase, pair)
+        if pair:
+            pending.result = out, pair[1]
         handle.combined = True
         return pending
 
@@ -372,13 +362,13 @@ class AllToAll(Collective):
         machine.check(call)
 
     def _begin(self, call: str = "") -> None:
-        """What every call begins with that sends: the state, then what has failed meanwhile."""
+        """How every call that sends begins: the state is checked, then what has failed meanwhile."""
         self._machine_check(call)
         tsn.check()
         self._raise_refusal()
 
-    def _named(self, call: str, fault: Fault) -> Exception:
-        return type(fault.error)(f"AllToAll.{call} on rank {self.rank}: {fault.error}")
+    def _named(self, call: str, error: ArgumentError) -> Exception:
+        return type(error.error)(f"AllToAll.{call} on rank {self.rank}: {error.error}")
 
     def _refusal(self) -> Exception | None:
         """What kernels refused since the last look."""
@@ -395,6 +385,6 @@ class AllToAll(Collective):
             self._raise_refusal()
 
     def _forget_own_refusal(self) -> None:
-        """This rank is about to say itself what was wrong; the refusal that its kernels spread is for the others."""
+        """This rank raises what was wrong; the refusal that its kernels report is for the others."""
         tsn.synchronize()
         self._refusal()

@@ -4,7 +4,7 @@
     out = autograd.combine(op, experts(received.x), received)
 
 They are each other's backward: gradients of rows travel back by combine, gradients of sums by a dispatch with the same
-layout, gradients of weights with the rows that they belong to. Throughput mode, rows that are not FP8.
+routing, gradients of weights with the rows that they belong to. Throughput mode, rows that are not FP8.
 
 Backward is made of the same collective calls: all ranks run it, or none. A rank whose inputs need no gradient leaves the
 others waiting until TSN_TIMEOUT; let `x` or the weights require one on every rank.
@@ -16,9 +16,9 @@ import torch
 
 from tilescale_net.kernels.moe.all_to_all import OBJECTS
 from tilescale_net.kernels.moe.config import FP8
-from tilescale_net.kernels.moe.handle import Dispatched, Handle, Layout, counts_of
-from tilescale_net.kernels.moe.sizes import Totals, record_words
+from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
 from tilescale_net.kernels.moe.throughput import output_rows
+from tilescale_net.kernels.moe.wire_layout import Totals, record_words
 
 
 def _key(op) -> str:
@@ -37,9 +37,9 @@ def _object(key: str):
     return OBJECTS[key.split()[0]]
 
 
-def _handle(key: str, layout: Layout) -> Handle:
+def _handle(key: str, plan: RoutingPlan) -> Handle:
     """The handle of a dispatch made when `key` was."""
-    return Handle(_object(key).config.signature, layout, tuple(m == "1" for m in key.split()[1]))
+    return Handle(_object(key).config.signature, plan, tuple(m == "1" for m in key.split()[1]))
 
 
 def _valid(op, totals: torch.Tensor, by_rank: bool) -> torch.Tensor:
@@ -62,13 +62,13 @@ def _zero_where_not(valid: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("tilescale_net::moe_dispatch", mutates_args=())
 def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, key: str) -> list[torch.Tensor]:
-    """Rows, their weights, then the other tensors of the layout."""
+    """Rows, their weights, then the other tensors of the plan."""
     op = _object(key)
     # All that the operator gives is defined, places without a row too, so that results can be compared.
     received = op.dispatch(x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous(), cleared=True)
-    *others, weights = received.handle.layout.tensors()
-    by_choice = _valid(op, received.handle.layout.totals, False)
-    by_row = _valid(op, received.handle.layout.totals, True) if op.config.layout == "rank" else by_choice
+    *others, weights = received.handle.plan.tensors()
+    by_choice = _valid(op, received.handle.plan.totals, False)
+    by_row = _valid(op, received.handle.plan.totals, True) if op.config.layout == "rank" else by_choice
     return [_zero_where_not(by_row, received.x), torch.where(by_choice, weights, 0.0), *others]
 
 
@@ -88,44 +88,44 @@ def _(x, topk_idx, topk_weights, key):
 
 
 @torch.library.custom_op("tilescale_net::moe_combine", mutates_args=())
-def _combine(y: torch.Tensor, weights: torch.Tensor, layout: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
+def _combine(y: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
     """Sums of rows times `weights` (an empty tensor: all one) per token."""
     op = _object(key)
-    handle = _handle(key, Layout(tokens, *layout))
+    handle = _handle(key, RoutingPlan(tokens, *plan))
     given = weights.numel() > 0
     return op.combine(y.contiguous(), handle, weighted=False, weights=weights.contiguous() if given else None)
 
 
 @_combine.register_fake
-def _(y, weights, layout, tokens, key):
+def _(y, weights, plan, tokens, key):
     return y.new_empty((tokens, y.shape[1]))
 
 
 @torch.library.custom_op("tilescale_net::moe_dispatch_backward", mutates_args=())
 def _dispatch_backward(
-    rows: torch.Tensor, weights: torch.Tensor, layout: list[torch.Tensor], tokens: int, key: str
+    rows: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x and of topk_weights from those of the rows and of their weights."""
     op = _object(key)
-    return op.combine_values(rows.contiguous(), weights.contiguous(), _handle(key, Layout(tokens, *layout)))
+    return op.combine_values(rows.contiguous(), weights.contiguous(), _handle(key, RoutingPlan(tokens, *plan)))
 
 
 @_dispatch_backward.register_fake
-def _(rows, weights, layout, tokens, key):
+def _(rows, weights, plan, tokens, key):
     c = _object(key).config
     return rows.new_empty((tokens, c.hidden)), weights.new_empty((tokens, c.top_k))
 
 
 @torch.library.custom_op("tilescale_net::moe_combine_backward", mutates_args=())
-def _combine_backward(out: torch.Tensor, layout: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
+def _combine_backward(out: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
     """Gradients of sums, as rows."""
     op = _object(key)
-    received = op.dispatch(out.contiguous(), handle=_handle(key, Layout(tokens, *layout)))
-    return _zero_where_not(_valid(op, received.handle.layout.totals, op.config.layout == "rank"), received.x)
+    received = op.dispatch(out.contiguous(), handle=_handle(key, RoutingPlan(tokens, *plan)))
+    return _zero_where_not(_valid(op, received.handle.plan.totals, op.config.layout == "rank"), received.x)
 
 
 @_combine_backward.register_fake
-def _(out, layout, tokens, key):
+def _(out, plan, tokens, key):
     op = _object(key)
     return out.new_empty((output_rows(op.config), out.shape[1]))
 
@@ -137,25 +137,25 @@ def _dispatch_setup(ctx, inputs, output):
 
 
 def _dispatch_gradient(ctx, grads):
-    layout = list(ctx.saved_tensors)
+    plan = list(ctx.saved_tensors)
     rows, weights = (g if g is not None else torch.zeros_like(s) for g, s in zip(grads[:2], ctx.shapes))
-    x, topk_weights = torch.ops.tilescale_net.moe_dispatch_backward(rows, weights, layout, ctx.tokens, ctx.key)
+    x, topk_weights = torch.ops.tilescale_net.moe_dispatch_backward(rows, weights, plan, ctx.tokens, ctx.key)
     return x, None, topk_weights, None
 
 
 def _combine_setup(ctx, inputs, output):
-    y, weights, layout, ctx.tokens, ctx.key = inputs
-    ctx.save_for_backward(y, weights, *layout)
+    y, weights, plan, ctx.tokens, ctx.key = inputs
+    ctx.save_for_backward(y, weights, *plan)
 
 
 def _combine_gradient(ctx, grad):
-    y, weights, *layout = ctx.saved_tensors
-    rows = torch.ops.tilescale_net.moe_combine_backward(grad, layout, ctx.tokens, ctx.key)
+    y, weights, *plan = ctx.saved_tensors
+    rows = torch.ops.tilescale_net.moe_combine_backward(grad, plan, ctx.tokens, ctx.key)
     if not weights.numel():
-        return rows, None, [None] * len(layout), None, None
-    valid = _valid(_object(ctx.key), Layout(ctx.tokens, *layout).totals, False)
+        return rows, None, [None] * len(plan), None, None
+    valid = _valid(_object(ctx.key), RoutingPlan(ctx.tokens, *plan).totals, False)
     dw = torch.where(valid, (rows.float() * y.float()).sum(-1), 0.0)
-    return (rows.float() * weights[:, None]).to(y.dtype), dw, [None] * len(layout), None, None
+    return (rows.float() * weights[:, None]).to(y.dtype), dw, [None] * len(plan), None, None
 
 
 torch.library.register_autograd("tilescale_net::moe_dispatch", _dispatch_gradient, setup_context=_dispatch_setup)
@@ -169,11 +169,11 @@ def dispatch(op, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Te
     """
     key = _key(op)
     rows, weights, *others = torch.ops.tilescale_net.moe_dispatch(x, topk_idx, topk_weights, key)
-    layout = Layout(x.shape[0], *others, weights)
-    counts, offsets, num_rows = counts_of(layout, op.config.ranks, op.config.local_experts)
+    plan = RoutingPlan(x.shape[0], *others, weights)
+    counts, offsets, num_rows = plan.counts(op.config.ranks, op.config.local_experts)
     by_rank = op.config.layout == "rank"
-    handle = Handle(op.config.signature, layout, op.mask)
-    index = layout.row_index if by_rank else None
+    handle = Handle(op.config.signature, plan, op.mask)
+    index = plan.row_index if by_rank else None
     return Dispatched(rows, None, counts, offsets, index, weights, num_rows if by_rank else None, handle)
 
 
@@ -182,9 +182,9 @@ def combine(op, y: torch.Tensor, received: Dispatched, weighted: bool = True) ->
 
     Layout "rank" sums rows as they are.
     """
-    layout = received.handle.layout
+    plan = received.handle.plan
     weights = (
         received.row_weight if weighted and op.config.layout == "expert" else y.new_empty((0,), dtype=torch.float32)
     )
-    tensors = [t.detach() for t in layout.tensors()]
-    return torch.ops.tilescale_net.moe_combine(y, weights, tensors, layout.tokens, _key(op))
+    tensors = [t.detach() for t in plan.tensors()]
+    return torch.ops.tilescale_net.moe_combine(y, weights, tensors, plan.tokens, _key(op))

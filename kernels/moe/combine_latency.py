@@ -5,12 +5,14 @@ with a signal of its own and handled by one warp on either side, so that a few t
 and signals alternate between calls as in dispatch_latency.
 """
 
+from dataclasses import dataclass
+
 import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.moe.handshake import judge, tell
-from tilescale_net.kernels.moe.rows import (
+from tilescale_net.kernels.moe.handshake import announce, await_previous, check_announcement
+from tilescale_net.kernels.moe.row_ops import (
     EXACT_SUMS,
     EXPLICIT_SYNC,
     FP8,
@@ -24,7 +26,7 @@ from tilescale_net.kernels.moe.rows import (
     store_quantised,
     store_rounded,
 )
-from tilescale_net.kernels.moe.sizes import STATUS_WORDS, TAG_BITS
+from tilescale_net.kernels.moe.wire_layout import STATUS_WORDS, TAG_BITS
 
 
 def parts_of(hidden: int, width: int, wanted: int) -> tuple[int, int]:
@@ -32,6 +34,160 @@ def parts_of(hidden: int, width: int, wanted: int) -> tuple[int, int]:
     units = hidden // width
     size = (units + wanted * 32 - 1) // (wanted * 32) * 32
     return -(-units // size), size
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Compile-time sizes and choices; see combine_latency."""
+
+    ranks: int
+    top_k: int
+    max_tokens: int
+    hidden: int
+    dtype: str
+    weighted: bool
+    quantised: bool
+    wanted_parts: int
+
+    @property
+    def width(self) -> int:
+        """Elements of 16 bytes."""
+        return 4 if self.dtype == "float32" else 8
+
+    @property
+    def units(self) -> int:
+        """Pieces of 16 bytes in a row."""
+        return self.hidden // self.width
+
+    @property
+    def parts(self) -> int:
+        return parts_of(self.hidden, self.width, self.wanted_parts)[0]
+
+    @property
+    def size(self) -> int:
+        """Pieces of a part."""
+        return parts_of(self.hidden, self.width, self.wanted_parts)[1]
+
+    # Rows that a warp reads at once, and pieces of each per lane.
+    @property
+    def send_group(self) -> int:
+        return min(self.top_k, 2)
+
+    @property
+    def sum_group(self) -> int:
+        return min(self.ranks, 4)
+
+    @property
+    def send_batch(self) -> int:
+        return batch_of(self.size, 14)
+
+    @property
+    def sum_batch(self) -> int:
+        return batch_of(self.size, 7)
+
+
+@T.macro
+def _send_part(s, dst, dst_scales, dst_row, y, targets, weights, src, begin, end, lane):
+    """Sum a part of a row over this rank's experts into a row of `dst`."""
+    K, width, batch, group = s.top_k, s.width, s.send_batch, s.send_group
+    piece = T.alloc_local((group * batch * width,), s.dtype)
+    acc = T.alloc_local((batch * width,), "float32")
+    from_row = T.alloc_local((group,), "int32")
+    weight = T.alloc_local((group,), "float32")
+    first = T.alloc_var("int32")
+    k = T.alloc_var("int32")
+    for b in T.serial(-(-s.size // (32 * batch))):
+        first = begin + b * 32 * batch
+        clear(acc, batch * width)
+        k = 0
+        while k < K:
+            for g in T.unroll(group):
+                from_row[g] = -1
+                weight[g] = 1.0
+                while k < K and from_row[g] < 0:
+                    from_row[g] = targets[src, k]
+                    if s.weighted:
+                        weight[g] = weights[src, k]
+                    k = k + 1
+            add_rows(acc, piece, from_row, weight, y, first, lane, end, width, batch, group)
+        if s.quantised:
+            store_quantised(dst, dst_scales, dst_row, acc, first, lane, end, width, batch)
+        else:
+            store_rounded(dst, dst_row, acc, first, lane, end, width, batch, s.dtype)
+
+
+@T.macro
+def _signal_part(arrived, slot: T.Ref, part: T.Ref, call: T.Ref, pe: T.Ref, lane):
+    """Tell `pe` that a part, put by this warp, is there."""
+    T.sync_warp()
+    if lane == 0:
+        N.fence(pe)
+        N.signal(arrived[slot, part], call, pe)
+
+
+@T.macro
+def _send_proxied(
+    s, y, targets, weights, slots, slot_scales, staged, staged_scales, arrived, source: T.Ref, there, slot: T.Ref,
+    part: T.Ref, end: T.Ref, call: T.Ref, peer: T.Ref, lane,
+):  # fmt: skip
+    """Sum a part for a rank of another node into staging memory, and put it from there."""
+    size, width = s.size, s.width
+    _send_part(s, staged, staged_scales, there, y, targets, weights, source, part * size, end, lane)
+    T.sync_warp()
+    if s.quantised:
+        N.put_warp(
+            slot_scales[slot, part * size * width // 128], staged_scales[there, part * size * width // 128], peer,
+            count=(end * width + 127) // 128 - part * size * width // 128,
+        )  # fmt: skip
+        N.put_warp(
+            slots[slot, part * size * width],
+            staged[there, part * size * width],
+            peer,
+            count=(end - part * size) * width,
+        )
+        _signal_part(arrived, slot, part, call, peer, lane)
+    else:
+        N.put_signal_warp(
+            slots[slot, part * size * width], staged[there, part * size * width], peer, arrived[slot, part], call,
+            count=(end - part * size) * width,
+        )  # fmt: skip
+
+
+@T.macro
+def _sum_part(
+    s, out, slots, slot_scales, token_slot, arrived, piece, acc, from_row, token: T.Ref, part: T.Ref, end: T.Ref,
+    first: T.Ref, peer: T.Ref, slot: T.Ref, call: T.Ref, parity: T.Ref, lane,
+):  # fmt: skip
+    """Wait for a part of a token's rows and sum them in the order of ranks."""
+    R, M, width, batch, group = s.ranks, s.max_tokens, s.width, s.sum_batch, s.sum_group
+    end = T.min(s.units, (part + 1) * s.size)
+    for g in T.serial((R + 31) // 32):
+        peer = g * 32 + lane
+        if peer < R:
+            slot = token_slot[token, peer]
+            if slot >= 0:
+                N.wait(arrived[(parity * R + peer) * M + slot, part], "ge", call)
+    T.sync_warp()
+    for b in T.serial(-(-s.size // (32 * batch))):
+        first = part * s.size + b * 32 * batch
+        clear(acc, batch * width)
+        for p in T.serial((R + group - 1) // group):
+            for g in T.unroll(group):
+                from_row[g] = -1
+                if p * group + g < R:
+                    slot = token_slot[token, p * group + g]
+                    if slot >= 0:
+                        from_row[g] = (parity * R + p * group + g) * M + slot
+                        load_batch(piece, slots, from_row[g], first, lane, end, width, batch, g * batch * width)
+            for g in T.unroll(group):
+                if from_row[g] >= 0:
+                    if s.quantised:
+                        add_dequantised(
+                            acc, piece, slot_scales, from_row[g], first, lane, end, width, batch, g * batch * width
+                        )
+                    else:
+                        add_scaled(acc, piece, T.float32(1), batch * width, g * batch * width)
+        store_rounded(out, token, acc, first, lane, end, width, batch, s.dtype)
 
 
 @tsn.jit(name="moe_combine_latency", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
@@ -48,52 +204,18 @@ def combine_latency(
         parts: into how many parts to cut a row, about. blocks, threads: launch geometry; all blocks must run at once.
 
     Parameters of the kernel:
-        y [local experts * ranks * max_tokens, hidden], targets, weights, received: as dispatch_latency left them;
-        out [rows, hidden], token_slot [rows, ranks], tokens <= rows; active [ranks];
-        slots, slot_scales, staged, staged_scales [2 * ranks * max_tokens, …], begun [2 * ranks],
-        arrived [2 * ranks * max_tokens, parts]: symmetric; send_epochs, receive_epochs [blocks]: calls so far;
-        status: see STATUS_WORDS.
+        y [local experts * ranks * max_tokens, hidden] of `dtype`; targets, weights, received: see ReceivedRows.
+        out [rows, hidden] of `dtype`, token_slot [rows, ranks] int32, tokens <= rows; active [ranks] int32.
+        slots, staged [2 * ranks * max_tokens, hidden] of `dtype` or FP8, slot_scales, staged_scales [2 * ranks *
+        max_tokens, groups] float32, begun [2 * ranks], arrived [2 * ranks * max_tokens, parts] uint64: symmetric.
+        send_calls, receive_calls [blocks] uint64: calls so far. status: see STATUS_WORDS.
     """
     R, K, M = ranks, top_k, max_tokens
-    width = 4 if dtype == "float32" else 8
-    units, groups = hidden // width, groups_of(hidden)
-    cuts, size = parts_of(hidden, width, parts)
-    # Rows that a warp reads at once, and pieces of each per lane.
-    send_group, sum_group = min(K, 2), min(R, 4)
-    send_batch, sum_batch = batch_of(size, 14), batch_of(size, 7)
-    send_batches, sum_batches = (-(-size // (32 * b)) for b in (send_batch, sum_batch))
-    warps = threads // 32
+    s = _Sizes(R, K, M, hidden, dtype, weighted, quantised, parts)
+    groups, cuts, size, warps = groups_of(hidden), s.parts, s.size, threads // 32
     payload = FP8 if quantised else dtype
     rows, slot_rows, capacity = T.dynamic("rows"), T.dynamic("slot_rows"), T.dynamic("capacity")
     scale_rows, stages, scale_stages = T.dynamic("scale_rows"), T.dynamic("stages"), T.dynamic("scale_stages")
-
-    @T.macro
-    def send_part(dst, dst_scales, dst_row, y, targets, weights, src, begin, end, lane):
-        """Sum a part of a row over this rank's experts into a row of `dst`."""
-        piece = T.alloc_local((send_group * send_batch * width,), dtype)
-        acc = T.alloc_local((send_batch * width,), "float32")
-        from_row = T.alloc_local((send_group,), "int32")
-        weight = T.alloc_local((send_group,), "float32")
-        first = T.alloc_var("int32")
-        k = T.alloc_var("int32")
-        for b in T.serial(send_batches):
-            first = begin + b * 32 * send_batch
-            clear(acc, send_batch * width)
-            k = 0
-            while k < K:
-                for g in T.unroll(send_group):
-                    from_row[g] = -1
-                    weight[g] = 1.0
-                    while k < K and from_row[g] < 0:
-                        from_row[g] = targets[src, k]
-                        if weighted:
-                            weight[g] = weights[src, k]
-                        k = k + 1
-                add_rows(acc, piece, from_row, weight, y, first, lane, end, width, send_batch, send_group)
-            if quantised:
-                store_quantised(dst, dst_scales, dst_row, acc, first, lane, end, width, send_batch)
-            else:
-                store_rounded(dst, dst_row, acc, first, lane, end, width, send_batch, dtype)
 
     @T.prim_func
     def main(
@@ -112,8 +234,8 @@ def combine_latency(
         staged_scales: T.Tensor((scale_stages, groups), "float32"),
         begun: T.Tensor((2 * R,), "uint64"),
         arrived: T.Tensor((2 * R * M, cuts), "uint64"),
-        send_epochs: T.Tensor((blocks,), "uint64"),
-        receive_epochs: T.Tensor((blocks,), "uint64"),
+        send_calls: T.Tensor((blocks,), "uint64"),
+        receive_calls: T.Tensor((blocks,), "uint64"),
         status: T.Tensor((STATUS_WORDS,), "int64"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
@@ -122,8 +244,8 @@ def combine_latency(
             warp, lane = thread // 32, thread % 32
             me = T.alloc_var("int32")
             me = N.my_pe()
-            epoch = T.alloc_var("uint64")
-            side = T.alloc_var("int32")  # which of the two sets of buffers
+            call = T.alloc_var("uint64")
+            parity = T.alloc_var("int32")  # which of the two sets of buffers
             peer = T.alloc_var("int32")
             slot = T.alloc_var("int32")
             part = T.alloc_var("int32")
@@ -133,19 +255,19 @@ def combine_latency(
             if sends:
                 total = T.alloc_var("int32")
                 source = T.alloc_var("int32")
-                near = T.alloc_var("int32", init=1)
-                epoch = send_epochs[block] + T.uint64(1)
-                side = T.cast(epoch & T.uint64(1), "int32")
+                direct = T.alloc_var("int32", init=1)
+                call = send_calls[block] + T.uint64(1)
+                parity = T.cast(call & T.uint64(1), "int32")
                 if thread < R:
                     incoming[thread] = received[thread]
                     if active[thread] != 0:
-                        N.wait(begun[(1 - side) * R + thread], "ge", (epoch - T.uint64(1)) << T.uint64(TAG_BITS))
+                        await_previous(begun, parity, call, TAG_BITS, thread, R)
                         if block == 0:
-                            tell(begun, side * R + me, epoch, 0, thread)
+                            announce(begun, parity * R + me, call, 0, thread)
                 T.sync_threads()
                 total = 0
-                for s in T.serial(R):
-                    total = total + incoming[s]
+                for r in T.serial(R):
+                    total = total + incoming[r]
                 for i in T.serial((total * cuts + blocks * warps - 1) // (blocks * warps)):
                     # Consecutive parts go to different blocks.
                     slot = ((i * warps + warp) * blocks + block) // cuts
@@ -156,106 +278,53 @@ def combine_latency(
                             slot = slot - incoming[peer]
                             peer = peer + 1
                         source = peer * M + slot
-                        place = (side * R + me) * M + slot
-                        end = T.min(units, (part + 1) * size)
+                        place = (parity * R + me) * M + slot
+                        end = T.min(s.units, (part + 1) * size)
                         if proxied:
-                            near = T.if_then_else(N.is_direct(peer), 1, 0)
-                        if near != 0:
-                            far_slots = N.remote(slots, peer)
-                            far_scales = N.remote(slot_scales, peer) if quantised else slot_scales
-                            send_part(far_slots, far_scales, place, y, targets, weights, source, part * size, end, lane)
-                            T.sync_warp()
-                            if lane == 0:
-                                N.fence(peer)
-                                N.signal(arrived[place, part], epoch, peer)
+                            direct = T.if_then_else(N.is_direct(peer), 1, 0)
+                        if direct != 0:
+                            # A tuple, because tilelang renames a parameter that is given another name.
+                            at_peer = (
+                                N.remote(slots, peer), N.remote(slot_scales, peer) if quantised else slot_scales,
+                            )  # fmt: skip
+                            _send_part(
+                                s, at_peer[0], at_peer[1], place, y, targets, weights, source, part * size, end, lane
+                            )
+                            _signal_part(arrived, place, part, call, peer, lane)
                         elif proxied:
-                            there = (side * R + peer) * M + slot
-                            send_part(staged, staged_scales, there, y, targets, weights, source, part * size, end, lane)
-                            T.sync_warp()
-                            if quantised:
-                                N.put_warp(
-                                    slot_scales[place, part * size * width // 128],
-                                    staged_scales[there, part * size * width // 128],
-                                    peer,
-                                    count=(end * width + 127) // 128 - part * size * width // 128,
-                                )
-                                N.put_warp(
-                                    slots[place, part * size * width],
-                                    staged[there, part * size * width],
-                                    peer,
-                                    count=(end - part * size) * width,
-                                )
-                                T.sync_warp()
-                                if lane == 0:
-                                    N.fence(peer)
-                                    N.signal(arrived[place, part], epoch, peer)
-                            else:
-                                N.put_signal_warp(
-                                    slots[place, part * size * width],
-                                    staged[there, part * size * width],
-                                    peer,
-                                    arrived[place, part],
-                                    epoch,
-                                    count=(end - part * size) * width,
-                                )
+                            there = (parity * R + peer) * M + slot
+                            _send_proxied(
+                                s, y, targets, weights, slots, slot_scales, staged, staged_scales, arrived, source, there,
+                                place, part, end, call, peer, lane,
+                            )  # fmt: skip
                 T.sync_threads()
                 if thread == 0:
-                    send_epochs[block] = epoch
+                    send_calls[block] = call
 
             if receives:
                 token = T.alloc_var("int32")
-                said = T.alloc_var("uint64")
-                piece = T.alloc_local((sum_group * sum_batch * width,), payload)
-                acc = T.alloc_local((sum_batch * width,), "float32")
-                from_row = T.alloc_local((sum_group,), "int32")
+                word = T.alloc_var("uint64")
+                piece = T.alloc_local((s.sum_group * s.sum_batch * s.width,), payload)
+                acc = T.alloc_local((s.sum_batch * s.width,), "float32")
+                from_row = T.alloc_local((s.sum_group,), "int32")
                 first = T.alloc_var("int32")
-                epoch = receive_epochs[block] + T.uint64(1)
-                side = T.cast(epoch & T.uint64(1), "int32")
+                call = receive_calls[block] + T.uint64(1)
+                parity = T.cast(call & T.uint64(1), "int32")
                 # Words of ranks that begin come before their rows: this wait costs no time.
                 if block == 0 and thread < R:
                     if active[thread] != 0:
-                        said = N.wait(begun[side * R + thread], "ge", epoch << T.uint64(TAG_BITS))
-                        judge(said, 0, thread, status)
+                        word = N.wait(begun[parity * R + thread], "ge", call << T.uint64(TAG_BITS))
+                        check_announcement(word, 0, thread, status)
                 for i in T.serial((tokens * cuts + blocks * warps - 1) // (blocks * warps)):
                     token = ((i * warps + warp) * blocks + block) // cuts
                     part = ((i * warps + warp) * blocks + block) % cuts
                     if token < tokens:
-                        end = T.min(units, (part + 1) * size)
-                        for g in T.serial((R + 31) // 32):
-                            peer = g * 32 + lane
-                            if peer < R:
-                                slot = token_slot[token, peer]
-                                if slot >= 0:
-                                    N.wait(arrived[(side * R + peer) * M + slot, part], "ge", epoch)
-                        T.sync_warp()
-                        for b in T.serial(sum_batches):
-                            first = part * size + b * 32 * sum_batch
-                            clear(acc, sum_batch * width)
-                            for p in T.serial((R + sum_group - 1) // sum_group):
-                                for g in T.unroll(sum_group):
-                                    from_row[g] = -1
-                                    if p * sum_group + g < R:
-                                        slot = token_slot[token, p * sum_group + g]
-                                        if slot >= 0:
-                                            from_row[g] = (side * R + p * sum_group + g) * M + slot
-                                            load_batch(
-                                                piece, slots, from_row[g], first, lane, end, width, sum_batch,
-                                                g * sum_batch * width,
-                                            )  # fmt: skip
-                                for g in T.unroll(sum_group):
-                                    if from_row[g] >= 0:
-                                        if quantised:
-                                            add_dequantised(
-                                                acc, piece, slot_scales, from_row[g], first, lane, end, width, sum_batch,
-                                                g * sum_batch * width,
-                                            )  # fmt: skip
-                                        else:
-                                            add_scaled(
-                                                acc, piece, T.float32(1), sum_batch * width, g * sum_batch * width
-                                            )
-                            store_rounded(out, token, acc, first, lane, end, width, sum_batch, dtype)
+                        _sum_part(
+                            s, out, slots, slot_scales, token_slot, arrived, piece, acc, from_row, token, part, end, first,
+                            peer, slot, call, parity, lane,
+                        )  # fmt: skip
                 T.sync_threads()
                 if thread == 0:
-                    receive_epochs[block] = epoch
+                    receive_calls[block] = call
 
     return main

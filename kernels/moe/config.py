@@ -6,13 +6,37 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from tilescale_net.kernels.moe.rows import groups_of
+from tilescale_net.kernels.moe.row_ops import groups_of
 
 FP8 = torch.float8_e4m3fn
 COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MODES = ("throughput", "latency")
 LAYOUTS = ("expert", "rank")
-MAX_LATENCY_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a mode offers; checks of arguments ask for a trait, not for the mode.
+
+    Attributes:
+        layouts: of the rows that dispatch gives.
+        max_tokens: the largest that it takes; None: any.
+        reuses_plan: dispatch takes the handle of an earlier one instead of choices.
+        quantises_rows: dispatch quantises rows on the way where `dtype` is FP8.
+        weighs_rows: combine takes weights of expert-major rows, and brings numbers of them back.
+    """
+
+    layouts: tuple[str, ...] = LAYOUTS
+    max_tokens: int | None = None
+    reuses_plan: bool = False
+    quantises_rows: bool = False
+    weighs_rows: bool = False
+
+
+# What the host's checks know of each mode; all_to_all.py names its implementation.
+MODES = {
+    "throughput": Traits(reuses_plan=True, weighs_rows=True),
+    "latency": Traits(layouts=("expert",), max_tokens=512, quantises_rows=True),
+}
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -61,13 +85,18 @@ class Config:
             raise ValueError(f"AllToAll: mode is {self.mode!r}; it must be one of {', '.join(MODES)}")
         if self.layout not in LAYOUTS:
             raise ValueError(f"AllToAll: layout is {self.layout!r}; it must be one of {', '.join(LAYOUTS)}")
-        if self.mode == "latency" and self.max_tokens > MAX_LATENCY_TOKENS:
+        limit, others = self.traits.max_tokens, [m for m, t in MODES.items() if t.max_tokens is None]
+        if limit is not None and self.max_tokens > limit:
             raise ValueError(
-                f"AllToAll: max_tokens is {self.max_tokens}; latency mode takes up to {MAX_LATENCY_TOKENS}, use "
-                'mode="throughput"'
+                f'AllToAll: max_tokens is {self.max_tokens}; {self.mode} mode takes up to {limit}, use mode="{others[0]}"'
             )
-        if self.mode == "latency" and self.layout == "rank":
-            raise ValueError('AllToAll: layout "rank" exists in throughput mode only')
+        if self.layout not in self.traits.layouts:
+            has = " and ".join(m for m, t in MODES.items() if self.layout in t.layouts)
+            raise ValueError(f'AllToAll: layout "{self.layout}" exists in {has} mode only')
+
+    @property
+    def traits(self) -> Traits:
+        return MODES[self.mode]
 
     @property
     def local_experts(self) -> int:
@@ -91,7 +120,7 @@ class Config:
     def signature(self) -> tuple:
         """What a handle must have been made with to be used: sizes that its tensors and its rows depend on."""
         shared = (self.ranks, self.num_experts, self.max_tokens, self.top_k, self.mode)
-        return shared if self.mode == "latency" else (*shared, self.alignment, self.capacity)
+        return (*shared, self.alignment, self.capacity) if self.traits.reuses_plan else shared
 
     def describe(self) -> str:
         """Every field, for the agreement of all ranks."""

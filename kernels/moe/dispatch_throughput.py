@@ -1,6 +1,6 @@
-"""Dispatch in throughput mode: moves the rows of a layout, each once per target rank.
+"""Dispatch in throughput mode: moves the rows of a routing plan, each once per target rank.
 
-Sending warps put rows straight from the caller's tensor to where the layout wants them at the target. Rows to another
+Sending warps put rows straight from the caller's tensor to where the plan wants them at the target. Rows to another
 node go through staging memory, several to a message. What happens at the target depends on `placement`:
 
 - "rank": rows lie by source rank and token, nothing is left to do.
@@ -10,85 +10,181 @@ node go through staging memory, several to a message. What happens at the target
 Copying overlaps with sending: every chunk of rows has a signal, which carries the number of the call.
 """
 
+from dataclasses import dataclass
+
 import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.moe.handshake import open_call
-from tilescale_net.kernels.moe.rows import EXPLICIT_SYNC, batch_of, copy_row, copy_words, load_batch, store_batch
-from tilescale_net.kernels.moe.sizes import STATUS_WORDS, Totals, record_words
+from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, take_ticket
+from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, batch_of, copy_row, copy_words, load_batch, store_batch
+from tilescale_net.kernels.moe.wire_layout import STATUS_WORDS, Totals, record_words
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Compile-time sizes and choices; see dispatch_throughput."""
+
+    ranks: int
+    top_k: int
+    max_tokens: int
+    row_words: int
+    scale_words: int
+    placement: str
+    proxied: bool
+    chunk: int
+    proxied_chunk: int
+
+    @property
+    def by_rank(self) -> bool:
+        return self.placement == "rank"
+
+    @property
+    def in_place(self) -> bool:
+        return self.placement != "arrival"
+
+    @property
+    def unroll(self) -> int:
+        return batch_of(self.row_words // 4, 16)
 
 
 @T.macro
-def _signal_chunk(arrived, me, c, epoch, pe, lane):
+def _signal_chunk(arrived, me, c, call, pe, lane):
     """Tell `pe` that a chunk, put by this warp, is there."""
     T.sync_warp()
     if lane == 0:
         N.fence(pe)
-        N.signal(arrived[me, c], epoch, pe)
+        N.signal(arrived[me, c], call, pe)
 
 
 @T.macro
-def _scatter(out, out_scales, src, src_scales, row, records, source, j, skip, K, words, scale_words, lane):
+def _put_row(s, dst, dst_scales, row: T.Ref, x, x_scales, token: T.Ref, pe: T.Ref):
+    """Put row `token` with its scales to row `row` of `dst` at `pe`."""
+    N.put_warp(dst[row, 0], x[token, 0], pe, count=s.row_words, unroll=s.unroll)
+    if s.scale_words:
+        N.put_warp(dst_scales[row, 0], x_scales[token, 0], pe, count=s.scale_words)
+
+
+@T.macro
+def _put_staged(s, dst, dst_scales, row: T.Ref, staged, staged_scales, slot: T.Ref, pe: T.Ref, count: T.Ref):
+    """Put `count` rows from slot `slot` on to rows `row` … of `dst` at `pe`, in one message, and their scales in another."""
+    N.put_warp(dst[row, 0], staged[slot, 0], pe, count=count * s.row_words)
+    if s.scale_words:
+        N.put_warp(dst_scales[row, 0], staged_scales[slot, 0], pe, count=count * s.scale_words)
+
+
+@T.macro
+def _send_direct(
+    s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, send_row, first_row, me: T.Ref, peer: T.Ref, c: T.Ref,
+    n: T.Ref, j: T.Ref, row: T.Ref, token: T.Ref,
+):  # fmt: skip
+    """Put the `n` rows of chunk `c` to a mapped rank, from where the caller has them to where the plan wants them."""
+    for q in T.serial(n):
+        j = c * s.chunk + q
+        token = send_token[peer, j]
+        if s.by_rank:
+            row = first_row[peer] + j
+        elif s.in_place:
+            row = send_row[peer, j]
+        else:
+            row = me * s.max_tokens + j
+        if s.in_place:
+            _put_row(s, out, out_scales, row, x, x_scales, token, peer)
+        else:
+            _put_row(s, arrival, arrival_scales, row, x, x_scales, token, peer)
+
+
+@T.macro
+def _send_proxied(
+    s, x, x_scales, out, out_scales, arrival, arrival_scales, staged, staged_scales, send_token, first_row, me: T.Ref, peer: T.Ref,
+    c: T.Ref, n: T.Ref, slot: T.Ref, row: T.Ref, token: T.Ref, lane,
+):  # fmt: skip
+    """Stage the `n` rows of chunk `c` and put them to a rank of another node."""
+    slot = peer * s.max_tokens + c * s.proxied_chunk
+    for q in T.serial(n):
+        token = send_token[peer, c * s.proxied_chunk + q]
+        copy_row(staged, slot + q, x, token, s.row_words, lane, 16)
+        if s.scale_words:
+            copy_words(staged_scales, slot + q, x_scales, token, s.scale_words, lane)
+    if s.by_rank:
+        row = first_row[peer] + c * s.proxied_chunk
+        _put_staged(s, out, out_scales, row, staged, staged_scales, slot, peer, n)
+    else:
+        row = me * s.max_tokens + c * s.proxied_chunk
+        _put_staged(s, arrival, arrival_scales, row, staged, staged_scales, slot, peer, n)
+
+
+@T.macro
+def _scatter(s, out, out_scales, src, src_scales, row, records, source, j, skip, lane):
     """Copy a row to all rows that its record names, except row `skip`."""
-    batch = batch_of(words // 4, 16)
+    words, batch = s.row_words, s.unroll
     piece = T.alloc_local((batch * 4,), "int32")
     for b in T.serial((words // 4 + 32 * batch - 1) // (32 * batch)):
         load_batch(piece, src, row, b * 32 * batch, lane, words // 4, 4, batch)
-        for k in T.serial(K):
+        for k in T.serial(s.top_k):
             target = T.alloc_var("int32")
             target = records[source, j, k]
             if target >= 0 and target != skip:
                 store_batch(out, target, piece, b * 32 * batch, lane, words // 4, 4, batch)
-    if scale_words:
-        for k in T.serial(K):
+    if s.scale_words:
+        for k in T.serial(s.top_k):
             place = T.alloc_var("int32")
             place = records[source, j, k]
             if place >= 0 and place != skip:
-                copy_words(out_scales, place, src_scales, row, scale_words, lane)
+                copy_words(out_scales, place, src_scales, row, s.scale_words, lane)
+
+
+@T.macro
+def _receive_row(
+    s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, records, me: T.Ref, peer: T.Ref, j: T.Ref, row: T.Ref,
+    slot: T.Ref, token: T.Ref, direct: T.Ref, lane,
+):  # fmt: skip
+    """Copy row `j` of `peer` to the rows of its experts; this rank's own rows are taken from where the caller has them."""
+    if peer == me:
+        token = send_token[me, j]
+        _scatter(s, out, out_scales, x, x_scales, token, records, peer, j, -1, lane)
+    else:
+        row = -1
+        if s.in_place:
+            for k in T.serial(s.top_k):
+                if row < 0:
+                    row = records[peer, j, k]
+        if s.in_place and direct != 0:
+            _scatter(s, out, out_scales, out, out_scales, row, records, peer, j, row, lane)
+        elif s.proxied or not s.in_place:
+            slot = peer * s.max_tokens + j
+            _scatter(s, out, out_scales, arrival, arrival_scales, slot, records, peer, j, -1, lane)
 
 
 @tsn.jit(name="moe_dispatch_throughput", pass_configs=EXPLICIT_SYNC)
 def dispatch_throughput(
-    ranks,
-    experts,
-    top_k,
-    max_tokens,
-    row_words,
-    scale_words,
-    placement,
-    proxied,
-    chunk,
-    far_chunk,
-    senders,
-    receivers,
+    ranks, experts, top_k, max_tokens, row_words, scale_words, placement, proxied, chunk, proxied_chunk, senders, receivers,
     threads,
-):
+):  # fmt: skip
     """Kernel that moves the rows.
 
     Args:
-        ranks, experts, top_k, max_tokens: as in the layout.
+        ranks, experts, top_k, max_tokens: as in the plan.
         row_words, scale_words: 4-byte words of a row (a multiple of 4) and of its scales (0: it has none).
         placement: "rank", "expert" or "arrival".
         proxied: whether some ranks are on other nodes.
-        chunk, far_chunk: rows per signal to a mapped rank, and rows per message to another node.
+        chunk, proxied_chunk: rows per signal to a mapped rank, and rows per message to another node.
         senders, receivers: blocks of each kind (no receivers for "rank"); threads: of a block. All blocks run at once.
 
-    Parameters of the kernel:
-        x [rows, row_words], x_scales: what to send. out, out_scales: symmetric, except for "arrival".
+    Parameters of the kernel (int32 unless said; rows and scales are moved as words of 4 bytes):
+        x, x_scales: what to send. out, out_scales: symmetric, except for "arrival".
         arrival, arrival_scales [ranks * max_tokens, …]: symmetric; used for "arrival" and for rows from other nodes.
         staged, staged_scales [ranks * max_tokens, …]: symmetric; used for rows to other nodes.
-        send_token … totals, active: see the layout. ready [ranks], arrived [ranks, chunks], done [ranks]: symmetric.
+        send_token … totals: see RoutingPlan. active [ranks]: 0 for a rank that is left out.
+        ready [ranks], arrived [ranks, chunks], done [ranks]: uint64, symmetric.
         tickets [2, 2]: work given out to senders and to receivers, by the parity of the call; 0 at first.
-        epochs [senders + receivers]: calls so far. tag: see output_tag. status: see STATUS_WORDS.
+        calls [senders + receivers]: uint64, calls so far. tag: see output_tag. status: see STATUS_WORDS.
     """
-    R, K, M = ranks, top_k, max_tokens
-    at, W = Totals(ranks, experts // ranks), record_words(top_k)
-    chunks = -(-M // min(chunk, far_chunk))
-    blocks, warps = senders + receivers, threads // 32
-    scale_width = max(scale_words, 1)
-    unroll = batch_of(row_words // 4, 16)
-    by_rank, in_place = placement == "rank", placement != "arrival"
+    R, M = ranks, max_tokens
+    s = _Sizes(R, top_k, M, row_words, scale_words, placement, proxied, chunk, proxied_chunk)
+    at, W = Totals(R, experts // R), record_words(top_k)
+    chunks = -(-M // min(chunk, proxied_chunk))
+    blocks, scale_width = senders + receivers, max(scale_words, 1)
     rows, scale_rows, capacity, scale_capacity = (
         T.dynamic(n) for n in ("rows", "scale_rows", "capacity", "scale_capacity")
     )
@@ -116,161 +212,99 @@ def dispatch_throughput(
         arrived: T.Tensor((R, chunks), "uint64"),
         done: T.Tensor((R,), "uint64"),
         tickets: T.Tensor((2, 2), "int32"),
-        epochs: T.Tensor((blocks,), "uint64"),
+        calls: T.Tensor((blocks,), "uint64"),
         tag: T.int32,
         status: T.Tensor((STATUS_WORDS,), "int64"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
             sent = T.alloc_shared((R,), "int32")
-            base = T.alloc_shared((R,), "int32")
+            first_row = T.alloc_shared((R,), "int32")
             received = T.alloc_shared((R,), "int32")
             thread = T.get_thread_binding()
-            warp, lane = thread // 32, thread % 32
+            lane = thread % 32
             me = T.alloc_var("int32")
             me = N.my_pe()
-            epoch = T.alloc_var("uint64")
-            epoch = epochs[block] + T.uint64(1)
+            call = T.alloc_var("uint64")
+            call = calls[block] + T.uint64(1)
             if thread < R:
                 sent[thread] = totals[at.sent + thread]
-                base[thread] = totals[at.sent_base + thread]
+                first_row[thread] = totals[at.sent_base + thread]
                 received[thread] = totals[at.received + thread]
-                # This rank's outputs may be overwritten from here on; so may those of ranks that say the same.
-                open_call(ready, active, status, me, epoch, tag, block, senders, thread)
+                # This rank's outputs may be overwritten from here on, and those of every rank that has begun the call.
+                open_call(ready, active, status, me, call, tag, block, senders, thread)
             T.sync_threads()
 
-            # A variable of its own for each index: the compiler's arithmetic on the sums is not to be trusted.
+            # Each index has a variable of its own, because the compiler's arithmetic on sums of them cannot be trusted.
             peer = T.alloc_var("int32")
             c = T.alloc_var("int32")
             j = T.alloc_var("int32")
             n = T.alloc_var("int32")
             row = T.alloc_var("int32")
-            place = T.alloc_var("int32")
+            slot = T.alloc_var("int32")
             token = T.alloc_var("int32")
-            near = T.alloc_var("int32", init=1)
-            # Warps take the next chunk when they are done with one: equal shares would not take them equally long, because
-            # multiprocessors share ports to the links. Lane 0 asks for the next ticket while the warp is at work.
-            turn = T.alloc_var("int32")
-            turn = T.cast(epoch % T.uint64(2), "int32")
+            direct = T.alloc_var("int32", init=1)
+            parity = T.alloc_var("int32")
+            parity = T.cast(call % T.uint64(2), "int32")
             ahead = T.alloc_var("int32", init=0)
             ticket = T.alloc_var("int32")
             if block == 0 and thread < 2:
-                tickets[1 - turn, thread] = 0
+                tickets[1 - parity, thread] = 0
             if block < senders:
-                if lane == 0:
-                    ahead = T.atomic_add(tickets[turn, 0], 1, return_prev=True)
+                take_ticket(tickets, parity, 0, ahead, lane)
                 ticket = T.shfl_sync(ahead, 0)
                 while ticket < R * chunks:
-                    if lane == 0:
-                        ahead = T.atomic_add(tickets[turn, 0], 1, return_prev=True)
+                    take_ticket(tickets, parity, 0, ahead, lane)
                     # Consecutive tickets are for the same chunk and different ranks: all links are busy, rows are read once.
                     c = ticket // R
                     peer = (ticket % R + me) % R
                     if proxied:
-                        near = T.if_then_else(N.is_direct(peer), 1, 0)
+                        direct = T.if_then_else(N.is_direct(peer), 1, 0)
                     # Receivers take this rank's own rows from where they are.
-                    if near != 0 and c * chunk < sent[peer] and (by_rank or peer != me):
+                    if direct != 0 and c * chunk < sent[peer] and (s.by_rank or peer != me):
                         n = T.min(chunk, sent[peer] - c * chunk)
-                        for q in T.serial(n):
-                            j = c * chunk + q
-                            token = send_token[peer, j]
-                            if by_rank:
-                                row = base[peer] + j
-                            elif in_place:
-                                row = send_row[peer, j]
-                            else:
-                                row = me * M + j
-                            if in_place:
-                                N.put_warp(out[row, 0], x[token, 0], peer, count=row_words, unroll=unroll)
-                                if scale_words:
-                                    N.put_warp(out_scales[row, 0], x_scales[token, 0], peer, count=scale_words)
-                            else:
-                                N.put_warp(arrival[row, 0], x[token, 0], peer, count=row_words, unroll=unroll)
-                                if scale_words:
-                                    N.put_warp(arrival_scales[row, 0], x_scales[token, 0], peer, count=scale_words)
-                        if not by_rank:
-                            _signal_chunk(arrived, me, c, epoch, peer, lane)
+                        _send_direct(
+                            s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, send_row, first_row, me,
+                            peer, c, n, j, row, token,
+                        )  # fmt: skip
+                        if not s.by_rank:
+                            _signal_chunk(arrived, me, c, call, peer, lane)
                     if proxied:
-                        if near == 0 and c * far_chunk < sent[peer]:
-                            n = T.min(far_chunk, sent[peer] - c * far_chunk)
-                            place = peer * M + c * far_chunk
-                            for q in T.serial(n):
-                                token = send_token[peer, c * far_chunk + q]
-                                copy_row(staged, place + q, x, token, row_words, lane, 16)
-                                if scale_words:
-                                    copy_words(staged_scales, place + q, x_scales, token, scale_words, lane)
-                            if by_rank:
-                                row = base[peer] + c * far_chunk
-                                N.put_warp(out[row, 0], staged[place, 0], peer, count=n * row_words)
-                                if scale_words:
-                                    N.put_warp(out_scales[row, 0], staged_scales[place, 0], peer, count=n * scale_words)
-                            else:
-                                row = me * M + c * far_chunk
-                                N.put_warp(arrival[row, 0], staged[place, 0], peer, count=n * row_words)
-                                if scale_words:
-                                    N.put_warp(
-                                        arrival_scales[row, 0], staged_scales[place, 0], peer, count=n * scale_words
-                                    )
-                                _signal_chunk(arrived, me, c, epoch, peer, lane)
+                        if direct == 0 and c * proxied_chunk < sent[peer]:
+                            n = T.min(proxied_chunk, sent[peer] - c * proxied_chunk)
+                            _send_proxied(
+                                s, x, x_scales, out, out_scales, arrival, arrival_scales, staged, staged_scales, send_token,
+                                first_row, me, peer, c, n, slot, row, token, lane,
+                            )  # fmt: skip
+                            if not s.by_rank:
+                                _signal_chunk(arrived, me, c, call, peer, lane)
                     ticket = T.shfl_sync(ahead, 0)
                 T.sync_threads()
-                if thread < R:
-                    if active[thread] != 0:
-                        N.fence(thread)
-                        N.signal(done[me], 1, thread, op="add")
+                count_sender(done, active, me, thread, R)
 
             if receivers:
                 # Senders that are done help to receive.
                 size = T.alloc_var("int32", init=chunk)
-                if lane == 0:
-                    ahead = T.atomic_add(tickets[turn, 1], 1, return_prev=True)
+                take_ticket(tickets, parity, 1, ahead, lane)
                 ticket = T.shfl_sync(ahead, 0)
                 while ticket < R * chunks:
-                    if lane == 0:
-                        ahead = T.atomic_add(tickets[turn, 1], 1, return_prev=True)
+                    take_ticket(tickets, parity, 1, ahead, lane)
                     c = ticket // R
                     peer = (me + R - ticket % R) % R
                     if proxied:
-                        near = T.if_then_else(N.is_direct(peer), 1, 0)
-                        size = T.if_then_else(near != 0, chunk, far_chunk)
+                        direct = T.if_then_else(N.is_direct(peer), 1, 0)
+                        size = T.if_then_else(direct != 0, chunk, proxied_chunk)
                     if c * size < received[peer]:
                         if peer != me:
-                            N.wait_warp(arrived[peer, c], "ge", epoch)
+                            N.wait_warp(arrived[peer, c], "ge", call)
                         n = T.min(size, received[peer] - c * size)
                         for q in T.serial(n):
                             j = c * size + q
-                            if peer == me:
-                                token = send_token[me, j]
-                                _scatter(
-                                    out, out_scales, x, x_scales, token, records, peer, j, -1, K, row_words,
-                                    scale_words, lane,
-                                )  # fmt: skip
-                            else:
-                                row = -1
-                                if in_place:
-                                    for k in T.serial(K):
-                                        if row < 0:
-                                            row = records[peer, j, k]
-                                if in_place and near != 0:
-                                    _scatter(
-                                        out, out_scales, out, out_scales, row, records, peer, j, row, K, row_words,
-                                        scale_words, lane,
-                                    )  # fmt: skip
-                                elif proxied or not in_place:
-                                    place = peer * M + j
-                                    _scatter(
-                                        out, out_scales, arrival, arrival_scales, place, records, peer, j, -1, K,
-                                        row_words, scale_words, lane,
-                                    )  # fmt: skip
+                            _receive_row(
+                                s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, records, me, peer, j,
+                                row, slot, token, direct, lane,
+                            )  # fmt: skip
                     ticket = T.shfl_sync(ahead, 0)
             T.sync_threads()
-            # Nobody ends before all have sent all: so no signal of a call meets one of the next.
-            if block == 0 and thread < R:
-                if active[thread] != 0:
-                    N.wait(done[thread], "ge", epoch * T.uint64(senders))
-            if thread == 0:
-                # The caller may write to x, and the next call to the staged rows, as soon as this kernel has ended.
-                if block < senders:
-                    N.quiet()
-                epochs[block] = epoch
+            close_call(done, active, calls, call, block, senders, thread, R)
 
     return main

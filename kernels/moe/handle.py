@@ -6,12 +6,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tilescale_net.kernels.moe.sizes import Totals
+from tilescale_net.kernels.moe.wire_layout import Totals
 
 
 @dataclass(frozen=True)
-class Layout:
+class RoutingPlan:
     """Which row goes where, in throughput mode; ordinary device memory, as long as somebody holds it.
+
+    The fields are called as the parameters of the kernels.
 
     Attributes:
         tokens: of this rank.
@@ -19,7 +21,7 @@ class Layout:
         send_row: [ranks, max_tokens] its first row in the expert-major order at that rank.
         token_slot: [tokens, ranks] its place among the rows to that rank, or -1.
         records: [ranks, max_tokens, …] of each row received from a rank: its expert-major rows and their weights.
-        totals: see `sizes.Totals`.
+        totals: see `wire_layout.Totals`.
         row_index: [index capacity] of each expert-major row: its row in rank-major order.
         row_weight: [index capacity] its weight (float32).
     """
@@ -34,28 +36,32 @@ class Layout:
     row_weight: torch.Tensor
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors in the order of the kernels' parameters."""
-        return [
-            self.send_token, self.send_row, self.token_slot, self.records, self.totals, self.row_index, self.row_weight,
-        ]  # fmt: skip
+        """All fields but `tokens`, in order."""
+        return list(vars(self).values())[1:]
+
+    def counts(self, ranks: int, local_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """int32 [local_experts] rows per expert, [local_experts + 1] their offsets, and [] the rank-major rows; views."""
+        at, t = Totals(ranks, local_experts), self.totals
+        end = at.received_base + ranks
+        return t[at.counts : at.counts + local_experts], t[at.offsets : at.offsets + local_experts + 1], t[end]
 
 
 @dataclass(frozen=True)
-class Received:
+class ReceivedRows:
     """Which row came from where, in latency mode; ordinary device memory.
 
     Attributes:
         tokens: of this rank.
         token_slot: [tokens, ranks] place of a token among the rows to a rank, or -1 (int32).
         targets, weights: [ranks * max_tokens, top_k] of each row received: its rows in `x`, or -1, and their weights.
-        received: [ranks] rows received from each rank.
+        counts: [ranks] rows received from each rank (int32).
     """
 
     tokens: int
     token_slot: torch.Tensor
     targets: torch.Tensor
     weights: torch.Tensor
-    received: torch.Tensor
+    counts: torch.Tensor
 
 
 @dataclass
@@ -64,23 +70,23 @@ class Handle:
 
     Attributes:
         signature: what a caller of it must agree with; see `Config.signature`.
-        layout: the tensors.
+        plan: the tensors.
         mask: for each rank whether it took part.
         combined: whether combine has used it.
     """
 
     signature: tuple
-    layout: Layout | Received
+    plan: RoutingPlan | ReceivedRows
     mask: tuple[bool, ...]
     combined: bool = False
 
     @property
     def tokens(self) -> int:
         """Tokens of this rank."""
-        return self.layout.tokens
+        return self.plan.tokens
 
-    def again(self) -> Handle:
-        """A handle of another dispatch with the same layout."""
+    def renewed(self) -> Handle:
+        """A handle of another dispatch with the same routing."""
         return replace(self, combined=False)
 
 
@@ -90,7 +96,7 @@ class Choices:
 
     Attributes:
         topk_idx: [tokens, top_k] experts, int64 or int32. topk_weights: [tokens, top_k] float32.
-        cleared: whether places of the layout that stand for no row shall be zero.
+        cleared: whether places of the plan that stand for no row shall be zero.
     """
 
     topk_idx: torch.Tensor
@@ -144,11 +150,3 @@ class Dispatched:
     row_weight: torch.Tensor | None
     num_rows: torch.Tensor | None
     handle: Handle = field(repr=False)
-
-
-def counts_of(layout: Layout, ranks: int, local_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """counts, offsets and the number of rank-major rows: views of a layout's totals."""
-    at = Totals(ranks, local_experts)
-    t = layout.totals
-    end = at.received_base + ranks
-    return t[at.counts : at.counts + local_experts], t[at.offsets : at.offsets + local_experts + 1], t[end]

@@ -1,50 +1,106 @@
-"""How a call begins: every rank tells every rank that its buffers may be written, and what it found wrong."""
+"""How a call begins and ends: announcements to every rank, tickets for its work, and the count of those who have sent.
+
+The number of a call (uint64, from 1) lives in device memory: `calls[block]` is the number of the calls so far. Its
+parity chooses between buffers, signals and tickets that exist twice.
+"""
 
 import tilelang.language as T
 
 import tilescale_net.language as N
-from tilescale_net.kernels.moe.sizes import CODE_BITS, NO_FAULT, OTHER_OUTPUT, TAG_BITS
+from tilescale_net.kernels.moe.wire_layout import CODE_BITS, NO_FAULT, OTHER_OUTPUT, TAG_BITS
 
 
 @T.macro
-def report(status, code, rank):
-    """Write what was found wrong where the host sees it, the code last."""
+def report(status, code, rank, value):
+    """Write what is wrong with a call where the host sees it, the code last.
+
+    Args:
+        status: int64 [STATUS_WORDS].
+        code: int32, see wire_layout.py. rank: whose fault it is. value: of the fault.
+    """
     status[1] = T.cast(rank, "int64")
-    status[2] = T.int64(0)
+    status[2] = T.cast(value, "int64")
     N.st(status[0], T.cast(code, "int64"), sem="release")
 
 
 @T.macro
-def tell(ready, me, epoch, tag, pe):
-    """This rank has begun call `epoch`."""
-    N.signal(ready[me], (epoch << T.uint64(TAG_BITS)) | T.cast(tag, "uint64"), pe)
+def announce(ready, index, call, tag, pe):
+    """Set word `index` of `ready` at `pe`: this rank has begun call `call`."""
+    N.signal(ready[index], (call << T.uint64(TAG_BITS)) | T.cast(tag, "uint64"), pe)
 
 
 @T.macro
-def judge(said, tag, rank, status):
-    """Compare the word of a rank with this rank's tag; what a rank reports of itself is its fault and nobody's else."""
-    code = T.cast(said & T.uint64((1 << CODE_BITS) - 1), "int32")
-    theirs = T.cast(said & T.uint64((1 << TAG_BITS) - 1), "int32")
+def check_announcement(word, tag, rank, status):
+    """Compare the tag in the announcement of `rank` with this rank's; report the fault of `rank`, if it has one."""
+    code = T.cast(word & T.uint64((1 << CODE_BITS) - 1), "int32")
+    theirs = T.cast(word & T.uint64((1 << TAG_BITS) - 1), "int32")
     if tag & ((1 << CODE_BITS) - 1) == 0:
         if code != NO_FAULT:
-            report(status, code, rank)
+            report(status, code, rank, 0)
         elif theirs != tag:
-            report(status, OTHER_OUTPUT, rank)
+            report(status, OTHER_OUTPUT, rank, 0)
 
 
 @T.macro
-def open_call(ready, active, status, me, epoch, tag, block, senders, rank):
-    """Made by thread `rank` of every block: begin a call with rank `rank`; blocks that send wait until it has begun too.
+def open_call(ready, active, status, me, call, tag, block, senders, rank):
+    """Begin a call with rank `rank`, by thread `rank` of every block; blocks that send wait until that rank has begun.
 
     Args:
-        ready: [ranks] symmetric words. active: [ranks]. status: see STATUS_WORDS.
-        epoch: number of the call. tag: of this rank's call. senders: blocks below this one send.
+        ready: uint64 [ranks], symmetric. active: int32 [ranks]. status: int64 [STATUS_WORDS].
+        call: number of the call. tag: of this rank's call. senders: the number of blocks that send; they are the first.
     """
-    said = T.alloc_var("uint64")
+    word = T.alloc_var("uint64")
     if active[rank] != 0:
         if block == 0:
-            tell(ready, me, epoch, tag, rank)
+            announce(ready, me, call, tag, rank)
         if block < senders:
-            said = N.wait(ready[rank], "ge", epoch << T.uint64(TAG_BITS))
+            word = N.wait(ready[rank], "ge", call << T.uint64(TAG_BITS))
             if block == 0:
-                judge(said, tag, rank, status)
+                check_announcement(word, tag, rank, status)
+
+
+@T.macro
+def take_ticket(tickets, parity: T.Ref, kind, ahead: T.Ref, lane):
+    """Lane 0 asks for the warp's next ticket, which it gives the others by a shuffle when they need it.
+
+    Warps take the next chunk when they are done with one: equal shares would not take them equally long, because
+    multiprocessors share ports to the links. Asked for one chunk ahead, a ticket is there when the warp needs it.
+
+    Args:
+        tickets: int32 [2, 2], by parity of the call and kind; those of the next call are zero.
+        kind: 0 to send, 1 to receive.
+    """
+    if lane == 0:
+        ahead = T.atomic_add(tickets[parity, kind], 1, return_prev=True)
+
+
+@T.macro
+def count_sender(done, active, me: T.Ref, thread, ranks):
+    """Tell every rank, by a thread each, that one more block of this rank has sent all."""
+    if thread < ranks:
+        if active[thread] != 0:
+            N.fence(thread)
+            N.signal(done[me], 1, thread, op="add")
+
+
+@T.macro
+def close_call(done, active, calls, call: T.Ref, block, senders, thread, ranks):
+    """End a call: block 0 waits until all blocks of all ranks have sent, so no signal of a call meets one of the next."""
+    if block == 0 and thread < ranks:
+        if active[thread] != 0:
+            N.wait(done[thread], "ge", call * T.uint64(senders))
+    if thread == 0:
+        # The caller may write to the source, and the next call to the staged rows, as soon as this kernel has ended.
+        if block < senders:
+            N.quiet()
+        calls[block] = call
+
+
+@T.macro
+def await_previous(begun, parity: T.Ref, call: T.Ref, bits, rank, ranks):
+    """Latency mode: wait until `rank` has begun the call before; its buffers of the one before that are free by then.
+
+    Args:
+        begun: uint64 [2 * ranks], symmetric. parity: of call `call`. bits: that follow the number of the call in a word.
+    """
+    N.wait(begun[(1 - parity) * ranks + rank], "ge", (call - T.uint64(1)) << T.uint64(bits))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from tilescale_net.kernels.collective import Plan
+from tilescale_net.kernels.collective import BufferSpecs
 from tilescale_net.kernels.moe.combine_latency import combine_latency, parts_of
 from tilescale_net.kernels.moe.config import FP8, Config, as_words, name_of
 from tilescale_net.kernels.moe.dispatch_latency import dispatch_latency
-from tilescale_net.kernels.moe.faults import Fault
-from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending, Received
+from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending, ReceivedRows
+from tilescale_net.kernels.moe.mode import Launch, Mode, Phase
 from tilescale_net.kernels.moe.refusal import refuse_latency
-from tilescale_net.kernels.moe.rows import groups_of
-from tilescale_net.kernels.moe.sizes import NO_FAULT, Header, Message
+from tilescale_net.kernels.moe.row_ops import groups_of
+from tilescale_net.kernels.moe.status import ArgumentError
+from tilescale_net.kernels.moe.wire_layout import NO_FAULT, Header, Message
 
 
 def _parts(config: Config, tuning, proxied: bool) -> tuple[int, int]:
@@ -21,40 +22,49 @@ def _parts(config: Config, tuning, proxied: bool) -> tuple[int, int]:
     return wanted, parts_of(config.hidden, 16 // config.combine_dtype.itemsize, wanted)[0]
 
 
-def plan(config: Config, tuning, proxied: bool) -> Plan:
-    """Symmetric memory of the mode: name -> (shape, dtype)."""
+def symmetric_buffers(config: Config, tuning, proxied: bool) -> BufferSpecs:
+    """Symmetric memory of the mode: "kernel.parameter" -> (shape, dtype)."""
     c, R, M = config, config.ranks, config.max_tokens
     message, header = Message(c.row_words, c.scale_words, c.top_k), Header(c.local_experts)
     G, payload = groups_of(c.hidden), FP8 if c.quantize_combine else c.combine_dtype
     places, stages = 2 * R * M, 2 * R * M if proxied else 1
     ints, floats, words = torch.int32, torch.float32, torch.uint64
     return {
-        "message": ((2 * M, message.words), ints),
-        "header_out": ((2 * R, header.words), ints),
-        "header_in": ((2 * R, header.words), ints),
-        "arrival": ((places, message.words), ints),
-        "begun": ((2 * R,), words),
-        "arrived": ((places,), words),
-        "slots": ((places, c.hidden), payload),
-        "slot_scales": ((places if c.quantize_combine else 1, G), floats),
-        "staged": ((stages, c.hidden), payload),
-        "staged_scales": ((stages if c.quantize_combine else 1, G), floats),
-        "combine_begun": ((2 * R,), words),
-        "combine_arrived": ((places, _parts(c, tuning, proxied)[1]), words),
+        "dispatch.message": ((2 * M, message.words), ints),
+        "dispatch.header_out": ((2 * R, header.words), ints),
+        "dispatch.header_in": ((2 * R, header.words), ints),
+        "dispatch.arrival": ((places, message.words), ints),
+        "dispatch.begun": ((2 * R,), words),
+        "dispatch.arrived": ((places,), words),
+        "combine.slots": ((places, c.hidden), payload),
+        "combine.slot_scales": ((places if c.quantize_combine else 1, G), floats),
+        "combine.staged": ((stages, c.hidden), payload),
+        "combine.staged_scales": ((stages if c.quantize_combine else 1, G), floats),
+        "combine.begun": ((2 * R,), words),
+        "combine.arrived": ((places, _parts(c, tuning, proxied)[1]), words),
     }
 
 
-class Latency:
-    """Buffers and launches; `base` is the AllToAll, which allocates, checks arguments and keeps the state."""
+class LatencyMode(Mode):
+    """Few tokens: every multiprocessor sends and receives, and the kernels exist whole and in halves."""
 
     def __init__(self, base, config: Config):
-        self._base, self._c = base, config
-        c, R, device = config, config.ranks, base.device
+        super().__init__(base, config, symmetric_buffers(config, base.tuning, base.proxied))
+        c, device = config, base.device
         self._proxied = base.proxied
-        self._b = base.allocate(plan(config, base.tuning, self._proxied))
         self._parts, self._cuts = _parts(config, base.tuning, self._proxied)
-        self._kernels: dict = {}
-        self._epochs, self._combine_epochs = ([base.counters(base.blocks) for _ in range(2)] for _ in range(2))
+        shared = {"active": base.active, "status": base.status.tensor}
+        dispatch, combine = (
+            self._buffers(kernel)
+            | {half: base.counters(base.blocks) for half in ("send_calls", "receive_calls")}
+            | shared
+            for kernel in ("dispatch", "combine")
+        )
+        message = dispatch["message"]
+        self._dispatch_fixed = dispatch | {
+            "message_fp8": message.view(FP8), "message_scales": message.view(torch.float32),
+        }  # fmt: skip
+        self._combine_fixed = combine
 
         # Stand in for tensors without elements, and for those that a kernel does not use.
         width = max(c.row_words, c.scale_words, 1)
@@ -65,69 +75,65 @@ class Latency:
         }
         self._no_choice = torch.zeros((1, c.top_k), dtype=torch.int64, device=device)
         self._no_weight = torch.zeros((1, c.top_k), dtype=torch.float32, device=device)
-        self._no_slot = torch.zeros((1, R), dtype=torch.int32, device=device)
-        self._no_floats = torch.zeros((1, c.hidden), dtype=torch.float32, device=device)
 
     # -- kernels ----------------------------------------------------------------------------------------------------
 
     def compile(self, everything: bool) -> None:
-        """Compile what an ordinary call needs, or every variant that a call may need."""
         c = self._c
         sources = ("", "bfloat16", "float16", "float32") if everything and c.dtype == FP8 else ("",)
         for source in sources:
             for index in ("int64", "int32") if everything else ("int64",):
-                for phase in ("both", "send") if everything else ("both",):
+                for phase in (Phase.WHOLE, Phase.SEND) if everything else (Phase.WHOLE,):
                     self._dispatch_of(phase, source, index)
         if everything:
-            self._dispatch_of("receive", "", "int64")
+            self._dispatch_of(Phase.RECEIVE, "", "int64")
         for weighted in (True, False) if everything else (True,):
-            for phase in ("both", "send", "receive") if everything else ("both",):
+            for phase in Phase if everything else (Phase.WHOLE,):
                 self._combine_of(phase, weighted)
         if everything:
             self._refusal()
 
-    def _kernel(self, key, make):
-        found = self._kernels.get(key)
-        if found is None:
-            found = self._kernels[key] = make()
-        return found
-
-    def _dispatch_of(self, phase: str, source: str, index_dtype: str):
+    def _dispatch_of(self, phase: Phase, source: str, index_dtype: str) -> Launch:
         c, base = self._c, self._base
-        return self._kernel(
-            (phase, source, index_dtype),
-            lambda: dispatch_latency(
-                c.ranks, c.num_experts, c.top_k, c.max_tokens, c.row_words, c.scale_words, source, phase != "receive",
-                phase != "send", base.blocks, base.threads, index_dtype,
-            ),
-        )  # fmt: skip
 
-    def _combine_of(self, phase: str, weighted: bool):
+        def make() -> Launch:
+            kernel = dispatch_latency(
+                c.ranks, c.num_experts, c.top_k, c.max_tokens, c.row_words, c.scale_words, source, phase.sends,
+                phase.receives, base.blocks, base.threads, index_dtype,
+            )  # fmt: skip
+            return Launch(kernel, self._dispatch_fixed)
+
+        return self._launch(("dispatch", phase, source, index_dtype), make)
+
+    def _combine_of(self, phase: Phase, weighted: bool) -> Launch:
         c, base = self._c, self._base
-        return self._kernel(
-            (phase, weighted),
-            lambda: combine_latency(
+
+        def make() -> Launch:
+            kernel = combine_latency(
                 c.ranks, c.top_k, c.max_tokens, c.hidden, name_of(c.combine_dtype), weighted, c.quantize_combine,
-                self._proxied, phase != "receive", phase != "send", self._parts, base.blocks, base.threads,
+                self._proxied, phase.sends, phase.receives, self._parts, base.blocks, base.threads,
+            )  # fmt: skip
+            return Launch(kernel, self._combine_fixed)
+
+        return self._launch(("combine", phase, weighted), make)
+
+    def _refusal(self) -> Launch:
+        c, base, fixed = self._c, self._base, self._combine_fixed
+        arrived = fixed["arrived"].view(2 * c.ranks, -1)
+        return self._launch(
+            "refusal",
+            lambda: Launch(
+                refuse_latency(c.ranks, c.max_tokens * self._cuts, base.blocks, base.threads),
+                fixed | {"arrived": arrived},
             ),
-        )  # fmt: skip
+        )
 
-    def _refusal(self):
-        return refuse_latency(self._c.ranks, self._c.max_tokens * self._cuts, self._base.blocks, self._base.threads)
-
-    # -- outputs ----------------------------------------------------------------------------------------------------
+    # -- dispatch ---------------------------------------------------------------------------------------------------
 
     def output_shape(self) -> tuple[int, int, int]:
-        """Shape of the rows that dispatch gives."""
         return self._c.local_experts, self._c.ranks * self._c.max_tokens, self._c.hidden
 
-    symmetric_output = False  # outputs of dispatch are ordinary tensors
-
-    def own_output(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows and scales that dispatch fills when the caller brings none."""
-        return self._base.new_output()
-
-    def make_received(self, tokens: int) -> Received:
+    def _received_rows(self, tokens: int) -> ReceivedRows:
         """Room for what the two halves of a dispatch find out."""
         c, device = self._c, self._base.device
 
@@ -135,7 +141,7 @@ class Latency:
             return torch.empty(shape, dtype=dtype, device=device)
 
         rows = c.ranks * c.max_tokens
-        return Received(
+        return ReceivedRows(
             tokens,
             made(torch.int32, max(tokens, 1), c.ranks),
             made(torch.int32, rows, c.top_k),
@@ -143,35 +149,28 @@ class Latency:
             made(torch.int32, c.ranks),
         )
 
-    # -- dispatch ---------------------------------------------------------------------------------------------------
-
-    def dispatch(self, x, scales, choices: Choices, out, aside: bool) -> Pending:
-        """Launch a dispatch; `aside`: only its half that sends. Arguments as in Throughput.dispatch."""
+    def dispatch(self, x, scales, choices: Choices | Handle, out, phase: Phase) -> Pending:
         c = self._c
-        received = self.make_received(len(x))
-        rows, row_scales = self.own_output() if out is None else out
+        received = self._received_rows(len(x))
+        rows, row_scales = self.new_output() if out is None else out
         counts = torch.empty((c.local_experts,), dtype=torch.int32, device=self._base.device)
         rest = (received, rows, row_scales, counts)
-        self._move("send" if aside else "both", *rest, x, scales, choices)
+        self._launch_dispatch(phase, *rest, x, scales, choices)
         handle = Handle(c.signature, received, self._base.mask)
         result = Dispatched(rows, row_scales, counts, None, None, None, None, handle)
         return Pending("dispatch", handle, result, rest)
 
-    def receive_dispatch(self, pending: Pending) -> None:
-        """Launch the half that receives."""
-        self._move("receive", *pending.rest)
-
-    def refuse_dispatch(self, fault: Fault, known: bool, aside: bool) -> None:
-        """Take part in a dispatch that this rank cannot make."""
+    def refuse_dispatch(self, error: ArgumentError, reuses_plan: bool, phase: Phase) -> None:
         counts = torch.empty((self._c.local_experts,), dtype=torch.int32, device=self._base.device)
-        self._move("both", self.make_received(0), *self.own_output(), counts, fault=fault.code, value=fault.value)
+        received, output = self._received_rows(0), self.new_output()
+        self._launch_dispatch(Phase.WHOLE, received, *output, counts, fault=error.code, fault_value=error.value)
 
-    def _move(
-        self, phase: str, received: Received, out, out_scales, counts, x=None, scales=None, choices: Choices | None = None,
-        fault: int = NO_FAULT, value: int = 0,
+    def _launch_dispatch(
+        self, phase: Phase, received: ReceivedRows, out, out_scales, counts, x=None, scales=None,
+        choices: Choices | None = None, fault: int = NO_FAULT, fault_value: int = 0,
     ) -> None:  # fmt: skip
-        """Launch "send", "receive" or "both"; `x`, `scales` and `choices` are for the half that sends."""
-        c, b, base = self._c, self._b, self._base
+        """`x`, `scales` and `choices` are for the half that sends."""
+        c = self._c
         quantise = x is not None and c.dtype == FP8 and x.dtype != FP8
         source = name_of(x.dtype) if quantise else ""
         if x is None or not x.numel():
@@ -186,38 +185,34 @@ class Latency:
         topk_idx, topk_weights = self._no_choice, self._no_weight
         if choices is not None and choices.topk_idx.numel():
             topk_idx, topk_weights = choices.topk_idx, choices.topk_weights
-        scale_words, message = max(c.scale_words, 1), b.message
+        scale_words = max(c.scale_words, 1)
         self._dispatch_of(phase, source, name_of(topk_idx.dtype))(
-            x, words(scales, scale_words), topk_idx, topk_weights, received.tokens, fault, value, base.active, message,
-            message.view(FP8), message.view(torch.float32), b.header_out, b.header_in, b.arrival, b.begun, b.arrived,
-            *self._epochs, base.status.tensor, received.token_slot, as_words(out, c.row_words),
-            words(out_scales, scale_words), counts, received.targets, received.weights, received.received,
+            x=x, x_scales=words(scales, scale_words), topk_idx=topk_idx, topk_weights=topk_weights, tokens=received.tokens,
+            fault=fault, fault_value=fault_value, token_slot=received.token_slot, out=as_words(out, c.row_words),
+            out_scales=words(out_scales, scale_words), counts=counts, targets=received.targets, weights=received.weights,
+            received=received.counts,
         )  # fmt: skip
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
-    def combine(self, y, handle: Handle, out, weighted, values=None, out_values=None, aside: bool = False) -> Pending:
-        """Launch a combine into `out`; `aside`: only its half that sends. weighted: multiply rows by their weights."""
-        self._sum("send" if aside else "both", y, handle, None if aside else out, weighted)
-        return Pending("combine", handle, out, weighted)
+    def combine(self, y, handle: Handle, out, weights, phase: Phase, values=None) -> Pending:
+        self._launch_combine(phase, y, handle, out if phase.receives else None, weights)
+        return Pending("combine", handle, out, weights)
 
-    def receive_combine(self, pending: Pending) -> None:
-        """Launch the half that receives."""
-        self._sum("receive", None, pending.handle, pending.result, pending.rest)
+    def receive(self, pending: Pending) -> None:
+        if pending.kind == "dispatch":
+            self._launch_dispatch(Phase.RECEIVE, *pending.rest)
+        else:
+            self._launch_combine(Phase.RECEIVE, None, pending.handle, pending.result, pending.rest)
 
-    def refuse_combine(self, fault: Fault, aside: bool) -> None:
-        """Take part in a combine that this rank cannot make."""
-        b, R = self._b, self._c.ranks
-        self._refusal()(
-            fault.code, self._base.active, b.combine_begun, b.combine_arrived.view(2 * R, -1), *self._combine_epochs
-        )
+    def refuse_combine(self, error: ArgumentError, phase: Phase) -> None:
+        self._refusal()(code=error.code)
 
-    def _sum(self, phase: str, y, handle: Handle, out, weighted: bool) -> None:
-        """Launch "send", "receive" or "both"; `out` is used by the half that receives, `y` by the one that sends."""
-        c, b, base, r = self._c, self._b, self._base, handle.layout
+    def _launch_combine(self, phase: Phase, y, handle: Handle, out, weighted: bool) -> None:
+        """`out` is used by the half that receives, `y` by the one that sends."""
+        c, r = self._c, handle.plan
         nothing = self._no_rows[c.combine_dtype]
         self._combine_of(phase, weighted)(
-            nothing if y is None else y.view(-1, c.hidden), r.targets, r.weights, r.received,
-            nothing if out is None or not out.numel() else out, r.token_slot, r.tokens, base.active, b.slots, b.slot_scales,
-            b.staged, b.staged_scales, b.combine_begun, b.combine_arrived, *self._combine_epochs, base.status.tensor,
+            y=nothing if y is None else y.view(-1, c.hidden), targets=r.targets, weights=r.weights, received=r.counts,
+            out=nothing if out is None or not out.numel() else out, token_slot=r.token_slot, tokens=r.tokens,
         )  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilescale_net.kernels.moe.rows import FP8_MAX, GROUP, SMALLEST_AMAX
+from tilescale_net.kernels.moe.row_ops import FP8_MAX, GROUP, SMALLEST_AMAX
 
 
 @dataclass

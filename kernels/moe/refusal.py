@@ -1,21 +1,21 @@
-"""What a rank launches in the place of a call that its host refuses: the others end theirs, and learn why.
+"""What a rank launches in the place of a call that its host refuses: the others end theirs and report the fault.
 
-A rank that found an argument wrong does not know what the others expect from it. It says that all rows are there,
-whatever they hold, takes part in what begins and ends the call, and counts it. Nothing of this rank is sent.
+A rank that found an argument wrong does not know what the others expect from it. It signals that all rows are there,
+whatever they hold, takes part in what begins and ends the call, and counts it. No row of this rank is sent.
 """
 
 import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.moe.handshake import tell
-from tilescale_net.kernels.moe.rows import EXPLICIT_SYNC
-from tilescale_net.kernels.moe.sizes import TAG_BITS
+from tilescale_net.kernels.moe.handshake import announce, await_previous
+from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
+from tilescale_net.kernels.moe.wire_layout import TAG_BITS
 
 
 @tsn.jit(name="moe_refuse_throughput", pass_configs=EXPLICIT_SYNC)
 def refuse_throughput(ranks, chunks, senders, blocks, threads):
-    """Kernel in the place of a dispatch with a known layout, or of a combine; one block.
+    """Kernel in the place of a dispatch with a known routing, or of a combine; one block.
 
     Args:
         chunks: signals per rank. senders, blocks: of the kernel whose place it takes. threads: of this one.
@@ -34,36 +34,36 @@ def refuse_throughput(ranks, chunks, senders, blocks, threads):
         arrived: T.Tensor((R, chunks), "uint64"),
         done: T.Tensor((R,), "uint64"),
         tickets: T.Tensor((2, 2), "int32"),
-        epochs: T.Tensor((blocks,), "uint64"),
+        calls: T.Tensor((blocks,), "uint64"),
     ):
         with T.Kernel(1, threads=threads):
             thread = T.get_thread_binding()
             me = N.my_pe()
             peer = T.alloc_var("int32")
-            epoch = T.alloc_var("uint64")
-            epoch = epochs[0] + T.uint64(1)
+            call = T.alloc_var("uint64")
+            call = calls[0] + T.uint64(1)
             if thread < R:
                 if active[thread] != 0:
-                    tell(ready, me, epoch, code, thread)
-                    N.wait(ready[thread], "ge", epoch << T.uint64(TAG_BITS))
+                    announce(ready, me, call, code, thread)
+                    N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
             T.sync_threads()
             for i in T.serial((R * chunks + threads - 1) // threads):
                 if i * threads + thread < R * chunks:
                     peer = (i * threads + thread) % R
                     if active[peer] != 0:
-                        N.signal(arrived[me, (i * threads + thread) // R], epoch, peer)
+                        N.signal(arrived[me, (i * threads + thread) // R], call, peer)
             T.sync_threads()
             if thread < R:
                 if active[thread] != 0:
                     N.fence(thread)
                     N.signal(done[me], senders, thread, op="add")
-                    N.wait(done[thread], "ge", epoch * T.uint64(senders))
+                    N.wait(done[thread], "ge", call * T.uint64(senders))
             if thread < 2:
-                tickets[1 - T.cast(epoch % T.uint64(2), "int32"), thread] = 0
+                tickets[1 - T.cast(call % T.uint64(2), "int32"), thread] = 0
             T.sync_threads()
             for i in T.serial((blocks + threads - 1) // threads):
                 if i * threads + thread < blocks:
-                    epochs[i * threads + thread] = epoch
+                    calls[i * threads + thread] = call
 
     return main
 
@@ -88,31 +88,31 @@ def refuse_latency(ranks, signals, blocks, threads):
         active: T.Tensor((R,), "int32"),
         begun: T.Tensor((2 * R,), "uint64"),
         arrived: T.Tensor((2 * R, signals), "uint64"),
-        send_epochs: T.Tensor((blocks,), "uint64"),
-        receive_epochs: T.Tensor((blocks,), "uint64"),
+        send_calls: T.Tensor((blocks,), "uint64"),
+        receive_calls: T.Tensor((blocks,), "uint64"),
     ):
         with T.Kernel(1, threads=threads):
             thread = T.get_thread_binding()
             me = N.my_pe()
             peer = T.alloc_var("int32")
-            side = T.alloc_var("int32")
-            epoch = T.alloc_var("uint64")
-            epoch = send_epochs[0] + T.uint64(1)
-            side = T.cast(epoch & T.uint64(1), "int32")
+            parity = T.alloc_var("int32")
+            call = T.alloc_var("uint64")
+            call = send_calls[0] + T.uint64(1)
+            parity = T.cast(call & T.uint64(1), "int32")
             if thread < R:
                 if active[thread] != 0:
-                    N.wait(begun[(1 - side) * R + thread], "ge", (epoch - T.uint64(1)) << T.uint64(TAG_BITS))
-                    tell(begun, side * R + me, epoch, code, thread)
+                    await_previous(begun, parity, call, TAG_BITS, thread, R)
+                    announce(begun, parity * R + me, call, code, thread)
             T.sync_threads()
             for i in T.serial((R * signals + threads - 1) // threads):
                 if i * threads + thread < R * signals:
                     peer = (i * threads + thread) % R
                     if active[peer] != 0:
-                        N.signal(arrived[side * R + me, (i * threads + thread) // R], epoch, peer)
+                        N.signal(arrived[parity * R + me, (i * threads + thread) // R], call, peer)
             T.sync_threads()
             for i in T.serial((blocks + threads - 1) // threads):
                 if i * threads + thread < blocks:
-                    send_epochs[i * threads + thread] = epoch
-                    receive_epochs[i * threads + thread] = epoch
+                    send_calls[i * threads + thread] = call
+                    receive_calls[i * threads + thread] = call
 
     return main

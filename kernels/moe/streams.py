@@ -15,12 +15,12 @@ class SideStream:
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     @staticmethod
-    def launch(kernel, *arguments) -> None:
+    def launch(kernel, **arguments) -> None:
         """Launch a kernel on the current stream."""
-        kernel(*arguments)
+        kernel(**arguments)
 
     @contextlib.contextmanager
-    def aside(self, tensors):
+    def on_side(self, tensors):
         """Run launches on this stream, after what the current stream holds; yields what `wait` waits for.
 
         Args:
@@ -35,42 +35,42 @@ class SideStream:
             event.record(self._stream)
 
     def wait(self, event) -> None:
-        """Let the current stream wait for what ran aside."""
+        """Let the current stream wait for what ran on the side."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
 
 class DeferredStream:
-    """The simulator's stand-in: launches made aside run when they are waited for, as late as a GPU may run them.
+    """The simulator's stand-in: launches made on the side run when they are waited for, as late as a GPU may run them.
 
     What happens to their arguments in between, or to memory that they share with other calls, then shows in the data.
     """
 
     def __init__(self):
-        self._aside = False
+        self._on_side = False
         self._queue: list[tuple] = []
         self._sent = self._done = 0
 
-    def launch(self, kernel, *arguments) -> None:
+    def launch(self, kernel, **arguments) -> None:
         """Launch a kernel, or keep it for later."""
-        if self._aside:
+        if self._on_side:
             self._queue.append((kernel, arguments))
             self._sent += 1
         else:
-            kernel(*arguments)
+            kernel(**arguments)
 
     @contextlib.contextmanager
-    def aside(self, tensors):
+    def on_side(self, tensors):
         """Keep the launches made inside; yields what `wait` waits for."""
-        self._aside, marks = True, []
+        self._on_side, marks = True, []
         try:
             yield marks
         finally:
-            self._aside = False
+            self._on_side = False
             marks.append(self._sent)
 
     def wait(self, marks: list[int]) -> None:
-        """Run what was kept, in order, up to the launches of one `aside`."""
+        """Run what was kept, in order, up to the launches of one `on_side`."""
         while self._done < marks[0]:
             kernel, arguments = self._queue.pop(0)
             self._done += 1
-            kernel(*arguments)
+            kernel(**arguments)

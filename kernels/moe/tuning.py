@@ -21,7 +21,7 @@ class Tuning:
             dispatch).
         combine_threads: throughput mode: of a block of combine, which wants more registers per thread.
         chunk: throughput mode: rows per signal between mapped ranks.
-        far_bytes: throughput mode: a message to another node, about.
+        proxied_bytes: throughput mode: of a message to another node, about.
         parts: latency mode: into how many parts to cut a row of combine, about.
     """
 
@@ -31,7 +31,7 @@ class Tuning:
     combine_senders: int | None = None
     combine_threads: int | None = None
     chunk: int = 4
-    far_bytes: int = 256 * 1024
+    proxied_bytes: int = 256 * 1024
     parts: int = 2
 
     def resolved(self, config: Config, on_gpu: bool, multiprocessors: int) -> Tuning:

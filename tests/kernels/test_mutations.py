@@ -26,16 +26,16 @@ EQUAL = ("tests.kernels.test_all_to_all", "_equal", dict(threads=32, blocks=2))
 UNEVEN = ("tests.kernels.test_all_to_all", "_uneven", dict(threads=32, blocks=2))
 REDUCE = ("tests.kernels.test_reduce_scatter", "_reduce", dict(threads=32, blocks=1, slots=2, chunk_bytes=256))
 
-WAIT_READY = 'N.wait(ready[thread], "ge", epoch)'
-WAIT_ARRIVED = 'N.wait(arrived[thread, block], "ge", epoch)'
+WAIT_READY = 'N.wait(ready[thread], "ge", call)'
+WAIT_ARRIVED = 'N.wait(arrived[thread, block], "ge", call)'
 # file, what is replaced and by what, the test that must fail
 MUTANTS = {
-    "gather without wait for room": ("all_gather", WAIT_READY, "pass", GATHER),
-    "gather without wait for data": ("all_gather", WAIT_ARRIVED, "pass", GATHER),
-    "gather without fence": ("all_gather", ", fence=True", "", GATHER),
-    "gather without quiet": ("all_gather", "N.quiet(thread)", "pass", GATHER),
-    "gather with a forgetful epoch": ("all_gather", "epochs[block] = epoch", "pass", GATHER),
-    "all-to-all without wait for data": ("all_to_all", WAIT_ARRIVED, "pass", EQUAL),
+    "gather without wait for room": ("exchange", WAIT_READY, "pass", GATHER),
+    "gather without wait for data": ("exchange", WAIT_ARRIVED, "pass", GATHER),
+    "gather without fence": ("exchange", ", fence=True", "", GATHER),
+    "gather without quiet": ("exchange", "N.quiet(thread)", "pass", GATHER),
+    "gather that does not count its calls": ("exchange", "calls[block] = call", "pass", GATHER),
+    "all-to-all without wait for data": ("exchange", WAIT_ARRIVED, "pass", EQUAL),
     "uneven without wait for data": ("all_to_all_uneven", WAIT_ARRIVED, "pass", UNEVEN),
     "uneven without fence": ("all_to_all_uneven", ", fence=True", "", UNEVEN),
     "uneven without quiet": ("all_to_all_uneven", "N.quiet(thread)", "pass", UNEVEN),

@@ -13,13 +13,13 @@ from tests.ptx import read_only_loads
 from tilescale_net.compiler import inspect
 from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.jit import KernelFactory
-from tilescale_net.kernels.moe.rows import EXACT_SUMS, EXPLICIT_SYNC
+from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC
 
 SHAPE = dict(ranks=4, experts=256, top_k=8, max_tokens=4096)
 FEW = dict(ranks=4, experts=256, top_k=8, max_tokens=128)
-MOVE = dict(SHAPE, proxied=False, chunk=4, far_chunk=16, senders=14, receivers=10, threads=512)
+MOVE = dict(SHAPE, proxied=False, chunk=4, proxied_chunk=16, senders=14, receivers=10, threads=512)
 SUM = dict(
-    SHAPE, hidden=7168, dtype="bfloat16", quantised=False, valued=False, proxied=False, chunk=4, far_chunk=16, senders=16,
+    SHAPE, hidden=7168, dtype="bfloat16", quantised=False, valued=False, proxied=False, chunk=4, proxied_chunk=16, senders=16,
     reducers=8, threads=384,
 )  # fmt: skip
 SEND = dict(
@@ -31,7 +31,7 @@ RETURN = dict(
 )  # fmt: skip
 # Arguments to compile each kernel with. A kernel that is missing here fails `test_every_kernel_is_compiled`.
 KERNELS = {
-    "layout.layout": [dict(SHAPE, capacity=65536, alignment=16, blocks=24, threads=512, index_dtype="int64")],
+    "routing.plan_routing": [dict(SHAPE, capacity=65536, alignment=16, blocks=24, threads=512, index_dtype="int64")],
     "dispatch_throughput.dispatch_throughput": [
         dict(MOVE, row_words=3584, scale_words=0, placement="expert"),
         dict(MOVE, row_words=1792, scale_words=56, placement="rank", senders=24, receivers=0),
@@ -73,7 +73,7 @@ def test_code_for_sm_90(tools, tmp_path, name, arguments):  # noqa: F811
     spilled = [i for i in instructions if i.startswith(("LDL", "STL"))]
     assert len(spilled) < 40, f"{len(spilled)} accesses to spilled registers"
     if module != "refusal":  # which moves no rows
-        assert [i for i in instructions if i.startswith("ST") and ".128" in i] or module == "layout", "16-byte stores"
+        assert [i for i in instructions if i.startswith("ST") and ".128" in i] or module == "routing", "16-byte stores"
         assert [i for i in instructions if i.startswith("LD") and ".128" in i], "16-byte loads"
     assert any(i.startswith("LD") and i.endswith("STRONG.SYS") for i in instructions), "system-scope polls"
 

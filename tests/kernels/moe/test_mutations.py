@@ -26,21 +26,21 @@ LATENCY = (rounds, dict(mode="latency", tuning=TUNING), dict())
 ROW = (in_a_row, dict(tuning=TUNING), dict())
 # file, text to leave out, and the test that must fail with its options
 MUTANTS = {
-    "layout without wait for records": (
-        "layout",
-        'N.wait(records_ready[thread], "ge", epoch * T.uint64(blocks))',
+    "plan without wait for records": (
+        "routing",
+        'N.wait(records_ready[thread], "ge", call * T.uint64(blocks))',
         EXPERT,
     ),
     "dispatch without wait for room": (
         "dispatch_throughput",
-        "open_call(ready, active, status, me, epoch, tag, block, senders, thread)",
+        "open_call(ready, active, status, me, call, tag, block, senders, thread)",
         ROW,
     ),
-    "dispatch without wait for rows": ("dispatch_throughput", 'N.wait_warp(arrived[peer, c], "ge", epoch)', EXPERT),
+    "dispatch without wait for rows": ("dispatch_throughput", 'N.wait_warp(arrived[peer, c], "ge", call)', EXPERT),
     "dispatch without fence": ("dispatch_throughput", "N.fence(pe)", EXPERT),
-    "combine without wait for rows": ("combine_throughput", 'N.wait(arrived[peer, slot // size], "ge", epoch)', EXPERT),
+    "combine without wait for rows": ("combine_throughput", 'N.wait(arrived[peer, slot // size], "ge", call)', EXPERT),
     "combine without fence": ("combine_throughput", "N.fence(peer)", RANK),
-    "latency without wait for messages": ("dispatch_latency", 'N.wait_warp(arrived[place], "ge", epoch)', LATENCY),
+    "latency without wait for messages": ("dispatch_latency", 'N.wait_warp(arrived[place], "ge", call)', LATENCY),
 }
 
 
@@ -53,9 +53,9 @@ def _run(module: str, path: str, seed: int, test, options: dict, how: dict) -> N
         host = importlib.import_module(
             f"tilescale_net.kernels.moe.{'latency' if 'latency' in module else 'throughput'}"
         )
-        name = "layout_kernel" if module == "layout" else module
+        name = "plan_routing" if module == "routing" else module
         assert hasattr(host, name)
-        setattr(host, name, getattr(mutant, module))
+        setattr(host, name, getattr(mutant, name))
     test(seed, SHAPE, options, how, ("random", "masked", "random", "one rank") * ROUNDS)
 
 
@@ -74,7 +74,7 @@ def _attempt(module: str, path: str, case: tuple, seed: int) -> str | None:
 
 @pytest.mark.parametrize("case", [EXPERT, RANK, LATENCY], ids=["expert", "rank", "latency"])
 def test_the_originals_pass(case):
-    assert _attempt("layout", "", case, random.randrange(1 << 20)) is None
+    assert _attempt("routing", "", case, random.randrange(1 << 20)) is None
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

@@ -1,4 +1,4 @@
-"""Checks of what callers give to dispatch and combine; every mistake is a Fault, which all ranks learn of."""
+"""Checks of what callers give to dispatch and combine; every mistake is an ArgumentError, which all ranks report."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.kernels.moe.config import COMBINE_DTYPES, FP8, Config
-from tilescale_net.kernels.moe.faults import Fault, check_experts, check_tensor
 from tilescale_net.kernels.moe.handle import Handle
-from tilescale_net.kernels.moe.rows import groups_of
+from tilescale_net.kernels.moe.row_ops import groups_of
+from tilescale_net.kernels.moe.status import ArgumentError
 
 
-class Arguments:
+class ArgumentChecks:
     """The checks of one AllToAll.
 
     Args:
@@ -30,16 +30,20 @@ class Arguments:
         """`x` of dispatch as (rows, scales or None)."""
         c = self._c
         x, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
-        dtypes = (c.dtype, *COMBINE_DTYPES) if c.mode == "latency" and c.dtype == FP8 and scales is None else (c.dtype,)
+        dtypes = (
+            (c.dtype, *COMBINE_DTYPES) if c.traits.quantises_rows and c.dtype == FP8 and scales is None else (c.dtype,)
+        )
         check_tensor("x", x, self._device, dtypes, (None, c.hidden))
         if len(x) > c.max_tokens:
-            raise Fault("x", ValueError(f"x has {len(x)} tokens; max_tokens is {c.max_tokens}"))
+            raise ArgumentError("x", ValueError(f"x has {len(x)} tokens; max_tokens is {c.max_tokens}"))
         if x.dtype == FP8:
             if scales is None:
-                raise Fault("scales", TypeError("x is FP8, so x must be a pair (x, scales)"))
+                raise ArgumentError("scales", TypeError("x is FP8, so x must be a pair (x, scales)"))
             check_tensor("scales", scales, self._device, (torch.float32,), (len(x), groups_of(c.hidden)))
         elif scales is not None:
-            raise Fault("scales", TypeError(f"scales were given with x of dtype {x.dtype}; they belong to FP8 rows"))
+            raise ArgumentError(
+                "scales", TypeError(f"scales were given with x of dtype {x.dtype}; they belong to FP8 rows")
+            )
         return x, scales
 
     def choices(self, tokens: int, topk_idx, topk_weights) -> torch.Tensor:
@@ -64,7 +68,7 @@ class Arguments:
         for tensor, dtype, shape in named:
             check_tensor("out", tensor, self._device, (dtype,), shape)
             if self._symmetric and not 0 <= tensor.data_ptr() - self._heap.base <= self._heap.size - tensor.nbytes:
-                raise Fault(
+                raise ArgumentError(
                     "out",
                     tsn.HeapError(
                         f"out of shape {list(tensor.shape)} is not in the symmetric heap; make it with empty_output"
@@ -79,9 +83,9 @@ class Arguments:
             mask: which ranks take part now. pending: the dispatch that is sent and not received, or None.
         """
         if not isinstance(handle, Handle):
-            raise Fault("handle", TypeError(f"handle must be the handle of a dispatch, not {handle!r}"))
+            raise ArgumentError("handle", TypeError(f"handle must be the handle of a dispatch, not {handle!r}"))
         if handle.signature != self._c.signature:
-            raise Fault(
+            raise ArgumentError(
                 "handle",
                 ValueError(
                     f"handle belongs to another configuration {handle.signature}; this one is {self._c.signature} (ranks, "
@@ -89,27 +93,27 @@ class Arguments:
                 ),
             )
         if handle.mask != mask:
-            raise Fault("handle", ValueError("handle is from before set_active left ranks out; dispatch again"))
-        if pending is not None and pending.handle.layout is handle.layout:
-            raise Fault(
+            raise ArgumentError("handle", ValueError("handle is from before set_active left ranks out; dispatch again"))
+        if pending is not None and pending.handle.plan is handle.plan:
+            raise ArgumentError(
                 "handle", ValueError("handle is of a dispatch that has not been received; call dispatch_recv first")
             )
         return handle
 
     def known(self, tokens: int, handle: Handle) -> None:
-        """Rows of a dispatch with the layout of an earlier one."""
+        """Rows of a dispatch with the routing of an earlier one."""
         if tokens != handle.tokens:
-            raise Fault("x", ValueError(f"x has {tokens} tokens; the handle is for {handle.tokens}"))
+            raise ArgumentError("x", ValueError(f"x has {tokens} tokens; the handle is for {handle.tokens}"))
 
     def combine(self, y, handle: Handle, out, weights) -> torch.Tensor:
         """Check what combine gets; returns `out`, or a new tensor where there is none."""
         c = self._c
         if handle.combined:
-            raise Fault("handle", ValueError("handle was combined already; dispatch again first"))
+            raise ArgumentError("handle", ValueError("handle was combined already; dispatch again first"))
         check_tensor("y", y, self._device, (c.combine_dtype,), self._shape)
         if weights is not None:
-            if c.mode != "throughput" or c.layout != "expert":
-                raise Fault("weights", ValueError('weights belong to throughput mode with layout "expert"'))
+            if not c.traits.weighs_rows or c.layout != "expert":
+                raise ArgumentError("weights", ValueError('weights belong to throughput mode with layout "expert"'))
             check_tensor("weights", weights, self._device, (torch.float32,), (c.capacity,))
         if out is None:
             return torch.empty((handle.tokens, c.hidden), dtype=c.combine_dtype, device=self._device)
@@ -118,6 +122,41 @@ class Arguments:
 
     def values(self, values) -> None:
         """Numbers that come back beside the rows."""
-        if self._c.mode != "throughput":
-            raise Fault("values", ValueError("values belong to throughput mode"))
+        if not self._c.traits.weighs_rows:
+            raise ArgumentError("values", ValueError("values belong to throughput mode"))
         check_tensor("values", values, self._device, (torch.float32,), (self._c.capacity,))
+
+
+def check_tensor(argument: str, tensor, device, dtypes, shape, alignment: int = 16) -> None:
+    """Raise ArgumentError unless `tensor` is a contiguous tensor of one of `dtypes` on `device`.
+
+    Args:
+        shape: None in it: any extent. alignment: bytes of which the tensor must begin at a multiple.
+    """
+
+    def fault(kind, text):
+        raise ArgumentError(argument, kind(f"{argument} {text}"))
+
+    if not isinstance(tensor, torch.Tensor):
+        fault(TypeError, f"must be a tensor, not {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        fault(TypeError, f"has dtype {tensor.dtype}; it must be {' or '.join(str(d) for d in dtypes)}")
+    if tensor.device != device:
+        fault(ValueError, f"is on {tensor.device}; this rank's kernels run on {device}")
+    if tensor.dim() != len(shape) or any(want is not None and want != got for want, got in zip(shape, tensor.shape)):
+        wanted = ", ".join("tokens" if s is None else str(s) for s in shape)
+        fault(ValueError, f"has shape {list(tensor.shape)}; it must be [{wanted}]")
+    if not tensor.is_contiguous():
+        fault(ValueError, f"has strides {list(tensor.stride())}; it must be contiguous")
+    if tensor.numel() and tensor.data_ptr() % alignment:
+        fault(ValueError, f"does not begin at a multiple of {alignment} bytes")
+
+
+def check_experts(topk_idx: torch.Tensor, experts: int) -> None:
+    """Raise ArgumentError for ids out of range; for tensors that the host can read without waiting."""
+    if topk_idx.numel() and topk_idx.device.type == "cpu":
+        low, high = int(topk_idx.min()), int(topk_idx.max())
+        if low < -1 or high >= experts:
+            bad = low if low < -1 else high
+            text = f"topk_idx holds expert {bad}; ids are 0 to {experts - 1}, or -1 for a choice to be skipped"
+            raise ArgumentError("topk_idx", ValueError(text), bad)

@@ -1,4 +1,4 @@
-"""Sizes and places that the layout kernel, the data kernels and the host agree on."""
+"""Sizes and places in what ranks send one another, on which the kernels and the host agree."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ NO_FAULT, BAD_EXPERT, NO_ROOM, CROWDED, OTHER_OUTPUT, HOST_FAULT = range(6)
 # A call begins with a word from every rank to every rank: the number of the call, then a tag of TAG_BITS. Of the tag,
 # the lowest CODE_BITS say what that rank found wrong, the others which output it gave.
 CODE_BITS, TAG_BITS = 4, 24
+# In a dispatch of latency mode the number of the call is followed by the number of messages to expect, in COUNT_BITS.
+COUNT_BITS = 32
 # The words of a status record: code (written last), rank, value, limit.
 STATUS_WORDS = 4
 
@@ -52,7 +54,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Totals:
-    """Places in a layout's vector of totals (int32).
+    """Places in a routing plan's vector of totals (int32).
 
     Attributes:
         sent: [ranks] rows that this rank sends to each rank.
@@ -66,7 +68,9 @@ class Totals:
     ranks: int
     local_experts: int
 
-    sent: int = 0
+    @property
+    def sent(self) -> int:
+        return 0
 
     @property
     def sent_base(self) -> int:

@@ -1,4 +1,4 @@
-"""Errors of a call, and how all ranks learn of what one of them found."""
+"""What is wrong with a call: the error of this rank's host, and the record through which kernels report a fault."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import ctypes
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.kernels.moe.sizes import BAD_EXPERT, CROWDED, HOST_FAULT, NO_ROOM, OTHER_OUTPUT, STATUS_WORDS
+from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, CROWDED, HOST_FAULT, NO_ROOM, OTHER_OUTPUT, STATUS_WORDS
 
 # Arguments whose faults the host finds; the code of a fault is HOST_FAULT + index.
 ARGUMENTS = ("x", "scales", "topk_idx", "topk_weights", "out", "y", "weights", "values", "handle")
 
 
-class Fault(Exception):
+class ArgumentError(Exception):
     """An argument of a call is wrong: which one, and the error to raise."""
 
     def __init__(self, argument: str, error: Exception, value: int = 0):
@@ -69,38 +69,3 @@ class Status:
         return ValueError(
             f"{name}: rank {rank} was called with a wrong {ARGUMENTS[code - HOST_FAULT]}; results are undefined"
         )
-
-
-def check_tensor(argument: str, tensor, device, dtypes, shape, alignment: int = 16) -> None:
-    """Raise Fault unless `tensor` is a contiguous tensor of one of `dtypes` on `device`.
-
-    Args:
-        shape: None in it: any extent. alignment: bytes of which the tensor must begin at a multiple.
-    """
-
-    def fault(kind, text):
-        raise Fault(argument, kind(f"{argument} {text}"))
-
-    if not isinstance(tensor, torch.Tensor):
-        fault(TypeError, f"must be a tensor, not {type(tensor).__name__}")
-    if tensor.dtype not in dtypes:
-        fault(TypeError, f"has dtype {tensor.dtype}; it must be {' or '.join(str(d) for d in dtypes)}")
-    if tensor.device != device:
-        fault(ValueError, f"is on {tensor.device}; this rank's kernels run on {device}")
-    if tensor.dim() != len(shape) or any(want is not None and want != got for want, got in zip(shape, tensor.shape)):
-        wanted = ", ".join("tokens" if s is None else str(s) for s in shape)
-        fault(ValueError, f"has shape {list(tensor.shape)}; it must be [{wanted}]")
-    if not tensor.is_contiguous():
-        fault(ValueError, f"has strides {list(tensor.stride())}; it must be contiguous")
-    if tensor.numel() and tensor.data_ptr() % alignment:
-        fault(ValueError, f"does not begin at a multiple of {alignment} bytes")
-
-
-def check_experts(topk_idx: torch.Tensor, experts: int) -> None:
-    """Raise Fault for ids out of range; for tensors that the host can read without waiting."""
-    if topk_idx.numel() and topk_idx.device.type == "cpu":
-        low, high = int(topk_idx.min()), int(topk_idx.max())
-        if low < -1 or high >= experts:
-            bad = low if low < -1 else high
-            text = f"topk_idx holds expert {bad}; ids are 0 to {experts - 1}, or -1 for a choice to be skipped"
-            raise Fault("topk_idx", ValueError(text), bad)

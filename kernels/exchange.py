@@ -1,0 +1,68 @@
+"""The kernel of all-gather and of all-to-all with equal splits: every PE puts a part to the same place at every PE.
+
+A call begins by telling every peer that the output may be overwritten and ends when every peer's part has arrived, so
+that calls follow one another without a barrier. Blocks share each part; block b waits for the blocks b of its peers.
+"""
+
+import tilelang.language as T
+
+import tilescale_net.language as N
+from tilescale_net.kernels.partition import slice_elements
+
+
+def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_place=False):
+    """Traced kernel `(out, x, calls, ready, arrived)`; afterwards `out[p]` is what PE p has put here.
+
+    Args:
+        n_pes: number of PEs, at most `threads`.
+        dtype: of `out` [n_pes, count] (symmetric) and `x`; count is taken from the tensors.
+        threads, blocks: launch geometry; all blocks must be able to run at once.
+        engine, unroll, ring: see `tilescale_net.language.put_block`.
+        split: `x` is [n_pes, count], and PE p gets `x[p]`; else it is [count], and every PE gets all of it.
+        in_place: `x` is `out[my_pe]` already.
+
+    `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [n_pes, blocks] (symmetric) are uint64, zero
+    before the first call, and then left alone.
+    """
+    count = T.dynamic("count", "int64")
+    shape = (n_pes, count) if split else (count,)
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        out: T.Tensor((n_pes, count), dtype),
+        x: T.Tensor(shape, dtype),
+        calls: T.Tensor((blocks,), "uint64"),
+        ready: T.Tensor((n_pes,), "uint64"),
+        arrived: T.Tensor((n_pes, blocks), "uint64"),
+    ):
+        with T.Kernel(blocks, threads=threads) as block:
+            thread = T.get_thread_binding()
+            me = N.my_pe()
+            call = calls[block] + T.uint64(1)
+            share = slice_elements(count, blocks, dtype)
+            first = share * block
+            # Work before this kernel on the stream is done with `out`, so one block can say so for all.
+            if block == 0 and thread < n_pes:
+                N.signal(ready[me], call, thread)
+            if first < count:
+                if thread < n_pes:
+                    N.wait(ready[thread], "ge", call)
+                T.sync_threads()
+                for hop in T.serial(1 if in_place else 0, n_pes):
+                    pe = (me + hop) % n_pes
+                    N.put_block(
+                        out[me, first], x[pe, first] if split else x[first], pe, count=T.min(share, count - first),
+                        engine=engine, unroll=unroll, ring=ring,
+                    )  # fmt: skip
+                # One fence for all peers, by a thread each: put_signal would wait for them one after the other.
+                T.sync_threads()
+                if thread < n_pes:
+                    N.signal(arrived[me, block], call, thread, fence=True)
+                    N.wait(arrived[thread, block], "ge", call)
+                    N.quiet(thread)
+            T.sync_threads()
+            if thread == 0:
+                calls[block] = call
+
+    return main

@@ -1,0 +1,137 @@
+"""What AllToAll asks of a mode: launches of dispatch and combine, whole or in halves, and calls that are refused."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping
+
+import torch
+
+from tilescale_net.kernels.collective import BufferSpecs
+from tilescale_net.kernels.moe.config import FP8, Config
+from tilescale_net.kernels.moe.handle import Choices, Handle, Pending
+from tilescale_net.kernels.moe.row_ops import groups_of
+from tilescale_net.kernels.moe.status import ArgumentError
+
+
+class Phase(enum.Enum):
+    """What a call launches: all of it, or one half."""
+
+    WHOLE = "whole"
+    SEND = "send"
+    RECEIVE = "receive"
+
+    @property
+    def sends(self) -> bool:
+        return self is not Phase.RECEIVE
+
+    @property
+    def receives(self) -> bool:
+        return self is not Phase.SEND
+
+
+class Launch:
+    """A kernel with those of its arguments that are the same in every call; a call gives the others, by name.
+
+    So the order of a kernel's arguments stands in its signature alone.
+
+    Args:
+        fixed: arguments by name; what the kernel does not take is left out.
+    """
+
+    def __init__(self, kernel, fixed: Mapping[str, object]):
+        self._kernel = kernel
+        self._arguments = [fixed.get(name) for name in kernel.parameters]
+        self._places = {name: i for i, name in enumerate(kernel.parameters) if name not in fixed}
+
+    def __call__(self, **given) -> None:
+        """Launch on the current stream. Raises TypeError unless exactly the other arguments are given."""
+        arguments, places = self._arguments.copy(), self._places
+        if given.keys() != places.keys():
+            raise TypeError(f"kernel {self._kernel.name} takes {', '.join(places)}, not {', '.join(given)}")
+        for name, value in given.items():
+            arguments[places[name]] = value
+        self._kernel(*arguments)
+
+
+class Mode(ABC):
+    """Buffers and launches of one AllToAll.
+
+    Args:
+        base: the AllToAll, which allocates, checks arguments and keeps the state.
+        config: its sizes and dtypes.
+        specs: symmetric memory of the mode, "kernel.parameter" -> (shape, dtype); zeroed here.
+
+    Attributes:
+        symmetric_output: whether the rows that dispatch gives are in symmetric memory.
+    """
+
+    symmetric_output = False
+
+    def __init__(self, base, config: Config, specs: BufferSpecs):
+        self._base, self._c = base, config
+        self._symmetric = base.allocate(specs)
+        self._launches: dict[Hashable, Launch] = {}
+
+    def _launch(self, key: Hashable, make: Callable[[], Launch]) -> Launch:
+        """The launch of a kernel, made when it is first asked for."""
+        found = self._launches.get(key)
+        if found is None:
+            found = self._launches[key] = make()
+        return found
+
+    def _buffers(self, kernel: str) -> dict[str, torch.Tensor]:
+        """Symmetric buffers of a kernel, by the names of its parameters."""
+        start = f"{kernel}."
+        return {name.removeprefix(start): t for name, t in self._symmetric.items() if name.startswith(start)}
+
+    @abstractmethod
+    def compile(self, everything: bool) -> None:
+        """Compile what an ordinary call needs, or every variant that a call may need."""
+
+    @abstractmethod
+    def output_shape(self) -> tuple[int, ...]:
+        """Shape of the rows that dispatch gives."""
+
+    def new_output(self, make=None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows and scales (None unless FP8) of that shape, by `make(shape, dtype)`; default ordinary memory."""
+        c, shape, device = self._c, self.output_shape(), self._base.device
+        make = make or (lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
+        rows = make(shape, c.dtype)
+        return rows, make((*shape[:-1], groups_of(c.hidden)), torch.float32) if c.dtype == FP8 else None
+
+    @abstractmethod
+    def dispatch(self, x, scales, choices: Choices | Handle, out, phase: Phase) -> Pending:
+        """Launch a dispatch.
+
+        Args:
+            x, scales: rows of this rank, [tokens, hidden], and their scales [tokens, groups] float32 or None.
+            choices: of these rows, or the handle of an earlier dispatch.
+            out: (rows, scales) for the result, or None.
+            phase: WHOLE, or SEND: what the caller launches before `receive` overlaps with it.
+        """
+
+    @abstractmethod
+    def combine(self, y, handle: Handle, out, weights, phase: Phase, values=None) -> Pending:
+        """Launch a combine.
+
+        Args:
+            y: rows in the shape that dispatch gives, of `combine_dtype`. out: [tokens, hidden] of the same.
+            weights: False: sum rows as they are; True: with the weights of the choices; or float32 [capacity]: with the
+                weight of each expert-major row.
+            phase: as in dispatch.
+            values: None, or (float32 [capacity], float32 [tokens, top_k]): numbers of expert-major rows and where they go.
+        """
+
+    @abstractmethod
+    def receive(self, pending: Pending) -> None:
+        """Launch the second half of what was sent."""
+
+    @abstractmethod
+    def refuse_dispatch(self, error: ArgumentError, reuses_plan: bool, phase: Phase) -> None:
+        """Take part in a dispatch that this rank cannot make; `reuses_plan`: it got a handle instead of choices."""
+
+    @abstractmethod
+    def refuse_combine(self, error: ArgumentError, phase: Phase) -> None:
+        """Take part in a combine that this rank cannot make."""

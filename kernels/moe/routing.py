@@ -1,0 +1,127 @@
+"""The routing plan of a dispatch in throughput mode: which row goes where, agreed before any row moves.
+
+Each rank counts its choices per expert and its rows per rank, and puts these counts to every peer. From the counts of
+all ranks each rank knows the final place of each of its rows at the target: expert by expert, within an expert by source
+rank, then by token. So rows need no second copy, their order does not depend on timing, and a dispatch that does not
+fit somewhere is refused everywhere before anything is sent.
+
+Blocks share the tokens in consecutive parts. A thread counts one bin (an expert, or "some choice at rank r") over its
+block's part, and later numbers that bin's choices.
+"""
+
+import tilelang.language as T
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tilescale_net.kernels.moe import routing_steps as steps
+from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
+from tilescale_net.kernels.moe.wire_layout import STATUS_WORDS, record_words
+
+
+@tsn.jit(name="moe_plan_routing", pass_configs=EXPLICIT_SYNC)
+def plan_routing(ranks, experts, top_k, max_tokens, capacity, alignment, blocks, threads, index_dtype):
+    """Kernel that fills a RoutingPlan (handle.py), the tensors of the last group.
+
+    Args:
+        ranks, experts, top_k, max_tokens: sizes; rank r hosts experts [r * experts / ranks, (r + 1) * …).
+        capacity: rows that the expert-major output of a rank may have.
+        alignment: the first row of every expert is a multiple of it.
+        blocks, threads: launch geometry; all blocks must run at once.
+        index_dtype: of `topk_idx`, "int32" or "int64".
+
+    Parameters of the kernel (int32 unless said):
+        topk_idx [rows, top_k] of `index_dtype`, topk_weights [rows, top_k] float32, tokens <= rows; fault, fault_value:
+        what the host found wrong; active [ranks]: 0 for a rank that is left out.
+        counts_out [words], counts_in [ranks, words] (see Counts), records_out, records_in [ranks, max_tokens, …],
+        counts_ready, records_ready [ranks] uint64, blocks_ready [1] uint64: symmetric.
+        calls [blocks] uint64: calls so far. partial [blocks, words]: scratch. status: see STATUS_WORDS.
+    """
+    R, K, M = ranks, top_k, max_tokens
+    s = steps.Sizes(R, experts, K, M, capacity, alignment, blocks, threads, index_dtype)
+    C, W = s.counts, record_words(K)
+    rows, slot_rows = T.dynamic("rows"), T.dynamic("slot_rows")
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        topk_idx: T.Tensor((rows, K), index_dtype),
+        topk_weights: T.Tensor((rows, K), "float32"),
+        tokens: T.int32,
+        fault: T.int32,
+        fault_value: T.int32,
+        active: T.Tensor((R,), "int32"),
+        counts_out: T.Tensor((C.words,), "int32"),
+        counts_in: T.Tensor((R, C.words), "int32"),
+        records_out: T.Tensor((R, M, W), "int32"),
+        records_in: T.Tensor((R, M, W), "int32"),
+        counts_ready: T.Tensor((R,), "uint64"),
+        records_ready: T.Tensor((R,), "uint64"),
+        blocks_ready: T.Tensor((1,), "uint64"),
+        calls: T.Tensor((blocks,), "uint64"),
+        partial: T.Tensor((blocks, C.words), "int32"),
+        status: T.Tensor((STATUS_WORDS,), "int64"),
+        send_token: T.Tensor((R, M), "int32"),
+        send_row: T.Tensor((R, M), "int32"),
+        token_slot: T.Tensor((slot_rows, R), "int32"),
+        records: T.Tensor((R, M, W), "int32"),
+        totals: T.Tensor((s.totals.words,), "int32"),
+        row_index: T.Tensor((capacity,), "int32"),
+        row_weight: T.Tensor((capacity,), "float32"),
+    ):
+        with T.Kernel(blocks, threads=threads) as block:
+            # keys[0]: the expert of each choice; keys[1]: the bin of its rank where it is the first there; else -1.
+            keys = T.alloc_shared((2, s.cells), "int32")
+            places = T.alloc_shared((2, s.cells), "int32")
+            padded = T.alloc_shared((experts,), "int32")
+            alive = T.alloc_shared((R,), "int32")
+            seen = T.alloc_shared((1,), "int32")
+            thread = T.get_thread_binding()
+            warp = thread // 32
+            me = N.my_pe()
+            call = T.alloc_var("uint64")
+            call = calls[block] + T.uint64(1)
+            share = (tokens + blocks - 1) // blocks
+            first = share * block
+            mine = T.alloc_var("int32")
+            mine = T.max(0, T.min(share, tokens - first))
+
+            bad = T.alloc_var("int32")
+            any_bad = T.alloc_var("int32")
+            steps.read_choices(s, topk_idx, active, keys, seen, first, mine, bad, any_bad, thread)
+            four = T.alloc_local((4,), "int32")
+            steps.count_part(s, keys, four, partial, seen, mine, any_bad, block, thread)
+            if thread == 0:
+                N.signal(blocks_ready[0], 1, me, op="add")
+            N.wait_block(blocks_ready[0], "ge", call * T.uint64(blocks))
+            steps.exchange_counts(
+                s, partial, fault, fault_value, active, alive, counts_out, counts_in, counts_ready, me, call, block, thread,
+                warp,
+            )  # fmt: skip
+            steps.align_experts(s, counts_in, alive, padded, thread)
+            code = T.alloc_var("int32")
+            need = T.alloc_var("int32")
+            stop = T.alloc_var("int32")
+            steps.refuse_or_go_on(s, counts_in, padded, alive, status, mine, code, need, stop, block, thread)
+            steps.number_choices(s, keys, four, places, partial, counts_in, padded, alive, mine, me, block, thread)
+            for i in T.serial((s.part * R + threads - 1) // threads):
+                p = i * threads + thread
+                if p < T.min(share, tokens - first) * R:
+                    token_slot[first + p // R, p % R] = -1
+            T.sync_threads()
+            steps.write_records(
+                s, keys, places, topk_weights, records_out, send_token, send_row, token_slot, first, mine, thread
+            )
+            steps.send_records(
+                s, partial, records_out, records_in, records_ready, active, me, stop, block, thread, warp
+            )
+            if block == 0:
+                steps.write_totals(s, totals, counts_in, padded, alive, me, stop, thread)
+            if thread < R:
+                if active[thread] != 0:
+                    N.wait(records_ready[thread], "ge", call * T.uint64(blocks))
+            T.sync_threads()
+            steps.keep_records(s, records, records_in, row_index, row_weight, counts_in, alive, me, block, thread)
+            if thread == 0:
+                calls[block] = call
+
+    return main

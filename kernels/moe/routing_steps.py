@@ -1,0 +1,333 @@
+"""The steps of the kernel that plans the routing; routing.py puts them together and says what the tensors are."""
+
+from dataclasses import dataclass
+
+import tilelang.language as T
+
+import tilescale_net.language as N
+from tilescale_net.kernels.moe.handshake import report
+from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, NO_FAULT, NO_ROOM, Counts, Totals, align4, record_words
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Compile-time sizes; see plan_routing."""
+
+    ranks: int
+    experts: int
+    top_k: int
+    max_tokens: int
+    capacity: int
+    alignment: int
+    blocks: int
+    threads: int
+    index_dtype: str
+
+    @property
+    def local(self) -> int:
+        """Experts of a rank."""
+        return self.experts // self.ranks
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(self.experts, self.ranks)
+
+    @property
+    def totals(self) -> Totals:
+        return Totals(self.ranks, self.local)
+
+    @property
+    def part(self) -> int:
+        """Tokens of a block at most."""
+        return -(-self.max_tokens // self.blocks)
+
+    @property
+    def cells(self) -> int:
+        """Choices of a block at most."""
+        return align4(self.part * self.top_k)
+
+
+@T.macro
+def read_choices(s, topk_idx, active, keys, seen, first, mine: T.Ref, bad: T.Ref, any_bad: T.Ref, thread):
+    """Fill `keys` from the choices of the block's `mine` tokens from token `first` on."""
+    K, threads, experts, local = s.top_k, s.threads, s.experts, s.local
+    bad = 0
+    for i in T.serial((s.cells + threads - 1) // threads):
+        p = i * threads + thread
+        if p < s.cells:
+            key = T.alloc_var("int32")
+            key = -1
+            if p < mine * K:
+                choice = T.alloc_var(s.index_dtype)
+                choice = topk_idx[first + p // K, p % K]
+                if choice < -1 or choice >= experts:
+                    bad = 1
+                    seen[0] = T.cast(choice, "int32")  # any of them will do
+                elif choice >= 0:
+                    if active[T.cast(choice, "int32") // local] != 0:
+                        key = T.cast(choice, "int32")
+            keys[0, p] = key
+    any_bad = T.syncthreads_or(bad)
+    for i in T.serial((s.cells + threads - 1) // threads):
+        p = i * threads + thread
+        if p < s.cells:
+            key = T.alloc_var("int32")
+            key = -1
+            if keys[0, p] >= 0:
+                key = experts + keys[0, p] // local
+                for q in T.serial(p % K):
+                    if keys[0, p - p % K + q] >= 0 and keys[0, p - p % K + q] // local == keys[0, p] // local:
+                        key = -1
+            keys[1, p] = key
+    T.sync_threads()
+
+
+@T.macro
+def count_part(s, keys, four, partial, seen, mine: T.Ref, any_bad: T.Ref, block, thread):
+    """Count the block's choices per bin, and write its fault, to its row of `partial`."""
+    C, threads = s.counts, s.threads
+    for i in T.serial((C.bins + threads - 1) // threads):
+        bin = i * threads + thread
+        if bin < C.bins:
+            row = T.if_then_else(bin < s.experts, 0, 1)
+            n = T.alloc_var("int32")
+            n = 0
+            for q in T.serial((mine * s.top_k + 3) // 4):
+                for v in T.vectorized(4):
+                    four[v] = keys[row, q * 4 + v]
+                for v in T.unroll(4):
+                    n = n + T.if_then_else(four[v] == bin, 1, 0)
+            partial[block, bin] = n
+    if thread == 0:
+        partial[block, C.code] = T.if_then_else(any_bad != 0, BAD_EXPERT, NO_FAULT)
+        partial[block, C.value] = T.if_then_else(any_bad != 0, seen[0], 0)
+    T.sync_threads()
+
+
+@T.macro
+def exchange_counts(
+    s,
+    partial,
+    fault,
+    fault_value,
+    active,
+    alive,
+    counts_out,
+    counts_in,
+    counts_ready,
+    me,
+    call: T.Ref,
+    block,
+    thread,
+    warp,
+):
+    """Block 0 sends the sums over the blocks to every rank; all blocks wait for the sums of every rank."""
+    R, C, threads, blocks, warps = s.ranks, s.counts, s.threads, s.blocks, s.threads // 32
+    if block == 0:
+        for i in T.serial((C.bins + threads - 1) // threads):
+            bin = i * threads + thread
+            if bin < C.bins:
+                n = T.alloc_var("int32")
+                n = 0
+                for b in T.serial(blocks):
+                    n = n + partial[b, bin]
+                counts_out[bin] = n
+        if thread == 0:
+            code = T.alloc_var("int32")
+            code = fault
+            value = T.alloc_var("int32")
+            value = fault_value
+            for b in T.serial(blocks):
+                if code == NO_FAULT and partial[b, C.code] != NO_FAULT:
+                    code = partial[b, C.code]
+                    value = partial[b, C.value]
+            counts_out[C.code] = code
+            counts_out[C.value] = value
+        T.sync_threads()
+        for i in T.serial((R + warps - 1) // warps):
+            pe = i * warps + warp
+            if pe < R:
+                if active[pe] != 0:
+                    N.put_signal_warp(counts_in[me, 0], counts_out[0], pe, counts_ready[me], call, count=C.words)
+    if thread < R:
+        alive[thread] = active[thread]
+        if active[thread] != 0:
+            N.wait(counts_ready[thread], "ge", call)
+    T.sync_threads()
+
+
+@T.macro
+def align_experts(s, counts_in, alive, padded, thread):
+    """The rows of each expert on all ranks together, up to the next multiple of the alignment."""
+    for i in T.serial((s.experts + s.threads - 1) // s.threads):
+        e = i * s.threads + thread
+        if e < s.experts:
+            n = T.alloc_var("int32")
+            n = 0
+            for r in T.serial(s.ranks):
+                if alive[r] != 0:
+                    n = n + counts_in[r, e]
+            padded[e] = (n + s.alignment - 1) // s.alignment * s.alignment
+    T.sync_threads()
+
+
+@T.macro
+def refuse_or_go_on(
+    s, counts_in, padded, alive, status, mine: T.Ref, code: T.Ref, need: T.Ref, stop: T.Ref, block, thread
+):
+    """Refuse what some rank found wrong, or what does not fit somewhere; all ranks come to the same answer."""
+    code = NO_FAULT
+    need = 0
+    if thread < s.ranks:
+        for e in T.serial(s.local):
+            need = need + padded[thread * s.local + e]
+        if need > s.capacity:
+            code = NO_ROOM
+        if alive[thread] != 0:
+            if counts_in[thread, s.counts.code] != NO_FAULT:
+                code = counts_in[thread, s.counts.code]
+                need = counts_in[thread, s.counts.value]
+    stop = T.syncthreads_or(code)
+    if stop != 0:
+        mine = 0
+        if thread < s.ranks:
+            alive[thread] = 0
+            if block == 0 and code != NO_FAULT:
+                report(status, code, thread, need)
+    T.sync_threads()
+
+
+@T.macro
+def number_choices(s, keys, four, places, partial, counts_in, padded, alive, mine: T.Ref, me, block, thread):
+    """Number the choices: their rows at the target, and their places among the rows to that rank."""
+    C, experts, local, threads = s.counts, s.experts, s.local, s.threads
+    for i in T.serial((C.bins + threads - 1) // threads):
+        bin = i * threads + thread
+        if bin < C.bins:
+            n = T.alloc_var("int32")
+            n = 0
+            for b in T.serial(block):
+                n = n + partial[b, bin]
+            if bin < experts:
+                for r in T.serial(me):
+                    if alive[r] != 0:
+                        n = n + counts_in[r, bin]
+                for e in T.serial(bin % local):
+                    n = n + padded[bin - bin % local + e]
+            row = T.if_then_else(bin < experts, 0, 1)
+            for q in T.serial((mine * s.top_k + 3) // 4):
+                for v in T.vectorized(4):
+                    four[v] = keys[row, q * 4 + v]
+                for v in T.unroll(4):
+                    if four[v] == bin:
+                        places[row, q * 4 + v] = n
+                        n = n + 1
+
+
+@T.macro
+def write_records(
+    s, keys, places, topk_weights, records_out, send_token, send_row, token_slot, first, mine: T.Ref, thread
+):
+    """Write what this rank keeps of its rows, and the records that go with them."""
+    K, local, threads = s.top_k, s.local, s.threads
+    for i in T.serial((s.cells + threads - 1) // threads):
+        p = i * threads + thread
+        if p < mine * K:
+            if keys[1, p] >= 0:
+                pe = keys[1, p] - s.experts
+                j = places[1, p]
+                t = first + p // K
+                token_slot[t, pe] = j
+                send_token[pe, j] = t
+                send_row[pe, j] = places[0, p]
+                for k in T.serial(K):
+                    cell = p - p % K + k
+                    here = keys[0, cell] >= 0 and keys[0, cell] // local == pe
+                    records_out[pe, j, k] = T.if_then_else(here, places[0, cell], -1)
+                    records_out[pe, j, K + k] = T.reinterpret(topk_weights[t, k], "int32")
+    T.sync_threads()
+
+
+@T.macro
+def send_records(s, partial, records_out, records_in, records_ready, active, me, stop: T.Ref, block, thread, warp):
+    """Put the block's records to every rank, by a warp each."""
+    R, warps = s.ranks, s.threads // 32
+    for i in T.serial((R + warps - 1) // warps):
+        pe = i * warps + warp
+        if pe < R:
+            if active[pe] != 0:
+                begin = T.alloc_var("int32")
+                begin = 0
+                for b in T.serial(block):
+                    begin = begin + partial[b, s.experts + pe]
+                n = T.if_then_else(stop != 0, 0, partial[block, s.experts + pe])
+                at = T.min(begin, s.max_tokens - 1)
+                N.put_signal_warp(
+                    records_in[me, at, 0], records_out[pe, at, 0], pe, records_ready[me], 1, op="add",
+                    count=n * record_words(s.top_k),
+                )  # fmt: skip
+
+
+@T.macro
+def write_totals(s, totals, counts_in, padded, alive, me, stop: T.Ref, thread):
+    """Write the rows of each expert and of each pair of ranks; see Totals."""
+    R, experts, local, threads, at = s.ranks, s.experts, s.local, s.threads, s.totals
+    for i in T.serial((local + threads - 1) // threads):
+        e = i * threads + thread
+        if e < local:
+            n = T.alloc_var("int32")
+            n = 0
+            for r in T.serial(R):
+                if alive[r] != 0:
+                    n = n + counts_in[r, me * local + e]
+            totals[at.counts + e] = n
+            before = T.alloc_var("int32")
+            before = 0
+            if stop == 0:
+                for o in T.serial(e):
+                    before = before + padded[me * local + o]
+            totals[at.offsets + e] = before
+            if e == local - 1:
+                totals[at.offsets + local] = before + T.if_then_else(stop == 0, padded[me * local + e], 0)
+    if thread < R:
+        totals[at.sent + thread] = T.if_then_else(alive[me] != 0, counts_in[me, experts + thread], 0)
+        totals[at.received + thread] = T.if_then_else(alive[thread] != 0, counts_in[thread, experts + me], 0)
+        before_me = T.alloc_var("int32")
+        before_me = 0
+        for r in T.serial(me):
+            before_me = before_me + T.if_then_else(alive[r] != 0, counts_in[r, experts + thread], 0)
+        totals[at.sent_base + thread] = before_me
+        before_it = T.alloc_var("int32")
+        before_it = 0
+        for r in T.serial(thread):
+            before_it = before_it + T.if_then_else(alive[r] != 0, counts_in[r, experts + me], 0)
+        totals[at.received_base + thread] = before_it
+        if thread == R - 1:
+            totals[at.received_base + R] = before_it + T.if_then_else(
+                alive[thread] != 0, counts_in[thread, experts + me], 0
+            )
+
+
+@T.macro
+def keep_records(s, records, records_in, row_index, row_weight, counts_in, alive, me, block, thread):
+    """Copy the records of every rank to where the next call does not overwrite them, and index them by expert-major row."""
+    K, blocks, threads = s.top_k, s.blocks, s.threads
+    base = T.alloc_var("int32")
+    base = 0
+    for r in T.serial(s.ranks):
+        n = T.alloc_var("int32")
+        n = T.if_then_else(alive[r] != 0, counts_in[r, s.experts + me], 0)
+        for i in T.serial((n * K + blocks * threads - 1) // (blocks * threads)):
+            p = (i * blocks + block) * threads + thread
+            if p < n * K:
+                row = T.alloc_var("int32")
+                row = records_in[r, p // K, p % K]
+                weight = T.alloc_var("int32")
+                weight = records_in[r, p // K, K + p % K]
+                records[r, p // K, p % K] = row
+                records[r, p // K, K + p % K] = weight
+                if row >= 0 and row < s.capacity:
+                    row_index[row] = base + p // K
+                    row_weight[row] = T.reinterpret(weight, "float32")
+        base = base + n
+    T.sync_threads()
