@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import time
 
 import pytest
@@ -16,6 +17,12 @@ def pytest_addoption(parser):
     group = parser.getgroup("tilescale_net")
     group.addoption("--allow-skips", metavar="REGEX", help="fail when a test is skipped for any other reason")
     group.addoption("--list-lacking", metavar="FILE", help="append the tests that the machine lacked something for")
+
+
+def pytest_configure(config):
+    """Ctrl-C must reach what tests start, also where whoever started the tests in the background ignores it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_xdist_auto_num_workers(config) -> int:

@@ -49,5 +49,7 @@ def device_test(sanitizer: str = "") -> Path:
 
 def loops() -> Path:
     """The benchmarks' loops with the command line of the bare ones; optimised as the package is."""
-    sources = ["tests/native/fabric_loops.cpp", *_sources("fabric", "cuda", "bench")]
+    of_proxy = ("bare_staging.cpp", "bare_writer.cpp", "dispatch_rate.cpp", "flag_echo.cpp")
+    ours = [p for p in _sources("fabric", "cuda", "bench") if not p.endswith(of_proxy)]
+    sources = ["tests/native/fabric_loops.cpp", *ours]
     return build("fabric_loops", sources, flags=("-O2", *headers()))

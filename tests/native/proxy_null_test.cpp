@@ -2,7 +2,7 @@
 //
 // usage: proxy_null_test <millions of operations>
 #include "tests/native/proxy_world.h"
-#include "tilescale_net/csrc/proxy/dispatch_rate.h"
+#include "tilescale_net/csrc/bench/dispatch_rate.h"
 #include "tilescale_net/csrc/proxy/null_transport.h"
 
 #include <fstream>
@@ -69,7 +69,7 @@ void growth(int millions) {
 
 int main(int argc, char** argv) {
   growth(argc > 1 ? std::atoi(argv[1]) : 1);
-  const DispatchRate rate = measure_dispatch(1 << 20, 4096, false, -1);
+  const bench::DispatchRate rate = bench::measure_dispatch(1 << 20, 4096, false, -1);
   std::printf("dispatch: %.2f million descriptors/s\n", (double)rate.descriptors / rate.seconds * 1e-6);
   std::puts("ok");
   return 0;

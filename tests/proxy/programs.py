@@ -25,7 +25,7 @@ _WORKER = [
         "worker_target",
         "proxy",
     )
-] + ["tilescale_net/csrc/cuda/driver.cpp"]
+] + ["tilescale_net/csrc/cuda/driver.cpp", "tilescale_net/csrc/cuda/pinned_block.cpp"]
 _CHAOS = ["tilescale_net/csrc/fabric/chaos.cpp", "tilescale_net/csrc/fabric/chaos_options.cpp"]
 
 
@@ -59,7 +59,7 @@ def fuzz_peer() -> Path:
 
 
 def null_test() -> Path:
-    extra = [_PROXY + "null_transport.cpp", _PROXY + "dispatch_rate.cpp"]
+    extra = [_PROXY + "null_transport.cpp", "tilescale_net/csrc/bench/dispatch_rate.cpp"]
     return build("proxy_null_test", ["tests/native/proxy_null_test.cpp", *_WORKER, *_CHAOS, *extra])
 
 

@@ -9,7 +9,7 @@ from tests.proxy import programs
 @pytest.mark.parametrize("sanitizer", ["", "thread", "address"])
 def test_queue(sanitizer):
     """Layout, every push, full rings, aborts, and contention at starts near every wrap-around."""
-    run(programs.queue_test(sanitizer), "8", "5000" if sanitizer else "40000")
+    run(programs.queue_test(sanitizer), "8", "5000" if sanitizer else "10000")
 
 
 @pytest.mark.parametrize("sanitizer", ["", "address"])

@@ -10,8 +10,8 @@ import torch
 from tests.native.builder import CACHE, ROOT
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_queue_on_gpu():
     CACHE.mkdir(parents=True, exist_ok=True)
     program = CACHE / "queue_gpu_test"

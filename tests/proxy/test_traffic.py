@@ -64,11 +64,10 @@ def test_sanitizers(sanitizer, shape):
 def test_trusting_the_last_chunk_fails(only, staging):
     """The mutation that counting exists for: signals that only wait for the last chunk arrive before their data."""
     program = programs.proxy_test()
-    failed, seed = 0, 0
-    while failed < 3 and seed < 20:  # most seeds show it at once; on a crowded machine fewer do
-        seed += 1
+    for seed in range(1, 41):  # most seeds show it at once; on a crowded machine fewer do
         arguments = ["traffic", "trust_last_chunk=1", f"only={only}", staging, CHAOS, f"seeds={seed}:{seed + 1}"]
         done = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=120)
         assert done.returncode in (0, 1), done.stderr
-        failed += done.returncode == 1 and "is wrong" in done.stderr
-    assert failed == 3, f"{failed} of {seed} seeds showed signals ahead of their data"
+        if done.returncode == 1 and "is wrong" in done.stderr:
+            return
+    pytest.fail("no seed showed a signal ahead of its data")

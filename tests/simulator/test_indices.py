@@ -133,10 +133,10 @@ def elements():
 
 
 def _outside_of_a_row():
-    from tilescale_net.compiler.simulated import SimulatedKernel
+    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
 
     errors = []
-    SimulatedKernel._give_up = lambda self, context, error: errors.append(f"{type(error).__name__}: {error}")
+    SimulatedFunction._give_up = lambda self, context, error: errors.append(f"{type(error).__name__}: {error}")
     kernel = tsn.compile(elements(), target="simulator")
     y = tsn.zeros((ROWS, COLUMNS), torch.int32)
     out = torch.zeros(SIZE, dtype=torch.int32)

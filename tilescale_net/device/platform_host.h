@@ -5,6 +5,7 @@
 #include "bits.h"
 #include "context.h"
 #include "host/thread.h"
+#include "operation_names.h"
 #include "types.h"
 #include <string.h>
 #include <time.h>

@@ -123,10 +123,7 @@ TSN_DEVICE void begin(Operation operation, Scope scope, const void* dst, const v
 TSN_DEVICE void waited(const uint64_t* sig) { sim::api().remote->waited(sig); }
 
 TSN_DEVICE void inspect(Operation operation, const void* local, int64_t bytes) {
-  constexpr const char* kNames[] = {"none",   "put",   "get",     "put_signal", "put_value",
-                                    "signal", "wait",  "test",    "atomic",     "fence",
-                                    "quiet",  "flush", "barrier", "remote",     "barrier_grid"};
-  sim::api().remote->check(kNames[operation], local, uint64_t(bytes));
+  sim::api().remote->check(kOperationNames[operation], local, uint64_t(bytes));
 }
 
 TSN_DEVICE bool defer_fence(const Context*, int pe) {

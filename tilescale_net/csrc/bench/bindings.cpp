@@ -11,6 +11,9 @@ namespace py = pybind11;
 using namespace py::literals;
 
 namespace tsn::bench {
+
+void bind_proxy(py::module_& m);
+
 namespace {
 
 Transfer operation_from(const std::string& name) {
@@ -103,6 +106,8 @@ void bind(py::module_& m) {
       .def("ping_pong", &ping_pong, "peer"_a, "bytes"_a, "iterations"_a, "warmup"_a, "chunk"_a = 1 << 20,
            "window"_a = 64, "starter"_a = true, "verify"_a = true, "device_address"_a = 0, "device"_a = 0,
            "Seconds of every timed round trip; see bench/ping_pong.h.");
+
+  bind_proxy(m);
 }
 
 } // namespace tsn::bench

@@ -3,9 +3,6 @@
 #include <pybind11/stl.h>
 
 #include "tilescale_net/csrc/cuda/driver.h"
-#include "tilescale_net/csrc/proxy/bare_writer.h"
-#include "tilescale_net/csrc/proxy/dispatch_rate.h"
-#include "tilescale_net/csrc/proxy/flag_echo.h"
 #include "tilescale_net/csrc/proxy/null_transport.h"
 #include "tilescale_net/csrc/proxy/proxy.h"
 #include "tilescale_net/device/add_mailbox.h"
@@ -81,31 +78,9 @@ ProxyOptions options_from(const py::kwargs& kwargs) {
   return o;
 }
 
-std::unique_ptr<Transport> make_any(const TransportOptions& options) {
-  return options.provider == "null" ? make_null_transport(options) : make_transport(options);
-}
-
 py::object whole(double v) {
   if (v == std::floor(v) && std::fabs(v) < 9e15) return py::int_((int64_t)v);
   return py::float_(v);
-}
-
-BareWriterOptions bare_from(const TransportOptions& transport, uint64_t bytes, uint64_t base, const std::string& kind,
-                            int device, bool staged, uint64_t chunk_bytes, uint32_t window, bool dedicated,
-                            double timeout) {
-  BareWriterOptions o;
-  o.transport = transport;
-  o.bytes = bytes;
-  o.base = base;
-  if (kind != "host" && kind != "cuda") throw py::value_error("heap_kind is 'host' or 'cuda', not '" + kind + "'");
-  o.cuda = kind == "cuda";
-  o.device = device;
-  o.staged = staged;
-  o.chunk_bytes = chunk_bytes;
-  o.window = window;
-  o.dedicated = dedicated;
-  o.timeout = timeout;
-  return o;
 }
 
 } // namespace
@@ -129,7 +104,7 @@ void bind(py::module_& m) {
       .def(py::init([](const py::kwargs& kwargs) {
         const ProxyOptions o = options_from(kwargs);
         py::gil_scoped_release release;
-        return std::make_unique<Proxy>(o, make_any);
+        return std::make_unique<Proxy>(o, make_transport_or_null);
       }))
       .def(
           "local_blob", [](const Proxy& p) { return py::bytes(p.blob()); }, "What every peer's connect() needs.")
@@ -197,44 +172,6 @@ void bind(py::module_& m) {
             return d;
           },
           "The transport in use, and how the proxy uses it.");
-
-  py::class_<BareWriter>(m, "BareWriter",
-                         "A CPU that writes to a peer without a proxy: the provider's limit; see "
-                         "csrc/proxy/bare_writer.h. Times are in seconds.")
-      .def(py::init([](const TransportOptions& transport, uint64_t bytes, uint64_t base, const std::string& kind,
-                       int device, bool staged, uint64_t chunk_bytes, uint32_t window, bool dedicated, double timeout) {
-             const BareWriterOptions o =
-                 bare_from(transport, bytes, base, kind, device, staged, chunk_bytes, window, dedicated, timeout);
-             py::gil_scoped_release release;
-             return std::make_unique<BareWriter>(o);
-           }),
-           py::arg("transport"), py::arg("bytes"), py::arg("base") = 0, py::arg("heap_kind") = "host",
-           py::arg("device") = 0, py::arg("force_staging") = false, py::arg("chunk_bytes") = 1 << 20,
-           py::arg("window") = 64, py::arg("dedicated") = true, py::arg("timeout") = 20.0)
-      .def("blob", [](const BareWriter& w) { return py::bytes(w.blob()); })
-      .def("connect", &BareWriter::connect, py::arg("peer"), py::arg("blob"), no_gil)
-      .def("write", &BareWriter::write, py::arg("peer"), py::arg("bytes"), py::arg("count"),
-           py::arg("blocking") = false, py::arg("from_peer") = -1, no_gil)
-      .def("ping", &BareWriter::ping, py::arg("peer"), py::arg("bytes"), py::arg("count"), no_gil)
-      .def("pong", &BareWriter::pong, py::arg("peer"), py::arg("bytes"), py::arg("count"), no_gil)
-      .def("serve", &BareWriter::serve, py::arg("peer"), no_gil)
-      .def("finish", &BareWriter::finish, py::arg("peer"), no_gil);
-
-  py::class_<FlagEcho>(m, "FlagEcho",
-                       "A CPU thread that copies the word at `ping` to the word at `pong`, in memory that the device "
-                       "reaches like a queue's. It runs as long as the object lives.")
-      .def(py::init<bool, int>(), py::arg("cuda"), py::arg("cpu") = -1, no_gil)
-      .def_property_readonly("ping", &FlagEcho::ping, "The device's address of the word that it stores to.")
-      .def_property_readonly("pong", &FlagEcho::pong, "The device's address of the answer.");
-
-  m.def(
-      "measure_dispatch",
-      [](uint64_t descriptors, uint64_t bytes, bool with_signal, int cpu) {
-        const DispatchRate r = measure_dispatch(descriptors, bytes, with_signal, cpu);
-        return (double)r.descriptors / r.seconds;
-      },
-      py::arg("descriptors") = 1 << 22, py::arg("bytes") = 4096, py::arg("with_signal") = false, py::arg("cpu") = -1,
-      no_gil, "Descriptors per second that one proxy thread takes and hands to a transport that completes at once.");
 }
 
 } // namespace tsn::proxy

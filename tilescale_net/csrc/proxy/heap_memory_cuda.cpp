@@ -3,8 +3,8 @@
 // Positions: poll() has the stream write the number of its operations into pinned memory behind them, so that looking
 // at progress costs no call of the driver.
 #include "tilescale_net/csrc/cuda/driver.h"
+#include "tilescale_net/csrc/cuda/pinned_block.h"
 #include "tilescale_net/csrc/proxy/heap_memory.h"
-#include "tilescale_net/csrc/proxy/staging.h"
 #include "tilescale_net/csrc/proxy/stats.h"
 #include "tilescale_net/device/add_mailbox.h"
 
@@ -192,7 +192,7 @@ private:
   cuda::PrimaryContext context_;
   const cuda::Driver& d_;
   uint64_t base_;
-  PinnedBlock pinned_;
+  cuda::PinnedBlock pinned_;
   Lane in_, out_;
   uint64_t box_;
   bool flush_rdma_ = false;

@@ -9,4 +9,9 @@ namespace tsn::proxy {
 
 std::unique_ptr<Transport> make_null_transport(const TransportOptions& options);
 
+// The transport that the options name: provider "null" is this one.
+inline std::unique_ptr<Transport> make_transport_or_null(const TransportOptions& options) {
+  return options.provider == "null" ? make_null_transport(options) : make_transport(options);
+}
+
 } // namespace tsn::proxy

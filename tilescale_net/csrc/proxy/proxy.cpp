@@ -48,7 +48,7 @@ Proxy::Proxy(const ProxyOptions& options, const TransportFactory& make) : option
   std::optional<cuda::PrimaryContext> context; // memory is pinned in it
   if (cuda) context.emplace(options_.heap.device);
   for (int q = 0; q < options_.queues; q++) {
-    memory_.push_back(std::make_unique<PinnedBlock>(HostQueue::memory_bytes(options_.capacity), cuda));
+    memory_.push_back(std::make_unique<cuda::PinnedBlock>(HostQueue::memory_bytes(options_.capacity), cuda));
     shared_.queues.push_back(
         std::make_unique<SharedQueue>(memory_.back()->data(), options_.capacity, options_.first_position));
   }

@@ -59,7 +59,7 @@ private:
 
   ProxyOptions options_;
   Shared shared_;
-  std::vector<std::unique_ptr<PinnedBlock>> memory_; // of the queues
+  std::vector<std::unique_ptr<cuda::PinnedBlock>> memory_; // of the queues
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<std::thread> threads_;
   State state_ = State::created;

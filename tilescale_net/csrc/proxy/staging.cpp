@@ -1,39 +1,11 @@
 #include "tilescale_net/csrc/proxy/staging.h"
 
-#include "tilescale_net/csrc/cuda/driver.h"
-
 #include <algorithm>
 #include <cstring>
 #include <new>
 #include <sys/mman.h>
 
 namespace tsn::proxy {
-
-PinnedBlock::PinnedBlock(uint64_t bytes, bool cuda) : bytes_((bytes + 4095) & ~4095ull) {
-  void* p = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (p == MAP_FAILED) throw std::bad_alloc();
-  data_ = static_cast<char*>(p);
-  device_ = reinterpret_cast<uint64_t>(p);
-  if (!cuda) return;
-  try {
-    const auto& d = cuda::driver();
-    cuda::check(d.cuMemHostRegister(data_, bytes_, cuda::kHostRegisterPortable | cuda::kHostRegisterDeviceMap),
-                "cuMemHostRegister");
-    pinned_ = true;
-    cuda::Pointer address;
-    cuda::check(d.cuMemHostGetDevicePointer(&address, data_, 0), "cuMemHostGetDevicePointer");
-    device_ = address;
-  } catch (...) {
-    if (pinned_) cuda::driver().cuMemHostUnregister(data_);
-    munmap(data_, bytes_);
-    throw;
-  }
-}
-
-PinnedBlock::~PinnedBlock() {
-  if (pinned_) cuda::driver().cuMemHostUnregister(data_);
-  munmap(data_, bytes_);
-}
 
 StagingShape staging_shape(const ProxyOptions& options, int peers, int slot_bits, uint64_t max_write,
                            uint64_t immediates) {

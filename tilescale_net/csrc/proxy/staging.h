@@ -6,30 +6,13 @@
 // device's copy engines beside the network: nothing waits for anything but its own data and a free slot.
 #pragma once
 
+#include "tilescale_net/csrc/cuda/pinned_block.h"
 #include "tilescale_net/csrc/proxy/heap_memory.h"
 #include "tilescale_net/csrc/proxy/stream.h"
 
 #include <algorithm>
 
 namespace tsn::proxy {
-
-// Page-aligned zeroed host memory, pinned for the device when there is one.
-class PinnedBlock {
-public:
-  PinnedBlock(uint64_t bytes, bool cuda);
-  ~PinnedBlock();
-  PinnedBlock(const PinnedBlock&) = delete;
-  PinnedBlock& operator=(const PinnedBlock&) = delete;
-  char* data() const { return data_; }
-  uint64_t bytes() const { return bytes_; }
-  uint64_t device() const { return device_; } // the device's address of data(); the same address without a device
-
-private:
-  char* data_;
-  uint64_t bytes_;
-  uint64_t device_;
-  bool pinned_ = false;
-};
 
 // Sizes that all PEs agree on.
 struct StagingShape {
@@ -49,7 +32,7 @@ public:
   // `peers`: PEs that write here. Pieces are cut to piece_bytes().
   Staging(const StagingShape& shape, int peers, bool cuda);
 
-  PinnedBlock send, receive;
+  cuda::PinnedBlock send, receive;
   uint32_t piece_bytes() const { return shape_.slot_bytes - kOverhead; }
   const StagingShape& shape() const { return shape_; }
 

@@ -1,6 +1,6 @@
 #include "happens_before.h"
 
-#include "tilescale_net/device/context.h"
+#include "tilescale_net/device/operation_names.h"
 
 #include <algorithm>
 #include <sys/mman.h>
@@ -34,9 +34,9 @@ void set_shadow(uint64_t base, uint64_t bytes) {
 }
 
 std::string primitive_name(uint32_t operation, uint32_t scope) {
-  constexpr const char* kNames[] = {"none", "put",    "get",   "put_signal", "put_value",   "signal",      "wait",
-                                    "test", "atomic", "fence", "quiet",      "flush_async", "barrier_all", "remote"};
-  const std::string name = std::string("N.") + kNames[operation];
+  std::string name = std::string("N.") + kOperationNames[operation];
+  if (operation == kOpFlush) return name + "_async";
+  if (operation == kOpBarrier) return name + "_all";
   if (operation == kOpWait) return name + (scope == 0 ? "" : scope == 1 ? "_warp" : "_block");
   if (operation != kOpPut && operation != kOpGet && operation != kOpPutSignal) return name;
   return name + (scope == 0 ? "_thread" : scope == 1 ? "_warp" : "_block");

@@ -1,11 +1,14 @@
-#include "tilescale_net/csrc/proxy/dispatch_rate.h"
+#include "tilescale_net/csrc/bench/dispatch_rate.h"
 
 #include "tilescale_net/csrc/proxy/null_transport.h"
 #include "tilescale_net/csrc/proxy/proxy.h"
 
 #include <algorithm>
 
-namespace tsn::proxy {
+namespace tsn::bench {
+
+using namespace proxy;
+
 namespace {
 
 // Writes descriptors as a device would, from the host and alone.
@@ -35,7 +38,7 @@ private:
 DispatchRate measure_dispatch(uint64_t descriptors, uint64_t bytes, bool with_signal, int cpu) {
   constexpr uint64_t kLap = 1 << 20;
   const uint64_t heap = std::max<uint64_t>(1 << 20, bytes + kSystemBytes);
-  PinnedBlock memory(heap, false);
+  cuda::PinnedBlock memory(heap, false);
   ProxyOptions o;
   o.n_pes = 2;
   o.peers = {1};
@@ -53,9 +56,9 @@ DispatchRate measure_dispatch(uint64_t descriptors, uint64_t bytes, bool with_si
   DispatchRate rate;
   for (uint64_t left = descriptors; left > 0;) {
     const uint64_t n = std::min(left, kLap - 1);
-    Proxy proxy(o, make_null_transport);
-    proxy.connect({"", peer.blob()});
-    HostProducer producer(proxy.views()[0]);
+    Proxy ours(o, make_null_transport);
+    ours.connect({"", peer.blob()});
+    HostProducer producer(ours.views()[0]);
     Request r = {};
     r.command = with_signal ? Command::put_signal_set : Command::put;
     r.pe = 1;
@@ -71,14 +74,14 @@ DispatchRate measure_dispatch(uint64_t descriptors, uint64_t bytes, bool with_si
     flush.pe = 1;
     const uint64_t last = producer.push(flush);
     const uint64_t start = now_ns();
-    proxy.start();
+    ours.start();
     while (!producer.done(last)) std::this_thread::sleep_for(std::chrono::microseconds(20));
     rate.seconds += (double)(now_ns() - start) * 1e-9;
     rate.descriptors += n;
     left -= n;
-    proxy.stop();
+    ours.stop();
   }
   return rate;
 }
 
-} // namespace tsn::proxy
+} // namespace tsn::bench

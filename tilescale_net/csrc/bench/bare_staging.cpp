@@ -1,8 +1,8 @@
-#include "tilescale_net/csrc/proxy/bare_staging.h"
+#include "tilescale_net/csrc/bench/bare_staging.h"
 
 #include <cstring>
 
-namespace tsn::proxy {
+namespace tsn::bench {
 
 BareStaging::BareStaging(Transport* transport, uint64_t base, bool cuda, int device, uint64_t chunk_bytes,
                          uint32_t slots)
@@ -15,9 +15,10 @@ BareStaging::BareStaging(Transport* transport, uint64_t base, bool cuda, int dev
   std::memset(receive_.data(), 0, receive_.bytes());
 }
 
-HeapMemory& BareStaging::memory() {
+proxy::HeapMemory& BareStaging::memory() {
   if (!memory_)
-    memory_ = cuda_ ? make_cuda_memory(base_, device_, 0) : make_host_memory(reinterpret_cast<void*>(base_));
+    memory_ =
+        cuda_ ? proxy::make_cuda_memory(base_, device_, 0) : proxy::make_host_memory(reinterpret_cast<void*>(base_));
   return *memory_;
 }
 
@@ -49,4 +50,4 @@ bool BareStaging::landed(uint32_t* slot) {
   return true;
 }
 
-} // namespace tsn::proxy
+} // namespace tsn::bench

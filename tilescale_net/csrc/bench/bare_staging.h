@@ -1,17 +1,17 @@
 // The bare writer's way through pinned slots, for memory that the transport cannot reach: copied out of the source,
 // written to the slot of the same number at the peer, copied in there, and given back with a message. The least that a
-// proxy with staging (staging.h) can be compared with.
+// proxy with staging (proxy/staging.h) can be compared with.
 #pragma once
 
+#include "tilescale_net/csrc/bench/network.h"
+#include "tilescale_net/csrc/cuda/pinned_block.h"
 #include "tilescale_net/csrc/proxy/heap_memory.h"
-#include "tilescale_net/csrc/proxy/network.h"
 #include "tilescale_net/csrc/proxy/ring.h"
-#include "tilescale_net/csrc/proxy/staging.h"
 
 #include <memory>
 #include <vector>
 
-namespace tsn::proxy {
+namespace tsn::bench {
 
 class BareStaging {
 public:
@@ -43,19 +43,19 @@ private:
     uint32_t slot;
     uint64_t bytes, position; // of the memory's copies
   };
-  HeapMemory& memory();
+  proxy::HeapMemory& memory();
   uint64_t place(uint32_t slot) const { return slot * slot_bytes_; }
 
   uint64_t base_;
   bool cuda_;
   int device_;
   uint64_t slots_, slot_bytes_;
-  PinnedBlock send_, receive_;
+  cuda::PinnedBlock send_, receive_;
   Region send_region_, receive_region_;
   RemoteRegion remote_ = -1;
-  std::unique_ptr<HeapMemory> memory_; // made by the thread that uses it: CUDA contexts belong to threads
+  std::unique_ptr<proxy::HeapMemory> memory_; // made by the thread that uses it: CUDA contexts belong to threads
   std::vector<uint32_t> free_;
-  Ring<Step> filling_, landing_;
+  proxy::Ring<Step> filling_, landing_;
 };
 
 template <class PostWrite>
@@ -77,4 +77,4 @@ void BareStaging::post_ready(int peer, uint64_t rails, PostWrite post) {
   }
 }
 
-} // namespace tsn::proxy
+} // namespace tsn::bench

@@ -1,11 +1,11 @@
-#include "tilescale_net/csrc/proxy/flag_echo.h"
+#include "tilescale_net/csrc/bench/flag_echo.h"
 
 #include <pthread.h>
 #include <sched.h>
 #include <stdexcept>
 #include <string>
 
-namespace tsn::proxy {
+namespace tsn::bench {
 
 FlagEcho::FlagEcho(bool cuda, int cpu) : memory_(2 * kPage, cuda), shares_core_(!cuda), thread_([this] { run(); }) {
   if (cpu < 0) return;
@@ -40,4 +40,4 @@ void FlagEcho::run() {
   }
 }
 
-} // namespace tsn::proxy
+} // namespace tsn::bench

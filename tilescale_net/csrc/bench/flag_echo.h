@@ -1,12 +1,12 @@
 // A CPU thread that answers a flag with a flag: the least that any exchange of a device with the host costs.
 #pragma once
 
-#include "tilescale_net/csrc/proxy/staging.h"
+#include "tilescale_net/csrc/cuda/pinned_block.h"
 
 #include <atomic>
 #include <thread>
 
-namespace tsn::proxy {
+namespace tsn::bench {
 
 // Two words in the kind of memory that queues live in, each in a page of its own. Whatever the device stores to `ping`
 // appears in `pong`.
@@ -22,10 +22,10 @@ private:
   static constexpr uint64_t kPage = 4096;
   void run();
 
-  PinnedBlock memory_;
+  cuda::PinnedBlock memory_;
   const bool shares_core_;
   std::atomic<bool> stopping_{false};
   std::thread thread_;
 };
 
-} // namespace tsn::proxy
+} // namespace tsn::bench

@@ -5,14 +5,14 @@
 // finish() against serve(), ping() against pong().
 #pragma once
 
-#include "tilescale_net/csrc/proxy/bare_staging.h"
-#include "tilescale_net/csrc/proxy/network.h"
+#include "tilescale_net/csrc/bench/bare_staging.h"
+#include "tilescale_net/csrc/bench/network.h"
 
 #include <memory>
 #include <string>
 #include <vector>
 
-namespace tsn::proxy {
+namespace tsn::bench {
 
 struct BareWriterOptions {
   uint64_t bytes = 64 << 20; // of the buffer
@@ -79,4 +79,4 @@ private:
   bool finished_ = false;
 };
 
-} // namespace tsn::proxy
+} // namespace tsn::bench

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace tsn::proxy {
+namespace tsn::bench {
 
 struct DispatchRate {
   double seconds = 0; // from the first descriptor taken to the last one complete
@@ -14,4 +14,4 @@ struct DispatchRate {
 // and times one thread on them. The producer is out of the picture: each lap is written before the clock starts.
 DispatchRate measure_dispatch(uint64_t descriptors, uint64_t bytes, bool with_signal, int cpu);
 
-} // namespace tsn::proxy
+} // namespace tsn::bench

@@ -1,26 +1,25 @@
-#include "tilescale_net/csrc/proxy/bare_writer.h"
+#include "tilescale_net/csrc/bench/bare_writer.h"
 
+#include "tilescale_net/csrc/common/clock.h"
 #include "tilescale_net/csrc/fabric/blob.h"
 #include "tilescale_net/csrc/proxy/null_transport.h"
-#include "tilescale_net/csrc/proxy/staging.h"
-#include "tilescale_net/csrc/proxy/stats.h"
 
 #include <algorithm>
+#include <cstring>
 #include <sched.h>
 
-namespace tsn::proxy {
+namespace tsn::bench {
 namespace {
 constexpr uint32_t kBlobMagic = 0x74736e62;
 } // namespace
 
 struct BareWriter::Buffer {
   explicit Buffer(uint64_t bytes) : memory(bytes, false) {}
-  PinnedBlock memory;
+  cuda::PinnedBlock memory;
 };
 
 BareWriter::BareWriter(const BareWriterOptions& options) : options_(options), events_(128) {
-  transport_ = options_.transport.provider == "null" ? make_null_transport(options_.transport)
-                                                     : make_transport(options_.transport);
+  transport_ = proxy::make_transport_or_null(options_.transport);
   options_.chunk_bytes = std::min(options_.chunk_bytes, transport_->properties().max_write);
   if (!options_.base) {
     buffer_ = std::make_unique<Buffer>(options_.bytes);
@@ -251,4 +250,4 @@ void BareWriter::finish(int peer) {
   while (now_ns() < end) poll();
 }
 
-} // namespace tsn::proxy
+} // namespace tsn::bench

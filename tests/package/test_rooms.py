@@ -1,0 +1,79 @@
+"""Every folder's files are imported only by those that its README names."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# The folders of the package and the checkout that have a README, by the first names of their modules.
+ROOMS = {
+    "tilescale_net.compiler": ROOT / "tilescale_net" / "compiler",
+    "tilescale_net.runtime": ROOT / "tilescale_net" / "runtime",
+    "tilescale_net.kernels": ROOT / "kernels",
+    "benchmark": ROOT / "benchmark",
+}
+
+
+def modules():
+    """Name, path and syntax tree of every module of the package, its kernels and its benchmarks."""
+    for name, folder in (
+        ("tilescale_net", ROOT / "tilescale_net"),
+        ("tilescale_net.kernels", ROOT / "kernels"),
+        ("benchmark", ROOT / "benchmark"),
+    ):
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            if (name, parts[0]) != ("tilescale_net", "kernels"):
+                yield ".".join((name, *(p for p in parts if p != "__init__"))), path, ast.parse(path.read_text())
+
+
+def imported(tree: ast.Module):
+    """Names of the modules that a module imports, wherever it does so; and what it imports from them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((a.name, None) for a in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from ((node.module, a.name) for a in node.names)
+
+
+def importers(readme: Path) -> set[str]:
+    """Who may import a folder: what stands in backticks between "Imported by" and the end of the line."""
+    (line,) = re.findall(r"Imported by ([^\n]*)", readme.read_text())
+    return {name.removesuffix(".py") for name in re.findall(r"`([^`]+)`", line)}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_folders_are_imported_by_those_that_they_name(room):
+    allowed = importers(ROOMS[room] / "README.md")
+    for name, path, tree in modules():
+        if name == room or name.startswith(room + "."):
+            continue
+        user = name.removeprefix("tilescale_net.").partition(".")[0]
+        for module, what in imported(tree):
+            if f"{module}.{what}.".startswith(room + "."):
+                # The package's face imports whatever it shows.
+                assert user in allowed or name == "tilescale_net", f"{path} imports {module}"
+
+
+def test_native_folders_are_included_by_those_that_they_name():
+    csrc = ROOT / "tilescale_net" / "csrc"
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|$", (csrc / "README.md").read_text(), re.M)
+    allowed = {folder: set(re.findall(r"`(\w+)`", users)) for folder, users in rows}
+    assert set(allowed) == {p.name for p in csrc.iterdir() if p.is_dir()}
+    device = set(
+        re.findall(
+            r"`([\w/]+\.h)`",
+            (ROOT / "tilescale_net/device/README.md").read_text().partition("Included by")[2].partition("\n")[0],
+        )
+    )
+    for path in [*csrc.rglob("*.h"), *csrc.rglob("*.cpp")]:
+        user = path.relative_to(csrc).parts[0]
+        for included in re.findall(r'^#include "tilescale_net/([^"]+)"', path.read_text(), re.M):
+            room, _, rest = included.partition("/")
+            if room == "device":
+                assert rest in device and user in ("proxy", "simulator"), f"{path} includes {included}"
+            elif rest.partition("/")[0] != user:
+                # bindings.cpp in csrc itself declares what the folders add to the modules.
+                assert user in allowed[rest.partition("/")[0]] | {"bindings.cpp"}, f"{path} includes {included}"
