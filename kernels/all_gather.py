@@ -18,6 +18,7 @@ class AllGather(Collective):
 
     Args:
         threads, blocks, engine, unroll, ring: see `exchange`.
+        group: whose ranks these are; see `tilescale_net.world`.
 
     Raises:
         ValueError: a launch geometry that the kernel or the GPU cannot run.
@@ -32,8 +33,9 @@ class AllGather(Collective):
         engine: str = "auto",
         unroll: int | None = None,
         ring: tuple[int, int] | None = None,
+        group: "tsn.Group" = None,
     ) -> None:
-        super().__init__("AllGather", f"engine={engine}, unroll={unroll}, ring={ring}", threads, blocks)
+        super().__init__("AllGather", f"engine={engine}, unroll={unroll}, ring={ring}", threads, blocks, group)
         self._options = dict(threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring)
         self._calls = self.counters(blocks)
         self._ready, self._arrived = self._signals(self.n_pes), self._signals(self.n_pes, blocks)

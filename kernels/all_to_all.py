@@ -22,6 +22,7 @@ class AllToAll(Collective):
 
     Args:
         threads, blocks, engine, unroll, ring: see the kernels.
+        group: whose ranks these are; see `tilescale_net.world`.
 
     Raises:
         ValueError: a launch geometry that the kernels or the GPU cannot run.
@@ -36,8 +37,9 @@ class AllToAll(Collective):
         engine: str = "auto",
         unroll: int | None = None,
         ring: tuple[int, int] | None = None,
+        group: "tsn.Group" = None,
     ) -> None:
-        super().__init__("AllToAll", f"engine={engine}, unroll={unroll}, ring={ring}", threads, blocks)
+        super().__init__("AllToAll", f"engine={engine}, unroll={unroll}, ring={ring}", threads, blocks, group)
         self._options = dict(threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring)
         self._signal_words = (
             self.counters(blocks), self._signals(self.n_pes), self._signals(self.n_pes, blocks),
@@ -153,7 +155,7 @@ class AllToAll(Collective):
             RankMismatch: another PE expected or announced another number of rows; names both numbers.
         """
         status = self._status.tolist()
-        tsn.check()  # a call that was cut short is not one whose splits differ
+        self._world.check()  # a call that was cut short is not one whose splits differ
         self._status.zero_()
         for pe, (reason, here, there) in enumerate(status):
             if reason == OWN_SPLITS:

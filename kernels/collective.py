@@ -6,7 +6,6 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.runtime import heap
-from tilescale_net.runtime import world as runtime
 
 # Blocks that the simulator runs at once.
 SIMULATOR_BLOCKS = 64
@@ -44,17 +43,18 @@ class Collective:
         name: shown in errors.
         configuration: what must be equal on all ranks.
         threads, blocks: launch geometry.
+        group: see `tilescale_net.world`.
 
     Raises:
         ValueError: a launch geometry that the kernels or the GPU cannot run.
         RankMismatch: ranks that differ in any of it; names both.
     """
 
-    def __init__(self, name: str, configuration: str, threads: int, blocks: int) -> None:
-        self._world = tsn.world()
+    def __init__(self, name: str, configuration: str, threads: int, blocks: int, group: tsn.Group = None) -> None:
+        self._world = tsn.world(group)
         self.name = name
         self.rank, self.n_pes = self._world.rank, self._world.size
-        self.device = tsn.device()
+        self.device = self._world.device
         # A PE of another node gets its data from the fabric, which reads symmetric memory only.
         self._sources_travel = 0 in self._world.peer_base
         check_threads(name, "threads", threads, self.n_pes)
@@ -72,7 +72,7 @@ class Collective:
     def _symmetric(self, shape: tuple[int, ...] | int, dtype: torch.dtype) -> torch.Tensor:
         """Zeroed symmetric memory that `free` gives back; HeapError, on all ranks alike, gives back what there is so far."""
         try:
-            self._owned.append(tsn.zeros(shape, dtype))
+            self._owned.append(tsn.zeros(shape, dtype, group=self._world))
         except tsn.HeapError:
             self._release()
             raise
@@ -107,14 +107,14 @@ class Collective:
     def _release(self) -> None:
         owned, self._owned = self._owned, []
         for tensor in owned:
-            tsn.free(tensor)
+            tsn.free(tensor, group=self._world)
 
     # -- checks of a call's arguments -------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
         """Whether neither free() nor finalize() was called."""
-        return bool(self._owned) and self._world is runtime._current
+        return bool(self._owned) and not self._world.closed
 
     def _check_alive(self) -> None:
         if not self.alive:

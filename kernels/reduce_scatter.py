@@ -140,6 +140,7 @@ class ReduceScatter(Collective):
     Args:
         threads, blocks, slots, chunk_bytes, engine, unroll, ring: see the kernel. The staging memory takes
             n_pes * blocks * slots * chunk_bytes bytes of the symmetric heap.
+        group: whose ranks these are; see `tilescale_net.world`.
 
     Raises:
         ValueError: a launch geometry or a chunk that the kernel or the GPU cannot run.
@@ -151,14 +152,14 @@ class ReduceScatter(Collective):
 
     def __init__(
         self, *, threads: int = 512, blocks: int = 32, slots: int = 3, chunk_bytes: int = 64 * 1024,
-        engine: str = "auto", unroll=None, ring=None,
+        engine: str = "auto", unroll=None, ring=None, group: "tsn.Group" = None,
     ):  # fmt: skip
         if slots < 2:
             raise ValueError(f"ReduceScatter: slots is {slots}; it must be 2 or more")
         if chunk_bytes < 128 or chunk_bytes % 128:
             raise ValueError(f"ReduceScatter: chunk_bytes is {chunk_bytes}; it must be a positive multiple of 128")
         options = dict(slots=slots, chunk_bytes=chunk_bytes, engine=engine, unroll=unroll, ring=ring)
-        super().__init__("ReduceScatter", ", ".join(f"{k}={v}" for k, v in options.items()), threads, blocks)
+        super().__init__("ReduceScatter", ", ".join(f"{k}={v}" for k, v in options.items()), threads, blocks, group)
         self._options = dict(threads=threads, blocks=blocks, **options)
         self._staging = self._symmetric((self.n_pes, blocks, slots, chunk_bytes), torch.uint8)
         self._chunks = self.counters(blocks)

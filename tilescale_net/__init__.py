@@ -13,7 +13,7 @@ tsn.finalize()
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tilescale_net.errors import (
     ConfigurationError,
@@ -34,9 +34,14 @@ from tilescale_net.errors import (
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from tilescale_net.compiler.jit import compile, jit
     from tilescale_net.runtime.world import World
+
+    # None: the world of all ranks of the job, or the only one.
+    Group: TypeAlias = ProcessGroup | DeviceMesh | World | str | None
 
 __version__ = "0.1.0"
 
@@ -74,63 +79,79 @@ __all__ = [
 ]
 
 
-def init(heap_bytes: int | str | None = None) -> World:
-    """Join the job: bootstrap over torch.distributed, symmetric heap, peer mapping, proxy.
+def init(heap_bytes: int | str | None = None, *, group: ProcessGroup | DeviceMesh | str | None = None) -> World:
+    """Join the job, or a group of its ranks: bootstrap over torch.distributed, symmetric heap, peer mapping, proxy.
 
-    Collective. Uses the default process group when there is one, else makes one (gloo) from the variables of launch.sh,
-    torchrun, srun or mpirun; without any of them the job has one rank.
+    Collective over the ranks of the group; the others need not know. Without a group it uses the default process group
+    when there is one, else makes one (gloo) from the variables of launch.sh, torchrun, srun or mpirun; without any of
+    them the job has one rank. A process may be in several worlds, one for each group; see docs/groups.md.
 
     Args:
         heap_bytes: size of the symmetric heap in bytes, or text such as "2G"; default TSN_HEAP_SIZE.
+        group: the ranks that take part, of any backend: a ProcessGroup, a DeviceMesh of one dimension, or the name of a
+            group. PEs are numbered as the ranks of the group. Default: all ranks of the job.
 
     Returns:
-        The `World` of this process.
+        The `World` of this process in the group.
 
     Raises:
-        ConfigurationError: too few GPUs, heap too large, peers that cannot be mapped, bad environment variables.
+        ConfigurationError: too few GPUs, heap too large, peers that cannot be mapped, bad environment variables; a group
+            that torch.distributed does not know or that this process is not in.
         RankMismatch: ranks that disagree on the arguments or the environment.
         PeerLost: a rank did not arrive in time.
+        TileScaleError: it was called for this group before, without `finalize`.
     """
-    from tilescale_net.runtime import world as _world
+    from tilescale_net.runtime import worlds
 
-    return _world.init(heap_bytes)
+    return worlds.init(heap_bytes, group)
 
 
-def finalize() -> None:
-    """Leave the job. Collective; waits for all ranks, then unmaps everything. Raises what is still unreported.
+def finalize(group: Group = None) -> None:
+    """Leave the world of a group; without one, all worlds of this process.
 
-    A CUDA graph that holds kernels of this job must not be replayed afterwards: they use what is unmapped now. Capture it
+    Collective; waits for all ranks of the world, then unmaps everything. Raises what is still unreported.
+
+    A CUDA graph that holds kernels of this world must not be replayed afterwards: they use what is unmapped now. Capture it
     again after another init.
     """
-    from tilescale_net.runtime import world as _world
+    from tilescale_net.runtime import worlds
 
-    _world.finalize()
-
-
-def world() -> World:
-    """The `World` of this process; raises TileScaleError before init."""
-    from tilescale_net.runtime import world as _world
-
-    return _world.current()
+    worlds.finalize(group)
 
 
-def rank() -> int:
-    """Index of this PE in team "world"."""
-    return world().rank
+def world(group: Group = None) -> World:
+    """The `World` of a group.
+
+    Args:
+        group: what `init` got, or another group of the same ranks. Default: the world of all ranks of the job, or else
+            the only one. The same holds for `group` everywhere.
+
+    Raises:
+        TileScaleError: no `init` for the group before; no group given where there are several worlds.
+        ConfigurationError: what is no group, or one that this process is not in.
+    """
+    from tilescale_net.runtime import worlds
+
+    return worlds.get(group)
 
 
-def size() -> int:
-    """Number of PEs in team "world"."""
-    return world().size
+def rank(group: Group = None) -> int:
+    """Index of this PE in team "world" of the group."""
+    return world(group).rank
 
 
-def team(name: str = "world") -> range:
+def size(group: Group = None) -> int:
+    """Number of PEs in team "world" of the group."""
+    return world(group).size
+
+
+def team(name: str = "world", group: Group = None) -> range:
     """The PEs of a team, ascending.
 
     Args:
-        name: "world" for all PEs, "node" for those of this PE's node (they are direct: mapped memory).
+        name: "world" for all PEs of the group, "node" for those of this PE's node (they are direct: mapped memory).
     """
-    w = world()
+    w = world(group)
     if name == "world":
         return range(w.size)
     if name == "node":
@@ -138,17 +159,18 @@ def team(name: str = "world") -> range:
     raise ConfigurationError(f"there is no team {name!r}; teams are 'world' and 'node'")
 
 
-def device() -> torch.device:
+def device(group: Group = None) -> torch.device:
     """The torch device that symmetric tensors live on: this rank's GPU, or the CPU under the simulator."""
-    return world().device
+    return world(group).device
 
 
-def empty(shape: Sequence[int] | int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor in symmetric memory, at the same heap offset on every rank. Collective.
+def empty(shape: Sequence[int] | int, dtype: torch.dtype | None = None, *, group: Group = None) -> torch.Tensor:
+    """A tensor in symmetric memory, at the same heap offset on every rank of the group. Collective over them.
 
     Args:
         shape: sizes, equal on all ranks.
-        dtype: a torch dtype, default torch.float32.
+        dtype: a torch dtype, default torch.float32, whatever torch's default dtype is.
+        group: see `world`.
 
     Returns:
         An uninitialised tensor (NaN patterns under the simulator), aligned to 256 bytes. It stays valid until `free` or
@@ -162,28 +184,33 @@ def empty(shape: Sequence[int] | int, dtype: torch.dtype | None = None) -> torch
     """
     import torch
 
-    return world().heap.allocate(shape, dtype or torch.float32, zero=False)
+    return world(group).heap.allocate(shape, dtype or torch.float32, zero=False)
 
 
-def zeros(shape: Sequence[int] | int, dtype: torch.dtype | None = None) -> torch.Tensor:
+def zeros(shape: Sequence[int] | int, dtype: torch.dtype | None = None, *, group: Group = None) -> torch.Tensor:
     """As `empty`, filled with zeros on every rank before any rank returns."""
     import torch
 
-    return world().heap.allocate(shape, dtype or torch.float32, zero=True)
+    return world(group).heap.allocate(shape, dtype or torch.float32, zero=True)
 
 
-def free(tensor: torch.Tensor) -> None:
+def free(tensor: torch.Tensor, *, group: Group = None) -> None:
     """Give a tensor of `empty` or `zeros` back to the heap. Collective; the tensor must not be used afterwards.
+
+    Args:
+        group: whose heap holds it; where it is left out, the tensor tells, unless it has no elements: then see `world`.
 
     Raises:
         HeapError: not a live tensor of the symmetric heap.
         RankMismatch: ranks free different tensors.
     """
-    world().heap.free(tensor)
+    from tilescale_net.runtime import worlds
+
+    (worlds.get(group) if group is not None else worlds.of_tensor(tensor)).heap.free(tensor)
 
 
-def barrier() -> None:
-    """Wait until every rank's kernels have finished and every rank is here.
+def barrier(group: Group = None) -> None:
+    """Wait until the kernels of every rank of the group have finished and every rank is here.
 
     Orders everything that was quiet: a put whose kernel called quiet, or that went to a direct PE, is visible after it.
 
@@ -191,22 +218,22 @@ def barrier() -> None:
         WaitTimeout, PeerLost, InvalidDescriptor, FabricError: what a kernel or the proxy met; PeerLost when a rank
             died or did not come within the timeout.
     """
-    world().barrier()
+    world(group).barrier()
 
 
-def synchronize() -> None:
-    """Wait for this rank's kernels and raise what they or the proxy met. Not collective."""
-    world().synchronize()
+def synchronize(group: Group = None) -> None:
+    """Wait for this rank's kernels and raise what they or the proxy met in the group. Not collective."""
+    world(group).synchronize()
 
 
-def check() -> None:
+def check(group: Group = None) -> None:
     """Raise what kernels, the proxy or lost peers have left behind so far; waits only for the reason of an abort."""
-    world().check()
+    world(group).check()
 
 
-def stats() -> dict[str, Any]:
+def stats(group: Group = None) -> dict[str, Any]:
     """Counters of the proxy (operations, bytes, queue depth, retries, time in each stage); empty without a proxy."""
-    w = world()
+    w = world(group)
     return w.proxy.stats() if w.proxy is not None else {}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 
@@ -57,6 +58,7 @@ class AllToAll(Collective):
         warm_up: compile the kernels of every call that can be made, not only those of an ordinary one, so that no rank
             waits in a call for one that compiles. Default: on a GPU.
         tuning: launch geometry and message sizes.
+        group: whose ranks these are, rank r the r-th of them; see `tilescale_net.world`.
 
     docs/states.md lists which calls are allowed when. A call that is not raises ValueError or TileScaleError
     and changes nothing: the other ranks wait until this one makes the right one.
@@ -72,8 +74,9 @@ class AllToAll(Collective):
         mode: str = "throughput", *, layout: str = "expert", alignment: int = 1, capacity: int | None = None,
         combine_dtype: torch.dtype | None = None, quantize_combine: bool = False, zero_copy: bool = True,
         active: list[bool] | None = None, warm_up: bool | None = None, tuning: Tuning | None = None,
+        group: tsn.Group = None,
     ):  # fmt: skip
-        world = tsn.world()
+        world = tsn.world(group)
         self.config = config = configure(
             world.size, num_experts, max_tokens, hidden, top_k, dtype, mode, layout=layout, alignment=alignment,
             capacity=capacity, combine_dtype=combine_dtype, quantize_combine=quantize_combine, zero_copy=zero_copy,
@@ -83,7 +86,9 @@ class AllToAll(Collective):
         self.tuning = tuning = (tuning or Tuning()).resolved(config, on_gpu, count)
         if active is not None:
             active = self._checked(active, world.size)
-        super().__init__("AllToAll", f"{config.describe()}, {tuning}, active={active}", tuning.threads, tuning.blocks)
+        super().__init__(
+            "AllToAll", f"{config.describe()}, {tuning}, active={active}", tuning.threads, tuning.blocks, world
+        )
         self._machine = Machine()
         self._number = str(next(_numbers))
         OBJECTS[self._number] = self
@@ -121,13 +126,14 @@ class AllToAll(Collective):
 
     @classmethod
     def heap_bytes(
-        cls, *sizes, ranks: int | None = None, nodes: int | None = None, tuning: Tuning | None = None, **options
-    ):
+        cls, *sizes, ranks: int | None = None, nodes: int | None = None, tuning: Tuning | None = None,
+        group: tsn.Group = None, **options,
+    ):  # fmt: skip
         """Bytes of the symmetric heap that an object takes; can be asked before `tilescale_net.init`.
 
         Args:
             sizes, options: what the constructor gets: num_experts, max_tokens, hidden, top_k and so on.
-            ranks, nodes: of the job; default those of this one (one node where `ranks` is given).
+            ranks, nodes: of the job; default those of `group` (one node where `ranks` is given).
             tuning: as for the constructor.
 
         Returns:
@@ -137,7 +143,8 @@ class AllToAll(Collective):
             ValueError, TypeError: as the constructor.
         """
         if ranks is None:
-            ranks, nodes = tsn.size(), nodes or tsn.world().topology.nodes
+            world = tsn.world(group)
+            ranks, nodes = world.size, nodes or world.topology.nodes
         config = configure(ranks, *sizes, **options)
         symmetric_buffers = _IMPLEMENTATIONS[config.mode][1]
         return heap.footprint(sizes_of(symmetric_buffers(config, tuning or Tuning(), (nodes or 1) > 1)))
@@ -145,7 +152,8 @@ class AllToAll(Collective):
     def empty_output(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Memory for `out` of dispatch: rows, or rows and scales for FP8. Collective where it is symmetric."""
         self._begin("empty_output")
-        rows, scales = self._mode.new_output(tsn.empty if self._mode.symmetric_output else None)
+        symmetric = functools.partial(tsn.empty, group=self._world)
+        rows, scales = self._mode.new_output(symmetric if self._mode.symmetric_output else None)
         return rows if scales is None else (rows, scales)
 
     @staticmethod
@@ -181,7 +189,7 @@ class AllToAll(Collective):
         if not active[self.rank]:
             control.leave()
             return
-        tsn.synchronize()
+        self._world.synchronize()
         control.keep([r for r in range(self.n_pes) if active[r]], "AllToAll.set_active")
         self._members, self._machine.outdated, self.mask = control.members, False, active
         self._name_key()
@@ -190,7 +198,7 @@ class AllToAll(Collective):
     def check(self) -> None:
         """Wait for this rank's kernels and raise what they refused; see `dispatch`."""
         self._machine_check("check")
-        tsn.synchronize()
+        self._world.synchronize()
         self._raise_refusal()
 
     def free(self) -> None:
@@ -364,7 +372,7 @@ class AllToAll(Collective):
     def _begin(self, call: str = "") -> None:
         """How every call that sends begins: the state is checked, then what has failed meanwhile."""
         self._machine_check(call)
-        tsn.check()
+        self._world.check()
         self._raise_refusal()
 
     def _named(self, call: str, error: ArgumentError) -> Exception:
@@ -386,5 +394,5 @@ class AllToAll(Collective):
 
     def _forget_own_refusal(self) -> None:
         """This rank raises what was wrong; the refusal that its kernels report is for the others."""
-        tsn.synchronize()
+        self._world.synchronize()
         self._refusal()

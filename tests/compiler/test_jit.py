@@ -18,7 +18,7 @@ from tilescale_net.compiler.ir import block_threads
 from tilescale_net.compiler.kernel import CudaKernel, Kernel
 from tilescale_net.compiler.passes import prepare
 from tilescale_net.errors import KernelError, TileScaleError
-from tilescale_net.runtime import world as world_module
+from tilescale_net.runtime import worlds
 
 
 class Recorder(Kernel):
@@ -32,11 +32,17 @@ class Recorder(Kernel):
         return lambda *args: self.calls.append(args)
 
 
+def _pretend(monkeypatch, world):
+    """Pretend that init() has made `world`, or None."""
+    monkeypatch.setattr(worlds, "_alive", [] if world is None else [world])
+    monkeypatch.setattr(worlds, "binding", world)
+
+
 @pytest.fixture
 def world(monkeypatch):
     """Pretend that init() was called; the context tensor is the word in `context_tensor`."""
     fake = types.SimpleNamespace(context_tensor="context", device_kind="cuda")
-    monkeypatch.setattr(world_module, "_current", fake)
+    _pretend(monkeypatch, fake)
     return fake
 
 
@@ -59,7 +65,7 @@ def test_an_explicit_context_stands_where_the_author_put_it(world):
 def test_a_new_world_brings_its_own_context(world, monkeypatch):
     kernel = Recorder(kernels.pusher())
     kernel(1, 2, 3, 4)
-    monkeypatch.setattr(world_module, "_current", types.SimpleNamespace(context_tensor="new", device_kind="cuda"))
+    _pretend(monkeypatch, types.SimpleNamespace(context_tensor="new", device_kind="cuda"))
     kernel(1, 2, 3, 4)
     assert [call[0] for call in kernel.calls] == ["context", "new"]
 
@@ -79,7 +85,7 @@ def test_a_kernel_for_another_device_is_not_launched(world):
 
 
 def test_without_a_world(monkeypatch):
-    monkeypatch.setattr(world_module, "_current", None)
+    _pretend(monkeypatch, None)
     kernel = Recorder(kernels.pusher())
     with pytest.raises(TileScaleError, match="not initialised"):
         kernel(1, 2, 3, 4)
@@ -95,7 +101,7 @@ def test_wrong_number_of_arguments(world):
 
 
 def test_a_kernel_without_primitives_needs_no_context(monkeypatch):
-    monkeypatch.setattr(world_module, "_current", None)
+    _pretend(monkeypatch, None)
 
     @T.prim_func
     def fill(x: T.Tensor((64,), "float32")):
@@ -262,7 +268,7 @@ def test_launches_keep_out_of_the_way_of_a_proxy(monkeypatch, staged):
     events, stream = [], ["default"]
     proxy = None if staged is None else types.SimpleNamespace(staged=staged)
     there = types.SimpleNamespace(proxy=proxy, device_kind="cuda", context_tensor=torch.zeros(4, dtype=torch.int64))
-    monkeypatch.setattr(world_module, "_current", there)
+    _pretend(monkeypatch, there)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[0])

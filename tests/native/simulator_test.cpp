@@ -192,8 +192,9 @@ void test_remote() {
 }
 
 void test_ranges() {
-  unregister_all();
-  CHECK(check_range(1000, 50).empty()); // no heap, no opinion
+  unregister_heap(reinterpret_cast<uint64_t>(mine));
+  CHECK(check_range(reinterpret_cast<uint64_t>(mine), 2 * sizeof(mine)).empty()); // no heap, no opinion
+  CHECK(check_range(1000, 50).empty());
   register_heap(1000, 1000);
   register_allocation(1100, 100, "first");
   register_allocation(1300, 50, "second");
@@ -205,6 +206,12 @@ void test_ranges() {
   CHECK(!check_range(1100, ~0ull).empty()); // no wrap-around
   unregister_allocation(1100);
   CHECK(!check_range(1100, 8).empty());
+  register_heap(2000, 1000); // another one, right behind
+  register_allocation(2000, 10, "neighbour");
+  unregister_heap(1000);
+  CHECK(check_range(1300, 500).empty());
+  CHECK(check_range(2000, 10).empty() && check_range(2000, 11).find("past the end of neighbour") != std::string::npos);
+  unregister_heap(2000);
 }
 
 } // namespace

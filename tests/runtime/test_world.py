@@ -12,7 +12,7 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tilescale_net.runtime import settings
+from tilescale_net.runtime import settings, worlds
 from tilescale_net.runtime import world as world_module
 
 
@@ -378,7 +378,7 @@ def _ends_in_disorder():
 
     world._release = look_and_release
     world.give_up("a test")
-    world_module._take()
+    worlds._take_all()
     # The watchdog's thread waits for the store at times, and may come back when the pages are unmapped.
     world._on_loss("too late", None)
     world.abort()

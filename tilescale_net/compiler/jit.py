@@ -26,8 +26,7 @@ from tilescale_net.compiler.passes import prepare
 from tilescale_net.compiler.simulator import bounds, lowered_cache, sites
 from tilescale_net.compiler.simulator.kernel import SimulatedKernel
 from tilescale_net.errors import ConfigurationError, KernelError
-from tilescale_net.runtime import progress, settings
-from tilescale_net.runtime import world as _world
+from tilescale_net.runtime import progress, settings, worlds
 
 # Pass options that a communicating kernel cannot do without, and why.
 REQUIRED_CONFIGS = {
@@ -41,7 +40,7 @@ SIMULATOR_TARGET = {"kind": "cuda", "arch": "sm_70"}
 
 def _device_kind() -> str:
     """Where kernels run that name no target: on the device of the world; before init, on the one that init would take."""
-    return settings.device_kind() if _world._current is None else _world._current.device_kind
+    return worlds.device_kind() or settings.device_kind()
 
 
 def _target(target) -> str | dict:

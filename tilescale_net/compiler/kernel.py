@@ -12,7 +12,7 @@ from tilescale_net.compiler.arguments import BadArguments
 from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.passes import Prepared
 from tilescale_net.errors import KernelError, TileScaleError
-from tilescale_net.runtime import world as _world
+from tilescale_net.runtime import worlds
 
 
 class Kernel:
@@ -38,8 +38,9 @@ class Kernel:
             names.pop(self._context_index)
         self.parameters = tuple(names)
         self._n = len(names)
-        self._bound_to = None
+        self._bound_to: object = None  # what `_launch` is valid for
         self._launch = None
+        self._launches: dict = {}  # by world, where there are several
 
     def _function(self):
         """The callable that takes every argument, the context first."""
@@ -50,23 +51,27 @@ class Kernel:
         return context
 
     def __call__(self, *args, **named) -> None:
-        """Launch on the current stream.
+        """Launch on the current stream, in the world whose symmetric tensors are among the arguments.
 
         Raises:
             TypeError: wrong number of arguments, or names that the kernel does not have.
             TileScaleError: no `init()` before, and no context given.
-            KernelError: an argument of another dtype, shape, layout or device than the kernel takes; compiled for another
-                kind of device than `init()` has taken.
+            KernelError: an argument of another dtype, shape, layout or device than the kernel takes; tensors of two worlds,
+                or none where there are several; compiled for another kind of device than `init()` has taken.
         """
-        if len(args) != self._n or self._bound_to is not _world._current or self._launch is None or named:
+        if len(args) != self._n or self._bound_to is not worlds.binding or self._launch is None or named:
             return self._slow(args, named)
         try:
             self._launch(*args)
         except Exception as error:
-            problem = self._problem(args, error)
-            if problem is None:
-                raise
-            raise KernelError(f"kernel {self.name}: {problem}") from None
+            self._explain(args, error)
+
+    def _explain(self, args, error: Exception) -> None:
+        """Raise `error`, or what is wrong with the arguments where that is why."""
+        problem = self._problem(args, error)
+        if problem is None:
+            raise error
+        raise KernelError(f"kernel {self.name}: {problem}") from None
 
     def _problem(self, args, error: Exception) -> str | None:
         """What is wrong with the arguments of a launch that raised `error`; None where it has other reasons."""
@@ -93,29 +98,45 @@ class Kernel:
     def _slow(self, args, named) -> None:
         if named:
             return self(*self._in_order(args, named))
-        function = self._supervised(self._function())
         index = self._context_index
+        if index is not None and len(args) == self._n and worlds.are_several():
+            return self._launch_among(args, worlds.holding(self.name, args))
         if index is not None and len(args) == self._n + 1:
-            function(args[index], *args[:index], *args[index + 1 :])
+            self._supervised(self._function(), worlds.alive())(args[index], *args[:index], *args[index + 1 :])
             return
         if len(args) != self._n:
             raise TypeError(
                 f"kernel {self.name} takes {self._n} arguments ({', '.join(self.parameters)}), got {len(args)}"
             )
         if index is None:
-            self._launch = function
+            self._launch = self._supervised(self._function(), worlds.alive())
         else:
-            self._check_device()
-            self._launch = functools.partial(function, self._argument(_world.current().context_tensor))
-        self._bound_to = _world._current
+            self._launch = self._bound(worlds.default())
+        self._bound_to = worlds.binding
         self(*args)
 
-    def _supervised(self, function):
-        """The function with what the current world asks for around it."""
+    def _launch_among(self, args, world) -> None:
+        """Launch in one of several worlds."""
+        launch = self._launches.get(world)
+        if launch is None:
+            self._launches = {w: kept for w, kept in self._launches.items() if not w.closed}
+            launch = self._launches[world] = self._bound(world)
+        try:
+            launch(*args)
+        except Exception as error:
+            self._explain(args, error)
+
+    def _bound(self, world):
+        """The function for the arguments without the context, which is that of `world`."""
+        self._check_device(world)
+        return functools.partial(self._supervised(self._function(), [world]), self._argument(world.context_tensor))
+
+    def _supervised(self, function, present: list):
+        """The function with what the worlds in which it is launched ask for around it."""
         return function
 
-    def _check_device(self) -> None:
-        mine, taken = "simulator" if self.target == "simulator" else "cuda", _world.current().device_kind
+    def _check_device(self, world) -> None:
+        mine, taken = "simulator" if self.target == "simulator" else "cuda", world.device_kind
         if taken != mine:
             names = {"simulator": "the simulator", "cuda": "a GPU"}
             raise KernelError(
@@ -139,7 +160,7 @@ class CudaKernel(Kernel):
         # The first launch loads the kernel into the GPU. The driver waits for running kernels then, and keeps the
         # proxy's copies waiting too, without which a kernel that talks to another node would never end.
         # (While a CUDA graph is captured nothing runs, and nobody may wait.)
-        if self._proxy() is not None and not torch.cuda.is_current_stream_capturing():
+        if any(w.proxy is not None for w in worlds.alive()) and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize()
         # tilelang's own wrapper checks and copies the arguments in Python for several microseconds; the host function
         # that it calls in the end checks every shape and dtype itself.
@@ -151,14 +172,8 @@ class CudaKernel(Kernel):
         others = [p for p in self.prim_func.params[1:] if p in self.prim_func.buffer_map]
         return tvm_ffi.from_dlpack(context) if others else context
 
-    @staticmethod
-    def _proxy():
-        """The proxy of the current world; None without one."""
-        return _world._current.proxy if _world._current is not None else None
-
-    def _supervised(self, function):
-        proxy = self._proxy()
-        if proxy is None or not proxy.staged:
+    def _supervised(self, function, present: list):
+        if not any(world.proxy is not None and world.proxy.staged for world in present):
             return function
 
         def launch_and_wait(*args):

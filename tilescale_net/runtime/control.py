@@ -37,9 +37,11 @@ class Control:
     Args:
         timeout: seconds after which a collective call gives up and names the ranks that did not arrive.
         silence: seconds without an answer after which the store of the job counts as lost.
+        group: the ranks that take part, numbered as in this group; None: all ranks of the job.
 
     Attributes:
-        rank, size: of this process, of the job.
+        rank, size: of this process, of the group.
+        job_ranks: the ranks of the group in the job, by their rank in the group.
         store: the JobStore of these ranks.
         reason_of: set by the watchdog: () -> str | None, why peers are known to be lost.
 
@@ -47,10 +49,11 @@ class Control:
         ConfigurationError, PeerLost: the ranks could not meet; see rendezvous.join.
     """
 
-    def __init__(self, timeout: float, silence: float = 15.0):
+    def __init__(self, timeout: float, silence: float = 15.0, group: dist.ProcessGroup | None = None):
         self.timeout = timeout
-        meeting = rendezvous.join(timeout, silence)
-        self.rank, self.size, self.store, self._group = meeting.rank, meeting.size, meeting.store, meeting.group
+        meeting = rendezvous.join(timeout, silence, group)
+        self.job_ranks, self.rank, self.store, self._group = meeting.ranks, meeting.rank, meeting.store, meeting.group
+        self.size = len(self.job_ranks)
         self.reason_of = None
         # left: whether this rank was left out; it makes no collective call then but the one of finalize.
         # Ranks that collective calls are made by; a new list whenever ranks are left out.
@@ -134,7 +137,7 @@ class Control:
             sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
             everyone = [torch.empty(len(mine), dtype=torch.uint8, device="cpu") for _ in self.members]
             try:
-                work = dist.all_gather(everyone, sent, group=self._group, async_op=True)
+                work = self._group.allgather([everyone], [sent])
                 if not self._finished(work):
                     _given_up.append((self._group, work, sent, everyone))
                     raise PeerLost(self._explain(call, TimeoutError(), time.monotonic() - begin))
@@ -181,11 +184,9 @@ class Control:
                     raise PeerLost(f"rank {self.rank}: {call} did not finish: rank {other} did not call it")
                 if said != json.dumps(members):
                     raise RankMismatch(f"rank {self.rank} called {call} to keep {members}, rank {other} to keep {said}")
-            limit = datetime.timedelta(seconds=self.timeout)
             begin = time.monotonic()
-            # The index of a member in torch's default group is its rank here: the package's group has all of its ranks.
             try:
-                self._meet(members, limit)
+                self._meet(members)
             except (RuntimeError, ValueError) as err:
                 raise PeerLost(self._explain(call, err, time.monotonic() - begin)) from err
             self.members = list(members)
@@ -194,8 +195,9 @@ class Control:
     def _said(self, told: str, other: int) -> str | None:
         return self.store.ask(lambda s: job_store.get(s, f"{told}{other}"), seconds=self.timeout)
 
-    def _meet(self, members: list[int], limit) -> None:
-        group = dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=True)
+    def _meet(self, members: list[int]) -> None:
+        store = dist.PrefixStore(f"members/{len(members)}", self.store.raw)
+        group = rendezvous.connect(store, members.index(self.rank), len(members), self.timeout)
         self._outer.append(self._group)
         self._group = group
 
@@ -266,14 +268,13 @@ class Control:
 
     def close(self) -> None:
         """Leave the package's own group. The default group stays: others may use it, and another init needs it."""
-        stuck = [call[0] for call in _given_up]
-        for group in (self._group, *self._outer):
-            if group in stuck:
-                continue
-            try:
-                job_store.within(self.timeout, lambda group=group: dist.destroy_process_group(group))
-            except (RuntimeError, ValueError, AssertionError, TimeoutError):
-                pass
+        # With the last reference to a group its connections end, for which a thread has to end. Gloo's threads may still
+        # drop references to tensors when the last collective call has returned. Calls that were given up keep theirs.
+        groups, self._group, self._outer = [self._group, *self._outer], None, []
+        try:
+            job_store.within(self.timeout, groups.clear)
+        except TimeoutError:
+            pass
         self.store.close()
 
 

@@ -27,6 +27,26 @@ def check(result: tuple, what: str):
     return values[0] if len(values) == 1 else tuple(values)
 
 
+def ordinal(group, local_rank: int) -> int:
+    """Which GPU is this rank's, where no world of this process has one yet.
+
+    Args:
+        group: of torch.distributed, whose ranks are those of a program that may have chosen its GPU; None: the whole job.
+        local_rank: number of this rank among those of `group` on this host.
+    """
+    default = torch.distributed.group.WORLD
+    bound = next((b for g in (group, default) if (b := getattr(g, "bound_device_id", None)) is not None), None)
+    if bound is not None and bound.index is not None:
+        return bound.index
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    if group is None:
+        return local_rank
+    if torch.cuda.is_initialized():
+        return torch.cuda.current_device()
+    return torch.distributed.get_rank() % max(1, torch.cuda.device_count())
+
+
 class CudaMemory:
     """Heap memory of one rank on a GPU; same interface as SharedMemory."""
 

@@ -29,11 +29,16 @@ class JobStore:
         prefix: put before every key, with a slash.
         rank: of this process, for messages.
         silence: seconds without an answer after which the store counts as lost.
+        kept_by: the rank whose process keeps the store, in whose numbers `rank` is; None: none of these ranks.
+
+    Attributes:
+        rank, silence, kept_by: the same.
+        raw: torch's, under the prefix; for groups of torch, which ask by themselves.
     """
 
-    def __init__(self, store: dist.Store, prefix: str, rank: int, silence: float):
-        self.rank, self.silence = rank, silence
-        self._store = dist.PrefixStore(prefix, store)
+    def __init__(self, store: dist.Store, prefix: str, rank: int, silence: float, kept_by: int | None):
+        self.rank, self.silence, self.kept_by = rank, silence, kept_by
+        self.raw = dist.PrefixStore(prefix, store)
         self._questions: queue.SimpleQueue = queue.SimpleQueue()
         self._asked = self._answered = 0
         self._asking = threading.Lock()
@@ -69,7 +74,16 @@ class JobStore:
 
     def silent(self, seconds: float) -> PeerLost:
         """The error that says that there was no answer for so long."""
-        return PeerLost(f"rank {self.rank}: {keeper()} does not answer (waited {seconds:g} s)")
+        return PeerLost(f"rank {self.rank}: {self.keeper} does not answer (waited {seconds:g} s)")
+
+    @property
+    def keeper(self) -> str:
+        """Who keeps the store, in words."""
+        if self.kept_by is not None:
+            who = f"rank {self.kept_by}"
+        else:
+            who = "torchrun's agent" if has_agent() else "a process outside of this group"
+        return f"{who}, which keeps the store of the job,"
 
     @property
     def answered(self) -> int | None:
@@ -92,19 +106,13 @@ class JobStore:
             try:
                 if self._lost:
                     raise PeerLost(f"rank {self.rank}: {self._lost}")
-                answer.set_result(question(self._store))
+                answer.set_result(question(self.raw))
             except PeerLost as err:
                 answer.set_exception(err)
             except Exception as err:  # torch says so with several classes
-                self._lost = f"{keeper()} is gone. Look at its output ({first_line(err)})"
+                self._lost = f"{self.keeper} is gone. Look at its output ({first_line(err)})"
                 answer.set_exception(PeerLost(f"rank {self.rank}: {self._lost}"))
             self._answered += 1
-
-
-def keeper() -> str:
-    """Who keeps the store, in words."""
-    who = "torchrun's agent" if has_agent() else "rank 0"
-    return f"{who}, which keeps the store of the job,"
 
 
 def has_agent() -> bool:

@@ -25,8 +25,8 @@ def install(current: Callable, take: Callable, forget: Callable[[], None]) -> No
     """Watch for the end of this process; the second call does nothing.
 
     Args:
-        current: returns the world, or None.
-        take: the same, and there is no world any more.
+        current: returns the worlds of this process.
+        take: the same, in the order in which they may end, and there are none any more.
         forget: called in a child made by fork, which is no rank.
     """
     global _installed
@@ -39,8 +39,7 @@ def install(current: Callable, take: Callable, forget: Callable[[], None]) -> No
     previous = sys.excepthook
 
     def hook(kind, value, trace):
-        world = current()
-        if world is not None:
+        for world in current():
             world.announce(TileScaleError(_words(value)))
         previous(kind, value, trace)
 
@@ -71,25 +70,31 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _at_exit(world) -> None:
-    if world is None:
-        return
+def _at_exit(worlds: list) -> None:
+    # First those whose ranks are to learn of a failure: the end of another one may take long.
+    ended = [_end(world) for world in sorted(worlds, key=lambda world: world.failure is None)]
+    if not all(ended):
+        # atexit cannot change the exit status otherwise, and a failed job must not look like a good one.
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def _end(world) -> bool:
+    """End a world at the end of the process; whether the exit status may stay as it is."""
     code = _status(_exit_code)
     # What nobody has caught; Python notes it even where another excepthook has taken the place of the one above.
     uncaught = getattr(sys, "last_value", None)
     if world.failure is None and uncaught is not None:
         world.give_up(_words(uncaught))
-        return
-    if world.failure is not None or code:
+    elif world.failure is not None or code:
         world.give_up(f"it ended (exit code {code})" if code else "it ended before finalize")
-        return
-    try:
-        world.close(spoken="ended (exit code 0)")
-    except TileScaleError as err:
-        print(f"tilescale_net: {type(err).__name__}: {err}", file=sys.stderr, flush=True)
-        # atexit cannot change the exit status otherwise, and a failed job must not look like a good one.
-        sys.stdout.flush()
-        os._exit(1)
+    else:
+        try:
+            world.close(spoken="ended (exit code 0)")
+        except TileScaleError as err:
+            print(f"tilescale_net: {type(err).__name__}: {err}", file=sys.stderr, flush=True)
+            return False
+    return True
 
 
 def _status(code: object) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import hashlib
 import ipaddress
 import os
 import socket
@@ -17,8 +18,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from tilescale_net.errors import ConfigurationError, PeerLost
-from tilescale_net.runtime import placement
-from tilescale_net.runtime.job_store import JobStore, first_line, within
+from tilescale_net.runtime import group_store, groups, placement
+from tilescale_net.runtime.job_store import JobStore, first_line, has_agent, within
 
 _LAST_LOOK = 1.0  # seconds that ranks which give up leave each other to say so
 _SLACK = 3.0  # seconds after which a step of torch that has a time limit of its own counts as hanging
@@ -30,19 +31,20 @@ class Meeting:
     """Ranks that have met.
 
     Attributes:
-        rank, size: of this process, of the job.
+        ranks: the job's rank of each of them.
+        rank: of this process among them.
         store: where these ranks speak of this meeting.
-        group: a gloo group of the package's own.
+        group: a gloo group of the package's own, with the ranks in this order.
     """
 
+    ranks: tuple[int, ...]
     rank: int
-    size: int
     store: JobStore
     group: dist.ProcessGroup
 
 
-def join(timeout: float, silence: float) -> Meeting:
-    """Meet the other ranks.
+def join(timeout: float, silence: float, group: dist.ProcessGroup | None = None) -> Meeting:
+    """Meet the other ranks of a group, without the help of those that are not in it.
 
     The default process group is made (gloo) from the variables of launch.sh, torchrun, srun or mpirun, unless there is
     one; without them the job has one rank.
@@ -50,33 +52,48 @@ def join(timeout: float, silence: float) -> Meeting:
     Args:
         timeout: seconds that ranks may take to come.
         silence: seconds without an answer after which the store counts as lost.
+        group: of torch.distributed; None: all ranks of the job.
 
     Raises:
         ConfigurationError: the environment does not say where to meet, rank 0 cannot listen there, or the network
             interface is the wrong one.
         PeerLost: ranks did not come within the timeout, or were lost on the way; names them.
     """
-    limit = datetime.timedelta(seconds=timeout)
     silence = min(silence, timeout)
     if not dist.is_initialized():
         _make_default(timeout, silence)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    base = JobStore(dist.distributed_c10d._get_default_store(), _prefix(), rank, silence)
+    ranks = groups.ranks(group)
+    rank, size = ranks.index(dist.get_rank()), len(ranks)
+    kept_by = group_store.keeper(ranks)
+    # Ranks of different groups have nothing to do with each other, and nobody counts the groups.
+    prefix = _prefix() if group is None else f"{_prefix()}/group/{hashlib.sha256(str(ranks).encode()).hexdigest()}"
+    kept = dist.distributed_c10d._get_default_store()
+    base = JobStore(kept, prefix, rank, silence, kept_by)
     try:
         number = _number_of_meeting(base, rank, size)
     finally:
         base.close()
     # A world of its own in the store: init after finalize must not read the keys of the earlier one.
-    store = JobStore(dist.distributed_c10d._get_default_store(), f"{_prefix()}/{number}", rank, silence)
+    store = JobStore(kept, f"{prefix}/{number}", rank, silence, kept_by)
     try:
         roll = _Roll(store, rank, size, timeout)
         roll.wait_for_all("has not called tilescale_net.init")
         store.ask(lambda s: s.set(f"passed/{rank}", "1"))
-        group = roll.guard(lambda: dist.new_group(backend="gloo", timeout=limit))
+        if kept_by is None and group_store.ends_with_rank_0():
+            job, store = store, roll.guard(lambda: group_store.open_own(store, rank, size, timeout, silence))
+            job.close()
+            roll = _Roll(store, rank, size, timeout)
+        raw = dist.PrefixStore("gloo", store.raw)
+        connected = roll.guard(lambda: connect(raw, rank, size, timeout))
     except BaseException:
         store.close()
         raise
-    return Meeting(rank, size, store, group)
+    return Meeting(ranks, rank, store, connected)
+
+
+def connect(store: dist.Store, rank: int, size: int, timeout: float) -> dist.ProcessGroup:
+    """A gloo group of these ranks alone, which torch.distributed does not count among its own."""
+    return dist.ProcessGroupGloo(store, rank, size, datetime.timedelta(seconds=timeout))
 
 
 def _prefix() -> str:
@@ -113,7 +130,7 @@ def _make_default(timeout: float, silence: float) -> None:
         if next(filter(None, counts), "1") == "1":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = _connect(place, timeout, silence)
-        asked = JobStore(store, _prefix(), place.rank, silence)
+        asked = JobStore(store, _prefix(), place.rank, silence, None if has_agent() else 0)
         roll = _Roll(asked, place.rank, place.size, timeout)
         try:
             roll.wait_for_all("did not come")
@@ -247,7 +264,7 @@ class _Roll:
     def _lost(self, what: str, ranks: list[int], err: BaseException | None = None) -> PeerLost:
         who = ", ".join(f"rank {r}" for r in ranks)
         cause = f" ({first_line(err)})" if err else ""
-        if self._rank == 0:
+        if self._rank == self._store.kept_by:
             time.sleep(_LAST_LOOK)  # the store ends with this rank, and the others look at it for their message
         return PeerLost(
             f"rank {self._rank}: not all of {self._size} ranks could meet within {self._timeout:g} s. Missing: {who} "

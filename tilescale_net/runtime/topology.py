@@ -43,7 +43,7 @@ class Topology:
 
 
 def discover(rank: int, size: int, hosts: list[str]) -> Topology:
-    """Topology from the host name of every rank.
+    """Topology of a whole job from the host name of every rank.
 
     Args:
         rank, size: of team "world".
@@ -78,6 +78,59 @@ def discover(rank: int, size: int, hosts: list[str]) -> Topology:
         node_size=node_size,
         single_host=len(counts) == 1,
     )
+
+
+def of_group(rank: int, size: int, hosts: list[str], places: list[int]) -> Topology:
+    """Topology of any group of a job's ranks.
+
+    Nodes have the same number of consecutive PEs each: where the ranks of a host are not so, nodes are smaller than hosts,
+    and PEs of one host reach each other through the fabric like those of two.
+
+    Args:
+        rank, size: of the group.
+        hosts: host identity per rank.
+        places: virtual node of its host per rank, see `virtual_node`.
+
+    Raises:
+        ConfigurationError: too many ranks.
+    """
+    if size > MAX_PES:
+        raise ConfigurationError(f"a group has at most {MAX_PES} ranks, but this one has {size}")
+    nodes = list(zip(hosts, places))
+    node_size = next(n for n in range(size, 0, -1) if size % n == 0 and _are_nodes(nodes, n))
+    if node_size < max(map(nodes.count, nodes)) and rank == 0:
+        settings.log.warning(
+            "the ranks of a group are not spread evenly and in order over its hosts: nodes of %d ranks are made, which reach "
+            "each other through the network even on one host",
+            node_size,
+        )
+    return Topology(
+        rank=rank,
+        size=size,
+        local_rank=hosts[:rank].count(hosts[rank]),
+        node=rank // node_size,
+        nodes=size // node_size,
+        node_pe=rank % node_size,
+        node_size=node_size,
+        single_host=len(set(hosts)) == 1,
+    )
+
+
+def _are_nodes(nodes: list, size: int) -> bool:
+    return all(len(set(nodes[first : first + size])) == 1 for first in range(0, len(nodes), size))
+
+
+def virtual_node(job_rank: int, job_size: int) -> int:
+    """Index of a rank's virtual node among those of its host, for a rank that cannot ask the rest of the job."""
+    virtual = settings.VIRTUAL_NODES.get()
+    if virtual == 1:
+        return 0
+    here, local_size = os.environ.get("LOCAL_RANK", job_rank), os.environ.get("LOCAL_WORLD_SIZE", job_size)
+    if int(local_size) % virtual:
+        raise ConfigurationError(
+            f"VIRTUAL_NODES={virtual} does not divide the {local_size} ranks of this host; choose a divisor of it"
+        )
+    return int(here) // (int(local_size) // virtual)
 
 
 def host_identity() -> str:

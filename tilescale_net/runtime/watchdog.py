@@ -98,9 +98,9 @@ class Watchdog:
 
     def keep_store(self) -> None:
         """Stay until all others have ended, or the job is lost, if the store ends with this process."""
-        if self._control.rank != 0 or job_store.has_agent():
+        if self._control.store.kept_by != self._control.rank:
             return
-        left = set(range(1, self._control.size))
+        left = set(range(self._control.size)) - {self._control.rank}
         while left and self._reason is None:
             left -= set(self._dead())
             try:
@@ -110,8 +110,8 @@ class Watchdog:
             time.sleep(0.1)
 
     def wait_for_others(self, seconds: float = 2.0) -> None:
-        """After a failure: let the other ranks learn what it was. Only rank 0, with whom the store ends, has to wait."""
-        if self._control.rank != 0:
+        """After a failure: let the other ranks learn what it was. Only the one with whom the store ends has to wait."""
+        if self._control.rank != (self._control.store.kept_by or 0):
             return
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
@@ -148,7 +148,7 @@ class Watchdog:
 
     def _say_aware(self, store) -> None:
         rank = self._control.rank
-        if rank:
+        if rank != (self._control.store.kept_by or 0):
             store.set(f"aware/{rank}", "1")
             store.add("aware", 1)
 
@@ -215,7 +215,9 @@ class Watchdog:
             return self._control.store.lost
         # Counted in looks, so that a process that was stopped itself does not blame the store.
         seconds = self._silent[1] * self._beats.interval
-        return f"{job_store.keeper()} does not answer (for {seconds:.0f} s)" if seconds > self._timeout else None
+        return (
+            f"{self._control.store.keeper} does not answer (for {seconds:.0f} s)" if seconds > self._timeout else None
+        )
 
     def _stopped_peer(self, seconds: float) -> str | None:
         for rank, since in self._news.stopped.items():

@@ -1,4 +1,4 @@
-"""The job as one rank sees it: created by init, found by kernels through `current`, taken down by finalize.
+"""The ranks of a group as one of them sees it: created by init, taken down by finalize; worlds.py finds it.
 
 docs/states.md lists its states and what each call does in them.
 """
@@ -11,23 +11,23 @@ import threading
 import time
 
 import torch
+import torch.distributed as dist
 
 import tilescale_net
 from tilescale_net import fabric
 from tilescale_net.errors import ConfigurationError, PeerLost, TileScaleError
-from tilescale_net.runtime import context, device_errors, process_end, progress, settings, topology
+from tilescale_net.runtime import context, device_errors, groups, settings, topology
 from tilescale_net.runtime.control import Control
 from tilescale_net.runtime.heap import Heap
 from tilescale_net.runtime.watchdog import Watchdog
 
-_current: World | None = None
-_forked_from: list = []  # in a child made by fork: the world of its parent, which must not be taken down here
-
 
 class World:
-    """Rank, heap, peers and context of this process.
+    """Rank, heap, peers and context of this process in one group.
 
     Attributes:
+        group: the group of torch.distributed that it was made of; None: all ranks of the job.
+        job_ranks: the rank in the job of each PE.
         rank, size: index of this PE and number of PEs in team "world".
         topology: placement of the PEs on nodes.
         device_kind: "cuda" or "simulator".
@@ -35,10 +35,16 @@ class World:
         heap: the symmetric heap.
         context_tensor: int64 tensor over the fixed part of the context, the argument that kernels take.
         proxy: the proxy that serves PEs of other nodes, or None when every PE is direct.
-        failure: what ended the job for this rank, or None; every further call raises it.
+        failure: what ended the world for this rank, or None; every further call raises it.
     """
 
-    def __init__(self, heap_bytes: int | str | None):
+    def __init__(
+        self,
+        heap_bytes: int | str | None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ):
+        """See `tilescale_net.init`; `device` is that of the other worlds of this process."""
         wrong, self.timeout, silence = _check_settings()
         self.failure: TileScaleError | None = None
         self.proxy = None
@@ -47,12 +53,13 @@ class World:
         self._closed = False
         self._abort_address = self._error_address = 0
         self._page_in_use = threading.Lock()
-        self.control = Control(self.timeout + 5.0, silence)
+        self.control = Control(self.timeout + 5.0, silence, group)
+        self.group, self.job_ranks = group, self.control.job_ranks
         self.rank, self.size = self.control.rank, self.control.size
         try:
             if wrong is not None:
                 raise wrong  # now that the others can be told
-            self._set_up(heap_bytes, silence)
+            self._set_up(heap_bytes, silence, device)
         except BaseException as err:
             # The others wait for this rank; with the store of rank 0, its words would be gone too.
             self.announce(err if isinstance(err, TileScaleError) else TileScaleError(f"{type(err).__name__}: {err}"))
@@ -60,26 +67,32 @@ class World:
             self._release()
             raise
 
-    def _set_up(self, heap_bytes: int | str | None, silence: float) -> None:
-        self.device_kind = settings.device_kind()
+    def _set_up(self, heap_bytes: int | str | None, silence: float, device: torch.device | None) -> None:
+        if device is not None:
+            self.device_kind = "cuda" if device.type == "cuda" else "simulator"
+        else:
+            self.device_kind = settings.device_kind()
         on_gpu = self.device_kind == "cuda"
         size = settings.heap_bytes(heap_bytes, on_gpu)
         virtual = settings.VIRTUAL_NODES.get()
-        facts = self.control.gather("tilescale_net.init", [topology.host_identity(), os.getpid()])
-        hosts = [host for host, _ in facts]
-        self._watchdog = Watchdog(
-            self.control, hosts, [pid for _, pid in facts], silence, self._poll_local, self._on_loss
-        )
+        place = topology.virtual_node(dist.get_rank(), dist.get_world_size()) if self.group is not None else 0
+        facts = self.control.gather("tilescale_net.init", [topology.host_identity(), os.getpid(), place])
+        hosts, pids, places = map(list, zip(*facts))
+        self._watchdog = Watchdog(self.control, hosts, pids, silence, self._poll_local, self._on_loss)
         self.control.reason_of = self._watchdog.reason
         self.control.agree(
             "tilescale_net.init",
             f"heap_bytes={size}, device={self.device_kind}, VIRTUAL_NODES={virtual}, {_version()}",
         )
-        self.topology = topology.discover(self.rank, self.size, hosts)
+        if self.group is None:
+            self.topology = topology.discover(self.rank, self.size, hosts)
+        else:
+            self.topology = topology.of_group(self.rank, self.size, hosts, places)
         if on_gpu:
-            from tilescale_net.runtime.cuda_memory import CudaMemory
+            from tilescale_net.runtime import cuda_memory
 
-            self._memory = CudaMemory(size, int(os.environ.get("LOCAL_RANK", self.topology.local_rank)))
+            ordinal = device.index if device is not None else cuda_memory.ordinal(self.group, self.topology.local_rank)
+            self._memory = cuda_memory.CudaMemory(size, ordinal)
         else:
             from tilescale_net.runtime.shared_memory import SharedMemory
 
@@ -185,13 +198,24 @@ class World:
 
     def _on_loss(self, reason: str, error: TileScaleError | None) -> None:
         if self.failure is None:
-            self.failure = error or PeerLost(f"rank {self.rank}: {reason}; restart the job")
+            self.failure = error or PeerLost(f"rank {self.rank}: {reason}; {self._what_to_do}")
         self.abort()
 
     def _explained(self, error: TileScaleError) -> TileScaleError:
         """`error`, or the loss of a peer where that is why: a peer that dies makes waits time out and links break."""
         reason = self._watchdog.explanation_of(error) if self._watchdog is not None else None
-        return PeerLost(f"rank {self.rank}: {reason}; restart the job ({error})") if reason else error
+        return PeerLost(f"rank {self.rank}: {reason}; {self._what_to_do} ({error})") if reason else error
+
+    @property
+    def _what_to_do(self) -> str:
+        if self.group is None:
+            return "restart the job"
+        return f"restart the job (these are ranks of the group of the job's ranks {groups.named(self.job_ranks)})"
+
+    @property
+    def closed(self) -> bool:
+        """Whether finalize() has ended it."""
+        return self._closed
 
     def announce(self, error: TileScaleError) -> None:
         """Record what ends this rank and tell the others, unless a reason is known already."""
@@ -319,7 +343,7 @@ class World:
             if self.device_kind == "simulator":
                 from tilescale_net import _simulator
 
-                _simulator.unregister_all()
+                _simulator.unregister_heap(self._memory.base)
             self._memory.close()
         self.control.close()
 
@@ -347,52 +371,3 @@ def _version() -> str:
     from tilescale_net.compiler import toolchain
 
     return f"tilescale_net {tilescale_net.__version__}, device code {toolchain.sources_hash()}"
-
-
-def current() -> World:
-    """The world of this process. Raises TileScaleError when init has not been called."""
-    if _current is None and _forked_from:
-        raise TileScaleError(
-            "this process was forked from a rank and is none itself; call tilescale_net in the rank, or start processes "
-            "before init()"
-        )
-    if _current is None:
-        raise TileScaleError("tilescale_net is not initialised; call tilescale_net.init() first, on every rank")
-    return _current
-
-
-def init(heap_bytes: int | str | None = None) -> World:
-    """See `tilescale_net.init`."""
-    global _current
-    if _current is not None:
-        raise TileScaleError("tilescale_net is initialised already; call finalize() before another init()")
-    if _forked_from:
-        raise TileScaleError(
-            "this process was forked from a rank and cannot join the job; start processes before init()"
-        )
-    with progress.step("meeting the other ranks of the job"):
-        _current = World(heap_bytes)
-    process_end.install(lambda: _current, _take, _forget)
-    return _current
-
-
-def finalize() -> None:
-    """See `tilescale_net.finalize`."""
-    world = _take()
-    if world is not None:
-        process_end.finish(world)
-
-
-def _take() -> World | None:
-    global _current
-    world, _current = _current, None
-    return world
-
-
-def _forget() -> None:
-    """In a child made by fork: what belongs to the parent is kept for ever, so that nothing here takes it down."""
-    world = _take()
-    if world is not None:
-        _forked_from.append(world)
-        for kept in (world, torch.distributed.group.WORLD):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-import tilescale_net as tsn
 from tests.kernels.support import assert_same, unsettle
 from tilescale_net.kernels.moe import reference
 
@@ -71,8 +70,8 @@ def run_round(op, everyone: list[Inputs], pace: random.Random, what: str, active
     Args:
         how: `index` (dtype of topk_idx), `halves`, `quantise_inside` (latency mode, FP8), `handle` (an earlier dispatch's).
     """
-    c, rank = op.config, tsn.rank()
-    device, mine = tsn.device(), everyone[tsn.rank()]
+    c, rank = op.config, op.rank
+    device, mine = op.device, everyone[rank]
     choices = [e.topk_idx for e in everyone]
     if active is not None:
         local = c.local_experts
@@ -95,7 +94,7 @@ def run_round(op, everyone: list[Inputs], pace: random.Random, what: str, active
         received = op.dispatch_recv(pending)
     else:
         received = op.dispatch(*arguments)
-    tsn.synchronize()
+    op.check()
     for tensor in x if isinstance(x, tuple) else (x,):
         tensor.view(torch.uint8).fill_(0xFF)  # the call is done with it
     assert received.counts.tolist() == [len(w) for w in wanted], what

@@ -15,8 +15,7 @@ from tilescale_net.compiler.simulator import host_compiler, host_source, host_st
 from tilescale_net.compiler.simulator.lowered_cache import Lowered
 from tilescale_net.errors import KernelError
 from tilescale_net.runtime import context as context_layout
-from tilescale_net.runtime import device_errors, simulator
-from tilescale_net.runtime import world as _world
+from tilescale_net.runtime import device_errors, simulator, worlds
 
 # What a streaming multiprocessor of an H100 or H200 holds at most.
 _SM_THREADS, _SM_BLOCKS, _SM_SHARED, _BLOCK_SHARED = 2048, 32, 228 * 1024, 227 * 1024
@@ -110,17 +109,18 @@ class SimulatedFunction:
             self._give_up(context, _FAILURES[failure](f"{rank}{where}: {message}"))
         if context and context.error:
             record = device_errors.read(context.error)
-            heap = _world._current.heap.describe if _world._current is not None else None
+            world = worlds.at(context.heap_base)
+            heap = world.heap.describe if world is not None else None
             error = device_errors.describe(record, context.my_pe, context.n_pes, context.heap_base, timeout, heap)
             if error is not None:
                 self._give_up(context, type(error)(f"{error} [{where}{'; ' + remark if remark else ''}]"))
-            if _world._current is not None:
-                _world._current.check()
+            if world is not None:
+                world.check()
 
     def _give_up(self, context, error: errors.TileScaleError) -> None:
-        """Raise `error`; where a job runs, every rank learns of it, and the loss of a peer is the better explanation."""
-        world = _world._current
-        if world is None or context is None:
+        """Raise `error`; in a world, every rank learns of it, and the loss of a peer is the better explanation."""
+        world = worlds.at(context.heap_base) if context else None
+        if world is None:
             raise error
         world.fail(error)
 

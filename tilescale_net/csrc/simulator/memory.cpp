@@ -43,10 +43,12 @@ void unregister_allocation(uint64_t base) {
   allocations.erase(base);
 }
 
-void unregister_all() {
+void unregister_heap(uint64_t base) {
   std::lock_guard<std::mutex> lock(mutex);
-  heaps.clear();
-  allocations.clear();
+  const auto heap = heaps.find(base);
+  if (heap == heaps.end()) return;
+  allocations.erase(allocations.lower_bound(base), allocations.lower_bound(base + heap->second.bytes));
+  heaps.erase(heap);
 }
 
 bool in_heap(uint64_t address) {

@@ -65,15 +65,15 @@ void bind_simulator(py::module_& m) {
         sim::register_heap(base, bytes);
         sim::set_shadow(base, bytes);
       },
-      py::arg("base"), py::arg("bytes"), "Tell the simulator where this rank's symmetric heap is.");
+      py::arg("base"), py::arg("bytes"), "Tell the simulator where the heap of the next launches is.");
   m.def(
-      "unregister_all",
-      [] {
+      "unregister_heap",
+      [](uint64_t base) {
         sim::flush_pending();
-        sim::unregister_all();
-        sim::drop_shadow();
+        sim::unregister_heap(base);
+        if (sim::shadow_of_heap().base == base) sim::drop_shadow();
       },
-      "Forget the heap and all allocations.");
+      py::arg("base"), "Forget a heap and its allocations.");
   m.def("register_allocation", sim::register_allocation, py::arg("base"), py::arg("bytes"), py::arg("name"));
   m.def("unregister_allocation", [](uint64_t base) {
     sim::flush_pending(); // nothing may arrive in memory that is handed out again

@@ -1,0 +1,266 @@
+"""Worlds of groups: any ranks of a job, several in one process, one that fails or ends while others go on."""
+
+import datetime
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import tilescale_net as tsn
+from tests import ranks
+from tests.kernels.moe.support import make_inputs, run_round
+from tests.kernels.moe.test_rounds import CASES
+from tilescale_net.kernels import moe
+from tilescale_net.kernels.all_gather import AllGather, all_gather
+from tilescale_net.kernels.all_to_all import AllToAll
+from tilescale_net.kernels.reduce_scatter import ReduceScatter
+from tilescale_net.runtime import groups, topology
+
+QUICK = {"TSN_TIMEOUT": "20", "TSN_HEARTBEAT_TIMEOUT": "5"}
+
+
+def _join() -> int:
+    """A program of torch.distributed that knows nothing of this package; the rank in the job."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    return dist.get_rank()
+
+
+def _gather(world, op: AllGather, turn: int = 0) -> None:
+    """Every member gives its rank in the job."""
+    out = tsn.zeros((world.size, 8), torch.int32, group=world)
+    x = tsn.empty(8, torch.int32, group=world)
+    with torch.inference_mode(False):
+        x.fill_(100 * turn + world.job_ranks[world.rank])
+    op(out, x)
+    world.synchronize()
+    assert out[:, 3].tolist() == [100 * turn + member for member in world.job_ranks]
+    tsn.free(x)
+    tsn.free(out)
+
+
+def _route(world, seed: int, case: str = "latency, fp8 with scales") -> None:
+    """A round of dispatch and combine on two ranks whose every bit is checked; its kernels are those of test_rounds.py."""
+    size, shape, options, how = CASES[case]
+    assert world.size == size
+    op = moe.AllToAll(**shape, **options, group=world)
+    everyone = [make_inputs((seed, *world.job_ranks, r), op.config, 3 + r, "random") for r in range(size)]
+    run_round(op, everyone, random.Random(seed), f"{case}, ranks {world.job_ranks}", **how)
+    op.free()
+
+
+def _pairs(seed: int) -> None:
+    me = _join()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[me // 2]
+    world = tsn.init("16M", group=mine)
+    assert (world.rank, world.size, world.job_ranks) == (me % 2, 2, (me // 2 * 2, me // 2 * 2 + 1))
+    assert tsn.world() is world is tsn.world(mine) is tsn.world(mine.group_name), "the only world is the default one"
+    assert tsn.rank() == dist.get_rank(mine) and list(tsn.team()) == [0, 1]
+    dist.barrier()  # both pairs are at work at the same time from here on
+    with pytest.raises(tsn.ConfigurationError, match="not in the group"):
+        tsn.init(group=pairs[1 - me // 2])
+    with pytest.raises(
+        tsn.TileScaleError, match=rf"ranks {world.job_ranks[0]}, {world.job_ranks[1]} is initialised already"
+    ):
+        tsn.init(group=mine)
+    op = AllGather(blocks=2, group=mine)
+    for turn in range(2):
+        _gather(world, op, turn)
+    for case in ("expert-major elsewhere", "latency, fp8 with scales"):
+        _route(world, seed, case)
+    if me < 2:  # what one group does is no concern of the other
+        tsn.finalize()
+        with pytest.raises(tsn.TileScaleError, match="not initialised"):
+            tsn.world()
+        world = tsn.init("4M", group=mine)
+        tsn.barrier()
+    tsn.finalize()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_pairs_at_the_same_time():
+    ranks.run(4, _pairs, random.randrange(1 << 20), init=False, timeout=240)
+
+
+def _overlapping(seed: int) -> None:
+    me = _join()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(tsn.ConfigurationError, match=r"2 dimensions is no group; give one of its dimensions dp, tp"):
+        tsn.init(group=mesh)
+    for wrong, words in ((7, "is a int; give a ProcessGroup"), ("nonesuch", "has the name 'nonesuch'")):
+        with pytest.raises(tsn.ConfigurationError, match=words):
+            tsn.init(group=wrong)
+    tp = tsn.init("16M", group=mesh["tp"])
+    dp = tsn.init("12M", group=mesh.get_group("dp").group_name)
+    assert tsn.world(mesh["dp"]) is dp and tsn.world(mesh.get_group("tp")) is tp and tsn.size(dp) == 2
+    assert tp.job_ranks == (me // 2 * 2, me // 2 * 2 + 1) and dp.job_ranks == (me % 2, me % 2 + 2)
+    with pytest.raises(tsn.TileScaleError, match=r"in 2 worlds, of ranks .* and of ranks .*; say with group="):
+        tsn.zeros(4)
+
+    gathers = {world: AllGather(blocks=2, group=world) for world in (tp, dp)}
+    for turn in range(3):
+        for world, op in gathers.items():
+            _gather(world, op, turn)
+    with pytest.raises(tsn.HeapError, match="out of shape .* is not in the symmetric heap"):
+        gathers[tp](tsn.zeros((2, 8), group=dp), torch.zeros(8))
+    kernel, arguments = _launch_of(gathers[tp], tp)
+    arguments[0] = tsn.zeros(arguments[0].shape, torch.uint8, group=dp)
+    with pytest.raises(
+        tsn.KernelError, match="kernel all_gather: its tensors lie in the symmetric heaps of two worlds"
+    ):
+        kernel(*arguments)
+    ordinary = [torch.zeros(a.shape, dtype=a.dtype) for a in arguments]
+    with pytest.raises(tsn.KernelError, match="kernel all_gather: this process is in 2 worlds"):
+        kernel(*ordinary)
+
+    everyone = tsn.init("16M")  # the default from here on, whatever else there is
+    assert tsn.world() is everyone is tsn.world(dist.group.WORLD) and tsn.rank() == me
+    assert everyone.job_ranks == (0, 1, 2, 3)
+    exchange, reduce = AllToAll(blocks=2), ReduceScatter(blocks=2, chunk_bytes=1024, group=dp)
+    x, out = tsn.zeros((4, 4), torch.int32), tsn.zeros((4, 4), torch.int32)
+    x.copy_(torch.arange(4)[:, None] + 10 * me)
+    parts, part = tsn.zeros((2, 64), group=dp), tsn.zeros(64, group=dp)
+    parts.fill_(me + 1)
+    assert exchange(out, x)[:, 0].tolist() == [10 * r + me for r in range(4)]
+    assert reduce(part, parts).tolist() == [sum(r + 1 for r in dp.job_ranks)] * 64
+    for world in (dp, tp):
+        _route(world, seed)
+
+    tsn.finalize(mesh["tp"])
+    assert tp.closed and not gathers[tp].alive
+    with pytest.raises(tsn.TileScaleError, match="not initialised for the group of ranks"):
+        tsn.zeros(4, group=mesh["tp"])
+    with pytest.raises(tsn.TileScaleError, match="has ended with finalize"):
+        tsn.zeros(4, group=tp)
+    _gather(dp, gathers[dp], 5)
+    assert exchange(out, x)[:, 0].tolist() == [10 * r + me for r in range(4)]
+    tp = tsn.init("4M", group=mesh["tp"])
+    _gather(tp, AllGather(blocks=1, group=tp), 6)
+    tsn.finalize()  # all of them
+    for world in (tp, dp, everyone):
+        assert world.closed
+    dist.destroy_process_group()
+
+
+def _launch_of(op: AllGather, world) -> tuple:
+    """The kernel of an all-gather and what it is launched with."""
+    kernel = all_gather(op.n_pes, in_place=False, **op._options)
+    flat = [tsn.zeros((world.size, 32), torch.uint8, group=world), tsn.zeros(32, torch.uint8, group=world)]
+    return kernel, [*flat, op._epochs, op._ready, op._arrived]
+
+
+def test_worlds_that_overlap():
+    ranks.run(4, _overlapping, random.randrange(1 << 20), init=False, timeout=240)
+
+
+def _defaults() -> None:
+    """What a user makes torch's defaults to be changes nothing."""
+    me = _join()
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    with torch.inference_mode():
+        world = tsn.init("16M", group=dist.new_group([1, 0, 2]))
+        assert tsn.zeros(3).dtype == torch.float32 and world.rank == me
+        op = AllGather(blocks=2)
+        _gather(world, op)
+        y = tsn.empty(16)
+    torch.set_default_device("cpu")
+    y.fill_(1)  # memory made under inference mode is ordinary memory
+    tsn.finalize()
+
+
+def test_defaults_of_the_user():
+    ranks.run(3, _defaults, init=False, timeout=240)
+
+
+def _lose_some(lost: int) -> str:
+    """Rank `lost` dies in the midst of its group's work; groups without it go on, also in a process that was with it."""
+    me = _join()
+    worlds = []
+    for members in ([0, 1], [2, 3], [1, 3]):
+        group = dist.new_group(members)
+        if me in members:
+            worlds.append(tsn.init("8M", group=group))
+    ops = {world: AllGather(blocks=1, group=world) for world in worlds}
+    for world, op in ops.items():
+        _gather(world, op)
+    dist.barrier()
+    if me == lost:
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = []
+    for world, op in ops.items():
+        if lost in world.job_ranks:
+            with pytest.raises(tsn.PeerLost) as caught:
+                for _ in range(1000):
+                    world.barrier()
+                    time.sleep(0.01)
+            said.append(str(caught.value))
+            with pytest.raises(tsn.PeerLost):
+                tsn.finalize(world)
+    for turn in range(20):
+        for world, op in ops.items():
+            if not world.closed:
+                _gather(world, op, turn)
+                time.sleep(0.05)
+    begin = time.monotonic()
+    tsn.finalize()
+    assert time.monotonic() - begin < 10
+    return " | ".join(said)
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_failures_stay_within_the_group(lost):
+    """Also where the job's store was with the rank that dies."""
+    outcomes = ranks.launch(4, _lose_some, lost, env=QUICK, init=False, timeout=120)
+    assert outcomes[lost].error[0] == "Died"
+    for o in outcomes:
+        if o.rank != lost:
+            assert o.ok, o.error
+    partner = outcomes[lost ^ 1].value
+    assert "(process ended without a word) is gone" in partner and "rank 0 " in partner, partner
+    assert f"ranks of the group of the job's ranks {min(lost, lost ^ 1)}, {max(lost, lost ^ 1)}" in partner, partner
+
+
+def _across_nodes(seed: int) -> None:
+    me = _join()
+    for members in ([0, 2], [1, 3], [0, 1, 2]):
+        group = dist.new_group(members)
+        if me in members:
+            world = tsn.init("12M", group=group)
+            assert world.topology.nodes == world.size and world.proxy is not None, world.topology
+    mine = [tsn.world(group) for group in _groups_of(me)]
+    ops = [AllGather(blocks=2, group=world) for world in mine]
+    for turn in range(2):
+        for world, op in zip(mine, ops):
+            _gather(world, op, turn)
+    for world in mine:
+        if world.size == 2:
+            _route(world, seed)
+    tsn.finalize()
+
+
+def _groups_of(me: int) -> list:
+    known = dist.distributed_c10d._world.pg_map
+    return [g for g in known if g is not dist.group.WORLD and me in groups.ranks(g)]
+
+
+def test_groups_across_nodes():
+    ranks.run(4, _across_nodes, random.randrange(1 << 20), env={"VIRTUAL_NODES": "2"}, init=False, timeout=240)
+
+
+@pytest.mark.parametrize(
+    "nodes, sizes",
+    [("aaaa", (4, 1)), ("aabb", (2, 2)), ("abab", (1, 4)), ("aab", (1, 3)), ("aaabbb", (3, 2)), ("aabbbb", (2, 3))],
+)
+def test_topology_of_a_group(nodes, sizes):
+    for rank in range(len(nodes)):
+        found = topology.of_group(rank, len(nodes), list(nodes), [0] * len(nodes))
+        assert (found.node_size, found.nodes) == sizes
+        assert rank in found.node_members and len({nodes[pe] for pe in found.node_members}) == 1
+        assert found.local_rank == nodes[:rank].count(nodes[rank])

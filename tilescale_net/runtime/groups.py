@@ -1,0 +1,89 @@
+"""What a caller may give as a group, and which ranks of the job it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from tilescale_net.errors import ConfigurationError
+
+_KINDS = "a ProcessGroup of torch.distributed, a DeviceMesh of one dimension, or the name of a group"
+
+
+def resolve(group: object) -> dist.ProcessGroup | None:
+    """The process group that `group` stands for; None for all ranks of the job (None, or torch's default group).
+
+    Raises:
+        ConfigurationError: it stands for no group of torch.distributed, or for one that this process is not in.
+    """
+    if group is None:
+        return None
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigurationError(
+            f"group={_shown(group)}: torch.distributed has no groups yet; call torch.distributed.init_process_group first, "
+            "or leave group out"
+        )
+    if isinstance(group, str):
+        group = _named(group)
+    elif isinstance(group, dist.device_mesh.DeviceMesh):
+        group = _of_mesh(group)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigurationError("this process is not in the group; make the call on the ranks of the group only")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigurationError(f"group={_shown(group)} is a {type(group).__name__}; give {_KINDS}")
+    if group is dist.group.WORLD:
+        return None
+    ranks(group)
+    return group
+
+
+def ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """The job's ranks of a group, in the order of their ranks in the group; None: of the job.
+
+    Raises:
+        ConfigurationError: torch.distributed does not know the group, or not any more.
+    """
+    if group is None:
+        return tuple(range(dist.get_world_size()))
+    try:
+        members = dist.get_process_group_ranks(group)
+        return tuple(sorted(members, key=lambda rank: dist.get_group_rank(group, rank)))
+    except (KeyError, ValueError):
+        raise ConfigurationError(
+            "torch.distributed does not know the group: it was destroyed, or made without torch.distributed.new_group, "
+            "init_process_group or a DeviceMesh"
+        ) from None
+
+
+def named(members: Sequence[int]) -> str:
+    """Ranks in words, such as "2, 3" or "0, 8, 16, … 56 (8 ranks)"."""
+    if len(members) <= 8:
+        return ", ".join(map(str, members))
+    return f"{', '.join(map(str, members[:3]))}, … {members[-1]} ({len(members)} ranks)"
+
+
+def _named(name: str) -> dist.ProcessGroup:
+    known = dist.distributed_c10d._world.pg_names  # torch resolves the names that its operators take by it
+    for group, its_name in known.items():
+        if its_name == name:
+            return group
+    raise ConfigurationError(
+        f"no group of torch.distributed that this process is in has the name {name!r}; their names are "
+        f"{', '.join(sorted(map(repr, known.values())))} (ProcessGroup.group_name)"
+    )
+
+
+def _of_mesh(mesh: dist.device_mesh.DeviceMesh) -> dist.ProcessGroup:
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        choice = f"one of its dimensions {', '.join(names)}, as in mesh[{names[0]!r}]" if names else "a dimension of it"
+        raise ConfigurationError(f"group: a DeviceMesh of {mesh.ndim} dimensions is no group; give {choice}")
+    if mesh.get_coordinate() is None:
+        raise ConfigurationError("this process is not in the DeviceMesh; make the call on the ranks of the mesh only")
+    return mesh.get_group()
+
+
+def _shown(group: object) -> str:
+    text = repr(group)
+    return text if len(text) <= 80 else f"{text[:77]}…"

@@ -1,0 +1,196 @@
+"""The worlds of this process: made by init, found by their group, by a tensor, or as the only one.
+
+A world is the ranks of one group that talk to each other: their heap, their context, their failures. docs/groups.md says
+what may be left out when there is only one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+
+import torch
+
+from tilescale_net.errors import KernelError, TileScaleError
+from tilescale_net.runtime import groups, process_end, progress
+from tilescale_net.runtime.world import World
+
+# What a launch that a kernel keeps is valid for: the world where there is one, else an object (or None, at first) that is
+# another one whenever a world comes or goes.
+binding: object = None
+
+_alive: list[World] = []  # in the order in which they were made
+# The addresses at which their heaps begin and end, ascending, with the world of each: for `holding`, at each launch.
+_bases: list[int] = []
+_ends: list[int] = []
+_by_base: list[World] = []
+_forked_from: list = []  # in a child made by fork: the worlds of its parent, which must not be taken down here
+
+_FORKED = "this process was forked from a rank and"
+
+
+def init(heap_bytes: int | str | None = None, group: object = None) -> World:
+    """See `tilescale_net.init`."""
+    if _forked_from:
+        raise TileScaleError(f"{_FORKED} cannot join the job; start processes before init()")
+    resolved = groups.resolve(group)
+    if any(world.group is resolved for world in _alive):
+        which = "tilescale_net" if resolved is None else f"the group of ranks {groups.named(groups.ranks(resolved))}"
+        raise TileScaleError(f"{which} is initialised already; call finalize() before another init()")
+    with progress.step("meeting the other ranks of the job"):
+        world = World(heap_bytes, resolved, _alive[0].device if _alive else None)
+    _alive.append(world)
+    _rebind()
+    process_end.install(lambda: list(_alive), _take_all, _forget)
+    return world
+
+
+def finalize(group: object = None) -> None:
+    """See `tilescale_net.finalize`."""
+    if group is not None:
+        return process_end.finish(_take(get(group)))
+    error = None
+    # The newest first: ranks make the worlds that they share in one order, so that no two wait for each other.
+    while _alive:
+        try:
+            process_end.finish(_take(_alive[-1]))
+        except TileScaleError as err:
+            error = error or err
+    if error is not None:
+        raise error
+
+
+def get(group: object = None) -> World:
+    """The world of a group: of a World, a ProcessGroup, a DeviceMesh or a group's name; None: see `default`.
+
+    Raises:
+        TileScaleError: `init` has not made one.
+        ConfigurationError: it is no group, or several worlds were made of other groups with its ranks.
+    """
+    if group is None:
+        return default()
+    if isinstance(group, World):
+        if group.closed:
+            group.check()  # which says so
+        return group
+    resolved = groups.resolve(group)
+    for world in _alive:
+        if world.group is resolved:
+            return world
+    members = groups.ranks(resolved)
+    same = [world for world in _alive if world.job_ranks == members]
+    if len(same) == 1:
+        return same[0]
+    who = "all ranks" if resolved is None else f"ranks {groups.named(members)}"
+    if same:
+        raise TileScaleError(f"there are {len(same)} worlds of {who}; give the group that one of them was made with")
+    raise TileScaleError(
+        f"tilescale_net is not initialised for the group of {who}; call tilescale_net.init(group=…) first, on its ranks"
+    )
+
+
+def default() -> World:
+    """The world that calls without a group mean: that of all ranks of the job, or else the only one.
+
+    Raises:
+        TileScaleError: there is none, or there are several.
+    """
+    for world in _alive:
+        if len(_alive) == 1 or world.group is None:
+            return world
+    if _alive:
+        raise TileScaleError(
+            f"this process is in {len(_alive)} worlds, of ranks "
+            f"{' and of ranks '.join(groups.named(world.job_ranks) for world in _alive)}; say with group= which one is meant"
+        )
+    if _forked_from:
+        raise TileScaleError(
+            f"{_FORKED} is none itself; call tilescale_net in the rank, or start processes before init()"
+        )
+    raise TileScaleError("tilescale_net is not initialised; call tilescale_net.init() first, on every rank")
+
+
+def alive() -> list[World]:
+    """All of them, in the order in which they were made."""
+    return list(_alive)
+
+
+def are_several() -> bool:
+    """Whether this process is in more than one."""
+    return len(_alive) > 1
+
+
+def device_kind() -> str | None:
+    """Where the kernels of this process run, "cuda" or "simulator"; None before init."""
+    return _alive[0].device_kind if _alive else None
+
+
+def at(address: int) -> World | None:
+    """The world whose heap holds an address of this process."""
+    index = bisect.bisect_right(_bases, address) - 1
+    return _by_base[index] if index >= 0 and address < _ends[index] else None
+
+
+def of_tensor(tensor: object) -> World:
+    """The world whose heap holds a tensor; the default one for everything else."""
+    found = at(tensor.data_ptr()) if isinstance(tensor, torch.Tensor) and len(_alive) > 1 else None
+    return found or default()
+
+
+def holding(name: str, arguments) -> World:
+    """The world whose heap holds the symmetric tensors among a kernel's arguments; without any the default one.
+
+    Raises:
+        KernelError: they lie in several; or there are none, and no default.
+    """
+    found = None
+    for value in arguments:
+        if isinstance(value, torch.Tensor):
+            address = value.data_ptr()
+            index = bisect.bisect_right(_bases, address) - 1
+            if index >= 0 and address < _ends[index] and (world := _by_base[index]) is not found:
+                if found is not None:
+                    raise KernelError(
+                        f"kernel {name}: its tensors lie in the symmetric heaps of two worlds, of ranks "
+                        f"{groups.named(found.job_ranks)} and of ranks {groups.named(world.job_ranks)}; a kernel talks within one"
+                    )
+                found = world
+    if found is not None:
+        return found
+    try:
+        return default()
+    except TileScaleError as err:
+        raise KernelError(
+            f"kernel {name}: {err}: give the kernel a symmetric tensor of that world, or its context_tensor at the place of "
+            "the context"
+        ) from None
+
+
+def _rebind() -> None:
+    global binding, _bases, _ends, _by_base
+    binding = _alive[0] if len(_alive) == 1 else object() if _alive else None
+    _by_base = sorted(_alive, key=lambda world: world.heap.base)
+    _bases = [world.heap.base for world in _by_base]
+    _ends = [world.heap.base + world.heap.size for world in _by_base]
+
+
+def _take(world: World) -> World:
+    _alive.remove(world)
+    _rebind()
+    return world
+
+
+def _take_all() -> list[World]:
+    """The worlds, the newest first; there are none any more."""
+    taken = _alive[::-1]
+    _alive.clear()
+    _rebind()
+    return taken
+
+
+def _forget() -> None:
+    """In a child made by fork: what belongs to the parent is kept for ever, so that nothing here takes it down."""
+    for world in _take_all():
+        _forked_from.append(world)
+        for kept in (world, torch.distributed.group.WORLD):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
