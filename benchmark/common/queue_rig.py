@@ -64,7 +64,7 @@ class Bench:
     def _clear(self) -> None:
         for heap in self.heaps:
             heap.zero_()
-        self.world._memory.synchronize()
+        self.world.memory.synchronize()
 
 
 class Rig:
@@ -80,7 +80,7 @@ class Rig:
         self.payload = heap + context.SYSTEM_BYTES
         self.signal = self.payload + (1 << 20)
         self.there = self.signal - heap + bench.heaps[1].data_ptr()
-        self._views = world._memory.upload(proxies[0].queue_views())
+        self._views = world.memory.upload(proxies[0].queue_views())
         header = context.ContextHeader(
             my_pe=0,
             n_pes=n_pes,
@@ -96,7 +96,7 @@ class Rig:
             queues=self._views.data_ptr(),
         )
         bases = [heap] + [0] * (n_pes - 1)
-        self._bytes = world._memory.upload(context.pack(header, bases))
+        self._bytes = world.memory.upload(context.pack(header, bases))
         self._context = self._bytes.view(torch.int64)[: context.HEADER_WORDS]
         for p in proxies:
             p.start()

@@ -30,7 +30,7 @@ class Status:
 
     def __init__(self, world):
         nbytes = STATUS_WORDS * 8
-        self._address = world._memory.pinned(nbytes)
+        self._address = world.memory.pinned(nbytes)
         raw = (ctypes.c_char * nbytes).from_address(self._address)
         if world.device.type == "cuda":
             from tilescale_net.runtime.cuda_memory import tensor_at

@@ -1,4 +1,4 @@
-"""Every folder's files are imported only by those that its README names."""
+"""Every folder's files are imported only by those that its README names, and no module uses another's private names."""
 
 import ast
 import re
@@ -77,3 +77,29 @@ def test_native_folders_are_included_by_those_that_they_name():
             elif rest.partition("/")[0] != user:
                 # bindings.cpp in csrc itself declares what the folders add to the modules.
                 assert user in allowed[rest.partition("/")[0]] | {"bindings.cpp"}, f"{path} includes {included}"
+
+
+# Extension modules, and modules of `language` that authors do not import.
+PRIVATE_MODULES = re.compile(r"tilescale_net\._(native|simulator)$|tilescale_net\.language\._\w+$")
+
+
+def test_private_names_stay_where_they_are():
+    for name, path, tree in modules():
+        aliases = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in (
+                "tilescale_net",
+                "benchmark",
+            ):
+                for a in node.names:
+                    full = f"{node.module}.{a.name}"
+                    aliases[a.asname or a.name] = full
+                    private = a.name.startswith("_") and not a.name.startswith("__")
+                    assert not private or PRIVATE_MODULES.match(full), f"{path}:{node.lineno} imports {full}"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
+                owner = ast.unparse(node.value)
+                known = owner in aliases or re.search(r"(^|\.)world$", owner)
+                assert not known or aliases.get(owner, "").startswith(name), (
+                    f"{path}:{node.lineno} uses {owner}.{node.attr}"
+                )

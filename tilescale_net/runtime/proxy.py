@@ -43,7 +43,7 @@ class RunningProxy:
             ) from err
         self._world = world
         peers = [pe for pe in range(world.size) if not world.topology.is_direct(pe)]
-        memory = world._memory
+        memory = world.memory
         self._proxy = _native.Proxy(
             rank=world.rank,
             n_pes=world.size,

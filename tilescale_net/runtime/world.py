@@ -33,6 +33,7 @@ class World:
         device_kind: "cuda" or "simulator".
         device: torch device of symmetric tensors.
         heap: the symmetric heap.
+        memory: what the heap lies in, a SharedMemory or CudaMemory.
         context_tensor: int64 tensor over the fixed part of the context, the argument that kernels take.
         proxy: the proxy that serves PEs of other nodes, or None when every PE is direct.
         failure: what ended the world for this rank, or None; every further call raises it.
@@ -49,7 +50,7 @@ class World:
         self.failure: TileScaleError | None = None
         self.proxy = None
         self._watchdog: Watchdog | None = None
-        self._memory = None
+        self.memory = None
         self._closed = False
         self._abort_address = self._error_address = 0
         self._page_in_use = threading.Lock()
@@ -92,28 +93,28 @@ class World:
             from tilescale_net.runtime import cuda_memory
 
             ordinal = device.index if device is not None else cuda_memory.ordinal(self.group, self.topology.local_rank)
-            self._memory = cuda_memory.CudaMemory(size, ordinal)
+            self.memory = cuda_memory.CudaMemory(size, ordinal)
         else:
             from tilescale_net.runtime.shared_memory import SharedMemory
 
-            self._memory = SharedMemory(size)
-        self.device = self._memory.device
+            self.memory = SharedMemory(size)
+        self.device = self.memory.device
 
-        page = self._memory.pinned(4096)
+        page = self.memory.pinned(4096)
         self._abort_address, self._error_address = page, page + 64
         on_allocate, on_free = self._bounds_hooks()
         self.heap = Heap(
-            self._memory, self.control.agree, self.rank, not on_gpu, on_allocate, on_free, self.check, self._settle
+            self.memory, self.control.agree, self.rank, not on_gpu, on_allocate, on_free, self.check, self._settle
         )
-        handles = self.control.gather("tilescale_net.init", self._memory.handle())
+        handles = self.control.gather("tilescale_net.init", self.memory.handle())
         self.peer_base = [
-            (self._memory.base if pe == self.rank else self._memory.map_peer(pe, handles[pe]))
+            (self.memory.base if pe == self.rank else self.memory.map_peer(pe, handles[pe]))
             if self.topology.is_direct(pe)
             else 0
             for pe in range(self.size)
         ]
         queues, n_queues = self._start_proxy()
-        if on_gpu and self.rank == 0 and self.proxy is not None and self._memory.loads_kernels_late():
+        if on_gpu and self.rank == 0 and self.proxy is not None and self.memory.loads_kernels_late():
             settings.log.warning(
                 "CUDA loads kernels at their first launch here; where data to and from other nodes are staged in host "
                 "memory, that waits for a running kernel, and the kernel for its data until TSN_TIMEOUT. Set "
@@ -126,17 +127,17 @@ class World:
             n_node_pes=self.topology.node_size,
             n_queues=n_queues,
             flags=self.proxy.context_flags if self.proxy is not None else 0,
-            heap_base=self._memory.base,
+            heap_base=self.memory.base,
             heap_bytes=size,
             abort_word=self._abort_address,
             error=self._error_address,
             timeout_ns=int(self.timeout * 1e9),
             queues=queues,
         )
-        self._context_bytes = self._memory.upload(context.pack(header, self.peer_base))
+        self._context_bytes = self.memory.upload(context.pack(header, self.peer_base))
         words = self._context_bytes.view(torch.int64)
         self.context_tensor = words[: context.HEADER_WORDS]
-        self._memory.synchronize()
+        self.memory.synchronize()
         # Peers may touch this heap from here on: its system area is zero and every rank has mapped every other.
         self.control.agree("tilescale_net.init", "ready")
 
@@ -147,8 +148,8 @@ class World:
             return None, None
         from tilescale_net import _simulator
 
-        _simulator.register_heap(self._memory.base, self._memory.size)
-        _simulator.register_allocation(self._memory.base, context.SYSTEM_BYTES, "system area")
+        _simulator.register_heap(self.memory.base, self.memory.size)
+        _simulator.register_allocation(self.memory.base, context.SYSTEM_BYTES, "system area")
         return _simulator.register_allocation, _simulator.unregister_allocation
 
     def _start_proxy(self) -> tuple[int, int]:
@@ -186,7 +187,7 @@ class World:
             if not self._error_address:
                 return None
             record = device_errors.read(self._error_address)
-            base = self._memory.base
+            base = self.memory.base
             return device_errors.describe(
                 record, self.rank, self.size, base, self.timeout, lambda at: self.heap.describe(at)
             )
@@ -273,7 +274,7 @@ class World:
     def synchronize(self) -> None:
         """See `tilescale_net.synchronize`."""
         self.check()
-        self._memory.synchronize()
+        self.memory.synchronize()
         self.check()
 
     def barrier(self) -> None:
@@ -290,7 +291,7 @@ class World:
 
     def _finish_kernels(self) -> None:
         self.check()
-        self._memory.synchronize()
+        self.memory.synchronize()
         if self.device_kind == "simulator":
             from tilescale_net import _simulator
 
@@ -339,12 +340,12 @@ class World:
             self._watchdog.close()
         with self._page_in_use:
             self._abort_address = self._error_address = 0
-        if self._memory is not None:
+        if self.memory is not None:
             if self.device_kind == "simulator":
                 from tilescale_net import _simulator
 
-                _simulator.unregister_heap(self._memory.base)
-            self._memory.close()
+                _simulator.unregister_heap(self.memory.base)
+            self.memory.close()
         self.control.close()
 
 
