@@ -145,12 +145,12 @@ def run_round(op, everyone: list[Inputs], pace: random.Random, what: str, active
 def check_compiled_ahead(op) -> set:
     """What the calls so far have used, which `warm_up` compiles in the constructor: nobody waits in a call for a compiler."""
     mode, ahead = op._mode, set()
-    used = set(mode._kernels)
-    mode._kernel = lambda key, make: ahead.add(key)
+    used = set(mode._launches)
+    mode._launch = lambda key, make: ahead.add(key)
     try:
         mode.compile(True)
     finally:
-        del mode._kernel
+        del mode._launch
     assert used <= ahead, used - ahead
     return used
 
