@@ -65,7 +65,7 @@ def run_scatter(seed: int):
         assert torch.equal(out[p].cpu(), expected.to(torch.int32)), f"puts of PE {p} at PE {me}"
         expected = (p * 1000000 + t[..., 0] * 1000 + i[..., 0]) * mine
         assert torch.equal(values[p].cpu(), expected.to(torch.int32)), f"values of PE {p} at PE {me}"
-    return tsn.runtime.world.current().proxy.stats()
+    return tsn.world().proxy.stats()
 
 
 COUNT = 6000

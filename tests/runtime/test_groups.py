@@ -152,7 +152,7 @@ def _launch_of(op: AllGather, world) -> tuple:
     """The kernel of an all-gather and what it is launched with."""
     kernel = all_gather(op.n_pes, in_place=False, **op._options)
     flat = [tsn.zeros((world.size, 32), torch.uint8, group=world), tsn.zeros(32, torch.uint8, group=world)]
-    return kernel, [*flat, op._epochs, op._ready, op._arrived]
+    return kernel, [*flat, op._calls, op._ready, op._arrived]
 
 
 def test_worlds_that_overlap():

@@ -29,6 +29,8 @@ def rounds(seed: int, shape: dict, options: dict, how: dict, kinds=ROUTES) -> No
             shared.choice((0, 1, shared.randrange(op.config.max_tokens + 1), op.config.max_tokens))
             for _ in range(tsn.size())
         ]
+        if kind == "twice" and op.config.mode == "latency":
+            tokens = [n // 2 for n in tokens]  # an expert has room for max_tokens rows of a rank
         everyone = [make_inputs((seed, number, r), op.config, n, kind) for r, n in enumerate(tokens)]
         received = run_round(op, everyone, pace, f"seed {seed}, {kind}, tokens {tokens}, rank {tsn.rank()}", **how)
         if how.get("again"):  # the same choices with other rows
