@@ -7,6 +7,7 @@ use the simulator.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -91,13 +92,13 @@ def _body(rank: int, size: int, env: dict[str, str], fn: Callable, args: tuple, 
             tsn.finalize()
         pipe.send(pickle.dumps((value, None)))
     except BaseException as err:
-        world = None
-        if init:
-            try:
-                world = tsn.world()
+        try:
+            world = tsn.world()
+        except Exception:  # there is none
+            world = None
+        if init and world is not None:
+            with contextlib.suppress(Exception):
                 world.announce(tsn.TileScaleError(f"{type(err).__name__}: {err}"))
-            except Exception:  # there is no world
-                pass
         pipe.send(pickle.dumps((None, (type(err).__name__, str(err), traceback.format_exc()))))
         if world is not None:
             world.wait_for_others()
