@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import logging
 from collections.abc import Callable
 
@@ -129,7 +130,7 @@ def compile(
             lowered = lowered_cache.get_or_build(kernel_name(func), numbered, SIMULATOR_TARGET, configs, lower)
             return SimulatedKernel(prepared, lowered, lines)
         toolchain.find_nvcc()
-        with lowering.enabled(), _quiet(), toolchain.once_per_host(kernel_name(func)):
+        with lowering.enabled(), _quiet(), toolchain.once_per_host(_lock_name(func)):
             compiled = tilelang.compile(
                 prepared.func.without_attr("tilelang_pass_configs").without_attr("tilelang_compile_flags"),
                 target=Target(chosen),
@@ -138,6 +139,11 @@ def compile(
                 compile_flags=toolchain.compile_flags(flags, block_threads(prepared.func)),
             )
         return CudaKernel(prepared, compiled, chosen)
+
+
+def _lock_name(func: PrimFunc) -> str:
+    """One of a few names for each kernel, so that ranks may compile variants of it at the same time."""
+    return f"{kernel_name(func)}-{hashlib.sha256(func.script().encode()).digest()[0] % 16}"
 
 
 @contextlib.contextmanager
