@@ -9,9 +9,8 @@ import os
 import sys
 from collections.abc import Callable
 
-from benchmark.common.arguments import BenchmarkParser, positive_float, positive_int
-from benchmark.common.ranks import rank, world_size
-from benchmark.common.sizes import format_bytes
+from benchmark.common.arguments import BenchmarkParser, format_bytes, positive_float, positive_int
+from benchmark.common.environment import rank, world_size
 from benchmark.common.table import Column
 
 
