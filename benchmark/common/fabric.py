@@ -125,9 +125,9 @@ class FabricJob:
 
         place = {name: fields.pop(name) for name in ("device_address", "device") if name in fields}
         session = _native.BenchSession(self.options(**fields), self.size, size, self.args.timeout, **place)
-        for other, introduction in enumerate(self.control.gather("introductions", session.introduction())):
+        for other, address in enumerate(self.control.gather("addresses", session.address())):
             if other != self.rank:
-                session.meet(other, introduction)
+                session.connect(other, address)
         return session
 
     def header(self, properties: dict) -> dict[str, str]:

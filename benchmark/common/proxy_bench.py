@@ -47,9 +47,9 @@ class BareWriterPair:
         self._to, self._from = (world.rank + step) % size, (world.rank - step) % size
         self._memory = torch.zeros(self.PIECE, dtype=torch.uint8, device=world.device)
         self._writer = bare_writer(world, self._memory, world.proxy.properties["rails"])
-        blobs = gather(self._writer.blob())
+        addresses = gather(self._writer.address())
         for peer in {self._to, self._from}:
-            self._writer.connect(peer, blobs[peer])
+            self._writer.connect(peer, addresses[peer])
         tsn.barrier()
 
     def move(self, count: int) -> float:
@@ -116,10 +116,10 @@ class ProxyBench:
     def open_bare(self) -> None:
         """Make the bare writer, on the proxy's own memory and by its way to it, staged or not. Collective."""
         self._bare = bare_writer(self.world, self.src, self.rails)
-        blobs = gather(self._bare.blob())
+        addresses = gather(self._bare.address())
         other = {0: self.peer, self.peer: 0}.get(self.rank)
         if other is not None:
-            self._bare.connect(other, blobs[other])
+            self._bare.connect(other, addresses[other])
         gather(None)
 
     def write(self, count: int, piece: int, writes: int, blocking: int) -> float:

@@ -119,16 +119,16 @@ class QueueBench:
         options = dict(provider="null", queues=queues, threads=queues if self.on_gpu else 1)
         silent = [self.proxy(1 + i, 1 + queues, 0, capacity=2, **options) for i in range(queues)]
         proxy = self.proxy(0, 1 + queues, 0, capacity=capacity, **options)
-        proxy.connect([b"", *(p.local_blob() for p in silent)])
+        proxy.connect([b"", *(p.address() for p in silent)])
         return ProxyUnderTest(self, [proxy], 1 + queues, queues)
 
     def pair(self, provider: str, capacity: int) -> ProxyUnderTest:
         """Two proxies on a real provider, each with a heap of its own, both within reach of this device."""
         self._clear()
         proxies = [self.proxy(i, 2, i, provider=provider, capacity=capacity) for i in range(2)]
-        blobs = [p.local_blob() for p in proxies]
+        addresses = [p.address() for p in proxies]
         for p in proxies:
-            p.connect(blobs)
+            p.connect(addresses)
         return ProxyUnderTest(self, proxies, 2, 1)
 
     def _clear(self) -> None:

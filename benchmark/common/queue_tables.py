@@ -153,9 +153,9 @@ def bare_one_way(provider: str, trips: int, repeat: int, dedicated: bool) -> lis
         )
         for i in range(2)
     ]
-    blobs = [w.blob() for w in writers]
+    addresses = [w.address() for w in writers]
     for i, w in enumerate(writers):
-        w.connect(1 - i, blobs[1 - i])
+        w.connect(1 - i, addresses[1 - i])
     samples = []
     for turn in range(1 + repeat):
         other = threading.Thread(target=writers[1].pong, args=(0, STAGE_BYTES, trips))
