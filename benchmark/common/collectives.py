@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import secrets
 from collections.abc import Callable, Sequence
 
-from benchmark.common.arguments import BenchmarkParser, int_list, one_of
-from benchmark.common.ranks import world_size
+from benchmark.common.arguments import BenchmarkParser, format_bytes, int_list, one_of
+from benchmark.common.environment import world_size
+from benchmark.common.measuring import (
+    Timer,
+    add_timing_arguments,
+    common_seeds,
+    gather,
+    gigabytes_per_second,
+    median,
+    raise_if_wrong,
+)
 from benchmark.common.report import Report
-from benchmark.common.sizes import format_bytes
-from benchmark.common.statistics import median
 from benchmark.common.table import Column
-from benchmark.common.timing import Timer, add_timing_arguments, gigabytes_per_second
-from benchmark.common.verify import WrongData
 
 
 def parse(description: str, extend: Callable[[BenchmarkParser], None] | None = None) -> argparse.Namespace:
@@ -56,7 +60,7 @@ def nccl_group(report: Report, args: argparse.Namespace):
     return dist.new_group(backend="nccl", device_id=tsn.device())
 
 
-class Problem:
+class CollectiveCase:
     """One collective at one size: makes the data, calls the sides, knows what must come out.
 
     Attributes:
@@ -85,38 +89,29 @@ class Problem:
         """Give symmetric memory back. Collective."""
 
 
-def _across_ranks(samples: list[float], wrong: str | None, what: str) -> list[float]:
-    """The samples of the slowest rank. Raises WrongData on all ranks when one of them found wrong data."""
-    import torch.distributed as dist
-
-    everyone: list = [None] * world_size()
-    dist.all_gather_object(everyone, (samples, wrong))
-    for rank, (_, text) in enumerate(everyone):
-        if text:
-            raise WrongData(f"{what}: on rank {rank}, {text}")
-    return max((s for s, _ in everyone), key=median)
-
-
-def _measure(problem: Problem, call: Callable[[], None], timer: Timer, together, check: bool, what: str) -> list[float]:
-    import torch.distributed as dist
-
+def measure(
+    case: CollectiveCase, call: Callable[[], None], timer: Timer, together, check: bool, what: str
+) -> list[float]:
+    """Samples of the slowest rank, in microseconds. Raises WrongData on all ranks when one of them found wrong data."""
     import tilescale_net as tsn
 
-    seeds = [secrets.randbits(60)]
-    dist.broadcast_object_list(seeds, src=0)
-    problem.fill(seeds[0])
+    (seed,) = common_seeds(1)
+    case.fill(seed)
     tsn.barrier()
-    batch = max(1, min(20, 20 * (4 << 20) // max(1, problem.nbytes)))
+    batch = max(1, min(20, 20 * (4 << 20) // max(1, case.nbytes)))
     samples = timer.measure(lambda times: [call() for _ in range(times)] and None, batch, together)
     tsn.barrier()
-    return _across_ranks(samples, problem.difference(seeds[0]) if check else None, what)
+    raise_if_wrong(what, case.difference(seed) if check else None)
+    return max(gather(samples), key=median)
 
 
-def run(name: str, args: argparse.Namespace, problem_of: Callable[[int], Problem], heap_factor: float = 2.5) -> None:
+def run(
+    name: str, args: argparse.Namespace, case_of: Callable[[int], CollectiveCase], heap_factor: float = 2.5
+) -> None:
     """Measure ours, and NCCL on GPUs, at every size and geometry; print the report.
 
     Args:
-        problem_of: makes the problem for a size in bytes; collective.
+        case_of: makes the case for a size in bytes; collective.
         heap_factor: heap bytes per byte of the largest size.
     """
     import tilescale_net as tsn
@@ -137,20 +132,18 @@ def run(name: str, args: argparse.Namespace, problem_of: Callable[[int], Problem
     }
     table = report.table(name, _keys(args), _columns(group is not None))
     for size in report.progress(args.sizes, "sizes", format_bytes):
-        problem = problem_of(size)
+        case = case_of(size)
         theirs = None
         if group is not None:
-            theirs = _measure(
-                problem, problem.nccl(group), timer, together, not args.no_check, f"NCCL {name}, {size} bytes"
-            )
+            theirs = measure(case, case.nccl(group), timer, together, not args.no_check, f"NCCL {name}, {size} bytes")
         for threads, blocks, engine in itertools.product(args.threads, args.blocks, args.engine):
-            call, free = problem.ours(dict(threads=threads, blocks=blocks, engine=engine))
+            call, free = case.ours(dict(threads=threads, blocks=blocks, engine=engine))
             what = f"{name} of {size} bytes, {blocks} x {threads} threads, {engine}"
-            samples = _measure(problem, call, timer, together, not args.no_check, what)
+            samples = measure(case, call, timer, together, not args.no_check, what)
             free()
-            row = {"bytes": problem.nbytes, "threads": threads, "blocks": blocks, "engine": engine}
-            table.add(row | _figures(problem.nbytes, samples, theirs), {"us": samples, "nccl_us": theirs or []})
-        problem.free()
+            row = {"bytes": case.nbytes, "threads": threads, "blocks": blocks, "engine": engine}
+            table.add(row | _figures(case.nbytes, samples, theirs), {"us": samples, "nccl_us": theirs or []})
+        case.free()
     report.finish()
     tsn.finalize()
 

@@ -34,14 +34,14 @@ KERNELS = {
         dict(n_pes=2, dtype="float32", vector=1, engine="bulk"),
     ],
     "tilescale_net.kernels.proxy_write.write": [dict(capacity=1 << 20)],
-    "benchmark.common.queue_probes.probe": [dict()],
+    "benchmark.common.queue_bench.probe": [dict()],
 }
 CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments in variants]
 # These copy nothing with a block's threads: a barrier, one thread's puts, and pushes into the queue.
 WITHOUT_DATA = {
     "tilescale_net.kernels.p2p.meet",
     "tilescale_net.kernels.proxy_write.write",
-    "benchmark.common.queue_probes.probe",
+    "benchmark.common.queue_bench.probe",
 }
 
 
@@ -97,7 +97,7 @@ def test_code_for_sm_90(tools, tmp_path, name, arguments):
 
 def test_a_lonely_push_fences_while_its_atomic_is_under_way(tools):
     """The assembler turns an atomic that adds a constant into one of the whole warp, whose shuffles wait for the answer."""
-    from benchmark.common.queue_probes import probe
+    from benchmark.common.queue_bench import probe
 
     instructions = _instructions(inspect.sass(probe.trace()))
     starts = [i for i, name in enumerate(instructions) if name.startswith("ATOMG") and ".ADD" in name]
@@ -152,7 +152,7 @@ def test_loads_of_small_messages_wait_for_no_other(tools, kernel, threads):
 
 def test_polls_of_a_ticket_load_nothing_else(tools):
     """What a wait needs of its queue is read once: a poll of host memory takes long enough."""
-    from benchmark.common.queue_probes import probe
+    from benchmark.common.queue_bench import probe
 
     ptx = inspect.ptx(probe.trace())
     assert polling_loops(ptx)

@@ -21,11 +21,11 @@ public:
     transport_->connect(0, "0");
     buffer_.resize(2 << 20);
     mine_ = transport_->register_memory({buffer_.data(), buffer_.size(), Memory::host, 0});
-    const std::string proxy = world->pes[0]->proxy->blob();
+    const std::string proxy = world->pes[0]->proxy->address();
     fabric::BlobReader all(proxy, 0x74736e70, "the blob");
     for (int i = 0; i < 5; i++) all.number();
     const std::string worker = all.text();
-    fabric::BlobReader one(worker, 0x74736e31, "the worker's blob");
+    fabric::BlobReader one(worker, 0x74736e31, "the worker's address");
     one.text();
     group_bits = (int)one.number();
     staged = one.number() != 0;

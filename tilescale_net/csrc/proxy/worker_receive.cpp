@@ -3,11 +3,11 @@
 
 namespace tsn::proxy {
 
-void Worker::broken(int pe, const std::string& what) {
-  give_up("FabricError",
-          "PE " + std::to_string(pe) + " broke the protocol: " + what +
-              "; do all ranks run the same version with the same options?",
-          pe, "", 0);
+void Worker::protocol_error(int pe, const std::string& what) {
+  fail("FabricError",
+       "PE " + std::to_string(pe) + " broke the protocol: " + what +
+           "; do all ranks run the same version with the same options?",
+       pe, "", 0);
 }
 
 bool Worker::poll_transport() {
@@ -22,7 +22,7 @@ bool Worker::poll_transport() {
     const Event& e = events_[(size_t)i];
     switch (e.kind) {
     case Event::done:
-      complete((uint32_t)e.cookie);
+      on_completion((uint32_t)e.cookie);
       break;
     case Event::immediate:
       on_immediate(e.imm);
@@ -38,30 +38,31 @@ bool Worker::poll_transport() {
   return true;
 }
 
-void Worker::touch(Stream* s) {
-  if (s->touched) return;
-  s->touched = true;
-  touched_.push_back(s);
+void Worker::mark_ack_due(PeerState* s) {
+  if (s->ack_due) return;
+  s->ack_due = true;
+  acks_due_.push_back(s);
 }
 
 void Worker::on_immediate(uint32_t imm) {
   const uint32_t pe = imm >> group_bits_;
-  if (pe >= streams_.size() || !streams_[pe]) return stats_.strangers.add();
-  Stream* s = streams_[pe].get();
+  if (pe >= peers_.size() || !peers_[pe]) return stats_.strangers.add();
+  PeerState* s = peers_[pe].get();
   const uint32_t low = imm & ((1u << group_bits_) - 1);
   if (staging_) {
-    if (!on_slot(s, low)) return broken(s->pe, "staging slot " + std::to_string(low) + " holds no valid pieces");
+    if (!on_slot(s, low))
+      return protocol_error(s->pe, "staging slot " + std::to_string(low) + " holds no valid pieces");
   } else {
     s->immediates_seen++;
     stats_.chunks_in.add();
-    if (!s->in.chunk(low)) return broken(s->pe, "more data than announced for group " + std::to_string(low));
+    if (!s->in.chunk(low)) return protocol_error(s->pe, "more data than announced for group " + std::to_string(low));
   }
   apply(s);
 }
 
 // Copies the pieces of a slot into the heap and counts them. They are counted while the copies are still under way:
 // a signal that follows goes the same way behind them.
-bool Worker::on_slot(Stream* s, uint32_t slot) {
+bool Worker::on_slot(PeerState* s, uint32_t slot) {
   if (slot >= s->slot_full.size() || s->slot_full[slot]) return false;
   SlotReader pieces(staging_->slot(peer_index_[(size_t)s->pe], slot), staging_->shape().slot_bytes, bounds_);
   PieceHeader piece;
@@ -77,15 +78,15 @@ bool Worker::on_slot(Stream* s, uint32_t slot) {
 }
 
 void Worker::on_message(const Event& e) {
-  if (e.peer < 0 || (size_t)e.peer >= streams_.size() || !streams_[(size_t)e.peer]) return stats_.strangers.add();
-  Stream* s = streams_[(size_t)e.peer].get();
+  if (e.peer < 0 || (size_t)e.peer >= peers_.size() || !peers_[(size_t)e.peer]) return stats_.strangers.add();
+  PeerState* s = peers_[(size_t)e.peer].get();
   const char* data = static_cast<const char*>(e.data);
   for (uint64_t at = 0; at < e.bytes;) {
     Record record;
     stats_.records_in.add();
     if (!read_record(data + at, e.bytes - at, bounds_, &record) || !on_record(s, record))
-      return broken(s->pe,
-                    "record of type " + std::to_string((int)(uint8_t)data[at]) + " is malformed or out of its window");
+      return protocol_error(s->pe, "record of type " + std::to_string((int)(uint8_t)data[at]) +
+                                       " is malformed or out of its window");
     if (record.type == RecordType::abort) return;
     at += record.bytes;
   }
@@ -93,7 +94,7 @@ void Worker::on_message(const Event& e) {
 }
 
 // Handles one record. False: it makes no sense here and now.
-bool Worker::on_record(Stream* s, const Record& record) {
+bool Worker::on_record(PeerState* s, const Record& record) {
   switch (record.type) {
   case RecordType::mark:
     return on_mark(s, record.mark);
@@ -105,9 +106,9 @@ bool Worker::on_record(Stream* s, const Record& record) {
   case RecordType::credit:
     return on_credit(s, record.credit);
   case RecordType::request:
-    if (!staging_ || s->asked.size() >= kMaxAsked) return false;
-    s->asked.push(record.request);
-    serve_asked(s);
+    if (!staging_ || s->get_requests.size() >= kMaxGetRequests) return false;
+    s->get_requests.push(record.request);
+    serve_get_requests(s);
     return true;
   case RecordType::abort:
     on_abort(s, record);
@@ -116,30 +117,30 @@ bool Worker::on_record(Stream* s, const Record& record) {
   return false;
 }
 
-bool Worker::on_mark(Stream* s, const MarkRecord& mark) {
+bool Worker::on_mark(PeerState* s, const MarkRecord& mark) {
   if (mark.op == MarkOp::answer) {
     // To a get that was asked for by request, of this peer, and not answered yet.
     if (!staging_ || mark.value >= gets_.size()) return false;
     Get& get = gets_[mark.value];
-    if (!get.queue || get.stream != s || get.answered) return false;
+    if (!get.queue || get.peer != s || get.answered) return false;
     get.answered = true;
   }
   return s->in.mark(mark);
 }
 
-bool Worker::on_ack(Stream* s, const AckRecord& ack) {
+bool Worker::on_ack(PeerState* s, const AckRecord& ack) {
   // Acknowledgements overtake one another: only the furthest counts.
   const auto taken = (int32_t)(ack.chunks - (uint32_t)s->immediates_taken);
   if (taken > 0 && (uint64_t)taken > s->immediates_sent - s->immediates_taken) return false;
   if (!s->out.acknowledge(ack)) return false;
   if (taken > 0) s->immediates_taken += (uint64_t)taken;
   s->progress++;
-  s->refused = false;
-  settle(s);
+  s->backpressured = false;
+  complete_ready_flushes(s);
   return true;
 }
 
-bool Worker::on_credit(Stream* s, const CreditRecord& credit) {
+bool Worker::on_credit(PeerState* s, const CreditRecord& credit) {
   if (!staging_) return false;
   for (int i = 0; i < credit.count; i++) {
     const uint16_t slot = credit.slots[i];
@@ -152,27 +153,27 @@ bool Worker::on_credit(Stream* s, const CreditRecord& credit) {
   return true;
 }
 
-void Worker::on_abort(Stream* s, const Record& record) {
+void Worker::on_abort(PeerState* s, const Record& record) {
   const std::string pe = "PE " + std::to_string(s->pe);
   const std::string reason = printable(record.payload, record.abort.bytes);
-  give_up("PeerLost",
-          pe + (reason.empty() ? " was aborted; look at the ranks' output for the reason"
-                               : " gave up and said why: " + reason),
-          s->pe, "", 0);
+  fail("PeerLost",
+       pe + (reason.empty() ? " was aborted; look at the ranks' output for the reason"
+                            : " gave up and said why: " + reason),
+       s->pe, "", 0);
 }
 
 // Gets that the peer asked for, as puts into its heap.
-void Worker::serve_asked(Stream* s) {
-  while (!s->asked.empty() && has_room(*s)) {
-    const GetRecord g = s->asked.front();
-    s->asked.pop();
+void Worker::serve_get_requests(PeerState* s) {
+  while (!s->get_requests.empty() && has_room(*s)) {
+    const GetRecord g = s->get_requests.front();
+    s->get_requests.pop();
     if (s->out.stale()) append_mark(s, s->out.close());
-    accept_write(s, Command::put, g.target, g.source, g.bytes, MarkOp::answer, 0, g.id);
+    enqueue_write(s, Command::put, g.target, g.source, g.bytes, MarkOp::answer, 0, g.id);
   }
-  if (!s->asked.empty()) touch(s);
+  if (!s->get_requests.empty()) mark_ack_due(s);
 }
 
-void Worker::apply(Stream* s) {
+void Worker::apply(PeerState* s) {
   MarkRecord m;
   while (s->in.next(&m)) {
     if (m.op == MarkOp::set) memory_->set(m.offset, m.value);
@@ -180,44 +181,44 @@ void Worker::apply(Stream* s) {
     else if (m.op == MarkOp::answer) arrived_.push({memory_->in_position(), s, (uint32_t)m.value, false});
     if (m.op == MarkOp::set || m.op == MarkOp::add) stats_.signals_applied.add();
     if (m.flags & kReply) {
-      memory_->settle_rdma(); // plain puts are visible to whoever learns that they are complete
+      memory_->settle_rdma(); // plain puts are visible once they are known to be complete
       s->reply = true;
     }
   }
-  touch(s);
+  mark_ack_due(s);
 }
 
-// Slots and gets whose data has reached the heap. One reader of the positions serves all streams: they only rise.
+// Slots and gets whose data has reached the heap. One reader of the positions serves all peers: they only rise.
 void Worker::finish_arrived() {
   const uint64_t completed = memory_->in_completed();
   while (!arrived_.empty() && arrived_.front().position <= completed) {
     const Arrived a = arrived_.front();
     arrived_.pop();
-    Stream* s = a.stream;
+    PeerState* s = a.peer;
     if (a.is_slot) {
       s->slot_full[a.index] = 0;
       s->freed.push_back((uint16_t)a.index);
-      touch(s);
+      mark_ack_due(s);
       continue;
     }
-    s->gets_asked--;
+    s->pending_gets--;
     s->progress++;
     Get& g = gets_[a.index];
     s->epoch(g.epoch).outstanding--;
     finish_get(a.index, g.remaining);
-    settle(s);
+    complete_ready_flushes(s);
   }
 }
 
 // Acknowledgements and credits: at once where the peer waits, otherwise when a good part of its window is used up.
 void Worker::acknowledge() {
   const uint64_t completed = memory_->in_completed();
-  for (size_t i = 0; i < touched_.size();) {
-    Stream* s = touched_[i];
-    if (!s->asked.empty()) serve_asked(s);
-    if (!s->ack_pending && (s->reply || s->in.complete_groups() - s->told_groups >= s->in.window().groups / 4 ||
-                            s->in.applied_marks() - s->told_marks >= s->in.window().marks / 4 ||
-                            s->immediates_seen - s->immediates_told >= (immediate_limit_ + 3) / 4)) {
+  for (size_t i = 0; i < acks_due_.size();) {
+    PeerState* s = acks_due_[i];
+    if (!s->get_requests.empty()) serve_get_requests(s);
+    if (!s->ack_pending && (s->reply || s->in.complete_groups() - s->acked_groups >= s->in.window().groups / 4 ||
+                            s->in.applied_marks() - s->acked_marks >= s->in.window().marks / 4 ||
+                            s->immediates_seen - s->immediates_reported >= (immediate_limit_ + 3) / 4)) {
       s->ack_pending = true;
       s->ack_position = memory_->in_position();
       s->ack_groups = s->in.complete_groups();
@@ -230,13 +231,13 @@ void Worker::acknowledge() {
       a.groups = (uint32_t)s->ack_groups;
       a.marks = (uint32_t)s->ack_marks;
       a.chunks = (uint32_t)s->immediates_seen;
-      s->immediates_told = s->immediates_seen;
+      s->immediates_reported = s->immediates_seen;
       s->outbox.append_record(a);
-      s->told_groups = s->ack_groups;
-      s->told_marks = s->ack_marks;
+      s->acked_groups = s->ack_groups;
+      s->acked_marks = s->ack_marks;
       s->ack_pending = false;
       stats_.acks_sent.add();
-      if (!s->talking) talking_.push_back(s), s->talking = true;
+      mark_has_messages(s);
     }
     while (!s->freed.empty()) {
       CreditRecord c = {};
@@ -244,15 +245,15 @@ void Worker::acknowledge() {
       for (; c.count < kCreditsPerRecord && !s->freed.empty(); s->freed.pop_back())
         c.slots[c.count++] = s->freed.back();
       s->outbox.append_record(c);
-      if (!s->talking) talking_.push_back(s), s->talking = true;
+      mark_has_messages(s);
     }
-    if (s->ack_pending || s->reply || !s->asked.empty()) {
+    if (s->ack_pending || s->reply || !s->get_requests.empty()) {
       i++;
       continue;
     }
-    s->touched = false;
-    touched_[i] = touched_.back();
-    touched_.pop_back();
+    s->ack_due = false;
+    acks_due_[i] = acks_due_.back();
+    acks_due_.pop_back();
   }
 }
 

@@ -1,4 +1,4 @@
-// What the threads of one proxy share: the way to give up, and tickets that several queues complete together.
+// What the threads of one proxy share: failure and abort, and tickets that several queues complete together.
 #pragma once
 
 #include "tilescale_net/csrc/proxy/failure.h"
@@ -13,28 +13,28 @@
 namespace tsn::proxy {
 
 // A device queue, and which entries of its board belong to a ticket that is still open.
-struct SharedQueue {
-  SharedQueue(void* memory, uint32_t capacity, uint64_t start)
-      : ring(memory, capacity, start), open(new std::atomic<uint8_t>[capacity]()) {}
+struct TrackedQueue {
+  TrackedQueue(void* memory, uint32_t capacity, uint64_t start)
+      : host(memory, capacity, start), open(new std::atomic<uint8_t>[capacity]()) {}
   bool is_open(uint64_t position) const {
-    return open[position & (ring.capacity() - 1)].load(std::memory_order_acquire) != 0;
+    return open[position & (host.capacity() - 1)].load(std::memory_order_acquire) != 0;
   }
-  void begin(uint64_t position) { open[position & (ring.capacity() - 1)].store(1, std::memory_order_relaxed); }
+  void begin(uint64_t position) { open[position & (host.capacity() - 1)].store(1, std::memory_order_relaxed); }
   // Tells the device, then frees the entry. Any thread.
   void complete(uint64_t position) {
-    ring.complete(position);
-    open[position & (ring.capacity() - 1)].store(0, std::memory_order_release);
+    host.complete(position);
+    open[position & (host.capacity() - 1)].store(0, std::memory_order_release);
   }
-  HostQueue ring;
+  HostQueue host;
   std::unique_ptr<std::atomic<uint8_t>[]> open;
 };
 
-class Shared {
+class ProxyState {
 public:
-  explicit Shared(const ProxyOptions& o) : options(o) {}
+  explicit ProxyState(const ProxyOptions& o) : options(o) {}
 
   const ProxyOptions& options;
-  std::vector<std::unique_ptr<SharedQueue>> queues;
+  std::vector<std::unique_ptr<TrackedQueue>> queues;
   std::atomic<uint64_t> drains{0};   // calls of Proxy::drain() so far
   std::atomic<uint64_t> settles{0};  // calls of Proxy::apply_adds() so far
   std::atomic<bool> stopping{false}; // by the owner: finish what is there, then end
@@ -71,13 +71,13 @@ public:
     return failed.load(std::memory_order_relaxed) ? failure_.text : reason_;
   }
 
-  // One of the queues has done its share of a flush of all PEs.
-  void share_done(uint64_t ticket) {
+  // One of the queues has done its part of a flush of all PEs.
+  void flush_part_done(uint64_t ticket) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      const uint32_t done = ++shares_[ticket];
+      const uint32_t done = ++parts_done_[ticket];
       if (done < queues.size()) return;
-      shares_.erase(ticket);
+      parts_done_.erase(ticket);
     }
     queues[ticket_queue(ticket)]->complete(ticket & kTicketPositionMask); // ticket_done() compares only these bits
   }
@@ -86,7 +86,7 @@ private:
   std::mutex mutex_;
   Failure failure_;
   std::string reason_;
-  std::unordered_map<uint64_t, uint32_t> shares_;
+  std::unordered_map<uint64_t, uint32_t> parts_done_;
 };
 
 } // namespace tsn::proxy

@@ -1,4 +1,4 @@
-// From the queues to the streams: checking and numbering.
+// From the queues to the peers: checking and numbering.
 #include "tilescale_net/csrc/proxy/worker.h"
 
 #include <algorithm>
@@ -9,30 +9,30 @@ constexpr uint64_t kLeastStripe = 65536, kPage = 4096;
 } // namespace
 
 // Takes what the queue holds, up to a bound so that the rest of the loop gets its turn.
-bool Worker::take(QueueState* q) {
+bool Worker::drain_queue(QueueState* q) {
   if (q->held) {
-    if (!accept(q, q->request, q->position)) return false;
+    if (!enqueue(q, q->request, q->position)) return false;
     q->held = false;
   }
-  HostQueue& ring = q->queue->ring;
+  HostQueue& host = q->queue->host;
   Request r;
-  uint64_t position = ring.position();
-  if (!ring.pop(&r)) {
-    ring.publish();
+  uint64_t position = host.position();
+  if (!host.pop(&r)) {
+    host.publish();
     return false;
   }
   const uint64_t start = ticks(), first = position;
   std::string why;
   for (;;) {
     if (!valid(r, &why)) {
-      give_up("InvalidDescriptor",
-              "the proxy refused a " + std::string(name_of(r.command)) + " to PE " + std::to_string(r.pe) + ": " + why +
-                  "; nothing was sent. Symmetric memory comes from tilescale_net.empty or zeros, and sizes are in "
-                  "elements",
-              (int)r.pe, name_of(r.command), r.first);
+      fail("InvalidDescriptor",
+           "the proxy refused a " + std::string(name_of(r.command)) + " to PE " + std::to_string(r.pe) + ": " + why +
+               "; nothing was sent. Symmetric memory comes from tilescale_net.empty or zeros, and sizes are in "
+               "elements",
+           (int)r.pe, name_of(r.command), r.first);
       return false;
     }
-    if (!accept(q, r, position)) {
+    if (!enqueue(q, r, position)) {
       q->held = true;
       q->request = r;
       q->position = position;
@@ -41,9 +41,9 @@ bool Worker::take(QueueState* q) {
       break;
     }
     position++;
-    if (position - first >= kPopsPerVisit || !ring.pop(&r)) break;
+    if (position - first >= kPopsPerVisit || !host.pop(&r)) break;
   }
-  ring.publish();
+  host.publish();
   stats_.queue_depth_max.raise(position - first);
   stats_.pop.add(ticks() - start);
   return true;
@@ -80,7 +80,7 @@ bool Worker::valid(const Request& r, std::string* why) const {
   if (c == Command::none || (uint32_t)c >= kCommandCount)
     return *why = "kind " + std::to_string((uint32_t)c) + " is unknown", false;
   const bool to_all = r.pe == kAllPes && (c == Command::fence || c == Command::flush || c == Command::flush_part);
-  if (!to_all && (r.pe >= (uint32_t)options_.n_pes || !streams_[r.pe]))
+  if (!to_all && (r.pe >= (uint32_t)options_.n_pes || !peers_[r.pe]))
     return *why = r.pe >= (uint32_t)options_.n_pes ? "there are " + std::to_string(options_.n_pes) + " PEs"
                                                    : "the PE is not reached through this queue",
            false;
@@ -104,7 +104,7 @@ bool Worker::valid(const Request& r, std::string* why) const {
   case Command::signal_add:
     return word(r.first);
   case Command::flush_part:
-    if (ticket_queue(r.value) != 0) return *why = "it is a share of no ticket", false;
+    if (ticket_queue(r.value) != 0) return *why = "it is a part of no ticket", false;
     return true;
   default:
     return true;
@@ -123,13 +123,13 @@ uint64_t Worker::pieces_of(uint64_t bytes, uint64_t* chunk) const {
   return (bytes + size - 1) / size;
 }
 
-void Worker::activate(Stream* s) {
+void Worker::activate(PeerState* s) {
   if (s->active) return;
   s->active = true;
   active_.push_back(s);
 }
 
-void Worker::append_value(Stream* s, uint64_t offset, const void* data, uint32_t bytes, uint64_t group) {
+void Worker::append_value(PeerState* s, uint64_t offset, const void* data, uint32_t bytes, uint64_t group) {
   ValueRecord v = {};
   v.type = RecordType::value;
   v.bytes = (uint16_t)bytes;
@@ -139,20 +139,20 @@ void Worker::append_value(Stream* s, uint64_t offset, const void* data, uint32_t
   std::memcpy(place, &v, sizeof v);
   std::memcpy(place + sizeof v, data, bytes);
   stats_.records.add();
-  s->unconfirmed = true;
-  if (!s->talking) talking_.push_back(s), s->talking = true;
+  s->needs_flush_mark = true;
+  mark_has_messages(s);
 }
 
-void Worker::append_mark(Stream* s, const MarkRecord& mark) {
+void Worker::append_mark(PeerState* s, const MarkRecord& mark) {
   s->outbox.append_record(mark);
   stats_.records.add();
-  s->unconfirmed = true;
-  if (!s->talking) talking_.push_back(s), s->talking = true;
+  s->needs_flush_mark = true;
+  mark_has_messages(s);
 }
 
 // Numbers a write, and its mark if it has one. The mark leaves at once, usually ahead of the data: the target counts.
-void Worker::accept_write(Stream* s, Command command, uint64_t remote, uint64_t local, uint64_t bytes, MarkOp op,
-                          uint64_t word, uint64_t value) {
+void Worker::enqueue_write(PeerState* s, Command command, uint64_t remote, uint64_t local, uint64_t bytes, MarkOp op,
+                           uint64_t word, uint64_t value) {
   uint64_t chunk;
   const uint64_t pieces = pieces_of(bytes, &chunk);
   const uint32_t counted = options_.trust_last_chunk ? 1 : (uint32_t)pieces;
@@ -171,38 +171,38 @@ void Worker::accept_write(Stream* s, Command command, uint64_t remote, uint64_t 
     o.bytes = bytes;
     o.chunk = chunk;
     s->epochs.back().outstanding += pieces;
-    if (!s->confirms) s->unconfirmed = true;
+    if (!s->confirms) s->needs_flush_mark = true;
     activate(s);
   }
   if (marked) append_mark(s, s->out.signal(op, word, value, group, counted));
 }
 
-bool Worker::accept(QueueState* q, const Request& r, uint64_t position) {
+bool Worker::enqueue(QueueState* q, const Request& r, uint64_t position) {
   if (r.command == Command::fence) {
     stats_.fences.add();
-    if (r.pe != kAllPes) return streams_[r.pe]->out.fence(), true;
-    for (auto& s : streams_)
+    if (r.pe != kAllPes) return peers_[r.pe]->out.fence(), true;
+    for (auto& s : peers_)
       if (s && (uint32_t)s->pe % (uint32_t)options_.queues == q->index) s->out.fence();
     return true;
   }
-  if (r.command == Command::flush || r.command == Command::flush_part) return accept_flush(q, r, position);
-  Stream* s = streams_[r.pe].get();
+  if (r.command == Command::flush || r.command == Command::flush_part) return enqueue_flush(q, r, position);
+  PeerState* s = peers_[r.pe].get();
   if (!has_room(*s)) return false;
   if (s->out.stale()) append_mark(s, s->out.close());
   const MarkOp op = adds(r.command) ? MarkOp::add : MarkOp::set;
   switch (r.command) {
   case Command::get:
-    return accept_get(q, s, r, position);
+    return enqueue_get(q, s, r, position);
   case Command::put:
     stats_.puts.add();
     stats_.bytes_put.add(r.bytes);
-    if (r.bytes) accept_write(s, r.command, r.first, r.second, r.bytes, MarkOp::none, 0, 0);
+    if (r.bytes) enqueue_write(s, r.command, r.first, r.second, r.bytes, MarkOp::none, 0, 0);
     return true;
   case Command::put_signal_set:
   case Command::put_signal_add:
     stats_.put_signals.add();
     stats_.bytes_put.add(r.bytes);
-    if (r.bytes) accept_write(s, r.command, r.first, r.second, r.bytes, op, r.signal, r.value);
+    if (r.bytes) enqueue_write(s, r.command, r.first, r.second, r.bytes, op, r.signal, r.value);
     else append_mark(s, s->out.signal(op, r.signal, r.value, 0, 0));
     return true;
   case Command::signal_set:
@@ -223,8 +223,8 @@ bool Worker::accept(QueueState* q, const Request& r, uint64_t position) {
   }
 }
 
-bool Worker::accept_get(QueueState* q, Stream* s, const Request& r, uint64_t position) {
-  if (q->queue->is_open(position) || (staging_ && s->gets_asked >= kMaxAsked)) return false;
+bool Worker::enqueue_get(QueueState* q, PeerState* s, const Request& r, uint64_t position) {
+  if (q->queue->is_open(position) || (staging_ && s->pending_gets >= kMaxGetRequests)) return false;
   stats_.gets.add();
   if (r.bytes == 0) return q->queue->complete(position), true;
   q->queue->begin(position);
@@ -237,7 +237,7 @@ bool Worker::accept_get(QueueState* q, Stream* s, const Request& r, uint64_t pos
   gets_[index] = {q, s, position, r.bytes, s->open_epoch()};
   if (staging_) {
     s->epochs.back().outstanding++;
-    s->gets_asked++;
+    s->pending_gets++;
     GetRecord g = {};
     g.type = RecordType::request;
     g.id = index;
@@ -246,7 +246,7 @@ bool Worker::accept_get(QueueState* q, Stream* s, const Request& r, uint64_t pos
     g.bytes = r.bytes;
     s->outbox.append_record(g);
     stats_.records.add();
-    if (!s->talking) talking_.push_back(s), s->talking = true;
+    mark_has_messages(s);
     return true;
   }
   Op& o = s->ops.add();

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
-from benchmark.common import verify
-from benchmark.common.ranks import is_rank_zero
-from benchmark.common.timing import elapsed
+from benchmark.common import measuring
+from benchmark.common.environment import is_rank_zero
+from benchmark.common.measuring import GUARD, POISON, elapsed, gather, random_bytes
 
 
 def bare_writer(world, memory, rails: int):
@@ -28,7 +28,7 @@ def bare_writer(world, memory, rails: int):
     )
 
 
-class BothWays:
+class BareWriterPair:
     """Bare writers between each rank and one of another node, in both directions at once. Collective.
 
     Every rank writes to the rank as many places on as a node has ranks, and is written to from as many places back. One
@@ -39,7 +39,6 @@ class BothWays:
 
     def __init__(self):
         import torch
-        import torch.distributed as dist
 
         import tilescale_net as tsn
 
@@ -48,10 +47,9 @@ class BothWays:
         self._to, self._from = (world.rank + step) % size, (world.rank - step) % size
         self._memory = torch.zeros(self.PIECE, dtype=torch.uint8, device=world.device)
         self._writer = bare_writer(world, self._memory, world.proxy.properties["rails"])
-        blobs: list = [None] * size
-        dist.all_gather_object(blobs, self._writer.blob())
+        addresses = gather(self._writer.address())
         for peer in {self._to, self._from}:
-            self._writer.connect(peer, blobs[peer])
+            self._writer.connect(peer, addresses[peer])
         tsn.barrier()
 
     def move(self, count: int) -> float:
@@ -74,7 +72,7 @@ class BothWays:
         self._writer = None
 
 
-class Channels:
+class ProxyBench:
     """The job with a given number of channels: buffers, the proxy's kernels, and the bare writer. Collective.
 
     Attributes:
@@ -99,7 +97,7 @@ class Channels:
         from tilescale_net.kernels import p2p, proxy_write
 
         os.environ["TSN_RAILS"] = str(rails)
-        capacity = largest + verify.GUARD
+        capacity = largest + GUARD
         self.world = tsn.init(2 * capacity + (8 << 20))
         if self.world.proxy is None:
             if is_rank_zero():
@@ -118,19 +116,11 @@ class Channels:
     def open_bare(self) -> None:
         """Make the bare writer, on the proxy's own memory and by its way to it, staged or not. Collective."""
         self._bare = bare_writer(self.world, self.src, self.rails)
-        blobs = self.gather(self._bare.blob())
+        addresses = gather(self._bare.address())
         other = {0: self.peer, self.peer: 0}.get(self.rank)
         if other is not None:
-            self._bare.connect(other, blobs[other])
-        self.gather(None)
-
-    def gather(self, value) -> list:
-        """Every rank's `value`. Collective."""
-        import torch.distributed as dist
-
-        everyone: list = [None] * self.world.size
-        dist.all_gather_object(everyone, value)
-        return everyone
+            self._bare.connect(other, addresses[other])
+        gather(None)
 
     def write(self, count: int, piece: int, writes: int, blocking: int) -> float:
         """Microseconds per write through the proxy; on ranks other than 0 it returns nothing of use."""
@@ -188,20 +178,14 @@ class Channels:
     def prepare(self, count: int, seed: int) -> None:
         """Fresh data at rank 0, poison at its peer, in the proxy's destination and the bare writer's."""
         if self.rank == 0:
-            self.src[:count] = verify.random_bytes(count, seed, self.src.device)
+            self.src[:count] = random_bytes(count, seed, self.src.device)
         elif self.rank == self.peer:
             for buffer in (self.src, self.dst):
-                buffer[: count + verify.GUARD] = verify.POISON
+                buffer[: count + GUARD] = POISON
 
-    def wrong(self, buffer, count: int, seed: int) -> str | None:
+    def difference(self, buffer, count: int, seed: int) -> str | None:
         """What is wrong with the peer's `buffer`; None elsewhere."""
-        return verify.difference(buffer, count, seed) if self.rank == self.peer else None
-
-    def insist(self, what: str, complaints: list) -> None:
-        """Raise WrongData on all ranks when one has a complaint."""
-        for rank, texts in enumerate(self.gather([c for c in complaints if c])):
-            if texts:
-                raise verify.WrongData(f"{what}: on rank {rank}, {texts[0]}")
+        return measuring.difference(buffer, count, seed) if self.rank == self.peer else None
 
     def close(self) -> None:
         import tilescale_net as tsn
