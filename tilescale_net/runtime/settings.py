@@ -144,6 +144,13 @@ SIM_CXXFLAGS: Setting[list[str]] = Setting(
     [],
     "further flags of the host compiler, such as `-g -O0` for a debugger",
 )
+SIM_RACES = Setting(
+    "TSN_SIM_RACES",
+    setting.flag,
+    True,
+    "report accesses that nothing orders, in any schedule that runs (`DataRace`); `0`: do not look",
+    "1",
+)
 CXX: Setting[list[str]] = Setting("CXX", setting.words, [], "the host compiler", "g++, clang++ or c++")
 
 GPUS = Setting(
@@ -194,7 +201,7 @@ SECTIONS: dict[str, tuple[Setting, ...]] = {
         *(LIBFABRIC, PROVIDER, FABRIC_INTERFACE, RAILS, PROXY_QUEUES, PROXY_THREADS, PROXY_CPUS, PROXY_CAPACITY),
         *(PROXY_CHUNK, PROXY_STAGING, PROXY_STATS, CHAOS),
     ),
-    "Simulator": (SIM_SEED, SIM_VISIBILITY, SIM_SMS, SIM_STALL, SIM_STACK, SIM_CXXFLAGS, CXX),
+    "Simulator": (SIM_SEED, SIM_VISIBILITY, SIM_RACES, SIM_SMS, SIM_STALL, SIM_STACK, SIM_CXXFLAGS, CXX),
     "Launcher and build": (
         *(GPUS, NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, OUTPUT),
         *(PYTHON, VENV, BUILD, LIBFABRIC_INCLUDE, STORE, STORE_FD),
