@@ -60,6 +60,13 @@ MODULE_LOADING = Setting(
     "",
     "CUDA's own; set to `EAGER` where ranks are on several nodes, unless you set it (docs/proxy.md says why)",
 )
+NVTX = Setting(
+    "TSN_NVTX",
+    setting.flag,
+    False,
+    "1: calls of collectives and of `AllToAll` are NVTX ranges, for Nsight Systems",
+    "0",
+)
 LIBCUDA = Setting("TSN_LIBCUDA", setting.text, "", "the CUDA driver library", "`libcuda.so.1`")
 CACHE_HOME = Setting(
     "XDG_CACHE_HOME", setting.text, "", "folder whose `tilescale_net` keeps compiled kernels", "`~/.cache`"
@@ -196,7 +203,7 @@ CHAOS_SEEDS = Setting("TSN_CHAOS_SEEDS", setting.whole(1), 24, "seeds of the tes
 
 # The page: titles, and what stands below them.
 SECTIONS: dict[str, tuple[Setting, ...]] = {
-    "": (DEVICE, HEAP_SIZE, TIMEOUT, HEARTBEAT_TIMEOUT, VIRTUAL_NODES, MODULE_LOADING, LIBCUDA, CACHE_HOME),
+    "": (DEVICE, HEAP_SIZE, TIMEOUT, HEARTBEAT_TIMEOUT, VIRTUAL_NODES, MODULE_LOADING, LIBCUDA, NVTX, CACHE_HOME),
     "Network": (
         *(LIBFABRIC, PROVIDER, FABRIC_INTERFACE, RAILS, PROXY_QUEUES, PROXY_THREADS, PROXY_CPUS, PROXY_CAPACITY),
         *(PROXY_CHUNK, PROXY_STAGING, PROXY_STATS, CHAOS),

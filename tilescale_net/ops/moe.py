@@ -1,7 +1,4 @@
-"""Dispatch and combine with gradients, as operators that torch.compile and autograd know.
-
-    received = autograd.dispatch(op, x, topk_idx, topk_weights)
-    out = autograd.combine(op, experts(received.x), received)
+"""Dispatch and combine of mixture-of-experts layers as operators, with gradients.
 
 They are each other's backward: gradients of rows travel back by combine, gradients of sums by a dispatch with the same
 routing, gradients of weights with the rows that they belong to. Throughput mode, rows that are not FP8.
@@ -14,11 +11,14 @@ from __future__ import annotations
 
 import torch
 
-from tilescale_net.kernels.moe.all_to_all import OBJECTS
+import tilescale_net as tsn
+from tilescale_net.kernels.moe.all_to_all import OBJECTS, AllToAll
 from tilescale_net.kernels.moe.config import FP8
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
 from tilescale_net.kernels.moe.throughput import output_rows
+from tilescale_net.kernels.moe.tuning import Tuning
 from tilescale_net.kernels.moe.wire_layout import Totals, record_words
+from tilescale_net.ops import group_objects
 
 
 def _key(op) -> str:
@@ -28,7 +28,9 @@ def _key(op) -> str:
     """
     c = op.config
     if c.mode != "throughput" or c.dtype == FP8 or c.combine_dtype != c.dtype:
-        raise ValueError("autograd needs throughput mode and a dtype that is not FP8 and equals combine_dtype")
+        raise ValueError(
+            "moe_dispatch and moe_combine need a layer of throughput mode, of a dtype that is not FP8 and equals combine_dtype"
+        )
     return op.key
 
 
@@ -162,29 +164,49 @@ torch.library.register_autograd("tilescale_net::moe_dispatch", _dispatch_gradien
 torch.library.register_autograd("tilescale_net::moe_combine", _combine_gradient, setup_context=_combine_setup)
 
 
-def dispatch(op, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
+def moe_layer(
+    num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype = torch.bfloat16, *,
+    layout: str = "expert", alignment: int = 1, capacity: int | None = None, tuning: Tuning | None = None,
+    group: tsn.Group = None,
+) -> AllToAll:  # fmt: skip
+    """The `AllToAll` for layers of this shape: one object for all calls of a group with equal arguments.
+
+    Layers that do not run at the same time share its memory, and a function compiled for one serves them all. Collective
+    the first time. The arguments are those of `tilescale_net.kernels.moe.AllToAll`, which says what it raises.
+    """
+    key = ("moe", num_experts, max_tokens, hidden, top_k, dtype, layout, alignment, capacity, tuning)
+    objects = group_objects.of(group_objects.name_of(group))
+    sizes, options = key[1:6], dict(layout=layout, alignment=alignment, capacity=capacity, tuning=tuning)
+    return objects.made(key, lambda: AllToAll(*sizes, **options, group=objects.world))
+
+
+def moe_dispatch(layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
     """As AllToAll.dispatch; `x` and `row_weight` of the result carry gradients to `x` and `topk_weights`.
 
-    Outputs are tensors of their own; rows that belong to no token are zero.
+    Args:
+        layer: of `moe_layer`, or an AllToAll of throughput mode.
+
+    Returns:
+        Dispatched. Its tensors are new; rows that belong to no token are zero.
     """
-    key = _key(op)
+    key = _key(layer)
     rows, weights, *others = torch.ops.tilescale_net.moe_dispatch(x, topk_idx, topk_weights, key)
     plan = RoutingPlan(x.shape[0], *others, weights)
-    counts, offsets, num_rows = plan.counts(op.config.ranks, op.config.local_experts)
-    by_rank = op.config.layout == "rank"
-    handle = Handle(op.config.signature, plan, op.mask)
+    counts, offsets, num_rows = plan.counts(layer.config.ranks, layer.config.local_experts)
+    by_rank = layer.config.layout == "rank"
+    handle = Handle(layer.config.signature, plan, layer.mask)
     index = plan.row_index if by_rank else None
     return Dispatched(rows, None, counts, offsets, index, weights, num_rows if by_rank else None, handle)
 
 
-def combine(op, y: torch.Tensor, received: Dispatched, weighted: bool = True) -> torch.Tensor:
+def moe_combine(layer: AllToAll, y: torch.Tensor, received: Dispatched, weighted: bool = True) -> torch.Tensor:
     """As AllToAll.combine, with gradients to `y` and, if weighted, to `received.row_weight`.
 
     Layout "rank" sums rows as they are.
     """
     plan = received.handle.plan
     weights = (
-        received.row_weight if weighted and op.config.layout == "expert" else y.new_empty((0,), dtype=torch.float32)
+        received.row_weight if weighted and layer.config.layout == "expert" else y.new_empty((0,), dtype=torch.float32)
     )
     tensors = [t.detach() for t in plan.tensors()]
-    return torch.ops.tilescale_net.moe_combine(y, weights, tensors, plan.tokens, _key(op))
+    return torch.ops.tilescale_net.moe_combine(y, weights, tensors, plan.tokens, _key(layer))

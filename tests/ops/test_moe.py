@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import tilescale_net as tsn
 from tests import ranks
-from tilescale_net.kernels.moe import AllToAll, autograd
+from tilescale_net import ops
+from tilescale_net.kernels.moe import AllToAll
 
 EXPERTS, HIDDEN, TOP_K, TOKENS = 4, 16, 2, 6
 
@@ -33,7 +35,7 @@ def _layer(op, layout, received, w):
             index = received.row_index[index].long()
         part = _expert(w[e], received.x[index])
         y = y.index_add(0, index, part * received.row_weight[begin : begin + count, None] if layout == "rank" else part)
-    return autograd.combine(op, y, received)
+    return ops.moe_combine(op, y, received)
 
 
 def _gradients(layout: str) -> None:
@@ -56,7 +58,7 @@ def _gradients(layout: str) -> None:
     x, p, mine = (t.detach().to(device, copy=True).requires_grad_() for t in here)
     chosen, upstream = choices[rank].to(device), upstream[rank].to(device)
     for _ in range(2):
-        received = autograd.dispatch(op, x, chosen, p)
+        received = ops.moe_dispatch(op, x, chosen, p)
         out = _layer(op, layout, received, mine)
         torch.testing.assert_close(out.cpu(), expected[rank], atol=1e-5, rtol=1e-5)
         x.grad = p.grad = mine.grad = None
@@ -65,7 +67,7 @@ def _gradients(layout: str) -> None:
         torch.testing.assert_close(p.grad.cpu(), probabilities[rank].grad * (choices[rank] >= 0), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(mine.grad.cpu(), w.grad[local], atol=1e-4, rtol=1e-4)
     # What torch.compile sees must have the shapes and types of what the operators give, and equal calls equal results.
-    operators, key, check = torch.ops.tilescale_net, autograd._key(op), torch.library.opcheck
+    operators, key, check = torch.ops.tilescale_net, op.key, torch.library.opcheck
     x, p = x.detach().requires_grad_(), p.detach().requires_grad_()
     check(operators.moe_dispatch, (x, chosen, p, key))
     given = operators.moe_dispatch(x.detach(), chosen, p.detach(), key)
@@ -78,28 +80,34 @@ def _gradients(layout: str) -> None:
 
 def _compiled() -> None:
     """One compiled function for layers with objects of their own, and for numbers of tokens that change."""
-    ops = [AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K, torch.float32, layout=kind) for kind in ("expert", "rank")]
+    sizes = (EXPERTS, TOKENS, HIDDEN, TOP_K, torch.float32)
+    layers = [ops.moe_layer(*sizes, layout=kind) for kind in ("expert", "rank")]
+    assert ops.moe_layer(*sizes, group=tsn.world()) is layers[0] and layers[0] is not layers[1]
 
-    def layer(op, x, idx, p):
-        received = autograd.dispatch(op, x, idx, p)
-        return autograd.combine(op, received.x * 2, received)
+    def apply(op, x, idx, p):
+        received = ops.moe_dispatch(op, x, idx, p)
+        return ops.moe_combine(op, received.x * 2, received)
+
+    def checkpointed(op, x, idx, p):
+        return checkpoint(apply, op, x, idx, p, use_reentrant=False)
 
     device = tsn.device()
     idx = torch.tensor([[0, 3], [1, 2], [2, 0], [3, 1], [1, 3]], device=device)
     for dynamic in (True, None):
         torch._dynamo.reset()
-        compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        compiled = torch.compile(apply, fullgraph=True, dynamic=dynamic, backend="aot_eager")
         for tokens in (5, 4, 3):  # a graph or two per object: below the limit of 8
-            for op in ops:
+            for op in layers:
                 x = torch.arange(tokens * HIDDEN, dtype=torch.float32, device=device).view(tokens, HIDDEN)
                 p = torch.full((tokens, TOP_K), 0.5, device=device)
-                found = compiled(op, x.requires_grad_(), idx[:tokens], p)
-                found.sum().backward()
-                wanted, gradient = layer(op, x.detach(), idx[:tokens], p), x.grad
-                assert torch.equal(found, wanted)
-                x.grad = None
-                layer(op, x, idx[:tokens], p).sum().backward()
-                assert torch.equal(x.grad, gradient)
+                wanted = apply(op, x.requires_grad_(), idx[:tokens], p)
+                wanted.sum().backward()
+                gradient, x.grad = x.grad, None
+                for how in (compiled, checkpointed) if dynamic else (compiled,):
+                    found = how(op, x, idx[:tokens], p)
+                    found.sum().backward()
+                    assert torch.equal(found, wanted) and torch.equal(x.grad, gradient)
+                    x.grad = None
 
 
 def test_compiled():
@@ -114,7 +122,7 @@ def test_gradients(layout):
 def _refusals() -> None:
     op = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K, mode="latency")
     with pytest.raises(ValueError, match="throughput mode"):
-        autograd.dispatch(
+        ops.moe_dispatch(
             op,
             torch.zeros((1, HIDDEN), dtype=torch.bfloat16),
             torch.zeros((1, TOP_K), dtype=torch.int64),
