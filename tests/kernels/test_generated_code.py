@@ -33,6 +33,22 @@ KERNELS = {
         dict(n_pes=4, dtype="bfloat16", vector=8),
         dict(n_pes=2, dtype="float32", vector=1, engine="bulk"),
     ],
+    "tilescale_net.kernels.reduce_scatter_pull.reduce_scatter_pull": [
+        dict(n_pes=4, dtype="bfloat16"),
+        dict(n_pes=8, dtype="float32", threads=1024),
+    ],
+    "tilescale_net.kernels.all_reduce_packets.all_reduce_packets": [
+        dict(n_pes=4, dtype="bfloat16", capacity=16384),
+        dict(n_pes=8, dtype="float32", capacity=8192, aligned=False),
+    ],
+    "tilescale_net.kernels.all_reduce_one_shot.all_reduce_one_shot": [
+        dict(n_pes=4, dtype="bfloat16", capacity=32768),
+        dict(n_pes=2, dtype="float16", capacity=65536, aligned=False),
+    ],
+    "tilescale_net.kernels.all_reduce_two_shot.all_reduce_two_shot": [
+        dict(n_pes=4, dtype="bfloat16", staged=False),
+        dict(n_pes=8, dtype="float32", staged=True, aligned=False),
+    ],
     "tilescale_net.kernels.proxy_write.write": [dict(capacity=1 << 20)],
     "benchmark.common.queue_bench.probe": [dict()],
 }
@@ -74,8 +90,9 @@ def test_every_kernel_is_compiled():
 @pytest.mark.parametrize("name, arguments", CASES, ids=[f"{n.split('.')[-1]}-{i}" for i, (n, _) in enumerate(CASES)])
 def test_code_for_sm_90(tools, tmp_path, name, arguments):
     module, _, attribute = name.rpartition(".")
-    func = getattr(importlib.import_module(module), attribute).trace(**arguments)
-    source = inspect.cuda_source(func)
+    factory = getattr(importlib.import_module(module), attribute)
+    func = factory.trace(**arguments)
+    source = inspect.cuda_source(func, pass_configs=factory.pass_configs)
     assert "__restrict__" not in source
     keep = ("--keep", f"--keep-dir={tmp_path}")
     cubin = inspect.compile_source(source, "cubin", extra=keep, threads=block_threads(func))

@@ -193,6 +193,11 @@ class KernelFactory:
         self._options = options
         self._kernels: dict = {}
 
+    @property
+    def pass_configs(self) -> dict:
+        """What the decorator asked of tilelang's passes; `inspect` shows the code that runs when it is given the same."""
+        return dict(self._options["pass_configs"] or {})
+
     def __call__(self, *args, **kwargs) -> Kernel:
         """The kernel for these arguments; compiled once per set of arguments and per target."""
         target = self._options["target"] if self._options["target"] is not None else _device_kind()
