@@ -51,12 +51,15 @@ def push_rows(n_pes, rows, k, dtype, chunk, threads=512, blocks=8, engine="auto"
             T.sync_threads()
             for hop in T.serial(1, n_pes):
                 pe = (me - hop + n_pes) % n_pes  # for which these rows are next
-                for turn in T.serial(T.ceildiv(chunks - block, blocks)):
+                # Not a loop of as many turns as this block has chunks: TVM takes one that may have none for one turn.
+                for turn in T.serial(-(-chunks // blocks)):
                     c = turn * blocks + block
-                    N.put_signal_block(
-                        gathered[call % 2, me, c * chunk, 0], x[c * chunk, 0], pe, arrived[me, c], T.cast(call, "uint64"),
-                        count=T.cast(T.min(chunk, rows - c * chunk), "int64") * k, engine=engine,
-                    )  # fmt: skip
+                    if c < chunks:
+                        N.put_signal_block(
+                            gathered[call % 2, me, c * chunk, 0], x[c * chunk, 0], pe, arrived[me, c],
+                            T.cast(call, "uint64"), count=T.cast(T.min(chunk, rows - c * chunk), "int64") * k,
+                            engine=engine,
+                        )  # fmt: skip
             T.sync_threads()
             if thread < n_pes and thread != me:
                 N.quiet(thread)

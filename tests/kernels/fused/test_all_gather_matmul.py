@@ -19,10 +19,10 @@ def whole_numbers(shape, dtype, *key) -> torch.Tensor:
     return torch.randint(-3, 4, shape, generator=generator).to(dtype)
 
 
-def _products(seed, rows, k, n, dtype, transposed, calls):
+def _products(seed, rows, k, n, dtype, transposed, calls, blocks):
     rank, size = tsn.rank(), tsn.size()
     pace = random.Random(f"{seed} {rank}")
-    op = AllGatherMatmul(rows, k, n, dtype=dtype, tiling=SMALL, threads=64, blocks=2)
+    op = AllGatherMatmul(rows, k, n, dtype=dtype, tiling=SMALL, threads=64, blocks=blocks)
     w = whole_numbers((n, k) if transposed else (k, n), dtype, seed, "w", rank).to(tsn.device())
     w = w.t() if transposed else w
     x = tsn.empty((rows, k), dtype)
@@ -42,5 +42,5 @@ def _products(seed, rows, k, n, dtype, transposed, calls):
 # Rows and columns that tiles do not divide; three calls, so that both halves of the buffer are used again.
 @pytest.mark.parametrize("size, nodes", [(2, 1), (2, 2)])
 def test_equals_torch(size, nodes):
-    args = random.randrange(1 << 30), 72, 48, 40, torch.bfloat16, nodes == 2, 3
+    args = random.randrange(1 << 30), 72, 48, 40, torch.bfloat16, nodes == 2, 3, 4 if nodes == 1 else 2
     ranks.run(size, _products, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=200)
