@@ -195,7 +195,7 @@ WRONG = [
     (dict(tuning=Tuning(combine_threads=16)), ValueError, "combine_threads", "16"),
     (dict(tuning=Tuning(combine_threads=48)), ValueError, "combine_threads", "48"),
     (dict(tuning=Tuning(chunk=2.5)), ValueError, "chunk", "2.5"),
-    (dict(max_tokens=1 << 17), ValueError, "max_tokens", "4 blocks", "at most", "more blocks"),
+    (dict(max_tokens=1 << 17, tuning=Tuning(blocks=4)), ValueError, "max_tokens", "4 blocks", "at most", "more blocks"),
     (dict(active=[True]), ValueError, "active", "1 entries"),
     (dict(active=[False, False]), ValueError, "active", "rank"),
 ]
