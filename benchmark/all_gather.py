@@ -6,10 +6,10 @@
 Size is that of the output, in bytes per rank. Without a GPU the simulator runs the same kernel, without NCCL.
 """
 
-from benchmark.common.collectives import Problem, parse, run
+from benchmark.common.collectives import CollectiveCase, parse, run
 
 
-class Gather(Problem):
+class AllGatherCase(CollectiveCase):
     def __init__(self, size: int):
         import torch
 
@@ -22,7 +22,7 @@ class Gather(Problem):
         self._out = tsn.empty((self._n, self._part), torch.uint8)
 
     def _data(self, seed: int, rank: int):
-        from benchmark.common.verify import random_bytes
+        from benchmark.common.measuring import random_bytes
 
         return random_bytes(self._part, seed + rank, self._x.device)
 
@@ -56,4 +56,4 @@ class Gather(Problem):
 
 
 if __name__ == "__main__":
-    run("all_gather", parse(__doc__.splitlines()[0]), Gather)
+    run("all_gather", parse(__doc__.splitlines()[0]), AllGatherCase)

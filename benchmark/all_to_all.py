@@ -10,12 +10,12 @@ kernels, without NCCL.
 
 import random
 
-from benchmark.common.collectives import Problem, parse, run
+from benchmark.common.collectives import CollectiveCase, parse, run
 
 ROW = 1024  # bytes
 
 
-class Exchange(Problem):
+class AllToAllCase(CollectiveCase):
     def __init__(self, size: int, uneven: bool):
         import torch
 
@@ -35,7 +35,7 @@ class Exchange(Problem):
         self.nbytes = sum(map(sum, self._splits)) * row // self._n
 
     def _data(self, seed: int, rank: int):
-        from benchmark.common.verify import random_bytes
+        from benchmark.common.measuring import random_bytes
 
         row = self._x.shape[1]
         return random_bytes(sum(self._splits[rank]) * row, seed + rank, self._x.device).view(-1, row)
@@ -80,4 +80,4 @@ if __name__ == "__main__":
         __doc__.splitlines()[0],
         lambda parser: parser.add_argument("--uneven", action="store_true", help="random numbers of rows per pair"),
     )
-    run("all_to_all", args, lambda size: Exchange(size, args.uneven), heap_factor=3.5)
+    run("all_to_all", args, lambda size: AllToAllCase(size, args.uneven), heap_factor=3.5)

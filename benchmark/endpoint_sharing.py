@@ -56,8 +56,8 @@ class Sharing:
 
         self.job, self.args, self.mode = job, job.args, mode
         self.bench = _native.SharingBench(job.options(), endpoints, mode == "shared")
-        introductions = job.control.gather("introductions", self.bench.introduction())
-        self.bench.meet(introductions[1 - job.rank])
+        addresses = job.control.gather("addresses", self.bench.address())
+        self.bench.connect(addresses[1 - job.rank])
         self.rounds = 0
 
     def measure(self, threads: int) -> list[dict]:

@@ -8,7 +8,7 @@ Buffers of 256 MiB by default, of 1 MiB in the simulator, which has no copy engi
 
 from benchmark.common import Report, int_list
 from benchmark.common.arguments import on_gpu
-from benchmark.common.session import copy_parser, join, nvshmem, require_two_ranks
+from benchmark.common.copy_session import copy_parser, finish, join, nvshmem, require_two_ranks
 
 SIMULATED_BLOCKS = "1,4,16"
 BLOCKS = "1,4,8,12,16,24,32,64,132"
@@ -30,21 +30,17 @@ def parse():
 def main() -> None:
     args = parse()
     import tilescale_net as tsn
-    from benchmark.common.comparison import compare
-    from benchmark.common.point_to_point import CopyEngine, Nvshmem, Ours
+    from benchmark.common.copies import CopyEngine, Nvshmem, TilescaleNet, compare
 
     report = Report("large_copy", args)
     timer = join(report, args)
     library = nvshmem(report) if args.nvshmem else None
     capacity = max(args.sizes)
-    ours = Ours(capacity, args.offset)
-    sides = ([CopyEngine(ours)] if timer.on_gpu and tsn.world().topology.is_direct(1) else []) + [ours]
-    sides += [Nvshmem(capacity, library, args.offset)] if library else []
-    compare(report, args, sides, timer, reference=CopyEngine.name, percent=True)
-    report.finish()
-    if library:
-        library.finalize()
-    tsn.finalize()
+    ours = TilescaleNet(capacity, args.offset)
+    implementations = ([CopyEngine(ours)] if timer.on_gpu and tsn.world().topology.is_direct(1) else []) + [ours]
+    implementations += [Nvshmem(capacity, library, args.offset)] if library else []
+    compare(report, args, implementations, timer, reference=CopyEngine.name, percent=True)
+    finish(report, library)
 
 
 if __name__ == "__main__":

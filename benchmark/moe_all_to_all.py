@@ -8,11 +8,19 @@ Everybody gets the same inputs and is timed in the same way: the L2 cache is flu
 device, then the call runs between two events. Host time is hidden behind the flush for `kernel` and part of `whole call`.
 """
 
-import time
-
-from benchmark.common import BenchmarkParser, Column, Report, is_rank_zero, median, one_of, percentile, positive_int
+from benchmark.common import (
+    BenchmarkParser,
+    Column,
+    Report,
+    is_rank_zero,
+    median,
+    one_of,
+    percentile,
+    positive_int,
+    world_size,
+)
 from benchmark.common.arguments import on_gpu
-from benchmark.common.timing import IN_SIMULATOR, SIMULATED
+from benchmark.common.measuring import SIMULATED, DeviceTimer, gather
 
 ON_GPU = (10, 30)
 # Tokens per rank in each mode, and the shape, where the user gives none.
@@ -23,17 +31,11 @@ SIMULATED_SHAPE = {"throughput": 32, "latency": 16, "hidden": 512, "topk": 4, "e
 def _tuning(text: str) -> dict[str, int]:
     """argparse type: `blocks=16,threads=256`."""
     import argparse
+    import dataclasses
 
-    known = (
-        "blocks",
-        "threads",
-        "dispatch_senders",
-        "combine_senders",
-        "combine_threads",
-        "chunk",
-        "proxied_bytes",
-        "parts",
-    )
+    from tilescale_net.kernels.moe import Tuning
+
+    known = [field.name for field in dataclasses.fields(Tuning)]
     made = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -88,8 +90,6 @@ def parse():
     parser.add_argument("--no-check", action="store_true", help="do not verify the data")
     parser.add_argument("--no-peers", action="store_true", help="leave NCCL and DeepEP out")
     args = parser.parse_args()
-    from benchmark.common import world_size
-
     shape = GPU_SHAPE if on_gpu() else SIMULATED_SHAPE
     args.hidden, args.topk, args.experts = (getattr(args, k) or shape[k] for k in ("hidden", "topk", "experts"))
     args.tokens_of = {mode: args.tokens or shape[mode] for mode in args.mode}
@@ -103,102 +103,18 @@ def parse():
     return args
 
 
-class Clock:
-    """Times calls on this rank; all ranks make the same calls."""
-
-    def __init__(self, args, on_gpu: bool):
-        import torch
-
-        import tilescale_net as tsn
-
-        warmup, repeat = ON_GPU if on_gpu else IN_SIMULATOR
-        self.warmup, self.repeat = args.warmup or warmup, args.repeat or repeat
-        self.on_gpu = on_gpu
-        self._torch, self._tsn = torch, tsn
-        if on_gpu:
-            self._flush = torch.empty(256 << 20, dtype=torch.uint8, device=tsn.device())
-            self._meet = _meeting()
-
-    def _ready(self) -> None:
-        """Cold caches, a device that is busy until the host has launched what follows, and ranks that start together."""
-        self._flush.zero_()
-        self._torch.cuda._sleep(1_500_000)
-        self._meet()
-
-    def kernel(self, prepare, call) -> list[float]:
-        """Microseconds on the device, per repetition; `prepare()` is not timed and its result goes to `call`."""
-        if not self.on_gpu:
-            return self._wall(prepare, call)
-        torch, samples = self._torch, []
-        for turn in range(self.warmup + self.repeat):
-            given = prepare()
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._ready()
-            before.record()
-            call(given)
-            after.record()
-            torch.cuda.synchronize()
-            if turn >= self.warmup:
-                samples.append(before.elapsed_time(after) * 1e3)
-        return samples
-
-    def whole(self, prepare, call) -> list[float]:
-        """Microseconds from the call on the host to the end of its work, on an idle device."""
-        return self._wall(prepare, call)
-
-    def _wall(self, prepare, call) -> list[float]:
-        samples = []
-        for turn in range(self.warmup + self.repeat):
-            given = prepare()
-            self._tsn.barrier()
-            start = time.perf_counter()
-            call(given)
-            self._tsn.synchronize()
-            if turn >= self.warmup:
-                samples.append((time.perf_counter() - start) * 1e6)
-        return samples
-
-
-def _meeting():
-    """A kernel in which all ranks meet."""
-    import tilelang.language as T
-
-    import tilescale_net as tsn
-    import tilescale_net.language as N
-
-    @tsn.jit(name="meet")
-    def meet(threads):
-        @T.prim_func
-        def main(ctx: N.Context(), word: T.Tensor((1,), "int32")):
-            with T.Kernel(1, threads=threads):
-                N.barrier_all()
-
-        return main
-
-    import torch
-
-    word = torch.zeros((1,), dtype=torch.int32, device=tsn.device())
-    kernel = meet(32)
-    return lambda: kernel(word)
-
-
 def across_ranks(samples: list[float], of=median) -> tuple[float, float]:
     """Median over ranks, and maximum over ranks, of each rank's median (or of another figure of its samples)."""
-    import torch.distributed as dist
-
-    import tilescale_net as tsn
-
-    medians = [None] * tsn.size()
-    dist.all_gather_object(medians, of(samples))
+    medians = gather(of(samples))
     return median(medians), max(medians)
 
 
-def ours(args, mode: str, layout: str, fp8: bool, everyone, clock: Clock):
+def ours(args, mode: str, layout: str, fp8: bool, everyone, timer: DeviceTimer):
     """Yield (operation, kernel samples, whole-call samples) of AllToAll, verified."""
     import torch
 
     import tilescale_net as tsn
-    from benchmark.common.moe_data import FP8, check_combine, check_dispatch
+    from benchmark.common.moe import FP8, check_combine, check_dispatch
     from tilescale_net.kernels.moe import AllToAll, Tuning
     from tilescale_net.kernels.moe.reference import dequantise
 
@@ -244,19 +160,16 @@ def ours(args, mode: str, layout: str, fp8: bool, everyone, clock: Clock):
         steps += [("combine", lambda: dispatch().handle, lambda h: op.combine(y, h, out=out))]
         steps += [("dispatch + combine", nothing, lambda _: op.combine(y, dispatch().handle, out=out))]
     for name, prepare, call in steps:
-        yield name, clock.kernel(prepare, call), clock.whole(prepare, call)
+        yield name, timer.kernel(prepare, call), timer.whole(prepare, call)
     op.check()
     tsn.barrier()
     op.free()
 
 
-def peers(args, mode: str, fp8: bool, everyone, clock: Clock, report: Report):
+def peers(args, mode: str, fp8: bool, everyone, timer: DeviceTimer, report: Report):
     """Yield (system, operation, kernel samples, whole-call samples) of the others."""
-    import torch.distributed as dist
-
     import tilescale_net as tsn
-    from benchmark.common.moe_data import row_bytes
-    from benchmark.common.moe_peers import DeepEP, Nccl
+    from benchmark.common.moe import DeepEP, Nccl, row_bytes
 
     rank, mine = tsn.rank(), everyone[tsn.rank()]
     makers = {
@@ -268,9 +181,7 @@ def peers(args, mode: str, fp8: bool, everyone, clock: Clock, report: Report):
             peer, reason = maker(), None
         except Exception as error:  # whatever keeps a peer from running is a note, not a failure
             peer, reason = None, f"{type(error).__name__}: {error}".splitlines()[0]
-        reasons = [None] * tsn.size()
-        dist.all_gather_object(reasons, reason)
-        reason = next((r for r in reasons if r), None)
+        reason = next((r for r in gather(reason) if r), None)
         if reason is not None:
             note = f"{system}: not measured ({reason})"
             if note not in report.notes:
@@ -285,19 +196,19 @@ def peers(args, mode: str, fp8: bool, everyone, clock: Clock, report: Report):
             yield (
                 system,
                 name,
-                clock.kernel(lambda: None, lambda _, c=call: c()),
-                clock.whole(lambda: None, lambda _, c=call: c()),
+                timer.kernel(lambda: None, lambda _, c=call: c()),
+                timer.whole(lambda: None, lambda _, c=call: c()),
             )
 
 
-def fabric_limit(rows, nbytes: dict[str, int], clock: Clock):
+def fabric_limit(rows, nbytes: dict[str, int], timer: DeviceTimer):
     """Yield (operation, samples) of bare writers that move as many bytes between nodes as dispatch and combine do."""
-    from benchmark.common.channels import BothWays
+    from benchmark.common.proxy_bench import BareWriterPair
 
-    writers = BothWays()
+    writers = BareWriterPair()
     for operation, row in nbytes.items():
-        samples = [writers.move(rows.far * row) for _ in range(clock.warmup + clock.repeat)]
-        yield operation, samples[clock.warmup :]
+        samples = [writers.move(rows.far * row) for _ in range(timer.warmup + timer.repeat)]
+        yield operation, samples[timer.warmup :]
     writers.close()
 
 
@@ -337,10 +248,10 @@ class Results:
         self._table.add(row, {"kernel": kernel, "whole": whole})
 
 
-def run(args, mode: str, dtype: str, tokens: int, clock: Clock, results: Results, report: Report) -> None:
+def run(args, mode: str, dtype: str, tokens: int, timer: DeviceTimer, results: Results, report: Report) -> None:
     """All layouts and all peers for one mode and dtype."""
     import tilescale_net as tsn
-    from benchmark.common.moe_data import Traffic, make, row_bytes, traffic
+    from benchmark.common.moe import Traffic, make, row_bytes, traffic
 
     fp8 = dtype == "fp8"
     shape = (tokens, args.hidden, args.experts, args.topk, fp8, 7, tsn.device())
@@ -351,17 +262,17 @@ def run(args, mode: str, dtype: str, tokens: int, clock: Clock, results: Results
     nbytes = {"combine": back, "dispatch + combine": there + back}
     for layout in args.layout if mode == "throughput" else ["expert"]:
         case = {"mode": mode, "tokens": tokens, "dtype": dtype, "layout": layout}
-        for operation, *samples in ours(args, mode, layout, fp8, everyone, clock):
+        for operation, *samples in ours(args, mode, layout, fp8, everyone, timer):
             results.add(case, "tilescale_net", operation, nbytes.get(operation, there), rows, *samples)
     if tsn.world().proxy is not None and not args.no_peers:
         case = {"mode": mode, "tokens": tokens, "dtype": dtype, "layout": ""}
         moved, far_rows = {"dispatch": there, "combine": back}, Traffic(rows.far, rows.far, rows.far)
-        for operation, samples in fabric_limit(rows, moved, clock):
+        for operation, samples in fabric_limit(rows, moved, timer):
             results.add(case, "bare writers", operation, moved[operation], far_rows, samples, samples)
-    if clock.on_gpu and not args.no_peers:
+    if timer.on_gpu and not args.no_peers:
         case = {"mode": mode, "tokens": tokens, "dtype": dtype, "layout": "rank" if mode == "throughput" else "expert"}
         nbytes["combine"] = row_bytes(args.hidden, False)
-        for system, operation, *samples in peers(args, mode, fp8, everyone, clock, report):
+        for system, operation, *samples in peers(args, mode, fp8, everyone, timer, report):
             results.add(case, system, operation, nbytes.get(operation, there), rows, *samples)
 
 
@@ -371,25 +282,23 @@ def main() -> None:
 
     report = Report("moe_all_to_all", args)
     world = tsn.init(heap_bytes(args, args.tokens_of))
-    clock = Clock(args, world.device_kind == "cuda")
+    timer = DeviceTimer(args, world.device_kind == "cuda", ON_GPU)
     report.environment |= {
         "shape": f"hidden {args.hidden}, top-{args.topk} of {args.experts} experts",
         "nodes": str(world.topology.nodes),
         "data": "not verified" if args.no_check else "verified, every byte",
-        "timing": f"median of {clock.repeat}" + ("" if clock.on_gpu else f"; {SIMULATED}"),
+        "timing": f"median of {timer.repeat}" + ("" if timer.on_gpu else f"; {SIMULATED}"),
     }
-    results = Results(report, clock.on_gpu)
+    results = Results(report, timer.on_gpu)
     for mode in args.mode:
         for dtype in args.dtype:
-            run(args, mode, dtype, args.tokens_of[mode], clock, results, report)
+            run(args, mode, dtype, args.tokens_of[mode], timer, results, report)
     report.finish()
     tsn.finalize()
 
 
 def heap_bytes(args, tokens_of: dict[str, int]) -> int:
     """Symmetric memory for one AllToAll at a time, with room to spare."""
-    from benchmark.common import world_size
-
     most = 64 << 20
     for mode, tokens in tokens_of.items():
         row = 2 * args.hidden + 4 * (args.hidden // 128 + 1) + 16 * args.topk

@@ -6,7 +6,7 @@ Timed and verified as in unrolledcp_p2p.py. NVSHMEM 3.7 and later copy by TMA wh
 """
 
 from benchmark.common import Report
-from benchmark.common.session import copy_parser, join, nvshmem, require_two_ranks
+from benchmark.common.copy_session import copy_parser, finish, join, nvshmem, require_two_ranks
 
 
 def main() -> None:
@@ -19,18 +19,13 @@ def main() -> None:
         report.nothing(reason.partition("not measured; ")[2] or reason)
     require_two_ranks(parser)
 
-    import tilescale_net as tsn
-    from benchmark.common.comparison import compare
-    from benchmark.common.point_to_point import Nvshmem
+    from benchmark.common.copies import Nvshmem, compare
 
     timer = join(report, args)
     library = nvshmem(report)
     if library:
         compare(report, args, [Nvshmem(max(args.sizes), library, args.offset)], timer)
-    report.finish()
-    if library:
-        library.finalize()
-    tsn.finalize()
+    finish(report, library)
 
 
 if __name__ == "__main__":

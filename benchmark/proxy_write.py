@@ -11,7 +11,6 @@ proxy within each size. Everything written is compared with what was sent. A sec
 
 import os
 import random
-import secrets
 import sys
 
 from benchmark.common import (
@@ -28,6 +27,9 @@ from benchmark.common import (
     size_list,
     world_size,
 )
+from benchmark.common.fabric import SizeColumn
+from benchmark.common.measuring import SIMULATED as LABEL
+from benchmark.common.measuring import common_seeds, raise_if_wrong
 from benchmark.common.table import significant
 
 SMALL = "8,64,512,4K,32K,256K,2M"
@@ -37,13 +39,6 @@ STAGED = (f"{SMALL},8M..64M", 128 << 20, 200)  # a GPU, and a network that does 
 DIRECT = (f"{SMALL},8M..1G", 2 << 30, 200)
 SIGNAL_SIZES = "8,64,1K,8K,64K"
 MODES = {"": 1, "NBI": 0}  # suffix of a configuration's name, and whether it blocks
-
-
-class SizeColumn(Column):
-    """Sizes as 8M."""
-
-    def show(self, value) -> str:
-        return format_bytes(value)
 
 
 def parse():
@@ -75,7 +70,7 @@ def parse():
     return args
 
 
-def measure(channels, name: str, count: int, writes: int, seeds: random.Random, args) -> dict[str, list[float]]:
+def measure(bench, name: str, count: int, writes: int, seeds: random.Random, args) -> dict[str, list[float]]:
     """Samples in microseconds per write of both modes and of the bare writer, taken in turns. Collective.
 
     Raises:
@@ -87,17 +82,17 @@ def measure(channels, name: str, count: int, writes: int, seeds: random.Random, 
         for kind, values in samples.items():
             seed = seeds.getrandbits(62)
             if not args.no_check:
-                channels.prepare(count, seed)
+                bench.prepare(count, seed)
             bare = kind.startswith("Bare")
             if bare:
-                spent = channels.bare_write(count, writes)
+                spent = bench.bare_write(count, writes)
             else:
-                spent = channels.write(count, args.put, writes, MODES[kind[len(name) :]])
+                spent = bench.write(count, args.put, writes, MODES[kind[len(name) :]])
             if not args.no_check:
-                complaints.append(channels.wrong(channels.src if bare else channels.dst, count, seed))
+                complaints.append(bench.difference(bench.src if bare else bench.dst, count, seed))
             if turn >= args.warmup:
                 values.append(spent)
-    channels.insist(f"{name}, {count} bytes", complaints)
+    raise_if_wrong(f"{name}, {count} bytes", next(filter(None, complaints), None))
     return samples
 
 
@@ -159,15 +154,15 @@ def fill(
     )
 
 
-def signals(channels, table, args) -> None:
+def signals(bench, table, args) -> None:
     """Rows of put_signal's one-way times."""
     import tilescale_net as tsn
 
-    trips = 500 if channels.on_gpu else 20
+    trips = 500 if bench.on_gpu else 20
     for count in args.signal_sizes:
         ours, bare = [], []
         for turn in range(args.warmup + args.repeat):
-            both = channels.one_way(count, trips), channels.bare_one_way(count, trips)
+            both = bench.one_way(count, trips), bench.bare_one_way(count, trips)
             if turn >= args.warmup:
                 ours.append(both[0])
                 bare.append(both[1])
@@ -178,7 +173,6 @@ def signals(channels, table, args) -> None:
 
 def main() -> None:
     args = parse()
-    from benchmark.common.timing import SIMULATED as LABEL
     from tilescale_net.runtime import settings
 
     on_gpu = settings.device_kind() == "cuda"
@@ -215,33 +209,33 @@ def main() -> None:
 
 def measure_all(report: Report, args, kinds: list[str], signal, results: dict, rails: dict, on_gpu: bool) -> None:
     """Fill `results` (samples by size and configuration) and `rails`, and the table of put_signal. Collective."""
-    from benchmark.common.channels import Channels
+    from benchmark.common.proxy_bench import ProxyBench
 
     for kind in kinds:
         wanted = 1 if kind == "Single" else (0 if on_gpu else 2) if args.rails is None else args.rails
         largest = max([*(args.sizes or size_list((DIRECT if on_gpu else SIMULATED)[0])), *args.signal_sizes])
-        channels = Channels(wanted, largest)
-        profile = SIMULATED if not on_gpu else STAGED if channels.properties["staged"] else DIRECT
+        bench = ProxyBench(wanted, largest)
+        profile = SIMULATED if not on_gpu else STAGED if bench.properties["staged"] else DIRECT
         args.sizes = args.sizes or size_list(profile[0])
-        channels.open_bare()
-        rails[kind] = channels.rails
-        p = channels.properties
+        bench.open_bare()
+        rails[kind] = bench.rails
+        p = bench.properties
         report.environment |= {
             "provider": f"{p['provider']}, libfabric {p['version']}, {p['interface'].split(',')[0]}",
             "chunk": format_bytes(p["chunk_bytes"]),
             "memory": "staged through pinned host memory" if p["staged"] else "the network reaches the heap",
         }
-        seeds = random.Random(channels.gather(secrets.randbits(62))[0])
+        seeds = random.Random(common_seeds(1)[0])
         for count in report.progress(args.sizes, f"{kind.lower()} channel, sizes", format_bytes):
             writes = args.iters or max(2, min(profile[2], profile[1] // count))
-            samples = measure(channels, f"Proxy{kind}", count, writes, seeds, args)
+            samples = measure(bench, f"Proxy{kind}", count, writes, seeds, args)
             results.setdefault(count, {}).update(samples)
             if is_rank_zero():
                 told = ", ".join(f"{name} {significant(gbps(count, median(s)))} Gbps" for name, s in samples.items())
                 print(f"{format_bytes(count)}: {told}", file=sys.stderr, flush=True)
         if kind == kinds[0]:
-            signals(channels, signal, args)
-        channels.close()
+            signals(bench, signal, args)
+        bench.close()
 
 
 if __name__ == "__main__":

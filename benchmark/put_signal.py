@@ -6,8 +6,6 @@
 Ranks 0 and 1 answer each other inside one kernel, one block each; a sample is a launch's time over twice its round trips.
 """
 
-import secrets
-
 from benchmark.common import (
     BenchmarkParser,
     Column,
@@ -20,8 +18,8 @@ from benchmark.common import (
     positive_int,
 )
 from benchmark.common.arguments import on_gpu
-from benchmark.common.session import SLACK, nvshmem, require_two_ranks
-from benchmark.common.timing import SIMULATED
+from benchmark.common.copy_session import SLACK, finish, nvshmem, require_two_ranks
+from benchmark.common.measuring import GUARD, SIMULATED, common_seeds, difference, prepare, raise_if_wrong
 
 
 def parse():
@@ -49,14 +47,13 @@ def parse():
     return args
 
 
-class Ours:
+class TilescaleNet:
     """Round trips of N.put_signal_block."""
 
     def __init__(self, capacity: int):
         import torch
 
         import tilescale_net as tsn
-        from benchmark.common.verify import GUARD
 
         self._capacity = capacity + GUARD
         self.dst, self.src = (tsn.empty(self._capacity, torch.uint8) for _ in range(2))
@@ -73,7 +70,7 @@ class Ours:
         self._base += trips
 
 
-class InOneLine(Ours):
+class InOneLine(TilescaleNet):
     """The same with 8 bytes of data and their signal word in one aligned 16-byte line, which travels in one store."""
 
     SIZE = 8
@@ -96,8 +93,6 @@ class Nvshmem:
     def __init__(self, capacity: int, library):
         import torch
 
-        from benchmark.common.verify import GUARD
-
         self._library = library
         self.dst, self.src = (library.empty(capacity + GUARD) for _ in range(2))
         self._flag = library.empty(8).view(torch.int64).zero_()
@@ -113,27 +108,23 @@ class Nvshmem:
         self._base += trips
 
 
-def measure(side, count: int, threads: int, engine: str, args) -> list[float]:
+def measure(implementation, count: int, threads: int, engine: str, args) -> list[float]:
     """Samples in microseconds, one way; on rank 0, elsewhere empty. Collective. Raises WrongData on all ranks."""
-    import torch.distributed as dist
-
     import tilescale_net as tsn
-    from benchmark.common.verify import WrongData, difference, prepare
 
     rank = tsn.rank()
-    seeds = [secrets.randbits(62), secrets.randbits(62)]
-    dist.broadcast_object_list(seeds, src=0)
+    seeds = common_seeds(2)
     if rank < 2 and not args.no_check:
-        prepare(side.src, side.dst, count, seeds[rank])
+        prepare(implementation.src, implementation.dst, count, seeds[rank])
     tsn.barrier()
-    times = _stamps(lambda: side.launch(count, threads, engine, args.unroll, args.trips), args) if rank < 2 else []
+    times = (
+        _stamps(lambda: implementation.launch(count, threads, engine, args.unroll, args.trips), args)
+        if rank < 2
+        else []
+    )
     tsn.barrier()
-    wrong = difference(side.dst, count, seeds[1 - rank]) if rank < 2 and not args.no_check else None
-    everyone: list = [None] * tsn.size()
-    dist.all_gather_object(everyone, wrong)
-    for other, text in enumerate(everyone):
-        if text:
-            raise WrongData(f"put_signal of {count} bytes, {threads} threads, engine {engine}: on rank {other}, {text}")
+    wrong = difference(implementation.dst, count, seeds[1 - rank]) if rank < 2 and not args.no_check else None
+    raise_if_wrong(f"put_signal of {count} bytes, {threads} threads, engine {engine}", wrong)
     return [t / (2 * args.trips) for t in times[args.warmup :]]
 
 
@@ -173,7 +164,7 @@ def main() -> None:
     report.environment["timing"] = timing if on_gpu else f"{timing}; {SIMULATED}"
     library = None if args.no_nvshmem else nvshmem(report)
     capacity = max(args.sizes)
-    ours, theirs = Ours(capacity), Nvshmem(capacity, library) if library else None
+    ours, theirs = TilescaleNet(capacity), Nvshmem(capacity, library) if library else None
     in_line = InOneLine()
 
     columns = []
@@ -201,10 +192,7 @@ def main() -> None:
             if theirs:
                 row["ratio"] = row["nvshmem"] / min(row[engine] for engine in args.engine)
             table.add({"threads": threads, "bytes": count, **row}, samples)
-    report.finish()
-    if library:
-        library.finalize()
-    tsn.finalize()
+    finish(report, library)
 
 
 if __name__ == "__main__":

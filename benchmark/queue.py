@@ -75,8 +75,8 @@ def main() -> None:
     args = parse()
     import tilescale_net as tsn
     from benchmark.common import Report, queue_tables
-    from benchmark.common.queue_rig import Bench
-    from benchmark.common.timing import SIMULATED
+    from benchmark.common.measuring import SIMULATED
+    from benchmark.common.queue_bench import QueueBench
 
     report = Report("queue", args)
     if "stages" in args.parts and (reason := without_fabric()):
@@ -85,7 +85,7 @@ def main() -> None:
             report.nothing(f"stages need a fabric: {reason}")
         report.environment["stages"] = f"not measured: {reason}"
     world = tsn.init("4M")
-    bench = Bench(world, args.cpu)
+    bench = QueueBench(world, args.cpu)
     for name, (gpu, simulator) in DEFAULTS.items():
         setattr(args, name, getattr(args, name) or (gpu if bench.on_gpu else simulator))
     report.environment["ring"] = f"{args.capacity} descriptors"

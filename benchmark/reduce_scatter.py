@@ -7,10 +7,10 @@ Size is that of the input, in bytes per rank. Our sums are compared bit by bit w
 of NCCL, whose order is its own, only roughly. Without a GPU the simulator runs the same kernel, without NCCL.
 """
 
-from benchmark.common.collectives import Problem, parse, run
+from benchmark.common.collectives import CollectiveCase, parse, run
 
 
-class Reduce(Problem):
+class ReduceScatterCase(CollectiveCase):
     def __init__(self, size: int, dtype: str):
         import torch
 
@@ -71,4 +71,4 @@ if __name__ == "__main__":
         parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of the tensors (bfloat16)")
 
     args = parse(__doc__.splitlines()[0], extend)
-    run("reduce_scatter", args, lambda size: Reduce(size, args.dtype))
+    run("reduce_scatter", args, lambda size: ReduceScatterCase(size, args.dtype))

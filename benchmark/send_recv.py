@@ -37,7 +37,7 @@ def parse():
     return parser, parser.parse_args()
 
 
-class Place:
+class BufferSet:
     """Buffers of one kind: a session on every rank, all of them introduced to one another.
 
     Attributes:
@@ -66,8 +66,8 @@ class Place:
         torch.cuda.set_device(ordinal)
         self.memory = torch.zeros(self.bytes, dtype=torch.uint8, device=f"cuda:{ordinal}")
         torch.cuda.synchronize()
-        place = {"device_address": self.memory.data_ptr(), "device": ordinal}
-        self.device_fields = place
+        location = {"device_address": self.memory.data_ptr(), "device": ordinal}
+        self.device_fields = location
         # All ranks go one way: a rank that cannot register its memory makes the others stage as well.
         probe = _native.Transport(self.job.options(device_memory=True, message_buffers=0))
         why = None
@@ -75,7 +75,7 @@ class Place:
             why = "the provider does not reach GPU memory"
         else:
             try:
-                probe.register_memory(place["device_address"], self.bytes, "cuda", ordinal)
+                probe.register_memory(location["device_address"], self.bytes, "cuda", ordinal)
             except Exception as err:
                 why = str(err)
         reasons = [r for r in self.job.control.gather("device memory", why) if r]
@@ -83,7 +83,7 @@ class Place:
             self.how = f"GPU memory, staged through pinned host memory ({reasons[0]})"
             return {}
         self.how = "GPU memory, registered with the NIC"
-        return {"device_memory": True, **place}
+        return {"device_memory": True, **location}
 
     def round_trips(self, peer: int, size: int) -> list[float]:
         """Seconds of every timed round trip between rank 0 and `peer`; on those two ranks only."""
@@ -147,20 +147,20 @@ def main() -> None:
         ]
     table = report.table("send_recv", [SizeColumn("bytes", "Size")], columns)
     link = args.link_gbps
-    places = {}
+    buffer_sets = {}
     for kind in kinds:
-        places[kind] = place = Place(job, kind)
-        report.environment.update(job.header(place.properties))
-        report.environment[f"{kind} buffers"] = place.how
+        buffer_sets[kind] = buffers = BufferSet(job, kind)
+        report.environment.update(job.header(buffers.properties))
+        report.environment[f"{kind} buffers"] = buffers.how
         if not link:
-            link = job.link_gbps(place.properties)
+            link = job.link_gbps(buffers.properties)
             said = "as the NIC tells" if link else "measured with large messages, one way"
             link = link or one_way_gbps(job)
             report.environment["link"] = f"{link:.1f} Gbps, {said}"
     for size in report.progress(args.sizes, "sizes", format_bytes):
         row, samples = {"bytes": size, "count": size // 4 or None}, {}
-        for kind, place in places.items():
-            us, samples[f"{kind}_us"] = place.measure(size)
+        for kind, buffers in buffer_sets.items():
+            us, samples[f"{kind}_us"] = buffers.measure(size)
             if job.rank == 0:
                 gbps = size * 8 / us / 1e3
                 row |= {f"{kind}_us": us, f"{kind}_gbps": gbps, f"{kind}_bus": 100 * gbps / link}

@@ -4,11 +4,11 @@
     GPUS=2 bash launch.sh benchmark/unrolledcp_p2p.py --threads 128,1024 --engine auto,bulk --json run.json
 
 Both are timed in the same way in the same run, and what they delivered is compared with what was sent. A push ends with
-a quiet, on both sides. Without a GPU the simulator runs the same kernels.
+a quiet, on both implementations. Without a GPU the simulator runs the same kernels.
 """
 
 from benchmark.common import Report
-from benchmark.common.session import copy_parser, join, nvshmem, require_two_ranks
+from benchmark.common.copy_session import copy_parser, finish, join, nvshmem, require_two_ranks
 
 
 def parse():
@@ -21,20 +21,17 @@ def parse():
 
 def main() -> None:
     args = parse()
-    import tilescale_net as tsn
-    from benchmark.common.comparison import compare
-    from benchmark.common.point_to_point import Nvshmem, Ours
+    from benchmark.common.copies import Nvshmem, TilescaleNet, compare
 
     report = Report("unrolledcp_p2p", args)
     timer = join(report, args)
     library = None if args.no_nvshmem else nvshmem(report)
     capacity = max(args.sizes)
-    sides = ([Nvshmem(capacity, library, args.offset)] if library else []) + [Ours(capacity, args.offset)]
-    compare(report, args, sides, timer, reference="NVSHMEM")
-    report.finish()
-    if library:
-        library.finalize()
-    tsn.finalize()
+    implementations = ([Nvshmem(capacity, library, args.offset)] if library else []) + [
+        TilescaleNet(capacity, args.offset)
+    ]
+    compare(report, args, implementations, timer, reference="NVSHMEM")
+    finish(report, library)
 
 
 if __name__ == "__main__":

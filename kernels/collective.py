@@ -63,8 +63,9 @@ class Collective:
             limit = torch.cuda.get_device_properties(self.device).multi_processor_count
         if not 1 <= blocks <= limit:
             raise ValueError(f"{name}: blocks is {blocks}; it must be between 1 and {limit}, so that all run at once")
-        self.threads, self.blocks = threads, blocks
+        self.threads, self.blocks, self._block_limit = threads, blocks, limit
         self._agreed: set[tuple] = set()
+        self._mapped: dict[tuple, bool] = {}
         self._owned: list[torch.Tensor] = []
         self._members = self._world.control.members
         self._world.control.agree(name, f"threads={threads}, blocks={blocks}, {configuration}")
@@ -177,9 +178,41 @@ class Collective:
             self._world.control.agree(self.name, describe.format(*shown))
             self._agreed.add(arguments)
 
+    def _agree_on_places(self, describe: str, *arguments, places: list[int | None]) -> bool:
+        """As `_agree`; whether kernels may use some tensors where they lie, in the memory of all PEs.
+
+        Args:
+            places: heap offsets of the tensors, None for what lies elsewhere. They may differ between ranks.
+
+        Returns:
+            Whether no rank has None, and all have the same.
+        """
+        key = (*arguments, *places)
+        if key not in self._mapped:
+            self._agree(describe, *arguments)
+            everyone = self._world.control.gather(f"{self.name}: where the tensors are", places)
+            self._mapped[key] = None not in places and all(theirs == places for theirs in everyone)
+        return self._mapped[key]
+
+    def place_of_vectors(self, tensor: torch.Tensor) -> int | None:
+        """Heap offset of a symmetric tensor that begins and ends at multiples of 16 bytes; None for others."""
+        heap = self._world.heap
+        inside = 0 <= tensor.data_ptr() - heap.base <= heap.size - tensor.nbytes
+        return self.place(tensor) if inside and is_aligned(16, tensor) else None
+
     def place(self, tensor: torch.Tensor) -> int:
         """Heap offset of a symmetric tensor; 0 for one without elements."""
         return tensor.data_ptr() - self._world.heap.base if tensor.numel() else 0
+
+
+def is_aligned(nbytes: int, *tensors: torch.Tensor) -> bool:
+    """Whether tensors begin and end at multiples of so many bytes."""
+    return all((tensor.data_ptr() | tensor.nbytes) % nbytes == 0 for tensor in tensors)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As kernels call it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def as_bytes(tensor: torch.Tensor, *shape: int) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Reduce-scatter by push: every PE puts the parts of its input to their owners, who add them up in the order of the PEs.
+"""Reduce-scatter: the host class, and the kernel by push; the one by pull is reduce_scatter_pull.py.
 
-Parts travel in chunks through a few staging slots per pair of PEs and block, so that the staging memory does not grow
-with the tensors. A chunk is added up while the next one is under way. The owner tells the sender when a slot is free.
+By push every PE puts the parts of its input to their owners, who add them up in the order of the PEs. Parts travel in
+chunks through a few staging slots per pair of PEs and block, so that the staging memory does not grow with the tensors. A
+chunk is added up while the next one is under way. The owner tells the sender when a slot is free.
 The order of additions is fixed: results are equal bit by bit from run to run, whatever arrives first.
 """
 
@@ -11,15 +12,15 @@ from tilelang import tvm
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.collective import Collective
+from tilescale_net.kernels.collective import Collective, dtype_name, is_aligned
 from tilescale_net.kernels.partition import slice_elements
+from tilescale_net.kernels.reduce_scatter_pull import reduce_scatter_pull
+from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES, accumulator
+from tilescale_net.runtime.profiling import named
+
+ALGORITHMS = ("auto", "push", "pull")
 
 UNROLL = 4  # vectors that a thread adds up at a time, which keeps that many loads per PE under way
-
-
-def accumulator(dtype: str) -> str:
-    """The dtype in which values of `dtype` are added up."""
-    return "float32" if dtype.startswith(("float16", "bfloat16", "float8")) else dtype
 
 
 @tsn.jit(name="reduce_scatter")
@@ -140,6 +141,8 @@ class ReduceScatter(Collective):
     Args:
         threads, blocks, slots, chunk_bytes, engine, unroll, ring: see the kernel. The staging memory takes
             n_pes * blocks * slots * chunk_bytes bytes of the symmetric heap.
+        algorithm: "pull" where `x` is mapped, at the same place of all heaps, and parts are whole multiples of 16 bytes;
+            "push" for all tensors; "auto": by pull where that is possible.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Raises:
@@ -152,19 +155,25 @@ class ReduceScatter(Collective):
 
     def __init__(
         self, *, threads: int = 512, blocks: int = 32, slots: int = 3, chunk_bytes: int = 64 * 1024,
-        engine: str = "auto", unroll=None, ring=None, group: "tsn.Group" = None,
+        engine: str = "auto", unroll=None, ring=None, algorithm: str = "auto", group: "tsn.Group" = None,
     ):  # fmt: skip
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"ReduceScatter: algorithm is {algorithm!r}; it must be {', '.join(ALGORITHMS)}")
         if slots < 2:
             raise ValueError(f"ReduceScatter: slots is {slots}; it must be 2 or more")
         if chunk_bytes < 128 or chunk_bytes % 128:
             raise ValueError(f"ReduceScatter: chunk_bytes is {chunk_bytes}; it must be a positive multiple of 128")
         options = dict(slots=slots, chunk_bytes=chunk_bytes, engine=engine, unroll=unroll, ring=ring)
-        super().__init__("ReduceScatter", ", ".join(f"{k}={v}" for k, v in options.items()), threads, blocks, group)
+        shown = options | dict(algorithm=algorithm)
+        super().__init__("ReduceScatter", ", ".join(f"{k}={v}" for k, v in shown.items()), threads, blocks, group)
+        self._algorithm = algorithm
         self._options = dict(threads=threads, blocks=blocks, **options)
         self._staging = self._symmetric((self.n_pes, blocks, slots, chunk_bytes), torch.uint8)
         self._chunks = self.counters(blocks)
         self._arrived, self._consumed = self._signals(self.n_pes, blocks), self._signals(self.n_pes, blocks)
+        self._pull_words = self.counters(blocks), self._signals(self.n_pes, blocks), self._signals(self.n_pes, blocks)
 
+    @named("tilescale_net.ReduceScatter")
     def __call__(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """`out` becomes the sum over all PEs of their `x[my_pe]`; asynchronous on the current stream.
 
@@ -189,19 +198,34 @@ class ReduceScatter(Collective):
         self._check_parts("x", x, "out", out)
         if out.data_ptr() != x.data_ptr() + self.rank * out.nbytes:
             self._check_apart("out", out, "x", x)
-        self._agree("out of shape {} and {}", out.shape, out.dtype)
-        if out.numel():
-            # Ranks may differ in this: slices, chunks and staging are laid out alike for any vector.
-            aligned = (out.data_ptr() | x.data_ptr() | out.nbytes) % 16 == 0
-            vector = 16 // out.element_size() if aligned else 1
-            kernel = reduce_scatter(self.n_pes, str(out.dtype).removeprefix("torch."), vector, **self._options)
-            staging = self._staging.view(out.dtype).view(self.n_pes, self.blocks, self._options["slots"], -1, vector)
-            kernel(
-                out.view(-1, vector),
-                x.view(self.n_pes, -1, vector),
-                staging,
-                self._chunks,
-                self._arrived,
-                self._consumed,
+        place = self.place_of_vectors(x) if is_aligned(VECTOR_BYTES, out) and not self._sources_travel else None
+        mapped = self._agree_on_places("out of shape {} and {}", out.shape, out.dtype, places=[place])
+        if self._algorithm == "pull" and not mapped:
+            raise ValueError(
+                f"{self.name}: x of shape {list(x.shape)} cannot be pulled on all ranks: it must be symmetric, at the same "
+                "place of all heaps and mapped, and out and the parts of x aligned to 16 bytes; or choose algorithm push"
             )
+        if out.numel() == 0:
+            return out
+        if mapped and self._algorithm != "push":
+            vector = VECTOR_BYTES // out.element_size()
+            kernel = reduce_scatter_pull(self.n_pes, dtype_name(out.dtype), self.threads, self.blocks)
+            kernel(out.view(-1, vector), x.view(-1, vector), *self._pull_words)
+        else:
+            self._push(out, x)
         return out
+
+    def _push(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        # Ranks may differ in this: slices, chunks and staging are laid out alike for any vector.
+        aligned = (out.data_ptr() | x.data_ptr() | out.nbytes) % VECTOR_BYTES == 0
+        vector = VECTOR_BYTES // out.element_size() if aligned else 1
+        kernel = reduce_scatter(self.n_pes, dtype_name(out.dtype), vector, **self._options)
+        staging = self._staging.view(out.dtype).view(self.n_pes, self.blocks, self._options["slots"], -1, vector)
+        kernel(
+            out.view(-1, vector),
+            x.view(self.n_pes, -1, vector),
+            staging,
+            self._chunks,
+            self._arrived,
+            self._consumed,
+        )

@@ -24,18 +24,19 @@ interrupted; what was measured before is printed and in the JSON file, whose `co
 from benchmark.common.arguments import (
     BenchmarkParser,
     byte_count,
+    format_bytes,
     int_list,
     non_negative_int,
     one_of,
+    parse_bytes,
+    parse_sizes,
     positive_float,
     positive_int,
     size_list,
 )
-from benchmark.common.environment import environment
-from benchmark.common.ranks import is_rank_zero, rank, world_size
+from benchmark.common.environment import environment, is_rank_zero, rank, world_size
+from benchmark.common.measuring import median, percentile
 from benchmark.common.report import Report
-from benchmark.common.sizes import format_bytes, parse_bytes, parse_sizes
-from benchmark.common.statistics import median, percentile, spread, summary
 from benchmark.common.table import Column, Table
 
 __all__ = [
@@ -58,7 +59,5 @@ __all__ = [
     "positive_int",
     "rank",
     "size_list",
-    "spread",
-    "summary",
     "world_size",
 ]

@@ -1,34 +1,54 @@
 """What the benchmarks of collective kernels share: flags, sides, verified measurement, the table.
 
 Sizes are bytes per rank of the larger tensor, as in NCCL's own tests. Bus bandwidth is what the busiest link must carry
-in one direction: size / time * (ranks - 1) / ranks.
+in one direction: size / time * (ranks - 1) / ranks, twice that of an all-reduce.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import secrets
 from collections.abc import Callable, Sequence
 
-from benchmark.common.arguments import BenchmarkParser, int_list, one_of
-from benchmark.common.ranks import world_size
+from benchmark.common.arguments import BenchmarkParser, format_bytes, int_list, one_of
+from benchmark.common.environment import world_size
+from benchmark.common.measuring import (
+    Timer,
+    add_timing_arguments,
+    common_seeds,
+    gather,
+    gigabytes_per_second,
+    median,
+    raise_if_wrong,
+)
 from benchmark.common.report import Report
-from benchmark.common.sizes import format_bytes
-from benchmark.common.statistics import median
 from benchmark.common.table import Column
-from benchmark.common.timing import Timer, add_timing_arguments, gigabytes_per_second
-from benchmark.common.verify import WrongData
 
 
-def parse(description: str, extend: Callable[[BenchmarkParser], None] | None = None) -> argparse.Namespace:
-    """The arguments of a collective's benchmark; `extend` adds flags of its own. Exits with 2 when they are wrong."""
-    parser = BenchmarkParser(description, warmup=None, repeat=None, sizes="16K..64M", simulated="16K..256K")
+def parse(
+    description: str,
+    extend: Callable[[BenchmarkParser], None] | None = None,
+    sizes: str = "16K..64M",
+    simulated: str = "16K..256K",
+    blocks: int = 16,
+    engines: bool = True,
+) -> argparse.Namespace:
+    """The arguments of a collective's benchmark; exits with 2 when they are wrong.
+
+    Args:
+        extend: adds flags of its own.
+        sizes, simulated, blocks: defaults on a GPU and in the simulator.
+        engines: whether the kernels have a choice of engine.
+    """
+    parser = BenchmarkParser(description, warmup=None, repeat=None, sizes=sizes, simulated=simulated)
     add_timing_arguments(parser)
     add = parser.add_argument
     add("--threads", type=int_list(32, 1024), default=[512], metavar="LIST", help="threads per block (512)")
-    add("--blocks", type=int_list(1, 1024), default=[16], metavar="LIST", help="blocks (16)")
-    add("--engine", type=one_of("auto", "ldst", "bulk"), default=["auto"], metavar="LIST", help="of copies (auto)")
+    add("--blocks", type=int_list(1, 1024), default=[blocks], metavar="LIST", help=f"blocks ({blocks})")
+    if engines:
+        add("--engine", type=one_of("auto", "ldst", "bulk"), default=["auto"], metavar="LIST", help="of copies (auto)")
+    else:
+        parser.set_defaults(engine=["auto"])
     add("--no-check", action="store_true", help="do not verify the data")
     add("--no-nccl", action="store_true", help="leave NCCL out")
     if extend:
@@ -56,14 +76,18 @@ def nccl_group(report: Report, args: argparse.Namespace):
     return dist.new_group(backend="nccl", device_id=tsn.device())
 
 
-class Problem:
+class CollectiveCase:
     """One collective at one size: makes the data, calls the sides, knows what must come out.
 
     Attributes:
         nbytes: bytes of the larger tensor.
+        passes: how often the bytes of the other ranks' parts pass the links.
+        in_place: the peers write their result over their input, so that only a single call of theirs can be verified.
     """
 
     nbytes: int
+    passes = 1
+    in_place = False
 
     def fill(self, seed: int) -> None:
         """Fresh random input on every rank, and an output that holds none of it."""
@@ -77,6 +101,10 @@ class Problem:
         """The same call of NCCL, on the same tensors."""
         raise NotImplementedError
 
+    def symmetric(self, group) -> dict[str, Callable[[], None]]:
+        """The same call of torch's symmetric memory, in all its ways. Collective; empty where there is none."""
+        return {}
+
     def difference(self, seed: int) -> str | None:
         """What is wrong with the output, or None."""
         raise NotImplementedError
@@ -85,38 +113,54 @@ class Problem:
         """Give symmetric memory back. Collective."""
 
 
-def _across_ranks(samples: list[float], wrong: str | None, what: str) -> list[float]:
-    """The samples of the slowest rank. Raises WrongData on all ranks when one of them found wrong data."""
-    import torch.distributed as dist
-
-    everyone: list = [None] * world_size()
-    dist.all_gather_object(everyone, (samples, wrong))
-    for rank, (_, text) in enumerate(everyone):
-        if text:
-            raise WrongData(f"{what}: on rank {rank}, {text}")
-    return max((s for s, _ in everyone), key=median)
-
-
-def _measure(problem: Problem, call: Callable[[], None], timer: Timer, together, check: bool, what: str) -> list[float]:
-    import torch.distributed as dist
-
+def measure(
+    case: CollectiveCase, call: Callable[[], None], timer: Timer, together, check: bool, what: str
+) -> list[float]:
+    """Samples of the slowest rank, in microseconds. Raises WrongData on all ranks when one of them found wrong data."""
     import tilescale_net as tsn
 
-    seeds = [secrets.randbits(60)]
-    dist.broadcast_object_list(seeds, src=0)
-    problem.fill(seeds[0])
+    (seed,) = common_seeds(1)
+    case.fill(seed)
     tsn.barrier()
-    batch = max(1, min(20, 20 * (4 << 20) // max(1, problem.nbytes)))
+    batch = max(1, min(20, 20 * (4 << 20) // max(1, case.nbytes)))
     samples = timer.measure(lambda times: [call() for _ in range(times)] and None, batch, together)
     tsn.barrier()
-    return _across_ranks(samples, problem.difference(seeds[0]) if check else None, what)
+    raise_if_wrong(what, case.difference(seed) if check else None)
+    return max(gather(samples), key=median)
 
 
-def run(name: str, args: argparse.Namespace, problem_of: Callable[[int], Problem], heap_factor: float = 2.5) -> None:
+def _measure_peer(
+    case: CollectiveCase, call: Callable[[], None], timer: Timer, together, check: bool, what: str
+) -> list[float]:
+    """As `measure`; what works in place is verified in a call of its own."""
+    if check and case.in_place:
+        seed = 1
+        case.fill(seed)
+        call()
+        raise_if_wrong(what, case.difference(seed))
+    return measure(case, call, timer, together, check and not case.in_place, what)
+
+
+def _symmetric(case: CollectiveCase, group, measure: Callable, report: Report) -> dict[str, list[float]]:
+    """Samples of torch's symmetric memory by way; what cannot run is noted."""
+    samples = {}
+    try:
+        calls = case.symmetric(group)
+    except Exception as err:  # it is private to torch, and not on all machines
+        report.environment["torch symmetric memory"] = f"not measured; {str(err)[:80]}"
+        return {}
+    for way, call in calls.items():
+        samples[way] = measure(call, f"torch symmetric memory, {way}")
+    return samples
+
+
+def run(
+    name: str, args: argparse.Namespace, case_of: Callable[[int], CollectiveCase], heap_factor: float = 2.5
+) -> None:
     """Measure ours, and NCCL on GPUs, at every size and geometry; print the report.
 
     Args:
-        problem_of: makes the problem for a size in bytes; collective.
+        case_of: makes the case for a size in bytes; collective.
         heap_factor: heap bytes per byte of the largest size.
     """
     import tilescale_net as tsn
@@ -135,22 +179,25 @@ def run(name: str, args: argparse.Namespace, problem_of: Callable[[int], Problem
         "data": "not verified" if args.no_check else "verified",
         "timing": timer.label() + ", slowest rank",
     }
-    table = report.table(name, _keys(args), _columns(group is not None))
+    table = report.table(name, _keys(args), _columns(group is not None, name))
     for size in report.progress(args.sizes, "sizes", format_bytes):
-        problem = problem_of(size)
-        theirs = None
+        case = case_of(size)
+        theirs, ways = None, {}
         if group is not None:
-            theirs = _measure(
-                problem, problem.nccl(group), timer, together, not args.no_check, f"NCCL {name}, {size} bytes"
-            )
+
+            def peer(call, what, case=case, size=size):
+                return _measure_peer(case, call, timer, together, not args.no_check, f"{what} {name}, {size} bytes")
+
+            theirs = peer(case.nccl(group), "NCCL")
+            ways = _symmetric(case, group, peer, report)
         for threads, blocks, engine in itertools.product(args.threads, args.blocks, args.engine):
-            call, free = problem.ours(dict(threads=threads, blocks=blocks, engine=engine))
+            call, free = case.ours(dict(threads=threads, blocks=blocks, engine=engine))
             what = f"{name} of {size} bytes, {blocks} x {threads} threads, {engine}"
-            samples = _measure(problem, call, timer, together, not args.no_check, what)
+            samples = measure(case, call, timer, together, not args.no_check, what)
             free()
-            row = {"bytes": problem.nbytes, "threads": threads, "blocks": blocks, "engine": engine}
-            table.add(row | _figures(problem.nbytes, samples, theirs), {"us": samples, "nccl_us": theirs or []})
-        problem.free()
+            row = {"bytes": case.nbytes, "threads": threads, "blocks": blocks, "engine": engine}
+            table.add(row | _figures(case, samples, theirs, ways), {"us": samples, "nccl_us": theirs or []})
+        case.free()
     report.finish()
     tsn.finalize()
 
@@ -160,7 +207,7 @@ def _keys(args: argparse.Namespace) -> list[Column]:
     return [Column("bytes", "Size", ",d", unit="Bytes"), *varying]
 
 
-def _columns(with_nccl: bool) -> Sequence[Column]:
+def _columns(with_nccl: bool, name: str) -> Sequence[Column]:
     columns = [
         Column("us", "Time", better="lower", unit="us"),
         Column("algbw", "Alg BW", unit="GB/s"),
@@ -172,11 +219,13 @@ def _columns(with_nccl: bool) -> Sequence[Column]:
             Column("nccl_busbw", "NCCL Bus BW", better="higher", unit="GB/s"),
             Column("ratio", "x NCCL", ".2f"),
         ]
+        if name == "all_reduce":
+            columns.append(Column("symm_mem_us", "Symm. memory", better="lower", unit="us"))
     return columns
 
 
-def _figures(nbytes: int, samples: list[float], theirs: list[float] | None) -> dict:
-    share = (world_size() - 1) / world_size()
+def _figures(case: CollectiveCase, samples: list[float], theirs: list[float] | None, ways: dict) -> dict:
+    nbytes, share = case.nbytes, case.passes * (world_size() - 1) / world_size()
     time = median(samples)
     rate = gigabytes_per_second(nbytes, time)
     figures = {"us": time, "algbw": rate, "busbw": rate * share}
@@ -187,4 +236,6 @@ def _figures(nbytes: int, samples: list[float], theirs: list[float] | None) -> d
             "nccl_busbw": gigabytes_per_second(nbytes, other) * share,
             "ratio": other / time,
         }
+    if ways:
+        figures["symm_mem_us"] = min(median(s) for s in ways.values())
     return figures

@@ -1,4 +1,4 @@
-"""What a figure depends on besides the code: hardware and versions, without anything that names the host."""
+"""What a figure depends on besides the code: ranks, hardware and versions, without anything that names the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,28 @@ import subprocess
 import sys
 from importlib import metadata
 
-from benchmark.common.ranks import world_size
+
+def _from_environment(names: tuple[str, ...], default: int) -> int:
+    for name in names:
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return default
+
+
+def rank() -> int:
+    """This process's rank: RANK (launch.sh, torchrun) or SLURM_PROCID (srun), else 0."""
+    return _from_environment(("RANK", "SLURM_PROCID"), 0)
+
+
+def world_size() -> int:
+    """Number of ranks: WORLD_SIZE or SLURM_NTASKS, else 1."""
+    return _from_environment(("WORLD_SIZE", "SLURM_NTASKS"), 1)
+
+
+def is_rank_zero() -> bool:
+    """Whether this process is the one that prints and writes files."""
+    return rank() == 0
+
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 

@@ -9,9 +9,8 @@ import os
 import sys
 from collections.abc import Callable
 
-from benchmark.common.arguments import BenchmarkParser, positive_float, positive_int
-from benchmark.common.ranks import rank, world_size
-from benchmark.common.sizes import format_bytes
+from benchmark.common.arguments import BenchmarkParser, format_bytes, positive_float, positive_int
+from benchmark.common.environment import rank, world_size
 from benchmark.common.table import Column
 
 
@@ -126,9 +125,9 @@ class FabricJob:
 
         place = {name: fields.pop(name) for name in ("device_address", "device") if name in fields}
         session = _native.BenchSession(self.options(**fields), self.size, size, self.args.timeout, **place)
-        for other, introduction in enumerate(self.control.gather("introductions", session.introduction())):
+        for other, address in enumerate(self.control.gather("addresses", session.address())):
             if other != self.rank:
-                session.meet(other, introduction)
+                session.connect(other, address)
         return session
 
     def header(self, properties: dict) -> dict[str, str]:

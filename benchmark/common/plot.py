@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchmark.common.sizes import format_bytes
+from benchmark.common.arguments import format_bytes
 from benchmark.common.table import Column, Table, significant
 
 QUANTITIES = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from benchmark.common.queue_rig import Bench
+from benchmark.common.measuring import median
+from benchmark.common.queue_bench import Probe, QueueBench
 from benchmark.common.report import Report
-from benchmark.common.statistics import median
 from benchmark.common.table import Column
 
 # Blocks, warps of a block, lanes of a warp that push, queues.
@@ -15,9 +15,7 @@ PLACES = (16, 2)  # multiprocessors that a single thread is tried on: on a GPU, 
 STAGE_BYTES = 256  # more than travels inside a message
 
 
-def push_rates(report: Report, bench: Bench, args) -> None:
-    from benchmark.common.queue_probes import Probe
-
+def push_rates(report: Report, bench: QueueBench, args) -> None:
     keys = [Column(k, k.capitalize()) for k in ("blocks", "warps", "lanes", "queues")]
     columns = [
         Column("published", "each published", better="higher", unit="M/s"),
@@ -33,22 +31,20 @@ def push_rates(report: Report, bench: Bench, args) -> None:
         pushers = blocks * warps * lanes
         burst, long = max(1, args.capacity // 2 // pushers), 8 * args.capacity // pushers
         samples: dict[str, list[float]] = {"published": [], "batch": [], "sustained": []}
-        with bench.null(args.capacity, queues) as rig:
+        with bench.null(args.capacity, queues) as proxies:
             for _ in range(1 + args.repeat):
                 for name, turns in (("published", burst), ("batch", burst), ("sustained", long)):
                     kind = Probe.PUSH_PUBLISHED if name == "published" else Probe.PUSH
-                    spent = rig.run(kind, turns, pes=queues, lanes=lanes, warps=warps, blocks=blocks)
+                    spent = proxies.run(kind, turns, pes=queues, lanes=lanes, warps=warps, blocks=blocks)
                     samples[name].append(pushers * turns / spent)
-                    rig.drain(queues)
+                    proxies.drain(queues)
         samples = {name: values[1:] for name, values in samples.items()}
         row = {"blocks": blocks, "warps": warps, "lanes": lanes, "queues": queues}
         table.add(row | {name: median(values) for name, values in samples.items()}, samples)
 
 
-def places(report: Report, bench: Bench, args) -> None:
+def places(report: Report, bench: QueueBench, args) -> None:
     """One thread again, on one multiprocessor after another, spread over the device."""
-    from benchmark.common.queue_probes import Probe
-
     columns = [
         Column("slowest", "slowest", better="higher", unit="M/s"),
         Column("mean", "mean", better="higher", unit="M/s"),
@@ -63,14 +59,14 @@ def places(report: Report, bench: Bench, args) -> None:
     )
     blocks = _multiprocessors(bench) if bench.on_gpu else count
     burst = max(1, args.capacity // 2)
-    with bench.null(args.capacity) as rig:
+    with bench.null(args.capacity) as proxies:
         for what, kind in (("each published", Probe.PUSH_PUBLISHED), ("behind one fence", Probe.PUSH)):
             medians = []
             for place in report.progress(range(count), f"pushes, {what}", str):
                 spent = []
                 for _ in range(1 + args.repeat):
-                    spent.append(rig.run(kind, burst, blocks=blocks, only=place * blocks // count))
-                    rig.drain()
+                    spent.append(proxies.run(kind, burst, blocks=blocks, only=place * blocks // count))
+                    proxies.drain()
                 medians.append(median(spent[1:]))
             rates = [burst / spent for spent in medians]
             mean = count * burst / sum(medians)
@@ -79,15 +75,14 @@ def places(report: Report, bench: Bench, args) -> None:
             )
 
 
-def _multiprocessors(bench: Bench) -> int:
+def _multiprocessors(bench: QueueBench) -> int:
     import torch
 
     return torch.cuda.get_device_properties(bench.world.device).multi_processor_count
 
 
-def round_trips(report: Report, bench: Bench, args) -> dict[str, float]:
+def round_trips(report: Report, bench: QueueBench, args) -> dict[str, float]:
     """The table of round trips; what the stages need of it."""
-    from benchmark.common.queue_probes import Probe
     from tilescale_net import _native
 
     columns = [
@@ -105,7 +100,7 @@ def round_trips(report: Report, bench: Bench, args) -> dict[str, float]:
     found: dict[str, float] = {}
     sent = 0
     echo = _native.FlagEcho(bench.on_gpu, args.cpu)
-    with bench.null(args.capacity) as rig:
+    with bench.null(args.capacity) as proxies:
         for publish in (False, True):
             flags = {
                 "released": Probe.RELEASE_TRIP_PUBLISHED if publish else Probe.RELEASE_TRIP,
@@ -115,10 +110,10 @@ def round_trips(report: Report, bench: Bench, args) -> dict[str, float]:
             samples: dict[str, list[float]] = {"released": [], "flag": [], "queue": []}
             for _ in range(1 + args.repeat):
                 for name, flag in flags.items():
-                    spent = rig.run(flag, args.trips, out=echo.ping, into=echo.pong, first=sent)
+                    spent = proxies.run(flag, args.trips, out=echo.ping, into=echo.pong, first=sent)
                     sent += args.trips
                     samples[name].append(spent / args.trips)
-                samples["queue"].append(rig.run(queue, args.trips) / args.trips)
+                samples["queue"].append(proxies.run(queue, args.trips) / args.trips)
             samples = {name: values[1:] for name, values in samples.items()}
             row = {name: median(values) for name, values in samples.items()}
             for ratio, flag in (("released_ratio", "released"), ("ratio", "flag")):
@@ -126,7 +121,7 @@ def round_trips(report: Report, bench: Bench, args) -> dict[str, float]:
             table.add({"what": "payload published: fence, put, flush" if publish else "flush", **row}, samples)
             if not publish:
                 found = row
-        found["flush_stage"] = rig.stats()["flush_us_mean"]
+        found["flush_stage"] = proxies.stats()["flush_us_mean"]
     del echo
     return found
 
@@ -158,9 +153,9 @@ def bare_one_way(provider: str, trips: int, repeat: int, dedicated: bool) -> lis
         )
         for i in range(2)
     ]
-    blobs = [w.blob() for w in writers]
+    addresses = [w.address() for w in writers]
     for i, w in enumerate(writers):
-        w.connect(1 - i, blobs[1 - i])
+        w.connect(1 - i, addresses[1 - i])
     samples = []
     for turn in range(1 + repeat):
         other = threading.Thread(target=writers[1].pong, args=(0, STAGE_BYTES, trips))
@@ -172,9 +167,8 @@ def bare_one_way(provider: str, trips: int, repeat: int, dedicated: bool) -> lis
     return samples
 
 
-def stages(report: Report, bench: Bench, trip: dict[str, float], args) -> None:
+def stages(report: Report, bench: QueueBench, trip: dict[str, float], args) -> None:
     """Each stage of a put_signal on its way, measured alone, and all of them together."""
-    from benchmark.common.queue_probes import Probe
     from tilescale_net.runtime import settings
 
     table = report.table(
@@ -189,20 +183,22 @@ def stages(report: Report, bench: Bench, trip: dict[str, float], args) -> None:
     total, sent = [], 0
     provider = args.provider or settings.PROVIDER.get()
     bare = bare_one_way(provider, args.trips, args.repeat, bench.on_gpu)
-    with bench.null(args.capacity) as rig:
+    with bench.null(args.capacity) as proxies:
         turns = args.capacity // 2
-        fence = [rig.run(Probe.FENCE, turns) / turns for _ in range(1 + args.repeat)][1:]
+        fence = [proxies.run(Probe.FENCE, turns) / turns for _ in range(1 + args.repeat)][1:]
         push = []
         for _ in range(1 + args.repeat):
-            push.append(rig.run(Probe.PUSH, turns) / turns)
-            rig.drain()
+            push.append(proxies.run(Probe.PUSH, turns) / turns)
+            proxies.drain()
         push = push[1:]
-    with bench.pair(provider, 1024) as rig:
+    with bench.pair(provider, 1024) as proxies:
         for _ in range(1 + args.repeat):
-            spent = rig.run(Probe.ONE_WAY, args.trips, size=STAGE_BYTES, out=rig.signal, into=rig.there, first=sent)
+            spent = proxies.run(
+                Probe.ONE_WAY, args.trips, size=STAGE_BYTES, out=proxies.signal, into=proxies.there, first=sent
+            )
             sent += args.trips
             total.append(spent / args.trips)
-        proxy = rig.stats()
+        proxy = proxies.stats()
     total = total[1:]
     add("fence", median(fence), "device: payload written, system-scope fence", fence)
     add("push", median(push), "device: one thread, behind one fence", push)

@@ -19,6 +19,7 @@ from tilescale_net.kernels.moe.states import Machine
 from tilescale_net.kernels.moe.status import ArgumentError, Status
 from tilescale_net.kernels.moe.tuning import Tuning
 from tilescale_net.runtime import heap
+from tilescale_net.runtime.profiling import named
 
 # Objects by the first word of their key.
 OBJECTS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
@@ -106,14 +107,21 @@ class AllToAll(Collective):
             self.set_active(active)
 
     def _name_key(self) -> None:
-        """The text by which operators, which take tensors, numbers and text, find this object and its ranks; see autograd."""
+        """The text by which operators, which take tensors, numbers and text, find this object and its ranks; see tilescale_net.ops."""
         self.key = f"{self._number} {''.join('01'[m] for m in self.mask)}"
 
     def _compile(self, everything: bool) -> None:
-        """Compile on all ranks before any of them goes on; an error of one is an error of all."""
-        error = None
+        """Compile on all ranks before any of them goes on; an error of one is an error of all.
+
+        Each rank of a node begins elsewhere in the list, so that they compile at the same time what all of them find in the
+        cache afterwards.
+        """
+        error, place = None, self._world.topology
         try:
-            self._mode.compile(everything)
+            variants = self._mode.variants(everything)
+            first = len(variants) * place.local_rank // place.node_size
+            for compiled in variants[first:] + variants[:first]:
+                compiled()
         except Exception as found:
             error = found
         said = self._world.control.gather("AllToAll: kernels compiled", str(error or ""))
@@ -210,6 +218,7 @@ class AllToAll(Collective):
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
+    @named("tilescale_net.moe.dispatch")
     def dispatch(
         self, x, topk_idx=None, topk_weights=None, *, handle: Handle | None = None, out=None, cleared: bool = False
     ) -> Dispatched:
@@ -241,6 +250,7 @@ class AllToAll(Collective):
         self._raise_refusal_if_simulated()
         return pending.result
 
+    @named("tilescale_net.moe.dispatch_send")
     def dispatch_send(self, x, topk_idx=None, topk_weights=None, *, handle: Handle | None = None, out=None) -> Pending:
         """First half of dispatch; work that the caller launches before `dispatch_recv` overlaps with it.
 
@@ -251,6 +261,7 @@ class AllToAll(Collective):
         self._machine.pending["dispatch"] = pending
         return pending
 
+    @named("tilescale_net.moe.dispatch_recv")
     def dispatch_recv(self, pending: Pending) -> Dispatched:
         """Second half of dispatch: the rows are there for what the caller launches next."""
         return self._receive("dispatch", pending)
@@ -286,6 +297,7 @@ class AllToAll(Collective):
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
+    @named("tilescale_net.moe.combine")
     def combine(self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None) -> torch.Tensor:
         """Bring rows back to their tokens and sum them in float32.
 
@@ -308,6 +320,7 @@ class AllToAll(Collective):
         self._raise_refusal_if_simulated()
         return pending.result
 
+    @named("tilescale_net.moe.combine_send")
     def combine_send(self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None) -> Pending:
         """First half of combine; work that the caller launches before `combine_recv` overlaps with it.
 
@@ -318,10 +331,12 @@ class AllToAll(Collective):
         self._machine.pending["combine"] = pending
         return pending
 
+    @named("tilescale_net.moe.combine_recv")
     def combine_recv(self, pending: Pending) -> torch.Tensor:
         """Second half of combine: the sums are there for what the caller launches next."""
         return self._receive("combine", pending)
 
+    @named("tilescale_net.moe.combine_values")
     def combine_values(self, y, values, handle: Handle) -> tuple[torch.Tensor, torch.Tensor]:
         """Throughput mode: combine without weights that also brings one number per expert-major row back.
 

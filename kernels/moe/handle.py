@@ -36,8 +36,16 @@ class RoutingPlan:
     row_weight: torch.Tensor
 
     def tensors(self) -> list[torch.Tensor]:
-        """All fields but `tokens`, in order."""
-        return list(vars(self).values())[1:]
+        """All fields but `tokens`, in order; written out, as Dynamo of torch 2.11 cannot trace `vars` of a dataclass."""
+        return [
+            self.send_token,
+            self.send_row,
+            self.token_slot,
+            self.records,
+            self.totals,
+            self.row_index,
+            self.row_weight,
+        ]
 
     def counts(self, ranks: int, local_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """int32 [local_experts] rows per expert, [local_experts + 1] their offsets, and [] the rank-major rows; views."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
 import torch
 
 from tilescale_net.kernels.collective import BufferSpecs
@@ -78,20 +82,20 @@ class LatencyMode(Mode):
 
     # -- kernels ----------------------------------------------------------------------------------------------------
 
-    def compile(self, everything: bool) -> None:
-        c = self._c
-        sources = ("", "bfloat16", "float16", "float32") if everything and c.dtype == FP8 else ("",)
-        for source in sources:
-            for index in ("int64", "int32") if everything else ("int64",):
-                for phase in (Phase.WHOLE, Phase.SEND) if everything else (Phase.WHOLE,):
-                    self._dispatch_of(phase, source, index)
-        if everything:
-            self._dispatch_of(Phase.RECEIVE, "", "int64")
-        for weighted in (True, False) if everything else (True,):
-            for phase in Phase if everything else (Phase.WHOLE,):
-                self._combine_of(phase, weighted)
-        if everything:
-            self._refusal()
+    def variants(self, everything: bool) -> list[Callable[[], Launch]]:
+        if not everything:
+            return [
+                partial(self._dispatch_of, Phase.WHOLE, "", "int64"),
+                partial(self._combine_of, Phase.WHOLE, True),
+            ]
+        sources = ("", "bfloat16", "float16", "float32") if self._c.dtype == FP8 else ("",)
+        dispatches = product((Phase.WHOLE, Phase.SEND), sources, ("int64", "int32"))
+        return [
+            *(partial(self._dispatch_of, *which) for which in dispatches),
+            partial(self._dispatch_of, Phase.RECEIVE, "", "int64"),
+            *(partial(self._combine_of, *which) for which in product(Phase, (True, False))),
+            self._refusal,
+        ]
 
     def _dispatch_of(self, phase: Phase, source: str, index_dtype: str) -> Launch:
         c, base = self._c, self._base

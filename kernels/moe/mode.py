@@ -87,8 +87,8 @@ class Mode(ABC):
         return {name.removeprefix(start): t for name, t in self._symmetric.items() if name.startswith(start)}
 
     @abstractmethod
-    def compile(self, everything: bool) -> None:
-        """Compile what an ordinary call needs, or every variant that a call may need."""
+    def variants(self, everything: bool) -> list[Callable[[], Launch]]:
+        """Calls that compile a kernel each: those that an ordinary call needs, or every one that a call may need."""
 
     @abstractmethod
     def output_shape(self) -> tuple[int, ...]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from tilescale_net.kernels.collective import BufferSpecs
@@ -106,18 +109,23 @@ class ThroughputMode(Mode):
 
     # -- kernels ----------------------------------------------------------------------------------------------------
 
-    def compile(self, everything: bool) -> None:
+    def variants(self, everything: bool) -> list[Callable[[], Launch]]:
         by_rank = self._c.layout == "rank"
-        self._routing_of("int64")
-        self._dispatch_launch()
-        self._combine_of("" if by_rank else "choices", False)
-        if everything:
-            self._routing_of("int32")
-            self._combine_of("", True)
-            for weighted in () if by_rank else ("", "rows"):
-                self._combine_of(weighted, False)
-            self._refusal("dispatch")
-            self._refusal("combine")
+        ordinary = [
+            partial(self._routing_of, "int64"),
+            self._dispatch_launch,
+            partial(self._combine_of, "" if by_rank else "choices", False),
+        ]
+        if not everything:
+            return ordinary
+        return [
+            *ordinary,
+            partial(self._routing_of, "int32"),
+            partial(self._combine_of, "", True),
+            *(partial(self._combine_of, weighted, False) for weighted in (() if by_rank else ("", "rows"))),
+            partial(self._refusal, "dispatch"),
+            partial(self._refusal, "combine"),
+        ]
 
     def _routing_of(self, index_dtype: str) -> Launch:
         c, base = self._c, self._base

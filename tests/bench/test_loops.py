@@ -25,7 +25,7 @@ def sessions(bytes: int = 1 << 20, timeout: float = 20.0, **options):
         chosen = fabric.transport_options(rank=rank, **{"library": LIBRARY, "provider": PROVIDER, **options})
         ends.append(_native.BenchSession(chosen, 2, bytes, timeout))
     for rank in range(2):
-        ends[rank].meet(1 - rank, ends[1 - rank].introduction())
+        ends[rank].connect(1 - rank, ends[1 - rank].address())
     return ends
 
 
@@ -198,8 +198,8 @@ def _write_for_ever(provider: str):
     dist.init_process_group("gloo")
     session = _native.BenchSession(fabric.transport_options(rank=rank, provider=provider), 2, 1 << 20, 3.0)
     everyone = [None, None]
-    dist.all_gather_object(everyone, session.introduction())
-    session.meet(1 - rank, everyone[1 - rank])
+    dist.all_gather_object(everyone, session.address())
+    session.connect(1 - rank, everyone[1 - rank])
     session.bandwidth(1 - rank, "write", 65536, duration_s=60.0, initiator=rank == 0)
 
 
@@ -229,7 +229,7 @@ for rank in range(2):
     ends.append(_native.BenchSession(options, 2, total, 20.0))
     memory.append((ctypes.c_ubyte * total)())
 for rank in range(2):
-    ends[rank].meet(1 - rank, ends[1 - rank].introduction())
+    ends[rank].connect(1 - rank, ends[1 - rank].address())
 trips = []
 def run(rank):
     trips.extend(ends[rank].ping_pong(1 - rank, SIZE, 5, 2, chunk=CHUNK, window=8, starter=rank == 0,

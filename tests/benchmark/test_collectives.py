@@ -41,30 +41,30 @@ def test_wrong_arguments():
 
 
 def _wrong(name):
-    from benchmark.all_gather import Gather
-    from benchmark.all_to_all import Exchange
-    from benchmark.common.collectives import _measure
-    from benchmark.common.timing import Timer
-    from benchmark.reduce_scatter import Reduce
+    from benchmark.all_gather import AllGatherCase
+    from benchmark.all_to_all import AllToAllCase
+    from benchmark.common.collectives import measure
+    from benchmark.common.measuring import Timer
+    from benchmark.reduce_scatter import ReduceScatterCase
 
-    problem = {
-        "all_gather": lambda: Gather(4096),
-        "all_to_all": lambda: Exchange(4096, False),
-        "uneven": lambda: Exchange(8192, True),
-        "reduce_scatter": lambda: Reduce(4096, "bfloat16"),
+    case = {
+        "all_gather": lambda: AllGatherCase(4096),
+        "all_to_all": lambda: AllToAllCase(4096, False),
+        "uneven": lambda: AllToAllCase(8192, True),
+        "reduce_scatter": lambda: ReduceScatterCase(4096, "bfloat16"),
     }[name]()
-    call, _ = problem.ours(dict(threads=32, blocks=1))
+    call, _ = case.ours(dict(threads=32, blocks=1))
 
     def spoil():
         call()
         import tilescale_net as tsn
 
         tsn.synchronize()
-        problem._out.view(-1)[-1] += 3
+        case._out.view(-1)[-1] += 3
 
-    timer = Timer("launch", 0, 1, on_gpu=problem._out.is_cuda)
-    _measure(problem, call, timer, None, True, name)
-    _measure(problem, spoil, timer, None, True, name)
+    timer = Timer("launch", 0, 1, on_gpu=case._out.is_cuda)
+    measure(case, call, timer, None, True, name)
+    measure(case, spoil, timer, None, True, name)
 
 
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all", "uneven", "reduce_scatter"])

@@ -1,17 +1,17 @@
-"""The measuring of copies: a side that delivers wrong data is found, whoever it is and whichever way it copies."""
+"""The measuring of copies: a implementation that delivers wrong data is found, whoever it is and whichever way it copies."""
 
 import pytest
 
 import tilescale_net as tsn
-from benchmark.common.geometry import Geometry
-from benchmark.common.point_to_point import CopyEngine, Ours, batch_for, measure
-from benchmark.common.timing import Timer
+from benchmark.common.copies import CopyEngine, TilescaleNet, batch_for, measure
+from benchmark.common.copy_session import Geometry
+from benchmark.common.measuring import Timer
 from tests import ranks
 
 SIZE = 5000
 
 
-class Broken(Ours):
+class Broken(TilescaleNet):
     """Copies, but leaves out the last byte, or writes one byte too many, or copies nothing when it is timed."""
 
     name = "broken"
@@ -25,8 +25,8 @@ class Broken(Ours):
         return super().launcher(direction, count, pe, geometry)
 
 
-def _measure(side, direction, bidirectional, check):
-    made = Ours(SIZE) if side == "ours" else Broken(SIZE, side)
+def _measure(implementation, direction, bidirectional, check):
+    made = TilescaleNet(SIZE) if implementation == "ours" else Broken(SIZE, implementation)
     timer = Timer("graph", 1, 2, on_gpu=tsn.world().device_kind == "cuda")
     return measure(made, direction, SIZE, Geometry(), timer, bidirectional=bidirectional, check=check)
 

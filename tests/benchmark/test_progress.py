@@ -1,6 +1,6 @@
 import io
 
-from benchmark.common.progress import progress
+from benchmark.common.report import progress
 
 
 class Terminal(io.StringIO):

@@ -43,8 +43,8 @@ def test_four_configurations_next_to_the_bare_writer(tmp_path):
 IDLE = """
 import sys
 from benchmark import proxy_write
-from benchmark.common.channels import Channels
-setattr(Channels, sys.argv.pop(1), lambda *arguments: 1.0)
+from benchmark.common.proxy_bench import ProxyBench
+setattr(ProxyBench, sys.argv.pop(1), lambda *arguments: 1.0)
 proxy_write.main()
 """
 

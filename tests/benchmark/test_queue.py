@@ -80,25 +80,24 @@ def test_the_standard_librarys_queue_is_still_found(tmp_path, how):
 
 def _counts() -> dict[str, list[int]]:
     import tilescale_net as tsn
-    from benchmark.common.queue_probes import Probe
-    from benchmark.common.queue_rig import Bench
+    from benchmark.common.queue_bench import Probe, QueueBench
 
-    bench = Bench(tsn.world(), -1)
-    with bench.null(64, queues=2) as rig:
-        rig.run(Probe.PUSH, 5, pes=2, lanes=3, warps=2, blocks=4)  # 120 puts through rings of 64
-        rig.run(Probe.PUSH_PUBLISHED, 7, pes=2, lanes=32, blocks=2)  # 448
-        rig.run(Probe.PUSH, 11, pes=2, blocks=8, only=5)  # one thread's
-        rig.drain(2)
-        one = rig.stats()
-    with bench.null(16) as rig:
-        rig.run(Probe.QUEUE_TRIP, 40)
-        rig.run(Probe.QUEUE_TRIP_PUBLISHED, 9)
-        two = rig.stats()
-    with bench.pair("tcp;ofi_rxm", 64) as rig:
-        rig.run(Probe.ONE_WAY, 6, size=256, out=rig.signal, into=rig.there, first=10)
-        rig.drain()
-        three = rig.stats()
-        word = ctypes.c_uint64.from_address(rig.there).value if not bench.on_gpu else 16
+    bench = QueueBench(tsn.world(), -1)
+    with bench.null(64, queues=2) as proxies:
+        proxies.run(Probe.PUSH, 5, pes=2, lanes=3, warps=2, blocks=4)  # 120 puts through rings of 64
+        proxies.run(Probe.PUSH_PUBLISHED, 7, pes=2, lanes=32, blocks=2)  # 448
+        proxies.run(Probe.PUSH, 11, pes=2, blocks=8, only=5)  # one thread's
+        proxies.drain(2)
+        one = proxies.stats()
+    with bench.null(16) as proxies:
+        proxies.run(Probe.QUEUE_TRIP, 40)
+        proxies.run(Probe.QUEUE_TRIP_PUBLISHED, 9)
+        two = proxies.stats()
+    with bench.pair("tcp;ofi_rxm", 64) as proxies:
+        proxies.run(Probe.ONE_WAY, 6, size=256, out=proxies.signal, into=proxies.there, first=10)
+        proxies.drain()
+        three = proxies.stats()
+        word = ctypes.c_uint64.from_address(proxies.there).value if not bench.on_gpu else 16
         same = bool((bench.heaps[0][65536:65792] == bench.heaps[1][65536:65792]).all())
     names = ("puts", "put_signals", "flushes", "bytes_put")
     return [{n: s[n] for n in names} for s in (one, two, three)], word, same
@@ -116,12 +115,11 @@ def test_probes_push_what_they_say():
 
 def _lost_answer() -> None:
     import tilescale_net as tsn
-    from benchmark.common.queue_probes import Probe
-    from benchmark.common.queue_rig import Bench
+    from benchmark.common.queue_bench import Probe, QueueBench
 
-    bench = Bench(tsn.world(), -1)
-    with bench.null(16) as rig:
-        rig.run(Probe.FLAG_TRIP, 1, out=rig.signal, into=rig.signal + 8)  # nobody answers
+    bench = QueueBench(tsn.world(), -1)
+    with bench.null(16) as proxies:
+        proxies.run(Probe.FLAG_TRIP, 1, out=proxies.signal, into=proxies.signal + 8)  # nobody answers
 
 
 def test_a_flag_that_nobody_answers_ends_in_an_error():

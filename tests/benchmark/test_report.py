@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from benchmark.common import BenchmarkParser, Column, Report, Table
-from benchmark.common.baseline import load, ratio
 from benchmark.common.environment import ROOT
 from benchmark.common.plot import draw, panels_of, title_of
+from benchmark.common.table import load_baseline, ratio
 
 
 def test_prints_header_and_table(filled, capsys):
@@ -52,7 +52,7 @@ def test_json_round_trip(filled, tmp_path, capsys):
     report = filled("--json", path, "--repeat", "3")
     report.environment["provider"] = "tcp"
     report.finish()
-    content = load(path)
+    content = load_baseline(path)
     assert content["benchmark"] == "demo"
     assert content["settings"] == {"warmup": 5, "repeat": 3, "sizes": [2048, 4096]}
     assert content["environment"]["provider"] == "tcp"
@@ -113,7 +113,7 @@ def test_bad_baseline(text, said, tmp_path):
     path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=said):
-        load(str(path))
+        load_baseline(str(path))
 
 
 def test_ratio():
@@ -205,7 +205,7 @@ def test_nothing_measured(tmp_path, capsys):
         report.nothing("it needs a GPU")
     assert ended.value.code == 3
     assert capsys.readouterr().out == "demo: not measured; it needs a GPU\n"
-    assert load(str(path))["tables"] == []
+    assert load_baseline(str(path))["tables"] == []
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_nothing_measured(tmp_path, capsys):
 def test_an_ended_run_says_why_in_one_line(tmp_path, end, said, code):
     program = f"""
 from benchmark.common import BenchmarkParser, Column, Report
-from benchmark.common.verify import WrongData
+from benchmark.common.measuring import WrongData
 report = Report("demo", BenchmarkParser("demo").parse_args(["--json", "run.json"]))
 report.table("t", [Column("n", "N")], [Column("a", "A")]).add({{"n": 1, "a": 2.0}})
 raise {end}
@@ -223,7 +223,7 @@ raise {end}
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == code
     assert done.stderr.count("\n") == 1 and said in done.stderr and "2.000" in done.stdout
-    content = load(str(tmp_path / "run.json"))
+    content = load_baseline(str(tmp_path / "run.json"))
     assert content["tables"][0]["rows"] == [{"n": 1, "a": 2.0}] and content["complete"] is False
 
 

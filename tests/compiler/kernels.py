@@ -62,8 +62,13 @@ def staged(n=4096, threads=128):
     return stage
 
 
-def matmul(size=256, threads=128):
-    """A pipelined product, which tilelang specialises by warps on sm_90 when it may."""
+def matmul(size=256, threads=128, proxy="generic", first=lambda flag: None, last=lambda flag: None):
+    """A pipelined product, which tilelang specialises by warps on sm_90 when it may.
+
+    Args:
+        proxy: of its wait.
+        first, last: calls that come before the wait and at the end.
+    """
 
     @T.prim_func
     def product(
@@ -77,12 +82,14 @@ def matmul(size=256, threads=128):
             left = T.alloc_shared((128, 32), "float16")
             right = T.alloc_shared((32, 128), "float16")
             total = T.alloc_fragment((128, 128), "float32")
-            N.wait_block(flag[0], "ge", 1)
+            first(flag)
+            N.wait_block(flag[0], "ge", 1, proxy=proxy)
             T.clear(total)
             for k in T.Pipelined(size // 32, num_stages=3):
                 T.copy(a[by * 128, k * 32], left)
                 T.copy(b[k * 32, bx * 128], right)
                 T.gemm(left, right, total)
             T.copy(total, c[by * 128, bx * 128])
+            last(flag)
 
     return product

@@ -95,6 +95,48 @@ def test_explicit_tma_is_refused():
         inspect.cuda_source(kernel)
 
 
+SPECIALISED = {"tl.disable_warp_specialized": False}
+
+
+def test_a_wait_that_orders_the_async_proxy_lets_reads_use_tma():
+    func = kernels.matmul(proxy="async", first=lambda flag: N.wait_block(flag[0], "ge", 0))
+    source = inspect.cuda_source(func, SM_90A, SPECIALISED)
+    assert "tl::tma_load(A_desc" in source.replace("a_desc", "A_desc") and "tma_store" not in source
+    # One such wait makes all so; they come before the block is split, and all its threads take part.
+    assert source.count("tsn::wait_async<tsn::Scope::block") == 2 and "tsn::wait<" not in source
+    assert in_order(kernel_body(source), "tsn::wait_async", "warpgroup_reg_dealloc", "tl::tma_load")
+    assert "__launch_bounds__(256," in source and "wgmma" in source
+
+
+def test_the_fence_stands_between_the_acquire_and_tma():
+    if shutil.which("nvcc") is None:
+        pytest.skip("there is no nvcc")
+    ptx = inspect.ptx(kernels.matmul(proxy="async"), SM_90A, SPECIALISED)
+    entry = ptx[ptx.index(".entry") :]
+    fence, copies = entry.index("fence.proxy.async.global"), entry.index("cp.async.bulk.tensor")
+    assert entry.index("ld.acquire.sys") < fence < copies
+    assert re.search(r"\bbar(rier)?\.", entry[fence:copies])
+    assert "%ntid" in entry or "%tid.y" in entry  # the block is larger than its author says
+    assert "fence.proxy.async.global" not in inspect.ptx(kernels.matmul(), SM_90A)
+
+
+@pytest.mark.parametrize("call", [lambda flag: N.barrier_all(), lambda flag: N.ld(flag[0], sem="acquire", scope="sys")])
+def test_what_does_not_order_tma_is_refused_beside_it(call):
+    with pytest.raises(
+        KernelError, match=r'has a wait with proxy="async".*does not order TMA.*\n  at .*test_hazards.py'
+    ):
+        inspect.cuda_source(kernels.matmul(proxy="async", first=call), SM_90A)
+
+
+def test_part_of_a_block_makes_no_call_of_the_whole_block():
+    func = kernels.matmul(proxy="async", last=lambda flag: N.signal_block(flag[0], 1, 0))
+    with pytest.raises(
+        KernelError, match="tsn.signal is called at block scope by one part of a warp-specialised block"
+    ):
+        inspect.cuda_source(func, SM_90A, SPECIALISED)
+    assert "tsn::signal<tsn::Scope::block" in inspect.cuda_source(func, SM_90A)
+
+
 @pytest.mark.parametrize("key", jit.REQUIRED_CONFIGS)
 def test_the_fixes_cannot_be_switched_off(key):
     value, _ = jit.REQUIRED_CONFIGS[key]

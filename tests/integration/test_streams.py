@@ -27,5 +27,7 @@ def test_tiles(near, dtype):
 
 
 def test_tiles_do_not_travel():
-    kind, text, _ = ranks.launch(2, put_tiles, "float32", 5, 1, env={"VIRTUAL_NODES": "2"})[0].error
-    assert kind == "KernelError" and "put in block 0 towards PE 1 failed: not direct" in text, (kind, text)
+    """Both ranks put; whichever is second to fail may hear of the first one before it gets that far."""
+    errors = [r.error for r in ranks.launch(2, put_tiles, "float32", 5, 1, env={"VIRTUAL_NODES": "2"})]
+    assert "KernelError" in [kind for kind, _, _ in errors], errors
+    assert all("put in block 0 towards PE" in text and "failed: not direct" in text for _, text, _ in errors), errors

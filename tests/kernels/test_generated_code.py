@@ -36,15 +36,31 @@ KERNELS = {
         dict(n_pes=4, dtype="bfloat16", vector=8),
         dict(n_pes=2, dtype="float32", vector=1, engine="bulk"),
     ],
+    "tilescale_net.kernels.reduce_scatter_pull.reduce_scatter_pull": [
+        dict(n_pes=4, dtype="bfloat16"),
+        dict(n_pes=8, dtype="float32", threads=1024),
+    ],
+    "tilescale_net.kernels.all_reduce_packets.all_reduce_packets": [
+        dict(n_pes=4, dtype="bfloat16", capacity=16384),
+        dict(n_pes=8, dtype="float32", capacity=8192, aligned=False),
+    ],
+    "tilescale_net.kernels.all_reduce_one_shot.all_reduce_one_shot": [
+        dict(n_pes=4, dtype="bfloat16", capacity=32768),
+        dict(n_pes=2, dtype="float16", capacity=65536, aligned=False),
+    ],
+    "tilescale_net.kernels.all_reduce_two_shot.all_reduce_two_shot": [
+        dict(n_pes=4, dtype="bfloat16", staged=False),
+        dict(n_pes=8, dtype="float32", staged=True, aligned=False),
+    ],
     "tilescale_net.kernels.proxy_write.write": [dict(capacity=1 << 20)],
-    "benchmark.common.queue_probes.probe": [dict()],
+    "benchmark.common.queue_bench.probe": [dict()],
 }
 CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments in variants]
 # These copy nothing with a block's threads: a barrier, one thread's puts, and pushes into the queue.
 WITHOUT_DATA = {
     "tilescale_net.kernels.p2p.meet",
     "tilescale_net.kernels.proxy_write.write",
-    "benchmark.common.queue_probes.probe",
+    "benchmark.common.queue_bench.probe",
 }
 
 
@@ -52,8 +68,9 @@ WITHOUT_DATA = {
 def _build(name: str, *arguments: tuple[str, object]) -> tuple[str, bytes, str]:
     """CUDA source, cubin and PTX of a kernel, compiled once for all tests."""
     module, _, attribute = name.rpartition(".")
-    func = getattr(importlib.import_module(module), attribute).trace(**dict(arguments))
-    source = inspect.cuda_source(func)
+    factory = getattr(importlib.import_module(module), attribute)
+    func = factory.trace(**dict(arguments))
+    source = inspect.cuda_source(func, pass_configs=factory.pass_configs)
     with tempfile.TemporaryDirectory() as folder:
         keep = ("--keep", f"--keep-dir={folder}")
         cubin = inspect.compile_source(source, "cubin", extra=keep, threads=block_threads(func))
@@ -64,7 +81,7 @@ def build(name: str, **arguments) -> tuple[str, bytes, str]:
     return _build(name, *sorted(arguments.items()))
 
 
-PROBE = "benchmark.common.queue_probes.probe"
+PROBE = "benchmark.common.queue_bench.probe"
 
 
 def _instructions(sass: str) -> list[str]:
@@ -93,7 +110,18 @@ def test_every_kernel_is_compiled():
     assert found == {name for name in KERNELS if name.startswith("tilescale_net.kernels.")}
 
 
-@pytest.mark.parametrize("name, arguments", CASES, ids=[f"{n.split('.')[-1]}-{i}" for i, (n, _) in enumerate(CASES)])
+def _is_long(name: str, arguments: dict) -> bool:
+    """In every run, each kernel as it is first listed, and with the bulk engine."""
+    return arguments is not KERNELS[name][0] and arguments.get("engine") != "bulk"
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        pytest.param(n, a, id=f"{n.split('.')[-1]}-{i}", marks=pytest.mark.nightly if _is_long(n, a) else [])
+        for i, (n, a) in enumerate(CASES)
+    ],
+)
 def test_code_for_sm_90(tools, name, arguments):
     source, cubin, ptx = build(name, **arguments)
     assert "__restrict__" not in source

@@ -9,6 +9,7 @@ from tests import ranks
 from tests.kernels.support import assert_same, random_tensor
 from tests.kernels.test_reduce_scatter import reference, values
 from tilescale_net.kernels.all_gather import AllGather
+from tilescale_net.kernels.all_reduce import ALGORITHMS, AllReduce
 from tilescale_net.kernels.all_to_all import AllToAll
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 
@@ -24,9 +25,11 @@ COUNT = 50_000
 def _replayed():
     rank, n, device = tsn.rank(), tsn.size(), tsn.device()
     gather, exchange, reduce = AllGather(blocks=8), AllToAll(blocks=8), ReduceScatter(blocks=8)
+    reductions = [AllReduce(algorithm=algorithm, blocks=8) for algorithm in ALGORITHMS]
     x, gathered = tsn.empty(COUNT), tsn.empty((n, COUNT))
     parts, exchanged = tsn.empty((n, COUNT)), tsn.empty((n, COUNT))
     rows, uneven = tsn.empty((n * 8, 100)), tsn.empty((n * 8, 100))
+    everywhere = [torch.empty((n, COUNT), device=device) for _ in reductions]
     summed = torch.empty(COUNT, device=device)
     splits = torch.zeros((2, n), dtype=torch.int64, device=device)
 
@@ -35,6 +38,8 @@ def _replayed():
         exchange(exchanged, parts)
         exchange(uneven, rows, splits[0], splits[1])
         reduce(summed, parts)
+        for all_reduce, total in zip(reductions, everywhere):
+            all_reduce(total, parts)
 
     def fill(turn):
         x.copy_(random_tensor((COUNT,), torch.float32, turn, rank, "x"))
@@ -64,6 +69,8 @@ def _replayed():
         )
         assert_same(exchanged.cpu(), torch.stack([s[rank] for s in sent]))
         assert_same(summed.cpu(), reference([s[rank] for s in sent]))
+        for total in everywhere:
+            assert_same(total.cpu(), reference(sent))
         moved = [
             random_tensor(rows.shape, torch.float32, turn, p, "rows").split(table[p].tolist())[rank] for p in range(n)
         ]

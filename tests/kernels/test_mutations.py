@@ -24,7 +24,11 @@ CALLS = 24
 GATHER = ("tests.kernels.test_all_gather", "_gather", dict(threads=32, blocks=2))
 EQUAL = ("tests.kernels.test_all_to_all", "_equal", dict(threads=32, blocks=2))
 UNEVEN = ("tests.kernels.test_all_to_all", "_uneven", dict(threads=32, blocks=2))
-REDUCE = ("tests.kernels.test_reduce_scatter", "_reduce", dict(threads=32, blocks=1, slots=2, chunk_bytes=256))
+REDUCE = (
+    "tests.kernels.test_reduce_scatter",
+    "_reduce",
+    dict(threads=32, blocks=1, slots=2, chunk_bytes=256, algorithm="push"),
+)
 
 WAIT_READY = 'N.wait(ready[thread], "ge", call)'
 WAIT_ARRIVED = 'N.wait(arrived[thread, block], "ge", call)'

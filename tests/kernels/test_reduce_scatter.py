@@ -22,6 +22,7 @@ CASES = [
     ((3000,), torch.bfloat16, 0, 2),
     ((0,), torch.float32, 0, 0),
 ]
+PUSH = dict(algorithm="push")  # also of what could be pulled
 
 
 def values(shape, dtype, *key) -> torch.Tensor:
@@ -70,6 +71,13 @@ def _reduce(seed, cases, options, calls=2):
 def test_equals_sum_in_order(size):
     # The number of PEs and the dtype are compiled in: every case is tried with two. test_any_schedule has three.
     cases = CASES if size == 2 else CASES[1:3]
+    ranks.run(size, _reduce, random.randrange(1 << 30), cases, dict(threads=64, blocks=2, chunk_bytes=4096, **PUSH))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_pull_equals_sum_in_order(size):
+    """Some cases cannot be pulled, and are pushed."""
+    cases = [CASES[1], CASES[2], CASES[8], ((20_000,), torch.bfloat16, 0, 0), ((8,), torch.bfloat16, 0, 16)]
     ranks.run(size, _reduce, random.randrange(1 << 30), cases, dict(threads=64, blocks=2, chunk_bytes=4096))
 
 
@@ -78,13 +86,15 @@ def test_any_schedule(visibility, slots):
     seed = random.randrange(1 << 30)
     env = {"TSN_SIM_SEED": str(seed), "TSN_SIM_VISIBILITY": visibility}
     cases = [CASES[1], CASES[1], ((9_000,), torch.bfloat16, 0, 0)]
-    ranks.run(3, _reduce, seed, cases, dict(threads=32, blocks=2, slots=slots, chunk_bytes=1024), 3, env=env)
+    for algorithm in ("push", "pull") if slots == 2 else ("push",):
+        options = dict(threads=32, blocks=2, slots=slots, chunk_bytes=1024, algorithm=algorithm)
+        ranks.run(3, _reduce, seed, cases, options, 3, env=env)
 
 
-def _in_place_and_many(seed):
+def _in_place_and_many(seed, algorithm):
     rank, n = tsn.rank(), tsn.size()
     pace = random.Random(f"{seed} {rank}")
-    op = ReduceScatter(threads=32, blocks=1, chunk_bytes=512)
+    op = ReduceScatter(threads=32, blocks=1, chunk_bytes=512, algorithm=algorithm)
     x = tsn.empty((n, 300), torch.float32)
     for call in range(300):
         data = [values((n, 300), torch.float32, seed, call, p) for p in range(n)]
@@ -96,13 +106,16 @@ def _in_place_and_many(seed):
         assert_same(x[(rank + 1) % n], data[rank][(rank + 1) % n])
 
 
-def test_in_place_hundreds_of_calls():
-    ranks.run(2, _in_place_and_many, random.randrange(1 << 30))
+@pytest.mark.parametrize("algorithm", ["push", "pull"])
+def test_in_place_hundreds_of_calls(algorithm):
+    ranks.run(2, _in_place_and_many, random.randrange(1 << 30), algorithm)
 
 
 def _misuse(case):
     if case == "slots":
         return ReduceScatter(slots=1)
+    if case == "algorithm":
+        return ReduceScatter(algorithm="tree")
     if case == "chunk":
         return ReduceScatter(chunk_bytes=100)
     if case == "chunks differ":
@@ -114,6 +127,7 @@ def _misuse(case):
         "shape": lambda: op(out[:7], x),
         "mixed": lambda: op(out, x.to(torch.float64)),
         "overlap": lambda: op(x.view(-1)[4:12], x),
+        "pull": lambda: ReduceScatter(blocks=1, threads=32, algorithm="pull")(out, torch.zeros_like(x)),
     }
     calls[case]()
 
@@ -128,6 +142,8 @@ def _misuse(case):
         ("shape", "ValueError", ["x", "[2, 7]", "[2, 8]"]),
         ("mixed", "TypeError", ["x", "float64", "float32"]),
         ("overlap", "ValueError", ["overlap"]),
+        ("algorithm", "ValueError", ["algorithm", "'tree'"]),
+        ("pull", "ValueError", ["x", "symmetric", "push"]),
     ],
 )
 def test_misuse_is_named(case, error, words):

@@ -122,6 +122,10 @@ CALLS = {
     "wait for all bits": (lambda k: N.wait(k.flags[1], "eq", 2**64 - 1), "(int64_t)-1);"),
     "wait_warp": (lambda k: N.wait_warp(k.flags[1], "lt", 3), "tsn::wait<tsn::Scope::warp, tsn::Compare::lt>(CTX,"),
     "wait_block": (lambda k: N.wait_block(k.flags[1], "ne", 3), "tsn::wait<tsn::Scope::block, tsn::Compare::ne>(CTX,"),
+    "wait for TMA": (
+        lambda k: N.wait_block(k.flags[1], "ne", 3, proxy="async"),
+        "tsn::wait_async<tsn::Scope::block, tsn::Compare::ne>(CTX,",
+    ),
     "test": (
         lambda k: N.st(k.i32[0], T.if_then_else(N.test(k.flags[0], "eq", 1), 1, 0)),
         "tsn::test<tsn::Compare::eq>",

@@ -26,8 +26,25 @@ def run(command: list[str], cwd) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=250)
 
 
+# A program of torch.distributed that makes groups, one of them in another order, and then this package's worlds of them.
+GROUPS = """
+import torch, torch.distributed as dist
+dist.destroy_process_group()  # which the first init has made
+dist.init_process_group("gloo")
+groups = [dist.new_group([1, 0]), dist.new_group([0]), dist.new_group([1])]
+mine = [groups[0], groups[1 + dist.get_rank()]]
+for world in [tsn.init("4M", group=g) for g in mine]:
+    y = tsn.zeros(world.size, group=world)
+    tsn.barrier(group=world)
+    assert world.job_ranks[world.rank] == dist.get_rank() and y.numel() == len(world.job_ranks)
+dist.barrier()
+tsn.finalize()
+dist.destroy_process_group()
+"""
+
+
 def test_torchrun(tmp_path):
-    (tmp_path / "script.py").write_text(SUM)
+    (tmp_path / "script.py").write_text(SUM + GROUPS)
     command = [
         sys.executable,
         "-m",

@@ -47,7 +47,7 @@ int main(int argc, char** argv) {
     options.message_buffers = mode == "write" ? 16 : 0;
     options.delivery_complete = false;
     Session session(options, 2, 32 << 20, 20);
-    session.meet(first, exchange(socket, session.introduction()));
+    session.connect(first, exchange(socket, session.address()));
     for (int i = 0; i < repeat; i++) {
       double figure = 0;
       if (mode == "pingpong") {

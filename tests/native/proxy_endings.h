@@ -77,9 +77,9 @@ inline void credit(WorldOptions o) {
   o.make = [hub](const TransportOptions& t) { return std::make_unique<fabric::Loopback>(hub, t); };
   o.proxy.inline_bytes = 0;
   Pe away(0, o), busy(1, o);
-  const std::vector<std::string> blobs = {away.proxy->blob(), busy.proxy->blob()};
-  away.proxy->connect(blobs);
-  busy.proxy->connect(blobs);
+  const std::vector<std::string> addresses = {away.proxy->address(), busy.proxy->address()};
+  away.proxy->connect(addresses);
+  busy.proxy->connect(addresses);
   busy.proxy->start();
   std::thread kernel([&] {
     for (int i = 0; i < kPuts; i++) queue_put(busy.context, busy.at(kSystemBytes), busy.at(kSystemBytes), 64, 0);

@@ -122,10 +122,10 @@ public:
     }
     for (int i = 0; i < o.pes; i++)
       if (o.rank < 0 || i == o.rank) pes.push_back(std::make_unique<Pe>(i, o));
-    std::vector<std::string> blobs((size_t)o.pes);
-    for (auto& pe : pes) blobs[(size_t)pe->rank] = pe->proxy->blob();
-    exchange(&blobs);
-    for (auto& pe : pes) pe->proxy->connect(blobs);
+    std::vector<std::string> addresses((size_t)o.pes);
+    for (auto& pe : pes) addresses[(size_t)pe->rank] = pe->proxy->address();
+    exchange(&addresses);
+    for (auto& pe : pes) pe->proxy->connect(addresses);
     for (auto& pe : pes) pe->proxy->start();
   }
   ~World() { barrier(); }

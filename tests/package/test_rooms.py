@@ -12,6 +12,7 @@ ROOMS = {
     "tilescale_net.compiler": ROOT / "tilescale_net" / "compiler",
     "tilescale_net.runtime": ROOT / "tilescale_net" / "runtime",
     "tilescale_net.kernels": ROOT / "kernels",
+    "tilescale_net.ops": ROOT / "tilescale_net" / "ops",
     "benchmark": ROOT / "benchmark",
 }
 

@@ -19,10 +19,10 @@ _WORKER = [
         "heap_memory_host",
         "heap_memory_cuda",
         "worker",
-        "worker_accept",
+        "worker_enqueue",
         "worker_flush",
         "worker_post",
-        "worker_target",
+        "worker_receive",
         "proxy",
     )
 ] + ["tilescale_net/csrc/cuda/driver.cpp", "tilescale_net/csrc/cuda/pinned_block.cpp"]

@@ -63,9 +63,9 @@ class Pe:
 
 def pair(**options):
     pes = [Pe(rank, **options) for rank in range(2)]
-    blobs = [pe.proxy.local_blob() for pe in pes]
+    addresses = [pe.proxy.address() for pe in pes]
     for pe in pes:
-        pe.proxy.connect(blobs)
+        pe.proxy.connect(addresses)
         pe.proxy.start()
     return pes
 
@@ -154,19 +154,19 @@ def test_bad_options_are_named(options, error, words):
 def test_ranks_must_agree():
     a, b = Pe(0, queues=2), Pe(1, queues=1)
     with pytest.raises(FabricError, match="number of queues 2, rank 1 has 1"):
-        a.proxy.connect([a.proxy.local_blob(), b.proxy.local_blob()])
+        a.proxy.connect([a.proxy.address(), b.proxy.address()])
     a, b = Pe(0, force_staging=True), Pe(1)
     with pytest.raises(FabricError, match="staging"):
-        a.proxy.connect([a.proxy.local_blob(), b.proxy.local_blob()])
+        a.proxy.connect([a.proxy.address(), b.proxy.address()])
     with pytest.raises(FabricError, match="2 PEs"):
-        a.proxy.connect([a.proxy.local_blob()])
+        a.proxy.connect([a.proxy.address()])
     with pytest.raises(FabricError, match="rank 1"):
         a.proxy.connect([b"", b"nonsense"])
 
 
 def test_pinning_outside_the_allowed_cpus():
     pe, other = Pe(0, cpus=[4000]), Pe(1)
-    pe.proxy.connect([pe.proxy.local_blob(), other.proxy.local_blob()])
+    pe.proxy.connect([pe.proxy.address(), other.proxy.address()])
     with pytest.raises(ValueError, match="CPU 4000"):
         pe.proxy.start()
 
@@ -186,9 +186,9 @@ def bare_writers(**how) -> None:
         )
         for rank in range(2)
     ]
-    blobs = [w.blob() for w in writers]
-    writers[0].connect(1, blobs[1])
-    writers[1].connect(0, blobs[0])
+    addresses = [w.address() for w in writers]
+    writers[0].connect(1, addresses[1])
+    writers[1].connect(0, addresses[0])
     answers = threading.Thread(target=lambda: (writers[1].serve(0), writers[1].pong(0, 999, 50)))
     answers.start()
     sent = bytes(memories[0])

@@ -30,11 +30,11 @@ class Walk:
 
     def __init__(self):
         self.pe, self.other = Pe(0), Pe(1)
-        self.blobs = [self.pe.proxy.local_blob(), self.other.proxy.local_blob()]
+        self.addresses = [self.pe.proxy.address(), self.other.proxy.address()]
         self.state = "created"
 
     def call(self, name: str):
-        arguments = {"connect": (self.blobs,), "drain": (10.0,), "apply_adds": (10.0,), "explain": ("a test",)}
+        arguments = {"connect": (self.addresses,), "drain": (10.0,), "apply_adds": (10.0,), "explain": ("a test",)}
         if name == "properties":
             return self.pe.proxy.properties()
         return getattr(self.pe.proxy, name)(*arguments.get(name, ()))

@@ -1,6 +1,7 @@
 """Worlds of groups: any ranks of a job, several in one process, one that fails or ends while others go on."""
 
 import datetime
+import inspect
 import os
 import random
 import signal
@@ -30,7 +31,13 @@ def _join() -> int:
     return dist.get_rank()
 
 
-def _gather(world, op: AllGather, turn: int = 0) -> None:
+def in_order(members: list[int]):
+    """A group whose ranks lie as listed, which torch sorts unless told otherwise; older ones always sort."""
+    unsorted = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+    return dist.new_group(list(members), **unsorted)
+
+
+def gather(world, op: AllGather, turn: int = 0) -> None:
     """Every member gives its rank in the job."""
     out = tsn.zeros((world.size, 8), torch.int32, group=world)
     x = tsn.empty(8, torch.int32, group=world)
@@ -43,7 +50,7 @@ def _gather(world, op: AllGather, turn: int = 0) -> None:
     tsn.free(out)
 
 
-def _route(world, seed: int, case: str = "latency, fp8 with scales") -> None:
+def route(world, seed: int, case: str = "latency, fp8 with scales") -> None:
     """A round of dispatch and combine on two ranks whose every bit is checked; its kernels are those of test_rounds.py."""
     size, shape, options, how = CASES[case]
     assert world.size == size
@@ -70,9 +77,9 @@ def _pairs(seed: int) -> None:
         tsn.init(group=mine)
     op = AllGather(blocks=2, group=mine)
     for turn in range(2):
-        _gather(world, op, turn)
+        gather(world, op, turn)
     for case in ("expert-major elsewhere", "latency, fp8 with scales"):
-        _route(world, seed, case)
+        route(world, seed, case)
     if me < 2:  # what one group does is no concern of the other
         tsn.finalize()
         with pytest.raises(tsn.TileScaleError, match="not initialised"):
@@ -106,7 +113,7 @@ def _overlapping(seed: int) -> None:
     gathers = {world: AllGather(blocks=2, group=world) for world in (tp, dp)}
     for turn in range(3):
         for world, op in gathers.items():
-            _gather(world, op, turn)
+            gather(world, op, turn)
     with pytest.raises(tsn.HeapError, match="out of shape .* is not in the symmetric heap"):
         gathers[tp](tsn.zeros((2, 8), group=dp), torch.zeros(8))
     kernel, arguments = _launch_of(gathers[tp], tp)
@@ -130,7 +137,7 @@ def _overlapping(seed: int) -> None:
     assert exchange(out, x)[:, 0].tolist() == [10 * r + me for r in range(4)]
     assert reduce(part, parts).tolist() == [sum(r + 1 for r in dp.job_ranks)] * 64
     for world in (dp, tp):
-        _route(world, seed)
+        route(world, seed)
 
     tsn.finalize(mesh["tp"])
     assert tp.closed and not gathers[tp].alive
@@ -138,10 +145,10 @@ def _overlapping(seed: int) -> None:
         tsn.zeros(4, group=mesh["tp"])
     with pytest.raises(tsn.TileScaleError, match="has ended with finalize"):
         tsn.zeros(4, group=tp)
-    _gather(dp, gathers[dp], 5)
+    gather(dp, gathers[dp], 5)
     assert exchange(out, x)[:, 0].tolist() == [10 * r + me for r in range(4)]
     tp = tsn.init("4M", group=mesh["tp"])
-    _gather(tp, AllGather(blocks=1, group=tp), 6)
+    gather(tp, AllGather(blocks=1, group=tp), 6)
     tsn.finalize()  # all of them
     for world in (tp, dp, everyone):
         assert world.closed
@@ -165,10 +172,10 @@ def _defaults() -> None:
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.float64)
     with torch.inference_mode():
-        world = tsn.init("16M", group=dist.new_group([1, 0, 2]))
-        assert tsn.zeros(3).dtype == torch.float32 and world.rank == me
+        world = tsn.init("16M", group=in_order([1, 0, 2]))
+        assert tsn.zeros(3).dtype == torch.float32 and world.job_ranks[world.rank] == me
         op = AllGather(blocks=2)
-        _gather(world, op)
+        gather(world, op)
         y = tsn.empty(16)
     torch.set_default_device("cpu")
     y.fill_(1)  # memory made under inference mode is ordinary memory
@@ -189,7 +196,7 @@ def _lose_some(lost: int) -> str:
             worlds.append(tsn.init("8M", group=group))
     ops = {world: AllGather(blocks=1, group=world) for world in worlds}
     for world, op in ops.items():
-        _gather(world, op)
+        gather(world, op)
     dist.barrier()
     if me == lost:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -206,7 +213,7 @@ def _lose_some(lost: int) -> str:
     for turn in range(20):
         for world, op in ops.items():
             if not world.closed:
-                _gather(world, op, turn)
+                gather(world, op, turn)
                 time.sleep(0.05)
     begin = time.monotonic()
     tsn.finalize()
@@ -238,10 +245,10 @@ def _across_nodes(seed: int) -> None:
     ops = [AllGather(blocks=2, group=world) for world in mine]
     for turn in range(2):
         for world, op in zip(mine, ops):
-            _gather(world, op, turn)
+            gather(world, op, turn)
     for world in mine:
         if world.size == 2:
-            _route(world, seed)
+            route(world, seed)
     tsn.finalize()
 
 
@@ -252,6 +259,49 @@ def _groups_of(me: int) -> list:
 
 def test_groups_across_nodes():
     ranks.run(4, _across_nodes, random.randrange(1 << 20), env={"VIRTUAL_NODES": "2"}, init=False, timeout=240)
+
+
+def _walk(seed: int) -> None:
+    """Worlds begin, work, fail to begin twice and end in an order that all ranks draw from one seed."""
+    me, rng = _join(), random.Random(seed)
+    members = [(0, 1), (1, 2), (2, 0), (0, 1, 2), (2, 1, 0), (1,)]
+    made = [in_order(m) for m in members]
+    members = [groups.ranks(group) for group in made]
+    alive: dict[int, tuple] = {}
+    for turn in range(24):
+        chosen = rng.randrange(len(members))
+        step = rng.choice(["begin", "work", "work", "end", "all end" if turn % 8 == 7 else "begin"])
+        if step == "all end":
+            tsn.finalize()
+            alive.clear()
+        if me not in members[chosen]:
+            continue
+        chosen = members.index(members[chosen])  # where torch has sorted, two of them are one
+        if step == "begin" and chosen not in alive:
+            world = tsn.init("2M", group=made[chosen])
+            assert world.job_ranks == members[chosen]
+            alive[chosen] = world, AllGather(blocks=1, group=world)
+        elif step == "begin":
+            with pytest.raises(tsn.TileScaleError, match="is initialised already"):
+                tsn.init(group=made[chosen])
+        elif chosen not in alive:
+            with pytest.raises(tsn.TileScaleError, match="not initialised"):
+                tsn.zeros(4, group=made[chosen])
+        elif step == "work":
+            gather(*alive[chosen], turn)
+        elif step == "end":
+            world, op = alive.pop(chosen)
+            tsn.finalize(world)
+            assert world.closed and not op.alive
+    tsn.finalize()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_walk(nodes):
+    seed = random.randrange(1 << 20)
+    outcomes = ranks.launch(3, _walk, seed, env={"VIRTUAL_NODES": str(nodes)}, init=False, timeout=240)
+    assert all(o.ok for o in outcomes), (seed, [o.error for o in outcomes])
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tilescale_net.kernels.all_to_all import AllToAll
 
 SIZE = 3
 LIMIT = 90  # seconds that a round may take, on a machine with much else to do
+ROUND = "TESTS_KILL_ROUND"  # in the environment of what ranks start
 FAULTS = ("kill", "stop", "cable", "disk")  # kill -9; SIGSTOP; a host's network goes silent; a rank's disk is full
 
 
@@ -54,14 +55,26 @@ def _fill(folder, proc):
             time.sleep(0.001)
 
 
+def _started_in(begun):
+    """Programs that ranks of a round have started (compilers) and that still run."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{pid}/environ", "rb") as environ, open(f"/proc/{pid}/cmdline", "rb") as command:
+                if f"{ROUND}={begun}".encode() in environ.read().split(b"\0"):
+                    found.append(command.read().replace(b"\0", b" ").decode(errors="replace"))
+    return found
+
+
 def _round(folder, fault, seed):
     """One round: rank `lost` meets the fault at some moment; every other rank names it, and ends."""
     dice = random.Random(f"{fault} {seed}")
     lost, moment = dice.randrange(SIZE), dice.uniform(0, 1.5)
     early = dice.random() < 0.25  # while ranks still meet and compile
     name, library, provider = dice.choice([p for p in PROVIDERS if fault != "cable" or p[2].startswith("tcp")])
-    env = {"TSN_TIMEOUT": "4", "TSN_HEARTBEAT_TIMEOUT": "3", "TSN_LIBFABRIC": library, "TSN_PROVIDER": provider}
     begun = f"{folder}/{fault}-{seed}"
+    env = {"TSN_TIMEOUT": "4", "TSN_HEARTBEAT_TIMEOUT": "3", "TSN_LIBFABRIC": library, "TSN_PROVIDER": provider}
+    env[ROUND] = begun
     for rank in range(SIZE):
         os.mkdir(f"{begun}.{rank}")
 
@@ -113,6 +126,10 @@ def _round(folder, fault, seed):
             assert kind == "PeerLost", (what, kind, said)
         if o.rank != lost and fault == "disk":
             assert "OSError" in said, (what, o.rank, said)
+    end = time.monotonic() + 10
+    while left := _started_in(begun):
+        assert time.monotonic() < end, (what, "left behind", left)
+        time.sleep(0.1)
 
 
 def test_a_round_of_each_fault(tmp_path):
@@ -121,9 +138,19 @@ def test_a_round_of_each_fault(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(2 * 3600)
+@pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_rounds(tmp_path, fault):
-    """KILL_ROUNDS changes their number."""
-    for seed in range(int(os.environ.get("KILL_ROUNDS", "50"))):
-        _round(tmp_path, fault, seed)
+    """KILL_ROUNDS changes their number, KILL_SEED where they begin. One that goes wrong does not end them."""
+    rounds = int(os.environ.get("KILL_ROUNDS", "50"))
+    first = int(os.environ.get("KILL_SEED", random.randrange(1 << 20)))
+    wrong = []
+    for seed in range(first, first + rounds):
+        begin = time.monotonic()
+        try:
+            _round(tmp_path, fault, seed)
+        except AssertionError as err:
+            wrong.append(f"{fault} {seed}: {err}")
+            print(wrong[-1], flush=True)
+        print(f"{fault} {seed}: {time.monotonic() - begin:.1f} s", flush=True)
+    assert not wrong, f"{len(wrong)} of {rounds} rounds went wrong:\n" + "\n".join(wrong)

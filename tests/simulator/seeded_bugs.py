@@ -353,5 +353,5 @@ ENDS = {
 # Reported in every schedule.
 RULES = (
     fence_of_another_warp, fence_of_thread_0, signal_of_another_block, sends_what_another_warp_writes, set_and_add,
-    store_to_a_signal_word,
+    store_to_a_signal_word, missing_fence, source_reused, get_of_a_put, wrong_slot,
 )  # fmt: skip

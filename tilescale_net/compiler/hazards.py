@@ -4,7 +4,9 @@
 - Conditions and trip counts that read memory are evaluated more than once, and moved out of loops, as if waits changed
   nothing: they are evaluated once, where they stand, into a variable.
 - T.copy may become a TMA copy, which belongs to the async proxy, and whose accesses waits and signals do not order:
-  switched off; explicit TMA is refused.
+  switched off, and explicit TMA is refused. Where a wait says `proxy="async"`, all waits of the kernel order both
+  proxies, reads may use TMA, and what cannot order them is refused. Writes never use TMA.
+- Warp specialisation gives a block further threads and splits it: primitives of blocks inside one part are refused.
 - T.Parallel runs its body on some threads at a time: primitives of warps and blocks are refused there.
 - Loads among an operator's operands get no bounds check: they are given one.
 - T.gemm, and whoever asks for it, lays tiles of shared memory out in an order of its own: not a source of a put.
@@ -12,6 +14,9 @@
 
 from __future__ import annotations
 
+import re
+
+from tilelang import tvm
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
@@ -29,6 +34,9 @@ from tilescale_net.errors import KernelError
 
 _COPY = "tl.tileop.copy"
 _TMA_OPS = {"tl.tileop.tma_copy", "tl.tileop.im2col", "tl.tma_load", "tl.tma_store"}
+_WAIT, _WAIT_ASYNC = "tsn.wait", "tsn.wait_async"
+# Primitives that order what peers wrote for loads alone.
+_GENERIC_ONLY = {"test", "get", "get_rows", "barrier_all", "barrier_node", "barrier_grid"}
 _TMA_ANNOTATIONS = ("is_gather4", "is_scatter4", "cluster_mask")
 _PIPELINE_ANNOTATIONS = ("num_stages", "tl_pipeline_order", "tl_pipeline_stage", "software_pipeline_stage")
 
@@ -37,11 +45,14 @@ def check(func: tirx.PrimFunc) -> None:
     """Raise KernelError, with the author's line, for what cannot be made right."""
     if not our_calls(func.body):
         return
+    if orders_async(func.body):
+        _check_async(func)
+    else:
+        _check_tma(func)
     loops = []
     post_order_visit(func.body, lambda node: loops.append(node) if isinstance(node, tirx.For) else None)
     for loop in loops:
         _check_loop(loop)
-    _check_tma(func)
     _check_tiles(func)
 
 
@@ -51,7 +62,9 @@ def rewrite(body: tirx.Stmt, guards: bool = True) -> tirx.Stmt:
         return body
     if guards:
         body = ir_transform(body, None, lambda c: _guard_loads(c) if op_name(c) in OUR_OPS else None, ["tirx.Call"])
-    body = ir_transform(body, None, lambda c: _without_tma(c) if op_name(c) == _COPY else None, ["tirx.Call"])
+    if opaque_call(body) is not None:  # else nothing in the kernel waits for what a peer writes
+        settle = _settle_async if orders_async(body) else _settle_generic
+        body = ir_transform(body, None, settle, ["tirx.Call"])
     return ir_transform(body, None, _evaluate_once, ["tirx.IfThenElse", "tirx.For"])
 
 
@@ -95,6 +108,36 @@ def _check_tma(func: tirx.PrimFunc) -> None:
         )
 
 
+def orders_async(body) -> bool:
+    """Whether a wait of the kernel orders the async proxy, to which TMA belongs."""
+    return any(op_name(call) == _WAIT_ASYNC for call in our_calls(body))
+
+
+def _check_async(func: tirx.PrimFunc) -> None:
+    for call in our_calls(func.body):
+        row = operator_of(call)
+        if row is not None and (row.name in _GENERIC_ONLY or (row.name == "ld" and row.read(call).order == "acquire")):
+            raise KernelError(
+                f'kernel {kernel_name(func)} has a wait with proxy="async", so that it may read with TMA, and {op_name(call)}, '
+                "which does not order TMA; wait for a signal instead, or leave proxy out" + location_suffix(call)
+            )
+
+
+def check_specialized(name: str, source: str) -> None:
+    """Raise KernelError where generated source calls a block-scope primitive in one part of a split block."""
+    for match in re.finditer(r"^(\s*)if \(\(?\(int\)threadIdx\.x\)? < \d+\) \{$", source, re.MULTILINE):
+        # The branch and its counterpart end at the same indentation.
+        end = re.compile(rf"^{match[1]}\}}$", re.MULTILINE).search(source, match.end())
+        part = source[match.start() : end.end() if end else len(source)]
+        call = re.search(r"tsn::(\w+)<[^;(]*tsn::Scope::block|tsn::(barrier_\w+|\w+_block)\b", part)
+        if call and "else" in part:
+            raise KernelError(
+                f"kernel {name}: tsn.{call[1] or call[2]} is called at block scope by one part of a warp-specialised block, "
+                "whose other threads never come; use the thread- or warp-scope primitive there, or leave "
+                "tl.disable_warp_specialized on"
+            )
+
+
 def _check_tiles(func: tirx.PrimFunc) -> None:
     """Refuse puts from tiles whose elements do not lie in order."""
     calls = [call for call in our_calls(func.body) if (row := operator_of(call)) and "tile" in row.names]
@@ -125,6 +168,26 @@ def _note_tile(node, found: dict) -> None:
         found[node.buffer.data] = "the layout of an operand of T.gemm"
     if op_name(node) == "tirx.tvm_access_ptr":
         found[node.args[1]] = "the layout of an operand of T.gemm"
+
+
+def _settle_generic(call: tirx.Call) -> tirx.Call | None:
+    return _without_tma(call) if op_name(call) == _COPY else None
+
+
+def _settle_async(call: tirx.Call) -> tirx.Call | None:
+    if op_name(call) == _WAIT:
+        return tirx.Call(call.dtype, tvm.ir.Op.get(_WAIT_ASYNC), call.args, span=call.span)
+    return _without_tma(call) if op_name(call) == _COPY and _is_global(call.args[1]) else None
+
+
+def _is_global(region) -> bool:
+    """Whether an operand of a copy lies in global memory."""
+    found = []
+    post_order_visit(
+        tirx.Evaluate(region),
+        lambda node: found.append(node.buffer.scope()) if isinstance(node, tirx.BufferLoad) else None,
+    )
+    return "global" in found
 
 
 def _without_tma(copy: tirx.Call) -> tirx.Call:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tvm.tirx import PrimFunc
 
 from tilescale_net.compiler import jit
-from tilescale_net.compiler.ir import block_threads
 from tilescale_net.compiler.nvcc import SM_90, compile_source, disassemble
 from tilescale_net.compiler.passes import prepare
 
@@ -19,10 +18,14 @@ def cuda_source(func: PrimFunc, target: dict = SM_90, pass_configs: dict | None 
 
 def ptx(func: PrimFunc, target: dict = SM_90, pass_configs: dict | None = None) -> str:
     """PTX of a kernel for `target`. Raises KernelError, ConfigurationError."""
-    return compile_source(cuda_source(func, target, pass_configs), "ptx", target, threads=block_threads(func))
+    return compile_source(cuda_source(func, target, pass_configs), "ptx", target, threads=_threads(func, pass_configs))
 
 
 def sass(func: PrimFunc, target: dict = SM_90, pass_configs: dict | None = None) -> str:
     """Machine code of a kernel for `target`. Raises KernelError, ConfigurationError."""
     source = cuda_source(func, target, pass_configs)
-    return disassemble(compile_source(source, "cubin", target, threads=block_threads(func)))
+    return disassemble(compile_source(source, "cubin", target, threads=_threads(func, pass_configs)))
+
+
+def _threads(func: PrimFunc, pass_configs: dict | None) -> int | None:
+    return jit.known_threads(func, jit.required_pass_configs(func, pass_configs))

@@ -2,7 +2,8 @@
 
 - Nothing that a peer writes is read through the non-coherent cache (passes.py), by TMA, twice, or too early (hazards.py).
 - Calls with an effect are carried out once, wherever they stand in an expression (effects.py).
-- Warp specialisation is off: it would double the block behind the back of block-scope primitives.
+- Warp specialisation is off unless the author asks for it: it makes the block larger and splits it, which block-scope
+  primitives must not see.
 - The cache key covers the device headers and the lowering rules (toolchain.py).
 - Targets name a real architecture; the version of tilelang and the CUDA compiler are checked first.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import logging
 from collections.abc import Callable
 
@@ -19,21 +21,21 @@ from tilelang import tvm
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from tilescale_net.compiler import lowering, toolchain
+from tilescale_net.compiler import hazards, lowering, toolchain
 from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.kernel import CudaKernel, Kernel
 from tilescale_net.compiler.passes import prepare
-from tilescale_net.compiler.simulator import bounds, lowered_cache, sites
+from tilescale_net.compiler.simulator import bounds, gemm, lowered_cache, sites
 from tilescale_net.compiler.simulator.kernel import SimulatedKernel
 from tilescale_net.errors import ConfigurationError, KernelError
 from tilescale_net.runtime import progress, settings, worlds
 
 # Pass options that a communicating kernel cannot do without, and why.
 REQUIRED_CONFIGS = {
-    "tl.disable_warp_specialized": (True, "warp specialisation changes the number of threads per block"),
     "tl.disable_loop_unswitching": (True, "loop unswitching moves reads above waits"),
     "tl.if_stmt_binding_inline_replayable_binds": (False, "replaying a read below a wait gives another value"),
 }
+WARP_SPECIALIZED_OFF = "tl.disable_warp_specialized"
 # The simulator runs code for an architecture without asynchronous copies.
 SIMULATOR_TARGET = {"kind": "cuda", "arch": "sm_70"}
 
@@ -65,6 +67,7 @@ def required_pass_configs(func: PrimFunc, given: dict | None) -> dict:
     """The author's pass options (of the kernel, then of the call) with the required ones; conflicts raise KernelError."""
     configs = dict(func.attrs["tilelang_pass_configs"]) if "tilelang_pass_configs" in (func.attrs or {}) else {}
     configs.update({getattr(key, "value", key): value for key, value in (given or {}).items()})
+    configs.setdefault(WARP_SPECIALIZED_OFF, True)
     for key, (value, reason) in REQUIRED_CONFIGS.items():
         if key in configs and bool(configs[key]) != value:
             raise KernelError(f"kernel {kernel_name(func)}: pass option {key} must be {value}: {reason}")
@@ -76,7 +79,19 @@ def lower(func: PrimFunc, target: dict, pass_configs: dict):
     """Lower a prepared kernel to CUDA source without compiling it; a `tilelang.engine.param.CompiledArtifact`."""
     resolved = Target(target)
     with lowering.enabled(), tvm.transform.PassContext(opt_level=3, config=pass_configs), resolved:
-        return tilelang.lower(func, target=resolved)
+        artifact = tilelang.lower(func, target=resolved)
+    _check_specialized(func, pass_configs, artifact.kernel_source)
+    return artifact
+
+
+def _check_specialized(func: PrimFunc, pass_configs: dict, source: str) -> None:
+    if not pass_configs.get(WARP_SPECIALIZED_OFF, True):
+        hazards.check_specialized(kernel_name(func), source)
+
+
+def known_threads(func: PrimFunc, pass_configs: dict) -> int | None:
+    """Threads per block where one number is known: warp specialisation adds some."""
+    return block_threads(func) if pass_configs.get(WARP_SPECIALIZED_OFF, True) else None
 
 
 def compile(
@@ -126,18 +141,25 @@ def compile(
         if chosen == "simulator":
             numbered, lines = sites.number(prepared.func, sites.lines_of(func))
             configs = {**bounds.UNGUARDED, **configs}
-            lowered = lowered_cache.get_or_build(kernel_name(func), numbered, SIMULATOR_TARGET, configs, lower)
+            with gemm.plain():
+                lowered = lowered_cache.get_or_build(kernel_name(func), numbered, SIMULATOR_TARGET, configs, lower)
             return SimulatedKernel(prepared, lowered, lines)
         toolchain.find_nvcc()
-        with lowering.enabled(), _quiet(), toolchain.once_per_host(kernel_name(func)):
+        with lowering.enabled(), _quiet(), toolchain.once_per_host(_lock_name(func)):
             compiled = tilelang.compile(
                 prepared.func.without_attr("tilelang_pass_configs").without_attr("tilelang_compile_flags"),
                 target=Target(chosen),
                 execution_backend="tvm_ffi",
                 pass_configs=configs,
-                compile_flags=toolchain.compile_flags(flags, block_threads(prepared.func)),
+                compile_flags=toolchain.compile_flags(flags, known_threads(prepared.func, configs)),
             )
-        return CudaKernel(prepared, compiled, chosen)
+            _check_specialized(func, configs, compiled.get_kernel_source())
+        return CudaKernel(prepared, compiled, chosen, known_threads(prepared.func, configs))
+
+
+def _lock_name(func: PrimFunc) -> str:
+    """One of a few names for each kernel, so that ranks may compile variants of it at the same time."""
+    return f"{kernel_name(func)}-{hashlib.sha256(func.script().encode()).digest()[0] % 16}"
 
 
 @contextlib.contextmanager
@@ -170,6 +192,11 @@ class KernelFactory:
         self._function = function
         self._options = options
         self._kernels: dict = {}
+
+    @property
+    def pass_configs(self) -> dict:
+        """What the decorator asked of tilelang's passes; `inspect` shows the code that runs when it is given the same."""
+        return dict(self._options["pass_configs"] or {})
 
     def __call__(self, *args, **kwargs) -> Kernel:
         """The kernel for these arguments; compiled once per set of arguments and per target."""

@@ -9,7 +9,7 @@ import tvm_ffi
 
 from tilescale_net.compiler import arguments, nvcc
 from tilescale_net.compiler.arguments import BadArguments
-from tilescale_net.compiler.ir import block_threads, kernel_name
+from tilescale_net.compiler.ir import kernel_name
 from tilescale_net.compiler.passes import Prepared
 from tilescale_net.errors import KernelError, TileScaleError
 from tilescale_net.runtime import worlds
@@ -151,9 +151,10 @@ class Kernel:
 class CudaKernel(Kernel):
     """A kernel compiled for a GPU by tilelang."""
 
-    def __init__(self, prepared: Prepared, compiled, target):
+    def __init__(self, prepared: Prepared, compiled, target, threads: int | None = None):
         super().__init__(prepared, compiled.get_kernel_source(), target)
         self._compiled = compiled
+        self._threads = threads
 
     @functools.cache  # noqa: B019 (kernels live as long as the program)
     def _function(self):
@@ -188,9 +189,8 @@ class CudaKernel(Kernel):
 
     def ptx(self) -> str:
         """PTX of the kernel, compiled on request by nvcc."""
-        return nvcc.compile_source(self.source, "ptx", self.target, threads=block_threads(self.prim_func))
+        return nvcc.compile_source(self.source, "ptx", self.target, threads=self._threads)
 
     def sass(self) -> str:
         """Machine code of the kernel, disassembled by nvdisasm."""
-        threads = block_threads(self.prim_func)
-        return nvcc.disassemble(nvcc.compile_source(self.source, "cubin", self.target, threads=threads))
+        return nvcc.disassemble(nvcc.compile_source(self.source, "cubin", self.target, threads=self._threads))

@@ -185,6 +185,7 @@ OPERATORS: dict[str, Operator] = {
         Operator("put_value", (), ("context", "memory", "value", "pe")),
         Operator("signal", ("Scope", "SignalOp", "fence:int"), ("context", *_SIGNAL, "pe")),
         Operator("wait", ("Scope", "Compare"), ("context", "words", "i64"), "uint64"),
+        Operator("wait_async", ("Scope", "Compare"), ("context", "words", "i64"), "uint64"),
         Operator("test", ("Compare",), ("context", "words", "i64"), "bool"),
         Operator("atomic", ("AtomicOp",), ("context", "memory", "value", "pe"), "value"),
         Operator("atomic_cas", (), ("context", "memory", "compare:value", "value", "pe"), "value"),

@@ -60,6 +60,13 @@ TSN_DEVICE void push_shared(const Context* ctx, char* dst, const char* src, int6
   } else if (TSN_UNLIKELY(access.aborted)) {
     return sig == nullptr ? void() : scope_sync<S>();
   }
+  if constexpr (S == Scope::thread) {
+    const struct {
+      uint32_t unit;
+      int64_t bytes;
+    } tile = {widest_unit(reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src) | uint64_t(bytes)), bytes};
+    if (sig != nullptr && fits_packet<Op>(tile, dst, sig)) return put_packet(peer, *(const uint64_t*)src, value);
+  }
   if (bytes > 0) copy_shared(peer, src, uint32_t(bytes), scope_part<S>());
   if (sig == nullptr) return;
   scope_sync<S>();

@@ -122,6 +122,8 @@ TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64
           push_bulk_by_block<E, Unroll, Stages, StageBytes>(ctx, kOpPutSignal, dst, src, bytes, pe, sig, ring);
       scope_sync<S>();
       if (!leader) return;
+      if constexpr (platform::kDefersRemoteWrites)
+        if (distance != kNotPushed) platform::signalling(sig, pe);
       if (TSN_LIKELY(distance != kNotPushed)) detail::release_signal<Op>((uint64_t*)((char*)sig + distance), value);
       else detail::put_signal_by_proxy_or_fail<Op>(ctx, dst, src, bytes, pe, sig, value);
       return;

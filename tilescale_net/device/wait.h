@@ -52,6 +52,18 @@ TSN_DEVICE uint64_t wait(const Context* ctx, const uint64_t* sig, int64_t value)
   return scope_broadcast<S>([&] { return detail::wait_one<C>(ctx, sig, value, kOpWait, -1); });
 }
 
+// As wait; what TMA and bulk copies of the scope read afterwards is ordered as well. They belong to the async proxy,
+// which an acquire alone does not order.
+template <Scope S, Compare C>
+TSN_DEVICE uint64_t wait_async(const Context* ctx, const uint64_t* sig, int64_t value) {
+  enter<S>(kOpWait, nullptr, 0, kNoPe, sig, uint64_t(value));
+  return scope_broadcast<S>([&] {
+    const uint64_t seen = detail::wait_one<C>(ctx, sig, value, kOpWait, -1);
+    platform::bulk_publish();
+    return seen;
+  });
+}
+
 // Reads the word once; true orders like wait. True also once the job is aborted, so that a loop around it ends; such a
 // loop has no deadline of its own.
 template <Compare C>

@@ -18,10 +18,11 @@ def _comparison(sig, cmp, value):
     return signal_word(sig).pointer(), as_integer("value", value, "int64", -(2**63), 2**63 - 1)
 
 
-def _wait(scope, sig, cmp, value):
+def _wait(scope, sig, cmp, value, proxy):
     require_converged(scope)
     word, wanted = _comparison(sig, cmp, value)
-    return OPERATORS["wait"](scope, cmp, word, wanted)
+    one_of("proxy", proxy, ("generic", "async"))
+    return OPERATORS["wait" if proxy == "generic" else "wait_async"](scope, cmp, word, wanted)
 
 
 def _signal(scope, sig, value, pe, op, fence):
@@ -69,7 +70,7 @@ def signal_block(sig: Place, value: Number, pe: Number, op: str = "set", *, fenc
 
 
 @primitive
-def wait(sig: Place, cmp: str, value: Number) -> tirx.PrimExpr:
+def wait(sig: Place, cmp: str, value: Number, *, proxy: str = "generic") -> tirx.PrimExpr:
     """Wait until the local signal word compares to `value`; orders the calling thread (acquire, system scope).
 
     Args:
@@ -77,25 +78,28 @@ def wait(sig: Place, cmp: str, value: Number) -> tirx.PrimExpr:
         cmp: "eq", "ne", "ge", "gt", "le" or "lt", comparing the word with `value` as signed 64-bit integers.
         value: signed integer of any width, such as `i - 1`: of a word that counts from 0, "ge" and "gt" hold at once for
             a negative value. "eq" and "ne" also take constants up to 2**64 - 1.
+        proxy: "generic" orders loads and stores. "async" orders TMA and bulk copies as well, for one fence more; a kernel
+            with such a wait may read with TMA what peers have written, and T.copy does so where tilelang sees a gain.
+            One such wait makes all waits of the kernel so.
 
     Returns:
         The word's value that ended the wait, uint64.
 
     A wait ends with an error on the host (WaitTimeout, PeerLost) when the word does not change in time.
     """
-    return _wait("thread", sig, cmp, value)
+    return _wait("thread", sig, cmp, value, proxy)
 
 
 @primitive
-def wait_warp(sig: Place, cmp: str, value: Number) -> tirx.PrimExpr:
+def wait_warp(sig: Place, cmp: str, value: Number, *, proxy: str = "generic") -> tirx.PrimExpr:
     """As `wait`, called by all lanes of a warp: one lane polls, all are ordered and get the value."""
-    return _wait("warp", sig, cmp, value)
+    return _wait("warp", sig, cmp, value, proxy)
 
 
 @primitive
-def wait_block(sig: Place, cmp: str, value: Number) -> tirx.PrimExpr:
+def wait_block(sig: Place, cmp: str, value: Number, *, proxy: str = "generic") -> tirx.PrimExpr:
     """As `wait`, called by all threads of the block: one thread polls, all are ordered and get the value."""
-    return _wait("block", sig, cmp, value)
+    return _wait("block", sig, cmp, value, proxy)
 
 
 @primitive

@@ -20,8 +20,8 @@ def start(world) -> tuple[RunningProxy, int, int]:
     """
     proxy = RunningProxy(world)
     try:
-        blobs = world.control.gather("tilescale_net.init (proxy)", proxy.address())
-        proxy.connect(blobs)
+        addresses = world.control.gather("tilescale_net.init (proxy)", proxy.address())
+        proxy.connect(addresses)
         # Nobody may send before everybody knows everybody: some networks drop writes from strangers.
         world.control.agree("tilescale_net.init (proxy)", "connected")
     except BaseException:
@@ -77,10 +77,10 @@ class RunningProxy:
         self.n_queues = len(views) // 64
 
     def address(self) -> bytes:
-        return self._proxy.local_blob()
+        return self._proxy.address()
 
-    def connect(self, blobs: list[bytes]) -> None:
-        self._proxy.connect(blobs)
+    def connect(self, addresses: list[bytes]) -> None:
+        self._proxy.connect(addresses)
         self._proxy.start()
 
     def explain(self, reason: str) -> None:

@@ -60,6 +60,13 @@ MODULE_LOADING = Setting(
     "",
     "CUDA's own; set to `EAGER` where ranks are on several nodes, unless you set it (docs/proxy.md says why)",
 )
+NVTX = Setting(
+    "TSN_NVTX",
+    setting.flag,
+    False,
+    "1: calls of collectives and of `AllToAll` are NVTX ranges, for Nsight Systems",
+    "0",
+)
 LIBCUDA = Setting("TSN_LIBCUDA", setting.text, "", "the CUDA driver library", "`libcuda.so.1`")
 CACHE_HOME = Setting(
     "XDG_CACHE_HOME", setting.text, "", "folder whose `tilescale_net` keeps compiled kernels", "`~/.cache`"
@@ -144,6 +151,13 @@ SIM_CXXFLAGS: Setting[list[str]] = Setting(
     [],
     "further flags of the host compiler, such as `-g -O0` for a debugger",
 )
+SIM_RACES = Setting(
+    "TSN_SIM_RACES",
+    setting.flag,
+    True,
+    "report accesses that nothing orders, in any schedule that runs (`DataRace`); `0`: do not look",
+    "1",
+)
 CXX: Setting[list[str]] = Setting("CXX", setting.words, [], "the host compiler", "g++, clang++ or c++")
 
 GPUS = Setting(
@@ -191,12 +205,12 @@ CHAOS_SEEDS = Setting(
 
 # The page: titles, and what stands below them.
 SECTIONS: dict[str, tuple[Setting, ...]] = {
-    "": (DEVICE, HEAP_SIZE, TIMEOUT, HEARTBEAT_TIMEOUT, VIRTUAL_NODES, MODULE_LOADING, LIBCUDA, CACHE_HOME),
+    "": (DEVICE, HEAP_SIZE, TIMEOUT, HEARTBEAT_TIMEOUT, VIRTUAL_NODES, MODULE_LOADING, LIBCUDA, NVTX, CACHE_HOME),
     "Network": (
         *(LIBFABRIC, PROVIDER, FABRIC_INTERFACE, RAILS, PROXY_QUEUES, PROXY_THREADS, PROXY_CPUS, PROXY_CAPACITY),
         *(PROXY_CHUNK, PROXY_STAGING, PROXY_STATS, CHAOS),
     ),
-    "Simulator": (SIM_SEED, SIM_VISIBILITY, SIM_SMS, SIM_STALL, SIM_STACK, SIM_CXXFLAGS, CXX),
+    "Simulator": (SIM_SEED, SIM_VISIBILITY, SIM_RACES, SIM_SMS, SIM_STALL, SIM_STACK, SIM_CXXFLAGS, CXX),
     "Launcher and build": (
         *(GPUS, NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, OUTPUT),
         *(PYTHON, VENV, BUILD, LIBFABRIC_INCLUDE, STORE, STORE_FD),

@@ -15,6 +15,7 @@ from tilescale_net.runtime import settings
 VISIBILITIES = ("eager", "late", "random")
 _seed: int | None = None
 _visibility: str | None = None
+_races: bool | None = None
 _launches = 0
 
 
@@ -26,6 +27,11 @@ def seed() -> int:
 def visibility() -> str:
     """The visibility in force: that of `schedule`, else TSN_SIM_VISIBILITY, else `random`."""
     return _visibility or settings.SIM_VISIBILITY.get()
+
+
+def races() -> bool:
+    """Whether accesses are checked for an order between them: as `schedule` says, else TSN_SIM_RACES."""
+    return settings.SIM_RACES.get() if _races is None else _races
 
 
 def multiprocessors() -> int:
@@ -43,22 +49,23 @@ def stack_bytes() -> int:
 
 
 @contextlib.contextmanager
-def schedule(seed: int | None = None, visibility: str | None = None) -> Iterator[None]:
-    """Launches inside the block run with this seed and visibility, whatever the environment says.
+def schedule(seed: int | None = None, visibility: str | None = None, races: bool | None = None) -> Iterator[None]:
+    """Launches inside the block run with this seed and visibility, and report races or not, whatever the environment says.
 
     The count of launches starts at 0 again, so that a block repeats the schedules of an equal block.
     """
-    global _seed, _visibility, _launches
+    global _seed, _visibility, _races, _launches
     if visibility is not None and visibility not in VISIBILITIES:
         raise ConfigurationError(f"visibility {visibility!r} is not one of {', '.join(VISIBILITIES)}")
-    saved = _seed, _visibility, _launches
+    saved = _seed, _visibility, _races, _launches
     _seed = saved[0] if seed is None else seed
     _visibility = visibility or saved[1]
+    _races = saved[2] if races is None else races
     _launches = 0
     try:
         yield
     finally:
-        _seed, _visibility, _launches = saved
+        _seed, _visibility, _races, _launches = saved
 
 
 def start_delay(rank: int, ranks: int) -> float:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import tilescale_net
 from tilescale_net import fabric
 from tilescale_net.errors import ConfigurationError, PeerLost, TileScaleError
-from tilescale_net.runtime import context, device_errors, groups, settings, topology
+from tilescale_net.runtime import context, device_errors, groups, race_memory, settings, topology
 from tilescale_net.runtime.control import Control
 from tilescale_net.runtime.heap import Heap
 from tilescale_net.runtime.watchdog import Watchdog
@@ -50,7 +50,7 @@ class World:
         self.failure: TileScaleError | None = None
         self.proxy = None
         self._watchdog: Watchdog | None = None
-        self.memory = None
+        self.memory = self._race_memory = None
         self._closed = False
         self._abort_address = self._error_address = 0
         self._page_in_use = threading.Lock()
@@ -113,6 +113,8 @@ class World:
             else 0
             for pe in range(self.size)
         ]
+        if not on_gpu:
+            self._race_memory = race_memory.share(self.memory, self.control, self.rank, hosts, self.peer_base)
         queues, n_queues = self._start_proxy()
         if on_gpu and self.rank == 0 and self.proxy is not None and self.memory.loads_kernels_late():
             settings.log.warning(
@@ -345,6 +347,8 @@ class World:
                 from tilescale_net import _simulator
 
                 _simulator.unregister_heap(self.memory.base)
+                if self._race_memory is not None:
+                    self._race_memory.close()
             self.memory.close()
         self.control.close()
 

@@ -128,12 +128,13 @@ def _endless(mode: str, warm: int) -> None:
 def test_a_rank_that_dies(mode):
     """The others raise, soon, and nothing is left behind."""
     begin = time.monotonic()
-    outcomes = ranks.launch(2, _endless, mode, 3, env={"TSN_TIMEOUT": "10"}, timeout=100)
+    limit = 240 if ranks.gpus() else 90  # on GPUs the constructor compiles a dozen kernels
+    outcomes = ranks.launch(2, _endless, mode, 3, env={"TSN_TIMEOUT": "10"}, timeout=limit + 10)
     kind, text, _ = outcomes[0].error
     assert kind in ("PeerLost", "WaitTimeout"), outcomes[0]
     assert kind != "PeerLost" or "rank 1" in text
     assert outcomes[1].exitcode == -signal.SIGKILL
-    assert time.monotonic() - begin < 90
+    assert time.monotonic() - begin < limit
 
 
 def _silent(mode: str) -> None:

@@ -45,6 +45,10 @@ _STATIC_SHARED = re.compile(
 )
 
 
+# T.use_swizzle: the kernel's own order of blocks, under the name of the built-in variable.
+_SWIZZLE = re.compile(r"\bconst dim3 blockIdx = (tl::rasterization\w+<[^>]*>\(\));")
+
+
 @dataclass(frozen=True)
 class Parameter:
     """A parameter of a kernel: its name, its C++ type (of the elements, for a pointer), and whether it is a pointer."""
@@ -147,6 +151,15 @@ def translate(name: str, source: str) -> HostSource:
     return HostSource(PRELUDE + text, kernels, frozenset(shared))
 
 
+def _rename_block_index(body: str) -> str:
+    """`blockIdx` is a macro here: a variable of that name gets another one, from its declaration on."""
+    match = _SWIZZLE.search(body)
+    if match is None:
+        return body
+    rest = re.sub(r"\bblockIdx\b", "tsn_block_idx", body[match.end() :])
+    return f"{body[: match.start()]}const dim3 tsn_block_idx = {match[1]};{rest}"
+
+
 def _leave_addresses(body: str, checked: str) -> str:
     """The address of an element is no access, and may lie one past the end; only atomics access what they are given."""
     return re.sub(
@@ -197,6 +210,7 @@ _RANGES = {
     "put_value": ((1, ""),),
     "signal": ((1, "8"),),
     "wait": ((1, "8"),),
+    "wait_async": ((1, "8"),),
     "test": ((1, "8"),),
     "atomic": ((1, ""),),
     "atomic_cas": ((1, ""),),
@@ -249,7 +263,7 @@ def _define(kernel: str, parameters: tuple[Parameter, ...], body: str) -> str:
     """The kernel as a host function with checked pointers, and the function that the simulator calls per thread."""
     declared, passed = [], []
     pointers = {p.name for p in parameters if p.pointer and p.ctype != "void"}
-    body = _check_views(body, pointers)
+    body = _check_views(_rename_block_index(body), pointers)
     if "tsn::" in body:
         body = _note_stores(_check_calls(body, pointers), pointers)
     for i, p in enumerate(parameters):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import time
 
@@ -101,10 +102,11 @@ class SimulatedFunction:
         failure, message, remark, _ = self._library.launch(
             launch.kernel, words, grid, block, shared, simulator.next_launch_seed(context.my_pe if context else 0),
             resident_blocks(block[0] * block[1] * block[2], shared), simulator.stall_seconds(timeout), simulator.stack_bytes(),
-            self._communicates, self._lines,
+            self._communicates, self._communicates and simulator.races(), context.heap_base if context else 0, self._lines,
         )  # fmt: skip
         where = f"kernel {self.name} (simulated, seed {simulator.seed()}, visibility {simulator.visibility()})"
-        if failure:
+        # In a job that has been aborted waits return at once: what follows them says nothing.
+        if failure and not (_FAILURES[failure] is errors.DataRace and context and self._aborted(context)):
             rank = f"rank {context.my_pe}: " if context else ""
             self._give_up(context, _FAILURES[failure](f"{rank}{where}: {message}"))
         if context and context.error:
@@ -116,6 +118,11 @@ class SimulatedFunction:
                 self._give_up(context, type(error)(f"{error} [{where}{'; ' + remark if remark else ''}]"))
             if world is not None:
                 world.check()
+
+    @staticmethod
+    def _aborted(context) -> bool:
+        aborted = ctypes.c_uint32.from_address(context.abort_word).value if context.abort_word else 0
+        return bool(aborted) or (bool(context.error) and device_errors.read(context.error).kind != 0)
 
     def _give_up(self, context, error: errors.TileScaleError) -> None:
         """Raise `error`; in a world, every rank learns of it, and the loss of a peer is the better explanation."""

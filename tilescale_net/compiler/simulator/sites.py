@@ -54,6 +54,6 @@ def number(func: tirx.PrimFunc, calls: list[tuple[str, str]]) -> tuple[tirx.Prim
         return tirx.Call(call.dtype, call.op, [*call.args, index], annotations=call.annotations)
 
     body = ir_transform(func.body, None, add, ["tirx.Call"])
-    if met != [name for name, _ in calls]:
+    if [name.removesuffix("_async") for name in met] != [name.removesuffix("_async") for name, _ in calls]:
         return func, []
     return tirx.PrimFunc(func.params, body, func.ret_type, func.buffer_map, func.attrs), lines

@@ -36,9 +36,9 @@ public:
     if (o_.operation == Transfer::send) post_receives();
     const uint64_t meeting = session_.sync(peer_);
     if (o_.initiator) initiate();
-    session_.tell_count(peer_, meeting, sent_, [this] { drain(true); });
+    session_.send_count(peer_, meeting, sent_, [this] { drain(true); });
     // Serve until the peer has finished and everything that it sent is here.
-    while (session_.told_count(peer_, meeting) < 0 || !received_all(meeting)) drain(true);
+    while (session_.peer_count(peer_, meeting) < 0 || !received_all(meeting)) drain(true);
     session_.sync(peer_);
     return result_;
   }
@@ -130,7 +130,7 @@ private:
   }
 
   bool received_all(uint64_t meeting) {
-    return o_.operation != Transfer::send || received_ == static_cast<uint64_t>(session_.told_count(peer_, meeting));
+    return o_.operation != Transfer::send || received_ == static_cast<uint64_t>(session_.peer_count(peer_, meeting));
   }
 
   Session& session_;

@@ -39,22 +39,22 @@ BareWriter::BareWriter(const BareWriterOptions& options) : options_(options), ev
 
 BareWriter::~BareWriter() { transport_.reset(); }
 
-std::string BareWriter::blob() const {
+std::string BareWriter::address() const {
   BlobWriter w(kBlobMagic);
   w.text(transport_->address());
   w.text(transport_->region_key(region_));
   return w.take();
 }
 
-void BareWriter::connect(int peer, const std::string& blob) {
-  BlobReader r(blob, kBlobMagic, "the address of peer " + std::to_string(peer));
+void BareWriter::connect(int peer, const std::string& address) {
+  BlobReader r(address, kBlobMagic, "the address of peer " + std::to_string(peer));
   transport_->connect(peer, r.text());
   if (remote_.size() <= (size_t)peer) remote_.resize((size_t)peer + 1, -1);
   remote_[(size_t)peer] = transport_->add_remote(peer, r.text());
   if (staging_) staging_->set_peer(remote_[(size_t)peer]);
 }
 
-void BareWriter::give_up(const std::string& what) {
+void BareWriter::fail(const std::string& what) {
   throw FabricError("rank " + std::to_string(options_.transport.rank) + ": bare writer: " + what);
 }
 
@@ -71,7 +71,7 @@ int BareWriter::poll() {
       std::memcpy(&slot, e.data, sizeof slot);
       staging_->given_back(slot);
     } else if (e.kind == Event::message) finished_ = true;
-    else give_up(std::string("an operation failed: ") + (e.text ? e.text : "no reason given"));
+    else fail(std::string("an operation failed: ") + (e.text ? e.text : "no reason given"));
   }
   idle_ = n ? 0 : idle_ + 1;
   if (!options_.dedicated && idle_ > 50) sched_yield();
@@ -83,16 +83,16 @@ void BareWriter::post(const Transport::Copy& copy) {
   for (;;) {
     const Post post = transport_->post_write(copy);
     if (post == Post::ok) break;
-    if (post == Post::error) give_up(transport_->last_error());
+    if (post == Post::error) fail(transport_->last_error());
     if (poll() == 0 && now_ns() - start > (uint64_t)(options_.timeout * 1e9))
-      give_up("peer " + std::to_string(copy.peer) + " took nothing for " + std::to_string(options_.timeout) + " s");
+      fail("peer " + std::to_string(copy.peer) + " took nothing for " + std::to_string(options_.timeout) + " s");
   }
   posted_++;
   out_[(size_t)copy.rail] += copy.bytes;
 }
 
 double BareWriter::write(int peer, uint64_t bytes, int count, bool blocking, int from) {
-  if (bytes > options_.bytes) give_up(std::to_string(bytes) + " bytes do not fit the buffer");
+  if (bytes > options_.bytes) fail(std::to_string(bytes) + " bytes do not fit the buffer");
   if (staging_) return write_staged(peer, bytes, count, blocking, from);
   const uint64_t rails = out_.size();
   uint64_t chunk = options_.chunk_bytes;
@@ -103,7 +103,7 @@ double BareWriter::write(int peer, uint64_t bytes, int count, bool blocking, int
     while (posted_ - completed_ > outstanding) {
       if (poll()) last = now_ns();
       else if (now_ns() - last > (uint64_t)(options_.timeout * 1e9))
-        give_up("peer " + std::to_string(peer) + " completed nothing for " + std::to_string(options_.timeout) + " s");
+        fail("peer " + std::to_string(peer) + " completed nothing for " + std::to_string(options_.timeout) + " s");
     }
   };
   for (int i = 0; i < count; i++) {
@@ -127,7 +127,7 @@ double BareWriter::write(int peer, uint64_t bytes, int count, bool blocking, int
 }
 
 double BareWriter::exchange(int peer, uint64_t bytes, int count, bool first) {
-  if (bytes > options_.bytes) give_up(std::to_string(bytes) + " bytes do not fit the buffer");
+  if (bytes > options_.bytes) fail(std::to_string(bytes) + " bytes do not fit the buffer");
   if (staging_) return exchange_staged(peer, bytes, count, first);
   Transport::Copy c = {};
   c.peer = peer;
@@ -141,7 +141,7 @@ double BareWriter::exchange(int peer, uint64_t bytes, int count, bool first) {
     const uint64_t begun = now_ns();
     while (immediates_ == seen_)
       if (!poll() && now_ns() - begun > (uint64_t)(options_.timeout * 1e9))
-        give_up("peer " + std::to_string(peer) + " did not answer for " + std::to_string(options_.timeout) + " s");
+        fail("peer " + std::to_string(peer) + " did not answer for " + std::to_string(options_.timeout) + " s");
     seen_++;
     if (!first) post(c);
   }
@@ -151,11 +151,11 @@ double BareWriter::exchange(int peer, uint64_t bytes, int count, bool first) {
 }
 
 // To be called after polls without anything new: gives up when that has lasted too long.
-void BareWriter::look_for(uint64_t* since, const std::string& what) {
+void BareWriter::check_timeout(uint64_t* since, const std::string& what) {
   const uint64_t now = now_ns();
   if (*since == 0) *since = now;
   else if (now - *since > (uint64_t)(options_.timeout * 1e9))
-    give_up(what + " for " + std::to_string(options_.timeout) + " s");
+    fail(what + " for " + std::to_string(options_.timeout) + " s");
 }
 
 // Writes the pieces that have been copied out to their slots.
@@ -167,10 +167,10 @@ void BareWriter::post_staged(int peer) {
 }
 
 // Tells the peer that its piece is in place.
-void BareWriter::give_back(int peer, uint32_t slot) {
+void BareWriter::return_slot(int peer, uint32_t slot) {
   uint64_t since = 0;
   while (transport_->post_message(0, peer, &slot, sizeof slot, kSilent) == Post::again)
-    if (!poll()) look_for(&since, "peer " + std::to_string(peer) + " took no message");
+    if (!poll()) check_timeout(&since, "peer " + std::to_string(peer) + " took no message");
 }
 
 double BareWriter::write_staged(int peer, uint64_t bytes, int count, bool blocking, int from) {
@@ -182,7 +182,7 @@ double BareWriter::write_staged(int peer, uint64_t bytes, int count, bool blocki
     post_staged(peer);
     if (from >= 0) land(from);
     if (poll()) since = 0;
-    else look_for(&since, silence);
+    else check_timeout(&since, silence);
   };
   for (int i = 0; i < count; i++) {
     for (uint64_t at = 0; at < bytes; at += options_.chunk_bytes)
@@ -198,15 +198,15 @@ void BareWriter::land(int peer) {
   for (uint32_t slot : arrivals_) staging_->arrived(slot);
   arrivals_.clear();
   uint32_t slot;
-  while (staging_->landed(&slot)) give_back(peer, slot);
+  while (staging_->landed(&slot)) return_slot(peer, slot);
 }
 
 double BareWriter::exchange_staged(int peer, uint64_t bytes, int count, bool first) {
-  if (bytes > options_.chunk_bytes) give_up(std::to_string(bytes) + " bytes do not fit a slot");
+  if (bytes > options_.chunk_bytes) fail(std::to_string(bytes) + " bytes do not fit a slot");
   uint64_t since = 0;
   const std::string silence = "peer " + std::to_string(peer) + " did not answer";
   auto send = [&] {
-    while (!staging_->begin(0, bytes)) poll(), look_for(&since, silence);
+    while (!staging_->begin(0, bytes)) poll(), check_timeout(&since, silence);
     const uint64_t before = posted_;
     while (posted_ == before) post_staged(peer);
     since = 0;
@@ -214,7 +214,7 @@ double BareWriter::exchange_staged(int peer, uint64_t bytes, int count, bool fir
   // The piece is in place, in the memory itself, before the answer leaves; its slot is given back after that.
   uint32_t slot = 0;
   auto receive = [&] {
-    while (arrivals_.empty()) poll() ? void(since = 0) : look_for(&since, silence);
+    while (arrivals_.empty()) poll() ? void(since = 0) : check_timeout(&since, silence);
     staging_->arrived(arrivals_.front());
     arrivals_.erase(arrivals_.begin());
     while (!staging_->landed(&slot)) continue;
@@ -225,10 +225,10 @@ double BareWriter::exchange_staged(int peer, uint64_t bytes, int count, bool fir
     if (first) send();
     receive();
     if (!first) send();
-    give_back(peer, slot);
+    return_slot(peer, slot);
   }
   const double seconds = (double)(now_ns() - start) * 1e-9;
-  while (staging_->outstanding() || posted_ != completed_) poll(), look_for(&since, silence);
+  while (staging_->outstanding() || posted_ != completed_) poll(), check_timeout(&since, silence);
   return seconds;
 }
 
@@ -238,7 +238,7 @@ void BareWriter::serve(int peer) {
   while (!finished_) {
     poll();
     if (staging_) land(peer);
-    if (now_ns() > end) give_up("peer " + std::to_string(peer) + " went away without saying so");
+    if (now_ns() > end) fail("peer " + std::to_string(peer) + " went away without saying so");
   }
   finished_ = false;
 }

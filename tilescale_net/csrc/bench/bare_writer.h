@@ -33,8 +33,8 @@ public:
   explicit BareWriter(const BareWriterOptions& options);
   ~BareWriter();
 
-  std::string blob() const;
-  void connect(int peer, const std::string& blob);
+  std::string address() const;
+  void connect(int peer, const std::string& address);
 
   // Writes `bytes` bytes `count` times; with `blocking` each is complete before the next begins. Seconds from the first
   // post to the last completion; the data are at the peer if the provider has delivery-complete. `from`: a peer, or -1,
@@ -54,15 +54,15 @@ public:
 private:
   struct Buffer;
   int poll();
-  void look_for(uint64_t* since, const std::string& what);
+  void check_timeout(uint64_t* since, const std::string& what);
   double write_staged(int peer, uint64_t bytes, int count, bool blocking, int from);
   double exchange_staged(int peer, uint64_t bytes, int count, bool first);
   void post_staged(int peer);
-  void give_back(int peer, uint32_t slot);
+  void return_slot(int peer, uint32_t slot);
   void land(int peer);
   double exchange(int peer, uint64_t bytes, int count, bool first);
   void post(const Transport::Copy& copy);
-  void give_up(const std::string& what);
+  void fail(const std::string& what);
 
   BareWriterOptions options_;
   std::unique_ptr<Buffer> buffer_;

@@ -81,8 +81,8 @@ void bind(py::module_& m) {
   py::class_<Session>(m, "BenchSession", "A transport with a buffer and a meeting point; see bench/session.h.")
       .def(py::init<const TransportOptions&, int, uint64_t, double, uint64_t, int>(), "options"_a, "peers"_a, "bytes"_a,
            "timeout_s"_a = 30.0, "device_address"_a = 0, "device"_a = 0)
-      .def("introduction", [](const Session& s) { return py::bytes(s.introduction()); })
-      .def("meet", &Session::meet)
+      .def("address", [](const Session& s) { return py::bytes(s.address()); })
+      .def("connect", &Session::connect)
       .def("sync", &Session::sync, py::call_guard<py::gil_scoped_release>())
       .def("properties", [](Session& s) { return properties_of(s.transport()); })
       .def("bytes", &Session::bytes)

@@ -57,7 +57,7 @@ DispatchRate measure_dispatch(uint64_t descriptors, uint64_t bytes, bool with_si
   for (uint64_t left = descriptors; left > 0;) {
     const uint64_t n = std::min(left, kLap - 1);
     Proxy ours(o, make_null_transport);
-    ours.connect({"", peer.blob()});
+    ours.connect({"", peer.address()});
     HostProducer producer(ours.views()[0]);
     Request r = {};
     r.command = with_signal ? Command::put_signal_set : Command::put;

@@ -46,8 +46,8 @@ void bind_proxy(py::module_& m) {
            py::arg("transport"), py::arg("bytes"), py::arg("base") = 0, py::arg("heap_kind") = "host",
            py::arg("device") = 0, py::arg("force_staging") = false, py::arg("chunk_bytes") = 1 << 20,
            py::arg("window") = 64, py::arg("dedicated") = true, py::arg("timeout") = 20.0)
-      .def("blob", [](const BareWriter& w) { return py::bytes(w.blob()); })
-      .def("connect", &BareWriter::connect, py::arg("peer"), py::arg("blob"), no_gil)
+      .def("address", [](const BareWriter& w) { return py::bytes(w.address()); })
+      .def("connect", &BareWriter::connect, py::arg("peer"), py::arg("address"), no_gil)
       .def("write", &BareWriter::write, py::arg("peer"), py::arg("bytes"), py::arg("count"),
            py::arg("blocking") = false, py::arg("from_peer") = -1, no_gil)
       .def("ping", &BareWriter::ping, py::arg("peer"), py::arg("bytes"), py::arg("count"), no_gil)

@@ -13,7 +13,7 @@ namespace {
 
 constexpr uint32_t kMagic = 0x54534e53; // "TSNS"
 // Cookies of the writes that carry numbers; the benchmarks' own are smaller.
-constexpr uint64_t kTold = 1ull << 62, kLife = kTold + 1;
+constexpr uint64_t kWord = 1ull << 62, kLife = kWord + 1;
 // Polls without events after which the processor is offered to others, now and then.
 constexpr int kIdlePolls = 2000;
 // Polls after a meeting, so that the peer learns of it too.
@@ -34,9 +34,9 @@ Session::Session(const TransportOptions& options, int peers, uint64_t bytes, dou
       controls_(peers, -1), numbers_(peers, 0), last_event_(Clock::now()) {
   transport_ = make_transport(options);
   receives_posted.assign(transport_->properties().rails, 0);
-  control_bytes_ = sizeof(Line) * static_cast<size_t>(peers);
-  lines_ = reinterpret_cast<Line*>(map_pages(control_bytes_));
-  control_ = transport_->register_memory({lines_, control_bytes_, Memory::host, 0});
+  control_bytes_ = sizeof(ControlPage) * static_cast<size_t>(peers);
+  pages_ = reinterpret_cast<ControlPage*>(map_pages(control_bytes_));
+  control_ = transport_->register_memory({pages_, control_bytes_, Memory::host, 0});
   if (device_address) {
     region_ = transport_->register_memory({reinterpret_cast<void*>(device_address), bytes, Memory::cuda, device});
   } else {
@@ -49,10 +49,10 @@ Session::Session(const TransportOptions& options, int peers, uint64_t bytes, dou
 Session::~Session() {
   transport_.reset();
   if (data_) munmap(data_, mapped_bytes_);
-  if (lines_) munmap(lines_, control_bytes_);
+  if (pages_) munmap(pages_, control_bytes_);
 }
 
-std::string Session::introduction() const {
+std::string Session::address() const {
   BlobWriter blob(kMagic);
   blob.text(transport_->address());
   blob.text(transport_->region_key(region_));
@@ -60,25 +60,25 @@ std::string Session::introduction() const {
   return blob.take();
 }
 
-void Session::meet(int peer, const std::string& introduction) {
-  BlobReader blob(introduction, kMagic, "the introduction of rank " + std::to_string(peer));
+void Session::connect(int peer, const std::string& address) {
+  BlobReader blob(address, kMagic, "the address of rank " + std::to_string(peer));
   transport_->connect(peer, blob.text());
   remotes_.at(peer) = transport_->add_remote(peer, blob.text());
   controls_.at(peer) = transport_->add_remote(peer, blob.text());
 }
 
 // Now and then: a yield, a sign of life to the peer, and the time limit.
-void Session::look_around(const char* doing, int peer, bool passive) {
+void Session::check_timeout(const char* doing, int peer, bool passive) {
   const bool idle = polls_ - busy_poll_ > kIdlePolls;
   if (idle) sched_yield();
   if (polls_ % 4096 && !(idle && polls_ % 256 == 0)) return;
   const auto now = Clock::now();
-  Line& line = lines_[peer];
-  if (!living_ && now - last_sign_ > std::chrono::seconds(1) && controls_[peer] >= 0) {
+  ControlPage& page = pages_[peer];
+  if (!sending_life_ && now - last_sign_ > std::chrono::seconds(1) && controls_[peer] >= 0) {
     last_sign_ = now;
-    living_ = post_word(peer, Line::life, line.outbox[Line::life] + 1, kLife) == Post::ok;
+    sending_life_ = post_word(peer, ControlPage::life, page.outbox[ControlPage::life] + 1, kLife) == Post::ok;
   }
-  const uint64_t life = line.inbox[Line::life];
+  const uint64_t life = page.inbox[ControlPage::life];
   if (!idle || (passive && life != heard_life_)) last_event_ = now;
   heard_life_ = life;
   if (idle && std::chrono::duration<double>(now - last_event_).count() > timeout_s_)
@@ -90,7 +90,7 @@ void Session::look_around(const char* doing, int peer, bool passive) {
 
 int Session::fetch(Event* events, int capacity, const char* doing, int peer, bool passive) {
   const int got = transport_->poll(events, capacity);
-  if (__builtin_expect(++polls_ % 64 == 0, 0)) look_around(doing, peer, passive);
+  if (__builtin_expect(++polls_ % 64 == 0, 0)) check_timeout(doing, peer, passive);
   if (!got) return 0;
   busy_poll_ = polls_;
   int n = 0;
@@ -98,8 +98,8 @@ int Session::fetch(Event* events, int capacity, const char* doing, int peer, boo
     if (events[i].kind == Event::failed)
       throw FabricError("rank " + std::to_string(self_) + ", " + doing + " with rank " + std::to_string(peer) + ": " +
                         events[i].text);
-    if (events[i].cookie == kTold) told_ = true;
-    else if (events[i].cookie == kLife) living_ = false;
+    if (events[i].cookie == kWord) word_sent_ = true;
+    else if (events[i].cookie == kLife) sending_life_ = false;
     else if (n++ != i) events[n - 1] = events[i];
   }
   return n;
@@ -125,30 +125,30 @@ void Session::wait(const std::function<bool()>& done, int peer) {
 }
 
 Post Session::post_word(int peer, int word, uint64_t number, uint64_t cookie) {
-  lines_[peer].outbox[word] = number;
+  pages_[peer].outbox[word] = number;
   Transport::Copy copy = {};
   copy.peer = peer;
   copy.local = control_;
   copy.remote = controls_.at(peer);
-  copy.local_offset = static_cast<uint64_t>(peer) * sizeof(Line) + offsetof(Line, outbox) + word * 8;
-  copy.remote_offset = static_cast<uint64_t>(self_) * sizeof(Line) + offsetof(Line, inbox) + word * 8;
+  copy.local_offset = static_cast<uint64_t>(peer) * sizeof(ControlPage) + offsetof(ControlPage, outbox) + word * 8;
+  copy.remote_offset = static_cast<uint64_t>(self_) * sizeof(ControlPage) + offsetof(ControlPage, inbox) + word * 8;
   copy.bytes = sizeof(uint64_t);
   copy.cookie = cookie;
   return transport_->post_write(copy);
 }
 
-void Session::tell(int peer, int word, uint64_t number) {
-  told_ = false;
+void Session::send_word(int peer, int word, uint64_t number) {
+  word_sent_ = false;
   Post post = Post::again;
-  wait([&] { return (post = post_word(peer, word, number, kTold)) != Post::again; }, peer);
+  wait([&] { return (post = post_word(peer, word, number, kWord)) != Post::again; }, peer);
   if (post == Post::error) throw FabricError(transport_->last_error());
-  wait([&] { return told_; }, peer); // the outbox may not change under the write
+  wait([&] { return word_sent_; }, peer); // the outbox may not change under the write
 }
 
 uint64_t Session::sync(int peer) {
   const uint64_t number = ++numbers_.at(peer);
-  tell(peer, Line::meeting, number);
-  wait([&] { return lines_[peer].inbox[Line::meeting] >= number; }, peer);
+  send_word(peer, ControlPage::meeting, number);
+  wait([&] { return pages_[peer].inbox[ControlPage::meeting] >= number; }, peer);
   // The peer's number is here, but the peer waits until it knows so: on many providers only polling tells it, and
   // whoever comes here may stop polling now.
   int polls = 0;
@@ -156,17 +156,17 @@ uint64_t Session::sync(int peer) {
   return number;
 }
 
-void Session::tell_count(int peer, uint64_t meeting, uint64_t count, const std::function<void()>& serve) {
-  told_ = false;
+void Session::send_count(int peer, uint64_t meeting, uint64_t count, const std::function<void()>& serve) {
+  word_sent_ = false;
   last_event_ = Clock::now();
   Post post;
-  while ((post = post_word(peer, Line::count, meeting << 40 | count, kTold)) == Post::again) serve();
+  while ((post = post_word(peer, ControlPage::count, meeting << 40 | count, kWord)) == Post::again) serve();
   if (post == Post::error) throw FabricError(transport_->last_error());
-  while (!told_) serve();
+  while (!word_sent_) serve();
 }
 
-int64_t Session::told_count(int peer, uint64_t meeting) const {
-  const uint64_t word = lines_[peer].inbox[Line::count];
+int64_t Session::peer_count(int peer, uint64_t meeting) const {
+  const uint64_t word = pages_[peer].inbox[ControlPage::count];
   return word >> 40 == meeting ? static_cast<int64_t>(word & ((1ull << 40) - 1)) : -1;
 }
 

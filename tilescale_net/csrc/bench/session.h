@@ -23,9 +23,9 @@ public:
   ~Session();
   Session(const Session&) = delete;
 
-  // --- set-up: hand introduction() to every peer that this process talks to, and call meet() with theirs ------------
-  std::string introduction() const;
-  void meet(int peer, const std::string& introduction);
+  // --- set-up: hand address() to every peer that this process talks to, and call connect() with theirs ------------
+  std::string address() const;
+  void connect(int peer, const std::string& address);
 
   Transport& transport() { return *transport_; }
   Region region() const { return region_; }
@@ -43,24 +43,24 @@ public:
   // --- meeting -----------------------------------------------------------------------------------------------------
   // Returns, with how many meetings there have been, when the peer has called it too.
   uint64_t sync(int peer);
-  // Tells `peer` how many messages it gets after meeting number `meeting`; told_count() answers the peer's word, or -1.
+  // Tells `peer` how many messages it gets after meeting number `meeting`; peer_count() answers the peer's word, or -1.
   // Calls `serve`, which has to poll, until the peer has the number: the peer may still be sending, and where a message
   // without a receive holds up everything behind it, the acknowledgement of this write is among that.
-  void tell_count(int peer, uint64_t meeting, uint64_t count, const std::function<void()>& serve);
-  int64_t told_count(int peer, uint64_t meeting) const;
+  void send_count(int peer, uint64_t meeting, uint64_t count, const std::function<void()>& serve);
+  int64_t peer_count(int peer, uint64_t meeting) const;
 
   std::vector<uint64_t> receives_posted; // per rail, kept by the benchmarks: those that no message has used up yet
 
 private:
-  struct alignas(64) Line {
-    enum Word { meeting, count, life }; // number of meetings; see tell_count(); signs of life
+  struct alignas(64) ControlPage {
+    enum Word { meeting, count, life }; // number of meetings; see send_count(); signs of life
     volatile uint64_t inbox[3];
     uint64_t outbox[3];
   };
   int fetch(Event* events, int capacity, const char* doing, int peer, bool passive);
   Post post_word(int peer, int word, uint64_t number, uint64_t cookie);
-  void look_around(const char* doing, int peer, bool passive);
-  void tell(int peer, int word, uint64_t number);
+  void check_timeout(const char* doing, int peer, bool passive);
+  void send_word(int peer, int word, uint64_t number);
   // Polls until `done()`; other events than our own are kept for the next poll().
   void wait(const std::function<bool()>& done, int peer);
 
@@ -68,14 +68,14 @@ private:
   double timeout_s_;
   uint64_t bytes_;
   char* data_ = nullptr; // host mapping, when the buffer is host memory
-  Line* lines_ = nullptr;
+  ControlPage* pages_ = nullptr;
   size_t mapped_bytes_ = 0, control_bytes_ = 0;
   std::unique_ptr<Transport> transport_; // goes before the memory that it has registered
   Region region_ = -1, control_ = -1;
   std::vector<RemoteRegion> remotes_, controls_;
   std::vector<uint64_t> numbers_;
-  std::vector<Event> backlog_;         // arrived during wait(): none of them points to data
-  bool told_ = false, living_ = false; // the write has completed; a sign of life is on its way
+  std::vector<Event> backlog_;                    // arrived during wait(): none of them points to data
+  bool word_sent_ = false, sending_life_ = false; // the write has completed; a sign of life is on its way
   Clock::time_point last_event_, last_sign_;
   uint64_t polls_ = 0, busy_poll_ = 0, heard_life_ = 0; // busy_poll_: the last one that brought anything
 };

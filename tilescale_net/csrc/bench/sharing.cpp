@@ -68,7 +68,7 @@ public:
     blob.number(fi_mr_key(mr_.get()));
   }
 
-  void meet(BlobReader& blob) {
+  void connect(BlobReader& blob) {
     const std::string name = blob.text();
     remote_ = blob.number();
     key_ = blob.number();
@@ -172,7 +172,7 @@ private:
 
   void post(int endpoint, bool write, uint64_t bytes, uint64_t from, uint64_t to) {
     ControlBlock& block = *blocks_[endpoint];
-    Patience patience(*this, endpoint);
+    Deadline deadline(*this, endpoint);
     for (;;) {
       const uint64_t before = ticks();
       const ssize_t rc = block.post(write, bytes, from, to);
@@ -183,24 +183,24 @@ private:
                           ": an operation was refused: " + block.text(rc));
       // The queue is full: a completion taken now is kept for whoever awaits it.
       if (block.take()) block.spare.fetch_add(1, std::memory_order_relaxed);
-      else patience.lose();
+      else deadline.check();
     }
   }
 
   void await(int endpoint) {
     ControlBlock& block = *blocks_[endpoint];
-    Patience patience(*this, endpoint);
+    Deadline deadline(*this, endpoint);
     for (;;) {
       int spare = block.spare.load(std::memory_order_relaxed);
       if (spare > 0 && block.spare.compare_exchange_strong(spare, spare - 1, std::memory_order_relaxed)) return;
       if (block.take()) return;
-      patience.lose();
+      deadline.check();
     }
   }
 
-  struct Patience {
-    Patience(Worker& worker, int endpoint) : worker(worker), endpoint(endpoint) {}
-    void lose() {
+  struct Deadline {
+    Deadline(Worker& worker, int endpoint) : worker(worker), endpoint(endpoint) {}
+    void check() {
       if (++turns < 1000) return;
       if (turns == 1000) start = Clock::now();
       sched_yield();
@@ -246,15 +246,15 @@ SharingBench::~SharingBench() {
   if (buffer_) munmap(buffer_, kMappedBytes);
 }
 
-std::string SharingBench::introduction() const {
+std::string SharingBench::address() const {
   BlobWriter blob(kMagic);
   for (const auto& block : blocks_) block->describe(blob);
   return blob.take();
 }
 
-void SharingBench::meet(const std::string& introduction) {
-  BlobReader blob(introduction, kMagic, "the introduction of the peer");
-  for (auto& block : blocks_) block->meet(blob);
+void SharingBench::connect(const std::string& address) {
+  BlobReader blob(address, kMagic, "the address of the peer");
+  for (auto& block : blocks_) block->connect(blob);
 }
 
 void SharingBench::serve(uint64_t round, double timeout_s) {

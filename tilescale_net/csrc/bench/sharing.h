@@ -29,8 +29,8 @@ struct SharingResult {
 
 class ControlBlock; // an endpoint and what belongs to it
 
-// The initiator's endpoint i talks to the target's endpoint i. Both sides construct one, exchange introductions,
-// meet(); then, as often as they like, the initiator calls run() and end_round() while the target calls serve().
+// The initiator's endpoint i talks to the target's endpoint i. Both sides construct one, exchange addresses,
+// connect(); then, as often as they like, the initiator calls run() and end_round() while the target calls serve().
 class SharingBench {
 public:
   static constexpr uint64_t kBufferBytes = 8 << 20;
@@ -38,8 +38,8 @@ public:
   SharingBench(const TransportOptions& options, int endpoints, bool thread_safe);
   ~SharingBench();
 
-  std::string introduction() const;
-  void meet(const std::string& introduction);
+  std::string address() const;
+  void connect(const std::string& address);
   const std::string& provider() const { return provider_; }
   int endpoints() const { return static_cast<int>(blocks_.size()); }
 

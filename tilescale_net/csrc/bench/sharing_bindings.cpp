@@ -37,8 +37,8 @@ py::dict run_sharing(SharingBench& bench, int threads, int window, uint64_t byte
 void bind_sharing(py::module_& m) {
   py::class_<SharingBench>(m, "SharingBench", "Endpoints with control blocks of their own; see bench/sharing.h.")
       .def(py::init<const TransportOptions&, int, bool>(), "options"_a, "endpoints"_a, "thread_safe"_a)
-      .def("introduction", [](const SharingBench& b) { return py::bytes(b.introduction()); })
-      .def("meet", &SharingBench::meet)
+      .def("address", [](const SharingBench& b) { return py::bytes(b.address()); })
+      .def("connect", &SharingBench::connect)
       .def("provider", &SharingBench::provider)
       .def("run", &run_sharing, "threads"_a, "window"_a, "bytes"_a, "write"_a, "shared"_a, "duration_s"_a,
            "timeout_s"_a)

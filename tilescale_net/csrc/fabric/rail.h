@@ -130,20 +130,20 @@ private:
   bool take(FreeSlots& free, uint32_t& slot, Kind kind, int peer, uint64_t cookie);
   void give(uint32_t slot);
   Post inject(int peer, fi_addr_t address, const void* data, size_t bytes, uint64_t cookie, const char* operation);
-  [[gnu::cold]] Post refused(ssize_t rc, const char* operation, int peer);
-  Post outcome(ssize_t rc, uint32_t slot, const char* operation);
-  [[gnu::noinline]] Post not_taken(ssize_t rc, uint32_t slot, const char* operation);
+  [[gnu::cold]] Post post_error(ssize_t rc, const char* operation, int peer);
+  Post post_result(ssize_t rc, uint32_t slot, const char* operation);
+  [[gnu::noinline]] Post on_post_failed(ssize_t rc, uint32_t slot, const char* operation);
   [[gnu::noinline]] Post write_more(const Target& to, const void* source, void* desc, const Transport::Copy& copy);
   [[gnu::noinline]] Post read_more(const Target& from, void* destination, void* desc, const Transport::Copy& copy);
   int completions(const fi_cq_data_entry* entries, int count, Event* events);
-  bool arrival(const fi_cq_data_entry& entry, Event& event);
-  [[gnu::cold]] bool trouble(ssize_t code, Event& event);
-  [[gnu::cold]] bool failure(Event& event);
-  void clean_up();
+  bool other_completion(const fi_cq_data_entry& entry, Event& event);
+  [[gnu::cold]] bool on_cq_error(ssize_t code, Event& event);
+  [[gnu::cold]] bool read_cq_error(Event& event);
+  void repost_buffers();
   int take_ready(Event* events, int capacity);
   void recycle(uint32_t slot) {
     repost_.push_back(slot);
-    housekeeping_ = true;
+    needs_repost_ = true;
   }
   [[gnu::cold]] void fail(Event& event, int peer, uint64_t cookie, int code, const std::string& text);
 
@@ -172,7 +172,7 @@ private:
   std::vector<Slot> slots_;      // [0, depth): what goes out; from depth on: posted receives
   FreeSlots free_;               // for what goes out
   FreeSlots free_receives_;      // for receives, when the caller posts its own
-  bool housekeeping_ = false;    // new_poll() has something to do
+  bool needs_repost_ = false;    // new_poll() has something to do
   std::vector<uint32_t> repost_; // pool buffers to post again: handed out by the last poll, or refused before
   const uint64_t token_ = random_secret();
   std::vector<uint64_t> tokens_; // of the peers

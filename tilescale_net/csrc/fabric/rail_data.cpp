@@ -7,16 +7,16 @@
 
 namespace tsn::fabric {
 
-Post Rail::refused(ssize_t rc, const char* operation, int peer) {
+Post Rail::post_error(ssize_t rc, const char* operation, int peer) {
   error = std::string(operation) + (peer >= 0 ? " to peer " + std::to_string(peer) : "") + " over rail " +
           std::to_string(index_) + " was refused: " + library_.error(rc);
   return Post::error;
 }
 
-Post Rail::not_taken(ssize_t rc, uint32_t slot, const char* operation) {
+Post Rail::on_post_failed(ssize_t rc, uint32_t slot, const char* operation) {
   const int peer = slots_[slot].peer;
   give(slot);
-  return rc == -FI_EAGAIN ? Post::again : refused(rc, operation, peer);
+  return rc == -FI_EAGAIN ? Post::again : post_error(rc, operation, peer);
 }
 
 Post Rail::write_more(const Target& to, const void* source, void* desc, const Transport::Copy& copy) {
@@ -34,7 +34,7 @@ Post Rail::write_more(const Target& to, const void* source, void* desc, const Tr
   message.context = context(slot);
   message.data = copy.imm;
   const uint64_t flags = op_flags_ | FI_COMPLETION | FI_MORE | (copy.has_imm ? FI_REMOTE_CQ_DATA : 0);
-  return outcome(fi_writemsg(ep_.get(), &message, flags), slot, "a write");
+  return post_result(fi_writemsg(ep_.get(), &message, flags), slot, "a write");
 }
 
 Post Rail::read_more(const Target& from, void* destination, void* desc, const Transport::Copy& copy) {
@@ -50,7 +50,7 @@ Post Rail::read_more(const Target& from, void* destination, void* desc, const Tr
   message.rma_iov = &source;
   message.rma_iov_count = 1;
   message.context = context(slot);
-  return outcome(fi_readmsg(ep_.get(), &message, FI_COMPLETION | FI_MORE), slot, "a read");
+  return post_result(fi_readmsg(ep_.get(), &message, FI_COMPLETION | FI_MORE), slot, "a read");
 }
 
 // Sends by copy, without a slot; the completion that the provider does not report is kept for the next poll.
@@ -60,7 +60,7 @@ Post Rail::inject(int peer, fi_addr_t address, const void* data, size_t bytes, u
     if (cookie != kSilent) ready_.push_back(Event{Event::done, peer, index_, 0, cookie, nullptr, 0, 0, nullptr});
     return Post::ok;
   }
-  return rc == -FI_EAGAIN ? Post::again : refused(rc, operation, peer);
+  return rc == -FI_EAGAIN ? Post::again : post_error(rc, operation, peer);
 }
 
 Post Rail::message(int peer, fi_addr_t address, const void* data, uint32_t bytes, uint64_t cookie) {
@@ -86,7 +86,7 @@ Post Rail::message(int peer, fi_addr_t address, const void* data, uint32_t bytes
   message.addr = address;
   message.context = context(slot);
   // Not the endpoint's delivery-complete: a message is acknowledged by whoever asked for it, if at all.
-  return outcome(fi_sendmsg(ep_.get(), &message, FI_COMPLETION), slot, "a message");
+  return post_result(fi_sendmsg(ep_.get(), &message, FI_COMPLETION), slot, "a message");
 }
 
 Post Rail::send(int peer, fi_addr_t address, const void* source, void* desc, uint64_t bytes, uint64_t cookie,
@@ -94,13 +94,13 @@ Post Rail::send(int peer, fi_addr_t address, const void* source, void* desc, uin
   if (bytes <= inject_ && on_host) return inject(peer, address, source, bytes, cookie, "a send");
   uint32_t slot;
   if (!take(free_, slot, kCopy, peer, cookie)) return Post::again;
-  return outcome(fi_send(ep_.get(), source, bytes, desc, address, context(slot)), slot, "a send");
+  return post_result(fi_send(ep_.get(), source, bytes, desc, address, context(slot)), slot, "a send");
 }
 
 Post Rail::receive(void* destination, void* desc, uint64_t bytes, uint64_t cookie) {
   uint32_t slot;
   if (!take(free_receives_, slot, kReceive, -1, cookie)) return Post::again;
-  return outcome(fi_recv(ep_.get(), destination, bytes, desc, FI_ADDR_UNSPEC, context(slot)), slot, "a receive");
+  return post_result(fi_recv(ep_.get(), destination, bytes, desc, FI_ADDR_UNSPEC, context(slot)), slot, "a receive");
 }
 
 void Rail::post_buffers() {
@@ -123,12 +123,12 @@ void Rail::post_buffers() {
 
 void Rail::fail(Event& event, int peer, uint64_t cookie, int code, const std::string& text) {
   texts_.push_back(text);
-  housekeeping_ = true;
+  needs_repost_ = true;
   event = Event{Event::failed, peer, index_, 0, cookie, nullptr, 0, code, texts_.back().c_str()};
 }
 
-// The completions that `completion` leaves: immediates, messages, receives, and what no slot belongs to.
-bool Rail::arrival(const fi_cq_data_entry& entry, Event& event) {
+// The completions that completions() leaves: immediates, messages, receives, and what no slot belongs to.
+bool Rail::other_completion(const fi_cq_data_entry& entry, Event& event) {
   const uint32_t slot = slot_of(entry.op_context);
   // Some providers repeat the flag in the completion of the write itself.
   if ((entry.flags & FI_REMOTE_CQ_DATA) && !(entry.flags & (FI_RECV | FI_WRITE))) {
@@ -174,7 +174,7 @@ bool Rail::arrival(const fi_cq_data_entry& entry, Event& event) {
 }
 
 // Takes one error from the completion queue.
-bool Rail::failure(Event& event) {
+bool Rail::read_cq_error(Event& event) {
   // Newer libraries write a longer entry than older headers declare.
   union {
     fi_cq_err_entry entry;
@@ -205,17 +205,17 @@ bool Rail::failure(Event& event) {
 }
 
 // The completion queue could not be read, or holds an error. False when there is nothing to tell after all.
-bool Rail::trouble(ssize_t code, Event& event) {
-  if (code == -FI_EAVAIL) return failure(event);
+bool Rail::on_cq_error(ssize_t code, Event& event) {
+  if (code == -FI_EAVAIL) return read_cq_error(event);
   fail(event, -1, kSilent, static_cast<int>(-code),
        "reading completions of rail " + std::to_string(index_) + " failed: " + library_.error(code));
   return true;
 }
 
-void Rail::clean_up() {
+void Rail::repost_buffers() {
   if (ready_.empty()) texts_.clear(); // those of events in `ready_` have not been handed out yet
   post_buffers();
-  housekeeping_ = !repost_.empty() || !texts_.empty();
+  needs_repost_ = !repost_.empty() || !texts_.empty();
 }
 
 int Rail::take_ready(Event* events, int capacity) {

@@ -20,8 +20,8 @@ TSN_HOT void Rail::give(uint32_t slot) {
   (slot < depth_ ? free_ : free_receives_).give(slot);
 }
 
-TSN_HOT Post Rail::outcome(ssize_t rc, uint32_t slot, const char* operation) {
-  return __builtin_expect(rc == 0, 1) ? Post::ok : not_taken(rc, slot, operation);
+TSN_HOT Post Rail::post_result(ssize_t rc, uint32_t slot, const char* operation) {
+  return __builtin_expect(rc == 0, 1) ? Post::ok : on_post_failed(rc, slot, operation);
 }
 
 TSN_HOT Post Rail::write(const Target& to, const void* source, void* desc, const Transport::Copy& copy) {
@@ -33,15 +33,16 @@ TSN_HOT Post Rail::write(const Target& to, const void* source, void* desc, const
       copy.has_imm
           ? fi_writedata(ep_.get(), source, copy.bytes, desc, copy.imm, to.address, to.remote, to.key, context(slot))
           : fi_write(ep_.get(), source, copy.bytes, desc, to.address, to.remote, to.key, context(slot));
-  return outcome(rc, slot, "a write");
+  return post_result(rc, slot, "a write");
 }
 
 TSN_HOT Post Rail::read(const Target& from, void* destination, void* desc, const Transport::Copy& copy) {
   if (copy.more && free_.given - free_.taken > 1) return read_more(from, destination, desc, copy);
   uint32_t slot;
   if (!take(free_, slot, kCopy, from.peer, copy.cookie)) return Post::again;
-  return outcome(fi_read(ep_.get(), destination, copy.bytes, desc, from.address, from.remote, from.key, context(slot)),
-                 slot, "a read");
+  return post_result(
+      fi_read(ep_.get(), destination, copy.bytes, desc, from.address, from.remote, from.key, context(slot)), slot,
+      "a read");
 }
 
 // Turns completions into events; the number of those that the caller wants to hear of. What the loop changes is kept in
@@ -57,7 +58,7 @@ TSN_HOT int Rail::completions(const fi_cq_data_entry* entries, int count, Event*
     const uint32_t slot = slot_of(entry->op_context);
     if (__builtin_expect(slot >= depth || (entry->flags & FI_REMOTE_CQ_DATA) || slots[slot].kind == kFree, 0)) {
       free_.given = given;
-      out += arrival(*entry, *out);
+      out += other_completion(*entry, *out);
       given = free_.given;
       continue;
     }
@@ -75,7 +76,7 @@ TSN_HOT int Rail::completions(const fi_cq_data_entry* entries, int count, Event*
 }
 
 TSN_HOT void Rail::new_poll() {
-  if (__builtin_expect(housekeeping_, 0)) clean_up();
+  if (__builtin_expect(needs_repost_, 0)) repost_buffers();
 }
 
 TSN_HOT int Rail::poll(Event* events, int capacity) {
@@ -86,7 +87,7 @@ TSN_HOT int Rail::poll(Event* events, int capacity) {
     const ssize_t got = fi_cq_read(cq_.get(), entries, room);
     if (got <= 0) {
       if (__builtin_expect(got == -FI_EAGAIN || got == 0, 1)) break;
-      if (!trouble(got, events[n])) break;
+      if (!on_cq_error(got, events[n])) break;
       ++n;
       if (got != -FI_EAVAIL) break;
       continue;

@@ -107,8 +107,8 @@ void bind(py::module_& m) {
         return std::make_unique<Proxy>(o, make_transport_or_null);
       }))
       .def(
-          "local_blob", [](const Proxy& p) { return py::bytes(p.blob()); }, "What every peer's connect() needs.")
-      .def("connect", &Proxy::connect, py::arg("blobs"), no_gil, "blobs[pe]: local_blob() of every PE.")
+          "address", [](const Proxy& p) { return py::bytes(p.address()); }, "What every peer's connect() needs.")
+      .def("connect", &Proxy::connect, py::arg("addresses"), no_gil, "addresses[pe]: address() of every PE.")
       .def("start", &Proxy::start, no_gil)
       .def("drain", &Proxy::drain, py::arg("seconds"), no_gil,
            "Waits until everything pushed so far is at its target; False: not in time, or the proxy has failed.")

@@ -1,4 +1,4 @@
-// Options of a proxy, and what its threads share.
+// Options of a proxy.
 #pragma once
 
 #include "tilescale_net/csrc/proxy/failure.h"

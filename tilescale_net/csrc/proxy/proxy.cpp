@@ -40,7 +40,7 @@ void check(const ProxyOptions& o) {
 
 } // namespace
 
-Proxy::Proxy(const ProxyOptions& options, const TransportFactory& make) : options_(options), shared_(options_) {
+Proxy::Proxy(const ProxyOptions& options, const TransportFactory& make) : options_(options), proxy_state_(options_) {
   check(options_);
   // A thread has at least 64 immediates to send before its peer answers, whatever the number of PEs.
   options_.transport.immediates = std::max(4096u, 64u * (uint32_t)options_.peers.size());
@@ -49,12 +49,12 @@ Proxy::Proxy(const ProxyOptions& options, const TransportFactory& make) : option
   if (cuda) context.emplace(options_.heap.device);
   for (int q = 0; q < options_.queues; q++) {
     memory_.push_back(std::make_unique<cuda::PinnedBlock>(HostQueue::memory_bytes(options_.capacity), cuda));
-    shared_.queues.push_back(
-        std::make_unique<SharedQueue>(memory_.back()->data(), options_.capacity, options_.first_position));
+    proxy_state_.queues.push_back(
+        std::make_unique<TrackedQueue>(memory_.back()->data(), options_.capacity, options_.first_position));
   }
   prepare_words();
   for (int t = 0; t < options_.threads; t++)
-    workers_.push_back(std::make_unique<Worker>(&shared_, t, make(options_.transport)));
+    workers_.push_back(std::make_unique<Worker>(&proxy_state_, t, make(options_.transport)));
 }
 
 Proxy::~Proxy() { close(); }
@@ -72,7 +72,7 @@ std::vector<QueueView> Proxy::views() const {
     const uint64_t words =
         reinterpret_cast<uint64_t>(options_.heap.base) + 8ull * (uint64_t)(kQueueWords + q * kQueueWordsStride);
     out.push_back(
-        shared_.queues[(size_t)q]->ring.view(memory_[(size_t)q]->device(), words, words + 8 * kTailCacheWord));
+        proxy_state_.queues[(size_t)q]->host.view(memory_[(size_t)q]->device(), words, words + 8 * kTailCacheWord));
   }
   return out;
 }
@@ -92,7 +92,7 @@ void Proxy::prepare_words() {
   }
 }
 
-std::string Proxy::blob() const {
+std::string Proxy::address() const {
   if (state_ == State::closed) throw std::logic_error("proxy: a closed one has no address");
   BlobWriter w(kBlobMagic);
   w.number((uint64_t)options_.queues);
@@ -104,15 +104,15 @@ std::string Proxy::blob() const {
   return w.take();
 }
 
-void Proxy::connect(const std::vector<std::string>& blobs) {
+void Proxy::connect(const std::vector<std::string>& addresses) {
   require(State::created, "connect");
   const std::string us = "rank " + std::to_string(options_.rank);
-  if (blobs.size() != (size_t)options_.n_pes)
-    throw FabricError(us + ": " + std::to_string(blobs.size()) + " proxy addresses for " +
+  if (addresses.size() != (size_t)options_.n_pes)
+    throw FabricError(us + ": " + std::to_string(addresses.size()) + " proxy addresses for " +
                       std::to_string(options_.n_pes) + " PEs");
   for (int pe : options_.peers) {
     const std::string them = "rank " + std::to_string(pe);
-    BlobReader r(blobs[(size_t)pe], kBlobMagic, us + ": the proxy address of " + them);
+    BlobReader r(addresses[(size_t)pe], kBlobMagic, us + ": the proxy address of " + them);
     auto agree = [&](const char* what, uint64_t ours) {
       const uint64_t theirs = r.number();
       if (theirs != ours)
@@ -156,7 +156,7 @@ void Proxy::start() {
 bool Proxy::await(double seconds, const std::function<bool(const Worker&)>& done) const {
   const uint64_t end = now_ns() + (uint64_t)(seconds * 1e9);
   for (;;) {
-    if (shared_.aborted()) return false;
+    if (proxy_state_.aborted()) return false;
     if (std::all_of(workers_.begin(), workers_.end(), [&](const auto& w) { return done(*w); })) return true;
     if (now_ns() > end) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -165,14 +165,14 @@ bool Proxy::await(double seconds, const std::function<bool(const Worker&)>& done
 
 bool Proxy::drain(double seconds) {
   require(State::running, "drain");
-  const uint64_t number = shared_.drains.fetch_add(1, std::memory_order_acq_rel) + 1;
+  const uint64_t number = proxy_state_.drains.fetch_add(1, std::memory_order_acq_rel) + 1;
   return await(seconds, [&](const Worker& w) { return w.drained(number); });
 }
 
 bool Proxy::apply_adds(double seconds) {
   require(State::running, "apply_adds");
-  if (!adds_are_deferred(options_)) return !shared_.aborted();
-  const uint64_t number = shared_.settles.fetch_add(1, std::memory_order_acq_rel) + 1;
+  if (!adds_are_deferred(options_)) return !proxy_state_.aborted();
+  const uint64_t number = proxy_state_.settles.fetch_add(1, std::memory_order_acq_rel) + 1;
   return await(seconds, [&](const Worker& w) { return w.applied_adds(number); });
 }
 
@@ -185,7 +185,7 @@ void Proxy::close() {
 
 void Proxy::stop() {
   if (state_ != State::closed) state_ = State::stopped;
-  shared_.stopping.store(true, std::memory_order_release);
+  proxy_state_.stopping.store(true, std::memory_order_release);
   const bool ran = !threads_.empty();
   for (std::thread& t : threads_) t.join();
   threads_.clear();

@@ -1,7 +1,7 @@
 // The proxy of one PE: its device queues, its threads, and what the host side asks of them.
 //
-// Life: construct (endpoints and memory registered), exchange blob() with all PEs out of band, connect(), start(). In
-// the end drain(), a barrier among the PEs, then close(): whoever has closed no longer serves what its peers still
+// Life: construct (endpoints and memory registered), exchange address() with all PEs out of band, connect(), start().
+// In the end drain(), a barrier among the PEs, then close(): whoever has closed no longer serves what its peers still
 // send, and until everybody has drained, they do. States and calls are in docs/states.md.
 #pragma once
 
@@ -23,9 +23,9 @@ public:
   Proxy(const Proxy&) = delete;
   Proxy& operator=(const Proxy&) = delete;
 
-  std::string blob() const;
-  // `blobs[pe]`: of every PE; those of PEs that are not served may be empty. Throws FabricError.
-  void connect(const std::vector<std::string>& blobs);
+  std::string address() const;
+  // `addresses[pe]`: of every PE; those of PEs that are not served may be empty. Throws FabricError.
+  void connect(const std::vector<std::string>& addresses);
   void start();
   // Waits until everything that kernels have pushed so far has been received by its target, while peers are served on.
   // False: not within `seconds`, or the proxy has failed or was aborted.
@@ -43,8 +43,8 @@ public:
   // What the device needs, one per queue; see device/context.h. `head` and `tail_cache` lie in the heap's system area.
   std::vector<QueueView> views() const;
   // Why the owner is about to set the abort word: what the peers are told. The first reason is kept.
-  void explain(const std::string& reason) { shared_.explain(reason); }
-  bool failure(Failure* out) { return shared_.failure(out); }
+  void explain(const std::string& reason) { proxy_state_.explain(reason); }
+  bool failure(Failure* out) { return proxy_state_.failure(out); }
   std::map<std::string, double> stats() const;
   const Properties& properties() const { return workers_[0]->properties(); }
   bool staged() const { return workers_[0]->staged(); }
@@ -58,7 +58,7 @@ private:
   void prepare_words();
 
   ProxyOptions options_;
-  Shared shared_;
+  ProxyState proxy_state_;
   std::vector<std::unique_ptr<cuda::PinnedBlock>> memory_; // of the queues
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<std::thread> threads_;

@@ -32,21 +32,21 @@ Staging::Staging(const StagingShape& shape, int peers, bool cuda)
   for (uint32_t i = shape.send_slots; i > 0; i--) free_.push_back(i - 1);
 }
 
-bool Staging::fill(Stream* stream, HeapMemory* memory, bool trust_last_chunk) {
-  if (stream->ops.empty() || free_.empty() || stream->credits.empty()) return false;
+bool Staging::fill(PeerState* peer, HeapMemory* memory, bool trust_last_chunk) {
+  if (peer->ops.empty() || free_.empty() || peer->credits.empty()) return false;
   SendSlot slot = {};
-  slot.stream = stream;
+  slot.peer = peer;
   slot.index = free_.back();
-  slot.remote = stream->credits.back();
-  slot.epoch = stream->ops.front().epoch;
+  slot.remote = peer->credits.back();
+  slot.epoch = peer->ops.front().epoch;
   free_.pop_back();
-  stream->credits.pop_back();
-  stream->has_credit[slot.remote] = 0;
+  peer->credits.pop_back();
+  peer->has_credit[slot.remote] = 0;
   char* base = send.data() + (uint64_t)slot.index * shape_.slot_bytes;
   uint32_t used = sizeof(SlotHeader);
   // Small operations share a slot, as long as they belong to one epoch and are there already.
-  while (!stream->ops.empty()) {
-    Op& op = stream->ops.front();
+  while (!peer->ops.empty()) {
+    Op& op = peer->ops.front();
     const uint32_t bytes = (uint32_t)std::min<uint64_t>(op.bytes, op.chunk);
     const uint32_t need = (uint32_t)sizeof(PieceHeader) + padded(bytes);
     if (op.epoch != slot.epoch || used + need > shape_.slot_bytes) break;
@@ -59,7 +59,7 @@ bool Staging::fill(Stream* stream, HeapMemory* memory, bool trust_last_chunk) {
     op.local += bytes;
     op.remote += bytes;
     op.bytes -= bytes;
-    if (op.bytes == 0) stream->ops.pop();
+    if (op.bytes == 0) peer->ops.pop();
   }
   const SlotHeader header = {slot.pieces, used};
   std::memcpy(base, &header, sizeof header);

@@ -8,7 +8,7 @@
 
 #include "tilescale_net/csrc/cuda/pinned_block.h"
 #include "tilescale_net/csrc/proxy/heap_memory.h"
-#include "tilescale_net/csrc/proxy/stream.h"
+#include "tilescale_net/csrc/proxy/peer_state.h"
 
 #include <algorithm>
 
@@ -36,12 +36,12 @@ public:
   uint32_t piece_bytes() const { return shape_.slot_bytes - kOverhead; }
   const StagingShape& shape() const { return shape_; }
 
-  // Source side. Starts to fill a slot from the front of the stream's operations; false when there is nothing to do, or
+  // Source side. Starts to fill a slot from the front of the peer's operations; false when there is nothing to do, or
   // no free slot here or there.
-  bool fill(Stream* stream, HeapMemory* memory, bool trust_last_chunk);
+  bool fill(PeerState* peer, HeapMemory* memory, bool trust_last_chunk);
   // The oldest slot whose data is complete, to be written to the peer; nullptr while there is none.
   struct SendSlot {
-    Stream* stream;
+    PeerState* peer;
     uint32_t index; // here
     uint16_t remote;
     uint32_t bytes, pieces, epoch;

@@ -21,9 +21,9 @@ int bits_for(int n) {
 
 } // namespace
 
-Worker::Worker(Shared* shared, int index, std::unique_ptr<Transport> transport)
-    : shared_(shared), options_(shared->options), index_(index), transport_(std::move(transport)),
-      properties_(transport_->properties()), streams_((size_t)options_.n_pes), peer_index_((size_t)options_.n_pes, -1),
+Worker::Worker(ProxyState* proxy_state, int index, std::unique_ptr<Transport> transport)
+    : proxy_state_(proxy_state), options_(proxy_state->options), index_(index), transport_(std::move(transport)),
+      properties_(transport_->properties()), peers_((size_t)options_.n_pes), peer_index_((size_t)options_.n_pes, -1),
       bounds_{options_.heap.bytes}, events_(128) {
   const Properties& p = transport_->properties();
   group_bits_ = std::min(p.imm_bits, 32) - bits_for(options_.n_pes);
@@ -41,14 +41,14 @@ Worker::Worker(Shared* shared, int index, std::unique_ptr<Transport> transport)
   int peers = 0;
   for (int pe : options_.peers) {
     if (thread_of(options_, pe) != index_) continue;
-    streams_[(size_t)pe] = std::make_unique<Stream>(pe, window);
-    streams_[(size_t)pe]->outbox.set_limit(p.max_message);
+    peers_[(size_t)pe] = std::make_unique<PeerState>(pe, window);
+    peers_[(size_t)pe]->outbox.set_limit(p.max_message);
     peer_index_[(size_t)pe] = peers++;
   }
-  for (uint32_t q = 0; q < shared->queues.size(); q++) {
+  for (uint32_t q = 0; q < proxy_state->queues.size(); q++) {
     if ((int)q % options_.threads != index_) continue;
     QueueState state = {};
-    state.queue = shared->queues[q].get();
+    state.queue = proxy_state->queues[q].get();
     state.index = q;
     queues_.push_back(state);
   }
@@ -59,7 +59,7 @@ Worker::Worker(Shared* shared, int index, std::unique_ptr<Transport> transport)
   if (stage) {
     const StagingShape shape = staging_shape(options_, peers, group_bits_, p.max_write, immediate_limit_);
     staging_ = std::make_unique<Staging>(shape, peers, cuda);
-    for (auto& s : streams_)
+    for (auto& s : peers_)
       if (s) s->slot_full.resize(shape.slots_per_peer);
     chunk_ = std::min<uint64_t>(chunk_, staging_->piece_bytes());
     send_region_ = transport_->register_memory({staging_->send.data(), staging_->send.bytes(), Memory::host, 0});
@@ -74,13 +74,13 @@ Worker::Worker(Shared* shared, int index, std::unique_ptr<Transport> transport)
   rails_.resize((size_t)p.rails);
   // Some room is kept for messages: they are what lets the other side make progress.
   rail_limit_ = std::max(1u, p.depth - std::max(1u, p.depth / 8));
-  stream_limit_ = std::max(1u, peers > 1 ? rail_limit_ * (uint32_t)p.rails / 2 : rail_limit_ * (uint32_t)p.rails);
+  peer_limit_ = std::max(1u, peers > 1 ? rail_limit_ * (uint32_t)p.rails / 2 : rail_limit_ * (uint32_t)p.rails);
 }
 
 Worker::~Worker() { close(); }
 
 // What could not be closed, with the memory that is registered with it.
-struct Worker::Left {
+struct Worker::Abandoned {
   std::unique_ptr<Transport> transport;
   std::unique_ptr<Staging> staging;
 };
@@ -95,9 +95,9 @@ void Worker::close() {
   }
   transport_->abandon();
   static std::mutex mutex;
-  static auto* left = new std::vector<Left>; // never freed
+  static auto* abandoned = new std::vector<Abandoned>; // never freed
   std::lock_guard<std::mutex> lock(mutex);
-  left->push_back({std::move(transport_), std::move(staging_)});
+  abandoned->push_back({std::move(transport_), std::move(staging_)});
 }
 
 std::string Worker::address() const {
@@ -114,22 +114,22 @@ std::string Worker::address() const {
 }
 
 void Worker::connect(int peer, const std::string& address) {
-  Stream* s = streams_[(size_t)peer].get();
+  PeerState* s = peers_[(size_t)peer].get();
   const std::string us = "rank " + std::to_string(options_.rank), them = "rank " + std::to_string(peer);
   BlobReader r(address, kAddressMagic, us + ": the proxy address of " + them);
   transport_->connect(peer, r.text());
-  const auto bits = (int)r.number();
+  const uint64_t bits = r.number();
   const bool staged = r.number() != 0;
   const bool flushes = r.number() != 0;
   s->confirms = confirms_ && !flushes;
-  if (bits != group_bits_ || staged != (staging_ != nullptr))
+  if (bits != (uint64_t)group_bits_ || staged != (staging_ != nullptr))
     throw FabricError(us + " has immediates with " + std::to_string(group_bits_) + " free bits and " +
                       (staging_ ? "staging" : "no staging") + ", " + them + " has " + std::to_string(bits) + " and " +
                       (staged ? "staging" : "no staging") + "; start all ranks with the same provider and options");
   const RemoteRegion region = transport_->add_remote(peer, r.text());
   (staged ? s->staging : s->heap) = region;
-  const auto slot_bytes = (uint32_t)r.number();
-  const auto slots = (uint32_t)r.number();
+  const uint64_t slot_bytes = r.number();
+  const uint64_t slots = r.number();
   uint64_t mine = 0;
   for (int pe = 0; pe < options_.n_pes; pe++) {
     const uint64_t place = r.number();
@@ -145,40 +145,40 @@ void Worker::connect(int peer, const std::string& address) {
     throw FabricError(us + ": " + them + " has " + std::to_string(slots) +
                       " staging slots for it; immediates can name " + std::to_string(most_slots(group_bits_)));
   s->first_slot = (mine - 1) * slots;
-  s->their_slots = slots;
+  s->their_slots = (uint32_t)slots;
   s->has_credit.assign(slots, 1);
-  for (uint32_t i = slots; i > 0; i--) s->credits.push_back((uint16_t)(i - 1));
+  for (uint64_t i = slots; i > 0; i--) s->credits.push_back((uint16_t)(i - 1));
 }
 
-void Worker::give_up(const std::string& kind, const std::string& text, int pe, const std::string& operation,
-                     uint64_t offset) {
+void Worker::fail(const std::string& kind, const std::string& text, int pe, const std::string& operation,
+                  uint64_t offset) {
   Failure f;
   f.kind = kind;
   f.text = "rank " + std::to_string(options_.rank) + ": " + text;
   f.pe = pe;
   f.operation = operation;
   f.offset = offset;
-  shared_->fail(std::move(f));
+  proxy_state_->fail(std::move(f));
 }
 
 // Nothing left to do, now or later, without new descriptors.
 bool Worker::idle() {
   if (in_flight_ || !arrived_.empty() || !active_.empty() || (staging_ && staging_->busy())) return false;
   for (QueueState& q : queues_)
-    if (q.held || q.queue->ring.peek() != Command::none) return false;
-  for (auto& s : streams_)
-    if (s && (!s->outbox.empty() || s->epochs.size() > 1 || s->ack_pending || s->reply || !s->asked.empty() ||
-              s->gets_asked))
+    if (q.held || q.queue->host.peek() != Command::none) return false;
+  for (auto& s : peers_)
+    if (s && (!s->outbox.empty() || s->epochs.size() > 1 || s->ack_pending || s->reply || !s->get_requests.empty() ||
+              s->pending_gets))
       return false;
   return memory_->in_completed() == memory_->in_position();
 }
 
 // Has every peer confirm that it has all that was sent, and notes when that is so.
 void Worker::drain() {
-  const uint64_t wanted = shared_->drains.load(std::memory_order_acquire);
+  const uint64_t wanted = proxy_state_->drains.load(std::memory_order_acquire);
   if (wanted == drained_.load(std::memory_order_relaxed)) return;
   bool settled = true, room = true;
-  for (auto& s : streams_) {
+  for (auto& s : peers_) {
     if (!s || !s->out.unsettled()) continue;
     settled = false;
     if (drain_ == wanted) continue;
@@ -191,19 +191,19 @@ void Worker::drain() {
 
 // See Proxy::apply_adds().
 void Worker::apply_adds() {
-  const uint64_t wanted = shared_->settles.load(std::memory_order_acquire);
+  const uint64_t wanted = proxy_state_->settles.load(std::memory_order_acquire);
   if (wanted == applied_adds_.load(std::memory_order_relaxed)) return;
   memory_->apply_adds();
   applied_adds_.store(wanted, std::memory_order_release);
 }
 
 // Deadlines, now and then.
-void Worker::look_around(uint64_t now) {
+void Worker::check_timeouts(uint64_t now) {
   const auto limit = (uint64_t)(options_.timeout * 1e9);
-  for (auto& entry : streams_) {
-    Stream* s = entry.get();
+  for (auto& entry : peers_) {
+    PeerState* s = entry.get();
     if (!s) continue;
-    const bool waits = s->in_flight || !s->ops.empty() || s->epochs.size() > 1 || !s->outbox.empty() || s->gets_asked;
+    const bool waits = s->in_flight || !s->ops.empty() || s->epochs.size() > 1 || !s->outbox.empty() || s->pending_gets;
     if (!waits || s->progress != s->progress_seen || s->waiting_since == 0) {
       s->progress_seen = s->progress;
       s->waiting_since = now;
@@ -213,32 +213,33 @@ void Worker::look_around(uint64_t now) {
     const std::string seconds = std::to_string(options_.timeout).substr(0, 5);
     const bool op = !s->ops.empty();
     const std::string what = op ? name_of(s->ops.front().command) : "operation";
-    if (s->refused)
-      give_up("FabricError",
-              "the network took nothing for PE " + std::to_string(s->pe) + " for " + seconds +
-                  " s: every post was answered with \"try again\" (" + std::to_string(s->in_flight) +
-                  " operations are out); check the link and that the PE's process is alive",
-              s->pe, what, op ? s->ops.front().remote : 0);
+    if (s->backpressured)
+      fail("FabricError",
+           "the network took nothing for PE " + std::to_string(s->pe) + " for " + seconds +
+               " s: every post was answered with \"try again\" (" + std::to_string(s->in_flight) +
+               " operations are out); check the link and that the PE's process is alive",
+           s->pe, what, op ? s->ops.front().remote : 0);
     else
-      give_up("PeerLost",
-              "PE " + std::to_string(s->pe) + " has shown no sign of life for " + seconds + " s while " +
-                  std::to_string(s->in_flight + s->gets_asked) + " operations and " +
-                  std::to_string(s->epochs.size() - 1) +
-                  " flushes wait for it; look at that rank's output, or raise "
-                  "TSN_TIMEOUT if it is only slow",
-              s->pe, what, op ? s->ops.front().remote : 0);
+      fail("PeerLost",
+           "PE " + std::to_string(s->pe) + " has shown no sign of life for " + seconds + " s while " +
+               std::to_string(s->in_flight + s->pending_gets) + " operations and " +
+               std::to_string(s->epochs.size() - 1) +
+               " flushes wait for it; look at that rank's output, or raise "
+               "TSN_TIMEOUT if it is only slow",
+           s->pe, what, op ? s->ops.front().remote : 0);
     return;
   }
 }
 
 // Tells the peers why, as far as that is possible, so that they need not wait for their deadlines.
-void Worker::say_goodbye() {
-  // Whoever set the abort word may be about to say why. Without a reason the record has none: another's is better.
-  const uint64_t patience = now_ns() + 300000000;
-  while (shared_->reason().empty() && now_ns() < patience && !shared_->stopping.load(std::memory_order_acquire))
+void Worker::notify_abort() {
+  // The reason of an abort may follow the abort word. Without one the record has none: another's is better.
+  const uint64_t deadline = now_ns() + 300000000;
+  while (proxy_state_->reason().empty() && now_ns() < deadline &&
+         !proxy_state_->stopping.load(std::memory_order_acquire))
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   Failure failure;
-  if (!shared_->failure(&failure)) failure.text = shared_->reason();
+  if (!proxy_state_->failure(&failure)) failure.text = proxy_state_->reason();
   char record[256] = {};
   AbortRecord header = {};
   header.type = RecordType::abort;
@@ -248,7 +249,7 @@ void Worker::say_goodbye() {
   std::memcpy(record + sizeof header, failure.text.data(), header.bytes);
   const uint32_t bytes = (uint32_t)sizeof header + padded(header.bytes);
   std::vector<int> left;
-  for (auto& s : streams_)
+  for (auto& s : peers_)
     if (s && (failure.kind != "PeerLost" || s->pe != failure.pe)) left.push_back(s->pe);
   const uint64_t end = now_ns() + 100000000;
   for (int quiet = 0; quiet < 1000 && now_ns() < end; quiet += left.empty()) {
@@ -266,44 +267,44 @@ void Worker::run() try {
             : options_.defers_adds ? make_host_memory_with_mailbox(options_.heap.base, index_)
                                    : make_host_memory(options_.heap.base);
   uint64_t rounds = 0, idle_rounds = 0, stop_at = 0;
-  while (!shared_->aborted()) {
+  while (!proxy_state_->aborted()) {
     bool busy = false;
     stamp_ = ticks();
-    for (QueueState& q : queues_) busy |= take(&q);
+    for (QueueState& q : queues_) busy |= drain_queue(&q);
     busy |= post_all();
     busy |= poll_transport();
     memory_->poll();
     if (staging_) busy |= post_slots();
     if (!arrived_.empty()) finish_arrived();
-    if (!touched_.empty()) acknowledge();
-    if (!talking_.empty()) busy |= post_messages();
+    if (!acks_due_.empty()) acknowledge();
+    if (!with_messages_.empty()) busy |= post_messages();
     rounds++;
     idle_rounds = busy ? 0 : idle_rounds + 1;
     if (rounds % 1024 == 0 || idle_rounds > 100) {
       const uint64_t now = now_ns();
-      if (rounds % 64 == 0) look_around(now);
+      if (rounds % 64 == 0) check_timeouts(now);
       stats_.strangers_at_fabric.raise(transport_->strangers());
       drain();
       apply_adds();
-      if (shared_->stopping.load(std::memory_order_acquire)) {
+      if (proxy_state_->stopping.load(std::memory_order_acquire)) {
         if (stop_at == 0) stop_at = now + 2000000000ull;
         if ((idle_rounds > 100 && idle()) || now > stop_at) break;
       }
     }
-    // A shared core is better spent on whoever has work; a dedicated one keeps polling.
+    // A shared core is better spent on threads that have work; a dedicated one keeps polling.
     if (!options_.dedicated && idle_rounds > 50) {
       if (idle_rounds < 2000) sched_yield();
       else std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
   }
-  may_close_ = !shared_->aborted() && idle() && transport_->idle();
-  if (shared_->aborted()) {
-    say_goodbye();
+  may_close_ = !proxy_state_->aborted() && idle() && transport_->idle();
+  if (proxy_state_->aborted()) {
+    notify_abort();
     transport_->abandon(); // here, since the process may end without closing
   }
   memory_.reset(); // in the thread that has the device's context
 } catch (const std::exception& e) {
-  give_up("FabricError", std::string("the proxy thread ended: ") + e.what(), -1, "", 0);
+  fail("FabricError", std::string("the proxy thread ended: ") + e.what(), -1, "", 0);
 }
 
 } // namespace tsn::proxy

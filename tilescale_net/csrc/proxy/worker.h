@@ -1,12 +1,12 @@
 // One proxy thread: takes descriptors from its queues, posts them, and serves what its peers send.
 //
-// The loop never waits. Descriptors are checked (worker_accept.cpp), numbered, and put on their peer's list; pieces of
+// The loop never waits. Descriptors are checked (worker_enqueue.cpp), numbered, and put on their peer's list; pieces of
 // them are posted as far as the transport takes them (worker_post.cpp); what arrives is counted and applied
-// (worker_target.cpp). A flush is one more thing that completes some time.
+// (worker_receive.cpp). A flush is one more thing that completes some time.
 #pragma once
 
+#include "tilescale_net/csrc/proxy/proxy_state.h"
 #include "tilescale_net/csrc/proxy/records.h"
-#include "tilescale_net/csrc/proxy/shared.h"
 #include "tilescale_net/csrc/proxy/staging.h"
 #include "tilescale_net/csrc/proxy/stats.h"
 
@@ -20,7 +20,7 @@ namespace tsn::proxy {
 class Worker {
 public:
   // Registers memory with the transport. Throws FabricError, CudaError.
-  Worker(Shared* shared, int index, std::unique_ptr<Transport> transport);
+  Worker(ProxyState* proxy_state, int index, std::unique_ptr<Transport> transport);
   ~Worker();
 
   // What a peer's worker needs to reach this one.
@@ -44,16 +44,16 @@ public:
   uint64_t chunk_bytes() const { return chunk_; }
 
 private:
-  struct Left;
+  struct Abandoned;
   struct QueueState {
-    SharedQueue* queue;
+    TrackedQueue* queue;
     uint32_t index;
     bool held = false; // `request` was popped and could not be accepted yet
     uint64_t position = 0;
     Request request = {};
   };
-  struct Flight { // a posted piece
-    Stream* stream = nullptr;
+  struct InFlightOp { // a posted piece
+    PeerState* peer = nullptr;
     Command command = Command::none;
     int32_t rail = 0;
     uint32_t epoch = 0;
@@ -63,7 +63,7 @@ private:
   };
   struct Get {
     QueueState* queue = nullptr; // nullptr: free
-    Stream* stream = nullptr;
+    PeerState* peer = nullptr;
     uint64_t position = 0, remaining = 0;
     uint32_t epoch = 0;
     bool answered = false; // by request: its data are on their way into the heap
@@ -71,8 +71,8 @@ private:
   struct Flush {
     QueueState* queue = nullptr;
     uint64_t position = 0, started = 0;
-    uint32_t remaining = 0; // streams
-    bool share = false;     // of a ticket that all queues complete
+    uint32_t remaining = 0; // peers
+    bool part = false;      // of a ticket that all queues complete
     uint64_t ticket = 0;
   };
   struct Rail {
@@ -82,75 +82,78 @@ private:
   };
   struct Arrived { // a get by request whose data, or a slot whose pieces, are on their way into the heap
     uint64_t position;
-    Stream* stream;
+    PeerState* peer;
     uint32_t index;
     bool is_slot;
   };
 
-  // worker_accept.cpp: from queues to streams
-  bool take(QueueState* q);
+  // worker_enqueue.cpp: from queues to peers
+  bool drain_queue(QueueState* q);
   bool valid(const Request& r, std::string* why) const;
-  bool accept(QueueState* q, const Request& r, uint64_t position);
-  bool accept_flush(QueueState* q, const Request& r, uint64_t position);
-  bool accept_get(QueueState* q, Stream* s, const Request& r, uint64_t position);
-  void accept_write(Stream* s, Command command, uint64_t remote, uint64_t local, uint64_t bytes, MarkOp op,
-                    uint64_t word, uint64_t value);
-  void append_value(Stream* s, uint64_t offset, const void* data, uint32_t bytes, uint64_t group);
-  void append_mark(Stream* s, const MarkRecord& mark);
-  bool has_room(const Stream& s) const {
+  bool enqueue(QueueState* q, const Request& r, uint64_t position);
+  bool enqueue_flush(QueueState* q, const Request& r, uint64_t position);
+  bool enqueue_get(QueueState* q, PeerState* s, const Request& r, uint64_t position);
+  void enqueue_write(PeerState* s, Command command, uint64_t remote, uint64_t local, uint64_t bytes, MarkOp op,
+                     uint64_t word, uint64_t value);
+  void mark_has_messages(PeerState* s) {
+    if (!s->has_messages) with_messages_.push_back(s), s->has_messages = true;
+  }
+  void append_value(PeerState* s, uint64_t offset, const void* data, uint32_t bytes, uint64_t group);
+  void append_mark(PeerState* s, const MarkRecord& mark);
+  bool has_room(const PeerState& s) const {
     return s.out.room() && s.ops.size() < kMaxOps && s.outbox.backlog() < kMaxBacklog;
   }
   uint64_t pieces_of(uint64_t bytes, uint64_t* chunk) const;
-  void settle(Stream* s);
+  void complete_ready_flushes(PeerState* s);
   void finish_flush(uint32_t index);
-  void activate(Stream* s);
+  void activate(PeerState* s);
 
-  // worker_post.cpp: from streams to the transport, and back
+  // worker_post.cpp: from peers to the transport, and back
   bool post_all();
-  bool post_next(Stream* s);
+  bool post_next(PeerState* s);
   bool post_slots();
   bool post_messages();
   int pick_rail();
-  Flight& launch(Stream* s, Command command, int rail, uint32_t* index);
-  void launched(const Flight& f);
-  void complete(uint32_t flight);
-  void refused(Stream* s, Post post, Command command, uint64_t offset, uint64_t bytes);
+  InFlightOp& begin_op(PeerState* s, Command command, int rail, uint32_t* index);
+  void commit_op(const InFlightOp& f);
+  void on_completion(uint32_t index);
+  void on_post_failed(PeerState* s, Post post, Command command, uint64_t offset, uint64_t bytes);
   void failed_event(const Event& event);
 
-  // worker_target.cpp: what peers send
+  // worker_receive.cpp: what peers send
   bool poll_transport();
   void on_immediate(uint32_t imm);
   void on_message(const Event& event);
-  bool on_record(Stream* s, const Record& record);
-  bool on_mark(Stream* s, const MarkRecord& mark);
-  bool on_ack(Stream* s, const AckRecord& ack);
-  bool on_credit(Stream* s, const CreditRecord& credit);
-  void on_abort(Stream* s, const Record& record);
-  bool on_slot(Stream* s, uint32_t slot);
-  void serve_asked(Stream* s);
-  void apply(Stream* s);
+  bool on_record(PeerState* s, const Record& record);
+  bool on_mark(PeerState* s, const MarkRecord& mark);
+  bool on_ack(PeerState* s, const AckRecord& ack);
+  bool on_credit(PeerState* s, const CreditRecord& credit);
+  void on_abort(PeerState* s, const Record& record);
+  bool on_slot(PeerState* s, uint32_t slot);
+  void serve_get_requests(PeerState* s);
+  void apply(PeerState* s);
   void finish_arrived();
   void acknowledge();
-  void touch(Stream* s);
+  void mark_ack_due(PeerState* s);
   void finish_get(uint32_t index, uint64_t bytes);
-  void broken(int pe, const std::string& what);
+  void protocol_error(int pe, const std::string& what);
 
   // worker.cpp
-  void look_around(uint64_t now);
+  void check_timeouts(uint64_t now);
   bool idle();
   void drain();
   void apply_adds();
-  void say_goodbye();
-  [[gnu::cold]] void give_up(const std::string& kind, const std::string& text, int pe, const std::string& operation,
-                             uint64_t offset);
+  void notify_abort();
+  [[gnu::cold]] void fail(const std::string& kind, const std::string& text, int pe, const std::string& operation,
+                          uint64_t offset);
 
-  static constexpr size_t kMaxOps = 1024;    // accepted and unposted, per stream
-  static constexpr size_t kMaxBacklog = 64;  // unposted messages, per stream
-  static constexpr uint32_t kMaxAsked = 256; // gets by request, per stream
+  static constexpr size_t kMaxOps = 1024;          // accepted and unposted, per peer
+  static constexpr size_t kMaxBacklog = 64;        // unposted messages, per peer
+  static constexpr uint32_t kMaxGetRequests = 256; // gets by request, per peer
   static constexpr int kPopsPerVisit = 256;
   static constexpr int kPostsPerTurn = 16;
 
-  Shared* shared_;
+  ProxyState* proxy_state_;
   const ProxyOptions& options_;
   const int index_;
   std::unique_ptr<Transport> transport_; // nullptr: closed
@@ -165,22 +168,22 @@ private:
   Region heap_region_ = -1, send_region_ = -1, receive_region_ = -1;
 
   std::vector<QueueState> queues_;
-  std::vector<std::unique_ptr<Stream>> streams_; // by PE; nullptr: not served here
-  std::vector<int> peer_index_;                  // by PE: place among this thread's peers
-  std::vector<Stream*> active_, touched_, talking_;
+  std::vector<std::unique_ptr<PeerState>> peers_; // by PE; nullptr: not served here
+  std::vector<int> peer_index_;                   // by PE: place among this thread's peers
+  std::vector<PeerState*> active_, acks_due_, with_messages_;
   int group_bits_ = 0;
   uint64_t chunk_ = 0;
   uint32_t inline_bytes_ = 0;
   bool confirms_ = false;     // a write's completion here means that its data is in the peer's memory
   bool flushes_rdma_ = false; // and visible to the peer's kernels once the peer has flushed
-  uint32_t rail_limit_ = 0, stream_limit_ = 0;
+  uint32_t rail_limit_ = 0, peer_limit_ = 0;
   uint64_t immediate_limit_ = 0; // that a peer may not have told of yet
   HeapBounds bounds_;
   uint32_t next_rail_ = 0;
   std::vector<Rail> rails_;
 
-  std::vector<Flight> flights_;
-  std::vector<uint32_t> free_flights_;
+  std::vector<InFlightOp> in_flight_ops_;
+  std::vector<uint32_t> free_in_flight_ops_;
   uint32_t in_flight_ = 0;
   uint64_t stamp_ = 0; // ticks() at the start of this round: reading the clock costs as much as posting
   std::vector<Get> gets_;

@@ -3,14 +3,14 @@
 
 namespace tsn::proxy {
 
-bool Worker::accept_flush(QueueState* q, const Request& r, uint64_t position) {
-  const bool share = r.command == Command::flush_part;
-  const bool owns_entry = !share || (q->index == 0 && make_ticket(0, position) == r.value);
+bool Worker::enqueue_flush(QueueState* q, const Request& r, uint64_t position) {
+  const bool part = r.command == Command::flush_part;
+  const bool owns_entry = !part || (q->index == 0 && make_ticket(0, position) == r.value);
   if (owns_entry && q->queue->is_open(position)) return false;
-  auto covers = [&](const Stream& s) {
+  auto covers = [&](const PeerState& s) {
     return r.pe == kAllPes ? (uint32_t)s.pe % (uint32_t)options_.queues == q->index : (uint32_t)s.pe == r.pe;
   };
-  for (auto& s : streams_)
+  for (auto& s : peers_)
     if (s && covers(*s) && !has_room(*s)) return false;
   stats_.flushes.add();
   if (owns_entry) q->queue->begin(position);
@@ -20,29 +20,29 @@ bool Worker::accept_flush(QueueState* q, const Request& r, uint64_t position) {
   }
   const uint32_t index = free_flushes_.back();
   free_flushes_.pop_back();
-  flushes_[index] = {q, position, ticks(), 1, share, r.value};
-  for (auto& entry : streams_) {
-    Stream* s = entry.get();
+  flushes_[index] = {q, position, ticks(), 1, part, r.value};
+  for (auto& entry : peers_) {
+    PeerState* s = entry.get();
     if (!s || !covers(*s)) continue;
     flushes_[index].remaining++;
     Epoch& e = s->epochs.back();
     e.closed = true;
     e.flush = index;
-    e.has_mark = s->unconfirmed;
+    e.has_mark = s->needs_flush_mark;
     if (e.has_mark) {
       e.mark = s->out.next_mark();
       append_mark(s, s->out.flush());
-      s->unconfirmed = false;
+      s->needs_flush_mark = false;
     }
     s->epochs.push(Epoch());
-    settle(s);
+    complete_ready_flushes(s);
   }
   finish_flush(index); // its own count, which kept it alive until here
   return true;
 }
 
-// Ends the flushes at the head of the stream whose conditions are met.
-void Worker::settle(Stream* s) {
+// Ends the flushes at the head of the peer whose conditions are met.
+void Worker::complete_ready_flushes(PeerState* s) {
   while (s->epochs.size() > 1) {
     const Epoch& e = s->epochs.front();
     if (e.outstanding || (e.has_mark && s->out.settled_marks() <= e.mark)) return;
@@ -57,7 +57,7 @@ void Worker::finish_flush(uint32_t index) {
   Flush& f = flushes_[index];
   if (--f.remaining) return;
   stats_.flush.add(ticks() - f.started);
-  if (f.share) shared_->share_done(f.ticket);
+  if (f.part) proxy_state_->flush_part_done(f.ticket);
   else f.queue->queue->complete(f.position);
   free_flushes_.push_back(index);
 }

@@ -1,4 +1,4 @@
-// From the streams to the transport, and completions back.
+// From the peers to the transport, and completions back.
 #include "tilescale_net/csrc/proxy/worker.h"
 
 #include <algorithm>
@@ -18,45 +18,45 @@ int Worker::pick_rail() {
   return best;
 }
 
-Worker::Flight& Worker::launch(Stream* s, Command command, int rail, uint32_t* index) {
-  if (free_flights_.empty()) {
-    free_flights_.push_back((uint32_t)flights_.size());
-    flights_.emplace_back();
+Worker::InFlightOp& Worker::begin_op(PeerState* s, Command command, int rail, uint32_t* index) {
+  if (free_in_flight_ops_.empty()) {
+    free_in_flight_ops_.push_back((uint32_t)in_flight_ops_.size());
+    in_flight_ops_.emplace_back();
   }
-  *index = free_flights_.back();
-  free_flights_.pop_back();
-  Flight& f = flights_[*index];
-  f.stream = s;
+  *index = free_in_flight_ops_.back();
+  free_in_flight_ops_.pop_back();
+  InFlightOp& f = in_flight_ops_[*index];
+  f.peer = s;
   f.command = command;
   f.rail = rail;
   f.started = stamp_;
   return f;
 }
 
-void Worker::launched(const Flight& f) {
+void Worker::commit_op(const InFlightOp& f) {
   Rail& rail = rails_[(size_t)f.rail];
   rail.ops++;
   rail.bytes += f.bytes;
-  f.stream->in_flight++;
+  f.peer->in_flight++;
   in_flight_++;
   stats_.chunks.add();
   stats_.in_flight_max.raise(in_flight_);
 }
 
-void Worker::refused(Stream* s, Post post, Command command, uint64_t offset, uint64_t bytes) {
+void Worker::on_post_failed(PeerState* s, Post post, Command command, uint64_t offset, uint64_t bytes) {
   if (post == Post::again) {
-    s->refused = true;
+    s->backpressured = true;
     stats_.retries.add();
     return;
   }
-  give_up("FabricError",
-          std::string(name_of(command)) + " of " + std::to_string(bytes) + " bytes to PE " + std::to_string(s->pe) +
-              " at heap offset " + std::to_string(offset) + " was refused: " + transport_->last_error(),
-          s->pe, name_of(command), offset);
+  fail("FabricError",
+       std::string(name_of(command)) + " of " + std::to_string(bytes) + " bytes to PE " + std::to_string(s->pe) +
+           " at heap offset " + std::to_string(offset) + " was refused: " + transport_->last_error(),
+       s->pe, name_of(command), offset);
 }
 
-// Posts one piece of the stream's first operation. False: nothing can be posted now.
-bool Worker::post_next(Stream* s) {
+// Posts one piece of the peer's first operation. False: nothing can be posted now.
+bool Worker::post_next(PeerState* s) {
   Op& op = s->ops.front();
   const bool read = op.command == Command::get;
   const bool has_imm = !read && (!options_.trust_last_chunk || op.bytes <= op.chunk);
@@ -64,7 +64,7 @@ bool Worker::post_next(Stream* s) {
   const int rail = pick_rail();
   if (rail < 0) return false;
   uint32_t index;
-  Flight& f = launch(s, op.command, rail, &index);
+  InFlightOp& f = begin_op(s, op.command, rail, &index);
   f.epoch = op.epoch;
   f.pieces = 1;
   f.index = op.get;
@@ -83,13 +83,13 @@ bool Worker::post_next(Stream* s) {
   copy.imm = (uint32_t)options_.rank << group_bits_ | (op.group & ((1u << group_bits_) - 1));
   const Post post = read ? transport_->post_read(copy) : transport_->post_write(copy);
   if (post != Post::ok) {
-    f.stream = nullptr;
-    free_flights_.push_back(index);
+    f.peer = nullptr;
+    free_in_flight_ops_.push_back(index);
     rails_[(size_t)rail].full = true;
-    refused(s, post, op.command, op.remote, f.bytes);
+    on_post_failed(s, post, op.command, op.remote, f.bytes);
     return false;
   }
-  launched(f);
+  commit_op(f);
   s->immediates_sent += has_imm;
   op.local += f.bytes;
   op.remote += f.bytes;
@@ -98,16 +98,16 @@ bool Worker::post_next(Stream* s) {
   return true;
 }
 
-// A turn for every stream that has something; streams with nothing left drop out of the list.
+// A turn for every peer that has something; peers with nothing left drop out of the list.
 bool Worker::post_all() {
   if (active_.empty()) return false;
   const uint64_t start = ticks();
   bool any = false;
   for (size_t i = 0; i < active_.size();) {
-    Stream* s = active_[i];
+    PeerState* s = active_[i];
     for (int n = 0; n < kPostsPerTurn && !s->ops.empty(); n++) {
       if (staging_ ? !staging_->fill(s, memory_.get(), options_.trust_last_chunk)
-                   : s->in_flight >= stream_limit_ || !post_next(s))
+                   : s->in_flight >= peer_limit_ || !post_next(s))
         break;
       any = true;
     }
@@ -119,7 +119,7 @@ bool Worker::post_all() {
     active_[i] = active_.back();
     active_.pop_back();
   }
-  // Whoever came first this time comes last the next, so that none starves when room is short.
+  // The first peer of this round is the last of the next, so that none starves when room is short.
   if (active_.size() > 1) std::rotate(active_.begin(), active_.begin() + 1, active_.end());
   if (any) stats_.post.add(ticks() - start);
   return any;
@@ -129,11 +129,11 @@ bool Worker::post_all() {
 bool Worker::post_slots() {
   bool any = false;
   while (Staging::SendSlot* slot = staging_->ready(*memory_)) {
-    Stream* s = slot->stream;
+    PeerState* s = slot->peer;
     const int rail = pick_rail();
     if (rail < 0) break;
     uint32_t index;
-    Flight& f = launch(s, Command::put, rail, &index);
+    InFlightOp& f = begin_op(s, Command::put, rail, &index);
     f.epoch = slot->epoch;
     f.pieces = slot->pieces;
     f.index = slot->index;
@@ -152,13 +152,13 @@ bool Worker::post_slots() {
     copy.imm = (uint32_t)options_.rank << group_bits_ | slot->remote;
     const Post post = transport_->post_write(copy);
     if (post != Post::ok) {
-      f.stream = nullptr;
-      free_flights_.push_back(index);
+      f.peer = nullptr;
+      free_in_flight_ops_.push_back(index);
       rails_[(size_t)rail].full = true;
-      refused(s, post, Command::put, 0, slot->bytes);
+      on_post_failed(s, post, Command::put, 0, slot->bytes);
       break;
     }
-    launched(f);
+    commit_op(f);
     staging_->pop_ready();
     any = true;
   }
@@ -167,42 +167,42 @@ bool Worker::post_slots() {
 
 bool Worker::post_messages() {
   bool any = false;
-  for (size_t i = 0; i < talking_.size();) {
-    Stream* s = talking_[i];
+  for (size_t i = 0; i < with_messages_.size();) {
+    PeerState* s = with_messages_[i];
     const uint64_t before = stats_.messages.get();
     const int rail = (int)((size_t)s->pe % rails_.size());
     const Post post = s->outbox.flush(transport_.get(), rail, s->pe, &stats_);
     if (stats_.messages.get() != before) s->progress++, any = true;
     if (post != Post::ok) {
-      refused(s, post, Command::put_signal_set, 0, 0);
+      on_post_failed(s, post, Command::put_signal_set, 0, 0);
       if (post == Post::error) return any;
       i++;
       continue;
     }
-    s->talking = false;
-    talking_[i] = talking_.back();
-    talking_.pop_back();
+    s->has_messages = false;
+    with_messages_[i] = with_messages_.back();
+    with_messages_.pop_back();
   }
   return any;
 }
 
-void Worker::complete(uint32_t index) {
-  Flight& f = flights_[index]; // nothing below launches another one
-  Stream* s = f.stream;
-  f.stream = nullptr;
-  free_flights_.push_back(index);
+void Worker::on_completion(uint32_t index) {
+  InFlightOp& f = in_flight_ops_[index]; // nothing below launches another one
+  PeerState* s = f.peer;
+  f.peer = nullptr;
+  free_in_flight_ops_.push_back(index);
   Rail& rail = rails_[(size_t)f.rail];
   rail.ops--;
   rail.bytes -= f.bytes;
   s->in_flight--;
   in_flight_--;
   s->progress++;
-  s->refused = false;
+  s->backpressured = false;
   stats_.completion.add(stamp_ - f.started);
   s->epoch(f.epoch).outstanding -= f.pieces;
   if (f.command == Command::get) finish_get(f.index, f.bytes);
   else if (staging_) staging_->release(f.index);
-  if (s->epochs.size() > 1) settle(s);
+  if (s->epochs.size() > 1) complete_ready_flushes(s);
 }
 
 void Worker::finish_get(uint32_t index, uint64_t bytes) {
@@ -216,8 +216,10 @@ void Worker::finish_get(uint32_t index, uint64_t bytes) {
 }
 
 void Worker::failed_event(const Event& event) {
-  const Flight* f = event.cookie < flights_.size() && flights_[event.cookie].stream ? &flights_[event.cookie] : nullptr;
-  const int pe = f ? f->stream->pe : event.peer;
+  const InFlightOp* f = event.cookie < in_flight_ops_.size() && in_flight_ops_[event.cookie].peer
+                            ? &in_flight_ops_[event.cookie]
+                            : nullptr;
+  const int pe = f ? f->peer->pe : event.peer;
   const std::string operation = f ? name_of(f->command) : "message";
   std::string text = operation + (pe >= 0 ? " to PE " + std::to_string(pe) : "");
   if (f) text += " (" + std::to_string(f->bytes) + " bytes at heap offset " + std::to_string(f->offset) + ")";
@@ -227,7 +229,7 @@ void Worker::failed_event(const Event& event) {
   const bool gone = fabric::means_gone(event.code);
   if (gone) text += "; PE " + std::to_string(pe) + "'s process seems to be gone: look at that rank's output";
   else text += "; check the link, and the provider's limits and log (FI_LOG_LEVEL=warn)";
-  give_up(gone ? "PeerLost" : "FabricError", text, pe, operation, f ? f->offset : 0);
+  fail(gone ? "PeerLost" : "FabricError", text, pe, operation, f ? f->offset : 0);
 }
 
 } // namespace tsn::proxy

@@ -61,17 +61,63 @@ void Grid::announce(const Call& call) {
   self.announced = call.scope != 0;
 }
 
+Actor Grid::actor() const {
+  const Thread& view = running_->view;
+  return {warp_number(*running_), view.linear_block, view.linear, view.site};
+}
+
 void Grid::begin(const Call& call) {
-  if (!order_) return;
-  const std::string wrong = order_->begin(warp_number(*running_), call, running_->view.site);
+  if (!order_) {
+    untold(call);
+    return;
+  }
+  const Actor who = actor();
+  running_->put_epoch = call.operation == kOpPutSignal && call.bytes > 0 ? order_->epoch(who.warp) : 0;
+  const std::string wrong = order_->begin(who, call);
   restamp();
   if (race_.empty()) race_ = wrong; // told at the end: other ranks need the rest of the kernel
 }
 
-void Grid::waited() {
+// What a rank that is not followed sends may tell everything; to PEs that are not mapped it goes by the proxy.
+void Grid::untold(const Call& call) {
+  RaceMemory* memory = heap_;
+  if (!memory) return;
+  for (int pe = 0; pe < memory->ranks(); ++pe) {
+    const bool mapped = memory->heaps[static_cast<size_t>(pe)];
+    const bool sends = call.operation == kOpSignal || call.operation == kOpPutSignal;
+    if (mapped || !((sends && pe == call.pe) || call.operation == kOpBarrier)) continue;
+    Message message{};
+    message.word = kAnyWord;
+    message.everything = true;
+    memory->send(pe, message);
+  }
+}
+
+bool Grid::signalling(const uint64_t* signal, int pe, Message* out) {
+  RaceMemory* memory = heap_;
+  if (!memory || pe < 0 || pe >= memory->ranks()) return false;
+  if (order_ && order_->memory()) {
+    *out = order_->message(warp_number(*running_), pe, signal, running_->put_epoch);
+    running_->put_epoch = 0;
+    restamp();
+  } else {
+    *out = {};
+    out->word = memory->offset(signal) / 8;
+    out->everything = true;
+  }
+  return true;
+}
+
+void Grid::accessed(const void* address, uint64_t bytes, bool store, const char* name) {
   if (!order_) return;
-  order_->waited(warp_number(*running_));
-  running_->block->after_wait = true;
+  const std::string wrong = order_->accessed(actor(), address, bytes, store, name, race_.empty(), running_->view);
+  if (race_.empty()) race_ = wrong;
+}
+
+void Grid::waited(const uint64_t* signal) {
+  running_->block->after_wait = launch_.communicates;
+  if (!order_) return;
+  order_->waited(warp_number(*running_), signal);
   restamp();
 }
 
@@ -101,11 +147,13 @@ void Grid::meet(const std::vector<Fiber*>& fibers, std::vector<uint32_t> warps) 
 // What the running thread knows of the order, for its own stores.
 void Grid::restamp() {
   if (!order_) return;
-  const Shadow shadow = shadow_of_heap();
   Thread& view = running_->view;
-  view.shadow = shadow.stamps;
-  view.shadow_base = shadow.base;
-  view.shadow_bytes = shadow.bytes;
+  const RaceMemory* memory = order_->memory();
+  if (memory) {
+    view.stores = memory->stores(memory->me);
+    view.loads = memory->loads(memory->me);
+  }
+  view.followed = true;
   view.stamp = order_->stamp(warp_number(*running_));
 }
 

@@ -49,7 +49,10 @@ Grid::Grid(const Launch& launch, StackPool& stacks)
   max_quantum_ = quanta[random_.below(4)];
   late_ = random_.below(3);
   lags_left_ = launch_.communicates ? kLagsPerLaunch : 0;
-  if (launch_.communicates) order_ = std::make_unique<HappensBefore>((threads_per_block_ + 31) / 32, launch_.lines);
+  const unsigned warps = (threads_per_block_ + 31) / 32;
+  heap_ = race_memory(launch_.heap);
+  RaceMemory* memory = blocks_ * warps < kMaxWarps ? heap_ : nullptr;
+  if (launch_.races) order_ = std::make_unique<HappensBefore>(warps, launch_.lines, memory);
 }
 
 Grid::~Grid() {
@@ -199,7 +202,12 @@ void Grid::admit() {
     fiber.block = block.get();
     fiber.state = State::fresh;
     fiber.view.site = -1;
-    fiber.view.shadow = nullptr;
+    fiber.view.stores = fiber.view.loads = nullptr;
+    fiber.view.heap_base = heap_ ? heap_->base : 0;
+    fiber.view.heap_bytes = heap_ ? heap_->bytes : 0;
+    fiber.view.followed = false;
+    fiber.view.ordered_store = fiber.view.ordered_load = 0;
+    fiber.put_epoch = 0;
     fiber.announced = false;
     ready_.push_back(&fiber);
   }

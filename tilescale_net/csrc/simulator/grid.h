@@ -37,6 +37,7 @@ struct Fiber {
   bool announced = false;
   Call call{};
   int call_line = -1;
+  uint32_t put_epoch = 0; // of the put_signal that it makes, as its leader; 0: none
 };
 
 // A warp operation that some lanes of its mask have not reached yet.
@@ -84,7 +85,9 @@ struct Launch {
   uint64_t resident_blocks = 1; // blocks that the simulated GPU holds at a time
   double stall_seconds = 60;    // without any progress: the grid hangs
   bool (*check_interrupt)() = nullptr;
-  bool communicates = false;      // calls primitives: what it does is checked for order
+  bool communicates = false;      // calls primitives
+  bool races = false;             // what it does is checked for order
+  uint64_t heap = 0;              // the base of the heap that its context names, or 0
   std::vector<std::string> lines; // of its primitives
 };
 
@@ -110,10 +113,14 @@ public:
   void* static_shared(int id, size_t bytes);
   void announce(const Call& call);
   void begin(const Call& call);
-  void waited();
+  void waited(const uint64_t* signal);
+  // The signal is about to be sent, by a put_signal or alone: what it carries.
+  bool signalling(const uint64_t* signal, int pe, Message* out);
+  void accessed(const void* address, uint64_t bytes, bool store, const char* name);
   void word(const void* address, WordAccess access);
   [[noreturn]] void fail(Failure kind, const std::string& what); // from the running thread
 
+  RaceMemory* heap() const { return heap_; } // whose ranks may be followed; null: none
   uint64_t random() { return random_(); }
   // Whether a remote write of this launch is delayed; one launch in three delays all, one none.
   bool late_by_lot() { return random_.below(2) < late_; }
@@ -140,6 +147,8 @@ private:
   uint32_t warp_number(const Fiber& fiber) const;
   void meet(const std::vector<Fiber*>& fibers, std::vector<uint32_t> warps);
   void restamp();
+  Actor actor() const;
+  void untold(const Call& call);
   void begin_lag(Block& block);
   bool lags(const Fiber& fiber) const { return lagging_ && fiber.block->warps[fiber.view.linear / 32].lags; }
   bool lag_step(bool still);
@@ -179,6 +188,7 @@ private:
 
   std::unique_ptr<HappensBefore> order_; // of kernels that communicate
   std::string race_;                     // the first one that it found
+  RaceMemory* heap_ = nullptr;
 
   Failure failure_ = Failure::none;
   std::string message_;

@@ -1,37 +1,23 @@
 #include "happens_before.h"
 
+#include "tilescale_net/device/add_mailbox.h"
 #include "tilescale_net/device/operation_names.h"
 
 #include <algorithm>
-#include <sys/mman.h>
 
 namespace tsn {
 namespace sim {
 
 namespace {
 
-constexpr size_t kMaxRecords = 4096;  // of one kind; what comes after them is not looked at
-constexpr size_t kMaxPast = 1024;     // epochs of a warp whose knowledge is kept; older ones count as ordered
-constexpr int64_t kMaxScan = 1 << 26; // bytes of sources that are looked at once more when a launch ends
-uint32_t next_epoch = 1; // of this process: stamps of earlier launches are older than all of a launch's own
-Shadow shadow{};
+constexpr size_t kMaxRecords = 4096;    // of one kind; what comes after them is not looked at
+constexpr size_t kMaxCarried = 1 << 14; // entries of a clock that a signal carries
+constexpr uint64_t kMailboxBegin = kAddMailboxWords * 8;
+constexpr uint64_t kMailboxEnd = kMailboxBegin + kMaxAddMailboxes * kAddMailboxStride * 8;
+
+Known single(Key key, uint32_t epoch) { return std::make_shared<Clock>(Clock{{key, epoch}}); }
 
 } // namespace
-
-Shadow shadow_of_heap() { return shadow; }
-
-void drop_shadow() {
-  if (shadow.stamps) munmap(shadow.stamps, shadow.bytes * 2);
-  shadow = {};
-}
-
-void set_shadow(uint64_t base, uint64_t bytes) {
-  if (shadow.base == base && shadow.bytes == bytes) return;
-  drop_shadow();
-  // Only what is stored to takes memory.
-  void* p = mmap(nullptr, bytes * 2, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (p != MAP_FAILED) shadow = {static_cast<uint64_t*>(p), base, bytes};
-}
 
 std::string primitive_name(uint32_t operation, uint32_t scope) {
   std::string name = std::string("N.") + kOperationNames[operation];
@@ -42,100 +28,101 @@ std::string primitive_name(uint32_t operation, uint32_t scope) {
   return name + (scope == 0 ? "_thread" : scope == 1 ? "_warp" : "_block");
 }
 
-HappensBefore::HappensBefore(unsigned warps_per_block, const std::vector<std::string>& lines)
-    : warps_per_block_(warps_per_block), lines_(lines), first_epoch_(next_epoch++),
-      signalled_(std::make_shared<Clock>()) {}
+HappensBefore::HappensBefore(unsigned warps_per_block, const std::vector<std::string>& lines, RaceMemory* memory)
+    : warps_per_block_(warps_per_block), lines_(lines), memory_(memory), start_(nothing_known()),
+      first_epoch_(take_epoch()), latest_(first_epoch_), signalled_(nothing_known()) {
+  if (!memory_) return;
+  auto start = std::make_shared<Clock>();
+  memory_->ended[static_cast<size_t>(memory_->me)] = first_epoch_ - 1;
+  for (int r = 0; r < memory_->ranks(); ++r)
+    start->emplace_back(clock_key(Part::all, r), memory_->ended[static_cast<size_t>(r)]);
+  start_ = start;
+  memory_->forget_finished();
+  Page& page = memory_->own();
+  page.warps_per_block = warps_per_block_;
+  __atomic_store_n(&page.latest, latest_, __ATOMIC_RELEASE);
+}
 
 HappensBefore::~HappensBefore() {
-  for (const auto& entry : warps_) next_epoch = std::max(next_epoch, entry.second.epoch + 1);
+  give_epoch(latest_);
+  if (memory_) __atomic_store_n(&memory_->own().finished, latest_, __ATOMIC_RELEASE);
 }
 
 HappensBefore::State& HappensBefore::at(uint32_t warp) {
   State& state = warps_[warp];
   if (!state.known) {
-    static const Known nothing = std::make_shared<Clock>();
-    state.known = nothing;
+    state.known = start_;
     state.epoch = first_epoch_;
   }
   return state;
 }
 
 void HappensBefore::turn(State& state, Known known) {
-  if (state.past.size() == 2 * kMaxPast) state.past.erase(state.past.begin(), state.past.begin() + kMaxPast);
-  state.past.emplace_back(state.epoch++, std::move(state.known));
+  if (++state.epoch > latest_) {
+    latest_ = state.epoch;
+    if (memory_) __atomic_store_n(&memory_->own().latest, latest_, __ATOMIC_RELEASE);
+  }
   state.known = std::move(known);
 }
 
-uint32_t HappensBefore::epoch_of(const Clock* clock, uint32_t warp) {
-  const auto it = std::lower_bound(clock->begin(), clock->end(), std::make_pair(warp, 0u));
-  return it != clock->end() && it->first == warp ? it->second : 0;
-}
-
-Known HappensBefore::join(const Known& a, const Known& b) {
-  if (a == b || b->empty()) return a;
-  if (a->empty()) return b;
-  auto out = std::make_shared<Clock>();
-  out->reserve(a->size() + b->size());
-  auto i = a->begin(), j = b->begin();
-  while (i != a->end() && j != b->end()) {
-    if (i->first < j->first) out->push_back(*i++);
-    else if (j->first < i->first) out->push_back(*j++);
-    else out->emplace_back(i->first, std::max(i->second, j->second)), ++i, ++j;
-  }
-  out->insert(out->end(), i, a->end());
-  out->insert(out->end(), j, b->end());
-  return out;
-}
-
-// Whether `a` holds all that `b` holds.
-bool HappensBefore::covers(const Known& a, const Known& b) {
-  if (a == b || b->empty()) return true;
-  auto i = a->begin();
-  for (const auto& entry : *b) {
-    while (i != a->end() && i->first < entry.first) ++i;
-    if (i == a->end() || i->first != entry.first || i->second < entry.second) return false;
-  }
-  return true;
-}
-
 Known HappensBefore::with_own(uint32_t warp, const State& state) const {
-  return join(state.known, std::make_shared<Clock>(Clock{{warp, state.epoch}}));
+  return join(state.known, single(clock_key(Part::steps, memory_ ? memory_->me : 0, warp), state.epoch));
 }
 
 void HappensBefore::meet(const std::vector<uint32_t>& warps) {
-  Clock own;
-  Known all = std::make_shared<Clock>();
+  auto own = std::make_shared<Clock>();
+  Known all = start_;
   for (uint32_t warp : warps) {
     State& state = at(warp);
-    own.emplace_back(warp, state.epoch);
+    own->emplace_back(clock_key(Part::steps, memory_ ? memory_->me : 0, warp), state.epoch);
     all = join(all, state.known);
   }
-  std::sort(own.begin(), own.end());
-  all = join(std::make_shared<Clock>(std::move(own)), all);
+  std::sort(own->begin(), own->end());
+  all = join(all, own);
   for (uint32_t warp : warps) turn(at(warp), all);
 }
 
 void HappensBefore::word(uint32_t warp, const void* address, WordAccess access) {
   State& state = at(warp);
-  Known& there = words_.try_emplace(address, std::make_shared<Clock>()).first->second;
+  Known learnt = nothing_known();
+  if (memory_) {
+    const uint64_t offset = memory_->offset(address);
+    // Whoever finds an entry of a mailbox carries out what a proxy has left there; nobody is ordered by it.
+    if (offset >= kMailboxBegin && offset < kMailboxEnd) return;
+    const bool shared = memory_->holds(address) ? offset >= kSystemBytes : memory_->is_peer_heap(address);
+    if (shared && access != WordAccess::release) learnt = join(memory_->everything(), signalled_);
+    if (shared) signalled_ = join(signalled_, with_own(warp, state));
+  }
+  Known& there = words_.try_emplace(address, nothing_known()).first->second;
   // Polls that learn nothing leave no trace, however many there are.
-  if (access == WordAccess::acquire && covers(state.known, there)) return;
-  Known known = state.known;
+  if (access == WordAccess::acquire && covers(state.known, there) && covers(state.known, learnt)) return;
+  Known known = join(state.known, learnt);
   if (access != WordAccess::release) known = join(known, there);
   if (access != WordAccess::acquire) there = join(there, with_own(warp, state));
   turn(state, std::move(known));
 }
 
-void HappensBefore::waited(uint32_t warp) {
+void HappensBefore::waited(uint32_t warp, const uint64_t* signal) {
   State& state = at(warp);
-  if (!covers(state.known, signalled_)) turn(state, join(state.known, signalled_));
+  Known known = state.known;
+  if (memory_) {
+    memory_->receive(signalled_);
+    known = join(known, memory_->any);
+    const auto it = memory_->words.find(memory_->offset(signal) / 8);
+    if (it != memory_->words.end()) known = join(known, it->second);
+  } else {
+    known = join(known, signalled_); // any of it may have led to the signal
+  }
+  if (known != state.known) turn(state, known);
 }
 
 bool HappensBefore::comes_before(const Event& event, uint32_t warp) {
-  return event.warp == warp || epoch_of(at(warp).known.get(), event.warp) >= event.epoch;
+  if (event.warp == warp) return true;
+  return epoch_of(at(warp).known, clock_key(Part::steps, memory_ ? memory_->me : 0, event.warp)) >= event.epoch;
 }
 
 void HappensBefore::add_put(const Event& event) {
+  put_epochs_[{event.warp, event.pe}] = event.epoch;
   std::vector<Put>& list = puts_[{event.warp, event.pe}];
   if (!list.empty() && list.back().event.epoch == event.epoch && list.back().event.line == event.line) return;
   if (list.size() >= kMaxRecords) return;
@@ -159,46 +146,52 @@ void HappensBefore::cover(const Event& fence) {
   fences_[{fence.warp, fence.pe}] = fence;
 }
 
-// Whether `warp` knew of the event in that epoch of its own, or may have.
-bool HappensBefore::knew(uint32_t warp, uint32_t epoch, const Event& event) const {
-  const auto writer = warps_.find(warp);
-  if (writer == warps_.end()) return true;
-  const auto& past = writer->second.past;
-  if (!past.empty() && epoch < past.front().first) return true; // forgotten
-  const auto it =
-      std::lower_bound(past.begin(), past.end(), epoch, [](const auto& entry, uint32_t e) { return entry.first < e; });
-  const Known& known = it == past.end() ? writer->second.known : it->second;
-  return epoch_of(known.get(), event.warp) >= event.epoch;
-}
-
-// Looks for stores to the source that the put does not come after; at the end of the launch, for those that do not come
-// after the put either.
-std::string HappensBefore::scan(const Source& source, bool at_end) const {
-  const uint64_t offset = reinterpret_cast<uint64_t>(source.from) - shadow.base;
-  if (!shadow.stamps || offset >= shadow.bytes || source.bytes < 4) return "";
-  const uint64_t last = (offset + static_cast<uint64_t>(source.bytes)) / 4; // whole granules only
-  uint64_t before = 0;
-  for (uint64_t i = (offset + 3) / 4; i < last; ++i) {
-    const uint64_t stamp = shadow.stamps[i];
-    if (stamp == before) continue;
-    before = stamp;
-    const uint32_t warp = static_cast<uint32_t>(stamp >> 32), epoch = static_cast<uint32_t>(stamp);
-    if (epoch < first_epoch_ || warp == source.event.warp) continue;
-    if (epoch_of(source.known.get(), warp) >= epoch) continue;
-    if (at_end && knew(warp, epoch, source.event)) continue;
-    return name(source.event) + " sends what " + place(warp) + " writes (" + std::to_string(i * 4 - offset) +
-           " bytes from where it begins), and nothing orders the two: T.sync_threads() or another synchronisation is "
-           "missing between them";
+Known HappensBefore::completed(const Event& event, Part part) {
+  State& state = at(event.warp);
+  if (!memory_) return state.known;
+  auto more = std::make_shared<Clock>();
+  for (const auto& entry : put_epochs_) {
+    const auto& [warp, pe] = entry.first;
+    if (event.pe != -1 && event.pe != pe) continue;
+    const uint32_t known =
+        warp == event.warp ? state.epoch : epoch_of(state.known, clock_key(Part::steps, memory_->me, warp));
+    const uint32_t epoch = std::min(known, entry.second);
+    if (epoch >= first_epoch_) more->emplace_back(clock_key(part, memory_->me, warp, pe), epoch);
   }
-  return "";
+  std::sort(more->begin(), more->end());
+  return join(state.known, more);
 }
 
-std::string HappensBefore::sends(const Event& event, const Call& call) {
-  if (call.bytes <= 0 || !call.source) return "";
-  const Source source{event, static_cast<const char*>(call.source), call.bytes, at(event.warp).known};
-  const std::string wrong = scan(source, false);
-  if (sources_.size() < kMaxRecords) sources_.push_back(source);
-  return wrong;
+// A signal to a PE carries the puts to it that are fenced.
+const Known& HappensBefore::sent_by(State& state, int pe) {
+  Sent& sent = state.sent[pe];
+  if (sent.from == state.known) return sent.sent;
+  auto done = std::make_shared<Clock>();
+  for (const auto& [key, epoch] : *state.known)
+    if (part_of(key) == Part::fenced && rank_of(key) == memory_->me && pe_of(key) == pe)
+      done->emplace_back(clock_key(Part::done, memory_->me, warp_of(key), pe), epoch);
+  sent = {state.known, join(state.known, done)};
+  return sent.sent;
+}
+
+Message HappensBefore::message(uint32_t warp, int pe, const uint64_t* signal, uint32_t put_epoch) {
+  State& state = at(warp);
+  const Known& sent = sent_by(state, pe);
+  Message out{};
+  out.word = signal ? memory_->offset(signal) / 8 : kAnyWord;
+  out.rank = memory_->me;
+  out.warp = warp;
+  out.epoch = state.epoch;
+  out.pe = pe;
+  out.carried = put_epoch;
+  out.everything = sent->size() > kMaxCarried;
+  if (!out.everything) {
+    out.entries = static_cast<uint32_t>(sent->size());
+    out.at = memory_->publish(sent);
+  }
+  signalled_ = join(signalled_, with_own(warp, state));
+  turn(state, state.known);
+  return out;
 }
 
 std::string HappensBefore::use(const Event& event, const Call& call) {
@@ -206,48 +199,62 @@ std::string HappensBefore::use(const Event& event, const Call& call) {
   const Use& first = made.first->second;
   if (first.add == call.add) return "";
   return name(event) + (call.add ? " adds to" : " sets") + " the signal word at heap offset " +
-         std::to_string(reinterpret_cast<uint64_t>(call.signal) - shadow.base) + " of PE " + std::to_string(call.pe) +
-         ", which " + name(first.event) + (first.add ? " adds to" : " sets") +
-         ": one word is either set or added to; use two words";
+         std::to_string(memory_ ? memory_->offset(call.signal) : 0) + " of PE " + std::to_string(call.pe) + ", which " +
+         name(first.event) + (first.add ? " adds to" : " sets") + ": one word is either set or added to; use two words";
 }
 
 std::string HappensBefore::stored_plainly(const Event& event, const uint64_t* word) const {
-  const uint64_t offset = reinterpret_cast<uint64_t>(word) - shadow.base;
-  if (!shadow.stamps || offset >= shadow.bytes) return "";
-  for (uint64_t i = offset / 4; i < offset / 4 + 2; ++i)
-    if (static_cast<uint32_t>(shadow.stamps[i]) >= first_epoch_)
+  if (!memory_ || !memory_->holds(word)) return "";
+  const uint64_t offset = memory_->offset(word);
+  for (uint64_t i = offset / 4; i < offset / 4 + 2; ++i) {
+    const Stamp stamp = memory_->stores(memory_->me)[i];
+    if (touch_of(stamp) == Touch::access && stamp >> 32 >= first_epoch_)
       return name(event) + " waits for the signal word at heap offset " + std::to_string(offset) + ", to which " +
-             place(static_cast<uint32_t>(shadow.stamps[i] >> 32)) +
+             place(static_cast<uint32_t>(stamp >> 8 & 0xffff)) +
              " stores in the same kernel: signal words are changed by signals only; zero them on the host";
+  }
   return "";
 }
 
-std::string HappensBefore::begin(uint32_t warp, const Call& call, int line) {
-  const Event event{warp, at(warp).epoch, call.pe, line, call.operation, call.scope};
+std::string HappensBefore::begin(const Actor& actor, const Call& call) {
+  const Event event{actor.warp, at(actor.warp).epoch, call.pe, actor.line, call.operation, call.scope};
+  const bool far = memory_ && call.pe >= 0 && call.pe < memory_->ranks() &&
+                   !memory_->heaps[static_cast<size_t>(call.pe)]; // reached by the proxy
   std::string wrong;
   switch (call.operation) {
   case kOpPut:
   case kOpPutValue:
-    wrong = sends(event, call);
+    wrong = transfer(actor, event, call);
     add_put(event);
     break;
+  case kOpGet:
+    wrong = transfer(actor, event, call);
+    break;
   case kOpPutSignal:
-    wrong = sends(event, call);
+    wrong = transfer(actor, event, call);
+    put_epochs_[{event.warp, event.pe}] = event.epoch;
     [[fallthrough]];
   case kOpSignal:
     if (wrong.empty()) wrong = use(event, call);
-    [[fallthrough]];
-  case kOpBarrier: {
-    State& state = at(warp);
-    signalled_ = join(signalled_, with_own(warp, state));
-    turn(state, state.known);
+    if (!memory_) {
+      signalled_ = join(signalled_, with_own(actor.warp, at(actor.warp)));
+      turn(at(actor.warp), at(actor.warp).known);
+    } else if (far) {
+      memory_->send(call.pe,
+                    message(actor.warp, call.pe, call.signal, call.operation == kOpPutSignal ? event.epoch : 0));
+    }
     break;
-  }
+  case kOpBarrier:
+    if (!memory_) signalled_ = join(signalled_, with_own(actor.warp, at(actor.warp)));
+    for (int pe = 0; memory_ && pe < memory_->ranks(); ++pe)
+      if (!memory_->heaps[static_cast<size_t>(pe)]) memory_->send(pe, message(actor.warp, pe, nullptr, 0));
+    turn(at(actor.warp), at(actor.warp).known);
+    break;
   case kOpFence:
   case kOpQuiet:
   case kOpFlush:
     cover(event);
-    turn(at(warp), at(warp).known);
+    turn(at(actor.warp), completed(event, call.operation == kOpFence ? Part::fenced : Part::done));
     break;
   case kOpWait:
   case kOpTest:
@@ -267,12 +274,6 @@ std::string HappensBefore::end() const {
         return name(put.event) + " to PE " + std::to_string(put.event.pe) +
                " comes before no fence or quiet: nothing orders it before " + name(put.fence) +
                "; T.sync_threads() or another synchronisation is missing between them";
-  int64_t left = kMaxScan;
-  for (const Source& source : sources_) {
-    if ((left -= source.bytes) < 0) break;
-    const std::string wrong = scan(source, true);
-    if (!wrong.empty()) return wrong;
-  }
   for (const auto& entry : waits_) {
     const std::string wrong = stored_plainly(entry.second, entry.first);
     if (!wrong.empty()) return wrong;
@@ -284,11 +285,13 @@ std::string HappensBefore::place(uint32_t warp) const {
   return "block " + std::to_string(warp / warps_per_block_) + " warp " + std::to_string(warp % warps_per_block_);
 }
 
+std::string HappensBefore::line(int number) const {
+  if (number < 0 || static_cast<size_t>(number) >= lines_.size()) return "";
+  return " (" + lines_[static_cast<size_t>(number)] + ")";
+}
+
 std::string HappensBefore::name(const Event& event) const {
-  std::string out = primitive_name(event.operation, event.scope) + " of " + place(event.warp);
-  if (event.line >= 0 && static_cast<size_t>(event.line) < lines_.size())
-    out += " (" + lines_[static_cast<size_t>(event.line)] + ")";
-  return out;
+  return primitive_name(event.operation, event.scope) + " of " + place(event.warp) + line(event.line);
 }
 
 } // namespace sim

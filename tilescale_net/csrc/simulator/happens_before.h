@@ -1,14 +1,18 @@
-// Which accesses of a launch are ordered, whatever the schedule: vector clocks of warps.
+// Which accesses of a job are ordered, whatever the schedule: vector clocks of warps.
 //
-// A warp counts as one, and so do its lanes. Barriers, atomics, loads and stores with an order, and waits pass on what
-// a warp knows of the others. A wait takes on everything that this rank had signalled by then, since any of it may have
-// led to the signal that was seen. So what is reported as unordered is unordered; the reverse is not promised.
-//
-// Two rules follow from the memory model:
+// A warp counts as one, and so do its lanes. Barriers, atomics, and loads and stores with an order pass on what a warp
+// knows of the others, and a signal what its sender knew to whoever has seen it. A transfer is an actor of its own: a
+// put reads its source and writes its target at any time until somebody knows that it is done. What follows from the
+// memory model:
+//   - two accesses of the same bytes of a heap, of which one is a transfer and one writes, are ordered;
 //   - a put is visible to nobody unless a fence or quiet comes after it: one that runs beside it instead is an error;
-//   - what a put sends was written by its own scope, or before it: a write that runs beside it is an error.
+//   - a signal word is either set or added to, and by signals only.
+// Where it is not known what somebody has learnt (by an atomic operation on a heap, from a rank that is not followed),
+// it may have learnt everything. So what is reported as unordered is unordered; the reverse is not promised.
 #pragma once
 
+#include "clock.h"
+#include "race_memory.h"
 #include "tilescale_net/device/host/simulator_api.h"
 
 #include <map>
@@ -20,32 +24,45 @@
 namespace tsn {
 namespace sim {
 
-// For each warp that is known, its last epoch; sorted by warp.
-using Clock = std::vector<std::pair<uint32_t, uint32_t>>;
-using Known = std::shared_ptr<const Clock>;
+// The thread that does something, and where its program is.
+struct Actor {
+  uint32_t warp, block, thread;
+  int line; // of the latest primitive
+};
 
 class HappensBefore {
 public:
-  HappensBefore(unsigned warps_per_block, const std::vector<std::string>& lines);
+  // `memory`: null where ranks are not followed.
+  HappensBefore(unsigned warps_per_block, const std::vector<std::string>& lines, RaceMemory* memory);
   ~HappensBefore();
 
   // Warps have met: each knows what all of them knew.
   void meet(const std::vector<uint32_t>& warps);
   void word(uint32_t warp, const void* address, WordAccess access);
-  void waited(uint32_t warp);
+  void waited(uint32_t warp, const uint64_t* signal);
   // A call begins, in a warp that speaks for its scope. Returns what is wrong with it, or nothing.
-  std::string begin(uint32_t warp, const Call& call, int line);
+  std::string begin(const Actor& actor, const Call& call);
+  // What a signal of this rank carries to the PE; `put_epoch`: of the put_signal that it belongs to, or 0.
+  Message message(uint32_t warp, int pe, const uint64_t* signal, uint32_t put_epoch);
+  // A plain access to this rank's heap. `judge`: say what is wrong with it, which costs more.
+  std::string accessed(const Actor& actor, const void* address, uint64_t bytes, bool store, const char* name,
+                       bool judge, Thread& view);
   // What is wrong with the launch as a whole, or nothing.
   std::string end() const;
 
-  // What the heap's shadow holds for the warp's stores from now on.
-  uint64_t stamp(uint32_t warp) { return static_cast<uint64_t>(warp) << 32 | at(warp).epoch; }
+  uint32_t epoch(uint32_t warp) { return at(warp).epoch; }
+  // What the heap's shadow holds for the warp's own accesses from now on.
+  Stamp stamp(uint32_t warp) { return memory_ ? access_stamp(memory_->me, warp, at(warp).epoch) : 0; }
+  RaceMemory* memory() const { return memory_; }
 
 private:
+  struct Sent { // what a signal to a PE carries of `from`
+    Known from, sent;
+  };
   struct State {
     uint32_t epoch = 0;
     Known known;
-    std::vector<std::pair<uint32_t, Known>> past; // what was known in each epoch that has ended, but for the oldest
+    std::map<int, Sent> sent;
   };
   struct Event {
     uint32_t warp, epoch;
@@ -57,56 +74,55 @@ private:
     bool beside = false; // a fence runs beside it
     Event fence{};
   };
-  struct Source {
-    Event event;
-    const char* from;
-    int64_t bytes;
-    Known known;
-  };
   struct Use { // of a signal word
     Event event;
     bool add;
+  };
+  struct Found { // an access that is not ordered with the one that is looked at
+    Stamp stamp = 0;
+    bool stores = false;
+    uint64_t begin = 0, end = 0; // of the bytes that both touch, in the heap
   };
 
   State& at(uint32_t warp);
   // Ends the warp's epoch; what it knows from now on.
   void turn(State& state, Known known);
-  static uint32_t epoch_of(const Clock* clock, uint32_t warp);
-  static Known join(const Known& a, const Known& b);
-  static bool covers(const Known& a, const Known& b);
   Known with_own(uint32_t warp, const State& state) const;
   bool comes_before(const Event& event, uint32_t warp);
   void add_put(const Event& event);
   void cover(const Event& event);
-  std::string sends(const Event& event, const Call& call);
-  std::string scan(const Source& source, bool at_end) const;
-  bool knew(uint32_t warp, uint32_t epoch, const Event& event) const;
+  // After a fence, or a quiet (Part::done): what the warp knows besides.
+  Known completed(const Event& event, Part part);
+  const Known& sent_by(State& state, int pe);
   std::string use(const Event& event, const Call& call);
   std::string stored_plainly(const Event& event, const uint64_t* word) const;
+  std::string transfer(const Actor& actor, const Event& event, const Call& call);
+  std::string put(const Actor& actor, const Event& event, const Call& call, Stamp source, Stamp target);
+  std::string got(const Actor& actor, const Event& event, const Call& call, Stamp source);
+  bool ordered(Stamp stamp, uint32_t warp);
+  // Looks at the stamps of a range, and leaves `mark` there unless it is 0.
+  void look(Stamp* stamps, uint64_t offset, uint64_t bytes, bool stores, uint32_t warp, Stamp mark, Found* found);
+  std::string race(const Actor& actor, const std::string& what, const Found& found, int owner, bool writes);
+  std::string name_of(const Found& found) const;
+  std::string advice(const Actor& actor, const Found& found, int owner);
   std::string name(const Event& event) const;
+  std::string line(int number) const;
   std::string place(uint32_t warp) const;
 
   unsigned warps_per_block_;
   const std::vector<std::string>& lines_;
-  uint32_t first_epoch_;
+  RaceMemory* memory_;
+  Known start_; // what all warps know at first
+  uint32_t first_epoch_, latest_;
   std::unordered_map<uint32_t, State> warps_;
   std::unordered_map<const void*, Known> words_;
   Known signalled_;                                           // by anyone of this rank
   std::map<std::pair<uint32_t, int>, std::vector<Put>> puts_; // by warp and PE: not covered yet
+  std::map<std::pair<uint32_t, int>, uint32_t> put_epochs_;   // by warp and PE: of the latest
   std::map<std::pair<uint32_t, int>, Event> fences_;          // the latest
-  std::vector<Source> sources_;
   std::map<std::pair<const void*, int>, Use> uses_;
   std::map<const uint64_t*, Event> waits_;
 };
-
-// The heap whose stores are stamped, and its shadow (8 bytes for every 4); null where there is none.
-struct Shadow {
-  uint64_t* stamps;
-  uint64_t base, bytes;
-};
-Shadow shadow_of_heap();
-void set_shadow(uint64_t base, uint64_t bytes);
-void drop_shadow();
 
 // The name that authors know: put_block, fence, …
 std::string primitive_name(uint32_t operation, uint32_t scope);

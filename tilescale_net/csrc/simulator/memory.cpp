@@ -79,5 +79,17 @@ std::string check_range(uint64_t address, uint64_t bytes) {
          std::to_string(allocation->first - heap->first) + ")";
 }
 
+std::string describe_range(uint64_t address, uint64_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto heap = find(heaps, address);
+  const uint64_t offset = heap == heaps.end() ? 0 : address - heap->first;
+  const auto allocation = find(allocations, address);
+  if (allocation == allocations.end())
+    return "bytes " + std::to_string(offset) + " to " + std::to_string(offset + bytes) + " of the heap";
+  const uint64_t inside = address - allocation->first;
+  return "bytes " + std::to_string(inside) + " to " + std::to_string(inside + bytes) + " of " +
+         allocation->second.name + " (heap offset " + std::to_string(offset) + ")";
+}
+
 } // namespace sim
 } // namespace tsn

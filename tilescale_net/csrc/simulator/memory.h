@@ -19,5 +19,8 @@ bool in_heap(uint64_t address);
 // heap, or outside every heap; else what is wrong.
 std::string check_range(uint64_t address, uint64_t bytes);
 
+// The range in words: which bytes of which allocation.
+std::string describe_range(uint64_t address, uint64_t bytes);
+
 } // namespace sim
 } // namespace tsn

@@ -1,6 +1,7 @@
 // The module tilescale_net._simulator.
 #include "kernel.h"
 #include "memory.h"
+#include "race_memory.h"
 #include "remote.h"
 
 #include <pybind11/pybind11.h>
@@ -24,8 +25,8 @@ sim::Index3 index(const std::array<unsigned, 3>& v) { return {v[0], v[1], v[2]};
 // Returns (failure, message, remark, switches); failure is 0 when the grid ran to its end.
 py::tuple launch(const sim::Library& library, const std::string& kernel, py::bytes arguments,
                  std::array<unsigned, 3> grid, std::array<unsigned, 3> block, uint64_t shared_bytes, uint64_t seed,
-                 uint64_t resident_blocks, double stall_seconds, size_t stack_bytes, bool communicates,
-                 const std::vector<std::string>& lines) {
+                 uint64_t resident_blocks, double stall_seconds, size_t stack_bytes, bool communicates, bool races,
+                 uint64_t heap, const std::vector<std::string>& lines) {
   sim::Launch l;
   library.bind(kernel, l);
   const std::string words = arguments; // bytes objects need not be aligned
@@ -40,6 +41,8 @@ py::tuple launch(const sim::Library& library, const std::string& kernel, py::byt
   l.stall_seconds = stall_seconds;
   l.check_interrupt = check_interrupt;
   l.communicates = communicates;
+  l.races = races;
+  l.heap = heap;
   l.lines = lines;
   sim::Outcome outcome;
   {
@@ -57,13 +60,13 @@ void bind_simulator(py::module_& m) {
       .def(py::init<const std::string&>(), py::arg("path"))
       .def("launch", launch, py::arg("kernel"), py::arg("arguments"), py::arg("grid"), py::arg("block"),
            py::arg("shared_bytes"), py::arg("seed"), py::arg("resident_blocks"), py::arg("stall_seconds"),
-           py::arg("stack_bytes"), py::arg("communicates"), py::arg("lines"));
+           py::arg("stack_bytes"), py::arg("communicates"), py::arg("races"), py::arg("heap"), py::arg("lines"));
   m.attr("API_VERSION") = sim::kApiVersion;
   m.def(
       "register_heap",
       [](uint64_t base, uint64_t bytes) {
         sim::register_heap(base, bytes);
-        sim::set_shadow(base, bytes);
+        sim::note_ended_launches(base);
       },
       py::arg("base"), py::arg("bytes"), "Tell the simulator where the heap of the next launches is.");
   m.def(
@@ -71,9 +74,14 @@ void bind_simulator(py::module_& m) {
       [](uint64_t base) {
         sim::flush_pending();
         sim::unregister_heap(base);
-        if (sim::shadow_of_heap().base == base) sim::drop_shadow();
+        sim::detach_race_memory(base);
       },
       py::arg("base"), "Forget a heap and its allocations.");
+  m.def("race_memory_bytes", sim::race_memory_bytes, py::arg("heap_bytes"),
+        "Bytes of what a rank shares with the others of its host to find races, for a heap of that size.");
+  m.def("attach_race_memory", sim::attach_race_memory, py::arg("me"), py::arg("base"), py::arg("bytes"),
+        py::arg("pages"), py::arg("heaps"),
+        "Give a heap the race memories of all ranks, and where their heaps are mapped (0: they are not).");
   m.def("register_allocation", sim::register_allocation, py::arg("base"), py::arg("bytes"), py::arg("name"));
   m.def("unregister_allocation", [](uint64_t base) {
     sim::flush_pending(); // nothing may arrive in memory that is handed out again

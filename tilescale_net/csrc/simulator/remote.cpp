@@ -35,6 +35,8 @@ struct Pending {
   uint64_t sequence;                                 // order of issue
   std::vector<std::pair<uint64_t, uint64_t>> pieces; // offset and size of data still to be delivered
   std::unique_ptr<char[]> copy;                      // of sources that may be gone at delivery
+  RaceMemory* memory = nullptr;                      // where `message` goes when the signal is delivered
+  Message message;
 };
 
 struct Target {
@@ -97,7 +99,10 @@ void deliver_piece(Pending& p, size_t i) {
   });
 }
 
-void deliver_signal(const RemoteOperation& o) {
+// The message comes first: whoever sees the signal finds what it carries.
+void deliver_signal(const Pending& p) {
+  const RemoteOperation& o = p.operation;
+  if (p.memory) p.memory->send(o.pe, p.message);
   if (o.add) __atomic_fetch_add(o.peer_signal, o.value, __ATOMIC_RELEASE);
   else __atomic_store_n(o.peer_signal, o.value, __ATOMIC_RELEASE);
 }
@@ -131,7 +136,7 @@ bool holds(const Target& target) { return target.held_before && Clock::now() < t
 void deliver_oldest(Target& target) {
   Pending& p = target.pending.front();
   while (!p.pieces.empty()) deliver_piece(p, p.pieces.size() - 1);
-  if (p.operation.peer_signal) deliver_signal(p.operation);
+  if (p.operation.peer_signal) deliver_signal(p);
   target.pending.pop_front();
 }
 
@@ -162,7 +167,7 @@ bool deliver_step(Store& s, Random& random) {
       done = p.pieces.empty() && !p.operation.peer_signal;
     } else if (signal_may_go(target, p)) {
       hold(s, target, p.sequence, random);
-      deliver_signal(p.operation);
+      deliver_signal(p);
       done = true;
     } else {
       continue; // its turn has not come
@@ -198,7 +203,12 @@ bool defer(const RemoteOperation& o) {
   if (o.bytes == 0 && !o.peer_signal) return true; // an empty put leaves nothing to deliver
   Grid& grid = *current_grid;
   Store& s = store();
-  if (s.visibility == Visibility::eager) return false;
+  Message message;
+  RaceMemory* memory = o.peer_signal && grid.signalling(o.signal, o.pe, &message) ? grid.heap() : nullptr;
+  if (s.visibility == Visibility::eager) {
+    if (memory) memory->send(o.pe, message);
+    return false;
+  }
   Random random(grid.random());
   std::lock_guard<std::mutex> lock(s.mutex);
   Target& target = s.targets[o.pe];
@@ -208,12 +218,15 @@ bool defer(const RemoteOperation& o) {
       later = later || (p.epoch < target.epoch && !p.pieces.empty()) || p.operation.peer_signal == o.peer_signal;
   if (!later) {
     if (o.peer_signal) hold(s, target, s.sequence, random);
+    if (memory) memory->send(o.pe, message);
     return false;
   }
   if (target.pending.size() >= kMaxPending) deliver_oldest(target);
   Pending p;
   p.operation = o;
   p.epoch = target.epoch;
+  p.memory = memory;
+  p.message = message;
   p.sequence = s.sequence++;
   cut(p, random);
   if (!p.pieces.empty() && !(o.source && in_heap(address(o.source)))) {
@@ -263,8 +276,15 @@ void background() {
 const RemoteApi kRemoteApi = {
     [](const Call& call) { current_grid->announce(call); },
     [](const Call& call) { current_grid->begin(call); },
-    [](const uint64_t*) { current_grid->waited(); },
+    [](const uint64_t* signal) { current_grid->waited(signal); },
     [](const void* address, WordAccess access) { current_grid->word(address, access); },
+    [](const void* address, uint64_t bytes, bool store, const char* name) {
+      current_grid->accessed(address, bytes, store, name);
+    },
+    [](const uint64_t* signal, int pe) {
+      Message message;
+      if (current_grid->signalling(signal, pe, &message)) current_grid->heap()->send(pe, message);
+    },
     defer,
     fence,
     quiet,

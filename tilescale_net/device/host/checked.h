@@ -21,11 +21,11 @@ public:
   // Generated code casts constness away together with the type.
   template <typename U, typename = std::enable_if_t<!std::is_void<U>::value>>
   operator U*() const {
-    return (U*)owner_.checked(index_, sizeof(U));
+    return (U*)owner_.loaded(index_, sizeof(U));
   }
   operator void*() const { return (void*)(owner_.unchecked() + index_); }
-  T& operator*() const { return *owner_.checked(index_, sizeof(T)); }
-  T& operator[](int64_t i) const { return *owner_.checked(index_ + i, sizeof(T)); }
+  T& operator*() const { return *owner_.loaded(index_, sizeof(T)); }
+  T& operator[](int64_t i) const { return *owner_.loaded(index_ + i, sizeof(T)); }
 
 private:
   Checked<T> owner_;
@@ -38,16 +38,16 @@ public:
   Checked(const char* name, uint64_t pointer, uint64_t bytes)
       : pointer_(reinterpret_cast<T*>(pointer)), bytes_(bytes), name_(name) {}
 
-  T& operator[](int64_t i) const { return *checked(i, sizeof(T)); }
+  T& operator[](int64_t i) const { return *loaded(i, sizeof(T)); }
   CheckedAddress<T> operator+(int64_t i) const { return {*this, i}; }
   // The same for the left side of an assignment.
   T& stored(int64_t i) const {
-    note_store(checked(i, sizeof(T)), sizeof(T));
+    note_store(checked(i, sizeof(T)), sizeof(T), name_);
     return pointer_[i];
   }
   template <typename U>
   U& stored_as(int64_t i) const {
-    note_store(checked(i, sizeof(U)), sizeof(U));
+    note_store(checked(i, sizeof(U)), sizeof(U), name_);
     return *(U*)(pointer_ + i);
   }
   // The address of element i for a primitive, by its name, that moves `bytes` from there on.
@@ -59,7 +59,7 @@ public:
     }
     return pointer_ + i;
   }
-  T& operator*() const { return *checked(0, sizeof(T)); }
+  T& operator*() const { return *loaded(0, sizeof(T)); }
   // Bytes from element i to the end.
   uint64_t rest(int64_t i) const {
     const uint64_t offset = static_cast<uint64_t>(i) * sizeof(T);
@@ -76,6 +76,12 @@ public:
   T* checked(int64_t i, uint64_t bytes) const {
     if (__builtin_expect(!holds(i, bytes), 0))
       api().out_of_bounds(name_, i * static_cast<int64_t>(sizeof(T)), bytes, bytes_);
+    return pointer_ + i;
+  }
+
+  // The same for an access that is not the left side of an assignment.
+  T* loaded(int64_t i, uint64_t bytes) const {
+    note_load(checked(i, bytes), bytes, name_);
     return pointer_ + i;
   }
 

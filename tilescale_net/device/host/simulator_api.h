@@ -10,7 +10,7 @@
 namespace tsn {
 namespace sim {
 
-constexpr uint32_t kApiVersion = 3;
+constexpr uint32_t kApiVersion = 4;
 
 struct Index3 {
   unsigned x, y, z;
@@ -25,11 +25,14 @@ struct Thread {
   int quantum;           // accesses left until the next forced yield
   void* dynamic_shared;
   uint64_t dynamic_shared_bytes;
-  int site; // of the primitive that it calls: an index into the kernel's table of lines, or -1
-  // Who wrote the heap last: one stamp per 4 bytes, see csrc/simulator/order.h. `shadow` is null where nobody asks.
-  uint64_t* shadow;
-  uint64_t shadow_base, shadow_bytes;
+  int site;      // of the primitive that it calls: an index into the kernel's table of lines, or -1
+  bool followed; // words by which threads may order each other are to be told
+  // Who stored to this rank's heap last, and who loaded: a stamp per 4 bytes, see csrc/simulator/race_memory.h. Null
+  // where nobody asks. The last byte of `stamp`, the thread's own, is that of all plain accesses of this rank.
+  uint64_t *stores, *loads;
+  uint64_t heap_base, heap_bytes;
   uint64_t stamp;
+  uint64_t ordered_store, ordered_load; // others' that come before the thread
 };
 
 // Operations in which the lanes of a mask meet; the result of lane i is computed when the last one arrives.
@@ -86,6 +89,10 @@ struct RemoteApi {
   void (*waited)(const uint64_t* signal);
   // A load, a store or an atomic operation by which threads of this PE may order each other.
   void (*word)(const void* address, WordAccess access);
+  // A plain access to this rank's heap that follows one of somebody else.
+  void (*accessed)(const void* address, uint64_t bytes, bool store, const char* name);
+  // A signal is about to be sent that was not offered to `defer`.
+  void (*signalling)(const uint64_t* signal, int pe);
   // True: taken over, to be delivered later. False: the caller carries it out now.
   bool (*defer)(const RemoteOperation&);
   void (*fence)(int pe); // -1: all PEs

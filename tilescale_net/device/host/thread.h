@@ -23,6 +23,8 @@ inline const Api& api() {
       [](const Call&) {},
       [](const uint64_t*) {},
       [](const void*, WordAccess) {},
+      [](const void*, uint64_t, bool, const char*) {},
+      [](const uint64_t*, int) {},
       [](const RemoteOperation&) { return false; },
       [](int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); },
       [](int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); },
@@ -55,14 +57,15 @@ inline const Api& api() {
 }
 
 inline Thread& self() {
-  static thread_local Thread thread = {{0, 0, 0}, {0, 0, 0}, {1, 1, 1}, {1, 1, 1}, 0, 0, 0, 0,
-                                       nullptr,   0,         -1,        nullptr,   0, 0, 0};
+  static thread_local Thread thread = {{0, 0, 0}, {0, 0, 0}, {1, 1, 1}, {1, 1, 1}, 0, 0, 0, 0, nullptr, 0,
+                                       -1,        false,     nullptr,   nullptr,   0, 0, 0, 0, 0};
   return thread;
 }
 
 inline void maybe_yield() {}
 inline void word_access(const void*, WordAccess) {}
-inline void note_store(const void*, uint64_t) {}
+inline void note_store(const void*, uint64_t, const char*) {}
+inline void note_load(const void*, uint64_t, const char*) {}
 inline bool in_symmetric_heap(const void*) { return false; }
 
 #else
@@ -80,20 +83,32 @@ inline void maybe_yield() {
 }
 
 inline void word_access(const void* address, WordAccess access) {
-  if (self().shadow) api().remote->word(address, access);
+  if (self().followed) api().remote->word(address, access);
 }
 
 inline bool in_symmetric_heap(const void* p) {
-  return self().shadow && reinterpret_cast<uint64_t>(p) - self().shadow_base < self().shadow_bytes;
+  return reinterpret_cast<uint64_t>(p) - self().heap_base < self().heap_bytes;
 }
 
-// The running thread stores to [p, p + bytes): whoever sends these bytes must come after it.
-inline void note_store(const void* p, uint64_t bytes) {
+// The running thread accesses [p, p + bytes) of the heap. What follows another rank, or a transfer, is looked at by the
+// simulator; that it comes after it is asked once in a row of bytes.
+__attribute__((noinline)) inline void access_heap(const void* p, uint64_t bytes, bool store, const char* name) {
   const Thread& t = self();
-  if (!t.shadow) return;
-  const uint64_t offset = reinterpret_cast<uint64_t>(p) - t.shadow_base;
-  if (offset >= t.shadow_bytes) return;
-  for (uint64_t i = offset / 4; i <= (offset + bytes - 1) / 4; ++i) t.shadow[i] = t.stamp;
+  const uint64_t offset = reinterpret_cast<uint64_t>(p) - t.heap_base, own = t.stamp & 0xff;
+  for (uint64_t i = offset / 4; i <= (offset + bytes - 1) / 4; ++i) {
+    const uint64_t stored = __atomic_load_n(t.stores + i, __ATOMIC_RELAXED);
+    const uint64_t loaded = __atomic_load_n(t.loads + i, __ATOMIC_RELAXED);
+    const bool after_store = stored == 0 || (stored & 0xff) == own || stored == t.ordered_store;
+    const bool after_load = loaded == 0 || (loaded & 0xff) == own || loaded == t.ordered_load;
+    if (!after_store || !after_load) return api().remote->accessed(p, bytes, store, name);
+    __atomic_store_n((store ? t.stores : t.loads) + i, t.stamp, __ATOMIC_RELAXED);
+  }
+}
+inline void note_store(const void* p, uint64_t bytes, const char* name) {
+  if (self().stores && in_symmetric_heap(p)) access_heap(p, bytes, true, name);
+}
+inline void note_load(const void* p, uint64_t bytes, const char* name) {
+  if (self().stores && in_symmetric_heap(p)) access_heap(p, bytes, false, name);
 }
 
 // The next primitive stands in this line of the kernel's table.

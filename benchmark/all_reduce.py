@@ -1,0 +1,103 @@
+"""How fast all ranks get the sum of everybody's tensors (all-reduce), next to NCCL and torch's symmetric memory.
+
+    GPUS=4 bash launch.sh benchmark/all_reduce.py
+    GPUS=4 bash launch.sh benchmark/all_reduce.py --algorithm one_shot --sizes 64K..1M --blocks 32,64
+
+Size is that of the tensor, in bytes per rank. Our sums are compared bit by bit with a sum in the order of the ranks; those
+of the others, whose order is their own, only roughly. Of torch's symmetric memory the best way is shown. Without a GPU the
+simulator runs the same kernels alone.
+"""
+
+from benchmark.common.collectives import CollectiveCase, parse, run
+
+ONE_SHOT_UP_TO = 4 << 20  # bytes; beyond, torch's takes far longer than its other way
+
+
+class Sum(CollectiveCase):
+    passes = 2
+    in_place = True
+
+    def __init__(self, size: int, dtype: str, algorithm: str, staged: bool):
+        import torch
+
+        import tilescale_net as tsn
+
+        self._n, self._rank, self._dtype, self._algorithm = tsn.size(), tsn.rank(), getattr(torch, dtype), algorithm
+        self._count = max(8, size // self._dtype.itemsize // 8 * 8)
+        self._symmetric = [] if staged else [tsn.empty(self._count, self._dtype) for _ in range(2)]
+        plain = [torch.empty(self._count, dtype=self._dtype, device=tsn.device()) for _ in range(2)] if staged else []
+        self._x, self._out = self._symmetric or plain
+        # What the side that runs works on, and its result where that lies elsewhere.
+        self._sums, self._found, self._exact = self._out, None, True
+        self.nbytes = self._x.nbytes
+
+    def _data(self, seed: int, rank: int):
+        import torch
+
+        generator = torch.Generator(device=self._x.device).manual_seed(seed + rank)
+        return torch.randn(self._count, dtype=self._dtype, device=self._x.device, generator=generator)
+
+    def fill(self, seed):
+        self._x.copy_(self._data(seed, self._rank))
+        self._sums.copy_(self._x)
+        self._found = None
+
+    def ours(self, geometry):
+        from tilescale_net.kernels.all_reduce import AllReduce
+
+        self._sums, self._exact = self._out, True
+        op = AllReduce(threads=geometry["threads"], blocks=geometry["blocks"], algorithm=self._algorithm)
+        return lambda: op(self._out, self._x), op.free
+
+    def nccl(self, group):
+        import torch.distributed as dist
+
+        self._sums, self._exact = self._out, False
+        return lambda: dist.all_reduce(self._out, group=group)
+
+    def symmetric(self, group):
+        import torch
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        self._exact = False
+        self._sums = symmetric_memory.empty(self._count, dtype=self._dtype, device=self._x.device)
+        symmetric_memory.rendezvous(self._sums, group.group_name)
+        ops, name = torch.ops.symm_mem, group.group_name
+
+        def one_shot():
+            self._found = ops.one_shot_all_reduce(self._sums, "sum", name)
+
+        ways = {"two-shot": lambda: ops.two_shot_all_reduce_(self._sums, "sum", name)}
+        return ways | ({"one-shot": one_shot} if self.nbytes <= ONE_SHOT_UP_TO else {})
+
+    def difference(self, seed):
+        import torch
+
+        total = torch.zeros(self._count, dtype=torch.float32, device=self._x.device)
+        for rank in range(self._n):
+            total += self._data(seed, rank).float()
+        expected = total.to(self._dtype)
+        tolerance = 0 if self._exact else 0.05
+        found = self._sums if self._found is None else self._found
+        wrong = int((~torch.isclose(found.float(), expected.float(), rtol=tolerance, atol=tolerance)).sum())
+        return f"{wrong} of {self._count} sums are wrong" if wrong else None
+
+    def free(self):
+        import tilescale_net as tsn
+
+        for tensor in self._symmetric:
+            tsn.free(tensor)
+
+
+if __name__ == "__main__":
+
+    def extend(parser):
+        dtypes, algorithms = ("bfloat16", "float16", "float32"), ("auto", "packets", "one_shot", "two_shot")
+        parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of the tensors (bfloat16)")
+        parser.add_argument(
+            "--algorithm", choices=algorithms, default="auto", help="by size (auto), or one for all sizes"
+        )
+        parser.add_argument("--staged", action="store_true", help="tensors outside the symmetric heap")
+
+    args = parse(__doc__.splitlines()[0], extend, sizes="8K..64M", simulated="8K,64K,512K", blocks=64, engines=False)
+    run("all_reduce", args, lambda size: Sum(size, args.dtype, args.algorithm, args.staged))

@@ -1,0 +1,195 @@
+"""A job whose proxy has a given number of network channels, with a bare writer beside it that has as many."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from benchmark.common import measuring
+from benchmark.common.environment import is_rank_zero
+from benchmark.common.measuring import GUARD, POISON, elapsed, gather, random_bytes
+
+
+def bare_writer(world, memory, rails: int):
+    """A bare writer on `memory` (uint8), which goes the proxy's way to it, staged or not."""
+    from tilescale_net import _native, fabric
+
+    on_gpu, properties = world.device_kind == "cuda", world.proxy.properties
+    options = fabric.transport_options(rank=world.rank, multi_host=not world.topology.single_host, rails=rails)
+    return _native.BareWriter(
+        options,
+        bytes=memory.numel(),
+        base=memory.data_ptr(),
+        heap_kind="cuda" if on_gpu else "host",
+        device=world.device.index or 0,
+        force_staging=properties["staged"],
+        chunk_bytes=properties["chunk_bytes"],
+        dedicated=on_gpu,
+    )
+
+
+class BareWriterPair:
+    """Bare writers between each rank and one of another node, in both directions at once. Collective.
+
+    Every rank writes to the rank as many places on as a node has ranks, and is written to from as many places back. One
+    thread does both, as in a proxy.
+    """
+
+    PIECE = 1 << 20  # bytes of a write
+
+    def __init__(self):
+        import torch
+
+        import tilescale_net as tsn
+
+        world = tsn.world()
+        size, step = world.size, world.topology.node_size
+        self._to, self._from = (world.rank + step) % size, (world.rank - step) % size
+        self._memory = torch.zeros(self.PIECE, dtype=torch.uint8, device=world.device)
+        self._writer = bare_writer(world, self._memory, world.proxy.properties["rails"])
+        addresses = gather(self._writer.address())
+        for peer in {self._to, self._from}:
+            self._writer.connect(peer, addresses[peer])
+        tsn.barrier()
+
+    def move(self, count: int) -> float:
+        """Move `count` bytes each way, in whole pieces and one last part; microseconds of what this rank sends."""
+        import tilescale_net as tsn
+
+        tsn.barrier()
+        spent = 0.0
+        for size, writes in ((self.PIECE, count // self.PIECE), (count % self.PIECE, 1)):
+            if size * writes:
+                spent += self._writer.write(self._to, size, writes, from_peer=self._from) * 1e6
+        self._writer.finish(self._to)
+        self._writer.serve(self._from)
+        return spent
+
+    def close(self) -> None:
+        import tilescale_net as tsn
+
+        tsn.barrier()
+        self._writer = None
+
+
+class ProxyBench:
+    """The job with a given number of channels: buffers, the proxy's kernels, and the bare writer. Collective.
+
+    Attributes:
+        rails: channels in use.
+        dst, src: symmetric uint8 tensors.
+        peer: the PE that is written to; ranks other than 0 and it only take part in barriers.
+    """
+
+    def __init__(self, rails: int, largest: int):
+        """Join the job.
+
+        Args:
+            rails: channels; 0 for one per NIC near the GPU.
+            largest: bytes of the largest write.
+
+        Raises:
+            SystemExit: with 2, when every PE is mapped.
+        """
+        import torch
+
+        import tilescale_net as tsn
+        from tilescale_net.kernels import p2p, proxy_write
+
+        os.environ["TSN_RAILS"] = str(rails)
+        capacity = largest + GUARD
+        self.world = tsn.init(2 * capacity + (8 << 20))
+        if self.world.proxy is None:
+            if is_rank_zero():
+                sys.stderr.write("error: every PE is mapped, so nothing goes through a proxy; set VIRTUAL_NODES=2\n")
+            raise SystemExit(2)
+        self.on_gpu = self.world.device_kind == "cuda"
+        self.rank, self.peer = tsn.rank(), self.world.topology.node_size
+        self.properties = self.world.proxy.properties
+        self.rails = self.properties["rails"]
+        self.dst, self.src = (tsn.empty(capacity, torch.uint8) for _ in range(2))
+        self._flag = tsn.zeros((1,), torch.uint64)
+        self._write, self._ping_pong = proxy_write.write(capacity), p2p.ping_pong(capacity, threads=32)
+        self._sent = 0
+        self._bare = None
+
+    def open_bare(self) -> None:
+        """Make the bare writer, on the proxy's own memory and by its way to it, staged or not. Collective."""
+        self._bare = bare_writer(self.world, self.src, self.rails)
+        addresses = gather(self._bare.address())
+        other = {0: self.peer, self.peer: 0}.get(self.rank)
+        if other is not None:
+            self._bare.connect(other, addresses[other])
+        gather(None)
+
+    def write(self, count: int, piece: int, writes: int, blocking: int) -> float:
+        """Microseconds per write through the proxy; on ranks other than 0 it returns nothing of use."""
+        import tilescale_net as tsn
+
+        tsn.barrier()
+        spent = 0.0
+        if self.rank == 0:
+            arguments = (self.dst, self.src, count, piece or count, self.peer, writes, blocking)
+            spent = elapsed(lambda: self._write(*arguments), self.on_gpu)
+        tsn.barrier()
+        return spent / writes
+
+    def bare_write(self, count: int, writes: int) -> float:
+        """Microseconds per write by the bare writer, which fills its window as a proxy without blocking does."""
+        import tilescale_net as tsn
+
+        tsn.barrier()
+        spent = 0.0
+        if self.rank == 0:
+            spent = self._bare.write(self.peer, count, writes) * 1e6
+            self._bare.finish(self.peer)
+        elif self.rank == self.peer:
+            self._bare.serve(0)
+        tsn.barrier()
+        return spent / writes
+
+    def one_way(self, count: int, trips: int) -> float:
+        """Microseconds from put_signal to the wait at the other side: half a round trip."""
+        import tilescale_net as tsn
+
+        tsn.barrier()
+        spent = 0.0
+        if self.rank in (0, self.peer):
+            other = self.peer - self.rank
+            arguments = (self.dst, self.src, self._flag, count, other, self._sent, int(self.rank == 0), trips)
+            spent = elapsed(lambda: self._ping_pong(*arguments), self.on_gpu)
+        self._sent += trips
+        tsn.barrier()
+        return spent / (2 * trips)
+
+    def bare_one_way(self, count: int, trips: int) -> float:
+        """The same by two bare writers: until the target's CPU knows of the data."""
+        import tilescale_net as tsn
+
+        tsn.barrier()
+        spent = 0.0
+        if self.rank == 0:
+            spent = self._bare.ping(self.peer, count, trips) * 1e6
+        elif self.rank == self.peer:
+            self._bare.pong(0, count, trips)
+        tsn.barrier()
+        return spent / (2 * trips)
+
+    def prepare(self, count: int, seed: int) -> None:
+        """Fresh data at rank 0, poison at its peer, in the proxy's destination and the bare writer's."""
+        if self.rank == 0:
+            self.src[:count] = random_bytes(count, seed, self.src.device)
+        elif self.rank == self.peer:
+            for buffer in (self.src, self.dst):
+                buffer[: count + GUARD] = POISON
+
+    def difference(self, buffer, count: int, seed: int) -> str | None:
+        """What is wrong with the peer's `buffer`; None elsewhere."""
+        return measuring.difference(buffer, count, seed) if self.rank == self.peer else None
+
+    def close(self) -> None:
+        import tilescale_net as tsn
+
+        self._bare = None
+        self.dst = self.src = self._flag = None
+        tsn.finalize()

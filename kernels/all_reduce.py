@@ -1,0 +1,212 @@
+"""All-reduce: the host class, which chooses among three kernels by the number of bytes.
+
+    packets    few bytes: data that carry their own flag, one hop            all_reduce_packets.py
+    one_shot   more: every PE reads everybody's data, one exchange           all_reduce_one_shot.py
+    two_shot   the rest: every PE adds up its part, two exchanges            all_reduce_two_shot.py
+
+All of them add up in the order of the PEs, in float32, and round once: which one runs cannot be seen in the result. Where
+some PEs are on other nodes, a reduce-scatter and an all-gather take their place.
+"""
+
+import torch
+
+import tilescale_net as tsn
+from tilescale_net.kernels import all_reduce_packets as packets
+from tilescale_net.kernels.all_gather import AllGather
+from tilescale_net.kernels.all_reduce_one_shot import all_reduce_one_shot
+from tilescale_net.kernels.all_reduce_two_shot import all_reduce_two_shot
+from tilescale_net.kernels.collective import Collective, dtype_name, is_aligned
+from tilescale_net.kernels.reduce_scatter import ReduceScatter
+from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES
+
+ALGORITHMS = ("packets", "one_shot", "two_shot")
+# Bytes, times the number of PEs, up to which an algorithm is chosen: the links carry twice the bytes to every PE, the
+# bytes to every PE, or twice the bytes once.
+PACKETS_UP_TO = 512 * 1024
+ONE_SHOT_UP_TO = 2 * 1024 * 1024
+PACKET_BLOCKS = 128
+
+
+class AllReduce(Collective):
+    """Sum of tensors over all PEs, which each of them gets; constructed and called by all ranks.
+
+    Args:
+        threads, blocks: launch geometry.
+        staging_bytes: of tensors that the kernel cannot reach in the other PEs' memory, so many bytes are copied and
+            summed at a time; twice as many are allocated in the symmetric heap, beside up to 6 MiB for small tensors.
+        algorithm: "packets", "one_shot", "two_shot" or "auto": by the size.
+        group: whose ranks these are; see `tilescale_net.world`.
+
+    Raises:
+        ValueError: a launch geometry, an algorithm or a size that the kernels or the GPU cannot run.
+        RankMismatch: ranks that want different ones.
+        HeapError: no room for the staging memory.
+    """
+
+    DTYPES = ReduceScatter.DTYPES
+
+    def __init__(
+        self,
+        *,
+        threads: int = 512,
+        blocks: int = 64,
+        staging_bytes: int = 4 << 20,
+        algorithm: str = "auto",
+        group: "tsn.Group" = None,
+    ) -> None:
+        if algorithm not in ("auto", *ALGORITHMS):
+            raise ValueError(f"AllReduce: algorithm is {algorithm!r}; it must be auto, {', '.join(ALGORITHMS)}")
+        if isinstance(staging_bytes, bool) or not isinstance(staging_bytes, int) or staging_bytes < 1:
+            raise ValueError(f"AllReduce: staging_bytes is {staging_bytes!r}; it must be a positive number of bytes")
+        super().__init__("AllReduce", f"staging_bytes={staging_bytes}, algorithm={algorithm}", threads, blocks, group)
+        self._algorithm = algorithm
+        step = self.n_pes * VECTOR_BYTES
+        self._staging_bytes = -(-staging_bytes // step) * step
+        self._parts: tuple = ()
+        if self._sources_travel:
+            self._source = self._symmetric(self._staging_bytes, torch.uint8)
+            self._parts = (
+                ReduceScatter(threads=threads, blocks=blocks, group=self._world),
+                AllGather(threads=threads, blocks=blocks, group=self._world),
+            )
+        else:
+            self._allocate_direct()
+
+    def _allocate_direct(self) -> None:
+        n, blocks = self.n_pes, self.blocks
+        self._packet_blocks = min(PACKET_BLOCKS, self._block_limit)
+        capacity = self._packet_blocks * (self.threads // n)
+        self._packet_capacity = min(capacity, PACKETS_UP_TO // n // packets.DATA_BYTES)
+        self._one_shot_capacity = ONE_SHOT_UP_TO // n // VECTOR_BYTES
+        memory = self.allocate(
+            {
+                "packets": ((2, n, self._packet_capacity, packets.PACKET_BYTES), torch.uint8),
+                "inbox": ((2 * self._one_shot_capacity, VECTOR_BYTES), torch.uint8),
+                "source": ((self._staging_bytes,), torch.uint8),
+                "target": ((self._staging_bytes,), torch.uint8),
+                "one_shot_arrived": ((n, blocks), torch.uint64),
+                "ready": ((n, blocks), torch.uint64),
+                "arrived": ((n, blocks), torch.uint64),
+            }
+        )
+        self._packets, self._inbox = memory["packets"], memory["inbox"]
+        self._source, self._target = memory["source"], memory["target"]
+        self._one_shot_words = memory["one_shot_arrived"], self.counters(blocks)
+        self._two_shot_words = memory["ready"], memory["arrived"], self.counters(blocks)
+        self._packet_calls = self.counters(self._packet_blocks)
+
+    def __call__(self, out: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
+        """`out` becomes the sum over all PEs of their `x`; asynchronous on the current stream.
+
+        Args:
+            out: contiguous, one of `DTYPES`, of the same shape on all ranks.
+            x: contiguous, of out's shape and dtype, apart from `out` in memory or `out` itself, which is the default.
+
+        Tensors may lie anywhere. Large ones are fastest where both are symmetric and begin and end at multiples of 16
+        bytes: they are not copied then.
+
+        Returns:
+            `out`, with equal bits on all ranks: sums are made in float32 (float64 and integers in their own type), in the
+            order of the PEs, and rounded once.
+
+        Raises:
+            TypeError, ValueError: an argument that does not fit, by name; nothing was sent.
+            RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
+        """
+        self._begin()
+        x = out if x is None else x
+        self._check("out", out)
+        self._check("x", x, out.dtype)
+        if out.dtype not in self.DTYPES:
+            raise TypeError(f"{self.name}: dtype {out.dtype} is not one of {', '.join(str(d) for d in self.DTYPES)}")
+        if x.shape != out.shape:
+            raise ValueError(f"{self.name}: x has shape {list(x.shape)} and out {list(out.shape)}; they must be equal")
+        if x.data_ptr() != out.data_ptr():
+            self._check_apart("out", out, "x", x)
+        places = [self.place_of_vectors(out), self.place_of_vectors(x)]
+        direct = self._agree_on_places("out of shape {} and {}", out.shape, out.dtype, places=places)
+        if out.numel() == 0:
+            return out
+        flat_out, flat_x = out.view(-1), x.view(-1)
+        if self.n_pes == 1:
+            if x is not out:
+                out.copy_(x)
+        elif self._parts:
+            self._in_pieces(self._by_parts, self._staging_bytes, flat_out, flat_x)
+        else:
+            self._directly(self._choose(out.nbytes), direct, flat_out, flat_x)
+        return out
+
+    def _choose(self, nbytes: int) -> str:
+        if self._algorithm != "auto":
+            return self._algorithm
+        if nbytes <= self._packet_capacity * packets.DATA_BYTES:
+            return "packets"
+        return "one_shot" if nbytes <= self._one_shot_capacity * VECTOR_BYTES else "two_shot"
+
+    def _directly(self, algorithm: str, direct: bool, out: torch.Tensor, x: torch.Tensor) -> None:
+        if algorithm == "packets":
+            self._in_pieces(self._by_packets, self._packet_capacity * packets.DATA_BYTES, out, x)
+        elif algorithm == "one_shot":
+            self._in_pieces(self._by_one_shot, self._one_shot_capacity * VECTOR_BYTES, out, x)
+        elif direct:
+            vector = VECTOR_BYTES // out.element_size()
+            self._by_two_shot(out, x, out.view(-1, vector), x.view(-1, vector), staged=False)
+        else:
+            self._in_pieces(self._by_staged_two_shot, self._staging_bytes, out, x)
+
+    def _in_pieces(self, run, nbytes: int, out: torch.Tensor, x: torch.Tensor) -> None:
+        size = nbytes // out.element_size()
+        for first in range(0, out.numel(), size):
+            run(out[first : first + size], x[first : first + size])
+
+    def _by_packets(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        kernel = packets.all_reduce_packets(
+            self.n_pes, dtype_name(out.dtype), self._packet_capacity, is_aligned(packets.DATA_BYTES, out, x), self.threads,
+            self._packet_blocks,
+        )  # fmt: skip
+        values = self._packets.view(out.dtype)
+        kernel(out, x, values, self._packets.view(torch.uint64), self._packet_calls)
+
+    def _by_one_shot(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        kernel = all_reduce_one_shot(
+            self.n_pes,
+            dtype_name(out.dtype),
+            self._one_shot_capacity,
+            is_aligned(VECTOR_BYTES, out, x),
+            self.threads,
+            self.blocks,
+        )
+        kernel(out, x, self._inbox.view(out.dtype), *self._one_shot_words)
+
+    def _by_staged_two_shot(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        vectors = (
+            tensor.view(out.dtype).view(-1, VECTOR_BYTES // out.element_size())
+            for tensor in (self._target, self._source)
+        )
+        self._by_two_shot(out, x, *vectors, staged=True)
+
+    def _by_two_shot(self, out, x, target, source, staged: bool) -> None:
+        aligned = is_aligned(VECTOR_BYTES, out, x)
+        kernel = all_reduce_two_shot(self.n_pes, dtype_name(out.dtype), staged, aligned, self.threads, self.blocks)
+        kernel(out, x, target, source, *self._two_shot_words)
+
+    def _by_parts(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Where some PEs are on other nodes: the parts' sums, then everybody's."""
+        reduce, gather = self._parts
+        vector = VECTOR_BYTES // out.element_size()
+        part = -(-out.numel() // (self.n_pes * vector)) * vector
+        whole = self._source.view(out.dtype)[: self.n_pes * part]
+        whole[: out.numel()].copy_(x)
+        rows = whole.view(self.n_pes, part)
+        reduce(rows[self.rank], rows)
+        gather(rows, rows[self.rank])
+        out.copy_(whole[: out.numel()])
+
+    def free(self) -> None:
+        """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
+        self._check_alive()
+        parts, self._parts = self._parts, ()
+        for collective in parts:
+            collective.free()
+        super().free()

@@ -1,0 +1,73 @@
+"""All-reduce in one step: every PE reads what all others hold and adds it up itself.
+
+A call copies its input into symmetric memory, says so to everybody, and reads. One exchange of signals is all: calls take
+two halves of that memory in turn, and a PE that writes in call i + 2 has been told of call i + 1 by everybody, whose call
+i was over by then.
+"""
+
+import tilelang.language as T
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
+from tilescale_net.kernels.sum_of_peers import add_up, batch_of, pack, store_elements, vector_of
+
+
+@tsn.jit(name="all_reduce_one_shot", pass_configs=EXPLICIT_SYNC)
+def all_reduce_one_shot(n_pes, dtype, capacity, aligned=True, threads=512, blocks=64):
+    """Kernel `(out, x, inbox, arrived, calls)`: `out` is the sum of everybody's `x`; `out` may be `x`.
+
+    Args:
+        n_pes: number of PEs, at most `threads`; all of them mapped.
+        dtype: of `out` and `x` [count]. Sums are made as in `reduce_scatter`.
+        capacity: vectors of 16 bytes that a call has at most.
+        aligned: `out` and `x` begin and end at multiples of 16 bytes.
+        threads, blocks: launch geometry; all blocks must be able to run at once.
+
+    `inbox` [2 * capacity, 16 bytes of dtype] and `arrived` (uint64 [n_pes, blocks]) are symmetric, `calls` (uint64
+    [blocks]) is any device memory; signals and `calls` are zero before the first call, and then left alone.
+    """
+    count = T.dynamic("count", "int64")
+    vector, batch = vector_of(dtype), batch_of(n_pes)
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        out: T.Tensor((count,), dtype),
+        x: T.Tensor((count,), dtype),
+        inbox: T.Tensor((2 * capacity, vector), dtype),
+        arrived: T.Tensor((n_pes, blocks), "uint64"),
+        calls: T.Tensor((blocks,), "uint64"),
+    ):
+        with T.Kernel(blocks, threads=threads) as block:
+            thread = T.get_thread_binding()
+            me = N.my_pe()
+            call = T.alloc_var("uint64")
+            call = calls[block] + T.uint64(1)
+            half = T.cast(call % T.uint64(2), "int64") * capacity
+            vectors = T.ceildiv(count, T.int64(vector))
+            share = T.max(T.ceildiv(vectors, T.int64(blocks)), T.int64(threads))
+            first = T.alloc_var("int64")
+            first = T.min(share * block, vectors)
+            end = T.alloc_var("int64")
+            end = T.min(first + share, vectors)
+            if first < end:
+                views = [N.remote(inbox, p) for p in range(n_pes)]
+                pack(inbox, half, x, first, end, thread, threads, count, dtype, aligned)
+                T.sync_threads()
+                if thread < n_pes and thread != me:
+                    N.signal(arrived[me, block], call, thread)
+                    N.wait(arrived[thread, block], "ge", T.cast(call, "int64"))
+                T.sync_threads()
+                result = T.alloc_local((batch, vector), dtype)
+                for turn in T.serial(T.ceildiv(end - first, T.int64(threads * batch))):
+                    i = first + turn * threads * batch + thread
+                    add_up(result, views, dtype, half + i, half + end, threads, batch)
+                    for u in T.unroll(batch):
+                        if i + u * threads < end:
+                            store_elements(out, i + u * threads, result, u, count, dtype, aligned)
+            T.sync_threads()
+            if thread == 0:
+                calls[block] = call
+
+    return main

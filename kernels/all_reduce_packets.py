@@ -1,0 +1,104 @@
+"""All-reduce of few bytes in one hop: data travel in packets that carry their own flag.
+
+A packet is one aligned line of 16 bytes, 8 of data and 8 of flag, and arrives as a whole (see "Messages of one line" in
+docs/memory-model.md): no fence and no second message stand between data and flag. Every PE sends its packets to every
+other, so twice the bytes travel; that is cheaper than another hop while there are few.
+"""
+
+import tilelang.language as T
+from tilelang import tvm
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
+from tilescale_net.kernels.sum_of_peers import accumulator
+
+DATA_BYTES, PACKET_BYTES = 8, 16
+
+
+@tsn.jit(name="all_reduce_packets", pass_configs=EXPLICIT_SYNC)
+def all_reduce_packets(n_pes, dtype, capacity, aligned=True, threads=512, max_blocks=64):
+    """Kernel `(out, x, values, flags, calls)`: `out` is the sum of everybody's `x`; `out` may be `x`.
+
+    Args:
+        n_pes: number of PEs, at most `threads`.
+        dtype: of `out` and `x` [count], at most capacity * 8 bytes of them. Sums are made as in `reduce_scatter`.
+        capacity: packets of a call, at most max_blocks * (threads // n_pes).
+        aligned: `out` and `x` begin and end at multiples of 8 bytes.
+        threads, max_blocks: launch geometry; as many blocks run as there is work for.
+
+    `values` and `flags` are views of one symmetric tensor of 16-byte packets: [2, n_pes, capacity, 16 bytes of dtype] and
+    uint64 [2, n_pes, capacity, 2]. `calls` (uint64 [max_blocks]) counts calls in any device memory. All are zero before
+    the first call, and then left alone. Calls take the two halves of the packets in turn: a PE that sends in call i + 2
+    has seen packets of call i + 1 from everybody, whose call i was over by then.
+    """
+    count = T.dynamic("count", "int64")
+    width = DATA_BYTES * 8 // tvm.DataType(dtype).bits
+    total_dtype = accumulator(dtype)
+    share = threads // n_pes  # packets of a block
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        out: T.Tensor((count,), dtype),
+        x: T.Tensor((count,), dtype),
+        values: T.Tensor((2, n_pes, capacity, 2 * width), dtype),
+        flags: T.Tensor((2, n_pes, capacity, 2), "uint64"),
+        calls: T.Tensor((max_blocks,), "uint64"),
+    ):
+        with T.Kernel(T.ceildiv(count, T.int64(share * width)), threads=threads) as block:
+            thread = T.get_thread_binding()
+            me = N.my_pe()
+            # Thread (pe, i) sends packet i to the PE and receives that PE's: all packets are under way at once.
+            pe = thread // share
+            i = block * T.int64(share) + thread % share
+            first = i * width
+            packet = T.alloc_shared((n_pes, share, width), dtype)
+            call = T.alloc_var("uint64")
+            call = calls[block] + T.uint64(1)
+            half = T.cast(call % T.uint64(2), "int32")
+            if pe < n_pes and first < count:
+                if aligned:
+                    for v in T.vectorized(width):
+                        packet[pe, thread % share, v] = x[first + v]
+                else:
+                    for v in T.unroll(width):
+                        if first + v < count:
+                            packet[pe, thread % share, v] = x[first + v]
+                        else:
+                            packet[pe, thread % share, v] = T.cast(0, dtype)
+                if pe != me:
+                    N.put_signal_thread(
+                        values[half, me, i, 0:width],
+                        packet[pe, thread % share, 0:width],
+                        pe,
+                        flags[half, me, i, 1],
+                        call,
+                    )
+                    N.wait(flags[half, pe, i, 1], "ge", T.cast(call, "int64"))
+                    for v in T.vectorized(width):
+                        packet[pe, thread % share, v] = values[half, pe, i, v]
+            T.sync_threads()
+            if thread < share and first < count:
+                totals = T.alloc_local((width,), total_dtype)
+                for v in T.unroll(width):
+                    totals[v] = T.cast(0, total_dtype)
+                for p in T.unroll(n_pes):
+                    for v in T.unroll(width):
+                        totals[v] += T.cast(packet[p, thread, v], total_dtype)
+                if aligned:
+                    for v in T.vectorized(width):
+                        out[first + v] = T.cast(totals[v], dtype)
+                else:
+                    for v in T.unroll(width):
+                        if first + v < count:
+                            out[first + v] = T.cast(totals[v], dtype)
+            if thread == 0:
+                calls[block] = call
+            if block == 0:  # also for the blocks that later calls have and this one has not
+                for turn in T.serial(T.ceildiv(max_blocks, threads)):
+                    other = turn * threads + thread
+                    if other < max_blocks and other * T.int64(share * width) >= count:
+                        calls[other] = call
+
+    return main

@@ -1,0 +1,114 @@
+"""All-reduce in two steps of one kernel: every PE adds up its part of the tensor and puts the sums to everybody.
+
+Blocks b of all PEs work on the same slices of all parts, and know of each other alone: a block begins when its likes hold
+their slices ready, and ends when they have put theirs here. So no barrier of the grid is needed, and a part that is done
+early leaves early.
+"""
+
+import tilelang.language as T
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
+from tilescale_net.kernels.sum_of_peers import add_up, batch_of, pack, unpack, vector_of
+
+
+@tsn.jit(name="all_reduce_two_shot", pass_configs=EXPLICIT_SYNC)
+def all_reduce_two_shot(n_pes, dtype, staged, aligned=True, threads=512, blocks=64):
+    """Kernel `(out, x, target, source, ready, arrived, calls)`: `out` is the sum of everybody's `x`; `out` may be `x`.
+
+    Args:
+        n_pes: number of PEs, at most `threads`; all of them mapped.
+        dtype: of `out` and `x` [count]. Sums are made as in `reduce_scatter`.
+        staged: `source` and `target` are symmetric memory of their own, and the kernel copies `x` and `out`; otherwise
+            they are the same memory as `x` and `out`, at the same place on all PEs.
+        aligned: `out` and `x` begin and end at multiples of 16 bytes; must be so unless `staged`.
+        threads, blocks: launch geometry; all blocks must be able to run at once.
+
+    `source` and `target` [>= ceil(bytes / 16), 16 bytes of dtype], `ready` and `arrived` (uint64 [n_pes, blocks]) are
+    symmetric, `calls` (uint64 [blocks]) is any device memory; signals and `calls` are zero before the first call, and
+    then left alone.
+    """
+    count, target_rows, source_rows = (T.dynamic(n, "int64") for n in ("count", "target_rows", "source_rows"))
+    vector, batch = vector_of(dtype), batch_of(n_pes)
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        out: T.Tensor((count,), dtype),
+        x: T.Tensor((count,), dtype),
+        target: T.Tensor((target_rows, vector), dtype),
+        source: T.Tensor((source_rows, vector), dtype),
+        ready: T.Tensor((n_pes, blocks), "uint64"),
+        arrived: T.Tensor((n_pes, blocks), "uint64"),
+        calls: T.Tensor((blocks,), "uint64"),
+    ):
+        with T.Kernel(blocks, threads=threads) as block:
+            thread = T.get_thread_binding()
+            me = N.my_pe()
+            call = T.alloc_var("int64")
+            call = T.cast(calls[block], "int64") + 1
+            vectors = T.ceildiv(count, T.int64(vector))
+            part = T.alloc_var("int64")
+            part = T.ceildiv(vectors, T.int64(n_pes))
+            share = T.max(T.ceildiv(part, T.int64(blocks)), T.int64(threads))
+            first = T.alloc_var("int64")
+            first = T.min(share * block, part)
+            end = T.alloc_var("int64")
+            end = T.min(first + share, part)
+            if first < end:
+                sources = [N.remote(source, p) for p in range(n_pes)]
+                targets = [N.remote(target, p) for p in range(n_pes)]
+                if staged:
+                    for p in T.serial(n_pes):
+                        pack(
+                            source,
+                            0,
+                            x,
+                            p * part + first,
+                            T.min(p * part + end, vectors),
+                            thread,
+                            threads,
+                            count,
+                            dtype,
+                            aligned,
+                        )
+                    T.sync_threads()
+                if thread < n_pes and thread != me:
+                    N.signal(ready[me, block], call, thread)
+                    N.wait(ready[thread, block], "ge", call)
+                T.sync_threads()
+                result = T.alloc_local((batch, vector), dtype)
+                limit = T.alloc_var("int64")
+                limit = T.min(me * part + end, vectors)
+                for turn in T.serial(T.ceildiv(end - first, T.int64(threads * batch))):
+                    i = me * part + first + turn * threads * batch + thread
+                    add_up(result, sources, dtype, i, limit, threads, batch)
+                    for target_of_pe in targets:
+                        for u in T.unroll(batch):
+                            if i + u * threads < limit:
+                                for v in T.vectorized(vector):
+                                    target_of_pe[i + u * threads, v] = result[u, v]
+                T.sync_threads()
+                if thread < n_pes and thread != me:
+                    N.signal(arrived[me, block], call, thread, fence=True)
+                    N.wait(arrived[thread, block], "ge", call)
+                if staged:
+                    T.sync_threads()
+                    for p in T.serial(n_pes):
+                        unpack(
+                            out,
+                            target,
+                            p * part + first,
+                            T.min(p * part + end, vectors),
+                            thread,
+                            threads,
+                            count,
+                            dtype,
+                            aligned,
+                        )
+            T.sync_threads()
+            if thread == 0:
+                calls[block] = T.cast(call, "uint64")
+
+    return main

@@ -1,0 +1,110 @@
+"""Sums of what all PEs hold at the same place of their memory, read over mapped memory; in the order of the PEs.
+
+Values go from the peers' memory straight into registers. A pull is bound by the bytes in flight, so a thread asks all PEs
+for several vectors before it adds up the first.
+"""
+
+import tilelang.language as T
+from tilelang import tvm
+
+VECTOR_BYTES = 16
+COPIES = 4  # vectors of a local copy that a thread has under way
+
+
+def accumulator(dtype: str) -> str:
+    """The dtype in which values of `dtype` are added up."""
+    return "float32" if dtype.startswith(("float16", "bfloat16", "float8")) else dtype
+
+
+def vector_of(dtype: str) -> int:
+    """Elements of a vector: 16 bytes."""
+    return VECTOR_BYTES * 8 // tvm.DataType(dtype).bits
+
+
+def batch_of(n_pes: int) -> int:
+    """Vectors of each PE that a thread has under way at once: what 64 registers hold of all PEs together."""
+    return max(1, 16 // n_pes)
+
+
+@T.macro
+def add_up(result, views, dtype, first, end, threads, batch):
+    """result[u] = the sum of view[first + u * threads] over the views, in their order, rounded once; for vectors below `end`.
+
+    Args:
+        result: local [batch, vector] of `dtype`.
+        views: list of tensors [vectors, vector] of `dtype`.
+    """
+    vector, total_dtype = vector_of(dtype), accumulator(dtype)
+    part = T.alloc_local((len(views), batch, vector), dtype)
+    totals = T.alloc_local((batch, vector), total_dtype)
+    for p, view in enumerate(views):
+        for u in T.unroll(batch):
+            if first + u * threads < end:
+                for v in T.vectorized(vector):
+                    part[p, u, v] = view[first + u * threads, v]
+    T.clear(totals)
+    for p in T.unroll(len(views)):
+        for u in T.unroll(batch):
+            for v in T.unroll(vector):
+                totals[u, v] += T.cast(part[p, u, v], total_dtype)
+    for u in T.unroll(batch):
+        for v in T.vectorized(vector):
+            result[u, v] = T.cast(totals[u, v], dtype)
+
+
+@T.macro
+def pack(vectors, at, elements, first, end, thread, threads, count, dtype, aligned):
+    """vectors[at + i] = the i-th 16 bytes of `elements`, zero beyond `count`, for i in [first, end); by a block.
+
+    Args:
+        vectors: [vectors, vector] of `dtype`; elements: [count].
+        aligned: `elements` begins at a multiple of 16 bytes and holds whole vectors.
+    """
+    vector = vector_of(dtype)
+    rows = T.alloc_local((COPIES, vector), dtype)
+    for turn in T.serial(T.ceildiv(end - first, T.int64(threads * COPIES))):
+        i = first + turn * threads * COPIES + thread
+        for u in T.unroll(COPIES):
+            if i + u * threads < end:
+                if aligned:
+                    for v in T.vectorized(vector):
+                        rows[u, v] = elements[(i + u * threads) * vector + v]
+                else:
+                    for v in T.unroll(vector):
+                        if (i + u * threads) * vector + v < count:
+                            rows[u, v] = elements[(i + u * threads) * vector + v]
+                        else:
+                            rows[u, v] = T.cast(0, dtype)
+        for u in T.unroll(COPIES):
+            if i + u * threads < end:
+                for v in T.vectorized(vector):
+                    vectors[at + i + u * threads, v] = rows[u, v]
+
+
+@T.macro
+def store_elements(elements, i, rows, u, count, dtype, aligned):
+    """The i-th 16 bytes of `elements` become rows[u], as far as `elements` goes."""
+    vector = vector_of(dtype)
+    if aligned:
+        for v in T.vectorized(vector):
+            elements[i * vector + v] = rows[u, v]
+    else:
+        for v in T.unroll(vector):
+            if i * vector + v < count:
+                elements[i * vector + v] = rows[u, v]
+
+
+@T.macro
+def unpack(elements, vectors, first, end, thread, threads, count, dtype, aligned):
+    """The reverse of `pack`, from vectors[i]."""
+    vector = vector_of(dtype)
+    rows = T.alloc_local((COPIES, vector), dtype)
+    for turn in T.serial(T.ceildiv(end - first, T.int64(threads * COPIES))):
+        i = first + turn * threads * COPIES + thread
+        for u in T.unroll(COPIES):
+            if i + u * threads < end:
+                for v in T.vectorized(vector):
+                    rows[u, v] = vectors[i + u * threads, v]
+        for u in T.unroll(COPIES):
+            if i + u * threads < end:
+                store_elements(elements, i + u * threads, rows, u, count, dtype, aligned)

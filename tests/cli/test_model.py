@@ -1,0 +1,112 @@
+"""`tilescale_net model`: expected rows against a draw and published figures, times against docs/results."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from tilescale_net import cli
+from tilescale_net.cli import model
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+
+
+def cluster(nodes=1, gpus=4, tokens=4096, dtype="bf16", mode="throughput", network=model.TCP) -> model.Cluster:
+    return model.Cluster(nodes, gpus, tokens, 7168, 8, 256, dtype, mode, network)
+
+
+@pytest.mark.parametrize("ranks, reached", [(2, 1.993), (4, 3.614), (8, 5.295)])
+def test_ranks_of_a_token(ranks, reached):
+    """The figures that are used in the field for top-8 of 256."""
+    assert round(ranks * cluster(gpus=ranks).reached(1), 3) == pytest.approx(reached, abs=0.002)
+
+
+def test_rows_are_those_of_a_draw():
+    c, rng, draws = cluster(nodes=3, gpus=4, tokens=1), random.Random(1), 4000
+    c = model.Cluster(3, 4, 1, 64, 6, 48, "bf16", "throughput", model.TCP)
+    sent, by_node = [0, 0, 0], [0, 0]
+    for _ in range(draws):
+        ranks = {expert // 4 for expert in rng.sample(range(48), 6)}
+        nodes = {r // 4 for r in ranks}
+        sent[0] += 0 in ranks
+        sent[1] += len([r for r in ranks if 0 < r < 4])
+        sent[2] += len([r for r in ranks if r >= 4])
+        by_node[1] += len(nodes - {0})
+    per_rank, per_node = model.once_per_rank(c), model.once_per_node(c)
+    found = [n / draws for n in sent]
+    assert found == pytest.approx([per_rank.own, per_rank.nvlink, per_rank.network], rel=0.05)
+    assert by_node[1] / draws == pytest.approx(per_node.network, rel=0.05)
+    # What all ranks put on NVLink is all rows that do not end where they first arrive.
+    assert per_node.nvlink == pytest.approx(per_rank.nvlink * 3)
+
+
+def test_bytes_that_crossing_once_per_node_saves():
+    c = cluster(nodes=2, gpus=8)
+    assert model.once_per_rank(c).network / model.once_per_node(c).network == pytest.approx(3.2, rel=0.03)
+
+
+def measured():
+    """Kernel times of the raw results of 2 GPUs, and of 4 GPUs as docs/results/moe.md has them."""
+    for name in ("moe_throughput", "moe_latency"):
+        for row in json.loads((RESULTS / f"{name}.json").read_text())["tables"][0]["rows"]:
+            if row["system"] == "tilescale_net" and "+" not in row["operation"]:
+                if (row["dtype"], row["operation"], row["mode"]) != ("fp8", "dispatch", "latency"):
+                    yield 2, row["mode"], row["tokens"], row["dtype"], row["operation"], row["kernel"]
+    page = (RESULTS / "moe.md").read_text()
+    for dtype, operation, text in re.findall(r"^\| (BF16|FP8) ([^|]*?) \|[^|]*\| ([^|]*?) \|", page, re.M):
+        figure = float(text.split(" ")[0])
+        if "/" not in operation:
+            yield (
+                4,
+                "throughput",
+                4096,
+                dtype.lower(),
+                operation.replace("dispatch, cached", "dispatch, cached layout"),
+                figure,
+            )
+    both = re.search(r"^\| BF16 dispatch / combine / both \| ([\d.]+) / ([\d.]+)", page, re.M)
+    yield 4, "latency", 128, "bf16", "dispatch", float(both[1])
+    yield 4, "latency", 128, "bf16", "combine", float(both[2])
+
+
+def test_expected_times_are_those_measured():
+    cases = list(measured())
+    assert {c[0] for c in cases} == {2, 4} and len(cases) >= 15, cases
+    for gpus, mode, tokens, dtype, operation, us in cases:
+        c = cluster(gpus=gpus, tokens=tokens, dtype=dtype, mode=mode)
+        expected = model.expect(c, operation, "once per rank").expected
+        assert expected == pytest.approx(us, rel=0.15), (gpus, mode, dtype, operation, us, expected)
+
+
+def test_virtual_nodes():
+    """2 GPUs as two nodes over tcp moved 2.5 GB/s of remote bytes each way in dispatch, 2.6 with a cached layout."""
+    page = re.search(r"([\d.]+) GB/s of remote bytes each way in dispatch, ([\d.]+) with", (RESULTS / "fabric.md").read_text()
+                     + (RESULTS / "moe.md").read_text())  # fmt: skip
+    for operation, rate in zip(("dispatch", "dispatch, cached layout"), page.groups()):
+        e = model.expect(cluster(nodes=2, gpus=1), operation, "once per rank")
+        assert e.network_bytes / e.expected / 1e3 == pytest.approx(float(rate), rel=0.15)
+
+
+def test_command(capsys):
+    assert cli.main(["model", "--nodes", "8", "--gpus", "8", "--nic-gbps", "400", "--tokens", "4096", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {e["way"] for e in found["expected"]} == set(model.WAYS) and found["heap_bytes"] > 1 << 30
+    assert cli.main(["model", "--nodes", "2", "--gpus", "2", "--mode", "latency", "--tokens", "128"]) == 0
+    out = capsys.readouterr().out
+    assert "4 ranks on 2 nodes" in out and "not measured" in out and "once per node (not built)" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--experts", "100"], "multiple of the 64 ranks"),
+        (["--tokens", "0"], "--tokens is 0"),
+        (["--nic-gbps", "-1"], "--nic-gbps"),
+        (["--top-k", "300"], "more than the 256 experts"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments, words, capsys):
+    assert cli.main(["model", *arguments]) == 2
+    assert words in capsys.readouterr().err

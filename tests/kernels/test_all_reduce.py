@@ -1,0 +1,169 @@
+"""all-reduce against plain torch, bit by bit: the order of additions is part of the contract, whichever kernel runs."""
+
+import random
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from tests import ranks
+from tests.kernels.support import Guarded, assert_same, unsettle
+from tests.kernels.test_reduce_scatter import reference, values
+from tilescale_net.kernels.all_reduce import ALGORITHMS, AllReduce
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def random_cases(seed, number: int, largest: int, dtypes=DTYPES) -> list[tuple]:
+    """(shape, dtype, misalignment of out and of x in bytes, None: x is out, symmetric tensors or not)."""
+    chance = random.Random(f"cases {seed}")
+    cases = [((0,), dtypes[0], 0, 0, True)]
+    for i in range(number):
+        dtype = chance.choice(dtypes)
+        count = chance.choice(
+            [1, 7, 8, 64, largest, chance.randrange(1, largest), chance.randrange(1, largest) // 8 * 8 + 8]
+        )
+        shape = (count,) if i % 3 else (2, count // 2 or 1)
+        offsets = [chance.choice([0, 0, 0, dtype.itemsize, 16]) for _ in range(2)]
+        cases.append((shape, dtype, offsets[0], offsets[1] if i % 4 else None, chance.random() < 0.6))
+    return cases
+
+
+def _tensors(case):
+    shape, dtype, out_offset, x_offset, symmetric = case
+    if symmetric:
+        out = Guarded(shape, dtype, out_offset)
+        x = out if x_offset is None else Guarded(shape, dtype, x_offset)
+        return out, x, out.tensor, x.tensor
+    out = torch.empty(shape, dtype=dtype, device=tsn.device())
+    return None, None, out, out if x_offset is None else torch.empty_like(out)
+
+
+def _reduce(seed, cases, options, calls=2):
+    rank, n = tsn.rank(), tsn.size()
+    pace = random.Random(f"{seed} {rank}")
+    for algorithm in options.pop("algorithms", ("auto",)):
+        op = AllReduce(algorithm=algorithm, **options)
+        for number, case in enumerate(cases):
+            guards = _tensors(case)
+            out, x = guards[2:]
+            for call in range(calls):
+                data = [values(x.shape, x.dtype, seed, number, call, p) for p in range(n)]
+                x.copy_(data[rank])
+                unsettle(pace, 0.1)
+                assert (op(out) if x is out else op(out, x)) is out
+                if x is not out:
+                    tsn.synchronize()
+                    assert_same(x, data[rank], f"x of seed {seed}, case {number}")
+                    x.zero_()  # the call is over with x
+                tsn.synchronize()
+                assert_same(
+                    out, reference(data), f"{algorithm}, seed {seed}, case {number} {case}, call {call}, rank {rank}"
+                )
+            if guards[0] is not None:
+                tsn.barrier()
+                guards[0].check()
+                guards[1].check()
+                guards[0].free()
+                if x is not out:
+                    guards[1].free()
+        op.free()
+
+
+GEOMETRY = dict(threads=64, blocks=2, staging_bytes=4096)
+
+
+# PEs, algorithms, dtype: every pair compiles two or three kernels of its own.
+RUNS = [
+    (1, ("auto",), torch.bfloat16),
+    (2, ALGORITHMS, torch.bfloat16),
+    (2, ("packets", "two_shot"), torch.float32),
+    (3, ("one_shot",), torch.float16),
+    (4, ("packets", "two_shot"), torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("size, algorithms, dtype", RUNS)
+def test_equals_sum_in_order(size, algorithms, dtype):
+    seed = random.randrange(1 << 30)
+    cases = random_cases(seed, 12, 6000, (dtype,))
+    ranks.run(size, _reduce, seed, cases, dict(**GEOMETRY, algorithms=algorithms), timeout=400)
+
+
+@pytest.mark.parametrize("visibility", ["late", "random"])
+def test_any_schedule(visibility):
+    seed = random.randrange(1 << 30)
+    env = {"TSN_SIM_SEED": str(seed), "TSN_SIM_VISIBILITY": visibility}
+    cases = [((3000,), torch.bfloat16, 0, 0, True), ((3000,), torch.bfloat16, 2, None, False)]
+    ranks.run(2, _reduce, seed, cases, dict(**GEOMETRY, algorithms=ALGORITHMS), 6, env=env, timeout=400)
+
+
+def test_nodes():
+    seed = random.randrange(1 << 30)
+    cases = random_cases(seed, 5, 3000, (torch.bfloat16,))
+    ranks.run(4, _reduce, seed, cases, dict(GEOMETRY), env={"VIRTUAL_NODES": "2"}, timeout=400)
+
+
+def _mixed(seed):
+    """Calls of all algorithms and of one tensor and another in turn, as layers of a model make them."""
+    rank, n = tsn.rank(), tsn.size()
+    pace = random.Random(f"{seed} {rank}")
+    op = AllReduce(**GEOMETRY)
+    tensors = [tsn.empty(c, torch.bfloat16) for c in (8, 1000, 6000)] + [torch.empty(777, dtype=torch.bfloat16)]
+    tensors[-1] = tensors[-1].to(tsn.device())
+    turns = random.Random(seed)
+    for call in range(60):
+        x, op._algorithm = turns.choice(tensors), turns.choice(ALGORITHMS)
+        data = [values(x.shape, x.dtype, seed, call, p) for p in range(n)]
+        x.copy_(data[rank])
+        unsettle(pace, 0.05)
+        op(x)
+        tsn.synchronize()
+        assert_same(x, reference(data), f"seed {seed}, call {call}, {op._algorithm}")
+
+
+def test_calls_of_all_algorithms_in_turn():
+    ranks.run(2, _mixed, random.randrange(1 << 30), timeout=400)
+
+
+def _misuse(case):
+    made = {
+        "algorithm": lambda: AllReduce(algorithm="ring"),
+        "staging": lambda: AllReduce(staging_bytes=0),
+        "blocks differ": lambda: AllReduce(blocks=1 + tsn.rank(), threads=64),
+    }
+    if case in made:
+        return made[case]()
+    op = AllReduce(threads=64, blocks=1, staging_bytes=4096)
+    x, out = torch.zeros(8, device=tsn.device()), torch.zeros(8, device=tsn.device())
+    calls = {
+        "dtype": lambda: op(out.to(torch.uint8)),
+        "mixed": lambda: op(out, x.double()),
+        "shape": lambda: op(out, x[:7]),
+        "overlap": lambda: op(out[:4], out[2:6]),
+        "strided": lambda: op(out[::2]),
+        "ranks differ": lambda: op(out[: 4 + tsn.rank()]),
+        "freed": lambda: (op.free(), op(out)),
+    }
+    calls[case]()
+
+
+@pytest.mark.parametrize(
+    "case, error, words",
+    [
+        ("algorithm", "ValueError", ["algorithm", "'ring'", "two_shot"]),
+        ("staging", "ValueError", ["staging_bytes", "0"]),
+        ("blocks differ", "RankMismatch", ["blocks=1", "blocks=2"]),
+        ("dtype", "TypeError", ["uint8", "bfloat16"]),
+        ("mixed", "TypeError", ["x", "float64", "float32"]),
+        ("shape", "ValueError", ["x", "[7]", "[8]"]),
+        ("overlap", "ValueError", ["overlap"]),
+        ("strided", "ValueError", ["out", "contiguous"]),
+        ("ranks differ", "RankMismatch", ["[4]", "[5]"]),
+        ("freed", "TileScaleError", ["free()"]),
+    ],
+)
+def test_misuse_is_named(case, error, words):
+    for outcome in ranks.launch(2, _misuse, case):
+        assert outcome.error is not None and outcome.error[0] == error, outcome
+        assert all(word in outcome.error[1] for word in words), outcome.error

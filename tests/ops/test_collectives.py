@@ -1,0 +1,142 @@
+"""The operators of collectives: results, gradients, what torch.compile demands, groups, and refusals."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tilescale_net as tsn
+from tests import ranks
+from tilescale_net import ops
+
+operators = torch.ops.tilescale_net
+
+
+def _parts(shape, dtype=torch.float32) -> list[torch.Tensor]:
+    """What each rank gives."""
+    g = torch.Generator().manual_seed(3)
+    return [torch.randint(-8, 8, shape, generator=g).to(dtype) for _ in range(tsn.size())]
+
+
+def _results(group) -> None:
+    n, me, device = tsn.size(), tsn.rank(), tsn.device()
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        for shape in ((3, 5), (0, 4), (), (700, 3)):
+            parts = _parts(shape, dtype)
+            wanted = torch.cat(parts) if shape else torch.stack(parts)
+            assert torch.equal(ops.all_gather(parts[me].to(device), group).cpu(), wanted)
+    parts = _parts((n * 3, 4))
+    assert torch.equal(ops.reduce_scatter(parts[me].to(device), group).cpu(), sum(parts)[me * 3 : me * 3 + 3])
+    wanted = torch.cat([p[me * 3 : me * 3 + 3] for p in parts])
+    assert torch.equal(ops.all_to_all(parts[me].to(device), group=group).cpu(), wanted)
+    splits = [[(a + 2 * b) % 4 for b in range(n)] for a in range(n)]  # rank a sends splits[a][b] rows to rank b
+    uneven = [torch.arange(sum(s) * 2).view(-1, 2) + 100 * a for a, s in enumerate(splits)]
+    receives = [splits[a][me] for a in range(n)]
+    wanted = torch.cat([uneven[a].split(splits[a])[me] for a in range(n)])
+    for bound in (None, 3 * n):
+        found = ops.all_to_all(uneven[me].to(device), receives, splits[me], group, max_rows=bound)
+        assert torch.equal(found.cpu(), wanted)
+    ops.check(group)
+
+
+def _gradients() -> None:
+    """The gradient of sum(f(x) * w) is the transpose of f, applied to w."""
+    n, me, device = tsn.size(), tsn.rank(), tsn.device()
+    xs = [p.to(device) for p in _parts((n * 2, 4))]
+    weights = [p.to(device) for p in _parts((n * n * 2, 4))]
+    x, w = xs[me].clone().requires_grad_(), weights[me]
+    (ops.all_gather(x) * w).sum().backward()
+    assert torch.equal(x.grad, sum(weights)[me * n * 2 : (me + 1) * n * 2])
+    x.grad = None
+    (ops.reduce_scatter(x) * w[:2]).sum().backward()
+    assert torch.equal(x.grad, torch.cat([v[:2] for v in weights]))
+    x.grad = None
+    splits = [[1 + (a == b) for b in range(n)] for a in range(n)]
+    receives = [splits[a][me] for a in range(n)]
+    (ops.all_to_all(x[: n + 1], receives, splits[me]) * w[: n + 1]).sum().backward()
+    places = [sum(splits[a][b] for a in range(me)) for b in range(n)]  # of this rank's rows at rank b
+    wanted = [weights[b][at : at + splits[me][b]] for b, at in enumerate(places)]
+    assert torch.equal(x.grad, torch.cat([*wanted, torch.zeros_like(x[n + 1 :])]))
+
+
+def _compiled() -> None:
+    n, device = tsn.size(), tsn.device()
+    group = dist.group.WORLD
+    x = _parts((n * 2, 4))[tsn.rank()].to(device)
+    name, even = group.group_name, [2] * n
+    for operator, arguments in (
+        (operators.all_gather, (name,)), (operators.reduce_scatter, (name,)),
+        (operators.all_to_all, (None, None, -1, name)), (operators.all_to_all, (even, even, 9, "")),
+    ):  # fmt: skip
+        torch.library.opcheck(operator, (x.clone().requires_grad_(), *arguments))
+
+    def step(x, splits, group):
+        a = ops.all_gather(x * 2, group)
+        b = ops.all_to_all(ops.reduce_scatter(a, group), group=group)
+        return ops.all_to_all(b, splits, splits, group, max_rows=64).sin()
+
+    for dynamic in (True, None):
+        torch._dynamo.reset()
+        compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        for rows in (2, 3):
+            for which in (group, None):
+                x = torch.arange(n * rows * 4.0, device=device).view(-1, 4).requires_grad_()
+                wanted = step(x, [rows] * n, which)
+                wanted.sum().backward()
+                gradient, x.grad = x.grad, None
+                found = compiled(x, [rows] * n, which)
+                found.sum().backward()
+                assert torch.equal(found, wanted) and torch.equal(x.grad, gradient)
+
+
+def _refusals() -> None:
+    n, me, device = tsn.size(), tsn.rank(), tsn.device()
+    x = torch.zeros((n * 2 + 1, 4), device=device)
+    with pytest.raises(ValueError, match="rows must be a multiple of"):
+        ops.reduce_scatter(x)
+    with pytest.raises(ValueError, match="given together"):
+        ops.all_to_all(x, output_splits=[1] * n)
+    with pytest.raises(ValueError, match="more than max_rows"):
+        ops.all_to_all(x[: 2 * n], [2] * n, [2] * n, max_rows=2)
+    with pytest.raises(tsn.RankMismatch, match="rank 0 sends 2 rows to rank 1, which expects 1"):
+        ops.all_to_all(x[: 2 * n], [2 - me] * n, [2] * n)
+    with pytest.raises(tsn.ConfigurationError, match="has the name 'nobody'"):
+        ops.all_gather(x, "nobody")
+    # What a profiler calls them.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ops.all_gather(x)
+    names = {event.key for event in profile.key_averages()}
+    assert {"tilescale_net::all_gather", "tilescale_net.AllGather"} <= names, names
+
+
+def _on_several_nodes() -> None:
+    _results(None)
+    _gradients()
+
+
+def _everything() -> None:
+    _results(dist.group.WORLD.group_name)
+    _results(tsn.world())
+    _results(dist.device_mesh.init_device_mesh(tsn.device().type, (tsn.size(),)))
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    with torch.inference_mode():
+        _results_with_defaults()
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device("cpu")
+    _gradients()
+    _compiled()
+    _refusals()
+
+
+def _results_with_defaults() -> None:
+    x = torch.full((4,), tsn.rank(), dtype=torch.float32, device=tsn.device())
+    assert ops.all_gather(x).tolist() == [r for r in range(tsn.size()) for _ in range(4)]
+    assert ops.reduce_scatter(ops.all_gather(x)).tolist() == [tsn.rank() * tsn.size()] * 4
+
+
+def test_collectives():
+    ranks.run(2, _everything, timeout=280)
+
+
+def test_on_several_nodes():
+    ranks.run(3, _on_several_nodes, env={"VIRTUAL_NODES": "3"}, timeout=280)

@@ -1,0 +1,146 @@
+"""Gradients through dispatch and combine against a dense layer on one process."""
+
+import functools
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import tilescale_net as tsn
+from tests import ranks
+from tests.kernels.moe.support import without_kernels
+from tilescale_net import ops
+from tilescale_net.kernels.moe import AllToAll
+
+EXPERTS, HIDDEN, TOP_K, TOKENS = 4, 16, 2, 6
+
+
+def _expert(w, rows):
+    return torch.tanh(rows @ w)
+
+
+def _dense(xs, choices, probabilities, w):
+    """Sums per token, with nothing but dense operations."""
+    sums = []
+    for x, idx, p in zip(xs, choices, probabilities):
+        every = torch.stack([_expert(w[e], x) for e in range(EXPERTS)], 1)
+        chosen = every[torch.arange(len(x))[:, None], idx.clamp(min=0)]
+        sums.append((chosen * (p * (idx >= 0))[..., None]).sum(1))
+    return sums
+
+
+def _layer(op, layout, received, w):
+    y = torch.zeros_like(received.x)
+    for e in range(len(w)):
+        begin, count = int(received.offsets[e]), int(received.counts[e])
+        index = torch.arange(begin, begin + count, device=y.device)
+        if layout == "rank":
+            index = received.row_index[index].long()
+        part = _expert(w[e], received.x[index])
+        y = y.index_add(0, index, part * received.row_weight[begin : begin + count, None] if layout == "rank" else part)
+    return ops.moe_combine(op, y, received)
+
+
+# What is traced does not depend on the layout; shapes do.
+CHECKS = {
+    "expert": ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
+    "rank": ("test_schema", "test_faketensor"),
+}
+
+
+def _gradients(layout: str) -> None:
+    ranks_, rank = tsn.size(), tsn.rank()
+    op = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K, torch.float32, layout=layout, alignment=4)
+    g = torch.Generator().manual_seed(11)
+    w = (torch.randn((EXPERTS, HIDDEN, HIDDEN), generator=g) / 4).requires_grad_()
+    xs = [torch.randn((TOKENS - r, HIDDEN), generator=g).requires_grad_() for r in range(ranks_)]
+    choices = [torch.rand((len(x), EXPERTS), generator=g).topk(TOP_K, 1)[1] for x in xs]
+    choices[0][1, 0] = -1
+    choices[1][2] = -1
+    probabilities = [torch.rand((len(x), TOP_K), generator=g).requires_grad_() for x in xs]
+    upstream = [torch.randn((len(x), HIDDEN), generator=g) for x in xs]
+    expected = _dense(xs, choices, probabilities, w)
+    sum((s * u).sum() for s, u in zip(expected, upstream)).backward()
+
+    local = slice(rank * EXPERTS // ranks_, (rank + 1) * EXPERTS // ranks_)
+    device = tsn.device()
+    here = (xs[rank], probabilities[rank], w[local])
+    x, p, mine = (t.detach().to(device, copy=True).requires_grad_() for t in here)
+    chosen, upstream = choices[rank].to(device), upstream[rank].to(device)
+    for _ in range(2):
+        received = ops.moe_dispatch(op, x, chosen, p)
+        out = _layer(op, layout, received, mine)
+        torch.testing.assert_close(out.cpu(), expected[rank], atol=1e-5, rtol=1e-5)
+        x.grad = p.grad = mine.grad = None
+        (out * upstream).sum().backward()
+        torch.testing.assert_close(x.grad.cpu(), xs[rank].grad, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(p.grad.cpu(), probabilities[rank].grad * (choices[rank] >= 0), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mine.grad.cpu(), w.grad[local], atol=1e-4, rtol=1e-4)
+    # What torch.compile sees must have the shapes and types of what the operators give, and equal calls equal results.
+    operators, key = torch.ops.tilescale_net, op.key
+    check = functools.partial(torch.library.opcheck, test_utils=CHECKS[layout])
+    x, p = x.detach().requires_grad_(), p.detach().requires_grad_()
+    check(operators.moe_dispatch, (x, chosen, p, key))
+    given = operators.moe_dispatch(x.detach(), chosen, p.detach(), key)
+    rows, weights, tensors = given[0], given[1], [*given[2:], given[1]]
+    some = weights if layout == "expert" else weights[:0]
+    check(operators.moe_combine, (rows, some, tensors, len(x), key))
+    check(operators.moe_dispatch_backward, (rows, weights, tensors, len(x), key))
+    check(operators.moe_combine_backward, (x.detach(), tensors, len(x), key))
+
+
+def _compiled(dynamic) -> None:
+    """One compiled function for layers with objects of their own, and for numbers of tokens that change."""
+    sizes = (EXPERTS, TOKENS, HIDDEN, TOP_K, torch.float32)
+    layers = [ops.moe_layer(*sizes, layout=kind) for kind in ("expert", "rank")]
+    assert ops.moe_layer(*sizes, group=tsn.world()) is layers[0] and layers[0] is not layers[1]
+
+    def apply(op, x, idx, p):
+        received = ops.moe_dispatch(op, x, idx, p)
+        return ops.moe_combine(op, received.x * 2, received)
+
+    def checkpointed(op, x, idx, p):
+        return checkpoint(apply, op, x, idx, p, use_reentrant=False)
+
+    device = tsn.device()
+    idx = torch.tensor([[0, 3], [1, 2], [2, 0], [3, 1], [1, 3]], device=device)
+    compiled = torch.compile(apply, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for tokens in (5, 4, 3):  # a graph or two per object: below the limit of 8
+        for op in layers:
+            x = torch.arange(tokens * HIDDEN, dtype=torch.float32, device=device).view(tokens, HIDDEN)
+            p = torch.full((tokens, TOP_K), 0.5, device=device)
+            wanted = apply(op, x.requires_grad_(), idx[:tokens], p)
+            wanted.sum().backward()
+            gradient, x.grad = x.grad, None
+            for how in (compiled,) if dynamic else (compiled, checkpointed):
+                found = how(op, x, idx[:tokens], p)
+                found.sum().backward()
+                assert torch.equal(found, wanted) and torch.equal(x.grad, gradient)
+                x.grad = None
+
+
+# By default torch first compiles for the numbers it sees, then for any.
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.nightly)])
+def test_compiled(dynamic):
+    ranks.run(2, _compiled, dynamic, timeout=200)
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_gradients(layout):
+    ranks.run(2, _gradients, layout, timeout=120)
+
+
+def _refusals() -> None:
+    with without_kernels():
+        op = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K, mode="latency")
+    with pytest.raises(ValueError, match="throughput mode"):
+        ops.moe_dispatch(
+            op,
+            torch.zeros((1, HIDDEN), dtype=torch.bfloat16),
+            torch.zeros((1, TOP_K), dtype=torch.int64),
+            torch.ones((1, TOP_K)),
+        )
+
+
+def test_latency_mode_has_no_gradients():
+    ranks.run(1, _refusals)

@@ -1,0 +1,216 @@
+"""T.gemm in the simulator: every thread adds up its own elements of the result, in the order of k.
+
+tilelang chooses an implementation of T.gemm by target; those for tensor cores need instructions of whole warps. While a
+kernel is lowered for the simulator, the one below answers for them: plain code, right for every dtype. The layouts of
+fragments are inferred from it, so the rest of the kernel agrees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from dataclasses import dataclass
+
+import tilelang.language as T
+from tilelang.cuda.op.gemm import (
+    GEMM_INST_FMA,
+    GEMM_INST_MMA,
+    GEMM_INST_WGMMA,
+    GemmFMA,
+    GemmMMA,
+    GemmMMASm70,
+    GemmWGMMA,
+)
+from tilelang.cuda.target import target_is_cuda, target_is_turing, target_is_volta
+from tilelang.tileop.gemm.gemm_base import GemmBase
+from tilelang.tileop.gemm.registry import register_gemm_impl
+from tilelang.transform.simplify import _Simplify as simplify
+from tilelang.utils.language import is_fragment
+
+from tilescale_net.errors import SimulatorUnsupported
+
+_state = threading.local()
+
+
+@contextlib.contextmanager
+def plain():
+    """Lower T.gemm to plain code within this context."""
+    before = is_plain()
+    _state.plain = True
+    try:
+        yield
+    finally:
+        _state.plain = before
+
+
+def is_plain() -> bool:
+    """Whether this thread lowers for the simulator."""
+    return getattr(_state, "plain", False)
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Which thread holds which element of a fragment, and where: a row lies in one group of threads.
+
+    Which group that is depends on the number of rows alone, where the columns allow it, so that fragments of equal
+    height go together: the columns of one may be reduced to a vector that scales the rows of another.
+
+    Attributes:
+        rows, columns: of the fragment.
+        groups: of threads; rows go to them in turn.
+        width: threads of a group; columns go to them in turn.
+    """
+
+    rows: int
+    columns: int
+    groups: int
+    width: int
+
+    @classmethod
+    def of(cls, buffer, threads: int) -> RowLayout:
+        """For a fragment; raises SimulatorUnsupported for one that cannot be spread evenly over the threads."""
+        rows, columns = (int(extent) for extent in buffer.shape)
+        for groups in range(math.gcd(rows, threads), 0, -1):
+            if rows % groups == threads % groups == 0 and columns % (threads // groups) == 0:
+                return cls(rows, columns, groups, threads // groups)
+        raise SimulatorUnsupported(
+            f"T.gemm: the fragment {buffer.name} of {rows} x {columns} elements cannot be spread evenly over {threads} "
+            "threads, as the simulator does; use another number of threads there"
+        )
+
+    @property
+    def elements(self) -> int:
+        """Elements that a thread holds."""
+        return self.rows // self.groups * (self.columns // self.width)
+
+    def fragment(self) -> T.Fragment:
+        """The layout as tilelang knows it."""
+        groups, width, per_row = self.groups, self.width, self.columns // self.width
+        return T.Fragment(
+            [self.rows, self.columns],
+            forward_fn=lambda i, j: ((i % groups) * width + j % width, (i // groups) * per_row + j // width),
+        )
+
+    def element(self, thread, n):
+        """Row and column of the n-th element of a thread."""
+        per_row = self.columns // self.width
+        return (n // per_row) * self.groups + thread // self.width, (n % per_row) * self.width + thread % self.width
+
+
+class PlainGemm(GemmBase):
+    """`c += a @ b` in loops; operands that lie in registers pass through shared memory, where all threads read them."""
+
+    def infer_layout(self, target, thread_nums):
+        """Layouts of the operands that lie in registers; those in shared memory stay as they are."""
+        buffers = (buffer for buffer in (self.A, self.B, self.C) if is_fragment(buffer))
+        return {buffer: RowLayout.of(buffer, int(thread_nums)).fragment() for buffer in buffers}
+
+    def lower(self, layout_map, target, thread_bounds, thread_index, mbar_phase_expr=None):
+        """The loops as a T.prim_func."""
+        thread = thread_index - thread_bounds.min
+        layouts = [RowLayout.of(b, int(thread_bounds.extent)) if is_fragment(b) else None for b in (self.A, self.B)]
+        loops = _loops(self, thread, RowLayout.of(self.C, int(thread_bounds.extent)))
+        a_from, b_from = (_stage(thread, layout) if layout is not None else None for layout in layouts)
+        return simplify(_product(self, loops, a_from, b_from), inline_let=True)
+
+
+def _stage(thread, layout: RowLayout):
+    """A macro that copies a fragment to shared memory."""
+
+    @T.macro
+    def stage(source, target):
+        for n in T.serial(layout.elements):
+            i, j = layout.element(thread, n)
+            target[i, j] = source[i, j]
+
+    return stage
+
+
+def _loops(gemm: GemmBase, thread, layout: RowLayout):
+    """A macro `(a, b)`, each a function from two indices to an element, that does the thread's part of the product."""
+    extent, trans_a, trans_b, total, c = gemm.K, gemm.trans_A, gemm.trans_B, gemm.accum_dtype, gemm.C
+
+    @T.macro
+    def multiply(a, b):
+        acc = T.alloc_local((1,), total)
+        for n in T.serial(layout.elements):
+            i, j = layout.element(thread, n)
+            acc[0] = T.if_then_else(gemm.clear_accum, T.cast(0, total), c[i, j])
+            for k in T.serial(extent):
+                left = a(k, i) if trans_a else a(i, k)
+                right = b(j, k) if trans_b else b(k, j)
+                acc[0] += T.cast(left, total) * T.cast(right, total)
+            c[i, j] = acc[0]
+
+    return multiply
+
+
+def _element(region):
+    """The elements of an operand in shared memory, by their indices in the part of it that is meant."""
+    start = [axis.min for axis in region.region]
+    return lambda i, j: region.buffer[(*start[:-2], start[-2] + i, start[-1] + j)]
+
+
+def _product(gemm: GemmBase, multiply, stage_a, stage_b):
+    """The prim_func: stages what lies in registers, then multiplies."""
+    a_buffer, b_buffer = gemm.A, gemm.B
+    a_shape, b_shape = (tuple(int(n) for n in b.shape[-2:]) for b in (a_buffer, b_buffer))
+
+    if stage_a is None and stage_b is None:
+
+        @T.prim_func
+        def product() -> None:
+            multiply(_element(gemm.ARegion), _element(gemm.BRegion))
+
+    elif stage_b is None:
+
+        @T.prim_func
+        def product() -> None:
+            a = T.alloc_shared(a_shape, gemm.a_dtype)
+            stage_a(a_buffer, a)
+            T.sync_threads()
+            multiply(lambda i, j: a[i, j], _element(gemm.BRegion))
+
+    elif stage_a is None:
+
+        @T.prim_func
+        def product() -> None:
+            b = T.alloc_shared(b_shape, gemm.b_dtype)
+            stage_b(b_buffer, b)
+            T.sync_threads()
+            multiply(_element(gemm.ARegion), lambda i, j: b[i, j])
+
+    else:
+
+        @T.prim_func
+        def product() -> None:
+            a = T.alloc_shared(a_shape, gemm.a_dtype)
+            b = T.alloc_shared(b_shape, gemm.b_dtype)
+            stage_a(a_buffer, a)
+            stage_b(b_buffer, b)
+            T.sync_threads()
+            multiply(lambda i, j: a[i, j], lambda i, j: b[i, j])
+
+    return product
+
+
+def install() -> None:
+    """Put this implementation beside tilelang's own; called once, when this module is imported."""
+
+    def is_ampere_or_later(target) -> bool:
+        return target_is_cuda(target) and not (target_is_volta(target) or target_is_turing(target))
+
+    # tilelang's own entries, by their names, except while `plain` is on.
+    for name, instruction, fits, implementation in (
+        ("cuda.mma", GEMM_INST_MMA, is_ampere_or_later, GemmMMA),
+        ("cuda.mma_sm70", GEMM_INST_MMA, target_is_volta, GemmMMASm70),
+        ("cuda.wgmma", GEMM_INST_WGMMA, target_is_cuda, GemmWGMMA),
+        ("cuda.fma", GEMM_INST_FMA, target_is_cuda, GemmFMA),
+    ):
+        register_gemm_impl(name, instruction, lambda t, fits=fits: not is_plain() and fits(t), implementation)
+    for instruction in (GEMM_INST_MMA, GEMM_INST_WGMMA, GEMM_INST_FMA):
+        register_gemm_impl(f"simulator.{instruction}", instruction, lambda t: is_plain(), PlainGemm)
+
+
+install()

@@ -1,0 +1,77 @@
+// What a proxy thread knows of one peer: operations accepted for it, flushes that wait, ordering in both directions.
+#pragma once
+
+#include "tilescale_net/csrc/proxy/options.h"
+#include "tilescale_net/csrc/proxy/outbox.h"
+
+namespace tsn::proxy {
+
+// A read or write that has been accepted and numbered, and not yet posted to its end.
+struct Op {
+  Command command = Command::none; // for messages about it; put or get
+  uint32_t group = 0;              // of its chunks; writes only
+  uint32_t epoch = 0;
+  uint32_t get = 0; // index into the thread's gets; reads only
+  uint64_t remote = 0, local = 0, bytes = 0;
+  uint64_t chunk = 0; // size of a piece
+};
+
+// The operations between two flushes. Epochs end in order: a flush waits for all before it.
+struct Epoch {
+  uint64_t outstanding = 0; // pieces accepted and not complete
+  bool closed = false;      // by a flush:
+  bool has_mark = false;    // which also waits for the peer to acknowledge `mark`
+  uint64_t mark = 0;
+  uint32_t flush = 0; // index into the thread's flushes
+};
+
+struct PeerState {
+  PeerState(int pe_, OrderWindow window) : pe(pe_), out(window), in(window) { epochs.push(Epoch()); }
+
+  const int pe;
+  OrderSource out;
+  OrderTarget in;
+  bool confirms = false;     // a write's completion here means that the peer's kernels see its data
+  RemoteRegion heap = -1;    // the peer's heap, where the transport reaches it
+  RemoteRegion staging = -1; // its staging slots, else; those for this PE start at first_slot
+  uint64_t first_slot = 0;
+  uint32_t their_slots = 0; // that many of them
+  Outbox outbox;
+  Ring<Op> ops;
+  bool active = false; // listed among the peers with something to post
+
+  Ring<Epoch> epochs; // the last one is open
+  uint32_t first_epoch = 0;
+  Epoch& epoch(uint32_t number) { return epochs[number - first_epoch]; }
+  uint32_t open_epoch() { return first_epoch + (uint32_t)epochs.size() - 1; }
+  // Something was sent since the latest flush mark whose completion here does not mean completion at the peer.
+  bool needs_flush_mark = false;
+
+  uint32_t in_flight = 0;          // posted pieces
+  std::vector<uint16_t> credits;   // staging slots of the peer that are free
+  std::vector<uint8_t> has_credit; // by slot of the peer: listed among them
+  std::vector<uint16_t> freed;     // own slots to be given back to it
+  std::vector<uint8_t> slot_full;  // by own slot: the peer has filled it and not got it back
+  uint32_t pending_gets = 0;       // gets by request that are unanswered
+  Ring<GetRecord> get_requests;    // gets that the peer asked for
+
+  // Immediates: what a peer's completion queue has to hold until its proxy looks.
+  uint64_t immediates_sent = 0, immediates_taken = 0;    // to the peer, and those that it has told of
+  uint64_t immediates_seen = 0, immediates_reported = 0; // from the peer, likewise
+
+  // Acknowledgements owed to the peer.
+  bool reply = false;       // it waits for one
+  bool ack_pending = false; // one is due when `ack_position` of the heap's incoming work has completed
+  uint64_t ack_position = 0;
+  uint64_t ack_groups = 0, ack_marks = 0;     // what it will say
+  uint64_t acked_groups = 0, acked_marks = 0; // what the latest one said
+  bool ack_due = false;                       // listed among the peers with news for acknowledgements
+  bool has_messages = false;                  // listed among the peers with messages to post
+
+  // Signs of life, for the deadline.
+  uint64_t progress = 0, progress_seen = 0;
+  uint64_t waiting_since = 0;
+  bool backpressured = false; // the transport answered `again` since the latest progress
+};
+
+} // namespace tsn::proxy

@@ -1,0 +1,260 @@
+// What peers send: data to be counted, records to be applied, acknowledgements of our own.
+#include "tilescale_net/csrc/proxy/worker.h"
+
+namespace tsn::proxy {
+
+void Worker::protocol_error(int pe, const std::string& what) {
+  fail("FabricError",
+       "PE " + std::to_string(pe) + " broke the protocol: " + what +
+           "; do all ranks run the same version with the same options?",
+       pe, "", 0);
+}
+
+bool Worker::poll_transport() {
+  const int n = transport_->poll(events_.data(), (int)events_.size());
+  if (n == 0) {
+    // Progress may have made room without an event.
+    for (Rail& r : rails_) r.full = false;
+    return false;
+  }
+  for (Rail& r : rails_) r.full = false;
+  for (int i = 0; i < n; i++) {
+    const Event& e = events_[(size_t)i];
+    switch (e.kind) {
+    case Event::done:
+      on_completion((uint32_t)e.cookie);
+      break;
+    case Event::immediate:
+      on_immediate(e.imm);
+      break;
+    case Event::message:
+      on_message(e);
+      break;
+    case Event::failed:
+      failed_event(e);
+      return true;
+    }
+  }
+  return true;
+}
+
+void Worker::mark_ack_due(PeerState* s) {
+  if (s->ack_due) return;
+  s->ack_due = true;
+  acks_due_.push_back(s);
+}
+
+void Worker::on_immediate(uint32_t imm) {
+  const uint32_t pe = imm >> group_bits_;
+  if (pe >= peers_.size() || !peers_[pe]) return stats_.strangers.add();
+  PeerState* s = peers_[pe].get();
+  const uint32_t low = imm & ((1u << group_bits_) - 1);
+  if (staging_) {
+    if (!on_slot(s, low))
+      return protocol_error(s->pe, "staging slot " + std::to_string(low) + " holds no valid pieces");
+  } else {
+    s->immediates_seen++;
+    stats_.chunks_in.add();
+    if (!s->in.chunk(low)) return protocol_error(s->pe, "more data than announced for group " + std::to_string(low));
+  }
+  apply(s);
+}
+
+// Copies the pieces of a slot into the heap and counts them. They are counted while the copies are still under way:
+// a signal that follows goes the same way behind them.
+bool Worker::on_slot(PeerState* s, uint32_t slot) {
+  if (slot >= s->slot_full.size() || s->slot_full[slot]) return false;
+  SlotReader pieces(staging_->slot(peer_index_[(size_t)s->pe], slot), staging_->shape().slot_bytes, bounds_);
+  PieceHeader piece;
+  const char* data;
+  while (pieces.next(&piece, &data)) {
+    memory_->copy_in(piece.offset, data, piece.bytes);
+    stats_.chunks_in.add();
+    if (piece.group != kUncounted && !s->in.chunk(piece.group)) return false;
+  }
+  s->slot_full[slot] = 1;
+  arrived_.push({memory_->in_position(), s, slot, true});
+  return pieces.good();
+}
+
+void Worker::on_message(const Event& e) {
+  if (e.peer < 0 || (size_t)e.peer >= peers_.size() || !peers_[(size_t)e.peer]) return stats_.strangers.add();
+  PeerState* s = peers_[(size_t)e.peer].get();
+  const char* data = static_cast<const char*>(e.data);
+  for (uint64_t at = 0; at < e.bytes;) {
+    Record record;
+    stats_.records_in.add();
+    if (!read_record(data + at, e.bytes - at, bounds_, &record) || !on_record(s, record))
+      return protocol_error(s->pe, "record of type " + std::to_string((int)(uint8_t)data[at]) +
+                                       " is malformed or out of its window");
+    if (record.type == RecordType::abort) return;
+    at += record.bytes;
+  }
+  apply(s);
+}
+
+// Handles one record. False: it makes no sense here and now.
+bool Worker::on_record(PeerState* s, const Record& record) {
+  switch (record.type) {
+  case RecordType::mark:
+    return on_mark(s, record.mark);
+  case RecordType::value:
+    memory_->write(record.value.offset, record.payload, record.value.bytes);
+    return s->in.chunk(record.value.group);
+  case RecordType::ack:
+    return on_ack(s, record.ack);
+  case RecordType::credit:
+    return on_credit(s, record.credit);
+  case RecordType::request:
+    if (!staging_ || s->get_requests.size() >= kMaxGetRequests) return false;
+    s->get_requests.push(record.request);
+    serve_get_requests(s);
+    return true;
+  case RecordType::abort:
+    on_abort(s, record);
+    return true;
+  }
+  return false;
+}
+
+bool Worker::on_mark(PeerState* s, const MarkRecord& mark) {
+  if (mark.op == MarkOp::answer) {
+    // To a get that was asked for by request, of this peer, and not answered yet.
+    if (!staging_ || mark.value >= gets_.size()) return false;
+    Get& get = gets_[mark.value];
+    if (!get.queue || get.peer != s || get.answered) return false;
+    get.answered = true;
+  }
+  return s->in.mark(mark);
+}
+
+bool Worker::on_ack(PeerState* s, const AckRecord& ack) {
+  // Acknowledgements overtake one another: only the furthest counts.
+  const auto taken = (int32_t)(ack.chunks - (uint32_t)s->immediates_taken);
+  if (taken > 0 && (uint64_t)taken > s->immediates_sent - s->immediates_taken) return false;
+  if (!s->out.acknowledge(ack)) return false;
+  if (taken > 0) s->immediates_taken += (uint64_t)taken;
+  s->progress++;
+  s->backpressured = false;
+  complete_ready_flushes(s);
+  return true;
+}
+
+bool Worker::on_credit(PeerState* s, const CreditRecord& credit) {
+  if (!staging_) return false;
+  for (int i = 0; i < credit.count; i++) {
+    const uint16_t slot = credit.slots[i];
+    if (slot >= s->their_slots || s->has_credit[slot]) return false;
+    s->has_credit[slot] = 1;
+    s->credits.push_back(slot);
+  }
+  s->progress++;
+  if (!s->ops.empty()) activate(s);
+  return true;
+}
+
+void Worker::on_abort(PeerState* s, const Record& record) {
+  const std::string pe = "PE " + std::to_string(s->pe);
+  const std::string reason = printable(record.payload, record.abort.bytes);
+  fail("PeerLost",
+       pe + (reason.empty() ? " was aborted; look at the ranks' output for the reason"
+                            : " gave up and said why: " + reason),
+       s->pe, "", 0);
+}
+
+// Gets that the peer asked for, as puts into its heap.
+void Worker::serve_get_requests(PeerState* s) {
+  while (!s->get_requests.empty() && has_room(*s)) {
+    const GetRecord g = s->get_requests.front();
+    s->get_requests.pop();
+    if (s->out.stale()) append_mark(s, s->out.close());
+    enqueue_write(s, Command::put, g.target, g.source, g.bytes, MarkOp::answer, 0, g.id);
+  }
+  if (!s->get_requests.empty()) mark_ack_due(s);
+}
+
+void Worker::apply(PeerState* s) {
+  MarkRecord m;
+  while (s->in.next(&m)) {
+    if (m.op == MarkOp::set) memory_->set(m.offset, m.value);
+    else if (m.op == MarkOp::add) memory_->add(m.offset, m.value);
+    else if (m.op == MarkOp::answer) arrived_.push({memory_->in_position(), s, (uint32_t)m.value, false});
+    if (m.op == MarkOp::set || m.op == MarkOp::add) stats_.signals_applied.add();
+    if (m.flags & kReply) {
+      memory_->settle_rdma(); // plain puts are visible once they are known to be complete
+      s->reply = true;
+    }
+  }
+  mark_ack_due(s);
+}
+
+// Slots and gets whose data has reached the heap. One reader of the positions serves all peers: they only rise.
+void Worker::finish_arrived() {
+  const uint64_t completed = memory_->in_completed();
+  while (!arrived_.empty() && arrived_.front().position <= completed) {
+    const Arrived a = arrived_.front();
+    arrived_.pop();
+    PeerState* s = a.peer;
+    if (a.is_slot) {
+      s->slot_full[a.index] = 0;
+      s->freed.push_back((uint16_t)a.index);
+      mark_ack_due(s);
+      continue;
+    }
+    s->pending_gets--;
+    s->progress++;
+    Get& g = gets_[a.index];
+    s->epoch(g.epoch).outstanding--;
+    finish_get(a.index, g.remaining);
+    complete_ready_flushes(s);
+  }
+}
+
+// Acknowledgements and credits: at once where the peer waits, otherwise when a good part of its window is used up.
+void Worker::acknowledge() {
+  const uint64_t completed = memory_->in_completed();
+  for (size_t i = 0; i < acks_due_.size();) {
+    PeerState* s = acks_due_[i];
+    if (!s->get_requests.empty()) serve_get_requests(s);
+    if (!s->ack_pending && (s->reply || s->in.complete_groups() - s->acked_groups >= s->in.window().groups / 4 ||
+                            s->in.applied_marks() - s->acked_marks >= s->in.window().marks / 4 ||
+                            s->immediates_seen - s->immediates_reported >= (immediate_limit_ + 3) / 4)) {
+      s->ack_pending = true;
+      s->ack_position = memory_->in_position();
+      s->ack_groups = s->in.complete_groups();
+      s->ack_marks = s->in.applied_marks();
+      s->reply = false;
+    }
+    if (s->ack_pending && s->ack_position <= completed) {
+      AckRecord a = {};
+      a.type = RecordType::ack;
+      a.groups = (uint32_t)s->ack_groups;
+      a.marks = (uint32_t)s->ack_marks;
+      a.chunks = (uint32_t)s->immediates_seen;
+      s->immediates_reported = s->immediates_seen;
+      s->outbox.append_record(a);
+      s->acked_groups = s->ack_groups;
+      s->acked_marks = s->ack_marks;
+      s->ack_pending = false;
+      stats_.acks_sent.add();
+      mark_has_messages(s);
+    }
+    while (!s->freed.empty()) {
+      CreditRecord c = {};
+      c.type = RecordType::credit;
+      for (; c.count < kCreditsPerRecord && !s->freed.empty(); s->freed.pop_back())
+        c.slots[c.count++] = s->freed.back();
+      s->outbox.append_record(c);
+      mark_has_messages(s);
+    }
+    if (s->ack_pending || s->reply || !s->get_requests.empty()) {
+      i++;
+      continue;
+    }
+    s->ack_due = false;
+    acks_due_[i] = acks_due_.back();
+    acks_due_.pop_back();
+  }
+}
+
+} // namespace tsn::proxy

@@ -1,0 +1,205 @@
+// The part of HappensBefore that compares accesses to heaps: plain ones of this rank, and transfers of any rank.
+//
+// Each access looks at who touched the bytes before it, and leaves its own stamp. So of two accesses that are not
+// ordered the later one finds the earlier, in whichever order they ran.
+#include "happens_before.h"
+
+#include "memory.h"
+#include "tilescale_net/device/context.h"
+
+namespace tsn {
+namespace sim {
+
+namespace {
+
+Stamp read(const Stamp& stamp) { return __atomic_load_n(&stamp, __ATOMIC_RELAXED); }
+void write(Stamp& stamp, Stamp value) { __atomic_store_n(&stamp, value, __ATOMIC_RELAXED); }
+
+std::string text(uint64_t n) { return std::to_string(n); }
+std::string pe_text(int pe) { return "PE " + std::to_string(pe); }
+
+} // namespace
+
+bool HappensBefore::ordered(Stamp stamp, uint32_t warp) {
+  const int rank = rank_of_stamp(stamp);
+  if (!stamp || rank >= memory_->ranks()) return true;
+  const Known& known = at(warp).known;
+  const auto knows = [&](Part part, uint32_t by, uint32_t epoch, int pe, uint64_t word) {
+    return epoch_of(known, clock_key(part, rank, by, pe, word)) >= epoch;
+  };
+  if (touch_of(stamp) == Touch::access) {
+    const uint32_t by = static_cast<uint32_t>(stamp >> 8 & 0xffff), epoch = static_cast<uint32_t>(stamp >> 32);
+    if (rank == memory_->me && by == warp) return true;
+    return knows(Part::all, 0, epoch, 0, 0) || knows(Part::steps, by, epoch, 0, 0);
+  }
+  Transfer t;
+  if (!memory_->find(rank, stamp >> 8, &t) || knows(Part::all, 0, t.epoch, 0, 0)) return true;
+  if (touch_of(stamp) == Touch::get)
+    return (rank == memory_->me && t.warp == warp) || knows(Part::steps, t.warp, t.epoch, 0, 0);
+  return knows(Part::done, t.warp, t.epoch, t.pe, 0) ||
+         (t.word != kNoWord && knows(Part::carried, t.warp, t.epoch, t.pe, t.word));
+}
+
+// Whole granules only: a neighbour's bytes may share the first and the last one.
+void HappensBefore::look(Stamp* stamps, uint64_t offset, uint64_t bytes, bool stores, uint32_t warp, Stamp mark,
+                         Found* found) {
+  Stamp before = 0;
+  const uint64_t last = (offset + bytes) / 4;
+  for (uint64_t i = (offset + 3) / 4; i < last; ++i) {
+    const Stamp stamp = read(stamps[i]);
+    if (mark) write(stamps[i], mark);
+    if (stamp == before) {
+      if (found && found->stamp && found->stamp == stamp && found->end == i * 4) found->end += 4;
+      continue;
+    }
+    before = stamp;
+    if (found && !found->stamp && !ordered(stamp, warp)) *found = {stamp, stores, i * 4, i * 4 + 4};
+  }
+}
+
+std::string HappensBefore::transfer(const Actor& actor, const Event& event, const Call& call) {
+  if (!memory_ || call.bytes <= 0 || call.pe < 0 || call.pe >= memory_->ranks()) return "";
+  const uint64_t bytes = static_cast<uint64_t>(call.bytes);
+  const void* there = call.operation == kOpGet ? call.source : call.destination;
+  if (!memory_->holds(there) || bytes > memory_->bytes - memory_->offset(there)) return ""; // reported elsewhere
+  Page& page = memory_->own();
+  const uint64_t number = ++page.transfers;
+  Transfer& record = page.transfer[number % kTransfers];
+  __atomic_store_n(&record.number, 0, __ATOMIC_RELEASE);
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  record.word = call.operation == kOpPutSignal ? memory_->offset(call.signal) / 8 : kNoWord;
+  record.warp = event.warp;
+  record.epoch = event.epoch;
+  record.thread = actor.thread;
+  record.block = actor.block;
+  record.pe = call.pe;
+  record.site = memory_->site(primitive_name(event.operation, event.scope) + line(event.line));
+  __atomic_store_n(&record.number, number, __ATOMIC_RELEASE);
+  if (call.operation == kOpGet) return got(actor, event, call, transfer_stamp(memory_->me, Touch::get, number));
+  return put(actor, event, call, transfer_stamp(memory_->me, Touch::source, number),
+             transfer_stamp(memory_->me, Touch::put, number));
+}
+
+std::string HappensBefore::put(const Actor& actor, const Event& event, const Call& call, Stamp source, Stamp target) {
+  const uint64_t bytes = static_cast<uint64_t>(call.bytes);
+  const std::string what = primitive_name(event.operation, event.scope) + line(event.line) + " of rank " +
+                           std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
+                           text(actor.thread) + " to " + pe_text(call.pe);
+  std::string wrong;
+  if (memory_->holds(call.source) && bytes <= memory_->bytes - memory_->offset(call.source)) {
+    Found found;
+    const uint64_t from = memory_->offset(call.source);
+    look(memory_->stores(memory_->me), from, bytes, true, event.warp, 0, &found);
+    look(memory_->loads(memory_->me), from, bytes, false, event.warp, source, nullptr);
+    if (found.stamp) wrong = race(actor, what + " sends", found, memory_->me, false);
+  }
+  Found found;
+  const uint64_t to = memory_->offset(call.destination);
+  look(memory_->stores(call.pe), to, bytes, true, event.warp, target, &found);
+  look(memory_->loads(call.pe), to, bytes, false, event.warp, 0, &found);
+  if (found.stamp && wrong.empty()) wrong = race(actor, what + " writes", found, call.pe, true);
+  return wrong;
+}
+
+std::string HappensBefore::got(const Actor& actor, const Event& event, const Call& call, Stamp source) {
+  const uint64_t bytes = static_cast<uint64_t>(call.bytes);
+  const std::string what = primitive_name(event.operation, event.scope) + line(event.line) + " of rank " +
+                           std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
+                           text(actor.thread) + " from " + pe_text(call.pe);
+  Found found;
+  const uint64_t from = memory_->offset(call.source);
+  look(memory_->stores(call.pe), from, bytes, true, event.warp, 0, &found);
+  look(memory_->loads(call.pe), from, bytes, false, event.warp, source, nullptr);
+  if (found.stamp) return race(actor, what + " reads", found, call.pe, false);
+  if (!memory_->holds(call.destination) || bytes > memory_->bytes - memory_->offset(call.destination)) return "";
+  const uint64_t to = memory_->offset(call.destination);
+  look(memory_->stores(memory_->me), to, bytes, true, event.warp, access_stamp(memory_->me, event.warp, event.epoch),
+       &found);
+  look(memory_->loads(memory_->me), to, bytes, false, event.warp, 0, &found);
+  return found.stamp ? race(actor, what + " fills", found, memory_->me, true) : "";
+}
+
+std::string HappensBefore::accessed(const Actor& actor, const void* address, uint64_t bytes, bool store,
+                                    const char* name, bool judge, Thread& view) {
+  if (!memory_) return "";
+  Stamp *stores = memory_->stores(memory_->me), *loads = memory_->loads(memory_->me);
+  const uint64_t offset = memory_->offset(address);
+  const Stamp own = stamp(actor.warp);
+  Found found;
+  // Accesses of one rank are not compared with each other.
+  const auto plain = [&](Stamp s) { return touch_of(s) == Touch::access && rank_of_stamp(s) == memory_->me; };
+  for (uint64_t i = offset / 4; i <= (offset + bytes - 1) / 4; ++i) {
+    const Stamp last_store = read(stores[i]), last_load = read(loads[i]);
+    const bool after_store = plain(last_store) || ordered(last_store, actor.warp);
+    const bool after_load = plain(last_load) || ordered(last_load, actor.warp);
+    if (!after_store && !found.stamp) found = {last_store, true, i * 4, i * 4 + 4};
+    if (store && !after_load && !found.stamp) found = {last_load, false, i * 4, i * 4 + 4};
+    if (after_store) view.ordered_store = last_store;
+    if (after_load) view.ordered_load = last_load;
+    if (store) write(stores[i], own);
+    else if (after_load) write(loads[i], own);
+  }
+  if (!found.stamp || !judge) return "";
+  const std::string what = std::string(store ? "a store to " : "a load of ") + name + " by rank " +
+                           std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
+                           text(actor.thread) + (actor.line < 0 ? "" : ", after" + line(actor.line) + ",");
+  return race(actor, what + (store ? " writes" : " reads"), found, memory_->me, store);
+}
+
+std::string HappensBefore::name_of(const Found& found) const {
+  const int rank = rank_of_stamp(found.stamp);
+  const Page& page = *memory_->pages[static_cast<size_t>(rank)];
+  const std::string of = " of rank " + std::to_string(rank) + " block ";
+  if (touch_of(found.stamp) == Touch::access) {
+    const uint32_t warp = static_cast<uint32_t>(found.stamp >> 8 & 0xffff);
+    const uint32_t per_block = page.warps_per_block ? page.warps_per_block : 1;
+    return std::string(found.stores ? "a store" : "a load") + of + text(warp / per_block) + " warp " +
+           text(warp % per_block);
+  }
+  Transfer t;
+  if (!memory_->find(rank, found.stamp >> 8, &t)) return "a transfer of rank " + std::to_string(rank);
+  const std::string name = t.site < kSites ? page.names[t.site] : "a transfer";
+  return name + of + text(t.block) + " thread " + text(t.thread) +
+         (touch_of(found.stamp) == Touch::get ? " from " : " to ") + pe_text(t.pe);
+}
+
+std::string HappensBefore::advice(const Actor& actor, const Found& found, int owner) {
+  const int rank = rank_of_stamp(found.stamp);
+  const std::string quiet = "N.quiet, or a signal of the target that it has the data and a wait for it, is missing "
+                            "between them";
+  Transfer t;
+  const bool transfer = touch_of(found.stamp) != Touch::access && memory_->find(rank, found.stamp >> 8, &t);
+  if (!transfer && rank == memory_->me) return "T.sync_threads() or another synchronisation is missing between them";
+  if (!transfer || touch_of(found.stamp) == Touch::get) {
+    const std::string what = transfer ? "get" : found.stores ? "store" : "load";
+    return rank == memory_->me ? "T.sync_threads() or another synchronisation is missing between them"
+                               : "a signal of " + pe_text(rank) + " after the " + what +
+                                     ", sent after all of its threads are there (T.sync_threads), and a wait for it "
+                                     "are missing between them";
+  }
+  if (rank == memory_->me) return quiet;
+  if (t.pe != owner) return quiet;
+  const Known& known = at(actor.warp).known;
+  if (t.word != kNoWord) {
+    const Key key = clock_key(Part::carried, rank, t.warp, t.pe, t.word);
+    for (const auto& entry : warps_)
+      if (owner == memory_->me && epoch_of(entry.second.known, key) >= t.epoch)
+        return place(entry.first) + " has waited for its signal, this thread has not: N.wait_block, or " +
+               "T.sync_threads() after the wait, is missing";
+    return "a wait for its signal, the word at heap offset " + text(t.word * 8) + ", is missing between them";
+  }
+  if (epoch_of(known, clock_key(Part::steps, rank, t.warp)) >= t.epoch)
+    return "N.fence(" + std::to_string(t.pe) + ") is missing after the put and before the signal (or use N.put_signal)";
+  return "a signal after the put and a fence, and a wait for it, are missing between them";
+}
+
+std::string HappensBefore::race(const Actor& actor, const std::string& what, const Found& found, int owner,
+                                bool writes) {
+  const bool other_writes = found.stores;
+  return what + " " + describe_range(memory_->base + found.begin, found.end - found.begin) + " of rank " +
+         std::to_string(owner) + ", which " + name_of(found) + (other_writes ? " writes" : " reads") +
+         (writes && other_writes ? " too" : "") + ", and nothing orders the two: " + advice(actor, found, owner);
+}
+
+} // namespace sim
+} // namespace tsn

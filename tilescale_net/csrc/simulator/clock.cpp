@@ -1,0 +1,46 @@
+#include "clock.h"
+
+#include <algorithm>
+
+namespace tsn {
+namespace sim {
+
+Known nothing_known() {
+  static const Known nothing = std::make_shared<Clock>();
+  return nothing;
+}
+
+uint32_t epoch_of(const Known& known, Key key) {
+  const auto it = std::lower_bound(known->begin(), known->end(), std::make_pair(key, 0u));
+  return it != known->end() && it->first == key ? it->second : 0;
+}
+
+Known join(const Known& a, const Known& b) {
+  if (covers(a, b)) return a;
+  if (a->empty()) return b;
+  auto out = std::make_shared<Clock>();
+  out->reserve(a->size() + b->size());
+  auto i = a->begin(), j = b->begin();
+  while (i != a->end() && j != b->end()) {
+    if (i->first < j->first) out->push_back(*i++);
+    else if (j->first < i->first) out->push_back(*j++);
+    else out->emplace_back(i->first, std::max(i->second, j->second)), ++i, ++j;
+  }
+  out->insert(out->end(), i, a->end());
+  out->insert(out->end(), j, b->end());
+  return out;
+}
+
+bool covers(const Known& a, const Known& b) {
+  if (a == b || b->empty()) return true;
+  if (b->size() == 1) return epoch_of(a, b->front().first) >= b->front().second;
+  auto i = a->begin();
+  for (const auto& entry : *b) {
+    while (i != a->end() && i->first < entry.first) ++i;
+    if (i == a->end() || i->first != entry.first || i->second < entry.second) return false;
+  }
+  return true;
+}
+
+} // namespace sim
+} // namespace tsn

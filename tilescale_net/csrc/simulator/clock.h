@@ -1,0 +1,46 @@
+// Vector clocks: how far somebody knows what others have done.
+//
+// A clock holds an epoch for each key that is known. What the keys stand for:
+//   all      everything that the rank has done up to this epoch, its transfers included
+//   steps    what a warp of the rank has done by itself: its loads and stores, and that it has made its calls
+//   fenced   the warp's puts to a PE up to this epoch come before a fence for it
+//   done     the same puts are there, for whoever knows this: they were quiet, or fenced before a signal to that PE
+//   carried  the warp's put_signals to a PE by one signal word, up to this epoch, are there
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace tsn {
+namespace sim {
+
+enum class Part : uint64_t { all, steps, fenced, done, carried };
+
+using Key = uint64_t;
+constexpr int kMaxRanks = 64;
+constexpr uint32_t kMaxWarps = 1 << 16;
+constexpr uint64_t kMaxWords = 1ull << 33;
+
+// `word`: the signal word's index in its heap.
+constexpr Key clock_key(Part part, int rank, uint32_t warp = 0, int pe = 0, uint64_t word = 0) {
+  return static_cast<uint64_t>(part) << 61 | static_cast<uint64_t>(rank) << 55 | static_cast<uint64_t>(warp) << 39 |
+         static_cast<uint64_t>(pe) << 33 | word;
+}
+constexpr Part part_of(Key key) { return static_cast<Part>(key >> 61); }
+constexpr int rank_of(Key key) { return static_cast<int>(key >> 55 & 63); }
+constexpr uint32_t warp_of(Key key) { return static_cast<uint32_t>(key >> 39 & 0xffff); }
+constexpr int pe_of(Key key) { return static_cast<int>(key >> 33 & 63); }
+
+using Clock = std::vector<std::pair<Key, uint32_t>>; // sorted by key
+using Known = std::shared_ptr<const Clock>;
+
+Known nothing_known();
+uint32_t epoch_of(const Known& known, Key key); // 0: none
+Known join(const Known& a, const Known& b);
+// Whether `a` holds all that `b` holds.
+bool covers(const Known& a, const Known& b);
+
+} // namespace sim
+} // namespace tsn

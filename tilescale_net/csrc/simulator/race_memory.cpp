@@ -1,0 +1,169 @@
+#include "race_memory.h"
+
+#include <algorithm>
+#include <sched.h>
+#include <string.h>
+
+namespace tsn {
+namespace sim {
+
+namespace {
+std::map<uint64_t, RaceMemory> memories; // by the base of the heap
+uint32_t next_epoch = 1;                 // of this process
+constexpr size_t kMaxCached = 4096;
+constexpr int kPatience = 100000; // turns that an incomplete message is waited for
+
+template <typename T>
+T seen(const T& word) {
+  return __atomic_load_n(&word, __ATOMIC_ACQUIRE);
+}
+} // namespace
+
+uint64_t race_memory_bytes(uint64_t heap_bytes) { return sizeof(Page) + heap_bytes / 4 * 2 * sizeof(Stamp); }
+
+Stamp* RaceMemory::stores(int rank) const { return reinterpret_cast<Stamp*>(pages[static_cast<size_t>(rank)] + 1); }
+Stamp* RaceMemory::loads(int rank) const { return stores(rank) + bytes / 4; }
+
+bool RaceMemory::is_peer_heap(const void* p) const {
+  const uint64_t at = reinterpret_cast<uint64_t>(p);
+  for (uint64_t heap : heaps)
+    if (heap && heap != base && at - heap < bytes) return true;
+  return false;
+}
+
+Known RaceMemory::everything() const {
+  auto out = std::make_shared<Clock>();
+  for (int r = 0; r < ranks(); ++r)
+    if (r != me) out->emplace_back(clock_key(Part::all, r), seen(pages[static_cast<size_t>(r)]->latest));
+  return out;
+}
+
+uint64_t RaceMemory::publish(const Known& known) {
+  if (published.size() > kMaxCached) published.clear();
+  const auto made = published.try_emplace(known.get(), known, 0);
+  Page& page = own();
+  const bool there = !made.second && page.entries - made.first->second.second < kEntries / 2;
+  if (there || known->size() > kEntries / 4) return made.first->second.second;
+  const uint64_t at = page.entries;
+  // Readers look at the count after they have read: whatever they found beyond the last kEntries is void.
+  __atomic_store_n(&page.entries, at + known->size(), __ATOMIC_RELEASE);
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  for (size_t i = 0; i < known->size(); ++i) page.known[(at + i) % kEntries] = {(*known)[i].first, (*known)[i].second};
+  made.first->second.second = at;
+  return at;
+}
+
+uint32_t RaceMemory::site(const std::string& name) {
+  const auto it = sites.find(name);
+  if (it != sites.end()) return it->second;
+  Page& page = own();
+  if (page.sites == kSites) return kSites;
+  const uint32_t number = page.sites++;
+  strncpy(page.names[number], name.c_str(), sizeof page.names[number] - 1);
+  return sites[name] = number;
+}
+
+bool RaceMemory::find(int rank, uint64_t number, Transfer* out) const {
+  const Transfer& there = pages[static_cast<size_t>(rank)]->transfer[number % kTransfers];
+  if (seen(there.number) != number) return false;
+  *out = there;
+  __atomic_thread_fence(__ATOMIC_ACQUIRE);
+  return seen(there.number) == number;
+}
+
+void RaceMemory::send(int pe, Message message) {
+  Page& page = *pages[static_cast<size_t>(pe)];
+  const uint64_t turn = __atomic_fetch_add(&page.messages, 1, __ATOMIC_ACQ_REL);
+  Message& to = page.message[turn % kMessages];
+  __atomic_store_n(&to.turn, 0, __ATOMIC_RELEASE);
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  message.turn = 0;
+  to = message;
+  __atomic_store_n(&to.turn, turn + 1, __ATOMIC_RELEASE);
+}
+
+Known RaceMemory::fetch(const Message& m) {
+  if (!m.entries) return nothing_known();
+  if (fetched.size() > kMaxCached) fetched.clear();
+  Known& there = fetched[{m.rank, m.at}];
+  if (there) return there;
+  const Page& page = *pages[static_cast<size_t>(m.rank)];
+  auto read = std::make_shared<Clock>();
+  for (uint64_t i = 0; i < m.entries; ++i) {
+    const Entry& entry = page.known[(m.at + i) % kEntries];
+    read->emplace_back(entry.key, static_cast<uint32_t>(entry.epoch));
+  }
+  __atomic_thread_fence(__ATOMIC_ACQUIRE);
+  if (seen(page.entries) - m.at > kEntries) return nullptr;
+  return there = read;
+}
+
+void RaceMemory::receive(const Known& own_signals) {
+  Page& page = own();
+  const uint64_t end = seen(page.messages);
+  const auto learn_all = [&](Known& known) { known = join(join(known, everything()), own_signals); };
+  if (end - read > kMessages / 2) {
+    learn_all(any);
+    read = end;
+  }
+  for (; read < end; ++read) {
+    const Message& there = page.message[read % kMessages];
+    for (int i = 0; seen(there.turn) != read + 1 && i < kPatience; ++i) sched_yield();
+    const Message m = there;
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    Known& known = m.word == kAnyWord ? any : words.try_emplace(m.word, nothing_known()).first->second;
+    const Known sent = seen(there.turn) == read + 1 && m.turn == read + 1 && !m.everything ? fetch(m) : nullptr;
+    if (!sent) {
+      learn_all(m.turn == read + 1 ? known : any);
+      continue;
+    }
+    Clock own{{clock_key(Part::steps, m.rank, m.warp), m.epoch}};
+    if (m.carried) own.emplace_back(clock_key(Part::carried, m.rank, m.warp, m.pe, m.word), m.carried);
+    known = join(join(known, sent), std::make_shared<Clock>(std::move(own)));
+  }
+}
+
+// Drops what every launch from now on knows without it.
+void RaceMemory::forget_finished() {
+  for (auto it = words.begin(); it != words.end();) {
+    auto rest = std::make_shared<Clock>();
+    for (const auto& entry : *it->second)
+      if (entry.second > ended[static_cast<size_t>(rank_of(entry.first))]) rest->push_back(entry);
+    if (rest->empty()) it = words.erase(it);
+    else it++->second = rest;
+  }
+  fetched.clear();
+  published.clear();
+}
+
+void attach_race_memory(int me, uint64_t base, uint64_t bytes, const std::vector<uint64_t>& pages,
+                        const std::vector<uint64_t>& heaps) {
+  if (pages.empty() || pages.size() > kMaxRanks || bytes / 8 >= kMaxWords) return;
+  RaceMemory& memory = memories[base];
+  memory = {};
+  memory.me = me;
+  memory.base = base;
+  memory.bytes = bytes;
+  memory.heaps = heaps;
+  memory.ended.assign(pages.size(), 0);
+  for (uint64_t page : pages) memory.pages.push_back(reinterpret_cast<Page*>(page));
+}
+
+void detach_race_memory(uint64_t base) { memories.erase(base); }
+
+RaceMemory* race_memory(uint64_t base) {
+  const auto it = memories.find(base);
+  return it == memories.end() ? nullptr : &it->second;
+}
+
+void note_ended_launches(uint64_t base) {
+  RaceMemory* memory = race_memory(base);
+  for (int r = 0; memory && r < memory->ranks(); ++r)
+    memory->ended[static_cast<size_t>(r)] = seen(memory->pages[static_cast<size_t>(r)]->finished);
+}
+
+uint32_t take_epoch() { return next_epoch++; }
+void give_epoch(uint32_t last) { next_epoch = std::max(next_epoch, last + 1); }
+
+} // namespace sim
+} // namespace tsn

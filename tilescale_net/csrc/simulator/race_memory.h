@@ -1,0 +1,125 @@
+// What the ranks of a host share to find races between them: who touched each heap last, which transfers there were,
+// and what the sender of each signal knew.
+//
+// Every rank has a page of its own, which the others map. Into it write the rank itself, and peers that put there, get
+// from there, or signal. All that is kept is bounded: what was overwritten counts as ordered.
+#pragma once
+
+#include "clock.h"
+
+#include <map>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace tsn {
+namespace sim {
+
+// Who touched 4 bytes of a heap last: rank (6 bits), kind (2 bits); then warp (16 bits), 8 bits unused, epoch (32 bits)
+// of an access of the heap's own rank, or the number of a transfer. 0: nobody.
+using Stamp = uint64_t;
+enum class Touch : uint64_t { access, put, source, get };
+
+constexpr Stamp access_stamp(int rank, uint32_t warp, uint32_t epoch) {
+  return static_cast<uint64_t>(epoch) << 32 | static_cast<uint64_t>(warp) << 8 | static_cast<uint64_t>(rank);
+}
+constexpr Stamp transfer_stamp(int rank, Touch touch, uint64_t number) {
+  return number << 8 | static_cast<uint64_t>(touch) << 6 | static_cast<uint64_t>(rank);
+}
+constexpr int rank_of_stamp(Stamp s) { return static_cast<int>(s & 63); }
+constexpr Touch touch_of(Stamp s) { return static_cast<Touch>(s >> 6 & 3); }
+
+constexpr uint64_t kNoWord = ~0ull;  // of transfers that carry no signal
+constexpr uint64_t kAnyWord = ~1ull; // of messages that any wait may have seen
+
+struct Transfer {
+  uint64_t number;
+  uint64_t word; // that its signal changes, or kNoWord
+  uint32_t warp, epoch, thread, block;
+  int32_t pe;
+  uint32_t site;
+};
+
+// A signal, when it may have been seen. What its sender knew is in the sender's `known`, from `at` on.
+struct Message {
+  uint64_t turn; // its place among all, plus 1, when it is complete
+  uint64_t word;
+  uint64_t at;
+  uint32_t entries;
+  int32_t rank;
+  uint32_t warp, epoch;
+  uint32_t carried; // the epoch of the put_signal that it belongs to, or 0
+  int32_t pe;
+  bool everything; // the sender was not followed: it may have known all
+};
+
+struct Entry {
+  Key key;
+  uint64_t epoch;
+};
+
+constexpr uint64_t kTransfers = 1 << 16, kMessages = 1 << 16, kEntries = 1 << 20;
+constexpr uint32_t kSites = 512;
+
+struct Page {
+  uint32_t latest;   // epoch of anything that the rank has done
+  uint32_t finished; // the last one of launches that have ended
+  uint32_t warps_per_block;
+  uint32_t sites;
+  uint64_t transfers, messages, entries; // so far; the last ones are kept
+  char names[kSites][96];                // of primitives and their lines
+  Transfer transfer[kTransfers];
+  Message message[kMessages];
+  Entry known[kEntries];
+};
+
+uint64_t race_memory_bytes(uint64_t heap_bytes);
+
+// A rank and its heap, as this process knows them from launch to launch.
+struct RaceMemory {
+  int me = 0;
+  uint64_t base = 0, bytes = 0;
+  std::vector<Page*> pages;                  // of all ranks
+  std::vector<uint64_t> heaps;               // where they are mapped; 0: they are not
+  std::vector<uint32_t> ended;               // what each had finished when the launch was asked for
+  std::unordered_map<uint64_t, Known> words; // what is known to who has seen a signal word
+  Known any = nothing_known();               // to who has seen any
+  uint64_t read = 0;                         // messages
+  std::map<std::pair<int, uint64_t>, Known> fetched;
+  std::unordered_map<const Clock*, std::pair<Known, uint64_t>> published;
+  std::map<std::string, uint32_t> sites;
+
+  int ranks() const { return static_cast<int>(pages.size()); }
+  Page& own() const { return *pages[static_cast<size_t>(me)]; }
+  Stamp* stores(int rank) const;
+  Stamp* loads(int rank) const;
+  uint64_t offset(const void* p) const { return reinterpret_cast<uint64_t>(p) - base; }
+  bool holds(const void* p) const { return offset(p) < bytes; }
+  bool is_peer_heap(const void* p) const;
+
+  // The last epochs of all other ranks: who knows this knows everything.
+  Known everything() const;
+  uint64_t publish(const Known& known);
+  uint32_t site(const std::string& name);
+  bool find(int rank, uint64_t number, Transfer* out) const;
+  void send(int pe, Message message);
+  // Reads what has come since the last time.
+  void receive(const Known& own_signals);
+  void forget_finished();
+
+private:
+  Known fetch(const Message& m);
+};
+
+// `pages`: of all ranks; none where one of them cannot be followed. `heaps`: 0 for those that are not mapped.
+void attach_race_memory(int me, uint64_t base, uint64_t bytes, const std::vector<uint64_t>& pages,
+                        const std::vector<uint64_t>& heaps);
+void detach_race_memory(uint64_t base);
+// A launch is asked for: it comes after what other ranks have finished by now.
+void note_ended_launches(uint64_t base);
+RaceMemory* race_memory(uint64_t base); // null: none
+uint32_t take_epoch();                  // one that is later than all of this process
+void give_epoch(uint32_t last);
+
+} // namespace sim
+} // namespace tsn

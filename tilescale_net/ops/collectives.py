@@ -1,0 +1,227 @@
+"""All-gather, reduce-scatter and all-to-all as operators; each is made of the class of `tilescale_net.kernels`.
+
+Outputs, and inputs that go to other nodes, pass through symmetric memory of the group: one copy more than the classes,
+which take and give symmetric tensors of the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+import tilescale_net as tsn
+from tilescale_net.ops import group_objects
+
+_ops = torch.ops.tilescale_net
+
+
+def _gathered(x: torch.Tensor, ranks: int) -> tuple[int, ...]:
+    """Shape of what all_gather makes of `x`."""
+    return (ranks * x.shape[0], *x.shape[1:]) if x.dim() else (ranks,)
+
+
+def _size(name: str) -> int:
+    return group_objects.world_of(name).size
+
+
+# -- all-gather -----------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("tilescale_net::all_gather", mutates_args=())
+def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
+    objects = group_objects.of(group)
+    x, ranks = x.contiguous(), objects.world.size
+    (out,) = objects.symmetric(((ranks, *x.shape), x.dtype))
+    if objects.sources_travel:
+        out[objects.world.rank].copy_(x)
+        x = out[objects.world.rank]
+    objects.all_gather(out, x)
+    return out.view(_gathered(x, ranks)).clone()
+
+
+@_all_gather.register_fake
+def _(x, group):
+    return x.new_empty(_gathered(x, _size(group)))
+
+
+def _all_gather_setup(ctx, inputs, output):
+    ctx.group, ctx.scalar = inputs[1], not inputs[0].dim()
+
+
+def _all_gather_gradient(ctx, grad):
+    mine = _ops.reduce_scatter(grad, ctx.group)
+    return (mine.view(()) if ctx.scalar else mine), None
+
+
+torch.library.register_autograd("tilescale_net::all_gather", _all_gather_gradient, setup_context=_all_gather_setup)
+
+
+def all_gather(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
+    """The `x` of all ranks of the group, one after the other; as torch.distributed.all_gather_into_tensor.
+
+    Args:
+        x: [rows, ...] or a scalar, of any dtype, the same on all ranks in shape and dtype.
+        group: see `tilescale_net.ops`.
+
+    Returns:
+        [ranks * rows, ...], or [ranks] for a scalar. The gradient of `x` is the reduce_scatter of that of the result.
+
+    Raises:
+        ValueError: `x` is not on the device of the group's kernels.
+        HeapError: the symmetric heap has no room for the result.
+        RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
+    """
+    return _ops.all_gather(x, group_objects.name_of(group))
+
+
+# -- reduce-scatter -------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("tilescale_net::reduce_scatter", mutates_args=())
+def _reduce_scatter(x: torch.Tensor, group: str) -> torch.Tensor:
+    objects = group_objects.of(group)
+    ranks, x = objects.world.size, x.contiguous()
+    if not x.dim() or x.shape[0] % ranks:
+        raise ValueError(f"reduce_scatter: x has shape {list(x.shape)}; its rows must be a multiple of {ranks} ranks")
+    if objects.sources_travel:
+        (there,) = objects.symmetric((tuple(x.shape), x.dtype))
+        x = there.copy_(x)
+    out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
+    return objects.reduce_scatter(out, x)
+
+
+@_reduce_scatter.register_fake
+def _(x, group):
+    return x.new_empty((x.shape[0] // _size(group), *x.shape[1:]))
+
+
+def _group_setup(ctx, inputs, output):
+    ctx.group = inputs[1]
+
+
+torch.library.register_autograd(
+    "tilescale_net::reduce_scatter",
+    lambda ctx, grad: (_ops.all_gather(grad, ctx.group), None),
+    setup_context=_group_setup,
+)
+
+
+def reduce_scatter(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
+    """This rank's part of the sum of `x` over all ranks of the group; as torch.distributed.reduce_scatter_tensor.
+
+    Args:
+        x: [ranks * rows, ...] of a dtype of `kernels.reduce_scatter.ReduceScatter.DTYPES`, of one shape on all ranks.
+        group: see `tilescale_net.ops`.
+
+    Returns:
+        [rows, ...]; sums are made in float32 in the order of the ranks and rounded once. The gradient of `x` is the
+        all_gather of that of the result.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device that does not fit; nothing was sent.
+        HeapError: the symmetric heap has no room (ranks on several nodes).
+        RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
+    """
+    return _ops.reduce_scatter(x, group_objects.name_of(group))
+
+
+# -- all-to-all -----------------------------------------------------------------------------------------------------
+
+
+def _largest(world, output_splits: Sequence[int], input_splits: Sequence[int]) -> int:
+    """The most rows that a rank sends or receives; RankMismatch on all ranks where two disagree."""
+    told = world.control.gather("tilescale_net.ops.all_to_all", [list(output_splits), list(input_splits)])
+    for a, (_, sends) in enumerate(told):
+        for b, (receives, _) in enumerate(told):
+            if sends[b] != receives[a]:
+                raise tsn.RankMismatch(
+                    f"all_to_all: rank {a} sends {sends[b]} rows to rank {b}, which expects {receives[a]}; nothing was sent"
+                )
+    return max(sum(splits) for pair in told for splits in pair)
+
+
+@torch.library.custom_op("tilescale_net::all_to_all", mutates_args=())
+def _all_to_all(
+    x: torch.Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None, max_rows: int, group: str
+) -> torch.Tensor:
+    objects, x = group_objects.of(group), x.contiguous()
+    if (output_splits is None) != (input_splits is None):
+        raise ValueError("all_to_all: output_splits and input_splits are given together or not at all")
+    if not x.dim():
+        raise ValueError("all_to_all: x is a scalar; it must have rows")
+    rows = room = x.shape[0]
+    if output_splits is not None:
+        rows = sum(output_splits)
+        if max_rows < 0:
+            room = _largest(objects.world, output_splits, input_splits)
+        elif max(rows, room) > max_rows:
+            raise ValueError(f"all_to_all: {max(rows, room)} rows are more than max_rows, {max_rows}")
+        else:
+            room = max_rows
+    shape = (room, *x.shape[1:])
+    out, *sources = objects.symmetric((shape, x.dtype), *([(shape, x.dtype)] if objects.sources_travel else []))
+    if sources:
+        x = sources[0][: x.shape[0]].copy_(x)
+    objects.all_to_all(out[:rows], x, output_splits, input_splits)
+    return out[:rows].clone()
+
+
+@_all_to_all.register_fake
+def _(x, output_splits, input_splits, max_rows, group):
+    return x.new_empty(x.shape if output_splits is None else (sum(output_splits), *x.shape[1:]))
+
+
+def _all_to_all_setup(ctx, inputs, output):
+    _, ctx.output_splits, ctx.input_splits, ctx.max_rows, ctx.group = inputs
+
+
+def _all_to_all_gradient(ctx, grad):
+    back = _ops.all_to_all(grad, ctx.input_splits, ctx.output_splits, ctx.max_rows, ctx.group)
+    return back, None, None, None, None
+
+
+torch.library.register_autograd("tilescale_net::all_to_all", _all_to_all_gradient, setup_context=_all_to_all_setup)
+
+
+def all_to_all(
+    x: torch.Tensor,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    group: tsn.Group = None,
+    *,
+    max_rows: int | None = None,
+) -> torch.Tensor:
+    """Rows of `x` go to all ranks of the group, in their order; as torch.distributed.all_to_all_single.
+
+    Args:
+        x: [rows, ...] of any dtype.
+        output_splits, input_splits: rows that come from and go to each rank. Give both or neither; without them all ranks
+            get the same number of rows, and `x` has one shape on all ranks.
+        group: see `tilescale_net.ops`.
+        max_rows: with splits: rows that any rank sends or receives at most, equal on all ranks. Without it the hosts ask
+            one another at each call, which takes a millisecond or so and cannot be captured in a CUDA graph.
+
+    Returns:
+        [rows that come here, ...]. The gradient of `x` is the all_to_all of that of the result with the splits exchanged.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; nothing was sent by this rank.
+        HeapError: the symmetric heap has no room for `max_rows`.
+        RankMismatch: ranks that pass different row shapes or dtypes, or splits that differ between two ranks; with
+            `max_rows` on a GPU, these are raised by `check`, and no row moves between the two.
+    """
+    return _ops.all_to_all(
+        x, output_splits, input_splits, -1 if max_rows is None else max_rows, group_objects.name_of(group)
+    )
+
+
+def check(group: tsn.Group = None) -> None:
+    """Wait for the calls of the group so far and raise what they met. Not collective.
+
+    Raises:
+        RankMismatch: see `all_to_all`. TileScaleError: a kernel or a peer has failed.
+    """
+    objects = group_objects.of(group_objects.name_of(group))
+    objects.world.synchronize()
+    objects.all_to_all.check()

@@ -1,0 +1,116 @@
+"""The host objects behind the operators: made when an operator first needs them, one set for each world.
+
+Operators take a group as text, because a graph holds no objects; see `name_of`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable
+
+import torch
+
+import tilescale_net as tsn
+from tilescale_net.kernels.all_gather import AllGather
+from tilescale_net.kernels.all_to_all import AllToAll
+from tilescale_net.kernels.reduce_scatter import ReduceScatter
+
+_of_worlds: dict = {}
+
+
+def name_of(group: tsn.Group) -> str:
+    """The text that stands for a group in an operator's arguments; "" for None. torch.compile traces this."""
+    if group is None:
+        return ""
+    if isinstance(group, str):
+        return group
+    if isinstance(group, torch.distributed.ProcessGroup):
+        return group.group_name
+    if isinstance(group, torch.distributed.device_mesh.DeviceMesh):
+        return group.get_group().group_name
+    inner = group.group  # of a World
+    return "" if inner is None else inner.group_name
+
+
+def world_of(name: str):
+    """The world of `name_of`; errors as `tilescale_net.world`."""
+    return tsn.world(name or None)
+
+
+def of(name: str) -> GroupObjects:
+    """The objects of a group, by `name_of`."""
+    world = world_of(name)
+    found = _of_worlds.get(world)
+    if found is None:
+        for ended in [w for w in _of_worlds if w.closed]:
+            del _of_worlds[ended]
+        found = _of_worlds[world] = GroupObjects(world)
+    return found
+
+
+class GroupObjects:
+    """The collectives of a world, and the memory that functional calls pass through.
+
+    Making one, and asking for more memory than before, is collective.
+
+    Attributes:
+        world: theirs.
+        sources_travel: whether inputs must lie in symmetric memory, because some PEs are on other nodes.
+    """
+
+    def __init__(self, world):
+        self.world = world
+        self.sources_travel = 0 in world.peer_base
+        # The simulator runs threads in turn, so it gets few; elsewhere the defaults.
+        self._geometry = {} if world.device.type == "cuda" else {"threads": 64, "blocks": 4}
+        self._memory: torch.Tensor | None = None
+        self._made: dict[Hashable, object] = {}
+
+    @functools.cached_property
+    def all_gather(self) -> AllGather:
+        return AllGather(group=self.world, **self._geometry)
+
+    @functools.cached_property
+    def reduce_scatter(self) -> ReduceScatter:
+        return ReduceScatter(group=self.world, **self._geometry)
+
+    @functools.cached_property
+    def all_to_all(self) -> AllToAll:
+        return AllToAll(group=self.world, **self._geometry)
+
+    def made(self, key: Hashable, make: Callable[[], object]) -> object:
+        """The object of a key that is still alive; made by `make()` when there is none."""
+        found = self._made.get(key)
+        if found is None or not found.alive:
+            found = self._made[key] = make()
+        return found
+
+    def symmetric(self, *parts: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
+        """Symmetric tensors of these shapes and dtypes, equal on all ranks; the next call hands out the same memory.
+
+        Raises:
+            HeapError: the heap has no room.
+            RankMismatch: ranks ask for different sizes, of which some are new.
+        """
+        starts, end = [], 0
+        for shape, dtype in parts:
+            starts.append(end)
+            end += -(-math.prod(shape) * dtype.itemsize // 256) * 256
+        if self._memory is None or self._memory.numel() < end:
+            self._grow(end)
+        found = []
+        for start, (shape, dtype) in zip(starts, parts):
+            nbytes = math.prod(shape) * dtype.itemsize
+            found.append(self._memory[start : start + nbytes].view(dtype).view(shape))
+        return found
+
+    def _grow(self, nbytes: int) -> None:
+        """Make the memory larger: by powers of two, so that sizes that grow slowly are agreed on rarely."""
+        if self._memory is not None:
+            memory, self._memory = self._memory, None
+            tsn.free(memory, group=self.world)
+        try:
+            self._memory = tsn.empty(1 << max(12, (nbytes - 1).bit_length()), torch.uint8, group=self.world)
+        except tsn.HeapError:
+            self._memory = tsn.empty(nbytes, torch.uint8, group=self.world)

@@ -1,0 +1,212 @@
+"""Dispatch and combine of mixture-of-experts layers as operators, with gradients.
+
+They are each other's backward: gradients of rows travel back by combine, gradients of sums by a dispatch with the same
+routing, gradients of weights with the rows that they belong to. Throughput mode, rows that are not FP8.
+
+Backward is made of the same collective calls: all ranks run it, or none. A rank whose inputs need no gradient leaves the
+others waiting until TSN_TIMEOUT; let `x` or the weights require one on every rank.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import tilescale_net as tsn
+from tilescale_net.kernels.moe.all_to_all import OBJECTS, AllToAll
+from tilescale_net.kernels.moe.config import FP8
+from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
+from tilescale_net.kernels.moe.throughput import output_rows
+from tilescale_net.kernels.moe.tuning import Tuning
+from tilescale_net.kernels.moe.wire_layout import Totals, record_words
+from tilescale_net.ops import group_objects
+
+
+def _key(op) -> str:
+    """By which the operators find an AllToAll and the ranks that take part.
+
+    Text, because the compiler makes a number that changes between calls symbolic.
+    """
+    c = op.config
+    if c.mode != "throughput" or c.dtype == FP8 or c.combine_dtype != c.dtype:
+        raise ValueError(
+            "moe_dispatch and moe_combine need a layer of throughput mode, of a dtype that is not FP8 and equals combine_dtype"
+        )
+    return op.key
+
+
+def _object(key: str):
+    """The AllToAll of a key."""
+    return OBJECTS[key.split()[0]]
+
+
+def _handle(key: str, plan: RoutingPlan) -> Handle:
+    """The handle of a dispatch made when `key` was."""
+    return Handle(_object(key).config.signature, plan, tuple(m == "1" for m in key.split()[1]))
+
+
+def _valid(op, totals: torch.Tensor, by_rank: bool) -> torch.Tensor:
+    """Which rows exist, by their index: of an output, or (`by_rank` false) of expert-major tensors. bool."""
+    c = op.config
+    at = Totals(c.ranks, c.local_experts)
+    if by_rank:
+        return torch.arange(output_rows(op.config), device=totals.device) < totals[at.received_base + c.ranks]
+    index = torch.arange(c.capacity, device=totals.device)
+    counts = totals[at.counts : at.counts + c.local_experts]
+    offsets = totals[at.offsets : at.offsets + c.local_experts + 1]
+    expert = torch.searchsorted(offsets[1:].contiguous(), index, right=True).clamp(max=c.local_experts - 1)
+    return index - offsets[expert] < counts[expert]
+
+
+def _zero_where_not(valid: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """A copy of an output with zeros where no row is, so that no product with them is NaN."""
+    return torch.where(valid[:, None], rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
+
+
+@torch.library.custom_op("tilescale_net::moe_dispatch", mutates_args=())
+def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, key: str) -> list[torch.Tensor]:
+    """Rows, their weights, then the other tensors of the plan."""
+    op = _object(key)
+    # All that the operator gives is defined, places without a row too, so that results can be compared.
+    received = op.dispatch(x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous(), cleared=True)
+    *others, weights = received.handle.plan.tensors()
+    by_choice = _valid(op, received.handle.plan.totals, False)
+    by_row = _valid(op, received.handle.plan.totals, True) if op.config.layout == "rank" else by_choice
+    return [_zero_where_not(by_row, received.x), torch.where(by_choice, weights, 0.0), *others]
+
+
+@_dispatch.register_fake
+def _(x, topk_idx, topk_weights, key):
+    c = _object(key).config
+    R, M = c.ranks, c.max_tokens
+
+    def ints(*shape):
+        return x.new_empty(shape, dtype=torch.int32)
+
+    return [
+        x.new_empty((R * M if c.layout == "rank" else c.capacity, c.hidden)),
+        x.new_empty((c.capacity,), dtype=torch.float32), ints(R, M), ints(R, M), ints(torch.sym_max(x.shape[0], 1), R),
+        ints(R, M, record_words(c.top_k)), ints(Totals(R, c.local_experts).words), ints(c.capacity),
+    ]  # fmt: skip
+
+
+@torch.library.custom_op("tilescale_net::moe_combine", mutates_args=())
+def _combine(y: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
+    """Sums of rows times `weights` (an empty tensor: all one) per token."""
+    op = _object(key)
+    handle = _handle(key, RoutingPlan(tokens, *plan))
+    given = weights.numel() > 0
+    return op.combine(y.contiguous(), handle, weighted=False, weights=weights.contiguous() if given else None)
+
+
+@_combine.register_fake
+def _(y, weights, plan, tokens, key):
+    return y.new_empty((tokens, y.shape[1]))
+
+
+@torch.library.custom_op("tilescale_net::moe_dispatch_backward", mutates_args=())
+def _dispatch_backward(
+    rows: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of x and of topk_weights from those of the rows and of their weights."""
+    op = _object(key)
+    return op.combine_values(rows.contiguous(), weights.contiguous(), _handle(key, RoutingPlan(tokens, *plan)))
+
+
+@_dispatch_backward.register_fake
+def _(rows, weights, plan, tokens, key):
+    c = _object(key).config
+    return rows.new_empty((tokens, c.hidden)), weights.new_empty((tokens, c.top_k))
+
+
+@torch.library.custom_op("tilescale_net::moe_combine_backward", mutates_args=())
+def _combine_backward(out: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
+    """Gradients of sums, as rows."""
+    op = _object(key)
+    received = op.dispatch(out.contiguous(), handle=_handle(key, RoutingPlan(tokens, *plan)))
+    return _zero_where_not(_valid(op, received.handle.plan.totals, op.config.layout == "rank"), received.x)
+
+
+@_combine_backward.register_fake
+def _(out, plan, tokens, key):
+    op = _object(key)
+    return out.new_empty((output_rows(op.config), out.shape[1]))
+
+
+def _dispatch_setup(ctx, inputs, output):
+    ctx.tokens, ctx.key = inputs[0].shape[0], inputs[3]
+    ctx.save_for_backward(*output[2:], output[1])
+    ctx.shapes = output[0], output[1]
+
+
+def _dispatch_gradient(ctx, grads):
+    plan = list(ctx.saved_tensors)
+    rows, weights = (g if g is not None else torch.zeros_like(s) for g, s in zip(grads[:2], ctx.shapes))
+    x, topk_weights = torch.ops.tilescale_net.moe_dispatch_backward(rows, weights, plan, ctx.tokens, ctx.key)
+    return x, None, topk_weights, None
+
+
+def _combine_setup(ctx, inputs, output):
+    y, weights, plan, ctx.tokens, ctx.key = inputs
+    ctx.save_for_backward(y, weights, *plan)
+
+
+def _combine_gradient(ctx, grad):
+    y, weights, *plan = ctx.saved_tensors
+    rows = torch.ops.tilescale_net.moe_combine_backward(grad, plan, ctx.tokens, ctx.key)
+    if not weights.numel():
+        return rows, None, [None] * len(plan), None, None
+    valid = _valid(_object(ctx.key), RoutingPlan(ctx.tokens, *plan).totals, False)
+    dw = torch.where(valid, (rows.float() * y.float()).sum(-1), 0.0)
+    return (rows.float() * weights[:, None]).to(y.dtype), dw, [None] * len(plan), None, None
+
+
+torch.library.register_autograd("tilescale_net::moe_dispatch", _dispatch_gradient, setup_context=_dispatch_setup)
+torch.library.register_autograd("tilescale_net::moe_combine", _combine_gradient, setup_context=_combine_setup)
+
+
+def moe_layer(
+    num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype = torch.bfloat16, *,
+    layout: str = "expert", alignment: int = 1, capacity: int | None = None, tuning: Tuning | None = None,
+    group: tsn.Group = None,
+) -> AllToAll:  # fmt: skip
+    """The `AllToAll` for layers of this shape: one object for all calls of a group with equal arguments.
+
+    Layers that do not run at the same time share its memory, and a function compiled for one serves them all. Collective
+    the first time. The arguments are those of `tilescale_net.kernels.moe.AllToAll`, which says what it raises.
+    """
+    key = ("moe", num_experts, max_tokens, hidden, top_k, dtype, layout, alignment, capacity, tuning)
+    objects = group_objects.of(group_objects.name_of(group))
+    sizes, options = key[1:6], dict(layout=layout, alignment=alignment, capacity=capacity, tuning=tuning)
+    return objects.made(key, lambda: AllToAll(*sizes, **options, group=objects.world))
+
+
+def moe_dispatch(layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
+    """As AllToAll.dispatch; `x` and `row_weight` of the result carry gradients to `x` and `topk_weights`.
+
+    Args:
+        layer: of `moe_layer`, or an AllToAll of throughput mode.
+
+    Returns:
+        Dispatched. Its tensors are new; rows that belong to no token are zero.
+    """
+    key = _key(layer)
+    rows, weights, *others = torch.ops.tilescale_net.moe_dispatch(x, topk_idx, topk_weights, key)
+    plan = RoutingPlan(x.shape[0], *others, weights)
+    counts, offsets, num_rows = plan.counts(layer.config.ranks, layer.config.local_experts)
+    by_rank = layer.config.layout == "rank"
+    handle = Handle(layer.config.signature, plan, layer.mask)
+    index = plan.row_index if by_rank else None
+    return Dispatched(rows, None, counts, offsets, index, weights, num_rows if by_rank else None, handle)
+
+
+def moe_combine(layer: AllToAll, y: torch.Tensor, received: Dispatched, weighted: bool = True) -> torch.Tensor:
+    """As AllToAll.combine, with gradients to `y` and, if weighted, to `received.row_weight`.
+
+    Layout "rank" sums rows as they are.
+    """
+    plan = received.handle.plan
+    weights = (
+        received.row_weight if weighted and layer.config.layout == "expert" else y.new_empty((0,), dtype=torch.float32)
+    )
+    tensors = [t.detach() for t in plan.tensors()]
+    return torch.ops.tilescale_net.moe_combine(y, weights, tensors, plan.tokens, _key(layer))
