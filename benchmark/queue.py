@@ -60,6 +60,17 @@ def alone() -> None:
     os.environ.pop("VIRTUAL_NODES", None)
 
 
+def without_fabric() -> str:
+    """Why the stages cannot be measured; empty where they can be."""
+    from tilescale_net import errors, fabric
+
+    try:
+        fabric.library()
+    except (errors.ConfigurationError, errors.FabricError) as err:
+        return " ".join(str(err).split())
+    return ""
+
+
 def main() -> None:
     args = parse()
     import tilescale_net as tsn
@@ -68,6 +79,11 @@ def main() -> None:
     from benchmark.common.queue_bench import QueueBench
 
     report = Report("queue", args)
+    if "stages" in args.parts and (reason := without_fabric()):
+        args.parts.remove("stages")
+        if not args.parts:
+            report.nothing(f"stages need a fabric: {reason}")
+        report.environment["stages"] = f"not measured: {reason}"
     world = tsn.init("4M")
     bench = QueueBench(world, args.cpu)
     for name, (gpu, simulator) in DEFAULTS.items():

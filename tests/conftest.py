@@ -25,9 +25,33 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config) -> int:
     """One worker more than processors, most tests wait now and then; not so many that they crowd a GPU."""
     return min((os.cpu_count() or 1) + 1, 16)
+
+
+# Files whose tests look at one thing that takes long to make, or share ranks: a worker that gets one of them gets all.
+TOGETHER = (
+    "tests/integration/",
+    "tests/device/test_code.py",
+    "tests/kernels/test_generated_code.py",
+    "tests/kernels/moe/test_generated_code.py",
+    "tests/package/test_wheel.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Tests go to workers one by one, but those of TOGETHER."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.split("::", 1)[0]
+            return file if file.startswith(TOGETHER) else nodeid
+
+    return Scheduling(config, log) if config.getvalue("dist") == "load" else None
 
 
 def _reason(report) -> str:

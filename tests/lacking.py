@@ -1,5 +1,6 @@
-"""Skips a test for want of a program; the run's last lines say what to install."""
+"""Skips a test for want of a program or a module; the run's last lines say what to install."""
 
+import importlib
 import shutil
 
 import pytest
@@ -16,3 +17,16 @@ def program(name: str, package: str, *others: str) -> str:
         if shutil.which(candidate):
             return candidate
     pytest.skip(f"lacks {others[-1] if others else name} ({package})")
+
+
+def module(name: str, what: str):
+    """A Python module; skips the test when it is not installed.
+
+    Args:
+        name: of the module and of its package.
+        what: it is there for.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        pytest.skip(f"lacks {what} ({name} with pip)")

@@ -17,6 +17,8 @@ from tests.fabric.pair import PROVIDERS
 from tests.native.builder import ROOT
 from tilescale_net import _native
 
+# These measure, and other tests at the same time would be what they see: .ci/run starts them by themselves.
+pytestmark = pytest.mark.nightly
 ROUNDS = 25
 CROWDED = 0.25  # share of the processors' time, used by others, from which on even large differences say little
 BUSY = 0.03  # share of the processors' time, used by others, from which on small differences say little

@@ -51,6 +51,16 @@ def test_wrong_arguments(arguments, env, said):
     assert done.returncode == 2 and done.stderr.count(said) == 1 and done.stdout == ""
 
 
+def test_without_a_fabric_the_rest_is_measured(tmp_path):
+    env = {"GPUS": "1", "TSN_LIBFABRIC": "/nonexistent/libfabric.so"}
+    done = launch("queue.py", "--repeat", "1", "--capacity", "256", "--parts", "dispatch,stages", **env)
+    assert done.returncode == 0, done.stderr
+    assert "- stages: not measured: " in done.stdout and "put of 64 B" in done.stdout
+    done = launch("queue.py", "--parts", "stages", "--json", str(tmp_path / "run.json"), **env)
+    assert done.returncode == 3 and "not measured; stages need a fabric" in done.stdout, done
+    assert json.loads((tmp_path / "run.json").read_text())["tables"] == []
+
+
 @pytest.mark.parametrize("how", ["script", "path"])
 def test_the_standard_librarys_queue_is_still_found(tmp_path, how):
     """Scripts of the folder, torch among their imports, would otherwise get the benchmark."""

@@ -34,7 +34,7 @@ def test_sizes_around_units(pool, configuration):
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=NAMES)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     cases=st.lists(
         st.tuples(

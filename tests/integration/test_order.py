@@ -63,9 +63,16 @@ def test_source_written_too_early_shows(pool):
     assert any(sum(pool(write_source_again, "nothing", seed)) for seed in SEEDS)
 
 
-@pytest.mark.parametrize("crowd", [False, True])
-@pytest.mark.parametrize("order", ["put_signal", "other warp"])
-@pytest.mark.parametrize("engine, threads", [("ldst", 128), ("bulk", 128), ("bulk", 1024)])
+# Each is a kernel of its own: every second one in every run, each engine with each order.
+@pytest.mark.parametrize(
+    "engine, threads, order, crowd",
+    [
+        pytest.param(*way, order, crowd, marks=pytest.mark.nightly if (i + k + crowd) % 2 else [])
+        for i, way in enumerate([("ldst", 128), ("bulk", 128), ("bulk", 1024)])
+        for k, order in enumerate(["put_signal", "other warp"])
+        for crowd in (False, True)
+    ],
+)
 def test_what_was_just_written_is_sent(pool, engine, threads, order, crowd):
     turns, blocks = (1000, 60) if settings.device_kind() == "cuda" else (3, 1)
     assert pool(write_and_send, engine, threads, turns, order, blocks if crowd else 0) == [0, 0]

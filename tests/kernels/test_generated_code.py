@@ -1,8 +1,11 @@
 """Every kernel of kernels/ compiled for sm_90: wide stores, bulk copies, and no read-only loads, which may be stale."""
 
+import functools
 import importlib
 import pkgutil
 import re
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +24,7 @@ KERNELS = {
         dict(capacity=1 << 22, blocks=8, engine="bulk"),
     ],
     "tilescale_net.kernels.p2p.pull": [dict(capacity=1 << 22, engine="ldst"), dict(capacity=1 << 22, engine="bulk")],
-    "tilescale_net.kernels.p2p.ping_pong": [dict(capacity=1 << 16)],
+    "tilescale_net.kernels.p2p.ping_pong": [dict(capacity=1 << 20, threads=128)],
     "tilescale_net.kernels.p2p.meet": [dict()],
     "tilescale_net.kernels.all_gather.all_gather": [
         dict(n_pes=4),
@@ -61,6 +64,26 @@ WITHOUT_DATA = {
 }
 
 
+@functools.cache
+def _build(name: str, *arguments: tuple[str, object]) -> tuple[str, bytes, str]:
+    """CUDA source, cubin and PTX of a kernel, compiled once for all tests."""
+    module, _, attribute = name.rpartition(".")
+    factory = getattr(importlib.import_module(module), attribute)
+    func = factory.trace(**dict(arguments))
+    source = inspect.cuda_source(func, pass_configs=factory.pass_configs)
+    with tempfile.TemporaryDirectory() as folder:
+        keep = ("--keep", f"--keep-dir={folder}")
+        cubin = inspect.compile_source(source, "cubin", extra=keep, threads=block_threads(func))
+        return source, cubin, (Path(folder) / "kernel.ptx").read_text()
+
+
+def build(name: str, **arguments) -> tuple[str, bytes, str]:
+    return _build(name, *sorted(arguments.items()))
+
+
+PROBE = "benchmark.common.queue_bench.probe"
+
+
 def _instructions(sass: str) -> list[str]:
     return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass)
 
@@ -70,9 +93,9 @@ def tools():
     try:
         toolchain.find_nvcc()
     except ConfigurationError:
-        pytest.skip("there is no nvcc")
+        pytest.skip("lacks nvcc (nvidia-cuda-nvcc with pip)")
     if toolchain.find_tool("nvdisasm") is None:
-        pytest.skip("there is no nvdisasm")
+        pytest.skip("lacks nvdisasm (nvidia-cuda-nvdisasm with pip)")
 
 
 def test_every_kernel_is_compiled():
@@ -87,16 +110,21 @@ def test_every_kernel_is_compiled():
     assert found == {name for name in KERNELS if name.startswith("tilescale_net.kernels.")}
 
 
-@pytest.mark.parametrize("name, arguments", CASES, ids=[f"{n.split('.')[-1]}-{i}" for i, (n, _) in enumerate(CASES)])
-def test_code_for_sm_90(tools, tmp_path, name, arguments):
-    module, _, attribute = name.rpartition(".")
-    factory = getattr(importlib.import_module(module), attribute)
-    func = factory.trace(**arguments)
-    source = inspect.cuda_source(func, pass_configs=factory.pass_configs)
+def _is_long(name: str, arguments: dict) -> bool:
+    """In every run, each kernel as it is first listed, and with the bulk engine."""
+    return arguments is not KERNELS[name][0] and arguments.get("engine") != "bulk"
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        pytest.param(n, a, id=f"{n.split('.')[-1]}-{i}", marks=pytest.mark.nightly if _is_long(n, a) else [])
+        for i, (n, a) in enumerate(CASES)
+    ],
+)
+def test_code_for_sm_90(tools, name, arguments):
+    source, cubin, ptx = build(name, **arguments)
     assert "__restrict__" not in source
-    keep = ("--keep", f"--keep-dir={tmp_path}")
-    cubin = inspect.compile_source(source, "cubin", extra=keep, threads=block_threads(func))
-    ptx = (tmp_path / "kernel.ptx").read_text()
     assert not read_only_loads(ptx)
     assert not loads_behind_loads(ptx)
     instructions = _instructions(inspect.disassemble(cubin))
@@ -114,9 +142,7 @@ def test_code_for_sm_90(tools, tmp_path, name, arguments):
 
 def test_a_lonely_push_fences_while_its_atomic_is_under_way(tools):
     """The assembler turns an atomic that adds a constant into one of the whole warp, whose shuffles wait for the answer."""
-    from benchmark.common.queue_bench import probe
-
-    instructions = _instructions(inspect.sass(probe.trace()))
+    instructions = _instructions(inspect.disassemble(build(PROBE)[1]))
     starts = [i for i, name in enumerate(instructions) if name.startswith("ATOMG") and ".ADD" in name]
     ways = [instructions[i : i + 25] for i in starts]
     ways = [
@@ -128,12 +154,11 @@ def test_a_lonely_push_fences_while_its_atomic_is_under_way(tools):
     assert not [way for way in ways if any(name.startswith("SHFL") for name in way)]
 
 
-@pytest.mark.parametrize("threads", [128, 512, 1024])
+@pytest.mark.parametrize("threads", [128, pytest.param(512, marks=pytest.mark.nightly), 1024])
 def test_small_pushes_do_not_wait_for_local_memory(tools, threads):
     """What large copies need in registers once made small pushes by 1024 threads 0.2 us slower."""
-    from tilescale_net.kernels.p2p import push
-
-    instructions = _instructions(inspect.sass(push.trace(1 << 20, threads)))
+    cubin = build("tilescale_net.kernels.p2p.push", capacity=1 << 20, threads=threads)[1]
+    instructions = _instructions(inspect.disassemble(cubin))
     before = instructions[: next(i for i, name in enumerate(instructions) if re.match(r"STG.*\.128", name))]
     assert any(re.match(r"LDG.*\.128", name) for name in before)
     assert not [name for name in before if name.startswith(("STL", "LDL"))]
@@ -156,9 +181,7 @@ def test_loads_of_small_messages_wait_for_no_other(tools, kernel, threads):
     It did, by computing with one of them before it loaded the next, and by making one wait for the data, with which it
     shared a counter: 0.2 us each.
     """
-    func = getattr(importlib.import_module("tilescale_net.kernels.p2p"), kernel).trace(1 << 20, threads)
-    source = inspect.cuda_source(func)
-    code = sass.schedule(inspect.compile_source(source, "cubin", threads=threads))
+    code = sass.schedule(build(f"tilescale_net.kernels.p2p.{kernel}", capacity=1 << 20, threads=threads)[1])
     first, last = _look_up(code)
     assert last - first < 10, "the loads follow one another"
     start = max(i for i in range(first) if code[i].text.startswith("BAR.SYNC"))
@@ -169,9 +192,7 @@ def test_loads_of_small_messages_wait_for_no_other(tools, kernel, threads):
 
 def test_polls_of_a_ticket_load_nothing_else(tools):
     """What a wait needs of its queue is read once: a poll of host memory takes long enough."""
-    from benchmark.common.queue_bench import probe
-
-    ptx = inspect.ptx(probe.trace())
+    ptx = build(PROBE)[2]
     assert polling_loops(ptx)
     assert not [loop for loop in polling_loops(ptx) if "ld.global.nc" in loop]
 
@@ -185,9 +206,7 @@ def test_nothing_is_read_of_queues_before_it_is_known_that_there_are_some(tools,
 
 
 def test_ptx_says_the_same(tools):
-    from tilescale_net.kernels.all_gather import all_gather
-
-    ptx = inspect.ptx(all_gather.trace(n_pes=4))
+    ptx = build("tilescale_net.kernels.all_gather.all_gather", n_pes=4)[2]
     assert not read_only_loads(ptx)
     assert re.search(r"st(\.\w+)*\.v4\.b32|st(\.\w+)*\.v2\.b64|st(\.\w+)*\.b128|st(\.\w+)*\.v4\.u32", ptx)
     assert re.search(r"st\.release\.sys|red\.release\.sys", ptx) and "ld.acquire.sys" in ptx

@@ -36,6 +36,7 @@ def test_bad_script():
     assert launch("no_such_file.py").returncode == 2
     assert "no script 'no_such_file.py'" in launch("no_such_file.py").stderr
     assert "neither a Python script" in launch("benchmark").stderr
+    assert "GPUS=2 bash launch.sh script.py" in launch("--gpus", "2", "script.py").stderr
     assert launch().returncode == 2
     assert "usage" in launch().stderr
     assert launch("--help").returncode == 0

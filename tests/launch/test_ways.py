@@ -1,9 +1,14 @@
 """Other ways than launch.sh to start ranks: torchrun, cells of a notebook, a test of pytest's."""
 
+import os
 import subprocess
 import sys
 
+from tests import lacking
 from tests.launch.conftest import ROOT, clean_environment
+
+# As tests/conftest.py chooses; a clean environment lacks it.
+FLAGS = {name: os.environ[name] for name in ("TSN_SIM_CXXFLAGS",) if name in os.environ}
 
 SUM = """
 import torch, tilescale_net as tsn
@@ -54,20 +59,57 @@ def test_torchrun(tmp_path):
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2: 4", "rank 1 of 2: 8"]
 
 
-def test_cells_of_a_notebook_and_a_test(tmp_path):
-    """One process: cells are executed one by one in one namespace, and init again after finalize is a second job."""
-    cells = [
-        SUM,
-        SUM,
-        "import tilescale_net as tsn; tsn.init(); assert tsn.size() == 1",
-        "tsn.finalize(); print('end')",
-    ]
-    program = f"names = {{}}\nfor cell in {cells!r}:\n    exec(compile(cell, '<cell>', 'exec'), names)\n"
-    (tmp_path / "notebook.py").write_text(program)
+# A kernel is defined in a cell, whose source tilelang reads; then it is called when its world has ended.
+KERNEL = """
+import tilelang.language as T, tilescale_net.language as N
+tsn.init("8M")
+@tsn.jit
+def twice(n):
+    @T.prim_func
+    def main(ctx: N.Context(), x: T.Tensor((n,), "float32")):
+        with T.Kernel(1, threads=32):
+            for i in T.Parallel(n):
+                x[i] = x[i] * 2
+    return main
+x = tsn.zeros(32)
+x.fill_(3)
+twice(32)(x)
+print(x.sum().item())
+tsn.finalize()
+"""
+
+
+def test_cells_of_a_notebook(tmp_path):
+    """In a kernel of Jupyter's: init again after finalize is a second job, and an error ends its cell, not the kernel."""
+    lacking.module("ipykernel", "a kernel of Jupyter's")
+    jupyter_client = lacking.module("jupyter_client", "a client of Jupyter's")
+    manager = jupyter_client.KernelManager(kernel_name="python3")
+    manager.start_kernel(cwd=str(tmp_path), env=clean_environment(PYTHONPATH=ROOT, OMP_NUM_THREADS="1", **FLAGS))
+    client = manager.blocking_client()
+    client.start_channels()
+    said: list[str] = []
+
+    def note(message) -> None:
+        if message["content"].get("name") == "stdout":
+            said.append(message["content"]["text"])
+
+    try:
+        client.wait_for_ready(timeout=100)
+        for cell in (SUM, SUM, KERNEL):
+            reply = client.execute_interactive(cell, output_hook=note, timeout=200)
+            assert reply["content"]["status"] == "ok", reply["content"]
+        reply = client.execute_interactive("tsn.barrier()", output_hook=note, timeout=100)["content"]
+        assert reply["status"] == "error" and "not initialised" in reply["evalue"], reply
+        client.execute_interactive("print('end')", output_hook=note, timeout=100)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    assert "".join(said).splitlines() == ["rank 0 of 1: 4"] * 2 + ["192.0", "end"]
+
+
+def test_a_test_of_pytests(tmp_path):
     (tmp_path / "test_one.py").write_text(
         f"def test_sum(capsys):\n    exec({SUM!r}, {{}})\n    assert 'rank 0 of 1: 4' in capsys.readouterr().out\n"
     )
-    done = run([sys.executable, "notebook.py"], tmp_path)
-    assert (done.returncode, done.stdout.splitlines()) == (0, ["rank 0 of 1: 4"] * 2 + ["end"]), done.stderr
     done = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_one.py"], tmp_path)
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout

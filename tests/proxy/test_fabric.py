@@ -44,8 +44,18 @@ def finish(processes, timeout=120):
                 process.communicate()
 
 
-@pytest.mark.parametrize("mode", ["plain", "staging", "chaos"])
-@pytest.mark.parametrize("library, provider", [p[1:] for p in PROVIDERS], ids=IDS)
+# Each provider in one mode in every run, and each mode with some; all of them nightly.
+MODES = ("plain", "staging", "chaos")
+
+
+@pytest.mark.parametrize(
+    "library, provider, mode",
+    [
+        pytest.param(*p[1:], mode, id=f"{name}-{mode}", marks=pytest.mark.nightly if (i + k) % len(MODES) else [])
+        for i, (p, name) in enumerate(zip(PROVIDERS, IDS))
+        for k, mode in enumerate(MODES)
+    ],
+)
 def test_traffic(tmp_path, library, provider, mode):
     arguments = {
         "plain": ["rails=2"],

@@ -165,10 +165,10 @@ def test_a_rank_that_fails_and_lives_on_holds_nobody():
 
 # -- ends of the program itself ---------------------------------------------------------------------------------------
 
-# Each job's ranks are forks of one program that has imported torch; what they run ends as a program does.
+# Each job's ranks are forks of one program that has imported what init does; what they run ends as a program does.
 DRIVER = """
 import json, os, sys, time, traceback
-import torch, tilescale_net
+import torch, tilescale_net.compiler.toolchain
 jobs, folder = json.loads(sys.argv[1]), sys.argv[2]
 for job, (port, text) in enumerate(jobs):
     children = []

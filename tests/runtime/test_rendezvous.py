@@ -134,7 +134,7 @@ def test_mpirun_starts_one_job():
     """The wheel mpich brings mpirun along."""
     mpirun = os.path.join(os.path.dirname(sys.executable), "mpirun")
     if not os.path.exists(mpirun):
-        pytest.skip("mpirun is not there")
+        pytest.skip("lacks mpirun (mpich with pip)")
     drop = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "PMI", "MPI_")
     env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
     env.update(TSN_DEVICE="simulator", PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")

@@ -28,7 +28,10 @@ def start(arguments: list[str]) -> int:
     else:
         script = arguments[0] if arguments else ""
         if not script.endswith(".py"):
-            messages.refuse(f"{script!r} is neither a Python script (something.py) nor pytest")
+            messages.refuse(
+                f"{script!r} is neither a Python script (something.py) nor pytest; ranks and hosts are chosen by variables "
+                "in front: GPUS=2 bash launch.sh script.py"
+            )
         if not os.path.isfile(script):
             messages.refuse(f"there is no script {script!r} in {os.getcwd()}")
     if folder := import_folder(script):

@@ -199,7 +199,9 @@ TEST_ORDERING = Setting(
     "",
     "`last_chunk`: order as systems do that trust the last chunk, which is wrong; shows what counting is for",
 )
-CHAOS_SEEDS = Setting("TSN_CHAOS_SEEDS", setting.whole(1), 24, "seeds of the tests on networks that misbehave", "24")
+CHAOS_SEEDS = Setting(
+    "TSN_CHAOS_SEEDS", setting.whole(1), 240, "seeds of the nightly test on networks that misbehave", "240"
+)
 
 # The page: titles, and what stands below them.
 SECTIONS: dict[str, tuple[Setting, ...]] = {

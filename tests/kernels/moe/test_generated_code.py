@@ -78,7 +78,7 @@ def test_code_for_sm_90(tools, tmp_path, name, arguments):  # noqa: F811
     assert any(i.startswith("LD") and i.endswith("STRONG.SYS") for i in instructions), "system-scope polls"
 
 
-@pytest.mark.parametrize("ranks, by_rank", [(2, True), (4, True), (4, False)])
+@pytest.mark.parametrize("ranks, by_rank", [pytest.param(2, True, marks=pytest.mark.nightly), (4, True), (4, False)])
 def test_rows_that_are_summed_are_loaded_together(tools, ranks, by_rank):  # noqa: F811
     """The reducers' loads of a batch wait for none of each other: sums took twice as long when a comparison between
     them shared a counter with them. (Only schedules that were assembled tell: the order of the instructions is fine.)"""

@@ -29,6 +29,8 @@ def test_rows_by_rank():
     ranks.run(2, _fp8_by_rank, random.randrange(1 << 30), env={"VIRTUAL_NODES": "2"}, timeout=240)
 
 
+# tests/kernels/test_chaos_seeds.py has dispatch and combine on a few such networks for every run.
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "chaos",
     ["reorder=0.3,split=0.5,eagain=0.2,imm_bits=16", "reorder=0.7,split=0.8,delay_us=300,depth=4,max_write=1000"],
