@@ -11,7 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_FUNCTION = 60
 # A traced kernel is one text for the compiler: what its parts share are registers and shared memory.
-MOST_LINES_OF_A_KERNEL = 120
+MOST_LINES_OF_A_KERNEL = 160
+# Files that are longer; they may shrink, and no other joins them.
+LONGER = {"kernels/moe/all_to_all.py": 413}
 TRACED = ("prim_func", "jit", "macro")
 
 
@@ -32,10 +34,11 @@ def is_traced(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def long_functions(tree: ast.Module):
-    """Name and lines of every function that is too long."""
+    """Name and lines of every function that is too long, without its signature and docstring."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = node.end_lineno - node.lineno + 1
+            code = node.body[1:] if ast.get_docstring(node) else node.body
+            lines = node.end_lineno - code[0].lineno + 1 if code else 0
             if lines > (MOST_LINES_OF_A_KERNEL if is_traced(node) else MOST_LINES_OF_A_FUNCTION):
                 yield node.name, lines
 
@@ -43,12 +46,13 @@ def long_functions(tree: ast.Module):
 def test_files_are_short():
     found = files("*.py", "*.h", "*.cpp", "*.cu")
     assert len(found) > 300
-    long = {str(p.relative_to(ROOT)): n for p in found if (n := len(p.read_text().splitlines())) > MOST_LINES_OF_A_FILE}
-    assert not long
+    lines = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in found}
+    assert not {name: n for name, n in lines.items() if n > LONGER.get(name, MOST_LINES_OF_A_FILE)}
+    assert all(lines[name] > MOST_LINES_OF_A_FILE for name in LONGER), "a file of LONGER is short enough now"
 
 
 def test_functions_are_short():
-    assert [*long_functions(ast.parse("def f():\n" + "    pass\n" * 60))] == [("f", 61)]
+    assert [*long_functions(ast.parse("def f():\n" + "    pass\n" * 61))] == [("f", 61)]
     long = {
         f"{p.relative_to(ROOT)}:{name}": lines
         for p in files("*.py")
