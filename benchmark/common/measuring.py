@@ -165,23 +165,49 @@ class Timer:
         """
         if not self.on_gpu:
             return self._wall_clock(launch)
-        import torch
-
         together = together or (lambda: None)
         run = self._prepared(launch, batch)
         for _ in range(self.warmup):
             run()
         samples = []
         for _ in range(self.repeat):
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            run()  # keeps the device busy until the timed run is in its queue: the host's delay is not part of it
-            together()
-            before.record()
-            run()
-            after.record()
-            after.synchronize()
-            samples.append(before.elapsed_time(after) * 1e3 / batch)
+            samples.append(self._sample(run, together) / batch)
         return samples
+
+    def interleaved(
+        self, launches: dict[str, Callable[[int], None]], batch: int, together: Callable[[], None], plain: set[str]
+    ) -> dict[str, list[float]]:
+        """As `measure`, for several operations by turns, so that a clock that changes changes for all; by name.
+
+        Args:
+            plain: those that are launched from Python, because they cannot be captured.
+        """
+        if not self.on_gpu:
+            return {name: self._wall_clock(launch) for name, launch in launches.items()}
+        runs = {}
+        for name, launch in launches.items():
+            runs[name] = (lambda launch=launch: launch(batch)) if name in plain else self._prepared(launch, batch)
+            for _ in range(self.warmup):
+                runs[name]()
+        samples: dict[str, list[float]] = {name: [] for name in launches}
+        for _ in range(self.repeat):
+            for name, run in runs.items():
+                samples[name].append(self._sample(run, together) / batch)
+        return samples
+
+    @staticmethod
+    def _sample(run: Callable[[], None], together: Callable[[], None]) -> float:
+        """Microseconds of one run."""
+        import torch
+
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        run()  # keeps the device busy until the timed run is in its queue: the host's delay is not part of it
+        together()
+        before.record()
+        run()
+        after.record()
+        after.synchronize()
+        return before.elapsed_time(after) * 1e3
 
     def _prepared(self, launch: Callable[[int], None], batch: int) -> Callable[[], None]:
         """A function that does the operation `batch` times."""

@@ -10,13 +10,15 @@ what `--check` compares: another version of matplotlib may draw the same plot wi
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
 import sys
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
+
+import details
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -24,7 +26,7 @@ PAGES = [ROOT / "README.md", *sorted(HERE.glob("*.md"))]
 OURS, PEER = "#1f77b4", "#d9822b"
 
 
-@cache
+@functools.cache
 def run(name: str) -> dict:
     """One benchmark's report: environment, command, tables of rows."""
     return json.loads((HERE / f"{name}.json").read_text())
@@ -190,6 +192,7 @@ TABLES = {
     "collectives": lambda: table(collectives()),
     "moe": lambda: table(mixture_of_experts()),
     "fabric": lambda: table(fabric()),
+    **{name: functools.partial(make, run) for name, make in details.TABLES.items()},
     "source": lambda: source(*sorted(p.stem for p in HERE.glob("*.json"))),
 }
 

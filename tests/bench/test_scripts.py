@@ -7,16 +7,14 @@ import sys
 
 import pytest
 
-from tests import ranks
+from tests import jobs, ranks
 from tests.launch.conftest import ROOT, clean_environment
-from tests.launch.conftest import launch as launch_sh
 
 
 def launch(name, *arguments, gpus="2", **env):
     path = os.path.join(ROOT, "benchmark", name)
-    return launch_sh(
-        path, *arguments, timeout=200, **{"GPUS": gpus, "VIRTUAL_NODES": "2" if gpus == "2" else "1", **env}
-    )
+    nodes = "2" if gpus == "2" else "1"
+    return jobs.launch(path, *arguments, env=clean_environment(**{"GPUS": gpus, "VIRTUAL_NODES": nodes, **env}))
 
 
 def alone(name, *arguments, **env):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import ranks
+from tests import jobs, ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 # Its examples are two PEs side by side; test_memory_model.py makes kernels of them and runs those.
@@ -78,15 +78,7 @@ def test_program_prints_what_the_page_shows(tmp_path, block, env, name, output):
     known |= given | {"TSN_PYTHON": sys.executable, "TSN_BUILD": "0"}
     if ranks.gpus() < int(given["GPUS"]):
         known["TSN_DEVICE"] = "simulator"
-    done = subprocess.run(
-        ["bash", str(ROOT / "launch.sh"), name],
-        cwd=tmp_path,
-        env=known,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        stdin=subprocess.DEVNULL,
-    )
+    done = jobs.launch(name, env=known, cwd=str(tmp_path))
     assert done.returncode == 0, f"{block.where}\n{done.stderr}"
     assert done.stdout.strip() == output, block.where
 

@@ -38,7 +38,7 @@ def checkout(tmp_path):
     (root / "hello.py").write_text("print('hello')")
 
     def run(*arguments, **env):
-        environment = clean_environment(TSN_BUILD="1", **env)
+        environment = clean_environment(**{"TSN_BUILD": "1", "PYTEST_XDIST_AUTO_NUM_WORKERS": "1", **env})
         return subprocess.run(
             ["bash", "launch.sh", *arguments], cwd=root, env=environment, capture_output=True, text=True, timeout=120
         )

@@ -91,7 +91,44 @@ inline MarkRecord lying_mark(MarkOp op, uint64_t offset, uint64_t value = 1) {
   return m;
 }
 
+// The proxy address `real` of PE 1 with 2^32 added to one number of its worker's: 0 the bits of immediates, 3 the bytes
+// of a slot, 4 the slots, from 5 on the places of PEs.
+inline std::string lying_address(const std::string& real, size_t lie, int pes) {
+  fabric::BlobReader all(real, 0x74736e70, "the blob");
+  fabric::BlobWriter out(0x74736e70), changed(0x74736e31);
+  for (int i = 0; i < 5; i++) out.number(all.number());
+  const std::string worker = all.text();
+  fabric::BlobReader one(worker, 0x74736e31, "the worker's blob");
+  auto numbers = [&, at = (size_t)0](size_t count) mutable {
+    for (; count > 0; count--, at++) changed.number(one.number() + (at == lie ? 1ull << 32 : 0));
+  };
+  changed.text(one.text());
+  numbers(3);
+  changed.text(one.text());
+  numbers(2 + (size_t)pes);
+  out.text(changed.take());
+  return out.take();
+}
+
+// Numbers that would be right if they were cut to 32 bits are refused before the PE is believed to be connected.
+inline void lying_addresses(WorldOptions o) {
+  if (!o.proxy.force_staging) return;
+  for (size_t lie : {0, 3, 4, 5}) {
+    auto hub = std::make_shared<fabric::LoopbackHub>();
+    o.make = [hub](const TransportOptions& t) { return std::make_unique<fabric::Loopback>(hub, t); };
+    Pe a(0, o), b(1, o);
+    std::string said;
+    try {
+      a.proxy->connect({a.proxy->blob(), lying_address(b.proxy->blob(), lie, o.pes)});
+    } catch (const fabric::FabricError& error) {
+      said = error.what();
+    }
+    CHECK(said.find("rank 1") != std::string::npos, "number %zu of a lying address: \"%s\"", lie, said.c_str());
+  }
+}
+
 inline void lies(WorldOptions o) {
+  lying_addresses(o);
   o.heap_bytes = 64 << 20;
   struct Lie {
     const char* what;

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -108,10 +109,10 @@ def _waits_for_a_dead_peer():
     """A wait that times out because the peer is gone is the peer's fault."""
     tsn.init("4M")
     world = tsn.world()
-    tsn.barrier()
+    pids = world.control.gather("the test's processes", os.getpid())
     if tsn.rank() == 1:
         _killed()
-    time.sleep(0.05)
+    select.select([os.pidfd_open(pids[1])], [], [])
     world.fail(tsn.WaitTimeout("rank: wait in block 0 waited"))
 
 
@@ -119,6 +120,26 @@ def test_the_death_of_a_peer_explains_a_timeout():
     outcomes = ranks.launch(2, _waits_for_a_dead_peer, env=QUICK, init=False, timeout=60)
     kind, text, _ = outcomes[0].error
     assert kind == "PeerLost" and "rank 1 (process ended without a word)" in text, text
+
+
+def _waits_for_a_silent_store():
+    """A wait that times out before silence counts as loss is still explained by it."""
+    tsn.init("4M")
+    tsn.barrier()
+    if tsn.rank() == 0:
+        _stop()
+    time.sleep(0.3)
+    tsn.world().fail(tsn.WaitTimeout("rank: wait in block 0 waited"))
+
+
+def test_a_silence_that_lasts_explains_a_timeout():
+    env = {"TSN_TIMEOUT": "1", "TSN_HEARTBEAT_TIMEOUT": "4"}
+    outcomes = ranks.launch(
+        3, _waits_for_a_silent_store, env=env, init=False, timeout=60, on_start=_end_with_the_others(0)
+    )
+    for o in outcomes[1:]:
+        kind, text, _ = o.error
+        assert kind == "PeerLost" and "rank 0" in text.partition(": ")[2].partition("(rank:")[0], text
 
 
 def _fails_and_lives_on():

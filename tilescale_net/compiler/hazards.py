@@ -62,8 +62,9 @@ def rewrite(body: tirx.Stmt, guards: bool = True) -> tirx.Stmt:
         return body
     if guards:
         body = ir_transform(body, None, lambda c: _guard_loads(c) if op_name(c) in OUR_OPS else None, ["tirx.Call"])
-    settle = _settle_async if orders_async(body) else _settle_generic
-    body = ir_transform(body, None, settle, ["tirx.Call"])
+    if opaque_call(body) is not None:  # else nothing in the kernel waits for what a peer writes
+        settle = _settle_async if orders_async(body) else _settle_generic
+        body = ir_transform(body, None, settle, ["tirx.Call"])
     return ir_transform(body, None, _evaluate_once, ["tirx.IfThenElse", "tirx.For"])
 
 

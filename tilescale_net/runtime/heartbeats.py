@@ -30,11 +30,13 @@ class News:
     Attributes:
         failed: the failure that another rank told of, in words.
         silent: the first rank of a host that counts as lost, and why, in words.
+        quiet: whether a heartbeat is late, of a host that does not count as lost yet.
         stopped: ranks that are stopped (SIGSTOP, a debugger), and for how many seconds they have been so.
     """
 
     failed: str | None = None
     silent: tuple[int, str] | None = None
+    quiet: bool = False
     stopped: dict[int, float] = field(default_factory=dict)
 
 
@@ -70,6 +72,7 @@ class Heartbeats:
         self._seen: dict[str, tuple[str, float]] = {}
         self._stopped_since: dict[int, float] = {}
         self._silent: tuple[int, str] | None = None
+        self._quiet = False
         self.interval = INTERVAL * max(1.0, len(hosts) / _RANKS)
 
     def round(self, store: dist.Store) -> News:
@@ -80,7 +83,7 @@ class Heartbeats:
             self._look(store)
         self._rounds += 1
         now = self._clock()
-        news.silent = self._silent
+        news.silent, news.quiet = self._silent, self._quiet
         news.stopped = {r: now - since for r, since in self._stopped_since.items()}
         return news
 
@@ -104,7 +107,8 @@ class Heartbeats:
 
     def _judge(self, store: dist.Store, values: dict[str, str]) -> None:
         now = self._clock()
-        self._silent = None
+        self._silent, self._quiet = None, False
+        late = 2 * _BEAT * self.interval
         stopped: set[int] = set()
         for (host, members), key in zip(self._first.items(), self._keys):
             value = values.get(key, "")
@@ -113,7 +117,10 @@ class Heartbeats:
                 since = now
             self._seen[key] = (value, since)
             stopped |= set(_stopped_in(value)) & set(members)
-            if host != self._mine and now - since > self._timeout and not self._ended(store, members):
+            if host == self._mine or now - since <= min(late, self._timeout) or self._ended(store, members):
+                continue
+            self._quiet = True
+            if now - since > self._timeout:
                 others = f" (nor did ranks {members[1]} to {members[-1]} of its host)" if len(members) > 1 else ""
                 self._silent = members[0], f"sent no heartbeat for {now - since:.0f} s{others}"
         self._stopped_since = {r: self._stopped_since.get(r, now) for r in stopped if r != self._rank}

@@ -51,6 +51,7 @@ class Watchdog:
         self._reason: str | None = None
         self._news = News()
         self._round: Future | None = None
+        self._asked = 0.0  # when the round began
         self._silent: tuple[int | None, int] = (None, 0)
         self._pids: dict[int, int] = {}
         self._fds: dict[int, int] = {}
@@ -74,18 +75,31 @@ class Watchdog:
         return self._reason
 
     def explanation_of(self, error: TileScaleError) -> str | None:
-        """What befell a peer, if that may be why this rank met `error`; waits half a second for it to become known."""
+        """What befell a peer, if that may be why this rank met `error`.
+
+        Waits half a second for it to become known; while somebody is silent, until that one is heard of again or is lost.
+        """
         if not isinstance(error, WaitTimeout | FabricError | PeerLost):
             return None
-        end = time.monotonic() + _EXPLAIN
+        begin = looked = time.monotonic()
         while True:
             found = self._reason or self._peers()
             if found:
                 return found
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now > begin + _EXPLAIN and not (self._in_doubt() and now < begin + 2 * self._timeout):
                 return self._stopped_peer(0.0)
+            if threading.current_thread() is self._thread and now >= looked + self._beats.interval:
+                looked = now
+                self._count_silence()
             self._ask()
             time.sleep(0.02)
+
+    def _in_doubt(self) -> bool:
+        """Whether a host, or the store, is silent and may turn out to be lost."""
+        with self._lock:
+            owes = self._round is not None and not self._round.done()
+            return self._news.quiet or (owes and time.monotonic() - self._asked > _EXPLAIN / 2)
 
     def announce_end(self) -> None:
         """Tell the other ranks that this one leaves in good order, and look no more for who else does."""
@@ -172,7 +186,7 @@ class Watchdog:
                 return
             if self._round is not None and self._round.exception() is None:
                 self._news = self._round.result()
-            self._round = self._control.store.post(self._beats.round)
+            self._round, self._asked = self._control.store.post(self._beats.round), time.monotonic()
 
     def _peers(self) -> str | None:
         """Why peers are lost."""

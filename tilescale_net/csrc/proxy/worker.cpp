@@ -118,18 +118,18 @@ void Worker::connect(int peer, const std::string& address) {
   const std::string us = "rank " + std::to_string(options_.rank), them = "rank " + std::to_string(peer);
   BlobReader r(address, kAddressMagic, us + ": the proxy address of " + them);
   transport_->connect(peer, r.text());
-  const auto bits = (int)r.number();
+  const uint64_t bits = r.number();
   const bool staged = r.number() != 0;
   const bool flushes = r.number() != 0;
   s->confirms = confirms_ && !flushes;
-  if (bits != group_bits_ || staged != (staging_ != nullptr))
+  if (bits != (uint64_t)group_bits_ || staged != (staging_ != nullptr))
     throw FabricError(us + " has immediates with " + std::to_string(group_bits_) + " free bits and " +
                       (staging_ ? "staging" : "no staging") + ", " + them + " has " + std::to_string(bits) + " and " +
                       (staged ? "staging" : "no staging") + "; start all ranks with the same provider and options");
   const RemoteRegion region = transport_->add_remote(peer, r.text());
   (staged ? s->staging : s->heap) = region;
-  const auto slot_bytes = (uint32_t)r.number();
-  const auto slots = (uint32_t)r.number();
+  const uint64_t slot_bytes = r.number();
+  const uint64_t slots = r.number();
   uint64_t mine = 0;
   for (int pe = 0; pe < options_.n_pes; pe++) {
     const uint64_t place = r.number();
@@ -145,9 +145,9 @@ void Worker::connect(int peer, const std::string& address) {
     throw FabricError(us + ": " + them + " has " + std::to_string(slots) +
                       " staging slots for it; immediates can name " + std::to_string(most_slots(group_bits_)));
   s->first_slot = (mine - 1) * slots;
-  s->their_slots = slots;
+  s->their_slots = (uint32_t)slots;
   s->has_credit.assign(slots, 1);
-  for (uint32_t i = slots; i > 0; i--) s->credits.push_back((uint16_t)(i - 1));
+  for (uint64_t i = slots; i > 0; i--) s->credits.push_back((uint16_t)(i - 1));
 }
 
 void Worker::fail(const std::string& kind, const std::string& text, int pe, const std::string& operation,

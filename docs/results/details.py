@@ -1,0 +1,104 @@
+"""Tables with all rows of a report, for the pages of one subject; `run` gives a report by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+
+def markdown(head: list[str], lines: Iterable[Iterable], words: int = 1) -> str:
+    """A table; its first `words` columns are aligned as words are, the others as numbers."""
+    rule = ["---"] * words + ["--:"] * (len(head) - words)
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [head, rule, *lines])
+
+
+def _bytes(number: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if number % unit == 0:
+            return f"{number // unit} {name}"
+    return f"{number} B"
+
+
+def copies(run: Callable[[str], dict]) -> str:
+    (table,) = run("unrolledcp_p2p")["tables"]
+    by_threads = {n: {r["bytes"]: r for r in table["rows"] if r["threads"] == n} for n in (128, 1024)}
+
+    def both(row: dict, system: str, unit: str) -> str:
+        return " / ".join(f"{row[f'{system}_{way}_{unit}']:.2f}" for way in ("push", "pull"))
+
+    lines = []
+    for size, few in by_threads[128].items():
+        many = by_threads[1024][size]
+        lines.append([
+            _bytes(size), both(few, "nvshmem", "us"), both(few, "tilescale_net", "us"), both(few, "tilescale_net", "gbps"),
+            both(many, "nvshmem", "us"), both(many, "tilescale_net", "us"),
+        ])  # fmt: skip
+    head = ["push / pull", "NVSHMEM, 128 threads (us)", "tilescale_net, 128 threads (us)", "the same (GB/s)"]
+    return markdown([*head, "NVSHMEM, 1024 threads (us)", "tilescale_net, 1024 threads (us)"], lines)
+
+
+def signals(run: Callable[[str], dict]) -> str:
+    (table,) = run("put_signal")["tables"]
+    by_threads = {n: {r["bytes"]: r for r in table["rows"] if r["threads"] == n} for n in (128, 1024)}
+    lines = []
+    for size, few in by_threads[128].items():
+        many = by_threads[1024][size]
+        if "line" in few:
+            lines.append(
+                [f"{_bytes(size)}, beside the signal word", f"{few['line']:.2f}", "", f"{many['line']:.2f}", ""]
+            )
+        lines.append([_bytes(size), *(f"{row[key]:.2f}" for row in (few, many) for key in ("auto", "nvshmem"))])
+    return markdown(["one way (us)", "128 threads", "NVSHMEM, 128", "1024 threads", "NVSHMEM, 1024"], lines)
+
+
+def pushes(run: Callable[[str], dict]) -> str:
+    rows = run("queue")["tables"][0]["rows"]
+    head = ["M pushes/s: blocks", "warps of a block", "lanes of a warp", "queues", "each published", "behind one fence"]
+    lines = [
+        [*(r[key] for key in ("blocks", "warps", "lanes", "queues")), f"{r['published']:.3g}", f"{r['batch']:.3g}"]
+        for r in rows
+    ]
+    return markdown([*head, "sustained"], [[*line, f"{r['sustained']:.3g}"] for line, r in zip(lines, rows)], 0)
+
+
+def round_trips(run: Callable[[str], dict]) -> str:
+    head = ["round trip (us)", "flag with release order", "relaxed flag", "queue", "x release", "x relaxed"]
+    keys = ("released", "flag", "queue", "released_ratio", "ratio")
+    rows = run("queue")["tables"][2]["rows"]
+    return markdown(head, [[r["what"], *(f"{r[key]:.2f}" for key in keys)] for r in rows])
+
+
+def writes(run: Callable[[str], dict]) -> str:
+    ours, bare = (t["rows"] for t in run("proxy_write")["tables"][:2])
+    lines = []
+    for mine, other in zip(ours, bare):
+        for channels, kind in (("one", "Single"), ("several", "Multi")):
+            shares = [
+                cell
+                for name in (f"Proxy{kind}", f"Proxy{kind}NBI")
+                for cell in (f"{mine[name]:.1f}", f"{100 * other[f'{name}_bare']:.0f} %")
+            ]
+            lines.append([_bytes(mine["bytes"]), channels, f"{other[f'Bare{kind}']:.1f}", *shares])
+    return markdown(["Gbit/s", "channels", "bare writer", "blocking", "of bare", "NBI", "of bare"], lines, 2)
+
+
+def remote_signals(run: Callable[[str], dict]) -> str:
+    rows = run("proxy_write")["tables"][2]["rows"]
+    lines = [[_bytes(r["bytes"]), f"{r['signal']:.1f}", f"{r['bare']:.1f}"] for r in rows]
+    return markdown(["put_signal to another node, one way (us)", "tilescale_net", "bare writer"], lines)
+
+
+def launches(run: Callable[[str], dict]) -> str:
+    (table,) = run("launch_cost")["tables"]
+    lines = [[r["kernel"], f"{r['host_us']:.2f}", f"{r['graph_us']:.2f}"] for r in table["rows"]]
+    return markdown(["kernel", "host time of a launch (us)", "in a CUDA graph (us)"], lines)
+
+
+TABLES = {
+    "copies-by-size": copies,
+    "signals-by-size": signals,
+    "pushes": pushes,
+    "round-trips": round_trips,
+    "writes": writes,
+    "remote-signals": remote_signals,
+    "launches": launches,
+}
