@@ -5,6 +5,7 @@ import torch
 import tilescale_net as tsn
 from tilescale_net.kernels.collective import Collective, as_bytes
 from tilescale_net.kernels.exchange import exchange
+from tilescale_net.trace import host_calls
 
 
 @tsn.jit(name="all_gather")
@@ -40,6 +41,7 @@ class AllGather(Collective):
         self._calls = self.counters(blocks)
         self._ready, self._arrived = self._signals(self.n_pes), self._signals(self.n_pes, blocks)
 
+    @host_calls.traced("kernels.all_gather")
     def __call__(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """`out[p]` becomes the `x` of PE p; asynchronous on the current stream.
 

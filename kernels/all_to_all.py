@@ -8,6 +8,7 @@ import tilescale_net as tsn
 from tilescale_net.kernels.all_to_all_uneven import OWN_SPLITS, REFUSED, SEND_DIFFERS, WORDS, all_to_all_uneven
 from tilescale_net.kernels.collective import Collective, as_bytes
 from tilescale_net.kernels.exchange import exchange
+from tilescale_net.trace import host_calls
 
 
 @tsn.jit(name="all_to_all")
@@ -49,6 +50,7 @@ class AllToAll(Collective):
         self._inbox = self._symmetric((2, self.n_pes, WORDS), torch.int64)
         self._status = torch.zeros((self.n_pes, 3), dtype=torch.int64, device=self.device)
 
+    @host_calls.traced("kernels.all_to_all")
     def __call__(
         self,
         out: torch.Tensor,

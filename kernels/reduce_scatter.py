@@ -13,6 +13,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.collective import Collective
 from tilescale_net.kernels.partition import slice_elements
+from tilescale_net.trace import host_calls
 
 UNROLL = 4  # vectors that a thread adds up at a time, which keeps that many loads per PE under way
 
@@ -165,6 +166,7 @@ class ReduceScatter(Collective):
         self._chunks = self.counters(blocks)
         self._arrived, self._consumed = self._signals(self.n_pes, blocks), self._signals(self.n_pes, blocks)
 
+    @host_calls.traced("kernels.reduce_scatter")
     def __call__(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """`out` becomes the sum over all PEs of their `x[my_pe]`; asynchronous on the current stream.
 

@@ -14,6 +14,7 @@ from tilescale_net.kernels.moe.refusal import refuse_latency
 from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.wire_layout import NO_FAULT, Header, Message
+from tilescale_net.trace import host_calls
 
 
 def _parts(config: Config, tuning, proxied: bool) -> tuple[int, int]:
@@ -149,6 +150,7 @@ class LatencyMode(Mode):
             made(torch.int32, c.ranks),
         )
 
+    @host_calls.traced("AllToAll.dispatch")
     def dispatch(self, x, scales, choices: Choices | Handle, out, phase: Phase) -> Pending:
         c = self._c
         received = self._received_rows(len(x))
@@ -195,6 +197,7 @@ class LatencyMode(Mode):
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
+    @host_calls.traced("AllToAll.combine")
     def combine(self, y, handle: Handle, out, weights, phase: Phase, values=None) -> Pending:
         self._launch_combine(phase, y, handle, out if phase.receives else None, weights)
         return Pending("combine", handle, out, weights)

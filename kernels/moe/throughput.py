@@ -16,6 +16,7 @@ from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.streams import DeferredStream, SideStream
 from tilescale_net.kernels.moe.wire_layout import NO_FAULT, Counts, Totals, output_tag, record_words
+from tilescale_net.trace import host_calls
 
 
 def placement_of(config: Config) -> str:
@@ -183,6 +184,7 @@ class ThroughputMode(Mode):
         """Rows and scales that dispatch fills when the caller brings none."""
         return self._output if self.symmetric_output else self.new_output()
 
+    @host_calls.traced("AllToAll.dispatch")
     def dispatch(self, x, scales, choices: Choices | Handle, out, phase: Phase) -> Pending:
         if phase is Phase.WHOLE:
             return self._dispatch(x, scales, choices, out)
@@ -271,6 +273,7 @@ class ThroughputMode(Mode):
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
+    @host_calls.traced("AllToAll.combine")
     def combine(self, y, handle: Handle, out, weights, phase: Phase, values=None) -> Pending:
         pending = Pending("combine", handle, out)
         if phase is Phase.WHOLE:

@@ -36,6 +36,7 @@ bool Staging::fill(Stream* stream, HeapMemory* memory, bool trust_last_chunk) {
   if (stream->ops.empty() || free_.empty() || stream->credits.empty()) return false;
   SendSlot slot = {};
   slot.stream = stream;
+  slot.begun = ticks();
   slot.index = free_.back();
   slot.remote = stream->credits.back();
   slot.epoch = stream->ops.front().epoch;

@@ -12,6 +12,7 @@ constexpr uint64_t kLeastStripe = 65536, kPage = 4096;
 bool Worker::take(QueueState* q) {
   if (q->held) {
     if (!accept(q, q->request, q->position)) return false;
+    if (trace_) trace_->entry(q->request);
     q->held = false;
   }
   HostQueue& ring = q->queue->ring;
@@ -40,6 +41,7 @@ bool Worker::take(QueueState* q) {
       position++;
       break;
     }
+    if (trace_) trace_->entry(r);
     position++;
     if (position - first >= kPopsPerVisit || !ring.pop(&r)) break;
   }

@@ -1,5 +1,7 @@
 // The module tilescale_net._simulator.
 #include "kernel.h"
+#include "live_state.h"
+#include "live_state_bindings.h"
 #include "memory.h"
 #include "remote.h"
 
@@ -58,6 +60,7 @@ void bind_simulator(py::module_& m) {
       .def("launch", launch, py::arg("kernel"), py::arg("arguments"), py::arg("grid"), py::arg("block"),
            py::arg("shared_bytes"), py::arg("seed"), py::arg("resident_blocks"), py::arg("stall_seconds"),
            py::arg("stack_bytes"), py::arg("communicates"), py::arg("lines"));
+  bind_live_state(m);
   m.attr("API_VERSION") = sim::kApiVersion;
   m.def(
       "register_heap",
@@ -71,6 +74,7 @@ void bind_simulator(py::module_& m) {
       [](uint64_t base) {
         sim::flush_pending();
         sim::unregister_heap(base);
+        sim::forget_sent_signals();
         if (sim::shadow_of_heap().base == base) sim::drop_shadow();
       },
       py::arg("base"), "Forget a heap and its allocations.");

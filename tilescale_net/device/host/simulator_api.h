@@ -4,13 +4,14 @@
 // this table when it is loaded. Only plain types cross the border.
 #pragma once
 
+#include "trace_api.h"
 #include <stddef.h>
 #include <stdint.h>
 
 namespace tsn {
 namespace sim {
 
-constexpr uint32_t kApiVersion = 3;
+constexpr uint32_t kApiVersion = 4;
 
 struct Index3 {
   unsigned x, y, z;
@@ -117,6 +118,7 @@ struct Api {
   uint64_t (*random)();
 
   const RemoteApi* remote;
+  const TraceApi* trace;
 };
 
 } // namespace sim

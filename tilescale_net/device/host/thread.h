@@ -50,6 +50,7 @@ inline const Api& api() {
       [](const char* text) { puts(text); },
       [] { return uint64_t(0); },
       &remote,
+      nullptr,
   };
   return api;
 }
@@ -96,8 +97,16 @@ inline void note_store(const void* p, uint64_t bytes) {
   for (uint64_t i = offset / 4; i <= (offset + bytes - 1) / 4; ++i) t.shadow[i] = t.stamp;
 }
 
-// The next primitive stands in this line of the kernel's table.
-inline void at(int site) { self().site = site; }
+// The next primitive stands in this line of the kernel's table; lives until the call has returned.
+class At {
+public:
+  explicit At(int site) { self().site = site; }
+  ~At() {
+    if (*api().trace->traces) api().trace->call_ends();
+  }
+  At(const At&) = delete;
+  At& operator=(const At&) = delete;
+};
 
 #endif
 
