@@ -12,7 +12,9 @@ tsn.finalize()
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tilescale_net.errors import (
@@ -69,6 +71,7 @@ __all__ = [
     "free",
     "init",
     "jit",
+    "range",
     "rank",
     "size",
     "stats",
@@ -145,7 +148,7 @@ def size(group: Group = None) -> int:
     return world(group).size
 
 
-def team(name: str = "world", group: Group = None) -> range:
+def team(name: str = "world", group: Group = None) -> builtins.range:
     """The PEs of a team, ascending.
 
     Args:
@@ -153,7 +156,7 @@ def team(name: str = "world", group: Group = None) -> range:
     """
     w = world(group)
     if name == "world":
-        return range(w.size)
+        return builtins.range(w.size)
     if name == "node":
         return w.topology.node_members
     raise ConfigurationError(f"there is no team {name!r}; teams are 'world' and 'node'")
@@ -235,6 +238,16 @@ def stats(group: Group = None) -> dict[str, Any]:
     """Counters of the proxy (operations, bytes, queue depth, retries, time in each stage); empty without a proxy."""
     w = world(group)
     return w.proxy.stats() if w.proxy is not None else {}
+
+
+def range(name: str) -> AbstractContextManager[None]:
+    """Show what the `with` block does on this rank's host track of the timeline, under `name`; see TSN_TRACE.
+
+    Without TSN_TRACE it does next to nothing.
+    """
+    from tilescale_net.trace import recorder
+
+    return recorder.user_range(name)
 
 
 def __dir__() -> list[str]:

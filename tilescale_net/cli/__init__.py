@@ -1,5 +1,5 @@
 """`python -m tilescale_net`, installed as the command `tilescale_net` too: run, info, doctor, bench,
-model, settings.
+model, trace, settings.
 
 Only the standard library is imported before a subcommand is chosen, so that `run` starts at once.
 """
@@ -11,7 +11,7 @@ import json
 import sys
 
 from tilescale_net import __version__
-from tilescale_net.cli import model
+from tilescale_net.cli import model, trace
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.launch import messages, run
 from tilescale_net.runtime import settings
@@ -49,6 +49,10 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("model", help=text, description=f"{text[0].upper()}{text[1:]}.")
     model.add_arguments(command)
     command.set_defaults(call=model.run)
+    text = "who waited for whom in a timeline that TSN_TRACE has written, and the longest waits"
+    command = commands.add_parser("trace", help=text, description=f"Prints {text}.")
+    trace.add_arguments(command)
+    command.set_defaults(call=trace.show)
     text = "the environment variables that the package reads"
     command = commands.add_parser("settings", help=text, description=f"Prints {text}, as markdown.")
     command.set_defaults(call=_settings)

@@ -13,6 +13,7 @@ from tilescale_net.compiler.ir import kernel_name
 from tilescale_net.compiler.passes import Prepared
 from tilescale_net.errors import KernelError, TileScaleError
 from tilescale_net.runtime import worlds
+from tilescale_net.trace import recorder
 
 
 class Kernel:
@@ -174,6 +175,8 @@ class CudaKernel(Kernel):
         return tvm_ffi.from_dlpack(context) if others else context
 
     def _supervised(self, function, present: list):
+        if recorder.current is not None:
+            function = recorder.current.timed(function, self.name)
         if not any(world.proxy is not None and world.proxy.staged for world in present):
             return function
 

@@ -18,6 +18,7 @@ TSN_DEVICE void set_aborted(const Context* ctx) {
 // record; `kind` comes last, so whoever sees it sees the whole record. `comparison` is 1 + Compare of a wait, else 0.
 TSN_COLD void fail(const Context* ctx, ErrorKind kind, Operation operation, int pe, const void* address,
                    uint64_t expected, uint64_t observed, uint64_t bytes, uint32_t comparison = 0) {
+  if constexpr (platform::kDefersRemoteWrites) platform::gives_up();
   ErrorRecord* r = reinterpret_cast<ErrorRecord*>(platform::load_constant(&ctx->error));
   if (platform::atomic_cas<Order::relaxed, MemScope::sys>(&r->claimed, uint64_t(0), uint64_t(1)) == 0) {
     r->pe = pe;

@@ -47,7 +47,8 @@ public:
     do {
       arrived = 0;
       spin(
-          ctx, [&] { return platform::load<Order::acquire, MemScope::gpu>(words + 1) != generation; },
+          ctx, [&] { return SpinSubject{operation}; },
+          [&] { return platform::load<Order::acquire, MemScope::gpu>(words + 1) != generation; },
           [&] {
             arrived = platform::load<Order::relaxed, MemScope::gpu>(words) & kCountMask;
             if (arrived < blocks) fail(ctx, kWaitTimeout, operation, -1, nullptr, blocks, arrived, 0);

@@ -104,6 +104,10 @@
 //   void begin(the same)                    the leader, after it has met
 //   void signalling(const uint64_t* sig, int pe)  a signal to a mapped PE follows that was not offered
 //   void waited(const uint64_t* sig)        a wait or test has seen its signal
+//   void wait_begins(Operation, int pe, const uint64_t* word, uint64_t wanted, uint32_t comparison)
+//                                           a thread has looked once and has to wait; pe = -1: for whom is not known,
+//                                           word = nullptr: for something else than a word of the heap
+//   void wait_ends(), void gives_up()       the same thread goes on, or is about to record a failure
 //   void before_ld<Order>()                 a kernel's own load with this order follows, perhaps again and again
 //   void after_ld(const void*), before_st(const void*)   the same, when it is done, and a store
 //   void inspect(Operation, const void* local, int64_t bytes)  the leader is about to use these local (symmetric)

@@ -161,6 +161,9 @@ void announce(Operation, Scope, const void*, const void*, int64_t, int, const ui
 void begin(Operation, Scope, const void*, const void*, int64_t, int, const uint64_t*, uint64_t, SignalOp);
 void waited(const uint64_t*);
 void signalling(const uint64_t*, int);
+void wait_begins(Operation, int, const uint64_t*, uint64_t, uint32_t);
+void wait_ends();
+void gives_up();
 template <Order>
 void before_ld();
 void after_ld(const void*);

@@ -242,3 +242,4 @@ TSN_DEVICE void relax() { sim::api().yield(true); }
 } // namespace tsn
 
 #include "platform_host_remote.h"
+#include "platform_host_trace.h"

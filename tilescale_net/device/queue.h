@@ -92,7 +92,7 @@ TSN_COLD bool queue_wait_for_room(const Context* ctx, uint64_t* tail_cache, cons
                                   uint64_t position, Operation operation, int pe) {
   uint64_t tail = 0;
   const bool room = spin(
-      ctx,
+      ctx, [&] { return SpinSubject{operation, pe}; },
       [&] {
         tail = platform::load<Order::acquire, MemScope::sys>(host_tail);
         return position - tail <= mask;
@@ -226,7 +226,7 @@ TSN_DEVICE bool queue_test(const Context* ctx, uint64_t ticket) {
 TSN_DEVICE bool queue_wait(const Context* ctx, uint64_t ticket, Operation operation, int pe = -1) {
   const uint64_t* done = detail::queue_done(ctx, ticket); // once: polls should follow one another at once
   return spin(
-      ctx, [&] { return detail::queue_test(done, ticket); },
+      ctx, [&] { return SpinSubject{operation, pe}; }, [&] { return detail::queue_test(done, ticket); },
       [&] { fail(ctx, kFlushTimeout, operation, pe, nullptr, ticket & kTicketPositionMask, 0, 0); });
 }
 

@@ -23,11 +23,19 @@ TSN_COLD DeadlineCheck check_deadline(const Context* ctx, uint64_t start) {
   return {now - start > platform::load_constant(&ctx->timeout_ns) ? Deadline::expired : Deadline::pending, start};
 }
 
-// Polls `ready()` until it is true. False when the job was aborted or the deadline passed; `expire()` then reports the
-// latter. A poll costs nothing beyond `ready`: abort and clock are read once in kPollsPerCheck polls.
+// What a spin waits for, as reports name it; see wait_begins in platform.h.
+struct SpinSubject {
+  Operation operation;
+  int pe = -1;
+  const uint64_t* word = nullptr;
+  uint64_t wanted = 0;
+  uint32_t comparison = 0;
+};
+
+namespace detail {
+
 template <class Ready, class Expire>
-TSN_DEVICE bool spin(const Context* ctx, Ready ready, Expire expire) {
-  if (ready()) return true;
+TSN_DEVICE bool spin_on(const Context* ctx, Ready ready, Expire expire) {
   uint64_t start = 0;
   for (uint32_t polls = 1;; polls++) {
     platform::relax();
@@ -39,6 +47,31 @@ TSN_DEVICE bool spin(const Context* ctx, Ready ready, Expire expire) {
     if (check.state == Deadline::expired) expire();
     return false;
   }
+}
+
+} // namespace detail
+
+// Polls `ready()` until it is true. False when the job was aborted or the deadline passed; `expire()` then reports the
+// latter. A poll costs nothing beyond `ready`: abort and clock are read once in kPollsPerCheck polls. `subject()` is
+// called by platforms that report waits alone.
+template <class Subject, class Ready, class Expire>
+TSN_DEVICE bool spin(const Context* ctx, Subject subject, Ready ready, Expire expire) {
+  if (ready()) return true;
+  if constexpr (platform::kDefersRemoteWrites) {
+    const SpinSubject s = subject();
+    platform::wait_begins(s.operation, s.pe, s.word, s.wanted, s.comparison);
+    const bool seen = detail::spin_on(ctx, ready, expire);
+    platform::wait_ends();
+    return seen;
+  } else {
+    return detail::spin_on(ctx, ready, expire);
+  }
+}
+
+// The same, and no report names it.
+template <class Ready, class Expire>
+TSN_DEVICE bool spin(const Context* ctx, Ready ready, Expire expire) {
+  return ready() || detail::spin_on(ctx, ready, expire);
 }
 
 } // namespace tsn

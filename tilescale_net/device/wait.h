@@ -28,7 +28,7 @@ TSN_DEVICE uint64_t wait_one(const Context* ctx, const uint64_t* sig, int64_t va
   int mailboxes = -1; // asked for once, after the first poll: it is what a wait should spend its time on
   uint64_t seen;
   spin(
-      ctx,
+      ctx, [&] { return SpinSubject{operation, pe, sig, uint64_t(value), 1 + uint32_t(C)}; },
       [&] {
         seen = platform::load<Order::acquire, MemScope::sys>(sig);
         if (holds<C>(seen, value)) return true;

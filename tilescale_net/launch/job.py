@@ -53,6 +53,15 @@ def remove_objects_of(pid: int) -> None:
             os.unlink(path)
 
 
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, which would end it otherwise."""
+    try:
+        with open(f"/proc/{pid}/status") as f:
+            return any(line.startswith("SigCgt:") and int(line.split()[1], 16) >> (number - 1) & 1 for line in f)
+    except (OSError, ValueError):
+        return False
+
+
 class Rank:
     """One process, in a session of its own so that all that it starts can be ended with it."""
 
@@ -180,9 +189,15 @@ class Job:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup and scripts in the background set them
                 signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGUSR1, self._on_question)
 
     def _on_signal(self, number: int, _frame) -> None:
         self._interrupted = number
+
+    def _on_question(self, number: int, _frame) -> None:
+        """Somebody asks what the ranks do: one of them asks the others and prints the answer, see trace/reporter.py."""
+        for rank in [r for r in self.running if _catches(r.process.pid, number)][:1]:
+            rank.process.send_signal(number)
 
     def _on_output(self, rank: Rank) -> None:
         if not rank.output.read():

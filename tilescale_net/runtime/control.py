@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tilescale_net.errors import PeerLost, RankMismatch, TileScaleError
 from tilescale_net.runtime import encoding, job_store, rendezvous
+from tilescale_net.trace import host_calls
 
 _RECORD = 512  # bytes of what one rank says of a call: a digest of the whole text, then its beginning
 _DIGEST = 32
@@ -85,7 +86,8 @@ class Control:
         if len(said) > _RECORD - _DIGEST:
             said = said[: _RECORD - _DIGEST - 5].decode(errors="ignore").encode() + " …".encode()
         with self._one_call:
-            records = self._all_gather(call, digest + said.ljust(_RECORD - _DIGEST, b"\0"))
+            with host_calls.inside(call):
+                records = self._all_gather(call, digest + said.ljust(_RECORD - _DIGEST, b"\0"))
         for other, record in zip(self.members, records):
             if record[:_DIGEST] != digest:
                 theirs = record[_DIGEST:].rstrip(b"\0").decode(errors="replace")
@@ -262,7 +264,7 @@ class Control:
         """
         word = json.dumps([self.rank, f"failed: {text[:2000]}"] if rank is None else [rank, text[:2000]])
         try:
-            self.store.ask(lambda s: job_store.set_once(s, "failed", word), seconds)
+            self.store.ask(lambda s: (job_store.set_once(s, "failed", word), s.add(job_store.ALARMS, 1)), seconds)
         except PeerLost:  # nobody is there to be told, or it will be told when the store answers
             pass
 

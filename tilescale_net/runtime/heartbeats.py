@@ -31,12 +31,14 @@ class News:
         failed: the failure that another rank told of, in words.
         silent: the first rank of a host that counts as lost, and why, in words.
         quiet: whether a heartbeat is late, of a host that does not count as lost yet.
+        alarms: how many reports of what the ranks do were asked for so far, see trace/reporter.py.
         stopped: ranks that are stopped (SIGSTOP, a debugger), and for how many seconds they have been so.
     """
 
     failed: str | None = None
     silent: tuple[int, str] | None = None
     quiet: bool = False
+    alarms: int = 0
     stopped: dict[int, float] = field(default_factory=dict)
 
 
@@ -73,11 +75,16 @@ class Heartbeats:
         self._stopped_since: dict[int, float] = {}
         self._silent: tuple[int, str] | None = None
         self._quiet = False
+        self._failed: str | None = None
         self.interval = INTERVAL * max(1.0, len(hosts) / _RANKS)
 
     def round(self, store: dist.Store) -> News:
         """Look, and send what is due. Raises what the store raises."""
-        news = News(failed=announced(job_store.get(store, "failed"), self._rank))
+        news = News(alarms=store.add(job_store.ALARMS, 0))
+        # One request where nothing happened: whoever fails raises an alarm too.
+        if news.alarms or self._rounds % _BEAT == 0:
+            self._failed = self._failed or announced(job_store.get(store, "failed"), self._rank)
+        news.failed = self._failed
         if self._rounds % _BEAT == 0:
             self._beat(store)
             self._look(store)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tilescale_net.errors import PeerLost
 
+ALARMS = "alarms"  # key of the number of reasons to look closer: failures, and questions what the ranks do
 _STEP = 0.25  # seconds; time is counted in steps, so that a process that was stopped itself does not blame the store
 
 

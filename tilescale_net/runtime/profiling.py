@@ -1,7 +1,10 @@
-"""Names of host calls in profiles: ranges of torch.profiler while it runs, and NVTX ranges where TSN_NVTX asks for them."""
+"""Names of host calls: ranges of torch.profiler while it runs, NVTX ranges where TSN_NVTX asks for them, and the host's
+track of the timeline that TSN_TRACE writes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,27 +12,28 @@ from typing import TypeVar
 import torch
 
 from tilescale_net.runtime import settings
+from tilescale_net.trace import host_calls, recorder
 
 F = TypeVar("F", bound=Callable)
 _nvtx: bool | None = None  # what TSN_NVTX said when the first named call was made
 
 
 def named(name: str) -> Callable[[F], F]:
-    """A decorator: calls of the function are ranges `name`. Without a profiler it costs a tenth of a microsecond."""
+    """A decorator: calls of the function are ranges `name`. Where nobody looks it costs a tenth of a microsecond."""
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def call(*args, **kwargs):
-            if not (_profiled() or _wants_nvtx()):
+            if not (_profiled() or _wants_nvtx() or recorder.current is not None):
                 return function(*args, **kwargs)
-            if _profiled():
-                with torch.profiler.record_function(name):
-                    return function(*args, **kwargs)
-            torch.cuda.nvtx.range_push(name)
-            try:
+            with contextlib.ExitStack() as ranges:
+                if recorder.current is not None:
+                    ranges.enter_context(host_calls.inside(name))
+                if _profiled():
+                    ranges.enter_context(torch.profiler.record_function(name))
+                elif _wants_nvtx():
+                    ranges.enter_context(torch.cuda.nvtx.range(name))
                 return function(*args, **kwargs)
-            finally:
-                torch.cuda.nvtx.range_pop()
 
         return call
 

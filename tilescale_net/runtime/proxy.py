@@ -68,6 +68,7 @@ class RunningProxy:
             capacity=settings.PROXY_CAPACITY.get(),
             chunk_bytes=settings.PROXY_CHUNK.get(),
             force_staging=settings.PROXY_STAGING.get(),
+            trace=world.recorder.proxy_files(settings.PROXY_THREADS.get()) if world.recorder is not None else [],
             print_stats=settings.PROXY_STATS.get(),
             trust_last_chunk=settings.TEST_ORDERING.get() == "last_chunk",
         )

@@ -72,6 +72,20 @@ CACHE_HOME = Setting(
     "XDG_CACHE_HOME", setting.text, "", "folder whose `tilescale_net` keeps compiled kernels", "`~/.cache`"
 )
 
+TRACE = Setting(
+    "TSN_TRACE",
+    setting.text,
+    "",
+    "file to write a timeline of all ranks to, which ui.perfetto.dev opens; see docs/debugging.md",
+)
+TRACE_EVENTS = Setting(
+    "TSN_TRACE_EVENTS",
+    setting.whole(16),
+    1 << 16,
+    "events of 64 bytes that a rank keeps of its host calls, of its kernels and of each proxy thread; the oldest go first",
+    "65536",
+)
+
 LIBFABRIC = Setting(
     "TSN_LIBFABRIC",
     setting.text,
@@ -205,7 +219,8 @@ CHAOS_SEEDS = Setting(
 
 # The page: titles, and what stands below them.
 SECTIONS: dict[str, tuple[Setting, ...]] = {
-    "": (DEVICE, HEAP_SIZE, TIMEOUT, HEARTBEAT_TIMEOUT, VIRTUAL_NODES, MODULE_LOADING, LIBCUDA, NVTX, CACHE_HOME),
+    "": (DEVICE, HEAP_SIZE, TIMEOUT, HEARTBEAT_TIMEOUT, VIRTUAL_NODES, MODULE_LOADING, LIBCUDA, NVTX, CACHE_HOME)
+    + (TRACE, TRACE_EVENTS),
     "Network": (
         *(LIBFABRIC, PROVIDER, FABRIC_INTERFACE, RAILS, PROXY_QUEUES, PROXY_THREADS, PROXY_CPUS, PROXY_CAPACITY),
         *(PROXY_CHUNK, PROXY_STAGING, PROXY_STATS, CHAOS),

@@ -32,6 +32,7 @@ class Watchdog:
         pids: process id of every rank.
         heartbeat_timeout: seconds of silence after which ranks of another host are lost.
         poll_local: looks for an error of this rank's kernels or proxy.
+        on_alarm: called with the number of alarms whenever another rank has raised one.
         on_loss: called once when a peer or this rank fails, with the reason and this rank's own error, if it has one.
     """
 
@@ -43,11 +44,13 @@ class Watchdog:
         heartbeat_timeout: float,
         poll_local: Callable[[], TileScaleError | None],
         on_loss: Callable[[str, TileScaleError | None], None],
+        on_alarm: Callable[[int], None],
     ):
         self._control = control
         self._timeout = heartbeat_timeout
         self._poll_local = poll_local
-        self._on_loss = on_loss
+        self._on_loss, self._on_alarm = on_loss, on_alarm
+        self._alarms = 0
         self._reason: str | None = None
         self._news = News()
         self._round: Future | None = None
@@ -186,6 +189,9 @@ class Watchdog:
                 return
             if self._round is not None and self._round.exception() is None:
                 self._news = self._round.result()
+                if self._news.alarms > self._alarms:
+                    self._alarms = self._news.alarms
+                    self._on_alarm(self._alarms)
             self._round, self._asked = self._control.store.post(self._beats.round), time.monotonic()
 
     def _peers(self) -> str | None:

@@ -15,12 +15,14 @@ import torch.distributed as dist
 
 import tilescale_net
 from tilescale_net import fabric
-from tilescale_net.errors import ConfigurationError, PeerLost, TileScaleError
+from tilescale_net.errors import ConfigurationError, PeerLost, SimulatorDeadlock, TileScaleError, WaitTimeout
 from tilescale_net.runtime import context, device_errors, groups, memory, settings, topology
 from tilescale_net.runtime.control import Control
 from tilescale_net.runtime.heap import Heap
 from tilescale_net.runtime.memory import Memory
 from tilescale_net.runtime.watchdog import Watchdog
+from tilescale_net.trace import host_calls, recorder, state
+from tilescale_net.trace.reporter import Report, Reporter
 
 _LOADED_LATE = (
     "CUDA loads kernels at their first launch here; where data to and from other nodes are staged in host memory, that "
@@ -43,6 +45,8 @@ class World:
         memory: what the heap lies in, of the kind of the device.
         context_tensor: int64 tensor over the fixed part of the context, the argument that kernels take.
         proxy: the proxy that serves PEs of other nodes, or None when every PE is direct.
+        reporter: asks all ranks what they do, for the report of a hang.
+        recorder: writes this rank's part of the trace, or None when nothing is traced here.
         failure: what ended the world for this rank, or None; every further call raises it.
     """
 
@@ -57,6 +61,8 @@ class World:
         self.failure: TileScaleError | None = None
         self.proxy = None
         self._watchdog: Watchdog | None = None
+        self.reporter: Reporter | None = None
+        self.recorder: recorder.Recorder | None = None
         self.memory: Memory | None = None
         self._closed = False
         self._abort_address = self._error_address = 0
@@ -81,6 +87,7 @@ class World:
         hosts = self._meet_the_others(f"heap_bytes={size}, device={kind}", silence)
         self.memory = memory.create(kind, size, device, self.group, self.topology.local_rank)
         self.device_kind, self.device = self.memory.device_kind, self.memory.device
+        self.recorder = recorder.start(self, hosts)
         page = self.memory.pinned(4096)
         self._abort_address, self._error_address = page, page + 64
         self.heap = Heap(self.memory, self.control.agree, self.rank, self.check, self._settle)
@@ -96,6 +103,7 @@ class World:
                 settings.log.warning(_LOADED_LATE)
         self._make_context(queues, n_queues)
         self.memory.synchronize()
+        self.reporter = Reporter(self.control, lambda: state.of_rank(self))
         # Peers may touch this heap from here on: its system area is zero and every rank has mapped every other.
         self.control.agree("tilescale_net.init", "ready")
 
@@ -105,9 +113,10 @@ class World:
         place = topology.virtual_node(dist.get_rank(), dist.get_world_size()) if self.group is not None else 0
         facts = self.control.gather("tilescale_net.init", [topology.host_identity(), os.getpid(), place])
         hosts, pids, places = map(list, zip(*facts))
-        self._watchdog = Watchdog(self.control, hosts, pids, silence, self._poll_local, self._on_loss)
+        self._watchdog = Watchdog(self.control, hosts, pids, silence, self._poll_local, self._on_loss, self._on_alarm)
         self.control.reason_of = self._watchdog.reason
-        self.control.agree("tilescale_net.init", f"{wanted}, VIRTUAL_NODES={virtual}, {_version()}")
+        traced = f", TSN_TRACE={settings.TRACE.get()}" if settings.TRACE.get() else ""
+        self.control.agree("tilescale_net.init", f"{wanted}, VIRTUAL_NODES={virtual}, {_version()}{traced}")
         if self.group is None:
             self.topology = topology.discover(self.rank, self.size, hosts)
         else:
@@ -161,6 +170,14 @@ class World:
     def _aborted(self) -> bool:
         return bool(ctypes.c_uint32.from_address(self._abort_address).value)
 
+    def error_record(self) -> device_errors.ErrorRecord | None:
+        """A copy of what a kernel left behind when it gave up; None where none did."""
+        with self._page_in_use:
+            if not self._error_address:
+                return None
+            record = device_errors.ErrorRecord.from_buffer_copy(device_errors.read(self._error_address))
+            return record if record.kind else None
+
     def _device_error(self) -> TileScaleError | None:
         with self._page_in_use:
             if not self._error_address:
@@ -177,9 +194,21 @@ class World:
         return failed or self._device_error()
 
     def _on_loss(self, reason: str, error: TileScaleError | None) -> None:
+        report = self._report_of(error)
         if self.failure is None:
             self.failure = error or PeerLost(f"rank {self.rank}: {reason}; {self._what_to_do}")
         self.abort()
+        self._print(report)
+
+    def _on_alarm(self, number: int) -> None:
+        """Another rank wants to know what this one does, or has failed."""
+        if self.reporter is not None:
+            self.reporter.answer(number)
+
+    def _report_of(self, error: TileScaleError | None) -> Report | None:
+        """Ask what all ranks do, where that may say why this one waited in vain."""
+        hangs = isinstance(error, WaitTimeout | SimulatorDeadlock) and self.reporter is not None and self.size > 1
+        return self.reporter.ask_of_failure() if hangs else None
 
     def _explained(self, error: TileScaleError) -> TileScaleError:
         """`error`, or the loss of a peer where that is why: a peer that dies makes waits time out and links break."""
@@ -210,18 +239,26 @@ class World:
 
     def fail(self, error: TileScaleError) -> None:
         """Record an error found by the host (the simulator, the proxy), tell the others, and raise it."""
+        report = self._report_of(error)
         if self.failure is None:
             self.failure = self._explained(error)
         self.control.announce_failure(str(self.failure))
+        self._print(report)
         self.abort()
         raise self.failure
+
+    def _print(self, report: Report | None) -> None:
+        if report is not None and not isinstance(self.failure, PeerLost):
+            report.print(str(self.failure))
 
     def check(self) -> None:
         """Raise what a kernel, the proxy or a lost peer left behind: WaitTimeout, PeerLost, InvalidDescriptor, …"""
         if self._closed:
             raise TileScaleError(f"rank {self.rank}: this world has ended with finalize(); use that of a new init()")
         if self.failure is None and (error := self._device_error()) is not None:
+            report = self._report_of(error)
             self.announce(self._explained(error))
+            self._print(report)
         self._notice_loss()
         if self.failure is None and self._aborted():
             # Kernels return early from here on, with whatever data they have: whoever set the word says why.
@@ -253,11 +290,16 @@ class World:
     def synchronize(self) -> None:
         """See `tilescale_net.synchronize`."""
         self.check()
-        self.memory.synchronize()
+        with host_calls.inside("tilescale_net.synchronize"):
+            self.memory.synchronize()
         self.check()
 
     def barrier(self) -> None:
         """See `tilescale_net.barrier`."""
+        with host_calls.inside("tilescale_net.barrier"):
+            self._barrier()
+
+    def _barrier(self) -> None:
         self._finish_kernels()
         self.check()
         try:
@@ -291,6 +333,7 @@ class World:
             self.control.agree("tilescale_net.finalize", spoken=spoken)
             if self.control.left:
                 self._watchdog.keep_store()  # those that stay go on with it
+            self._finish_trace()
             self._watchdog.announce_end()
             # Leave only when all have said goodbye: a rank that is gone must not look like one that failed.
             self.control.agree("tilescale_net.finalize", "end")
@@ -299,10 +342,20 @@ class World:
             raise self.failure from None if self.failure is err else err
         self._release()
 
+    def _finish_trace(self) -> None:
+        if self.recorder is not None:
+            self.recorder.stop()
+            self.recorder.send()
+            self.control.agree("tilescale_net.finalize", "traced")
+            self.recorder.merge()
+            self.recorder = None
+
     def give_up(self, why: str, error: TileScaleError | None = None) -> None:
         """Take the world down without the others; they learn why."""
         self.announce(error or TileScaleError(why))
         self.wait_for_others()
+        if self.recorder is not None:
+            self.recorder.leave()
         self.abort()  # kernels that still run must not use what is freed now
         self._release()
 
@@ -313,6 +366,8 @@ class World:
             self.proxy = None
         if self._watchdog is not None:
             self._watchdog.close()
+        if self.recorder is not None:
+            self.recorder.stop()
         with self._page_in_use:
             self._abort_address = self._error_address = 0
         if self.memory is not None:

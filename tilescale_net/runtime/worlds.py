@@ -14,6 +14,7 @@ import torch
 from tilescale_net.errors import KernelError, TileScaleError
 from tilescale_net.runtime import groups, process_end, progress
 from tilescale_net.runtime.world import World
+from tilescale_net.trace import reporter
 
 # What a launch that a kernel keeps is valid for: the world where there is one, else an object (or None, at first) that is
 # another one whenever a world comes or goes.
@@ -41,6 +42,7 @@ def init(heap_bytes: int | str | None = None, group: object = None) -> World:
         world = World(heap_bytes, resolved, _alive[0].device if _alive else None)
     _alive.append(world)
     _rebind()
+    reporter.report_on_signal(lambda: [world.reporter for world in list(_alive) if world.reporter is not None])
     process_end.install(lambda: list(_alive), _take_all, _forget)
     return world
 

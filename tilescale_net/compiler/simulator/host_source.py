@@ -235,7 +235,7 @@ def _check_calls(body: str, pointers: set[str]) -> str:
             size = arguments[3] if size == "a[3]" else size or f"sizeof(*{element[2]}.unchecked())"
             arguments[place] = f'{element[1]}{element[2]}.span({element[3]}, {size}, "{name}"){element[4]}'
         call = f"tsn::{name}{template}({', '.join(arguments)})"
-        body = body[: match.start()] + (f"(tsn::sim::at({site}), {call})" if site else call) + body[end:]
+        body = body[: match.start()] + (f"(tsn::sim::At({site}), {call})" if site else call) + body[end:]
     return body
 
 

@@ -115,7 +115,8 @@ class SimulatedFunction:
             heap = world.heap.describe if world is not None else None
             error = device_errors.describe(record, context.my_pe, context.n_pes, context.heap_base, timeout, heap)
             if error is not None:
-                self._give_up(context, type(error)(f"{error} [{where}{'; ' + remark if remark else ''}]"))
+                line = self._line_of(record)
+                self._give_up(context, type(error)(f"{error} [{line}{where}{'; ' + remark if remark else ''}]"))
             if world is not None:
                 world.check()
 
@@ -123,6 +124,13 @@ class SimulatedFunction:
     def _aborted(context) -> bool:
         aborted = ctypes.c_uint32.from_address(context.abort_word).value if context.abort_word else 0
         return bool(aborted) or (bool(context.error) and device_errors.read(context.error).kind != 0)
+
+    def _line_of(self, record) -> str:
+        """The author's line of the wait that a record tells of."""
+        for wait in self._simulator.live_state()["waits"]:
+            if wait["line"] and (wait["block"], wait["word"]) == (record.block, record.address):
+                return f"{wait['line']}, "
+        return ""
 
     def _give_up(self, context, error: errors.TileScaleError) -> None:
         """Raise `error`; in a world, every rank learns of it, and the loss of a peer is the better explanation."""

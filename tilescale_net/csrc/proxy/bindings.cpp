@@ -54,6 +54,7 @@ ProxyOptions options_from(const py::kwargs& kwargs) {
     else if (name == "mark_window") set(v, name, o.window.marks);
     else if (name == "timeout") set(v, name, o.timeout);
     else if (name == "first_position") set(v, name, o.first_position);
+    else if (name == "trace") set(v, name, o.trace);
     else if (name == "print_stats") set(v, name, o.print_stats);
     else if (name == "trust_last_chunk") set(v, name, o.trust_last_chunk);
     else if (name == "provider") set(v, name, o.transport.provider);

@@ -28,11 +28,12 @@ struct ProxyOptions {
   bool force_staging = false;        // go through staging slots even where the transport could reach the heap
   uint64_t staging_bytes = 32 << 20; // for each of the two directions of a thread
   OrderWindow window = {4096, 1024};
-  double timeout = 20;           // seconds without any sign of progress after which a peer counts as lost
-  uint64_t first_position = 0;   // of the queues; for tests of the wrap-around
-  bool trust_last_chunk = false; // TEST ONLY: break the ordering on purpose, the package sets it for TSN_TEST_ORDERING
-  bool print_stats = false;      // on stderr when the proxy stops
-  TransportOptions transport;    // provider "null": completes at once and sends nothing, see null_transport.h
+  double timeout = 20;            // seconds without any sign of progress after which a peer counts as lost
+  uint64_t first_position = 0;    // of the queues; for tests of the wrap-around
+  bool trust_last_chunk = false;  // TEST ONLY: break the ordering on purpose, the package sets it for TSN_TEST_ORDERING
+  std::vector<std::string> trace; // thread i writes its events to the ring in trace[i]; empty: nobody does
+  bool print_stats = false;       // on stderr when the proxy stops
+  TransportOptions transport;     // provider "null": completes at once and sends nothing, see null_transport.h
 };
 
 // Whether adds to signal words are left to waiting kernels, see device/add_mailbox.h. On GPUs there is no other way.

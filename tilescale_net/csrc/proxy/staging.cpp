@@ -36,6 +36,7 @@ bool Staging::fill(PeerState* peer, HeapMemory* memory, bool trust_last_chunk) {
   if (peer->ops.empty() || free_.empty() || peer->credits.empty()) return false;
   SendSlot slot = {};
   slot.peer = peer;
+  slot.begun = ticks();
   slot.index = free_.back();
   slot.remote = peer->credits.back();
   slot.epoch = peer->ops.front().epoch;

@@ -46,6 +46,7 @@ public:
     uint16_t remote;
     uint32_t bytes, pieces, epoch;
     uint64_t ready; // out_position of the heap
+    uint64_t begun; // ticks(), for traces
   };
   SendSlot* ready(const HeapMemory& memory);
   void pop_ready() { filling_.pop(); }

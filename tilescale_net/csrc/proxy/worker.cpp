@@ -25,6 +25,7 @@ Worker::Worker(ProxyState* proxy_state, int index, std::unique_ptr<Transport> tr
     : proxy_state_(proxy_state), options_(proxy_state->options), index_(index), transport_(std::move(transport)),
       properties_(transport_->properties()), peers_((size_t)options_.n_pes), peer_index_((size_t)options_.n_pes, -1),
       bounds_{options_.heap.bytes}, events_(128) {
+  if ((size_t)index < options_.trace.size()) trace_ = std::make_unique<WorkerTrace>(options_.trace[(size_t)index]);
   const Properties& p = transport_->properties();
   group_bits_ = std::min(p.imm_bits, 32) - bits_for(options_.n_pes);
   if (group_bits_ < 2)

@@ -9,6 +9,7 @@
 #include "tilescale_net/csrc/proxy/records.h"
 #include "tilescale_net/csrc/proxy/staging.h"
 #include "tilescale_net/csrc/proxy/stats.h"
+#include "tilescale_net/csrc/proxy/worker_trace.h"
 
 #include <atomic>
 #include <memory>
@@ -193,6 +194,7 @@ private:
   Ring<Arrived> arrived_;
   std::vector<Event> events_;
   ProxyStats stats_;
+  std::unique_ptr<WorkerTrace> trace_; // nullptr: nothing is traced
 };
 
 } // namespace tsn::proxy

@@ -12,6 +12,7 @@ constexpr uint64_t kLeastStripe = 65536, kPage = 4096;
 bool Worker::drain_queue(QueueState* q) {
   if (q->held) {
     if (!enqueue(q, q->request, q->position)) return false;
+    if (trace_) trace_->entry(q->request);
     q->held = false;
   }
   HostQueue& host = q->queue->host;
@@ -40,6 +41,7 @@ bool Worker::drain_queue(QueueState* q) {
       position++;
       break;
     }
+    if (trace_) trace_->entry(r);
     position++;
     if (position - first >= kPopsPerVisit || !host.pop(&r)) break;
   }

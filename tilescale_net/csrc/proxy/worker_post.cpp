@@ -159,6 +159,7 @@ bool Worker::post_slots() {
       break;
     }
     commit_op(f);
+    if (trace_) trace_->staged(s->pe, slot->bytes, slot->begun);
     staging_->pop_ready();
     any = true;
   }
@@ -172,7 +173,10 @@ bool Worker::post_messages() {
     const uint64_t before = stats_.messages.get();
     const int rail = (int)((size_t)s->pe % rails_.size());
     const Post post = s->outbox.flush(transport_.get(), rail, s->pe, &stats_);
-    if (stats_.messages.get() != before) s->progress++, any = true;
+    if (stats_.messages.get() != before) {
+      s->progress++, any = true;
+      if (trace_) trace_->message(s->pe);
+    }
     if (post != Post::ok) {
       on_post_failed(s, post, Command::put_signal_set, 0, 0);
       if (post == Post::error) return any;
@@ -199,6 +203,7 @@ void Worker::on_completion(uint32_t index) {
   s->progress++;
   s->backpressured = false;
   stats_.completion.add(stamp_ - f.started);
+  if (trace_) trace_->transfer(f.command, s->pe, f.bytes, f.started, index);
   s->epoch(f.epoch).outstanding -= f.pieces;
   if (f.command == Command::get) finish_get(f.index, f.bytes);
   else if (staging_) staging_->release(f.index);

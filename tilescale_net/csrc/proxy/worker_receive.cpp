@@ -179,7 +179,10 @@ void Worker::apply(PeerState* s) {
     if (m.op == MarkOp::set) memory_->set(m.offset, m.value);
     else if (m.op == MarkOp::add) memory_->add(m.offset, m.value);
     else if (m.op == MarkOp::answer) arrived_.push({memory_->in_position(), s, (uint32_t)m.value, false});
-    if (m.op == MarkOp::set || m.op == MarkOp::add) stats_.signals_applied.add();
+    if (m.op == MarkOp::set || m.op == MarkOp::add) {
+      stats_.signals_applied.add();
+      if (trace_) trace_->delivered(s->pe, m.offset, m.value);
+    }
     if (m.flags & kReply) {
       memory_->settle_rdma(); // plain puts are visible once they are known to be complete
       s->reply = true;

@@ -1,5 +1,6 @@
 #include "kernel.h"
 
+#include "live_state.h"
 #include "remote.h"
 
 #include <dlfcn.h>
@@ -44,6 +45,7 @@ const Api kApi = {
     },
     [] { return grid().random(); },
     &kRemoteApi,
+    &kTraceApi,
 };
 
 int find_text(dl_phdr_info* info, size_t, void* out) {
@@ -93,7 +95,9 @@ Outcome run(const Launch& launch, size_t stack_bytes) {
   Grid grid(launch, *pool);
   current_grid = &grid;
   remote_kernel_begin();
+  live_begin(launch);
   grid.run();
+  live_end();
   current_grid = nullptr;
   Random random(launch.seed + 1);
   if (grid.failure() == Failure::none) remote_kernel_end(random);

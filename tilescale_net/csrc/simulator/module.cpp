@@ -1,5 +1,7 @@
 // The module tilescale_net._simulator.
 #include "kernel.h"
+#include "live_state.h"
+#include "live_state_bindings.h"
 #include "memory.h"
 #include "race_memory.h"
 #include "remote.h"
@@ -61,6 +63,7 @@ void bind_simulator(py::module_& m) {
       .def("launch", launch, py::arg("kernel"), py::arg("arguments"), py::arg("grid"), py::arg("block"),
            py::arg("shared_bytes"), py::arg("seed"), py::arg("resident_blocks"), py::arg("stall_seconds"),
            py::arg("stack_bytes"), py::arg("communicates"), py::arg("races"), py::arg("heap"), py::arg("lines"));
+  bind_live_state(m);
   m.attr("API_VERSION") = sim::kApiVersion;
   m.def(
       "register_heap",
@@ -75,6 +78,7 @@ void bind_simulator(py::module_& m) {
         sim::flush_pending();
         sim::unregister_heap(base);
         sim::detach_race_memory(base);
+        sim::forget_sent_signals();
       },
       py::arg("base"), "Forget a heap and its allocations.");
   m.def("race_memory_bytes", sim::race_memory_bytes, py::arg("heap_bytes"),

@@ -1,6 +1,7 @@
 #include "remote.h"
 
 #include "grid.h"
+#include "live_state.h"
 #include "memory.h"
 
 #include <algorithm>
@@ -275,7 +276,10 @@ void background() {
 
 const RemoteApi kRemoteApi = {
     [](const Call& call) { current_grid->announce(call); },
-    [](const Call& call) { current_grid->begin(call); },
+    [](const Call& call) {
+      live_call(call);
+      current_grid->begin(call);
+    },
     [](const uint64_t* signal) { current_grid->waited(signal); },
     [](const void* address, WordAccess access) { current_grid->word(address, access); },
     [](const void* address, uint64_t bytes, bool store, const char* name) {

@@ -4,6 +4,7 @@
 // this table when it is loaded. Only plain types cross the border.
 #pragma once
 
+#include "trace_api.h"
 #include <stddef.h>
 #include <stdint.h>
 
@@ -124,6 +125,7 @@ struct Api {
   uint64_t (*random)();
 
   const RemoteApi* remote;
+  const TraceApi* trace;
 };
 
 } // namespace sim

@@ -52,6 +52,7 @@ inline const Api& api() {
       [](const char* text) { puts(text); },
       [] { return uint64_t(0); },
       &remote,
+      nullptr,
   };
   return api;
 }
@@ -111,8 +112,16 @@ inline void note_load(const void* p, uint64_t bytes, const char* name) {
   if (self().stores && in_symmetric_heap(p)) access_heap(p, bytes, false, name);
 }
 
-// The next primitive stands in this line of the kernel's table.
-inline void at(int site) { self().site = site; }
+// The next primitive stands in this line of the kernel's table; lives until the call has returned.
+class At {
+public:
+  explicit At(int site) { self().site = site; }
+  ~At() {
+    if (*api().trace->traces) api().trace->call_ends();
+  }
+  At(const At&) = delete;
+  At& operator=(const At&) = delete;
+};
 
 #endif
 

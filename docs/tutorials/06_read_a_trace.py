@@ -1,0 +1,77 @@
+"""06: reading a trace. Why does a step take as long as it does, and whom does everybody wait for?
+
+Run with TSN_TRACE=FILE, a job writes one timeline of all its ranks at `finalize`. Open the file in https://ui.perfetto.dev:
+a process is a rank, and its tracks are calls on the host, kernels, the threads of blocks that lead calls, and the proxy. An
+arrow leads from each signal to the wait that saw it. What follows an arrow against its direction is the critical path.
+
+Below, four steps of a halo exchange between two nodes. Rank 1 prepares its data slowly, which no profile of rank 0 shows:
+there the time goes into `N.wait_block`. In the timeline the arrow into that wait begins late in rank 1, below the range "load
+the data" that `tsn.range` has drawn. Without a browser, `python -m tilescale_net trace FILE` prints who waited for whom; the
+end of this program does the same with the functions behind it.
+"""
+
+import os
+import time
+
+os.environ["TSN_DEVICE"] = (
+    "simulator"  # also on a machine with GPUs, where waits inside of kernels are not in the trace
+)
+
+import tilelang.language as T
+import torch
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tilescale_net.trace import summary
+
+STEPS, SLOW_RANK = 4, 1
+
+
+@tsn.jit
+def exchange(n, threads=64):
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        mine: T.Tensor((n,), "float32"),
+        theirs: T.Tensor((n,), "float32"),
+        arrived: T.Tensor((1,), "uint64"),
+        step: T.int64,
+    ):
+        with T.Kernel(1, threads=threads):
+            N.put_signal_block(theirs, mine, (N.my_pe() + 1) % N.n_pes(), arrived[0], step)
+            N.wait_block(arrived[0], "ge", step)
+
+    return main
+
+
+def main():
+    tsn.init()
+    rank = tsn.rank()
+    mine, theirs, arrived = tsn.zeros(1000), tsn.zeros(1000), tsn.zeros(1, torch.uint64)
+    kernel = exchange(1000)
+    tsn.barrier()
+    for step in range(1, STEPS + 1):
+        with tsn.range("load the data"):
+            time.sleep(0.3 if rank == SLOW_RANK else 0.0)
+        kernel(mine, theirs, arrived, step)
+        tsn.barrier()
+    tsn.finalize()
+    if rank == 0:
+        report(os.environ["TSN_TRACE"])
+
+
+def report(path):
+    timeline = summary.load(path)
+    waited = summary.waiting(timeline)
+    (rank, sender), _ = max(waited.items(), key=lambda entry: entry[1])
+    print(f"rank {rank} has waited most, for rank {sender}")
+    waits = [event for event in timeline["traceEvents"] if event["name"] == f"waiting for rank {sender}"]
+    line = max(waits, key=lambda event: event["dur"])["args"]["line"]
+    with open(__file__) as file:
+        print(f"there: {file.readlines()[int(line.rpartition(':')[2]) - 1].strip()}")
+    arrows = sum(event["ph"] == "s" for event in timeline["traceEvents"])
+    print(f"arrows from signals to waits: {arrows}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""TSN_TRACE writes one timeline of all ranks: what is in it, how it is bounded, and what a rank leaves that is killed."""
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+import tilelang.language as T
+import torch
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tests import ranks
+from tilescale_net import cli
+from tilescale_net.trace import arrows, clocks, ring, summary, timeline
+from tilescale_net.trace.ring import Kind
+
+ROUNDS = 4
+QUICK = {"VIRTUAL_NODES": "2", "TSN_DEVICE": "simulator"}
+
+
+@tsn.jit
+def swap(n, threads=64):
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        x: T.Tensor((n,), "float32"),
+        y: T.Tensor((n,), "float32"),
+        flag: T.Tensor((1,), "uint64"),
+        turn: T.int64,
+    ):
+        with T.Kernel(1, threads=threads):
+            N.put_signal_block(y, x, (N.my_pe() + 1) % N.n_pes(), flag[0], turn)
+            N.wait_block(flag[0], "ge", turn)
+            N.barrier_all()
+
+    return main
+
+
+def rounds(slow, die=False):
+    x, y, flag = tsn.zeros(1000), tsn.zeros(1000), tsn.zeros(1, torch.uint64)
+    kernel = swap(1000)
+    for i in range(1, ROUNDS + 1):
+        tsn.barrier()
+        with tsn.range("a step"):
+            time.sleep(0.15 if tsn.rank() == slow else 0)
+            kernel(x, y, flag, i)
+    tsn.barrier()
+    if die and tsn.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def of(events, **wanted):
+    return [e for e in events if all(e.get(key) == value for key, value in wanted.items())]
+
+
+def test_a_timeline_of_two_nodes(tmp_path, capsys):
+    path = tmp_path / "t.json"
+    ranks.run(2, rounds, 1, env=QUICK | {"TSN_TRACE": str(path)})
+    assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
+    found = json.loads(path.read_text())
+    events = found["traceEvents"]
+    for rank in (0, 1):
+        names = {e["name"] for e in of(events, pid=rank)}
+        assert {"N.put_signal_block", "N.wait_block", "N.barrier_all", "swap", "tilescale_net.barrier"} <= names
+        assert len(of(events, pid=rank, cat="kernel")) == ROUNDS
+        assert len(of(events, pid=rank, name="a step", cat="range")) == ROUNDS
+        # The proxy: what it took, posted and saw completed, and what it applied.
+        assert len(of(events, pid=rank, cat="proxy", ph="i", name="put_signal")) == ROUNDS
+        assert len(of(events, pid=rank, name="signal delivered")) >= ROUNDS
+        begun, ended = (of(events, pid=rank, cat="proxy", ph=ph) for ph in "be")
+        assert len(begun) == len(ended) >= ROUNDS and {e["id"] for e in begun} == {e["id"] for e in ended}
+    # Arrows lead from a put_signal of the other rank to the wait that saw it.
+    starts, ends = of(events, ph="s"), of(events, ph="f")
+    assert len(starts) == len(ends) == 2 * ROUNDS
+    for start, end in zip(starts, ends):
+        assert start["id"] == end["id"] and start["pid"] != end["pid"] and start["ts"] <= end["ts"]
+        for arrow, name in ((start, "N.put_signal_block"), (end, "N.wait_block")):
+            on_track = of(events, pid=arrow["pid"], tid=arrow["tid"], name=name)
+            (slice,) = [e for e in on_track if e["ts"] - 0.002 <= arrow["ts"] <= e["ts"] + e["dur"] + 0.002]
+            assert (
+                slice["args"]["line"].startswith("test_timeline.py:")
+                and "zeros([1], torch.uint64)" in slice["args"]["word"]
+            )
+    # Slices of one track lie side by side or one inside another.
+    for key in {(e["pid"], e["tid"]) for e in of(events, ph="X")}:
+        stack = []
+        for e in sorted(of(events, ph="X", pid=key[0], tid=key[1]), key=lambda e: (e["ts"], -e["dur"])):
+            while stack and stack[-1] <= e["ts"] + 0.002:
+                stack.pop()
+            assert not stack or e["ts"] + e["dur"] <= stack[-1] + 0.002, key
+            stack.append(e["ts"] + e["dur"])
+    # Rank 1 came late by 0.15 s a round: rank 0 has waited for it.
+    total = summary.waiting(found)
+    assert total[0, 1] > 0.1e6 * ROUNDS and total[0, 1] > 3 * total.get((1, 0), 0)
+    assert cli.main(["trace", str(path), "--longest", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "rank 1: others waited" in said and said.count("for rank 1  at") == 3 and "not known" not in said
+
+
+def test_a_killed_rank_leaves_its_part(tmp_path, capsys):
+    path = tmp_path / "t.json"
+    env = QUICK | {"TSN_TRACE": str(path), "TSN_TRACE_EVENTS": "16"}
+    outcomes = ranks.launch(2, rounds, 0, True, env=env, timeout=100)
+    assert outcomes[1].exitcode == -signal.SIGKILL and not outcomes[0].ok
+    assert not path.exists() and len(timeline.part_files(str(path), 1)) == 3
+    assert cli.main(["trace", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "together from the 6 parts" in said
+    found = json.loads(path.read_text())
+    assert found["otherData"]["ranks"] == 2 and all(n > 0 for n in found["otherData"]["dropped"].values())
+    assert "oldest events were dropped" in said and len(of(found["traceEvents"], pid=1, cat="call")) > 3
+
+
+def test_what_is_no_trace_is_refused(tmp_path, capsys):
+    path = tmp_path / "t.json"
+    assert cli.main(["trace", str(path)]) == 2 and "cannot be read" in capsys.readouterr().err
+    path.write_text("[]")
+    assert cli.main(["trace", str(path)]) == 2 and "not a trace" in capsys.readouterr().err
+    path.unlink()
+    for raw in (b"", b"x" * 4096):
+        part = timeline.part_path(str(path), 0, "host")
+        with open(part, "wb") as file:
+            file.write(raw)
+        assert cli.main(["trace", str(path)]) == 2 and "no trace" in capsys.readouterr().err
+
+
+def made(tmp_path, rank, events, capacity=64, what="kernels"):
+    """The part of a rank with these events, by way of its file."""
+    path = timeline.part_path(str(tmp_path / "t"), rank, what)
+    one = ring.Ring(path, rank, 4, capacity)
+    for event in events:
+        one.add(ring.Event(name=one.name("N.call"), **event))
+    one.close()
+    return ring.read_file(path, what)
+
+
+def test_a_damaged_part_is_refused_or_cut(tmp_path):
+    made(tmp_path, 0, [dict(kind=Kind.CALL, begin_ns=5, end_ns=9)] * 3)
+    raw = open(timeline.part_files(str(tmp_path / "t"))[0], "rb").read()
+    assert len(ring.read(raw, "t", "kernels").events) == 3
+    lot = random.Random(1)
+    for _ in range(300):
+        hurt = bytearray(raw)
+        for _ in range(3):
+            hurt[lot.choice([lot.randrange(128), lot.randrange(len(raw))])] = lot.randrange(256)
+        try:
+            ring.read(bytes(hurt), "t", "kernels")
+        except ValueError as err:
+            assert str(err).startswith("t is ")
+
+
+def test_arrows_follow_word_value_and_time(tmp_path):
+    send = dict(kind=Kind.CALL, operation=5, word=512, pe=0)
+    early = made(
+        tmp_path, 1, [dict(send, begin_ns=10, end_ns=11, value=1), dict(send, begin_ns=30, end_ns=31, value=2)]
+    )
+    other = made(
+        tmp_path, 2, [dict(send, begin_ns=12, end_ns=13, value=9), dict(send, begin_ns=90, end_ns=91, value=1)]
+    )
+    wait = dict(kind=Kind.CALL, operation=6, word=512, pe=-2, begin_ns=5)
+    waits = made(
+        tmp_path, 0, [dict(wait, end_ns=20, value=1), dict(wait, end_ns=40, value=7), dict(wait, end_ns=9, value=1)]
+    )
+    sends = [(part, e) for part in (early, other) for e in part.events]
+    matched = arrows.match(sends, [(waits, e) for e in waits.events])
+    found = {w.end_ns: (p.rank, s.begin_ns) for (_, w), (p, s) in matched.pairs()}
+    assert found == {20: (1, 10), 40: (1, 30)}  # by value; else the latest; nothing that came later
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_clocks_of_hosts(seed):
+    """Two hosts whose clocks differ by seconds, and messages that take up to 2 ms."""
+    lot, skew = random.Random(seed), random.Random(seed).randrange(-(10**10), 10**10)
+    now, sent, first_sent, first_ended = 0, [], [], []
+    for _ in range(clocks.ROUNDS):
+        here, there = now + lot.randrange(10**5), now + lot.randrange(10**5)
+        first_sent.append(here)
+        sent.append(there - skew)
+        now = max(here, there) + lot.randrange(10**4, 2 * 10**6)
+        first_ended.append(now)
+        now += lot.randrange(10**4)
+    offset, error = clocks.from_rounds(sent, first_sent, first_ended)
+    assert abs(offset - skew) <= error < 10**6

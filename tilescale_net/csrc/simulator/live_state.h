@@ -1,0 +1,54 @@
+// What this process's kernel does right now, for the report of a hang: which threads wait for what, and since when; and
+// which signals its kernels have sent, from which others learn who should have sent theirs. Read by any thread.
+#pragma once
+
+#include "grid.h"
+
+#include <string>
+#include <vector>
+
+namespace tsn {
+namespace sim {
+
+struct LiveWait {
+  const Thread* thread;
+  uint64_t block;
+  unsigned linear;
+  int line; // index into LiveState::lines, or -1
+  WaitSubject subject;
+  uint64_t has;
+  uint64_t since_ns;
+};
+
+struct SentSignal {
+  int pe;
+  uint64_t word; // local address
+  uint64_t count, value, at_ns;
+  std::string line;
+};
+
+struct LiveState {
+  std::string kernel; // empty: none runs
+  uint64_t began_ns = 0;
+  std::vector<std::string> lines;
+  std::vector<LiveWait> waits;
+};
+
+extern const TraceApi kTraceApi;
+extern bool trace_calls; // whether the launch that runs is traced
+
+// Around a launch.
+void live_begin(const Launch& launch);
+void live_end();
+// A primitive is about to run in the running thread.
+void live_call(const Call& call);
+
+// The state now; after a thread gave up, as it was then, until the next launch.
+LiveState live_state();
+// What kernels have sent to each word of each PE, the latest last; at most `most`.
+std::vector<SentSignal> sent_signals(size_t most);
+// A heap is gone, and with it what was sent to its words.
+void forget_sent_signals();
+
+} // namespace sim
+} // namespace tsn

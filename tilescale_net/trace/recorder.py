@@ -1,0 +1,176 @@
+"""Writes what this rank does into its parts of the trace, and at the end of the job all parts into one file.
+
+One recorder per process: that of the first world that is made while TSN_TRACE is set. A process that is killed leaves its
+parts beside the file; `python -m tilescale_net trace FILE` puts together what is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable
+
+from tilescale_net.errors import ConfigurationError
+from tilescale_net.runtime import settings
+from tilescale_net.trace import clocks, ring, timeline
+
+current: Recorder | None = None
+
+
+class Recorder:
+    """The parts of one rank.
+
+    Args:
+        world: whose ranks are traced; its memory is there, its proxy is not.
+        hosts: identity of each rank's host.
+        path: the file that rank 0 writes.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+
+    def __init__(self, world, hosts: list[str], path: str):
+        self._world, self._path, self._hosts = world, path, hosts
+        self._adding = threading.Lock()
+        self._capacity = settings.TRACE_EVENTS.get()
+        alone = len(set(hosts)) == 1  # one host has one clock
+        exchange = lambda mine: world.control.gather("tilescale_net.init (trace)", mine)  # noqa: E731
+        self._offset = (0, 0) if alone else clocks.offset(exchange, world.rank)
+        self._near = hosts[world.rank] == hosts[0]
+        if self._near:
+            self._offset = (0, 0)
+        self._threads: dict[int, int] = {}
+        self._gpu = None
+        self.parts: list[str] = []
+        try:
+            self._ring = self._new("host")
+            if world.device_kind == "simulator":
+                from tilescale_net import _simulator
+
+                kernels = self._new("kernels")
+                kernels.close()
+                _simulator.trace_start(kernels.path, world.memory.base)
+            else:
+                from tilescale_net.trace.gpu_kernels import GpuKernels
+
+                self._gpu = GpuKernels(
+                    lambda name, begin, end, stream: self.add(ring.Kind.KERNEL, name, begin, end, stream)
+                )
+        except OSError as err:
+            raise ConfigurationError(f"TSN_TRACE={path}: the trace cannot be written there ({err.strerror})") from None
+
+    def _new(self, what: str) -> ring.Ring:
+        path = timeline.part_path(self._path, self._world.rank, what)
+        self.parts.append(path)
+        return ring.Ring(path, self._world.rank, self._world.size, self._capacity, *self._offset)
+
+    def proxy_files(self, threads: int) -> list[str]:
+        """A file for each thread of the proxy to write to."""
+        made = [self._new(f"proxy{i}") for i in range(threads)]
+        for one in made:
+            one.close()
+        return [one.path for one in made]
+
+    def timed(self, launch: Callable, name: str) -> Callable:
+        """`launch`, which launches a kernel on a GPU, with its times in the trace."""
+        return self._gpu.timed(launch, name) if self._gpu is not None else launch
+
+    def add(self, kind: ring.Kind, name: str, begin_ns: int, end_ns: int, track: int | None = None) -> None:
+        """Add an event of the host, or of a GPU. `track`: events of one track do not overlap; None: the thread's own."""
+        with self._adding:
+            if track is None:
+                track = self._threads.setdefault(threading.get_ident(), len(self._threads))
+            if self._ring is not None:
+                number = self._ring.name(name)
+                self._ring.add(
+                    ring.Event(
+                        begin_ns=begin_ns, end_ns=end_ns, name=number, kind=kind, pe=-1, thread=track, word=ring.NO_WORD
+                    )
+                )
+
+    def stop(self) -> None:
+        """Write no more events; the proxy has ended."""
+        global current
+        if current is self:
+            current = None
+        if self._world.device_kind == "simulator":
+            from tilescale_net import _simulator
+
+            _simulator.trace_stop()
+        if self._gpu is not None:
+            self._gpu.ended = True
+            self._gpu.read()
+        with self._adding:
+            if self._ring is not None:
+                self._ring.close()
+            self._ring = None
+
+    def send(self) -> None:
+        """Give the parts to rank 0, where it does not see this host's files."""
+        if self._near:
+            return
+        for index, path in enumerate(self.parts):
+            with open(path, "rb") as file:
+                raw = path.split(".")[-2].encode() + b"\n" + zlib.compress(file.read(), 1)
+            self._world.control.store.ask(lambda s, i=index, raw=raw: s.set(f"trace/{self._world.rank}/{i}", raw))
+
+    def merge(self) -> None:
+        """When every rank has sent: on rank 0 write the file; remove the parts."""
+        if self._world.rank == 0:
+            parts = [part for rank in range(self._world.size) for part in self._parts_of(rank)]
+            timeline.write(self._path, parts, self._world.heap.describe)
+            timeline.remove_parts(self._path)
+        elif not self._near:
+            for path in self.parts:
+                os.unlink(path)
+
+    def _parts_of(self, rank: int) -> list[ring.Part]:
+        if self._hosts[rank] == self._hosts[0]:
+            return timeline.read_parts(self._path, rank)
+        found, store = [], self._world.control.store
+        while (raw := store.ask(lambda s: _bytes(s, f"trace/{rank}/{len(found)}"))) is not None:
+            what, _, packed = raw.partition(b"\n")
+            found.append(ring.read(zlib.decompress(packed), f"the trace of rank {rank}", what.decode()))
+        return found
+
+    def leave(self) -> None:
+        """The job has failed: the parts stay. Rank 0 says how to put them together."""
+        if self._world.rank == 0:
+            settings.log.warning(
+                "the parts of the trace are left beside %s; `python -m tilescale_net trace %s` puts them together",
+                self._path,
+                self._path,
+            )
+
+
+def _bytes(store, key: str) -> bytes | None:
+    return store.get(key) if store.check([key]) else None
+
+
+def start(world, hosts: list[str]) -> Recorder | None:
+    """The recorder of a new world; None where nothing is to be traced. Collective."""
+    global current
+    path = settings.TRACE.get()
+    if not path or current is not None:
+        return None
+    if world.group is not None:
+        path += f".of_{'_'.join(map(str, world.job_ranks[:8]))}"
+    current = Recorder(world, hosts, os.path.abspath(path))
+    return current
+
+
+@contextlib.contextmanager
+def user_range(name: str):
+    """See `tilescale_net.range`."""
+    if current is None:
+        yield
+        return
+    begin = time.monotonic_ns()
+    try:
+        yield
+    finally:
+        if current is not None:
+            current.add(ring.Kind.RANGE, name, begin, time.monotonic_ns())

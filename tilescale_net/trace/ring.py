@@ -1,0 +1,175 @@
+"""Files that events are written to while a job runs: a header, names, and a ring of events.
+
+Each rank has one for the host, one for each proxy thread and, in the simulator, one for its kernels; csrc/common/
+trace_ring.h writes the latter two. A file stays when its process is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import mmap
+import os
+from dataclasses import dataclass, field
+
+MAGIC = 0x3165636172545354  # "TSTrace1"
+NO_WORD = (1 << 64) - 1
+_NAMES = 1 << 18  # bytes for names
+
+
+class Kind(enum.IntEnum):
+    """tsn::TraceKind."""
+
+    KERNEL = 1
+    CALL = 2
+    WAIT = 3
+    HOST = 4
+    RANGE = 5
+    ENTRY = 6
+    TRANSFER = 7
+    STAGING = 8
+    DELIVERED = 9
+
+
+class Header(ctypes.Structure):
+    """What a file begins with. `rank`, `offset_ns` (to be added for rank 0's clock) and the rest after it are Python's."""
+
+    _fields_ = [
+        ("magic", ctypes.c_uint64),
+        ("capacity", ctypes.c_uint64),
+        ("events", ctypes.c_uint64),
+        ("names_bytes", ctypes.c_uint64),
+        ("names_used", ctypes.c_uint64),
+        ("rank", ctypes.c_uint64),
+        ("size", ctypes.c_uint64),
+        ("offset_ns", ctypes.c_int64),
+        ("error_ns", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint64 * 7),
+    ]
+
+
+class Event(ctypes.Structure):
+    """tsn::TraceEvent."""
+
+    _fields_ = [
+        ("begin_ns", ctypes.c_uint64),
+        ("end_ns", ctypes.c_uint64),
+        ("name", ctypes.c_uint32),
+        ("kind", ctypes.c_uint16),
+        ("operation", ctypes.c_uint16),
+        ("pe", ctypes.c_int32),
+        ("block", ctypes.c_uint32),
+        ("thread", ctypes.c_uint32),
+        ("line", ctypes.c_uint32),
+        ("word", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+    ]
+
+
+_HEADER, _EVENT = ctypes.sizeof(Header), ctypes.sizeof(Event)
+
+
+class Ring:
+    """A new file, and the writer of its events; by one thread at a time.
+
+    Args:
+        path: the file.
+        rank, size: of this process, of the job.
+        capacity: events that are kept.
+        offset_ns, error_ns: what to add to this process's clock to get that of rank 0, and how wrong that may be.
+    """
+
+    def __init__(self, path: str, rank: int, size: int, capacity: int, offset_ns: int = 0, error_ns: int = 0):
+        self.path = path
+        total = _HEADER + _NAMES + capacity * _EVENT
+        with open(path, "wb+") as file:
+            file.truncate(total)
+            self._map = mmap.mmap(file.fileno(), total)
+        self._header = Header.from_buffer(self._map)
+        h = self._header
+        h.capacity, h.names_bytes, h.rank, h.size = capacity, _NAMES, rank, size
+        h.offset_ns, h.error_ns, h.magic = offset_ns, error_ns, MAGIC
+        self._numbers: dict[str, int] = {}
+
+    def name(self, text: str) -> int:
+        """The number of a name; 0, the empty one, when there is no room for more."""
+        if not self._numbers and text:
+            self.name("")
+        if (number := self._numbers.get(text)) is not None:
+            return number
+        raw, used = text.encode(), self._header.names_used
+        if used + 4 + len(raw) > _NAMES:
+            return 0
+        at = _HEADER + used
+        self._map[at : at + 4 + len(raw)] = len(raw).to_bytes(4, "little") + raw
+        self._header.names_used = used + 4 + len(raw)
+        self._numbers[text] = len(self._numbers)
+        return self._numbers[text]
+
+    def add(self, event: Event) -> None:
+        h = self._header
+        at = _HEADER + _NAMES + h.events % h.capacity * _EVENT
+        self._map[at : at + _EVENT] = bytes(event)
+        h.events += 1
+
+    def close(self) -> None:
+        self._header = None
+        self._map.close()
+
+
+@dataclass
+class Part:
+    """What a file holds.
+
+    Attributes:
+        rank, size: of the process that wrote it, of its job.
+        what: "host", "kernels" or "proxy0", …
+        events: the oldest first, with times of rank 0's clock.
+        names: by number.
+        dropped: events that newer ones have taken the place of.
+        error_ns: how wrong the times may be against those of other ranks.
+    """
+
+    rank: int
+    size: int
+    what: str = ""
+    events: list[Event] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    dropped: int = 0
+    error_ns: int = 0
+
+    def text(self, number: int) -> str:
+        return self.names[number] if number < len(self.names) else ""
+
+
+def read(raw: bytes, where: str, what: str) -> Part:
+    """The bytes of a file, and what they are of. Raises ValueError for one that is no ring, or damaged."""
+    if len(raw) < _HEADER:
+        raise ValueError(f"{where} is no trace: it has {len(raw)} bytes")
+    h = Header.from_buffer_copy(raw)
+    if h.magic != MAGIC:
+        raise ValueError(f"{where} is no trace of this version")
+    if len(raw) != _HEADER + h.names_bytes + h.capacity * _EVENT or h.names_used > h.names_bytes or not h.capacity:
+        raise ValueError(f"{where} is damaged: {len(raw)} bytes do not fit its header")
+    part = Part(int(h.rank), int(h.size), what, dropped=max(0, h.events - h.capacity), error_ns=int(h.error_ns))
+    at, end = _HEADER, _HEADER + h.names_used
+    while at + 4 <= end:
+        length = int.from_bytes(raw[at : at + 4], "little")
+        part.names.append(raw[at + 4 : min(end, at + 4 + length)].decode(errors="replace"))
+        at += 4 + length
+    first = _HEADER + h.names_bytes
+    for n in range(part.dropped, h.events):
+        event = Event.from_buffer_copy(raw, first + n % h.capacity * _EVENT)
+        if event.kind not in Kind.__members__.values() or event.end_ns < event.begin_ns:
+            continue  # half written when its process was killed
+        event.begin_ns += h.offset_ns
+        event.end_ns += h.offset_ns
+        part.events.append(event)
+    return part
+
+
+def read_file(path: str, what: str) -> Part:
+    """As `read`, of a file. Raises OSError too."""
+    with open(path, "rb") as file:
+        return read(file.read(), os.path.basename(path), what)

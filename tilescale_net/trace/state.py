@@ -1,0 +1,79 @@
+"""What one rank does right now, as a value that other ranks can be told."""
+
+from __future__ import annotations
+
+import time
+
+from tilescale_net.runtime import context
+from tilescale_net.trace import host_calls
+
+MOST_WAITS = 64  # that are told to others; the number of all is told besides
+MOST_SENT = 512
+
+
+def of_rank(world) -> dict:
+    """The state of this process in `world`.
+
+    Returns:
+        rank; host: [call, seconds] or None; place: in the user's program; kernel: [name, seconds] or None; waits: how many
+        threads wait; waiting: of the longest, a dict each with block, thread, line, operation, pe, offset, name, compare,
+        wants, has, seconds; sent: [pe, offset, count, value, seconds ago, line] of signals sent, the latest last.
+    """
+    call = host_calls.outermost()
+    state = {
+        "rank": world.rank,
+        "host": list(call) if call else None,
+        "place": host_calls.python_place(),
+        "kernel": None,
+        "waits": 0,
+        "waiting": [],
+        "sent": [],
+    }
+    if world.device_kind == "simulator":
+        _add_simulated(state, world)
+    else:
+        _add_record(state, world)
+    return state
+
+
+def _add_simulated(state: dict, world) -> None:
+    from tilescale_net import _simulator
+
+    live, now = _simulator.live_state(), time.monotonic_ns()
+    if live["kernel"]:
+        state["kernel"] = [live["kernel"].removesuffix("_kernel"), (now - live["began_ns"]) * 1e-9]
+    waits = sorted(live["waits"], key=lambda wait: wait["since_ns"])
+    state["waits"] = len(waits)
+    for wait in waits[:MOST_WAITS]:
+        found = _subject(world, wait["operation"], wait["word"], wait["comparison"], wait["wanted"], wait["has"])
+        found |= {key: wait[key] for key in ("block", "thread", "line", "pe")}
+        state["waiting"].append(found | {"seconds": (now - wait["since_ns"]) * 1e-9})
+    state["sent"] = [
+        [pe, word - world.memory.base, count, value, (now - at) * 1e-9, line]
+        for pe, word, count, value, at, line in _simulator.sent_signals(MOST_SENT)
+        if 0 <= word - world.memory.base < world.memory.size
+    ]
+
+
+def _add_record(state: dict, world) -> None:
+    """What a GPU leaves behind: the first thread that gave up."""
+    record = world.error_record()
+    if record is None or record.kind not in (1, 2, 3):
+        return
+    found = _subject(world, record.operation, record.address, record.comparison, record.expected, record.observed)
+    found |= {"block": record.block, "thread": None, "line": "", "pe": record.pe, "seconds": world.timeout}
+    state["waits"], state["waiting"] = 1, [found]
+
+
+def _subject(world, operation: int, word: int, comparison: int, wanted: int, has: int) -> dict:
+    known = operation < len(context.OPERATIONS)
+    offset = word - world.memory.base if word else None
+    wanted, has = (value - (1 << 64) if value >= 1 << 63 else value for value in (wanted, has))
+    return {
+        "operation": context.OPERATIONS[operation] if known else f"operation {operation}",
+        "offset": offset,
+        "name": world.heap.describe(offset) if offset is not None else None,
+        "compare": context.COMPARISONS[comparison - 1] if 0 < comparison <= len(context.COMPARISONS) else "",
+        "wants": wanted if word else None,
+        "has": has if word else None,
+    }
