@@ -3,8 +3,9 @@
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.kernels.collective import Collective, as_bytes
-from tilescale_net.kernels.exchange import exchange
+from tilescale_net.kernels.collective import Collective, as_bytes, as_vectors, is_aligned
+from tilescale_net.kernels.exchange import STORES_FROM, VECTOR_BYTES, exchange, exchange_by_stores
+from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.runtime.profiling import named
 
 
@@ -14,11 +15,18 @@ def all_gather(n_pes, dtype="uint8", threads=512, blocks=16, in_place=False, eng
     return exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, split=False, in_place=in_place)
 
 
+@tsn.jit(name="all_gather_by_stores", pass_configs=EXPLICIT_SYNC)
+def all_gather_by_stores(n_pes, threads=512, blocks=16, in_place=False):
+    """Kernel `(out, x, calls, ready, arrived)`; see `exchange_by_stores`."""
+    return exchange_by_stores(n_pes, threads, blocks, split=False, in_place=in_place)
+
+
 class AllGather(Collective):
     """All-gather of tensors of any dtype and size; constructed and called by all ranks.
 
     Args:
         threads, blocks, engine, unroll, ring: see `exchange`.
+        stores_from: bytes of `x` from which mapped PEs get it by stores, not by puts; see `exchange_by_stores`.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Raises:
@@ -34,10 +42,12 @@ class AllGather(Collective):
         engine: str = "auto",
         unroll: int | None = None,
         ring: tuple[int, int] | None = None,
+        stores_from: int = STORES_FROM,
         group: "tsn.Group" = None,
     ) -> None:
         super().__init__("AllGather", f"engine={engine}, unroll={unroll}, ring={ring}", threads, blocks, group)
         self._options = dict(threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring)
+        self._stores_from = stores_from
         self._calls = self.counters(blocks)
         self._ready, self._arrived = self._signals(self.n_pes), self._signals(self.n_pes, blocks)
 
@@ -66,7 +76,12 @@ class AllGather(Collective):
             self._check_apart("out", out, "x", x)
         self._agree("x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out))
         if x.nbytes:
-            kernel = all_gather(self.n_pes, in_place=in_place, **self._options)
-            flat = as_bytes(out, self.n_pes, x.nbytes), as_bytes(x, x.nbytes)
-            kernel(*flat, self._calls, self._ready, self._arrived)
+            words = self._calls, self._ready, self._arrived
+            # Ranks may differ in this.
+            if x.nbytes >= self._stores_from and not self._sources_travel and is_aligned(VECTOR_BYTES, x, out):
+                stores = all_gather_by_stores(self.n_pes, self.threads, self.blocks, in_place)
+                stores(as_vectors(out), as_vectors(x), *words)
+            else:
+                kernel = all_gather(self.n_pes, in_place=in_place, **self._options)
+                kernel(as_bytes(out, self.n_pes, x.nbytes), as_bytes(x, x.nbytes), *words)
         return out

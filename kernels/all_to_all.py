@@ -6,8 +6,9 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.kernels.all_to_all_uneven import OWN_SPLITS, REFUSED, SEND_DIFFERS, WORDS, all_to_all_uneven
-from tilescale_net.kernels.collective import Collective, as_bytes
-from tilescale_net.kernels.exchange import exchange
+from tilescale_net.kernels.collective import Collective, as_bytes, as_vectors, is_aligned
+from tilescale_net.kernels.exchange import STORES_FROM, VECTOR_BYTES, exchange, exchange_by_stores
+from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.runtime.profiling import named
 
 
@@ -17,12 +18,19 @@ def all_to_all(n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unro
     return exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, split=True)
 
 
+@tsn.jit(name="all_to_all_by_stores", pass_configs=EXPLICIT_SYNC)
+def all_to_all_by_stores(n_pes, threads=512, blocks=16):
+    """Kernel `(out, x, calls, ready, arrived)`; see `exchange_by_stores`."""
+    return exchange_by_stores(n_pes, threads, blocks, split=True)
+
+
 class AllToAll(Collective):
     """All-to-all of tensors of any dtype and size, as torch.distributed.all_to_all_single; constructed and called by all
     ranks.
 
     Args:
         threads, blocks, engine, unroll, ring: see the kernels.
+        stores_from: bytes for each PE from which equal parts go to mapped PEs by stores; see `exchange_by_stores`.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Raises:
@@ -38,10 +46,12 @@ class AllToAll(Collective):
         engine: str = "auto",
         unroll: int | None = None,
         ring: tuple[int, int] | None = None,
+        stores_from: int = STORES_FROM,
         group: "tsn.Group" = None,
     ) -> None:
         super().__init__("AllToAll", f"engine={engine}, unroll={unroll}, ring={ring}", threads, blocks, group)
         self._options = dict(threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring)
+        self._stores_from = stores_from
         self._signal_words = (
             self.counters(blocks), self._signals(self.n_pes), self._signals(self.n_pes, blocks),
         )  # fmt: skip
@@ -105,8 +115,13 @@ class AllToAll(Collective):
         self._agree("x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out))
         if x.nbytes:
             part = x.nbytes // self.n_pes
-            kernel = all_to_all(self.n_pes, **self._options)
-            kernel(as_bytes(out, self.n_pes, part), as_bytes(x, self.n_pes, part), *self._signal_words)
+            aligned = is_aligned(VECTOR_BYTES, x, out) and part % VECTOR_BYTES == 0
+            if part >= self._stores_from and not self._sources_travel and aligned:  # ranks may differ in this
+                stores = all_to_all_by_stores(self.n_pes, self.threads, self.blocks)
+                stores(as_vectors(out), as_vectors(x), *self._signal_words)
+            else:
+                kernel = all_to_all(self.n_pes, **self._options)
+                kernel(as_bytes(out, self.n_pes, part), as_bytes(x, self.n_pes, part), *self._signal_words)
 
     def _uneven(self, out: torch.Tensor, x: torch.Tensor, receives: torch.Tensor, sends: torch.Tensor) -> None:
         self._agree("rows of shape {} and {} with splits", x.shape[1:], x.dtype)

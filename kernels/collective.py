@@ -218,3 +218,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def as_bytes(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
     """A contiguous tensor as bytes, without a copy."""
     return (tensor if tensor.dim() else tensor.view(1)).view(torch.uint8).view(shape)
+
+
+def as_vectors(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of whole vectors of 16 bytes as int32 [vectors, 4], without a copy."""
+    return as_bytes(tensor, tensor.nbytes).view(torch.int32).view(-1, 4)

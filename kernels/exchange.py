@@ -1,6 +1,7 @@
-"""The kernel of all-gather and of all-to-all with equal splits: every PE puts a part to the same place at every PE.
+"""The kernels of all-gather and of all-to-all with equal splits: every PE puts a part to the same place at every PE.
 
-A call begins by telling every peer that the output may be overwritten and ends when every peer's part has arrived, so
+There are two that do the same, one by puts, for any PE, and one by stores through registers, for large parts of mapped
+PEs: it loads what goes to all of them once, and sends to all at the same time. A call begins by telling every peer that the output may be overwritten and ends when every peer's part has arrived, so
 that calls follow one another without a barrier. Blocks share each part; block b waits for the blocks b of its peers.
 """
 
@@ -8,6 +9,11 @@ import tilelang.language as T
 
 import tilescale_net.language as N
 from tilescale_net.kernels.partition import slice_elements
+from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES, batch_of
+
+# Bytes of a part from which stores are faster than puts: a block's puts go to one PE after the other.
+STORES_FROM = 256 * 1024
+WORDS = VECTOR_BYTES // 4
 
 
 def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_place=False):
@@ -61,6 +67,69 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_p
                     N.signal(arrived[me, block], call, thread, fence=True)
                     N.wait(arrived[thread, block], "ge", call)
                     N.quiet(thread)
+            T.sync_threads()
+            if thread == 0:
+                calls[block] = call
+
+    return main
+
+
+def exchange_by_stores(n_pes, threads, blocks, *, split, in_place=False):
+    """As `exchange`, for PEs that are all mapped: `out` and `x` are vectors of 16 bytes, [n_pes * count, 4] and [n_pes *
+    count, 4] (`split`) or [count, 4] of int32.
+
+    PEs may call one kernel or the other: blocks share a part in the same way, and tell each other the same.
+    """
+    rows, x_rows = T.dynamic("rows", "int64"), T.dynamic("x_rows", "int64")
+    sources = n_pes if split else 1
+    batch = batch_of(sources) if split else 4
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        out: T.Tensor((rows, WORDS), "int32"),
+        x: T.Tensor((x_rows, WORDS), "int32"),
+        calls: T.Tensor((blocks,), "uint64"),
+        ready: T.Tensor((n_pes,), "uint64"),
+        arrived: T.Tensor((n_pes, blocks), "uint64"),
+    ):
+        with T.Kernel(blocks, threads=threads) as block:
+            thread = T.get_thread_binding()
+            me = N.my_pe()
+            call = calls[block] + T.uint64(1)
+            count = rows // n_pes
+            share = T.alloc_var("int64")
+            share = slice_elements(count * VECTOR_BYTES, blocks, "uint8") // VECTOR_BYTES
+            first = T.alloc_var("int64")
+            first = share * block
+            end = T.alloc_var("int64")
+            end = T.min(first + share, count)
+            if block == 0 and thread < n_pes:
+                N.signal(ready[me], call, thread)
+            if first < count:
+                targets = [N.remote(out, (me + hop) % n_pes) for hop in range(n_pes)]
+                if thread < n_pes:
+                    N.wait(ready[thread], "ge", call)
+                T.sync_threads()
+                part = T.alloc_local((sources, batch, WORDS), "int32")
+                for turn in T.serial(T.ceildiv(end - first, T.int64(threads * batch))):
+                    i = first + turn * threads * batch + thread
+                    for source in list(range(sources)):
+                        start = (me + source) % n_pes * count if split else T.int64(0)
+                        for u in T.unroll(batch):
+                            if i + u * threads < end:
+                                for v in T.vectorized(WORDS):
+                                    part[source, u, v] = x[start + i + u * threads, v]
+                    for hop, target in enumerate(targets):
+                        if hop > 0 or not in_place:
+                            for u in T.unroll(batch):
+                                if i + u * threads < end:
+                                    for v in T.vectorized(WORDS):
+                                        target[me * count + i + u * threads, v] = part[hop if split else 0, u, v]
+                T.sync_threads()
+                if thread < n_pes:
+                    N.signal(arrived[me, block], call, thread, fence=True)
+                    N.wait(arrived[thread, block], "ge", call)
             T.sync_threads()
             if thread == 0:
                 calls[block] = call

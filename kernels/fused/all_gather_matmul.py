@@ -144,7 +144,7 @@ class AllGatherMatmul(FusedMatmul):
         self, rows: int, k: int, n: int, *, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.dtype | None = None,
         tiling: Tiling = DEFAULT, threads: int = 512, blocks: int = 8, engine: str = "auto", group: "tsn.Group" = None,
     ):  # fmt: skip
-        check_extents("AllGatherMatmul", rows=rows, k=k, n=n)
+        check_extents("AllGatherMatmul", dtype, rows=rows, k=k, n=n)
         shapes = f"rows={rows}, k={k}, n={n}, engine={engine}"
         super().__init__("AllGatherMatmul", shapes, dtype, out_dtype, tiling, threads, blocks, group)
         self.rows, self.k, self.n, self._engine = rows, k, n, engine

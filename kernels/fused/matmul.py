@@ -97,8 +97,14 @@ class FusedMatmul(Collective):
             raise ValueError(f"{self.name}: x has shape {list(x.shape)}; it must be {list(shape)}")
 
 
-def check_extents(name: str, **extents: int) -> None:
-    """Raise ValueError unless every extent is a positive integer."""
+def check_extents(name: str, dtype: torch.dtype, **extents: int) -> None:
+    """Raise TypeError or ValueError unless `dtype` is a torch.dtype, every extent is a positive integer, and rows of
+    `k` and `n` elements are multiples of 16 bytes, which TMA asks for.
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name}: dtype is {dtype!r}; it must be a torch.dtype")
     for what, value in extents.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}: {what} is {value!r}; it must be a positive integer")
+        if what != "rows" and value * dtype.itemsize % 16:
+            raise ValueError(f"{name}: {what} is {value}; it must be a multiple of {16 // dtype.itemsize} for {dtype}")

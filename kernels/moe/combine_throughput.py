@@ -49,13 +49,11 @@ class _Sizes:
     proxied_chunk: int
 
     @property
-    def width(self) -> int:
-        """Elements of 16 bytes."""
+    def width(self) -> int:  # elements of 16 bytes
         return 4 if self.dtype == "float32" else 8
 
     @property
-    def units(self) -> int:
-        """Pieces of 16 bytes in a row."""
+    def units(self) -> int:  # pieces of 16 bytes in a row
         return self.hidden // self.width
 
     @property

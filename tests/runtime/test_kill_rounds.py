@@ -66,6 +66,23 @@ def _started_in(begun):
     return found
 
 
+def _check_outcomes(outcomes, fault: str, lost: int, what: str) -> None:
+    """Every rank that lives names the lost one, and a rank whose disk is full says so."""
+    for o in outcomes:
+        if o.rank == lost and fault in ("kill", "stop"):
+            continue
+        assert o.error is not None and o.error[0] not in ("Timeout", "Died"), (what, o)
+        kind, said, _ = o.error
+        if o.rank != lost:
+            assert kind == "PeerLost" and f"rank {lost}" in said.partition(": ")[2], (what, o.rank, kind, said)
+        elif fault == "disk":
+            assert kind == "OSError" and f"Errno {errno.ENOSPC}" in said, (what, kind, said)
+        else:  # it sees all others go
+            assert kind == "PeerLost", (what, kind, said)
+        if o.rank != lost and fault == "disk":
+            assert "OSError" in said, (what, o.rank, said)
+
+
 def _round(folder, fault, seed):
     """One round: rank `lost` meets the fault at some moment; every other rank names it, and ends."""
     dice = random.Random(f"{fault} {seed}")
@@ -113,19 +130,7 @@ def _round(folder, fault, seed):
         outcomes = ranks.launch(SIZE, _traffic, begun, env=env, heap="16M", timeout=2 * LIMIT, on_start=on_start)
     where = name if env.get("VIRTUAL_NODES") != "1" else "one node"
     what = f"{fault} {seed}: rank {lost} after {moment:.2f} s{', early' if early else ''}, {where}"
-    for o in outcomes:
-        if o.rank == lost and fault in ("kill", "stop"):
-            continue
-        assert o.error is not None and o.error[0] not in ("Timeout", "Died"), (what, o)
-        kind, said, _ = o.error
-        if o.rank != lost:
-            assert kind == "PeerLost" and f"rank {lost}" in said.partition(": ")[2], (what, o.rank, kind, said)
-        elif fault == "disk":
-            assert kind == "OSError" and f"Errno {errno.ENOSPC}" in said, (what, kind, said)
-        else:  # it sees all others go
-            assert kind == "PeerLost", (what, kind, said)
-        if o.rank != lost and fault == "disk":
-            assert "OSError" in said, (what, o.rank, said)
+    _check_outcomes(outcomes, fault, lost, what)
     end = time.monotonic() + 10
     while left := _started_in(begun):
         assert time.monotonic() < end, (what, "left behind", left)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tilescale_net as tsn
-from tests.simulator import kernels
+from tests.simulator import kernels, wrong_kernels
 from tests.simulator.kernels import simulate
 from tilescale_net.compiler.simulator import host_compiler
 from tilescale_net.errors import SimulatorDeadlock
@@ -32,7 +32,7 @@ def test_argument_out_of_bounds(bad):
     index[41] = bad
     for seed in range(3):
         with pytest.raises(tsn.OutOfBounds) as info, simulator.schedule(seed):
-            simulate(kernels.read_at, 100, guarded=False)(torch.zeros(100), index, torch.empty(64))
+            simulate(wrong_kernels.read_at, 100, guarded=False)(torch.zeros(100), index, torch.empty(64))
         text = str(info.value)
         assert f"seed {seed}" in text and "block (1, 0, 0) thread (9, 0, 0)" in text
         assert f"x: access to 4 bytes at byte offset {4 * bad}, but it has 400 bytes" in text
@@ -42,10 +42,10 @@ def test_argument_out_of_bounds(bad):
 def test_slice_is_the_bound_and_not_the_storage():
     index = torch.full((64,), 50, dtype=torch.int32)
     whole = torch.zeros(200)
-    simulate(kernels.read_at, 100, guarded=False)(whole[100:], index, torch.empty(64))
+    simulate(wrong_kernels.read_at, 100, guarded=False)(whole[100:], index, torch.empty(64))
     index[0] = 100
     with pytest.raises(tsn.OutOfBounds):
-        simulate(kernels.read_at, 100, guarded=False)(whole[:100], index, torch.empty(64))
+        simulate(wrong_kernels.read_at, 100, guarded=False)(whole[:100], index, torch.empty(64))
 
 
 @pytest.mark.parametrize("bad,what", [(64, "past its end"), (-1, "before its start")])
@@ -53,18 +53,18 @@ def test_shared_memory_out_of_bounds(bad, what):
     index = torch.zeros(64, dtype=torch.int32)
     index[3] = bad
     with pytest.raises(tsn.OutOfBounds, match=rf"outside its shared memory.*{what}.*256 bytes"):
-        simulate(kernels.write_shared_at, 64, guarded=False)(index, torch.empty(64))
+        simulate(wrong_kernels.write_shared_at, 64, guarded=False)(index, torch.empty(64))
 
 
 def test_fresh_shared_memory_is_nan():
     out = torch.zeros(64)
-    simulate(kernels.uninitialised_shared)(out)
+    simulate(wrong_kernels.uninitialised_shared)(out)
     assert out.isnan().all()
 
 
 def test_unmapped_address():
     with pytest.raises(tsn.OutOfBounds, match=r"access to address 0x1234.*not mapped"):
-        simulate(kernels.read_address)(torch.tensor([0x123400], dtype=torch.int64), torch.empty(32))
+        simulate(wrong_kernels.read_address)(torch.tensor([0x123400], dtype=torch.int64), torch.empty(32))
     assert still_works()
 
 
@@ -72,27 +72,27 @@ def test_division_by_zero():
     a, b = torch.ones(32, dtype=torch.int32), torch.ones(32, dtype=torch.int32)
     b[7] = 0
     with pytest.raises(tsn.KernelError, match=r"thread \(7, 0, 0\): integer division by zero"):
-        simulate(kernels.divide)(a, b)
+        simulate(wrong_kernels.divide)(a, b)
     assert still_works()
 
 
 def test_stack_overflow():
     index = torch.zeros(32, dtype=torch.int32)
     with pytest.raises(tsn.KernelError, match=r"more than its stack of 262144 bytes.*TSN_SIM_STACK"):
-        simulate(kernels.large_local, 1 << 17)(index, torch.empty(32))
+        simulate(wrong_kernels.large_local, 1 << 17)(index, torch.empty(32))
     assert still_works()
 
 
 def test_larger_stack(monkeypatch):
     monkeypatch.setenv("TSN_SIM_STACK", "1M")
     out = torch.empty(32)
-    simulate(kernels.large_local, 1 << 17)(torch.zeros(32, dtype=torch.int32), out)
+    simulate(wrong_kernels.large_local, 1 << 17)(torch.zeros(32, dtype=torch.int32), out)
     assert (out == 2).all()
 
 
 def test_barrier_that_some_threads_left():
     with pytest.raises(SimulatorDeadlock, match=r"32 of 64 threads at __syncthreads, 32 ended"):
-        simulate(kernels.barrier_in_half, 64)(torch.zeros(64, dtype=torch.int32))
+        simulate(wrong_kernels.barrier_in_half, 64)(torch.zeros(64, dtype=torch.int32))
     assert still_works()
 
 
@@ -100,21 +100,21 @@ def test_warp_operation_that_some_lanes_leave_out():
     for seed in range(4):
         with pytest.raises(tsn.KernelError, match=r"lane.* ended|lanes 0xffff0000 of it have ended"):
             with simulator.schedule(seed):
-                simulate(kernels.shuffle_in_half)(torch.zeros(32, dtype=torch.int32))
+                simulate(wrong_kernels.shuffle_in_half)(torch.zeros(32, dtype=torch.int32))
 
 
 def test_lanes_in_different_operations():
     for seed in range(4):
         with pytest.raises(tsn.KernelError, match="different operations"), simulator.schedule(seed):
-            simulate(kernels.different_operations)(torch.zeros(32, dtype=torch.int32))
+            simulate(wrong_kernels.different_operations)(torch.zeros(32, dtype=torch.int32))
 
 
 def test_named_barriers():
     x = torch.zeros(64, dtype=torch.int32)
-    simulate(kernels.named_barriers, 64, 64)(x)
+    simulate(wrong_kernels.named_barriers, 64, 64)(x)
     assert x.sum() == 64
     with pytest.raises(tsn.KernelError, match=r"barrier 1 is used with \d+ threads while others wait"):
-        simulate(kernels.named_barriers, 64, 96)(x)
+        simulate(wrong_kernels.named_barriers, 64, 96)(x)
 
 
 def test_grid_larger_than_the_gpu(monkeypatch):
@@ -153,7 +153,7 @@ def test_grid_barrier(monkeypatch):
 
 def test_endless_loop_without_a_pause(monkeypatch):
     monkeypatch.setenv("TSN_SIM_STALL", "1.5")
-    kernel, zero = simulate(kernels.endless), torch.zeros(1, dtype=torch.int32)
+    kernel, zero = simulate(wrong_kernels.endless), torch.zeros(1, dtype=torch.int32)
     begin = time.monotonic()
     with pytest.raises(SimulatorDeadlock, match=r"thread \(5, 0, 0\): the thread ran for"):
         kernel(zero, torch.zeros(1, dtype=torch.int32))
@@ -166,7 +166,7 @@ def test_interrupt_ends_a_kernel(busy):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    kernel = simulate(kernels.barriers_forever) if busy else simulate(kernels.producer_consumer, 2)
+    kernel = simulate(wrong_kernels.barriers_forever) if busy else simulate(kernels.producer_consumer, 2)
     previous = signal.signal(signal.SIGUSR1, interrupt)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
     try:
@@ -181,14 +181,14 @@ def test_interrupt_ends_a_kernel(busy):
 
 def test_assertion_on_the_device():
     x = torch.zeros(32, dtype=torch.int32)
-    simulate(kernels.asserting)(x)
+    simulate(wrong_kernels.asserting)(x)
     x[4] = -1
     with pytest.raises(tsn.KernelError, match=r"thread \(4, 0, 0\).*x is negative"):
-        simulate(kernels.asserting)(x)
+        simulate(wrong_kernels.asserting)(x)
 
 
 def test_print(capfd):
-    simulate(kernels.printing)(torch.tensor([1, 42], dtype=torch.int32))
+    simulate(wrong_kernels.printing)(torch.tensor([1, 42], dtype=torch.int32))
     assert re.search(r"thread 3,0,0\] 42\n", capfd.readouterr().out)
 
 
@@ -207,7 +207,7 @@ def test_print(capfd):
 def test_arguments_are_checked(args, what):
     given = args(torch.zeros(100), torch.zeros(64, dtype=torch.int32), torch.zeros(64))
     with pytest.raises(tsn.KernelError, match=what):
-        simulate(kernels.read_at, 100)(*given)
+        simulate(wrong_kernels.read_at, 100)(*given)
 
 
 def test_scalars_are_checked():
@@ -220,9 +220,9 @@ def test_scalars_are_checked():
 
 def test_unsupported_constructs_are_named():
     with pytest.raises(tsn.SimulatorUnsupported, match=r"T.gemm.*tl::mma_sync"):
-        simulate(kernels.matrix_product)
+        simulate(wrong_kernels.matrix_product)
     with pytest.raises(tsn.SimulatorUnsupported, match="it has no somebody_elses_function"):
-        simulate(kernels.unknown_function)
+        simulate(wrong_kernels.unknown_function)
 
 
 def test_compiler_must_exist(monkeypatch, tmp_path):
@@ -238,8 +238,8 @@ def test_compiler_must_exist(monkeypatch, tmp_path):
 
 def test_faults_of_other_code_are_not_swallowed():
     code = (
-        "import torch, ctypes; from tests.simulator import kernels;"
-        "kernels.simulate(kernels.printing)(torch.tensor([1, 42], dtype=torch.int32));"
+        "import torch, ctypes; from tests.simulator import kernels, wrong_kernels;"
+        "kernels.simulate(wrong_kernels.printing)(torch.tensor([1, 42], dtype=torch.int32));"
         "ctypes.string_at(0x1234)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=os.getcwd(), capture_output=True)

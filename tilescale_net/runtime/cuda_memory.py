@@ -48,9 +48,10 @@ def ordinal(group, local_rank: int) -> int:
 
 
 class CudaMemory:
-    """Heap memory of one rank on a GPU; same interface as SharedMemory."""
+    """Heap memory of one rank on a GPU; see `memory.Memory`."""
 
-    kind = "cuda"
+    device_kind = kind = "cuda"
+    poisons = False
 
     def __init__(self, size: int, ordinal: int):
         count = torch.cuda.device_count()
@@ -117,6 +118,15 @@ class CudaMemory:
         self._pinned.append(address)
         return address
 
+    def on_mapped(self, control, rank: int, hosts: list[str], peer_base: list[int]) -> None:
+        """Nothing is shared beside the heaps."""
+
+    def on_allocate(self, address: int, nbytes: int, name: str) -> None:
+        """A GPU knows the limits of the heap alone."""
+
+    def on_free(self, address: int) -> None:
+        """As on_allocate."""
+
     def loads_kernels_late(self) -> bool:
         """Whether CUDA loads kernels when they are first launched; see settings.load_kernels_early."""
         from cuda.bindings import driver
@@ -126,6 +136,8 @@ class CudaMemory:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    finish_kernels = synchronize
 
     def close(self) -> None:
         """Unmap the peers. The heap is freed when no tensor refers to it any more."""

@@ -11,6 +11,7 @@ import torch
 
 from tilescale_net.errors import HeapError
 from tilescale_net.runtime.context import SYSTEM_BYTES
+from tilescale_net.runtime.memory import Memory
 
 ALIGNMENT = 256
 # Unused bytes behind every allocation: an access past the end lands here and not in a neighbour, so that it is seen.
@@ -87,31 +88,23 @@ class Heap:
     """Tensors in symmetric memory.
 
     Args:
-        memory: SharedMemory or CudaMemory.
+        memory: what the tensors lie in, which is told of each that is made and freed.
         agree: collective check `(call, arguments) -> None`.
-        poison: fill fresh memory with NaN patterns (the simulator's way to show reads of unwritten data).
-        on_allocate, on_free: told `(address, nbytes, name)` and `(address)`, for bounds checks.
         check: called first by every call; raises when the job has failed or is over.
         settle: carries out what operations of other ranks still owe this heap; whether there can be such a thing.
     """
 
     def __init__(
         self,
-        memory,
+        memory: Memory,
         agree: Callable[[str, str], None],
         rank: int,
-        poison: bool,
-        on_allocate: Callable[[int, int, str], None] | None = None,
-        on_free: Callable[[int], None] | None = None,
         check: Callable[[], None] = lambda: None,
         settle: Callable[[], bool] | None = None,
     ):
         self._memory = memory
         self._agree = agree
         self._rank = rank
-        self._poison = poison
-        self._on_allocate = on_allocate
-        self._on_free = on_free
         self._check = check
         self._settle = settle
         self._allocator = Allocator(SYSTEM_BYTES, memory.size)
@@ -162,12 +155,11 @@ class Heap:
             raw = self._memory.bytes_tensor(offset, nbytes)
             if zero:
                 raw.zero_()
-            elif self._poison:
+            elif self._memory.poisons:
                 raw.fill_(POISON)
             self._made[offset] = (name, shape, dtype)
             self._memory.synchronize()  # peers may write as soon as the collective call returns
-            if self._on_allocate:
-                self._on_allocate(self.base + offset, nbytes, f"{name}({list(shape)}, {dtype})")
+            self._memory.on_allocate(self.base + offset, nbytes, f"{name}({list(shape)}, {dtype})")
             # Second agreement: nobody may write into a peer's tensor before the peer has initialised it.
             self._agree(f"tilescale_net.{name}", "initialised")
             return raw.view(dtype).view(shape)
@@ -190,9 +182,8 @@ class Heap:
                 "already, or it is a view that does not begin where its allocation begins"
             )
         self._allocator.release(offset)
-        if self._on_free:
-            self._on_free(self.base + offset)
-        if self._poison:
+        self._memory.on_free(self.base + offset)
+        if self._memory.poisons:
             self._memory.bytes_tensor(offset, size).fill_(POISON)  # so that use after free is seen
 
     def describe(self, offset: int) -> str | None:

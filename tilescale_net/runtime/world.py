@@ -16,10 +16,17 @@ import torch.distributed as dist
 import tilescale_net
 from tilescale_net import fabric
 from tilescale_net.errors import ConfigurationError, PeerLost, TileScaleError
-from tilescale_net.runtime import context, device_errors, groups, race_memory, settings, topology
+from tilescale_net.runtime import context, device_errors, groups, memory, settings, topology
 from tilescale_net.runtime.control import Control
 from tilescale_net.runtime.heap import Heap
+from tilescale_net.runtime.memory import Memory
 from tilescale_net.runtime.watchdog import Watchdog
+
+_LOADED_LATE = (
+    "CUDA loads kernels at their first launch here; where data to and from other nodes are staged in host memory, that "
+    "waits for a running kernel, and the kernel for its data until TSN_TIMEOUT. Set CUDA_MODULE_LOADING=EAGER before CUDA "
+    "starts"
+)
 
 
 class World:
@@ -33,7 +40,7 @@ class World:
         device_kind: "cuda" or "simulator".
         device: torch device of symmetric tensors.
         heap: the symmetric heap.
-        memory: what the heap lies in, a SharedMemory or CudaMemory.
+        memory: what the heap lies in, of the kind of the device.
         context_tensor: int64 tensor over the fixed part of the context, the argument that kernels take.
         proxy: the proxy that serves PEs of other nodes, or None when every PE is direct.
         failure: what ended the world for this rank, or None; every further call raises it.
@@ -50,7 +57,7 @@ class World:
         self.failure: TileScaleError | None = None
         self.proxy = None
         self._watchdog: Watchdog | None = None
-        self.memory = self._race_memory = None
+        self.memory: Memory | None = None
         self._closed = False
         self._abort_address = self._error_address = 0
         self._page_in_use = threading.Lock()
@@ -69,59 +76,52 @@ class World:
             raise
 
     def _set_up(self, heap_bytes: int | str | None, silence: float, device: torch.device | None) -> None:
-        if device is not None:
-            self.device_kind = "cuda" if device.type == "cuda" else "simulator"
-        else:
-            self.device_kind = settings.device_kind()
-        on_gpu = self.device_kind == "cuda"
-        size = settings.heap_bytes(heap_bytes, on_gpu)
+        kind = settings.device_kind() if device is None else "cuda" if device.type == "cuda" else "simulator"
+        size = settings.heap_bytes(heap_bytes, on_gpu=kind == "cuda")
+        hosts = self._meet_the_others(f"heap_bytes={size}, device={kind}", silence)
+        self.memory = memory.create(kind, size, device, self.group, self.topology.local_rank)
+        self.device_kind, self.device = self.memory.device_kind, self.memory.device
+        page = self.memory.pinned(4096)
+        self._abort_address, self._error_address = page, page + 64
+        self.heap = Heap(self.memory, self.control.agree, self.rank, self.check, self._settle)
+        handles = self.control.gather("tilescale_net.init", self.memory.handle())
+        self.peer_base = [self._base_of(pe, handles[pe]) for pe in range(self.size)]
+        self.memory.on_mapped(self.control, self.rank, hosts, self.peer_base)
+        queues = n_queues = 0
+        if self.topology.nodes > 1:
+            from tilescale_net.runtime.proxy import start
+
+            self.proxy, queues, n_queues = start(self)
+            if self.rank == 0 and self.memory.loads_kernels_late():
+                settings.log.warning(_LOADED_LATE)
+        self._make_context(queues, n_queues)
+        self.memory.synchronize()
+        # Peers may touch this heap from here on: its system area is zero and every rank has mapped every other.
+        self.control.agree("tilescale_net.init", "ready")
+
+    def _meet_the_others(self, wanted: str, silence: float) -> list[str]:
+        """Learn where the ranks are, watch over them from now on, and agree on what is wanted; the host of every rank."""
         virtual = settings.VIRTUAL_NODES.get()
         place = topology.virtual_node(dist.get_rank(), dist.get_world_size()) if self.group is not None else 0
         facts = self.control.gather("tilescale_net.init", [topology.host_identity(), os.getpid(), place])
         hosts, pids, places = map(list, zip(*facts))
         self._watchdog = Watchdog(self.control, hosts, pids, silence, self._poll_local, self._on_loss)
         self.control.reason_of = self._watchdog.reason
-        self.control.agree(
-            "tilescale_net.init",
-            f"heap_bytes={size}, device={self.device_kind}, VIRTUAL_NODES={virtual}, {_version()}",
-        )
+        self.control.agree("tilescale_net.init", f"{wanted}, VIRTUAL_NODES={virtual}, {_version()}")
         if self.group is None:
             self.topology = topology.discover(self.rank, self.size, hosts)
         else:
             self.topology = topology.of_group(self.rank, self.size, hosts, places)
-        if on_gpu:
-            from tilescale_net.runtime import cuda_memory
+        return hosts
 
-            ordinal = device.index if device is not None else cuda_memory.ordinal(self.group, self.topology.local_rank)
-            self.memory = cuda_memory.CudaMemory(size, ordinal)
-        else:
-            from tilescale_net.runtime.shared_memory import SharedMemory
+    def _base_of(self, pe: int, handle) -> int:
+        """Where the heap of a PE is in this process; 0 for one that is reached through the fabric."""
+        if pe == self.rank:
+            return self.memory.base
+        return self.memory.map_peer(pe, handle) if self.topology.is_direct(pe) else 0
 
-            self.memory = SharedMemory(size)
-        self.device = self.memory.device
-
-        page = self.memory.pinned(4096)
-        self._abort_address, self._error_address = page, page + 64
-        on_allocate, on_free = self._bounds_hooks()
-        self.heap = Heap(
-            self.memory, self.control.agree, self.rank, not on_gpu, on_allocate, on_free, self.check, self._settle
-        )
-        handles = self.control.gather("tilescale_net.init", self.memory.handle())
-        self.peer_base = [
-            (self.memory.base if pe == self.rank else self.memory.map_peer(pe, handles[pe]))
-            if self.topology.is_direct(pe)
-            else 0
-            for pe in range(self.size)
-        ]
-        if not on_gpu:
-            self._race_memory = race_memory.share(self.memory, self.control, self.rank, hosts, self.peer_base)
-        queues, n_queues = self._start_proxy()
-        if on_gpu and self.rank == 0 and self.proxy is not None and self.memory.loads_kernels_late():
-            settings.log.warning(
-                "CUDA loads kernels at their first launch here; where data to and from other nodes are staged in host "
-                "memory, that waits for a running kernel, and the kernel for its data until TSN_TIMEOUT. Set "
-                "CUDA_MODULE_LOADING=EAGER before CUDA starts"
-            )
+    def _make_context(self, queues: int, n_queues: int) -> None:
+        """Make what kernels take as their context. `queues`: device address of the proxy's queue views."""
         header = context.ContextHeader(
             my_pe=self.rank,
             n_pes=self.size,
@@ -130,37 +130,14 @@ class World:
             n_queues=n_queues,
             flags=self.proxy.context_flags if self.proxy is not None else 0,
             heap_base=self.memory.base,
-            heap_bytes=size,
+            heap_bytes=self.memory.size,
             abort_word=self._abort_address,
             error=self._error_address,
             timeout_ns=int(self.timeout * 1e9),
             queues=queues,
         )
         self._context_bytes = self.memory.upload(context.pack(header, self.peer_base))
-        words = self._context_bytes.view(torch.int64)
-        self.context_tensor = words[: context.HEADER_WORDS]
-        self.memory.synchronize()
-        # Peers may touch this heap from here on: its system area is zero and every rank has mapped every other.
-        self.control.agree("tilescale_net.init", "ready")
-
-    # -- parts that depend on the kind of machine -------------------------------------------------------------------
-
-    def _bounds_hooks(self):
-        if self.device_kind == "cuda":
-            return None, None
-        from tilescale_net import _simulator
-
-        _simulator.register_heap(self.memory.base, self.memory.size)
-        _simulator.register_allocation(self.memory.base, context.SYSTEM_BYTES, "system area")
-        return _simulator.register_allocation, _simulator.unregister_allocation
-
-    def _start_proxy(self) -> tuple[int, int]:
-        if self.topology.nodes == 1:
-            return 0, 0
-        from tilescale_net.runtime.proxy import start
-
-        self.proxy, queues, n_queues = start(self)
-        return queues, n_queues
+        self.context_tensor = self._context_bytes.view(torch.int64)[: context.HEADER_WORDS]
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
@@ -293,11 +270,7 @@ class World:
 
     def _finish_kernels(self) -> None:
         self.check()
-        self.memory.synchronize()
-        if self.device_kind == "simulator":
-            from tilescale_net import _simulator
-
-            _simulator.flush_pending()
+        self.memory.finish_kernels()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -343,12 +316,6 @@ class World:
         with self._page_in_use:
             self._abort_address = self._error_address = 0
         if self.memory is not None:
-            if self.device_kind == "simulator":
-                from tilescale_net import _simulator
-
-                _simulator.unregister_heap(self.memory.base)
-                if self._race_memory is not None:
-                    self._race_memory.close()
             self.memory.close()
         self.control.close()
 

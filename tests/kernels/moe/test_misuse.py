@@ -25,12 +25,27 @@ def _arguments(device):
     return x, idx, torch.ones((3, 2), device=device)
 
 
+def _dispatch_wrongly(op, mistakes: list, right: tuple) -> None:
+    pace = random.Random(tsn.rank())
+    for turn, (argument, kind, word, wrong) in enumerate(mistakes):
+        if tsn.rank() == 1:
+            with raises(kind, "rank 1", argument, word):
+                op.dispatch(*wrong)
+                op.check()  # a GPU finds out about the contents of tensors when the kernel runs
+        else:
+            with raises(ValueError, "rank 1", argument):
+                op.dispatch(*right)
+                op.check()
+        everyone = [make_inputs((turn, r), op.config, 3, "random") for r in range(2)]
+        run_round(op, everyone, pace, f"after {argument}: {word}")
+
+
 def _wrong_calls(mode: str) -> None:
     """Each mistake is made by rank 1 alone; rank 0's call must fail with it, and the calls after it must be right."""
     op = AllToAll(**SHAPE, mode=mode)
     # Of another configuration; in throughput mode one with most of the same kernels, which take long to compile.
     other = AllToAll(**(dict(SHAPE, alignment=2) if mode == "throughput" else dict(SHAPE, top_k=1)), mode=mode)
-    device, rank = tsn.device(), tsn.rank()
+    device = tsn.device()
     x, idx, weights = _arguments(device)
     mistakes = [
         ("topk_idx", ValueError, "expert 4", (x, torch.where(idx == 3, 4, idx), weights)),
@@ -44,18 +59,7 @@ def _wrong_calls(mode: str) -> None:
         ("x", ValueError, "shape", (x[:, :16].contiguous(), idx, weights)),
         ("x", TypeError, "tensor", ("rows", idx, weights)),
     ]
-    pace = random.Random(rank)
-    for turn, (argument, kind, word, wrong) in enumerate(mistakes):
-        if rank == 1:
-            with raises(kind, "rank 1", argument, word):
-                op.dispatch(*wrong)
-                op.check()  # a GPU finds out about the contents of tensors when the kernel runs
-        else:
-            with raises(ValueError, "rank 1", argument):
-                op.dispatch(x, idx, weights)
-                op.check()
-        everyone = [make_inputs((turn, r), op.config, 3, "random") for r in range(2)]
-        run_round(op, everyone, pace, f"after {argument}: {word}")
+    _dispatch_wrongly(op, mistakes, (x, idx, weights))
 
     received = op.dispatch(x, idx, weights)
     with raises(TypeError, "y", "float32"):
@@ -196,7 +200,7 @@ WRONG = [
     (dict(tuning=Tuning(combine_threads=16)), ValueError, "combine_threads", "16"),
     (dict(tuning=Tuning(combine_threads=48)), ValueError, "combine_threads", "48"),
     (dict(tuning=Tuning(chunk=2.5)), ValueError, "chunk", "2.5"),
-    (dict(max_tokens=1 << 17), ValueError, "max_tokens", "4 blocks", "at most", "more blocks"),
+    (dict(max_tokens=1 << 17, tuning=Tuning(blocks=4)), ValueError, "max_tokens", "4 blocks", "at most", "more blocks"),
     (dict(active=[True]), ValueError, "active", "1 entries"),
     (dict(active=[False, False]), ValueError, "active", "rank"),
 ]

@@ -36,8 +36,8 @@ HappensBefore::HappensBefore(unsigned warps_per_block, const std::vector<std::st
   memory_->ended[static_cast<size_t>(memory_->me)] = first_epoch_ - 1;
   for (int r = 0; r < memory_->ranks(); ++r)
     start->emplace_back(clock_key(Part::all, r), memory_->ended[static_cast<size_t>(r)]);
-  start_ = start;
   memory_->forget_finished();
+  start_ = join(start, memory_->learnt);
   Page& page = memory_->own();
   page.warps_per_block = warps_per_block_;
   __atomic_store_n(&page.latest, latest_, __ATOMIC_RELEASE);
@@ -45,7 +45,10 @@ HappensBefore::HappensBefore(unsigned warps_per_block, const std::vector<std::st
 
 HappensBefore::~HappensBefore() {
   give_epoch(latest_);
-  if (memory_) __atomic_store_n(&memory_->own().finished, latest_, __ATOMIC_RELEASE);
+  if (!memory_) return;
+  // Launches of a rank follow one another: the next one knows what the warps of this one have learnt of other ranks.
+  for (const auto& entry : warps_) memory_->learnt = join(memory_->learnt, entry.second.known);
+  __atomic_store_n(&memory_->own().finished, latest_, __ATOMIC_RELEASE);
 }
 
 HappensBefore::State& HappensBefore::at(uint32_t warp) {

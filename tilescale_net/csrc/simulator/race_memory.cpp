@@ -123,15 +123,20 @@ void RaceMemory::receive(const Known& own_signals) {
   }
 }
 
+Known RaceMemory::beyond_ended(const Known& known) const {
+  auto rest = std::make_shared<Clock>();
+  for (const auto& entry : *known)
+    if (entry.second > ended[static_cast<size_t>(rank_of(entry.first))]) rest->push_back(entry);
+  return rest;
+}
+
 // Drops what every launch from now on knows without it.
 void RaceMemory::forget_finished() {
   for (auto it = words.begin(); it != words.end();) {
-    auto rest = std::make_shared<Clock>();
-    for (const auto& entry : *it->second)
-      if (entry.second > ended[static_cast<size_t>(rank_of(entry.first))]) rest->push_back(entry);
-    if (rest->empty()) it = words.erase(it);
-    else it++->second = rest;
+    it->second = beyond_ended(it->second);
+    it = it->second->empty() ? words.erase(it) : std::next(it);
   }
+  learnt = beyond_ended(learnt);
   fetched.clear();
   published.clear();
 }

@@ -84,6 +84,7 @@ struct RaceMemory {
   std::vector<uint32_t> ended;               // what each had finished when the launch was asked for
   std::unordered_map<uint64_t, Known> words; // what is known to who has seen a signal word
   Known any = nothing_known();               // to who has seen any
+  Known learnt = nothing_known();            // to launches of this rank that come after those that have ended
   uint64_t read = 0;                         // messages
   std::map<std::pair<int, uint64_t>, Known> fetched;
   std::unordered_map<const Clock*, std::pair<Known, uint64_t>> published;
@@ -108,6 +109,8 @@ struct RaceMemory {
   void forget_finished();
 
 private:
+  // What is left of it for somebody who knows all that had ended.
+  Known beyond_ended(const Known& known) const;
   Known fetch(const Message& m);
 };
 

@@ -1,0 +1,92 @@
+"""What the heap lies in: one class for each kind of device, chosen here once."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from tilescale_net.runtime.control import Control
+
+
+class Memory(Protocol):
+    """Memory of one rank, in which its heap lies, and how to wait for the kernels that use it.
+
+    Attributes:
+        device_kind: "cuda" or "simulator", as in settings.
+        kind: "cuda" or "host", as the fabric calls it.
+        device: torch device of tensors in it.
+        ordinal: number of the GPU; -1 without one.
+        size, base: of the heap in bytes, and its address in this process.
+        poisons: whether fresh and freed tensors are filled with NaN patterns, which shows reads of unwritten data.
+    """
+
+    device_kind: str
+    kind: str
+    device: torch.device
+    ordinal: int
+    size: int
+    base: int
+    poisons: bool
+
+    def handle(self) -> tuple[Any, ...]:
+        """What a peer on this host needs to map this heap."""
+
+    def map_peer(self, pe: int, handle: Any) -> int:
+        """Map a peer's heap and return its address here. Raises ConfigurationError when the system refuses."""
+
+    def on_mapped(self, control: Control, rank: int, hosts: list[str], peer_base: list[int]) -> None:
+        """All ranks have mapped their peers. Collective.
+
+        Args:
+            hosts: of every rank.
+            peer_base: where every rank's heap is in this process; 0 for those that are not mapped.
+        """
+
+    def bytes_tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor over heap bytes [offset, offset + nbytes)."""
+
+    def upload(self, data: bytes) -> torch.Tensor:
+        """A uint8 tensor that kernels can read, holding `data`."""
+
+    def pinned(self, nbytes: int) -> int:
+        """Address of zeroed memory that host and kernels both reach; it lives as long as this object."""
+
+    def on_allocate(self, address: int, nbytes: int, name: str) -> None:
+        """The heap has given away these bytes."""
+
+    def on_free(self, address: int) -> None:
+        """The heap has got them back."""
+
+    def loads_kernels_late(self) -> bool:
+        """Whether a kernel's first launch may wait for the kernels that run; see settings.load_kernels_early."""
+
+    def synchronize(self) -> None:
+        """Wait for kernels that this rank has launched."""
+
+    def finish_kernels(self) -> None:
+        """`synchronize`, and what these kernels have sent to other ranks is on its way."""
+
+    def close(self) -> None:
+        """Let go of everything but what tensors still refer to."""
+
+
+def create(kind: str, size: int, device: torch.device | None, group: Any, local_rank: int) -> Memory:
+    """Memory with a heap of `size` bytes.
+
+    Args:
+        kind: "cuda" or "simulator".
+        device: that of the other worlds of this process; None: `group` and `local_rank` say which GPU is this rank's,
+            see `cuda_memory.ordinal`.
+
+    Raises:
+        ConfigurationError: the machine has no such memory.
+    """
+    if kind == "cuda":
+        from tilescale_net.runtime import cuda_memory
+
+        ordinal = device.index if device is not None else cuda_memory.ordinal(group, local_rank)
+        return cuda_memory.CudaMemory(size, ordinal)
+    from tilescale_net.runtime.simulator_memory import SimulatorMemory
+
+    return SimulatorMemory(size)

@@ -1,0 +1,49 @@
+"""Heap memory of a rank without a GPU, whose bounds and races the simulator follows."""
+
+from __future__ import annotations
+
+from tilescale_net import _simulator
+from tilescale_net.runtime import race_memory
+from tilescale_net.runtime.context import SYSTEM_BYTES
+from tilescale_net.runtime.control import Control
+from tilescale_net.runtime.shared_memory import SharedMemory
+
+
+class SimulatorMemory(SharedMemory):
+    """Shared memory in which kernels of the simulator run; see `memory.Memory`."""
+
+    device_kind = "simulator"
+    poisons = True
+
+    def __init__(self, size: int):
+        super().__init__(size)
+        self._race_memory: SharedMemory | None = None
+        _simulator.register_heap(self.base, size)
+        self.on_allocate(self.base, SYSTEM_BYTES, "system area")
+
+    def on_mapped(self, control: Control, rank: int, hosts: list[str], peer_base: list[int]) -> None:
+        """Share with the ranks of this host what finds races between ranks."""
+        self._race_memory = race_memory.share(self, control, rank, hosts, peer_base)
+
+    def on_allocate(self, address: int, nbytes: int, name: str) -> None:
+        """Accesses to these bytes are inside a tensor from now on."""
+        _simulator.register_allocation(address, nbytes, name)
+
+    def on_free(self, address: int) -> None:
+        """Accesses to them are outside of every tensor."""
+        _simulator.unregister_allocation(address)
+
+    def loads_kernels_late(self) -> bool:
+        """Nothing is loaded at a launch."""
+        return False
+
+    def finish_kernels(self) -> None:
+        """What kernels have sent to other ranks arrives at last."""
+        _simulator.flush_pending()
+
+    def close(self) -> None:
+        """As SharedMemory; the simulator forgets the heap first."""
+        _simulator.unregister_heap(self.base)
+        if self._race_memory is not None:
+            self._race_memory.close()
+        super().close()
