@@ -67,8 +67,8 @@ def pytest_terminal_summary(terminalreporter, config):
     skipped = _skipped(terminalreporter)
     lacking = [r for r in skipped if _reason(r).startswith("lacks ")]
     if lacking:
-        found = [re.match(r"lacks (.*) \((.*)\)", _reason(r)).groups() for r in lacking]
-        what, packages = (", ".join(sorted(set(column))) for column in zip(*found))
+        found = [re.match(r"lacks (.*?)(?: \((.*)\))?$", _reason(r)).groups() for r in lacking]
+        what, packages = (", ".join(sorted(set(filter(None, column)))) for column in zip(*found))
         terminalreporter.write_line(
             f"{len(lacking)} tests were skipped, as this machine lacks {what}: install {packages}"
         )

@@ -99,7 +99,7 @@ def _uneven_rows(seed):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_uneven_splits(size):
-    ranks.run(size, _uneven_rows, random.randrange(1 << 30))
+    ranks.run(size, _uneven_rows, random.randrange(1 << 30), timeout=240)
 
 
 @pytest.mark.parametrize("visibility", ["eager", "late", "random"])

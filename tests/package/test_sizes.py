@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import lacking
+
 ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_FUNCTION = 60
@@ -19,10 +21,19 @@ TRACED = ("prim_func", "jit", "macro")
 
 def files(*patterns: str) -> list[Path]:
     """The checkout's files of these names, tracked or not, that git does not ignore."""
-    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
+    command = [
+        lacking.program("git", "git"),
+        "-C",
+        str(ROOT),
+        "ls-files",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        *patterns,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        pytest.skip("lacks a git checkout, which tells sources from what was built")
+        pytest.skip("lacks a git checkout, which tells sources from what was built (git clone)")
     return [path for name in done.stdout.splitlines() if (path := ROOT / name).exists()]
 
 
