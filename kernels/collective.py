@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import tilescale_net as tsn
+from tilescale_net.kernels.announcement import Agreement
 from tilescale_net.runtime import heap
 
 # Blocks that the simulator runs at once.
@@ -64,7 +65,7 @@ class Collective:
         if not 1 <= blocks <= limit:
             raise ValueError(f"{name}: blocks is {blocks}; it must be between 1 and {limit}, so that all run at once")
         self.threads, self.blocks = threads, blocks
-        self._agreed: set[tuple] = set()
+        self._agreement = Agreement(name, self._world)
         self._owned: list[torch.Tensor] = []
         self._members = self._world.control.members
         self._world.control.agree(name, f"threads={threads}, blocks={blocks}, {configuration}")
@@ -128,6 +129,7 @@ class Collective:
                 f"{self.name}: ranks were left out of the job (now {self._world.control.members}); this object works with "
                 "all ranks only, free it"
             )
+        self._raise_mismatch()
 
     def _check(self, name: str, tensor, dtype: torch.dtype | None = None, symmetric: bool = False) -> None:
         """Raise TypeError, ValueError or HeapError, naming the argument, for a tensor that kernels cannot use."""
@@ -163,19 +165,37 @@ class Collective:
         if a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes:
             raise ValueError(f"{self.name}: {a_name} and {b_name} overlap in memory")
 
-    def _agree(self, describe: str, *arguments) -> None:
-        """Compare arguments with the other ranks the first time they are used; RankMismatch names two that differ.
+    # -- agreement of ranks -----------------------------------------------------------------------------------------
+
+    def _agree(self, describe: str, *arguments) -> int:
+        """The tag of a call with these arguments; see `Agreement.number`.
 
         Later calls with the same arguments cost nothing, so that a call can be captured in a CUDA graph.
-
-        Args:
-            describe: text with a `{}` for each argument.
-            arguments: hashable.
         """
-        if arguments not in self._agreed:
-            shown = (list(a) if isinstance(a, torch.Size) else a for a in arguments)
-            self._world.control.agree(self.name, describe.format(*shown))
-            self._agreed.add(arguments)
+        return self._agreement.number(describe, *arguments)
+
+    def check(self) -> None:
+        """Wait for the calls so far and raise what they found wrong with arguments. Not collective.
+
+        In the simulator each call does this itself; on a GPU it would cost a synchronisation.
+
+        Raises:
+            RankMismatch: another rank made another call; names both.
+        """
+        self._world.synchronize()
+        self._raise_mismatch()
+        self._world.check()
+
+    def _raise_mismatch(self) -> None:
+        """Raise what kernels that have ended found."""
+        error = self._agreement.error()
+        if error is not None:
+            raise error
+
+    def _raise_mismatch_if_simulated(self) -> None:
+        """Where kernels have ended when their launch returns, a mismatch is known at once."""
+        if self.device.type == "cpu":
+            self._raise_mismatch()
 
     def place(self, tensor: torch.Tensor) -> int:
         """Heap offset of a symmetric tensor; 0 for one without elements."""
