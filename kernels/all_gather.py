@@ -11,7 +11,7 @@ from tilescale_net.runtime.profiling import named
 
 @tsn.jit(name="all_gather")
 def all_gather(n_pes, dtype="uint8", threads=512, blocks=16, in_place=False, engine="auto", unroll=None, ring=None):
-    """Kernel `(out, x, calls, ready, arrived)`: afterwards `out[p]` is the `x` of PE p, for all p; see `exchange`."""
+    """Kernel `(out, x, tag, status, calls, ready, arrived)`: afterwards `out[p]` is the `x` of PE p, for all p; see `exchange`."""
     return exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, split=False, in_place=in_place)
 
 
@@ -65,7 +65,8 @@ class AllGather(Collective):
 
         Raises:
             TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
-            RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
+            RankMismatch: ranks that pass different shapes, dtypes or places of `out` in the heap. Between those nothing
+                moves. Raised at once where arguments are new, else by the next call or `check`.
         """
         self._begin()
         self._check("out", out, symmetric=True)
@@ -74,9 +75,9 @@ class AllGather(Collective):
         in_place = x.data_ptr() == out.data_ptr() + self.rank * x.nbytes
         if not in_place:
             self._check_apart("out", out, "x", x)
-        self._agree("x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out))
+        tag = self._agree("x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out))
         if x.nbytes:
-            words = self._calls, self._ready, self._arrived
+            words = tag, self._agreement.status, self._calls, self._ready, self._arrived
             # Ranks may differ in this.
             if x.nbytes >= self._stores_from and not self._sources_travel and is_aligned(VECTOR_BYTES, x, out):
                 stores = all_gather_by_stores(self.n_pes, self.threads, self.blocks, in_place)
@@ -84,4 +85,5 @@ class AllGather(Collective):
             else:
                 kernel = all_gather(self.n_pes, in_place=in_place, **self._options)
                 kernel(as_bytes(out, self.n_pes, x.nbytes), as_bytes(x, x.nbytes), *words)
+            self._raise_mismatch_if_simulated()
         return out

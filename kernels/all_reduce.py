@@ -111,7 +111,8 @@ class AllReduce(Collective):
 
         Raises:
             TypeError, ValueError: an argument that does not fit, by name; nothing was sent.
-            RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
+            RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time, and for
+                large symmetric tensors at every call (on a GPU by `check`): they must be the same ones on all ranks.
         """
         self._begin()
         x = out if x is None else x
@@ -124,7 +125,7 @@ class AllReduce(Collective):
         if x.data_ptr() != out.data_ptr():
             self._check_apart("out", out, "x", x)
         places = [self.place_of_vectors(out), self.place_of_vectors(x)]
-        direct = self._agree_on_places("out of shape {} and {}", out.shape, out.dtype, places=places)
+        direct, self._tag = self._agree_on_places("out of shape {} and {}", out.shape, out.dtype, places=places)
         if out.numel() == 0:
             return out
         flat_out, flat_x = out.view(-1), x.view(-1)
@@ -134,7 +135,7 @@ class AllReduce(Collective):
         elif self._parts:
             self._in_pieces(self._by_parts, self._staging_bytes, flat_out, flat_x)
         else:
-            self._directly(self._choose(out.nbytes), direct, flat_out, flat_x)
+            self._explained(lambda: self._directly(self._choose(out.nbytes), direct, flat_out, flat_x))
         return out
 
     def _choose(self, nbytes: int) -> str:
@@ -189,7 +190,7 @@ class AllReduce(Collective):
     def _by_two_shot(self, out, x, target, source, staged: bool) -> None:
         aligned = is_aligned(VECTOR_BYTES, out, x)
         kernel = all_reduce_two_shot(self.n_pes, dtype_name(out.dtype), staged, aligned, self.threads, self.blocks)
-        kernel(out, x, target, source, *self._two_shot_words)
+        kernel(out, x, target, source, self._tag, self._agreement.status, *self._two_shot_words)
 
     def _by_parts(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """Where some PEs are on other nodes: the parts' sums, then everybody's."""

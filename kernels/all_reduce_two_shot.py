@@ -9,13 +9,14 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.announcement import STATUS_WORDS, announcement, compare
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.kernels.sum_of_peers import add_up, batch_of, pack, unpack, vector_of
 
 
 @tsn.jit(name="all_reduce_two_shot", pass_configs=EXPLICIT_SYNC)
 def all_reduce_two_shot(n_pes, dtype, staged, aligned=True, threads=512, blocks=64):
-    """Kernel `(out, x, target, source, ready, arrived, calls)`: `out` is the sum of everybody's `x`; `out` may be `x`.
+    """Kernel `(out, x, target, source, tag, status, ready, arrived, calls)`: `out` is the sum of everybody's `x`; `out` may be `x`.
 
     Args:
         n_pes: number of PEs, at most `threads`; all of them mapped.
@@ -27,7 +28,8 @@ def all_reduce_two_shot(n_pes, dtype, staged, aligned=True, threads=512, blocks=
 
     `source` and `target` [>= ceil(bytes / 16), 16 bytes of dtype], `ready` and `arrived` (uint64 [n_pes, blocks]) are
     symmetric, `calls` (uint64 [blocks]) is any device memory; signals and `calls` are zero before the first call, and
-    then left alone.
+    then left alone. `tag` stands for what must be equal on all PEs, and with it for `source` and `target`; where it is not,
+    nothing moves, and what differs is reported to `status` (int64 [STATUS_WORDS]), see `announcement`.
     """
     count, target_rows, source_rows = (T.dynamic(n, "int64") for n in ("count", "target_rows", "source_rows"))
     vector, batch = vector_of(dtype), batch_of(n_pes)
@@ -39,6 +41,8 @@ def all_reduce_two_shot(n_pes, dtype, staged, aligned=True, threads=512, blocks=
         x: T.Tensor((count,), dtype),
         target: T.Tensor((target_rows, vector), dtype),
         source: T.Tensor((source_rows, vector), dtype),
+        tag: T.int32,
+        status: T.Tensor((STATUS_WORDS,), "int64"),
         ready: T.Tensor((n_pes, blocks), "uint64"),
         arrived: T.Tensor((n_pes, blocks), "uint64"),
         calls: T.Tensor((blocks,), "uint64"),
@@ -46,8 +50,9 @@ def all_reduce_two_shot(n_pes, dtype, staged, aligned=True, threads=512, blocks=
         with T.Kernel(blocks, threads=threads) as block:
             thread = T.get_thread_binding()
             me = N.my_pe()
-            call = T.alloc_var("int64")
-            call = T.cast(calls[block], "int64") + 1
+            call = T.alloc_var("uint64")
+            call = calls[block] + T.uint64(1)
+            agrees = T.alloc_shared((n_pes,), "int32")
             vectors = T.ceildiv(count, T.int64(vector))
             part = T.alloc_var("int64")
             part = T.ceildiv(vectors, T.int64(n_pes))
@@ -74,14 +79,25 @@ def all_reduce_two_shot(n_pes, dtype, staged, aligned=True, threads=512, blocks=
                             aligned,
                         )
                     T.sync_threads()
-                if thread < n_pes and thread != me:
-                    N.signal(ready[me, block], call, thread)
-                    N.wait(ready[thread, block], "ge", call)
+                if thread < n_pes:
+                    same = T.alloc_var("int32")
+                    same = 1
+                    if thread != me:
+                        N.signal(ready[me, block], announcement(call, tag), thread)
+                        word = N.wait(ready[thread, block], "ge", announcement(call, 0))
+                        compare(same, thread, call, tag, word, status, True)
+                    agrees[thread] = same
                 T.sync_threads()
+                agreed = T.alloc_var("int32")
+                agreed = 1
+                for p in T.unroll(n_pes):
+                    agreed = agreed & agrees[p]
+                last = T.alloc_var("int64")
+                last = T.if_then_else(agreed != 0, end, first)
                 result = T.alloc_local((batch, vector), dtype)
                 limit = T.alloc_var("int64")
-                limit = T.min(me * part + end, vectors)
-                for turn in T.serial(T.ceildiv(end - first, T.int64(threads * batch))):
+                limit = T.min(me * part + last, vectors)
+                for turn in T.serial(T.ceildiv(last - first, T.int64(threads * batch))):
                     i = me * part + first + turn * threads * batch + thread
                     add_up(result, sources, dtype, i, limit, threads, batch)
                     for target_of_pe in targets:
@@ -92,7 +108,7 @@ def all_reduce_two_shot(n_pes, dtype, staged, aligned=True, threads=512, blocks=
                 T.sync_threads()
                 if thread < n_pes and thread != me:
                     N.signal(arrived[me, block], call, thread, fence=True)
-                    N.wait(arrived[thread, block], "ge", call)
+                    N.wait(arrived[thread, block], "ge", T.cast(call, "int64"))
                 if staged:
                     T.sync_threads()
                     for p in T.serial(n_pes):
@@ -109,6 +125,6 @@ def all_reduce_two_shot(n_pes, dtype, staged, aligned=True, threads=512, blocks=
                         )
             T.sync_threads()
             if thread == 0:
-                calls[block] = T.cast(call, "uint64")
+                calls[block] = call
 
     return main

@@ -14,7 +14,7 @@ from tilescale_net.runtime.profiling import named
 
 @tsn.jit(name="all_to_all")
 def all_to_all(n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unroll=None, ring=None):
-    """Kernel `(out, x, calls, ready, arrived)`: afterwards `out[p]` is `x[my_pe]` of PE p, for all p; see `exchange`."""
+    """Kernel `(out, x, tag, status, calls, ready, arrived)`: afterwards `out[p]` is `x[my_pe]` of PE p, for all p; see `exchange`."""
     return exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, split=True)
 
 
@@ -58,7 +58,7 @@ class AllToAll(Collective):
         self._heap = self._world.heap.as_bytes()
         self._outbox = self._symmetric((self.n_pes, WORDS), torch.int64)
         self._inbox = self._symmetric((2, self.n_pes, WORDS), torch.int64)
-        self._status = torch.zeros((self.n_pes, 3), dtype=torch.int64, device=self.device)
+        self._differences = torch.zeros((self.n_pes, 3), dtype=torch.int64, device=self.device)
 
     @named("tilescale_net.AllToAll")
     def __call__(
@@ -86,7 +86,9 @@ class AllToAll(Collective):
 
         Raises:
             TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
-            RankMismatch: ranks that pass different row shapes or dtypes, seen when a shape is used for the first time.
+            RankMismatch: ranks that pass different row shapes or dtypes, without splits also another number of rows or
+                place of `out` in the heap, or splits on some ranks only. Between those nothing moves. Raised at once where
+                arguments are new, else by the next call or `check`.
         """
         self._begin()
         self._check("out", out, symmetric=True)
@@ -112,19 +114,21 @@ class AllToAll(Collective):
                 f"{self.name}: out of shape {list(out.shape)} and x of shape {list(x.shape)} must have the same number of "
                 f"rows, a multiple of the {self.n_pes} PEs; give output_splits and input_splits for uneven ones"
             )
-        self._agree("x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out))
+        tag = self._agree("x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out))
         if x.nbytes:
             part = x.nbytes // self.n_pes
+            words = tag, self._agreement.status, *self._signal_words
             aligned = is_aligned(VECTOR_BYTES, x, out) and part % VECTOR_BYTES == 0
             if part >= self._stores_from and not self._sources_travel and aligned:  # ranks may differ in this
                 stores = all_to_all_by_stores(self.n_pes, self.threads, self.blocks)
-                stores(as_vectors(out), as_vectors(x), *self._signal_words)
+                stores(as_vectors(out), as_vectors(x), *words)
             else:
                 kernel = all_to_all(self.n_pes, **self._options)
-                kernel(as_bytes(out, self.n_pes, part), as_bytes(x, self.n_pes, part), *self._signal_words)
+                kernel(as_bytes(out, self.n_pes, part), as_bytes(x, self.n_pes, part), *words)
+            self._raise_mismatch_if_simulated()
 
     def _uneven(self, out: torch.Tensor, x: torch.Tensor, receives: torch.Tensor, sends: torch.Tensor) -> None:
-        self._agree("rows of shape {} and {} with splits", x.shape[1:], x.dtype)
+        tag = self._agree("rows of shape {} and {} with splits", x.shape[1:], x.dtype)
         row_bytes = x.shape[1:].numel() * x.element_size()
         if row_bytes == 0:
             return
@@ -132,7 +136,7 @@ class AllToAll(Collective):
         kernel = all_to_all_uneven(self.n_pes, **self._options)
         kernel(
             self._heap, as_bytes(source, source.nbytes), self.place(out), out.shape[0], x.shape[0], row_bytes, receives, sends,
-            self._status, self._outbox, self._inbox, *self._signal_words,
+            tag, self._agreement.status, self._differences, self._outbox, self._inbox, *self._signal_words,
         )  # fmt: skip
         if self.device.type == "cpu":  # the simulator has run the kernel by now
             self.check()
@@ -162,19 +166,19 @@ class AllToAll(Collective):
         return splits
 
     def check(self) -> None:
-        """Wait for the calls so far and raise what they found wrong with their splits. Not collective.
+        """Wait for the calls so far and raise what they found wrong with arguments or splits. Not collective.
 
         In the simulator each call does this itself; on a GPU it would cost a synchronisation. Between two PEs that
         disagreed no rows were moved, and both raise.
 
         Raises:
             ValueError: splits of this rank, given as tensors, that were negative or did not add up.
-            RankMismatch: another PE expected or announced another number of rows; names both numbers.
+            RankMismatch: another PE made another call, or expected or announced another number of rows; names both.
         """
-        status = self._status.tolist()
-        self._world.check()  # a call that was cut short is not one whose splits differ
-        self._status.zero_()
-        for pe, (reason, here, there) in enumerate(status):
+        differences = self._differences.tolist()
+        super().check()  # a call that was cut short is not one whose splits differ
+        self._differences.zero_()
+        for pe, (reason, here, there) in enumerate(differences):
             if reason == OWN_SPLITS:
                 raise ValueError(
                     f"{self.name}: input_splits add up to {here} and output_splits to {there} rows, or one is negative; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import tilescale_net as tsn
+from tilescale_net.kernels.announcement import Agreement
 from tilescale_net.runtime import heap
 
 # Blocks that the simulator runs at once.
@@ -64,8 +65,8 @@ class Collective:
         if not 1 <= blocks <= limit:
             raise ValueError(f"{name}: blocks is {blocks}; it must be between 1 and {limit}, so that all run at once")
         self.threads, self.blocks, self._block_limit = threads, blocks, limit
-        self._agreed: set[tuple] = set()
-        self._mapped: dict[tuple, bool] = {}
+        self._agreement = Agreement(name, self._world)
+        self._mapped: dict[tuple, tuple[bool, int]] = {}
         self._owned: list[torch.Tensor] = []
         self._members = self._world.control.members
         self._world.control.agree(name, f"threads={threads}, blocks={blocks}, {configuration}")
@@ -129,6 +130,7 @@ class Collective:
                 f"{self.name}: ranks were left out of the job (now {self._world.control.members}); this object works with "
                 "all ranks only, free it"
             )
+        self._raise_mismatch()
 
     def _check(self, name: str, tensor, dtype: torch.dtype | None = None, symmetric: bool = False) -> None:
         """Raise TypeError, ValueError or HeapError, naming the argument, for a tensor that kernels cannot use."""
@@ -164,34 +166,64 @@ class Collective:
         if a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes:
             raise ValueError(f"{self.name}: {a_name} and {b_name} overlap in memory")
 
-    def _agree(self, describe: str, *arguments) -> None:
-        """Compare arguments with the other ranks the first time they are used; RankMismatch names two that differ.
+    # -- agreement of ranks -----------------------------------------------------------------------------------------
+
+    def _agree(self, describe: str, *arguments) -> int:
+        """The tag of a call with these arguments; see `Agreement.number`.
 
         Later calls with the same arguments cost nothing, so that a call can be captured in a CUDA graph.
-
-        Args:
-            describe: text with a `{}` for each argument.
-            arguments: hashable.
         """
-        if arguments not in self._agreed:
-            shown = (list(a) if isinstance(a, torch.Size) else a for a in arguments)
-            self._world.control.agree(self.name, describe.format(*shown))
-            self._agreed.add(arguments)
+        return self._agreement.number(describe, *arguments)
 
-    def _agree_on_places(self, describe: str, *arguments, places: list[int | None]) -> bool:
+    def check(self) -> None:
+        """Wait for the calls so far and raise what they found wrong with arguments. Not collective.
+
+        In the simulator each call does this itself; on a GPU it would cost a synchronisation.
+
+        Raises:
+            RankMismatch: another rank made another call; names both.
+        """
+        self._world.synchronize()
+        self._raise_mismatch()
+        self._world.check()
+
+    def _raise_mismatch(self) -> None:
+        """Raise what kernels that have ended found."""
+        error = self._agreement.error()
+        if error is not None:
+            raise error
+
+    def _raise_mismatch_if_simulated(self) -> None:
+        """Where kernels have ended when their launch returns, a mismatch is known at once."""
+        if self.device.type == "cpu":
+            self._raise_mismatch()
+
+    def _explained(self, launch) -> None:
+        """Launch a kernel; what it found wrong with the ranks' arguments explains a wait that did not end."""
+        try:
+            launch()
+        except tsn.TileScaleError:
+            self._raise_mismatch()
+            raise
+        self._raise_mismatch_if_simulated()
+
+    def _agree_on_places(self, describe: str, *arguments, places: list[int | None]) -> tuple[bool, int]:
         """As `_agree`; whether kernels may use some tensors where they lie, in the memory of all PEs.
 
         Args:
             places: heap offsets of the tensors, None for what lies elsewhere. They may differ between ranks.
 
         Returns:
-            Whether no rank has None, and all have the same.
+            Whether no rank has None and all have the same; and the tag of a call, which stands for the places too then.
         """
         key = (*arguments, *places)
         if key not in self._mapped:
-            self._agree(describe, *arguments)
+            tag = self._agree(describe, *arguments)
             everyone = self._world.control.gather(f"{self.name}: where the tensors are", places)
-            self._mapped[key] = None not in places and all(theirs == places for theirs in everyone)
+            mapped = None not in places and all(theirs == places for theirs in everyone)
+            if mapped:
+                tag = self._agree(f"{describe}, tensors at heap offsets {{}}", *arguments, tuple(places))
+            self._mapped[key] = mapped, tag
         return self._mapped[key]
 
     def place_of_vectors(self, tensor: torch.Tensor) -> int | None:

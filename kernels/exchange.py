@@ -1,13 +1,17 @@
 """The kernels of all-gather and of all-to-all with equal splits: every PE puts a part to the same place at every PE.
 
 There are two that do the same, one by puts, for any PE, and one by stores through registers, for large parts of mapped
-PEs: it loads what goes to all of them once, and sends to all at the same time. A call begins by telling every peer that the output may be overwritten and ends when every peer's part has arrived, so
-that calls follow one another without a barrier. Blocks share each part; block b waits for the blocks b of its peers.
+PEs: it loads what goes to all of them once, and sends to all at the same time.
+
+A call begins by telling every peer that the output may be overwritten, and which one that is, and ends when every peer's
+part has arrived, so that calls follow one another without a barrier. Between PEs that give different outputs nothing
+moves. Blocks share each part; block b waits for the blocks b of its peers.
 """
 
 import tilelang.language as T
 
 import tilescale_net.language as N
+from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce, compare
 from tilescale_net.kernels.partition import slice_elements
 from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES, batch_of
 
@@ -17,7 +21,7 @@ WORDS = VECTOR_BYTES // 4
 
 
 def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_place=False):
-    """Traced kernel `(out, x, calls, ready, arrived)`; afterwards `out[p]` is what PE p has put here.
+    """Traced kernel `(out, x, tag, status, calls, ready, arrived)`; afterwards `out[p]` is what PE p has put here.
 
     Args:
         n_pes: number of PEs, at most `threads`.
@@ -27,7 +31,8 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_p
         split: `x` is [n_pes, count], and PE p gets `x[p]`; else it is [count], and every PE gets all of it.
         in_place: `x` is `out[my_pe]` already.
 
-    `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [n_pes, blocks] (symmetric) are uint64, zero
+    `tag` stands for what must be equal on all PEs, `out` above all; what differs is reported to `status` (int64
+    [STATUS_WORDS]), see `announcement`. `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [n_pes, blocks] (symmetric) are uint64, zero
     before the first call, and then left alone.
     """
     count = T.dynamic("count", "int64")
@@ -38,6 +43,8 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_p
         ctx: N.Context(),
         out: T.Tensor((n_pes, count), dtype),
         x: T.Tensor(shape, dtype),
+        tag: T.int32,
+        status: T.Tensor((STATUS_WORDS,), "int64"),
         calls: T.Tensor((blocks,), "uint64"),
         ready: T.Tensor((n_pes,), "uint64"),
         arrived: T.Tensor((n_pes, blocks), "uint64"),
@@ -48,24 +55,30 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_p
             call = calls[block] + T.uint64(1)
             share = slice_elements(count, blocks, dtype)
             first = share * block
+            agrees = T.alloc_shared((n_pes,), "int32")
             # Work before this kernel on the stream is done with `out`, so one block can say so for all.
             if block == 0 and thread < n_pes:
-                N.signal(ready[me], call, thread)
+                announce(ready, me, call, tag, thread)
             if first < count:
+                same = T.alloc_var("int32")
                 if thread < n_pes:
-                    N.wait(ready[thread], "ge", call)
+                    word = N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
+                    compare(same, thread, call, tag, word, status, block == 0)
+                    agrees[thread] = same
                 T.sync_threads()
                 for hop in T.serial(1 if in_place else 0, n_pes):
                     pe = (me + hop) % n_pes
-                    N.put_block(
-                        out[me, first], x[pe, first] if split else x[first], pe, count=T.min(share, count - first),
-                        engine=engine, unroll=unroll, ring=ring,
-                    )  # fmt: skip
+                    if agrees[pe] != 0:
+                        N.put_block(
+                            out[me, first], x[pe, first] if split else x[first], pe, count=T.min(share, count - first),
+                            engine=engine, unroll=unroll, ring=ring,
+                        )  # fmt: skip
                 # One fence for all peers, by a thread each: put_signal would wait for them one after the other.
                 T.sync_threads()
                 if thread < n_pes:
-                    N.signal(arrived[me, block], call, thread, fence=True)
-                    N.wait(arrived[thread, block], "ge", call)
+                    if same != 0:
+                        N.signal(arrived[me, block], call, thread, fence=True)
+                        N.wait(arrived[thread, block], "ge", call)
                     N.quiet(thread)
             T.sync_threads()
             if thread == 0:
@@ -89,6 +102,8 @@ def exchange_by_stores(n_pes, threads, blocks, *, split, in_place=False):
         ctx: N.Context(),
         out: T.Tensor((rows, WORDS), "int32"),
         x: T.Tensor((x_rows, WORDS), "int32"),
+        tag: T.int32,
+        status: T.Tensor((STATUS_WORDS,), "int64"),
         calls: T.Tensor((blocks,), "uint64"),
         ready: T.Tensor((n_pes,), "uint64"),
         arrived: T.Tensor((n_pes, blocks), "uint64"),
@@ -104,12 +119,16 @@ def exchange_by_stores(n_pes, threads, blocks, *, split, in_place=False):
             first = share * block
             end = T.alloc_var("int64")
             end = T.min(first + share, count)
+            agrees = T.alloc_shared((n_pes,), "int32")
             if block == 0 and thread < n_pes:
-                N.signal(ready[me], call, thread)
+                announce(ready, me, call, tag, thread)
             if first < count:
                 targets = [N.remote(out, (me + hop) % n_pes) for hop in range(n_pes)]
+                same = T.alloc_var("int32")
                 if thread < n_pes:
-                    N.wait(ready[thread], "ge", call)
+                    word = N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
+                    compare(same, thread, call, tag, word, status, block == 0)
+                    agrees[thread] = same
                 T.sync_threads()
                 part = T.alloc_local((sources, batch, WORDS), "int32")
                 for turn in T.serial(T.ceildiv(end - first, T.int64(threads * batch))):
@@ -121,13 +140,13 @@ def exchange_by_stores(n_pes, threads, blocks, *, split, in_place=False):
                                 for v in T.vectorized(WORDS):
                                     part[source, u, v] = x[start + i + u * threads, v]
                     for hop, target in enumerate(targets):
-                        if hop > 0 or not in_place:
+                        if (hop > 0 or not in_place) and agrees[(me + hop) % n_pes] != 0:
                             for u in T.unroll(batch):
                                 if i + u * threads < end:
                                     for v in T.vectorized(WORDS):
                                         target[me * count + i + u * threads, v] = part[hop if split else 0, u, v]
                 T.sync_threads()
-                if thread < n_pes:
+                if thread < n_pes and same != 0:
                     N.signal(arrived[me, block], call, thread, fence=True)
                     N.wait(arrived[thread, block], "ge", call)
             T.sync_threads()

@@ -12,6 +12,7 @@ from tilelang import tvm
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce, report_other_call
 from tilescale_net.kernels.collective import Collective, dtype_name, is_aligned
 from tilescale_net.kernels.partition import slice_elements
 from tilescale_net.kernels.reduce_scatter_pull import reduce_scatter_pull
@@ -36,7 +37,7 @@ def reduce_scatter(
     unroll=None,
     ring=None,
 ):
-    """Kernel `(out, x, staging, chunks, arrived, consumed)`: `out` is the sum over all PEs p of `x[my_pe]` of PE p.
+    """Kernel `(out, x, tag, status, staging, calls, chunks, ready, arrived, consumed)`: `out` is the sum over all PEs p of `x[my_pe]` of PE p.
 
     Args:
         n_pes: number of PEs, at most `threads`.
@@ -49,8 +50,10 @@ def reduce_scatter(
         engine, unroll, ring: see `tilescale_net.language.put_block`.
 
     `staging` is [n_pes, blocks, slots, chunk_bytes / bytes of a vector, vector] of dtype; `arrived` and `consumed`
-    (uint64 [n_pes, blocks]) are signals; all three are symmetric. `chunks` (uint64 [blocks]) counts chunks in any device
-    memory. Signals and `chunks` are zero before the first call, and then left alone.
+    (uint64 [n_pes, blocks]) and `ready` (uint64 [2 * n_pes], by parity of the call) are signals; all four are symmetric.
+    `calls` and `chunks` (uint64 [blocks]) count calls and chunks in any device memory. Signals and counts are
+    zero before the first call, and then left alone. `tag` stands for what must be equal on all PEs; what differs is
+    reported to `status` (int64 [STATUS_WORDS]), see `announcement`; the call may not end then.
     """
     count = T.dynamic("count", "int64")
     total_dtype = accumulator(dtype)
@@ -86,8 +89,12 @@ def reduce_scatter(
         ctx: N.Context(),
         out: T.Tensor((count, vector), dtype),
         x: T.Tensor((n_pes, count, vector), dtype),
+        tag: T.int32,
+        status: T.Tensor((STATUS_WORDS,), "int64"),
         staging: T.Tensor((n_pes, blocks, slots, chunk, vector), dtype),
+        calls: T.Tensor((blocks,), "uint64"),
         chunks: T.Tensor((blocks,), "uint64"),
+        ready: T.Tensor((2 * n_pes,), "uint64"),
         arrived: T.Tensor((n_pes, blocks), "uint64"),
         consumed: T.Tensor((n_pes, blocks), "uint64"),
     ):
@@ -99,6 +106,11 @@ def reduce_scatter(
             first = T.min(share * block, count)
             end = T.min(first + share, count)
             steps = T.ceildiv(end - first, T.int64(chunk))
+            # A fast peer announces the next call before this one is over, but not the one after that.
+            call = calls[block] + T.uint64(1)
+            parity = T.cast(call % T.uint64(2), "int32")
+            if block == 0 and thread < n_pes:
+                announce(ready, parity * n_pes + me, call, tag, thread)
             for step in T.serial(steps + 1):
                 if step < steps:
                     # The slot's last use must be over at the peer.
@@ -113,6 +125,10 @@ def reduce_scatter(
                             count=T.min(T.int64(chunk), end - start) * vector, engine=engine, unroll=unroll, ring=ring,
                         )  # fmt: skip
                 if step > 0:
+                    if step == 1 and block == 0 and thread < n_pes:
+                        word = N.wait(ready[parity * n_pes + thread], "ge", call << T.uint64(TAG_BITS))
+                        if word != (call << T.uint64(TAG_BITS)) | T.cast(tag, "uint64"):
+                            report_other_call(status, thread, call, tag, word)
                     if thread < n_pes and thread != me:
                         N.wait_slot(arrived[thread, block], done + step - 1, slots)
                     T.sync_threads()
@@ -131,6 +147,7 @@ def reduce_scatter(
             T.sync_threads()
             if thread == 0:
                 chunks[block] = T.cast(done + steps, "uint64")
+                calls[block] = call
 
     return main
 
@@ -169,7 +186,9 @@ class ReduceScatter(Collective):
         self._algorithm = algorithm
         self._options = dict(threads=threads, blocks=blocks, **options)
         self._staging = self._symmetric((self.n_pes, blocks, slots, chunk_bytes), torch.uint8)
-        self._chunks = self.counters(blocks)
+        self._calls, self._chunks = self.counters(blocks), self.counters(blocks)
+        self._ready = self._signals(2 * self.n_pes)
+        self._mismatch: tsn.RankMismatch | None = None
         self._arrived, self._consumed = self._signals(self.n_pes, blocks), self._signals(self.n_pes, blocks)
         self._pull_words = self.counters(blocks), self._signals(self.n_pes, blocks), self._signals(self.n_pes, blocks)
 
@@ -188,7 +207,8 @@ class ReduceScatter(Collective):
 
         Raises:
             TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
-            RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
+            RankMismatch: ranks that pass different shapes or dtypes. Raised at once where they are new, else by the next
+                call or `check`: `out` is undefined then, and so would be later ones; free the object.
         """
         self._begin()
         self._check("out", out)
@@ -199,7 +219,7 @@ class ReduceScatter(Collective):
         if out.data_ptr() != x.data_ptr() + self.rank * out.nbytes:
             self._check_apart("out", out, "x", x)
         place = self.place_of_vectors(x) if is_aligned(VECTOR_BYTES, out) and not self._sources_travel else None
-        mapped = self._agree_on_places("out of shape {} and {}", out.shape, out.dtype, places=[place])
+        mapped, tag = self._agree_on_places("out of shape {} and {}", out.shape, out.dtype, places=[place])
         if self._algorithm == "pull" and not mapped:
             raise ValueError(
                 f"{self.name}: x of shape {list(x.shape)} cannot be pulled on all ranks: it must be symmetric, at the same "
@@ -210,22 +230,27 @@ class ReduceScatter(Collective):
         if mapped and self._algorithm != "push":
             vector = VECTOR_BYTES // out.element_size()
             kernel = reduce_scatter_pull(self.n_pes, dtype_name(out.dtype), self.threads, self.blocks)
-            kernel(out.view(-1, vector), x.view(-1, vector), *self._pull_words)
+            words = tag, self._agreement.status, *self._pull_words
+            self._explained(lambda: kernel(out.view(-1, vector), x.view(-1, vector), *words))
         else:
-            self._push(out, x)
+            self._push(out, x, tag)
         return out
 
-    def _push(self, out: torch.Tensor, x: torch.Tensor) -> None:
+    def _push(self, out: torch.Tensor, x: torch.Tensor, tag: int) -> None:
         # Ranks may differ in this: slices, chunks and staging are laid out alike for any vector.
         aligned = (out.data_ptr() | x.data_ptr() | out.nbytes) % VECTOR_BYTES == 0
         vector = VECTOR_BYTES // out.element_size() if aligned else 1
         kernel = reduce_scatter(self.n_pes, dtype_name(out.dtype), vector, **self._options)
         staging = self._staging.view(out.dtype).view(self.n_pes, self.blocks, self._options["slots"], -1, vector)
-        kernel(
-            out.view(-1, vector),
-            x.view(self.n_pes, -1, vector),
-            staging,
-            self._chunks,
-            self._arrived,
-            self._consumed,
+        words = self._calls, self._chunks, self._ready, self._arrived, self._consumed
+        self._explained(
+            lambda: kernel(
+                out.view(-1, vector), x.view(self.n_pes, -1, vector), tag, self._agreement.status, staging, *words
+            )
         )
+
+    def _raise_mismatch(self) -> None:
+        """As in the base class, and again at every later call: ranks may have sent different numbers of chunks."""
+        self._mismatch = self._agreement.error() or self._mismatch
+        if self._mismatch is not None:
+            raise self._mismatch

@@ -8,13 +8,14 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.announcement import STATUS_WORDS, announcement, compare
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.kernels.sum_of_peers import add_up, batch_of, vector_of
 
 
 @tsn.jit(name="reduce_scatter_pull", pass_configs=EXPLICIT_SYNC)
 def reduce_scatter_pull(n_pes, dtype, threads=512, blocks=32):
-    """Kernel `(out, x, calls, ready, done)`: `out` is the sum over all PEs p of part my_pe of the `x` of PE p.
+    """Kernel `(out, x, tag, status, calls, ready, done)`: `out` is the sum over all PEs p of part my_pe of the `x` of PE p.
 
     Args:
         n_pes: number of PEs, at most `threads`; all of them mapped.
@@ -23,7 +24,8 @@ def reduce_scatter_pull(n_pes, dtype, threads=512, blocks=32):
         threads, blocks: launch geometry; all blocks must be able to run at once.
 
     `ready` and `done` (uint64 [n_pes, blocks]) are symmetric, `calls` (uint64 [blocks]) is any device memory; all are zero
-    before the first call, and then left alone.
+    before the first call, and then left alone. `tag` stands for what must be equal on all PEs, `x` above all; where it is
+    not, nothing is read, and what differs is reported to `status` (int64 [STATUS_WORDS]), see `announcement`.
     """
     count, rows = T.dynamic("count", "int64"), T.dynamic("rows", "int64")
     vector, batch = vector_of(dtype), batch_of(n_pes)
@@ -33,6 +35,8 @@ def reduce_scatter_pull(n_pes, dtype, threads=512, blocks=32):
         ctx: N.Context(),
         out: T.Tensor((count, vector), dtype),
         x: T.Tensor((rows, vector), dtype),
+        tag: T.int32,
+        status: T.Tensor((STATUS_WORDS,), "int64"),
         calls: T.Tensor((blocks,), "uint64"),
         ready: T.Tensor((n_pes, blocks), "uint64"),
         done: T.Tensor((n_pes, blocks), "uint64"),
@@ -40,8 +44,9 @@ def reduce_scatter_pull(n_pes, dtype, threads=512, blocks=32):
         with T.Kernel(blocks, threads=threads) as block:
             thread = T.get_thread_binding()
             me = N.my_pe()
-            call = T.alloc_var("int64")
-            call = T.cast(calls[block], "int64") + 1
+            call = T.alloc_var("uint64")
+            call = calls[block] + T.uint64(1)
+            agrees = T.alloc_shared((n_pes,), "int32")
             share = T.max(T.ceildiv(count, T.int64(blocks)), T.int64(threads))
             first = T.alloc_var("int64")
             first = T.min(share * block, count)
@@ -50,26 +55,37 @@ def reduce_scatter_pull(n_pes, dtype, threads=512, blocks=32):
             if first < end:
                 views = [N.remote(x, p) for p in range(n_pes)]
                 # Work before this kernel on the stream is done with `x`, so each block can say so for its like.
-                if thread < n_pes and thread != me:
-                    N.signal(ready[me, block], call, thread)
-                    N.wait(ready[thread, block], "ge", call)
+                if thread < n_pes:
+                    same = T.alloc_var("int32")
+                    same = 1
+                    if thread != me:
+                        N.signal(ready[me, block], announcement(call, tag), thread)
+                        word = N.wait(ready[thread, block], "ge", announcement(call, 0))
+                        compare(same, thread, call, tag, word, status, True)
+                    agrees[thread] = same
                 T.sync_threads()
+                agreed = T.alloc_var("int32")
+                agreed = 1
+                for p in T.unroll(n_pes):
+                    agreed = agreed & agrees[p]
+                last = T.alloc_var("int64")
+                last = T.if_then_else(agreed != 0, end, first)
                 result = T.alloc_local((batch, vector), dtype)
                 part = me * count
-                for turn in T.serial(T.ceildiv(end - first, T.int64(threads * batch))):
+                for turn in T.serial(T.ceildiv(last - first, T.int64(threads * batch))):
                     i = first + turn * threads * batch + thread
-                    add_up(result, views, dtype, part + i, part + end, threads, batch)
+                    add_up(result, views, dtype, part + i, part + last, threads, batch)
                     for u in T.unroll(batch):
-                        if i + u * threads < end:
+                        if i + u * threads < last:
                             for v in T.vectorized(vector):
                                 out[i + u * threads, v] = result[u, v]
                 # All have read their parts of `x` before work behind this kernel may write it.
                 T.sync_threads()
                 if thread < n_pes and thread != me:
                     N.signal(done[me, block], call, thread)
-                    N.wait(done[thread, block], "ge", call)
+                    N.wait(done[thread, block], "ge", T.cast(call, "int64"))
             T.sync_threads()
             if thread == 0:
-                calls[block] = T.cast(call, "uint64")
+                calls[block] = call
 
     return main

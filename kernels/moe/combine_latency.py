@@ -11,7 +11,8 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.moe.handshake import announce, await_previous, check_announcement
+from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce
+from tilescale_net.kernels.moe.handshake import await_previous, check_announcement
 from tilescale_net.kernels.moe.row_ops import (
     EXACT_SUMS,
     EXPLICIT_SYNC,
@@ -26,7 +27,6 @@ from tilescale_net.kernels.moe.row_ops import (
     store_quantised,
     store_rounded,
 )
-from tilescale_net.kernels.moe.wire_layout import STATUS_WORDS, TAG_BITS
 
 
 def parts_of(hidden: int, width: int, wanted: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, take_ticket
 from tilescale_net.kernels.moe.row_ops import (
     EXACT_SUMS,
@@ -26,7 +27,7 @@ from tilescale_net.kernels.moe.row_ops import (
     store_quantised,
     store_rounded,
 )
-from tilescale_net.kernels.moe.wire_layout import STATUS_WORDS, Totals, record_words
+from tilescale_net.kernels.moe.wire_layout import Totals, record_words
 
 NONE, OWN = -1, -2  # of a rank's row for a token
 

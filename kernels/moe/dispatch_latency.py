@@ -14,10 +14,11 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import dispatch_latency_steps as steps
 from tilescale_net.kernels.moe.handshake import await_previous
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, FP8
-from tilescale_net.kernels.moe.wire_layout import COUNT_BITS, STATUS_WORDS
+from tilescale_net.kernels.moe.wire_layout import COUNT_BITS
 
 
 @tsn.jit(name="moe_dispatch_latency", pass_configs=EXPLICIT_SYNC)

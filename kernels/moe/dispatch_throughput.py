@@ -16,9 +16,10 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, take_ticket
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, batch_of, copy_row, copy_words, load_batch, store_batch
-from tilescale_net.kernels.moe.wire_layout import STATUS_WORDS, Totals, record_words
+from tilescale_net.kernels.moe.wire_layout import Totals, record_words
 
 
 @dataclass(frozen=True)

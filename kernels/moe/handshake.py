@@ -7,26 +7,8 @@ parity chooses between buffers, signals and tickets that exist twice.
 import tilelang.language as T
 
 import tilescale_net.language as N
-from tilescale_net.kernels.moe.wire_layout import CODE_BITS, NO_FAULT, OTHER_OUTPUT, TAG_BITS
-
-
-@T.macro
-def report(status, code, rank, value):
-    """Write what is wrong with a call where the host sees it, the code last.
-
-    Args:
-        status: int64 [STATUS_WORDS].
-        code: int32, see wire_layout.py. rank: whose fault it is. value: of the fault.
-    """
-    status[1] = T.cast(rank, "int64")
-    status[2] = T.cast(value, "int64")
-    N.st(status[0], T.cast(code, "int64"), sem="release")
-
-
-@T.macro
-def announce(ready, index, call, tag, pe):
-    """Set word `index` of `ready` at `pe`: this rank has begun call `call`."""
-    N.signal(ready[index], (call << T.uint64(TAG_BITS)) | T.cast(tag, "uint64"), pe)
+from tilescale_net.kernels.announcement import TAG_BITS, announce, report
+from tilescale_net.kernels.moe.wire_layout import CODE_BITS, NO_FAULT, OTHER_OUTPUT
 
 
 @T.macro

@@ -8,9 +8,9 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.moe.handshake import announce, await_previous
+from tilescale_net.kernels.announcement import TAG_BITS, announce
+from tilescale_net.kernels.moe.handshake import await_previous
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
-from tilescale_net.kernels.moe.wire_layout import TAG_BITS
 
 
 @tsn.jit(name="moe_refuse_throughput", pass_configs=EXPLICIT_SYNC)

@@ -13,9 +13,10 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import routing_steps as steps
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
-from tilescale_net.kernels.moe.wire_layout import STATUS_WORDS, record_words
+from tilescale_net.kernels.moe.wire_layout import record_words
 
 
 @tsn.jit(name="moe_plan_routing", pass_configs=EXPLICIT_SYNC)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 
 import tilescale_net.language as N
-from tilescale_net.kernels.moe.handshake import report
+from tilescale_net.kernels.announcement import report
 from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, NO_FAULT, NO_ROOM, Counts, Totals, align4, record_words
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-
-import torch
-
 import tilescale_net as tsn
-from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, CROWDED, HOST_FAULT, NO_ROOM, OTHER_OUTPUT, STATUS_WORDS
+from tilescale_net.kernels.announcement import StatusRecord
+from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, CROWDED, HOST_FAULT, NO_ROOM, OTHER_OUTPUT
 
 # Arguments whose faults the host finds; the code of a fault is HOST_FAULT + index.
 ARGUMENTS = ("x", "scales", "topk_idx", "topk_weights", "out", "y", "weights", "values", "handle")
@@ -25,27 +22,14 @@ class ArgumentError(Exception):
         return HOST_FAULT + ARGUMENTS.index(self.argument)
 
 
-class Status:
-    """A record in host memory that kernels write when they refuse a call; reading it does not wait for the GPU."""
-
-    def __init__(self, world):
-        nbytes = STATUS_WORDS * 8
-        self._address = world.memory.pinned(nbytes)
-        raw = (ctypes.c_char * nbytes).from_address(self._address)
-        if world.device.type == "cuda":
-            from tilescale_net.runtime.cuda_memory import tensor_at
-
-            self.tensor = tensor_at(self._address, nbytes, world.device).view(torch.int64)
-        else:
-            self.tensor = torch.frombuffer(raw, dtype=torch.int64)
-        self._words = (ctypes.c_int64 * STATUS_WORDS).from_address(self._address)
+class Status(StatusRecord):
+    """The record to which the kernels of dispatch and combine report."""
 
     def error(self, name: str, experts: int, capacity: int) -> Exception | None:
         """The refusal as an exception, once; None when there is none."""
-        code, rank, value = self._words[0], self._words[1], self._words[2]
+        code, rank, value = self.take()
         if code == 0:
             return None
-        self._words[0] = 0
         if code == BAD_EXPERT:
             return ValueError(
                 f"{name}: topk_idx of rank {rank} holds expert {value}; ids are 0 to {experts - 1}, or -1 for a choice "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilescale_net.kernels.announcement import TAG_BITS
+
 
 def align4(n: int) -> int:
     """The next multiple of four words, so that every row of words is a multiple of 16 bytes."""
@@ -15,11 +17,9 @@ def align4(n: int) -> int:
 NO_FAULT, BAD_EXPERT, NO_ROOM, CROWDED, OTHER_OUTPUT, HOST_FAULT = range(6)
 # A call begins with a word from every rank to every rank: the number of the call, then a tag of TAG_BITS. Of the tag,
 # the lowest CODE_BITS say what that rank found wrong, the others which output it gave.
-CODE_BITS, TAG_BITS = 4, 24
+CODE_BITS = 4
 # In a dispatch of latency mode the number of the call is followed by the number of messages to expect, in COUNT_BITS.
 COUNT_BITS = 32
-# The words of a status record: code (written last), rank, value, limit.
-STATUS_WORDS = 4
 
 
 @dataclass(frozen=True)

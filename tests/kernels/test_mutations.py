@@ -30,11 +30,12 @@ REDUCE = (
     dict(threads=32, blocks=1, slots=2, chunk_bytes=256, algorithm="push"),
 )
 
-WAIT_READY = 'N.wait(ready[thread], "ge", call)'
+WAIT_READY = 'N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))'
+NO_WAIT = '(call << T.uint64(TAG_BITS)) | T.cast(tag, "uint64")'
 WAIT_ARRIVED = 'N.wait(arrived[thread, block], "ge", call)'
 # file, what is replaced and by what, the test that must fail
 MUTANTS = {
-    "gather without wait for room": ("exchange", WAIT_READY, "pass", GATHER),
+    "gather without wait for room": ("exchange", WAIT_READY, NO_WAIT, GATHER),
     "gather without wait for data": ("exchange", WAIT_ARRIVED, "pass", GATHER),
     "gather without fence": ("exchange", ", fence=True", "", GATHER),
     "gather without quiet": ("exchange", "N.quiet(thread)", "pass", GATHER),

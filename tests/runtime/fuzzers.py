@@ -1,5 +1,5 @@
 """Structured fuzzers of what Python reads from outside of the process: values of other ranks, words in the store,
-environment variables. What comes out is a value or the error that is documented; nothing else.
+environment variables, kept kernels. What comes out is a value or the error that is documented; nothing else.
 
 usage: python -m tests.runtime.fuzzers NAME RUNS [SEED]     prints how many a second
 """
@@ -10,9 +10,12 @@ import json
 import os
 import random
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 from tilescale_net import fabric
+from tilescale_net.compiler.simulator import cache
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import control, encoding, heartbeats, placement, settings
 
@@ -149,7 +152,31 @@ def environment(dice: random.Random) -> None:
             assert str(err)
 
 
-FUZZERS = {f.__name__: f for f in (payload, words_in_store, environment)}
+_kept = b"\x7fELF" + bytes(range(256)) * 40
+_folder = tempfile.TemporaryDirectory(prefix="tilescale_net-fuzz-")
+
+
+def kept_kernel(dice: random.Random) -> None:
+    """A file of the cache of kernels: taken as it was made, or not at all."""
+    path = Path(_folder.name) / f"{os.getpid()}.so"
+    path.write_bytes(_kept)
+    cache.seal(path)
+    whole = path.read_bytes()
+    data = damaged(dice, whole)
+    if dice.random() < 0.5:
+        changed = bytearray(whole)
+        at = dice.randrange(len(changed))
+        changed[at : at + 1 + dice.randrange(512)] = bytes(len(changed[at : at + 1 + dice.randrange(512)]))
+        data = bytes(changed)
+    try:
+        held = cache.unseal(data)
+    except ValueError:
+        assert data != whole
+    else:
+        assert held == _kept
+
+
+FUZZERS = {f.__name__: f for f in (payload, words_in_store, environment, kept_kernel)}
 
 
 def fuzz(name: str, runs: int, seed: int, seconds: float = 1e9) -> int:

@@ -122,7 +122,7 @@ def _overlapping(seed: int) -> None:
         tsn.KernelError, match="kernel all_gather: its tensors lie in the symmetric heaps of two worlds"
     ):
         kernel(*arguments)
-    ordinary = [torch.zeros(a.shape, dtype=a.dtype) for a in arguments]
+    ordinary = [torch.zeros_like(a) if isinstance(a, torch.Tensor) else a for a in arguments]
     with pytest.raises(tsn.KernelError, match="kernel all_gather: this process is in 2 worlds"):
         kernel(*ordinary)
 
@@ -159,7 +159,7 @@ def _launch_of(op: AllGather, world) -> tuple:
     """The kernel of an all-gather and what it is launched with."""
     kernel = all_gather(op.n_pes, in_place=False, **op._options)
     flat = [tsn.zeros((world.size, 32), torch.uint8, group=world), tsn.zeros(32, torch.uint8, group=world)]
-    return kernel, [*flat, op._calls, op._ready, op._arrived]
+    return kernel, [*flat, 0, op._agreement.status, op._calls, op._ready, op._arrived]
 
 
 def test_worlds_that_overlap():

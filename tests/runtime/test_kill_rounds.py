@@ -29,8 +29,9 @@ def _traffic(begun):
     x, out = tsn.zeros((3 * 2000,), torch.float32), tsn.zeros((3 * 2000,), torch.float32)
     folder = f"{begun}.{tsn.rank()}"
     while True:
-        with open(f"{folder}/checkpoint", "wb") as f:
+        with open(f"{folder}/next", "wb") as f:
             f.write(bytes(8192))
+        os.replace(f"{folder}/next", f"{folder}/checkpoint")  # room stays free until the next one, for others to take
         op(out, x)
         tsn.synchronize()
         tsn.free(tsn.zeros(1000))

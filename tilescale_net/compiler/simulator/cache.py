@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import pwd
 import shutil
-import struct
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +22,10 @@ from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import private_folder, settings
 
 SUFFIXES = (".so", ".lowered", ".gch")
+# Files that end with a digest of what they hold, so that one which a full disk or a power cut has damaged is not used:
+# reading it could crash. Compilers check precompiled headers themselves.
+SEALED = (".so", ".lowered")
+_DIGEST = hashlib.sha256().digest_size
 # What is kept: what was used within so many days, the latest of it up to so many bytes.
 KEPT_DAYS, KEPT_BYTES = 30, 1 << 30
 # Seconds after which something in the making counts as left behind: its process holds a lock while it lives.
@@ -78,7 +82,10 @@ def get_or_build(name: str, key: str, suffix: str, make: Callable[[Path], Path])
             if _used(path):
                 return path
             with tempfile.TemporaryDirectory(dir=place, prefix=_TEMPORARY) as work:
-                os.replace(make(Path(work)), path)
+                made = make(Path(work))
+                if path.suffix in SEALED:
+                    seal(made)
+                os.replace(made, path)
     except OSError as err:
         if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise _unusable(place, err) from err
@@ -105,23 +112,27 @@ def _used(path: Path) -> bool:
         if not private_folder.is_ours(path):
             path.unlink()  # left in a folder of ours by somebody who could write there once
             return False
-        if path.suffix == ".so" and not _is_whole(path):
-            return False
+        if path.suffix in SEALED:
+            unseal(path.read_bytes())
         os.utime(path)
-    except OSError:
+    except (OSError, ValueError):
         return False
     return True
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether a library ends where its header says: one that was cut off can crash whoever loads it."""
-    with open(path, "rb") as f:
-        header = f.read(64)
-        if len(header) < 64 or header[:4] != b"\x7fELF":
-            return False
-        (sections,) = struct.unpack_from("<Q", header, 40)
-        size, count = struct.unpack_from("<HH", header, 58)
-        return os.fstat(f.fileno()).st_size >= sections + size * count
+def seal(path: Path) -> None:
+    """End a file with the digest of what it holds; a library stays one."""
+    digest = hashlib.sha256(path.read_bytes()).digest()
+    with open(path, "ab") as f:
+        f.write(digest)
+
+
+def unseal(data: bytes) -> bytes:
+    """What a sealed file holds. Raises ValueError for one that is damaged."""
+    held, digest = data[:-_DIGEST], data[-_DIGEST:]
+    if hashlib.sha256(held).digest() != digest:
+        raise ValueError("damaged")
+    return held
 
 
 def _prune(place: Path) -> None:

@@ -80,6 +80,6 @@ def get_or_build(name: str, func: PrimFunc, target: dict, pass_configs: dict, lo
         if made:
             return made[0]
         try:
-            return Lowered.parse(path.read_text())
+            return Lowered.parse(cache.unseal(path.read_bytes()).decode())
         except (OSError, ValueError, KeyError, TypeError):  # another program has removed or damaged it
             path.unlink(missing_ok=True)

@@ -1,0 +1,131 @@
+"""Ranks that make one call with different arguments, each of them agreed on before: who, and with which, is named."""
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from tests import ranks
+from tilescale_net.kernels.all_gather import AllGather
+from tilescale_net.kernels.all_to_all import AllToAll
+from tilescale_net.kernels.reduce_scatter import ReduceScatter
+
+
+def _message(function) -> str | None:
+    """The text of the RankMismatch that a call raises."""
+    try:
+        function()
+    except tsn.RankMismatch as error:
+        return str(error)
+    return None
+
+
+# What is said of a rank that has begun a later call already.
+GONE = "something else, and has gone on since"
+
+
+def _says(text, mine, theirs) -> bool:
+    """Whether the message holds this rank's arguments first, then the other's."""
+    own, other = text.split("; rank ")[:2]
+    return all(word in own for word in mine) and (GONE in other or all(word in other for word in theirs))
+
+
+def _gather():
+    """Rank 0 is one buffer, later one shape, away from the others."""
+    rank, n = tsn.rank(), tsn.size()
+    op = AllGather(threads=32, blocks=2)
+    x = tsn.zeros(500, torch.int32)
+    outs = [tsn.zeros((n, 500), torch.int32) for _ in range(2)]
+    small = tsn.zeros((n, 3), torch.int32)
+    x.fill_(rank + 1)
+    for out in (*outs, small):
+        op(out, x[: out.shape[1]])
+    for out in outs:
+        out.zero_()
+    tsn.barrier()
+    said = [_message(lambda: op(outs[rank > 0], x))]
+    moved = [out[:, 0].tolist() for out in outs]
+    said.append(_message(lambda: op(small, x[:3]) if rank == 2 else op(outs[0], x)))
+    op(outs[0], x)  # the object still works
+    tsn.synchronize()
+    places = [out.data_ptr() - tsn.world().heap.base for out in outs]
+    return said, moved, outs[0][:, 0].tolist(), places
+
+
+def test_all_gather():
+    found = ranks.run(3, _gather)
+    first, second = found[0][3]
+    mine, theirs = f"out at heap offset {first}", f"out at heap offset {second}"
+    for rank, (said, moved, after, _) in enumerate(found):
+        other = 0 if rank else 1
+        assert all(said) and all(f"rank {other}" in text or "rank 2" in text for text in said), said
+        assert _says(said[0], *([[mine], [theirs]] if rank == 0 else [[theirs], [mine]])), said
+        # Ranks 1 and 2 agree, so that their parts have arrived; nothing went astray.
+        assert moved == ([[1, 0, 0], [0, 0, 0]] if rank == 0 else [[0, 0, 0], [0, 2, 3]]), (rank, moved)
+        assert _says(said[1], *([["[3]"], ["[500]"]] if rank == 2 else [["[500]"], ["[3]"]])), said
+        assert after == [1, 2, 3]
+
+
+def _exchange():
+    """Another buffer, another kind of call, another row shape."""
+    rank, n = tsn.rank(), tsn.size()
+    op = AllToAll(threads=32, blocks=2)
+    x = tsn.zeros((n, 500), torch.int32)
+    outs = [tsn.zeros((n, 500), torch.int32) for _ in range(2)]
+    x.fill_(rank + 1)
+    even = [1] * n
+
+    def narrow(out):
+        return out.view(-1)[: n * 100].view(n, 100)
+
+    for out in outs:
+        op(out, x)
+        op(out, x, even, even)
+        op(narrow(out), narrow(x), even, even)
+        out.zero_()
+    tsn.barrier()
+    said = [_message(lambda: op(outs[rank > 0], x))]
+    moved = [out[:, 0].tolist() for out in outs]
+    for out in outs:
+        out.zero_()
+    tsn.barrier()
+    said.append(_message(lambda: op(outs[0], x, even, even) if rank == 0 else op(outs[0], x)))
+    moved.append(outs[0][:, 0].tolist())
+    outs[0].zero_()
+    tsn.barrier()
+    said.append(
+        _message(lambda: op(outs[0], x, even, even) if rank == 0 else op(narrow(outs[0]), narrow(x), even, even))
+    )
+    op(outs[0], x)
+    tsn.synchronize()
+    return said, moved, outs[0][:, 0].tolist()
+
+
+def test_all_to_all():
+    for rank, (said, moved, after) in enumerate(ranks.run(3, _exchange)):
+        assert all(said), (rank, said)
+        assert all(f"rank {0 if rank else 1}" in text or "rank 2" in text for text in said), said
+        assert _says(said[0], ["heap offset"], ["heap offset"])
+        kinds, sizes = (["with splits"], ["heap offset"]), (["[500]"], ["[100]"])
+        assert _says(said[1], *(kinds if rank == 0 else kinds[::-1])), said
+        assert _says(said[2], *(sizes if rank == 0 else sizes[::-1])), said
+        own = [1, 0, 0] if rank == 0 else [0, 2, 3]
+        assert moved[:2] == ([own, [0, 0, 0]] if rank == 0 else [[0, 0, 0], own]), (rank, moved)
+        assert moved[2] == own and after == [1, 2, 3], (rank, moved, after)
+
+
+def _reduce(rows):
+    rank, n = tsn.rank(), tsn.size()
+    op = ReduceScatter(threads=32, blocks=1, slots=2, chunk_bytes=256)
+    for size in (*rows, rows[rank]):
+        said = _message(lambda: op(torch.zeros(size), torch.zeros(n, size)))
+    assert said is not None, "the call went through"
+    op(torch.zeros(size), torch.zeros(n, size))  # raises it again
+
+
+@pytest.mark.parametrize("rows", [(64, 63), (64, 1000)], ids=["as many chunks", "more chunks"])
+def test_reduce_scatter(rows):
+    """Where numbers of chunks differ the call cannot end by itself; the mismatch is said in the place of the timeout."""
+    for outcome in ranks.launch(2, _reduce, rows, env={"TSN_TIMEOUT": "3"}):
+        assert outcome.error is not None and outcome.error[0] == "RankMismatch", outcome
+        mine, theirs = ([f"[{rows[r]}]"] for r in (outcome.rank, 1 - outcome.rank))
+        assert _says(outcome.error[1], mine, theirs), outcome
