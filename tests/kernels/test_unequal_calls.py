@@ -6,6 +6,7 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tilescale_net.kernels.all_gather import AllGather
+from tilescale_net.kernels.all_reduce import AllReduce
 from tilescale_net.kernels.all_to_all import AllToAll
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 
@@ -129,3 +130,45 @@ def test_reduce_scatter(rows):
         assert outcome.error is not None and outcome.error[0] == "RankMismatch", outcome
         mine, theirs = ([f"[{rows[r]}]"] for r in (outcome.rank, 1 - outcome.rank))
         assert _says(outcome.error[1], mine, theirs), outcome
+
+
+def _sum():
+    """Rank 0 is one buffer away from the other: nothing is read, and both learn of it."""
+    rank = tsn.rank()
+    said = []
+    reduce = AllReduce(threads=64, blocks=2, algorithm="two_shot")
+    tensors = [tsn.zeros(4096, torch.float32) for _ in range(2)]
+    for x in tensors:
+        x.fill_(rank + 1)
+        reduce(x)
+    for x in tensors:
+        x.fill_(7)
+    tsn.barrier()
+    said.append(_message(lambda: reduce(tensors[rank])))
+    untouched = [x.unique().tolist() for x in tensors]
+    scatter = ReduceScatter(threads=64, blocks=2, algorithm="pull")
+    inputs, out = [tsn.zeros((2, 4096), torch.float32) for _ in range(2)], tsn.zeros(4096)
+    for x in inputs:
+        scatter(out, x)
+    out.fill_(7)
+    tsn.barrier()
+    said.append(_message(lambda: scatter(out, inputs[rank])))
+    untouched.append(out.unique().tolist())
+    gather = AllGather(threads=64, blocks=2, stores_from=16)
+    outs = [tsn.zeros((2, 1024)) for _ in range(2)]
+    x = torch.full((1024,), rank + 1.0)
+    for o in outs:
+        gather(o, x)
+    tsn.barrier()
+    for o in outs:
+        o.fill_(7)
+    tsn.barrier()
+    said.append(_message(lambda: gather(outs[rank], x)))
+    untouched.append(outs[rank][1 - rank].unique().tolist())
+    return said, untouched
+
+
+def test_mapped_memory():
+    for said, untouched in ranks.run(2, _sum):
+        assert all(text and "at heap offset" in text for text in said), said
+        assert untouched == [[7.0]] * 4
