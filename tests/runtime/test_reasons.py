@@ -142,6 +142,27 @@ def test_a_silence_that_lasts_explains_a_timeout():
         assert kind == "PeerLost" and "rank 0" in text.partition(": ")[2].partition("(rank:")[0], text
 
 
+def _learns_late():
+    """Rank 1 stands still while rank 0, with whom the store ends, fails. What rank 1 says."""
+    tsn.init("4M")
+    world = tsn.world()
+    tsn.barrier()
+    if tsn.rank() == 0:
+        time.sleep(0.5)
+        world.give_up("mine")
+        return None
+    subprocess.Popen(["sh", "-c", f"sleep 3.5; kill -CONT {os.getpid()}"])
+    _stop()
+    with pytest.raises(tsn.PeerLost) as raised:
+        tsn.barrier()
+    return str(raised.value)
+
+
+def test_whoever_keeps_the_store_stays_until_a_slow_rank_has_learned_why():
+    late = ranks.launch(2, _learns_late, init=False, timeout=60)[1]
+    assert late.ok and "rank 0 failed: mine" in late.value, late
+
+
 def _fails_and_lives_on():
     """Rank 1 meets an error and its program does not end; the others wait for it. Seconds until they know."""
     tsn.init("4M")

@@ -312,3 +312,11 @@ def announced(said: str | None, rank: int) -> str | None:
     except (ValueError, TypeError, OverflowError):
         return "a rank failed, and what it said cannot be read"
     return None if who == rank else f"rank {who} {why}"
+
+
+def failed_rank(said: str | None) -> int | None:
+    """The rank whose failure was told of; None for none."""
+    try:
+        return int(json.loads(said or "null")[0])
+    except (ValueError, TypeError, IndexError, KeyError, OverflowError):
+        return None

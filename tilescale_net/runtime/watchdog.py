@@ -17,7 +17,7 @@ from concurrent.futures import Future
 
 from tilescale_net.errors import FabricError, PeerLost, TileScaleError, WaitTimeout
 from tilescale_net.runtime import job_store
-from tilescale_net.runtime.control import announced
+from tilescale_net.runtime.control import announced, failed_rank
 from tilescale_net.runtime.heartbeats import Heartbeats, News
 
 _EXPLAIN = 0.5  # seconds that a peer's death or word has to arrive, which explains an error of this rank
@@ -126,22 +126,35 @@ class Watchdog:
                 return
             time.sleep(0.1)
 
-    def wait_for_others(self, seconds: float = 2.0) -> None:
-        """After a failure: let the other ranks learn what it was. Only the one with whom the store ends has to wait."""
+    def wait_for_others(self, seconds: float = 10.0) -> None:
+        """After a failure: let the other ranks learn what it was. Only the one with whom the store ends has to wait.
+
+        It waits for nobody who is gone, or who is the failure; the limit is for ranks that are slow, or silent.
+        """
         if self._control.rank != (self._control.store.kept_by or 0):
             return
-        end = time.monotonic() + seconds
+        end, pause = time.monotonic() + seconds, 0.02
         while (left := end - time.monotonic()) > 0:
-            dead = self._dead()
+            gone = {*self._dead(), *self._departed}
             try:
-                aware = self._control.store.ask(
-                    lambda s, dead=dead: s.add("aware", 0) + sum(not s.check([f"aware/{r}"]) for r in dead), left
-                )
+                unaware = self._control.store.ask(lambda s, gone=gone: self._unaware(s, gone), left)
             except PeerLost:
                 return
-            if aware >= self._control.size - 1:
+            if not unaware:
                 return
-            time.sleep(0.02)
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, self._beats.interval)
+
+    def _unaware(self, store, gone: set[int]) -> bool:
+        """Whether a rank has still to learn of a failure."""
+        others = self._control.size - 1
+        if store.add("aware", 0) >= others:
+            return False
+        lost = failed_rank(job_store.get(store, "failed"))
+        for r in set(range(self._control.size)) - {self._control.rank}:
+            if r in gone or r == lost or store.check([f"aware/{r}"]) or store.check([f"ended/{r}"]):
+                others -= 1
+        return others > 0
 
     def close(self) -> None:
         self._stop.set()
