@@ -102,11 +102,11 @@
 //   void announce(Operation, Scope, dst, src, bytes, pe, sig, value, SignalOp)   every thread of the scope, before it
 //                                           meets for a call
 //   void begin(the same)                    the leader, after it has met
-//   void signalling(const uint64_t* sig, int pe)  a signal to a mapped PE follows that was not offered
-//   void waited(const uint64_t* sig)        a wait or test has seen its signal
-//   void before_ld<Order>()                 a kernel's own load with this order follows, perhaps again and again
-//   void after_ld(const void*), before_st(const void*)   the same, when it is done, and a store
-//   void inspect(Operation, const void* local, int64_t bytes)  the leader is about to use these local (symmetric)
+//   void signalling(const uint64_t* sig, int pe, uint64_t value, SignalOp)  a signal to a mapped PE follows that was
+//   not offered void waited(const uint64_t* sig)        a wait or test has seen its signal void before_ld<Order>() a
+//   kernel's own load with this order follows, perhaps again and again void after_ld(const void*), before_st(const
+//   void*)   the same, when it is done, and a store void inspect(Operation, const void* local, int64_t bytes)  the
+//   leader is about to use these local (symmetric)
 //                                           addresses; the simulator checks that they lie in one live allocation
 #pragma once
 
