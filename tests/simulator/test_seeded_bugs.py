@@ -55,7 +55,7 @@ def _run(cases, seeds):
             out = torch.zeros((bugs.ROUNDS, bugs.M))
             reports.clear()
             tsn.barrier()
-            with simulator.schedule(seed):
+            with simulator.schedule(seed, races=True):
                 kernel(x, y, flag, out, bugs.M)
             tsn.barrier()
             if n == 2:

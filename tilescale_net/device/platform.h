@@ -102,7 +102,8 @@
 //   void announce(Operation, Scope, dst, src, bytes, pe, sig, value, SignalOp)   every thread of the scope, before it
 //                                           meets for a call
 //   void begin(the same)                    the leader, after it has met
-//   void signalling(const uint64_t* sig, int pe)  a signal to a mapped PE follows that was not offered
+//   void signalling(const uint64_t* sig, int pe, uint64_t value, SignalOp)
+//                                           a signal to a mapped PE follows that was not offered
 //   void waited(const uint64_t* sig)        a wait or test has seen its signal
 //   void wait_begins(Operation, int pe, const uint64_t* word, uint64_t wanted, uint32_t comparison)
 //                                           a thread has looked once and has to wait; pe = -1: for whom is not known,

@@ -120,7 +120,9 @@ TSN_DEVICE void begin(Operation operation, Scope scope, const void* dst, const v
                       const uint64_t* sig, uint64_t value, SignalOp op) {
   sim::api().remote->begin({operation, uint32_t(scope), dst, src, bytes, pe, sig, value, op == SignalOp::add});
 }
-TSN_DEVICE void signalling(const uint64_t* sig, int pe) { sim::api().remote->signalling(sig, pe); }
+TSN_DEVICE void signalling(const uint64_t* sig, int pe, uint64_t value, SignalOp op) {
+  sim::api().remote->signalling(sig, pe, value, op == SignalOp::add);
+}
 TSN_DEVICE void waited(const uint64_t* sig) { sim::api().remote->waited(sig); }
 
 TSN_DEVICE void inspect(Operation operation, const void* local, int64_t bytes) {

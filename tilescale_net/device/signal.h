@@ -123,7 +123,7 @@ TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64
       scope_sync<S>();
       if (!leader) return;
       if constexpr (platform::kDefersRemoteWrites)
-        if (distance != kNotPushed) platform::signalling(sig, pe);
+        if (distance != kNotPushed) platform::signalling(sig, pe, value, Op);
       if (TSN_LIKELY(distance != kNotPushed)) detail::release_signal<Op>((uint64_t*)((char*)sig + distance), value);
       else detail::put_signal_by_proxy_or_fail<Op>(ctx, dst, src, bytes, pe, sig, value);
       return;

@@ -48,7 +48,7 @@ TSN_DEVICE uint64_t wait_one(const Context* ctx, const uint64_t* sig, int64_t va
 // aborted or the deadline passes.
 template <Scope S, Compare C>
 TSN_DEVICE uint64_t wait(const Context* ctx, const uint64_t* sig, int64_t value) {
-  enter<S>(kOpWait, nullptr, 0, kNoPe, sig, uint64_t(value));
+  enter<S>(kOpWait, nullptr, int64_t(C), kNoPe, sig, uint64_t(value));
   return scope_broadcast<S>([&] { return detail::wait_one<C>(ctx, sig, value, kOpWait, -1); });
 }
 
@@ -68,7 +68,7 @@ TSN_DEVICE uint64_t wait_async(const Context* ctx, const uint64_t* sig, int64_t 
 // loop has no deadline of its own.
 template <Compare C>
 TSN_DEVICE bool test(const Context* ctx, const uint64_t* sig, int64_t value) {
-  enter<Scope::thread>(kOpTest, nullptr, 0, kNoPe, sig, uint64_t(value));
+  enter<Scope::thread>(kOpTest, nullptr, int64_t(C), kNoPe, sig, uint64_t(value));
   if (holds<C>(platform::load<Order::acquire, MemScope::sys>(sig), value)) {
     if constexpr (platform::kDefersRemoteWrites) platform::waited(sig);
     return true;

@@ -168,9 +168,9 @@ SIM_CXXFLAGS: Setting[list[str]] = Setting(
 SIM_RACES = Setting(
     "TSN_SIM_RACES",
     setting.flag,
-    True,
-    "report accesses that nothing orders, in any schedule that runs (`DataRace`); `0`: do not look",
-    "1",
+    False,
+    "`1`: follow transfers and signals between ranks, and report accesses that nothing orders (`DataRace`)",
+    "0",
 )
 CXX: Setting[list[str]] = Setting("CXX", setting.words, [], "the host compiler", "g++, clang++ or c++")
 

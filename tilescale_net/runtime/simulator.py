@@ -30,7 +30,7 @@ def visibility() -> str:
 
 
 def races() -> bool:
-    """Whether accesses are checked for an order between them: as `schedule` says, else TSN_SIM_RACES."""
+    """Whether transfers and signals between ranks are followed, and races reported: as `schedule` says, else TSN_SIM_RACES."""
     return settings.SIM_RACES.get() if _races is None else _races
 
 

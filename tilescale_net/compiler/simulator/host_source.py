@@ -235,7 +235,11 @@ def _check_calls(body: str, pointers: set[str]) -> str:
             size = arguments[3] if size == "a[3]" else size or f"sizeof(*{element[2]}.unchecked())"
             arguments[place] = f'{element[1]}{element[2]}.span({element[3]}, {size}, "{name}"){element[4]}'
         call = f"tsn::{name}{template}({', '.join(arguments)})"
-        body = body[: match.start()] + (f"(tsn::sim::At({site}), {call})" if site else call) + body[end:]
+        if site:
+            before = body[body.rfind("\n", 0, match.start()) + 1 : match.start()]
+            alone = not before.strip() and body[end : end + 1] == ";"
+            call = f"(tsn::sim::At({site}, {'false' if alone else 'true'}), {call})"
+        body = body[: match.start()] + call + body[end:]
     return body
 
 

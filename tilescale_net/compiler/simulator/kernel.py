@@ -102,7 +102,7 @@ class SimulatedFunction:
         failure, message, remark, _ = self._library.launch(
             launch.kernel, words, grid, block, shared, simulator.next_launch_seed(context.my_pe if context else 0),
             resident_blocks(block[0] * block[1] * block[2], shared), simulator.stall_seconds(timeout), simulator.stack_bytes(),
-            self._communicates, self._communicates and simulator.races(), context.heap_base if context else 0, self._lines,
+            self._communicates, simulator.races(), context.heap_base if context else 0, self._lines,
         )  # fmt: skip
         where = f"kernel {self.name} (simulated, seed {simulator.seed()}, visibility {simulator.visibility()})"
         # In a job that has been aborted waits return at once: what follows them says nothing.

@@ -23,6 +23,7 @@ std::string pe_text(int pe) { return "PE " + std::to_string(pe); }
 bool HappensBefore::ordered(Stamp stamp, uint32_t warp) {
   const int rank = rank_of_stamp(stamp);
   if (!stamp || rank >= memory_->ranks()) return true;
+  if (!follows_ranks_ && rank != memory_->me) return true;
   const Known& known = at(warp).known;
   const auto knows = [&](Part part, uint32_t by, uint32_t epoch, int pe, uint64_t word) {
     return epoch_of(known, clock_key(part, rank, by, pe, word)) >= epoch;
@@ -34,7 +35,7 @@ bool HappensBefore::ordered(Stamp stamp, uint32_t warp) {
   }
   Transfer t;
   if (!memory_->find(rank, stamp >> 8, &t) || knows(Part::all, 0, t.epoch, 0, 0)) return true;
-  if (touch_of(stamp) == Touch::get)
+  if (touch_of(stamp) == Touch::get || !follows_ranks_)
     return (rank == memory_->me && t.warp == warp) || knows(Part::steps, t.warp, t.epoch, 0, 0);
   return knows(Part::done, t.warp, t.epoch, t.pe, 0) ||
          (t.word != kNoWord && knows(Part::carried, t.warp, t.epoch, t.pe, t.word));
@@ -75,6 +76,7 @@ std::string HappensBefore::transfer(const Actor& actor, const Event& event, cons
   record.pe = call.pe;
   record.site = memory_->site(primitive_name(event.operation, event.scope) + line(event.line));
   __atomic_store_n(&record.number, number, __ATOMIC_RELEASE);
+  if (call.operation == kOpGet && !follows_ranks_) return "";
   if (call.operation == kOpGet) return got(actor, event, call, transfer_stamp(memory_->me, Touch::get, number));
   return put(actor, event, call, transfer_stamp(memory_->me, Touch::source, number),
              transfer_stamp(memory_->me, Touch::put, number));
@@ -93,6 +95,7 @@ std::string HappensBefore::put(const Actor& actor, const Event& event, const Cal
     look(memory_->loads(memory_->me), from, bytes, false, event.warp, source, nullptr);
     if (found.stamp) wrong = race(actor, what + " sends", found, memory_->me, false);
   }
+  if (!follows_ranks_) return wrong;
   Found found;
   const uint64_t to = memory_->offset(call.destination);
   look(memory_->stores(call.pe), to, bytes, true, event.warp, target, &found);

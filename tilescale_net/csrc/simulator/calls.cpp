@@ -2,6 +2,7 @@
 #include "grid.h"
 
 #include "tilescale_net/device/context.h"
+#include "tilescale_net/device/types.h"
 
 #include <algorithm>
 
@@ -67,10 +68,8 @@ Actor Grid::actor() const {
 }
 
 void Grid::begin(const Call& call) {
-  if (!order_) {
-    untold(call);
-    return;
-  }
+  if (!order_ || !order_->follows_ranks()) untold(call);
+  if (!order_) return;
   const Actor who = actor();
   running_->put_epoch = call.operation == kOpPutSignal && call.bytes > 0 ? order_->epoch(who.warp) : 0;
   const std::string wrong = order_->begin(who, call);
@@ -93,10 +92,10 @@ void Grid::untold(const Call& call) {
   }
 }
 
-bool Grid::signalling(const uint64_t* signal, int pe, Message* out) {
+bool Grid::signalling(const uint64_t* signal, int pe, uint64_t value, bool add, Message* out) {
   RaceMemory* memory = heap_;
   if (!memory || pe < 0 || pe >= memory->ranks()) return false;
-  if (order_ && order_->memory()) {
+  if (order_ && order_->follows_ranks()) {
     *out = order_->message(warp_number(*running_), pe, signal, running_->put_epoch);
     running_->put_epoch = 0;
     restamp();
@@ -105,6 +104,8 @@ bool Grid::signalling(const uint64_t* signal, int pe, Message* out) {
     out->word = memory->offset(signal) / 8;
     out->everything = true;
   }
+  out->value = value;
+  out->add = add;
   return true;
 }
 
@@ -117,7 +118,15 @@ void Grid::accessed(const void* address, uint64_t bytes, bool store, const char*
 void Grid::waited(const uint64_t* signal) {
   running_->block->after_wait = launch_.communicates;
   if (!order_) return;
-  order_->waited(warp_number(*running_), signal);
+  const Call& call = running_->call;
+  const bool known = (call.operation == kOpWait || call.operation == kOpTest) && call.signal == signal;
+  const Compare compare = static_cast<Compare>(call.bytes);
+  const bool exactly = compare == Compare::eq, above = compare == Compare::gt;
+  Seen seen{true, exactly, static_cast<int64_t>(call.value) + above};
+  // A kernel that looks at the value may go on by it; one that does not has seen what it waited for.
+  const bool looks = call.operation == kOpWait && running_->view.uses_result;
+  seen.any = !known || looks || !(exactly || above || compare == Compare::ge);
+  order_->waited(warp_number(*running_), signal, seen);
   restamp();
 }
 
@@ -148,12 +157,13 @@ void Grid::meet(const std::vector<Fiber*>& fibers, std::vector<uint32_t> warps) 
 void Grid::restamp() {
   if (!order_) return;
   Thread& view = running_->view;
-  const RaceMemory* memory = order_->memory();
-  if (memory) {
+  const RaceMemory* memory = heap_;
+  if (view.heap_bytes && blocks_ * ((threads_per_block_ + 31) / 32) < kMaxWarps) {
     view.stores = memory->stores(memory->me);
     view.loads = memory->loads(memory->me);
   }
   view.followed = true;
+  view.loads_followed = order_->follows_ranks();
   view.stamp = order_->stamp(warp_number(*running_));
 }
 

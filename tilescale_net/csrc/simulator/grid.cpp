@@ -52,7 +52,7 @@ Grid::Grid(const Launch& launch, StackPool& stacks)
   const unsigned warps = (threads_per_block_ + 31) / 32;
   heap_ = race_memory(launch_.heap);
   RaceMemory* memory = blocks_ * warps < kMaxWarps ? heap_ : nullptr;
-  if (launch_.races) order_ = std::make_unique<HappensBefore>(warps, launch_.lines, memory);
+  if (launch_.communicates) order_ = std::make_unique<HappensBefore>(warps, launch_.lines, memory, launch_.races);
 }
 
 Grid::~Grid() {
@@ -202,10 +202,11 @@ void Grid::admit() {
     fiber.block = block.get();
     fiber.state = State::fresh;
     fiber.view.site = -1;
+    fiber.view.uses_result = true;
     fiber.view.stores = fiber.view.loads = nullptr;
     fiber.view.heap_base = heap_ ? heap_->base : 0;
     fiber.view.heap_bytes = heap_ ? heap_->bytes : 0;
-    fiber.view.followed = false;
+    fiber.view.followed = fiber.view.loads_followed = false;
     fiber.view.ordered_store = fiber.view.ordered_load = 0;
     fiber.put_epoch = 0;
     fiber.announced = false;

@@ -86,7 +86,7 @@ struct Launch {
   double stall_seconds = 60;    // without any progress: the grid hangs
   bool (*check_interrupt)() = nullptr;
   bool communicates = false;      // calls primitives
-  bool races = false;             // what it does is checked for order
+  bool races = false;             // is checked for races between ranks and with transfers
   uint64_t heap = 0;              // the base of the heap that its context names, or 0
   std::vector<std::string> lines; // of its primitives
 };
@@ -115,7 +115,7 @@ public:
   void begin(const Call& call);
   void waited(const uint64_t* signal);
   // The signal is about to be sent, by a put_signal or alone: what it carries.
-  bool signalling(const uint64_t* signal, int pe, Message* out);
+  bool signalling(const uint64_t* signal, int pe, uint64_t value, bool add, Message* out);
   void accessed(const void* address, uint64_t bytes, bool store, const char* name);
   void word(const void* address, WordAccess access);
   [[noreturn]] void fail(Failure kind, const std::string& what); // from the running thread

@@ -28,14 +28,16 @@ std::string primitive_name(uint32_t operation, uint32_t scope) {
   return name + (scope == 0 ? "_thread" : scope == 1 ? "_warp" : "_block");
 }
 
-HappensBefore::HappensBefore(unsigned warps_per_block, const std::vector<std::string>& lines, RaceMemory* memory)
-    : warps_per_block_(warps_per_block), lines_(lines), memory_(memory), start_(nothing_known()),
-      first_epoch_(take_epoch()), latest_(first_epoch_), signalled_(nothing_known()) {
+HappensBefore::HappensBefore(unsigned warps_per_block, const std::vector<std::string>& lines, RaceMemory* memory,
+                             bool follows_ranks)
+    : warps_per_block_(warps_per_block), lines_(lines), memory_(memory), follows_ranks_(memory && follows_ranks),
+      start_(nothing_known()), first_epoch_(take_epoch()), latest_(first_epoch_), signalled_(nothing_known()) {
   if (!memory_) return;
   auto start = std::make_shared<Clock>();
   memory_->ended[static_cast<size_t>(memory_->me)] = first_epoch_ - 1;
   for (int r = 0; r < memory_->ranks(); ++r)
     start->emplace_back(clock_key(Part::all, r), memory_->ended[static_cast<size_t>(r)]);
+  if (follows_ranks_) memory_->receive(nothing_known()); // what is there now belongs to what the host has waited for
   memory_->forget_finished();
   start_ = join(start, memory_->learnt);
   Page& page = memory_->own();
@@ -105,14 +107,15 @@ void HappensBefore::word(uint32_t warp, const void* address, WordAccess access) 
   turn(state, std::move(known));
 }
 
-void HappensBefore::waited(uint32_t warp, const uint64_t* signal) {
+void HappensBefore::waited(uint32_t warp, const uint64_t* signal, const Seen& seen) {
   State& state = at(warp);
   Known known = state.known;
-  if (memory_) {
+  if (follows_ranks_) {
+    const int64_t now = static_cast<int64_t>(__atomic_load_n(signal, __ATOMIC_ACQUIRE));
     memory_->receive(signalled_);
     known = join(known, memory_->any);
     const auto it = memory_->words.find(memory_->offset(signal) / 8);
-    if (it != memory_->words.end()) known = join(known, it->second);
+    if (it != memory_->words.end()) known = join(known, it->second.guaranteed(seen, now));
   } else {
     known = join(known, signalled_); // any of it may have led to the signal
   }
@@ -239,17 +242,19 @@ std::string HappensBefore::begin(const Actor& actor, const Call& call) {
     [[fallthrough]];
   case kOpSignal:
     if (wrong.empty()) wrong = use(event, call);
-    if (!memory_) {
+    if (!follows_ranks_) {
       signalled_ = join(signalled_, with_own(actor.warp, at(actor.warp)));
       turn(at(actor.warp), at(actor.warp).known);
     } else if (far) {
-      memory_->send(call.pe,
-                    message(actor.warp, call.pe, call.signal, call.operation == kOpPutSignal ? event.epoch : 0));
+      Message sent = message(actor.warp, call.pe, call.signal, call.operation == kOpPutSignal ? event.epoch : 0);
+      sent.value = call.value;
+      sent.add = call.add;
+      memory_->send(call.pe, sent);
     }
     break;
   case kOpBarrier:
-    if (!memory_) signalled_ = join(signalled_, with_own(actor.warp, at(actor.warp)));
-    for (int pe = 0; memory_ && pe < memory_->ranks(); ++pe)
+    if (!follows_ranks_) signalled_ = join(signalled_, with_own(actor.warp, at(actor.warp)));
+    for (int pe = 0; follows_ranks_ && pe < memory_->ranks(); ++pe)
       if (!memory_->heaps[static_cast<size_t>(pe)]) memory_->send(pe, message(actor.warp, pe, nullptr, 0));
     turn(at(actor.warp), at(actor.warp).known);
     break;

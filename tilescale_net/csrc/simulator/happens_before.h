@@ -32,14 +32,15 @@ struct Actor {
 
 class HappensBefore {
 public:
-  // `memory`: null where ranks are not followed.
-  HappensBefore(unsigned warps_per_block, const std::vector<std::string>& lines, RaceMemory* memory);
+  // `memory`: null where the heap is not known.
+  HappensBefore(unsigned warps_per_block, const std::vector<std::string>& lines, RaceMemory* memory,
+                bool follows_ranks);
   ~HappensBefore();
 
   // Warps have met: each knows what all of them knew.
   void meet(const std::vector<uint32_t>& warps);
   void word(uint32_t warp, const void* address, WordAccess access);
-  void waited(uint32_t warp, const uint64_t* signal);
+  void waited(uint32_t warp, const uint64_t* signal, const Seen& seen);
   // A call begins, in a warp that speaks for its scope. Returns what is wrong with it, or nothing.
   std::string begin(const Actor& actor, const Call& call);
   // What a signal of this rank carries to the PE; `put_epoch`: of the put_signal that it belongs to, or 0.
@@ -53,7 +54,7 @@ public:
   uint32_t epoch(uint32_t warp) { return at(warp).epoch; }
   // What the heap's shadow holds for the warp's own accesses from now on.
   Stamp stamp(uint32_t warp) { return memory_ ? access_stamp(memory_->me, warp, at(warp).epoch) : 0; }
-  RaceMemory* memory() const { return memory_; }
+  bool follows_ranks() const { return follows_ranks_; }
 
 private:
   struct Sent { // what a signal to a PE carries of `from`
@@ -112,7 +113,8 @@ private:
   unsigned warps_per_block_;
   const std::vector<std::string>& lines_;
   RaceMemory* memory_;
-  Known start_; // what all warps know at first
+  bool follows_ranks_; // else only what warps of this rank do is compared, and a wait may follow all that it signalled
+  Known start_;        // what all warps know at first
   uint32_t first_epoch_, latest_;
   std::unordered_map<uint32_t, State> warps_;
   std::unordered_map<const void*, Known> words_;

@@ -111,15 +111,16 @@ void RaceMemory::receive(const Known& own_signals) {
     for (int i = 0; seen(there.turn) != read + 1 && i < kPatience; ++i) sched_yield();
     const Message m = there;
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    Known& known = m.word == kAnyWord ? any : words.try_emplace(m.word, nothing_known()).first->second;
     const Known sent = seen(there.turn) == read + 1 && m.turn == read + 1 && !m.everything ? fetch(m) : nullptr;
-    if (!sent) {
-      learn_all(m.turn == read + 1 ? known : any);
+    if (!sent || m.word == kAnyWord) {
+      if (sent) any = join(any, sent);
+      else if (m.turn != read + 1 || m.word == kAnyWord) learn_all(any);
+      else words[m.word].learn(join(everything(), own_signals));
       continue;
     }
     Clock own{{clock_key(Part::steps, m.rank, m.warp), m.epoch}};
     if (m.carried) own.emplace_back(clock_key(Part::carried, m.rank, m.warp, m.pe, m.word), m.carried);
-    known = join(join(known, sent), std::make_shared<Clock>(std::move(own)));
+    words[m.word].add(m, join(sent, std::make_shared<Clock>(std::move(own))));
   }
 }
 
@@ -133,8 +134,8 @@ Known RaceMemory::beyond_ended(const Known& known) const {
 // Drops what every launch from now on knows without it.
 void RaceMemory::forget_finished() {
   for (auto it = words.begin(); it != words.end();) {
-    it->second = beyond_ended(it->second);
-    it = it->second->empty() ? words.erase(it) : std::next(it);
+    if (it->second.forget(ended)) ++it;
+    else it = words.erase(it);
   }
   learnt = beyond_ended(learnt);
   fetched.clear();

@@ -50,7 +50,40 @@ struct Message {
   uint32_t warp, epoch;
   uint32_t carried; // the epoch of the put_signal that it belongs to, or 0
   int32_t pe;
+  uint64_t value;
+  bool add;        // value is added to the word; else it is set
   bool everything; // the sender was not followed: it may have known all
+};
+
+// What a wait says of its word: that it has come to `value`, or, where `any`, nothing.
+struct Seen {
+  bool any;
+  bool exactly; // the word was that value; else at least that
+  int64_t value;
+};
+
+// The signals to a word that have come, and what they carried.
+class SignalHistory {
+public:
+  void add(const Message& message, const Known& sent);
+  void learn(const Known& known) { all_ = join(all_, known), whole_ = false; }
+  // What whoever has seen the word knows for certain, whichever of the signals came first. `now`: the word itself, read
+  // before the latest signals were.
+  Known guaranteed(const Seen& seen, int64_t now) const;
+  // Drops what everybody knows who knows all of each rank up to `ended`. False: nothing is left.
+  bool forget(const std::vector<uint32_t>& ended);
+
+private:
+  struct Step {
+    int rank;
+    uint32_t epoch;
+    int64_t value;
+    Known known;
+  };
+  Known all_ = nothing_known();
+  std::vector<Step> steps_;
+  bool whole_ = true; // no step is missing
+  bool adds_ = false, sets_ = false;
 };
 
 struct Entry {
@@ -79,13 +112,13 @@ uint64_t race_memory_bytes(uint64_t heap_bytes);
 struct RaceMemory {
   int me = 0;
   uint64_t base = 0, bytes = 0;
-  std::vector<Page*> pages;                  // of all ranks
-  std::vector<uint64_t> heaps;               // where they are mapped; 0: they are not
-  std::vector<uint32_t> ended;               // what each had finished when the launch was asked for
-  std::unordered_map<uint64_t, Known> words; // what is known to who has seen a signal word
-  Known any = nothing_known();               // to who has seen any
-  Known learnt = nothing_known();            // to launches of this rank that come after those that have ended
-  uint64_t read = 0;                         // messages
+  std::vector<Page*> pages;                          // of all ranks
+  std::vector<uint64_t> heaps;                       // where they are mapped; 0: they are not
+  std::vector<uint32_t> ended;                       // what each had finished when the launch was asked for
+  std::unordered_map<uint64_t, SignalHistory> words; // signal words of this heap, by index
+  Known any = nothing_known();                       // to who has seen any
+  Known learnt = nothing_known();                    // to launches of this rank after those that have ended
+  uint64_t read = 0;                                 // messages
   std::map<std::pair<int, uint64_t>, Known> fetched;
   std::unordered_map<const Clock*, std::pair<Known, uint64_t>> published;
   std::map<std::string, uint32_t> sites;

@@ -205,7 +205,8 @@ bool defer(const RemoteOperation& o) {
   Grid& grid = *current_grid;
   Store& s = store();
   Message message;
-  RaceMemory* memory = o.peer_signal && grid.signalling(o.signal, o.pe, &message) ? grid.heap() : nullptr;
+  RaceMemory* memory =
+      o.peer_signal && grid.signalling(o.signal, o.pe, o.value, o.add, &message) ? grid.heap() : nullptr;
   if (s.visibility == Visibility::eager) {
     if (memory) memory->send(o.pe, message);
     return false;
@@ -285,9 +286,9 @@ const RemoteApi kRemoteApi = {
     [](const void* address, uint64_t bytes, bool store, const char* name) {
       current_grid->accessed(address, bytes, store, name);
     },
-    [](const uint64_t* signal, int pe) {
+    [](const uint64_t* signal, int pe, uint64_t value, bool add) {
       Message message;
-      if (current_grid->signalling(signal, pe, &message)) current_grid->heap()->send(pe, message);
+      if (current_grid->signalling(signal, pe, value, add, &message)) current_grid->heap()->send(pe, message);
     },
     defer,
     fence,

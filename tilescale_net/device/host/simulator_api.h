@@ -26,8 +26,10 @@ struct Thread {
   int quantum;           // accesses left until the next forced yield
   void* dynamic_shared;
   uint64_t dynamic_shared_bytes;
-  int site;      // of the primitive that it calls: an index into the kernel's table of lines, or -1
-  bool followed; // words by which threads may order each other are to be told
+  int site;            // of the primitive that it calls: an index into the kernel's table of lines, or -1
+  bool uses_result;    // of the primitive
+  bool loads_followed; // loads of the heap are
+  bool followed;       // words by which threads may order each other are to be told
   // Who stored to this rank's heap last, and who loaded: a stamp per 4 bytes, see csrc/simulator/race_memory.h. Null
   // where nobody asks. The last byte of `stamp`, the thread's own, is that of all plain accesses of this rank.
   uint64_t *stores, *loads;
@@ -71,7 +73,7 @@ struct Call {
   uint32_t scope;     // Scope of types.h
   const void* destination;
   const void* source;
-  int64_t bytes;
+  int64_t bytes; // of a wait or test: its Compare of types.h
   int pe;
   const uint64_t* signal;
   uint64_t value;
@@ -93,7 +95,7 @@ struct RemoteApi {
   // A plain access to this rank's heap that follows one of somebody else.
   void (*accessed)(const void* address, uint64_t bytes, bool store, const char* name);
   // A signal is about to be sent that was not offered to `defer`.
-  void (*signalling)(const uint64_t* signal, int pe);
+  void (*signalling)(const uint64_t* signal, int pe, uint64_t value, bool add);
   // True: taken over, to be delivered later. False: the caller carries it out now.
   bool (*defer)(const RemoteOperation&);
   void (*fence)(int pe); // -1: all PEs

@@ -24,7 +24,7 @@ inline const Api& api() {
       [](const uint64_t*) {},
       [](const void*, WordAccess) {},
       [](const void*, uint64_t, bool, const char*) {},
-      [](const uint64_t*, int) {},
+      [](const uint64_t*, int, uint64_t, bool) {},
       [](const RemoteOperation&) { return false; },
       [](int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); },
       [](int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); },
@@ -58,8 +58,12 @@ inline const Api& api() {
 }
 
 inline Thread& self() {
-  static thread_local Thread thread = {{0, 0, 0}, {0, 0, 0}, {1, 1, 1}, {1, 1, 1}, 0, 0, 0, 0, nullptr, 0,
-                                       -1,        false,     nullptr,   nullptr,   0, 0, 0, 0, 0};
+  static thread_local Thread thread = [] {
+    Thread alone{};
+    alone.block_dim = alone.grid_dim = {1, 1, 1};
+    alone.site = -1;
+    return alone;
+  }();
   return thread;
 }
 
@@ -109,13 +113,16 @@ inline void note_store(const void* p, uint64_t bytes, const char* name) {
   if (self().stores && in_symmetric_heap(p)) access_heap(p, bytes, true, name);
 }
 inline void note_load(const void* p, uint64_t bytes, const char* name) {
-  if (self().stores && in_symmetric_heap(p)) access_heap(p, bytes, false, name);
+  if (self().loads_followed && self().stores && in_symmetric_heap(p)) access_heap(p, bytes, false, name);
 }
 
 // The next primitive stands in this line of the kernel's table; lives until the call has returned.
 class At {
 public:
-  explicit At(int site) { self().site = site; }
+  At(int site, bool uses_result) {
+    self().site = site;
+    self().uses_result = uses_result;
+  }
   ~At() {
     if (*api().trace->traces) api().trace->call_ends();
   }
