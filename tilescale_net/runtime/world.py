@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 import tilescale_net
 from tilescale_net import fabric
-from tilescale_net.errors import ConfigurationError, PeerLost, SimulatorDeadlock, TileScaleError, WaitTimeout
+from tilescale_net.errors import ConfigurationError, PeerLost, TileScaleError
 from tilescale_net.runtime import context, device_errors, groups, memory, settings, topology
 from tilescale_net.runtime.control import Control
 from tilescale_net.runtime.heap import Heap
 from tilescale_net.runtime.memory import Memory
 from tilescale_net.runtime.watchdog import Watchdog
 from tilescale_net.trace import host_calls, recorder, state
-from tilescale_net.trace.reporter import Report, Reporter
+from tilescale_net.trace.reporter import Reporter
 
 _LOADED_LATE = (
     "CUDA loads kernels at their first launch here; where data to and from other nodes are staged in host memory, that "
@@ -61,7 +61,6 @@ class World:
         self.failure: TileScaleError | None = None
         self.proxy = None
         self._watchdog: Watchdog | None = None
-        self.reporter: Reporter | None = None
         self.recorder: recorder.Recorder | None = None
         self.memory: Memory | None = None
         self._closed = False
@@ -70,6 +69,7 @@ class World:
         self.control = Control(self.timeout + 5.0, silence, group)
         self.group, self.job_ranks = group, self.control.job_ranks
         self.rank, self.size = self.control.rank, self.control.size
+        self.reporter = Reporter(self.control, lambda: state.of_rank(self))
         try:
             if wrong is not None:
                 raise wrong  # now that the others can be told
@@ -103,7 +103,6 @@ class World:
                 settings.log.warning(_LOADED_LATE)
         self._make_context(queues, n_queues)
         self.memory.synchronize()
-        self.reporter = Reporter(self.control, lambda: state.of_rank(self))
         # Peers may touch this heap from here on: its system area is zero and every rank has mapped every other.
         self.control.agree("tilescale_net.init", "ready")
 
@@ -113,7 +112,9 @@ class World:
         place = topology.virtual_node(dist.get_rank(), dist.get_world_size()) if self.group is not None else 0
         facts = self.control.gather("tilescale_net.init", [topology.host_identity(), os.getpid(), place])
         hosts, pids, places = map(list, zip(*facts))
-        self._watchdog = Watchdog(self.control, hosts, pids, silence, self._poll_local, self._on_loss, self._on_alarm)
+        self._watchdog = Watchdog(
+            self.control, hosts, pids, silence, self._poll_local, self._on_loss, self.reporter.answer
+        )
         self.control.reason_of = self._watchdog.reason
         traced = f", TSN_TRACE={settings.TRACE.get()}" if settings.TRACE.get() else ""
         self.control.agree("tilescale_net.init", f"{wanted}, VIRTUAL_NODES={virtual}, {_version()}{traced}")
@@ -179,36 +180,23 @@ class World:
             return record if record.kind else None
 
     def _device_error(self) -> TileScaleError | None:
-        with self._page_in_use:
-            if not self._error_address:
-                return None
-            record = device_errors.read(self._error_address)
-            base = self.memory.base
-            return device_errors.describe(
-                record, self.rank, self.size, base, self.timeout, lambda at: self.heap.describe(at)
-            )
+        record = self.error_record()
+        if record is None:
+            return None
+        return device_errors.describe(record, self.rank, self.size, self.memory.base, self.timeout, self.heap.describe)
 
     def _poll_local(self) -> TileScaleError | None:
         """What this rank's kernels or proxy have met, for the watchdog."""
         failed = self.failure or (self.proxy.failure() if self.proxy is not None else None)
-        return failed or self._device_error()
+        found = failed or self._device_error()
+        self.reporter.ask_about(found)  # at once: what the others do meanwhile may end
+        return found
 
     def _on_loss(self, reason: str, error: TileScaleError | None) -> None:
-        report = self._report_of(error)
         if self.failure is None:
             self.failure = error or PeerLost(f"rank {self.rank}: {reason}; {self._what_to_do}")
         self.abort()
-        self._print(report)
-
-    def _on_alarm(self, number: int) -> None:
-        """Another rank wants to know what this one does, or has failed."""
-        if self.reporter is not None:
-            self.reporter.answer(number)
-
-    def _report_of(self, error: TileScaleError | None) -> Report | None:
-        """Ask what all ranks do, where that may say why this one waited in vain."""
-        hangs = isinstance(error, WaitTimeout | SimulatorDeadlock) and self.reporter is not None and self.size > 1
-        return self.reporter.ask_of_failure() if hangs else None
+        self.reporter.print_failure(self.failure)
 
     def _explained(self, error: TileScaleError) -> TileScaleError:
         """`error`, or the loss of a peer where that is why: a peer that dies makes waits time out and links break."""
@@ -239,26 +227,22 @@ class World:
 
     def fail(self, error: TileScaleError) -> None:
         """Record an error found by the host (the simulator, the proxy), tell the others, and raise it."""
-        report = self._report_of(error)
+        self.reporter.ask_about(error)
         if self.failure is None:
             self.failure = self._explained(error)
         self.control.announce_failure(str(self.failure))
-        self._print(report)
+        self.reporter.print_failure(self.failure)
         self.abort()
         raise self.failure
-
-    def _print(self, report: Report | None) -> None:
-        if report is not None and not isinstance(self.failure, PeerLost):
-            report.print(str(self.failure))
 
     def check(self) -> None:
         """Raise what a kernel, the proxy or a lost peer left behind: WaitTimeout, PeerLost, InvalidDescriptor, …"""
         if self._closed:
             raise TileScaleError(f"rank {self.rank}: this world has ended with finalize(); use that of a new init()")
         if self.failure is None and (error := self._device_error()) is not None:
-            report = self._report_of(error)
+            self.reporter.ask_about(error)
             self.announce(self._explained(error))
-            self._print(report)
+            self.reporter.print_failure(self.failure)
         self._notice_loss()
         if self.failure is None and self._aborted():
             # Kernels return early from here on, with whatever data they have: whoever set the word says why.
@@ -287,19 +271,16 @@ class World:
 
     # -- collective calls -------------------------------------------------------------------------------------------
 
+    @host_calls.inside("tilescale_net.synchronize")
     def synchronize(self) -> None:
         """See `tilescale_net.synchronize`."""
         self.check()
-        with host_calls.inside("tilescale_net.synchronize"):
-            self.memory.synchronize()
+        self.memory.synchronize()
         self.check()
 
+    @host_calls.inside("tilescale_net.barrier")
     def barrier(self) -> None:
         """See `tilescale_net.barrier`."""
-        with host_calls.inside("tilescale_net.barrier"):
-            self._barrier()
-
-    def _barrier(self) -> None:
         self._finish_kernels()
         self.check()
         try:
@@ -333,7 +314,7 @@ class World:
             self.control.agree("tilescale_net.finalize", spoken=spoken)
             if self.control.left:
                 self._watchdog.keep_store()  # those that stay go on with it
-            self._finish_trace()
+            recorder.finish(self)
             self._watchdog.announce_end()
             # Leave only when all have said goodbye: a rank that is gone must not look like one that failed.
             self.control.agree("tilescale_net.finalize", "end")
@@ -342,20 +323,11 @@ class World:
             raise self.failure from None if self.failure is err else err
         self._release()
 
-    def _finish_trace(self) -> None:
-        if self.recorder is not None:
-            self.recorder.stop()
-            self.recorder.send()
-            self.control.agree("tilescale_net.finalize", "traced")
-            self.recorder.merge()
-            self.recorder = None
-
     def give_up(self, why: str, error: TileScaleError | None = None) -> None:
         """Take the world down without the others; they learn why."""
         self.announce(error or TileScaleError(why))
         self.wait_for_others()
-        if self.recorder is not None:
-            self.recorder.leave()
+        recorder.leave(self)
         self.abort()  # kernels that still run must not use what is freed now
         self._release()
 
@@ -366,8 +338,7 @@ class World:
             self.proxy = None
         if self._watchdog is not None:
             self._watchdog.close()
-        if self.recorder is not None:
-            self.recorder.stop()
+        recorder.stop(self)
         with self._page_in_use:
             self._abort_address = self._error_address = 0
         if self.memory is not None:

@@ -42,7 +42,7 @@ def init(heap_bytes: int | str | None = None, group: object = None) -> World:
         world = World(heap_bytes, resolved, _alive[0].device if _alive else None)
     _alive.append(world)
     _rebind()
-    reporter.report_on_signal(lambda: [world.reporter for world in list(_alive) if world.reporter is not None])
+    reporter.report_on_signal(lambda: [world.reporter for world in list(_alive)])
     process_end.install(lambda: list(_alive), _take_all, _forget)
     return world
 

@@ -108,7 +108,14 @@ class Recorder:
                 self._ring.close()
             self._ring = None
 
-    def send(self) -> None:
+    def finish(self) -> None:
+        """At the end of a job in good order: write the file. Collective."""
+        self.stop()
+        self._send()
+        self._world.control.agree("tilescale_net.finalize", "traced")
+        self._merge()
+
+    def _send(self) -> None:
         """Give the parts to rank 0, where it does not see this host's files."""
         if self._near:
             return
@@ -117,7 +124,7 @@ class Recorder:
                 raw = path.split(".")[-2].encode() + b"\n" + zlib.compress(file.read(), 1)
             self._world.control.store.ask(lambda s, i=index, raw=raw: s.set(f"trace/{self._world.rank}/{i}", raw))
 
-    def merge(self) -> None:
+    def _merge(self) -> None:
         """When every rank has sent: on rank 0 write the file; remove the parts."""
         if self._world.rank == 0:
             parts = [part for rank in range(self._world.size) for part in self._parts_of(rank)]
@@ -174,3 +181,22 @@ def user_range(name: str):
     finally:
         if current is not None:
             current.add(ring.Kind.RANGE, name, begin, time.monotonic_ns())
+
+
+def finish(world) -> None:
+    """At the end of a job in good order: rank 0 writes the file. Collective."""
+    if world.recorder is not None:
+        world.recorder.finish()
+        world.recorder = None
+
+
+def leave(world) -> None:
+    """At the end of a job that has failed: the parts stay where they are, and rank 0 says so."""
+    if world.recorder is not None:
+        world.recorder.leave()
+
+
+def stop(world) -> None:
+    """A world that ends records no more."""
+    if world.recorder is not None:
+        world.recorder.stop()

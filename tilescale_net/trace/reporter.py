@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from tilescale_net.errors import PeerLost
+from tilescale_net.errors import PeerLost, SimulatorDeadlock, WaitTimeout
 from tilescale_net.runtime import job_store
 from tilescale_net.trace import hang_report
 
@@ -71,12 +71,17 @@ class Reporter:
         """Ask all ranks."""
         return Report(self)
 
-    def ask_of_failure(self) -> Report:
-        """The question why this rank waited in vain: the same one for every thread, printed by one rank of all that ask."""
-        with self._asking:
-            if self._of_failure is None:
-                self._of_failure = Report(self, once=True)
-            return self._of_failure
+    def ask_about(self, error: Exception | None) -> None:
+        """Ask all ranks, where that may say why this one waited in vain; once, whichever thread comes first."""
+        if self.size > 1 and isinstance(error, WaitTimeout | SimulatorDeadlock):
+            with self._asking:
+                if self._of_failure is None:
+                    self._of_failure = Report(self, once=True)
+
+    def print_failure(self, failure: Exception) -> None:
+        """Print the answers to `ask_about`, on one rank of all that ask. A lost peer explains itself."""
+        if self._of_failure is not None and not isinstance(failure, PeerLost):
+            self._of_failure.print(str(failure))
 
     def raise_alarm(self) -> int:
         """Note what this rank does, and ask the others. The number of the alarm; 0: the store does not answer."""

@@ -29,6 +29,8 @@ def of_rank(world) -> dict:
         "waiting": [],
         "sent": [],
     }
+    if getattr(world, "heap", None) is None:
+        return state  # it is being made
     if world.device_kind == "simulator":
         _add_simulated(state, world)
     else:
