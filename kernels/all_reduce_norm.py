@@ -9,7 +9,7 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.all_reduce import ONE_SHOT_UP_TO, AllReduce
+from tilescale_net.kernels.all_reduce import AllReduce, one_shot_up_to
 from tilescale_net.kernels.collective import Collective, dtype_name, is_aligned
 from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC
 from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES, pack, vector_of
@@ -180,7 +180,7 @@ class AllReduceNorm(Collective):
             raise ValueError(f"AllReduceNorm: hidden is {hidden!r}; it must be a positive number of elements")
         super().__init__("AllReduceNorm", f"hidden={hidden}", threads, blocks, group)
         self.hidden = hidden
-        self.largest_fused = max(self.LARGEST_ROW, ONE_SHOT_UP_TO // self.n_pes // VECTOR_BYTES * VECTOR_BYTES)
+        self.largest_fused = max(self.LARGEST_ROW, one_shot_up_to(self.n_pes))
         self.fused_bytes = self.largest_fused
         self._inbox = self._symmetric(2 * self.largest_fused, torch.uint8)
         self._arrived, self._calls = self._signals(self.n_pes, blocks), self.counters(blocks)

@@ -78,7 +78,9 @@ def test_equals_sum_in_order(size):
 def test_pull_equals_sum_in_order(size):
     """Some cases cannot be pulled, and are pushed."""
     cases = [CASES[1], CASES[8], ((20_000,), torch.bfloat16, 0, 0), ((8,), torch.bfloat16, 0, 16)]
-    ranks.run(size, _reduce, random.randrange(1 << 30), cases, dict(threads=64, blocks=2, chunk_bytes=4096), timeout=400)
+    ranks.run(
+        size, _reduce, random.randrange(1 << 30), cases, dict(threads=64, blocks=2, chunk_bytes=4096), timeout=400
+    )
 
 
 @pytest.mark.parametrize("visibility", ["eager", "late", "random"])
