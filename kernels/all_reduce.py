@@ -20,11 +20,20 @@ from tilescale_net.kernels.reduce_scatter import ReduceScatter
 from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES
 
 ALGORITHMS = ("packets", "one_shot", "two_shot")
-# Bytes, times the number of PEs, up to which an algorithm is chosen: the links carry twice the bytes to every PE, the
-# bytes to every PE, or twice the bytes once.
+# Bytes, times the number of PEs, up to which packets are chosen: twice the bytes travel to every PE.
 PACKETS_UP_TO = 512 * 1024
-ONE_SHOT_UP_TO = 2 * 1024 * 1024
 PACKET_BLOCKS = 128
+# One shot spares an exchange, but more bytes travel; measured on two H200.
+EXCHANGE_US, US_PER_MIB = 1.4, 3.0
+LARGEST_ONE_SHOT = 2 << 20
+
+
+def one_shot_up_to(n_pes: int) -> int:
+    """Bytes up to which one shot is faster than two, a multiple of 16."""
+    more = (n_pes - 1) * (1 - 2 / n_pes)  # tensors that each PE reads beyond what two shots move
+    if more <= 0:
+        return LARGEST_ONE_SHOT
+    return min(LARGEST_ONE_SHOT, int(EXCHANGE_US / US_PER_MIB / more * 2**20) // VECTOR_BYTES * VECTOR_BYTES)
 
 
 class AllReduce(Collective):
@@ -33,7 +42,7 @@ class AllReduce(Collective):
     Args:
         threads, blocks: launch geometry.
         staging_bytes: of tensors that the kernel cannot reach in the other PEs' memory, so many bytes are copied and
-            summed at a time; twice as many are allocated in the symmetric heap, beside up to 6 MiB for small tensors.
+            summed at a time; twice as many are allocated in the symmetric heap, beside up to 8 MiB for small tensors.
         algorithm: "packets", "one_shot", "two_shot" or "auto": by the size.
         group: whose ranks these are; see `tilescale_net.world`.
 
@@ -77,7 +86,7 @@ class AllReduce(Collective):
         self._packet_blocks = min(PACKET_BLOCKS, self._block_limit)
         capacity = self._packet_blocks * (self.threads // n)
         self._packet_capacity = min(capacity, PACKETS_UP_TO // n // packets.DATA_BYTES)
-        self._one_shot_capacity = ONE_SHOT_UP_TO // n // VECTOR_BYTES
+        self._one_shot_capacity = one_shot_up_to(n) // VECTOR_BYTES
         memory = self.allocate(
             {
                 "packets": ((2, n, self._packet_capacity, packets.PACKET_BYTES), torch.uint8),

@@ -99,6 +99,14 @@ def signals() -> list[Row]:
 def collectives() -> list[Row]:
     """Collectives in a CUDA graph."""
     result = []
+    for size, label in ((8 << 10, "8 KiB"), (256 << 10, "256 KiB"), (64 << 20, "64 MiB")):
+        ours = value("all_reduce", "us", bytes=size)
+        peers = {
+            "NCCL": value("all_reduce", "nccl_us", bytes=size),
+            "torch symmetric memory": value("all_reduce", "symm_mem_us", bytes=size),
+        }
+        best = min(peers, key=lambda peer: peers[peer])
+        result.append(Row(f"all-reduce, {label}", ours, peers[best], best, "us", False))
     for name, what in (
         ("all_gather", "all-gather"),
         ("all_to_all", "all-to-all"),
@@ -181,7 +189,7 @@ def highlights() -> list[Row]:
     """What the README shows: one line a subject, the losses too."""
     first, second, third = copies(), signals(), collectives()
     moe = mixture_of_experts()
-    return [first[1], first[3], second[2], second[1], third[0], third[1], third[5], moe[1], moe[4], *fabric()]
+    return [first[1], first[3], second[2], second[1], *third[:5], third[8], moe[1], moe[4], *fabric()]
 
 
 TABLES = {
@@ -221,9 +229,14 @@ def draw_copies(figure) -> None:
 
 
 def draw_collectives(figure) -> None:
-    names = (("all_gather", "all-gather"), ("all_to_all", "all-to-all"), ("reduce_scatter", "reduce-scatter"))
-    for i, (name, label) in enumerate(names):
-        axes = figure.add_subplot(1, 3, i + 1)
+    names = {
+        "all_reduce": "all-reduce",
+        "all_gather": "all-gather",
+        "all_to_all": "all-to-all",
+        "reduce_scatter": "reduce-scatter",
+    }
+    for i, (name, label) in enumerate(names.items()):
+        axes = figure.add_subplot(1, 4, i + 1)
         found = rows(name)
         sizes = [r["bytes"] for r in found]
         axes.plot(sizes, [r["us"] for r in found], "-", color=OURS, label="tilescale_net", linewidth=1.8)
@@ -258,7 +271,7 @@ def draw_moe(figure) -> None:
 
 PLOTS = {
     "copies": (("unrolledcp_p2p",), (8, 3.2), draw_copies),
-    "collectives": (("all_gather", "all_to_all", "reduce_scatter"), (10, 3.2), draw_collectives),
+    "collectives": (("all_reduce", "all_gather", "all_to_all", "reduce_scatter"), (13, 3.2), draw_collectives),
     "moe": (("moe_throughput", "moe_latency"), (8, 3.6), draw_moe),
 }
 

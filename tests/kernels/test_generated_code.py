@@ -52,6 +52,13 @@ KERNELS = {
         dict(n_pes=4, dtype="bfloat16", staged=False),
         dict(n_pes=8, dtype="float32", staged=True, aligned=False),
     ],
+    "tilescale_net.kernels.all_reduce_norm.all_reduce_norm": [
+        dict(n_pes=4, dtype="bfloat16", hidden=8192, capacity=32, reduces=True)
+    ],
+    "tilescale_net.kernels.broadcast.broadcast": [dict(n_pes=4)],
+    "tilescale_net.kernels.all_to_all_transposed.all_to_all_transposed": [dict(n_pes=4, joins_rows=True)],
+    "tilescale_net.kernels.all_gather.all_gather_by_stores": [dict(n_pes=4)],
+    "tilescale_net.kernels.all_to_all.all_to_all_by_stores": [dict(n_pes=4)],
     "tilescale_net.kernels.proxy_write.write": [dict(capacity=1 << 20)],
     "benchmark.common.queue_bench.probe": [dict()],
 }

@@ -74,11 +74,13 @@ def test_equals_sum_in_order(size):
     ranks.run(size, _reduce, random.randrange(1 << 30), cases, dict(threads=64, blocks=2, chunk_bytes=4096, **PUSH))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
 def test_pull_equals_sum_in_order(size):
     """Some cases cannot be pulled, and are pushed."""
-    cases = [CASES[1], CASES[2], CASES[8], ((20_000,), torch.bfloat16, 0, 0), ((8,), torch.bfloat16, 0, 16)]
-    ranks.run(size, _reduce, random.randrange(1 << 30), cases, dict(threads=64, blocks=2, chunk_bytes=4096))
+    cases = [CASES[1], CASES[8], ((20_000,), torch.bfloat16, 0, 0), ((8,), torch.bfloat16, 0, 16)]
+    ranks.run(
+        size, _reduce, random.randrange(1 << 30), cases, dict(threads=64, blocks=2, chunk_bytes=4096), timeout=400
+    )
 
 
 @pytest.mark.parametrize("visibility, slots", [("eager", 3), ("late", 2), ("random", 3), ("random", 2)])

@@ -1,0 +1,126 @@
+"""Broadcast in one kernel: the root deals parts of its tensor out to the others, which put them to one another.
+
+So each link carries the tensor once, and the root no more than that. Blocks share each part; block b waits for the blocks
+b of its peers alone.
+"""
+
+import tilelang.language as T
+import torch
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tilescale_net.kernels.collective import Collective, as_bytes
+from tilescale_net.kernels.partition import slice_elements
+
+
+@tsn.jit(name="broadcast")
+def broadcast(n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unroll=None, ring=None):
+    """Kernel `(x, root, calls, ready, arrived)`: afterwards `x` of all PEs is the `x` of PE `root`.
+
+    Args:
+        n_pes: number of PEs, at most `threads`, 2 or more.
+        dtype: of `x` [count] (symmetric); count is taken from the tensor.
+        threads, blocks: launch geometry; all blocks must be able to run at once.
+        engine, unroll, ring: see `tilescale_net.language.put_block`.
+
+    `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [n_pes, blocks] (symmetric) are uint64, zero
+    before the first call, and then left alone.
+    """
+    count = T.dynamic("count", "int64")
+    options = dict(engine=engine, unroll=unroll, ring=ring)
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        x: T.Tensor((count,), dtype),
+        root: T.int32,
+        calls: T.Tensor((blocks,), "uint64"),
+        ready: T.Tensor((n_pes,), "uint64"),
+        arrived: T.Tensor((n_pes, blocks), "uint64"),
+    ):
+        with T.Kernel(blocks, threads=threads) as block:
+            thread = T.get_thread_binding()
+            me = N.my_pe()
+            call = calls[block] + T.uint64(1)
+            # Part i is dealt to the i-th PE behind the root.
+            part = slice_elements(count, n_pes - 1, dtype)
+            share = slice_elements(part, blocks, dtype)
+            first = share * block
+            if block == 0 and thread < n_pes:
+                N.signal(ready[me], call, thread)
+            if first < part:
+                if thread < n_pes:
+                    N.wait(ready[thread], "ge", call)
+                T.sync_threads()
+                if me == root:
+                    for hop in T.serial(1, n_pes):
+                        start = (hop - 1) * part + first
+                        size = T.min(T.min(share, part - first), count - start)
+                        if size > 0:
+                            N.put_block(x[start], x[start], (root + hop) % n_pes, count=size, **options)
+                else:
+                    start = (me - root - 1 + n_pes) % n_pes * part + first
+                    size = T.min(T.min(share, part - first), count - start)
+                    N.wait_block(arrived[root, block], "ge", call)
+                    for hop in T.serial(1, n_pes):
+                        pe = (me + hop) % n_pes
+                        if pe != root and size > 0:
+                            N.put_block(x[start], x[start], pe, count=size, **options)
+                T.sync_threads()
+                if thread < n_pes and thread != me:
+                    if thread != root:
+                        N.signal(arrived[me, block], call, thread, fence=True)
+                    if me != root:
+                        N.wait(arrived[thread, block], "ge", call)
+                    N.quiet(thread)
+            T.sync_threads()
+            if thread == 0:
+                calls[block] = call
+
+    return main
+
+
+class Broadcast(Collective):
+    """Broadcast of tensors of any dtype and size; constructed and called by all ranks.
+
+    Args:
+        threads, blocks, engine, unroll, ring: see the kernel.
+        group: whose ranks these are; see `tilescale_net.world`.
+
+    Raises:
+        ValueError: a launch geometry that the kernel or the GPU cannot run.
+        RankMismatch: ranks that want different ones.
+    """
+
+    def __init__(
+        self, *, threads: int = 512, blocks: int = 16, engine: str = "auto", unroll: int | None = None,
+        ring: tuple[int, int] | None = None, group: "tsn.Group" = None,
+    ) -> None:  # fmt: skip
+        super().__init__("Broadcast", f"engine={engine}, unroll={unroll}, ring={ring}", threads, blocks, group)
+        self._options = dict(threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring)
+        self._calls = self.counters(blocks)
+        self._ready, self._arrived = self._signals(self.n_pes), self._signals(self.n_pes, blocks)
+
+    def __call__(self, x: torch.Tensor, root: int = 0) -> torch.Tensor:
+        """`x` of all PEs becomes the `x` of PE `root`; asynchronous on the current stream.
+
+        Args:
+            x: symmetric, contiguous, of the same shape and dtype on all ranks.
+            root: a rank of the group, the same on all ranks.
+
+        Returns:
+            `x`.
+
+        Raises:
+            TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
+            RankMismatch: ranks that pass different ones; seen when a shape and root are used for the first time.
+        """
+        self._begin()
+        self._check("x", x, symmetric=True)
+        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.n_pes:
+            raise ValueError(f"{self.name}: root is {root!r}; it must be a rank between 0 and {self.n_pes - 1}")
+        self._agree("x of shape {} and {} at heap offset {}, root {}", x.shape, x.dtype, self.place(x), root)
+        if x.nbytes and self.n_pes > 1:
+            kernel = broadcast(self.n_pes, **self._options)
+            kernel(as_bytes(x, x.nbytes), root, self._calls, self._ready, self._arrived)
+        return x

@@ -1,0 +1,96 @@
+"""All-reduce with bias, residual and RMSNorm against plain torch; the new residual bit by bit."""
+
+import random
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from tests import ranks
+from tests.kernels.support import assert_same, unsettle
+from tests.kernels.test_reduce_scatter import reference, values
+from tilescale_net.kernels.all_reduce_norm import AllReduceNorm
+
+EPS = 1e-5
+
+
+def expected(sums, bias, residual, weight):
+    """The new residual, and its norm in float64."""
+    total = sums.float()
+    for more in (bias, residual):
+        total = total if more is None else total + more.float()
+    rounded = total.to(sums.dtype)
+    wide = rounded.double()
+    return rounded, wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * weight.double()
+
+
+def _layers(seed, dtype, hidden):
+    rank, n = tsn.rank(), tsn.size()
+    pace = random.Random(f"{seed} {rank}")
+    turns = random.Random(seed)
+    op = AllReduceNorm(hidden, threads=64, blocks=2)
+    weight = values((hidden,), dtype, seed, "weight").to(tsn.device())
+    bits = []
+    for call in range(12):
+        shape = turns.choice([(1, hidden), (5, hidden), (2, 4, hidden), (0, hidden), (hidden,)])
+        bias = values((hidden,), dtype, seed, call, "bias") if call % 3 == 0 else None
+        residual = values(shape, dtype, seed, call, "residual") if call % 2 == 0 else None
+        data = [values(shape, dtype, seed, call, p) for p in range(n)]
+        x = data[rank].to(tsn.device(), copy=True)
+        out = x if call % 4 == 0 else torch.empty_like(x)
+        # One in three calls is made as for tensors that are too large for one shot.
+        op.fused_bytes = 0 if turns.randrange(3) == 0 else op.largest_fused
+        given = {k: v.to(tsn.device(), copy=True) for k, v in (("bias", bias), ("residual", residual)) if v is not None}
+        unsettle(pace, 0.1)
+        assert op(out, x, weight, eps=EPS, **given) is out
+        tsn.synchronize()
+        total, norm = expected(reference(data), bias, residual, weight.cpu())
+        what = f"seed {seed}, call {call}, {shape}, rank {rank}"
+        if residual is not None:
+            assert_same(given["residual"].cpu(), total, what)
+        tolerance = {torch.bfloat16: 1e-2, torch.float32: 1e-5}[dtype]
+        assert torch.allclose(out.cpu().double(), norm, rtol=tolerance, atol=1e-6), what
+        bits.append(out.cpu().view(torch.uint8).tolist())
+    op.free()
+    return bits
+
+
+@pytest.mark.parametrize("size, dtype, hidden", [(2, torch.bfloat16, 520), (3, torch.float32, 96)])
+def test_equals_torch(size, dtype, hidden):
+    found = ranks.run(size, _layers, random.randrange(1 << 30), dtype, hidden, timeout=400)
+    assert all(bits == found[0] for bits in found), "ranks have results with different bits"
+
+
+def _misuse(case):
+    if case == "hidden":
+        return AllReduceNorm(0)
+    op = AllReduceNorm(20 if case == "row" else 64, threads=64, blocks=1)
+    x = torch.zeros((3, 20 if case == "row" else 64), dtype=torch.bfloat16, device=tsn.device())
+    out, weight = torch.zeros_like(x), x[0].clone()
+    calls = {
+        "row": lambda: op(out, x, weight),
+        "weight": lambda: op(out, x, weight[:32]),
+        "dtype": lambda: op(out.to(torch.int32), x, weight),
+        "residual": lambda: op(out, x, weight, residual=out),
+        "bias": lambda: op(out, x, weight, bias=weight.float()),
+        "ranks differ": lambda: op(out, x, weight, residual=torch.zeros_like(x) if tsn.rank() else None),
+    }
+    calls[case]()
+
+
+@pytest.mark.parametrize(
+    "case, error, words",
+    [
+        ("hidden", "ValueError", ["hidden", "0"]),
+        ("row", "ValueError", ["40 bytes", "16"]),
+        ("weight", "ValueError", ["weight", "[32]", "[64]"]),
+        ("dtype", "TypeError", ["int32", "bfloat16"]),
+        ("residual", "ValueError", ["residual", "out", "overlap"]),
+        ("bias", "TypeError", ["bias", "float32"]),
+        ("ranks differ", "RankMismatch", ["neither", "residual"]),
+    ],
+)
+def test_misuse_is_named(case, error, words):
+    for outcome in ranks.launch(2, _misuse, case):
+        assert outcome.error is not None and outcome.error[0] == error, outcome
+        assert all(word in outcome.error[1] for word in words), outcome.error

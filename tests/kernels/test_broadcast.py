@@ -1,0 +1,112 @@
+"""Broadcast and the all-to-all that transposes, against plain torch, bit by bit, on one node and on two."""
+
+import random
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from tests import ranks
+from tests.kernels.support import Guarded, assert_same, random_tensor, unsettle
+from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
+from tilescale_net.kernels.broadcast import Broadcast
+
+GEOMETRY = dict(threads=32, blocks=2)
+DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
+
+
+def _broadcast(seed):
+    rank, n = tsn.rank(), tsn.size()
+    pace, turns = random.Random(f"{seed} {rank}"), random.Random(seed)
+    op = Broadcast(**GEOMETRY)
+    for case in range(8):
+        dtype = turns.choice(DTYPES)
+        x = Guarded(turns.choice([(0,), (1,), (5, 7), (turns.randrange(1, 40_000),)]), dtype, turns.choice([0, 4, 16]))
+        for call in range(3):
+            root = turns.randrange(n)
+            x.tensor.copy_(random_tensor(x.tensor.shape, dtype, seed, case, call, rank))
+            unsettle(pace, 0.1)
+            assert op(x.tensor, root) is x.tensor
+            tsn.synchronize()
+            expected = random_tensor(x.tensor.shape, dtype, seed, case, call, root)
+            assert_same(x.tensor, expected, f"seed {seed}, case {case}, call {call}, root {root}, rank {rank}")
+        tsn.barrier()
+        x.check()
+        x.free()
+    op.free()
+
+
+def _transposed(seed):
+    rank, n = tsn.rank(), tsn.size()
+    pace, turns = random.Random(f"{seed} {rank}"), random.Random(seed)
+    op = AllToAllTransposed(**GEOMETRY)
+    for case in range(8):
+        dtype = turns.choice(DTYPES)
+        shape = [turns.randrange(1, 4), n * turns.randrange(1, 6), n * turns.randrange(1, 5), turns.choice([1, 3, 16])]
+        cut, join = turns.sample(range(1, 3) if case < 5 else [1, 2, 3], 2)
+        shape[cut] = -(-shape[cut] // n) * n
+        made = list(shape)
+        made[cut], made[join] = made[cut] // n, made[join] * n
+        out, x = Guarded(made, dtype, turns.choice([0, 4])), Guarded(shape, dtype)
+        for call in range(2):
+            data = [random_tensor(shape, dtype, seed, case, call, p) for p in range(n)]
+            x.tensor.copy_(data[rank])
+            unsettle(pace, 0.1)
+            assert op(out.tensor, x.tensor, cut - 4 if call else cut, join) is out.tensor
+            x.tensor.zero_()  # the call is over with x
+            tsn.synchronize()
+            expected = torch.cat([d.chunk(n, cut)[rank] for d in data], join)
+            assert_same(out.tensor, expected.contiguous(), f"seed {seed}, {shape}, cut {cut}, join {join}, rank {rank}")
+        tsn.barrier()
+        out.check()
+        for tensor in (out, x):
+            tensor.free()
+    op.free()
+
+
+def _both(seed):
+    _broadcast(seed)
+    _transposed(seed)
+
+
+@pytest.mark.parametrize("size, nodes", [(1, 1), (2, 1), (4, 1), (4, 2)])
+def test_equals_torch(size, nodes):
+    ranks.run(size, _both, random.randrange(1 << 30), env={"VIRTUAL_NODES": str(nodes)}, timeout=400)
+
+
+def _misuse(case):
+    op, transposed = Broadcast(**GEOMETRY), AllToAllTransposed(**GEOMETRY)
+    x, out = tsn.zeros((4, 6), torch.float32), tsn.zeros((8, 3), torch.float32)
+    plain = torch.zeros((4, 6), device=tsn.device())
+    calls = {
+        "root": lambda: op(x, 2),
+        "roots differ": lambda: op(x, tsn.rank()),
+        "not symmetric": lambda: op(plain),
+        "axis": lambda: transposed(out, x, 2, 0),
+        "one axis": lambda: transposed(out, x, 1, -1),
+        "no multiple": lambda: transposed(out, x[:3], 0, 1),
+        "shape": lambda: transposed(x, out, 1, 0),
+        "out not symmetric": lambda: transposed(plain.view(8, 3), x, 1, 0),
+        "overlap": lambda: transposed(x.view(8, 3), x, 1, 0),
+    }
+    calls[case]()
+
+
+@pytest.mark.parametrize(
+    "case, error, words",
+    [
+        ("root", "ValueError", ["root", "2", "between 0 and 1"]),
+        ("roots differ", "RankMismatch", ["root 0", "root 1"]),
+        ("not symmetric", "HeapError", ["x", "symmetric"]),
+        ("axis", "ValueError", ["cut", "2"]),
+        ("one axis", "ValueError", ["cut", "join"]),
+        ("no multiple", "ValueError", ["[3, 6]", "2 PEs"]),
+        ("shape", "ValueError", ["out"]),
+        ("out not symmetric", "HeapError", ["out", "symmetric"]),
+        ("overlap", "ValueError", ["overlap"]),
+    ],
+)
+def test_misuse_is_named(case, error, words):
+    for outcome in ranks.launch(2, _misuse, case):
+        assert outcome.error is not None and outcome.error[0] == error, outcome
+        assert all(word in outcome.error[1] for word in words), outcome.error
