@@ -7,7 +7,7 @@ Every rank has m / ranks rows of k elements and wants the product of all m rows 
 simulator runs the same kernels on small shapes, without NCCL.
 """
 
-from benchmark.common.fused import Sides, difference, parse, run
+from benchmark.common.fused import Sides, difference, parse, run, tiling_of
 
 
 def sides(args, m: int, blocks: int, group) -> Sides:
@@ -15,11 +15,10 @@ def sides(args, m: int, blocks: int, group) -> Sides:
 
     import tilescale_net as tsn
     from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul, matmul_arriving
-    from tilescale_net.kernels.fused.matmul import Tiling
 
     size, device = tsn.size(), tsn.device()
     rows, k, n = m // size, args.k, args.n
-    tiling = Tiling(args.tile, args.stages, 256 if device.type == "cuda" else 128)
+    tiling = tiling_of(args)
     generator = torch.Generator(device=device).manual_seed(tsn.rank())
     x = tsn.empty((rows, k), torch.bfloat16)
     x.normal_(generator=generator)

@@ -54,6 +54,10 @@ def parse(description: str, k: int, n: int) -> argparse.Namespace:
     tile = "32,32,32" if simulated else "128,256,64"
     parser.add_argument("--tile", type=int_list(16, 512), default=None, metavar="M,N,K", help=f"of a product ({tile})")
     parser.add_argument("--stages", type=positive_int, default=3, metavar="N", help="of a product's pipeline (3)")
+    parser.add_argument(
+        "--panel", type=positive_int, default=10, metavar="N", help="rows of tiles walked together (10)"
+    )
+    parser.add_argument("--staged", action="store_true", help="results leave through shared memory")
     parser.add_argument("--no-nccl", action="store_true", help="leave NCCL and torch's symmetric memory out")
     args = parser.parse_args()
     args.tile = tuple(args.tile or (int(x) for x in tile.split(",")))
@@ -64,6 +68,13 @@ def parse(description: str, k: int, n: int) -> argparse.Namespace:
     if any(m % world_size() for m in args.m):
         parser.error(f"--m must be a multiple of the number of ranks ({world_size()})")
     return args
+
+
+def tiling_of(args: argparse.Namespace):
+    """The geometry of a product that the arguments ask for."""
+    from tilescale_net.kernels.fused.matmul import Tiling
+
+    return Tiling(args.tile, args.stages, 256 if on_gpu() else 128, args.panel, args.staged)
 
 
 def run(name: str, args: argparse.Namespace, heap: int, sides_of: Callable[[int, int, object], Sides]) -> None:

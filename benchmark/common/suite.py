@@ -177,6 +177,8 @@ ENTRIES = (
     Entry("all_to_all", ranks=0, quick=("--sizes", "16K,64K", "--repeat", "2")),
     Entry("all_reduce", ranks=0, quick=("--sizes", "16K,64K", "--repeat", "2")),
     Entry("reduce_scatter", ranks=0, quick=("--sizes", "16K,64K", "--repeat", "2")),
+    Entry("all_gather_matmul", quick=("--repeat", "2")),
+    Entry("matmul_reduce_scatter", quick=("--repeat", "2")),
     Entry("moe_all_to_all", ranks=0, quick=("--mode", "latency", "--dtype", "bf16", "--warmup", "1", "--repeat", "2")),
     Entry("proxy_write", nodes=2, quick=("--sizes", "8,64K", "--signal-sizes", "8", "--repeat", "2", "--iters", "5")),
     Entry("fabric_bw", nodes=2, quick=("--op", "write", "-s", "64K", "-n", "100", "--repeat", "1")),

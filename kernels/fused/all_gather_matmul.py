@@ -69,8 +69,9 @@ def push_rows(n_pes, rows, k, dtype, chunk, threads=512, blocks=8, engine="auto"
 
 @tsn.jit(name="all_gather_matmul", pass_configs=SPECIALISED)
 def matmul_arriving(
-    n_pes, rows, n, k, dtype, out_dtype, transposed=False, tile=(128, 256, 64), stages=3, threads=256, peers=True
-):
+    n_pes, rows, n, k, dtype, out_dtype, transposed=False, tile=(128, 256, 64), stages=3, threads=256, panel=10,
+    staged=False, peers=True,
+):  # fmt: skip
     """Kernel `(out, x, w, calls, arrived)`: `out[p] = x[p] @ w` for the PEs p other than this one, or for this one.
 
     Args:
@@ -79,6 +80,8 @@ def matmul_arriving(
         transposed: `w` is [n, k]; else [k, n].
         tile: rows, columns and depth of a tile.
         stages, threads: of tilelang's pipeline.
+        panel: rows of tiles that are walked together, for the sake of the L2 cache.
+        staged: results leave through shared memory, by TMA.
         peers: `x` is `gathered` [2, n_pes, rows, k] of `push_rows`, whose `chunk` is the tile's rows; the tiles of all
             peers. Else `x` is [1, 1, rows, k]: those of this PE, which wait for nothing.
     """
@@ -99,7 +102,8 @@ def matmul_arriving(
             left = T.alloc_shared((bm, bk), dtype)
             right = T.alloc_shared((bn, bk) if transposed else (bk, bn), dtype)
             total = T.alloc_fragment((bm, bn), "float32")
-            T.use_swizzle(10)
+            result = T.alloc_shared((bm, bn), out_dtype)
+            T.use_swizzle(panel)
             row = by % tiles * bm
             pe = (N.my_pe() + by // tiles + (1 if peers else 0)) % n_pes
             half = T.cast(calls[0] % 2, "int32") if peers else 0
@@ -113,7 +117,11 @@ def matmul_arriving(
                 else:
                     T.copy(w[i * bk, bx * bn], right)
                 T.gemm(left, right, total, transpose_B=transposed)
-            T.copy(total, out[pe, row, bx * bn])
+            if staged:
+                T.copy(total, result)
+                T.copy(result, out[pe, row, bx * bn])
+            else:
+                T.copy(total, out[pe, row, bx * bn])
 
     return main
 
@@ -194,5 +202,5 @@ class AllGatherMatmul(FusedMatmul):
 
     def _product(self, transposed: bool, peers: bool):
         dtypes = dtype_name(self.dtype), dtype_name(self.out_dtype)
-        geometry = self.tiling.tile, self.tiling.stages, self.tiling.threads
-        return matmul_arriving(self.n_pes, self.rows, self.n, self.k, *dtypes, transposed, *geometry, peers)
+        sizes = self.n_pes, self.rows, self.n, self.k
+        return matmul_arriving(*sizes, *dtypes, transposed, **vars(self.tiling), peers=peers)

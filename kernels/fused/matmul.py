@@ -20,11 +20,21 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Geometry of a product: tile (rows, columns, depth), stages of tilelang's pipeline, threads that multiply."""
+    """Geometry of a product.
+
+    Attributes:
+        tile: rows, columns and depth of a tile.
+        stages: of tilelang's pipeline.
+        threads: that multiply.
+        panel: rows of tiles that are walked together, for the sake of the L2 cache.
+        staged: results leave through shared memory.
+    """
 
     tile: tuple[int, int, int] = (128, 256, 64)
     stages: int = 3
     threads: int = 256
+    panel: int = 10
+    staged: bool = False
 
 
 DEFAULT = Tiling()

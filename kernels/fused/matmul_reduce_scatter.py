@@ -66,14 +66,17 @@ def push_summand(n_pes, rows, n, dtype, chunk, threads=512, blocks=8, engine="au
 
 
 @tsn.jit(name="matmul_reduce_scatter", pass_configs=SPECIALISED)
-def matmul_reducing(n_pes, rows, n, k, dtype, out_dtype, transposed=False, tile=(128, 256, 64), stages=3, threads=256):
+def matmul_reducing(
+    n_pes, rows, n, k, dtype, out_dtype, transposed=False, tile=(128, 256, 64), stages=3, threads=256, panel=10,
+    staged=False,
+):  # fmt: skip
     """Kernel `(out, x, w, summands, calls, arrived)`: `out = x @ w +` the summands of the other PEs.
 
     Args:
         n_pes, rows, n, k: of `out` [rows, n], `x` [rows, k], `w`, and `summands` [2, n_pes, rows, n] of `push_summand`,
             whose `chunk` is the tile's rows.
         dtype, out_dtype: of `x`, `w` and the summands, and of `out`.
-        transposed, tile, stages, threads: as in `all_gather_matmul.matmul_arriving`.
+        transposed, tile, stages, threads, panel, staged: as in `all_gather_matmul.matmul_arriving`.
 
     Sums are made in float32, the own product first, then the summands in the order of the PEs behind this one.
     """
@@ -94,7 +97,8 @@ def matmul_reducing(n_pes, rows, n, k, dtype, out_dtype, transposed=False, tile=
             left = T.alloc_shared((bm, bk), dtype)
             right = T.alloc_shared((bn, bk) if transposed else (bk, bn), dtype)
             total = T.alloc_fragment((bm, bn), "float32")
-            T.use_swizzle(10)
+            result = T.alloc_shared((bm, bn), out_dtype)
+            T.use_swizzle(panel)
             half = T.cast(calls[0] % 2, "int32")
             T.clear(total)
             for i in T.Pipelined(T.ceildiv(k, bk), num_stages=stages):
@@ -111,7 +115,11 @@ def matmul_reducing(n_pes, rows, n, k, dtype, out_dtype, transposed=False, tile=
                 for i, j in T.Parallel(bm, bn):
                     if by * bm + i < rows and bx * bn + j < n:
                         total[i, j] += T.cast(summands[half, pe, by * bm + i, bx * bn + j], "float32")
-            T.copy(total, out[by * bm, bx * bn])
+            if staged:
+                T.copy(total, result)
+                T.copy(result, out[by * bm, bx * bn])
+            else:
+                T.copy(total, out[by * bm, bx * bn])
 
     return main
 
@@ -175,8 +183,8 @@ class MatmulReduceScatter(FusedMatmul):
         out = self._result(out, (self.rows, self.n), ("x", x), ("w", held))
         self._calls.add_(1)
         dtype, rows = dtype_name(self.dtype), x.view(self.n_pes, self.rows, self.k)
-        geometry = self.tiling.tile, self.tiling.stages, self.tiling.threads
-        product = matmul_arriving(1, self.rows, self.n, self.k, dtype, dtype, transposed, *geometry, False)
+        geometry = vars(self.tiling)
+        product = matmul_arriving(1, self.rows, self.n, self.k, dtype, dtype, transposed, **geometry, peers=False)
         sizes = (self.n_pes, self.rows, self.n, dtype, self.tiling.tile[0], self.threads, self.blocks, self._engine)
         for hop in range(1, self.n_pes):
             pe = (self.rank + hop) % self.n_pes
@@ -186,7 +194,7 @@ class MatmulReduceScatter(FusedMatmul):
             with self._sides[0]:
                 push_summand(*sizes)(self._summands, self._partial[pe], self._calls, self._ready, self._arrived, hop)
         types = dtype, dtype_name(self.out_dtype)
-        last = matmul_reducing(self.n_pes, self.rows, self.n, self.k, *types, transposed, *geometry)
+        last = matmul_reducing(self.n_pes, self.rows, self.n, self.k, *types, transposed, **geometry)
         last(out, rows[self.rank], held, self._summands, self._calls, self._arrived)
         self._sides.join()
         return out

@@ -60,6 +60,17 @@ def test_nodes_that_only_talk_through_the_fabric():
     assert "- path: proxy and fabric" in done.stdout and "- data: verified" in done.stdout
 
 
+@pytest.mark.parametrize("name", ["all_gather_matmul.py", "matmul_reduce_scatter.py"])
+def test_fused_products(tmp_path, name):
+    path = tmp_path / "run.json"
+    shape = ["--m", "72", "--k", "40", "--n", "48", "--blocks", "2", "--warmup", "0", "--repeat", "1"]
+    done = launch(name, *shape, "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    (row,) = rows_of(path)
+    assert row["m"] == 72 and row["ours"] > 0 and row["over"] == pytest.approx(row["ours"] / row["matmul"])
+    assert "normal random data, verified" in done.stdout
+
+
 def test_large_copy(tmp_path):
     path = tmp_path / "run.json"
     arguments = [

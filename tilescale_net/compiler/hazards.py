@@ -5,7 +5,7 @@
   nothing: they are evaluated once, where they stand, into a variable.
 - T.copy may become a TMA copy, which belongs to the async proxy, and whose accesses waits and signals do not order:
   switched off, and explicit TMA is refused. Where a wait says `proxy="async"`, all waits of the kernel order both
-  proxies, reads may use TMA, and what cannot order them is refused. Writes never use TMA.
+  proxies, reads may use TMA, and what cannot order them is refused. Writes use TMA only where the kernel does nothing but wait.
 - Warp specialisation gives a block further threads and splits it: primitives of blocks inside one part are refused.
 - T.Parallel runs its body on some threads at a time: primitives of warps and blocks are refused there.
 - Loads among an operator's operands get no bounds check: they are given one.
@@ -21,6 +21,7 @@ from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
 from tilescale_net.compiler.ir import (
+    OPAQUE_OPS,
     OUR_OPS,
     kernel_name,
     loads_memory,
@@ -63,7 +64,7 @@ def rewrite(body: tirx.Stmt, guards: bool = True) -> tirx.Stmt:
     if guards:
         body = ir_transform(body, None, lambda c: _guard_loads(c) if op_name(c) in OUR_OPS else None, ["tirx.Call"])
     if opaque_call(body) is not None:  # else nothing in the kernel waits for what a peer writes
-        settle = _settle_async if orders_async(body) else _settle_generic
+        settle = _settle_async(body) if orders_async(body) else _settle_generic
         body = ir_transform(body, None, settle, ["tirx.Call"])
     return ir_transform(body, None, _evaluate_once, ["tirx.IfThenElse", "tirx.For"])
 
@@ -174,10 +175,19 @@ def _settle_generic(call: tirx.Call) -> tirx.Call | None:
     return _without_tma(call) if op_name(call) == _COPY else None
 
 
-def _settle_async(call: tirx.Call) -> tirx.Call | None:
-    if op_name(call) == _WAIT:
-        return tirx.Call(call.dtype, tvm.ir.Op.get(_WAIT_ASYNC), call.args, span=call.span)
-    return _without_tma(call) if op_name(call) == _COPY and _is_global(call.args[1]) else None
+def _settle_async(body):
+    # TMA writes are there at the end of the kernel, but not for a put or a signal before it.
+    only_waits = all(
+        op_name(call) in (_WAIT, _WAIT_ASYNC) or op_name(call) not in OPAQUE_OPS for call in our_calls(body)
+    )
+
+    def settle(call: tirx.Call) -> tirx.Call | None:
+        if op_name(call) == _WAIT:
+            return tirx.Call(call.dtype, tvm.ir.Op.get(_WAIT_ASYNC), call.args, span=call.span)
+        writes = op_name(call) == _COPY and _is_global(call.args[1])
+        return _without_tma(call) if writes and not only_waits else None
+
+    return settle
 
 
 def _is_global(region) -> bool:
