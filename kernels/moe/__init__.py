@@ -2,6 +2,7 @@
 
 from tilescale_net.kernels.moe.all_to_all import AllToAll
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, Pending
+from tilescale_net.kernels.moe.row_metadata import Metadata, metadata
 from tilescale_net.kernels.moe.tuning import Tuning
 
-__all__ = ["AllToAll", "Dispatched", "Handle", "Pending", "Tuning"]
+__all__ = ["AllToAll", "Dispatched", "Handle", "Metadata", "Pending", "Tuning", "metadata"]

@@ -5,31 +5,25 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from collections.abc import Sequence
 
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.kernels.collective import Collective, sizes_of
-from tilescale_net.kernels.moe import latency, throughput
+from tilescale_net.kernels.collective import Collective
 from tilescale_net.kernels.moe.argument_checks import ArgumentChecks
 from tilescale_net.kernels.moe.config import configure
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending
+from tilescale_net.kernels.moe.implementations import IMPLEMENTATIONS, heap_bytes
 from tilescale_net.kernels.moe.mode import Phase
 from tilescale_net.kernels.moe.states import Machine
 from tilescale_net.kernels.moe.status import ArgumentError, Status
 from tilescale_net.kernels.moe.tuning import Tuning
-from tilescale_net.runtime import heap
 from tilescale_net.runtime.profiling import named
 
 # Objects by the first word of their key.
 OBJECTS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 _numbers = itertools.count()
-
-# Each mode: its class, and the function that gives the symmetric memory it takes.
-_IMPLEMENTATIONS = {
-    "throughput": (throughput.ThroughputMode, throughput.symmetric_buffers),
-    "latency": (latency.LatencyMode, latency.symmetric_buffers),
-}
 
 
 class AllToAll(Collective):
@@ -98,7 +92,7 @@ class AllToAll(Collective):
             self.mask = tuple(r in self._members for r in range(self.n_pes))
             self.active = torch.tensor(self.mask, dtype=torch.int32, device=self.device)
             self.status = Status(world)
-            self._mode = _IMPLEMENTATIONS[mode][0](self, config)
+            self._mode = IMPLEMENTATIONS[mode][0](self, config)
         self._name_key()
         shape, symmetric = self._mode.output_shape(), self._mode.symmetric_output
         self._checks = ArgumentChecks(config, self.device, world.heap, shape, symmetric)
@@ -132,30 +126,7 @@ class AllToAll(Collective):
 
     # -- what the caller may ask ------------------------------------------------------------------------------------
 
-    @classmethod
-    def heap_bytes(
-        cls, *sizes, ranks: int | None = None, nodes: int | None = None, tuning: Tuning | None = None,
-        group: tsn.Group = None, **options,
-    ):  # fmt: skip
-        """Bytes of the symmetric heap that an object takes; can be asked before `tilescale_net.init`.
-
-        Args:
-            sizes, options: what the constructor gets: num_experts, max_tokens, hidden, top_k and so on.
-            ranks, nodes: of the job; default those of `group` (one node where `ranks` is given).
-            tuning: as for the constructor.
-
-        Returns:
-            Bytes. The heap holds `runtime.context.SYSTEM_BYTES` of its own beside them, and what `empty_output` makes.
-
-        Raises:
-            ValueError, TypeError: as the constructor.
-        """
-        if ranks is None:
-            world = tsn.world(group)
-            ranks, nodes = world.size, nodes or world.topology.nodes
-        config = configure(ranks, *sizes, **options)
-        symmetric_buffers = _IMPLEMENTATIONS[config.mode][1]
-        return heap.footprint(sizes_of(symmetric_buffers(config, tuning or Tuning(), (nodes or 1) > 1)))
+    heap_bytes = staticmethod(heap_bytes)
 
     def empty_output(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Memory for `out` of dispatch: rows, or rows and scales for FP8. Collective where it is symmetric."""
@@ -220,8 +191,8 @@ class AllToAll(Collective):
 
     @named("tilescale_net.moe.dispatch")
     def dispatch(
-        self, x, topk_idx=None, topk_weights=None, *, handle: Handle | None = None, out=None, cleared: bool = False
-    ) -> Dispatched:
+        self, x, topk_idx=None, topk_weights=None, *, mask=None, handle: Handle | None = None, out=None, cleared: bool = False
+    ) -> Dispatched:  # fmt: skip
         """Send each token to the ranks of its experts.
 
         Args:
@@ -229,6 +200,8 @@ class AllToAll(Collective):
                 in latency mode, unquantised rows that are quantised on the way. 0 to max_tokens tokens.
             topk_idx: [tokens, top_k] expert of each choice, int64 or int32; -1: no choice.
             topk_weights: [tokens, top_k] float32; default 1.
+            mask: layout "rank", instead of choices: [tokens, ranks] bool, to which ranks each token goes; top_k is at least
+                the number of ranks. Counts of experts mean nothing then.
             handle: throughput mode, instead of choices: use those of an earlier dispatch, without exchanging them again.
             out: where the rows go, from `empty_output` (rows, or rows and scales), the same on all ranks; with
                 `zero_copy=False` and in latency mode any tensor of that shape. Default: in symmetric memory of this
@@ -246,7 +219,7 @@ class AllToAll(Collective):
             TileScaleError: an earlier kernel or a peer has failed.
         """
         self._begin("dispatch")
-        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.WHOLE, cleared)
+        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.WHOLE, cleared, mask)
         self._raise_refusal_if_simulated()
         return pending.result
 
@@ -273,11 +246,13 @@ class AllToAll(Collective):
         self._raise_refusal_if_simulated()
         return pending.result
 
-    def _dispatch(self, x, topk_idx, topk_weights, handle, out, phase: Phase, cleared: bool = False) -> Pending:
+    def _dispatch(
+        self, x, topk_idx, topk_weights, handle, out, phase: Phase, cleared: bool = False, mask=None
+    ) -> Pending:
         may_reuse, checks = self.config.traits.reuses_plan, self._checks
         reuses = may_reuse and handle is not None
-        if may_reuse and reuses == (topk_idx is not None):
-            raise TypeError("AllToAll.dispatch: give either topk_idx or the handle of an earlier dispatch")
+        if may_reuse and reuses + (topk_idx is not None) + (mask is not None) != 1:
+            raise TypeError("AllToAll.dispatch: give either topk_idx, or a mask, or the handle of an earlier dispatch")
         try:
             if handle is not None and not reuses:
                 raise ArgumentError("handle", TypeError(f"{self.config.mode} mode takes topk_idx, and no handle"))
@@ -286,6 +261,8 @@ class AllToAll(Collective):
                 choices = checks.handle(handle, self.mask, self._machine.pending.get("dispatch"))
                 checks.known(len(x), handle)
             else:
+                if mask is not None:
+                    topk_idx = checks.mask(len(x), mask)
                 choices = Choices(topk_idx, checks.choices(len(x), topk_idx, topk_weights), cleared)
             if out is not None:
                 out = checks.output(out)
@@ -298,36 +275,46 @@ class AllToAll(Collective):
     # -- combine ----------------------------------------------------------------------------------------------------
 
     @named("tilescale_net.moe.combine")
-    def combine(self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None) -> torch.Tensor:
+    def combine(
+        self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None, bias: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
         """Bring rows back to their tokens and sum them in float32.
 
         Args:
-            y: rows of `combine_dtype`, in the shape and order of the dispatch's `x`.
-            handle: of that dispatch; each dispatch is combined once.
+            y: rows of `combine_dtype`, in the shape and order of the dispatch's `x`. Throughput mode: what follows the last
+                row may be missing; to check that, the first such call waits for the GPU (see `Handle.rows`).
+            handle: of that dispatch, which may be combined any number of times.
             out: [tokens, hidden] of `combine_dtype`; default a new tensor. Tokens without a choice get zeros.
             weighted: multiply each row by the weight of its choice. Layout "rank": rows are summed as they are.
-            weights: throughput mode, layout "expert": [capacity] float32 to use instead of the weights of the choices.
+            weights: layout "expert": float32 to use instead of the weights that dispatch got. Throughput mode: [capacity],
+                of each row; latency mode: [tokens, top_k], which a kernel more brings to the ranks of the rows. All ranks
+                give them, or none.
+            bias: throughput mode: up to two tensors [tokens, hidden] of `combine_dtype`, which are added to the sums before
+                they are rounded. The first such call compiles.
 
         Each rank sums over its experts first and rounds to `combine_dtype` once, then the token's rank sums over ranks.
 
         Raises:
-            TypeError, ValueError: an argument is wrong, or the handle was combined already. All ranks raise, those that
-                got right arguments at the next call or `check`; dispatch again.
+            TypeError, ValueError: an argument is wrong. All ranks raise, those that got right arguments at the next call or
+                `check`.
             TileScaleError: an earlier kernel or a peer has failed.
         """
         self._begin("combine")
-        pending = self._combine("combine", y, handle, out, weighted, weights)
+        pending = self._combine("combine", y, handle, out, weighted, weights, bias)
         self._raise_refusal_if_simulated()
         return pending.result
 
     @named("tilescale_net.moe.combine_send")
-    def combine_send(self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None) -> Pending:
+    def combine_send(
+        self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None, bias: Sequence[torch.Tensor] = ()
+    ) -> Pending:
         """First half of combine; work that the caller launches before `combine_recv` overlaps with it.
 
-        `y`, `weights` and `out` belong to the call until then.
+        `y`, `weights`, `bias` and `out` belong to the call until then. Latency mode: with `weights` it waits on the GPU for
+        those of the other ranks.
         """
         self._begin("combine_send")
-        pending = self._combine("combine", y, handle, out, weighted, weights, phase=Phase.SEND)
+        pending = self._combine("combine", y, handle, out, weighted, weights, bias, phase=Phase.SEND)
         self._machine.pending["combine"] = pending
         return pending
 
@@ -337,42 +324,46 @@ class AllToAll(Collective):
         return self._receive("combine", pending)
 
     @named("tilescale_net.moe.combine_values")
-    def combine_values(self, y, values, handle: Handle) -> tuple[torch.Tensor, torch.Tensor]:
-        """Throughput mode: combine without weights that also brings one number per expert-major row back.
+    def combine_values(
+        self, y, values, handle: Handle, *, out=None, bias: Sequence[torch.Tensor] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Throughput mode: combine without weights that also brings numbers back.
 
         Args:
-            y: as in `combine`. values: [capacity] float32. handle: of the dispatch.
+            y, handle, out, bias: as in `combine`.
+            values: float32: one for each expert-major row, [capacity]; or, layout "rank", one for each choice of each row,
+                [rows of y, top_k].
 
         Returns:
-            The sums, [tokens, hidden], and the numbers at the choices that they belong to, [tokens, top_k]; 0 elsewhere.
+            The sums, [tokens, hidden], and the numbers, [tokens, top_k]: those of expert-major rows at the choices that they
+            belong to, 0 elsewhere; those of choices added up over the ranks that have a row of the token.
 
         Raises:
             As `combine`.
         """
         self._begin("combine_values")
-        pending = self._combine("combine_values", y, handle, None, False, None, values=(values,))
+        pending = self._combine("combine_values", y, handle, out, False, None, bias, values=(values,))
         self._raise_refusal_if_simulated()
         return pending.result
 
     def _combine(
-        self, call: str, y, handle, out, weighted, weights, values: tuple = (), phase: Phase = Phase.WHOLE
+        self, call: str, y, handle, out, weighted, weights, bias, values: tuple = (), phase: Phase = Phase.WHOLE
     ) -> Pending:
         """Check and launch; `values` holds the one of combine_values, whatever it is."""
         checks, pair = self._checks, None
         try:
             checks.handle(handle, self.mask, self._machine.pending.get("dispatch"))
-            out = checks.combine(y, handle, out, weights)
+            out = checks.combine(y, handle, out, weights, bias)
             for given in values:
-                checks.values(given)
+                checks.values(given, y)
         except ArgumentError as error:
-            self._mode.refuse_combine(error, phase)
+            self._mode.refuse_combine(error, phase, weights is not None)
             raise self._named(call, error) from None
         if values:
             pair = values[0], torch.empty((handle.tokens, self.config.top_k), dtype=torch.float32, device=self.device)
-        pending = self._mode.combine(y, handle, out, weighted if weights is None else weights, phase, pair)
+        pending = self._mode.combine(y, handle, out, weighted if weights is None else weights, phase, pair, bias)
         if pair:
             pending.result = out, pair[1]
-        handle.combined = True
         return pending
 
     # -- states and refusals ----------------------------------------------------------------------------------------

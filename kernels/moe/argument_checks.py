@@ -58,6 +58,20 @@ class ArgumentChecks:
         check_tensor("topk_weights", topk_weights, self._device, (torch.float32,), shape, alignment=1)
         return topk_weights
 
+    def mask(self, tokens: int, mask) -> torch.Tensor:
+        """Choices that send each token to the ranks of its row of `mask`: the first expert of each."""
+        c = self._c
+        if c.layout != "rank":
+            raise ArgumentError("mask", ValueError('a mask names no experts; it belongs to layout "rank"'))
+        if c.top_k < c.ranks:
+            text = f"a mask may name all {c.ranks} ranks; top_k is {c.top_k}, make the object with {c.ranks} or more"
+            raise ArgumentError("mask", ValueError(text))
+        check_tensor("mask", mask, self._device, (torch.bool,), (tokens, c.ranks), alignment=1)
+        first = torch.arange(0, c.num_experts, c.local_experts, dtype=torch.int64, device=self._device)
+        choices = torch.full((tokens, c.top_k), -1, dtype=torch.int64, device=self._device)
+        choices[:, : c.ranks] = torch.where(mask, first, -1)
+        return choices
+
     def output(self, out) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`out` of dispatch as (rows, scales or None)."""
         c = self._c
@@ -105,26 +119,46 @@ class ArgumentChecks:
         if tokens != handle.tokens:
             raise ArgumentError("x", ValueError(f"x has {tokens} tokens; the handle is for {handle.tokens}"))
 
-    def combine(self, y, handle: Handle, out, weights) -> torch.Tensor:
+    def combine(self, y, handle: Handle, out, weights, bias) -> torch.Tensor:
         """Check what combine gets; returns `out`, or a new tensor where there is none."""
         c = self._c
-        if handle.combined:
-            raise ArgumentError("handle", ValueError("handle was combined already; dispatch again first"))
-        check_tensor("y", y, self._device, (c.combine_dtype,), self._shape)
+        self._rows_to_combine(y, handle)
         if weights is not None:
-            if not c.traits.weighs_rows or c.layout != "expert":
-                raise ArgumentError("weights", ValueError('weights belong to throughput mode with layout "expert"'))
-            check_tensor("weights", weights, self._device, (torch.float32,), (c.capacity,))
+            if c.layout != "expert":
+                raise ArgumentError("weights", ValueError('weights belong to layout "expert"'))
+            shape = (handle.tokens, c.top_k) if c.traits.weighs_choices else (c.capacity,)
+            check_tensor("weights", weights, self._device, (torch.float32,), shape)
+        if bias and not c.traits.adds_bias:
+            raise ArgumentError("bias", ValueError(f"{c.mode} mode adds no bias; add it to the result"))
+        if len(bias) > 2:
+            raise ArgumentError("bias", ValueError(f"bias holds {len(bias)} tensors; there may be one or two"))
+        for given in bias:
+            check_tensor("bias", given, self._device, (c.combine_dtype,), (handle.tokens, c.hidden))
         if out is None:
             return torch.empty((handle.tokens, c.hidden), dtype=c.combine_dtype, device=self._device)
         check_tensor("out", out, self._device, (c.combine_dtype,), (handle.tokens, c.hidden))
         return out
 
-    def values(self, values) -> None:
-        """Numbers that come back beside the rows."""
-        if not self._c.traits.weighs_rows:
+    def _rows_to_combine(self, y, handle: Handle) -> None:
+        """Rows in the shape that dispatch gives; throughput mode: without what follows the last row, if one likes."""
+        c = self._c
+        if c.traits.reuses_plan:
+            check_tensor("y", y, self._device, (c.combine_dtype,), (None, c.hidden))
+            if len(y) < self._shape[0] and len(y) < (rows := handle.rows(c.layout)):
+                text = f"y has shape {list(y.shape)}; this rank has received {rows} rows"
+                raise ArgumentError("y", ValueError(text))
+        else:
+            check_tensor("y", y, self._device, (c.combine_dtype,), self._shape)
+
+    def values(self, values, y) -> None:
+        """Numbers that come back beside the rows `y`."""
+        c = self._c
+        if not c.traits.weighs_rows:
             raise ArgumentError("values", ValueError("values belong to throughput mode"))
-        check_tensor("values", values, self._device, (torch.float32,), (self._c.capacity,))
+        by_choice = c.layout == "rank" and isinstance(values, torch.Tensor) and values.dim() == 2
+        check_tensor(
+            "values", values, self._device, (torch.float32,), (len(y), c.top_k) if by_choice else (c.capacity,)
+        )
 
 
 def check_tensor(argument: str, tensor, device, dtypes, shape, alignment: int = 16) -> None:

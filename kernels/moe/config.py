@@ -23,6 +23,8 @@ class Traits:
         reuses_plan: dispatch takes the handle of an earlier one instead of choices.
         quantises_rows: dispatch quantises rows on the way where `dtype` is FP8.
         weighs_rows: combine takes weights of expert-major rows, and brings numbers of them back.
+        weighs_choices: combine takes weights of the choices.
+        adds_bias: combine adds tensors of the caller to the sums.
     """
 
     layouts: tuple[str, ...] = LAYOUTS
@@ -30,12 +32,14 @@ class Traits:
     reuses_plan: bool = False
     quantises_rows: bool = False
     weighs_rows: bool = False
+    weighs_choices: bool = False
+    adds_bias: bool = False
 
 
-# What the host's checks know of each mode; all_to_all.py names its implementation.
+# What the host's checks know of each mode; implementations.py names its class.
 MODES = {
-    "throughput": Traits(reuses_plan=True, weighs_rows=True),
-    "latency": Traits(layouts=("expert",), max_tokens=512, quantises_rows=True),
+    "throughput": Traits(reuses_plan=True, weighs_rows=True, adds_bias=True),
+    "latency": Traits(layouts=("expert",), max_tokens=512, quantises_rows=True, weighs_choices=True),
 }
 
 

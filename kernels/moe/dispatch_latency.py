@@ -53,7 +53,7 @@ def dispatch_latency(
         header_out, header_in [2 * ranks, words], arrival [2 * ranks * max_tokens, words]: symmetric; see Header, Message.
         begun [2 * ranks], arrived [2 * ranks * max_tokens] uint64: symmetric.
         send_calls, receive_calls [blocks] uint64: calls so far. status: see STATUS_WORDS.
-        token_slot [rows, ranks], targets, weights, received: see ReceivedRows.
+        token_slot [rows, ranks], targets, weights, received, source_counts, source_token: see ReceivedRows.
         out [local experts * ranks * max_tokens, row_words], out_scales, counts [local experts]: what the caller gets.
     """
     R, K, M = ranks, top_k, max_tokens
@@ -92,6 +92,8 @@ def dispatch_latency(
         targets: T.Tensor((R * M, K), "int32"),
         weights: T.Tensor((R * M, K), "float32"),
         received: T.Tensor((R,), "int32"),
+        source_counts: T.Tensor((local, R), "int32"),
+        source_token: T.Tensor((local * s.capacity,), "int32"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
             mine = T.alloc_shared((K,), "int32")  # experts of the block's token
@@ -152,8 +154,9 @@ def dispatch_latency(
                 call = receive_calls[block] + T.uint64(1)
                 parity = T.cast(call & T.uint64(1), "int32")
                 steps.read_headers(
-                    s, header_in, begun, active, status, incoming, begin, counts, received, parity, call, block, thread
-                )
+                    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, parity, call,
+                    block, thread,
+                )  # fmt: skip
                 total = 0
                 for r in T.serial(R):
                     total = total + incoming[r]
@@ -168,8 +171,9 @@ def dispatch_latency(
                         place = (parity * R + source) * M + slot
                         N.wait_warp(arrived[place], "ge", call)
                         steps.receive_row(
-                            s, arrival, out, out_scales, targets, weights, begin, me, source, slot, place, lane
-                        )
+                            s, arrival, out, out_scales, targets, weights, source_token, begin, me, source, slot, place,
+                            lane,
+                        )  # fmt: skip
                 T.sync_threads()
                 if thread == 0:
                     receive_calls[block] = call

@@ -183,6 +183,8 @@ def load_token(
             same_rank[place] = 0
             message[parity * M + token, msg.experts + place] = choice
             message[parity * M + token, msg.weights + place] = T.reinterpret(topk_weights[token, place], "int32")
+    if thread == 0:
+        message[parity * M + token, msg.token] = token
     T.sync_threads()
 
 
@@ -282,8 +284,9 @@ def send_message(
 
 @T.macro
 def read_headers(
-    s, header_in, begun, active, status, incoming, begin, counts, received, parity: T.Ref, call: T.Ref, block, thread
-):
+    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, parity: T.Ref, call: T.Ref, block,
+    thread,
+):  # fmt: skip
     """Wait for the headers; learn how many messages come from each rank, and where the rows of each expert begin."""
     R, M, threads, local, head = s.ranks, s.max_tokens, s.threads, s.local, s.header
     value = T.alloc_var("uint64")
@@ -307,6 +310,8 @@ def read_headers(
                 begin[place, r] = total
                 if active[r] != 0:
                     total = total + header_in[parity * R + r, place]
+                if block == 0:
+                    source_counts[place, r] = total - begin[place, r]
             if block == 0:
                 counts[place] = total
     if block == 0 and thread < R:
@@ -316,8 +321,9 @@ def read_headers(
 
 @T.macro
 def receive_row(
-    s, arrival, out, out_scales, targets, weights, begin, me: T.Ref, source: T.Ref, slot: T.Ref, place: T.Ref, lane
-):
+    s, arrival, out, out_scales, targets, weights, source_token, begin, me: T.Ref, source: T.Ref, slot: T.Ref,
+    place: T.Ref, lane,
+):  # fmt: skip
     """Copy the row of a message to the rows of its experts on this rank, by a warp; note them for combine."""
     K, M, local, msg, batch, words = s.top_k, s.max_tokens, s.local, s.message, s.row_batch, s.row_words
     row_batches = -(-words // 4 // (32 * batch))
@@ -336,6 +342,7 @@ def receive_row(
                 if index >= 0 and index < M:
                     target = begin[choice - me * local, source] + index
                     target = target + (choice - me * local) * s.capacity
+                    source_token[target] = arrival[place, msg.token]
             targets[source * M + slot, g * 32 + lane] = target
             weights[source * M + slot, g * 32 + lane] = T.reinterpret(
                 arrival[place, msg.weights + g * 32 + lane], "float32"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,7 +20,8 @@ class RoutingPlan:
         send_token: [ranks, max_tokens] token of each row sent to a rank. int32, as all others but `row_weight`.
         send_row: [ranks, max_tokens] its first row in the expert-major order at that rank.
         token_slot: [tokens, ranks] its place among the rows to that rank, or -1.
-        records: [ranks, max_tokens, …] of each row received from a rank: its expert-major rows and their weights.
+        records: [ranks, max_tokens, …] of each row received from a rank: its expert-major rows, their weights, and its
+            token there.
         totals: see `wire_layout.Totals`.
         row_index: [index capacity] of each expert-major row: its row in rank-major order.
         row_weight: [index capacity] its weight (float32).
@@ -63,6 +64,8 @@ class ReceivedRows:
         token_slot: [tokens, ranks] place of a token among the rows to a rank, or -1 (int32).
         targets, weights: [ranks * max_tokens, top_k] of each row received: its rows in `x`, or -1, and their weights.
         counts: [ranks] rows received from each rank (int32).
+        source_counts: [local experts, ranks] rows of each expert from each rank (int32).
+        source_token: [local experts, ranks * max_tokens] of each row of `x` its token at the rank it comes from (int32).
     """
 
     tokens: int
@@ -70,32 +73,41 @@ class ReceivedRows:
     targets: torch.Tensor
     weights: torch.Tensor
     counts: torch.Tensor
+    source_counts: torch.Tensor
+    source_token: torch.Tensor
 
 
 @dataclass
 class Handle:
-    """Belongs to one dispatch; goes to its combine, or to further dispatches with the same choices.
+    """Belongs to one dispatch; goes to combines of it, as many as wanted, or to dispatches with the same choices.
 
     Attributes:
         signature: what a caller of it must agree with; see `Config.signature`.
         plan: the tensors.
         mask: for each rank whether it took part.
-        combined: whether combine has used it.
     """
 
     signature: tuple
     plan: RoutingPlan | ReceivedRows
     mask: tuple[bool, ...]
-    combined: bool = False
+    _rows: list[int] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def tokens(self) -> int:
         """Tokens of this rank."""
         return self.plan.tokens
 
-    def renewed(self) -> Handle:
-        """A handle of another dispatch with the same routing."""
-        return replace(self, combined=False)
+    def rows(self, layout: str) -> int:
+        """Rows that this rank has received, throughput mode; the first time it waits for the GPU.
+
+        Args:
+            layout: "rank", or "expert": up to the end of the last expert, gaps of the alignment included.
+        """
+        if self._rows is None:
+            ranks, experts = self.signature[:2]
+            _, offsets, rows = self.plan.counts(ranks, experts // ranks)
+            self._rows = torch.stack([rows, offsets[-1]]).tolist()
+        return self._rows[layout != "rank"]
 
 
 @dataclass(frozen=True)

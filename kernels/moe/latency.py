@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -12,6 +13,7 @@ from tilescale_net.kernels.collective import BufferSpecs
 from tilescale_net.kernels.moe.combine_latency import combine_latency, parts_of
 from tilescale_net.kernels.moe.config import FP8, Config, as_words, name_of
 from tilescale_net.kernels.moe.dispatch_latency import dispatch_latency
+from tilescale_net.kernels.moe.exchange_weights import exchange_weights
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending, ReceivedRows
 from tilescale_net.kernels.moe.mode import Launch, Mode, Phase
 from tilescale_net.kernels.moe.refusal import refuse_latency
@@ -46,6 +48,9 @@ def symmetric_buffers(config: Config, tuning, proxied: bool) -> BufferSpecs:
         "combine.staged_scales": ((stages if c.quantize_combine else 1, G), floats),
         "combine.begun": ((2 * R,), words),
         "combine.arrived": ((places, _parts(c, tuning, proxied)[1]), words),
+        "weights.weights_out": ((places, c.top_k), floats),
+        "weights.weights_in": ((places, c.top_k), floats),
+        "weights.sent": ((2 * R,), words),
     }
 
 
@@ -69,6 +74,7 @@ class LatencyMode(Mode):
             "message_fp8": message.view(FP8), "message_scales": message.view(torch.float32),
         }  # fmt: skip
         self._combine_fixed = combine
+        self._weights_fixed = self._buffers("weights") | {"active": base.active, "calls": base.counters(c.ranks)}
 
         # Stand in for tensors without elements, and for those that a kernel does not use.
         width = max(c.row_words, c.scale_words, 1)
@@ -95,6 +101,7 @@ class LatencyMode(Mode):
             partial(self._dispatch_of, Phase.RECEIVE, "", "int64"),
             *(partial(self._combine_of, *which) for which in product(Phase, (True, False))),
             self._refusal,
+            self._exchange_weights,
         ]
 
     def _dispatch_of(self, phase: Phase, source: str, index_dtype: str) -> Launch:
@@ -132,6 +139,13 @@ class LatencyMode(Mode):
             ),
         )
 
+    def _exchange_weights(self) -> Launch:
+        c, base = self._c, self._base
+        return self._launch(
+            "weights",
+            lambda: Launch(exchange_weights(c.ranks, c.top_k, c.max_tokens, base.threads), self._weights_fixed),
+        )
+
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
     def output_shape(self) -> tuple[int, int, int]:
@@ -151,6 +165,8 @@ class LatencyMode(Mode):
             made(torch.int32, rows, c.top_k),
             made(torch.float32, rows, c.top_k),
             made(torch.int32, c.ranks),
+            made(torch.int32, c.local_experts, c.ranks),
+            made(torch.int32, c.local_experts, rows),
         )
 
     def dispatch(self, x, scales, choices: Choices | Handle, out, phase: Phase) -> Pending:
@@ -194,27 +210,44 @@ class LatencyMode(Mode):
             x=x, x_scales=words(scales, scale_words), topk_idx=topk_idx, topk_weights=topk_weights, tokens=received.tokens,
             fault=fault, fault_value=fault_value, token_slot=received.token_slot, out=as_words(out, c.row_words),
             out_scales=words(out_scales, scale_words), counts=counts, targets=received.targets, weights=received.weights,
-            received=received.counts,
+            received=received.counts, source_counts=received.source_counts, source_token=received.source_token.view(-1),
         )  # fmt: skip
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
-    def combine(self, y, handle: Handle, out, weights, phase: Phase, values=None) -> Pending:
-        self._launch_combine(phase, y, handle, out if phase.receives else None, weights)
-        return Pending("combine", handle, out, weights)
+    def combine(self, y, handle: Handle, out, weights, phase: Phase, values=None, bias=()) -> Pending:
+        received = handle.plan
+        if isinstance(weights, torch.Tensor):
+            received = replace(received, weights=torch.empty_like(received.weights))
+            self._launch_weights(weights, received)
+            weights = True
+        self._launch_combine(phase, y, received, out if phase.receives else None, weights)
+        return Pending("combine", handle, out, (received, weights))
 
     def receive(self, pending: Pending) -> None:
         if pending.kind == "dispatch":
             self._launch_dispatch(Phase.RECEIVE, *pending.rest)
         else:
-            self._launch_combine(Phase.RECEIVE, None, pending.handle, pending.result, pending.rest)
+            received, weighted = pending.rest
+            self._launch_combine(Phase.RECEIVE, None, received, pending.result, weighted)
 
-    def refuse_combine(self, error: ArgumentError, phase: Phase) -> None:
+    def refuse_combine(self, error: ArgumentError, phase: Phase, weights_given: bool) -> None:
+        if weights_given:
+            nothing = self._received_rows(0)
+            nothing.counts.zero_()
+            self._launch_weights(self._no_weight, nothing)
         self._refusal()(code=error.code)
 
-    def _launch_combine(self, phase: Phase, y, handle: Handle, out, weighted: bool) -> None:
+    def _launch_weights(self, weights: torch.Tensor, received: ReceivedRows) -> None:
+        """Send the weights of this rank's choices, and fill `received.weights` with those of the others."""
+        self._exchange_weights()(
+            topk_weights=weights if weights.numel() else self._no_weight, tokens=received.tokens,
+            token_slot=received.token_slot, received=received.counts, weights=received.weights,
+        )  # fmt: skip
+
+    def _launch_combine(self, phase: Phase, y, r: ReceivedRows, out, weighted: bool) -> None:
         """`out` is used by the half that receives, `y` by the one that sends."""
-        c, r = self._c, handle.plan
+        c = self._c
         nothing = self._no_rows[c.combine_dtype]
         self._combine_of(phase, weighted)(
             y=nothing if y is None else y.view(-1, c.hidden), targets=r.targets, weights=r.weights, received=r.counts,

@@ -113,15 +113,17 @@ class Mode(ABC):
         """
 
     @abstractmethod
-    def combine(self, y, handle: Handle, out, weights, phase: Phase, values=None) -> Pending:
+    def combine(self, y, handle: Handle, out, weights, phase: Phase, values=None, bias=()) -> Pending:
         """Launch a combine.
 
         Args:
-            y: rows in the shape that dispatch gives, of `combine_dtype`. out: [tokens, hidden] of the same.
-            weights: False: sum rows as they are; True: with the weights of the choices; or float32 [capacity]: with the
-                weight of each expert-major row.
+            y: rows in the shape that dispatch gives, of `combine_dtype`, or the first of them, up to the last that holds
+                one. out: [tokens, hidden] of the same.
+            weights: False: sum rows as they are; True: with the weights of the choices; or float32: `weights` of
+                AllToAll.combine.
             phase: as in dispatch.
-            values: None, or (float32 [capacity], float32 [tokens, top_k]): numbers of expert-major rows and where they go.
+            values: None, or (`values` of AllToAll.combine_values, float32 [tokens, top_k] for what comes back).
+            bias: up to two tensors like `out`, which are added before the sums are rounded.
         """
 
     @abstractmethod
@@ -133,5 +135,5 @@ class Mode(ABC):
         """Take part in a dispatch that this rank cannot make; `reuses_plan`: it got a handle instead of choices."""
 
     @abstractmethod
-    def refuse_combine(self, error: ArgumentError, phase: Phase) -> None:
+    def refuse_combine(self, error: ArgumentError, phase: Phase, weights_given: bool) -> None:
         """Take part in a combine that this rank cannot make."""

@@ -245,6 +245,7 @@ def write_records(
                     here = keys[0, cell] >= 0 and keys[0, cell] // local == pe
                     records_out[pe, j, k] = T.if_then_else(here, places[0, cell], -1)
                     records_out[pe, j, K + k] = T.reinterpret(topk_weights[t, k], "int32")
+                records_out[pe, j, 2 * K] = t
     T.sync_threads()
 
 
@@ -278,8 +279,10 @@ def write_totals(s, totals, counts_in, padded, alive, me, stop: T.Ref, thread):
             n = T.alloc_var("int32")
             n = 0
             for r in T.serial(R):
+                totals[at.by_source + e * R + r] = 0
                 if alive[r] != 0:
                     n = n + counts_in[r, me * local + e]
+                    totals[at.by_source + e * R + r] = counts_in[r, me * local + e]
             totals[at.counts + e] = n
             before = T.alloc_var("int32")
             before = 0
@@ -326,6 +329,8 @@ def keep_records(s, records, records_in, row_index, row_weight, counts_in, alive
                 weight = records_in[r, p // K, K + p % K]
                 records[r, p // K, p % K] = row
                 records[r, p // K, K + p % K] = weight
+                if p % K == 0:
+                    records[r, p // K, 2 * K] = records_in[r, p // K, 2 * K]
                 if row >= 0 and row < s.capacity:
                     row_index[row] = base + p // K
                     row_weight[row] = T.reinterpret(weight, "float32")

@@ -7,7 +7,7 @@ from tilescale_net.kernels.announcement import StatusRecord
 from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, CROWDED, HOST_FAULT, NO_ROOM, OTHER_OUTPUT
 
 # Arguments whose faults the host finds; the code of a fault is HOST_FAULT + index.
-ARGUMENTS = ("x", "scales", "topk_idx", "topk_weights", "out", "y", "weights", "values", "handle")
+ARGUMENTS = ("x", "scales", "topk_idx", "topk_weights", "out", "y", "weights", "values", "handle", "bias", "mask")
 
 
 class ArgumentError(Exception):

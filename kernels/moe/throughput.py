@@ -114,15 +114,16 @@ class ThroughputMode(Mode):
         ordinary = [
             partial(self._routing_of, "int64"),
             self._dispatch_launch,
-            partial(self._combine_of, "" if by_rank else "choices", False),
+            partial(self._combine_of, "" if by_rank else "choices"),
         ]
         if not everything:
             return ordinary
         return [
             *ordinary,
             partial(self._routing_of, "int32"),
-            partial(self._combine_of, "", True),
-            *(partial(self._combine_of, weighted, False) for weighted in (() if by_rank else ("", "rows"))),
+            partial(self._combine_of, "", "rows"),
+            *([partial(self._combine_of, "", "choices")] if by_rank else []),
+            *(partial(self._combine_of, weighted) for weighted in (() if by_rank else ("", "rows"))),
             partial(self._refusal, "dispatch"),
             partial(self._refusal, "combine"),
         ]
@@ -151,20 +152,20 @@ class ThroughputMode(Mode):
 
         return self._launch("dispatch", make)
 
-    def _combine_of(self, weighted: str, valued: bool) -> Launch:
+    def _combine_of(self, weighted: str, valued: str = "", biases: int = 0) -> Launch:
         c, base, t = self._c, self._base, self._tuning
         payload = FP8 if c.quantize_combine else c.combine_dtype
 
         def make() -> Launch:
             kernel = combine_throughput(
                 c.ranks, c.num_experts, c.top_k, c.max_tokens, c.hidden, name_of(c.combine_dtype), c.layout == "rank",
-                weighted, c.quantize_combine, valued, self._proxied, t.chunk,
+                weighted, c.quantize_combine, valued, biases, self._proxied, t.chunk,
                 self._proxied_chunk(c.hidden * payload.itemsize), t.combine_senders, base.blocks - t.combine_senders,
                 t.combine_threads,
             )  # fmt: skip
             return Launch(kernel, self._fixed["combine"] | {"tag": 0})
 
-        return self._launch(("combine", weighted, valued), make)
+        return self._launch(("combine", weighted, valued, biases), make)
 
     def _refusal(self, kernel: str) -> Launch:
         c, base = self._c, self._base
@@ -203,7 +204,7 @@ class ThroughputMode(Mode):
     def _dispatch(self, x, scales, choices, out) -> Pending:
         c = self._c
         if isinstance(choices, Handle):
-            plan, handle = choices.plan, choices.renewed()
+            plan, handle = choices.plan, choices
         else:
             plan = self._plan_routing(choices.topk_idx, choices.topk_weights, len(x), cleared=choices.cleared)
             handle = Handle(c.signature, plan, self._base.mask)
@@ -279,32 +280,36 @@ class ThroughputMode(Mode):
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
-    def combine(self, y, handle: Handle, out, weights, phase: Phase, values=None) -> Pending:
+    def combine(self, y, handle: Handle, out, weights, phase: Phase, values=None, bias=()) -> Pending:
         pending = Pending("combine", handle, out)
         if phase is Phase.WHOLE:
-            self._combine(y, handle.plan, out, weights, values)
+            self._combine(y, handle.plan, out, weights, values, bias)
             return pending
-        tensors = [y, *([weights] if isinstance(weights, torch.Tensor) else [])]  # what the caller may drop
+        tensors = [y, *bias, *([weights] if isinstance(weights, torch.Tensor) else [])]  # what the caller may drop
         with self._stream.on_side(tensors) as pending.rest:
-            self._combine(y, handle.plan, out, weights, values)
+            self._combine(y, handle.plan, out, weights, values, bias)
         return pending
 
-    def refuse_combine(self, error: ArgumentError, phase: Phase) -> None:
+    def refuse_combine(self, error: ArgumentError, phase: Phase, weights_given: bool) -> None:
         if phase is Phase.SEND:
             with self._stream.on_side(()) as event:
-                self.refuse_combine(error, Phase.WHOLE)
+                self.refuse_combine(error, Phase.WHOLE, weights_given)
             self._stream.wait(event)
         else:
             self._stream.launch(self._refusal("combine"), code=error.code)
 
-    def _combine(self, y, plan: RoutingPlan, out, weights, values) -> None:
+    def _combine(self, y, plan: RoutingPlan, out, weights, values, bias) -> None:
         by_row = isinstance(weights, torch.Tensor)
         weighted = "rows" if by_row else "choices" if weights and self._c.layout == "expert" else ""
         unused = plan.row_weight  # stands in for what the kernel does not use
         row_values, out_values = values or (unused, self._no_values)
+        valued = "" if values is None else "rows" if row_values.dim() == 1 else "choices"
+        row_values = row_values.view(-1) if row_values.numel() else self._no_values.view(-1)
+        bias_0, bias_1 = ([b if b.numel() else self._no_row for b in bias] + [self._no_row] * 2)[:2]
         self._stream.launch(
-            self._combine_of(weighted, values is not None), y=y, row_weight=weights if by_row else unused,
-            row_values=row_values, out=out if out.numel() else self._no_row,
+            self._combine_of(weighted, valued, len(bias)), y=y if y.numel() else self._no_row,
+            row_weight=weights if by_row else unused, row_values=row_values, bias_0=bias_0, bias_1=bias_1,
+            out=out if out.numel() else self._no_row,
             out_values=out_values if out_values.numel() else self._no_values, tokens=plan.tokens,
             token_slot=plan.token_slot, records=plan.records, totals=plan.totals,
         )  # fmt: skip

@@ -63,6 +63,7 @@ class Totals:
         received_base: [ranks + 1] index of the first of them, and the sum.
         counts: [local experts] rows of each local expert.
         offsets: [local experts + 1] first row of each local expert, aligned, and the end.
+        by_source: [local experts, ranks] rows of each local expert from each rank.
     """
 
     ranks: int
@@ -93,8 +94,12 @@ class Totals:
         return self.counts + self.local_experts
 
     @property
-    def words(self) -> int:
+    def by_source(self) -> int:
         return self.offsets + self.local_experts + 1
+
+    @property
+    def words(self) -> int:
+        return self.by_source + self.local_experts * self.ranks
 
 
 def output_tag(offset: int) -> int:
@@ -106,14 +111,14 @@ def output_tag(offset: int) -> int:
 
 def record_words(top_k: int) -> int:
     """Words of the record that goes with a row: for each choice its expert-major row at the target (or -1), then for
-    each choice its weight (float32 bits)."""
-    return align4(2 * top_k)
+    each choice its weight (float32 bits), then the row's token."""
+    return align4(2 * top_k + 1)
 
 
 @dataclass(frozen=True)
 class Message:
     """Places in a row as latency mode sends it, in 4-byte words: payload, scales, then per choice its expert (-1: none),
-    its place among this rank's choices of that expert, and its weight (float32 bits)."""
+    its place among this rank's choices of that expert, and its weight (float32 bits); then the row's token."""
 
     row_words: int
     scale_words: int
@@ -132,8 +137,12 @@ class Message:
         return self.experts + 2 * self.top_k
 
     @property
+    def token(self) -> int:
+        return self.experts + 3 * self.top_k
+
+    @property
     def words(self) -> int:
-        return align4(self.experts + 3 * self.top_k)
+        return align4(self.token + 1)
 
 
 @dataclass(frozen=True)

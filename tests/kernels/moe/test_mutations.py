@@ -10,7 +10,7 @@ import pytest
 import tilescale_net.kernels.moe
 import tilescale_net.runtime.settings as settings
 from tests import ranks
-from tests.kernels.moe.test_rounds import in_a_row, rounds
+from tests.kernels.moe.test_rounds import in_a_row, rounds, weights_at_combine
 from tilescale_net.kernels.moe import Tuning
 
 pytestmark = pytest.mark.skipif(settings.device_kind() == "cuda", reason="on a GPU a race may stay hidden for years")
@@ -23,6 +23,7 @@ TUNING = Tuning(blocks=2, threads=32, combine_threads=32, chunk=2)
 EXPERT = (rounds, dict(tuning=TUNING), dict(again=True))
 RANK = (rounds, dict(layout="rank", tuning=TUNING), dict(again=True))
 LATENCY = (rounds, dict(mode="latency", tuning=TUNING), dict())
+WEIGHTS = (weights_at_combine, dict(mode="latency", tuning=TUNING), dict())
 ROW = (in_a_row, dict(tuning=TUNING), dict())
 # file, text to leave out, and the test that must fail with its options
 MUTANTS = {
@@ -40,6 +41,7 @@ MUTANTS = {
     "dispatch without fence": ("dispatch_throughput", "N.fence(pe)", EXPERT),
     "combine without wait for rows": ("combine_throughput", 'N.wait(arrived[peer, slot // size], "ge", call)', EXPERT),
     "combine without fence": ("combine_throughput", "N.fence(peer)", RANK),
+    "weights without wait": ("exchange_weights", 'N.wait_block(sent[parity * R + peer], "ge", call)', WEIGHTS),
     "latency without wait for messages": ("dispatch_latency", 'N.wait_warp(arrived[place], "ge", call)', LATENCY),
 }
 
@@ -51,7 +53,7 @@ def _run(module: str, path: str, seed: int, test, options: dict, how: dict) -> N
         mutant = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(mutant)
         host = importlib.import_module(
-            f"tilescale_net.kernels.moe.{'latency' if 'latency' in module else 'throughput'}"
+            f"tilescale_net.kernels.moe.{'latency' if test is weights_at_combine or 'latency' in module else 'throughput'}"
         )
         name = "plan_routing" if module == "routing" else module
         assert hasattr(host, name)

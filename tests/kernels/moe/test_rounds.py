@@ -88,6 +88,19 @@ def in_a_row(seed: int, shape: dict, options: dict, how: dict, kinds=("random",)
     op.free()
 
 
+def weights_at_combine(seed: int, shape: dict, options: dict, how: dict, kinds=("random",)) -> None:
+    """Latency mode: weights given to combine do what weights given to dispatch do, call after call."""
+    op, device = AllToAll(**shape, **options), tsn.device()
+    for number, kind in enumerate(kinds):
+        mine = make_inputs((seed, number, tsn.rank()), op.config, op.config.max_tokens // 2, kind)
+        x, idx, weights = mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device)
+        received = op.dispatch(x, idx, weights)
+        wanted = op.combine(received.x, received.handle)
+        found = op.combine(received.x, op.dispatch(x, idx).handle, weights=weights)
+        assert_same(found.cpu(), wanted.cpu(), f"seed {seed}, {kind}")
+    op.free()
+
+
 def test_dispatches_in_a_row():
     # The shape of test_failures.py and test_states.py, whose kernels these are.
     shape = dict(num_experts=6, max_tokens=5, hidden=32, top_k=3)

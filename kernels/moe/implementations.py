@@ -1,0 +1,41 @@
+"""The modes of an AllToAll: their classes, and the symmetric memory that each takes."""
+
+from __future__ import annotations
+
+import tilescale_net as tsn
+from tilescale_net.kernels.collective import sizes_of
+from tilescale_net.kernels.moe import latency, throughput
+from tilescale_net.kernels.moe.config import configure
+from tilescale_net.kernels.moe.tuning import Tuning
+from tilescale_net.runtime import heap
+
+# Each mode: its class, and the function that gives the symmetric memory it takes.
+IMPLEMENTATIONS = {
+    "throughput": (throughput.ThroughputMode, throughput.symmetric_buffers),
+    "latency": (latency.LatencyMode, latency.symmetric_buffers),
+}
+
+
+def heap_bytes(
+    *sizes, ranks: int | None = None, nodes: int | None = None, tuning: Tuning | None = None, group: tsn.Group = None,
+    **options,
+):  # fmt: skip
+    """Bytes of the symmetric heap that an object takes; can be asked before `tilescale_net.init`.
+
+    Args:
+        sizes, options: what the constructor gets: num_experts, max_tokens, hidden, top_k and so on.
+        ranks, nodes: of the job; default those of `group` (one node where `ranks` is given).
+        tuning: as for the constructor.
+
+    Returns:
+        Bytes. The heap holds `runtime.context.SYSTEM_BYTES` of its own beside them, and what `empty_output` makes.
+
+    Raises:
+        ValueError, TypeError: as the constructor.
+    """
+    if ranks is None:
+        world = tsn.world(group)
+        ranks, nodes = world.size, nodes or world.topology.nodes
+    config = configure(ranks, *sizes, **options)
+    symmetric_buffers = IMPLEMENTATIONS[config.mode][1]
+    return heap.footprint(sizes_of(symmetric_buffers(config, tuning or Tuning(), (nodes or 1) > 1)))

@@ -1,0 +1,242 @@
+"""What DeepEP's own tests ask of a Buffer, with small shapes, in a subgroup of a larger job."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tilescale_net as tsn
+import tilescale_net.deep_ep
+from tests import ranks
+from tilescale_net.kernels.moe import reference
+
+EXPERTS, HIDDEN, TOP_K = 6, 512, 3
+FP8 = torch.float8_e4m3fn
+
+
+def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    if not found.numel():
+        return 0.0
+    a, b = found.double() + 1, wanted.double() + 1
+    return float(1 - 2 * (a * b).sum() / (a * a + b * b).sum())
+
+
+def _gathered(x: torch.Tensor, group) -> list[torch.Tensor]:
+    """The tensor of every rank; they may have different numbers of rows."""
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, x.cpu(), group)
+    return found
+
+
+class Inputs:
+    """One rank's tokens: rows that say whose they are, random rows, choices, weights; and what all ranks chose."""
+
+    def __init__(self, group, tokens: int, seed: int):
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        g = torch.Generator().manual_seed(seed + self.rank)
+        device = tsn.device(group)
+        self.named = torch.full((tokens, HIDDEN), float(self.rank + 1), dtype=torch.bfloat16, device=device)
+        self.named[:, -128:] = torch.arange(tokens, device=device)[:, None].to(torch.bfloat16)
+        self.random = torch.randn((tokens, HIDDEN), generator=g).to(device, torch.bfloat16)
+        scores = torch.rand((tokens, EXPERTS), generator=g)
+        self.topk_idx = scores.topk(TOP_K, 1)[1].to(device)
+        self.topk_idx[torch.rand((tokens, TOP_K), generator=g).to(device) < 0.15] = -1
+        self.weights = torch.rand((tokens, TOP_K), generator=g).to(device)
+        self.everyone = _gathered(self.topk_idx, group)
+        self.routing = reference.route(self.everyone, EXPERTS, self.rank)
+        self.counts = [len(rows) for rows in self.routing.order]
+        self.origins = [(r, t) for r in range(self.ranks) for t in self.routing.tokens[r]]
+
+
+def _rows(x) -> torch.Tensor:
+    """Rows as numbers, of what dispatch gives."""
+    return reference.dequantise(x[0].cpu(), x[1].cpu()) if isinstance(x, tuple) else x.float().cpu()
+
+
+def _high_throughput(buffer, group, config) -> None:
+    # The second time some rank has more tokens than there was room for.
+    for tokens, seed in ((9 - 3 * buffer.rank, 1), (70 * buffer.rank, 5)):
+        inputs = Inputs(group, tokens, seed)
+        layout = buffer.get_dispatch_layout(inputs.topk_idx, EXPERTS)
+        per_rank, _, per_expert, in_rank, _ = layout
+        local, device = EXPERTS // inputs.ranks, tsn.device(group)
+        hosts = torch.where(inputs.topk_idx < 0, -1, inputs.topk_idx // local)
+        assert torch.equal(in_rank, torch.stack([(hosts == r).any(1) for r in range(inputs.ranks)], 1))
+        assert per_rank.tolist() == in_rank.sum(0).tolist()
+        assert per_expert.tolist() == [int((inputs.topk_idx == e).sum()) for e in range(EXPERTS)]
+        quantised = tuple(t.to(device) for t in reference.quantise(inputs.random.cpu()))
+        strided = quantised[0], quantised[1].T.contiguous().T
+        for x in (inputs.named, inputs.random, strided) if seed == 1 else (inputs.random,):
+            for with_choices in (True, False):
+                _round(buffer, inputs, x, layout, with_choices, config)
+        # As many as the object has room for that is there already.
+        _worst(buffer, inputs, layout, config, (64 if seed == 1 else 128) * inputs.ranks)
+
+
+def _round(buffer, inputs, x, layout, with_choices: bool, config) -> None:
+    """Dispatch with choices or a mask, again with the handle, combine twice."""
+    per_rank, _, per_expert, in_rank, _ = layout
+    given = dict(num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert)
+    choices = dict(topk_idx=inputs.topk_idx, topk_weights=inputs.weights) if with_choices else {}
+    asked = dict(previous_event=buffer.capture(), async_finish=True, allocate_on_comm_stream=True)
+    rows, idx, weights, counts, handle, event = buffer.dispatch(
+        x, **given, **choices, config=config, expert_alignment=4, **asked
+    )
+    event.current_stream_wait()
+    assert counts == [-(-n // 4) * 4 for n in inputs.counts]
+    ends = [sum(len(t) for t in inputs.routing.tokens[: r + 1]) for r in range(inputs.ranks)]
+    assert handle[0][:, inputs.rank].tolist() == ends
+    found = _rows(rows)
+    assert len(found) == ends[-1]
+    if x is inputs.named:
+        named = [torch.full((HIDDEN - 128,), r + 1.0) for r, _ in inputs.origins]
+        assert all(torch.equal(a[:-128], b) and a[-1] == t for a, b, (_, t) in zip(found, named, inputs.origins))
+    local = EXPERTS // inputs.ranks
+    if with_choices:
+        wanted = [inputs.everyone[r][t] for r, t in inputs.origins]
+        wanted = torch.stack(wanted) if wanted else torch.zeros((0, TOP_K), dtype=torch.int64)
+        here = (wanted >= 0) & (wanted // local == inputs.rank)
+        assert torch.equal(idx.cpu(), torch.where(here, wanted % local, -1))
+    again, *nothing, _ = buffer.dispatch(x, handle=handle, config=config)
+    assert nothing == [None] * 4
+    for a, b in zip(*([t] if isinstance(t, torch.Tensor) else t for t in (again, rows))):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    y = found.to(tsn.device(buffer.group), torch.bfloat16)
+    for _ in range(2):
+        out, back, _ = buffer.combine(y, handle, topk_weights=weights, config=config)
+        hosts = in_rank.sum(1, keepdim=True)
+        source = _rows(x).to(out.device) if isinstance(x, tuple) else x.float()
+        assert _difference(out.float(), source * hosts) < 5e-6
+        if with_choices:  # the weights of choices that are none are not sent back
+            assert _difference(back, torch.where(inputs.topk_idx >= 0, inputs.weights, 0.0)) < 1e-9
+        else:
+            assert back is None
+    bias = torch.full_like(out, 0.25), torch.full_like(out, 2.0)
+    biased, _, _ = buffer.combine(y, handle, bias=bias)
+    assert _difference(biased.float() - 2.25, source * hosts) < 2e-5
+
+
+def _worst(buffer, inputs, layout, config, worst: int) -> None:
+    """A fixed number of rows, for which the host does not wait."""
+    _, _, per_expert, in_rank, _ = layout
+    rows, idx, weights, counts, handle, _ = buffer.dispatch(
+        inputs.named, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, topk_idx=inputs.topk_idx,
+        topk_weights=inputs.weights, num_worst_tokens=worst, config=config,
+    )  # fmt: skip
+    n = len(inputs.origins)
+    assert counts == [] and len(rows) == len(idx) == len(weights) == worst
+    assert [int(row[0]) - 1 for row in rows[:n]] == [r for r, _ in inputs.origins] and idx[n:].eq(-1).all()
+    out, _, _ = buffer.combine(rows, handle)
+    assert torch.equal(out, inputs.named * in_rank.sum(1, keepdim=True))
+
+
+def _low_latency(buffer, group) -> None:
+    most = 12
+    inputs = Inputs(group, most - 3 * buffer.rank, 3)
+    device, local = tsn.device(group), EXPERTS // inputs.ranks
+    for use_fp8, rounded, ue8m0, hooked, x in (
+        (False, False, False, True, inputs.named), (True, False, False, False, inputs.random),
+        (True, True, True, False, inputs.named),
+    ):  # fmt: skip
+        stats = torch.zeros(local, dtype=torch.int32, device=device)
+        for turn in range(2):
+            rows, counts, handle, event, hook = buffer.low_latency_dispatch(
+                x, inputs.topk_idx, most, EXPERTS, cumulative_local_expert_recv_stats=stats, use_fp8=use_fp8,
+                round_scale=rounded, use_ue8m0=ue8m0, async_finish=not hooked, return_recv_hook=hooked,
+            )  # fmt: skip
+            hook() if hooked else event.current_stream_wait()
+            assert stats.tolist() == [(turn + 1) * n for n in inputs.counts] and counts.tolist() == inputs.counts
+        source, layout = handle[:2]
+        for e, origins in enumerate(inputs.routing.order):
+            assert source[e, : len(origins)].tolist() == [t for _, t, _ in origins]
+            begins = layout[e] >> 32
+            per_rank = [sum(r == other for other, _, _ in origins) for r in range(inputs.ranks)]
+            assert (layout[e] & 0xFFFFFFFF).tolist() == per_rank
+            assert begins.tolist() == [sum(per_rank[:r]) for r in range(inputs.ranks)]
+        plain = rows
+        if use_fp8:
+            data, scales = rows
+            assert scales.stride(1) == 1
+            if ue8m0:
+                exponents = scales.contiguous().view(torch.uint8).to(torch.int32)
+                scales = (exponents << 23).view(torch.float32)
+            flat = reference.dequantise(data.reshape(-1, HIDDEN).cpu(), scales.reshape(-1, HIDDEN // 128).cpu())
+            plain = flat.view(data.shape).to(device, torch.bfloat16)
+        if x is inputs.named:
+            for e, origins in enumerate(inputs.routing.order):
+                assert [int(row[0]) - 1 for row in plain[e, : len(origins)]] == [r for r, _, _ in origins]
+        wanted = x.float() * torch.where(inputs.topk_idx >= 0, inputs.weights, 0.0).sum(1, keepdim=True)
+        for zero_copy in (False, True):
+            if zero_copy:
+                buffer.get_next_low_latency_combine_buffer(handle)[:] = plain
+            out = torch.empty_like(x)
+            found, event, hook = buffer.low_latency_combine(
+                plain, inputs.topk_idx, inputs.weights, handle, zero_copy=zero_copy, out=out, async_finish=not hooked,
+                return_recv_hook=hooked,
+            )  # fmt: skip
+            hook() if hooked else event.current_stream_wait()
+            assert found is out and not found.isnan().any()
+            assert _difference(found.float(), wanted) < (9e-4 if use_fp8 else 1e-5)
+
+
+def _refusals(buffer, inputs) -> None:
+    with pytest.raises(tsn.TileScaleError, match="use_logfmt"):
+        buffer.low_latency_combine(None, None, None, None, use_logfmt=True)
+    with pytest.raises(tsn.TileScaleError, match="dispatch_wait_recv_cost_stats"):
+        buffer.low_latency_dispatch(None, None, 1, 1, dispatch_wait_recv_cost_stats=1)
+    with pytest.raises(tsn.TileScaleError, match="low_latency_update_mask_buffer"):
+        buffer.low_latency_update_mask_buffer(0, True)
+    with pytest.raises(tsn.TileScaleError, match="enable_shrink"):
+        tilescale_net.deep_ep.Buffer(buffer.group, enable_shrink=True)
+    with pytest.raises(ValueError, match="max_tokens is 1024; latency mode takes up to 512"):
+        buffer.get_low_latency_rdma_size_hint(1024, 512, 2, 4)
+    with pytest.raises(ValueError, match="allocate_on_comm_stream"):
+        buffer.get_dispatch_layout(inputs.topk_idx, EXPERTS, allocate_on_comm_stream=True)
+    with pytest.raises(ValueError, match="scales .*shape|wrong scales"):  # one rank's mistake is everybody's
+        *_, per_expert, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, EXPERTS)
+        q, scales = reference.quantise(inputs.random.cpu())
+        scales = scales[:, :1] if buffer.rank == 0 else scales
+        x = tuple(t.to(tsn.device(buffer.group)) for t in (q, scales))
+        buffer.dispatch(x, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert)
+
+
+def _program(which: str) -> None:
+    """A job of three ranks, of which two are a group."""
+    dist.init_process_group("gloo")
+    group = dist.new_group([1, 2])
+    if dist.get_rank():
+        tilescale_net.deep_ep.install()
+        import deep_ep
+        from deep_ep.utils import EventHandle, EventOverlap
+
+        EventOverlap(EventHandle()).current_stream_wait()
+        nbytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(12, HIDDEN, 2, EXPERTS)
+        buffer = deep_ep.Buffer(group, 64 << 20, nbytes, low_latency_mode=True, explicitly_destroy=True)
+        assert (buffer.rank, buffer.group_size) == (dist.get_rank() - 1, 2)
+        if which == "high throughput":
+            deep_ep.Buffer.set_num_sms(8)
+            _high_throughput(buffer, group, deep_ep.Buffer.get_dispatch_config(2))
+            _refusals(buffer, Inputs(group, 5, 7))
+        else:
+            buffer.clean_low_latency_buffer(12, HIDDEN, EXPERTS)
+            _low_latency(buffer, group)
+        buffer.destroy()
+        buffer.destroy()
+        with pytest.raises(tsn.TileScaleError, match="not initialised"):
+            tsn.world(group)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("which", ["high throughput", "low latency"])
+def test_buffer(which):
+    ranks.run(3, _program, which, init=False, timeout=280)
+
+
+def test_size_hints():
+    from tilescale_net.deep_ep import Buffer, Config
+
+    assert Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 288) > 8 * 128 * 7168 * 2
+    assert Config(24, 8, 256).get_nvl_buffer_size_hint(7168 * 2, 8) > 8 * 4096 * 7168 * 2
+    assert Config(24, 8, 256).get_rdma_buffer_size_hint(7168 * 2, 8) == 0
+    with pytest.raises(ValueError, match="3 ranks"):
+        Buffer.get_dispatch_config(3)

@@ -1,0 +1,15 @@
+"""DeepEP's module over the kernels of tilescale_net: the signatures and meanings of its version 1.2.1.
+
+    import tilescale_net.deep_ep
+    tilescale_net.deep_ep.install()     # before anything imports deep_ep
+    import deep_ep                      # this package
+
+docs/integrations.md says how frameworks are set up, and what is not supported.
+"""
+
+from tilescale_net.deep_ep.buffer import Buffer
+from tilescale_net.deep_ep.config import Config
+from tilescale_net.deep_ep.event import EventHandle, EventOverlap
+from tilescale_net.deep_ep.replacement import install
+
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "install"]

@@ -1,0 +1,287 @@
+"""DeepEP's Buffer: expert-parallel communication of a group, in high-throughput and in low-latency mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tilescale_net.deep_ep import high_throughput, low_latency
+from tilescale_net.deep_ep.config import Config, low_latency_bytes, recommended
+from tilescale_net.deep_ep.event import EventHandle, EventOverlap, begin, end
+from tilescale_net.deep_ep.objects import Objects, join, leave
+from tilescale_net.errors import TileScaleError
+
+SCRATCH = 1 << 20  # bytes of what get_local_buffer_tensor gives where no size is asked for
+
+
+def _refuse(what: str, instead: str) -> None:
+    raise TileScaleError(f"deep_ep.Buffer: {what} is not supported; {instead}")
+
+
+class Buffer:
+    """Communication of the ranks of a group. Made, used and destroyed by all of them together.
+
+    Args:
+        group: a ProcessGroup of any backend, or another group of `tilescale_net.init`, which is called where it was not.
+        num_nvl_bytes, num_rdma_bytes: their sum is the least size of the symmetric heap, where this Buffer makes it.
+        low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: change nothing: both
+            modes are there, over NVLink and over the network.
+        explicitly_destroy: changes nothing; without `destroy` memory is given back when the program ends.
+        comm, enable_shrink: not supported.
+
+    Attributes:
+        rank, group_size, group, num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy: as given.
+
+    What a call needs is compiled and allocated at its first use, by all ranks together: make it once before a CUDA graph
+    is captured. Work runs on the current stream; events end there.
+
+    Raises:
+        TileScaleError: what is not supported, by name. Others: see `tilescale_net.init`.
+    """
+
+    num_sms: int = 20
+
+    def __init__(
+        self, group=None, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24, allow_nvlink_for_low_latency_mode: bool = True, allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False, comm=None, enable_shrink: bool = False, use_fabric: bool = False,
+    ):  # fmt: skip
+        if comm is not None:
+            _refuse("comm=", "give a group of torch.distributed")
+        if enable_shrink:
+            _refuse("enable_shrink=True", "a rank that is lost ends the group's calls with PeerLost")
+        self._world = join(group, num_nvl_bytes + num_rdma_bytes)
+        self.rank, self.group_size, self.group = self._world.rank, self._world.size, group
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
+        self._objects = Objects(self._world)
+        self._combine_buffers: dict[int, torch.Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._alive = True
+
+    def destroy(self) -> None:
+        """Give memory back, and the world if a Buffer has made it and this is the last one. Collective."""
+        if self._alive:
+            self._alive = False
+            self._combine_buffers.clear()
+            self._objects.free()
+            leave(self._world)
+
+    # -- settings and sizes -----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """True: kernels are compiled for the GPU that they run on."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Multiprocessors that high-throughput calls without a Config use; an even number."""
+        if new_num_sms < 2 or new_num_sms % 2:
+            raise ValueError(f"set_num_sms: {new_num_sms} is no positive even number")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event on the current stream."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """The configuration of dispatch for a number of ranks that DeepEP has one for; ValueError for others."""
+        return recommended(num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """As `get_dispatch_config`, of combine."""
+        return recommended(num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes that low-latency calls of this shape need, in BF16 and in FP8 together."""
+        return low_latency_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """A stream for the caller; work of this Buffer runs on the current stream."""
+        if self._world.device.type != "cuda":
+            _refuse("get_comm_stream in the simulator", "there are no streams")
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._world.device)
+        return self._stream
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> torch.Tensor:
+        """Memory to write to, of the given size or 1 MiB; no call of this Buffer uses it, so clearing it clears nothing."""
+        shape = (SCRATCH // dtype.itemsize,) if size is None else size
+        return torch.zeros(shape, dtype=dtype, device=self._world.device)
+
+    # -- high throughput --------------------------------------------------------------------------------------------
+
+    def get_dispatch_layout(
+        self, topk_idx: torch.Tensor, num_experts: int, previous_event: EventOverlap | None = None,
+        async_finish: bool = False, allocate_on_comm_stream: bool = False,
+    ):  # fmt: skip
+        """What `dispatch` takes beside the rows, from the choices of each token.
+
+        Args:
+            topk_idx: [tokens, top_k] expert of each choice, -1 for none.
+
+        Returns:
+            Tokens per rank [ranks] int32, None, tokens per expert [num_experts] int32, whether each token goes to each rank
+            [tokens, ranks] bool, and the event.
+        """
+        begin(previous_event, async_finish, allocate_on_comm_stream)
+        per_rank, per_expert, in_rank = high_throughput.layout(topk_idx, num_experts, self.group_size)
+        return per_rank, None, per_expert, in_rank, end(async_finish)
+
+    def dispatch(
+        self, x, handle: tuple | None = None, num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None, is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None, expert_alignment: int = 1, num_worst_tokens: int = 0,
+        config: Config | None = None, previous_event: EventOverlap | None = None, async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ):  # fmt: skip
+        """Send each token once to every rank that it goes to. Collective.
+
+        Args:
+            x: [tokens, hidden] bfloat16, or a pair of float8_e4m3fn rows and float32 scales [tokens, hidden / 128].
+            handle: of an earlier dispatch: the same tokens go the same ways, and nothing else is given.
+            is_token_in_rank, num_tokens_per_expert: of `get_dispatch_layout`; the other counts are not looked at.
+            topk_idx, topk_weights: travel with the rows. Without them rows go where `is_token_in_rank` says.
+            expert_alignment: counts of experts are rounded up to a multiple of it.
+            num_worst_tokens: rows of the results, where the host shall not wait for their number. It is the same on all
+                ranks, a multiple of their number at least as large as what any of them sends or receives, and not checked.
+            config: its num_sms.
+            previous_event: the call begins after it.
+            async_finish: give an event back.
+
+        Returns:
+            The rows as `x` (new tensors, ordered by source rank and token); local experts of their choices, -1 for those of
+            other ranks, and the weights, 0 there; list of rows per local expert (empty with `num_worst_tokens`); handle;
+            event. With a handle, and without choices, None in the places of what there is none of.
+
+        Raises:
+            ValueError, TypeError, HeapError: what `kernels.moe.AllToAll.dispatch` refuses, on all ranks.
+        """
+        begin(previous_event, async_finish, allocate_on_comm_stream)
+        num_sms = config.num_sms if config is not None else Buffer.num_sms
+        if handle is not None:
+            if topk_idx is not None or topk_weights is not None:
+                raise ValueError("dispatch: a handle stands for the choices; give no topk_idx and topk_weights with it")
+            rows = high_throughput.dispatch_again(self._objects, x, handle[-1], num_sms)
+            return rows, None, None, None, None, end(async_finish)
+        if is_token_in_rank is None or num_tokens_per_expert is None:
+            raise ValueError("dispatch: give is_token_in_rank and num_tokens_per_expert, or a handle")
+        rows, recv_idx, recv_weights, counts, prefix, routing = high_throughput.dispatch(
+            self._objects, x, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert, expert_alignment,
+            num_worst_tokens, num_sms,
+        )  # fmt: skip
+        return rows, recv_idx, recv_weights, counts, (prefix, is_token_in_rank, routing), end(async_finish)
+
+    def combine(
+        self, x: torch.Tensor, handle: tuple, topk_weights: torch.Tensor | None = None, bias=None,
+        config: Config | None = None, previous_event: EventOverlap | None = None, async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ):  # fmt: skip
+        """Sum the rows of each token over the ranks that have one. Collective; a handle serves any number of times.
+
+        Args:
+            x: [rows, hidden] bfloat16, in the order of dispatch's rows.
+            handle: of that dispatch.
+            topk_weights: [rows, top_k] float32, which are added up for each token and choice.
+            bias: one or two tensors [tokens, hidden] bfloat16, added before the sum is rounded.
+            config: not looked at: combine runs on the multiprocessors of its dispatch.
+
+        Returns:
+            [tokens, hidden] bfloat16, [tokens, top_k] float32 or None, and the event.
+        """
+        begin(previous_event, async_finish, allocate_on_comm_stream)
+        out, weights = high_throughput.combine(x, handle[-1], topk_weights, bias)
+        return out, weights, end(async_finish)
+
+    # -- low latency ------------------------------------------------------------------------------------------------
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Nothing to do: the modes share no memory, and signals are never reset."""
+
+    def low_latency_dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None, use_fp8: bool = True, round_scale: bool = False,
+        use_ue8m0: bool = False, async_finish: bool = False, return_recv_hook: bool = False,
+    ):  # fmt: skip
+        """Send each token to its experts. Collective.
+
+        Args:
+            x: [tokens, hidden] bfloat16, up to `num_max_dispatch_tokens_per_rank` tokens (512 at most).
+            topk_idx: [tokens, top_k] expert of each choice, -1 for none.
+            cumulative_local_expert_recv_stats: [local experts] int32, to which the counts are added.
+            use_fp8: rows travel as float8_e4m3fn with a scale per 128 elements; round_scale: scales are powers of two;
+                use_ue8m0: four of their exponents to an int32.
+            return_recv_hook: give a function back that ends the call; one dispatch at a time may be waiting for it.
+            dispatch_wait_recv_cost_stats: not supported.
+
+        Returns:
+            [local experts, ranks * max tokens, hidden] bfloat16, or a pair of float8_e4m3fn and scales (column-major);
+            rows per local expert, int32; handle; event; hook or None. The handle begins with the token at the source of
+            each row, [local experts, ranks * max tokens] int32, and with begin << 32 | count of each rank's rows,
+            [local experts, ranks] int64.
+        """
+        if dispatch_wait_recv_cost_stats is not None:
+            _refuse("dispatch_wait_recv_cost_stats", "leave it out")
+        if async_finish and return_recv_hook:
+            raise ValueError("low_latency_dispatch: give async_finish or return_recv_hook, not both")
+        rows, counts, handle, hook = low_latency.dispatch(
+            self._objects, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
+            use_fp8, round_scale, use_ue8m0, return_recv_hook,
+        )  # fmt: skip
+        return rows, counts, handle, end(async_finish), hook
+
+    def low_latency_combine(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: tuple,
+        use_logfmt: bool = False, zero_copy: bool = False, async_finish: bool = False, return_recv_hook: bool = False,
+        out: torch.Tensor | None = None, combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:  # fmt: skip
+        """Sum the rows of each token times its weights. Collective; a handle serves any number of times.
+
+        Args:
+            x: [local experts, ranks * max tokens, hidden] bfloat16.
+            topk_idx: not looked at: the handle knows the choices.
+            topk_weights: [tokens, top_k] float32.
+            zero_copy: take the rows from `get_next_low_latency_combine_buffer` instead of `x`.
+            return_recv_hook: give a function back that ends the call.
+            out: [tokens, hidden] bfloat16; default a new tensor.
+            use_logfmt, combine_wait_recv_cost_stats: not supported.
+
+        Returns:
+            [tokens, hidden] bfloat16, event, hook or None.
+        """
+        if use_logfmt:
+            _refuse("use_logfmt=True", "rows travel as bfloat16")
+        if combine_wait_recv_cost_stats is not None:
+            _refuse("combine_wait_recv_cost_stats", "leave it out")
+        if async_finish and return_recv_hook:
+            raise ValueError("low_latency_combine: give async_finish or return_recv_hook, not both")
+        rows = self.get_next_low_latency_combine_buffer(handle) if zero_copy else x
+        result, hook = low_latency.combine(rows, topk_weights, handle[-1], out, return_recv_hook)
+        return result, end(async_finish), hook
+
+    def get_next_low_latency_combine_buffer(self, handle: tuple) -> torch.Tensor:
+        """Rows that `low_latency_combine(zero_copy=True)` reads, [local experts, ranks * max tokens, hidden] bfloat16."""
+        op, received = handle[-1]
+        if id(op) not in self._combine_buffers:
+            self._combine_buffers[id(op)] = torch.empty(
+                received.x.shape, dtype=torch.bfloat16, device=received.x.device
+            )
+        return self._combine_buffers[id(op)]
+
+    def low_latency_update_mask_buffer(self, *arguments, **options) -> None:
+        """Not supported."""
+        _refuse("low_latency_update_mask_buffer", "a rank that is lost ends the group's calls with PeerLost")
+
+    low_latency_query_mask_buffer = low_latency_clean_mask_buffer = low_latency_update_mask_buffer

@@ -1,0 +1,60 @@
+"""Events with which callers overlap communication and computation."""
+
+from __future__ import annotations
+
+import torch
+
+
+class EventHandle:
+    """The work on the current stream so far. In the simulator that is over already."""
+
+    def __init__(self):
+        self._event = torch.cuda.Event() if torch.cuda.is_available() else None
+        if self._event is not None:
+            self._event.record()
+
+    def current_stream_wait(self) -> None:
+        """Let the current stream wait for it."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+class EventOverlap:
+    """An event, or none, and the tensors that must live until it has happened.
+
+    Args:
+        event: EventHandle or None.
+        extra_tensors: kept alive with it.
+
+    As a context manager it lets the current stream wait at the end of the block.
+    """
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None):
+        self.event, self.extra_tensors = event, extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """Let the current stream wait for the event. Raises ValueError where there is none."""
+        if self.event is None:
+            raise ValueError("EventOverlap: there is no event; calls give one with async_finish=True")
+        self.event.current_stream_wait()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self.event is not None:
+            self.event.current_stream_wait()
+
+
+def begin(previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool) -> None:
+    """How a call begins: after `previous_event`. Raises ValueError for a combination that DeepEP refuses."""
+    has_event = previous_event is not None and previous_event.event is not None
+    if allocate_on_comm_stream and not (has_event and async_finish):
+        raise ValueError("allocate_on_comm_stream goes with previous_event and async_finish=True")
+    if has_event:
+        previous_event.current_stream_wait()
+
+
+def end(async_finish: bool) -> EventOverlap:
+    """What a call gives back: an event after it, if that was asked for."""
+    return EventOverlap(EventHandle() if async_finish else None)

@@ -1,0 +1,160 @@
+"""DeepEP's high-throughput mode: layouts, dispatch and combine of any number of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tilescale_net import ops
+from tilescale_net.deep_ep.objects import Objects
+from tilescale_net.errors import HeapError
+from tilescale_net.kernels.moe import AllToAll, Dispatched, Handle, metadata
+from tilescale_net.kernels.moe.wire_layout import Totals
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the handle of a dispatch stands for.
+
+    Attributes:
+        op: the object that made it. handle: its handle. top_k: of the caller; the object's may be more.
+        worst: rows that results have where they are fixed (num_worst_tokens), or 0.
+    """
+
+    op: AllToAll
+    handle: Handle
+    top_k: int
+    worst: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of results; the first time it waits for the GPU, unless they are fixed."""
+        return self.worst or self.handle.rows("rank")
+
+
+def layout(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens per rank [ranks] and per expert [num_experts] (int32), and to which ranks each goes [tokens, ranks]."""
+    if topk_idx.dim() != 2 or num_experts % ranks:
+        raise ValueError(
+            f"topk_idx has shape {list(topk_idx.shape)} and there are {num_experts} experts; it must be [tokens, top_k], and "
+            f"experts a multiple of {ranks} ranks"
+        )
+    device, chosen = topk_idx.device, topk_idx.long()
+    host = torch.where(chosen < 0, ranks, chosen // (num_experts // ranks))
+    in_rank = torch.zeros((len(chosen), ranks + 1), dtype=torch.bool, device=device).scatter_(1, host, True)[:, :ranks]
+    expert = torch.where(chosen < 0, num_experts, chosen).flatten()
+    counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+    counts.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32))
+    return in_rank.sum(0, dtype=torch.int32), counts[:num_experts].clone(), in_rank.contiguous()
+
+
+def _widened(tensor: torch.Tensor, width: int, fill) -> torch.Tensor:
+    """Columns up to `width`, of `fill` where there are none."""
+    missing = width - tensor.shape[1]
+    return torch.nn.functional.pad(tensor, (0, missing), value=fill) if missing else tensor.contiguous()
+
+
+def _parts(x) -> tuple[torch.Tensor, torch.Tensor | None]:
+    rows, scales = x if isinstance(x, tuple) else (x, None)
+    return rows.contiguous(), None if scales is None else scales.contiguous()
+
+
+def _joined(rows: torch.Tensor, scales: torch.Tensor | None):
+    return rows if scales is None else (rows, scales)
+
+
+def _fresh(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """The first rows as a new tensor; with rows of no meaning behind them where there are fewer."""
+    if rows <= len(tensor):
+        return tensor[:rows].clone()
+    out = tensor.new_empty((rows, *tensor.shape[1:]))
+    out[: len(tensor)].copy_(tensor)
+    return out
+
+
+def _results(received: Dispatched, rows: int):
+    return _joined(_fresh(received.x, rows), None if received.scales is None else _fresh(received.scales, rows))
+
+
+def dispatch_again(objects: Objects, x, routing: Routing, num_sms: int):
+    """Other rows with a routing that is known."""
+    rows, scales = _parts(x)
+    c = routing.op.config
+    op = objects.high_throughput(c.num_experts, c.max_tokens, rows.shape[1], c.top_k, rows.dtype, num_sms)
+    return _results(op.dispatch(_joined(rows, scales), handle=routing.handle), routing.rows)
+
+
+def dispatch(
+    objects: Objects, x, topk_idx, topk_weights, in_rank, per_expert, alignment: int, worst: int, num_sms: int
+):
+    """Rows with a new routing: (rows, topk_idx, topk_weights, rows per expert, rank prefix matrix, Routing)."""
+    rows, scales = _parts(x)
+    ranks, experts, tokens = objects.world.size, len(per_expert), len(rows)
+    by_choice = topk_idx is not None
+    top_k = topk_idx.shape[1] if by_choice else 0
+    # Calls without choices use the object of those with.
+    width = objects.top_k = max(top_k, ranks, objects.top_k)
+    if by_choice:
+        choices = _widened(topk_idx, width, -1)
+        weights = None if topk_weights is None else _widened(topk_weights, width, 0.0)
+        given = dict(topk_idx=choices, topk_weights=weights)
+    else:
+        given = dict(mask=in_rank.contiguous())
+    if not worst and not objects.max_tokens:
+        objects.grow(tokens)
+    while True:
+        room = -(-worst // ranks) or objects.max_tokens
+        op = objects.high_throughput(experts, room, rows.shape[1], width, rows.dtype, num_sms)
+        try:
+            received = op.dispatch(_joined(rows, scales), **given)
+            if not worst:
+                op.check()
+            break
+        except (ValueError, TypeError, HeapError):
+            # All ranks are here: what one of them refuses, check raises on all.
+            if worst or not objects.grow(tokens):
+                raise
+    routing = Routing(op, received.handle, top_k, worst)
+    counts = [] if worst else _counts(objects, received, per_expert, by_choice, alignment)
+    recv_idx = recv_weights = None
+    if by_choice:
+        meta = metadata(received.handle)
+        recv_idx = _padded(meta.topk_idx[:, :top_k], routing.rows, -1)
+        recv_weights = _padded(meta.topk_weights[:, :top_k], routing.rows, 0.0)
+        recv_weights = None if topk_weights is None else recv_weights
+    return _results(received, routing.rows), recv_idx, recv_weights, counts, _prefix(objects.world, routing), routing
+
+
+def _padded(tensor: torch.Tensor, rows: int, fill) -> torch.Tensor:
+    missing = rows - len(tensor)
+    return torch.nn.functional.pad(tensor, (0, 0, 0, missing), value=fill) if missing > 0 else tensor[:rows].clone()
+
+
+def _counts(objects: Objects, received: Dispatched, per_expert, by_choice: bool, alignment: int) -> list[int]:
+    """Rows per local expert, up to the next multiple of the alignment. A mask tells nothing of experts: ranks add up."""
+    counts = received.counts if by_choice else ops.reduce_scatter(per_expert.to(torch.int32), objects.world)
+    return [-(-n // alignment) * alignment for n in counts.tolist()]
+
+
+def _prefix(world, routing: Routing) -> torch.Tensor:
+    """[ranks, ranks]: in this rank's column, rows from all ranks up to each; -1 in the others, which nobody knows here."""
+    c = routing.op.config
+    at = Totals(c.ranks, c.local_experts).received_base + 1
+    matrix = torch.full((c.ranks, c.ranks), -1, dtype=torch.int32, device=world.device)
+    matrix[:, world.rank] = routing.handle.plan.totals[at : at + c.ranks]
+    return matrix
+
+
+def combine(x: torch.Tensor, routing: Routing, topk_weights, bias):
+    """(sums over ranks [tokens, hidden], sums of weights [tokens, top_k] or None)."""
+    op, handle = routing.op, routing.handle
+    biases = (
+        () if bias is None else (bias,) if isinstance(bias, torch.Tensor) else tuple(b for b in bias if b is not None)
+    )
+    biases = tuple(b.contiguous() for b in biases)
+    if topk_weights is None:
+        return op.combine(x.contiguous(), handle, weighted=False, bias=biases), None
+    values = _widened(topk_weights, op.config.top_k, 0.0)
+    out, weights = op.combine_values(x.contiguous(), values, handle, bias=biases)
+    return out, weights[:, : topk_weights.shape[1]].contiguous()
