@@ -12,12 +12,14 @@ import gc
 import json
 import os
 import runpy
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import types
+import warnings
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _MESSAGE = 1 << 20
@@ -134,6 +136,16 @@ def _close_all_but(kept) -> None:
                 os.close(fd)
 
 
+def _close_objects() -> None:
+    """Close the launcher's sockets and selectors, which would close descriptors of the rank when they are collected."""
+    gc.collect()
+    with warnings.catch_warnings():  # of modules that are looked at
+        warnings.simplefilter("ignore")
+        for found in gc.get_objects():
+            if isinstance(found, (socket.socket, selectors.BaseSelector)):
+                found.close()
+
+
 def _serve(requests: socket.socket) -> list[str] | None:
     """Fork a launcher for each request; what is returned is for a rank to run, or None in the server at its end."""
     while True:
@@ -160,8 +172,7 @@ def _serve(requests: socket.socket) -> list[str] | None:
             sys.exit(_launcher(arguments))
         except _BecomeRank as rank:
             command, copies = rank.args
-        # First the launcher's objects, which would close descriptors of the rank later.
-        gc.collect()
+        _close_objects()
         for fd, copy in copies.items():
             os.dup2(copy, fd)
         _close_all_but(copies)
