@@ -81,7 +81,8 @@ def everything_ptx():
 
 def test_every_primitive_is_called():
     source = inspect.cuda_source(everything())
-    assert set(re.findall(r"tsn::(\w+)[<(]", source)) == set(OPERATORS)
+    # A kernel that waits for the async proxy may use little else: test_hazards.py has one.
+    assert set(re.findall(r"tsn::(\w+)[<(]", source)) == set(OPERATORS) - {"wait_async"}
 
 
 def test_every_primitive_compiles(everything_ptx):

@@ -85,7 +85,7 @@ def _misuse(case):
         "axis": lambda: transposed(out, x, 2, 0),
         "one axis": lambda: transposed(out, x, 1, -1),
         "no multiple": lambda: transposed(out, x[:3], 0, 1),
-        "shape": lambda: transposed(x, out, 1, 0),
+        "shape": lambda: transposed(out[:7], x, 1, 0),
         "out not symmetric": lambda: transposed(plain.view(8, 3), x, 1, 0),
         "overlap": lambda: transposed(x.view(8, 3), x, 1, 0),
     }

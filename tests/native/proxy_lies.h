@@ -119,7 +119,7 @@ inline void lying_addresses(WorldOptions o) {
     Pe a(0, o), b(1, o);
     std::string said;
     try {
-      a.proxy->connect({a.proxy->blob(), lying_address(b.proxy->blob(), lie, o.pes)});
+      a.proxy->connect({a.proxy->address(), lying_address(b.proxy->address(), lie, o.pes)});
     } catch (const fabric::FabricError& error) {
       said = error.what();
     }

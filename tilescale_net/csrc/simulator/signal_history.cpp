@@ -8,7 +8,7 @@ namespace sim {
 
 namespace {
 constexpr size_t kMaxSteps = 1024; // of a word; with more, whoever has seen it knows all of them
-}
+} // namespace
 
 void SignalHistory::add(const Message& message, const Known& sent) {
   (message.add ? adds_ : sets_) = true;
