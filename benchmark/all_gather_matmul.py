@@ -25,9 +25,7 @@ def sides(args, m: int, blocks: int, group) -> Sides:
     w = torch.empty((k, n), dtype=torch.bfloat16, device=device).normal_(generator=generator)
     out, whole = (torch.empty((m, c), dtype=torch.bfloat16, device=device) for c in (n, k))
     op = AllGatherMatmul(rows, k, n, tiling=tiling, blocks=blocks)
-    alone = matmul_arriving(
-        1, m, n, k, "bfloat16", "bfloat16", False, tiling.tile, tiling.stages, tiling.threads, False
-    )
+    alone = matmul_arriving(1, m, n, k, "bfloat16", "bfloat16", **vars(tiling), peers=False)
     call = torch.zeros(1, dtype=torch.int64, device=device)
     flags = torch.zeros((1, -(-m // args.tile[0])), dtype=torch.uint64, device=device)
     parts = [torch.empty_like(x) for _ in range(size)]

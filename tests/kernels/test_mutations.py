@@ -7,6 +7,7 @@ run the ordinary tests of that kernel.
 import importlib
 import importlib.util
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ ATTEMPTS = 12  # runs of CALLS calls; a right schedule may hide a missing line, 
 CALLS = 24
 
 GATHER = ("tests.kernels.test_all_gather", "_gather", dict(threads=32, blocks=2))
+STORES = ("tests.kernels.test_all_gather", "_gather", dict(threads=32, blocks=2, stores_from=0))
 EQUAL = ("tests.kernels.test_all_to_all", "_equal", dict(threads=32, blocks=2))
 UNEVEN = ("tests.kernels.test_all_to_all", "_uneven", dict(threads=32, blocks=2))
 REDUCE = (
@@ -33,27 +35,30 @@ REDUCE = (
 WAIT_READY = 'N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))'
 NO_WAIT = '(call << T.uint64(TAG_BITS)) | T.cast(tag, "uint64")'
 WAIT_ARRIVED = 'N.wait(arrived[thread, block], "ge", call)'
-# file, what is replaced and by what, the test that must fail
+# file, function, what is replaced and by what, the test that must fail
 MUTANTS = {
-    "gather without wait for room": ("exchange", WAIT_READY, NO_WAIT, GATHER),
-    "gather without wait for data": ("exchange", WAIT_ARRIVED, "pass", GATHER),
-    "gather without fence": ("exchange", ", fence=True", "", GATHER),
-    "gather without quiet": ("exchange", "N.quiet(thread)", "pass", GATHER),
-    "gather that does not count its calls": ("exchange", "calls[block] = call", "pass", GATHER),
-    "all-to-all without wait for data": ("exchange", WAIT_ARRIVED, "pass", EQUAL),
-    "uneven without wait for data": ("all_to_all_uneven", WAIT_ARRIVED, "pass", UNEVEN),
-    "uneven without fence": ("all_to_all_uneven", ", fence=True", "", UNEVEN),
-    "uneven without quiet": ("all_to_all_uneven", "N.quiet(thread)", "pass", UNEVEN),
-    "reduce without wait for data": ("reduce_scatter", 'N.wait_slot(arrived[thread, block], done + step - 1, slots)', "pass", REDUCE),
+    "gather without wait for room": ("exchange", "exchange", WAIT_READY, NO_WAIT, GATHER),
+    "gather without wait for data": ("exchange", "exchange", WAIT_ARRIVED, "pass", GATHER),
+    "gather without fence": ("exchange", "exchange", ", fence=True", "", GATHER),
+    "gather without quiet": ("exchange", "exchange", "N.quiet(thread)", "pass", GATHER),
+    "gather that does not count its calls": ("exchange", "exchange", "calls[block] = call", "pass", GATHER),
+    "stores without wait for room": ("exchange", "exchange_by_stores", WAIT_READY, NO_WAIT, STORES),
+    "stores without wait for data": ("exchange", "exchange_by_stores", WAIT_ARRIVED, "pass", STORES),
+    "stores without fence": ("exchange", "exchange_by_stores", ", fence=True", "", STORES),
+    "all-to-all without wait for data": ("exchange", "exchange", WAIT_ARRIVED, "pass", EQUAL),
+    "uneven without wait for data": ("all_to_all_uneven", "all_to_all_uneven", WAIT_ARRIVED, "pass", UNEVEN),
+    "uneven without fence": ("all_to_all_uneven", "all_to_all_uneven", ", fence=True", "", UNEVEN),
+    "uneven without quiet": ("all_to_all_uneven", "all_to_all_uneven", "N.quiet(thread)", "pass", UNEVEN),
+    "reduce without wait for data": ("reduce_scatter", "reduce_scatter", 'N.wait_slot(arrived[thread, block], done + step - 1, slots)', "pass", REDUCE),
     "reduce without wait for a slot": (
-        "reduce_scatter", 'N.take_slot(consumed[thread, block], done + step, slots)', "pass", REDUCE
+        "reduce_scatter", "reduce_scatter", 'N.take_slot(consumed[thread, block], done + step, slots)', "pass", REDUCE
     ),
-    "reduce without fence": ("reduce_scatter", ", fence=True", "", REDUCE),
-    "reduce without quiet": ("reduce_scatter", "N.quiet(thread)", "pass", REDUCE),
+    "reduce without fence": ("reduce_scatter", "reduce_scatter", ", fence=True", "", REDUCE),
+    "reduce without quiet": ("reduce_scatter", "reduce_scatter", "N.quiet(thread)", "pass", REDUCE),
 }  # fmt: skip
 # One of each kind of line, and one of each kernel, in every run; the others nightly.
 ALWAYS = {
-    "gather without wait for room", "gather that does not count its calls", "all-to-all without wait for data",
+    "gather without wait for room", "stores without wait for data", "gather that does not count its calls", "all-to-all without wait for data",
     "uneven without fence", "uneven without quiet", "reduce without wait for data", "reduce without wait for a slot",
 }  # fmt: skip
 
@@ -105,11 +110,13 @@ def test_the_originals_pass(name):
 
 @pytest.mark.parametrize("mutant", [m if m in ALWAYS else pytest.param(m, marks=pytest.mark.nightly) for m in MUTANTS])
 def test_mutants_fail(mutant, tmp_path):
-    module, old, new, test = MUTANTS[mutant]
+    module, function, old, new, test = MUTANTS[mutant]
     text = (FOLDER / f"{module}.py").read_text()
-    assert text.count(old) == 1, f"the text to replace is there {text.count(old)} times: {old}"
+    before, define, rest = text.partition(f"\ndef {function}(")
+    body, *after = re.split(r"(?=\n(?:def|class|@) ?)", rest, maxsplit=1)
+    assert body.count(old) == 1, f"the text to replace is in {function} {body.count(old)} times: {old}"
     path = tmp_path / f"{module}.py"
-    path.write_text(text.replace(old, new))
+    path.write_text(before + define + body.replace(old, new) + "".join(after))
     first = random.randrange(1 << 20)
     for seed in range(first, first + ATTEMPTS):
         if _attempt(path, module, test, seed) is not None:
