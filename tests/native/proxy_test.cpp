@@ -135,7 +135,7 @@ void refusals() {
        }},
       {"unknown", [](auto* c, char*,
                      uint64_t) { detail::queue_push<true>(c, 0, kOpPut, Request{Command::none, 1, 0, 0, 0, 0, 0}); }},
-      {"share of no ticket",
+      {"part of no ticket",
        [](auto* c, char*, uint64_t) {
          detail::queue_push<true>(c, 0, kOpPut, Request{Command::flush_part, kAllPes, 0, 0, 0, 0, ~0ull});
        }},
