@@ -115,7 +115,7 @@ def launch(
     env: dict[str, str] | None = None,
     init: bool = True,
     heap: str = "32M",
-    timeout: float = 120.0,
+    timeout: float = 240.0,
     on_start: Callable[[list], None] | None = None,
 ) -> list[Outcome]:
     """Run `fn(*args)` on `size` ranks and return every rank's outcome; ranks still alive at `timeout` are killed.

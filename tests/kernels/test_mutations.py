@@ -92,7 +92,7 @@ def _run(path: str, module: str, test: str, function: str, options: dict, seed: 
 def _attempt(path, module, test, seed: int) -> str | None:
     """What went wrong in one run: wrong data or a wait that never ended; None when all was right."""
     env = {"TSN_TIMEOUT": "3", "TSN_SIM_VISIBILITY": ("late", "random")[seed % 2]}
-    outcomes = ranks.launch(2, _run, str(path), module, *test, seed, env=env, timeout=60)
+    outcomes = ranks.launch(2, _run, str(path), module, *test, seed, env=env, timeout=150)
     wrong = {o.error[0]: o.error[1] for o in outcomes if not o.ok}
     if not wrong:
         return None

@@ -22,11 +22,11 @@ def _fp8_by_rank(seed: int) -> None:
 
 
 def test_four_ranks_on_two_nodes():
-    ranks.run(4, _everything, random.randrange(1 << 30), env={"VIRTUAL_NODES": "2"}, timeout=200)
+    ranks.run(4, _everything, random.randrange(1 << 30), env={"VIRTUAL_NODES": "2"}, timeout=280)
 
 
 def test_rows_by_rank():
-    ranks.run(2, _fp8_by_rank, random.randrange(1 << 30), env={"VIRTUAL_NODES": "2"}, timeout=240)
+    ranks.run(2, _fp8_by_rank, random.randrange(1 << 30), env={"VIRTUAL_NODES": "2"}, timeout=280)
 
 
 # tests/kernels/test_chaos_seeds.py has dispatch and combine on a few such networks for every run.
