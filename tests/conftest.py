@@ -10,7 +10,7 @@ import pytest
 from tests import shared_memory
 
 # Tests compile hundreds of small kernels and run each for milliseconds; the nightly run keeps the default.
-os.environ.setdefault("TSN_SIM_CXXFLAGS", "-O1")
+os.environ.setdefault("TSN_SIM_CXXFLAGS", "-Og")
 
 
 def pytest_addoption(parser):
