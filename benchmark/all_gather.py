@@ -8,6 +8,8 @@ Size is that of the output, in bytes per rank. Without a GPU the simulator runs 
 
 from benchmark.common.collectives import CollectiveCase, parse, run
 
+BENCH = dict(ranks=0, quick="--sizes 16K,64K --repeat 2")  # see common/suite.py
+
 
 class AllGatherCase(CollectiveCase):
     def __init__(self, size: int):

@@ -9,6 +9,8 @@ simulator runs the same kernels on small shapes, without NCCL.
 
 from benchmark.common.fused import Sides, difference, parse, run, tiling_of
 
+BENCH = dict(quick="--repeat 2")  # see common/suite.py
+
 
 def sides(args, m: int, blocks: int, group) -> Sides:
     import torch

@@ -10,6 +10,8 @@ simulator runs the same kernels alone.
 
 from benchmark.common.collectives import CollectiveCase, parse, run
 
+BENCH = dict(ranks=0, quick="--sizes 16K,64K --repeat 2")  # see common/suite.py
+
 ONE_SHOT_UP_TO = 4 << 20  # bytes; beyond, torch's takes far longer than its other way
 
 

@@ -12,6 +12,8 @@ import random
 
 from benchmark.common.collectives import CollectiveCase, parse, run
 
+BENCH = dict(ranks=0, quick="--sizes 16K,64K --repeat 2")  # see common/suite.py
+
 ROW = 1024  # bytes
 
 

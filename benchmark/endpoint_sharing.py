@@ -15,6 +15,8 @@ import os
 from benchmark.common import BenchmarkParser, Column, Report, byte_count, median, positive_float, positive_int
 from benchmark.common.fabric import FabricJob, add_fabric_arguments, run
 
+BENCH = dict(nodes=2, quick="--duration 0.1 --repeat 1 --num-endpoints 6")  # see common/suite.py
+
 MODES = ("shared", "exclusive")
 BUFFER = 8 << 20  # bytes of memory that operations go to
 MOST_THREADS, MOST_ENDPOINTS, MOST_WINDOW = 256, 1024, 512

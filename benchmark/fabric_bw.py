@@ -29,6 +29,8 @@ from benchmark.common.fabric import (
     run,
 )
 
+BENCH = dict(nodes=2, quick="--op write -s 64K -n 100 --repeat 1")  # see common/suite.py
+
 OPERATIONS = ("send", "write", "read")
 ALL_SIZES = [1 << n for n in range(1, 24)]  # perftest's -a
 MOST_BYTES = 1 << 30  # of one run, where -n is not given

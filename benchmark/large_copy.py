@@ -10,6 +10,8 @@ from benchmark.common import Report, int_list
 from benchmark.common.arguments import on_gpu
 from benchmark.common.copy_session import copy_parser, finish, join, nvshmem, require_two_ranks
 
+BENCH = dict(quick="--sizes 256K --blocks 1,4 --repeat 2")  # see common/suite.py
+
 SIMULATED_BLOCKS = "1,4,16"
 BLOCKS = "1,4,8,12,16,24,32,64,132"
 

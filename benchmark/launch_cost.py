@@ -10,6 +10,8 @@ import time
 
 from benchmark.common import BenchmarkParser, Column, Report, median, positive_int
 
+BENCH = dict(ranks=1, quick="--launches 100 --repeat 3", gpu=True)  # see common/suite.py
+
 
 def parse():
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=2, repeat=15)

@@ -22,6 +22,8 @@ from benchmark.common import (
 from benchmark.common.arguments import on_gpu
 from benchmark.common.measuring import SIMULATED, DeviceTimer, gather
 
+BENCH = dict(ranks=0, quick="--mode latency --dtype bf16 --warmup 1 --repeat 2")  # see common/suite.py
+
 ON_GPU = (10, 30)
 # Tokens per rank in each mode, and the shape, where the user gives none.
 GPU_SHAPE = {"throughput": 4096, "latency": 128, "hidden": 7168, "topk": 8, "experts": 256}

@@ -32,6 +32,8 @@ from benchmark.common.measuring import SIMULATED as LABEL
 from benchmark.common.measuring import common_seeds, raise_if_wrong
 from benchmark.common.table import significant
 
+BENCH = dict(nodes=2, quick="--sizes 8,64K --signal-sizes 8 --repeat 2 --iters 5")  # see common/suite.py
+
 SMALL = "8,64,512,4K,32K,256K,2M"
 # Sizes, bytes of a sample and most writes in it, where the user gives none.
 SIMULATED = ("8,512,32K,256K,2M", 16 << 20, 20)

@@ -21,6 +21,8 @@ from benchmark.common.arguments import on_gpu
 from benchmark.common.copy_session import SLACK, finish, nvshmem, require_two_ranks
 from benchmark.common.measuring import GUARD, SIMULATED, common_seeds, difference, prepare, raise_if_wrong
 
+BENCH = dict(quick="--sizes 8,8K --threads 128 --repeat 3")  # see common/suite.py
+
 
 def parse():
     parser = BenchmarkParser(__doc__.splitlines()[0], warmup=2, repeat=20, sizes="8,64,1K,8K,64K", simulated="8,1K,8K")

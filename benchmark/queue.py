@@ -10,6 +10,8 @@ queue is all there is to see; for the stages, two proxies of this process talk o
 import os
 import sys
 
+BENCH = dict(ranks=1, quick="--parts push,dispatch --repeat 1")  # see common/suite.py
+
 if __name__ == "queue":
     # Scripts of this folder find it first on their path, and whoever imports the standard library's queue finds this.
     import importlib.machinery

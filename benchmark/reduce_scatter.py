@@ -9,6 +9,8 @@ of NCCL, whose order is its own, only roughly. Without a GPU the simulator runs 
 
 from benchmark.common.collectives import CollectiveCase, parse, run
 
+BENCH = dict(ranks=0, quick="--sizes 16K,64K --repeat 2")  # see common/suite.py
+
 
 class ReduceScatterCase(CollectiveCase):
     def __init__(self, size: int, dtype: str):

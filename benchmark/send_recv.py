@@ -21,6 +21,8 @@ from benchmark.common import (
 )
 from benchmark.common.fabric import FabricJob, SizeColumn, add_fabric_arguments, note_of_cores, run
 
+BENCH = dict(nodes=2, quick="--sizes 64K,1M --repeat 3")  # see common/suite.py
+
 MEASURED_LINK = 4 << 20  # bytes of the messages that measure the link where nobody tells its speed
 
 

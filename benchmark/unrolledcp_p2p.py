@@ -10,6 +10,8 @@ a quiet, on both implementations. Without a GPU the simulator runs the same kern
 from benchmark.common import Report
 from benchmark.common.copy_session import copy_parser, finish, join, nvshmem, require_two_ranks
 
+BENCH = dict(quick="--sizes 2K,64K --repeat 2")  # see common/suite.py
+
 
 def parse():
     parser = copy_parser(__doc__.splitlines()[0], sizes="2K..4M", simulated="2K..256K")

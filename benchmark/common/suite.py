@@ -7,6 +7,7 @@ python -m tilescale_net bench --output report.html --only put_signal,all_gather
 from __future__ import annotations
 
 import argparse
+import ast
 import base64
 import importlib.util
 import json
@@ -152,7 +153,7 @@ NOTHING = 3  # a benchmark's exit code where it can measure nothing
 
 @dataclass(frozen=True)
 class Entry:
-    """A benchmark of the suite.
+    """A benchmark of the suite: a script with a line `BENCH = dict(…)` of literals, which are read without running it.
 
     Attributes:
         name: of the script.
@@ -165,33 +166,24 @@ class Entry:
     name: str
     ranks: int = 2
     nodes: int = 1
-    quick: tuple[str, ...] = ()
+    quick: str = ""
     gpu: bool = False
 
 
-ENTRIES = (
-    Entry("unrolledcp_p2p", quick=("--sizes", "2K,64K", "--repeat", "2")),
-    Entry("put_signal", quick=("--sizes", "8,8K", "--threads", "128", "--repeat", "3")),
-    Entry("large_copy", quick=("--sizes", "256K", "--blocks", "1,4", "--repeat", "2")),
-    Entry("all_gather", ranks=0, quick=("--sizes", "16K,64K", "--repeat", "2")),
-    Entry("all_to_all", ranks=0, quick=("--sizes", "16K,64K", "--repeat", "2")),
-    Entry("all_reduce", ranks=0, quick=("--sizes", "16K,64K", "--repeat", "2")),
-    Entry("reduce_scatter", ranks=0, quick=("--sizes", "16K,64K", "--repeat", "2")),
-    Entry("all_gather_matmul", quick=("--repeat", "2")),
-    Entry("matmul_reduce_scatter", quick=("--repeat", "2")),
-    Entry("moe_all_to_all", ranks=0, quick=("--mode", "latency", "--dtype", "bf16", "--warmup", "1", "--repeat", "2")),
-    Entry("proxy_write", nodes=2, quick=("--sizes", "8,64K", "--signal-sizes", "8", "--repeat", "2", "--iters", "5")),
-    Entry("fabric_bw", nodes=2, quick=("--op", "write", "-s", "64K", "-n", "100", "--repeat", "1")),
-    Entry("send_recv", nodes=2, quick=("--sizes", "64K,1M", "--repeat", "3")),
-    Entry("endpoint_sharing", nodes=2, quick=("--duration", "0.1", "--repeat", "1", "--num-endpoints", "6")),
-    Entry("queue", ranks=1, quick=("--parts", "push,dispatch", "--repeat", "1")),
-    Entry("launch_cost", ranks=1, quick=("--launches", "100", "--repeat", "3"), gpu=True),
-)
+def entries() -> list[Entry]:
+    """The suite, by name."""
+    found = []
+    for path in sorted(FOLDER.glob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "BENCH":
+                assert isinstance(node.value, ast.Call)
+                found.append(Entry(path.stem, **{str(k.arg): ast.literal_eval(k.value) for k in node.value.keywords}))
+    return found
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the suite. Exit code: 0, 1 when a benchmark failed, 2 for wrong arguments, 3 when nothing was measured."""
-    known = {e.name: e for e in ENTRIES}
+    known = {e.name: e for e in entries()}
     wanted = args.only.split(",") if args.only else list(known)
     for name in wanted:
         if name not in known:
@@ -230,7 +222,7 @@ def _run(entry: Entry, args: argparse.Namespace, gpus: int, work: Path) -> Resul
         return Result(entry.name, said=f"not measured; it takes {ranks} GPUs, this machine shows {gpus}")
     script = FOLDER / f"{entry.name}.py"
     command = [sys.executable, "-m", "tilescale_net", "run", "-n", str(ranks), str(script)]
-    command += [*(entry.quick if args.quick else ()), "--json", str(work / f"{entry.name}.json")]
+    command += [*(entry.quick.split() if args.quick else ()), "--json", str(work / f"{entry.name}.json")]
     if importlib.util.find_spec("matplotlib"):
         command += ["--plot", str(work / f"{entry.name}.svg")]
     root = str(FOLDER.parent)

@@ -9,6 +9,7 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
+from tests.kernels.declared import NO_WAIT, WAIT_ARRIVED, WAIT_READY, Mutant
 from tests.kernels.support import Guarded, assert_same, random_tensor, unsettle
 from tilescale_net.kernels.all_gather import AllGather
 
@@ -188,3 +189,35 @@ def test_misuse_is_named(case, error, words):
     for outcome in ranks.launch(2, _misuse, case):
         assert outcome.error is not None and outcome.error[0] == error, outcome
         assert all(word in outcome.error[1] for word in words), outcome.error
+
+
+SM_90 = {
+    "tilescale_net.kernels.all_gather.all_gather": [
+        dict(n_pes=4),
+        dict(n_pes=8, in_place=True, engine="bulk", threads=128),
+    ],
+    "tilescale_net.kernels.all_gather.all_gather_by_stores": [dict(n_pes=4)],
+}
+
+
+def short(seed, **options):
+    cases = [((2_000,), torch.float32, 0, 0), ((300,), torch.float32, 4, 4)]
+    _gather(seed, cases, dict(threads=32, blocks=2, **options), 24)
+
+
+def short_by_stores(seed):
+    short(seed, stores_from=0)
+
+
+# A fence too few of kernels by stores shows in no data of the simulator, whose plain stores arrive at once.
+MUTANTS = {
+    "gather without wait for room": Mutant("exchange", "exchange", WAIT_READY, "short", NO_WAIT),
+    "gather without wait for data": Mutant("exchange", "exchange", WAIT_ARRIVED, "short", nightly=True),
+    "gather without fence": Mutant("exchange", "exchange", ", fence=True", "short", "", nightly=True),
+    "gather without quiet": Mutant("exchange", "exchange", "N.quiet(thread)", "short", nightly=True),
+    "gather that does not count its calls": Mutant("exchange", "exchange", "calls[block] = call", "short"),
+    "stores without wait for room": Mutant(
+        "exchange", "exchange_by_stores", WAIT_READY, "short_by_stores", NO_WAIT, nightly=True
+    ),
+    "stores without wait for data": Mutant("exchange", "exchange_by_stores", WAIT_ARRIVED, "short_by_stores"),
+}

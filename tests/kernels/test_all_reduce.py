@@ -167,3 +167,19 @@ def test_misuse_is_named(case, error, words):
     for outcome in ranks.launch(2, _misuse, case):
         assert outcome.error is not None and outcome.error[0] == error, outcome
         assert all(word in outcome.error[1] for word in words), outcome.error
+
+
+SM_90 = {
+    "tilescale_net.kernels.all_reduce_packets.all_reduce_packets": [
+        dict(n_pes=4, dtype="bfloat16", capacity=16384),
+        dict(n_pes=8, dtype="float32", capacity=8192, aligned=False),
+    ],
+    "tilescale_net.kernels.all_reduce_one_shot.all_reduce_one_shot": [
+        dict(n_pes=4, dtype="bfloat16", capacity=32768),
+        dict(n_pes=2, dtype="float16", capacity=65536, aligned=False),
+    ],
+    "tilescale_net.kernels.all_reduce_two_shot.all_reduce_two_shot": [
+        dict(n_pes=4, dtype="bfloat16", staged=False),
+        dict(n_pes=8, dtype="float32", staged=True, aligned=False),
+    ],
+}

@@ -94,3 +94,10 @@ def test_misuse_is_named(case, error, words):
     for outcome in ranks.launch(2, _misuse, case):
         assert outcome.error is not None and outcome.error[0] == error, outcome
         assert all(word in outcome.error[1] for word in words), outcome.error
+
+
+SM_90 = {
+    "tilescale_net.kernels.all_reduce_norm.all_reduce_norm": [
+        dict(n_pes=4, dtype="bfloat16", hidden=8192, capacity=32, reduces=True)
+    ],
+}

@@ -7,6 +7,7 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
+from tests.kernels.declared import WAIT_ARRIVED, Mutant
 from tests.kernels.support import Guarded, assert_same, random_tensor, unsettle
 from tilescale_net.kernels.all_to_all import AllToAll
 
@@ -233,3 +234,28 @@ def test_wrong_splits_in_device_memory():
     assert first[0] == "RankMismatch" and "do not add up" in first[1] and "rank 1" in first[1]
     assert second[0] == "ValueError" and "6" in second[1]
     assert first[2] == 2 * 4 * 7 and second[2] == 0, "only rank 0's own rows moved"
+
+
+SM_90 = {
+    "tilescale_net.kernels.all_to_all.all_to_all": [dict(n_pes=4), dict(n_pes=8, engine="bulk", threads=128)],
+    "tilescale_net.kernels.all_to_all.all_to_all_by_stores": [dict(n_pes=4)],
+    "tilescale_net.kernels.all_to_all_uneven.all_to_all_uneven": [dict(n_pes=4)],
+}
+
+
+def short(seed):
+    cases = [(2_000, (), torch.float32, 0, 0), (300, (), torch.float32, 4, 4)]
+    _equal(seed, cases, dict(threads=32, blocks=2), 24)
+
+
+def short_uneven(seed):
+    _uneven(seed, 24, dict(threads=32, blocks=2), (40,), torch.float32, False)
+
+
+UNEVEN = "all_to_all_uneven"
+MUTANTS = {
+    "all-to-all without wait for data": Mutant("exchange", "exchange", WAIT_ARRIVED, "short"),
+    "uneven without wait for data": Mutant(UNEVEN, UNEVEN, WAIT_ARRIVED, "short_uneven", nightly=True),
+    "uneven without fence": Mutant(UNEVEN, UNEVEN, ", fence=True", "short_uneven", ""),
+    "uneven without quiet": Mutant(UNEVEN, UNEVEN, "N.quiet(thread)", "short_uneven"),
+}

@@ -110,3 +110,9 @@ def test_misuse_is_named(case, error, words):
     for outcome in ranks.launch(2, _misuse, case):
         assert outcome.error is not None and outcome.error[0] == error, outcome
         assert all(word in outcome.error[1] for word in words), outcome.error
+
+
+SM_90 = {
+    "tilescale_net.kernels.broadcast.broadcast": [dict(n_pes=4)],
+    "tilescale_net.kernels.all_to_all_transposed.all_to_all_transposed": [dict(n_pes=4, joins_rows=True)],
+}

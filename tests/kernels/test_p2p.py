@@ -130,3 +130,14 @@ def test_bad_choices():
     for chunk in (0, 100, -128):
         with pytest.raises(ValueError, match=f"chunk is {chunk}"):
             p2p.pull.trace(1024, blocks=2, partition="interleaved", chunk=chunk)
+
+
+SM_90 = {
+    "tilescale_net.kernels.p2p.push": [
+        dict(capacity=1 << 22, engine="ldst"),
+        dict(capacity=1 << 22, blocks=8, engine="bulk"),
+    ],
+    "tilescale_net.kernels.p2p.pull": [dict(capacity=1 << 22, engine="ldst"), dict(capacity=1 << 22, engine="bulk")],
+    "tilescale_net.kernels.p2p.ping_pong": [dict(capacity=1 << 20, threads=128)],
+    "tilescale_net.kernels.p2p.meet": [dict()],
+}

@@ -7,6 +7,7 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
+from tests.kernels.declared import Mutant
 from tests.kernels.support import Guarded, assert_same, unsettle
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 
@@ -152,3 +153,31 @@ def test_misuse_is_named(case, error, words):
     for outcome in ranks.launch(2, _misuse, case):
         assert outcome.error is not None and outcome.error[0] == error, outcome
         assert all(word in outcome.error[1] for word in words), outcome.error
+
+
+SM_90 = {
+    "tilescale_net.kernels.reduce_scatter.reduce_scatter": [
+        dict(n_pes=4, dtype="bfloat16", vector=8),
+        dict(n_pes=2, dtype="float32", vector=1, engine="bulk"),
+    ],
+    "tilescale_net.kernels.reduce_scatter_pull.reduce_scatter_pull": [
+        dict(n_pes=4, dtype="bfloat16"),
+        dict(n_pes=8, dtype="float32", threads=1024),
+    ],
+}
+
+
+def short(seed):
+    cases = [((2_000,), torch.float32, 0, 0), ((300,), torch.float32, 4, 4)]
+    _reduce(seed, cases, dict(threads=32, blocks=1, slots=2, chunk_bytes=256, algorithm="push"), 24)
+
+
+PUSHED = ("reduce_scatter", "reduce_scatter")
+WAIT_SLOT = "N.wait_slot(arrived[thread, block], done + step - 1, slots)"
+TAKE_SLOT = "N.take_slot(consumed[thread, block], done + step, slots)"
+MUTANTS = {
+    "reduce without wait for data": Mutant(*PUSHED, WAIT_SLOT, "short"),
+    "reduce without wait for a slot": Mutant(*PUSHED, TAKE_SLOT, "short"),
+    "reduce without fence": Mutant(*PUSHED, ", fence=True", "short", "", nightly=True),
+    "reduce without quiet": Mutant(*PUSHED, "N.quiet(thread)", "short", nightly=True),
+}

@@ -6,8 +6,10 @@ import re
 
 import pytest
 
+import tests.kernels.moe
 import tilescale_net.kernels.moe
 from tests import sass
+from tests.kernels.declared import declared
 from tests.kernels.test_generated_code import tools  # noqa: F401 (a fixture)
 from tests.ptx import read_only_loads
 from tilescale_net.compiler import inspect
@@ -46,6 +48,8 @@ KERNELS = {
     "refusal.refuse_throughput": [dict(ranks=4, chunks=1024, senders=14, blocks=24, threads=512)],
     "refusal.refuse_latency": [dict(ranks=4, signals=256, blocks=132, threads=256)],
 }
+# Those of a mode with a file of tests of its own stand there.
+KERNELS |= {name: variants for name, (_, variants) in declared(tests.kernels.moe, "SM_90").items()}
 CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments in variants]
 
 

@@ -1,0 +1,56 @@
+"""Kernels of mixture of experts without a line of their synchronisation, and what must fail then.
+
+A file of tests may have `MUTANTS` of its own, with what is here: for each its name, the kernel's file, the text to leave
+out, and a case: function of test_rounds.py, options of the AllToAll, and how it is used.
+"""
+
+import importlib.util
+import sys
+
+from tests.kernels.moe.test_rounds import in_a_row, rounds, weights_at_combine
+from tilescale_net.kernels.moe import Tuning
+from tilescale_net.kernels.moe.implementations import IMPLEMENTATIONS
+
+ROUNDS = 2
+SHAPE = dict(num_experts=4, max_tokens=7, hidden=64, top_k=3)
+TUNING = Tuning(blocks=2, threads=32, combine_threads=32, chunk=2)
+
+EXPERT = (rounds, dict(tuning=TUNING), dict(again=True))
+RANK = (rounds, dict(layout="rank", tuning=TUNING), dict(again=True))
+LATENCY = (rounds, dict(mode="latency", tuning=TUNING), dict())
+WEIGHTS = (weights_at_combine, dict(mode="latency", tuning=TUNING), dict())
+ROW = (in_a_row, dict(tuning=TUNING), dict())
+# file, text to leave out, and the test that must fail with its options
+MUTANTS = {
+    "plan without wait for records": (
+        "routing",
+        'N.wait(records_ready[thread], "ge", call * T.uint64(blocks))',
+        EXPERT,
+    ),
+    "dispatch without wait for room": (
+        "dispatch_throughput",
+        "open_call(ready, active, status, me, call, tag, block, senders, thread)",
+        ROW,
+    ),
+    "dispatch without wait for rows": ("dispatch_throughput", 'N.wait_warp(arrived[peer, c], "ge", call)', EXPERT),
+    "dispatch without fence": ("dispatch_throughput", "N.fence(pe)", EXPERT),
+    "combine without wait for rows": ("combine_throughput", 'N.wait(arrived[peer, slot // size], "ge", call)', EXPERT),
+    "combine without fence": ("combine_throughput", "N.fence(peer)", RANK),
+    "weights without wait": ("exchange_weights", 'N.wait_block(sent[parity * R + peer], "ge", call)', WEIGHTS),
+    "latency without wait for messages": ("dispatch_latency", 'N.wait_warp(arrived[place], "ge", call)', LATENCY),
+}
+
+
+def run(module: str, path: str, seed: int, test, options: dict, how: dict) -> None:
+    """A test on this rank with the kernel of the file at `path` in the place of the original."""
+    if path:
+        spec = importlib.util.spec_from_file_location(f"mutant_{module}", path)
+        mutant = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(mutant)
+        name = "plan_routing" if module == "routing" else module
+        hosts = [sys.modules[mode.__module__] for mode, _ in IMPLEMENTATIONS.values()]
+        hosts = [host for host in hosts if hasattr(host, name)]
+        assert hosts, f"no mode has a kernel {name}"
+        for host in hosts:
+            setattr(host, name, getattr(mutant, name))
+    test(seed, SHAPE, options, how, ("random", "masked", "random", "one rank") * ROUNDS)
