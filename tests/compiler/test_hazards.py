@@ -270,11 +270,17 @@ def test_an_edited_header_gives_another_kernel(headers, monkeypatch):
     assert compiled_library(func) == stale
 
 
-def test_the_hash_covers_every_header_and_the_rules(headers):
+def test_the_hash_covers_every_header_and_the_rules(headers, tmp_path, monkeypatch):
     before = toolchain.sources_hash()
     assert before == toolchain.sources_hash()
     (headers / "types.h").write_text((headers / "types.h").read_text() + "\n// changed")
     assert toolchain.sources_hash() != before
+    compiler = shutil.copytree(toolchain.COMPILER_DIR, tmp_path / "compiler")
+    monkeypatch.setattr(toolchain, "COMPILER_DIR", compiler)
+    for name in ("passes.py", "simulator/gemm.py"):
+        before = toolchain.sources_hash()
+        (compiler / name).write_text((compiler / name).read_text() + "\n# changed")
+        assert toolchain.sources_hash() != before, name
 
 
 # -- versions, compilers, targets ---------------------------------------------------------------------------------------

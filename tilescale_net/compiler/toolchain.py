@@ -16,7 +16,8 @@ from tilescale_net.errors import ConfigurationError
 
 # The package uses parts of tilelang that are not a public interface; they were checked for this version.
 TILELANG_VERSION = "0.1.15"
-DEVICE_DIR = Path(__file__).resolve().parent.parent / "device"
+COMPILER_DIR = Path(__file__).resolve().parent
+DEVICE_DIR = COMPILER_DIR.parent / "device"
 HEADER = "tilescale_net.h"
 
 
@@ -37,14 +38,13 @@ def check_tilelang(version: str | None = None) -> None:
 
 
 def sources_hash() -> str:
-    """Hash of everything outside a kernel's IR that its code depends on: device headers and lowering rules.
+    """Hash of everything outside a kernel's IR that its code depends on: device headers, passes and lowering rules.
 
-    tilelang's kernel cache keys on the IR and the flags; with this hash among the flags an edited header never meets
-    a kernel compiled with the old one.
+    tilelang's kernel cache keys on the IR and the flags; with this hash among the flags an edited file never meets a
+    kernel compiled with the old one.
     """
     digest = hashlib.sha256()
-    here = Path(__file__).resolve().parent
-    for path in [*sorted(DEVICE_DIR.rglob("*.h")), here / "operators.py", here / "lowering.py"]:
+    for path in [*sorted(DEVICE_DIR.rglob("*.h")), *sorted(COMPILER_DIR.rglob("*.py"))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

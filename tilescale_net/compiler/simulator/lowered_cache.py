@@ -14,7 +14,7 @@ from tilelang import tvm
 from tvm.tirx import PrimFunc
 
 from tilescale_net.compiler import toolchain
-from tilescale_net.compiler.simulator import cache, gemm
+from tilescale_net.compiler.simulator import cache
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,6 @@ def get_or_build(name: str, func: PrimFunc, target: dict, pass_configs: dict, lo
         tvm.ir.save_json(func),
         json.dumps([target, pass_configs], sort_keys=True, default=str),
         toolchain.sources_hash(),
-        Path(gemm.__file__).read_text(),
         *_versions(),
     ]
     key = hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:24]
