@@ -61,7 +61,3 @@ def fuzz_peer() -> Path:
 def null_test() -> Path:
     extra = [_PROXY + "null_transport.cpp", "tilescale_net/csrc/bench/dispatch_rate.cpp"]
     return build("proxy_null_test", ["tests/native/proxy_null_test.cpp", *_WORKER, *_CHAOS, *extra])
-
-
-def fake_cuda() -> Path:
-    return build("fake_cuda", ["tests/native/fake_cuda.cpp"], shared=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fabric.programs import fake_device
+from tests.fabric.programs import fake_cuda, fake_device
 from tests.native.builder import run
 from tests.proxy import programs
 
@@ -48,7 +48,7 @@ def test_a_peer_that_does_not_poll_where_nothing_holds_the_sender_back():
 )
 def test_adds_do_not_outlive_their_word(shape):
     """What no wait consumed is carried out before the word's memory is given out again."""
-    run(programs.proxy_test(), "adds", *shape, env={"TSN_LIBCUDA": str(programs.fake_cuda())})
+    run(programs.proxy_test(), "adds", *shape, env={"TSN_LIBCUDA": str(fake_cuda())})
 
 
 @pytest.mark.parametrize("staging", ["staging=0", "staging=1"])

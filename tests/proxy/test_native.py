@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tests.proxy import programs
+from tests.fabric.programs import fake_cuda
 from tilescale_net import _native, fabric
 from tilescale_net.errors import FabricError
 from tilescale_net.runtime import context
@@ -211,7 +211,7 @@ def test_bare_writer(staged):
 def test_bare_writer_of_gpu_memory():
     """With a stand-in for the driver, whose streams run late and out of step."""
     code = "from tests.proxy.test_native import bare_writers; bare_writers(heap_kind='cuda')"
-    env = {**os.environ, "TSN_LIBCUDA": str(programs.fake_cuda()), "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = {**os.environ, "TSN_LIBCUDA": str(fake_cuda()), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 

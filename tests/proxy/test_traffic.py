@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 
+from tests.fabric.programs import fake_cuda
 from tests.native.builder import run
 from tests.proxy import programs
 
@@ -45,14 +46,14 @@ def test_chaos_with_narrow_immediates():
 @pytest.mark.parametrize("chaos", [[], [CHAOS, "seeds=1:6"]], ids=["orderly", "chaos"])
 def test_gpu_heap(rdma, chaos):
     """The driver's streams are threads that work late and in order; adds are carried out by the waiting kernels."""
-    env = {"TSN_LIBCUDA": str(programs.fake_cuda())}
+    env = {"TSN_LIBCUDA": str(fake_cuda())}
     run(programs.proxy_test(), "traffic", "cuda=1", f"device_memory={int(rdma != 'staged')}", *chaos, env=env)
 
 
 @pytest.mark.parametrize("heap", ["cuda=1", "defers_adds=1"])
 def test_many_adds_for_kernels(heap):
     """More adds than the mailboxes hold at a time."""
-    env = {"TSN_LIBCUDA": str(programs.fake_cuda())}
+    env = {"TSN_LIBCUDA": str(fake_cuda())}
     run(programs.proxy_test(), "traffic", heap, "only=add", "rounds=300", "threads=2", "queues=2", "pes=3", env=env)
 
 
