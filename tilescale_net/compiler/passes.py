@@ -4,7 +4,8 @@
   to the front so that a call can bind it once.
 - No buffer parameter is `__restrict__`: peers write to buffers that the kernel only reads, and a restrict-qualified
   read-only pointer is loaded through the non-coherent cache.
-- Calls with an effect get statements of their own (effects.py), and the hazards of hazards.py are removed.
+- Calls with an effect get statements of their own (effects.py), loops that may be empty a condition (empty_loops.py), and
+  the hazards of hazards.py are removed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from tvm import DataType, tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
-from tilescale_net.compiler import effects, hazards
+from tilescale_net.compiler import effects, empty_loops, hazards
 from tilescale_net.compiler.ir import PLACEHOLDERS, kernel_name, location_suffix, op_name, operator_of, our_calls
 from tilescale_net.compiler.lowering import null_pointer
 from tilescale_net.compiler.operators import CONTEXT, RING, SHARED_BYTES, ring_placeholder
@@ -94,7 +95,7 @@ def prepare(func: tirx.PrimFunc, reports_bounds: bool = False) -> Prepared:
         )
     hazards.check(func)
     tiles = bounds.tile_loops(func.body)
-    body = bounds.settle_guards(effects.rewrite(func), reports_bounds)
+    body = bounds.settle_guards(empty_loops.guard(effects.rewrite(func)), reports_bounds)
     for param in func.params:
         if param not in func.buffer_map and str(param.dtype) == "uint64":
             raise KernelError(
