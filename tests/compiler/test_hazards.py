@@ -109,8 +109,8 @@ def test_a_wait_that_orders_the_async_proxy_lets_reads_use_tma():
 
 
 def test_the_fence_stands_between_the_acquire_and_tma():
-    if shutil.which("nvcc") is None:
-        pytest.skip("there is no nvcc")
+    if toolchain.find_tool("nvcc") is None:
+        pytest.skip("lacks nvcc (nvidia-cuda-nvcc with pip)")
     ptx = inspect.ptx(kernels.matmul(proxy="async"), SM_90A, SPECIALISED)
     entry = ptx[ptx.index(".entry") :]
     fence, copies = entry.index("fence.proxy.async.global"), entry.index("cp.async.bulk.tensor")
