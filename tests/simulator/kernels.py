@@ -22,7 +22,7 @@ def simulate(build, *args, guarded=True) -> SimulatedFunction:
     func = build(*args)
     with TARGET, tvm.transform.PassContext(opt_level=3, config={} if guarded else UNGUARDED):
         artifact = tilelang.lower(func, target=TARGET)
-    return SimulatedFunction(build.__name__, Lowered.from_artifact(artifact))
+    return SimulatedFunction(build.__name__, Lowered.from_artifact(build.__name__, artifact))
 
 
 def gather_scale_scatter(columns, dtype):

@@ -61,6 +61,19 @@ def missing_wait(right):
     return Case(body)
 
 
+def declared_race(right):
+    """The race of `missing_wait`, on purpose or not."""
+
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        if right:
+            N.benign_race(y)
+        N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
+        take(out, 0, y, 0, tx)
+
+    return Case(body)
+
+
 def missing_fence(right):
     @T.macro
     def body(x, y, flag, out, pe, block, tx, n):
@@ -120,6 +133,51 @@ def missing_credit(right):
 
 def early_credit(right):
     return _stream(True, right)
+
+
+def missing_barrier(right):
+    """Rounds through one slot that a barrier separates, once or twice in each."""
+
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        for r in T.serial(ROUNDS):
+            N.put_block(y[0, :], x[r, :], pe)
+            N.quiet_block(pe)
+            N.barrier_all()
+            take(out, r, y, 0, tx)
+            if right:
+                N.barrier_all()
+
+    return Case(body, rows=tuple(range(ROUNDS)))
+
+
+def read_before_the_wait(right):
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        early = T.alloc_local((1,), "float32")
+        if not right:
+            early[0] = y[0, tx]
+        N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
+        N.wait_block(flag[0], "ge", 1)
+        if right:
+            early[0] = y[0, tx]
+        take(out, 0, y, 0, tx)
+        out[0, tx] = early[0]
+
+    return Case(body)
+
+
+def one_place_for_all_senders(right):
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        me = N.my_pe()
+        for i in T.serial(1, 3):
+            N.put_signal_block(y[me if right else 0, :], x[0, :], (me + i) % 3, flag[me], 1)
+        for i in T.serial(1, 3):
+            N.wait_block(flag[(me + i) % 3], "ge", 1)
+            take(out, (me + i) % 3, y, (me + i) % 3 if right else 0, tx)
+
+    return Case(body, rows=(0, 1, 2))
 
 
 def one_word_for_all_senders(right):
@@ -214,6 +272,22 @@ def fence_of_thread_0(right):
     return Case(body)
 
 
+def fence_beside_the_block(right):
+    """A put of a block, and a fence by a thread that does not know that the other warps have done their parts."""
+
+    @T.macro
+    def body(x, y, flag, out, pe, block, tx, n):
+        N.put_block(y[0, :], x[0, :], pe)
+        if right:
+            T.sync_threads()
+        if tx == 0:
+            N.signal(flag[0], 1, pe, fence=True)
+        N.wait_block(flag[0], "ge", 1)
+        take(out, 0, y, 0, tx)
+
+    return Case(body)
+
+
 def signal_of_another_block(right):
     @T.macro
     def body(x, y, flag, out, pe, block, tx, n):
@@ -289,69 +363,16 @@ def store_to_a_signal_word(right):
     return Case(body)
 
 
-def load_through_the_read_only_cache(right):
-    @T.macro
-    def body(x, y, flag, out, pe, block, tx, n):
-        N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
-        N.wait_block(flag[0], "ge", 1)
-        for i in T.serial(T.ceildiv(M, 128)):
-            if i * 128 + tx < M:
-                out[0, i * 128 + tx] = y[0, i * 128 + tx] if right else T.__ldg(y[0, i * 128 + tx])
-
-    return Case(body)
-
-
-def range_in_the_next_tensor(right):
-    """`n` is M: M elements from element M of the last row on lie in the tensor allocated after y."""
-
-    @T.macro
-    def body(x, y, flag, out, pe, block, tx, n):
-        N.put_signal_block(y[0, 0] if right else y[ROUNDS - 1, n - 500], x[0, 0], pe, flag[0], 1, count=n)
-        N.wait_block(flag[0], "ge", 1)
-        take(out, 0, y, 0, tx)
-
-    return Case(body)
-
-
-def peers_that_differ(right):
-    @T.macro
-    def body(x, y, flag, out, pe, block, tx, n):
-        N.put_signal_block(y[0, :], x[0, :], pe if right else T.if_then_else(tx < 64, pe, 1 - pe), flag[0], 1)
-        N.wait_block(flag[0], "ge", 1)
-        take(out, 0, y, 0, tx)
-
-    return Case(body)
-
-
-def part_of_the_block(right):
-    """A condition on data, which nobody can see through when the kernel is built."""
-
-    @T.macro
-    def body(x, y, flag, out, pe, block, tx, n):
-        if right or x[0, 0] + tx < x[0, 0] + n - M + 64:
-            N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
-            N.wait_block(flag[0], "ge", 1)
-            take(out, 0, y, 0, tx)
-
-    return Case(body)
-
-
-# Seen as wrong data, or reported at the end of the kernel: all of them run in one set of ranks.
-GOES_ON = (
-    missing_wait, missing_fence, source_reused, missing_credit, early_credit, one_thread_waits, wrong_slot,
-    get_of_a_put, fence_of_another_warp, fence_of_thread_0, signal_of_another_block, sends_what_another_warp_writes,
-    get_without_a_wait, set_and_add, store_to_a_signal_word,
-)  # fmt: skip
-THREE_RANKS = (one_word_for_all_senders,)
-# Reported where they happen, which ends the job: what the report says.
-ENDS = {
-    load_through_the_read_only_cache: ("KernelError", "__ldg"),
-    range_in_the_next_tensor: ("OutOfBounds", "y: "),
-    peers_that_differ: ("KernelError", "N.put_signal_block (seeded_bugs.py:"),
-    part_of_the_block: ("SimulatorDeadlock", "N.put_signal_block (seeded_bugs.py:"),
-}
-# Reported in every schedule.
+# Wrong data, or reported at the end of the kernel: all of them run in one set of ranks. By name: the row of the table.
+GOES_ON = {
+    missing_wait: "1", missing_fence: "2", source_reused: "3", missing_credit: "4", missing_barrier: "6",
+    one_thread_waits: "7", read_before_the_wait: "8a", wrong_slot: "10", get_of_a_put: "11", fence_of_another_warp: "12",
+    fence_of_thread_0: "17", fence_beside_the_block: "17b", signal_of_another_block: "18", sends_what_another_warp_writes: "19", early_credit: "20",
+    get_without_a_wait: "21", set_and_add: "22", store_to_a_signal_word: "23",
+}  # fmt: skip
+THREE_RANKS = {one_word_for_all_senders: "5b", one_place_for_all_senders: "9"}
+# A sample of those that the detector reports in every schedule.
 RULES = (
-    fence_of_another_warp, fence_of_thread_0, signal_of_another_block, sends_what_another_warp_writes, set_and_add,
-    store_to_a_signal_word, missing_fence, source_reused, get_of_a_put, wrong_slot,
+    fence_of_another_warp, fence_of_thread_0, fence_beside_the_block, signal_of_another_block, sends_what_another_warp_writes, set_and_add,
+    store_to_a_signal_word, missing_fence, source_reused, get_of_a_put, wrong_slot, read_before_the_wait,
 )  # fmt: skip

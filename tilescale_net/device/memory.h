@@ -19,4 +19,10 @@ TSN_DEVICE void st(T* p, typename Value<T>::type v) {
   platform::store<O, S>(p, v);
 }
 
+// Says that accesses to these bytes, and to those of other PEs with the same place in the heap, are meant to race. For
+// race detectors alone.
+TSN_DEVICE void benign_race(const Context*, const void* p, int64_t bytes) {
+  if constexpr (platform::kDefersRemoteWrites) platform::benign_race(p, bytes);
+}
+
 } // namespace tsn

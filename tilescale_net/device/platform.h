@@ -105,6 +105,7 @@
 //   void signalling(const uint64_t* sig, int pe, uint64_t value, SignalOp)
 //                                           a signal to a mapped PE follows that was not offered
 //   void waited(const uint64_t* sig)        a wait or test has seen its signal
+//   void benign_race(const void*, int64_t bytes)   accesses there are meant to race
 //   void wait_begins(Operation, int pe, const uint64_t* word, uint64_t wanted, uint32_t comparison)
 //                                           a thread has looked once and has to wait; pe = -1: for whom is not known,
 //                                           word = nullptr: for something else than a word of the heap

@@ -160,6 +160,7 @@ bool defer_quiet(const Context*, int);
 void announce(Operation, Scope, const void*, const void*, int64_t, int, const uint64_t*, uint64_t, SignalOp);
 void begin(Operation, Scope, const void*, const void*, int64_t, int, const uint64_t*, uint64_t, SignalOp);
 void waited(const uint64_t*);
+void benign_race(const void*, int64_t);
 void signalling(const uint64_t*, int, uint64_t, SignalOp);
 void wait_begins(Operation, int, const uint64_t*, uint64_t, uint32_t);
 void wait_ends();

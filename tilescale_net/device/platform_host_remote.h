@@ -123,6 +123,7 @@ TSN_DEVICE void begin(Operation operation, Scope scope, const void* dst, const v
 TSN_DEVICE void signalling(const uint64_t* sig, int pe, uint64_t value, SignalOp op) {
   sim::api().remote->signalling(sig, pe, value, op == SignalOp::add);
 }
+TSN_DEVICE void benign_race(const void* p, int64_t bytes) { sim::api().remote->benign_race(p, uint64_t(bytes)); }
 TSN_DEVICE void waited(const uint64_t* sig) { sim::api().remote->waited(sig); }
 
 TSN_DEVICE void inspect(Operation operation, const void* local, int64_t bytes) {

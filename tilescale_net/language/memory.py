@@ -11,7 +11,7 @@ from tvm import tirx
 from tilescale_net.compiler.operators import OPERATORS
 from tilescale_net.language._operands import Place, operand
 from tilescale_net.language._primitive import PrimitiveError, guarded, primitive
-from tilescale_net.language._values import Number, Scalar, one_of, pe_index, scalar
+from tilescale_net.language._values import Number, Scalar, int64, one_of, pe_index, product, scalar
 
 _INTEGERS = ("int32", "uint32", "int64", "uint64")
 # dtypes that the hardware's system-scope atomics take, by operation.
@@ -165,3 +165,17 @@ def st(dst: Place, value: Scalar, sem: str = "relaxed", scope: str = "sys") -> N
     order = one_of("sem", sem, STORE_ORDERS)
     where = one_of("scope", scope, MEMORY_SCOPES)
     return guarded(place, OPERATORS["st"](order, where, place.pointer(), scalar("value", value, place.dtype)))
+
+
+@primitive
+def benign_race(place: Place) -> None:
+    """Declare that accesses to a place race on purpose; called by any threads, before the accesses.
+
+    Args:
+        place: a tensor, an element or a region of symmetric memory.
+
+    Until the kernel ends, what nothing orders there, at this PE and at the same place of others, is not reported as a
+    `DataRace` by the simulator. It orders nothing, and is no instruction on a GPU.
+    """
+    where = operand("place", place)
+    return OPERATORS["benign_race"](where.pointer(), int64(product([where.extent, where.element_bytes])))

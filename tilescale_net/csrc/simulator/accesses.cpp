@@ -7,6 +7,8 @@
 #include "memory.h"
 #include "tilescale_net/device/context.h"
 
+#include <algorithm>
+
 namespace tsn {
 namespace sim {
 
@@ -37,8 +39,22 @@ bool HappensBefore::ordered(Stamp stamp, uint32_t warp) {
   if (!memory_->find(rank, stamp >> 8, &t) || knows(Part::all, 0, t.epoch, 0, 0)) return true;
   if (touch_of(stamp) == Touch::get || !follows_ranks_)
     return (rank == memory_->me && t.warp == warp) || knows(Part::steps, t.warp, t.epoch, 0, 0);
-  return knows(Part::done, t.warp, t.epoch, t.pe, 0) ||
-         (t.word != kNoWord && knows(Part::carried, t.warp, t.epoch, t.pe, t.word));
+  if (t.word != kNoWord && knows(Part::carried, t.warp, t.epoch, t.pe, t.word)) return true;
+  for (uint32_t i = 0; i < t.warps; ++i)
+    if (!knows(Part::done, t.warp + i, t.epoch, t.pe, 0)) return false;
+  return true;
+}
+
+void HappensBefore::benign_race(const void* address, uint64_t bytes) {
+  if (!memory_ || !memory_->holds(address)) return;
+  uint64_t& end = benign_[memory_->offset(address)];
+  end = std::max(end, memory_->offset(address) + bytes);
+}
+
+bool HappensBefore::is_benign(uint64_t offset) const {
+  for (const auto& [begin, end] : benign_)
+    if (offset + 4 > begin && offset < end) return true;
+  return false;
 }
 
 // Whole granules only: a neighbour's bytes may share the first and the last one.
@@ -54,11 +70,12 @@ void HappensBefore::look(Stamp* stamps, uint64_t offset, uint64_t bytes, bool st
       continue;
     }
     before = stamp;
-    if (found && !found->stamp && !ordered(stamp, warp)) *found = {stamp, stores, i * 4, i * 4 + 4};
+    if (found && !found->stamp && !ordered(stamp, warp) && !is_benign(i * 4))
+      *found = {stamp, stores, i * 4, i * 4 + 4};
   }
 }
 
-std::string HappensBefore::transfer(const Actor& actor, const Event& event, const Call& call) {
+std::string HappensBefore::transfer(const Actor& actor, const Event& event, const Call& call, uint32_t warps) {
   if (!memory_ || call.bytes <= 0 || call.pe < 0 || call.pe >= memory_->ranks()) return "";
   const uint64_t bytes = static_cast<uint64_t>(call.bytes);
   const void* there = call.operation == kOpGet ? call.source : call.destination;
@@ -71,6 +88,7 @@ std::string HappensBefore::transfer(const Actor& actor, const Event& event, cons
   record.word = call.operation == kOpPutSignal ? memory_->offset(call.signal) / 8 : kNoWord;
   record.warp = event.warp;
   record.epoch = event.epoch;
+  record.warps = warps;
   record.thread = actor.thread;
   record.block = actor.block;
   record.pe = call.pe;
@@ -80,6 +98,18 @@ std::string HappensBefore::transfer(const Actor& actor, const Event& event, cons
   if (call.operation == kOpGet) return got(actor, event, call, transfer_stamp(memory_->me, Touch::get, number));
   return put(actor, event, call, transfer_stamp(memory_->me, Touch::source, number),
              transfer_stamp(memory_->me, Touch::put, number));
+}
+
+std::string HappensBefore::changed_word(const Actor& actor, const Event& event, const Call& call) {
+  if (!follows_ranks_ || call.pe < 0 || call.pe >= memory_->ranks() || !memory_->holds(call.signal)) return "";
+  const uint64_t offset = memory_->offset(call.signal);
+  Found found;
+  look(memory_->stores(call.pe), offset, 8, true, event.warp,
+       access_stamp(memory_->me, event.warp, event.epoch) | kSignalStamp, nullptr);
+  look(memory_->loads(call.pe), offset, 8, false, event.warp, 0, &found);
+  if (!found.stamp || touch_of(found.stamp) != Touch::access) return "";
+  const std::string what = name(event) + " of rank " + std::to_string(memory_->me) + " to " + pe_text(call.pe);
+  return race(actor, what + " changes", found, call.pe, true);
 }
 
 std::string HappensBefore::put(const Actor& actor, const Event& event, const Call& call, Stamp source, Stamp target) {
@@ -142,7 +172,7 @@ std::string HappensBefore::accessed(const Actor& actor, const void* address, uin
     if (store) write(stores[i], own);
     else if (after_load) write(loads[i], own);
   }
-  if (!found.stamp || !judge) return "";
+  if (!found.stamp || !judge || is_benign(found.begin)) return "";
   const std::string what = std::string(store ? "a store to " : "a load of ") + name + " by rank " +
                            std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
                            text(actor.thread) + (actor.line < 0 ? "" : ", after" + line(actor.line) + ",");
@@ -156,8 +186,10 @@ std::string HappensBefore::name_of(const Found& found) const {
   if (touch_of(found.stamp) == Touch::access) {
     const uint32_t warp = static_cast<uint32_t>(found.stamp >> 8 & 0xffff);
     const uint32_t per_block = page.warps_per_block ? page.warps_per_block : 1;
-    return std::string(found.stores ? "a store" : "a load") + of + text(warp / per_block) + " warp " +
-           text(warp % per_block);
+    return std::string(is_signal(found.stamp) ? "a signal"
+                       : found.stores         ? "a store"
+                                              : "a load") +
+           of + text(warp / per_block) + " warp " + text(warp % per_block);
   }
   Transfer t;
   if (!memory_->find(rank, found.stamp >> 8, &t)) return "a transfer of rank " + std::to_string(rank);
@@ -170,6 +202,7 @@ std::string HappensBefore::advice(const Actor& actor, const Found& found, int ow
   const int rank = rank_of_stamp(found.stamp);
   const std::string quiet = "N.quiet, or a signal of the target that it has the data and a wait for it, is missing "
                             "between them";
+  if (is_signal(found.stamp)) return "a signal word is read by N.wait or N.test, or after one of them";
   Transfer t;
   const bool transfer = touch_of(found.stamp) != Touch::access && memory_->find(rank, found.stamp >> 8, &t);
   if (!transfer && rank == memory_->me) return "T.sync_threads() or another synchronisation is missing between them";
@@ -191,6 +224,8 @@ std::string HappensBefore::advice(const Actor& actor, const Found& found, int ow
                "T.sync_threads() after the wait, is missing";
     return "a wait for its signal, the word at heap offset " + text(t.word * 8) + ", is missing between them";
   }
+  if (epoch_of(known, clock_key(Part::done, rank, t.warp, t.pe)) >= t.epoch)
+    return "T.sync_threads() is missing between the put, which all warps of the block make, and N.fence or N.quiet";
   if (epoch_of(known, clock_key(Part::steps, rank, t.warp)) >= t.epoch)
     return "N.fence(" + std::to_string(t.pe) + ") is missing after the put and before the signal (or use N.put_signal)";
   return "a signal after the put and a fence, and a wait for it, are missing between them";

@@ -60,6 +60,7 @@ void Grid::announce(const Call& call) {
   self.call = call;
   self.call_line = self.view.site;
   self.announced = call.scope != 0;
+  self.in_put = false;
 }
 
 Actor Grid::actor() const {
@@ -125,8 +126,9 @@ void Grid::waited(const uint64_t* signal) {
   Seen seen{true, exactly, static_cast<int64_t>(call.value) + above};
   // A kernel that looks at the value may go on by it; one that does not has seen what it waited for.
   const bool looks = call.operation == kOpWait && running_->view.uses_result;
+  if (!known) seen.exactly = false;
   seen.any = !known || looks || !(exactly || above || compare == Compare::ge);
-  order_->waited(warp_number(*running_), signal, seen);
+  order_->waited(warp_number(*running_), running_->call_line, signal, seen);
   restamp();
 }
 
@@ -150,6 +152,7 @@ void Grid::meet(const std::vector<Fiber*>& fibers, std::vector<uint32_t> warps) 
   std::sort(warps.begin(), warps.end());
   warps.erase(std::unique(warps.begin(), warps.end()), warps.end());
   order_->meet(warps);
+  if (running_->announced) order_->meets_for(warps, running_->call, running_->call_line);
   restamp();
 }
 

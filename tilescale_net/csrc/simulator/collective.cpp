@@ -1,13 +1,15 @@
 // Barriers and warp operations: where threads of a grid meet.
 #include "grid.h"
 
+#include "tilescale_net/device/context.h"
+
 #include <stdio.h>
 
 namespace tsn {
 namespace sim {
 
-void Grid::release(Barrier& barrier) {
-  meet(barrier.waiting, std::move(barrier.passed));
+void Grid::release(Barrier& barrier, bool orders) {
+  if (orders) meet(barrier.waiting, std::move(barrier.passed));
   begin_lag(*running_->block);
   for (Fiber* fiber : barrier.waiting) wake(fiber);
   barrier.waiting.clear();
@@ -16,8 +18,12 @@ void Grid::release(Barrier& barrier) {
   progress_ = strong_progress_ = true;
 }
 
-void Grid::block_barrier(int id, int count, bool arrive_only) {
+void Grid::block_barrier(int id, int count, bool arrive_only) { meet_block(id, count, arrive_only, true); }
+
+// `orders`: whether a GPU has this barrier, too.
+void Grid::meet_block(int id, int count, bool arrive_only, bool orders) {
   Fiber& self = *running_;
+  const bool puts = self.announced && self.call.operation == kOpPut;
   if (count <= 0) count = static_cast<int>(threads_per_block_);
   if (id < 0 || id > 15) fail(Failure::kernel, "barrier " + std::to_string(id) + " does not exist; there are 16");
   Barrier& barrier = self.block->barriers[id];
@@ -29,8 +35,9 @@ void Grid::block_barrier(int id, int count, bool arrive_only) {
   ++barrier.arrived;
   if (arrive_only && order_) barrier.passed.push_back(warp_number(self));
   if (barrier.arrived == barrier.expected) {
-    release(barrier);
+    release(barrier, orders);
     self.announced = false;
+    self.in_put = puts;
     // The last one to arrive is as likely to be overtaken as any other.
     if (!arrive_only && (lags(self) || random_.below(2))) yield(false);
     return;
@@ -40,6 +47,7 @@ void Grid::block_barrier(int id, int count, bool arrive_only) {
   barrier.waiting.push_back(&self);
   leave();
   self.announced = false;
+  self.in_put = puts;
 }
 
 uint64_t Grid::block_vote(VoteOp op, uint64_t value) {
@@ -52,7 +60,8 @@ uint64_t Grid::block_vote(VoteOp op, uint64_t value) {
     block.value = block.next_value;
     block.votes = 0;
   }
-  block_barrier(0, 0, false);
+  // The simulator asks within a put whether it is to be late, which orders nothing on a GPU.
+  meet_block(0, 0, false, !(op == VoteOp::broadcast && running_->in_put));
   switch (op) {
   case VoteOp::all:
     return block.vote_result == static_cast<int>(threads_per_block_);

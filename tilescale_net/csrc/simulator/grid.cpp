@@ -1,6 +1,7 @@
 #include "grid.h"
 
 #include "faults.h"
+#include "live_state.h"
 #include "remote.h"
 
 #include <algorithm>
@@ -56,6 +57,7 @@ Grid::Grid(const Launch& launch, StackPool& stacks)
 }
 
 Grid::~Grid() {
+  tell_stall(false);
   for (auto& block : active_)
     for (Fiber& fiber : block->threads)
       if (fiber.stack) stacks_.give(fiber.stack);
@@ -95,6 +97,7 @@ bool Grid::between_rounds() {
   progress_ = strong_progress_ = false;
   ++rounds_;
   if (moved) {
+    tell_stall(false);
     idle_rounds_ = weak_rounds_ = 0;
     stalled_since_ns_ = now_ns();
   }
@@ -311,9 +314,31 @@ void* Grid::static_shared(int id, size_t bytes) {
   return aligned(memory.get(), 1024);
 }
 
+// Tells the other ranks whether all threads that could run wait for words of the heap.
+void Grid::tell_stall(bool waits) {
+  if (!heap_) return;
+  Page& page = heap_->own();
+  LiveWait one{};
+  waits = waits && !pending_operations() && !ready_.empty() && waits_for_words(ready_.size(), &one);
+  const bool same = one.since_ns == stall_began_ns_; // else it has seen its signal, and waits for another one
+  stall_began_ns_ = one.since_ns;
+  waits = waits && same;
+  if (waits && !page.stalled) {
+    const bool known = one.line >= 0 && static_cast<size_t>(one.line) < launch_.lines.size();
+    const std::string line = known ? " (" + launch_.lines[static_cast<size_t>(one.line)] + ")" : "";
+    page.stalled_site = heap_->site(primitive_name(one.subject.operation, 0) + line);
+    page.stalled_word = heap_->offset(one.subject.word);
+  }
+  if (waits || page.stalled) __atomic_store_n(&page.stalled, waits ? page.stalled + 1 : 0, __ATOMIC_RELEASE);
+}
+
 // After a round in which nothing moved: `still` says that no thread did anything but poll.
 bool Grid::idle_step(bool still) {
-  if (remote_progress(random_, still)) return true;
+  if (remote_progress(random_, still)) {
+    tell_stall(false);
+    return true;
+  }
+  tell_stall(!lagging_ && (blocks_ == admitted_ || active_.size() == launch_.resident_blocks));
   if (admitted_ < blocks_ && active_.size() < launch_.resident_blocks) {
     const uint64_t room = launch_.resident_blocks - active_.size();
     for (uint64_t n = std::min<uint64_t>(room, active_.size() + 1); n && admitted_ < blocks_; --n) admit();

@@ -35,6 +35,7 @@ struct Fiber {
   bool converged = false;
   // The call of its scope that it is about to make; its next barrier or warp operation is part of it.
   bool announced = false;
+  bool in_put = false; // has met for a put of the block and no barrier since
   Call call{};
   int call_line = -1;
   uint32_t put_epoch = 0; // of the put_signal that it makes, as its leader; 0: none
@@ -100,6 +101,8 @@ public:
   void run();
   Failure failure() const { return failure_; }
   const std::string& message() const { return message_; }
+  // All ranks wait for each other, as a remark for the error of a wait; else empty.
+  std::string deadlock() const { return heap_ ? heap_->deadlock() : ""; }
   // Blocks that could not start while all others waited, as a remark for errors; empty where there were none.
   std::string never_started() const;
 
@@ -118,6 +121,9 @@ public:
   bool signalling(const uint64_t* signal, int pe, uint64_t value, bool add, Message* out);
   void accessed(const void* address, uint64_t bytes, bool store, const char* name);
   void word(const void* address, WordAccess access);
+  void benign_race(const void* address, uint64_t bytes) {
+    if (order_) order_->benign_race(address, bytes);
+  }
   [[noreturn]] void fail(Failure kind, const std::string& what); // from the running thread
 
   RaceMemory* heap() const { return heap_; } // whose ranks may be followed; null: none
@@ -140,12 +146,13 @@ private:
   void finish(Fiber& fiber);
   void arrange(std::vector<Fiber*>& list);
   void wake(Fiber* fiber);
-  void release(Barrier& barrier);
+  void release(Barrier& barrier, bool orders);
   void complete(Block& block, unsigned warp, const Meeting& meeting);
   void compare_calls(const Fiber& first);
   std::string call_of(const Fiber& fiber) const;
   uint32_t warp_number(const Fiber& fiber) const;
   void meet(const std::vector<Fiber*>& fibers, std::vector<uint32_t> warps);
+  void meet_block(int id, int count, bool arrive_only, bool orders);
   void restamp();
   Actor actor() const;
   void untold(const Call& call);
@@ -155,6 +162,7 @@ private:
   void end_lag();
   bool between_rounds();
   bool idle_step(bool still);
+  void tell_stall(bool waits);
   void check_shared(Block& block);
   void describe_fault();
   std::string block_name(const Block& block) const;
@@ -177,6 +185,7 @@ private:
   bool progress_ = false, strong_progress_ = false;
   unsigned lags_left_ = 0; // of this launch; see begin_lag()
   bool lagging_ = false;
+  uint64_t stall_began_ns_ = 0; // of the latest wait
   uint64_t lag_idle_since_ns_ = 0, lag_end_ns_ = 0;
   uint64_t starved_ = 0; // blocks that had no place while all threads polled
   uint64_t rounds_ = 0;

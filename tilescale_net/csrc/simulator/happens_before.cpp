@@ -77,14 +77,31 @@ Known HappensBefore::with_own(uint32_t warp, const State& state) const {
 void HappensBefore::meet(const std::vector<uint32_t>& warps) {
   auto own = std::make_shared<Clock>();
   Known all = start_;
+  uint32_t last = 0;
   for (uint32_t warp : warps) {
     State& state = at(warp);
+    last = std::max(last, state.epoch);
     own->emplace_back(clock_key(Part::steps, memory_ ? memory_->me : 0, warp), state.epoch);
     all = join(all, state.known);
   }
   std::sort(own->begin(), own->end());
   all = join(all, own);
-  for (uint32_t warp : warps) turn(at(warp), all);
+  for (uint32_t warp : warps) {
+    at(warp).epoch = last; // one for all, see block_puts_
+    turn(at(warp), all);
+  }
+}
+
+void HappensBefore::meets_for(const std::vector<uint32_t>& warps, const Call& call, int line) {
+  if (call.operation != kOpPut || warps.size() < 2) return;
+  const uint32_t leader = warps.front();
+  const Event event{leader, at(leader).epoch, call.pe, line, call.operation, call.scope};
+  block_puts_[leader] = event.epoch;
+  Put put = made_put(event); // all know the same fences
+  for (uint32_t warp : warps) {
+    put.event.warp = warp;
+    add_put(put);
+  }
 }
 
 void HappensBefore::word(uint32_t warp, const void* address, WordAccess access) {
@@ -107,7 +124,7 @@ void HappensBefore::word(uint32_t warp, const void* address, WordAccess access) 
   turn(state, std::move(known));
 }
 
-void HappensBefore::waited(uint32_t warp, const uint64_t* signal, const Seen& seen) {
+void HappensBefore::waited(uint32_t warp, int line, const uint64_t* signal, const Seen& seen) {
   State& state = at(warp);
   Known known = state.known;
   if (follows_ranks_) {
@@ -115,7 +132,11 @@ void HappensBefore::waited(uint32_t warp, const uint64_t* signal, const Seen& se
     memory_->receive(signalled_);
     known = join(known, memory_->any);
     const auto it = memory_->words.find(memory_->offset(signal) / 8);
-    if (it != memory_->words.end()) known = join(known, it->second.guaranteed(seen, now));
+    const bool told = it != memory_->words.end();
+    if (seen.exactly && exact_.size() < kMaxRecords)
+      exact_.push_back({signal, Event{warp, state.epoch, -1, line, kOpWait, 0}, seen.value,
+                        told ? it->second.reached(seen, state.known) : 0});
+    if (told) known = join(known, it->second.guaranteed(seen, now, state.known));
   } else {
     known = join(known, signalled_); // any of it may have led to the signal
   }
@@ -127,34 +148,40 @@ bool HappensBefore::comes_before(const Event& event, uint32_t warp) {
   return epoch_of(at(warp).known, clock_key(Part::steps, memory_ ? memory_->me : 0, event.warp)) >= event.epoch;
 }
 
-void HappensBefore::add_put(const Event& event) {
-  put_epochs_[{event.warp, event.pe}] = event.epoch;
-  std::vector<Put>& list = puts_[{event.warp, event.pe}];
-  if (!list.empty() && list.back().event.epoch == event.epoch && list.back().event.line == event.line) return;
-  if (list.size() >= kMaxRecords) return;
+HappensBefore::Put HappensBefore::made_put(const Event& event) {
   Put put{event};
   for (const auto& entry : fences_) {
     const Event& fence = entry.second;
     if ((fence.pe == event.pe || fence.pe == -1) && !comes_before(fence, event.warp))
       put.beside = true, put.fence = fence;
   }
-  list.push_back(put);
+  return put;
+}
+
+void HappensBefore::add_put(const Put& put) {
+  const Event& event = put.event;
+  if (follows_ranks_) put_epochs_[{event.warp, event.pe}] = event.epoch;
+  std::vector<Put>& list = puts_[{event.warp, event.pe}];
+  if (!list.empty() && list.back().event.epoch == event.epoch && list.back().event.line == event.line) return;
+  if (list.size() < kMaxRecords) list.push_back(put);
 }
 
 void HappensBefore::cover(const Event& fence) {
-  for (auto& entry : puts_) {
-    if (fence.pe != -1 && fence.pe != entry.first.second) continue;
-    std::vector<Put>& list = entry.second;
+  for (auto it = puts_.begin(); it != puts_.end();) {
+    const auto entry = it++;
+    if (fence.pe != -1 && fence.pe != entry->first.second) continue;
+    std::vector<Put>& list = entry->second;
     list.erase(std::remove_if(list.begin(), list.end(), [&](Put& p) { return comes_before(p.event, fence.warp); }),
                list.end());
     for (Put& put : list) put.beside = true, put.fence = fence;
+    if (list.empty()) puts_.erase(entry);
   }
   fences_[{fence.warp, fence.pe}] = fence;
 }
 
 Known HappensBefore::completed(const Event& event, Part part) {
   State& state = at(event.warp);
-  if (!memory_) return state.known;
+  if (!follows_ranks_) return state.known;
   auto more = std::make_shared<Clock>();
   for (const auto& entry : put_epochs_) {
     const auto& [warp, pe] = entry.first;
@@ -214,7 +241,8 @@ std::string HappensBefore::stored_plainly(const Event& event, const uint64_t* wo
   const uint64_t offset = memory_->offset(word);
   for (uint64_t i = offset / 4; i < offset / 4 + 2; ++i) {
     const Stamp stamp = memory_->stores(memory_->me)[i];
-    if (touch_of(stamp) == Touch::access && stamp >> 32 >= first_epoch_)
+    const bool own = touch_of(stamp) == Touch::access && rank_of_stamp(stamp) == memory_->me && !is_signal(stamp);
+    if (own && stamp >> 32 >= first_epoch_)
       return name(event) + " waits for the signal word at heap offset " + std::to_string(offset) + ", to which " +
              place(static_cast<uint32_t>(stamp >> 8 & 0xffff)) +
              " stores in the same kernel: signal words are changed by signals only; zero them on the host";
@@ -223,25 +251,30 @@ std::string HappensBefore::stored_plainly(const Event& event, const uint64_t* wo
 }
 
 std::string HappensBefore::begin(const Actor& actor, const Call& call) {
-  const Event event{actor.warp, at(actor.warp).epoch, call.pe, actor.line, call.operation, call.scope};
+  Event event{actor.warp, at(actor.warp).epoch, call.pe, actor.line, call.operation, call.scope};
+  const auto together = call.operation == kOpPut ? block_puts_.find(actor.warp) : block_puts_.end();
+  const bool of_block = together != block_puts_.end();
+  if (of_block) event.epoch = together->second;
   const bool far = memory_ && call.pe >= 0 && call.pe < memory_->ranks() &&
                    !memory_->heaps[static_cast<size_t>(call.pe)]; // reached by the proxy
   std::string wrong;
   switch (call.operation) {
   case kOpPut:
   case kOpPutValue:
-    wrong = transfer(actor, event, call);
-    add_put(event);
+    wrong = transfer(actor, event, call, of_block ? warps_per_block_ : 1);
+    if (of_block) block_puts_.erase(together);
+    else add_put(made_put(event));
     break;
   case kOpGet:
-    wrong = transfer(actor, event, call);
+    wrong = transfer(actor, event, call, 1);
     break;
   case kOpPutSignal:
-    wrong = transfer(actor, event, call);
+    wrong = transfer(actor, event, call, 1);
     put_epochs_[{event.warp, event.pe}] = event.epoch;
     [[fallthrough]];
   case kOpSignal:
     if (wrong.empty()) wrong = use(event, call);
+    if (wrong.empty()) wrong = changed_word(actor, event, call);
     if (!follows_ranks_) {
       signalled_ = join(signalled_, with_own(actor.warp, at(actor.warp)));
       turn(at(actor.warp), at(actor.warp).known);
@@ -275,7 +308,28 @@ std::string HappensBefore::begin(const Actor& actor, const Call& call) {
   return wrong;
 }
 
+// A wait for a value exactly, of a word that may go on to another value before the wait has seen it; or nothing.
+std::string HappensBefore::passed() const {
+  if (exact_.empty()) return "";
+  std::vector<int64_t> now;
+  for (const Exact& wait : exact_) now.push_back(static_cast<int64_t>(__atomic_load_n(wait.signal, __ATOMIC_ACQUIRE)));
+  memory_->receive(signalled_);
+  const Key all = clock_key(Part::all, memory_->me);
+  for (size_t i = 0; i < exact_.size(); ++i) {
+    const auto& [signal, event, value, reached] = exact_[i];
+    const Key key = clock_key(Part::steps, memory_->me, event.warp);
+    const auto it = memory_->words.find(memory_->offset(signal) / 8);
+    if (it == memory_->words.end() || !it->second.passes(value, reached, now[i], key, all, event.epoch)) continue;
+    return name(event) + " waits until the signal word at heap offset " + std::to_string(memory_->offset(signal)) +
+           " is " + std::to_string(value) +
+           " exactly, and nothing orders the wait before a signal by which it may go on to another value: then it "
+           "never ends; wait for at least (\"ge\") the value";
+  }
+  return "";
+}
+
 std::string HappensBefore::end() const {
+  if (const std::string wrong = passed(); !wrong.empty()) return wrong;
   for (const auto& entry : puts_)
     for (const Put& put : entry.second)
       if (put.beside)

@@ -39,8 +39,11 @@ public:
 
   // Warps have met: each knows what all of them knew.
   void meet(const std::vector<uint32_t>& warps);
+  // They have met for a call of theirs. A put of a block is there when all of its warps have come to its end.
+  void meets_for(const std::vector<uint32_t>& warps, const Call& call, int line);
   void word(uint32_t warp, const void* address, WordAccess access);
-  void waited(uint32_t warp, const uint64_t* signal, const Seen& seen);
+  // `line`: of the wait.
+  void waited(uint32_t warp, int line, const uint64_t* signal, const Seen& seen);
   // A call begins, in a warp that speaks for its scope. Returns what is wrong with it, or nothing.
   std::string begin(const Actor& actor, const Call& call);
   // What a signal of this rank carries to the PE; `put_epoch`: of the put_signal that it belongs to, or 0.
@@ -48,6 +51,8 @@ public:
   // A plain access to this rank's heap. `judge`: say what is wrong with it, which costs more.
   std::string accessed(const Actor& actor, const void* address, uint64_t bytes, bool store, const char* name,
                        bool judge, Thread& view);
+  // What nothing orders there is not reported.
+  void benign_race(const void* address, uint64_t bytes);
   // What is wrong with the launch as a whole, or nothing.
   std::string end() const;
 
@@ -75,6 +80,12 @@ private:
     bool beside = false; // a fence runs beside it
     Event fence{};
   };
+  struct Exact { // a wait for a value exactly
+    const uint64_t* signal;
+    Event event;
+    int64_t value;
+    size_t reached; // see SignalHistory
+  };
   struct Use { // of a signal word
     Event event;
     bool add;
@@ -90,17 +101,22 @@ private:
   void turn(State& state, Known known);
   Known with_own(uint32_t warp, const State& state) const;
   bool comes_before(const Event& event, uint32_t warp);
-  void add_put(const Event& event);
+  Put made_put(const Event& event);
+  void add_put(const Put& put);
   void cover(const Event& event);
   // After a fence, or a quiet (Part::done): what the warp knows besides.
   Known completed(const Event& event, Part part);
   const Known& sent_by(State& state, int pe);
   std::string use(const Event& event, const Call& call);
   std::string stored_plainly(const Event& event, const uint64_t* word) const;
-  std::string transfer(const Actor& actor, const Event& event, const Call& call);
+  std::string passed() const;
+  std::string transfer(const Actor& actor, const Event& event, const Call& call, uint32_t warps);
+  // A signal changes its word: nobody may read it meanwhile, but by waits.
+  std::string changed_word(const Actor& actor, const Event& event, const Call& call);
   std::string put(const Actor& actor, const Event& event, const Call& call, Stamp source, Stamp target);
   std::string got(const Actor& actor, const Event& event, const Call& call, Stamp source);
   bool ordered(Stamp stamp, uint32_t warp);
+  bool is_benign(uint64_t offset) const;
   // Looks at the stamps of a range, and leaves `mark` there unless it is 0.
   void look(Stamp* stamps, uint64_t offset, uint64_t bytes, bool stores, uint32_t warp, Stamp mark, Found* found);
   std::string race(const Actor& actor, const std::string& what, const Found& found, int owner, bool writes);
@@ -124,6 +140,9 @@ private:
   std::map<std::pair<uint32_t, int>, Event> fences_;          // the latest
   std::map<std::pair<const void*, int>, Use> uses_;
   std::map<const uint64_t*, Event> waits_;
+  std::vector<Exact> exact_;
+  std::unordered_map<uint32_t, uint32_t> block_puts_; // by leader: epoch of all warps, until the put begins
+  std::map<uint64_t, uint64_t> benign_;               // ends of ranges of the heap, by their beginnings
 };
 
 // The name that authors know: put_block, fence, …

@@ -68,6 +68,7 @@ void gives_up() {
   if (l.gave_up) return;
   l.gave_up = true;
   l.given_up = l.now;
+  l.given_up.deadlock = current_grid->deadlock();
   read_words(l.given_up);
 }
 
@@ -120,6 +121,17 @@ LiveState live_state() {
   LiveState state = l.now;
   read_words(state);
   return state;
+}
+
+bool waits_for_words(size_t threads, LiveWait* one) {
+  Live& l = live();
+  std::lock_guard<std::mutex> lock(l.mutex);
+  if (l.now.waits.size() != threads) return false;
+  for (const LiveWait& w : l.now.waits)
+    if (!w.subject.word) return false;
+  const auto earlier = [](const LiveWait& a, const LiveWait& b) { return a.since_ns < b.since_ns; };
+  *one = *std::max_element(l.now.waits.begin(), l.now.waits.end(), earlier);
+  return true;
 }
 
 std::vector<SentSignal> sent_signals(size_t most) {

@@ -28,7 +28,8 @@ struct SentSignal {
 };
 
 struct LiveState {
-  std::string kernel; // empty: none runs
+  std::string deadlock; // of all ranks, when a thread gave up
+  std::string kernel;   // empty: none runs
   uint64_t began_ns = 0;
   std::vector<std::string> lines;
   std::vector<LiveWait> waits;
@@ -45,6 +46,8 @@ void live_call(const Call& call);
 
 // The state now; after a thread gave up, as it was then, until the next launch.
 LiveState live_state();
+// Whether so many threads wait for words; the one that came last.
+bool waits_for_words(size_t threads, LiveWait* one);
 // What kernels have sent to each word of each PE, the latest last; at most `most`.
 std::vector<SentSignal> sent_signals(size_t most);
 // A heap is gone, and with it what was sent to its words.

@@ -20,6 +20,7 @@ py::dict state() {
   py::dict d;
   d["kernel"] = s.kernel;
   d["began_ns"] = s.began_ns;
+  d["deadlock"] = s.deadlock;
   py::list waits;
   for (const sim::LiveWait& w : s.waits) {
     py::dict e;

@@ -124,6 +124,22 @@ void RaceMemory::receive(const Known& own_signals) {
   }
 }
 
+std::string RaceMemory::deadlock() const {
+  constexpr uint64_t kRounds = 16; // a rank that has just been signalled is found out of them
+  std::string others;
+  for (int r = 0; r < ranks(); ++r) {
+    const Page& page = *pages[static_cast<size_t>(r)];
+    if (!heaps[static_cast<size_t>(r)] || seen(page.stalled) < kRounds)
+      return ""; // the proxy may still bring something
+    if (r == me) continue;
+    others += (others.empty() ? "rank " : ", rank ") + std::to_string(r);
+    if (page.stalled_site < kSites) others += std::string(" in ") + page.names[page.stalled_site];
+    others += " for the word at heap offset " + std::to_string(page.stalled_word);
+  }
+  if (others.empty()) return "";
+  return "a deadlock: every thread of every rank waits, and no signal is on its way: " + others;
+}
+
 Known RaceMemory::beyond_ended(const Known& known) const {
   auto rest = std::make_shared<Clock>();
   for (const auto& entry : *known)

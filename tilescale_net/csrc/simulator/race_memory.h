@@ -15,17 +15,19 @@
 namespace tsn {
 namespace sim {
 
-// Who touched 4 bytes of a heap last: rank (6 bits), kind (2 bits); then warp (16 bits), 8 bits unused, epoch (32 bits)
-// of an access of the heap's own rank, or the number of a transfer. 0: nobody.
+// Who touched 4 bytes of a heap last: rank (6 bits), kind (2 bits); then warp (16 bits), whether it was a signal (8
+// bits), epoch (32 bits) of an access, or the number of a transfer. 0: nobody.
 using Stamp = uint64_t;
 enum class Touch : uint64_t { access, put, source, get };
 
 constexpr Stamp access_stamp(int rank, uint32_t warp, uint32_t epoch) {
   return static_cast<uint64_t>(epoch) << 32 | static_cast<uint64_t>(warp) << 8 | static_cast<uint64_t>(rank);
 }
+constexpr Stamp kSignalStamp = 1ull << 24;
 constexpr Stamp transfer_stamp(int rank, Touch touch, uint64_t number) {
   return number << 8 | static_cast<uint64_t>(touch) << 6 | static_cast<uint64_t>(rank);
 }
+constexpr bool is_signal(Stamp s) { return (s >> 6 & 3) == static_cast<uint64_t>(Touch::access) && s & kSignalStamp; }
 constexpr int rank_of_stamp(Stamp s) { return static_cast<int>(s & 63); }
 constexpr Touch touch_of(Stamp s) { return static_cast<Touch>(s >> 6 & 3); }
 
@@ -36,6 +38,7 @@ struct Transfer {
   uint64_t number;
   uint64_t word; // that its signal changes, or kNoWord
   uint32_t warp, epoch, thread, block;
+  uint32_t warps; // that make it together, from `warp` on
   int32_t pe;
   uint32_t site;
 };
@@ -68,15 +71,21 @@ public:
   void add(const Message& message, const Known& sent);
   void learn(const Known& known) { all_ = join(all_, known), whole_ = false; }
   // What whoever has seen the word knows for certain, whichever of the signals came first. `now`: the word itself, read
-  // before the latest signals were.
-  Known guaranteed(const Seen& seen, int64_t now) const;
+  // before the latest signals were. `before`: what it has known before.
+  Known guaranteed(const Seen& seen, int64_t now, const Known& before) const;
+  // The same for a word that one rank sets: how many signals have come then. 0: it cannot be told.
+  size_t reached(const Seen& seen, const Known& before) const;
+  // Whether a signal that may come before a wait for `value` exactly takes the word beyond it: one whose sender does
+  // not know that the wait is over. `wait` and `rank` are what it would know it by. `at`: what `reached` said. `now`:
+  // see above.
+  bool passes(int64_t value, size_t at, int64_t now, Key wait, Key rank, uint32_t epoch) const;
   // Drops what everybody knows who knows all of each rank up to `ended`. False: nothing is left.
   bool forget(const std::vector<uint32_t>& ended);
 
 private:
   struct Step {
     int rank;
-    uint32_t epoch;
+    uint32_t warp, epoch;
     int64_t value;
     Known known;
   };
@@ -99,6 +108,10 @@ struct Page {
   uint32_t finished; // the last one of launches that have ended
   uint32_t warps_per_block;
   uint32_t sites;
+  // Rounds since all threads began to wait for words of the heap, with nothing of theirs on its way; and where one of
+  // them waits.
+  uint64_t stalled, stalled_word;
+  uint32_t stalled_site;
   uint64_t transfers, messages, entries; // so far; the last ones are kept
   char names[kSites][96];                // of primitives and their lines
   Transfer transfer[kTransfers];
@@ -140,6 +153,8 @@ struct RaceMemory {
   // Reads what has come since the last time.
   void receive(const Known& own_signals);
   void forget_finished();
+  // Whether all ranks wait for each other for good, as this one sees it while it waits; then who else waits where.
+  std::string deadlock() const;
 
 private:
   // What is left of it for somebody who knows all that had ended.

@@ -14,26 +14,38 @@ void SignalHistory::add(const Message& message, const Known& sent) {
   (message.add ? adds_ : sets_) = true;
   all_ = join(all_, sent);
   if (!whole_) return;
-  steps_.push_back({message.rank, message.epoch, static_cast<int64_t>(message.value), sent});
+  steps_.push_back({message.rank, message.warp, message.epoch, static_cast<int64_t>(message.value), sent});
   if (steps_.size() <= kMaxSteps) return;
   whole_ = false;
   steps_.clear();
 }
 
-Known SignalHistory::guaranteed(const Seen& seen, int64_t now) const {
+size_t SignalHistory::reached(const Seen& seen, const Known& before) const {
+  if (!sets_ || adds_ || !whole_) return 0;
+  size_t at = 0; // the last step that was known
+  for (size_t i = 0; i < steps_.size(); ++i) {
+    const Step& step = steps_[i];
+    if (step.rank != steps_[0].rank) return 0;
+    if (epoch_of(before, clock_key(Part::steps, step.rank, step.warp)) >= step.epoch ||
+        epoch_of(before, clock_key(Part::all, step.rank)) >= step.epoch)
+      at = i;
+  }
+  for (; at < steps_.size(); ++at)
+    if (seen.exactly ? steps_[at].value == seen.value : steps_[at].value >= seen.value) return at + 1;
+  return 0;
+}
+
+Known SignalHistory::guaranteed(const Seen& seen, int64_t now, const Known& before) const {
   if (seen.any || !whole_ || (adds_ && sets_) || steps_.empty()) return all_;
+  Known known = nothing_known();
+  if (sets_) {
+    const size_t count = reached(seen, before);
+    for (size_t i = 0; i < count; ++i) known = join(known, steps_[i].known);
+    return count ? known : all_;
+  }
   std::map<int, int64_t> sums;
   int64_t total = 0;
   for (const Step& step : steps_) sums[step.rank] += step.value, total += step.value;
-  Known known = nothing_known();
-  if (sets_) {
-    if (sums.size() > 1) return all_;
-    for (const Step& step : steps_) {
-      known = join(known, step.known);
-      if (seen.exactly ? step.value == seen.value : step.value >= seen.value) return known;
-    }
-    return all_;
-  }
   // Of each sender as much as the word lacks when all others have added what they have added so far. The word may have
   // begun with another value than 0, and may not have everything yet.
   const int64_t needed = seen.value - now + total;
@@ -47,6 +59,27 @@ Known SignalHistory::guaranteed(const Seen& seen, int64_t now) const {
     }
   }
   return known;
+}
+
+bool SignalHistory::passes(int64_t value, size_t at, int64_t now, Key wait, Key rank, uint32_t epoch) const {
+  if (!whole_ || adds_ == sets_) return false;
+  const auto told = [&](const Step& step) {
+    return epoch_of(step.known, wait) >= epoch || epoch_of(step.known, rank) >= epoch;
+  };
+  if (sets_) {
+    while (at && at < steps_.size() && steps_[at].value == value) ++at;
+    return at && at < steps_.size() && !told(steps_[at]);
+  }
+  int64_t word = now;
+  for (const Step& step : steps_) {
+    if (step.value < 0) return false; // it may come to the value twice
+    word -= step.value;               // what it was at first
+  }
+  for (const Step& step : steps_) {
+    if (word >= value && step.value && !told(step)) return true;
+    word += step.value;
+  }
+  return false;
 }
 
 bool SignalHistory::forget(const std::vector<uint32_t>& ended) {

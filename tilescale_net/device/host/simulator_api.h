@@ -11,7 +11,7 @@
 namespace tsn {
 namespace sim {
 
-constexpr uint32_t kApiVersion = 4;
+constexpr uint32_t kApiVersion = 5;
 
 struct Index3 {
   unsigned x, y, z;
@@ -94,6 +94,8 @@ struct RemoteApi {
   void (*word)(const void* address, WordAccess access);
   // A plain access to this rank's heap that follows one of somebody else.
   void (*accessed)(const void* address, uint64_t bytes, bool store, const char* name);
+  // Accesses to these bytes are meant to race, in this launch.
+  void (*benign_race)(const void* address, uint64_t bytes);
   // A signal is about to be sent that was not offered to `defer`.
   void (*signalling)(const uint64_t* signal, int pe, uint64_t value, bool add);
   // True: taken over, to be delivered later. False: the caller carries it out now.

@@ -24,6 +24,7 @@ inline const Api& api() {
       [](const uint64_t*) {},
       [](const void*, WordAccess) {},
       [](const void*, uint64_t, bool, const char*) {},
+      [](const void*, uint64_t) {},
       [](const uint64_t*, int, uint64_t, bool) {},
       [](const RemoteOperation&) { return false; },
       [](int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); },

@@ -1,0 +1,145 @@
+"""One small run of every kernel that is shipped, for tests that care for schedules and orders more than for shapes.
+
+`RUNS[name]` is `(files, function)`: files of tilescale_net/kernels whose kernels the function runs, `function(seed)`, on
+every rank. Blocks have two warps or more wherever a kernel allows it, so that threads of a block can race. Kernels are
+imported by the runs that need them: an import takes longer than most runs.
+"""
+
+import functools
+import importlib
+
+import torch
+
+GEOMETRY = dict(threads=64, blocks=2)
+PARTS = [((1_001,), torch.bfloat16, 2, 0), ((300,), torch.float32, 4, 4)]
+MOE = dict(num_experts=4, max_tokens=7, hidden=64, top_k=3)
+ROUTINGS = ("random", "masked", "one rank")
+
+
+def _of(name):
+    """A file of tests, by what follows "test_"."""
+    folder, _, name = name.rpartition("/")
+    return importlib.import_module(".".join(["tests.kernels", *filter(None, [folder]), f"test_{name}"]))
+
+
+@functools.cache
+def _tuning():
+    from tilescale_net.kernels.moe import Tuning
+
+    return Tuning(blocks=2, threads=64, combine_threads=64, chunk=2)
+
+
+def copies(seed):
+    _of("p2p")._copies("push", dict(threads=64, blocks=4, partition="interleaved", chunk=1024), [(3000, 2, 1, 3)], seed)
+    _of("p2p")._copies("pull", dict(), [(3000, 2, 1, 3)], seed)
+    _of("p2p")._ping_pong(seed, 64)
+
+
+def gather(seed):
+    _of("all_gather")._gather(seed, PARTS, dict(GEOMETRY), 3)
+
+
+def gather_by_stores(seed):
+    _of("all_gather")._gather(seed, [((1_000,), torch.float32, 0, 0)], dict(GEOMETRY, stores_from=0), 3)
+
+
+def equal_splits(seed):
+    _of("all_to_all")._equal(seed, [(30, (5,), torch.bfloat16, 2, 0)], dict(GEOMETRY), 3)
+
+
+def uneven_splits(seed):
+    _of("all_to_all")._uneven(seed, 4, dict(GEOMETRY), (129,), torch.uint8, False)
+
+
+def reduce_by_push(seed):
+    options = dict(GEOMETRY, chunk_bytes=512, slots=2, algorithm="push")
+    _of("reduce_scatter")._reduce(seed, [((1001,), torch.bfloat16, 2, 0)], options, 3)
+
+
+def reduce_by_pull(seed):
+    options = dict(GEOMETRY, algorithm="pull")
+    _of("reduce_scatter")._reduce(seed, [((1000,), torch.bfloat16, 0, 0)], options, 3)
+
+
+def reduce_everywhere(seed):
+    options = dict(GEOMETRY, algorithms=_of("all_reduce").ALGORITHMS)
+    _of("all_reduce")._reduce(
+        seed, [((1000,), torch.bfloat16, 0, 0, True), ((77,), torch.float32, 0, 0, True)], options, 3
+    )
+
+
+def reduce_across_nodes(seed):
+    _of("all_reduce")._reduce(seed, [((1000,), torch.bfloat16, 0, 0, True)], dict(GEOMETRY), 3)
+
+
+def norm(seed):
+    _of("all_reduce_norm")._layers(seed, torch.bfloat16, 520)
+
+
+def broadcast(seed):
+    _of("broadcast")._broadcast(seed)
+
+
+def transposed(seed):
+    _of("broadcast")._transposed(seed)
+
+
+def gather_and_multiply(seed):
+    _of("fused/all_gather_matmul")._products(seed, 72, 48, 40, torch.bfloat16, False, 3, 4)
+
+
+def multiply_and_reduce(seed):
+    _of("fused/matmul_reduce_scatter")._sums(seed, 72, 48, 40, torch.bfloat16, False, 3, 4)
+
+
+def multiply_and_reduce_everywhere(seed):
+    _of("fused/matmul_all_reduce")._sums(seed, 72, 48, 40, False, 3, 4)
+
+
+def messages(seed):
+    _of("send_recv")._messages(seed)
+
+
+def moe_by_expert(seed):
+    _of("moe/rounds").rounds(seed, MOE, dict(alignment=2, tuning=_tuning()), dict(), ROUTINGS)
+
+
+def moe_by_rank(seed):
+    _of("moe/rounds").rounds(seed, MOE, dict(layout="rank", tuning=_tuning()), dict(again=True), ROUTINGS)
+
+
+def moe_latency(seed):
+    _of("moe/rounds").rounds(seed, MOE, dict(mode="latency", tuning=_tuning()), dict(), ROUTINGS)
+
+
+def moe_latency_weights(seed):
+    _of("moe/rounds").weights_at_combine(seed, MOE, dict(mode="latency", tuning=_tuning()), dict(), ROUTINGS)
+
+
+EXCHANGE = ("exchange", "announcement")
+HANDSHAKE = ("moe/handshake", "moe/refusal", "moe/routing", "moe/routing_steps")
+THROUGHPUT = (*HANDSHAKE, "moe/dispatch_throughput", "moe/combine_throughput", "moe/combine_throughput_steps")
+RUNS = {
+    "copies": (("p2p",), copies),
+    "all-gather": (EXCHANGE, gather),
+    "all-gather by stores": (EXCHANGE, gather_by_stores),
+    "all-to-all": (EXCHANGE, equal_splits),
+    "all-to-all, uneven": (("all_to_all_uneven",), uneven_splits),
+    "reduce-scatter": (("reduce_scatter",), reduce_by_push),
+    "reduce-scatter by pull": (("reduce_scatter_pull",), reduce_by_pull),
+    "all-reduce": (("all_reduce_one_shot", "all_reduce_packets", "all_reduce_two_shot"), reduce_everywhere),
+    "all-reduce across nodes": ((), reduce_across_nodes),
+    "all-reduce and norm": (("all_reduce_norm",), norm),
+    "broadcast": (("broadcast",), broadcast),
+    "all-to-all, transposed": (("all_to_all_transposed",), transposed),
+    "all-gather and matmul": (("fused/all_gather_matmul",), gather_and_multiply),
+    "matmul and reduce-scatter": (("fused/matmul_reduce_scatter",), multiply_and_reduce),
+    "matmul and all-reduce": (("fused/matmul_all_reduce",), multiply_and_reduce_everywhere),
+    "send and receive": (("send_recv",), messages),
+    "MoE by expert": ((), moe_by_expert),
+    "MoE by rank": (THROUGHPUT, moe_by_rank),
+    "MoE latency": (("moe/dispatch_latency", "moe/dispatch_latency_steps", "moe/combine_latency"), moe_latency),
+    "MoE latency, weights at combine": (("moe/exchange_weights",), moe_latency_weights),
+}
+# Need mapped peers.
+ONE_NODE = ("all-gather by stores", "reduce-scatter by pull", "all-reduce", "all-reduce and norm")

@@ -1,0 +1,150 @@
+"""Mutants made by machine: each synchronisation of a kernel's file left out or weakened, one at a time.
+
+What a call becomes:
+- a wait, fence, quiet, flush_wait or barrier that stands alone: nothing;
+- a wait whose result is used: the value that it waits for; a slot that is waited for: its number;
+- `fence=True`, and the fence of `signal_block` and its like: no fence;
+- put_signal: a put, and a signal that nothing orders after it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from tests.kernels import small_runs
+from tilescale_net import errors
+
+ALONE = re.compile(
+    r"(wait|fence|quiet)(_block|_warp)?|flush_wait|barrier_\w+|(take|wait)_slot(_block|_warp)?|sync_(threads|warp|grid)"
+)
+
+
+@dataclass(frozen=True)
+class Swept:
+    """A mutant: the text of the whole file, and where it differs from the original."""
+
+    line: int
+    what: str
+    text: str
+
+
+def _segment(source: bytes, node: ast.AST) -> tuple[int, int]:
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+
+
+def _instead(call: ast.Call, alone: bool) -> tuple[str, str] | None:
+    """What takes the place of a call, and a word for it; None where it is no synchronisation."""
+    name = call.func.attr
+    text = [ast.unparse(a) for a in call.args]
+    keywords = {k.arg: ast.unparse(k.value) for k in call.keywords}
+    if ALONE.fullmatch(name):
+        if alone:
+            return "pass", f"no {name}"
+        if name.startswith("wait") and len(text) == 3:
+            return f'T.cast({text[2]}, "uint64")', f"no {name}"
+        if "_slot" in name and len(text) == 3:
+            return f"(({text[1]}) % ({text[2]}))", f"no {name}"
+        return None
+    rest = {k: v for k, v in keywords.items() if k != "fence"}
+    arguments = ", ".join([*text, *(f"{k}={v}" for k, v in rest.items())])
+    if keywords.get("fence") == "True" or re.fullmatch(r"signal_(block|warp)", name) and "fence" not in keywords:
+        return f"N.{name}({arguments}, fence=False)", f"no fence of {name}"
+    if put := re.fullmatch(r"put_signal(_block|_warp|_thread)", name):
+        scope = put[1].replace("_thread", "")
+        copy = ", ".join([*text[:3], *(f"{k}={v}" for k, v in keywords.items() if k != "op")])
+        word = [*text[3:], text[2], *(["op=" + keywords["op"]] if "op" in keywords else [])]
+        fence = [] if scope == "" else ["fence=False"]
+        return f"N.put{put[1]}({copy}); N.signal{scope}({', '.join([*word, *fence])})", f"{name} in two, no fence"
+    return None
+
+
+def mutants(source: str) -> list[Swept]:
+    """All mutants of a file that one change makes, in the order of its lines."""
+    tree, encoded = ast.parse(source), source.encode()
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = []
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        if not (isinstance(node.func.value, ast.Name) and node.func.value.id in ("N", "T")):
+            continue
+        change = _instead(node, id(node) in alone)
+        if change:
+            begin, end = _segment(encoded, node)
+            text = encoded[:begin] + change[0].encode() + encoded[end:]
+            found.append(Swept(node.lineno, change[1], text.decode()))
+    return sorted(found, key=lambda m: (m.line, m.what))
+
+
+class Replace:
+    """Finds the module `name` in another file; to be put in front of `sys.meta_path`."""
+
+    def __init__(self, name: str, path: str):
+        self.name, self.path = name, path
+
+    def find_spec(self, name, path=None, target=None):
+        return importlib.util.spec_from_file_location(name, self.path) if name == self.name else None
+
+
+class Shown(AssertionError):
+    """How a mutant has shown: what the check for races said, and which error ended the run, under which seed."""
+
+
+def _reports() -> list[str]:
+    """What the check for races says from now on. A job would end there; the kernel has run to its end, and others follow."""
+    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
+
+    reports: list[str] = []
+    give_up = SimulatedFunction._give_up
+
+    def note(self, context, error):
+        if isinstance(error, errors.DataRace):
+            reports.append(str(error))
+        else:
+            give_up(self, context, error)
+
+    SimulatedFunction._give_up = note
+    return reports
+
+
+def _anywhere(found: bool) -> bool:
+    told = torch.tensor([found], dtype=torch.int32)
+    torch.distributed.all_reduce(told)
+    return bool(told)
+
+
+def run(file: str, path: str, names: list[str], seeds: list[int]) -> tuple[str, str]:
+    """The small runs `names` on this rank, with the file at `path` in the place of tilescale_net/kernels/`file`.py: once
+    with the check for races, then under `seeds` without it.
+
+    Returns: what the check said, and "".
+
+    Raises:
+        Shown: a run failed; what the check said first, a line, and the error.
+    """
+    module = "tilescale_net.kernels." + file.replace("/", ".")
+    assert module not in sys.modules, "whoever has imported the original may go on with it"
+    sys.meta_path.insert(0, Replace(module, path))
+    reports = _reports()
+    for races, seed in [(1, 0), *((0, seed) for seed in seeds)]:
+        os.environ |= {"TSN_SIM_RACES": str(races), "TSN_SIM_SEED": str(seed)}
+        for name in names:
+            try:
+                small_runs.RUNS[name][1](seed)
+            except Exception as error:
+                said = next(iter(reports), "")
+                raise Shown(f"{said}\n{type(error).__name__}\n{seed if not races else 'check'}\n{error}") from error
+            if races and _anywhere(bool(reports)):
+                break
+        assert sys.modules[module].__file__ == path, f"no run of {', '.join(names)} imports {module}"
+    return next(iter(reports), ""), ""

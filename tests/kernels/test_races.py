@@ -1,0 +1,90 @@
+"""The simulator's check for races reports nothing in the kernels that are shipped, and costs little."""
+
+import os
+import random
+import re
+import resource
+import time
+
+import pytest
+
+import tilescale_net.runtime.settings as settings
+from tests import jobs, ranks
+from tests.kernels import small_runs
+from tests.kernels.test_chaos_seeds import chaos_of
+from tests.tutorials.test_tutorials import PROGRAMS, expected_runs
+
+pytestmark = pytest.mark.skipif(settings.device_kind() == "cuda", reason="checks are made in the simulator")
+SAMPLE = ("all-gather", "MoE latency")
+SEEDS = 50
+
+
+def run(names, seeds) -> dict:
+    """Seconds of this rank's processor and MiB of memory that each run takes."""
+    cost = {}
+    for name in names:
+        for seed in seeds:
+            os.environ["TSN_SIM_SEED"] = str(seed)
+            os.environ["TSN_SIM_VISIBILITY"] = ("random", "late", "random", "eager")[seed % 4]
+            began = time.process_time()
+            try:
+                small_runs.RUNS[name][1](seed)
+            except Exception as error:
+                raise AssertionError(f"{name}, seed {seed}: {type(error).__name__}: {error}") from error
+            cost[name] = time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return cost
+
+
+def _check(names, seeds, nodes=1, races=True, timeout=200, **env):
+    env |= {"TSN_SIM_RACES": str(int(races)), "VIRTUAL_NODES": str(nodes)}
+    return ranks.run(2, run, names, seeds, env=env, timeout=timeout)
+
+
+def test_a_sample_is_not_accused():
+    _check(SAMPLE, [random.randrange(1 << 20)])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("name", small_runs.RUNS)
+def test_nothing_is_accused(name, nodes):
+    if nodes > 1 and name in small_runs.ONE_NODE:
+        return  # nothing to run: it needs mapped peers
+    _check([name], range(SEEDS), nodes, timeout=3600)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_is_accused_on_networks_that_misbehave(seed):
+    names = [name for name in small_runs.RUNS if name not in small_runs.ONE_NODE]
+    _check(names, [seed], 2, timeout=3600, TSN_CHAOS=chaos_of(seed))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.stem)
+def test_tutorials_are_not_accused(program):
+    """But the one that lacks a wait on purpose."""
+    for command, output in expected_runs(program):
+        variables, _, words = command.partition("bash launch.sh ")
+        env = os.environ | dict(pair.split("=", 1) for pair in variables.split())
+        done = jobs.launch(*words.split(), env=env | {"TSN_DEVICE": "simulator", "TSN_SIM_RACES": "1"})
+        if "missing_wait" in program.stem:
+            assert done.returncode != 0 and re.search(r"DataRace: .*a load of y", done.stderr), done.stderr
+        else:
+            assert done.returncode == 0 and done.stdout.strip() == output, done.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+def test_cost():
+    """Prints the table of docs/simulator.md. The kernels are compiled before."""
+    names = list(small_runs.RUNS)
+    _check(names, [0], timeout=3600)
+    without, checked = ({name: _check([name], [0, 1, 2], races=r)[0][name] for name in names} for r in (False, True))
+    print("\n| kernel | processor time | memory |\n| --- | --- | --- |")
+    for name in names:
+        seconds, mib = (checked[name][i] / without[name][i] for i in (0, 1))
+        print(f"| {name} | x {seconds:.1f} | x {mib:.1f} |")
+    assert all(checked[n][i] <= 4 * without[n][i] for n in names for i in (0, 1)), (without, checked)

@@ -1,0 +1,129 @@
+"""The simulator's check for races finds kernels that lack one synchronisation, in one run, whatever the schedule."""
+
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import tilescale_net.runtime.settings as settings
+from tests import jobs, ranks
+from tests.kernels import small_runs, sweep
+from tests.tutorials.test_tutorials import PROGRAMS, expected_runs
+from tilescale_net import kernels
+
+pytestmark = pytest.mark.skipif(settings.device_kind() == "cuda", reason="checks are made in the simulator")
+FOLDER = Path(kernels.__file__).parent
+SEEDS = 20  # of runs without the check
+# The sample of the ordinary suite: of a file, what was changed, the how manieth of its kind, and what shows it.
+SAMPLE = [("exchange", "no sync_threads", 1, "DataRace")]
+# The check does not follow plain accesses of one rank to shared memory and to memory that is not symmetric.
+NOT_FOLLOWED = ("no sync_threads", "no sync_warp", "no sync_grid")
+
+
+def _runs_of(file: str) -> list[str]:
+    return [name for name, (files, _) in small_runs.RUNS.items() if file in files]
+
+
+def outcome(file: str, mutant: sweep.Swept, folder: Path, seeds: list[int]) -> tuple[str, str]:
+    """What shows the mutant, "" for nothing: in one run with the check, and under which of `seeds` without it.
+
+    What fails in the run with the check would have failed without it, too: it has the first seed.
+    """
+    path = folder / f"{file.replace('/', '_')}.py"
+    path.write_text(mutant.text)
+    env = {"TSN_TIMEOUT": "10", "TSN_SIM_STALL": "20"}
+    outcomes = ranks.launch(2, sweep.run, file, str(path), _runs_of(file), seeds, env=env, timeout=600)
+    shown = [o.error[1].split("\n") for o in outcomes if o.error and o.error[0] == "Shown"]
+    assert shown or all(o.ok for o in outcomes), [o.error for o in outcomes]
+    raced = any(s[0] for s in shown) or any(o.value and o.value[0] for o in outcomes)
+    # The other rank may only have noticed that this one failed.
+    failed = next((s for s in shown if s[1] not in ("PeerLost", "RankFailure")), None)
+    if failed is None:
+        return "DataRace" if raced else "", ""
+    found = "wrong data" if failed[1] == "AssertionError" else failed[1]
+    checked = failed[2] == "check"
+    return "DataRace" if raced else found if checked else "", f"{found}, seed {0 if checked else failed[2]}"
+
+
+def program_outcome(program: Path, mutant: sweep.Swept, folder: Path, seeds: list[int]) -> tuple[str, str]:
+    """The same for a tutorial, whose output says whether the data are right."""
+    path = folder / program.name
+    path.write_text(mutant.text)
+    found = ["", ""]
+    for races, seed in [(1, 0), *((0, seed) for seed in seeds)]:
+        for command, output in expected_runs(program):
+            variables, _, words = command.partition("bash launch.sh ")
+            env = os.environ | dict(pair.split("=", 1) for pair in variables.split()) | {"TSN_DEVICE": "simulator"}
+            env |= {"TSN_TIMEOUT": "10", "TSN_SIM_RACES": str(races), "TSN_SIM_SEED": str(seed)}
+            done = jobs.launch(str(path), *words.split()[1:], env=env)
+            told = re.search(r"\b(DataRace|WaitTimeout|SimulatorDeadlock)\b", done.stderr)
+            wrong = done.returncode != 0 or done.stdout.strip() != output
+            found[1 - races] = told[1] if wrong and told else "wrong data" if wrong else ""
+            if wrong:
+                break
+        if not races and found[1]:
+            found[1] += f", seed {seed}"
+            break
+    return found[0], found[1]
+
+
+def test_every_call_is_changed_once():
+    source = "def f():\n    T.sync_threads()\n    w = N.wait(a[0], 'ge', i)\n    N.signal(a[0], 1, pe, fence=True)\n"
+    source += "    N.put_signal_warp(y[0], x[0], pe, a[0], 1, op='add')\n    N.signal_block(a[0], 1, pe)\n"
+    found = sweep.mutants(source)
+    assert [m.what for m in found] == [
+        "no sync_threads", "no wait", "no fence of signal", "put_signal_warp in two, no fence", "no fence of signal_block",
+    ]  # fmt: skip
+    changed = [m.text.splitlines()[m.line - 1].strip() for m in found]
+    assert changed == [
+        "pass", "w = T.cast(i, \"uint64\")", "N.signal(a[0], 1, pe, fence=False)",
+        "N.put_warp(y[0], x[0], pe); N.signal_warp(a[0], 1, pe, op='add', fence=False)",
+        "N.signal_block(a[0], 1, pe, fence=False)",
+    ]  # fmt: skip
+    assert all(len(sweep.mutants((FOLDER / f"{file}.py").read_text())) for file in ("exchange", "moe/handshake"))
+
+
+@pytest.mark.parametrize("file, what, number, shown", SAMPLE)
+def test_a_sample_is_found(file, what, number, shown, tmp_path):
+    of_its_kind = [m for m in sweep.mutants((FOLDER / f"{file}.py").read_text()) if m.what == what]
+    assert outcome(file, of_its_kind[number], tmp_path, [])[0] == shown, (file, of_its_kind[number].line, what)
+
+
+def table(name: str, folder: Path, seeds: list[int]) -> list[tuple[str, str]]:
+    """Print a row for each mutant of a kernel's file or a tutorial; returns those that the check does not report.
+
+    Args:
+        name: of a file in tilescale_net/kernels, or the number of a tutorial.
+        folder: for the files of mutants.
+    """
+    program = next((p for p in PROGRAMS if p.name.startswith(f"{name}_")), None)
+    original = (program or FOLDER / f"{name}.py").read_text()
+    lost = []
+    for mutant in sweep.mutants(original):
+        if program:
+            checked, random = program_outcome(program, mutant, folder, seeds)
+        else:
+            checked, random = outcome(name, mutant, folder, seeds)
+        line = original.splitlines()[mutant.line - 1].strip()
+        print(f"| {name}:{mutant.line} | `{line}` | {mutant.what} | {checked or '-'} | {random or '-'} |", flush=True)
+        if not checked and mutant.what not in NOT_FOLLOWED:
+            lost.append((line, mutant.what))
+    return lost
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+def test_fences_and_puts_of_the_exchange(tmp_path):
+    """The detector, or the data of one run, show all but what docs/simulator.md names."""
+    lost = table("exchange", tmp_path, list(range(SEEDS)))
+    assert not [what for _, what in lost if "fence" in what], lost
+
+
+# python -m tests.kernels.test_sweep moe/routing 02
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as work:
+        for file in sys.argv[1:]:
+            table(file, Path(work), list(range(SEEDS)))
