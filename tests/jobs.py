@@ -186,6 +186,8 @@ def _main() -> None:
     import tilescale_net.kernels.moe
     import tilescale_net.language  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # no fork looks through what it was born with, or copies its pages for that
     base = [p for p in sys.path if p not in (ROOT, "")]
     command = _serve(socket.socket(fileno=int(sys.argv[1])))
     if command is None:

@@ -8,6 +8,7 @@ NVIDIA Volta GPU Architecture via Microbenchmarking" (arXiv:1804.06826), section
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,9 +37,21 @@ class Instruction:
         return re.match(r"(@!?U?P\w+ +)?LDG", self.text) is not None
 
 
-def schedule(cubin: bytes) -> list[Instruction]:
-    """All instructions of a cubin, function after function; needs nvdisasm."""
-    listing = inspect.disassemble(cubin, "-c", "-hex")
+@functools.lru_cache(maxsize=16)  # nvdisasm takes seconds for a cubin of ten kernels
+def _functions(cubin: bytes) -> dict[str, str]:
+    """What nvdisasm says of each kernel in a cubin."""
+    _, *sections = re.split(r"\.section\s+\.text\.(\w+)", inspect.disassemble(cubin, "-c", "-hex"))
+    return dict(zip(sections[::2], sections[1::2]))
+
+
+def names(cubin: bytes, entry: str) -> list[str]:
+    """The instructions of a kernel, with their suffixes but without operands; needs nvdisasm."""
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", _functions(cubin)[entry])
+
+
+def schedule(cubin: bytes, entry: str) -> list[Instruction]:
+    """All instructions of a kernel in a cubin; needs nvdisasm."""
+    listing = _functions(cubin)[entry]
     found = []
     # Two lines each: address, text and lower half; upper half.
     pattern = r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;?\s*/\* 0x[0-9a-f]{16} \*/\n\s*/\* 0x([0-9a-f]{16}) \*/"

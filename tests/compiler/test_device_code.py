@@ -58,6 +58,7 @@ def everything():
                     N.atomic_add(a[0], 1.5, pe)
                 N.put_value(a[7], b[8], pe)
                 N.fence(pe)
+                N.benign_race(u64[3])
                 N.signal(u64[2], 5, pe, op="add")
                 ticket = N.flush_async(pe)
                 N.flush_wait(ticket)

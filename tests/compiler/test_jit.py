@@ -14,7 +14,7 @@ import tilescale_net.language as N
 from tests import ranks
 from tests.compiler import kernels
 from tilescale_net.compiler import inspect, jit, toolchain
-from tilescale_net.compiler.ir import block_threads
+from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.kernel import CudaKernel, Kernel
 from tilescale_net.compiler.passes import prepare
 from tilescale_net.errors import KernelError, TileScaleError
@@ -25,7 +25,9 @@ class Recorder(Kernel):
     """A kernel that notes what its function is called with."""
 
     def __init__(self, func):
-        super().__init__(prepare(func), "", "none")
+        prepared = prepare(func)
+        super().__init__(kernel_name(prepared.func), prepared, "", "none")
+        self.prim_func = prepared.func
         self.calls = []
 
     def _function(self):

@@ -25,9 +25,9 @@ def lowerings(monkeypatch, tmp_path):
         shutil.copy(path, cache.folder())
     names, lower = [], jit.lower
 
-    def counted(func, target, pass_configs):
+    def counted(func, *how):
         names.append(str(func.attrs["global_symbol"]))
-        return lower(func, target, pass_configs)
+        return lower(func, *how)
 
     monkeypatch.setattr(jit, "lower", counted)
     return names
@@ -79,7 +79,15 @@ def test_other_headers_or_rules_lower_again(lowerings, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "damage", ["", "{", "[]", '{"source": "", "host": "{}", "arguments": 2}', "gone", "unreadable"]
+    "damage",
+    [
+        "",
+        "{",
+        "[]",
+        '{"kernel_source": "", "unit": {"text": ""}, "host_function": "", "n_arguments": 2}',
+        "gone",
+        "unreadable",
+    ],
 )
 def test_damaged_files_are_made_again(lowerings, damage):
     scale(40, 2.0)

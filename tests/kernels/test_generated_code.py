@@ -4,18 +4,16 @@ import functools
 import importlib
 import pkgutil
 import re
-import tempfile
-from pathlib import Path
 
 import pytest
 
 import tests.kernels
 from tests import sass
+from tests.generated import Code, Generated
 from tests.kernels.declared import declared
 from tests.ptx import loads_behind_loads, polling_loops, read_only_loads
 from tilescale_net import kernels
 from tilescale_net.compiler import inspect, toolchain
-from tilescale_net.compiler.ir import block_threads
 from tilescale_net.compiler.jit import KernelFactory
 from tilescale_net.errors import ConfigurationError
 
@@ -35,28 +33,26 @@ WITHOUT_DATA = {
 }
 
 
-@functools.cache
-def _build(name: str, *arguments: tuple[str, object]) -> tuple[str, bytes, str]:
-    """CUDA source, cubin and PTX of a kernel, compiled once for all tests."""
-    module, _, attribute = name.rpartition(".")
-    factory = getattr(importlib.import_module(module), attribute)
-    func = factory.trace(**dict(arguments))
-    source = inspect.cuda_source(func, pass_configs=factory.pass_configs)
-    with tempfile.TemporaryDirectory() as folder:
-        keep = ("--keep", f"--keep-dir={folder}")
-        cubin = inspect.compile_source(source, "cubin", extra=keep, threads=block_threads(func))
-        return source, cubin, (Path(folder) / "kernel.ptx").read_text()
-
-
-def build(name: str, **arguments) -> tuple[str, bytes, str]:
-    return _build(name, *sorted(arguments.items()))
-
-
 PROBE = "benchmark.common.queue_bench.probe"
 
 
-def _instructions(sass: str) -> list[str]:
-    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass)
+def _factory(name: str) -> KernelFactory:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _is_long(name: str, arguments: dict) -> bool:
+    """In every run, each kernel as it is first listed, and with the bulk engine."""
+    return arguments is not KERNELS[name][0] and arguments.get("engine") != "bulk"
+
+
+@functools.cache
+def _generated() -> Generated:
+    return Generated((_factory(name), arguments) for name, arguments in CASES if not _is_long(name, arguments))
+
+
+def build(name: str, **arguments) -> Code:
+    return _generated().code(_factory(name), **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +77,6 @@ def test_every_kernel_is_compiled():
     assert found == {name for name in KERNELS if name.startswith("tilescale_net.kernels.")}
 
 
-def _is_long(name: str, arguments: dict) -> bool:
-    """In every run, each kernel as it is first listed, and with the bulk engine."""
-    return arguments is not KERNELS[name][0] and arguments.get("engine") != "bulk"
-
-
 @pytest.mark.parametrize(
     "name, arguments",
     [
@@ -94,11 +85,11 @@ def _is_long(name: str, arguments: dict) -> bool:
     ],
 )
 def test_code_for_sm_90(tools, name, arguments):
-    source, cubin, ptx = build(name, **arguments)
-    assert "__restrict__" not in source
-    assert not read_only_loads(ptx)
-    assert not loads_behind_loads(ptx)
-    instructions = _instructions(inspect.disassemble(cubin))
+    code = build(name, **arguments)
+    assert "__restrict__" not in code.source
+    assert not read_only_loads(code.ptx)
+    assert not loads_behind_loads(code.ptx)
+    instructions = code.instructions
     assert len(instructions) > 50
     if name in WITHOUT_DATA:
         return
@@ -113,7 +104,7 @@ def test_code_for_sm_90(tools, name, arguments):
 
 def test_a_lonely_push_fences_while_its_atomic_is_under_way(tools):
     """The assembler turns an atomic that adds a constant into one of the whole warp, whose shuffles wait for the answer."""
-    instructions = _instructions(inspect.disassemble(build(PROBE)[1]))
+    instructions = build(PROBE).instructions
     starts = [i for i, name in enumerate(instructions) if name.startswith("ATOMG") and ".ADD" in name]
     ways = [instructions[i : i + 25] for i in starts]
     ways = [
@@ -128,8 +119,7 @@ def test_a_lonely_push_fences_while_its_atomic_is_under_way(tools):
 @pytest.mark.parametrize("threads", [128, pytest.param(512, marks=pytest.mark.nightly), 1024])
 def test_small_pushes_do_not_wait_for_local_memory(tools, threads):
     """What large copies need in registers once made small pushes by 1024 threads 0.2 us slower."""
-    cubin = build("tilescale_net.kernels.p2p.push", capacity=1 << 20, threads=threads)[1]
-    instructions = _instructions(inspect.disassemble(cubin))
+    instructions = build("tilescale_net.kernels.p2p.push", capacity=1 << 20, threads=threads).instructions
     before = instructions[: next(i for i, name in enumerate(instructions) if re.match(r"STG.*\.128", name))]
     assert any(re.match(r"LDG.*\.128", name) for name in before)
     assert not [name for name in before if name.startswith(("STL", "LDL"))]
@@ -152,7 +142,7 @@ def test_loads_of_small_messages_wait_for_no_other(tools, kernel, threads):
     It did, by computing with one of them before it loaded the next, and by making one wait for the data, with which it
     shared a counter: 0.2 us each.
     """
-    code = sass.schedule(build(f"tilescale_net.kernels.p2p.{kernel}", capacity=1 << 20, threads=threads)[1])
+    code = build(f"tilescale_net.kernels.p2p.{kernel}", capacity=1 << 20, threads=threads).schedule
     first, last = _look_up(code)
     assert last - first < 10, "the loads follow one another"
     start = max(i for i in range(first) if code[i].text.startswith("BAR.SYNC"))
@@ -163,7 +153,7 @@ def test_loads_of_small_messages_wait_for_no_other(tools, kernel, threads):
 
 def test_polls_of_a_ticket_load_nothing_else(tools):
     """What a wait needs of its queue is read once: a poll of host memory takes long enough."""
-    ptx = build(PROBE)[2]
+    ptx = build(PROBE).ptx
     assert polling_loops(ptx)
     assert not [loop for loop in polling_loops(ptx) if "ld.global.nc" in loop]
 
@@ -177,7 +167,7 @@ def test_nothing_is_read_of_queues_before_it_is_known_that_there_are_some(tools,
 
 
 def test_ptx_says_the_same(tools):
-    ptx = build("tilescale_net.kernels.all_gather.all_gather", n_pes=4)[2]
+    ptx = build("tilescale_net.kernels.all_gather.all_gather", n_pes=4).ptx
     assert not read_only_loads(ptx)
     assert re.search(r"st(\.\w+)*\.v4\.b32|st(\.\w+)*\.v2\.b64|st(\.\w+)*\.b128|st(\.\w+)*\.v4\.u32", ptx)
     assert re.search(r"st\.release\.sys|red\.release\.sys", ptx) and "ld.acquire.sys" in ptx

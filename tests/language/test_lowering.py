@@ -150,6 +150,7 @@ CALLS = {
     "barrier_all of grids": (lambda k: N.barrier_all(scope="grid"), "tsn::barrier_all<tsn::BarrierScope::grid>(CTX);"),
     "barrier_grid": (lambda k: N.barrier_grid(), "tsn::barrier_grid(CTX);"),
     "barrier_node": (lambda k: N.barrier_node(), "tsn::barrier_node<tsn::BarrierScope::block>(CTX);"),
+    "benign_race": (lambda k: N.benign_race(k.b[2:5]), "tsn::benign_race(CTX, (&(b[2])), 12);"),
     "ld": (
         lambda k: N.put_value(k.a[0], N.ld(k.b[1], sem="acquire", scope="gpu"), 1),
         "tsn::ld<tsn::Order::acquire, tsn::MemScope::gpu>((&(b[1])))",

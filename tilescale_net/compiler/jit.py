@@ -14,7 +14,7 @@ import contextlib
 import functools
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tilelang
 from tilelang import tvm
@@ -24,8 +24,16 @@ from tvm.tirx import PrimFunc
 from tilescale_net.compiler import hazards, lowering, toolchain
 from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.kernel import CudaKernel, Kernel
-from tilescale_net.compiler.passes import prepare
-from tilescale_net.compiler.simulator import bounds, gemm, lowered_cache, sites
+from tilescale_net.compiler.passes import Prepared, prepare
+from tilescale_net.compiler.simulator import (
+    bounds,
+    gemm,
+    kept_kernels,
+    lowered_cache,
+    simplify_once,
+    sites,
+    synchronous,
+)
 from tilescale_net.compiler.simulator.kernel import SimulatedKernel
 from tilescale_net.errors import ConfigurationError, KernelError
 from tilescale_net.runtime import progress, settings, worlds
@@ -75,13 +83,35 @@ def required_pass_configs(func: PrimFunc, given: dict | None) -> dict:
     return configs
 
 
-def lower(func: PrimFunc, target: dict, pass_configs: dict):
-    """Lower a prepared kernel to CUDA source without compiling it; a `tilelang.engine.param.CompiledArtifact`."""
+def lower(func: PrimFunc, target: dict, pass_configs: dict, instruments: Sequence = ()):
+    """Lower a prepared kernel to CUDA source without compiling it; a `tilelang.engine.param.CompiledArtifact`.
+
+    Args:
+        instruments: of TVM's passes, see simulator/simplify_once.py.
+    """
     resolved = Target(target)
-    with lowering.enabled(), tvm.transform.PassContext(opt_level=3, config=pass_configs), resolved:
+    context = tvm.transform.PassContext(opt_level=3, config=pass_configs, instruments=[*instruments])
+    with lowering.enabled(), context, resolved:
         artifact = tilelang.lower(func, target=resolved)
     _check_specialized(func, pass_configs, artifact.kernel_source)
     return artifact
+
+
+def _prepared_for_simulator(func: PrimFunc, configs: dict) -> Prepared:
+    return prepare(func, not any(key in configs for key in bounds.UNGUARDED))
+
+
+def _lowered_for_simulator(func: PrimFunc, prepared: Prepared, configs: dict) -> kept_kernels.Kept:
+    def simplifying_once(func: PrimFunc, target: dict, pass_configs: dict):
+        return lower(func, target, pass_configs, [simplify_once.SimplifyOnce()])
+
+    name = kernel_name(func)
+    numbered, lines = sites.number(synchronous.rewrite(prepared.func), sites.lines_of(func))
+    with gemm.plain():
+        lowered = lowered_cache.get_or_build(
+            name, numbered, SIMULATOR_TARGET, {**bounds.UNGUARDED, **configs}, simplifying_once
+        )
+    return kept_kernels.Kept(name, prepared.context_index, prepared.names, prepared.ring_bytes, tuple(lines), lowered)
 
 
 def _check_specialized(func: PrimFunc, pass_configs: dict, source: str) -> None:
@@ -132,18 +162,14 @@ def compile(
         )
     chosen = _target(target)
     configs = required_pass_configs(func, pass_configs)
-    reports_bounds = chosen == "simulator" and not any(key in configs for key in bounds.UNGUARDED)
-    prepared = prepare(func, reports_bounds)
     flags = list(func.attrs["tilelang_compile_flags"]) if "tilelang_compile_flags" in (func.attrs or {}) else []
     flags += [compile_flags] if isinstance(compile_flags, str) else list(compile_flags or ())
     where = "the simulator" if chosen == "simulator" else chosen["arch"]
     with progress.step(f"compiling kernel {kernel_name(func)} for {where}; the next time it is there"):
         if chosen == "simulator":
-            numbered, lines = sites.number(prepared.func, sites.lines_of(func))
-            configs = {**bounds.UNGUARDED, **configs}
-            with gemm.plain():
-                lowered = lowered_cache.get_or_build(kernel_name(func), numbered, SIMULATOR_TARGET, configs, lower)
-            return SimulatedKernel(prepared, lowered, lines)
+            prepared = _prepared_for_simulator(func, configs)
+            return SimulatedKernel(_lowered_for_simulator(func, prepared, configs), lambda: prepared.func)
+        prepared = prepare(func)
         toolchain.find_nvcc()
         with lowering.enabled(), _quiet(), toolchain.once_per_host(_lock_name(func)):
             compiled = tilelang.compile(
@@ -198,6 +224,12 @@ class KernelFactory:
         """What the decorator asked of tilelang's passes; `inspect` shows the code that runs when it is given the same."""
         return dict(self._options["pass_configs"] or {})
 
+    @property
+    def compile_flags(self) -> tuple[str, ...]:
+        """What the decorator asked of the device compiler."""
+        flags = self._options["compile_flags"] or ()
+        return (flags,) if isinstance(flags, str) else tuple(flags)
+
     def __call__(self, *args, **kwargs) -> Kernel:
         """The kernel for these arguments; compiled once per set of arguments and per target."""
         target = self._options["target"] if self._options["target"] is not None else _device_kind()
@@ -210,9 +242,30 @@ class KernelFactory:
                 f"{self.__name__}: arguments of a kernel factory must be hashable, got {args} {kwargs}"
             ) from None
         if kernel is None:
-            kernel = compile(self.trace(*args, **kwargs), **self._options)
+            if target == "simulator":
+                kernel = self._kept(args, kwargs)
+            kernel = kernel or compile(self.trace(*args, **kwargs), **self._options)
             self._kernels[key] = kernel
         return kernel
+
+    def _kept(self, args: tuple, kwargs: dict) -> Kernel | None:
+        """A kernel for the simulator from an earlier run, or made for later ones; None where none is kept, see kept_kernels."""
+        options = self._options | {"target": "simulator"}
+        key = kept_kernels.key(self._function, args, kwargs, options)
+        if key is None:
+            return None
+        made: list[SimulatedKernel] = []
+
+        def make() -> kept_kernels.Kept:
+            made.append(compile(self.trace(*args, **kwargs), **options))
+            return made[0].kept
+
+        def again() -> PrimFunc:
+            func = self.trace(*args, **kwargs)
+            return _prepared_for_simulator(func, required_pass_configs(func, options["pass_configs"])).func
+
+        kept = kept_kernels.get_or_build(self.__name__, key, make)
+        return made[0] if made else SimulatedKernel(kept, again)
 
     def trace(self, *args, **kwargs) -> PrimFunc:
         """The traced T.prim_func for these arguments, not compiled, named after this factory or as `name` says."""

@@ -6,6 +6,7 @@ import functools
 
 import torch
 import tvm_ffi
+from tvm.tirx import PrimFunc
 
 from tilescale_net.compiler import arguments, nvcc
 from tilescale_net.compiler.arguments import BadArguments
@@ -25,16 +26,20 @@ class Kernel:
         target: "simulator" or tilelang's target dict.
         parameters: names of the arguments, without the context.
         prim_func: the rewritten function; its first parameter is the context.
+
+    Args:
+        made_of: something with the `context_index`, `names` and `ring_bytes` of `Prepared`.
     """
 
-    def __init__(self, prepared: Prepared, source: str, target):
-        self.name = kernel_name(prepared.func)
+    prim_func: PrimFunc
+
+    def __init__(self, name: str, made_of, source: str, target):
+        self.name = name
         self.source = source
         self.target = target
-        self.prim_func = prepared.func
-        self.ring_bytes = prepared.ring_bytes
-        self._context_index = prepared.context_index
-        names = list(prepared.names)
+        self.ring_bytes = made_of.ring_bytes
+        self._context_index = made_of.context_index
+        names = list(made_of.names)
         if self._context_index is not None:
             names.pop(self._context_index)
         self.parameters = tuple(names)
@@ -153,7 +158,8 @@ class CudaKernel(Kernel):
     """A kernel compiled for a GPU by tilelang."""
 
     def __init__(self, prepared: Prepared, compiled, target, threads: int | None = None):
-        super().__init__(prepared, compiled.get_kernel_source(), target)
+        super().__init__(kernel_name(prepared.func), prepared, compiled.get_kernel_source(), target)
+        self.prim_func = prepared.func
         self._compiled = compiled
         self._threads = threads
 

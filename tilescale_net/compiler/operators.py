@@ -198,6 +198,7 @@ OPERATORS: dict[str, Operator] = {
         Operator("barrier_grid", scope="block"),
         Operator("remote", (), ("context", "memory", "pe"), "handle"),
         Operator("ld", ("Order", "MemScope"), ("memory",), "value"),
+        Operator("benign_race", args=("context", "memory", "bytes")),
         Operator("st", ("Order", "MemScope"), ("memory", "value")),
     )
 }

@@ -1,21 +1,19 @@
 """Every kernel compiled for sm_90 at full size: wide accesses, no read-only loads, no spilled registers."""
 
+import functools
 import importlib
 import pkgutil
-import re
 
 import pytest
 
 import tests.kernels.moe
 import tilescale_net.kernels.moe
 from tests import sass
+from tests.generated import Generated
 from tests.kernels.declared import declared
 from tests.kernels.test_generated_code import tools  # noqa: F401 (a fixture)
 from tests.ptx import read_only_loads
-from tilescale_net.compiler import inspect
-from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.jit import KernelFactory
-from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC
 
 SHAPE = dict(ranks=4, experts=256, top_k=8, max_tokens=4096)
 FEW = dict(ranks=4, experts=256, top_k=8, max_tokens=128)
@@ -53,6 +51,16 @@ KERNELS |= {name: variants for name, (_, variants) in declared(tests.kernels.moe
 CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments in variants]
 
 
+def _factory(name: str) -> KernelFactory:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(f"tilescale_net.kernels.moe.{module}"), attribute)
+
+
+@functools.cache
+def _generated() -> Generated:
+    return Generated((_factory(name), arguments) for name, arguments in CASES)
+
+
 def test_every_kernel_is_compiled():
     found = set()
     for module in pkgutil.iter_modules(tilescale_net.kernels.moe.__path__):
@@ -63,17 +71,12 @@ def test_every_kernel_is_compiled():
 
 
 @pytest.mark.parametrize("name, arguments", CASES, ids=[f"{n.split('.')[-1]}-{i}" for i, (n, _) in enumerate(CASES)])
-def test_code_for_sm_90(tools, tmp_path, name, arguments):  # noqa: F811
-    module, _, attribute = name.rpartition(".")
-    func = getattr(importlib.import_module(f"tilescale_net.kernels.moe.{module}"), attribute).trace(**arguments)
-    source = inspect.cuda_source(func, pass_configs=EXPLICIT_SYNC)
-    assert "__restrict__" not in source
-    keep = ("--keep", f"--keep-dir={tmp_path}")
-    cubin = inspect.compile_source(source, "cubin", extra=keep, threads=block_threads(func))
-    assert not read_only_loads((tmp_path / "kernel.ptx").read_text())
-    sass = inspect.disassemble(cubin)
-    main = sass[sass.index(f"{kernel_name(func)}_kernel") :]
-    instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", main)
+def test_code_for_sm_90(tools, name, arguments):  # noqa: F811
+    module = name.rpartition(".")[0]
+    code = _generated().code(_factory(name), **arguments)
+    assert "__restrict__" not in code.source
+    assert not read_only_loads(code.ptx)
+    instructions = code.instructions
     assert len(instructions) > 100
     spilled = [i for i in instructions if i.startswith(("LDL", "STL"))]
     assert len(spilled) < 40, f"{len(spilled)} accesses to spilled registers"
@@ -88,9 +91,7 @@ def test_rows_that_are_summed_are_loaded_together(tools, ranks, by_rank):  # noq
     """The reducers' loads of a batch wait for none of each other: sums took twice as long when a comparison between
     them shared a counter with them. (Only schedules that were assembled tell: the order of the instructions is fine.)"""
     shape = dict(SUM, ranks=ranks, by_rank=by_rank, weighted="" if by_rank else "choices", threads=384)
-    func = importlib.import_module("tilescale_net.kernels.moe.combine_throughput").combine_throughput.trace(**shape)
-    source = inspect.cuda_source(func, pass_configs=EXPLICIT_SYNC)
-    code = sass.schedule(inspect.compile_source(source, "cubin", extra=(EXACT_SUMS,), threads=block_threads(func)))
+    code = _generated().code(_factory("combine_throughput.combine_throughput"), **shape).schedule
     batches = _batches(code)
     assert max(len(loads) for loads in batches) >= 4 * min(ranks, 4)
     for loads in batches:

@@ -91,7 +91,7 @@ def _inside(access, in_tile: bool) -> tirx.PrimExpr | None:
     """The condition under which an access is made; None where none is needed."""
     buffer = access.buffer
     scope = buffer.scope()
-    if scope.startswith("local"):
+    if scope.startswith("local") or scope == "shared.barrier":  # a barrier is not loaded, but named like an element
         return None
     pairs = [(i, size) for i, size in zip(access.indices, buffer.shape) if not isinstance(i, tirx.Ramp)]
     pairs = [pair for pair in pairs if not _is_known(*pair)]

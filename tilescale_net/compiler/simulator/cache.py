@@ -1,5 +1,5 @@
-"""What the simulator has made of kernels, kept for the next time in one folder per user: lowered kernels,
-libraries and headers.
+"""What the simulator has made of kernels, kept for the next time in one folder per user: kernels before and after they
+are lowered, libraries and headers.
 
 Libraries are code that this process runs, so that the folder and every file are used only if they belong to this user
 and nobody else may write them.
@@ -17,14 +17,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import private_folder, settings
 
-SUFFIXES = (".so", ".lowered", ".gch")
+SUFFIXES = (".so", ".lowered", ".kept", ".gch")
 # Files that end with a digest of what they hold, so that one which a full disk or a power cut has damaged is not used:
 # reading it could crash. Compilers check precompiled headers themselves.
-SEALED = (".so", ".lowered")
+SEALED = (".so", ".lowered", ".kept")
 _DIGEST = hashlib.sha256().digest_size
 # What is kept: what was used within so many days, the latest of it up to so many bytes.
 KEPT_DAYS, KEPT_BYTES = 30, 1 << 30
@@ -73,7 +74,8 @@ def get_or_build(name: str, key: str, suffix: str, make: Callable[[Path], Path])
         path = place / f"{name[:60]}-{key}{suffix}"
         if _used(path):
             return path
-        lock = open(place / f"lock-{key[0]}", "w")  # sixteen serve all files
+        # Sixteen serve all files of a kind. A kept kernel is made of the others, under whose locks it must not be.
+        lock = open(place / f"lock-{'k' if suffix == '.kept' else ''}{key[0]}", "w")
     except OSError as err:
         raise _unusable(place, err) from err
     try:
@@ -92,6 +94,32 @@ def get_or_build(name: str, key: str, suffix: str, make: Callable[[Path], Path])
         raise
     _prune(place)
     return path
+
+
+def get_or_write(name: str, key: str, suffix: str, make: Callable[[], Any], parse: Callable[[str], Any]) -> Any:
+    """What `make` returns, or what it returned to the program that wrote the file.
+
+    Args:
+        name, key, suffix: as in `get_or_build`; the suffix is one of SEALED.
+        make: returns something with a method `text()`.
+        parse: makes it of its text; raises ValueError, KeyError or TypeError for what is none.
+    """
+    made: list[Any] = []
+
+    def write(work: Path) -> Path:
+        made.append(make())
+        out = work / f"kernel{suffix}"
+        out.write_text(made[0].text())
+        return out
+
+    while True:
+        path = get_or_build(name, key, suffix, write)
+        if made:
+            return made[0]
+        try:
+            return parse(unseal(path.read_bytes()).decode())
+        except (OSError, ValueError, KeyError, TypeError):  # another program has removed or damaged it
+            discard(path)
 
 
 def _unusable(place: Path, err: OSError) -> ConfigurationError:

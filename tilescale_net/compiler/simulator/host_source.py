@@ -19,7 +19,7 @@ _UNSUPPORTED = (
     (r"\b(?:tl::)?w(?:ar)?pgroup_\w+|\btl::wgmma\w*|\btl::wait_wgmma\b", "warp-group matrix products (wgmma)"),
     (r"\btl::tcgen05\w*|\btl::tmem_\w+", "tensor memory (tcgen05)"),
     (r"\bCUtensorMap\b|\btl::tma_\w+|\btl::prefetch_tma_descriptor\b", "tensor memory accelerator copies (TMA)"),
-    (r"\btl::(?:cp_async|mbarrier|fence_barrier|fence_proxy)\w*|\bBarrier\s*\*", "asynchronous copies and mbarriers"),
+    (r"\btl::(?:cp_async|mbarrier|fence_proxy)\w*", "asynchronous copies"),
     (r"\btl::ptx_(?:ld|st)matrix\w*", "ldmatrix and stmatrix"),
     (r"\btl::(?:cluster_\w+|clc_\w+|block_rank_in_cluster)\b", "thread block clusters"),
     (r"\bcurand\w*", "cuRAND"),
@@ -72,6 +72,17 @@ class HostSource:
     text: str
     kernels: dict[str, tuple[Parameter, ...]]
     dynamic_shared: frozenset[str]
+
+    def fields(self) -> dict:
+        """What `from_fields` takes, as JSON can hold it."""
+        kernels = {name: [list(vars(p).values()) for p in listed] for name, listed in self.kernels.items()}
+        return {"text": self.text, "kernels": kernels, "dynamic_shared": sorted(self.dynamic_shared)}
+
+    @classmethod
+    def from_fields(cls, fields: dict) -> HostSource:
+        """Raises KeyError or TypeError for what `fields` did not make."""
+        kernels = {name: tuple(Parameter(*p) for p in listed) for name, listed in fields["kernels"].items()}
+        return cls(fields["text"], kernels, frozenset(fields["dynamic_shared"]))
 
 
 def check_supported(name: str, source: str) -> None:

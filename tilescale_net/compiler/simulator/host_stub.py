@@ -7,6 +7,7 @@ from the signature, gives the simulator the same checks and the same geometry, d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,15 +232,15 @@ class _Translator:
         self.lines.append(f"_launches.append(_Launch({callee!r}, ({values})))")
 
 
-def translate(name: str, host_mod):
-    """A Python function `(args) -> list[Launch]` that does what the host function in `host_mod` does.
+def translate(name: str, host_mod) -> str:
+    """Python source of a function `host(args)` that does what the host function in `host_mod` does; see `load`.
 
     Args:
         name: the kernel's name, for errors.
         host_mod: `CompiledArtifact.host_mod` of tilelang.lower.
 
-    The function raises KernelError for arguments of the wrong type, shape, stride or number.
-    Raises SimulatorUnsupported when the host function holds something unknown.
+    Raises:
+        SimulatorUnsupported: the host function holds something unknown.
     """
     functions = [f for f in host_mod.functions.values() if isinstance(f, tirx.PrimFunc)]
     if len(functions) != 1:
@@ -248,17 +249,25 @@ def translate(name: str, host_mod):
     function = functions[0]
     parameters = [translator.var(p) for p in function.params]
     translator.stmt(function.body)
-
-    def refuse(message: str, args) -> None:
-        given = ", ".join(describe(a) for a in args)
-        raise BadArguments(f"kernel {name}: {message}; the arguments are: {given}")
-
     head = [
         "def host(args):",
         f"  {', '.join(parameters[:4])} = None, args, len(args), None",
         "  _launches = []",
     ]
-    source = "\n".join([*head, *("  " + line for line in translator.lines), "  return _launches"])
+    return "\n".join([*head, *("  " + line for line in translator.lines), "  return _launches"])
+
+
+def load(name: str, source: str) -> Callable[[tuple], list[Launch]]:
+    """The function that `translate` has written.
+
+    It takes the arguments as a tuple and returns the kernels to launch. It raises KernelError for arguments of the wrong
+    type, shape, stride or number.
+    """
+
+    def refuse(message: str, args) -> None:
+        given = ", ".join(describe(a) for a in args)
+        raise BadArguments(f"kernel {name}: {message}; the arguments are: {given}")
+
     scope = {
         "_field": _field, "_argument": _argument, "_cast": _cast, "_tdiv": _truncated_div, "_Launch": Launch,
         "_refuse": refuse,

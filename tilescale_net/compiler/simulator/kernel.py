@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import time
+from collections.abc import Callable, Sequence
 
 import torch
+from tvm.tirx import PrimFunc
 
 from tilescale_net import errors
 from tilescale_net.compiler.arguments import BadArguments
 from tilescale_net.compiler.kernel import Kernel
-from tilescale_net.compiler.passes import Prepared
 from tilescale_net.compiler.simulator import host_compiler, host_source, host_stub
+from tilescale_net.compiler.simulator.kept_kernels import Kept
 from tilescale_net.compiler.simulator.lowered_cache import Lowered
 from tilescale_net.errors import KernelError
 from tilescale_net.runtime import context as context_layout
@@ -51,11 +54,11 @@ class SimulatedFunction:
     error names the seed that repeats the schedule.
 
     Raises:
-        SimulatorUnsupported: the kernel uses what the simulator cannot run; names the construct.
+        SimulatorUnsupported: the compiler refuses the kernel.
         ConfigurationError: no C++ compiler, or no CUDA headers.
     """
 
-    def __init__(self, name: str, lowered: Lowered, context_index: int | None = None, lines: list[str] = ()):
+    def __init__(self, name: str, lowered: Lowered, context_index: int | None = None, lines: Sequence[str] = ()):
         from tilescale_net import _simulator
 
         self.name = name
@@ -63,13 +66,13 @@ class SimulatedFunction:
         self._lines = list(lines)
         self._communicates = context_index is not None
         self.n_arguments = lowered.n_arguments
-        translated = host_source.translate(name, lowered.kernel_source)
-        self.host_source = translated.text
-        self._kernels = translated.kernels
-        self._dynamic_shared = translated.dynamic_shared
-        self._host = host_stub.translate(name, lowered.host_mod)
+        unit = lowered.unit
+        self.host_source = unit.text
+        self._kernels = unit.kernels
+        self._dynamic_shared = unit.dynamic_shared
+        self._host = host_stub.load(name, lowered.host_function)
         self._simulator = _simulator
-        self._library = host_compiler.load(name, translated.text)
+        self._library = host_compiler.load(name, unit.text)
 
     def __call__(self, *args) -> None:
         """Run the kernel to its end."""
@@ -116,7 +119,8 @@ class SimulatedFunction:
             error = device_errors.describe(record, context.my_pe, context.n_pes, context.heap_base, timeout, heap)
             if error is not None:
                 line = self._line_of(record)
-                self._give_up(context, type(error)(f"{error} [{line}{where}{'; ' + remark if remark else ''}]"))
+                known = "".join(f"; {r}" for r in (self._simulator.live_state()["deadlock"], remark) if r)
+                self._give_up(context, type(error)(f"{error} [{line}{where}{known}]"))
             if world is not None:
                 world.check()
 
@@ -180,13 +184,20 @@ class SimulatedKernel(Kernel):
     """A kernel that the simulator runs.
 
     Args:
-        lines: where the author's primitives stand, see sites.py.
+        kept: what it is made of.
+        prim_func: gives the traced and rewritten function; asked for when a call is wrong, to say what is.
     """
 
-    def __init__(self, prepared: Prepared, lowered: Lowered, lines: list[str]):
-        super().__init__(prepared, lowered.kernel_source, "simulator")
-        index = None if prepared.context_index is None else 0  # prepared kernels take it first
-        self._simulated = SimulatedFunction(self.name, lowered, index, lines)
+    def __init__(self, kept: Kept, prim_func: Callable[[], PrimFunc]):
+        super().__init__(kept.name, kept, kept.lowered.kernel_source, "simulator")
+        index = None if kept.context_index is None else 0  # prepared kernels take it first
+        self._simulated = SimulatedFunction(self.name, kept.lowered, index, kept.lines)
+        self.kept = kept
+        self._prim_func = prim_func
+
+    @functools.cached_property
+    def prim_func(self) -> PrimFunc:
+        return self._prim_func()
 
     def _function(self):
         return self._simulated

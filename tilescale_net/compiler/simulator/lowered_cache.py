@@ -2,53 +2,62 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 from tilelang import tvm
 from tvm.tirx import PrimFunc
 
 from tilescale_net.compiler import toolchain
-from tilescale_net.compiler.simulator import cache
+from tilescale_net.compiler.simulator import cache, host_source, host_stub
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Lowered:
     """What a simulated kernel is made of.
 
+    It holds texts only: TVM takes longer to read its own form of a host module than all else that an earlier run leaves to do.
+
     Attributes:
         kernel_source: CUDA source.
-        host_mod: tilelang's host module (an IRModule), which holds checks and launch geometry.
+        unit: the same as C++ for the host.
+        host_function: Python source of checks and launch geometry, see host_stub.py.
         n_arguments: how many arguments the host function takes.
     """
 
     kernel_source: str
-    host_mod: tvm.IRModule
+    unit: host_source.HostSource
+    host_function: str
     n_arguments: int
 
     @classmethod
-    def from_artifact(cls, artifact) -> Lowered:
-        """From a `tilelang.engine.param.CompiledArtifact`."""
-        return cls(artifact.kernel_source, artifact.host_mod, len(artifact.params))
+    def from_artifact(cls, name: str, artifact) -> Lowered:
+        """From a `tilelang.engine.param.CompiledArtifact`. Raises SimulatorUnsupported, which names the kernel."""
+        return cls(
+            artifact.kernel_source,
+            host_source.translate(name, artifact.kernel_source),
+            host_stub.translate(name, artifact.host_mod),
+            len(artifact.params),
+        )
 
     def text(self) -> str:
-        host = tvm.ir.save_json(self.host_mod)
-        return json.dumps({"source": self.kernel_source, "host": host, "arguments": self.n_arguments})
+        return json.dumps(dataclasses.asdict(self) | {"unit": self.unit.fields()})
 
     @classmethod
     def parse(cls, text: str) -> Lowered:
-        """From `text()`. Raises ValueError or KeyError for anything else."""
+        """From `text()`. Raises ValueError, KeyError or TypeError for anything else."""
         fields = json.loads(text)
-        return cls(fields["source"], tvm.ir.load_json(fields["host"]), fields["arguments"])
+        unit = host_source.HostSource.from_fields(fields.pop("unit"))
+        return cls(unit=unit, **fields)
 
 
 @functools.cache
-def _versions() -> tuple[str, ...]:
+def versions() -> tuple[str, ...]:
+    """Versions of what lowers kernels."""
     return tuple(importlib.metadata.version(package) for package in ("tilelang", "apache-tvm-ffi"))
 
 
@@ -63,22 +72,9 @@ def get_or_build(name: str, func: PrimFunc, target: dict, pass_configs: dict, lo
         tvm.ir.save_json(func),
         json.dumps([target, pass_configs], sort_keys=True, default=str),
         toolchain.sources_hash(),
-        *_versions(),
+        *versions(),
     ]
     key = hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:24]
-    made: list[Lowered] = []
-
-    def make(work: Path) -> Path:
-        made.append(Lowered.from_artifact(lower(func, target, pass_configs)))
-        out = work / "kernel.lowered"
-        out.write_text(made[0].text())
-        return out
-
-    while True:
-        path = cache.get_or_build(name, key, ".lowered", make)
-        if made:
-            return made[0]
-        try:
-            return Lowered.parse(cache.unseal(path.read_bytes()).decode())
-        except (OSError, ValueError, KeyError, TypeError):  # another program has removed or damaged it
-            path.unlink(missing_ok=True)
+    return cache.get_or_write(
+        name, key, ".lowered", lambda: Lowered.from_artifact(name, lower(func, target, pass_configs)), Lowered.parse
+    )

@@ -1,0 +1,101 @@
+"""CUDA source, PTX and machine code of kernels for sm_90, as tests look at them.
+
+nvcc spends most of its time on headers, so that kernels with blocks of one size are compiled together.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests import sass
+from tilescale_net.compiler import inspect
+from tilescale_net.compiler.ir import kernel_name
+from tilescale_net.compiler.jit import KernelFactory, known_threads
+
+
+@dataclass(frozen=True)
+class Code:
+    """One kernel's code.
+
+    Attributes:
+        source: of the kernel alone.
+        ptx: of the kernel, then of the functions that are not inlined, which all kernels share.
+        cubin: of all kernels that were compiled with it.
+        entry: the kernel's name there.
+    """
+
+    source: str
+    ptx: str
+    cubin: bytes
+    entry: str
+
+    @functools.cached_property
+    def instructions(self) -> list[str]:
+        """Names of the machine's instructions with their suffixes, in order."""
+        return sass.names(self.cubin, self.entry)
+
+    @functools.cached_property
+    def schedule(self) -> list[sass.Instruction]:
+        return sass.schedule(self.cubin, self.entry)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    source: str
+    entry: str
+    threads: int | None
+    flags: tuple[str, ...]
+
+    @classmethod
+    def of(cls, factory: KernelFactory, arguments: dict) -> _Traced:
+        func = factory.trace(**arguments)
+        source = inspect.cuda_source(func, pass_configs=factory.pass_configs)
+        threads = known_threads(func, factory.pass_configs)
+        return cls(source, f"{kernel_name(func)}_kernel", threads, factory.compile_flags)
+
+
+class Generated:
+    """Code of kernels, compiled when a test asks for one: it, and those of `cases` whose blocks and flags are the same.
+
+    Args:
+        cases: factories with the arguments that most tests ask for.
+    """
+
+    def __init__(self, cases: Iterable[tuple[KernelFactory, dict]]):
+        self._cases = list(cases)
+        self._code: dict[tuple, Code] = {}
+
+    def code(self, factory: KernelFactory, **arguments) -> Code:
+        key = _key(factory, arguments)
+        if key not in self._code:
+            asked = self._traced.get(key) or _Traced.of(factory, arguments)
+            alike = {k: t for k, t in self._traced.items() if (t.threads, t.flags) == (asked.threads, asked.flags)}
+            self._compile(alike if key in alike else {key: asked})
+        return self._code[key]
+
+    @functools.cached_property
+    def _traced(self) -> dict[tuple, _Traced]:
+        return {_key(factory, arguments): _Traced.of(factory, arguments) for factory, arguments in self._cases}
+
+    def _compile(self, kernels: dict[tuple, _Traced]) -> None:
+        entries = {key: f"{kernel.entry}_{i}" for i, (key, kernel) in enumerate(kernels.items())}
+        sources = [re.sub(rf"\b{k.entry}\b", entries[key], k.source) for key, k in kernels.items()]
+        one = next(iter(kernels.values()))
+        with tempfile.TemporaryDirectory() as folder:
+            extra = (*one.flags, "--keep", f"--keep-dir={folder}")
+            cubin = inspect.compile_source("\n".join(sources), "cubin", extra=extra, threads=one.threads)
+            ptx = (Path(folder) / "kernel.ptx").read_text()
+        _, *parts = re.split(r"(?m)^(?=(?:\.visible |\.weak )*\.(?:entry|func) )", ptx)
+        functions = "".join(part for part in parts if ".entry" not in part)
+        bodies = {re.search(r"\.entry (\w+)", part)[1]: part for part in parts if ".entry" in part}
+        for (key, kernel), source in zip(kernels.items(), sources):
+            self._code[key] = Code(source, bodies[entries[key]] + functions, cubin, entries[key])
+
+
+def _key(factory: KernelFactory, arguments: dict) -> tuple:
+    return (factory, *sorted(arguments.items()))
