@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from tilescale_net.compiler.jit import compile, jit
+    from tilescale_net.compiler.macro import macro
+    from tilescale_net.runtime.survivors import Survivors
     from tilescale_net.runtime.world import World
 
     # None: the world of all ranks of the job, or the only one.
@@ -71,8 +73,10 @@ __all__ = [
     "free",
     "init",
     "jit",
+    "macro",
     "range",
     "rank",
+    "shrink",
     "size",
     "stats",
     "synchronize",
@@ -224,6 +228,32 @@ def barrier(group: Group = None) -> None:
     world(group).barrier()
 
 
+def shrink(step: int = 0, *, timeout: float | None = None, group: Group = None) -> Survivors:
+    """Go on without the ranks that are lost, in the same processes and with the same objects.
+
+    Collective over the ranks that remain, each of which has met `PeerLost`, `WaitTimeout` or `FabricError` or will meet it
+    in its next call. It ends the kernels of this rank, waits for the ranks that still answer, forgets the failure, and
+    makes the collective calls of the host (memory, barriers, new objects, `finalize`) calls of those ranks alone. Memory,
+    tensors and PE numbers stay. What was under way is void on all ranks: an `AllToAll` goes on after its `set_active()`,
+    other objects must be freed and made anew.
+
+    Args:
+        step: a number of the caller, such as that of the step which failed; ranks may be a call apart when one is lost.
+        timeout: seconds that ranks may take to come which live and have not; default TSN_TIMEOUT. A rank that does not come
+            is lost, and its process is ended (SIGKILL): what it launched might write into memory of the others.
+        group: see `world`.
+
+    Returns:
+        Survivors: `ranks`, the PEs that go on, and `steps`, what each of them gave.
+
+    Raises:
+        PeerLost: the others have gone on without this rank, the process that keeps the store of the job is gone, or another
+            rank was lost meanwhile, after which it may be called again.
+        TileScaleError: the group has ranks on several nodes, or the failure is this rank's own; it raises that one.
+    """
+    return world(group).shrink(step, timeout)
+
+
 def synchronize(group: Group = None) -> None:
     """Wait for this rank's kernels and raise what they or the proxy met in the group. Not collective."""
     world(group).synchronize()
@@ -260,4 +290,8 @@ def __getattr__(name: str) -> Any:
         from tilescale_net.compiler import jit as _jit
 
         return getattr(_jit, name)
+    if name == "macro":
+        from tilescale_net.compiler.macro import macro as _macro
+
+        return _macro
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

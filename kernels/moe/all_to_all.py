@@ -10,14 +10,13 @@ from collections.abc import Sequence
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.kernels.collective import Collective
 from tilescale_net.kernels.moe.argument_checks import ArgumentChecks
 from tilescale_net.kernels.moe.config import configure
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending
 from tilescale_net.kernels.moe.implementations import IMPLEMENTATIONS, heap_bytes
 from tilescale_net.kernels.moe.mode import Phase
-from tilescale_net.kernels.moe.states import Machine
-from tilescale_net.kernels.moe.status import ArgumentError, Status
+from tilescale_net.kernels.moe.participant import Participant
+from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.tuning import Tuning
 from tilescale_net.runtime.profiling import named
 
@@ -26,7 +25,7 @@ OBJECTS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-class AllToAll(Collective):
+class AllToAll(Participant):
     """Dispatch and combine of an expert-parallel layer; rank r hosts experts [r * E / ranks, (r + 1) * E / ranks).
 
     Constructed by all ranks with the same arguments, which compiles its kernels. All ranks then make the same calls in
@@ -39,7 +38,7 @@ class AllToAll(Collective):
         hidden: elements of a row; a row of `dtype` and of `combine_dtype` is a multiple of 16 bytes.
         top_k: choices per token.
         dtype: of dispatched rows: bfloat16, float16, float32, or float8_e4m3fn with a float32 scale per 128 elements.
-        mode: "throughput" (few multiprocessors, thousands of tokens) or "latency" (all multiprocessors, up to 512).
+        mode: "throughput" (few multiprocessors, thousands of tokens) or "latency" (all multiprocessors, up to 1024).
         layout: throughput mode: "expert" gives the rows of each expert in one piece, ready for a grouped GEMM; "rank"
             gives each token once per rank, with an index of the rows of each expert.
         alignment: throughput mode: the first row of each expert is a multiple of it.
@@ -47,8 +46,11 @@ class AllToAll(Collective):
             A dispatch that does not fit on some rank sends nothing and raises on all of them.
         combine_dtype: of `y` and of combine's result; default `dtype`, or bfloat16 where `dtype` is FP8.
         quantize_combine: rows travel back as FP8 with a scale per 128 elements.
-        zero_copy: throughput mode, layout "expert": outputs lie in symmetric memory (`empty_output`, or the one that this
-            object owns) and most rows land in place. False: outputs are ordinary tensors, and rows are copied once more.
+        zero_copy: throughput mode: outputs lie in symmetric memory (`empty_output`, or the one that this object owns) and most
+            rows land in place. False: outputs are ordinary tensors, the caller's or new ones, and rows are copied once more;
+            layout "rank": all places for rows are.
+        scale_words: 4-byte words of scales of an FP8 row; default a float32 per 128 elements. Others are scales per token
+            (1) or packed exponents: rows must then come with their scales.
         active: for each rank whether it takes part; see `set_active`. Default: the ranks that take part in the job.
         warm_up: compile the kernels of every call that can be made, not only those of an ordinary one, so that no rank
             waits in a call for one that compiles. Default: on a GPU.
@@ -68,6 +70,7 @@ class AllToAll(Collective):
         self, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype = torch.bfloat16,
         mode: str = "throughput", *, layout: str = "expert", alignment: int = 1, capacity: int | None = None,
         combine_dtype: torch.dtype | None = None, quantize_combine: bool = False, zero_copy: bool = True,
+        scale_words: int | None = None,
         active: list[bool] | None = None, warm_up: bool | None = None, tuning: Tuning | None = None,
         group: tsn.Group = None,
     ):  # fmt: skip
@@ -75,34 +78,26 @@ class AllToAll(Collective):
         self.config = config = configure(
             world.size, num_experts, max_tokens, hidden, top_k, dtype, mode, layout=layout, alignment=alignment,
             capacity=capacity, combine_dtype=combine_dtype, quantize_combine=quantize_combine, zero_copy=zero_copy,
+            scale_words=scale_words,
         )  # fmt: skip
         on_gpu = world.device.type == "cuda"
         count = torch.cuda.get_device_properties(world.device).multi_processor_count if on_gpu else 0
         self.tuning = tuning = (tuning or Tuning()).resolved(config, on_gpu, count)
         if active is not None:
-            active = self._checked(active, world.size)
+            active = self.checked_list(active, world.size)
         super().__init__(
             "AllToAll", f"{config.describe()}, {tuning}, active={active}", tuning.threads, tuning.blocks, world
         )
-        self._machine = Machine()
-        self._number = str(next(_numbers))
+        self._take_part(str(next(_numbers)))
         OBJECTS[self._number] = self
         self.proxied = 0 in world.peer_base
         with torch.inference_mode(False):
-            self.mask = tuple(r in self._members for r in range(self.n_pes))
-            self.active = torch.tensor(self.mask, dtype=torch.int32, device=self.device)
-            self.status = Status(world)
             self._mode = IMPLEMENTATIONS[mode][0](self, config)
-        self._name_key()
         shape, symmetric = self._mode.output_shape(), self._mode.symmetric_output
         self._checks = ArgumentChecks(config, self.device, world.heap, shape, symmetric)
         self._compile(on_gpu if warm_up is None else warm_up)
         if active is not None:
             self.set_active(active)
-
-    def _name_key(self) -> None:
-        """The text by which operators, which take tensors, numbers and text, find this object and its ranks; see tilescale_net.ops."""
-        self.key = f"{self._number} {''.join('01'[m] for m in self.mask)}"
 
     def _compile(self, everything: bool) -> None:
         """Compile on all ranks before any of them goes on; an error of one is an error of all.
@@ -128,51 +123,17 @@ class AllToAll(Collective):
 
     heap_bytes = staticmethod(heap_bytes)
 
+    @property
+    def under_way(self) -> tuple[str, ...]:
+        """What this rank has sent and not yet received: "dispatch", "combine", both or none."""
+        return tuple(self._machine.pending)
+
     def empty_output(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Memory for `out` of dispatch: rows, or rows and scales for FP8. Collective where it is symmetric."""
         self._begin("empty_output")
         symmetric = functools.partial(tsn.empty, group=self._world)
         rows, scales = self._mode.new_output(symmetric if self._mode.symmetric_output else None)
         return rows if scales is None else (rows, scales)
-
-    @staticmethod
-    def _checked(active, ranks: int) -> tuple[bool, ...]:
-        active = tuple(bool(a) for a in active)
-        if len(active) != ranks:
-            raise ValueError(f"AllToAll: active has {len(active)} entries; there are {ranks} ranks")
-        if not any(active):
-            raise ValueError("AllToAll: active leaves out every rank")
-        return active
-
-    def set_active(self, active: list[bool]) -> None:
-        """Leave ranks out of the job from the next call on: they get nothing, and no rank waits for them.
-
-        Collective over the ranks that stay, with the same list; nothing may be under way. From then on they make the
-        host's collective calls (memory, barriers, new objects, `free`) without the others, and handles from before are
-        refused. Objects made before accept no calls until their `set_active` is called too. A rank that is left out
-        need not call; it may then only `check`, `free` and finalize, and cannot come back.
-
-        Raises:
-            ValueError: a list of another length, or one that brings a rank back.
-            RankMismatch: another rank gave another list.
-            PeerLost: a rank that shall stay did not call.
-        """
-        self._begin("set_active")
-        active = self._checked(active, self.n_pes)
-        if self._machine.pending:
-            raise ValueError("AllToAll.set_active: a half was under way here when ranks left; free this object")
-        control = self._world.control
-        back = [r for r in range(self.n_pes) if active[r] and not (self.mask[r] and r in control.members)]
-        if back:
-            raise ValueError(f"AllToAll: active brings back ranks {back}; make a new job instead")
-        if not active[self.rank]:
-            control.leave()
-            return
-        self._world.synchronize()
-        control.keep([r for r in range(self.n_pes) if active[r]], "AllToAll.set_active")
-        self._members, self._machine.outdated, self.mask = control.members, False, active
-        self._name_key()
-        self.active.copy_(torch.tensor(active, dtype=torch.int32, device="cpu"), non_blocking=True)
 
     def check(self) -> None:
         """Wait for this rank's kernels and raise what they refused; see `dispatch`."""
@@ -196,8 +157,8 @@ class AllToAll(Collective):
         """Send each token to the ranks of its experts.
 
         Args:
-            x: [tokens, hidden] of `dtype`; for FP8 a pair (x, scales) with scales [tokens, ceil(hidden / 128)] float32, or,
-                in latency mode, unquantised rows that are quantised on the way. 0 to max_tokens tokens.
+            x: [tokens, hidden] of `dtype`; for FP8 a pair (x, scales) with scales [tokens, scale_words] float32 or int32,
+                or, in latency mode, unquantised rows that are quantised on the way. 0 to max_tokens tokens.
             topk_idx: [tokens, top_k] expert of each choice, int64 or int32; -1: no choice.
             topk_weights: [tokens, top_k] float32; default 1.
             mask: layout "rank", instead of choices: [tokens, ranks] bool, to which ranks each token goes; top_k is at least
@@ -258,7 +219,7 @@ class AllToAll(Collective):
                 raise ArgumentError("handle", TypeError(f"{self.config.mode} mode takes topk_idx, and no handle"))
             x, scales = checks.rows(x)
             if reuses:
-                choices = checks.handle(handle, self.mask, self._machine.pending.get("dispatch"))
+                choices = checks.handle(handle, self.membership, self._machine.pending.get("dispatch"))
                 checks.known(len(x), handle)
             else:
                 if mask is not None:
@@ -352,7 +313,7 @@ class AllToAll(Collective):
         """Check and launch; `values` holds the one of combine_values, whatever it is."""
         checks, pair = self._checks, None
         try:
-            checks.handle(handle, self.mask, self._machine.pending.get("dispatch"))
+            checks.handle(handle, self.membership, self._machine.pending.get("dispatch"))
             out = checks.combine(y, handle, out, weights, bias)
             for given in values:
                 checks.values(given, y)
@@ -365,40 +326,3 @@ class AllToAll(Collective):
         if pair:
             pending.result = out, pair[1]
         return pending
-
-    # -- states and refusals ----------------------------------------------------------------------------------------
-
-    def _machine_check(self, call: str) -> None:
-        machine = self._machine
-        machine.freed = not self.alive
-        machine.outdated = self._members is not self._world.control.members
-        machine.left_out = self._world.control.left
-        machine.check(call)
-
-    def _begin(self, call: str = "") -> None:
-        """How every call that sends begins: the state is checked, then what has failed meanwhile."""
-        self._machine_check(call)
-        self._world.check()
-        self._raise_refusal()
-
-    def _named(self, call: str, error: ArgumentError) -> Exception:
-        return type(error.error)(f"AllToAll.{call} on rank {self.rank}: {error.error}")
-
-    def _refusal(self) -> Exception | None:
-        """What kernels refused since the last look."""
-        return self.status.error("AllToAll", self.config.num_experts, self.config.capacity)
-
-    def _raise_refusal(self) -> None:
-        error = self._refusal()
-        if error is not None:
-            raise error
-
-    def _raise_refusal_if_simulated(self) -> None:
-        """Where kernels have ended when their launch returns, a refusal is known at once."""
-        if self.device.type == "cpu":
-            self._raise_refusal()
-
-    def _forget_own_refusal(self) -> None:
-        """This rank raises what was wrong; the refusal that its kernels report is for the others."""
-        self._world.synchronize()
-        self._refusal()

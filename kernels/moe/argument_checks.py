@@ -7,8 +7,9 @@ import torch
 import tilescale_net as tsn
 from tilescale_net.kernels.moe.config import COMBINE_DTYPES, FP8, Config
 from tilescale_net.kernels.moe.handle import Handle
-from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.kernels.moe.status import ArgumentError
+
+SCALE_DTYPES = (torch.float32, torch.int32)  # words of scales: what is in them is the caller's
 
 
 class ArgumentChecks:
@@ -30,16 +31,14 @@ class ArgumentChecks:
         """`x` of dispatch as (rows, scales or None)."""
         c = self._c
         x, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
-        dtypes = (
-            (c.dtype, *COMBINE_DTYPES) if c.traits.quantises_rows and c.dtype == FP8 and scales is None else (c.dtype,)
-        )
+        dtypes = (c.dtype, *COMBINE_DTYPES) if c.can_quantise and scales is None else (c.dtype,)
         check_tensor("x", x, self._device, dtypes, (None, c.hidden))
         if len(x) > c.max_tokens:
             raise ArgumentError("x", ValueError(f"x has {len(x)} tokens; max_tokens is {c.max_tokens}"))
         if x.dtype == FP8:
             if scales is None:
                 raise ArgumentError("scales", TypeError("x is FP8, so x must be a pair (x, scales)"))
-            check_tensor("scales", scales, self._device, (torch.float32,), (len(x), groups_of(c.hidden)))
+            check_tensor("scales", scales, self._device, SCALE_DTYPES, (len(x), c.scale_words), alignment=4)
         elif scales is not None:
             raise ArgumentError(
                 "scales", TypeError(f"scales were given with x of dtype {x.dtype}; they belong to FP8 rows")
@@ -76,11 +75,11 @@ class ArgumentChecks:
         """`out` of dispatch as (rows, scales or None)."""
         c = self._c
         rows, scales = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
-        named = [(rows, c.dtype, self._shape)]
+        named: list[tuple] = [(rows, (c.dtype,), self._shape)]
         if c.dtype == FP8:
-            named.append((scales, torch.float32, (*self._shape[:-1], groups_of(c.hidden))))
-        for tensor, dtype, shape in named:
-            check_tensor("out", tensor, self._device, (dtype,), shape)
+            named.append((scales, SCALE_DTYPES, (*self._shape[:-1], c.scale_words)))
+        for tensor, dtypes, shape in named:
+            check_tensor("out", tensor, self._device, dtypes, shape)
             if self._symmetric and not 0 <= tensor.data_ptr() - self._heap.base <= self._heap.size - tensor.nbytes:
                 raise ArgumentError(
                     "out",
@@ -90,11 +89,11 @@ class ArgumentChecks:
                 )
         return rows, scales
 
-    def handle(self, handle, mask: tuple[bool, ...], pending) -> Handle:
+    def handle(self, handle, membership: tuple, pending) -> Handle:
         """A handle that this object can use.
 
         Args:
-            mask: which ranks take part now. pending: the dispatch that is sent and not received, or None.
+            membership: of the object now. pending: the dispatch that is sent and not received, or None.
         """
         if not isinstance(handle, Handle):
             raise ArgumentError("handle", TypeError(f"handle must be the handle of a dispatch, not {handle!r}"))
@@ -106,8 +105,10 @@ class ArgumentChecks:
                     "num_experts, max_tokens, top_k, mode, alignment, capacity)"
                 ),
             )
-        if handle.mask != mask:
-            raise ArgumentError("handle", ValueError("handle is from before set_active left ranks out; dispatch again"))
+        if handle.membership != membership:
+            raise ArgumentError(
+                "handle", ValueError("handle is from before set_active or a loss of ranks; dispatch again")
+            )
         if pending is not None and pending.handle.plan is handle.plan:
             raise ArgumentError(
                 "handle", ValueError("handle is of a dispatch that has not been received; call dispatch_recv first")
@@ -127,7 +128,7 @@ class ArgumentChecks:
             if c.layout != "expert":
                 raise ArgumentError("weights", ValueError('weights belong to layout "expert"'))
             shape = (handle.tokens, c.top_k) if c.traits.weighs_choices else (c.capacity,)
-            check_tensor("weights", weights, self._device, (torch.float32,), shape)
+            check_tensor("weights", weights, self._device, (torch.float32,), shape, alignment=4)
         if bias and not c.traits.adds_bias:
             raise ArgumentError("bias", ValueError(f"{c.mode} mode adds no bias; add it to the result"))
         if len(bias) > 2:
@@ -156,9 +157,8 @@ class ArgumentChecks:
         if not c.traits.weighs_rows:
             raise ArgumentError("values", ValueError("values belong to throughput mode"))
         by_choice = c.layout == "rank" and isinstance(values, torch.Tensor) and values.dim() == 2
-        check_tensor(
-            "values", values, self._device, (torch.float32,), (len(y), c.top_k) if by_choice else (c.capacity,)
-        )
+        shape = (len(y), c.top_k) if by_choice else (c.capacity,)
+        check_tensor("values", values, self._device, (torch.float32,), shape, alignment=4)
 
 
 def check_tensor(argument: str, tensor, device, dtypes, shape, alignment: int = 16) -> None:

@@ -86,7 +86,7 @@ class _Sizes:
         return batch_of(self.size, 7)
 
 
-@T.macro
+@tsn.macro
 def _send_part(s, dst, dst_scales, dst_row, y, targets, weights, src, begin, end, lane):
     """Sum a part of a row over this rank's experts into a row of `dst`."""
     K, width, batch, group = s.top_k, s.width, s.send_batch, s.send_group
@@ -116,7 +116,7 @@ def _send_part(s, dst, dst_scales, dst_row, y, targets, weights, src, begin, end
             store_rounded(dst, dst_row, acc, first, lane, end, width, batch, s.dtype)
 
 
-@T.macro
+@tsn.macro
 def _signal_part(arrived, slot: T.Ref, part: T.Ref, call: T.Ref, pe: T.Ref, lane):
     """Tell `pe` that a part, put by this warp, is there."""
     T.sync_warp()
@@ -125,7 +125,7 @@ def _signal_part(arrived, slot: T.Ref, part: T.Ref, call: T.Ref, pe: T.Ref, lane
         N.signal(arrived[slot, part], call, pe)
 
 
-@T.macro
+@tsn.macro
 def _send_proxied(
     s, y, targets, weights, slots, slot_scales, staged, staged_scales, arrived, source: T.Ref, there, slot: T.Ref,
     part: T.Ref, end: T.Ref, call: T.Ref, peer: T.Ref, lane,
@@ -153,7 +153,7 @@ def _send_proxied(
         )  # fmt: skip
 
 
-@T.macro
+@tsn.macro
 def _sum_part(
     s, out, slots, slot_scales, token_slot, arrived, piece, acc, from_row, token: T.Ref, part: T.Ref, end: T.Ref,
     first: T.Ref, peer: T.Ref, slot: T.Ref, call: T.Ref, parity: T.Ref, lane,

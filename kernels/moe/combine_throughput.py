@@ -16,7 +16,7 @@ from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
 from tilescale_net.kernels.moe.wire_layout import Totals, record_words
 
 
-@T.macro
+@tsn.macro
 def _find_rows(
     s,
     slot_of,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import tilelang.language as T
 
+import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.moe.row_ops import (
     add_dequantised,
@@ -79,7 +80,7 @@ class Sizes:
         return min(batch * (1 if self.width == 8 else 2), -(-self.units // 32))
 
 
-@T.macro
+@tsn.macro
 def send_row(s, dst, dst_scales, dst_values, dst_row, y, row_weight, row_values, records, source, j, base, lane):
     """Sum row j of `source` over this rank's experts into a row of `dst`."""
     K, width, batch, group, choices = s.top_k, s.width, s.send_batch, s.send_group, 1 if s.by_rank else s.top_k
@@ -126,7 +127,7 @@ def send_row(s, dst, dst_scales, dst_values, dst_row, y, row_weight, row_values,
                     dst_values[dst_row, i * 32 + lane] = T.float32(0)
 
 
-@T.macro
+@tsn.macro
 def send_direct(
     s, y, row_weight, row_values, slots, slot_scales, slot_values, records, base, me: T.Ref, peer: T.Ref, c: T.Ref, n: T.Ref,
     slot: T.Ref, size: T.Ref, lane,
@@ -149,7 +150,7 @@ def send_direct(
             )  # fmt: skip
 
 
-@T.macro
+@tsn.macro
 def send_proxied(
     s, y, row_weight, row_values, slots, slot_scales, slot_values, staged, staged_scales, staged_values, records, base, me: T.Ref,
     peer: T.Ref, c: T.Ref, n: T.Ref, slot: T.Ref, size: T.Ref, lane,
@@ -170,7 +171,7 @@ def send_proxied(
         N.put_warp(slot_values[there, 0], staged_values[slot, 0], peer, count=n * s.top_k)
 
 
-@T.macro
+@tsn.macro
 def add_bias(s, acc, bias, token: T.Ref, first, lane):
     """Add a row of the caller's to a batch of sums."""
     piece = T.alloc_local((s.sum_batch * s.width,), s.dtype)
@@ -178,7 +179,7 @@ def add_bias(s, acc, bias, token: T.Ref, first, lane):
     add_scaled(acc, piece, T.float32(1), s.sum_batch * s.width)
 
 
-@T.macro
+@tsn.macro
 def sum_rows(
     s, out, y, bias_0, bias_1, slots, slot_scales, slot_of, from_row, piece, acc, token: T.Ref, peer: T.Ref, lane
 ):
@@ -213,7 +214,7 @@ def sum_rows(
         store_rounded(out, token, acc, first, lane, units, width, batch, s.dtype)
 
 
-@T.macro
+@tsn.macro
 def sum_values(s, out_values, slot_values, token_slot, token: T.Ref, slot: T.Ref, total: T.Ref, lane):
     """Add up the numbers of a token's choices over the ranks."""
     for g in T.serial((s.top_k + 31) // 32):

@@ -39,7 +39,7 @@ class Traits:
 # What the host's checks know of each mode; implementations.py names its class.
 MODES = {
     "throughput": Traits(reuses_plan=True, weighs_rows=True, adds_bias=True),
-    "latency": Traits(layouts=("expert",), max_tokens=512, quantises_rows=True, weighs_choices=True),
+    "latency": Traits(layouts=("expert",), max_tokens=1024, quantises_rows=True, weighs_choices=True),
 }
 
 
@@ -65,6 +65,7 @@ class Config:
     combine_dtype: torch.dtype
     quantize_combine: bool
     zero_copy: bool
+    scale_words: int
 
     def __post_init__(self):
         for name in ("num_experts", "max_tokens", "hidden", "top_k", "alignment", "capacity"):
@@ -85,6 +86,9 @@ class Config:
                     f"AllToAll: hidden is {self.hidden}, a row of {self.hidden * dtype.itemsize} bytes of {name}; rows must "
                     "be a multiple of 16 bytes"
                 )
+        if type(self.scale_words) is not int or (self.scale_words < 1) == (self.dtype == FP8):
+            wanted = "a whole number of 1 or more for float8_e4m3fn rows, and not given for others"
+            raise ValueError(f"AllToAll: scale_words is {self.scale_words!r}; it must be {wanted}")
         if self.mode not in MODES:
             raise ValueError(f"AllToAll: mode is {self.mode!r}; it must be one of {', '.join(MODES)}")
         if self.layout not in LAYOUTS:
@@ -116,9 +120,9 @@ class Config:
         return self.row_bytes // 4
 
     @property
-    def scale_words(self) -> int:
-        """Scales of a dispatched row."""
-        return groups_of(self.hidden) if self.dtype == FP8 else 0
+    def can_quantise(self) -> bool:
+        """Whether rows may be quantised on their way: to FP8, with a scale per 128 elements."""
+        return self.traits.quantises_rows and self.dtype == FP8 and self.scale_words == groups_of(self.hidden)
 
     @property
     def signature(self) -> tuple:
@@ -139,16 +143,19 @@ def default_capacity(ranks: int, experts: int, max_tokens: int, top_k: int, alig
 
 def configure(
     ranks, num_experts, max_tokens, hidden, top_k, dtype=torch.bfloat16, mode="throughput", *, layout="expert", alignment=1,
-    capacity=None, combine_dtype=None, quantize_combine=False, zero_copy=True,
+    capacity=None, combine_dtype=None, quantize_combine=False, zero_copy=True, scale_words=None,
 ) -> Config:  # fmt: skip
     """The configuration, with the defaults that depend on others filled in."""
     if combine_dtype is None:
         combine_dtype = torch.bfloat16 if dtype == FP8 else dtype
     if capacity is None:
         capacity = default_capacity(ranks, num_experts, max_tokens, top_k, alignment)
+    if scale_words is None:
+        known = dtype == FP8 and isinstance(hidden, int)
+        scale_words = groups_of(hidden) if known else 0
     return Config(
         ranks, num_experts, max_tokens, hidden, top_k, dtype, mode, layout, alignment, capacity, combine_dtype,
-        quantize_combine, zero_copy,
+        quantize_combine, zero_copy, scale_words,
     )  # fmt: skip
 
 

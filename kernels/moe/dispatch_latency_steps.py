@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import tilelang.language as T
 
+import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.moe.handshake import await_previous
 from tilescale_net.kernels.moe.row_ops import batch_of, copy_words, load_batch, store_batch, store_quantised
@@ -80,7 +81,7 @@ class Sizes:
         return batch_of(self.row_words // 4, 16)
 
 
-@T.macro
+@tsn.macro
 def count_choices(
     s, topk_idx, tokens, fault, fault_value, active, begun, histogram, bad, parity: T.Ref, call: T.Ref, thread
 ):
@@ -131,7 +132,7 @@ def count_choices(
     T.sync_threads()
 
 
-@T.macro
+@tsn.macro
 def send_headers(
     s, header_out, header_in, begun, active, histogram, bad, me: T.Ref, parity: T.Ref, call: T.Ref, thread, warp
 ):
@@ -160,7 +161,7 @@ def send_headers(
                 )  # fmt: skip
 
 
-@T.macro
+@tsn.macro
 def load_token(
     s, x, topk_idx, topk_weights, active, message, mine, same_expert, same_rank, piece, token: T.Ref, parity: T.Ref, thread,
     warp, lane,
@@ -188,7 +189,7 @@ def load_token(
     T.sync_threads()
 
 
-@T.macro
+@tsn.macro
 def find_places(s, topk_idx, mine, same_expert, same_rank, token: T.Ref, thread):
     """Count, for each choice of a token, the earlier choices of its expert and the earlier tokens with one at its rank."""
     K, local = s.top_k, s.local
@@ -222,7 +223,7 @@ def find_places(s, topk_idx, mine, same_expert, same_rank, token: T.Ref, thread)
             T.atomic_add(same_rank[k], found_rank[k])
 
 
-@T.macro
+@tsn.macro
 def write_row(
     s, x_scales, message, message_fp8, message_scales, piece, token: T.Ref, parity: T.Ref, thread, warp, lane
 ):
@@ -244,7 +245,7 @@ def write_row(
                 ]
 
 
-@T.macro
+@tsn.macro
 def send_message(
     s, message, arrival, arrived, token_slot, mine, same_expert, same_rank, me: T.Ref, token: T.Ref, parity: T.Ref,
     call: T.Ref, thread, warp, lane,
@@ -282,7 +283,7 @@ def send_message(
     T.sync_threads()
 
 
-@T.macro
+@tsn.macro
 def read_headers(
     s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, parity: T.Ref, call: T.Ref, block,
     thread,
@@ -319,7 +320,7 @@ def read_headers(
     T.sync_threads()
 
 
-@T.macro
+@tsn.macro
 def receive_row(
     s, arrival, out, out_scales, targets, weights, source_token, begin, me: T.Ref, source: T.Ref, slot: T.Ref,
     place: T.Ref, lane,

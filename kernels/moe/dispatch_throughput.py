@@ -49,7 +49,7 @@ class _Sizes:
         return batch_of(self.row_words // 4, 16)
 
 
-@T.macro
+@tsn.macro
 def _signal_chunk(arrived, me, c, call, pe, lane):
     """Tell `pe` that a chunk, put by this warp, is there."""
     T.sync_warp()
@@ -58,7 +58,7 @@ def _signal_chunk(arrived, me, c, call, pe, lane):
         N.signal(arrived[me, c], call, pe)
 
 
-@T.macro
+@tsn.macro
 def _put_row(s, dst, dst_scales, row: T.Ref, x, x_scales, token: T.Ref, pe: T.Ref):
     """Put row `token` with its scales to row `row` of `dst` at `pe`."""
     N.put_warp(dst[row, 0], x[token, 0], pe, count=s.row_words, unroll=s.unroll)
@@ -66,7 +66,7 @@ def _put_row(s, dst, dst_scales, row: T.Ref, x, x_scales, token: T.Ref, pe: T.Re
         N.put_warp(dst_scales[row, 0], x_scales[token, 0], pe, count=s.scale_words)
 
 
-@T.macro
+@tsn.macro
 def _put_staged(s, dst, dst_scales, row: T.Ref, staged, staged_scales, slot: T.Ref, pe: T.Ref, count: T.Ref):
     """Put `count` rows from slot `slot` on to rows `row` … of `dst` at `pe`, in one message, and their scales in another."""
     N.put_warp(dst[row, 0], staged[slot, 0], pe, count=count * s.row_words)
@@ -74,7 +74,7 @@ def _put_staged(s, dst, dst_scales, row: T.Ref, staged, staged_scales, slot: T.R
         N.put_warp(dst_scales[row, 0], staged_scales[slot, 0], pe, count=count * s.scale_words)
 
 
-@T.macro
+@tsn.macro
 def _send_direct(
     s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, send_row, first_row, me: T.Ref, peer: T.Ref, c: T.Ref,
     n: T.Ref, j: T.Ref, row: T.Ref, token: T.Ref,
@@ -95,7 +95,7 @@ def _send_direct(
             _put_row(s, arrival, arrival_scales, row, x, x_scales, token, peer)
 
 
-@T.macro
+@tsn.macro
 def _send_proxied(
     s, x, x_scales, out, out_scales, arrival, arrival_scales, staged, staged_scales, send_token, first_row, me: T.Ref, peer: T.Ref,
     c: T.Ref, n: T.Ref, slot: T.Ref, row: T.Ref, token: T.Ref, lane,
@@ -115,7 +115,7 @@ def _send_proxied(
         _put_staged(s, arrival, arrival_scales, row, staged, staged_scales, slot, peer, n)
 
 
-@T.macro
+@tsn.macro
 def _scatter(s, out, out_scales, src, src_scales, row, records, source, j, skip, lane):
     """Copy a row to all rows that its record names, except row `skip`."""
     words, batch = s.row_words, s.unroll
@@ -135,7 +135,7 @@ def _scatter(s, out, out_scales, src, src_scales, row, records, source, j, skip,
                 copy_words(out_scales, place, src_scales, row, s.scale_words, lane)
 
 
-@T.macro
+@tsn.macro
 def _receive_row(
     s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, records, me: T.Ref, peer: T.Ref, j: T.Ref, row: T.Ref,
     slot: T.Ref, token: T.Ref, direct: T.Ref, lane,

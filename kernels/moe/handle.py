@@ -84,12 +84,12 @@ class Handle:
     Attributes:
         signature: what a caller of it must agree with; see `Config.signature`.
         plan: the tensors.
-        mask: for each rank whether it took part.
+        membership: who took part; see `Participant`.
     """
 
     signature: tuple
     plan: RoutingPlan | ReceivedRows
-    mask: tuple[bool, ...]
+    membership: tuple
     _rows: list[int] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -152,7 +152,8 @@ class Dispatched:
             Throughput, layout "rank": [ranks * max_tokens, hidden]; one row per token however many experts it has here,
             ordered by source rank and token.
             Latency: [local experts, ranks * max_tokens, hidden]; expert e has rows 0 … counts[e] - 1.
-        scales: [rows, ceil(hidden / 128)] float32 for FP8 rows, shaped like `x` in front; else None.
+        scales: [rows, scale_words] for FP8 rows, of the dtype of the scales that were given (float32), shaped like `x` in
+            front; else None.
         counts: [local experts] rows of each expert (int32).
         offsets: [local experts + 1] first row of each expert, a multiple of `alignment`, and the end (int32); None in
             latency mode.

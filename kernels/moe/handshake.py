@@ -6,12 +6,13 @@ parity chooses between buffers, signals and tickets that exist twice.
 
 import tilelang.language as T
 
+import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import TAG_BITS, announce, report
 from tilescale_net.kernels.moe.wire_layout import CODE_BITS, NO_FAULT, OTHER_OUTPUT
 
 
-@T.macro
+@tsn.macro
 def check_announcement(word, tag, rank, status):
     """Compare the tag in the announcement of `rank` with this rank's; report the fault of `rank`, if it has one."""
     code = T.cast(word & T.uint64((1 << CODE_BITS) - 1), "int32")
@@ -23,7 +24,7 @@ def check_announcement(word, tag, rank, status):
             report(status, OTHER_OUTPUT, rank, 0)
 
 
-@T.macro
+@tsn.macro
 def open_call(ready, active, status, me, call, tag, block, senders, rank):
     """Begin a call with rank `rank`, by thread `rank` of every block; blocks that send wait until that rank has begun.
 
@@ -41,7 +42,7 @@ def open_call(ready, active, status, me, call, tag, block, senders, rank):
                 check_announcement(word, tag, rank, status)
 
 
-@T.macro
+@tsn.macro
 def take_ticket(tickets, parity: T.Ref, kind, ahead: T.Ref, lane):
     """Lane 0 asks for the warp's next ticket, which it gives the others by a shuffle when they need it.
 
@@ -56,7 +57,7 @@ def take_ticket(tickets, parity: T.Ref, kind, ahead: T.Ref, lane):
         ahead = T.atomic_add(tickets[parity, kind], 1, return_prev=True)
 
 
-@T.macro
+@tsn.macro
 def count_sender(done, active, me: T.Ref, thread, ranks):
     """Tell every rank, by a thread each, that one more block of this rank has sent all."""
     if thread < ranks:
@@ -65,7 +66,7 @@ def count_sender(done, active, me: T.Ref, thread, ranks):
             N.signal(done[me], 1, thread, op="add")
 
 
-@T.macro
+@tsn.macro
 def close_call(done, active, calls, call: T.Ref, block, senders, thread, ranks):
     """End a call: block 0 waits until all blocks of all ranks have sent, so no signal of a call meets one of the next."""
     if block == 0 and thread < ranks:
@@ -78,7 +79,7 @@ def close_call(done, active, calls, call: T.Ref, block, senders, thread, ranks):
         calls[block] = call
 
 
-@T.macro
+@tsn.macro
 def await_previous(begun, parity: T.Ref, call: T.Ref, bits, rank, ranks):
     """Latency mode: wait until `rank` has begun the call before; its buffers of the one before that are free by then.
 

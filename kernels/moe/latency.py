@@ -94,7 +94,7 @@ class LatencyMode(Mode):
                 partial(self._dispatch_of, Phase.WHOLE, "", "int64"),
                 partial(self._combine_of, Phase.WHOLE, True),
             ]
-        sources = ("", "bfloat16", "float16", "float32") if self._c.dtype == FP8 else ("",)
+        sources = ("", "bfloat16", "float16", "float32") if self._c.can_quantise else ("",)
         dispatches = product((Phase.WHOLE, Phase.SEND), sources, ("int64", "int32"))
         return [
             *(partial(self._dispatch_of, *which) for which in dispatches),
@@ -176,7 +176,8 @@ class LatencyMode(Mode):
         counts = torch.empty((c.local_experts,), dtype=torch.int32, device=self._base.device)
         rest = (received, rows, row_scales, counts)
         self._launch_dispatch(phase, *rest, x, scales, choices)
-        handle = Handle(c.signature, received, self._base.mask)
+        handle = Handle(c.signature, received, self._base.membership)
+        row_scales = self._seen_as(scales, row_scales)
         result = Dispatched(rows, row_scales, counts, None, None, None, None, handle)
         return Pending("dispatch", handle, result, rest)
 

@@ -9,9 +9,8 @@ from collections.abc import Callable, Hashable, Mapping
 import torch
 
 from tilescale_net.kernels.collective import BufferSpecs
-from tilescale_net.kernels.moe.config import FP8, Config
+from tilescale_net.kernels.moe.config import Config
 from tilescale_net.kernels.moe.handle import Choices, Handle, Pending
-from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.kernels.moe.status import ArgumentError
 
 
@@ -86,6 +85,12 @@ class Mode(ABC):
         start = f"{kernel}."
         return {name.removeprefix(start): t for name, t in self._symmetric.items() if name.startswith(start)}
 
+    def reset(self) -> None:
+        """As after construction, whatever calls were given up in the middle; all kernels have ended."""
+        for tensor in self._symmetric.values():
+            if tensor.dtype == torch.uint64:
+                tensor.view(torch.uint8).zero_()
+
     @abstractmethod
     def variants(self, everything: bool) -> list[Callable[[], Launch]]:
         """Calls that compile a kernel each: those that an ordinary call needs, or every one that a call may need."""
@@ -99,14 +104,19 @@ class Mode(ABC):
         c, shape, device = self._c, self.output_shape(), self._base.device
         make = make or (lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
         rows = make(shape, c.dtype)
-        return rows, make((*shape[:-1], groups_of(c.hidden)), torch.float32) if c.dtype == FP8 else None
+        return rows, make((*shape[:-1], c.scale_words), torch.float32) if c.scale_words else None
+
+    @staticmethod
+    def _seen_as(given: torch.Tensor | None, scales: torch.Tensor | None) -> torch.Tensor | None:
+        """Received scales in the dtype of those that this rank has given."""
+        return scales if given is None or scales is None else scales.view(given.dtype)
 
     @abstractmethod
     def dispatch(self, x, scales, choices: Choices | Handle, out, phase: Phase) -> Pending:
         """Launch a dispatch.
 
         Args:
-            x, scales: rows of this rank, [tokens, hidden], and their scales [tokens, groups] float32 or None.
+            x, scales: rows of this rank, [tokens, hidden], and their scales [tokens, scale_words] of 4 bytes, or None.
             choices: of these rows, or the handle of an earlier dispatch.
             out: (rows, scales) for the result, or None.
             phase: WHOLE, or SEND: what the caller launches before `receive` overlaps with it.

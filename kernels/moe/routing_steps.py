@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import tilelang.language as T
 
+import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import report
 from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, NO_FAULT, NO_ROOM, Counts, Totals, align4, record_words
@@ -47,7 +48,7 @@ class Sizes:
         return align4(self.part * self.top_k)
 
 
-@T.macro
+@tsn.macro
 def read_choices(s, topk_idx, active, keys, seen, first, mine: T.Ref, bad: T.Ref, any_bad: T.Ref, thread):
     """Fill `keys` from the choices of the block's `mine` tokens from token `first` on."""
     K, threads, experts, local = s.top_k, s.threads, s.experts, s.local
@@ -82,7 +83,7 @@ def read_choices(s, topk_idx, active, keys, seen, first, mine: T.Ref, bad: T.Ref
     T.sync_threads()
 
 
-@T.macro
+@tsn.macro
 def count_part(s, keys, four, partial, seen, mine: T.Ref, any_bad: T.Ref, block, thread):
     """Count the block's choices per bin, and write its fault, to its row of `partial`."""
     C, threads = s.counts, s.threads
@@ -104,7 +105,7 @@ def count_part(s, keys, four, partial, seen, mine: T.Ref, any_bad: T.Ref, block,
     T.sync_threads()
 
 
-@T.macro
+@tsn.macro
 def exchange_counts(
     s,
     partial,
@@ -156,7 +157,7 @@ def exchange_counts(
     T.sync_threads()
 
 
-@T.macro
+@tsn.macro
 def align_experts(s, counts_in, alive, padded, thread):
     """The rows of each expert on all ranks together, up to the next multiple of the alignment."""
     for i in T.serial((s.experts + s.threads - 1) // s.threads):
@@ -171,7 +172,7 @@ def align_experts(s, counts_in, alive, padded, thread):
     T.sync_threads()
 
 
-@T.macro
+@tsn.macro
 def refuse_or_go_on(
     s, counts_in, padded, alive, status, mine: T.Ref, code: T.Ref, need: T.Ref, stop: T.Ref, block, thread
 ):
@@ -197,7 +198,7 @@ def refuse_or_go_on(
     T.sync_threads()
 
 
-@T.macro
+@tsn.macro
 def number_choices(s, keys, four, places, partial, counts_in, padded, alive, mine: T.Ref, me, block, thread):
     """Number the choices: their rows at the target, and their places among the rows to that rank."""
     C, experts, local, threads = s.counts, s.experts, s.local, s.threads
@@ -224,7 +225,7 @@ def number_choices(s, keys, four, places, partial, counts_in, padded, alive, min
                         n = n + 1
 
 
-@T.macro
+@tsn.macro
 def write_records(
     s, keys, places, topk_weights, records_out, send_token, send_row, token_slot, first, mine: T.Ref, thread
 ):
@@ -249,7 +250,7 @@ def write_records(
     T.sync_threads()
 
 
-@T.macro
+@tsn.macro
 def send_records(s, partial, records_out, records_in, records_ready, active, me, stop: T.Ref, block, thread, warp):
     """Put the block's records to every rank, by a warp each."""
     R, warps = s.ranks, s.threads // 32
@@ -269,7 +270,7 @@ def send_records(s, partial, records_out, records_in, records_ready, active, me,
                 )  # fmt: skip
 
 
-@T.macro
+@tsn.macro
 def write_totals(s, totals, counts_in, padded, alive, me, stop: T.Ref, thread):
     """Write the rows of each expert and of each pair of ranks; see Totals."""
     R, experts, local, threads, at = s.ranks, s.experts, s.local, s.threads, s.totals
@@ -311,7 +312,7 @@ def write_totals(s, totals, counts_in, padded, alive, me, stop: T.Ref, thread):
             )
 
 
-@T.macro
+@tsn.macro
 def keep_records(s, records, records_in, row_index, row_weight, counts_in, alive, me, block, thread):
     """Copy the records of every rank to where the next call does not overwrite them, and index them by expert-major row."""
     K, blocks, threads = s.top_k, s.blocks, s.threads

@@ -22,6 +22,7 @@ class Metadata:
         source_rank: in the same shape: rank it comes from (int32).
         topk_idx: [rows, top_k] local expert of each choice, -1 for one of another rank (int64); None in latency mode.
         topk_weights: [rows, top_k] float32, 0 where `topk_idx` is -1; None in latency mode.
+        expert_rows: [rows, top_k] expert-major row of each choice, -1 for one of another rank (int32); None in latency mode.
     """
 
     source_counts: torch.Tensor
@@ -29,6 +30,7 @@ class Metadata:
     source_rank: torch.Tensor
     topk_idx: torch.Tensor | None = None
     topk_weights: torch.Tensor | None = None
+    expert_rows: torch.Tensor | None = None
 
 
 def metadata(handle: Handle) -> Metadata:
@@ -56,6 +58,7 @@ def metadata(handle: Handle) -> Metadata:
         torch.where(there, source, -1).to(torch.int32),
         torch.where(here, expert, -1),
         torch.where(here, weights, 0.0),
+        torch.where(here, landing, -1),
     )
 
 

@@ -6,6 +6,8 @@ way before the first is used: `batch` of them, chosen by `batch_of`.
 
 import tilelang.language as T
 
+import tilescale_net as tsn
+
 # These kernels synchronise threads themselves: the compiler can neither see where warps part nor what peers write.
 EXPLICIT_SYNC = {
     "tl.disable_thread_storage_sync": True,
@@ -33,7 +35,7 @@ def groups_of(hidden: int) -> int:
     return -(-hidden // GROUP)
 
 
-@T.macro
+@tsn.macro
 def load_batch(piece, src, row, first, lane, units, width, batch, at=0):
     """Load a lane's pieces of a batch, which begins at piece `first`, to piece[at …]; those beyond the row become zero."""
     for u in T.unroll(batch):
@@ -45,7 +47,7 @@ def load_batch(piece, src, row, first, lane, units, width, batch, at=0):
                 piece[at + u * width + v] = T.cast(0, piece.dtype)
 
 
-@T.macro
+@tsn.macro
 def store_batch(dst, row, piece, first, lane, units, width, batch):
     """Store a lane's pieces of a batch."""
     for u in T.unroll(batch):
@@ -54,7 +56,7 @@ def store_batch(dst, row, piece, first, lane, units, width, batch):
                 dst[row, (first + u * 32 + lane) * width + v] = piece[u * width + v]
 
 
-@T.macro
+@tsn.macro
 def copy_words(dst, dst_row, src, src_row, words, lane, offset=0):
     """Copy a short row of 4-byte words, any number of them, from column `offset` of the source."""
     for i in T.serial((words + 31) // 32):
@@ -62,7 +64,7 @@ def copy_words(dst, dst_row, src, src_row, words, lane, offset=0):
             dst[dst_row, i * 32 + lane] = src[src_row, offset + i * 32 + lane]
 
 
-@T.macro
+@tsn.macro
 def copy_row(dst, dst_row, src, src_row, words, lane, limit):
     """Copy a row of 4-byte words, a multiple of four of them."""
     batch = batch_of(words // 4, limit)
@@ -72,20 +74,20 @@ def copy_row(dst, dst_row, src, src_row, words, lane, limit):
         store_batch(dst, dst_row, piece, b * 32 * batch, lane, words // 4, 4, batch)
 
 
-@T.macro
+@tsn.macro
 def clear(acc, count):
     for i in T.unroll(count):
         acc[i] = T.float32(0)
 
 
-@T.macro
+@tsn.macro
 def add_scaled(acc, piece, weight, count, at=0):
     """acc += weight * piece[at …], in float32."""
     for i in T.unroll(count):
         acc[i] = acc[i] + weight * T.cast(piece[at + i], "float32")
 
 
-@T.macro
+@tsn.macro
 def store_rounded(dst, row, acc, first, lane, units, width, batch, dtype):
     """Round a batch of sums once and store it."""
     for u in T.unroll(batch):
@@ -94,7 +96,7 @@ def store_rounded(dst, row, acc, first, lane, units, width, batch, dtype):
                 dst[row, (first + u * 32 + lane) * width + v] = T.cast(acc[u * width + v], dtype)
 
 
-@T.macro
+@tsn.macro
 def store_quantised(dst, scales, row, acc, first, lane, units, width, batch, offset=0):
     """Store a batch as FP8 with one float32 scale per 128 elements, which are the pieces of 128 / width lanes.
 
@@ -117,7 +119,7 @@ def store_quantised(dst, scales, row, acc, first, lane, units, width, batch, off
                 scales[row, offset + (first + u * 32 + lane) // lanes] = amax / T.float32(FP8_MAX)
 
 
-@T.macro
+@tsn.macro
 def add_dequantised(acc, piece, scales, row, first, lane, units, width, batch, at=0):
     """acc += piece[at …] * its group's scale, in float32."""
     for u in T.unroll(batch):
@@ -128,7 +130,7 @@ def add_dequantised(acc, piece, scales, row, first, lane, units, width, batch, a
                 acc[u * width + v] = acc[u * width + v] + scale * T.cast(piece[at + u * width + v], "float32")
 
 
-@T.macro
+@tsn.macro
 def add_rows(acc, piece, row, weight, src, first, lane, units, width, batch, group):
     """acc += weight[g] * src[row[g]] for g < group where row[g] is not -1; all loads are under way before the first sum."""
     for g in T.unroll(group):

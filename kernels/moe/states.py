@@ -86,7 +86,8 @@ class Machine:
             return TileScaleError(f"{name}: set_active has left this rank out; it makes no calls but check and free")
         if state is State.OUTDATED:
             return TileScaleError(
-                f"{name}: another object's set_active has left ranks out; call set_active with the ranks that stay, or free"
+                f"{name}: ranks have left the job, by another object's set_active or tilescale_net.shrink; call set_active with "
+                "the ranks that stay, or free"
             )
         if call.endswith("_recv"):
             kind = call.removesuffix("_recv")

@@ -34,6 +34,9 @@ class SideStream:
             yield event
             event.record(self._stream)
 
+    def forget(self) -> None:
+        """Nothing is kept: what was launched has ended."""
+
     def wait(self, event) -> None:
         """Let the current stream wait for what ran on the side."""
         torch.cuda.current_stream(self._device).wait_event(event)
@@ -67,6 +70,11 @@ class DeferredStream:
         finally:
             self._on_side = False
             marks.append(self._sent)
+
+    def forget(self) -> None:
+        """Launches that were kept are not made any more."""
+        self._queue.clear()
+        self._done = self._sent
 
     def wait(self, marks: list[int]) -> None:
         """Run what was kept, in order, up to the launches of one `on_side`."""

@@ -86,10 +86,11 @@ class ThroughputMode(Mode):
         self._tuning, self._proxied = tuning, base.proxied
         self._stream = SideStream(device) if device.type == "cuda" else DeferredStream()
         self.placement = placement_of(c)
-        self.symmetric_output = self.placement != "arrival"
+        self._in_place = self.placement != "arrival"  # rows land where they are given, or are copied from there
+        self.symmetric_output = config.zero_copy
         output = self._buffers("output")
         self._output = output["rows"], output["scales"] if c.scale_words else None
-        self._own_tag = output_tag(base.place(output["rows"])) if self.symmetric_output else 0
+        self._own_tag = output_tag(base.place(output["rows"])) if self._in_place else 0
         self._senders = base.blocks if self.placement == "rank" else tuning.dispatch_senders
         self._chunks = -(-c.max_tokens // tuning.chunk)
 
@@ -97,8 +98,8 @@ class ThroughputMode(Mode):
         shared = {"active": base.active, "status": base.status.tensor}
         partial = torch.zeros((base.blocks, Counts(c.num_experts, R).words), dtype=torch.int32, device=device)
         self._fixed = {"routing": self._buffers("routing") | shared | {"partial": partial}}
-        for kernel in ("dispatch", "combine"):
-            tickets = torch.zeros((2, 2), dtype=torch.int32, device=device)
+        self._tickets = torch.zeros((2, 2, 2), dtype=torch.int32, device=device)
+        for kernel, tickets in zip(("dispatch", "combine"), self._tickets):
             self._fixed[kernel] = self._buffers(kernel) | shared | {"tickets": tickets}
         for fixed in self._fixed.values():
             fixed["calls"] = base.counters(base.blocks)
@@ -106,6 +107,11 @@ class ThroughputMode(Mode):
         self._nothing = torch.zeros((1, max(c.row_words, c.scale_words, 1)), dtype=torch.int32, device=device)
         self._no_row = torch.zeros((1, c.hidden), dtype=c.combine_dtype, device=device)
         self._no_values = torch.zeros((1, c.top_k), dtype=torch.float32, device=device)
+
+    def reset(self) -> None:
+        super().reset()
+        self._tickets.zero_()
+        self._stream.forget()
 
     # -- kernels ----------------------------------------------------------------------------------------------------
 
@@ -207,13 +213,17 @@ class ThroughputMode(Mode):
             plan, handle = choices.plan, choices
         else:
             plan = self._plan_routing(choices.topk_idx, choices.topk_weights, len(x), cleared=choices.cleared)
-            handle = Handle(c.signature, plan, self._base.mask)
+            handle = Handle(c.signature, plan, self._base.membership)
         tag = self._own_tag if out is None or not self.symmetric_output else output_tag(self._base.place(out[0]))
         rows, row_scales = self._default_output() if out is None else out
-        self._move_rows(x, scales, plan, rows, row_scales, tag)
+        landing = self._output if self._in_place and not self.symmetric_output else (rows, row_scales)
+        self._move_rows(x, scales, plan, *landing, tag)
+        if landing[0] is not rows:
+            self._stream.launch(_copy, pairs=[(rows, landing[0]), (row_scales, landing[1])])
         counts, offsets, num_rows = plan.counts(c.ranks, c.local_experts)
         by_rank = c.layout == "rank"
         index, number = (plan.row_index, num_rows) if by_rank else (None, None)
+        row_scales = self._seen_as(scales, row_scales)
         result = Dispatched(rows, row_scales, counts, offsets, index, plan.row_weight, number, handle)
         return Pending("dispatch", handle, result)
 
@@ -230,7 +240,8 @@ class ThroughputMode(Mode):
         else:
             none = torch.zeros((1, self._c.top_k), dtype=torch.int64, device=self._base.device)
             empty = self._plan_routing(none, none.float(), 0, error.code, error.value)
-            self._move_rows(None, None, empty, *self._default_output(), error.code)
+            landing = self._output if self._in_place else self.new_output()
+            self._move_rows(None, None, empty, *landing, error.code)
 
     def _plan_routing(
         self, topk_idx, topk_weights, tokens: int, fault: int = NO_FAULT, fault_value: int = 0, cleared: bool = False
@@ -313,3 +324,9 @@ class ThroughputMode(Mode):
             out_values=out_values if out_values.numel() else self._no_values, tokens=plan.tokens,
             token_slot=plan.token_slot, records=plan.records, totals=plan.totals,
         )  # fmt: skip
+
+
+def _copy(pairs) -> None:
+    for target, source in pairs:
+        if target is not None:
+            target.copy_(source)

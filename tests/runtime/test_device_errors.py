@@ -4,7 +4,7 @@ import pytest
 
 from tilescale_net import errors
 from tilescale_net.runtime import device_errors
-from tilescale_net.runtime.context import COMPARISONS, ERROR_KINDS, OPERATIONS, ErrorRecord
+from tilescale_net.runtime.context import COMPARISONS, OPERATIONS, ErrorKind, ErrorRecord
 
 BASE = 1 << 40
 
@@ -14,7 +14,8 @@ def said(kind: str, operation: str, name_of=None, **fields) -> errors.TileScaleE
         name: value % (1 << 64) if name in ("expected", "observed", "bytes") else value
         for name, value in fields.items()
     }
-    record = ErrorRecord(kind=ERROR_KINDS.index(kind), operation=OPERATIONS.index(operation), **numbers)
+    kind = ErrorKind[kind.upper().replace(" ", "_")]
+    record = ErrorRecord(kind=kind, operation=OPERATIONS.index(operation), **numbers)
     return device_errors.describe(record, 2, 4, BASE, 4.0, name_of)
 
 

@@ -48,6 +48,10 @@ class Puppet:
     def wrong_dtype(self):
         tsn.zeros(4, "float32")
 
+    def shrink(self, step):
+        done = tsn.shrink(step + tsn.rank())
+        return done.ranks, done.steps
+
     def look(self):
         tsn.check()
         tsn.synchronize()
@@ -208,6 +212,16 @@ class Walk(RuleBasedStateMachine):
     @rule(name=st.sampled_from(["barrier", "look"]))
     def call(self, name):
         self.collective(name)
+
+    @rule(step=st.integers(0, 5))
+    def shrink(self, step):
+        answers = self.tell("shrink", step)
+        if self.state == "none":
+            self.refused(answers)
+            return
+        everyone = list(range(self.size))
+        assert answers == {r: ("ok", (everyone, [step + r for r in everyone])) for r in everyone}
+        self.state = "running"
 
     @rule()
     def ask(self):

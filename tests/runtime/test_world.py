@@ -151,7 +151,7 @@ def _aborted(says_why: bool):
     import ctypes
 
     world = tsn.world()
-    ctypes.c_uint32.from_address(world.abort_address).value = 1
+    ctypes.c_uint32.from_address(world.page.address).value = 1
     if says_why:
         world.proxy = types.SimpleNamespace(failure=lambda: tsn.FabricError("the network broke"), close=lambda: None)
     tsn.synchronize()
@@ -373,7 +373,7 @@ def _ends_in_disorder():
     seen, release = [], world._release
 
     def look_and_release():
-        seen.append(world._aborted())
+        seen.append(world.page.aborted)
         release()
 
     world._release = look_and_release

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 
 VERSION = 1
 SYSTEM_BYTES = 64 * 1024
@@ -60,18 +61,21 @@ class ErrorRecord(ctypes.Structure):
     ]
 
 
-# Names of tsn::ErrorKind and tsn::Operation, by value.
-ERROR_KINDS = (
-    "none",
-    "wait timeout",
-    "queue timeout",
-    "flush timeout",
-    "PE out of range",
-    "not symmetric",
-    "not direct",
-    "unsupported",
-    "barriers overlap",
-)
+class ErrorKind(enum.IntEnum):
+    """`tsn::ErrorKind`; what a text calls one is its name with spaces."""
+
+    NO_ERROR = 0
+    WAIT_TIMEOUT = 1
+    QUEUE_TIMEOUT = 2
+    FLUSH_TIMEOUT = 3
+    PE_OUT_OF_RANGE = 4
+    NOT_SYMMETRIC = 5
+    NOT_DIRECT = 6
+    UNSUPPORTED = 7
+    BARRIERS_OVERLAP = 8
+
+
+# Names of tsn::Operation, by value.
 OPERATIONS = (
     "none",
     "put",

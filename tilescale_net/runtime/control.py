@@ -60,6 +60,7 @@ class Control:
         # Ranks that collective calls are made by; a new list whenever ranks are left out.
         self.members: list[int] = list(range(self.size))
         self.left = False
+        self.era, self.lost = 0, set[int]()  # how often lost ranks were given up, and which
         self._outer: list = []  # groups of earlier members
         self._calls = 0
         self._one_call = threading.RLock()  # calls of several threads come one after the other
@@ -174,7 +175,7 @@ class Control:
             PeerLost: a member did not come in time.
         """
         if members != self.members:
-            told = f"keep/{len(self.members)}/"
+            told = f"keep/{self.era}/{len(self.members)}/"
             self.store.post(lambda s: s.set(f"{told}{self.rank}", json.dumps(members)))
             end = time.monotonic() + self.timeout
             for other in members:
@@ -188,7 +189,7 @@ class Control:
                     raise RankMismatch(f"rank {self.rank} called {call} to keep {members}, rank {other} to keep {said}")
             begin = time.monotonic()
             try:
-                self._meet(members)
+                self._meet(members, f"members/{self.era}/{len(members)}")
             except (RuntimeError, ValueError) as err:
                 raise PeerLost(self._explain(call, err, time.monotonic() - begin)) from err
             self.members = list(members)
@@ -197,8 +198,8 @@ class Control:
     def _said(self, told: str, other: int) -> str | None:
         return self.store.ask(lambda s: job_store.get(s, f"{told}{other}"), seconds=self.timeout)
 
-    def _meet(self, members: list[int]) -> None:
-        store = dist.PrefixStore(f"members/{len(members)}", self.store.raw)
+    def _meet(self, members: list[int], prefix: str) -> None:
+        store = dist.PrefixStore(prefix, self.store.raw)
         group = rendezvous.connect(store, members.index(self.rank), len(members), self.timeout)
         self._outer.append(self._group)
         self._group = group
@@ -206,6 +207,28 @@ class Control:
     def leave(self) -> None:
         """This rank was left out: its collective calls concern nobody else from here on."""
         self.members, self.left = [self.rank], True
+
+    def give_up_others(self, members: list[int]) -> None:
+        """Only `members` count from here on, and failures so far are over; `connect_members` must come next."""
+        self.lost |= set(self.members) - set(members)
+        self.era, self.members, self._calls, self.reason_of = self.era + 1, list(members), 0, None
+
+    def connect_members(self) -> None:
+        """Make collective calls with the members alone from here on.
+
+        Raises:
+            PeerLost: they could not connect to each other.
+        """
+        begin = time.monotonic()
+        try:
+            self._meet(self.members, f"shrink/{self.era}")
+        except (RuntimeError, ValueError) as err:
+            raise PeerLost(self._explain("tilescale_net.shrink", err, time.monotonic() - begin)) from err
+
+    @property
+    def failed_key(self) -> str:
+        """Where in the store the first failure since ranks were given up is told."""
+        return job_store.failed_key(self.era)
 
     # -- who is where -----------------------------------------------------------------------------------------------
 
@@ -240,7 +263,7 @@ class Control:
 
     def _unheard(self) -> list[int]:
         """Ranks that do not say that they live when a call has failed on all of them."""
-        key = f"failing/{self._calls}"
+        key = f"failing/{self.era}/{self._calls}"
         try:
             self.store.ask(lambda s: s.set(f"{key}/{self.rank}", "1"), _REASON)
             time.sleep(1.0)
@@ -250,26 +273,35 @@ class Control:
 
     def _announced(self) -> str | None:
         try:
-            return announced(self.store.ask(lambda s: job_store.get(s, "failed"), seconds=_REASON), self.rank)
+            return announced(self.store.ask(lambda s: job_store.get(s, self.failed_key), seconds=_REASON), self.rank)
         except PeerLost as gone:
             return str(gone).partition(": ")[2]
 
-    def announce_failure(self, text: str, rank: int | None = None, seconds: float = 1.0) -> None:
+    def announce_failure(
+        self, text: str, rank: int | None = None, seconds: float = 1.0, key: str | None = None
+    ) -> None:
         """Tell the other ranks that this one fails, and why; the first word of any rank stays.
 
         Args:
             text: the reason; of another rank, what befell it.
             rank: another rank, which cannot say so itself.
             seconds: how long the store may take; a process that ends at once is not heard.
+            key: see job_store.failed_key; default that of now.
         """
         word = json.dumps([self.rank, f"failed: {text[:2000]}"] if rank is None else [rank, text[:2000]])
+        key = key or self.failed_key
         try:
-            self.store.ask(lambda s: (job_store.set_once(s, "failed", word), s.add(job_store.ALARMS, 1)), seconds)
+            self.store.ask(lambda s: (job_store.set_once(s, key, word), s.add(job_store.ALARMS, 1)), seconds)
         except PeerLost:  # nobody is there to be told, or it will be told when the store answers
             pass
 
-    def close(self) -> None:
-        """Leave the package's own group. The default group stays: others may use it, and another init needs it."""
+    def close(self, unwatched_failure: bool = False) -> None:
+        """Leave the package's own group. The default group stays: others may use it, and another init needs it.
+
+        Args:
+            unwatched_failure: the world ends by an error before its ranks are watched: the others learn of it when this
+                rank leaves the group, and then read in the store what it was.
+        """
         # With the last reference to a group its connections end, for which a thread has to end. Gloo's threads may still
         # drop references to tensors when the last collective call has returned. Calls that were given up keep theirs.
         groups, self._group, self._outer = [self._group, *self._outer], None, []
@@ -277,7 +309,21 @@ class Control:
             job_store.within(self.timeout, groups.clear)
         except TimeoutError:
             pass
+        if unwatched_failure:
+            self._let_others_read()
         self.store.close()
+
+    def _let_others_read(self, seconds: float = 5.0) -> None:
+        """The rank with whom the store ends stays until the others have read what failed; they say when they have."""
+        key, end = f"read/{self.era}", time.monotonic() + seconds
+        try:
+            if self.rank != self.store.kept_by:
+                self.store.ask(lambda s: s.add(key, 1), 1.0)
+                return
+            while time.monotonic() < end and self.store.ask(lambda s: s.add(key, 0), seconds) < self.size - 1:
+                time.sleep(0.02)
+        except PeerLost:
+            pass
 
 
 def check_alike(mine: object, theirs: object) -> None:

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 
 from tilescale_net import errors
-from tilescale_net.runtime.context import COMPARISONS, ERROR_KINDS, OPERATIONS, ErrorRecord
+from tilescale_net.runtime.context import COMPARISONS, OPERATIONS, ErrorKind, ErrorRecord
 
 _SENDER = "check that the peer sends this signal (and that it still runs), or raise TSN_TIMEOUT"
 _PASSED = "the word went past that value, and a wait for eq misses one that is soon replaced: wait with ge"
@@ -20,24 +20,24 @@ _GRID = (
 )
 _TILE = "a source in shared memory goes to PEs of this node only: T.copy it to a symmetric tensor, and put that"
 _ADVICE = {
-    2: "the proxy does not keep up or has stopped; look for a fabric error, or raise TSN_TIMEOUT",
-    3: "the fabric did not complete the operation; look for a fabric error, or raise TSN_TIMEOUT",
-    4: "PEs are numbered from 0 to n_pes - 1",
-    5: "pass tensors made with tilescale_net.empty or zeros, and stay within them",
-    6: "this operation needs mapped memory; guard it with N.is_direct(pe), or use put/get",
-    7: "this operation exists on the direct path only; see the table in docs/primitives.md",
-    8: 'one block of a PE at a time calls a barrier, and all blocks of a launch the grid\'s (scope="grid", barrier_grid); '
-    "launches that run side by side may not wait for one another",
+    ErrorKind.QUEUE_TIMEOUT: "the proxy does not keep up or has stopped; look for a fabric error, or raise TSN_TIMEOUT",
+    ErrorKind.FLUSH_TIMEOUT: "the fabric did not complete the operation; look for a fabric error, or raise TSN_TIMEOUT",
+    ErrorKind.PE_OUT_OF_RANGE: "PEs are numbered from 0 to n_pes - 1",
+    ErrorKind.NOT_SYMMETRIC: "pass tensors made with tilescale_net.empty or zeros, and stay within them",
+    ErrorKind.NOT_DIRECT: "this operation needs mapped memory; guard it with N.is_direct(pe), or use put/get",
+    ErrorKind.UNSUPPORTED: "this operation exists on the direct path only; see the table in docs/primitives.md",
+    ErrorKind.BARRIERS_OVERLAP: "one block of a PE at a time calls a barrier, and all blocks of a launch the grid's "
+    '(scope="grid", barrier_grid); launches that run side by side may not wait for one another',
 }
 _CLASSES = {
-    1: errors.WaitTimeout,
-    2: errors.WaitTimeout,
-    3: errors.WaitTimeout,
-    4: errors.PeOutOfRange,
-    5: errors.OutOfBounds,
-    6: errors.KernelError,
-    7: errors.KernelError,
-    8: errors.KernelError,
+    ErrorKind.WAIT_TIMEOUT: errors.WaitTimeout,
+    ErrorKind.QUEUE_TIMEOUT: errors.WaitTimeout,
+    ErrorKind.FLUSH_TIMEOUT: errors.WaitTimeout,
+    ErrorKind.PE_OUT_OF_RANGE: errors.PeOutOfRange,
+    ErrorKind.NOT_SYMMETRIC: errors.OutOfBounds,
+    ErrorKind.NOT_DIRECT: errors.KernelError,
+    ErrorKind.UNSUPPORTED: errors.KernelError,
+    ErrorKind.BARRIERS_OVERLAP: errors.KernelError,
 }
 
 
@@ -70,30 +70,30 @@ def describe(
 ) -> errors.TileScaleError | None:
     """The exception for a record, or None when it is empty; `name_of` names the tensor element at a heap offset."""
     kind = record.kind
-    if kind == 0:
+    if kind == ErrorKind.NO_ERROR:
         return None
     name = OPERATIONS[record.operation] if record.operation < len(OPERATIONS) else f"operation {record.operation}"
     where = f"rank {rank}: {name} in block {record.block}"
     offset = record.address - heap_base if record.address else None
     advice = _ADVICE.get(kind, "see the documentation")
-    if kind == 1:
+    if kind == ErrorKind.WAIT_TIMEOUT:
         text, advice = _timeout(record, offset, timeout_s, name_of)
         text = f"{where} {text}"
-    elif kind in (2, 3):
+    elif kind in (ErrorKind.QUEUE_TIMEOUT, ErrorKind.FLUSH_TIMEOUT):
         peer = "all PEs" if record.pe < 0 else f"PE {record.pe}"
-        what = "a place in the queue" if kind == 2 else "completion"
+        what = "a place in the queue" if kind == ErrorKind.QUEUE_TIMEOUT else "completion"
         text = f"{where} waited {timeout_s:g} s for {what} towards {peer}"
-    elif kind == 4:
+    elif kind == ErrorKind.PE_OUT_OF_RANGE:
         text = f"{where} named PE {record.pe}, but there are {size}"
-    elif kind == 5:
+    elif kind == ErrorKind.NOT_SYMMETRIC:
         text, advice = _outside(record, offset, advice)
         text = f"{where} towards PE {record.pe}: {text}"
-    elif kind == 8:
+    elif kind == ErrorKind.BARRIERS_OVERLAP:
         text = f"{where} met another one that was under way"
     else:
-        known = ERROR_KINDS[kind] if kind < len(ERROR_KINDS) else f"error {kind}"
+        known = ErrorKind(kind).name.lower().replace("_", " ") if kind < len(ErrorKind) else f"error {kind}"
         text = f"{where} towards PE {record.pe} failed: {known}"
-        advice = _TILE if kind == 6 and name in ("put", "put_signal") else advice
+        advice = _TILE if kind == ErrorKind.NOT_DIRECT and name in ("put", "put_signal") else advice
     return _CLASSES.get(kind, errors.TileScaleError)(f"{text}; {advice}")
 
 

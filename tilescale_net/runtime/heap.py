@@ -68,6 +68,14 @@ class Allocator:
             i -= 1
         self._holes.insert(i, (start, end))
 
+    def restore(self, start: int, live: dict[int, int]) -> None:
+        """Have these blocks (offset -> bytes) live, and no others; `start`: of the range."""
+        self.live, self._holes = dict(live), []
+        for offset, size in [*sorted(live.items()), (self._end, 0)]:
+            if offset > start:
+                self._holes.append((start, offset))
+            start = offset + size
+
     def end_with(self, sizes: Sequence[int]) -> int:
         """End of the smallest range, this one or a longer one, that holds blocks of these sizes beside the live ones."""
         trial = Allocator(0, 0)
@@ -185,6 +193,17 @@ class Heap:
         self._memory.on_free(self.base + offset)
         if self._memory.poisons:
             self._memory.bytes_tensor(offset, size).fill_(POISON)  # so that use after free is seen
+
+    @property
+    def live(self) -> dict[int, int]:
+        """Blocks that are given away: offset -> bytes."""
+        return dict(self._allocator.live)
+
+    def restore(self, live: dict[int, int]) -> None:
+        """Take what is live on other ranks too for given away here, after a collective call that not all have ended."""
+        for offset in sorted(live.keys() - self._allocator.live.keys()):
+            self._memory.on_allocate(self.base + offset, live[offset] - GAP, "what another rank still may use")
+        self._allocator.restore(SYSTEM_BYTES, live)
 
     def describe(self, offset: int) -> str | None:
         """The element at a heap offset in words, such as "[2, 0] of zeros([4, 2], torch.uint64)"; None where none is."""

@@ -30,6 +30,7 @@ class News:
     Attributes:
         failed: the failure that another rank told of, in words.
         silent: the first rank of a host that counts as lost, and why, in words.
+        lost: all ranks of such hosts.
         quiet: whether a heartbeat is late, of a host that does not count as lost yet.
         alarms: how many reports of what the ranks do were asked for so far, see trace/reporter.py.
         stopped: ranks that are stopped (SIGSTOP, a debugger), and for how many seconds they have been so.
@@ -37,6 +38,7 @@ class News:
 
     failed: str | None = None
     silent: tuple[int, str] | None = None
+    lost: set[int] = field(default_factory=set)
     quiet: bool = False
     alarms: int = 0
     stopped: dict[int, float] = field(default_factory=dict)
@@ -50,6 +52,8 @@ class Heartbeats:
         hosts: identity of each rank's host, equal for ranks of one host.
         timeout: seconds of silence after which the ranks of another host are lost.
         stopped: tells which ranks of this host are stopped.
+        members: the ranks that count; default all.
+        failed_key: see job_store.failed_key.
         clock: seconds, never running backwards.
     """
 
@@ -60,10 +64,15 @@ class Heartbeats:
         timeout: float,
         stopped: Callable[[], list[int]] = list,
         clock: Callable[[], float] = time.monotonic,
+        members: list[int] | None = None,
+        failed_key: str = "failed",
     ):
         self._rank, self._timeout, self._stopped, self._clock = rank, timeout, stopped, clock
         self._first: dict[str, list[int]] = {}
+        self._failed_key = failed_key
         for r, host in enumerate(hosts):
+            if members is not None and r not in members:
+                continue
             self._first.setdefault(host, []).append(r)
         self._mine = hosts[rank]
         self._index = self._first[self._mine].index(rank)
@@ -74,6 +83,7 @@ class Heartbeats:
         self._seen: dict[str, tuple[str, float]] = {}
         self._stopped_since: dict[int, float] = {}
         self._silent: tuple[int, str] | None = None
+        self._lost: set[int] = set()
         self._quiet = False
         self._failed: str | None = None
         self.interval = INTERVAL * max(1.0, len(hosts) / _RANKS)
@@ -83,14 +93,14 @@ class Heartbeats:
         news = News(alarms=store.add(job_store.ALARMS, 0))
         # One request where nothing happened: whoever fails raises an alarm too.
         if news.alarms or self._rounds % _BEAT == 0:
-            self._failed = self._failed or announced(job_store.get(store, "failed"), self._rank)
+            self._failed = self._failed or announced(job_store.get(store, self._failed_key), self._rank)
         news.failed = self._failed
         if self._rounds % _BEAT == 0:
             self._beat(store)
             self._look(store)
         self._rounds += 1
         now = self._clock()
-        news.silent, news.quiet = self._silent, self._quiet
+        news.silent, news.quiet, news.lost = self._silent, self._quiet, set(self._lost)
         news.stopped = {r: now - since for r, since in self._stopped_since.items()}
         return news
 
@@ -114,7 +124,7 @@ class Heartbeats:
 
     def _judge(self, store: dist.Store, values: dict[str, str]) -> None:
         now = self._clock()
-        self._silent, self._quiet = None, False
+        self._silent, self._quiet, self._lost = None, False, set()
         late = 2 * _BEAT * self.interval
         stopped: set[int] = set()
         for (host, members), key in zip(self._first.items(), self._keys):
@@ -129,6 +139,7 @@ class Heartbeats:
             self._quiet = True
             if now - since > self._timeout:
                 others = f" (nor did ranks {members[1]} to {members[-1]} of its host)" if len(members) > 1 else ""
+                self._lost |= set(members)
                 self._silent = members[0], f"sent no heartbeat for {now - since:.0f} s{others}"
         self._stopped_since = {r: self._stopped_since.get(r, now) for r in stopped if r != self._rank}
 

@@ -126,6 +126,11 @@ def get(store: dist.Store, key: str) -> str | None:
     return store.get(key).decode(errors="replace") if store.check([key]) else None
 
 
+def failed_key(era: int) -> str:
+    """Key of the first failure, as [rank, words]. Era: how often lost ranks were given up, after which others count."""
+    return f"failed in era {era}" if era else "failed"
+
+
 def set_once(store: dist.Store, key: str, value: str) -> None:
     """Say something under `key` unless somebody has said anything there."""
     store.compare_set(key, "", value)

@@ -44,7 +44,11 @@ class RunningProxy:
         self._world = world
         peers = [pe for pe in range(world.size) if not world.topology.is_direct(pe)]
         memory = world.memory
+        transport = fabric.transport_options(
+            multi_host=not world.topology.single_host, gpu_pci=_pci_address(memory), rails=settings.RAILS.get()
+        )
         self._proxy = _native.Proxy(
+            transport,
             rank=world.rank,
             n_pes=world.size,
             peers=peers,
@@ -53,15 +57,8 @@ class RunningProxy:
             heap_kind=memory.kind,
             device=max(memory.ordinal, 0),
             defers_adds=True,  # the host cannot add to memory of a GPU; the simulator does as GPUs do
-            abort_word=world.abort_address,
+            abort_word=world.page.address,
             timeout=world.timeout,
-            provider=settings.PROVIDER.get(),
-            interface=settings.FABRIC_INTERFACE.get(),
-            multi_host=not world.topology.single_host,
-            gpu_pci=_pci_address(memory),
-            rails=settings.RAILS.get(),
-            chaos=settings.CHAOS.get(),
-            library_fallback=fabric.bundled_library(),
             queues=settings.PROXY_QUEUES.get(),
             threads=settings.PROXY_THREADS.get(),
             cpus=_cpus(memory),

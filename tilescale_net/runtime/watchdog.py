@@ -8,26 +8,31 @@ of the package raises PeerLost. The thread never waits for the store: one that d
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswerYet  # another class than the built-in one before Python 3.11
 
 from tilescale_net.errors import FabricError, PeerLost, TileScaleError, WaitTimeout
 from tilescale_net.runtime import job_store
 from tilescale_net.runtime.control import announced, failed_rank
 from tilescale_net.runtime.heartbeats import Heartbeats, News
 
+_STOPPED = 1.0  # seconds that a process has been stopped, where others go on without it
+_SLOW = 3.0  # seconds without an answer after which the store is not only slow
 _EXPLAIN = 0.5  # seconds that a peer's death or word has to arrive, which explains an error of this rank
 
 
 class Watchdog:
-    """Watches the other ranks of a job.
+    """Watches the other members of a job.
 
     Args:
-        control: the control plane (rank, size, store).
+        control: the control plane (rank, members, store).
         hosts: identity of each rank's host.
         pids: process id of every rank.
         heartbeat_timeout: seconds of silence after which ranks of another host are lost.
@@ -59,16 +64,21 @@ class Watchdog:
         self._pids: dict[int, int] = {}
         self._fds: dict[int, int] = {}
         self._departed: set[int] = set()
+        self._stopped_since: dict[int, float] = {}
         self._lock = threading.Lock()
+        self._failed_key, self._aware = control.failed_key, f"aware/{control.era}"
         for rank, (host, pid) in enumerate(zip(hosts, pids)):
-            if rank == control.rank or host != hosts[control.rank]:
+            if rank == control.rank or rank in control.lost or host != hosts[control.rank]:
                 continue
             try:
                 self._fds[rank] = os.pidfd_open(pid)
                 self._pids[rank] = pid
             except (OSError, OverflowError):
                 pass  # gone already, or another pid namespace: its word in the store or its heartbeats will tell
-        self._beats = Heartbeats(control.rank, hosts, heartbeat_timeout, self._stopped_here)
+        present = [r for r in range(len(hosts)) if r not in control.lost]
+        self._beats = Heartbeats(
+            control.rank, hosts, heartbeat_timeout, self._stopped_here, members=present, failed_key=self._failed_key
+        )
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tilescale_net-watchdog", daemon=True)
         self._thread.start()
@@ -76,6 +86,25 @@ class Watchdog:
     def reason(self) -> str | None:
         """Why the job is lost, or None."""
         return self._reason
+
+    def lost_ranks(self) -> set[int]:
+        """Who is known to be lost now: processes that have ended or are stopped, and hosts that are silent."""
+        self._ask()
+        now = time.monotonic()
+        self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in self._stopped_here()}
+        stopped = {rank for rank, since in self._stopped_since.items() if now - since >= _STOPPED}
+        return {*self._dead(), *stopped, *self._news.lost}
+
+    def end_processes(self, ranks: set[int], seconds: float = 10.0) -> set[int]:
+        """End processes of this host (SIGKILL), and wait until they have ended; the ranks of those that may go on."""
+        with self._lock:
+            for fd in [self._fds[rank] for rank in ranks if rank in self._fds]:
+                with contextlib.suppress(OSError):  # it has ended already, or is another user's
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+        end = time.monotonic() + seconds
+        while (left := ranks - self._ended()) and time.monotonic() < end and left & self._fds.keys():
+            time.sleep(0.01)
+        return left
 
     def explanation_of(self, error: TileScaleError) -> str | None:
         """What befell a peer, if that may be why this rank met `error`.
@@ -90,7 +119,8 @@ class Watchdog:
             if found:
                 return found
             now = time.monotonic()
-            if now > begin + _EXPLAIN and not (self._in_doubt() and now < begin + 2 * self._timeout):
+            closed = self._stop.is_set() and threading.current_thread() is self._thread
+            if closed or now > begin + _EXPLAIN and not (self._in_doubt() and now < begin + 2 * self._timeout):
                 return self._stopped_peer(0.0)
             if threading.current_thread() is self._thread and now >= looked + self._beats.interval:
                 looked = now
@@ -117,7 +147,7 @@ class Watchdog:
         """Stay until all others have ended, or the job is lost, if the store ends with this process."""
         if self._control.store.kept_by != self._control.rank:
             return
-        left = set(range(self._control.size)) - {self._control.rank}
+        left = set(range(self._control.size)) - {self._control.rank} - self._control.lost
         while left and self._reason is None:
             left -= set(self._dead())
             try:
@@ -147,18 +177,21 @@ class Watchdog:
 
     def _unaware(self, store, gone: set[int]) -> bool:
         """Whether a rank has still to learn of a failure."""
-        others = self._control.size - 1
-        if store.add("aware", 0) >= others:
+        present = set(range(self._control.size)) - {self._control.rank} - self._control.lost
+        others = len(present)
+        if store.add(self._aware, 0) >= others:
             return False
-        lost = failed_rank(job_store.get(store, "failed"))
-        for r in set(range(self._control.size)) - {self._control.rank}:
-            if r in gone or r == lost or store.check([f"aware/{r}"]) or store.check([f"ended/{r}"]):
+        lost = failed_rank(job_store.get(store, self._failed_key))
+        for r in present:
+            if r in gone or r == lost or store.check([f"{self._aware}/{r}"]) or store.check([f"ended/{r}"]):
                 others -= 1
         return others > 0
 
     def close(self) -> None:
+        """Look no more; there is no reason any more."""
         self._stop.set()
         self._thread.join(timeout=5)
+        self._reason = None
         with self._lock:
             for fd in self._fds.values():
                 os.close(fd)
@@ -179,8 +212,8 @@ class Watchdog:
     def _say_aware(self, store) -> None:
         rank = self._control.rank
         if rank != (self._control.store.kept_by or 0):
-            store.set(f"aware/{rank}", "1")
-            store.add("aware", 1)
+            store.set(f"{self._aware}/{rank}", "1")
+            store.add(self._aware, 1)
 
     def _look(self) -> tuple[str, TileScaleError | None] | None:
         """The reason of a loss and this rank's own error."""
@@ -188,7 +221,8 @@ class Watchdog:
         if own is not None:
             cause = self.explanation_of(own)
             if cause is None:
-                self._control.announce_failure(str(own))
+                if not self._stop.is_set():
+                    self._control.announce_failure(str(own), key=self._failed_key)
                 return str(own), own
             return cause, None
         self._ask()
@@ -221,15 +255,19 @@ class Watchdog:
 
     def _blame(self, rank: int, why: str) -> str:
         """Say for a rank that cannot why it is lost, so that all ranks name the same one."""
-        self._control.announce_failure(why, rank, seconds=0.1)
+        self._control.announce_failure(why, rank, seconds=0.1, key=self._failed_key)
         return f"rank {rank} {why}"
 
     def _last_word(self, rank: int) -> str | None:
         """Why a rank whose process has ended is lost; None when it left in good order."""
-        words = self._control.store.post(lambda s: (s.check([f"ended/{rank}"]), job_store.get(s, "failed")))
+        words = self._control.store.post(lambda s: (s.check([f"ended/{rank}"]), job_store.get(s, self._failed_key)))
         try:
             ended, failed = words.result(_EXPLAIN)
-        except Exception:  # it kept the store, or the store is silent
+        except NoAnswerYet:
+            if self._silence() < _SLOW:  # on a busy machine: the next look asks again
+                return None
+            ended, failed = False, None
+        except PeerLost:  # it kept the store
             ended, failed = False, None
         if ended:
             with self._lock:
@@ -243,11 +281,14 @@ class Watchdog:
         now = self._control.store.answered
         self._silent = now, looks + 1 if now is not None and now == answered else 0
 
+    def _silence(self) -> float:
+        """Seconds without an answer of the store: counted in looks, so that a process that was stopped itself does not blame it."""
+        return self._silent[1] * self._beats.interval
+
     def _store_is_lost(self) -> str | None:
         if self._control.store.lost:
             return self._control.store.lost
-        # Counted in looks, so that a process that was stopped itself does not blame the store.
-        seconds = self._silent[1] * self._beats.interval
+        seconds = self._silence()
         return (
             f"{self._control.store.keeper} does not answer (for {seconds:.0f} s)" if seconds > self._timeout else None
         )
@@ -261,14 +302,16 @@ class Watchdog:
     # -- processes of this host -------------------------------------------------------------------------------------
 
     def _dead(self) -> list[int]:
+        """Ranks whose process has ended, but for those that left in good order."""
+        return sorted(self._ended() - self._departed)
+
+    def _ended(self) -> set[int]:
         with self._lock:
-            by_fd = {fd: rank for rank, fd in self._fds.items() if rank not in self._departed}
-            if not by_fd:
-                return []
+            by_fd = {fd: rank for rank, fd in self._fds.items()}
             poll = select.poll()
             for fd in by_fd:
                 poll.register(fd, select.POLLIN)
-            return [by_fd[fd] for fd, _ in poll.poll(0)]
+            return {by_fd[fd] for fd, _ in poll.poll(0)}
 
     def _stopped_here(self) -> list[int]:
         """Ranks of this host that are stopped."""

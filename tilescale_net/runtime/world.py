@@ -5,9 +5,7 @@ docs/states.md lists its states and what each call does in them.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import threading
 import time
 
 import torch
@@ -15,8 +13,8 @@ import torch.distributed as dist
 
 import tilescale_net
 from tilescale_net import fabric
-from tilescale_net.errors import ConfigurationError, PeerLost, TileScaleError
-from tilescale_net.runtime import context, device_errors, groups, memory, settings, topology
+from tilescale_net.errors import ConfigurationError, FabricError, PeerLost, TileScaleError, WaitTimeout
+from tilescale_net.runtime import abort_page, context, device_errors, groups, memory, settings, survivors, topology
 from tilescale_net.runtime.control import Control
 from tilescale_net.runtime.heap import Heap
 from tilescale_net.runtime.memory import Memory
@@ -47,6 +45,7 @@ class World:
         proxy: the proxy that serves PEs of other nodes, or None when every PE is direct.
         reporter: asks all ranks what they do, for the report of a hang.
         recorder: writes this rank's part of the trace, or None when nothing is traced here.
+        page: through which this rank gives up.
         failure: what ended the world for this rank, or None; every further call raises it.
     """
 
@@ -64,8 +63,7 @@ class World:
         self.recorder: recorder.Recorder | None = None
         self.memory: Memory | None = None
         self._closed = False
-        self._abort_address = self._error_address = 0
-        self._page_in_use = threading.Lock()
+        self.page = abort_page.AbortPage()
         self.control = Control(self.timeout + 5.0, silence, group)
         self.group, self.job_ranks = group, self.control.job_ranks
         self.rank, self.size = self.control.rank, self.control.size
@@ -88,8 +86,7 @@ class World:
         self.memory = memory.create(kind, size, device, self.group, self.topology.local_rank)
         self.device_kind, self.device = self.memory.device_kind, self.memory.device
         self.recorder = recorder.start(self, hosts)
-        page = self.memory.pinned(4096)
-        self._abort_address, self._error_address = page, page + 64
+        self.page.address = self.memory.pinned(abort_page.BYTES)
         self.heap = Heap(self.memory, self.control.agree, self.rank, self.check, self._settle)
         handles = self.control.gather("tilescale_net.init", self.memory.handle())
         self.peer_base = [self._base_of(pe, handles[pe]) for pe in range(self.size)]
@@ -112,9 +109,10 @@ class World:
         place = topology.virtual_node(dist.get_rank(), dist.get_world_size()) if self.group is not None else 0
         facts = self.control.gather("tilescale_net.init", [topology.host_identity(), os.getpid(), place])
         hosts, pids, places = map(list, zip(*facts))
-        self._watchdog = Watchdog(
+        self._watch = lambda: Watchdog(
             self.control, hosts, pids, silence, self._poll_local, self._on_loss, self.reporter.answer
         )
+        self._watchdog = self._watch()
         self.control.reason_of = self._watchdog.reason
         traced = f", TSN_TRACE={settings.TRACE.get()}" if settings.TRACE.get() else ""
         self.control.agree("tilescale_net.init", f"{wanted}, VIRTUAL_NODES={virtual}, {_version()}{traced}")
@@ -141,8 +139,8 @@ class World:
             flags=self.proxy.context_flags if self.proxy is not None else 0,
             heap_base=self.memory.base,
             heap_bytes=self.memory.size,
-            abort_word=self._abort_address,
-            error=self._error_address,
+            abort_word=self.page.address,
+            error=self.page.record_address,
             timeout_ns=int(self.timeout * 1e9),
             queues=queues,
         )
@@ -151,36 +149,15 @@ class World:
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
-    @property
-    def abort_address(self) -> int:
-        return self._abort_address
-
-    @property
-    def error_address(self) -> int:
-        return self._error_address
-
     def abort(self) -> None:
         """End every device-side wait of this rank."""
         proxy = self.proxy  # another thread may close the world
         if proxy is not None and self.failure is not None:
             proxy.explain(str(self.failure))
-        with self._page_in_use:
-            if self._abort_address:
-                ctypes.c_uint32.from_address(self._abort_address).value = 1
-
-    def _aborted(self) -> bool:
-        return bool(ctypes.c_uint32.from_address(self._abort_address).value)
-
-    def error_record(self) -> device_errors.ErrorRecord | None:
-        """A copy of what a kernel left behind when it gave up; None where none did."""
-        with self._page_in_use:
-            if not self._error_address:
-                return None
-            record = device_errors.ErrorRecord.from_buffer_copy(device_errors.read(self._error_address))
-            return record if record.kind else None
+        self.page.abort()
 
     def _device_error(self) -> TileScaleError | None:
-        record = self.error_record()
+        record = self.page.record()
         if record is None:
             return None
         return device_errors.describe(record, self.rank, self.size, self.memory.base, self.timeout, self.heap.describe)
@@ -244,7 +221,7 @@ class World:
             self.announce(self._explained(error))
             self.reporter.print_failure(self.failure)
         self._notice_loss()
-        if self.failure is None and self._aborted():
+        if self.failure is None and self.page.aborted:
             # Kernels return early from here on, with whatever data they have: whoever set the word says why.
             self._learn_why_aborted()
         if self.failure is not None:
@@ -265,6 +242,52 @@ class World:
                 time.sleep(0.01)
         if self.failure is None:
             self.failure = TileScaleError(f"rank {self.rank}: the job was aborted; look at the other ranks' output")
+
+    def shrink(self, step: int = 0, seconds: float | None = None) -> survivors.Survivors:
+        """See `tilescale_net.shrink`."""
+        if self.control.left or self._closed:
+            raise TileScaleError(f"rank {self.rank}: shrink: this rank was left out of the job, or has ended its world")
+        self._end_kernels()
+        if self.failure is not None and not isinstance(self.failure, PeerLost | WaitTimeout | FabricError):
+            survivors.stay_out(self.control)
+            raise self.failure  # this rank is what is wrong
+        if self.proxy is not None:
+            text = f"rank {self.rank}: shrink: ranks of several nodes cannot go on after a loss; {self._what_to_do}"
+            raise TileScaleError(f"{text} ({self.failure})" if self.failure else text) from self.failure
+        try:
+            limit = self.timeout if seconds is None else seconds
+            kept = survivors.call_roll(self.control, self._watchdog, limit)
+            self._watchdog.close()
+            self._forget_failure()
+            self.control.give_up_others(kept)
+            self._watchdog = self._watch()  # before ranks wait for each other again
+            self.control.reason_of = self._watchdog.reason
+            self.control.connect_members()
+            self.heap.restore(survivors.live_everywhere(self.control, self.heap.live))
+            steps = self.control.gather("tilescale_net.shrink", int(step))
+        except PeerLost as err:
+            self.failure = self.failure or err
+            raise
+        return survivors.Survivors(kept, steps)
+
+    def _end_kernels(self) -> None:
+        """Let this rank's kernels end, which wait for ranks that are lost, and what they have sent arrive."""
+        try:
+            self.check()
+            self.memory.finish_kernels()
+            self.check()
+        except TileScaleError:
+            self.abort()
+            self.memory.finish_kernels()
+
+    def _forget_failure(self) -> None:
+        """As before the first failure; no kernel runs."""
+        self.page.clear()
+        at = context.ContextHeader.aborted.offset
+        self._context_bytes[at : at + 8].zero_()
+        self.memory.synchronize()
+        self.failure = None
+        self.reporter.forget_failure(self.control.era + 1)
 
     def _settle(self) -> bool:
         return self.proxy is not None and self.proxy.settle()
@@ -339,11 +362,10 @@ class World:
         if self._watchdog is not None:
             self._watchdog.close()
         recorder.stop(self)
-        with self._page_in_use:
-            self._abort_address = self._error_address = 0
+        self.page.close()
         if self.memory is not None:
             self.memory.close()
-        self.control.close()
+        self.control.close(unwatched_failure=self.failure is not None and self._watchdog is None)
 
 
 def _check_settings() -> tuple[ConfigurationError | None, float, float]:

@@ -21,6 +21,7 @@ from tilescale_net.trace import reporter
 binding: object = None
 
 _alive: list[World] = []  # in the order in which they were made
+_beside: list[World] = []  # those of them that are beside another one of the same group
 # The addresses at which their heaps begin and end, ascending, with the world of each: for `holding`, at each launch.
 _bases: list[int] = []
 _ends: list[int] = []
@@ -32,14 +33,28 @@ _FORKED = "this process was forked from a rank and"
 
 def init(heap_bytes: int | str | None = None, group: object = None) -> World:
     """See `tilescale_net.init`."""
-    if _forked_from:
-        raise TileScaleError(f"{_FORKED} cannot join the job; start processes before init()")
     resolved = groups.resolve(group)
     if any(world.group is resolved for world in _alive):
         which = "tilescale_net" if resolved is None else f"the group of ranks {groups.named(groups.ranks(resolved))}"
         raise TileScaleError(f"{which} is initialised already; call finalize() before another init()")
+    return _make(heap_bytes, resolved)
+
+
+def beside(world: World, heap_bytes: int) -> World:
+    """One more world of the ranks of `world`, with a heap of its own. Collective over them.
+
+    It is ended by `finalize` with this world as the group. Calls that name the group, or none, mean the first world.
+    """
+    made = _make(heap_bytes, world.group)
+    _beside.append(made)
+    return made
+
+
+def _make(heap_bytes: int | str | None, group: object) -> World:
+    if _forked_from:
+        raise TileScaleError(f"{_FORKED} cannot join the job; start processes before init()")
     with progress.step("meeting the other ranks of the job"):
-        world = World(heap_bytes, resolved, _alive[0].device if _alive else None)
+        world = World(heap_bytes, group, _alive[0].device if _alive else None)
     _alive.append(world)
     _rebind()
     reporter.report_on_signal(lambda: [world.reporter for world in list(_alive)])
@@ -76,11 +91,12 @@ def get(group: object = None) -> World:
             group.check()  # which says so
         return group
     resolved = groups.resolve(group)
-    for world in _alive:
+    first = _first()
+    for world in first:
         if world.group is resolved:
             return world
     members = groups.ranks(resolved)
-    same = [world for world in _alive if world.job_ranks == members]
+    same = [world for world in first if world.job_ranks == members]
     if len(same) == 1:
         return same[0]
     who = "all ranks" if resolved is None else f"ranks {groups.named(members)}"
@@ -97,19 +113,25 @@ def default() -> World:
     Raises:
         TileScaleError: there is none, or there are several.
     """
-    for world in _alive:
-        if len(_alive) == 1 or world.group is None:
+    first = _first()
+    for world in first:
+        if len(first) == 1 or world.group is None:
             return world
-    if _alive:
+    if first:
         raise TileScaleError(
-            f"this process is in {len(_alive)} worlds, of ranks "
-            f"{' and of ranks '.join(groups.named(world.job_ranks) for world in _alive)}; say with group= which one is meant"
+            f"this process is in {len(first)} worlds, of ranks "
+            f"{' and of ranks '.join(groups.named(world.job_ranks) for world in first)}; say with group= which one is meant"
         )
     if _forked_from:
         raise TileScaleError(
             f"{_FORKED} is none itself; call tilescale_net in the rank, or start processes before init()"
         )
     raise TileScaleError("tilescale_net is not initialised; call tilescale_net.init() first, on every rank")
+
+
+def _first() -> list[World]:
+    """Those that a group, or none, may mean."""
+    return [world for world in _alive if world not in _beside] if _beside else _alive
 
 
 def alive() -> list[World]:
@@ -178,6 +200,8 @@ def _rebind() -> None:
 
 def _take(world: World) -> World:
     _alive.remove(world)
+    if world in _beside:
+        _beside.remove(world)
     _rebind()
     return world
 
@@ -186,6 +210,7 @@ def _take_all() -> list[World]:
     """The worlds, the newest first; there are none any more."""
     taken = _alive[::-1]
     _alive.clear()
+    _beside.clear()
     _rebind()
     return taken
 

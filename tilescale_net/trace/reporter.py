@@ -65,6 +65,7 @@ class Reporter:
         self._rank, self._store, self._state = control.rank, control.store, state
         self._own: dict | None = None
         self._of_failure: Report | None = None
+        self._said_by = "reported by"  # key of the rank that prints the report of a failure
         self._asking = threading.Lock()
 
     def ask(self) -> Report:
@@ -77,6 +78,11 @@ class Reporter:
             with self._asking:
                 if self._of_failure is None:
                     self._of_failure = Report(self, once=True)
+
+    def forget_failure(self, era: int) -> None:
+        """What is asked about next is another failure; `era`: how often failures were forgotten."""
+        with self._asking:
+            self._of_failure, self._said_by = None, f"reported by/{era}"
 
     def print_failure(self, failure: Exception) -> None:
         """Print the answers to `ask_about`, on one rank of all that ask. A lost peer explains itself."""
@@ -101,7 +107,7 @@ class Reporter:
     def is_first(self) -> bool:
         """Whether no other rank has printed the report of a failure."""
         mine = str(self._rank)
-        said = self._store.ask(lambda s: s.compare_set("reported by", "", mine), seconds=PATIENCE)
+        said = self._store.ask(lambda s: s.compare_set(self._said_by, "", mine), seconds=PATIENCE)
         return said.decode(errors="replace") == mine
 
     def collect(self, number: int, end: float) -> dict[int, dict]:

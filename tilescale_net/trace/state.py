@@ -59,7 +59,7 @@ def _add_simulated(state: dict, world) -> None:
 
 def _add_record(state: dict, world) -> None:
     """What a GPU leaves behind: the first thread that gave up."""
-    record = world.error_record()
+    record = world.page.record()
     if record is None or record.kind not in (1, 2, 3):
         return
     found = _subject(world, record.operation, record.address, record.comparison, record.expected, record.observed)

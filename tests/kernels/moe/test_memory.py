@@ -86,9 +86,34 @@ def _outputs() -> None:
         received = odd.dispatch(x, idx, weights)
     odd.set_active([True, True])
     assert torch.equal(odd.combine(received.x, received.handle), 3 * x)
+    _ordinary_outputs(x, idx, weights)
     assert check_compiled_ahead(op) and check_compiled_ahead(odd)
     first.fill_(0)
     op.active.fill_(1)
+
+
+def _ordinary_outputs(x, idx, weights) -> None:
+    """Outputs in the memory of the caller, or new ones: later calls do not touch them. The kernels are those of test_states.py."""
+    for layout, often in (("expert", 3), ("rank", 0)):
+        op = AllToAll(6, 5, 32, 3, layout=layout, zero_copy=False)
+        own = op.empty_output()
+        first = op.dispatch(x, idx, weights, out=own)
+        second = op.dispatch_recv(op.dispatch_send(2 * x, idx, weights))
+        third = op.dispatch(3 * x, handle=first.handle)
+        assert first.x is own and len({t.x.data_ptr() for t in (first, second, third)}) == 3
+        for factor, received in enumerate((first, second, third), 1):
+            sums = op.combine(received.x, received.handle, weighted=False)
+            hosts = (
+                often
+                if layout == "expert"
+                else (idx.div(3, rounding_mode="floor")).sort(1)[0].diff().ne(0).sum(1, True) + 1
+            )
+            assert torch.equal(sums, factor * x * hosts), (layout, factor)
+        with raises(ValueError, "x has 6 tokens" if tsn.rank() else "rank 1"):
+            op.dispatch(x if tsn.rank() == 0 else torch.cat([x, x]), idx)
+            op.check()
+        assert check_compiled_ahead(op)
+        op.free()
 
 
 def test_outputs():

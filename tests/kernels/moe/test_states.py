@@ -284,12 +284,25 @@ class Walk(stateful.RuleBasedStateMachine):
             Walk.left, thing.state = True, State.LEFT_OUT
         if thing.received is not None and not Walk.left:
             dispatched, y = thing.received
-            with pytest.raises(ValueError, match="from before set_active"):
+            with pytest.raises(ValueError, match="from before set_active or a loss"):
                 thing.op.combine(y, dispatched.handle)
         for other in self.objects:
             other.received = None
             if other.state is State.OUTDATED:
                 other.pending = {}
+
+    @stateful.rule(often=st.integers(0, 3))
+    @stateful.precondition(lambda self: self.objects and not Walk.left)
+    @_noted
+    def shrink(self, often):
+        """What is under way is void, although nobody is lost."""
+        if often:
+            return
+        self._note("shrink")
+        assert tsn.shrink().ranks == tsn.world().control.members
+        for thing in self.objects:
+            if thing.state is not State.FREED:
+                thing.state, thing.pending, thing.received = State.OUTDATED, {}, None
 
     def teardown(self):
         for thing in self.objects:

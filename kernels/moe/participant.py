@@ -1,0 +1,134 @@
+"""The part of an AllToAll that is the same for every mode: its ranks, its state, and what its kernels refuse."""
+
+from __future__ import annotations
+
+import torch
+
+from tilescale_net.kernels.collective import Collective
+from tilescale_net.kernels.moe.states import Machine
+from tilescale_net.kernels.moe.status import ArgumentError, Status
+
+
+class Participant(Collective):
+    """Base of AllToAll.
+
+    Attributes:
+        mask: for each rank whether it takes part. active: the same as int32, for kernels.
+        membership: the mask, and how often lost ranks were given up before; handles of another one are refused.
+        status: where kernels report what they refuse.
+        key: see tilescale_net.ops.
+    """
+
+    def _take_part(self, number: str) -> None:
+        """Begin, with the ranks that take part in the job; `number`: of the object in this process."""
+        self._number, self._machine = number, Machine()
+        with torch.inference_mode(False):
+            self._name_members(tuple(r in self._members for r in range(self.n_pes)))
+            self.active = torch.tensor(self.mask, dtype=torch.int32, device=self.device)
+            self.status = Status(self._world)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether ranks have left the job since, so that `set_active` must come before any other call."""
+        return self._members is not self._world.control.members
+
+    def _name_members(self, mask: tuple[bool, ...]) -> None:
+        """From now on these ranks take part."""
+        self.mask, self._members, self._era = mask, self._world.control.members, self._world.control.era
+        self.membership = (self._era, mask)
+        # Operators take tensors, numbers and text.
+        self.key = f"{self._number} {self._era} {''.join('01'[m] for m in mask)}"
+
+    @staticmethod
+    def checked_list(active, ranks: int) -> tuple[bool, ...]:
+        active = tuple(bool(a) for a in active)
+        if len(active) != ranks:
+            raise ValueError(f"AllToAll: active has {len(active)} entries; there are {ranks} ranks")
+        if not any(active):
+            raise ValueError("AllToAll: active leaves out every rank")
+        return active
+
+    def set_active(self, active: list[bool] | None = None) -> None:
+        """Leave ranks out of the job from the next call on: they get nothing, and no rank waits for them.
+
+        Collective over the ranks that stay, with the same list (default: those that take part in the job, see
+        `tilescale_net.shrink`); nothing may be under way, unless ranks were lost. From then on they make the
+        host's collective calls (memory, barriers, new objects, `free`) without the others, and handles from before are
+        refused. Objects made before accept no calls until their `set_active` is called too. A rank that is left out
+        need not call; it may then only `check`, `free` and finalize, and cannot come back.
+
+        Raises:
+            ValueError: a list of another length, or one that brings a rank back.
+            RankMismatch: another rank gave another list.
+            PeerLost: a rank that shall stay did not call.
+        """
+        self._machine_check("set_active")
+        control = self._world.control
+        void = self._era != control.era  # what was under way when ranks were lost
+        if void:
+            self._forget_own_refusal()
+        self._begin("set_active")
+        active = [r in control.members for r in range(self.n_pes)] if active is None else active
+        active = self.checked_list(active, self.n_pes)
+        if self._machine.pending and not void:
+            raise ValueError("AllToAll.set_active: a half was under way here when ranks left; free this object")
+        back = [r for r in range(self.n_pes) if active[r] and not (self.mask[r] and r in control.members)]
+        if back:
+            raise ValueError(f"AllToAll: active brings back ranks {back}; make a new job instead")
+        if not active[self.rank]:
+            control.leave()
+            return
+        self._world.synchronize()
+        control.keep([r for r in range(self.n_pes) if active[r]], "AllToAll.set_active")
+        if void:
+            self._reset()
+        self._machine.outdated = False
+        self._name_members(active)
+        self.active.copy_(torch.tensor(active, dtype=torch.int32, device="cpu"), non_blocking=True)
+
+    def _reset(self) -> None:
+        """Begin anew after calls were given up in the middle. All ranks are here, and their kernels have ended."""
+        with torch.inference_mode(False):
+            for counter in self._counters:
+                counter.view(torch.uint8).zero_()
+            self._mode.reset()
+        self._machine.pending.clear()
+        self._world.memory.synchronize()
+        self._world.control.agree("AllToAll.set_active", "begins anew")
+
+    # -- states and refusals ----------------------------------------------------------------------------------------
+
+    def _machine_check(self, call: str) -> None:
+        machine = self._machine
+        machine.freed = not self.alive
+        machine.outdated = self.outdated
+        machine.left_out = self._world.control.left
+        machine.check(call)
+
+    def _begin(self, call: str = "") -> None:
+        """How every call that sends begins: the state is checked, then what has failed meanwhile."""
+        self._machine_check(call)
+        self._world.check()
+        self._raise_refusal()
+
+    def _named(self, call: str, error: ArgumentError) -> Exception:
+        return type(error.error)(f"AllToAll.{call} on rank {self.rank}: {error.error}")
+
+    def _refusal(self) -> Exception | None:
+        """What kernels refused since the last look."""
+        return self.status.error("AllToAll", self.config.num_experts, self.config.capacity)
+
+    def _raise_refusal(self) -> None:
+        error = self._refusal()
+        if error is not None:
+            raise error
+
+    def _raise_refusal_if_simulated(self) -> None:
+        """Where kernels have ended when their launch returns, a refusal is known at once."""
+        if self.device.type == "cpu":
+            self._raise_refusal()
+
+    def _forget_own_refusal(self) -> None:
+        """What this rank's kernels report is not raised: another error says it, or they were given up."""
+        self._world.synchronize()
+        self.status.take()

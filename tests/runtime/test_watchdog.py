@@ -1,0 +1,64 @@
+"""What a watchdog makes of a process that has ended while the store of the job is slow to say whether it may."""
+
+import subprocess
+import time
+from concurrent.futures import Future
+
+import pytest
+
+from tilescale_net.errors import PeerLost
+from tilescale_net.runtime.watchdog import Watchdog
+
+
+class SlowStore:
+    """Answers nothing for some seconds, then that every rank has left in good order, or (`words` false) without a word."""
+
+    kept_by, lost = None, None
+    keeper = "a process outside of this group, which keeps the store of the job,"
+
+    def __init__(self, slow: float, words: bool):
+        self._end, self._words, self.answered = time.monotonic() + slow, words, 0
+
+    def post(self, question) -> Future:
+        answer: Future = Future()
+        if time.monotonic() > self._end:
+            self.answered += 1
+            try:
+                answer.set_result(question(self))
+            except Exception as err:
+                answer.set_exception(PeerLost(str(err)))
+        return answer
+
+    def check(self, keys) -> bool:
+        return self._words and keys[0].startswith("ended/")
+
+
+class Control:
+    """As much of a control plane as a watchdog needs."""
+
+    rank, size, era, lost, failed_key = 0, 2, 0, set(), "failed"
+
+    def __init__(self, store: SlowStore):
+        self.store, self.said = store, []
+
+    def announce_failure(self, text, rank=None, seconds=1.0, key=None) -> None:
+        self.said.append((rank, text))
+
+
+@pytest.mark.parametrize(
+    "slow, words, blamed", [(1.5, True, False), (0.0, False, True), (60.0, True, True)],
+    ids=["slow, in good order", "without a word", "silent"],
+)  # fmt: skip
+def test_a_process_has_ended(slow, words, blamed):
+    process = subprocess.Popen(["sleep", "0.2"])
+    reasons, control = [], Control(SlowStore(slow, words))
+    watchdog = Watchdog(
+        control, ["here"] * 2, [0, process.pid], 30.0, lambda: None, lambda why, _: reasons.append(why), lambda _: None
+    )
+    end = time.monotonic() + (30 if blamed else 4)
+    while not reasons and time.monotonic() < end:
+        time.sleep(0.05)
+    watchdog.close()
+    process.wait()
+    assert reasons == (["rank 1 (process ended without a word) is gone"] if blamed else []), reasons
+    assert bool(control.said) == blamed
