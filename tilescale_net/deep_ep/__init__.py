@@ -9,7 +9,8 @@ docs/integrations.md says how frameworks are set up, and what is not supported.
 
 from tilescale_net.deep_ep.buffer import Buffer
 from tilescale_net.deep_ep.config import Config
+from tilescale_net.deep_ep.elastic import ElasticBuffer, EPHandle
 from tilescale_net.deep_ep.event import EventHandle, EventOverlap
 from tilescale_net.deep_ep.replacement import install
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "install"]
+__all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "install"]

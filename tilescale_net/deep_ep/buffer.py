@@ -28,7 +28,8 @@ class Buffer:
         low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: change nothing: both
             modes are there, over NVLink and over the network.
         explicitly_destroy: changes nothing; without `destroy` memory is given back when the program ends.
-        comm, enable_shrink: not supported.
+        enable_shrink: low-latency calls go on when ranks of one node are lost, see `low_latency_query_mask_buffer`.
+        comm: not supported.
 
     Attributes:
         rank, group_size, group, num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy: as given.
@@ -49,14 +50,11 @@ class Buffer:
     ):  # fmt: skip
         if comm is not None:
             _refuse("comm=", "give a group of torch.distributed")
-        if enable_shrink:
-            _refuse("enable_shrink=True", "a rank that is lost ends the group's calls with PeerLost")
         self._world = join(group, num_nvl_bytes + num_rdma_bytes)
         self.rank, self.group_size, self.group = self._world.rank, self._world.size, group
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
-        self._objects = Objects(self._world)
-        self._combine_buffers: dict[int, torch.Tensor] = {}
+        self._objects = Objects(self._world, enable_shrink)
         self._stream: torch.cuda.Stream | None = None
         self._alive = True
 
@@ -64,7 +62,6 @@ class Buffer:
         """Give memory back, and the world if a Buffer has made it and this is the last one. Collective."""
         if self._alive:
             self._alive = False
-            self._combine_buffers.clear()
             self._objects.free()
             leave(self._world)
 
@@ -149,7 +146,8 @@ class Buffer:
         """Send each token once to every rank that it goes to. Collective.
 
         Args:
-            x: [tokens, hidden] bfloat16, or a pair of float8_e4m3fn rows and float32 scales [tokens, hidden / 128].
+            x: [tokens, hidden] bfloat16, or a pair of float8_e4m3fn rows and scales, [tokens, any] or [tokens], float32 or
+                int32, of any strides.
             handle: of an earlier dispatch: the same tokens go the same ways, and nothing else is given.
             is_token_in_rank, num_tokens_per_expert: of `get_dispatch_layout`; the other counts are not looked at.
             topk_idx, topk_weights: travel with the rows. Without them rows go where `is_token_in_rank` says.
@@ -161,7 +159,7 @@ class Buffer:
             async_finish: give an event back.
 
         Returns:
-            The rows as `x` (new tensors, ordered by source rank and token); local experts of their choices, -1 for those of
+            The rows as `x` (new contiguous tensors, ordered by source rank and token); local experts of their choices, -1 for those of
             other ranks, and the weights, 0 there; list of rows per local expert (empty with `num_worst_tokens`); handle;
             event. With a handle, and without choices, None in the places of what there is none of.
 
@@ -218,12 +216,12 @@ class Buffer:
         """Send each token to its experts. Collective.
 
         Args:
-            x: [tokens, hidden] bfloat16, up to `num_max_dispatch_tokens_per_rank` tokens (512 at most).
+            x: [tokens, hidden] bfloat16, up to `num_max_dispatch_tokens_per_rank` tokens (1024 at most).
             topk_idx: [tokens, top_k] expert of each choice, -1 for none.
             cumulative_local_expert_recv_stats: [local experts] int32, to which the counts are added.
             use_fp8: rows travel as float8_e4m3fn with a scale per 128 elements; round_scale: scales are powers of two;
                 use_ue8m0: four of their exponents to an int32.
-            return_recv_hook: give a function back that ends the call; one dispatch at a time may be waiting for it.
+            return_recv_hook: give a function back that ends the call; two dispatches may be waiting for theirs.
             dispatch_wait_recv_cost_stats: not supported.
 
         Returns:
@@ -254,7 +252,7 @@ class Buffer:
             topk_idx: not looked at: the handle knows the choices.
             topk_weights: [tokens, top_k] float32.
             zero_copy: take the rows from `get_next_low_latency_combine_buffer` instead of `x`.
-            return_recv_hook: give a function back that ends the call.
+            return_recv_hook: give a function back that ends the call; two combines may be waiting for theirs.
             out: [tokens, hidden] bfloat16; default a new tensor.
             use_logfmt, combine_wait_recv_cost_stats: not supported.
 
@@ -268,20 +266,32 @@ class Buffer:
         if async_finish and return_recv_hook:
             raise ValueError("low_latency_combine: give async_finish or return_recv_hook, not both")
         rows = self.get_next_low_latency_combine_buffer(handle) if zero_copy else x
-        result, hook = low_latency.combine(rows, topk_weights, handle[-1], out, return_recv_hook)
+        result, hook = low_latency.combine(self._objects, rows, topk_weights, handle[-1], out, return_recv_hook)
         return result, end(async_finish), hook
 
     def get_next_low_latency_combine_buffer(self, handle: tuple) -> torch.Tensor:
         """Rows that `low_latency_combine(zero_copy=True)` reads, [local experts, ranks * max tokens, hidden] bfloat16."""
-        op, received = handle[-1]
-        if id(op) not in self._combine_buffers:
-            self._combine_buffers[id(op)] = torch.empty(
-                received.x.shape, dtype=torch.bfloat16, device=received.x.device
-            )
-        return self._combine_buffers[id(op)]
+        return handle[-1].combine_buffer
 
-    def low_latency_update_mask_buffer(self, *arguments, **options) -> None:
-        """Not supported."""
-        _refuse("low_latency_update_mask_buffer", "a rank that is lost ends the group's calls with PeerLost")
+    # -- ranks that are masked ----------------------------------------------------------------------------------------
 
-    low_latency_query_mask_buffer = low_latency_clean_mask_buffer = low_latency_update_mask_buffer
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Leave a rank out, on all ranks that stay, from their next low-latency call on; or (`mask` false) do not, if that has
+        not happened yet. A rank that masks itself makes no calls from then on.
+
+        Raises:
+            TileScaleError: a rank that was left out cannot come back.
+        """
+        self._objects.masks.update(rank_to_mask, mask)
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Fill `mask_status` [ranks] with 1 for ranks that are masked, by the caller or because they are lost, else 0.
+
+        With enable_shrink a rank that dies, or does not come within TSN_TIMEOUT, is lost. Low-latency calls under way then
+        give no rows and zeros on all others, and later ones go on without it: repeat the step when the mask has changed.
+        """
+        self._objects.masks.query(mask_status)
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Mask nobody. Raises TileScaleError where ranks have been left out: they cannot come back."""
+        self._objects.masks.clean()

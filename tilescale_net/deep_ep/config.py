@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tilescale_net.deep_ep.objects import IN_FLIGHT
 from tilescale_net.kernels.moe import AllToAll
 
 TOKENS = 4096  # of a rank, for which the hints of high-throughput buffers are made
@@ -47,8 +48,8 @@ def recommended(num_ranks: int, num_sms: int) -> Config:
 
 
 def low_latency_bytes(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
-    """Bytes of symmetric memory for low-latency calls with rows of BF16 and of FP8, up to top-16."""
-    return sum(
+    """Bytes of symmetric memory for low-latency calls with rows of BF16 and of FP8, up to top-16, two of each in flight."""
+    return IN_FLIGHT * sum(
         AllToAll.heap_bytes(
             num_experts, max_tokens, hidden, 16, dtype, "latency", combine_dtype=torch.bfloat16, ranks=num_ranks
         )

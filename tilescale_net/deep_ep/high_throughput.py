@@ -55,16 +55,24 @@ def _widened(tensor: torch.Tensor, width: int, fill) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, (0, missing), value=fill) if missing else tensor.contiguous()
 
 
-def _parts(x) -> tuple[torch.Tensor, torch.Tensor | None]:
+def parts(x) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows and scales, [tokens, words of scales] or None, as kernels take them."""
     rows, scales = x if isinstance(x, tuple) else (x, None)
+    if scales is not None:
+        scales = scales[:, None] if scales.dim() == 1 else scales
     return rows.contiguous(), None if scales is None else scales.contiguous()
 
 
-def _joined(rows: torch.Tensor, scales: torch.Tensor | None):
+def _object(objects: Objects, experts: int, max_tokens: int, rows, scales, top_k: int, num_sms: int) -> AllToAll:
+    words = None if scales is None else scales.shape[-1]
+    return objects.high_throughput(experts, max_tokens, rows.shape[1], top_k, rows.dtype, num_sms, words)
+
+
+def joined(rows: torch.Tensor, scales: torch.Tensor | None):
     return rows if scales is None else (rows, scales)
 
 
-def _fresh(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+def fresh(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """The first rows as a new tensor; with rows of no meaning behind them where there are fewer."""
     if rows <= len(tensor):
         return tensor[:rows].clone()
@@ -73,23 +81,27 @@ def _fresh(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return out
 
 
-def _results(received: Dispatched, rows: int):
-    return _joined(_fresh(received.x, rows), None if received.scales is None else _fresh(received.scales, rows))
+def _results(x, received: Dispatched, rows: int):
+    """Rows, and scales in the dimensions that `x` has them."""
+    if received.scales is None:
+        return fresh(received.x, rows)
+    scales = fresh(received.scales, rows)
+    return fresh(received.x, rows), scales[:, 0] if x[1].dim() == 1 else scales
 
 
 def dispatch_again(objects: Objects, x, routing: Routing, num_sms: int):
     """Other rows with a routing that is known."""
-    rows, scales = _parts(x)
+    rows, scales = parts(x)
     c = routing.op.config
-    op = objects.high_throughput(c.num_experts, c.max_tokens, rows.shape[1], c.top_k, rows.dtype, num_sms)
-    return _results(op.dispatch(_joined(rows, scales), handle=routing.handle), routing.rows)
+    op = _object(objects, c.num_experts, c.max_tokens, rows, scales, c.top_k, num_sms)
+    return _results(x, op.dispatch(joined(rows, scales), handle=routing.handle), routing.rows)
 
 
 def dispatch(
     objects: Objects, x, topk_idx, topk_weights, in_rank, per_expert, alignment: int, worst: int, num_sms: int
 ):
     """Rows with a new routing: (rows, topk_idx, topk_weights, rows per expert, rank prefix matrix, Routing)."""
-    rows, scales = _parts(x)
+    rows, scales = parts(x)
     ranks, experts, tokens = objects.world.size, len(per_expert), len(rows)
     by_choice = topk_idx is not None
     top_k = topk_idx.shape[1] if by_choice else 0
@@ -105,9 +117,9 @@ def dispatch(
         objects.grow(tokens)
     while True:
         room = -(-worst // ranks) or objects.max_tokens
-        op = objects.high_throughput(experts, room, rows.shape[1], width, rows.dtype, num_sms)
+        op = _object(objects, experts, room, rows, scales, width, num_sms)
         try:
-            received = op.dispatch(_joined(rows, scales), **given)
+            received = op.dispatch(joined(rows, scales), **given)
             if not worst:
                 op.check()
             break
@@ -123,7 +135,7 @@ def dispatch(
         recv_idx = _padded(meta.topk_idx[:, :top_k], routing.rows, -1)
         recv_weights = _padded(meta.topk_weights[:, :top_k], routing.rows, 0.0)
         recv_weights = None if topk_weights is None else recv_weights
-    return _results(received, routing.rows), recv_idx, recv_weights, counts, _prefix(objects.world, routing), routing
+    return _results(x, received, routing.rows), recv_idx, recv_weights, counts, _prefix(objects.world, routing), routing
 
 
 def _padded(tensor: torch.Tensor, rows: int, fill) -> torch.Tensor:
@@ -146,13 +158,16 @@ def _prefix(world, routing: Routing) -> torch.Tensor:
     return matrix
 
 
+def biases_of(bias) -> tuple[torch.Tensor, ...]:
+    """None, a tensor, or a tuple of two of which one may be None, as combine takes them."""
+    given = (bias,) if bias is None or isinstance(bias, torch.Tensor) else bias
+    return tuple(b.contiguous() for b in given if b is not None)
+
+
 def combine(x: torch.Tensor, routing: Routing, topk_weights, bias):
     """(sums over ranks [tokens, hidden], sums of weights [tokens, top_k] or None)."""
     op, handle = routing.op, routing.handle
-    biases = (
-        () if bias is None else (bias,) if isinstance(bias, torch.Tensor) else tuple(b for b in bias if b is not None)
-    )
-    biases = tuple(b.contiguous() for b in biases)
+    biases = biases_of(bias)
     if topk_weights is None:
         return op.combine(x.contiguous(), handle, weighted=False, bias=biases), None
     values = _widened(topk_weights, op.config.top_k, 0.0)

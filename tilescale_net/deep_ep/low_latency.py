@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from tilescale_net.deep_ep import scales as scaling
 from tilescale_net.deep_ep.objects import Objects
-from tilescale_net.kernels.moe import AllToAll, Dispatched
+from tilescale_net.kernels.moe import Dispatched, Handle
+from tilescale_net.kernels.moe.handle import ReceivedRows
+from tilescale_net.kernels.moe.row_ops import GROUP
+
+
+@dataclass
+class Routing:
+    """What the handle of a dispatch stands for.
+
+    Attributes:
+        sizes: what `Objects.low_latency` is asked with. received: what the dispatch gives.
+        members: the ranks that took part; None: nobody, the dispatch gave nothing. See `Masks.members`.
+    """
+
+    sizes: tuple
+    received: Dispatched
+    members: list[int] | None
+    _buffer: torch.Tensor | None = None
+
+    @property
+    def combine_buffer(self) -> torch.Tensor:
+        """Rows in the shape of the dispatch's, for the caller to fill; made when they are first asked for."""
+        if self._buffer is None:
+            x = self.received.x
+            self._buffer = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+        return self._buffer
 
 
 def _column_major(scales: torch.Tensor) -> torch.Tensor:
@@ -17,22 +43,55 @@ def _column_major(scales: torch.Tensor) -> torch.Tensor:
     return torch.empty((experts, groups, rows), dtype=scales.dtype, device=scales.device).transpose(1, 2)
 
 
+def _nothing(ranks: int, tokens: int, sizes: tuple, device) -> Dispatched:
+    """What a dispatch gives that was under way when ranks were lost: no rows."""
+    experts, max_tokens, hidden, top_k, dtype = sizes
+    local, rows = experts // ranks, ranks * max_tokens
+
+    def zeros(*shape, dtype=torch.int32):
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    plan = ReceivedRows(
+        tokens, zeros(tokens, ranks), zeros(rows, top_k), zeros(rows, top_k, dtype=torch.float32), zeros(ranks),
+        zeros(local, ranks), zeros(local, rows),
+    )  # fmt: skip
+    scales = zeros(local, rows, hidden // GROUP, dtype=torch.float32) if dtype == torch.float8_e4m3fn else None
+    x = zeros(local, rows, hidden, dtype=dtype)
+    return Dispatched(x, scales, zeros(local), None, None, None, None, Handle((), plan, ()))
+
+
+def _clear(received: Dispatched) -> None:
+    for tensor in (received.x, received.scales, received.counts, received.handle.plan.source_counts):
+        if tensor is not None:
+            tensor.zero_()
+
+
 def dispatch(
     objects: Objects, x: torch.Tensor, topk_idx: torch.Tensor, max_tokens: int, num_experts: int, stats, use_fp8: bool,
     round_scale: bool, use_ue8m0: bool, in_halves: bool,
 ):  # fmt: skip
     """(rows or (rows, scales), rows per expert, handle, what ends the call or None)."""
-    hidden, top_k = x.shape[1], topk_idx.shape[1]
+    hidden, masks = x.shape[1], objects.masks
     if use_ue8m0 and not round_scale:
         raise ValueError("use_ue8m0 goes with round_scale=True")
     if use_fp8 and hidden % (512 if use_ue8m0 else 128):
         raise ValueError(f"hidden is {hidden}; with these scales it must be a multiple of {512 if use_ue8m0 else 128}")
     dtype = torch.float8_e4m3fn if use_fp8 else torch.bfloat16
-    op = objects.low_latency(num_experts, max_tokens, hidden, top_k, dtype)
-    given = scaling.quantise_rounded(x) if use_fp8 and round_scale else x.contiguous()
-    arguments = given, topk_idx.contiguous()
-    pending = op.dispatch_send(*arguments) if in_halves else None
-    received = pending.result if in_halves else op.dispatch(*arguments)
+    sizes = num_experts, max_tokens, hidden, topk_idx.shape[1], dtype
+
+    def send():
+        op = objects.low_latency("dispatch", *sizes)
+        given = scaling.quantise_rounded(x) if use_fp8 and round_scale else x.contiguous()
+        if not in_halves:
+            return op, None, op.dispatch(given, topk_idx.contiguous()), masks.members
+        pending = op.dispatch_send(given, topk_idx.contiguous())
+        return op, pending, pending.result, masks.members
+
+    def nothing():
+        return None, None, _nothing(objects.world.size, len(x), sizes, x.device), None
+
+    void = masks.begin_dispatch()
+    op, pending, received, members = nothing() if void else masks.survive(send, nothing)
     plan = received.handle.plan
     layout = torch.empty(plan.source_counts.shape, dtype=torch.int64, device=x.device)
     out_scales = None
@@ -48,28 +107,45 @@ def dispatch(
         if stats is not None:
             stats.add_(received.counts)
 
+    def receive() -> None:
+        if masks.members is members:
+            op.dispatch_recv(pending)
+        elif members is not None:
+            _clear(received)
+
     def hook() -> None:
-        op.dispatch_recv(pending)
+        masks.survive(receive, lambda: _clear(received))
         finish()
 
     if not in_halves:
         finish()
     rows = received.x if out_scales is None else (received.x, out_scales)
-    handle = (plan.source_token, layout, max_tokens, hidden, num_experts, (op, received))
+    handle = (plan.source_token, layout, max_tokens, hidden, num_experts, Routing(sizes, received, members))
     return rows, received.counts, handle, hook if in_halves else None
 
 
 def combine(
-    x: torch.Tensor, topk_weights: torch.Tensor, routing: tuple[AllToAll, Dispatched], out, in_halves: bool
+    objects: Objects, x: torch.Tensor, topk_weights: torch.Tensor, routing: Routing, out, in_halves: bool
 ) -> tuple[torch.Tensor, Callable[[], None] | None]:
     """(sums [tokens, hidden], what ends the call or None)."""
-    op, received = routing
-    given = dict(out=out, weights=topk_weights.float().contiguous())
-    if not in_halves:
-        return op.combine(x.contiguous(), received.handle, **given), None
-    pending = op.combine_send(x.contiguous(), received.handle, **given)
+    received, masks, members = routing.received, objects.masks, routing.members
+    if out is None:
+        out = x.new_empty((received.handle.plan.tokens, x.shape[-1]))
+
+    def send():
+        if masks.members is not members:
+            return None, out.zero_()
+        op = objects.low_latency("combine", *routing.sizes)
+        given = dict(out=out, weights=topk_weights.float().contiguous())
+        if not in_halves:
+            return None, op.combine(x.contiguous(), received.handle, **given)
+        pending = op.combine_send(x.contiguous(), received.handle, **given)
+        return lambda: op.combine_recv(pending), pending.result
+
+    receive, result = masks.survive(send, lambda: (None, out.zero_()))
 
     def hook() -> None:
-        op.combine_recv(pending)
+        if receive is not None:
+            masks.survive(receive if masks.members is members else result.zero_, result.zero_)
 
-    return pending.result, hook
+    return result, hook if in_halves else None

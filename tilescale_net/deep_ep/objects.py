@@ -2,16 +2,24 @@
 
 All ranks of a group make the same calls, so they make the same objects in the same order. DeepEP takes any number of
 tokens; an AllToAll is made for the largest. The first dispatch agrees on it, and a dispatch of more tokens is refused on
-all ranks, which then agree on a larger object and repeat the call.
+all ranks, which then agree on a larger object and repeat the call. Objects that the heap has no room for get another heap,
+of another world of the same ranks.
 """
 
 from __future__ import annotations
 
+import json
+
 import torch
 
 import tilescale_net as tsn
+from tilescale_net.deep_ep.shrink import Masks
+from tilescale_net.errors import HeapError
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.runtime import settings, worlds
+from tilescale_net.runtime.context import SYSTEM_BYTES
+
+IN_FLIGHT = 2  # low-latency calls of a kind that may be sent and not received
 
 # Worlds that buffers have made, and how many of them use each.
 _users: dict = {}
@@ -45,32 +53,88 @@ def leave(world) -> None:
 class Objects:
     """The AllToAll objects of a Buffer.
 
+    Args:
+        world: of the Buffer.
+        shrinks: whether low-latency calls go on when ranks are lost.
+
     Attributes:
+        masks: the ranks that are masked.
         max_tokens, top_k: of the high-throughput object that new routings use; 0 before the first.
     """
 
-    def __init__(self, world):
-        self.world = world
+    def __init__(self, world, shrinks: bool = False):
+        self.world, self.masks = world, Masks(world, shrinks)
         self.max_tokens = self.top_k = 0
         self._made: dict[tuple, AllToAll] = {}
+        self._era = world.control.era
+        self._worlds = [world]  # each with a heap; all but the first were made here
 
-    def high_throughput(self, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype, num_sms: int):
+    def high_throughput(
+        self, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype, num_sms: int, scale_words: int | None = None
+    ) -> AllToAll:  # fmt: skip
         """For dispatches that give each token once per rank, and their combines in BF16."""
+        options = dict(layout="rank", combine_dtype=torch.bfloat16, scale_words=scale_words)
+        return self._throughput((num_experts, max_tokens, hidden, top_k, dtype, "throughput"), num_sms, options)
+
+    def elastic(self, sizes: tuple, num_sms: int, scale_words: int | None, alignment: int, expands: bool) -> AllToAll:
+        """For dispatches that give each token once per rank, or (`expands`) once per expert, in tensors of their own.
+
+        Args:
+            sizes: num_experts, max_tokens, hidden, top_k and dtype.
+        """
+        layout = dict(layout="expert", zero_copy=False) if expands else dict(layout="rank")
+        options = dict(combine_dtype=torch.bfloat16, scale_words=scale_words, alignment=alignment, **layout)
+        return self._throughput((*sizes, "throughput"), num_sms, options)
+
+    def _throughput(self, sizes: tuple, num_sms: int, options: dict) -> AllToAll:
         tuning = Tuning(blocks=num_sms) if self.world.device.type == "cuda" else None
-        options = dict(layout="rank", combine_dtype=torch.bfloat16, tuning=tuning)
-        return self._object((num_experts, max_tokens, hidden, top_k, dtype, "throughput"), options)
+        return self._object(sizes, dict(options, tuning=tuning))
 
-    def low_latency(self, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype):
-        """For low-latency dispatches of one dtype and their combines in BF16."""
-        return self._object(
-            (num_experts, max_tokens, hidden, top_k, dtype, "latency"), dict(combine_dtype=torch.bfloat16)
-        )
+    def low_latency(self, kind: str, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype) -> AllToAll:
+        """For low-latency dispatches of one dtype and their combines in BF16.
 
-    def _object(self, sizes: tuple, options: dict) -> AllToAll:
-        key = (*sizes, options.get("tuning"))
+        Args:
+            kind: "dispatch" or "combine": the object has none under way, where one of the IN_FLIGHT objects has not. Handles
+                of one serve the others.
+        """
+        sizes, options = (num_experts, max_tokens, hidden, top_k, dtype, "latency"), dict(combine_dtype=torch.bfloat16)
+        for number in range(IN_FLIGHT):
+            op = self._object(sizes, options, number)
+            if kind not in op.under_way:
+                return op
+        return self._object(sizes, options)  # which says what is under way
+
+    def _object(self, sizes: tuple, options: dict, number: int = 0) -> AllToAll:
+        key = (*sizes, *options.items(), number)
+        if self._era != self.world.control.era:
+            self._keep_common()
         if key not in self._made:
-            self._made[key] = AllToAll(*sizes, **options, group=self.world)
+            self._made[key] = self._make(sizes, options)
+        elif self._made[key].outdated:
+            self._made[key].set_active()
         return self._made[key]
+
+    def _keep_common(self) -> None:
+        """After ranks were lost, which may have been in the middle of a construction: keep what all of the others have."""
+        names = {str(key): key for key in self._made}
+        said = self.world.control.gather("deep_ep.Buffer: objects", json.dumps(list(names)))
+        common = set(names).intersection(*(json.loads(text) for text in said))
+        self._made = {names[name]: self._made[names[name]] for name in names if name in common}
+        self._era = self.world.control.era
+
+    def _make(self, sizes: tuple, options: dict) -> AllToAll:
+        """In the first heap that has room, or in a new one. All ranks find the same."""
+        for world in self._worlds:
+            try:
+                return AllToAll(*sizes, **options, group=world)
+            except HeapError:
+                if self.masks.shrinks:  # all objects lose the same ranks
+                    raise
+        topology = self.world.topology
+        nbytes = AllToAll.heap_bytes(*sizes, **options, ranks=self.world.size, nodes=topology.nodes)
+        usual = settings.heap_bytes(None, self.world.device.type == "cuda")
+        self._worlds.append(worlds.beside(self.world, max(usual, nbytes + SYSTEM_BYTES)))
+        return AllToAll(*sizes, **options, group=self._worlds[-1])
 
     def grow(self, tokens: int) -> bool:
         """Agree with all ranks on room for the most tokens that one of them has; False where there was room."""
@@ -86,3 +150,7 @@ class Objects:
         for op in made.values():
             if op.alive:
                 op.free()
+        worlds_made, self._worlds = self._worlds[1:], self._worlds[:1]
+        for world in worlds_made[::-1]:
+            if not world.closed:
+                tsn.finalize(world)

@@ -1,0 +1,118 @@
+"""DeepEP's second interface: both layouts, cached handles, weights, biases, the fields of its handles."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tilescale_net as tsn
+from tests import ranks
+from tests.deep_ep.support import EXPERTS, HIDDEN, TOP_K, Inputs, difference, gathered, plain_rows
+from tilescale_net import deep_ep
+from tilescale_net.kernels.moe import reference
+
+MOST = 64  # tokens, as in test_buffer.py, whose kernels those of one layout are
+ALIGNMENT = 4
+
+
+def _source(inputs, handle, expanded: bool) -> None:
+    """The handle tells where each row comes from, and how many there are."""
+    rows = len(inputs.origins)
+    ends = [sum(len(t) for t in inputs.routing.tokens[: r + 1]) for r in range(inputs.ranks)]
+    assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == ends and handle.num_recv_tokens in (rows, 2 * MOST)
+    assert handle.recv_src_metadata[:rows, 0].tolist() == [r * MOST + t for r, t in inputs.origins]
+    local, at = EXPERTS // inputs.ranks, 0
+    alignment = ALIGNMENT if expanded else 1
+    assert handle.num_unaligned_recv_tokens_per_expert.tolist() == inputs.counts
+    for e, n in enumerate(inputs.counts):
+        aligned = -(-n // alignment) * alignment
+        assert int(handle.psum_num_recv_tokens_per_expert[e]) == at + (n if expanded else aligned)
+        at += aligned
+    for (r, t), (_, last, *places) in zip(inputs.origins, handle.recv_src_metadata[:rows].tolist()):
+        chosen = inputs.everyone[r][t].tolist()
+        here = [k for k, e in enumerate(chosen) if e >= 0 and e // local == inputs.rank]
+        assert last == r * TOP_K + here[-1] and [k for k, place in enumerate(places) if place >= 0] == here
+
+
+def _expected(inputs, x, group) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of layout "expert", one after the other without gaps, and their weights."""
+    everyone, weights = gathered(plain_rows(x), group), gathered(inputs.weights, group)
+    rows = reference.expert_rows(inputs.routing, everyone)
+    order = [one for expert in inputs.routing.order for one in expert]
+    return torch.cat(rows), torch.tensor([float(weights[r][t, k]) for r, t, k in order])
+
+
+def _expanded(buffer, inputs, x, group) -> None:
+    given = dict(num_experts=EXPERTS, expert_alignment=ALIGNMENT, do_expand=True)
+    out, idx, weights, handle, event = buffer.dispatch(
+        x, inputs.topk_idx, inputs.weights, **given, do_zero_padding=True, use_tma_aligned_col_major_sf=True
+    )
+    assert idx is None and event.event is None
+    _source(inputs, handle, True)
+    wanted, wanted_weights = _expected(inputs, x, group)
+    assert handle.num_recv_tokens_per_expert_list == [-(-n // ALIGNMENT) * ALIGNMENT for n in inputs.counts]
+    ends = [0, *torch.tensor(handle.num_recv_tokens_per_expert_list).cumsum(0).tolist()]
+    there = torch.cat([torch.arange(b, b + n) for b, n in zip(ends, inputs.counts)])
+    found = plain_rows(out)
+    assert len(found) == ends[-1] == handle.num_expanded_tokens
+    assert torch.equal(found[there], wanted) and torch.equal(weights.cpu()[there], wanted_weights)
+    gaps = torch.ones(len(found), dtype=torch.bool)
+    gaps[there] = False
+    assert not found[gaps].any()
+    if isinstance(out, tuple):
+        assert out[1].stride(0) == 1 and out[1].stride(1) % 4 == 0
+    # The same choices with other weights, and without.
+    again, _, doubled, same, _ = buffer.dispatch(x, topk_weights=2 * inputs.weights, handle=handle)
+    assert same is handle and torch.equal(plain_rows(again)[there], wanted)
+    assert torch.equal(doubled.cpu()[there], 2 * wanted_weights)
+    again, _, none, _, _ = buffer.dispatch(x, handle=handle)
+    assert none is None and torch.equal(plain_rows(again)[there], wanted)
+    y = found.to(inputs.topk_idx.device, torch.bfloat16)
+    sums, back, _ = buffer.combine(y, handle, topk_weights=weights)
+    chosen = (inputs.topk_idx >= 0).sum(1, keepdim=True)
+    assert difference(sums.float().cpu(), plain_rows(x) * chosen.cpu()) < 1e-4
+    assert torch.equal(back, torch.where(inputs.topk_idx >= 0, inputs.weights, 0.0))
+
+
+def _once_per_rank(buffer, inputs, x) -> None:
+    out, idx, weights, handle, event = buffer.dispatch(
+        x, inputs.topk_idx, inputs.weights, num_experts=EXPERTS, async_with_compute_stream=True
+    )
+    event.current_stream_wait()
+    _source(inputs, handle, False)
+    everyone = torch.stack([inputs.everyone[r][t] for r, t in inputs.origins])
+    local = EXPERTS // inputs.ranks
+    here = (everyone >= 0) & (everyone // local == inputs.rank)
+    assert torch.equal(idx.cpu(), torch.where(here, everyone % local, -1))
+    assert len(plain_rows(out)) == len(weights) == len(inputs.origins)
+    padded, *_ = buffer.dispatch(x, inputs.topk_idx, num_experts=EXPERTS, do_cpu_sync=False)
+    assert len(plain_rows(padded)) == MOST * inputs.ranks
+    assert torch.equal(plain_rows(padded)[: len(inputs.origins)], plain_rows(out))
+    y = plain_rows(out).to(inputs.topk_idx.device, torch.bfloat16)
+    bias = torch.full_like(inputs.random, 0.5), None
+    hosts = torch.stack([((inputs.topk_idx >= 0) & (inputs.topk_idx // local == r)).any(1) for r in range(2)]).sum(0)
+    sums, back, _ = buffer.combine(y, handle, topk_weights=weights, bias=bias)
+    assert difference(sums.float().cpu() - 0.5, plain_rows(x) * hosts[:, None].cpu()) < 1e-4
+    assert torch.equal(back, torch.where(inputs.topk_idx >= 0, inputs.weights, 0.0))
+
+
+def _program() -> None:
+    group = dist.group.WORLD
+    buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=MOST, num_bytes=1 << 20, explicitly_destroy=True)
+    assert (buffer.num_rdma_ranks, buffer.num_nvlink_ranks) == (1, 2)
+    inputs = Inputs(group, 7 + buffer.rank_idx, 11)
+    quantised = tuple(t.to(tsn.device()) for t in reference.quantise(inputs.random.cpu()))
+    for x in (inputs.random, quantised):
+        _once_per_rank(buffer, inputs, x)
+        _expanded(buffer, inputs, x, group)
+    with pytest.raises(ValueError, match="topk_idx, or the handle"):
+        buffer.dispatch(inputs.random)
+    with pytest.raises(tsn.TileScaleError, match="allow_multiple_reduction"):
+        deep_ep.ElasticBuffer(group, allow_multiple_reduction=False)
+    buffer.barrier(with_cpu_sync=True)
+    buffer.destroy()
+    hint = deep_ep.ElasticBuffer.get_buffer_size_hint
+    assert hint(group, MOST, HIDDEN, TOP_K, True) > hint(group, MOST, HIDDEN, TOP_K) > 4 * MOST * HIDDEN * 2
+
+
+def test_elastic_buffer():
+    ranks.run(2, _program, timeout=280)

@@ -1,0 +1,288 @@
+"""The interface of DeepEP's second version for dispatch and combine: ElasticBuffer and its EPHandle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tilescale_net.deep_ep.config import EXPERTS
+from tilescale_net.deep_ep.event import EventHandle, EventOverlap, begin, end
+from tilescale_net.deep_ep.high_throughput import biases_of, fresh, joined, parts
+from tilescale_net.deep_ep.objects import Objects, join, leave
+from tilescale_net.errors import TileScaleError
+from tilescale_net.kernels.moe import AllToAll, Handle, metadata
+from tilescale_net.kernels.moe.wire_layout import Totals
+
+NUM_SMS = 24  # blocks of a kernel where a call does not say
+
+
+@dataclass
+class EPHandle:
+    """Of a dispatch, for combines of it and for dispatches with the same choices.
+
+    Attributes:
+        do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
+        topk_idx: [tokens, top_k] choices of this rank's tokens.
+        num_recv_tokens, num_expanded_tokens: rows received, one for each token and one for each choice with the gaps of
+            the alignment; the most there can be where the host has not waited for them.
+        num_recv_tokens_per_expert_list: rows per local expert, multiples of the alignment; empty where it has not.
+        psum_num_recv_tokens_per_scaleup_rank: [ranks] int32, rows from all ranks up to each.
+        psum_num_recv_tokens_per_expert: [local experts] int32: where the rows of each end, with the gap behind them; with
+            do_expand without it.
+        num_unaligned_recv_tokens_per_expert: [local experts] int32, rows of each.
+        recv_src_metadata: [rows, 2 + top_k] int32: source rank * num_max_tokens_per_rank + token there; source rank * top_k +
+            its last choice here; the expanded row of each choice. -1 where there is none.
+        recv_topk_idx: what the dispatch gave.
+    """
+
+    do_expand: bool
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    topk_idx: torch.Tensor
+    num_recv_tokens: int
+    num_expanded_tokens: int
+    num_recv_tokens_per_expert_list: list[int]
+    psum_num_recv_tokens_per_scaleup_rank: torch.Tensor
+    psum_num_recv_tokens_per_expert: torch.Tensor
+    num_unaligned_recv_tokens_per_expert: torch.Tensor
+    recv_src_metadata: torch.Tensor
+    recv_topk_idx: torch.Tensor | None
+    _op: AllToAll
+    _handle: Handle
+
+
+class ElasticBuffer:
+    """Dispatch and combine of the ranks of a group. Made, used and destroyed by all of them together.
+
+    Args:
+        group: see `Buffer`.
+        num_bytes: least size of the symmetric heap, where this object makes it; default what the next four need.
+        num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch: the largest calls, for `get_buffer_size_hint`.
+        num_max_tokens_per_rank: also the default of `dispatch`.
+        The others change nothing: results never depend on timing, each rank sums its experts' rows before they travel, and
+        TSN_TIMEOUT limits waits. Rows for ranks on other nodes go to each rank.
+
+    Attributes:
+        group, rank_idx, num_ranks, num_max_tokens_per_rank: as given.
+        num_scaleout_ranks, num_scaleup_ranks, num_rdma_ranks, num_nvlink_ranks: nodes, and ranks of one, of the group.
+    """
+
+    def __init__(
+        self, group, num_bytes: int | None = None, num_cpu_bytes: int = 0, num_max_tokens_per_rank: int = 0, hidden: int = 0,
+        num_topk: int = 0, use_fp8_dispatch: bool = False, deterministic: bool = False, allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True, prefer_overlap_with_compute: bool = True, sl_idx: int = 3,
+        num_allocated_qps: int = 0, num_cpu_timeout_secs: int = 300, num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+    ):  # fmt: skip
+        if num_cpu_bytes:
+            raise TileScaleError("deep_ep.ElasticBuffer: num_cpu_bytes (Engram) is not supported; leave it out")
+        if not allow_multiple_reduction:
+            text = "is not supported: rows of a token on one rank are summed before they travel"
+            raise TileScaleError(f"deep_ep.ElasticBuffer: allow_multiple_reduction=False {text}")
+        if num_bytes is None and hidden and num_max_tokens_per_rank:
+            sizes = num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch
+            num_bytes = self.get_buffer_size_hint(group, *sizes)
+        self._world = join(group, num_bytes or 0)
+        self.group, self.rank_idx, self.num_ranks = group, self._world.rank, self._world.size
+        self.num_max_tokens_per_rank, self.explicitly_destroy = num_max_tokens_per_rank, explicitly_destroy
+        self._objects, self._alive = Objects(self._world), True
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
+        self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
+
+    def destroy(self) -> None:
+        """As `Buffer.destroy`. Collective."""
+        if self._alive:
+            self._alive = False
+            self._objects.free()
+            leave(self._world)
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group, num_max_tokens_per_rank: int, hidden: int, num_topk: int = 0, use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True, allow_multiple_reduction: bool = True,
+    ) -> int:  # fmt: skip
+        """Bytes of symmetric memory for both layouts, with rows of BF16, and of FP8 too if that is asked for."""
+        ranks = group.size()
+        sizes = -(-EXPERTS // ranks) * ranks, num_max_tokens_per_rank, hidden, num_topk or 8
+        dtypes = [torch.bfloat16, torch.float8_e4m3fn][: 1 + use_fp8_dispatch]
+        layouts = dict(layout="rank"), dict(layout="expert", zero_copy=False)
+        return sum(
+            AllToAll.heap_bytes(*sizes, dtype, combine_dtype=torch.bfloat16, ranks=ranks, **layout)
+            for dtype in dtypes
+            for layout in layouts
+        )
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """An event on the current stream."""
+        return EventHandle()
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """Wait until the kernels of all ranks have ended, and all are here."""
+        self._world.barrier()
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """Nodes of the group, and its ranks on one."""
+        return self._world.topology.nodes, self._world.topology.node_size
+
+    get_logical_domain_size = get_physical_domain_size
+
+    def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
+        """Blocks of a kernel where a call does not say; measured, not computed."""
+        return NUM_SMS
+
+    # -- dispatch ---------------------------------------------------------------------------------------------------
+
+    def dispatch(
+        self, x, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None, num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None, expert_alignment: int | None = None, num_sms: int = 0, num_qps: int = 0,
+        previous_event: EventHandle | None = None, previous_event_before_epilogue: EventHandle | None = None,
+        async_with_compute_stream: bool = False, allocate_on_comm_stream: bool = False, handle: EPHandle | None = None,
+        do_handle_copy: bool = True, do_cpu_sync: bool | None = None, do_expand: bool = False,
+        do_zero_padding: bool = False, use_tma_aligned_col_major_sf: bool = False,
+    ):  # fmt: skip
+        """Send each token to the ranks of its experts. Collective.
+
+        Args:
+            x: [tokens, hidden] bfloat16, or a pair of float8_e4m3fn rows and scales; see `Buffer.dispatch`.
+            topk_idx, topk_weights: [tokens, top_k], of choices, -1 for none, and their weights.
+            handle: of an earlier dispatch: its choices, with other rows and, if one likes, other weights.
+            num_experts, num_max_tokens_per_rank, expert_alignment: by default those of the handle; the last is 1 else.
+            do_cpu_sync: wait on the host for the number of rows, so that results have exactly so many; default, unless there
+                is a handle. Otherwise they have room for the worst case.
+            do_expand: a row for each choice, ordered by expert, instead of one for each token.
+            do_zero_padding: with do_expand, zeros in the gaps of the alignment.
+            use_tma_aligned_col_major_sf: scales in columns, each of which begins at a multiple of 16 bytes.
+            The others: see `Buffer.dispatch`.
+
+        Returns:
+            Rows (and scales), local experts of the choices ([rows, top_k] int64, -1 for those of other ranks; None with
+            do_expand), weights ([rows, top_k], with do_expand [rows]; None where none were given), EPHandle, event.
+
+        Raises:
+            ValueError, TypeError, HeapError: what `kernels.moe.AllToAll.dispatch` refuses, on all ranks.
+        """
+        for event in (previous_event, previous_event_before_epilogue):
+            begin(EventOverlap(event) if event is not None else None, async_with_compute_stream, False)
+        known, rows, scales = handle, *parts(x)
+        if (known is None) == (topk_idx is None):
+            raise ValueError("dispatch: give topk_idx, or the handle of an earlier dispatch")
+        if known is not None:
+            topk_idx, do_expand = known.topk_idx, known.do_expand
+            given = num_experts, num_max_tokens_per_rank, expert_alignment
+            fixed = known.num_experts, known.num_max_tokens_per_rank, known.expert_alignment
+            if any(a is not None and a != b for a, b in zip(given, fixed)):
+                raise ValueError(f"dispatch: the handle is for experts, tokens, alignment {fixed}, not {given}")
+            num_experts, num_max_tokens_per_rank, expert_alignment = fixed
+        if num_experts is None:
+            raise ValueError("dispatch: give num_experts")
+        num_sms = num_sms or (known.num_sms if known is not None else NUM_SMS)
+        sizes = num_experts, num_max_tokens_per_rank or self.num_max_tokens_per_rank, rows.shape[1], topk_idx.shape[1]
+        words = None if scales is None else scales.shape[-1]
+        op = self._objects.elastic((*sizes, rows.dtype), num_sms, words, expert_alignment or 1, do_expand)
+        if known is not None and topk_weights is None:
+            received = op.dispatch(joined(rows, scales), handle=known._handle)
+        else:
+            received = op.dispatch(joined(rows, scales), topk_idx.contiguous(), topk_weights)
+        syncs = known is None if do_cpu_sync is None else do_cpu_sync
+        if known is None:
+            known = _handle_of(
+                op, received, topk_idx.clone() if do_handle_copy else topk_idx, do_expand, num_sms, syncs
+            )
+        if cumulative_local_expert_recv_stats is not None:
+            cumulative_local_expert_recv_stats.add_(received.counts)
+        count = known.num_expanded_tokens if do_expand else known.num_recv_tokens
+        gaps = _gaps(received, len(received.x)) if do_expand and do_zero_padding else None
+        out = _result(received.x, count, gaps, do_expand)
+        out_scales = None if received.scales is None else _result(received.scales, count, gaps, do_expand)
+        if use_tma_aligned_col_major_sf and out_scales is not None:
+            out_scales = _column_major(out_scales)
+        weights = None
+        if topk_weights is not None:
+            weights = received.row_weight if do_expand else metadata(received.handle).topk_weights
+            weights = weights[:count]
+        return joined(out, out_scales), known.recv_topk_idx, weights, known, end(async_with_compute_stream)
+
+    # -- combine ----------------------------------------------------------------------------------------------------
+
+    def combine(
+        self, x: torch.Tensor, handle: EPHandle, topk_weights: torch.Tensor | None = None, bias=None, num_sms: int = 0,
+        num_qps: int = 0, previous_event: EventHandle | None = None,
+        previous_event_before_epilogue: EventHandle | None = None, async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ):  # fmt: skip
+        """Sum the rows of each token. Collective; a handle serves any number of times.
+
+        Args:
+            x: [rows, hidden] bfloat16, in the order of dispatch's rows.
+            topk_weights: float32, [rows, top_k] or with do_expand [rows], brought back to the choices.
+            bias: one or two tensors [tokens, hidden] bfloat16, added before the sum is rounded.
+            num_sms: not looked at: combine runs on the multiprocessors of its dispatch.
+
+        Returns:
+            [tokens, hidden] bfloat16, [tokens, top_k] float32 or None, and the event.
+        """
+        for event in (previous_event, previous_event_before_epilogue):
+            begin(EventOverlap(event) if event is not None else None, async_with_compute_stream, False)
+        op, biases = handle._op, biases_of(bias)
+        if topk_weights is None:
+            out = op.combine(x.contiguous(), handle._handle, weighted=False, bias=biases)
+            return out, None, end(async_with_compute_stream)
+        values = topk_weights.contiguous()
+        if handle.do_expand:
+            values = torch.nn.functional.pad(values, (0, op.config.capacity - len(values)))
+        out, weights = op.combine_values(x.contiguous(), values, handle._handle, bias=biases)
+        return out, weights, end(async_with_compute_stream)
+
+
+def _handle_of(op: AllToAll, received, topk_idx, do_expand: bool, num_sms: int, syncs: bool) -> EPHandle:
+    c, handle = op.config, received.handle
+    at, totals = Totals(c.ranks, c.local_experts), handle.plan.totals
+    counts, offsets, _ = handle.plan.counts(c.ranks, c.local_experts)
+    rows = handle.rows("rank") if syncs else c.ranks * c.max_tokens
+    expanded = handle.rows("expert") if syncs else c.capacity
+    per_expert = [-(-n // c.alignment) * c.alignment for n in counts.tolist()] if syncs else []
+    meta = metadata(handle)
+    there = meta.source_rank >= 0
+    choice = torch.arange(c.top_k, device=totals.device)
+    last = torch.where(meta.topk_idx >= 0, choice, -1).amax(1)
+    source = torch.stack(
+        [
+            torch.where(there, meta.source_rank * c.max_tokens + meta.source_token, -1),
+            torch.where(there, meta.source_rank * c.top_k + last, -1).to(torch.int32),
+        ],
+        1,
+    )
+    ends = totals[at.received_base + 1 : at.received_base + 1 + c.ranks].clone()
+    return EPHandle(
+        do_expand, c.num_experts, c.alignment, c.max_tokens, num_sms, topk_idx, rows, expanded, per_expert, ends,
+        offsets[:-1] + counts if do_expand else offsets[1:].clone(), counts.clone(),
+        torch.cat([source, meta.expert_rows], 1)[:rows], None if do_expand else meta.topk_idx[:rows], op, handle,
+    )  # fmt: skip
+
+
+def _gaps(received, rows: int) -> torch.Tensor:
+    """Which rows of an expert-major output stand for nothing, bool [rows]."""
+    index = torch.arange(rows, dtype=torch.int32, device=received.counts.device)
+    expert = torch.searchsorted(received.offsets[1:].contiguous(), index, right=True).clamp(
+        max=len(received.counts) - 1
+    )
+    return index - received.offsets[expert] >= received.counts[expert]
+
+
+def _result(tensor: torch.Tensor, rows: int, gaps: torch.Tensor | None, own: bool) -> torch.Tensor:
+    """The first rows, without what lies in gaps; a new tensor unless it is one (`own`) already."""
+    if gaps is not None:
+        tensor.view(torch.uint8).masked_fill_(gaps[:, None], 0)
+    return tensor[:rows] if own else fresh(tensor, rows)
+
+
+def _column_major(scales: torch.Tensor) -> torch.Tensor:
+    """The same [rows, words] with columns that begin at multiples of 16 bytes."""
+    rows, words = scales.shape
+    out = scales.new_empty((words, -(-rows // 4) * 4))[:, :rows].T
+    return out.copy_(scales)
