@@ -7,7 +7,7 @@ Every rank has m / ranks rows of k elements and wants the product of all m rows 
 simulator runs the same kernels on small shapes, without NCCL.
 """
 
-from benchmark.common.fused import Sides, difference, parse, run, tiling_of
+from benchmark.common.fused import Sides, difference, parse, product_alone, run, tiling_of
 
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 
@@ -16,7 +16,7 @@ def sides(args, m: int, blocks: int, group) -> Sides:
     import torch
 
     import tilescale_net as tsn
-    from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul, matmul_arriving
+    from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
 
     size, device = tsn.size(), tsn.device()
     rows, k, n = m // size, args.k, args.n
@@ -27,9 +27,6 @@ def sides(args, m: int, blocks: int, group) -> Sides:
     w = torch.empty((k, n), dtype=torch.bfloat16, device=device).normal_(generator=generator)
     out, whole = (torch.empty((m, c), dtype=torch.bfloat16, device=device) for c in (n, k))
     op = AllGatherMatmul(rows, k, n, tiling=tiling, blocks=blocks)
-    alone = matmul_arriving(1, m, n, k, "bfloat16", "bfloat16", **vars(tiling), peers=False)
-    call = torch.zeros(1, dtype=torch.int64, device=device)
-    flags = torch.zeros((1, -(-m // args.tile[0])), dtype=torch.uint64, device=device)
     parts = [torch.empty_like(x) for _ in range(size)]
     torch.distributed.all_gather(parts, x.clone()) if group is None else None
     if group is None:
@@ -40,7 +37,7 @@ def sides(args, m: int, blocks: int, group) -> Sides:
     calls = {
         "ours": lambda: op(x, w, out),
         "matmul": lambda: torch.mm(whole, w, out=second),
-        "tilelang": lambda: alone(second.view(1, m, n), whole.view(1, 1, m, k), w, call, flags),
+        "tilelang": product_alone(tiling, whole, w, second),
     }
     if group is not None:
         gather = lambda: torch.distributed.all_gather_into_tensor(whole, x, group=group)  # noqa: E731

@@ -7,7 +7,7 @@ Every rank has m rows of its own k columns and wants m / ranks rows of the sum o
 Without a GPU the simulator runs the same kernels on small shapes, without NCCL.
 """
 
-from benchmark.common.fused import Sides, difference, parse, run, tiling_of
+from benchmark.common.fused import Sides, difference, parse, product_alone, run, tiling_of
 
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 
@@ -17,7 +17,6 @@ def sides(args, m: int, blocks: int, group) -> Sides:
     import torch.distributed as dist
 
     import tilescale_net as tsn
-    from tilescale_net.kernels.fused.all_gather_matmul import matmul_arriving
     from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 
     size, device, tiling = tsn.size(), tsn.device(), tiling_of(args)
@@ -27,9 +26,6 @@ def sides(args, m: int, blocks: int, group) -> Sides:
     out = torch.empty((rows, n), dtype=torch.bfloat16, device=device)
     whole, part = torch.empty((m, n), dtype=torch.bfloat16, device=device), torch.empty_like(out)
     op = MatmulReduceScatter(rows, k, n, tiling=tiling, blocks=blocks)
-    alone = matmul_arriving(1, m, n, k, "bfloat16", "bfloat16", **vars(tiling), peers=False)
-    call = torch.zeros(1, dtype=torch.int64, device=device)
-    flags = torch.zeros((1, -(-m // args.tile[0])), dtype=torch.uint64, device=device)
     # A row in sixteen, or all of a small product, is compared with the sum in float32.
     step = 16 if rows > 1024 else 1
     picked = (x.view(size, rows, k)[:, ::step].reshape(-1, k).float() @ w.float()).cpu()
@@ -38,7 +34,7 @@ def sides(args, m: int, blocks: int, group) -> Sides:
     calls = {
         "ours": lambda: op(x, w, out),
         "matmul": lambda: torch.mm(x, w, out=whole),
-        "tilelang": lambda: alone(whole.view(1, m, n), x.view(1, 1, m, k), w, call, flags),
+        "tilelang": product_alone(tiling, x, w, whole),
     }
     plain = {"torch"}
     if group is not None:

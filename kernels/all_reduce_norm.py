@@ -15,7 +15,7 @@ from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC
 from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES, pack, vector_of
 
 
-@T.macro
+@tsn.macro
 def mean_of_squares(result, values, slots, thread, threads, count, hidden):
     """result[0] = the mean of the squares of a row that the block's threads hold, `count` values each; in a fixed order."""
     total = T.alloc_var("float32")

@@ -22,7 +22,7 @@ STATUS_WORDS = 4
 OTHER_CALL = 1
 
 
-@T.macro
+@tsn.macro
 def report(status, code, rank, value):
     """Write what is wrong with a call where the host sees it, the code last.
 
@@ -40,13 +40,13 @@ def announcement(call, tag):
     return (call << T.uint64(TAG_BITS)) | T.cast(tag, "uint64")
 
 
-@T.macro
+@tsn.macro
 def announce(ready, index, call, tag, pe):
     """Set word `index` of `ready` at `pe`: this rank has begun call `call`."""
     N.signal(ready[index], announcement(call, tag), pe)
 
 
-@T.macro
+@tsn.macro
 def report_other_call(status, rank, call, tag, word):
     """Report that `rank`, whose announcement `word` is, makes another call than this rank."""
     theirs = T.cast(word & T.uint64((1 << TAG_BITS) - 1), "int64")
@@ -54,7 +54,7 @@ def report_other_call(status, rank, call, tag, word):
     report(status, OTHER_CALL, rank, (T.cast(tag, "int64") << T.int64(TAG_BITS)) | known)
 
 
-@T.macro
+@tsn.macro
 def compare(same: T.Ref, rank, call, tag, word, status, reports):
     """same = whether `rank`, whose announcement `word` is, makes the call that this rank makes.
 

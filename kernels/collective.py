@@ -68,6 +68,7 @@ class Collective:
         self._agreement = Agreement(name, self._world)
         self._mapped: dict[tuple, tuple[bool, int]] = {}
         self._owned: list[torch.Tensor] = []
+        self._counters: list[torch.Tensor] = []
         self._members = self._world.control.members
         self._world.control.agree(name, f"threads={threads}, blocks={blocks}, {configuration}")
 
@@ -99,7 +100,8 @@ class Collective:
     def counters(self, *shape: int) -> torch.Tensor:
         """Words of this rank alone, all zero."""
         with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=torch.uint64, device=self.device)
+            self._counters.append(torch.zeros(shape, dtype=torch.uint64, device=self.device))
+        return self._counters[-1]
 
     def free(self) -> None:
         """Give the symmetric memory back. Collective; the object cannot be called afterwards."""

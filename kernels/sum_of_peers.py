@@ -7,6 +7,8 @@ for several vectors before it adds up the first.
 import tilelang.language as T
 from tilelang import tvm
 
+import tilescale_net as tsn
+
 VECTOR_BYTES = 16
 COPIES = 4  # vectors of a local copy that a thread has under way
 
@@ -26,7 +28,7 @@ def batch_of(n_pes: int) -> int:
     return max(1, 16 // n_pes)
 
 
-@T.macro
+@tsn.macro
 def add_up(result, views, dtype, first, end, threads, batch):
     """result[u] = the sum of view[first + u * threads] over the views, in their order, rounded once; for vectors below `end`.
 
@@ -52,7 +54,7 @@ def add_up(result, views, dtype, first, end, threads, batch):
             result[u, v] = T.cast(totals[u, v], dtype)
 
 
-@T.macro
+@tsn.macro
 def pack(vectors, at, elements, first, end, thread, threads, count, dtype, aligned):
     """vectors[at + i] = the i-th 16 bytes of `elements`, zero beyond `count`, for i in [first, end); by a block.
 
@@ -81,7 +83,7 @@ def pack(vectors, at, elements, first, end, thread, threads, count, dtype, align
                     vectors[at + i + u * threads, v] = rows[u, v]
 
 
-@T.macro
+@tsn.macro
 def store_elements(elements, i, rows, u, count, dtype, aligned):
     """The i-th 16 bytes of `elements` become rows[u], as far as `elements` goes."""
     vector = vector_of(dtype)
@@ -94,7 +96,7 @@ def store_elements(elements, i, rows, u, count, dtype, aligned):
                 elements[i * vector + v] = rows[u, v]
 
 
-@T.macro
+@tsn.macro
 def unpack(elements, vectors, first, end, thread, threads, count, dtype, aligned):
     """The reverse of `pack`, from vectors[i]."""
     vector = vector_of(dtype)

@@ -53,11 +53,12 @@ def parse(description: str, k: int, n: int) -> argparse.Namespace:
     parser.add_argument("--blocks", type=int_list(1, 132), default=[8], metavar="LIST", help="blocks that send (8)")
     tile = "32,32,32" if simulated else "128,256,64"
     parser.add_argument("--tile", type=int_list(16, 512), default=None, metavar="M,N,K", help=f"of a product ({tile})")
-    parser.add_argument("--stages", type=positive_int, default=3, metavar="N", help="of a product's pipeline (3)")
-    parser.add_argument(
-        "--panel", type=positive_int, default=10, metavar="N", help="rows of tiles walked together (10)"
-    )
-    parser.add_argument("--staged", action="store_true", help="results leave through shared memory")
+    stages, panel, columns = (2, 2, 16) if simulated else (4, 8, 128)
+    parser.add_argument("--stages", type=positive_int, default=stages, metavar="N", help=f"of operands ({stages})")
+    text = f"rows of tiles walked together ({panel})"
+    parser.add_argument("--panel", type=positive_int, default=panel, metavar="N", help=text)
+    text = f"columns of a tile that leave at once ({columns})"
+    parser.add_argument("--columns", type=positive_int, default=columns, metavar="N", help=text)
     parser.add_argument("--no-nccl", action="store_true", help="leave NCCL and torch's symmetric memory out")
     args = parser.parse_args()
     args.tile = tuple(args.tile or (int(x) for x in tile.split(",")))
@@ -74,7 +75,27 @@ def tiling_of(args: argparse.Namespace):
     """The geometry of a product that the arguments ask for."""
     from tilescale_net.kernels.fused.matmul import Tiling
 
-    return Tiling(args.tile, args.stages, 256 if on_gpu() else 128, args.panel, args.staged)
+    return Tiling(args.tile, args.stages, args.panel, args.columns)
+
+
+def product_alone(tiling, x, w, out) -> Callable[[], None]:
+    """A call of the fused kernels' product without communication: `out = x @ w`."""
+    import torch
+
+    from tilescale_net.kernels.fused.all_gather_matmul import matmul_arriving
+
+    (m, k), n = x.shape, w.shape[1]
+    workers = tiling.workers(x.device, 1, m, n)
+    kernel = matmul_arriving(1, m, n, k, "bfloat16", "bfloat16", **vars(tiling), workers=workers, peers=False)
+    calls = torch.zeros(1, dtype=torch.int64, device=x.device)
+    flags = torch.zeros((1, -(-m // tiling.tile[0])), dtype=torch.uint64, device=x.device)
+    tickets = torch.zeros(1, dtype=torch.uint64, device=x.device)
+
+    def call() -> None:
+        calls.add_(1)
+        kernel(out.view(1, m, n), x, x.view(1, 1, m, k), w, calls, flags, tickets)
+
+    return call
 
 
 def run(name: str, args: argparse.Namespace, heap: int, sides_of: Callable[[int, int, object], Sides]) -> None:

@@ -92,12 +92,12 @@ class QueueBench:
             for heap in self.heaps:
                 _simulator.register_allocation(heap.data_ptr(), self.HEAP, "the benchmark's heap")
 
-    def proxy(self, rank: int, n_pes: int, heap: int, **options):
+    def proxy(self, rank: int, n_pes: int, heap: int, provider: str, **options):
         """A native proxy of `rank` that serves rank 0's peers, or, for other ranks, rank 0."""
         from tilescale_net import _native, fabric
-        from tilescale_net.runtime import settings
 
         return _native.Proxy(
+            fabric.transport_options(provider=provider),
             rank=rank,
             n_pes=n_pes,
             peers=[0] if rank else list(range(1, n_pes)),
@@ -105,10 +105,8 @@ class QueueBench:
             heap_bytes=self.HEAP,
             heap_kind="cuda" if self.on_gpu else "host",
             device=self.world.device.index or 0,
-            abort_word=self.world.abort_address,
+            abort_word=self.world.page.address,
             timeout=self.world.timeout,
-            library_fallback=fabric.bundled_library(),
-            chaos=settings.CHAOS.get(),
             cpus=[self.cpu] if self.cpu >= 0 else [],
             **options,
         )
@@ -116,16 +114,16 @@ class QueueBench:
     def null(self, capacity: int, queues: int = 1) -> ProxyUnderTest:
         """A proxy with a queue for each of its peers, and a transport that completes at once."""
         self._clear()
-        options = dict(provider="null", queues=queues, threads=queues if self.on_gpu else 1)
-        silent = [self.proxy(1 + i, 1 + queues, 0, capacity=2, **options) for i in range(queues)]
-        proxy = self.proxy(0, 1 + queues, 0, capacity=capacity, **options)
+        options = dict(queues=queues, threads=queues if self.on_gpu else 1)
+        silent = [self.proxy(1 + i, 1 + queues, 0, "null", capacity=2, **options) for i in range(queues)]
+        proxy = self.proxy(0, 1 + queues, 0, "null", capacity=capacity, **options)
         proxy.connect([b"", *(p.address() for p in silent)])
         return ProxyUnderTest(self, [proxy], 1 + queues, queues)
 
     def pair(self, provider: str, capacity: int) -> ProxyUnderTest:
         """Two proxies on a real provider, each with a heap of its own, both within reach of this device."""
         self._clear()
-        proxies = [self.proxy(i, 2, i, provider=provider, capacity=capacity) for i in range(2)]
+        proxies = [self.proxy(i, 2, i, provider, capacity=capacity) for i in range(2)]
         addresses = [p.address() for p in proxies]
         for p in proxies:
             p.connect(addresses)
@@ -160,8 +158,8 @@ class ProxyUnderTest:
             flags=proxies[0].context_flags,
             heap_base=heap,
             heap_bytes=bench.HEAP,
-            abort_word=world.abort_address,
-            error=world.error_address,
+            abort_word=world.page.address,
+            error=world.page.record_address,
             timeout_ns=int(world.timeout * 1e9),
             queues=self._views.data_ptr(),
         )

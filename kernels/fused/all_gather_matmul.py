@@ -10,23 +10,22 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.fused.matmul import DEFAULT, FusedMatmul, Sides, Tiling, check_extents, dtype_name
-
-# tilelang splits the blocks of a product into warps that copy by TMA and warps that multiply (on sm_90).
-SPECIALISED = {"tl.disable_warp_specialized": False}
+from tilescale_net.kernels.fused import product
+from tilescale_net.kernels.fused.matmul import DEFAULT, FusedMatmul, Sides, Tiling, check_extents, dtype_name, gate
 
 
 @tsn.jit(name="all_gather_matmul_push")
 def push_rows(n_pes, rows, k, dtype, chunk, threads=512, blocks=8, engine="auto"):
-    """Kernel `(gathered, x, calls, ready, arrived)`: puts `x` into `gathered[call % 2, my_pe]` of every other PE.
+    """Kernel `(gathered, x, calls, ready, arrived, begun)`: puts `x` into `gathered[call % 2, my_pe]` of every other PE.
 
     Args:
         n_pes, rows, k, dtype: `x` is [rows, k], `gathered` (symmetric) [2, n_pes, rows, k].
         chunk: rows between two signals.
         threads, blocks, engine: see `tilescale_net.language.put_block`.
 
-    `calls` (int64 [1]) holds the number of this call, 1 or more. `ready` [n_pes] and `arrived` [n_pes, chunks] are
-    signals (uint64, symmetric), zero before the first call and then left alone.
+    `calls` (int64 [1]) holds the number of this call, 1 or more. `ready` [n_pes], `arrived` [n_pes, chunks] and `begun`
+    [1], to which each block adds 1 when it begins, are signals (uint64, symmetric), zero before the first call and then
+    left alone.
     """
     chunks = -(-rows // chunk)
 
@@ -38,11 +37,14 @@ def push_rows(n_pes, rows, k, dtype, chunk, threads=512, blocks=8, engine="auto"
         calls: T.Tensor((1,), "int64"),
         ready: T.Tensor((n_pes,), "uint64"),
         arrived: T.Tensor((n_pes, chunks), "uint64"),
+        begun: T.Tensor((1,), "uint64"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
             thread = T.get_thread_binding()
             me = N.my_pe()
             call = calls[0]
+            if thread == 0:
+                N.signal(begun[0], 1, me, op="add")
             # This half of `gathered` was last read two calls ago: whoever has begun the last call is done with it.
             if thread < n_pes and thread != me:
                 if block == 0:
@@ -67,61 +69,97 @@ def push_rows(n_pes, rows, k, dtype, chunk, threads=512, blocks=8, engine="auto"
     return main
 
 
-@tsn.jit(name="all_gather_matmul", pass_configs=SPECIALISED)
+@tsn.jit(name="all_gather_matmul")
 def matmul_arriving(
-    n_pes, rows, n, k, dtype, out_dtype, transposed=False, tile=(128, 256, 64), stages=3, threads=256, panel=10,
-    staged=False, peers=True,
+    n_pes, rows, n, k, dtype, out_dtype, transposed=False, tile=(128, 256, 64), stages=4, panel=8, columns=128, workers=132,
+    peers=True,
 ):  # fmt: skip
-    """Kernel `(out, x, w, calls, arrived)`: `out[p] = x[p] @ w` for the PEs p other than this one, or for this one.
+    """Kernel `(out, x, gathered, w, calls, arrived, tickets)`: `out[p]` = the `x` of PE p times `w`, or of this PE alone.
 
     Args:
-        n_pes, rows, n, k: of `out` [n_pes, rows, n], `x` and `w`.
+        n_pes, rows, n, k: of `out` [n_pes, rows, n], `x` [rows, k], `gathered` [2, n_pes, rows, k] and `w`.
         dtype, out_dtype: of `x` and `w`, and of `out`; sums are made in float32.
         transposed: `w` is [n, k]; else [k, n].
-        tile: rows, columns and depth of a tile.
-        stages, threads: of tilelang's pipeline.
-        panel: rows of tiles that are walked together, for the sake of the L2 cache.
-        staged: results leave through shared memory, by TMA.
-        peers: `x` is `gathered` [2, n_pes, rows, k] of `push_rows`, whose `chunk` is the tile's rows; the tiles of all
-            peers. Else `x` is [1, 1, rows, k]: those of this PE, which wait for nothing.
+        tile, stages, panel, columns, workers: see `product.Shape`.
+        peers: the rows of the other PEs are in `gathered` of `push_rows`, whose `chunk` is the tile's rows. Else the
+            product is `out[0] = x @ w`; `gathered` [1, 1, rows, k] and `arrived` are not looked at.
+
+    `tickets` (uint64 [1], symmetric, zero before the first call) belongs to this kernel.
     """
+    shape = product.Shape(n_pes if peers else 1, rows, n, k, tile, stages, panel, columns, workers, transposed)
     bm, bn, bk = tile
-    tiles = -(-rows // bm)
-    halves, parts, turns = (2, n_pes, n_pes - 1) if peers else (1, 1, 1)
 
     @T.prim_func
     def main(
         ctx: N.Context(),
-        out: T.Tensor((n_pes, rows, n), out_dtype),
-        x: T.Tensor((halves, parts, rows, k), dtype),
+        out: T.Tensor((shape.parts, rows, n), out_dtype),
+        x: T.Tensor((rows, k), dtype),
+        gathered: T.Tensor((2, n_pes, rows, k) if peers else (1, 1, rows, k), dtype),
         w: T.Tensor((n, k) if transposed else (k, n), dtype),
         calls: T.Tensor((1,), "int64"),
-        arrived: T.Tensor((n_pes, tiles), "uint64"),
+        arrived: T.Tensor((n_pes, shape.tiles_m), "uint64"),
+        tickets: T.Tensor((1,), "uint64"),
     ):
-        with T.Kernel(T.ceildiv(n, bn), tiles * turns, threads=threads) as (bx, by):
-            left = T.alloc_shared((bm, bk), dtype)
-            right = T.alloc_shared((bn, bk) if transposed else (bk, bn), dtype)
-            total = T.alloc_fragment((bm, bn), "float32")
-            result = T.alloc_shared((bm, bn), out_dtype)
-            T.use_swizzle(panel)
-            row = by % tiles * bm
-            pe = (N.my_pe() + by // tiles + (1 if peers else 0)) % n_pes
-            half = T.cast(calls[0] % 2, "int32") if peers else 0
-            if peers:
-                N.wait_block(arrived[pe, by % tiles], "ge", calls[0], proxy="async")
-            T.clear(total)
-            for i in T.Pipelined(T.ceildiv(k, bk), num_stages=stages):
-                T.copy(x[half, pe if peers else 0, row, i * bk], left)
-                if transposed:
-                    T.copy(w[bx * bn, i * bk], right)
-                else:
-                    T.copy(w[i * bk, bx * bn], right)
-                T.gemm(left, right, total, transpose_B=transposed)
-            if staged:
-                T.copy(total, result)
-                T.copy(result, out[pe, row, bx * bn])
+        with T.Kernel(workers, threads=product.THREADS):
+            left = T.alloc_shared((stages, 2, shape.half, bk), dtype)
+            right = T.alloc_shared((stages, *shape.right), dtype)
+            result = T.alloc_shared((2, shape.half, columns), out_dtype)
+            upper, lower = T.alloc_fragment((shape.half, bn), "float32"), T.alloc_fragment((shape.half, bn), "float32")
+            full, empty = T.alloc_barrier([32] * stages), T.alloc_barrier([product.WARPS] * stages)
+            chosen = T.alloc_shared((2,), "int32")
+            given, taken = T.alloc_barrier([32] * 2), T.alloc_barrier([product.WARPS] * 2)
+            step, turn, tile, part, pe, row, column = (T.alloc_local((1,), "int32") for _ in range(7))
+            thread, call = T.get_thread_binding(), calls[0]
+            step[0] = 0
+            turn[0] = 0
+            if thread < 128:
+                T.dec_max_nreg(40)
+                if thread < 32:
+                    product.next_tile(shape, tickets, call, chosen, given, taken, tile, turn, thread)
+                    while tile[0] < shape.total:
+                        product.place(shape, tile[0], part, row, column)
+                        pe[0] = (N.my_pe() + part[0]) % n_pes
+                        if peers:
+                            if part[0] > 0:
+                                N.wait_warp(arrived[pe[0], row[0] // bm], "ge", call, proxy="async")
+                        for i in T.serial(T.ceildiv(k, bk)):
+                            s = step[0] % stages
+                            T.barrier_wait(empty[s], ((step[0] // stages) & 1) ^ 1)
+                            for half in T.unroll(2):
+                                first = row[0] + half * shape.half
+                                if part[0] == 0:
+                                    product.copy_left(
+                                        x[first : first + shape.half, i * bk : i * bk + bk], left, s, half, full
+                                    )
+                                elif peers:
+                                    product.copy_left(
+                                        gathered[call % 2, pe[0], first : first + shape.half, i * bk : i * bk + bk],
+                                        left, s, half, full,
+                                    )  # fmt: skip
+                            product.copy_right(shape, w, right, s, full, i * bk, column[0])
+                            T.barrier_arrive(full[s])
+                            step[0] = step[0] + 1
+                        product.next_tile(shape, tickets, call, chosen, given, taken, tile, turn, thread)
+            elif thread < 256:
+                T.inc_max_nreg(232)
+                product.get_tile(chosen, given, taken, tile, turn, thread)
+                while tile[0] < shape.total:
+                    product.place(shape, tile[0], part, row, column)
+                    product.multiply(shape, 0, left, right, upper, full, empty, step, thread)
+                    pe[0] = (N.my_pe() + part[0]) % n_pes if peers else 0
+                    product.store(shape, 0, upper, result, out, pe[0], row[0], column[0])
+                    product.get_tile(chosen, given, taken, tile, turn, thread)
+                T.tma_store_wait(0)
             else:
-                T.copy(total, out[pe, row, bx * bn])
+                T.inc_max_nreg(232)
+                product.get_tile(chosen, given, taken, tile, turn, thread)
+                while tile[0] < shape.total:
+                    product.place(shape, tile[0], part, row, column)
+                    product.multiply(shape, 1, left, right, lower, full, empty, step, thread)
+                    pe[0] = (N.my_pe() + part[0]) % n_pes if peers else 0
+                    product.store(shape, 1, lower, result, out, pe[0], row[0], column[0])
+                    product.get_tile(chosen, given, taken, tile, turn, thread)
+                T.tma_store_wait(0)
 
     return main
 
@@ -161,9 +199,12 @@ class AllGatherMatmul(FusedMatmul):
             "gathered": ((2, self.n_pes, rows, k), dtype),
             "ready": ((self.n_pes,), torch.uint64),
             "arrived": ((self.n_pes, chunks), torch.uint64),
+            "begun": ((1,), torch.uint64),
+            "tickets": ((1,), torch.uint64),
         })  # fmt: skip
-        self._gathered, self._ready, self._arrived = memory["gathered"], memory["ready"], memory["arrived"]
-        self._sides = Sides(self.device, (-1, 0))
+        self._gathered, self._arrived, self._tickets = memory["gathered"], memory["arrived"], memory["tickets"]
+        self._ready, self._begun = memory["ready"], memory["begun"]
+        self._sides = Sides(self.device, (-1,))
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The product of all ranks' rows with this rank's `w`; asynchronous on the current stream.
@@ -184,15 +225,14 @@ class AllGatherMatmul(FusedMatmul):
         held, transposed = self._weight(w, self.k, self.n)
         out = self._result(out, (self.n_pes * self.rows, self.n), ("x", x), ("w", held))
         self._calls.add_(1)
-        self._sides.fork()
         if self.n_pes > 1:
+            self._sides.fork()
             with self._sides[0]:
-                self._push()(self._gathered, x, self._calls, self._ready, self._arrived)
+                self._push()(self._gathered, x, self._calls, self._ready, self._arrived, self._begun)
+            # The product takes all multiprocessors that it gets; peers wait for what this PE pushes.
+            gate()(self._calls, self._begun, self.blocks, self.blocks)
         parts = out.view(self.n_pes, self.rows, self.n)
-        self._product(transposed, False)(parts, x.view(1, 1, *x.shape), held, self._calls, self._arrived)
-        if self.n_pes > 1:
-            with self._sides[1]:  # begins where the tiles of the own rows leave room
-                self._product(transposed, True)(parts, self._gathered, held, self._calls, self._arrived)
+        self._product(transposed)(parts, x, self._gathered, held, self._calls, self._arrived, self._tickets)
         self._sides.join()
         return out
 
@@ -200,7 +240,9 @@ class AllGatherMatmul(FusedMatmul):
         shape = (self.n_pes, self.rows, self.k, dtype_name(self.dtype), self.tiling.tile[0])
         return push_rows(*shape, self.threads, self.blocks, self._engine)
 
-    def _product(self, transposed: bool, peers: bool):
+    def _product(self, transposed: bool):
         dtypes = dtype_name(self.dtype), dtype_name(self.out_dtype)
-        sizes = self.n_pes, self.rows, self.n, self.k
-        return matmul_arriving(*sizes, *dtypes, transposed, **vars(self.tiling), peers=peers)
+        workers = self.tiling.workers(self.device, self.n_pes, self.rows, self.n)
+        return matmul_arriving(
+            self.n_pes, self.rows, self.n, self.k, *dtypes, transposed, **vars(self.tiling), workers=workers
+        )

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
+import tilelang.language as T
 import torch
 
+import tilescale_net as tsn
+import tilescale_net.language as N
 from tilescale_net.kernels.collective import Collective
 
 NAMES = {torch.float8_e4m3fn: "float8_e4m3"}  # as tilelang calls them
@@ -20,24 +23,62 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Geometry of a product.
+    """Geometry of a product, see `product.Shape`.
 
     Attributes:
         tile: rows, columns and depth of a tile.
-        stages: of tilelang's pipeline.
-        threads: that multiply.
+        stages: of the ring of operands in shared memory.
         panel: rows of tiles that are walked together, for the sake of the L2 cache.
-        staged: results leave through shared memory.
+        columns: that leave at once; they divide those of the tile.
     """
 
     tile: tuple[int, int, int] = (128, 256, 64)
-    stages: int = 3
-    threads: int = 256
-    panel: int = 10
-    staged: bool = False
+    stages: int = 4
+    panel: int = 8
+    columns: int = 128
+
+    def __post_init__(self) -> None:
+        numbers = (*self.tile, self.stages, self.panel, self.columns) if isinstance(self.tile, tuple) else ()
+        if len(numbers) != 6 or any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in numbers):
+            raise ValueError(f"{self}: tile must be three positive integers, the others one each")
+        rows, columns, depth = self.tile
+        if rows % 32 or depth % 16 or columns % self.columns or self.columns % 8:
+            raise ValueError(
+                f"{self}: a tile must have a multiple of 32 rows and a depth that is a multiple of 16; columns, a multiple of "
+                "8, must divide those of the tile"
+            )
+
+    def workers(self, device: torch.device, parts: int, rows: int, n: int, less: int = 0) -> int:
+        """Blocks of a product of `parts` times `rows` rows and `n` columns: one a multiprocessor but for `less` of them."""
+        tiles = parts * -(-rows // self.tile[0]) * -(-n // self.tile[1])
+        if device.type != "cuda":
+            return min(tiles, SIMULATED_WORKERS)
+        return max(1, min(tiles, torch.cuda.get_device_properties(device).multi_processor_count - less))
 
 
 DEFAULT = Tiling()
+SIMULATED_WORKERS = 3
+
+
+@tsn.jit(name="fused_gate")
+def gate():
+    """Kernel `(calls, begun, growth, begins)`: ends when `begun[0]` has grown by `begins` in this call.
+
+    What follows on the stream then leaves the multiprocessors to the blocks that have begun.
+
+    Args of the kernel:
+        calls: int64 [1], the number of this call. begun: uint64 [1], symmetric; grows by `growth` in every call.
+    """
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(), calls: T.Tensor((1,), "int64"), begun: T.Tensor((1,), "uint64"), growth: T.int32, begins: T.int32
+    ):  # fmt: skip
+        with T.Kernel(1, threads=32):
+            if T.get_thread_binding() == 0:
+                N.wait(begun[0], "ge", (calls[0] - 1) * growth + begins)
+
+    return main
 
 
 class Sides:
@@ -48,9 +89,11 @@ class Sides:
         self._streams = (
             [torch.cuda.Stream(device, priority=p) for p in priorities] if on_gpu else [None] * len(priorities)
         )
+        self._forked = False
 
     def fork(self) -> None:
         """The streams go on from where the caller's is now."""
+        self._forked = True
         for stream in self._streams:
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream())
@@ -61,9 +104,10 @@ class Sides:
         return torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
 
     def join(self) -> None:
-        """The caller's stream goes on when these are done."""
+        """The caller's stream goes on when these are done; nothing to wait for unless they were forked."""
+        forked, self._forked = self._forked, False
         for stream in self._streams:
-            if stream is not None:
+            if stream is not None and forked:
                 torch.cuda.current_stream().wait_stream(stream)
 
 
@@ -73,6 +117,8 @@ class FusedMatmul(Collective):
     def __init__(self, name, configuration, dtype, out_dtype, tiling, threads, blocks, group):
         if dtype not in DTYPES:
             raise TypeError(f"{name}: dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")
+        if not isinstance(tiling, Tiling):
+            raise TypeError(f"{name}: tiling is {tiling!r}; it must be a Tiling")
         self.dtype, self.out_dtype = dtype, dtype if out_dtype is None else out_dtype
         self.tiling = tiling
         configuration = f"{configuration}, dtype={dtype}, out_dtype={self.out_dtype}, {tiling}"

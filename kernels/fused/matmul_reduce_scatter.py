@@ -11,13 +11,15 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.fused.all_gather_matmul import SPECIALISED, matmul_arriving
-from tilescale_net.kernels.fused.matmul import DEFAULT, FusedMatmul, Sides, Tiling, check_extents, dtype_name
+from tilescale_net.kernels.collective import BufferSpecs
+from tilescale_net.kernels.fused import product
+from tilescale_net.kernels.fused.all_gather_matmul import matmul_arriving
+from tilescale_net.kernels.fused.matmul import DEFAULT, FusedMatmul, Sides, Tiling, check_extents, dtype_name, gate
 
 
 @tsn.jit(name="matmul_reduce_scatter_push")
 def push_summand(n_pes, rows, n, dtype, chunk, threads=512, blocks=8, engine="auto"):
-    """Kernel `(summands, partial, calls, ready, arrived, hop)`: puts a summand to the PE `hop` places behind this one.
+    """Kernel `(summands, partial, calls, ready, arrived, begun, hop)`: puts a summand to the PE `hop` places behind this one.
 
     Args:
         n_pes, rows, n, dtype: `partial` is [rows, n], `summands` (symmetric) [2, n_pes, rows, n]; the target gets it as
@@ -25,7 +27,7 @@ def push_summand(n_pes, rows, n, dtype, chunk, threads=512, blocks=8, engine="au
         chunk: rows between two signals.
         threads, blocks, engine: see `tilescale_net.language.put_block`.
 
-    `calls`, `ready` and `arrived` as in `all_gather_matmul.push_rows`.
+    `calls`, `ready`, `arrived` and `begun` as in `all_gather_matmul.push_rows`.
     """
     chunks = -(-rows // chunk)
 
@@ -37,6 +39,7 @@ def push_summand(n_pes, rows, n, dtype, chunk, threads=512, blocks=8, engine="au
         calls: T.Tensor((1,), "int64"),
         ready: T.Tensor((n_pes,), "uint64"),
         arrived: T.Tensor((n_pes, chunks), "uint64"),
+        begun: T.Tensor((1,), "uint64"),
         hop: T.int32,
     ):
         with T.Kernel(blocks, threads=threads) as block:
@@ -44,6 +47,7 @@ def push_summand(n_pes, rows, n, dtype, chunk, threads=512, blocks=8, engine="au
             call = calls[0]
             pe = (me + hop) % n_pes
             if T.get_thread_binding() == 0:
+                N.signal(begun[0], 1, me, op="add")
                 if block == 0:
                     # The PE that sends to this one at the same distance may begin.
                     N.signal(ready[me], T.cast(call, "uint64"), (me - hop + n_pes) % n_pes)
@@ -65,61 +69,102 @@ def push_summand(n_pes, rows, n, dtype, chunk, threads=512, blocks=8, engine="au
     return main
 
 
-@tsn.jit(name="matmul_reduce_scatter", pass_configs=SPECIALISED)
+@tsn.jit(name="matmul_reduce_scatter")
 def matmul_reducing(
-    n_pes, rows, n, k, dtype, out_dtype, transposed=False, tile=(128, 256, 64), stages=3, threads=256, panel=10,
-    staged=False,
+    n_pes, rows, n, k, dtype, out_dtype, transposed=False, tile=(128, 256, 64), stages=4, panel=8, columns=128, workers=132,
+    announced=False,
 ):  # fmt: skip
-    """Kernel `(out, x, w, summands, calls, arrived)`: `out = x @ w +` the summands of the other PEs.
+    """Kernel `(out, x, w, summands, calls, arrived, tickets, done)`: `out = x @ w +` the summands of the other PEs.
 
     Args:
         n_pes, rows, n, k: of `out` [rows, n], `x` [rows, k], `w`, and `summands` [2, n_pes, rows, n] of `push_summand`,
             whose `chunk` is the tile's rows.
         dtype, out_dtype: of `x`, `w` and the summands, and of `out`.
-        transposed, tile, stages, threads, panel, staged: as in `all_gather_matmul.matmul_arriving`.
+        transposed, tile, stages, panel, columns, workers: as in `all_gather_matmul.matmul_arriving`.
+        announced: each thread that multiplies adds 1 to `done[i]` of this PE when its part of a tile of the i-th rows of
+            tiles is in `out`.
 
-    Sums are made in float32, the own product first, then the summands in the order of the PEs behind this one.
+    `tickets` (uint64 [1]) and `done` (uint64 [rows of tiles]) are symmetric, zero before the first call, and count on from
+    call to call. Sums are made in float32, the own product first, then the summands in the order of the PEs behind this
+    one.
     """
+    shape = product.Shape(1, rows, n, k, tile, stages, panel, columns, workers, transposed)
     bm, bn, bk = tile
-    tiles = -(-rows // bm)
+
+    @T.macro
+    def finish(group, total, result, out, summands, call, arrived, done, row, column):
+        first = row[0] + group * shape.half
+        for hop in T.serial(1, n_pes):
+            pe = (N.my_pe() + hop) % n_pes
+            N.wait(arrived[pe, row[0] // bm], "ge", call, proxy="async")
+            for i, j in T.Parallel(shape.half, bn):
+                if first + i < rows and column[0] + j < n:
+                    total[i, j] += T.cast(summands[call % 2, pe, first + i, column[0] + j], "float32")
+        product.store(shape, group, total, result, out, 0, row[0], column[0])
+        if announced:
+            T.tma_store_wait(0, read=False)
+            N.signal(done[row[0] // bm], 1, N.my_pe(), op="add", fence=True)
 
     @T.prim_func
     def main(
         ctx: N.Context(),
-        out: T.Tensor((rows, n), out_dtype),
+        out: T.Tensor((1, rows, n), out_dtype),
         x: T.Tensor((rows, k), dtype),
         w: T.Tensor((n, k) if transposed else (k, n), dtype),
         summands: T.Tensor((2, n_pes, rows, n), dtype),
         calls: T.Tensor((1,), "int64"),
-        arrived: T.Tensor((n_pes, tiles), "uint64"),
+        arrived: T.Tensor((n_pes, shape.tiles_m), "uint64"),
+        tickets: T.Tensor((1,), "uint64"),
+        done: T.Tensor((shape.tiles_m,), "uint64"),
     ):
-        with T.Kernel(T.ceildiv(n, bn), tiles, threads=threads) as (bx, by):
-            left = T.alloc_shared((bm, bk), dtype)
-            right = T.alloc_shared((bn, bk) if transposed else (bk, bn), dtype)
-            total = T.alloc_fragment((bm, bn), "float32")
-            result = T.alloc_shared((bm, bn), out_dtype)
-            T.use_swizzle(panel)
-            half = T.cast(calls[0] % 2, "int32")
-            T.clear(total)
-            for i in T.Pipelined(T.ceildiv(k, bk), num_stages=stages):
-                T.copy(x[by * bm, i * bk], left)
-                if transposed:
-                    T.copy(w[bx * bn, i * bk], right)
-                else:
-                    T.copy(w[i * bk, bx * bn], right)
-                T.gemm(left, right, total, transpose_B=transposed)
-            for hop in T.serial(1, n_pes):
-                pe = (N.my_pe() + hop) % n_pes
-                # By each thread that multiplies: on sm_90 there are others in the block, which do not come here.
-                N.wait(arrived[pe, by], "ge", calls[0], proxy="async")
-                for i, j in T.Parallel(bm, bn):
-                    if by * bm + i < rows and bx * bn + j < n:
-                        total[i, j] += T.cast(summands[half, pe, by * bm + i, bx * bn + j], "float32")
-            if staged:
-                T.copy(total, result)
-                T.copy(result, out[by * bm, bx * bn])
+        with T.Kernel(workers, threads=product.THREADS):
+            left = T.alloc_shared((stages, 2, shape.half, bk), dtype)
+            right = T.alloc_shared((stages, *shape.right), dtype)
+            result = T.alloc_shared((2, shape.half, columns), out_dtype)
+            upper, lower = T.alloc_fragment((shape.half, bn), "float32"), T.alloc_fragment((shape.half, bn), "float32")
+            full, empty = T.alloc_barrier([32] * stages), T.alloc_barrier([product.WARPS] * stages)
+            chosen = T.alloc_shared((2,), "int32")
+            given, taken = T.alloc_barrier([32] * 2), T.alloc_barrier([product.WARPS] * 2)
+            step, turn, tile, part, row, column = (T.alloc_local((1,), "int32") for _ in range(6))
+            thread, call = T.get_thread_binding(), calls[0]
+            step[0] = 0
+            turn[0] = 0
+            if thread < 128:
+                T.dec_max_nreg(40)
+                if thread < 32:
+                    product.next_tile(shape, tickets, call, chosen, given, taken, tile, turn, thread)
+                    while tile[0] < shape.total:
+                        product.place(shape, tile[0], part, row, column)
+                        for i in T.serial(T.ceildiv(k, bk)):
+                            s = step[0] % stages
+                            T.barrier_wait(empty[s], ((step[0] // stages) & 1) ^ 1)
+                            for half in T.unroll(2):
+                                first = row[0] + half * shape.half
+                                product.copy_left(
+                                    x[first : first + shape.half, i * bk : i * bk + bk], left, s, half, full
+                                )
+                            product.copy_right(shape, w, right, s, full, i * bk, column[0])
+                            T.barrier_arrive(full[s])
+                            step[0] = step[0] + 1
+                        product.next_tile(shape, tickets, call, chosen, given, taken, tile, turn, thread)
+            elif thread < 256:
+                T.inc_max_nreg(232)
+                product.get_tile(chosen, given, taken, tile, turn, thread)
+                while tile[0] < shape.total:
+                    product.place(shape, tile[0], part, row, column)
+                    product.multiply(shape, 0, left, right, upper, full, empty, step, thread)
+                    finish(0, upper, result, out, summands, call, arrived, done, row, column)
+                    product.get_tile(chosen, given, taken, tile, turn, thread)
+                T.tma_store_wait(0)
             else:
-                T.copy(total, out[by * bm, bx * bn])
+                T.inc_max_nreg(232)
+                product.get_tile(chosen, given, taken, tile, turn, thread)
+                while tile[0] < shape.total:
+                    product.place(shape, tile[0], part, row, column)
+                    product.multiply(shape, 1, left, right, lower, full, empty, step, thread)
+                    finish(1, lower, result, out, summands, call, arrived, done, row, column)
+                    product.get_tile(chosen, given, taken, tile, turn, thread)
+                T.tma_store_wait(0)
 
     return main
 
@@ -145,23 +190,33 @@ class MatmulReduceScatter(FusedMatmul):
         HeapError: no room for the summands.
     """
 
+    NAME = "MatmulReduceScatter"
+
     def __init__(
         self, rows: int, k: int, n: int, *, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.dtype | None = None,
         tiling: Tiling = DEFAULT, threads: int = 512, blocks: int = 8, engine: str = "auto", group: "tsn.Group" = None,
     ):  # fmt: skip
-        check_extents("MatmulReduceScatter", dtype, rows=rows, k=k, n=n)
+        check_extents(self.NAME, dtype, rows=rows, k=k, n=n)
         shapes = f"rows={rows}, k={k}, n={n}, engine={engine}"
-        super().__init__("MatmulReduceScatter", shapes, dtype, out_dtype, tiling, threads, blocks, group)
+        super().__init__(self.NAME, shapes, dtype, out_dtype, tiling, threads, blocks, group)
         self.rows, self.k, self.n, self._engine = rows, k, n, engine
         memory = self.allocate({
             "summands": ((2, self.n_pes, rows, n), dtype),
             "partial": ((self.n_pes, rows, n), dtype),
             "ready": ((self.n_pes,), torch.uint64),
             "arrived": ((self.n_pes, -(-rows // tiling.tile[0])), torch.uint64),
+            "begun": ((1,), torch.uint64),
+            "tickets": ((self.n_pes, 1), torch.uint64),
+            "done": ((-(-rows // tiling.tile[0]),), torch.uint64),
+            **self._more_memory(),
         })  # fmt: skip
-        self._summands, self._partial = memory["summands"], memory["partial"]
+        self._memory, self._summands, self._partial = memory, memory["summands"], memory["partial"]
         self._ready, self._arrived = memory["ready"], memory["arrived"]
         self._sides = Sides(self.device, (-1,))
+
+    def _more_memory(self) -> BufferSpecs:
+        """Symmetric memory that a class made of this one takes besides."""
+        return {}
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's rows of the sum of all ranks' `x @ w`; asynchronous on the current stream.
@@ -181,20 +236,34 @@ class MatmulReduceScatter(FusedMatmul):
         self._rows(x, (self.n_pes * self.rows, self.k))
         held, transposed = self._weight(w, self.k, self.n)
         out = self._result(out, (self.rows, self.n), ("x", x), ("w", held))
-        self._calls.add_(1)
-        dtype, rows = dtype_name(self.dtype), x.view(self.n_pes, self.rows, self.k)
-        geometry = vars(self.tiling)
-        product = matmul_arriving(1, self.rows, self.n, self.k, dtype, dtype, transposed, **geometry, peers=False)
-        sizes = (self.n_pes, self.rows, self.n, dtype, self.tiling.tile[0], self.threads, self.blocks, self._engine)
-        for hop in range(1, self.n_pes):
-            pe = (self.rank + hop) % self.n_pes
-            one = self._partial[pe].view(1, self.rows, self.n), rows[pe].view(1, 1, self.rows, self.k)
-            product(*one, held, self._calls, self._arrived[:1])
-            self._sides.fork()
-            with self._sides[0]:
-                push_summand(*sizes)(self._summands, self._partial[pe], self._calls, self._ready, self._arrived, hop)
-        types = dtype, dtype_name(self.out_dtype)
-        last = matmul_reducing(self.n_pes, self.rows, self.n, self.k, *types, transposed, **geometry)
-        last(out, rows[self.rank], held, self._summands, self._calls, self._arrived)
+        self._sum(out, x, held, transposed)
         self._sides.join()
         return out
+
+    def _sum(self, out, x, held, transposed: bool, announced: bool = False) -> None:
+        """Launch the products and the pushes of summands; `announced`: further blocks push what the last product announces."""
+        self._calls.add_(1)
+        dtype, rows, memory = dtype_name(self.dtype), x.view(self.n_pes, self.rows, self.k), self._memory
+        geometry, sizes = dict(vars(self.tiling)), (self.n_pes, self.rows, self.n, self.k)
+        workers = self.tiling.workers(self.device, 1, self.rows, self.n)
+        partial_product = matmul_arriving(
+            1, *sizes[1:], dtype, dtype, transposed, **geometry, workers=workers, peers=False
+        )
+        pushed = (self.n_pes, self.rows, self.n, dtype, self.tiling.tile[0], self.threads, self.blocks, self._engine)
+        for hop in range(1, self.n_pes):
+            pe = (self.rank + hop) % self.n_pes
+            partial = memory["partial"][pe]
+            unused = rows[pe].view(1, 1, self.rows, self.k), self._arrived[:1]
+            partial_product(
+                partial.unsqueeze(0), rows[pe], unused[0], held, self._calls, unused[1], memory["tickets"][hop]
+            )
+            self._sides.fork()
+            with self._sides[0]:
+                push = push_summand(*pushed)
+                push(self._summands, partial, self._calls, self._ready, self._arrived, memory["begun"], hop)
+            gate()(self._calls, memory["begun"], (self.n_pes - 1) * self.blocks, hop * self.blocks)
+        less = self.blocks if announced and self.n_pes > 1 else 0
+        geometry |= {"workers": self.tiling.workers(self.device, 1, self.rows, self.n, less)}
+        last = matmul_reducing(*sizes, dtype, dtype_name(self.out_dtype), transposed, **geometry, announced=announced)
+        signals = self._arrived, memory["tickets"][0], memory["done"]
+        last(out.unsqueeze(0), rows[self.rank], held, self._summands, self._calls, *signals)

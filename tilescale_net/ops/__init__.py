@@ -6,6 +6,8 @@
     layer = ops.moe_layer(num_experts, max_tokens, hidden, top_k, group=group)
     received = ops.moe_dispatch(layer, x, topk_idx, topk_weights)
     out = ops.moe_combine(layer, experts(received), received)
+    h = ops.all_gather_matmul(x, w_up, group)                # x [rows, k], w_up [k, n of this rank]
+    y = ops.matmul_reduce_scatter(act(h), w_down, group)     # w_down [k of this rank, n]
 
 `group` is what `tilescale_net.world` takes: a ProcessGroup, a DeviceMesh of one dimension, the name of a group, or None.
 Results are new tensors. Calls of one group are made by all of its ranks in the same order, on one stream each; gradients
@@ -13,7 +15,23 @@ are such calls too, so backward runs on all ranks or on none. A call of a size t
 hosts: make it once before a CUDA graph is captured.
 """
 
-from tilescale_net.ops.collectives import all_gather, all_to_all, check, reduce_scatter
+from tilescale_net.ops.collectives import all_gather, all_reduce, all_to_all, check, reduce_scatter
+from tilescale_net.ops.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from tilescale_net.ops.moe import moe_combine, moe_dispatch, moe_layer
+from tilescale_net.ops.send_recv import recv, send
 
-__all__ = ["all_gather", "all_to_all", "check", "moe_combine", "moe_dispatch", "moe_layer", "reduce_scatter"]
+__all__ = [
+    "all_gather",
+    "all_gather_matmul",
+    "all_reduce",
+    "all_to_all",
+    "check",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_layer",
+    "recv",
+    "reduce_scatter",
+    "send",
+]

@@ -1,4 +1,4 @@
-"""All-gather, reduce-scatter and all-to-all as operators; each is made of the class of `tilescale_net.kernels`.
+"""All-gather, reduce-scatter, all-reduce and all-to-all as operators; each is made of the class of `tilescale_net.kernels`.
 
 Outputs, and inputs that go to other nodes, pass through symmetric memory of the group: one copy more than the classes,
 which take and give symmetric tensors of the caller.
@@ -126,6 +126,51 @@ def reduce_scatter(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
     return _ops.reduce_scatter(x, group_objects.name_of(group))
 
 
+# -- all-reduce -----------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("tilescale_net::all_reduce", mutates_args=())
+def _all_reduce(x: torch.Tensor, replicated: bool, group: str) -> torch.Tensor:
+    x = x.contiguous()
+    return group_objects.of(group).all_reduce(torch.empty_like(x), x)
+
+
+@_all_reduce.register_fake
+def _(x, replicated, group):
+    return x.new_empty(x.shape)
+
+
+def _all_reduce_setup(ctx, inputs, output):
+    _, ctx.replicated, ctx.group = inputs
+
+
+def _all_reduce_gradient(ctx, grad):
+    return grad if ctx.replicated else _ops.all_reduce(grad, False, ctx.group), None, None
+
+
+torch.library.register_autograd("tilescale_net::all_reduce", _all_reduce_gradient, setup_context=_all_reduce_setup)
+
+
+def all_reduce(x: torch.Tensor, group: tsn.Group = None, *, replicated: bool = False) -> torch.Tensor:
+    """The sum of `x` over all ranks of the group; as torch.distributed.all_reduce.
+
+    Args:
+        x: of a dtype of `kernels.reduce_scatter.ReduceScatter.DTYPES`, of one shape on all ranks.
+        group: see `tilescale_net.ops`.
+        replicated: all ranks compute the same from the result, so that its gradient is the same on all of them and is that
+            of `x` as it is. Without it, as if the ranks' losses were added up: the gradient of `x` is the all_reduce of
+            that of the result.
+
+    Returns:
+        The sum, with equal bits on all ranks: made in float32 in the order of the ranks and rounded once.
+
+    Raises:
+        TypeError, ValueError: a dtype or device that does not fit; nothing was sent.
+        RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
+    """
+    return _ops.all_reduce(x, replicated, group_objects.name_of(group))
+
+
 # -- all-to-all -----------------------------------------------------------------------------------------------------
 
 
@@ -220,8 +265,8 @@ def check(group: tsn.Group = None) -> None:
     """Wait for the calls of the group so far and raise what they met. Not collective.
 
     Raises:
-        RankMismatch: see `all_to_all`. TileScaleError: a kernel or a peer has failed.
+        RankMismatch: see `all_to_all` and `recv`. TileScaleError: a kernel or a peer has failed.
     """
     objects = group_objects.of(group_objects.name_of(group))
     objects.world.synchronize()
-    objects.all_to_all.check()
+    objects.check()

@@ -13,8 +13,11 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.kernels.all_gather import AllGather
+from tilescale_net.kernels.all_reduce import AllReduce
 from tilescale_net.kernels.all_to_all import AllToAll
+from tilescale_net.kernels.collective import Collective
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
+from tilescale_net.kernels.send_recv import SendRecv
 
 _of_worlds: dict = {}
 
@@ -56,28 +59,45 @@ class GroupObjects:
 
     Attributes:
         world: theirs.
+        geometry: threads and blocks of kernels that communicate.
         sources_travel: whether inputs must lie in symmetric memory, because some PEs are on other nodes.
+        without_room: keys of objects that the symmetric heap had no room for.
     """
 
     def __init__(self, world):
         self.world = world
         self.sources_travel = 0 in world.peer_base
         # The simulator runs threads in turn, so it gets few; elsewhere the defaults.
-        self._geometry = {} if world.device.type == "cuda" else {"threads": 64, "blocks": 4}
+        self.geometry = {} if world.device.type == "cuda" else {"threads": 64, "blocks": 4}
         self._memory: torch.Tensor | None = None
         self._made: dict[Hashable, object] = {}
+        self.without_room: set[Hashable] = set()
 
     @functools.cached_property
     def all_gather(self) -> AllGather:
-        return AllGather(group=self.world, **self._geometry)
+        return AllGather(group=self.world, **self.geometry)
 
     @functools.cached_property
     def reduce_scatter(self) -> ReduceScatter:
-        return ReduceScatter(group=self.world, **self._geometry)
+        return ReduceScatter(group=self.world, **self.geometry)
+
+    @functools.cached_property
+    def all_reduce(self) -> AllReduce:
+        return AllReduce(group=self.world, **self.geometry)
 
     @functools.cached_property
     def all_to_all(self) -> AllToAll:
-        return AllToAll(group=self.world, **self._geometry)
+        return AllToAll(group=self.world, **self.geometry)
+
+    @functools.cached_property
+    def send_recv(self) -> SendRecv:
+        return SendRecv(group=self.world, **self.geometry)
+
+    def check(self) -> None:
+        """Raise what the collectives made so far have found wrong."""
+        for collective in list(vars(self).values()):
+            if isinstance(collective, Collective):
+                collective.check()
 
     def made(self, key: Hashable, make: Callable[[], object]) -> object:
         """The object of a key that is still alive; made by `make()` when there is none."""

@@ -41,7 +41,8 @@ def _object(key: str):
 
 def _handle(key: str, plan: RoutingPlan) -> Handle:
     """The handle of a dispatch made when `key` was."""
-    return Handle(_object(key).config.signature, plan, tuple(m == "1" for m in key.split()[1]))
+    _, era, mask = key.split()
+    return Handle(_object(key).config.signature, plan, (int(era), tuple(m == "1" for m in mask)))
 
 
 def _valid(op, totals: torch.Tensor, by_rank: bool) -> torch.Tensor:
@@ -194,7 +195,7 @@ def moe_dispatch(layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_
     plan = RoutingPlan(x.shape[0], *others, weights)
     counts, offsets, num_rows = plan.counts(layer.config.ranks, layer.config.local_experts)
     by_rank = layer.config.layout == "rank"
-    handle = Handle(layer.config.signature, plan, layer.mask)
+    handle = Handle(layer.config.signature, plan, layer.membership)
     index = plan.row_index if by_rank else None
     return Dispatched(rows, None, counts, offsets, index, weights, num_rows if by_rank else None, handle)
 

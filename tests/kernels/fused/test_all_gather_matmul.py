@@ -11,7 +11,7 @@ from tests.kernels.support import unsettle
 from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
 from tilescale_net.kernels.fused.matmul import Tiling
 
-SMALL = Tiling(tile=(32, 32, 32), stages=2, threads=128)
+SMALL = Tiling(tile=(32, 32, 16), stages=2, panel=2, columns=16)
 
 
 def whole_numbers(shape, dtype, *key) -> torch.Tensor:

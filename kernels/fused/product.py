@@ -1,0 +1,173 @@
+"""Steps of a persistent matrix product, which kernels put together: which tile is next, who copies, who multiplies.
+
+A block has three warpgroups. One warp of the first takes the next tile from a counter and copies its operands by TMA into
+a ring of `stages`; the other two multiply half of the tile's rows each, and their results leave through shared memory
+while the ring fills for the next tile. Tiles are taken, not dealt out: a block that starts late, because a kernel that
+communicates had its multiprocessor, takes fewer.
+"""
+
+from dataclasses import dataclass
+
+import tilelang.language as T
+
+import tilescale_net as tsn
+
+THREADS = 384
+MULTIPLIERS = 256  # of them
+WARPS = MULTIPLIERS // 32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Extents of a product and of its tiles, known when its kernel is compiled.
+
+    Attributes:
+        parts: products of `rows` rows each, one after the other.
+        rows, n, k: of a product.
+        tile: rows, columns and depth of a tile; the rows are twice those of a warpgroup.
+        stages: of the ring of operands.
+        panel: rows of tiles that are walked together, for the sake of the L2 cache.
+        columns: that leave at once; they divide those of the tile.
+        workers: blocks.
+        transposed: the right operand is [n, k].
+    """
+
+    parts: int
+    rows: int
+    n: int
+    k: int
+    tile: tuple[int, int, int]
+    stages: int
+    panel: int
+    columns: int
+    workers: int
+    transposed: bool
+
+    @property
+    def tiles_m(self) -> int:
+        return -(-self.rows // self.tile[0])
+
+    @property
+    def tiles_n(self) -> int:
+        return -(-self.n // self.tile[1])
+
+    @property
+    def total(self) -> int:
+        """Tiles of all parts."""
+        return self.parts * self.tiles_m * self.tiles_n
+
+    @property
+    def half(self) -> int:
+        """Rows of a warpgroup."""
+        return self.tile[0] // 2
+
+    @property
+    def right(self) -> tuple[int, int]:
+        """Shape of a tile of the right operand."""
+        _, bn, bk = self.tile
+        return (bn, bk) if self.transposed else (bk, bn)
+
+
+@tsn.macro
+def place(shape, tile, part, row, column):
+    """part, row, column [1] = those of the number `tile`: panels of rows, in each of them columns, in each of them rows."""
+    inside = tile % (shape.tiles_m * shape.tiles_n)
+    first = inside // (shape.panel * shape.tiles_n) * shape.panel
+    height = T.min(shape.panel, shape.tiles_m - first)
+    rest = inside - first * shape.tiles_n
+    part[0] = tile // (shape.tiles_m * shape.tiles_n)
+    row[0] = (first + rest % height) * shape.tile[0]
+    column[0] = rest // height * shape.tile[1]
+
+
+@tsn.macro
+def next_tile(shape, tickets, call, chosen, given, taken, tile, turn, thread):
+    """tile [1] = the next tile of this call, which the warps that multiply get too; `shape.total` or more: no more.
+
+    By the copying warp. A call takes one ticket for each tile, and one in vain for each block, so that the counter
+    `tickets` (uint64 [1]) goes on from call to call.
+    """
+    T.barrier_wait(taken[turn[0] % 2], ((turn[0] // 2) & 1) ^ 1)
+    tile[0] = 0
+    if thread == 0:
+        ticket = T.atomic_add(tickets[0], T.uint64(1), return_prev=True)
+        tile[0] = T.cast(T.cast(ticket, "int64") - (call - 1) * (shape.total + shape.workers), "int32")
+        chosen[turn[0] % 2] = tile[0]
+    tile[0] = T.shfl_sync(tile[0], 0)
+    T.barrier_arrive(given[turn[0] % 2])
+    turn[0] = turn[0] + 1
+
+
+@tsn.macro
+def get_tile(chosen, given, taken, tile, turn, thread):
+    """tile [1] = the next tile. By the warps that multiply."""
+    T.barrier_wait(given[turn[0] % 2], (turn[0] // 2) & 1)
+    tile[0] = chosen[turn[0] % 2]
+    T.sync_warp()
+    if thread % 32 == 0:
+        T.barrier_arrive(taken[turn[0] % 2])
+    turn[0] = turn[0] + 1
+
+
+@tsn.macro
+def copy_left(rows, left, stage, half, full):
+    """Begin to copy a warpgroup's rows of the left operand. By the copying warp."""
+    T.tma_copy(rows, left[stage, half, :, :], barrier=full[stage], leader_scope_threads=32)
+
+
+@tsn.macro
+def copy_right(shape, w, right, stage, full, depth, column):
+    """Begin to copy a tile of the right operand. By the copying warp."""
+    _, bn, bk = shape.tile
+    if shape.transposed:
+        T.tma_copy(
+            w[column : column + bn, depth : depth + bk],
+            right[stage, :, :],
+            barrier=full[stage],
+            leader_scope_threads=32,
+        )
+    else:
+        T.tma_copy(
+            w[depth : depth + bk, column : column + bn],
+            right[stage, :, :],
+            barrier=full[stage],
+            leader_scope_threads=32,
+        )
+
+
+@tsn.macro
+def multiply(shape, group, left, right, total, full, empty, step, thread):
+    """total = the product of warpgroup `group`'s rows of a tile; one step of tensor cores is always under way."""
+    stages, depth = shape.stages, -(-shape.k // shape.tile[2])
+    for i in T.serial(depth):
+        T.barrier_wait(full[step[0] % stages], (step[0] // stages) & 1)
+        T.wgmma_gemm(
+            left[step[0] % stages, group, :, :], right[step[0] % stages, :, :], total, transpose_B=shape.transposed,
+            policy=T.GemmWarpPolicy.FullRow, clear_accum=i == 0,
+        )  # fmt: skip
+        T.wait_wgmma(1)
+        if i > 0:
+            if thread % 32 == 0:
+                T.barrier_arrive(empty[(step[0] + stages - 1) % stages])
+        step[0] = step[0] + 1
+    T.wait_wgmma(0)
+    if thread % 32 == 0:
+        T.barrier_arrive(empty[(step[0] + stages - 1) % stages])
+    T.warpgroup_fence_operand(total, num_regs=shape.half * shape.tile[1] // 128)
+
+
+@tsn.macro
+def store(shape, group, total, result, out, part, row, column):
+    """out[part, …] = the sums of warpgroup `group`; they are on their way when this returns, see `T.tma_store_wait`."""
+    columns = shape.columns
+    for h in T.unroll(shape.tile[1] // columns):
+        T.tma_store_wait(0)
+        T.copy(total[:, h * columns : (h + 1) * columns], result[group, :, :])
+        T.fence_proxy_async()
+        T.tma_copy(
+            result[group, :, :],
+            out[
+                part, row + group * shape.half : row + (group + 1) * shape.half,
+                column + h * columns : column + (h + 1) * columns,
+            ],
+        )  # fmt: skip

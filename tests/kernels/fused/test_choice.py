@@ -1,0 +1,45 @@
+"""Which shapes are expected to be faster fused, and what the fused kernels do not take."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tilescale_net.kernels.fused.choice import Product, expected_us, fits, is_fused_faster
+
+KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+def _product(kind: str, ranks: int, m: int, k: int, n: int) -> Product:
+    return Product(kind, ranks, m // ranks if kind == "all_gather_matmul" else m, k, n, torch.bfloat16)
+
+
+# Layers of a model on as many GPUs: rows of all ranks, and where the fused call begins to pay.
+@pytest.mark.parametrize(
+    "kind, k, n, first",
+    [
+        ("all_gather_matmul", 8192, 14336, {2: 512, 4: 512, 8: 1024}),
+        ("matmul_reduce_scatter", 7168, 8192, {2: 1024, 4: 2048, 8: 4096}),
+        ("matmul_all_reduce", 7168, 8192, {2: 4096, 4: 2048, 8: 4096}),
+    ],
+)
+def test_small_products_run_one_after_the_other(kind, k, n, first):
+    for ranks, start in first.items():
+        for m in (256, 512, 1024, 2048, 4096, 8192, 16384):
+            product = _product(kind, ranks, m, k, n)
+            assert is_fused_faster(product) == (m >= start), (ranks, m, *expected_us(product))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_does_not_fit_is_named(kind):
+    product = _product(kind, 2, 64, 32, 48)
+    assert fits(product) is None
+    for field, value, text in (
+        ("dtype", torch.float32, "dtype torch.float32 is not one of"),
+        ("k", 36, "k is 36; it must be a multiple of 8"),
+        ("n", 0, "n is 0"),
+        ("rows", 0, "rows is 0"),
+    ):
+        assert text in (fits(dataclasses.replace(product, **{field: value})) or ""), field
+    odd = fits(dataclasses.replace(product, rows=63))
+    assert odd == (None if kind == "all_gather_matmul" else "rows is 63; it must be a multiple of 2 ranks")

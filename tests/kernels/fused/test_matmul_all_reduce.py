@@ -1,0 +1,48 @@
+"""Matrix product + all-reduce against torch: whole numbers, whose sums are exact in any order; then equal bits of any."""
+
+import random
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from tests import ranks
+from tests.kernels.fused.test_all_gather_matmul import SMALL, whole_numbers
+from tests.kernels.support import unsettle
+from tilescale_net.kernels.fused.matmul import Tiling
+from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
+
+
+def _sums(seed, rows, k, n, transposed, calls, blocks):
+    rank, size, dtype = tsn.rank(), tsn.size(), torch.bfloat16
+    pace = random.Random(f"{seed} {rank}")
+    with pytest.raises(ValueError, match=f"rows is {rows + 1}; it must be a positive multiple of the {size} ranks"):
+        MatmulAllReduce(rows + 1, k, n)
+    with pytest.raises(ValueError, match="columns, a multiple of 8, must divide those of the tile"):
+        Tiling(tile=(32, 32, 32), columns=24)
+    op = MatmulAllReduce(rows, k, n, dtype=dtype, tiling=SMALL, threads=64, blocks=blocks)
+    weights = [whole_numbers((n, k) if transposed else (k, n), dtype, seed, "w", p) for p in range(size)]
+    weights = [w.t() if transposed else w for w in weights]
+    w = weights[rank].to(tsn.device())
+    for call in range(calls):
+        parts = [whole_numbers((rows, k), dtype, seed, call, p).clamp(-1, 1) for p in range(size)]
+        unsettle(pace)
+        out = op(parts[rank].to(tsn.device()), w)
+        tsn.synchronize()
+        want = sum(x.float() @ w.float() for x, w in zip(parts, weights)).to(dtype)
+        assert torch.equal(out.cpu(), want), f"seed {seed}, call {call}, rank {rank}"
+    any_numbers = torch.randn((rows, k), generator=torch.Generator().manual_seed(rank)).to(dtype).to(tsn.device())
+    out = op(any_numbers, w).clone()
+    again = op(any_numbers, w, torch.full_like(out, torch.nan))
+    tsn.synchronize()
+    assert torch.equal(out, again)
+    op.free()
+    return out.cpu().view(torch.uint8).numpy().tobytes()
+
+
+# Rows and columns that tiles do not divide; calls enough that both halves of the buffers are used again.
+@pytest.mark.parametrize("size, nodes", [(2, 1), (2, 2)])
+def test_equals_torch_and_is_equal_on_all_ranks(size, nodes):
+    args = random.randrange(1 << 30), 72 * size, 48, 40, nodes == 2, 3, 4 if nodes == 1 else 2
+    found = ranks.run(size, _sums, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=200)
+    assert len({o.value if hasattr(o, "value") else o for o in found}) == 1

@@ -1,0 +1,106 @@
+"""Messages between two ranks: any size and dtype, several under way, in place, on one node and on two; and refusals."""
+
+import random
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from tests import ranks
+from tests.kernels.declared import Mutant
+from tests.kernels.support import assert_same, random_tensor, unsettle
+from tilescale_net import ops
+from tilescale_net.kernels import send_recv
+from tilescale_net.kernels.send_recv import SendRecv
+
+GEOMETRY = dict(chunk=128, threads=32, blocks=2)
+SM_90 = {
+    "tilescale_net.kernels.send_recv.send": [dict(n_pes=8, chunk=1 << 16)],
+    "tilescale_net.kernels.send_recv.recv": [dict(n_pes=8, chunk=1 << 16)],
+}
+
+
+def _messages(seed) -> None:
+    rank, other = tsn.rank(), 1 - tsn.rank()
+    pace, turns = random.Random(f"{seed} {rank}"), random.Random(seed)
+    op = SendRecv(**GEOMETRY)
+    for case in range(6):
+        dtype = turns.choice((torch.bfloat16, torch.float32, torch.uint8))
+        sender, messages = turns.randrange(2), turns.choice([1, 3])
+        shapes = [turns.choice([(0,), (1,), (5, 7), (turns.randrange(1, 900),)]) for _ in range(messages)]
+        for i, shape in enumerate(shapes):
+            data = random_tensor(shape, dtype, seed, case, i)
+            unsettle(pace, 0.05)
+            if rank == sender:
+                x = data.to(tsn.device())
+                op.send(x, other)
+                x.zero_()  # the call is over with x
+            else:
+                out = torch.full_like(data, 3).to(tsn.device())
+                assert op.recv(out, other) is out
+                assert_same(out, data, f"seed {seed}, case {case}, message {i}")
+    # A size that the receiver does not expect, then a message that is right.
+    if rank == 0:
+        op.send(torch.arange(900, dtype=torch.int32).to(tsn.device()), 1)
+        op.send(torch.ones(3, device=tsn.device()), 1)
+    else:
+        with pytest.raises(tsn.RankMismatch, match="rank 0 sent 3600 bytes to rank 1, which expected 40;"):
+            op.recv(torch.zeros(10, device=tsn.device()), 0)
+            op.check()
+        assert op.recv(torch.zeros(3, device=tsn.device()), 0).tolist() == [1, 1, 1]
+    tsn.barrier()
+    op.free()
+
+
+def _numbers_begin_anew() -> None:
+    """What a job meets after millions of messages between two ranks: numbers of chunks no longer fit into their word."""
+    op, start = SendRecv(**GEOMETRY), 2 * send_recv.NUMBERS - 3
+    for words in (op._sent, op._received, op._memory["taken"]):
+        words.copy_(torch.full(words.shape, start, dtype=torch.int64))
+    for number in range(start - op._SLOTS, start):  # announced by the last chunk of each slot
+        word = (number + 1) % send_recv.NUMBERS << send_recv.SIZE_BITS
+        op._memory["arrived"][:, :, number % op._SLOTS].copy_(torch.full((2, 2), word, dtype=torch.int64))
+    tsn.barrier()
+    for i in range(8):
+        data = random_tensor((100 + i,), torch.float32, i)
+        if tsn.rank() == 0:
+            op.send(data.to(tsn.device()), 1)
+        else:
+            assert_same(op.recv(torch.zeros_like(data).to(tsn.device()), 0), data, f"message {i}")
+    tsn.barrier()
+    op.free()
+
+
+def _operators_and_refusals() -> None:
+    rank, device = tsn.rank(), tsn.device()
+    table = torch.arange(12.0, device=device).view(3, 4)
+    if rank == 0:
+        ops.send(table.t(), 1)
+    else:
+        whole = torch.zeros((4, 6), device=device)
+        assert ops.recv(whole[:, :3], 0).data_ptr() == whole.data_ptr()
+        assert torch.equal(whole[:, :3], table.t()) and not whole[:, 3:].any()
+    with pytest.raises(ValueError, match=f"pe is {rank}; it must be a rank between 0 and 1 other than this one"):
+        ops.send(table, rank)
+    with pytest.raises(ValueError, match="pe is 2; it must be"):
+        ops.recv(table, 2)
+    with pytest.raises(ValueError, match="chunk is 100; it must be a positive multiple of 16 bytes"):
+        SendRecv(chunk=100)
+
+
+def _everything(seed) -> None:
+    _messages(seed)
+    _numbers_begin_anew()
+    _operators_and_refusals()
+
+
+MUTANTS = {
+    "send overwrites a slot": Mutant(
+        "send_recv", "send", 'N.wait_block(taken[pe, block], "ge", number + 1 - slots)', "_messages", nightly=True
+    ),
+}
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_messages(nodes):
+    ranks.run(2, _everything, random.randrange(1 << 30), env={"VIRTUAL_NODES": str(nodes)}, timeout=240)

@@ -1,0 +1,127 @@
+"""The operators of fused products: results and gradients of both ways, what torch.compile demands, and refusals."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tilescale_net as tsn
+from tests import ranks
+from tilescale_net import ops
+
+operators = torch.ops.tilescale_net
+ROWS, K, N = 4, 16, 16  # rows of a rank; equal widths, so that few kernels serve all calls
+
+
+def _numbers(*shape) -> list[torch.Tensor]:
+    """What each rank has; whole numbers, so that sums are exact in any order."""
+    g = torch.Generator().manual_seed(sum(shape))
+    return [torch.randint(-1, 2, shape, generator=g).bfloat16() for _ in range(tsn.size())]
+
+
+def _results_and_gradients(fused, names) -> None:
+    """Against one product of all ranks' numbers, with the gradients of the sum of all ranks' losses."""
+    n, me, device = tsn.size(), tsn.rank(), tsn.device()
+    for name in names:
+        rows = ROWS if name == "all_gather_matmul" else n * ROWS
+        xs, ws = _numbers(rows, K), _numbers(K, N)
+        x, w = xs[me].to(device).requires_grad_(), ws[me].to(device).requires_grad_()
+        everyone = [(a.detach().float().requires_grad_(), b.detach().float().requires_grad_()) for a, b in zip(xs, ws)]
+        out = getattr(ops, name)(x, w, fused=fused)
+        if name == "all_gather_matmul":
+            results = [torch.cat([a for a, _ in everyone]) @ b for _, b in everyone]
+        else:
+            total = sum(a @ b for a, b in everyone)
+            results = list(total.view(n, ROWS, N)) if name == "matmul_reduce_scatter" else [total] * n
+        assert torch.equal(out.cpu().float(), results[me]), (name, fused)
+        losses = [g.float() for g in _numbers(*out.shape)]
+        (out * losses[me].to(out)).sum().backward()
+        sum((r * g).sum() for r, g in zip(results, losses)).backward()
+        mine = everyone[me]
+        assert torch.equal(x.grad.cpu().float(), mine[0].grad) and torch.equal(w.grad.cpu().float(), mine[1].grad), name
+
+
+def _replicated() -> None:
+    n, me, device = tsn.size(), tsn.rank(), tsn.device()
+    x, w = _numbers(n, K)[me].to(device).requires_grad_(), _numbers(K, N)[me].to(device)
+    ops.matmul_all_reduce(x, w, replicated=True).sum().backward()
+    assert torch.equal(x.grad, w.sum(1).expand(n, K))
+    y = torch.ones(3, device=device).requires_grad_()
+    for replicated in (False, True):
+        out = ops.all_reduce(y, replicated=replicated)
+        assert out.tolist() == [n] * 3
+        (gradient,) = torch.autograd.grad(out.sum(), y)
+        assert gradient.tolist() == [1 if replicated else n] * 3
+
+
+def _compiled() -> None:
+    """The two halves of a layer in a graph, with weights as torch.nn.Linear holds them."""
+    group, device, me = dist.group.WORLD, tsn.device(), tsn.rank()
+    up, down = _numbers(N, K)[me].to(device), _numbers(K, N)[me].to(device)
+    x = _numbers(ROWS, K)[me].to(device).requires_grad_()
+    for operator, given in (("all_gather_matmul", ()), ("matmul_reduce_scatter", ()), ("matmul_all_reduce", (False,))):
+        rows = x if operator == "all_gather_matmul" else _numbers(tsn.size() * ROWS, K)[me].to(device).requires_grad_()
+        arguments = (rows, down if given else up.t(), *given, True, group.group_name)
+        torch.library.opcheck(getattr(operators, operator), arguments, test_utils=("test_schema", "test_faketensor"))
+
+    def layer(x, up, down):
+        return ops.matmul_reduce_scatter(ops.all_gather_matmul(x, up.t(), group).relu(), down.t(), group)
+
+    found = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, up, down)
+    assert torch.equal(found, layer(x, up, down))
+
+
+def _refusals() -> None:
+    device = tsn.device()
+    x, w = torch.zeros((4, 12), device=device), torch.zeros((12, 8), device=device)
+    assert ops.all_gather_matmul(x, w).shape == (4 * tsn.size(), 8)  # float32: one after the other
+    with pytest.raises(ValueError, match="fused=True, but dtype torch.float32"):
+        ops.all_gather_matmul(x, w, fused=True)
+    with pytest.raises(ValueError, match="fused=True, but k is 12; it must be a multiple of 8"):
+        ops.matmul_all_reduce(x.bfloat16(), w.bfloat16(), fused=True)
+    with pytest.raises(ValueError, match=r"w \[12, 8\]; they must be \[rows, k\] and \[k, n\]"):
+        ops.matmul_all_reduce(x[:, :8], w)
+    with pytest.raises(TypeError, match="x has dtype torch.float32 and w torch.bfloat16"):
+        ops.matmul_reduce_scatter(x, w.bfloat16())
+    with pytest.raises(ValueError, match="x has 3 rows; they must be a multiple of"):
+        ops.matmul_reduce_scatter(x[:3], w)
+    # Shapes that ranks disagree on: every rank hears of it.
+    rows, n = tsn.size() * (2 + tsn.rank()), 8 * (1 + tsn.rank())
+    for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        for x, w in ((torch.zeros(rows, 8), torch.zeros(8, 8)), (torch.zeros(8, 8), torch.zeros(8, n))):
+            with pytest.raises(tsn.RankMismatch, match="rows=.*, k=8, n="):
+                getattr(ops, name)(x.bfloat16().to(device), w.bfloat16().to(device), fused=True)
+
+
+def _no_room() -> None:
+    """A shape that the heap has no room for runs one after the other, on all ranks, unless it is to be fused."""
+    device, ballast = tsn.device(), []
+    ops.reduce_scatter(torch.zeros((tsn.size(), 8), dtype=torch.bfloat16, device=device))  # has its room
+    for nbytes in (4 << 20, 1 << 18):
+        with contextlib.suppress(tsn.HeapError):
+            while True:
+                ballast.append(tsn.empty(nbytes, torch.uint8))
+    x = torch.ones((tsn.size() * 256, 8), dtype=torch.bfloat16, device=device)
+    w = torch.ones((8, 256), dtype=torch.bfloat16, device=device)
+    with pytest.raises(tsn.HeapError, match="MatmulReduceScatter on rank"):
+        ops.matmul_reduce_scatter(x, w, fused=True)
+    for _ in range(2):
+        assert ops.matmul_reduce_scatter(x, w).eq(8 * tsn.size()).all()
+    for tensor in ballast:
+        tsn.free(tensor)
+
+
+def _everything() -> None:
+    names = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+    _results_and_gradients(True, names)
+    _results_and_gradients(False, names)
+    _replicated()
+    _compiled()
+    _refusals()
+    _no_room()
+
+
+@pytest.mark.timeout(600)  # compiles many kernels
+def test_products():
+    ranks.run(2, _everything, timeout=580)

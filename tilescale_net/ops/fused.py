@@ -1,0 +1,220 @@
+"""Matrix products with the collective before or behind them as operators: one kernel's work, or one after the other.
+
+Both ways give what torch.matmul and a collective of torch.distributed give. `kernels.fused.choice` says which is faster;
+shapes and dtypes that the fused kernels do not take are computed one after the other.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import tilescale_net as tsn
+from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
+from tilescale_net.kernels.fused.choice import Product, fits, is_taken, tiling_for
+from tilescale_net.kernels.fused.matmul import FusedMatmul
+from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
+from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
+from tilescale_net.ops import group_objects
+
+_ops = torch.ops.tilescale_net
+_CLASSES: dict[str, type[FusedMatmul]] = {
+    "all_gather_matmul": AllGatherMatmul,
+    "matmul_reduce_scatter": MatmulReduceScatter,
+    "matmul_all_reduce": MatmulAllReduce,
+}
+
+
+def _fused(kind: str, x: torch.Tensor, w: torch.Tensor, fused: bool | None, objects) -> FusedMatmul | None:
+    """The object for a call, or None where the product and the collective run one after the other."""
+    ranks = objects.world.size
+    if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[0]:
+        raise ValueError(
+            f"{kind}: x has shape {list(x.shape)} and w {list(w.shape)}; they must be [rows, k] and [k, n]"
+        )
+    if x.dtype != w.dtype:
+        raise TypeError(f"{kind}: x has dtype {x.dtype} and w {w.dtype}; they must be equal")
+    if kind == "matmul_reduce_scatter" and x.shape[0] % ranks:
+        raise ValueError(f"{kind}: x has {x.shape[0]} rows; they must be a multiple of {ranks} ranks")
+    product = Product(kind, ranks, *x.shape, w.shape[1], x.dtype)
+    obstacle = fits(product)
+    if fused and obstacle:
+        raise ValueError(f"{kind}: fused=True, but {obstacle}")
+    if obstacle or not (is_taken(product, objects.world.device) if fused is None else fused):
+        return None
+    rows = x.shape[0] // ranks if kind == "matmul_reduce_scatter" else x.shape[0]
+    options = dict(dtype=x.dtype, tiling=tiling_for(objects.world.device), **objects.geometry)
+    make = lambda: _CLASSES[kind](rows, *w.shape, **options, group=objects.world)  # noqa: E731
+    key = (kind, rows, *w.shape, x.dtype)
+    if fused is None and key in objects.without_room:
+        return None
+    try:
+        return objects.made(key, make)
+    except tsn.HeapError:  # on all ranks alike
+        if fused:
+            raise
+        objects.without_room.add(key)
+        return None
+
+
+def _held(w: torch.Tensor) -> torch.Tensor:
+    """`w`, or a contiguous copy where neither it nor its transpose is contiguous."""
+    return w if w.is_contiguous() or w.t().is_contiguous() else w.contiguous()
+
+
+def _setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:2])
+    ctx.others = inputs[2:]
+
+
+# -- all-gather, then product -----------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("tilescale_net::all_gather_matmul", mutates_args=())
+def _all_gather_matmul(x: torch.Tensor, w: torch.Tensor, fused: bool | None, group: str) -> torch.Tensor:
+    objects, x = group_objects.of(group), x.contiguous()
+    op = _fused("all_gather_matmul", x, w, fused, objects)
+    if op is None:
+        return torch.mm(_ops.all_gather(x, group), w)
+    if objects.sources_travel:
+        (there,) = objects.symmetric((tuple(x.shape), x.dtype))
+        x = there.copy_(x)
+    return op(x, _held(w))
+
+
+@_all_gather_matmul.register_fake
+def _(x, w, fused, group):
+    return x.new_empty((group_objects.world_of(group).size * x.shape[0], w.shape[1]))
+
+
+def _all_gather_matmul_gradient(ctx, grad):
+    (x, w), (fused, group) = ctx.saved_tensors, ctx.others
+    dx = _ops.matmul_reduce_scatter(grad, w.t(), fused, group) if ctx.needs_input_grad[0] else None
+    dw = torch.mm(_ops.all_gather(x, group).t(), grad) if ctx.needs_input_grad[1] else None
+    return dx, dw, None, None
+
+
+torch.library.register_autograd("tilescale_net::all_gather_matmul", _all_gather_matmul_gradient, setup_context=_setup)
+
+
+def all_gather_matmul(
+    x: torch.Tensor, w: torch.Tensor, group: tsn.Group = None, *, fused: bool | None = None
+) -> torch.Tensor:
+    """The rows of all ranks of the group times this rank's `w`: `torch.mm(all_gather(x), w)`, the column-parallel layer.
+
+    Args:
+        x: [rows, k], of one shape on all ranks.
+        w: [k, n] of the same dtype, contiguous or the transpose of a contiguous tensor (others are copied); n may not
+            differ between ranks.
+        group: see `tilescale_net.ops`.
+        fused: whether product and communication overlap; None: where that was measured to be faster (see
+            `kernels.fused.choice`; on GPUs nowhere yet) and the symmetric heap has room for the shape's buffers.
+
+    Returns:
+        [ranks * rows, n]. Gradients: of `x` by `matmul_reduce_scatter`, of `w` with an all_gather of `x`; both are
+        collective calls, so all ranks need a gradient of an argument or none does.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, by name; nothing was sent.
+        HeapError: the symmetric heap has no room for what is asked; each shape keeps the buffers of its fused call.
+        RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
+    """
+    return _ops.all_gather_matmul(x, w, fused, group_objects.name_of(group))
+
+
+# -- product, then reduce-scatter -------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("tilescale_net::matmul_reduce_scatter", mutates_args=())
+def _matmul_reduce_scatter(x: torch.Tensor, w: torch.Tensor, fused: bool | None, group: str) -> torch.Tensor:
+    objects, x = group_objects.of(group), x.contiguous()
+    op = _fused("matmul_reduce_scatter", x, w, fused, objects)
+    return _ops.reduce_scatter(torch.mm(x, w), group) if op is None else op(x, _held(w))
+
+
+@_matmul_reduce_scatter.register_fake
+def _(x, w, fused, group):
+    return x.new_empty((x.shape[0] // group_objects.world_of(group).size, w.shape[1]))
+
+
+def _matmul_reduce_scatter_gradient(ctx, grad):
+    (x, w), (fused, group) = ctx.saved_tensors, ctx.others
+    dx = _ops.all_gather_matmul(grad, w.t(), fused, group) if ctx.needs_input_grad[0] else None
+    dw = torch.mm(x.t(), _ops.all_gather(grad, group)) if ctx.needs_input_grad[1] else None
+    return dx, dw, None, None
+
+
+torch.library.register_autograd(
+    "tilescale_net::matmul_reduce_scatter", _matmul_reduce_scatter_gradient, setup_context=_setup
+)
+
+
+def matmul_reduce_scatter(
+    x: torch.Tensor, w: torch.Tensor, group: tsn.Group = None, *, fused: bool | None = None
+) -> torch.Tensor:
+    """This rank's rows of the sum of all ranks' `x @ w`: `reduce_scatter(torch.mm(x, w))`, the row-parallel layer.
+
+    Args:
+        x: [ranks * rows, k], of one shape on all ranks.
+        w, group, fused: as in `all_gather_matmul`.
+
+    Returns:
+        [rows, n]; products are rounded to the dtype before they travel, and added up in float32 in a fixed order. The
+        gradient of `x` is `all_gather_matmul` of that of the result, that of `w` takes an all_gather of it.
+
+    Raises:
+        TypeError, ValueError, HeapError, RankMismatch: as `all_gather_matmul`.
+    """
+    return _ops.matmul_reduce_scatter(x, w, fused, group_objects.name_of(group))
+
+
+# -- product, then all-reduce -----------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("tilescale_net::matmul_all_reduce", mutates_args=())
+def _matmul_all_reduce(
+    x: torch.Tensor, w: torch.Tensor, replicated: bool, fused: bool | None, group: str
+) -> torch.Tensor:
+    objects, x = group_objects.of(group), x.contiguous()
+    op = _fused("matmul_all_reduce", x, w, fused, objects)
+    return _ops.all_reduce(torch.mm(x, w), replicated, group) if op is None else op(x, _held(w))
+
+
+@_matmul_all_reduce.register_fake
+def _(x, w, replicated, fused, group):
+    return x.new_empty((x.shape[0], w.shape[1]))
+
+
+def _matmul_all_reduce_gradient(ctx, grad):
+    (x, w), (replicated, _, group) = ctx.saved_tensors, ctx.others
+    grad = grad if replicated else _ops.all_reduce(grad, False, group)
+    dx = torch.mm(grad, w.t()) if ctx.needs_input_grad[0] else None
+    dw = torch.mm(x.t(), grad) if ctx.needs_input_grad[1] else None
+    return dx, dw, None, None, None
+
+
+torch.library.register_autograd("tilescale_net::matmul_all_reduce", _matmul_all_reduce_gradient, setup_context=_setup)
+
+
+def matmul_all_reduce(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    group: tsn.Group = None,
+    *,
+    replicated: bool = False,
+    fused: bool | None = None,
+) -> torch.Tensor:
+    """The sum of all ranks' `x @ w`, on every rank: `all_reduce(torch.mm(x, w))`, the row-parallel layer.
+
+    Args:
+        x: [rows, k], of one shape on all ranks.
+        w, group, fused: as in `all_gather_matmul`.
+        replicated: as in `all_reduce`; tensor parallelism that computes the same loss on all ranks wants True.
+
+    Returns:
+        [rows, n], with equal bits on all ranks and from run to run; products are rounded to the dtype before they travel,
+        and added up in float32 in a fixed order.
+
+    Raises:
+        TypeError, ValueError, HeapError, RankMismatch: as `all_gather_matmul`.
+    """
+    return _ops.matmul_all_reduce(x, w, replicated, fused, group_objects.name_of(group))
