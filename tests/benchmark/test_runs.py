@@ -60,7 +60,7 @@ def test_nodes_that_only_talk_through_the_fabric():
     assert "- path: proxy and fabric" in done.stdout and "- data: verified" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["all_gather_matmul.py", "matmul_reduce_scatter.py"])
+@pytest.mark.parametrize("name", ["all_gather_matmul.py", "matmul_reduce_scatter.py", "matmul_all_reduce.py"])
 def test_fused_products(tmp_path, name):
     path = tmp_path / "run.json"
     shape = ["--m", "72", "--k", "40", "--n", "48", "--blocks", "2", "--warmup", "0", "--repeat", "1"]

@@ -20,7 +20,8 @@ if [ ! -f "$include/rdma/fabric.h" ]; then
   dpkg -x "$work"/libfabric-dev*.deb build/libfabric2
 fi
 python=$(bash launch.sh --setup-only)
-flags="-std=c++17 -O1 -Wall -Wextra -Werror -Wno-unused-parameter -I. -I$include"
+# The flags of setup.py; without -fvisibility=hidden, classes that hold objects of pybind11 raise a warning.
+flags="-std=c++17 -O1 -Wall -Wextra -Werror -fvisibility=hidden -Wno-unused-parameter -I. -I$include"
 flags="$flags $("$python" -m pybind11 --includes)"
 # A macro of the newer interface must be in force, or the check below would prove nothing.
 echo '#include <rdma/fi_domain.h>

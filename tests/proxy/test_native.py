@@ -23,7 +23,7 @@ HEAP = 1 << 20
 class Pe:
     """A proxy with a heap of its own, and pushes as a kernel's."""
 
-    def __init__(self, rank=0, n_pes=2, **options):
+    def __init__(self, rank=0, n_pes=2, provider="null", **options):
         self.heap = mmap.mmap(-1, HEAP)
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.heap))
         self.abort = ctypes.c_uint32(0)
@@ -34,9 +34,8 @@ class Pe:
             heap_base=self.base,
             heap_bytes=HEAP,
             abort_word=ctypes.addressof(self.abort),
-            provider="null",
         )
-        self.proxy = _native.Proxy(**{**settings, **options})
+        self.proxy = _native.Proxy(fabric.transport_options(provider=provider), **{**settings, **options})
         self.position = 0
 
     def view(self, queue=0):

@@ -6,6 +6,7 @@
 
 #include "bindings.h"
 #include "chaos.h"
+#include "tilescale_net/csrc/common/keyword_fields.h"
 #include "transport.h"
 
 namespace py = pybind11;
@@ -13,38 +14,26 @@ namespace py = pybind11;
 namespace tsn::fabric {
 namespace {
 
-template <typename T>
-void set(py::handle value, const std::string& name, T& field) {
-  try {
-    field = value.cast<T>();
-  } catch (const py::cast_error&) {
-    throw py::type_error("TransportOptions: " + name + " cannot be " + py::repr(value).cast<std::string>());
-  }
-}
-
 TransportOptions options_from(const py::kwargs& kwargs) {
   TransportOptions o;
-  for (const auto& item : kwargs) {
-    const std::string name = item.first.cast<std::string>();
-    const py::handle v = item.second;
-    if (name == "rank") set(v, name, o.rank);
-    else if (name == "provider") set(v, name, o.provider);
-    else if (name == "interface") set(v, name, o.interface);
-    else if (name == "multi_host") set(v, name, o.multi_host);
-    else if (name == "one_sided") set(v, name, o.one_sided);
-    else if (name == "device_memory") set(v, name, o.device_memory);
-    else if (name == "gpu_pci") set(v, name, o.gpu_pci);
-    else if (name == "rails") set(v, name, o.rails);
-    else if (name == "max_rails") set(v, name, o.max_rails);
-    else if (name == "depth") set(v, name, o.depth);
-    else if (name == "message_bytes") set(v, name, o.message_bytes);
-    else if (name == "message_buffers") set(v, name, o.message_buffers);
-    else if (name == "delivery_complete") set(v, name, o.delivery_complete);
-    else if (name == "library") set(v, name, o.library);
-    else if (name == "library_fallback") set(v, name, o.library_fallback);
-    else if (name == "chaos") set(v, name, o.chaos);
-    else throw py::type_error("TransportOptions has no field '" + name + "'");
-  }
+  KeywordFields("TransportOptions")
+      .add("rank", o.rank)
+      .add("provider", o.provider)
+      .add("interface", o.interface)
+      .add("multi_host", o.multi_host)
+      .add("one_sided", o.one_sided)
+      .add("device_memory", o.device_memory)
+      .add("gpu_pci", o.gpu_pci)
+      .add("rails", o.rails)
+      .add("max_rails", o.max_rails)
+      .add("depth", o.depth)
+      .add("message_bytes", o.message_bytes)
+      .add("message_buffers", o.message_buffers)
+      .add("delivery_complete", o.delivery_complete)
+      .add("library", o.library)
+      .add("library_fallback", o.library_fallback)
+      .add("chaos", o.chaos)
+      .set(kwargs);
   return o;
 }
 

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "tilescale_net/csrc/common/keyword_fields.h"
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/proxy/null_transport.h"
 #include "tilescale_net/csrc/proxy/proxy.h"
@@ -15,60 +16,39 @@ namespace py = pybind11;
 namespace tsn::proxy {
 namespace {
 
-template <class T>
-void set(py::handle value, const std::string& name, T& field) {
-  try {
-    field = value.cast<T>();
-  } catch (const py::cast_error&) {
-    throw py::type_error("Proxy: " + name + " cannot be " + py::repr(value).cast<std::string>());
-  }
-}
-
-ProxyOptions options_from(const py::kwargs& kwargs) {
+ProxyOptions options_from(const TransportOptions& transport, const py::kwargs& kwargs) {
   ProxyOptions o;
+  o.transport = transport;
   std::string kind = "host";
   uint64_t base = 0;
   std::optional<bool> dedicated;
-  for (const auto& item : kwargs) {
-    const std::string name = item.first.cast<std::string>();
-    const py::handle v = item.second;
-    if (name == "rank") set(v, name, o.rank);
-    else if (name == "n_pes") set(v, name, o.n_pes);
-    else if (name == "peers") set(v, name, o.peers);
-    else if (name == "heap_base") set(v, name, base);
-    else if (name == "heap_bytes") set(v, name, o.heap.bytes);
-    else if (name == "heap_kind") set(v, name, kind);
-    else if (name == "device") set(v, name, o.heap.device);
-    else if (name == "defers_adds") set(v, name, o.defers_adds);
-    else if (name == "abort_word") set(v, name, o.abort_word);
-    else if (name == "queues") set(v, name, o.queues);
-    else if (name == "threads") set(v, name, o.threads);
-    else if (name == "capacity") set(v, name, o.capacity);
-    else if (name == "cpus") set(v, name, o.cpus);
-    else if (name == "dedicated") dedicated = v.cast<bool>();
-    else if (name == "chunk_bytes") set(v, name, o.chunk_bytes);
-    else if (name == "inline_bytes") set(v, name, o.inline_bytes);
-    else if (name == "force_staging") set(v, name, o.force_staging);
-    else if (name == "staging_bytes") set(v, name, o.staging_bytes);
-    else if (name == "group_window") set(v, name, o.window.groups);
-    else if (name == "mark_window") set(v, name, o.window.marks);
-    else if (name == "timeout") set(v, name, o.timeout);
-    else if (name == "first_position") set(v, name, o.first_position);
-    else if (name == "trace") set(v, name, o.trace);
-    else if (name == "print_stats") set(v, name, o.print_stats);
-    else if (name == "trust_last_chunk") set(v, name, o.trust_last_chunk);
-    else if (name == "provider") set(v, name, o.transport.provider);
-    else if (name == "interface") set(v, name, o.transport.interface);
-    else if (name == "multi_host") set(v, name, o.transport.multi_host);
-    else if (name == "gpu_pci") set(v, name, o.transport.gpu_pci);
-    else if (name == "rails") set(v, name, o.transport.rails);
-    else if (name == "max_rails") set(v, name, o.transport.max_rails);
-    else if (name == "depth") set(v, name, o.transport.depth);
-    else if (name == "chaos") set(v, name, o.transport.chaos);
-    else if (name == "library") set(v, name, o.transport.library);
-    else if (name == "library_fallback") set(v, name, o.transport.library_fallback);
-    else throw py::type_error("Proxy has no option '" + name + "'");
-  }
+  KeywordFields("Proxy")
+      .add("rank", o.rank)
+      .add("n_pes", o.n_pes)
+      .add("peers", o.peers)
+      .add("heap_base", base)
+      .add("heap_bytes", o.heap.bytes)
+      .add("heap_kind", kind)
+      .add("device", o.heap.device)
+      .add("defers_adds", o.defers_adds)
+      .add("abort_word", o.abort_word)
+      .add("queues", o.queues)
+      .add("threads", o.threads)
+      .add("capacity", o.capacity)
+      .add("cpus", o.cpus)
+      .add("chunk_bytes", o.chunk_bytes)
+      .add("inline_bytes", o.inline_bytes)
+      .add("force_staging", o.force_staging)
+      .add("staging_bytes", o.staging_bytes)
+      .add("group_window", o.window.groups)
+      .add("mark_window", o.window.marks)
+      .add("timeout", o.timeout)
+      .add("first_position", o.first_position)
+      .add("trace", o.trace)
+      .add("print_stats", o.print_stats)
+      .add("trust_last_chunk", o.trust_last_chunk)
+      .add("dedicated", dedicated)
+      .set(kwargs);
   if (kind != "host" && kind != "cuda")
     throw py::value_error("Proxy: heap_kind is 'host' or 'cuda', not '" + kind + "'");
   o.heap.base = reinterpret_cast<void*>(base);
@@ -99,11 +79,10 @@ void bind(py::module_& m) {
 
   py::class_<Proxy>(m, "Proxy",
                     "The proxy of one PE: queues, threads, endpoints. Keyword arguments are the fields of "
-                    "csrc/proxy/options.h and, for the network, of TransportOptions (provider, interface, multi_host, "
-                    "gpu_pci, rails, max_rails, depth, chaos, library, library_fallback); heap_base, heap_bytes, "
-                    "heap_kind ('host' or 'cuda') and device describe the heap.")
-      .def(py::init([](const py::kwargs& kwargs) {
-        const ProxyOptions o = options_from(kwargs);
+                    "csrc/proxy/options.h; heap_base, heap_bytes, heap_kind ('host' or 'cuda') and device describe the "
+                    "heap. The transport's rank is the proxy's.")
+      .def(py::init([](const TransportOptions& transport, const py::kwargs& kwargs) {
+        const ProxyOptions o = options_from(transport, kwargs);
         py::gil_scoped_release release;
         return std::make_unique<Proxy>(o, make_transport_or_null);
       }))
