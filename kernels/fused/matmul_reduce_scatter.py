@@ -143,9 +143,9 @@ def matmul_reducing(
                             product.copy_right(shape, w, right, s, full, i * bk, column[0])
                             T.barrier_arrive(full[s])
                             step[0] = step[0] + 1
+                        product.wait_for_all(arrived, row[0] // bm, n_pes, call, thread)
                         for hop in T.serial(1, n_pes):
                             pe = (N.my_pe() + hop) % n_pes
-                            N.wait_warp(arrived[pe, row[0] // bm], "ge", call, proxy="async")
                             for half in T.unroll(2):
                                 s = step[0] % stages
                                 T.barrier_wait(empty[s], ((step[0] // stages) & 1) ^ 1)

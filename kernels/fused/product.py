@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 
 import tilescale_net as tsn
+import tilescale_net.language as N
 
 THREADS = 384
 MULTIPLIERS = 256  # of them
@@ -133,6 +134,19 @@ def copy_right(shape, w, right, stage, full, depth, column):
             barrier=full[stage],
             leader_scope_threads=32,
         )
+
+
+@tsn.macro
+def wait_for_all(arrived, chunk, n_pes, call, thread):
+    """Until arrived[p, chunk] of every other PE p says `call`; TMA copies of the warp may read what they sent. By a warp.
+
+    A lane waits for a PE, since a look at a flag takes as long as a step of tensor cores.
+    """
+    for first in T.serial(-(-n_pes // 32)):
+        pe = first * 32 + thread
+        if pe < n_pes and pe != N.my_pe():
+            N.wait(arrived[pe, chunk], "ge", call, proxy="async")
+    T.sync_warp()
 
 
 @tsn.macro
