@@ -23,8 +23,8 @@ def pretend(world, ranks: int) -> None:
         my_pe=0, n_pes=ranks, node_pe=0, n_node_pes=ranks, n_queues=0, flags=0, heap_base=memory.base, heap_bytes=half,
         abort_word=world.page.address, error=world.page.record_address, timeout_ns=int(world.timeout * 1e9), queues=0,
     )  # fmt: skip
-    packed = torch.frombuffer(bytearray(context.pack(header, bases)), dtype=torch.uint8)
-    world._context_bytes.copy_(packed)
+    words = torch.frombuffer(bytearray(context.pack(header, bases)), dtype=torch.int64)
+    world.context_tensor.as_strided(words.shape, (1,)).copy_(words)  # the bases lie behind what kernels take
     world.size, world.peer_base = ranks, bases
 
 
