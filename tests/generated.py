@@ -52,9 +52,9 @@ class _Traced:
     flags: tuple[str, ...]
 
     @classmethod
-    def of(cls, factory: KernelFactory, arguments: dict) -> _Traced:
+    def of(cls, factory: KernelFactory, arguments: dict, target: dict) -> _Traced:
         func = factory.trace(**arguments)
-        source = inspect.cuda_source(func, pass_configs=factory.pass_configs)
+        source = inspect.cuda_source(func, target, pass_configs=factory.pass_configs)
         threads = known_threads(func, factory.pass_configs)
         return cls(source, f"{kernel_name(func)}_kernel", threads, factory.compile_flags)
 
@@ -64,23 +64,24 @@ class Generated:
 
     Args:
         cases: factories with the arguments that most tests ask for.
+        target: what they are compiled for.
     """
 
-    def __init__(self, cases: Iterable[tuple[KernelFactory, dict]]):
-        self._cases = list(cases)
+    def __init__(self, cases: Iterable[tuple[KernelFactory, dict]], target: dict = inspect.SM_90):
+        self._cases, self._target = list(cases), target
         self._code: dict[tuple, Code] = {}
 
     def code(self, factory: KernelFactory, **arguments) -> Code:
         key = _key(factory, arguments)
         if key not in self._code:
-            asked = self._traced.get(key) or _Traced.of(factory, arguments)
+            asked = self._traced.get(key) or _Traced.of(factory, arguments, self._target)
             alike = {k: t for k, t in self._traced.items() if (t.threads, t.flags) == (asked.threads, asked.flags)}
             self._compile(alike if key in alike else {key: asked})
         return self._code[key]
 
     @functools.cached_property
     def _traced(self) -> dict[tuple, _Traced]:
-        return {_key(factory, arguments): _Traced.of(factory, arguments) for factory, arguments in self._cases}
+        return {_key(f, arguments): _Traced.of(f, arguments, self._target) for f, arguments in self._cases}
 
     def _compile(self, kernels: dict[tuple, _Traced]) -> None:
         entries = {key: f"{kernel.entry}_{i}" for i, (key, kernel) in enumerate(kernels.items())}
@@ -88,7 +89,7 @@ class Generated:
         one = next(iter(kernels.values()))
         with tempfile.TemporaryDirectory() as folder:
             extra = (*one.flags, "--keep", f"--keep-dir={folder}")
-            cubin = inspect.compile_source("\n".join(sources), "cubin", extra=extra, threads=one.threads)
+            cubin = inspect.compile_source("\n".join(sources), "cubin", self._target, extra, one.threads)
             ptx = (Path(folder) / "kernel.ptx").read_text()
         _, *parts = re.split(r"(?m)^(?=(?:\.visible |\.weak )*\.(?:entry|func) )", ptx)
         functions = "".join(part for part in parts if ".entry" not in part)

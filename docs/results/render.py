@@ -156,17 +156,24 @@ def table(rows_: list[Row]) -> str:
 
 
 def source(*names: str) -> str:
-    """Where the runs were made and the commands that repeat them."""
-    env = run(names[0])["environment"]
-    return "\n".join(
-        [
-            f"{env['GPUs']}, driver {env['driver']}, CUDA {env['CUDA']}, torch {env['torch']}, tilelang "
-            f"{env['tilelang']}, {env['date']}. Medians; every byte compared; "
-            "ratios within one run, above 1 where tilescale_net is better.",
+    """Where the runs were made and the commands that repeat them, machine by machine."""
+    machines: dict[tuple, list[str]] = {}
+    for name in names:
+        env = run(name)["environment"]
+        machines.setdefault((env["GPUs"], env["driver"], env["CUDA"], env["torch"], env["tilelang"]), []).append(name)
+    parts = []
+    for (gpus, driver, cuda, torch, tilelang), found in machines.items():
+        parts += [
+            f"{gpus}, driver {driver}, CUDA {cuda}, torch {torch}, tilelang {tilelang}, "
+            f"{run(found[0])['environment']['date']}. Medians; every byte compared; "
+            "ratios within one run, above 1 where tilescale_net is better."
+            if not parts
+            else f"{gpus}, {run(found[0])['environment']['date']}, otherwise the same:",
             "",
-            *(f"- `{name}.json`, of {run(name)['environment']['tilescale_net']}: {command(name)}" for name in names),
+            *(f"- `{name}.json`, of {run(name)['environment']['tilescale_net']}: {command(name)}" for name in found),
+            "",
         ]
-    )
+    return "\n".join(parts[:-1])
 
 
 def command(name: str) -> str:
@@ -177,7 +184,7 @@ def command(name: str) -> str:
         at = words.index("--json")
         del words[at : at + 2]
     nodes = "VIRTUAL_NODES=2 " if name == "proxy_write" else ""
-    gpus = 1 if name == "queue" else 2
+    gpus = 1 if name in ("queue", "matmul") else 2
     return f"`GPUS={gpus} {nodes}bash launch.sh benchmark/{' '.join(words)}`"
 
 

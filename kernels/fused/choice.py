@@ -1,9 +1,9 @@
 """Which way a product with its communication takes: one fused call, or torch.mm and a collective one after the other.
 
 A model of both ways decides, not a list of shapes: a product takes as long as the multiprocessor with the most tiles, and
-what is pushed meanwhile as long as its bytes need. Its constants were measured apart from one another (see below); whole
-fused calls were measured with an earlier, slower product only. Until these kernels have been measured on several GPUs, a
-call there takes them with `fused=True` only.
+what is pushed meanwhile as long as its bytes need. Its constants were measured apart from one another (see below). The
+product has been measured alone, and whole calls on one GPU with peers that are always ahead (docs/results/products.md);
+until they have been measured on several GPUs, a call there takes them with `fused=True` only.
 
 With the widths of a layer (all-gather: k 8192, n 14336 per rank; the others: k 7168 per rank, n 8192; bfloat16) the model
 takes the fused call from these numbers of rows on:
@@ -68,8 +68,7 @@ def fits(product: Product) -> str | None:
 
 # Measured on NVIDIA H200s joined by NVLink, in CUDA graphs; times in us, bytes and flops per us. Collectives and pushes on
 # two GPUs (docs/results/collectives.md, copies.md); products on one, with random data, M from 512 to 16384, N 14336 and
-# 28672, K 8192: cuBLAS reaches 670 to 763 TFLOP/s, and kernels of ours made like this one, but with dealt tiles and without
-# communication, take 0.98 to 1.02 times as long.
+# 28672, K 8192: cuBLAS reaches 670 to 763 TFLOP/s, and ours takes 0.99 to 1.03 times as long (docs/results/products.md).
 FLOPS = 700e6 / 132  # of a multiprocessor, in a product of random data
 LAUNCH = 5.0  # a kernel that waits for another one's flag, and its gate
 PUSH = 330e3  # bytes that a few blocks push while the others multiply
@@ -133,6 +132,29 @@ def is_fused_faster(product: Product, multiprocessors: int = 132) -> bool:
     return fused * MARGIN < sequence
 
 
-def tiling_for(device: torch.device) -> Tiling:
+# Geometries of products, and how long a tile takes next to one of the first; measured, see docs/results/products.md.
+GEOMETRIES = (
+    (DEFAULT, 1.0),
+    (Tiling(tile=(128, 192, 64), stages=5, columns=64), 0.76),
+    (Tiling(tile=(128, 128, 64), stages=6, columns=64), 0.55),
+)
+
+
+def tiling_for(device: torch.device, product: Product) -> Tiling:
     """Geometry of a product."""
-    return DEFAULT if device.type == "cuda" else SIMULATED
+    if device.type != "cuda":
+        return SIMULATED
+    return best_tiling(product, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def best_tiling(product: Product, multiprocessors: int = 132) -> Tiling:
+    """The geometry with which the multiprocessor with the most tiles is done first; a later one only where it gains 3 %."""
+    is_gather = product.kind == "all_gather_matmul"
+    parts, rows = (product.ranks, product.rows) if is_gather else (1, product.rows // product.ranks)
+
+    def time(geometry: tuple[Tiling, float]) -> float:
+        (bm, bn, _), cost = geometry[0].tile, geometry[1]
+        return -(-parts * -(-rows // bm) * -(-product.n // bn) // multiprocessors) * cost
+
+    best = min(GEOMETRIES, key=time)
+    return best[0] if time(best) * 1.03 < time(GEOMETRIES[0]) else DEFAULT

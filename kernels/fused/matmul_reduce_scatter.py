@@ -92,14 +92,11 @@ def matmul_reducing(
     bm, bn, bk = tile
 
     @T.macro
-    def finish(group, total, result, out, summands, call, arrived, done, row, column):
-        first = row[0] + group * shape.half
-        for hop in T.serial(1, n_pes):
-            pe = (N.my_pe() + hop) % n_pes
-            N.wait(arrived[pe, row[0] // bm], "ge", call, proxy="async")
-            for i, j in T.Parallel(shape.half, bn):
-                if first + i < rows and column[0] + j < n:
-                    total[i, j] += T.cast(summands[call % 2, pe, first + i, column[0] + j], "float32")
+    def finish(group, total, right, result, out, done, full, empty, step, row, column, thread):
+        # The summands come through the ring of operands: a step of it for each PE and warpgroup.
+        for _hop in T.serial(1, n_pes):
+            for half in T.unroll(2):
+                product.add_summand(shape, half == group, right, total, full, empty, step, thread)
         product.store(shape, group, total, result, out, 0, row[0], column[0])
         if announced:
             T.tma_store_wait(0, read=False)
@@ -146,6 +143,17 @@ def matmul_reducing(
                             product.copy_right(shape, w, right, s, full, i * bk, column[0])
                             T.barrier_arrive(full[s])
                             step[0] = step[0] + 1
+                        product.wait_for_all(arrived, row[0] // bm, n_pes, call, thread)
+                        for hop in T.serial(1, n_pes):
+                            pe = (N.my_pe() + hop) % n_pes
+                            for half in T.unroll(2):
+                                s = step[0] % stages
+                                T.barrier_wait(empty[s], ((step[0] // stages) & 1) ^ 1)
+                                product.copy_summand(
+                                    shape, summands, call % 2, pe, right, s, full, row[0] + half * shape.half, column[0]
+                                )  # fmt: skip
+                                T.barrier_arrive(full[s])
+                                step[0] = step[0] + 1
                         product.next_tile(shape, tickets, call, chosen, given, taken, tile, turn, thread)
             elif thread < 256:
                 T.inc_max_nreg(232)
@@ -153,7 +161,7 @@ def matmul_reducing(
                 while tile[0] < shape.total:
                     product.place(shape, tile[0], part, row, column)
                     product.multiply(shape, 0, left, right, upper, full, empty, step, thread)
-                    finish(0, upper, result, out, summands, call, arrived, done, row, column)
+                    finish(0, upper, right, result, out, done, full, empty, step, row, column, thread)
                     product.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
             else:
@@ -162,11 +170,21 @@ def matmul_reducing(
                 while tile[0] < shape.total:
                     product.place(shape, tile[0], part, row, column)
                     product.multiply(shape, 1, left, right, lower, full, empty, step, thread)
-                    finish(1, lower, result, out, summands, call, arrived, done, row, column)
+                    finish(1, lower, right, result, out, done, full, empty, step, row, column, thread)
                     product.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
 
     return main
+
+
+def check_ring(name: str, tiling: Tiling) -> None:
+    """Raise ValueError for a geometry whose ring has no room for summands, see `product.copy_summand`."""
+    rows, columns, depth = tiling.tile
+    if rows > 2 * depth or columns % depth:
+        raise ValueError(
+            f"{name}: {tiling}: summands come through the ring of operands, so a tile's rows may not be more than twice its "
+            "depth, which must divide its columns"
+        )
 
 
 class MatmulReduceScatter(FusedMatmul):
@@ -199,6 +217,7 @@ class MatmulReduceScatter(FusedMatmul):
         check_extents(self.NAME, dtype, rows=rows, k=k, n=n)
         shapes = f"rows={rows}, k={k}, n={n}, engine={engine}"
         super().__init__(self.NAME, shapes, dtype, out_dtype, tiling, threads, blocks, group)
+        check_ring(self.NAME, tiling)
         self.rows, self.k, self.n, self._engine = rows, k, n, engine
         memory = self.allocate({
             "summands": ((2, self.n_pes, rows, n), dtype),

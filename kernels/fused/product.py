@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 
 import tilescale_net as tsn
+import tilescale_net.language as N
 
 THREADS = 384
 MULTIPLIERS = 256  # of them
@@ -133,6 +134,61 @@ def copy_right(shape, w, right, stage, full, depth, column):
             barrier=full[stage],
             leader_scope_threads=32,
         )
+
+
+@tsn.macro
+def wait_for_all(arrived, chunk, n_pes, call, thread):
+    """Until arrived[p, chunk] of every other PE p says `call`; TMA copies of the warp may read what they sent. By a warp.
+
+    A lane waits for a PE, since a look at a flag takes as long as a step of tensor cores.
+    """
+    for first in T.serial(-(-n_pes // 32)):
+        pe = first * 32 + thread
+        if pe < n_pes and pe != N.my_pe():
+            N.wait(arrived[pe, chunk], "ge", call, proxy="async")
+    T.sync_warp()
+
+
+@tsn.macro
+def copy_summand(shape, summands, half, pe, right, stage, full, row, column):
+    """Begin to copy a warpgroup's rows of a tile of summands[half, pe] [rows, n] to where a tile of the right operand would be.
+
+    By the copying warp. The rows of a warpgroup may not be more than the depth of a tile.
+    """
+    _, bn, bk = shape.tile
+    if shape.transposed:
+        for c in T.unroll(bn // bk):
+            T.tma_copy(
+                summands[half, pe, row : row + shape.half, column + c * bk : column + (c + 1) * bk],
+                right[stage, c * shape.half : (c + 1) * shape.half, :],
+                barrier=full[stage],
+                leader_scope_threads=32,
+            )
+    else:
+        T.tma_copy(
+            summands[half, pe, row : row + shape.half, column : column + bn],
+            right[stage, 0 : shape.half, :],
+            barrier=full[stage],
+            leader_scope_threads=32,
+        )
+
+
+@tsn.macro
+def add_summand(shape, mine, right, total, full, empty, step, thread):
+    """total += what `copy_summand` has copied, where that is `mine`. By a warpgroup that multiplies."""
+    stages, bk = shape.stages, shape.tile[2]
+    s = step[0] % stages
+    T.barrier_wait(full[s], (step[0] // stages) & 1)
+    if mine:
+        for i, j in T.Parallel(shape.half, shape.tile[1]):
+            if shape.transposed:
+                total[i, j] += T.cast(right[s, j // bk * shape.half + i, j % bk], "float32")
+            else:
+                total[i, j] += T.cast(right[s, i, j], "float32")
+    T.sync_warp()
+    if thread % 32 == 0:
+        T.barrier_arrive(empty[s])
+    step[0] = step[0] + 1
 
 
 @tsn.macro

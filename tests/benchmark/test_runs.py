@@ -71,6 +71,17 @@ def test_fused_products(tmp_path, name):
     assert "normal random data, verified" in done.stdout
 
 
+@pytest.mark.nightly
+def test_product_alone(tmp_path):
+    path = tmp_path / "run.json"
+    done = launch("matmul.py", "--m", "72", "--warmup", "0", "--repeat", "1", "--json", str(path), GPUS="1")
+    assert done.returncode == 0, done.stderr
+    (row,) = rows_of(path)
+    assert row["m"] == 72 and row["over"] == pytest.approx(row["ours"] / row["matmul"])
+    refused = launch("matmul.py", "--parts", "calls", GPUS="1")
+    assert refused.returncode == 2 and "--parts calls needs a GPU" in refused.stderr
+
+
 def test_large_copy(tmp_path):
     path = tmp_path / "run.json"
     arguments = [

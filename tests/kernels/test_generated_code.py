@@ -23,7 +23,17 @@ OTHERS = {
     "tilescale_net.kernels.proxy_write.write": [dict(capacity=1 << 20)],
     "benchmark.common.queue_bench.probe": [dict()],
 }
-KERNELS = {name: variants for name, (_, variants) in declared(tests.kernels, "SM_90").items()} | OTHERS
+# What the fused products send with; the products are in fused/test_generated_code.py.
+ROWS = dict(n_pes=4, rows=1024, n=8192, dtype="bfloat16", chunk=128)
+FUSED = {
+    "tilescale_net.kernels.fused.all_gather_matmul.push_rows": [
+        dict(n_pes=4, rows=1024, k=8192, dtype="bfloat16", chunk=128)
+    ],
+    "tilescale_net.kernels.fused.matmul_reduce_scatter.push_summand": [dict(ROWS)],
+    "tilescale_net.kernels.fused.matmul_all_reduce.push_sums": [dict(ROWS, adds=8192)],
+    "tilescale_net.kernels.fused.matmul_all_reduce.collect_sums": [dict(ROWS, threads=512)],
+}
+KERNELS = {name: variants for name, (_, variants) in declared(tests.kernels, "SM_90").items()} | OTHERS | FUSED
 CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments in variants]
 # These copy nothing with a block's threads: a barrier, one thread's puts, and pushes into the queue.
 WITHOUT_DATA = {
@@ -66,7 +76,7 @@ def tools():
 
 
 def test_every_kernel_is_compiled():
-    """kernels/moe has a test like this of its own."""
+    """kernels/moe and kernels/fused have tests like this of their own."""
     found = set()
     for module in pkgutil.iter_modules(kernels.__path__, kernels.__name__ + "."):
         if module.ispkg:
@@ -74,7 +84,7 @@ def test_every_kernel_is_compiled():
         for name, value in vars(importlib.import_module(module.name)).items():
             if isinstance(value, KernelFactory) and value.__module__ == module.name:
                 found.add(f"{module.name}.{name}")
-    assert found == {name for name in KERNELS if name.startswith("tilescale_net.kernels.")}
+    assert found == {name for name in KERNELS.keys() - FUSED.keys() if name.startswith("tilescale_net.kernels.")}
 
 
 @pytest.mark.parametrize(

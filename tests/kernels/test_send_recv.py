@@ -88,10 +88,38 @@ def _operators_and_refusals() -> None:
         SendRecv(chunk=100)
 
 
+def _gradients() -> None:
+    """Two stages of a pipeline, two micro-batches: what the second one's loss says of the first one's weights."""
+    rank, device = tsn.rank(), tsn.device()
+    first, second = (torch.full((4, 4), value, device=device, requires_grad=True) for value in (2.0, 3.0))
+    parts = [torch.arange(12.0, device=device).view(3, 4), torch.ones((5, 4), device=device)]
+    if rank == 0:
+        sum(ops.send(x @ first, 1) for x in parts).backward()
+    else:
+        received = [ops.recv(torch.empty_like(x), 0, requires_grad=True) for x in parts]
+        # Messages and gradients of two ranks go in one order: the last sent first, as backward runs there.
+        for y in reversed(received):
+            (y @ second).sum().backward()
+    whole = torch.cat(parts)
+    wanted = (
+        whole.t() @ torch.full((8, 4), 12.0) if rank == 0 else (whole @ torch.full((4, 4), 2.0)).t() @ torch.ones(8, 4)
+    )
+    assert torch.equal((first if rank == 0 else second).grad, wanted)
+    assert (second if rank == 0 else first).grad is None
+    with torch.no_grad():
+        if rank == 0:
+            assert ops.send(first, 1) is None
+        else:
+            assert not ops.recv(torch.empty_like(second), 0, requires_grad=True).requires_grad
+    with pytest.raises(TypeError, match="out has dtype torch.int32, which has no gradients"):
+        ops.recv(torch.empty(4, dtype=torch.int32, device=device), 1 - rank, requires_grad=True)
+
+
 def _everything(seed) -> None:
     _messages(seed)
     _numbers_begin_anew()
     _operators_and_refusals()
+    _gradients()
 
 
 MUTANTS = {

@@ -42,7 +42,7 @@ def _fused(kind: str, x: torch.Tensor, w: torch.Tensor, fused: bool | None, obje
     if obstacle or not (is_taken(product, objects.world.device) if fused is None else fused):
         return None
     rows = x.shape[0] // ranks if kind == "matmul_reduce_scatter" else x.shape[0]
-    options = dict(dtype=x.dtype, tiling=tiling_for(objects.world.device), **objects.geometry)
+    options = dict(dtype=x.dtype, tiling=tiling_for(objects.world.device, product), **objects.geometry)
     make = lambda: _CLASSES[kind](rows, *w.shape, **options, group=objects.world)  # noqa: E731
     key = (kind, rows, *w.shape, x.dtype)
     if fused is None and key in objects.without_room:

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from tilescale_net.kernels.fused.choice import Product, expected_us, fits, is_fused_faster
+from tilescale_net.kernels.fused.choice import Product, best_tiling, expected_us, fits, is_fused_faster
+from tilescale_net.kernels.fused.matmul_reduce_scatter import check_ring
 
 KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -43,3 +44,15 @@ def test_what_does_not_fit_is_named(kind):
         assert text in (fits(dataclasses.replace(product, **{field: value})) or ""), field
     odd = fits(dataclasses.replace(product, rows=63))
     assert odd == (None if kind == "all_gather_matmul" else "rows is 63; it must be a multiple of 2 ranks")
+
+
+# As measured on one GPU: narrower tiles where they fill the last wave.
+@pytest.mark.parametrize(
+    "m, k, n, columns",
+    [(512, 8192, 28672, 192), (1024, 8192, 14336, 192), (512, 8192, 14336, 256), (8192, 7168, 8192, 256)],
+)
+def test_geometry_of_a_product(m, k, n, columns):
+    for kind in KINDS:
+        tiling = best_tiling(_product(kind, 1, m, k, n))
+        assert tiling.tile[1] == columns
+        check_ring(kind, tiling)

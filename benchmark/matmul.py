@@ -1,0 +1,171 @@
+"""The fused kernels' matrix product on one GPU, next to cuBLAS; and a rank's share of whole fused calls with prompt peers.
+
+    GPUS=1 bash launch.sh benchmark/matmul.py
+    GPUS=1 bash launch.sh benchmark/matmul.py --parts calls --ranks 4 --m 4096,8192,16384
+
+`product` computes x [m, k] @ w [k, n] by itself, with the geometry that `kernels.fused.choice` takes. `calls` times whole
+calls of AG+GEMM (k 8192, n 14336 per rank) and GEMM+RS, GEMM+AR (k 7168 per rank, n 8192) as rank 0 of several runs them
+when no peer keeps it waiting (see common/prompt_peers.py): an upper bound on the overlap, not a measurement of several
+GPUs. Without a GPU the simulator runs a small product.
+"""
+
+from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of, positive_int
+from benchmark.common.fused import difference, product_alone
+from benchmark.common.measuring import Timer, add_timing_arguments, median, raise_if_wrong
+from benchmark.common.report import Report
+from benchmark.common.table import Column
+
+BENCH = dict(ranks=1, quick="--repeat 2 --parts product")  # see common/suite.py
+WIDTHS = ((8192, 14336), (8192, 28672), (7168, 8192))  # k and n of layers
+HEAP = 12 << 30  # of `calls`: summands and gathered rows of 16384 rows, and as much again for the peers
+
+
+def parse():
+    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=None)
+    add_timing_arguments(parser)
+    parts = ["product", "calls"] if on_gpu() else ["product"]
+    m = [512, 1024, 2048, 4096, 8192, 16384] if on_gpu() else [72]
+    parser.add_argument("--m", type=int_list(1, 1 << 24), default=m, metavar="LIST", help=f"rows {m}")
+    text = f"what to measure ({', '.join(parts)})"
+    parser.add_argument("--parts", type=one_of("product", "calls"), default=parts, metavar="LIST", help=text)
+    parser.add_argument("--ranks", type=positive_int, default=4, metavar="N", help="of a call (4)")
+    parser.add_argument("--blocks", type=positive_int, default=8, metavar="N", help="of a call that send (8)")
+    args = parser.parse_args()
+    if "calls" in args.parts and not on_gpu():
+        parser.error("--parts calls needs a GPU")
+    return args
+
+
+def random(*shape):
+    import torch
+
+    import tilescale_net as tsn
+
+    generator = torch.Generator(device=tsn.device()).manual_seed(sum(shape))
+    return torch.empty(shape, dtype=torch.bfloat16, device=tsn.device()).normal_(generator=generator)
+
+
+def times(timer, calls, wrong, what: str) -> tuple[dict, dict]:
+    """Median us of every side, and the samples; raises WrongData when `wrong()` says what is wrong with the result."""
+    import tilescale_net as tsn
+
+    launches = {key: (lambda count, call=call: [call() for _ in range(count)] and None) for key, call in calls.items()}
+    samples = timer.interleaved(launches, 5, lambda: None, set())
+    calls["ours"]()
+    tsn.synchronize()
+    raise_if_wrong(what, wrong())
+    return {key: median(values) for key, values in samples.items()}, samples
+
+
+def product_of(m: int, k: int, n: int):
+    """`(calls by name, what is wrong or None, the geometry)` of a product."""
+    import torch
+
+    import tilescale_net as tsn
+    from tilescale_net.kernels.fused.choice import Product, tiling_for
+
+    x, w, out, theirs = random(m, k), random(k, n), *(random(m, n) for _ in range(2))
+    tiling = tiling_for(tsn.device(), Product("all_gather_matmul", 1, m, k, n, torch.bfloat16))
+    calls = {"ours": product_alone(tiling, x, w, out), "matmul": lambda: torch.mm(x, w, out=theirs)}
+    return calls, lambda: difference(out, theirs, "the product"), "x".join(map(str, tiling.tile))
+
+
+def products(report, timer, args) -> None:
+    keys = [Column("k", "K", ",d"), Column("n", "N", ",d"), Column("m", "M", ",d")]
+    columns = [Column("ours", "Ours", better="lower", unit="us"), Column("matmul", "cuBLAS", better="lower", unit="us")]
+    columns += [Column("over", "x cuBLAS", ".3f"), Column("tflops", "TFLOP/s", ".0f"), Column("tile", "Tile")]
+    table = report.table("product", keys, columns)
+    for k, n in WIDTHS if timer.on_gpu else ((64, 128),):
+        for m in args.m:
+            calls, wrong, tile = product_of(m, k, n)
+            took, samples = times(timer, calls, wrong, f"m {m}, k {k}, n {n}")
+            tflops = 2 * m * n * k / took["ours"] / 1e6
+            table.add(
+                dict(k=k, n=n, m=m, **took, over=took["ours"] / took["matmul"], tflops=tflops, tile=tile), samples
+            )
+
+
+def call_of(kind: str, args, m: int):
+    """`(call, cuBLAS's, what is wrong or None, free)` of a fused call on a rank with prompt peers."""
+    import torch
+
+    import tilescale_net as tsn
+    from benchmark.common.prompt_peers import hurry
+    from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
+    from tilescale_net.kernels.fused.choice import Product, tiling_for
+    from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
+    from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
+
+    rows = m // args.ranks
+    k, n = (8192, 14336) if kind == "AG+GEMM" else (7168, 8192)
+    name = {"AG+GEMM": "all_gather_matmul", "GEMM+RS": "matmul_reduce_scatter", "GEMM+AR": "matmul_all_reduce"}[kind]
+    product = Product(name, args.ranks, rows if kind == "AG+GEMM" else m, k, n, torch.bfloat16)
+    options = dict(blocks=args.blocks, tiling=tiling_for(tsn.device(), product))
+    w, whole = random(k, n), random(m, n)
+    if kind == "AG+GEMM":
+        op, x, out = AllGatherMatmul(rows, k, n, **options), random(rows, k), random(m, n)
+        hurry(op._ready, op._arrived)
+        op._gathered.normal_()
+        everyone = op._gathered[0].clone()
+        everyone[0] = x
+        op._gathered[1].copy_(op._gathered[0])
+        wanted = lambda: torch.mm(everyone.view(m, k), w)  # noqa: E731
+    else:
+        make = MatmulReduceScatter if kind == "GEMM+RS" else MatmulAllReduce
+        op = make(rows if kind == "GEMM+RS" else m, k, n, **options)
+        x, out = random(m, k), random(rows if kind == "GEMM+RS" else m, n)
+        hurry(op._ready, op._arrived, *([op._memory["shared"]] if kind == "GEMM+AR" else []))
+        for name in {"summands", "sums"} & set(op._memory):
+            op._memory[name].normal_()
+            op._memory[name][1].copy_(op._memory[name][0])
+        own = lambda: torch.mm(x[:rows], w).float() + op._summands[0, 1:].float().sum(0)  # noqa: E731
+        others = (lambda: [*op._memory["sums"][0, 1:]]) if kind == "GEMM+AR" else (lambda: [])
+        wanted = lambda: torch.cat([own(), *(part.float() for part in others())])  # noqa: E731
+        everyone = x
+    theirs = lambda: torch.mm(everyone.view(m, k), w, out=whole)  # noqa: E731
+    return lambda: op(x, w, out), theirs, lambda: difference(out, wanted(), kind), op.free
+
+
+def calls(report, timer, args) -> None:
+    keys = [Column("kind", "Call"), Column("ranks", "Ranks", ",d"), Column("m", "M", ",d")]
+    columns = [
+        Column("ours", "Ours", better="lower", unit="us"),
+        Column("matmul", "cuBLAS alone", better="lower", unit="us"),
+    ]
+    columns += [Column("over", "x cuBLAS", ".3f")]
+    table = report.table("calls", keys, columns)
+    table.plotted = False
+    for kind in ("AG+GEMM", "GEMM+RS", "GEMM+AR"):
+        for m in args.m:
+            if m % args.ranks:
+                continue
+            ours, theirs, wrong, free = call_of(kind, args, m)
+            took, samples = times(timer, {"ours": ours, "matmul": theirs}, wrong, f"{kind}, m {m}")
+            table.add(dict(kind=kind, ranks=args.ranks, m=m, **took, over=took["ours"] / took["matmul"]), samples)
+            free()
+
+
+def main() -> None:
+    import tilescale_net as tsn
+
+    args = parse()
+    report = Report("matmul", args)
+    world = tsn.init(HEAP if "calls" in args.parts else 64 << 20)
+    timer = Timer.of(args, world.device_kind == "cuda")
+    report.environment |= {"data": "normal random bfloat16, verified", "timing": f"{timer.mode}, sides by turns"}
+    if "product" in args.parts:
+        products(report, timer, args)
+    if "calls" in args.parts:
+        from benchmark.common.prompt_peers import pretend
+
+        report.environment["calls"] = (
+            "of one rank, whose peers are this GPU's memory and always ahead; not of several GPUs"
+        )
+        pretend(world, args.ranks)
+        calls(report, timer, args)
+    report.finish()
+    tsn.finalize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The products compiled for sm_90a at full size: tensor cores that are never idle for a copy, and peers' rows read by TMA."""
+
+import functools
+import importlib
+import pkgutil
+import re
+
+import pytest
+
+import tilescale_net.kernels.fused
+from tests.generated import Code, Generated
+from tests.kernels.test_generated_code import FUSED, tools  # noqa: F401 (a fixture)
+from tests.ptx import read_only_loads
+from tilescale_net.compiler.jit import KernelFactory
+from tilescale_net.kernels.fused.all_gather_matmul import matmul_arriving
+from tilescale_net.kernels.fused.choice import GEOMETRIES
+from tilescale_net.kernels.fused.matmul_reduce_scatter import matmul_reducing
+
+WIDE = dict(dtype="bfloat16", out_dtype="bfloat16", **vars(GEOMETRIES[0][0]))
+GATHERED = dict(WIDE, n_pes=4, rows=1024, n=14336, k=8192)
+SCATTERED = dict(WIDE, n_pes=4, rows=1024, n=8192, k=7168)
+# In every run one of each: they cost seconds.
+CASES = {
+    "arriving": (matmul_arriving, GATHERED),
+    "reducing": (matmul_reducing, dict(SCATTERED, announced=True, transposed=True)),
+}
+LONG = {
+    f"alone-{geometry.tile[1]}": (matmul_arriving, dict(GATHERED, n_pes=1, peers=False, **vars(geometry)))
+    for geometry, _ in GEOMETRIES
+}
+ALL = [*CASES, *(pytest.param(name, marks=pytest.mark.nightly) for name in LONG)]
+
+
+@functools.cache
+def _generated() -> Generated:
+    return Generated(CASES.values(), {"kind": "cuda", "arch": "sm_90a"})
+
+
+def _code(name: str) -> Code:
+    factory, arguments = (CASES | LONG)[name]
+    return _generated().code(factory, **arguments)
+
+
+def test_every_kernel_is_compiled():
+    """`gate` waits for one flag and does nothing else."""
+    found = set()
+    for module in pkgutil.iter_modules(
+        tilescale_net.kernels.fused.__path__, tilescale_net.kernels.fused.__name__ + "."
+    ):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if isinstance(value, KernelFactory) and value.__module__ == module.name:
+                found.add(f"{module.name}.{name}")
+    here = {f"{factory.__module__}.{factory.__wrapped__.__name__}" for factory, _ in CASES.values()}
+    assert found == here | FUSED.keys() | {"tilescale_net.kernels.fused.matmul.gate"}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_tensor_cores_have_registers_and_run_on(tools, name):  # noqa: F811
+    code = _code(name)
+    assert not read_only_loads(code.ptx)
+    steps = [i for i, what in enumerate(code.instructions) if what.startswith("HGMMA")]
+    assert len(steps) == 16, "four for each step of two warpgroups, the first of a tile by itself"
+    for four in zip(*[iter(steps)] * 4):
+        together = code.instructions[four[0] : four[-1]]
+        assert not [i for i in together if i.startswith(("STL", "LDL", "WARPGROUP.DEPBAR"))]
+    assert sum(i.startswith("USETMAXREG") for i in code.instructions) == 3
+    assert sum(i.startswith("UTMASTG") for i in code.instructions) >= 2, "results leave by TMA"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_peers_wrote_is_ordered_for_tma(tools, name):  # noqa: F811
+    """An acquire orders ordinary reads alone. Between a look at a flag and the next TMA load stands the proxies' fence."""
+    ptx = _code(name).ptx
+    ptx = ptx[: ptx.index(".func")] if ".func" in ptx else ptx
+    events = re.findall(r"ld\.acquire\.sys|fence\.proxy\.async(?:\.global)?;|cp\.async\.bulk\.tensor\.\w+\.shared", ptx)
+    assert "ld.acquire.sys" in events
+    fenced = True
+    for event in events:
+        if event.startswith("cp"):
+            assert fenced, events
+        fenced = event.startswith("fence") or (fenced and not event.startswith("ld"))
