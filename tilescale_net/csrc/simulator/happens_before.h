@@ -57,6 +57,18 @@ public:
   std::string end() const;
 
   uint32_t epoch(uint32_t warp) { return at(warp).epoch; }
+  uint32_t first_epoch() const { return first_epoch_; }
+  // Up to which epoch what `by` has done comes before the warp.
+  uint32_t known_steps(uint32_t warp, uint32_t by) {
+    return epoch_of(at(warp).known, clock_key(Part::steps, memory_ ? memory_->me : 0, by));
+  }
+  // Ends the warp's epoch, and says which one it was.
+  uint32_t next_epoch(uint32_t warp) {
+    State& state = at(warp);
+    turn(state, state.known);
+    return state.epoch - 1;
+  }
+  bool in_heap(const void* p) const { return memory_ && memory_->holds(p); }
   // What the heap's shadow holds for the warp's own accesses from now on.
   Stamp stamp(uint32_t warp) { return memory_ ? access_stamp(memory_->me, warp, at(warp).epoch) : 0; }
   bool follows_ranks() const { return follows_ranks_; }
