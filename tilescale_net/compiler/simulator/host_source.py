@@ -309,7 +309,8 @@ def _define(kernel: str, parameters: tuple[Parameter, ...], body: str) -> str:
     if "tsn::" in body:
         body = _check_calls(body, pointers)
     body, shared = _follow_shared(body)
-    body = _note_stores(body, [*map(re.escape, sorted(pointers)), *shared])
+    views = [rf"{view}\.as<[\w: ]+>\(\)" for view in re.findall(r"tsn::sim::View (\w+)\(", body)]
+    body = _note_stores(body, [*map(re.escape, sorted(pointers)), *shared, *views])
     for i, p in enumerate(parameters):
         if p.pointer and p.ctype != "void":
             const = "const " if p.const else ""

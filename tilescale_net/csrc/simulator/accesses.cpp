@@ -75,25 +75,64 @@ void HappensBefore::look(Stamp* stamps, uint64_t offset, uint64_t bytes, bool st
   }
 }
 
+uint64_t HappensBefore::record(const Actor& actor, const Event& event, uint32_t warps, uint64_t word,
+                               const std::string& name) {
+  Page& page = memory_->own();
+  const uint64_t number = ++page.transfers;
+  Transfer& made = page.transfer[number % kTransfers];
+  __atomic_store_n(&made.number, 0, __ATOMIC_RELEASE);
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  made.word = word;
+  made.warp = event.warp;
+  made.epoch = event.epoch;
+  made.warps = warps;
+  made.thread = actor.thread;
+  made.block = actor.block;
+  made.pe = event.pe;
+  made.site = memory_->site(name);
+  __atomic_store_n(&made.number, number, __ATOMIC_RELEASE);
+  return number;
+}
+
+std::string HappensBefore::viewed(const Actor& actor, const void* address, uint64_t bytes, bool store,
+                                  const char* name) {
+  const int pe = memory_ && follows_ranks_ ? memory_->owner(address) : -1;
+  if (pe < 0 || pe == memory_->me) return "";
+  const uint64_t offset = reinterpret_cast<uint64_t>(address) - memory_->heaps[static_cast<size_t>(pe)];
+  Stamp mark = stamp(actor.warp);
+  if (store) {
+    auto& [epoch, number] = view_stores_[{actor.warp, pe}];
+    if (epoch != at(actor.warp).epoch) {
+      epoch = at(actor.warp).epoch;
+      const Event event{actor.warp, epoch, pe, actor.line, kOpPut, 0};
+      number = record(actor, event, 1, kNoWord, std::string("a store to ") + name);
+      put_epochs_[{actor.warp, pe}] = epoch;
+    }
+    mark = transfer_stamp(memory_->me, Touch::put, number);
+  }
+  Found found;
+  look(memory_->stores(pe), offset, bytes, true, actor.warp, store ? mark : 0, &found);
+  look(memory_->loads(pe), offset, bytes, false, actor.warp, store ? 0 : mark, store ? &found : nullptr);
+  // A store through a view comes after an earlier one of the same warp.
+  Transfer t;
+  if (found.stamp && touch_of(found.stamp) == Touch::put && rank_of_stamp(found.stamp) == memory_->me &&
+      memory_->find(memory_->me, found.stamp >> 8, &t) && t.warp == actor.warp)
+    return "";
+  if (!found.stamp) return "";
+  const std::string what = std::string(store ? "a store to " : "a load of ") + name + " by rank " +
+                           std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
+                           text(actor.thread) + (actor.line < 0 ? "" : ", after" + line(actor.line) + ",");
+  return race(actor, what + (store ? " writes" : " reads"), found, pe, store);
+}
+
 std::string HappensBefore::transfer(const Actor& actor, const Event& event, const Call& call, uint32_t warps) {
   if (!memory_ || call.bytes <= 0 || call.pe < 0 || call.pe >= memory_->ranks()) return "";
   const uint64_t bytes = static_cast<uint64_t>(call.bytes);
   const void* there = call.operation == kOpGet ? call.source : call.destination;
   if (!memory_->holds(there) || bytes > memory_->bytes - memory_->offset(there)) return ""; // reported elsewhere
-  Page& page = memory_->own();
-  const uint64_t number = ++page.transfers;
-  Transfer& record = page.transfer[number % kTransfers];
-  __atomic_store_n(&record.number, 0, __ATOMIC_RELEASE);
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);
-  record.word = call.operation == kOpPutSignal ? memory_->offset(call.signal) / 8 : kNoWord;
-  record.warp = event.warp;
-  record.epoch = event.epoch;
-  record.warps = warps;
-  record.thread = actor.thread;
-  record.block = actor.block;
-  record.pe = call.pe;
-  record.site = memory_->site(primitive_name(event.operation, event.scope) + line(event.line));
-  __atomic_store_n(&record.number, number, __ATOMIC_RELEASE);
+  const uint64_t word = call.operation == kOpPutSignal ? memory_->offset(call.signal) / 8 : kNoWord;
+  const uint64_t number =
+      record(actor, event, warps, word, primitive_name(event.operation, event.scope) + line(event.line));
   if (call.operation == kOpGet && !follows_ranks_) return "";
   if (call.operation == kOpGet) return got(actor, event, call, transfer_stamp(memory_->me, Touch::get, number));
   return put(actor, event, call, transfer_stamp(memory_->me, Touch::source, number),

@@ -116,6 +116,12 @@ void Grid::accessed(const void* address, uint64_t bytes, bool store, const char*
   if (race_.empty()) race_ = wrong;
 }
 
+void Grid::viewed(const void* address, uint64_t bytes, bool store, const char* name) {
+  if (!order_) return;
+  std::string wrong = order_->viewed(actor(), address, bytes, store, name);
+  if (race_.empty()) race_ = std::move(wrong);
+}
+
 void Grid::local_access(const void* address, uint64_t bytes, LocalAccess access, const char* name, const void* base) {
   if (!local_) return;
   const Thread& view = running_->view;
@@ -180,6 +186,7 @@ void Grid::restamp() {
   view.loads_followed = order_->follows_ranks();
   view.stamp = order_->stamp(warp_number(*running_));
   if (local_) local_->enter(view, warp_number(*running_));
+  if (view.loads_followed) memory->peer_range(&view.peers_begin, &view.peers_bytes);
 }
 
 } // namespace sim

@@ -215,6 +215,7 @@ void Grid::admit() {
     fiber.view.heap_bytes = heap_ ? heap_->bytes : 0;
     fiber.view.followed = fiber.view.loads_followed = false;
     fiber.view.local = nullptr;
+    fiber.view.peers_begin = fiber.view.peers_bytes = 0;
     memset(fiber.view.local_known, 0, sizeof fiber.view.local_known);
     fiber.view.ordered_store = fiber.view.ordered_load = 0;
     fiber.put_epoch = 0;

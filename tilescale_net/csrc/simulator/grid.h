@@ -121,6 +121,7 @@ public:
   // The signal is about to be sent, by a put_signal or alone: what it carries.
   bool signalling(const uint64_t* signal, int pe, uint64_t value, bool add, Message* out);
   void accessed(const void* address, uint64_t bytes, bool store, const char* name);
+  void viewed(const void* address, uint64_t bytes, bool store, const char* name);
   void word(const void* address, WordAccess access);
   void local_access(const void* address, uint64_t bytes, LocalAccess access, const char* name, const void* base);
   void benign_race(const void* address, uint64_t bytes) {

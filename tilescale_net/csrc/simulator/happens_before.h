@@ -51,6 +51,8 @@ public:
   // A plain access to this rank's heap. `judge`: say what is wrong with it, which costs more.
   std::string accessed(const Actor& actor, const void* address, uint64_t bytes, bool store, const char* name,
                        bool judge, Thread& view);
+  // The same through a remote view, where the address lies in the heap of another rank. A store is a put.
+  std::string viewed(const Actor& actor, const void* address, uint64_t bytes, bool store, const char* name);
   // What nothing orders there is not reported.
   void benign_race(const void* address, uint64_t bytes);
   // What is wrong with the launch as a whole, or nothing.
@@ -123,6 +125,7 @@ private:
   std::string stored_plainly(const Event& event, const uint64_t* word) const;
   std::string passed() const;
   std::string transfer(const Actor& actor, const Event& event, const Call& call, uint32_t warps);
+  uint64_t record(const Actor& actor, const Event& event, uint32_t warps, uint64_t word, const std::string& name);
   // A signal changes its word: nobody may read it meanwhile, but by waits.
   std::string changed_word(const Actor& actor, const Event& event, const Call& call);
   std::string put(const Actor& actor, const Event& event, const Call& call, Stamp source, Stamp target);
@@ -154,7 +157,8 @@ private:
   std::map<const uint64_t*, Event> waits_;
   std::vector<Exact> exact_;
   std::unordered_map<uint32_t, uint32_t> block_puts_; // by leader: epoch of all warps, until the put begins
-  std::map<uint64_t, uint64_t> benign_;               // ends of ranges of the heap, by their beginnings
+  std::map<std::pair<uint32_t, int>, std::pair<uint32_t, uint64_t>> view_stores_; // by warp and PE: epoch and number
+  std::map<uint64_t, uint64_t> benign_; // ends of ranges of the heap, by their beginnings
 };
 
 // The name that authors know: put_block, fence, …

@@ -112,12 +112,11 @@ bool LocalAccesses::ordered(uint64_t stamp, Thread& view, uint32_t warp) {
 std::string LocalAccesses::accessed(Thread& view, uint32_t warp, const void* p, uint64_t bytes, LocalAccess access,
                                     const char* name, const void* base, SharedRange shared) {
   std::string wrong;
-  const uint64_t info =
-      (address(name) & kInfoName) | static_cast<uint64_t>(static_cast<uint16_t>(view.site + 1)) << 48;
+  const uint64_t info = (address(name) & kInfoName) | static_cast<uint64_t>(static_cast<uint16_t>(view.site + 1)) << 48;
   for (uint64_t at = address(p) / 4 * 4; at < address(p) + bytes; at += 4) {
     LocalCell& c = cell(at);
-    const uint64_t own = view.local_stamp | local_mask(at, address(p), bytes) |
-                         (access == LocalAccess::atomic ? kLocalAtomic : 0);
+    const uint64_t own =
+        view.local_stamp | local_mask(at, address(p), bytes) | (access == LocalAccess::atomic ? kLocalAtomic : 0);
     const auto conflicts = [&](uint64_t other) {
       if (!(other & own & kLocalMask) || (other & own & kLocalAtomic)) return false;
       return !ordered(other, view, warp);
@@ -155,9 +154,9 @@ std::string LocalAccesses::race(const Thread& view, const void* p, uint64_t at, 
     return atomic ? "an atomic operation on " : store ? "a store to " : "a load of ";
   };
   const uint64_t begin = std::max(at, address(p));
-  const std::string where = address(p) - shared.begin < shared.bytes  ? " (shared memory)"
-                            : order_.in_heap(p) ? ""
-                                                : " (memory of this rank)";
+  const std::string where = address(p) - shared.begin < shared.bytes ? " (shared memory)"
+                            : order_.in_heap(p)                      ? ""
+                                                                     : " (memory of this rank)";
   const std::string what = name ? name : "a word";
   const uint32_t by = warp_of_stamp(other);
   const char* advice = by == warp_of_stamp(view.local_stamp) ? "T.sync_warp() or T.sync_threads() is missing"
@@ -170,8 +169,8 @@ std::string LocalAccesses::race(const Thread& view, const void* p, uint64_t at, 
   return verb(access == LocalAccess::atomic, access == LocalAccess::store) + what + where + " by " +
          thread_of(view.local_stamp) + line(static_cast<unsigned>(view.site + 1)) + ", touches bytes " +
          std::to_string(base ? begin - address(base) : 0) + " to " +
-         std::to_string((base ? begin - address(base) : 0) + static_cast<uint64_t>(__builtin_popcountll(
-                                                                  other & kLocalMask))) +
+         std::to_string((base ? begin - address(base) : 0) +
+                        static_cast<uint64_t>(__builtin_popcountll(other & kLocalMask))) +
          " of it, and so does " + second + " by " + thread_of(other) + line(static_cast<unsigned>(other_info >> 48)) +
          ", and nothing orders the two: " + advice + " between them";
 }

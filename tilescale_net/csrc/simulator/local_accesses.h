@@ -43,8 +43,8 @@ public:
 
 private:
   struct Lanes {
-    uint32_t floor = 0;    // all lanes know all of the warp up to this epoch
-    uint32_t by_lane[32]{}; // this one does
+    uint32_t floor = 0;                  // all lanes know all of the warp up to this epoch
+    uint32_t by_lane[32]{};              // this one does
     std::unique_ptr<uint32_t[]> of_each; // 32 x 32: what lane i knows of lane j; made when some of them meet alone
   };
   struct Page {

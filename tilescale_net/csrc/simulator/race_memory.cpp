@@ -24,11 +24,22 @@ uint64_t race_memory_bytes(uint64_t heap_bytes) { return sizeof(Page) + heap_byt
 Stamp* RaceMemory::stores(int rank) const { return reinterpret_cast<Stamp*>(pages[static_cast<size_t>(rank)] + 1); }
 Stamp* RaceMemory::loads(int rank) const { return stores(rank) + bytes / 4; }
 
-bool RaceMemory::is_peer_heap(const void* p) const {
+int RaceMemory::owner(const void* p) const {
   const uint64_t at = reinterpret_cast<uint64_t>(p);
-  for (uint64_t heap : heaps)
-    if (heap && heap != base && at - heap < bytes) return true;
-  return false;
+  for (size_t r = 0; r < heaps.size(); ++r)
+    if (heaps[r] && at - heaps[r] < bytes) return static_cast<int>(r);
+  return -1;
+}
+
+void RaceMemory::peer_range(uint64_t* begin, uint64_t* size) const {
+  uint64_t first = ~0ull, end = 0;
+  for (size_t r = 0; r < heaps.size(); ++r) {
+    if (!heaps[r] || static_cast<int>(r) == me) continue;
+    first = std::min(first, heaps[r]);
+    end = std::max(end, heaps[r] + bytes);
+  }
+  *begin = first;
+  *size = end > first ? end - first : 0;
 }
 
 Known RaceMemory::everything() const {

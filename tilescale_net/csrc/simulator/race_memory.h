@@ -142,7 +142,10 @@ struct RaceMemory {
   Stamp* loads(int rank) const;
   uint64_t offset(const void* p) const { return reinterpret_cast<uint64_t>(p) - base; }
   bool holds(const void* p) const { return offset(p) < bytes; }
-  bool is_peer_heap(const void* p) const;
+  bool is_peer_heap(const void* p) const { return owner(p) >= 0 && owner(p) != me; }
+  int owner(const void* p) const; // whose heap the address lies in; -1: nobody's
+  // Where the heaps of others lie, from the first to the end of the last.
+  void peer_range(uint64_t* begin, uint64_t* size) const;
 
   // The last epochs of all other ranks: who knows this knows everything.
   Known everything() const;

@@ -286,6 +286,9 @@ const RemoteApi kRemoteApi = {
     [](const void* address, uint64_t bytes, bool store, const char* name) {
       current_grid->accessed(address, bytes, store, name);
     },
+    [](const void* address, uint64_t bytes, bool store, const char* name) {
+      current_grid->viewed(address, bytes, store, name);
+    },
     [](const void* address, uint64_t bytes, LocalAccess access, const char* name, const void* base) {
       current_grid->local_access(address, bytes, access, name, base);
     },

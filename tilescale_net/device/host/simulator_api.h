@@ -81,6 +81,7 @@ struct Thread {
   // where nobody asks. The last byte of `stamp`, the thread's own, is that of all plain accesses of this rank.
   uint64_t *stores, *loads;
   uint64_t heap_base, heap_bytes;
+  uint64_t peers_begin, peers_bytes; // heaps of other ranks lie in this range; 0: they are not followed
   uint64_t stamp;
   uint64_t ordered_store, ordered_load; // others' that come before the thread
   // The same for accesses of this rank alone. Null where nobody asks. `local_known`: warps (32 bits) and up to which
@@ -146,6 +147,8 @@ struct RemoteApi {
   void (*word)(const void* address, WordAccess access);
   // A plain access to this rank's heap that follows one of somebody else.
   void (*accessed)(const void* address, uint64_t bytes, bool store, const char* name);
+  // The same through a remote view, where the address may lie in a peer's heap.
+  void (*viewed)(const void* address, uint64_t bytes, bool store, const char* name);
   // A plain access to memory of this rank, or an atomic one, that the thread cannot judge alone. `base`: where the
   // variable of this name begins.
   void (*local_access)(const void* address, uint64_t bytes, LocalAccess access, const char* name, const void* base);

@@ -24,6 +24,7 @@ inline const Api& api() {
       [](const uint64_t*) {},
       [](const void*, WordAccess) {},
       [](const void*, uint64_t, bool, const char*) {},
+      [](const void*, uint64_t, bool, const char*) {},
       [](const void*, uint64_t, LocalAccess, const char*, const void*) {},
       [](const void*, uint64_t) {},
       [](const uint64_t*, int, uint64_t, bool) {},
@@ -144,13 +145,21 @@ __attribute__((always_inline)) inline void note_local(const void* p, uint64_t by
                                                       const char* name, const void* base = nullptr) {
   if (__builtin_expect(self().local != nullptr, 0)) access_local(p, bytes, access, name, base);
 }
+inline void note_view(const void* p, uint64_t bytes, bool store, const char* name) {
+  if (reinterpret_cast<uint64_t>(p) - self().peers_begin < self().peers_bytes)
+    api().remote->viewed(p, bytes, store, name);
+}
 inline void note_store(const void* p, uint64_t bytes, const char* name, const void* base = nullptr) {
   note_local(p, bytes, LocalAccess::store, name, base);
-  if (self().stores && in_symmetric_heap(p)) access_heap(p, bytes, true, name);
+  if (!self().stores) return;
+  if (in_symmetric_heap(p)) access_heap(p, bytes, true, name);
+  else note_view(p, bytes, true, name);
 }
 inline void note_load(const void* p, uint64_t bytes, const char* name, const void* base = nullptr) {
   note_local(p, bytes, LocalAccess::load, name, base);
-  if (self().loads_followed && self().stores && in_symmetric_heap(p)) access_heap(p, bytes, false, name);
+  if (!self().loads_followed || !self().stores) return;
+  if (in_symmetric_heap(p)) access_heap(p, bytes, false, name);
+  else note_view(p, bytes, false, name);
 }
 
 // The next primitive stands in this line of the kernel's table; lives until the call has returned.
