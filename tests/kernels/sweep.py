@@ -20,6 +20,7 @@ import torch
 
 from tests.kernels import small_runs
 from tilescale_net import errors
+from tilescale_net.runtime import host_accesses
 
 ALONE = re.compile(
     r"(wait|fence|quiet)(_block|_warp)?|flush_wait|barrier_\w+|(take|wait)_slot(_block|_warp)?|sync_(threads|warp|grid)"
@@ -114,6 +115,7 @@ def _reports() -> list[str]:
             give_up(self, context, error)
 
     SimulatedFunction._give_up = note
+    host_accesses.report = lambda base, wrong: reports.append(wrong)
     return reports
 
 

@@ -188,7 +188,9 @@ def _follow_shared(body: str) -> tuple[str, list[str]]:
     whole = _DYNAMIC_SHARED.search(body)
     if whole is not None:
         name, pointer = whole[3], "tsn::sim::self().dynamic_shared"
-        body = f'{body[: whole.start()]}{whole[1]}tsn::sim::SharedBytes {name}("{name}", {pointer});{body[whole.end() :]}'
+        body = (
+            f'{body[: whole.start()]}{whole[1]}tsn::sim::SharedBytes {name}("{name}", {pointer});{body[whole.end() :]}'
+        )
         cast = rf"\(\(((?:const )?(?:unsigned )?[\w:]+)\*\){name}\)"
         body = re.sub(cast, rf"{name}.as<\1>()", body)
         body = re.sub(rf"(?<!SharedBytes )\b{name}(?= ?[\[+])(?! \+ \d+\)\);)", f"{name}.as<{whole[2]}>()", body)

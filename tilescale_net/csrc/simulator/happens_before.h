@@ -30,6 +30,8 @@ struct Actor {
   int line; // of the latest primitive
 };
 
+constexpr uint32_t kHostWarp = kMaxWarps - 1; // the host counts as one more warp
+
 class HappensBefore {
 public:
   // `memory`: null where the heap is not known.
@@ -53,6 +55,8 @@ public:
                        bool judge, Thread& view);
   // The same through a remote view, where the address lies in the heap of another rank. A store is a put.
   std::string viewed(const Actor& actor, const void* address, uint64_t bytes, bool store, const char* name);
+  // The host accesses this rank's heap, between launches.
+  std::string host(uint64_t offset, uint64_t bytes, bool store, const char* name);
   // What nothing orders there is not reported.
   void benign_race(const void* address, uint64_t bytes);
   // What is wrong with the launch as a whole, or nothing.
@@ -161,6 +165,9 @@ private:
   std::map<uint64_t, uint64_t> benign_; // ends of ranges of the heap, by their beginnings
 };
 
+// The host of a rank loads from or stores to its heap, at these addresses and sizes. What is wrong, or nothing.
+std::string host_access(uint64_t base, const std::vector<std::pair<uint64_t, uint64_t>>& runs, bool store,
+                        const std::string& name);
 // The name that authors know: put_block, fence, …
 std::string primitive_name(uint32_t operation, uint32_t scope);
 

@@ -46,6 +46,7 @@ Known RaceMemory::everything() const {
   auto out = std::make_shared<Clock>();
   for (int r = 0; r < ranks(); ++r)
     if (r != me) out->emplace_back(clock_key(Part::all, r), seen(pages[static_cast<size_t>(r)]->latest));
+  out->emplace_back(all_done(), seen(own().latest));
   return out;
 }
 
@@ -191,8 +192,16 @@ RaceMemory* race_memory(uint64_t base) {
 
 void note_ended_launches(uint64_t base) {
   RaceMemory* memory = race_memory(base);
-  for (int r = 0; memory && r < memory->ranks(); ++r)
+  if (!memory) return;
+  for (int r = 0; r < memory->ranks(); ++r)
     memory->ended[static_cast<size_t>(r)] = seen(memory->pages[static_cast<size_t>(r)]->finished);
+  memory->flushed = next_epoch - 1;
+  memory->own_done = nothing_known();
+  memory->put_epochs.clear();
+}
+
+void note_ended_launches_of_all() {
+  for (const auto& entry : memories) note_ended_launches(entry.first);
 }
 
 uint32_t take_epoch() { return next_epoch++; }
