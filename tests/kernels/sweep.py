@@ -10,6 +10,7 @@ What a call becomes:
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.util
 import os
 import re
@@ -119,17 +120,32 @@ def _reports() -> list[str]:
     return reports
 
 
+def _programs() -> set[str]:
+    """Digests of what is compiled for the simulator from now on."""
+    from tilescale_net.compiler.simulator import host_compiler
+
+    programs: set[str] = set()
+    load = host_compiler.load
+
+    def note(name, text):
+        programs.add(hashlib.sha256(text.encode()).hexdigest())
+        return load(name, text)
+
+    host_compiler.load = note
+    return programs
+
+
 def _anywhere(found: bool) -> bool:
     told = torch.tensor([found], dtype=torch.int32)
     torch.distributed.all_reduce(told)
     return bool(told)
 
 
-def run(file: str, path: str, names: list[str], seeds: list[int]) -> tuple[str, str]:
+def run(file: str, path: str, names: list[str], seeds: list[int]) -> tuple[str, list[str]]:
     """The small runs `names` on this rank, with the file at `path` in the place of tilescale_net/kernels/`file`.py: once
     with the check for races, then under `seeds` without it.
 
-    Returns: what the check said, and "".
+    Returns: what the check said, and digests of the programs that ran.
 
     Raises:
         Shown: a run failed; what the check said first, a line, and the error.
@@ -137,7 +153,7 @@ def run(file: str, path: str, names: list[str], seeds: list[int]) -> tuple[str, 
     module = "tilescale_net.kernels." + file.replace("/", ".")
     assert module not in sys.modules, "whoever has imported the original may go on with it"
     sys.meta_path.insert(0, Replace(module, path))
-    reports = _reports()
+    reports, programs = _reports(), _programs()
     for races, seed in [(1, 0), *((0, seed) for seed in seeds)]:
         os.environ |= {"TSN_SIM_RACES": str(races), "TSN_SIM_SEED": str(seed)}
         for name in names:
@@ -149,4 +165,4 @@ def run(file: str, path: str, names: list[str], seeds: list[int]) -> tuple[str, 
             if races and _anywhere(bool(reports)):
                 break
         assert sys.modules[module].__file__ == path, f"no run of {', '.join(names)} imports {module}"
-    return next(iter(reports), ""), ""
+    return next(iter(reports), ""), sorted(programs)
