@@ -53,7 +53,7 @@ def outcome(file: str, text: str, folder: Path, seeds: list[int], many: bool = F
     runs = [name for name in runs if nodes == 1 or name not in small_runs.ONE_NODE]
     if not runs:
         return Outcome("", "")
-    env = {"TSN_TIMEOUT": "10", "TSN_SIM_STALL": "20", "VIRTUAL_NODES": str(nodes)}
+    env = {"TSN_TIMEOUT": "10", "TSN_SIM_STALL": "20", "VIRTUAL_NODES": str(nodes), "TSN_SIM_RACES": "1"}
     outcomes = ranks.launch(size, sweep.run, file, str(path), runs, seeds, env=env, timeout=600)
     shown = [o.error[1].split("\n") for o in outcomes if o.error and o.error[0] == "Shown"]
     assert shown or all(o.ok for o in outcomes), [o.error for o in outcomes]
@@ -62,7 +62,7 @@ def outcome(file: str, text: str, folder: Path, seeds: list[int], many: bool = F
     failed = next((s for s in shown if s[1] not in ("PeerLost", "RankFailure")), None)
     if failed is None:
         programs = [p for o in outcomes if o.value for p in o.value[1]]
-        return Outcome("DataRace" if raced else "", "", tuple(sorted(set(programs))))
+        return Outcome("DataRace" if raced else "", "", tuple(sorted(programs)))
     found = "wrong data" if failed[1] == "AssertionError" else failed[1]
     checked = failed[2] == "check"
     return Outcome("DataRace" if raced else found if checked else "", f"{found}, seed {0 if checked else failed[2]}")

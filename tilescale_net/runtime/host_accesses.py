@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilescale_net import errors
+from tilescale_net.runtime import simulator
 
 _MAX_RUNS = 4096  # of a tensor that is not in one piece; of one with more only the first ones are looked at
 _WITHOUT_DATA = ("new_", "empty", "is_pinned", "_has_compatible")
@@ -44,7 +45,7 @@ class HostAccesses(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             self.met = True
-        elif self.heaps:
+        elif self.heaps and simulator.races():
             self._look(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -84,7 +85,7 @@ class HostAccesses(TorchDispatchMode):
 
 def report(base: int, wrong: str) -> None:
     """Raise DataRace; in a world, every rank learns of it."""
-    from tilescale_net.runtime import simulator, worlds
+    from tilescale_net.runtime import worlds
 
     error = errors.DataRace(f"{wrong} (simulated, seed {simulator.seed()}, visibility {simulator.visibility()})")
     world = worlds.at(base)
