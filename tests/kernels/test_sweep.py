@@ -53,7 +53,12 @@ def outcome(file: str, text: str, folder: Path, seeds: list[int], many: bool = F
     runs = [name for name in runs if nodes == 1 or name not in small_runs.ONE_NODE]
     if not runs:
         return Outcome("", "")
-    env = {"TSN_TIMEOUT": "10", "TSN_SIM_STALL": "20", "VIRTUAL_NODES": str(nodes), "TSN_SIM_RACES": "1"}
+    env = {
+        "TSN_TIMEOUT": "25" if many else "10",
+        "TSN_SIM_STALL": "20",
+        "VIRTUAL_NODES": str(nodes),
+        "TSN_SIM_RACES": "1",
+    }
     outcomes = ranks.launch(size, sweep.run, file, str(path), runs, seeds, env=env, timeout=600)
     shown = [o.error[1].split("\n") for o in outcomes if o.error and o.error[0] == "Shown"]
     assert shown or all(o.ok for o in outcomes), [o.error for o in outcomes]
