@@ -10,6 +10,7 @@ What a call becomes:
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.util
 import os
 import re
@@ -20,6 +21,7 @@ import torch
 
 from tests.kernels import small_runs
 from tilescale_net import errors
+from tilescale_net.runtime import host_accesses
 
 ALONE = re.compile(
     r"(wait|fence|quiet)(_block|_warp)?|flush_wait|barrier_\w+|(take|wait)_slot(_block|_warp)?|sync_(threads|warp|grid)"
@@ -114,7 +116,29 @@ def _reports() -> list[str]:
             give_up(self, context, error)
 
     SimulatedFunction._give_up = note
+    host_accesses.report = lambda base, wrong: reports.append(wrong)
     return reports
+
+
+def _programs() -> set[str]:
+    """What is compiled for the simulator from now on: lines of each program without its barriers, and how many it has.
+
+    tilelang puts barriers between accesses to shared memory that it cannot prove to be apart; where the author's own is
+    left out, it puts one at that place or close by.
+    """
+    from tilescale_net.compiler.simulator import host_compiler
+
+    programs: set[str] = set()
+    load = host_compiler.load
+
+    def note(name, text):
+        lines = sorted({line for line in text.splitlines() if "tsn::" in line})
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        programs.add(f"{name} {digest} {text.count('__syncthreads()')}")
+        return load(name, text)
+
+    host_compiler.load = note
+    return programs
 
 
 def _anywhere(found: bool) -> bool:
@@ -123,11 +147,11 @@ def _anywhere(found: bool) -> bool:
     return bool(told)
 
 
-def run(file: str, path: str, names: list[str], seeds: list[int]) -> tuple[str, str]:
+def run(file: str, path: str, names: list[str], seeds: list[int]) -> tuple[str, list[str]]:
     """The small runs `names` on this rank, with the file at `path` in the place of tilescale_net/kernels/`file`.py: once
     with the check for races, then under `seeds` without it.
 
-    Returns: what the check said, and "".
+    Returns: what the check said, and digests of the programs that ran.
 
     Raises:
         Shown: a run failed; what the check said first, a line, and the error.
@@ -135,7 +159,7 @@ def run(file: str, path: str, names: list[str], seeds: list[int]) -> tuple[str, 
     module = "tilescale_net.kernels." + file.replace("/", ".")
     assert module not in sys.modules, "whoever has imported the original may go on with it"
     sys.meta_path.insert(0, Replace(module, path))
-    reports = _reports()
+    reports, programs = _reports(), _programs()
     for races, seed in [(1, 0), *((0, seed) for seed in seeds)]:
         os.environ |= {"TSN_SIM_RACES": str(races), "TSN_SIM_SEED": str(seed)}
         for name in names:
@@ -147,4 +171,4 @@ def run(file: str, path: str, names: list[str], seeds: list[int]) -> tuple[str, 
             if races and _anywhere(bool(reports)):
                 break
         assert sys.modules[module].__file__ == path, f"no run of {', '.join(names)} imports {module}"
-    return next(iter(reports), ""), ""
+    return next(iter(reports), ""), sorted(programs)

@@ -95,7 +95,8 @@ def _ping_pong(seed, threads):
             expected = torch.full((4096,), 7, dtype=torch.uint8)
             expected[:count] = random_bytes(4096, seed, count, 1 - rank)[:count]
             assert_same(dst.tensor.cpu(), expected, f"seed {seed}, count {count}, trips {trips}")
-            assert int(flag.view(torch.int64)[0]) >= base  # the other may have begun the next launch
+            assert int(flag.view(torch.int64)[0]) >= base
+            tsn.barrier()  # before the other puts there again
         tsn.barrier()
         for place in (dst, src):
             place.check()

@@ -1,9 +1,11 @@
 """The simulator's check for races finds kernels that lack one synchronisation, in one run, whatever the schedule."""
 
+import functools
 import os
 import re
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,36 +18,70 @@ from tilescale_net import kernels
 
 pytestmark = pytest.mark.skipif(settings.device_kind() == "cuda", reason="checks are made in the simulator")
 FOLDER = Path(kernels.__file__).parent
+OF_TWO = ("copies",)  # runs for two ranks only
 SEEDS = 20  # of runs without the check
 # The sample of the ordinary suite: of a file, what was changed, the how manieth of its kind, and what shows it.
 SAMPLE = [("exchange", "no sync_threads", 1, "DataRace")]
-# The check does not follow plain accesses of one rank to shared memory and to memory that is not symmetric.
-NOT_FOLLOWED = ("no sync_threads", "no sync_warp", "no sync_grid")
 
 
 def _runs_of(file: str) -> list[str]:
     return [name for name, (files, _) in small_runs.RUNS.items() if file in files]
 
 
-def outcome(file: str, mutant: sweep.Swept, folder: Path, seeds: list[int]) -> tuple[str, str]:
-    """What shows the mutant, "" for nothing: in one run with the check, and under which of `seeds` without it.
+@dataclass(frozen=True)
+class Outcome:
+    """What shows a mutant, "" for nothing, and digests of the programs that ran."""
+
+    checked: str  # in one run with the check
+    random: str  # under which of the seeds without it
+    programs: tuple[str, ...] = ()
+
+
+def outcome(file: str, text: str, folder: Path, seeds: list[int], many: bool = False) -> Outcome:
+    """What shows that the text of a kernel's file is wrong.
 
     What fails in the run with the check would have failed without it, too: it has the first seed.
+
+    Args:
+        many: four ranks on two nodes, so that ranks have several peers, and puts go both ways; on one node those runs
+            that need one. Else two ranks on one node.
     """
     path = folder / f"{file.replace('/', '_')}.py"
-    path.write_text(mutant.text)
-    env = {"TSN_TIMEOUT": "10", "TSN_SIM_STALL": "20"}
-    outcomes = ranks.launch(2, sweep.run, file, str(path), _runs_of(file), seeds, env=env, timeout=600)
+    path.write_text(text)
+    runs = [name for name in _runs_of(file) if not many or name not in OF_TWO]
+    size, nodes = (4, 1 if runs and runs[0] in small_runs.ONE_NODE else 2) if many else (2, 1)
+    runs = [name for name in runs if nodes == 1 or name not in small_runs.ONE_NODE]
+    if not runs:
+        return Outcome("", "")
+    env = {
+        "TSN_TIMEOUT": "25" if many else "10",
+        "TSN_SIM_STALL": "20",
+        "VIRTUAL_NODES": str(nodes),
+        "TSN_SIM_RACES": "1",
+    }
+    outcomes = ranks.launch(size, sweep.run, file, str(path), runs, seeds, env=env, timeout=600)
     shown = [o.error[1].split("\n") for o in outcomes if o.error and o.error[0] == "Shown"]
     assert shown or all(o.ok for o in outcomes), [o.error for o in outcomes]
     raced = any(s[0] for s in shown) or any(o.value and o.value[0] for o in outcomes)
     # The other rank may only have noticed that this one failed.
     failed = next((s for s in shown if s[1] not in ("PeerLost", "RankFailure")), None)
     if failed is None:
-        return "DataRace" if raced else "", ""
+        programs = [p for o in outcomes if o.value for p in o.value[1]]
+        return Outcome("DataRace" if raced else "", "", tuple(sorted(programs)))
     found = "wrong data" if failed[1] == "AssertionError" else failed[1]
     checked = failed[2] == "check"
-    return "DataRace" if raced else found if checked else "", f"{found}, seed {0 if checked else failed[2]}"
+    return Outcome("DataRace" if raced else found if checked else "", f"{found}, seed {0 if checked else failed[2]}")
+
+
+def kernel_outcome(file: str, mutant: sweep.Swept, folder: Path, seeds: list[int], original) -> tuple[str, str]:
+    """What shows a mutant among two ranks, or else among four; that it is no other program where nothing does."""
+    programs = []
+    for many in (False, True):
+        found = outcome(file, mutant.text, folder, seeds, many)
+        if found.checked or found.random:
+            return found.checked, found.random
+        programs += found.programs
+    return ("", "") if programs != original() else ("the same program", "")
 
 
 def program_outcome(program: Path, mutant: sweep.Swept, folder: Path, seeds: list[int]) -> tuple[str, str]:
@@ -89,7 +125,8 @@ def test_every_call_is_changed_once():
 @pytest.mark.parametrize("file, what, number, shown", SAMPLE)
 def test_a_sample_is_found(file, what, number, shown, tmp_path):
     of_its_kind = [m for m in sweep.mutants((FOLDER / f"{file}.py").read_text()) if m.what == what]
-    assert outcome(file, of_its_kind[number], tmp_path, [])[0] == shown, (file, of_its_kind[number].line, what)
+    mutant = of_its_kind[number]
+    assert outcome(file, mutant.text, tmp_path, []).checked == shown, (file, mutant.line, what)
 
 
 def table(name: str, folder: Path, seeds: list[int]) -> list[tuple[str, str]]:
@@ -102,14 +139,19 @@ def table(name: str, folder: Path, seeds: list[int]) -> list[tuple[str, str]]:
     program = next((p for p in PROGRAMS if p.name.startswith(f"{name}_")), None)
     original = (program or FOLDER / f"{name}.py").read_text()
     lost = []
+
+    @functools.cache
+    def programs() -> list[str]:
+        return [p for many in (False, True) for p in outcome(name, original, folder, [], many).programs]
+
     for mutant in sweep.mutants(original):
         if program:
             checked, random = program_outcome(program, mutant, folder, seeds)
         else:
-            checked, random = outcome(name, mutant, folder, seeds)
+            checked, random = kernel_outcome(name, mutant, folder, seeds, programs)
         line = original.splitlines()[mutant.line - 1].strip()
         print(f"| {name}:{mutant.line} | `{line}` | {mutant.what} | {checked or '-'} | {random or '-'} |", flush=True)
-        if not checked and mutant.what not in NOT_FOLLOWED:
+        if not checked:
             lost.append((line, mutant.what))
     return lost
 

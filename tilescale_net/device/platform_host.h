@@ -50,7 +50,10 @@ TSN_DEVICE void warp_sync() { lanes_sync(0xffffffffu); }
 TSN_DEVICE uint64_t shuffle(uint32_t lanes, uint64_t v, int from) {
   return sim::api().warp(sim::WarpOp::shuffle, lanes, v, uint32_t(from));
 }
-TSN_DEVICE uint64_t warp_broadcast(uint64_t v) { return shuffle(0xffffffffu, v, 0); }
+TSN_DEVICE uint64_t warp_broadcast(uint64_t v) {
+  warp_sync();
+  return shuffle(0xffffffffu, v, 0);
+}
 template <class F>
 TSN_DEVICE uint64_t block_broadcast(F f) {
   return sim::api().block_vote(sim::VoteOp::broadcast, thread_index() == 0 ? f() : 0);

@@ -56,6 +56,7 @@ class Control:
         self.job_ranks, self.rank, self.store, self._group = meeting.ranks, meeting.rank, meeting.store, meeting.group
         self.size = len(self.job_ranks)
         self.reason_of = None
+        self.on_met = lambda: None  # called when all ranks have come to a collective call
         # left: whether this rank was left out; it makes no collective call then but the one of finalize.
         # Ranks that collective calls are made by; a new list whenever ranks are left out.
         self.members: list[int] = list(range(self.size))
@@ -146,6 +147,7 @@ class Control:
                     raise PeerLost(self._explain(call, TimeoutError(), time.monotonic() - begin))
             except (RuntimeError, ValueError) as err:
                 raise PeerLost(self._explain(call, err, time.monotonic() - begin)) from err
+        self.on_met()
         return [bytes(t.numpy()) for t in everyone]
 
     def _finished(self, work) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilescale_net import _simulator
-from tilescale_net.runtime import race_memory
+from tilescale_net.runtime import host_accesses, race_memory, simulator
 from tilescale_net.runtime.context import SYSTEM_BYTES
 from tilescale_net.runtime.control import Control
 from tilescale_net.runtime.shared_memory import SharedMemory
@@ -24,6 +24,9 @@ class SimulatorMemory(SharedMemory):
     def on_mapped(self, control: Control, rank: int, hosts: list[str], peer_base: list[int]) -> None:
         """Share with the ranks of this host what finds races between ranks."""
         self._race_memory = race_memory.share(self, control, rank, hosts, peer_base)
+        if simulator.races() and self._race_memory is not None:
+            host_accesses.follow(self.base, self.size)
+            control.on_met = host_accesses.host_meets
 
     def on_allocate(self, address: int, nbytes: int, name: str) -> None:
         """Accesses to these bytes are inside a tensor from now on."""
@@ -43,6 +46,7 @@ class SimulatorMemory(SharedMemory):
 
     def close(self) -> None:
         """As SharedMemory; the simulator forgets the heap first."""
+        host_accesses.forget(self.base)
         _simulator.unregister_heap(self.base)
         if self._race_memory is not None:
             self._race_memory.close()

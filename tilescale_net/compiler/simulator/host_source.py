@@ -40,6 +40,8 @@ _VALUE = re.compile(r"^(?:const\s+)?([\w:]+(?:\s+[\w:]+)*)\s+(\w+)$")
 _DYNAMIC_SHARED = re.compile(
     r"^(\s*)extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w:]+(?:\s+[\w:]+)?)\s+(\w+)\[\];", re.MULTILINE
 )
+# Variables at an offset in the dynamic shared memory that a kernel's variables have in common.
+_SHARED_PART = re.compile(r"\bvoid\* (\w+) = \(\(void\*\)\(\(char\*\)\w+ \+ \d+\)\);")
 _STATIC_SHARED = re.compile(
     r"^(\s*)__shared__\s+(?:__align__\(\d+\)\s+)?([\w:]+(?:\s+[\w:]+)?)\s+(\w+)((?:\[[^\]]*\])+)\s*;", re.MULTILINE
 )
@@ -172,12 +174,35 @@ def _rename_block_index(body: str) -> str:
 
 
 def _leave_addresses(body: str, checked: str) -> str:
-    """The address of an element is no access, and may lie one past the end; only atomics access what they are given."""
+    """The address of an element is no access, and may lie one past the end; atomics tell of theirs by themselves."""
     return re.sub(
         rf"(\bAtomic\w+\()?(\(*)&\(({checked})\[",
-        lambda m: m.group(0) if m.group(1) else f"{m.group(2)}&({m.group(3)}.unchecked()[",
+        lambda m: f"{m[1] or ''}{m[2]}&({m[3]}.{'atomically' if m[1] else 'unchecked'}()[",
         body,
     )
+
+
+def _follow_shared(body: str) -> tuple[str, list[str]]:
+    """Make variables in dynamic shared memory tell of their accesses; returns how the code names their elements, too."""
+    elements = []
+    whole = _DYNAMIC_SHARED.search(body)
+    if whole is not None:
+        name, pointer = whole[3], "tsn::sim::self().dynamic_shared"
+        body = (
+            f'{body[: whole.start()]}{whole[1]}tsn::sim::SharedBytes {name}("{name}", {pointer});{body[whole.end() :]}'
+        )
+        cast = rf"\(\(((?:const )?(?:unsigned )?[\w:]+)\*\){name}\)"
+        body = re.sub(cast, rf"{name}.as<\1>()", body)
+        body = re.sub(rf"(?<!SharedBytes )\b{name}(?= ?[\[+])(?! \+ \d+\)\);)", f"{name}.as<{whole[2]}>()", body)
+        elements.append(rf"{name}\.as<[\w: ]+>\(\)")
+    for match in _SHARED_PART.finditer(body):
+        elements.append(rf"{match[1]}\.as<[\w: ]+>\(\)")
+    body = _SHARED_PART.sub(lambda m: f'tsn::sim::SharedBytes {m[1]}("{m[1]}", {m[0].split(" = ", 1)[1][:-1]});', body)
+    for name in re.findall(r'tsn::sim::SharedBytes (\w+)\("', body):
+        body = re.sub(rf"\(\(((?:const )?(?:unsigned )?[\w:]+)\*\){name}\)", rf"{name}.as<\1>()", body)
+    for element in elements:
+        body = _leave_addresses(body, element)
+    return body, elements
 
 
 def _arguments(text: str, start: int) -> tuple[list[str], int]:
@@ -254,11 +279,15 @@ def _check_calls(body: str, pointers: set[str]) -> str:
     return body
 
 
-def _note_stores(body: str, pointers: set[str]) -> str:
-    """Mark plain stores to tensors: statements that begin with an element, or with a vector of elements."""
-    if not pointers:
+def _note_stores(body: str, elements: list[str]) -> str:
+    """Mark plain stores to tensors: statements that begin with an element, or with a vector of elements.
+
+    Args:
+        elements: patterns of what stands before an index.
+    """
+    if not elements:
         return body
-    names = "|".join(map(re.escape, sorted(pointers)))
+    names = "|".join(elements)
     store = re.compile(rf"^(\s*)(?:\*\(((?:unsigned )?[\w:]+)\*\)\(({names}) \+ |({names})\[)", re.MULTILINE)
     for match in reversed(list(store.finditer(body))):
         vector = match[2] is not None
@@ -280,7 +309,10 @@ def _define(kernel: str, parameters: tuple[Parameter, ...], body: str) -> str:
     pointers = {p.name for p in parameters if p.pointer and p.ctype != "void"}
     body = _check_views(_rename_block_index(body), pointers)
     if "tsn::" in body:
-        body = _note_stores(_check_calls(body, pointers), pointers)
+        body = _check_calls(body, pointers)
+    body, shared = _follow_shared(body)
+    views = [rf"{view}\.as<[\w: ]+>\(\)" for view in re.findall(r"tsn::sim::View (\w+)\(", body)]
+    body = _note_stores(body, [*map(re.escape, sorted(pointers)), *shared, *views])
     for i, p in enumerate(parameters):
         if p.pointer and p.ctype != "void":
             const = "const " if p.const else ""

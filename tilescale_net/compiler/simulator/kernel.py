@@ -19,7 +19,7 @@ from tilescale_net.compiler.simulator.kept_kernels import Kept
 from tilescale_net.compiler.simulator.lowered_cache import Lowered
 from tilescale_net.errors import KernelError
 from tilescale_net.runtime import context as context_layout
-from tilescale_net.runtime import device_errors, simulator, worlds
+from tilescale_net.runtime import device_errors, host_accesses, simulator, worlds
 
 # What a streaming multiprocessor of an H100 or H200 holds at most.
 _SM_THREADS, _SM_BLOCKS, _SM_SHARED, _BLOCK_SHARED = 2048, 32, 228 * 1024, 227 * 1024
@@ -86,7 +86,10 @@ class SimulatedFunction:
         context = self._context(args)
         self._simulator.set_visibility(simulator.visibility())
         if context:
-            self._simulator.register_heap(context.heap_base, context.heap_bytes)
+            host_accesses.before_launch()
+            self._simulator.register_heap(
+                context.heap_base, context.heap_bytes, host_accesses.is_followed(context.heap_base)
+            )
         for launch in self._host(args):
             self._launch(launch, context)
 

@@ -36,7 +36,11 @@ bool HappensBefore::ordered(Stamp stamp, uint32_t warp) {
     return knows(Part::all, 0, epoch, 0, 0) || knows(Part::steps, by, epoch, 0, 0);
   }
   Transfer t;
-  if (!memory_->find(rank, stamp >> 8, &t) || knows(Part::all, 0, t.epoch, 0, 0)) return true;
+  if (!memory_->find(rank, stamp >> 8, &t)) return true;
+  // The end of a kernel completes no put of its rank.
+  const bool own_put = rank == memory_->me && touch_of(stamp) != Touch::get && t.epoch > memory_->flushed;
+  if (knows(Part::all, 0, t.epoch, 0, 0) && !own_put) return true;
+  if (own_put && epoch_of(known, memory_->all_done()) >= t.epoch) return true;
   if (touch_of(stamp) == Touch::get || !follows_ranks_)
     return (rank == memory_->me && t.warp == warp) || knows(Part::steps, t.warp, t.epoch, 0, 0);
   if (t.word != kNoWord && knows(Part::carried, t.warp, t.epoch, t.pe, t.word)) return true;
@@ -75,25 +79,64 @@ void HappensBefore::look(Stamp* stamps, uint64_t offset, uint64_t bytes, bool st
   }
 }
 
+uint64_t HappensBefore::record(const Actor& actor, const Event& event, uint32_t warps, uint64_t word,
+                               const std::string& name) {
+  Page& page = memory_->own();
+  const uint64_t number = ++page.transfers;
+  Transfer& made = page.transfer[number % kTransfers];
+  __atomic_store_n(&made.number, 0, __ATOMIC_RELEASE);
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  made.word = word;
+  made.warp = event.warp;
+  made.epoch = event.epoch;
+  made.warps = warps;
+  made.thread = actor.thread;
+  made.block = actor.block;
+  made.pe = event.pe;
+  made.site = memory_->site(name);
+  __atomic_store_n(&made.number, number, __ATOMIC_RELEASE);
+  return number;
+}
+
+std::string HappensBefore::viewed(const Actor& actor, const void* address, uint64_t bytes, bool store,
+                                  const char* name) {
+  const int pe = memory_ && follows_ranks_ ? memory_->owner(address) : -1;
+  if (pe < 0 || pe == memory_->me) return "";
+  const uint64_t offset = reinterpret_cast<uint64_t>(address) - memory_->heaps[static_cast<size_t>(pe)];
+  Stamp mark = stamp(actor.warp);
+  if (store) {
+    auto& [epoch, number] = view_stores_[{actor.warp, pe}];
+    if (epoch != at(actor.warp).epoch) {
+      epoch = at(actor.warp).epoch;
+      const Event event{actor.warp, epoch, pe, actor.line, kOpPut, 0};
+      number = record(actor, event, 1, kNoWord, std::string("a store to ") + name);
+      put_epochs_[{actor.warp, pe}] = epoch;
+    }
+    mark = transfer_stamp(memory_->me, Touch::put, number);
+  }
+  Found found;
+  look(memory_->stores(pe), offset, bytes, true, actor.warp, store ? mark : 0, &found);
+  look(memory_->loads(pe), offset, bytes, false, actor.warp, store ? 0 : mark, store ? &found : nullptr);
+  // A store through a view comes after an earlier one of the same warp.
+  Transfer t;
+  if (found.stamp && touch_of(found.stamp) == Touch::put && rank_of_stamp(found.stamp) == memory_->me &&
+      memory_->find(memory_->me, found.stamp >> 8, &t) && t.warp == actor.warp)
+    return "";
+  if (!found.stamp) return "";
+  const std::string what = std::string(store ? "a store to " : "a load of ") + name + " by rank " +
+                           std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
+                           text(actor.thread) + (actor.line < 0 ? "" : ", after" + line(actor.line) + ",");
+  return race(actor, what + (store ? " writes" : " reads"), found, pe, store);
+}
+
 std::string HappensBefore::transfer(const Actor& actor, const Event& event, const Call& call, uint32_t warps) {
   if (!memory_ || call.bytes <= 0 || call.pe < 0 || call.pe >= memory_->ranks()) return "";
   const uint64_t bytes = static_cast<uint64_t>(call.bytes);
   const void* there = call.operation == kOpGet ? call.source : call.destination;
   if (!memory_->holds(there) || bytes > memory_->bytes - memory_->offset(there)) return ""; // reported elsewhere
-  Page& page = memory_->own();
-  const uint64_t number = ++page.transfers;
-  Transfer& record = page.transfer[number % kTransfers];
-  __atomic_store_n(&record.number, 0, __ATOMIC_RELEASE);
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);
-  record.word = call.operation == kOpPutSignal ? memory_->offset(call.signal) / 8 : kNoWord;
-  record.warp = event.warp;
-  record.epoch = event.epoch;
-  record.warps = warps;
-  record.thread = actor.thread;
-  record.block = actor.block;
-  record.pe = call.pe;
-  record.site = memory_->site(primitive_name(event.operation, event.scope) + line(event.line));
-  __atomic_store_n(&record.number, number, __ATOMIC_RELEASE);
+  const uint64_t word = call.operation == kOpPutSignal ? memory_->offset(call.signal) / 8 : kNoWord;
+  const uint64_t number =
+      record(actor, event, warps, word, primitive_name(event.operation, event.scope) + line(event.line));
   if (call.operation == kOpGet && !follows_ranks_) return "";
   if (call.operation == kOpGet) return got(actor, event, call, transfer_stamp(memory_->me, Touch::get, number));
   return put(actor, event, call, transfer_stamp(memory_->me, Touch::source, number),
@@ -108,6 +151,7 @@ std::string HappensBefore::changed_word(const Actor& actor, const Event& event, 
        access_stamp(memory_->me, event.warp, event.epoch) | kSignalStamp, nullptr);
   look(memory_->loads(call.pe), offset, 8, false, event.warp, 0, &found);
   if (!found.stamp || touch_of(found.stamp) != Touch::access) return "";
+  if ((found.stamp >> 8 & 0xffff) == kHostWarp) return ""; // the host may look at words
   const std::string what = name(event) + " of rank " + std::to_string(memory_->me) + " to " + pe_text(call.pe);
   return race(actor, what + " changes", found, call.pe, true);
 }
@@ -179,12 +223,40 @@ std::string HappensBefore::accessed(const Actor& actor, const void* address, uin
   return race(actor, what + (store ? " writes" : " reads"), found, memory_->me, store);
 }
 
+std::string HappensBefore::host(uint64_t offset, uint64_t bytes, bool store, const char* name) {
+  Found found;
+  const Stamp mark = stamp(kHostWarp);
+  look(memory_->stores(memory_->me), offset, bytes, true, kHostWarp, store ? mark : 0, &found);
+  if (is_signal(found.stamp)) found = {}; // the host may look at words, and set them anew
+  look(memory_->loads(memory_->me), offset, bytes, false, kHostWarp, store ? 0 : mark, store ? &found : nullptr);
+  if (!found.stamp) return "";
+  return race({kHostWarp, 0, 0, -1}, std::string(name) + (store ? " writes" : " reads"), found, memory_->me, store);
+}
+
+std::string host_access(uint64_t base, const std::vector<std::pair<uint64_t, uint64_t>>& runs, bool store,
+                        const std::string& name) {
+  RaceMemory* memory = race_memory(base);
+  static const std::vector<std::string> no_lines;
+  if (!memory) return "";
+  const uint32_t warps = memory->own().warps_per_block;
+  HappensBefore order(warps ? warps : 1, no_lines, memory, true);
+  std::string wrong;
+  for (const auto& [address, bytes] : runs) {
+    const uint64_t offset = address - base;
+    if (offset >= memory->bytes || bytes > memory->bytes - offset) continue;
+    const std::string found = order.host(offset, bytes, store, name.c_str());
+    if (wrong.empty() && !found.empty()) wrong = "rank " + std::to_string(memory->me) + ": " + found;
+  }
+  return wrong;
+}
+
 std::string HappensBefore::name_of(const Found& found) const {
   const int rank = rank_of_stamp(found.stamp);
   const Page& page = *memory_->pages[static_cast<size_t>(rank)];
   const std::string of = " of rank " + std::to_string(rank) + " block ";
   if (touch_of(found.stamp) == Touch::access) {
     const uint32_t warp = static_cast<uint32_t>(found.stamp >> 8 & 0xffff);
+    if (warp == kHostWarp) return "the host of rank " + std::to_string(rank);
     const uint32_t per_block = page.warps_per_block ? page.warps_per_block : 1;
     return std::string(is_signal(found.stamp) ? "a signal"
                        : found.stores         ? "a store"

@@ -116,6 +116,21 @@ void Grid::accessed(const void* address, uint64_t bytes, bool store, const char*
   if (race_.empty()) race_ = wrong;
 }
 
+void Grid::viewed(const void* address, uint64_t bytes, bool store, const char* name) {
+  if (!order_) return;
+  std::string wrong = order_->viewed(actor(), address, bytes, store, name);
+  if (race_.empty()) race_ = std::move(wrong);
+}
+
+void Grid::local_access(const void* address, uint64_t bytes, LocalAccess access, const char* name, const void* base) {
+  if (!local_) return;
+  const Thread& view = running_->view;
+  const SharedRange shared{reinterpret_cast<uint64_t>(view.dynamic_shared), view.dynamic_shared_bytes};
+  std::string wrong =
+      local_->accessed(running_->view, warp_number(*running_), address, bytes, access, name, base, shared);
+  if (race_.empty()) race_ = std::move(wrong);
+}
+
 void Grid::waited(const uint64_t* signal) {
   running_->block->after_wait = launch_.communicates;
   if (!order_) return;
@@ -135,6 +150,7 @@ void Grid::waited(const uint64_t* signal) {
 void Grid::word(const void* address, WordAccess access) {
   if (!order_) return;
   order_->word(warp_number(*running_), address, access);
+  if (local_) local_->lane_learns(warp_number(*running_), running_->view.lane);
   restamp();
 }
 
@@ -152,6 +168,7 @@ void Grid::meet(const std::vector<Fiber*>& fibers, std::vector<uint32_t> warps) 
   std::sort(warps.begin(), warps.end());
   warps.erase(std::unique(warps.begin(), warps.end()), warps.end());
   order_->meet(warps);
+  if (local_) local_->warps_meet(warps);
   if (running_->announced) order_->meets_for(warps, running_->call, running_->call_line);
   restamp();
 }
@@ -168,6 +185,8 @@ void Grid::restamp() {
   view.followed = true;
   view.loads_followed = order_->follows_ranks();
   view.stamp = order_->stamp(warp_number(*running_));
+  if (local_) local_->enter(view, warp_number(*running_));
+  if (view.loads_followed) memory->peer_range(&view.peers_begin, &view.peers_bytes);
 }
 
 } // namespace sim

@@ -177,6 +177,11 @@ void Grid::complete(Block& block, unsigned index, const Meeting& meeting) {
       break;
     }
   });
+  if (local_ && meeting.op == WarpOp::sync) {
+    const Warp& warp = block.warps[index];
+    local_->lanes_meet(warp_number(*running_), meeting.mask, !(warp.members & ~warp.exited & ~meeting.mask));
+    restamp();
+  }
   each([&](int i) {
     if (&lanes[i] != running_) wake(&lanes[i]);
   });

@@ -53,7 +53,10 @@ Grid::Grid(const Launch& launch, StackPool& stacks)
   const unsigned warps = (threads_per_block_ + 31) / 32;
   heap_ = race_memory(launch_.heap);
   RaceMemory* memory = blocks_ * warps < kMaxWarps ? heap_ : nullptr;
-  if (launch_.communicates) order_ = std::make_unique<HappensBefore>(warps, launch_.lines, memory, launch_.races);
+  if (launch_.communicates || launch_.races)
+    order_ = std::make_unique<HappensBefore>(warps, launch_.lines, memory, launch_.races);
+  if (launch_.races && blocks_ * warps < kMaxWarps)
+    local_ = std::make_unique<LocalAccesses>(*order_, warps, threads_per_block_, launch_.lines);
 }
 
 Grid::~Grid() {
@@ -177,6 +180,7 @@ void Grid::admit() {
     memset(shared - kStrip, kStripByte, kStrip);
     memset(shared, kPoison, launch_.shared_bytes);
     memset(shared + launch_.shared_bytes, kStripByte, kStrip);
+    if (local_) local_->forget(shared, launch_.shared_bytes);
   }
   for (size_t w = 0; w < block->warps.size(); ++w) {
     const unsigned lanes = std::min<unsigned>(32, threads_per_block_ - static_cast<unsigned>(w) * 32);
@@ -210,6 +214,9 @@ void Grid::admit() {
     fiber.view.heap_base = heap_ ? heap_->base : 0;
     fiber.view.heap_bytes = heap_ ? heap_->bytes : 0;
     fiber.view.followed = fiber.view.loads_followed = false;
+    fiber.view.local = nullptr;
+    fiber.view.peers_begin = fiber.view.peers_bytes = 0;
+    memset(fiber.view.local_known, 0, sizeof fiber.view.local_known);
     fiber.view.ordered_store = fiber.view.ordered_load = 0;
     fiber.put_epoch = 0;
     fiber.announced = false;
@@ -310,6 +317,7 @@ void* Grid::static_shared(int id, size_t bytes) {
   if (!memory) {
     memory.reset(new char[bytes + 1024]);
     memset(memory.get(), kPoison, bytes + 1024);
+    if (local_) local_->forget(memory.get(), bytes + 1024);
   }
   return aligned(memory.get(), 1024);
 }

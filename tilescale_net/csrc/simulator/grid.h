@@ -3,6 +3,7 @@
 
 #include "fiber.h"
 #include "happens_before.h"
+#include "local_accesses.h"
 #include "random.h"
 #include "tilescale_net/device/host/simulator_api.h"
 
@@ -120,9 +121,12 @@ public:
   // The signal is about to be sent, by a put_signal or alone: what it carries.
   bool signalling(const uint64_t* signal, int pe, uint64_t value, bool add, Message* out);
   void accessed(const void* address, uint64_t bytes, bool store, const char* name);
+  void viewed(const void* address, uint64_t bytes, bool store, const char* name);
   void word(const void* address, WordAccess access);
+  void local_access(const void* address, uint64_t bytes, LocalAccess access, const char* name, const void* base);
   void benign_race(const void* address, uint64_t bytes) {
     if (order_) order_->benign_race(address, bytes);
+    if (local_) local_->benign_race(address, bytes);
   }
   [[noreturn]] void fail(Failure kind, const std::string& what); // from the running thread
 
@@ -196,7 +200,8 @@ private:
   uint64_t switches_ = 0;
 
   std::unique_ptr<HappensBefore> order_; // of kernels that communicate
-  std::string race_;                     // the first one that it found
+  std::unique_ptr<LocalAccesses> local_; // of launches that are checked for races
+  std::string race_;                     // the first one that either found
   RaceMemory* heap_ = nullptr;
 
   Failure failure_ = Failure::none;

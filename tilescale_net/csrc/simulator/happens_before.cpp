@@ -39,7 +39,7 @@ HappensBefore::HappensBefore(unsigned warps_per_block, const std::vector<std::st
     start->emplace_back(clock_key(Part::all, r), memory_->ended[static_cast<size_t>(r)]);
   if (follows_ranks_) memory_->receive(nothing_known()); // what is there now belongs to what the host has waited for
   memory_->forget_finished();
-  start_ = join(start, memory_->learnt);
+  start_ = join(join(start, memory_->learnt), memory_->own_done);
   Page& page = memory_->own();
   page.warps_per_block = warps_per_block_;
   __atomic_store_n(&page.latest, latest_, __ATOMIC_RELEASE);
@@ -49,7 +49,14 @@ HappensBefore::~HappensBefore() {
   give_epoch(latest_);
   if (!memory_) return;
   // Launches of a rank follow one another: the next one knows what the warps of this one have learnt of other ranks.
-  for (const auto& entry : warps_) memory_->learnt = join(memory_->learnt, entry.second.known);
+  auto done = std::make_shared<Clock>();
+  for (const auto& entry : warps_) {
+    memory_->learnt = join(memory_->learnt, entry.second.known);
+  }
+  for (const auto& entry : *memory_->learnt)
+    if (rank_of(entry.first) == memory_->me && part_of(entry.first) >= Part::done) done->push_back(entry);
+  memory_->own_done = join(memory_->own_done, done);
+  for (const auto& [by, epoch] : put_epochs_) memory_->put_epochs[by] = epoch;
   __atomic_store_n(&memory_->own().finished, latest_, __ATOMIC_RELEASE);
 }
 
@@ -183,6 +190,11 @@ Known HappensBefore::completed(const Event& event, Part part) {
   State& state = at(event.warp);
   if (!follows_ranks_) return state.known;
   auto more = std::make_shared<Clock>();
+  // Those of earlier launches come before it.
+  for (const auto& [by, epoch] : memory_->put_epochs)
+    if (event.pe == -1 || event.pe == by.second)
+      more->emplace_back(clock_key(part, memory_->me, by.first, by.second), epoch);
+  const auto earlier = static_cast<ptrdiff_t>(more->size());
   for (const auto& entry : put_epochs_) {
     const auto& [warp, pe] = entry.first;
     if (event.pe != -1 && event.pe != pe) continue;
@@ -191,8 +203,10 @@ Known HappensBefore::completed(const Event& event, Part part) {
     const uint32_t epoch = std::min(known, entry.second);
     if (epoch >= first_epoch_) more->emplace_back(clock_key(part, memory_->me, warp, pe), epoch);
   }
+  const Known before = std::make_shared<Clock>(more->begin(), more->begin() + earlier);
+  more->erase(more->begin(), more->begin() + earlier);
   std::sort(more->begin(), more->end());
-  return join(state.known, more);
+  return join(join(state.known, before), more);
 }
 
 // A signal to a PE carries the puts to it that are fenced.

@@ -30,6 +30,8 @@ struct Actor {
   int line; // of the latest primitive
 };
 
+constexpr uint32_t kHostWarp = kMaxWarps - 1; // the host counts as one more warp
+
 class HappensBefore {
 public:
   // `memory`: null where the heap is not known.
@@ -51,12 +53,28 @@ public:
   // A plain access to this rank's heap. `judge`: say what is wrong with it, which costs more.
   std::string accessed(const Actor& actor, const void* address, uint64_t bytes, bool store, const char* name,
                        bool judge, Thread& view);
+  // The same through a remote view, where the address lies in the heap of another rank. A store is a put.
+  std::string viewed(const Actor& actor, const void* address, uint64_t bytes, bool store, const char* name);
+  // The host accesses this rank's heap, between launches.
+  std::string host(uint64_t offset, uint64_t bytes, bool store, const char* name);
   // What nothing orders there is not reported.
   void benign_race(const void* address, uint64_t bytes);
   // What is wrong with the launch as a whole, or nothing.
   std::string end() const;
 
   uint32_t epoch(uint32_t warp) { return at(warp).epoch; }
+  uint32_t first_epoch() const { return first_epoch_; }
+  // Up to which epoch what `by` has done comes before the warp.
+  uint32_t known_steps(uint32_t warp, uint32_t by) {
+    return epoch_of(at(warp).known, clock_key(Part::steps, memory_ ? memory_->me : 0, by));
+  }
+  // Ends the warp's epoch, and says which one it was.
+  uint32_t next_epoch(uint32_t warp) {
+    State& state = at(warp);
+    turn(state, state.known);
+    return state.epoch - 1;
+  }
+  bool in_heap(const void* p) const { return memory_ && memory_->holds(p); }
   // What the heap's shadow holds for the warp's own accesses from now on.
   Stamp stamp(uint32_t warp) { return memory_ ? access_stamp(memory_->me, warp, at(warp).epoch) : 0; }
   bool follows_ranks() const { return follows_ranks_; }
@@ -111,6 +129,7 @@ private:
   std::string stored_plainly(const Event& event, const uint64_t* word) const;
   std::string passed() const;
   std::string transfer(const Actor& actor, const Event& event, const Call& call, uint32_t warps);
+  uint64_t record(const Actor& actor, const Event& event, uint32_t warps, uint64_t word, const std::string& name);
   // A signal changes its word: nobody may read it meanwhile, but by waits.
   std::string changed_word(const Actor& actor, const Event& event, const Call& call);
   std::string put(const Actor& actor, const Event& event, const Call& call, Stamp source, Stamp target);
@@ -142,9 +161,13 @@ private:
   std::map<const uint64_t*, Event> waits_;
   std::vector<Exact> exact_;
   std::unordered_map<uint32_t, uint32_t> block_puts_; // by leader: epoch of all warps, until the put begins
-  std::map<uint64_t, uint64_t> benign_;               // ends of ranges of the heap, by their beginnings
+  std::map<std::pair<uint32_t, int>, std::pair<uint32_t, uint64_t>> view_stores_; // by warp and PE: epoch and number
+  std::map<uint64_t, uint64_t> benign_; // ends of ranges of the heap, by their beginnings
 };
 
+// The host of a rank loads from or stores to its heap, at these addresses and sizes. What is wrong, or nothing.
+std::string host_access(uint64_t base, const std::vector<std::pair<uint64_t, uint64_t>>& runs, bool store,
+                        const std::string& name);
 // The name that authors know: put_block, fence, …
 std::string primitive_name(uint32_t operation, uint32_t scope);
 

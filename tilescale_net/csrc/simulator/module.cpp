@@ -1,4 +1,5 @@
 // The module tilescale_net._simulator.
+#include "happens_before.h"
 #include "kernel.h"
 #include "live_state.h"
 #include "live_state_bindings.h"
@@ -67,11 +68,16 @@ void bind_simulator(py::module_& m) {
   m.attr("API_VERSION") = sim::kApiVersion;
   m.def(
       "register_heap",
-      [](uint64_t base, uint64_t bytes) {
+      [](uint64_t base, uint64_t bytes, bool host_is_followed) {
         sim::register_heap(base, bytes);
-        sim::note_ended_launches(base);
+        if (!host_is_followed) sim::note_ended_launches(base);
       },
-      py::arg("base"), py::arg("bytes"), "Tell the simulator where the heap of the next launches is.");
+      py::arg("base"), py::arg("bytes"), py::arg("host_is_followed") = false,
+      "Tell the simulator where the heap of the next launches is. Where the host is not followed, they come after all "
+      "that other ranks have finished.");
+  m.def("host_meets", sim::note_ended_launches_of_all, "The hosts of all ranks have met.");
+  m.def("host_access", sim::host_access, py::arg("base"), py::arg("runs"), py::arg("store"), py::arg("name"),
+        "The host loads from or stores to its heap, at these addresses and sizes: what is wrong with it, or nothing.");
   m.def(
       "unregister_heap",
       [](uint64_t base) {

@@ -24,17 +24,29 @@ uint64_t race_memory_bytes(uint64_t heap_bytes) { return sizeof(Page) + heap_byt
 Stamp* RaceMemory::stores(int rank) const { return reinterpret_cast<Stamp*>(pages[static_cast<size_t>(rank)] + 1); }
 Stamp* RaceMemory::loads(int rank) const { return stores(rank) + bytes / 4; }
 
-bool RaceMemory::is_peer_heap(const void* p) const {
+int RaceMemory::owner(const void* p) const {
   const uint64_t at = reinterpret_cast<uint64_t>(p);
-  for (uint64_t heap : heaps)
-    if (heap && heap != base && at - heap < bytes) return true;
-  return false;
+  for (size_t r = 0; r < heaps.size(); ++r)
+    if (heaps[r] && at - heaps[r] < bytes) return static_cast<int>(r);
+  return -1;
+}
+
+void RaceMemory::peer_range(uint64_t* begin, uint64_t* size) const {
+  uint64_t first = ~0ull, end = 0;
+  for (size_t r = 0; r < heaps.size(); ++r) {
+    if (!heaps[r] || static_cast<int>(r) == me) continue;
+    first = std::min(first, heaps[r]);
+    end = std::max(end, heaps[r] + bytes);
+  }
+  *begin = first;
+  *size = end > first ? end - first : 0;
 }
 
 Known RaceMemory::everything() const {
   auto out = std::make_shared<Clock>();
   for (int r = 0; r < ranks(); ++r)
     if (r != me) out->emplace_back(clock_key(Part::all, r), seen(pages[static_cast<size_t>(r)]->latest));
+  out->emplace_back(all_done(), seen(own().latest));
   return out;
 }
 
@@ -180,8 +192,16 @@ RaceMemory* race_memory(uint64_t base) {
 
 void note_ended_launches(uint64_t base) {
   RaceMemory* memory = race_memory(base);
-  for (int r = 0; memory && r < memory->ranks(); ++r)
+  if (!memory) return;
+  for (int r = 0; r < memory->ranks(); ++r)
     memory->ended[static_cast<size_t>(r)] = seen(memory->pages[static_cast<size_t>(r)]->finished);
+  memory->flushed = next_epoch - 1;
+  memory->own_done = nothing_known();
+  memory->put_epochs.clear();
+}
+
+void note_ended_launches_of_all() {
+  for (const auto& entry : memories) note_ended_launches(entry.first);
 }
 
 uint32_t take_epoch() { return next_epoch++; }

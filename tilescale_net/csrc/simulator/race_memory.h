@@ -125,13 +125,16 @@ uint64_t race_memory_bytes(uint64_t heap_bytes);
 struct RaceMemory {
   int me = 0;
   uint64_t base = 0, bytes = 0;
-  std::vector<Page*> pages;                          // of all ranks
-  std::vector<uint64_t> heaps;                       // where they are mapped; 0: they are not
-  std::vector<uint32_t> ended;                       // what each had finished when the launch was asked for
-  std::unordered_map<uint64_t, SignalHistory> words; // signal words of this heap, by index
-  Known any = nothing_known();                       // to who has seen any
-  Known learnt = nothing_known();                    // to launches of this rank after those that have ended
-  uint64_t read = 0;                                 // messages
+  std::vector<Page*> pages;                                // of all ranks
+  std::vector<uint64_t> heaps;                             // where they are mapped; 0: they are not
+  std::vector<uint32_t> ended;                             // what each had finished when the launch was asked for
+  std::unordered_map<uint64_t, SignalHistory> words;       // signal words of this heap, by index
+  Known any = nothing_known();                             // to who has seen any
+  Known learnt = nothing_known();                          // to launches of this rank after those that have ended
+  Known own_done = nothing_known();                        // which transfers of this rank's ended launches are done
+  std::map<std::pair<uint32_t, int>, uint32_t> put_epochs; // by warp and PE: of the latest put of ended launches
+  uint32_t flushed = 0;                                    // all of its transfers up to this epoch are done
+  uint64_t read = 0;                                       // messages
   std::map<std::pair<int, uint64_t>, Known> fetched;
   std::unordered_map<const Clock*, std::pair<Known, uint64_t>> published;
   std::map<std::string, uint32_t> sites;
@@ -142,10 +145,14 @@ struct RaceMemory {
   Stamp* loads(int rank) const;
   uint64_t offset(const void* p) const { return reinterpret_cast<uint64_t>(p) - base; }
   bool holds(const void* p) const { return offset(p) < bytes; }
-  bool is_peer_heap(const void* p) const;
+  bool is_peer_heap(const void* p) const { return owner(p) >= 0 && owner(p) != me; }
+  int owner(const void* p) const; // whose heap the address lies in; -1: nobody's
+  // Where the heaps of others lie, from the first to the end of the last.
+  void peer_range(uint64_t* begin, uint64_t* size) const;
 
-  // The last epochs of all other ranks: who knows this knows everything.
+  // The last epochs of all other ranks, and that this one's transfers are done: who knows this knows everything.
   Known everything() const;
+  Key all_done() const { return clock_key(Part::carried, me, kMaxWarps - 1, kMaxRanks - 1, kMaxWords - 1); }
   uint64_t publish(const Known& known);
   uint32_t site(const std::string& name);
   bool find(int rank, uint64_t number, Transfer* out) const;
@@ -166,8 +173,10 @@ private:
 void attach_race_memory(int me, uint64_t base, uint64_t bytes, const std::vector<uint64_t>& pages,
                         const std::vector<uint64_t>& heaps);
 void detach_race_memory(uint64_t base);
-// A launch is asked for: it comes after what other ranks have finished by now.
+// What follows comes after what other ranks have finished by now, and all that this rank has put counts as done: what
+// the others know of it is not told here.
 void note_ended_launches(uint64_t base);
+void note_ended_launches_of_all();      // of all heaps
 RaceMemory* race_memory(uint64_t base); // null: none
 uint32_t take_epoch();                  // one that is later than all of this process
 void give_epoch(uint32_t last);

@@ -286,6 +286,12 @@ const RemoteApi kRemoteApi = {
     [](const void* address, uint64_t bytes, bool store, const char* name) {
       current_grid->accessed(address, bytes, store, name);
     },
+    [](const void* address, uint64_t bytes, bool store, const char* name) {
+      current_grid->viewed(address, bytes, store, name);
+    },
+    [](const void* address, uint64_t bytes, LocalAccess access, const char* name, const void* base) {
+      current_grid->local_access(address, bytes, access, name, base);
+    },
     [](const void* address, uint64_t bytes) { current_grid->benign_race(address, bytes); },
     [](const uint64_t* signal, int pe, uint64_t value, bool add) {
       Message message;

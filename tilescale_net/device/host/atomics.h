@@ -13,6 +13,7 @@ template <typename T, typename F>
 inline T atomic_update(T* p, F f) {
   using Word = WordOf<T>;
   maybe_yield();
+  note_local(p, sizeof(T), LocalAccess::atomic, nullptr);
   word_access(p, WordAccess::both);
   Word* word = reinterpret_cast<Word*>(p);
   Word old = __atomic_load_n(word, __ATOMIC_RELAXED), next;

@@ -42,12 +42,12 @@ public:
   CheckedAddress<T> operator+(int64_t i) const { return {*this, i}; }
   // The same for the left side of an assignment.
   T& stored(int64_t i) const {
-    note_store(checked(i, sizeof(T)), sizeof(T), name_);
+    note_store(checked(i, sizeof(T)), sizeof(T), name_, pointer_);
     return pointer_[i];
   }
   template <typename U>
   U& stored_as(int64_t i) const {
-    note_store(checked(i, sizeof(U)), sizeof(U), name_);
+    note_store(checked(i, sizeof(U)), sizeof(U), name_, pointer_);
     return *(U*)(pointer_ + i);
   }
   // The address of element i for a primitive, by its name, that moves `bytes` from there on.
@@ -65,6 +65,12 @@ public:
     const uint64_t offset = static_cast<uint64_t>(i) * sizeof(T);
     return offset < bytes_ ? bytes_ - offset : 0;
   }
+  // What an atomic function is given: it tells of its access by itself.
+  struct Atomically {
+    const Checked& owner;
+    T& operator[](int64_t i) const { return *owner.checked(i, sizeof(T)); }
+  };
+  Atomically atomically() const { return {*this}; }
   // Taking an address or handing the tensor on is no access.
   T* unchecked() const { return pointer_; }
   operator T*() const { return pointer_; }
@@ -81,7 +87,7 @@ public:
 
   // The same for an access that is not the left side of an assignment.
   T* loaded(int64_t i, uint64_t bytes) const {
-    note_load(checked(i, bytes), bytes, name_);
+    note_load(checked(i, bytes), bytes, name_, pointer_);
     return pointer_ + i;
   }
 
@@ -93,6 +99,79 @@ private:
   T* pointer_;
   uint64_t bytes_;
   const char* name_;
+};
+
+// Shared memory, from a variable's first byte on, as elements of a type. Whether an index is inside is asked elsewhere
+// (compiler/simulator/bounds.py).
+template <typename T>
+class Shared {
+public:
+  Shared(const char* name, void* pointer) : pointer_(static_cast<T*>(pointer)), name_(name) {}
+
+  __attribute__((always_inline)) T& operator[](int64_t i) const { return *loaded(i, sizeof(T)); }
+  __attribute__((always_inline)) T& operator*() const { return *loaded(0, sizeof(T)); }
+  __attribute__((always_inline)) T& stored(int64_t i) const {
+    note_local(pointer_ + i, sizeof(T), LocalAccess::store, name_, pointer_);
+    return pointer_[i];
+  }
+  template <typename U>
+  __attribute__((always_inline)) U& stored_as(int64_t i) const {
+    note_local(pointer_ + i, sizeof(U), LocalAccess::store, name_, pointer_);
+    return *(U*)(pointer_ + i);
+  }
+  __attribute__((always_inline)) T* loaded(int64_t i, uint64_t bytes) const {
+    note_local(pointer_ + i, bytes, LocalAccess::load, name_, pointer_);
+    return pointer_ + i;
+  }
+  T* unchecked() const { return pointer_; }
+  T* atomically() const { return pointer_; }
+  operator T*() const { return pointer_; }
+  template <typename U>
+  explicit operator U*() const {
+    return (U*)pointer_;
+  }
+
+  // What `A + i` gives: an address that is an access when it is turned into a pointer.
+  class Address {
+  public:
+    __attribute__((always_inline)) Address(const Shared& owner, int64_t index) : owner_(owner), index_(index) {}
+    __attribute__((always_inline)) Address operator+(int64_t n) const { return {owner_, index_ + n}; }
+    template <typename U, typename = std::enable_if_t<!std::is_void<U>::value>>
+    __attribute__((always_inline)) operator U*() const {
+      return (U*)owner_.loaded(index_, sizeof(U));
+    }
+    operator void*() const { return (void*)(owner_.pointer_ + index_); }
+    __attribute__((always_inline)) T& operator*() const { return owner_[index_]; }
+    __attribute__((always_inline)) T& operator[](int64_t i) const { return owner_[index_ + i]; }
+
+  private:
+    Shared owner_;
+    int64_t index_;
+  };
+  __attribute__((always_inline)) Address operator+(int64_t i) const { return {*this, i}; }
+
+private:
+  T* pointer_;
+  const char* name_;
+};
+
+// A variable in shared memory of which the generated code says at each access what its elements are.
+class SharedBytes {
+public:
+  SharedBytes(const char* name, void* pointer) : name_(name), pointer_(pointer) {}
+  template <typename T>
+  __attribute__((always_inline)) Shared<T> as() const {
+    return Shared<T>(name_, pointer_);
+  }
+  operator void*() const { return pointer_; }
+  template <typename U>
+  explicit operator U*() const {
+    return (U*)pointer_;
+  }
+
+private:
+  const char* name_;
+  void* pointer_;
 };
 
 // A peer's counterpart of a tensor, as tsn::remote returns it, with the tensor's bounds.

@@ -11,11 +11,58 @@
 namespace tsn {
 namespace sim {
 
-constexpr uint32_t kApiVersion = 5;
+constexpr uint32_t kApiVersion = 6;
 
 struct Index3 {
   unsigned x, y, z;
 };
+
+// Who touched 4 bytes of this rank's memory last, in one launch: stamps of the last store and of the last loads of two
+// warps, and what they were: the variable's name (48 bits) and the site, plus 1, of the thread's latest primitive. A
+// stamp: epoch of the warp (32 bits), warp (16), lane (5), which of the bytes (4), whether atomically (1). 0: nobody.
+struct LocalCell {
+  uint64_t store, load[2];
+  uint64_t store_info, load_info[2];
+};
+constexpr uint64_t kLocalPage = 4096, kLocalLines = 256, kLocalKnown = 8;
+constexpr uint64_t kLocalMask = 0xfull << 7, kLocalAtomic = 1ull << 6, kLocalThread = 0x1full << 11 | 0xffffull << 16;
+
+// Cells of pages of kLocalPage bytes, found by their number; a page that is not here is somewhere in the simulator.
+struct LocalPages {
+  struct Line {
+    uint64_t number;
+    LocalCell* cells;
+  } lines[kLocalLines];
+};
+
+enum class LocalAccess : uint32_t { load, store, atomic };
+
+// Which of the 4 bytes at `at` lie in [begin, begin + bytes).
+inline uint64_t local_mask(uint64_t at, uint64_t begin, uint64_t bytes) {
+  if (begin <= at && begin + bytes >= at + 4) return kLocalMask;
+  uint64_t mask = 0;
+  for (uint64_t i = 0; i < 4; ++i)
+    if (at + i >= begin && at + i < begin + bytes) mask |= 1ull << 7 << i;
+  return mask;
+}
+
+// Leaves an access in its cell. What a thread does to more of the bytes in the same epoch is added.
+inline void local_loaded(LocalCell& c, uint64_t own, uint64_t info) {
+  const uint64_t same = ~(kLocalMask | kLocalAtomic), warp = 0xffffull << 16;
+  if ((c.load[0] & same) == (own & same)) {
+    c.load[0] |= own;
+    return;
+  }
+  if ((c.load[0] ^ own) & warp) c.load[1] = c.load[0], c.load_info[1] = c.load_info[0];
+  c.load[0] = own;
+  c.load_info[0] = info;
+}
+inline void local_stored(LocalCell& c, uint64_t own, uint64_t info) {
+  const uint64_t same = ~kLocalMask;
+  c.store = (c.store & same) == (own & same) ? c.store | own : own;
+  c.store_info = info;
+  c.load[0] = c.load[1] = 0;
+}
 
 // The part of a simulated CUDA thread that compiled kernels read directly.
 struct Thread {
@@ -34,8 +81,14 @@ struct Thread {
   // where nobody asks. The last byte of `stamp`, the thread's own, is that of all plain accesses of this rank.
   uint64_t *stores, *loads;
   uint64_t heap_base, heap_bytes;
+  uint64_t peers_begin, peers_bytes; // heaps of other ranks lie in this range; 0: they are not followed
   uint64_t stamp;
   uint64_t ordered_store, ordered_load; // others' that come before the thread
+  // The same for accesses of this rank alone. Null where nobody asks. `local_known`: warps (32 bits) and up to which
+  // epoch (32 bits) they come before the thread; `local_begin`: the first epoch of the launch.
+  LocalPages* local;
+  uint64_t local_stamp, local_begin;
+  uint64_t local_known[kLocalKnown];
 };
 
 // Operations in which the lanes of a mask meet; the result of lane i is computed when the last one arrives.
@@ -94,6 +147,11 @@ struct RemoteApi {
   void (*word)(const void* address, WordAccess access);
   // A plain access to this rank's heap that follows one of somebody else.
   void (*accessed)(const void* address, uint64_t bytes, bool store, const char* name);
+  // The same through a remote view, where the address may lie in a peer's heap.
+  void (*viewed)(const void* address, uint64_t bytes, bool store, const char* name);
+  // A plain access to memory of this rank, or an atomic one, that the thread cannot judge alone. `base`: where the
+  // variable of this name begins.
+  void (*local_access)(const void* address, uint64_t bytes, LocalAccess access, const char* name, const void* base);
   // Accesses to these bytes are meant to race, in this launch.
   void (*benign_race)(const void* address, uint64_t bytes);
   // A signal is about to be sent that was not offered to `defer`.

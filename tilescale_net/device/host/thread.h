@@ -24,6 +24,8 @@ inline const Api& api() {
       [](const uint64_t*) {},
       [](const void*, WordAccess) {},
       [](const void*, uint64_t, bool, const char*) {},
+      [](const void*, uint64_t, bool, const char*) {},
+      [](const void*, uint64_t, LocalAccess, const char*, const void*) {},
       [](const void*, uint64_t) {},
       [](const uint64_t*, int, uint64_t, bool) {},
       [](const RemoteOperation&) { return false; },
@@ -70,8 +72,9 @@ inline Thread& self() {
 
 inline void maybe_yield() {}
 inline void word_access(const void*, WordAccess) {}
-inline void note_store(const void*, uint64_t, const char*) {}
-inline void note_load(const void*, uint64_t, const char*) {}
+inline void note_store(const void*, uint64_t, const char*, const void* = nullptr) {}
+inline void note_load(const void*, uint64_t, const char*, const void* = nullptr) {}
+inline void note_local(const void*, uint64_t, LocalAccess, const char*, const void* = nullptr) {}
 inline bool in_symmetric_heap(const void*) { return false; }
 
 #else
@@ -110,11 +113,53 @@ __attribute__((noinline)) inline void access_heap(const void* p, uint64_t bytes,
     __atomic_store_n((store ? t.stores : t.loads) + i, t.stamp, __ATOMIC_RELAXED);
   }
 }
-inline void note_store(const void* p, uint64_t bytes, const char* name) {
-  if (self().stores && in_symmetric_heap(p)) access_heap(p, bytes, true, name);
+
+// Whether an access with this stamp is known to come before the thread's own, as far as that is told at once.
+__attribute__((always_inline)) inline bool local_after(const Thread& t, uint64_t stamp) {
+  if (stamp >> 32 < t.local_begin || !((stamp ^ t.local_stamp) & kLocalThread)) return true;
+  const uint64_t known = t.local_known[(stamp >> 16 & 0xffff) % kLocalKnown];
+  return known >> 32 == (stamp >> 16 & 0xffff) && stamp >> 32 <= static_cast<uint32_t>(known);
 }
-inline void note_load(const void* p, uint64_t bytes, const char* name) {
-  if (self().loads_followed && self().stores && in_symmetric_heap(p)) access_heap(p, bytes, false, name);
+
+// The running thread accesses memory of its rank.
+__attribute__((noinline)) inline void access_local(const void* p, uint64_t bytes, LocalAccess access, const char* name,
+                                                   const void* base) {
+  const Thread& t = self();
+  const uint64_t begin = reinterpret_cast<uint64_t>(p), end = begin + bytes;
+  const uint64_t info = (reinterpret_cast<uint64_t>(name) & ((1ull << 48) - 1)) |
+                        static_cast<uint64_t>(static_cast<uint16_t>(t.site + 1)) << 48;
+  for (uint64_t at = begin / 4 * 4; at < end; at += 4) {
+    const LocalPages::Line& line = t.local->lines[at / kLocalPage % kLocalLines];
+    if (line.number != at / kLocalPage || access == LocalAccess::atomic)
+      return api().remote->local_access(p, bytes, access, name, base);
+    LocalCell& c = line.cells[at % kLocalPage / 4];
+    const bool after_loads = access == LocalAccess::load || (local_after(t, c.load[0]) && local_after(t, c.load[1]));
+    if (!after_loads || !local_after(t, c.store)) return api().remote->local_access(p, bytes, access, name, base);
+    const uint64_t own = t.local_stamp | local_mask(at, begin, bytes);
+    if (access == LocalAccess::load) local_loaded(c, own, info);
+    else local_stored(c, own, info);
+  }
+}
+
+__attribute__((always_inline)) inline void note_local(const void* p, uint64_t bytes, LocalAccess access,
+                                                      const char* name, const void* base = nullptr) {
+  if (__builtin_expect(self().local != nullptr, 0)) access_local(p, bytes, access, name, base);
+}
+inline void note_view(const void* p, uint64_t bytes, bool store, const char* name) {
+  if (reinterpret_cast<uint64_t>(p) - self().peers_begin < self().peers_bytes)
+    api().remote->viewed(p, bytes, store, name);
+}
+inline void note_store(const void* p, uint64_t bytes, const char* name, const void* base = nullptr) {
+  note_local(p, bytes, LocalAccess::store, name, base);
+  if (!self().stores) return;
+  if (in_symmetric_heap(p)) access_heap(p, bytes, true, name);
+  else note_view(p, bytes, true, name);
+}
+inline void note_load(const void* p, uint64_t bytes, const char* name, const void* base = nullptr) {
+  note_local(p, bytes, LocalAccess::load, name, base);
+  if (!self().loads_followed || !self().stores) return;
+  if (in_symmetric_heap(p)) access_heap(p, bytes, false, name);
+  else note_view(p, bytes, false, name);
 }
 
 // The next primitive stands in this line of the kernel's table; lives until the call has returned.

@@ -1,0 +1,179 @@
+#include "local_accesses.h"
+
+#include <algorithm>
+
+namespace tsn {
+namespace sim {
+
+namespace {
+uint64_t address(const void* p) { return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(p)); }
+constexpr uint32_t epoch_of_stamp(uint64_t stamp) { return static_cast<uint32_t>(stamp >> 32); }
+constexpr uint32_t warp_of_stamp(uint64_t stamp) { return static_cast<uint32_t>(stamp >> 16 & 0xffff); }
+constexpr unsigned lane_of_stamp(uint64_t stamp) { return static_cast<unsigned>(stamp >> 11 & 31); }
+constexpr uint64_t kInfoName = (1ull << 48) - 1;
+constexpr size_t kMaxPages = 1 << 14; // 64 MiB that one launch touches; what comes after them is not followed
+} // namespace
+
+LocalAccesses::LocalAccesses(HappensBefore& order, unsigned warps_per_block, unsigned threads_per_block,
+                             const std::vector<std::string>& lines)
+    : order_(order), warps_per_block_(warps_per_block), threads_per_block_(threads_per_block), lines_(lines),
+      first_epoch_(order.first_epoch()) {}
+
+void LocalAccesses::lanes_meet(uint32_t warp, uint32_t mask, bool all) {
+  Lanes& lanes = lanes_[warp];
+  const uint32_t now = order_.next_epoch(warp);
+  if (all) {
+    lanes.floor = now;
+    return;
+  }
+  if (!lanes.of_each) lanes.of_each.reset(new uint32_t[32 * 32]());
+  uint32_t known[32] = {}, by_lane = 0;
+  for (unsigned i = 0; i < 32; ++i) {
+    if (!(mask >> i & 1)) continue;
+    by_lane = std::max(by_lane, lanes.by_lane[i]);
+    for (unsigned j = 0; j < 32; ++j) known[j] = std::max(known[j], lanes.of_each[i * 32 + j]);
+  }
+  for (unsigned i = 0; i < 32; ++i)
+    if (mask >> i & 1) known[i] = now;
+  for (unsigned i = 0; i < 32; ++i) {
+    if (!(mask >> i & 1)) continue;
+    lanes.by_lane[i] = by_lane;
+    std::copy(known, known + 32, lanes.of_each.get() + i * 32);
+  }
+}
+
+void LocalAccesses::warps_meet(const std::vector<uint32_t>& warps) {
+  for (uint32_t warp : warps) lanes_[warp].floor = order_.epoch(warp) - 1;
+}
+
+void LocalAccesses::lane_learns(uint32_t warp, unsigned lane) {
+  uint32_t& by_lane = lanes_[warp].by_lane[lane];
+  by_lane = std::max(by_lane, order_.known_steps(warp, warp));
+}
+
+void LocalAccesses::forget(const void* p, uint64_t bytes) {
+  const uint64_t end = address(p) + bytes;
+  for (uint64_t at = address(p) / 4 * 4; at < end; at += 4) {
+    const auto page = pages_.find(at / kLocalPage);
+    if (page == pages_.end()) at = (at / kLocalPage + 1) * kLocalPage - 4;
+    else page->second->cells[at % kLocalPage / 4] = LocalCell();
+  }
+}
+
+void LocalAccesses::benign_race(const void* p, uint64_t bytes) {
+  const std::pair<uint64_t, uint64_t> range{address(p), address(p) + bytes};
+  if (std::find(benign_.begin(), benign_.end(), range) == benign_.end()) benign_.push_back(range);
+}
+
+bool LocalAccesses::is_benign(uint64_t at) const {
+  return std::any_of(benign_.begin(), benign_.end(),
+                     [&](const auto& range) { return at + 4 > range.first && at < range.second; });
+}
+
+void LocalAccesses::enter(Thread& view, uint32_t warp) {
+  view.local = &shadow_;
+  view.local_stamp = static_cast<uint64_t>(order_.epoch(warp)) << 32 | static_cast<uint64_t>(warp) << 16 |
+                     static_cast<uint64_t>(view.lane) << 11;
+  view.local_begin = first_epoch_;
+}
+
+LocalCell& LocalAccesses::cell(uint64_t at) {
+  const uint64_t number = at / kLocalPage;
+  LocalPages::Line& line = shadow_.lines[number % kLocalLines];
+  if (line.number != number) {
+    static LocalCell nobody;
+    auto it = pages_.find(number);
+    if (it == pages_.end()) {
+      if (pages_.size() == kMaxPages) return nobody = LocalCell();
+      it = pages_.emplace(number, std::make_unique<Page>()).first;
+    }
+    line = {number, it->second->cells};
+  }
+  return line.cells[at % kLocalPage / 4];
+}
+
+bool LocalAccesses::ordered(uint64_t stamp, Thread& view, uint32_t warp) {
+  const uint32_t epoch = epoch_of_stamp(stamp), by = warp_of_stamp(stamp);
+  if (!stamp || epoch < first_epoch_) return true;
+  uint32_t known = 0;
+  if (by == warp) {
+    const Lanes& lanes = lanes_[warp];
+    const unsigned lane = lane_of_stamp(stamp);
+    if (lane == view.lane) return true;
+    known = std::max(lanes.floor, lanes.by_lane[view.lane]);
+    if (lanes.of_each && lanes.of_each[view.lane * 32 + lane] >= epoch) return true;
+  } else {
+    known = order_.known_steps(warp, by);
+  }
+  view.local_known[by % kLocalKnown] = static_cast<uint64_t>(by) << 32 | known;
+  return known >= epoch;
+}
+
+std::string LocalAccesses::accessed(Thread& view, uint32_t warp, const void* p, uint64_t bytes, LocalAccess access,
+                                    const char* name, const void* base, SharedRange shared) {
+  std::string wrong;
+  const uint64_t info = (address(name) & kInfoName) | static_cast<uint64_t>(static_cast<uint16_t>(view.site + 1)) << 48;
+  for (uint64_t at = address(p) / 4 * 4; at < address(p) + bytes; at += 4) {
+    LocalCell& c = cell(at);
+    const uint64_t own =
+        view.local_stamp | local_mask(at, address(p), bytes) | (access == LocalAccess::atomic ? kLocalAtomic : 0);
+    const auto conflicts = [&](uint64_t other) {
+      if (!(other & own & kLocalMask) || (other & own & kLocalAtomic)) return false;
+      return !ordered(other, view, warp);
+    };
+    const auto tell = [&](uint64_t other, uint64_t other_info, bool stored) {
+      if (wrong.empty() && !is_benign(at))
+        wrong = race(view, p, at, access, name, base, other, other_info, stored, shared);
+    };
+    if (conflicts(c.store)) tell(c.store, c.store_info, true);
+    if (access == LocalAccess::load) {
+      local_loaded(c, own, info);
+      continue;
+    }
+    for (int i = 0; i < 2; ++i)
+      if (conflicts(c.load[i])) tell(c.load[i], c.load_info[i], false);
+    local_stored(c, own, info);
+  }
+  return wrong;
+}
+
+std::string LocalAccesses::line(unsigned site) const {
+  return site && site <= lines_.size() && !lines_[site - 1].empty() ? ", after (" + lines_[site - 1] + ")" : "";
+}
+
+std::string LocalAccesses::thread_of(uint64_t stamp) const {
+  const uint32_t warp = warp_of_stamp(stamp);
+  return "block " + std::to_string(warp / warps_per_block_) + " thread " +
+         std::to_string(warp % warps_per_block_ * 32 + lane_of_stamp(stamp));
+}
+
+std::string LocalAccesses::race(const Thread& view, const void* p, uint64_t at, LocalAccess access, const char* name,
+                                const void* base, uint64_t other, uint64_t other_info, bool stored,
+                                SharedRange shared) const {
+  const auto verb = [](bool atomic, bool store) {
+    return atomic ? "an atomic operation on " : store ? "a store to " : "a load of ";
+  };
+  const uint64_t begin = std::max(at, address(p));
+  const std::string where = address(p) - shared.begin < shared.bytes ? " (shared memory)"
+                            : order_.in_heap(p)                      ? ""
+                                                                     : " (memory of this rank)";
+  const std::string what = name ? name : "a word";
+  const uint32_t by = warp_of_stamp(other);
+  const char* advice = by == warp_of_stamp(view.local_stamp) ? "T.sync_warp() or T.sync_threads() is missing"
+                       : by / warps_per_block_ == view.linear_block
+                           ? "T.sync_threads() is missing"
+                           : "a barrier of the grid, or another synchronisation of the two blocks, is missing";
+  const char* other_name = reinterpret_cast<const char*>(other_info & kInfoName);
+  std::string second = verb(other & kLocalAtomic, stored);
+  second += other_name ? other_name : "the word";
+  return verb(access == LocalAccess::atomic, access == LocalAccess::store) + what + where + " by " +
+         thread_of(view.local_stamp) + line(static_cast<unsigned>(view.site + 1)) + ", touches bytes " +
+         std::to_string(base ? begin - address(base) : 0) + " to " +
+         std::to_string((base ? begin - address(base) : 0) +
+                        static_cast<uint64_t>(__builtin_popcountll(other & kLocalMask))) +
+         " of it, and so does " + second + " by " + thread_of(other) + line(static_cast<unsigned>(other_info >> 48)) +
+         ", and nothing orders the two: " + advice + " between them";
+}
+
+} // namespace sim
+} // namespace tsn

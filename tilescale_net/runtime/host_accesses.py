@@ -1,0 +1,129 @@
+"""What the host does with symmetric tensors between launches, for the simulator's check for races.
+
+While the check is on, every operator of torch passes here. One that reads or writes symmetric memory is compared with
+the transfers of all ranks, as a kernel's loads and stores are. Ranks meet on the host in the package's collective calls
+and in those of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilescale_net import errors
+from tilescale_net.runtime import simulator
+
+_MAX_RUNS = 4096  # of a tensor that is not in one piece; of one with more only the first ones are looked at
+_WITHOUT_DATA = ("new_", "empty", "is_pinned", "_has_compatible")
+_mode: HostAccesses | None = None
+
+
+def runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Address and bytes of each piece that a tensor's elements lie in."""
+    if tensor.numel() == 0:
+        return []
+    dims = sorted((s, n) for n, s in zip(tensor.shape, tensor.stride()) if n > 1 and s > 0)
+    inner = 1
+    while dims and dims[0][0] == inner:
+        inner *= dims.pop(0)[1]
+    size, begin = tensor.element_size(), tensor.data_ptr()
+    starts = itertools.product(*(range(0, n * s, s) for s, n in reversed(dims)))
+    return [(begin + sum(start) * size, inner * size) for start in itertools.islice(starts, _MAX_RUNS)]
+
+
+class HostAccesses(TorchDispatchMode):
+    """Looks at the tensors of each operator that lie in `heaps`, and forgets what is no symmetric memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.heaps: dict[int, int] = {}  # bytes, by base
+        self.met = True  # by torch.distributed, since the last access or launch
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            self.met = True
+        elif self.heaps and simulator.races():
+            self._look(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _look(self, func, args, kwargs) -> None:
+        name = func._schema.name.split("::")[-1]
+        if name.endswith("_like") or name.startswith(_WITHOUT_DATA):
+            return
+        given = itertools.zip_longest(func._schema.arguments, args)
+        for argument, value in [*given, *((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs)]:
+            if argument is None:
+                continue
+            alias = argument.alias_info
+            if alias is not None and not alias.is_write:
+                continue  # a view of it is made
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu":
+                    self._access(tensor, alias is not None, name)
+
+    def _access(self, tensor: torch.Tensor, store: bool, name: str) -> None:
+        from tilescale_net import _simulator
+
+        begin = tensor.untyped_storage().data_ptr()
+        base = next((b for b, size in self.heaps.items() if 0 <= begin - b < size), None)
+        if base is None:
+            return
+        self.settle()
+        wrong = _simulator.host_access(base, runs(tensor), store, f"torch's {name} on the host")
+        if wrong:
+            report(base, wrong)
+
+    def settle(self) -> None:
+        """What other ranks had done when torch.distributed was called comes before what follows."""
+        if self.met:
+            host_meets()
+        self.met = False
+
+
+def report(base: int, wrong: str) -> None:
+    """Raise DataRace; in a world, every rank learns of it."""
+    from tilescale_net.runtime import worlds
+
+    error = errors.DataRace(f"{wrong} (simulated, seed {simulator.seed()}, visibility {simulator.visibility()})")
+    world = worlds.at(base)
+    if world is None:
+        raise error
+    world.fail(error)
+
+
+def follow(base: int, size: int) -> None:
+    """Look at the host's accesses to a heap from now on, where the check for races is on."""
+    global _mode
+    if _mode is None:
+        _mode = HostAccesses()
+        _mode.__enter__()
+    _mode.heaps[base] = size
+
+
+def forget(base: int) -> None:
+    """The heap is gone."""
+    global _mode
+    if _mode is not None and _mode.heaps.pop(base, None) is not None and not _mode.heaps:
+        _mode.__exit__(None, None, None)
+        _mode = None
+
+
+def is_followed(base: int) -> bool:
+    """Whether the host's accesses to a heap are looked at, and so its meetings are known."""
+    return _mode is not None and base in _mode.heaps
+
+
+def host_meets() -> None:
+    """The host of this rank has met those of the others."""
+    from tilescale_net import _simulator
+
+    _simulator.host_meets()
+
+
+def before_launch() -> None:
+    """A launch is asked for."""
+    if _mode is not None:
+        _mode.settle()
