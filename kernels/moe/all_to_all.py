@@ -13,7 +13,7 @@ import tilescale_net as tsn
 from tilescale_net.kernels.moe.argument_checks import ArgumentChecks
 from tilescale_net.kernels.moe.config import configure
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending
-from tilescale_net.kernels.moe.implementations import IMPLEMENTATIONS, heap_bytes
+from tilescale_net.kernels.moe.implementations import heap_bytes, make
 from tilescale_net.kernels.moe.mode import Phase
 from tilescale_net.kernels.moe.participant import Participant
 from tilescale_net.kernels.moe.status import ArgumentError
@@ -90,9 +90,9 @@ class AllToAll(Participant):
         )
         self._take_part(str(next(_numbers)))
         OBJECTS[self._number] = self
-        self.proxied = 0 in world.peer_base
+        self.proxied, self.nodes = 0 in world.peer_base, world.topology.nodes
         with torch.inference_mode(False):
-            self._mode = IMPLEMENTATIONS[mode][0](self, config)
+            self._mode = make(self, config)
         shape, symmetric = self._mode.output_shape(), self._mode.symmetric_output
         self._checks = ArgumentChecks(config, self.device, world.heap, shape, symmetric)
         self._compile(on_gpu if warm_up is None else warm_up)
@@ -122,6 +122,16 @@ class AllToAll(Participant):
     # -- what the caller may ask ------------------------------------------------------------------------------------
 
     heap_bytes = staticmethod(heap_bytes)
+
+    @property
+    def node_plan_words(self) -> int:
+        """Throughput mode: elements of `RoutingPlan.node_plan`."""
+        return self._mode.node_plan_words
+
+    @property
+    def sums_over(self) -> int:
+        """Into how many nodes combine divides the ranks, each of which sums for the others; see reference.sum_of_ranks."""
+        return self._mode.sums_over
 
     @property
     def under_way(self) -> tuple[str, ...]:

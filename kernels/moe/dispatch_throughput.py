@@ -23,7 +23,7 @@ from tilescale_net.kernels.moe.wire_layout import Totals, record_words
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class Sizes:
     """Compile-time sizes and choices; see dispatch_throughput."""
 
     ranks: int
@@ -50,7 +50,7 @@ class _Sizes:
 
 
 @tsn.macro
-def _signal_chunk(arrived, me, c, call, pe, lane):
+def signal_chunk(arrived, me, c, call, pe, lane):
     """Tell `pe` that a chunk, put by this warp, is there."""
     T.sync_warp()
     if lane == 0:
@@ -59,7 +59,7 @@ def _signal_chunk(arrived, me, c, call, pe, lane):
 
 
 @tsn.macro
-def _put_row(s, dst, dst_scales, row: T.Ref, x, x_scales, token: T.Ref, pe: T.Ref):
+def put_row(s, dst, dst_scales, row: T.Ref, x, x_scales, token: T.Ref, pe: T.Ref):
     """Put row `token` with its scales to row `row` of `dst` at `pe`."""
     N.put_warp(dst[row, 0], x[token, 0], pe, count=s.row_words, unroll=s.unroll)
     if s.scale_words:
@@ -67,7 +67,7 @@ def _put_row(s, dst, dst_scales, row: T.Ref, x, x_scales, token: T.Ref, pe: T.Re
 
 
 @tsn.macro
-def _put_staged(s, dst, dst_scales, row: T.Ref, staged, staged_scales, slot: T.Ref, pe: T.Ref, count: T.Ref):
+def put_staged(s, dst, dst_scales, row: T.Ref, staged, staged_scales, slot: T.Ref, pe: T.Ref, count: T.Ref):
     """Put `count` rows from slot `slot` on to rows `row` … of `dst` at `pe`, in one message, and their scales in another."""
     N.put_warp(dst[row, 0], staged[slot, 0], pe, count=count * s.row_words)
     if s.scale_words:
@@ -75,7 +75,7 @@ def _put_staged(s, dst, dst_scales, row: T.Ref, staged, staged_scales, slot: T.R
 
 
 @tsn.macro
-def _send_direct(
+def send_direct(
     s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, send_row, first_row, me: T.Ref, peer: T.Ref, c: T.Ref,
     n: T.Ref, j: T.Ref, row: T.Ref, token: T.Ref,
 ):  # fmt: skip
@@ -90,9 +90,9 @@ def _send_direct(
         else:
             row = me * s.max_tokens + j
         if s.in_place:
-            _put_row(s, out, out_scales, row, x, x_scales, token, peer)
+            put_row(s, out, out_scales, row, x, x_scales, token, peer)
         else:
-            _put_row(s, arrival, arrival_scales, row, x, x_scales, token, peer)
+            put_row(s, arrival, arrival_scales, row, x, x_scales, token, peer)
 
 
 @tsn.macro
@@ -109,10 +109,10 @@ def _send_proxied(
             copy_words(staged_scales, slot + q, x_scales, token, s.scale_words, lane)
     if s.by_rank:
         row = first_row[peer] + c * s.proxied_chunk
-        _put_staged(s, out, out_scales, row, staged, staged_scales, slot, peer, n)
+        put_staged(s, out, out_scales, row, staged, staged_scales, slot, peer, n)
     else:
         row = me * s.max_tokens + c * s.proxied_chunk
-        _put_staged(s, arrival, arrival_scales, row, staged, staged_scales, slot, peer, n)
+        put_staged(s, arrival, arrival_scales, row, staged, staged_scales, slot, peer, n)
 
 
 @tsn.macro
@@ -136,7 +136,7 @@ def _scatter(s, out, out_scales, src, src_scales, row, records, source, j, skip,
 
 
 @tsn.macro
-def _receive_row(
+def receive_row(
     s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, records, me: T.Ref, peer: T.Ref, j: T.Ref, row: T.Ref,
     slot: T.Ref, token: T.Ref, direct: T.Ref, lane,
 ):  # fmt: skip
@@ -182,7 +182,7 @@ def dispatch_throughput(
         calls [senders + receivers]: uint64, calls so far. tag: see output_tag. status: see STATUS_WORDS.
     """
     R, M = ranks, max_tokens
-    s = _Sizes(R, top_k, M, row_words, scale_words, placement, proxied, chunk, proxied_chunk)
+    s = Sizes(R, top_k, M, row_words, scale_words, placement, proxied, chunk, proxied_chunk)
     at, W = Totals(R, experts // R), record_words(top_k)
     chunks = -(-M // min(chunk, proxied_chunk))
     blocks, scale_width = senders + receivers, max(scale_words, 1)
@@ -263,12 +263,12 @@ def dispatch_throughput(
                     # Receivers take this rank's own rows from where they are.
                     if direct != 0 and c * chunk < sent[peer] and (s.by_rank or peer != me):
                         n = T.min(chunk, sent[peer] - c * chunk)
-                        _send_direct(
+                        send_direct(
                             s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, send_row, first_row, me,
                             peer, c, n, j, row, token,
                         )  # fmt: skip
                         if not s.by_rank:
-                            _signal_chunk(arrived, me, c, call, peer, lane)
+                            signal_chunk(arrived, me, c, call, peer, lane)
                     if proxied:
                         if direct == 0 and c * proxied_chunk < sent[peer]:
                             n = T.min(proxied_chunk, sent[peer] - c * proxied_chunk)
@@ -277,7 +277,7 @@ def dispatch_throughput(
                                 first_row, me, peer, c, n, slot, row, token, lane,
                             )  # fmt: skip
                             if not s.by_rank:
-                                _signal_chunk(arrived, me, c, call, peer, lane)
+                                signal_chunk(arrived, me, c, call, peer, lane)
                     ticket = T.shfl_sync(ahead, 0)
                 T.sync_threads()
                 count_sender(done, active, me, thread, R)
@@ -300,7 +300,7 @@ def dispatch_throughput(
                         n = T.min(size, received[peer] - c * size)
                         for q in T.serial(n):
                             j = c * size + q
-                            _receive_row(
+                            receive_row(
                                 s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, records, me, peer, j,
                                 row, slot, token, direct, lane,
                             )  # fmt: skip

@@ -17,6 +17,7 @@ class RoutingPlan:
 
     Attributes:
         tokens: of this rank.
+        node_plan: where rows cross the network once per node: see `node_layout.NodePlan`; else empty.
         send_token: [ranks, max_tokens] token of each row sent to a rank. int32, as all others but `row_weight`.
         send_row: [ranks, max_tokens] its first row in the expert-major order at that rank.
         token_slot: [tokens, ranks] its place among the rows to that rank, or -1.
@@ -28,6 +29,7 @@ class RoutingPlan:
     """
 
     tokens: int
+    node_plan: torch.Tensor
     send_token: torch.Tensor
     send_row: torch.Tensor
     token_slot: torch.Tensor
@@ -39,6 +41,7 @@ class RoutingPlan:
     def tensors(self) -> list[torch.Tensor]:
         """All fields but `tokens`, in order; written out, as Dynamo of torch 2.11 cannot trace `vars` of a dataclass."""
         return [
+            self.node_plan,
             self.send_token,
             self.send_row,
             self.token_slot,

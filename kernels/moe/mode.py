@@ -67,6 +67,7 @@ class Mode(ABC):
     """
 
     symmetric_output = False
+    sums_over = 1  # nodes whose ranks' rows are summed before they travel
 
     def __init__(self, base, config: Config, specs: BufferSpecs):
         self._base, self._c = base, config
@@ -90,6 +91,9 @@ class Mode(ABC):
         for tensor in self._symmetric.values():
             if tensor.dtype == torch.uint64:
                 tensor.view(torch.uint8).zero_()
+
+    def regroup(self, mask: tuple[bool, ...]) -> None:  # noqa: B027 (most modes have nothing to do)
+        """From now on these ranks take part; collective among them, and nothing is under way."""
 
     @abstractmethod
     def variants(self, everything: bool) -> list[Callable[[], Launch]]:

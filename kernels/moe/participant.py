@@ -84,6 +84,7 @@ class Participant(Collective):
             self._reset()
         self._machine.outdated = False
         self._name_members(active)
+        self._mode.regroup(self.mask)
         self.active.copy_(torch.tensor(active, dtype=torch.int32, device="cpu"), non_blocking=True)
 
     def _reset(self) -> None:

@@ -80,8 +80,10 @@ def symmetric_buffers(config: Config, tuning, proxied: bool) -> BufferSpecs:
 class ThroughputMode(Mode):
     """Many tokens: a routing plan is agreed before rows move; first halves run on a stream of their own."""
 
-    def __init__(self, base, config: Config):
-        super().__init__(base, config, symmetric_buffers(config, base.tuning, base.proxied))
+    node_plan_words = 0  # of a plan, see node_throughput.py
+
+    def __init__(self, base, config: Config, specs: BufferSpecs | None = None):
+        super().__init__(base, config, specs or symmetric_buffers(config, base.tuning, base.proxied))
         R, c, tuning, device = config.ranks, config, base.tuning, base.device
         self._tuning, self._proxied = tuning, base.proxied
         self._stream = SideStream(device) if device.type == "cuda" else DeferredStream()
@@ -260,6 +262,7 @@ class ThroughputMode(Mode):
 
         plan = RoutingPlan(
             tokens,
+            ints(self.node_plan_words),
             ints(R, M),
             ints(R, M),
             ints(max(tokens, 1), R),
@@ -268,9 +271,10 @@ class ThroughputMode(Mode):
             ints(c.capacity),
             torch.empty((c.capacity,), dtype=torch.float32, device=device),
         )
+        places = {name: value for name, value in vars(plan).items() if name != "node_plan"}
         self._stream.launch(
             self._routing_of(name_of(topk_idx.dtype)), topk_idx=topk_idx, topk_weights=topk_weights, fault=fault,
-            fault_value=fault_value, **vars(plan),
+            fault_value=fault_value, **places,
         )  # fmt: skip
         return plan
 
@@ -286,8 +290,12 @@ class ThroughputMode(Mode):
         self._stream.launch(
             self._dispatch_launch(), x=rows(x, words), x_scales=rows(scales, scale_words), out=rows(out, words),
             out_scales=rows(out_scales, scale_words), send_token=plan.send_token, send_row=plan.send_row,
-            records=plan.records, totals=plan.totals, tag=tag,
+            records=plan.records, totals=plan.totals, tag=tag, **self._move_by(plan),
         )  # fmt: skip
+
+    def _move_by(self, plan: RoutingPlan) -> dict:
+        """What else of a plan the kernel that moves rows takes."""
+        return {}
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
@@ -322,8 +330,12 @@ class ThroughputMode(Mode):
             row_weight=weights if by_row else unused, row_values=row_values, bias_0=bias_0, bias_1=bias_1,
             out=out if out.numel() else self._no_row,
             out_values=out_values if out_values.numel() else self._no_values, tokens=plan.tokens,
-            token_slot=plan.token_slot, records=plan.records, totals=plan.totals,
+            records=plan.records, totals=plan.totals, **self._sum_by(plan),
         )  # fmt: skip
+
+    def _sum_by(self, plan: RoutingPlan) -> dict:
+        """Where the rows of a token are, for the kernel that sums them."""
+        return {"token_slot": plan.token_slot}
 
 
 def _copy(pairs) -> None:
