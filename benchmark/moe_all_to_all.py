@@ -43,7 +43,7 @@ def _tuning(text: str) -> dict[str, int]:
         name, _, value = part.partition("=")
         if name not in known or not value.isdigit():
             raise argparse.ArgumentTypeError(f"{part!r} is not NAME=NUMBER with a name of {', '.join(known)}")
-        made[name] = int(value)
+        made[name] = bool(int(value)) if name == "once_per_node" else int(value)
     return made
 
 
@@ -150,7 +150,8 @@ def ours(args, mode: str, layout: str, fp8: bool, everyone, timer: DeviceTimer):
         check_dispatch(received, everyone, args.experts, rank, mode, layout)
         if not args.quantize_combine:
             returned = dequantise(mine.x_fp8, mine.scales).to(y.dtype) if fp8 else mine.x
-            check_combine(out, mine, returned, args.experts, ranks, weighted=layout == "expert" or mode == "latency")
+            weighted = layout == "expert" or mode == "latency"
+            check_combine(out, mine, returned, args.experts, ranks, weighted, rank, op.sums_over)
     nothing = lambda: None  # noqa: E731
     out = torch.empty_like(out)
     steps = [("dispatch", nothing, dispatch)]

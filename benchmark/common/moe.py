@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from benchmark.common.measuring import WrongData
-from tilescale_net.kernels.moe.reference import quantise
+from tilescale_net.kernels.moe.reference import quantise, sum_of_ranks
 from tilescale_net.kernels.moe.row_ops import groups_of
 
 FP8 = torch.float8_e4m3fn
@@ -41,18 +41,26 @@ class Traffic:
 
     Attributes:
         rows: all; remote: from other ranks; far: from other nodes.
+        per_node: rows (one per token and node) that come from other nodes, of this rank's share: those of the sources with
+            its index in their node.
     """
 
     rows: int
     remote: int
     far: int
+    per_node: int = 0
 
 
 def traffic(indices: list[torch.Tensor], experts: int, rank: int, far: list[bool]) -> Traffic:
     """Count them from all ranks' choices. `far`: which ranks are on other nodes."""
-    local = experts // len(indices)
+    local, size = experts // len(indices), far.count(False)
     here = [int((idx // local == rank).any(1).sum()) for idx in indices]
-    return Traffic(sum(here), sum(here) - here[rank], sum(n for n, other in zip(here, far) if other))
+    per_node = sum(
+        int((idx // (local * size) == rank // size).any(1).sum())
+        for source, (idx, other) in enumerate(zip(indices, far))
+        if other and source % size == rank % size
+    )
+    return Traffic(sum(here), sum(here) - here[rank], sum(n for n, other in zip(here, far) if other), per_node)
 
 
 def row_bytes(hidden: int, fp8: bool) -> int:
@@ -99,20 +107,20 @@ def check_dispatch(received, everyone: list[Inputs], experts: int, rank: int, mo
 
 
 def check_combine(
-    out: torch.Tensor, mine: Inputs, rows: torch.Tensor, experts: int, ranks: int, weighted: bool
+    out: torch.Tensor, mine: Inputs, rows: torch.Tensor, experts: int, ranks: int, weighted: bool, rank: int, nodes: int
 ) -> None:
     """Raise WrongData unless `out` is what combine makes of experts that return what they get.
 
     Args:
         rows: of this rank, [tokens, hidden], as the experts returned them (bfloat16).
+        nodes: `AllToAll.sums_over`.
     """
-    local = experts // ranks
-    total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-    for rank in range(ranks):
-        here = (mine.topk_idx // local == rank) & (mine.topk_idx >= 0)
+    local, parts = experts // ranks, []
+    for host in range(ranks):
+        here = (mine.topk_idx // local == host) & (mine.topk_idx >= 0)
         factor = (mine.topk_weights * here).sum(1) if weighted else here.any(1).float()
-        total += (factor[:, None] * rows.float()).to(torch.bfloat16).float()
-    if not torch.equal(out, total.to(torch.bfloat16)):
+        parts.append(factor[:, None] * rows.float())
+    if not torch.equal(out, sum_of_ranks(parts, rank, torch.bfloat16, nodes=nodes)):
         raise WrongData("combine: sums differ")
 
 

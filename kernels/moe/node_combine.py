@@ -14,17 +14,10 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import combine_throughput_steps as steps
+from tilescale_net.kernels.moe import node_combine_steps as node_steps
 from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, take_ticket
 from tilescale_net.kernels.moe.node_layout import NodePlan, Nodes
-from tilescale_net.kernels.moe.row_ops import (
-    EXACT_SUMS,
-    EXPLICIT_SYNC,
-    FP8,
-    add_rows,
-    clear,
-    store_quantised,
-    store_rounded,
-)
+from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
 from tilescale_net.kernels.moe.wire_layout import Totals, record_words
 
 
@@ -38,21 +31,63 @@ def _signal(arrived, row: T.Ref, c: T.Ref, call: T.Ref, pe: T.Ref, lane):
 
 
 @tsn.macro
-def _send_to_gateway(
-    s, y, row_weight, row_values, relayed, relayed_values, records, base, first: T.Ref, peer: T.Ref, gateway: T.Ref, c: T.Ref,
-    n: T.Ref, lane,
+def _send_chunk(
+    s, to_gateway, at, y, row_weight, row_values, slots, slot_scales, slot_values, relayed, relayed_values, records, base,
+    arrived, summed, node_map, call: T.Ref, me: T.Ref, node: T.Ref, mine: T.Ref, peer: T.Ref, target: T.Ref, c: T.Ref, n: T.Ref,
+    row: T.Ref, first: T.Ref, lane,
 ):  # fmt: skip
-    """Sum the `n` rows of chunk `c` for a rank of another node, unquantised, into its gateway's rows from `first` on."""
-    if s.unchanged:
-        N.put_warp(relayed[first, 0], y[base[peer] + c * s.chunk, 0], gateway, count=n * s.hidden)
-    else:
-        # A tuple, because tilelang renames a parameter that is given another name.
-        there = (N.remote(relayed, gateway), N.remote(relayed_values, gateway) if s.valued != "" else relayed_values)
-        for q in T.serial(n):
-            steps.send_row(
-                s, there[0], row_weight, there[1], first + q, y, row_weight, row_values, records, peer, c * s.chunk + q,
-                base[peer], lane,
+    """Send the `n` rows of chunk `c` that this rank has for `peer`: to it, or to its gateway in this node."""
+    away = peer // at.size != node
+    target = T.if_then_else(away, node_map[at.carrier + peer], peer)
+    row = T.if_then_else(away, node_map[at.carrier_slot + peer] * at.size + me % at.size, mine)
+    first = row * s.max_tokens + c * s.chunk
+    if s.quantised:
+        if away:
+            node_steps.send_rows(
+                to_gateway, y, row_weight, row_values, relayed, slot_scales, relayed_values, records, base, first, peer, target,
+                c, n, lane,
             )  # fmt: skip
+        else:
+            node_steps.send_rows(
+                s,
+                y,
+                row_weight,
+                row_values,
+                slots,
+                slot_scales,
+                slot_values,
+                records,
+                base,
+                first,
+                peer,
+                target,
+                c,
+                n,
+                lane,
+            )
+    else:
+        first = first + T.if_then_else(away, at.origins * s.max_tokens, 0)
+        node_steps.send_rows(
+            s,
+            y,
+            row_weight,
+            row_values,
+            slots,
+            slot_scales,
+            slot_values,
+            records,
+            base,
+            first,
+            peer,
+            target,
+            c,
+            n,
+            lane,
+        )
+    if away:
+        _signal(summed, row, c, call, target, lane)
+    else:
+        _signal(arrived, row, c, call, target, lane)
 
 
 @tsn.macro
@@ -67,80 +102,6 @@ def _await_row(at, plan, chunk, summed, node_plan, k: T.Ref, i: T.Ref, place: T.
 
 
 @tsn.macro
-def _sum_in_node(
-    s,
-    at,
-    plan,
-    staged,
-    staged_scales,
-    row: T.Ref,
-    relayed,
-    node_plan,
-    from_row,
-    weight,
-    piece,
-    acc,
-    k: T.Ref,
-    i: T.Ref,
-    lane,
-):
-    """Sum row `i` of slot `k` over the ranks of this node, in their order."""
-    width, batch, group = s.width, s.send_batch, s.send_group
-    for b in T.serial(-(-s.units // (32 * batch))):
-        clear(acc, batch * width)
-        for p in T.serial(-(-at.size // group)):
-            for g in T.unroll(group):
-                from_row[g] = -1
-                weight[g] = 1.0
-                if p * group + g < at.size:
-                    from_row[g] = node_plan[plan.gather(k, i, p * group + g)]
-            add_rows(acc, piece, from_row, weight, relayed, b * 32 * batch, lane, s.units, width, batch, group)
-        if s.quantised:
-            store_quantised(staged, staged_scales, row, acc, b * 32 * batch, lane, s.units, width, batch)
-        else:
-            store_rounded(staged, row, acc, b * 32 * batch, lane, s.units, width, batch, s.dtype)
-
-
-@tsn.macro
-def _sum_values_in_node(
-    s,
-    at,
-    plan,
-    staged_values,
-    row: T.Ref,
-    relayed_values,
-    node_plan,
-    k: T.Ref,
-    i: T.Ref,
-    place: T.Ref,
-    total: T.Ref,
-    lane,
-):
-    """Add up the numbers of a token's choices over the ranks of this node."""
-    for g in T.serial((s.top_k + 31) // 32):
-        if g * 32 + lane < s.top_k:
-            total = T.float32(0)
-            for r in T.serial(at.size):
-                place = node_plan[plan.gather(k, i, r)]
-                if place >= 0:
-                    total = total + relayed_values[place, g * 32 + lane]
-            staged_values[row, g * 32 + lane] = total
-
-
-@tsn.macro
-def _sum_values(s, at, plan, out_values, slot_values, node_plan, token: T.Ref, place: T.Ref, total: T.Ref, lane):
-    """Add up the numbers of a token's choices over its origins."""
-    for g in T.serial((s.top_k + 31) // 32):
-        if g * 32 + lane < s.top_k:
-            total = T.float32(0)
-            for o in T.serial(at.origins):
-                place = node_plan[plan.place(token, o)]
-                if place >= 0:
-                    total = total + slot_values[o * s.max_tokens + place, g * 32 + lane]
-            out_values[token, g * 32 + lane] = total
-
-
-@tsn.macro
 def _send_back(
     s, in_node, at, plan, slots, slot_scales, slot_values, staged, staged_scales, staged_values, relayed, relayed_values,
     node_plan, summed, from_row, weight, piece, acc, call: T.Ref, k: T.Ref, source: T.Ref, origin: T.Ref, c: T.Ref, n: T.Ref, i: T.Ref,
@@ -151,11 +112,13 @@ def _send_back(
         i = c * s.proxied_chunk + q
         row = k * s.max_tokens + i
         _await_row(at, plan, s.chunk, summed, node_plan, k, i, place, call, lane)
-        _sum_in_node(
+        node_steps.sum_in_node(
             in_node, at, plan, staged, staged_scales, row, relayed, node_plan, from_row, weight, piece, acc, k, i, lane
         )
         if s.valued != "":
-            _sum_values_in_node(s, at, plan, staged_values, row, relayed_values, node_plan, k, i, place, total, lane)
+            node_steps.sum_values_in_node(
+                s, at, plan, staged_values, row, relayed_values, node_plan, k, i, place, total, lane
+            )
     T.sync_warp()
     row = k * s.max_tokens + c * s.proxied_chunk
     place = origin * s.max_tokens + c * s.proxied_chunk
@@ -197,10 +160,11 @@ def combine_nodes(
         nodes, slots_of_gateway: see Nodes. The others are those of combine_throughput.
 
     Parameters of the kernel:
-        slots [origins * max_tokens, hidden] of `dtype` or FP8, slot_scales, slot_values alike: symmetric.
+        slots [origins * max_tokens or more, hidden] of `dtype` or FP8, slot_scales, slot_values alike: symmetric.
         staged [slots_of_gateway * max_tokens, hidden], staged_scales, staged_values alike: symmetric; sums of this node.
         relayed [slots_of_gateway * size * max_tokens, hidden] of `dtype`, relayed_values [… , top_k] float32: symmetric;
-        what the ranks of this node have for tokens of other nodes.
+        what the ranks of this node have for tokens of other nodes. Unless `quantised` they are the end of slots, behind
+        those of all origins, and of slot_values: two copies of the code that sums would spill more registers.
         arrived [origins, chunks], summed [slots_of_gateway * size, chunks] uint64: symmetric; chunks that are there, of
         `slots` and of `relayed`.
         node_map: see Nodes. node_plan: see NodePlan. The others are those of combine_throughput.
@@ -306,24 +270,14 @@ def combine_nodes(
                         c = ticket // R
                         # What goes to other nodes comes first.
                         peer = (ticket % R + (node + 1) * L) % R
-                        if c * chunk < received[peer]:
+                        # Reducers take this rank's own rows from where they are, if they travel as they are.
+                        if c * chunk < received[peer] and (peer != me or not s.unchanged):
                             n = T.min(chunk, received[peer] - c * chunk)
-                            if peer // L != node:
-                                gateway = node_map[at.carrier + peer]
-                                row = node_map[at.carrier_slot + peer] * L + me % L
-                                slot = row * M + c * chunk
-                                _send_to_gateway(
-                                    to_gateway, y, row_weight, row_values, relayed, relayed_values, records, base, slot,
-                                    peer, gateway, c, n, lane,
-                                )  # fmt: skip
-                                _signal(summed, row, c, call, gateway, lane)
-                            # Reducers take this rank's own rows from where they are, if they travel as they are.
-                            elif peer != me or not s.unchanged:
-                                steps.send_direct(
-                                    s, y, row_weight, row_values, slots, slot_scales, slot_values, records, base, mine,
-                                    peer, c, n, slot, size, lane,
-                                )  # fmt: skip
-                                _signal(arrived, mine, c, call, peer, lane)
+                            _send_chunk(
+                                s, to_gateway, at, y, row_weight, row_values, slots, slot_scales, slot_values, relayed,
+                                relayed_values, records, base, arrived, summed, node_map, call, me, node, mine, peer, gateway,
+                                c, n, row, slot, lane,
+                            )  # fmt: skip
                     else:
                         c = (ticket - R * chunks) // S
                         k = (ticket - R * chunks) % S
@@ -359,7 +313,7 @@ def combine_nodes(
                     s, out, y, bias_0, bias_1, slots, slot_scales, slot_of, from_row, piece, acc, token, peer, lane
                 )
                 if valued != "":
-                    _sum_values(s, at, plan, out_values, slot_values, node_plan, token, row, total, lane)
+                    node_steps.sum_values(s, at, plan, out_values, slot_values, node_plan, token, row, total, lane)
                 token = T.shfl_sync(ahead, 0)
             T.sync_threads()
             close_call(done, active, calls, call, block, senders, thread, R)

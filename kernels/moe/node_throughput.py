@@ -26,6 +26,8 @@ def _carrying(config: Config, tuning, at: Nodes) -> BufferSpecs:
     row, scales, G = c.row_words, max(c.scale_words, 1), groups_of(c.hidden)
     payload, chunks = FP8 if c.quantize_combine else c.combine_dtype, -(-M // tuning.chunk)
     ints, floats, words = torch.int32, torch.float32, torch.uint64
+    # Rows that nobody quantises lie behind the slots, see `_place_relayed`.
+    behind, apart = (0, at.lists * M) if c.quantize_combine else (at.lists * M, 1)
     return {
         "nodes.heads_in": ((S, at.head_words), ints),
         "nodes.pairs_in": ((S, M, 2 * at.size), ints),
@@ -36,8 +38,10 @@ def _carrying(config: Config, tuning, at: Nodes) -> BufferSpecs:
         "combine.staged": ((S * M, c.hidden), payload),
         "combine.staged_scales": ((S * M if c.quantize_combine else 1, G), floats),
         "combine.staged_values": ((S * M, c.top_k), floats),
-        "combine.relayed": ((at.lists * M, c.hidden), c.combine_dtype),
-        "combine.relayed_values": ((at.lists * M, c.top_k), floats),
+        "combine.slots": ((at.origins * M + behind, c.hidden), payload),
+        "combine.slot_values": ((at.origins * M + behind, c.top_k), floats),
+        "combine.relayed": ((apart, c.hidden), c.combine_dtype),
+        "combine.relayed_values": ((apart, c.top_k), floats),
         "combine.summed": ((at.lists, chunks), words),
     }
 
@@ -48,7 +52,6 @@ def symmetric_buffers(config: Config, tuning, nodes: int) -> BufferSpecs:
     staged, chunks = (nodes - 1) * M, -(-M // tuning.chunk)
     ints, floats, words = torch.int32, torch.float32, torch.uint64
     specs = throughput.symmetric_buffers(config, tuning, proxied=False)
-    payload = specs["combine.slots"][1]
     return (
         specs
         | {
@@ -56,9 +59,7 @@ def symmetric_buffers(config: Config, tuning, nodes: int) -> BufferSpecs:
             "nodes.pairs_out": ((nodes, M, 2 * at.size), ints),
             "dispatch.staged": ((staged, c.row_words), ints),
             "dispatch.staged_scales": ((staged if c.scale_words else 1, max(c.scale_words, 1)), ints),
-            "combine.slots": ((at.origins * M, c.hidden), payload),
             "combine.slot_scales": ((at.origins * M if c.quantize_combine else 1, groups_of(c.hidden)), floats),
-            "combine.slot_values": ((at.origins * M, c.top_k), floats),
             "combine.arrived": ((at.origins, chunks), words),
         }
         | _carrying(c, tuning, at)
@@ -74,6 +75,7 @@ class NodeThroughputMode(throughput.ThroughputMode):
         super().__init__(base, config, specs)
         own = {"calls": base.counters(base.blocks)}
         self._fixed["nodes"] = self._buffers("nodes") | own
+        self._place_relayed()
         self._use_map(base.mask)
 
     @property
@@ -88,6 +90,12 @@ class NodeThroughputMode(throughput.ThroughputMode):
     def _room(at: Nodes, mask: tuple[bool, ...]) -> Nodes:
         """With slots for as many sources as a gateway serves among these members."""
         return replace(at, slots=max(at.slots, Gateways(mask, at.nodes).slots))
+
+    def _place_relayed(self) -> None:
+        """Rows for tokens of other nodes lie behind the slots where they have their dtype."""
+        fixed, begin = self._fixed["combine"], self._at.origins * self._c.max_tokens
+        if not self._c.quantize_combine:
+            fixed["relayed"], fixed["relayed_values"] = fixed["slots"][begin:], fixed["slot_values"][begin:]
 
     def _use_map(self, mask: tuple[bool, ...]) -> None:
         """Let the kernels go by the map of these members."""
@@ -106,6 +114,7 @@ class NodeThroughputMode(throughput.ThroughputMode):
             self._symmetric.update(grown)
             for kernel, fixed in self._fixed.items():
                 fixed.update(self._buffers(kernel))
+            self._place_relayed()
         self._use_map(mask)
         self._launches.clear()
 
