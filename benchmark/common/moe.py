@@ -41,26 +41,18 @@ class Traffic:
 
     Attributes:
         rows: all; remote: from other ranks; far: from other nodes.
-        per_node: rows (one per token and node) that come from other nodes, of this rank's share: those of the sources with
-            its index in their node.
     """
 
     rows: int
     remote: int
     far: int
-    per_node: int = 0
 
 
 def traffic(indices: list[torch.Tensor], experts: int, rank: int, far: list[bool]) -> Traffic:
     """Count them from all ranks' choices. `far`: which ranks are on other nodes."""
-    local, size = experts // len(indices), far.count(False)
+    local = experts // len(indices)
     here = [int((idx // local == rank).any(1).sum()) for idx in indices]
-    per_node = sum(
-        int((idx // (local * size) == rank // size).any(1).sum())
-        for source, (idx, other) in enumerate(zip(indices, far))
-        if other and source % size == rank % size
-    )
-    return Traffic(sum(here), sum(here) - here[rank], sum(n for n, other in zip(here, far) if other), per_node)
+    return Traffic(sum(here), sum(here) - here[rank], sum(n for n, other in zip(here, far) if other))
 
 
 def row_bytes(hidden: int, fp8: bool) -> int:
