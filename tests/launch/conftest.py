@@ -70,7 +70,7 @@ def alive(pids: list[int]) -> list[int]:
     return running
 
 
-def wait_until(condition, seconds: float = 10.0) -> bool:
+def wait_until(condition, seconds: float = 30.0) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():

@@ -197,14 +197,14 @@ def test_ranks_and_their_compilers_end_with_a_killed_launcher(script):
     assert wait_until(lambda: len(script.pids()) == 4)
     process.kill()
     process.communicate(timeout=20)
-    assert wait_until(lambda: not alive(script.pids()), 5)
+    assert wait_until(lambda: not alive(script.pids()))
 
 
 def test_what_ranks_leave_running_is_ended(script):
     done = launch(script(STUBBORN), GPUS="2")
     assert done.returncode == 0
     assert len(script.pids()) == 4
-    assert wait_until(lambda: not alive(script.pids()), 5)
+    assert wait_until(lambda: not alive(script.pids()))
 
 
 def test_objects_in_shared_memory_are_removed_for_a_killed_rank(script):

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(tempfile.gettempdir()) / f"tilescale_net-tests-{os.getuid()}"
 BASE = [
     "-std=c++17",
-    "-O1",
+    "-O0",  # compiled in half the time; what they run is short
     "-g1",
     "-Wall",
     "-Wextra",
@@ -68,22 +68,38 @@ def _object(command: list[str], source: Path, folder: Path) -> Path:
     return out
 
 
+def _folder(command: list[str]) -> Path:
+    folder = CACHE / hashlib.sha256(" ".join(command).encode()).hexdigest()[:12]
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 def build(
-    name: str, sources: list[str], sanitizer: str = "", flags: tuple[str, ...] = (), shared: bool = False
+    name: str,
+    sources: list[str],
+    sanitizer: str = "",
+    flags: tuple[str, ...] = (),
+    shared: bool = False,
+    apart: tuple[set[str], tuple[str, ...]] = (set(), ()),
 ) -> Path:
     """Path of the program (or shared library) `name` made from `sources`, which are relative to the repository.
+
+    `apart` are some of them and flags for these alone: the others are compiled once for programs with and without.
 
     Fails the test when something does not compile; skips it when there is no compiler for the sanitizer.
     """
     command = [compiler(sanitizer), *BASE, *SANITIZERS[sanitizer], *flags, *(["-fPIC"] if shared else [])]
-    key = hashlib.sha256(" ".join(command).encode()).hexdigest()[:12]
     assert private_folder.make(CACHE), f"{CACHE} belongs to another user; remove it"
-    folder = CACHE / key
-    folder.mkdir(exist_ok=True)
+    folder = _folder(command)
+
+    def compiled(source: str) -> Path:
+        special = [*command, *apart[1]] if source in apart[0] else command
+        return _object(special, ROOT / source, _folder(special))
+
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            objects = list(pool.map(lambda s: _object(command, ROOT / s, folder), sources))
+            objects = list(pool.map(compiled, sources))
         out = folder / (name + (".so" if shared else ""))
         if not out.exists() or any(o.stat().st_mtime_ns > out.stat().st_mtime_ns for o in objects):
             partial = out.with_suffix(".part")

@@ -1,12 +1,13 @@
 """What a watchdog makes of a process that has ended while the store of the job is slow to say whether it may."""
 
+import os
 import subprocess
 import time
 from concurrent.futures import Future
 
 import pytest
 
-from tilescale_net.errors import PeerLost
+from tilescale_net.errors import PeerLost, WaitTimeout
 from tilescale_net.runtime.watchdog import Watchdog
 
 
@@ -62,3 +63,24 @@ def test_a_process_has_ended(slow, words, blamed):
     process.wait()
     assert reasons == (["rank 1 (process ended without a word) is gone"] if blamed else []), reasons
     assert bool(control.said) == blamed
+
+
+def test_an_error_of_this_rank_is_not_taken_for_the_loss_of_a_peer():
+    """The watchdog meets the error while another thread is about to ask why it met the same one."""
+    own = WaitTimeout("rank 0: wait in block 0 waited 2 s")
+    seen, control = [], Control(SlowStore(0.0, True))
+    watchdog = Watchdog(
+        control,
+        ["here"] * 2,
+        [0, os.getpid()],
+        30.0,
+        lambda: own,
+        lambda *_: seen.append(watchdog.loss()),
+        lambda _: None,
+    )
+    end = time.monotonic() + 30
+    while not seen and time.monotonic() < end:
+        time.sleep(0.05)
+    assert seen == [(str(own), own)]
+    assert watchdog.explanation_of(own) is None
+    watchdog.close()

@@ -8,9 +8,15 @@ SIMULATOR = ROOT / "tilescale_net" / "csrc" / "simulator"
 
 
 # gcc's sanitizers for both: with clang's the test would say nothing of the compiler that the package is built with.
-@pytest.mark.parametrize("flags", ["-fsanitize=address,undefined", "-DTSN_SIM_PORTABLE_FIBERS"])
-def test_program(flags):
+@pytest.mark.parametrize("name, flags", [("own", ()), ("portable", ("-DTSN_SIM_PORTABLE_FIBERS",))])
+def test_program(name, flags):
     sources = [str(p.relative_to(ROOT)) for p in sorted(SIMULATOR.glob("*.cpp"))]
     sources = [s for s in sources if not s.endswith(("module.cpp", "bindings.cpp"))]
     assert len(sources) > 10
-    assert run(build("simulator_test", ["tests/native/simulator_test.cpp", *sources], flags=(flags,))) == "ok\n"
+    test = "tests/native/simulator_test.cpp"
+    apart = {s for s in [test, *sources] if "TSN_SIM_PORTABLE_FIBERS" in (ROOT / s).read_text()}
+    assert len(apart) == 2
+    program = build(
+        f"simulator_{name}", [test, *sources], flags=("-fsanitize=address,undefined",), apart=(apart, flags)
+    )
+    assert run(program) == "ok\n"

@@ -56,7 +56,8 @@ class Watchdog:
         self._poll_local = poll_local
         self._on_loss, self._on_alarm = on_loss, on_alarm
         self._alarms = 0
-        self._reason: str | None = None
+        # Why the job is lost, and this rank's own error, if that is why: read by other threads, so they change together.
+        self._loss: tuple[str, TileScaleError | None] | None = None
         self._news = News()
         self._round: Future | None = None
         self._asked = 0.0  # when the round began
@@ -85,7 +86,11 @@ class Watchdog:
 
     def reason(self) -> str | None:
         """Why the job is lost, or None."""
-        return self._reason
+        return self._loss[0] if self._loss is not None else None
+
+    def loss(self) -> tuple[str, TileScaleError | None] | None:
+        """Why the job is lost, with this rank's own error, if that is why; or None."""
+        return self._loss
 
     def lost_ranks(self) -> set[int]:
         """Who is known to be lost now: processes that have ended or are stopped, and hosts that are silent."""
@@ -115,7 +120,8 @@ class Watchdog:
             return None
         begin = looked = time.monotonic()
         while True:
-            found = self._reason or self._peers()
+            loss = self._loss
+            found = loss[0] if loss is not None and loss[1] is None else self._peers()
             if found:
                 return found
             now = time.monotonic()
@@ -148,7 +154,7 @@ class Watchdog:
         if self._control.store.kept_by != self._control.rank:
             return
         left = set(range(self._control.size)) - {self._control.rank} - self._control.lost
-        while left and self._reason is None:
+        while left and self._loss is None:
             left -= set(self._dead())
             try:
                 left -= set(self._control.store.ask(lambda s, left=left: {r for r in left if s.check([f"ended/{r}"])}))
@@ -191,7 +197,7 @@ class Watchdog:
         """Look no more; there is no reason any more."""
         self._stop.set()
         self._thread.join(timeout=5)
-        self._reason = None
+        self._loss = None
         with self._lock:
             for fd in self._fds.values():
                 os.close(fd)
@@ -202,12 +208,12 @@ class Watchdog:
     def _run(self) -> None:
         while not self._stop.wait(self._beats.interval):
             self._count_silence()
-            if self._reason is None:
+            if self._loss is None:
                 found = self._look()
                 if found and not self._stop.is_set():
-                    self._reason, error = found
+                    self._loss = found
                     self._control.store.post(self._say_aware)
-                    self._on_loss(self._reason, error)
+                    self._on_loss(*found)
 
     def _say_aware(self, store) -> None:
         rank = self._control.rank

@@ -228,8 +228,8 @@ class World:
             raise self.failure
 
     def _notice_loss(self) -> None:
-        if self.failure is None and self._watchdog.reason():
-            self._on_loss(self._watchdog.reason(), None)
+        if self.failure is None and (loss := self._watchdog.loss()) is not None:
+            self._on_loss(*loss)
 
     def _learn_why_aborted(self, seconds: float = 2.0) -> None:
         end = time.monotonic() + seconds
@@ -311,6 +311,7 @@ class World:
             if self._settle():
                 self.control.agree("tilescale_net.barrier", "settled")
         except PeerLost as err:
+            self._notice_loss()  # it may be this rank's own error that the watchdog has met
             self.failure = self.failure or err
             raise self.failure from err
 
