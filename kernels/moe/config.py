@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 
 import torch
@@ -43,6 +44,7 @@ MODES = {
 }
 
 
+@functools.cache
 def name_of(dtype: torch.dtype) -> str:
     """tilelang's name of a torch dtype."""
     return str(dtype).removeprefix("torch.")
@@ -161,4 +163,5 @@ def configure(
 
 def as_words(tensor: torch.Tensor, words: int) -> torch.Tensor:
     """Rows as 4-byte words: [rows, words], without a copy."""
-    return tensor.view(-1, tensor.shape[-1]).view(torch.int32).view(-1, words)
+    tensor = tensor.view(torch.int32)
+    return tensor if tensor.dim() == 2 else tensor.view(-1, words)

@@ -28,6 +28,11 @@ class Participant(Collective):
             self.status = Status(self._world)
 
     @property
+    def world(self):
+        """In which its kernels run."""
+        return self._world
+
+    @property
     def outdated(self) -> bool:
         """Whether ranks have left the job since, so that `set_active` must come before any other call."""
         return self._members is not self._world.control.members
@@ -107,9 +112,13 @@ class Participant(Collective):
 
     def _begin(self, call: str = "") -> None:
         """How every call that sends begins: the state is checked, then what has failed meanwhile."""
-        self._machine_check(call)
-        self._world.check()
-        self._raise_refusal()
+        world, machine = self._world, self._machine
+        control = world.control
+        if machine.pending or not self._owned or world.closed or control.left or self._members is not control.members:
+            self._machine_check(call)
+        world.check()
+        if self.status.written:
+            self._raise_refusal()
 
     def _named(self, call: str, error: ArgumentError) -> Exception:
         return type(error.error)(f"AllToAll.{call} on rank {self.rank}: {error.error}")

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Hashable
 
 import torch
+
+
+def stream_key(device: torch.device) -> Hashable:
+    """What stands for the current stream; None while it is captured into a CUDA graph."""
+    if device.type != "cuda":
+        return 0
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return torch._C._cuda_getCurrentRawStream(device.index)  # a tenth of what current_stream costs
 
 
 class SideStream:
@@ -15,9 +25,13 @@ class SideStream:
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     @staticmethod
-    def launch(kernel, **arguments) -> None:
+    def launch(kernel, *arguments) -> None:
         """Launch a kernel on the current stream."""
-        kernel(**arguments)
+        kernel(*arguments)
+
+    def key(self) -> Hashable:
+        """See `stream_key`."""
+        return stream_key(self._device)
 
     @contextlib.contextmanager
     def on_side(self, tensors):
@@ -53,13 +67,17 @@ class DeferredStream:
         self._queue: list[tuple] = []
         self._sent = self._done = 0
 
-    def launch(self, kernel, **arguments) -> None:
+    def launch(self, kernel, *arguments) -> None:
         """Launch a kernel, or keep it for later."""
         if self._on_side:
             self._queue.append((kernel, arguments))
             self._sent += 1
         else:
-            kernel(**arguments)
+            kernel(*arguments)
+
+    def key(self) -> Hashable:
+        """See `stream_key`."""
+        return self._on_side
 
     @contextlib.contextmanager
     def on_side(self, tensors):
@@ -81,4 +99,4 @@ class DeferredStream:
         while self._done < marks[0]:
             kernel, arguments = self._queue.pop(0)
             self._done += 1
-            kernel(**arguments)
+            kernel(*arguments)
