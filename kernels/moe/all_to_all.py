@@ -43,7 +43,8 @@ class AllToAll(Participant):
             gives each token once per rank, with an index of the rows of each expert.
         alignment: throughput mode: the first row of each expert is a multiple of it.
         capacity: throughput mode: expert-major rows that a rank can receive, including the gaps; default the worst case.
-            A dispatch that does not fit on some rank sends nothing and raises on all of them.
+            A dispatch that does not fit on some rank sends nothing and raises on all of them. With it, symmetric memory
+            does not grow with the number of ranks, but for some words per token.
         combine_dtype: of `y` and of combine's result; default `dtype`, or bfloat16 where `dtype` is FP8.
         quantize_combine: rows travel back as FP8 with a scale per 128 elements.
         zero_copy: throughput mode: outputs lie in symmetric memory (`empty_output`, or the one that this object owns) and most

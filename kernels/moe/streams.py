@@ -18,15 +18,21 @@ def stream_key(device: torch.device) -> Hashable:
 
 
 class SideStream:
-    """A CUDA stream of high priority beside the caller's."""
+    """A CUDA stream of high priority beside the caller's.
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    Args:
+        in_order: launches on the caller's stream wait for those made on the side before.
+    """
+
+    def __init__(self, device: torch.device, in_order: bool = False):
+        self._device, self._in_order = device, in_order
+        self._on_side, self._last = False, None
         self._stream = torch.cuda.Stream(device, priority=-1)
 
-    @staticmethod
-    def launch(kernel, *arguments) -> None:
+    def launch(self, kernel, *arguments) -> None:
         """Launch a kernel on the current stream."""
+        if self._in_order and self._last is not None and not self._on_side:
+            self.wait(self._last)
         kernel(*arguments)
 
     def key(self) -> Hashable:
@@ -44,15 +50,23 @@ class SideStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for tensor in tensors:
             tensor.record_stream(self._stream)
-        with torch.cuda.stream(self._stream):
-            yield event
-            event.record(self._stream)
+        self._on_side = True
+        try:
+            with torch.cuda.stream(self._stream):
+                yield event
+                event.record(self._stream)
+        finally:
+            self._on_side = False
+        self._last = event
 
     def forget(self) -> None:
         """Nothing is kept: what was launched has ended."""
+        self._last = None
 
     def wait(self, event) -> None:
         """Let the current stream wait for what ran on the side."""
+        if event is self._last:
+            self._last = None
         torch.cuda.current_stream(self._device).wait_event(event)
 
 
@@ -60,10 +74,13 @@ class DeferredStream:
     """The simulator's stand-in: launches made on the side run when they are waited for, as late as a GPU may run them.
 
     What happens to their arguments in between, or to memory that they share with other calls, then shows in the data.
+
+    Args:
+        in_order: see SideStream.
     """
 
-    def __init__(self):
-        self._on_side = False
+    def __init__(self, in_order: bool = False):
+        self._on_side, self._in_order = False, in_order
         self._queue: list[tuple] = []
         self._sent = self._done = 0
 
@@ -73,6 +90,8 @@ class DeferredStream:
             self._queue.append((kernel, arguments))
             self._sent += 1
         else:
+            if self._in_order:
+                self.wait([self._sent])
             kernel(*arguments)
 
     def key(self) -> Hashable:

@@ -19,7 +19,7 @@ from tilescale_net.kernels.moe.routing import plan_routing
 from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.streams import DeferredStream, SideStream
-from tilescale_net.kernels.moe.wire_layout import NO_FAULT, Counts, Totals, output_tag, record_words
+from tilescale_net.kernels.moe.wire_layout import NO_FAULT, Counts, Totals, most_sent, output_tag, record_words
 from tilescale_net.runtime.launch_arguments import constant
 
 
@@ -29,20 +29,45 @@ def placement_of(config: Config) -> str:
 
 
 def output_rows(config: Config) -> int:
-    """Rows that dispatch gives."""
-    return config.ranks * config.max_tokens if config.layout == "rank" else config.capacity
+    """Rows that dispatch gives. A rank has an expert-major row at least for each rank-major one."""
+    return rows_received(config) if config.layout == "rank" else config.capacity
+
+
+def rows_received(config: Config) -> int:
+    """Rank-major rows that a rank receives at most."""
+    return min(config.ranks * config.max_tokens, config.capacity)
+
+
+def shared_rows(config: Config, proxied: bool) -> dict[str, tuple[str, int, int, torch.dtype]]:
+    """Buffers of rows: "kernel.parameter" -> (the memory that it lies in, rows, columns, dtype).
+
+    Between nodes a dispatch and a combine share memory, each as many rows as a rank sends, and as it receives. A call
+    fills them when all ranks have begun it, and so have ended the one before.
+    """
+    c, placement = config, placement_of(config)
+    sent, received = most_sent(c.ranks, c.max_tokens, c.top_k), rows_received(c)
+    payload = FP8 if c.quantize_combine else c.combine_dtype
+    arrivals = placement == "arrival" or (proxied and placement == "expert")
+    return {
+        "dispatch.arrival": ("received", received if arrivals else 1, c.row_words, torch.int32),
+        "dispatch.staged": ("sent", sent if proxied else 1, c.row_words, torch.int32),
+        "combine.slots": ("sent", sent, c.hidden, payload),
+        "combine.staged": ("received", received if proxied else 1, c.hidden, payload),
+    }
 
 
 def symmetric_buffers(config: Config, tuning, proxied: bool) -> BufferSpecs:
     """Symmetric memory of the mode: "kernel.parameter" -> (shape, dtype)."""
     c, R, M = config, config.ranks, config.max_tokens
     counts, W, placement = Counts(c.num_experts, R), record_words(c.top_k), placement_of(c)
-    row, scales, G = c.row_words, max(c.scale_words, 1), groups_of(c.hidden)
-    payload, chunks = FP8 if c.quantize_combine else c.combine_dtype, -(-M // tuning.chunk)
-    staged = R * M if proxied else 1
-    arrivals = R * M if placement == "arrival" or (proxied and placement == "expert") else 1
+    scales, G, chunks = max(c.scale_words, 1), groups_of(c.hidden), -(-M // tuning.chunk)
     own = output_rows(c) if placement != "arrival" else 1
     ints, floats, words = torch.int32, torch.float32, torch.uint64
+    shared = shared_rows(config, proxied)
+    rows = {name: count for name, (_, count, _, _) in shared.items()}
+    memory = {"sent": 0, "received": 0}
+    for where, count, columns, dtype in shared.values():
+        memory[where] = max(memory[where], count * columns * dtype.itemsize // 4)
 
     def scaled(rows: int) -> int:
         return rows if c.scale_words else 1
@@ -60,19 +85,17 @@ def symmetric_buffers(config: Config, tuning, proxied: bool) -> BufferSpecs:
         "routing.blocks_ready": ((1,), words),
         "output.rows": ((own, c.hidden), c.dtype),
         "output.scales": ((scaled(own), scales), floats),
-        "dispatch.arrival": ((arrivals, row), ints),
-        "dispatch.arrival_scales": ((scaled(arrivals), scales), ints),
-        "dispatch.staged": ((staged, row), ints),
-        "dispatch.staged_scales": ((scaled(staged), scales), ints),
+        "rows.sent": ((memory["sent"],), ints),
+        "rows.received": ((memory["received"],), ints),
+        "dispatch.arrival_scales": ((scaled(rows["dispatch.arrival"]), scales), ints),
+        "dispatch.staged_scales": ((scaled(rows["dispatch.staged"]), scales), ints),
         "dispatch.ready": ((R,), words),
         "dispatch.arrived": ((R, chunks), words),
         "dispatch.done": ((R,), words),
-        "combine.slots": ((R * M, c.hidden), payload),
-        "combine.slot_scales": ((quantised(R * M), G), floats),
-        "combine.slot_values": ((R * M, c.top_k), floats),
-        "combine.staged": ((staged, c.hidden), payload),
-        "combine.staged_scales": ((quantised(staged), G), floats),
-        "combine.staged_values": ((staged, c.top_k), floats),
+        "combine.slot_scales": ((quantised(rows["combine.slots"]), G), floats),
+        "combine.slot_values": ((rows["combine.slots"], c.top_k), floats),
+        "combine.staged_scales": ((quantised(rows["combine.staged"]), G), floats),
+        "combine.staged_values": ((rows["combine.staged"], c.top_k), floats),
         "combine.ready": ((R,), words),
         "combine.arrived": ((R, chunks), words),
         "combine.done": ((R,), words),
@@ -95,7 +118,8 @@ class ThroughputMode(Mode):
         super().__init__(base, config, symmetric_buffers(config, base.tuning, base.proxied))
         R, c, tuning, device = config.ranks, config, base.tuning, base.device
         self._tuning, self._proxied = tuning, base.proxied
-        self._stream = SideStream(device) if device.type == "cuda" else DeferredStream()
+        # Between nodes calls share memory, so that none may overtake another.
+        self._stream = SideStream(device, self._proxied) if device.type == "cuda" else DeferredStream(self._proxied)
         self.placement = placement_of(c)
         self._in_place = self.placement != "arrival"  # rows land where they are given, or are copied from there
         self.symmetric_output = config.zero_copy
@@ -112,7 +136,7 @@ class ThroughputMode(Mode):
         self._fixed = {"routing": self._buffers("routing") | shared | {"partial": partial}}
         self._tickets = torch.zeros((2, 2, 2), dtype=torch.int32, device=device)
         for kernel, tickets in zip(("dispatch", "combine"), self._tickets):
-            self._fixed[kernel] = self._buffers(kernel) | shared | {"tickets": tickets}
+            self._fixed[kernel] = self._buffers(kernel) | self._rows_of(kernel) | shared | {"tickets": tickets}
         for fixed in self._fixed.values():
             fixed["calls"] = base.counters(base.blocks)
         self._plans = Plans(RoutingPlan, self._plan_shapes(), device, self._stream.key)
@@ -121,6 +145,15 @@ class ThroughputMode(Mode):
         self._no_scales = torch.zeros((1, max(c.scale_words, 1)), dtype=torch.int32, device=device)
         self._no_row = torch.zeros((1, c.hidden), dtype=c.combine_dtype, device=device)
         self._no_values = torch.zeros((1, c.top_k), dtype=torch.float32, device=device)
+
+    def _rows_of(self, kernel: str) -> dict[str, torch.Tensor]:
+        """The buffers of rows of a kernel, by the names of its parameters."""
+        found = {}
+        for name, (where, rows, columns, dtype) in shared_rows(self._c, self._proxied).items():
+            words = self._symmetric[f"rows.{where}"][: rows * columns * dtype.itemsize // 4]
+            if name.startswith(f"{kernel}."):
+                found[name.removeprefix(f"{kernel}.")] = words.view(dtype).view(rows, columns)
+        return found
 
     def reset(self) -> None:
         super().reset()

@@ -12,6 +12,7 @@ from tests.kernels.moe.test_metadata import SHAPE
 from tilescale_net.kernels.moe import AllToAll, metadata
 from tilescale_net.kernels.moe.handle import ReceivedRows
 from tilescale_net.kernels.moe.plans import KEPT, Plans
+from tilescale_net.kernels.moe.streams import DeferredStream
 
 # Of a dispatch and a combine of BF16 rows. Allocated: rows, counts and sums in latency mode; sums in throughput mode, and,
 # where outputs are no symmetric memory, rows.
@@ -111,6 +112,17 @@ def test_plans():
     with torch.inference_mode():
         inference = plans.next(1).counts
     assert not inference.is_inference()
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_order_of_streams(in_order):
+    stream, seen = DeferredStream(in_order), []
+    with stream.on_side(()) as first:
+        stream.launch(seen.append, "first half")
+    stream.launch(seen.append, "whole call")
+    assert seen == (["first half", "whole call"] if in_order else ["whole call"])
+    stream.wait(first)
+    assert sorted(seen) == ["first half", "whole call"]
 
 
 def test_launches_take_what_is_left():

@@ -54,6 +54,20 @@ def test_heap_bytes_before_init():
     assert AllToAll.heap_bytes(**sizes, ranks=4, nodes=2) > AllToAll.heap_bytes(**sizes, ranks=4)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, dict(layout="rank"), dict(layout="rank", quantize_combine=True), dict(dtype=FP8)]
+)
+def test_memory_does_not_grow_with_ranks(options):
+    """With capacity; but for some words per rank and token, which tell where rows go."""
+    sizes = dict(num_experts=256, max_tokens=4096, hidden=7168, top_k=8, capacity=5 * 4096 * 8 // 4, **options)
+    output = sizes["capacity"] * 7168 * options.get("dtype", torch.bfloat16).itemsize
+    beyond = {n: AllToAll.heap_bytes(**sizes, ranks=n, nodes=n // 8) - output for n in (16, 32, 64)}
+    assert beyond[64] < 1.5 * 1024 * MIB
+    words = 24 + 1  # of a record, and a signal for four tokens and each call
+    assert beyond[64] - beyond[32] < 2 * 32 * 4096 * words * 4
+    assert AllToAll.heap_bytes(**sizes, ranks=64) < beyond[64] + output
+
+
 def _outputs() -> None:
     """Ranks give different outputs: noticed in every call, also where both were used before."""
     with torch.inference_mode():  # as servers do; what is made here is used outside
