@@ -153,7 +153,8 @@ class AllToAll(Participant):
 
     @named("tilescale_net.moe.dispatch")
     def dispatch(
-        self, x, topk_idx=None, topk_weights=None, *, mask=None, handle: Handle | None = None, out=None, cleared: bool = False
+        self, x, topk_idx=None, topk_weights=None, *, mask=None, handle: Handle | None = None, out=None, cleared: bool = False,
+        after: torch.Event | None = None,
     ) -> Dispatched:  # fmt: skip
         """Send each token to the ranks of its experts.
 
@@ -168,6 +169,7 @@ class AllToAll(Participant):
             out: where the rows go, from `empty_output` (rows, or rows and scales), the same on all ranks; with
                 `zero_copy=False` and in latency mode any tensor of that shape. Default: in symmetric memory of this
                 object, valid until the next dispatch, or a new tensor where outputs are not symmetric.
+            after: an event that the call waits for on the GPU, besides what the current stream holds.
             cleared: throughput mode: fill the parts of the handle's tensors that stand for no row with zeros.
 
         Returns:
@@ -180,18 +182,21 @@ class AllToAll(Participant):
                 (latency mode: without the choices that are out of range), one with a handle or another `out` is undefined.
             TileScaleError: an earlier kernel or a peer has failed.
         """
-        self._begin("dispatch")
+        self._begin("dispatch", after)
         pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.WHOLE, cleared, mask)
         self._raise_refusal_if_simulated()
         return pending.result
 
     @named("tilescale_net.moe.dispatch_send")
-    def dispatch_send(self, x, topk_idx=None, topk_weights=None, *, handle: Handle | None = None, out=None) -> Pending:
+    def dispatch_send(
+        self, x, topk_idx=None, topk_weights=None, *, handle: Handle | None = None, out=None,
+        after: torch.Event | None = None,
+    ) -> Pending:  # fmt: skip
         """First half of dispatch; work that the caller launches before `dispatch_recv` overlaps with it.
 
         Throughput mode runs on a stream of its own with high priority. `x` and `out` belong to the call until then.
         """
-        self._begin("dispatch_send")
+        self._begin("dispatch_send", after)
         pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.SEND)
         self._machine.pending["dispatch"] = pending
         return pending
@@ -238,8 +243,9 @@ class AllToAll(Participant):
 
     @named("tilescale_net.moe.combine")
     def combine(
-        self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None, bias: Sequence[torch.Tensor] = ()
-    ) -> torch.Tensor:
+        self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None, bias: Sequence[torch.Tensor] = (),
+        after: torch.Event | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Bring rows back to their tokens and sum them in float32.
 
         Args:
@@ -251,8 +257,9 @@ class AllToAll(Participant):
             weights: layout "expert": float32 to use instead of the weights that dispatch got. Throughput mode: [capacity],
                 of each row; latency mode: [tokens, top_k], which a kernel more brings to the ranks of the rows. All ranks
                 give them, or none.
-            bias: throughput mode: up to two tensors [tokens, hidden] of `combine_dtype`, which are added to the sums before
-                they are rounded. The first such call compiles.
+            bias: up to two tensors [tokens, hidden] of `combine_dtype`, which are added to the sums before they are rounded.
+                The first such call compiles.
+            after: as in `dispatch`.
 
         Each rank sums over its experts first and rounds to `combine_dtype` once, then the token's rank sums over ranks.
 
@@ -261,21 +268,22 @@ class AllToAll(Participant):
                 `check`.
             TileScaleError: an earlier kernel or a peer has failed.
         """
-        self._begin("combine")
+        self._begin("combine", after)
         pending = self._combine("combine", y, handle, out, weighted, weights, bias)
         self._raise_refusal_if_simulated()
         return pending.result
 
     @named("tilescale_net.moe.combine_send")
     def combine_send(
-        self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None, bias: Sequence[torch.Tensor] = ()
-    ) -> Pending:
+        self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None, bias: Sequence[torch.Tensor] = (),
+        after: torch.Event | None = None,
+    ) -> Pending:  # fmt: skip
         """First half of combine; work that the caller launches before `combine_recv` overlaps with it.
 
         `y`, `weights`, `bias` and `out` belong to the call until then. Latency mode: with `weights` it waits on the GPU for
         those of the other ranks.
         """
-        self._begin("combine_send")
+        self._begin("combine_send", after)
         pending = self._combine("combine", y, handle, out, weighted, weights, bias, phase=Phase.SEND)
         self._machine.pending["combine"] = pending
         return pending

@@ -146,8 +146,6 @@ class ArgumentChecks:
                 raise ArgumentError("weights", ValueError('weights belong to layout "expert"'))
             each = (handle.tokens, c.top_k) if self._traits.weighs_choices else (c.capacity,)
             check_tensor("weights", weights, self._device, FLOATS, each, alignment=4)
-        if bias and not self._traits.adds_bias:
-            raise ArgumentError("bias", ValueError(f"{c.mode} mode adds no bias; add it to the result"))
         if len(bias) > 2:
             raise ArgumentError("bias", ValueError(f"bias holds {len(bias)} tensors; there may be one or two"))
         for given in bias:

@@ -25,7 +25,6 @@ class Traits:
         quantises_rows: dispatch quantises rows on the way where `dtype` is FP8.
         weighs_rows: combine takes weights of expert-major rows, and brings numbers of them back.
         weighs_choices: combine takes weights of the choices.
-        adds_bias: combine adds tensors of the caller to the sums.
     """
 
     layouts: tuple[str, ...] = LAYOUTS
@@ -34,12 +33,11 @@ class Traits:
     quantises_rows: bool = False
     weighs_rows: bool = False
     weighs_choices: bool = False
-    adds_bias: bool = False
 
 
 # What the host's checks know of each mode; implementations.py names its class.
 MODES = {
-    "throughput": Traits(reuses_plan=True, weighs_rows=True, adds_bias=True),
+    "throughput": Traits(reuses_plan=True, weighs_rows=True),
     "latency": Traits(layouts=("expert",), max_tokens=1024, quantises_rows=True, weighs_choices=True),
 }
 

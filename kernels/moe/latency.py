@@ -27,7 +27,7 @@ _DISPATCH = (
     "tokens", "fault", "fault_value", "x", "x_scales", "topk_idx", "topk_weights", "token_slot", "targets", "weights",
     "received", "source_counts", "source_token", "out", "out_scales", "counts",
 )  # fmt: skip
-_COMBINE = ("y", "targets", "weights", "received", "out", "token_slot", "tokens")
+_COMBINE = ("y", "targets", "weights", "received", "bias_0", "bias_1", "out", "token_slot", "tokens")
 _WEIGHTS = ("topk_weights", "tokens", "token_slot", "received", "weights")
 
 
@@ -126,14 +126,14 @@ class LatencyMode(Mode):
         )  # fmt: skip
         return Launch(kernel, self._dispatch_fixed, _DISPATCH, base.world)
 
-    def _combine_of(self, *which) -> Launch:
-        return self._launch(self._new_combine, *which)
+    def _combine_of(self, phase: Phase, weighted: bool, biases: int = 0) -> Launch:
+        return self._launch(self._new_combine, phase, weighted, biases)
 
-    def _new_combine(self, phase: Phase, weighted: bool) -> Launch:
+    def _new_combine(self, phase: Phase, weighted: bool, biases: int) -> Launch:
         c, base = self._c, self._base
         kernel = combine_latency(
             c.ranks, c.top_k, c.max_tokens, c.hidden, name_of(c.combine_dtype), weighted, c.quantize_combine,
-            self._proxied, phase.sends, phase.receives, self._parts, base.blocks, base.threads,
+            self._proxied, phase.sends, phase.receives, self._parts, biases, base.blocks, base.threads,
         )  # fmt: skip
         return Launch(kernel, self._combine_fixed, _COMBINE, base.world)
 
@@ -220,15 +220,15 @@ class LatencyMode(Mode):
             given = torch.empty((c.ranks * c.max_tokens, c.top_k), dtype=torch.float32, device=out.device)
             self._launch_weights(weights, plan, given)
         weighted = given is not None or bool(weights)
-        self._launch_combine(phase, y, plan, given, out if phase.receives else None, weighted)
-        return Pending("combine", handle, out, (plan, given, weighted))
+        self._launch_combine(phase, y, plan, given, out if phase.receives else None, weighted, bias)
+        return Pending("combine", handle, out, (plan, given, weighted, bias))
 
     def receive(self, pending: Pending) -> None:
         if pending.kind == "dispatch":
             self._launch_dispatch(Phase.RECEIVE, *pending.rest)
         else:
-            plan, given, weighted = pending.rest
-            self._launch_combine(Phase.RECEIVE, None, plan, given, pending.result, weighted)
+            plan, given, weighted, bias = pending.rest
+            self._launch_combine(Phase.RECEIVE, None, plan, given, pending.result, weighted, bias)
 
     def refuse_combine(self, error: ArgumentError, phase: Phase, weights_given: bool) -> None:
         if weights_given:
@@ -243,11 +243,13 @@ class LatencyMode(Mode):
         given = weights if weights.numel() else self._no_weight
         self._exchange_weights()(given, plan.tokens, token_slot, counts, received)
 
-    def _launch_combine(self, phase: Phase, y, plan: ReceivedRows, given, out, weighted: bool) -> None:
-        """`out` is used by the half that receives, `y` by the one that sends; `given`: weights other than dispatch's."""
+    def _launch_combine(self, phase: Phase, y, plan: ReceivedRows, given, out, weighted: bool, bias=()) -> None:
+        """`out` and `bias` are used by the half that receives, `y` by the one that sends; `given`: weights other than
+        dispatch's."""
         nothing = self._no_rows[self._c.combine_dtype]
         token_slot, targets, weights, counts, _, _ = plan.arguments
-        self._combine_of(phase, weighted)(
+        bias = bias if phase.receives and plan.tokens else ()
+        self._combine_of(phase, weighted, len(bias))(
             nothing if y is None else y.view(-1, self._c.hidden), targets, weights if given is None else given, counts,
-            nothing if out is None or not out.numel() else out, token_slot, plan.tokens,
+            *bias, *(nothing,) * (2 - len(bias)), nothing if out is None or not out.numel() else out, token_slot, plan.tokens,
         )  # fmt: skip
