@@ -172,6 +172,8 @@ class Dispatched:
         row_weight: weight of each expert-major row (float32); None in latency mode.
         num_rows: layout "rank": rows in `x`, a scalar (int32); else None.
         handle: for combine, or for dispatch with the same choices.
+        refused: throughput mode: a scalar (int32), not 0 where the dispatch was refused and no row is there, such as for a
+            capacity that is too small: for kernels that follow in a CUDA graph; None in latency mode.
     """
 
     x: torch.Tensor
@@ -182,6 +184,7 @@ class Dispatched:
     row_weight: torch.Tensor | None
     num_rows: torch.Tensor | None
     handle: Handle = field(repr=False)
+    refused: torch.Tensor | None = None
 
 
 class DispatchedByPlan(Dispatched):
@@ -204,3 +207,9 @@ class DispatchedByPlan(Dispatched):
     num_rows = property(lambda self: self._numbers[2] if self._by_rank else None)
     row_index = property(lambda self: self.handle.plan.row_index if self._by_rank else None)
     row_weight = property(lambda self: self.handle.plan.row_weight)
+    refused = property(lambda self: self._refused)
+
+    @functools.cached_property
+    def _refused(self) -> torch.Tensor:
+        ranks, experts = self.handle.signature[:2]
+        return self.handle.plan.totals[Totals(ranks, experts // ranks).refused]

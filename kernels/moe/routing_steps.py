@@ -317,6 +317,7 @@ def write_totals(s, totals, counts_in, padded, alive, me, stop: T.Ref, thread):
             before_it = before_it + T.if_then_else(alive[r] != 0, counts_in[r, experts + me], 0)
         totals[at.received_base + thread] = before_it
         if thread == R - 1:
+            totals[at.refused] = stop
             totals[at.received_base + R] = before_it + T.if_then_else(
                 alive[thread] != 0, counts_in[thread, experts + me], 0
             )

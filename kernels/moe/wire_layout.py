@@ -63,6 +63,7 @@ class Totals:
         received: [ranks] rows that come from each rank.
         received_base: [ranks + 1] index of the first of them, and the sum.
         slots_base: [ranks] rows that each rank sends to the ranks before this one.
+        refused: not 0 where the dispatch was refused.
         counts: [local experts] rows of each local expert.
         offsets: [local experts + 1] first row of each local expert, aligned, and the end.
         by_source: [local experts, ranks] rows of each local expert from each rank.
@@ -108,8 +109,12 @@ class Totals:
         return self.sent_before + self.ranks
 
     @property
-    def words(self) -> int:
+    def refused(self) -> int:
         return self.slots_base + self.ranks
+
+    @property
+    def words(self) -> int:
+        return self.refused + 1
 
 
 def most_sent(ranks: int, max_tokens: int, top_k: int) -> int:
