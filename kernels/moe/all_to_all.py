@@ -13,7 +13,7 @@ import tilescale_net as tsn
 from tilescale_net.kernels.moe.argument_checks import ArgumentChecks
 from tilescale_net.kernels.moe.config import configure
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending
-from tilescale_net.kernels.moe.implementations import IMPLEMENTATIONS, heap_bytes
+from tilescale_net.kernels.moe.implementations import IMPLEMENTATIONS, heap_bytes, world_with_room
 from tilescale_net.kernels.moe.mode import Phase
 from tilescale_net.kernels.moe.participant import Participant
 from tilescale_net.kernels.moe.status import ArgumentError
@@ -56,6 +56,8 @@ class AllToAll(Participant):
         warm_up: compile the kernels of every call that can be made, not only those of an ordinary one, so that no rank
             waits in a call for one that compiles. Default: on a GPU.
         tuning: launch geometry and message sizes.
+        grow: where the symmetric heap has no room, take another one, of a world of the same ranks that `free` ends; `world`
+            is the one that the object is in. `tilescale_net.shrink` must be called for it too then (group=object.world).
         group: whose ranks these are, rank r the r-th of them; see `tilescale_net.world`.
 
     docs/states.md lists which calls are allowed when. A call that is not raises ValueError or TileScaleError
@@ -64,7 +66,8 @@ class AllToAll(Participant):
     Raises:
         ValueError, TypeError: an argument that makes no sense; it is named.
         RankMismatch: ranks that disagree on an argument.
-        HeapError: the symmetric heap has no room for the buffers, see `heap_bytes`; nothing stays allocated.
+        HeapError: the symmetric heap has no room for the buffers, see `heap_bytes`; nothing stays allocated. With `grow`
+            the memory of the device has none (ConfigurationError).
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class AllToAll(Participant):
         combine_dtype: torch.dtype | None = None, quantize_combine: bool = False, zero_copy: bool = True,
         scale_words: int | None = None,
         active: list[bool] | None = None, warm_up: bool | None = None, tuning: Tuning | None = None,
-        group: tsn.Group = None,
+        grow: bool = False, group: tsn.Group = None,
     ):  # fmt: skip
         world = tsn.world(group)
         self.config = config = configure(
@@ -86,6 +89,8 @@ class AllToAll(Participant):
         self.tuning = tuning = (tuning or Tuning()).resolved(config, on_gpu, count)
         if active is not None:
             active = self.checked_list(active, world.size)
+        first, world = world, world_with_room(world, config, tuning) if grow else world
+        self._own_world = None if world is first else world
         super().__init__(
             "AllToAll", f"{config.describe()}, {tuning}, active={active}", tuning.threads, tuning.blocks, world
         )
@@ -146,8 +151,14 @@ class AllToAll(Participant):
         """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
         self._machine_check("free")
         if self._world.control.left:
-            self._owned = []  # the other ranks do not free with a rank that is left out
+            self._owned, self._own_world = [], None  # the other ranks do not free with a rank that is left out
         self._release()
+
+    def _release(self) -> None:
+        super()._release()
+        own, self._own_world = self._own_world, None
+        if own is not None and not own.closed:
+            tsn.finalize(own)
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 

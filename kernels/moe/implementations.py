@@ -5,15 +5,29 @@ from __future__ import annotations
 import tilescale_net as tsn
 from tilescale_net.kernels.collective import sizes_of
 from tilescale_net.kernels.moe import latency, throughput
-from tilescale_net.kernels.moe.config import configure
+from tilescale_net.kernels.moe.config import Config, configure
 from tilescale_net.kernels.moe.tuning import Tuning
-from tilescale_net.runtime import heap
+from tilescale_net.runtime import heap, settings, worlds
+from tilescale_net.runtime.context import SYSTEM_BYTES
 
 # Each mode: its class, and the function that gives the symmetric memory it takes.
 IMPLEMENTATIONS = {
     "throughput": (throughput.ThroughputMode, throughput.symmetric_buffers),
     "latency": (latency.LatencyMode, latency.symmetric_buffers),
 }
+
+
+def world_with_room(world, config: Config, tuning: Tuning):
+    """`world` where its heap has room for the buffers of a configuration, else a new one of the same ranks.
+
+    Collective; heaps hold the same on all ranks, so that all that want the same come to the same answer.
+    """
+    world.control.agree("AllToAll", f"grow=True, {config.describe()}, {tuning}")
+    sizes = sizes_of(IMPLEMENTATIONS[config.mode][1](config, tuning, 0 in world.peer_base))
+    if world.heap.size_to_hold(sizes) <= world.heap.size:
+        return world
+    usual = settings.heap_bytes(None, world.device.type == "cuda")
+    return worlds.beside(world, max(usual, heap.footprint(sizes) + SYSTEM_BYTES))
 
 
 def heap_bytes(

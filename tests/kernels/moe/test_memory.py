@@ -8,6 +8,7 @@ from tests import ranks
 from tests.kernels.moe.support import check_compiled_ahead, without_kernels
 from tests.kernels.moe.test_misuse import SHAPE, raises
 from tilescale_net.kernels.moe import AllToAll
+from tilescale_net.runtime import worlds
 from tilescale_net.runtime.context import SYSTEM_BYTES
 
 FP8 = torch.float8_e4m3fn
@@ -66,6 +67,34 @@ def test_memory_does_not_grow_with_ranks(options):
     words = 24 + 1  # of a record, and a signal for four tokens and each call
     assert beyond[64] - beyond[32] < 2 * 32 * 4096 * words * 4
     assert AllToAll.heap_bytes(**sizes, ranks=64) < beyond[64] + output
+
+
+def _grow() -> None:
+    """An object that the heap has no room for brings another, and takes it away."""
+    filler = tsn.empty((tsn.world().heap.size - SYSTEM_BYTES - 4096,), torch.uint8)
+    with raises(tsn.HeapError, "TSN_HEAP_SIZE="):
+        AllToAll(**SHAPE)
+    with raises(tsn.RankMismatch, "top_k=1"):
+        AllToAll(**dict(SHAPE, top_k=1 + tsn.rank()), grow=True)
+    x = torch.ones((3, SHAPE["hidden"]), dtype=torch.bfloat16, device=tsn.device())
+    idx = torch.tensor([[0, 1], [2, 3], [1, 2]], device=tsn.device())
+    for _ in range(2):
+        op = AllToAll(**SHAPE, grow=True)
+        assert op.world is not tsn.world() and tsn.world(op.world) is op.world
+        received = op.dispatch(x, idx)
+        assert torch.equal(op.combine(received.x, received.handle), 2 * x)
+        made = op.world
+        op.free()
+        assert made.closed and worlds.alive() == [tsn.world()]
+    tsn.free(filler)
+    with without_kernels():
+        op = AllToAll(**SHAPE, grow=True)
+    assert op.world is tsn.world()
+    op.free()
+
+
+def test_a_heap_that_grows():
+    ranks.run(2, _grow, heap="16M", timeout=200)
 
 
 def _outputs() -> None:
