@@ -76,19 +76,17 @@ def put_staged(s, dst, dst_scales, row: T.Ref, staged, staged_scales, slot: T.Re
 
 @tsn.macro
 def send_direct(
-    s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, send_row, first_row, me: T.Ref, peer: T.Ref, c: T.Ref,
-    n: T.Ref, j: T.Ref, row: T.Ref, token: T.Ref,
+    s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, send_row, first_row, peer: T.Ref, c: T.Ref, n: T.Ref,
+    j: T.Ref, row: T.Ref, token: T.Ref,
 ):  # fmt: skip
     """Put the `n` rows of chunk `c` to a mapped rank, from where the caller has them to where the plan wants them."""
     for q in T.serial(n):
         j = c * s.chunk + q
         token = send_token[peer, j]
-        if s.by_rank:
-            row = first_row[peer] + j
-        elif s.in_place:
+        if s.placement == "expert":
             row = send_row[peer, j]
         else:
-            row = me * s.max_tokens + j
+            row = first_row[peer] + j
         if s.in_place:
             put_row(s, out, out_scales, row, x, x_scales, token, peer)
         else:
@@ -97,21 +95,20 @@ def send_direct(
 
 @tsn.macro
 def _send_proxied(
-    s, x, x_scales, out, out_scales, arrival, arrival_scales, staged, staged_scales, send_token, first_row, me: T.Ref, peer: T.Ref,
+    s, x, x_scales, out, out_scales, arrival, arrival_scales, staged, staged_scales, send_token, first_row, before, peer: T.Ref,
     c: T.Ref, n: T.Ref, slot: T.Ref, row: T.Ref, token: T.Ref, lane,
 ):  # fmt: skip
     """Stage the `n` rows of chunk `c` and put them to a rank of another node."""
-    slot = peer * s.max_tokens + c * s.proxied_chunk
+    slot = before[peer] + c * s.proxied_chunk
     for q in T.serial(n):
         token = send_token[peer, c * s.proxied_chunk + q]
         copy_row(staged, slot + q, x, token, s.row_words, lane, 16)
         if s.scale_words:
             copy_words(staged_scales, slot + q, x_scales, token, s.scale_words, lane)
+    row = first_row[peer] + c * s.proxied_chunk
     if s.by_rank:
-        row = first_row[peer] + c * s.proxied_chunk
         put_staged(s, out, out_scales, row, staged, staged_scales, slot, peer, n)
     else:
-        row = me * s.max_tokens + c * s.proxied_chunk
         put_staged(s, arrival, arrival_scales, row, staged, staged_scales, slot, peer, n)
 
 
@@ -137,7 +134,7 @@ def _scatter(s, out, out_scales, src, src_scales, row, records, source, j, skip,
 
 @tsn.macro
 def receive_row(
-    s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, records, me: T.Ref, peer: T.Ref, j: T.Ref, row: T.Ref,
+    s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, records, landed, me: T.Ref, peer: T.Ref, j: T.Ref, row: T.Ref,
     slot: T.Ref, token: T.Ref, direct: T.Ref, lane,
 ):  # fmt: skip
     """Copy row `j` of `peer` to the rows of its experts; this rank's own rows are taken from where the caller has them."""
@@ -153,7 +150,7 @@ def receive_row(
         if s.in_place and direct != 0:
             _scatter(s, out, out_scales, out, out_scales, row, records, peer, j, row, lane)
         elif s.proxied or not s.in_place:
-            slot = peer * s.max_tokens + j
+            slot = landed[peer] + j
             _scatter(s, out, out_scales, arrival, arrival_scales, slot, records, peer, j, -1, lane)
 
 
@@ -174,8 +171,8 @@ def dispatch_throughput(
 
     Parameters of the kernel (int32 unless said; rows and scales are moved as words of 4 bytes):
         x, x_scales: what to send. out, out_scales: symmetric, except for "arrival".
-        arrival, arrival_scales [ranks * max_tokens, …]: symmetric; used for "arrival" and for rows from other nodes.
-        staged, staged_scales [ranks * max_tokens, …]: symmetric; used for rows to other nodes.
+        arrival, arrival_scales [rows received, …]: symmetric; used for "arrival" and for rows from other nodes.
+        staged, staged_scales [rows sent, …]: symmetric; used for rows to other nodes.
         send_token … totals: see RoutingPlan. active [ranks]: 0 for a rank that is left out.
         ready [ranks], arrived [ranks, chunks], done [ranks]: uint64, symmetric.
         tickets [2, 2]: work given out to senders and to receivers, by the parity of the call; 0 at first.
@@ -221,6 +218,8 @@ def dispatch_throughput(
             sent = T.alloc_shared((R,), "int32")
             first_row = T.alloc_shared((R,), "int32")
             received = T.alloc_shared((R,), "int32")
+            before = T.alloc_shared((R,), "int32")  # where the rows to each rank begin among those that are sent
+            landed = T.alloc_shared((R,), "int32")  # where the rows from each rank begin among those that arrive
             thread = T.get_thread_binding()
             lane = thread % 32
             me = T.alloc_var("int32")
@@ -231,6 +230,8 @@ def dispatch_throughput(
                 sent[thread] = totals[at.sent + thread]
                 first_row[thread] = totals[at.sent_base + thread]
                 received[thread] = totals[at.received + thread]
+                before[thread] = totals[at.sent_before + thread]
+                landed[thread] = totals[at.received_base + thread]
                 # This rank's outputs may be overwritten from here on, and those of every rank that has begun the call.
                 open_call(ready, active, status, me, call, tag, block, senders, thread)
             T.sync_threads()
@@ -264,7 +265,7 @@ def dispatch_throughput(
                     if direct != 0 and c * chunk < sent[peer] and (s.by_rank or peer != me):
                         n = T.min(chunk, sent[peer] - c * chunk)
                         send_direct(
-                            s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, send_row, first_row, me,
+                            s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, send_row, first_row,
                             peer, c, n, j, row, token,
                         )  # fmt: skip
                         if not s.by_rank:
@@ -274,7 +275,7 @@ def dispatch_throughput(
                             n = T.min(proxied_chunk, sent[peer] - c * proxied_chunk)
                             _send_proxied(
                                 s, x, x_scales, out, out_scales, arrival, arrival_scales, staged, staged_scales, send_token,
-                                first_row, me, peer, c, n, slot, row, token, lane,
+                                first_row, before, peer, c, n, slot, row, token, lane,
                             )  # fmt: skip
                             if not s.by_rank:
                                 signal_chunk(arrived, me, c, call, peer, lane)
@@ -301,8 +302,8 @@ def dispatch_throughput(
                         for q in T.serial(n):
                             j = c * size + q
                             receive_row(
-                                s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, records, me, peer, j,
-                                row, slot, token, direct, lane,
+                                s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, records, landed, me,
+                                peer, j, row, slot, token, direct, lane,
                             )  # fmt: skip
                     ticket = T.shfl_sync(ahead, 0)
             T.sync_threads()

@@ -49,41 +49,13 @@ def _send_chunk(
             )  # fmt: skip
         else:
             node_steps.send_rows(
-                s,
-                y,
-                row_weight,
-                row_values,
-                slots,
-                slot_scales,
-                slot_values,
-                records,
-                base,
-                first,
-                peer,
-                target,
-                c,
-                n,
-                lane,
-            )
+                s, y, row_weight, row_values, slots, slot_scales, slot_values, records, base, first, peer, target, c, n, lane,
+            )  # fmt: skip
     else:
         first = first + T.if_then_else(away, at.origins * s.max_tokens, 0)
         node_steps.send_rows(
-            s,
-            y,
-            row_weight,
-            row_values,
-            slots,
-            slot_scales,
-            slot_values,
-            records,
-            base,
-            first,
-            peer,
-            target,
-            c,
-            n,
-            lane,
-        )
+            s, y, row_weight, row_values, slots, slot_scales, slot_values, records, base, first, peer, target, c, n, lane,
+        )  # fmt: skip
     if away:
         _signal(summed, row, c, call, target, lane)
     else:

@@ -59,12 +59,10 @@ def _pass_on(
     for q in T.serial(n):
         j = c * s.chunk + q
         slot = k * s.max_tokens + node_plan[plan.forward(k, r, j, 0)]
-        if s.by_rank:
-            row = node_plan[plan.head(k, 2 + 2 * r)] + j
-        elif s.in_place:
+        if s.placement == "expert":
             row = node_plan[plan.forward(k, r, j, 1)]
         else:
-            row = source * s.max_tokens + j
+            row = node_plan[plan.head(k, 2 + 2 * r)] + j
         if s.in_place:
             put_row(s, out, out_scales, row, relayed, relayed_scales, slot, peer)
         else:
@@ -139,6 +137,7 @@ def dispatch_nodes(
             sent = T.alloc_shared((R,), "int32")
             first_row = T.alloc_shared((R,), "int32")
             received = T.alloc_shared((R,), "int32")
+            landed = T.alloc_shared((R,), "int32")  # where the rows from each rank begin among those that arrive
             thread = T.get_thread_binding()
             lane = thread % 32
             me = T.alloc_var("int32")
@@ -151,6 +150,7 @@ def dispatch_nodes(
                 sent[thread] = totals[totals_at.sent + thread]
                 first_row[thread] = totals[totals_at.sent_base + thread]
                 received[thread] = totals[totals_at.received + thread]
+                landed[thread] = totals[totals_at.received_base + thread]
                 open_call(ready, active, status, me, call, tag, block, senders, thread)
             T.sync_threads()
 
@@ -194,7 +194,7 @@ def dispatch_nodes(
                             n = T.min(chunk, sent[peer] - c * chunk)
                             send_direct(
                                 s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, send_row, first_row,
-                                me, peer, c, n, j, row, token,
+                                peer, c, n, j, row, token,
                             )  # fmt: skip
                             if not s.by_rank:
                                 signal_chunk(arrived, me, c, call, peer, lane)
@@ -230,8 +230,8 @@ def dispatch_nodes(
                         for q in T.serial(n):
                             j = c * chunk + q
                             receive_row(
-                                s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, records, me, peer, j,
-                                row, slot, token, direct, lane,
+                                s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, records, landed, me,
+                                peer, j, row, slot, token, direct, lane,
                             )  # fmt: skip
                     ticket = T.shfl_sync(ahead, 0)
             T.sync_threads()

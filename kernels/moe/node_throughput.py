@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,6 +17,11 @@ from tilescale_net.kernels.moe.node_layout import Gateways, NodePlan, Nodes
 from tilescale_net.kernels.moe.node_refusal import refuse_nodes
 from tilescale_net.kernels.moe.node_routing import plan_nodes
 from tilescale_net.kernels.moe.row_ops import groups_of
+
+# What a call gives to a launch, in this order.
+_NODES = ("tokens", "token_slot", "send_row", "totals", "node_plan")
+_DISPATCH = (*throughput.DISPATCH, "node_plan")
+_COMBINE = (*(name for name in throughput.COMBINE if name != "token_slot"), "node_plan")
 
 
 def _carrying(config: Config, tuning, at: Nodes) -> BufferSpecs:
@@ -46,17 +50,30 @@ def _carrying(config: Config, tuning, at: Nodes) -> BufferSpecs:
     }
 
 
-def symmetric_buffers(config: Config, tuning, nodes: int) -> BufferSpecs:
-    """Symmetric memory of the mode when all ranks take part: "kernel.parameter" -> (shape, dtype)."""
-    c, M, at = config, config.max_tokens, Nodes(config.ranks, nodes, nodes - 1)
+def _with_room(ranks: int, nodes: int, masks: Sequence[tuple[bool, ...]]) -> Nodes:
+    """With slots for as many sources as a gateway serves among all ranks, and among those of each mask."""
+    return Nodes(ranks, nodes, max([nodes - 1, *(Gateways(mask, nodes).slots for mask in masks)]))
+
+
+def symmetric_buffers(config: Config, tuning, nodes: int, masks: Sequence[tuple[bool, ...]] = ()) -> BufferSpecs:
+    """Symmetric memory of the mode: "kernel.parameter" -> (shape, dtype).
+
+    Calls share none of it, so that a dispatch may run beside a combine.
+
+    Args:
+        masks: ranks that take part when they are not all, now and later.
+    """
+    c, M, at = config, config.max_tokens, _with_room(config.ranks, nodes, masks)
     staged, chunks = (nodes - 1) * M, -(-M // tuning.chunk)
+    arrival = throughput.shared_rows(c, proxied=False)["dispatch.arrival"][1]
     ints, floats, words = torch.int32, torch.float32, torch.uint64
-    specs = throughput.symmetric_buffers(config, tuning, proxied=False)
+    base = throughput.symmetric_buffers(config, tuning, proxied=False)
     return (
-        specs
+        {name: spec for name, spec in base.items() if not name.startswith("rows.")}
         | {
             "nodes.heads_out": ((nodes, at.head_words), ints),
             "nodes.pairs_out": ((nodes, M, 2 * at.size), ints),
+            "dispatch.arrival": ((arrival, c.row_words), ints),
             "dispatch.staged": ((staged, c.row_words), ints),
             "dispatch.staged_scales": ((staged if c.scale_words else 1, max(c.scale_words, 1)), ints),
             "combine.slot_scales": ((at.origins * M if c.quantize_combine else 1, groups_of(c.hidden)), floats),
@@ -69,14 +86,17 @@ def symmetric_buffers(config: Config, tuning, nodes: int) -> BufferSpecs:
 class NodeThroughputMode(throughput.ThroughputMode):
     """As its base, with gateways between nodes; see node_layout.py."""
 
-    def __init__(self, base, config: Config):
-        self._at = self._room(Nodes(config.ranks, base.nodes, base.nodes - 1), base.mask)
-        specs = symmetric_buffers(config, base.tuning, base.nodes) | _carrying(config, base.tuning, self._at)
-        super().__init__(base, config, specs)
-        own = {"calls": base.counters(base.blocks)}
-        self._fixed["nodes"] = self._buffers("nodes") | own
+    _shares_rows = False
+
+    def __init__(self, base, config: Config, masks: Sequence[tuple[bool, ...]]):
+        self._at = _with_room(config.ranks, base.nodes, masks)
+        super().__init__(base, config, symmetric_buffers(config, base.tuning, base.nodes, masks))
+        self._fixed["nodes"] = self._buffers("nodes") | {"calls": base.counters(base.blocks)}
         self._place_relayed()
         self._use_map(base.mask)
+
+    def _rows_of(self, kernel: str) -> dict[str, torch.Tensor]:
+        return {}  # they are among the others
 
     @property
     def sums_over(self) -> int:
@@ -85,11 +105,6 @@ class NodeThroughputMode(throughput.ThroughputMode):
     @property
     def node_plan_words(self) -> int:
         return NodePlan(self._at, self._c.max_tokens).words
-
-    @staticmethod
-    def _room(at: Nodes, mask: tuple[bool, ...]) -> Nodes:
-        """With slots for as many sources as a gateway serves among these members."""
-        return replace(at, slots=max(at.slots, Gateways(mask, at.nodes).slots))
 
     def _place_relayed(self) -> None:
         """Rows for tokens of other nodes lie behind the slots where they have their dtype."""
@@ -106,14 +121,15 @@ class NodeThroughputMode(throughput.ThroughputMode):
 
     def regroup(self, mask: tuple[bool, ...]) -> None:
         """A gateway that is left out is replaced, by one that may then serve more sources than there was room for."""
-        at = self._room(self._at, mask)
-        if at != self._at:
+        at = _with_room(self._c.ranks, self._at.nodes, [mask])
+        if at.slots > self._at.slots:
             self._at = at
             with torch.inference_mode(False):
                 grown = self._base.replace(self._symmetric, _carrying(self._c, self._tuning, at))
             self._symmetric.update(grown)
             for kernel, fixed in self._fixed.items():
                 fixed.update(self._buffers(kernel))
+            self._plans = self._new_plans()
             self._place_relayed()
         self._use_map(mask)
         self._launches.clear()
@@ -124,67 +140,52 @@ class NodeThroughputMode(throughput.ThroughputMode):
         return [*super().variants(everything), self._nodes_launch]
 
     def _nodes_launch(self) -> Launch:
+        return self._launch(self._new_nodes)
+
+    def _new_nodes(self) -> Launch:
         c, base, at = self._c, self._base, self._at
+        kernel = plan_nodes(c.ranks, c.num_experts, at.nodes, at.slots, c.max_tokens, base.blocks, base.threads)
+        return Launch(kernel, self._fixed["nodes"], _NODES, base.world)
 
-        def make() -> Launch:
-            kernel = plan_nodes(c.ranks, c.num_experts, at.nodes, at.slots, c.max_tokens, base.blocks, base.threads)
-            return Launch(kernel, self._fixed["nodes"])
-
-        return self._launch("nodes", make)
-
-    def _dispatch_launch(self) -> Launch:
+    def _new_dispatch(self) -> Launch:
         c, base, t, senders, at = self._c, self._base, self._tuning, self._senders, self._at
+        kernel = dispatch_nodes(
+            c.ranks, c.num_experts, at.nodes, at.slots, c.top_k, c.max_tokens, c.row_words, c.scale_words,
+            self.placement, t.chunk, self._proxied_chunk(c.row_bytes), senders, base.blocks - senders, base.threads,
+        )  # fmt: skip
+        return Launch(kernel, self._fixed["dispatch"], _DISPATCH, base.world)
 
-        def make() -> Launch:
-            kernel = dispatch_nodes(
-                c.ranks, c.num_experts, at.nodes, at.slots, c.top_k, c.max_tokens, c.row_words, c.scale_words,
-                self.placement, t.chunk, self._proxied_chunk(c.row_bytes), senders, base.blocks - senders, base.threads,
-            )  # fmt: skip
-            return Launch(kernel, self._fixed["dispatch"])
-
-        return self._launch("dispatch", make)
-
-    def _combine_of(self, weighted: str, valued: str = "", biases: int = 0) -> Launch:
+    def _new_combine(self, weighted: str, valued: str, biases: int) -> Launch:
         c, base, t, at = self._c, self._base, self._tuning, self._at
         payload = FP8 if c.quantize_combine else c.combine_dtype
+        kernel = combine_nodes(
+            c.ranks, c.num_experts, at.nodes, at.slots, c.top_k, c.max_tokens, c.hidden, name_of(c.combine_dtype),
+            c.layout == "rank", weighted, c.quantize_combine, valued, biases, t.chunk,
+            self._proxied_chunk(c.hidden * payload.itemsize), t.combine_senders, base.blocks - t.combine_senders,
+            t.combine_threads,
+        )  # fmt: skip
+        return Launch(kernel, self._fixed["combine"] | {"tag": 0}, _COMBINE, base.world)
 
-        def make() -> Launch:
-            kernel = combine_nodes(
-                c.ranks, c.num_experts, at.nodes, at.slots, c.top_k, c.max_tokens, c.hidden, name_of(c.combine_dtype),
-                c.layout == "rank", weighted, c.quantize_combine, valued, biases, t.chunk,
-                self._proxied_chunk(c.hidden * payload.itemsize), t.combine_senders, base.blocks - t.combine_senders,
-                t.combine_threads,
-            )  # fmt: skip
-            return Launch(kernel, self._fixed["combine"] | {"tag": 0})
-
-        return self._launch(("combine", weighted, valued, biases), make)
-
-    def _refusal(self, kernel: str) -> Launch:
+    def _new_refusal(self, kernel: str) -> Launch:
         c, base, at = self._c, self._base, self._at
         dispatch = kernel == "dispatch"
         senders = self._senders if dispatch else self._tuning.combine_senders
-
-        def make() -> Launch:
-            refuse = refuse_nodes(
-                c.ranks, at.nodes, at.slots, dispatch, self._chunks, senders, base.blocks, base.threads
-            )
-            fixed = self._fixed[kernel]
-            return Launch(refuse, fixed | {"onward": fixed["came" if dispatch else "summed"]})
-
-        return self._launch(("refusal", kernel), make)
+        refuse = refuse_nodes(c.ranks, at.nodes, at.slots, dispatch, self._chunks, senders, base.blocks, base.threads)
+        fixed = self._fixed[kernel]
+        onward = {"onward": fixed["came" if dispatch else "summed"]}
+        return Launch(refuse, fixed | onward, ("code",), base.world)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def _plan_routing(self, topk_idx, topk_weights, tokens: int, *fault, **options) -> RoutingPlan:
         plan = super()._plan_routing(topk_idx, topk_weights, tokens, *fault, **options)
-        self._stream.launch(
-            self._nodes_launch(), tokens=tokens, token_slot=plan.token_slot, send_row=plan.send_row, totals=plan.totals,
-            node_plan=plan.node_plan,
-        )  # fmt: skip
+        node_plan, _, send_row, token_slot, _, totals, _, _ = plan.arguments
+        self._stream.launch(self._nodes_launch(), tokens, token_slot, send_row, totals, node_plan)
         return plan
 
-    def _move_by(self, plan: RoutingPlan) -> dict:
-        return {"node_plan": plan.node_plan}
+    def _moved_by(self, plan: RoutingPlan) -> tuple:
+        return *super()._moved_by(plan), plan.arguments[0]
 
-    def _sum_by(self, plan: RoutingPlan) -> dict:
-        return {"node_plan": plan.node_plan}
+    def _summed_by(self, plan: RoutingPlan) -> tuple:
+        node_plan, _, _, _, records, totals, _, _ = plan.arguments
+        return records, totals, node_plan

@@ -23,7 +23,7 @@ class Tuning:
         chunk: throughput mode: rows per signal between mapped ranks.
         proxied_bytes: throughput mode: of a message to another node, about.
         once_per_node: throughput mode: a row crosses the network once per node, where nodes have several ranks; else once
-            per rank.
+            per rank, which takes less memory.
         parts: latency mode: into how many parts to cut a row of combine, about.
     """
 

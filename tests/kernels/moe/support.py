@@ -156,7 +156,7 @@ def check_compiled_ahead(op) -> set:
     """What the calls so far have used, which `warm_up` compiles in the constructor: nobody waits in a call for a compiler."""
     mode, ahead = op._mode, set()
     used = set(mode._launches)
-    mode._launch = lambda key, make: ahead.add(key)
+    mode._launch = lambda make, *which: ahead.add((make.__name__, *which))
     try:
         for compiled in mode.variants(True):
             compiled()

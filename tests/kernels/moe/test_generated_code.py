@@ -27,7 +27,7 @@ SEND = dict(
 )
 RETURN = dict(
     ranks=4, top_k=8, max_tokens=128, hidden=7168, dtype="bfloat16", weighted=True, quantised=False, proxied=False,
-    sends=True, receives=True, parts=2, blocks=132, threads=256,
+    sends=True, receives=True, parts=2, biases=0, blocks=132, threads=256,
 )  # fmt: skip
 # Arguments to compile each kernel with. A kernel that is missing here fails `test_every_kernel_is_compiled`.
 KERNELS = {

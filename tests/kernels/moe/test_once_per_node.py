@@ -9,10 +9,14 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe import mutants
 from tests.kernels.moe.support import FP8, ROUTES, choose, make_inputs, run_round, without_kernels
+from tests.kernels.moe.test_host_cost import CALLS, count, hold
 from tests.kernels.moe.test_misuse import raises
 from tests.kernels.moe.test_rounds import rounds
+from tilescale_net.kernels.collective import sizes_of
 from tilescale_net.kernels.moe import AllToAll, Tuning
+from tilescale_net.kernels.moe.implementations import symmetric_buffers
 from tilescale_net.kernels.moe.node_layout import Gateways
+from tilescale_net.runtime import heap
 
 SHAPE = dict(num_experts=8, max_tokens=20, hidden=64, top_k=3)
 KINDS = ("random", "masked", "one rank")
@@ -166,6 +170,16 @@ def test_a_gateway_is_left_out():
     ranks.run(4, _masked, random.randrange(1 << 20), random.choice((0, 3)), env=TWO_NODES, timeout=280)
 
 
+def _host(seed: int) -> None:
+    count(dict(alignment=2), CALLS["throughput"][1], SHAPE)
+    hold(seed, dict(alignment=2), SHAPE)
+
+
+def test_the_host():
+    """Calls cost it as little as in one node, and plans are used again."""
+    ranks.run(4, _host, random.randrange(1 << 30), env=TWO_NODES, timeout=280)
+
+
 def _sizes() -> None:
     with without_kernels():
         _compare_sizes()
@@ -179,6 +193,12 @@ def _compare_sizes() -> None:
         assert sum(memory.live.values()) - before == AllToAll.heap_bytes(**SHAPE, **options), options
         op.free()
         assert sum(memory.live.values()) == before
+    # A gateway that serves two sources from the start has room for them at once.
+    active = (True, True, True, False)
+    op = AllToAll(**SHAPE, active=active)
+    specs = symmetric_buffers(op.config, op.tuning, 2, True, [active])
+    assert sum(memory.live.values()) - before == heap.footprint(sizes_of(specs)) > AllToAll.heap_bytes(**SHAPE)
+    op.free()
 
 
 def test_heap_bytes():
