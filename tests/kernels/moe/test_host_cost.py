@@ -55,12 +55,12 @@ def test_calls_of_torch(mode):
     ranks.run(2, count, *CALLS[mode])
 
 
-def hold(seed: int, options: dict, shape=SHAPE) -> None:
+def hold(seed: int, options: dict, shape=SHAPE, calls: int = 6 * KEPT) -> None:
     """Handles and parts of plans are held at random; what they tell never changes, and they combine as at first."""
     op = AllToAll(**shape, **options)
     pace = random.Random(seed)  # the same on all ranks
     held, numbers = [], []
-    for call in range(6 * KEPT):
+    for call in range(calls):
         mine = make_inputs((seed, call, op.rank), op.config, pace.randrange(op.config.max_tokens + 1), "random")
         received = op.dispatch(mine.x.to(op.device), mine.topk_idx.to(op.device), mine.weights.to(op.device))
         out = op.combine(received.x, received.handle)

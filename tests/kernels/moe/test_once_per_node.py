@@ -9,7 +9,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe import mutants
 from tests.kernels.moe.support import FP8, ROUTES, choose, make_inputs, run_round, without_kernels
-from tests.kernels.moe.test_host_cost import CALLS, count, hold
+from tests.kernels.moe.test_host_cost import CALLS, KEPT, count, hold
 from tests.kernels.moe.test_misuse import raises
 from tests.kernels.moe.test_rounds import rounds
 from tilescale_net.kernels.collective import sizes_of
@@ -172,7 +172,7 @@ def test_a_gateway_is_left_out():
 
 def _host(seed: int) -> None:
     count(dict(alignment=2), CALLS["throughput"][1], SHAPE)
-    hold(seed, dict(alignment=2), SHAPE)
+    hold(seed, dict(alignment=2), SHAPE, 2 * KEPT)
 
 
 def test_the_host():
