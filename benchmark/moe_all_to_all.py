@@ -43,7 +43,7 @@ def _tuning(text: str) -> dict[str, int]:
         name, _, value = part.partition("=")
         if name not in known or not value.isdigit():
             raise argparse.ArgumentTypeError(f"{part!r} is not NAME=NUMBER with a name of {', '.join(known)}")
-        made[name] = int(value)
+        made[name] = bool(int(value)) if name == "once_per_node" else int(value)
     return made
 
 
@@ -112,7 +112,7 @@ def across_ranks(samples: list[float], of=median) -> tuple[float, float]:
 
 
 def ours(args, mode: str, layout: str, fp8: bool, everyone, timer: DeviceTimer):
-    """Yield (operation, kernel samples, whole-call samples) of AllToAll, verified."""
+    """Yield (operation, kernel samples, whole-call samples, bytes per token on the network) of AllToAll, verified."""
     import torch
 
     import tilescale_net as tsn
@@ -150,7 +150,8 @@ def ours(args, mode: str, layout: str, fp8: bool, everyone, timer: DeviceTimer):
         check_dispatch(received, everyone, args.experts, rank, mode, layout)
         if not args.quantize_combine:
             returned = dequantise(mine.x_fp8, mine.scales).to(y.dtype) if fp8 else mine.x
-            check_combine(out, mine, returned, args.experts, ranks, weighted=layout == "expert" or mode == "latency")
+            weighted = layout == "expert" or mode == "latency"
+            check_combine(out, mine, returned, args.experts, ranks, weighted, rank, op.sums_over)
     nothing = lambda: None  # noqa: E731
     out = torch.empty_like(out)
     steps = [("dispatch", nothing, dispatch)]
@@ -162,10 +163,25 @@ def ours(args, mode: str, layout: str, fp8: bool, everyone, timer: DeviceTimer):
         steps += [("combine", lambda: dispatch().handle, lambda h: op.combine(y, h, out=out))]
         steps += [("dispatch + combine", nothing, lambda _: op.combine(y, dispatch().handle, out=out))]
     for name, prepare, call in steps:
-        yield name, timer.kernel(prepare, call), timer.whole(prepare, call)
+        yield name, timer.kernel(prepare, call), timer.whole(prepare, call), fabric_bytes(prepare, call, tokens)
     op.check()
     tsn.barrier()
     op.free()
+
+
+def fabric_bytes(prepare, call, tokens: int) -> float:
+    """Payload that a call gives to the network, of all ranks together, per token."""
+    import tilescale_net as tsn
+
+    def so_far() -> int:
+        tsn.synchronize()
+        tsn.barrier()
+        return sum(gather(tsn.stats().get("bytes_put", 0)))
+
+    given = prepare()
+    before = so_far()
+    call(given)
+    return (so_far() - before) / (tokens * tsn.size())
 
 
 def peers(args, mode: str, fp8: bool, everyone, timer: DeviceTimer, report: Report):
@@ -217,7 +233,7 @@ def fabric_limit(rows, nbytes: dict[str, int], timer: DeviceTimer):
 class Results:
     """The table, and how a row of it comes from samples."""
 
-    def __init__(self, report: Report, on_gpu: bool):
+    def __init__(self, report: Report, on_gpu: bool, over_nodes: bool):
         text = {"mode": "mode", "tokens": "tokens", "dtype": "dtype", "layout": "layout", "operation": "operation"}
         keys = [Column(k, t, ",d" if k == "tokens" else "") for k, t in text.items()] + [Column("system", "system")]
         columns = [
@@ -228,7 +244,12 @@ class Results:
             Column("logical", "logical", better="higher", unit="GB/s"),
             Column("remote", "remote", better="higher", unit="GB/s"),
         ]
-        self._on_gpu = on_gpu
+        if over_nodes:
+            columns += [
+                Column("fabric", "fabric", ",.0f", better="lower", unit="B/token"),
+                Column("per_rank", "once per rank", ",.0f", unit="B/token", plotted=False),
+            ]
+        self._on_gpu, self._over_nodes = on_gpu, over_nodes
         self._table = report.table("MoE all-to-all", keys, columns)
         self._table.notes.append(
             "Traffic counts a token once for each rank it goes to, however many experts it has there, with its scales: "
@@ -236,17 +257,28 @@ class Results:
             "kernel: time on the device, median over ranks (p99: of each rank's 99th percentile). bare writers: CPUs that move the bytes for other nodes over "
             "the fabric, from and to the same kind of memory, without kernels, both ways at once."
         )
+        if over_nodes:
+            self._table.notes.append(
+                "fabric: payload that crosses to another node in a call, routing and weights included, as the proxies count "
+                "it, per token of all ranks; once per rank: rows, where each goes to every rank that needs it."
+            )
 
-    def add(self, case: dict, system: str, operation: str, nbytes: int, rows, kernel, whole) -> None:
-        """Collective. `case`: key columns; nbytes: of a row of traffic; rows: `moe_data.Traffic`; then the samples."""
+    def add(self, case: dict, system: str, operation: str, nbytes: int, rows, kernel, whole, fabric=None) -> None:
+        """Collective. `case`: key columns; nbytes: of a row of traffic; rows: `moe_data.Traffic`; then the samples.
+
+        fabric: bytes per token on the network.
+        """
         middle, slowest = across_ranks(kernel)
         late, _ = across_ranks(kernel, lambda samples: percentile(samples, 99))
         called, _ = across_ranks(whole)
+        far = sum(gather(rows.far)) / (case["tokens"] * world_size())
         if not is_rank_zero():
             return
         values = {"kernel": middle, "p99": late, "kernel_max": slowest, "whole": called if self._on_gpu else None}
         rates = {"logical": rows.rows * nbytes / middle / 1e3, "remote": rows.remote * nbytes / middle / 1e3}
         row = {**case, "operation": operation, "system": system, **values, **rates}
+        if self._over_nodes and fabric is not None:
+            row |= {"fabric": fabric, "per_rank": far * nbytes}
         self._table.add(row, {"kernel": kernel, "whole": whole})
 
 
@@ -264,8 +296,8 @@ def run(args, mode: str, dtype: str, tokens: int, timer: DeviceTimer, results: R
     nbytes = {"combine": back, "dispatch + combine": there + back}
     for layout in args.layout if mode == "throughput" else ["expert"]:
         case = {"mode": mode, "tokens": tokens, "dtype": dtype, "layout": layout}
-        for operation, *samples in ours(args, mode, layout, fp8, everyone, timer):
-            results.add(case, "tilescale_net", operation, nbytes.get(operation, there), rows, *samples)
+        for operation, *measured in ours(args, mode, layout, fp8, everyone, timer):
+            results.add(case, "tilescale_net", operation, nbytes.get(operation, there), rows, *measured)
     if tsn.world().proxy is not None and not args.no_peers:
         case = {"mode": mode, "tokens": tokens, "dtype": dtype, "layout": ""}
         moved, far_rows = {"dispatch": there, "combine": back}, Traffic(rows.far, rows.far, rows.far)
@@ -291,7 +323,7 @@ def main() -> None:
         "data": "not verified" if args.no_check else "verified, every byte",
         "timing": f"median of {timer.repeat}" + ("" if timer.on_gpu else f"; {SIMULATED}"),
     }
-    results = Results(report, timer.on_gpu)
+    results = Results(report, timer.on_gpu, world.proxy is not None)
     for mode in args.mode:
         for dtype in args.dtype:
             run(args, mode, dtype, args.tokens_of[mode], timer, results, report)

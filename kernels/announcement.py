@@ -83,6 +83,11 @@ class StatusRecord:
             self.tensor = torch.frombuffer(raw, dtype=torch.int64)
         self._words = (ctypes.c_int64 * STATUS_WORDS).from_address(self._address)
 
+    @property
+    def written(self) -> bool:
+        """Whether there is something to take."""
+        return self._words[0] != 0
+
     def take(self) -> tuple[int, int, int]:
         """Code, rank and value, once; the code is 0 when nothing is wrong."""
         found = self._words[0], self._words[1], self._words[2]

@@ -93,6 +93,20 @@ class Collective:
             )
         return {name: self._symmetric(*what) for name, what in specs.items()}
 
+    def replace(self, old: dict[str, torch.Tensor], specs: BufferSpecs) -> dict[str, torch.Tensor]:
+        """Give back those of `old` that `specs` names, and allocate these in their place; collective.
+
+        HeapError, on all ranks alike, gives back all that this object has.
+        """
+        for name in specs:
+            self._owned = [tensor for tensor in self._owned if tensor is not old[name]]
+            tsn.free(old[name], group=self._world)
+        try:
+            return self.allocate(specs)
+        except tsn.HeapError:
+            self._release()
+            raise
+
     def _signals(self, *shape: int) -> torch.Tensor:
         """Signal words, all zero."""
         return self._symmetric(shape, torch.uint64)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from benchmark.common.measuring import WrongData
-from tilescale_net.kernels.moe.reference import quantise
+from tilescale_net.kernels.moe.reference import quantise, sum_of_ranks
 from tilescale_net.kernels.moe.row_ops import groups_of
 
 FP8 = torch.float8_e4m3fn
@@ -99,20 +99,20 @@ def check_dispatch(received, everyone: list[Inputs], experts: int, rank: int, mo
 
 
 def check_combine(
-    out: torch.Tensor, mine: Inputs, rows: torch.Tensor, experts: int, ranks: int, weighted: bool
+    out: torch.Tensor, mine: Inputs, rows: torch.Tensor, experts: int, ranks: int, weighted: bool, rank: int, nodes: int
 ) -> None:
     """Raise WrongData unless `out` is what combine makes of experts that return what they get.
 
     Args:
         rows: of this rank, [tokens, hidden], as the experts returned them (bfloat16).
+        nodes: `AllToAll.sums_over`.
     """
-    local = experts // ranks
-    total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-    for rank in range(ranks):
-        here = (mine.topk_idx // local == rank) & (mine.topk_idx >= 0)
+    local, parts = experts // ranks, []
+    for host in range(ranks):
+        here = (mine.topk_idx // local == host) & (mine.topk_idx >= 0)
         factor = (mine.topk_weights * here).sum(1) if weighted else here.any(1).float()
-        total += (factor[:, None] * rows.float()).to(torch.bfloat16).float()
-    if not torch.equal(out, total.to(torch.bfloat16)):
+        parts.append(factor[:, None] * rows.float())
+    if not torch.equal(out, sum_of_ranks(parts, rank, torch.bfloat16, nodes=nodes)):
         raise WrongData("combine: sums differ")
 
 

@@ -13,7 +13,7 @@ import tilescale_net as tsn
 from tilescale_net.kernels.moe.argument_checks import ArgumentChecks
 from tilescale_net.kernels.moe.config import configure
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending
-from tilescale_net.kernels.moe.implementations import IMPLEMENTATIONS, heap_bytes
+from tilescale_net.kernels.moe.implementations import heap_bytes, make, world_with_room
 from tilescale_net.kernels.moe.mode import Phase
 from tilescale_net.kernels.moe.participant import Participant
 from tilescale_net.kernels.moe.status import ArgumentError
@@ -43,7 +43,9 @@ class AllToAll(Participant):
             gives each token once per rank, with an index of the rows of each expert.
         alignment: throughput mode: the first row of each expert is a multiple of it.
         capacity: throughput mode: expert-major rows that a rank can receive, including the gaps; default the worst case.
-            A dispatch that does not fit on some rank sends nothing and raises on all of them.
+            A dispatch that does not fit on some rank sends nothing and raises on all of them. With it, symmetric memory
+            grows with the number of nodes where rows cross the network once per node (see Tuning), else not with ranks, but
+            for some words per token.
         combine_dtype: of `y` and of combine's result; default `dtype`, or bfloat16 where `dtype` is FP8.
         quantize_combine: rows travel back as FP8 with a scale per 128 elements.
         zero_copy: throughput mode: outputs lie in symmetric memory (`empty_output`, or the one that this object owns) and most
@@ -55,6 +57,8 @@ class AllToAll(Participant):
         warm_up: compile the kernels of every call that can be made, not only those of an ordinary one, so that no rank
             waits in a call for one that compiles. Default: on a GPU.
         tuning: launch geometry and message sizes.
+        grow: where the symmetric heap has no room, take another one, of a world of the same ranks that `free` ends; `world`
+            is the one that the object is in. `tilescale_net.shrink` must be called for it too then (group=object.world).
         group: whose ranks these are, rank r the r-th of them; see `tilescale_net.world`.
 
     docs/states.md lists which calls are allowed when. A call that is not raises ValueError or TileScaleError
@@ -63,7 +67,8 @@ class AllToAll(Participant):
     Raises:
         ValueError, TypeError: an argument that makes no sense; it is named.
         RankMismatch: ranks that disagree on an argument.
-        HeapError: the symmetric heap has no room for the buffers, see `heap_bytes`; nothing stays allocated.
+        HeapError: the symmetric heap has no room for the buffers, see `heap_bytes`; nothing stays allocated. With `grow`
+            the memory of the device has none (ConfigurationError).
     """
 
     def __init__(
@@ -72,7 +77,7 @@ class AllToAll(Participant):
         combine_dtype: torch.dtype | None = None, quantize_combine: bool = False, zero_copy: bool = True,
         scale_words: int | None = None,
         active: list[bool] | None = None, warm_up: bool | None = None, tuning: Tuning | None = None,
-        group: tsn.Group = None,
+        grow: bool = False, group: tsn.Group = None,
     ):  # fmt: skip
         world = tsn.world(group)
         self.config = config = configure(
@@ -85,14 +90,16 @@ class AllToAll(Participant):
         self.tuning = tuning = (tuning or Tuning()).resolved(config, on_gpu, count)
         if active is not None:
             active = self.checked_list(active, world.size)
+        first, world = world, world_with_room(world, config, tuning, active) if grow else world
+        self._own_world = None if world is first else world
         super().__init__(
             "AllToAll", f"{config.describe()}, {tuning}, active={active}", tuning.threads, tuning.blocks, world
         )
         self._take_part(str(next(_numbers)))
         OBJECTS[self._number] = self
-        self.proxied = 0 in world.peer_base
+        self.proxied, self.nodes = 0 in world.peer_base, world.topology.nodes
         with torch.inference_mode(False):
-            self._mode = IMPLEMENTATIONS[mode][0](self, config)
+            self._mode = make(self, config, active)
         shape, symmetric = self._mode.output_shape(), self._mode.symmetric_output
         self._checks = ArgumentChecks(config, self.device, world.heap, shape, symmetric)
         self._compile(on_gpu if warm_up is None else warm_up)
@@ -124,6 +131,16 @@ class AllToAll(Participant):
     heap_bytes = staticmethod(heap_bytes)
 
     @property
+    def node_plan_words(self) -> int:
+        """Throughput mode: elements of `RoutingPlan.node_plan`."""
+        return self._mode.node_plan_words
+
+    @property
+    def sums_over(self) -> int:
+        """Into how many nodes combine divides the ranks, each of which sums for the others; see reference.sum_of_ranks."""
+        return self._mode.sums_over
+
+    @property
     def under_way(self) -> tuple[str, ...]:
         """What this rank has sent and not yet received: "dispatch", "combine", both or none."""
         return tuple(self._machine.pending)
@@ -145,14 +162,21 @@ class AllToAll(Participant):
         """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
         self._machine_check("free")
         if self._world.control.left:
-            self._owned = []  # the other ranks do not free with a rank that is left out
+            self._owned, self._own_world = [], None  # the other ranks do not free with a rank that is left out
         self._release()
+
+    def _release(self) -> None:
+        super()._release()
+        own, self._own_world = self._own_world, None
+        if own is not None and not own.closed:
+            tsn.finalize(own)
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
     @named("tilescale_net.moe.dispatch")
     def dispatch(
-        self, x, topk_idx=None, topk_weights=None, *, mask=None, handle: Handle | None = None, out=None, cleared: bool = False
+        self, x, topk_idx=None, topk_weights=None, *, mask=None, handle: Handle | None = None, out=None, cleared: bool = False,
+        after: torch.Event | None = None,
     ) -> Dispatched:  # fmt: skip
         """Send each token to the ranks of its experts.
 
@@ -167,6 +191,7 @@ class AllToAll(Participant):
             out: where the rows go, from `empty_output` (rows, or rows and scales), the same on all ranks; with
                 `zero_copy=False` and in latency mode any tensor of that shape. Default: in symmetric memory of this
                 object, valid until the next dispatch, or a new tensor where outputs are not symmetric.
+            after: an event that the call waits for on the GPU, besides what the current stream holds.
             cleared: throughput mode: fill the parts of the handle's tensors that stand for no row with zeros.
 
         Returns:
@@ -179,18 +204,21 @@ class AllToAll(Participant):
                 (latency mode: without the choices that are out of range), one with a handle or another `out` is undefined.
             TileScaleError: an earlier kernel or a peer has failed.
         """
-        self._begin("dispatch")
+        self._begin("dispatch", after)
         pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.WHOLE, cleared, mask)
         self._raise_refusal_if_simulated()
         return pending.result
 
     @named("tilescale_net.moe.dispatch_send")
-    def dispatch_send(self, x, topk_idx=None, topk_weights=None, *, handle: Handle | None = None, out=None) -> Pending:
+    def dispatch_send(
+        self, x, topk_idx=None, topk_weights=None, *, handle: Handle | None = None, out=None,
+        after: torch.Event | None = None,
+    ) -> Pending:  # fmt: skip
         """First half of dispatch; work that the caller launches before `dispatch_recv` overlaps with it.
 
         Throughput mode runs on a stream of its own with high priority. `x` and `out` belong to the call until then.
         """
-        self._begin("dispatch_send")
+        self._begin("dispatch_send", after)
         pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.SEND)
         self._machine.pending["dispatch"] = pending
         return pending
@@ -237,8 +265,9 @@ class AllToAll(Participant):
 
     @named("tilescale_net.moe.combine")
     def combine(
-        self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None, bias: Sequence[torch.Tensor] = ()
-    ) -> torch.Tensor:
+        self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None, bias: Sequence[torch.Tensor] = (),
+        after: torch.Event | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Bring rows back to their tokens and sum them in float32.
 
         Args:
@@ -250,8 +279,9 @@ class AllToAll(Participant):
             weights: layout "expert": float32 to use instead of the weights that dispatch got. Throughput mode: [capacity],
                 of each row; latency mode: [tokens, top_k], which a kernel more brings to the ranks of the rows. All ranks
                 give them, or none.
-            bias: throughput mode: up to two tensors [tokens, hidden] of `combine_dtype`, which are added to the sums before
-                they are rounded. The first such call compiles.
+            bias: up to two tensors [tokens, hidden] of `combine_dtype`, which are added to the sums before they are rounded.
+                The first such call compiles.
+            after: as in `dispatch`.
 
         Each rank sums over its experts first and rounds to `combine_dtype` once, then the token's rank sums over ranks.
 
@@ -260,21 +290,22 @@ class AllToAll(Participant):
                 `check`.
             TileScaleError: an earlier kernel or a peer has failed.
         """
-        self._begin("combine")
+        self._begin("combine", after)
         pending = self._combine("combine", y, handle, out, weighted, weights, bias)
         self._raise_refusal_if_simulated()
         return pending.result
 
     @named("tilescale_net.moe.combine_send")
     def combine_send(
-        self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None, bias: Sequence[torch.Tensor] = ()
-    ) -> Pending:
+        self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None, bias: Sequence[torch.Tensor] = (),
+        after: torch.Event | None = None,
+    ) -> Pending:  # fmt: skip
         """First half of combine; work that the caller launches before `combine_recv` overlaps with it.
 
         `y`, `weights`, `bias` and `out` belong to the call until then. Latency mode: with `weights` it waits on the GPU for
         those of the other ranks.
         """
-        self._begin("combine_send")
+        self._begin("combine_send", after)
         pending = self._combine("combine", y, handle, out, weighted, weights, bias, phase=Phase.SEND)
         self._machine.pending["combine"] = pending
         return pending

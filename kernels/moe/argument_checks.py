@@ -10,6 +10,7 @@ from tilescale_net.kernels.moe.handle import Handle
 from tilescale_net.kernels.moe.status import ArgumentError
 
 SCALE_DTYPES = (torch.float32, torch.int32)  # words of scales: what is in them is the caller's
+INDEX_DTYPES, FLOATS = (torch.int64, torch.int32), (torch.float32,)
 
 
 class ArgumentChecks:
@@ -26,19 +27,25 @@ class ArgumentChecks:
     def __init__(self, config: Config, device: torch.device, heap, output_shape: tuple[int, ...], symmetric: bool):
         self._c, self._device, self._heap = config, device, heap
         self._shape, self._symmetric = output_shape, symmetric
+        self._traits, self._signature = config.traits, config.signature
+        self._row_dtypes = (config.dtype,)
+        self._source_dtypes = (config.dtype, *COMBINE_DTYPES) if config.can_quantise else (config.dtype,)
+        self._sum_dtypes = (config.combine_dtype,)
+        self._row = (None, config.hidden)
+        self._ones: torch.Tensor | None = None
 
     def rows(self, x) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`x` of dispatch as (rows, scales or None)."""
         c = self._c
         x, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
-        dtypes = (c.dtype, *COMBINE_DTYPES) if c.can_quantise and scales is None else (c.dtype,)
-        check_tensor("x", x, self._device, dtypes, (None, c.hidden))
-        if len(x) > c.max_tokens:
-            raise ArgumentError("x", ValueError(f"x has {len(x)} tokens; max_tokens is {c.max_tokens}"))
+        check_tensor("x", x, self._device, self._source_dtypes if scales is None else self._row_dtypes, self._row)
+        tokens = x.shape[0]
+        if tokens > c.max_tokens:
+            raise ArgumentError("x", ValueError(f"x has {tokens} tokens; max_tokens is {c.max_tokens}"))
         if x.dtype == FP8:
             if scales is None:
                 raise ArgumentError("scales", TypeError("x is FP8, so x must be a pair (x, scales)"))
-            check_tensor("scales", scales, self._device, SCALE_DTYPES, (len(x), c.scale_words), alignment=4)
+            check_tensor("scales", scales, self._device, SCALE_DTYPES, (tokens, c.scale_words), alignment=4)
         elif scales is not None:
             raise ArgumentError(
                 "scales", TypeError(f"scales were given with x of dtype {x.dtype}; they belong to FP8 rows")
@@ -50,12 +57,22 @@ class ArgumentChecks:
         c = self._c
         shape = (tokens, c.top_k)
         # Kernels read these element by element: they may begin anywhere.
-        check_tensor("topk_idx", topk_idx, self._device, (torch.int64, torch.int32), shape, alignment=1)
+        check_tensor("topk_idx", topk_idx, self._device, INDEX_DTYPES, shape, alignment=1)
         check_experts(topk_idx, c.num_experts)
         if topk_weights is None:
-            return torch.ones(shape, dtype=torch.float32, device=self._device)
-        check_tensor("topk_weights", topk_weights, self._device, (torch.float32,), shape, alignment=1)
+            return self._weights_of_one(tokens)
+        check_tensor("topk_weights", topk_weights, self._device, FLOATS, shape, alignment=1)
         return topk_weights
+
+    def _weights_of_one(self, tokens: int) -> torch.Tensor:
+        """[tokens, top_k]; kept for calls with as many tokens."""
+        if self._ones is not None and self._ones.shape[0] == tokens:
+            return self._ones
+        with torch.inference_mode(False):
+            ones = torch.ones((tokens, self._c.top_k), dtype=torch.float32, device=self._device)
+        if self._device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
+            self._ones = ones  # others are the graph's
+        return ones
 
     def mask(self, tokens: int, mask) -> torch.Tensor:
         """Choices that send each token to the ranks of its row of `mask`: the first expert of each."""
@@ -97,11 +114,11 @@ class ArgumentChecks:
         """
         if not isinstance(handle, Handle):
             raise ArgumentError("handle", TypeError(f"handle must be the handle of a dispatch, not {handle!r}"))
-        if handle.signature != self._c.signature:
+        if handle.signature is not self._signature and handle.signature != self._signature:
             raise ArgumentError(
                 "handle",
                 ValueError(
-                    f"handle belongs to another configuration {handle.signature}; this one is {self._c.signature} (ranks, "
+                    f"handle belongs to another configuration {handle.signature}; this one is {self._signature} (ranks, "
                     "num_experts, max_tokens, top_k, mode, alignment, capacity)"
                 ),
             )
@@ -122,34 +139,33 @@ class ArgumentChecks:
 
     def combine(self, y, handle: Handle, out, weights, bias) -> torch.Tensor:
         """Check what combine gets; returns `out`, or a new tensor where there is none."""
-        c = self._c
+        c, shape = self._c, (handle.plan.tokens, self._c.hidden)
         self._rows_to_combine(y, handle)
         if weights is not None:
             if c.layout != "expert":
                 raise ArgumentError("weights", ValueError('weights belong to layout "expert"'))
-            shape = (handle.tokens, c.top_k) if c.traits.weighs_choices else (c.capacity,)
-            check_tensor("weights", weights, self._device, (torch.float32,), shape, alignment=4)
-        if bias and not c.traits.adds_bias:
-            raise ArgumentError("bias", ValueError(f"{c.mode} mode adds no bias; add it to the result"))
+            each = (handle.tokens, c.top_k) if self._traits.weighs_choices else (c.capacity,)
+            check_tensor("weights", weights, self._device, FLOATS, each, alignment=4)
         if len(bias) > 2:
             raise ArgumentError("bias", ValueError(f"bias holds {len(bias)} tensors; there may be one or two"))
         for given in bias:
-            check_tensor("bias", given, self._device, (c.combine_dtype,), (handle.tokens, c.hidden))
+            check_tensor("bias", given, self._device, self._sum_dtypes, shape)
         if out is None:
-            return torch.empty((handle.tokens, c.hidden), dtype=c.combine_dtype, device=self._device)
-        check_tensor("out", out, self._device, (c.combine_dtype,), (handle.tokens, c.hidden))
+            return torch.empty(shape, dtype=c.combine_dtype, device=self._device)
+        check_tensor("out", out, self._device, self._sum_dtypes, shape)
         return out
 
     def _rows_to_combine(self, y, handle: Handle) -> None:
         """Rows in the shape that dispatch gives; throughput mode: without what follows the last row, if one likes."""
         c = self._c
-        if c.traits.reuses_plan:
-            check_tensor("y", y, self._device, (c.combine_dtype,), (None, c.hidden))
-            if len(y) < self._shape[0] and len(y) < (rows := handle.rows(c.layout)):
+        if self._traits.reuses_plan:
+            check_tensor("y", y, self._device, self._sum_dtypes, self._row)
+            given = y.shape[0]
+            if given < self._shape[0] and given < (rows := handle.rows(c.layout)):
                 text = f"y has shape {list(y.shape)}; this rank has received {rows} rows"
                 raise ArgumentError("y", ValueError(text))
         else:
-            check_tensor("y", y, self._device, (c.combine_dtype,), self._shape)
+            check_tensor("y", y, self._device, self._sum_dtypes, self._shape)
 
     def values(self, values, y) -> None:
         """Numbers that come back beside the rows `y`."""
@@ -165,8 +181,14 @@ def check_tensor(argument: str, tensor, device, dtypes, shape, alignment: int = 
     """Raise ArgumentError unless `tensor` is a contiguous tensor of one of `dtypes` on `device`.
 
     Args:
-        shape: None in it: any extent. alignment: bytes of which the tensor must begin at a multiple.
+        shape: a tuple; None as its first extent: any. alignment: bytes of which the tensor must begin at a multiple.
     """
+    if isinstance(tensor, torch.Tensor) and tensor.dtype in dtypes and tensor.device == device:
+        got = tensor.shape
+        fits = got == shape if shape[0] is not None else len(got) == len(shape) and got[1:] == shape[1:]
+        # As nearly always: what is wrong is told below.
+        if fits and tensor.is_contiguous() and (alignment == 1 or tensor.data_ptr() % alignment == 0):
+            return
 
     def fault(kind, text):
         raise ArgumentError(argument, kind(f"{argument} {text}"))

@@ -48,6 +48,7 @@ class _Sizes:
     weighted: bool
     quantised: bool
     wanted_parts: int
+    biases: int
 
     @property
     def width(self) -> int:
@@ -154,8 +155,16 @@ def _send_proxied(
 
 
 @tsn.macro
+def _add_bias(s, acc, bias, token: T.Ref, first, end, lane):
+    """Add a part of a row of the caller's to a batch of sums."""
+    own = T.alloc_local((s.sum_batch * s.width,), s.dtype)
+    load_batch(own, bias, token, first, lane, end, s.width, s.sum_batch)
+    add_scaled(acc, own, T.float32(1), s.sum_batch * s.width)
+
+
+@tsn.macro
 def _sum_part(
-    s, out, slots, slot_scales, token_slot, arrived, piece, acc, from_row, token: T.Ref, part: T.Ref, end: T.Ref,
+    s, out, bias_0, bias_1, slots, slot_scales, token_slot, arrived, piece, acc, from_row, token: T.Ref, part: T.Ref, end: T.Ref,
     first: T.Ref, peer: T.Ref, slot: T.Ref, call: T.Ref, parity: T.Ref, lane,
 ):  # fmt: skip
     """Wait for a part of a token's rows and sum them in the order of ranks."""
@@ -187,12 +196,29 @@ def _sum_part(
                         )
                     else:
                         add_scaled(acc, piece, T.float32(1), batch * width, g * batch * width)
+        if s.biases > 0:
+            _add_bias(s, acc, bias_0, token, first, end, lane)
+        if s.biases > 1:
+            _add_bias(s, acc, bias_1, token, first, end, lane)
         store_rounded(out, token, acc, first, lane, end, width, batch, s.dtype)
 
 
 @tsn.jit(name="moe_combine_latency", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
 def combine_latency(
-    ranks, top_k, max_tokens, hidden, dtype, weighted, quantised, proxied, sends, receives, parts, blocks, threads
+    ranks,
+    top_k,
+    max_tokens,
+    hidden,
+    dtype,
+    weighted,
+    quantised,
+    proxied,
+    sends,
+    receives,
+    parts,
+    biases,
+    blocks,
+    threads,
 ):
     """Kernel that sends, receives, or both.
 
@@ -201,21 +227,23 @@ def combine_latency(
         weighted: multiply each row by its weight. quantised: rows travel as FP8 with a scale per 128 elements.
         proxied: whether some ranks are on other nodes.
         sends, receives: which halves; a half that receives follows the one that sends, on the same stream.
-        parts: into how many parts to cut a row, about. blocks, threads: launch geometry; all blocks must run at once.
+        parts: into how many parts to cut a row, about. biases: how many of `bias_0` and `bias_1` are added to the sums. blocks, threads: launch geometry; all blocks must run at once.
 
     Parameters of the kernel:
         y [local experts * ranks * max_tokens, hidden] of `dtype`; targets, weights, received: see ReceivedRows.
+        bias_0, bias_1 [rows, hidden] of `dtype`.
         out [rows, hidden] of `dtype`, token_slot [rows, ranks] int32, tokens <= rows; active [ranks] int32.
         slots, staged [2 * ranks * max_tokens, hidden] of `dtype` or FP8, slot_scales, staged_scales [2 * ranks *
         max_tokens, groups] float32, begun [2 * ranks], arrived [2 * ranks * max_tokens, parts] uint64: symmetric.
         send_calls, receive_calls [blocks] uint64: calls so far. status: see STATUS_WORDS.
     """
     R, K, M = ranks, top_k, max_tokens
-    s = _Sizes(R, K, M, hidden, dtype, weighted, quantised, parts)
+    s = _Sizes(R, K, M, hidden, dtype, weighted, quantised, parts, biases)
     groups, cuts, size, warps = groups_of(hidden), s.parts, s.size, threads // 32
     payload = FP8 if quantised else dtype
     rows, slot_rows, capacity = T.dynamic("rows"), T.dynamic("slot_rows"), T.dynamic("capacity")
     scale_rows, stages, scale_stages = T.dynamic("scale_rows"), T.dynamic("stages"), T.dynamic("scale_stages")
+    bias_rows, other_bias_rows = T.dynamic("bias_rows"), T.dynamic("other_bias_rows")
 
     @T.prim_func
     def main(
@@ -224,6 +252,8 @@ def combine_latency(
         targets: T.Tensor((R * M, K), "int32"),
         weights: T.Tensor((R * M, K), "float32"),
         received: T.Tensor((R,), "int32"),
+        bias_0: T.Tensor((bias_rows, hidden), dtype),
+        bias_1: T.Tensor((other_bias_rows, hidden), dtype),
         out: T.Tensor((rows, hidden), dtype),
         token_slot: T.Tensor((slot_rows, R), "int32"),
         tokens: T.int32,
@@ -320,8 +350,8 @@ def combine_latency(
                     part = ((i * warps + warp) * blocks + block) % cuts
                     if token < tokens:
                         _sum_part(
-                            s, out, slots, slot_scales, token_slot, arrived, piece, acc, from_row, token, part, end, first,
-                            peer, slot, call, parity, lane,
+                            s, out, bias_0, bias_1, slots, slot_scales, token_slot, arrived, piece, acc, from_row, token,
+                            part, end, first, peer, slot, call, parity, lane,
                         )  # fmt: skip
                 T.sync_threads()
                 if thread == 0:

@@ -13,7 +13,7 @@ from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import combine_throughput_steps as steps
 from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, take_ticket
 from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
-from tilescale_net.kernels.moe.wire_layout import Totals, record_words
+from tilescale_net.kernels.moe.wire_layout import Totals, most_sent, record_words
 
 
 @tsn.macro
@@ -23,6 +23,7 @@ def _find_rows(
     token_slot,
     arrived,
     base,
+    before,
     me: T.Ref,
     call: T.Ref,
     token: T.Ref,
@@ -43,7 +44,7 @@ def _find_rows(
         if peer < s.ranks:
             slot = token_slot[token, peer]
             if slot >= 0:
-                slot_of[i] = steps.OWN - base[me] - slot if s.unchanged and peer == me else peer * s.max_tokens + slot
+                slot_of[i] = steps.OWN - base[me] - slot if s.unchanged and peer == me else before[peer] + slot
                 if peer != me or not s.unchanged:
                     if s.proxied:
                         size = T.if_then_else(N.is_direct(peer), s.chunk, s.proxied_chunk)
@@ -72,15 +73,14 @@ def combine_throughput(
         y [capacity, hidden] of `dtype`; row_weight [capacity], row_values [capacity] or [capacity * top_k] float32;
         bias_0, bias_1 [rows, hidden] of `dtype`.
         out [rows, hidden] of `dtype`, out_values [rows, top_k] float32; tokens <= rows.
-        slots [ranks * max_tokens, hidden] of `dtype` or FP8, slot_scales [ranks * max_tokens, groups] float32,
-        slot_values [ranks * max_tokens, top_k] float32: symmetric. staged, staged_scales, staged_values: alike, for rows
-        to other nodes.
+        slots [rows sent, hidden] of `dtype` or FP8, slot_scales [rows sent, groups] float32, slot_values [rows sent, top_k]
+        float32: symmetric. staged, staged_scales, staged_values [rows received, …]: alike, for rows to other nodes.
         token_slot, records, totals: see RoutingPlan. active [ranks] int32: 0 for a rank that is left out.
         ready [ranks], arrived [ranks, chunks], done [ranks]: uint64, symmetric.
         tickets [2, 2] int32: work given out to senders and to reducers, by the parity of the call; 0 at first.
         calls [senders + reducers] uint64: calls so far. tag: 0. status: see STATUS_WORDS.
     """
-    R, K, M = ranks, top_k, max_tokens
+    R, K, M, S = ranks, top_k, max_tokens, most_sent(ranks, max_tokens, top_k)
     s = steps.Sizes(R, K, M, hidden, dtype, by_rank, weighted, quantised, valued, biases, proxied, chunk, proxied_chunk)
     at, W = Totals(R, experts // R), record_words(K)
     chunks = -(-M // min(chunk, proxied_chunk))
@@ -105,9 +105,9 @@ def combine_throughput(
         out: T.Tensor((rows, hidden), dtype),
         out_values: T.Tensor((value_rows, K), "float32"),
         tokens: T.int32,
-        slots: T.Tensor((R * M, hidden), payload),
+        slots: T.Tensor((S, hidden), payload),
         slot_scales: T.Tensor((scale_rows, s.groups), "float32"),
-        slot_values: T.Tensor((R * M, K), "float32"),
+        slot_values: T.Tensor((S, K), "float32"),
         staged: T.Tensor((stages, hidden), payload),
         staged_scales: T.Tensor((scale_stages, s.groups), "float32"),
         staged_values: T.Tensor((value_stages, K), "float32"),
@@ -126,6 +126,8 @@ def combine_throughput(
         with T.Kernel(blocks, threads=threads) as block:
             received = T.alloc_shared((R,), "int32")
             base = T.alloc_shared((R,), "int32")
+            before = T.alloc_shared((R,), "int32")  # where the slots of each rank begin
+            there = T.alloc_shared((R,), "int32")  # where those of this rank begin at each
             thread = T.get_thread_binding()
             lane = thread % 32
             me = T.alloc_var("int32")
@@ -135,6 +137,8 @@ def combine_throughput(
             if thread < R:
                 received[thread] = totals[at.received + thread]
                 base[thread] = totals[at.received_base + thread]
+                before[thread] = totals[at.sent_before + thread]
+                there[thread] = totals[at.slots_base + thread]
                 # This rank's slots may be overwritten from here on, and those of every rank that has begun the call.
                 open_call(ready, active, status, me, call, tag, block, senders, thread)
             T.sync_threads()
@@ -167,13 +171,13 @@ def combine_throughput(
                         n = T.min(size, received[peer] - c * size)
                         if direct != 0:
                             steps.send_direct(
-                                s, y, row_weight, row_values, slots, slot_scales, slot_values, records, base, me, peer, c,
-                                n, slot, size, lane,
+                                s, y, row_weight, row_values, slots, slot_scales, slot_values, records, base, there, peer,
+                                c, n, slot, size, lane,
                             )  # fmt: skip
                         elif proxied:
                             steps.send_proxied(
                                 s, y, row_weight, row_values, slots, slot_scales, slot_values, staged, staged_scales,
-                                staged_values, records, base, me, peer, c, n, slot, size, lane,
+                                staged_values, records, base, there, peer, c, n, slot, size, lane,
                             )  # fmt: skip
                         T.sync_warp()
                         if lane == 0:
@@ -195,13 +199,13 @@ def combine_throughput(
             token = T.shfl_sync(ahead, 0)
             while token < tokens:
                 take_ticket(tickets, parity, 1, ahead, lane)
-                _find_rows(s, slot_of, token_slot, arrived, base, me, call, token, peer, row, size, lane)
+                _find_rows(s, slot_of, token_slot, arrived, base, before, me, call, token, peer, row, size, lane)
                 T.sync_warp()
                 steps.sum_rows(
                     s, out, y, bias_0, bias_1, slots, slot_scales, slot_of, from_row, piece, acc, token, peer, lane
                 )
                 if valued != "":
-                    steps.sum_values(s, out_values, slot_values, token_slot, token, row, total, lane)
+                    steps.sum_values(s, out_values, slot_values, token_slot, before, token, row, total, lane)
                 token = T.shfl_sync(ahead, 0)
             T.sync_threads()
             close_call(done, active, calls, call, block, senders, thread, R)

@@ -129,11 +129,11 @@ def send_row(s, dst, dst_scales, dst_values, dst_row, y, row_weight, row_values,
 
 @tsn.macro
 def send_direct(
-    s, y, row_weight, row_values, slots, slot_scales, slot_values, records, base, me: T.Ref, peer: T.Ref, c: T.Ref, n: T.Ref,
+    s, y, row_weight, row_values, slots, slot_scales, slot_values, records, base, there, peer: T.Ref, c: T.Ref, n: T.Ref,
     slot: T.Ref, size: T.Ref, lane,
 ):  # fmt: skip
     """Sum the `n` rows of chunk `c` for a mapped rank, straight into its slots."""
-    slot = me * s.max_tokens + c * size
+    slot = there[peer] + c * size
     if s.unchanged:
         N.put_warp(slots[slot, 0], y[base[peer] + c * size, 0], peer, count=n * s.hidden)
     else:
@@ -152,23 +152,23 @@ def send_direct(
 
 @tsn.macro
 def send_proxied(
-    s, y, row_weight, row_values, slots, slot_scales, slot_values, staged, staged_scales, staged_values, records, base, me: T.Ref,
+    s, y, row_weight, row_values, slots, slot_scales, slot_values, staged, staged_scales, staged_values, records, base, there,
     peer: T.Ref, c: T.Ref, n: T.Ref, slot: T.Ref, size: T.Ref, lane,
 ):  # fmt: skip
     """Sum the `n` rows of chunk `c` for a rank of another node into staging memory, and put them from there."""
-    slot = peer * s.max_tokens + c * size
+    slot = base[peer] + c * size
     for q in T.serial(n):
         send_row(
             s, staged, staged_scales, staged_values, slot + q, y, row_weight, row_values, records, peer, c * size + q,
             base[peer], lane,
         )  # fmt: skip
     T.sync_warp()
-    there = me * s.max_tokens + c * size
-    N.put_warp(slots[there, 0], staged[slot, 0], peer, count=n * s.hidden)
+    first = there[peer] + c * size
+    N.put_warp(slots[first, 0], staged[slot, 0], peer, count=n * s.hidden)
     if s.quantised:
-        N.put_warp(slot_scales[there, 0], staged_scales[slot, 0], peer, count=n * s.groups)
+        N.put_warp(slot_scales[first, 0], staged_scales[slot, 0], peer, count=n * s.groups)
     if s.valued != "":
-        N.put_warp(slot_values[there, 0], staged_values[slot, 0], peer, count=n * s.top_k)
+        N.put_warp(slot_values[first, 0], staged_values[slot, 0], peer, count=n * s.top_k)
 
 
 @tsn.macro
@@ -215,7 +215,7 @@ def sum_rows(
 
 
 @tsn.macro
-def sum_values(s, out_values, slot_values, token_slot, token: T.Ref, slot: T.Ref, total: T.Ref, lane):
+def sum_values(s, out_values, slot_values, token_slot, before, token: T.Ref, slot: T.Ref, total: T.Ref, lane):
     """Add up the numbers of a token's choices over the ranks."""
     for g in T.serial((s.top_k + 31) // 32):
         if g * 32 + lane < s.top_k:
@@ -223,5 +223,5 @@ def sum_values(s, out_values, slot_values, token_slot, token: T.Ref, slot: T.Ref
             for p in T.serial(s.ranks):
                 slot = token_slot[token, p]
                 if slot >= 0:
-                    total = total + slot_values[p * s.max_tokens + slot, g * 32 + lane]
+                    total = total + slot_values[before[p] + slot, g * 32 + lane]
             out_values[token, g * 32 + lane] = total

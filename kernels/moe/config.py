@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 
 import torch
@@ -24,7 +25,6 @@ class Traits:
         quantises_rows: dispatch quantises rows on the way where `dtype` is FP8.
         weighs_rows: combine takes weights of expert-major rows, and brings numbers of them back.
         weighs_choices: combine takes weights of the choices.
-        adds_bias: combine adds tensors of the caller to the sums.
     """
 
     layouts: tuple[str, ...] = LAYOUTS
@@ -33,16 +33,16 @@ class Traits:
     quantises_rows: bool = False
     weighs_rows: bool = False
     weighs_choices: bool = False
-    adds_bias: bool = False
 
 
 # What the host's checks know of each mode; implementations.py names its class.
 MODES = {
-    "throughput": Traits(reuses_plan=True, weighs_rows=True, adds_bias=True),
+    "throughput": Traits(reuses_plan=True, weighs_rows=True),
     "latency": Traits(layouts=("expert",), max_tokens=1024, quantises_rows=True, weighs_choices=True),
 }
 
 
+@functools.cache
 def name_of(dtype: torch.dtype) -> str:
     """tilelang's name of a torch dtype."""
     return str(dtype).removeprefix("torch.")
@@ -161,4 +161,5 @@ def configure(
 
 def as_words(tensor: torch.Tensor, words: int) -> torch.Tensor:
     """Rows as 4-byte words: [rows, words], without a copy."""
-    return tensor.view(-1, tensor.shape[-1]).view(torch.int32).view(-1, words)
+    tensor = tensor.view(torch.int32)
+    return tensor if tensor.dim() == 2 else tensor.view(-1, words)

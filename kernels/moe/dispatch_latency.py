@@ -93,7 +93,7 @@ def dispatch_latency(
         weights: T.Tensor((R * M, K), "float32"),
         received: T.Tensor((R,), "int32"),
         source_counts: T.Tensor((local, R), "int32"),
-        source_token: T.Tensor((local * s.capacity,), "int32"),
+        source_token: T.Tensor((local, s.capacity), "int32"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
             mine = T.alloc_shared((K,), "int32")  # experts of the block's token

@@ -342,8 +342,8 @@ def receive_row(
                 # Choices that the header does not count: the source has reported them.
                 if index >= 0 and index < M:
                     target = begin[choice - me * local, source] + index
+                    source_token[choice - me * local, target] = arrival[place, msg.token]
                     target = target + (choice - me * local) * s.capacity
-                    source_token[target] = arrival[place, msg.token]
             targets[source * M + slot, g * 32 + lane] = target
             weights[source * M + slot, g * 32 + lane] = T.reinterpret(
                 arrival[place, msg.weights + g * 32 + lane], "float32"

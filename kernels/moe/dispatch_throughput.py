@@ -23,7 +23,7 @@ from tilescale_net.kernels.moe.wire_layout import Totals, record_words
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class Sizes:
     """Compile-time sizes and choices; see dispatch_throughput."""
 
     ranks: int
@@ -50,7 +50,7 @@ class _Sizes:
 
 
 @tsn.macro
-def _signal_chunk(arrived, me, c, call, pe, lane):
+def signal_chunk(arrived, me, c, call, pe, lane):
     """Tell `pe` that a chunk, put by this warp, is there."""
     T.sync_warp()
     if lane == 0:
@@ -59,7 +59,7 @@ def _signal_chunk(arrived, me, c, call, pe, lane):
 
 
 @tsn.macro
-def _put_row(s, dst, dst_scales, row: T.Ref, x, x_scales, token: T.Ref, pe: T.Ref):
+def put_row(s, dst, dst_scales, row: T.Ref, x, x_scales, token: T.Ref, pe: T.Ref):
     """Put row `token` with its scales to row `row` of `dst` at `pe`."""
     N.put_warp(dst[row, 0], x[token, 0], pe, count=s.row_words, unroll=s.unroll)
     if s.scale_words:
@@ -67,7 +67,7 @@ def _put_row(s, dst, dst_scales, row: T.Ref, x, x_scales, token: T.Ref, pe: T.Re
 
 
 @tsn.macro
-def _put_staged(s, dst, dst_scales, row: T.Ref, staged, staged_scales, slot: T.Ref, pe: T.Ref, count: T.Ref):
+def put_staged(s, dst, dst_scales, row: T.Ref, staged, staged_scales, slot: T.Ref, pe: T.Ref, count: T.Ref):
     """Put `count` rows from slot `slot` on to rows `row` … of `dst` at `pe`, in one message, and their scales in another."""
     N.put_warp(dst[row, 0], staged[slot, 0], pe, count=count * s.row_words)
     if s.scale_words:
@@ -75,44 +75,41 @@ def _put_staged(s, dst, dst_scales, row: T.Ref, staged, staged_scales, slot: T.R
 
 
 @tsn.macro
-def _send_direct(
-    s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, send_row, first_row, me: T.Ref, peer: T.Ref, c: T.Ref,
-    n: T.Ref, j: T.Ref, row: T.Ref, token: T.Ref,
+def send_direct(
+    s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, send_row, first_row, peer: T.Ref, c: T.Ref, n: T.Ref,
+    j: T.Ref, row: T.Ref, token: T.Ref,
 ):  # fmt: skip
     """Put the `n` rows of chunk `c` to a mapped rank, from where the caller has them to where the plan wants them."""
     for q in T.serial(n):
         j = c * s.chunk + q
         token = send_token[peer, j]
-        if s.by_rank:
-            row = first_row[peer] + j
-        elif s.in_place:
+        if s.placement == "expert":
             row = send_row[peer, j]
         else:
-            row = me * s.max_tokens + j
+            row = first_row[peer] + j
         if s.in_place:
-            _put_row(s, out, out_scales, row, x, x_scales, token, peer)
+            put_row(s, out, out_scales, row, x, x_scales, token, peer)
         else:
-            _put_row(s, arrival, arrival_scales, row, x, x_scales, token, peer)
+            put_row(s, arrival, arrival_scales, row, x, x_scales, token, peer)
 
 
 @tsn.macro
 def _send_proxied(
-    s, x, x_scales, out, out_scales, arrival, arrival_scales, staged, staged_scales, send_token, first_row, me: T.Ref, peer: T.Ref,
+    s, x, x_scales, out, out_scales, arrival, arrival_scales, staged, staged_scales, send_token, first_row, before, peer: T.Ref,
     c: T.Ref, n: T.Ref, slot: T.Ref, row: T.Ref, token: T.Ref, lane,
 ):  # fmt: skip
     """Stage the `n` rows of chunk `c` and put them to a rank of another node."""
-    slot = peer * s.max_tokens + c * s.proxied_chunk
+    slot = before[peer] + c * s.proxied_chunk
     for q in T.serial(n):
         token = send_token[peer, c * s.proxied_chunk + q]
         copy_row(staged, slot + q, x, token, s.row_words, lane, 16)
         if s.scale_words:
             copy_words(staged_scales, slot + q, x_scales, token, s.scale_words, lane)
+    row = first_row[peer] + c * s.proxied_chunk
     if s.by_rank:
-        row = first_row[peer] + c * s.proxied_chunk
-        _put_staged(s, out, out_scales, row, staged, staged_scales, slot, peer, n)
+        put_staged(s, out, out_scales, row, staged, staged_scales, slot, peer, n)
     else:
-        row = me * s.max_tokens + c * s.proxied_chunk
-        _put_staged(s, arrival, arrival_scales, row, staged, staged_scales, slot, peer, n)
+        put_staged(s, arrival, arrival_scales, row, staged, staged_scales, slot, peer, n)
 
 
 @tsn.macro
@@ -136,8 +133,8 @@ def _scatter(s, out, out_scales, src, src_scales, row, records, source, j, skip,
 
 
 @tsn.macro
-def _receive_row(
-    s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, records, me: T.Ref, peer: T.Ref, j: T.Ref, row: T.Ref,
+def receive_row(
+    s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, records, landed, me: T.Ref, peer: T.Ref, j: T.Ref, row: T.Ref,
     slot: T.Ref, token: T.Ref, direct: T.Ref, lane,
 ):  # fmt: skip
     """Copy row `j` of `peer` to the rows of its experts; this rank's own rows are taken from where the caller has them."""
@@ -153,7 +150,7 @@ def _receive_row(
         if s.in_place and direct != 0:
             _scatter(s, out, out_scales, out, out_scales, row, records, peer, j, row, lane)
         elif s.proxied or not s.in_place:
-            slot = peer * s.max_tokens + j
+            slot = landed[peer] + j
             _scatter(s, out, out_scales, arrival, arrival_scales, slot, records, peer, j, -1, lane)
 
 
@@ -174,15 +171,15 @@ def dispatch_throughput(
 
     Parameters of the kernel (int32 unless said; rows and scales are moved as words of 4 bytes):
         x, x_scales: what to send. out, out_scales: symmetric, except for "arrival".
-        arrival, arrival_scales [ranks * max_tokens, …]: symmetric; used for "arrival" and for rows from other nodes.
-        staged, staged_scales [ranks * max_tokens, …]: symmetric; used for rows to other nodes.
+        arrival, arrival_scales [rows received, …]: symmetric; used for "arrival" and for rows from other nodes.
+        staged, staged_scales [rows sent, …]: symmetric; used for rows to other nodes.
         send_token … totals: see RoutingPlan. active [ranks]: 0 for a rank that is left out.
         ready [ranks], arrived [ranks, chunks], done [ranks]: uint64, symmetric.
         tickets [2, 2]: work given out to senders and to receivers, by the parity of the call; 0 at first.
         calls [senders + receivers]: uint64, calls so far. tag: see output_tag. status: see STATUS_WORDS.
     """
     R, M = ranks, max_tokens
-    s = _Sizes(R, top_k, M, row_words, scale_words, placement, proxied, chunk, proxied_chunk)
+    s = Sizes(R, top_k, M, row_words, scale_words, placement, proxied, chunk, proxied_chunk)
     at, W = Totals(R, experts // R), record_words(top_k)
     chunks = -(-M // min(chunk, proxied_chunk))
     blocks, scale_width = senders + receivers, max(scale_words, 1)
@@ -221,6 +218,8 @@ def dispatch_throughput(
             sent = T.alloc_shared((R,), "int32")
             first_row = T.alloc_shared((R,), "int32")
             received = T.alloc_shared((R,), "int32")
+            before = T.alloc_shared((R,), "int32")  # where the rows to each rank begin among those that are sent
+            landed = T.alloc_shared((R,), "int32")  # where the rows from each rank begin among those that arrive
             thread = T.get_thread_binding()
             lane = thread % 32
             me = T.alloc_var("int32")
@@ -231,6 +230,8 @@ def dispatch_throughput(
                 sent[thread] = totals[at.sent + thread]
                 first_row[thread] = totals[at.sent_base + thread]
                 received[thread] = totals[at.received + thread]
+                before[thread] = totals[at.sent_before + thread]
+                landed[thread] = totals[at.received_base + thread]
                 # This rank's outputs may be overwritten from here on, and those of every rank that has begun the call.
                 open_call(ready, active, status, me, call, tag, block, senders, thread)
             T.sync_threads()
@@ -263,21 +264,21 @@ def dispatch_throughput(
                     # Receivers take this rank's own rows from where they are.
                     if direct != 0 and c * chunk < sent[peer] and (s.by_rank or peer != me):
                         n = T.min(chunk, sent[peer] - c * chunk)
-                        _send_direct(
-                            s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, send_row, first_row, me,
+                        send_direct(
+                            s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, send_row, first_row,
                             peer, c, n, j, row, token,
                         )  # fmt: skip
                         if not s.by_rank:
-                            _signal_chunk(arrived, me, c, call, peer, lane)
+                            signal_chunk(arrived, me, c, call, peer, lane)
                     if proxied:
                         if direct == 0 and c * proxied_chunk < sent[peer]:
                             n = T.min(proxied_chunk, sent[peer] - c * proxied_chunk)
                             _send_proxied(
                                 s, x, x_scales, out, out_scales, arrival, arrival_scales, staged, staged_scales, send_token,
-                                first_row, me, peer, c, n, slot, row, token, lane,
+                                first_row, before, peer, c, n, slot, row, token, lane,
                             )  # fmt: skip
                             if not s.by_rank:
-                                _signal_chunk(arrived, me, c, call, peer, lane)
+                                signal_chunk(arrived, me, c, call, peer, lane)
                     ticket = T.shfl_sync(ahead, 0)
                 T.sync_threads()
                 count_sender(done, active, me, thread, R)
@@ -300,9 +301,9 @@ def dispatch_throughput(
                         n = T.min(size, received[peer] - c * size)
                         for q in T.serial(n):
                             j = c * size + q
-                            _receive_row(
-                                s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, records, me, peer, j,
-                                row, slot, token, direct, lane,
+                            receive_row(
+                                s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, records, landed, me,
+                                peer, j, row, slot, token, direct, lane,
                             )  # fmt: skip
                     ticket = T.shfl_sync(ahead, 0)
             T.sync_threads()

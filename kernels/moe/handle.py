@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -17,9 +18,10 @@ class RoutingPlan:
 
     Attributes:
         tokens: of this rank.
+        node_plan: where rows cross the network once per node: see `node_layout.NodePlan`; else empty.
         send_token: [ranks, max_tokens] token of each row sent to a rank. int32, as all others but `row_weight`.
         send_row: [ranks, max_tokens] its first row in the expert-major order at that rank.
-        token_slot: [tokens, ranks] its place among the rows to that rank, or -1.
+        token_slot: [tokens or more, ranks] its place among the rows to that rank, or -1.
         records: [ranks, max_tokens, …] of each row received from a rank: its expert-major rows, their weights, and its
             token there.
         totals: see `wire_layout.Totals`.
@@ -28,6 +30,7 @@ class RoutingPlan:
     """
 
     tokens: int
+    node_plan: torch.Tensor
     send_token: torch.Tensor
     send_row: torch.Tensor
     token_slot: torch.Tensor
@@ -39,6 +42,7 @@ class RoutingPlan:
     def tensors(self) -> list[torch.Tensor]:
         """All fields but `tokens`, in order; written out, as Dynamo of torch 2.11 cannot trace `vars` of a dataclass."""
         return [
+            self.node_plan,
             self.send_token,
             self.send_row,
             self.token_slot,
@@ -47,6 +51,11 @@ class RoutingPlan:
             self.row_index,
             self.row_weight,
         ]
+
+    @property
+    def arguments(self) -> tuple:
+        """The same, as launches take them."""
+        return tuple(self.tensors())
 
     def counts(self, ranks: int, local_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """int32 [local_experts] rows per expert, [local_experts + 1] their offsets, and [] the rank-major rows; views."""
@@ -61,7 +70,7 @@ class ReceivedRows:
 
     Attributes:
         tokens: of this rank.
-        token_slot: [tokens, ranks] place of a token among the rows to a rank, or -1 (int32).
+        token_slot: [tokens or more, ranks] place of a token among the rows to a rank, or -1 (int32).
         targets, weights: [ranks * max_tokens, top_k] of each row received: its rows in `x`, or -1, and their weights.
         counts: [ranks] rows received from each rank (int32).
         source_counts: [local experts, ranks] rows of each expert from each rank (int32).
@@ -75,6 +84,11 @@ class ReceivedRows:
     counts: torch.Tensor
     source_counts: torch.Tensor
     source_token: torch.Tensor
+
+    @property
+    def arguments(self) -> tuple:
+        """All fields but `tokens`, in order, as launches take them."""
+        return self.token_slot, self.targets, self.weights, self.counts, self.source_counts, self.source_token
 
 
 @dataclass
@@ -149,7 +163,7 @@ class Dispatched:
         x: the rows.
             Throughput, layout "expert": [capacity, hidden]; expert e has rows offsets[e] … offsets[e] + counts[e] - 1,
             ordered by source rank and token; rows between the experts are left as they were.
-            Throughput, layout "rank": [ranks * max_tokens, hidden]; one row per token however many experts it has here,
+            Throughput, layout "rank": [ranks * max_tokens or capacity, the smaller, hidden]; one row per token however many experts it has here,
             ordered by source rank and token.
             Latency: [local experts, ranks * max_tokens, hidden]; expert e has rows 0 … counts[e] - 1.
         scales: [rows, scale_words] for FP8 rows, of the dtype of the scales that were given (float32), shaped like `x` in
@@ -161,6 +175,8 @@ class Dispatched:
         row_weight: weight of each expert-major row (float32); None in latency mode.
         num_rows: layout "rank": rows in `x`, a scalar (int32); else None.
         handle: for combine, or for dispatch with the same choices.
+        refused: throughput mode: a scalar (int32), not 0 where the dispatch was refused and no row is there, such as for a
+            capacity that is too small: for kernels that follow in a CUDA graph; None in latency mode.
     """
 
     x: torch.Tensor
@@ -171,3 +187,32 @@ class Dispatched:
     row_weight: torch.Tensor | None
     num_rows: torch.Tensor | None
     handle: Handle = field(repr=False)
+    refused: torch.Tensor | None = None
+
+
+class DispatchedByPlan(Dispatched):
+    """What dispatch gives where the numbers are parts of the plan: they are looked up when they are asked for.
+
+    Args:
+        by_rank: the layout is "rank".
+    """
+
+    def __init__(self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle, by_rank: bool):
+        self.x, self.scales, self.handle, self._by_rank = x, scales, handle, by_rank
+
+    @functools.cached_property
+    def _numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ranks, experts = self.handle.signature[:2]
+        return self.handle.plan.counts(ranks, experts // ranks)
+
+    counts = property(lambda self: self._numbers[0])
+    offsets = property(lambda self: self._numbers[1])
+    num_rows = property(lambda self: self._numbers[2] if self._by_rank else None)
+    row_index = property(lambda self: self.handle.plan.row_index if self._by_rank else None)
+    row_weight = property(lambda self: self.handle.plan.row_weight)
+    refused = property(lambda self: self._refused)
+
+    @functools.cached_property
+    def _refused(self) -> torch.Tensor:
+        ranks, experts = self.handle.signature[:2]
+        return self.handle.plan.totals[Totals(ranks, experts // ranks).refused]

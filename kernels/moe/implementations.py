@@ -2,18 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tilescale_net as tsn
-from tilescale_net.kernels.collective import sizes_of
-from tilescale_net.kernels.moe import latency, throughput
-from tilescale_net.kernels.moe.config import configure
+from tilescale_net.kernels.collective import BufferSpecs, sizes_of
+from tilescale_net.kernels.moe import latency, node_throughput, throughput
+from tilescale_net.kernels.moe.config import Config, configure
 from tilescale_net.kernels.moe.tuning import Tuning
-from tilescale_net.runtime import heap
+from tilescale_net.runtime import heap, settings, worlds
+from tilescale_net.runtime.context import SYSTEM_BYTES
 
 # Each mode: its class, and the function that gives the symmetric memory it takes.
 IMPLEMENTATIONS = {
     "throughput": (throughput.ThroughputMode, throughput.symmetric_buffers),
     "latency": (latency.LatencyMode, latency.symmetric_buffers),
 }
+
+# The same of a mode whose rows cross the network once per node; instead of `proxied` the function takes the number of
+# nodes, and both take masks: of the ranks that take part, now and later.
+OVER_NODES = {
+    "throughput": (node_throughput.NodeThroughputMode, node_throughput.symmetric_buffers),
+}
+
+
+def make(base, config: Config, active: tuple[bool, ...] | None = None):
+    """The mode of an AllToAll; `active`: who takes part later on."""
+    if crosses_once(config, base.tuning, base.nodes):
+        return OVER_NODES[config.mode][0](base, config, [base.mask, *([active] if active else [])])
+    return IMPLEMENTATIONS[config.mode][0](base, config)
+
+
+def crosses_once(config: Config, tuning: Tuning, nodes: int) -> bool:
+    """Whether a row crosses the network once per node: where nodes have several ranks, and the mode can do it."""
+    return config.mode in OVER_NODES and tuning.once_per_node and 1 < nodes < config.ranks
+
+
+def symmetric_buffers(
+    config: Config, tuning: Tuning, nodes: int, proxied: bool, masks: Sequence[tuple[bool, ...]] = ()
+) -> BufferSpecs:
+    """Symmetric memory of a configuration: "kernel.parameter" -> (shape, dtype)."""
+    if crosses_once(config, tuning, nodes):
+        return OVER_NODES[config.mode][1](config, tuning, nodes, masks)
+    return IMPLEMENTATIONS[config.mode][1](config, tuning, proxied)
+
+
+def world_with_room(world, config: Config, tuning: Tuning, active: tuple[bool, ...] | None = None):
+    """`world` where its heap has room for the buffers of a configuration, else a new one of the same ranks.
+
+    Collective; heaps hold the same on all ranks, so that all that want the same come to the same answer.
+    """
+    world.control.agree("AllToAll", f"grow=True, {config.describe()}, {tuning}, active={active}")
+    masks = [tuple(r in world.control.members for r in range(config.ranks)), *([active] if active else [])]
+    sizes = sizes_of(symmetric_buffers(config, tuning, world.topology.nodes, 0 in world.peer_base, masks))
+    if world.heap.size_to_hold(sizes) <= world.heap.size:
+        return world
+    usual = settings.heap_bytes(None, world.device.type == "cuda")
+    return worlds.beside(world, max(usual, heap.footprint(sizes) + SYSTEM_BYTES))
 
 
 def heap_bytes(
@@ -37,5 +81,5 @@ def heap_bytes(
         world = tsn.world(group)
         ranks, nodes = world.size, nodes or world.topology.nodes
     config = configure(ranks, *sizes, **options)
-    symmetric_buffers = IMPLEMENTATIONS[config.mode][1]
-    return heap.footprint(sizes_of(symmetric_buffers(config, tuning or Tuning(), (nodes or 1) > 1)))
+    nodes = nodes or 1
+    return heap.footprint(sizes_of(symmetric_buffers(config, tuning or Tuning(), nodes, nodes > 1)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -16,10 +15,20 @@ from tilescale_net.kernels.moe.dispatch_latency import dispatch_latency
 from tilescale_net.kernels.moe.exchange_weights import exchange_weights
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending, ReceivedRows
 from tilescale_net.kernels.moe.mode import Launch, Mode, Phase
+from tilescale_net.kernels.moe.plans import Plans
 from tilescale_net.kernels.moe.refusal import refuse_latency
 from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.kernels.moe.status import ArgumentError
+from tilescale_net.kernels.moe.streams import stream_key
 from tilescale_net.kernels.moe.wire_layout import NO_FAULT, Header, Message
+
+# What a call gives to a launch, in this order.
+_DISPATCH = (
+    "tokens", "fault", "fault_value", "x", "x_scales", "topk_idx", "topk_weights", "token_slot", "targets", "weights",
+    "received", "source_counts", "source_token", "out", "out_scales", "counts",
+)  # fmt: skip
+_COMBINE = ("y", "targets", "weights", "received", "bias_0", "bias_1", "out", "token_slot", "tokens")
+_WEIGHTS = ("topk_weights", "tokens", "token_slot", "received", "weights")
 
 
 def _parts(config: Config, tuning, proxied: bool) -> tuple[int, int]:
@@ -76,9 +85,11 @@ class LatencyMode(Mode):
         self._combine_fixed = combine
         self._weights_fixed = self._buffers("weights") | {"active": base.active, "calls": base.counters(c.ranks)}
 
+        self._plans = Plans(ReceivedRows, self._plan_shapes(), device, partial(stream_key, device))
+
         # Stand in for tensors without elements, and for those that a kernel does not use.
-        width = max(c.row_words, c.scale_words, 1)
-        self._no_words = torch.zeros((1, width), dtype=torch.int32, device=device)
+        self._no_row = torch.zeros((1, c.row_words), dtype=torch.int32, device=device)
+        self._no_scales = torch.zeros((1, max(c.scale_words, 1)), dtype=torch.int32, device=device)
         self._no_rows = {
             d: torch.zeros((1, c.hidden), dtype=d, device=device)
             for d in (torch.bfloat16, torch.float16, torch.float32)
@@ -104,153 +115,141 @@ class LatencyMode(Mode):
             self._exchange_weights,
         ]
 
-    def _dispatch_of(self, phase: Phase, source: str, index_dtype: str) -> Launch:
+    def _dispatch_of(self, *which) -> Launch:
+        return self._launch(self._new_dispatch, *which)
+
+    def _new_dispatch(self, phase: Phase, source: str, index_dtype: str) -> Launch:
         c, base = self._c, self._base
+        kernel = dispatch_latency(
+            c.ranks, c.num_experts, c.top_k, c.max_tokens, c.row_words, c.scale_words, source, phase.sends,
+            phase.receives, base.blocks, base.threads, index_dtype,
+        )  # fmt: skip
+        return Launch(kernel, self._dispatch_fixed, _DISPATCH, base.world)
 
-        def make() -> Launch:
-            kernel = dispatch_latency(
-                c.ranks, c.num_experts, c.top_k, c.max_tokens, c.row_words, c.scale_words, source, phase.sends,
-                phase.receives, base.blocks, base.threads, index_dtype,
-            )  # fmt: skip
-            return Launch(kernel, self._dispatch_fixed)
+    def _combine_of(self, phase: Phase, weighted: bool, biases: int = 0) -> Launch:
+        return self._launch(self._new_combine, phase, weighted, biases)
 
-        return self._launch(("dispatch", phase, source, index_dtype), make)
-
-    def _combine_of(self, phase: Phase, weighted: bool) -> Launch:
+    def _new_combine(self, phase: Phase, weighted: bool, biases: int) -> Launch:
         c, base = self._c, self._base
-
-        def make() -> Launch:
-            kernel = combine_latency(
-                c.ranks, c.top_k, c.max_tokens, c.hidden, name_of(c.combine_dtype), weighted, c.quantize_combine,
-                self._proxied, phase.sends, phase.receives, self._parts, base.blocks, base.threads,
-            )  # fmt: skip
-            return Launch(kernel, self._combine_fixed)
-
-        return self._launch(("combine", phase, weighted), make)
+        kernel = combine_latency(
+            c.ranks, c.top_k, c.max_tokens, c.hidden, name_of(c.combine_dtype), weighted, c.quantize_combine,
+            self._proxied, phase.sends, phase.receives, self._parts, biases, base.blocks, base.threads,
+        )  # fmt: skip
+        return Launch(kernel, self._combine_fixed, _COMBINE, base.world)
 
     def _refusal(self) -> Launch:
+        return self._launch(self._new_refusal)
+
+    def _new_refusal(self) -> Launch:
         c, base, fixed = self._c, self._base, self._combine_fixed
         arrived = fixed["arrived"].view(2 * c.ranks, -1)
-        return self._launch(
-            "refusal",
-            lambda: Launch(
-                refuse_latency(c.ranks, c.max_tokens * self._cuts, base.blocks, base.threads),
-                fixed | {"arrived": arrived},
-            ),
-        )
+        kernel = refuse_latency(c.ranks, c.max_tokens * self._cuts, base.blocks, base.threads)
+        return Launch(kernel, fixed | {"arrived": arrived}, ("code",), base.world)
 
     def _exchange_weights(self) -> Launch:
+        return self._launch(self._new_exchange)
+
+    def _new_exchange(self) -> Launch:
         c, base = self._c, self._base
-        return self._launch(
-            "weights",
-            lambda: Launch(exchange_weights(c.ranks, c.top_k, c.max_tokens, base.threads), self._weights_fixed),
-        )
+        kernel = exchange_weights(c.ranks, c.top_k, c.max_tokens, base.threads)
+        return Launch(kernel, self._weights_fixed, _WEIGHTS, base.world)
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
     def output_shape(self) -> tuple[int, int, int]:
         return self._c.local_experts, self._c.ranks * self._c.max_tokens, self._c.hidden
 
-    def _received_rows(self, tokens: int) -> ReceivedRows:
-        """Room for what the two halves of a dispatch find out."""
-        c, device = self._c, self._base.device
-
-        def made(dtype, *shape):
-            return torch.empty(shape, dtype=dtype, device=device)
-
+    def _plan_shapes(self) -> dict:
+        """Of what the two halves of a dispatch find out."""
+        c, ints = self._c, torch.int32
         rows = c.ranks * c.max_tokens
-        return ReceivedRows(
-            tokens,
-            made(torch.int32, max(tokens, 1), c.ranks),
-            made(torch.int32, rows, c.top_k),
-            made(torch.float32, rows, c.top_k),
-            made(torch.int32, c.ranks),
-            made(torch.int32, c.local_experts, c.ranks),
-            made(torch.int32, c.local_experts, rows),
-        )
+        return {
+            "token_slot": ((c.max_tokens, c.ranks), ints),
+            "targets": ((rows, c.top_k), ints),
+            "weights": ((rows, c.top_k), torch.float32),
+            "counts": ((c.ranks,), ints),
+            "source_counts": ((c.local_experts, c.ranks), ints),
+            "source_token": ((c.local_experts, rows), ints),
+        }
+
+    def _results(self, out) -> tuple[torch.Tensor, torch.Tensor | None, tuple]:
+        """Rows and scales for the caller; and these, with counts, as launches take them."""
+        c = self._c
+        counts = torch.empty((c.local_experts,), dtype=torch.int32, device=self._base.device)
+        rows, scales = self.new_output() if out is None else out
+        scale_words = self._no_scales if scales is None else as_words(scales, c.scale_words)
+        return rows, scales, (as_words(rows, c.row_words), scale_words, counts)
 
     def dispatch(self, x, scales, choices: Choices | Handle, out, phase: Phase) -> Pending:
-        c = self._c
-        received = self._received_rows(len(x))
-        rows, row_scales = self.new_output() if out is None else out
-        counts = torch.empty((c.local_experts,), dtype=torch.int32, device=self._base.device)
-        rest = (received, rows, row_scales, counts)
-        self._launch_dispatch(phase, *rest, x, scales, choices)
-        handle = Handle(c.signature, received, self._base.membership)
+        plan = self._plans.next(x.shape[0])
+        rows, row_scales, results = self._results(out)
+        self._launch_dispatch(phase, plan, results, x, scales, choices)
+        handle = Handle(self._signature, plan, self._base.membership)
         row_scales = self._seen_as(scales, row_scales)
-        result = Dispatched(rows, row_scales, counts, None, None, None, None, handle)
-        return Pending("dispatch", handle, result, rest)
+        result = Dispatched(rows, row_scales, results[2], None, None, None, None, handle)
+        return Pending("dispatch", handle, result, (plan, results))
 
     def refuse_dispatch(self, error: ArgumentError, reuses_plan: bool, phase: Phase) -> None:
-        counts = torch.empty((self._c.local_experts,), dtype=torch.int32, device=self._base.device)
-        received, output = self._received_rows(0), self.new_output()
-        self._launch_dispatch(Phase.WHOLE, received, *output, counts, fault=error.code, fault_value=error.value)
+        plan, (_, _, results) = self._plans.next(0), self._results(None)
+        self._launch_dispatch(Phase.WHOLE, plan, results, fault=error.code, fault_value=error.value)
 
     def _launch_dispatch(
-        self, phase: Phase, received: ReceivedRows, out, out_scales, counts, x=None, scales=None,
-        choices: Choices | None = None, fault: int = NO_FAULT, fault_value: int = 0,
+        self, phase: Phase, plan: ReceivedRows, results: tuple, x=None, scales=None, choices: Choices | None = None,
+        fault: int = NO_FAULT, fault_value: int = 0,
     ) -> None:  # fmt: skip
         """`x`, `scales` and `choices` are for the half that sends."""
-        c = self._c
-        quantise = x is not None and c.dtype == FP8 and x.dtype != FP8
-        source = name_of(x.dtype) if quantise else ""
-        if x is None or not x.numel():
-            x = self._no_rows[x.dtype] if quantise else self._no_words[:, : c.row_words]
-        elif not quantise:
-            x = as_words(x, c.row_words)
-
-        def words(tensor, count):
-            empty = tensor is None or not tensor.numel()
-            return self._no_words[:, :count] if empty else as_words(tensor, count)
-
+        c, source, empty = self._c, "", x is None or not x.numel()
+        if x is not None and c.dtype == FP8 and x.dtype != FP8:
+            source = name_of(x.dtype)
+            x = self._no_rows[x.dtype] if empty else x
+        else:
+            x = self._no_row if empty else as_words(x, c.row_words)
+        scales = self._no_scales if scales is None or empty else as_words(scales, c.scale_words)
         topk_idx, topk_weights = self._no_choice, self._no_weight
-        if choices is not None and choices.topk_idx.numel():
+        if choices is not None and not empty:
             topk_idx, topk_weights = choices.topk_idx, choices.topk_weights
-        scale_words = max(c.scale_words, 1)
         self._dispatch_of(phase, source, name_of(topk_idx.dtype))(
-            x=x, x_scales=words(scales, scale_words), topk_idx=topk_idx, topk_weights=topk_weights, tokens=received.tokens,
-            fault=fault, fault_value=fault_value, token_slot=received.token_slot, out=as_words(out, c.row_words),
-            out_scales=words(out_scales, scale_words), counts=counts, targets=received.targets, weights=received.weights,
-            received=received.counts, source_counts=received.source_counts, source_token=received.source_token.view(-1),
-        )  # fmt: skip
+            plan.tokens, fault, fault_value, x, scales, topk_idx, topk_weights, *plan.arguments, *results
+        )
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
     def combine(self, y, handle: Handle, out, weights, phase: Phase, values=None, bias=()) -> Pending:
-        received = handle.plan
+        c, plan, given = self._c, handle.plan, None
         if isinstance(weights, torch.Tensor):
-            received = replace(received, weights=torch.empty_like(received.weights))
-            self._launch_weights(weights, received)
-            weights = True
-        self._launch_combine(phase, y, received, out if phase.receives else None, weights)
-        return Pending("combine", handle, out, (received, weights))
+            given = torch.empty((c.ranks * c.max_tokens, c.top_k), dtype=torch.float32, device=out.device)
+            self._launch_weights(weights, plan, given)
+        weighted = given is not None or bool(weights)
+        self._launch_combine(phase, y, plan, given, out if phase.receives else None, weighted, bias)
+        return Pending("combine", handle, out, (plan, given, weighted, bias))
 
     def receive(self, pending: Pending) -> None:
         if pending.kind == "dispatch":
             self._launch_dispatch(Phase.RECEIVE, *pending.rest)
         else:
-            received, weighted = pending.rest
-            self._launch_combine(Phase.RECEIVE, None, received, pending.result, weighted)
+            plan, given, weighted, bias = pending.rest
+            self._launch_combine(Phase.RECEIVE, None, plan, given, pending.result, weighted, bias)
 
     def refuse_combine(self, error: ArgumentError, phase: Phase, weights_given: bool) -> None:
         if weights_given:
-            nothing = self._received_rows(0)
+            nothing = self._plans.next(0)
             nothing.counts.zero_()
-            self._launch_weights(self._no_weight, nothing)
-        self._refusal()(code=error.code)
+            self._launch_weights(self._no_weight, nothing, nothing.weights)
+        self._refusal()(error.code)
 
-    def _launch_weights(self, weights: torch.Tensor, received: ReceivedRows) -> None:
-        """Send the weights of this rank's choices, and fill `received.weights` with those of the others."""
-        self._exchange_weights()(
-            topk_weights=weights if weights.numel() else self._no_weight, tokens=received.tokens,
-            token_slot=received.token_slot, received=received.counts, weights=received.weights,
-        )  # fmt: skip
+    def _launch_weights(self, weights: torch.Tensor, plan: ReceivedRows, received: torch.Tensor) -> None:
+        """Send the weights of this rank's choices, and fill `received` with those of the others."""
+        token_slot, _, _, counts, _, _ = plan.arguments
+        given = weights if weights.numel() else self._no_weight
+        self._exchange_weights()(given, plan.tokens, token_slot, counts, received)
 
-    def _launch_combine(self, phase: Phase, y, r: ReceivedRows, out, weighted: bool) -> None:
-        """`out` is used by the half that receives, `y` by the one that sends."""
-        c = self._c
-        nothing = self._no_rows[c.combine_dtype]
-        self._combine_of(phase, weighted)(
-            y=nothing if y is None else y.view(-1, c.hidden), targets=r.targets, weights=r.weights, received=r.counts,
-            out=nothing if out is None or not out.numel() else out, token_slot=r.token_slot, tokens=r.tokens,
+    def _launch_combine(self, phase: Phase, y, plan: ReceivedRows, given, out, weighted: bool, bias=()) -> None:
+        """`out` and `bias` are used by the half that receives, `y` by the one that sends; `given`: weights other than
+        dispatch's."""
+        nothing = self._no_rows[self._c.combine_dtype]
+        token_slot, targets, weights, counts, _, _ = plan.arguments
+        bias = bias if phase.receives and plan.tokens else ()
+        self._combine_of(phase, weighted, len(bias))(
+            nothing if y is None else y.view(-1, self._c.hidden), targets, weights if given is None else given, counts,
+            *bias, *(nothing,) * (2 - len(bias)), nothing if out is None or not out.numel() else out, token_slot, plan.tokens,
         )  # fmt: skip

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -12,6 +13,7 @@ from tilescale_net.kernels.collective import BufferSpecs
 from tilescale_net.kernels.moe.config import Config
 from tilescale_net.kernels.moe.handle import Choices, Handle, Pending
 from tilescale_net.kernels.moe.status import ArgumentError
+from tilescale_net.runtime.launch_arguments import constant
 
 
 class Phase(enum.Enum):
@@ -31,27 +33,34 @@ class Phase(enum.Enum):
 
 
 class Launch:
-    """A kernel with those of its arguments that are the same in every call; a call gives the others, by name.
+    """A kernel in a world, with those of its arguments that are the same in every call; a call gives the others.
 
     So the order of a kernel's arguments stands in its signature alone.
 
     Args:
         fixed: arguments by name; what the kernel does not take is left out.
+        given: names of the others, in the order in which a call gives them.
+
+    Raises:
+        TypeError: the others are not exactly these.
     """
 
-    def __init__(self, kernel, fixed: Mapping[str, object]):
-        self._kernel = kernel
-        self._arguments = [fixed.get(name) for name in kernel.parameters]
-        self._places = {name: i for i, name in enumerate(kernel.parameters) if name not in fixed}
+    def __init__(self, kernel, fixed: Mapping[str, object], given: Sequence[str], world):
+        names = [name for name in kernel.parameters if name in fixed]
+        places = {name: i for i, name in enumerate((*names, *given))}
+        if places.keys() != set(kernel.parameters) or len(places) != len(names) + len(given):
+            others = ", ".join(name for name in kernel.parameters if name not in fixed)
+            raise TypeError(f"kernel {kernel.name} takes {others}, not {', '.join(given)}")
+        values = [fixed[name] for name in names]
+        # One stays a torch tensor: the launch takes its stream from it where a call gives none.
+        kept = next((i for i, value in enumerate(values) if isinstance(value, torch.Tensor)), None)
+        self._fixed = tuple(value if i == kept else constant(value) for i, value in enumerate(values))
+        self._in_order = operator.itemgetter(*(places[name] for name in kernel.parameters))
+        self._run = kernel.launcher(world)
 
-    def __call__(self, **given) -> None:
-        """Launch on the current stream. Raises TypeError unless exactly the other arguments are given."""
-        arguments, places = self._arguments.copy(), self._places
-        if given.keys() != places.keys():
-            raise TypeError(f"kernel {self._kernel.name} takes {', '.join(places)}, not {', '.join(given)}")
-        for name, value in given.items():
-            arguments[places[name]] = value
-        self._kernel(*arguments)
+    def __call__(self, *given) -> None:
+        """Launch on the current stream."""
+        self._run(*self._in_order(self._fixed + given))
 
 
 class Mode(ABC):
@@ -67,17 +76,20 @@ class Mode(ABC):
     """
 
     symmetric_output = False
+    sums_over = 1  # nodes whose ranks' rows are summed before they travel
 
     def __init__(self, base, config: Config, specs: BufferSpecs):
         self._base, self._c = base, config
         self._symmetric = base.allocate(specs)
-        self._launches: dict[Hashable, Launch] = {}
+        self._launches: dict[tuple, Launch] = {}
+        self._signature = config.signature
 
-    def _launch(self, key: Hashable, make: Callable[[], Launch]) -> Launch:
-        """The launch of a kernel, made when it is first asked for."""
+    def _launch(self, make: Callable[..., Launch], *which) -> Launch:
+        """`make(*which)`, the launch of a kernel, made when it is first asked for."""
+        key = (make.__name__, *which)
         found = self._launches.get(key)
         if found is None:
-            found = self._launches[key] = make()
+            found = self._launches[key] = make(*which)
         return found
 
     def _buffers(self, kernel: str) -> dict[str, torch.Tensor]:
@@ -90,6 +102,9 @@ class Mode(ABC):
         for tensor in self._symmetric.values():
             if tensor.dtype == torch.uint64:
                 tensor.view(torch.uint8).zero_()
+
+    def regroup(self, mask: tuple[bool, ...]) -> None:  # noqa: B027 (most modes have nothing to do)
+        """From now on these ranks take part; collective among them, and nothing is under way."""
 
     @abstractmethod
     def variants(self, everything: bool) -> list[Callable[[], Launch]]:

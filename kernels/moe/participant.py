@@ -28,6 +28,11 @@ class Participant(Collective):
             self.status = Status(self._world)
 
     @property
+    def world(self):
+        """In which its kernels run."""
+        return self._world
+
+    @property
     def outdated(self) -> bool:
         """Whether ranks have left the job since, so that `set_active` must come before any other call."""
         return self._members is not self._world.control.members
@@ -84,6 +89,7 @@ class Participant(Collective):
             self._reset()
         self._machine.outdated = False
         self._name_members(active)
+        self._mode.regroup(self.mask)
         self.active.copy_(torch.tensor(active, dtype=torch.int32, device="cpu"), non_blocking=True)
 
     def _reset(self) -> None:
@@ -105,11 +111,23 @@ class Participant(Collective):
         machine.left_out = self._world.control.left
         machine.check(call)
 
-    def _begin(self, call: str = "") -> None:
-        """How every call that sends begins: the state is checked, then what has failed meanwhile."""
-        self._machine_check(call)
-        self._world.check()
-        self._raise_refusal()
+    def _begin(self, call: str = "", after: torch.Event | None = None) -> None:
+        """How every call that sends begins: the state is checked, then what has failed meanwhile.
+
+        Raises:
+            TypeError: `after` is no event; the other ranks wait until this one makes the right call.
+        """
+        if after is not None and not isinstance(after, torch.Event | torch.cuda.Event):
+            raise TypeError(f"AllToAll.{call}: after must be an event of torch, not {type(after).__name__}")
+        world, machine = self._world, self._machine
+        control = world.control
+        if machine.pending or not self._owned or world.closed or control.left or self._members is not control.members:
+            self._machine_check(call)
+        world.check()
+        if self.status.written:
+            self._raise_refusal()
+        if after is not None and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).wait_event(after)
 
     def _named(self, call: str, error: ArgumentError) -> Exception:
         return type(error.error)(f"AllToAll.{call} on rank {self.rank}: {error.error}")

@@ -59,18 +59,19 @@ def rank_rows(routing: Routing, x: list[torch.Tensor]) -> torch.Tensor:
 
 def combine(
     outputs: list[list[torch.Tensor]], topk_idx: list[torch.Tensor], weights: list[torch.Tensor], experts: int, rank: int,
-    dtype: torch.dtype, quantised: bool = False, active: list[bool] | None = None, weighted: bool = True,
+    dtype: torch.dtype, quantised: bool = False, active: list[bool] | None = None, weighted: bool = True, nodes: int = 1,
 ) -> torch.Tensor:  # fmt: skip
-    """What combine gives on `rank`: sums over an expert's rank first, in float32, then over ranks.
+    """What combine gives on `rank`: sums over an expert's rank first, in float32, then over ranks, see `sum_of_ranks`.
 
     Args:
         outputs: for each rank, of each local expert, its rows in the order of `route`.
         topk_idx, weights: of each rank. experts: number of experts. dtype: of rows and result.
         quantised: rows travel as FP8. active: ranks that take part. weighted: apply `weights`.
+        nodes: where rows cross the network once per node: how many there are.
     """
     ranks = len(topk_idx)
-    hidden = outputs[0][0].shape[-1]
-    result = torch.zeros((len(topk_idx[rank]), hidden), dtype=torch.float32)
+    shape = len(topk_idx[rank]), outputs[0][0].shape[-1]
+    parts = [torch.zeros(shape, dtype=torch.float32) for _ in range(ranks)]
     for host in range(ranks):
         if active is not None and not active[host]:
             continue
@@ -81,10 +82,37 @@ def combine(
                     weight = weights[rank][token, choice] if weighted else 1.0
                     partial.setdefault(token, {})[choice] = weight * outputs[host][expert][index].float()
         for token, terms in partial.items():
-            total = torch.zeros((hidden,), dtype=torch.float32)
+            total = torch.zeros(shape[1:], dtype=torch.float32)
             for choice in sorted(terms):
                 total = total + terms[choice]
-            result[token] += dequantise(*quantise(total[None]))[0] if quantised else total.to(dtype).float()
+            parts[host][token] = total
+    return sum_of_ranks(parts, rank, dtype, quantised, nodes)
+
+
+def sum_of_ranks(
+    parts: list[torch.Tensor], rank: int, dtype: torch.dtype, quantised: bool = False, nodes: int = 1
+) -> torch.Tensor:
+    """What combine makes on `rank` of what each rank has for its tokens.
+
+    Args:
+        parts: of each rank, [tokens, hidden] float32. nodes: where they are summed in other nodes first, else 1.
+    """
+
+    def travelled(rows: torch.Tensor) -> torch.Tensor:
+        return dequantise(*quantise(rows)) if quantised else rows.to(dtype).float()
+
+    size = len(parts) // nodes
+    result = torch.zeros_like(parts[0])
+    for node in range(nodes):
+        members = parts[node * size : (node + 1) * size]
+        if node == rank // size:
+            for part in members:
+                result += travelled(part)
+        else:
+            total = torch.zeros_like(result)
+            for part in members:
+                total += part.to(dtype).float()
+            result += travelled(total)
     return result.to(dtype)
 
 

@@ -301,12 +301,23 @@ def write_totals(s, totals, counts_in, padded, alive, me, stop: T.Ref, thread):
         for r in T.serial(me):
             before_me = before_me + T.if_then_else(alive[r] != 0, counts_in[r, experts + thread], 0)
         totals[at.sent_base + thread] = before_me
+        earlier = T.alloc_var("int32")
+        earlier = 0
+        for r in T.serial(thread):
+            earlier = earlier + T.if_then_else(alive[me] != 0, counts_in[me, experts + r], 0)
+        totals[at.sent_before + thread] = earlier
+        slots = T.alloc_var("int32")
+        slots = 0
+        for r in T.serial(me):
+            slots = slots + T.if_then_else(alive[thread] != 0, counts_in[thread, experts + r], 0)
+        totals[at.slots_base + thread] = slots
         before_it = T.alloc_var("int32")
         before_it = 0
         for r in T.serial(thread):
             before_it = before_it + T.if_then_else(alive[r] != 0, counts_in[r, experts + me], 0)
         totals[at.received_base + thread] = before_it
         if thread == R - 1:
+            totals[at.refused] = stop
             totals[at.received_base + R] = before_it + T.if_then_else(
                 alive[thread] != 0, counts_in[thread, experts + me], 0
             )

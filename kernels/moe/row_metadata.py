@@ -53,7 +53,7 @@ def metadata(handle: Handle) -> Metadata:
     expert = torch.searchsorted(offsets.contiguous(), landing.contiguous(), right=True)
     weights = records[:, top_k : 2 * top_k].contiguous().view(torch.float32)
     return Metadata(
-        totals[at.by_source :].view(experts // ranks, ranks),
+        totals[at.by_source : at.sent_before].view(experts // ranks, ranks),
         torch.where(there, records[:, 2 * top_k], -1),
         torch.where(there, source, -1).to(torch.int32),
         torch.where(here, expert, -1),

@@ -22,6 +22,8 @@ class Tuning:
         combine_threads: throughput mode: of a block of combine, which wants more registers per thread.
         chunk: throughput mode: rows per signal between mapped ranks.
         proxied_bytes: throughput mode: of a message to another node, about.
+        once_per_node: throughput mode: a row crosses the network once per node, where nodes have several ranks; else once
+            per rank, which takes less memory.
         parts: latency mode: into how many parts to cut a row of combine, about.
     """
 
@@ -32,6 +34,7 @@ class Tuning:
     combine_threads: int | None = None
     chunk: int = 4
     proxied_bytes: int = 256 * 1024
+    once_per_node: bool = True
     parts: int = 2
 
     def resolved(self, config: Config, on_gpu: bool, multiprocessors: int) -> Tuning:
@@ -39,7 +42,10 @@ class Tuning:
         mode, default = config.mode, defaults(config, on_gpu, multiprocessors)
         given = {name: value for name, value in vars(self).items() if value is not None}
         for name, value in given.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if name == "once_per_node":
+                if not isinstance(value, bool):
+                    raise ValueError(f"AllToAll: once_per_node is {value!r}; it must be True or False")
+            elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"AllToAll: {name} is {value!r}; it must be a whole number of 1 or more")
         made = replace(default, **given)
         if self.blocks is not None:  # keep the proportion

@@ -58,9 +58,12 @@ class Totals:
 
     Attributes:
         sent: [ranks] rows that this rank sends to each rank.
+        sent_before: [ranks] rows that this rank sends to the ranks before each.
         sent_base: [ranks] index of the first of them among that rank's rows.
         received: [ranks] rows that come from each rank.
         received_base: [ranks + 1] index of the first of them, and the sum.
+        slots_base: [ranks] rows that each rank sends to the ranks before this one.
+        refused: not 0 where the dispatch was refused.
         counts: [local experts] rows of each local expert.
         offsets: [local experts + 1] first row of each local expert, aligned, and the end.
         by_source: [local experts, ranks] rows of each local expert from each rank.
@@ -98,8 +101,25 @@ class Totals:
         return self.offsets + self.local_experts + 1
 
     @property
-    def words(self) -> int:
+    def sent_before(self) -> int:
         return self.by_source + self.local_experts * self.ranks
+
+    @property
+    def slots_base(self) -> int:
+        return self.sent_before + self.ranks
+
+    @property
+    def refused(self) -> int:
+        return self.slots_base + self.ranks
+
+    @property
+    def words(self) -> int:
+        return self.refused + 1
+
+
+def most_sent(ranks: int, max_tokens: int, top_k: int) -> int:
+    """Rows that a rank sends at most in a dispatch, and gets back in a combine; sends go to a rank once per token."""
+    return max_tokens * min(top_k, ranks)
 
 
 def output_tag(offset: int) -> int:

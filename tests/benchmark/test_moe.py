@@ -22,6 +22,7 @@ def test_rows(tmp_path, nodes):
     assert set(rows) == ours | limit
     for (system, _), row in rows.items():
         assert row["kernel"] > 0
+        assert ("fabric" in row) == (nodes == "2" and system == "tilescale_net")
         if system == "bare writers":  # they carry what is for the other node, and nothing else
             assert row["logical"] == row["remote"] > 0
     assert "verified, every byte" in done.stdout

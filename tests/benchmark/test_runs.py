@@ -60,6 +60,14 @@ def test_nodes_that_only_talk_through_the_fabric():
     assert "- path: proxy and fabric" in done.stdout and "- data: verified" in done.stdout
 
 
+def test_start_up(tmp_path):
+    path = tmp_path / "run.json"
+    done = launch("start_up.py", "--repeat", "1", "--json", str(path), VIRTUAL_NODES="2")
+    assert done.returncode == 0, done.stderr
+    (row,) = rows_of(path)
+    assert (row["ranks"], row["nodes"], row["rails"], row["context"]) == (2, 2, 1, 1280) and row["files"] > 0
+
+
 @pytest.mark.parametrize("name", ["all_gather_matmul.py", "matmul_reduce_scatter.py", "matmul_all_reduce.py"])
 def test_fused_products(tmp_path, name):
     path = tmp_path / "run.json"
@@ -80,6 +88,14 @@ def test_product_alone(tmp_path):
     assert row["m"] == 72 and row["over"] == pytest.approx(row["ours"] / row["matmul"])
     refused = launch("matmul.py", "--parts", "calls", GPUS="1")
     assert refused.returncode == 2 and "--parts calls needs a GPU" in refused.stderr
+
+
+def test_moe_host(tmp_path):
+    path = tmp_path / "run.json"
+    done = launch("moe_host.py", "--calls", "2", "--warmup", "0", "--repeat", "1", "--json", str(path), GPUS="1")
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(path)
+    assert len(rows) == 4 and all(row["both_us"] > 0 for row in rows)
 
 
 def test_large_copy(tmp_path):

@@ -96,6 +96,9 @@ def test_command(capsys):
     assert cli.main(["model", "--nodes", "2", "--gpus", "2", "--mode", "latency", "--tokens", "128"]) == 0
     out = capsys.readouterr().out
     assert "4 ranks on 2 nodes" in out and "not measured" in out and "once per node (not built)" in out
+    assert cli.main(["model", "--nodes", "2", "--gpus", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "once per node" in out and "not built" not in out
 
 
 @pytest.mark.parametrize(

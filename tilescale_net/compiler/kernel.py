@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import tvm_ffi
@@ -72,6 +73,24 @@ class Kernel:
         except Exception as error:
             self._explain(args, error)
 
+    def launcher(self, world) -> Callable[..., None]:
+        """The launch in one world, for callers that make many: it takes the arguments by position, without the context.
+
+        It is good as long as the world is, and raises what a call raises. Arguments may be made by `runtime.launch_arguments.constant`.
+        """
+        run: Callable | None = None
+
+        def launch(*args) -> None:
+            nonlocal run
+            if run is None:
+                run = self._bound(world)
+            try:
+                run(*args)
+            except Exception as error:
+                self._explain(args, error)
+
+        return launch
+
     def _explain(self, args, error: Exception) -> None:
         """Raise `error`, or what is wrong with the arguments where that is why."""
         problem = self._problem(args, error)
@@ -135,6 +154,8 @@ class Kernel:
     def _bound(self, world):
         """The function for the arguments without the context, which is that of `world`."""
         self._check_device(world)
+        if self._context_index is None:
+            return self._supervised(self._function(), [world])
         return functools.partial(self._supervised(self._function(), [world]), self._argument(world.context_tensor))
 
     def _supervised(self, function, present: list):

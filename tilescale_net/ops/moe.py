@@ -84,9 +84,9 @@ def _(x, topk_idx, topk_weights, key):
         return x.new_empty(shape, dtype=torch.int32)
 
     return [
-        x.new_empty((R * M if c.layout == "rank" else c.capacity, c.hidden)),
-        x.new_empty((c.capacity,), dtype=torch.float32), ints(R, M), ints(R, M), ints(torch.sym_max(x.shape[0], 1), R),
-        ints(R, M, record_words(c.top_k)), ints(Totals(R, c.local_experts).words), ints(c.capacity),
+        x.new_empty((output_rows(c), c.hidden)),
+        x.new_empty((c.capacity,), dtype=torch.float32), ints(_object(key).node_plan_words), ints(R, M), ints(R, M),
+        ints(torch.sym_max(x.shape[0], 1), R), ints(R, M, record_words(c.top_k)), ints(Totals(R, c.local_experts).words), ints(c.capacity),
     ]  # fmt: skip
 
 

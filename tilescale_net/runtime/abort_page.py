@@ -37,6 +37,15 @@ class AbortPage:
     def aborted(self) -> bool:
         return bool(self.address and ctypes.c_uint32.from_address(self.address).value)
 
+    @property
+    def touched(self) -> bool:
+        """Whether waits were ended, or a kernel has left a record; cheap."""
+        address = self.address
+        return bool(address) and (
+            ctypes.c_uint32.from_address(address).value != 0
+            or ctypes.c_uint32.from_address(address + _RECORD + ErrorRecord.kind.offset).value != 0
+        )
+
     def record(self) -> ErrorRecord | None:
         """A copy of what a kernel left behind when it gave up; None where none did."""
         with self._in_use:

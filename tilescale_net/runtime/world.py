@@ -214,6 +214,8 @@ class World:
 
     def check(self) -> None:
         """Raise what a kernel, the proxy or a lost peer left behind: WaitTimeout, PeerLost, InvalidDescriptor, …"""
+        if not (self._closed or self.failure or self.page.touched or self._watchdog.reason()):
+            return  # as nearly always, and every call asks
         if self._closed:
             raise TileScaleError(f"rank {self.rank}: this world has ended with finalize(); use that of a new init()")
         if self.failure is None and (error := self._device_error()) is not None:

@@ -9,7 +9,7 @@ import sys
 
 from tests.kernels.moe.test_rounds import in_a_row, rounds, weights_at_combine
 from tilescale_net.kernels.moe import Tuning
-from tilescale_net.kernels.moe.implementations import IMPLEMENTATIONS
+from tilescale_net.kernels.moe.implementations import IMPLEMENTATIONS, OVER_NODES
 
 ROUNDS = 2
 SHAPE = dict(num_experts=4, max_tokens=7, hidden=64, top_k=3)
@@ -39,6 +39,13 @@ MUTANTS = {
     "weights without wait": ("exchange_weights", 'N.wait_block(sent[parity * R + peer], "ge", call)', WEIGHTS),
     "latency without wait for messages": ("dispatch_latency", 'N.wait_warp(arrived[place], "ge", call)', LATENCY),
 }
+# Functions of files with another name.
+FUNCTIONS = {
+    "routing": "plan_routing",
+    "node_routing": "plan_nodes",
+    "node_dispatch": "dispatch_nodes",
+    "node_combine": "combine_nodes",
+}
 
 
 def run(module: str, path: str, seed: int, test, options: dict, how: dict) -> None:
@@ -47,8 +54,8 @@ def run(module: str, path: str, seed: int, test, options: dict, how: dict) -> No
         spec = importlib.util.spec_from_file_location(f"mutant_{module}", path)
         mutant = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(mutant)
-        name = "plan_routing" if module == "routing" else module
-        hosts = [sys.modules[mode.__module__] for mode, _ in IMPLEMENTATIONS.values()]
+        name = FUNCTIONS.get(module, module)
+        hosts = [sys.modules[mode.__module__] for mode, _ in (*IMPLEMENTATIONS.values(), *OVER_NODES.values())]
         hosts = [host for host in hosts if hasattr(host, name)]
         assert hosts, f"no mode has a kernel {name}"
         for host in hosts:

@@ -131,13 +131,13 @@ def run_round(op, everyone: list[Inputs], pace: random.Random, what: str, active
     flat = y.view(-1, c.hidden)
     if c.layout == "rank":  # the caller sums over experts: here each row comes back as it went
         flat[: int(received.num_rows)] = _plain(received.x, received.scales, c)[: int(received.num_rows)]
-        expected = _sum_of_ranks(c, mine, choices[rank], active)
+        expected = _sum_of_ranks(c, mine, choices[rank], rank, op.sums_over)
     else:
         for e, place in enumerate(places):
             flat[place] = outputs[rank][e].to(device)
         expected = reference.combine(
             outputs, choices, [e.weights for e in everyone], c.num_experts, rank, c.combine_dtype, c.quantize_combine,
-            active, weighted,
+            active, weighted, op.sums_over,
         )  # fmt: skip
     unsettle(pace)
     if how.get("halves"):
@@ -156,7 +156,7 @@ def check_compiled_ahead(op) -> set:
     """What the calls so far have used, which `warm_up` compiles in the constructor: nobody waits in a call for a compiler."""
     mode, ahead = op._mode, set()
     used = set(mode._launches)
-    mode._launch = lambda key, make: ahead.add(key)
+    mode._launch = lambda make, *which: ahead.add((make.__name__, *which))
     try:
         for compiled in mode.variants(True):
             compiled()
@@ -192,11 +192,9 @@ def _outputs(c, host: int, choices, everyone, active) -> list[torch.Tensor]:
     return [expert(host * c.local_experts + e, r, c.combine_dtype) for e, r in enumerate(rows)]
 
 
-def _sum_of_ranks(c, mine: Inputs, choices: torch.Tensor, active) -> torch.Tensor:
-    total = torch.zeros(mine.x.shape)
-    rows = _plain(mine.rows, mine.scales, c)
+def _sum_of_ranks(c, mine: Inputs, choices: torch.Tensor, rank: int, nodes: int) -> torch.Tensor:
+    rows, parts = _plain(mine.rows, mine.scales, c).float(), []
     for host in range(c.ranks):
         here = (choices.div(c.local_experts, rounding_mode="floor") == host).any(1)
-        part = reference.dequantise(*reference.quantise(rows)) if c.quantize_combine else rows.float()
-        total += torch.where(here[:, None], part, 0.0)
-    return total.to(c.combine_dtype)
+        parts.append(torch.where(here[:, None], rows, 0.0))
+    return reference.sum_of_ranks(parts, rank, c.combine_dtype, c.quantize_combine, nodes)

@@ -7,7 +7,8 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe.support import check_compiled_ahead, without_kernels
 from tests.kernels.moe.test_misuse import SHAPE, raises
-from tilescale_net.kernels.moe import AllToAll
+from tilescale_net.kernels.moe import AllToAll, Tuning
+from tilescale_net.runtime import worlds
 from tilescale_net.runtime.context import SYSTEM_BYTES
 
 FP8 = torch.float8_e4m3fn
@@ -52,6 +53,63 @@ def test_heap_bytes_before_init():
     more = AllToAll.heap_bytes(**sizes, ranks=4) - AllToAll.heap_bytes(**sizes, ranks=4, capacity=32768)
     assert more == (4 * 4096 * 8 - 32768) * row
     assert AllToAll.heap_bytes(**sizes, ranks=4, nodes=2) > AllToAll.heap_bytes(**sizes, ranks=4)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(layout="rank"), dict(layout="rank", quantize_combine=True), dict(dtype=FP8)]
+)
+def test_memory_does_not_grow_with_ranks(options):
+    """With capacity; but for some words per rank and token, which tell where rows go."""
+    sizes = dict(num_experts=256, max_tokens=4096, hidden=7168, top_k=8, capacity=5 * 4096 * 8 // 4, **options)
+    sizes["tuning"] = Tuning(once_per_node=False)
+    output = sizes["capacity"] * 7168 * options.get("dtype", torch.bfloat16).itemsize
+    beyond = {n: AllToAll.heap_bytes(**sizes, ranks=n, nodes=n // 8) - output for n in (16, 32, 64)}
+    assert beyond[64] < 1.5 * 1024 * MIB
+    words = 24 + 1  # of a record, and a signal for four tokens and each call
+    assert beyond[64] - beyond[32] < 2 * 32 * 4096 * words * 4
+    assert AllToAll.heap_bytes(**sizes, ranks=64) < beyond[64] + output
+
+
+def test_memory_of_gateways():
+    """Rows that cross once per node: gateways have room for those of all ranks that they serve, one in each other node."""
+    sizes = dict(num_experts=256, max_tokens=4096, hidden=7168, top_k=8, capacity=5 * 4096 * 8 // 4)
+    rows = 4096 * 7168 * 2
+    beyond = {n: AllToAll.heap_bytes(**sizes, ranks=8 * n, nodes=n) - sizes["capacity"] * 7168 * 2 for n in (2, 4, 8)}
+    for nodes, found in beyond.items():
+        others = nodes - 1
+        carried = (
+            3 * others + 8 * others + others + 8
+        )  # staged, relayed, summed; what its node has for them; its own sums
+        assert 0 < found - carried * rows < 0.04 * 1024 * MIB * nodes, (nodes, found)
+    assert abs(beyond[8] / 1024 / MIB - 5.08) < 0.01  # as CHANGELOG.md and docs/cluster.md say
+
+
+def _grow() -> None:
+    """An object that the heap has no room for brings another, and takes it away."""
+    filler = tsn.empty((tsn.world().heap.size - SYSTEM_BYTES - 4096,), torch.uint8)
+    with raises(tsn.HeapError, "TSN_HEAP_SIZE="):
+        AllToAll(**SHAPE)
+    with raises(tsn.RankMismatch, "top_k=1"):
+        AllToAll(**dict(SHAPE, top_k=1 + tsn.rank()), grow=True)
+    x = torch.ones((3, SHAPE["hidden"]), dtype=torch.bfloat16, device=tsn.device())
+    idx = torch.tensor([[0, 1], [2, 3], [1, 2]], device=tsn.device())
+    for _ in range(2):
+        op = AllToAll(**SHAPE, grow=True)
+        assert op.world is not tsn.world() and tsn.world(op.world) is op.world
+        received = op.dispatch(x, idx)
+        assert torch.equal(op.combine(received.x, received.handle), 2 * x)
+        made = op.world
+        op.free()
+        assert made.closed and worlds.alive() == [tsn.world()]
+    tsn.free(filler)
+    with without_kernels():
+        op = AllToAll(**SHAPE, grow=True)
+    assert op.world is tsn.world()
+    op.free()
+
+
+def test_a_heap_that_grows():
+    ranks.run(2, _grow, heap="16M", timeout=200)
 
 
 def _outputs() -> None:

@@ -109,6 +109,11 @@ def _latency(op, everyone) -> None:
         assert torch.equal(op.combine(received.x, plain.handle, weights=weights), wanted)
         pending = op.combine_send(received.x, plain.handle, weights=weights * 2)
         assert torch.equal(op.combine_recv(pending), wanted * 2)
+    bias = torch.ones_like(wanted)
+    assert torch.equal(op.combine(received.x, received.handle, bias=[bias, -bias]), wanted)
+    pending = op.combine_send(received.x, received.handle, bias=[3 * bias])
+    chosen = (mine.topk_idx >= 0).any(1).to(device)
+    assert torch.equal(op.combine_recv(pending)[~chosen], 3 * bias[~chosen])
     with pytest.raises(ValueError, match="rank 1"):
         op.combine(received.x, plain.handle, weights=weights[:, :1] if op.rank == 1 else weights)
         op.check()

@@ -155,8 +155,14 @@ def _no_room() -> None:
         with raises(tsn.HeapError, "rank 1", "16 rows", "capacity is 12"):
             op.dispatch(four, crowd, torch.ones((4, 2), device=tsn.device()))
             op.check()
-        op.dispatch(x, idx, weights)
+        pending = op.dispatch_send(four, crowd)
+        with raises(tsn.HeapError, "capacity is 12"):
+            op.dispatch_recv(pending)
+            op.check()
+        assert pending.result.refused.item() != 0
+        received = op.dispatch(x, idx, weights)
         op.check()
+        assert received.refused.item() == 0
 
 
 def test_no_room():

@@ -21,7 +21,10 @@ MUTANTS = mutants.MUTANTS | {name: mutant for name, (_, mutant) in declared(test
 def _attempt(module: str, path: str, case: tuple, seed: int) -> str | None:
     """What went wrong in one run: wrong data or a wait that never ended; None when all was right."""
     env = {"TSN_TIMEOUT": "3", "TSN_SIM_VISIBILITY": ("late", "random")[seed % 2]}
-    outcomes = ranks.launch(2, mutants.run, module, path, seed, *case, env=env, timeout=90)
+    size = 2
+    if module.startswith("node_"):
+        size, env["VIRTUAL_NODES"] = 4, "2"
+    outcomes = ranks.launch(size, mutants.run, module, path, seed, *case, env=env, timeout=90)
     wrong = {o.error[0]: o.error[1] for o in outcomes if not o.ok}
     if not wrong:
         return None
@@ -37,7 +40,10 @@ def test_the_originals_pass(case):
 
 
 # Those whose like is among the others.
-LATER = ("dispatch without wait for room", "combine without wait for rows")
+LATER = (
+    "dispatch without wait for room", "combine without wait for rows", "gateway without what sources said",
+    "gateway sums without fence",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("mutant", [pytest.param(m, marks=pytest.mark.nightly if m in LATER else []) for m in MUTANTS])

@@ -3,17 +3,19 @@
 import random
 
 import pytest
+import torch
 
 from tests import ranks
 from tests.kernels.moe.support import FP8
 from tests.kernels.moe.test_rounds import rounds
+from tilescale_net.kernels.moe import AllToAll, Tuning
 
 SHAPE = dict(num_experts=8, max_tokens=20, hidden=64, top_k=3)
 KINDS = ("random", "masked", "one rank")
 
 
 def _everything(seed: int) -> None:
-    rounds(seed, SHAPE, dict(zero_copy=True, alignment=2), dict(again=True), KINDS)
+    rounds(seed, SHAPE, dict(alignment=2, tuning=Tuning(once_per_node=False)), dict(again=True), KINDS)
     rounds(seed, SHAPE, dict(mode="latency", quantize_combine=True), dict(halves=True), KINDS)
 
 
@@ -27,6 +29,33 @@ def test_four_ranks_on_two_nodes():
 
 def test_rows_by_rank():
     ranks.run(2, _fp8_by_rank, random.randrange(1 << 30), env={"VIRTUAL_NODES": "2"}, timeout=280)
+
+
+def _turns(seed: int, capacity: int) -> None:
+    """Dispatches are sent while the combine before is made; buffers hold `capacity` rows."""
+    for once in (False, True):  # once per rank they share memory
+        _turn(seed, AllToAll(**SHAPE, alignment=2, capacity=capacity, tuning=Tuning(once_per_node=once)))
+
+
+def _turn(seed: int, op: AllToAll) -> None:
+    g = torch.Generator().manual_seed(seed + op.rank)
+    c, expected, previous = op.config, None, None
+    for call in range(6):
+        tokens = 6 - (op.rank + call) % 3
+        x = torch.randint(-8, 9, (tokens, c.hidden), generator=g).to(torch.bfloat16)
+        first = torch.arange(tokens) + call
+        idx = torch.stack([(first + k * 3) % c.num_experts for k in range(c.top_k)], 1)
+        pending = op.dispatch_send(x.to(op.device), idx.to(op.device))
+        if previous is not None:
+            y, handle = previous
+            assert torch.equal(op.combine(y, handle, weighted=False).cpu(), expected)
+        received = op.dispatch_recv(pending)
+        previous, expected = (received.x.clone(), received.handle), c.top_k * x
+    op.free()
+
+
+def test_calls_in_turns():
+    ranks.run(4, _turns, random.randrange(1 << 30), 32, env={"VIRTUAL_NODES": "2"}, timeout=280)
 
 
 # tests/kernels/test_chaos_seeds.py has dispatch and combine on a few such networks for every run.

@@ -1,0 +1,76 @@
+"""What a rank costs before it does anything: time of init, memory, open files, endpoints, queues, against the number of ranks.
+
+    for n in 2 8 32 64; do GPUS=$n VIRTUAL_NODES=2 bash launch.sh benchmark/start_up.py; done
+
+One row for the job that runs it. The heap is small, so that what grows with the ranks shows. Times are of processes that
+have imported everything; where ranks outnumber processors they wait for one another.
+"""
+
+import os
+import time
+
+from benchmark.common import BenchmarkParser, Column, Report, is_rank_zero, median
+
+BENCH = dict(ranks=2, quick="--warmup 1 --repeat 1")  # see common/suite.py
+HEAP = 4 << 20
+
+
+def parse():
+    return BenchmarkParser(__doc__.splitlines()[0], warmup=1, repeat=3).parse_args()
+
+
+def resident() -> float:
+    """MiB of this process that are its own, not shared with others."""
+    with open("/proc/self/smaps_rollup") as f:
+        words = [line.split() for line in f]
+    return sum(int(w[1]) for w in words if w[0].startswith("Private_")) / 1024
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def main() -> None:
+    args = parse()
+    import tilescale_net as tsn
+    import tilescale_net._native
+    import tilescale_net.language
+    import tilescale_net.runtime.control
+    import tilescale_net.runtime.proxy
+    from benchmark.common.measuring import gather
+
+    report = Report("start_up", args)
+    before, files = resident(), open_files()
+    start = time.perf_counter()
+    world = tsn.init(HEAP)
+    seconds = time.perf_counter() - start
+    rates = []
+    for turn in range(args.warmup + args.repeat):
+        begun = time.perf_counter()
+        tsn.barrier()
+        if turn >= args.warmup:
+            rates.append((time.perf_counter() - begun) * 1e3)
+    proxy = world.proxy.properties if world.proxy is not None else {}
+    found = gather(
+        dict(
+            seconds=seconds, barrier=median(rates), memory=resident() - before, files=open_files() - files,
+            context=256 + 8 * max(tsn.size(), 128), queues=getattr(world.proxy, "n_queues", 0),
+            rails=proxy.get("rails", 0),
+        )
+    )  # fmt: skip
+    names = {
+        "seconds": ("init", "s"), "barrier": ("barrier of the host", "ms"), "memory": ("memory of a rank", "MiB"),
+        "files": ("open files", ""), "context": ("context", "B"), "queues": ("queues", ""), "rails": ("rails", ""),
+    }  # fmt: skip
+    keys = [Column("ranks", "ranks", ",d"), Column("nodes", "nodes", ",d")]
+    columns = [Column(k, title, better="lower", unit=unit) for k, (title, unit) in names.items()]
+    table = report.table("Start-up", keys, columns)
+    table.notes.append("init: of the slowest rank; others: of the rank with the most, beyond what it had before init.")
+    if is_rank_zero():
+        table.add({"ranks": tsn.size(), "nodes": world.topology.nodes} | {k: max(f[k] for f in found) for k in names})
+    report.finish()
+    tsn.finalize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""Combine in throughput mode where nodes have several ranks: each token's sum crosses the network once per node.
+
+A rank sums the rows of a token over its own experts in float32 and rounds once. For a token of its own node it sends this
+row to the token's rank; for one of another node to that rank's gateway here. The gateway sums such rows in float32, in the
+order of ranks, rounds (or quantises) once more, and sends one row to the token's rank. That one sums what it gets from its
+origins (see node_layout.py) in their order: the sums of whole nodes, and in its own node's place the rows of single ranks.
+"""
+
+from dataclasses import replace
+
+import tilelang.language as T
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tilescale_net.kernels.announcement import STATUS_WORDS
+from tilescale_net.kernels.moe import combine_throughput_steps as steps
+from tilescale_net.kernels.moe import node_combine_steps as node_steps
+from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, take_ticket
+from tilescale_net.kernels.moe.node_layout import NodePlan, Nodes
+from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
+from tilescale_net.kernels.moe.wire_layout import Totals, record_words
+
+
+@tsn.macro
+def _signal(arrived, row: T.Ref, c: T.Ref, call: T.Ref, pe: T.Ref, lane):
+    """Tell `pe` that a chunk, put by this warp, is there."""
+    T.sync_warp()
+    if lane == 0:
+        N.fence(pe)
+        N.signal(arrived[row, c], call, pe)
+
+
+@tsn.macro
+def _send_chunk(
+    s, to_gateway, at, y, row_weight, row_values, slots, slot_scales, slot_values, relayed, relayed_values, records, base,
+    arrived, summed, node_map, call: T.Ref, me: T.Ref, node: T.Ref, mine: T.Ref, peer: T.Ref, target: T.Ref, c: T.Ref, n: T.Ref,
+    row: T.Ref, first: T.Ref, lane,
+):  # fmt: skip
+    """Send the `n` rows of chunk `c` that this rank has for `peer`: to it, or to its gateway in this node."""
+    away = peer // at.size != node
+    target = T.if_then_else(away, node_map[at.carrier + peer], peer)
+    row = T.if_then_else(away, node_map[at.carrier_slot + peer] * at.size + me % at.size, mine)
+    first = row * s.max_tokens + c * s.chunk
+    if s.quantised:
+        if away:
+            node_steps.send_rows(
+                to_gateway, y, row_weight, row_values, relayed, slot_scales, relayed_values, records, base, first, peer, target,
+                c, n, lane,
+            )  # fmt: skip
+        else:
+            node_steps.send_rows(
+                s, y, row_weight, row_values, slots, slot_scales, slot_values, records, base, first, peer, target, c, n, lane,
+            )  # fmt: skip
+    else:
+        first = first + T.if_then_else(away, at.origins * s.max_tokens, 0)
+        node_steps.send_rows(
+            s, y, row_weight, row_values, slots, slot_scales, slot_values, records, base, first, peer, target, c, n, lane,
+        )  # fmt: skip
+    if away:
+        _signal(summed, row, c, call, target, lane)
+    else:
+        _signal(arrived, row, c, call, target, lane)
+
+
+@tsn.macro
+def _await_row(at, plan, chunk, summed, node_plan, k: T.Ref, i: T.Ref, place: T.Ref, call: T.Ref, lane):
+    """Wait until the ranks of this node have sent what they have for row `i` of slot `k`, a rank each by the lanes."""
+    for g in T.unroll(-(-at.size // 32)):
+        if g * 32 + lane < at.size:
+            place = node_plan[plan.gather(k, i, g * 32 + lane)]
+            if place >= 0:
+                N.wait(summed[k * at.size + g * 32 + lane, place % plan.max_tokens // chunk], "ge", call)
+    T.sync_warp()
+
+
+@tsn.macro
+def _send_back(
+    s, in_node, at, plan, slots, slot_scales, slot_values, staged, staged_scales, staged_values, relayed, relayed_values,
+    node_plan, summed, from_row, weight, piece, acc, call: T.Ref, k: T.Ref, source: T.Ref, origin: T.Ref, c: T.Ref, n: T.Ref, i: T.Ref,
+    row: T.Ref, place: T.Ref, total: T.Ref, lane,
+):  # fmt: skip
+    """Sum the `n` rows of chunk `c` that this node has for the source of slot `k`, and put them to it."""
+    for q in T.serial(n):
+        i = c * s.proxied_chunk + q
+        row = k * s.max_tokens + i
+        _await_row(at, plan, s.chunk, summed, node_plan, k, i, place, call, lane)
+        node_steps.sum_in_node(
+            in_node, at, plan, staged, staged_scales, row, relayed, node_plan, from_row, weight, piece, acc, k, i, lane
+        )
+        if s.valued != "":
+            node_steps.sum_values_in_node(
+                s, at, plan, staged_values, row, relayed_values, node_plan, k, i, place, total, lane
+            )
+    T.sync_warp()
+    row = k * s.max_tokens + c * s.proxied_chunk
+    place = origin * s.max_tokens + c * s.proxied_chunk
+    N.put_warp(slots[place, 0], staged[row, 0], source, count=n * s.hidden)
+    if s.quantised:
+        N.put_warp(slot_scales[place, 0], staged_scales[row, 0], source, count=n * s.groups)
+    if s.valued != "":
+        N.put_warp(slot_values[place, 0], staged_values[row, 0], source, count=n * s.top_k)
+
+
+@tsn.macro
+def _find_rows(
+    s, at, plan, slot_of, node_plan, arrived, base, me: T.Ref, node: T.Ref, mine: T.Ref, call: T.Ref, token: T.Ref, origin: T.Ref,
+    place: T.Ref, size: T.Ref, lane,
+):  # fmt: skip
+    """Look up the rows of a token, an origin each by the lanes, and wait for them; as in combine_throughput.py."""
+    for i in T.unroll(-(-at.origins // 32)):
+        origin = i * 32 + lane
+        slot_of[i] = steps.NONE
+        if origin < at.origins:
+            place = node_plan[plan.place(token, origin)]
+            if place >= 0:
+                slot_of[i] = origin * s.max_tokens + place
+                if s.unchanged and origin == mine:
+                    slot_of[i] = steps.OWN - base[me] - place
+                else:
+                    size = T.if_then_else(origin >= node and origin < node + at.size, s.chunk, s.proxied_chunk)
+                    N.wait(arrived[origin, place // size], "ge", call)
+
+
+@tsn.jit(name="moe_combine_nodes", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
+def combine_nodes(
+    ranks, experts, nodes, slots_of_gateway, top_k, max_tokens, hidden, dtype, by_rank, weighted, quantised, valued, biases,
+    chunk, proxied_chunk, senders, reducers, threads,
+):  # fmt: skip
+    """Kernel that sends and sums.
+
+    Args:
+        nodes, slots_of_gateway: see Nodes. The others are those of combine_throughput.
+
+    Parameters of the kernel:
+        slots [origins * max_tokens or more, hidden] of `dtype` or FP8, slot_scales, slot_values alike: symmetric.
+        staged [slots_of_gateway * max_tokens, hidden], staged_scales, staged_values alike: symmetric; sums of this node.
+        relayed [slots_of_gateway * size * max_tokens, hidden] of `dtype`, relayed_values [… , top_k] float32: symmetric;
+        what the ranks of this node have for tokens of other nodes. Unless `quantised` they are the end of slots, behind
+        those of all origins, and of slot_values: two copies of the code that sums would spill more registers.
+        arrived [origins, chunks], summed [slots_of_gateway * size, chunks] uint64: symmetric; chunks that are there, of
+        `slots` and of `relayed`.
+        node_map: see Nodes. node_plan: see NodePlan. The others are those of combine_throughput.
+    """
+    R, K, M, S, at = ranks, top_k, max_tokens, slots_of_gateway, Nodes(ranks, nodes, slots_of_gateway)
+    L, V = at.size, at.origins
+    s = steps.Sizes(V, K, M, hidden, dtype, by_rank, weighted, quantised, valued, biases, True, chunk, proxied_chunk)
+    to_gateway = replace(s, quantised=False)
+    in_node = replace(s, top_k=at.size, by_rank=False)  # what its warps hold at once
+    plan = NodePlan(at, M)
+    totals_at, W = Totals(R, experts // R), record_words(K)
+    chunks, node_chunks = -(-M // chunk), -(-M // proxied_chunk)
+    blocks, payload = senders + reducers, FP8 if quantised else dtype
+    rows, value_rows, capacity, weights, values = (
+        T.dynamic(n) for n in ("rows", "value_rows", "capacity", "weights", "values")
+    )
+    scale_rows, stages, scale_stages, value_stages, relays, value_relays = (
+        T.dynamic(n) for n in ("scale_rows", "stages", "scale_stages", "value_stages", "relays", "value_relays")
+    )
+    slot_rows, slot_value_rows, bias_rows, other_bias_rows = (
+        T.dynamic(n) for n in ("slot_rows", "slot_value_rows", "bias_rows", "other_bias_rows")
+    )
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        y: T.Tensor((capacity, hidden), dtype),
+        row_weight: T.Tensor((weights,), "float32"),
+        row_values: T.Tensor((values,), "float32"),
+        bias_0: T.Tensor((bias_rows, hidden), dtype),
+        bias_1: T.Tensor((other_bias_rows, hidden), dtype),
+        out: T.Tensor((rows, hidden), dtype),
+        out_values: T.Tensor((value_rows, K), "float32"),
+        tokens: T.int32,
+        slots: T.Tensor((slot_rows, hidden), payload),
+        slot_scales: T.Tensor((scale_rows, s.groups), "float32"),
+        slot_values: T.Tensor((slot_value_rows, K), "float32"),
+        staged: T.Tensor((stages, hidden), payload),
+        staged_scales: T.Tensor((scale_stages, s.groups), "float32"),
+        staged_values: T.Tensor((value_stages, K), "float32"),
+        relayed: T.Tensor((relays, hidden), dtype),
+        relayed_values: T.Tensor((value_relays, K), "float32"),
+        records: T.Tensor((R, M, W), "int32"),
+        totals: T.Tensor((totals_at.words,), "int32"),
+        node_map: T.Tensor((at.map_words,), "int32"),
+        node_plan: T.Tensor((plan.words,), "int32"),
+        active: T.Tensor((R,), "int32"),
+        ready: T.Tensor((R,), "uint64"),
+        arrived: T.Tensor((V, chunks), "uint64"),
+        summed: T.Tensor((S * L, chunks), "uint64"),
+        done: T.Tensor((R,), "uint64"),
+        tickets: T.Tensor((2, 2), "int32"),
+        calls: T.Tensor((blocks,), "uint64"),
+        tag: T.int32,
+        status: T.Tensor((STATUS_WORDS,), "int64"),
+    ):
+        with T.Kernel(blocks, threads=threads) as block:
+            received = T.alloc_shared((R,), "int32")
+            base = T.alloc_shared((R,), "int32")
+            thread = T.get_thread_binding()
+            lane = thread % 32
+            me = T.alloc_var("int32")
+            me = N.my_pe()
+            node = T.alloc_var("int32")
+            node = me // L
+            mine = T.alloc_var("int32")  # this rank as an origin, for those of its node
+            mine = node + me % L
+            call = T.alloc_var("uint64")
+            call = calls[block] + T.uint64(1)
+            if thread < R:
+                received[thread] = totals[totals_at.received + thread]
+                base[thread] = totals[totals_at.received_base + thread]
+                open_call(ready, active, status, me, call, tag, block, senders, thread)
+            T.sync_threads()
+
+            # Each index has a variable of its own, because the compiler's arithmetic on sums of them cannot be trusted.
+            peer = T.alloc_var("int32")
+            gateway = T.alloc_var("int32")
+            c = T.alloc_var("int32")
+            n = T.alloc_var("int32")
+            k = T.alloc_var("int32")
+            i = T.alloc_var("int32")
+            slot = T.alloc_var("int32")
+            row = T.alloc_var("int32")
+            size = T.alloc_var("int32", init=chunk)
+            total = T.alloc_var("float32")
+            parity = T.alloc_var("int32")
+            parity = T.cast(call % T.uint64(2), "int32")
+            ahead = T.alloc_var("int32", init=0)
+            ticket = T.alloc_var("int32")
+            if block == 0 and thread < 2:
+                tickets[1 - parity, thread] = 0
+            sums = T.alloc_local((in_node.send_group * in_node.send_batch * s.width,), dtype)
+            sum_of_node = T.alloc_local((in_node.send_batch * s.width,), "float32")
+            rows_of_node = T.alloc_local((in_node.send_group,), "int32")
+            weight = T.alloc_local((in_node.send_group,), "float32")
+            if block < senders:
+                take_ticket(tickets, parity, 0, ahead, lane)
+                ticket = T.shfl_sync(ahead, 0)
+                while ticket < R * chunks + S * node_chunks:
+                    take_ticket(tickets, parity, 0, ahead, lane)
+                    if ticket < R * chunks:
+                        c = ticket // R
+                        # What goes to other nodes comes first.
+                        peer = (ticket % R + (node + 1) * L) % R
+                        # Reducers take this rank's own rows from where they are, if they travel as they are.
+                        if c * chunk < received[peer] and (peer != me or not s.unchanged):
+                            n = T.min(chunk, received[peer] - c * chunk)
+                            _send_chunk(
+                                s, to_gateway, at, y, row_weight, row_values, slots, slot_scales, slot_values, relayed,
+                                relayed_values, records, base, arrived, summed, node_map, call, me, node, mine, peer, gateway,
+                                c, n, row, slot, lane,
+                            )  # fmt: skip
+                    else:
+                        c = (ticket - R * chunks) // S
+                        k = (ticket - R * chunks) % S
+                        peer = node_map[at.source + k]
+                        if c * proxied_chunk < node_plan[plan.head(k, 0)]:
+                            n = T.min(proxied_chunk, node_plan[plan.head(k, 0)] - c * proxied_chunk)
+                            gateway = T.if_then_else(node < peer // L, node, node + L - 1)  # this node, as an origin
+                            _send_back(
+                                s, in_node, at, plan, slots, slot_scales, slot_values, staged, staged_scales,
+                                staged_values, relayed, relayed_values, node_plan, summed, rows_of_node, weight, sums, sum_of_node, call,
+                                k, peer, gateway, c, n, i, row, slot, total, lane,
+                            )  # fmt: skip
+                            _signal(arrived, gateway, c, call, peer, lane)
+                    ticket = T.shfl_sync(ahead, 0)
+                T.sync_threads()
+                count_sender(done, active, me, thread, R)
+
+            # Senders that are done help to sum.
+            piece = T.alloc_local((s.sum_group * s.sum_batch * s.width,), payload)
+            acc = T.alloc_local((s.sum_batch * s.width,), "float32")
+            from_row = T.alloc_local((s.sum_group,), "int32")
+            slot_of = T.alloc_local((-(-V // 32),), "int32")
+            token = T.alloc_var("int32")
+            take_ticket(tickets, parity, 1, ahead, lane)
+            token = T.shfl_sync(ahead, 0)
+            while token < tokens:
+                take_ticket(tickets, parity, 1, ahead, lane)
+                _find_rows(
+                    s, at, plan, slot_of, node_plan, arrived, base, me, node, mine, call, token, peer, row, size, lane
+                )
+                T.sync_warp()
+                steps.sum_rows(
+                    s, out, y, bias_0, bias_1, slots, slot_scales, slot_of, from_row, piece, acc, token, peer, lane
+                )
+                if valued != "":
+                    node_steps.sum_values(s, at, plan, out_values, slot_values, node_plan, token, row, total, lane)
+                token = T.shfl_sync(ahead, 0)
+            T.sync_threads()
+            close_call(done, active, calls, call, block, senders, thread, R)
+
+    return main

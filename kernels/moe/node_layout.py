@@ -1,0 +1,167 @@
+"""Who carries rows between nodes, and the places of what such rows need, on which the kernels and the host agree.
+
+Where nodes have several ranks, a row crosses the network once for each node that needs it: to a rank of that node, the
+source's gateway there, which passes it on. Sums come back the same way. A gateway gives every source that it serves a
+slot. As long as all ranks of a node take part, a source's gateway is the one with its index in the node.
+
+A rank gets what it sums up from its origins: the ranks of its node, and every other node as a whole; in the order of
+ranks. So do dispatch and combine of a plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilescale_net.kernels.moe.wire_layout import align4
+
+NOBODY = -1
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Sizes: nodes of `size` consecutive ranks each.
+
+    Attributes:
+        ranks, nodes: of the job.
+        slots: sources that a gateway serves at most.
+    """
+
+    ranks: int
+    nodes: int
+    slots: int
+
+    @property
+    def size(self) -> int:
+        """Ranks of a node."""
+        return self.ranks // self.nodes
+
+    @property
+    def origins(self) -> int:
+        return self.nodes - 1 + self.size
+
+    @property
+    def lists(self) -> int:
+        """Pairs of a slot and a rank of the gateway's node."""
+        return self.slots * self.size
+
+    # Places in the map (int32), see `Gateways.words`.
+    @property
+    def gateway(self) -> int:
+        """[nodes] this rank's gateway in each node."""
+        return 0
+
+    @property
+    def gateway_slot(self) -> int:
+        """[nodes] this rank's slot there."""
+        return self.nodes
+
+    @property
+    def source(self) -> int:
+        """[slots] the source that this rank serves as a gateway."""
+        return 2 * self.nodes
+
+    @property
+    def carrier(self) -> int:
+        """[ranks] for each rank of another node its gateway in this node."""
+        return 2 * self.nodes + self.slots
+
+    @property
+    def carrier_slot(self) -> int:
+        """[ranks] its slot there."""
+        return self.carrier + self.ranks
+
+    @property
+    def map_words(self) -> int:
+        return self.carrier_slot + self.ranks
+
+    @property
+    def head_words(self) -> int:
+        """What a source says first: rows to the node, then for each rank there the rows to it and the index of the first
+        of them among that rank's rows."""
+        return align4(1 + 2 * self.size)
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """Places in the part of a routing plan that is about nodes, one vector of int32.
+
+    A method gives the place of a number, for whole numbers and for those of a kernel: the token of a row to a node, how
+    many go there, a token's place among the rows of an origin (or -1), a word of what a source has said (see
+    `Nodes.head_words`); and at a gateway, for each row to a rank of its node the source's row (word 0) and its first
+    expert-major row there (word 1), and for each row of a source the place of each rank's sum for it (or -1).
+    """
+
+    at: Nodes
+    max_tokens: int
+
+    def token(self, node, row):
+        return node * self.max_tokens + row
+
+    def rows(self, node):
+        return self.at.nodes * self.max_tokens + node
+
+    def place(self, token, origin):
+        return self.rows(self.at.nodes) + token * self.at.origins + origin
+
+    def head(self, slot, word):
+        return self.place(self.max_tokens, 0) + slot * self.at.head_words + word
+
+    def forward(self, slot, rank, row, word):
+        return self.head(self.at.slots, 0) + ((slot * self.at.size + rank) * self.max_tokens + row) * 2 + word
+
+    def gather(self, slot, row, rank):
+        return self.forward(self.at.slots, 0, 0, 0) + (slot * self.max_tokens + row) * self.at.size + rank
+
+    @property
+    def words(self) -> int:
+        return self.gather(self.at.slots, 0, 0)
+
+
+@dataclass(frozen=True)
+class Gateways:
+    """Who serves whom, from who takes part; the same on all ranks.
+
+    Attributes:
+        mask: for each rank whether it takes part. nodes: how many there are.
+    """
+
+    mask: tuple[bool, ...]
+    nodes: int
+
+    @property
+    def _size(self) -> int:
+        return len(self.mask) // self.nodes
+
+    def served(self, node: int) -> dict[int, list[int]]:
+        """For each gateway in a node the sources it serves, in the order of their slots."""
+        first, size = node * self._size, self._size
+        members = [r for r in range(first, first + size) if self.mask[r]]
+        others = [r for r, takes_part in enumerate(self.mask) if takes_part and not first <= r < first + size]
+        served: dict[int, list[int]] = {member: [] for member in members}
+        for number, source in enumerate(others):
+            if len(members) == size:
+                served[first + source % size].append(source)
+            elif members:
+                served[members[number % len(members)]].append(source)
+        return served
+
+    @property
+    def slots(self) -> int:
+        """Sources that any gateway serves at most, 1 or more."""
+        every = [len(sources) for node in range(self.nodes) for sources in self.served(node).values()]
+        return max([1, *every])
+
+    def words(self, rank: int, slots: int) -> list[int]:
+        """The map of a rank, places as in `Nodes`; -1 for nobody."""
+        at = Nodes(len(self.mask), self.nodes, slots)
+        words = [NOBODY] * at.map_words
+        for node in range(self.nodes):
+            for gateway, sources in self.served(node).items():
+                for slot, source in enumerate(sources):
+                    if source == rank:
+                        words[at.gateway + node], words[at.gateway_slot + node] = gateway, slot
+                    if gateway == rank:
+                        words[at.source + slot] = source
+                    if node == rank // at.size:
+                        words[at.carrier + source], words[at.carrier_slot + source] = gateway, slot
+        return words

@@ -1,0 +1,133 @@
+"""What a rank launches in the place of a call that its host refuses, where rows cross the network once per node.
+
+As refuse_throughput; a gateway also signals for the sources that it serves, whose rows it does not pass on.
+"""
+
+import tilelang.language as T
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tilescale_net.kernels.announcement import TAG_BITS, announce
+from tilescale_net.kernels.moe.node_layout import Nodes
+from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
+
+
+@tsn.macro
+def _signal_dispatch(at, active, arrived, onward, node_map, me, node, c, call: T.Ref, peer: T.Ref, row: T.Ref):
+    """Chunk `c` of all that this rank sends and passes on in a dispatch."""
+    for b in T.serial(at.nodes):
+        peer = node_map[at.gateway + b]
+        if peer >= 0:
+            row = node_map[at.gateway_slot + b]
+            N.signal(onward[row, c], call, peer)
+    for r in T.serial(at.size):
+        peer = node * at.size + r
+        if active[peer] != 0:
+            N.signal(arrived[me, c], call, peer)
+            for k in T.serial(at.slots):
+                row = node_map[at.source + k]
+                if row >= 0:
+                    N.signal(arrived[row, c], call, peer)
+
+
+@tsn.macro
+def _signal_combine(at, active, arrived, onward, node_map, me, node, c, call: T.Ref, peer: T.Ref, row: T.Ref):
+    """Chunk `c` of all that this rank sends and sums in a combine."""
+    for r in T.serial(at.size):
+        peer = node * at.size + r
+        if active[peer] != 0:
+            N.signal(arrived[node + me % at.size, c], call, peer)
+    for p in T.serial(at.ranks):
+        peer = node_map[at.carrier + p]
+        if peer >= 0:
+            row = node_map[at.carrier_slot + p] * at.size + me % at.size
+            N.signal(onward[row, c], call, peer)
+    for k in T.serial(at.slots):
+        peer = node_map[at.source + k]
+        if peer >= 0:
+            row = T.if_then_else(node < peer // at.size, node, node + at.size - 1)
+            N.signal(arrived[row, c], call, peer)
+
+
+@tsn.jit(name="moe_refuse_nodes", pass_configs=EXPLICIT_SYNC)
+def refuse_nodes(ranks, nodes, slots, dispatch, chunks, senders, blocks, threads):
+    """Kernel in the place of a dispatch with a known routing, or of a combine; one block.
+
+    Args:
+        nodes, slots: see Nodes. dispatch: whether it takes the place of one. The others: see refuse_throughput.
+
+    Parameters of the kernel:
+        onward: `came` of dispatch_nodes, or `summed` of combine_nodes. node_map: see Nodes. The others: see
+        refuse_throughput.
+    """
+    R, at = ranks, Nodes(ranks, nodes, slots)
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        code: T.int32,
+        active: T.Tensor((R,), "int32"),
+        ready: T.Tensor((R,), "uint64"),
+        arrived: T.Tensor((R if dispatch else at.origins, chunks), "uint64"),
+        onward: T.Tensor((slots if dispatch else at.lists, chunks), "uint64"),
+        node_map: T.Tensor((at.map_words,), "int32"),
+        done: T.Tensor((R,), "uint64"),
+        tickets: T.Tensor((2, 2), "int32"),
+        calls: T.Tensor((blocks,), "uint64"),
+    ):
+        with T.Kernel(1, threads=threads):
+            thread = T.get_thread_binding()
+            me = N.my_pe()
+            peer = T.alloc_var("int32")
+            row = T.alloc_var("int32")
+            call = T.alloc_var("uint64")
+            call = calls[0] + T.uint64(1)
+            if thread < R:
+                if active[thread] != 0:
+                    announce(ready, me, call, code, thread)
+                    N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
+            T.sync_threads()
+            for i in T.serial((chunks + threads - 1) // threads):
+                if i * threads + thread < chunks:
+                    if dispatch:
+                        _signal_dispatch(
+                            at,
+                            active,
+                            arrived,
+                            onward,
+                            node_map,
+                            me,
+                            me // at.size,
+                            i * threads + thread,
+                            call,
+                            peer,
+                            row,
+                        )
+                    else:
+                        _signal_combine(
+                            at,
+                            active,
+                            arrived,
+                            onward,
+                            node_map,
+                            me,
+                            me // at.size,
+                            i * threads + thread,
+                            call,
+                            peer,
+                            row,
+                        )
+            T.sync_threads()
+            if thread < R:
+                if active[thread] != 0:
+                    N.fence(thread)
+                    N.signal(done[me], senders, thread, op="add")
+                    N.wait(done[thread], "ge", call * T.uint64(senders))
+            if thread < 2:
+                tickets[1 - T.cast(call % T.uint64(2), "int32"), thread] = 0
+            T.sync_threads()
+            for i in T.serial((blocks + threads - 1) // threads):
+                if i * threads + thread < blocks:
+                    calls[i * threads + thread] = call
+
+    return main

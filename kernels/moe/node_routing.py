@@ -1,0 +1,175 @@
+"""The part of a routing plan that is about nodes: which rows go to each of them, and what their gateways do with them.
+
+Runs after plan_routing. A block counts the rows to a node, tells this rank's gateway there for each of them its place
+among the rows to each rank of that node, and its first expert-major row there. Then gateways keep what sources told them.
+What is received is free again when the next call has begun: its plan waits for the counts of every rank first.
+"""
+
+import tilelang.language as T
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tilescale_net.kernels.moe.node_layout import NodePlan, Nodes
+from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
+from tilescale_net.kernels.moe.wire_layout import Totals
+
+
+@tsn.macro
+def _number_rows(
+    at, plan, found, token_slot, send_row, pairs_out, node_plan, tokens, b: T.Ref, node: T.Ref, origin: T.Ref, place: T.Ref,
+    hit: T.Ref, thread, threads,
+):  # fmt: skip
+    """Number the tokens that go to node `b`, in order, by all threads of the block; the last ends with their count."""
+    share = (tokens + threads - 1) // threads
+    origin = T.if_then_else(b < node, b, b + at.size - 1)
+    place = 0
+    for q in T.serial(share):
+        if thread * share + q < tokens:
+            hit = 0
+            for r in T.serial(at.size):
+                hit = T.if_then_else(token_slot[thread * share + q, b * at.size + r] >= 0, 1, hit)
+            place = place + hit
+    found[thread] = place
+    T.sync_threads()
+    place = 0
+    for p in T.serial(thread):
+        place = place + found[p]
+    for q in T.serial(share):
+        t = thread * share + q
+        if t < tokens:
+            hit = 0
+            for r in T.serial(at.size):
+                hit = T.if_then_else(token_slot[t, b * at.size + r] >= 0, 1, hit)
+            if b == node:
+                for r in T.serial(at.size):
+                    node_plan[plan.place(t, node + r)] = token_slot[t, b * at.size + r]
+            elif hit == 0:
+                node_plan[plan.place(t, origin)] = -1
+            else:
+                node_plan[plan.place(t, origin)] = place
+                node_plan[plan.token(b, place)] = t
+                for r in T.serial(at.size):
+                    j = T.alloc_var("int32")
+                    j = token_slot[t, b * at.size + r]
+                    pairs_out[b, place, 2 * r] = j
+                    if j >= 0:
+                        pairs_out[b, place, 2 * r + 1] = send_row[b * at.size + r, j]
+            place = place + hit
+
+
+@tsn.macro
+def _tell_gateway(
+    at, totals, totals_at, node_map, heads_out, heads_in, pairs_out, pairs_in, told, b: T.Ref, rows: T.Ref, gateway: T.Ref,
+    slot: T.Ref, call: T.Ref, thread,
+):  # fmt: skip
+    """Send the head and the pairs of node `b` to this rank's gateway there, by the first warp."""
+    if thread < at.size:
+        heads_out[b, 1 + 2 * thread] = totals[totals_at.sent + b * at.size + thread]
+        heads_out[b, 2 + 2 * thread] = totals[totals_at.sent_base + b * at.size + thread]
+    if thread == 0:
+        heads_out[b, 0] = rows
+    T.sync_threads()
+    gateway = node_map[at.gateway + b]
+    slot = node_map[at.gateway_slot + b]
+    if thread < 32 and gateway >= 0:
+        N.put_warp(pairs_in[slot, 0, 0], pairs_out[b, 0, 0], gateway, count=rows * 2 * at.size)
+        N.put_warp(heads_in[slot, 0], heads_out[b, 0], gateway, count=at.head_words)
+        T.sync_warp()
+        if thread == 0:
+            N.fence(gateway)
+            N.signal(told[slot], call, gateway)
+
+
+@tsn.macro
+def _keep(at, plan, node_plan, heads_in, pairs_in, k: T.Ref, rows: T.Ref, j: T.Ref, thread, threads):
+    """Keep what the source of slot `k` said, as lists by rank and as places by row."""
+    L, M = at.size, plan.max_tokens
+    rows = heads_in[k, 0]
+    for i in T.serial((at.head_words + threads - 1) // threads):
+        if i * threads + thread < at.head_words:
+            node_plan[plan.head(k, i * threads + thread)] = heads_in[k, i * threads + thread]
+    for i in T.serial((rows * L + threads - 1) // threads):
+        p = i * threads + thread
+        if p < rows * L:
+            j = pairs_in[k, p // L, p % L * 2]
+            node_plan[plan.gather(k, p // L, p % L)] = T.if_then_else(j >= 0, (k * L + p % L) * M + j, -1)
+            if j >= 0:
+                node_plan[plan.forward(k, p % L, j, 0)] = p // L
+                node_plan[plan.forward(k, p % L, j, 1)] = pairs_in[k, p // L, p % L * 2 + 1]
+
+
+@tsn.jit(name="moe_plan_nodes", pass_configs=EXPLICIT_SYNC)
+def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads):
+    """Kernel that fills the part of a RoutingPlan that is about nodes, from the others.
+
+    Args:
+        ranks, experts, max_tokens: as in plan_routing. nodes, slots: see Nodes. blocks, threads: launch geometry.
+
+    Parameters of the kernel (int32 unless said):
+        tokens, token_slot, send_row, totals: see RoutingPlan. node_map [words]: see Nodes.
+        heads_out [nodes, words], heads_in [slots, words], pairs_out [nodes, max_tokens, 2 * size],
+        pairs_in [slots, max_tokens, 2 * size], told [slots] uint64: symmetric.
+        calls [blocks] uint64: calls so far. node_plan [words]: see NodePlan.
+    """
+    R, M, at, totals_at = ranks, max_tokens, Nodes(ranks, nodes, slots), Totals(ranks, experts // ranks)
+    L, H, plan, slot_rows = at.size, at.head_words, NodePlan(at, max_tokens), T.dynamic("slot_rows")
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        tokens: T.int32,
+        token_slot: T.Tensor((slot_rows, R), "int32"),
+        send_row: T.Tensor((R, M), "int32"),
+        totals: T.Tensor((totals_at.words,), "int32"),
+        node_map: T.Tensor((at.map_words,), "int32"),
+        heads_out: T.Tensor((nodes, H), "int32"),
+        heads_in: T.Tensor((slots, H), "int32"),
+        pairs_out: T.Tensor((nodes, M, 2 * L), "int32"),
+        pairs_in: T.Tensor((slots, M, 2 * L), "int32"),
+        told: T.Tensor((slots,), "uint64"),
+        calls: T.Tensor((blocks,), "uint64"),
+        node_plan: T.Tensor((plan.words,), "int32"),
+    ):
+        with T.Kernel(blocks, threads=threads) as block:
+            found = T.alloc_shared((threads,), "int32")
+            thread = T.get_thread_binding()
+            node = T.alloc_var("int32")
+            node = N.my_pe() // L
+            call = T.alloc_var("uint64")
+            call = calls[block] + T.uint64(1)
+            b = T.alloc_var("int32")
+            origin = T.alloc_var("int32")
+            place = T.alloc_var("int32")
+            hit = T.alloc_var("int32")
+            gateway = T.alloc_var("int32")
+            slot = T.alloc_var("int32")
+            for i in T.serial((nodes + blocks - 1) // blocks):
+                b = i * blocks + block
+                if b < nodes:
+                    _number_rows(
+                        at, plan, found, token_slot, send_row, pairs_out, node_plan, tokens, b, node, origin, place, hit,
+                        thread, threads,
+                    )  # fmt: skip
+                    if thread == threads - 1:
+                        node_plan[plan.rows(b)] = T.if_then_else(b == node, 0, place)
+                    T.sync_threads()
+                    place = node_plan[plan.rows(b)]
+                    _tell_gateway(
+                        at, totals, totals_at, node_map, heads_out, heads_in, pairs_out, pairs_in, told, b, place, gateway,
+                        slot, call, thread,
+                    )  # fmt: skip
+                T.sync_threads()
+            for i in T.serial((slots + blocks - 1) // blocks):
+                b = i * blocks + block
+                if b < slots:
+                    if node_map[at.source + b] >= 0:
+                        N.wait_block(told[b], "ge", call)
+                        _keep(at, plan, node_plan, heads_in, pairs_in, b, place, hit, thread, threads)
+                    else:
+                        for h in T.serial((H + threads - 1) // threads):
+                            if h * threads + thread < H:
+                                node_plan[plan.head(b, h * threads + thread)] = 0
+            if thread == 0:
+                calls[block] = call
+
+    return main

@@ -1,0 +1,191 @@
+"""Throughput mode on the host where rows cross the network once per node: other buffers and kernels, the same calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tilescale_net.kernels.collective import BufferSpecs
+from tilescale_net.kernels.moe import throughput
+from tilescale_net.kernels.moe.config import FP8, Config, name_of
+from tilescale_net.kernels.moe.handle import RoutingPlan
+from tilescale_net.kernels.moe.mode import Launch
+from tilescale_net.kernels.moe.node_combine import combine_nodes
+from tilescale_net.kernels.moe.node_dispatch import dispatch_nodes
+from tilescale_net.kernels.moe.node_layout import Gateways, NodePlan, Nodes
+from tilescale_net.kernels.moe.node_refusal import refuse_nodes
+from tilescale_net.kernels.moe.node_routing import plan_nodes
+from tilescale_net.kernels.moe.row_ops import groups_of
+
+# What a call gives to a launch, in this order.
+_NODES = ("tokens", "token_slot", "send_row", "totals", "node_plan")
+_DISPATCH = (*throughput.DISPATCH, "node_plan")
+_COMBINE = (*(name for name in throughput.COMBINE if name != "token_slot"), "node_plan")
+
+
+def _carrying(config: Config, tuning, at: Nodes) -> BufferSpecs:
+    """Symmetric memory of what a gateway carries for others, which grows with the sources that it serves."""
+    c, M, S = config, config.max_tokens, at.slots
+    row, scales, G = c.row_words, max(c.scale_words, 1), groups_of(c.hidden)
+    payload, chunks = FP8 if c.quantize_combine else c.combine_dtype, -(-M // tuning.chunk)
+    ints, floats, words = torch.int32, torch.float32, torch.uint64
+    # Rows that nobody quantises lie behind the slots, see `_place_relayed`.
+    behind, apart = (0, at.lists * M) if c.quantize_combine else (at.lists * M, 1)
+    return {
+        "nodes.heads_in": ((S, at.head_words), ints),
+        "nodes.pairs_in": ((S, M, 2 * at.size), ints),
+        "nodes.told": ((S,), words),
+        "dispatch.relayed": ((S * M, row), ints),
+        "dispatch.relayed_scales": ((S * M if c.scale_words else 1, scales), ints),
+        "dispatch.came": ((S, chunks), words),
+        "combine.staged": ((S * M, c.hidden), payload),
+        "combine.staged_scales": ((S * M if c.quantize_combine else 1, G), floats),
+        "combine.staged_values": ((S * M, c.top_k), floats),
+        "combine.slots": ((at.origins * M + behind, c.hidden), payload),
+        "combine.slot_values": ((at.origins * M + behind, c.top_k), floats),
+        "combine.relayed": ((apart, c.hidden), c.combine_dtype),
+        "combine.relayed_values": ((apart, c.top_k), floats),
+        "combine.summed": ((at.lists, chunks), words),
+    }
+
+
+def _with_room(ranks: int, nodes: int, masks: Sequence[tuple[bool, ...]]) -> Nodes:
+    """With slots for as many sources as a gateway serves among all ranks, and among those of each mask."""
+    return Nodes(ranks, nodes, max([nodes - 1, *(Gateways(mask, nodes).slots for mask in masks)]))
+
+
+def symmetric_buffers(config: Config, tuning, nodes: int, masks: Sequence[tuple[bool, ...]] = ()) -> BufferSpecs:
+    """Symmetric memory of the mode: "kernel.parameter" -> (shape, dtype).
+
+    Calls share none of it, so that a dispatch may run beside a combine.
+
+    Args:
+        masks: ranks that take part when they are not all, now and later.
+    """
+    c, M, at = config, config.max_tokens, _with_room(config.ranks, nodes, masks)
+    staged, chunks = (nodes - 1) * M, -(-M // tuning.chunk)
+    arrival = throughput.shared_rows(c, proxied=False)["dispatch.arrival"][1]
+    ints, floats, words = torch.int32, torch.float32, torch.uint64
+    base = throughput.symmetric_buffers(config, tuning, proxied=False)
+    return (
+        {name: spec for name, spec in base.items() if not name.startswith("rows.")}
+        | {
+            "nodes.heads_out": ((nodes, at.head_words), ints),
+            "nodes.pairs_out": ((nodes, M, 2 * at.size), ints),
+            "dispatch.arrival": ((arrival, c.row_words), ints),
+            "dispatch.staged": ((staged, c.row_words), ints),
+            "dispatch.staged_scales": ((staged if c.scale_words else 1, max(c.scale_words, 1)), ints),
+            "combine.slot_scales": ((at.origins * M if c.quantize_combine else 1, groups_of(c.hidden)), floats),
+            "combine.arrived": ((at.origins, chunks), words),
+        }
+        | _carrying(c, tuning, at)
+    )
+
+
+class NodeThroughputMode(throughput.ThroughputMode):
+    """As its base, with gateways between nodes; see node_layout.py."""
+
+    _shares_rows = False
+
+    def __init__(self, base, config: Config, masks: Sequence[tuple[bool, ...]]):
+        self._at = _with_room(config.ranks, base.nodes, masks)
+        super().__init__(base, config, symmetric_buffers(config, base.tuning, base.nodes, masks))
+        self._fixed["nodes"] = self._buffers("nodes") | {"calls": base.counters(base.blocks)}
+        self._place_relayed()
+        self._use_map(base.mask)
+
+    def _rows_of(self, kernel: str) -> dict[str, torch.Tensor]:
+        return {}  # they are among the others
+
+    @property
+    def sums_over(self) -> int:
+        return self._at.nodes
+
+    @property
+    def node_plan_words(self) -> int:
+        return NodePlan(self._at, self._c.max_tokens).words
+
+    def _place_relayed(self) -> None:
+        """Rows for tokens of other nodes lie behind the slots where they have their dtype."""
+        fixed, begin = self._fixed["combine"], self._at.origins * self._c.max_tokens
+        if not self._c.quantize_combine:
+            fixed["relayed"], fixed["relayed_values"] = fixed["slots"][begin:], fixed["slot_values"][begin:]
+
+    def _use_map(self, mask: tuple[bool, ...]) -> None:
+        """Let the kernels go by the map of these members."""
+        words = Gateways(mask, self._at.nodes).words(self._base.rank, self._at.slots)
+        node_map = torch.tensor(words, dtype=torch.int32, device=self._base.device)
+        for fixed in ("nodes", "dispatch", "combine"):
+            self._fixed[fixed]["node_map"] = node_map
+
+    def regroup(self, mask: tuple[bool, ...]) -> None:
+        """A gateway that is left out is replaced, by one that may then serve more sources than there was room for."""
+        at = _with_room(self._c.ranks, self._at.nodes, [mask])
+        if at.slots > self._at.slots:
+            self._at = at
+            with torch.inference_mode(False):
+                grown = self._base.replace(self._symmetric, _carrying(self._c, self._tuning, at))
+            self._symmetric.update(grown)
+            for kernel, fixed in self._fixed.items():
+                fixed.update(self._buffers(kernel))
+            self._plans = self._new_plans()
+            self._place_relayed()
+        self._use_map(mask)
+        self._launches.clear()
+
+    # -- kernels ----------------------------------------------------------------------------------------------------
+
+    def variants(self, everything: bool) -> list[Callable[[], Launch]]:
+        return [*super().variants(everything), self._nodes_launch]
+
+    def _nodes_launch(self) -> Launch:
+        return self._launch(self._new_nodes)
+
+    def _new_nodes(self) -> Launch:
+        c, base, at = self._c, self._base, self._at
+        kernel = plan_nodes(c.ranks, c.num_experts, at.nodes, at.slots, c.max_tokens, base.blocks, base.threads)
+        return Launch(kernel, self._fixed["nodes"], _NODES, base.world)
+
+    def _new_dispatch(self) -> Launch:
+        c, base, t, senders, at = self._c, self._base, self._tuning, self._senders, self._at
+        kernel = dispatch_nodes(
+            c.ranks, c.num_experts, at.nodes, at.slots, c.top_k, c.max_tokens, c.row_words, c.scale_words,
+            self.placement, t.chunk, self._proxied_chunk(c.row_bytes), senders, base.blocks - senders, base.threads,
+        )  # fmt: skip
+        return Launch(kernel, self._fixed["dispatch"], _DISPATCH, base.world)
+
+    def _new_combine(self, weighted: str, valued: str, biases: int) -> Launch:
+        c, base, t, at = self._c, self._base, self._tuning, self._at
+        payload = FP8 if c.quantize_combine else c.combine_dtype
+        kernel = combine_nodes(
+            c.ranks, c.num_experts, at.nodes, at.slots, c.top_k, c.max_tokens, c.hidden, name_of(c.combine_dtype),
+            c.layout == "rank", weighted, c.quantize_combine, valued, biases, t.chunk,
+            self._proxied_chunk(c.hidden * payload.itemsize), t.combine_senders, base.blocks - t.combine_senders,
+            t.combine_threads,
+        )  # fmt: skip
+        return Launch(kernel, self._fixed["combine"] | {"tag": 0}, _COMBINE, base.world)
+
+    def _new_refusal(self, kernel: str) -> Launch:
+        c, base, at = self._c, self._base, self._at
+        dispatch = kernel == "dispatch"
+        senders = self._senders if dispatch else self._tuning.combine_senders
+        refuse = refuse_nodes(c.ranks, at.nodes, at.slots, dispatch, self._chunks, senders, base.blocks, base.threads)
+        fixed = self._fixed[kernel]
+        onward = {"onward": fixed["came" if dispatch else "summed"]}
+        return Launch(refuse, fixed | onward, ("code",), base.world)
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def _plan_routing(self, topk_idx, topk_weights, tokens: int, *fault, **options) -> RoutingPlan:
+        plan = super()._plan_routing(topk_idx, topk_weights, tokens, *fault, **options)
+        node_plan, _, send_row, token_slot, _, totals, _, _ = plan.arguments
+        self._stream.launch(self._nodes_launch(), tokens, token_slot, send_row, totals, node_plan)
+        return plan
+
+    def _moved_by(self, plan: RoutingPlan) -> tuple:
+        return *super()._moved_by(plan), plan.arguments[0]
+
+    def _summed_by(self, plan: RoutingPlan) -> tuple:
+        node_plan, _, _, _, records, totals, _, _ = plan.arguments
+        return records, totals, node_plan

@@ -1,0 +1,140 @@
+"""What calls cost the host: how often they call torch, and that plans which are used again belong to nobody else."""
+
+import random
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests import ranks
+from tests.kernels.moe.support import make_inputs
+from tests.kernels.moe.test_metadata import SHAPE
+from tilescale_net.kernels.moe import AllToAll, metadata
+from tilescale_net.kernels.moe.handle import ReceivedRows
+from tilescale_net.kernels.moe.plans import KEPT, Plans
+from tilescale_net.kernels.moe.streams import DeferredStream
+
+# Of a dispatch and a combine of BF16 rows. Allocated: rows, counts and sums in latency mode; sums in throughput mode, and,
+# where outputs are no symmetric memory, rows.
+CALLS = {
+    "latency": (dict(mode="latency"), {"aten.empty.memory_format": 3, "aten.view.dtype": 2, "aten.view.default": 2}),
+    "throughput": (dict(), {"aten.empty.memory_format": 1, "aten.view.dtype": 1}),
+}
+CHECKS = {"aten.min.default", "aten.max.default", "aten._local_scalar_dense.default"}  # of ids, on the CPU alone
+PART_OF_A_VIEW = "aten.detach.default"
+
+
+class _Calls(TorchDispatchMode):
+    """Counts operators of torch."""
+
+    def __enter__(self):
+        self.found: dict[str, int] = {}
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        if name not in CHECKS and name != PART_OF_A_VIEW:
+            self.found[name] = self.found.get(name, 0) + 1
+        return function(*args, **(kwargs or {}))
+
+
+def count(options: dict, wanted: dict, shape=SHAPE) -> None:
+    op = AllToAll(**shape, **options)
+    x = torch.ones((5, op.config.hidden), dtype=torch.bfloat16, device=op.device)
+    idx = torch.arange(op.config.top_k, device=op.device).repeat(5, 1)
+    weights = torch.ones((5, op.config.top_k), device=op.device)
+    y = op.dispatch(x, idx, weights).x
+    for _ in range(2):
+        with _Calls() as calls:
+            op.combine(y, op.dispatch(x, idx, weights).handle)
+        assert calls.found == wanted
+
+
+@pytest.mark.parametrize("mode", CALLS)
+def test_calls_of_torch(mode):
+    ranks.run(2, count, *CALLS[mode])
+
+
+def hold(seed: int, options: dict, shape=SHAPE, calls: int = 6 * KEPT) -> None:
+    """Handles and parts of plans are held at random; what they tell never changes, and they combine as at first."""
+    op = AllToAll(**shape, **options)
+    pace = random.Random(seed)  # the same on all ranks
+    held, numbers = [], []
+    for call in range(calls):
+        mine = make_inputs((seed, call, op.rank), op.config, pace.randrange(op.config.max_tokens + 1), "random")
+        received = op.dispatch(mine.x.to(op.device), mine.topk_idx.to(op.device), mine.weights.to(op.device))
+        out = op.combine(received.x, received.handle)
+        if pace.random() < 0.6:
+            held.append((received.handle, received.x.clone(), out, metadata(received.handle).source_token.clone()))
+        if pace.random() < 0.3:
+            part = received.handle.plan.token_slot
+            numbers.append((part, part.clone()))
+        del received
+        while len(held) > pace.choice([0, 2, 2 * KEPT]):
+            handle, x, expected, source = held.pop(pace.randrange(len(held)))
+            assert torch.equal(op.combine(x, handle), expected)
+            assert torch.equal(metadata(handle).source_token, source)
+    assert all(torch.equal(part, before) for part, before in numbers)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(mode="latency")], ids=["throughput", "latency"])
+def test_held_plans(options):
+    ranks.run(2, hold, random.randrange(1 << 30), options)
+
+
+def test_plans():
+    stream: list = ["a"]
+    names = ("token_slot", "targets", "weights", "counts", "source_counts", "source_token")
+    shapes = {name: ((4,), torch.int32) for name in names}
+    plans = Plans(ReceivedRows, shapes, torch.device("cpu"), lambda: stream[0])
+
+    def places(plan) -> list[int]:
+        return [tensor.data_ptr() for tensor in plan.arguments]
+
+    first = plans.next(1)
+    mine = places(first)
+    assert isinstance(first, ReceivedRows) and not set(places(plans.next(1))) & set(mine)
+    with pytest.raises(AttributeError):
+        _ = first.other
+    kept = first.targets  # and so it is the caller's
+    assert kept is first.targets and first.arguments[1] is kept
+    del first
+    again = plans.next(2)
+    assert again.tokens == 2 and [a == b for a, b in zip(places(again), mine)] == [True, False, *[True] * 4]
+    del again
+    stream[0] = "b"
+    assert not set(places(plans.next(1))) & set(mine)  # of another stream
+    stream[0] = None
+    captured = plans.next(1)
+    stream[0] = "a"
+    held = [plans.next(1) for _ in range(3 * KEPT)] + [captured]
+    assert len({place for plan in held for place in places(plan)}) == len(held) * len(names)
+    with torch.inference_mode():
+        inference = plans.next(1).counts
+    assert not inference.is_inference()
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_order_of_streams(in_order):
+    stream, seen = DeferredStream(in_order), []
+    with stream.on_side(()) as first:
+        stream.launch(seen.append, "first half")
+    stream.launch(seen.append, "whole call")
+    assert seen == (["first half", "whole call"] if in_order else ["whole call"])
+    stream.wait(first)
+    assert sorted(seen) == ["first half", "whole call"]
+
+
+def test_launches_take_what_is_left():
+    from tilescale_net.kernels.moe.mode import Launch
+
+    class Twice:
+        name, parameters = "twice", ("a", "b", "c")
+        launcher = staticmethod(lambda world: lambda *args: seen.append(args))
+
+    seen: list = []
+    Launch(Twice, {"b": 2, "other": 3}, ("c", "a"), None)(30, 10)
+    assert seen == [(10, 2, 30)]
+    for wrong in (("a",), ("a", "c", "d"), ("a", "b", "c"), ("a", "a", "c")):
+        with pytest.raises(TypeError, match="takes a, c"):
+            Launch(Twice, {"b": 2}, wrong, None)

@@ -1,0 +1,36 @@
+"""Kernels on 16 and 32 ranks in four virtual nodes, through a fabric that misbehaves, with small shapes."""
+
+import random
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.kernels import test_all_gather, test_all_to_all, test_reduce_scatter
+from tests.kernels.moe.test_rounds import rounds
+
+GEOMETRY = dict(threads=32, blocks=1)
+MOE = dict(num_experts=32, max_tokens=5, hidden=64, top_k=4)
+
+
+def _collectives(seed: int) -> None:
+    test_all_gather._gather(seed, [((37,), torch.float32, 4, 0)], GEOMETRY)
+    test_all_to_all._equal(seed, [(3, (5,), torch.bfloat16, 2, 0)], GEOMETRY)
+    test_all_to_all._uneven(seed, 2, GEOMETRY, (9,), torch.uint8, False)
+    test_reduce_scatter._reduce(seed, [((501,), torch.bfloat16, 2, 0)], dict(**GEOMETRY, chunk_bytes=2048))
+
+
+def _mixture(seed: int, modes: tuple[str, ...]) -> None:
+    for mode in modes:
+        rounds(seed, MOE, dict(mode=mode), dict(again=mode == "throughput"), ("random", "masked"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("size", [16, 32])
+@pytest.mark.parametrize(
+    "job", [(_collectives,), (_mixture, ("throughput",)), (_mixture, ("latency",))], ids=["collectives", "throughput", "latency"]
+)  # fmt: skip
+def test_four_nodes(size, job):
+    seed = random.randrange(1 << 20)
+    env = {"VIRTUAL_NODES": "4", "TSN_CHAOS": "on", "TSN_TIMEOUT": "300"}
+    ranks.run(size, job[0], seed, *job[1:], env=env, heap="8M", timeout=900)

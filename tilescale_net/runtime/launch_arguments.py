@@ -1,0 +1,20 @@
+"""Arguments of launches in the form that is passed quickest."""
+
+from __future__ import annotations
+
+import torch
+
+
+def constant(value):
+    """An argument of many launches: tensors of a GPU are converted once, others stay what they are.
+
+    A launch takes its stream from the torch tensors among its arguments, so one of a GPU must stay one.
+    """
+    if not isinstance(value, torch.Tensor) or not value.is_cuda:
+        return value
+    import tvm_ffi
+
+    try:
+        return tvm_ffi.from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError, ValueError):  # a dtype that this torch does not exchange
+        return value
