@@ -12,13 +12,14 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.collective import Collective
 
-NAMES = {torch.float8_e4m3fn: "float8_e4m3"}  # as tilelang calls them
 DTYPES = (torch.bfloat16, torch.float16)
+SCALED = torch.float8_e4m3fn  # with a scale for each row of `x` and each column of `w`
+TAKEN = (*DTYPES, SCALED)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype as tilelang calls it."""
-    return NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -115,17 +116,23 @@ class FusedMatmul(Collective):
     """Base of the fused products: a product `x @ w` of fixed shapes, of which ranks hold parts."""
 
     def __init__(self, name, configuration, dtype, out_dtype, tiling, threads, blocks, group):
-        if dtype not in DTYPES:
-            raise TypeError(f"{name}: dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")
+        if dtype not in TAKEN:
+            raise TypeError(f"{name}: dtype {dtype} is not one of {', '.join(map(str, TAKEN))}")
         if not isinstance(tiling, Tiling):
             raise TypeError(f"{name}: tiling is {tiling!r}; it must be a Tiling")
-        self.dtype, self.out_dtype = dtype, dtype if out_dtype is None else out_dtype
+        self.dtype, self.scaled = dtype, dtype == SCALED
+        self.out_dtype = out_dtype or (torch.bfloat16 if self.scaled else dtype)
+        if self.scaled and self.out_dtype not in DTYPES:
+            raise TypeError(f"{name}: out_dtype {out_dtype} is not one of {', '.join(map(str, DTYPES))}")
+        if self.scaled and tiling.tile[2] % 32:
+            raise ValueError(f"{name}: {tiling}: a tile of {dtype} must have a depth that is a multiple of 32")
         self.tiling = tiling
         configuration = f"{configuration}, dtype={dtype}, out_dtype={self.out_dtype}, {tiling}"
         super().__init__(name, configuration, threads, blocks, group)
         # int64: torch's operators do not know uint64 on GPUs.
         with torch.inference_mode(False):
             self._calls = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self._no_scales = torch.zeros(1, dtype=torch.float32, device=self.device)
 
     def _weight(self, w, k: int, n: int) -> tuple[torch.Tensor, bool]:
         """`w` as a contiguous tensor, and whether that is [n, k]. TypeError or ValueError for what does not fit."""
@@ -134,7 +141,33 @@ class FusedMatmul(Collective):
         self._check("w", held, self.dtype)
         if tuple(w.shape) != (k, n):
             raise ValueError(f"{self.name}: w has shape {list(w.shape)}; it must be [{k}, {n}]")
+        if self.scaled and not transposed:
+            raise ValueError(
+                f"{self.name}: w of {w.dtype} is contiguous, and tensor cores take columns of it; pass the transpose of a "
+                f"contiguous [n, k]: w.t().contiguous().t()"
+            )
         return held, transposed
+
+    def _scales(self, x_scales, w_scales, rows: int, n: int, travel: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales as [rows] and [n], or what kernels of other dtypes take in their place. TypeError or ValueError.
+
+        Args:
+            travel: those of `x` must lie in symmetric memory.
+        """
+        given = {"x_scales": (x_scales, rows, (rows, 1)), "w_scales": (w_scales, n, (1, n))}
+        for name, (scales, extent, shape) in given.items():
+            if not self.scaled and scales is not None:
+                raise TypeError(f"{self.name}: {name} goes with {SCALED}; x and w are {self.dtype}")
+            if self.scaled and scales is None:
+                raise TypeError(f"{self.name}: {name} is missing; {SCALED} takes float32 [{extent}]")
+            if scales is None:
+                continue
+            self._check(name, scales, torch.float32, symmetric=travel and name == "x_scales")
+            if tuple(scales.shape) not in ((extent,), shape):
+                raise ValueError(
+                    f"{self.name}: {name} has shape {list(scales.shape)}; it must be [{extent}] or {list(shape)}"
+                )
+        return (x_scales.view(-1), w_scales.view(-1)) if self.scaled else (self._no_scales, self._no_scales)
 
     def _result(self, out, shape: tuple[int, ...], *apart) -> torch.Tensor:
         """`out`, checked, or a new tensor."""
