@@ -208,14 +208,15 @@ class AllGatherMatmul(FusedMatmul):
         rows: of `x`, on every rank.
         k: columns of `x` and rows of `w`.
         n: columns of `w`, on every rank.
-        dtype: of `x` and `w`, torch.bfloat16 or torch.float16.
+        dtype: of `x` and `w`, torch.bfloat16 or torch.float16; or torch.float8_e4m3fn, with a scale for each row of `x` and
+            column of `w`, see `FusedMatmul`.
         out_dtype: of the result; default `dtype`. Sums are made in float32.
         tiling: geometry of the product, see `matmul_arriving`.
         threads, blocks, engine: of the kernel that pushes rows, see `push_rows`. Its blocks take the place of as many
             multiprocessors until the rows are sent.
         group: whose ranks these are; see `tilescale_net.world`.
 
-    Takes 2 * n_pes * rows * k elements of the symmetric heap.
+    Takes 2 * n_pes * rows * k elements of the symmetric heap, and 2 * n_pes * rows scales.
 
     Raises:
         TypeError, ValueError: a dtype, an extent or a launch geometry that does not fit, by name.
@@ -269,8 +270,7 @@ class AllGatherMatmul(FusedMatmul):
         self._rows(x, (self.rows, self.k), symmetric=self._sources_travel)
         held, transposed = self._weight(w, self.k, self.n)
         scales = self._scales(x_scales, w_scales, self.rows, self.n, travel=self._sources_travel)
-        apart = (("x_scales", scales[0]), ("w_scales", scales[1])) if self.scaled else ()
-        out = self._result(out, (self.n_pes * self.rows, self.n), ("x", x), ("w", held), *apart)
+        out = self._result(out, (self.n_pes * self.rows, self.n), ("x", x), ("w", held), *self._apart(scales))
         self._calls.add_(1)
         if self.n_pes > 1:
             self._sides.fork()

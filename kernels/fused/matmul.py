@@ -113,7 +113,15 @@ class Sides:
 
 
 class FusedMatmul(Collective):
-    """Base of the fused products: a product `x @ w` of fixed shapes, of which ranks hold parts."""
+    """Base of the fused products: a product `x @ w` of fixed shapes, of which ranks hold parts.
+
+    With torch.float8_e4m3fn, sums in float32 are multiplied by the scale of their row of `x` and that of their column of
+    `w` when a tile is done, as torch._scaled_mm does with scales of rows; `out_dtype` is torch.bfloat16 (default) or
+    torch.float16, which summands that travel have too, and `w` the transpose of a contiguous tensor. The tensor cores of
+    Hopper keep about 14 bits of such sums' mantissas; all steps of a tile's depth are added up there, and none are moved to
+    exact registers in between (the fast accumulation of torch._scaled_mm), so that long sums are less exact than those of
+    bfloat16.
+    """
 
     def __init__(self, name, configuration, dtype, out_dtype, tiling, threads, blocks, group):
         if dtype not in TAKEN:
@@ -126,6 +134,7 @@ class FusedMatmul(Collective):
             raise TypeError(f"{name}: out_dtype {out_dtype} is not one of {', '.join(map(str, DTYPES))}")
         if self.scaled and tiling.tile[2] % 32:
             raise ValueError(f"{name}: {tiling}: a tile of {dtype} must have a depth that is a multiple of 32")
+        self._carried = self.out_dtype if self.scaled else dtype  # of summands
         self.tiling = tiling
         configuration = f"{configuration}, dtype={dtype}, out_dtype={self.out_dtype}, {tiling}"
         super().__init__(name, configuration, threads, blocks, group)
@@ -168,6 +177,10 @@ class FusedMatmul(Collective):
                     f"{self.name}: {name} has shape {list(scales.shape)}; it must be [{extent}] or {list(shape)}"
                 )
         return (x_scales.view(-1), w_scales.view(-1)) if self.scaled else (self._no_scales, self._no_scales)
+
+    def _apart(self, scales) -> tuple[tuple[str, torch.Tensor], ...]:
+        """What `_scales` gave, for `_result`."""
+        return tuple(zip(("x_scales", "w_scales"), scales)) if self.scaled else ()
 
     def _result(self, out, shape: tuple[int, ...], *apart) -> torch.Tensor:
         """`out`, checked, or a new tensor."""
