@@ -150,11 +150,7 @@ class FusedMatmul(Collective):
         self._check("w", held, self.dtype)
         if tuple(w.shape) != (k, n):
             raise ValueError(f"{self.name}: w has shape {list(w.shape)}; it must be [{k}, {n}]")
-        if self.scaled and not transposed:
-            raise ValueError(
-                f"{self.name}: w of {w.dtype} is contiguous, and tensor cores take columns of it; pass the transpose of a "
-                f"contiguous [n, k]: w.t().contiguous().t()"
-            )
+        check_columns(self.name, w)
         return held, transposed
 
     def _scales(self, x_scales, w_scales, rows: int, n: int, travel: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,20 +159,12 @@ class FusedMatmul(Collective):
         Args:
             travel: those of `x` must lie in symmetric memory.
         """
-        given = {"x_scales": (x_scales, rows, (rows, 1)), "w_scales": (w_scales, n, (1, n))}
-        for name, (scales, extent, shape) in given.items():
-            if not self.scaled and scales is not None:
-                raise TypeError(f"{self.name}: {name} goes with {SCALED}; x and w are {self.dtype}")
-            if self.scaled and scales is None:
-                raise TypeError(f"{self.name}: {name} is missing; {SCALED} takes float32 [{extent}]")
-            if scales is None:
-                continue
-            self._check(name, scales, torch.float32, symmetric=travel and name == "x_scales")
-            if tuple(scales.shape) not in ((extent,), shape):
-                raise ValueError(
-                    f"{self.name}: {name} has shape {list(scales.shape)}; it must be [{extent}] or {list(shape)}"
-                )
-        return (x_scales.view(-1), w_scales.view(-1)) if self.scaled else (self._no_scales, self._no_scales)
+        check_scales(self.name, self.dtype, x_scales, w_scales, rows, n)
+        if not self.scaled:
+            return self._no_scales, self._no_scales
+        self._check("x_scales", x_scales, torch.float32, symmetric=travel)
+        self._check("w_scales", w_scales, torch.float32)
+        return x_scales.view(-1), w_scales.view(-1)
 
     def _apart(self, scales) -> tuple[tuple[str, torch.Tensor], ...]:
         """What `_scales` gave, for `_result`."""
@@ -197,6 +185,30 @@ class FusedMatmul(Collective):
         self._check("x", x, self.dtype, symmetric=symmetric)
         if tuple(x.shape) != shape:
             raise ValueError(f"{self.name}: x has shape {list(x.shape)}; it must be {list(shape)}")
+
+
+def check_columns(name: str, w: torch.Tensor) -> None:
+    """Raise ValueError for a `w` [k, n] that tensor cores do not take: of 8 bits, its columns must be contiguous."""
+    if w.dtype == SCALED and not w.t().is_contiguous():
+        raise ValueError(
+            f"{name}: w of {w.dtype} has strides {list(w.stride())}, but tensor cores take contiguous columns of it; pass the "
+            "transpose of a contiguous [n, k]: w.t().contiguous().t()"
+        )
+
+
+def check_scales(name: str, dtype: torch.dtype, x_scales, w_scales, rows: int, n: int) -> None:
+    """Raise TypeError or ValueError unless there are scales as a product of `dtype` takes them."""
+    given = {"x_scales": (x_scales, rows, (rows, 1)), "w_scales": (w_scales, n, (1, n))}
+    for what, (scales, extent, shape) in given.items():
+        if dtype != SCALED:
+            if scales is not None:
+                raise TypeError(f"{name}: {what} goes with {SCALED}; x and w are {dtype}")
+        elif not isinstance(scales, torch.Tensor):
+            raise TypeError(f"{name}: {what} is {scales!r}; {SCALED} takes a float32 tensor [{extent}]")
+        elif scales.dtype != torch.float32:
+            raise TypeError(f"{name}: {what} has dtype {scales.dtype}; it must be torch.float32")
+        elif tuple(scales.shape) not in ((extent,), shape):
+            raise ValueError(f"{name}: {what} has shape {list(scales.shape)}; it must be [{extent}] or {list(shape)}")
 
 
 def check_extents(name: str, dtype: torch.dtype, **extents: int) -> None:

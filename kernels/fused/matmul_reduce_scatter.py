@@ -137,7 +137,10 @@ def matmul_reducing(
             scales = T.alloc_shared((2, shape.half + bn) if scaled else (2, 1), "float32")
             ring = right, full, empty
             if scaled:
-                ring = T.alloc_shared((1, shape.half, bn), out_dtype), *(T.alloc_barrier([c]) for c in (32, product.WARPS))
+                ring = (
+                    T.alloc_shared((1, shape.half, bn), out_dtype),
+                    *(T.alloc_barrier([c]) for c in (32, product.WARPS)),
+                )
             step, turn, tile, part, row, column = (T.alloc_local((1,), "int32") for _ in range(6))
             added = T.alloc_local((1,), "int32") if scaled else step
             thread, call = T.get_thread_binding(), calls[0]
