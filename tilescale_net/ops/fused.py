@@ -89,8 +89,8 @@ def _mm(x: torch.Tensor, w: torch.Tensor, x_scales=None, w_scales=None) -> torch
 def _check_gradients(kind: str, *tensors: torch.Tensor | None) -> None:
     """Raise RuntimeError for a product of 8 bits that would need gradients; `tensors`: `x` first."""
     x = tensors[0]
-    needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if needed and x is not None and x.dtype == SCALED:
+    needed = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
+    if needed and x.dtype == SCALED:
         raise RuntimeError(
             f"{kind}: products of {SCALED} are for inference and have no gradients, but an argument requires one; call it "
             "under torch.no_grad(), or detach the argument"
