@@ -90,10 +90,11 @@ def product_alone(tiling, x, w, out) -> Callable[[], None]:
     calls = torch.zeros(1, dtype=torch.int64, device=x.device)
     flags = torch.zeros((1, -(-m // tiling.tile[0])), dtype=torch.uint64, device=x.device)
     tickets = torch.zeros(1, dtype=torch.uint64, device=x.device)
+    no_scales = [torch.zeros(1, device=x.device)] * 3
 
     def call() -> None:
         calls.add_(1)
-        kernel(out.view(1, m, n), x, x.view(1, 1, m, k), w, calls, flags, tickets)
+        kernel(out.view(1, m, n), x, x.view(1, 1, m, k), w, calls, flags, tickets, *no_scales)
 
     return call
 

@@ -15,17 +15,21 @@ from tilescale_net.kernels.fused.matmul import DEFAULT, FusedMatmul, Sides, Tili
 
 
 @tsn.jit(name="all_gather_matmul_push")
-def push_rows(n_pes, rows, k, dtype, chunk, threads=512, blocks=8, engine="auto"):
-    """Kernel `(gathered, x, calls, ready, arrived, begun)`: puts `x` into `gathered[call % 2, my_pe]` of every other PE.
+def push_rows(n_pes, rows, k, dtype, chunk, threads=512, blocks=8, engine="auto", scaled=False):
+    """Kernel `(gathered, x, calls, ready, arrived, begun, gathered_scales, x_scales)`: puts `x` into
+    `gathered[call % 2, my_pe]` of every other PE.
 
     Args:
         n_pes, rows, k, dtype: `x` is [rows, k], `gathered` (symmetric) [2, n_pes, rows, k].
         chunk: rows between two signals.
         threads, blocks, engine: see `tilescale_net.language.put_block`.
+        scaled: rows have scales: `x_scales` (float32 [rows]) go to `gathered_scales` (symmetric, [2, n_pes, rows]) in the
+            same way, before the rows, with a signal of their own behind those of the chunks. Else both are [1], and left
+            alone.
 
-    `calls` (int64 [1]) holds the number of this call, 1 or more. `ready` [n_pes], `arrived` [n_pes, chunks] and `begun`
-    [1], to which each block adds 1 when it begins, are signals (uint64, symmetric), zero before the first call and then
-    left alone.
+    `calls` (int64 [1]) holds the number of this call, 1 or more. `ready` [n_pes], `arrived` [n_pes, chunks + scaled] and
+    `begun` [1], to which each block adds 1 when it begins, are signals (uint64, symmetric), zero before the first call and
+    then left alone.
     """
     chunks = -(-rows // chunk)
 
@@ -36,8 +40,10 @@ def push_rows(n_pes, rows, k, dtype, chunk, threads=512, blocks=8, engine="auto"
         x: T.Tensor((rows, k), dtype),
         calls: T.Tensor((1,), "int64"),
         ready: T.Tensor((n_pes,), "uint64"),
-        arrived: T.Tensor((n_pes, chunks), "uint64"),
+        arrived: T.Tensor((n_pes, chunks + scaled), "uint64"),
         begun: T.Tensor((1,), "uint64"),
+        gathered_scales: T.Tensor((2, n_pes, rows) if scaled else (1,), "float32"),
+        x_scales: T.Tensor((rows,) if scaled else (1,), "float32"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
             thread = T.get_thread_binding()
@@ -53,6 +59,12 @@ def push_rows(n_pes, rows, k, dtype, chunk, threads=512, blocks=8, engine="auto"
             T.sync_threads()
             for hop in T.serial(1, n_pes):
                 pe = (me - hop + n_pes) % n_pes  # for which these rows are next
+                if scaled:
+                    if block == 0:
+                        N.put_signal_block(
+                            gathered_scales[call % 2, me, 0], x_scales[0], pe, arrived[me, chunks],
+                            T.cast(call, "uint64"), count=rows, engine=engine,
+                        )  # fmt: skip
                 # Not a loop of as many turns as this block has chunks: TVM takes one that may have none for one turn.
                 for turn in T.serial(-(-chunks // blocks)):
                     c = turn * blocks + block
@@ -72,9 +84,10 @@ def push_rows(n_pes, rows, k, dtype, chunk, threads=512, blocks=8, engine="auto"
 @tsn.jit(name="all_gather_matmul")
 def matmul_arriving(
     n_pes, rows, n, k, dtype, out_dtype, transposed=False, tile=(128, 256, 64), stages=4, panel=8, columns=128, workers=132,
-    peers=True,
+    peers=True, scaled=False,
 ):  # fmt: skip
-    """Kernel `(out, x, gathered, w, calls, arrived, tickets)`: `out[p]` = the `x` of PE p times `w`, or of this PE alone.
+    """Kernel `(out, x, gathered, w, calls, arrived, tickets, x_scales, gathered_scales, w_scales)`: `out[p]` = the `x` of
+    PE p times `w`, or of this PE alone.
 
     Args:
         n_pes, rows, n, k: of `out` [n_pes, rows, n], `x` [rows, k], `gathered` [2, n_pes, rows, k] and `w`.
@@ -83,11 +96,25 @@ def matmul_arriving(
         tile, stages, panel, columns, workers: see `product.Shape`.
         peers: the rows of the other PEs are in `gathered` of `push_rows`, whose `chunk` is the tile's rows. Else the
             product is `out[0] = x @ w`; `gathered` [1, 1, rows, k] and `arrived` are not looked at.
+        scaled: sums are multiplied by the scale of their row, which is in `x_scales` [rows] or in `gathered_scales`
+            [2, n_pes, rows] of `push_rows`, and by that of their column, in `w_scales` [n], before they leave. Else these
+            three (float32) are [1], and left alone; without `peers`, so is `gathered_scales`.
 
     `tickets` (uint64 [1], symmetric, zero before the first call) belongs to this kernel.
     """
     shape = product.Shape(n_pes if peers else 1, rows, n, k, tile, stages, panel, columns, workers, transposed)
     bm, bn, bk = tile
+    gathers_scales = scaled and peers
+
+    @T.macro
+    def finish(group, total, result, out, part, pe, row, column, call, scales, x_scales, gathered_scales, w_scales):
+        if scaled:
+            if part[0] == 0:
+                product.get_row_scales(shape, group, scales, lambda r: x_scales[r], row[0])
+            elif peers:
+                product.get_row_scales(shape, group, scales, lambda r: gathered_scales[call % 2, pe[0], r], row[0])
+            product.scale(shape, group, total, scales, w_scales, column[0])
+        product.store(shape, group, total, result, out, pe[0], row[0], column[0])
 
     @T.prim_func
     def main(
@@ -97,8 +124,11 @@ def matmul_arriving(
         gathered: T.Tensor((2, n_pes, rows, k) if peers else (1, 1, rows, k), dtype),
         w: T.Tensor((n, k) if transposed else (k, n), dtype),
         calls: T.Tensor((1,), "int64"),
-        arrived: T.Tensor((n_pes, shape.tiles_m), "uint64"),
+        arrived: T.Tensor((n_pes, shape.tiles_m + gathers_scales), "uint64"),
         tickets: T.Tensor((1,), "uint64"),
+        x_scales: T.Tensor((rows,) if scaled else (1,), "float32"),
+        gathered_scales: T.Tensor((2, n_pes, rows) if gathers_scales else (1,), "float32"),
+        w_scales: T.Tensor((n,) if scaled else (1,), "float32"),
     ):
         with T.Kernel(workers, threads=product.THREADS):
             left = T.alloc_shared((stages, 2, shape.half, bk), dtype)
@@ -109,6 +139,8 @@ def matmul_arriving(
             chosen = T.alloc_shared((2,), "int32")
             given, taken = T.alloc_barrier([32] * 2), T.alloc_barrier([product.WARPS] * 2)
             step, turn, tile, part, pe, row, column = (T.alloc_local((1,), "int32") for _ in range(7))
+            scales = T.alloc_shared((2, shape.half + bn) if scaled else (2, 1), "float32")
+            all_scales = scales, x_scales, gathered_scales, w_scales
             thread, call = T.get_thread_binding(), calls[0]
             step[0] = 0
             turn[0] = 0
@@ -121,6 +153,9 @@ def matmul_arriving(
                         pe[0] = (N.my_pe() + part[0]) % n_pes
                         if peers:
                             if part[0] > 0:
+                                if scaled:
+                                    # Those who multiply read them behind the first barrier of the ring.
+                                    N.wait_warp(arrived[pe[0], shape.tiles_m], "ge", call, proxy="async")
                                 N.wait_warp(arrived[pe[0], row[0] // bm], "ge", call, proxy="async")
                         for i in T.serial(T.ceildiv(k, bk)):
                             s = step[0] % stages
@@ -147,7 +182,7 @@ def matmul_arriving(
                     product.place(shape, tile[0], part, row, column)
                     product.multiply(shape, 0, left, right, upper, full, empty, step, thread)
                     pe[0] = (N.my_pe() + part[0]) % n_pes if peers else 0
-                    product.store(shape, 0, upper, result, out, pe[0], row[0], column[0])
+                    finish(0, upper, result, out, part, pe, row, column, call, *all_scales)
                     product.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
             else:
@@ -157,7 +192,7 @@ def matmul_arriving(
                     product.place(shape, tile[0], part, row, column)
                     product.multiply(shape, 1, left, right, lower, full, empty, step, thread)
                     pe[0] = (N.my_pe() + part[0]) % n_pes if peers else 0
-                    product.store(shape, 1, lower, result, out, pe[0], row[0], column[0])
+                    finish(1, lower, result, out, part, pe, row, column, call, *all_scales)
                     product.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
 
@@ -171,14 +206,15 @@ class AllGatherMatmul(FusedMatmul):
         rows: of `x`, on every rank.
         k: columns of `x` and rows of `w`.
         n: columns of `w`, on every rank.
-        dtype: of `x` and `w`, torch.bfloat16 or torch.float16.
+        dtype: of `x` and `w`, torch.bfloat16 or torch.float16; or torch.float8_e4m3fn, with a scale for each row of `x` and
+            column of `w`, see `FusedMatmul`.
         out_dtype: of the result; default `dtype`. Sums are made in float32.
         tiling: geometry of the product, see `matmul_arriving`.
         threads, blocks, engine: of the kernel that pushes rows, see `push_rows`. Its blocks take the place of as many
             multiprocessors until the rows are sent.
         group: whose ranks these are; see `tilescale_net.world`.
 
-    Takes 2 * n_pes * rows * k elements of the symmetric heap.
+    Takes 2 * n_pes * rows * k elements of the symmetric heap, and 2 * n_pes * rows scales.
 
     Raises:
         TypeError, ValueError: a dtype, an extent or a launch geometry that does not fit, by name.
@@ -198,21 +234,29 @@ class AllGatherMatmul(FusedMatmul):
         memory = self.allocate({
             "gathered": ((2, self.n_pes, rows, k), dtype),
             "ready": ((self.n_pes,), torch.uint64),
-            "arrived": ((self.n_pes, chunks), torch.uint64),
+            "arrived": ((self.n_pes, chunks + self.scaled), torch.uint64),
             "begun": ((1,), torch.uint64),
             "tickets": ((1,), torch.uint64),
+            **({"scales": ((2, self.n_pes, rows), torch.float32)} if self.scaled else {}),
         })  # fmt: skip
+        self._gathered_scales = memory.get("scales", self._no_scales)
         self._gathered, self._arrived, self._tickets = memory["gathered"], memory["arrived"], memory["tickets"]
         self._ready, self._begun = memory["ready"], memory["begun"]
         self._sides = Sides(self.device, (-1,))
 
-    def __call__(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None, *,
+        x_scales: torch.Tensor | None = None, w_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """The product of all ranks' rows with this rank's `w`; asynchronous on the current stream.
 
         Args:
             x: [rows, k], contiguous. Symmetric where some PEs are on other nodes.
             w: [k, n], contiguous, or the transpose of a contiguous tensor.
             out: [n_pes * rows, n], contiguous; default a new tensor.
+            x_scales: for torch.float8_e4m3fn: float32 [rows] or [rows, 1], contiguous, by which rows of the result are
+                multiplied; they go where their rows go. Symmetric where `x` is.
+            w_scales: for torch.float8_e4m3fn: float32 [n] or [1, n], contiguous, of columns.
 
         Returns:
             `out`: rows of PE 0 first. Later work on the stream may write `x` again.
@@ -223,26 +267,31 @@ class AllGatherMatmul(FusedMatmul):
         self._begin()
         self._rows(x, (self.rows, self.k), symmetric=self._sources_travel)
         held, transposed = self._weight(w, self.k, self.n)
-        out = self._result(out, (self.n_pes * self.rows, self.n), ("x", x), ("w", held))
+        scales = self._scales(x_scales, w_scales, self.rows, self.n, travel=self._sources_travel)
+        out = self._result(out, (self.n_pes * self.rows, self.n), ("x", x), ("w", held), *self._apart(scales))
         self._calls.add_(1)
         if self.n_pes > 1:
             self._sides.fork()
             with self._sides[0]:
-                self._push()(self._gathered, x, self._calls, self._ready, self._arrived, self._begun)
+                signals = self._ready, self._arrived, self._begun
+                self._push()(self._gathered, x, self._calls, *signals, self._gathered_scales, scales[0])
             # The product takes all multiprocessors that it gets; peers wait for what this PE pushes.
             gate()(self._calls, self._begun, self.blocks, self.blocks)
         parts = out.view(self.n_pes, self.rows, self.n)
-        self._product(transposed)(parts, x, self._gathered, held, self._calls, self._arrived, self._tickets)
+        all_scales = scales[0], self._gathered_scales, scales[1]
+        signals = self._arrived, self._tickets
+        self._product(transposed)(parts, x, self._gathered, held, self._calls, *signals, *all_scales)
         self._sides.join()
         return out
 
     def _push(self):
         shape = (self.n_pes, self.rows, self.k, dtype_name(self.dtype), self.tiling.tile[0])
-        return push_rows(*shape, self.threads, self.blocks, self._engine)
+        return push_rows(*shape, self.threads, self.blocks, self._engine, self.scaled)
 
     def _product(self, transposed: bool):
         dtypes = dtype_name(self.dtype), dtype_name(self.out_dtype)
         workers = self.tiling.workers(self.device, self.n_pes, self.rows, self.n)
         return matmul_arriving(
-            self.n_pes, self.rows, self.n, self.k, *dtypes, transposed, **vars(self.tiling), workers=workers
-        )
+            self.n_pes, self.rows, self.n, self.k, *dtypes, transposed, **vars(self.tiling), workers=workers,
+            scaled=self.scaled,
+        )  # fmt: skip

@@ -17,11 +17,11 @@ takes the fused call from these numbers of rows on:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from tilescale_net.kernels.fused.matmul import DEFAULT, DTYPES, Tiling
+from tilescale_net.kernels.fused.matmul import DEFAULT, SCALED, TAKEN, Tiling
 
 # Geometry of the simulator, which runs threads in turn.
 SIMULATED = Tiling(tile=(32, 32, 32), stages=2, panel=2, columns=16)
@@ -53,8 +53,8 @@ class Product:
 
 def fits(product: Product) -> str | None:
     """Why the fused kernels cannot take a call; None where they can."""
-    if product.dtype not in DTYPES:
-        return f"dtype {product.dtype} is not one of {', '.join(map(str, DTYPES))}"
+    if product.dtype not in TAKEN:
+        return f"dtype {product.dtype} is not one of {', '.join(map(str, TAKEN))}"
     for name in ("rows", "k", "n"):
         value = getattr(product, name)
         if value < 1:
@@ -157,4 +157,15 @@ def best_tiling(product: Product, multiprocessors: int = 132) -> Tiling:
         return -(-parts * -(-rows // bm) * -(-product.n // bn) // multiprocessors) * cost
 
     best = min(GEOMETRIES, key=time)
-    return best[0] if time(best) * 1.03 < time(GEOMETRIES[0]) else DEFAULT
+    return _of_dtype(best[0] if time(best) * 1.03 < time(GEOMETRIES[0]) else DEFAULT, product)
+
+
+def _of_dtype(tiling: Tiling, product: Product) -> Tiling:
+    """The geometry for the dtype: a byte an element makes tiles twice as deep, whose scales, and summands in a ring of
+    their own, take shared memory from what leaves at once and from the ring of operands. Not measured.
+    """
+    if product.dtype != SCALED:
+        return tiling
+    rows, columns, depth = tiling.tile
+    stages = tiling.stages - (product.kind != "all_gather_matmul")
+    return replace(tiling, tile=(rows, columns, 2 * depth), stages=stages, columns=min(tiling.columns, 64))

@@ -12,13 +12,14 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.collective import Collective
 
-NAMES = {torch.float8_e4m3fn: "float8_e4m3"}  # as tilelang calls them
 DTYPES = (torch.bfloat16, torch.float16)
+SCALED = torch.float8_e4m3fn  # with a scale for each row of `x` and each column of `w`
+TAKEN = (*DTYPES, SCALED)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype as tilelang calls it."""
-    return NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -112,20 +113,35 @@ class Sides:
 
 
 class FusedMatmul(Collective):
-    """Base of the fused products: a product `x @ w` of fixed shapes, of which ranks hold parts."""
+    """Base of the fused products: a product `x @ w` of fixed shapes, of which ranks hold parts.
+
+    With torch.float8_e4m3fn, sums in float32 are multiplied by the scale of their row of `x` and that of their column of
+    `w` when a tile is done, as torch._scaled_mm does with scales of rows; `out_dtype` is torch.bfloat16 (default) or
+    torch.float16, which summands that travel have too, and `w` the transpose of a contiguous tensor. The tensor cores of
+    Hopper keep about 14 bits of such sums' mantissas; all steps of a tile's depth are added up there, and none are moved to
+    exact registers in between (the fast accumulation of torch._scaled_mm), so that long sums are less exact than those of
+    bfloat16.
+    """
 
     def __init__(self, name, configuration, dtype, out_dtype, tiling, threads, blocks, group):
-        if dtype not in DTYPES:
-            raise TypeError(f"{name}: dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")
+        if dtype not in TAKEN:
+            raise TypeError(f"{name}: dtype {dtype} is not one of {', '.join(map(str, TAKEN))}")
         if not isinstance(tiling, Tiling):
             raise TypeError(f"{name}: tiling is {tiling!r}; it must be a Tiling")
-        self.dtype, self.out_dtype = dtype, dtype if out_dtype is None else out_dtype
+        self.dtype, self.scaled = dtype, dtype == SCALED
+        self.out_dtype = out_dtype or (torch.bfloat16 if self.scaled else dtype)
+        if self.scaled and self.out_dtype not in DTYPES:
+            raise TypeError(f"{name}: out_dtype {out_dtype} is not one of {', '.join(map(str, DTYPES))}")
+        if self.scaled and tiling.tile[2] % 32:
+            raise ValueError(f"{name}: {tiling}: a tile of {dtype} must have a depth that is a multiple of 32")
+        self._carried = self.out_dtype if self.scaled else dtype  # of summands
         self.tiling = tiling
         configuration = f"{configuration}, dtype={dtype}, out_dtype={self.out_dtype}, {tiling}"
         super().__init__(name, configuration, threads, blocks, group)
         # int64: torch's operators do not know uint64 on GPUs.
         with torch.inference_mode(False):
             self._calls = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self._no_scales = torch.zeros(1, dtype=torch.float32, device=self.device)
 
     def _weight(self, w, k: int, n: int) -> tuple[torch.Tensor, bool]:
         """`w` as a contiguous tensor, and whether that is [n, k]. TypeError or ValueError for what does not fit."""
@@ -134,7 +150,25 @@ class FusedMatmul(Collective):
         self._check("w", held, self.dtype)
         if tuple(w.shape) != (k, n):
             raise ValueError(f"{self.name}: w has shape {list(w.shape)}; it must be [{k}, {n}]")
+        check_columns(self.name, w)
         return held, transposed
+
+    def _scales(self, x_scales, w_scales, rows: int, n: int, travel: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales as [rows] and [n], or what kernels of other dtypes take in their place. TypeError or ValueError.
+
+        Args:
+            travel: those of `x` must lie in symmetric memory.
+        """
+        check_scales(self.name, self.dtype, x_scales, w_scales, rows, n)
+        if not self.scaled:
+            return self._no_scales, self._no_scales
+        self._check("x_scales", x_scales, torch.float32, symmetric=travel)
+        self._check("w_scales", w_scales, torch.float32)
+        return x_scales.view(-1), w_scales.view(-1)
+
+    def _apart(self, scales) -> tuple[tuple[str, torch.Tensor], ...]:
+        """What `_scales` gave, for `_result`."""
+        return tuple(zip(("x_scales", "w_scales"), scales)) if self.scaled else ()
 
     def _result(self, out, shape: tuple[int, ...], *apart) -> torch.Tensor:
         """`out`, checked, or a new tensor."""
@@ -151,6 +185,30 @@ class FusedMatmul(Collective):
         self._check("x", x, self.dtype, symmetric=symmetric)
         if tuple(x.shape) != shape:
             raise ValueError(f"{self.name}: x has shape {list(x.shape)}; it must be {list(shape)}")
+
+
+def check_columns(name: str, w: torch.Tensor) -> None:
+    """Raise ValueError for a `w` [k, n] that tensor cores do not take: of 8 bits, its columns must be contiguous."""
+    if w.dtype == SCALED and not w.t().is_contiguous():
+        raise ValueError(
+            f"{name}: w of {w.dtype} has strides {list(w.stride())}, but tensor cores take contiguous columns of it; pass the "
+            "transpose of a contiguous [n, k]: w.t().contiguous().t()"
+        )
+
+
+def check_scales(name: str, dtype: torch.dtype, x_scales, w_scales, rows: int, n: int) -> None:
+    """Raise TypeError or ValueError unless there are scales as a product of `dtype` takes them."""
+    given = {"x_scales": (x_scales, rows, (rows, 1)), "w_scales": (w_scales, n, (1, n))}
+    for what, (scales, extent, shape) in given.items():
+        if dtype != SCALED:
+            if scales is not None:
+                raise TypeError(f"{name}: {what} goes with {SCALED}; x and w are {dtype}")
+        elif not isinstance(scales, torch.Tensor):
+            raise TypeError(f"{name}: {what} is {scales!r}; {SCALED} takes a float32 tensor [{extent}]")
+        elif scales.dtype != torch.float32:
+            raise TypeError(f"{name}: {what} has dtype {scales.dtype}; it must be torch.float32")
+        elif tuple(scales.shape) not in ((extent,), shape):
+            raise ValueError(f"{name}: {what} has shape {list(scales.shape)}; it must be [{extent}] or {list(shape)}")
 
 
 def check_extents(name: str, dtype: torch.dtype, **extents: int) -> None:

@@ -137,13 +137,17 @@ class MatmulAllReduce(MatmulReduceScatter):
         }
         return more | ({"part": ((self.rows, self.n), self.out_dtype)} if self._sources_travel else {})
 
-    def __call__(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None, *,
+        x_scales: torch.Tensor | None = None, w_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """The sum of all ranks' `x @ w`; asynchronous on the current stream.
 
         Args:
             x: [rows, k], contiguous.
             w: [k, n], contiguous, or the transpose of a contiguous tensor.
             out: [rows, n], contiguous; default a new tensor.
+            x_scales, w_scales: as in `MatmulReduceScatter`, float32 [rows] and [n].
 
         Returns:
             `out`, with the same bits on all ranks and from run to run.
@@ -155,11 +159,12 @@ class MatmulAllReduce(MatmulReduceScatter):
         everyone = self.n_pes * self.rows
         self._rows(x, (everyone, self.k))
         held, transposed = self._weight(w, self.k, self.n)
-        out = self._result(out, (everyone, self.n), ("x", x), ("w", held))
+        scales = self._scales(x_scales, w_scales, everyone, self.n)
+        out = self._result(out, (everyone, self.n), ("x", x), ("w", held), *self._apart(scales))
         parts, memory = out.view(self.n_pes, self.rows, self.n), self._memory
         mine = parts[self.rank]
         part = memory["part"] if self._sources_travel else mine
-        self._sum(part, x, held, transposed, announced=True)
+        self._sum(part, x, held, transposed, scales, announced=True)
         if self.n_pes > 1:
             shape = self.n_pes, self.rows, self.n, dtype_name(self.out_dtype), self.tiling.tile[0]
             adds = MULTIPLIERS * -(-self.n // self.tiling.tile[1])

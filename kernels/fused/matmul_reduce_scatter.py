@@ -6,6 +6,8 @@ blocks push each of them while the next one is computed. The product of the own 
 arrived from the peers, chunk by chunk, and write the sum.
 """
 
+import dataclasses
+
 import tilelang.language as T
 import torch
 
@@ -72,17 +74,20 @@ def push_summand(n_pes, rows, n, dtype, chunk, threads=512, blocks=8, engine="au
 @tsn.jit(name="matmul_reduce_scatter")
 def matmul_reducing(
     n_pes, rows, n, k, dtype, out_dtype, transposed=False, tile=(128, 256, 64), stages=4, panel=8, columns=128, workers=132,
-    announced=False,
+    announced=False, scaled=False,
 ):  # fmt: skip
-    """Kernel `(out, x, w, summands, calls, arrived, tickets, done)`: `out = x @ w +` the summands of the other PEs.
+    """Kernel `(out, x, w, summands, calls, arrived, tickets, done, x_scales, w_scales)`: `out = x @ w +` the summands of
+    the other PEs.
 
     Args:
         n_pes, rows, n, k: of `out` [rows, n], `x` [rows, k], `w`, and `summands` [2, n_pes, rows, n] of `push_summand`,
             whose `chunk` is the tile's rows.
-        dtype, out_dtype: of `x`, `w` and the summands, and of `out`.
+        dtype, out_dtype: of `x`, `w` and the summands, and of `out`; `scaled`: of `x` and `w`, and of `out` and summands.
         transposed, tile, stages, panel, columns, workers: as in `all_gather_matmul.matmul_arriving`.
         announced: each thread that multiplies adds 1 to `done[i]` of this PE when its part of a tile of the i-th rows of
             tiles is in `out`.
+        scaled: `x @ w` is multiplied by `x_scales` [rows] and `w_scales` [n] before summands are added. Else both (float32)
+            are [1], and left alone.
 
     `tickets` (uint64 [1]) and `done` (uint64 [rows of tiles]) are symmetric, zero before the first call, and count on from
     call to call. Sums are made in float32, the own product first, then the summands in the order of the PEs behind this
@@ -90,13 +95,18 @@ def matmul_reducing(
     """
     shape = product.Shape(1, rows, n, k, tile, stages, panel, columns, workers, transposed)
     bm, bn, bk = tile
+    # The summands come through the ring of operands: a step of it for each PE and warpgroup. Where operands have another
+    # dtype, through a ring of one tile of their own.
+    through = dataclasses.replace(shape, stages=1, transposed=False) if scaled else shape
 
     @T.macro
-    def finish(group, total, right, result, out, done, full, empty, step, row, column, thread):
-        # The summands come through the ring of operands: a step of it for each PE and warpgroup.
+    def finish(group, total, ring, result, out, done, step, row, column, thread, scales, x_scales, w_scales):
+        if scaled:
+            product.get_row_scales(shape, group, scales, lambda r: x_scales[r], row[0])
+            product.scale(shape, group, total, scales, w_scales, column[0])
         for _hop in T.serial(1, n_pes):
             for half in T.unroll(2):
-                product.add_summand(shape, half == group, right, total, full, empty, step, thread)
+                product.add_summand(through, half == group, ring[0], total, ring[1], ring[2], step, thread)
         product.store(shape, group, total, result, out, 0, row[0], column[0])
         if announced:
             T.tma_store_wait(0, read=False)
@@ -108,11 +118,13 @@ def matmul_reducing(
         out: T.Tensor((1, rows, n), out_dtype),
         x: T.Tensor((rows, k), dtype),
         w: T.Tensor((n, k) if transposed else (k, n), dtype),
-        summands: T.Tensor((2, n_pes, rows, n), dtype),
+        summands: T.Tensor((2, n_pes, rows, n), out_dtype if scaled else dtype),
         calls: T.Tensor((1,), "int64"),
         arrived: T.Tensor((n_pes, shape.tiles_m), "uint64"),
         tickets: T.Tensor((1,), "uint64"),
         done: T.Tensor((shape.tiles_m,), "uint64"),
+        x_scales: T.Tensor((rows,) if scaled else (1,), "float32"),
+        w_scales: T.Tensor((n,) if scaled else (1,), "float32"),
     ):
         with T.Kernel(workers, threads=product.THREADS):
             left = T.alloc_shared((stages, 2, shape.half, bk), dtype)
@@ -122,9 +134,18 @@ def matmul_reducing(
             full, empty = T.alloc_barrier([32] * stages), T.alloc_barrier([product.WARPS] * stages)
             chosen = T.alloc_shared((2,), "int32")
             given, taken = T.alloc_barrier([32] * 2), T.alloc_barrier([product.WARPS] * 2)
+            scales = T.alloc_shared((2, shape.half + bn) if scaled else (2, 1), "float32")
+            ring = right, full, empty
+            if scaled:
+                ring = (
+                    T.alloc_shared((1, shape.half, bn), out_dtype),
+                    *(T.alloc_barrier([c]) for c in (32, product.WARPS)),
+                )
             step, turn, tile, part, row, column = (T.alloc_local((1,), "int32") for _ in range(6))
+            added = T.alloc_local((1,), "int32") if scaled else step
             thread, call = T.get_thread_binding(), calls[0]
             step[0] = 0
+            added[0] = 0
             turn[0] = 0
             if thread < 128:
                 T.dec_max_nreg(40)
@@ -147,13 +168,13 @@ def matmul_reducing(
                         for hop in T.serial(1, n_pes):
                             pe = (N.my_pe() + hop) % n_pes
                             for half in T.unroll(2):
-                                s = step[0] % stages
-                                T.barrier_wait(empty[s], ((step[0] // stages) & 1) ^ 1)
+                                slot = added[0] % through.stages
+                                T.barrier_wait(ring[2][slot], ((added[0] // through.stages) & 1) ^ 1)
                                 product.copy_summand(
-                                    shape, summands, call % 2, pe, right, s, full, row[0] + half * shape.half, column[0]
+                                    through, summands, call % 2, pe, ring[0], slot, ring[1], row[0] + half * shape.half, column[0]
                                 )  # fmt: skip
-                                T.barrier_arrive(full[s])
-                                step[0] = step[0] + 1
+                                T.barrier_arrive(ring[1][slot])
+                                added[0] = added[0] + 1
                         product.next_tile(shape, tickets, call, chosen, given, taken, tile, turn, thread)
             elif thread < 256:
                 T.inc_max_nreg(232)
@@ -161,7 +182,7 @@ def matmul_reducing(
                 while tile[0] < shape.total:
                     product.place(shape, tile[0], part, row, column)
                     product.multiply(shape, 0, left, right, upper, full, empty, step, thread)
-                    finish(0, upper, right, result, out, done, full, empty, step, row, column, thread)
+                    finish(0, upper, ring, result, out, done, added, row, column, thread, scales, x_scales, w_scales)
                     product.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
             else:
@@ -170,7 +191,7 @@ def matmul_reducing(
                 while tile[0] < shape.total:
                     product.place(shape, tile[0], part, row, column)
                     product.multiply(shape, 1, left, right, lower, full, empty, step, thread)
-                    finish(1, lower, right, result, out, done, full, empty, step, row, column, thread)
+                    finish(1, lower, ring, result, out, done, added, row, column, thread, scales, x_scales, w_scales)
                     product.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
 
@@ -194,7 +215,8 @@ class MatmulReduceScatter(FusedMatmul):
         rows: of the result, on every rank; `x` has n_pes times as many.
         k: columns of `x` and rows of `w`, on every rank.
         n: columns of `w`.
-        dtype: of `x`, `w` and the summands that travel, torch.bfloat16 or torch.float16.
+        dtype: of `x`, `w` and the summands that travel, torch.bfloat16 or torch.float16; or torch.float8_e4m3fn, with a
+            scale for each row of `x` and column of `w`, see `FusedMatmul`.
         out_dtype: of the result; default `dtype`. Sums are made in float32.
         tiling: geometry of the products, see `all_gather_matmul.matmul_arriving`.
         threads, blocks, engine: of the kernel that pushes summands, see `push_summand`.
@@ -217,11 +239,12 @@ class MatmulReduceScatter(FusedMatmul):
         check_extents(self.NAME, dtype, rows=rows, k=k, n=n)
         shapes = f"rows={rows}, k={k}, n={n}, engine={engine}"
         super().__init__(self.NAME, shapes, dtype, out_dtype, tiling, threads, blocks, group)
-        check_ring(self.NAME, tiling)
+        if not self.scaled:
+            check_ring(self.NAME, tiling)
         self.rows, self.k, self.n, self._engine = rows, k, n, engine
         memory = self.allocate({
-            "summands": ((2, self.n_pes, rows, n), dtype),
-            "partial": ((self.n_pes, rows, n), dtype),
+            "summands": ((2, self.n_pes, rows, n), self._carried),
+            "partial": ((self.n_pes, rows, n), self._carried),
             "ready": ((self.n_pes,), torch.uint64),
             "arrived": ((self.n_pes, -(-rows // tiling.tile[0])), torch.uint64),
             "begun": ((1,), torch.uint64),
@@ -237,13 +260,18 @@ class MatmulReduceScatter(FusedMatmul):
         """Symmetric memory that a class made of this one takes besides."""
         return {}
 
-    def __call__(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None, *,
+        x_scales: torch.Tensor | None = None, w_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """This rank's rows of the sum of all ranks' `x @ w`; asynchronous on the current stream.
 
         Args:
             x: [n_pes * rows, k], contiguous; rows of PE 0 first.
             w: [k, n], contiguous, or the transpose of a contiguous tensor.
             out: [rows, n], contiguous; default a new tensor.
+            x_scales, w_scales: for torch.float8_e4m3fn: float32 [n_pes * rows] or [n_pes * rows, 1], and [n] or [1, n],
+                contiguous, by which rows and columns of this rank's product are multiplied.
 
         Returns:
             `out`. The order of additions is fixed, so that results are equal bit by bit from run to run.
@@ -254,28 +282,33 @@ class MatmulReduceScatter(FusedMatmul):
         self._begin()
         self._rows(x, (self.n_pes * self.rows, self.k))
         held, transposed = self._weight(w, self.k, self.n)
-        out = self._result(out, (self.rows, self.n), ("x", x), ("w", held))
-        self._sum(out, x, held, transposed)
+        scales = self._scales(x_scales, w_scales, self.n_pes * self.rows, self.n)
+        out = self._result(out, (self.rows, self.n), ("x", x), ("w", held), *self._apart(scales))
+        self._sum(out, x, held, transposed, scales)
         self._sides.join()
         return out
 
-    def _sum(self, out, x, held, transposed: bool, announced: bool = False) -> None:
+    def _sum(self, out, x, held, transposed: bool, scales, announced: bool = False) -> None:
         """Launch the products and the pushes of summands; `announced`: further blocks push what the last product announces."""
         self._calls.add_(1)
-        dtype, rows, memory = dtype_name(self.dtype), x.view(self.n_pes, self.rows, self.k), self._memory
+        row_scales = scales[0].view(self.n_pes, -1) if self.scaled else scales[0].expand(self.n_pes, 1)
+        dtype, carried, rows, memory = (
+            dtype_name(self.dtype), dtype_name(self._carried), x.view(self.n_pes, self.rows, self.k), self._memory
+        )  # fmt: skip
         geometry, sizes = dict(vars(self.tiling)), (self.n_pes, self.rows, self.n, self.k)
         workers = self.tiling.workers(self.device, 1, self.rows, self.n)
         partial_product = matmul_arriving(
-            1, *sizes[1:], dtype, dtype, transposed, **geometry, workers=workers, peers=False
+            1, *sizes[1:], dtype, carried, transposed, **geometry, workers=workers, peers=False, scaled=self.scaled
         )
-        pushed = (self.n_pes, self.rows, self.n, dtype, self.tiling.tile[0], self.threads, self.blocks, self._engine)
+        pushed = (self.n_pes, self.rows, self.n, carried, self.tiling.tile[0], self.threads, self.blocks, self._engine)
         for hop in range(1, self.n_pes):
             pe = (self.rank + hop) % self.n_pes
             partial = memory["partial"][pe]
             unused = rows[pe].view(1, 1, self.rows, self.k), self._arrived[:1]
             partial_product(
-                partial.unsqueeze(0), rows[pe], unused[0], held, self._calls, unused[1], memory["tickets"][hop]
-            )
+                partial.unsqueeze(0), rows[pe], unused[0], held, self._calls, unused[1], memory["tickets"][hop],
+                row_scales[pe], self._no_scales, scales[1],
+            )  # fmt: skip
             self._sides.fork()
             with self._sides[0]:
                 push = push_summand(*pushed)
@@ -283,6 +316,8 @@ class MatmulReduceScatter(FusedMatmul):
             gate()(self._calls, memory["begun"], (self.n_pes - 1) * self.blocks, hop * self.blocks)
         less = self.blocks if announced and self.n_pes > 1 else 0
         geometry |= {"workers": self.tiling.workers(self.device, 1, self.rows, self.n, less)}
-        last = matmul_reducing(*sizes, dtype, dtype_name(self.out_dtype), transposed, **geometry, announced=announced)
+        ends = dict(announced=announced, scaled=self.scaled)
+        last = matmul_reducing(*sizes, dtype, dtype_name(self.out_dtype), transposed, **geometry, **ends)
         signals = self._arrived, memory["tickets"][0], memory["done"]
-        last(out.unsqueeze(0), rows[self.rank], held, self._summands, self._calls, *signals)
+        last_scales = row_scales[self.rank], scales[1]
+        last(out.unsqueeze(0), rows[self.rank], held, self._summands, self._calls, *signals, *last_scales)

@@ -213,6 +213,26 @@ def multiply(shape, group, left, right, total, full, empty, step, thread):
 
 
 @tsn.macro
+def get_row_scales(shape, group, scales, of_row, row):
+    """scales[group, 0 : half] = of_row(each row of warpgroup `group`). By it."""
+    for i in T.Parallel(shape.half):
+        # Rows and columns outside of the product get some scale: they are never stored.
+        scales[group, i] = of_row(T.min(row + group * shape.half + i, shape.rows - 1))
+
+
+@tsn.macro
+def scale(shape, group, total, scales, w_scales, column):
+    """total[i, j] *= scales[group, i] * the scale of column j in `w_scales`. By warpgroup `group`.
+
+    All pass through shared memory, since each thread needs those of a quarter of the columns.
+    """
+    for j in T.Parallel(shape.tile[1]):
+        scales[group, shape.half + j] = w_scales[T.min(column + j, shape.n - 1)]
+    for i, j in T.Parallel(shape.half, shape.tile[1]):
+        total[i, j] = total[i, j] * scales[group, i] * scales[group, shape.half + j]
+
+
+@tsn.macro
 def store(shape, group, total, result, out, part, row, column):
     """out[part, …] = the sums of warpgroup `group`; they are on their way when this returns, see `T.tma_store_wait`."""
     columns = shape.columns

@@ -94,6 +94,42 @@ def _refusals() -> None:
                 getattr(ops, name)(x.bfloat16().to(device), w.bfloat16().to(device), fused=True)
 
 
+def _eight_bits() -> None:
+    """Products of torch.float8_e4m3fn with scales, both ways; what they refuse."""
+    n, me, device, group = tsn.size(), tsn.rank(), tsn.device(), dist.group.WORLD.group_name
+    eight = torch.float8_e4m3fn
+    for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        rows = ROWS if name == "all_gather_matmul" else n * ROWS
+        xs, ws = _numbers(rows, K), _numbers(N, K)
+        row_scales, column_scales = ([2 ** s[:, 0].float() for s in _numbers(extent, 3)] for extent in (rows, N))
+        x, w = xs[me].to(device, eight), ws[me].to(device, eight).t()
+        scales = dict(x_scales=row_scales[me][:, None].to(device), w_scales=column_scales[me].to(device))
+        left = [a.float() * r[:, None] for a, r in zip(xs, row_scales)]
+        right = [b.float().t() * c for b, c in zip(ws, column_scales)]
+        if name == "all_gather_matmul":
+            want = torch.cat(left) @ right[me]
+        else:
+            want = sum(a @ b for a, b in zip(left, right))
+            want = want.view(n, ROWS, N)[me] if name == "matmul_reduce_scatter" else want
+        call = getattr(ops, name)
+        for fused in (True, False):
+            assert torch.equal(call(x, w, fused=fused, **scales).cpu(), want.bfloat16()), (name, fused)
+        given = (False, True) if name == "matmul_all_reduce" else (True,)
+        arguments = (x, w, *given, group, *scales.values())
+        # test_schema compares arguments by torch.allclose, which CPUs lack for eight bits.
+        torch.library.opcheck(getattr(operators, name), arguments, test_utils="test_faketensor")
+        with pytest.raises(TypeError, match=f"{name}: w_scales is None; torch.float8_e4m3fn takes a float32 tensor"):
+            call(x, w, x_scales=scales["x_scales"])
+        with pytest.raises(
+            ValueError, match=r"pass the transpose of a contiguous \[n, k\]: w.t\(\).contiguous\(\).t\(\)"
+        ):
+            call(x, w.contiguous(), fused=False, **scales)
+        with pytest.raises(TypeError, match="x_scales goes with torch.float8_e4m3fn; x and w are torch.bfloat16"):
+            call(x.bfloat16(), w.bfloat16(), **scales)
+        with pytest.raises(RuntimeError, match="for inference and have no gradients"):
+            call(x, w, x_scales=scales["x_scales"].requires_grad_(), w_scales=scales["w_scales"])
+
+
 def _no_room() -> None:
     """A shape that the heap has no room for runs one after the other, on all ranks, unless it is to be fused."""
     device, ballast = tsn.device(), []
@@ -119,6 +155,7 @@ def _everything() -> None:
     _replicated()
     _compiled()
     _refusals()
+    _eight_bits()
     _no_room()
 
 

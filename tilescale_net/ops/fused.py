@@ -11,7 +11,7 @@ import torch
 import tilescale_net as tsn
 from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
 from tilescale_net.kernels.fused.choice import Product, fits, is_taken, tiling_for
-from tilescale_net.kernels.fused.matmul import FusedMatmul
+from tilescale_net.kernels.fused.matmul import SCALED, FusedMatmul, check_columns, check_scales
 from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 from tilescale_net.ops import group_objects
@@ -35,6 +35,7 @@ def _fused(kind: str, x: torch.Tensor, w: torch.Tensor, fused: bool | None, obje
         raise TypeError(f"{kind}: x has dtype {x.dtype} and w {w.dtype}; they must be equal")
     if kind == "matmul_reduce_scatter" and x.shape[0] % ranks:
         raise ValueError(f"{kind}: x has {x.shape[0]} rows; they must be a multiple of {ranks} ranks")
+    check_columns(kind, w)
     product = Product(kind, ranks, *x.shape, w.shape[1], x.dtype)
     obstacle = fits(product)
     if fused and obstacle:
@@ -61,43 +62,97 @@ def _held(w: torch.Tensor) -> torch.Tensor:
     return w if w.is_contiguous() or w.t().is_contiguous() else w.contiguous()
 
 
+def _scales(kind: str, x, w, x_scales, w_scales) -> dict[str, torch.Tensor]:
+    """The scales, checked, as arguments by name; none for dtypes without."""
+    if x.dim() != 2 or w.dim() != 2:
+        return {}  # `_fused` says what is wrong
+    check_scales(kind, x.dtype, x_scales, w_scales, x.shape[0], w.shape[1])
+    if x.dtype != SCALED:
+        return {}
+    return dict(x_scales=x_scales.contiguous().view(-1), w_scales=w_scales.contiguous().view(-1))
+
+
+def _result_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.bfloat16 if x.dtype == SCALED else x.dtype
+
+
+def _mm(x: torch.Tensor, w: torch.Tensor, x_scales=None, w_scales=None) -> torch.Tensor:
+    """The product by itself."""
+    if x.dtype != SCALED:
+        return torch.mm(x, w)
+    of_rows, of_columns = x_scales.view(-1, 1), w_scales.view(1, -1)
+    if x.device.type == "cuda":
+        return torch._scaled_mm(x, w, of_rows, of_columns, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return (x.float() @ w.float() * of_rows * of_columns).bfloat16()
+
+
+def _check_gradients(kind: str, *tensors: torch.Tensor | None) -> None:
+    """Raise RuntimeError for a product of 8 bits that would need gradients; `tensors`: `x` first."""
+    x = tensors[0]
+    needed = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
+    if needed and x.dtype == SCALED:
+        raise RuntimeError(
+            f"{kind}: products of {SCALED} are for inference and have no gradients, but an argument requires one; call it "
+            "under torch.no_grad(), or detach the argument"
+        )
+
+
 def _setup(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:2])
-    ctx.others = inputs[2:]
+    ctx.others = inputs[2:-2]  # all but the scales, which have no gradients
 
 
 # -- all-gather, then product -----------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("tilescale_net::all_gather_matmul", mutates_args=())
-def _all_gather_matmul(x: torch.Tensor, w: torch.Tensor, fused: bool | None, group: str) -> torch.Tensor:
+def _all_gather_matmul(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    fused: bool | None,
+    group: str,
+    x_scales: torch.Tensor | None = None,
+    w_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
     objects, x = group_objects.of(group), x.contiguous()
+    scales = _scales("all_gather_matmul", x, w, x_scales, w_scales)
     op = _fused("all_gather_matmul", x, w, fused, objects)
+    if op is None and scales:
+        everyone = _ops.all_gather(x.view(torch.uint8), group).view(x.dtype)
+        return _mm(everyone, w, _ops.all_gather(scales["x_scales"], group), scales["w_scales"])
     if op is None:
         return torch.mm(_ops.all_gather(x, group), w)
     if objects.sources_travel:
-        (there,) = objects.symmetric((tuple(x.shape), x.dtype))
+        there, *more = objects.symmetric((tuple(x.shape), x.dtype), *([((len(x),), torch.float32)] if scales else []))
         x = there.copy_(x)
-    return op(x, _held(w))
+        if scales:
+            scales["x_scales"] = more[0].copy_(scales["x_scales"])
+    return op(x, _held(w), **scales)
 
 
 @_all_gather_matmul.register_fake
-def _(x, w, fused, group):
-    return x.new_empty((group_objects.world_of(group).size * x.shape[0], w.shape[1]))
+def _(x, w, fused, group, x_scales=None, w_scales=None):
+    return x.new_empty((group_objects.world_of(group).size * x.shape[0], w.shape[1]), dtype=_result_dtype(x))
 
 
 def _all_gather_matmul_gradient(ctx, grad):
     (x, w), (fused, group) = ctx.saved_tensors, ctx.others
     dx = _ops.matmul_reduce_scatter(grad, w.t(), fused, group) if ctx.needs_input_grad[0] else None
     dw = torch.mm(_ops.all_gather(x, group).t(), grad) if ctx.needs_input_grad[1] else None
-    return dx, dw, None, None
+    return dx, dw, None, None, None, None
 
 
 torch.library.register_autograd("tilescale_net::all_gather_matmul", _all_gather_matmul_gradient, setup_context=_setup)
 
 
 def all_gather_matmul(
-    x: torch.Tensor, w: torch.Tensor, group: tsn.Group = None, *, fused: bool | None = None
+    x: torch.Tensor,
+    w: torch.Tensor,
+    group: tsn.Group = None,
+    *,
+    fused: bool | None = None,
+    x_scales: torch.Tensor | None = None,
+    w_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The rows of all ranks of the group times this rank's `w`: `torch.mm(all_gather(x), w)`, the column-parallel layer.
 
@@ -108,6 +163,10 @@ def all_gather_matmul(
         group: see `tilescale_net.ops`.
         fused: whether product and communication overlap; None: where that was measured to be faster (see
             `kernels.fused.choice`; on GPUs nowhere yet) and the symmetric heap has room for the shape's buffers.
+        x_scales, w_scales: for `x` and `w` of torch.float8_e4m3fn, and for them alone: float32 [rows] or [rows, 1], and [n]
+            or [1, n], by which rows and columns of the product are multiplied, as torch._scaled_mm does. `w` must be the
+            transpose of a contiguous tensor then, k and n multiples of 16 for a fused call; the result is bfloat16, and
+            there are no gradients. Not yet measured on a GPU.
 
     Returns:
         [ranks * rows, n]. Gradients: of `x` by `matmul_reduce_scatter`, of `w` with an all_gather of `x`; both are
@@ -115,32 +174,42 @@ def all_gather_matmul(
 
     Raises:
         TypeError, ValueError: arguments that do not fit, by name; nothing was sent.
+        RuntimeError: an argument of a product of torch.float8_e4m3fn requires a gradient.
         HeapError: the symmetric heap has no room for what is asked; each shape keeps the buffers of its fused call.
         RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
     """
-    return _ops.all_gather_matmul(x, w, fused, group_objects.name_of(group))
+    _check_gradients("all_gather_matmul", x, w, x_scales, w_scales)
+    return _ops.all_gather_matmul(x, w, fused, group_objects.name_of(group), x_scales, w_scales)
 
 
 # -- product, then reduce-scatter -------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("tilescale_net::matmul_reduce_scatter", mutates_args=())
-def _matmul_reduce_scatter(x: torch.Tensor, w: torch.Tensor, fused: bool | None, group: str) -> torch.Tensor:
+def _matmul_reduce_scatter(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    fused: bool | None,
+    group: str,
+    x_scales: torch.Tensor | None = None,
+    w_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
     objects, x = group_objects.of(group), x.contiguous()
+    scales = _scales("matmul_reduce_scatter", x, w, x_scales, w_scales)
     op = _fused("matmul_reduce_scatter", x, w, fused, objects)
-    return _ops.reduce_scatter(torch.mm(x, w), group) if op is None else op(x, _held(w))
+    return _ops.reduce_scatter(_mm(x, w, **scales), group) if op is None else op(x, _held(w), **scales)
 
 
 @_matmul_reduce_scatter.register_fake
-def _(x, w, fused, group):
-    return x.new_empty((x.shape[0] // group_objects.world_of(group).size, w.shape[1]))
+def _(x, w, fused, group, x_scales=None, w_scales=None):
+    return x.new_empty((x.shape[0] // group_objects.world_of(group).size, w.shape[1]), dtype=_result_dtype(x))
 
 
 def _matmul_reduce_scatter_gradient(ctx, grad):
     (x, w), (fused, group) = ctx.saved_tensors, ctx.others
     dx = _ops.all_gather_matmul(grad, w.t(), fused, group) if ctx.needs_input_grad[0] else None
     dw = torch.mm(x.t(), _ops.all_gather(grad, group)) if ctx.needs_input_grad[1] else None
-    return dx, dw, None, None
+    return dx, dw, None, None, None, None
 
 
 torch.library.register_autograd(
@@ -149,13 +218,19 @@ torch.library.register_autograd(
 
 
 def matmul_reduce_scatter(
-    x: torch.Tensor, w: torch.Tensor, group: tsn.Group = None, *, fused: bool | None = None
+    x: torch.Tensor,
+    w: torch.Tensor,
+    group: tsn.Group = None,
+    *,
+    fused: bool | None = None,
+    x_scales: torch.Tensor | None = None,
+    w_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """This rank's rows of the sum of all ranks' `x @ w`: `reduce_scatter(torch.mm(x, w))`, the row-parallel layer.
 
     Args:
         x: [ranks * rows, k], of one shape on all ranks.
-        w, group, fused: as in `all_gather_matmul`.
+        w, group, fused, x_scales, w_scales: as in `all_gather_matmul`; `x_scales` for all rows of `x`.
 
     Returns:
         [rows, n]; products are rounded to the dtype before they travel, and added up in float32 in a fixed order. The
@@ -164,7 +239,8 @@ def matmul_reduce_scatter(
     Raises:
         TypeError, ValueError, HeapError, RankMismatch: as `all_gather_matmul`.
     """
-    return _ops.matmul_reduce_scatter(x, w, fused, group_objects.name_of(group))
+    _check_gradients("matmul_reduce_scatter", x, w, x_scales, w_scales)
+    return _ops.matmul_reduce_scatter(x, w, fused, group_objects.name_of(group), x_scales, w_scales)
 
 
 # -- product, then all-reduce -----------------------------------------------------------------------------------------
@@ -172,16 +248,23 @@ def matmul_reduce_scatter(
 
 @torch.library.custom_op("tilescale_net::matmul_all_reduce", mutates_args=())
 def _matmul_all_reduce(
-    x: torch.Tensor, w: torch.Tensor, replicated: bool, fused: bool | None, group: str
+    x: torch.Tensor,
+    w: torch.Tensor,
+    replicated: bool,
+    fused: bool | None,
+    group: str,
+    x_scales: torch.Tensor | None = None,
+    w_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     objects, x = group_objects.of(group), x.contiguous()
+    scales = _scales("matmul_all_reduce", x, w, x_scales, w_scales)
     op = _fused("matmul_all_reduce", x, w, fused, objects)
-    return _ops.all_reduce(torch.mm(x, w), replicated, group) if op is None else op(x, _held(w))
+    return _ops.all_reduce(_mm(x, w, **scales), replicated, group) if op is None else op(x, _held(w), **scales)
 
 
 @_matmul_all_reduce.register_fake
-def _(x, w, replicated, fused, group):
-    return x.new_empty((x.shape[0], w.shape[1]))
+def _(x, w, replicated, fused, group, x_scales=None, w_scales=None):
+    return x.new_empty((x.shape[0], w.shape[1]), dtype=_result_dtype(x))
 
 
 def _matmul_all_reduce_gradient(ctx, grad):
@@ -189,7 +272,7 @@ def _matmul_all_reduce_gradient(ctx, grad):
     grad = grad if replicated else _ops.all_reduce(grad, False, group)
     dx = torch.mm(grad, w.t()) if ctx.needs_input_grad[0] else None
     dw = torch.mm(x.t(), grad) if ctx.needs_input_grad[1] else None
-    return dx, dw, None, None, None
+    return dx, dw, None, None, None, None, None
 
 
 torch.library.register_autograd("tilescale_net::matmul_all_reduce", _matmul_all_reduce_gradient, setup_context=_setup)
@@ -202,12 +285,14 @@ def matmul_all_reduce(
     *,
     replicated: bool = False,
     fused: bool | None = None,
+    x_scales: torch.Tensor | None = None,
+    w_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The sum of all ranks' `x @ w`, on every rank: `all_reduce(torch.mm(x, w))`, the row-parallel layer.
 
     Args:
         x: [rows, k], of one shape on all ranks.
-        w, group, fused: as in `all_gather_matmul`.
+        w, group, fused, x_scales, w_scales: as in `all_gather_matmul`.
         replicated: as in `all_reduce`; tensor parallelism that computes the same loss on all ranks wants True.
 
     Returns:
@@ -217,4 +302,5 @@ def matmul_all_reduce(
     Raises:
         TypeError, ValueError, HeapError, RankMismatch: as `all_gather_matmul`.
     """
-    return _ops.matmul_all_reduce(x, w, replicated, fused, group_objects.name_of(group))
+    _check_gradients("matmul_all_reduce", x, w, x_scales, w_scales)
+    return _ops.matmul_all_reduce(x, w, replicated, fused, group_objects.name_of(group), x_scales, w_scales)

@@ -1,5 +1,6 @@
 """All-gather + matrix product against torch: whole numbers, whose sums are exact in any order."""
 
+import dataclasses
 import random
 
 import pytest
@@ -12,6 +13,8 @@ from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
 from tilescale_net.kernels.fused.matmul import Tiling
 
 SMALL = Tiling(tile=(32, 32, 16), stages=2, panel=2, columns=16)
+SCALED = torch.float8_e4m3fn
+SMALL_SCALED = dataclasses.replace(SMALL, tile=(32, 32, 32))
 
 
 def whole_numbers(shape, dtype, *key) -> torch.Tensor:
@@ -19,28 +22,67 @@ def whole_numbers(shape, dtype, *key) -> torch.Tensor:
     return torch.randint(-3, 4, shape, generator=generator).to(dtype)
 
 
+def powers_of_two(count, *key) -> torch.Tensor:
+    """Scales with which sums stay exact."""
+    return 2.0 ** whole_numbers((count,), torch.float32, *key)
+
+
 def _products(seed, rows, k, n, dtype, transposed, calls, blocks):
-    rank, size = tsn.rank(), tsn.size()
+    rank, size, device = tsn.rank(), tsn.size(), tsn.device()
     pace = random.Random(f"{seed} {rank}")
-    op = AllGatherMatmul(rows, k, n, dtype=dtype, tiling=SMALL, threads=64, blocks=blocks)
-    w = whole_numbers((n, k) if transposed else (k, n), dtype, seed, "w", rank).to(tsn.device())
+    scaled = dtype == SCALED
+    op = AllGatherMatmul(rows, k, n, dtype=dtype, tiling=SMALL_SCALED if scaled else SMALL, threads=64, blocks=blocks)
+    w = whole_numbers((n, k) if transposed else (k, n), dtype, seed, "w", rank).to(device)
     w = w.t() if transposed else w
-    x = tsn.empty((rows, k), dtype)
+    x, x_scales, w_scales = tsn.empty((rows, k), dtype), tsn.empty(rows), powers_of_two(n, seed, rank).to(device)
+    if scaled:
+        _refusals(op, x, w, x_scales, w_scales)
     for call in range(calls):
         parts = [whole_numbers((rows, k), dtype, seed, call, p) for p in range(size)]
+        scales = [powers_of_two(rows, seed, call, p) for p in range(size)]
         x.copy_(parts[rank])
+        x_scales.copy_(scales[rank])
         unsettle(pace)
-        out = op(x, w)
+        out = op(x, w, **(dict(x_scales=x_scales, w_scales=w_scales) if scaled else {}))
         x.fill_(float("nan"))  # the call is over with x
+        x_scales.fill_(float("nan"))
         tsn.synchronize()
-        want = (torch.cat(parts).float() @ w.cpu().float()).to(dtype)
-        assert torch.equal(out.cpu(), want), f"seed {seed}, call {call}, rank {rank}"
+        want = torch.cat(parts).float() @ w.cpu().float()
+        want = want * torch.cat(scales)[:, None] * w_scales.cpu() if scaled else want
+        assert torch.equal(out.cpu(), want.to(torch.bfloat16)), f"seed {seed}, call {call}, rank {rank}"
     tsn.free(x)
+    tsn.free(x_scales)
     op.free()
 
 
+def _refusals(op, x, w, x_scales, w_scales):
+    """Of torch.float8_e4m3fn; nothing is sent."""
+    k, n = w.shape
+    scales = dict(x_scales=x_scales, w_scales=w_scales)
+    with pytest.raises(ValueError, match="w of torch.float8_e4m3fn has strides.*w.t\\(\\).contiguous\\(\\).t\\(\\)"):
+        op(x, w.contiguous(), **scales)
+    with pytest.raises(TypeError, match=f"w_scales is None; torch.float8_e4m3fn takes a float32 tensor \\[{n}\\]"):
+        op(x, w, x_scales=x_scales)
+    with pytest.raises(TypeError, match="x_scales has dtype torch.bfloat16; it must be torch.float32"):
+        op(x, w, x_scales=x_scales.bfloat16(), w_scales=w_scales)
+    with pytest.raises(ValueError, match=f"w_scales has shape \\[1\\]; it must be \\[{n}\\] or \\[1, {n}\\]"):
+        op(x, w, x_scales=x_scales, w_scales=w_scales[:1])
+    with pytest.raises(TypeError, match="out_dtype torch.float32 is not one of torch.bfloat16, torch.float16"):
+        AllGatherMatmul(len(x), k, n, dtype=SCALED, out_dtype=torch.float32)
+    with pytest.raises(ValueError, match="must have a depth that is a multiple of 32"):
+        AllGatherMatmul(len(x), k, n, dtype=SCALED, tiling=SMALL)
+    with pytest.raises(ValueError, match="k is 40; it must be a multiple of 16 for torch.float8_e4m3fn"):
+        AllGatherMatmul(len(x), 40, n, dtype=SCALED)
+
+
+NIGHTLY = pytest.param(2, 1, SCALED, marks=pytest.mark.nightly)
+
+
 # Rows and columns that tiles do not divide; three calls, so that both halves of the buffer are used again.
-@pytest.mark.parametrize("size, nodes", [(2, 1), (2, 2)])
-def test_equals_torch(size, nodes):
-    args = random.randrange(1 << 30), 72, 48, 40, torch.bfloat16, nodes == 2, 3, 4 if nodes == 1 else 2
+@pytest.mark.parametrize(
+    "size, nodes, dtype", [(2, 1, torch.bfloat16), (2, 2, torch.bfloat16), (2, 2, SCALED), NIGHTLY]
+)
+def test_equals_torch(size, nodes, dtype):
+    n, transposed = (48, True) if dtype == SCALED else (40, nodes == 2)
+    args = random.randrange(1 << 30), 72, 48, n, dtype, transposed, 3, 4 if nodes == 1 else 2
     ranks.run(size, _products, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=200)

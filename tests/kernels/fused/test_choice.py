@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tilescale_net.kernels.fused.choice import Product, best_tiling, expected_us, fits, is_fused_faster
+from tilescale_net.kernels.fused.matmul import SCALED
 from tilescale_net.kernels.fused.matmul_reduce_scatter import check_ring
 
 KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -56,3 +57,15 @@ def test_geometry_of_a_product(m, k, n, columns):
         tiling = best_tiling(_product(kind, 1, m, k, n))
         assert tiling.tile[1] == columns
         check_ring(kind, tiling)
+        _check_geometry_of_eight_bits(dataclasses.replace(_product(kind, 1, m, k, n), dtype=SCALED), tiling.tile)
+
+
+def _check_geometry_of_eight_bits(product: Product, wide: tuple[int, int, int]) -> None:
+    """Tiles as many bytes deep; with scales, results and summands they fit into the shared memory of a block."""
+    tiling = best_tiling(product)
+    rows, columns, depth = tiling.tile
+    assert (rows, columns, depth // 2) == wide
+    ring, results = tiling.stages * (rows + columns) * depth, rows * tiling.columns * 2
+    scales, summands = (rows + 2 * columns) * 4, rows // 2 * columns * 2
+    more = 0 if product.kind == "all_gather_matmul" else summands
+    assert 1024 + ring + results + scales + more + 16 <= 227 << 10  # barriers lie in the first of these

@@ -13,8 +13,15 @@ from tests.kernels.test_generated_code import FUSED, tools  # noqa: F401 (a fixt
 from tests.ptx import read_only_loads
 from tilescale_net.compiler.jit import KernelFactory
 from tilescale_net.kernels.fused.all_gather_matmul import matmul_arriving
-from tilescale_net.kernels.fused.choice import GEOMETRIES
+from tilescale_net.kernels.fused.choice import GEOMETRIES, Product, best_tiling
+from tilescale_net.kernels.fused.matmul import SCALED
 from tilescale_net.kernels.fused.matmul_reduce_scatter import matmul_reducing
+
+
+def _geometry(kind: str) -> dict:
+    """That of large products of eight bits."""
+    return vars(best_tiling(Product(kind, 4, 4096, 8192, 8192, SCALED)))
+
 
 WIDE = dict(dtype="bfloat16", out_dtype="bfloat16", **vars(GEOMETRIES[0][0]))
 GATHERED = dict(WIDE, n_pes=4, rows=1024, n=14336, k=8192)
@@ -27,6 +34,12 @@ CASES = {
 LONG = {
     f"alone-{geometry.tile[1]}": (matmul_arriving, dict(GATHERED, n_pes=1, peers=False, **vars(geometry)))
     for geometry, _ in GEOMETRIES
+}
+# Of eight bits: twice the depth, and K-major both.
+EIGHT = dict(dtype="float8_e4m3fn", out_dtype="bfloat16", transposed=True, scaled=True)
+LONG |= {
+    "arriving-8": (matmul_arriving, GATHERED | EIGHT | _geometry("all_gather_matmul")),
+    "reducing-8": (matmul_reducing, SCATTERED | EIGHT | _geometry("matmul_reduce_scatter") | dict(announced=True)),
 }
 ALL = [*CASES, *(pytest.param(name, marks=pytest.mark.nightly) for name in LONG)]
 
@@ -58,7 +71,8 @@ def test_every_kernel_is_compiled():
 def test_tensor_cores_have_registers_and_run_on(tools, name):  # noqa: F811
     code = _code(name)
     assert not read_only_loads(code.ptx)
-    steps = [i for i, what in enumerate(code.instructions) if what.startswith("HGMMA")]
+    of_dtype = "QGMMA.64x256x32.F32.E4M3.E4M3" if name.endswith("-8") else "HGMMA"
+    steps = [i for i, what in enumerate(code.instructions) if what.startswith(of_dtype)]
     assert len(steps) == 16, "four for each step of two warpgroups, the first of a tile by itself"
     for four in zip(*[iter(steps)] * 4):
         together = code.instructions[four[0] : four[-1]]
@@ -67,7 +81,7 @@ def test_tensor_cores_have_registers_and_run_on(tools, name):  # noqa: F811
     assert sum(i.startswith("UTMASTG") for i in code.instructions) >= 2, "results leave by TMA"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in ALL if "alone" not in str(name)])
 def test_what_peers_wrote_is_ordered_for_tma(tools, name):  # noqa: F811
     """An acquire orders ordinary reads alone. Between a look at a flag and the next TMA load stands the proxies' fence."""
     ptx = _code(name).ptx

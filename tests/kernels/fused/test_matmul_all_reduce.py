@@ -7,10 +7,30 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tests.kernels.fused.test_all_gather_matmul import SMALL, whole_numbers
+from tests.kernels.fused.test_all_gather_matmul import SCALED, SMALL, SMALL_SCALED, powers_of_two, whole_numbers
 from tests.kernels.support import unsettle
 from tilescale_net.kernels.fused.matmul import Tiling
 from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
+
+
+def _scaled_sums(seed, rows, k, n, blocks):
+    rank, size, device = tsn.rank(), tsn.size(), tsn.device()
+    op = MatmulAllReduce(rows, k, n, dtype=SCALED, tiling=SMALL_SCALED, threads=64, blocks=blocks)
+    xs, ws = ([whole_numbers(shape, SCALED, seed, p) for p in range(size)] for shape in ((rows, k), (n, k)))
+    row_scales, column_scales = (
+        [powers_of_two(extent, seed, p).clamp(0.5, 2) for p in range(size)] for extent in (rows, n)
+    )
+    scales = dict(x_scales=row_scales[rank][:, None].to(device), w_scales=column_scales[rank][None].to(device))
+    out = op(xs[rank].to(device), ws[rank].to(device).t(), **scales)
+    tsn.synchronize()
+    every = zip(xs, ws, row_scales, column_scales)
+    # Summands are rounded before they travel; a rank's own rows are not.
+    products = [x.float() @ w.float().t() * r[:, None] * c for x, w, r, c in every]
+    for owner, part in enumerate(out.cpu().chunk(size)):
+        mine = slice(owner * len(part), (owner + 1) * len(part))
+        want = sum(p[mine] if i == owner else p[mine].bfloat16().float() for i, p in enumerate(products))
+        assert torch.equal(part, want.bfloat16()), (seed, owner)
+    op.free()
 
 
 def _sums(seed, rows, k, n, transposed, calls, blocks):
@@ -48,3 +68,9 @@ def test_equals_torch_and_is_equal_on_all_ranks(size, nodes):
     args = random.randrange(1 << 30), 72 * size, 48, 40, nodes == 2, 3, 4 if nodes == 1 else 2
     found = ranks.run(size, _sums, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=200)
     assert len({o.value if hasattr(o, "value") else o for o in found}) == 1
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_products_of_eight_bits(nodes):
+    args = random.randrange(1 << 30), 144, 48, 48, 4 if nodes == 1 else 2
+    ranks.run(2, _scaled_sums, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=200)
