@@ -38,6 +38,8 @@ def _copies(direction, way, cases, seed):
         tsn.barrier()
         unsettle(pace)
         kernel(dst.tensor, src.tensor, *work, count, peer, loops)
+        if direction == "push":
+            src.tensor.fill_(7)  # the kernel is done with it
         tsn.barrier()
         expected = random_bytes(CAPACITY, seed, number, "before")
         expected[:count] = random_bytes(CAPACITY, seed, number, source)[:count]
@@ -101,6 +103,28 @@ def _ping_pong(seed, threads):
         for place in (dst, src):
             place.check()
             place.free()
+
+
+def _meetings(seed):
+    """What was pushed before two PEs met on the device is there, without any barrier of the host."""
+    rank, pace = tsn.rank(), random.Random(f"{seed} {tsn.rank()}")
+    push, meet = p2p.push(CAPACITY, threads=96, blocks=3), p2p.meet()
+    dst, src = (tsn.empty((CAPACITY,), torch.uint8) for _ in range(2))
+    for number in range(3):
+        src.copy_(random_bytes(CAPACITY, seed, number, rank))
+        unsettle(pace)
+        push(dst, src, 20_000, 1 - rank, 1)
+        unsettle(pace)
+        meet()
+        tsn.synchronize()
+        assert_same(dst[:20_000].cpu(), random_bytes(CAPACITY, seed, number, 1 - rank)[:20_000], f"seed {seed}")
+        meet()  # before the other pushes there again
+    for tensor in (dst, src):
+        tsn.free(tensor)
+
+
+def test_meetings():
+    ranks.run(2, _meetings, random.randrange(1 << 30))
 
 
 @pytest.mark.parametrize("visibility", ["eager", "late", "random"])

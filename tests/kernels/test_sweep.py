@@ -44,15 +44,13 @@ def outcome(file: str, text: str, folder: Path, seeds: list[int], many: bool = F
 
     Args:
         many: four ranks on two nodes, so that ranks have several peers, and puts go both ways; on one node those runs
-            that need one. Else two ranks on one node.
+            that need one, and two ranks in those that are for two. Else two ranks on one node.
     """
     path = folder / f"{file.replace('/', '_')}.py"
     path.write_text(text)
-    runs = [name for name in _runs_of(file) if not many or name not in OF_TWO]
-    size, nodes = (4, 1 if runs and runs[0] in small_runs.ONE_NODE else 2) if many else (2, 1)
+    runs = _runs_of(file)
+    size, nodes = (2 if runs[0] in OF_TWO else 4, 1 if runs[0] in small_runs.ONE_NODE else 2) if many else (2, 1)
     runs = [name for name in runs if nodes == 1 or name not in small_runs.ONE_NODE]
-    if not runs:
-        return Outcome("", "")
     env = {
         "TSN_TIMEOUT": "25" if many else "10",
         "TSN_SIM_STALL": "20",

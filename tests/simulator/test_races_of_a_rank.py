@@ -10,7 +10,7 @@ from tests import ranks
 from tilescale_net.errors import DataRace
 from tilescale_net.runtime import simulator
 
-WARPS, WARP, BLOCKS, HALVES, ATOMIC, LAST_READ, VIEW, PUT = range(8)
+WARPS, WARP, BLOCKS, HALVES, ATOMIC, LAST_READ, VIEW, LANES, PUT = range(9)
 
 
 # Without this tilelang puts a barrier between any two accesses to shared memory by itself.
@@ -84,6 +84,16 @@ def one_of_many():
                     N.signal(flag[0], 1, pe)
                 N.wait_block(flag[0], "ge", 1)
                 x[tx] = y[tx]
+            if case == LANES and block == 0 and tx < 32:
+                view = N.remote(y, pe)
+                view[tx] = x[tx]
+                if right != 0:
+                    T.sync_warp()
+                if tx == 0:
+                    N.fence(pe)
+                    N.signal(flag[0], 1, pe)
+                N.wait_warp(flag[0], "ge", 1)
+                x[tx] = y[tx]
             if case == PUT and block == 0:
                 N.put_signal_block(y, x, pe, flag[0], 1)
                 if right != 0:
@@ -116,6 +126,7 @@ CASES = [
     (ATOMIC, "an atomic operation", "T.sync_threads() is missing"),
     (LAST_READ, "a store to shared (shared memory)", "a load of shared"),
     (VIEW, "remote view", "N.fence"),
+    (LANES, "remote view", "T.sync_warp()"),
     (PUT, "torch's zero_ on the host", "N.quiet"),
 ]
 
