@@ -38,6 +38,10 @@ def copies(seed):
     _of("p2p")._meetings(seed)
 
 
+def writes(seed):
+    _of("p2p")._writes(seed)
+
+
 def gather(seed):
     _of("all_gather")._gather(seed, PARTS, dict(GEOMETRY), 3)
 
@@ -132,6 +136,7 @@ HANDSHAKE = ("moe/handshake", "moe/routing", "moe/routing_steps")
 THROUGHPUT = (*HANDSHAKE, "moe/dispatch_throughput", "moe/combine_throughput", "moe/combine_throughput_steps")
 RUNS = {
     "copies": (("p2p",), copies),
+    "writes by the proxy": (("proxy_write",), writes),
     "all-gather": (EXCHANGE, gather),
     "all-gather by stores": (EXCHANGE, gather_by_stores),
     "all-to-all": (EXCHANGE, equal_splits),
@@ -144,7 +149,10 @@ RUNS = {
     "broadcast": (("broadcast",), broadcast),
     "all-to-all, transposed": (("all_to_all_transposed",), transposed),
     "all-gather and matmul": (("fused/all_gather_matmul", "fused/product"), gather_and_multiply),
-    "matmul and reduce-scatter": (("fused/matmul_reduce_scatter", "fused/product"), multiply_and_reduce),
+    "matmul and reduce-scatter": (
+        ("fused/matmul_reduce_scatter", "fused/matmul", "fused/product"),
+        multiply_and_reduce,
+    ),
     "matmul and all-reduce": (("fused/matmul_all_reduce",), multiply_and_reduce_everywhere),
     "send and receive": (("send_recv",), messages),
     "MoE by expert": (("moe/dispatch_throughput",), moe_by_expert),

@@ -97,8 +97,9 @@ def one_of_many():
             if case == PUT and block == 0:
                 N.put_signal_block(y, x, pe, flag[0], 1)
                 if right != 0:
-                    N.wait_block(flag[0], "ge", 1)
+                    N.wait_block(flag[0], "ge", 1, proxy="async")  # which the next signal may overtake
                     N.quiet_block(pe)
+                    N.signal_block(flag[0], 2, pe)
 
     return main
 
