@@ -97,9 +97,8 @@ def one_of_many():
             if case == PUT and block == 0:
                 N.put_signal_block(y, x, pe, flag[0], 1)
                 if right != 0:
-                    N.wait_block(flag[0], "ge", 1, proxy="async")  # which the next signal may overtake
+                    N.wait_block(flag[0], "ge", 1)
                     N.quiet_block(pe)
-                    N.signal_block(flag[0], 2, pe)
 
     return main
 
@@ -148,6 +147,31 @@ def _accepts():
             where, said = _run(case, 1, seed)
             assert not said, (case, where, said)
             tsn.barrier()
+
+
+@tsn.jit
+def overtaken():
+    """Kernel `(flag)`: a wait for the async proxy, for at least what the word may have passed already."""
+
+    @T.prim_func
+    def main(ctx: N.Context(), flag: T.Tensor((2,), "uint64")):
+        with T.Kernel(1, threads=32):
+            if T.get_thread_binding() == 0:
+                N.signal(flag[0], 1, 1 - N.my_pe())
+                N.signal(flag[0], 2, 1 - N.my_pe())
+                N.wait(flag[0], "ge", 1, proxy="async")
+
+    return main
+
+
+def _overtaken():
+    flag = tsn.zeros((2,), torch.uint64)
+    with simulator.schedule(0, races=True):
+        overtaken()(flag)
+
+
+def test_a_wait_for_the_async_proxy_may_be_overtaken():
+    ranks.run(2, _overtaken, env=RACES)
 
 
 RACES = {"TSN_SIM_RACES": "1"}
