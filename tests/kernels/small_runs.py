@@ -157,7 +157,10 @@ RUNS = {
     "send and receive": (("send_recv",), messages),
     "MoE by expert": (("moe/dispatch_throughput",), moe_by_expert),
     "MoE by rank": (THROUGHPUT, moe_by_rank),
-    "MoE latency": (("moe/dispatch_latency", "moe/dispatch_latency_steps", "moe/combine_latency"), moe_latency),
+    "MoE latency": (
+        ("moe/handshake", "moe/dispatch_latency", "moe/dispatch_latency_steps", "moe/combine_latency"),
+        moe_latency,
+    ),
     "MoE latency, weights at combine": (("moe/exchange_weights",), moe_latency_weights),
     "MoE by rank, refused": (("moe/refusal", "moe/routing_steps"), moe_refused),
     "MoE latency, refused": (("moe/refusal",), moe_latency_refused),
