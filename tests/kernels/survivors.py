@@ -24,7 +24,12 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "all_to_all_uneven": {("no sync_threads", 0): TILELANG, ("no sync_threads", 2): LAST},
     "broadcast": {("no sync_threads", 0): BEGINS},
     "exchange": {("no sync_threads", 0): TILELANG},
-    "fused/all_gather_matmul": {("no wait", 0): OPEN, ("no sync_threads", 0): BEGINS},
+    "fused/all_gather_matmul": {
+        ("no wait", 0): OPEN,
+        ("no sync_threads", 0): BEGINS,
+        ("no sync_threads", 1): OPEN,
+        ("no quiet", 0): OPEN,
+    },
     "fused/matmul": {("no wait", 0): STARTS},
     "fused/matmul_all_reduce": {
         ("no wait_block", 0): STREAMS,
@@ -32,6 +37,8 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no quiet", 0): NEXT_CALL,
     },
     "fused/matmul_reduce_scatter": {
+        ("no wait", 0): OPEN,
+        ("no sync_threads", 0): BEGINS,
         ("no sync_threads", 1): OPEN,
         ("no quiet", 0): OPEN,
         ("no fence of signal", 0): STREAMS,
