@@ -57,7 +57,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     },
     "moe/combine_throughput_steps": {("no sync_warp", 0): BEGINS},
     "moe/dispatch_latency": {("no sync_threads", 1): LAST},
-    "moe/dispatch_throughput": {("no sync_warp", 0): OPEN, ("no sync_threads", 2): LAST},
+    "moe/dispatch_throughput": {("no sync_warp", 0): LANES, ("no sync_threads", 2): LAST},
     "moe/exchange_weights": {("no sync_threads", 2): WAITED, ("no quiet", 0): NEXT_CALL},
     "moe/handshake": {("no quiet", 0): NEXT_CALL},
     "moe/routing_steps": {("no sync_threads", 5): OPEN, ("no sync_threads", 7): LAST},
