@@ -20,6 +20,7 @@ OPEN = "not looked at"
 
 HARMLESS = {BEGINS, TILELANG, LAST, CHUNKS, ANNOUNCED, NEXT_CALL, WAITED, STARTS}
 KNOWN: dict[str, dict[tuple[str, int], str]] = {
+    "02": {("no sync_threads", 0): BEGINS},
     "all_to_all_transposed": {("no sync_threads", 0): BEGINS},
     "all_to_all_uneven": {("no sync_threads", 0): TILELANG, ("no sync_threads", 2): LAST},
     "broadcast": {("no sync_threads", 0): BEGINS},
