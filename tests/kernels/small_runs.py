@@ -31,8 +31,15 @@ def _tuning():
 
 def copies(seed):
     _of("p2p")._copies("push", dict(threads=64, blocks=4, partition="interleaved", chunk=1024), [(3000, 2, 1, 3)], seed)
+    _of("p2p")._copies("push", dict(threads=96, blocks=3), [(3000, 2, 1, 3)], seed)
+    _of("p2p")._copies("push", dict(threads=64, blocks=4, partition="dynamic", chunk=4096), [(20_000, 2, 1, 3)], seed)
     _of("p2p")._copies("pull", dict(), [(3000, 2, 1, 3)], seed)
     _of("p2p")._ping_pong(seed, 64)
+    _of("p2p")._meetings(seed)
+
+
+def writes(seed):
+    _of("p2p")._writes(seed)
 
 
 def gather(seed):
@@ -116,11 +123,20 @@ def moe_latency_weights(seed):
     _of("moe/rounds").weights_at_combine(seed, MOE, dict(mode="latency", tuning=_tuning()), dict(), ROUTINGS)
 
 
+def moe_refused(seed):
+    _of("moe/rounds").refused(seed, MOE, dict(layout="rank", tuning=_tuning()))
+
+
+def moe_latency_refused(seed):
+    _of("moe/rounds").refused(seed, MOE, dict(mode="latency", tuning=_tuning()))
+
+
 EXCHANGE = ("exchange", "announcement")
-HANDSHAKE = ("moe/handshake", "moe/refusal", "moe/routing", "moe/routing_steps")
+HANDSHAKE = ("moe/handshake", "moe/routing", "moe/routing_steps")
 THROUGHPUT = (*HANDSHAKE, "moe/dispatch_throughput", "moe/combine_throughput", "moe/combine_throughput_steps")
 RUNS = {
     "copies": (("p2p",), copies),
+    "writes by the proxy": (("proxy_write",), writes),
     "all-gather": (EXCHANGE, gather),
     "all-gather by stores": (EXCHANGE, gather_by_stores),
     "all-to-all": (EXCHANGE, equal_splits),
@@ -133,13 +149,21 @@ RUNS = {
     "broadcast": (("broadcast",), broadcast),
     "all-to-all, transposed": (("all_to_all_transposed",), transposed),
     "all-gather and matmul": (("fused/all_gather_matmul", "fused/product"), gather_and_multiply),
-    "matmul and reduce-scatter": (("fused/matmul_reduce_scatter", "fused/product"), multiply_and_reduce),
+    "matmul and reduce-scatter": (
+        ("fused/matmul_reduce_scatter", "fused/matmul", "fused/product"),
+        multiply_and_reduce,
+    ),
     "matmul and all-reduce": (("fused/matmul_all_reduce",), multiply_and_reduce_everywhere),
     "send and receive": (("send_recv",), messages),
-    "MoE by expert": ((), moe_by_expert),
+    "MoE by expert": (("moe/dispatch_throughput",), moe_by_expert),
     "MoE by rank": (THROUGHPUT, moe_by_rank),
-    "MoE latency": (("moe/dispatch_latency", "moe/dispatch_latency_steps", "moe/combine_latency"), moe_latency),
+    "MoE latency": (
+        ("moe/handshake", "moe/dispatch_latency", "moe/dispatch_latency_steps", "moe/combine_latency"),
+        moe_latency,
+    ),
     "MoE latency, weights at combine": (("moe/exchange_weights",), moe_latency_weights),
+    "MoE by rank, refused": (("moe/refusal", "moe/routing_steps"), moe_refused),
+    "MoE latency, refused": (("moe/refusal",), moe_latency_refused),
 }
 # Need mapped peers.
 ONE_NODE = ("all-gather by stores", "reduce-scatter by pull", "all-reduce", "all-reduce and norm")

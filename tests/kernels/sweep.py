@@ -134,7 +134,7 @@ def _programs() -> set[str]:
     def note(name, text):
         lines = sorted({line for line in text.splitlines() if "tsn::" in line})
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-        programs.add(f"{name} {digest} {text.count('__syncthreads()')}")
+        programs.add(f"{name} {digest} {text.count('__syncthreads()')} {text.count('__syncwarp')}")
         return load(name, text)
 
     host_compiler.load = note

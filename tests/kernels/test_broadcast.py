@@ -11,7 +11,7 @@ from tests.kernels.support import Guarded, assert_same, random_tensor, unsettle
 from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
 from tilescale_net.kernels.broadcast import Broadcast
 
-GEOMETRY = dict(threads=32, blocks=2)
+GEOMETRY = dict(threads=64, blocks=2)
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
 
 

@@ -8,7 +8,7 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import Guarded, assert_same, random_bytes, unsettle
-from tilescale_net.kernels import p2p
+from tilescale_net.kernels import p2p, proxy_write
 
 CAPACITY = 70_000
 COUNTS = [0, 1, 15, 16, 17, 127, 128, 2048, 4095, 33_333, 65_536, CAPACITY]
@@ -38,6 +38,8 @@ def _copies(direction, way, cases, seed):
         tsn.barrier()
         unsettle(pace)
         kernel(dst.tensor, src.tensor, *work, count, peer, loops)
+        if direction == "push":
+            src.tensor.fill_(7)  # the kernel is done with it
         tsn.barrier()
         expected = random_bytes(CAPACITY, seed, number, "before")
         expected[:count] = random_bytes(CAPACITY, seed, number, source)[:count]
@@ -101,6 +103,45 @@ def _ping_pong(seed, threads):
         for place in (dst, src):
             place.check()
             place.free()
+
+
+def _meetings(seed):
+    """What was pushed before two PEs met on the device is there, without any barrier of the host."""
+    rank, pace = tsn.rank(), random.Random(f"{seed} {tsn.rank()}")
+    push, meet = p2p.push(CAPACITY, threads=96, blocks=3), p2p.meet()
+    dst, src = (tsn.empty((CAPACITY,), torch.uint8) for _ in range(2))
+    for number in range(3):
+        src.copy_(random_bytes(CAPACITY, seed, number, rank))
+        unsettle(pace)
+        push(dst, src, 20_000, 1 - rank, 1)
+        unsettle(pace)
+        meet()
+        tsn.synchronize()
+        assert_same(dst[:20_000].cpu(), random_bytes(CAPACITY, seed, number, 1 - rank)[:20_000], f"seed {seed}")
+        meet()  # before the other pushes there again
+    for tensor in (dst, src):
+        tsn.free(tensor)
+
+
+def test_meetings():
+    ranks.run(2, _meetings, random.randrange(1 << 30))
+
+
+def _writes(seed):
+    """The kernel of benchmark/proxy_write.py is done with its source, and after a barrier the data are there."""
+    rank, kernel = tsn.rank(), proxy_write.write(4096)
+    dst, src = (tsn.empty((4096,), torch.uint8) for _ in range(2))
+    for number, blocking in enumerate((1, 0)):
+        src.copy_(random_bytes(4096, seed, number, rank))
+        dst.fill_(7)
+        tsn.barrier()
+        kernel(dst, src, 3000, 1024, 1 - rank, 2, blocking)
+        src.fill_(7)
+        tsn.barrier()
+        assert_same(dst[:3000].cpu(), random_bytes(4096, seed, number, 1 - rank)[:3000], f"seed {seed}")
+        tsn.barrier()
+    for tensor in (dst, src):
+        tsn.free(tensor)
 
 
 @pytest.mark.parametrize("visibility", ["eager", "late", "random"])

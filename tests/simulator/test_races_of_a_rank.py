@@ -10,7 +10,7 @@ from tests import ranks
 from tilescale_net.errors import DataRace
 from tilescale_net.runtime import simulator
 
-WARPS, WARP, BLOCKS, HALVES, ATOMIC, LAST_READ, VIEW, PUT = range(8)
+WARPS, WARP, BLOCKS, HALVES, ATOMIC, LAST_READ, VIEW, LANES, PUT = range(9)
 
 
 # Without this tilelang puts a barrier between any two accesses to shared memory by itself.
@@ -84,6 +84,16 @@ def one_of_many():
                     N.signal(flag[0], 1, pe)
                 N.wait_block(flag[0], "ge", 1)
                 x[tx] = y[tx]
+            if case == LANES and block == 0 and tx < 32:
+                view = N.remote(y, pe)
+                view[tx] = x[tx]
+                if right != 0:
+                    T.sync_warp()
+                if tx == 0:
+                    N.fence(pe)
+                    N.signal(flag[0], 1, pe)
+                N.wait_warp(flag[0], "ge", 1)
+                x[tx] = y[tx]
             if case == PUT and block == 0:
                 N.put_signal_block(y, x, pe, flag[0], 1)
                 if right != 0:
@@ -116,6 +126,7 @@ CASES = [
     (ATOMIC, "an atomic operation", "T.sync_threads() is missing"),
     (LAST_READ, "a store to shared (shared memory)", "a load of shared"),
     (VIEW, "remote view", "N.fence"),
+    (LANES, "remote view", "T.sync_warp()"),
     (PUT, "torch's zero_ on the host", "N.quiet"),
 ]
 
@@ -136,6 +147,31 @@ def _accepts():
             where, said = _run(case, 1, seed)
             assert not said, (case, where, said)
             tsn.barrier()
+
+
+@tsn.jit
+def overtaken():
+    """Kernel `(flag)`: a wait for the async proxy, for at least what the word may have passed already."""
+
+    @T.prim_func
+    def main(ctx: N.Context(), flag: T.Tensor((2,), "uint64")):
+        with T.Kernel(1, threads=32):
+            if T.get_thread_binding() == 0:
+                N.signal(flag[0], 1, 1 - N.my_pe())
+                N.signal(flag[0], 2, 1 - N.my_pe())
+                N.wait(flag[0], "ge", 1, proxy="async")
+
+    return main
+
+
+def _overtaken():
+    flag = tsn.zeros((2,), torch.uint64)
+    with simulator.schedule(0, races=True):
+        overtaken()(flag)
+
+
+def test_a_wait_for_the_async_proxy_may_be_overtaken():
+    ranks.run(2, _overtaken, env=RACES)
 
 
 RACES = {"TSN_SIM_RACES": "1"}

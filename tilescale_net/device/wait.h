@@ -56,7 +56,7 @@ TSN_DEVICE uint64_t wait(const Context* ctx, const uint64_t* sig, int64_t value)
 // which an acquire alone does not order.
 template <Scope S, Compare C>
 TSN_DEVICE uint64_t wait_async(const Context* ctx, const uint64_t* sig, int64_t value) {
-  enter<S>(kOpWait, nullptr, 0, kNoPe, sig, uint64_t(value));
+  enter<S>(kOpWait, nullptr, int64_t(C), kNoPe, sig, uint64_t(value));
   return scope_broadcast<S>([&] {
     const uint64_t seen = detail::wait_one<C>(ctx, sig, value, kOpWait, -1);
     platform::bulk_publish();

@@ -9,7 +9,7 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe.support import FP8, ROUTES, make_inputs, run_round
-from tests.kernels.support import assert_same
+from tests.kernels.support import assert_same, unsettle
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.reference import expert_rows, route
 
@@ -98,6 +98,33 @@ def weights_at_combine(seed: int, shape: dict, options: dict, how: dict, kinds=(
         wanted = op.combine(received.x, received.handle)
         found = op.combine(received.x, op.dispatch(x, idx).handle, weights=weights)
         assert_same(found.cpu(), wanted.cpu(), f"seed {seed}, {kind}")
+    op.free()
+
+
+def refused(seed: int, shape: dict, options: dict) -> None:
+    """Calls that one rank's host refuses, each rank in turn: the others' end with them, and those that follow are right."""
+    op, rank, pace = AllToAll(**shape, **options), tsn.rank(), random.Random(f"{seed} {tsn.rank()}")
+    for number in range(3):
+        everyone = [
+            make_inputs((seed, number, r), op.config, op.config.max_tokens, "random") for r in range(tsn.size())
+        ]
+        x, idx, weights = (
+            t.to(tsn.device()) for t in (everyone[rank].x, everyone[rank].topk_idx, everyone[rank].weights)
+        )
+        wrong = rank == number % tsn.size()
+        received = op.dispatch(x, idx, weights)
+        calls = [
+            lambda x=x: op.dispatch(x, idx, weights),
+            lambda x=received.x, handle=received.handle: op.combine(x, handle),
+        ]
+        if op.config.mode == "throughput":
+            calls.append(lambda x=x, handle=received.handle: op.dispatch(x, handle=handle))
+        for call in calls:
+            unsettle(pace)
+            with pytest.raises(TypeError if wrong else ValueError, match=f"rank {number % tsn.size()}"):
+                call(call.__defaults__[0].float()) if wrong else call()
+                op.check()
+        run_round(op, everyone, pace, f"seed {seed}, after the refusals of rank {number % tsn.size()}")
     op.free()
 
 

@@ -44,6 +44,8 @@ bool HappensBefore::ordered(Stamp stamp, uint32_t warp) {
   if (touch_of(stamp) == Touch::get || !follows_ranks_)
     return (rank == memory_->me && t.warp == warp) || knows(Part::steps, t.warp, t.epoch, 0, 0);
   if (t.word != kNoWord && knows(Part::carried, t.warp, t.epoch, t.pe, t.word)) return true;
+  if (t.lane)
+    return knows(Part::done, t.warp, t.epoch, t.pe, kAllLanes) || knows(Part::done, t.warp, t.epoch, t.pe, t.lane);
   for (uint32_t i = 0; i < t.warps; ++i)
     if (!knows(Part::done, t.warp + i, t.epoch, t.pe, 0)) return false;
   return true;
@@ -80,7 +82,7 @@ void HappensBefore::look(Stamp* stamps, uint64_t offset, uint64_t bytes, bool st
 }
 
 uint64_t HappensBefore::record(const Actor& actor, const Event& event, uint32_t warps, uint64_t word,
-                               const std::string& name) {
+                               const std::string& name, uint32_t lane) {
   Page& page = memory_->own();
   const uint64_t number = ++page.transfers;
   Transfer& made = page.transfer[number % kTransfers];
@@ -90,6 +92,7 @@ uint64_t HappensBefore::record(const Actor& actor, const Event& event, uint32_t 
   made.warp = event.warp;
   made.epoch = event.epoch;
   made.warps = warps;
+  made.lane = lane;
   made.thread = actor.thread;
   made.block = actor.block;
   made.pe = event.pe;
@@ -105,12 +108,13 @@ std::string HappensBefore::viewed(const Actor& actor, const void* address, uint6
   const uint64_t offset = reinterpret_cast<uint64_t>(address) - memory_->heaps[static_cast<size_t>(pe)];
   Stamp mark = stamp(actor.warp);
   if (store) {
-    auto& [epoch, number] = view_stores_[{actor.warp, pe}];
+    const unsigned lane = actor.thread % 32;
+    auto& [epoch, number] = view_stores_[{actor.warp * 32ull + lane, pe}];
     if (epoch != at(actor.warp).epoch) {
       epoch = at(actor.warp).epoch;
       const Event event{actor.warp, epoch, pe, actor.line, kOpPut, 0};
-      number = record(actor, event, 1, kNoWord, std::string("a store to ") + name);
-      put_epochs_[{actor.warp, pe}] = epoch;
+      number = record(actor, event, 1, kNoWord, std::string("a store to ") + name, lane + 1);
+      view_epochs_[{actor.warp, pe}] = epoch;
     }
     mark = transfer_stamp(memory_->me, Touch::put, number);
   }
@@ -296,6 +300,9 @@ std::string HappensBefore::advice(const Actor& actor, const Found& found, int ow
                "T.sync_threads() after the wait, is missing";
     return "a wait for its signal, the word at heap offset " + text(t.word * 8) + ", is missing between them";
   }
+  for (uint64_t lane = 1; t.lane && lane < kAllLanes; ++lane)
+    if (epoch_of(known, clock_key(Part::done, rank, t.warp, t.pe, lane)) >= t.epoch)
+      return "T.sync_warp() is missing between the store and N.fence or N.quiet, which another lane calls";
   if (epoch_of(known, clock_key(Part::done, rank, t.warp, t.pe)) >= t.epoch)
     return "T.sync_threads() is missing between the put, which all warps of the block make, and N.fence or N.quiet";
   if (epoch_of(known, clock_key(Part::steps, rank, t.warp)) >= t.epoch)

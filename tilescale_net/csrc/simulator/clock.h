@@ -5,6 +5,7 @@
 //   steps    what a warp of the rank has done by itself: its loads and stores, and that it has made its calls
 //   fenced   the warp's puts to a PE up to this epoch come before a fence for it
 //   done     the same puts are there, for whoever knows this: they were quiet, or fenced before a signal to that PE
+//            Of stores through remote views both are known lane by lane, or of all lanes: the word says which.
 //   carried  the warp's put_signals to a PE by one signal word, up to this epoch, are there
 #pragma once
 
@@ -28,6 +29,8 @@ constexpr Key clock_key(Part part, int rank, uint32_t warp = 0, int pe = 0, uint
   return static_cast<uint64_t>(part) << 61 | static_cast<uint64_t>(rank) << 55 | static_cast<uint64_t>(warp) << 39 |
          static_cast<uint64_t>(pe) << 33 | word;
 }
+constexpr uint64_t kAllLanes = 33; // after those of a warp, from 1 on
+constexpr uint64_t word_of(Key key) { return key & (kMaxWords - 1); }
 constexpr Part part_of(Key key) { return static_cast<Part>(key >> 61); }
 constexpr int rank_of(Key key) { return static_cast<int>(key >> 55 & 63); }
 constexpr uint32_t warp_of(Key key) { return static_cast<uint32_t>(key >> 39 & 0xffff); }

@@ -57,6 +57,7 @@ HappensBefore::~HappensBefore() {
     if (rank_of(entry.first) == memory_->me && part_of(entry.first) >= Part::done) done->push_back(entry);
   memory_->own_done = join(memory_->own_done, done);
   for (const auto& [by, epoch] : put_epochs_) memory_->put_epochs[by] = epoch;
+  for (const auto& [by, epoch] : view_epochs_) memory_->view_epochs[by] = epoch;
   __atomic_store_n(&memory_->own().finished, latest_, __ATOMIC_RELEASE);
 }
 
@@ -186,25 +187,46 @@ void HappensBefore::cover(const Event& fence) {
   fences_[{fence.warp, fence.pe}] = fence;
 }
 
-Known HappensBefore::completed(const Event& event, Part part) {
+uint32_t HappensBefore::stores_before(const Event& event, int pe, unsigned lane) {
+  uint32_t all = at(event.warp).epoch;
+  for (unsigned other = 0; lanes_ && event.scope == 0 && other < 32; ++other) {
+    const auto it = view_stores_.find({event.warp * 32ull + other, pe});
+    if (other == lane || it == view_stores_.end()) continue;
+    const uint32_t known = lanes_->lane_knows(event.warp, lane, other);
+    if (known < it->second.first) all = std::min(all, known);
+  }
+  return all;
+}
+
+Known HappensBefore::completed(const Event& event, Part part, unsigned thread) {
   State& state = at(event.warp);
   if (!follows_ranks_) return state.known;
-  auto more = std::make_shared<Clock>();
+  auto before = std::make_shared<Clock>(), more = std::make_shared<Clock>();
+  const auto concerns = [&](int pe) { return event.pe == -1 || event.pe == pe; };
+  const auto add = [&](Clock& to, const std::pair<uint32_t, int>& by, uint64_t lanes, uint32_t epoch) {
+    to.emplace_back(clock_key(part, memory_->me, by.first, by.second, lanes), epoch);
+  };
   // Those of earlier launches come before it.
   for (const auto& [by, epoch] : memory_->put_epochs)
-    if (event.pe == -1 || event.pe == by.second)
-      more->emplace_back(clock_key(part, memory_->me, by.first, by.second), epoch);
-  const auto earlier = static_cast<ptrdiff_t>(more->size());
-  for (const auto& entry : put_epochs_) {
-    const auto& [warp, pe] = entry.first;
-    if (event.pe != -1 && event.pe != pe) continue;
-    const uint32_t known =
-        warp == event.warp ? state.epoch : epoch_of(state.known, clock_key(Part::steps, memory_->me, warp));
-    const uint32_t epoch = std::min(known, entry.second);
-    if (epoch >= first_epoch_) more->emplace_back(clock_key(part, memory_->me, warp, pe), epoch);
+    if (concerns(by.second)) add(*before, by, 0, epoch);
+  for (const auto& [by, epoch] : memory_->view_epochs)
+    if (concerns(by.second)) add(*before, by, kAllLanes, epoch);
+  const auto known = [&](uint32_t warp) {
+    return warp == event.warp ? state.epoch : epoch_of(state.known, clock_key(Part::steps, memory_->me, warp));
+  };
+  for (const auto& [by, latest] : put_epochs_) {
+    const uint32_t epoch = std::min(known(by.first), latest);
+    if (concerns(by.second) && epoch >= first_epoch_) add(*more, by, 0, epoch);
   }
-  const Known before = std::make_shared<Clock>(more->begin(), more->begin() + earlier);
-  more->erase(more->begin(), more->begin() + earlier);
+  const unsigned lane = thread % 32;
+  for (const auto& [by, latest] : view_epochs_) {
+    if (!concerns(by.second)) continue;
+    const bool own = by.first == event.warp;
+    const uint32_t all = std::min(own ? stores_before(event, by.second, lane) : known(by.first), latest);
+    if (all >= first_epoch_) add(*more, by, kAllLanes, all);
+    if (own && all < latest) add(*more, by, lane + 1, latest);
+  }
+  std::sort(before->begin(), before->end());
   std::sort(more->begin(), more->end());
   return join(join(state.known, before), more);
 }
@@ -216,7 +238,7 @@ const Known& HappensBefore::sent_by(State& state, int pe) {
   auto done = std::make_shared<Clock>();
   for (const auto& [key, epoch] : *state.known)
     if (part_of(key) == Part::fenced && rank_of(key) == memory_->me && pe_of(key) == pe)
-      done->emplace_back(clock_key(Part::done, memory_->me, warp_of(key), pe), epoch);
+      done->emplace_back(clock_key(Part::done, memory_->me, warp_of(key), pe, word_of(key)), epoch);
   sent = {state.known, join(state.known, done)};
   return sent.sent;
 }
@@ -309,7 +331,7 @@ std::string HappensBefore::begin(const Actor& actor, const Call& call) {
   case kOpQuiet:
   case kOpFlush:
     cover(event);
-    turn(at(actor.warp), completed(event, call.operation == kOpFence ? Part::fenced : Part::done));
+    turn(at(actor.warp), completed(event, call.operation == kOpFence ? Part::fenced : Part::done, actor.thread));
     break;
   case kOpWait:
   case kOpTest:

@@ -32,6 +32,14 @@ struct Actor {
 
 constexpr uint32_t kHostWarp = kMaxWarps - 1; // the host counts as one more warp
 
+// What the lanes of a warp know of each other.
+class LaneOrder {
+public:
+  virtual ~LaneOrder() = default;
+  // Up to which epoch what `other` has done comes before the lane.
+  virtual uint32_t lane_knows(uint32_t warp, unsigned lane, unsigned other) = 0;
+};
+
 class HappensBefore {
 public:
   // `memory`: null where the heap is not known.
@@ -39,6 +47,7 @@ public:
                 bool follows_ranks);
   ~HappensBefore();
 
+  void follow_lanes(LaneOrder* lanes) { lanes_ = lanes; }
   // Warps have met: each knows what all of them knew.
   void meet(const std::vector<uint32_t>& warps);
   // They have met for a call of theirs. A put of a block is there when all of its warps have come to its end.
@@ -123,13 +132,16 @@ private:
   void add_put(const Put& put);
   void cover(const Event& event);
   // After a fence, or a quiet (Part::done): what the warp knows besides.
-  Known completed(const Event& event, Part part);
+  Known completed(const Event& event, Part part, unsigned thread);
+  // Up to which epoch the warp's stores through views of the PE's tensors come before a lane.
+  uint32_t stores_before(const Event& event, int pe, unsigned lane);
   const Known& sent_by(State& state, int pe);
   std::string use(const Event& event, const Call& call);
   std::string stored_plainly(const Event& event, const uint64_t* word) const;
   std::string passed() const;
   std::string transfer(const Actor& actor, const Event& event, const Call& call, uint32_t warps);
-  uint64_t record(const Actor& actor, const Event& event, uint32_t warps, uint64_t word, const std::string& name);
+  uint64_t record(const Actor& actor, const Event& event, uint32_t warps, uint64_t word, const std::string& name,
+                  uint32_t lane = 0);
   // A signal changes its word: nobody may read it meanwhile, but by waits.
   std::string changed_word(const Actor& actor, const Event& event, const Call& call);
   std::string put(const Actor& actor, const Event& event, const Call& call, Stamp source, Stamp target);
@@ -161,7 +173,9 @@ private:
   std::map<const uint64_t*, Event> waits_;
   std::vector<Exact> exact_;
   std::unordered_map<uint32_t, uint32_t> block_puts_; // by leader: epoch of all warps, until the put begins
-  std::map<std::pair<uint32_t, int>, std::pair<uint32_t, uint64_t>> view_stores_; // by warp and PE: epoch and number
+  LaneOrder* lanes_ = nullptr;
+  std::map<std::pair<uint32_t, int>, uint32_t> view_epochs_; // by warp and PE: of the latest store through a view
+  std::map<std::pair<uint64_t, int>, std::pair<uint32_t, uint64_t>> view_stores_; // by lane and PE: epoch and number
   std::map<uint64_t, uint64_t> benign_; // ends of ranges of the heap, by their beginnings
 };
 

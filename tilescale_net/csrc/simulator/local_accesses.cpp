@@ -17,7 +17,9 @@ constexpr size_t kMaxPages = 1 << 14; // 64 MiB that one launch touches; what co
 LocalAccesses::LocalAccesses(HappensBefore& order, unsigned warps_per_block, unsigned threads_per_block,
                              const std::vector<std::string>& lines)
     : order_(order), warps_per_block_(warps_per_block), threads_per_block_(threads_per_block), lines_(lines),
-      first_epoch_(order.first_epoch()) {}
+      first_epoch_(order.first_epoch()) {
+  order.follow_lanes(this);
+}
 
 void LocalAccesses::lanes_meet(uint32_t warp, uint32_t mask, bool all) {
   Lanes& lanes = lanes_[warp];
@@ -49,6 +51,12 @@ void LocalAccesses::warps_meet(const std::vector<uint32_t>& warps) {
 void LocalAccesses::lane_learns(uint32_t warp, unsigned lane) {
   uint32_t& by_lane = lanes_[warp].by_lane[lane];
   by_lane = std::max(by_lane, order_.known_steps(warp, warp));
+}
+
+uint32_t LocalAccesses::lane_knows(uint32_t warp, unsigned lane, unsigned other) {
+  const Lanes& lanes = lanes_[warp];
+  const uint32_t known = std::max(lanes.floor, lanes.by_lane[lane]);
+  return lanes.of_each ? std::max(known, lanes.of_each[lane * 32 + other]) : known;
 }
 
 void LocalAccesses::forget(const void* p, uint64_t bytes) {

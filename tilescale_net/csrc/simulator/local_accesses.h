@@ -21,7 +21,7 @@ struct SharedRange {
   uint64_t begin, bytes;
 };
 
-class LocalAccesses {
+class LocalAccesses : public LaneOrder {
 public:
   LocalAccesses(HappensBefore& order, unsigned warps_per_block, unsigned threads_per_block,
                 const std::vector<std::string>& lines);
@@ -32,6 +32,7 @@ public:
   void warps_meet(const std::vector<uint32_t>& warps);
   // A lane has found in a word what its warp had left there.
   void lane_learns(uint32_t warp, unsigned lane);
+  uint32_t lane_knows(uint32_t warp, unsigned lane, unsigned other) override;
   // The bytes are another block's now.
   void forget(const void* p, uint64_t bytes);
   void benign_race(const void* p, uint64_t bytes);

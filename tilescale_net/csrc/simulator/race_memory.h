@@ -39,6 +39,7 @@ struct Transfer {
   uint64_t word; // that its signal changes, or kNoWord
   uint32_t warp, epoch, thread, block;
   uint32_t warps; // that make it together, from `warp` on
+  uint32_t lane;  // 1 to 32 of a store through a remote view; else 0
   int32_t pe;
   uint32_t site;
 };
@@ -125,16 +126,17 @@ uint64_t race_memory_bytes(uint64_t heap_bytes);
 struct RaceMemory {
   int me = 0;
   uint64_t base = 0, bytes = 0;
-  std::vector<Page*> pages;                                // of all ranks
-  std::vector<uint64_t> heaps;                             // where they are mapped; 0: they are not
-  std::vector<uint32_t> ended;                             // what each had finished when the launch was asked for
-  std::unordered_map<uint64_t, SignalHistory> words;       // signal words of this heap, by index
-  Known any = nothing_known();                             // to who has seen any
-  Known learnt = nothing_known();                          // to launches of this rank after those that have ended
-  Known own_done = nothing_known();                        // which transfers of this rank's ended launches are done
-  std::map<std::pair<uint32_t, int>, uint32_t> put_epochs; // by warp and PE: of the latest put of ended launches
-  uint32_t flushed = 0;                                    // all of its transfers up to this epoch are done
-  uint64_t read = 0;                                       // messages
+  std::vector<Page*> pages;                                 // of all ranks
+  std::vector<uint64_t> heaps;                              // where they are mapped; 0: they are not
+  std::vector<uint32_t> ended;                              // what each had finished when the launch was asked for
+  std::unordered_map<uint64_t, SignalHistory> words;        // signal words of this heap, by index
+  Known any = nothing_known();                              // to who has seen any
+  Known learnt = nothing_known();                           // to launches of this rank after those that have ended
+  Known own_done = nothing_known();                         // which transfers of this rank's ended launches are done
+  std::map<std::pair<uint32_t, int>, uint32_t> put_epochs;  // by warp and PE: of the latest put of ended launches
+  std::map<std::pair<uint32_t, int>, uint32_t> view_epochs; // the same of stores through remote views
+  uint32_t flushed = 0;                                     // all of its transfers up to this epoch are done
+  uint64_t read = 0;                                        // messages
   std::map<std::pair<int, uint64_t>, Known> fetched;
   std::unordered_map<const Clock*, std::pair<Known, uint64_t>> published;
   std::map<std::string, uint32_t> sites;
