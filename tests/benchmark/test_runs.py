@@ -90,6 +90,7 @@ def test_product_alone(tmp_path):
     assert refused.returncode == 2 and "--parts calls needs a GPU" in refused.stderr
 
 
+@pytest.mark.nightly
 def test_moe_host(tmp_path):
     path = tmp_path / "run.json"
     done = launch("moe_host.py", "--calls", "2", "--warmup", "0", "--repeat", "1", "--json", str(path), GPUS="1")

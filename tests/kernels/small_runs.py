@@ -134,6 +134,7 @@ def moe_latency_refused(seed):
 EXCHANGE = ("exchange", "announcement")
 HANDSHAKE = ("moe/handshake", "moe/routing", "moe/routing_steps")
 THROUGHPUT = (*HANDSHAKE, "moe/dispatch_throughput", "moe/combine_throughput", "moe/combine_throughput_steps")
+OVER_NODES = ("moe/node_routing", "moe/node_dispatch", "moe/node_combine")  # by four ranks on two nodes
 RUNS = {
     "copies": (("p2p",), copies),
     "writes by the proxy": (("proxy_write",), writes),
@@ -155,14 +156,14 @@ RUNS = {
     ),
     "matmul and all-reduce": (("fused/matmul_all_reduce",), multiply_and_reduce_everywhere),
     "send and receive": (("send_recv",), messages),
-    "MoE by expert": (("moe/dispatch_throughput",), moe_by_expert),
-    "MoE by rank": (THROUGHPUT, moe_by_rank),
+    "MoE by expert": (("moe/dispatch_throughput", *OVER_NODES), moe_by_expert),
+    "MoE by rank": ((*THROUGHPUT, "moe/node_combine"), moe_by_rank),
     "MoE latency": (
         ("moe/handshake", "moe/dispatch_latency", "moe/dispatch_latency_steps", "moe/combine_latency"),
         moe_latency,
     ),
     "MoE latency, weights at combine": (("moe/exchange_weights",), moe_latency_weights),
-    "MoE by rank, refused": (("moe/refusal", "moe/routing_steps"), moe_refused),
+    "MoE by rank, refused": (("moe/refusal", "moe/routing_steps", "moe/node_refusal"), moe_refused),
     "MoE latency, refused": (("moe/refusal",), moe_latency_refused),
 }
 # Need mapped peers.

@@ -10,14 +10,13 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels import test_all_gather, test_all_to_all, test_p2p, test_reduce_scatter
 from tests.kernels.moe.test_rounds import rounds
+from tests.kernels.small_runs import GEOMETRY, MOE
 from tilescale_net.kernels.moe import Tuning
 
 FEW = 5
 SEEDS = int(os.environ.get("TSN_CHAOS_SEEDS", "240"))
 AT_ONCE = 24  # seeds of one test, whose ranks build each kernel once
-GEOMETRY = dict(threads=32, blocks=2)
-MOE = dict(num_experts=4, max_tokens=7, hidden=64, top_k=3)
-TUNING = Tuning(blocks=2, threads=32, combine_threads=32, chunk=2)
+TUNING = Tuning(blocks=2, threads=64, combine_threads=64, chunk=2)  # as in small_runs: the same kernels
 
 
 def chaos_of(seed: int) -> str:

@@ -109,7 +109,7 @@ def _ends(name, right, seeds):
 def _report_of(function, seed: int) -> str:
     """The kind of error that a job of two ranks ends with, where it is the one that it should be; else ""."""
     _, kinds = seeded_errors.ENDS[function]
-    env = {"TSN_TIMEOUT": "5", "TSN_SIM_STALL": "10"}
+    env = {"TSN_TIMEOUT": "5", "TSN_SIM_STALL": "4"}
     outcomes = ranks.launch(2, _ends, function.__name__, False, [seed], env=env)
     errors = [o.error for o in outcomes if o.error and o.error[0] != "PeerLost"]
     told = [kind for kind, text, _ in errors if kinds.get(kind, "\0") in text]

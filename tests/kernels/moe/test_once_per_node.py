@@ -63,7 +63,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["expert", "rank", pytest.param("elsewhere", marks=pytest.mark.nightly)])
 def test_rounds(case):
     options, how, kinds = CASES[case]
     ranks.run(4, rounds, random.randrange(1 << 30), SHAPE, options, how, kinds, env=TWO_NODES, timeout=280)
@@ -110,42 +110,42 @@ def test_bytes_on_the_network():
     ranks.run(4, _bytes, random.randrange(1 << 20), env=TWO_NODES, timeout=280)
 
 
-def _values(seed: int) -> None:
-    """Numbers of rows come back to their choices, bias is added, on both layouts; a refused call ends everywhere."""
+def _values(seed: int, layout: str) -> None:
+    """Numbers of rows come back to their choices, bias is added; a refused call ends everywhere."""
     device, rank = tsn.device(), tsn.rank()
     pace = random.Random(seed + rank)
-    for layout in ("expert", "rank"):
-        op = AllToAll(**SHAPE, layout=layout, **({} if layout == "rank" else {"alignment": 2}))
-        everyone = [make_inputs((seed, r), op.config, 5 + r, "random") for r in range(4)]
-        mine = everyone[rank]
-        x, idx, weights = mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device)
-        received = op.dispatch(x, idx, weights)
-        if layout == "expert":
-            sums, values = op.combine_values(received.x, received.row_weight.nan_to_num(0.0), received.handle)
-            assert torch.equal(values, weights)
-            bias = torch.ones_like(x)
-            with_bias = op.combine(received.x, received.handle, weighted=False, bias=[bias])
-            torch.testing.assert_close(with_bias, sums + bias, rtol=0.05, atol=0.05)
-        wrong = {
-            "combine": lambda: op.combine(received.x.float(), received.handle),
-            "known": lambda: op.dispatch(x[:1], handle=received.handle),
-            "new": lambda: op.dispatch(x.float(), idx, weights),
-        }
-        right = {
-            "combine": lambda: op.combine(received.x, received.handle),
-            "known": lambda: op.dispatch(x, handle=received.handle),
-            "new": lambda: op.dispatch(x, idx, weights),
-        }
-        for call in wrong:
-            with raises((TypeError, ValueError), "rank 1"):
-                (wrong if rank == 1 else right)[call]()
-                op.check()
-            run_round(op, everyone, pace, f"seed {seed}, after a refusal")
-        op.free()
+    op = AllToAll(**SHAPE, layout=layout, **({} if layout == "rank" else {"alignment": 2}))
+    everyone = [make_inputs((seed, r), op.config, 5 + r, "random") for r in range(4)]
+    mine = everyone[rank]
+    x, idx, weights = mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device)
+    received = op.dispatch(x, idx, weights)
+    if layout == "expert":
+        sums, values = op.combine_values(received.x, received.row_weight.nan_to_num(0.0), received.handle)
+        assert torch.equal(values, weights)
+        bias = torch.ones_like(x)
+        with_bias = op.combine(received.x, received.handle, weighted=False, bias=[bias])
+        torch.testing.assert_close(with_bias, sums + bias, rtol=0.05, atol=0.05)
+    wrong = {
+        "combine": lambda: op.combine(received.x.float(), received.handle),
+        "known": lambda: op.dispatch(x[:1], handle=received.handle),
+        "new": lambda: op.dispatch(x.float(), idx, weights),
+    }
+    right = {
+        "combine": lambda: op.combine(received.x, received.handle),
+        "known": lambda: op.dispatch(x, handle=received.handle),
+        "new": lambda: op.dispatch(x, idx, weights),
+    }
+    for call in wrong:
+        with raises((TypeError, ValueError), "rank 1"):
+            (wrong if rank == 1 else right)[call]()
+            op.check()
+        run_round(op, everyone, pace, f"seed {seed}, after a refusal")
+    op.free()
 
 
-def test_values_and_refusals():
-    ranks.run(4, _values, random.randrange(1 << 20), env=TWO_NODES, timeout=280)
+@pytest.mark.parametrize("layout", ["expert", pytest.param("rank", marks=pytest.mark.nightly)])
+def test_values_and_refusals(layout):
+    ranks.run(4, _values, random.randrange(1 << 20), layout, env=TWO_NODES, timeout=280)
 
 
 def _masked(seed: int, gone: int) -> None:
@@ -175,6 +175,7 @@ def _host(seed: int) -> None:
     hold(seed, dict(alignment=2), SHAPE, 2 * KEPT)
 
 
+@pytest.mark.nightly
 def test_the_host():
     """Calls cost it as little as in one node, and plans are used again."""
     ranks.run(4, _host, random.randrange(1 << 30), env=TWO_NODES, timeout=280)
