@@ -146,12 +146,12 @@ def test_wrong_data_is_found():
 
     def start():
         try:
-            return ends[0].ping_pong(1, size, 200, 100)
+            return ends[0].ping_pong(1, size, 20_000, 100)
         finally:
             stop.set()
 
     with pytest.raises(FabricError, match="wrong data: chunk 0 of a message of 200000 bytes came back from rank 1"):
-        together(start, lambda: ends[1].ping_pong(0, size, 200, 100, starter=False), scribble)
+        together(start, lambda: ends[1].ping_pong(0, size, 20_000, 100, starter=False), scribble)
 
 
 def test_bad_arguments():
