@@ -21,7 +21,8 @@ class AbortPage:
 
     def __init__(self):
         self.address = 0
-        self._in_use = threading.Lock()
+        # Reentrant: a handler of signals may ask while its thread does.
+        self._in_use = threading.RLock()
 
     @property
     def record_address(self) -> int:
@@ -35,16 +36,18 @@ class AbortPage:
 
     @property
     def aborted(self) -> bool:
-        return bool(self.address and ctypes.c_uint32.from_address(self.address).value)
+        with self._in_use:
+            return bool(self.address and ctypes.c_uint32.from_address(self.address).value)
 
     @property
     def touched(self) -> bool:
         """Whether waits were ended, or a kernel has left a record; cheap."""
-        address = self.address
-        return bool(address) and (
-            ctypes.c_uint32.from_address(address).value != 0
-            or ctypes.c_uint32.from_address(address + _RECORD + ErrorRecord.kind.offset).value != 0
-        )
+        with self._in_use:
+            address = self.address
+            return bool(address) and (
+                ctypes.c_uint32.from_address(address).value != 0
+                or ctypes.c_uint32.from_address(address + _RECORD + ErrorRecord.kind.offset).value != 0
+            )
 
     def record(self) -> ErrorRecord | None:
         """A copy of what a kernel left behind when it gave up; None where none did."""
