@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 import tilescale_net as tsn
@@ -258,8 +260,9 @@ def is_aligned(nbytes: int, *tensors: torch.Tensor) -> bool:
     return all((tensor.data_ptr() | tensor.nbytes) % nbytes == 0 for tensor in tensors)
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """As kernels call it."""
+    """The dtype as tilelang calls it."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -17,11 +17,6 @@ SCALED = torch.float8_e4m3fn  # with a scale for each row of `x` and each column
 TAKEN = (*DTYPES, SCALED)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype as tilelang calls it."""
-    return str(dtype).removeprefix("torch.")
-
-
 @dataclass(frozen=True)
 class Tiling:
     """Geometry of a product, see `product.Shape`.

@@ -10,8 +10,8 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.collective import BufferSpecs
-from tilescale_net.kernels.fused.matmul import DEFAULT, Tiling, dtype_name
+from tilescale_net.kernels.collective import BufferSpecs, dtype_name
+from tilescale_net.kernels.fused.matmul import DEFAULT, Tiling
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 from tilescale_net.kernels.fused.product import MULTIPLIERS
 

@@ -13,10 +13,10 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.collective import BufferSpecs
+from tilescale_net.kernels.collective import BufferSpecs, dtype_name
 from tilescale_net.kernels.fused import product
 from tilescale_net.kernels.fused.all_gather_matmul import matmul_arriving
-from tilescale_net.kernels.fused.matmul import DEFAULT, FusedMatmul, Sides, Tiling, check_extents, dtype_name, gate
+from tilescale_net.kernels.fused.matmul import DEFAULT, FusedMatmul, Sides, Tiling, check_extents, gate
 
 
 @tsn.jit(name="matmul_reduce_scatter_push")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, fields
 
 import torch
@@ -40,12 +39,6 @@ MODES = {
     "throughput": Traits(reuses_plan=True, weighs_rows=True),
     "latency": Traits(layouts=("expert",), max_tokens=1024, quantises_rows=True, weighs_choices=True),
 }
-
-
-@functools.cache
-def name_of(dtype: torch.dtype) -> str:
-    """tilelang's name of a torch dtype."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from itertools import product
 
 import torch
 
-from tilescale_net.kernels.collective import BufferSpecs
+from tilescale_net.kernels.collective import BufferSpecs, dtype_name
 from tilescale_net.kernels.moe.combine_latency import combine_latency, parts_of
-from tilescale_net.kernels.moe.config import FP8, Config, as_words, name_of
+from tilescale_net.kernels.moe.config import FP8, Config, as_words
 from tilescale_net.kernels.moe.dispatch_latency import dispatch_latency
 from tilescale_net.kernels.moe.exchange_weights import exchange_weights
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending, ReceivedRows
@@ -132,7 +132,7 @@ class LatencyMode(Mode):
     def _new_combine(self, phase: Phase, weighted: bool, biases: int) -> Launch:
         c, base = self._c, self._base
         kernel = combine_latency(
-            c.ranks, c.top_k, c.max_tokens, c.hidden, name_of(c.combine_dtype), weighted, c.quantize_combine,
+            c.ranks, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype), weighted, c.quantize_combine,
             self._proxied, phase.sends, phase.receives, self._parts, biases, base.blocks, base.threads,
         )  # fmt: skip
         return Launch(kernel, self._combine_fixed, _COMBINE, base.world)
@@ -200,7 +200,7 @@ class LatencyMode(Mode):
         """`x`, `scales` and `choices` are for the half that sends."""
         c, source, empty = self._c, "", x is None or not x.numel()
         if x is not None and c.dtype == FP8 and x.dtype != FP8:
-            source = name_of(x.dtype)
+            source = dtype_name(x.dtype)
             x = self._no_rows[x.dtype] if empty else x
         else:
             x = self._no_row if empty else as_words(x, c.row_words)
@@ -208,7 +208,7 @@ class LatencyMode(Mode):
         topk_idx, topk_weights = self._no_choice, self._no_weight
         if choices is not None and not empty:
             topk_idx, topk_weights = choices.topk_idx, choices.topk_weights
-        self._dispatch_of(phase, source, name_of(topk_idx.dtype))(
+        self._dispatch_of(phase, source, dtype_name(topk_idx.dtype))(
             plan.tokens, fault, fault_value, x, scales, topk_idx, topk_weights, *plan.arguments, *results
         )
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tilescale_net.kernels.collective import BufferSpecs
+from tilescale_net.kernels.collective import BufferSpecs, dtype_name
 from tilescale_net.kernels.moe import throughput
-from tilescale_net.kernels.moe.config import FP8, Config, name_of
+from tilescale_net.kernels.moe.config import FP8, Config
 from tilescale_net.kernels.moe.handle import RoutingPlan
 from tilescale_net.kernels.moe.mode import Launch
 from tilescale_net.kernels.moe.node_combine import combine_nodes
@@ -159,7 +159,7 @@ class NodeThroughputMode(throughput.ThroughputMode):
         c, base, t, at = self._c, self._base, self._tuning, self._at
         payload = FP8 if c.quantize_combine else c.combine_dtype
         kernel = combine_nodes(
-            c.ranks, c.num_experts, at.nodes, at.slots, c.top_k, c.max_tokens, c.hidden, name_of(c.combine_dtype),
+            c.ranks, c.num_experts, at.nodes, at.slots, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype),
             c.layout == "rank", weighted, c.quantize_combine, valued, biases, t.chunk,
             self._proxied_chunk(c.hidden * payload.itemsize), t.combine_senders, base.blocks - t.combine_senders,
             t.combine_threads,

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from tilescale_net.kernels.collective import BufferSpecs
+from tilescale_net.kernels.collective import BufferSpecs, dtype_name
 from tilescale_net.kernels.moe.combine_throughput import combine_throughput
-from tilescale_net.kernels.moe.config import FP8, Config, as_words, name_of
+from tilescale_net.kernels.moe.config import FP8, Config, as_words
 from tilescale_net.kernels.moe.dispatch_throughput import dispatch_throughput
 from tilescale_net.kernels.moe.handle import Choices, DispatchedByPlan, Handle, Pending, RoutingPlan
 from tilescale_net.kernels.moe.mode import Launch, Mode, Phase
@@ -216,7 +216,7 @@ class ThroughputMode(Mode):
         c, base, t = self._c, self._base, self._tuning
         payload = FP8 if c.quantize_combine else c.combine_dtype
         kernel = combine_throughput(
-            c.ranks, c.num_experts, c.top_k, c.max_tokens, c.hidden, name_of(c.combine_dtype), c.layout == "rank",
+            c.ranks, c.num_experts, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype), c.layout == "rank",
             weighted, c.quantize_combine, valued, biases, self._proxied, t.chunk,
             self._proxied_chunk(c.hidden * payload.itemsize), t.combine_senders, base.blocks - t.combine_senders,
             t.combine_threads,
@@ -324,7 +324,7 @@ class ThroughputMode(Mode):
             plan = RoutingPlan(tokens, *made)
         else:
             plan = self._plans.next(tokens)
-        routing = self._routing_of(name_of(topk_idx.dtype))
+        routing = self._routing_of(dtype_name(topk_idx.dtype))
         _, *places = plan.arguments
         self._stream.launch(routing, topk_idx, topk_weights, tokens, fault, fault_value, *places)
         return plan
