@@ -3,9 +3,10 @@
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.kernels.collective import Collective, as_bytes, as_vectors, is_aligned
+from tilescale_net.kernels.collective import Collective, as_bytes, as_vectors, check_chunk, is_aligned
 from tilescale_net.kernels.exchange import STORES_FROM, VECTOR_BYTES, exchange, exchange_by_stores
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
+from tilescale_net.kernels.node_all_gather import node_all_gather
 from tilescale_net.runtime.profiling import named
 
 
@@ -27,6 +28,8 @@ class AllGather(Collective):
     Args:
         threads, blocks, engine, unroll, ring: see `exchange`.
         stores_from: bytes of `x` from which mapped PEs get it by stores, not by puts; see `exchange_by_stores`.
+        once_per_node: where nodes have several ranks, a part crosses the network once per node; else once per rank.
+        chunk_bytes: of a part that is passed on within a node while the next bytes are under way.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Raises:
@@ -43,10 +46,18 @@ class AllGather(Collective):
         unroll: int | None = None,
         ring: tuple[int, int] | None = None,
         stores_from: int = STORES_FROM,
+        once_per_node: bool = True,
+        chunk_bytes: int = 256 * 1024,
         group: "tsn.Group" = None,
     ) -> None:
-        super().__init__("AllGather", f"engine={engine}, unroll={unroll}, ring={ring}", threads, blocks, group)
+        shown = (
+            f"engine={engine}, unroll={unroll}, ring={ring}, once_per_node={once_per_node}, chunk_bytes={chunk_bytes}"
+        )
+        check_chunk("AllGather", chunk_bytes)
+        super().__init__("AllGather", shown, threads, blocks, group)
         self._options = dict(threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring)
+        self._over_nodes = once_per_node and self.has_gateways
+        self._chunk_bytes = chunk_bytes
         self._stores_from = stores_from
         self._calls = self.counters(blocks)
         self._ready, self._arrived = self._signals(self.n_pes), self._signals(self.n_pes, blocks)
@@ -83,7 +94,11 @@ class AllGather(Collective):
                 stores = all_gather_by_stores(self.n_pes, self.threads, self.blocks, in_place)
                 stores(as_vectors(out), as_vectors(x), *words)
             else:
-                kernel = all_gather(self.n_pes, in_place=in_place, **self._options)
+                if self._over_nodes:
+                    geometry = self._world.topology.node_size, self._chunk_bytes
+                    kernel = node_all_gather(self.n_pes, *geometry, in_place=in_place, **self._options)
+                else:
+                    kernel = all_gather(self.n_pes, in_place=in_place, **self._options)
                 kernel(as_bytes(out, self.n_pes, x.nbytes), as_bytes(x, x.nbytes), *words)
             self._raise_mismatch_if_simulated()
         return out

@@ -5,7 +5,7 @@
     two_shot   the rest: every PE adds up its part, two exchanges            all_reduce_two_shot.py
 
 All of them add up in the order of the PEs, in float32, and round once: which one runs cannot be seen in the result. Where
-some PEs are on other nodes, a reduce-scatter and an all-gather take their place.
+some PEs are on other nodes, a reduce-scatter and an all-gather take their place, and a node's sum is rounded too.
 """
 
 import torch
@@ -44,6 +44,7 @@ class AllReduce(Collective):
         staging_bytes: of tensors that the kernel cannot reach in the other PEs' memory, so many bytes are copied and
             summed at a time; twice as many are allocated in the symmetric heap, beside up to 8 MiB for small tensors.
         algorithm: "packets", "one_shot", "two_shot" or "auto": by the size.
+        once_per_node: as that of `AllGather`.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Raises:
@@ -61,22 +62,25 @@ class AllReduce(Collective):
         blocks: int = 64,
         staging_bytes: int = 4 << 20,
         algorithm: str = "auto",
+        once_per_node: bool = True,
         group: "tsn.Group" = None,
     ) -> None:
         if algorithm not in ("auto", *ALGORITHMS):
             raise ValueError(f"AllReduce: algorithm is {algorithm!r}; it must be auto, {', '.join(ALGORITHMS)}")
         if isinstance(staging_bytes, bool) or not isinstance(staging_bytes, int) or staging_bytes < 1:
             raise ValueError(f"AllReduce: staging_bytes is {staging_bytes!r}; it must be a positive number of bytes")
-        super().__init__("AllReduce", f"staging_bytes={staging_bytes}, algorithm={algorithm}", threads, blocks, group)
+        shown = f"staging_bytes={staging_bytes}, algorithm={algorithm}, once_per_node={once_per_node}"
+        super().__init__("AllReduce", shown, threads, blocks, group)
         self._algorithm = algorithm
         step = self.n_pes * VECTOR_BYTES
         self._staging_bytes = -(-staging_bytes // step) * step
         self._parts: tuple = ()
         if self._sources_travel:
             self._source = self._symmetric(self._staging_bytes, torch.uint8)
+            options = dict(threads=threads, blocks=blocks, group=self._world)
             self._parts = (
-                ReduceScatter(threads=threads, blocks=blocks, group=self._world),
-                AllGather(threads=threads, blocks=blocks, group=self._world),
+                ReduceScatter(**options, algorithm="auto" if once_per_node else "push"),
+                AllGather(**options, once_per_node=once_per_node),
             )
         else:
             self._allocate_direct()
@@ -116,7 +120,7 @@ class AllReduce(Collective):
 
         Returns:
             `out`, with equal bits on all ranks: sums are made in float32 (float64 and integers in their own type), in the
-            order of the PEs, and rounded once.
+            order of the PEs, and rounded once; where a node's sum crosses the network, it is rounded too.
 
         Raises:
             TypeError, ValueError: an argument that does not fit, by name; nothing was sent.

@@ -48,10 +48,14 @@ def announce(ready, index, call, tag, pe):
 
 @tsn.macro
 def report_other_call(status, rank, call, tag, word):
-    """Report that `rank`, whose announcement `word` is, makes another call than this rank."""
-    theirs = T.cast(word & T.uint64((1 << TAG_BITS) - 1), "int64")
-    known = T.if_then_else(word >> T.uint64(TAG_BITS) == call, theirs, T.int64((1 << TAG_BITS) - 1))
-    report(status, OTHER_CALL, rank, (T.cast(tag, "int64") << T.int64(TAG_BITS)) | known)
+    """Report that `rank`, whose announcement `word` is, makes another call than this rank.
+
+    A word of an earlier call says nothing of this one: the job was aborted during the wait for it.
+    """
+    if word >= announcement(call, 0):
+        theirs = T.cast(word & T.uint64((1 << TAG_BITS) - 1), "int64")
+        known = T.if_then_else(word >> T.uint64(TAG_BITS) == call, theirs, T.int64((1 << TAG_BITS) - 1))
+        report(status, OTHER_CALL, rank, (T.cast(tag, "int64") << T.int64(TAG_BITS)) | known)
 
 
 @tsn.macro

@@ -9,7 +9,8 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.collective import Collective, as_bytes
+from tilescale_net.kernels.collective import Collective, as_bytes, check_chunk
+from tilescale_net.kernels.node_broadcast import node_broadcast
 from tilescale_net.kernels.partition import slice_elements
 
 
@@ -85,6 +86,7 @@ class Broadcast(Collective):
 
     Args:
         threads, blocks, engine, unroll, ring: see the kernel.
+        once_per_node, chunk_bytes: as those of `AllGather`.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Raises:
@@ -94,12 +96,19 @@ class Broadcast(Collective):
 
     def __init__(
         self, *, threads: int = 512, blocks: int = 16, engine: str = "auto", unroll: int | None = None,
-        ring: tuple[int, int] | None = None, group: "tsn.Group" = None,
+        ring: tuple[int, int] | None = None, once_per_node: bool = True, chunk_bytes: int = 256 * 1024,
+        group: "tsn.Group" = None,
     ) -> None:  # fmt: skip
-        super().__init__("Broadcast", f"engine={engine}, unroll={unroll}, ring={ring}", threads, blocks, group)
+        shown = (
+            f"engine={engine}, unroll={unroll}, ring={ring}, once_per_node={once_per_node}, chunk_bytes={chunk_bytes}"
+        )
+        check_chunk("Broadcast", chunk_bytes)
+        super().__init__("Broadcast", shown, threads, blocks, group)
+        self._node_size = self._world.topology.node_size if once_per_node and self.has_gateways else 0
+        self._chunk_bytes = chunk_bytes
         self._options = dict(threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring)
         self._calls = self.counters(blocks)
-        self._ready, self._arrived = self._signals(self.n_pes), self._signals(self.n_pes, blocks)
+        self._ready, self._arrived = self._signals(self.n_pes), self._signals(self._node_size or self.n_pes, blocks)
 
     def __call__(self, x: torch.Tensor, root: int = 0) -> torch.Tensor:
         """`x` of all PEs becomes the `x` of PE `root`; asynchronous on the current stream.
@@ -121,6 +130,9 @@ class Broadcast(Collective):
             raise ValueError(f"{self.name}: root is {root!r}; it must be a rank between 0 and {self.n_pes - 1}")
         self._agree("x of shape {} and {} at heap offset {}, root {}", x.shape, x.dtype, self.place(x), root)
         if x.nbytes and self.n_pes > 1:
-            kernel = broadcast(self.n_pes, **self._options)
+            if self._node_size:
+                kernel = node_broadcast(self.n_pes, self._node_size, self._chunk_bytes, **self._options)
+            else:
+                kernel = broadcast(self.n_pes, **self._options)
             kernel(as_bytes(x, x.nbytes), root, self._calls, self._ready, self._arrived)
         return x

@@ -36,6 +36,12 @@ def check_threads(name: str, what: str, threads: int, ranks: int) -> None:
         )
 
 
+def check_chunk(name: str, chunk_bytes: int) -> None:
+    """Raise ValueError for a chunk that the kernels cannot cut tensors into."""
+    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 128 or chunk_bytes % 128:
+        raise ValueError(f"{name}: chunk_bytes is {chunk_bytes!r}; it must be a positive multiple of 128")
+
+
 class Collective:
     """Base of the host classes: construction is collective, calls are asynchronous on the current stream.
 
@@ -60,6 +66,8 @@ class Collective:
         self.device = self._world.device
         # A PE of another node gets its data from the fabric, which reads symmetric memory only.
         self._sources_travel = 0 in self._world.peer_base
+        # Whether a PE of another node can pass on there what crosses the network once.
+        self.has_gateways = 1 < self._world.topology.nodes < self.n_pes
         check_threads(name, "threads", threads, self.n_pes)
         limit = SIMULATOR_BLOCKS
         if self.device.type == "cuda":

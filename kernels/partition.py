@@ -20,3 +20,12 @@ def slice_elements(count, blocks: int, dtype: str):
     align, least = max(1, ALIGN_BYTES // element), max(1, MIN_BYTES // element)
     share = T.max(T.ceildiv(count, T.int64(blocks)), T.int64(least))
     return T.ceildiv(share, T.int64(align)) * align
+
+
+# Bits of the number of a piece within a call; the upper ones have the call's.
+PIECE_BITS = 20
+
+
+def piece_number(call, piece):
+    """What a signal says when the first `piece` pieces of call `call` (uint64) are there; greater than all of earlier calls."""
+    return (call << T.uint64(PIECE_BITS)) + T.cast(piece, "uint64")

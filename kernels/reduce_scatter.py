@@ -13,7 +13,8 @@ from tilelang import tvm
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce, report_other_call
-from tilescale_net.kernels.collective import Collective, dtype_name, is_aligned
+from tilescale_net.kernels.collective import Collective, check_chunk, dtype_name, is_aligned
+from tilescale_net.kernels.node_reduce_scatter import node_reduce_scatter
 from tilescale_net.kernels.partition import slice_elements
 from tilescale_net.kernels.reduce_scatter_pull import reduce_scatter_pull
 from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES, accumulator
@@ -157,9 +158,11 @@ class ReduceScatter(Collective):
 
     Args:
         threads, blocks, slots, chunk_bytes, engine, unroll, ring: see the kernel. The staging memory takes
-            n_pes * blocks * slots * chunk_bytes bytes of the symmetric heap.
-        algorithm: "pull" where `x` is mapped, at the same place of all heaps, and parts are whole multiples of 16 bytes;
-            "push" for all tensors; "auto": by pull where that is possible.
+            n_pes * blocks * slots * chunk_bytes bytes of the symmetric heap; where nodes have several ranks, twice as much
+            with nodes in the place of PEs, and the rest when a tensor is pushed for the first time.
+        algorithm: "pull" where `x` is at the same place of all heaps and parts are whole multiples of 16 bytes: over mapped
+            memory, and where nodes have several ranks, a node's sum crosses the network (node_reduce_scatter.py);
+            "push" for all tensors: a rank's part crosses the network; "auto": by pull where that is possible.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Raises:
@@ -178,14 +181,23 @@ class ReduceScatter(Collective):
             raise ValueError(f"ReduceScatter: algorithm is {algorithm!r}; it must be {', '.join(ALGORITHMS)}")
         if slots < 2:
             raise ValueError(f"ReduceScatter: slots is {slots}; it must be 2 or more")
-        if chunk_bytes < 128 or chunk_bytes % 128:
-            raise ValueError(f"ReduceScatter: chunk_bytes is {chunk_bytes}; it must be a positive multiple of 128")
+        check_chunk("ReduceScatter", chunk_bytes)
         options = dict(slots=slots, chunk_bytes=chunk_bytes, engine=engine, unroll=unroll, ring=ring)
         shown = options | dict(algorithm=algorithm)
         super().__init__("ReduceScatter", ", ".join(f"{k}={v}" for k, v in shown.items()), threads, blocks, group)
         self._algorithm = algorithm
         self._options = dict(threads=threads, blocks=blocks, **options)
-        self._staging = self._symmetric((self.n_pes, blocks, slots, chunk_bytes), torch.uint8)
+        self._can_pull = self.has_gateways or not self._sources_travel
+        self._staging: torch.Tensor | None = None
+        if self.has_gateways and algorithm != "push":
+            nodes, size = self._world.topology.nodes, self._world.topology.node_size
+            self._node_slots = [self._symmetric((nodes, blocks, slots, chunk_bytes), torch.uint8) for _ in range(2)]
+            self._node_words = (
+                self.counters(blocks), self._signals(2 * self.n_pes), self._signals(size, blocks),
+                self._signals(nodes, blocks), self._signals(nodes, blocks),
+            )  # fmt: skip
+        else:
+            self._allocate_staging()
         self._calls, self._chunks = self.counters(blocks), self.counters(blocks)
         self._ready = self._signals(2 * self.n_pes)
         self._mismatch: tsn.RankMismatch | None = None
@@ -203,7 +215,8 @@ class ReduceScatter(Collective):
 
         Returns:
             `out`; sums are made in float32 (float64 and integers in their own type), in the order of the PEs, and
-            rounded once. Later work on the stream may write `x` again.
+            rounded once; where a node's sum crosses the network, it is rounded too. Later work on the stream may write
+            `x` again.
 
         Raises:
             TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
@@ -218,7 +231,7 @@ class ReduceScatter(Collective):
         self._check_parts("x", x, "out", out)
         if out.data_ptr() != x.data_ptr() + self.rank * out.nbytes:
             self._check_apart("out", out, "x", x)
-        place = self.place_of_vectors(x) if is_aligned(VECTOR_BYTES, out) and not self._sources_travel else None
+        place = self.place_of_vectors(x) if is_aligned(VECTOR_BYTES, out) and self._can_pull else None
         mapped, tag = self._agree_on_places("out of shape {} and {}", out.shape, out.dtype, places=[place])
         if self._algorithm == "pull" and not mapped:
             raise ValueError(
@@ -229,19 +242,34 @@ class ReduceScatter(Collective):
             return out
         if mapped and self._algorithm != "push":
             vector = VECTOR_BYTES // out.element_size()
-            kernel = reduce_scatter_pull(self.n_pes, dtype_name(out.dtype), self.threads, self.blocks)
-            words = tag, self._agreement.status, *self._pull_words
+            if self.has_gateways:
+                node_size, options = self._world.topology.node_size, self._options
+                kernel = node_reduce_scatter(self.n_pes, node_size, dtype_name(out.dtype), **options)
+                slots = (
+                    memory.view(out.dtype).view(*memory.shape[:3], -1, vector) for memory in self._node_slots
+                )  # fmt: skip
+                words = tag, self._agreement.status, *slots, *self._node_words
+            else:
+                kernel = reduce_scatter_pull(self.n_pes, dtype_name(out.dtype), self.threads, self.blocks)
+                words = tag, self._agreement.status, *self._pull_words
             self._explained(lambda: kernel(out.view(-1, vector), x.view(-1, vector), *words))
         else:
             self._push(out, x, tag)
         return out
+
+    def _allocate_staging(self) -> torch.Tensor:
+        shape = self.n_pes, self.blocks, self._options["slots"], self._options["chunk_bytes"]
+        self._staging = self.allocate({"staging": (shape, torch.uint8)})["staging"]
+        return self._staging
 
     def _push(self, out: torch.Tensor, x: torch.Tensor, tag: int) -> None:
         # Ranks may differ in this: slices, chunks and staging are laid out alike for any vector.
         aligned = (out.data_ptr() | x.data_ptr() | out.nbytes) % VECTOR_BYTES == 0
         vector = VECTOR_BYTES // out.element_size() if aligned else 1
         kernel = reduce_scatter(self.n_pes, dtype_name(out.dtype), vector, **self._options)
-        staging = self._staging.view(out.dtype).view(self.n_pes, self.blocks, self._options["slots"], -1, vector)
+        # Over nodes, all ranks come here for the first time in the same call, and most never do.
+        staging = self._staging if self._staging is not None else self._allocate_staging()
+        staging = staging.view(out.dtype).view(self.n_pes, self.blocks, self._options["slots"], -1, vector)
         words = self._calls, self._chunks, self._ready, self._arrived, self._consumed
         self._explained(
             lambda: kernel(

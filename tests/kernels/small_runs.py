@@ -43,7 +43,7 @@ def writes(seed):
 
 
 def gather(seed):
-    _of("all_gather")._gather(seed, PARTS, dict(GEOMETRY), 3)
+    _of("all_gather")._gather(seed, PARTS, dict(GEOMETRY, chunk_bytes=512), 3)
 
 
 def gather_by_stores(seed):
@@ -138,16 +138,16 @@ OVER_NODES = ("moe/node_routing", "moe/node_dispatch", "moe/node_combine")  # by
 RUNS = {
     "copies": (("p2p",), copies),
     "writes by the proxy": (("proxy_write",), writes),
-    "all-gather": (EXCHANGE, gather),
+    "all-gather": ((*EXCHANGE, "node_all_gather"), gather),
     "all-gather by stores": (EXCHANGE, gather_by_stores),
     "all-to-all": (EXCHANGE, equal_splits),
     "all-to-all, uneven": (("all_to_all_uneven",), uneven_splits),
     "reduce-scatter": (("reduce_scatter",), reduce_by_push),
     "reduce-scatter by pull": (("reduce_scatter_pull",), reduce_by_pull),
     "all-reduce": (("all_reduce_one_shot", "all_reduce_packets", "all_reduce_two_shot"), reduce_everywhere),
-    "all-reduce across nodes": ((), reduce_across_nodes),
+    "all-reduce across nodes": (("node_reduce_scatter",), reduce_across_nodes),
     "all-reduce and norm": (("all_reduce_norm",), norm),
-    "broadcast": (("broadcast",), broadcast),
+    "broadcast": (("broadcast", "node_broadcast"), broadcast),
     "all-to-all, transposed": (("all_to_all_transposed",), transposed),
     "all-gather and matmul": (("fused/all_gather_matmul", "fused/product"), gather_and_multiply),
     "matmul and reduce-scatter": (

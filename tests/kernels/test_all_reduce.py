@@ -8,7 +8,7 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import Guarded, assert_same, unsettle
-from tests.kernels.test_reduce_scatter import reference, values
+from tests.kernels.test_reduce_scatter import reference, reference_of_nodes, values
 from tilescale_net.kernels.all_reduce import ALGORITHMS, AllReduce
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -57,9 +57,8 @@ def _reduce(seed, cases, options, calls=2):
                     assert_same(x, data[rank], f"x of seed {seed}, case {number}")
                     x.zero_()  # the call is over with x
                 tsn.synchronize()
-                assert_same(
-                    out, reference(data), f"{algorithm}, seed {seed}, case {number} {case}, call {call}, rank {rank}"
-                )
+                what = f"{algorithm}, seed {seed}, case {number} {case}, call {call}, rank {rank}"
+                assert_same(out, reference_of_nodes(data, tsn.world().topology.node_size), what)
             if guards[0] is not None:
                 tsn.barrier()
                 guards[0].check()

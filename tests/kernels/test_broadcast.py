@@ -15,11 +15,11 @@ GEOMETRY = dict(threads=64, blocks=2)
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
 
 
-def _broadcast(seed):
+def _broadcast(seed, cases=8):
     rank, n = tsn.rank(), tsn.size()
     pace, turns = random.Random(f"{seed} {rank}"), random.Random(seed)
-    op = Broadcast(**GEOMETRY)
-    for case in range(8):
+    op = Broadcast(**GEOMETRY, chunk_bytes=4096)
+    for case in range(cases):
         dtype = turns.choice(DTYPES)
         x = Guarded(turns.choice([(0,), (1,), (5, 7), (turns.randrange(1, 40_000),)]), dtype, turns.choice([0, 4, 16]))
         for call in range(3):

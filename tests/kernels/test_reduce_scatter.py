@@ -45,8 +45,14 @@ def reference(parts: list[torch.Tensor]) -> torch.Tensor:
     return total.to(dtype)
 
 
-def _reduce(seed, cases, options, calls=2):
-    rank, n = tsn.rank(), tsn.size()
+def reference_of_nodes(parts: list[torch.Tensor], node_size: int) -> torch.Tensor:
+    """The sums of the nodes, each rounded, in the order of the nodes; on one node, and where each PE is one, `reference`."""
+    return reference([reference(parts[first : first + node_size]) for first in range(0, len(parts), node_size)])
+
+
+def _reduce(seed, cases, options, calls=2, by_nodes=()):
+    """`by_nodes`: the cases that cross the network as sums of nodes."""
+    rank, n, node_size = tsn.rank(), tsn.size(), tsn.world().topology.node_size
     pace = random.Random(f"{seed} {rank}")
     op = ReduceScatter(**options)
     for number, (shape, dtype, x_offset, out_offset) in enumerate(cases):
@@ -60,7 +66,9 @@ def _reduce(seed, cases, options, calls=2):
             x.tensor.zero_()  # the call is over with x
             tsn.synchronize()
             what = f"seed {seed}, case {number}, call {call}, rank {rank}"
-            assert_same(out.tensor, reference([d[rank] for d in data]), what)
+            parts = [d[rank] for d in data]
+            expected = reference_of_nodes(parts, node_size) if number in by_nodes else reference(parts)
+            assert_same(out.tensor, expected, what)
         x.check()
         out.check()
         x.free()

@@ -39,7 +39,7 @@ HappensBefore::HappensBefore(unsigned warps_per_block, const std::vector<std::st
     start->emplace_back(clock_key(Part::all, r), memory_->ended[static_cast<size_t>(r)]);
   if (follows_ranks_) memory_->receive(nothing_known()); // what is there now belongs to what the host has waited for
   memory_->forget_finished();
-  start_ = join(join(start, memory_->learnt), memory_->own_done);
+  start_ = join(start, memory_->learnt);
   Page& page = memory_->own();
   page.warps_per_block = warps_per_block_;
   __atomic_store_n(&page.latest, latest_, __ATOMIC_RELEASE);
@@ -49,13 +49,7 @@ HappensBefore::~HappensBefore() {
   give_epoch(latest_);
   if (!memory_) return;
   // Launches of a rank follow one another: the next one knows what the warps of this one have learnt of other ranks.
-  auto done = std::make_shared<Clock>();
-  for (const auto& entry : warps_) {
-    memory_->learnt = join(memory_->learnt, entry.second.known);
-  }
-  for (const auto& entry : *memory_->learnt)
-    if (rank_of(entry.first) == memory_->me && part_of(entry.first) >= Part::done) done->push_back(entry);
-  memory_->own_done = join(memory_->own_done, done);
+  for (const auto& entry : warps_) memory_->learnt = join(memory_->learnt, entry.second.known);
   for (const auto& [by, epoch] : put_epochs_) memory_->put_epochs[by] = epoch;
   for (const auto& [by, epoch] : view_epochs_) memory_->view_epochs[by] = epoch;
   __atomic_store_n(&memory_->own().finished, latest_, __ATOMIC_RELEASE);

@@ -154,15 +154,18 @@ std::string RaceMemory::deadlock() const {
 
 Known RaceMemory::beyond_ended(const Known& known) const {
   auto rest = std::make_shared<Clock>();
-  for (const auto& entry : *known)
-    if (entry.second > ended[static_cast<size_t>(rank_of(entry.first))]) rest->push_back(entry);
+  for (const auto& [key, epoch] : *known) {
+    // The end of a kernel completes no put of this rank: what is known of them does not follow from it.
+    const bool own_put = rank_of(key) == me && part_of(key) >= Part::done && epoch > flushed;
+    if (own_put || epoch > ended[static_cast<size_t>(rank_of(key))]) rest->emplace_back(key, epoch);
+  }
   return rest;
 }
 
 // Drops what every launch from now on knows without it.
 void RaceMemory::forget_finished() {
   for (auto it = words.begin(); it != words.end();) {
-    if (it->second.forget(ended)) ++it;
+    if (it->second.forget(*this)) ++it;
     else it = words.erase(it);
   }
   learnt = beyond_ended(learnt);
@@ -196,7 +199,6 @@ void note_ended_launches(uint64_t base) {
   for (int r = 0; r < memory->ranks(); ++r)
     memory->ended[static_cast<size_t>(r)] = seen(memory->pages[static_cast<size_t>(r)]->finished);
   memory->flushed = next_epoch - 1;
-  memory->own_done = nothing_known();
   memory->put_epochs.clear();
 }
 

@@ -66,6 +66,8 @@ struct Seen {
   int64_t value;
 };
 
+struct RaceMemory;
+
 // The signals to a word that have come, and what they carried.
 class SignalHistory {
 public:
@@ -80,8 +82,8 @@ public:
   // not know that the wait is over. `wait` and `rank` are what it would know it by. `at`: what `reached` said. `now`:
   // see above.
   bool passes(int64_t value, size_t at, int64_t now, Key wait, Key rank, uint32_t epoch) const;
-  // Drops what everybody knows who knows all of each rank up to `ended`. False: nothing is left.
-  bool forget(const std::vector<uint32_t>& ended);
+  // Drops what every launch from now on knows without it. False: nothing is left.
+  bool forget(const RaceMemory& memory);
 
 private:
   struct Step {
@@ -132,7 +134,6 @@ struct RaceMemory {
   std::unordered_map<uint64_t, SignalHistory> words;        // signal words of this heap, by index
   Known any = nothing_known();                              // to who has seen any
   Known learnt = nothing_known();                           // to launches of this rank after those that have ended
-  Known own_done = nothing_known();                         // which transfers of this rank's ended launches are done
   std::map<std::pair<uint32_t, int>, uint32_t> put_epochs;  // by warp and PE: of the latest put of ended launches
   std::map<std::pair<uint32_t, int>, uint32_t> view_epochs; // the same of stores through remote views
   uint32_t flushed = 0;                                     // all of its transfers up to this epoch are done
@@ -165,9 +166,10 @@ struct RaceMemory {
   // Whether all ranks wait for each other for good, as this one sees it while it waits; then who else waits where.
   std::string deadlock() const;
 
-private:
   // What is left of it for somebody who knows all that had ended.
   Known beyond_ended(const Known& known) const;
+
+private:
   Known fetch(const Message& m);
 };
 

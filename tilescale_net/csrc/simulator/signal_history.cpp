@@ -82,15 +82,13 @@ bool SignalHistory::passes(int64_t value, size_t at, int64_t now, Key wait, Key 
   return false;
 }
 
-bool SignalHistory::forget(const std::vector<uint32_t>& ended) {
-  auto rest = std::make_shared<Clock>();
-  for (const auto& entry : *all_)
-    if (entry.second > ended[static_cast<size_t>(rank_of(entry.first))]) rest->push_back(entry);
-  all_ = rest;
+bool SignalHistory::forget(const RaceMemory& memory) {
+  const std::vector<uint32_t>& ended = memory.ended;
+  all_ = memory.beyond_ended(all_);
   // The host may have given the word another value since.
   const auto old = [&](const Step& step) { return step.epoch <= ended[static_cast<size_t>(step.rank)]; };
   steps_.erase(std::remove_if(steps_.begin(), steps_.end(), old), steps_.end());
-  return !rest->empty();
+  return !all_->empty();
 }
 
 } // namespace sim
