@@ -264,12 +264,19 @@ class _Roll:
     def _lost(self, what: str, ranks: list[int], err: BaseException | None = None) -> PeerLost:
         who = ", ".join(f"rank {r}" for r in ranks)
         cause = f" ({first_line(err)})" if err else ""
+        self._say("told")
         if self._rank == self._store.kept_by:
-            time.sleep(_LAST_LOOK)  # the store ends with this rank, and the others look at it for their message
+            self._let_others_look()
         return PeerLost(
             f"rank {self._rank}: not all of {self._size} ranks could meet within {self._timeout:g} s. Missing: {who} "
             f"({what}). Look at the output of those ranks, or raise TSN_TIMEOUT if they are only slow{cause}"
         )
+
+    def _let_others_look(self) -> None:
+        """The store ends with this rank, and the others look at it for their message: slow ones, too."""
+        end, keys = time.monotonic() + _LAST_LOOK + _SLACK, [f"told/{r}" for r in range(self._size)]
+        while time.monotonic() < end and not self._all(keys):
+            time.sleep(0.05)
 
     def _silent(self, *words: str) -> list[int]:
         return [r for r in range(self._size) if not any(self._all([f"{word}/{r}"]) for word in words)]
