@@ -157,7 +157,7 @@ RUNS = {
     "matmul and all-reduce": (("fused/matmul_all_reduce",), multiply_and_reduce_everywhere),
     "send and receive": (("send_recv",), messages),
     "MoE by expert": (("moe/dispatch_throughput", *OVER_NODES), moe_by_expert),
-    "MoE by rank": ((*THROUGHPUT, "moe/node_combine"), moe_by_rank),
+    "MoE by rank": ((*THROUGHPUT, *OVER_NODES), moe_by_rank),
     "MoE latency": (
         ("moe/handshake", "moe/dispatch_latency", "moe/dispatch_latency_steps", "moe/combine_latency"),
         moe_latency,

@@ -132,7 +132,7 @@ def _programs() -> set[str]:
     load = host_compiler.load
 
     def note(name, text):
-        lines = sorted({line for line in text.splitlines() if "tsn::" in line})
+        lines = sorted(line for line in text.splitlines() if "tsn::" in line or ".arrive(" in line or ".wait(" in line)
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         programs.add(f"{name} {digest} {text.count('__syncthreads()')} {text.count('__syncwarp')}")
         return load(name, text)

@@ -16,6 +16,7 @@ import tilescale_net as tsn
 from tests import hosts, ranks
 from tests.fabric.pair import PROVIDERS
 from tilescale_net.kernels.all_to_all import AllToAll
+from tilescale_net.launch.job import remove_objects_of
 
 SIZE = 3
 LIMIT = 90  # seconds that a round may take, on a machine with much else to do
@@ -123,6 +124,9 @@ def _round(folder, fault, seed):
                     if rank != lost or fault in ("cable", "disk"):
                         proc.join(LIMIT)
                 procs[lost].kill()
+                if fault == "stop":  # nobody of the job is left to do what its launcher would
+                    procs[lost].join(LIMIT)
+                    remove_objects_of(procs[lost].pid)
 
             thread = threading.Thread(target=body, daemon=True)
             thread.start()

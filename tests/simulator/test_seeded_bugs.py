@@ -7,10 +7,14 @@ import torch
 
 from tests import ranks
 from tests.simulator import seeded_bugs as bugs
-from tests.simulator import seeded_errors
+from tests.simulator import seeded_errors, seeded_lanes
 
 SEEDS = 20
 ENOUGH = 15
+
+
+def _case(name, right):
+    return next(getattr(m, name) for m in (bugs, seeded_lanes, seeded_errors) if hasattr(m, name))(right)
 
 
 def _compile(cases):
@@ -20,7 +24,7 @@ def _compile(cases):
     import tilescale_net as tsn
 
     for name, right in cases[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]:
-        tsn.compile(bugs.kernel(getattr(bugs, name)(right)), target="simulator")
+        tsn.compile(bugs.kernel(_case(name, right)), target="simulator")
 
 
 def _found(size, cases, seeds, timeout=120):
@@ -42,7 +46,7 @@ def _run(cases, seeds):
     flag = tsn.zeros((8,), torch.uint64)
     found, turn = {}, 0
     for name, right in cases:
-        case = getattr(bugs, name)(right)
+        case = _case(name, right)
         kernel = tsn.compile(bugs.kernel(case), target="simulator")
         caught, said, began = 0, "", time.process_time()
         for seed in seeds:
@@ -84,11 +88,16 @@ def _both(functions):
 
 def test_rules():
     """Reported in every schedule, with the lines of the primitives."""
-    found = _found(2, [*((f.__name__, False) for f in bugs.RULES), (bugs.declared_race.__name__, True)], range(2))
+    rules = [(f.__name__, False) for f in (*bugs.RULES, *seeded_lanes.RULES)]
+    found = _found(2, [*rules, (bugs.declared_race.__name__, True)], range(2))
     _, said = found.pop((bugs.declared_race.__name__, True))
     assert not said, said
     for (name, _), (caught, said) in found.items():
-        assert caught == 2 and said.startswith("DataRace") and "seeded_bugs.py:" in said, (name, caught, said)
+        assert caught == 2 and said.startswith("DataRace") and "seeded_" in said and ".py:" in said, (
+            name,
+            caught,
+            said,
+        )
 
 
 def _ends(name, right, seeds):
@@ -97,7 +106,7 @@ def _ends(name, right, seeds):
 
     x, y, after = (tsn.zeros((bugs.ROUNDS, bugs.M)) for _ in range(3))
     flag, out = tsn.zeros((8,), torch.uint64), torch.zeros((bugs.ROUNDS, bugs.M))
-    kernel = tsn.compile(bugs.kernel(getattr(seeded_errors, name)(right)), target="simulator")
+    kernel = tsn.compile(bugs.kernel(_case(name, right)), target="simulator")
     for seed in seeds:
         flag.zero_()
         tsn.barrier()
@@ -138,8 +147,8 @@ def _line(row: str, name: str, found: int, how: str) -> str:
 @pytest.mark.timeout(7200)
 def test_table_of_bugs():
     """All bugs in all schedules, and none in the right forms. Prints the table of docs/simulator.md."""
-    rows = {f.__name__: row for f, row in (bugs.GOES_ON | bugs.THREE_RANKS).items()}
-    found = _found(2, _both(bugs.GOES_ON), range(SEEDS), timeout=3000)
+    rows = {f.__name__: row for f, row in (bugs.GOES_ON | seeded_lanes.GOES_ON | bugs.THREE_RANKS).items()}
+    found = _found(2, _both(bugs.GOES_ON | seeded_lanes.GOES_ON), range(SEEDS), timeout=3000)
     found |= _found(3, _both(bugs.THREE_RANKS), range(SEEDS), timeout=1000)
     lines = {
         rows[name]: _line(rows[name], name, caught, f"`{said.split(':')[0]}`" if said else "wrong data")

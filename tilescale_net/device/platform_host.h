@@ -202,6 +202,7 @@ TSN_DEVICE T atomic(T* p, T value) {
   while (!__atomic_compare_exchange_n(word, &old, detail::bits<W>(apply(detail::bits<T>(old))), false,
                                       detail::host_order(O), __ATOMIC_RELAXED)) {
   }
+  sim::word_found(p);
   return detail::bits<T>(old);
 }
 
@@ -214,6 +215,7 @@ TSN_DEVICE T atomic_cas(T* p, T compare, T value) {
   W old = detail::bits<W>(compare);
   const bool taken = __atomic_compare_exchange_n(reinterpret_cast<W*>(p), &old, detail::bits<W>(value), false,
                                                  detail::host_order(O), __ATOMIC_RELAXED);
+  sim::word_found(p);
   if (!taken) sim::api().yield(true); // usually retried in a loop
   return detail::bits<T>(old);
 }

@@ -64,6 +64,9 @@ TSN_DEVICE void enter(Operation operation, const void* dst, int64_t bytes, int p
 template <Scope S, class Offer>
 TSN_DEVICE bool scope_deferred(Offer offer) {
   if constexpr (S == Scope::thread) return offer();
+  // A GPU's warp does not meet here, and so orders no memory.
+  if constexpr (S == Scope::warp)
+    return platform::shuffle(0xffffffffu, platform::lane() == 0 ? uint64_t(offer()) : 0, 0);
   return scope_broadcast<S>([&] { return uint64_t(offer()); });
 }
 

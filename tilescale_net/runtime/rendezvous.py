@@ -13,6 +13,7 @@ import ipaddress
 import os
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -239,7 +240,7 @@ class _Roll:
         while not self._all(keys):
             spent = time.monotonic() - begin
             if spent > self._timeout and (missing := self._silent("here")):
-                raise self._lost(absent, missing)
+                raise self._lost(absent, missing, told=set(range(self._size)) - set(missing))
             time.sleep(min(0.25, 0.02 + spent / 20))
 
     def guard(self, run):
@@ -261,15 +262,24 @@ class _Roll:
         self._say("joined")
         return result
 
-    def _lost(self, what: str, ranks: list[int], err: BaseException | None = None) -> PeerLost:
+    def _lost(
+        self, what: str, ranks: list[int], err: BaseException | None = None, told: set[int] | None = None
+    ) -> PeerLost:
         who = ", ".join(f"rank {r}" for r in ranks)
         cause = f" ({first_line(err)})" if err else ""
+        self._say("told")
         if self._rank == self._store.kept_by:
-            time.sleep(_LAST_LOOK)  # the store ends with this rank, and the others look at it for their message
+            self._let_others_look(range(self._size) if told is None else told)
         return PeerLost(
             f"rank {self._rank}: not all of {self._size} ranks could meet within {self._timeout:g} s. Missing: {who} "
             f"({what}). Look at the output of those ranks, or raise TSN_TIMEOUT if they are only slow{cause}"
         )
+
+    def _let_others_look(self, ranks: Iterable[int]) -> None:
+        """The store ends with this rank, and the others look at it for their message: slow ones, too."""
+        end, keys = time.monotonic() + _LAST_LOOK + _SLACK, [f"told/{r}" for r in ranks]
+        while time.monotonic() < end and not self._all(keys):
+            time.sleep(0.05)
 
     def _silent(self, *words: str) -> list[int]:
         return [r for r in range(self._size) if not any(self._all([f"{word}/{r}"]) for word in words)]

@@ -22,18 +22,20 @@ std::string pe_text(int pe) { return "PE " + std::to_string(pe); }
 
 } // namespace
 
-bool HappensBefore::ordered(Stamp stamp, uint32_t warp) {
+bool HappensBefore::ordered(Stamp stamp, uint32_t warp, unsigned lane) {
   const int rank = rank_of_stamp(stamp);
   if (!stamp || rank >= memory_->ranks()) return true;
   if (!follows_ranks_ && rank != memory_->me) return true;
-  const Known& known = at(warp).known;
+  const Known& known = known_to(at(warp), lane);
   const auto knows = [&](Part part, uint32_t by, uint32_t epoch, int pe, uint64_t word) {
     return epoch_of(known, clock_key(part, rank, by, pe, word)) >= epoch;
   };
   if (touch_of(stamp) == Touch::access) {
     const uint32_t by = static_cast<uint32_t>(stamp >> 8 & 0xffff), epoch = static_cast<uint32_t>(stamp >> 32);
-    if (rank == memory_->me && by == warp) return true;
-    return knows(Part::all, 0, epoch, 0, 0) || knows(Part::steps, by, epoch, 0, 0);
+    if (knows(Part::all, 0, epoch, 0, 0)) return true;
+    const unsigned by_lane = lane_of_access(stamp);
+    if (rank != memory_->me) return steps_known(known, rank, by, by_lane) >= epoch;
+    return comes_before({by, epoch, -1, -1, 0, 0, by_lane}, warp, lane);
   }
   Transfer t;
   if (!memory_->find(rank, stamp >> 8, &t)) return true;
@@ -42,7 +44,8 @@ bool HappensBefore::ordered(Stamp stamp, uint32_t warp) {
   if (knows(Part::all, 0, t.epoch, 0, 0) && !own_put) return true;
   if (own_put && epoch_of(known, memory_->all_done()) >= t.epoch) return true;
   if (touch_of(stamp) == Touch::get || !follows_ranks_)
-    return (rank == memory_->me && t.warp == warp) || knows(Part::steps, t.warp, t.epoch, 0, 0);
+    return (rank == memory_->me && t.warp == warp) ||
+           steps_known(known, rank, t.warp, t.lane ? t.lane - 1 : kEveryLane) >= t.epoch;
   if (t.word != kNoWord && knows(Part::carried, t.warp, t.epoch, t.pe, t.word)) return true;
   if (t.lane)
     return knows(Part::done, t.warp, t.epoch, t.pe, kAllLanes) || knows(Part::done, t.warp, t.epoch, t.pe, t.lane);
@@ -64,7 +67,7 @@ bool HappensBefore::is_benign(uint64_t offset) const {
 }
 
 // Whole granules only: a neighbour's bytes may share the first and the last one.
-void HappensBefore::look(Stamp* stamps, uint64_t offset, uint64_t bytes, bool stores, uint32_t warp, Stamp mark,
+void HappensBefore::look(Stamp* stamps, uint64_t offset, uint64_t bytes, bool stores, const Actor& actor, Stamp mark,
                          Found* found) {
   Stamp before = 0;
   const uint64_t last = (offset + bytes) / 4;
@@ -76,7 +79,7 @@ void HappensBefore::look(Stamp* stamps, uint64_t offset, uint64_t bytes, bool st
       continue;
     }
     before = stamp;
-    if (found && !found->stamp && !ordered(stamp, warp) && !is_benign(i * 4))
+    if (found && !found->stamp && !ordered(stamp, actor.warp, actor.lane()) && !is_benign(i * 4))
       *found = {stamp, stores, i * 4, i * 4 + 4};
   }
 }
@@ -106,21 +109,21 @@ std::string HappensBefore::viewed(const Actor& actor, const void* address, uint6
   const int pe = memory_ && follows_ranks_ ? memory_->owner(address) : -1;
   if (pe < 0 || pe == memory_->me) return "";
   const uint64_t offset = reinterpret_cast<uint64_t>(address) - memory_->heaps[static_cast<size_t>(pe)];
-  Stamp mark = stamp(actor.warp);
+  Stamp mark = stamp(actor.warp, actor.lane());
   if (store) {
     const unsigned lane = actor.thread % 32;
     auto& [epoch, number] = view_stores_[{actor.warp * 32ull + lane, pe}];
     if (epoch != at(actor.warp).epoch) {
       epoch = at(actor.warp).epoch;
-      const Event event{actor.warp, epoch, pe, actor.line, kOpPut, 0};
+      const Event event{actor.warp, epoch, pe, actor.line, kOpPut, 0, lane};
       number = record(actor, event, 1, kNoWord, std::string("a store to ") + name, lane + 1);
-      view_epochs_[{actor.warp, pe}] = epoch;
+      note_thread_put(event);
     }
     mark = transfer_stamp(memory_->me, Touch::put, number);
   }
   Found found;
-  look(memory_->stores(pe), offset, bytes, true, actor.warp, store ? mark : 0, &found);
-  look(memory_->loads(pe), offset, bytes, false, actor.warp, store ? 0 : mark, store ? &found : nullptr);
+  look(memory_->stores(pe), offset, bytes, true, actor, store ? mark : 0, &found);
+  look(memory_->loads(pe), offset, bytes, false, actor, store ? 0 : mark, store ? &found : nullptr);
   // A store through a view comes after an earlier one of the same warp.
   Transfer t;
   if (found.stamp && touch_of(found.stamp) == Touch::put && rank_of_stamp(found.stamp) == memory_->me &&
@@ -140,7 +143,8 @@ std::string HappensBefore::transfer(const Actor& actor, const Event& event, cons
   if (!memory_->holds(there) || bytes > memory_->bytes - memory_->offset(there)) return ""; // reported elsewhere
   const uint64_t word = call.operation == kOpPutSignal ? memory_->offset(call.signal) / 8 : kNoWord;
   const uint64_t number =
-      record(actor, event, warps, word, primitive_name(event.operation, event.scope) + line(event.line));
+      record(actor, event, warps, word, primitive_name(event.operation, event.scope) + line(event.line),
+             event.lane < kEveryLane ? event.lane + 1 : 0);
   if (call.operation == kOpGet && !follows_ranks_) return "";
   if (call.operation == kOpGet) return got(actor, event, call, transfer_stamp(memory_->me, Touch::get, number));
   return put(actor, event, call, transfer_stamp(memory_->me, Touch::source, number),
@@ -151,9 +155,9 @@ std::string HappensBefore::changed_word(const Actor& actor, const Event& event, 
   if (!follows_ranks_ || call.pe < 0 || call.pe >= memory_->ranks() || !memory_->holds(call.signal)) return "";
   const uint64_t offset = memory_->offset(call.signal);
   Found found;
-  look(memory_->stores(call.pe), offset, 8, true, event.warp,
-       access_stamp(memory_->me, event.warp, event.epoch) | kSignalStamp, nullptr);
-  look(memory_->loads(call.pe), offset, 8, false, event.warp, 0, &found);
+  look(memory_->stores(call.pe), offset, 8, true, actor,
+       access_stamp(memory_->me, event.warp, actor.lane(), event.epoch) | kSignalStamp, nullptr);
+  look(memory_->loads(call.pe), offset, 8, false, actor, 0, &found);
   if (!found.stamp || touch_of(found.stamp) != Touch::access) return "";
   if ((found.stamp >> 8 & 0xffff) == kHostWarp) return ""; // the host may look at words
   const std::string what = name(event) + " of rank " + std::to_string(memory_->me) + " to " + pe_text(call.pe);
@@ -169,15 +173,15 @@ std::string HappensBefore::put(const Actor& actor, const Event& event, const Cal
   if (memory_->holds(call.source) && bytes <= memory_->bytes - memory_->offset(call.source)) {
     Found found;
     const uint64_t from = memory_->offset(call.source);
-    look(memory_->stores(memory_->me), from, bytes, true, event.warp, 0, &found);
-    look(memory_->loads(memory_->me), from, bytes, false, event.warp, source, nullptr);
+    look(memory_->stores(memory_->me), from, bytes, true, actor, 0, &found);
+    look(memory_->loads(memory_->me), from, bytes, false, actor, source, nullptr);
     if (found.stamp) wrong = race(actor, what + " sends", found, memory_->me, false);
   }
   if (!follows_ranks_) return wrong;
   Found found;
   const uint64_t to = memory_->offset(call.destination);
-  look(memory_->stores(call.pe), to, bytes, true, event.warp, target, &found);
-  look(memory_->loads(call.pe), to, bytes, false, event.warp, 0, &found);
+  look(memory_->stores(call.pe), to, bytes, true, actor, target, &found);
+  look(memory_->loads(call.pe), to, bytes, false, actor, 0, &found);
   if (found.stamp && wrong.empty()) wrong = race(actor, what + " writes", found, call.pe, true);
   return wrong;
 }
@@ -189,14 +193,14 @@ std::string HappensBefore::got(const Actor& actor, const Event& event, const Cal
                            text(actor.thread) + " from " + pe_text(call.pe);
   Found found;
   const uint64_t from = memory_->offset(call.source);
-  look(memory_->stores(call.pe), from, bytes, true, event.warp, 0, &found);
-  look(memory_->loads(call.pe), from, bytes, false, event.warp, source, nullptr);
+  look(memory_->stores(call.pe), from, bytes, true, actor, 0, &found);
+  look(memory_->loads(call.pe), from, bytes, false, actor, source, nullptr);
   if (found.stamp) return race(actor, what + " reads", found, call.pe, false);
   if (!memory_->holds(call.destination) || bytes > memory_->bytes - memory_->offset(call.destination)) return "";
   const uint64_t to = memory_->offset(call.destination);
-  look(memory_->stores(memory_->me), to, bytes, true, event.warp, access_stamp(memory_->me, event.warp, event.epoch),
-       &found);
-  look(memory_->loads(memory_->me), to, bytes, false, event.warp, 0, &found);
+  look(memory_->stores(memory_->me), to, bytes, true, actor,
+       access_stamp(memory_->me, event.warp, actor.lane(), event.epoch), &found);
+  look(memory_->loads(memory_->me), to, bytes, false, actor, 0, &found);
   return found.stamp ? race(actor, what + " fills", found, memory_->me, true) : "";
 }
 
@@ -205,14 +209,14 @@ std::string HappensBefore::accessed(const Actor& actor, const void* address, uin
   if (!memory_) return "";
   Stamp *stores = memory_->stores(memory_->me), *loads = memory_->loads(memory_->me);
   const uint64_t offset = memory_->offset(address);
-  const Stamp own = stamp(actor.warp);
+  const Stamp own = stamp(actor.warp, actor.lane());
   Found found;
   // Accesses of one rank are not compared with each other.
   const auto plain = [&](Stamp s) { return touch_of(s) == Touch::access && rank_of_stamp(s) == memory_->me; };
   for (uint64_t i = offset / 4; i <= (offset + bytes - 1) / 4; ++i) {
     const Stamp last_store = read(stores[i]), last_load = read(loads[i]);
-    const bool after_store = plain(last_store) || ordered(last_store, actor.warp);
-    const bool after_load = plain(last_load) || ordered(last_load, actor.warp);
+    const bool after_store = plain(last_store) || ordered(last_store, actor.warp, actor.lane());
+    const bool after_load = plain(last_load) || ordered(last_load, actor.warp, actor.lane());
     if (!after_store && !found.stamp) found = {last_store, true, i * 4, i * 4 + 4};
     if (store && !after_load && !found.stamp) found = {last_load, false, i * 4, i * 4 + 4};
     if (after_store) view.ordered_store = last_store;
@@ -229,12 +233,13 @@ std::string HappensBefore::accessed(const Actor& actor, const void* address, uin
 
 std::string HappensBefore::host(uint64_t offset, uint64_t bytes, bool store, const char* name) {
   Found found;
-  const Stamp mark = stamp(kHostWarp);
-  look(memory_->stores(memory_->me), offset, bytes, true, kHostWarp, store ? mark : 0, &found);
+  const Stamp mark = stamp(kHostWarp, 0);
+  const Actor host{kHostWarp, 0, 0, -1};
+  look(memory_->stores(memory_->me), offset, bytes, true, host, store ? mark : 0, &found);
   if (is_signal(found.stamp)) found = {}; // the host may look at words, and set them anew
-  look(memory_->loads(memory_->me), offset, bytes, false, kHostWarp, store ? 0 : mark, store ? &found : nullptr);
+  look(memory_->loads(memory_->me), offset, bytes, false, host, store ? 0 : mark, store ? &found : nullptr);
   if (!found.stamp) return "";
-  return race({kHostWarp, 0, 0, -1}, std::string(name) + (store ? " writes" : " reads"), found, memory_->me, store);
+  return race(host, std::string(name) + (store ? " writes" : " reads"), found, memory_->me, store);
 }
 
 std::string host_access(uint64_t base, const std::vector<std::pair<uint64_t, uint64_t>>& runs, bool store,
@@ -291,9 +296,14 @@ std::string HappensBefore::advice(const Actor& actor, const Found& found, int ow
   }
   if (rank == memory_->me) return quiet;
   if (t.pe != owner) return quiet;
-  const Known& known = at(actor.warp).known;
+  const Known& known = known_to(at(actor.warp), actor.lane());
   if (t.word != kNoWord) {
     const Key key = clock_key(Part::carried, rank, t.warp, t.pe, t.word);
+    const State& own = at(actor.warp);
+    for (unsigned lane = 0; own.lanes && owner == memory_->me && lane < kEveryLane; ++lane)
+      if (epoch_of(known_to(own, lane), key) >= t.epoch)
+        return "lane " + text(lane) + " has waited for its signal, this one has not: N.wait_warp, or T.sync_warp() " +
+               "after the wait, is missing";
     for (const auto& entry : warps_)
       if (owner == memory_->me && epoch_of(entry.second.known, key) >= t.epoch)
         return place(entry.first) + " has waited for its signal, this thread has not: N.wait_block, or " +
@@ -302,10 +312,13 @@ std::string HappensBefore::advice(const Actor& actor, const Found& found, int ow
   }
   for (uint64_t lane = 1; t.lane && lane < kAllLanes; ++lane)
     if (epoch_of(known, clock_key(Part::done, rank, t.warp, t.pe, lane)) >= t.epoch)
-      return "T.sync_warp() is missing between the store and N.fence or N.quiet, which another lane calls";
+      return "T.sync_warp() is missing between it and N.fence or N.quiet, which another lane calls";
   if (epoch_of(known, clock_key(Part::done, rank, t.warp, t.pe)) >= t.epoch)
     return "T.sync_threads() is missing between the put, which all warps of the block make, and N.fence or N.quiet";
-  if (epoch_of(known, clock_key(Part::steps, rank, t.warp)) >= t.epoch)
+  const bool fenced = rank != memory_->me && epoch_of(known, steps_key(rank, t.warp)) < t.epoch;
+  if (fenced && !t.lane && steps_known(known, rank, t.warp, t.thread % 32) >= t.epoch)
+    return "T.sync_warp() or T.sync_threads() is missing between the put, which all lanes make, and N.fence or N.quiet";
+  if (steps_known(known, rank, t.warp, t.lane ? t.lane - 1 : kEveryLane) >= t.epoch)
     return "N.fence(" + std::to_string(t.pe) + ") is missing after the put and before the signal (or use N.put_signal)";
   return "a signal after the put and a fence, and a wait for it, are missing between them";
 }

@@ -97,7 +97,7 @@ bool Grid::signalling(const uint64_t* signal, int pe, uint64_t value, bool add, 
   RaceMemory* memory = heap_;
   if (!memory || pe < 0 || pe >= memory->ranks()) return false;
   if (order_ && order_->follows_ranks()) {
-    *out = order_->message(warp_number(*running_), pe, signal, running_->put_epoch);
+    *out = order_->message(warp_number(*running_), running_->view.lane, pe, signal, running_->put_epoch);
     running_->put_epoch = 0;
     restamp();
   } else {
@@ -143,14 +143,13 @@ void Grid::waited(const uint64_t* signal) {
   const bool looks = call.operation == kOpWait && running_->view.uses_result;
   if (!known) seen.exactly = false;
   seen.any = !known || looks || !(exactly || above || compare == Compare::ge);
-  order_->waited(warp_number(*running_), running_->call_line, signal, seen);
+  order_->waited(warp_number(*running_), running_->view.lane, running_->call_line, signal, seen);
   restamp();
 }
 
 void Grid::word(const void* address, WordAccess access) {
   if (!order_) return;
-  order_->word(warp_number(*running_), address, access);
-  if (local_) local_->lane_learns(warp_number(*running_), running_->view.lane);
+  order_->word(warp_number(*running_), running_->view.lane, address, access);
   restamp();
 }
 
@@ -168,7 +167,6 @@ void Grid::meet(const std::vector<Fiber*>& fibers, std::vector<uint32_t> warps) 
   std::sort(warps.begin(), warps.end());
   warps.erase(std::unique(warps.begin(), warps.end()), warps.end());
   order_->meet(warps);
-  if (local_) local_->warps_meet(warps);
   if (running_->announced) order_->meets_for(warps, running_->call, running_->call_line);
   restamp();
 }
@@ -184,7 +182,7 @@ void Grid::restamp() {
   }
   view.followed = true;
   view.loads_followed = order_->follows_ranks();
-  view.stamp = order_->stamp(warp_number(*running_));
+  view.stamp = order_->stamp(warp_number(*running_), view.lane);
   if (local_) local_->enter(view, warp_number(*running_));
   if (view.loads_followed) memory->peer_range(&view.peers_begin, &view.peers_bytes);
 }

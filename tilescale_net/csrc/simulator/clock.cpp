@@ -15,6 +15,25 @@ uint32_t epoch_of(const Known& known, Key key) {
   return it != known->end() && it->first == key ? it->second : 0;
 }
 
+uint32_t steps_known(const Known& known, int rank, uint32_t warp, unsigned lane) {
+  const uint32_t all = epoch_of(known, steps_key(rank, warp));
+  return lane < kEveryLane ? std::max(all, epoch_of(known, steps_key(rank, warp, lane))) : all;
+}
+
+Known without_lanes(const Known& known) {
+  auto out = std::make_shared<Clock>();
+  out->reserve(known->size());
+  Key warp = 0;
+  uint32_t all = 0;
+  for (const auto& entry : *known) {
+    const bool of_steps = part_of(entry.first) == Part::steps;
+    if (of_steps && !word_of(entry.first)) warp = entry.first, all = entry.second; // comes before its lanes
+    const bool of_lane = of_steps && word_of(entry.first);
+    if (!of_lane || entry.first - word_of(entry.first) != warp || entry.second > all) out->push_back(entry);
+  }
+  return out->size() == known->size() ? known : out;
+}
+
 Known join(const Known& a, const Known& b) {
   if (covers(a, b)) return a;
   if (a->empty()) return b;

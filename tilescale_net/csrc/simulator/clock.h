@@ -2,7 +2,8 @@
 //
 // A clock holds an epoch for each key that is known. What the keys stand for:
 //   all      everything that the rank has done up to this epoch, its transfers included
-//   steps    what a warp of the rank has done by itself: its loads and stores, and that it has made its calls
+//   steps    what a warp of the rank has done by itself: its loads and stores, and that it has made its calls; of all
+//            lanes, or of one: the word says which
 //   fenced   the warp's puts to a PE up to this epoch come before a fence for it
 //   done     the same puts are there, for whoever knows this: they were quiet, or fenced before a signal to that PE
 //            Of stores through remote views both are known lane by lane, or of all lanes: the word says which.
@@ -29,7 +30,11 @@ constexpr Key clock_key(Part part, int rank, uint32_t warp = 0, int pe = 0, uint
   return static_cast<uint64_t>(part) << 61 | static_cast<uint64_t>(rank) << 55 | static_cast<uint64_t>(warp) << 39 |
          static_cast<uint64_t>(pe) << 33 | word;
 }
-constexpr uint64_t kAllLanes = 33; // after those of a warp, from 1 on
+constexpr uint64_t kAllLanes = 33;  // after those of a warp, from 1 on
+constexpr unsigned kEveryLane = 32; // in the place of a lane: the warp as a whole
+constexpr Key steps_key(int rank, uint32_t warp, unsigned lane = kEveryLane) {
+  return clock_key(Part::steps, rank, warp, 0, lane < kEveryLane ? lane + 1 : 0);
+}
 constexpr uint64_t word_of(Key key) { return key & (kMaxWords - 1); }
 constexpr Part part_of(Key key) { return static_cast<Part>(key >> 61); }
 constexpr int rank_of(Key key) { return static_cast<int>(key >> 55 & 63); }
@@ -42,6 +47,10 @@ using Known = std::shared_ptr<const Clock>;
 Known nothing_known();
 uint32_t epoch_of(const Known& known, Key key); // 0: none
 Known join(const Known& a, const Known& b);
+// Up to which epoch what the lane has done is known.
+uint32_t steps_known(const Known& known, int rank, uint32_t warp, unsigned lane);
+// Without what is said of a lane and known of its whole warp.
+Known without_lanes(const Known& known);
 // Whether `a` holds all that `b` holds.
 bool covers(const Known& a, const Known& b);
 

@@ -23,7 +23,7 @@ void Grid::block_barrier(int id, int count, bool arrive_only) { meet_block(id, c
 // `orders`: whether a GPU has this barrier, too.
 void Grid::meet_block(int id, int count, bool arrive_only, bool orders) {
   Fiber& self = *running_;
-  const bool puts = self.announced && self.call.operation == kOpPut;
+  const bool puts = self.announced && (self.call.operation == kOpPut || self.call.operation == kOpPutSignal);
   if (count <= 0) count = static_cast<int>(threads_per_block_);
   if (id < 0 || id > 15) fail(Failure::kernel, "barrier " + std::to_string(id) + " does not exist; there are 16");
   Barrier& barrier = self.block->barriers[id];
@@ -177,9 +177,9 @@ void Grid::complete(Block& block, unsigned index, const Meeting& meeting) {
       break;
     }
   });
-  if (local_ && meeting.op == WarpOp::sync) {
+  if (order_ && launch_.races && meeting.op == WarpOp::sync) {
     const Warp& warp = block.warps[index];
-    local_->lanes_meet(warp_number(*running_), meeting.mask, !(warp.members & ~warp.exited & ~meeting.mask));
+    order_->lanes_meet(warp_number(*running_), meeting.mask, !(warp.members & ~warp.exited & ~meeting.mask));
     restamp();
   }
   each([&](int i) {

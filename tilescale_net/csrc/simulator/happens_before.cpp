@@ -10,8 +10,7 @@ namespace sim {
 
 namespace {
 
-constexpr size_t kMaxRecords = 4096;    // of one kind; what comes after them is not looked at
-constexpr size_t kMaxCarried = 1 << 14; // entries of a clock that a signal carries
+constexpr size_t kMaxRecords = 4096; // of one kind; what comes after them is not looked at
 constexpr uint64_t kMailboxBegin = kAddMailboxWords * 8;
 constexpr uint64_t kMailboxEnd = kMailboxBegin + kMaxAddMailboxes * kAddMailboxStride * 8;
 
@@ -31,7 +30,8 @@ std::string primitive_name(uint32_t operation, uint32_t scope) {
 HappensBefore::HappensBefore(unsigned warps_per_block, const std::vector<std::string>& lines, RaceMemory* memory,
                              bool follows_ranks)
     : warps_per_block_(warps_per_block), lines_(lines), memory_(memory), follows_ranks_(memory && follows_ranks),
-      start_(nothing_known()), first_epoch_(take_epoch()), latest_(first_epoch_), signalled_(nothing_known()) {
+      start_(nothing_known()), first_epoch_(take_epoch()), latest_(first_epoch_), signalled_(nothing_known()),
+      lanes_(follows_ranks) {
   if (!memory_) return;
   auto start = std::make_shared<Clock>();
   memory_->ended[static_cast<size_t>(memory_->me)] = first_epoch_ - 1;
@@ -49,9 +49,14 @@ HappensBefore::~HappensBefore() {
   give_epoch(latest_);
   if (!memory_) return;
   // Launches of a rank follow one another: the next one knows what the warps of this one have learnt of other ranks.
-  for (const auto& entry : warps_) memory_->learnt = join(memory_->learnt, entry.second.known);
+  for (const auto& entry : warps_) {
+    memory_->learnt = join(memory_->learnt, entry.second.known);
+    for (unsigned lane = 0; entry.second.lanes && lane < kEveryLane; ++lane)
+      memory_->learnt = join(memory_->learnt, known_to(entry.second, lane));
+  }
+  memory_->learnt = without_lanes(memory_->learnt);
   for (const auto& [by, epoch] : put_epochs_) memory_->put_epochs[by] = epoch;
-  for (const auto& [by, epoch] : view_epochs_) memory_->view_epochs[by] = epoch;
+  for (const auto& [by, epoch] : thread_epochs_) memory_->thread_epochs[by] = epoch;
   __atomic_store_n(&memory_->own().finished, latest_, __ATOMIC_RELEASE);
 }
 
@@ -72,8 +77,32 @@ void HappensBefore::turn(State& state, Known known) {
   state.known = std::move(known);
 }
 
-Known HappensBefore::with_own(uint32_t warp, const State& state) const {
-  return join(state.known, single(clock_key(Part::steps, memory_ ? memory_->me : 0, warp), state.epoch));
+const Known& HappensBefore::known_to(const State& state, unsigned lane) const {
+  return state.lanes && lane < kEveryLane && state.lanes[lane] ? state.lanes[lane] : state.known;
+}
+
+Known HappensBefore::with_own(uint32_t warp, const State& state, unsigned lane) const {
+  const int me = memory_ ? memory_->me : 0;
+  if (!lanes_ || lane == kEveryLane) return join(state.known, single(steps_key(me, warp), state.epoch));
+  const Known& known = known_to(state, lane);
+  if (!state.floor) return join(known, single(steps_key(me, warp, lane), state.epoch));
+  return join(known, std::make_shared<Clock>(
+                         Clock{{steps_key(me, warp), state.floor}, {steps_key(me, warp, lane), state.epoch}}));
+}
+
+void HappensBefore::learn(State& state, unsigned lane, Known known) {
+  if (!lanes_ || lane == kEveryLane) return turn(state, std::move(known));
+  if (known != known_to(state, lane)) {
+    if (!state.lanes) state.lanes.reset(new Known[kEveryLane]);
+    state.lanes[lane] = std::move(known);
+  }
+  turn(state, state.known);
+}
+
+uint32_t HappensBefore::known_steps(uint32_t warp, unsigned lane, uint32_t by, unsigned by_lane) {
+  const State& state = at(warp);
+  const uint32_t known = steps_known(known_to(state, lane), memory_ ? memory_->me : 0, by, by_lane);
+  return by == warp ? std::max(known, state.floor) : known;
 }
 
 void HappensBefore::meet(const std::vector<uint32_t>& warps) {
@@ -83,52 +112,91 @@ void HappensBefore::meet(const std::vector<uint32_t>& warps) {
   for (uint32_t warp : warps) {
     State& state = at(warp);
     last = std::max(last, state.epoch);
-    own->emplace_back(clock_key(Part::steps, memory_ ? memory_->me : 0, warp), state.epoch);
+    own->emplace_back(steps_key(memory_ ? memory_->me : 0, warp), state.epoch);
     all = join(all, state.known);
+    for (unsigned lane = 0; state.lanes && lane < kEveryLane; ++lane) all = join(all, known_to(state, lane));
+    state.lanes.reset();
   }
   std::sort(own->begin(), own->end());
-  all = join(all, own);
+  all = without_lanes(join(all, own));
   for (uint32_t warp : warps) {
-    at(warp).epoch = last; // one for all, see block_puts_
+    at(warp).epoch = at(warp).floor = last; // one for all, see block_puts_
     turn(at(warp), all);
   }
 }
 
+void HappensBefore::lanes_meet(uint32_t warp, uint32_t mask, bool all) {
+  State& state = at(warp);
+  Known joined = state.known;
+  auto own = std::make_shared<Clock>();
+  for (unsigned lane = 0; lane < kEveryLane; ++lane) {
+    if (!(mask >> lane & 1)) continue;
+    if (state.lanes) joined = join(joined, known_to(state, lane));
+    if (!all) own->emplace_back(steps_key(memory_ ? memory_->me : 0, warp, lane), state.epoch);
+  }
+  if (all) {
+    state.lanes.reset();
+    state.floor = state.epoch;
+    return turn(state, joined);
+  }
+  if (!state.lanes) state.lanes.reset(new Known[kEveryLane]);
+  joined = join(joined, own);
+  for (unsigned lane = 0; lane < kEveryLane; ++lane)
+    if (mask >> lane & 1) state.lanes[lane] = joined;
+  turn(state, state.known);
+}
+
 void HappensBefore::meets_for(const std::vector<uint32_t>& warps, const Call& call, int line) {
-  if (call.operation != kOpPut || warps.size() < 2) return;
+  if ((call.operation != kOpPut && call.operation != kOpPutSignal) || warps.size() < 2) return;
   const uint32_t leader = warps.front();
   const Event event{leader, at(leader).epoch, call.pe, line, call.operation, call.scope};
   block_puts_[leader] = event.epoch;
   Put put = made_put(event); // all know the same fences
   for (uint32_t warp : warps) {
     put.event.warp = warp;
-    add_put(put);
+    if (call.operation == kOpPut) add_put(put);
+    else if (follows_ranks_) put_epochs_[{warp, event.pe}] = event.epoch;
   }
 }
 
-void HappensBefore::word(uint32_t warp, const void* address, WordAccess access) {
+void HappensBefore::word(uint32_t warp, unsigned lane, const void* address, WordAccess access) {
   State& state = at(warp);
   Known learnt = nothing_known();
   if (memory_) {
     const uint64_t offset = memory_->offset(address);
     // Whoever finds an entry of a mailbox carries out what a proxy has left there; nobody is ordered by it.
     if (offset >= kMailboxBegin && offset < kMailboxEnd) return;
-    const bool shared = memory_->holds(address) ? offset >= kSystemBytes : memory_->is_peer_heap(address);
-    if (shared && access != WordAccess::release) learnt = join(memory_->everything(), signalled_);
-    if (shared) signalled_ = join(signalled_, with_own(warp, state));
+    const bool own = memory_->holds(address), peers = !own && memory_->is_peer_heap(address);
+    const bool shared = own ? offset >= kSystemBytes : peers;
+    if (peers && access != WordAccess::acquire) memory_->touch(address);
+    if (shared && access != WordAccess::release) learnt = own ? told_by_word(offset) : all_told();
+    if (shared) signalled_ = join(signalled_, with_own(warp, state, lane));
   }
   Known& there = words_.try_emplace(address, nothing_known()).first->second;
   // Polls that learn nothing leave no trace, however many there are.
-  if (access == WordAccess::acquire && covers(state.known, there) && covers(state.known, learnt)) return;
-  Known known = join(state.known, learnt);
+  const Known& before = known_to(state, lane);
+  if (access == WordAccess::acquire && covers(before, there) && covers(before, learnt)) return;
+  Known known = join(before, learnt);
   if (access != WordAccess::release) known = join(known, there);
-  if (access != WordAccess::acquire) there = join(there, with_own(warp, state));
-  turn(state, std::move(known));
+  if (access != WordAccess::acquire) there = without_lanes(join(there, with_own(warp, state, lane)));
+  learn(state, lane, std::move(known));
 }
 
-void HappensBefore::waited(uint32_t warp, int line, const uint64_t* signal, const Seen& seen) {
+Known HappensBefore::all_told() { return join(memory_->everything(), signalled_); }
+
+// A counter of this rank's own threads, such as one that gives out work, tells nothing of other ranks.
+Known HappensBefore::told_by_word(uint64_t offset) {
+  if (!follows_ranks_ || memory_->touched(offset)) return all_told();
+  memory_->receive(signalled_);
+  const auto it = memory_->words.find(offset / 8);
+  return it == memory_->words.end() ? memory_->any
+                                    : join(memory_->any, it->second.guaranteed({true, false, 0}, 0, start_));
+}
+
+void HappensBefore::waited(uint32_t warp, unsigned lane, int line, const uint64_t* signal, const Seen& seen) {
   State& state = at(warp);
-  Known known = state.known;
+  const Known before = known_to(state, lane);
+  Known known = before;
   if (follows_ranks_) {
     const int64_t now = static_cast<int64_t>(__atomic_load_n(signal, __ATOMIC_ACQUIRE));
     memory_->receive(signalled_);
@@ -136,125 +204,18 @@ void HappensBefore::waited(uint32_t warp, int line, const uint64_t* signal, cons
     const auto it = memory_->words.find(memory_->offset(signal) / 8);
     const bool told = it != memory_->words.end();
     if (seen.exactly && exact_.size() < kMaxRecords)
-      exact_.push_back({signal, Event{warp, state.epoch, -1, line, kOpWait, 0}, seen.value,
-                        told ? it->second.reached(seen, state.known) : 0});
-    if (told) known = join(known, it->second.guaranteed(seen, now, state.known));
+      exact_.push_back({signal, Event{warp, state.epoch, -1, line, kOpWait, 0, lane}, seen.value,
+                        told ? it->second.reached(seen, before) : 0});
+    if (told) known = join(known, it->second.guaranteed(seen, now, before));
   } else {
     known = join(known, signalled_); // any of it may have led to the signal
   }
-  if (known != state.known) turn(state, known);
+  if (known != before) learn(state, lane, known);
 }
 
-bool HappensBefore::comes_before(const Event& event, uint32_t warp) {
-  if (event.warp == warp) return true;
-  return epoch_of(at(warp).known, clock_key(Part::steps, memory_ ? memory_->me : 0, event.warp)) >= event.epoch;
-}
-
-HappensBefore::Put HappensBefore::made_put(const Event& event) {
-  Put put{event};
-  for (const auto& entry : fences_) {
-    const Event& fence = entry.second;
-    if ((fence.pe == event.pe || fence.pe == -1) && !comes_before(fence, event.warp))
-      put.beside = true, put.fence = fence;
-  }
-  return put;
-}
-
-void HappensBefore::add_put(const Put& put) {
-  const Event& event = put.event;
-  if (follows_ranks_) put_epochs_[{event.warp, event.pe}] = event.epoch;
-  std::vector<Put>& list = puts_[{event.warp, event.pe}];
-  if (!list.empty() && list.back().event.epoch == event.epoch && list.back().event.line == event.line) return;
-  if (list.size() < kMaxRecords) list.push_back(put);
-}
-
-void HappensBefore::cover(const Event& fence) {
-  for (auto it = puts_.begin(); it != puts_.end();) {
-    const auto entry = it++;
-    if (fence.pe != -1 && fence.pe != entry->first.second) continue;
-    std::vector<Put>& list = entry->second;
-    list.erase(std::remove_if(list.begin(), list.end(), [&](Put& p) { return comes_before(p.event, fence.warp); }),
-               list.end());
-    for (Put& put : list) put.beside = true, put.fence = fence;
-    if (list.empty()) puts_.erase(entry);
-  }
-  fences_[{fence.warp, fence.pe}] = fence;
-}
-
-uint32_t HappensBefore::stores_before(const Event& event, int pe, unsigned lane) {
-  uint32_t all = at(event.warp).epoch;
-  for (unsigned other = 0; lanes_ && event.scope == 0 && other < 32; ++other) {
-    const auto it = view_stores_.find({event.warp * 32ull + other, pe});
-    if (other == lane || it == view_stores_.end()) continue;
-    const uint32_t known = lanes_->lane_knows(event.warp, lane, other);
-    if (known < it->second.first) all = std::min(all, known);
-  }
-  return all;
-}
-
-Known HappensBefore::completed(const Event& event, Part part, unsigned thread) {
-  State& state = at(event.warp);
-  if (!follows_ranks_) return state.known;
-  auto before = std::make_shared<Clock>(), more = std::make_shared<Clock>();
-  const auto concerns = [&](int pe) { return event.pe == -1 || event.pe == pe; };
-  const auto add = [&](Clock& to, const std::pair<uint32_t, int>& by, uint64_t lanes, uint32_t epoch) {
-    to.emplace_back(clock_key(part, memory_->me, by.first, by.second, lanes), epoch);
-  };
-  // Those of earlier launches come before it.
-  for (const auto& [by, epoch] : memory_->put_epochs)
-    if (concerns(by.second)) add(*before, by, 0, epoch);
-  for (const auto& [by, epoch] : memory_->view_epochs)
-    if (concerns(by.second)) add(*before, by, kAllLanes, epoch);
-  const auto known = [&](uint32_t warp) {
-    return warp == event.warp ? state.epoch : epoch_of(state.known, clock_key(Part::steps, memory_->me, warp));
-  };
-  for (const auto& [by, latest] : put_epochs_) {
-    const uint32_t epoch = std::min(known(by.first), latest);
-    if (concerns(by.second) && epoch >= first_epoch_) add(*more, by, 0, epoch);
-  }
-  const unsigned lane = thread % 32;
-  for (const auto& [by, latest] : view_epochs_) {
-    if (!concerns(by.second)) continue;
-    const bool own = by.first == event.warp;
-    const uint32_t all = std::min(own ? stores_before(event, by.second, lane) : known(by.first), latest);
-    if (all >= first_epoch_) add(*more, by, kAllLanes, all);
-    if (own && all < latest) add(*more, by, lane + 1, latest);
-  }
-  std::sort(before->begin(), before->end());
-  std::sort(more->begin(), more->end());
-  return join(join(state.known, before), more);
-}
-
-// A signal to a PE carries the puts to it that are fenced.
-const Known& HappensBefore::sent_by(State& state, int pe) {
-  Sent& sent = state.sent[pe];
-  if (sent.from == state.known) return sent.sent;
-  auto done = std::make_shared<Clock>();
-  for (const auto& [key, epoch] : *state.known)
-    if (part_of(key) == Part::fenced && rank_of(key) == memory_->me && pe_of(key) == pe)
-      done->emplace_back(clock_key(Part::done, memory_->me, warp_of(key), pe, word_of(key)), epoch);
-  sent = {state.known, join(state.known, done)};
-  return sent.sent;
-}
-
-Message HappensBefore::message(uint32_t warp, int pe, const uint64_t* signal, uint32_t put_epoch) {
-  State& state = at(warp);
-  const Known& sent = sent_by(state, pe);
-  Message out{};
-  out.word = signal ? memory_->offset(signal) / 8 : kAnyWord;
-  out.rank = memory_->me;
-  out.warp = warp;
-  out.epoch = state.epoch;
-  out.pe = pe;
-  out.carried = put_epoch;
-  out.everything = sent->size() > kMaxCarried;
-  if (!out.everything) {
-    out.entries = static_cast<uint32_t>(sent->size());
-    out.at = memory_->publish(sent);
-  }
-  signalled_ = join(signalled_, with_own(warp, state));
-  turn(state, state.known);
-  return out;
+bool HappensBefore::comes_before(const Event& event, uint32_t warp, unsigned lane) {
+  if (event.warp == warp && (!lanes_ || lane == kEveryLane || event.lane == lane)) return true;
+  return known_steps(warp, lane, event.warp, lanes_ ? event.lane : kEveryLane) >= event.epoch;
 }
 
 std::string HappensBefore::use(const Event& event, const Call& call) {
@@ -281,8 +242,11 @@ std::string HappensBefore::stored_plainly(const Event& event, const uint64_t* wo
 }
 
 std::string HappensBefore::begin(const Actor& actor, const Call& call) {
-  Event event{actor.warp, at(actor.warp).epoch, call.pe, actor.line, call.operation, call.scope};
-  const auto together = call.operation == kOpPut ? block_puts_.find(actor.warp) : block_puts_.end();
+  const bool alone = lanes_ && call.scope == 0;
+  const unsigned lane = alone ? actor.lane() : kEveryLane;
+  Event event{actor.warp, at(actor.warp).epoch, call.pe, actor.line, call.operation, call.scope, lane};
+  const bool puts = call.operation == kOpPut || call.operation == kOpPutSignal;
+  const auto together = puts ? block_puts_.find(actor.warp) : block_puts_.end();
   const bool of_block = together != block_puts_.end();
   if (of_block) event.epoch = together->second;
   const bool far = memory_ && call.pe >= 0 && call.pe < memory_->ranks() &&
@@ -299,33 +263,37 @@ std::string HappensBefore::begin(const Actor& actor, const Call& call) {
     wrong = transfer(actor, event, call, 1);
     break;
   case kOpPutSignal:
-    wrong = transfer(actor, event, call, 1);
-    put_epochs_[{event.warp, event.pe}] = event.epoch;
+    wrong = transfer(actor, event, call, of_block ? warps_per_block_ : 1);
+    if (of_block) block_puts_.erase(together);
+    else if (alone) note_thread_put(event);
+    else put_epochs_[{event.warp, event.pe}] = event.epoch;
     [[fallthrough]];
   case kOpSignal:
     if (wrong.empty()) wrong = use(event, call);
     if (wrong.empty()) wrong = changed_word(actor, event, call);
     if (!follows_ranks_) {
-      signalled_ = join(signalled_, with_own(actor.warp, at(actor.warp)));
+      signalled_ = join(signalled_, with_own(actor.warp, at(actor.warp), lane));
       turn(at(actor.warp), at(actor.warp).known);
     } else if (far) {
-      Message sent = message(actor.warp, call.pe, call.signal, call.operation == kOpPutSignal ? event.epoch : 0);
+      const uint32_t carried = call.operation == kOpPutSignal ? event.epoch : 0;
+      Message sent = message(actor.warp, actor.lane(), call.pe, call.signal, carried);
       sent.value = call.value;
       sent.add = call.add;
       memory_->send(call.pe, sent);
     }
     break;
   case kOpBarrier:
-    if (!follows_ranks_) signalled_ = join(signalled_, with_own(actor.warp, at(actor.warp)));
+    if (!follows_ranks_) signalled_ = join(signalled_, with_own(actor.warp, at(actor.warp), lane));
     for (int pe = 0; follows_ranks_ && pe < memory_->ranks(); ++pe)
-      if (!memory_->heaps[static_cast<size_t>(pe)]) memory_->send(pe, message(actor.warp, pe, nullptr, 0));
+      if (!memory_->heaps[static_cast<size_t>(pe)])
+        memory_->send(pe, message(actor.warp, actor.lane(), pe, nullptr, 0));
     turn(at(actor.warp), at(actor.warp).known);
     break;
   case kOpFence:
   case kOpQuiet:
   case kOpFlush:
     cover(event);
-    turn(at(actor.warp), completed(event, call.operation == kOpFence ? Part::fenced : Part::done, actor.thread));
+    learn(at(actor.warp), lane, completed(event, call.operation == kOpFence ? Part::fenced : Part::done));
     break;
   case kOpWait:
   case kOpTest:
@@ -344,12 +312,11 @@ std::string HappensBefore::passed() const {
   std::vector<int64_t> now;
   for (const Exact& wait : exact_) now.push_back(static_cast<int64_t>(__atomic_load_n(wait.signal, __ATOMIC_ACQUIRE)));
   memory_->receive(signalled_);
-  const Key all = clock_key(Part::all, memory_->me);
   for (size_t i = 0; i < exact_.size(); ++i) {
     const auto& [signal, event, value, reached] = exact_[i];
-    const Key key = clock_key(Part::steps, memory_->me, event.warp);
     const auto it = memory_->words.find(memory_->offset(signal) / 8);
-    if (it == memory_->words.end() || !it->second.passes(value, reached, now[i], key, all, event.epoch)) continue;
+    const bool told = it != memory_->words.end();
+    if (!told || !it->second.passes(value, reached, now[i], memory_->me, event.warp, event.lane, event.epoch)) continue;
     return name(event) + " waits until the signal word at heap offset " + std::to_string(memory_->offset(signal)) +
            " is " + std::to_string(value) +
            " exactly, and nothing orders the wait before a signal by which it may go on to another value: then it "

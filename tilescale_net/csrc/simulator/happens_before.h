@@ -1,6 +1,7 @@
 // Which accesses of a job are ordered, whatever the schedule: vector clocks of warps.
 //
-// A warp counts as one, and so do its lanes. Barriers, atomics, and loads and stores with an order pass on what a warp
+// Lanes of a warp know of each other what they knew when they last met in a warp synchronisation; where ranks are not
+// followed, a warp counts as one. Barriers, atomics, and loads and stores with an order pass on what a warp
 // knows of the others, and a signal what its sender knew to whoever has seen it. A transfer is an actor of its own: a
 // put reads its source and writes its target at any time until somebody knows that it is done. What follows from the
 // memory model:
@@ -28,17 +29,11 @@ namespace sim {
 struct Actor {
   uint32_t warp, block, thread;
   int line; // of the latest primitive
+
+  unsigned lane() const { return thread % 32; }
 };
 
 constexpr uint32_t kHostWarp = kMaxWarps - 1; // the host counts as one more warp
-
-// What the lanes of a warp know of each other.
-class LaneOrder {
-public:
-  virtual ~LaneOrder() = default;
-  // Up to which epoch what `other` has done comes before the lane.
-  virtual uint32_t lane_knows(uint32_t warp, unsigned lane, unsigned other) = 0;
-};
 
 class HappensBefore {
 public:
@@ -47,18 +42,19 @@ public:
                 bool follows_ranks);
   ~HappensBefore();
 
-  void follow_lanes(LaneOrder* lanes) { lanes_ = lanes; }
   // Warps have met: each knows what all of them knew.
   void meet(const std::vector<uint32_t>& warps);
+  // Lanes of a warp have met in a synchronisation; `all`: every one that has not ended.
+  void lanes_meet(uint32_t warp, uint32_t mask, bool all);
   // They have met for a call of theirs. A put of a block is there when all of its warps have come to its end.
   void meets_for(const std::vector<uint32_t>& warps, const Call& call, int line);
-  void word(uint32_t warp, const void* address, WordAccess access);
+  void word(uint32_t warp, unsigned lane, const void* address, WordAccess access);
   // `line`: of the wait.
-  void waited(uint32_t warp, int line, const uint64_t* signal, const Seen& seen);
+  void waited(uint32_t warp, unsigned lane, int line, const uint64_t* signal, const Seen& seen);
   // A call begins, in a warp that speaks for its scope. Returns what is wrong with it, or nothing.
   std::string begin(const Actor& actor, const Call& call);
   // What a signal of this rank carries to the PE; `put_epoch`: of the put_signal that it belongs to, or 0.
-  Message message(uint32_t warp, int pe, const uint64_t* signal, uint32_t put_epoch);
+  Message message(uint32_t warp, unsigned lane, int pe, const uint64_t* signal, uint32_t put_epoch);
   // A plain access to this rank's heap. `judge`: say what is wrong with it, which costs more.
   std::string accessed(const Actor& actor, const void* address, uint64_t bytes, bool store, const char* name,
                        bool judge, Thread& view);
@@ -73,19 +69,13 @@ public:
 
   uint32_t epoch(uint32_t warp) { return at(warp).epoch; }
   uint32_t first_epoch() const { return first_epoch_; }
-  // Up to which epoch what `by` has done comes before the warp.
-  uint32_t known_steps(uint32_t warp, uint32_t by) {
-    return epoch_of(at(warp).known, clock_key(Part::steps, memory_ ? memory_->me : 0, by));
-  }
-  // Ends the warp's epoch, and says which one it was.
-  uint32_t next_epoch(uint32_t warp) {
-    State& state = at(warp);
-    turn(state, state.known);
-    return state.epoch - 1;
-  }
+  // Up to which epoch what a lane of `by` has done comes before the lane.
+  uint32_t known_steps(uint32_t warp, unsigned lane, uint32_t by, unsigned by_lane);
   bool in_heap(const void* p) const { return memory_ && memory_->holds(p); }
   // What the heap's shadow holds for the warp's own accesses from now on.
-  Stamp stamp(uint32_t warp) { return memory_ ? access_stamp(memory_->me, warp, at(warp).epoch) : 0; }
+  Stamp stamp(uint32_t warp, unsigned lane) {
+    return memory_ ? access_stamp(memory_->me, warp, lane, at(warp).epoch) : 0;
+  }
   bool follows_ranks() const { return follows_ranks_; }
 
 private:
@@ -93,14 +83,16 @@ private:
     Known from, sent;
   };
   struct State {
-    uint32_t epoch = 0;
-    Known known;
+    uint32_t epoch = 0, floor = 0;  // all lanes know what all have done up to the floor
+    Known known;                    // to all lanes
+    std::unique_ptr<Known[]> lanes; // to each, null: no more than to all
     std::map<int, Sent> sent;
   };
   struct Event {
     uint32_t warp, epoch;
     int pe, line;
     uint32_t operation, scope;
+    unsigned lane = kEveryLane; // who makes it
   };
   struct Put {
     Event event;
@@ -126,16 +118,26 @@ private:
   State& at(uint32_t warp);
   // Ends the warp's epoch; what it knows from now on.
   void turn(State& state, Known known);
-  Known with_own(uint32_t warp, const State& state) const;
-  bool comes_before(const Event& event, uint32_t warp);
+  // What a lane knows, by itself and of itself.
+  const Known& known_to(const State& state, unsigned lane) const;
+  Known with_own(uint32_t warp, const State& state, unsigned lane) const;
+  // Ends the warp's epoch; what the lane knows from now on.
+  void learn(State& state, unsigned lane, Known known);
+  // What whoever looks at a word by other means than a wait may have learnt: all that there is to know; or, of a word
+  // of this heap, what those may have left in it who have changed it.
+  Known all_told();
+  Known told_by_word(uint64_t offset);
+  bool comes_before(const Event& event, uint32_t warp, unsigned lane);
   Put made_put(const Event& event);
   void add_put(const Put& put);
   void cover(const Event& event);
   // After a fence, or a quiet (Part::done): what the warp knows besides.
-  Known completed(const Event& event, Part part, unsigned thread);
-  // Up to which epoch the warp's stores through views of the PE's tensors come before a lane.
-  uint32_t stores_before(const Event& event, int pe, unsigned lane);
-  const Known& sent_by(State& state, int pe);
+  Known completed(const Event& event, Part part);
+  // A thread puts by itself.
+  void note_thread_put(const Event& event);
+  // Up to which epoch what the warp's lanes have put to the PE, each by itself, comes before a fence.
+  uint32_t stores_before(const Event& event, int pe);
+  const Known& sent_by(State& state, unsigned lane, int pe);
   std::string use(const Event& event, const Call& call);
   std::string stored_plainly(const Event& event, const uint64_t* word) const;
   std::string passed() const;
@@ -146,10 +148,10 @@ private:
   std::string changed_word(const Actor& actor, const Event& event, const Call& call);
   std::string put(const Actor& actor, const Event& event, const Call& call, Stamp source, Stamp target);
   std::string got(const Actor& actor, const Event& event, const Call& call, Stamp source);
-  bool ordered(Stamp stamp, uint32_t warp);
+  bool ordered(Stamp stamp, uint32_t warp, unsigned lane);
   bool is_benign(uint64_t offset) const;
   // Looks at the stamps of a range, and leaves `mark` there unless it is 0.
-  void look(Stamp* stamps, uint64_t offset, uint64_t bytes, bool stores, uint32_t warp, Stamp mark, Found* found);
+  void look(Stamp* stamps, uint64_t offset, uint64_t bytes, bool stores, const Actor& actor, Stamp mark, Found* found);
   std::string race(const Actor& actor, const std::string& what, const Found& found, int owner, bool writes);
   std::string name_of(const Found& found) const;
   std::string advice(const Actor& actor, const Found& found, int owner);
@@ -172,9 +174,10 @@ private:
   std::map<std::pair<const void*, int>, Use> uses_;
   std::map<const uint64_t*, Event> waits_;
   std::vector<Exact> exact_;
-  std::unordered_map<uint32_t, uint32_t> block_puts_; // by leader: epoch of all warps, until the put begins
-  LaneOrder* lanes_ = nullptr;
-  std::map<std::pair<uint32_t, int>, uint32_t> view_epochs_; // by warp and PE: of the latest store through a view
+  std::unordered_map<uint32_t, uint32_t> block_puts_;          // by leader: epoch of all warps, until the put begins
+  bool lanes_;                                                 // lanes are told apart
+  std::map<std::pair<uint32_t, int>, uint32_t> thread_epochs_; // by warp and PE: of the latest put or view store
+  std::map<std::pair<uint64_t, int>, uint32_t> lane_epochs_;   // by lane and PE: the same
   std::map<std::pair<uint64_t, int>, std::pair<uint32_t, uint64_t>> view_stores_; // by lane and PE: epoch and number
   std::map<uint64_t, uint64_t> benign_; // ends of ranges of the heap, by their beginnings
 };

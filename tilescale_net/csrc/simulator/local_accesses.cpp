@@ -17,47 +17,7 @@ constexpr size_t kMaxPages = 1 << 14; // 64 MiB that one launch touches; what co
 LocalAccesses::LocalAccesses(HappensBefore& order, unsigned warps_per_block, unsigned threads_per_block,
                              const std::vector<std::string>& lines)
     : order_(order), warps_per_block_(warps_per_block), threads_per_block_(threads_per_block), lines_(lines),
-      first_epoch_(order.first_epoch()) {
-  order.follow_lanes(this);
-}
-
-void LocalAccesses::lanes_meet(uint32_t warp, uint32_t mask, bool all) {
-  Lanes& lanes = lanes_[warp];
-  const uint32_t now = order_.next_epoch(warp);
-  if (all) {
-    lanes.floor = now;
-    return;
-  }
-  if (!lanes.of_each) lanes.of_each.reset(new uint32_t[32 * 32]());
-  uint32_t known[32] = {}, by_lane = 0;
-  for (unsigned i = 0; i < 32; ++i) {
-    if (!(mask >> i & 1)) continue;
-    by_lane = std::max(by_lane, lanes.by_lane[i]);
-    for (unsigned j = 0; j < 32; ++j) known[j] = std::max(known[j], lanes.of_each[i * 32 + j]);
-  }
-  for (unsigned i = 0; i < 32; ++i)
-    if (mask >> i & 1) known[i] = now;
-  for (unsigned i = 0; i < 32; ++i) {
-    if (!(mask >> i & 1)) continue;
-    lanes.by_lane[i] = by_lane;
-    std::copy(known, known + 32, lanes.of_each.get() + i * 32);
-  }
-}
-
-void LocalAccesses::warps_meet(const std::vector<uint32_t>& warps) {
-  for (uint32_t warp : warps) lanes_[warp].floor = order_.epoch(warp) - 1;
-}
-
-void LocalAccesses::lane_learns(uint32_t warp, unsigned lane) {
-  uint32_t& by_lane = lanes_[warp].by_lane[lane];
-  by_lane = std::max(by_lane, order_.known_steps(warp, warp));
-}
-
-uint32_t LocalAccesses::lane_knows(uint32_t warp, unsigned lane, unsigned other) {
-  const Lanes& lanes = lanes_[warp];
-  const uint32_t known = std::max(lanes.floor, lanes.by_lane[lane]);
-  return lanes.of_each ? std::max(known, lanes.of_each[lane * 32 + other]) : known;
-}
+      first_epoch_(order.first_epoch()) {}
 
 void LocalAccesses::forget(const void* p, uint64_t bytes) {
   const uint64_t end = address(p) + bytes;
@@ -103,17 +63,10 @@ LocalCell& LocalAccesses::cell(uint64_t at) {
 bool LocalAccesses::ordered(uint64_t stamp, Thread& view, uint32_t warp) {
   const uint32_t epoch = epoch_of_stamp(stamp), by = warp_of_stamp(stamp);
   if (!stamp || epoch < first_epoch_) return true;
-  uint32_t known = 0;
-  if (by == warp) {
-    const Lanes& lanes = lanes_[warp];
-    const unsigned lane = lane_of_stamp(stamp);
-    if (lane == view.lane) return true;
-    known = std::max(lanes.floor, lanes.by_lane[view.lane]);
-    if (lanes.of_each && lanes.of_each[view.lane * 32 + lane] >= epoch) return true;
-  } else {
-    known = order_.known_steps(warp, by);
-  }
-  view.local_known[by % kLocalKnown] = static_cast<uint64_t>(by) << 32 | known;
+  const unsigned lane = lane_of_stamp(stamp);
+  if (by == warp && lane == view.lane) return true;
+  const uint32_t known = order_.known_steps(warp, view.lane, by, lane);
+  view.local_known[local_slot(stamp)] = (stamp & kLocalThread) << 21 | known;
   return known >= epoch;
 }
 

@@ -31,6 +31,19 @@ int RaceMemory::owner(const void* p) const {
   return -1;
 }
 
+void RaceMemory::touch(const void* p) const {
+  const int rank = owner(p);
+  const uint64_t word = (reinterpret_cast<uint64_t>(p) - heaps[static_cast<size_t>(rank)]) / 8 % kTouched;
+  __atomic_fetch_or(&pages[static_cast<size_t>(rank)]->touched[word / 64], 1ull << word % 64, __ATOMIC_ACQ_REL);
+}
+
+bool RaceMemory::touched(uint64_t offset) const {
+  const uint64_t word = offset / 8 % kTouched;
+  if (seen(own().touched[word / 64]) >> word % 64 & 1) return true;
+  const Stamp last = seen(stores(me)[offset / 4]); // a put, a signal, or a store through a view
+  return last && rank_of_stamp(last) != me;
+}
+
 void RaceMemory::peer_range(uint64_t* begin, uint64_t* size) const {
   uint64_t first = ~0ull, end = 0;
   for (size_t r = 0; r < heaps.size(); ++r) {
@@ -130,7 +143,9 @@ void RaceMemory::receive(const Known& own_signals) {
       else words[m.word].learn(join(everything(), own_signals));
       continue;
     }
-    Clock own{{clock_key(Part::steps, m.rank, m.warp), m.epoch}};
+    Clock own{{steps_key(m.rank, m.warp), m.floor}};
+    if (m.lane == kEveryLane) own[0].second = m.epoch;
+    else own.emplace_back(steps_key(m.rank, m.warp, m.lane), m.epoch);
     if (m.carried) own.emplace_back(clock_key(Part::carried, m.rank, m.warp, m.pe, m.word), m.carried);
     words[m.word].add(m, join(sent, std::make_shared<Clock>(std::move(own))));
   }

@@ -15,14 +15,16 @@
 namespace tsn {
 namespace sim {
 
-// Who touched 4 bytes of a heap last: rank (6 bits), kind (2 bits); then warp (16 bits), whether it was a signal (8
-// bits), epoch (32 bits) of an access, or the number of a transfer. 0: nobody.
+// Who touched 4 bytes of a heap last: rank (6 bits), kind (2 bits); then warp (16 bits), whether it was a signal (1
+// bit), lane (7 bits), epoch (32 bits) of an access, or the number of a transfer. 0: nobody.
 using Stamp = uint64_t;
 enum class Touch : uint64_t { access, put, source, get };
 
-constexpr Stamp access_stamp(int rank, uint32_t warp, uint32_t epoch) {
-  return static_cast<uint64_t>(epoch) << 32 | static_cast<uint64_t>(warp) << 8 | static_cast<uint64_t>(rank);
+constexpr Stamp access_stamp(int rank, uint32_t warp, unsigned lane, uint32_t epoch) {
+  return static_cast<uint64_t>(epoch) << 32 | static_cast<uint64_t>(lane) << 25 | static_cast<uint64_t>(warp) << 8 |
+         static_cast<uint64_t>(rank);
 }
+constexpr unsigned lane_of_access(Stamp s) { return static_cast<unsigned>(s >> 25 & 63); }
 constexpr Stamp kSignalStamp = 1ull << 24;
 constexpr Stamp transfer_stamp(int rank, Touch touch, uint64_t number) {
   return number << 8 | static_cast<uint64_t>(touch) << 6 | static_cast<uint64_t>(rank);
@@ -39,7 +41,7 @@ struct Transfer {
   uint64_t word; // that its signal changes, or kNoWord
   uint32_t warp, epoch, thread, block;
   uint32_t warps; // that make it together, from `warp` on
-  uint32_t lane;  // 1 to 32 of a store through a remote view; else 0
+  uint32_t lane;  // 1 to 32 of what a thread does, such as a store through a remote view; else 0
   int32_t pe;
   uint32_t site;
 };
@@ -52,7 +54,8 @@ struct Message {
   uint32_t entries;
   int32_t rank;
   uint32_t warp, epoch;
-  uint32_t carried; // the epoch of the put_signal that it belongs to, or 0
+  uint32_t lane, floor; // who sent it, kEveryLane for the warp; up to which epoch it spoke for all lanes
+  uint32_t carried;     // the epoch of the put_signal that it belongs to, or 0
   int32_t pe;
   uint64_t value;
   bool add;        // value is added to the word; else it is set
@@ -79,16 +82,15 @@ public:
   // The same for a word that one rank sets: how many signals have come then. 0: it cannot be told.
   size_t reached(const Seen& seen, const Known& before) const;
   // Whether a signal that may come before a wait for `value` exactly takes the word beyond it: one whose sender does
-  // not know that the wait is over. `wait` and `rank` are what it would know it by. `at`: what `reached` said. `now`:
-  // see above.
-  bool passes(int64_t value, size_t at, int64_t now, Key wait, Key rank, uint32_t epoch) const;
+  // not know that the wait, which rank, warp and lane say, is over. `at`: what `reached` said. `now`: see above.
+  bool passes(int64_t value, size_t at, int64_t now, int rank, uint32_t warp, unsigned lane, uint32_t epoch) const;
   // Drops what every launch from now on knows without it. False: nothing is left.
   bool forget(const RaceMemory& memory);
 
 private:
   struct Step {
     int rank;
-    uint32_t warp, epoch;
+    uint32_t warp, lane, epoch;
     int64_t value;
     Known known;
   };
@@ -103,6 +105,7 @@ struct Entry {
   uint64_t epoch;
 };
 
+constexpr uint64_t kTouched = 1 << 16; // words that are told apart, by their index
 constexpr uint64_t kTransfers = 1 << 16, kMessages = 1 << 16, kEntries = 1 << 20;
 constexpr uint32_t kSites = 512;
 
@@ -116,6 +119,7 @@ struct Page {
   uint64_t stalled, stalled_word;
   uint32_t stalled_site;
   uint64_t transfers, messages, entries; // so far; the last ones are kept
+  uint64_t touched[kTouched / 64];       // words of the heap that others have changed by atomic operations or N.st
   char names[kSites][96];                // of primitives and their lines
   Transfer transfer[kTransfers];
   Message message[kMessages];
@@ -128,16 +132,16 @@ uint64_t race_memory_bytes(uint64_t heap_bytes);
 struct RaceMemory {
   int me = 0;
   uint64_t base = 0, bytes = 0;
-  std::vector<Page*> pages;                                 // of all ranks
-  std::vector<uint64_t> heaps;                              // where they are mapped; 0: they are not
-  std::vector<uint32_t> ended;                              // what each had finished when the launch was asked for
-  std::unordered_map<uint64_t, SignalHistory> words;        // signal words of this heap, by index
-  Known any = nothing_known();                              // to who has seen any
-  Known learnt = nothing_known();                           // to launches of this rank after those that have ended
-  std::map<std::pair<uint32_t, int>, uint32_t> put_epochs;  // by warp and PE: of the latest put of ended launches
-  std::map<std::pair<uint32_t, int>, uint32_t> view_epochs; // the same of stores through remote views
-  uint32_t flushed = 0;                                     // all of its transfers up to this epoch are done
-  uint64_t read = 0;                                        // messages
+  std::vector<Page*> pages;                                   // of all ranks
+  std::vector<uint64_t> heaps;                                // where they are mapped; 0: they are not
+  std::vector<uint32_t> ended;                                // what each had finished when the launch was asked for
+  std::unordered_map<uint64_t, SignalHistory> words;          // signal words of this heap, by index
+  Known any = nothing_known();                                // to who has seen any
+  Known learnt = nothing_known();                             // to launches of this rank after those that have ended
+  std::map<std::pair<uint32_t, int>, uint32_t> put_epochs;    // by warp and PE: of the latest put of ended launches
+  std::map<std::pair<uint32_t, int>, uint32_t> thread_epochs; // the same of what single threads put
+  uint32_t flushed = 0;                                       // all of its transfers up to this epoch are done
+  uint64_t read = 0;                                          // messages
   std::map<std::pair<int, uint64_t>, Known> fetched;
   std::unordered_map<const Clock*, std::pair<Known, uint64_t>> published;
   std::map<std::string, uint32_t> sites;
@@ -149,6 +153,10 @@ struct RaceMemory {
   uint64_t offset(const void* p) const { return reinterpret_cast<uint64_t>(p) - base; }
   bool holds(const void* p) const { return offset(p) < bytes; }
   bool is_peer_heap(const void* p) const { return owner(p) >= 0 && owner(p) != me; }
+  // Another rank's word is changed, not by a signal.
+  void touch(const void* p) const;
+  // Whether a word of this heap may hold what another rank has left there.
+  bool touched(uint64_t offset) const;
   int owner(const void* p) const; // whose heap the address lies in; -1: nobody's
   // Where the heaps of others lie, from the first to the end of the last.
   void peer_range(uint64_t* begin, uint64_t* size) const;

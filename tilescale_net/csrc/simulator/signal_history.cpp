@@ -14,7 +14,8 @@ void SignalHistory::add(const Message& message, const Known& sent) {
   (message.add ? adds_ : sets_) = true;
   all_ = join(all_, sent);
   if (!whole_) return;
-  steps_.push_back({message.rank, message.warp, message.epoch, static_cast<int64_t>(message.value), sent});
+  steps_.push_back(
+      {message.rank, message.warp, message.lane, message.epoch, static_cast<int64_t>(message.value), sent});
   if (steps_.size() <= kMaxSteps) return;
   whole_ = false;
   steps_.clear();
@@ -26,7 +27,7 @@ size_t SignalHistory::reached(const Seen& seen, const Known& before) const {
   for (size_t i = 0; i < steps_.size(); ++i) {
     const Step& step = steps_[i];
     if (step.rank != steps_[0].rank) return 0;
-    if (epoch_of(before, clock_key(Part::steps, step.rank, step.warp)) >= step.epoch ||
+    if (steps_known(before, step.rank, step.warp, step.lane) >= step.epoch ||
         epoch_of(before, clock_key(Part::all, step.rank)) >= step.epoch)
       at = i;
   }
@@ -61,10 +62,12 @@ Known SignalHistory::guaranteed(const Seen& seen, int64_t now, const Known& befo
   return known;
 }
 
-bool SignalHistory::passes(int64_t value, size_t at, int64_t now, Key wait, Key rank, uint32_t epoch) const {
+bool SignalHistory::passes(int64_t value, size_t at, int64_t now, int rank, uint32_t warp, unsigned lane,
+                           uint32_t epoch) const {
   if (!whole_ || adds_ == sets_) return false;
   const auto told = [&](const Step& step) {
-    return epoch_of(step.known, wait) >= epoch || epoch_of(step.known, rank) >= epoch;
+    return steps_known(step.known, rank, warp, lane) >= epoch ||
+           epoch_of(step.known, clock_key(Part::all, rank)) >= epoch;
   };
   if (sets_) {
     while (at && at < steps_.size() && steps_[at].value == value) ++at;

@@ -19,6 +19,7 @@ inline T atomic_update(T* p, F f) {
   Word old = __atomic_load_n(word, __ATOMIC_RELAXED), next;
   do next = tsn_bits<Word>(f(tsn_bits<T>(old)));
   while (!__atomic_compare_exchange_n(word, &old, next, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED));
+  word_found(p);
   return tsn_bits<T>(old);
 }
 } // namespace sim

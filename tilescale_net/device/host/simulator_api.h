@@ -11,7 +11,7 @@
 namespace tsn {
 namespace sim {
 
-constexpr uint32_t kApiVersion = 6;
+constexpr uint32_t kApiVersion = 7;
 
 struct Index3 {
   unsigned x, y, z;
@@ -24,8 +24,11 @@ struct LocalCell {
   uint64_t store, load[2];
   uint64_t store_info, load_info[2];
 };
-constexpr uint64_t kLocalPage = 4096, kLocalLines = 256, kLocalKnown = 8;
+constexpr uint64_t kLocalPage = 4096, kLocalLines = 256, kLocalKnown = 64;
 constexpr uint64_t kLocalMask = 0xfull << 7, kLocalAtomic = 1ull << 6, kLocalThread = 0x1full << 11 | 0xffffull << 16;
+
+// Where a thread keeps what it knows of the thread of a stamp.
+inline uint64_t local_slot(uint64_t stamp) { return (stamp >> 11 ^ stamp >> 13) % kLocalKnown; }
 
 // Cells of pages of kLocalPage bytes, found by their number; a page that is not here is somewhere in the simulator.
 struct LocalPages {
@@ -84,8 +87,8 @@ struct Thread {
   uint64_t peers_begin, peers_bytes; // heaps of other ranks lie in this range; 0: they are not followed
   uint64_t stamp;
   uint64_t ordered_store, ordered_load; // others' that come before the thread
-  // The same for accesses of this rank alone. Null where nobody asks. `local_known`: warps (32 bits) and up to which
-  // epoch (32 bits) they come before the thread; `local_begin`: the first epoch of the launch.
+  // The same for accesses of this rank alone. Null where nobody asks. `local_known`: threads (32 bits, as in a stamp)
+  // and up to which epoch (32 bits) they come before this one; `local_begin`: the first epoch of the launch.
   LocalPages* local;
   uint64_t local_stamp, local_begin;
   uint64_t local_known[kLocalKnown];

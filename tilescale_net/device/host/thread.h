@@ -72,6 +72,7 @@ inline Thread& self() {
 
 inline void maybe_yield() {}
 inline void word_access(const void*, WordAccess) {}
+inline void word_found(const void*) {}
 inline void note_store(const void*, uint64_t, const char*, const void* = nullptr) {}
 inline void note_load(const void*, uint64_t, const char*, const void* = nullptr) {}
 inline void note_local(const void*, uint64_t, LocalAccess, const char*, const void* = nullptr) {}
@@ -93,6 +94,12 @@ inline void maybe_yield() {
 
 inline void word_access(const void* address, WordAccess access) {
   if (self().followed) api().remote->word(address, access);
+}
+
+// A word was changed and found another value than before: what another rank has left there meanwhile is told.
+inline void word_found(const void* address) {
+  if (reinterpret_cast<uint64_t>(address) - self().heap_base < self().heap_bytes)
+    word_access(address, WordAccess::acquire);
 }
 
 inline bool in_symmetric_heap(const void* p) {
@@ -117,8 +124,8 @@ __attribute__((noinline)) inline void access_heap(const void* p, uint64_t bytes,
 // Whether an access with this stamp is known to come before the thread's own, as far as that is told at once.
 __attribute__((always_inline)) inline bool local_after(const Thread& t, uint64_t stamp) {
   if (stamp >> 32 < t.local_begin || !((stamp ^ t.local_stamp) & kLocalThread)) return true;
-  const uint64_t known = t.local_known[(stamp >> 16 & 0xffff) % kLocalKnown];
-  return known >> 32 == (stamp >> 16 & 0xffff) && stamp >> 32 <= static_cast<uint32_t>(known);
+  const uint64_t known = t.local_known[local_slot(stamp)];
+  return known >> 32 == (stamp & kLocalThread) >> 11 && stamp >> 32 <= static_cast<uint32_t>(known);
 }
 
 // The running thread accesses memory of its rank.
