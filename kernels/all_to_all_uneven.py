@@ -101,7 +101,7 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
                     outbox[thread, SENDING] = T.if_then_else(valid, sends[thread], T.int64(REFUSED))
                     outbox[thread, ANNOUNCED] = T.cast(announcement, "int64")
                     N.put_signal_thread(
-                        inbox[parity, me, 0], outbox[thread, 0], thread, ready[me], announcement, count=WORDS
+                        inbox[parity, me, 0], outbox[thread, 0], thread, ready[me], announcement, count=WORDS, unroll=2
                     )
                 word = N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
                 announced = T.cast(inbox[parity, thread, ANNOUNCED], "uint64")

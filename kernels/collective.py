@@ -275,8 +275,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def as_bytes(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
-    """A contiguous tensor as bytes, without a copy."""
-    return (tensor if tensor.dim() else tensor.view(1)).view(torch.uint8).view(shape)
+    """A contiguous tensor as bytes, without a copy; its axes of one element may have any stride."""
+    dense = tensor if tensor.dim() and tensor.stride(-1) == 1 else tensor.as_strided((tensor.numel(),), (1,))
+    return dense.view(torch.uint8).view(shape)
 
 
 def as_vectors(tensor: torch.Tensor) -> torch.Tensor:

@@ -92,6 +92,14 @@ class AllToAll(Participant):
             active = self.checked_list(active, world.size)
         first, world = world, world_with_room(world, config, tuning, active) if grow else world
         self._own_world = None if world is first else world
+        try:
+            self._construct(world, active, on_gpu if warm_up is None else warm_up)
+        except Exception:  # on all ranks alike
+            self._end_own_world()
+            raise
+
+    def _construct(self, world, active: tuple[bool, ...] | None, warm_up: bool) -> None:
+        config, tuning = self.config, self.tuning
         super().__init__(
             "AllToAll", f"{config.describe()}, {tuning}, active={active}", tuning.threads, tuning.blocks, world
         )
@@ -102,7 +110,7 @@ class AllToAll(Participant):
             self._mode = make(self, config, active)
         shape, symmetric = self._mode.output_shape(), self._mode.symmetric_output
         self._checks = ArgumentChecks(config, self.device, world.heap, shape, symmetric)
-        self._compile(on_gpu if warm_up is None else warm_up)
+        self._compile(warm_up)
         if active is not None:
             self.set_active(active)
 
@@ -167,6 +175,9 @@ class AllToAll(Participant):
 
     def _release(self) -> None:
         super()._release()
+        self._end_own_world()
+
+    def _end_own_world(self) -> None:
         own, self._own_world = self._own_world, None
         if own is not None and not own.closed:
             tsn.finalize(own)
@@ -345,7 +356,7 @@ class AllToAll(Participant):
         checks, pair = self._checks, None
         try:
             checks.handle(handle, self.membership, self._machine.pending.get("dispatch"))
-            out = checks.combine(y, handle, out, weights, bias)
+            out = checks.combine(y, handle, out, weighted, weights, bias)
             for given in values:
                 checks.values(given, y)
         except ArgumentError as error:

@@ -137,15 +137,20 @@ class ArgumentChecks:
         if tokens != handle.tokens:
             raise ArgumentError("x", ValueError(f"x has {tokens} tokens; the handle is for {handle.tokens}"))
 
-    def combine(self, y, handle: Handle, out, weights, bias) -> torch.Tensor:
+    def combine(self, y, handle: Handle, out, weighted, weights, bias) -> torch.Tensor:
         """Check what combine gets; returns `out`, or a new tensor where there is none."""
         c, shape = self._c, (handle.plan.tokens, self._c.hidden)
         self._rows_to_combine(y, handle)
+        if not isinstance(weighted, bool):
+            text = f"weighted must be True or False, not {type(weighted).__name__}; tensors go to weights"
+            raise ArgumentError("weights", TypeError(text))
         if weights is not None:
             if c.layout != "expert":
                 raise ArgumentError("weights", ValueError('weights belong to layout "expert"'))
             each = (handle.tokens, c.top_k) if self._traits.weighs_choices else (c.capacity,)
             check_tensor("weights", weights, self._device, FLOATS, each, alignment=4)
+        if not isinstance(bias, list | tuple):
+            raise ArgumentError("bias", TypeError(f"bias must be a list of tensors, not {type(bias).__name__}"))
         if len(bias) > 2:
             raise ArgumentError("bias", ValueError(f"bias holds {len(bias)} tensors; there may be one or two"))
         for given in bias:

@@ -106,6 +106,14 @@ def _gradients() -> None:
     )
     assert torch.equal((first if rank == 0 else second).grad, wanted)
     assert (second if rank == 0 else first).grad is None
+    torch.set_default_dtype(torch.bfloat16)
+    if rank == 0:
+        zero = ops.send(first, 1)
+        assert zero.dtype == torch.float32
+        zero.backward()
+    else:
+        ops.recv(torch.empty_like(second), 0, requires_grad=True).sum().backward()
+    torch.set_default_dtype(torch.float32)
     with torch.no_grad():
         if rank == 0:
             assert ops.send(first, 1) is None

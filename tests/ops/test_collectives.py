@@ -24,6 +24,8 @@ def _results(group) -> None:
             parts = _parts(shape, dtype)
             wanted = torch.cat(parts) if shape else torch.stack(parts)
             assert torch.equal(ops.all_gather(parts[me].to(device), group).cpu(), wanted)
+    one = torch.arange(4.0, device=device)[me::2][:1]  # contiguous, with a stride
+    assert one.stride() == (2,) and ops.all_gather(one, group).tolist() == list(range(n))
     parts = _parts((n * 3, 4))
     assert torch.equal(ops.reduce_scatter(parts[me].to(device), group).cpu(), sum(parts)[me * 3 : me * 3 + 3])
     wanted = torch.cat([p[me * 3 : me * 3 + 3] for p in parts])

@@ -1,8 +1,15 @@
 """Races that are not between a transfer and a kernel: threads of a rank, remote views, the host between launches."""
 
+from concurrent import futures
+
 import pytest
 import tilelang.language as T
 import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+)
 
 import tilescale_net as tsn
 import tilescale_net.language as N
@@ -135,6 +142,50 @@ CASES = [
 def test_found_in_any_schedule(case, what, advice):
     said = [o.error[1] if o.error else o.value[1] for o in ranks.launch(2, _run, case, 0, case, env=RACES)]
     assert any(what in s and advice in s for s in said), said
+
+
+def _elsewhere(function, *args):
+    """In a thread of its own."""
+    with futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
+
+
+def test_the_host_is_followed_in_any_thread():
+    said = [o.error[1] if o.error else o.value[1] for o in ranks.launch(2, _elsewhere, _run, PUT, 0, PUT, env=RACES)]
+    assert any("torch's zero_ on the host" in s for s in said), said
+
+
+class _Counts(TorchDispatchMode):
+    """A mode of the user's own."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _beside_modes_of_the_user():
+    x = torch.ones(4)
+    assert torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)(x).tolist() == [2] * 4
+    _elsewhere(tsn.finalize)
+    with _Counts() as outer:
+        tsn.init("32M")
+    x + 1
+    assert outer.calls and (outer.calls, x.sum()) == (outer.calls, 4)
+    seen = outer.calls
+    with _Counts() as other:
+        tsn.finalize()
+        x + 1
+        assert other.calls and outer.calls == seen
+        said = _get_current_dispatch_mode_stack()
+    assert said[-1] is other and not _get_current_dispatch_mode()
+    tsn.init("32M")
+
+
+def test_modes_of_the_user_are_left_alone():
+    """Those of torch's dispatcher, which the check uses itself: init and finalize may stand in any, and in any thread."""
+    ranks.run(2, _beside_modes_of_the_user, env=RACES)
 
 
 def test_right_forms_are_not_accused():

@@ -17,7 +17,7 @@ class _Send(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, dst: int, group: str) -> torch.Tensor:
         _messages(group).send(x.contiguous(), dst)
         ctx.gradient, ctx.dst, ctx.group = (x.shape, x.dtype, x.device), dst, group
-        return torch.zeros((), device=x.device)
+        return torch.zeros((), dtype=torch.float32, device=x.device)
 
     @staticmethod
     def backward(ctx, _):

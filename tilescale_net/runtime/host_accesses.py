@@ -1,23 +1,26 @@
 """What the host does with symmetric tensors between launches, for the simulator's check for races.
 
-While the check is on, every operator of torch passes here. One that reads or writes symmetric memory is compared with
-the transfers of all ranks, as a kernel's loads and stores are. Ranks meet on the host in the package's collective calls
-and in those of torch.distributed.
+While the check is on, every operator of torch passes here, in the threads that call the package: modes of torch belong to
+a thread. One that reads or writes symmetric memory is compared with the transfers of all ranks, as a kernel's loads and
+stores are; the threads of a rank count as one. Ranks meet on the host in the package's collective calls and in those of
+torch.distributed.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Callable
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from tilescale_net import errors
 from tilescale_net.runtime import simulator
 
 _MAX_RUNS = 4096  # of a tensor that is not in one piece; of one with more only the first ones are looked at
 _WITHOUT_DATA = ("new_", "empty", "is_pinned", "_has_compatible")
-_mode: HostAccesses | None = None
+_thread = threading.local()  # `inside`: whether the mode is on the stack of this thread
 
 
 def runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
@@ -40,6 +43,11 @@ class HostAccesses(TorchDispatchMode):
         super().__init__()
         self.heaps: dict[int, int] = {}  # bytes, by base
         self.met = True  # by torch.distributed, since the last access or launch
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave torch.compile as it is without the check; torch before 2.11 does not ask, and compiles nothing then."""
+        return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -96,34 +104,54 @@ def report(base: int, wrong: str) -> None:
 
 def follow(base: int, size: int) -> None:
     """Look at the host's accesses to a heap from now on, where the check for races is on."""
-    global _mode
-    if _mode is None:
-        _mode = HostAccesses()
-        _mode.__enter__()
     _mode.heaps[base] = size
+    _follow_thread()
+
+
+def _follow_thread() -> None:
+    """Look at what this thread does, too."""
+    if _mode.heaps and not getattr(_thread, "inside", False):
+        _below_others(_mode.__enter__)
+        _thread.inside = True
+
+
+def _below_others(change: Callable[[], object]) -> None:
+    """Enter or leave at the bottom of the stack: the user's modes end in an order of their own."""
+    others = []
+    while (top := _get_current_dispatch_mode()) is not None and top is not _mode:
+        others.append(_pop_mode(getattr(top, "_mode_key", None)))
+    try:
+        change()
+    finally:
+        for mode in reversed(others):
+            _push_mode(mode)
 
 
 def forget(base: int) -> None:
-    """The heap is gone."""
-    global _mode
-    if _mode is not None and _mode.heaps.pop(base, None) is not None and not _mode.heaps:
-        _mode.__exit__(None, None, None)
-        _mode = None
+    """The heap is gone. Where it was the last one, other threads keep a mode that looks at nothing."""
+    if _mode.heaps.pop(base, None) is not None and not _mode.heaps and getattr(_thread, "inside", False):
+        _below_others(lambda: _mode.__exit__(None, None, None))
+        _thread.inside = False
 
 
 def is_followed(base: int) -> bool:
     """Whether the host's accesses to a heap are looked at, and so its meetings are known."""
-    return _mode is not None and base in _mode.heaps
+    return base in _mode.heaps
 
 
 def host_meets() -> None:
     """The host of this rank has met those of the others."""
     from tilescale_net import _simulator
 
+    _follow_thread()
     _simulator.host_meets()
 
 
 def before_launch() -> None:
     """A launch is asked for."""
-    if _mode is not None:
+    _follow_thread()
+    if _mode.heaps:
         _mode.settle()
+
+
+_mode = HostAccesses()

@@ -91,6 +91,9 @@ def _grow() -> None:
         AllToAll(**SHAPE)
     with raises(tsn.RankMismatch, "top_k=1"):
         AllToAll(**dict(SHAPE, top_k=1 + tsn.rank()), grow=True)
+    with raises(ValueError, "blocks is 1000"):
+        AllToAll(**SHAPE, grow=True, tuning=Tuning(blocks=1000))
+    assert worlds.alive() == [tsn.world()]
     x = torch.ones((3, SHAPE["hidden"]), dtype=torch.bfloat16, device=tsn.device())
     idx = torch.tensor([[0, 1], [2, 3], [1, 2]], device=tsn.device())
     for _ in range(2):

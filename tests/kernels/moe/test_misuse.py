@@ -111,7 +111,10 @@ def _one_rank_combines_wrongly(op, other, x, idx, weights) -> None:
         ("handle", TypeError, lambda r: op.combine(r.x, None)),
         ("handle", ValueError, lambda r: op.combine(r.x, foreign)),
         ("y", ValueError, lambda r: op.combine_send(r.x[:1], r.handle)),
+        ("bias", TypeError, lambda r: op.combine(r.x, r.handle, bias=None)),
+        ("weight", TypeError, lambda r: op.combine(r.x, r.handle, weighted=weights)),
     ]
+    first_of_throughput = len(mistakes)
     if mode == "throughput":
         elsewhere = torch.empty(op.empty_output().shape, dtype=torch.bfloat16, device=device)
         mistakes += [
@@ -129,7 +132,7 @@ def _one_rank_combines_wrongly(op, other, x, idx, weights) -> None:
             with raises(ValueError, "rank 1 was called with a wrong", argument):
                 if turn == 4:
                     op.combine_recv(op.combine_send(received.x, received.handle))
-                elif turn < 4:
+                elif turn < first_of_throughput:
                     op.combine(received.x, received.handle)
                 elif argument == "values":
                     op.combine_values(received.x, received.row_weight, received.handle)
