@@ -6,6 +6,7 @@ does. The launcher is the real one. tests/launch starts everything from nothing,
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -169,7 +170,7 @@ def _serve(requests: socket.socket) -> list[str] | None:
         os.environ.update(env)
         os.chdir(cwd)
         try:
-            sys.exit(_launcher(arguments))
+            _leave(_launcher(arguments))
         except _BecomeRank as rank:
             command, copies = rank.args
         _close_objects()
@@ -179,23 +180,36 @@ def _serve(requests: socket.socket) -> list[str] | None:
         return command
 
 
+def _leave(code: int | None) -> None:
+    """End this process: to take an interpreter with torch in it apart costs a fork a quarter of a second of a processor."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
 def _main() -> None:
+    code: int | None = 0
+    # The first that is registered comes last, after all that the program has registered.
+    atexit.register(lambda: _leave(code))
+
     import torch.distributed  # noqa: F401
 
+    import tests.preloaded  # noqa: F401
     import tilescale_net.compiler.jit
-    import tilescale_net.kernels.moe
     import tilescale_net.language  # noqa: F401
 
-    gc.collect()
-    gc.freeze()  # no fork looks through what it was born with, or copies its pages for that
     base = [p for p in sys.path if p not in (ROOT, "")]
-    command = _serve(socket.socket(fileno=int(sys.argv[1])))
-    if command is None:
-        return
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:] = [os.path.dirname(os.path.abspath(command[0])), *filter(None, given), *base]
-    sys.argv = command
-    runpy.run_path(command[0], run_name="__main__")
+    try:
+        command = _serve(socket.socket(fileno=int(sys.argv[1])))
+        if command is None:
+            return
+        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:] = [os.path.dirname(os.path.abspath(command[0])), *filter(None, given), *base]
+        sys.argv = command
+        runpy.run_path(command[0], run_name="__main__")
+    except BaseException as end:
+        code = end.code if isinstance(end, SystemExit) and isinstance(end.code, int | None) else 1
+        raise
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of benchmark/queue.py."""
+"""The tables of benchmark/device_queue.py."""
 
 from __future__ import annotations
 

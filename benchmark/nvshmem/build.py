@@ -1,13 +1,14 @@
-"""Finds NVSHMEM (the wheel nvidia-nvshmem-cu13) and nvcc, and compiles p2p.cu once into a cached shared library."""
+"""Finds NVSHMEM (the wheel nvidia-nvshmem-cu13), and compiles p2p.cu once into a cached shared library."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
-import shutil
 import subprocess
 from importlib import metadata
+from pathlib import Path
+
+from tilescale_net.compiler.simulator import cache
 
 SOURCE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "p2p.cu")
 WHEELS = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
@@ -27,14 +28,6 @@ def home() -> str | None:
     return None
 
 
-def nvcc() -> str | None:
-    """Path of nvcc: CUDA_HOME, PATH, /usr/local/cuda; None when there is none."""
-    explicit = os.path.join(os.environ.get("CUDA_HOME", ""), "bin", "nvcc")
-    return next(
-        (c for c in (explicit, shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc") if c and os.path.exists(c)), None
-    )
-
-
 def _host_library(folder: str) -> str:
     names = sorted(n for n in os.listdir(os.path.join(folder, "lib")) if n.startswith("libnvshmem_host.so"))
     if not names:
@@ -52,34 +45,20 @@ def command(folder: str, compiler: str, arch: str, output: str) -> list[str]:
     ]  # fmt: skip
 
 
-def cache_folder() -> str:
-    """Where compiled baselines are kept: $XDG_CACHE_HOME/tilescale_net/nvshmem, by default below ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return os.path.join(base, "tilescale_net", "nvshmem")
-
-
-def build(folder: str, compiler: str, arch: str) -> str:
-    """Path of the compiled library; compiles it unless the cache holds it. Safe to call from several processes.
+def build(folder: str, compiler: str, arch: str) -> Path:
+    """The compiled library, from the cache of the simulator's kernels or made now. Safe to call from several processes.
 
     Raises:
         RuntimeError: nvcc failed; holds the command and its output.
     """
-    with open(SOURCE, "rb") as f:
-        source = f.read()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    tag = repr((source, version, command(folder, compiler, arch, ""))).encode()
-    cache = cache_folder()
-    os.makedirs(cache, exist_ok=True)
-    library = os.path.join(cache, f"p2p-{hashlib.sha256(tag).hexdigest()[:16]}.so")
-    with open(library + ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not os.path.exists(library):
-            partial = f"{library}.{os.getpid()}.partial"
-            line = command(folder, compiler, arch, partial)
-            done = subprocess.run(line, capture_output=True, text=True)
-            if done.returncode != 0:
-                raise RuntimeError(
-                    f"the NVSHMEM baseline did not compile: {' '.join(line)}\n{done.stdout}{done.stderr}"
-                )
-            os.replace(partial, library)
-    return library
+    tag = repr((Path(SOURCE).read_bytes(), version, command(folder, compiler, arch, ""))).encode()
+
+    def make(work: Path) -> Path:
+        line = command(folder, compiler, arch, str(work / "p2p.so"))
+        done = subprocess.run(line, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"the NVSHMEM baseline did not compile: {' '.join(line)}\n{done.stdout}{done.stderr}")
+        return work / "p2p.so"
+
+    return cache.get_or_build("nvshmem_p2p", hashlib.sha256(tag).hexdigest()[:24], ".so", make)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmark.nvshmem import build
+from tilescale_net.compiler import toolchain
 from tilescale_net.runtime import settings
 from tilescale_net.runtime.cuda_memory import tensor_at
 
@@ -20,7 +21,7 @@ def missing() -> str | None:
         return "NVSHMEM baseline: not measured; it needs GPUs that reach each other's memory"
     if build.home() is None:
         return f"NVSHMEM baseline: not measured; it needs the package {build.WHEELS[0]} (or NVSHMEM_HOME)"
-    if build.nvcc() is None:
+    if toolchain.find_tool("nvcc") is None:
         return "NVSHMEM baseline: not measured; it needs nvcc on PATH or in CUDA_HOME"
     return None
 
@@ -42,10 +43,10 @@ class Nvshmem:
         # The unique-id bootstrap and transports to other nodes are looked for by name: only peer memory is used here.
         os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
         os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # multicast serves collectives, which are not measured
-        folder, compiler = build.home(), build.nvcc()
         device = torch.cuda.current_device()
         major, minor = torch.cuda.get_device_capability(device)
-        self._lib = _declare(ctypes.CDLL(build.build(folder, compiler, f"sm_{major}{minor}")))
+        library = build.build(build.home(), toolchain.find_nvcc(), f"sm_{major}{minor}")
+        self._lib = _declare(ctypes.CDLL(str(library)))
         number = self._lib.tsn_nvshmem_version()
         tma = "+TMA" if self._lib.tsn_nvshmem_lent() else ""
         self.version = f"{number // 10000}.{number // 100 % 100}.{number % 100}{tma}"

@@ -13,6 +13,7 @@ end of this program does the same with the functions behind it.
 import os
 import time
 
+os.environ.setdefault("TSN_TRACE", "trace.json")
 os.environ["TSN_DEVICE"] = (
     "simulator"  # also on a machine with GPUs, where waits inside of kernels are not in the trace
 )

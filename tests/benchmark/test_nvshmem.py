@@ -8,6 +8,7 @@ import torch
 
 from benchmark import nvshmem
 from benchmark.nvshmem import build
+from tilescale_net.compiler import toolchain
 
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "pretended 13.0"; exit 0; fi
@@ -44,7 +45,7 @@ def test_compiled_once_however_many_ask(pretended):
         paths = set(pool.map(lambda _: build.build(folder, compiler, "sm_90"), range(4)))
     assert pretended.calls() == 1
     (path,) = paths
-    assert open(path).read() == "made\n"
+    assert path.read_bytes().startswith(b"made\n")  # and a digest
     other = build.build(folder, compiler, "sm_100")
     assert other != path and pretended.calls() == 2
 
@@ -64,7 +65,7 @@ def test_says_what_is_missing(monkeypatch, tmp_path, pretended):
     monkeypatch.setenv("TSN_DEVICE", "simulator")
     assert "it needs GPUs" in nvshmem.missing()
     monkeypatch.delenv("TSN_DEVICE")
-    monkeypatch.setattr(build, "nvcc", lambda: None)
+    monkeypatch.setattr(toolchain, "find_tool", lambda name: None)
     assert "it needs nvcc" in nvshmem.missing()
     monkeypatch.setattr(build, "home", lambda: None)
     assert "it needs the package nvidia-nvshmem-cu13" in nvshmem.missing()
@@ -78,10 +79,10 @@ def test_home_is_looked_for_in_the_environment_first(pretended, tmp_path, monkey
     assert build.home() != str(tmp_path)
 
 
-@pytest.mark.skipif(not (build.home() and build.nvcc()), reason="needs NVSHMEM and nvcc")
+@pytest.mark.skipif(not (build.home() and toolchain.find_tool("nvcc")), reason="needs NVSHMEM and nvcc")
 def test_compiles_and_links(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = build.build(build.home(), build.nvcc(), "sm_90")
-    symbols = open(path, "rb").read()
+    path = build.build(build.home(), toolchain.find_nvcc(), "sm_90")
+    symbols = path.read_bytes()
     for name in ("put", "get", "ping_pong", "init", "version"):
         assert f"tsn_nvshmem_{name}".encode() in symbols

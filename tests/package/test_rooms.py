@@ -1,6 +1,7 @@
 """Every folder's files are imported only by those that its README names, and no module uses another's private names."""
 
 import ast
+import graphlib
 import re
 from pathlib import Path
 
@@ -56,6 +57,16 @@ def test_folders_are_imported_by_those_that_they_name(room):
             if f"{module}.{what}.".startswith(room + "."):
                 # The package's face imports whatever it shows.
                 assert user in allowed or name == "tilescale_net", f"{path} imports {module}"
+
+
+def test_no_imports_go_in_circles():
+    """Nor do those inside of functions; the package's face alone shows what imports it."""
+    found = {name: tree for name, _, tree in modules() if name != "tilescale_net"}
+    uses = {
+        name: {module if f"{module}.{what}" not in found else f"{module}.{what}" for module, what in imported(tree)}
+        for name, tree in found.items()
+    }
+    graphlib.TopologicalSorter({name: all_ & (found.keys() - {name}) for name, all_ in uses.items()}).prepare()
 
 
 def test_native_folders_are_included_by_those_that_they_name():

@@ -194,8 +194,9 @@ def test_a_rank_that_fails_and_lives_on_holds_nobody():
 
 # Each job's ranks are forks of one program that has imported what init does; what they run ends as a program does.
 DRIVER = """
-import json, os, sys, time, traceback
+import gc, json, os, sys, time, traceback
 import torch, tilescale_net.compiler.toolchain
+gc.freeze()  # or the end of each fork would copy all that is there
 jobs, folder = json.loads(sys.argv[1]), sys.argv[2]
 for job, (port, text) in enumerate(jobs):
     children = []

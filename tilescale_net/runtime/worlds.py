@@ -12,7 +12,7 @@ import ctypes
 import torch
 
 from tilescale_net.errors import KernelError, TileScaleError
-from tilescale_net.runtime import groups, process_end, progress
+from tilescale_net.runtime import groups, host_accesses, process_end, progress
 from tilescale_net.runtime.world import World
 from tilescale_net.trace import reporter
 
@@ -153,6 +153,17 @@ def at(address: int) -> World | None:
     """The world whose heap holds an address of this process."""
     index = bisect.bisect_right(_bases, address) - 1
     return _by_base[index] if index >= 0 and address < _ends[index] else None
+
+
+def _fail_at(address: int, error: TileScaleError) -> None:
+    """Raise an error in the name of the world whose heap holds an address."""
+    world = at(address)
+    if world is None:
+        raise error
+    world.fail(error)
+
+
+host_accesses.give_up = _fail_at
 
 
 def of_tensor(tensor: object) -> World:

@@ -17,7 +17,7 @@ def test_every_part(tmp_path):
     path = tmp_path / "run.json"
     arguments = ["--repeat", "1", "--trips", "10", "--capacity", "256", "--provider", "tcp;ofi_rxm"]
     # With launch.sh's own number of ranks: the second one has nothing to do.
-    done = launch("queue.py", *arguments, "--json", str(path), GPUS="2")
+    done = launch("device_queue.py", *arguments, "--json", str(path), GPUS="2")
     assert done.returncode == 0, done.stderr
     pushes, places, trips, dispatch, stages = json.loads(path.read_text())["tables"]
     assert [(r["blocks"], r["warps"], r["lanes"]) for r in pushes["rows"]][:4] == [
@@ -47,16 +47,16 @@ def test_every_part(tmp_path):
     ],
 )
 def test_wrong_arguments(arguments, env, said):
-    done = launch("queue.py", *arguments, **env)
+    done = launch("device_queue.py", *arguments, **env)
     assert done.returncode == 2 and done.stderr.count(said) == 1 and done.stdout == ""
 
 
 def test_without_a_fabric_the_rest_is_measured(tmp_path):
     env = {"GPUS": "1", "TSN_LIBFABRIC": "/nonexistent/libfabric.so"}
-    done = launch("queue.py", "--repeat", "1", "--capacity", "256", "--parts", "dispatch,stages", **env)
+    done = launch("device_queue.py", "--repeat", "1", "--capacity", "256", "--parts", "dispatch,stages", **env)
     assert done.returncode == 0, done.stderr
     assert "- stages: not measured: " in done.stdout and "put of 64 B" in done.stdout
-    done = launch("queue.py", "--parts", "stages", "--json", str(tmp_path / "run.json"), **env)
+    done = launch("device_queue.py", "--parts", "stages", "--json", str(tmp_path / "run.json"), **env)
     assert done.returncode == 3 and "not measured; stages need a fabric" in done.stdout, done
     assert json.loads((tmp_path / "run.json").read_text())["tables"] == []
 

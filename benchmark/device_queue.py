@@ -1,26 +1,15 @@
 """What the queue between GPU and proxy costs: pushes a second, round trips, descriptors a second, and each stage alone.
 
-    GPUS=1 bash launch.sh benchmark/queue.py
-    GPUS=1 bash launch.sh benchmark/queue.py --provider tcp --json run.json
+    GPUS=1 bash launch.sh benchmark/device_queue.py
+    GPUS=1 bash launch.sh benchmark/device_queue.py --provider tcp --json run.json
 
 The proxies are the benchmark's own. Most of them hand their work to a transport that completes at once, so that the
 queue is all there is to see; for the stages, two proxies of this process talk over a real provider.
 """
 
 import os
-import sys
 
 BENCH = dict(ranks=1, quick="--parts push,dispatch --repeat 1")  # see common/suite.py
-
-if __name__ == "queue":
-    # Scripts of this folder find it first on their path, and whoever imports the standard library's queue finds this.
-    import importlib.machinery
-    import importlib.util
-
-    _here = os.path.dirname(os.path.realpath(__file__))
-    _spec = importlib.machinery.PathFinder.find_spec("queue", [p for p in sys.path if os.path.realpath(p) != _here])
-    sys.modules["queue"] = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(sys.modules["queue"])
 
 PARTS = ("push", "round-trip", "dispatch", "stages")
 # Where the user gives none: on a GPU, in the simulator.
