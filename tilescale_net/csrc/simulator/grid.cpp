@@ -14,6 +14,7 @@ namespace tsn {
 namespace sim {
 
 Grid* current_grid = nullptr;
+Scheduler* scheduler = nullptr;
 
 namespace {
 constexpr size_t kStrip = 256; // known bytes on both sides of shared memory
@@ -49,7 +50,7 @@ Grid::Grid(const Launch& launch, StackPool& stacks)
   const int quanta[] = {16, 256, 4096, 1 << 16};
   max_quantum_ = quanta[random_.below(4)];
   late_ = random_.below(3);
-  lags_left_ = launch_.communicates ? kLagsPerLaunch : 0;
+  lags_left_ = launch_.communicates && !scheduler ? kLagsPerLaunch : 0;
   const unsigned warps = (threads_per_block_ + 31) / 32;
   heap_ = race_memory(launch_.heap);
   RaceMemory* memory = blocks_ * warps < kMaxWarps ? heap_ : nullptr;
@@ -67,7 +68,7 @@ Grid::~Grid() {
 }
 
 void Grid::run() {
-  FaultGuard guard(*this);
+  FaultGuard guard;
   stalled_since_ns_ = now_ns();
   while (finished_ < blocks_ && failure_ == Failure::none) {
     while (active_.size() < window_ && admitted_ < blocks_) admit();
@@ -214,6 +215,9 @@ void Grid::admit() {
     fiber.view.heap_base = heap_ ? heap_->base : 0;
     fiber.view.heap_bytes = heap_ ? heap_->bytes : 0;
     fiber.view.followed = fiber.view.loads_followed = false;
+    fiber.view.scheduled = scheduler != nullptr;
+    fiber.process = -1;
+    fiber.past.reset();
     fiber.view.local = nullptr;
     fiber.view.peers_begin = fiber.view.peers_bytes = 0;
     memset(fiber.view.local_known, 0, sizeof fiber.view.local_known);
@@ -247,7 +251,7 @@ void Grid::resume(Fiber& fiber) {
     progress_ = strong_progress_ = true;
   }
   fiber.state = State::running;
-  fiber.view.quantum = 1 + static_cast<int>(random_.below(static_cast<uint64_t>(max_quantum_)));
+  fiber.view.quantum = scheduler ? 1 << 30 : 1 + static_cast<int>(random_.below(static_cast<uint64_t>(max_quantum_)));
   running_ = &fiber;
   *launch_.self = &fiber.view;
   restamp();
@@ -255,6 +259,34 @@ void Grid::resume(Fiber& fiber) {
   tsn_sim_switch(&scheduler_, fiber.context);
   running_ = nullptr;
   if (fiber.state == State::done) finish(fiber);
+}
+
+std::vector<std::vector<Fiber*>> Grid::threads_of_blocks() {
+  std::vector<std::vector<Fiber*>> blocks;
+  window_ = blocks_;
+  while (admitted_ < blocks_) {
+    admit();
+    blocks.push_back(std::move(ready_));
+    ready_.clear();
+  }
+  return blocks;
+}
+
+void Grid::go_on(const std::vector<Fiber*>& fibers) {
+  current_grid = this;
+  ready_ = fibers;
+  while (!ready_.empty() && failure_ == Failure::none) {
+    for (position_ = 0; position_ < ready_.size() && failure_ == Failure::none; ++position_) resume(*ready_[position_]);
+    if (fault_signal_) describe_fault();
+    ready_ = std::move(next_);
+    next_.clear();
+  }
+  current_grid = nullptr;
+}
+
+void Grid::pause() {
+  running_->state = State::paused;
+  leave();
 }
 
 void Grid::leave() { tsn_sim_switch(&running_->context, scheduler_); }
@@ -292,6 +324,7 @@ void Grid::wake(Fiber* fiber) {
 }
 
 void Grid::yield(bool polled) {
+  if (scheduler && polled) return scheduler->polls();
   running_->state = State::yielded;
   next_.push_back(running_);
   if (!polled) progress_ = true;

@@ -1,0 +1,147 @@
+#include "history.h"
+
+#include "tilescale_net/device/types.h"
+
+#include <algorithm>
+
+namespace tsn {
+namespace explore {
+
+bool independent(const Footprint& a, const Footprint& b) {
+  auto i = a.begin(), j = b.begin();
+  while (i != a.end() && j != b.end()) {
+    if (i->place < j->place) {
+      ++i;
+    } else if (j->place < i->place) {
+      ++j;
+    } else {
+      // All uses of the place by either.
+      const uint64_t place = i->place;
+      auto j_end = j;
+      while (j_end != b.end() && j_end->place == place) ++j_end;
+      for (; i != a.end() && i->place == place; ++i)
+        for (auto k = j; k != j_end; ++k)
+          if (i->use != k->use || i->use == Use::write) return false;
+      j = j_end;
+    }
+  }
+  return true;
+}
+
+bool comes_before(int event, int process, const Past& past) {
+  const size_t p = static_cast<size_t>(process);
+  return past && p < past->size() && (*past)[p] >= event;
+}
+
+Past joined(const Past& a, const Past& b) {
+  if (!b || a == b) return a;
+  if (!a) return b;
+  auto out = std::make_shared<std::vector<int32_t>>(*a);
+  if (out->size() < b->size()) out->resize(b->size(), -1);
+  for (size_t i = 0; i < b->size(); ++i) (*out)[i] = std::max((*out)[i], (*b)[i]);
+  return out;
+}
+
+Past with_event(const Past& past, int process, int event) {
+  auto out = past ? std::make_shared<std::vector<int32_t>>(*past) : std::make_shared<std::vector<int32_t>>();
+  const size_t p = static_cast<size_t>(process);
+  if (out->size() <= p) out->resize(p + 1, -1);
+  (*out)[p] = event;
+  return out;
+}
+
+bool Condition::holds(uint64_t word) const {
+  const int64_t seen = static_cast<int64_t>(word);
+  switch (static_cast<Compare>(comparison)) {
+  case Compare::eq:
+    return seen == wanted;
+  case Compare::ne:
+    return seen != wanted;
+  case Compare::ge:
+    return seen >= wanted;
+  case Compare::gt:
+    return seen > wanted;
+  case Compare::le:
+    return seen <= wanted;
+  default:
+    return seen < wanted;
+  }
+}
+
+void History::clear() {
+  processes_.clear();
+  cells_.clear();
+  changes_.clear();
+  races_.clear();
+  footprint_.clear();
+}
+
+int History::begin(int process) {
+  processes_.push_back(process);
+  races_.clear();
+  footprint_.clear();
+  return static_cast<int>(processes_.size()) - 1;
+}
+
+void History::learn(const std::vector<Touched>& earlier, Past& past, bool races) {
+  const int now = static_cast<int>(processes_.size()) - 1;
+  for (const Touched& t : earlier) {
+    if (t.event == now || comes_before(t.event, process_of(t.event), past)) continue;
+    if (races) races_.push_back({t.event, past});
+    past = joined(past, t.past);
+  }
+}
+
+void History::touch(uint64_t place, Use use, Past& past, bool races) {
+  const int now = static_cast<int>(processes_.size()) - 1;
+  footprint_.push_back({place, use});
+  Cell& cell = cells_[place];
+  learn(cell.writes, past, races);
+  if (use != Use::read) learn(cell.reads, past, races);
+  if (use != Use::add) learn(cell.adds, past, races);
+  if (use == Use::write) {
+    cell.reads.clear();
+    cell.adds.clear();
+    cell.writes.assign(1, {now, past});
+    return;
+  }
+  std::vector<Touched>& list = use == Use::read ? cell.reads : cell.adds;
+  for (Touched& t : list)
+    if (t.event == now) {
+      t.past = joined(t.past, past);
+      return;
+    }
+  list.push_back({now, past});
+}
+
+void History::touch(uint64_t address, uint64_t bytes, Use use, Past& past) {
+  for (uint64_t place = address / 4; place <= (address + bytes - 1) / 4; ++place) touch(place, use, past, true);
+}
+
+void History::change(const uint64_t* word, bool add, uint64_t value, Past& past) {
+  touch(reinterpret_cast<uint64_t>(word), 8, add ? Use::add : Use::write, past);
+  changes_[word].push_back({static_cast<int>(processes_.size()) - 1, *word, value, add, past});
+}
+
+// A change without which the word would hold what is waited for could have come after the wait. Any other one that
+// nothing orders could not: the wait would not have ended. All the same it comes before the wait from here on.
+void History::seen(const uint64_t* word, const Condition& condition, Past& past) {
+  const Past before = past;
+  const auto found = changes_.find(word);
+  if (found != changes_.end())
+    for (const Change& c : found->second)
+      if (!comes_before(c.event, process_of(c.event), before) && condition.holds(c.add ? *word - c.value : c.before))
+        races_.push_back({c.event, before});
+  const uint64_t place = reinterpret_cast<uint64_t>(word) / 4;
+  touch(place, Use::read, past, false);
+  touch(place + 1, Use::read, past, false);
+}
+
+Footprint History::footprint() {
+  std::sort(footprint_.begin(), footprint_.end());
+  footprint_.erase(std::unique(footprint_.begin(), footprint_.end()), footprint_.end());
+  return footprint_;
+}
+
+} // namespace explore
+} // namespace tsn
