@@ -120,10 +120,10 @@ void bind_explorer(py::module_& m) {
            py::arg("communicates"), py::arg("lines"))
       .def(
           "all",
-          [](Ranks& r, uint64_t schedules, double seconds, int preemptions) {
-            return run(r, [&](explore::Explorer& e) { return e.all({schedules, seconds, preemptions}); });
+          [](Ranks& r, uint64_t schedules, double seconds, int preemptions, bool reduce) {
+            return run(r, [&](explore::Explorer& e) { return e.all({schedules, seconds, preemptions, reduce}); });
           },
-          py::arg("schedules"), py::arg("seconds"), py::arg("preemptions"))
+          py::arg("schedules"), py::arg("seconds"), py::arg("preemptions"), py::arg("reduce") = true)
       .def(
           "random",
           [](Ranks& r, uint64_t first_seed, uint64_t seeds, int depth) {

@@ -49,9 +49,8 @@ void Job::visit(const void* at, uint64_t bytes, sim::WordAccess access) {
   pause(Next::access);
   Past& past = under_way();
   if (access == sim::WordAccess::acquire) history_.touch(where, bytes, Use::read, past);
-  else if (bytes == 8) history_.change(static_cast<const uint64_t*>(at), false, 0, past);
+  else if (bytes == 8) history_.change(static_cast<const uint64_t*>(at), Change::other, 0, past);
   else history_.touch(where, bytes, Use::write, past);
-  pasts_.back() = past;
   p.looked = {};
   if (access != sim::WordAccess::release) {
     p.looked = {at, bytes, 0};
@@ -64,8 +63,8 @@ void Job::polls() {
   Process& p = self();
   if (p.waits && p.subject.word) {
     pause(Next::wait);
-    history_.seen(p.subject.word, {p.subject.comparison - 1, p.subject.wanted}, under_way());
-    pasts_.back() = under_way();
+    const bool looks = p.subject.operation == kOpWait && p.fiber->view.uses_result;
+    history_.seen(p.subject.word, {p.subject.comparison - 1, p.subject.wanted}, looks, under_way());
     p.granted = p.subject.word;
     return;
   }
@@ -83,7 +82,6 @@ void Job::polls() {
   for (const Poll& poll : p.polled)
     for (uint64_t place = address(poll.address) / 4; place <= (address(poll.address) + poll.bytes - 1) / 4; ++place)
       history_.touch(place, Use::read, under_way(), false);
-  pasts_.back() = under_way();
   p.polled.clear();
 }
 
@@ -118,7 +116,9 @@ void Job::begin(const sim::Call& call) {
 
 void Job::touch(const void* at, uint64_t bytes, bool store) {
   ++ranks_[static_cast<size_t>(rank_)].moves;
-  if (bytes && is_seen(address(at))) history_.touch(address(at), bytes, store ? Use::write : Use::read, under_way());
+  if (!bytes || !is_seen(address(at))) return;
+  history_.set_apart(first_ && first_ != sim::current_grid->running());
+  history_.touch(address(at), bytes, store ? Use::write : Use::read, under_way());
 }
 
 void Job::before_sending(const sim::RemoteOperation& operation) {
@@ -131,7 +131,6 @@ void Job::before_sending(const sim::RemoteOperation& operation) {
   // Signals of a rank to one word arrive in the order in which they were sent.
   const uint64_t word = kOther | 1ull << 62 | (address(operation.peer_signal) ^ static_cast<uint64_t>(rank_) << 48);
   if (operation.peer_signal) history_.touch(word, operation.add ? Use::add : Use::write, past);
-  pasts_.back() = past;
 }
 
 void Job::send(sim::Late&& late) {
@@ -157,7 +156,6 @@ void Job::fence(int pe) {
     ++ranks_[static_cast<size_t>(rank_)].epochs[to];
     history_.touch(fences_of(rank_, to), Use::add, under_way());
   }
-  pasts_.back() = under_way();
 }
 
 void Job::quiet(int pe) {
@@ -172,8 +170,8 @@ void Job::quiet(int pe) {
     history_.touch(fences_of(rank_, to), Use::add, under_way());
     for (const Arrived& a : ranks_[static_cast<size_t>(rank_)].arrived[to])
       if (a.sequence < p.sequence) under_way() = joined(under_way(), a.past);
+    history_.learn(under_way());
   }
-  pasts_.back() = under_way();
 }
 
 } // namespace explore

@@ -80,13 +80,14 @@ void Explorer::enter(size_t depth) {
   if (depth < path_.size()) return;
   Node node;
   node.enabled = job_.enabled();
-  if (depth)
+  if (depth && reduces_)
     for (const auto& [process, footprint] : path_.back().asleep)
       if (process != path_.back().chosen && independent(footprint, path_.back().footprint))
         node.asleep.emplace(process, footprint);
   follow(node);
   node.chosen = usual(node);
   if (node.chosen >= 0) node.wanted.insert(node.chosen);
+  if (!reduces_) node.wanted.insert(node.enabled.begin(), node.enabled.end());
   path_.push_back(std::move(node));
 }
 
@@ -113,6 +114,7 @@ void Explorer::add_for(const Race& race, int event) {
   for (int e = race.first + 1; e < event; ++e)
     if (!comes_before(race.first, first_process, job_.past_of(e))) look(e, job_.past_of(e));
   look(event, race.past);
+  if (race.apart) initial.clear();
   for (int process : initial)
     if (node.wanted.count(process)) return;
   if (initial.empty()) node.wanted.insert(node.enabled.begin(), node.enabled.end());
@@ -139,6 +141,7 @@ Result Explorer::all(const Limits& limits) {
   };
   Result result;
   most_preemptions_ = limits.preemptions;
+  reduces_ = limits.reduce;
   path_.clear();
   size_t known = 0; // how many events are those of the execution before
   for (bool more = true; more; more = go_back(), known = path_.size()) {

@@ -13,6 +13,7 @@ struct Limits {
   uint64_t schedules = ~0ull;
   double seconds = 1e9;
   int preemptions = -1; // at most so many; -1: any number
+  bool reduce = true;   // leave out what differs only in the order of independent events
 };
 
 struct Result {
@@ -70,6 +71,7 @@ private:
   std::map<uint64_t, std::string> judged_; // by digest of memory
   std::vector<Node> path_;
   int most_preemptions_ = -1;
+  bool reduces_ = true;
 };
 
 } // namespace explore

@@ -39,25 +39,41 @@ struct Condition {
   bool holds(uint64_t word) const;
 };
 
+// Of a word by which threads order each other: it is set to a value, a value is added, or it is not known what.
+struct Change {
+  enum Kind { set, add, other };
+  int event;
+  Kind kind;
+  uint64_t before, value;
+  Past past;
+};
+
 // The event `first` could have come after the one that is under way, of which this was known before.
 struct Race {
   int first;
   Past past;
+  bool apart; // it is about what threads do that the event has let go on
 };
 
 class History {
 public:
   void clear();
-  int begin(int process); // the number of the event that is under way from now on
+  // The number of the event that is under way from now on; who begins it knows `past`.
+  int begin(int process, const Past& past);
+  // What came before it, with what it has touched so far.
+  const Past& past() const { return past_; }
+  // Whether what is touched next is touched by a thread that the event has let go on.
+  void learn(const Past& past) { past_ = joined(past_, past); }
+  void set_apart(bool apart) { apart_ = apart; }
   int process_of(int event) const { return processes_[static_cast<size_t>(event)]; }
 
   // Something that knows `past` touches the bytes, or one place; it knows more afterwards.
   void touch(uint64_t address, uint64_t bytes, Use use, Past& past);
   void touch(uint64_t place, Use use, Past& past, bool races = true);
-  // The word is about to be changed: `value` is added to it, or it gets another one.
-  void change(const uint64_t* word, bool add, uint64_t value, Past& past);
-  // A wait has seen what it waited for.
-  void seen(const uint64_t* word, const Condition& condition, Past& past);
+  // The word is about to be changed.
+  void change(const uint64_t* word, Change::Kind kind, uint64_t value, Past& past);
+  // A wait has seen what it waited for. `looks`: the thread goes on by the value itself.
+  void seen(const uint64_t* word, const Condition& condition, bool looks, Past& past);
 
   // Of the event that is under way.
   std::vector<Race>& races() { return races_; }
@@ -70,19 +86,27 @@ private:
   };
   struct Cell {
     std::vector<Touched> writes, reads, adds; // at most one write, and what came after it
+    std::vector<Touched> waits;               // for the word
   };
-  struct Change {
-    int event;
-    uint64_t before, value;
-    bool add;
-    Past past;
+  struct Wait {
+    Touched touched;
+    Condition condition;
+    bool looks;
+    std::vector<int> led_to; // the changes that it has waited for
   };
+  int now() const { return static_cast<int>(processes_.size()) - 1; }
+  bool is_earlier(int event, const Past& past) const { return comes_before(event, process_of(event), past); }
+  bool are_earlier(const std::vector<int>& events, const Past& past) const;
+  void touch(uint64_t place, Use use, Past& past, bool races, bool waits);
   void learn(const std::vector<Touched>& earlier, Past& past, bool races);
 
   std::vector<int> processes_;
   std::unordered_map<uint64_t, Cell> cells_;
   std::unordered_map<const uint64_t*, std::vector<Change>> changes_;
+  std::unordered_map<const uint64_t*, std::vector<Wait>> waits_;
   std::vector<Race> races_;
+  Past past_;
+  bool apart_ = false;
   Footprint footprint_;
 };
 

@@ -122,27 +122,26 @@ int64_t Job::block_of(int process) const {
 
 void Job::step(int process) {
   Process& p = processes_[static_cast<size_t>(process)];
-  const int event = history_.begin(process);
-  pasts_.emplace_back();
+  Past& known = p.fiber ? p.fiber->past : p.past;
+  history_.begin(process, known);
+  known = history_.past();
   if (describes_) texts_.emplace_back();
   rank_ = p.rank;
+  first_ = p.fiber;
   if (p.operation) {
-    p.past = with_event(p.past, process, event);
     arrive(p, process);
+    pasts_.push_back(history_.past());
     return;
   }
   std::vector<sim::Fiber*> threads{p.fiber};
   if (p.next == Next::start) {
     p.done = true;
     threads = std::move(p.threads);
-    pasts_.back() = with_event(p.past, process, event);
-    for (sim::Fiber* fiber : threads) fiber->past = pasts_.back();
+    for (sim::Fiber* fiber : threads) fiber->past = p.past;
     tell("begins");
-  } else {
-    p.fiber->past = with_event(p.fiber->past, process, event);
-    pasts_.back() = p.fiber->past;
   }
   ranks_[static_cast<size_t>(p.rank)].grid->go_on(threads);
+  pasts_.push_back(history_.past());
   after(p.rank);
 }
 
@@ -177,7 +176,7 @@ void Job::arrive(Process& p, int number) {
   for (const Arrived& a : earlier)
     if (a.sequence < o.sequence && ((a.data && a.epoch < o.epoch) || a.signal == made.peer_signal))
       p.past = made.peer_signal ? joined(p.past, a.past) : p.past;
-  pasts_.back() = p.past;
+  history_.learn(p.past);
   o.late.each_run(0, made.destination ? static_cast<uint64_t>(made.bytes) : 0,
                   [&](uint64_t to, uint64_t from, uint64_t bytes) {
                     if (!bytes) return;
@@ -187,7 +186,7 @@ void Job::arrive(Process& p, int number) {
                   });
   if (made.destination) o.late.deliver(0, static_cast<uint64_t>(made.bytes));
   if (made.peer_signal) {
-    history_.change(made.peer_signal, made.add, made.value, p.past);
+    history_.change(made.peer_signal, made.add ? Change::add : Change::set, made.value, p.past);
     o.late.deliver_signal();
   }
   earlier.push_back({o.sequence, o.epoch, made.bytes > 0, made.peer_signal, p.past});

@@ -148,6 +148,7 @@ private:
   uint64_t sequence_ = 0;
   std::string failure_;
   int gave_up_ = -1, rank_ = 0;
+  const sim::Fiber* first_ = nullptr; // whose event is under way; null: that of a block or an arrival
   bool describes_ = false;
   std::unique_ptr<sim::FaultGuard> guard_;
 };
