@@ -15,10 +15,9 @@ import torch
 from tilescale_net import _simulator
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.explore import ranks
-from tilescale_net.runtime import simulator, worlds
+from tilescale_net.runtime import settings, simulator, worlds
 
 MOST_RANKS = 8
-HEAP_BYTES = 4 << 20
 
 
 def load(where: str) -> Callable:
@@ -67,17 +66,18 @@ class Case:
         function: called once for each rank. It makes tensors, and returns a function that launches the rank's kernels, or
             that and one that checks the results: it raises, or returns False, where they are wrong. All three may use
             `tilescale_net` as a rank does, but ranks cannot learn anything from each other on the host.
+        heap_bytes: of the symmetric heap of each rank; default TSN_HEAP_SIZE.
         races: whether what the check for races finds is wrong.
 
     Raises:
         ConfigurationError: too few or many ranks, or a function that does not do this.
     """
 
-    def __init__(self, function: Callable, size: int = 2, heap_bytes: int = HEAP_BYTES, races: bool = True):
+    def __init__(self, function: Callable, size: int = 2, heap_bytes: int | None = None, races: bool = True):
         if not 1 <= size <= MOST_RANKS:
             raise ConfigurationError(f"a check has 1 to {MOST_RANKS} ranks, not {size}")
         self.name = getattr(function, "__name__", "function")
-        self.worlds = ranks.make(size, heap_bytes)
+        self.worlds = ranks.make(size, settings.heap_bytes(heap_bytes, on_gpu=False))
         self._checks: list[Callable | None] = []
         self._kept: list = []  # tensors that launches name by their address
         self.launches: list[list] = []
