@@ -190,4 +190,3 @@ stream_without_credit = job("stream", "credit")
 barrier_without_quiet, barrier_without_barrier = job("barrier", "quiet"), job("barrier", "barrier")
 count_wrong_number = job("count", "number")
 waits_in_wrong_order, waits_by_wrong_comparison = job("both_wait", "order"), job("passes", "comparison")
-

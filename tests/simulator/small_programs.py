@@ -6,69 +6,76 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 
-STEPS = 4
+STEPS = 5
 SET, ADD, WAIT, WAIT_EXACTLY, TEST, ATOMIC, PUT, FENCE, QUIET, LOAD, WAIT_VALUE = range(1, 12)
 
 
 @tsn.jit
-def interpreter():
+def interpreter(blocks):
     @T.prim_func
     def main(
         ctx: N.Context(),
-        program: T.Tensor((STEPS, 4), "int32"),
+        program: T.Tensor((blocks, STEPS, 4), "int32"),
         words: T.Tensor((2,), "uint64"),
         data: T.Tensor((2,), "int64"),
-        out: T.Tensor((STEPS,), "int64"),
+        out: T.Tensor((blocks, STEPS), "int64"),
     ):
-        with T.Kernel(1, threads=32):
+        with T.Kernel(blocks, threads=32) as b:
             if T.get_thread_binding() == 0:
                 for i in T.serial(STEPS):
-                    at, pe, value = program[i, 1], program[i, 2], program[i, 3]
-                    if program[i, 0] == SET:
+                    at, pe, value = program[b, i, 1], program[b, i, 2], program[b, i, 3]
+                    if program[b, i, 0] == SET:
                         N.signal(words[at], T.cast(value, "uint64"), pe)
-                    if program[i, 0] == ADD:
+                    if program[b, i, 0] == ADD:
                         N.signal(words[at], T.cast(value, "uint64"), pe, op="add")
-                    if program[i, 0] == WAIT:
+                    if program[b, i, 0] == WAIT:
                         N.wait(words[at], "ge", value)
-                    if program[i, 0] == WAIT_EXACTLY:
+                    if program[b, i, 0] == WAIT_EXACTLY:
                         N.wait(words[at], "eq", value)
-                    if program[i, 0] == WAIT_VALUE:
-                        out[i] = T.cast(N.wait(words[at], "ge", value), "int64")
-                    if program[i, 0] == TEST:
-                        out[i] = T.if_then_else(N.test(words[at], "ge", value), T.int64(1), T.int64(2))
-                    if program[i, 0] == ATOMIC:
-                        out[i] = T.cast(N.atomic_add(words[at], T.cast(value, "uint64"), pe), "int64")
-                    if program[i, 0] == PUT:
+                    if program[b, i, 0] == WAIT_VALUE:
+                        out[b, i] = T.cast(N.wait(words[at], "ge", value), "int64")
+                    if program[b, i, 0] == TEST:
+                        out[b, i] = T.if_then_else(N.test(words[at], "ge", value), T.int64(1), T.int64(2))
+                    if program[b, i, 0] == ATOMIC:
+                        out[b, i] = T.cast(N.atomic_add(words[at], T.cast(value, "uint64"), pe), "int64")
+                    if program[b, i, 0] == PUT:
                         N.put_value(data[at], T.cast(value, "int64"), pe)
-                    if program[i, 0] == FENCE:
+                    if program[b, i, 0] == FENCE:
                         N.fence(pe)
-                    if program[i, 0] == QUIET:
+                    if program[b, i, 0] == QUIET:
                         N.quiet(pe)
-                    if program[i, 0] == LOAD:
-                        out[i] = data[at]
+                    if program[b, i, 0] == LOAD:
+                        out[b, i] = data[at]
 
     return main
 
 
-def job(programs):
-    """The function that sets up a rank. `programs`: steps (operation, index, pe, value) of each rank."""
+def job(programs, blocks=1, right=lambda out: True):
+    """The function that sets up a rank.
+
+    Args:
+        programs: steps (operation, index, pe, value) of each block, those of rank 0 first.
+        right: whether the results of a rank are, int64 [blocks, STEPS].
+    """
 
     def program():
-        steps = torch.zeros((STEPS, 4), dtype=torch.int32)
-        mine = torch.tensor(programs[tsn.rank()], dtype=torch.int32).reshape(-1, 4)
-        steps[: len(mine)] = mine
+        steps = torch.zeros((blocks, STEPS, 4), dtype=torch.int32)
+        for block, mine in enumerate(programs[tsn.rank() * blocks : (tsn.rank() + 1) * blocks]):
+            steps[block, : len(mine)] = torch.tensor(mine, dtype=torch.int32).reshape(-1, 4)
         words, data = tsn.zeros((2,), torch.uint64), tsn.zeros((2,), torch.int64)
-        out = torch.zeros(STEPS, dtype=torch.int64)
-        return lambda: interpreter()(steps, words, data, out)
+        out = torch.zeros((blocks, STEPS), dtype=torch.int64)
+        return lambda: interpreter(blocks)(steps, words, data, out), lambda: right(out)
 
     return program
 
 
-def random_programs(lot, ranks, steps):
-    """A job's programs; every rank may send to and wait for any."""
+def random_programs(lot, ranks, steps, blocks=1):
+    """A job's programs; every rank may send to and wait for any, itself too."""
 
     def step():
-        operation = lot.choice((SET, ADD, ADD, WAIT, WAIT_VALUE, TEST, TEST, ATOMIC, PUT, PUT, FENCE, QUIET, LOAD, LOAD, LOAD))
-        return operation, int(lot.random() < 0.2), lot.randrange(ranks), 1 if operation in (WAIT, WAIT_VALUE) else lot.randrange(1, 3)
+        kinds = (SET, ADD, ADD, WAIT, WAIT_VALUE, TEST, TEST, ATOMIC, PUT, PUT, FENCE, QUIET, LOAD, LOAD, LOAD)
+        operation = lot.choice(kinds)
+        value = 1 if operation in (WAIT, WAIT_VALUE) else lot.randrange(1, 3)
+        return operation, int(lot.random() < 0.2), lot.randrange(ranks), value
 
-    return [[step() for _ in range(lot.randint(1, steps))] for _ in range(ranks)]
+    return [[step() for _ in range(lot.randint(1, steps))] for _ in range(ranks * blocks)]

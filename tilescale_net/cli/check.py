@@ -29,14 +29,14 @@ def check(args: argparse.Namespace) -> int:
     from tilescale_net.explore import search
     from tilescale_net.explore.case import Case, load
 
-    case = Case(load(args.where), args.ranks, races=not args.no_races)
-    if args.schedule:
-        report = search.repeat(case, args.schedule)
-        print("\n".join(report.steps), f"wrong: {report.failure}" if report.failure else "not wrong", sep="\n")
-        return int(bool(report.failure))
-    if args.random:
-        report = search.random(case, args.random, args.seed, args.depth)
-    else:
-        report = search.every(case, args.most, args.seconds, args.preemptions)
-    print(search.text(report, args.where, args.ranks))
+    with Case(load(args.where), args.ranks, races=not args.no_races) as case:
+        if args.schedule:
+            report = search.repeat(case, args.schedule)
+            print(*report.steps, f"wrong: {report.failure}" if report.failure else "not wrong", sep="\n")
+            return int(bool(report.failure))
+        if args.random:
+            report = search.random(case, args.random, args.seed, args.depth)
+        else:
+            report = search.every(case, args.most, args.seconds, args.preemptions)
+        print(search.text(report, args.where, args.ranks))
     return 1 if report.failure else 0 if report.complete or args.random else 3

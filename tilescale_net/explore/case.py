@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -46,7 +47,9 @@ def load(where: str) -> Callable:
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        defined = [key for key, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
+        defined = [
+            key for key, value in vars(module).items() if callable(value) and value.__module__ == module.__name__
+        ]
         raise ConfigurationError(f"{path} has no function {name}; it has {', '.join(sorted(defined)) or 'none'}")
     return function
 
@@ -77,14 +80,21 @@ class Case:
         if not 1 <= size <= MOST_RANKS:
             raise ConfigurationError(f"a check has 1 to {MOST_RANKS} ranks, not {size}")
         self.name = getattr(function, "__name__", "function")
+        self.native = None
         self.worlds = ranks.make(size, settings.heap_bytes(heap_bytes, on_gpu=False))
         self._checks: list[Callable | None] = []
         self._kept: list = []  # tensors that launches name by their address
         self.launches: list[list] = []
-        with _on_the_simulator():
-            for world in self.worlds:
-                with worlds.only(world):
-                    self._set_up(function)
+        # The native part names their memory by its address, so it must be told when they go.
+        self._end = weakref.finalize(self, _close, self.worlds)
+        try:
+            with _on_the_simulator():
+                for world in self.worlds:
+                    with worlds.only(world):
+                        self._set_up(function)
+        except BaseException:
+            self.close()
+            raise
         self.native = _simulator.Exploration(
             [(w.memory.base, w.page.record_address) for w in self.worlds],
             self._memory(),
@@ -122,7 +132,9 @@ class Case:
         self._checks.append(check)
         for (_, _, _, grid, _, _, resident, _, _), _ in kept:
             if grid[0] * grid[1] * grid[2] > resident:
-                raise ConfigurationError(f"{self.name}: all {grid} blocks of a kernel must run at a time; {resident} do")
+                raise ConfigurationError(
+                    f"{self.name}: all {grid} blocks of a kernel must run at a time; {resident} do"
+                )
 
     def _memory(self) -> list[tuple[int, int]]:
         """Address and bytes of all that an execution may change, ascending, in pieces that do not touch."""
@@ -155,11 +167,21 @@ class Case:
                 return f"rank {rank}: the check of {self.name} returned False"
         return ""
 
+    def __enter__(self) -> Case:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
     def close(self) -> None:
         """Let go of the memory."""
-        del self.native
-        for world in self.worlds:
-            world.close()
+        self.native = None
+        self._end()
+
+
+def _close(made: list[ranks.RankWorld]) -> None:
+    for world in made:
+        world.close()
 
 
 def worlds_of(made: list[ranks.RankWorld], address: int) -> ranks.RankWorld | None:

@@ -79,6 +79,7 @@ void Job::polls() {
     return;
   }
   pause(Next::polled);
+  p.in_vain = has_changed(p) ? 0 : p.in_vain + 1;
   for (const Poll& poll : p.polled)
     for (uint64_t place = address(poll.address) / 4; place <= (address(poll.address) + poll.bytes - 1) / 4; ++place)
       history_.touch(place, Use::read, under_way(), false);

@@ -226,6 +226,7 @@ Result Explorer::repeat(const std::vector<int>& schedule) {
   }
   result.schedules = 1;
   result.texts = job_.texts();
+  result.schedule.clear();
   for (const Node& node : path_) result.schedule.push_back(node.chosen);
   return result;
 }

@@ -8,6 +8,8 @@ namespace explore {
 
 namespace {
 
+constexpr int kMostInVain = 64; // polls of a thread while nobody else can go on
+
 uint64_t address(const void* p) { return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(p)); }
 
 uint64_t word_at(const void* p, uint64_t bytes) {
@@ -32,7 +34,7 @@ void Job::restart(bool describes) {
   for (const Memory& m : setup_.memory) memcpy(reinterpret_cast<void*>(m.address), m.first.data(), m.bytes);
   describes_ = describes;
   history_.clear();
-  sim::note_ended_launches_of_all();
+  for (const Rank& rank : setup_.ranks) sim::note_ended_launches(rank.heap);
   sim::scheduler = this;
   guard_ = std::make_unique<sim::FaultGuard>();
   ranks_.resize(setup_.ranks.size());
@@ -84,6 +86,12 @@ bool Job::may_arrive(const Process& p) const {
   return true;
 }
 
+// Of the words that it has polled.
+bool Job::has_changed(const Process& p) {
+  return std::any_of(p.polled.begin(), p.polled.end(),
+                     [](const Poll& poll) { return word_at(poll.address, poll.bytes) != poll.value; });
+}
+
 bool Job::may_go(const Process& p) const {
   if (p.done || (p.fiber && p.fiber->state != sim::State::paused)) return false;
   const Running& r = ranks_[static_cast<size_t>(p.rank)];
@@ -91,8 +99,7 @@ bool Job::may_go(const Process& p) const {
   case Next::wait:
     return Condition{p.subject.comparison - 1, p.subject.wanted}.holds(*p.subject.word);
   case Next::polled:
-    return std::any_of(p.polled.begin(), p.polled.end(),
-                       [](const Poll& poll) { return word_at(poll.address, poll.bytes) != poll.value; });
+    return has_changed(p);
   case Next::stirred:
     return r.moves != p.moves;
   case Next::quiet:
@@ -112,6 +119,13 @@ std::vector<int> Job::enabled() const {
   std::vector<int> out;
   for (size_t i = 0; i < processes_.size(); ++i)
     if (may_go(processes_[i])) out.push_back(static_cast<int>(i));
+  if (!out.empty()) return out;
+  // A loop that polls may give up.
+  for (size_t i = 0; i < processes_.size(); ++i) {
+    const Process& p = processes_[i];
+    const bool polls = !p.done && p.next == Next::polled && p.fiber && p.fiber->state == sim::State::paused;
+    if (polls && p.in_vain < kMostInVain) out.push_back(static_cast<int>(i));
+  }
   return out;
 }
 

@@ -102,6 +102,7 @@ private:
     const void* granted = nullptr; // may be read without another decision
     Poll looked{};                 // since it polled last
     std::vector<Poll> polled;      // words that hold what it has found there
+    int in_vain = 0;               // how often it went on although they still do
     uint64_t moves = 0, sequence = 0;
     int pe = 0;
     int64_t block = 0;
@@ -125,6 +126,7 @@ private:
   void launch(int rank, const Past& past);
   void after(int rank);
   bool may_go(const Process& p) const;
+  static bool has_changed(const Process& p);
   bool may_arrive(const Process& p) const;
   void arrive(Process& p, int number);
   void pause(Next next);

@@ -14,7 +14,6 @@ namespace tsn {
 namespace sim {
 
 Grid* current_grid = nullptr;
-Scheduler* scheduler = nullptr;
 
 namespace {
 constexpr size_t kStrip = 256; // known bytes on both sides of shared memory
@@ -259,34 +258,6 @@ void Grid::resume(Fiber& fiber) {
   tsn_sim_switch(&scheduler_, fiber.context);
   running_ = nullptr;
   if (fiber.state == State::done) finish(fiber);
-}
-
-std::vector<std::vector<Fiber*>> Grid::threads_of_blocks() {
-  std::vector<std::vector<Fiber*>> blocks;
-  window_ = blocks_;
-  while (admitted_ < blocks_) {
-    admit();
-    blocks.push_back(std::move(ready_));
-    ready_.clear();
-  }
-  return blocks;
-}
-
-void Grid::go_on(const std::vector<Fiber*>& fibers) {
-  current_grid = this;
-  ready_ = fibers;
-  while (!ready_.empty() && failure_ == Failure::none) {
-    for (position_ = 0; position_ < ready_.size() && failure_ == Failure::none; ++position_) resume(*ready_[position_]);
-    if (fault_signal_) describe_fault();
-    ready_ = std::move(next_);
-    next_.clear();
-  }
-  current_grid = nullptr;
-}
-
-void Grid::pause() {
-  running_->state = State::paused;
-  leave();
 }
 
 void Grid::leave() { tsn_sim_switch(&running_->context, scheduler_); }
