@@ -115,7 +115,7 @@ setup(
         ),
         Extension(
             "tilescale_net._simulator",
-            sources("simulator"),
+            sources("simulator", "explore"),
             extra_compile_args=FLAGS,
             extra_link_args=["-ldl", "-lpthread"],
             depends=HEADERS,

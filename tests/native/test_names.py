@@ -19,7 +19,10 @@ from tests.native.builder import BASE, ROOT
 
 CSRC = ROOT / "tilescale_net" / "csrc"
 # What the simulator is made of goes into a module of its own.
-MODULES = {"_native": ["", "common", "cuda", "fabric", "proxy", "bench"], "_simulator": ["common", "simulator"]}
+MODULES = {
+    "_native": ["", "common", "cuda", "fabric", "proxy", "bench"],
+    "_simulator": ["common", "simulator", "explore"],
+}
 
 # Code is formatted: what belongs to a namespace stands at the start of a line.
 NAMESPACE = re.compile(r"^(?:inline )?namespace ([\w:]*) ?\{")

@@ -1,5 +1,5 @@
 """`python -m tilescale_net`, installed as the command `tilescale_net` too: run, info, doctor, bench,
-model, trace, settings.
+model, trace, check, settings.
 
 Only the standard library is imported before a subcommand is chosen, so that `run` starts at once.
 """
@@ -11,7 +11,7 @@ import json
 import sys
 
 from tilescale_net import __version__
-from tilescale_net.cli import model, trace
+from tilescale_net.cli import check, model, trace
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.launch import messages, run
 from tilescale_net.runtime import settings
@@ -53,6 +53,13 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("trace", help=text, description=f"Prints {text}.")
     trace.add_arguments(command)
     command.set_defaults(call=trace.show)
+    text = "run the kernels of a small job under every schedule, and say which one goes wrong"
+    command = commands.add_parser(
+        "check", help=text, description=f"{text.capitalize()}.",
+        epilog="Exit code: 0, 1 when a schedule goes wrong, 2 for wrong arguments, 3 when not all could be run.",
+    )  # fmt: skip
+    check.add_arguments(command)
+    command.set_defaults(call=check.check)
     text = "the environment variables that the package reads"
     command = commands.add_parser("settings", help=text, description=f"Prints {text}, as markdown.")
     command.set_defaults(call=_settings)

@@ -109,6 +109,7 @@
 //   void wait_begins(Operation, int pe, const uint64_t* word, uint64_t wanted, uint32_t comparison)
 //                                           a thread has looked once and has to wait; pe = -1: for whom is not known,
 //                                           word = nullptr: for something else than a word of the heap
+//   bool waits_without_a_look()             wait_begins comes before the first look
 //   void wait_ends(), void gives_up()       the same thread goes on, or is about to record a failure
 //   void before_ld<Order>()                 a kernel's own load with this order follows, perhaps again and again
 //   void after_ld(const void*), before_st(const void*)   the same, when it is done, and a store

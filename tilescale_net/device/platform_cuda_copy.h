@@ -163,6 +163,7 @@ void waited(const uint64_t*);
 void benign_race(const void*, int64_t);
 void signalling(const uint64_t*, int, uint64_t, SignalOp);
 void wait_begins(Operation, int, const uint64_t*, uint64_t, uint32_t);
+bool waits_without_a_look();
 void wait_ends();
 void gives_up();
 template <Order>

@@ -7,6 +7,7 @@ namespace platform {
 TSN_DEVICE void wait_begins(Operation operation, int pe, const uint64_t* word, uint64_t wanted, uint32_t comparison) {
   sim::api().trace->wait_begins({operation, pe, word, int64_t(wanted), comparison});
 }
+TSN_DEVICE bool waits_without_a_look() { return sim::self().scheduled; }
 TSN_DEVICE void wait_ends() { sim::api().trace->wait_ends(); }
 TSN_DEVICE void gives_up() { sim::api().trace->gives_up(); }
 

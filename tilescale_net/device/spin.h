@@ -56,14 +56,15 @@ TSN_DEVICE bool spin_on(const Context* ctx, Ready ready, Expire expire) {
 // called by platforms that report waits alone.
 template <class Subject, class Ready, class Expire>
 TSN_DEVICE bool spin(const Context* ctx, Subject subject, Ready ready, Expire expire) {
-  if (ready()) return true;
   if constexpr (platform::kDefersRemoteWrites) {
+    if (!platform::waits_without_a_look() && ready()) return true;
     const SpinSubject s = subject();
     platform::wait_begins(s.operation, s.pe, s.word, s.wanted, s.comparison);
     const bool seen = detail::spin_on(ctx, ready, expire);
     platform::wait_ends();
     return seen;
   } else {
+    if (ready()) return true;
     return detail::spin_on(ctx, ready, expire);
   }
 }

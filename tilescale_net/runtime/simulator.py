@@ -17,6 +17,8 @@ _seed: int | None = None
 _visibility: str | None = None
 _races: bool | None = None
 _launches = 0
+# Where it is a list, launches are kept there and not run, see tilescale_net/explore.
+kept_launches: list | None = None
 
 
 def seed() -> int:

@@ -7,7 +7,9 @@ what may be left out when there is only one.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
+from collections.abc import Iterator
 
 import torch
 
@@ -60,6 +62,19 @@ def _make(heap_bytes: int | str | None, group: object) -> World:
     reporter.report_on_signal(lambda: [world.reporter for world in list(_alive)])
     process_end.install(lambda: list(_alive), _take_all, _forget)
     return world
+
+
+@contextlib.contextmanager
+def only(world: World) -> Iterator[None]:
+    """Inside the block this process is in no other world than `world`, which it need not have been in."""
+    saved = _alive[:], _beside[:]
+    _alive[:], _beside[:] = [world], []
+    _rebind()
+    try:
+        yield
+    finally:
+        _alive[:], _beside[:] = saved
+        _rebind()
 
 
 def finalize(group: object = None) -> None:

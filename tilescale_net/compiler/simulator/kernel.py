@@ -102,12 +102,18 @@ class SimulatedFunction:
         if 0 in grid:
             return  # as on a GPU: nothing to do
         self._check_geometry(grid, block, shared)
+        resident = resident_blocks(block[0] * block[1] * block[2], shared)
+        if simulator.kept_launches is not None:
+            tensors = [v.tensor for p, v in zip(parameters, launch.values) if p.pointer and v is not None]
+            made = (self._library, launch.kernel, words, grid, block, shared, resident, self._communicates, self._lines)
+            simulator.kept_launches.append((made, tensors))
+            return
         timeout = context.timeout_ns * 1e-9 if context else 0.0
         if context and context.n_pes > 1:
             time.sleep(simulator.start_delay(context.my_pe, context.n_pes))
         failure, message, remark, _ = self._library.launch(
             launch.kernel, words, grid, block, shared, simulator.next_launch_seed(context.my_pe if context else 0),
-            resident_blocks(block[0] * block[1] * block[2], shared), simulator.stall_seconds(timeout), simulator.stack_bytes(),
+            resident, simulator.stall_seconds(timeout), simulator.stack_bytes(),
             self._communicates, simulator.races(), context.heap_base if context else 0, self._lines,
         )  # fmt: skip
         where = f"kernel {self.name} (simulated, seed {simulator.seed()}, visibility {simulator.visibility()})"

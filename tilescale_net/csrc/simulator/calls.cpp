@@ -10,6 +10,13 @@ namespace tsn {
 namespace sim {
 
 namespace {
+// Of threads that a scheduler follows: every access is told.
+LocalPages no_pages = [] {
+  LocalPages pages{};
+  for (LocalPages::Line& line : pages.lines) line.number = ~0ull;
+  return pages;
+}();
+
 bool equal(const Call& a, const Call& b) {
   return a.operation == b.operation && a.scope == b.scope && a.destination == b.destination && a.source == b.source &&
          a.bytes == b.bytes && a.pe == b.pe && a.signal == b.signal && a.value == b.value && a.add == b.add;
@@ -53,6 +60,13 @@ void Grid::compare_calls(const Fiber& other) {
                               threads + " give " + difference(caller.call, partner.call));
   fail(Failure::kernel, "threads of one " + std::string(who) + " part around a call:" + threads + " are at " +
                             call_of(caller) + " and at " + call_of(partner));
+}
+
+std::string Grid::latest_call(const Fiber& fiber) const {
+  std::string out = fiber.call.operation ? primitive_name(fiber.call.operation, fiber.call.scope) : "its beginning";
+  if (fiber.view.site >= 0 && static_cast<size_t>(fiber.view.site) < launch_.lines.size())
+    out += " (" + launch_.lines[static_cast<size_t>(fiber.view.site)] + ")";
+  return out;
 }
 
 void Grid::announce(const Call& call) {
@@ -173,6 +187,7 @@ void Grid::meet(const std::vector<Fiber*>& fibers, std::vector<uint32_t> warps) 
 
 // What the running thread knows of the order, for its own stores.
 void Grid::restamp() {
+  if (scheduler) running_->view.local = &no_pages;
   if (!order_) return;
   Thread& view = running_->view;
   const RaceMemory* memory = heap_;
@@ -184,6 +199,7 @@ void Grid::restamp() {
   view.loads_followed = order_->follows_ranks();
   view.stamp = order_->stamp(warp_number(*running_), view.lane);
   if (local_) local_->enter(view, warp_number(*running_));
+  if (scheduler) view.local = &no_pages;
   if (view.loads_followed) memory->peer_range(&view.peers_begin, &view.peers_bytes);
 }
 

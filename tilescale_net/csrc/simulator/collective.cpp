@@ -10,6 +10,7 @@ namespace sim {
 
 void Grid::release(Barrier& barrier, bool orders) {
   if (orders) meet(barrier.waiting, std::move(barrier.passed));
+  if (scheduler) scheduler->meet(barrier.waiting);
   begin_lag(*running_->block);
   for (Fiber* fiber : barrier.waiting) wake(fiber);
   barrier.waiting.clear();
@@ -39,7 +40,7 @@ void Grid::meet_block(int id, int count, bool arrive_only, bool orders) {
     self.announced = false;
     self.in_put = puts;
     // The last one to arrive is as likely to be overtaken as any other.
-    if (!arrive_only && (lags(self) || random_.below(2))) yield(false);
+    if (!arrive_only && !scheduler && (lags(self) || random_.below(2))) yield(false);
     return;
   }
   if (arrive_only) return;
@@ -82,6 +83,7 @@ void Grid::grid_barrier() {
   if (++grid_arrived_ == blocks_ * threads_per_block_) {
     grid_arrived_ = 0;
     meet(grid_waiting_, {});
+    if (scheduler) scheduler->meet(grid_waiting_);
     for (Fiber* fiber : grid_waiting_) wake(fiber);
     grid_waiting_.clear();
     return;
@@ -182,6 +184,11 @@ void Grid::complete(Block& block, unsigned index, const Meeting& meeting) {
     order_->lanes_meet(warp_number(*running_), meeting.mask, !(warp.members & ~warp.exited & ~meeting.mask));
     restamp();
   }
+  if (scheduler) {
+    std::vector<Fiber*> others;
+    each([&](int i) { others.push_back(&lanes[i]); });
+    scheduler->meet(others);
+  }
   each([&](int i) {
     if (&lanes[i] != running_) wake(&lanes[i]);
   });
@@ -192,7 +199,7 @@ uint32_t Grid::active_mask(const void* site) {
   const uint32_t own = 1u << self.view.lane;
   // Any set of lanes that are here together is right. One time in four the warp has diverged completely; otherwise the
   // others get a turn to arrive first.
-  if (random_.below(4) == 0) return own;
+  if (!scheduler && random_.below(4) == 0) return own;
   self.site = site;
   self.converged = false;
   yield(false);

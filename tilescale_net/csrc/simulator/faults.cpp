@@ -66,7 +66,7 @@ void on_tick(int, siginfo_t*, void* machine) {
 
 } // namespace
 
-FaultGuard::FaultGuard(Grid& grid) {
+FaultGuard::FaultGuard() {
   guarded = true;
   switches_at_last_tick = quiet_ticks = 0;
   stack_t stack;
@@ -94,7 +94,6 @@ FaultGuard::FaultGuard(Grid& grid) {
     const itimerspec every_second{{1, 0}, {1, 0}};
     timer_settime(timer_, 0, &every_second, nullptr);
   }
-  (void)grid;
 }
 
 FaultGuard::~FaultGuard() {

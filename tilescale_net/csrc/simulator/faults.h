@@ -16,7 +16,7 @@ extern const int kStallSignal;
 // While it lives, SIGSEGV, SIGBUS, SIGFPE and SIGILL of this thread end the grid's running thread, and not the process.
 class FaultGuard {
 public:
-  explicit FaultGuard(Grid& grid);
+  FaultGuard();
   ~FaultGuard();
   FaultGuard(const FaultGuard&) = delete;
   FaultGuard& operator=(const FaultGuard&) = delete;

@@ -49,7 +49,7 @@ Grid::Grid(const Launch& launch, StackPool& stacks)
   const int quanta[] = {16, 256, 4096, 1 << 16};
   max_quantum_ = quanta[random_.below(4)];
   late_ = random_.below(3);
-  lags_left_ = launch_.communicates ? kLagsPerLaunch : 0;
+  lags_left_ = launch_.communicates && !scheduler ? kLagsPerLaunch : 0;
   const unsigned warps = (threads_per_block_ + 31) / 32;
   heap_ = race_memory(launch_.heap);
   RaceMemory* memory = blocks_ * warps < kMaxWarps ? heap_ : nullptr;
@@ -67,7 +67,7 @@ Grid::~Grid() {
 }
 
 void Grid::run() {
-  FaultGuard guard(*this);
+  FaultGuard guard;
   stalled_since_ns_ = now_ns();
   while (finished_ < blocks_ && failure_ == Failure::none) {
     while (active_.size() < window_ && admitted_ < blocks_) admit();
@@ -214,6 +214,9 @@ void Grid::admit() {
     fiber.view.heap_base = heap_ ? heap_->base : 0;
     fiber.view.heap_bytes = heap_ ? heap_->bytes : 0;
     fiber.view.followed = fiber.view.loads_followed = false;
+    fiber.view.scheduled = scheduler != nullptr;
+    fiber.process = -1;
+    fiber.past.reset();
     fiber.view.local = nullptr;
     fiber.view.peers_begin = fiber.view.peers_bytes = 0;
     memset(fiber.view.local_known, 0, sizeof fiber.view.local_known);
@@ -247,7 +250,7 @@ void Grid::resume(Fiber& fiber) {
     progress_ = strong_progress_ = true;
   }
   fiber.state = State::running;
-  fiber.view.quantum = 1 + static_cast<int>(random_.below(static_cast<uint64_t>(max_quantum_)));
+  fiber.view.quantum = scheduler ? 1 << 30 : 1 + static_cast<int>(random_.below(static_cast<uint64_t>(max_quantum_)));
   running_ = &fiber;
   *launch_.self = &fiber.view;
   restamp();
@@ -292,6 +295,7 @@ void Grid::wake(Fiber* fiber) {
 }
 
 void Grid::yield(bool polled) {
+  if (scheduler && polled) return scheduler->polls();
   running_->state = State::yielded;
   next_.push_back(running_);
   if (!polled) progress_ = true;

@@ -5,6 +5,7 @@
 #include "happens_before.h"
 #include "local_accesses.h"
 #include "random.h"
+#include "scheduler.h"
 #include "tilescale_net/device/host/simulator_api.h"
 
 #include <memory>
@@ -18,7 +19,7 @@ namespace sim {
 struct Block;
 
 // What a thread is doing; shown when a grid cannot go on.
-enum class State : uint8_t { fresh, ready, running, yielded, block_barrier, warp, grid_barrier, done };
+enum class State : uint8_t { fresh, ready, running, yielded, block_barrier, warp, grid_barrier, paused, done };
 
 struct Fiber {
   Thread view; // first: compiled kernels hold a pointer to it
@@ -40,6 +41,9 @@ struct Fiber {
   Call call{};
   int call_line = -1;
   uint32_t put_epoch = 0; // of the put_signal that it makes, as its leader; 0: none
+  // Where somebody else decides who goes on: its number there, and what comes before it.
+  int process = -1;
+  Past past;
 };
 
 // A warp operation that some lanes of its mask have not reached yet.
@@ -100,6 +104,18 @@ public:
 
   // Runs the grid to its end. On failure the reason is in failure() and message().
   void run();
+  // The same in parts, where somebody else decides who goes on: the threads of each block, which have not begun; and
+  // some of them run until none can without a decision.
+  std::vector<std::vector<Fiber*>> threads_of_blocks();
+  void go_on(const std::vector<Fiber*>& fibers);
+  bool ended() const { return finished_ == blocks_; }
+  // What the check for races has found; after the end also what is wrong with the launch as a whole.
+  std::string race() const { return race_.empty() && ended() && order_ ? order_->end() : race_; }
+  // Leaves the running thread until it is among those that go on.
+  void pause();
+  // The call that a thread makes or has made last, with its line.
+  std::string latest_call(const Fiber& fiber) const;
+  std::string where(const Fiber& fiber) const;
   Failure failure() const { return failure_; }
   const std::string& message() const { return message_; }
   // All ranks wait for each other, as a remark for the error of a wait; else empty.
@@ -170,7 +186,6 @@ private:
   void check_shared(Block& block);
   void describe_fault();
   std::string block_name(const Block& block) const;
-  std::string where(const Fiber& fiber) const;
   std::string stuck() const;
 
   Launch launch_;

@@ -38,6 +38,7 @@ Live& live() {
 const Thread& self() { return current_grid->running()->view; }
 
 void wait_begins(const WaitSubject& subject) {
+  if (scheduler) return scheduler->wait_begins(subject);
   const Thread& t = self();
   Live& l = live();
   std::lock_guard<std::mutex> lock(l.mutex);
@@ -45,6 +46,7 @@ void wait_begins(const WaitSubject& subject) {
 }
 
 void wait_ends() {
+  if (scheduler) return scheduler->wait_ends();
   const Thread* t = &self();
   Live& l = live();
   std::lock_guard<std::mutex> lock(l.mutex);
@@ -63,6 +65,7 @@ void read_words(LiveState& state) {
 }
 
 void gives_up() {
+  if (scheduler) return scheduler->gives_up();
   Live& l = live();
   std::lock_guard<std::mutex> lock(l.mutex);
   if (l.gave_up) return;

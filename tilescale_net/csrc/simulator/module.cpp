@@ -6,6 +6,7 @@
 #include "memory.h"
 #include "race_memory.h"
 #include "remote.h"
+#include "tilescale_net/csrc/explore/bindings.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -65,6 +66,7 @@ void bind_simulator(py::module_& m) {
            py::arg("shared_bytes"), py::arg("seed"), py::arg("resident_blocks"), py::arg("stall_seconds"),
            py::arg("stack_bytes"), py::arg("communicates"), py::arg("races"), py::arg("heap"), py::arg("lines"));
   bind_live_state(m);
+  bind_explorer(m);
   m.attr("API_VERSION") = sim::kApiVersion;
   m.def(
       "register_heap",

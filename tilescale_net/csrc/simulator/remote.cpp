@@ -30,14 +30,10 @@ constexpr auto kAfterKernel = std::chrono::milliseconds(2);
 
 using Clock = std::chrono::steady_clock;
 
-struct Pending {
-  RemoteOperation operation;
+struct Pending : Late {
   uint64_t epoch;                                    // fences to this PE before it was issued
   uint64_t sequence;                                 // order of issue
   std::vector<std::pair<uint64_t, uint64_t>> pieces; // offset and size of data still to be delivered
-  std::unique_ptr<char[]> copy;                      // of sources that may be gone at delivery
-  RaceMemory* memory = nullptr;                      // where `message` goes when the signal is delivered
-  Message message;
 };
 
 struct Target {
@@ -74,38 +70,11 @@ Store& store() {
   return *the_store;
 }
 
-// f(offset at the target, offset at the source, bytes) for each run of the bytes `at` to `at + size` of the data, which
-// are counted row after row.
-template <typename F>
-void each_run(const RemoteOperation& o, uint64_t at, uint64_t size, F f) {
-  if (o.rows <= 1) return f(at, at, size);
-  const uint64_t row_bytes = static_cast<uint64_t>(o.bytes / o.rows);
-  while (size) {
-    const uint64_t row = at / row_bytes, column = at % row_bytes, run = std::min(size, row_bytes - column);
-    f(row * static_cast<uint64_t>(o.pitch) + column, row * static_cast<uint64_t>(o.source_pitch) + column, run);
-    at += run, size -= run;
-  }
-}
-
 void deliver_piece(Pending& p, size_t i) {
   const auto piece = p.pieces[i];
   p.pieces[i] = p.pieces.back();
   p.pieces.pop_back();
-  char* peer = static_cast<char*>(p.operation.peer);
-  const char* source = static_cast<const char*>(p.operation.source);
-  uint64_t packed = piece.first; // a copy holds the rows one behind the other
-  each_run(p.operation, piece.first, piece.second, [&](uint64_t to, uint64_t from, uint64_t bytes) {
-    memcpy(peer + to, p.copy ? p.copy.get() + packed : source + from, bytes);
-    packed += bytes;
-  });
-}
-
-// The message comes first: whoever sees the signal finds what it carries.
-void deliver_signal(const Pending& p) {
-  const RemoteOperation& o = p.operation;
-  if (p.memory) p.memory->send(o.pe, p.message);
-  if (o.add) __atomic_fetch_add(o.peer_signal, o.value, __ATOMIC_RELEASE);
-  else __atomic_store_n(o.peer_signal, o.value, __ATOMIC_RELEASE);
+  p.deliver(piece.first, piece.second);
 }
 
 // Whether the signal of `p` may arrive now: its own data, everything fenced before it, and earlier signals to the word.
@@ -137,7 +106,7 @@ bool holds(const Target& target) { return target.held_before && Clock::now() < t
 void deliver_oldest(Target& target) {
   Pending& p = target.pending.front();
   while (!p.pieces.empty()) deliver_piece(p, p.pieces.size() - 1);
-  if (p.operation.peer_signal) deliver_signal(p);
+  if (p.operation.peer_signal) p.deliver_signal();
   target.pending.pop_front();
 }
 
@@ -168,7 +137,7 @@ bool deliver_step(Store& s, Random& random) {
       done = p.pieces.empty() && !p.operation.peer_signal;
     } else if (signal_may_go(target, p)) {
       hold(s, target, p.sequence, random);
-      deliver_signal(p);
+      p.deliver_signal();
       done = true;
     } else {
       continue; // its turn has not come
@@ -195,20 +164,33 @@ void fail_if(const std::string& wrong, const char* name, int pe) {
 
 uint64_t address(const void* p) { return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(p)); }
 
+// Whether the signal of a launch's operation is followed, then with what it carries.
+void follow(Late& late) {
+  const RemoteOperation& o = late.operation;
+  Grid& grid = *current_grid;
+  if (o.peer_signal && grid.signalling(o.signal, o.pe, o.value, o.add, &late.message)) late.memory = grid.heap();
+}
+
 bool defer(const RemoteOperation& o) {
-  each_run(o, 0, static_cast<uint64_t>(o.bytes), [&](uint64_t to, uint64_t from, uint64_t bytes) {
+  if (scheduler) scheduler->before_sending(o);
+  Pending p;
+  p.operation = o;
+  p.each_run(0, static_cast<uint64_t>(o.bytes), [&](uint64_t to, uint64_t from, uint64_t bytes) {
     if (o.destination) fail_if(check_range(address(o.destination) + to, bytes), o.name, o.pe);
     if (o.source) fail_if(check_range(address(o.source) + from, bytes), o.name, o.pe);
   });
   if (o.signal) fail_if(check_range(address(o.signal), 8), o.name, o.pe);
   if (o.bytes == 0 && !o.peer_signal) return true; // an empty put leaves nothing to deliver
+  follow(p);
+  if (scheduler) {
+    p.keep_source();
+    scheduler->send(std::move(p));
+    return true;
+  }
   Grid& grid = *current_grid;
   Store& s = store();
-  Message message;
-  RaceMemory* memory =
-      o.peer_signal && grid.signalling(o.signal, o.pe, o.value, o.add, &message) ? grid.heap() : nullptr;
   if (s.visibility == Visibility::eager) {
-    if (memory) memory->send(o.pe, message);
+    if (p.memory) p.memory->send(o.pe, p.message);
     return false;
   }
   Random random(grid.random());
@@ -216,30 +198,19 @@ bool defer(const RemoteOperation& o) {
   Target& target = s.targets[o.pe];
   bool later = s.visibility == Visibility::late || grid.late_by_lot();
   if (!later && o.peer_signal)
-    for (const Pending& p : target.pending)
-      later = later || (p.epoch < target.epoch && !p.pieces.empty()) || p.operation.peer_signal == o.peer_signal;
+    for (const Pending& other : target.pending)
+      later = later || (other.epoch < target.epoch && !other.pieces.empty()) ||
+              other.operation.peer_signal == o.peer_signal;
   if (!later) {
     if (o.peer_signal) hold(s, target, s.sequence, random);
-    if (memory) memory->send(o.pe, message);
+    if (p.memory) p.memory->send(o.pe, p.message);
     return false;
   }
   if (target.pending.size() >= kMaxPending) deliver_oldest(target);
-  Pending p;
-  p.operation = o;
   p.epoch = target.epoch;
-  p.memory = memory;
-  p.message = message;
   p.sequence = s.sequence++;
   cut(p, random);
-  if (!p.pieces.empty() && !(o.source && in_heap(address(o.source)))) {
-    p.copy.reset(new char[static_cast<size_t>(o.bytes)]);
-    const char* source = o.source ? static_cast<const char*>(o.source) : reinterpret_cast<const char*>(&o.value);
-    char* end = p.copy.get();
-    each_run(o, 0, static_cast<uint64_t>(o.bytes), [&](uint64_t, uint64_t from, uint64_t bytes) {
-      memcpy(end, source + from, bytes);
-      end += bytes;
-    });
-  }
+  if (!p.pieces.empty()) p.keep_source();
   target.pending.push_back(std::move(p));
   return true;
 }
@@ -253,10 +224,14 @@ void for_targets(int pe, F f) {
 }
 
 void fence(int pe) {
+  if (scheduler) return scheduler->fence(pe);
   for_targets(pe, [](Target& target) { ++target.epoch; });
 }
 
-void quiet(int pe) { for_targets(pe, deliver_all); }
+void quiet(int pe) {
+  if (scheduler) return scheduler->quiet(pe);
+  for_targets(pe, deliver_all);
+}
 
 void check(const char* name, const void* p, uint64_t bytes) { fail_if(check_range(address(p), bytes), name, -1); }
 
@@ -275,21 +250,56 @@ void background() {
 
 } // namespace
 
+void Late::keep_source() {
+  const RemoteOperation& o = operation;
+  if (!o.destination || o.bytes == 0 || (o.source && in_heap(address(o.source)))) return;
+  copy.reset(new char[static_cast<size_t>(o.bytes)]);
+  const char* source = o.source ? static_cast<const char*>(o.source) : reinterpret_cast<const char*>(&o.value);
+  char* end = copy.get();
+  each_run(0, static_cast<uint64_t>(o.bytes), [&](uint64_t, uint64_t from, uint64_t bytes) {
+    memcpy(end, source + from, bytes);
+    end += bytes;
+  });
+}
+
+void Late::deliver(uint64_t at, uint64_t bytes) const {
+  char* peer = static_cast<char*>(operation.peer);
+  const char* source = static_cast<const char*>(operation.source);
+  uint64_t packed = at; // a copy holds the rows one behind the other
+  each_run(at, bytes, [&](uint64_t to, uint64_t from, uint64_t run) {
+    memcpy(peer + to, copy ? copy.get() + packed : source + from, run);
+    packed += run;
+  });
+}
+
+// The message comes first: whoever sees the signal finds what it carries.
+void Late::deliver_signal() const {
+  const RemoteOperation& o = operation;
+  if (memory) memory->send(o.pe, message);
+  if (o.add) __atomic_fetch_add(o.peer_signal, o.value, __ATOMIC_RELEASE);
+  else __atomic_store_n(o.peer_signal, o.value, __ATOMIC_RELEASE);
+}
+
 const RemoteApi kRemoteApi = {
     [](const Call& call) { current_grid->announce(call); },
     [](const Call& call) {
-      live_call(call);
+      if (scheduler) scheduler->begin(call);
+      else live_call(call);
       current_grid->begin(call);
     },
     [](const uint64_t* signal) { current_grid->waited(signal); },
     [](const void* address, WordAccess access) { current_grid->word(address, access); },
+    [](const void* address, uint64_t bytes, WordAccess access) { scheduler->visit(address, bytes, access); },
     [](const void* address, uint64_t bytes, bool store, const char* name) {
       current_grid->accessed(address, bytes, store, name);
     },
     [](const void* address, uint64_t bytes, bool store, const char* name) {
+      if (scheduler) scheduler->touch(address, bytes, store);
       current_grid->viewed(address, bytes, store, name);
     },
     [](const void* address, uint64_t bytes, LocalAccess access, const char* name, const void* base) {
+      // An atomic operation is a visit as well.
+      if (scheduler && access != LocalAccess::atomic) scheduler->touch(address, bytes, access == LocalAccess::store);
       current_grid->local_access(address, bytes, access, name, base);
     },
     [](const void* address, uint64_t bytes) { current_grid->benign_race(address, bytes); },

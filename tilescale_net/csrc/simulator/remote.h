@@ -11,8 +11,12 @@
 // Everything is delivered in the end, also when no kernel runs any more.
 #pragma once
 
+#include "race_memory.h"
 #include "random.h"
 #include "tilescale_net/device/host/simulator_api.h"
+
+#include <algorithm>
+#include <memory>
 
 namespace tsn {
 namespace sim {
@@ -21,6 +25,34 @@ enum class Visibility { eager, late, random };
 void set_visibility(Visibility visibility);
 
 extern const RemoteApi kRemoteApi;
+
+// An operation, with what its delivery needs.
+struct Late {
+  RemoteOperation operation;
+  std::unique_ptr<char[]> copy; // of a source that may be gone at delivery
+  RaceMemory* memory = nullptr; // where `message` goes when the signal is delivered
+  Message message;
+
+  void keep_source();
+  void deliver(uint64_t at, uint64_t bytes) const; // of its data
+  void deliver_signal() const;
+  // f(offset at the target, offset at the source, bytes) for each run of the bytes `at` to `at + size` of the data,
+  // which are counted row after row.
+  template <typename F>
+  void each_run(uint64_t at, uint64_t size, F f) const;
+};
+
+template <typename F>
+void Late::each_run(uint64_t at, uint64_t size, F f) const {
+  const RemoteOperation& o = operation;
+  if (o.rows <= 1) return f(at, at, size);
+  const uint64_t row_bytes = static_cast<uint64_t>(o.bytes / o.rows);
+  while (size) {
+    const uint64_t row = at / row_bytes, column = at % row_bytes, run = std::min(size, row_bytes - column);
+    f(row * static_cast<uint64_t>(o.pitch) + column, row * static_cast<uint64_t>(o.source_pitch) + column, run);
+    at += run, size -= run;
+  }
+}
 
 // Called by the scheduler when threads only poll or rounds have passed; `must` asks for progress if there is any left
 // to make. Returns whether something was delivered.

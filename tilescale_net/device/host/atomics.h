@@ -13,6 +13,7 @@ template <typename T, typename F>
 inline T atomic_update(T* p, F f) {
   using Word = WordOf<T>;
   maybe_yield();
+  visit_word(p, sizeof(T), WordAccess::both);
   note_local(p, sizeof(T), LocalAccess::atomic, nullptr);
   word_access(p, WordAccess::both);
   Word* word = reinterpret_cast<Word*>(p);
@@ -134,6 +135,7 @@ template <typename T>
 inline T AtomicLoad(T* p, int = 0) {
   using Word = tsn::WordOf<T>;
   tsn::sim::api().yield(true); // loads are atomic where another thread is waited for
+  tsn::sim::visit_word(p, sizeof(T), tsn::sim::WordAccess::acquire);
   const T value = tsn_bits<T>(__atomic_load_n(reinterpret_cast<const Word*>(p), __ATOMIC_SEQ_CST));
   tsn::sim::word_access(p, tsn::sim::WordAccess::acquire);
   return value;
@@ -142,6 +144,7 @@ template <typename T, typename V>
 inline void AtomicStore(T* p, V value, int = 0) {
   using Word = tsn::WordOf<T>;
   tsn::sim::maybe_yield();
+  tsn::sim::visit_word(p, sizeof(T), tsn::sim::WordAccess::release);
   tsn::sim::word_access(p, tsn::sim::WordAccess::release);
   __atomic_store_n(reinterpret_cast<Word*>(p), tsn_bits<Word>(static_cast<T>(value)), __ATOMIC_SEQ_CST);
 }

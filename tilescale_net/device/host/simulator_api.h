@@ -80,6 +80,7 @@ struct Thread {
   bool uses_result;    // of the primitive
   bool loads_followed; // loads of the heap are
   bool followed;       // words by which threads may order each other are to be told
+  bool scheduled;      // somebody decides at each access to such a word who goes on, and time stands still
   // Who stored to this rank's heap last, and who loaded: a stamp per 4 bytes, see csrc/simulator/race_memory.h. Null
   // where nobody asks. The last byte of `stamp`, the thread's own, is that of all plain accesses of this rank.
   uint64_t *stores, *loads;
@@ -148,6 +149,8 @@ struct RemoteApi {
   void (*waited)(const uint64_t* signal);
   // A load, a store or an atomic operation by which threads of this PE may order each other.
   void (*word)(const void* address, WordAccess access);
+  // The thread is about to make such an access; returns when it may. Called where the thread is `scheduled`.
+  void (*visit)(const void* address, uint64_t bytes, WordAccess access);
   // A plain access to this rank's heap that follows one of somebody else.
   void (*accessed)(const void* address, uint64_t bytes, bool store, const char* name);
   // The same through a remote view, where the address may lie in a peer's heap.

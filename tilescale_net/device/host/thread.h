@@ -23,6 +23,7 @@ inline const Api& api() {
       [](const Call&) {},
       [](const uint64_t*) {},
       [](const void*, WordAccess) {},
+      [](const void*, uint64_t, WordAccess) {},
       [](const void*, uint64_t, bool, const char*) {},
       [](const void*, uint64_t, bool, const char*) {},
       [](const void*, uint64_t, LocalAccess, const char*, const void*) {},
@@ -73,6 +74,7 @@ inline Thread& self() {
 inline void maybe_yield() {}
 inline void word_access(const void*, WordAccess) {}
 inline void word_found(const void*) {}
+inline void visit_word(const void*, uint64_t, WordAccess) {}
 inline void note_store(const void*, uint64_t, const char*, const void* = nullptr) {}
 inline void note_load(const void*, uint64_t, const char*, const void* = nullptr) {}
 inline void note_local(const void*, uint64_t, LocalAccess, const char*, const void* = nullptr) {}
@@ -100,6 +102,10 @@ inline void word_access(const void* address, WordAccess access) {
 inline void word_found(const void* address) {
   if (reinterpret_cast<uint64_t>(address) - self().heap_base < self().heap_bytes)
     word_access(address, WordAccess::acquire);
+}
+
+inline void visit_word(const void* address, uint64_t bytes, WordAccess access) {
+  if (__builtin_expect(self().scheduled, 0)) api().remote->visit(address, bytes, access);
 }
 
 inline bool in_symmetric_heap(const void* p) {

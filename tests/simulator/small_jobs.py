@@ -1,0 +1,192 @@
+"""Small jobs whose schedules are explored: each function sets up a rank, as `python -m tilescale_net check` asks for it.
+
+The kernels are small on purpose; each has forms that leave something out, whose names begin with `without` or `wrong`.
+"""
+
+import tilelang.language as T
+import torch
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+
+M = 32  # float32 of a message, one for each thread
+
+
+@T.macro
+def _ring(x, y, flag, out, tx, what):
+    N.put_signal_block(y, x, (N.my_pe() + 1) % N.n_pes(), flag[0], 1)
+    if what != "wait":
+        N.wait_block(flag[0], "ge", 1)
+    out[tx] = y[tx]
+
+
+@T.macro
+def _put_and_signal(x, y, flag, out, tx, what):
+    right = (N.my_pe() + 1) % N.n_pes()
+    N.put_block(y, x, right)
+    T.sync_threads()
+    if tx == 0:
+        N.signal(flag[0], 1, right, fence=what != "fence")
+    N.wait_block(flag[0], "ge", 1)
+    out[tx] = y[tx]
+
+
+@T.macro
+def _stream(x, y, flag, out, tx, what):
+    """Three rounds through one place: the data go to the right, credits to the left."""
+    right, left = (N.my_pe() + 1) % N.n_pes(), (N.my_pe() + N.n_pes() - 1) % N.n_pes()
+    out[tx] = T.float32(0)
+    for r in T.serial(3):
+        if what != "credit":
+            if r > 0:
+                N.wait_block(flag[1], "ge", r)
+        N.put_signal_block(y, x, right, flag[0], r + 1)
+        N.wait_block(flag[0], "ge", r + 1)
+        out[tx] += y[tx]
+        T.sync_threads()
+        if tx == 0:
+            N.signal(flag[1], r + 1, left)
+
+
+@T.macro
+def _barrier(x, y, flag, out, tx, what):
+    """Twice a put to the right, and a barrier between it and the read, and between the read and the next put."""
+    right = (N.my_pe() + 1) % N.n_pes()
+    for r in T.serial(2):
+        N.put_block(y, x, right)
+        if what == "quiet":
+            T.sync_threads()
+        else:
+            N.quiet_block(right)
+        N.barrier_all()
+        out[tx] = y[tx]
+        T.sync_threads()
+        if what != "barrier":
+            N.barrier_all()
+
+
+@T.macro
+def _count(x, y, flag, out, tx, what):
+    """Everyone adds to one word of rank 0, which waits for all of them, or for one too few."""
+    if tx == 0:
+        N.signal(flag[0], 1, 0, op="add")
+        if N.my_pe() == 0:
+            if what == "number":
+                out[0] = T.cast(N.wait(flag[0], "ge", N.n_pes() - 1), "float32")
+            else:
+                out[0] = T.cast(N.wait(flag[0], "ge", N.n_pes()), "float32")
+
+
+@T.macro
+def _turns(x, y, flag, out, tx, what):
+    """Ranks draw numbers of a counter at rank 0 by atomic operations; they add up to the same, whoever comes first."""
+    if tx == 0:
+        out[0] = T.cast(N.atomic_add(flag[0], T.uint64(1), 0), "float32")
+        out[1] = T.cast(N.atomic_add(flag[0], T.uint64(1), 0), "float32")
+
+
+@T.macro
+def _both_wait(x, y, flag, out, tx, what):
+    """Each signals the other, and waits for it; or the other way round."""
+    right = (N.my_pe() + 1) % N.n_pes()
+    if tx == 0:
+        if what == "order":
+            N.wait(flag[0], "ge", 1)
+        N.signal(flag[0], 1, right)
+        if what != "order":
+            N.wait(flag[0], "ge", 1)
+
+
+@T.macro
+def _passes(x, y, flag, out, tx, what):
+    """Rank 1 signals twice; rank 0 waits for the first value, which may have gone by where it waits for it exactly."""
+    if tx == 0:
+        if N.my_pe() == 1:
+            N.signal(flag[0], 1, 0)
+            N.signal(flag[0], 2, 0)
+        elif what == "comparison":
+            N.wait(flag[0], "eq", 1)
+        else:
+            N.wait(flag[0], "ge", 1)
+
+
+@T.macro
+def _polls(x, y, flag, out, tx, what):
+    """A loop of tests instead of a wait, of two words in turn."""
+    right = (N.my_pe() + 1) % N.n_pes()
+    N.put_signal_block(y, x, right, flag[1], 1)
+    if tx == 0:
+        N.signal(flag[0], 1, right)
+        more = T.alloc_var("bool")
+        more = True
+        while more:
+            if N.test(flag[0], "ge", 1):
+                if N.test(flag[1], "ge", 1):
+                    more = False
+    T.sync_threads()
+    out[tx] = y[tx]
+
+
+BODIES = {
+    "ring": _ring, "put_and_signal": _put_and_signal, "stream": _stream, "barrier": _barrier, "count": _count,
+    "turns": _turns, "both_wait": _both_wait, "passes": _passes, "polls": _polls,
+}  # fmt: skip
+
+
+@tsn.jit
+def kernel(name, what):
+    body = BODIES[name]
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        x: T.Tensor((M,), "float32"),
+        y: T.Tensor((M,), "float32"),
+        flag: T.Tensor((2,), "uint64"),
+        out: T.Tensor((M,), "float32"),
+    ):
+        with T.Kernel(1, threads=M):
+            body(x, y, flag, out, T.get_thread_binding(), what)
+
+    return main
+
+
+def _from_the_left(out):
+    return (out == (tsn.rank() - 1) % tsn.size() + 1).all()
+
+
+def _three_times(out):
+    return (out == 3 * ((tsn.rank() - 1) % tsn.size() + 1)).all()
+
+
+def _all_have_come(out):
+    return tsn.rank() != 0 or out[0] == tsn.size()
+
+
+RIGHT = {
+    "ring": _from_the_left, "put_and_signal": _from_the_left, "barrier": _from_the_left, "polls": _from_the_left,
+    "stream": _three_times, "count": _all_have_come,
+}  # fmt: skip
+
+
+def job(name, what=""):
+    """The function that sets up a rank for a kernel, whole or without something."""
+
+    def set_up():
+        x, y, flag, out = tsn.empty((M,)), tsn.empty((M,)), tsn.zeros((2,), torch.uint64), torch.zeros(M)
+        x.fill_(tsn.rank() + 1)
+        made = kernel(name, what)
+        right = RIGHT.get(name, lambda out: True)
+        return lambda: made(x, y, flag, out), lambda: right(out)
+
+    set_up.__name__ = name
+    return set_up
+
+
+ring, put_and_signal, stream, barrier, count, turns, both_wait, passes, polls = map(job, BODIES)
+ring_without_wait = job("ring", "wait")
+put_without_fence = job("put_and_signal", "fence")
+stream_without_credit = job("stream", "credit")
+barrier_without_quiet, barrier_without_barrier = job("barrier", "quiet"), job("barrier", "barrier")
+count_wrong_number = job("count", "number")
+waits_in_wrong_order, waits_by_wrong_comparison = job("both_wait", "order"), job("passes", "comparison")

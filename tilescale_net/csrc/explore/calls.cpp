@@ -1,0 +1,179 @@
+// What the running thread tells a job: where it can be overtaken, and what it does there.
+#include "job.h"
+
+#include "tilescale_net/device/context.h"
+
+#include <algorithm>
+#include <string.h>
+
+namespace tsn {
+namespace explore {
+
+namespace {
+uint64_t address(const void* p) { return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(p)); }
+} // namespace
+
+Job::Process& Job::self() {
+  sim::Fiber* fiber = sim::current_grid->running();
+  if (fiber->process < 0) {
+    fiber->process = static_cast<int>(processes_.size());
+    Process& made = processes_.emplace_back();
+    made.rank = rank_;
+    made.fiber = fiber;
+    made.block = static_cast<int64_t>(rank_) << 32 | fiber->view.linear_block;
+  }
+  return processes_[static_cast<size_t>(fiber->process)];
+}
+
+void Job::pause(Next next) {
+  Process& p = self();
+  p.next = next;
+  uint64_t& moves = ranks_[static_cast<size_t>(rank_)].moves;
+  if (next == Next::stirred) p.moves = moves;
+  else ++moves;
+  sim::current_grid->pause();
+  if (describes_) tell("at " + sim::current_grid->latest_call(*p.fiber));
+}
+
+Past& Job::under_way() { return sim::current_grid->running()->past; }
+
+void Job::visit(const void* at, uint64_t bytes, sim::WordAccess access) {
+  const uint64_t where = address(at);
+  for (const auto& [begin, end] : setup_.unseen)
+    if (where >= begin && where < end) return;
+  Process& p = self();
+  if (p.granted == at) {
+    p.granted = nullptr;
+    return;
+  }
+  pause(Next::access);
+  Past& past = under_way();
+  if (access == sim::WordAccess::acquire) history_.touch(where, bytes, Use::read, past);
+  else if (bytes == 8) history_.change(static_cast<const uint64_t*>(at), Change::other, 0, past);
+  else history_.touch(where, bytes, Use::write, past);
+  p.looked = {};
+  if (access != sim::WordAccess::release) {
+    p.looked = {at, bytes, 0};
+    memcpy(&p.looked.value, at, std::min<uint64_t>(bytes, 8));
+  }
+  if (access == sim::WordAccess::release) p.polled.clear();
+}
+
+void Job::polls() {
+  Process& p = self();
+  if (p.waits && p.subject.word) {
+    pause(Next::wait);
+    const bool looks = p.subject.operation == kOpWait && p.fiber->view.uses_result;
+    history_.seen(p.subject.word, {p.subject.comparison - 1, p.subject.wanted}, looks, under_way());
+    p.granted = p.subject.word;
+    return;
+  }
+  if (!p.looked.address) return pause(Next::stirred);
+  const Poll now = p.looked;
+  p.looked = {};
+  const bool again = std::any_of(p.polled.begin(), p.polled.end(), [&](const Poll& poll) {
+    return poll.address == now.address && poll.value == now.value;
+  });
+  if (!again) {
+    p.polled.push_back(now);
+    return;
+  }
+  pause(Next::polled);
+  p.in_vain = has_changed(p) ? 0 : p.in_vain + 1;
+  for (const Poll& poll : p.polled)
+    for (uint64_t place = address(poll.address) / 4; place <= (address(poll.address) + poll.bytes - 1) / 4; ++place)
+      history_.touch(place, Use::read, under_way(), false);
+  p.polled.clear();
+}
+
+void Job::wait_begins(const sim::WaitSubject& subject) {
+  Process& p = self();
+  p.subject = subject;
+  p.waits = subject.comparison != 0;
+}
+
+void Job::wait_ends() {
+  Process& p = self();
+  p.waits = false;
+  p.granted = nullptr;
+}
+
+void Job::meet(const std::vector<sim::Fiber*>& fibers) {
+  Past all = under_way();
+  for (const sim::Fiber* fiber : fibers) all = joined(all, fiber->past);
+  under_way() = all;
+  for (sim::Fiber* fiber : fibers) fiber->past = all;
+  ++ranks_[static_cast<size_t>(rank_)].moves;
+}
+
+// A get reads and writes at once, like loads and stores.
+void Job::begin(const sim::Call& call) {
+  if (call.operation != kOpGet || call.bytes <= 0 || call.pe < 0 || call.pe >= static_cast<int>(ranks_.size())) return;
+  const uint64_t distance =
+      setup_.ranks[static_cast<size_t>(call.pe)].heap - setup_.ranks[static_cast<size_t>(rank_)].heap;
+  touch(reinterpret_cast<const void*>(address(call.source) + distance), static_cast<uint64_t>(call.bytes), false);
+  touch(call.destination, static_cast<uint64_t>(call.bytes), true);
+}
+
+void Job::touch(const void* at, uint64_t bytes, bool store) {
+  ++ranks_[static_cast<size_t>(rank_)].moves;
+  if (!bytes || !is_seen(address(at))) return;
+  history_.set_apart(first_ && first_ != sim::current_grid->running());
+  history_.touch(address(at), bytes, store ? Use::write : Use::read, under_way());
+}
+
+void Job::before_sending(const sim::RemoteOperation& operation) {
+  Process& p = self();
+  p.polled.clear();
+  p.looked = {};
+  pause(Next::access);
+  Past& past = under_way();
+  history_.touch(fences_of(rank_, operation.pe), Use::read, past);
+  // Signals of a rank to one word arrive in the order in which they were sent.
+  const uint64_t word = kOther | 1ull << 62 | (address(operation.peer_signal) ^ static_cast<uint64_t>(rank_) << 48);
+  if (operation.peer_signal) history_.touch(word, operation.add ? Use::add : Use::write, past);
+}
+
+void Job::send(sim::Late&& late) {
+  Running& r = ranks_[static_cast<size_t>(rank_)];
+  const int pe = late.operation.pe;
+  const std::string name = describes_ ? sim::current_grid->latest_call(*sim::current_grid->running()) : "";
+  auto operation = std::make_shared<Operation>(Operation{std::move(late), sequence_++, r.epochs[pe], name});
+  r.on_the_way[pe].push_back(static_cast<int>(processes_.size()));
+  Process& made = processes_.emplace_back();
+  made.rank = rank_;
+  made.next = Next::arrival;
+  made.operation = std::move(operation);
+  made.past = under_way();
+}
+
+void Job::fence(int pe) {
+  Process& p = self();
+  p.polled.clear();
+  p.looked = {};
+  pause(Next::access);
+  for (int to = 0; to < static_cast<int>(ranks_.size()); ++to) {
+    if (pe != -1 && pe != to) continue;
+    ++ranks_[static_cast<size_t>(rank_)].epochs[to];
+    history_.touch(fences_of(rank_, to), Use::add, under_way());
+  }
+}
+
+void Job::quiet(int pe) {
+  Process& p = self();
+  p.polled.clear();
+  p.looked = {};
+  p.pe = pe;
+  p.sequence = sequence_;
+  pause(Next::quiet);
+  for (int to = 0; to < static_cast<int>(ranks_.size()); ++to) {
+    if (pe != -1 && pe != to) continue;
+    history_.touch(fences_of(rank_, to), Use::add, under_way());
+    for (const Arrived& a : ranks_[static_cast<size_t>(rank_)].arrived[to])
+      if (a.sequence < p.sequence) under_way() = joined(under_way(), a.past);
+    history_.learn(under_way());
+  }
+}
+
+} // namespace explore
+} // namespace tsn

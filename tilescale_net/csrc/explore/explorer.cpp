@@ -1,0 +1,235 @@
+#include "explorer.h"
+
+#include "tilescale_net/csrc/simulator/random.h"
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+
+namespace tsn {
+namespace explore {
+
+namespace {
+constexpr size_t kMostEvents = 100000; // of an execution
+bool has(const std::vector<int>& list, int value) { return std::binary_search(list.begin(), list.end(), value); }
+} // namespace
+
+Explorer::Explorer(Setup setup, std::function<std::string()> holds, std::function<bool()> interrupted)
+    : job_(std::move(setup)), holds_(std::move(holds)), interrupted_(std::move(interrupted)) {}
+
+std::string Explorer::judge() {
+  const uint64_t digest = job_.digest();
+  const auto known = judged_.find(digest);
+  if (known != judged_.end()) return known->second;
+  return judged_[digest] = holds_();
+}
+
+bool Explorer::at_end(Result& result) {
+  const size_t events = path_.size();
+  result.failure = job_.failure();
+  result.gave_up = job_.gave_up();
+  const bool stuck = result.failure.empty() && job_.enabled().empty();
+  if (stuck && !job_.ended()) result.failure = "deadlock: nobody can go on: " + job_.waits();
+  else if (stuck) result.failure = judge();
+  else if (result.failure.empty() && events >= kMostEvents) result.failure = "the job does not end";
+  if (!stuck && result.failure.empty()) return false;
+  result.events = std::max<uint64_t>(result.events, events);
+  result.states = judged_.size();
+  if (result.failure.empty()) return true;
+  result.schedule.clear();
+  for (const Node& node : path_) result.schedule.push_back(node.chosen);
+  if (!path_.empty()) result.preemptions = path_.back().preemptions + cost(path_.back(), path_.back().chosen);
+  result.texts = job_.texts();
+  return true;
+}
+
+// Leaving a block that could go on. What is on its way arrives for nothing.
+int Explorer::cost(const Node& node, int process) const {
+  const int64_t block = job_.block_of(process);
+  if (node.block < 0 || block < 0 || block == node.block) return 0;
+  return std::any_of(node.enabled.begin(), node.enabled.end(), [&](int p) { return job_.block_of(p) == node.block; });
+}
+
+// The block that ran last goes on, then another; what is on its way arrives when nothing else can happen.
+int Explorer::usual(const Node& node) const {
+  int best = -1, best_rank = 4;
+  for (int p : node.enabled) {
+    if (node.asleep.count(p) || !affordable(node, p)) continue;
+    const int64_t block = job_.block_of(p);
+    const int rank = block < 0 ? 2 : block == node.block ? 0 : 1;
+    if (rank < best_rank) best = p, best_rank = rank;
+  }
+  return best;
+}
+
+// What a new node has from the one before.
+void Explorer::follow(Node& node) const {
+  if (path_.empty()) return;
+  const Node& last = path_.back();
+  const int64_t block = job_.block_of(last.chosen);
+  node.block = block < 0 ? last.block : block;
+  node.preemptions = last.preemptions + cost(last, last.chosen);
+}
+
+bool Explorer::affordable(const Node& node, int process) const {
+  return most_preemptions_ < 0 || node.preemptions + cost(node, process) <= most_preemptions_;
+}
+
+// Makes the node of the next decision, or, where it has been made in an earlier execution, finds it again.
+void Explorer::enter(size_t depth) {
+  if (depth < path_.size()) return;
+  Node node;
+  node.enabled = job_.enabled();
+  if (depth && reduces_)
+    for (const auto& [process, footprint] : path_.back().asleep)
+      if (process != path_.back().chosen && independent(footprint, path_.back().footprint))
+        node.asleep.emplace(process, footprint);
+  follow(node);
+  node.chosen = usual(node);
+  if (node.chosen >= 0) node.wanted.insert(node.chosen);
+  if (!reduces_) node.wanted.insert(node.enabled.begin(), node.enabled.end());
+  path_.push_back(std::move(node));
+}
+
+// Source sets (Abdulla et al., POPL 2014): one of the processes that can begin what came after the first event of a
+// race without it, and led to the second.
+void Explorer::add_for(const Race& race, int event) {
+  size_t at = static_cast<size_t>(race.first);
+  if (most_preemptions_ >= 0) { // where it can be had without a preemption, too (Coons et al., OOPSLA 2013)
+    while (at && path_[at].block == path_[at - 1].block) --at;
+    path_[at].wanted.insert(path_[at].enabled.begin(), path_[at].enabled.end());
+  }
+  Node& node = path_[static_cast<size_t>(race.first)];
+  const History& history = job_.history();
+  const int first_process = history.process_of(race.first);
+  std::vector<int> between;
+  std::set<int> seen, initial;
+  const auto look = [&](int e, const Past& past) {
+    const int process = history.process_of(e);
+    const bool follows = std::any_of(between.begin(), between.end(),
+                                     [&](int b) { return comes_before(b, history.process_of(b), past); });
+    if (seen.insert(process).second && !follows && has(node.enabled, process)) initial.insert(process);
+    between.push_back(e);
+  };
+  for (int e = race.first + 1; e < event; ++e)
+    if (!comes_before(race.first, first_process, job_.past_of(e))) look(e, job_.past_of(e));
+  look(event, race.past);
+  if (race.apart) initial.clear();
+  for (int process : initial)
+    if (node.wanted.count(process)) return;
+  if (initial.empty()) node.wanted.insert(node.enabled.begin(), node.enabled.end());
+  else node.wanted.insert(*initial.begin());
+}
+
+bool Explorer::go_back() {
+  for (; !path_.empty(); path_.pop_back()) {
+    Node& node = path_.back();
+    if (node.chosen >= 0) node.asleep[node.chosen] = std::move(node.footprint);
+    for (int process : node.wanted) {
+      if (node.asleep.count(process) || !affordable(node, process)) continue;
+      node.chosen = process;
+      return true;
+    }
+  }
+  return false;
+}
+
+Result Explorer::all(const Limits& limits) {
+  const auto began = std::chrono::steady_clock::now();
+  const auto over = [&] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() > limits.seconds;
+  };
+  Result result;
+  most_preemptions_ = limits.preemptions;
+  reduces_ = limits.reduce;
+  path_.clear();
+  size_t known = 0; // how many events are those of the execution before
+  for (bool more = true; more; more = go_back(), known = path_.size()) {
+    if (result.schedules + result.cut >= limits.schedules || over() || interrupted_()) return result;
+    job_.restart(false);
+    for (size_t depth = 0;; ++depth) {
+      if (depth >= path_.size() && at_end(result)) {
+        ++result.schedules;
+        break;
+      }
+      enter(depth);
+      Node& node = path_[depth];
+      if (node.chosen < 0) {
+        ++result.cut;
+        path_.pop_back();
+        break;
+      }
+      job_.step(node.chosen);
+      const int event = static_cast<int>(depth);
+      const std::vector<Race> races = job_.history().races();
+      path_[depth].footprint = job_.history().footprint();
+      if (depth + 1 >= known)
+        for (const Race& race : races) add_for(race, event);
+    }
+    if (!result.failure.empty()) return result;
+  }
+  result.complete = limits.preemptions < 0;
+  return result;
+}
+
+Result Explorer::random(uint64_t first_seed, uint64_t seeds, int depth) {
+  Result result;
+  uint64_t steps = 50; // of an execution, as far as is known
+  for (uint64_t seed = first_seed; seed < first_seed + seeds; ++seed) {
+    if (interrupted_()) return result;
+    sim::Random random(seed);
+    std::map<size_t, int> changes; // at which step the process that would go on gets which low priority
+    for (int i = 1; i < depth; ++i) changes[random.below(steps)] = -i;
+    std::map<int, int64_t> priority;
+    path_.clear();
+    job_.restart(false);
+    while (!at_end(result)) {
+      Node node;
+      node.enabled = job_.enabled();
+      for (int p : node.enabled)
+        if (!priority.count(p)) priority[p] = static_cast<int64_t>(random.below(1ull << 40));
+      const auto less = [&](int a, int b) { return priority[a] < priority[b]; };
+      const auto pick = [&] { return *std::max_element(node.enabled.begin(), node.enabled.end(), less); };
+      node.chosen = pick();
+      if (const auto change = changes.find(path_.size()); change != changes.end()) {
+        priority[node.chosen] = change->second;
+        node.chosen = pick();
+      }
+      follow(node);
+      path_.push_back(node);
+      job_.step(node.chosen);
+    }
+    ++result.schedules;
+    steps = std::max<uint64_t>(result.events, 1);
+    result.seed = seed;
+    if (!result.failure.empty()) return result;
+  }
+  return result;
+}
+
+Result Explorer::repeat(const std::vector<int>& schedule) {
+  Result result;
+  most_preemptions_ = -1;
+  path_.clear();
+  job_.restart(true);
+  while (!at_end(result)) {
+    Node node;
+    node.enabled = job_.enabled();
+    const size_t depth = path_.size();
+    follow(node);
+    node.chosen = depth < schedule.size() ? schedule[depth] : usual(node);
+    if (!has(node.enabled, node.chosen))
+      throw std::invalid_argument("decision " + std::to_string(depth) + " of the schedule is for process " +
+                                  std::to_string(node.chosen) + ", which cannot go on there");
+    path_.push_back(node);
+    job_.step(node.chosen);
+  }
+  result.schedules = 1;
+  result.texts = job_.texts();
+  result.schedule.clear();
+  for (const Node& node : path_) result.schedule.push_back(node.chosen);
+  return result;
+}
+
+} // namespace explore
+} // namespace tsn

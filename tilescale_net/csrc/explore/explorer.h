@@ -1,0 +1,78 @@
+// Runs a job under many schedules: all that differ, some at random, or one again.
+#pragma once
+
+#include "job.h"
+
+#include <functional>
+#include <set>
+
+namespace tsn {
+namespace explore {
+
+struct Limits {
+  uint64_t schedules = ~0ull;
+  double seconds = 1e9;
+  int preemptions = -1; // at most so many; -1: any number
+  bool reduce = true;   // leave out what differs only in the order of independent events
+};
+
+struct Result {
+  uint64_t schedules = 0; // executions that ran to their end
+  uint64_t cut = 0;       // and those that were given up because they would have repeated others
+  uint64_t states = 0;    // of memory at the end, that differ
+  uint64_t events = 0;    // of the longest execution
+  bool complete = false;
+  std::string failure; // empty: nothing was wrong
+  int gave_up = -1;    // the rank whose record says why
+  uint64_t seed = 0;   // of the failure
+  int preemptions = 0; // of the failing schedule
+  std::vector<int> schedule;
+  std::vector<std::string> texts;
+};
+
+class Explorer {
+public:
+  // `holds` says what is wrong with the memory as it is at the end, or nothing; it is asked once for each state of it.
+  Explorer(Setup setup, std::function<std::string()> holds, std::function<bool()> interrupted);
+
+  // Every schedule, but for those that differ only in the order of independent events. The first failure ends it.
+  Result all(const Limits& limits);
+  // Schedules by random priorities that change `depth` - 1 times (Burckhardt et al., ASPLOS 2010).
+  Result random(uint64_t first_seed, uint64_t seeds, int depth);
+  // This one, and then as it comes. Throws std::invalid_argument where it does not fit.
+  Result repeat(const std::vector<int>& schedule);
+
+private:
+  struct Node {
+    std::vector<int> enabled;
+    int chosen = -1;
+    std::set<int> wanted;            // to be tried here
+    std::map<int, Footprint> asleep; // would repeat what has been tried
+    Footprint footprint;             // of the chosen one
+    int64_t block = -1;              // that ran last
+    int preemptions = 0;             // so far
+  };
+
+  void enter(size_t depth);
+  void follow(Node& node) const;
+  int usual(const Node& node) const;
+  int cost(const Node& node, int process) const;
+  bool affordable(const Node& node, int process) const;
+  void add_for(const Race& race, int event);
+  // Goes back to the last place where something else is wanted. False: there is none.
+  bool go_back();
+  // Whether the execution has gone to its end, or to a failure, which it notes.
+  bool at_end(Result& result);
+  std::string judge();
+
+  Job job_;
+  std::function<std::string()> holds_;
+  std::function<bool()> interrupted_;
+  std::map<uint64_t, std::string> judged_; // by digest of memory
+  std::vector<Node> path_;
+  int most_preemptions_ = -1;
+  bool reduces_ = true;
+};
+
+} // namespace explore
+} // namespace tsn

@@ -1,0 +1,262 @@
+#include "job.h"
+
+#include <algorithm>
+#include <string.h>
+
+namespace tsn {
+namespace explore {
+
+namespace {
+
+constexpr int kMostInVain = 64; // polls of a thread while nobody else can go on
+
+uint64_t address(const void* p) { return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(p)); }
+
+uint64_t word_at(const void* p, uint64_t bytes) {
+  uint64_t value = 0;
+  memcpy(&value, p, std::min<uint64_t>(bytes, 8));
+  return value;
+}
+
+} // namespace
+
+Job::Job(Setup setup) : setup_(std::move(setup)), stacks_(setup_.stack_bytes) {
+  for (Memory& m : setup_.memory) {
+    const char* begin = reinterpret_cast<const char*>(m.address);
+    m.first.assign(begin, begin + m.bytes);
+  }
+}
+
+Job::~Job() { end(); }
+
+void Job::restart(bool describes) {
+  end();
+  for (const Memory& m : setup_.memory) memcpy(reinterpret_cast<void*>(m.address), m.first.data(), m.bytes);
+  describes_ = describes;
+  history_.clear();
+  for (const Rank& rank : setup_.ranks) sim::note_ended_launches(rank.heap);
+  sim::scheduler = this;
+  guard_ = std::make_unique<sim::FaultGuard>();
+  ranks_.resize(setup_.ranks.size());
+  for (size_t r = 0; r < ranks_.size(); ++r) launch(static_cast<int>(r), nullptr);
+}
+
+void Job::end() {
+  ranks_.clear();
+  processes_.clear();
+  pasts_.clear();
+  texts_.clear();
+  guard_.reset();
+  sequence_ = 0;
+  failure_.clear();
+  gave_up_ = -1;
+  sim::scheduler = nullptr;
+}
+
+void Job::launch(int rank, const Past& past) {
+  Running& r = ranks_[static_cast<size_t>(rank)];
+  const Rank& made_of = setup_.ranks[static_cast<size_t>(rank)];
+  r.fibers.clear();
+  r.grid.reset();
+  if (r.launch == made_of.launches.size()) return;
+  r.grid = std::make_unique<sim::Grid>(made_of.launches[r.launch++], stacks_);
+  int64_t block = 0;
+  for (std::vector<sim::Fiber*>& threads : r.grid->threads_of_blocks()) {
+    r.fibers.insert(r.fibers.end(), threads.begin(), threads.end());
+    Process& p = processes_.emplace_back();
+    p.rank = rank;
+    p.next = Next::start;
+    p.past = past;
+    p.block = static_cast<int64_t>(rank) << 32 | block++;
+    p.threads = std::move(threads);
+  }
+}
+
+bool Job::may_arrive(const Process& p) const {
+  const Running& r = ranks_[static_cast<size_t>(p.rank)];
+  const Operation& o = *p.operation;
+  if (!o.late.operation.peer_signal) return true;
+  const auto list = r.on_the_way.find(o.late.operation.pe);
+  for (int number : list->second) {
+    const Operation& other = *processes_[static_cast<size_t>(number)].operation;
+    if (other.sequence >= o.sequence) break;
+    if (other.epoch < o.epoch && other.late.operation.bytes) return false;
+    if (other.late.operation.peer_signal == o.late.operation.peer_signal) return false;
+  }
+  return true;
+}
+
+// Of the words that it has polled.
+bool Job::has_changed(const Process& p) {
+  return std::any_of(p.polled.begin(), p.polled.end(),
+                     [](const Poll& poll) { return word_at(poll.address, poll.bytes) != poll.value; });
+}
+
+bool Job::may_go(const Process& p) const {
+  if (p.done || (p.fiber && p.fiber->state != sim::State::paused)) return false;
+  const Running& r = ranks_[static_cast<size_t>(p.rank)];
+  switch (p.next) {
+  case Next::wait:
+    return Condition{p.subject.comparison - 1, p.subject.wanted}.holds(*p.subject.word);
+  case Next::polled:
+    return has_changed(p);
+  case Next::stirred:
+    return r.moves != p.moves;
+  case Next::quiet:
+    for (const auto& [pe, list] : r.on_the_way)
+      if (p.pe == -1 || p.pe == pe)
+        for (int number : list)
+          if (processes_[static_cast<size_t>(number)].operation->sequence < p.sequence) return false;
+    return true;
+  case Next::arrival:
+    return may_arrive(p);
+  default:
+    return true;
+  }
+}
+
+std::vector<int> Job::enabled() const {
+  std::vector<int> out;
+  for (size_t i = 0; i < processes_.size(); ++i)
+    if (may_go(processes_[i])) out.push_back(static_cast<int>(i));
+  if (!out.empty()) return out;
+  // A loop that polls may give up.
+  for (size_t i = 0; i < processes_.size(); ++i) {
+    const Process& p = processes_[i];
+    const bool polls = !p.done && p.next == Next::polled && p.fiber && p.fiber->state == sim::State::paused;
+    if (polls && p.in_vain < kMostInVain) out.push_back(static_cast<int>(i));
+  }
+  return out;
+}
+
+int64_t Job::block_of(int process) const {
+  const Process& p = processes_[static_cast<size_t>(process)];
+  return p.operation ? -1 : p.block;
+}
+
+void Job::step(int process) {
+  Process& p = processes_[static_cast<size_t>(process)];
+  Past& known = p.fiber ? p.fiber->past : p.past;
+  history_.begin(process, known);
+  known = history_.past();
+  if (describes_) texts_.emplace_back();
+  rank_ = p.rank;
+  first_ = p.fiber;
+  if (p.operation) {
+    arrive(p, process);
+    pasts_.push_back(history_.past());
+    return;
+  }
+  std::vector<sim::Fiber*> threads{p.fiber};
+  if (p.next == Next::start) {
+    p.done = true;
+    threads = std::move(p.threads);
+    for (sim::Fiber* fiber : threads) fiber->past = p.past;
+    tell("begins");
+  }
+  ranks_[static_cast<size_t>(p.rank)].grid->go_on(threads);
+  pasts_.push_back(history_.past());
+  after(p.rank);
+}
+
+// What the event has led to beyond the threads that ran.
+void Job::after(int rank) {
+  Running& r = ranks_[static_cast<size_t>(rank)];
+  for (size_t i = 0; i < setup_.ranks.size(); ++i)
+    if (setup_.ranks[i].error && *reinterpret_cast<const uint32_t*>(setup_.ranks[i].error))
+      gave_up_ = static_cast<int>(i);
+  if (gave_up_ >= 0) failure_ = "rank " + std::to_string(gave_up_) + " gave up";
+  const std::string name = "rank " + std::to_string(rank) + ": kernel " + r.grid->launch().kernel + ": ";
+  if (r.grid->failure() != sim::Failure::none) failure_ = name + r.grid->message();
+  else if (setup_.races && !r.grid->race().empty()) failure_ = name + r.grid->race();
+  if (!failure_.empty() || !r.grid->ended()) return;
+  Past all;
+  for (const sim::Fiber* fiber : r.fibers) all = joined(all, fiber->past);
+  for (Process& p : processes_)
+    if (p.rank == rank && !p.operation) p.done = true, p.fiber = nullptr;
+  launch(rank, all);
+}
+
+bool Job::ended() const {
+  return std::all_of(ranks_.begin(), ranks_.end(), [](const Running& r) { return !r.grid; }) &&
+         std::all_of(processes_.begin(), processes_.end(), [](const Process& p) { return p.done; });
+}
+
+void Job::arrive(Process& p, int number) {
+  Running& r = ranks_[static_cast<size_t>(p.rank)];
+  const Operation& o = *p.operation;
+  const sim::RemoteOperation& made = o.late.operation;
+  std::vector<Arrived>& earlier = r.arrived[made.pe];
+  for (const Arrived& a : earlier)
+    if (a.sequence < o.sequence && ((a.data && a.epoch < o.epoch) || a.signal == made.peer_signal))
+      p.past = made.peer_signal ? joined(p.past, a.past) : p.past;
+  history_.learn(p.past);
+  o.late.each_run(0, made.destination ? static_cast<uint64_t>(made.bytes) : 0,
+                  [&](uint64_t to, uint64_t from, uint64_t bytes) {
+                    if (!bytes) return;
+                    const uint64_t source = address(made.source) + from;
+                    if (!o.late.copy && is_seen(source)) history_.touch(source, bytes, Use::read, p.past);
+                    history_.touch(address(made.peer) + to, bytes, Use::write, p.past);
+                  });
+  if (made.destination) o.late.deliver(0, static_cast<uint64_t>(made.bytes));
+  if (made.peer_signal) {
+    history_.change(made.peer_signal, made.add ? Change::add : Change::set, made.value, p.past);
+    o.late.deliver_signal();
+  }
+  earlier.push_back({o.sequence, o.epoch, made.bytes > 0, made.peer_signal, p.past});
+  std::vector<int>& list = r.on_the_way[made.pe];
+  list.erase(std::find(list.begin(), list.end(), number));
+  p.done = true;
+  for (Running& rank : ranks_) ++rank.moves;
+  tell("has arrived at PE " + std::to_string(made.pe));
+}
+
+uint64_t Job::digest() const {
+  uint64_t hash = 0xcbf29ce484222325ull;
+  for (const Memory& m : setup_.memory)
+    for (uint64_t at = 0; at < m.bytes; at += 8) {
+      hash = (hash ^ word_at(reinterpret_cast<const void*>(m.address + at), m.bytes - at)) * 0x100000001b3ull;
+      hash ^= hash >> 29;
+    }
+  return hash;
+}
+
+bool Job::is_seen(uint64_t at) const {
+  const auto next = std::upper_bound(setup_.memory.begin(), setup_.memory.end(), at,
+                                     [](uint64_t a, const Memory& m) { return a < m.address; });
+  return next != setup_.memory.begin() && at - std::prev(next)->address < std::prev(next)->bytes;
+}
+
+std::string Job::place(const Process& p) {
+  const std::string rank = "rank " + std::to_string(p.rank);
+  if (!p.fiber) return rank + " block " + std::to_string(p.block & 0xffffffff);
+  return rank + " block " + std::to_string(p.fiber->view.linear_block) + " thread " +
+         std::to_string(p.fiber->view.linear);
+}
+
+std::string Job::waits() const {
+  std::string out;
+  int shown = 0;
+  for (const Process& p : processes_) {
+    if (p.done || !p.fiber || p.fiber->state != sim::State::paused) continue;
+    if (++shown == 9) return out + "; …";
+    const sim::Grid& grid = *ranks_[static_cast<size_t>(p.rank)].grid;
+    out += (out.empty() ? "" : "; ") + place(p) + " in " + grid.latest_call(*p.fiber);
+    if (p.waits && p.subject.word)
+      out +=
+          " for " + std::to_string(p.subject.wanted) + ", has " + std::to_string(static_cast<int64_t>(*p.subject.word));
+  }
+  for (size_t r = 0; r < ranks_.size() && !shown; ++r)
+    if (ranks_[r].grid) out += (out.empty() ? "" : "; ") + ("rank " + std::to_string(r) + ": threads at a barrier");
+  return out;
+}
+
+void Job::tell(const std::string& what) {
+  if (!describes_ || texts_.empty()) return;
+  const Process& p = processes_[static_cast<size_t>(history_.process_of(static_cast<int>(texts_.size()) - 1))];
+  texts_.back() = p.operation ? "what rank " + std::to_string(p.rank) + " sent by " + p.operation->name + " " + what
+                              : place(p) + " " + what;
+}
+
+} // namespace explore
+} // namespace tsn

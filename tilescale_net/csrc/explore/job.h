@@ -1,0 +1,159 @@
+// All ranks of a small job in this process, run one event at a time: what may come next is for the caller to choose.
+//
+// A process is a thread of a kernel from its first access to a word by which threads order each other; or the beginning
+// of a block; or an operation that is on its way to another rank. An event of a thread is such an access, or a call
+// that sends, fences or waits, with all that follows up to the next one, also in threads that it lets go on at a
+// barrier.
+#pragma once
+
+#include "history.h"
+#include "tilescale_net/csrc/simulator/faults.h"
+#include "tilescale_net/csrc/simulator/grid.h"
+#include "tilescale_net/csrc/simulator/remote.h"
+
+#include <deque>
+#include <map>
+#include <string>
+
+namespace tsn {
+namespace explore {
+
+struct Memory { // what an execution may change, as it is at first
+  uint64_t address, bytes;
+  std::vector<char> first;
+};
+
+struct Rank {
+  std::vector<sim::Launch> launches; // one after the other
+  uint64_t heap = 0;                 // its base
+  uint64_t error = 0;                // address of the first word of its record, which says that a thread gave up
+};
+
+struct Setup {
+  std::vector<Rank> ranks;
+  uint64_t heap_bytes = 0;
+  std::vector<Memory> memory;                        // heaps and tensors, ascending, apart from each other
+  std::vector<std::pair<uint64_t, uint64_t>> unseen; // begin and end of what kernels use to give up
+  size_t stack_bytes = 0;
+  bool races = true; // what the check for races finds ends an execution
+};
+
+class Job : public sim::Scheduler {
+public:
+  explicit Job(Setup setup);
+  ~Job() override;
+
+  // Begins an execution. `describes`: keep a text of each event.
+  void restart(bool describes);
+  // What may come next, ascending.
+  std::vector<int> enabled() const;
+  void step(int process);
+  // All kernels have ended, and all that they sent has arrived.
+  bool ended() const;
+  // Which block the process belongs to: rank * 2^32 + block; -1: it is an operation on its way.
+  int64_t block_of(int process) const;
+  // Why the execution cannot go on or be right; empty: nothing is wrong so far.
+  const std::string& failure() const { return failure_; }
+  // Of the rank that gave up, whose record says why; -1: none has.
+  int gave_up() const { return gave_up_; }
+  // Who waits where, when nothing may come next.
+  std::string waits() const;
+  uint64_t digest() const; // of the memory
+  History& history() { return history_; }
+  const Past& past_of(int event) const { return pasts_[static_cast<size_t>(event)]; }
+  const std::vector<std::string>& texts() const { return texts_; }
+  // Ends the execution.
+  void end();
+
+  void visit(const void* address, uint64_t bytes, sim::WordAccess access) override;
+  void polls() override;
+  void wait_begins(const sim::WaitSubject& subject) override;
+  void wait_ends() override;
+  void gives_up() override {}
+  void meet(const std::vector<sim::Fiber*>& fibers) override;
+  void begin(const sim::Call& call) override;
+  void touch(const void* address, uint64_t bytes, bool store) override;
+  void before_sending(const sim::RemoteOperation& operation) override;
+  void send(sim::Late&& late) override;
+  void fence(int pe) override;
+  void quiet(int pe) override;
+
+private:
+  enum class Next { start, access, wait, polled, stirred, quiet, arrival };
+  struct Poll {
+    const void* address;
+    uint64_t bytes, value;
+  };
+  struct Operation { // on its way
+    sim::Late late;
+    uint64_t sequence, epoch; // fences to the PE before it
+    std::string name;
+  };
+  struct Process {
+    int rank = 0;
+    Next next = Next::access;
+    bool done = false;
+    sim::Fiber* fiber = nullptr;
+    std::vector<sim::Fiber*> threads; // of a block that has not begun
+    std::shared_ptr<Operation> operation;
+    Past past; // of what is no thread
+    sim::WaitSubject subject{};
+    bool waits = false;
+    const void* granted = nullptr; // may be read without another decision
+    Poll looked{};                 // since it polled last
+    std::vector<Poll> polled;      // words that hold what it has found there
+    int in_vain = 0;               // how often it went on although they still do
+    uint64_t moves = 0, sequence = 0;
+    int pe = 0;
+    int64_t block = 0;
+  };
+  struct Arrived {
+    uint64_t sequence, epoch;
+    bool data;
+    const uint64_t* signal;
+    Past past;
+  };
+  struct Running {
+    std::unique_ptr<sim::Grid> grid;
+    size_t launch = 0;
+    std::vector<sim::Fiber*> fibers;
+    uint64_t moves = 0; // anything that a thread may poll for
+    std::map<int, uint64_t> epochs;
+    std::map<int, std::vector<int>> on_the_way; // processes, by PE
+    std::map<int, std::vector<Arrived>> arrived;
+  };
+
+  void launch(int rank, const Past& past);
+  void after(int rank);
+  bool may_go(const Process& p) const;
+  static bool has_changed(const Process& p);
+  bool may_arrive(const Process& p) const;
+  void arrive(Process& p, int number);
+  void pause(Next next);
+  // After a decision: what the running thread knows when its event has begun.
+  Past& under_way();
+  Process& self();
+  uint64_t fences_of(int rank, int pe) const {
+    return kOther | static_cast<uint64_t>(rank) << 16 | static_cast<uint64_t>(pe);
+  }
+  bool is_seen(uint64_t address) const;
+  void tell(const std::string& what);
+  static std::string place(const Process& p);
+
+  Setup setup_;
+  sim::StackPool stacks_;
+  std::vector<Running> ranks_;
+  std::deque<Process> processes_;
+  History history_;
+  std::vector<Past> pasts_;
+  std::vector<std::string> texts_;
+  uint64_t sequence_ = 0;
+  std::string failure_;
+  int gave_up_ = -1, rank_ = 0;
+  const sim::Fiber* first_ = nullptr; // whose event is under way; null: that of a block or an arrival
+  bool describes_ = false;
+  std::unique_ptr<sim::FaultGuard> guard_;
+};
+
+} // namespace explore
+} // namespace tsn

@@ -1,0 +1,46 @@
+// What grids ask where all ranks of a job run in this process, and somebody decides who goes on; see csrc/explore.
+#pragma once
+
+#include "race_memory.h"
+#include "tilescale_net/device/host/simulator_api.h"
+
+#include <memory>
+#include <vector>
+
+namespace tsn {
+namespace sim {
+
+struct Fiber;
+struct Late;
+
+// What somebody knows of a job's events: the latest one of each process that comes before, -1 for none.
+using Past = std::shared_ptr<const std::vector<int32_t>>;
+
+// All of it is called by the running thread, but for what says otherwise.
+class Scheduler {
+public:
+  virtual ~Scheduler() = default;
+  // It is about to look at a word by which threads order each other, or to change it; returns when it may.
+  virtual void visit(const void* address, uint64_t bytes, WordAccess access) = 0;
+  // It polls, and has found nothing.
+  virtual void polls() = 0;
+  virtual void wait_begins(const WaitSubject& subject) = 0;
+  virtual void wait_ends() = 0;
+  virtual void gives_up() = 0;
+  // These threads have met, and the running one.
+  virtual void meet(const std::vector<Fiber*>& fibers) = 0;
+  virtual void begin(const Call& call) = 0;
+  // A plain access.
+  virtual void touch(const void* address, uint64_t bytes, bool store) = 0;
+  // It is about to send something; returns when it may. Then what it sends.
+  virtual void before_sending(const RemoteOperation& operation) = 0;
+  virtual void send(Late&& late) = 0;
+  virtual void fence(int pe) = 0;
+  virtual void quiet(int pe) = 0;
+};
+
+// Null: ranks are processes, and each grid decides for itself.
+extern Scheduler* scheduler;
+
+} // namespace sim
+} // namespace tsn
