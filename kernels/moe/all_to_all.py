@@ -12,6 +12,7 @@ import torch
 import tilescale_net as tsn
 from tilescale_net.kernels.moe.argument_checks import ArgumentChecks
 from tilescale_net.kernels.moe.config import configure
+from tilescale_net.kernels.moe.dropping import beyond_capacity
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending
 from tilescale_net.kernels.moe.implementations import heap_bytes, make, world_with_room
 from tilescale_net.kernels.moe.mode import Phase
@@ -53,6 +54,11 @@ class AllToAll(Participant):
             layout "rank": all places for rows are.
         scale_words: 4-byte words of scales of an FP8 row; default a float32 per 128 elements. Others are scales per token
             (1) or packed exponents: rows must then come with their scales.
+        expert_capacity: rows that an expert takes of each rank's tokens at most, as models with a capacity factor say it: a
+            choice too many is dropped at its source and counts as none, `Dispatched.dropped` tells which. `capacity` is then
+            what cannot be exceeded, unless it is given.
+        drop: which choices stay: "position": of the first tokens; "choice": first all tokens' first choices, then their second
+            ones; "weight": of the largest weights.
         active: for each rank whether it takes part; see `set_active`. Default: the ranks that take part in the job.
         warm_up: compile the kernels of every call that can be made, not only those of an ordinary one, so that no rank
             waits in a call for one that compiles. Default: on a GPU.
@@ -75,7 +81,7 @@ class AllToAll(Participant):
         self, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype = torch.bfloat16,
         mode: str = "throughput", *, layout: str = "expert", alignment: int = 1, capacity: int | None = None,
         combine_dtype: torch.dtype | None = None, quantize_combine: bool = False, zero_copy: bool = True,
-        scale_words: int | None = None,
+        scale_words: int | None = None, expert_capacity: int | None = None, drop: str = "position",
         active: list[bool] | None = None, warm_up: bool | None = None, tuning: Tuning | None = None,
         grow: bool = False, group: tsn.Group = None,
     ):  # fmt: skip
@@ -83,7 +89,7 @@ class AllToAll(Participant):
         self.config = config = configure(
             world.size, num_experts, max_tokens, hidden, top_k, dtype, mode, layout=layout, alignment=alignment,
             capacity=capacity, combine_dtype=combine_dtype, quantize_combine=quantize_combine, zero_copy=zero_copy,
-            scale_words=scale_words,
+            scale_words=scale_words, expert_capacity=expert_capacity, drop=drop,
         )  # fmt: skip
         on_gpu = world.device.type == "cuda"
         count = torch.cuda.get_device_properties(world.device).multi_processor_count if on_gpu else 0
@@ -252,7 +258,7 @@ class AllToAll(Participant):
             else:
                 if mask is not None:
                     topk_idx = checks.mask(len(x), mask)
-                choices = Choices(topk_idx, checks.choices(len(x), topk_idx, topk_weights), cleared)
+                choices = self._kept(topk_idx, checks.choices(len(x), topk_idx, topk_weights), cleared, mask)
             if out is not None:
                 out = checks.output(out)
         except ArgumentError as error:
@@ -260,6 +266,16 @@ class AllToAll(Participant):
             self._forget_own_refusal()
             raise self._named("dispatch", error) from None
         return self._mode.dispatch(x, scales, choices, out, phase)
+
+    def _kept(self, topk_idx, topk_weights, cleared: bool, mask) -> Choices:
+        """The choices, without those that are more than `expert_capacity`."""
+        c = self.config
+        if c.expert_capacity is None:
+            return Choices(topk_idx, topk_weights, cleared)
+        if mask is not None:
+            raise ArgumentError("mask", ValueError("a mask names no experts; the object has an expert_capacity"))
+        dropped = beyond_capacity(topk_idx, topk_weights, c.expert_capacity, c.drop)
+        return Choices(topk_idx.masked_fill(dropped, -1), topk_weights, cleared, dropped)
 
     # -- combine ----------------------------------------------------------------------------------------------------
 

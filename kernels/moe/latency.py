@@ -184,7 +184,7 @@ class LatencyMode(Mode):
         plan = self._plans.next(x.shape[0])
         rows, row_scales, results = self._results(out)
         self._launch_dispatch(phase, plan, results, x, scales, choices)
-        handle = Handle(self._signature, plan, self._base.membership)
+        handle = Handle(self._signature, plan, self._base.membership, choices.dropped)
         row_scales = self._seen_as(scales, row_scales)
         result = Dispatched(rows, row_scales, results[2], None, None, None, None, handle)
         return Pending("dispatch", handle, result, (plan, results))

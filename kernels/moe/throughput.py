@@ -261,7 +261,7 @@ class ThroughputMode(Mode):
             plan, handle = choices.plan, choices
         else:
             plan = self._plan_routing(choices.topk_idx, choices.topk_weights, x.shape[0], cleared=choices.cleared)
-            handle = Handle(self._signature, plan, self._base.membership)
+            handle = Handle(self._signature, plan, self._base.membership, choices.dropped)
         tag = self._own_tag if out is None or not self.symmetric_output else output_tag(self._base.place(out[0]))
         rows, row_scales = self._default_output() if out is None else out
         copied = self._in_place and not self.symmetric_output
