@@ -182,7 +182,7 @@ class AllToAll(Participant):
     @named("tilescale_net.moe.dispatch")
     def dispatch(
         self, x, topk_idx=None, topk_weights=None, *, mask=None, handle: Handle | None = None, out=None, cleared: bool = False,
-        after: torch.Event | None = None,
+        after: torch.Event | None = None, blocks: int | None = None,
     ) -> Dispatched:  # fmt: skip
         """Send each token to the ranks of its experts.
 
@@ -198,6 +198,8 @@ class AllToAll(Participant):
                 `zero_copy=False` and in latency mode any tensor of that shape. Default: in symmetric memory of this
                 object, valid until the next dispatch, or a new tensor where outputs are not symmetric.
             after: an event that the call waits for on the GPU, besides what the current stream holds.
+            blocks: on which the call runs, those of the tuning or fewer, which ranks need not have in common. Each number
+                compiles the first time; refused calls take those of the tuning.
             cleared: throughput mode: fill the parts of the handle's tensors that stand for no row with zeros.
 
         Returns:
@@ -211,21 +213,21 @@ class AllToAll(Participant):
             TileScaleError: an earlier kernel or a peer has failed.
         """
         self._begin("dispatch", after)
-        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.WHOLE, cleared, mask)
+        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.WHOLE, cleared, mask, blocks)
         self._raise_refusal_if_simulated()
         return pending.result
 
     @named("tilescale_net.moe.dispatch_send")
     def dispatch_send(
         self, x, topk_idx=None, topk_weights=None, *, handle: Handle | None = None, out=None,
-        after: torch.Event | None = None,
+        after: torch.Event | None = None, blocks: int | None = None,
     ) -> Pending:  # fmt: skip
         """First half of dispatch; work that the caller launches before `dispatch_recv` overlaps with it.
 
         Throughput mode runs on a stream of its own with high priority. `x` and `out` belong to the call until then.
         """
         self._begin("dispatch_send", after)
-        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.SEND)
+        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.SEND, blocks=blocks)
         self._machine.pending["dispatch"] = pending
         return pending
 
@@ -242,7 +244,16 @@ class AllToAll(Participant):
         return pending.result
 
     def _dispatch(
-        self, x, topk_idx, topk_weights, handle, out, phase: Phase, cleared: bool = False, mask=None
+        self,
+        x,
+        topk_idx,
+        topk_weights,
+        handle,
+        out,
+        phase: Phase,
+        cleared: bool = False,
+        mask=None,
+        blocks=None,
     ) -> Pending:
         may_reuse, checks = self.config.traits.reuses_plan, self._checks
         reuses = may_reuse and handle is not None
@@ -261,11 +272,12 @@ class AllToAll(Participant):
                 choices = self._kept(topk_idx, checks.choices(len(x), topk_idx, topk_weights), cleared, mask)
             if out is not None:
                 out = checks.output(out)
+            blocks = checks.blocks(blocks, self.blocks)
         except ArgumentError as error:
             self._mode.refuse_dispatch(error, reuses, phase)
             self._forget_own_refusal()
             raise self._named("dispatch", error) from None
-        return self._mode.dispatch(x, scales, choices, out, phase)
+        return self._mode.dispatch(x, scales, choices, out, phase, blocks)
 
     def _kept(self, topk_idx, topk_weights, cleared: bool, mask) -> Choices:
         """The choices, without those that are more than `expert_capacity`."""
@@ -282,7 +294,7 @@ class AllToAll(Participant):
     @named("tilescale_net.moe.combine")
     def combine(
         self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None, bias: Sequence[torch.Tensor] = (),
-        after: torch.Event | None = None,
+        after: torch.Event | None = None, blocks: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Bring rows back to their tokens and sum them in float32.
 
@@ -297,7 +309,7 @@ class AllToAll(Participant):
                 give them, or none.
             bias: up to two tensors [tokens, hidden] of `combine_dtype`, which are added to the sums before they are rounded.
                 The first such call compiles.
-            after: as in `dispatch`.
+            after, blocks: as in `dispatch`.
 
         Each rank sums over its experts first and rounds to `combine_dtype` once, then the token's rank sums over ranks.
 
@@ -307,14 +319,14 @@ class AllToAll(Participant):
             TileScaleError: an earlier kernel or a peer has failed.
         """
         self._begin("combine", after)
-        pending = self._combine("combine", y, handle, out, weighted, weights, bias)
+        pending = self._combine("combine", y, handle, out, weighted, weights, bias, blocks)
         self._raise_refusal_if_simulated()
         return pending.result
 
     @named("tilescale_net.moe.combine_send")
     def combine_send(
         self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None, bias: Sequence[torch.Tensor] = (),
-        after: torch.Event | None = None,
+        after: torch.Event | None = None, blocks: int | None = None,
     ) -> Pending:  # fmt: skip
         """First half of combine; work that the caller launches before `combine_recv` overlaps with it.
 
@@ -322,7 +334,7 @@ class AllToAll(Participant):
         those of the other ranks.
         """
         self._begin("combine_send", after)
-        pending = self._combine("combine", y, handle, out, weighted, weights, bias, phase=Phase.SEND)
+        pending = self._combine("combine", y, handle, out, weighted, weights, bias, blocks, phase=Phase.SEND)
         self._machine.pending["combine"] = pending
         return pending
 
@@ -333,12 +345,12 @@ class AllToAll(Participant):
 
     @named("tilescale_net.moe.combine_values")
     def combine_values(
-        self, y, values, handle: Handle, *, out=None, bias: Sequence[torch.Tensor] = ()
+        self, y, values, handle: Handle, *, out=None, bias: Sequence[torch.Tensor] = (), blocks: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Throughput mode: combine without weights that also brings numbers back.
 
         Args:
-            y, handle, out, bias: as in `combine`.
+            y, handle, out, bias, blocks: as in `combine`.
             values: float32: one for each expert-major row, [capacity]; or, layout "rank", one for each choice of each row,
                 [rows of y, top_k].
 
@@ -350,12 +362,12 @@ class AllToAll(Participant):
             As `combine`.
         """
         self._begin("combine_values")
-        pending = self._combine("combine_values", y, handle, out, False, None, bias, values=(values,))
+        pending = self._combine("combine_values", y, handle, out, False, None, bias, blocks, values=(values,))
         self._raise_refusal_if_simulated()
         return pending.result
 
     def _combine(
-        self, call: str, y, handle, out, weighted, weights, bias, values: tuple = (), phase: Phase = Phase.WHOLE
+        self, call: str, y, handle, out, weighted, weights, bias, blocks, values: tuple = (), phase: Phase = Phase.WHOLE
     ) -> Pending:
         """Check and launch; `values` holds the one of combine_values, whatever it is."""
         checks, pair = self._checks, None
@@ -364,12 +376,15 @@ class AllToAll(Participant):
             out = checks.combine(y, handle, out, weights, bias)
             for given in values:
                 checks.values(given, y)
+            blocks = checks.blocks(blocks, self.blocks)
         except ArgumentError as error:
             self._mode.refuse_combine(error, phase, weights is not None)
             raise self._named(call, error) from None
         if values:
             pair = values[0], torch.empty((handle.tokens, self.config.top_k), dtype=torch.float32, device=self.device)
-        pending = self._mode.combine(y, handle, out, weighted if weights is None else weights, phase, pair, bias)
+        pending = self._mode.combine(
+            y, handle, out, weighted if weights is None else weights, phase, blocks, pair, bias
+        )
         if pair:
             pending.result = out, pair[1]
         return pending

@@ -15,7 +15,7 @@ import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import combine_throughput_steps as steps
 from tilescale_net.kernels.moe import node_combine_steps as node_steps
-from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, take_ticket
+from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, stand_in, take_ticket
 from tilescale_net.kernels.moe.node_layout import NodePlan, Nodes
 from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
 from tilescale_net.kernels.moe.wire_layout import Totals, record_words
@@ -124,7 +124,7 @@ def _find_rows(
 @tsn.jit(name="moe_combine_nodes", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
 def combine_nodes(
     ranks, experts, nodes, slots_of_gateway, top_k, max_tokens, hidden, dtype, by_rank, weighted, quantised, valued, biases,
-    chunk, proxied_chunk, senders, reducers, threads,
+    chunk, proxied_chunk, senders, reducers, threads, absent=0, absent_senders=0,
 ):  # fmt: skip
     """Kernel that sends and sums.
 
@@ -189,7 +189,7 @@ def combine_nodes(
         summed: T.Tensor((S * L, chunks), "uint64"),
         done: T.Tensor((R,), "uint64"),
         tickets: T.Tensor((2, 2), "int32"),
-        calls: T.Tensor((blocks,), "uint64"),
+        calls: T.Tensor((blocks + absent,), "uint64"),
         tag: T.int32,
         status: T.Tensor((STATUS_WORDS,), "int64"),
     ):
@@ -288,6 +288,8 @@ def combine_nodes(
                     node_steps.sum_values(s, at, plan, out_values, slot_values, node_plan, token, row, total, lane)
                 token = T.shfl_sync(ahead, 0)
             T.sync_threads()
+            if absent:
+                stand_in(done, active, calls, me, call, blocks, absent, absent_senders, block, thread, threads, R)
             close_call(done, active, calls, call, block, senders, thread, R)
 
     return main

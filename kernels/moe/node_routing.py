@@ -9,6 +9,7 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.moe.handshake import count_for
 from tilescale_net.kernels.moe.node_layout import NodePlan, Nodes
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.kernels.moe.wire_layout import Totals
@@ -99,11 +100,11 @@ def _keep(at, plan, node_plan, heads_in, pairs_in, k: T.Ref, rows: T.Ref, j: T.R
 
 
 @tsn.jit(name="moe_plan_nodes", pass_configs=EXPLICIT_SYNC)
-def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads):
+def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent=0):
     """Kernel that fills the part of a RoutingPlan that is about nodes, from the others.
 
     Args:
-        ranks, experts, max_tokens: as in plan_routing. nodes, slots: see Nodes. blocks, threads: launch geometry.
+        ranks, experts, max_tokens: as in plan_routing. nodes, slots: see Nodes. blocks, threads, absent: launch geometry, as there.
 
     Parameters of the kernel (int32 unless said):
         tokens, token_slot, send_row, totals: see RoutingPlan. node_map [words]: see Nodes.
@@ -127,7 +128,7 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads):
         pairs_out: T.Tensor((nodes, M, 2 * L), "int32"),
         pairs_in: T.Tensor((slots, M, 2 * L), "int32"),
         told: T.Tensor((slots,), "uint64"),
-        calls: T.Tensor((blocks,), "uint64"),
+        calls: T.Tensor((blocks + absent,), "uint64"),
         node_plan: T.Tensor((plan.words,), "int32"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
@@ -171,5 +172,8 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads):
                                 node_plan[plan.head(b, h * threads + thread)] = 0
             if thread == 0:
                 calls[block] = call
+            if absent:
+                if block == 0:
+                    count_for(calls, call, blocks, absent, thread, threads)
 
     return main

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -137,39 +138,41 @@ class NodeThroughputMode(throughput.ThroughputMode):
     # -- kernels ----------------------------------------------------------------------------------------------------
 
     def variants(self, everything: bool) -> list[Callable[[], Launch]]:
-        return [*super().variants(everything), self._nodes_launch]
+        return [*super().variants(everything), functools.partial(self._nodes_launch, self._base.blocks)]
 
-    def _nodes_launch(self) -> Launch:
-        return self._launch(self._new_nodes)
+    def _nodes_launch(self, blocks: int) -> Launch:
+        return self._launch(self._new_nodes, blocks)
 
-    def _new_nodes(self) -> Launch:
+    def _new_nodes(self, blocks: int) -> Launch:
         c, base, at = self._c, self._base, self._at
-        kernel = plan_nodes(c.ranks, c.num_experts, at.nodes, at.slots, c.max_tokens, base.blocks, base.threads)
+        kernel = plan_nodes(
+            c.ranks, c.num_experts, at.nodes, at.slots, c.max_tokens, blocks, base.threads, **self._fewer(blocks)
+        )
         return Launch(kernel, self._fixed["nodes"], _NODES, base.world)
 
-    def _new_dispatch(self) -> Launch:
-        c, base, t, senders, at = self._c, self._base, self._tuning, self._senders, self._at
+    def _new_dispatch(self, blocks: int) -> Launch:
+        c, base, t, at, senders = self._c, self._base, self._tuning, self._at, self._senders_of("dispatch", blocks)
         kernel = dispatch_nodes(
             c.ranks, c.num_experts, at.nodes, at.slots, c.top_k, c.max_tokens, c.row_words, c.scale_words,
-            self.placement, t.chunk, self._proxied_chunk(c.row_bytes), senders, base.blocks - senders, base.threads,
+            self.placement, t.chunk, self._proxied_chunk(c.row_bytes), senders, blocks - senders, base.threads,
+            **self._fewer(blocks, "dispatch"),
         )  # fmt: skip
         return Launch(kernel, self._fixed["dispatch"], _DISPATCH, base.world)
 
-    def _new_combine(self, weighted: str, valued: str, biases: int) -> Launch:
-        c, base, t, at = self._c, self._base, self._tuning, self._at
+    def _new_combine(self, blocks: int, weighted: str, valued: str, biases: int) -> Launch:
+        c, base, t, at, senders = self._c, self._base, self._tuning, self._at, self._senders_of("combine", blocks)
         payload = FP8 if c.quantize_combine else c.combine_dtype
         kernel = combine_nodes(
             c.ranks, c.num_experts, at.nodes, at.slots, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype),
             c.layout == "rank", weighted, c.quantize_combine, valued, biases, t.chunk,
-            self._proxied_chunk(c.hidden * payload.itemsize), t.combine_senders, base.blocks - t.combine_senders,
-            t.combine_threads,
+            self._proxied_chunk(c.hidden * payload.itemsize), senders, blocks - senders, t.combine_threads,
+            **self._fewer(blocks, "combine"),
         )  # fmt: skip
         return Launch(kernel, self._fixed["combine"] | {"tag": 0}, _COMBINE, base.world)
 
     def _new_refusal(self, kernel: str) -> Launch:
         c, base, at = self._c, self._base, self._at
-        dispatch = kernel == "dispatch"
-        senders = self._senders if dispatch else self._tuning.combine_senders
+        dispatch, senders = kernel == "dispatch", self._senders_of(kernel)
         refuse = refuse_nodes(c.ranks, at.nodes, at.slots, dispatch, self._chunks, senders, base.blocks, base.threads)
         fixed = self._fixed[kernel]
         onward = {"onward": fixed["came" if dispatch else "summed"]}
@@ -177,10 +180,10 @@ class NodeThroughputMode(throughput.ThroughputMode):
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def _plan_routing(self, topk_idx, topk_weights, tokens: int, *fault, **options) -> RoutingPlan:
-        plan = super()._plan_routing(topk_idx, topk_weights, tokens, *fault, **options)
+    def _plan_routing(self, topk_idx, topk_weights, tokens: int, blocks: int, *fault, **options) -> RoutingPlan:
+        plan = super()._plan_routing(topk_idx, topk_weights, tokens, blocks, *fault, **options)
         node_plan, _, send_row, token_slot, _, totals, _, _ = plan.arguments
-        self._stream.launch(self._nodes_launch(), tokens, token_slot, send_row, totals, node_plan)
+        self._stream.launch(self._nodes_launch(blocks), tokens, token_slot, send_row, totals, node_plan)
         return plan
 
     def _moved_by(self, plan: RoutingPlan) -> tuple:

@@ -23,6 +23,7 @@ class Sizes:
     blocks: int
     threads: int
     index_dtype: str
+    absent: int
 
     @property
     def local(self) -> int:
@@ -265,8 +266,8 @@ def send_records(s, partial, records_out, records_in, records_ready, active, me,
                 n = T.if_then_else(stop != 0, 0, partial[block, s.experts + pe])
                 at = T.min(begin, s.max_tokens - 1)
                 N.put_signal_warp(
-                    records_in[me, at, 0], records_out[pe, at, 0], pe, records_ready[me], 1, op="add",
-                    count=n * record_words(s.top_k),
+                    records_in[me, at, 0], records_out[pe, at, 0], pe, records_ready[me],
+                    T.if_then_else(block == 0, 1 + s.absent, 1) if s.absent else 1, op="add", count=n * record_words(s.top_k),
                 )  # fmt: skip
 
 
