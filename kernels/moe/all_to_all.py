@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import torch
 
 import tilescale_net as tsn
+from tilescale_net.kernels.moe.arena import Arena
 from tilescale_net.kernels.moe.argument_checks import ArgumentChecks
 from tilescale_net.kernels.moe.config import configure
 from tilescale_net.kernels.moe.dropping import beyond_capacity
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending
-from tilescale_net.kernels.moe.implementations import heap_bytes, make, world_with_room
+from tilescale_net.kernels.moe.implementations import arena_bytes, heap_bytes, make, world_with_room
 from tilescale_net.kernels.moe.mode import Phase
 from tilescale_net.kernels.moe.participant import Participant
 from tilescale_net.kernels.moe.status import ArgumentError
@@ -65,6 +66,7 @@ class AllToAll(Participant):
         tuning: launch geometry and message sizes.
         grow: where the symmetric heap has no room, take another one, of a world of the same ranks that `free` ends; `world`
             is the one that the object is in. `tilescale_net.shrink` must be called for it too then (group=object.world).
+        arena: symmetric memory for its rows, which other objects use too; see `Arena`.
         group: whose ranks these are, rank r the r-th of them; see `tilescale_net.world`.
 
     docs/states.md lists which calls are allowed when. A call that is not raises ValueError or TileScaleError
@@ -83,9 +85,13 @@ class AllToAll(Participant):
         combine_dtype: torch.dtype | None = None, quantize_combine: bool = False, zero_copy: bool = True,
         scale_words: int | None = None, expert_capacity: int | None = None, drop: str = "position",
         active: list[bool] | None = None, warm_up: bool | None = None, tuning: Tuning | None = None,
-        grow: bool = False, group: tsn.Group = None,
+        grow: bool = False, arena: Arena | None = None, group: tsn.Group = None,
     ):  # fmt: skip
-        world = tsn.world(group)
+        world = tsn.world(group if arena is None or group is not None else arena.world)
+        if arena is not None and (grow or arena.world is not world):
+            raise ValueError(
+                "AllToAll: an arena has memory of its own, of one group; give neither grow nor another group"
+            )
         self.config = config = configure(
             world.size, num_experts, max_tokens, hidden, top_k, dtype, mode, layout=layout, alignment=alignment,
             capacity=capacity, combine_dtype=combine_dtype, quantize_combine=quantize_combine, zero_copy=zero_copy,
@@ -99,16 +105,23 @@ class AllToAll(Participant):
         first, world = world, world_with_room(world, config, tuning, active) if grow else world
         self._own_world = None if world is first else world
         super().__init__(
-            "AllToAll", f"{config.describe()}, {tuning}, active={active}", tuning.threads, tuning.blocks, world
+            "AllToAll",
+            f"{config.describe()}, {tuning}, active={active}, arena={arena and arena.number}",
+            tuning.threads,
+            tuning.blocks,
+            world,
         )
         self._take_part(str(next(_numbers)))
         OBJECTS[self._number] = self
+        self._arena = arena
         self.proxied, self.nodes = 0 in world.peer_base, world.topology.nodes
         with torch.inference_mode(False):
             self._mode = make(self, config, active)
         shape, symmetric = self._mode.output_shape(), self._mode.symmetric_output
         self._checks = ArgumentChecks(config, self.device, world.heap, shape, symmetric)
         self._compile(on_gpu if warm_up is None else warm_up)
+        if arena is not None:
+            arena.join(self)
         if active is not None:
             self.set_active(active)
 
@@ -134,7 +147,7 @@ class AllToAll(Participant):
 
     # -- what the caller may ask ------------------------------------------------------------------------------------
 
-    heap_bytes = staticmethod(heap_bytes)
+    heap_bytes, arena_bytes = staticmethod(heap_bytes), staticmethod(arena_bytes)
 
     @property
     def node_plan_words(self) -> int:
@@ -145,11 +158,6 @@ class AllToAll(Participant):
     def sums_over(self) -> int:
         """Into how many nodes combine divides the ranks, each of which sums for the others; see reference.sum_of_ranks."""
         return self._mode.sums_over
-
-    @property
-    def under_way(self) -> tuple[str, ...]:
-        """What this rank has sent and not yet received: "dispatch", "combine", both or none."""
-        return tuple(self._machine.pending)
 
     def empty_output(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Memory for `out` of dispatch: rows, or rows and scales for FP8. Collective where it is symmetric."""

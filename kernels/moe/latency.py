@@ -66,6 +66,8 @@ def symmetric_buffers(config: Config, tuning, proxied: bool) -> BufferSpecs:
 class LatencyMode(Mode):
     """Few tokens: every multiprocessor sends and receives, and the kernels exist whole and in halves."""
 
+    meets_first = False
+
     def __init__(self, base, config: Config):
         super().__init__(base, config, symmetric_buffers(config, base.tuning, base.proxied))
         c, device = config, base.device

@@ -73,9 +73,11 @@ class Mode(ABC):
 
     Attributes:
         symmetric_output: whether the rows that dispatch gives are in symmetric memory.
+        meets_first: whether a call sends nothing before all ranks have begun it.
     """
 
     symmetric_output = False
+    meets_first = True
     sums_over = 1  # nodes whose ranks' rows are summed before they travel
 
     def __init__(self, base, config: Config, specs: BufferSpecs):

@@ -193,13 +193,14 @@ class Buffer:
             handle: of that dispatch.
             topk_weights: [rows, top_k] float32, which are added up for each token and choice.
             bias: one or two tensors [tokens, hidden] bfloat16, added before the sum is rounded.
-            config: not looked at: combine runs on the multiprocessors of its dispatch.
+            config: its num_sms, of which at most as many as the dispatch had are taken.
 
         Returns:
             [tokens, hidden] bfloat16, [tokens, top_k] float32 or None, and the event.
         """
         begin(previous_event, async_finish, allocate_on_comm_stream)
-        out, weights = high_throughput.combine(x, handle[-1], topk_weights, bias)
+        num_sms = config.num_sms if config is not None else Buffer.num_sms
+        out, weights = high_throughput.combine(self._objects, x, handle[-1], topk_weights, bias, num_sms)
         return out, weights, end(async_finish)
 
     # -- low latency ------------------------------------------------------------------------------------------------

@@ -184,10 +184,11 @@ class ElasticBuffer:
         sizes = num_experts, num_max_tokens_per_rank or self.num_max_tokens_per_rank, rows.shape[1], topk_idx.shape[1]
         words = None if scales is None else scales.shape[-1]
         op = self._objects.elastic((*sizes, rows.dtype), num_sms, words, expert_alignment or 1, do_expand)
+        blocks = self._objects.blocks(op, num_sms)
         if known is not None and topk_weights is None:
-            received = op.dispatch(joined(rows, scales), handle=known._handle)
+            received = op.dispatch(joined(rows, scales), handle=known._handle, blocks=blocks)
         else:
-            received = op.dispatch(joined(rows, scales), topk_idx.contiguous(), topk_weights)
+            received = op.dispatch(joined(rows, scales), topk_idx.contiguous(), topk_weights, blocks=blocks)
         syncs = known is None if do_cpu_sync is None else do_cpu_sync
         if known is None:
             known = _handle_of(
@@ -221,7 +222,7 @@ class ElasticBuffer:
             x: [rows, hidden] bfloat16, in the order of dispatch's rows.
             topk_weights: float32, [rows, top_k] or with do_expand [rows], brought back to the choices.
             bias: one or two tensors [tokens, hidden] bfloat16, added before the sum is rounded.
-            num_sms: not looked at: combine runs on the multiprocessors of its dispatch.
+            num_sms: of which at most as many as the dispatch had are taken; 0: those.
 
         Returns:
             [tokens, hidden] bfloat16, [tokens, top_k] float32 or None, and the event.
@@ -229,13 +230,14 @@ class ElasticBuffer:
         for event in (previous_event, previous_event_before_epilogue):
             begin(EventOverlap(event) if event is not None else None, async_with_compute_stream, False)
         op, biases = handle._op, biases_of(bias)
+        blocks = self._objects.blocks(op, num_sms or handle.num_sms)
         if topk_weights is None:
-            out = op.combine(x.contiguous(), handle._handle, weighted=False, bias=biases)
+            out = op.combine(x.contiguous(), handle._handle, weighted=False, bias=biases, blocks=blocks)
             return out, None, end(async_with_compute_stream)
         values = topk_weights.contiguous()
         if handle.do_expand:
             values = torch.nn.functional.pad(values, (0, op.config.capacity - len(values)))
-        out, weights = op.combine_values(x.contiguous(), values, handle._handle, bias=biases)
+        out, weights = op.combine_values(x.contiguous(), values, handle._handle, bias=biases, blocks=blocks)
         return out, weights, end(async_with_compute_stream)
 
 

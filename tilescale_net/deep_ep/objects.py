@@ -87,8 +87,18 @@ class Objects:
         return self._throughput((*sizes, "throughput"), num_sms, options)
 
     def _throughput(self, sizes: tuple, num_sms: int, options: dict) -> AllToAll:
-        tuning = Tuning(blocks=num_sms) if self.world.device.type == "cuda" else None
-        return self._object(sizes, dict(options, tuning=tuning))
+        """One whose calls may run on so many blocks; see `blocks`."""
+        if self.world.device.type != "cuda":
+            return self._object(sizes, dict(options, tuning=None))
+        kind = (*sizes, *options.items())
+        tunings = [value for *known, (name, value), _ in self._made if name == "tuning" and tuple(known) == kind]
+        fitting = [tuning for tuning in tunings if tuning.blocks >= num_sms]
+        return self._object(sizes, dict(options, tuning=fitting[0] if fitting else Tuning(blocks=num_sms)))
+
+    @staticmethod
+    def blocks(op: AllToAll, num_sms: int) -> int:
+        """On how many blocks a call of `op` runs that shall take so many multiprocessors."""
+        return min(max(num_sms, 2), op.blocks)
 
     def low_latency(self, kind: str, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype) -> AllToAll:
         """For low-latency dispatches of one dtype and their combines in BF16.
