@@ -21,7 +21,9 @@ from tilescale_net.kernels.moe.wire_layout import record_words
 
 
 @tsn.jit(name="moe_plan_routing", pass_configs=EXPLICIT_SYNC)
-def plan_routing(ranks, experts, top_k, max_tokens, capacity, alignment, blocks, threads, index_dtype, absent=0):
+def plan_routing(
+    ranks, experts, top_k, max_tokens, capacity, alignment, blocks, threads, index_dtype, absent=0, node_size=0
+):
     """Kernel that fills a RoutingPlan (handle.py), the tensors of the last group.
 
     Args:
@@ -31,6 +33,7 @@ def plan_routing(ranks, experts, top_k, max_tokens, capacity, alignment, blocks,
         blocks, threads: launch geometry; all blocks must run at once.
         index_dtype: of `topk_idx`, "int32" or "int64".
         absent: how many more blocks the launch geometry has than this call; block 0 counts for them.
+        node_size: ranks of a node, where rows cross the network once per node; else 0.
 
     Parameters of the kernel (int32 unless said):
         topk_idx [rows, top_k] of `index_dtype`, topk_weights [rows, top_k] float32, tokens <= rows; fault, fault_value:
@@ -40,7 +43,7 @@ def plan_routing(ranks, experts, top_k, max_tokens, capacity, alignment, blocks,
         calls [blocks] uint64: calls so far. partial [blocks, words]: scratch. status: see STATUS_WORDS.
     """
     R, K, M = ranks, top_k, max_tokens
-    s = steps.Sizes(R, experts, K, M, capacity, alignment, blocks, threads, index_dtype, absent)
+    s = steps.Sizes(R, experts, K, M, capacity, alignment, blocks, threads, index_dtype, absent, node_size)
     C, W = s.counts, record_words(K)
     rows, slot_rows = T.dynamic("rows"), T.dynamic("slot_rows")
 

@@ -120,6 +120,10 @@ class ThroughputMode(Mode):
         dispatch, combine = shares(self._tuning, blocks)
         return combine if kernel == "combine" else blocks if self.placement == "rank" else dispatch
 
+    def _in_nodes(self) -> dict[str, int]:
+        """What tells the kernel that plans how many ranks a node has, where that matters."""
+        return {}
+
     def _routing_of(self, index_dtype: str, blocks: int) -> Launch:
         return self._launch(self._new_routing, index_dtype, blocks)
 
@@ -127,7 +131,7 @@ class ThroughputMode(Mode):
         c, base = self._c, self._base
         kernel = plan_routing(
             c.ranks, c.num_experts, c.top_k, c.max_tokens, c.capacity, c.alignment, blocks, base.threads, index_dtype,
-            **self._fewer(blocks),
+            **self._fewer(blocks), **self._in_nodes(),
         )  # fmt: skip
         return Launch(kernel, self._fixed["routing"], _ROUTING, base.world)
 

@@ -58,11 +58,12 @@ class Totals:
 
     Attributes:
         sent: [ranks] rows that this rank sends to each rank.
-        sent_before: [ranks] rows that this rank sends to the ranks before each.
+        sent_before: [ranks] rows that this rank sends to the ranks before each; of the same node, where rows cross the
+            network once per node.
         sent_base: [ranks] index of the first of them among that rank's rows.
         received: [ranks] rows that come from each rank.
         received_base: [ranks + 1] index of the first of them, and the sum.
-        slots_base: [ranks] rows that each rank sends to the ranks before this one.
+        slots_base: [ranks] rows that each rank sends to the ranks before this one, of its node as above.
         refused: not 0 where the dispatch was refused.
         counts: [local experts] rows of each local expert.
         offsets: [local experts + 1] first row of each local expert, aligned, and the end.
