@@ -156,7 +156,7 @@ def combine_nodes(
     L, V = at.size, at.origins
     s = steps.Sizes(V, K, M, hidden, dtype, by_rank, weighted, quantised, valued, biases, True, chunk, proxied_chunk)
     to_gateway = replace(s, quantised=False)
-    in_node = replace(s, top_k=at.size, by_rank=False)  # what its warps hold at once
+    in_node = replace(s, top_k=min(at.size, 2), by_rank=False)  # what its warps hold at once
     plan = NodePlan(at, M)
     totals_at, W = Totals(R, experts // R), record_words(K)
     chunks, node_chunks = -(-M // chunk), -(-M // proxied_chunk)

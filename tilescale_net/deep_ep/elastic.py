@@ -63,7 +63,7 @@ class ElasticBuffer:
         num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch: the largest calls, for `get_buffer_size_hint`.
         num_max_tokens_per_rank: also the default of `dispatch`.
         The others change nothing: results never depend on timing, each rank sums its experts' rows before they travel, and
-        TSN_TIMEOUT limits waits. Rows for ranks on other nodes go to each rank.
+        TSN_TIMEOUT limits waits. Rows cross the network once per node.
 
     Attributes:
         group, rank_idx, num_ranks, num_max_tokens_per_rank: as given.
