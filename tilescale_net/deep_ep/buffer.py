@@ -55,7 +55,6 @@ class Buffer:
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self._objects = Objects(self._world, enable_shrink)
-        self._stream: torch.cuda.Stream | None = None
         self._alive = True
 
     def destroy(self) -> None:
@@ -103,11 +102,7 @@ class Buffer:
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """A stream for the caller; work of this Buffer runs on the current stream."""
-        if self._world.device.type != "cuda":
-            _refuse("get_comm_stream in the simulator", "there are no streams")
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._world.device)
-        return self._stream
+        return self._objects.comm_stream()
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False

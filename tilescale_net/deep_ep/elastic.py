@@ -120,6 +120,10 @@ class ElasticBuffer:
         """An event on the current stream."""
         return EventHandle()
 
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """A stream for the caller; work of this buffer runs on the current stream."""
+        return self._objects.comm_stream()
+
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Wait until the kernels of all ranks have ended, and all are here."""
         self._world.barrier()

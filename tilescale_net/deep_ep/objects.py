@@ -14,7 +14,7 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.deep_ep.shrink import Masks
-from tilescale_net.errors import HeapError
+from tilescale_net.errors import HeapError, TileScaleError
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.runtime import settings, worlds
 from tilescale_net.runtime.context import SYSTEM_BYTES
@@ -68,6 +68,15 @@ class Objects:
         self._made: dict[tuple, AllToAll] = {}
         self._era = world.control.era
         self._worlds = [world]  # each with a heap; all but the first were made here
+        self._stream: torch.cuda.Stream | None = None
+
+    def comm_stream(self) -> torch.cuda.Stream:
+        """A stream for the caller, the same at every call."""
+        if self.world.device.type != "cuda":
+            raise TileScaleError("deep_ep: get_comm_stream: there are no streams in the simulator")
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.world.device)
+        return self._stream
 
     def high_throughput(
         self, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype, num_sms: int, scale_words: int | None = None
