@@ -109,8 +109,9 @@ class Collective:
         HeapError, on all ranks alike, gives back all that this object has.
         """
         for name in specs:
-            self._owned = [tensor for tensor in self._owned if tensor is not old[name]]
-            tsn.free(old[name], group=self._world)
+            if any(tensor is old[name] for tensor in self._owned):
+                self._owned = [tensor for tensor in self._owned if tensor is not old[name]]
+                tsn.free(old[name], group=self._world)
         try:
             return self.allocate(specs)
         except tsn.HeapError:

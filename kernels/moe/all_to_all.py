@@ -10,10 +10,12 @@ from collections.abc import Sequence
 import torch
 
 import tilescale_net as tsn
+from tilescale_net.kernels.moe.arena import Arena
 from tilescale_net.kernels.moe.argument_checks import ArgumentChecks
 from tilescale_net.kernels.moe.config import configure
+from tilescale_net.kernels.moe.dropping import beyond_capacity
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending
-from tilescale_net.kernels.moe.implementations import heap_bytes, make, world_with_room
+from tilescale_net.kernels.moe.implementations import arena_bytes, heap_bytes, make, world_with_room
 from tilescale_net.kernels.moe.mode import Phase
 from tilescale_net.kernels.moe.participant import Participant
 from tilescale_net.kernels.moe.status import ArgumentError
@@ -53,12 +55,18 @@ class AllToAll(Participant):
             layout "rank": all places for rows are.
         scale_words: 4-byte words of scales of an FP8 row; default a float32 per 128 elements. Others are scales per token
             (1) or packed exponents: rows must then come with their scales.
+        expert_capacity: rows that an expert takes of each rank's tokens at most, as models with a capacity factor say it: a
+            choice too many is dropped at its source and counts as none, `Dispatched.dropped` tells which. `capacity` is then
+            what cannot be exceeded, unless it is given.
+        drop: which choices stay: "position": of the first tokens; "choice": first all tokens' first choices, then their second
+            ones; "weight": of the largest weights.
         active: for each rank whether it takes part; see `set_active`. Default: the ranks that take part in the job.
         warm_up: compile the kernels of every call that can be made, not only those of an ordinary one, so that no rank
             waits in a call for one that compiles. Default: on a GPU.
         tuning: launch geometry and message sizes.
         grow: where the symmetric heap has no room, take another one, of a world of the same ranks that `free` ends; `world`
             is the one that the object is in. `tilescale_net.shrink` must be called for it too then (group=object.world).
+        arena: symmetric memory for its rows, which other objects use too; see `Arena`.
         group: whose ranks these are, rank r the r-th of them; see `tilescale_net.world`.
 
     docs/states.md lists which calls are allowed when. A call that is not raises ValueError or TileScaleError
@@ -75,15 +83,19 @@ class AllToAll(Participant):
         self, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype = torch.bfloat16,
         mode: str = "throughput", *, layout: str = "expert", alignment: int = 1, capacity: int | None = None,
         combine_dtype: torch.dtype | None = None, quantize_combine: bool = False, zero_copy: bool = True,
-        scale_words: int | None = None,
+        scale_words: int | None = None, expert_capacity: int | None = None, drop: str = "position",
         active: list[bool] | None = None, warm_up: bool | None = None, tuning: Tuning | None = None,
-        grow: bool = False, group: tsn.Group = None,
+        grow: bool = False, arena: Arena | None = None, group: tsn.Group = None,
     ):  # fmt: skip
-        world = tsn.world(group)
+        world = tsn.world(group if arena is None or group is not None else arena.world)
+        if arena is not None and (grow or arena.world is not world):
+            raise ValueError(
+                "AllToAll: an arena has memory of its own, of one group; give neither grow nor another group"
+            )
         self.config = config = configure(
             world.size, num_experts, max_tokens, hidden, top_k, dtype, mode, layout=layout, alignment=alignment,
             capacity=capacity, combine_dtype=combine_dtype, quantize_combine=quantize_combine, zero_copy=zero_copy,
-            scale_words=scale_words,
+            scale_words=scale_words, expert_capacity=expert_capacity, drop=drop,
         )  # fmt: skip
         on_gpu = world.device.type == "cuda"
         count = torch.cuda.get_device_properties(world.device).multi_processor_count if on_gpu else 0
@@ -93,24 +105,31 @@ class AllToAll(Participant):
         first, world = world, world_with_room(world, config, tuning, active) if grow else world
         self._own_world = None if world is first else world
         try:
-            self._construct(world, active, on_gpu if warm_up is None else warm_up)
+            self._construct(world, active, arena, on_gpu if warm_up is None else warm_up)
         except Exception:  # on all ranks alike
             self._end_own_world()
             raise
 
-    def _construct(self, world, active: tuple[bool, ...] | None, warm_up: bool) -> None:
+    def _construct(self, world, active: tuple[bool, ...] | None, arena, warm_up: bool) -> None:
         config, tuning = self.config, self.tuning
         super().__init__(
-            "AllToAll", f"{config.describe()}, {tuning}, active={active}", tuning.threads, tuning.blocks, world
+            "AllToAll",
+            f"{config.describe()}, {tuning}, active={active}, arena={arena and arena.number}",
+            tuning.threads,
+            tuning.blocks,
+            world,
         )
         self._take_part(str(next(_numbers)))
         OBJECTS[self._number] = self
+        self._arena = arena
         self.proxied, self.nodes = 0 in world.peer_base, world.topology.nodes
         with torch.inference_mode(False):
             self._mode = make(self, config, active)
         shape, symmetric = self._mode.output_shape(), self._mode.symmetric_output
         self._checks = ArgumentChecks(config, self.device, world.heap, shape, symmetric)
         self._compile(warm_up)
+        if arena is not None:
+            arena.join(self)
         if active is not None:
             self.set_active(active)
 
@@ -136,7 +155,7 @@ class AllToAll(Participant):
 
     # -- what the caller may ask ------------------------------------------------------------------------------------
 
-    heap_bytes = staticmethod(heap_bytes)
+    heap_bytes, arena_bytes = staticmethod(heap_bytes), staticmethod(arena_bytes)
 
     @property
     def node_plan_words(self) -> int:
@@ -147,11 +166,6 @@ class AllToAll(Participant):
     def sums_over(self) -> int:
         """Into how many nodes combine divides the ranks, each of which sums for the others; see reference.sum_of_ranks."""
         return self._mode.sums_over
-
-    @property
-    def under_way(self) -> tuple[str, ...]:
-        """What this rank has sent and not yet received: "dispatch", "combine", both or none."""
-        return tuple(self._machine.pending)
 
     def empty_output(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Memory for `out` of dispatch: rows, or rows and scales for FP8. Collective where it is symmetric."""
@@ -187,7 +201,7 @@ class AllToAll(Participant):
     @named("tilescale_net.moe.dispatch")
     def dispatch(
         self, x, topk_idx=None, topk_weights=None, *, mask=None, handle: Handle | None = None, out=None, cleared: bool = False,
-        after: torch.Event | None = None,
+        after: torch.Event | None = None, blocks: int | None = None,
     ) -> Dispatched:  # fmt: skip
         """Send each token to the ranks of its experts.
 
@@ -203,6 +217,8 @@ class AllToAll(Participant):
                 `zero_copy=False` and in latency mode any tensor of that shape. Default: in symmetric memory of this
                 object, valid until the next dispatch, or a new tensor where outputs are not symmetric.
             after: an event that the call waits for on the GPU, besides what the current stream holds.
+            blocks: on which the call runs, those of the tuning or fewer, which ranks need not have in common. Each number
+                compiles the first time; refused calls take those of the tuning.
             cleared: throughput mode: fill the parts of the handle's tensors that stand for no row with zeros.
 
         Returns:
@@ -216,21 +232,21 @@ class AllToAll(Participant):
             TileScaleError: an earlier kernel or a peer has failed.
         """
         self._begin("dispatch", after)
-        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.WHOLE, cleared, mask)
+        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.WHOLE, cleared, mask, blocks)
         self._raise_refusal_if_simulated()
         return pending.result
 
     @named("tilescale_net.moe.dispatch_send")
     def dispatch_send(
         self, x, topk_idx=None, topk_weights=None, *, handle: Handle | None = None, out=None,
-        after: torch.Event | None = None,
+        after: torch.Event | None = None, blocks: int | None = None,
     ) -> Pending:  # fmt: skip
         """First half of dispatch; work that the caller launches before `dispatch_recv` overlaps with it.
 
         Throughput mode runs on a stream of its own with high priority. `x` and `out` belong to the call until then.
         """
         self._begin("dispatch_send", after)
-        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.SEND)
+        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.SEND, blocks=blocks)
         self._machine.pending["dispatch"] = pending
         return pending
 
@@ -247,7 +263,16 @@ class AllToAll(Participant):
         return pending.result
 
     def _dispatch(
-        self, x, topk_idx, topk_weights, handle, out, phase: Phase, cleared: bool = False, mask=None
+        self,
+        x,
+        topk_idx,
+        topk_weights,
+        handle,
+        out,
+        phase: Phase,
+        cleared: bool = False,
+        mask=None,
+        blocks=None,
     ) -> Pending:
         may_reuse, checks = self.config.traits.reuses_plan, self._checks
         reuses = may_reuse and handle is not None
@@ -263,21 +288,32 @@ class AllToAll(Participant):
             else:
                 if mask is not None:
                     topk_idx = checks.mask(len(x), mask)
-                choices = Choices(topk_idx, checks.choices(len(x), topk_idx, topk_weights), cleared)
+                choices = self._kept(topk_idx, checks.choices(len(x), topk_idx, topk_weights), cleared, mask)
             if out is not None:
                 out = checks.output(out)
+            blocks = checks.blocks(blocks, self.blocks)
         except ArgumentError as error:
             self._mode.refuse_dispatch(error, reuses, phase)
             self._forget_own_refusal()
             raise self._named("dispatch", error) from None
-        return self._mode.dispatch(x, scales, choices, out, phase)
+        return self._mode.dispatch(x, scales, choices, out, phase, blocks)
+
+    def _kept(self, topk_idx, topk_weights, cleared: bool, mask) -> Choices:
+        """The choices, without those that are more than `expert_capacity`."""
+        c = self.config
+        if c.expert_capacity is None:
+            return Choices(topk_idx, topk_weights, cleared)
+        if mask is not None:
+            raise ArgumentError("mask", ValueError("a mask names no experts; the object has an expert_capacity"))
+        dropped = beyond_capacity(topk_idx, topk_weights, c.expert_capacity, c.drop)
+        return Choices(topk_idx.masked_fill(dropped, -1), topk_weights, cleared, dropped)
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
     @named("tilescale_net.moe.combine")
     def combine(
         self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None, bias: Sequence[torch.Tensor] = (),
-        after: torch.Event | None = None,
+        after: torch.Event | None = None, blocks: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Bring rows back to their tokens and sum them in float32.
 
@@ -292,7 +328,7 @@ class AllToAll(Participant):
                 give them, or none.
             bias: up to two tensors [tokens, hidden] of `combine_dtype`, which are added to the sums before they are rounded.
                 The first such call compiles.
-            after: as in `dispatch`.
+            after, blocks: as in `dispatch`.
 
         Each rank sums over its experts first and rounds to `combine_dtype` once, then the token's rank sums over ranks.
 
@@ -302,14 +338,14 @@ class AllToAll(Participant):
             TileScaleError: an earlier kernel or a peer has failed.
         """
         self._begin("combine", after)
-        pending = self._combine("combine", y, handle, out, weighted, weights, bias)
+        pending = self._combine("combine", y, handle, out, weighted, weights, bias, blocks)
         self._raise_refusal_if_simulated()
         return pending.result
 
     @named("tilescale_net.moe.combine_send")
     def combine_send(
         self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None, bias: Sequence[torch.Tensor] = (),
-        after: torch.Event | None = None,
+        after: torch.Event | None = None, blocks: int | None = None,
     ) -> Pending:  # fmt: skip
         """First half of combine; work that the caller launches before `combine_recv` overlaps with it.
 
@@ -317,7 +353,7 @@ class AllToAll(Participant):
         those of the other ranks.
         """
         self._begin("combine_send", after)
-        pending = self._combine("combine", y, handle, out, weighted, weights, bias, phase=Phase.SEND)
+        pending = self._combine("combine", y, handle, out, weighted, weights, bias, blocks, phase=Phase.SEND)
         self._machine.pending["combine"] = pending
         return pending
 
@@ -328,12 +364,12 @@ class AllToAll(Participant):
 
     @named("tilescale_net.moe.combine_values")
     def combine_values(
-        self, y, values, handle: Handle, *, out=None, bias: Sequence[torch.Tensor] = ()
+        self, y, values, handle: Handle, *, out=None, bias: Sequence[torch.Tensor] = (), blocks: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Throughput mode: combine without weights that also brings numbers back.
 
         Args:
-            y, handle, out, bias: as in `combine`.
+            y, handle, out, bias, blocks: as in `combine`.
             values: float32: one for each expert-major row, [capacity]; or, layout "rank", one for each choice of each row,
                 [rows of y, top_k].
 
@@ -345,12 +381,12 @@ class AllToAll(Participant):
             As `combine`.
         """
         self._begin("combine_values")
-        pending = self._combine("combine_values", y, handle, out, False, None, bias, values=(values,))
+        pending = self._combine("combine_values", y, handle, out, False, None, bias, blocks, values=(values,))
         self._raise_refusal_if_simulated()
         return pending.result
 
     def _combine(
-        self, call: str, y, handle, out, weighted, weights, bias, values: tuple = (), phase: Phase = Phase.WHOLE
+        self, call: str, y, handle, out, weighted, weights, bias, blocks, values: tuple = (), phase: Phase = Phase.WHOLE
     ) -> Pending:
         """Check and launch; `values` holds the one of combine_values, whatever it is."""
         checks, pair = self._checks, None
@@ -359,12 +395,15 @@ class AllToAll(Participant):
             out = checks.combine(y, handle, out, weighted, weights, bias)
             for given in values:
                 checks.values(given, y)
+            blocks = checks.blocks(blocks, self.blocks)
         except ArgumentError as error:
             self._mode.refuse_combine(error, phase, weights is not None)
             raise self._named(call, error) from None
         if values:
             pair = values[0], torch.empty((handle.tokens, self.config.top_k), dtype=torch.float32, device=self.device)
-        pending = self._mode.combine(y, handle, out, weighted if weights is None else weights, phase, pair, bias)
+        pending = self._mode.combine(
+            y, handle, out, weighted if weights is None else weights, phase, blocks, pair, bias
+        )
         if pair:
             pending.result = out, pair[1]
         return pending

@@ -8,6 +8,7 @@ import tilescale_net as tsn
 from tilescale_net.kernels.moe.config import COMBINE_DTYPES, FP8, Config
 from tilescale_net.kernels.moe.handle import Handle
 from tilescale_net.kernels.moe.status import ArgumentError
+from tilescale_net.kernels.moe.tuning import most_tokens
 
 SCALE_DTYPES = (torch.float32, torch.int32)  # words of scales: what is in them is the caller's
 INDEX_DTYPES, FLOATS = (torch.int64, torch.int32), (torch.float32,)
@@ -73,6 +74,23 @@ class ArgumentChecks:
         if self._device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
             self._ones = ones  # others are the graph's
         return ones
+
+    def blocks(self, blocks, most: int) -> int:
+        """The number of blocks of a call; None: `most`, those of the tuning."""
+        if blocks is None:
+            return most
+        least = 2 if self._traits.reuses_plan else 1
+        if type(blocks) is not int or not least <= blocks <= most:
+            text = (
+                f"blocks is {blocks!r}; it must be a whole number from {least} to {most}, that of the object's Tuning"
+            )
+            raise ArgumentError("blocks", ValueError(text))
+        if self._traits.reuses_plan and self._c.max_tokens > (tokens := most_tokens(self._c, blocks)):
+            text = (
+                f"blocks is {blocks}, whose shared memory has room for the choices of {tokens} tokens; max_tokens is "
+            )
+            raise ArgumentError("blocks", ValueError(f"{text}{self._c.max_tokens}: give more blocks"))
+        return blocks
 
     def mask(self, tokens: int, mask) -> torch.Tensor:
         """Choices that send each token to the ranks of its row of `mask`: the first expert of each."""

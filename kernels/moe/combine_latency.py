@@ -12,7 +12,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce
-from tilescale_net.kernels.moe.handshake import await_previous, check_announcement
+from tilescale_net.kernels.moe.handshake import await_previous, check_announcement, count_for
 from tilescale_net.kernels.moe.row_ops import (
     EXACT_SUMS,
     EXPLICIT_SYNC,
@@ -219,6 +219,7 @@ def combine_latency(
     biases,
     blocks,
     threads,
+    absent=0,
 ):
     """Kernel that sends, receives, or both.
 
@@ -227,7 +228,8 @@ def combine_latency(
         weighted: multiply each row by its weight. quantised: rows travel as FP8 with a scale per 128 elements.
         proxied: whether some ranks are on other nodes.
         sends, receives: which halves; a half that receives follows the one that sends, on the same stream.
-        parts: into how many parts to cut a row, about. biases: how many of `bias_0` and `bias_1` are added to the sums. blocks, threads: launch geometry; all blocks must run at once.
+        parts: into how many parts to cut a row, about. biases: how many of `bias_0` and `bias_1` are added to the sums.
+        blocks, threads, absent: as in dispatch_latency.
 
     Parameters of the kernel:
         y [local experts * ranks * max_tokens, hidden] of `dtype`; targets, weights, received: see ReceivedRows.
@@ -245,6 +247,7 @@ def combine_latency(
     scale_rows, stages, scale_stages = T.dynamic("scale_rows"), T.dynamic("stages"), T.dynamic("scale_stages")
     bias_rows, other_bias_rows = T.dynamic("bias_rows"), T.dynamic("other_bias_rows")
 
+    # Longer than 120 lines: parameters and variables that senders and receivers have in common; their work is in macros.
     @T.prim_func
     def main(
         ctx: N.Context(),
@@ -264,8 +267,8 @@ def combine_latency(
         staged_scales: T.Tensor((scale_stages, groups), "float32"),
         begun: T.Tensor((2 * R,), "uint64"),
         arrived: T.Tensor((2 * R * M, cuts), "uint64"),
-        send_calls: T.Tensor((blocks,), "uint64"),
-        receive_calls: T.Tensor((blocks,), "uint64"),
+        send_calls: T.Tensor((blocks + absent,), "uint64"),
+        receive_calls: T.Tensor((blocks + absent,), "uint64"),
         status: T.Tensor((STATUS_WORDS,), "int64"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
@@ -330,6 +333,9 @@ def combine_latency(
                 T.sync_threads()
                 if thread == 0:
                     send_calls[block] = call
+                if absent:
+                    if block == 0:
+                        count_for(send_calls, call, blocks, absent, thread, threads)
 
             if receives:
                 token = T.alloc_var("int32")
@@ -356,5 +362,8 @@ def combine_latency(
                 T.sync_threads()
                 if thread == 0:
                     receive_calls[block] = call
+                if absent:
+                    if block == 0:
+                        count_for(receive_calls, call, blocks, absent, thread, threads)
 
     return main

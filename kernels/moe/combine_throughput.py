@@ -11,7 +11,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import combine_throughput_steps as steps
-from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, take_ticket
+from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, stand_in, take_ticket
 from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
 from tilescale_net.kernels.moe.wire_layout import Totals, most_sent, record_words
 
@@ -54,7 +54,7 @@ def _find_rows(
 @tsn.jit(name="moe_combine_throughput", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
 def combine_throughput(
     ranks, experts, top_k, max_tokens, hidden, dtype, by_rank, weighted, quantised, valued, biases, proxied, chunk,
-    proxied_chunk, senders, reducers, threads,
+    proxied_chunk, senders, reducers, threads, absent=0, absent_senders=0,
 ):  # fmt: skip
     """Kernel that sends and sums.
 
@@ -68,6 +68,8 @@ def combine_throughput(
             choice of a received row (by_rank), added up over the ranks; "": none.
         biases: how many of `bias_0` and `bias_1` are added to the sums.
         senders, reducers: blocks of each kind; all run at once.
+        absent, absent_senders: how many more blocks, and senders among them, the launch geometry has than this call; block 0
+            counts for them.
 
     Parameters of the kernel:
         y [capacity, hidden] of `dtype`; row_weight [capacity], row_values [capacity] or [capacity * top_k] float32;
@@ -94,6 +96,7 @@ def combine_throughput(
 
     bias_rows, other_bias_rows = T.dynamic("bias_rows"), T.dynamic("other_bias_rows")
 
+    # Longer than 120 lines: parameters and variables that senders and receivers have in common; their work is in macros.
     @T.prim_func
     def main(
         ctx: N.Context(),
@@ -119,7 +122,7 @@ def combine_throughput(
         arrived: T.Tensor((R, chunks), "uint64"),
         done: T.Tensor((R,), "uint64"),
         tickets: T.Tensor((2, 2), "int32"),
-        calls: T.Tensor((blocks,), "uint64"),
+        calls: T.Tensor((blocks + absent,), "uint64"),
         tag: T.int32,
         status: T.Tensor((STATUS_WORDS,), "int64"),
     ):
@@ -208,6 +211,8 @@ def combine_throughput(
                     steps.sum_values(s, out_values, slot_values, token_slot, before, token, row, total, lane)
                 token = T.shfl_sync(ahead, 0)
             T.sync_threads()
+            if absent:
+                stand_in(done, active, calls, me, call, blocks, absent, absent_senders, block, thread, threads, R)
             close_call(done, active, calls, call, block, senders, thread, R)
 
     return main

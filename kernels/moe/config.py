@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from tilescale_net.kernels.moe.dropping import DROPS
 from tilescale_net.kernels.moe.row_ops import groups_of
 
 FP8 = torch.float8_e4m3fn
@@ -59,9 +60,12 @@ class Config:
     quantize_combine: bool
     zero_copy: bool
     scale_words: int
+    expert_capacity: int | None = None
+    drop: str = DROPS[0]
 
     def __post_init__(self):
-        for name in ("num_experts", "max_tokens", "hidden", "top_k", "alignment", "capacity"):
+        whole = ["num_experts", "max_tokens", "hidden", "top_k", "alignment", "capacity"]
+        for name in whole if self.expert_capacity is None else [*whole, "expert_capacity"]:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"AllToAll: {name} is {value!r}; it must be a whole number of 1 or more")
@@ -84,6 +88,8 @@ class Config:
             raise ValueError(f"AllToAll: scale_words is {self.scale_words!r}; it must be {wanted}")
         if self.mode not in MODES:
             raise ValueError(f"AllToAll: mode is {self.mode!r}; it must be one of {', '.join(MODES)}")
+        if self.drop not in DROPS:
+            raise ValueError(f"AllToAll: drop is {self.drop!r}; it must be one of {', '.join(DROPS)}")
         if self.layout not in LAYOUTS:
             raise ValueError(f"AllToAll: layout is {self.layout!r}; it must be one of {', '.join(LAYOUTS)}")
         limit, others = self.traits.max_tokens, [m for m, t in MODES.items() if t.max_tokens is None]
@@ -128,27 +134,33 @@ class Config:
         return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
 
 
-def default_capacity(ranks: int, experts: int, max_tokens: int, top_k: int, alignment: int) -> int:
+def default_capacity(
+    ranks: int, experts: int, max_tokens: int, top_k: int, alignment: int, expert_capacity: int | None = None
+) -> int:
     """Expert-major rows that a rank receives at most if no token names an expert twice, with the gaps of alignment."""
     local = max(1, experts // ranks)
-    return ranks * max_tokens * min(top_k, local) + local * (alignment - 1)
+    worst = ranks * max_tokens * min(top_k, local) + local * (alignment - 1)
+    if type(expert_capacity) is not int or expert_capacity < 1:
+        return worst
+    return min(worst, local * -(-ranks * expert_capacity // alignment) * alignment)
 
 
 def configure(
     ranks, num_experts, max_tokens, hidden, top_k, dtype=torch.bfloat16, mode="throughput", *, layout="expert", alignment=1,
-    capacity=None, combine_dtype=None, quantize_combine=False, zero_copy=True, scale_words=None,
+    capacity=None, combine_dtype=None, quantize_combine=False, zero_copy=True, scale_words=None, expert_capacity=None,
+    drop=DROPS[0],
 ) -> Config:  # fmt: skip
     """The configuration, with the defaults that depend on others filled in."""
     if combine_dtype is None:
         combine_dtype = torch.bfloat16 if dtype == FP8 else dtype
     if capacity is None:
-        capacity = default_capacity(ranks, num_experts, max_tokens, top_k, alignment)
+        capacity = default_capacity(ranks, num_experts, max_tokens, top_k, alignment, expert_capacity)
     if scale_words is None:
         known = dtype == FP8 and isinstance(hidden, int)
         scale_words = groups_of(hidden) if known else 0
     return Config(
         ranks, num_experts, max_tokens, hidden, top_k, dtype, mode, layout, alignment, capacity, combine_dtype,
-        quantize_combine, zero_copy, scale_words,
+        quantize_combine, zero_copy, scale_words, expert_capacity, drop,
     )  # fmt: skip
 
 

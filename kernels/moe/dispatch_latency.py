@@ -16,7 +16,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import dispatch_latency_steps as steps
-from tilescale_net.kernels.moe.handshake import await_previous
+from tilescale_net.kernels.moe.handshake import await_previous, count_for
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, FP8
 from tilescale_net.kernels.moe.wire_layout import COUNT_BITS
 
@@ -35,6 +35,7 @@ def dispatch_latency(
     blocks,
     threads,
     index_dtype,
+    absent=0,
 ):
     """Kernel that sends, receives, or both.
 
@@ -44,6 +45,7 @@ def dispatch_latency(
         source_dtype: "bfloat16", "float16" or "float32": quantise rows of this type to FP8; "": send them as they are.
         sends, receives: which halves; a half that receives follows the one that sends, on the same stream.
         blocks, threads: launch geometry; all blocks must run at once. index_dtype: of `topk_idx`.
+        absent: how many more blocks the launch geometry has than this call; block 0 counts for them.
 
     Parameters of the kernel (int32 unless said):
         x [rows, row_words], or [rows, hidden] of `source_dtype`; x_scales [rows, scale_words] float32 as words.
@@ -63,6 +65,7 @@ def dispatch_latency(
     rows, scale_rows, choices, slot_rows = (T.dynamic(n) for n in ("rows", "scale_rows", "choices", "slot_rows"))
     scale_capacity = T.dynamic("scale_capacity")
 
+    # Longer than 120 lines: parameters and variables that senders and receivers have in common; their work is in macros.
     @T.prim_func
     def main(
         ctx: N.Context(),
@@ -82,8 +85,8 @@ def dispatch_latency(
         arrival: T.Tensor((2 * R * M, msg.words), "int32"),
         begun: T.Tensor((2 * R,), "uint64"),
         arrived: T.Tensor((2 * R * M,), "uint64"),
-        send_calls: T.Tensor((blocks,), "uint64"),
-        receive_calls: T.Tensor((blocks,), "uint64"),
+        send_calls: T.Tensor((blocks + absent,), "uint64"),
+        receive_calls: T.Tensor((blocks + absent,), "uint64"),
         status: T.Tensor((STATUS_WORDS,), "int64"),
         token_slot: T.Tensor((slot_rows, R), "int32"),
         out: T.Tensor((local * s.capacity, row_words), "int32"),
@@ -147,6 +150,9 @@ def dispatch_latency(
                         )  # fmt: skip
                 if thread == 0:
                     send_calls[block] = call
+                if absent:
+                    if block == 0:
+                        count_for(send_calls, call, blocks, absent, thread, threads)
 
             if receives:
                 source = T.alloc_var("int32")
@@ -179,5 +185,8 @@ def dispatch_latency(
                 T.sync_threads()
                 if thread == 0:
                     receive_calls[block] = call
+                if absent:
+                    if block == 0:
+                        count_for(receive_calls, call, blocks, absent, thread, threads)
 
     return main

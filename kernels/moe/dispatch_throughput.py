@@ -17,7 +17,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
-from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, take_ticket
+from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, stand_in, take_ticket
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, batch_of, copy_row, copy_words, load_batch, store_batch
 from tilescale_net.kernels.moe.wire_layout import Totals, record_words
 
@@ -157,7 +157,7 @@ def receive_row(
 @tsn.jit(name="moe_dispatch_throughput", pass_configs=EXPLICIT_SYNC)
 def dispatch_throughput(
     ranks, experts, top_k, max_tokens, row_words, scale_words, placement, proxied, chunk, proxied_chunk, senders, receivers,
-    threads,
+    threads, absent=0, absent_senders=0,
 ):  # fmt: skip
     """Kernel that moves the rows.
 
@@ -168,6 +168,8 @@ def dispatch_throughput(
         proxied: whether some ranks are on other nodes.
         chunk, proxied_chunk: rows per signal to a mapped rank, and rows per message to another node.
         senders, receivers: blocks of each kind (no receivers for "rank"); threads: of a block. All blocks run at once.
+        absent, absent_senders: how many more blocks, and senders among them, the launch geometry has than this call; block 0
+            counts for them.
 
     Parameters of the kernel (int32 unless said; rows and scales are moved as words of 4 bytes):
         x, x_scales: what to send. out, out_scales: symmetric, except for "arrival".
@@ -190,6 +192,7 @@ def dispatch_throughput(
         T.dynamic(n) for n in ("arrivals", "scale_arrivals", "stages", "scale_stages")
     )
 
+    # Longer than 120 lines: parameters and variables that senders and receivers have in common; their work is in macros.
     @T.prim_func
     def main(
         ctx: N.Context(),
@@ -210,7 +213,7 @@ def dispatch_throughput(
         arrived: T.Tensor((R, chunks), "uint64"),
         done: T.Tensor((R,), "uint64"),
         tickets: T.Tensor((2, 2), "int32"),
-        calls: T.Tensor((blocks,), "uint64"),
+        calls: T.Tensor((blocks + absent,), "uint64"),
         tag: T.int32,
         status: T.Tensor((STATUS_WORDS,), "int64"),
     ):
@@ -307,6 +310,8 @@ def dispatch_throughput(
                             )  # fmt: skip
                     ticket = T.shfl_sync(ahead, 0)
             T.sync_threads()
+            if absent:
+                stand_in(done, active, calls, me, call, blocks, absent, absent_senders, block, thread, threads, R)
             close_call(done, active, calls, call, block, senders, thread, R)
 
     return main

@@ -99,11 +99,13 @@ class Handle:
         signature: what a caller of it must agree with; see `Config.signature`.
         plan: the tensors.
         membership: who took part; see `Participant`.
+        dropped: see `Dispatched`.
     """
 
     signature: tuple
     plan: RoutingPlan | ReceivedRows
     membership: tuple
+    dropped: torch.Tensor | None = None
     _rows: list[int] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -131,11 +133,13 @@ class Choices:
     Attributes:
         topk_idx: [tokens, top_k] experts, int64 or int32. topk_weights: [tokens, top_k] float32.
         cleared: whether places of the plan that stand for no row shall be zero.
+        dropped: bool [tokens, top_k], those that were dropped for an `expert_capacity` and are -1 now; None without it.
     """
 
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
     cleared: bool = False
+    dropped: torch.Tensor | None = None
 
 
 @dataclass
@@ -188,6 +192,11 @@ class Dispatched:
     num_rows: torch.Tensor | None
     handle: Handle = field(repr=False)
     refused: torch.Tensor | None = None
+
+    @property
+    def dropped(self) -> torch.Tensor | None:
+        """Which choices of this rank's tokens were dropped: bool [tokens, top_k]; None without an `expert_capacity`."""
+        return self.handle.dropped
 
 
 class DispatchedByPlan(Dispatched):

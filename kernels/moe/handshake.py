@@ -80,6 +80,27 @@ def close_call(done, active, calls, call: T.Ref, block, senders, thread, ranks):
 
 
 @tsn.macro
+def stand_in(
+    done, active, calls, me: T.Ref, call: T.Ref, blocks, absent, absent_senders, block, thread, threads, ranks
+):
+    """Block 0 counts for the `absent` blocks that a call on fewer blocks than others does not have."""
+    if block == 0:
+        if absent_senders:
+            if thread < ranks:
+                if active[thread] != 0:
+                    N.signal(done[me], absent_senders, thread, op="add")
+        count_for(calls, call, blocks, absent, thread, threads)
+
+
+@tsn.macro
+def count_for(calls, call: T.Ref, blocks, absent, thread, threads):
+    """Raise the counts of `absent` blocks behind the first `blocks`."""
+    for i in T.serial((absent + threads - 1) // threads):
+        if i * threads + thread < absent:
+            calls[blocks + i * threads + thread] = call
+
+
+@tsn.macro
 def await_previous(begun, parity: T.Ref, call: T.Ref, bits, rank, ranks):
     """Latency mode: wait until `rank` has begun the call before; its buffers of the one before that are free by then.
 

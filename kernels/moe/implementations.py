@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import tilescale_net as tsn
 from tilescale_net.kernels.collective import BufferSpecs, sizes_of
 from tilescale_net.kernels.moe import latency, node_throughput, throughput
+from tilescale_net.kernels.moe.arena import divide
 from tilescale_net.kernels.moe.config import Config, configure
 from tilescale_net.kernels.moe.tuning import Tuning
 from tilescale_net.runtime import heap, settings, worlds
@@ -62,14 +63,15 @@ def world_with_room(world, config: Config, tuning: Tuning, active: tuple[bool, .
 
 def heap_bytes(
     *sizes, ranks: int | None = None, nodes: int | None = None, tuning: Tuning | None = None, group: tsn.Group = None,
-    **options,
-):  # fmt: skip
+    in_arena: bool = False, **options,
+) -> int:  # fmt: skip
     """Bytes of the symmetric heap that an object takes; can be asked before `tilescale_net.init`.
 
     Args:
         sizes, options: what the constructor gets: num_experts, max_tokens, hidden, top_k and so on.
         ranks, nodes: of the job; default those of `group` (one node where `ranks` is given).
         tuning: as for the constructor.
+        in_arena: what it takes beside an arena.
 
     Returns:
         Bytes. The heap holds `runtime.context.SYSTEM_BYTES` of its own beside them, and what `empty_output` makes.
@@ -77,9 +79,23 @@ def heap_bytes(
     Raises:
         ValueError, TypeError: as the constructor.
     """
+    specs = _specs(ranks, nodes, group, tuning, *sizes, **options)
+    return heap.footprint(sizes_of(divide(specs)[1] if in_arena else specs))
+
+
+def arena_bytes(
+    *sizes, ranks: int | None = None, nodes: int | None = None, tuning: Tuning | None = None, group: tsn.Group = None,
+    **options,
+) -> int:  # fmt: skip
+    """Bytes of an `Arena` that an object takes; the arguments are those of `heap_bytes`."""
+    return heap.footprint(sizes_of(divide(_specs(ranks, nodes, group, tuning, *sizes, **options))[0]))
+
+
+def _specs(
+    ranks: int | None, nodes: int | None, group: tsn.Group, tuning: Tuning | None, *sizes, **options
+) -> BufferSpecs:
     if ranks is None:
         world = tsn.world(group)
         ranks, nodes = world.size, nodes or world.topology.nodes
-    config = configure(ranks, *sizes, **options)
     nodes = nodes or 1
-    return heap.footprint(sizes_of(symmetric_buffers(config, tuning or Tuning(), nodes, nodes > 1)))
+    return symmetric_buffers(configure(ranks, *sizes, **options), tuning or Tuning(), nodes, nodes > 1)

@@ -66,6 +66,8 @@ def symmetric_buffers(config: Config, tuning, proxied: bool) -> BufferSpecs:
 class LatencyMode(Mode):
     """Few tokens: every multiprocessor sends and receives, and the kernels exist whole and in halves."""
 
+    meets_first = False
+
     def __init__(self, base, config: Config):
         super().__init__(base, config, symmetric_buffers(config, base.tuning, base.proxied))
         c, device = config, base.device
@@ -100,17 +102,18 @@ class LatencyMode(Mode):
     # -- kernels ----------------------------------------------------------------------------------------------------
 
     def variants(self, everything: bool) -> list[Callable[[], Launch]]:
+        blocks = self._base.blocks
         if not everything:
             return [
-                partial(self._dispatch_of, Phase.WHOLE, "", "int64"),
-                partial(self._combine_of, Phase.WHOLE, True),
+                partial(self._dispatch_of, blocks, Phase.WHOLE, "", "int64"),
+                partial(self._combine_of, blocks, Phase.WHOLE, True),
             ]
         sources = ("", "bfloat16", "float16", "float32") if self._c.can_quantise else ("",)
         dispatches = product((Phase.WHOLE, Phase.SEND), sources, ("int64", "int32"))
         return [
-            *(partial(self._dispatch_of, *which) for which in dispatches),
-            partial(self._dispatch_of, Phase.RECEIVE, "", "int64"),
-            *(partial(self._combine_of, *which) for which in product(Phase, (True, False))),
+            *(partial(self._dispatch_of, blocks, *which) for which in dispatches),
+            partial(self._dispatch_of, blocks, Phase.RECEIVE, "", "int64"),
+            *(partial(self._combine_of, blocks, *which) for which in product(Phase, (True, False))),
             self._refusal,
             self._exchange_weights,
         ]
@@ -118,22 +121,27 @@ class LatencyMode(Mode):
     def _dispatch_of(self, *which) -> Launch:
         return self._launch(self._new_dispatch, *which)
 
-    def _new_dispatch(self, phase: Phase, source: str, index_dtype: str) -> Launch:
+    def _fewer(self, blocks: int) -> dict[str, int]:
+        """What tells a kernel that it runs on fewer blocks than the tuning has."""
+        return {"absent": self._base.blocks - blocks} if blocks != self._base.blocks else {}
+
+    def _new_dispatch(self, blocks: int, phase: Phase, source: str, index_dtype: str) -> Launch:
         c, base = self._c, self._base
         kernel = dispatch_latency(
             c.ranks, c.num_experts, c.top_k, c.max_tokens, c.row_words, c.scale_words, source, phase.sends,
-            phase.receives, base.blocks, base.threads, index_dtype,
+            phase.receives, blocks, base.threads, index_dtype, **self._fewer(blocks),
         )  # fmt: skip
         return Launch(kernel, self._dispatch_fixed, _DISPATCH, base.world)
 
-    def _combine_of(self, phase: Phase, weighted: bool, biases: int = 0) -> Launch:
-        return self._launch(self._new_combine, phase, weighted, biases)
+    def _combine_of(self, blocks: int, phase: Phase, weighted: bool, biases: int = 0) -> Launch:
+        return self._launch(self._new_combine, blocks, phase, weighted, biases)
 
-    def _new_combine(self, phase: Phase, weighted: bool, biases: int) -> Launch:
+    def _new_combine(self, blocks: int, phase: Phase, weighted: bool, biases: int) -> Launch:
         c, base = self._c, self._base
         kernel = combine_latency(
             c.ranks, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype), weighted, c.quantize_combine,
-            self._proxied, phase.sends, phase.receives, self._parts, biases, base.blocks, base.threads,
+            self._proxied, phase.sends, phase.receives, self._parts, biases, blocks, base.threads,
+            **self._fewer(blocks),
         )  # fmt: skip
         return Launch(kernel, self._combine_fixed, _COMBINE, base.world)
 
@@ -180,22 +188,22 @@ class LatencyMode(Mode):
         scale_words = self._no_scales if scales is None else as_words(scales, c.scale_words)
         return rows, scales, (as_words(rows, c.row_words), scale_words, counts)
 
-    def dispatch(self, x, scales, choices: Choices | Handle, out, phase: Phase) -> Pending:
+    def dispatch(self, x, scales, choices: Choices | Handle, out, phase: Phase, blocks: int) -> Pending:
         plan = self._plans.next(x.shape[0])
         rows, row_scales, results = self._results(out)
-        self._launch_dispatch(phase, plan, results, x, scales, choices)
-        handle = Handle(self._signature, plan, self._base.membership)
+        self._launch_dispatch(phase, blocks, plan, results, x, scales, choices)
+        handle = Handle(self._signature, plan, self._base.membership, choices.dropped)
         row_scales = self._seen_as(scales, row_scales)
         result = Dispatched(rows, row_scales, results[2], None, None, None, None, handle)
-        return Pending("dispatch", handle, result, (plan, results))
+        return Pending("dispatch", handle, result, (blocks, plan, results))
 
     def refuse_dispatch(self, error: ArgumentError, reuses_plan: bool, phase: Phase) -> None:
         plan, (_, _, results) = self._plans.next(0), self._results(None)
-        self._launch_dispatch(Phase.WHOLE, plan, results, fault=error.code, fault_value=error.value)
+        self._launch_dispatch(Phase.WHOLE, self._base.blocks, plan, results, fault=error.code, fault_value=error.value)
 
     def _launch_dispatch(
-        self, phase: Phase, plan: ReceivedRows, results: tuple, x=None, scales=None, choices: Choices | None = None,
-        fault: int = NO_FAULT, fault_value: int = 0,
+        self, phase: Phase, blocks: int, plan: ReceivedRows, results: tuple, x=None, scales=None,
+        choices: Choices | None = None, fault: int = NO_FAULT, fault_value: int = 0,
     ) -> None:  # fmt: skip
         """`x`, `scales` and `choices` are for the half that sends."""
         c, source, empty = self._c, "", x is None or not x.numel()
@@ -208,27 +216,27 @@ class LatencyMode(Mode):
         topk_idx, topk_weights = self._no_choice, self._no_weight
         if choices is not None and not empty:
             topk_idx, topk_weights = choices.topk_idx, choices.topk_weights
-        self._dispatch_of(phase, source, dtype_name(topk_idx.dtype))(
+        self._dispatch_of(blocks, phase, source, dtype_name(topk_idx.dtype))(
             plan.tokens, fault, fault_value, x, scales, topk_idx, topk_weights, *plan.arguments, *results
         )
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
-    def combine(self, y, handle: Handle, out, weights, phase: Phase, values=None, bias=()) -> Pending:
+    def combine(self, y, handle: Handle, out, weights, phase: Phase, blocks: int, values=None, bias=()) -> Pending:
         c, plan, given = self._c, handle.plan, None
         if isinstance(weights, torch.Tensor):
             given = torch.empty((c.ranks * c.max_tokens, c.top_k), dtype=torch.float32, device=out.device)
             self._launch_weights(weights, plan, given)
         weighted = given is not None or bool(weights)
-        self._launch_combine(phase, y, plan, given, out if phase.receives else None, weighted, bias)
-        return Pending("combine", handle, out, (plan, given, weighted, bias))
+        self._launch_combine(phase, blocks, y, plan, given, out if phase.receives else None, weighted, bias)
+        return Pending("combine", handle, out, (blocks, plan, given, weighted, bias))
 
     def receive(self, pending: Pending) -> None:
         if pending.kind == "dispatch":
             self._launch_dispatch(Phase.RECEIVE, *pending.rest)
         else:
-            plan, given, weighted, bias = pending.rest
-            self._launch_combine(Phase.RECEIVE, None, plan, given, pending.result, weighted, bias)
+            blocks, plan, given, weighted, bias = pending.rest
+            self._launch_combine(Phase.RECEIVE, blocks, None, plan, given, pending.result, weighted, bias)
 
     def refuse_combine(self, error: ArgumentError, phase: Phase, weights_given: bool) -> None:
         if weights_given:
@@ -243,13 +251,15 @@ class LatencyMode(Mode):
         given = weights if weights.numel() else self._no_weight
         self._exchange_weights()(given, plan.tokens, token_slot, counts, received)
 
-    def _launch_combine(self, phase: Phase, y, plan: ReceivedRows, given, out, weighted: bool, bias=()) -> None:
+    def _launch_combine(
+        self, phase: Phase, blocks: int, y, plan: ReceivedRows, given, out, weighted: bool, bias=()
+    ) -> None:
         """`out` and `bias` are used by the half that receives, `y` by the one that sends; `given`: weights other than
         dispatch's."""
         nothing = self._no_rows[self._c.combine_dtype]
         token_slot, targets, weights, counts, _, _ = plan.arguments
         bias = bias if phase.receives and plan.tokens else ()
-        self._combine_of(phase, weighted, len(bias))(
+        self._combine_of(blocks, phase, weighted, len(bias))(
             nothing if y is None else y.view(-1, self._c.hidden), targets, weights if given is None else given, counts,
             *bias, *(nothing,) * (2 - len(bias)), nothing if out is None or not out.numel() else out, token_slot, plan.tokens,
         )  # fmt: skip

@@ -73,9 +73,11 @@ class Mode(ABC):
 
     Attributes:
         symmetric_output: whether the rows that dispatch gives are in symmetric memory.
+        meets_first: whether a call sends nothing before all ranks have begun it.
     """
 
     symmetric_output = False
+    meets_first = True
     sums_over = 1  # nodes whose ranks' rows are summed before they travel
 
     def __init__(self, base, config: Config, specs: BufferSpecs):
@@ -127,7 +129,7 @@ class Mode(ABC):
         return scales if given is None or scales is None else scales.view(given.dtype)
 
     @abstractmethod
-    def dispatch(self, x, scales, choices: Choices | Handle, out, phase: Phase) -> Pending:
+    def dispatch(self, x, scales, choices: Choices | Handle, out, phase: Phase, blocks: int) -> Pending:
         """Launch a dispatch.
 
         Args:
@@ -135,10 +137,11 @@ class Mode(ABC):
             choices: of these rows, or the handle of an earlier dispatch.
             out: (rows, scales) for the result, or None.
             phase: WHOLE, or SEND: what the caller launches before `receive` overlaps with it.
+            blocks: of its kernels, those of the tuning or fewer.
         """
 
     @abstractmethod
-    def combine(self, y, handle: Handle, out, weights, phase: Phase, values=None, bias=()) -> Pending:
+    def combine(self, y, handle: Handle, out, weights, phase: Phase, blocks: int, values=None, bias=()) -> Pending:
         """Launch a combine.
 
         Args:
@@ -146,7 +149,7 @@ class Mode(ABC):
                 one. out: [tokens, hidden] of the same.
             weights: False: sum rows as they are; True: with the weights of the choices; or float32: `weights` of
                 AllToAll.combine.
-            phase: as in dispatch.
+            phase, blocks: as in dispatch.
             values: None, or (`values` of AllToAll.combine_values, float32 [tokens, top_k] for what comes back).
             bias: up to two tensors like `out`, which are added before the sums are rounded.
         """

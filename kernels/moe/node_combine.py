@@ -1,8 +1,8 @@
 """Combine in throughput mode where nodes have several ranks: each token's sum crosses the network once per node.
 
 A rank sums the rows of a token over its own experts in float32 and rounds once. For a token of its own node it sends this
-row to the token's rank; for one of another node to that rank's gateway here. The gateway sums such rows in float32, in the
-order of ranks, rounds (or quantises) once more, and sends one row to the token's rank. That one sums what it gets from its
+row to the token's rank; for one of another node it keeps it, and that rank's gateway here reads it over mapped memory, so
+that a gateway needs no room for what its node has. The gateway sums such rows in float32, in the order of ranks, rounds (or quantises) once more, and sends one row to the token's rank. That one sums what it gets from its
 origins (see node_layout.py) in their order: the sums of whole nodes, and in its own node's place the rows of single ranks.
 """
 
@@ -15,10 +15,10 @@ import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import combine_throughput_steps as steps
 from tilescale_net.kernels.moe import node_combine_steps as node_steps
-from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, take_ticket
+from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, stand_in, take_ticket
 from tilescale_net.kernels.moe.node_layout import NodePlan, Nodes
 from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
-from tilescale_net.kernels.moe.wire_layout import Totals, record_words
+from tilescale_net.kernels.moe.wire_layout import Totals, most_sent, record_words
 
 
 @tsn.macro
@@ -31,16 +31,24 @@ def _signal(arrived, row: T.Ref, c: T.Ref, call: T.Ref, pe: T.Ref, lane):
 
 
 @tsn.macro
+def _offer(summed, row: T.Ref, c: T.Ref, call: T.Ref, me: T.Ref, gateway: T.Ref, lane):
+    """Tell `gateway` that a chunk, kept by this warp in its own memory, may be read."""
+    T.sync_warp()
+    if lane == 0:
+        N.quiet(me)
+        N.signal(summed[row, c], call, gateway)
+
+
+@tsn.macro
 def _send_chunk(
     s, to_gateway, at, y, row_weight, row_values, slots, slot_scales, slot_values, relayed, relayed_values, records, base,
-    arrived, summed, node_map, call: T.Ref, me: T.Ref, node: T.Ref, mine: T.Ref, peer: T.Ref, target: T.Ref, c: T.Ref, n: T.Ref,
-    row: T.Ref, first: T.Ref, lane,
+    there, arrived, summed, node_map, call: T.Ref, me: T.Ref, node: T.Ref, mine: T.Ref, peer: T.Ref, target: T.Ref, c: T.Ref,
+    n: T.Ref, row: T.Ref, first: T.Ref, lane,
 ):  # fmt: skip
-    """Send the `n` rows of chunk `c` that this rank has for `peer`: to it, or to its gateway in this node."""
+    """Send the `n` rows of chunk `c` that this rank has for `peer` to it, or keep them for its gateway in this node."""
     away = peer // at.size != node
-    target = T.if_then_else(away, node_map[at.carrier + peer], peer)
-    row = T.if_then_else(away, node_map[at.carrier_slot + peer] * at.size + me % at.size, mine)
-    first = row * s.max_tokens + c * s.chunk
+    target = T.if_then_else(away, me, peer)
+    first = T.if_then_else(away, base[peer], there[peer]) + c * s.chunk
     if s.quantised:
         if away:
             node_steps.send_rows(
@@ -52,31 +60,34 @@ def _send_chunk(
                 s, y, row_weight, row_values, slots, slot_scales, slot_values, records, base, first, peer, target, c, n, lane,
             )  # fmt: skip
     else:
-        first = first + T.if_then_else(away, at.origins * s.max_tokens, 0)
+        first = first + T.if_then_else(away, most_sent(s.ranks, s.max_tokens, s.top_k), 0)
         node_steps.send_rows(
             s, y, row_weight, row_values, slots, slot_scales, slot_values, records, base, first, peer, target, c, n, lane,
         )  # fmt: skip
     if away:
-        _signal(summed, row, c, call, target, lane)
+        target = node_map[at.carrier + peer]
+        row = node_map[at.carrier_slot + peer] * at.size + me % at.size
+        _offer(summed, row, c, call, me, target, lane)
     else:
-        _signal(arrived, row, c, call, target, lane)
+        _signal(arrived, mine, c, call, target, lane)
 
 
 @tsn.macro
 def _await_row(at, plan, chunk, summed, node_plan, k: T.Ref, i: T.Ref, place: T.Ref, call: T.Ref, lane):
-    """Wait until the ranks of this node have sent what they have for row `i` of slot `k`, a rank each by the lanes."""
+    """Wait until the ranks of this node have what they have for row `i` of slot `k`, a rank each by the lanes."""
     for g in T.unroll(-(-at.size // 32)):
         if g * 32 + lane < at.size:
             place = node_plan[plan.gather(k, i, g * 32 + lane)]
             if place >= 0:
-                N.wait(summed[k * at.size + g * 32 + lane, place % plan.max_tokens // chunk], "ge", call)
+                place = place - node_plan[plan.head(k, 2 + 2 * (g * 32 + lane))]
+                N.wait(summed[k * at.size + g * 32 + lane, place // chunk], "ge", call)
     T.sync_warp()
 
 
 @tsn.macro
 def _send_back(
     s, in_node, at, plan, slots, slot_scales, slot_values, staged, staged_scales, staged_values, relayed, relayed_values,
-    node_plan, summed, from_row, weight, piece, acc, call: T.Ref, k: T.Ref, source: T.Ref, origin: T.Ref, c: T.Ref, n: T.Ref, i: T.Ref,
+    node_plan, summed, from_row, piece, acc, call: T.Ref, node: T.Ref, k: T.Ref, source: T.Ref, c: T.Ref, n: T.Ref, i: T.Ref,
     row: T.Ref, place: T.Ref, total: T.Ref, lane,
 ):  # fmt: skip
     """Sum the `n` rows of chunk `c` that this node has for the source of slot `k`, and put them to it."""
@@ -85,15 +96,15 @@ def _send_back(
         row = k * s.max_tokens + i
         _await_row(at, plan, s.chunk, summed, node_plan, k, i, place, call, lane)
         node_steps.sum_in_node(
-            in_node, at, plan, staged, staged_scales, row, relayed, node_plan, from_row, weight, piece, acc, k, i, lane
+            in_node, at, plan, staged, staged_scales, row, relayed, node_plan, from_row, piece, acc, node, k, i, lane
         )
         if s.valued != "":
             node_steps.sum_values_in_node(
-                s, at, plan, staged_values, row, relayed_values, node_plan, k, i, place, total, lane
+                s, at, plan, staged_values, row, relayed_values, node_plan, node, k, i, place, total, lane
             )
     T.sync_warp()
     row = k * s.max_tokens + c * s.proxied_chunk
-    place = origin * s.max_tokens + c * s.proxied_chunk
+    place = node_plan[plan.head(k, at.slots_begin)] + c * s.proxied_chunk
     N.put_warp(slots[place, 0], staged[row, 0], source, count=n * s.hidden)
     if s.quantised:
         N.put_warp(slot_scales[place, 0], staged_scales[row, 0], source, count=n * s.groups)
@@ -113,7 +124,7 @@ def _find_rows(
         if origin < at.origins:
             place = node_plan[plan.place(token, origin)]
             if place >= 0:
-                slot_of[i] = origin * s.max_tokens + place
+                slot_of[i] = node_plan[plan.base(origin)] + place
                 if s.unchanged and origin == mine:
                     slot_of[i] = steps.OWN - base[me] - place
                 else:
@@ -124,7 +135,7 @@ def _find_rows(
 @tsn.jit(name="moe_combine_nodes", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
 def combine_nodes(
     ranks, experts, nodes, slots_of_gateway, top_k, max_tokens, hidden, dtype, by_rank, weighted, quantised, valued, biases,
-    chunk, proxied_chunk, senders, reducers, threads,
+    chunk, proxied_chunk, senders, reducers, threads, absent=0, absent_senders=0,
 ):  # fmt: skip
     """Kernel that sends and sums.
 
@@ -132,10 +143,10 @@ def combine_nodes(
         nodes, slots_of_gateway: see Nodes. The others are those of combine_throughput.
 
     Parameters of the kernel:
-        slots [origins * max_tokens or more, hidden] of `dtype` or FP8, slot_scales, slot_values alike: symmetric.
+        slots [rows that come back or more, hidden] of `dtype` or FP8, slot_scales, slot_values alike: symmetric.
         staged [slots_of_gateway * max_tokens, hidden], staged_scales, staged_values alike: symmetric; sums of this node.
-        relayed [slots_of_gateway * size * max_tokens, hidden] of `dtype`, relayed_values [… , top_k] float32: symmetric;
-        what the ranks of this node have for tokens of other nodes. Unless `quantised` they are the end of slots, behind
+        relayed [rows received, hidden] of `dtype`, relayed_values [… , top_k] float32: symmetric; what this rank has for
+        tokens of other nodes, in the order in which their rows came. Unless `quantised` they are the end of slots, behind
         those of all origins, and of slot_values: two copies of the code that sums would spill more registers.
         arrived [origins, chunks], summed [slots_of_gateway * size, chunks] uint64: symmetric; chunks that are there, of
         `slots` and of `relayed`.
@@ -145,7 +156,7 @@ def combine_nodes(
     L, V = at.size, at.origins
     s = steps.Sizes(V, K, M, hidden, dtype, by_rank, weighted, quantised, valued, biases, True, chunk, proxied_chunk)
     to_gateway = replace(s, quantised=False)
-    in_node = replace(s, top_k=at.size, by_rank=False)  # what its warps hold at once
+    in_node = replace(s, top_k=min(at.size, 2), by_rank=False)  # what its warps hold at once
     plan = NodePlan(at, M)
     totals_at, W = Totals(R, experts // R), record_words(K)
     chunks, node_chunks = -(-M // chunk), -(-M // proxied_chunk)
@@ -160,6 +171,7 @@ def combine_nodes(
         T.dynamic(n) for n in ("slot_rows", "slot_value_rows", "bias_rows", "other_bias_rows")
     )
 
+    # Longer than 120 lines: parameters and variables that senders and receivers have in common; their work is in macros.
     @T.prim_func
     def main(
         ctx: N.Context(),
@@ -189,13 +201,14 @@ def combine_nodes(
         summed: T.Tensor((S * L, chunks), "uint64"),
         done: T.Tensor((R,), "uint64"),
         tickets: T.Tensor((2, 2), "int32"),
-        calls: T.Tensor((blocks,), "uint64"),
+        calls: T.Tensor((blocks + absent,), "uint64"),
         tag: T.int32,
         status: T.Tensor((STATUS_WORDS,), "int64"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
             received = T.alloc_shared((R,), "int32")
             base = T.alloc_shared((R,), "int32")
+            there = T.alloc_shared((R,), "int32")  # where the slots of this rank begin at each of its node
             thread = T.get_thread_binding()
             lane = thread % 32
             me = T.alloc_var("int32")
@@ -209,6 +222,7 @@ def combine_nodes(
             if thread < R:
                 received[thread] = totals[totals_at.received + thread]
                 base[thread] = totals[totals_at.received_base + thread]
+                there[thread] = totals[totals_at.slots_base + thread]
                 open_call(ready, active, status, me, call, tag, block, senders, thread)
             T.sync_threads()
 
@@ -232,7 +246,6 @@ def combine_nodes(
             sums = T.alloc_local((in_node.send_group * in_node.send_batch * s.width,), dtype)
             sum_of_node = T.alloc_local((in_node.send_batch * s.width,), "float32")
             rows_of_node = T.alloc_local((in_node.send_group,), "int32")
-            weight = T.alloc_local((in_node.send_group,), "float32")
             if block < senders:
                 take_ticket(tickets, parity, 0, ahead, lane)
                 ticket = T.shfl_sync(ahead, 0)
@@ -247,7 +260,7 @@ def combine_nodes(
                             n = T.min(chunk, received[peer] - c * chunk)
                             _send_chunk(
                                 s, to_gateway, at, y, row_weight, row_values, slots, slot_scales, slot_values, relayed,
-                                relayed_values, records, base, arrived, summed, node_map, call, me, node, mine, peer, gateway,
+                                relayed_values, records, base, there, arrived, summed, node_map, call, me, node, mine, peer, gateway,
                                 c, n, row, slot, lane,
                             )  # fmt: skip
                     else:
@@ -259,8 +272,8 @@ def combine_nodes(
                             gateway = T.if_then_else(node < peer // L, node, node + L - 1)  # this node, as an origin
                             _send_back(
                                 s, in_node, at, plan, slots, slot_scales, slot_values, staged, staged_scales,
-                                staged_values, relayed, relayed_values, node_plan, summed, rows_of_node, weight, sums, sum_of_node, call,
-                                k, peer, gateway, c, n, i, row, slot, total, lane,
+                                staged_values, relayed, relayed_values, node_plan, summed, rows_of_node, sums, sum_of_node, call,
+                                node, k, peer, c, n, i, row, slot, total, lane,
                             )  # fmt: skip
                             _signal(arrived, gateway, c, call, peer, lane)
                     ticket = T.shfl_sync(ahead, 0)
@@ -288,6 +301,8 @@ def combine_nodes(
                     node_steps.sum_values(s, at, plan, out_values, slot_values, node_plan, token, row, total, lane)
                 token = T.shfl_sync(ahead, 0)
             T.sync_threads()
+            if absent:
+                stand_in(done, active, calls, me, call, blocks, absent, absent_senders, block, thread, threads, R)
             close_call(done, active, calls, call, block, senders, thread, R)
 
     return main

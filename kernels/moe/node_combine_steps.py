@@ -5,7 +5,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.moe import combine_throughput_steps as steps
-from tilescale_net.kernels.moe.row_ops import add_rows, clear, store_quantised, store_rounded
+from tilescale_net.kernels.moe.row_ops import add_scaled, clear, load_batch, store_quantised, store_rounded
 
 
 @tsn.macro
@@ -41,24 +41,30 @@ def sum_in_node(
     relayed,
     node_plan,
     from_row,
-    weight,
     piece,
     acc,
+    node: T.Ref,
     k: T.Ref,
     i: T.Ref,
     lane,
 ):
-    """Sum row `i` of slot `k` over the ranks of this node, in their order."""
+    """Sum row `i` of slot `k` over the ranks of this node, in their order, from where each of them keeps its own."""
     width, batch, group = s.width, s.send_batch, s.send_group
     for b in T.serial(-(-s.units // (32 * batch))):
         clear(acc, batch * width)
         for p in T.serial(-(-at.size // group)):
             for g in T.unroll(group):
                 from_row[g] = -1
-                weight[g] = 1.0
                 if p * group + g < at.size:
                     from_row[g] = node_plan[plan.gather(k, i, p * group + g)]
-            add_rows(acc, piece, from_row, weight, relayed, b * 32 * batch, lane, s.units, width, batch, group)
+                    if from_row[g] >= 0:
+                        there = (N.remote(relayed, node * at.size + p * group + g),)
+                        load_batch(
+                            piece, there[0], from_row[g], b * 32 * batch, lane, s.units, width, batch, g * batch * width
+                        )
+            for g in T.unroll(group):
+                if from_row[g] >= 0:
+                    add_scaled(acc, piece, T.float32(1), batch * width, g * batch * width)
         if s.quantised:
             store_quantised(staged, staged_scales, row, acc, b * 32 * batch, lane, s.units, width, batch)
         else:
@@ -74,6 +80,7 @@ def sum_values_in_node(
     row: T.Ref,
     relayed_values,
     node_plan,
+    node: T.Ref,
     k: T.Ref,
     i: T.Ref,
     place: T.Ref,
@@ -87,7 +94,8 @@ def sum_values_in_node(
             for r in T.serial(at.size):
                 place = node_plan[plan.gather(k, i, r)]
                 if place >= 0:
-                    total = total + relayed_values[place, g * 32 + lane]
+                    there = (N.remote(relayed_values, node * at.size + r),)
+                    total = total + there[0][place, g * 32 + lane]
             staged_values[row, g * 32 + lane] = total
 
 
@@ -100,5 +108,5 @@ def sum_values(s, at, plan, out_values, slot_values, node_plan, token: T.Ref, pl
             for o in T.serial(at.origins):
                 place = node_plan[plan.place(token, o)]
                 if place >= 0:
-                    total = total + slot_values[o * s.max_tokens + place, g * 32 + lane]
+                    total = total + slot_values[node_plan[plan.base(o)] + place, g * 32 + lane]
             out_values[token, g * 32 + lane] = total

@@ -19,7 +19,7 @@ from tilescale_net.kernels.moe.dispatch_throughput import (
     send_direct,
     signal_chunk,
 )
-from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, take_ticket
+from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, stand_in, take_ticket
 from tilescale_net.kernels.moe.node_layout import NodePlan, Nodes
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, copy_row, copy_words
 from tilescale_net.kernels.moe.wire_layout import Totals, record_words
@@ -74,7 +74,7 @@ def _pass_on(
 @tsn.jit(name="moe_dispatch_nodes", pass_configs=EXPLICIT_SYNC)
 def dispatch_nodes(
     ranks, experts, nodes, slots, top_k, max_tokens, row_words, scale_words, placement, chunk, proxied_chunk, senders,
-    receivers, threads,
+    receivers, threads, absent=0, absent_senders=0,
 ):  # fmt: skip
     """Kernel that moves the rows.
 
@@ -104,6 +104,7 @@ def dispatch_nodes(
     )
     relays, scale_relays = T.dynamic("relays"), T.dynamic("scale_relays")
 
+    # Longer than 120 lines: parameters and variables that senders and receivers have in common; their work is in macros.
     @T.prim_func
     def main(
         ctx: N.Context(),
@@ -129,7 +130,7 @@ def dispatch_nodes(
         arrived: T.Tensor((R, chunks), "uint64"),
         done: T.Tensor((R,), "uint64"),
         tickets: T.Tensor((2, 2), "int32"),
-        calls: T.Tensor((blocks,), "uint64"),
+        calls: T.Tensor((blocks + absent,), "uint64"),
         tag: T.int32,
         status: T.Tensor((STATUS_WORDS,), "int64"),
     ):
@@ -235,6 +236,8 @@ def dispatch_nodes(
                             )  # fmt: skip
                     ticket = T.shfl_sync(ahead, 0)
             T.sync_threads()
+            if absent:
+                stand_in(done, active, calls, me, call, blocks, absent, absent_senders, block, thread, threads, R)
             close_call(done, active, calls, call, block, senders, thread, R)
 
     return main

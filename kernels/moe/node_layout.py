@@ -77,8 +77,13 @@ class Nodes:
     @property
     def head_words(self) -> int:
         """What a source says first: rows to the node, then for each rank there the rows to it and the index of the first
-        of them among that rank's rows."""
-        return align4(1 + 2 * self.size)
+        of them among that rank's rows, and where what comes back of the node begins among the source's slots."""
+        return align4(2 + 2 * self.size)
+
+    @property
+    def slots_begin(self) -> int:
+        """The place of that last word."""
+        return 1 + 2 * self.size
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,8 @@ class NodePlan:
     A method gives the place of a number, for whole numbers and for those of a kernel: the token of a row to a node, how
     many go there, a token's place among the rows of an origin (or -1), a word of what a source has said (see
     `Nodes.head_words`); and at a gateway, for each row to a rank of its node the source's row (word 0) and its first
-    expert-major row there (word 1), and for each row of a source the place of each rank's sum for it (or -1).
+    expert-major row there (word 1), and for each row of a source the place of each rank's sum for it among that rank's rows
+    (or -1). Last, where what comes from an origin begins among this rank's slots: ranks of its node first.
     """
 
     at: Nodes
@@ -112,9 +118,12 @@ class NodePlan:
     def gather(self, slot, row, rank):
         return self.forward(self.at.slots, 0, 0, 0) + (slot * self.max_tokens + row) * self.at.size + rank
 
+    def base(self, origin):
+        return self.gather(self.at.slots, 0, 0) + origin
+
     @property
     def words(self) -> int:
-        return self.gather(self.at.slots, 0, 0)
+        return self.base(self.at.origins)
 
 
 @dataclass(frozen=True)

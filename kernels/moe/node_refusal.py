@@ -7,8 +7,8 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import TAG_BITS, announce
 from tilescale_net.kernels.moe.node_layout import Nodes
+from tilescale_net.kernels.moe.refusal import begin_refused, end_refused
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 
 
@@ -82,11 +82,7 @@ def refuse_nodes(ranks, nodes, slots, dispatch, chunks, senders, blocks, threads
             row = T.alloc_var("int32")
             call = T.alloc_var("uint64")
             call = calls[0] + T.uint64(1)
-            if thread < R:
-                if active[thread] != 0:
-                    announce(ready, me, call, code, thread)
-                    N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
-            T.sync_threads()
+            begin_refused(active, ready, me, call, code, thread, R)
             for i in T.serial((chunks + threads - 1) // threads):
                 if i * threads + thread < chunks:
                     if dispatch:
@@ -117,17 +113,6 @@ def refuse_nodes(ranks, nodes, slots, dispatch, chunks, senders, blocks, threads
                             peer,
                             row,
                         )
-            T.sync_threads()
-            if thread < R:
-                if active[thread] != 0:
-                    N.fence(thread)
-                    N.signal(done[me], senders, thread, op="add")
-                    N.wait(done[thread], "ge", call * T.uint64(senders))
-            if thread < 2:
-                tickets[1 - T.cast(call % T.uint64(2), "int32"), thread] = 0
-            T.sync_threads()
-            for i in T.serial((blocks + threads - 1) // threads):
-                if i * threads + thread < blocks:
-                    calls[i * threads + thread] = call
+            end_refused(active, done, tickets, calls, me, call, senders, blocks, thread, threads, R)
 
     return main

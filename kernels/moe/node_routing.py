@@ -9,6 +9,7 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.moe.handshake import count_for
 from tilescale_net.kernels.moe.node_layout import NodePlan, Nodes
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.kernels.moe.wire_layout import Totals
@@ -58,9 +59,41 @@ def _number_rows(
 
 
 @tsn.macro
+def _place_slots(
+    at, plan, found, token_slot, totals, totals_at, node_plan, tokens, b: T.Ref, node: T.Ref, begin: T.Ref, hit: T.Ref, thread,
+    threads,
+):  # fmt: skip
+    """begin = where what comes back of node `b` begins among the slots: after the ranks of this node, and earlier nodes."""
+    share = (tokens + threads - 1) // threads
+    begin = 0
+    if b == node:
+        if thread < at.size:
+            node_plan[plan.base(node + thread)] = totals[totals_at.sent_before + node * at.size + thread]
+    else:
+        for q in T.serial(share):
+            if thread * share + q < tokens:
+                for a in T.serial(b):
+                    hit = 0
+                    if a != node:
+                        for r in T.serial(at.size):
+                            hit = T.if_then_else(token_slot[thread * share + q, a * at.size + r] >= 0, 1, hit)
+                    begin = begin + hit
+    found[thread] = begin
+    T.sync_threads()
+    begin = 0
+    for p in T.serial(threads):
+        begin = begin + found[p]
+    for r in T.serial(at.size):
+        begin = begin + totals[totals_at.sent + node * at.size + r]
+    if b != node and thread == 0:
+        node_plan[plan.base(T.if_then_else(b < node, b, b + at.size - 1))] = begin
+    T.sync_threads()
+
+
+@tsn.macro
 def _tell_gateway(
-    at, totals, totals_at, node_map, heads_out, heads_in, pairs_out, pairs_in, told, b: T.Ref, rows: T.Ref, gateway: T.Ref,
-    slot: T.Ref, call: T.Ref, thread,
+    at, totals, totals_at, node_map, heads_out, heads_in, pairs_out, pairs_in, told, b: T.Ref, rows: T.Ref, begin: T.Ref,
+    gateway: T.Ref, slot: T.Ref, call: T.Ref, thread,
 ):  # fmt: skip
     """Send the head and the pairs of node `b` to this rank's gateway there, by the first warp."""
     if thread < at.size:
@@ -68,6 +101,7 @@ def _tell_gateway(
         heads_out[b, 2 + 2 * thread] = totals[totals_at.sent_base + b * at.size + thread]
     if thread == 0:
         heads_out[b, 0] = rows
+        heads_out[b, at.slots_begin] = begin
     T.sync_threads()
     gateway = node_map[at.gateway + b]
     slot = node_map[at.gateway_slot + b]
@@ -83,7 +117,7 @@ def _tell_gateway(
 @tsn.macro
 def _keep(at, plan, node_plan, heads_in, pairs_in, k: T.Ref, rows: T.Ref, j: T.Ref, thread, threads):
     """Keep what the source of slot `k` said, as lists by rank and as places by row."""
-    L, M = at.size, plan.max_tokens
+    L = at.size
     rows = heads_in[k, 0]
     for i in T.serial((at.head_words + threads - 1) // threads):
         if i * threads + thread < at.head_words:
@@ -92,18 +126,18 @@ def _keep(at, plan, node_plan, heads_in, pairs_in, k: T.Ref, rows: T.Ref, j: T.R
         p = i * threads + thread
         if p < rows * L:
             j = pairs_in[k, p // L, p % L * 2]
-            node_plan[plan.gather(k, p // L, p % L)] = T.if_then_else(j >= 0, (k * L + p % L) * M + j, -1)
+            node_plan[plan.gather(k, p // L, p % L)] = T.if_then_else(j >= 0, heads_in[k, p % L * 2 + 2] + j, -1)
             if j >= 0:
                 node_plan[plan.forward(k, p % L, j, 0)] = p // L
                 node_plan[plan.forward(k, p % L, j, 1)] = pairs_in[k, p // L, p % L * 2 + 1]
 
 
 @tsn.jit(name="moe_plan_nodes", pass_configs=EXPLICIT_SYNC)
-def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads):
+def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent=0):
     """Kernel that fills the part of a RoutingPlan that is about nodes, from the others.
 
     Args:
-        ranks, experts, max_tokens: as in plan_routing. nodes, slots: see Nodes. blocks, threads: launch geometry.
+        ranks, experts, max_tokens: as in plan_routing. nodes, slots: see Nodes. blocks, threads, absent: launch geometry, as there.
 
     Parameters of the kernel (int32 unless said):
         tokens, token_slot, send_row, totals: see RoutingPlan. node_map [words]: see Nodes.
@@ -127,7 +161,7 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads):
         pairs_out: T.Tensor((nodes, M, 2 * L), "int32"),
         pairs_in: T.Tensor((slots, M, 2 * L), "int32"),
         told: T.Tensor((slots,), "uint64"),
-        calls: T.Tensor((blocks,), "uint64"),
+        calls: T.Tensor((blocks + absent,), "uint64"),
         node_plan: T.Tensor((plan.words,), "int32"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
@@ -143,6 +177,7 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads):
             hit = T.alloc_var("int32")
             gateway = T.alloc_var("int32")
             slot = T.alloc_var("int32")
+            begin = T.alloc_var("int32")
             for i in T.serial((nodes + blocks - 1) // blocks):
                 b = i * blocks + block
                 if b < nodes:
@@ -153,10 +188,26 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads):
                     if thread == threads - 1:
                         node_plan[plan.rows(b)] = T.if_then_else(b == node, 0, place)
                     T.sync_threads()
+                    _place_slots(
+                        at,
+                        plan,
+                        found,
+                        token_slot,
+                        totals,
+                        totals_at,
+                        node_plan,
+                        tokens,
+                        b,
+                        node,
+                        begin,
+                        hit,
+                        thread,
+                        threads,
+                    )
                     place = node_plan[plan.rows(b)]
                     _tell_gateway(
-                        at, totals, totals_at, node_map, heads_out, heads_in, pairs_out, pairs_in, told, b, place, gateway,
-                        slot, call, thread,
+                        at, totals, totals_at, node_map, heads_out, heads_in, pairs_out, pairs_in, told, b, place, begin,
+                        gateway, slot, call, thread,
                     )  # fmt: skip
                 T.sync_threads()
             for i in T.serial((slots + blocks - 1) // blocks):
@@ -171,5 +222,8 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads):
                                 node_plan[plan.head(b, h * threads + thread)] = 0
             if thread == 0:
                 calls[block] = call
+            if absent:
+                if block == 0:
+                    count_for(calls, call, blocks, absent, thread, threads)
 
     return main

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +18,8 @@ from tilescale_net.kernels.moe.node_layout import Gateways, NodePlan, Nodes
 from tilescale_net.kernels.moe.node_refusal import refuse_nodes
 from tilescale_net.kernels.moe.node_routing import plan_nodes
 from tilescale_net.kernels.moe.row_ops import groups_of
+from tilescale_net.kernels.moe.throughput_buffers import rows_received, shared_rows
+from tilescale_net.kernels.moe.wire_layout import most_sent
 
 # What a call gives to a launch, in this order.
 _NODES = ("tokens", "token_slot", "send_row", "totals", "node_plan")
@@ -24,28 +27,46 @@ _DISPATCH = (*throughput.DISPATCH, "node_plan")
 _COMBINE = (*(name for name in throughput.COMBINE if name != "token_slot"), "node_plan")
 
 
+def _rows(config: Config, at: Nodes) -> dict[str, tuple[int, int, torch.dtype]]:
+    """Buffers of rows: "kernel.parameter" -> (rows, columns, dtype). Dispatch and combine share the memory of theirs."""
+    c, M = config, config.max_tokens
+    payload = FP8 if c.quantize_combine else c.combine_dtype
+    arrival = shared_rows(c, proxied=False)["dispatch.arrival"][1]
+    back, kept = most_sent(at.origins, M, c.top_k), rows_received(c)
+    # Rows that nobody quantises lie behind the slots, see `_rows_of`.
+    behind, apart = (0, kept) if c.quantize_combine else (kept, 1)
+    return {
+        "dispatch.arrival": (arrival, c.row_words, torch.int32),
+        "dispatch.staged": ((at.nodes - 1) * M, c.row_words, torch.int32),
+        "dispatch.relayed": (at.slots * M, c.row_words, torch.int32),
+        "combine.staged": (at.slots * M, c.hidden, payload),
+        "combine.slots": (back + behind, c.hidden, payload),
+        "combine.relayed": (apart, c.hidden, c.combine_dtype),
+    }
+
+
+def _words(rows: dict[str, tuple[int, int, torch.dtype]], kernel: str) -> int:
+    """4-byte words of a kernel's rows; each buffer begins at a multiple of 256 bytes."""
+    found = (count for name, count in rows.items() if name.startswith(f"{kernel}."))
+    return sum(-(-n * columns * dtype.itemsize // 256) * 64 for n, columns, dtype in found)
+
+
 def _carrying(config: Config, tuning, at: Nodes) -> BufferSpecs:
     """Symmetric memory of what a gateway carries for others, which grows with the sources that it serves."""
     c, M, S = config, config.max_tokens, at.slots
-    row, scales, G = c.row_words, max(c.scale_words, 1), groups_of(c.hidden)
-    payload, chunks = FP8 if c.quantize_combine else c.combine_dtype, -(-M // tuning.chunk)
+    scales, G, chunks, rows = max(c.scale_words, 1), groups_of(c.hidden), -(-M // tuning.chunk), _rows(c, at)
     ints, floats, words = torch.int32, torch.float32, torch.uint64
-    # Rows that nobody quantises lie behind the slots, see `_place_relayed`.
-    behind, apart = (0, at.lists * M) if c.quantize_combine else (at.lists * M, 1)
     return {
+        "rows.shared": ((max(_words(rows, kernel) for kernel in ("dispatch", "combine")),), ints),
         "nodes.heads_in": ((S, at.head_words), ints),
         "nodes.pairs_in": ((S, M, 2 * at.size), ints),
         "nodes.told": ((S,), words),
-        "dispatch.relayed": ((S * M, row), ints),
         "dispatch.relayed_scales": ((S * M if c.scale_words else 1, scales), ints),
         "dispatch.came": ((S, chunks), words),
-        "combine.staged": ((S * M, c.hidden), payload),
         "combine.staged_scales": ((S * M if c.quantize_combine else 1, G), floats),
         "combine.staged_values": ((S * M, c.top_k), floats),
-        "combine.slots": ((at.origins * M + behind, c.hidden), payload),
-        "combine.slot_values": ((at.origins * M + behind, c.top_k), floats),
-        "combine.relayed": ((apart, c.hidden), c.combine_dtype),
-        "combine.relayed_values": ((apart, c.top_k), floats),
+        "combine.slot_values": ((rows["combine.slots"][0], c.top_k), floats),
+        "combine.relayed_values": ((rows["combine.relayed"][0], c.top_k), floats),
         "combine.summed": ((at.lists, chunks), words),
     }
 
@@ -58,14 +79,11 @@ def _with_room(ranks: int, nodes: int, masks: Sequence[tuple[bool, ...]]) -> Nod
 def symmetric_buffers(config: Config, tuning, nodes: int, masks: Sequence[tuple[bool, ...]] = ()) -> BufferSpecs:
     """Symmetric memory of the mode: "kernel.parameter" -> (shape, dtype).
 
-    Calls share none of it, so that a dispatch may run beside a combine.
-
     Args:
         masks: ranks that take part when they are not all, now and later.
     """
     c, M, at = config, config.max_tokens, _with_room(config.ranks, nodes, masks)
     staged, chunks = (nodes - 1) * M, -(-M // tuning.chunk)
-    arrival = throughput.shared_rows(c, proxied=False)["dispatch.arrival"][1]
     ints, floats, words = torch.int32, torch.float32, torch.uint64
     base = throughput.symmetric_buffers(config, tuning, proxied=False)
     return (
@@ -73,10 +91,11 @@ def symmetric_buffers(config: Config, tuning, nodes: int, masks: Sequence[tuple[
         | {
             "nodes.heads_out": ((nodes, at.head_words), ints),
             "nodes.pairs_out": ((nodes, M, 2 * at.size), ints),
-            "dispatch.arrival": ((arrival, c.row_words), ints),
-            "dispatch.staged": ((staged, c.row_words), ints),
             "dispatch.staged_scales": ((staged if c.scale_words else 1, max(c.scale_words, 1)), ints),
-            "combine.slot_scales": ((at.origins * M if c.quantize_combine else 1, groups_of(c.hidden)), floats),
+            "combine.slot_scales": (
+                (most_sent(at.origins, M, c.top_k) if c.quantize_combine else 1, groups_of(c.hidden)),
+                floats,
+            ),
             "combine.arrived": ((at.origins, chunks), words),
         }
         | _carrying(c, tuning, at)
@@ -86,17 +105,27 @@ def symmetric_buffers(config: Config, tuning, nodes: int, masks: Sequence[tuple[
 class NodeThroughputMode(throughput.ThroughputMode):
     """As its base, with gateways between nodes; see node_layout.py."""
 
-    _shares_rows = False
+    _shares_rows = True
 
     def __init__(self, base, config: Config, masks: Sequence[tuple[bool, ...]]):
         self._at = _with_room(config.ranks, base.nodes, masks)
         super().__init__(base, config, symmetric_buffers(config, base.tuning, base.nodes, masks))
         self._fixed["nodes"] = self._buffers("nodes") | {"calls": base.counters(base.blocks)}
-        self._place_relayed()
         self._use_map(base.mask)
 
     def _rows_of(self, kernel: str) -> dict[str, torch.Tensor]:
-        return {}  # they are among the others
+        c, found, begin = self._c, {}, 0
+        for name, (count, columns, dtype) in _rows(c, self._at).items():
+            if name.startswith(f"{kernel}."):
+                words = count * columns * dtype.itemsize // 4
+                memory = self._symmetric["rows.shared"][begin : begin + words]
+                found[name.removeprefix(f"{kernel}.")] = memory.view(dtype).view(count, columns)
+                begin += -(-words // 64) * 64
+        if kernel == "combine" and not c.quantize_combine:
+            # Rows for tokens of other nodes lie behind the slots where they have their dtype.
+            behind, values = most_sent(self._at.origins, c.max_tokens, c.top_k), self._symmetric["combine.slot_values"]
+            found |= {"relayed": found["slots"][behind:], "relayed_values": values[behind:]}
+        return found
 
     @property
     def sums_over(self) -> int:
@@ -105,12 +134,6 @@ class NodeThroughputMode(throughput.ThroughputMode):
     @property
     def node_plan_words(self) -> int:
         return NodePlan(self._at, self._c.max_tokens).words
-
-    def _place_relayed(self) -> None:
-        """Rows for tokens of other nodes lie behind the slots where they have their dtype."""
-        fixed, begin = self._fixed["combine"], self._at.origins * self._c.max_tokens
-        if not self._c.quantize_combine:
-            fixed["relayed"], fixed["relayed_values"] = fixed["slots"][begin:], fixed["slot_values"][begin:]
 
     def _use_map(self, mask: tuple[bool, ...]) -> None:
         """Let the kernels go by the map of these members."""
@@ -128,48 +151,52 @@ class NodeThroughputMode(throughput.ThroughputMode):
                 grown = self._base.replace(self._symmetric, _carrying(self._c, self._tuning, at))
             self._symmetric.update(grown)
             for kernel, fixed in self._fixed.items():
-                fixed.update(self._buffers(kernel))
+                fixed.update(self._buffers(kernel) | self._rows_of(kernel))
             self._plans = self._new_plans()
-            self._place_relayed()
         self._use_map(mask)
         self._launches.clear()
 
     # -- kernels ----------------------------------------------------------------------------------------------------
 
     def variants(self, everything: bool) -> list[Callable[[], Launch]]:
-        return [*super().variants(everything), self._nodes_launch]
+        return [*super().variants(everything), functools.partial(self._nodes_launch, self._base.blocks)]
 
-    def _nodes_launch(self) -> Launch:
-        return self._launch(self._new_nodes)
+    def _in_nodes(self) -> dict[str, int]:
+        return {"node_size": self._at.size}
 
-    def _new_nodes(self) -> Launch:
+    def _nodes_launch(self, blocks: int) -> Launch:
+        return self._launch(self._new_nodes, blocks)
+
+    def _new_nodes(self, blocks: int) -> Launch:
         c, base, at = self._c, self._base, self._at
-        kernel = plan_nodes(c.ranks, c.num_experts, at.nodes, at.slots, c.max_tokens, base.blocks, base.threads)
+        kernel = plan_nodes(
+            c.ranks, c.num_experts, at.nodes, at.slots, c.max_tokens, blocks, base.threads, **self._fewer(blocks)
+        )
         return Launch(kernel, self._fixed["nodes"], _NODES, base.world)
 
-    def _new_dispatch(self) -> Launch:
-        c, base, t, senders, at = self._c, self._base, self._tuning, self._senders, self._at
+    def _new_dispatch(self, blocks: int) -> Launch:
+        c, base, t, at, senders = self._c, self._base, self._tuning, self._at, self._senders_of("dispatch", blocks)
         kernel = dispatch_nodes(
             c.ranks, c.num_experts, at.nodes, at.slots, c.top_k, c.max_tokens, c.row_words, c.scale_words,
-            self.placement, t.chunk, self._proxied_chunk(c.row_bytes), senders, base.blocks - senders, base.threads,
+            self.placement, t.chunk, self._proxied_chunk(c.row_bytes), senders, blocks - senders, base.threads,
+            **self._fewer(blocks, "dispatch"),
         )  # fmt: skip
         return Launch(kernel, self._fixed["dispatch"], _DISPATCH, base.world)
 
-    def _new_combine(self, weighted: str, valued: str, biases: int) -> Launch:
-        c, base, t, at = self._c, self._base, self._tuning, self._at
+    def _new_combine(self, blocks: int, weighted: str, valued: str, biases: int) -> Launch:
+        c, base, t, at, senders = self._c, self._base, self._tuning, self._at, self._senders_of("combine", blocks)
         payload = FP8 if c.quantize_combine else c.combine_dtype
         kernel = combine_nodes(
             c.ranks, c.num_experts, at.nodes, at.slots, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype),
             c.layout == "rank", weighted, c.quantize_combine, valued, biases, t.chunk,
-            self._proxied_chunk(c.hidden * payload.itemsize), t.combine_senders, base.blocks - t.combine_senders,
-            t.combine_threads,
+            self._proxied_chunk(c.hidden * payload.itemsize), senders, blocks - senders, t.combine_threads,
+            **self._fewer(blocks, "combine"),
         )  # fmt: skip
         return Launch(kernel, self._fixed["combine"] | {"tag": 0}, _COMBINE, base.world)
 
     def _new_refusal(self, kernel: str) -> Launch:
         c, base, at = self._c, self._base, self._at
-        dispatch = kernel == "dispatch"
-        senders = self._senders if dispatch else self._tuning.combine_senders
+        dispatch, senders = kernel == "dispatch", self._senders_of(kernel)
         refuse = refuse_nodes(c.ranks, at.nodes, at.slots, dispatch, self._chunks, senders, base.blocks, base.threads)
         fixed = self._fixed[kernel]
         onward = {"onward": fixed["came" if dispatch else "summed"]}
@@ -177,10 +204,10 @@ class NodeThroughputMode(throughput.ThroughputMode):
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def _plan_routing(self, topk_idx, topk_weights, tokens: int, *fault, **options) -> RoutingPlan:
-        plan = super()._plan_routing(topk_idx, topk_weights, tokens, *fault, **options)
+    def _plan_routing(self, topk_idx, topk_weights, tokens: int, blocks: int, *fault, **options) -> RoutingPlan:
+        plan = super()._plan_routing(topk_idx, topk_weights, tokens, blocks, *fault, **options)
         node_plan, _, send_row, token_slot, _, totals, _, _ = plan.arguments
-        self._stream.launch(self._nodes_launch(), tokens, token_slot, send_row, totals, node_plan)
+        self._stream.launch(self._nodes_launch(blocks), tokens, token_slot, send_row, totals, node_plan)
         return plan
 
     def _moved_by(self, plan: RoutingPlan) -> tuple:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tilescale_net.kernels.collective import Collective
+from tilescale_net.kernels.collective import BufferSpecs, Collective
+from tilescale_net.kernels.moe.arena import Arena, divide
 from tilescale_net.kernels.moe.states import Machine
 from tilescale_net.kernels.moe.status import ArgumentError, Status
 
@@ -19,6 +20,16 @@ class Participant(Collective):
         key: see tilescale_net.ops.
     """
 
+    _arena: Arena | None = None
+
+    def allocate(self, specs: BufferSpecs) -> dict[str, torch.Tensor]:
+        """All of it, zeroed where it is not rows of an arena, or HeapError before anything is allocated."""
+        if self._arena is None:
+            return super().allocate(specs)
+        shared, own = divide(specs)
+        placed = self._arena.place(shared)
+        return super().allocate(own) | placed
+
     def _take_part(self, number: str) -> None:
         """Begin, with the ranks that take part in the job; `number`: of the object in this process."""
         self._number, self._machine = number, Machine()
@@ -31,6 +42,16 @@ class Participant(Collective):
     def world(self):
         """In which its kernels run."""
         return self._world
+
+    @property
+    def under_way(self) -> tuple[str, ...]:
+        """What this rank has sent and not yet received: "dispatch", "combine", both or none."""
+        return tuple(self._machine.pending)
+
+    @property
+    def meets_first(self) -> bool:
+        """Whether a call sends nothing before all ranks have begun it."""
+        return self._mode.meets_first
 
     @property
     def outdated(self) -> bool:
@@ -98,6 +119,8 @@ class Participant(Collective):
             for counter in self._counters:
                 counter.view(torch.uint8).zero_()
             self._mode.reset()
+            if self._arena is not None:
+                self._arena.reset()
         self._machine.pending.clear()
         self._world.memory.synchronize()
         self._world.control.agree("AllToAll.set_active", "begins anew")
@@ -128,6 +151,8 @@ class Participant(Collective):
             self._raise_refusal()
         if after is not None and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).wait_event(after)
+        if self._arena is not None and call not in ("set_active", "empty_output"):
+            self._arena.enter(self, call)
 
     def _named(self, call: str, error: ArgumentError) -> Exception:
         return type(error.error)(f"AllToAll.{call} on rank {self.rank}: {error.error}")

@@ -13,6 +13,33 @@ from tilescale_net.kernels.moe.handshake import await_previous
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 
 
+@tsn.macro
+def begin_refused(active, ready, me, call: T.Ref, code, thread, ranks):
+    """Tell every rank that this one takes part without rows, and wait until all have begun."""
+    if thread < ranks:
+        if active[thread] != 0:
+            announce(ready, me, call, code, thread)
+            N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
+    T.sync_threads()
+
+
+@tsn.macro
+def end_refused(active, done, tickets, calls, me, call: T.Ref, senders, blocks, thread, threads, ranks):
+    """End as a call of so many blocks would that has sent all."""
+    T.sync_threads()
+    if thread < ranks:
+        if active[thread] != 0:
+            N.fence(thread)
+            N.signal(done[me], senders, thread, op="add")
+            N.wait(done[thread], "ge", call * T.uint64(senders))
+    if thread < 2:
+        tickets[1 - T.cast(call % T.uint64(2), "int32"), thread] = 0
+    T.sync_threads()
+    for i in T.serial((blocks + threads - 1) // threads):
+        if i * threads + thread < blocks:
+            calls[i * threads + thread] = call
+
+
 @tsn.jit(name="moe_refuse_throughput", pass_configs=EXPLICIT_SYNC)
 def refuse_throughput(ranks, chunks, senders, blocks, threads):
     """Kernel in the place of a dispatch with a known routing, or of a combine; one block.
@@ -42,28 +69,13 @@ def refuse_throughput(ranks, chunks, senders, blocks, threads):
             peer = T.alloc_var("int32")
             call = T.alloc_var("uint64")
             call = calls[0] + T.uint64(1)
-            if thread < R:
-                if active[thread] != 0:
-                    announce(ready, me, call, code, thread)
-                    N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
-            T.sync_threads()
+            begin_refused(active, ready, me, call, code, thread, R)
             for i in T.serial((R * chunks + threads - 1) // threads):
                 if i * threads + thread < R * chunks:
                     peer = (i * threads + thread) % R
                     if active[peer] != 0:
                         N.signal(arrived[me, (i * threads + thread) // R], call, peer)
-            T.sync_threads()
-            if thread < R:
-                if active[thread] != 0:
-                    N.fence(thread)
-                    N.signal(done[me], senders, thread, op="add")
-                    N.wait(done[thread], "ge", call * T.uint64(senders))
-            if thread < 2:
-                tickets[1 - T.cast(call % T.uint64(2), "int32"), thread] = 0
-            T.sync_threads()
-            for i in T.serial((blocks + threads - 1) // threads):
-                if i * threads + thread < blocks:
-                    calls[i * threads + thread] = call
+            end_refused(active, done, tickets, calls, me, call, senders, blocks, thread, threads, R)
 
     return main
 

@@ -15,12 +15,15 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import routing_steps as steps
+from tilescale_net.kernels.moe.handshake import count_for
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.kernels.moe.wire_layout import record_words
 
 
 @tsn.jit(name="moe_plan_routing", pass_configs=EXPLICIT_SYNC)
-def plan_routing(ranks, experts, top_k, max_tokens, capacity, alignment, blocks, threads, index_dtype):
+def plan_routing(
+    ranks, experts, top_k, max_tokens, capacity, alignment, blocks, threads, index_dtype, absent=0, node_size=0
+):
     """Kernel that fills a RoutingPlan (handle.py), the tensors of the last group.
 
     Args:
@@ -29,6 +32,8 @@ def plan_routing(ranks, experts, top_k, max_tokens, capacity, alignment, blocks,
         alignment: the first row of every expert is a multiple of it.
         blocks, threads: launch geometry; all blocks must run at once.
         index_dtype: of `topk_idx`, "int32" or "int64".
+        absent: how many more blocks the launch geometry has than this call; block 0 counts for them.
+        node_size: ranks of a node, where rows cross the network once per node; else 0.
 
     Parameters of the kernel (int32 unless said):
         topk_idx [rows, top_k] of `index_dtype`, topk_weights [rows, top_k] float32, tokens <= rows; fault, fault_value:
@@ -38,7 +43,7 @@ def plan_routing(ranks, experts, top_k, max_tokens, capacity, alignment, blocks,
         calls [blocks] uint64: calls so far. partial [blocks, words]: scratch. status: see STATUS_WORDS.
     """
     R, K, M = ranks, top_k, max_tokens
-    s = steps.Sizes(R, experts, K, M, capacity, alignment, blocks, threads, index_dtype)
+    s = steps.Sizes(R, experts, K, M, capacity, alignment, blocks, threads, index_dtype, absent, node_size)
     C, W = s.counts, record_words(K)
     rows, slot_rows = T.dynamic("rows"), T.dynamic("slot_rows")
 
@@ -58,8 +63,8 @@ def plan_routing(ranks, experts, top_k, max_tokens, capacity, alignment, blocks,
         counts_ready: T.Tensor((R,), "uint64"),
         records_ready: T.Tensor((R,), "uint64"),
         blocks_ready: T.Tensor((1,), "uint64"),
-        calls: T.Tensor((blocks,), "uint64"),
-        partial: T.Tensor((blocks, C.words), "int32"),
+        calls: T.Tensor((blocks + absent,), "uint64"),
+        partial: T.Tensor((blocks + absent, C.words), "int32"),
         status: T.Tensor((STATUS_WORDS,), "int64"),
         send_token: T.Tensor((R, M), "int32"),
         send_row: T.Tensor((R, M), "int32"),
@@ -93,7 +98,10 @@ def plan_routing(ranks, experts, top_k, max_tokens, capacity, alignment, blocks,
             steps.count_part(s, keys, four, partial, seen, mine, any_bad, block, thread)
             if thread == 0:
                 N.signal(blocks_ready[0], 1, me, op="add")
-            N.wait_block(blocks_ready[0], "ge", call * T.uint64(blocks))
+                if absent:
+                    if block == 0:
+                        N.signal(blocks_ready[0], absent, me, op="add")
+            N.wait_block(blocks_ready[0], "ge", call * T.uint64(blocks + absent))
             steps.exchange_counts(
                 s, partial, fault, fault_value, active, alive, counts_out, counts_in, counts_ready, me, call, block, thread,
                 warp,
@@ -119,10 +127,13 @@ def plan_routing(ranks, experts, top_k, max_tokens, capacity, alignment, blocks,
                 steps.write_totals(s, totals, counts_in, padded, alive, me, stop, thread)
             if thread < R:
                 if active[thread] != 0:
-                    N.wait(records_ready[thread], "ge", call * T.uint64(blocks))
+                    N.wait(records_ready[thread], "ge", call * T.uint64(blocks + absent))
             T.sync_threads()
             steps.keep_records(s, records, records_in, row_index, row_weight, counts_in, alive, me, block, thread)
             if thread == 0:
                 calls[block] = call
+            if absent:
+                if block == 0:
+                    count_for(calls, call, blocks, absent, thread, threads)
 
     return main

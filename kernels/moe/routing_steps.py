@@ -23,6 +23,8 @@ class Sizes:
     blocks: int
     threads: int
     index_dtype: str
+    absent: int
+    node_size: int
 
     @property
     def local(self) -> int:
@@ -265,8 +267,8 @@ def send_records(s, partial, records_out, records_in, records_ready, active, me,
                 n = T.if_then_else(stop != 0, 0, partial[block, s.experts + pe])
                 at = T.min(begin, s.max_tokens - 1)
                 N.put_signal_warp(
-                    records_in[me, at, 0], records_out[pe, at, 0], pe, records_ready[me], 1, op="add",
-                    count=n * record_words(s.top_k),
+                    records_in[me, at, 0], records_out[pe, at, 0], pe, records_ready[me],
+                    T.if_then_else(block == 0, 1 + s.absent, 1) if s.absent else 1, op="add", count=n * record_words(s.top_k),
                 )  # fmt: skip
 
 
@@ -303,13 +305,23 @@ def write_totals(s, totals, counts_in, padded, alive, me, stop: T.Ref, thread):
         totals[at.sent_base + thread] = before_me
         earlier = T.alloc_var("int32")
         earlier = 0
-        for r in T.serial(thread):
-            earlier = earlier + T.if_then_else(alive[me] != 0, counts_in[me, experts + r], 0)
+        if s.node_size:
+            for r in T.serial(thread % s.node_size):
+                other = thread - thread % s.node_size + r
+                earlier = earlier + T.if_then_else(alive[me] != 0, counts_in[me, experts + other], 0)
+        else:
+            for r in T.serial(thread):
+                earlier = earlier + T.if_then_else(alive[me] != 0, counts_in[me, experts + r], 0)
         totals[at.sent_before + thread] = earlier
         slots = T.alloc_var("int32")
         slots = 0
-        for r in T.serial(me):
-            slots = slots + T.if_then_else(alive[thread] != 0, counts_in[thread, experts + r], 0)
+        if s.node_size:
+            for r in T.serial(me % s.node_size):
+                mate = me - me % s.node_size + r
+                slots = slots + T.if_then_else(alive[thread] != 0, counts_in[thread, experts + mate], 0)
+        else:
+            for r in T.serial(me):
+                slots = slots + T.if_then_else(alive[thread] != 0, counts_in[thread, experts + r], 0)
         totals[at.slots_base + thread] = slots
         before_it = T.alloc_var("int32")
         before_it = 0

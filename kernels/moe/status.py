@@ -7,8 +7,23 @@ from tilescale_net.kernels.announcement import StatusRecord
 from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, CODE_BITS, CROWDED, HOST_FAULT, NO_ROOM, OTHER_OUTPUT
 
 # Arguments whose faults the host finds; the code of a fault is HOST_FAULT + index.
-ARGUMENTS = ("x", "scales", "topk_idx", "topk_weights", "out", "y", "weights", "values", "handle", "bias", "mask")
-assert HOST_FAULT + len(ARGUMENTS) <= 1 << CODE_BITS
+ARGUMENTS = (
+    "x",
+    "scales",
+    "topk_idx",
+    "topk_weights",
+    "out",
+    "y",
+    "weights",
+    "values",
+    "handle",
+    "bias",
+    "mask",
+    "blocks",
+)
+
+
+assert HOST_FAULT + len(ARGUMENTS) <= 1 << CODE_BITS, "a code that does not fit is read as another one"
 
 
 class ArgumentError(Exception):

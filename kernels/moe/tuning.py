@@ -68,15 +68,28 @@ class Tuning:
         return made
 
 
-def _check_shared(config: Config, blocks: int) -> None:
-    """Raise ValueError where the part of the choices that a block sorts does not fit into its shared memory."""
+def shares(tuning: Tuning, blocks: int) -> tuple[int, int]:
+    """How many of `blocks` send in dispatch and in combine, in the proportion of the tuning."""
+
+    def part(senders: int) -> int:
+        return senders if blocks == tuning.blocks else min(blocks - 1, max(1, senders * blocks // tuning.blocks))
+
+    return part(tuning.dispatch_senders), part(tuning.combine_senders)
+
+
+def most_tokens(config: Config, blocks: int) -> int:
+    """Tokens of a call of throughput mode whose choices fit into the shared memory of so many blocks."""
     fixed = 4 * (config.num_experts + config.ranks + 1) + 1024
     cells = (BLOCK_SHARED - fixed) // 16  # a choice takes 16 bytes
-    part = cells // config.top_k - 1
-    if -(-config.max_tokens // blocks) > part:
+    return max(0, cells // config.top_k - 1) * blocks
+
+
+def _check_shared(config: Config, blocks: int) -> None:
+    """Raise ValueError where the part of the choices that a block sorts does not fit into its shared memory."""
+    if config.max_tokens > (most := most_tokens(config, blocks)):
         raise ValueError(
             f"AllToAll: max_tokens is {config.max_tokens}; with {blocks} blocks, top_k {config.top_k} and "
-            f"{config.num_experts} experts it is {max(0, part) * blocks} at most: give more blocks (Tuning), or dispatch in "
+            f"{config.num_experts} experts it is {most} at most: give more blocks (Tuning), or dispatch in "
             "parts"
         )
 

@@ -17,7 +17,7 @@ def align4(n: int) -> int:
 NO_FAULT, BAD_EXPERT, NO_ROOM, CROWDED, OTHER_OUTPUT, HOST_FAULT = range(6)
 # A call begins with a word from every rank to every rank: the number of the call, then a tag of TAG_BITS. Of the tag,
 # the lowest CODE_BITS say what that rank found wrong, the others which output it gave.
-CODE_BITS = 4
+CODE_BITS = 5
 # In a dispatch of latency mode the number of the call is followed by the number of messages to expect, in COUNT_BITS.
 COUNT_BITS = 32
 
@@ -58,11 +58,12 @@ class Totals:
 
     Attributes:
         sent: [ranks] rows that this rank sends to each rank.
-        sent_before: [ranks] rows that this rank sends to the ranks before each.
+        sent_before: [ranks] rows that this rank sends to the ranks before each; of the same node, where rows cross the
+            network once per node.
         sent_base: [ranks] index of the first of them among that rank's rows.
         received: [ranks] rows that come from each rank.
         received_base: [ranks + 1] index of the first of them, and the sum.
-        slots_base: [ranks] rows that each rank sends to the ranks before this one.
+        slots_base: [ranks] rows that each rank sends to the ranks before this one, of its node as above.
         refused: not 0 where the dispatch was refused.
         counts: [local experts] rows of each local expert.
         offsets: [local experts + 1] first row of each local expert, aligned, and the end.
@@ -123,8 +124,8 @@ def most_sent(ranks: int, max_tokens: int, top_k: int) -> int:
 
 
 def output_tag(offset: int) -> int:
-    """What stands for the output at a heap offset in the tag of a call; no fault. Outputs differ at all but one in a
-    million pairs of offsets."""
+    """What stands for the output at a heap offset in the tag of a call; no fault. Outputs differ at all but one in
+    half a million pairs of offsets."""
     mixed = (offset // 16 + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
     return mixed >> 64 - (TAG_BITS - CODE_BITS) << CODE_BITS
 

@@ -55,7 +55,6 @@ class Buffer:
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self._objects = Objects(self._world, enable_shrink)
-        self._stream: torch.cuda.Stream | None = None
         self._alive = True
 
     def destroy(self) -> None:
@@ -103,11 +102,7 @@ class Buffer:
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """A stream for the caller; work of this Buffer runs on the current stream."""
-        if self._world.device.type != "cuda":
-            _refuse("get_comm_stream in the simulator", "there are no streams")
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._world.device)
-        return self._stream
+        return self._objects.comm_stream()
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
@@ -193,13 +188,14 @@ class Buffer:
             handle: of that dispatch.
             topk_weights: [rows, top_k] float32, which are added up for each token and choice.
             bias: one or two tensors [tokens, hidden] bfloat16, added before the sum is rounded.
-            config: not looked at: combine runs on the multiprocessors of its dispatch.
+            config: its num_sms, of which at most as many as the dispatch had are taken.
 
         Returns:
             [tokens, hidden] bfloat16, [tokens, top_k] float32 or None, and the event.
         """
         begin(previous_event, async_finish, allocate_on_comm_stream)
-        out, weights = high_throughput.combine(x, handle[-1], topk_weights, bias)
+        num_sms = config.num_sms if config is not None else Buffer.num_sms
+        out, weights = high_throughput.combine(self._objects, x, handle[-1], topk_weights, bias, num_sms)
         return out, weights, end(async_finish)
 
     # -- low latency ------------------------------------------------------------------------------------------------

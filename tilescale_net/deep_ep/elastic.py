@@ -63,7 +63,7 @@ class ElasticBuffer:
         num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch: the largest calls, for `get_buffer_size_hint`.
         num_max_tokens_per_rank: also the default of `dispatch`.
         The others change nothing: results never depend on timing, each rank sums its experts' rows before they travel, and
-        TSN_TIMEOUT limits waits. Rows for ranks on other nodes go to each rank.
+        TSN_TIMEOUT limits waits. Rows cross the network once per node.
 
     Attributes:
         group, rank_idx, num_ranks, num_max_tokens_per_rank: as given.
@@ -119,6 +119,10 @@ class ElasticBuffer:
     def capture() -> EventHandle:
         """An event on the current stream."""
         return EventHandle()
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """A stream for the caller; work of this buffer runs on the current stream."""
+        return self._objects.comm_stream()
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Wait until the kernels of all ranks have ended, and all are here."""
@@ -184,10 +188,11 @@ class ElasticBuffer:
         sizes = num_experts, num_max_tokens_per_rank or self.num_max_tokens_per_rank, rows.shape[1], topk_idx.shape[1]
         words = None if scales is None else scales.shape[-1]
         op = self._objects.elastic((*sizes, rows.dtype), num_sms, words, expert_alignment or 1, do_expand)
+        blocks = self._objects.blocks(op, num_sms)
         if known is not None and topk_weights is None:
-            received = op.dispatch(joined(rows, scales), handle=known._handle)
+            received = op.dispatch(joined(rows, scales), handle=known._handle, blocks=blocks)
         else:
-            received = op.dispatch(joined(rows, scales), topk_idx.contiguous(), topk_weights)
+            received = op.dispatch(joined(rows, scales), topk_idx.contiguous(), topk_weights, blocks=blocks)
         syncs = known is None if do_cpu_sync is None else do_cpu_sync
         if known is None:
             known = _handle_of(
@@ -221,7 +226,7 @@ class ElasticBuffer:
             x: [rows, hidden] bfloat16, in the order of dispatch's rows.
             topk_weights: float32, [rows, top_k] or with do_expand [rows], brought back to the choices.
             bias: one or two tensors [tokens, hidden] bfloat16, added before the sum is rounded.
-            num_sms: not looked at: combine runs on the multiprocessors of its dispatch.
+            num_sms: of which at most as many as the dispatch had are taken; 0: those.
 
         Returns:
             [tokens, hidden] bfloat16, [tokens, top_k] float32 or None, and the event.
@@ -229,13 +234,14 @@ class ElasticBuffer:
         for event in (previous_event, previous_event_before_epilogue):
             begin(EventOverlap(event) if event is not None else None, async_with_compute_stream, False)
         op, biases = handle._op, biases_of(bias)
+        blocks = self._objects.blocks(op, num_sms or handle.num_sms)
         if topk_weights is None:
-            out = op.combine(x.contiguous(), handle._handle, weighted=False, bias=biases)
+            out = op.combine(x.contiguous(), handle._handle, weighted=False, bias=biases, blocks=blocks)
             return out, None, end(async_with_compute_stream)
         values = topk_weights.contiguous()
         if handle.do_expand:
             values = torch.nn.functional.pad(values, (0, op.config.capacity - len(values)))
-        out, weights = op.combine_values(x.contiguous(), values, handle._handle, bias=biases)
+        out, weights = op.combine_values(x.contiguous(), values, handle._handle, bias=biases, blocks=blocks)
         return out, weights, end(async_with_compute_stream)
 
 

@@ -94,7 +94,8 @@ def dispatch_again(objects: Objects, x, routing: Routing, num_sms: int):
     rows, scales = parts(x)
     c = routing.op.config
     op = _object(objects, c.num_experts, c.max_tokens, rows, scales, c.top_k, num_sms)
-    return _results(x, op.dispatch(joined(rows, scales), handle=routing.handle), routing.rows)
+    received = op.dispatch(joined(rows, scales), handle=routing.handle, blocks=objects.blocks(op, num_sms))
+    return _results(x, received, routing.rows)
 
 
 def dispatch(
@@ -119,7 +120,7 @@ def dispatch(
         room = -(-worst // ranks) or objects.max_tokens
         op = _object(objects, experts, room, rows, scales, width, num_sms)
         try:
-            received = op.dispatch(joined(rows, scales), **given)
+            received = op.dispatch(joined(rows, scales), **given, blocks=objects.blocks(op, num_sms))
             if not worst:
                 op.check()
             break
@@ -164,12 +165,12 @@ def biases_of(bias) -> tuple[torch.Tensor, ...]:
     return tuple(b.contiguous() for b in given if b is not None)
 
 
-def combine(x: torch.Tensor, routing: Routing, topk_weights, bias):
+def combine(objects: Objects, x: torch.Tensor, routing: Routing, topk_weights, bias, num_sms: int):
     """(sums over ranks [tokens, hidden], sums of weights [tokens, top_k] or None)."""
     op, handle = routing.op, routing.handle
-    biases = biases_of(bias)
+    how = dict(bias=biases_of(bias), blocks=objects.blocks(op, num_sms))
     if topk_weights is None:
-        return op.combine(x.contiguous(), handle, weighted=False, bias=biases), None
+        return op.combine(x.contiguous(), handle, weighted=False, **how), None
     values = _widened(topk_weights, op.config.top_k, 0.0)
-    out, weights = op.combine_values(x.contiguous(), values, handle, bias=biases)
+    out, weights = op.combine_values(x.contiguous(), values, handle, **how)
     return out, weights[:, : topk_weights.shape[1]].contiguous()

@@ -14,7 +14,7 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.deep_ep.shrink import Masks
-from tilescale_net.errors import HeapError
+from tilescale_net.errors import HeapError, TileScaleError
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.runtime import settings, worlds
 from tilescale_net.runtime.context import SYSTEM_BYTES
@@ -68,6 +68,15 @@ class Objects:
         self._made: dict[tuple, AllToAll] = {}
         self._era = world.control.era
         self._worlds = [world]  # each with a heap; all but the first were made here
+        self._stream: torch.cuda.Stream | None = None
+
+    def comm_stream(self) -> torch.cuda.Stream:
+        """A stream for the caller, the same at every call."""
+        if self.world.device.type != "cuda":
+            raise TileScaleError("deep_ep: get_comm_stream: there are no streams in the simulator")
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.world.device)
+        return self._stream
 
     def high_throughput(
         self, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype, num_sms: int, scale_words: int | None = None
@@ -87,8 +96,18 @@ class Objects:
         return self._throughput((*sizes, "throughput"), num_sms, options)
 
     def _throughput(self, sizes: tuple, num_sms: int, options: dict) -> AllToAll:
-        tuning = Tuning(blocks=num_sms) if self.world.device.type == "cuda" else None
-        return self._object(sizes, dict(options, tuning=tuning))
+        """One whose calls may run on so many blocks; see `blocks`."""
+        if self.world.device.type != "cuda":
+            return self._object(sizes, dict(options, tuning=None))
+        kind = (*sizes, *options.items())
+        tunings = [value for *known, (name, value), _ in self._made if name == "tuning" and tuple(known) == kind]
+        fitting = [tuning for tuning in tunings if tuning.blocks >= num_sms]
+        return self._object(sizes, dict(options, tuning=fitting[0] if fitting else Tuning(blocks=num_sms)))
+
+    @staticmethod
+    def blocks(op: AllToAll, num_sms: int) -> int:
+        """On how many blocks a call of `op` runs that shall take so many multiprocessors."""
+        return min(max(num_sms, 2), op.blocks)
 
     def low_latency(self, kind: str, num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype) -> AllToAll:
         """For low-latency dispatches of one dtype and their combines in BF16.

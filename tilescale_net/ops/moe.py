@@ -14,6 +14,7 @@ import torch
 import tilescale_net as tsn
 from tilescale_net.kernels.moe.all_to_all import OBJECTS, AllToAll
 from tilescale_net.kernels.moe.config import FP8
+from tilescale_net.kernels.moe.dropping import beyond_capacity
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
 from tilescale_net.kernels.moe.throughput import output_rows
 from tilescale_net.kernels.moe.tuning import Tuning
@@ -168,16 +169,19 @@ torch.library.register_autograd("tilescale_net::moe_combine", _combine_gradient,
 def moe_layer(
     num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype = torch.bfloat16, *,
     layout: str = "expert", alignment: int = 1, capacity: int | None = None, tuning: Tuning | None = None,
-    group: tsn.Group = None,
+    expert_capacity: int | None = None, drop: str = "position", group: tsn.Group = None,
 ) -> AllToAll:  # fmt: skip
     """The `AllToAll` for layers of this shape: one object for all calls of a group with equal arguments.
 
     Layers that do not run at the same time share its memory, and a function compiled for one serves them all. Collective
     the first time. The arguments are those of `tilescale_net.kernels.moe.AllToAll`, which says what it raises.
     """
-    key = ("moe", num_experts, max_tokens, hidden, top_k, dtype, layout, alignment, capacity, tuning)
+    sizes = num_experts, max_tokens, hidden, top_k, dtype
+    options = dict(
+        layout=layout, alignment=alignment, capacity=capacity, tuning=tuning, expert_capacity=expert_capacity, drop=drop
+    )
+    key = ("moe", *sizes, *options.values())
     objects = group_objects.of(group_objects.name_of(group))
-    sizes, options = key[1:6], dict(layout=layout, alignment=alignment, capacity=capacity, tuning=tuning)
     return objects.made(key, lambda: AllToAll(*sizes, **options, group=objects.world))
 
 
@@ -190,12 +194,15 @@ def moe_dispatch(layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_
     Returns:
         Dispatched. Its tensors are new; rows that belong to no token are zero.
     """
-    key = _key(layer)
+    key, c, dropped = _key(layer), layer.config, None
+    if c.expert_capacity is not None:
+        dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
+        topk_idx = topk_idx.masked_fill(dropped, -1)
     rows, weights, *others = torch.ops.tilescale_net.moe_dispatch(x, topk_idx, topk_weights, key)
     plan = RoutingPlan(x.shape[0], *others, weights)
-    counts, offsets, num_rows = plan.counts(layer.config.ranks, layer.config.local_experts)
-    by_rank = layer.config.layout == "rank"
-    handle = Handle(layer.config.signature, plan, layer.membership)
+    counts, offsets, num_rows = plan.counts(c.ranks, c.local_experts)
+    by_rank = c.layout == "rank"
+    handle = Handle(c.signature, plan, layer.membership, dropped)
     index = plan.row_index if by_rank else None
     return Dispatched(rows, None, counts, offsets, index, weights, num_rows if by_rank else None, handle)
 

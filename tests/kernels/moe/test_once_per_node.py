@@ -49,10 +49,11 @@ MUTANTS = {
     "gateway without wait for rows": ("node_dispatch", 'N.wait_warp(came[k, slot], "ge", call)', mutants.RANK),
     "gateway without wait for sums": (
         "node_combine",
-        'N.wait(summed[k * at.size + g * 32 + lane, place % plan.max_tokens // chunk], "ge", call)',
+        'N.wait(summed[k * at.size + g * 32 + lane, place // chunk], "ge", call)',
         mutants.RANK,
     ),
     "gateway sums without fence": ("node_combine", "N.fence(pe)", mutants.RANK),
+    "rows for a gateway without quiet": ("node_combine", "N.quiet(me)", mutants.RANK),
     "gateway without what sources said": ("node_routing", 'N.wait_block(told[b], "ge", call)', mutants.RANK),
 }
 

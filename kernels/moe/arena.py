@@ -1,0 +1,153 @@
+"""Symmetric memory that several AllToAlls have in common, of which one runs at a time."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import tilelang.language as T
+import torch
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tilescale_net.kernels.collective import BufferSpecs, sizes_of
+from tilescale_net.kernels.moe.mode import Launch
+from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
+from tilescale_net.kernels.moe.streams import stream_key
+from tilescale_net.runtime import heap
+
+_numbers = itertools.count()
+
+
+def divide(specs: BufferSpecs) -> tuple[BufferSpecs, BufferSpecs]:
+    """What may lie in an arena, and what is an object's own: signals, and counts that come before any rank has waited."""
+    own = {name: spec for name, spec in specs.items() if spec[1] == torch.uint64 or name.startswith("routing.counts")}
+    return {name: spec for name, spec in specs.items() if name not in own}, own
+
+
+@tsn.jit(name="moe_meet", pass_configs=EXPLICIT_SYNC)
+def meet(ranks, threads):
+    """Kernel that ends when all ranks that take part have launched it, and so have ended the kernels before.
+
+    Parameters of the kernel:
+        active [ranks] int32: 0 for a rank that is left out. met [ranks] uint64: symmetric. calls [1] uint64: calls so far.
+    """
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        active: T.Tensor((ranks,), "int32"),
+        met: T.Tensor((ranks,), "uint64"),
+        calls: T.Tensor((1,), "uint64"),
+    ):
+        with T.Kernel(1, threads=threads):
+            thread = T.get_thread_binding()
+            me = N.my_pe()
+            call = T.alloc_var("uint64")
+            call = calls[0] + T.uint64(1)
+            if thread < ranks:
+                if active[thread] != 0:
+                    N.signal(met[me], call, thread)
+                    N.wait(met[thread], "ge", call)
+            T.sync_threads()
+            if thread == 0:
+                calls[0] = call
+
+    return main
+
+
+class Arena:
+    """Memory for the rows of several objects that never run at once, such as FP8 forward and BF16 backward, or prefill and
+    decoding: as much as the largest needs. Each keeps its signals beside it.
+
+    All calls of its objects are made on one stream, in the same order on all ranks. While a half of one is under way, calls
+    of the others raise ValueError. What a dispatch gives in symmetric memory is valid until the next call of any of them.
+    When latency mode follows another object, ranks meet first, in a kernel of some microseconds; once a call was captured in
+    a CUDA graph, before each of its calls.
+
+    Args:
+        nbytes: the most that `AllToAll.arena_bytes` says of one of the objects. Equal on all ranks.
+        group: see `tilescale_net.world`.
+
+    Raises:
+        HeapError: the symmetric heap has no room.
+        RankMismatch: ranks gave different sizes.
+    """
+
+    def __init__(self, nbytes: int, group: tsn.Group = None):
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+            raise ValueError(f"Arena: nbytes is {nbytes!r}; it must be a whole number of 1 or more")
+        self.world, self.number = tsn.world(group), next(_numbers)
+        self._memory = tsn.empty((nbytes,), torch.uint8, group=self.world)
+        try:
+            self._met = tsn.zeros((self.world.size,), torch.uint64, group=self.world)
+        except tsn.HeapError:
+            tsn.free(self._memory, group=self.world)
+            raise
+        with torch.inference_mode(False):
+            self._calls = torch.zeros((1,), dtype=torch.uint64, device=self.world.device)
+        self._objects: weakref.WeakSet = weakref.WeakSet()
+        self._meetings: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._last: weakref.ref | None = None  # whose call was the last
+        self._in_graphs = self._freed = False
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.nbytes
+
+    def place(self, specs: BufferSpecs) -> dict[str, torch.Tensor]:
+        """Tensors for an object, from the beginning on. Raises HeapError where there is no room."""
+        wanted = heap.footprint(sizes_of(specs))
+        if self._freed or wanted > self.nbytes:
+            has = "has been freed" if self._freed else f"has {self.nbytes}"
+            raise tsn.HeapError(f"AllToAll: needs {wanted} bytes of the arena, which {has}; see AllToAll.arena_bytes")
+        placed, begin = {}, 0
+        for (name, (shape, dtype)), nbytes in zip(specs.items(), sizes_of(specs)):
+            placed[name] = self._memory[begin : begin + nbytes].view(dtype).view(shape)
+            begin += heap.footprint([nbytes])
+        return placed
+
+    def join(self, op) -> None:
+        """`op` is made, and runs in this memory."""
+        self._objects.add(op)
+        if not op.meets_first:
+            fixed = {"active": op.active, "met": self._met, "calls": self._calls}
+            self._meetings[op] = Launch(meet(op.n_pes, max(32, -(-op.n_pes // 32) * 32)), fixed, (), self.world)
+
+    def enter(self, op, call: str) -> None:
+        """`op` is about to launch a call: its rows come next.
+
+        Raises:
+            ValueError: another object has a half under way; nothing changes.
+        """
+        busy = next((other for other in self._objects if other is not op and other.alive and other.under_way), None)
+        if busy is not None:
+            half = busy.under_way[0]
+            raise ValueError(
+                f"AllToAll.{call}: another object of this arena has sent a {half} that is not received; call its {half}_recv first"
+            )
+        captured = stream_key(op.device) is None
+        self._in_graphs |= captured
+        stays = not self._in_graphs and self._last is not None and self._last() is op
+        self._last = weakref.ref(op)
+        if op in self._meetings and not stays:
+            self._meetings[op]()
+
+    def reset(self) -> None:
+        """As after construction; all ranks are here, and their kernels have ended."""
+        self._met.view(torch.uint8).zero_()
+        self._calls.view(torch.uint8).zero_()
+        self._last = None
+
+    def free(self) -> None:
+        """Give the memory back. Collective.
+
+        Raises:
+            TileScaleError: an object is in it; free that first.
+        """
+        if any(op.alive for op in self._objects):
+            raise tsn.TileScaleError("Arena.free: an AllToAll still is in this arena; free that first")
+        if not self._freed:
+            self._freed = True
+            tsn.free(self._met, group=self.world)
+            tsn.free(self._memory, group=self.world)

@@ -1,0 +1,55 @@
+"""Calls on fewer blocks than an object has, which differ from rank to rank and from call to call: the same bits."""
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from tests import ranks
+from tests.kernels.moe.support import make_inputs
+from tests.kernels.moe.test_misuse import SHAPE, raises
+from tests.kernels.support import assert_same
+from tilescale_net.kernels.moe import AllToAll
+
+
+def _calls(options: dict, least: int) -> None:
+    op, rank, device = AllToAll(**SHAPE, **options), tsn.rank(), tsn.device()
+    for turn in range(4):
+        mine = make_inputs((turn, rank), op.config, 4, "random")
+        given = mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device)
+        few = dict(blocks=least) if (rank + turn) % 2 else {}
+        received = op.dispatch(*given)
+        wanted = op.combine(received.x, received.handle)
+        rows, counts = received.x.clone(), received.counts.clone()
+        if turn == 2:  # a refused call counts for all blocks
+            with raises(ValueError, "blocks is 9; .* from" if rank == 1 else "rank 1 .* wrong blocks"):
+                op.dispatch(*given, **(dict(blocks=9) if rank == 1 else few))
+                op.check()
+        if turn == 3:
+            received = op.dispatch_recv(op.dispatch_send(*given, **few))
+            found = op.combine_recv(op.combine_send(received.x, received.handle, **few))
+        else:
+            received = op.dispatch(*given, **few)
+            found = op.combine(received.x, received.handle, **few)
+        assert torch.equal(received.counts, counts)
+        if op.config.mode == "throughput":
+            n = int(received.offsets[-1])
+            assert_same(received.x[:n].cpu(), rows[:n].cpu(), f"turn {turn}")
+        assert_same(found.cpu(), wanted.cpu(), f"turn {turn}: sums")
+    for wrong in (0, True, 2.0, least - 1):
+        with raises(ValueError, "blocks"):
+            op.combine(received.x, received.handle, blocks=wrong)
+    op.free()
+
+
+CASES = {
+    "throughput": (2, 1, {}, 2),
+    "rank-major": (2, 1, dict(layout="rank"), 2),
+    "latency": (2, 1, dict(mode="latency"), 1),
+    "once per node": (4, 2, {}, 2),
+}
+
+
+@pytest.mark.parametrize("case", ["throughput", *(pytest.param(c, marks=pytest.mark.nightly) for c in [*CASES][1:])])
+def test_blocks_of_a_call(case):
+    size, nodes, options, least = CASES[case]
+    ranks.run(size, _calls, options, least, env={"VIRTUAL_NODES": str(nodes)}, timeout=180)
