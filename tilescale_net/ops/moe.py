@@ -34,6 +34,13 @@ def _key(op) -> str:
     return op.key
 
 
+def _check_together(call: str, x: torch.Tensor, **others: torch.Tensor) -> None:
+    """Raise ValueError for tensors on several devices, which on "meta" torch would take for a question of shapes alone."""
+    for name, other in others.items():
+        if other.device != x.device:
+            raise ValueError(f"{call}: {name} is on {other.device}, but x on {x.device}")
+
+
 def _object(key: str):
     """The AllToAll of a key."""
     return OBJECTS[key.split()[0]]
@@ -191,6 +198,7 @@ def moe_dispatch(layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_
         Dispatched. Its tensors are new; rows that belong to no token are zero.
     """
     key = _key(layer)
+    _check_together("moe_dispatch", x, topk_idx=topk_idx, topk_weights=topk_weights)
     rows, weights, *others = torch.ops.tilescale_net.moe_dispatch(x, topk_idx, topk_weights, key)
     plan = RoutingPlan(x.shape[0], *others, weights)
     counts, offsets, num_rows = plan.counts(layer.config.ranks, layer.config.local_experts)
