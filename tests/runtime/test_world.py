@@ -12,8 +12,7 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tilescale_net.kernels.send_recv import SendRecv
-from tilescale_net.runtime import settings, simulator, worlds
+from tilescale_net.runtime import settings, worlds
 from tilescale_net.runtime import world as world_module
 
 
@@ -385,35 +384,6 @@ def _ends_in_disorder():
     world.abort()
     assert world._device_error() is None
     return seen
-
-
-def _finalize_beside_a_kernel():
-    """A thread waits in a kernel for a message that nobody sends."""
-    op, rank, said = SendRecv(chunk=128, threads=32, blocks=2), tsn.rank(), []
-
-    def receive():
-        try:
-            op.recv(torch.zeros(4), 1)
-        except tsn.TileScaleError as error:
-            said.append(type(error).__name__)
-
-    thread = threading.Thread(target=receive)
-    tsn.barrier()
-    if rank == 0:
-        thread.start()
-        while not simulator.running._heaps:
-            time.sleep(0.01)
-    with pytest.raises(tsn.TileScaleError, match="rank 0: wait in block|rank 0 failed"):
-        tsn.finalize()
-    if rank == 0:
-        thread.join()
-    tsn.init("4M")
-    return said
-
-
-def test_finalize_waits_for_kernels_of_other_threads():
-    env = {"TSN_DEVICE": "simulator", "TSN_TIMEOUT": "3"}
-    assert ranks.run(2, _finalize_beside_a_kernel, env=env) == [["WaitTimeout"], []]
 
 
 def test_kernels_are_told_before_their_memory_goes():
