@@ -67,6 +67,8 @@ def _gradients(layout: str) -> None:
     here = (xs[rank], probabilities[rank], w[local])
     x, p, mine = (t.detach().to(device, copy=True).requires_grad_() for t in here)
     chosen, upstream = choices[rank].to(device), upstream[rank].to(device)
+    with pytest.raises(ValueError, match="moe_dispatch: topk_weights is on meta, but x on"):
+        ops.moe_dispatch(op, x, chosen, p.to("meta"))
     for _ in range(2):
         received = ops.moe_dispatch(op, x, chosen, p)
         out = _layer(op, layout, received, mine)

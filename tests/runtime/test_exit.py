@@ -1,8 +1,18 @@
-"""The end of a program: nothing of the package outlives the interpreter."""
+"""The end of a program or world: nothing of the package outlives the interpreter, no kernel the memory it uses."""
 
 import os
 import subprocess
 import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from tests import ranks
+from tilescale_net.kernels.send_recv import SendRecv
+from tilescale_net.runtime import simulator
 
 SCRIPT = """
 import atexit
@@ -32,3 +42,32 @@ def test_process_group_is_left_before_the_interpreter_ends():
         printed = _run(finalize)
         assert "after finalize: True" in printed, "another init may follow"
         assert "process group alive: False" in printed
+
+
+def _finalize_beside_a_kernel():
+    """A thread waits in a kernel for a message that nobody sends."""
+    op, rank, said = SendRecv(chunk=128, threads=32, blocks=2), tsn.rank(), []
+
+    def receive():
+        try:
+            op.recv(torch.zeros(4), 1)
+        except tsn.TileScaleError as error:
+            said.append(type(error).__name__)
+
+    thread = threading.Thread(target=receive)
+    tsn.barrier()
+    if rank == 0:
+        thread.start()
+        while not simulator.running._heaps:
+            time.sleep(0.01)
+    with pytest.raises(tsn.TileScaleError, match="rank 0: wait in block|rank 0 failed"):
+        tsn.finalize()
+    if rank == 0:
+        thread.join()
+    tsn.init("4M")
+    return said
+
+
+def test_finalize_waits_for_kernels_of_other_threads():
+    env = {"TSN_DEVICE": "simulator", "TSN_TIMEOUT": "3"}
+    assert ranks.run(2, _finalize_beside_a_kernel, env=env) == [["WaitTimeout"], []]

@@ -86,9 +86,13 @@ def _mm(x: torch.Tensor, w: torch.Tensor, x_scales=None, w_scales=None) -> torch
     return (x.float() @ w.float() * of_rows * of_columns).bfloat16()
 
 
-def _check_gradients(kind: str, *tensors: torch.Tensor | None) -> None:
-    """Raise RuntimeError for a product of 8 bits that would need gradients; `tensors`: `x` first."""
-    x = tensors[0]
+def _check_together(kind: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raise ValueError for tensors on several devices, RuntimeError for a product of 8 bits that would need gradients."""
+    for name, other in others.items():
+        # torch takes an operator with a tensor on "meta" for one whose result nobody looks at.
+        if isinstance(other, torch.Tensor) and other.device != x.device:
+            raise ValueError(f"{kind}: {name} is on {other.device}, but x on {x.device}")
+    tensors = [x, *others.values()]
     needed = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
     if needed and x.dtype == SCALED:
         raise RuntimeError(
@@ -178,7 +182,7 @@ def all_gather_matmul(
         HeapError: the symmetric heap has no room for what is asked; each shape keeps the buffers of its fused call.
         RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
     """
-    _check_gradients("all_gather_matmul", x, w, x_scales, w_scales)
+    _check_together("all_gather_matmul", x, w=w, x_scales=x_scales, w_scales=w_scales)
     return _ops.all_gather_matmul(x, w, fused, group_objects.name_of(group), x_scales, w_scales)
 
 
@@ -239,7 +243,7 @@ def matmul_reduce_scatter(
     Raises:
         TypeError, ValueError, HeapError, RankMismatch: as `all_gather_matmul`.
     """
-    _check_gradients("matmul_reduce_scatter", x, w, x_scales, w_scales)
+    _check_together("matmul_reduce_scatter", x, w=w, x_scales=x_scales, w_scales=w_scales)
     return _ops.matmul_reduce_scatter(x, w, fused, group_objects.name_of(group), x_scales, w_scales)
 
 
@@ -302,5 +306,5 @@ def matmul_all_reduce(
     Raises:
         TypeError, ValueError, HeapError, RankMismatch: as `all_gather_matmul`.
     """
-    _check_gradients("matmul_all_reduce", x, w, x_scales, w_scales)
+    _check_together("matmul_all_reduce", x, w=w, x_scales=x_scales, w_scales=w_scales)
     return _ops.matmul_all_reduce(x, w, replicated, fused, group_objects.name_of(group), x_scales, w_scales)

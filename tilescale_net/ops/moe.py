@@ -35,6 +35,13 @@ def _key(op) -> str:
     return op.key
 
 
+def _check_together(call: str, x: torch.Tensor, **others: torch.Tensor) -> None:
+    """Raise ValueError for tensors on several devices, which on "meta" torch would take for a question of shapes alone."""
+    for name, other in others.items():
+        if other.device != x.device:
+            raise ValueError(f"{call}: {name} is on {other.device}, but x on {x.device}")
+
+
 def _object(key: str):
     """The AllToAll of a key."""
     return OBJECTS[key.split()[0]]
@@ -195,6 +202,7 @@ def moe_dispatch(layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_
         Dispatched. Its tensors are new; rows that belong to no token are zero.
     """
     key, c, dropped = _key(layer), layer.config, None
+    _check_together("moe_dispatch", x, topk_idx=topk_idx, topk_weights=topk_weights)
     if c.expert_capacity is not None:
         dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
         topk_idx = topk_idx.masked_fill(dropped, -1)

@@ -59,7 +59,7 @@ def send(x: torch.Tensor, dst: int, group: tsn.Group = None) -> torch.Tensor | N
     Returns:
         Where `x` requires a gradient, a float32 zero that stands for what `dst` makes of it: its `backward()`, or that of
         a loss it was added to, receives the gradient of `x` from `dst`, which must have received with `requires_grad=True`
-        and run its own backward. Else None.
+        and run its own backward. Else None. The gradient is a constant: its own derivatives (create_graph=True) are not sent.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, by name; nothing was sent.

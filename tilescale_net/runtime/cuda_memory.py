@@ -139,6 +139,9 @@ class CudaMemory:
 
     finish_kernels = synchronize
 
+    def await_end_of_kernels(self) -> None:
+        """Nothing: the driver waits before it frees what kernels may use."""
+
     def close(self) -> None:
         """Unmap the peers. The heap is freed when no tensor refers to it any more."""
         rt = self._rt

@@ -67,6 +67,9 @@ class Memory(Protocol):
     def finish_kernels(self) -> None:
         """`synchronize`, and what these kernels have sent to other ranks is on its way."""
 
+    def await_end_of_kernels(self) -> None:
+        """Wait for kernels whose waits were ended, where nothing else keeps them from memory that is unmapped."""
+
     def close(self) -> None:
         """Let go of everything but what tensors still refer to."""
 

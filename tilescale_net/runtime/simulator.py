@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Iterator
 
 from tilescale_net.errors import ConfigurationError
@@ -19,6 +20,40 @@ _races: bool | None = None
 _launches = 0
 # Where it is a list, launches are kept there and not run, see tilescale_net/explore.
 kept_launches: list | None = None
+
+
+class Running:
+    """Kernels that run now, which threads of the program have launched: the heap of each, by the thread."""
+
+    def __init__(self) -> None:
+        self._heaps: dict[int, int] = {}
+        self._ended = threading.Condition()
+
+    @contextlib.contextmanager
+    def one(self, heap: int) -> Iterator[None]:
+        """Inside of the block this thread runs a kernel of the world that has this heap."""
+        me = threading.get_ident()
+        outer = self._heaps.get(me)  # where a handler of signals launches one
+        with self._ended:
+            self._heaps[me] = heap
+        try:
+            yield
+        finally:
+            with self._ended:
+                if outer is None:
+                    del self._heaps[me]
+                else:
+                    self._heaps[me] = outer
+                self._ended.notify_all()
+
+    def wait(self, heap: int) -> None:
+        """Until no other thread runs a kernel of that world."""
+        me = threading.get_ident()  # a handler of signals may be here, in the middle of a kernel
+        with self._ended:
+            self._ended.wait_for(lambda: all(h != heap or thread == me for thread, h in self._heaps.items()))
+
+
+running = Running()
 
 
 def seed() -> int:

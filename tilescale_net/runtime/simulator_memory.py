@@ -42,7 +42,12 @@ class SimulatorMemory(SharedMemory):
 
     def finish_kernels(self) -> None:
         """What kernels have sent to other ranks arrives at last."""
+        self.await_end_of_kernels()
         _simulator.flush_pending()
+
+    def await_end_of_kernels(self) -> None:
+        """Those of other threads: this one's have ended."""
+        simulator.running.wait(self.base)
 
     def close(self) -> None:
         """As SharedMemory; the simulator forgets the heap first."""

@@ -359,6 +359,8 @@ class World:
 
     def _release(self) -> None:
         self._closed = True
+        if self.memory is not None:
+            self.memory.await_end_of_kernels()
         if self.proxy is not None:
             self.proxy.close()
             self.proxy = None

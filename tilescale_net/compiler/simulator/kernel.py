@@ -90,8 +90,9 @@ class SimulatedFunction:
             self._simulator.register_heap(
                 context.heap_base, context.heap_bytes, host_accesses.is_followed(context.heap_base)
             )
-        for launch in self._host(args):
-            self._launch(launch, context)
+        with simulator.running.one(context.heap_base if context else 0):
+            for launch in self._host(args):
+                self._launch(launch, context)
 
     def _launch(self, launch: host_stub.Launch, context) -> None:
         parameters = self._kernels[launch.kernel]
