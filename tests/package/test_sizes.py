@@ -13,9 +13,20 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_FUNCTION = 60
 # A traced kernel is one text for the compiler: what its parts share are registers and shared memory.
-MOST_LINES_OF_A_KERNEL = 160
+MOST_LINES_OF_A_KERNEL = 120
 # Files that are longer; they may shrink, and no other joins them.
 LONGER: dict[str, int] = {}
+# Kernels that are longer, with their lines and the reason; they may shrink, and no other joins them.
+SIGNATURE = "a third are parameters, shared memory and names for both; the steps are macros, one after the other"
+TWO_ROLES = "senders and receivers are two halves of one launch, which share its opening and its shared memory"
+LONGER_KERNELS = {
+    "dispatch_throughput": (140, TWO_ROLES),
+    "combine_throughput": (140, TWO_ROLES),
+    "dispatch_nodes": (160, TWO_ROLES),
+    "combine_nodes": (160, TWO_ROLES),
+    "dispatch_latency": (130, SIGNATURE),
+    "combine_latency": (130, SIGNATURE),
+}
 TRACED = ("prim_func", "jit", "macro")
 
 
@@ -50,7 +61,8 @@ def long_functions(tree: ast.Module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             code = node.body[1:] if ast.get_docstring(node) else node.body
             lines = node.end_lineno - code[0].lineno + 1 if code else 0
-            if lines > (MOST_LINES_OF_A_KERNEL if is_traced(node) else MOST_LINES_OF_A_FUNCTION):
+            longer, _ = LONGER_KERNELS.get(node.name, (MOST_LINES_OF_A_KERNEL, ""))
+            if lines > (longer if is_traced(node) else MOST_LINES_OF_A_FUNCTION):
                 yield node.name, lines
 
 
