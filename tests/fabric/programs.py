@@ -11,12 +11,12 @@ import pytest
 from tests.native.builder import ROOT, build
 
 
-def _sources(*folders: str) -> list[str]:
+def sources(*folders: str) -> tuple[str, ...]:
     """C++ files of folders of csrc, without their bindings."""
     found = []
     for folder in folders:
         found += [str(p.relative_to(ROOT)) for p in (ROOT / "tilescale_net/csrc" / folder).glob("*.cpp")]
-    return sorted(p for p in found if not p.endswith("bindings.cpp"))
+    return tuple(sorted(p for p in found if not p.endswith("bindings.cpp")))
 
 
 @functools.cache
@@ -43,13 +43,12 @@ def fake_cuda() -> Path:
 
 def device_test(sanitizer: str = "") -> Path:
     """The transport and the chaos around it, to be run against the fake device."""
-    sources = ["tests/native/fabric_device_test.cpp", *_sources("fabric", "cuda")]
-    return build("fabric_device_test", sources, sanitizer, flags=headers())
+    files = ["tests/native/fabric_device_test.cpp", sources("fabric", "cuda")]
+    return build("fabric_device_test", files, sanitizer, flags=headers())
 
 
 def loops() -> Path:
     """The benchmarks' loops with the command line of the bare ones; optimised as the package is."""
     of_proxy = ("bare_staging.cpp", "bare_writer.cpp", "dispatch_rate.cpp", "flag_echo.cpp")
-    ours = [p for p in _sources("fabric", "cuda", "bench") if not p.endswith(of_proxy)]
-    sources = ["tests/native/fabric_loops.cpp", *ours]
-    return build("fabric_loops", sources, flags=("-O2", *headers()))
+    ours = [p for p in sources("fabric", "cuda", "bench") if not p.endswith(of_proxy)]
+    return build("fabric_loops", ["tests/native/fabric_loops.cpp", *ours], flags=("-O2", *headers()))

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.fabric.programs import headers
-from tests.native.builder import ROOT, build
+from tests.fabric.programs import headers, sources
+from tests.native.builder import build
 
 _PROXY = "tilescale_net/csrc/proxy/"
-_WORKER = [
-    _PROXY + f"{name}.cpp"
-    for name in (
-        "queue",
-        "ordering",
-        "records",
-        "stats",
-        "staging",
-        "heap_memory_host",
-        "heap_memory_cuda",
-        "worker",
-        "worker_enqueue",
-        "worker_flush",
-        "worker_post",
-        "worker_receive",
-        "proxy",
-    )
-] + ["tilescale_net/csrc/cuda/driver.cpp", "tilescale_net/csrc/cuda/pinned_block.cpp"]
-_CHAOS = ["tilescale_net/csrc/fabric/chaos.cpp", "tilescale_net/csrc/fabric/chaos_options.cpp"]
+_WORKER_FILES = (
+    "queue", "ordering", "records", "stats", "staging", "heap_memory_host", "heap_memory_cuda", "worker", "worker_enqueue",
+    "worker_flush", "worker_post", "worker_receive", "proxy",
+)  # fmt: skip
+# Each compiled as one file, and once for all programs of a sanitizer.
+_WORKER = (
+    *(_PROXY + f"{name}.cpp" for name in _WORKER_FILES),
+    "tilescale_net/csrc/cuda/driver.cpp", "tilescale_net/csrc/cuda/pinned_block.cpp",
+)  # fmt: skip
+_CHAOS = ("tilescale_net/csrc/fabric/chaos.cpp", "tilescale_net/csrc/fabric/chaos_options.cpp")
 
 
 def queue_test(sanitizer: str = "") -> Path:
@@ -39,17 +30,12 @@ def ordering_test(sanitizer: str = "") -> Path:
 
 def proxy_test(sanitizer: str = "") -> Path:
     """PEs of one process over the loopback transport; without libfabric, which sanitizers cannot look into."""
-    return build("proxy_test", ["tests/native/proxy_test.cpp", *_WORKER, *_CHAOS], sanitizer)
+    return build("proxy_test", ["tests/native/proxy_test.cpp", _WORKER, _CHAOS], sanitizer)
 
 
 def fabric_test() -> Path:
     """The same program with libfabric."""
-    fabric = sorted(
-        str(p.relative_to(ROOT))
-        for p in (ROOT / "tilescale_net/csrc/fabric").glob("*.cpp")
-        if not p.name.endswith("bindings.cpp")
-    )
-    return build("fabric_test", ["tests/native/proxy_fabric_test.cpp", *_WORKER, *fabric], flags=headers())
+    return build("fabric_test", ["tests/native/proxy_fabric_test.cpp", _WORKER, sources("fabric")], flags=headers())
 
 
 def fuzz_peer() -> Path:
@@ -60,4 +46,4 @@ def fuzz_peer() -> Path:
 
 def null_test() -> Path:
     extra = [_PROXY + "null_transport.cpp", "tilescale_net/csrc/bench/dispatch_rate.cpp"]
-    return build("proxy_null_test", ["tests/native/proxy_null_test.cpp", *_WORKER, *_CHAOS, *extra])
+    return build("proxy_null_test", ["tests/native/proxy_null_test.cpp", _WORKER, _CHAOS, *extra])

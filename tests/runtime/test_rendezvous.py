@@ -37,7 +37,7 @@ def test_whoever_is_missing_is_named(step, lost):
             assert kind == "PeerLost" and f"rank {o.rank}: " in text and f"rank {lost}" in text.partition(": ")[2], (
                 o.error
             )
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60  # QUICK, and a busy machine
 
 
 def _take_the_port():

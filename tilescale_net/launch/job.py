@@ -23,7 +23,7 @@ from tilescale_net.runtime import settings
 TOLD = (2, 3)  # exit codes whose reason rank 0 has told: wrong arguments, and a benchmark that can measure nothing here
 GRACE = 2.0  # seconds that the others have, after a failure, to say what they know and to clean up
 USAGE_GRACE = 10.0  # the same after wrong arguments, which rank 0 reports for all of them
-LAST_WORDS = 3.0  # seconds between asking a rank to end and killing it
+TERM_GRACE_S = 3.0  # between asking a rank to end and killing it
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -124,7 +124,7 @@ class Rank:
         """Whether it reports that another rank was lost; it may well end before that one does."""
         return bool(_VICTIM.search(self.output.last_error()))
 
-    def fate(self) -> str:
+    def exit_description(self) -> str:
         """How the process ended, in words."""
         if self.code < 0:
             name = signal.Signals(-self.code).name if -self.code in list(signal.Signals) else f"signal {-self.code}"
@@ -172,10 +172,10 @@ class Job:
         if not self.failed:
             return 0
         self._collect(USAGE_GRACE if self.failed[0].code == 2 else GRACE)
-        witnesses = list(self.failed)
+        failed_ranks = list(self.failed)
         stopped = [rank for rank in self.running if rank.is_stopped()]
         self._end_all(signal.SIGTERM)
-        return self._explain(witnesses, stopped)
+        return self._explain(failed_ranks, stopped)
 
     # -- events -----------------------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class Job:
         for number in numbers:
             for rank in self.running:
                 rank.signal(number)
-            self._collect(LAST_WORDS)
+            self._collect(TERM_GRACE_S)
         for rank in self.running:
             rank.signal(signal.SIGKILL)
         while self.running:
@@ -247,28 +247,28 @@ class Job:
         messages.say(f"stopped by {signal.Signals(number).name}; every rank has ended")
         return 128 + number
 
-    def _explain(self, witnesses: list[Rank], stopped: list[Rank]) -> int:
+    def _explain(self, failed_ranks: list[Rank], stopped: list[Rank]) -> int:
         """Name the rank to look at and return its exit code."""
         # A rank that reports a lost peer is a victim, though it may well end before the rank that it lost.
-        culprits = [rank for rank in witnesses if not rank.is_victim()]
-        rank = (culprits or witnesses)[0]
+        root_causes = [rank for rank in failed_ranks if not rank.is_victim()]
+        rank = (root_causes or failed_ranks)[0]
         code = rank.code if rank.code > 0 else 128 - rank.code
-        if code in TOLD and any(r.index == 0 and r.code == code for r in witnesses):
+        if code in TOLD and any(r.index == 0 and r.code == code for r in failed_ranks):
             return code
         if rank.index != 0 and rank.output.lines and settings.OUTPUT.get() != "all":
             messages.say(f"last output of rank {rank.index}:")
             for line in list(rank.output.lines)[-60:]:
                 print("  " + line.decode(errors="replace"), file=sys.stderr)
-        for other in witnesses:
+        for other in failed_ranks:
             if other is not rank:
                 said = other.output.last_error()
-                messages.say(f"rank {other.index}: {other.fate()}{'; ' + said if said else ''}")
+                messages.say(f"rank {other.index}: {other.exit_description()}{'; ' + said if said else ''}")
         for other in stopped:
             messages.say(f"rank {other.index} was stopped (by SIGSTOP or a debugger) and has been ended")
         said = rank.output.last_error()
         early = [r.index for r in self.ended[: self.ended.index(rank)] if r.code == 0]
         messages.say(
-            f"rank {rank.index} failed first: {rank.fate()}"
+            f"rank {rank.index} failed first: {rank.exit_description()}"
             + (f"; {said}" if said else "; it said nothing")
             + (f" (rank {', '.join(map(str, early))} had ended before, with exit code 0)" if early else "")
         )

@@ -111,9 +111,9 @@ def _place(rank_name: str, size_name: str, local_name: str | None, timeout: floa
     if local_name is not None and _number(local_name, 0) == size:
         return _meet_on_this_host(rank, size, timeout)
     raise ConfigurationError(
-        f"{rank_name}={rank} of {size_name}={size}, but no {' and no '.join(names)}: several ranks were started and "
-        "not told where to meet; export MASTER_ADDR (the first host) and MASTER_PORT (any free port there), or start "
-        "the script through launch.sh"
+        f"{rank_name}={rank} of {size_name}={size}, but {' and '.join(names)} {'are' if names[1:] else 'is'} not set: "
+        "several ranks were started and not told where to meet; export MASTER_ADDR (the first host) and MASTER_PORT "
+        "(any free port there), or start the script through launch.sh"
     )
 
 

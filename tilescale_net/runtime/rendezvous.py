@@ -22,7 +22,7 @@ from tilescale_net.errors import ConfigurationError, PeerLost
 from tilescale_net.runtime import group_store, groups, placement
 from tilescale_net.runtime.job_store import JobStore, first_line, has_agent, within
 
-_LAST_LOOK = 1.0  # seconds that ranks which give up leave each other to say so
+_FAILURE_GRACE_S = 1.0  # seconds that ranks which give up leave each other to say so
 _SLACK = 3.0  # seconds after which a step of torch that has a time limit of its own counts as hanging
 _RESOLVING = 5.0  # seconds that a name server may take to come up
 
@@ -77,15 +77,16 @@ def join(timeout: float, silence: float, group: dist.ProcessGroup | None = None)
     # A world of its own in the store: init after finalize must not read the keys of the earlier one.
     store = JobStore(kept, f"{prefix}/{number}", rank, silence, kept_by)
     try:
-        roll = _Roll(store, rank, size, timeout)
-        roll.wait_for_all("has not called tilescale_net.init")
+        attendance = _Attendance(store, rank, size, timeout)
+        attendance.wait_for_all("has not called tilescale_net.init")
         store.ask(lambda s: s.set(f"passed/{rank}", "1"))
         if kept_by is None and group_store.ends_with_rank_0():
-            job, store = store, roll.guard(lambda: group_store.open_own(store, rank, size, timeout, silence))
-            job.close()
-            roll = _Roll(store, rank, size, timeout)
+            own = attendance.run_together(lambda: group_store.open_own(store, rank, size, timeout, silence))
+            store.close()
+            store = own
+            attendance = _Attendance(store, rank, size, timeout)
         raw = dist.PrefixStore("gloo", store.raw)
-        connected = roll.guard(lambda: connect(raw, rank, size, timeout))
+        connected = attendance.run_together(lambda: connect(raw, rank, size, timeout))
     except BaseException:
         store.close()
         raise
@@ -132,11 +133,11 @@ def _make_default(timeout: float, silence: float) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = _connect(place, timeout, silence)
         asked = JobStore(store, _prefix(), place.rank, silence, None if has_agent() else 0)
-        roll = _Roll(asked, place.rank, place.size, timeout)
+        attendance = _Attendance(asked, place.rank, place.size, timeout)
         try:
-            roll.wait_for_all("did not come")
+            attendance.wait_for_all("did not come")
             mine = dist.PrefixStore(f"{_prefix()}/group", store)
-            roll.guard(
+            attendance.run_together(
                 lambda: dist.init_process_group(
                     "gloo", store=mine, rank=place.rank, world_size=place.size, timeout=limit
                 )
@@ -160,7 +161,7 @@ def _connect(place: placement.Place, timeout: float, silence: float) -> dist.Sto
         if keeps:
             store = _listen(place, limit)
         else:
-            _knock(place.address, place.port, timeout)
+            _wait_for_port(place.address, place.port, timeout)
             # A client tries twice, so half of the time each.
             store = within(
                 timeout + _SLACK, lambda: dist.TCPStore(
@@ -212,7 +213,7 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
-def _knock(address: str, port: int, timeout: float) -> None:
+def _wait_for_port(address: str, port: int, timeout: float) -> None:
     """Wait until somebody listens. The store's own attempts go on for twice their time, and fill the terminal."""
     begin = time.monotonic()
     while True:
@@ -226,7 +227,7 @@ def _knock(address: str, port: int, timeout: float) -> None:
             time.sleep(0.05)
 
 
-class _Roll:
+class _Attendance:
     """Who has come, by keys in the store."""
 
     def __init__(self, store: JobStore, rank: int, size: int, timeout: float):
@@ -234,23 +235,23 @@ class _Roll:
 
     def wait_for_all(self, absent: str) -> None:
         """Wait until every rank has come here; `absent` says of a rank what it has not done."""
-        self._say("here")
+        self._announce("here")
         keys = [f"here/{r}" for r in range(self._size)]
         begin = time.monotonic()
         while not self._all(keys):
             spent = time.monotonic() - begin
-            if spent > self._timeout and (missing := self._silent("here")):
+            if spent > self._timeout and (missing := self._missing("here")):
                 raise self._lost(absent, missing, told=set(range(self._size)) - set(missing))
             time.sleep(min(0.25, 0.02 + spent / 20))
 
-    def guard(self, run):
+    def run_together(self, run):
         """The result of a step that all ranks take together; when it fails, tell who does not even say that it failed."""
         try:
             result = within(self._timeout + _SLACK, run)
         except (RuntimeError, ValueError, TimeoutError) as err:
-            self._say("failed")
-            time.sleep(_LAST_LOOK)
-            silent = self._silent("failed", "joined")
+            self._announce("failed")
+            time.sleep(_FAILURE_GRACE_S)
+            silent = self._missing("failed", "joined")
             if silent:
                 raise self._lost("came, and were not heard of again", silent, err) from err
             if isinstance(err, TimeoutError):
@@ -259,7 +260,7 @@ class _Roll:
                 f"rank {self._rank}: all {self._size} ranks came, but they could not connect to each other "
                 f"({first_line(err)}); let GLOO_SOCKET_IFNAME name a network interface over which they can"
             ) from err
-        self._say("joined")
+        self._announce("joined")
         return result
 
     def _lost(
@@ -267,7 +268,7 @@ class _Roll:
     ) -> PeerLost:
         who = ", ".join(f"rank {r}" for r in ranks)
         cause = f" ({first_line(err)})" if err else ""
-        self._say("told")
+        self._announce("told")
         if self._rank == self._store.kept_by:
             self._let_others_look(range(self._size) if told is None else told)
         return PeerLost(
@@ -281,10 +282,10 @@ class _Roll:
         while time.monotonic() < end and not self._all(keys):
             time.sleep(0.05)
 
-    def _silent(self, *words: str) -> list[int]:
+    def _missing(self, *words: str) -> list[int]:
         return [r for r in range(self._size) if not any(self._all([f"{word}/{r}"]) for word in words)]
 
-    def _say(self, word: str) -> None:
+    def _announce(self, word: str) -> None:
         self._store.ask(lambda s: s.set(f"{word}/{self._rank}", "1"))
 
     def _all(self, keys: list[str]) -> bool:

@@ -134,6 +134,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case, nodes", [*((c, 1) for c in CASES), ("latency", 2)])
+NIGHTLY = pytest.param("latency", 1, marks=pytest.mark.nightly)  # the same on two nodes is in every run
+
+
+@pytest.mark.parametrize("case, nodes", [*((c, 1) for c in CASES if c != "latency"), NIGHTLY, ("latency", 2)])
 def test_metadata(case, nodes):
     ranks.run(2, _all, random.randrange(1 << 30), *CASES[case], env={"VIRTUAL_NODES": str(nodes)}, timeout=280)

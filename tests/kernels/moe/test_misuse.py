@@ -247,6 +247,9 @@ def _crowded(top_k: int, choices: list[list[int]]) -> None:
         run_round(op, everyone, random.Random(0), "after a crowd")
 
 
-@pytest.mark.parametrize("top_k, choices", [(2, [[0, 0]] * 3 + [[1, -1]]), (5, [[0, 1, 2, 3, 0]] * 4)])
+@pytest.mark.parametrize(
+    "top_k, choices",
+    [pytest.param(2, [[0, 0]] * 3 + [[1, -1]], marks=pytest.mark.nightly), (5, [[0, 1, 2, 3, 0]] * 4)],
+)
 def test_crowded_expert(top_k, choices):
     ranks.run(2, _crowded, top_k, choices, timeout=240)
