@@ -93,6 +93,8 @@ def transposed(seed):
 
 def gather_and_multiply(seed):
     _of("fused/all_gather_matmul")._products(seed, 72, 48, 40, torch.bfloat16, False, 3, 4)
+    _of("fused/all_gather_matmul")._products(seed, 72, 48, 48, torch.float8_e4m3fn, True, 3, 4)
+    _of("fused/all_gather_matmul")._products(seed, 72, 16, 40, torch.bfloat16, False, 2, 4)  # tiles of a single step
 
 
 def multiply_and_reduce(seed):

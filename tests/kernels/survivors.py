@@ -16,15 +16,12 @@ CALL_BEFORE = (
     "the product of the call before has waited for rows of every PE, sent when it had read those of the one before that"
 )
 MET = "the block has met since, and what follows touches nothing that was touched since then"
-SHAPE = (
-    "tiles have more steps than the ring has stages, so `full` and `empty` keep warps together; shallow ones need it"
-)
 # Not shown, although they matter.
 STREAMS = "the simulator runs streams one after the other, so what orders kernels side by side is not tried"
 # Nobody has found out yet which of the two it is.
 OPEN = "not looked at"
 
-HARMLESS = {BEGINS, TILELANG, LAST, CHUNKS, ANNOUNCED, NEXT_CALL, WAITED, STARTS, CALL_BEFORE, MET, SHAPE}
+HARMLESS = {BEGINS, TILELANG, LAST, CHUNKS, ANNOUNCED, NEXT_CALL, WAITED, STARTS, CALL_BEFORE, MET}
 KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "02": {("no sync_threads", 0): BEGINS},
     "all_to_all_transposed": {("no sync_threads", 0): BEGINS},
@@ -33,7 +30,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "exchange": {("no sync_threads", 0): TILELANG},
     "fused/all_gather_matmul": {("no wait", 0): CALL_BEFORE, ("no sync_threads", 0): BEGINS},
     "fused/matmul": {("no wait", 0): STARTS},
-    "fused/product": {("no barrier_wait", 0): SHAPE, ("no sync_warp", 1): OPEN},
+    "fused/product": {("no sync_warp", 1): OPEN},
     "fused/matmul_all_reduce": {
         ("no wait_block", 0): STREAMS,
         ("no sync_threads", 0): NEXT_CALL,
@@ -46,7 +43,6 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     },
     "moe/combine_latency": {
         ("no sync_warp", 1): BEGINS,
-        ("put_signal_warp in two, no fence", 0): OPEN,
         ("no sync_threads", 1): LAST,
         ("no wait", 1): ANNOUNCED,
     },
@@ -64,7 +60,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_threads", 1): CHUNKS,
         ("no sync_threads", 2): LAST,
     },
-    "moe/node_dispatch": {("no sync_threads", 1): OPEN, ("no sync_threads", 2): LAST},
+    "moe/node_dispatch": {("no sync_threads", 2): LAST},
     "moe/node_refusal": {
         ("no wait", 0): OPEN,
         ("no sync_threads", 0): OPEN,
@@ -74,7 +70,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_threads", 2): LAST,
     },
     "moe/node_routing": {("no sync_threads", 1): BEGINS, ("no sync_threads", 3): MET},
-    "moe/routing_steps": {("no sync_threads", 5): OPEN, ("no sync_threads", 7): LAST},
+    "moe/routing_steps": {("no sync_threads", 7): LAST},
     "p2p": {("no sync_threads", 0): TILELANG, ("no sync_threads", 1): BEGINS},
     "reduce_scatter": {("no sync_threads", 0): BEGINS, ("no wait", 0): ANNOUNCED, ("no sync_threads", 3): LAST},
     "reduce_scatter_pull": {("no sync_threads", 2): LAST},
