@@ -278,7 +278,7 @@ class _Attendance:
 
     def _let_others_look(self, ranks: Iterable[int]) -> None:
         """The store ends with this rank, and the others look at it for their message: slow ones, too."""
-        end, keys = time.monotonic() + _LAST_LOOK + _SLACK, [f"told/{r}" for r in ranks]
+        end, keys = time.monotonic() + _FAILURE_GRACE_S + _SLACK, [f"told/{r}" for r in ranks]
         while time.monotonic() < end and not self._all(keys):
             time.sleep(0.05)
 
