@@ -18,7 +18,7 @@ from benchmark.common.table import Column
 BENCH = dict(ranks=1, quick="--repeat 2 --parts product")  # see common/suite.py
 WIDTHS = ((8192, 14336), (8192, 28672), (7168, 8192))  # k and n of layers
 KINDS = ("AG+GEMM", "GEMM+RS", "GEMM+AR")
-HEAP = 12 << 30  # of `calls`: summands and gathered rows of 16384 rows, and as much again for the peers
+HEAP = 4 << 30  # of `calls`: summands and gathered rows of 16384 rows, and as much again for the peers
 
 
 def parse():
