@@ -43,12 +43,12 @@ def parse():
     return args
 
 
-def random(*shape):
+def random(*shape, seed: int = 0):
     import torch
 
     import tilescale_net as tsn
 
-    generator = torch.Generator(device=tsn.device()).manual_seed(sum(shape))
+    generator = torch.Generator(device=tsn.device()).manual_seed(sum(shape) + seed)
     return torch.empty(shape, dtype=torch.bfloat16, device=tsn.device()).normal_(generator=generator)
 
 
@@ -64,11 +64,11 @@ def times(timer, calls, wrong, what: str) -> tuple[dict, dict]:
     return {key: median(values) for key, values in samples.items()}, samples
 
 
-def eight_bits(*shape):
+def eight_bits(*shape, seed: int):
     """Random numbers of 8 bits, and a scale for each row."""
     import torch
 
-    numbers = random(*shape)
+    numbers = random(*shape, seed=seed)
     scales = numbers.abs().amax(1).float() / 448
     return (numbers / scales[:, None]).to(torch.float8_e4m3fn), scales
 
@@ -82,7 +82,7 @@ def product_of(m: int, k: int, n: int, eight: bool):
 
     out, theirs = (random(m, n) for _ in range(2))
     if eight:
-        (x, of_rows), (held, of_columns) = eight_bits(m, k), eight_bits(n, k)
+        (x, of_rows), (held, of_columns) = eight_bits(m, k, seed=1), eight_bits(n, k, seed=2)
         w, options = held.t(), dict(out_dtype=torch.bfloat16, use_fast_accum=True)
         scaled = of_rows[:, None], of_columns[None]
         reference = lambda: theirs.copy_(torch._scaled_mm(x, w, *scaled, **options))  # noqa: E731

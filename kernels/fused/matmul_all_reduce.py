@@ -131,18 +131,31 @@ class MatmulAllReduce(MatmulReduceScatter):
         parts, memory = out.view(self.n_pes, self.rows, self.n), self._memory
         mine = parts[self.rank]
         part = memory["part"] if self._sources_travel else mine
-        slices = self._slices
-        self._sum(part, x, held, transposed, scales, self.n_pes > 1, slices)
-        if self.n_pes > 1:
-            end = send_and_collect(*self._sent_of(slices), self.threads, self._ending_blocks)
-            end(
-                parts, part.view(1, self.rows, self.n), memory["partial"], memory["summands"], memory["sums"], self._calls,
-                memory["arrived"], memory["shared"], self._sent, memory["done"],
-            )  # fmt: skip
+        self._everyone = parts
+        self._sum(part, x, held, transposed, scales)
         if part is not mine:
             mine.copy_(part)
         self._sides.join()
         return out
+
+    def _launch(self, out, x, held, transposed, scales, calls, tickets, sent, shares: bool = True) -> None:
+        shares = shares and self.n_pes > 1
+        super()._launch(out, x, held, transposed, scales, calls, tickets, sent, shares)
+        if shares:
+            memory, part = self._memory, out.view(1, self.rows, self.n)
+            end = send_and_collect(*self._sent_of(), self.threads, self._ending_blocks)
+            signals = memory["arrived"], memory["shared"]
+            end(
+                self._everyone,
+                part,
+                memory["partial"],
+                memory["summands"],
+                memory["sums"],
+                calls,
+                *signals,
+                sent,
+                memory["done"],
+            )
 
     @property
     def _slices(self) -> int:
