@@ -321,7 +321,7 @@ class MatmulReduceScatter(FusedMatmul):
             # wait for one another. So all run once before, in a call 0 whose tiles and pieces are all taken.
             zero = torch.zeros(1, dtype=torch.int64, device=self.device)
             taken = torch.full((2,), 1 << 30, dtype=torch.int32, device=self.device)
-            self._launch(*arguments, zero, zero.view(torch.uint64), taken)
+            self._launch(*arguments, zero, torch.zeros(1, dtype=torch.uint64, device=self.device), taken)
             self._sides.join()
             torch.cuda.synchronize()
             self._loaded.add(transposed)

@@ -13,7 +13,6 @@ NEXT_CALL = "the source is written again after the target has begun the next cal
 WAITED = "wait_block synchronises the block where it ends, after the put"
 STARTS = "orders no data: it leaves multiprocessors to other blocks"
 # Not shown, although they matter.
-STREAMS = "the simulator runs streams one after the other, so what orders kernels side by side is not tried"
 LANES = "towards other ranks the lanes of a warp count as one, but for stores through remote views"
 # Nobody has found out yet which of the two it is.
 OPEN = "not looked at"
@@ -32,18 +31,6 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no quiet", 0): OPEN,
     },
     "fused/matmul": {("no wait", 0): STARTS},
-    "fused/matmul_all_reduce": {
-        ("no wait_block", 0): STREAMS,
-        ("no sync_threads", 0): NEXT_CALL,
-        ("no quiet", 0): NEXT_CALL,
-    },
-    "fused/matmul_reduce_scatter": {
-        ("no wait", 0): OPEN,
-        ("no sync_threads", 0): BEGINS,
-        ("no sync_threads", 1): OPEN,
-        ("no quiet", 0): OPEN,
-        ("no fence of signal", 0): STREAMS,
-    },
     "moe/combine_latency": {
         ("no sync_warp", 1): BEGINS,
         ("put_signal_warp in two, no fence", 0): OPEN,
