@@ -10,9 +10,9 @@ takes the fused call from these numbers of rows on:
 
 | ranks | all_gather_matmul | matmul_reduce_scatter | matmul_all_reduce |
 | --: | --: | --: | --: |
-| 2 | 512 | 1024 | 4096 |
-| 4 | 512 | 2048 | 2048 |
-| 8 | 1024 | 4096 | 4096 |
+| 2 | 512 | 1024 | 1024 |
+| 4 | 512 | 1024 | 1024 |
+| 8 | 1024 | 1024 | 1024 |
 """
 
 from __future__ import annotations
@@ -111,7 +111,10 @@ def expected_us(product: Product, multiprocessors: int = 132, tiling: Tiling | N
     if p.kind == "all_gather_matmul":
         # The rows of the peers come while the own ones are computed; the last to come are computed last.
         return max(-(-tiles // multiprocessors) * tile, moved / PUSH + tile) + 2 * LAUNCH, sequence
-    fused = -(-tiles // (multiprocessors - SENDERS)) * tile
+    workers = multiprocessors - SENDERS
+    fused = -(-tiles // workers) * tile
+    # The own tiles come last, and wait for what was computed last for this rank.
+    fused += max(0, moved / max(p.ranks - 1, 1) / SENT - tiles // p.ranks // workers * tile)
     if p.kind == "matmul_reduce_scatter":
         return max(fused, tile + moved / SENT) + 2 * LAUNCH, sequence
     # Sums of the last slice, about a tile of each multiprocessor, are pushed when the product is done, and what is late.
@@ -133,7 +136,10 @@ def is_taken(product: Product, device: torch.device) -> bool:
 
 
 def is_fused_faster(product: Product, multiprocessors: int = 132) -> bool:
-    """What the model says of sm_90."""
+    """What the model says of sm_90. A product that multiprocessors do not fill once hides nothing behind itself."""
+    rows, columns, _ = DEFAULT.tile
+    if product.kind != "all_gather_matmul" and product.m * product.n < (multiprocessors - SENDERS) * rows * columns:
+        return False
     fused, sequence = expected_us(product, multiprocessors)
     return fused * MARGIN < sequence
 
