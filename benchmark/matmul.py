@@ -17,7 +17,8 @@ from benchmark.common.table import Column
 
 BENCH = dict(ranks=1, quick="--repeat 2 --parts product")  # see common/suite.py
 WIDTHS = ((8192, 14336), (8192, 28672), (7168, 8192))  # k and n of layers
-HEAP = 12 << 30  # of `calls`: summands and gathered rows of 16384 rows, and as much again for the peers
+KINDS = ("AG+GEMM", "GEMM+RS", "GEMM+AR")
+HEAP = 4 << 30  # of `calls`: summands and gathered rows of 16384 rows, and as much again for the peers
 
 
 def parse():
@@ -28,20 +29,26 @@ def parse():
     parser.add_argument("--m", type=int_list(1, 1 << 24), default=m, metavar="LIST", help=f"rows {m}")
     text = f"what to measure ({', '.join(parts)})"
     parser.add_argument("--parts", type=one_of("product", "calls"), default=parts, metavar="LIST", help=text)
+    text = "of products: bf16, next to torch.mm; fp8 (e4m3, scales by row and column), next to torch._scaled_mm"
+    dtypes = ["bf16", "fp8"] if on_gpu() else ["bf16"]
+    parser.add_argument("--dtypes", type=one_of("bf16", "fp8"), default=dtypes, metavar="LIST", help=text)
+    parser.add_argument(
+        "--kinds", type=one_of(*KINDS), default=[*KINDS], metavar="LIST", help=f"of calls ({', '.join(KINDS)})"
+    )
     parser.add_argument("--ranks", type=positive_int, default=4, metavar="N", help="of a call (4)")
-    parser.add_argument("--blocks", type=positive_int, default=8, metavar="N", help="of a call that send (8)")
+    parser.add_argument("--blocks", type=positive_int, default=None, metavar="N", help="of a call that send")
     args = parser.parse_args()
     if "calls" in args.parts and not on_gpu():
         parser.error("--parts calls needs a GPU")
     return args
 
 
-def random(*shape):
+def random(*shape, seed: int = 0):
     import torch
 
     import tilescale_net as tsn
 
-    generator = torch.Generator(device=tsn.device()).manual_seed(sum(shape))
+    generator = torch.Generator(device=tsn.device()).manual_seed(sum(shape) + seed)
     return torch.empty(shape, dtype=torch.bfloat16, device=tsn.device()).normal_(generator=generator)
 
 
@@ -57,32 +64,58 @@ def times(timer, calls, wrong, what: str) -> tuple[dict, dict]:
     return {key: median(values) for key, values in samples.items()}, samples
 
 
-def product_of(m: int, k: int, n: int):
+def eight_bits(*shape, seed: int):
+    """Random numbers of 8 bits, and a scale for each row."""
+    import torch
+
+    numbers = random(*shape, seed=seed)
+    scales = numbers.abs().amax(1).float() / 448
+    return (numbers / scales[:, None]).to(torch.float8_e4m3fn), scales
+
+
+def product_of(m: int, k: int, n: int, eight: bool):
     """`(calls by name, what is wrong or None, the geometry)` of a product."""
     import torch
 
     import tilescale_net as tsn
     from tilescale_net.kernels.fused.choice import Product, tiling_for
 
-    x, w, out, theirs = random(m, k), random(k, n), *(random(m, n) for _ in range(2))
-    tiling = tiling_for(tsn.device(), Product("all_gather_matmul", 1, m, k, n, torch.bfloat16))
-    calls = {"ours": product_alone(tiling, x, w, out), "matmul": lambda: torch.mm(x, w, out=theirs)}
-    return calls, lambda: difference(out, theirs, "the product"), "x".join(map(str, tiling.tile))
+    out, theirs = (random(m, n) for _ in range(2))
+    if eight:
+        (x, of_rows), (held, of_columns) = eight_bits(m, k, seed=1), eight_bits(n, k, seed=2)
+        w, options = held.t(), dict(out_dtype=torch.bfloat16, use_fast_accum=True)
+        scaled = of_rows[:, None], of_columns[None]
+        reference = lambda: theirs.copy_(torch._scaled_mm(x, w, *scaled, **options))  # noqa: E731
+        matmul = lambda: torch._scaled_mm(x, w, *scaled, **options)  # noqa: E731
+    else:
+        x, w, of_rows = random(m, k), random(k, n), None
+        matmul = reference = lambda: torch.mm(x, w, out=theirs)
+    tiling = tiling_for(tsn.device(), Product("all_gather_matmul", 1, m, k, n, x.dtype))
+    calls = {"ours": product_alone(tiling, x, w, out, (of_rows, of_columns) if eight else None), "matmul": matmul}
+
+    def wrong():
+        reference()
+        exact = x[:16].float() @ w.float()
+        exact = exact * of_rows[:16, None] * of_columns if eight else exact
+        return difference(out, theirs, "the product") or difference(out[:16], exact, "its first rows")
+
+    return calls, wrong, "x".join(map(str, tiling.tile))
 
 
 def products(report, timer, args) -> None:
-    keys = [Column("k", "K", ",d"), Column("n", "N", ",d"), Column("m", "M", ",d")]
+    keys = [Column("dtype", "Dtype"), Column("k", "K", ",d"), Column("n", "N", ",d"), Column("m", "M", ",d")]
     columns = [Column("ours", "Ours", better="lower", unit="us"), Column("matmul", "cuBLAS", better="lower", unit="us")]
     columns += [Column("over", "x cuBLAS", ".3f"), Column("tflops", "TFLOP/s", ".0f"), Column("tile", "Tile")]
     table = report.table("product", keys, columns)
-    for k, n in WIDTHS if timer.on_gpu else ((64, 128),):
+    for dtype, k, n in ((d, *w) for d in args.dtypes for w in (WIDTHS if timer.on_gpu else ((64, 128),))):
         for m in args.m:
-            calls, wrong, tile = product_of(m, k, n)
-            took, samples = times(timer, calls, wrong, f"m {m}, k {k}, n {n}")
+            if dtype == "fp8" and not timer.on_gpu:
+                continue
+            calls, wrong, tile = product_of(m, k, n, dtype == "fp8")
+            took, samples = times(timer, calls, wrong, f"{dtype}, m {m}, k {k}, n {n}")
             tflops = 2 * m * n * k / took["ours"] / 1e6
-            table.add(
-                dict(k=k, n=n, m=m, **took, over=took["ours"] / took["matmul"], tflops=tflops, tile=tile), samples
-            )
+            over = took["ours"] / took["matmul"]
+            table.add(dict(dtype=dtype, k=k, n=n, m=m, **took, over=over, tflops=tflops, tile=tile), samples)
 
 
 def call_of(kind: str, args, m: int):
@@ -100,7 +133,7 @@ def call_of(kind: str, args, m: int):
     k, n = (8192, 14336) if kind == "AG+GEMM" else (7168, 8192)
     name = {"AG+GEMM": "all_gather_matmul", "GEMM+RS": "matmul_reduce_scatter", "GEMM+AR": "matmul_all_reduce"}[kind]
     product = Product(name, args.ranks, rows if kind == "AG+GEMM" else m, k, n, torch.bfloat16)
-    options = dict(blocks=args.blocks, tiling=tiling_for(tsn.device(), product))
+    options = dict(tiling=tiling_for(tsn.device(), product), **({"blocks": args.blocks} if args.blocks else {}))
     w, whole = random(k, n), random(m, n)
     if kind == "AG+GEMM":
         op, x, out = AllGatherMatmul(rows, k, n, **options), random(rows, k), random(m, n)
@@ -114,11 +147,11 @@ def call_of(kind: str, args, m: int):
         make = MatmulReduceScatter if kind == "GEMM+RS" else MatmulAllReduce
         op = make(rows if kind == "GEMM+RS" else m, k, n, **options)
         x, out = random(m, k), random(rows if kind == "GEMM+RS" else m, n)
-        hurry(op._ready, op._arrived, *([op._memory["shared"]] if kind == "GEMM+AR" else []))
-        for name in {"summands", "sums"} & set(op._memory):
+        hurry(*(op._memory[name] for name in ("ready", "arrived", "shared")))
+        for name in ("summands", "sums"):
             op._memory[name].normal_()
-            op._memory[name][1].copy_(op._memory[name][0])
-        own = lambda: torch.mm(x[:rows], w).float() + op._summands[0, 1:].float().sum(0)  # noqa: E731
+            op._memory[name][-1].copy_(op._memory[name][0])
+        own = lambda: torch.mm(x[:rows], w).float() + op._memory["summands"][0, 1:].float().sum(0)  # noqa: E731
         others = (lambda: [*op._memory["sums"][0, 1:]]) if kind == "GEMM+AR" else (lambda: [])
         wanted = lambda: torch.cat([own(), *(part.float() for part in others())])  # noqa: E731
         everyone = x
@@ -135,7 +168,7 @@ def calls(report, timer, args) -> None:
     columns += [Column("over", "x cuBLAS", ".3f")]
     table = report.table("calls", keys, columns)
     table.plotted = False
-    for kind in ("AG+GEMM", "GEMM+RS", "GEMM+AR"):
+    for kind in args.kinds:
         for m in args.m:
             if m % args.ranks:
                 continue
@@ -152,7 +185,7 @@ def main() -> None:
     report = Report("matmul", args)
     world = tsn.init(HEAP if "calls" in args.parts else 64 << 20)
     timer = Timer.of(args, world.device_kind == "cuda")
-    report.environment |= {"data": "normal random bfloat16, verified", "timing": f"{timer.mode}, sides by turns"}
+    report.environment |= {"data": "normal random numbers, verified", "timing": f"{timer.mode}, sides by turns"}
     if "product" in args.parts:
         products(report, timer, args)
     if "calls" in args.parts:

@@ -78,23 +78,33 @@ def tiling_of(args: argparse.Namespace):
     return Tiling(args.tile, args.stages, args.panel, args.columns)
 
 
-def product_alone(tiling, x, w, out) -> Callable[[], None]:
-    """A call of the fused kernels' product without communication: `out = x @ w`."""
+def product_alone(tiling, x, w, out, scales=None) -> Callable[[], None]:
+    """A call of the fused kernels' product without communication: `out = x @ w`.
+
+    Args:
+        scales: of rows and of columns, for 8 bits; `w` is the transpose of a contiguous tensor then.
+    """
     import torch
 
+    from tilescale_net.kernels.collective import dtype_name
     from tilescale_net.kernels.fused.all_gather_matmul import matmul_arriving
 
-    (m, k), n = x.shape, w.shape[1]
+    (m, k), n, transposed = x.shape, w.shape[1], not w.is_contiguous()
     workers = tiling.workers(x.device, 1, m, n)
-    kernel = matmul_arriving(1, m, n, k, "bfloat16", "bfloat16", **vars(tiling), workers=workers, peers=False)
+    kernel = matmul_arriving(
+        1, m, n, k, dtype_name(x.dtype), dtype_name(out.dtype), transposed, **vars(tiling), workers=workers, peers=False,
+        scaled=scales is not None,
+    )  # fmt: skip
     calls = torch.zeros(1, dtype=torch.int64, device=x.device)
     flags = torch.zeros((1, -(-m // tiling.tile[0])), dtype=torch.uint64, device=x.device)
     tickets = torch.zeros(1, dtype=torch.uint64, device=x.device)
-    no_scales = [torch.zeros(1, device=x.device)] * 3
+    none = torch.zeros(1, device=x.device)
+    of_rows, of_columns = scales or (none, none)
+    held = w.t() if transposed else w
 
     def call() -> None:
         calls.add_(1)
-        kernel(out.view(1, m, n), x, x.view(1, 1, m, k), w, calls, flags, tickets, *no_scales)
+        kernel(out.view(1, m, n), x, x.view(1, 1, m, k), held, calls, flags, tickets, of_rows, none, of_columns)
 
     return call
 

@@ -95,23 +95,22 @@ def launches(run: Callable[[str], dict]) -> str:
 
 def products(run: Callable[[str], dict]) -> str:
     rows = run("matmul")["tables"][0]["rows"]
-    head = ["K", "N", "M", "tile", "tilescale_net (us)", "cuBLAS (us)", "x cuBLAS", "TFLOP/s"]
+    head = ["dtype", "K", "N", "M", "tile", "tilescale_net (us)", "cuBLAS (us)", "x cuBLAS", "TFLOP/s"]
     return markdown(
         head,
         [
             [
-                r["k"], r["n"], r["m"], r["tile"], f"{r['ours']:,.0f}", f"{r['matmul']:,.0f}", f"{r['over']:.3f}",
+                r["dtype"], r["k"], r["n"], r["m"], r["tile"], f"{r['ours']:,.0f}", f"{r['matmul']:,.0f}", f"{r['over']:.3f}",
                 f"{r['tflops']:.0f}",
             ]
             for r in rows
         ],
-        0,
+        1,
     )  # fmt: skip
 
 
 def fused_calls(run: Callable[[str], dict]) -> str:
-    """Those whose geometry is the first of `choice.GEOMETRIES`; smaller ones take another one since."""
-    rows = [r for r in run("matmul")["tables"][1]["rows"] if r["m"] >= 2048]
+    rows = run("matmul")["tables"][1]["rows"]
     head = ["a rank's share, 4 ranks", "M", "tilescale_net (us)", "cuBLAS alone (us)", "x cuBLAS"]
     lines = [[r["kind"], r["m"], f"{r['ours']:,.0f}", f"{r['matmul']:,.0f}", f"{r['over']:.3f}"] for r in rows]
     return markdown(head, lines)

@@ -111,9 +111,11 @@ def matmul_arriving(
     def finish(group, total, result, out, part, pe, row, column, call, scales, x_scales, gathered_scales, w_scales):
         if scaled:
             if part[0] == 0:
-                product.get_row_scales(shape, group, scales, lambda r: x_scales[r], row[0])
+                product.get_row_scales(rows, shape, group, scales, lambda r: x_scales[r], row[0])
             elif peers:
-                product.get_row_scales(shape, group, scales, lambda r: gathered_scales[call % 2, pe[0], r], row[0])
+                product.get_row_scales(
+                    rows, shape, group, scales, lambda r: gathered_scales[call % 2, pe[0], r], row[0]
+                )
             product.scale(shape, group, total, scales, w_scales, column[0])
         product.store(shape, group, total, result, out, pe[0], row[0], column[0])
 

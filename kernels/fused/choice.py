@@ -10,9 +10,9 @@ takes the fused call from these numbers of rows on:
 
 | ranks | all_gather_matmul | matmul_reduce_scatter | matmul_all_reduce |
 | --: | --: | --: | --: |
-| 2 | 512 | 1024 | 4096 |
-| 4 | 512 | 2048 | 2048 |
-| 8 | 1024 | 4096 | 4096 |
+| 2 | 512 | 1024 | 1024 |
+| 4 | 512 | 1024 | 1024 |
+| 8 | 1024 | 1024 | 1024 |
 """
 
 from __future__ import annotations
@@ -66,12 +66,15 @@ def fits(product: Product) -> str | None:
     return None
 
 
-# Measured on NVIDIA H200s joined by NVLink, in CUDA graphs; times in us, bytes and flops per us. Collectives and pushes on
-# two GPUs (docs/results/collectives.md, copies.md); products on one, with random data, M from 512 to 16384, N 14336 and
-# 28672, K 8192: cuBLAS reaches 670 to 763 TFLOP/s, and ours takes 0.99 to 1.03 times as long (docs/results/products.md).
-FLOPS = 700e6 / 132  # of a multiprocessor, in a product of random data
+# Measured on NVIDIA H200s, in CUDA graphs; times in us, bytes and flops per us. Collectives and pushes on two GPUs
+# (docs/results/collectives.md, copies.md); products on one, with random data (docs/results/products.md): what cuBLAS
+# reaches at once on all multiprocessors, and how much longer ours takes.
+FLOPS = {torch.bfloat16: 700e6, torch.float16: 700e6, SCALED: 1340e6}
+PRODUCT = {torch.bfloat16: 1.02, torch.float16: 1.02, SCALED: 1.08}
 LAUNCH = 5.0  # a kernel that waits for another one's flag, and its gate
-PUSH = 330e3  # bytes that a few blocks push while the others multiply
+PUSH = 330e3  # bytes that 8 blocks push while the others multiply
+SENDERS, SENT = 4, 175e3  # blocks beside a product whose result travels, and the bytes that they push
+REST = 360e3  # bytes that all blocks push when the product is done
 # A collective alone: until it has begun and ended, and the bytes that pass a rank.
 COLLECTIVES = {
     "all_gather_matmul": (8.0, 230e3),
@@ -80,37 +83,43 @@ COLLECTIVES = {
 }
 # Whether whole fused calls, as they are now, have been measured on several GPUs, and the model found right.
 MEASURED = False
-# The product's time next to cuBLAS's, and how much faster than the sequence a fused call must be expected to be.
-PRODUCT, MARGIN = 1.02, 1.03
+MARGIN = 1.03  # how much faster than the sequence a fused call must be expected to be
 
 
-def expected_us(product: Product, multiprocessors: int = 132, tiling: Tiling = DEFAULT) -> tuple[float, float]:
+def expected_us(product: Product, multiprocessors: int = 132, tiling: Tiling | None = None) -> tuple[float, float]:
     """Time of the fused call, and of cuBLAS and the collective one after the other, by a model of both.
 
     A multiprocessor computes a tile at a time, so a product takes as long as the multiprocessor with the most tiles.
+
+    Args:
+        tiling: of the fused call, one of GEOMETRIES; default that of `best_tiling`.
     """
-    p, (bm, bn, _) = product, tiling.tile
-    tile = 2 * bm * bn * p.k / FLOPS
-
-    def waves(rows: int, of: int = multiprocessors) -> int:
-        return -(-(-(-rows // bm) * -(-p.n // bn)) // of)
-
+    p = product
+    cost = _costs(p).get(tiling or best_tiling(p, multiprocessors), 1.0)
+    (rows, columns, _), flops = DEFAULT.tile, FLOPS[p.dtype] / multiprocessors
+    tile = 2 * rows * columns * p.k / flops
+    sequence = -(-(-(-p.m // rows) * -(-p.n // columns)) // multiprocessors) * tile
     part = p.m // p.ranks
-    columns = p.k if p.kind == "all_gather_matmul" else p.n
-    moved = (p.ranks - 1) * part * columns * p.dtype.itemsize
+    carried = p.dtype.itemsize if p.kind == "all_gather_matmul" or p.dtype != SCALED else 2
+    moved = (p.ranks - 1) * part * (p.k if p.kind == "all_gather_matmul" else p.n) * carried
     begin, rate = COLLECTIVES[p.kind]
-    passes = 2 if p.kind == "matmul_all_reduce" else 1
-    sequence = waves(p.m) * tile + begin + passes * moved / rate
+    sequence += begin + (2 if p.kind == "matmul_all_reduce" else 1) * moved / rate
+    tile *= cost * PRODUCT[p.dtype]
+    (bm, bn, _) = (tiling or best_tiling(p, multiprocessors)).tile
+    across = -(-p.n // bn)
+    tiles = p.ranks * -(-part // bm) * across
     if p.kind == "all_gather_matmul":
         # The rows of the peers come while the own ones are computed; the last to come are computed last.
-        tiles = p.ranks * -(-part // bm) * -(-p.n // bn)
-        return max(-(-tiles // multiprocessors) * tile * PRODUCT, moved / PUSH + tile) + 2 * LAUNCH, sequence
-    fused = (p.ranks - 1) * (max(waves(part) * tile * PRODUCT, moved / (p.ranks - 1) / PUSH) + LAUNCH)
+        return max(-(-tiles // multiprocessors) * tile, moved / PUSH + tile) + 2 * LAUNCH, sequence
+    workers = multiprocessors - SENDERS
+    fused = -(-tiles // workers) * tile
+    # The own tiles come last, and wait for what was computed last for this rank.
+    fused += max(0, moved / max(p.ranks - 1, 1) / SENT - tiles // p.ranks // workers * tile)
     if p.kind == "matmul_reduce_scatter":
-        return fused + waves(part) * tile * PRODUCT + LAUNCH, sequence
-    # A few blocks less compute the own rows; the last of them to be finished are pushed, and copied by the others.
-    last = waves(part, multiprocessors - 8) * tile * PRODUCT
-    return fused + max(last, moved / PUSH) + 3 * LAUNCH + moved / max(part // bm, 1) / PUSH, sequence
+        return max(fused, tile + moved / SENT) + 2 * LAUNCH, sequence
+    # Sums of the last slice, about a tile of each multiprocessor, are pushed when the product is done, and what is late.
+    last = min(multiprocessors, -(-part // bm) * across) * bm * bn * (p.ranks - 1) * carried
+    return fused + max(last, 2 * moved - SENT * (fused - tile)) / REST + 3 * LAUNCH, sequence
 
 
 def is_taken(product: Product, device: torch.device) -> bool:
@@ -127,7 +136,10 @@ def is_taken(product: Product, device: torch.device) -> bool:
 
 
 def is_fused_faster(product: Product, multiprocessors: int = 132) -> bool:
-    """What the model says of sm_90."""
+    """What the model says of sm_90. A product that multiprocessors do not fill once hides nothing behind itself."""
+    rows, columns, _ = DEFAULT.tile
+    if product.kind != "all_gather_matmul" and product.m * product.n < (multiprocessors - SENDERS) * rows * columns:
+        return False
     fused, sequence = expected_us(product, multiprocessors)
     return fused * MARGIN < sequence
 
@@ -150,19 +162,25 @@ def tiling_for(device: torch.device, product: Product) -> Tiling:
 def best_tiling(product: Product, multiprocessors: int = 132) -> Tiling:
     """The geometry with which the multiprocessor with the most tiles is done first; a later one only where it gains 3 %."""
     is_gather = product.kind == "all_gather_matmul"
-    parts, rows = (product.ranks, product.rows) if is_gather else (1, product.rows // product.ranks)
+    rows = product.rows if is_gather else product.rows // product.ranks
+    workers = multiprocessors - (0 if is_gather or product.ranks == 1 else SENDERS)
 
     def time(geometry: tuple[Tiling, float]) -> float:
         (bm, bn, _), cost = geometry[0].tile, geometry[1]
-        return -(-parts * -(-rows // bm) * -(-product.n // bn) // multiprocessors) * cost
+        return -(-product.ranks * -(-rows // bm) * -(-product.n // bn) // workers) * cost
 
     best = min(GEOMETRIES, key=time)
     return _of_dtype(best[0] if time(best) * 1.03 < time(GEOMETRIES[0]) else DEFAULT, product)
 
 
+def _costs(product: Product) -> dict[Tiling, float]:
+    """How long a tile of each geometry takes, next to one of the first."""
+    return {_of_dtype(tiling, product): cost for tiling, cost in GEOMETRIES}
+
+
 def _of_dtype(tiling: Tiling, product: Product) -> Tiling:
     """The geometry for the dtype: a byte an element makes tiles twice as deep, whose scales, and summands in a ring of
-    their own, take shared memory from what leaves at once and from the ring of operands. Not measured.
+    their own, take shared memory from what leaves at once and from the ring of operands.
     """
     if product.dtype != SCALED:
         return tiling

@@ -1,8 +1,9 @@
 """Matrix product and all-reduce at once: sums of rows leave their owner for all others while the next are computed.
 
-The first half is `matmul_reduce_scatter`: every PE adds up the rows that it owns. Its product of the own rows says after
-each tile that it is done; as soon as all tiles of some rows are, a few blocks push these sums to the other PEs, who copy
-them to the result. So each row is added up and rounded once, and all PEs get the same bits.
+The first half is `matmul_reduce_scatter`: every PE adds up the rows that it owns, here slice by slice: the parts of a slice
+for the other PEs, then its own. When all tiles of some rows are done, a few blocks push these sums to the other PEs, who
+copy them to the result. What is left when the product is done, that of the last slice, all blocks push. So each row is added
+up and rounded once, and all PEs get the same bits.
 """
 
 import tilelang.language as T
@@ -10,92 +11,61 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.collective import BufferSpecs, dtype_name
+from tilescale_net.kernels.collective import BufferSpecs
+from tilescale_net.kernels.fused import sending
 from tilescale_net.kernels.fused.matmul import DEFAULT, Tiling
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
-from tilescale_net.kernels.fused.product import MULTIPLIERS
 
 
-@tsn.jit(name="matmul_all_reduce_push")
-def push_sums(n_pes, rows, n, dtype, chunk, adds, threads=512, blocks=8, engine="auto"):
-    """Kernel `(sums, part, calls, done, shared)`: puts `part` into `sums[call % 2, my_pe]` of every other PE.
-
-    Args:
-        n_pes, rows, n, dtype: `part` is [rows, n], `sums` (symmetric) [2, n_pes, rows, n].
-        chunk: rows between two signals.
-        adds: by how much `done[c]` grows in a call until the rows of chunk c are in `part`.
-        threads, blocks, engine: see `tilescale_net.language.put_block`.
-
-    `calls` (int64 [1]) holds the number of this call, 1 or more. `done` [chunks] and `shared` [n_pes, chunks] are signals
-    (uint64, symmetric), zero before the first call and then left alone. That the other PEs are done with this half of
-    `sums` is known to whoever launches this: it follows `push_summand` to each of them on the stream.
-    """
-    chunks = -(-rows // chunk)
-
-    @T.prim_func
-    def main(
-        ctx: N.Context(),
-        sums: T.Tensor((2, n_pes, rows, n), dtype),
-        part: T.Tensor((rows, n), dtype),
-        calls: T.Tensor((1,), "int64"),
-        done: T.Tensor((chunks,), "uint64"),
-        shared: T.Tensor((n_pes, chunks), "uint64"),
-    ):
-        with T.Kernel(blocks, threads=threads) as block:
-            thread = T.get_thread_binding()
-            me = N.my_pe()
-            call = calls[0]
-            for turn in T.serial(-(-chunks // blocks)):
-                c = turn * blocks + block
-                if c < chunks:
-                    N.wait_block(done[c], "ge", call * adds, proxy="async")
-                    for hop in T.serial(1, n_pes):
-                        N.put_signal_block(
-                            sums[call % 2, me, c * chunk, 0], part[c * chunk, 0], (me + hop) % n_pes, shared[me, c],
-                            T.cast(call, "uint64"), count=T.cast(T.min(chunk, rows - c * chunk), "int64") * n,
-                            engine=engine,
-                        )  # fmt: skip
-            T.sync_threads()
-            if thread < n_pes and thread != me:
-                N.quiet(thread)
-
-    return main
-
-
-@tsn.jit(name="matmul_all_reduce_collect")
-def collect_sums(n_pes, rows, n, dtype, chunk, threads=512, blocks=64):
-    """Kernel `(out, sums, calls, shared)`: copies `sums[call % 2, p]` to `out[p]` for the other PEs p, as they arrive.
+@tsn.jit(name="matmul_all_reduce_end")
+def send_and_collect(
+    n_pes, rows, n, carried, dtype, height, across, slices, pieces, threads=512, blocks=132
+):  # fmt: skip
+    """Kernel `(out, part, partial, summands, sums, calls, arrived, shared, sent, done)`: puts what `matmul_reducing` has left
+    to put, and copies `sums[call % 2, p]` to `out[p]` for the other PEs p, as they arrive.
 
     Args:
-        n_pes, rows, n, dtype: `out` is [n_pes, rows, n], `sums` (symmetric) [2, n_pes, rows, n].
-        chunk: rows between two signals of `push_sums`.
+        n_pes, rows, n, carried, dtype, height, across, slices, pieces: see `sending.Sent`; `out` is [n_pes, rows, n], `part`
+            [1, rows, n], of `dtype` as `sums`; `partial` and `summands` are of `carried`.
 
-    `calls` and `shared` as in `push_sums`.
+    `calls`, `shared` and the others as in `matmul_reducing`.
     """
-    chunks = -(-rows // chunk)
+    s = sending.Sent(n_pes, rows, n, height, across, slices, pieces, shares=True)
+    copies = s.tiles * (n_pes - 1)
 
     @T.prim_func
     def main(
         ctx: N.Context(),
         out: T.Tensor((n_pes, rows, n), dtype),
+        part: T.Tensor((1, rows, n), dtype),
+        partial: T.Tensor((n_pes, rows, n), carried),
+        summands: T.Tensor((2, n_pes, rows, n), carried),
         sums: T.Tensor((2, n_pes, rows, n), dtype),
         calls: T.Tensor((1,), "int64"),
-        shared: T.Tensor((n_pes, chunks), "uint64"),
+        arrived: T.Tensor((n_pes, s.tiles), "uint64"),
+        shared: T.Tensor((n_pes, s.tiles), "uint64"),
+        sent: T.Tensor((2,), "int32"),
+        done: T.Tensor((n_pes, s.tiles), "uint64"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
-            me = N.my_pe()
-            call = calls[0]
-            for turn in T.serial(-(-chunks * (n_pes - 1) // blocks)):
-                item = turn * blocks + block
-                if item < chunks * (n_pes - 1):
-                    # In the order in which they come: a chunk of everybody, then the next one.
-                    pe = (me + 1 + item % (n_pes - 1)) % n_pes
-                    c = item // (n_pes - 1)
-                    N.wait_block(shared[pe, c], "ge", call)
+            given, item = T.alloc_shared((1,), "int32"), T.alloc_local((1,), "int32")
+            thread, call, me = T.get_thread_binding(), calls[0], N.my_pe()
+            to = partial, summands, part, sums, done, arrived, shared
+            sending.send_all(s, "ldst", given, item, sent, *to, call, me, thread)
+            for turn in T.serial(-(-copies * pieces // blocks)):
+                copy = turn * blocks + block
+                if copy < copies * pieces:
+                    # In the order in which they come: some rows of everybody, then the next ones.
+                    pe = (me + 1 + copy // pieces % (n_pes - 1)) % n_pes
+                    c = copy // pieces // (n_pes - 1)
+                    row = T.min(c * height + copy % pieces * s.piece, rows - 1)
+                    N.wait_block(shared[pe, c], "ge", call * pieces)
                     N.get_block(
-                        out[pe, c * chunk, 0], sums[call % 2, pe, c * chunk, 0], me,
-                        count=T.cast(T.min(chunk, rows - c * chunk), "int64") * n, engine="ldst",
+                        out[pe, row, 0], sums[call % 2, pe, row, 0], me,
+                        count=sending.count_of(s, c * height + copy % pieces * s.piece), engine="ldst",
                     )  # fmt: skip
+            if thread < n_pes and thread != me:
+                N.quiet(thread)
 
     return main
 
@@ -122,7 +92,7 @@ class MatmulAllReduce(MatmulReduceScatter):
 
     def __init__(
         self, rows: int, k: int, n: int, *, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.dtype | None = None,
-        tiling: Tiling = DEFAULT, threads: int = 512, blocks: int = 8, engine: str = "auto", group: "tsn.Group" = None,
+        tiling: Tiling = DEFAULT, threads: int = 512, blocks: int = 4, engine: str = "auto", group: "tsn.Group" = None,
     ):  # fmt: skip
         n_pes = tsn.world(group).size
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1 or rows % n_pes:
@@ -131,10 +101,7 @@ class MatmulAllReduce(MatmulReduceScatter):
         super().__init__(rows // n_pes, k, n, **options, group=group)
 
     def _more_memory(self) -> BufferSpecs:
-        more = {
-            "sums": ((2, self.n_pes, self.rows, self.n), self.out_dtype),
-            "shared": ((self.n_pes, -(-self.rows // self.tiling.tile[0])), torch.uint64),
-        }
+        more = {"sums": ((2, self.n_pes, self.rows, self.n), self.out_dtype)}
         return more | ({"part": ((self.rows, self.n), self.out_dtype)} if self._sources_travel else {})
 
     def __call__(
@@ -164,21 +131,40 @@ class MatmulAllReduce(MatmulReduceScatter):
         parts, memory = out.view(self.n_pes, self.rows, self.n), self._memory
         mine = parts[self.rank]
         part = memory["part"] if self._sources_travel else mine
-        self._sum(part, x, held, transposed, scales, announced=True)
-        if self.n_pes > 1:
-            shape = self.n_pes, self.rows, self.n, dtype_name(self.out_dtype), self.tiling.tile[0]
-            adds = MULTIPLIERS * -(-self.n // self.tiling.tile[1])
-            push = push_sums(*shape, adds, self.threads, self.blocks, self._engine)
-            with self._sides[0]:  # behind the pushes of summands, beside the last product
-                push(memory["sums"], part, self._calls, memory["done"], memory["shared"])
-            collect_sums(*shape, self.threads, self._copying_blocks)(
-                parts, memory["sums"], self._calls, memory["shared"]
-            )
+        self._everyone = parts
+        self._sum(part, x, held, transposed, scales)
         if part is not mine:
             mine.copy_(part)
         self._sides.join()
         return out
 
+    def _launch(self, out, x, held, transposed, scales, calls, tickets, sent, shares: bool = True) -> None:
+        shares = shares and self.n_pes > 1
+        super()._launch(out, x, held, transposed, scales, calls, tickets, sent, shares)
+        if shares:
+            memory, part = self._memory, out.view(1, self.rows, self.n)
+            end = send_and_collect(*self._sent_of(), self.threads, self._ending_blocks)
+            signals = memory["arrived"], memory["shared"]
+            end(
+                self._everyone,
+                part,
+                memory["partial"],
+                memory["summands"],
+                memory["sums"],
+                calls,
+                *signals,
+                sent,
+                memory["done"],
+            )
+
     @property
-    def _copying_blocks(self) -> int:
-        return min(64, self._block_limit) if self.device.type == "cuda" else self.blocks
+    def _slices(self) -> int:
+        """As many slices as have a tile for each block that multiplies, so that none waits; the last one's sums are late."""
+        tiles, across = self._tiles, -(-self.n // self.tiling.tile[1])
+        return max(
+            s for s in range(1, tiles + 1) if tiles % s == 0 and (s == 1 or tiles // s * across >= self._workers)
+        )
+
+    @property
+    def _ending_blocks(self) -> int:
+        return self._block_limit if self.device.type == "cuda" else self.blocks

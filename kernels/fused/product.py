@@ -213,11 +213,11 @@ def multiply(shape, group, left, right, total, full, empty, step, thread):
 
 
 @tsn.macro
-def get_row_scales(shape, group, scales, of_row, row):
-    """scales[group, 0 : half] = of_row(each row of warpgroup `group`). By it."""
+def get_row_scales(rows, shape, group, scales, of_row, row):
+    """scales[group, 0 : half] = of_row(each row of warpgroup `group`), of which there are `rows`. By it."""
     for i in T.Parallel(shape.half):
         # Rows and columns outside of the product get some scale: they are never stored.
-        scales[group, i] = of_row(T.min(row + group * shape.half + i, shape.rows - 1))
+        scales[group, i] = of_row(T.min(row + group * shape.half + i, rows - 1))
 
 
 @tsn.macro

@@ -151,9 +151,9 @@ RUNS = {
     "all-reduce and norm": (("all_reduce_norm",), norm),
     "broadcast": (("broadcast", "node_broadcast"), broadcast),
     "all-to-all, transposed": (("all_to_all_transposed",), transposed),
-    "all-gather and matmul": (("fused/all_gather_matmul", "fused/product"), gather_and_multiply),
+    "all-gather and matmul": (("fused/all_gather_matmul", "fused/matmul", "fused/product"), gather_and_multiply),
     "matmul and reduce-scatter": (
-        ("fused/matmul_reduce_scatter", "fused/matmul", "fused/product"),
+        ("fused/matmul_reduce_scatter", "fused/sending", "fused/product"),
         multiply_and_reduce,
     ),
     "matmul and all-reduce": (("fused/matmul_all_reduce",), multiply_and_reduce_everywhere),

@@ -17,7 +17,6 @@ CALL_BEFORE = (
 )
 MET = "the block has met since, and what follows touches nothing that was touched since then"
 # Not shown, although they matter.
-STREAMS = "the simulator runs streams one after the other, so what orders kernels side by side is not tried"
 # Nobody has found out yet which of the two it is.
 OPEN = "not looked at"
 
@@ -31,16 +30,6 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "fused/all_gather_matmul": {("no wait", 0): CALL_BEFORE, ("no sync_threads", 0): BEGINS},
     "fused/matmul": {("no wait", 0): STARTS},
     "fused/product": {("no sync_warp", 1): OPEN},
-    "fused/matmul_all_reduce": {
-        ("no wait_block", 0): STREAMS,
-        ("no sync_threads", 0): NEXT_CALL,
-        ("no quiet", 0): NEXT_CALL,
-    },
-    "fused/matmul_reduce_scatter": {
-        ("no wait", 0): CALL_BEFORE,
-        ("no sync_threads", 0): BEGINS,
-        ("no fence of signal", 0): STREAMS,
-    },
     "moe/combine_latency": {
         ("no sync_warp", 1): BEGINS,
         ("no sync_threads", 1): LAST,

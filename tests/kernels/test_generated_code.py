@@ -24,14 +24,17 @@ OTHERS = {
     "benchmark.common.queue_bench.probe": [dict()],
 }
 # What the fused products send with; the products are in fused/test_generated_code.py.
-ROWS = dict(n_pes=4, rows=1024, n=8192, dtype="bfloat16", chunk=128)
+ROWS = dict(n_pes=4, rows=1024, n=8192, height=128, across=32, slices=2, pieces=4)
 FUSED = {
     "tilescale_net.kernels.fused.all_gather_matmul.push_rows": [
         dict(n_pes=4, rows=1024, k=8192, dtype="bfloat16", chunk=128)
     ],
-    "tilescale_net.kernels.fused.matmul_reduce_scatter.push_summand": [dict(ROWS)],
-    "tilescale_net.kernels.fused.matmul_all_reduce.push_sums": [dict(ROWS, adds=8192)],
-    "tilescale_net.kernels.fused.matmul_all_reduce.collect_sums": [dict(ROWS, threads=512)],
+    "tilescale_net.kernels.fused.matmul_reduce_scatter.send_parts": [
+        dict(ROWS, dtype="bfloat16", out_dtype="bfloat16", shares=True)
+    ],
+    "tilescale_net.kernels.fused.matmul_all_reduce.send_and_collect": [
+        dict(ROWS, carried="bfloat16", dtype="bfloat16", threads=512)
+    ],
 }
 KERNELS = {name: variants for name, (_, variants) in declared(tests.kernels, "SM_90").items()} | OTHERS | FUSED
 CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments in variants]

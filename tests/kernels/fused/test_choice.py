@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from tilescale_net.kernels.fused.choice import Product, best_tiling, expected_us, fits, is_fused_faster
+from tilescale_net.kernels.fused.choice import GEOMETRIES, Product, best_tiling, expected_us, fits, is_fused_faster
 from tilescale_net.kernels.fused.matmul import SCALED
 from tilescale_net.kernels.fused.matmul_reduce_scatter import check_ring
 
@@ -21,8 +21,8 @@ def _product(kind: str, ranks: int, m: int, k: int, n: int) -> Product:
     "kind, k, n, first",
     [
         ("all_gather_matmul", 8192, 14336, {2: 512, 4: 512, 8: 1024}),
-        ("matmul_reduce_scatter", 7168, 8192, {2: 1024, 4: 2048, 8: 4096}),
-        ("matmul_all_reduce", 7168, 8192, {2: 4096, 4: 2048, 8: 4096}),
+        ("matmul_reduce_scatter", 7168, 8192, {2: 1024, 4: 1024, 8: 1024}),
+        ("matmul_all_reduce", 7168, 8192, {2: 1024, 4: 1024, 8: 1024}),
     ],
 )
 def test_small_products_run_one_after_the_other(kind, k, n, first):
@@ -30,6 +30,17 @@ def test_small_products_run_one_after_the_other(kind, k, n, first):
         for m in (256, 512, 1024, 2048, 4096, 8192, 16384):
             product = _product(kind, ranks, m, k, n)
             assert is_fused_faster(product) == (m >= start), (ranks, m, *expected_us(product))
+
+
+def test_the_geometry_counts():
+    """That of the call, by default; another one where it is named."""
+    product = _product("all_gather_matmul", 4, 1024, 8192, 14336)
+    narrow, wide = best_tiling(product), GEOMETRIES[0][0]
+    assert narrow.tile[1] == 192
+    assert expected_us(product) == expected_us(product, tiling=narrow)
+    assert expected_us(product)[0] < expected_us(product, tiling=wide)[0]
+    eight = dataclasses.replace(product, dtype=SCALED)
+    assert expected_us(eight)[0] < 0.6 * expected_us(product)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -29,7 +29,7 @@ SCATTERED = dict(WIDE, n_pes=4, rows=1024, n=8192, k=7168)
 # In every run one of each: they cost seconds.
 CASES = {
     "arriving": (matmul_arriving, GATHERED),
-    "reducing": (matmul_reducing, dict(SCATTERED, announced=True, transposed=True)),
+    "reducing": (matmul_reducing, dict(SCATTERED, shares=True, slices=2, transposed=True)),
 }
 LONG = {
     f"alone-{geometry.tile[1]}": (matmul_arriving, dict(GATHERED, n_pes=1, peers=False, **vars(geometry)))
@@ -39,7 +39,7 @@ LONG = {
 EIGHT = dict(dtype="float8_e4m3fn", out_dtype="bfloat16", transposed=True, scaled=True)
 LONG |= {
     "arriving-8": (matmul_arriving, GATHERED | EIGHT | _geometry("all_gather_matmul")),
-    "reducing-8": (matmul_reducing, SCATTERED | EIGHT | _geometry("matmul_reduce_scatter") | dict(announced=True)),
+    "reducing-8": (matmul_reducing, SCATTERED | EIGHT | _geometry("matmul_reduce_scatter") | dict(shares=True)),
 }
 ALL = [*CASES, *(pytest.param(name, marks=pytest.mark.nightly) for name in LONG)]
 
