@@ -16,7 +16,6 @@ CALL_BEFORE = (
     "the product of the call before has waited for rows of every PE, sent when it had read those of the one before that"
 )
 MET = "the block has met since, and what follows touches nothing that was touched since then"
-# Not shown, although they matter.
 # Nobody has found out yet which of the two it is.
 OPEN = "not looked at"
 
