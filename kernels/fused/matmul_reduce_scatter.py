@@ -117,6 +117,7 @@ def matmul_reducing(
             product.store(shape, group, total, results[1], targets[1], pe, row[0], column[0])
             sending.announce(done, hop[0] - 1, row[0] // bm, thread)
 
+    # Longer than 120 lines: parameters, and what the warpgroups have in common; the two that multiply name their registers.
     @T.prim_func
     def main(
         ctx: N.Context(),

@@ -263,17 +263,8 @@ class AllToAll(Participant):
         return pending.result
 
     def _dispatch(
-        self,
-        x,
-        topk_idx,
-        topk_weights,
-        handle,
-        out,
-        phase: Phase,
-        cleared: bool = False,
-        mask=None,
-        blocks=None,
-    ) -> Pending:
+        self, x, topk_idx, topk_weights, handle, out, phase: Phase, cleared: bool = False, mask=None, blocks=None,
+    ) -> Pending:  # fmt: skip
         may_reuse, checks = self.config.traits.reuses_plan, self._checks
         reuses = may_reuse and handle is not None
         if may_reuse and reuses + (topk_idx is not None) + (mask is not None) != 1:

@@ -125,6 +125,10 @@ def moe_latency_weights(seed):
     _of("moe/rounds").weights_at_combine(seed, MOE, dict(mode="latency", tuning=_tuning()), dict(), ROUTINGS)
 
 
+def moe_arena(seed):
+    _of("moe/arena")._by_turns(seed, 4, False)
+
+
 def moe_refused(seed):
     _of("moe/rounds").refused(seed, MOE, dict(layout="rank", tuning=_tuning()))
 
@@ -165,6 +169,7 @@ RUNS = {
         moe_latency,
     ),
     "MoE latency, weights at combine": (("moe/exchange_weights",), moe_latency_weights),
+    "MoE in an arena": (("moe/arena",), moe_arena),
     "MoE by rank, refused": (("moe/refusal", "moe/routing_steps", "moe/node_refusal"), moe_refused),
     "MoE latency, refused": (("moe/refusal",), moe_latency_refused),
 }

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from tilescale_net.errors import PeerLost
-from tilescale_net.runtime.rendezvous import _Roll
+from tilescale_net.runtime.rendezvous import _Attendance
 
 
 class Store:
@@ -34,13 +34,13 @@ def test_rank_0_stays_until_a_slow_rank_knows_who_is_lost():
 
     def rank_0():
         with pytest.raises(PeerLost, match="Missing: rank 1"):
-            _Roll(store, 0, 3, 5.0).guard(lambda: _cannot_connect(0))
+            _Attendance(store, 0, 3, 5.0).run_together(lambda: _cannot_connect(0))
         store.ended.set()
 
     first = threading.Thread(target=rank_0)
     first.start()
     try:
         with pytest.raises(PeerLost, match="Missing: rank 1 "):
-            _Roll(store, 2, 3, 5.0).guard(lambda: _cannot_connect(2.5))
+            _Attendance(store, 2, 3, 5.0).run_together(lambda: _cannot_connect(2.5))
     finally:
         first.join()

@@ -192,12 +192,12 @@ def worlds_of(made: list[ranks.RankWorld], address: int) -> ranks.RankWorld | No
 @contextlib.contextmanager
 def _on_the_simulator() -> Iterator[None]:
     """Kernels are compiled for the simulator, also on a machine with a GPU."""
-    saved = os.environ.get("TSN_DEVICE")
-    os.environ["TSN_DEVICE"] = "simulator"
+    saved = os.environ.get(settings.DEVICE.name)
+    os.environ[settings.DEVICE.name] = "simulator"
     try:
         yield
     finally:
         if saved is None:
-            del os.environ["TSN_DEVICE"]
+            del os.environ[settings.DEVICE.name]
         else:
-            os.environ["TSN_DEVICE"] = saved
+            os.environ[settings.DEVICE.name] = saved

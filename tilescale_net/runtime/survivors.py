@@ -61,7 +61,7 @@ def call_roll(control, watchdog, seconds: float) -> list[int]:
     kept = _members(decided, members)
     if rank not in kept:
         raise PeerLost(f"rank {rank}: ranks {kept} have gone on without this one, which they took for lost")
-    if store.kept_by is not None and store.kept_by not in kept:
+    if store.kept_by in members and store.kept_by not in kept:  # one that was left out before may still keep it
         raise PeerLost(f"rank {rank}: {store.keeper} did not come, and nobody can go on without it")
     _end(watchdog, rank, set(members) - set(kept) - here)
     return kept

@@ -24,7 +24,7 @@ ROW = (in_a_row, dict(tuning=TUNING), dict())
 MUTANTS = {
     "plan without wait for records": (
         "routing",
-        'N.wait(records_ready[thread], "ge", call * T.uint64(blocks))',
+        'N.wait(records_ready[thread], "ge", call * T.uint64(blocks + absent))',
         EXPERT,
     ),
     "dispatch without wait for room": (

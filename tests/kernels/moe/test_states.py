@@ -350,6 +350,18 @@ def test_walk(size):
     ranks.run(size, _walk, random.randrange(1 << 30), 5, 25, timeout=280)
 
 
+def _others_shrink() -> None:
+    thing = Object("throughput", "expert")
+    thing.op.set_active([False, True, True])
+    if tsn.rank():
+        assert tsn.shrink().ranks == [1, 2]
+    thing.op.free()
+
+
+def test_ranks_go_on_while_one_that_is_left_out_keeps_the_store():
+    ranks.run(3, _others_shrink, timeout=100)
+
+
 def test_walk_that_ends_with_a_loss():
     outcomes = ranks.launch(2, _walk_and_lose, random.randrange(1 << 30), timeout=100)
     assert outcomes[1].exitcode == -signal.SIGKILL
