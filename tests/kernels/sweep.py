@@ -59,16 +59,20 @@ def _instead(call: ast.Call, alone: bool) -> tuple[str, str] | None:
             return f"(({text[1]}) % ({text[2]}))", f"no {name}"
         return None
     rest = {k: v for k, v in keywords.items() if k != "fence"}
-    arguments = ", ".join([*text, *(f"{k}={v}" for k, v in rest.items())])
+    arguments = ", ".join([*text, *_written(rest)])
     if keywords.get("fence") == "True" or re.fullmatch(r"signal_(block|warp)", name) and "fence" not in keywords:
         return f"N.{name}({arguments}, fence=False)", f"no fence of {name}"
     if put := re.fullmatch(r"put_signal(_block|_warp|_thread)", name):
         scope = put[1].replace("_thread", "")
-        copy = ", ".join([*text[:3], *(f"{k}={v}" for k, v in keywords.items() if k != "op")])
+        copy = ", ".join([*text[:3], *_written({k: v for k, v in keywords.items() if k != "op"})])
         word = [*text[3:], text[2], *(["op=" + keywords["op"]] if "op" in keywords else [])]
         fence = [] if scope == "" else ["fence=False"]
         return f"N.put{put[1]}({copy}); N.signal{scope}({', '.join([*word, *fence])})", f"{name} in two, no fence"
     return None
+
+
+def _written(keywords: dict[str | None, str]) -> list[str]:
+    return [f"{k}={v}" if k else f"**{v}" for k, v in keywords.items()]
 
 
 def mutants(source: str) -> list[Swept]:

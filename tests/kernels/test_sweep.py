@@ -106,7 +106,7 @@ def program_outcome(program: Path, mutant: sweep.Swept, folder: Path, seeds: lis
 
 def test_every_call_is_changed_once():
     source = "def f():\n    T.sync_threads()\n    w = N.wait(a[0], 'ge', i)\n    N.signal(a[0], 1, pe, fence=True)\n"
-    source += "    N.put_signal_warp(y[0], x[0], pe, a[0], 1, op='add')\n    N.signal_block(a[0], 1, pe)\n"
+    source += "    N.put_signal_warp(y[0], x[0], pe, a[0], 1, op='add', **options)\n    N.signal_block(a[0], 1, pe)\n"
     found = sweep.mutants(source)
     assert [m.what for m in found] == [
         "no sync_threads", "no wait", "no fence of signal", "put_signal_warp in two, no fence", "no fence of signal_block",
@@ -114,7 +114,7 @@ def test_every_call_is_changed_once():
     changed = [m.text.splitlines()[m.line - 1].strip() for m in found]
     assert changed == [
         "pass", "w = T.cast(i, \"uint64\")", "N.signal(a[0], 1, pe, fence=False)",
-        "N.put_warp(y[0], x[0], pe); N.signal_warp(a[0], 1, pe, op='add', fence=False)",
+        "N.put_warp(y[0], x[0], pe, **options); N.signal_warp(a[0], 1, pe, op='add', fence=False)",
         "N.signal_block(a[0], 1, pe, fence=False)",
     ]  # fmt: skip
     assert all(len(sweep.mutants((FOLDER / f"{file}.py").read_text())) for file in ("exchange", "moe/handshake"))

@@ -23,6 +23,7 @@ def test_endings(tmp_path, how):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("library, provider", [p[1:] for p in PROVIDERS], ids=IDS)
 def test_many_endings(tmp_path, library, provider, how):
