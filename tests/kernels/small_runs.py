@@ -76,7 +76,8 @@ def reduce_everywhere(seed):
 
 
 def reduce_across_nodes(seed):
-    _of("all_reduce")._reduce(seed, [((1000,), torch.bfloat16, 0, 0, True)], dict(GEOMETRY), 3)
+    options = dict(GEOMETRY, chunk_bytes=512, slots=2)  # slots are used again
+    _of("reduce_scatter")._reduce(seed, [((3000,), torch.bfloat16, 0, 0)], options, 3, (0,))
 
 
 def norm(seed):
@@ -151,7 +152,7 @@ RUNS = {
     "reduce-scatter": (("reduce_scatter",), reduce_by_push),
     "reduce-scatter by pull": (("reduce_scatter_pull",), reduce_by_pull),
     "all-reduce": (("all_reduce_one_shot", "all_reduce_packets", "all_reduce_two_shot"), reduce_everywhere),
-    "all-reduce across nodes": (("node_reduce_scatter",), reduce_across_nodes),
+    "reduce-scatter across nodes": (("node_reduce_scatter",), reduce_across_nodes),
     "all-reduce and norm": (("all_reduce_norm",), norm),
     "broadcast": (("broadcast", "node_broadcast"), broadcast),
     "all-to-all, transposed": (("all_to_all_transposed",), transposed),

@@ -51,6 +51,8 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "moe/node_dispatch": {("no sync_threads", 2): LAST},
     "moe/node_routing": {("no sync_threads", 1): BEGINS, ("no sync_threads", 3): MET},
     "moe/routing_steps": {("no sync_threads", 7): LAST},
+    "node_all_gather": {("no sync_threads", 0): TILELANG},
+    "node_broadcast": {("no sync_threads", 0): BEGINS},
     "p2p": {("no sync_threads", 0): TILELANG, ("no sync_threads", 1): BEGINS},
     "reduce_scatter": {("no sync_threads", 0): BEGINS, ("no wait", 0): ANNOUNCED, ("no sync_threads", 3): LAST},
     "reduce_scatter_pull": {("no sync_threads", 2): LAST},
