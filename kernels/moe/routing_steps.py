@@ -25,6 +25,7 @@ class Sizes:
     index_dtype: str
     absent: int
     node_size: int
+    ordered: bool = False
 
     @property
     def local(self) -> int:
@@ -38,6 +39,11 @@ class Sizes:
     @property
     def totals(self) -> Totals:
         return Totals(self.ranks, self.local)
+
+    @property
+    def firsts(self) -> int:
+        """Where a block's counts of rows by their first expert begin, behind its other counts."""
+        return self.counts.words
 
     @property
     def part(self) -> int:
@@ -82,6 +88,16 @@ def read_choices(s, topk_idx, active, keys, seen, first, mine: T.Ref, bad: T.Ref
                     if keys[0, p - p % K + q] >= 0 and keys[0, p - p % K + q] // local == keys[0, p] // local:
                         key = -1
             keys[1, p] = key
+            if s.ordered:
+                least = T.alloc_var("int32")
+                least = -1
+                if key >= 0:
+                    least = keys[0, p]
+                    for q in T.serial(K):
+                        other = keys[0, p - p % K + q]
+                        if other >= 0 and other // local == key - experts:
+                            least = T.min(least, other)
+                keys[2, p] = least
     T.sync_threads()
 
 
@@ -101,6 +117,18 @@ def count_part(s, keys, four, partial, seen, mine: T.Ref, any_bad: T.Ref, block,
                 for v in T.unroll(4):
                     n = n + T.if_then_else(four[v] == bin, 1, 0)
             partial[block, bin] = n
+    if s.ordered:
+        for i in T.serial((s.experts + threads - 1) // threads):
+            e = i * threads + thread
+            if e < s.experts:
+                found = T.alloc_var("int32")
+                found = 0
+                for q in T.serial((mine * s.top_k + 3) // 4):
+                    for v in T.vectorized(4):
+                        four[v] = keys[2, q * 4 + v]
+                    for v in T.unroll(4):
+                        found = found + T.if_then_else(four[v] == e, 1, 0)
+                partial[block, s.firsts + e] = found
     if thread == 0:
         partial[block, C.code] = T.if_then_else(any_bad != 0, BAD_EXPERT, NO_FAULT)
         partial[block, C.value] = T.if_then_else(any_bad != 0, seen[0], 0)
@@ -228,6 +256,47 @@ def number_choices(s, keys, four, places, partial, counts_in, padded, alive, min
 
 
 @tsn.macro
+def order_rows(s, keys, four, places, partial, firsts, mine: T.Ref, block, thread):
+    """Number the rows to each rank by the first of their experts there, then by token: places[2, …].
+
+    Rows of the first experts are then sent first, so that whole tiles of them are there while others are on their way.
+
+    Args:
+        firsts: int32 [experts] of shared memory.
+    """
+    threads, local = s.threads, s.local
+    n = T.alloc_var("int32")
+    for i in T.serial((s.experts + threads - 1) // threads):
+        e = i * threads + thread
+        if e < s.experts:
+            n = 0
+            for b in T.serial(s.blocks):
+                n = n + partial[b, s.firsts + e]
+            firsts[e] = n
+    T.sync_threads()
+    for i in T.serial((s.experts + threads - 1) // threads):
+        e = i * threads + thread
+        if e < s.experts:
+            n = 0
+            for o in T.serial(e % local):
+                n = n + firsts[e - e % local + o]
+            for b in T.serial(block):
+                n = n + partial[b, s.firsts + e]
+            for q in T.serial((mine * s.top_k + 3) // 4):
+                for v in T.vectorized(4):
+                    four[v] = keys[2, q * 4 + v]
+                for v in T.unroll(4):
+                    if four[v] == e:
+                        places[2, q * 4 + v] = n
+                        n = n + 1
+
+
+def _number(s, place, numbers, *at):
+    """The number of a row whose record travels at `place`: records go by token, one part of each block."""
+    return numbers[at] if s.ordered else place
+
+
+@tsn.macro
 def write_records(
     s, keys, places, topk_weights, records_out, send_token, send_row, token_slot, first, mine: T.Ref, thread
 ):
@@ -240,15 +309,17 @@ def write_records(
                 pe = keys[1, p] - s.experts
                 j = places[1, p]
                 t = first + p // K
-                token_slot[t, pe] = j
-                send_token[pe, j] = t
-                send_row[pe, j] = places[0, p]
+                token_slot[t, pe] = _number(s, j, places, 2, p)
+                send_token[pe, _number(s, j, places, 2, p)] = t
+                send_row[pe, _number(s, j, places, 2, p)] = places[0, p]
                 for k in T.serial(K):
                     cell = p - p % K + k
                     here = keys[0, cell] >= 0 and keys[0, cell] // local == pe
                     records_out[pe, j, k] = T.if_then_else(here, places[0, cell], -1)
                     records_out[pe, j, K + k] = T.reinterpret(topk_weights[t, k], "int32")
                 records_out[pe, j, 2 * K] = t
+                if s.ordered:
+                    records_out[pe, j, 2 * K + 1] = places[2, p]
     T.sync_threads()
 
 
@@ -351,12 +422,13 @@ def keep_records(s, records, records_in, row_index, row_weight, counts_in, alive
                 row = records_in[r, p // K, p % K]
                 weight = T.alloc_var("int32")
                 weight = records_in[r, p // K, K + p % K]
-                records[r, p // K, p % K] = row
-                records[r, p // K, K + p % K] = weight
+                here = r, p // K, 2 * K + 1
+                records[r, _number(s, p // K, records_in, *here), p % K] = row
+                records[r, _number(s, p // K, records_in, *here), K + p % K] = weight
                 if p % K == 0:
-                    records[r, p // K, 2 * K] = records_in[r, p // K, 2 * K]
+                    records[r, _number(s, p // K, records_in, *here), 2 * K] = records_in[r, p // K, 2 * K]
                 if row >= 0 and row < s.capacity:
-                    row_index[row] = base + p // K
+                    row_index[row] = base + _number(s, p // K, records_in, *here)
                     row_weight[row] = T.reinterpret(weight, "float32")
         base = base + n
     T.sync_threads()
