@@ -186,7 +186,7 @@ def combine_throughput(
                         n = T.min(size, received[peer] - c * size)
                         if tiles:
                             await_rows(
-                                finished, product_calls[0] * growth, records, peer, c * size, n, top_k, tile_rows, lane
+                                finished, product_calls, growth, records, peer, c * size, n, top_k, tile_rows, slot, lane
                             )
                         if direct != 0:
                             steps.send_direct(

@@ -92,16 +92,15 @@ def count_rows(words, records, source: T.Ref, first, count: T.Ref, top_k, tile_r
 
 
 @tsn.macro
-def await_rows(words, wanted, records, source: T.Ref, first, count: T.Ref, top_k, tile_rows, lane):
+def await_rows(words, calls, growth, records, source: T.Ref, first, count: T.Ref, top_k, tile_rows, row: T.Ref, lane):
     """Wait for the tiles of all experts' rows of rows `first` … of `source`. By a warp.
 
     Args:
-        wanted: int64, what words of whole tiles have reached.
+        calls, growth: see `Tiles`. row: int32, to work with.
     """
-    row = T.alloc_var("int32")
     for i in T.serial((count * top_k + 31) // 32):
         if i * 32 + lane < count * top_k:
             row = records[source, first + (i * 32 + lane) // top_k, (i * 32 + lane) % top_k]
             if row >= 0:
-                N.wait(words[row // tile_rows], "ge", wanted)
+                N.wait(words[row // tile_rows], "ge", calls[0] * growth)
     T.sync_warp()

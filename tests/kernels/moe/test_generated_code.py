@@ -31,14 +31,19 @@ RETURN = dict(
 )  # fmt: skip
 # Arguments to compile each kernel with. A kernel that is missing here fails `test_every_kernel_is_compiled`.
 KERNELS = {
-    "routing.plan_routing": [dict(SHAPE, capacity=65536, alignment=16, blocks=24, threads=512, index_dtype="int64")],
+    "routing.plan_routing": [
+        dict(SHAPE, capacity=65536, alignment=16, blocks=24, threads=512, index_dtype="int64"),
+        dict(SHAPE, capacity=65536, alignment=128, blocks=24, threads=512, index_dtype="int64", ordered=True),
+    ],
     "dispatch_throughput.dispatch_throughput": [
         dict(MOVE, row_words=3584, scale_words=0, placement="expert"),
         dict(MOVE, row_words=1792, scale_words=56, placement="rank", senders=24, receivers=0),
+        dict(MOVE, row_words=3584, scale_words=0, placement="expert", tile_rows=128, tiles=512),
     ],
     "combine_throughput.combine_throughput": [
         dict(SUM, by_rank=False, weighted="choices"),
         dict(SUM, by_rank=True, weighted="", threads=512),
+        dict(SUM, by_rank=False, weighted="choices", tile_rows=128, tiles=512),
     ],
     "dispatch_latency.dispatch_latency": [dict(SEND, source_dtype="bfloat16")],
     "combine_latency.combine_latency": [dict(RETURN)],
@@ -79,7 +84,8 @@ def test_code_for_sm_90(tools, name, arguments):  # noqa: F811
     instructions = code.instructions
     assert len(instructions) > 100
     spilled = [i for i in instructions if i.startswith(("LDL", "STL"))]
-    assert len(spilled) < 40, f"{len(spilled)} accesses to spilled registers"
+    most = 56 if "tiles" in arguments else 40  # waits and signals take local memory in any number of registers
+    assert len(spilled) < most, f"{len(spilled)} accesses to spilled registers"
     if module not in ("refusal", "node_refusal", "exchange_weights", "arena"):  # which move no rows
         assert [i for i in instructions if i.startswith("ST") and ".128" in i] or module == "routing", "16-byte stores"
         assert [i for i in instructions if i.startswith("LD") and ".128" in i], "16-byte loads"
