@@ -12,101 +12,12 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.collective import dtype_name
-from tilescale_net.kernels.fused import product, sending
+from tilescale_net.kernels.fused import expert_tiles, product, sending
 from tilescale_net.kernels.fused.matmul import DEFAULT, DTYPES, FusedMatmul, Tiling, check_extents, gate
 from tilescale_net.kernels.moe.all_to_all import AllToAll
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, Pending
 from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.kernels.moe.wire_layout import Totals
-
-
-@tsn.macro
-def count_tiles(shape, at, totals, heights, begins, thread):
-    """begins [experts + 1] = rows of tiles of the experts before each. By all threads of a block.
-
-    Args:
-        heights: int32 [experts], for each expert's rows of tiles.
-    """
-    n = T.alloc_var("int32")
-    for i in T.serial(-(-at.local_experts // product.THREADS)):
-        e = i * product.THREADS + thread
-        if e < at.local_experts:
-            # A dispatch that was refused has counts, and no room for their rows.
-            n = T.min(totals[at.counts + e], totals[at.offsets + e + 1] - totals[at.offsets + e])
-            heights[e] = (n + shape.tile[0] - 1) // shape.tile[0]
-    T.sync_threads()
-    for i in T.serial(-(-(at.local_experts + 1) // product.THREADS)):
-        end = i * product.THREADS + thread
-        if end <= at.local_experts:
-            n = 0
-            for e in T.serial(end):
-                n = n + heights[e]
-            begins[end] = n
-    T.sync_threads()
-
-
-@tsn.macro
-def next_tile(shape, at, backwards, tickets, parity, begins, totals, chosen, given, taken, tile, turn, thread):
-    """tile [3] = expert, row and column of the next tile, which the warps that multiply get too; expert -1: no more.
-
-    By the copying warp. Experts go one by one, in each of them columns, in each column rows; `backwards` from the last one.
-    """
-    expert = T.alloc_var("int32")
-    inside = T.alloc_var("int32")
-    height = T.alloc_var("int32")
-    T.barrier_wait(taken[turn[0] % 2], ((turn[0] // 2) & 1) ^ 1)
-    for i in T.unroll(3):
-        tile[i] = -1
-    if thread == 0:
-        inside = T.atomic_add(tickets[parity], 1, return_prev=True)
-        if inside < begins[at.local_experts] * shape.tiles_n:
-            if backwards:
-                inside = begins[at.local_experts] * shape.tiles_n - 1 - inside
-            expert = 0
-            while inside >= begins[expert + 1] * shape.tiles_n:
-                expert = expert + 1
-            inside = inside - begins[expert] * shape.tiles_n
-            height = begins[expert + 1] - begins[expert]
-            tile[0] = expert
-            tile[1] = totals[at.offsets + expert] + inside % height * shape.tile[0]
-            tile[2] = inside // height * shape.tile[1]
-        for i in T.unroll(3):
-            chosen[turn[0] % 2, i] = tile[i]
-    for i in T.unroll(3):
-        tile[i] = T.shfl_sync(tile[i], 0)
-    T.barrier_arrive(given[turn[0] % 2])
-    turn[0] = turn[0] + 1
-
-
-@tsn.macro
-def get_tile(chosen, given, taken, tile, turn, thread):
-    """tile [3] = the next tile. By the warps that multiply."""
-    T.barrier_wait(given[turn[0] % 2], (turn[0] // 2) & 1)
-    for i in T.unroll(3):
-        tile[i] = chosen[turn[0] % 2, i]
-    T.sync_warp()
-    if thread % 32 == 0:
-        T.barrier_arrive(taken[turn[0] % 2])
-    turn[0] = turn[0] + 1
-
-
-@tsn.macro
-def fill_up(shape, at, totals, finished, tiles, thread):
-    """Add to the words of tiles that no product of this call finishes what it adds to the others. By a block."""
-    begin = T.alloc_var("int32")
-    end = T.alloc_var("int32")
-    used = T.alloc_var("int32")
-    for i in T.serial(-(-tiles // product.THREADS)):
-        t = i * product.THREADS + thread
-        if t < tiles:
-            used = 0
-            for e in T.serial(at.local_experts):
-                begin = totals[at.offsets + e]
-                end = T.min(begin + totals[at.counts + e], totals[at.offsets + e + 1])
-                if t * shape.tile[0] >= begin and t * shape.tile[0] < end:
-                    used = 1
-            if used == 0:
-                N.signal(finished[0, t], shape.tiles_n * product.WARPS, N.my_pe(), op="add")
 
 
 @tsn.jit(name="expert_matmul")
@@ -179,12 +90,12 @@ def matmul_experts(
             thread, parity = T.get_thread_binding(), T.cast(calls[0] % 2, "int32")
             step[0] = 0
             turn[0] = 0
-            count_tiles(shape, at, totals, heights, begins, thread)
+            expert_tiles.count_tiles(shape, at, totals, heights, begins, thread)
             if block == 0:
                 if thread == 0:
                     tickets[1 - parity] = 0
                 if tells:
-                    fill_up(shape, at, totals, finished, tiles, thread)
+                    expert_tiles.fill_up(shape, at, totals, finished, tiles, thread)
             order = tickets, parity, begins, totals
             if thread < 128:
                 T.dec_max_nreg(40)
@@ -192,7 +103,7 @@ def matmul_experts(
                     if tells and not waits:
                         # Holds at once: what TMA reads is this PE's own, of kernels before.
                         N.wait_warp(arrived[0, tiles], "ge", 0, proxy="async")
-                    next_tile(shape, at, tells, *order, chosen, given, taken, tile, turn, thread)
+                    expert_tiles.next_tile(shape, at, tells, *order, chosen, given, taken, tile, turn, thread)
                     while tile[0] >= 0:
                         if waits:
                             N.wait_warp(arrived[0, tile[1] // bm], "ge", arrivals[0] * bm, proxy="async")
@@ -207,22 +118,22 @@ def matmul_experts(
                             copy_right(w, right, s, full, tile[0], i * bk, tile[2])
                             T.barrier_arrive(full[s])
                             step[0] = step[0] + 1
-                        next_tile(shape, at, tells, *order, chosen, given, taken, tile, turn, thread)
+                        expert_tiles.next_tile(shape, at, tells, *order, chosen, given, taken, tile, turn, thread)
             elif thread < 256:
                 T.inc_max_nreg(232)
-                get_tile(chosen, given, taken, tile, turn, thread)
+                expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
                 while tile[0] >= 0:
                     product.multiply(shape, 0, left, right, upper, full, empty, step, thread)
                     finish(0, upper, result, out, tile, finished, thread)
-                    get_tile(chosen, given, taken, tile, turn, thread)
+                    expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
             else:
                 T.inc_max_nreg(232)
-                get_tile(chosen, given, taken, tile, turn, thread)
+                expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
                 while tile[0] >= 0:
                     product.multiply(shape, 1, left, right, lower, full, empty, step, thread)
                     finish(1, lower, result, out, tile, finished, thread)
-                    get_tile(chosen, given, taken, tile, turn, thread)
+                    expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
 
     return main

@@ -186,7 +186,17 @@ def combine_throughput(
                         n = T.min(size, received[peer] - c * size)
                         if tiles:
                             await_rows(
-                                finished, product_calls, growth, records, peer, c * size, n, top_k, tile_rows, slot, lane
+                                finished,
+                                product_calls,
+                                growth,
+                                records,
+                                peer,
+                                c * size,
+                                n,
+                                top_k,
+                                tile_rows,
+                                slot,
+                                lane,
                             )
                         if direct != 0:
                             steps.send_direct(

@@ -14,6 +14,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
+from tilescale_net.kernels.moe import routing_order as order
 from tilescale_net.kernels.moe import routing_steps as steps
 from tilescale_net.kernels.moe.handshake import count_for
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
@@ -118,7 +119,7 @@ def plan_routing(
             steps.number_choices(s, keys, four, places, partial, counts_in, padded, alive, mine, me, block, thread)
             if ordered:
                 firsts = T.alloc_shared((experts,), "int32")
-                steps.order_rows(s, keys, four, places, partial, firsts, mine, block, thread)
+                order.order_rows(s, keys, four, places, partial, firsts, mine, block, thread)
             for i in T.serial((s.part * R + threads - 1) // threads):
                 p = i * threads + thread
                 if p < T.min(share, tokens - first) * R:

@@ -7,6 +7,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import report
+from tilescale_net.kernels.moe import routing_order as order
 from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, NO_FAULT, NO_ROOM, Counts, Totals, align4, record_words
 
 
@@ -89,15 +90,7 @@ def read_choices(s, topk_idx, active, keys, seen, first, mine: T.Ref, bad: T.Ref
                         key = -1
             keys[1, p] = key
             if s.ordered:
-                least = T.alloc_var("int32")
-                least = -1
-                if key >= 0:
-                    least = keys[0, p]
-                    for q in T.serial(K):
-                        other = keys[0, p - p % K + q]
-                        if other >= 0 and other // local == key - experts:
-                            least = T.min(least, other)
-                keys[2, p] = least
+                order.find_first(s, keys, key, p)
     T.sync_threads()
 
 
@@ -118,17 +111,7 @@ def count_part(s, keys, four, partial, seen, mine: T.Ref, any_bad: T.Ref, block,
                     n = n + T.if_then_else(four[v] == bin, 1, 0)
             partial[block, bin] = n
     if s.ordered:
-        for i in T.serial((s.experts + threads - 1) // threads):
-            e = i * threads + thread
-            if e < s.experts:
-                found = T.alloc_var("int32")
-                found = 0
-                for q in T.serial((mine * s.top_k + 3) // 4):
-                    for v in T.vectorized(4):
-                        four[v] = keys[2, q * 4 + v]
-                    for v in T.unroll(4):
-                        found = found + T.if_then_else(four[v] == e, 1, 0)
-                partial[block, s.firsts + e] = found
+        order.count_firsts(s, keys, four, partial, mine, block, thread)
     if thread == 0:
         partial[block, C.code] = T.if_then_else(any_bad != 0, BAD_EXPERT, NO_FAULT)
         partial[block, C.value] = T.if_then_else(any_bad != 0, seen[0], 0)
@@ -256,47 +239,6 @@ def number_choices(s, keys, four, places, partial, counts_in, padded, alive, min
 
 
 @tsn.macro
-def order_rows(s, keys, four, places, partial, firsts, mine: T.Ref, block, thread):
-    """Number the rows to each rank by the first of their experts there, then by token: places[2, …].
-
-    Rows of the first experts are then sent first, so that whole tiles of them are there while others are on their way.
-
-    Args:
-        firsts: int32 [experts] of shared memory.
-    """
-    threads, local = s.threads, s.local
-    n = T.alloc_var("int32")
-    for i in T.serial((s.experts + threads - 1) // threads):
-        e = i * threads + thread
-        if e < s.experts:
-            n = 0
-            for b in T.serial(s.blocks):
-                n = n + partial[b, s.firsts + e]
-            firsts[e] = n
-    T.sync_threads()
-    for i in T.serial((s.experts + threads - 1) // threads):
-        e = i * threads + thread
-        if e < s.experts:
-            n = 0
-            for o in T.serial(e % local):
-                n = n + firsts[e - e % local + o]
-            for b in T.serial(block):
-                n = n + partial[b, s.firsts + e]
-            for q in T.serial((mine * s.top_k + 3) // 4):
-                for v in T.vectorized(4):
-                    four[v] = keys[2, q * 4 + v]
-                for v in T.unroll(4):
-                    if four[v] == e:
-                        places[2, q * 4 + v] = n
-                        n = n + 1
-
-
-def _number(s, place, numbers, *at):
-    """The number of a row whose record travels at `place`: records go by token, one part of each block."""
-    return numbers[at] if s.ordered else place
-
-
-@tsn.macro
 def write_records(
     s, keys, places, topk_weights, records_out, send_token, send_row, token_slot, first, mine: T.Ref, thread
 ):
@@ -309,9 +251,9 @@ def write_records(
                 pe = keys[1, p] - s.experts
                 j = places[1, p]
                 t = first + p // K
-                token_slot[t, pe] = _number(s, j, places, 2, p)
-                send_token[pe, _number(s, j, places, 2, p)] = t
-                send_row[pe, _number(s, j, places, 2, p)] = places[0, p]
+                token_slot[t, pe] = order.number(s, j, places, 2, p)
+                send_token[pe, order.number(s, j, places, 2, p)] = t
+                send_row[pe, order.number(s, j, places, 2, p)] = places[0, p]
                 for k in T.serial(K):
                     cell = p - p % K + k
                     here = keys[0, cell] >= 0 and keys[0, cell] // local == pe
@@ -423,12 +365,12 @@ def keep_records(s, records, records_in, row_index, row_weight, counts_in, alive
                 weight = T.alloc_var("int32")
                 weight = records_in[r, p // K, K + p % K]
                 here = r, p // K, 2 * K + 1
-                records[r, _number(s, p // K, records_in, *here), p % K] = row
-                records[r, _number(s, p // K, records_in, *here), K + p % K] = weight
+                records[r, order.number(s, p // K, records_in, *here), p % K] = row
+                records[r, order.number(s, p // K, records_in, *here), K + p % K] = weight
                 if p % K == 0:
-                    records[r, _number(s, p // K, records_in, *here), 2 * K] = records_in[r, p // K, 2 * K]
+                    records[r, order.number(s, p // K, records_in, *here), 2 * K] = records_in[r, p // K, 2 * K]
                 if row >= 0 and row < s.capacity:
-                    row_index[row] = base + _number(s, p // K, records_in, *here)
+                    row_index[row] = base + order.number(s, p // K, records_in, *here)
                     row_weight[row] = T.reinterpret(weight, "float32")
         base = base + n
     T.sync_threads()

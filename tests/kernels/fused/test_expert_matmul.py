@@ -3,15 +3,21 @@
 import random
 
 import pytest
+import tilelang.language as T
 import torch
 
 import tilescale_net as tsn
+import tilescale_net.language as N
 from tests import ranks
 from tests.kernels.fused.test_all_gather_matmul import SMALL, whole_numbers
 from tests.kernels.moe.support import make_inputs
 from tests.kernels.support import assert_same, unsettle
-from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul
+from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul, matmul_experts
 from tilescale_net.kernels.moe import AllToAll, Tuning, reference
+from tilescale_net.kernels.moe.config import configure
+from tilescale_net.kernels.moe.implementations import crosses_once
+from tilescale_net.kernels.moe.tiles import Tiles
+from tilescale_net.kernels.moe.wire_layout import Totals
 
 MOE = dict(num_experts=6, max_tokens=40, hidden=48, top_k=3, tile_rows=32, alignment=32)
 TUNING = Tuning(blocks=2, threads=64, combine_threads=64, chunk=3)
@@ -94,3 +100,163 @@ def layers(seed, options, transposed, kinds=KINDS):
 def test_equals_torch(size, nodes, transposed):
     args = random.randrange(1 << 30), dict(tuning=TUNING), transposed
     ranks.run(size, layers, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=300)
+
+
+@tsn.jit
+def feed(capacity, k, dtype, rows):
+    """Puts tiles of `source` to the other PE's `target`, the last first, and says so in its `words`."""
+    tiles = capacity // rows
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(), target: T.Tensor((capacity, k), dtype), source: T.Tensor((capacity, k), dtype),
+        words: T.Tensor((tiles + 1,), "uint64"), growth: T.int32,
+    ):  # fmt: skip
+        with T.Kernel(1, threads=32):
+            for t in T.serial(tiles):
+                row = (tiles - 1 - t) * rows
+                N.put_signal_block(
+                    target[row, 0], source[row, 0], 1 - N.my_pe(), words[tiles - 1 - t], T.cast(growth, "uint64"), op="add",
+                    count=rows * k, engine="ldst",
+                )  # fmt: skip
+
+    return main
+
+
+def _totals(counts):
+    """Of one rank, whose experts have so many rows."""
+    at = Totals(1, len(counts))
+    totals = torch.zeros(at.words, dtype=torch.int32)
+    ends = torch.tensor([-(-n // 32) * 32 for n in counts]).cumsum(0)
+    totals[at.counts : at.counts + len(counts)] = torch.tensor(counts)
+    totals[at.offsets + 1 : at.offsets + 1 + len(counts)] = ends
+    return totals
+
+
+def fed(seed):
+    """A product waits for tiles that come from another rank while it runs: the simulator runs no two kernels of a rank at
+    once, so that one beside a dispatch of its own rank never waits there."""
+    counts, k, n = [33, 0, 70, 5], 48, 40
+    totals, capacity, device, pace = _totals(counts), 224, tsn.device(), random.Random(f"{seed} {tsn.rank()}")
+    target, words = tsn.zeros((capacity, k), torch.bfloat16), tsn.zeros((capacity // 32 + 1,), torch.uint64)
+    source = tsn.zeros((capacity, k), torch.bfloat16)
+    w = whole_numbers((len(counts), k, n), torch.bfloat16, seed).to(device)
+    kernel = matmul_experts(1, len(counts), capacity, n, k, "bfloat16", **vars(SMALL), workers=3, waits=True)
+    calls, tickets = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(2, dtype=torch.int32, device=device)
+    for call in range(1, 4):
+        source.copy_(whole_numbers((capacity, k), torch.bfloat16, seed, call, tsn.rank()))
+        unsettle(pace)
+        feed(capacity, k, "bfloat16", 32)(target, source, words, 32)
+        calls.add_(1)
+        out = torch.zeros((1, capacity, n), dtype=torch.bfloat16, device=device)
+        none = words.view(1, -1)
+        kernel(out, target, w, totals.to(device), calls, tickets, calls, none, none)
+        tsn.synchronize()
+        theirs, at = whole_numbers((capacity, k), torch.bfloat16, seed, call, 1 - tsn.rank()), Totals(1, len(counts))
+        for e, count in enumerate(counts):
+            begin = int(totals[at.offsets + e])
+            wanted = _product(theirs[begin : begin + count], w[e].cpu())
+            assert_same(out[0, begin : begin + count].cpu(), wanted, f"seed {seed}, call {call}, expert {e}")
+        tsn.barrier()
+    for tensor in (target, words, source):
+        tsn.free(tensor)
+
+
+def test_a_product_waits_for_tiles():
+    ranks.run(2, fed, random.randrange(1 << 30), env={"TSN_SIM_VISIBILITY": "late"}, timeout=200)
+
+
+def _misuse():
+    with pytest.raises(ValueError, match="tile_rows is 32; alignment, 16, must be a multiple of it"):
+        AllToAll(**(MOE | dict(alignment=16)))
+    with pytest.raises(ValueError, match='tile_rows is 32; tiles are counted in throughput mode with layout "expert"'):
+        AllToAll(**MOE, layout="rank")
+    with pytest.raises(ValueError, match="tile_rows is 0; it must be a whole number of 1 or more"):
+        AllToAll(**(MOE | dict(tile_rows=0)))
+    moe = AllToAll(**MOE, tuning=TUNING, capacity=192)
+    plain = AllToAll(**(MOE | dict(tile_rows=None)), tuning=TUNING, capacity=192)
+    with pytest.raises(TypeError, match="moe is None; it must be an AllToAll"):
+        ExpertMatmul(None, 48, 40, tiling=SMALL)
+    with pytest.raises(ValueError, match="an AllToAll with tile_rows None do not go together"):
+        ExpertMatmul(plain, 48, 40, tiling=SMALL)
+    with pytest.raises(TypeError, match="dtype torch.float32 is not one of"):
+        ExpertMatmul(moe, 48, 40, dtype=torch.float32, tiling=SMALL)
+    up, down = ExpertMatmul(moe, 48, 40, tiling=SMALL), ExpertMatmul(moe, 40, 48, tiling=SMALL)
+    seed, device = 11, moe.device
+    matrices = [_weights(seed, r, 3, False) for r in range(2)]
+    w_up, w_down = (w.to(device) for w in matrices[moe.rank])
+    everyone = _everyone(seed, 0, moe.config, "random")
+    mine = everyone[moe.rank]
+    choices = mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device)
+
+    pending = plain.dispatch_send(*choices)
+    with pytest.raises(ValueError, match="the object was made without tile_rows"):
+        plain.alongside(pending)
+    with pytest.raises(ValueError, match="alongside: this half is not under way"):
+        up.arriving(pending, w_up)
+    plain.dispatch_recv(pending)
+
+    pending = moe.dispatch_send(*choices)
+    with pytest.raises(ValueError, match="w has shape \\[3, 40, 48\\]; it must be \\[3, 48, 40\\]"):
+        up.arriving(pending, w_down)
+    with pytest.raises(TypeError, match="pending is None; it must be what dispatch_send has returned"):
+        up.arriving(None, w_up)
+    h = up.arriving(pending, w_up)
+    received = moe.dispatch_recv(pending)
+    with pytest.raises(ValueError, match="alongside: this half is not under way"):
+        up.arriving(pending, w_up)
+    with pytest.raises(
+        ValueError, match="products have 40 columns of torch.bfloat16; the AllToAll combines rows of 48"
+    ):
+        up.combined(received.x, w_up, received.handle)
+    with pytest.raises(TypeError, match="tiles must be Tiles, not int"):
+        moe.combine_send(h, received.handle, tiles=3)
+    with pytest.raises(
+        ValueError, match="tiles are 6 of 16 rows, begun by 2 blocks; those of this object are 6 of 32 rows"
+    ):
+        moe.combine_send(h, received.handle, tiles=Tiles(16, down._finished.words, down._finished.calls, 1, 2))
+    with pytest.raises(TypeError, match="handle must be the handle of a dispatch, not NoneType"):
+        up(received.x, w_up, None)
+
+    def everything_works(what):
+        pending = moe.dispatch_send(*choices)
+        h = up.arriving(pending, w_up)
+        received = moe.dispatch_recv(pending)
+        _check(moe, everyone, matrices, received, h, down.combined(h, w_down, received.handle), what)
+        return h, received
+
+    h, received = everything_works("after misuse")
+    # Mistakes of one rank are errors of all, and later calls work.
+    with pytest.raises(TypeError if moe.rank else ValueError, match="x"):
+        if moe.rank:
+            moe.dispatch_send(choices[0].float(), *choices[1:])
+        else:
+            pending = moe.dispatch_send(*choices)
+            up.arriving(pending, w_up)
+            moe.dispatch_recv(pending)
+    everything_works("after a dispatch with a wrong x")
+    with pytest.raises(ValueError, match="out"):
+        down.combined(h, w_down, received.handle, **(dict(out=h[:3]) if moe.rank else {}))
+        moe.check()
+    everything_works("after a combine with a wrong out")
+    crowded = torch.zeros_like(choices[1])
+    crowded[:, 1:] = torch.arange(1, 3)
+    with pytest.raises(tsn.HeapError, match="capacity is 192"):
+        x = torch.ones((40, 48), dtype=torch.bfloat16, device=device)
+        pending = moe.dispatch_send(x, crowded[:1].expand(40, 3).contiguous())
+        up.arriving(pending, w_up)
+        moe.dispatch_recv(pending)
+        moe.check()
+    everything_works("after a dispatch that had no room")
+    for thing in (up, down, moe, plain):
+        thing.free()
+
+
+def test_misuse():
+    ranks.run(2, _misuse, timeout=300)
+    config = configure(4, **(MOE | dict(num_experts=8)))
+    with pytest.raises(
+        ValueError, match="rows that cross the network once per node are not counted by tiles: give tuning"
+    ):
+        crosses_once(config, Tuning(), 2)
+    assert not crosses_once(config, Tuning(once_per_node=False), 2)
