@@ -19,13 +19,13 @@ from tilescale_net.kernels.moe.implementations import crosses_once
 from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.kernels.moe.wire_layout import Totals
 
-MOE = dict(num_experts=6, max_tokens=40, hidden=48, top_k=3, tile_rows=32, alignment=32, capacity=256)
-TUNING = Tuning(blocks=2, threads=64, combine_threads=64, chunk=3)
+MOE = dict(num_experts=8, max_tokens=40, hidden=48, top_k=3, tile_rows=32, alignment=32, capacity=256)
+TUNING = Tuning(blocks=2, threads=64, combine_threads=64, chunk=3, once_per_node=False)
 KINDS = ("random", "one expert", "none", "twice")
 INNER = 48  # columns, which tiles do not divide; as many as hidden, so that both products are one kernel
 
 
-def _weights(seed, rank, local, transposed):
+def _weights(seed, rank, local):
     """Both matrices of each expert of a rank."""
     shapes = ("up", (local, MOE["hidden"], INNER)), ("down", (local, INNER, MOE["hidden"]))
     return [whole_numbers(shape, torch.bfloat16, seed, name, rank) for name, shape in shapes]
@@ -69,7 +69,7 @@ def layers(seed, options, transposed, kinds=KINDS):
     pace, device, c = random.Random(f"{seed} {moe.rank}"), moe.device, moe.config
     up = ExpertMatmul(moe, MOE["hidden"], INNER, tiling=SMALL)
     down = ExpertMatmul(moe, INNER, MOE["hidden"], tiling=SMALL)
-    matrices = [_weights(seed, r, c.local_experts, transposed) for r in range(c.ranks)]
+    matrices = [_weights(seed, r, c.local_experts) for r in range(c.ranks)]
     w_up, w_down = (w.to(device) for w in matrices[moe.rank])
     if transposed:
         w_up, w_down = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (w_up, w_down))
@@ -118,7 +118,7 @@ def feed(capacity, k, dtype, rows):
             for t in T.serial(tiles):
                 row = (tiles - 1 - t) * rows
                 N.put_signal_block(
-                    target[row, 0], source[row, 0], 1 - N.my_pe(), words[tiles - 1 - t], T.cast(growth, "uint64"), op="add",
+                    target[row, 0], source[row, 0], N.my_pe() ^ 1, words[tiles - 1 - t], T.cast(growth, "uint64"), op="add",
                     count=rows * k, engine="ldst",
                 )  # fmt: skip
 
@@ -138,7 +138,7 @@ def _totals(counts):
 def fed(seed):
     """A product waits for tiles that come from another rank while it runs: the simulator runs no two kernels of a rank at
     once, so that one beside a dispatch of its own rank never waits there."""
-    counts, k, n = [33, 0, 70], MOE["hidden"], INNER
+    counts, k, n = [33, 0, 70, 5], MOE["hidden"], INNER
     totals, capacity, device, pace = (
         _totals(counts),
         MOE["capacity"],
@@ -161,7 +161,7 @@ def fed(seed):
         none = words.view(1, -1)
         kernel(out, target, w, totals.to(device), calls, tickets, calls, none, none)
         tsn.synchronize()
-        theirs, at = whole_numbers((capacity, k), torch.bfloat16, seed, call, 1 - tsn.rank()), Totals(2, len(counts))
+        theirs, at = whole_numbers((capacity, k), torch.bfloat16, seed, call, tsn.rank() ^ 1), Totals(2, len(counts))
         for e, count in enumerate(counts):
             begin = int(totals[at.offsets + e])
             wanted = _product(theirs[begin : begin + count], w[e].cpu())
@@ -192,7 +192,7 @@ def _misuse():
         ExpertMatmul(moe, 48, 40, dtype=torch.float32, tiling=SMALL)
     up, down, narrow = (ExpertMatmul(moe, 48, n, tiling=SMALL) for n in (INNER, 48, 40))
     seed, device = 11, moe.device
-    matrices = [_weights(seed, r, 3, False) for r in range(2)]
+    matrices = [_weights(seed, r, 4) for r in range(2)]
     w_up, w_down = (w.to(device) for w in matrices[moe.rank])
     everyone = _everyone(seed, 0, moe.config, "random")
     mine = everyone[moe.rank]
@@ -206,7 +206,7 @@ def _misuse():
     plain.dispatch_recv(pending)
 
     pending = moe.dispatch_send(*choices)
-    with pytest.raises(ValueError, match="w has shape \\[3, 48, 48\\]; it must be \\[3, 48, 40\\]"):
+    with pytest.raises(ValueError, match="w has shape \\[4, 48, 48\\]; it must be \\[4, 48, 40\\]"):
         narrow.arriving(pending, w_up)
     with pytest.raises(TypeError, match="pending is None; it must be what dispatch_send has returned"):
         up.arriving(None, w_up)
@@ -263,7 +263,7 @@ def _misuse():
 
 def test_misuse():
     ranks.run(2, _misuse, timeout=300)
-    config = configure(4, **(MOE | dict(num_experts=8)))
+    config = configure(4, **MOE)
     with pytest.raises(
         ValueError, match="rows that cross the network once per node are not counted by tiles: give tuning"
     ):
