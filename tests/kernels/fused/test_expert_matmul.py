@@ -19,8 +19,9 @@ from tilescale_net.kernels.moe.implementations import crosses_once
 from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.kernels.moe.wire_layout import Totals
 
+# As in docs/expert-products.md, whose kernels are these.
 MOE = dict(num_experts=8, max_tokens=40, hidden=48, top_k=3, tile_rows=32, alignment=32, capacity=256)
-TUNING = Tuning(blocks=2, threads=64, combine_threads=64, chunk=3, once_per_node=False)
+TUNING = Tuning(once_per_node=False)
 KINDS = ("random", "one expert", "none", "twice")
 INNER = 48  # columns, which tiles do not divide; as many as hidden, so that both products are one kernel
 
@@ -221,9 +222,9 @@ def _misuse():
     with pytest.raises(TypeError, match="tiles must be Tiles, not int"):
         moe.combine_send(h, received.handle, tiles=3)
     with pytest.raises(
-        ValueError, match="tiles are 8 of 16 rows, begun by 2 blocks; those of this object are 8 of 32 rows"
+        ValueError, match="tiles are 8 of 16 rows, begun by 4 blocks; those of this object are 8 of 32 rows"
     ):
-        moe.combine_send(h, received.handle, tiles=Tiles(16, down._finished.words, down._finished.calls, 1, 2))
+        moe.combine_send(h, received.handle, tiles=Tiles(16, down._finished.words, down._finished.calls, 1, 4))
     with pytest.raises(TypeError, match="handle must be the handle of a dispatch, not NoneType"):
         up(received.x, w_up, None)
 

@@ -31,19 +31,14 @@ RETURN = dict(
 )  # fmt: skip
 # Arguments to compile each kernel with. A kernel that is missing here fails `test_every_kernel_is_compiled`.
 KERNELS = {
-    "routing.plan_routing": [
-        dict(SHAPE, capacity=65536, alignment=16, blocks=24, threads=512, index_dtype="int64"),
-        dict(SHAPE, capacity=65536, alignment=128, blocks=24, threads=512, index_dtype="int64", ordered=True),
-    ],
+    "routing.plan_routing": [dict(SHAPE, capacity=65536, alignment=16, blocks=24, threads=512, index_dtype="int64")],
     "dispatch_throughput.dispatch_throughput": [
         dict(MOVE, row_words=3584, scale_words=0, placement="expert"),
         dict(MOVE, row_words=1792, scale_words=56, placement="rank", senders=24, receivers=0),
-        dict(MOVE, row_words=3584, scale_words=0, placement="expert", tile_rows=128, tiles=512),
     ],
     "combine_throughput.combine_throughput": [
         dict(SUM, by_rank=False, weighted="choices"),
         dict(SUM, by_rank=True, weighted="", threads=512),
-        dict(SUM, by_rank=False, weighted="choices", tile_rows=128, tiles=512),
     ],
     "dispatch_latency.dispatch_latency": [dict(SEND, source_dtype="bfloat16")],
     "combine_latency.combine_latency": [dict(RETURN)],
@@ -54,6 +49,16 @@ KERNELS = {
 # Those of a mode with a file of tests of its own stand there.
 KERNELS |= {name: variants for name, (_, variants) in declared(tests.kernels.moe, "SM_90").items()}
 CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments in variants]
+# Beside products, see tiles.py.
+TILES = dict(tile_rows=128, tiles=512)
+LONG = [
+    (
+        "routing.plan_routing",
+        dict(SHAPE, capacity=65536, alignment=128, blocks=24, threads=512, index_dtype="int64", ordered=True),
+    ),
+    ("dispatch_throughput.dispatch_throughput", dict(MOVE, row_words=3584, scale_words=0, placement="expert", **TILES)),
+    ("combine_throughput.combine_throughput", dict(SUM, by_rank=False, weighted="choices", **TILES)),
+]
 
 
 def _factory(name: str) -> KernelFactory:
@@ -75,7 +80,13 @@ def test_every_kernel_is_compiled():
     assert found == set(KERNELS)
 
 
-@pytest.mark.parametrize("name, arguments", CASES, ids=[f"{n.split('.')[-1]}-{i}" for i, (n, _) in enumerate(CASES)])
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        pytest.param(n, a, id=f"{n.split('.')[-1]}-{i}", marks=pytest.mark.nightly if (n, a) in LONG else [])
+        for i, (n, a) in enumerate(CASES + LONG)
+    ],
+)
 def test_code_for_sm_90(tools, name, arguments):  # noqa: F811
     module = name.rpartition(".")[0]
     code = _generated().code(_factory(name), **arguments)
