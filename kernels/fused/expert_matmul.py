@@ -216,16 +216,19 @@ class ExpertMatmul(FusedMatmul):
         self._rows(result.x, (self._capacity, self.k))
         held, transposed = self._matrices(w)
         out = self._result(out, (self._capacity, self.n), ("pending.result.x", result.x), ("w", held))
-        self._load(transposed)
+        self._load(out, result.x, held, transposed)
         tiles = self._moe.alongside(pending)
         self._launch(out, result.x, held, transposed, self._totals(pending.handle), arrived=tiles)
         return out
 
-    def combined(self, x: torch.Tensor, w: torch.Tensor, handle: Handle, **options) -> torch.Tensor:
+    def combined(
+        self, x: torch.Tensor, w: torch.Tensor, handle: Handle, *, products: torch.Tensor | None = None, **options
+    ) -> torch.Tensor:
         """`AllToAll.combine` of the products, whose rows are sent as they are finished.
 
         Args:
             x, w, handle: as in `__call__`; `n` is `hidden` of the AllToAll.
+            products: [capacity, n], where the products go; default a new tensor.
             options: of `AllToAll.combine_send`, such as `weights`, `out`, and `blocks`, which take the place of as many
                 multiprocessors.
 
@@ -233,7 +236,8 @@ class ExpertMatmul(FusedMatmul):
             [tokens, hidden], as `AllToAll.combine`.
 
         Raises:
-            As `__call__` and `AllToAll.combine`.
+            As `__call__` and `AllToAll.combine`. Where it is not the combine that refuses, nothing was sent, and the other
+            ranks wait for this one.
         """
         self._begin()
         config = self._moe.config
@@ -244,8 +248,8 @@ class ExpertMatmul(FusedMatmul):
             )
         self._rows(x, (self._capacity, self.k))
         held, transposed = self._matrices(w)
-        y = torch.empty((self._capacity, self.n), dtype=self.dtype, device=self.device)
-        self._load(transposed)
+        y = self._result(products, (self._capacity, self.n), ("x", x), ("w", held))
+        self._load(y, x, held, transposed)
         self._finished.next_call()
         try:
             pending = self._moe.combine_send(y, handle, tiles=self._finished, **options)
@@ -273,7 +277,7 @@ class ExpertMatmul(FusedMatmul):
             raise ValueError(f"{self.name}: the handle is of an AllToAll of another configuration")
         return handle.plan.totals
 
-    def _load(self, transposed: bool) -> None:
+    def _load(self, out, x, held, transposed: bool) -> None:
         """Launch what runs beside a half once before: a kernel's first launch loads it, for which the driver waits until
         running kernels have ended, and those of a combine wait for the product.
         """
@@ -281,13 +285,9 @@ class ExpertMatmul(FusedMatmul):
             return
         config = self._moe.config
         places = Totals(config.ranks, config.local_experts)
-        none = torch.zeros(places.words, dtype=torch.int32, device=self.device)
-        x = torch.empty((self._capacity, self.k), dtype=self.dtype, device=self.device)
-        out = torch.empty((self._capacity, self.n), dtype=self.dtype, device=self.device)
-        w = torch.empty((config.local_experts, self.n, self.k), dtype=self.dtype, device=self.device)
-        w = w if transposed else w.view(-1, self.k, self.n)
+        none = torch.zeros(places.words, dtype=torch.int32, device=self.device)  # no rows
         for how in (dict(arrived=self._finished), dict(tells=True)):
-            self._launch(out, x, w, transposed, none, **how)
+            self._launch(out, x, held, transposed, none, **how)
         gate()(self._calls, self._finished.words[-1:], 0, 0)
         torch.cuda.synchronize()
         self._finished.reset()
