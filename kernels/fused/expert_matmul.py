@@ -13,7 +13,15 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.collective import dtype_name
 from tilescale_net.kernels.fused import expert_tiles, product, sending
-from tilescale_net.kernels.fused.matmul import DEFAULT, DTYPES, FusedMatmul, Tiling, check_extents, gate
+from tilescale_net.kernels.fused.matmul import (
+    DEFAULT,
+    SCALED,
+    FusedMatmul,
+    Tiling,
+    check_columns,
+    check_extents,
+    gate,
+)
 from tilescale_net.kernels.moe.all_to_all import AllToAll
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, Pending
 from tilescale_net.kernels.moe.tiles import Tiles
@@ -22,20 +30,22 @@ from tilescale_net.kernels.moe.wire_layout import Totals
 
 @tsn.jit(name="expert_matmul")
 def matmul_experts(
-    ranks, experts, capacity, n, k, dtype, transposed=False, tile=(128, 256, 64), stages=4, panel=8, columns=128, workers=132,
-    waits=False, tells=False,
+    ranks, experts, capacity, n, k, dtype, out_dtype, transposed=False, tile=(128, 256, 64), stages=4, panel=8, columns=128, workers=132,
+    waits=False, tells=False, scaled=False,
 ):  # fmt: skip
-    """Kernel `(out, x, w, totals, calls, tickets, arrivals, arrived, finished)`: `out` = the rows of each expert times its
-    matrix.
+    """Kernel `(out, x, w, totals, calls, tickets, arrivals, arrived, finished)`, with `scaled` also `(…, x_scales,
+    w_scales)`: `out` = the rows of each expert times its matrix.
 
     Args:
         ranks, experts: of the layer, and experts of this PE.
         capacity, n, k: of `x` [capacity, k], `w` and `out` [1, capacity, n].
-        dtype: of all three; sums are made in float32.
+        dtype, out_dtype: of `x` and `w`, and of `out`; sums are made in float32.
         transposed: `w` is [experts, n, k]; else [experts, k, n].
         tile, stages, columns, workers: see `product.Shape`; `panel` is not looked at.
         waits: for the tiles of `x`, until words of `arrived` have reached `arrivals[0]` times the rows of a tile.
         tells: which tiles of `out` are finished, the last first: words of `finished` grow by 8 for each tile of columns.
+        scaled: sums are multiplied by the scale of their row, in `x_scales` [capacity], which come with the rows, and by that
+            of their column, in `w_scales` [experts, n], both float32.
 
     `totals` (int32, see `wire_layout.Totals`) says which rows an expert has; the first is that of a tile. What `out` holds
     behind the last, up to the end of a tile, is not specified.
@@ -59,7 +69,10 @@ def matmul_experts(
             )  # fmt: skip
 
     @T.macro
-    def finish(group, total, result, out, tile, finished, thread):
+    def finish(group, total, result, out, tile, finished, thread, scales, x_scales, w_scales):
+        if scaled:
+            product.get_row_scales(capacity, shape, group, scales, lambda r: x_scales[r], tile[1])
+            expert_tiles.scale(shape, group, total, scales, w_scales, tile[0], tile[2])
         product.store(shape, group, total, result, out, 0, tile[1], tile[2])
         if tells:
             sending.announce(finished, 0, tile[1] // bm, thread)
@@ -67,7 +80,7 @@ def matmul_experts(
     @T.prim_func
     def main(
         ctx: N.Context(),
-        out: T.Tensor((1, capacity, n), dtype),
+        out: T.Tensor((1, capacity, n), out_dtype),
         x: T.Tensor((capacity, k), dtype),
         w: T.Tensor((experts, n, k) if transposed else (experts, k, n), dtype),
         totals: T.Tensor((at.words,), "int32"),
@@ -76,11 +89,13 @@ def matmul_experts(
         arrivals: T.Tensor((1,), "int64"),
         arrived: T.Tensor((1, tiles + 1), "uint64"),
         finished: T.Tensor((1, tiles + 1), "uint64"),
+        x_scales: T.Tensor((capacity,), "float32") if scaled else None,
+        w_scales: T.Tensor((experts, n), "float32") if scaled else None,
     ):
         with T.Kernel(workers, threads=product.THREADS) as block:
             left = T.alloc_shared((stages, 2, shape.half, bk), dtype)
             right = T.alloc_shared((stages, *shape.right), dtype)
-            result = T.alloc_shared((2, shape.half, columns), dtype)
+            result = T.alloc_shared((2, shape.half, columns), out_dtype)
             upper, lower = T.alloc_fragment((shape.half, bn), "float32"), T.alloc_fragment((shape.half, bn), "float32")
             full, empty = T.alloc_barrier([32] * stages), T.alloc_barrier([product.WARPS] * stages)
             chosen, heights = T.alloc_shared((2, 3), "int32"), T.alloc_shared((experts,), "int32")
@@ -88,6 +103,7 @@ def matmul_experts(
             given, taken = T.alloc_barrier([32] * 2), T.alloc_barrier([product.WARPS] * 2)
             step, turn, tile = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32"), T.alloc_local((3,), "int32")
             thread, parity = T.get_thread_binding(), T.cast(calls[0] % 2, "int32")
+            ends = (T.alloc_shared((2, shape.half + bn), "float32") if scaled else None), x_scales, w_scales
             step[0] = 0
             turn[0] = 0
             expert_tiles.count_tiles(shape, at, totals, heights, begins, thread)
@@ -124,7 +140,7 @@ def matmul_experts(
                 expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
                 while tile[0] >= 0:
                     product.multiply(shape, 0, left, right, upper, full, empty, step, thread)
-                    finish(0, upper, result, out, tile, finished, thread)
+                    finish(0, upper, result, out, tile, finished, thread, *ends)
                     expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
             else:
@@ -132,7 +148,7 @@ def matmul_experts(
                 expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
                 while tile[0] >= 0:
                     product.multiply(shape, 1, left, right, lower, full, empty, step, thread)
-                    finish(1, lower, result, out, tile, finished, thread)
+                    finish(1, lower, result, out, tile, finished, thread, *ends)
                     expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
 
@@ -147,7 +163,9 @@ class ExpertMatmul(FusedMatmul):
     Args:
         moe: the AllToAll, made with `tile_rows`.
         k, n: rows and columns of each expert's matrix.
-        dtype: of rows, matrices and results, torch.bfloat16 or torch.float16; sums are made in float32.
+        dtype: of rows and matrices, torch.bfloat16 or torch.float16, as results have it too; or torch.float8_e4m3fn with a
+            scale for each row (an AllToAll with `scale_words=1`) and for each column of each expert, see `FusedMatmul`;
+            results are torch.bfloat16 then. Sums are made in float32.
         tiling: geometry of the product; its tiles have `tile_rows` rows. `panel` is not looked at.
 
     Raises:
@@ -161,8 +179,6 @@ class ExpertMatmul(FusedMatmul):
         if not isinstance(moe, AllToAll):
             raise TypeError(f"{self.NAME}: moe is {moe!r}; it must be an AllToAll")
         check_extents(self.NAME, dtype, k=k, n=n)
-        if dtype not in DTYPES:
-            raise TypeError(f"{self.NAME}: dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")
         config = moe.config
         if not isinstance(tiling, Tiling) or config.tile_rows != tiling.tile[0]:
             raise ValueError(
@@ -178,7 +194,10 @@ class ExpertMatmul(FusedMatmul):
         self._finished = Tiles(tiling.tile[0], words, calls, -(-n // tiling.tile[1]) * product.WARPS, moe.blocks)
         self._loaded: set[bool] = set()
 
-    def __call__(self, x: torch.Tensor, w: torch.Tensor, handle: Handle, out: torch.Tensor | None = None):
+    def __call__(
+        self, x: torch.Tensor, w: torch.Tensor, handle: Handle, out: torch.Tensor | None = None, *,
+        x_scales: torch.Tensor | None = None, w_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """The products of rows that are all there.
 
         Args:
@@ -186,6 +205,7 @@ class ExpertMatmul(FusedMatmul):
             w: [local experts, k, n], contiguous, or the last two axes of a contiguous tensor exchanged.
             handle: of the dispatch.
             out: [capacity, n]; default a new tensor.
+            x_scales, w_scales: for torch.float8_e4m3fn: float32 [capacity] or [capacity, 1], and [local experts, n].
 
         Returns:
             `out`; what it holds outside of the experts' rows is not specified.
@@ -196,18 +216,26 @@ class ExpertMatmul(FusedMatmul):
         self._begin()
         self._rows(x, (self._capacity, self.k))
         held, transposed = self._matrices(w)
+        scales = self._all_scales(x_scales, w_scales)
         out = self._result(out, (self._capacity, self.n), ("x", x), ("w", held))
-        self._launch(out, x, held, transposed, self._totals(handle))
+        self._launch(out, x, held, transposed, scales, self._totals(handle))
         return out
 
-    def arriving(self, pending: Pending, w: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def arriving(
+        self,
+        pending: Pending,
+        w: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        w_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The products of the rows of a dispatch that is under way, each tile when its rows are there.
 
         Args:
             pending: what `dispatch_send` has returned, not yet received; give it to `dispatch_recv` afterwards.
-            w, out: as in `__call__`.
+            w, out, w_scales: as in `__call__`.
 
-        Returns and raises as `__call__`. ValueError for another object's dispatch, one that is received, or one of FP8.
+        Returns and raises as `__call__`. ValueError for another object's dispatch, or one that is received.
         """
         self._begin()
         result = pending.result if isinstance(pending, Pending) else None
@@ -215,19 +243,21 @@ class ExpertMatmul(FusedMatmul):
             raise TypeError(f"{self.name}: pending is {pending!r}; it must be what dispatch_send has returned")
         self._rows(result.x, (self._capacity, self.k))
         held, transposed = self._matrices(w)
+        scales = self._all_scales(result.scales, w_scales)
         out = self._result(out, (self._capacity, self.n), ("pending.result.x", result.x), ("w", held))
-        self._load(out, result.x, held, transposed)
+        self._load(out, result.x, held, transposed, scales)
         tiles = self._moe.alongside(pending)
-        self._launch(out, result.x, held, transposed, self._totals(pending.handle), arrived=tiles)
+        self._launch(out, result.x, held, transposed, scales, self._totals(pending.handle), arrived=tiles)
         return out
 
     def combined(
-        self, x: torch.Tensor, w: torch.Tensor, handle: Handle, *, products: torch.Tensor | None = None, **options
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, w: torch.Tensor, handle: Handle, *, x_scales: torch.Tensor | None = None,
+        w_scales: torch.Tensor | None = None, products: torch.Tensor | None = None, **options,
+    ) -> torch.Tensor:  # fmt: skip
         """`AllToAll.combine` of the products, whose rows are sent as they are finished.
 
         Args:
-            x, w, handle: as in `__call__`; `n` is `hidden` of the AllToAll.
+            x, w, handle, x_scales, w_scales: as in `__call__`; `n` is `hidden` of the AllToAll.
             products: [capacity, n], where the products go; default a new tensor.
             options: of `AllToAll.combine_send`, such as `weights`, `out`, and `blocks`, which take the place of as many
                 multiprocessors.
@@ -241,15 +271,16 @@ class ExpertMatmul(FusedMatmul):
         """
         self._begin()
         config = self._moe.config
-        if self.n != config.hidden or self.dtype != config.combine_dtype:
+        if self.n != config.hidden or self.out_dtype != config.combine_dtype:
             raise ValueError(
-                f"{self.name}: products have {self.n} columns of {self.dtype}; the AllToAll combines rows of {config.hidden} "
+                f"{self.name}: products have {self.n} columns of {self.out_dtype}; the AllToAll combines rows of {config.hidden} "
                 f"of {config.combine_dtype}"
             )
         self._rows(x, (self._capacity, self.k))
         held, transposed = self._matrices(w)
+        scales = self._all_scales(x_scales, w_scales)
         y = self._result(products, (self._capacity, self.n), ("x", x), ("w", held))
-        self._load(y, x, held, transposed)
+        self._load(y, x, held, transposed, scales)
         self._finished.next_call()
         try:
             pending = self._moe.combine_send(y, handle, tiles=self._finished, **options)
@@ -257,7 +288,7 @@ class ExpertMatmul(FusedMatmul):
             self._finished.calls.sub_(1)  # no combine waits
             raise
         self._moe.alongside(pending)
-        self._launch(y, x, held, transposed, self._totals(handle), tells=True)
+        self._launch(y, x, held, transposed, scales, self._totals(handle), tells=True)
         return self._moe.combine_recv(pending)
 
     def _matrices(self, w) -> tuple[torch.Tensor, bool]:
@@ -268,7 +299,23 @@ class ExpertMatmul(FusedMatmul):
         shape = self._moe.config.local_experts, self.k, self.n
         if tuple(w.shape) != shape:
             raise ValueError(f"{self.name}: w has shape {list(w.shape)}; it must be {list(shape)}")
+        check_columns(self.name, w[0])
         return held, transposed
+
+    def _all_scales(self, x_scales, w_scales) -> tuple[torch.Tensor, ...]:
+        """What kernels take behind the rest: scales for 8 bits, else nothing. TypeError or ValueError, by name."""
+        shapes = {"x_scales": (self._capacity,), "w_scales": (self._moe.config.local_experts, self.n)}
+        for (what, shape), scales in zip(shapes.items(), (x_scales, w_scales)):
+            if not self.scaled:
+                if scales is not None:
+                    raise TypeError(f"{self.name}: {what} goes with {SCALED}; x and w are {self.dtype}")
+            elif not isinstance(scales, torch.Tensor):
+                raise TypeError(f"{self.name}: {what} is {scales!r}; {SCALED} takes a float32 tensor {list(shape)}")
+            else:
+                self._check(what, scales, torch.float32)
+                if tuple(scales.shape) not in (shape, (*shape, 1)):
+                    raise ValueError(f"{self.name}: {what} has shape {list(scales.shape)}; it must be {list(shape)}")
+        return (x_scales.view(-1), w_scales.view(shapes["w_scales"])) if self.scaled else ()
 
     def _totals(self, handle: Handle) -> torch.Tensor:
         if not isinstance(handle, Handle):
@@ -277,7 +324,7 @@ class ExpertMatmul(FusedMatmul):
             raise ValueError(f"{self.name}: the handle is of an AllToAll of another configuration")
         return handle.plan.totals
 
-    def _load(self, out, x, held, transposed: bool) -> None:
+    def _load(self, out, x, held, transposed: bool, scales) -> None:
         """Launch what runs beside a half once before: a kernel's first launch loads it, for which the driver waits until
         running kernels have ended, and those of a combine wait for the product.
         """
@@ -287,24 +334,25 @@ class ExpertMatmul(FusedMatmul):
         places = Totals(config.ranks, config.local_experts)
         none = torch.zeros(places.words, dtype=torch.int32, device=self.device)  # no rows
         for how in (dict(arrived=self._finished), dict(tells=True)):
-            self._launch(out, x, held, transposed, none, **how)
+            self._launch(out, x, held, transposed, scales, none, **how)
         gate()(self._calls, self._finished.words[-1:], 0, 0)
         torch.cuda.synchronize()
         self._finished.reset()
         self._loaded.add(transposed)
 
     def _launch(
-        self, out, x, held, transposed: bool, totals, arrived: Tiles | None = None, tells: bool = False
+        self, out, x, held, transposed: bool, scales, totals, arrived: Tiles | None = None, tells: bool = False
     ) -> None:
         config, finished = self._moe.config, self._finished
         self._calls.add_(1)
         kernel = matmul_experts(
-            config.ranks, config.local_experts, self._capacity, self.n, self.k, dtype_name(self.dtype), transposed,
-            **vars(self.tiling), workers=self.tiling.workers(self.device, 1, self._capacity, self.n),
-            waits=arrived is not None, tells=tells,
+            config.ranks, config.local_experts, self._capacity, self.n, self.k, dtype_name(self.dtype),
+            dtype_name(self.out_dtype), transposed, **vars(self.tiling),
+            workers=self.tiling.workers(self.device, 1, self._capacity, self.n), waits=arrived is not None, tells=tells,
+            scaled=self.scaled,
         )  # fmt: skip
         awaited = arrived or finished
         kernel(
             out.view(1, self._capacity, self.n), x, held, totals, self._calls, self._tickets, awaited.calls,
-            awaited.words.view(1, -1), finished.words.view(1, -1),
+            awaited.words.view(1, -1), finished.words.view(1, -1), *scales,
         )  # fmt: skip

@@ -81,6 +81,15 @@ def get_tile(chosen, given, taken, tile, turn, thread):
 
 
 @tsn.macro
+def scale(shape, group, total, scales, w_scales, expert, column):
+    """As `product.scale`, of a column of the expert's. By warpgroup `group`."""
+    for j in T.Parallel(shape.tile[1]):
+        scales[group, shape.half + j] = w_scales[expert, T.min(column + j, shape.n - 1)]
+    for i, j in T.Parallel(shape.half, shape.tile[1]):
+        total[i, j] = total[i, j] * scales[group, i] * scales[group, shape.half + j]
+
+
+@tsn.macro
 def fill_up(shape, at, totals, finished, tiles, thread):
     """Add to the words of tiles that no product of this call finishes what it adds to the others. By a block."""
     begin = T.alloc_var("int32")

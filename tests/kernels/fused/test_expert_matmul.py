@@ -9,7 +9,7 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
-from tests.kernels.fused.test_all_gather_matmul import SMALL, whole_numbers
+from tests.kernels.fused.test_all_gather_matmul import SCALED, SMALL, SMALL_SCALED, powers_of_two, whole_numbers
 from tests.kernels.moe.support import make_inputs
 from tests.kernels.support import assert_same, unsettle
 from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul, matmul_experts
@@ -105,6 +105,63 @@ def test_equals_torch(size, nodes, transposed):
     ranks.run(size, layers, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=300)
 
 
+def eight_bits(seed):
+    """Rows of 8 bits with a scale each; the second product takes the rows that came, too."""
+    moe = AllToAll(**MOE, dtype=SCALED, scale_words=1, tuning=TUNING)
+    pace, device, c, n = random.Random(f"{seed} {moe.rank}"), moe.device, moe.config, INNER
+    up, down = (ExpertMatmul(moe, MOE["hidden"], n, dtype=SCALED, tiling=SMALL_SCALED) for _ in range(2))
+    matrices = [_weights(seed, r, c.local_experts) for r in range(c.ranks)]
+    w_scales = [powers_of_two(c.local_experts * n, seed, r).view(-1, n).clamp(0.5, 2) for r in range(c.ranks)]
+    w_up, w_down = (w.to(device, SCALED).transpose(1, 2).contiguous().transpose(1, 2) for w in matrices[moe.rank])
+    mine_scales = w_scales[moe.rank].to(device)
+    for call in range(2):
+        everyone = _everyone(seed, call, c, "random")
+        scales = [powers_of_two(len(e.x), seed, call, r).view(-1, 1) for r, e in enumerate(everyone)]
+        mine, what = everyone[moe.rank], f"seed {seed}, call {call}, rank {moe.rank}"
+        rows = mine.x.to(device, SCALED), scales[moe.rank].to(device)
+        unsettle(pace)
+        pending = moe.dispatch_send(rows, mine.topk_idx.to(device), mine.weights.to(device))
+        if call == 0:
+            with pytest.raises(
+                TypeError, match="w_scales is None; torch.float8_e4m3fn takes a float32 tensor \\[4, 48\\]"
+            ):
+                up.arriving(pending, w_up)
+            with pytest.raises(ValueError, match="w of torch.float8_e4m3fn has strides.*takes? contiguous columns"):
+                up.arriving(pending, w_up.contiguous(), w_scales=mine_scales)
+        h = up.arriving(pending, w_up, w_scales=mine_scales)
+        received = moe.dispatch_recv(pending)
+        given = dict(x_scales=received.scales, w_scales=mine_scales)
+        out = down.combined(received.x, w_down, received.handle, **given)
+        moe.check()
+        choices, outputs = [e.topk_idx for e in everyone], []
+        for host in range(c.ranks):
+            routing = reference.route(choices, c.num_experts, host)
+            of_rows = [reference.expert_rows(routing, part) for part in ([e.x for e in everyone], scales)]
+            first, second = (
+                [
+                    (r.float() @ w[e].float() * s * w_scales[host][e]).bfloat16()
+                    for e, (r, s) in enumerate(zip(*of_rows))
+                ]
+                for w in matrices[host]
+            )
+            outputs.append(second)
+            if host == moe.rank:
+                for e, begin in enumerate(received.offsets.tolist()[:-1]):
+                    assert_same(h[begin : begin + len(first[e])].cpu(), first[e], f"{what}: products of expert {e}")
+        weights = [e.weights for e in everyone]
+        expected = reference.combine(
+            outputs, choices, weights, c.num_experts, moe.rank, c.combine_dtype, False, None, True, 1
+        )
+        assert_same(out.cpu(), expected, f"{what}: sums")
+    for thing in (up, down, moe):
+        thing.free()
+
+
+@pytest.mark.nightly
+def test_eight_bits():
+    ranks.run(2, eight_bits, random.randrange(1 << 30), timeout=300)
+
+
 @tsn.jit
 def feed(capacity, k, dtype, rows):
     """Puts tiles of `source` to the other PE's `target`, the last first, and says so in its `words`."""
@@ -150,7 +207,19 @@ def fed(seed):
     source = tsn.zeros((capacity, k), torch.bfloat16)
     w = whole_numbers((len(counts), k, n), torch.bfloat16, seed).to(device)
     kernel = matmul_experts(
-        2, len(counts), capacity, n, k, "bfloat16", False, **vars(SMALL), workers=3, waits=True, tells=False
+        2,
+        len(counts),
+        capacity,
+        n,
+        k,
+        "bfloat16",
+        "bfloat16",
+        False,
+        **vars(SMALL),
+        workers=3,
+        waits=True,
+        tells=False,
+        scaled=False,
     )
     calls, tickets = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(2, dtype=torch.int32, device=device)
     for call in range(1, 4):

@@ -27,8 +27,7 @@ def _geometry(kind: str) -> dict:
 WIDE = dict(dtype="bfloat16", out_dtype="bfloat16", **vars(GEOMETRIES[0][0]))
 GATHERED = dict(WIDE, n_pes=4, rows=1024, n=14336, k=8192)
 SCATTERED = dict(WIDE, n_pes=4, rows=1024, n=8192, k=7168)
-EXPERTS = {name: value for name, value in WIDE.items() if name != "out_dtype"}
-EXPERTS |= dict(ranks=4, experts=64, capacity=65536, n=4096, k=7168)
+EXPERTS = dict(WIDE, ranks=4, experts=64, capacity=65536, n=4096, k=7168)
 # In every run one of each: they cost seconds.
 CASES = {
     "arriving": (matmul_arriving, GATHERED),
@@ -47,6 +46,7 @@ LONG |= {
 }
 LONG |= {
     "experts-telling": (matmul_experts, dict(EXPERTS, tells=True)),
+    "experts-8": (matmul_experts, EXPERTS | EIGHT | _geometry("all_gather_matmul") | dict(waits=True)),
     "experts-alone": (matmul_experts, dict(EXPERTS, transposed=True)),
 }
 ALL = [*CASES, *(pytest.param(name, marks=pytest.mark.nightly) for name in LONG)]
