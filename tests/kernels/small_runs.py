@@ -108,6 +108,7 @@ def multiply_and_reduce_everywhere(seed):
 def multiply_by_experts(seed):
     of = _of("fused/expert_matmul")
     of.fed(seed)
+    of.fed_combine(seed)
     of.layers(seed, dict(tuning=of.TUNING), False, ("random", "one expert"))
 
 

@@ -245,6 +245,44 @@ def test_a_product_waits_for_tiles():
     ranks.run(2, fed, random.randrange(1 << 30), env={"TSN_SIM_VISIBILITY": "late"}, timeout=200)
 
 
+def fed_combine(seed):
+    """A combine waits for tiles that come from another rank while it runs, see `fed`."""
+    moe = AllToAll(**MOE, tuning=TUNING)
+    c, device, rank = moe.config, moe.device, moe.rank
+    y, source = (tsn.zeros((c.capacity, c.hidden), torch.bfloat16) for _ in range(2))
+    words, pace = tsn.zeros((c.tiles + 1,), torch.uint64), random.Random(f"{seed} {rank}")
+    tiles = Tiles(32, words, torch.zeros(1, dtype=torch.int64, device=device), 5, moe.blocks)
+    for call in range(3):
+        everyone = _everyone(seed, call, c, "random")
+        mine, choices = everyone[rank], [e.topk_idx for e in everyone]
+        received = moe.dispatch(mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device))
+        products = [whole_numbers(y.shape, torch.bfloat16, seed, call, r) for r in range(c.ranks)]
+        source.copy_(products[rank ^ 1])
+        unsettle(pace)
+        feed(c.capacity, c.hidden, "bfloat16", 32)(y, source, words, 5)
+        tiles.next_call()
+        out = moe.combine_recv(moe.combine_send(y, received.handle, tiles=tiles, blocks=2))
+        moe.check()
+        outputs = []
+        for host in range(c.ranks):
+            counts = [len(rows) for rows in reference.route(choices, c.num_experts, host).order]
+            begins = [sum(-(-n // 32) * 32 for n in counts[:e]) for e in range(len(counts))]
+            outputs.append([products[host][begin : begin + n] for begin, n in zip(begins, counts)])
+        weights = [e.weights for e in everyone]
+        expected = reference.combine(
+            outputs, choices, weights, c.num_experts, rank, c.combine_dtype, False, None, True, 1
+        )
+        assert_same(out.cpu(), expected, f"seed {seed}, call {call}, rank {rank}")
+        tsn.barrier()
+    for tensor in (y, source, words):
+        tsn.free(tensor)
+    moe.free()
+
+
+def test_a_combine_waits_for_tiles():
+    ranks.run(2, fed_combine, random.randrange(1 << 30), env={"TSN_SIM_VISIBILITY": "late"}, timeout=200)
+
+
 def _misuse():
     with pytest.raises(ValueError, match="tile_rows is 32; alignment, 16, must be a multiple of it"):
         AllToAll(**(MOE | dict(alignment=16)))
