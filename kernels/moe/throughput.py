@@ -114,10 +114,7 @@ class ThroughputMode(Mode):
             partial(self._combine_of, base.blocks, "", "rows"),
             *([partial(self._combine_of, base.blocks, "", "choices")] if by_rank else []),
             *(partial(self._combine_of, base.blocks, weighted) for weighted in (() if by_rank else ("", "rows"))),
-            *(
-                partial(self._combine_of, base.blocks, "choices", tiles=self._c.tiles)
-                for _ in ([self.tiles] if self.tiles else [])
-            ),
+            *([partial(self._combine_of, base.blocks, "choices", tiles=self.tiles.count)] if self.tiles else []),
             partial(self._refusal, "dispatch"),
             partial(self._refusal, "combine"),
         ]
