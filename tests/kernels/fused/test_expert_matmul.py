@@ -283,57 +283,64 @@ def test_a_combine_waits_for_tiles():
     ranks.run(2, fed_combine, random.randrange(1 << 30), env={"TSN_SIM_VISIBILITY": "late"}, timeout=200)
 
 
-def _misuse():
+def _refused_when_made(moe, plain):
     with pytest.raises(ValueError, match="tile_rows is 32; alignment, 16, must be a multiple of it"):
         AllToAll(**(MOE | dict(alignment=16)))
     with pytest.raises(ValueError, match='tile_rows is 32; tiles are counted in throughput mode with layout "expert"'):
         AllToAll(**MOE, layout="rank")
     with pytest.raises(ValueError, match="tile_rows is 0; it must be a whole number of 1 or more"):
         AllToAll(**(MOE | dict(tile_rows=0)))
-    moe = AllToAll(**MOE, tuning=TUNING)
-    plain = AllToAll(**(MOE | dict(tile_rows=None)), tuning=TUNING)
     with pytest.raises(TypeError, match="moe is None; it must be an AllToAll"):
         ExpertMatmul(None, 48, 40, tiling=SMALL)
     with pytest.raises(ValueError, match="an AllToAll with tile_rows None do not go together"):
         ExpertMatmul(plain, 48, 40, tiling=SMALL)
     with pytest.raises(TypeError, match="dtype torch.float32 is not one of"):
         ExpertMatmul(moe, 48, 40, dtype=torch.float32, tiling=SMALL)
-    up, down, narrow = (ExpertMatmul(moe, 48, n, tiling=SMALL) for n in (INNER, 48, 40))
+
+
+def _refused_calls(moe, plain, up, choices, w):
+    """Of this rank alone: nothing is sent, or what was sent is received."""
+    narrow = ExpertMatmul(moe, 48, 40, tiling=SMALL)
+    pending = plain.dispatch_send(*choices)
+    with pytest.raises(ValueError, match="the object was made without tile_rows"):
+        plain.alongside(pending)
+    with pytest.raises(ValueError, match="alongside: this half is not under way"):
+        up.arriving(pending, w)
+    plain.dispatch_recv(pending)
+
+    pending = moe.dispatch_send(*choices)
+    with pytest.raises(ValueError, match="w has shape \\[4, 48, 48\\]; it must be \\[4, 48, 40\\]"):
+        narrow.arriving(pending, w)
+    with pytest.raises(TypeError, match="pending is None; it must be what dispatch_send has returned"):
+        up.arriving(None, w)
+    h = up.arriving(pending, w)
+    received = moe.dispatch_recv(pending)
+    with pytest.raises(ValueError, match="alongside: this half is not under way"):
+        up.arriving(pending, w)
+    with pytest.raises(ValueError, match="products have 40 columns of torch.bfloat16; the AllToAll combines rows of"):
+        narrow.combined(received.x, w, received.handle)
+    with pytest.raises(TypeError, match="tiles must be Tiles, not int"):
+        moe.combine_send(h, received.handle, tiles=3)
+    text = "tiles are 8 of 16 rows, begun by 4 blocks; those of this object are 8 of 32 rows"
+    with pytest.raises(ValueError, match=text):
+        moe.combine_send(h, received.handle, tiles=Tiles(16, up._finished.words, up._finished.calls, 1, 4))
+    with pytest.raises(TypeError, match="handle must be the handle of a dispatch, not NoneType"):
+        up(received.x, w, None)
+    narrow.free()
+
+
+def _misuse():
+    moe = AllToAll(**MOE, tuning=TUNING)
+    plain = AllToAll(**(MOE | dict(tile_rows=None)), tuning=TUNING)
+    _refused_when_made(moe, plain)
+    up, down = (ExpertMatmul(moe, 48, INNER, tiling=SMALL) for _ in range(2))
     seed, device = 11, moe.device
     matrices = [_weights(seed, r, 4) for r in range(2)]
     w_up, w_down = (w.to(device) for w in matrices[moe.rank])
     everyone = _everyone(seed, 0, moe.config, "random")
     mine = everyone[moe.rank]
     choices = mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device)
-
-    pending = plain.dispatch_send(*choices)
-    with pytest.raises(ValueError, match="the object was made without tile_rows"):
-        plain.alongside(pending)
-    with pytest.raises(ValueError, match="alongside: this half is not under way"):
-        up.arriving(pending, w_up)
-    plain.dispatch_recv(pending)
-
-    pending = moe.dispatch_send(*choices)
-    with pytest.raises(ValueError, match="w has shape \\[4, 48, 48\\]; it must be \\[4, 48, 40\\]"):
-        narrow.arriving(pending, w_up)
-    with pytest.raises(TypeError, match="pending is None; it must be what dispatch_send has returned"):
-        up.arriving(None, w_up)
-    h = up.arriving(pending, w_up)
-    received = moe.dispatch_recv(pending)
-    with pytest.raises(ValueError, match="alongside: this half is not under way"):
-        up.arriving(pending, w_up)
-    with pytest.raises(
-        ValueError, match="products have 40 columns of torch.bfloat16; the AllToAll combines rows of 48"
-    ):
-        narrow.combined(received.x, w_up, received.handle)
-    with pytest.raises(TypeError, match="tiles must be Tiles, not int"):
-        moe.combine_send(h, received.handle, tiles=3)
-    with pytest.raises(
-        ValueError, match="tiles are 8 of 16 rows, begun by 4 blocks; those of this object are 8 of 32 rows"
-    ):
-        moe.combine_send(h, received.handle, tiles=Tiles(16, down._finished.words, down._finished.calls, 1, 4))
-    with pytest.raises(TypeError, match="handle must be the handle of a dispatch, not NoneType"):
-        up(received.x, w_up, None)
+    _refused_calls(moe, plain, up, choices, w_up)
 
     def everything_works(what):
         pending = moe.dispatch_send(*choices)
@@ -356,16 +363,15 @@ def _misuse():
         down.combined(h, w_down, received.handle, **(dict(out=h[:3]) if moe.rank else {}))
         moe.check()
     everything_works("after a combine with a wrong out")
-    crowded = torch.zeros_like(choices[1])
-    crowded[:, 1:] = torch.arange(1, 3)
+    crowded = torch.arange(3, device=device).expand(40, 3).contiguous()
     with pytest.raises(tsn.HeapError, match="capacity is 256"):
         x = torch.ones((40, 48), dtype=torch.bfloat16, device=device)
-        pending = moe.dispatch_send(x, crowded[:1].expand(40, 3).contiguous())
+        pending = moe.dispatch_send(x, crowded)
         up.arriving(pending, w_up)
         moe.dispatch_recv(pending)
         moe.check()
     everything_works("after a dispatch that had no room")
-    for thing in (up, down, narrow, moe, plain):
+    for thing in (up, down, moe, plain):
         thing.free()
 
 
