@@ -19,6 +19,7 @@ from tilescale_net.kernels.moe.implementations import arena_bytes, heap_bytes, m
 from tilescale_net.kernels.moe.mode import Phase
 from tilescale_net.kernels.moe.participant import Participant
 from tilescale_net.kernels.moe.status import ArgumentError
+from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.kernels.moe.tuning import Tuning
 from tilescale_net.runtime.profiling import named
 
@@ -58,6 +59,8 @@ class AllToAll(Participant):
         expert_capacity: rows that an expert takes of each rank's tokens at most, as models with a capacity factor say it: a
             choice too many is dropped at its source and counts as none, `Dispatched.dropped` tells which. `capacity` is then
             what cannot be exceeded, unless it is given.
+        tile_rows: throughput mode, layout "expert": products of tiles of so many rows can begin while a dispatch is under way,
+            and a combine while they are; see `alongside` and `kernels.fused.ExpertMatmul`. `alignment` is a multiple of it.
         drop: which choices stay: "position": of the first tokens; "choice": first all tokens' first choices, then their second
             ones; "weight": of the largest weights.
         active: for each rank whether it takes part; see `set_active`. Default: the ranks that take part in the job.
@@ -84,7 +87,7 @@ class AllToAll(Participant):
         mode: str = "throughput", *, layout: str = "expert", alignment: int = 1, capacity: int | None = None,
         combine_dtype: torch.dtype | None = None, quantize_combine: bool = False, zero_copy: bool = True,
         scale_words: int | None = None, expert_capacity: int | None = None, drop: str = "position",
-        active: list[bool] | None = None, warm_up: bool | None = None, tuning: Tuning | None = None,
+        tile_rows: int | None = None, active: list[bool] | None = None, warm_up: bool | None = None, tuning: Tuning | None = None,
         grow: bool = False, arena: Arena | None = None, group: tsn.Group = None,
     ):  # fmt: skip
         world = tsn.world(group if arena is None or group is not None else arena.world)
@@ -95,7 +98,7 @@ class AllToAll(Participant):
         self.config = config = configure(
             world.size, num_experts, max_tokens, hidden, top_k, dtype, mode, layout=layout, alignment=alignment,
             capacity=capacity, combine_dtype=combine_dtype, quantize_combine=quantize_combine, zero_copy=zero_copy,
-            scale_words=scale_words, expert_capacity=expert_capacity, drop=drop,
+            scale_words=scale_words, expert_capacity=expert_capacity, drop=drop, tile_rows=tile_rows,
         )  # fmt: skip
         on_gpu = world.device.type == "cuda"
         count = torch.cuda.get_device_properties(world.device).multi_processor_count if on_gpu else 0
@@ -132,26 +135,6 @@ class AllToAll(Participant):
             arena.join(self)
         if active is not None:
             self.set_active(active)
-
-    def _compile(self, everything: bool) -> None:
-        """Compile on all ranks before any of them goes on; an error of one is an error of all.
-
-        Each rank of a node begins elsewhere in the list, so that they compile at the same time what all of them find in the
-        cache afterwards.
-        """
-        error, place = None, self._world.topology
-        try:
-            variants = self._mode.variants(everything)
-            first = len(variants) * place.local_rank // place.node_size
-            for compiled in variants[first:] + variants[:first]:
-                compiled()
-        except Exception as found:
-            error = found
-        said = self._world.control.gather("AllToAll: kernels compiled", str(error or ""))
-        failed = [i for i, text in enumerate(said) if text]
-        if failed:
-            self._release()
-            raise error or tsn.KernelError(f"AllToAll: rank {self._members[failed[0]]} has failed: {said[failed[0]]}")
 
     # -- what the caller may ask ------------------------------------------------------------------------------------
 
@@ -336,15 +319,20 @@ class AllToAll(Participant):
     @named("tilescale_net.moe.combine_send")
     def combine_send(
         self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None, bias: Sequence[torch.Tensor] = (),
-        after: torch.Event | None = None, blocks: int | None = None,
+        after: torch.Event | None = None, blocks: int | None = None, tiles: Tiles | None = None,
     ) -> Pending:  # fmt: skip
         """First half of combine; work that the caller launches before `combine_recv` overlaps with it.
 
         `y`, `weights`, `bias` and `out` belong to the call until then. Latency mode: with `weights` it waits on the GPU for
-        those of the other ranks.
+        those of the other ranks. With `tiles`, of an object with `tile_rows`, `y` is what a kernel launched next will
+        store, after `alongside`: each row is read when its tiles are there, those of the last expert first.
         """
+        if tiles is not None:
+            self._check_tiles(tiles)
         self._begin("combine_send", after)
-        pending = self._combine("combine", y, handle, out, weighted, weights, bias, blocks, phase=Phase.SEND)
+        pending = self._combine(
+            "combine", y, handle, out, weighted, weights, bias, blocks, phase=Phase.SEND, tiles=tiles
+        )
         self._machine.pending["combine"] = pending
         return pending
 
@@ -377,8 +365,9 @@ class AllToAll(Participant):
         return pending.result
 
     def _combine(
-        self, call: str, y, handle, out, weighted, weights, bias, blocks, values: tuple = (), phase: Phase = Phase.WHOLE
-    ) -> Pending:
+        self, call: str, y, handle, out, weighted, weights, bias, blocks, values: tuple = (), phase: Phase = Phase.WHOLE,
+        tiles: Tiles | None = None,
+    ) -> Pending:  # fmt: skip
         """Check and launch; `values` holds the one of combine_values, whatever it is."""
         checks, pair = self._checks, None
         try:
@@ -393,8 +382,9 @@ class AllToAll(Participant):
         if values:
             pair = values[0], torch.empty((handle.tokens, self.config.top_k), dtype=torch.float32, device=self.device)
         pending = self._mode.combine(
-            y, handle, out, weighted if weights is None else weights, phase, blocks, pair, bias
-        )
+            y, handle, out, weighted if weights is None else weights, phase, blocks, pair, bias,
+            **({"tiles": tiles} if tiles else {}),
+        )  # fmt: skip
         if pair:
             pending.result = out, pair[1]
         return pending

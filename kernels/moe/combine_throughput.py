@@ -13,6 +13,7 @@ from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import combine_throughput_steps as steps
 from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, stand_in, take_ticket
 from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
+from tilescale_net.kernels.moe.tiles import await_rows, say_begun
 from tilescale_net.kernels.moe.wire_layout import Totals, most_sent, record_words
 
 
@@ -54,7 +55,7 @@ def _find_rows(
 @tsn.jit(name="moe_combine_throughput", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
 def combine_throughput(
     ranks, experts, top_k, max_tokens, hidden, dtype, by_rank, weighted, quantised, valued, biases, proxied, chunk,
-    proxied_chunk, senders, reducers, threads, absent=0, absent_senders=0,
+    proxied_chunk, senders, reducers, threads, absent=0, absent_senders=0, tile_rows=0, tiles=0,
 ):  # fmt: skip
     """Kernel that sends and sums.
 
@@ -70,6 +71,7 @@ def combine_throughput(
         senders, reducers: blocks of each kind; all run at once.
         absent, absent_senders: how many more blocks, and senders among them, the launch geometry has than this call; block 0
             counts for them.
+        tile_rows, tiles: a row of `y` is read when its tile is there, the last rows first; 0: all of them are there.
 
     Parameters of the kernel:
         y [capacity, hidden] of `dtype`; row_weight [capacity], row_values [capacity] or [capacity * top_k] float32;
@@ -81,6 +83,7 @@ def combine_throughput(
         ready [ranks], arrived [ranks, chunks], done [ranks]: uint64, symmetric.
         tickets [2, 2] int32: work given out to senders and to reducers, by the parity of the call; 0 at first.
         calls [senders + reducers] uint64: calls so far. tag: 0. status: see STATUS_WORDS.
+        finished [tiles + 1] uint64, symmetric, product_calls [1] int64, growth int32: see `Tiles`; only where rows are awaited.
     """
     R, K, M, S = ranks, top_k, max_tokens, most_sent(ranks, max_tokens, top_k)
     s = steps.Sizes(R, K, M, hidden, dtype, by_rank, weighted, quantised, valued, biases, proxied, chunk, proxied_chunk)
@@ -125,6 +128,9 @@ def combine_throughput(
         calls: T.Tensor((blocks + absent,), "uint64"),
         tag: T.int32,
         status: T.Tensor((STATUS_WORDS,), "int64"),
+        finished: T.Tensor((tiles + 1,), "uint64") if tiles else None,
+        product_calls: T.Tensor((1,), "int64") if tiles else None,
+        growth: T.int32 if tiles else None,
     ):
         with T.Kernel(blocks, threads=threads) as block:
             received = T.alloc_shared((R,), "int32")
@@ -137,6 +143,8 @@ def combine_throughput(
             me = N.my_pe()
             call = T.alloc_var("uint64")
             call = calls[block] + T.uint64(1)
+            if tiles:
+                say_begun(finished, tiles, T.if_then_else(block == 0, 1 + absent, 1), me, thread)
             if thread < R:
                 received[thread] = totals[at.received + thread]
                 base[thread] = totals[at.received_base + thread]
@@ -171,7 +179,25 @@ def combine_throughput(
                         size = T.if_then_else(direct != 0, chunk, proxied_chunk)
                     # Reducers take this rank's own rows from where they are, if they travel as they are.
                     if c * size < received[peer] and (peer != me or not s.unchanged):
+                        if tiles:
+                            # The product goes from the last expert to the first, so that a row is whole when the product
+                            # comes to the first of its experts, by which rows are numbered.
+                            c = (received[peer] - 1) // size - c
                         n = T.min(size, received[peer] - c * size)
+                        if tiles:
+                            await_rows(
+                                finished,
+                                product_calls,
+                                growth,
+                                records,
+                                peer,
+                                c * size,
+                                n,
+                                top_k,
+                                tile_rows,
+                                slot,
+                                lane,
+                            )
                         if direct != 0:
                             steps.send_direct(
                                 s, y, row_weight, row_values, slots, slot_scales, slot_values, records, base, there, peer,

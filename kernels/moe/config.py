@@ -25,6 +25,7 @@ class Traits:
         quantises_rows: dispatch quantises rows on the way where `dtype` is FP8.
         weighs_rows: combine takes weights of expert-major rows, and brings numbers of them back.
         weighs_choices: combine takes weights of the choices.
+        counts_tiles: dispatch tells which tiles are there, and combine sends those that are.
     """
 
     layouts: tuple[str, ...] = LAYOUTS
@@ -33,11 +34,12 @@ class Traits:
     quantises_rows: bool = False
     weighs_rows: bool = False
     weighs_choices: bool = False
+    counts_tiles: bool = False
 
 
 # What the host's checks know of each mode; implementations.py names its class.
 MODES = {
-    "throughput": Traits(reuses_plan=True, weighs_rows=True),
+    "throughput": Traits(reuses_plan=True, weighs_rows=True, counts_tiles=True),
     "latency": Traits(layouts=("expert",), max_tokens=1024, quantises_rows=True, weighs_choices=True),
 }
 
@@ -62,10 +64,11 @@ class Config:
     scale_words: int
     expert_capacity: int | None = None
     drop: str = DROPS[0]
+    tile_rows: int | None = None
 
     def __post_init__(self):
         whole = ["num_experts", "max_tokens", "hidden", "top_k", "alignment", "capacity"]
-        for name in whole if self.expert_capacity is None else [*whole, "expert_capacity"]:
+        for name in [*whole, *(n for n in ("expert_capacity", "tile_rows") if getattr(self, n) is not None)]:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"AllToAll: {name} is {value!r}; it must be a whole number of 1 or more")
@@ -100,6 +103,25 @@ class Config:
         if self.layout not in self.traits.layouts:
             has = " and ".join(m for m, t in MODES.items() if self.layout in t.layouts)
             raise ValueError(f'AllToAll: layout "{self.layout}" exists in {has} mode only')
+        if self.tile_rows is not None:
+            self._check_tiles()
+
+    def _check_tiles(self) -> None:
+        if not self.traits.counts_tiles or self.layout != "expert":
+            has = " and ".join(m for m, t in MODES.items() if t.counts_tiles)
+            raise ValueError(
+                f'AllToAll: tile_rows is {self.tile_rows}; tiles are counted in {has} mode with layout "expert"'
+            )
+        if self.alignment % self.tile_rows:
+            raise ValueError(
+                f"AllToAll: tile_rows is {self.tile_rows}; alignment, {self.alignment}, must be a multiple of it, so that a "
+                "tile is of one expert"
+            )
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of `tile_rows` rows of which a dispatch and a combine know when they are there; 0: none."""
+        return 0 if self.tile_rows is None else -(-self.capacity // self.tile_rows)
 
     @property
     def traits(self) -> Traits:
@@ -148,7 +170,7 @@ def default_capacity(
 def configure(
     ranks, num_experts, max_tokens, hidden, top_k, dtype=torch.bfloat16, mode="throughput", *, layout="expert", alignment=1,
     capacity=None, combine_dtype=None, quantize_combine=False, zero_copy=True, scale_words=None, expert_capacity=None,
-    drop=DROPS[0],
+    drop=DROPS[0], tile_rows=None,
 ) -> Config:  # fmt: skip
     """The configuration, with the defaults that depend on others filled in."""
     if combine_dtype is None:
@@ -160,7 +182,7 @@ def configure(
         scale_words = groups_of(hidden) if known else 0
     return Config(
         ranks, num_experts, max_tokens, hidden, top_k, dtype, mode, layout, alignment, capacity, combine_dtype,
-        quantize_combine, zero_copy, scale_words, expert_capacity, drop,
+        quantize_combine, zero_copy, scale_words, expert_capacity, drop, tile_rows,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, stand_in, take_ticket
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, batch_of, copy_row, copy_words, load_batch, store_batch
+from tilescale_net.kernels.moe.tiles import count_rows, fill_up, say_begun
 from tilescale_net.kernels.moe.wire_layout import Totals, record_words
 
 
@@ -157,7 +158,7 @@ def receive_row(
 @tsn.jit(name="moe_dispatch_throughput", pass_configs=EXPLICIT_SYNC)
 def dispatch_throughput(
     ranks, experts, top_k, max_tokens, row_words, scale_words, placement, proxied, chunk, proxied_chunk, senders, receivers,
-    threads, absent=0, absent_senders=0,
+    threads, absent=0, absent_senders=0, tile_rows=0, tiles=0,
 ):  # fmt: skip
     """Kernel that moves the rows.
 
@@ -170,6 +171,7 @@ def dispatch_throughput(
         senders, receivers: blocks of each kind (no receivers for "rank"); threads: of a block. All blocks run at once.
         absent, absent_senders: how many more blocks, and senders among them, the launch geometry has than this call; block 0
             counts for them.
+        tile_rows, tiles: count the rows of tiles of `out` that are there, for whoever consumes them meanwhile; 0: none do.
 
     Parameters of the kernel (int32 unless said; rows and scales are moved as words of 4 bytes):
         x, x_scales: what to send. out, out_scales: symmetric, except for "arrival".
@@ -179,6 +181,7 @@ def dispatch_throughput(
         ready [ranks], arrived [ranks, chunks], done [ranks]: uint64, symmetric.
         tickets [2, 2]: work given out to senders and to receivers, by the parity of the call; 0 at first.
         calls [senders + receivers]: uint64, calls so far. tag: see output_tag. status: see STATUS_WORDS.
+        counted [tiles + 1]: uint64, symmetric, see `Tiles`; only where tiles are counted.
     """
     R, M = ranks, max_tokens
     s = Sizes(R, top_k, M, row_words, scale_words, placement, proxied, chunk, proxied_chunk)
@@ -216,6 +219,7 @@ def dispatch_throughput(
         calls: T.Tensor((blocks + absent,), "uint64"),
         tag: T.int32,
         status: T.Tensor((STATUS_WORDS,), "int64"),
+        counted: T.Tensor((tiles + 1,), "uint64") if tiles else None,
     ):
         with T.Kernel(blocks, threads=threads) as block:
             sent = T.alloc_shared((R,), "int32")
@@ -229,6 +233,8 @@ def dispatch_throughput(
             me = N.my_pe()
             call = T.alloc_var("uint64")
             call = calls[block] + T.uint64(1)
+            if tiles:
+                say_begun(counted, tiles, T.if_then_else(block == 0, 1 + absent, 1), me, thread)
             if thread < R:
                 sent[thread] = totals[at.sent + thread]
                 first_row[thread] = totals[at.sent_base + thread]
@@ -286,6 +292,9 @@ def dispatch_throughput(
                 T.sync_threads()
                 count_sender(done, active, me, thread, R)
 
+            if tiles:
+                if block == blocks - 1:
+                    fill_up(counted, totals, at, tile_rows, tiles, me, thread, threads)
             if receivers:
                 # Senders that are done help to receive.
                 size = T.alloc_var("int32", init=chunk)
@@ -308,6 +317,8 @@ def dispatch_throughput(
                                 s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, records, landed, me,
                                 peer, j, row, slot, token, direct, lane,
                             )  # fmt: skip
+                        if tiles:
+                            count_rows(counted, records, peer, c * size, n, top_k, tile_rows, me, lane)
                     ticket = T.shfl_sync(ahead, 0)
             T.sync_threads()
             if absent:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.kernels.moe.wire_layout import Totals
 
 
@@ -151,12 +152,14 @@ class Pending:
         handle: of the dispatch.
         result: what receiving gives.
         rest: what the mode needs to receive.
+        tiles: of its rows, that others learn of or that others finish while it is under way, see `AllToAll.alongside`.
     """
 
     kind: str
     handle: Handle
     result: object
     rest: object = None
+    tiles: Tiles | None = None
 
 
 @dataclass

@@ -34,8 +34,17 @@ def make(base, config: Config, active: tuple[bool, ...] | None = None):
 
 
 def crosses_once(config: Config, tuning: Tuning, nodes: int) -> bool:
-    """Whether a row crosses the network once per node: where nodes have several ranks, and the mode can do it."""
-    return config.mode in OVER_NODES and tuning.once_per_node and 1 < nodes < config.ranks
+    """Whether a row crosses the network once per node: where nodes have several ranks, and the mode can do it.
+
+    ValueError for tiles, which are not counted there.
+    """
+    once = config.mode in OVER_NODES and tuning.once_per_node and 1 < nodes < config.ranks
+    if once and config.tile_rows is not None:
+        raise ValueError(
+            f"AllToAll: tile_rows is {config.tile_rows}; rows that cross the network once per node are not counted by tiles: "
+            "give tuning=Tuning(once_per_node=False)"
+        )
+    return once
 
 
 def symmetric_buffers(

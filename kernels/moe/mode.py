@@ -158,6 +158,10 @@ class Mode(ABC):
     def receive(self, pending: Pending) -> None:
         """Launch the second half of what was sent."""
 
+    def start(self, pending: Pending) -> None:
+        """Let what follows on the current stream run beside a first half that has tiles; see `AllToAll.alongside`."""
+        raise NotImplementedError
+
     @abstractmethod
     def refuse_dispatch(self, error: ArgumentError, reuses_plan: bool, phase: Phase) -> None:
         """Take part in a dispatch that this rank cannot make; `reuses_plan`: it got a handle instead of choices."""

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import torch
 
+import tilescale_net as tsn
 from tilescale_net.kernels.collective import BufferSpecs, Collective
 from tilescale_net.kernels.moe.arena import Arena, divide
+from tilescale_net.kernels.moe.handle import Pending
 from tilescale_net.kernels.moe.states import Machine
 from tilescale_net.kernels.moe.status import ArgumentError, Status
+from tilescale_net.kernels.moe.tiles import Tiles
+
+_NO_TILES = {"dispatch": "the object was made without tile_rows", "combine": "combine_send got no tiles"}
 
 
 class Participant(Collective):
@@ -124,6 +129,63 @@ class Participant(Collective):
         self._machine.pending.clear()
         self._world.memory.synchronize()
         self._world.control.agree("AllToAll.set_active", "begins anew")
+
+    def _compile(self, everything: bool) -> None:
+        """Compile on all ranks before any of them goes on; an error of one is an error of all.
+
+        Each rank of a node begins elsewhere in the list, so that they compile at the same time what all of them find in the
+        cache afterwards.
+        """
+        error, place = None, self._world.topology
+        try:
+            variants = self._mode.variants(everything)
+            first = len(variants) * place.local_rank // place.node_size
+            for compiled in variants[first:] + variants[:first]:
+                compiled()
+        except Exception as found:
+            error = found
+        said = self._world.control.gather("AllToAll: kernels compiled", str(error or ""))
+        failed = [i for i, text in enumerate(said) if text]
+        if failed:
+            self._release()
+            raise error or tsn.KernelError(f"AllToAll: rank {self._members[failed[0]]} has failed: {said[failed[0]]}")
+
+    # -- tiles ------------------------------------------------------------------------------------------------------
+
+    def alongside(self, pending: Pending) -> Tiles:
+        """Let what is launched next on the current stream run beside a half that is under way and has tiles.
+
+        That is a dispatch of an object with `tile_rows`, or a combine that got `tiles`. Kernels that follow may wait for
+        tiles of the dispatch (`Dispatched.x` is `pending.result.x`), or finish those that the combine waits for: the half
+        has its multiprocessors.
+
+        Returns:
+            The tiles. Tile t is there when a wait for `words[t]`, "ge", `calls[0] * growth` ends; TMA copies of its rows want
+            `proxy="async"`.
+
+        Raises:
+            ValueError: no half that is under way, or one without tiles.
+        """
+        self._world.check()
+        if not isinstance(pending, Pending) or self._machine.pending.get(pending.kind) is not pending:
+            raise ValueError(
+                "AllToAll.alongside: this half is not under way; give what dispatch_send or combine_send has returned"
+            )
+        if pending.tiles is None:
+            raise ValueError(f"AllToAll.alongside: {_NO_TILES[pending.kind]}")
+        self._mode.start(pending)
+        return pending.tiles
+
+    def _check_tiles(self, tiles: Tiles) -> None:
+        """Raise TypeError or ValueError for tiles of `y` that this object's combine cannot wait for."""
+        if not isinstance(tiles, Tiles):
+            raise TypeError(f"AllToAll.combine_send: tiles must be Tiles, not {type(tiles).__name__}")
+        mine = self.config.tile_rows, self.config.tiles, self.blocks
+        if (tiles.rows, tiles.count, tiles.begins) != mine:
+            raise ValueError(
+                f"AllToAll.combine_send: tiles are {tiles.count} of {tiles.rows} rows, begun by {tiles.begins} blocks; those of "
+                f"this object are {mine[1]} of {mine[0]} rows, begun by {mine[2]} blocks"
+            )
 
     # -- states and refusals ----------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
+from tilescale_net.kernels.moe import routing_order as order
 from tilescale_net.kernels.moe import routing_steps as steps
 from tilescale_net.kernels.moe.handshake import count_for
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
@@ -22,8 +23,9 @@ from tilescale_net.kernels.moe.wire_layout import record_words
 
 @tsn.jit(name="moe_plan_routing", pass_configs=EXPLICIT_SYNC)
 def plan_routing(
-    ranks, experts, top_k, max_tokens, capacity, alignment, blocks, threads, index_dtype, absent=0, node_size=0
-):
+    ranks, experts, top_k, max_tokens, capacity, alignment, blocks, threads, index_dtype, absent=0, node_size=0,
+    ordered=False,
+):  # fmt: skip
     """Kernel that fills a RoutingPlan (handle.py), the tensors of the last group.
 
     Args:
@@ -34,16 +36,18 @@ def plan_routing(
         index_dtype: of `topk_idx`, "int32" or "int64".
         absent: how many more blocks the launch geometry has than this call; block 0 counts for them.
         node_size: ranks of a node, where rows cross the network once per node; else 0.
+        ordered: rows to a rank are numbered by the first of their experts there, not by token alone.
 
     Parameters of the kernel (int32 unless said):
         topk_idx [rows, top_k] of `index_dtype`, topk_weights [rows, top_k] float32, tokens <= rows; fault, fault_value:
         what the host found wrong; active [ranks]: 0 for a rank that is left out.
         counts_out [words], counts_in [ranks, words] (see Counts), records_out, records_in [ranks, max_tokens, …],
         counts_ready, records_ready [ranks] uint64, blocks_ready [1] uint64: symmetric.
-        calls [blocks] uint64: calls so far. partial [blocks, words]: scratch. status: see STATUS_WORDS.
+        calls [blocks] uint64: calls so far. partial [blocks, words]: scratch, with as many words more as experts where rows
+        are ordered. status: see STATUS_WORDS.
     """
     R, K, M = ranks, top_k, max_tokens
-    s = steps.Sizes(R, experts, K, M, capacity, alignment, blocks, threads, index_dtype, absent, node_size)
+    s = steps.Sizes(R, experts, K, M, capacity, alignment, blocks, threads, index_dtype, absent, node_size, ordered)
     C, W = s.counts, record_words(K)
     rows, slot_rows = T.dynamic("rows"), T.dynamic("slot_rows")
 
@@ -64,7 +68,7 @@ def plan_routing(
         records_ready: T.Tensor((R,), "uint64"),
         blocks_ready: T.Tensor((1,), "uint64"),
         calls: T.Tensor((blocks + absent,), "uint64"),
-        partial: T.Tensor((blocks + absent, C.words), "int32"),
+        partial: T.Tensor((blocks + absent, C.words + (experts if ordered else 0)), "int32"),
         status: T.Tensor((STATUS_WORDS,), "int64"),
         send_token: T.Tensor((R, M), "int32"),
         send_row: T.Tensor((R, M), "int32"),
@@ -76,8 +80,9 @@ def plan_routing(
     ):
         with T.Kernel(blocks, threads=threads) as block:
             # keys[0]: the expert of each choice; keys[1]: the bin of its rank where it is the first there; else -1.
-            keys = T.alloc_shared((2, s.cells), "int32")
-            places = T.alloc_shared((2, s.cells), "int32")
+            # keys[2], where rows are ordered: the first of its experts there.
+            keys = T.alloc_shared((2 + ordered, s.cells), "int32")
+            places = T.alloc_shared((2 + ordered, s.cells), "int32")
             padded = T.alloc_shared((experts,), "int32")
             alive = T.alloc_shared((R,), "int32")
             seen = T.alloc_shared((1,), "int32")
@@ -112,6 +117,9 @@ def plan_routing(
             stop = T.alloc_var("int32")
             steps.refuse_or_go_on(s, counts_in, padded, alive, status, mine, code, need, stop, block, thread)
             steps.number_choices(s, keys, four, places, partial, counts_in, padded, alive, mine, me, block, thread)
+            if ordered:
+                firsts = T.alloc_shared((experts,), "int32")
+                order.order_rows(s, keys, four, places, partial, firsts, mine, block, thread)
             for i in T.serial((s.part * R + threads - 1) // threads):
                 p = i * threads + thread
                 if p < T.min(share, tokens - first) * R:

@@ -7,6 +7,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import report
+from tilescale_net.kernels.moe import routing_order as order
 from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, NO_FAULT, NO_ROOM, Counts, Totals, align4, record_words
 
 
@@ -25,6 +26,7 @@ class Sizes:
     index_dtype: str
     absent: int
     node_size: int
+    ordered: bool = False
 
     @property
     def local(self) -> int:
@@ -38,6 +40,11 @@ class Sizes:
     @property
     def totals(self) -> Totals:
         return Totals(self.ranks, self.local)
+
+    @property
+    def firsts(self) -> int:
+        """Where a block's counts of rows by their first expert begin, behind its other counts."""
+        return self.counts.words
 
     @property
     def part(self) -> int:
@@ -82,6 +89,8 @@ def read_choices(s, topk_idx, active, keys, seen, first, mine: T.Ref, bad: T.Ref
                     if keys[0, p - p % K + q] >= 0 and keys[0, p - p % K + q] // local == keys[0, p] // local:
                         key = -1
             keys[1, p] = key
+            if s.ordered:
+                order.find_first(s, keys, key, p)
     T.sync_threads()
 
 
@@ -101,6 +110,8 @@ def count_part(s, keys, four, partial, seen, mine: T.Ref, any_bad: T.Ref, block,
                 for v in T.unroll(4):
                     n = n + T.if_then_else(four[v] == bin, 1, 0)
             partial[block, bin] = n
+    if s.ordered:
+        order.count_firsts(s, keys, four, partial, mine, block, thread)
     if thread == 0:
         partial[block, C.code] = T.if_then_else(any_bad != 0, BAD_EXPERT, NO_FAULT)
         partial[block, C.value] = T.if_then_else(any_bad != 0, seen[0], 0)
@@ -240,15 +251,17 @@ def write_records(
                 pe = keys[1, p] - s.experts
                 j = places[1, p]
                 t = first + p // K
-                token_slot[t, pe] = j
-                send_token[pe, j] = t
-                send_row[pe, j] = places[0, p]
+                token_slot[t, pe] = order.number(s, j, places, 2, p)
+                send_token[pe, order.number(s, j, places, 2, p)] = t
+                send_row[pe, order.number(s, j, places, 2, p)] = places[0, p]
                 for k in T.serial(K):
                     cell = p - p % K + k
                     here = keys[0, cell] >= 0 and keys[0, cell] // local == pe
                     records_out[pe, j, k] = T.if_then_else(here, places[0, cell], -1)
                     records_out[pe, j, K + k] = T.reinterpret(topk_weights[t, k], "int32")
                 records_out[pe, j, 2 * K] = t
+                if s.ordered:
+                    records_out[pe, j, 2 * K + 1] = places[2, p]
     T.sync_threads()
 
 
@@ -351,12 +364,13 @@ def keep_records(s, records, records_in, row_index, row_weight, counts_in, alive
                 row = records_in[r, p // K, p % K]
                 weight = T.alloc_var("int32")
                 weight = records_in[r, p // K, K + p % K]
-                records[r, p // K, p % K] = row
-                records[r, p // K, K + p % K] = weight
+                here = r, p // K, 2 * K + 1
+                records[r, order.number(s, p // K, records_in, *here), p % K] = row
+                records[r, order.number(s, p // K, records_in, *here), K + p % K] = weight
                 if p % K == 0:
-                    records[r, p // K, 2 * K] = records_in[r, p // K, 2 * K]
+                    records[r, order.number(s, p // K, records_in, *here), 2 * K] = records_in[r, p // K, 2 * K]
                 if row >= 0 and row < s.capacity:
-                    row_index[row] = base + p // K
+                    row_index[row] = base + order.number(s, p // K, records_in, *here)
                     row_weight[row] = T.reinterpret(weight, "float32")
         base = base + n
     T.sync_threads()

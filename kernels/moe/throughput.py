@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from tilescale_net.kernels.collective import BufferSpecs, dtype_name
+from tilescale_net.kernels.fused.matmul import gate
 from tilescale_net.kernels.moe.combine_throughput import combine_throughput
 from tilescale_net.kernels.moe.config import FP8, Config, as_words
 from tilescale_net.kernels.moe.dispatch_throughput import dispatch_throughput
@@ -19,6 +20,7 @@ from tilescale_net.kernels.moe.routing import plan_routing
 from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.streams import DeferredStream, SideStream
 from tilescale_net.kernels.moe.throughput_buffers import output_rows, placement_of, shared_rows, symmetric_buffers
+from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.kernels.moe.tuning import shares
 from tilescale_net.kernels.moe.wire_layout import NO_FAULT, Counts, Totals, output_tag, record_words
 from tilescale_net.runtime.launch_arguments import constant
@@ -30,12 +32,14 @@ DISPATCH = ("x", "x_scales", "out", "out_scales", "tag", "send_token", "send_row
 COMBINE = (
     "y", "row_weight", "row_values", "bias_0", "bias_1", "out", "out_values", "tokens", "token_slot", "records", "totals"
 )  # fmt: skip
+_AWAITED = ("finished", "product_calls", "growth")  # what comes behind where rows are awaited
 
 
 class ThroughputMode(Mode):
     """Many tokens: a routing plan is agreed before rows move; first halves run on a stream of their own."""
 
     node_plan_words = 0  # of a plan, see node_throughput.py
+    tiles: Tiles | None = None  # of rows that a dispatch brings
 
     def __init__(self, base, config: Config, specs: BufferSpecs | None = None):
         super().__init__(base, config, specs or symmetric_buffers(config, base.tuning, base.proxied))
@@ -55,7 +59,11 @@ class ThroughputMode(Mode):
 
         # Words of this rank alone.
         shared = {"active": base.active, "status": base.status.tensor}
-        partial = torch.zeros((base.blocks, Counts(c.num_experts, R).words), dtype=torch.int32, device=device)
+        words = Counts(c.num_experts, R).words + (c.num_experts if c.tiles else 0)
+        partial = torch.zeros((base.blocks, words), dtype=torch.int32, device=device)
+        if c.tiles:
+            calls = torch.zeros(1, dtype=torch.int64, device=device)
+            self.tiles = Tiles(c.tile_rows, self._symmetric["dispatch.counted"], calls, c.tile_rows, base.blocks)
         self._fixed = {"routing": self._buffers("routing") | shared | {"partial": partial}}
         self._tickets = torch.zeros((2, 2, 2), dtype=torch.int32, device=device)
         for kernel, tickets in zip(("dispatch", "combine"), self._tickets):
@@ -85,6 +93,8 @@ class ThroughputMode(Mode):
     def reset(self) -> None:
         super().reset()
         self._tickets.zero_()
+        if self.tiles:
+            self.tiles.reset()
         self._stream.forget()
 
     # -- kernels ----------------------------------------------------------------------------------------------------
@@ -104,6 +114,7 @@ class ThroughputMode(Mode):
             partial(self._combine_of, base.blocks, "", "rows"),
             *([partial(self._combine_of, base.blocks, "", "choices")] if by_rank else []),
             *(partial(self._combine_of, base.blocks, weighted) for weighted in (() if by_rank else ("", "rows"))),
+            *([partial(self._combine_of, base.blocks, "choices", tiles=self.tiles.count)] if self.tiles else []),
             partial(self._refusal, "dispatch"),
             partial(self._refusal, "combine"),
         ]
@@ -131,7 +142,7 @@ class ThroughputMode(Mode):
         c, base = self._c, self._base
         kernel = plan_routing(
             c.ranks, c.num_experts, c.top_k, c.max_tokens, c.capacity, c.alignment, blocks, base.threads, index_dtype,
-            **self._fewer(blocks), **self._in_nodes(),
+            **self._fewer(blocks), **self._in_nodes(), **({"ordered": True} if c.tiles else {}),
         )  # fmt: skip
         return Launch(kernel, self._fixed["routing"], _ROUTING, base.world)
 
@@ -142,23 +153,29 @@ class ThroughputMode(Mode):
         c, base, t, senders = self._c, self._base, self._tuning, self._senders_of("dispatch", blocks)
         kernel = dispatch_throughput(
             c.ranks, c.num_experts, c.top_k, c.max_tokens, c.row_words, c.scale_words, self.placement, self._proxied,
-            t.chunk, self._proxied_chunk(c.row_bytes), senders, blocks - senders, base.threads, **self._fewer(blocks, "dispatch"),
+            t.chunk, self._proxied_chunk(c.row_bytes), senders, blocks - senders, base.threads,
+            **self._fewer(blocks, "dispatch"), **self._in_tiles(c.tiles),
         )  # fmt: skip
         return Launch(kernel, self._fixed["dispatch"], DISPATCH, base.world)
 
-    def _combine_of(self, blocks: int, weighted: str, valued: str = "", biases: int = 0) -> Launch:
-        return self._launch(self._new_combine, blocks, weighted, valued, biases)
+    def _in_tiles(self, tiles: int) -> dict[str, int]:
+        """What tells kernels to count tiles, or to wait for them."""
+        return {"tile_rows": self._c.tile_rows, "tiles": tiles} if tiles else {}
 
-    def _new_combine(self, blocks: int, weighted: str, valued: str, biases: int) -> Launch:
+    def _combine_of(self, blocks: int, weighted: str, valued: str = "", biases: int = 0, tiles: int = 0) -> Launch:
+        return self._launch(self._new_combine, blocks, weighted, valued, biases, *([tiles] if tiles else []))
+
+    def _new_combine(self, blocks: int, weighted: str, valued: str, biases: int, tiles: int = 0) -> Launch:
         c, base, t, senders = self._c, self._base, self._tuning, self._senders_of("combine", blocks)
         payload = FP8 if c.quantize_combine else c.combine_dtype
         kernel = combine_throughput(
             c.ranks, c.num_experts, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype), c.layout == "rank",
             weighted, c.quantize_combine, valued, biases, self._proxied, t.chunk,
             self._proxied_chunk(c.hidden * payload.itemsize), senders, blocks - senders, t.combine_threads,
-            **self._fewer(blocks, "combine"),
+            **self._fewer(blocks, "combine"), **self._in_tiles(tiles),
         )  # fmt: skip
-        return Launch(kernel, self._fixed["combine"] | {"tag": 0}, COMBINE, base.world)
+        given = (*COMBINE, *(_AWAITED if tiles else ()))
+        return Launch(kernel, self._fixed["combine"] | {"tag": 0}, given, base.world)
 
     def _refusal(self, kernel: str) -> Launch:
         return self._launch(self._new_refusal, kernel)
@@ -183,6 +200,8 @@ class ThroughputMode(Mode):
         return self._output if self.symmetric_output else self.new_output()
 
     def dispatch(self, x, scales, choices: Choices | Handle, out, phase: Phase, blocks: int) -> Pending:
+        if self.tiles:
+            self.tiles.next_call()
         if phase is Phase.WHOLE:
             return self._dispatch(x, scales, choices, out, blocks)
         tensors = [x, scales, *(() if isinstance(choices, Handle) else (choices.topk_idx, choices.topk_weights))]
@@ -211,17 +230,32 @@ class ThroughputMode(Mode):
         if copied:
             self._stream.launch(_copy, (rows, row_scales), self._output)
         result = DispatchedByPlan(rows, self._seen_as(scales, row_scales), handle, c.layout == "rank")
-        return Pending("dispatch", handle, result)
+        return Pending("dispatch", handle, result, tiles=self.tiles)
+
+    def start(self, pending: Pending) -> None:
+        tiles = pending.tiles
+        if self._base.device.type == "cuda":
+            # What follows on the current stream gets the multiprocessors that this half's blocks have left.
+            gate()(tiles.calls, tiles.words[tiles.count :], tiles.begins, tiles.begins)
+        elif pending.kind == "dispatch":
+            # The simulator runs kernels one after the other: those of a combine when the product has ended.
+            self._stream.wait(pending.rest)
 
     def receive(self, pending: Pending) -> None:
         self._stream.wait(pending.rest)
 
     def refuse_dispatch(self, error: ArgumentError, reuses_plan: bool, phase: Phase) -> None:
+        if self.tiles and not reuses_plan:
+            self.tiles.next_call()  # a dispatch of no rows
         if phase is Phase.SEND:
             with self._stream.on_side(()) as event:
-                self.refuse_dispatch(error, reuses_plan, Phase.WHOLE)
+                self._refuse_dispatch(error, reuses_plan)
             self._stream.wait(event)
-        elif reuses_plan:
+        else:
+            self._refuse_dispatch(error, reuses_plan)
+
+    def _refuse_dispatch(self, error: ArgumentError, reuses_plan: bool) -> None:
+        if reuses_plan:
             self._stream.launch(self._refusal("dispatch"), error.code)
         else:
             none = torch.zeros((1, self._c.top_k), dtype=torch.int64, device=self._base.device)
@@ -287,14 +321,16 @@ class ThroughputMode(Mode):
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
-    def combine(self, y, handle: Handle, out, weights, phase: Phase, blocks: int, values=None, bias=()) -> Pending:
-        pending = Pending("combine", handle, out)
+    def combine(
+        self, y, handle: Handle, out, weights, phase: Phase, blocks: int, values=None, bias=(), tiles: Tiles | None = None
+    ) -> Pending:  # fmt: skip
+        pending = Pending("combine", handle, out, tiles=tiles)
         if phase is Phase.WHOLE:
             self._combine(y, handle.plan, out, weights, values, bias, blocks)
             return pending
         tensors = [y, *bias, *([weights] if isinstance(weights, torch.Tensor) else [])]  # what the caller may drop
         with self._stream.on_side(tensors) as pending.rest:
-            self._combine(y, handle.plan, out, weights, values, bias, blocks)
+            self._combine(y, handle.plan, out, weights, values, bias, blocks, tiles)
         return pending
 
     def refuse_combine(self, error: ArgumentError, phase: Phase, weights_given: bool) -> None:
@@ -305,7 +341,9 @@ class ThroughputMode(Mode):
         else:
             self._stream.launch(self._refusal("combine"), error.code)
 
-    def _combine(self, y, plan: RoutingPlan, out, weights, values, bias, blocks: int) -> None:
+    def _combine(
+        self, y, plan: RoutingPlan, out, weights, values, bias, blocks: int, tiles: Tiles | None = None
+    ) -> None:
         by_row = isinstance(weights, torch.Tensor)
         weighted = "rows" if by_row else "choices" if weights and self._c.layout == "expert" else ""
         unused = plan.arguments[-1]  # stands in for what the kernel does not use
@@ -316,9 +354,10 @@ class ThroughputMode(Mode):
             row_values = (row_values if row_values.numel() else self._no_values).view(-1)
         bias_0, bias_1 = ([b if b.numel() else self._no_row for b in bias] + [self._no_row] * 2)[:2]
         self._stream.launch(
-            self._combine_of(blocks, weighted, valued, len(bias)), y if y.numel() else self._no_row, weights if by_row else unused,
+            self._combine_of(blocks, weighted, valued, len(bias), tiles.count if tiles else 0), y if y.numel() else self._no_row, weights if by_row else unused,
             row_values, bias_0, bias_1, out if out.numel() else self._no_row,
             out_values if out_values.numel() else self._no_values, plan.tokens, *self._summed_by(plan),
+            *((tiles.words, tiles.calls, tiles.growth) if tiles else ()),
         )  # fmt: skip
 
     def _summed_by(self, plan: RoutingPlan) -> tuple:

@@ -79,6 +79,7 @@ def symmetric_buffers(config: Config, tuning, proxied: bool) -> BufferSpecs:
         "dispatch.ready": ((R,), words),
         "dispatch.arrived": ((R, chunks), words),
         "dispatch.done": ((R,), words),
+        **({"dispatch.counted": ((c.tiles + 1,), words)} if c.tiles else {}),
         "combine.slot_scales": ((quantised(rows["combine.slots"]), G), floats),
         "combine.slot_values": ((rows["combine.slots"], c.top_k), floats),
         "combine.staged_scales": ((quantised(rows["combine.staged"]), G), floats),

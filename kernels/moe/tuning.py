@@ -79,8 +79,9 @@ def shares(tuning: Tuning, blocks: int) -> tuple[int, int]:
 
 def most_tokens(config: Config, blocks: int) -> int:
     """Tokens of a call of throughput mode whose choices fit into the shared memory of so many blocks."""
-    fixed = 4 * (config.num_experts + config.ranks + 1) + 1024
-    cells = (BLOCK_SHARED - fixed) // 16  # a choice takes 16 bytes
+    ordered = config.tile_rows is not None
+    fixed = 4 * ((1 + ordered) * config.num_experts + config.ranks + 1) + 1024
+    cells = (BLOCK_SHARED - fixed) // (24 if ordered else 16)  # bytes that a choice takes
     return max(0, cells // config.top_k - 1) * blocks
 
 

@@ -91,6 +91,20 @@ def test_product_alone(tmp_path):
 
 
 @pytest.mark.nightly
+def test_moe_layer(tmp_path):
+    path = tmp_path / "run.json"
+    done = launch("moe_layer.py", "--warmup", "0", "--repeat", "1", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(path)
+    assert [row["part"] for row in rows] == ["dispatch, product", "product, combine", "layer"]
+    for row in rows:
+        assert row["over"] == pytest.approx(row["ours"] / row["sequence"]) and row["matmul"] > 0 < row["communication"]
+    assert "normal random data, verified" in done.stdout
+    refused = launch("moe_layer.py", "--experts", "3")
+    assert refused.returncode == 2 and "--experts is 3; it must be a multiple of the 2 ranks" in refused.stderr
+
+
+@pytest.mark.nightly
 def test_moe_host(tmp_path):
     path = tmp_path / "run.json"
     done = launch("moe_host.py", "--calls", "2", "--warmup", "0", "--repeat", "1", "--json", str(path), GPUS="1")

@@ -106,6 +106,13 @@ def multiply_and_reduce_everywhere(seed):
     _of("fused/matmul_all_reduce")._sums(seed, 72, 48, 40, False, 3, 4)
 
 
+def multiply_by_experts(seed):
+    of = _of("fused/expert_matmul")
+    of.fed(seed)
+    of.fed_combine(seed)
+    of.layers(seed, dict(tuning=of.TUNING), False, ("random", "one expert"))
+
+
 def messages(seed):
     _of("send_recv")._messages(seed)
 
@@ -162,6 +169,10 @@ RUNS = {
         multiply_and_reduce,
     ),
     "matmul and all-reduce": (("fused/matmul_all_reduce",), multiply_and_reduce_everywhere),
+    "MoE and its products": (
+        ("fused/expert_matmul", "fused/expert_tiles", "moe/tiles", "moe/routing_order"),
+        multiply_by_experts,
+    ),
     "send and receive": (("send_recv",), messages),
     "MoE by expert": (("moe/dispatch_throughput", *OVER_NODES), moe_by_expert),
     "MoE by rank": ((*THROUGHPUT, *OVER_NODES), moe_by_rank),

@@ -27,6 +27,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "broadcast": {("no sync_threads", 0): BEGINS},
     "exchange": {("no sync_threads", 0): TILELANG},
     "fused/all_gather_matmul": {("no wait", 0): CALL_BEFORE, ("no sync_threads", 0): BEGINS},
+    "fused/expert_tiles": {("no sync_threads", 0): TILELANG},
     "fused/matmul": {("no wait", 0): STARTS},
     "fused/product": {("no sync_warp", 1): OPEN},
     "moe/combine_latency": {

@@ -70,7 +70,9 @@ def _pointer(buffer: tirx.Buffer, elements: int, access: int = READ_WRITE) -> ti
 
 def _parameter_names(func: tirx.PrimFunc) -> tuple[str, ...]:
     """Parameters as their author calls them: tilelang renames a variable that a macro takes under another name."""
-    written = tuple(inspect.signature(func.orig_func).parameters) if hasattr(func, "orig_func") else ()
+    parameters = inspect.signature(func.orig_func).parameters if hasattr(func, "orig_func") else {}
+    # An annotation that is None leaves a parameter out, for kernels of which some variants take more than others.
+    written = tuple(name for name, parameter in parameters.items() if parameter.annotation is not None)
     if len(written) == len(func.params):
         return written
     return tuple(str(func.buffer_map[p].name) if p in func.buffer_map else str(p.name) for p in func.params)

@@ -14,6 +14,7 @@ from tests.ptx import read_only_loads
 from tilescale_net.compiler.jit import KernelFactory
 from tilescale_net.kernels.fused.all_gather_matmul import matmul_arriving
 from tilescale_net.kernels.fused.choice import GEOMETRIES, Product, best_tiling
+from tilescale_net.kernels.fused.expert_matmul import matmul_experts
 from tilescale_net.kernels.fused.matmul import SCALED
 from tilescale_net.kernels.fused.matmul_reduce_scatter import matmul_reducing
 
@@ -26,10 +27,12 @@ def _geometry(kind: str) -> dict:
 WIDE = dict(dtype="bfloat16", out_dtype="bfloat16", **vars(GEOMETRIES[0][0]))
 GATHERED = dict(WIDE, n_pes=4, rows=1024, n=14336, k=8192)
 SCATTERED = dict(WIDE, n_pes=4, rows=1024, n=8192, k=7168)
+EXPERTS = dict(WIDE, ranks=4, experts=64, capacity=65536, n=4096, k=7168)
 # In every run one of each: they cost seconds.
 CASES = {
     "arriving": (matmul_arriving, GATHERED),
     "reducing": (matmul_reducing, dict(SCATTERED, shares=True, slices=2, transposed=True)),
+    "experts-waiting": (matmul_experts, dict(EXPERTS, waits=True, transposed=True)),
 }
 LONG = {
     f"alone-{geometry.tile[1]}": (matmul_arriving, dict(GATHERED, n_pes=1, peers=False, **vars(geometry)))
@@ -40,6 +43,11 @@ EIGHT = dict(dtype="float8_e4m3fn", out_dtype="bfloat16", transposed=True, scale
 LONG |= {
     "arriving-8": (matmul_arriving, GATHERED | EIGHT | _geometry("all_gather_matmul")),
     "reducing-8": (matmul_reducing, SCATTERED | EIGHT | _geometry("matmul_reduce_scatter") | dict(shares=True)),
+}
+LONG |= {
+    "experts-telling": (matmul_experts, dict(EXPERTS, tells=True)),
+    "experts-8": (matmul_experts, EXPERTS | EIGHT | _geometry("all_gather_matmul") | dict(waits=True)),
+    "experts-alone": (matmul_experts, dict(EXPERTS, transposed=True)),
 }
 ALL = [*CASES, *(pytest.param(name, marks=pytest.mark.nightly) for name in LONG)]
 

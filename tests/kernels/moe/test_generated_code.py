@@ -49,6 +49,16 @@ KERNELS = {
 # Those of a mode with a file of tests of its own stand there.
 KERNELS |= {name: variants for name, (_, variants) in declared(tests.kernels.moe, "SM_90").items()}
 CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments in variants]
+# Beside products, see tiles.py.
+TILES = dict(tile_rows=128, tiles=512)
+LONG = [
+    (
+        "routing.plan_routing",
+        dict(SHAPE, capacity=65536, alignment=128, blocks=24, threads=512, index_dtype="int64", ordered=True),
+    ),
+    ("dispatch_throughput.dispatch_throughput", dict(MOVE, row_words=3584, scale_words=0, placement="expert", **TILES)),
+    ("combine_throughput.combine_throughput", dict(SUM, by_rank=False, weighted="choices", **TILES)),
+]
 
 
 def _factory(name: str) -> KernelFactory:
@@ -70,7 +80,13 @@ def test_every_kernel_is_compiled():
     assert found == set(KERNELS)
 
 
-@pytest.mark.parametrize("name, arguments", CASES, ids=[f"{n.split('.')[-1]}-{i}" for i, (n, _) in enumerate(CASES)])
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        pytest.param(n, a, id=f"{n.split('.')[-1]}-{i}", marks=pytest.mark.nightly if (n, a) in LONG else [])
+        for i, (n, a) in enumerate(CASES + LONG)
+    ],
+)
 def test_code_for_sm_90(tools, name, arguments):  # noqa: F811
     module = name.rpartition(".")[0]
     code = _generated().code(_factory(name), **arguments)
@@ -79,7 +95,8 @@ def test_code_for_sm_90(tools, name, arguments):  # noqa: F811
     instructions = code.instructions
     assert len(instructions) > 100
     spilled = [i for i in instructions if i.startswith(("LDL", "STL"))]
-    assert len(spilled) < 40, f"{len(spilled)} accesses to spilled registers"
+    most = 56 if "tiles" in arguments else 40  # waits and signals take local memory in any number of registers
+    assert len(spilled) < most, f"{len(spilled)} accesses to spilled registers"
     if module not in ("refusal", "node_refusal", "exchange_weights", "arena"):  # which move no rows
         assert [i for i in instructions if i.startswith("ST") and ".128" in i] or module == "routing", "16-byte stores"
         assert [i for i in instructions if i.startswith("LD") and ".128" in i], "16-byte loads"

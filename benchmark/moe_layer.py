@@ -1,0 +1,244 @@
+"""Dispatch, the experts' products and combine of a mixture-of-experts layer at once, next to one after the other.
+
+    GPUS=4 bash launch.sh benchmark/moe_layer.py
+    GPUS=2 bash launch.sh benchmark/moe_layer.py --tokens 2048,8192 --blocks 4,8,16
+
+Experts are two matrices, hidden to inner and back; the activation between them, the same on all sides, is left out. Rows
+compare dispatch and first product, second product and combine, and all four. Without a GPU the simulator runs the same
+kernels on small shapes; one rank on a GPU shows the overlap with copies in its own memory.
+"""
+
+from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, positive_int
+from benchmark.common.environment import world_size
+from benchmark.common.fused import tiling_of
+from benchmark.common.measuring import Timer, add_timing_arguments, gather, median, raise_if_wrong
+from benchmark.common.report import Report
+from benchmark.common.table import Column
+
+BENCH = dict(ranks=0, quick="--repeat 2")  # see common/suite.py
+
+ON_GPU = dict(tokens=[1024, 2048, 4096, 8192], hidden=7168, inner=2048, experts=256, topk=8)
+SIMULATED = dict(tokens=[40], hidden=48, inner=40, experts=4, topk=2)
+TITLES = {
+    "ours": "at once",
+    "sequence": "one after the other",
+    "matmul": "products alone",
+    "torch": "torch grouped_mm alone",
+    "communication": "communication alone",
+}
+
+
+def parse():
+    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=None, repeat=None)
+    add_timing_arguments(parser)
+    shape = ON_GPU if on_gpu() else SIMULATED
+    text = f"per rank {shape['tokens']}"
+    parser.add_argument("--tokens", type=int_list(1, 1 << 20), default=shape["tokens"], metavar="LIST", help=text)
+    texts = dict(hidden="elements of a row", inner="columns of an expert's first matrix", experts="of all ranks")
+    for name, text in (texts | dict(topk="choices of a token")).items():
+        parser.add_argument(
+            f"--{name}", type=positive_int, default=shape[name], metavar="N", help=f"{text} ({shape[name]})"
+        )
+    blocks = [8] if on_gpu() else [2]
+    text = f"of a dispatch and of a combine beside a product {blocks}; elsewhere they take those of Tuning"
+    parser.add_argument("--blocks", type=int_list(2, 132), default=blocks, metavar="LIST", help=text)
+    tile = [128, 256, 64] if on_gpu() else [32, 32, 16]
+    parser.add_argument("--tile", type=int_list(16, 512), default=tile, metavar="M,N,K", help=f"of a product {tile}")
+    parser.add_argument("--peak", type=positive_int, default=989, metavar="N", help="TFLOP/s of the bound (989)")
+    parser.add_argument("--link", type=positive_int, default=450, metavar="N", help="GB/s of the bound (450)")
+    args = parser.parse_args()
+    args.stages, args.panel, args.columns = (4, 8, 128) if on_gpu() else (2, 2, 16)
+    if len(args.tile) != 3:
+        parser.error("--tile takes three numbers")
+    if args.experts % world_size():
+        parser.error(f"--experts is {args.experts}; it must be a multiple of the {world_size()} ranks")
+    args.tile = tuple(args.tile)
+    return args
+
+
+def shape_of(args, tokens: int) -> tuple[tuple, dict]:
+    """The arguments of the AllToAlls: room for twice the rows of an even spread."""
+    local, rows = args.experts // world_size(), args.tile[0]
+    even = tokens * min(args.topk, args.experts)
+    capacity = -(-(2 * even + local * rows) // rows) * rows
+    return (args.experts, tokens, args.hidden, args.topk), dict(alignment=rows, capacity=capacity)
+
+
+class Layer:
+    """One rank's part of a layer: inputs, matrices, and the ways to its results.
+
+    Args:
+        tokens: of each rank.
+        blocks: of dispatch and combine beside products.
+    """
+
+    def __init__(self, args, tokens: int, blocks: int):
+        import torch
+
+        import tilescale_net as tsn
+        from benchmark.common.moe import make, traffic
+        from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul
+        from tilescale_net.kernels.moe import AllToAll
+
+        rank, ranks, device = tsn.rank(), tsn.size(), tsn.device()
+        sizes, options = shape_of(args, tokens)
+        self.overlapping = AllToAll(*sizes, **options, tile_rows=args.tile[0])
+        self.plain = AllToAll(*sizes, **options)
+        tiling = tiling_of(args)
+        self.up = ExpertMatmul(self.overlapping, args.hidden, args.inner, tiling=tiling)
+        self.down = ExpertMatmul(self.overlapping, args.inner, args.hidden, tiling=tiling)
+        everyone = [make(r, tokens, args.hidden, args.experts, args.topk, False, 7, device) for r in range(ranks)]
+        mine, indices = everyone[rank], [e.topk_idx for e in everyone]
+        self.choices, self.blocks = (mine.x, mine.topk_idx, mine.topk_weights), blocks
+        self.remote = traffic(indices, args.experts, rank, [False] * ranks).remote
+        local = args.experts // ranks
+        self.rows = sum(int((idx // local == rank).sum()) for idx in indices)
+        generator = torch.Generator(device=device).manual_seed(rank)
+        shape = local, args.inner, args.hidden
+        self.held = [torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(2)]
+        for held in self.held:
+            held.normal_(generator=generator).div_(args.hidden**0.5)
+        # Columns of the first and rows of the second are contiguous.
+        self.w_up, self.w_down = self.held[0].transpose(1, 2), self.held[1]
+        self.received = self.plain.dispatch(*self.choices)
+        self.rows_in = self.received.x.clone()
+        self.handle = self.received.handle
+        self.h = self.up(self.rows_in, self.w_up, self.handle)
+        self.y = self.down(self.h, self.w_down, self.handle)
+        self.tokens_out = self.plain.combine(self.y, self.handle)
+
+    def first(self):
+        pending = self.overlapping.dispatch_send(*self.choices, blocks=self.blocks)
+        h = self.up.arriving(pending, self.w_up)
+        return h, self.overlapping.dispatch_recv(pending).handle
+
+    def first_in_turn(self):
+        received = self.plain.dispatch(*self.choices)
+        return self.up(received.x, self.w_up, received.handle), received.handle
+
+    def second(self, h, handle):
+        return self.down.combined(h, self.w_down, handle, blocks=self.blocks)
+
+    def second_in_turn(self, h, handle):
+        return self.plain.combine(self.down(h, self.w_down, handle), handle)
+
+    def sides(self) -> dict[str, dict]:
+        """Calls by part of the layer and by the name of the column."""
+        h, handle, rows_in = self.h, self.handle, self.rows_in
+        up, down = (lambda: self.up(rows_in, self.w_up, handle)), (lambda: self.down(h, self.w_down, handle))
+        dispatch, combine = (
+            (lambda: self.plain.dispatch(*self.choices)),
+            (lambda: self.plain.combine(self.y, handle)),
+        )
+        parts = {
+            "dispatch, product": dict(
+                ours=self.first, sequence=self.first_in_turn, matmul=up, communication=dispatch
+            ),
+            "product, combine": dict(
+                ours=lambda: self.second(h, handle), sequence=lambda: self.second_in_turn(h, handle), matmul=down,
+                communication=combine,
+            ),
+            "layer": dict(
+                ours=lambda: self.second(*self.first()), sequence=lambda: self.second_in_turn(*self.first_in_turn()),
+                matmul=lambda: (up(), down()), communication=lambda: (dispatch(), combine()),
+            ),
+        }  # fmt: skip
+        for part, call in zip(parts, self.torchs()):
+            parts[part]["torch"] = call
+        return parts
+
+    def torchs(self) -> list:
+        """torch's own grouped product of each part, where it works."""
+        import torch
+
+        ends = self.received.offsets[1:].clone()
+        up = lambda: torch._grouped_mm(self.rows_in, self.w_up, offs=ends)  # noqa: E731
+        down = lambda: torch._grouped_mm(self.h, self.w_down, offs=ends)  # noqa: E731
+        try:
+            if self.rows_in.device.type != "cuda":
+                return []
+            up(), down()
+            torch.cuda.synchronize()
+        except Exception as error:
+            print(f"torch's grouped product does not work here: {error!r:.200}", flush=True)
+            return []
+        return [up, down, lambda: (up(), down())]
+
+    def wrong(self) -> str | None:
+        """What is wrong with our results: products against torch, the rest against one after the other."""
+        import torch
+
+        from benchmark.common.fused import difference
+
+        h, handle = self.first()
+        out, begins = self.second(h, handle), self.received.offsets.tolist()
+        self.overlapping.check()
+        for e, count in enumerate(self.received.counts.tolist()):
+            here = slice(begins[e], begins[e] + count)
+            if not torch.equal(h[here], self.h[here]):
+                return f"products of expert {e} differ from those that wait for all rows"
+            if count and e < 4:
+                wanted = self.rows_in[here].float() @ self.w_up[e].float()
+                if complaint := difference(h[here], wanted, f"the product of expert {e}"):
+                    return complaint
+        return None if torch.equal(out, self.tokens_out) else "sums differ from those one after the other"
+
+    def free(self) -> None:
+        for thing in (self.up, self.down, self.overlapping, self.plain):
+            thing.free()
+
+
+def measure(args, tokens: int, blocks: int, timer: Timer, together, table) -> None:
+    """The rows of one shape. Collective."""
+    layer = Layer(args, tokens, blocks)
+    raise_if_wrong(f"moe_layer, {tokens} tokens", layer.wrong())
+    most = max(gather(layer.rows))
+    flops, moved = 2 * most * args.hidden * args.inner, 2 * max(gather(layer.remote)) * args.hidden
+    for part, calls in layer.sides().items():
+        launches = {key: (lambda n, call=call: [call() for _ in range(n)] and None) for key, call in calls.items()}
+        samples = timer.interleaved(launches, 5, together, set())
+        everyone = gather(samples)
+        slowest = {key: max((s[key] for s in everyone), key=median) for key in samples}
+        times = {key: median(values) for key, values in slowest.items()}
+        both = 2 if part == "layer" else 1
+        bound = both * max(flops / args.peak / 1e6, moved / args.link / 1e3)
+        row = {"part": part, "tokens": tokens, "blocks": blocks, **{key: times.get(key) for key in TITLES}}
+        row |= {"over": times["ours"] / times["sequence"], "share": 100 * bound / times["ours"]}
+        table.add(row, slowest)
+    raise_if_wrong(f"moe_layer, {tokens} tokens, afterwards", layer.wrong())
+    layer.free()
+
+
+def main() -> None:
+    args = parse()
+    import tilescale_net as tsn
+    from tilescale_net.kernels.moe import AllToAll
+
+    report = Report("moe_layer", args)
+    sizes, options = shape_of(args, max(args.tokens))
+    need = sum(
+        AllToAll.heap_bytes(*sizes, ranks=world_size(), **options, **more) for more in ({}, {"tile_rows": args.tile[0]})
+    )
+    world = tsn.init(need + (64 << 20))
+    timer, together = Timer.of(args, world.device_kind == "cuda"), None
+    if timer.on_gpu:
+        from tilescale_net.kernels import p2p
+
+        together = p2p.meet()
+    shape = f"hidden {args.hidden}, inner {args.inner}, top {args.topk} of {args.experts} experts, bfloat16"
+    report.environment |= {"shape": f"{shape}, normal random data, verified"}
+    report.environment["timing"] = f"{timer.label(5)}, sides by turns, slowest rank"
+    report.environment["bound"] = f"{args.peak} TFLOP/s or {args.link} GB/s from other ranks, the rank with most of it"
+    keys = [Column("part", "Part"), Column("tokens", "Tokens", ",d"), Column("blocks", "Blocks", ",d", plotted=False)]
+    columns = [Column(key, title, better="lower", unit="us") for key, title in TITLES.items()]
+    columns += [Column("over", "x one after the other", ".3f"), Column("share", "share of the bound", ".0f", unit="%")]
+    table = report.table("moe_layer", keys, columns)
+    for tokens in args.tokens:
+        for blocks in args.blocks:
+            measure(args, tokens, blocks, timer, together, table)
+    report.finish()
+    tsn.finalize()
+
+
+if __name__ == "__main__":
+    main()

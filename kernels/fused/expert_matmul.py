@@ -1,0 +1,358 @@
+"""Matrix products of the experts of a mixture-of-experts layer, beside the dispatch and the combine of their rows.
+
+A tile of a dispatch's expert-major rows is multiplied as soon as its rows are there, those of the first expert first, since
+a dispatch that counts tiles sends them first. A product whose rows a combine sends goes from the last expert to the first,
+and says which tiles are finished; a token's row is sent when the product of its first expert is. Each is one persistent
+kernel beside the few blocks of the dispatch or of the combine.
+"""
+
+import tilelang.language as T
+import torch
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tilescale_net.kernels.collective import dtype_name
+from tilescale_net.kernels.fused import expert_tiles, product, sending
+from tilescale_net.kernels.fused.matmul import (
+    DEFAULT,
+    SCALED,
+    FusedMatmul,
+    Tiling,
+    check_columns,
+    check_extents,
+    gate,
+)
+from tilescale_net.kernels.moe.all_to_all import AllToAll
+from tilescale_net.kernels.moe.handle import Dispatched, Handle, Pending
+from tilescale_net.kernels.moe.tiles import Tiles
+from tilescale_net.kernels.moe.wire_layout import Totals
+
+
+@tsn.jit(name="expert_matmul")
+def matmul_experts(
+    ranks, experts, capacity, n, k, dtype, out_dtype, transposed=False, tile=(128, 256, 64), stages=4, panel=8, columns=128, workers=132,
+    waits=False, tells=False, scaled=False,
+):  # fmt: skip
+    """Kernel `(out, x, w, totals, calls, tickets, arrivals, arrived, finished)`, with `scaled` also `(…, x_scales,
+    w_scales)`: `out` = the rows of each expert times its matrix.
+
+    Args:
+        ranks, experts: of the layer, and experts of this PE.
+        capacity, n, k: of `x` [capacity, k], `w` and `out` [1, capacity, n].
+        dtype, out_dtype: of `x` and `w`, and of `out`; sums are made in float32.
+        transposed: `w` is [experts, n, k]; else [experts, k, n].
+        tile, stages, columns, workers: see `product.Shape`; `panel` is not looked at.
+        waits: for the tiles of `x`, until words of `arrived` have reached `arrivals[0]` times the rows of a tile.
+        tells: which tiles of `out` are finished, the last first: words of `finished` grow by 8 for each tile of columns.
+        scaled: sums are multiplied by the scale of their row, in `x_scales` [capacity], which come with the rows, and by that
+            of their column, in `w_scales` [experts, n], both float32.
+
+    `totals` (int32, see `wire_layout.Totals`) says which rows an expert has; the first is that of a tile. What `out` holds
+    behind the last, up to the end of a tile, is not specified.
+    `calls` (int64 [1]) holds the number of this call, 1 or more; `tickets` (int32 [2], zero before the first call) belongs
+    to this kernel. `arrivals` (int64 [1]), `arrived` and `finished` (uint64 [1, tiles + 1], symmetric): see `Tiles`.
+    """
+    shape = product.Shape(1, capacity, n, k, tile, stages, panel, columns, workers, transposed)
+    (bm, bn, bk), tiles, at = tile, -(-capacity // tile[0]), Totals(ranks, experts)
+
+    @T.macro
+    def copy_right(w, right, s, full, expert, depth, column):
+        if transposed:
+            T.tma_copy(
+                w[expert, column : column + bn, depth : depth + bk], right[s, :, :], barrier=full[s],
+                leader_scope_threads=32,
+            )  # fmt: skip
+        else:
+            T.tma_copy(
+                w[expert, depth : depth + bk, column : column + bn], right[s, :, :], barrier=full[s],
+                leader_scope_threads=32,
+            )  # fmt: skip
+
+    @T.macro
+    def finish(group, total, result, out, tile, finished, thread, scales, x_scales, w_scales):
+        if scaled:
+            product.get_row_scales(capacity, shape, group, scales, lambda r: x_scales[r], tile[1])
+            expert_tiles.scale(shape, group, total, scales, w_scales, tile[0], tile[2])
+        product.store(shape, group, total, result, out, 0, tile[1], tile[2])
+        if tells:
+            sending.announce(finished, 0, tile[1] // bm, thread)
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        out: T.Tensor((1, capacity, n), out_dtype),
+        x: T.Tensor((capacity, k), dtype),
+        w: T.Tensor((experts, n, k) if transposed else (experts, k, n), dtype),
+        totals: T.Tensor((at.words,), "int32"),
+        calls: T.Tensor((1,), "int64"),
+        tickets: T.Tensor((2,), "int32"),
+        arrivals: T.Tensor((1,), "int64"),
+        arrived: T.Tensor((1, tiles + 1), "uint64"),
+        finished: T.Tensor((1, tiles + 1), "uint64"),
+        x_scales: T.Tensor((capacity,), "float32") if scaled else None,
+        w_scales: T.Tensor((experts, n), "float32") if scaled else None,
+    ):
+        with T.Kernel(workers, threads=product.THREADS) as block:
+            left = T.alloc_shared((stages, 2, shape.half, bk), dtype)
+            right = T.alloc_shared((stages, *shape.right), dtype)
+            result = T.alloc_shared((2, shape.half, columns), out_dtype)
+            upper, lower = T.alloc_fragment((shape.half, bn), "float32"), T.alloc_fragment((shape.half, bn), "float32")
+            full, empty = T.alloc_barrier([32] * stages), T.alloc_barrier([product.WARPS] * stages)
+            chosen, heights = T.alloc_shared((2, 3), "int32"), T.alloc_shared((experts,), "int32")
+            begins = T.alloc_shared((experts + 1,), "int32")
+            given, taken = T.alloc_barrier([32] * 2), T.alloc_barrier([product.WARPS] * 2)
+            step, turn, tile = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32"), T.alloc_local((3,), "int32")
+            thread, parity = T.get_thread_binding(), T.cast(calls[0] % 2, "int32")
+            ends = (T.alloc_shared((2, shape.half + bn), "float32") if scaled else None), x_scales, w_scales
+            step[0] = 0
+            turn[0] = 0
+            expert_tiles.count_tiles(shape, at, totals, heights, begins, thread)
+            if block == 0:
+                if thread == 0:
+                    tickets[1 - parity] = 0
+                if tells:
+                    expert_tiles.fill_up(shape, at, totals, finished, tiles, thread)
+            order = tickets, parity, begins, totals
+            if thread < 128:
+                T.dec_max_nreg(40)
+                if thread < 32:
+                    if tells and not waits:
+                        # Holds at once: what TMA reads is this PE's own, of kernels before.
+                        N.wait_warp(arrived[0, tiles], "ge", 0, proxy="async")
+                    expert_tiles.next_tile(shape, at, tells, *order, chosen, given, taken, tile, turn, thread)
+                    while tile[0] >= 0:
+                        if waits:
+                            N.wait_warp(arrived[0, tile[1] // bm], "ge", arrivals[0] * bm, proxy="async")
+                        for i in T.serial(T.ceildiv(k, bk)):
+                            s = step[0] % stages
+                            T.barrier_wait(empty[s], ((step[0] // stages) & 1) ^ 1)
+                            for half in T.unroll(2):
+                                first = tile[1] + half * shape.half
+                                product.copy_left(
+                                    x[first : first + shape.half, i * bk : i * bk + bk], left, s, half, full
+                                )
+                            copy_right(w, right, s, full, tile[0], i * bk, tile[2])
+                            T.barrier_arrive(full[s])
+                            step[0] = step[0] + 1
+                        expert_tiles.next_tile(shape, at, tells, *order, chosen, given, taken, tile, turn, thread)
+            elif thread < 256:
+                T.inc_max_nreg(232)
+                expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
+                while tile[0] >= 0:
+                    product.multiply(shape, 0, left, right, upper, full, empty, step, thread)
+                    finish(0, upper, result, out, tile, finished, thread, *ends)
+                    expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
+                T.tma_store_wait(0)
+            else:
+                T.inc_max_nreg(232)
+                expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
+                while tile[0] >= 0:
+                    product.multiply(shape, 1, left, right, lower, full, empty, step, thread)
+                    finish(1, lower, result, out, tile, finished, thread, *ends)
+                    expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
+                T.tma_store_wait(0)
+
+    return main
+
+
+class ExpertMatmul(FusedMatmul):
+    """The rows of a rank's experts times a matrix each, beside dispatches and combines of one AllToAll.
+
+    Constructed by all ranks alike.
+
+    Args:
+        moe: the AllToAll, made with `tile_rows`.
+        k, n: rows and columns of each expert's matrix.
+        dtype: of rows and matrices, torch.bfloat16 or torch.float16, as results have it too; or torch.float8_e4m3fn with a
+            scale for each row (an AllToAll with `scale_words=1`) and for each column of each expert, see `FusedMatmul`;
+            results are torch.bfloat16 then. Sums are made in float32.
+        tiling: geometry of the product; its tiles have `tile_rows` rows. `panel` is not looked at.
+
+    Raises:
+        TypeError, ValueError: a dtype, an extent or a geometry that does not fit, by name.
+        RankMismatch: ranks that want different ones.
+    """
+
+    NAME = "ExpertMatmul"
+
+    def __init__(self, moe: AllToAll, k: int, n: int, *, dtype: torch.dtype = torch.bfloat16, tiling: Tiling = DEFAULT):
+        if not isinstance(moe, AllToAll):
+            raise TypeError(f"{self.NAME}: moe is {moe!r}; it must be an AllToAll")
+        check_extents(self.NAME, dtype, k=k, n=n)
+        config = moe.config
+        if not isinstance(tiling, Tiling) or config.tile_rows != tiling.tile[0]:
+            raise ValueError(
+                f"{self.NAME}: {tiling} and an AllToAll with tile_rows {config.tile_rows} do not go together; make it with "
+                "tile_rows and alignment of the tile's rows"
+            )
+        super().__init__(self.NAME, f"k={k}, n={n}", dtype, None, tiling, product.THREADS, moe.blocks, moe.world)
+        self._moe, self.k, self.n, self._capacity = moe, k, n, config.capacity
+        words = self.allocate({"finished": ((config.tiles + 1,), torch.uint64)})["finished"]
+        with torch.inference_mode(False):
+            self._tickets = torch.zeros(2, dtype=torch.int32, device=self.device)
+            calls = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._finished = Tiles(tiling.tile[0], words, calls, -(-n // tiling.tile[1]) * product.WARPS, moe.blocks)
+        self._loaded: set[bool] = set()
+
+    def __call__(
+        self, x: torch.Tensor, w: torch.Tensor, handle: Handle, out: torch.Tensor | None = None, *,
+        x_scales: torch.Tensor | None = None, w_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The products of rows that are all there.
+
+        Args:
+            x: [capacity, k], expert by expert as a dispatch gives them.
+            w: [local experts, k, n], contiguous, or the last two axes of a contiguous tensor exchanged.
+            handle: of the dispatch.
+            out: [capacity, n]; default a new tensor.
+            x_scales, w_scales: for torch.float8_e4m3fn: float32 [capacity] or [capacity, 1], and [local experts, n].
+
+        Returns:
+            `out`; what it holds outside of the experts' rows is not specified.
+
+        Raises:
+            TypeError, ValueError: an argument that does not fit, by name.
+        """
+        self._begin()
+        self._rows(x, (self._capacity, self.k))
+        held, transposed = self._matrices(w)
+        scales = self._all_scales(x_scales, w_scales)
+        out = self._result(out, (self._capacity, self.n), ("x", x), ("w", held))
+        self._launch(out, x, held, transposed, scales, self._totals(handle))
+        return out
+
+    def arriving(
+        self,
+        pending: Pending,
+        w: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        w_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The products of the rows of a dispatch that is under way, each tile when its rows are there.
+
+        Args:
+            pending: what `dispatch_send` has returned, not yet received; give it to `dispatch_recv` afterwards.
+            w, out, w_scales: as in `__call__`.
+
+        Returns and raises as `__call__`. ValueError for another object's dispatch, or one that is received.
+        """
+        self._begin()
+        result = pending.result if isinstance(pending, Pending) else None
+        if not isinstance(result, Dispatched):
+            raise TypeError(f"{self.name}: pending is {pending!r}; it must be what dispatch_send has returned")
+        self._rows(result.x, (self._capacity, self.k))
+        held, transposed = self._matrices(w)
+        scales = self._all_scales(result.scales, w_scales)
+        out = self._result(out, (self._capacity, self.n), ("pending.result.x", result.x), ("w", held))
+        self._load(out, result.x, held, transposed, scales)
+        tiles = self._moe.alongside(pending)
+        self._launch(out, result.x, held, transposed, scales, self._totals(pending.handle), arrived=tiles)
+        return out
+
+    def combined(
+        self, x: torch.Tensor, w: torch.Tensor, handle: Handle, *, x_scales: torch.Tensor | None = None,
+        w_scales: torch.Tensor | None = None, products: torch.Tensor | None = None, **options,
+    ) -> torch.Tensor:  # fmt: skip
+        """`AllToAll.combine` of the products, whose rows are sent as they are finished.
+
+        Args:
+            x, w, handle, x_scales, w_scales: as in `__call__`; `n` is `hidden` of the AllToAll.
+            products: [capacity, n], where the products go; default a new tensor.
+            options: of `AllToAll.combine_send`, such as `weights`, `out`, and `blocks`, which take the place of as many
+                multiprocessors.
+
+        Returns:
+            [tokens, hidden], as `AllToAll.combine`.
+
+        Raises:
+            As `__call__` and `AllToAll.combine`. Where it is not the combine that refuses, nothing was sent, and the other
+            ranks wait for this one.
+        """
+        self._begin()
+        config = self._moe.config
+        if self.n != config.hidden or self.out_dtype != config.combine_dtype:
+            raise ValueError(
+                f"{self.name}: products have {self.n} columns of {self.out_dtype}; the AllToAll combines rows of {config.hidden} "
+                f"of {config.combine_dtype}"
+            )
+        self._rows(x, (self._capacity, self.k))
+        held, transposed = self._matrices(w)
+        scales = self._all_scales(x_scales, w_scales)
+        y = self._result(products, (self._capacity, self.n), ("x", x), ("w", held))
+        self._load(y, x, held, transposed, scales)
+        self._finished.next_call()
+        try:
+            pending = self._moe.combine_send(y, handle, tiles=self._finished, **options)
+        except Exception:
+            self._finished.calls.sub_(1)  # no combine waits
+            raise
+        self._moe.alongside(pending)
+        self._launch(y, x, held, transposed, scales, self._totals(handle), tells=True)
+        return self._moe.combine_recv(pending)
+
+    def _matrices(self, w) -> tuple[torch.Tensor, bool]:
+        """`w` as a contiguous tensor, and whether that is [experts, n, k]. TypeError or ValueError for what does not fit."""
+        transposed = isinstance(w, torch.Tensor) and w.dim() == 3 and not w.is_contiguous()
+        held = w.transpose(1, 2) if transposed else w
+        self._check("w", held, self.dtype)
+        shape = self._moe.config.local_experts, self.k, self.n
+        if tuple(w.shape) != shape:
+            raise ValueError(f"{self.name}: w has shape {list(w.shape)}; it must be {list(shape)}")
+        check_columns(self.name, w[0])
+        return held, transposed
+
+    def _all_scales(self, x_scales, w_scales) -> tuple[torch.Tensor, ...]:
+        """What kernels take behind the rest: scales for 8 bits, else nothing. TypeError or ValueError, by name."""
+        shapes = {"x_scales": (self._capacity,), "w_scales": (self._moe.config.local_experts, self.n)}
+        for (what, shape), scales in zip(shapes.items(), (x_scales, w_scales)):
+            if not self.scaled:
+                if scales is not None:
+                    raise TypeError(f"{self.name}: {what} goes with {SCALED}; x and w are {self.dtype}")
+            elif not isinstance(scales, torch.Tensor):
+                raise TypeError(f"{self.name}: {what} is {scales!r}; {SCALED} takes a float32 tensor {list(shape)}")
+            else:
+                self._check(what, scales, torch.float32)
+                if tuple(scales.shape) not in (shape, (*shape, 1)):
+                    raise ValueError(f"{self.name}: {what} has shape {list(scales.shape)}; it must be {list(shape)}")
+        return (x_scales.view(-1), w_scales.view(shapes["w_scales"])) if self.scaled else ()
+
+    def _totals(self, handle: Handle) -> torch.Tensor:
+        if not isinstance(handle, Handle):
+            raise TypeError(f"{self.name}: handle must be the handle of a dispatch, not {type(handle).__name__}")
+        if handle.signature != self._moe.config.signature:
+            raise ValueError(f"{self.name}: the handle is of an AllToAll of another configuration")
+        return handle.plan.totals
+
+    def _load(self, out, x, held, transposed: bool, scales) -> None:
+        """Launch what runs beside a half once before: a kernel's first launch loads it, for which the driver waits until
+        running kernels have ended, and those of a combine wait for the product.
+        """
+        if self.device.type != "cuda" or transposed in self._loaded:
+            return
+        config = self._moe.config
+        places = Totals(config.ranks, config.local_experts)
+        none = torch.zeros(places.words, dtype=torch.int32, device=self.device)  # no rows
+        for how in (dict(arrived=self._finished), dict(tells=True)):
+            self._launch(out, x, held, transposed, scales, none, **how)
+        gate()(self._calls, self._finished.words[-1:], 0, 0)
+        torch.cuda.synchronize()
+        self._finished.reset()
+        self._loaded.add(transposed)
+
+    def _launch(
+        self, out, x, held, transposed: bool, scales, totals, arrived: Tiles | None = None, tells: bool = False
+    ) -> None:
+        config, finished = self._moe.config, self._finished
+        self._calls.add_(1)
+        kernel = matmul_experts(
+            config.ranks, config.local_experts, self._capacity, self.n, self.k, dtype_name(self.dtype),
+            dtype_name(self.out_dtype), transposed, **vars(self.tiling),
+            workers=self.tiling.workers(self.device, 1, self._capacity, self.n), waits=arrived is not None, tells=tells,
+            scaled=self.scaled,
+        )  # fmt: skip
+        awaited = arrived or finished
+        kernel(
+            out.view(1, self._capacity, self.n), x, held, totals, self._calls, self._tickets, awaited.calls,
+            awaited.words.view(1, -1), finished.words.view(1, -1), *scales,
+        )  # fmt: skip

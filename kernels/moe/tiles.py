@@ -1,0 +1,106 @@
+"""Which tiles of expert-major rows are there, while a dispatch or a product is under way.
+
+A tile is `tile_rows` rows, and has a word that grows by the same number in every call: what rows of the call leave out of
+it is added by the kernel that counts. So nothing is reset between calls, and who waits needs the number of the call alone.
+Behind the words of the tiles stands one that counts the blocks that have begun.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tilelang.language as T
+import torch
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What a kernel needs to wait for tiles.
+
+    Attributes:
+        rows: of a tile.
+        words: uint64 [tiles + 1], symmetric: those of the tiles, which peers leave alone, and the one of the blocks.
+        calls: int64 [1]: number of this call, from 1; grows on the stream of the caller.
+        growth: of the word of a tile in a call; it is whole when it has reached `calls[0] * growth`.
+        begins: growth of the word of the blocks.
+    """
+
+    rows: int
+    words: torch.Tensor
+    calls: torch.Tensor
+    growth: int
+    begins: int
+
+    @property
+    def count(self) -> int:
+        return len(self.words) - 1
+
+    def next_call(self) -> None:
+        """Number the next call, on the current stream."""
+        self.calls.add_(1)
+
+    def reset(self) -> None:
+        """As at first; all kernels have ended."""
+        self.calls.zero_()
+        self.words.view(torch.uint8).zero_()
+
+
+@tsn.macro
+def say_begun(words, tiles, blocks, me: T.Ref, thread):
+    """Count `blocks` blocks that have begun. By a block."""
+    if thread == 0:
+        N.signal(words[tiles], blocks, me, op="add")
+
+
+@tsn.macro
+def fill_up(words, totals, at, tile_rows, tiles, me: T.Ref, thread, threads):
+    """Add to the word of each tile the rows that it does not get in this call. By a block.
+
+    Args:
+        totals: of the plan. at: `Totals`, its places.
+    """
+    first = T.alloc_var("int32")
+    begin = T.alloc_var("int32")
+    end = T.alloc_var("int32")
+    short = T.alloc_var("int32")
+    for i in T.serial((tiles + threads - 1) // threads):
+        if i * threads + thread < tiles:
+            first = (i * threads + thread) * tile_rows
+            short = tile_rows
+            for e in T.serial(at.local_experts):
+                begin = totals[at.offsets + e]
+                # A dispatch that was refused has counts, and no room for their rows.
+                end = T.min(begin + totals[at.counts + e], totals[at.offsets + e + 1])
+                short = short - T.max(0, T.min(first + tile_rows, end) - T.max(first, begin))
+            if short > 0:
+                N.signal(words[i * threads + thread], T.cast(short, "uint64"), me, op="add")
+
+
+@tsn.macro
+def count_rows(words, records, source: T.Ref, first, count: T.Ref, top_k, tile_rows, me: T.Ref, lane):
+    """Count rows `first` … of `source`, which this warp has waited for and copied to their experts."""
+    row = T.alloc_var("int32")
+    T.sync_warp()
+    for i in T.serial((count * top_k + 31) // 32):
+        if i * 32 + lane < count * top_k:
+            row = records[source, first + (i * 32 + lane) // top_k, (i * 32 + lane) % top_k]
+            if row >= 0:
+                N.signal(words[row // tile_rows], 1, me, op="add", fence=True)
+
+
+@tsn.macro
+def await_rows(words, calls, growth, records, source: T.Ref, first, count: T.Ref, top_k, tile_rows, row: T.Ref, lane):
+    """Wait for the tiles of all experts' rows of rows `first` … of `source`. By a warp.
+
+    Args:
+        calls, growth: see `Tiles`. row: int32, to work with.
+    """
+    for i in T.serial((count * top_k + 31) // 32):
+        if i * 32 + lane < count * top_k:
+            row = records[source, first + (i * 32 + lane) // top_k, (i * 32 + lane) % top_k]
+            if row >= 0:
+                N.wait(words[row // tile_rows], "ge", calls[0] * growth)
+    T.sync_warp()

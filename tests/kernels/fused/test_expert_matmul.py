@@ -1,0 +1,385 @@
+"""Products of experts beside the dispatch and the combine of their rows, against torch: whole numbers, exact in any order."""
+
+import random
+
+import pytest
+import tilelang.language as T
+import torch
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tests import ranks
+from tests.kernels.fused.test_all_gather_matmul import SCALED, SMALL, SMALL_SCALED, powers_of_two, whole_numbers
+from tests.kernels.moe.support import make_inputs
+from tests.kernels.support import assert_same, unsettle
+from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul, matmul_experts
+from tilescale_net.kernels.moe import AllToAll, Tuning, reference
+from tilescale_net.kernels.moe.config import configure
+from tilescale_net.kernels.moe.implementations import crosses_once
+from tilescale_net.kernels.moe.tiles import Tiles
+from tilescale_net.kernels.moe.wire_layout import Totals
+
+# As in docs/expert-products.md, whose kernels are these.
+MOE = dict(num_experts=8, max_tokens=40, hidden=48, top_k=3, tile_rows=32, alignment=32, capacity=256)
+TUNING = Tuning(once_per_node=False)
+KINDS = ("random", "one expert", "none", "twice")
+INNER = 48  # columns, which tiles do not divide; as many as hidden, so that both products are one kernel
+
+
+def _weights(seed, rank, local):
+    """Both matrices of each expert of a rank."""
+    shapes = ("up", (local, MOE["hidden"], INNER)), ("down", (local, INNER, MOE["hidden"]))
+    return [whole_numbers(shape, torch.bfloat16, seed, name, rank) for name, shape in shapes]
+
+
+def _everyone(seed, call, config, kind):
+    shared = random.Random(f"{seed} {call}")
+    tokens = [shared.choice((1, shared.randrange(41), 40)) for _ in range(tsn.size())]
+    everyone = [make_inputs((seed, call, r), config, n, kind) for r, n in enumerate(tokens)]
+    for r, one in enumerate(everyone):
+        one.x = whole_numbers(one.x.shape, torch.bfloat16, seed, call, r)
+    return everyone
+
+
+def _product(rows, w):
+    return (rows.float() @ w.float()).to(torch.bfloat16)
+
+
+def _check(moe, everyone, matrices, received, h, out, what):
+    """Everything against torch: rows, first products, sums."""
+    c, rank = moe.config, moe.rank
+    choices, outputs = [e.topk_idx for e in everyone], []
+    for host in range(c.ranks):
+        rows = reference.expert_rows(reference.route(choices, c.num_experts, host), [e.x for e in everyone])
+        up, down = matrices[host]
+        inner = [_product(r, up[e]) for e, r in enumerate(rows)]
+        outputs.append([_product(r, down[e]) for e, r in enumerate(inner)])
+        if host == rank:
+            assert received.counts.tolist() == [len(r) for r in rows], what
+            for e, begin in enumerate(received.offsets.tolist()[:-1]):
+                assert_same(received.x[begin : begin + len(rows[e])].cpu(), rows[e], f"{what}: rows of expert {e}")
+                assert_same(h[begin : begin + len(rows[e])].cpu(), inner[e], f"{what}: products of expert {e}")
+    weights = [e.weights for e in everyone]
+    expected = reference.combine(outputs, choices, weights, c.num_experts, rank, c.combine_dtype, False, None, True, 1)
+    assert_same(out.cpu(), expected, f"{what}: sums")
+
+
+def layers(seed, options, transposed, kinds=KINDS):
+    """Dispatch, two products and combine, in one go and one after the other, by turns."""
+    moe = AllToAll(**MOE, **options)
+    pace, device, c = random.Random(f"{seed} {moe.rank}"), moe.device, moe.config
+    up = ExpertMatmul(moe, MOE["hidden"], INNER, tiling=SMALL)
+    down = ExpertMatmul(moe, INNER, MOE["hidden"], tiling=SMALL)
+    matrices = [_weights(seed, r, c.local_experts) for r in range(c.ranks)]
+    w_up, w_down = (w.to(device) for w in matrices[moe.rank])
+    if transposed:
+        w_up, w_down = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (w_up, w_down))
+    for call, kind in enumerate(kinds):
+        everyone = _everyone(seed, call, c, kind)
+        mine, what = everyone[moe.rank], f"seed {seed}, call {call}, {kind}, rank {moe.rank}"
+        choices = mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device)
+        unsettle(pace)
+        pending = moe.dispatch_send(*choices)
+        h = up.arriving(pending, w_up)
+        received = moe.dispatch_recv(pending)
+        unsettle(pace)
+        out = down.combined(h, w_down, received.handle, blocks=2)
+        moe.check()
+        _check(moe, everyone, matrices, received, h, out, what)
+        # The same, one after the other; with the choices of before, and with them.
+        received = moe.dispatch(choices[0], handle=received.handle) if call % 2 else moe.dispatch(*choices)
+        h = up(received.x, w_up, received.handle)
+        out = moe.combine(down(h, w_down, received.handle), received.handle)
+        moe.check()
+        _check(moe, everyone, matrices, received, h, out, f"{what}, one after the other")
+    up.free()
+    down.free()
+    moe.free()
+
+
+@pytest.mark.parametrize(
+    "size, nodes, transposed", [(2, 1, False), pytest.param(2, 2, True, marks=pytest.mark.nightly)]
+)
+def test_equals_torch(size, nodes, transposed):
+    args = random.randrange(1 << 30), dict(tuning=TUNING), transposed
+    ranks.run(size, layers, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=300)
+
+
+def eight_bits(seed):
+    """Rows of 8 bits with a scale each; the second product takes the rows that came, too."""
+    moe = AllToAll(**MOE, dtype=SCALED, scale_words=1, tuning=TUNING)
+    pace, device, c, n = random.Random(f"{seed} {moe.rank}"), moe.device, moe.config, INNER
+    up, down = (ExpertMatmul(moe, MOE["hidden"], n, dtype=SCALED, tiling=SMALL_SCALED) for _ in range(2))
+    matrices = [_weights(seed, r, c.local_experts) for r in range(c.ranks)]
+    w_scales = [powers_of_two(c.local_experts * n, seed, r).view(-1, n).clamp(0.5, 2) for r in range(c.ranks)]
+    w_up, w_down = (w.to(device, SCALED).transpose(1, 2).contiguous().transpose(1, 2) for w in matrices[moe.rank])
+    mine_scales = w_scales[moe.rank].to(device)
+    for call in range(2):
+        everyone = _everyone(seed, call, c, "random")
+        scales = [powers_of_two(len(e.x), seed, call, r).view(-1, 1) for r, e in enumerate(everyone)]
+        mine, what = everyone[moe.rank], f"seed {seed}, call {call}, rank {moe.rank}"
+        rows = mine.x.to(device, SCALED), scales[moe.rank].to(device)
+        unsettle(pace)
+        pending = moe.dispatch_send(rows, mine.topk_idx.to(device), mine.weights.to(device))
+        if call == 0:
+            with pytest.raises(
+                TypeError, match="w_scales is None; torch.float8_e4m3fn takes a float32 tensor \\[4, 48\\]"
+            ):
+                up.arriving(pending, w_up)
+            with pytest.raises(ValueError, match="w of torch.float8_e4m3fn has strides.*takes? contiguous columns"):
+                up.arriving(pending, w_up.contiguous(), w_scales=mine_scales)
+        h = up.arriving(pending, w_up, w_scales=mine_scales)
+        received = moe.dispatch_recv(pending)
+        given = dict(x_scales=received.scales, w_scales=mine_scales)
+        out = down.combined(received.x, w_down, received.handle, **given)
+        moe.check()
+        choices, outputs = [e.topk_idx for e in everyone], []
+        for host in range(c.ranks):
+            routing = reference.route(choices, c.num_experts, host)
+            of_rows = [reference.expert_rows(routing, part) for part in ([e.x for e in everyone], scales)]
+            first, second = (
+                [
+                    (r.float() @ w[e].float() * s * w_scales[host][e]).bfloat16()
+                    for e, (r, s) in enumerate(zip(*of_rows))
+                ]
+                for w in matrices[host]
+            )
+            outputs.append(second)
+            if host == moe.rank:
+                for e, begin in enumerate(received.offsets.tolist()[:-1]):
+                    assert_same(h[begin : begin + len(first[e])].cpu(), first[e], f"{what}: products of expert {e}")
+        weights = [e.weights for e in everyone]
+        expected = reference.combine(
+            outputs, choices, weights, c.num_experts, moe.rank, c.combine_dtype, False, None, True, 1
+        )
+        assert_same(out.cpu(), expected, f"{what}: sums")
+    for thing in (up, down, moe):
+        thing.free()
+
+
+@pytest.mark.nightly
+def test_eight_bits():
+    ranks.run(2, eight_bits, random.randrange(1 << 30), timeout=300)
+
+
+@tsn.jit
+def feed(capacity, k, dtype, rows):
+    """Puts tiles of `source` to the other PE's `target`, the last first, and says so in its `words`."""
+    tiles = capacity // rows
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(), target: T.Tensor((capacity, k), dtype), source: T.Tensor((capacity, k), dtype),
+        words: T.Tensor((tiles + 1,), "uint64"), growth: T.int32,
+    ):  # fmt: skip
+        with T.Kernel(1, threads=32):
+            for t in T.serial(tiles):
+                row = (tiles - 1 - t) * rows
+                N.put_signal_block(
+                    target[row, 0], source[row, 0], N.my_pe() ^ 1, words[tiles - 1 - t], T.cast(growth, "uint64"), op="add",
+                    count=rows * k, engine="ldst",
+                )  # fmt: skip
+
+    return main
+
+
+def _totals(counts):
+    """Of a rank of two, whose experts have so many rows."""
+    at = Totals(2, len(counts))
+    totals = torch.zeros(at.words, dtype=torch.int32)
+    ends = torch.tensor([-(-n // 32) * 32 for n in counts]).cumsum(0)
+    totals[at.counts : at.counts + len(counts)] = torch.tensor(counts)
+    totals[at.offsets + 1 : at.offsets + 1 + len(counts)] = ends
+    return totals
+
+
+def fed(seed):
+    """A product waits for tiles that come from another rank while it runs: the simulator runs no two kernels of a rank at
+    once, so that one beside a dispatch of its own rank never waits there."""
+    counts, k, n = [33, 0, 70, 5], MOE["hidden"], INNER
+    totals, capacity, device, pace = (
+        _totals(counts),
+        MOE["capacity"],
+        tsn.device(),
+        random.Random(f"{seed} {tsn.rank()}"),
+    )
+    target, words = tsn.zeros((capacity, k), torch.bfloat16), tsn.zeros((capacity // 32 + 1,), torch.uint64)
+    source = tsn.zeros((capacity, k), torch.bfloat16)
+    w = whole_numbers((len(counts), k, n), torch.bfloat16, seed).to(device)
+    kernel = matmul_experts(
+        2,
+        len(counts),
+        capacity,
+        n,
+        k,
+        "bfloat16",
+        "bfloat16",
+        False,
+        **vars(SMALL),
+        workers=3,
+        waits=True,
+        tells=False,
+        scaled=False,
+    )
+    calls, tickets = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(2, dtype=torch.int32, device=device)
+    for call in range(1, 4):
+        source.copy_(whole_numbers((capacity, k), torch.bfloat16, seed, call, tsn.rank()))
+        unsettle(pace)
+        feed(capacity, k, "bfloat16", 32)(target, source, words, 32)
+        calls.add_(1)
+        out = torch.zeros((1, capacity, n), dtype=torch.bfloat16, device=device)
+        none = words.view(1, -1)
+        kernel(out, target, w, totals.to(device), calls, tickets, calls, none, none)
+        tsn.synchronize()
+        theirs, at = whole_numbers((capacity, k), torch.bfloat16, seed, call, tsn.rank() ^ 1), Totals(2, len(counts))
+        for e, count in enumerate(counts):
+            begin = int(totals[at.offsets + e])
+            wanted = _product(theirs[begin : begin + count], w[e].cpu())
+            assert_same(out[0, begin : begin + count].cpu(), wanted, f"seed {seed}, call {call}, expert {e}")
+        tsn.barrier()
+    for tensor in (target, words, source):
+        tsn.free(tensor)
+
+
+def test_a_product_waits_for_tiles():
+    ranks.run(2, fed, random.randrange(1 << 30), env={"TSN_SIM_VISIBILITY": "late"}, timeout=200)
+
+
+def fed_combine(seed):
+    """A combine waits for tiles that come from another rank while it runs, see `fed`."""
+    moe = AllToAll(**MOE, tuning=TUNING)
+    c, device, rank = moe.config, moe.device, moe.rank
+    y, source = (tsn.zeros((c.capacity, c.hidden), torch.bfloat16) for _ in range(2))
+    words, pace = tsn.zeros((c.tiles + 1,), torch.uint64), random.Random(f"{seed} {rank}")
+    tiles = Tiles(32, words, torch.zeros(1, dtype=torch.int64, device=device), 5, moe.blocks)
+    for call in range(3):
+        everyone = _everyone(seed, call, c, "random")
+        mine, choices = everyone[rank], [e.topk_idx for e in everyone]
+        received = moe.dispatch(mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device))
+        products = [whole_numbers(y.shape, torch.bfloat16, seed, call, r) for r in range(c.ranks)]
+        source.copy_(products[rank ^ 1])
+        unsettle(pace)
+        feed(c.capacity, c.hidden, "bfloat16", 32)(y, source, words, 5)
+        tiles.next_call()
+        out = moe.combine_recv(moe.combine_send(y, received.handle, tiles=tiles, blocks=2))
+        moe.check()
+        outputs = []
+        for host in range(c.ranks):
+            counts = [len(rows) for rows in reference.route(choices, c.num_experts, host).order]
+            begins = [sum(-(-n // 32) * 32 for n in counts[:e]) for e in range(len(counts))]
+            outputs.append([products[host][begin : begin + n] for begin, n in zip(begins, counts)])
+        weights = [e.weights for e in everyone]
+        expected = reference.combine(
+            outputs, choices, weights, c.num_experts, rank, c.combine_dtype, False, None, True, 1
+        )
+        assert_same(out.cpu(), expected, f"seed {seed}, call {call}, rank {rank}")
+        tsn.barrier()
+    for tensor in (y, source, words):
+        tsn.free(tensor)
+    moe.free()
+
+
+def test_a_combine_waits_for_tiles():
+    ranks.run(2, fed_combine, random.randrange(1 << 30), env={"TSN_SIM_VISIBILITY": "late"}, timeout=200)
+
+
+def _refused_when_made(moe, plain):
+    with pytest.raises(ValueError, match="tile_rows is 32; alignment, 16, must be a multiple of it"):
+        AllToAll(**(MOE | dict(alignment=16)))
+    with pytest.raises(ValueError, match='tile_rows is 32; tiles are counted in throughput mode with layout "expert"'):
+        AllToAll(**MOE, layout="rank")
+    with pytest.raises(ValueError, match="tile_rows is 0; it must be a whole number of 1 or more"):
+        AllToAll(**(MOE | dict(tile_rows=0)))
+    with pytest.raises(TypeError, match="moe is None; it must be an AllToAll"):
+        ExpertMatmul(None, 48, 40, tiling=SMALL)
+    with pytest.raises(ValueError, match="an AllToAll with tile_rows None do not go together"):
+        ExpertMatmul(plain, 48, 40, tiling=SMALL)
+    with pytest.raises(TypeError, match="dtype torch.float32 is not one of"):
+        ExpertMatmul(moe, 48, 40, dtype=torch.float32, tiling=SMALL)
+
+
+def _refused_calls(moe, plain, up, choices, w):
+    """Of this rank alone: nothing is sent, or what was sent is received."""
+    narrow = ExpertMatmul(moe, 48, 40, tiling=SMALL)
+    pending = plain.dispatch_send(*choices)
+    with pytest.raises(ValueError, match="the object was made without tile_rows"):
+        plain.alongside(pending)
+    with pytest.raises(ValueError, match="alongside: this half is not under way"):
+        up.arriving(pending, w)
+    plain.dispatch_recv(pending)
+
+    pending = moe.dispatch_send(*choices)
+    with pytest.raises(ValueError, match="w has shape \\[4, 48, 48\\]; it must be \\[4, 48, 40\\]"):
+        narrow.arriving(pending, w)
+    with pytest.raises(TypeError, match="pending is None; it must be what dispatch_send has returned"):
+        up.arriving(None, w)
+    h = up.arriving(pending, w)
+    received = moe.dispatch_recv(pending)
+    with pytest.raises(ValueError, match="alongside: this half is not under way"):
+        up.arriving(pending, w)
+    with pytest.raises(ValueError, match="products have 40 columns of torch.bfloat16; the AllToAll combines rows of"):
+        narrow.combined(received.x, w, received.handle)
+    with pytest.raises(TypeError, match="tiles must be Tiles, not int"):
+        moe.combine_send(h, received.handle, tiles=3)
+    text = "tiles are 8 of 16 rows, begun by 4 blocks; those of this object are 8 of 32 rows"
+    with pytest.raises(ValueError, match=text):
+        moe.combine_send(h, received.handle, tiles=Tiles(16, up._finished.words, up._finished.calls, 1, 4))
+    with pytest.raises(TypeError, match="handle must be the handle of a dispatch, not NoneType"):
+        up(received.x, w, None)
+    narrow.free()
+
+
+def _misuse():
+    moe = AllToAll(**MOE, tuning=TUNING)
+    plain = AllToAll(**(MOE | dict(tile_rows=None)), tuning=TUNING)
+    _refused_when_made(moe, plain)
+    up, down = (ExpertMatmul(moe, 48, INNER, tiling=SMALL) for _ in range(2))
+    seed, device = 11, moe.device
+    matrices = [_weights(seed, r, 4) for r in range(2)]
+    w_up, w_down = (w.to(device) for w in matrices[moe.rank])
+    everyone = _everyone(seed, 0, moe.config, "random")
+    mine = everyone[moe.rank]
+    choices = mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device)
+    _refused_calls(moe, plain, up, choices, w_up)
+
+    def everything_works(what):
+        pending = moe.dispatch_send(*choices)
+        h = up.arriving(pending, w_up)
+        received = moe.dispatch_recv(pending)
+        _check(moe, everyone, matrices, received, h, down.combined(h, w_down, received.handle), what)
+        return h, received
+
+    h, received = everything_works("after misuse")
+    # Mistakes of one rank are errors of all, and later calls work.
+    with pytest.raises(TypeError if moe.rank else ValueError, match="x"):
+        if moe.rank:
+            moe.dispatch_send(choices[0].float(), *choices[1:])
+        else:
+            pending = moe.dispatch_send(*choices)
+            up.arriving(pending, w_up)
+            moe.dispatch_recv(pending)
+    everything_works("after a dispatch with a wrong x")
+    with pytest.raises(ValueError, match="out"):
+        down.combined(h, w_down, received.handle, **(dict(out=h[:3]) if moe.rank else {}))
+        moe.check()
+    everything_works("after a combine with a wrong out")
+    crowded = torch.arange(3, device=device).expand(40, 3).contiguous()
+    with pytest.raises(tsn.HeapError, match="capacity is 256"):
+        x = torch.ones((40, 48), dtype=torch.bfloat16, device=device)
+        pending = moe.dispatch_send(x, crowded)
+        up.arriving(pending, w_up)
+        moe.dispatch_recv(pending)
+        moe.check()
+    everything_works("after a dispatch that had no room")
+    for thing in (up, down, moe, plain):
+        thing.free()
+
+
+def test_misuse():
+    ranks.run(2, _misuse, timeout=300)
+    config = configure(4, **MOE)
+    with pytest.raises(
+        ValueError, match="rows that cross the network once per node are not counted by tiles: give tuning"
+    ):
+        crosses_once(config, Tuning(), 2)
+    assert not crosses_once(config, Tuning(once_per_node=False), 2)
