@@ -43,6 +43,7 @@ def test_the_originals_pass(case):
 LATER = (
     "dispatch without wait for room", "combine without wait for rows", "gateway without what sources said",
     "gateway sums without fence", "gateway without wait for sums", "rows for a gateway without quiet",
+    "latency gateway without wait for sums",
 )  # fmt: skip
 
 
