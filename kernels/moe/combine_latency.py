@@ -11,7 +11,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce
 from tilescale_net.kernels.moe import combine_latency_steps as steps
-from tilescale_net.kernels.moe.handshake import await_previous, check_announcement, count_for
+from tilescale_net.kernels.moe.handshake import await_previous, check_announcement, complete_to_refuser, count_for
 from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8, groups_of
 
 
@@ -159,10 +159,13 @@ def combine_latency(
                 call = receive_calls[block] + T.uint64(1)
                 parity = T.cast(call & T.uint64(1), "int32")
                 # Words of ranks that begin come before their rows: this wait costs no time.
-                if block == 0 and thread < R:
+                if (proxied or block == 0) and thread < R:
                     if active[thread] != 0:
                         word = N.wait(begun[parity * R + thread], "ge", call << T.uint64(TAG_BITS))
-                        check_announcement(word, 0, thread, status)
+                        if block == 0:
+                            check_announcement(word, 0, thread, status)
+                        if proxied:
+                            complete_to_refuser(word, thread)
                 for i in T.serial((tokens * cuts + blocks * warps - 1) // (blocks * warps)):
                     token = ((i * warps + warp) * blocks + block) // cuts
                     part = ((i * warps + warp) * blocks + block) % cuts

@@ -45,6 +45,12 @@ def test_a_sample_is_not_accused():
 
 
 @pytest.mark.nightly
+def test_rows_for_a_rank_that_refuses_are_read_before_they_are_written_again():
+    env = {"TSN_SIM_RACES": "1", "VIRTUAL_NODES": "2", "TSN_CHAOS": chaos_of(0)}
+    ranks.run(4, run, ("MoE latency, refused",), [0], env=env, timeout=200)
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("name", small_runs.RUNS)
