@@ -12,7 +12,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce
 from tilescale_net.kernels.moe import combine_latency_steps as steps
-from tilescale_net.kernels.moe.handshake import await_previous, check_announcement, count_for
+from tilescale_net.kernels.moe.handshake import await_previous, check_announcement, complete_to_refuser, count_for
 from tilescale_net.kernels.moe.node_layout import LatencyNodePlan, Nodes
 from tilescale_net.kernels.moe.row_ops import (
     EXACT_SUMS,
@@ -226,10 +226,11 @@ def combine_latency_nodes(
                 call = receive_calls[block] + T.uint64(1)
                 parity = T.cast(call & T.uint64(1), "int32")
                 # Words of ranks that begin come before their rows: this wait costs no time.
-                if block == 0 and thread < R:
+                if thread < R:
                     if active[thread] != 0:
                         word = N.wait(begun[parity * R + thread], "ge", call << T.uint64(TAG_BITS))
-                        check_announcement(word, 0, thread, status)
+                        if block == 0:
+                            check_announcement(word, 0, thread, status)
                 total = 0
                 for i in T.serial(S):
                     total = total + node_plan[plan.passed(i)]
@@ -246,6 +247,10 @@ def combine_latency_nodes(
                             s, at, plan, gathered, summed, slots, slot_scales, staged, staged_scales, arrived, node_map,
                             node_plan, from_row, ones, kept, acc, me, k, slot, part, end, parity, call, lane,
                         )  # fmt: skip
+                T.sync_threads()
+                if thread < R:
+                    if active[thread] != 0:
+                        complete_to_refuser(word, thread)
                 for i in T.serial((tokens * cuts + blocks * warps - 1) // (blocks * warps)):
                     token = ((i * warps + warp) * blocks + block) // cuts
                     part = ((i * warps + warp) * blocks + block) % cuts
