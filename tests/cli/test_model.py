@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tilescale_net import cli
-from tilescale_net.cli import model, model_collectives
+from tilescale_net.cli import model, model_collectives, networks
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 
 
-def cluster(nodes=1, gpus=4, tokens=4096, dtype="bf16", mode="throughput", network=model.TCP) -> model.Cluster:
+def cluster(nodes=1, gpus=4, tokens=4096, dtype="bf16", mode="throughput", network=networks.TCP) -> model.Cluster:
     return model.Cluster(nodes, gpus, tokens, 7168, 8, 256, dtype, mode, network)
 
 
@@ -25,7 +25,7 @@ def test_ranks_of_a_token(ranks, reached):
 
 def test_rows_are_those_of_a_draw():
     c, rng, draws = cluster(nodes=3, gpus=4, tokens=1), random.Random(1), 4000
-    c = model.Cluster(3, 4, 1, 64, 6, 48, "bf16", "throughput", model.TCP)
+    c = model.Cluster(3, 4, 1, 64, 6, 48, "bf16", "throughput", networks.TCP)
     sent, by_node = [0, 0, 0], [0, 0]
     for _ in range(draws):
         ranks = {expert // 4 for expert in rng.sample(range(48), 6)}
@@ -86,17 +86,17 @@ def test_expected_times_of_collectives(operation):
     rows = json.loads((RESULTS / f"{operation}.json").read_text())["tables"][0]["rows"]
     assert len(rows) >= 10
     for row in rows:
-        e = model_collectives.expect(operation, row["bytes"], 1, 2, "once per rank", model.TCP, model.NVLINK)
+        e = model_collectives.expect(operation, row["bytes"], 1, 2, "once per rank", networks.TCP, model.NVLINK)
         assert e.expected == pytest.approx(row["us"], rel=0.15), (operation, row["bytes"], row["us"], e.expected)
 
 
 def test_rows_that_are_passed_on_cost_more_time_than_bytes():
     """Once per node saves time where bytes count, and takes no more than a hop where they do not."""
     for tokens in (1, 8, 128):
-        c = cluster(nodes=8, gpus=8, tokens=tokens, mode="latency", network=model.nic(400, 1))
+        c = cluster(nodes=8, gpus=8, tokens=tokens, mode="latency", network=networks.nic(400, 1))
         for operation in ("dispatch", "combine"):
             rank, node = (model.expect(c, operation, way).expected for way in model.WAYS)
-            assert node < rank + model.HOP_US and (tokens < 128 or node < 0.8 * rank)
+            assert node < rank + networks.HOP_US and (tokens < 128 or node < 0.8 * rank)
 
 
 def test_virtual_nodes():

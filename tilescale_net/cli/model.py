@@ -19,9 +19,10 @@ import json
 from dataclasses import asdict, dataclass
 from math import comb
 
+from tilescale_net.cli.networks import HOP_US, TCP, Network, nic
+
 ROW = {"bf16": lambda hidden: 2 * hidden, "fp8": lambda hidden: hidden + 4 * -(-hidden // 128)}
 NVLINK = 372.0  # GB/s one way, what single copies reach between two H200s
-HOP_US = 2.5  # put_signal of a row of 8 to 16 KiB over NVLink, docs/results/signals.md: what passing a row on takes
 LAYOUT_US = 58.0  # throughput mode: counting and agreeing on what goes where, saved where a layout is cached
 PROXIED_BYTES = 256 * 1024  # throughput mode: of a message to another node, about (Tuning.proxied_bytes)
 
@@ -45,39 +46,6 @@ KERNELS = {
     ("latency", "dispatch"): Kernel(16.5, 1.27),
     ("latency", "combine"): Kernel(19.0, 1.13),
 }
-
-
-@dataclass(frozen=True)
-class Network:
-    """A rank's way to other nodes.
-
-    Attributes:
-        gbps: 1e9 bit/s of a rank, one way.
-        both_ways: whether it carries that in both directions at once; else they share it.
-        message: us of a message beyond its bytes, of one proxy thread.
-        latency: us from a put to its signal at the target.
-        source: where the figures are from.
-    """
-
-    gbps: float
-    both_ways: bool
-    message: float
-    latency: float
-    source: str
-
-
-TCP = Network(37.3, False, 3.5, 15.2, "measured: tcp over loopback, GPU memory staged, docs/results/fabric.md")
-
-
-def nic(gbps: float, shared_by: int) -> Network:
-    """A NIC of `gbps` for `shared_by` ranks. Not measured: nobody has run this package on one.
-
-    97 % of the rate and 10 us one way are what Libefaxx and pplx-garden publish of EFA; 7.8 M messages a second and thread
-    is what one thread reaches on InfiniBand in FaSST's benchmark of one-sided operations.
-    """
-    return Network(
-        0.97 * gbps / shared_by, True, 1 / 7.8, 10.0, "published by others for EFA and InfiniBand, not measured"
-    )
 
 
 @dataclass(frozen=True)

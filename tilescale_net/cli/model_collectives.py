@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilescale_net.cli.model import HOP_US, Network
+from tilescale_net.cli.networks import HOP_US, Network
 
 PIECE = 1 << 20  # bytes of a message to another node (TSN_PROXY_CHUNK)
 
