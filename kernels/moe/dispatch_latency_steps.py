@@ -32,7 +32,6 @@ class Sizes:
 
     @property
     def bins(self) -> int:
-        """What a rank counts: choices of each expert, messages to each rank and to each node."""
         return self.experts + self.ranks + self.nodes
 
     @property
@@ -211,8 +210,7 @@ def load_token(
 
 @tsn.macro
 def find_places(s, topk_idx, active, mine, same_expert, same_rank, same_node, token: T.Ref, thread):
-    """Count, for each choice of a token, the earlier choices of its expert and the earlier tokens with one at its rank, and
-    in its node, where rows cross the network once per node (else `same_node` is not used)."""
+    """Count, for each choice of a token, the earlier choices of its expert and tokens with one at its rank, or in its node."""
     K, local = s.top_k, s.local
     seen = T.alloc_local((K,), "int32")
     found_expert = T.alloc_local((K,), "int32")
@@ -249,9 +247,8 @@ def find_places(s, topk_idx, active, mine, same_expert, same_rank, same_node, to
                     if mine[k] >= 0:
                         first = 0
                         for q in T.serial(K):
-                            if seen[q] >= 0 and seen[q] < s.experts:
-                                if seen[q] // (local * s.node_size) == mine[k] // (local * s.node_size):
-                                    first = 1
+                            if seen[q] >= 0 and seen[q] // (local * s.node_size) == mine[k] // (local * s.node_size):
+                                first = 1
                         found_node[k] = found_node[k] + first
     for k in T.serial(K):
         if found_expert[k] != 0:

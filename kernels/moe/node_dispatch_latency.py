@@ -134,6 +134,49 @@ def _pass_on(
             N.put_signal_warp(arrival[other, 0], relayed[row, 0], rank, arrived[other], call, count=msg.words)
 
 
+@tsn.macro
+def _learn_of_messages(
+    s, at, plan, header_in, node_map, node_plan, passing, source: T.Ref, parity: T.Ref, block, thread
+):
+    """How many messages come from the source of each slot to be passed on: into `passing` [slots], and for combine."""
+    for i in T.serial((at.slots + s.threads - 1) // s.threads):
+        if i * s.threads + thread < at.slots:
+            passing[i * s.threads + thread] = 0
+            source = node_map[at.source + i * s.threads + thread]
+            if source >= 0:
+                passing[i * s.threads + thread] = T.min(
+                    header_in[parity * s.ranks + source, s.header.to_node], s.max_tokens
+                )
+            if block == 0:
+                node_plan[plan.passed(i * s.threads + thread)] = passing[i * s.threads + thread]
+    T.sync_threads()
+
+
+@tsn.macro
+def _pass_on_all(
+    s, at, plan, relayed, came, arrival, arrived, node_map, node_plan, passing, me: T.Ref, source: T.Ref, slot: T.Ref,
+    total: T.Ref, choice: T.Ref, parity: T.Ref, call: T.Ref, block, warp, lane,
+):  # fmt: skip
+    """Pass on what comes to be passed on, by a warp for each choice of each message."""
+    k = T.alloc_var("int32")
+    total = 0
+    for r in T.serial(at.slots):
+        total = total + passing[r]
+    for i in T.serial((total * s.top_k + s.blocks * s.warps - 1) // (s.blocks * s.warps)):
+        slot = (i * s.warps + warp) * s.blocks + block
+        if slot < total * s.top_k:
+            choice = slot % s.top_k
+            slot = slot // s.top_k
+            k = 0
+            while slot >= passing[k]:
+                slot = slot - passing[k]
+                k = k + 1
+            source = node_map[at.source + k]
+            _pass_on(
+                s, at, plan, relayed, came, arrival, arrived, node_plan, me, source, k, slot, choice, parity, call, lane
+            )  # fmt: skip
+
+
 @tsn.jit(name="moe_dispatch_latency_nodes", pass_configs=EXPLICIT_SYNC)
 def dispatch_latency_nodes(
     ranks, experts, nodes, slots, top_k, max_tokens, row_words, scale_words, source_dtype, sends, receives, blocks, threads,
@@ -263,40 +306,17 @@ def dispatch_latency_nodes(
                 place = T.alloc_var("int32")
                 total = T.alloc_var("int32")
                 choice = T.alloc_var("int32")
-                k = T.alloc_var("int32")
                 call = receive_calls[block] + T.uint64(1)
                 parity = T.cast(call & T.uint64(1), "int32")
                 steps.read_headers(
                     s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, parity, call,
                     block, thread,
                 )  # fmt: skip
-                for i in T.serial((S + threads - 1) // threads):
-                    if i * threads + thread < S:
-                        passing[i * threads + thread] = 0
-                        source = node_map[at.source + i * threads + thread]
-                        if source >= 0:
-                            passing[i * threads + thread] = T.min(header_in[parity * R + source, head.to_node], M)
-                        if block == 0:
-                            node_plan[plan.passed(i * threads + thread)] = passing[i * threads + thread]
-                T.sync_threads()
-                total = 0
-                for r in T.serial(S):
-                    total = total + passing[r]
-                # A warp for each choice of each message.
-                for i in T.serial((total * K + blocks * s.warps - 1) // (blocks * s.warps)):
-                    slot = (i * s.warps + warp) * blocks + block
-                    if slot < total * K:
-                        choice = slot % K
-                        slot = slot // K
-                        k = 0
-                        while slot >= passing[k]:
-                            slot = slot - passing[k]
-                            k = k + 1
-                        source = node_map[at.source + k]
-                        _pass_on(
-                            s, at, plan, relayed, came, arrival, arrived, node_plan, me, source, k, slot, choice, parity,
-                            call, lane,
-                        )  # fmt: skip
+                _learn_of_messages(s, at, plan, header_in, node_map, node_plan, passing, source, parity, block, thread)
+                _pass_on_all(
+                    s, at, plan, relayed, came, arrival, arrived, node_map, node_plan, passing, me, source, slot, total, choice,
+                    parity, call, block, warp, lane,
+                )  # fmt: skip
                 total = 0
                 for r in T.serial(R):
                     total = total + incoming[r]

@@ -29,7 +29,9 @@ def _attempt(module: str, path: str, case: tuple, seed: int) -> str | None:
     if not wrong:
         return None
     # The other rank may only have noticed that this one failed. A mutant that does not compile shows nothing.
-    shown = [kind for kind in ("AssertionError", "WaitTimeout", "OutOfBounds", "IndexError") if kind in wrong]
+    shown = [
+        kind for kind in ("AssertionError", "WaitTimeout", "OutOfBounds", "IndexError", "KernelError") if kind in wrong
+    ]
     assert shown, wrong
     return f"{shown[0]}: {wrong[shown[0]]}"
 
