@@ -61,10 +61,13 @@ def parse():
     text = f"sizes of put_signal ({SIGNAL_SIZES}); 'none' leaves that part out"
     signal = lambda t: [] if t == "none" else size_list(t)  # noqa: E731
     parser.add_argument("--signal-sizes", type=signal, default=signal(SIGNAL_SIZES), metavar="LIST", help=text)
+    text = "the PE that rank 0 writes to writes back at the same time; figures are of rank 0, data are not verified"
+    parser.add_argument("-b", "--bidirectional", action="store_true", help=text)
     parser.add_argument("--no-check", action="store_true", help="do not verify the data")
     args = parser.parse_args()
     if world_size() < 2:
         parser.error("writes need two ranks; start it with GPUS=2 VIRTUAL_NODES=2 bash launch.sh …")
+    args.no_check |= args.bidirectional  # both write to the same memory of the bare writers
     if args.provider:
         os.environ["TSN_PROVIDER"] = args.provider
     if args.chunk:
@@ -202,6 +205,7 @@ def main() -> None:
     report.environment |= {
         "channels": ", ".join(f"{k} {n}" for k, n in rails.items()),
         "data": "not verified" if args.no_check else "verified",
+        "direction": "both ways at once" if args.bidirectional else "one way",
         "timing": f"median of {args.repeat} runs of writes in one kernel, launch included",
     }
     if not on_gpu:
@@ -216,7 +220,7 @@ def measure_all(report: Report, args, kinds: list[str], signal, results: dict, r
     for kind in kinds:
         wanted = 1 if kind == "Single" else (0 if on_gpu else 2) if args.rails is None else args.rails
         largest = max([*(args.sizes or size_list((DIRECT if on_gpu else SIMULATED)[0])), *args.signal_sizes])
-        bench = ProxyBench(wanted, largest)
+        bench = ProxyBench(wanted, largest, args.bidirectional)
         profile = SIMULATED if not on_gpu else STAGED if bench.properties["staged"] else DIRECT
         args.sizes = args.sizes or size_list(profile[0])
         bench.open_bare()

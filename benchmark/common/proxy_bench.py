@@ -81,12 +81,13 @@ class ProxyBench:
         peer: the PE that is written to; ranks other than 0 and it only take part in barriers.
     """
 
-    def __init__(self, rails: int, largest: int):
+    def __init__(self, rails: int, largest: int, both: bool = False):
         """Join the job.
 
         Args:
             rails: channels; 0 for one per NIC near the GPU.
             largest: bytes of the largest write.
+            both: the peer writes to rank 0 at the same time.
 
         Raises:
             SystemExit: with 2, when every PE is mapped.
@@ -97,6 +98,7 @@ class ProxyBench:
         from tilescale_net.kernels import p2p, proxy_write
 
         os.environ["TSN_RAILS"] = str(rails)
+        self._both = both
         capacity = largest + GUARD
         self.world = tsn.init(2 * capacity + (8 << 20))
         if self.world.proxy is None:
@@ -128,8 +130,8 @@ class ProxyBench:
 
         tsn.barrier()
         spent = 0.0
-        if self.rank == 0:
-            arguments = (self.dst, self.src, count, piece or count, self.peer, writes, blocking)
+        if self.rank == 0 or (self._both and self.rank == self.peer):
+            arguments = (self.dst, self.src, count, piece or count, self.peer - self.rank, writes, blocking)
             spent = elapsed(lambda: self._write(*arguments), self.on_gpu)
         tsn.barrier()
         return spent / writes
@@ -140,7 +142,12 @@ class ProxyBench:
 
         tsn.barrier()
         spent = 0.0
-        if self.rank == 0:
+        if self._both and self.rank in (0, self.peer):
+            other = self.peer - self.rank
+            spent = self._bare.write(other, count, writes, from_peer=other) * 1e6
+            self._bare.finish(other)
+            self._bare.serve(other)
+        elif self.rank == 0:
             spent = self._bare.write(self.peer, count, writes) * 1e6
             self._bare.finish(self.peer)
         elif self.rank == self.peer:

@@ -5,202 +5,14 @@ with a signal of its own and handled by one warp on either side, so that a few t
 and signals alternate between calls as in dispatch_latency.
 """
 
-from dataclasses import dataclass
-
 import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce
+from tilescale_net.kernels.moe import combine_latency_steps as steps
 from tilescale_net.kernels.moe.handshake import await_previous, check_announcement, complete_to_refuser, count_for
-from tilescale_net.kernels.moe.row_ops import (
-    EXACT_SUMS,
-    EXPLICIT_SYNC,
-    FP8,
-    add_dequantised,
-    add_rows,
-    add_scaled,
-    batch_of,
-    clear,
-    groups_of,
-    load_batch,
-    store_quantised,
-    store_rounded,
-)
-
-
-def parts_of(hidden: int, width: int, wanted: int) -> tuple[int, int]:
-    """Parts of a row and 16-byte pieces per part; a part is whole warps of pieces, so that no scale is shared."""
-    units = hidden // width
-    size = (units + wanted * 32 - 1) // (wanted * 32) * 32
-    return -(-units // size), size
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Compile-time sizes and choices; see combine_latency."""
-
-    ranks: int
-    top_k: int
-    max_tokens: int
-    hidden: int
-    dtype: str
-    weighted: bool
-    quantised: bool
-    wanted_parts: int
-    biases: int
-
-    @property
-    def width(self) -> int:
-        """Elements of 16 bytes."""
-        return 4 if self.dtype == "float32" else 8
-
-    @property
-    def units(self) -> int:
-        """Pieces of 16 bytes in a row."""
-        return self.hidden // self.width
-
-    @property
-    def parts(self) -> int:
-        return parts_of(self.hidden, self.width, self.wanted_parts)[0]
-
-    @property
-    def size(self) -> int:
-        """Pieces of a part."""
-        return parts_of(self.hidden, self.width, self.wanted_parts)[1]
-
-    # Rows that a warp reads at once, and pieces of each per lane.
-    @property
-    def send_group(self) -> int:
-        return min(self.top_k, 2)
-
-    @property
-    def sum_group(self) -> int:
-        return min(self.ranks, 4)
-
-    @property
-    def send_batch(self) -> int:
-        return batch_of(self.size, 14)
-
-    @property
-    def sum_batch(self) -> int:
-        return batch_of(self.size, 7)
-
-
-@tsn.macro
-def _send_part(s, dst, dst_scales, dst_row, y, targets, weights, src, begin, end, lane):
-    """Sum a part of a row over this rank's experts into a row of `dst`."""
-    K, width, batch, group = s.top_k, s.width, s.send_batch, s.send_group
-    piece = T.alloc_local((group * batch * width,), s.dtype)
-    acc = T.alloc_local((batch * width,), "float32")
-    from_row = T.alloc_local((group,), "int32")
-    weight = T.alloc_local((group,), "float32")
-    first = T.alloc_var("int32")
-    k = T.alloc_var("int32")
-    for b in T.serial(-(-s.size // (32 * batch))):
-        first = begin + b * 32 * batch
-        clear(acc, batch * width)
-        k = 0
-        while k < K:
-            for g in T.unroll(group):
-                from_row[g] = -1
-                weight[g] = 1.0
-                while k < K and from_row[g] < 0:
-                    from_row[g] = targets[src, k]
-                    if s.weighted:
-                        weight[g] = weights[src, k]
-                    k = k + 1
-            add_rows(acc, piece, from_row, weight, y, first, lane, end, width, batch, group)
-        if s.quantised:
-            store_quantised(dst, dst_scales, dst_row, acc, first, lane, end, width, batch)
-        else:
-            store_rounded(dst, dst_row, acc, first, lane, end, width, batch, s.dtype)
-
-
-@tsn.macro
-def _signal_part(arrived, slot: T.Ref, part: T.Ref, call: T.Ref, pe: T.Ref, lane):
-    """Tell `pe` that a part, put by this warp, is there."""
-    T.sync_warp()
-    if lane == 0:
-        N.fence(pe)
-        N.signal(arrived[slot, part], call, pe)
-
-
-@tsn.macro
-def _send_proxied(
-    s, y, targets, weights, slots, slot_scales, staged, staged_scales, arrived, source: T.Ref, there, slot: T.Ref,
-    part: T.Ref, end: T.Ref, call: T.Ref, peer: T.Ref, lane,
-):  # fmt: skip
-    """Sum a part for a rank of another node into staging memory, and put it from there."""
-    size, width = s.size, s.width
-    _send_part(s, staged, staged_scales, there, y, targets, weights, source, part * size, end, lane)
-    T.sync_warp()
-    if s.quantised:
-        N.put_warp(
-            slot_scales[slot, part * size * width // 128], staged_scales[there, part * size * width // 128], peer,
-            count=(end * width + 127) // 128 - part * size * width // 128,
-        )  # fmt: skip
-        N.put_warp(
-            slots[slot, part * size * width],
-            staged[there, part * size * width],
-            peer,
-            count=(end - part * size) * width,
-        )
-        _signal_part(arrived, slot, part, call, peer, lane)
-    else:
-        N.put_signal_warp(
-            slots[slot, part * size * width], staged[there, part * size * width], peer, arrived[slot, part], call,
-            count=(end - part * size) * width,
-        )  # fmt: skip
-
-
-@tsn.macro
-def _add_bias(s, acc, bias, token: T.Ref, first, end, lane):
-    """Add a part of a row of the caller's to a batch of sums."""
-    own = T.alloc_local((s.sum_batch * s.width,), s.dtype)
-    load_batch(own, bias, token, first, lane, end, s.width, s.sum_batch)
-    add_scaled(acc, own, T.float32(1), s.sum_batch * s.width)
-
-
-@tsn.macro
-def _sum_part(
-    s, out, bias_0, bias_1, slots, slot_scales, token_slot, arrived, piece, acc, from_row, token: T.Ref, part: T.Ref, end: T.Ref,
-    first: T.Ref, peer: T.Ref, slot: T.Ref, call: T.Ref, parity: T.Ref, lane,
-):  # fmt: skip
-    """Wait for a part of a token's rows and sum them in the order of ranks."""
-    R, M, width, batch, group = s.ranks, s.max_tokens, s.width, s.sum_batch, s.sum_group
-    end = T.min(s.units, (part + 1) * s.size)
-    for g in T.serial((R + 31) // 32):
-        peer = g * 32 + lane
-        if peer < R:
-            slot = token_slot[token, peer]
-            if slot >= 0:
-                N.wait(arrived[(parity * R + peer) * M + slot, part], "ge", call)
-    T.sync_warp()
-    for b in T.serial(-(-s.size // (32 * batch))):
-        first = part * s.size + b * 32 * batch
-        clear(acc, batch * width)
-        for p in T.serial((R + group - 1) // group):
-            for g in T.unroll(group):
-                from_row[g] = -1
-                if p * group + g < R:
-                    slot = token_slot[token, p * group + g]
-                    if slot >= 0:
-                        from_row[g] = (parity * R + p * group + g) * M + slot
-                        load_batch(piece, slots, from_row[g], first, lane, end, width, batch, g * batch * width)
-            for g in T.unroll(group):
-                if from_row[g] >= 0:
-                    if s.quantised:
-                        add_dequantised(
-                            acc, piece, slot_scales, from_row[g], first, lane, end, width, batch, g * batch * width
-                        )
-                    else:
-                        add_scaled(acc, piece, T.float32(1), batch * width, g * batch * width)
-        if s.biases > 0:
-            _add_bias(s, acc, bias_0, token, first, end, lane)
-        if s.biases > 1:
-            _add_bias(s, acc, bias_1, token, first, end, lane)
-        store_rounded(out, token, acc, first, lane, end, width, batch, s.dtype)
+from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8, groups_of
 
 
 @tsn.jit(name="moe_combine_latency", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
@@ -240,7 +52,7 @@ def combine_latency(
         send_calls, receive_calls [blocks] uint64: calls so far. status: see STATUS_WORDS.
     """
     R, K, M = ranks, top_k, max_tokens
-    s = _Sizes(R, K, M, hidden, dtype, weighted, quantised, parts, biases)
+    s = steps.Sizes(R, K, M, hidden, dtype, weighted, quantised, parts, biases)
     groups, cuts, size, warps = groups_of(hidden), s.parts, s.size, threads // 32
     payload = FP8 if quantised else dtype
     rows, slot_rows, capacity = T.dynamic("rows"), T.dynamic("slot_rows"), T.dynamic("capacity")
@@ -320,13 +132,13 @@ def combine_latency(
                             at_peer = (
                                 N.remote(slots, peer), N.remote(slot_scales, peer) if quantised else slot_scales,
                             )  # fmt: skip
-                            _send_part(
+                            steps.send_part(
                                 s, at_peer[0], at_peer[1], place, y, targets, weights, source, part * size, end, lane
                             )
-                            _signal_part(arrived, place, part, call, peer, lane)
+                            steps.signal_part(arrived, place, part, call, peer, lane)
                         elif proxied:
                             there = (parity * R + peer) * M + slot
-                            _send_proxied(
+                            steps.send_proxied(
                                 s, y, targets, weights, slots, slot_scales, staged, staged_scales, arrived, source, there,
                                 place, part, end, call, peer, lane,
                             )  # fmt: skip
@@ -358,7 +170,7 @@ def combine_latency(
                     token = ((i * warps + warp) * blocks + block) // cuts
                     part = ((i * warps + warp) * blocks + block) % cuts
                     if token < tokens:
-                        _sum_part(
+                        steps.sum_part(
                             s, out, bias_0, bias_1, slots, slot_scales, token_slot, arrived, piece, acc, from_row, token,
                             part, end, first, peer, slot, call, parity, lane,
                         )  # fmt: skip

@@ -135,7 +135,7 @@ def dispatch_latency(
                             s, x, topk_idx, topk_weights, active, message, mine, same_expert, same_rank, piece, token,
                             parity, thread, warp, lane,
                         )  # fmt: skip
-                        steps.find_places(s, topk_idx, mine, same_expert, same_rank, token, thread)
+                        steps.find_places(s, topk_idx, active, mine, same_expert, same_rank, same_rank, token, thread)
                         steps.write_row(
                             s, x_scales, message, message_fp8, message_scales, piece, token, parity, thread, warp, lane
                         )

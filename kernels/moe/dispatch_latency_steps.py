@@ -24,6 +24,15 @@ class Sizes:
     source_dtype: str
     blocks: int
     threads: int
+    node_size: int = 0  # ranks of a node, where rows cross the network once per node
+
+    @property
+    def nodes(self) -> int:
+        return self.ranks // self.node_size if self.node_size else 0
+
+    @property
+    def bins(self) -> int:
+        return self.experts + self.ranks + self.nodes
 
     @property
     def local(self) -> int:
@@ -37,11 +46,11 @@ class Sizes:
 
     @property
     def message(self) -> Message:
-        return Message(self.row_words, self.scale_words, self.top_k)
+        return Message(self.row_words, self.scale_words, self.top_k, self.nodes > 0)
 
     @property
     def header(self) -> Header:
-        return Header(self.local)
+        return Header(self.local, self.nodes > 0)
 
     @property
     def warps(self) -> int:
@@ -87,15 +96,15 @@ def count_choices(
 ):
     """Count the choices per expert and the tokens per rank, by one block; wait meanwhile until the headers are free.
 
-    Leaves the counts in `histogram` [experts + ranks] and the fault of this rank with its value in `bad`.
+    Leaves the counts in `histogram` [bins] and the fault of this rank with its value in `bad`.
     """
     R, experts, threads, local = s.ranks, s.experts, s.threads, s.local
     seen = T.alloc_local((s.top_k,), "int32")
     other = T.alloc_var("int32")
     choice = T.alloc_var("int32")
     first = T.alloc_var("int32")
-    for i in T.serial((experts + R + threads - 1) // threads):
-        if i * threads + thread < experts + R:
+    for i in T.serial((s.bins + threads - 1) // threads):
+        if i * threads + thread < s.bins:
             histogram[i * threads + thread] = 0
     if thread == 0:
         bad[0] = fault
@@ -129,6 +138,13 @@ def count_choices(
                                 first = 0
                         if first != 0:
                             T.atomic_add(histogram[experts + seen[k]], 1)
+                        if s.nodes:
+                            first = 1
+                            for q in T.serial(k):
+                                if seen[q] >= 0 and seen[q] // s.node_size == seen[k] // s.node_size:
+                                    first = 0
+                            if first != 0:
+                                T.atomic_add(histogram[experts + R + seen[k] // s.node_size], 1)
     T.sync_threads()
 
 
@@ -150,6 +166,9 @@ def send_headers(
                 header_out[parity * R + peer, place] = bad[0]
             elif place == head.value:
                 header_out[parity * R + peer, place] = bad[1]
+            elif s.nodes:
+                if place == head.to_node:
+                    header_out[parity * R + peer, place] = histogram[s.experts + R + peer // s.node_size]
     T.sync_threads()
     for i in T.serial((R + s.warps - 1) // s.warps):
         peer = i * s.warps + warp
@@ -190,17 +209,20 @@ def load_token(
 
 
 @tsn.macro
-def find_places(s, topk_idx, mine, same_expert, same_rank, token: T.Ref, thread):
-    """Count, for each choice of a token, the earlier choices of its expert and the earlier tokens with one at its rank."""
+def find_places(s, topk_idx, active, mine, same_expert, same_rank, same_node, token: T.Ref, thread):
+    """Count, for each choice of a token, the earlier choices of its expert and tokens with one at its rank, or in its node."""
     K, local = s.top_k, s.local
     seen = T.alloc_local((K,), "int32")
     found_expert = T.alloc_local((K,), "int32")
     found_rank = T.alloc_local((K,), "int32")
+    found_node = T.alloc_local((K if s.nodes else 1,), "int32")
     other = T.alloc_var("int32")
     first = T.alloc_var("int32")
     for k in T.serial(K):
         found_expert[k] = 0
         found_rank[k] = 0
+        if s.nodes:
+            found_node[k] = 0
     for g in T.serial((token + s.threads - 1) // s.threads):
         other = g * s.threads + thread
         if other < token:
@@ -216,11 +238,26 @@ def find_places(s, topk_idx, mine, same_expert, same_rank, token: T.Ref, thread)
                             if seen[q] // local == mine[k] // local:
                                 first = 1
                     found_rank[k] = found_rank[k] + first
+            if s.nodes:
+                for q in T.serial(K):
+                    if seen[q] >= 0 and seen[q] < s.experts:
+                        if active[seen[q] // local] == 0:
+                            seen[q] = -1
+                for k in T.serial(K):
+                    if mine[k] >= 0:
+                        first = 0
+                        for q in T.serial(K):
+                            if seen[q] >= 0 and seen[q] // (local * s.node_size) == mine[k] // (local * s.node_size):
+                                first = 1
+                        found_node[k] = found_node[k] + first
     for k in T.serial(K):
         if found_expert[k] != 0:
             T.atomic_add(same_expert[k], found_expert[k])
         if found_rank[k] != 0:
             T.atomic_add(same_rank[k], found_rank[k])
+        if s.nodes:
+            if found_node[k] != 0:
+                T.atomic_add(same_node[k], found_node[k])
 
 
 @tsn.macro

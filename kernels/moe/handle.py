@@ -76,6 +76,9 @@ class ReceivedRows:
         counts: [ranks] rows received from each rank (int32).
         source_counts: [local experts, ranks] rows of each expert from each rank (int32).
         source_token: [local experts, ranks * max_tokens] of each row of `x` its token at the rank it comes from (int32).
+        origin_slot, node_plan: where rows cross the network once per node: [tokens or more, origins] place of a token among
+            the rows that come back from an origin (see `node_layout.py`), or -1, and `node_layout.LatencyNodePlan`; else
+            empty.
     """
 
     tokens: int
@@ -85,11 +88,14 @@ class ReceivedRows:
     counts: torch.Tensor
     source_counts: torch.Tensor
     source_token: torch.Tensor
+    origin_slot: torch.Tensor
+    node_plan: torch.Tensor
 
     @property
     def arguments(self) -> tuple:
         """All fields but `tokens`, in order, as launches take them."""
-        return self.token_slot, self.targets, self.weights, self.counts, self.source_counts, self.source_token
+        received = self.token_slot, self.targets, self.weights, self.counts, self.source_counts, self.source_token
+        return *received, self.origin_slot, self.node_plan
 
 
 @dataclass

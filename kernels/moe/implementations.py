@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tilescale_net as tsn
 from tilescale_net.kernels.collective import BufferSpecs, sizes_of
-from tilescale_net.kernels.moe import latency, node_throughput, throughput
+from tilescale_net.kernels.moe import latency, node_latency, node_throughput, throughput
 from tilescale_net.kernels.moe.arena import divide
 from tilescale_net.kernels.moe.config import Config, configure
 from tilescale_net.kernels.moe.tuning import Tuning
@@ -23,6 +23,7 @@ IMPLEMENTATIONS = {
 # nodes, and both take masks: of the ranks that take part, now and later.
 OVER_NODES = {
     "throughput": (node_throughput.NodeThroughputMode, node_throughput.symmetric_buffers),
+    "latency": (node_latency.NodeLatencyMode, node_latency.symmetric_buffers),
 }
 
 

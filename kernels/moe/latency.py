@@ -9,7 +9,8 @@ from itertools import product
 import torch
 
 from tilescale_net.kernels.collective import BufferSpecs, dtype_name
-from tilescale_net.kernels.moe.combine_latency import combine_latency, parts_of
+from tilescale_net.kernels.moe.combine_latency import combine_latency
+from tilescale_net.kernels.moe.combine_latency_steps import parts_of
 from tilescale_net.kernels.moe.config import FP8, Config, as_words
 from tilescale_net.kernels.moe.dispatch_latency import dispatch_latency
 from tilescale_net.kernels.moe.exchange_weights import exchange_weights
@@ -23,15 +24,15 @@ from tilescale_net.kernels.moe.streams import stream_key
 from tilescale_net.kernels.moe.wire_layout import NO_FAULT, Header, Message
 
 # What a call gives to a launch, in this order.
-_DISPATCH = (
+DISPATCH = (
     "tokens", "fault", "fault_value", "x", "x_scales", "topk_idx", "topk_weights", "token_slot", "targets", "weights",
     "received", "source_counts", "source_token", "out", "out_scales", "counts",
 )  # fmt: skip
-_COMBINE = ("y", "targets", "weights", "received", "bias_0", "bias_1", "out", "token_slot", "tokens")
+COMBINE = ("y", "targets", "weights", "received", "bias_0", "bias_1", "out", "token_slot", "tokens")
 _WEIGHTS = ("topk_weights", "tokens", "token_slot", "received", "weights")
 
 
-def _parts(config: Config, tuning, proxied: bool) -> tuple[int, int]:
+def parts(config: Config, tuning, proxied: bool) -> tuple[int, int]:
     """Parts of a row of combine as they are wanted, and as there are."""
     wanted = 1 if proxied else tuning.parts  # small messages suit memory, large ones a fabric
     return wanted, parts_of(config.hidden, 16 // config.combine_dtype.itemsize, wanted)[0]
@@ -56,7 +57,7 @@ def symmetric_buffers(config: Config, tuning, proxied: bool) -> BufferSpecs:
         "combine.staged": ((stages, c.hidden), payload),
         "combine.staged_scales": ((stages if c.quantize_combine else 1, G), floats),
         "combine.begun": ((2 * R,), words),
-        "combine.arrived": ((places, _parts(c, tuning, proxied)[1]), words),
+        "combine.arrived": ((places, parts(c, tuning, proxied)[1]), words),
         "weights.weights_out": ((places, c.top_k), floats),
         "weights.weights_in": ((places, c.top_k), floats),
         "weights.sent": ((2 * R,), words),
@@ -68,11 +69,11 @@ class LatencyMode(Mode):
 
     meets_first = False
 
-    def __init__(self, base, config: Config):
-        super().__init__(base, config, symmetric_buffers(config, base.tuning, base.proxied))
+    def __init__(self, base, config: Config, specs: BufferSpecs | None = None):
+        super().__init__(base, config, specs or symmetric_buffers(config, base.tuning, base.proxied))
         c, device = config, base.device
         self._proxied = base.proxied
-        self._parts, self._cuts = _parts(config, base.tuning, self._proxied)
+        self._parts, self._cuts = parts(config, base.tuning, self._proxied)
         shared = {"active": base.active, "status": base.status.tensor}
         dispatch, combine = (
             self._buffers(kernel)
@@ -87,7 +88,7 @@ class LatencyMode(Mode):
         self._combine_fixed = combine
         self._weights_fixed = self._buffers("weights") | {"active": base.active, "calls": base.counters(c.ranks)}
 
-        self._plans = Plans(ReceivedRows, self._plan_shapes(), device, partial(stream_key, device))
+        self._plans = self._new_plans()
 
         # Stand in for tensors without elements, and for those that a kernel does not use.
         self._no_row = torch.zeros((1, c.row_words), dtype=torch.int32, device=device)
@@ -98,6 +99,10 @@ class LatencyMode(Mode):
         }
         self._no_choice = torch.zeros((1, c.top_k), dtype=torch.int64, device=device)
         self._no_weight = torch.zeros((1, c.top_k), dtype=torch.float32, device=device)
+
+    def _new_plans(self) -> Plans:
+        device = self._base.device
+        return Plans(ReceivedRows, self._plan_shapes(), device, partial(stream_key, device))
 
     # -- kernels ----------------------------------------------------------------------------------------------------
 
@@ -131,7 +136,7 @@ class LatencyMode(Mode):
             c.ranks, c.num_experts, c.top_k, c.max_tokens, c.row_words, c.scale_words, source, phase.sends,
             phase.receives, blocks, base.threads, index_dtype, **self._fewer(blocks),
         )  # fmt: skip
-        return Launch(kernel, self._dispatch_fixed, _DISPATCH, base.world)
+        return Launch(kernel, self._dispatch_fixed, DISPATCH, base.world)
 
     def _combine_of(self, blocks: int, phase: Phase, weighted: bool, biases: int = 0) -> Launch:
         return self._launch(self._new_combine, blocks, phase, weighted, biases)
@@ -143,7 +148,7 @@ class LatencyMode(Mode):
             self._proxied, phase.sends, phase.receives, self._parts, biases, blocks, base.threads,
             **self._fewer(blocks),
         )  # fmt: skip
-        return Launch(kernel, self._combine_fixed, _COMBINE, base.world)
+        return Launch(kernel, self._combine_fixed, COMBINE, base.world)
 
     def _refusal(self) -> Launch:
         return self._launch(self._new_refusal)
@@ -178,7 +183,17 @@ class LatencyMode(Mode):
             "counts": ((c.ranks,), ints),
             "source_counts": ((c.local_experts, c.ranks), ints),
             "source_token": ((c.local_experts, rows), ints),
+            "origin_slot": ((1, 1), ints),
+            "node_plan": ((1,), ints),
         }
+
+    def _received_by(self, plan: ReceivedRows) -> tuple:
+        """Of a plan, what a dispatch writes."""
+        return plan.arguments[:6]
+
+    def _summed_by(self, plan: ReceivedRows) -> tuple:
+        """Of a plan, what a combine goes by at the end of its arguments."""
+        return plan.arguments[0], plan.tokens
 
     def _results(self, out) -> tuple[torch.Tensor, torch.Tensor | None, tuple]:
         """Rows and scales for the caller; and these, with counts, as launches take them."""
@@ -217,7 +232,7 @@ class LatencyMode(Mode):
         if choices is not None and not empty:
             topk_idx, topk_weights = choices.topk_idx, choices.topk_weights
         self._dispatch_of(blocks, phase, source, dtype_name(topk_idx.dtype))(
-            plan.tokens, fault, fault_value, x, scales, topk_idx, topk_weights, *plan.arguments, *results
+            plan.tokens, fault, fault_value, x, scales, topk_idx, topk_weights, *self._received_by(plan), *results
         )
 
     # -- combine ----------------------------------------------------------------------------------------------------
@@ -247,7 +262,7 @@ class LatencyMode(Mode):
 
     def _launch_weights(self, weights: torch.Tensor, plan: ReceivedRows, received: torch.Tensor) -> None:
         """Send the weights of this rank's choices, and fill `received` with those of the others."""
-        token_slot, _, _, counts, _, _ = plan.arguments
+        token_slot, _, _, counts = plan.arguments[:4]
         given = weights if weights.numel() else self._no_weight
         self._exchange_weights()(given, plan.tokens, token_slot, counts, received)
 
@@ -257,9 +272,10 @@ class LatencyMode(Mode):
         """`out` and `bias` are used by the half that receives, `y` by the one that sends; `given`: weights other than
         dispatch's."""
         nothing = self._no_rows[self._c.combine_dtype]
-        token_slot, targets, weights, counts, _, _ = plan.arguments
+        _, targets, weights, counts = plan.arguments[:4]
         bias = bias if phase.receives and plan.tokens else ()
         self._combine_of(blocks, phase, weighted, len(bias))(
             nothing if y is None else y.view(-1, self._c.hidden), targets, weights if given is None else given, counts,
-            *bias, *(nothing,) * (2 - len(bias)), nothing if out is None or not out.numel() else out, token_slot, plan.tokens,
+            *bias, *(nothing,) * (2 - len(bias)), nothing if out is None or not out.numel() else out,
+            *self._summed_by(plan),
         )  # fmt: skip

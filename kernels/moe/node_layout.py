@@ -10,6 +10,7 @@ ranks. So do dispatch and combine of a plan.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilescale_net.kernels.moe.wire_layout import align4
@@ -127,6 +128,31 @@ class NodePlan:
 
 
 @dataclass(frozen=True)
+class LatencyNodePlan:
+    """The same of a plan of latency mode: the place of a row received among the messages of its source to this node; at a
+    gateway, how many messages of the source of a slot it has passed on, and for each of them the ranks of its node that it
+    went to, by index and in order, then -1 [top_k].
+    """
+
+    at: Nodes
+    max_tokens: int
+    top_k: int
+
+    def carried(self, source, slot):
+        return source * self.max_tokens + slot
+
+    def passed(self, slot):
+        return self.carried(self.at.ranks, 0) + slot
+
+    def receiver(self, slot, row, number):
+        return self.passed(self.at.slots) + (slot * self.max_tokens + row) * self.top_k + number
+
+    @property
+    def words(self) -> int:
+        return self.receiver(self.at.slots, 0, 0)
+
+
+@dataclass(frozen=True)
 class Gateways:
     """Who serves whom, from who takes part; the same on all ranks.
 
@@ -174,3 +200,8 @@ class Gateways:
                     if node == rank // at.size:
                         words[at.carrier + source], words[at.carrier_slot + source] = gateway, slot
         return words
+
+
+def with_room(ranks: int, nodes: int, masks: Sequence[tuple[bool, ...]]) -> Nodes:
+    """With slots for as many sources as a gateway serves among all ranks, and among those of each mask."""
+    return Nodes(ranks, nodes, max([nodes - 1, *(Gateways(mask, nodes).slots for mask in masks)]))

@@ -1,12 +1,14 @@
 """What a rank launches in the place of a call that its host refuses, where rows cross the network once per node.
 
-As refuse_throughput; a gateway also signals for the sources that it serves, whose rows it does not pass on.
+As refuse_throughput and refuse_latency; a gateway also signals for the sources that it serves, whose rows it does not pass on.
 """
 
 import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.announcement import TAG_BITS, announce
+from tilescale_net.kernels.moe.handshake import await_previous
 from tilescale_net.kernels.moe.node_layout import Nodes
 from tilescale_net.kernels.moe.refusal import begin_refused, end_refused
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
@@ -114,5 +116,83 @@ def refuse_nodes(ranks, nodes, slots, dispatch, chunks, senders, blocks, threads
                             row,
                         )
             end_refused(active, done, tickets, calls, me, call, senders, blocks, thread, threads, R)
+
+    return main
+
+
+@tsn.macro
+def _signal_latency(
+    at, active, arrived, summed, node_map, me, node, parity: T.Ref, j: T.Ref, part: T.Ref, M, call: T.Ref, peer: T.Ref,
+    row: T.Ref,
+):  # fmt: skip
+    """Part `part` of row `j` of all that this rank sends and sums in a combine of latency mode."""
+    for r in T.serial(at.size):
+        peer = node * at.size + r
+        if active[peer] != 0:
+            N.signal(arrived[(parity * at.origins + node + me % at.size) * M + j, part], call, peer)
+    for p in T.serial(at.ranks):
+        peer = node_map[at.carrier + p]
+        if peer >= 0:
+            row = ((parity * at.slots + node_map[at.carrier_slot + p]) * M + j) * at.size + me % at.size
+            N.signal(summed[row, part], call, peer)
+    for k in T.serial(at.slots):
+        peer = node_map[at.source + k]
+        if peer >= 0:
+            row = T.if_then_else(node < peer // at.size, node, node + at.size - 1)
+            N.signal(arrived[(parity * at.origins + row) * M + j, part], call, peer)
+
+
+@tsn.jit(name="moe_refuse_latency_nodes", pass_configs=EXPLICIT_SYNC)
+def refuse_latency_nodes(ranks, nodes, slots, max_tokens, parts, blocks, threads):
+    """Kernel in the place of both halves of a combine in latency mode; one block.
+
+    Args:
+        nodes, slots: see Nodes. max_tokens, parts: of the kernel whose place it takes. The others: see refuse_latency.
+
+    Parameters of the kernel:
+        code: of the fault. The others are those of combine_latency_nodes.
+    """
+    R, M, at = ranks, max_tokens, Nodes(ranks, nodes, slots)
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        code: T.int32,
+        active: T.Tensor((R,), "int32"),
+        begun: T.Tensor((2 * R,), "uint64"),
+        arrived: T.Tensor((2 * at.origins * M, parts), "uint64"),
+        summed: T.Tensor((2 * slots * M * at.size, parts), "uint64"),
+        node_map: T.Tensor((at.map_words,), "int32"),
+        send_calls: T.Tensor((blocks,), "uint64"),
+        receive_calls: T.Tensor((blocks,), "uint64"),
+    ):
+        with T.Kernel(1, threads=threads):
+            thread = T.get_thread_binding()
+            me = N.my_pe()
+            peer = T.alloc_var("int32")
+            row = T.alloc_var("int32")
+            j = T.alloc_var("int32")
+            part = T.alloc_var("int32")
+            parity = T.alloc_var("int32")
+            call = T.alloc_var("uint64")
+            call = send_calls[0] + T.uint64(1)
+            parity = T.cast(call & T.uint64(1), "int32")
+            if thread < R:
+                if active[thread] != 0:
+                    await_previous(begun, parity, call, TAG_BITS, thread, R)
+                    announce(begun, parity * R + me, call, code, thread)
+            T.sync_threads()
+            for i in T.serial((M * parts + threads - 1) // threads):
+                if i * threads + thread < M * parts:
+                    j = (i * threads + thread) // parts
+                    part = (i * threads + thread) % parts
+                    _signal_latency(
+                        at, active, arrived, summed, node_map, me, me // at.size, parity, j, part, M, call, peer, row
+                    )
+            T.sync_threads()
+            for i in T.serial((blocks + threads - 1) // threads):
+                if i * threads + thread < blocks:
+                    send_calls[i * threads + thread] = call
+                    receive_calls[i * threads + thread] = call
 
     return main

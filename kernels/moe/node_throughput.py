@@ -14,7 +14,7 @@ from tilescale_net.kernels.moe.handle import RoutingPlan
 from tilescale_net.kernels.moe.mode import Launch
 from tilescale_net.kernels.moe.node_combine import combine_nodes
 from tilescale_net.kernels.moe.node_dispatch import dispatch_nodes
-from tilescale_net.kernels.moe.node_layout import Gateways, NodePlan, Nodes
+from tilescale_net.kernels.moe.node_layout import Gateways, NodePlan, Nodes, with_room
 from tilescale_net.kernels.moe.node_refusal import refuse_nodes
 from tilescale_net.kernels.moe.node_routing import plan_nodes
 from tilescale_net.kernels.moe.row_ops import groups_of
@@ -71,18 +71,13 @@ def _carrying(config: Config, tuning, at: Nodes) -> BufferSpecs:
     }
 
 
-def _with_room(ranks: int, nodes: int, masks: Sequence[tuple[bool, ...]]) -> Nodes:
-    """With slots for as many sources as a gateway serves among all ranks, and among those of each mask."""
-    return Nodes(ranks, nodes, max([nodes - 1, *(Gateways(mask, nodes).slots for mask in masks)]))
-
-
 def symmetric_buffers(config: Config, tuning, nodes: int, masks: Sequence[tuple[bool, ...]] = ()) -> BufferSpecs:
     """Symmetric memory of the mode: "kernel.parameter" -> (shape, dtype).
 
     Args:
         masks: ranks that take part when they are not all, now and later.
     """
-    c, M, at = config, config.max_tokens, _with_room(config.ranks, nodes, masks)
+    c, M, at = config, config.max_tokens, with_room(config.ranks, nodes, masks)
     staged, chunks = (nodes - 1) * M, -(-M // tuning.chunk)
     ints, floats, words = torch.int32, torch.float32, torch.uint64
     base = throughput.symmetric_buffers(config, tuning, proxied=False)
@@ -108,7 +103,7 @@ class NodeThroughputMode(throughput.ThroughputMode):
     _shares_rows = True
 
     def __init__(self, base, config: Config, masks: Sequence[tuple[bool, ...]]):
-        self._at = _with_room(config.ranks, base.nodes, masks)
+        self._at = with_room(config.ranks, base.nodes, masks)
         super().__init__(base, config, symmetric_buffers(config, base.tuning, base.nodes, masks))
         self._fixed["nodes"] = self._buffers("nodes") | {"calls": base.counters(base.blocks)}
         self._use_map(base.mask)
@@ -144,7 +139,7 @@ class NodeThroughputMode(throughput.ThroughputMode):
 
     def regroup(self, mask: tuple[bool, ...]) -> None:
         """A gateway that is left out is replaced, by one that may then serve more sources than there was room for."""
-        at = _with_room(self._c.ranks, self._at.nodes, [mask])
+        at = with_room(self._c.ranks, self._at.nodes, [mask])
         if at.slots > self._at.slots:
             self._at = at
             with torch.inference_mode(False):

@@ -22,8 +22,8 @@ class Tuning:
         combine_threads: throughput mode: of a block of combine, which wants more registers per thread.
         chunk: throughput mode: rows per signal between mapped ranks.
         proxied_bytes: throughput mode: of a message to another node, about.
-        once_per_node: throughput mode: a row crosses the network once per node, where nodes have several ranks; else once
-            per rank, which takes less memory.
+        once_per_node: a row crosses the network once per node, where nodes have several ranks; else once per rank, which
+            takes less memory in throughput mode.
         parts: latency mode: into how many parts to cut a row of combine, about.
     """
 

@@ -139,11 +139,14 @@ def record_words(top_k: int) -> int:
 @dataclass(frozen=True)
 class Message:
     """Places in a row as latency mode sends it, in 4-byte words: payload, scales, then per choice its expert (-1: none),
-    its place among this rank's choices of that expert, and its weight (float32 bits); then the row's token."""
+    its place among this rank's choices of that expert, and its weight (float32 bits); then the row's token. Where rows
+    cross the network once per node, then per choice the row's place among this rank's messages to the expert's rank, and
+    among those to its node."""
 
     row_words: int
     scale_words: int
     top_k: int
+    over_nodes: bool = False
 
     @property
     def experts(self) -> int:
@@ -162,15 +165,25 @@ class Message:
         return self.experts + 3 * self.top_k
 
     @property
+    def at_rank(self) -> int:
+        return self.token + 1
+
+    @property
+    def at_node(self) -> int:
+        return self.at_rank + self.top_k
+
+    @property
     def words(self) -> int:
-        return align4(self.token + 1)
+        return align4(self.at_node + self.top_k if self.over_nodes else self.token + 1)
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank tells a peer in latency mode beside the rows: choices per expert of the peer, then a fault."""
+    """What a rank tells a peer in latency mode beside the rows: choices per expert of the peer, then a fault. Where rows
+    cross the network once per node, then how many go to the peer's node."""
 
     local_experts: int
+    over_nodes: bool = False
 
     @property
     def code(self) -> int:
@@ -181,5 +194,9 @@ class Header:
         return self.local_experts + 1
 
     @property
+    def to_node(self) -> int:
+        return self.local_experts + 2
+
+    @property
     def words(self) -> int:
-        return align4(self.local_experts + 2)
+        return align4(self.local_experts + (3 if self.over_nodes else 2))

@@ -39,6 +39,14 @@ def test_four_configurations_next_to_the_bare_writer(tmp_path):
     assert [t.removesuffix(" (Gbps)") for t in titles[3:-1:3]] == NAMES
 
 
+def test_both_ways_at_once():
+    done = run(
+        "--sizes", "64K", "--signal-sizes", "none", "--channels", "single", "-b", "--iters", "3", "--repeat", "1"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "- direction: both ways at once" in done.stdout and "- data: not verified" in done.stdout
+
+
 # Runs the benchmark with a proxy or a bare writer that does nothing.
 IDLE = """
 import sys

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tilescale_net import cli
-from tilescale_net.cli import model
+from tilescale_net.cli import model, model_collectives, networks
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 
 
-def cluster(nodes=1, gpus=4, tokens=4096, dtype="bf16", mode="throughput", network=model.TCP) -> model.Cluster:
+def cluster(nodes=1, gpus=4, tokens=4096, dtype="bf16", mode="throughput", network=networks.TCP) -> model.Cluster:
     return model.Cluster(nodes, gpus, tokens, 7168, 8, 256, dtype, mode, network)
 
 
@@ -25,7 +25,7 @@ def test_ranks_of_a_token(ranks, reached):
 
 def test_rows_are_those_of_a_draw():
     c, rng, draws = cluster(nodes=3, gpus=4, tokens=1), random.Random(1), 4000
-    c = model.Cluster(3, 4, 1, 64, 6, 48, "bf16", "throughput", model.TCP)
+    c = model.Cluster(3, 4, 1, 64, 6, 48, "bf16", "throughput", networks.TCP)
     sent, by_node = [0, 0, 0], [0, 0]
     for _ in range(draws):
         ranks = {expert // 4 for expert in rng.sample(range(48), 6)}
@@ -80,6 +80,25 @@ def test_expected_times_are_those_measured():
         assert expected == pytest.approx(us, rel=0.15), (gpus, mode, dtype, operation, us, expected)
 
 
+@pytest.mark.parametrize("operation", model_collectives.COLLECTIVES)
+def test_expected_times_of_collectives(operation):
+    """Of two GPUs; what crosses between nodes is compared in tests/kernels/test_over_nodes.py."""
+    rows = json.loads((RESULTS / f"{operation}.json").read_text())["tables"][0]["rows"]
+    assert len(rows) >= 10
+    for row in rows:
+        e = model_collectives.expect(operation, row["bytes"], 1, 2, "once per rank", networks.TCP, model.NVLINK)
+        assert e.expected == pytest.approx(row["us"], rel=0.15), (operation, row["bytes"], row["us"], e.expected)
+
+
+def test_rows_that_are_passed_on_cost_more_time_than_bytes():
+    """Once per node saves time where bytes count, and takes no more than a hop where they do not."""
+    for tokens in (1, 8, 128):
+        c = cluster(nodes=8, gpus=8, tokens=tokens, mode="latency", network=networks.nic(400, 1))
+        for operation in ("dispatch", "combine"):
+            rank, node = (model.expect(c, operation, way).expected for way in model.WAYS)
+            assert node < rank + networks.HOP_US and (tokens < 128 or node < 0.8 * rank)
+
+
 def test_virtual_nodes():
     """2 GPUs as two nodes over tcp moved 2.5 GB/s of remote bytes each way in dispatch, 2.6 with a cached layout."""
     page = re.search(r"([\d.]+) GB/s of remote bytes each way in dispatch, ([\d.]+) with", (RESULTS / "fabric.md").read_text()
@@ -95,10 +114,13 @@ def test_command(capsys):
     assert {e["way"] for e in found["expected"]} == set(model.WAYS) and found["heap_bytes"] > 1 << 30
     assert cli.main(["model", "--nodes", "2", "--gpus", "2", "--mode", "latency", "--tokens", "128"]) == 0
     out = capsys.readouterr().out
-    assert "4 ranks on 2 nodes" in out and "not measured" in out and "once per node (not built)" in out
-    assert cli.main(["model", "--nodes", "2", "--gpus", "2"]) == 0
-    out = capsys.readouterr().out
-    assert "once per node" in out and "not built" not in out
+    assert "4 ranks on 2 nodes" in out and "not measured" in out and "once per node" in out
+    assert cli.main(["model", "--nodes", "2", "--gpus", "8", "--bytes", "64M", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["expected"]
+    network = {(e["operation"], e["way"]): e["network_bytes"] for e in found}
+    assert network["all_gather", "once per rank"] == 8 * network["all_gather", "once per node"] == 32 << 20
+    assert cli.main(["model", "--nodes", "2", "--gpus", "8", "--bytes", "64K"]) == 0
+    assert "16 ranks on 2 nodes, 65536 bytes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -106,6 +128,8 @@ def test_command(capsys):
     [
         (["--experts", "100"], "multiple of the 64 ranks"),
         (["--tokens", "0"], "--tokens is 0"),
+        (["--bytes", "64M", "--gpus", "0"], "--gpus is 0"),
+        (["--bytes", "much"], "--bytes"),
         (["--nic-gbps", "-1"], "--nic-gbps"),
         (["--top-k", "300"], "more than the 256 experts"),
     ],

@@ -108,6 +108,13 @@ def test_limits_of_messages_and_transfers_differ(fake):
     assert p["max_send"] == (8192 if HEADERS >= (2, 0) else 1 << 30)
 
 
+@pytest.mark.parametrize("name", ["efa", "efa-direct"])
+@pytest.mark.parametrize("limit", ["mr_bytes=200000", "mr_count=1"])
+def test_more_memory_than_the_device_registers(fake, name, limit):
+    with pytest.raises(FabricError, match="registering 262144 bytes .*: .*TSN_HEAP_SIZE"):
+        pair(fake(f"name={name},{limit}"), bytes=1 << 18)
+
+
 def test_an_offer_without_immediates_is_no_offer(fake):
     with pytest.raises(FabricError, match="no provider offers one-sided writes with 4-byte immediates"):
         _native.Transport(fabric.transport_options(library=fake("imm_bytes=0")))

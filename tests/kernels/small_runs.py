@@ -177,13 +177,21 @@ RUNS = {
     "MoE by expert": (("moe/dispatch_throughput", *OVER_NODES), moe_by_expert),
     "MoE by rank": ((*THROUGHPUT, *OVER_NODES), moe_by_rank),
     "MoE latency": (
-        ("moe/handshake", "moe/dispatch_latency", "moe/dispatch_latency_steps", "moe/combine_latency"),
+        (
+            "moe/handshake",
+            "moe/dispatch_latency",
+            "moe/dispatch_latency_steps",
+            "moe/combine_latency",
+            "moe/combine_latency_steps",
+            "moe/node_dispatch_latency",
+            "moe/node_combine_latency",
+        ),
         moe_latency,
     ),
     "MoE latency, weights at combine": (("moe/exchange_weights",), moe_latency_weights),
     "MoE in an arena": (("moe/arena",), moe_arena),
     "MoE by rank, refused": (("moe/refusal", "moe/routing_steps", "moe/node_refusal"), moe_refused),
-    "MoE latency, refused": (("moe/refusal",), moe_latency_refused),
+    "MoE latency, refused": (("moe/refusal", "moe/node_refusal"), moe_latency_refused),
 }
 # Need mapped peers.
 ONE_NODE = ("all-gather by stores", "reduce-scatter by pull", "all-reduce", "all-reduce and norm")

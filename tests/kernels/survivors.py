@@ -30,11 +30,8 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "fused/expert_tiles": {("no sync_threads", 0): TILELANG},
     "fused/matmul": {("no wait", 0): STARTS},
     "fused/product": {("no sync_warp", 1): OPEN},
-    "moe/combine_latency": {
-        ("no sync_warp", 1): BEGINS,
-        ("no sync_threads", 1): LAST,
-        ("no wait", 1): ANNOUNCED,
-    },
+    "moe/combine_latency": {("no sync_threads", 1): LAST, ("no wait", 0): ANNOUNCED},
+    "moe/combine_latency_steps": {("no sync_warp", 1): BEGINS},
     "moe/combine_throughput": {
         ("no sync_threads", 1): CHUNKS,
         ("no sync_threads", 2): LAST,

@@ -9,6 +9,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels import test_all_gather, test_reduce_scatter
 from tests.kernels.test_reduce_scatter import values
+from tilescale_net.cli.model_collectives import sent
 from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.all_reduce import AllReduce
 from tilescale_net.kernels.broadcast import Broadcast
@@ -85,6 +86,9 @@ def test_bytes_on_the_network():
             "all-reduce": (2 * everything, 4 * everything),
             "broadcast": (everything, 2 * everything),
         }, (part, found)
+        for name in ("all_gather", "reduce_scatter", "all_reduce"):
+            of_rank = [sent(name, everything, 2, 2, way)[1] for way in ("once per node", "once per rank")]
+            assert found[name.replace("_", "-")] == (4 * of_rank[0], 4 * of_rank[1])
 
 
 def _dies(name: str) -> str:

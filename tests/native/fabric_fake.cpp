@@ -4,9 +4,10 @@
 // doorbells; whatever breaks a rule is put down in fake_violations().
 //
 // FAKE_FABRIC configures it: "nics=4,name=efa-direct,tx=16,rx=64,rx_cq_data=1,mr_endpoint=1,emulated=0,cuda_calls=0,
-// dmabuf=1,unsolicited=0,abort=0,seed=1". NIC n sits at PCI device 0000:00:0n.0; cuda_calls=1: cannot do without the
-// CUDA API; unsolicited=1: immediates take no receives unless that is switched off, 2: it cannot be; abort=1: ends the
-// process at the first violation.
+// dmabuf=1,unsolicited=0,mr_bytes=0,mr_count=0,abort=0,seed=1". NIC n sits at PCI device 0000:00:0n.0; cuda_calls=1:
+// cannot do without the CUDA API; mr_bytes, mr_count: largest region and number of regions, 0 for any; unsolicited=1:
+// immediates take no receives unless that is switched off, 2: it cannot be; abort=1: ends the process at the first
+// violation.
 #include "fabric_fake.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -42,6 +43,9 @@ int close_object(fid* f) {
   }
   case FI_CLASS_MR: {
     auto* mr = static_cast<Mr*>(reinterpret_cast<fid_mr*>(f));
+    for (const Packet& p : wire)
+      if (p.kind != Packet::inject && p.local >= mr->base && p.local < mr->base + mr->bytes)
+        violate("a region was closed while an operation used it");
     regions.erase(std::find(regions.begin(), regions.end(), mr));
     delete mr;
     break;
@@ -81,6 +85,9 @@ int control(fid* f, int, void*) {
 
 int register_attr(fid* f, const fi_mr_attr* attr, uint64_t flags, fid_mr** out) {
   (void)f, (void)flags;
+  if (attr->iov_count != 1) violate("a region of several pieces; mr_iov_limit is 1");
+  if (option("mr_count", 0) && regions.size() >= (size_t)option("mr_count", 0)) return -FI_ENOMEM;
+  if (option("mr_bytes", 0) && attr->mr_iov->iov_len > (size_t)option("mr_bytes", 0)) return -FI_EINVAL;
   auto* mr = new Mr{};
   mr->base = static_cast<char*>(attr->mr_iov->iov_base);
   mr->bytes = attr->mr_iov->iov_len;
@@ -101,7 +108,7 @@ int register_attr(fid* f, const fi_mr_attr* attr, uint64_t flags, fid_mr** out) 
   mr->fid.ops = &ops;
   mr->mem_desc = mr;
   mr->key = next_key++;
-  mr->remote = attr->access & FI_REMOTE_WRITE;
+  mr->access = attr->access;
   mr->enabled = !option("mr_endpoint", 0);
   regions.push_back(mr);
   *out = mr;
@@ -173,7 +180,7 @@ void fill_tables() {
   };
   msg.recv = [](fid_ep* e, void* p, size_t n, void* d, fi_addr_t, void* context) -> ssize_t {
     if (ep_of(e)->receives.size() >= (size_t)option("rx", 64)) return -FI_EAGAIN;
-    check_local(p, n, d, "a receive's memory");
+    check_local(p, n, d, FI_RECV, "a receive's memory");
     if (!context) violate("no memory behind a receive");
     std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
     ep_of(e)->receives.push_back({p, context, n});
@@ -300,6 +307,8 @@ fi_info* make_info(int nic, const fi_info* hints) {
   info->domain_attr->data_progress = FI_PROGRESS_MANUAL;
   info->domain_attr->cq_data_size = option("imm_bytes", 4);
   info->domain_attr->mr_key_size = 8;
+  info->domain_attr->mr_iov_limit = 1;
+  info->domain_attr->mr_cnt = (size_t)option("mr_count", 0);
   info->fabric_attr->prov_name = strdup("efa");
   info->fabric_attr->name = strdup(direct() ? "efa-direct" : "efa");
   info->nic = blank<fid_nic>();

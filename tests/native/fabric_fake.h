@@ -52,7 +52,8 @@ std::mt19937_64& random_bits() {
 struct Mr : fid_mr {
   char* base;
   size_t bytes;
-  bool remote, enabled;
+  uint64_t access;
+  bool enabled;
   struct Endpoint* endpoint = nullptr;
 };
 struct Receive {
@@ -101,12 +102,14 @@ Endpoint* find(uint64_t address) {
   return nullptr;
 }
 
-void check_local(const void* p, size_t bytes, void* desc, const char* what) {
+// `access`: what the region must have been registered for.
+void check_local(const void* p, size_t bytes, void* desc, uint64_t access, const char* what) {
   for (Mr* mr : regions)
     if (mr == desc) {
       if ((char*)p < mr->base || (char*)p + bytes > mr->base + mr->bytes)
         violate(std::string(what) + ": memory outside its descriptor");
       if (!mr->enabled) violate(std::string(what) + ": descriptor of a region that is not enabled");
+      if ((mr->access & access) != access) violate(std::string(what) + ": not registered for this");
       return;
     }
   violate(std::string(what) + ": no descriptor");
@@ -142,7 +145,7 @@ bool deliver(Packet& p) {
   if (p.kind <= Packet::read) {
     Mr* target = nullptr;
     for (Mr* mr : regions)
-      if (mr->key == p.key && mr->remote) target = mr;
+      if (mr->key == p.key && mr->access & (p.kind == Packet::write ? FI_REMOTE_WRITE : FI_REMOTE_READ)) target = mr;
     if (!target || (char*)p.remote < target->base || (char*)p.remote + p.bytes > target->base + target->bytes) {
       p.from->outstanding--;
       fail(p.from, p.context, EACCES);
@@ -199,7 +202,11 @@ ssize_t post(Endpoint* e, Packet p, fi_addr_t to, void* desc, bool more) {
   if (p.kind == Packet::inject) p.copy.assign(p.local, p.bytes);
   else {
     if (e->outstanding >= e->tx) return -FI_EAGAIN;
-    check_local(p.local, p.bytes, desc, "an operation's memory");
+    check_local(p.local, p.bytes, desc,
+                p.kind == Packet::write  ? FI_WRITE
+                : p.kind == Packet::read ? FI_READ
+                                         : FI_SEND,
+                "an operation's memory");
     if (!p.context) violate("no memory behind an operation");
     else
       for (void*& word : static_cast<fi_context2*>(p.context)->internal) word = e;

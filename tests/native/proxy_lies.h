@@ -23,7 +23,7 @@ public:
     mine_ = transport_->register_memory({buffer_.data(), buffer_.size(), Memory::host, 0});
     const std::string proxy = world->pes[0]->proxy->address();
     fabric::BlobReader all(proxy, 0x74736e70, "the blob");
-    for (int i = 0; i < 5; i++) all.number();
+    for (int i = 0; i < 6; i++) all.number();
     const std::string worker = all.text();
     fabric::BlobReader one(worker, 0x74736e31, "the worker's address");
     one.text();
@@ -96,7 +96,7 @@ inline MarkRecord lying_mark(MarkOp op, uint64_t offset, uint64_t value = 1) {
 inline std::string lying_address(const std::string& real, size_t lie, int pes) {
   fabric::BlobReader all(real, 0x74736e70, "the blob");
   fabric::BlobWriter out(0x74736e70), changed(0x74736e31);
-  for (int i = 0; i < 5; i++) out.number(all.number());
+  for (int i = 0; i < 6; i++) out.number(all.number());
   const std::string worker = all.text();
   fabric::BlobReader one(worker, 0x74736e31, "the worker's blob");
   auto numbers = [&, at = (size_t)0](size_t count) mutable {

@@ -39,6 +39,8 @@ WorldOptions configure() {
   ProxyOptions& p = o.proxy;
   p.queues = (int)number("queues", 1);
   p.threads = (int)number("threads", 1);
+  p.peer_threads = (int)number("peer_threads", 1);
+  p.shared_bytes = (uint64_t)number("shared", 1 << 16);
   p.capacity = (uint32_t)number("capacity", 256);
   p.chunk_bytes = (uint64_t)number("chunk", 4096);
   p.inline_bytes = (uint32_t)number("inline", 128);

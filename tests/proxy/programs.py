@@ -10,7 +10,7 @@ from tests.native.builder import build
 _PROXY = "tilescale_net/csrc/proxy/"
 _WORKER_FILES = (
     "queue", "ordering", "records", "stats", "staging", "heap_memory_host", "heap_memory_cuda", "worker", "worker_enqueue",
-    "worker_flush", "worker_post", "worker_receive", "proxy",
+    "worker_flush", "worker_post", "worker_handover", "worker_receive", "proxy",
 )  # fmt: skip
 # Each compiled as one file, and once for all programs of a sanitizer.
 _WORKER = (

@@ -6,25 +6,28 @@ from tests.fabric.pair import IDS, PROVIDERS
 from tests.proxy.test_fabric import finish, start
 
 HOW = ["failed=1", "failed=0"]
+SHARED = ["threads=2", "peer_threads=2"]
 
 
-def end(folder, library, provider, how, rounds, timeout):
+def end(folder, library, provider, how, rounds, timeout, threads=()):
     for status, output in finish(
-        start(folder, "endings", 3, library, provider, how, f"rounds={rounds}"), timeout=timeout
+        start(folder, "endings", 3, library, provider, how, f"rounds={rounds}", *threads), timeout=timeout
     ):
         assert status == 0, output
 
 
+@pytest.mark.parametrize("threads", [[], SHARED], ids=["one", "shared"])
 @pytest.mark.parametrize("how", HOW)
-def test_endings(tmp_path, how):
+def test_endings(tmp_path, how, threads):
     """A PE gives up while large puts are under way; or finalize comes while put_signals are that nobody waits for."""
     _, library, provider = PROVIDERS[0]
-    end(tmp_path, library, provider, how, 3 if how == "failed=1" else 6, 120)
+    end(tmp_path, library, provider, how, 3 if how == "failed=1" else 6, 120, threads)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(2000)
+@pytest.mark.parametrize("threads", [[], SHARED], ids=["one", "shared"])
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("library, provider", [p[1:] for p in PROVIDERS], ids=IDS)
-def test_many_endings(tmp_path, library, provider, how):
-    end(tmp_path, library, provider, how, 200, 1800)
+def test_many_endings(tmp_path, library, provider, how, threads):
+    end(tmp_path, library, provider, how, 200, 1800, threads)

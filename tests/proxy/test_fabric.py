@@ -45,7 +45,7 @@ def finish(processes, timeout=120):
 
 
 # Each provider in one mode in every run, and each mode with some; all of them nightly.
-MODES = ("plain", "staging", "chaos")
+MODES = ("plain", "staging", "chaos", "shared")
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,7 @@ def test_traffic(tmp_path, library, provider, mode):
     arguments = {
         "plain": ["rails=2"],
         "staging": ["staging=1", "queues=2", "threads=2"],
+        "shared": ["rails=2", "threads=2", "peer_threads=2", "shared=1024"],
         "chaos": ["chaos=reorder=0.3,split=0.2,eagain=0.1,delay_us=50", "rounds=15"],
     }[mode]
     for status, output in finish(start(tmp_path, "traffic", 2, library, provider, *arguments)):

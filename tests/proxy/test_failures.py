@@ -6,8 +6,14 @@ from tests.fabric.programs import fake_cuda, fake_device
 from tests.native.builder import run
 from tests.proxy import programs
 
+SHARED = ["threads=2", "peer_threads=2", "shared=512", "chunk=1024"]
 
-@pytest.mark.parametrize("shape", [[], ["queues=3", "threads=2"], ["staging=1"]], ids=["plain", "threads", "staging"])
+
+@pytest.mark.parametrize(
+    "shape",
+    [[], ["queues=3", "threads=2"], ["staging=1"], SHARED],
+    ids=["plain", "threads", "staging", "shared"],
+)
 def test_bad_descriptors_are_refused(shape):
     """Outside the heap, misaligned, unknown PE or kind: named, never sent, and the peer learns why."""
     run(programs.proxy_test(), "refusals", *shape)
@@ -80,6 +86,14 @@ def test_the_reason_of_whoever_gives_up_reaches_the_peers():
 
 def test_failing_network_under_thread_sanitizer():
     run(programs.proxy_test("thread"), "failure", "chaos=stall_after=200", "timeout_ms=500", "queues=2", "threads=2")
+
+
+@pytest.mark.parametrize("staging", ["staging=0", "staging=1"])
+def test_failing_network_where_threads_share_peers(staging):
+    """Whichever thread meets it, all end."""
+    program = programs.proxy_test()
+    for chaos in ("error_after=100", "stall_after=300"):
+        run(program, "failure", f"chaos={chaos}", "timeout_ms=500", "pes=3", staging, *SHARED)
 
 
 def test_memory_does_not_grow():

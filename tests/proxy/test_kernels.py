@@ -8,6 +8,7 @@ from tests.proxy import lanes
 CASES = {
     "one_queue": {},
     "two_queues_two_threads": {"TSN_PROXY_QUEUES": "2", "TSN_PROXY_THREADS": "2"},
+    "two_threads_a_peer": {"TSN_PROXY_THREADS": "2", "TSN_PROXY_PEER_THREADS": "2"},
     "full_ring": {"TSN_PROXY_CAPACITY": "4"},
     "staging": {"TSN_PROXY_STAGING": "1", "TSN_PROXY_CHUNK": "4K"},
     "chaos": {"TSN_CHAOS": "seed=5,reorder=0.3,split=0.2,eagain=0.1", "TSN_PROXY_QUEUES": "2"},

@@ -132,6 +132,9 @@ def test_abort_word_ends_the_threads():
         (dict(queues=0), ValueError, "queues"),
         (dict(queues=65), ValueError, "64"),
         (dict(threads=2), ValueError, "threads"),
+        (dict(threads=3, peer_threads=2), ValueError, "3 threads for 1 queues, of which 2 serve one peer"),
+        (dict(peer_threads=2), ValueError, "1 to 1, the number of threads"),
+        (dict(peer_threads=0), ValueError, "threads for a peer"),
         (dict(heap_bytes=1000), ValueError, "heap"),
         (dict(peers=[0]), ValueError, "peer"),
         (dict(peers=[2]), ValueError, "peer"),
@@ -153,6 +156,12 @@ def test_bad_options_are_named(options, error, words):
 def test_ranks_must_agree():
     a, b = Pe(0, queues=2), Pe(1, queues=1)
     with pytest.raises(FabricError, match="number of queues 2, rank 1 has 1"):
+        a.proxy.connect([a.proxy.address(), b.proxy.address()])
+    a, b = Pe(0, threads=2, peer_threads=2), Pe(1, queues=2, threads=2)
+    with pytest.raises(FabricError, match="number of queues 1, rank 1 has 2"):
+        a.proxy.connect([a.proxy.address(), b.proxy.address()])
+    a = Pe(0, queues=2, threads=2, peer_threads=2)
+    with pytest.raises(FabricError, match="threads for a peer 2, rank 1 has 1"):
         a.proxy.connect([a.proxy.address(), b.proxy.address()])
     a, b = Pe(0, force_staging=True), Pe(1)
     with pytest.raises(FabricError, match="staging"):

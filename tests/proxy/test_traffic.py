@@ -21,6 +21,8 @@ SHAPES = {
     "positions_wrap": ["first=18446744073709551500", "capacity=16"],
     "tickets_wrap": ["first=288230376151711700", "capacity=16", "queues=2"],
     "staging": ["staging=1"],
+    "shared": ["queues=2", "threads=3", "peer_threads=2", "pes=3", "chunk=1024", "shared=512"],
+    "shared_staging": ["staging=1", "threads=2", "peer_threads=2", "pes=3", "chunk=1024", "shared=512"],
     "staging_small": ["staging=1", "staging_bytes=65536", "pes=3", "queues=2", "threads=2"],
 }
 
@@ -50,6 +52,19 @@ def test_gpu_heap(rdma, chaos):
     run(programs.proxy_test(), "traffic", "cuda=1", f"device_memory={int(rdma != 'staged')}", *chaos, env=env)
 
 
+@pytest.mark.parametrize("staging", ["staging=0", "staging=1"])
+def test_threads_that_share_a_peer_all_carry_data(staging):
+    out = run(programs.proxy_test(), "traffic", "print=1", "only=put_signal", staging, *SHAPES["shared"])
+    counts = dict(line.split() for line in out.splitlines() if " " in line)
+    assert 0.2 < int(counts["handed_over"]) / int(counts["chunks_in"]) < 0.9, counts
+
+
+def test_unequal_numbers_of_peers_and_staging_slots():
+    """Threads with more peers have smaller slots; pieces fit both ends."""
+    shape = ["pes=4", "queues=3", "threads=3", "peer_threads=2", "shared=512", "chunk=65536", "largest=200000"]
+    run(programs.proxy_test(), "traffic", "staging=1", "rounds=5", "staging_bytes=524288", *shape)
+
+
 @pytest.mark.parametrize("heap", ["cuda=1", "defers_adds=1"])
 def test_many_adds_for_kernels(heap):
     """More adds than the mailboxes hold at a time."""
@@ -58,7 +73,9 @@ def test_many_adds_for_kernels(heap):
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
-@pytest.mark.parametrize("shape", ["three_pes_two_threads", "staging_small", "no_delivery_complete"])
+@pytest.mark.parametrize(
+    "shape", ["three_pes_two_threads", "staging_small", "no_delivery_complete", "shared", "shared_staging"]
+)
 def test_sanitizers(sanitizer, shape):
     run(programs.proxy_test(sanitizer), "traffic", CHAOS, "seeds=1:3", *(["rounds=10"] + SHAPES[shape]))
 

@@ -1,4 +1,5 @@
-"""`python -m tilescale_net model`: bytes on each link and expected times of MoE dispatch and combine, before there is a cluster.
+"""`python -m tilescale_net model`: bytes on each link and expected times of MoE dispatch and combine, and of collectives,
+before there is a cluster.
 
 Choices are uniform: each token takes `top_k` different experts, every one with equal probability. A row goes once to each
 rank that hosts a chosen expert. The expected number of rows towards a rank is then that of a hypergeometric draw. A link's
@@ -6,7 +7,8 @@ time is its bytes over its bandwidth, plus the messages' own cost; NVLink and ne
 of the two counts, and a fixed cost for the launch, the handshake and the waits comes on top.
 
 The fixed costs and the distance from the bound of NVLink are fitted to what `docs/results/moe.md` reports of 2 and 4 H200s;
-tests/cli/test_model.py compares them with these results. What the network costs is either measured (tcp over loopback,
+tests/cli/test_model.py compares them with these results. Where a rank of the other node passes rows on, its wait, its read
+and its put come on top once; what several GPUs of several nodes take has not been measured. What the network costs is either measured (tcp over loopback,
 `docs/results/fabric.md`) or published by others (a NIC), and the table says which.
 """
 
@@ -16,6 +18,8 @@ import argparse
 import json
 from dataclasses import asdict, dataclass
 from math import comb
+
+from tilescale_net.cli.networks import HOP_US, TCP, Network, nic
 
 ROW = {"bf16": lambda hidden: 2 * hidden, "fp8": lambda hidden: hidden + 4 * -(-hidden // 128)}
 NVLINK = 372.0  # GB/s one way, what single copies reach between two H200s
@@ -42,39 +46,6 @@ KERNELS = {
     ("latency", "dispatch"): Kernel(16.5, 1.27),
     ("latency", "combine"): Kernel(19.0, 1.13),
 }
-
-
-@dataclass(frozen=True)
-class Network:
-    """A rank's way to other nodes.
-
-    Attributes:
-        gbps: 1e9 bit/s of a rank, one way.
-        both_ways: whether it carries that in both directions at once; else they share it.
-        message: us of a message beyond its bytes, of one proxy thread.
-        latency: us from a put to its signal at the target.
-        source: where the figures are from.
-    """
-
-    gbps: float
-    both_ways: bool
-    message: float
-    latency: float
-    source: str
-
-
-TCP = Network(37.3, False, 3.5, 15.2, "measured: tcp over loopback, GPU memory staged, docs/results/fabric.md")
-
-
-def nic(gbps: float, shared_by: int) -> Network:
-    """A NIC of `gbps` for `shared_by` ranks. Not measured: nobody has run this package on one.
-
-    97 % of the rate and 10 us one way are what Libefaxx and pplx-garden publish of EFA; 7.8 M messages a second and thread
-    is what one thread reaches on InfiniBand in FaSST's benchmark of one-sided operations.
-    """
-    return Network(
-        0.97 * gbps / shared_by, True, 1 / 7.8, 10.0, "published by others for EFA and InfiniBand, not measured"
-    )
 
 
 @dataclass(frozen=True)
@@ -118,19 +89,18 @@ class Rows:
 
 
 def once_per_rank(c: Cluster) -> Rows:
-    """Each row crosses to every rank that needs it: latency mode, and throughput mode with `Tuning(once_per_node=False)`."""
+    """Each row crosses to every rank that needs it: with `Tuning(once_per_node=False)`, or where nodes have one rank."""
     each = c.tokens * c.reached(1)
     return Rows(each, each * (c.gpus - 1), each * c.gpus * (c.nodes - 1))
 
 
 def once_per_node(c: Cluster) -> Rows:
-    """Each row crosses the network once for each node that needs it, and goes on over NVLink there: throughput mode."""
+    """Each row crosses the network once for each node that needs it, and goes on over NVLink there."""
     each = c.tokens * c.reached(1)
     return Rows(each, each * (c.gpus - 1) * c.nodes, c.tokens * c.reached(c.gpus) * (c.nodes - 1))
 
 
 WAYS = {"once per rank": once_per_rank, "once per node": once_per_node}
-NOT_BUILT = " (not built)"  # of a way that a mode does not go yet
 
 
 @dataclass(frozen=True)
@@ -155,7 +125,7 @@ class Expectation:
 
 def expect(c: Cluster, operation: str, way: str) -> Expectation:
     """`operation`: "dispatch", "dispatch, cached layout" or "combine". Rows of combine are bfloat16 whatever `dtype` is."""
-    rows, kind = WAYS[way.removesuffix(NOT_BUILT)](c), operation.partition(",")[0]
+    rows, kind = WAYS[way](c), operation.partition(",")[0]
     row = ROW["bf16" if kind == "combine" else c.dtype](c.hidden)
     kernel, net = KERNELS[c.mode, kind], c.network
     per_message = max(1, PROXIED_BYTES // row) if c.mode == "throughput" else 1
@@ -163,6 +133,8 @@ def expect(c: Cluster, operation: str, way: str) -> Expectation:
     nvlink = rows.nvlink * row / NVLINK / 1e3
     wire = rows.network * row * 8 / net.gbps / 1e3 * (1 if net.both_ways else 2)
     remote = net.latency + max(wire, messages * net.message) if rows.network else 0.0
+    if rows.network and WAYS[way] is once_per_node and c.gpus > 1:
+        remote += HOP_US
     agree = LAYOUT_US if operation == "dispatch" and c.mode == "throughput" else 0.0
     times = {"NVLink": nvlink * kernel.slowdown, "network": remote}
     limit = max(times, key=lambda link: times[link])
@@ -177,8 +149,6 @@ def expect(c: Cluster, operation: str, way: str) -> Expectation:
 def expectations(c: Cluster) -> list[Expectation]:
     """All operations of a mode by all ways that differ."""
     ways = list(WAYS) if c.nodes > 1 and c.gpus > 1 else list(WAYS)[:1]
-    if c.mode == "latency":
-        ways = ways[:1] + [way + NOT_BUILT for way in ways[1:]]
     operations = ["dispatch", "combine"] if c.mode == "latency" else ["dispatch", "dispatch, cached layout", "combine"]
     return [expect(c, operation, way) for way in ways for operation in operations]
 
@@ -224,7 +194,23 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--nic-gbps", type=float, default=400.0, help="of a NIC, 1e9 bit/s one way (%(default)s)")
     command.add_argument("--nics", type=int, help="of a node (one a GPU)")
     command.add_argument("--tcp-loopback", action="store_true", help="the network of virtual nodes on one host")
+    text = "a collective's bytes (K, M, G) instead of a layer: output of an all-gather, input of the others"
+    command.add_argument("--bytes", metavar="SIZE", help=text)
     command.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _collectives(args: argparse.Namespace, network: Network) -> int:
+    """The same of collectives."""
+    from tilescale_net.cli import model_collectives
+    from tilescale_net.runtime.setting import parse_bytes
+
+    nbytes = parse_bytes(args.bytes, "--bytes")
+    found = model_collectives.expectations(nbytes, args.nodes, args.gpus, network, NVLINK)
+    if args.json:
+        print(json.dumps({"network": asdict(network), "expected": [asdict(e) for e in found]}, indent=1))
+    else:
+        print("\n".join(model_collectives.lines(args.nodes, args.gpus, network, found)))
+    return 0
 
 
 def run(args: argparse.Namespace) -> int:
@@ -233,7 +219,12 @@ def run(args: argparse.Namespace) -> int:
 
     if args.nic_gbps <= 0 or (args.nics is not None and args.nics < 1):
         raise ConfigurationError("--nic-gbps and --nics must be above 0")
+    for name in ("nodes", "gpus"):
+        if getattr(args, name) < 1:
+            raise ConfigurationError(f"model: --{name} is {getattr(args, name)}; it must be 1 or more")
     network = TCP if args.tcp_loopback else nic(args.nic_gbps * (args.nics or args.gpus), args.gpus)
+    if args.bytes is not None:
+        return _collectives(args, network)
     c = Cluster(
         *(args.nodes, args.gpus, args.tokens, args.hidden, args.top_k, args.experts, args.dtype, args.mode), network
     )

@@ -61,6 +61,7 @@ class RunningProxy:
             timeout=world.timeout,
             queues=settings.PROXY_QUEUES.get(),
             threads=settings.PROXY_THREADS.get(),
+            peer_threads=settings.PROXY_PEER_THREADS.get(),
             cpus=_cpus(memory),
             capacity=settings.PROXY_CAPACITY.get(),
             chunk_bytes=settings.PROXY_CHUNK.get(),

@@ -111,6 +111,13 @@ PROXY_QUEUES = Setting(
     "TSN_PROXY_QUEUES", setting.whole(1), 1, "device queues; operations to a PE use queue PE % queues", "1"
 )
 PROXY_THREADS = Setting("TSN_PROXY_THREADS", setting.whole(1), 1, "proxy threads, each with endpoints of its own", "1")
+PROXY_PEER_THREADS = Setting(
+    "TSN_PROXY_PEER_THREADS",
+    setting.whole(1),
+    1,
+    "proxy threads that share large puts and gets of one PE, in pieces of at least 64K; the others help its own",
+    "1",
+)
 PROXY_CPUS: Setting[str | list[int]] = Setting(
     "TSN_PROXY_CPUS",
     setting.cpus,
@@ -222,8 +229,8 @@ SECTIONS: dict[str, tuple[Setting, ...]] = {
     "": (DEVICE, HEAP_SIZE, TIMEOUT, HEARTBEAT_TIMEOUT, VIRTUAL_NODES, MODULE_LOADING, LIBCUDA, NVTX, CACHE_HOME)
     + (TRACE, TRACE_EVENTS),
     "Network": (
-        *(LIBFABRIC, PROVIDER, FABRIC_INTERFACE, RAILS, PROXY_QUEUES, PROXY_THREADS, PROXY_CPUS, PROXY_CAPACITY),
-        *(PROXY_CHUNK, PROXY_STAGING, PROXY_STATS, CHAOS),
+        *(LIBFABRIC, PROVIDER, FABRIC_INTERFACE, RAILS, PROXY_QUEUES, PROXY_THREADS, PROXY_PEER_THREADS, PROXY_CPUS),
+        *(PROXY_CAPACITY, PROXY_CHUNK, PROXY_STAGING, PROXY_STATS, CHAOS),
     ),
     "Simulator": (SIM_SEED, SIM_VISIBILITY, SIM_RACES, SIM_SMS, SIM_STALL, SIM_STACK, SIM_CXXFLAGS, CXX),
     "Launcher and build": (

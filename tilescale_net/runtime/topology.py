@@ -45,6 +45,8 @@ class Topology:
 def discover(rank: int, size: int, hosts: list[str]) -> Topology:
     """Topology of a whole job from the host name of every rank.
 
+    Where hosts run different numbers of ranks, nodes are smaller than hosts, as in `of_group`.
+
     Args:
         rank, size: of team "world".
         hosts: host identity per rank, gathered from all ranks.
@@ -55,29 +57,20 @@ def discover(rank: int, size: int, hosts: list[str]) -> Topology:
     """
     if size > MAX_PES:
         raise ConfigurationError(f"a job has at most {MAX_PES} ranks, but this one has {size}")
-    same = [r for r in range(size) if hosts[r] == hosts[rank]]
     counts = {h: hosts.count(h) for h in hosts}
-    if same != list(range(same[0], same[0] + len(same))) or len(set(counts.values())) != 1:
+    if hosts != [h for h, n in counts.items() for _ in range(n)]:
         raise ConfigurationError(
-            f"rank {rank}: every host must run the same number of consecutive ranks, but the hosts of ranks 0.. are "
-            f"{hosts}; start the job with launch.sh, torchrun or srun with block distribution"
+            f"rank {rank}: every host must run consecutive ranks, but the hosts of ranks 0.. are {hosts}; start the job with "
+            "launch.sh, torchrun or srun with block distribution"
         )
     virtual = settings.VIRTUAL_NODES.get()
-    if len(same) % virtual:
-        raise ConfigurationError(
-            f"VIRTUAL_NODES={virtual} does not divide the {len(same)} ranks of this host; choose a divisor of {len(same)}"
-        )
-    node_size = len(same) // virtual
-    return Topology(
-        rank=rank,
-        size=size,
-        local_rank=same.index(rank),
-        node=rank // node_size,
-        nodes=size // node_size,
-        node_pe=rank % node_size,
-        node_size=node_size,
-        single_host=len(counts) == 1,
-    )
+    for n in counts.values():
+        if n % virtual:
+            raise ConfigurationError(
+                f"VIRTUAL_NODES={virtual} does not divide the {n} ranks of this host; choose a divisor of {n}"
+            )
+    places = [index * virtual // n for n in counts.values() for index in range(n)]
+    return _placed(rank, size, hosts, places, "job")
 
 
 def of_group(rank: int, size: int, hosts: list[str], places: list[int]) -> Topology:
@@ -96,12 +89,18 @@ def of_group(rank: int, size: int, hosts: list[str], places: list[int]) -> Topol
     """
     if size > MAX_PES:
         raise ConfigurationError(f"a group has at most {MAX_PES} ranks, but this one has {size}")
+    return _placed(rank, size, hosts, places, "group")
+
+
+def _placed(rank: int, size: int, hosts: list[str], places: list[int], what: str) -> Topology:
+    """With the largest nodes that are equal; `what`: of which ranks the warning is where that makes them smaller."""
     nodes = list(zip(hosts, places))
     node_size = next(n for n in range(size, 0, -1) if size % n == 0 and _are_nodes(nodes, n))
     if node_size < max(map(nodes.count, nodes)) and rank == 0:
         settings.log.warning(
-            "the ranks of a group are not spread evenly and in order over its hosts: nodes of %d ranks are made, which reach "
+            "the ranks of a %s are not spread evenly and in order over its hosts: nodes of %d ranks are made, which reach "
             "each other through the network even on one host",
+            what,
             node_size,
         )
     return Topology(

@@ -45,6 +45,8 @@ FUNCTIONS = {
     "node_routing": "plan_nodes",
     "node_dispatch": "dispatch_nodes",
     "node_combine": "combine_nodes",
+    "node_dispatch_latency": "dispatch_latency_nodes",
+    "node_combine_latency": "combine_latency_nodes",
 }
 
 

@@ -84,7 +84,7 @@ def test_held_plans(options):
 
 def test_plans():
     stream: list = ["a"]
-    names = ("token_slot", "targets", "weights", "counts", "source_counts", "source_token")
+    names = ("token_slot", "targets", "weights", "counts", "source_counts", "source_token", "origin_slot", "node_plan")
     shapes = {name: ((4,), torch.int32) for name in names}
     plans = Plans(ReceivedRows, shapes, torch.device("cpu"), lambda: stream[0])
 
@@ -100,7 +100,7 @@ def test_plans():
     assert kept is first.targets and first.arguments[1] is kept
     del first
     again = plans.next(2)
-    assert again.tokens == 2 and [a == b for a, b in zip(places(again), mine)] == [True, False, *[True] * 4]
+    assert again.tokens == 2 and [a == b for a, b in zip(places(again), mine)] == [True, False, *[True] * 6]
     del again
     stream[0] = "b"
     assert not set(places(plans.next(1))) & set(mine)  # of another stream

@@ -70,7 +70,7 @@ def test_rounds(case):
     ranks.run(4, rounds, random.randrange(1 << 30), SHAPE, options, how, kinds, env=TWO_NODES, timeout=280)
 
 
-def _bytes_put() -> int:
+def bytes_put() -> int:
     """Payload that all ranks have given to the network so far."""
     tsn.barrier()
     return sum(tsn.world().control.gather("bytes", tsn.stats()["bytes_put"]))
@@ -86,9 +86,9 @@ def _bytes(seed: int) -> None:
     for size, once in ((2, True), (1, False)):  # ranks that share what crosses
         op = AllToAll(**SHAPE, alignment=2, tuning=Tuning(once_per_node=once))
         first = op.dispatch(x, mine)
-        before = _bytes_put()
+        before = bytes_put()
         received = op.dispatch(x, handle=first.handle)
-        between = _bytes_put()
+        between = bytes_put()
         sums = op.combine(received.x, received.handle, weighted=False)
         rows = 0
         for source, idx in enumerate(choices):
@@ -97,7 +97,7 @@ def _bytes(seed: int) -> None:
                 if other * size // 2 != source // 2:
                     rows += int((hosts == other).any(1).sum())
         assert between - before == rows * 128, (seed, once, rows)
-        assert _bytes_put() - between == rows * 128, (seed, once, rows)
+        assert bytes_put() - between == rows * 128, (seed, once, rows)
         places = torch.cat(
             [torch.arange(b, b + n) for b, n in zip(received.offsets.tolist(), received.counts.tolist())]
         )

@@ -70,12 +70,15 @@ Fid<fid_mr> Rail::register_memory(const Memory& memory) {
 #endif
   if (rc) rc = fi_mr_regattr(domain_.get(), &attr, 0, &mr); // host memory, or GPU memory by the peer-memory module
   if (rc)
-    throw FabricError("registering " + std::to_string(memory.bytes) + " bytes of " +
-                      (memory.kind == Memory::cuda ? "GPU memory failed on " : "host memory failed on ") + where() +
-                      ": " + tried + library_.error(rc) +
-                      (memory.kind == Memory::cuda
-                           ? ". Load the nvidia_peermem module or use a libfabric and driver with DMABUF."
-                           : ". Raise the locked-memory limit (ulimit -l)."));
+    throw FabricError(
+        "registering " + std::to_string(memory.bytes) + " bytes of " +
+        (memory.kind == Memory::cuda ? "GPU memory failed on " : "host memory failed on ") + where() + ": " + tried +
+        library_.error(rc) +
+        (memory.kind == Memory::cuda ? ". Load the nvidia_peermem module or use a libfabric and driver with DMABUF."
+                                     : ". Raise the locked-memory limit (ulimit -l).") +
+        (rc == -FI_EINVAL || rc == -FI_ENOMEM
+             ? " Devices bound the size and the number of regions, too: try a smaller heap (TSN_HEAP_SIZE)."
+             : ""));
   Fid<fid_mr> owned(mr);
   if (mr_endpoint_) {
     check(fi_mr_bind(mr, &ep_->fid, 0), "fi_mr_bind");

@@ -34,6 +34,8 @@ ProxyOptions options_from(const TransportOptions& transport, const py::kwargs& k
       .add("abort_word", o.abort_word)
       .add("queues", o.queues)
       .add("threads", o.threads)
+      .add("peer_threads", o.peer_threads)
+      .add("shared_bytes", o.shared_bytes)
       .add("capacity", o.capacity)
       .add("cpus", o.cpus)
       .add("chunk_bytes", o.chunk_bytes)
@@ -107,7 +109,7 @@ void bind(py::module_& m) {
       .def_property_readonly(
           "context_flags",
           [](const Proxy& p) {
-            return adds_are_deferred(p.options()) ? (uint32_t)p.options().threads << kAddMailboxShift : 0u;
+            return adds_are_deferred(p.options()) ? (uint32_t)home_threads(p.options()) << kAddMailboxShift : 0u;
           },
           "What Context::flags must contain for this proxy.")
       .def(

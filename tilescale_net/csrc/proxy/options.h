@@ -20,11 +20,13 @@ struct ProxyOptions {
   uint64_t abort_word = 0;  // uint32_t* in host memory: set when the proxy gives up, and ends it when set by others
   int queues = 1;           // device queues; operations to a PE use queue pe % queues
   int threads = 1;          // proxy threads, each with its own endpoints; queue q belongs to thread q % threads
+  int peer_threads = 1;     // that share the large pieces of what goes to one peer, see handover.h
   uint32_t capacity = 1024; // descriptors in a queue's ring, a power of two
   std::vector<int> cpus;    // thread i runs on cpus[i % size] only; empty: anywhere
   bool dedicated = false;   // the threads have cores of their own: they never give way while idle
   uint64_t chunk_bytes = 1 << 20;    // puts travel in pieces of at most this size
   uint32_t inline_bytes = 128;       // puts up to this size travel inside messages, where the host can read the heap
+  uint64_t shared_bytes = 1 << 16;   // pieces of at least this size are shared among a peer's threads
   bool force_staging = false;        // go through staging slots even where the transport could reach the heap
   uint64_t staging_bytes = 32 << 20; // for each of the two directions of a thread
   OrderWindow window = {4096, 1024};
@@ -41,7 +43,15 @@ inline bool adds_are_deferred(const ProxyOptions& options) {
   return options.defers_adds || options.heap.kind == Memory::cuda;
 }
 
-// The thread of rank `pe` that talks with rank `peer`.
+// The thread of rank `pe` that talks with rank `peer`: its home thread.
 inline int thread_of(const ProxyOptions& options, int peer) { return peer % options.queues % options.threads; }
+// The threads that share what goes to `peer`: number 0 is its home, the others help.
+inline int thread_of(const ProxyOptions& options, int peer, int number) {
+  return (thread_of(options, peer) + number) % options.threads;
+}
+// How many threads are homes: those that have a queue.
+inline int home_threads(const ProxyOptions& options) {
+  return options.threads < options.queues ? options.threads : options.queues;
+}
 
 } // namespace tsn::proxy

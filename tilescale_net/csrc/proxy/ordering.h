@@ -72,7 +72,7 @@ private:
   uint64_t open_group_ = 0;
   uint32_t open_chunks_ = 0;        // 0: no group is open
   uint64_t fence_ = 0;              // groups before this one are before the latest fence
-  std::vector<uint64_t> last_mark_; // by hash of the word: 1 + the latest mark on it, 0 if none
+  std::vector<uint64_t> last_mark_; // by hash of the word: 1 + the latest mark on it, 0 if none; made by the first one
 };
 
 class OrderTarget {

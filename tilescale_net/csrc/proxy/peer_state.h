@@ -35,10 +35,24 @@ struct PeerState {
   RemoteRegion heap = -1;    // the peer's heap, where the transport reaches it
   RemoteRegion staging = -1; // its staging slots, else; those for this PE start at first_slot
   uint64_t first_slot = 0;
-  uint32_t their_slots = 0; // that many of them
+  uint32_t their_slots = 0;      // that many of them,
+  uint32_t their_slot_bytes = 0; // of this size each,
+  uint32_t slot_bytes = 0;       // of which as much is used as a send slot here has
+  uint64_t chunk = 0;            // bytes of the largest piece
   Outbox outbox;
   Ring<Op> ops;
   bool active = false; // listed among the peers with something to post
+
+  // Where several threads serve the peer, see handover.h.
+  bool helped = false;         // other threads may get pieces of ours
+  bool helping = false;        // another thread is its home: of all this, only the way to the peer is used
+  uint32_t own_pieces = 0;     // being sent by this thread
+  std::vector<uint32_t> given; // and by each helper; helper i is thread number i + 1
+  uint32_t given_pieces() const {
+    uint32_t n = 0;
+    for (const uint32_t g : given) n += g;
+    return n;
+  }
 
   Ring<Epoch> epochs; // the last one is open
   uint32_t first_epoch = 0;

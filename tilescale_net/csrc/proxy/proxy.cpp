@@ -22,8 +22,13 @@ void check(const ProxyOptions& o) {
   if (o.rank < 0 || o.rank >= o.n_pes) refuse("rank " + number(o.rank) + " of " + number(o.n_pes) + " PEs");
   if (o.queues < 1 || o.queues > kMaxQueues)
     refuse(number(o.queues) + " queues; there may be 1 to " + number(kMaxQueues));
-  if (o.threads < 1 || o.threads > o.queues)
-    refuse(number(o.threads) + " threads for " + number(o.queues) + " queues; every thread needs a queue");
+  if (o.threads < 1) refuse(number(o.threads) + " threads");
+  if (o.peer_threads < 1 || o.peer_threads > o.threads)
+    refuse(number(o.peer_threads) + " threads for a peer; there may be 1 to " + number(o.threads) +
+           ", the number of threads");
+  if (o.threads > o.queues + o.peer_threads - 1)
+    refuse(number(o.threads) + " threads for " + number(o.queues) + " queues, of which " + number(o.peer_threads) +
+           " serve one peer; every thread needs a queue or peers that it shares with one that has");
   if (o.capacity < 2 || (o.capacity & (o.capacity - 1)))
     refuse("a queue of " + number(o.capacity) + " descriptors; the number must be a power of two of at least 2");
   if (o.heap.bytes <= kSystemBytes || o.heap.bytes > kMaxOffset)
@@ -53,6 +58,8 @@ Proxy::Proxy(const ProxyOptions& options, const TransportFactory& make) : option
         std::make_unique<TrackedQueue>(memory_.back()->data(), options_.capacity, options_.first_position));
   }
   prepare_words();
+  if (options_.peer_threads > 1)
+    for (int t = 0; t < options_.threads; t++) proxy_state_.inboxes.push_back(std::make_unique<Inbox>());
   for (int t = 0; t < options_.threads; t++)
     workers_.push_back(std::make_unique<Worker>(&proxy_state_, t, make(options_.transport)));
 }
@@ -97,6 +104,7 @@ std::string Proxy::address() const {
   BlobWriter w(kBlobMagic);
   w.number((uint64_t)options_.queues);
   w.number((uint64_t)options_.threads);
+  w.number((uint64_t)options_.peer_threads);
   w.number(options_.heap.bytes);
   w.number(options_.window.groups);
   w.number(options_.window.marks);
@@ -121,12 +129,18 @@ void Proxy::connect(const std::vector<std::string>& addresses) {
     };
     agree("number of queues", (uint64_t)options_.queues);
     agree("number of proxy threads", (uint64_t)options_.threads);
+    agree("number of threads for a peer", (uint64_t)options_.peer_threads);
     agree("heap size", options_.heap.bytes);
     agree("group window", options_.window.groups);
     agree("mark window", options_.window.marks);
-    std::string address;
-    for (int t = 0; t <= thread_of(options_, options_.rank); t++) address = r.text();
-    workers_[(size_t)thread_of(options_, pe)]->connect(pe, address);
+    std::vector<std::string> theirs;
+    for (int t = 0; t < options_.threads; t++) theirs.push_back(r.text());
+    for (int i = 0; i < options_.peer_threads; i++)
+      workers_[(size_t)thread_of(options_, pe, i)]->connect(pe, theirs[(size_t)thread_of(options_, options_.rank, i)]);
+    uint64_t chunk = ~0ull;
+    for (int i = 0; i < options_.peer_threads; i++)
+      chunk = std::min(chunk, workers_[(size_t)thread_of(options_, pe, i)]->chunk_of(pe));
+    workers_[(size_t)thread_of(options_, pe)]->limit_chunk(pe, chunk);
   }
   state_ = State::connected;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "tilescale_net/csrc/proxy/failure.h"
+#include "tilescale_net/csrc/proxy/handover.h"
 #include "tilescale_net/csrc/proxy/options.h"
 #include "tilescale_net/csrc/proxy/queue.h"
 
@@ -35,10 +36,12 @@ public:
 
   const ProxyOptions& options;
   std::vector<std::unique_ptr<TrackedQueue>> queues;
-  std::atomic<uint64_t> drains{0};   // calls of Proxy::drain() so far
-  std::atomic<uint64_t> settles{0};  // calls of Proxy::apply_adds() so far
-  std::atomic<bool> stopping{false}; // by the owner: finish what is there, then end
-  std::atomic<bool> failed{false};   // by any thread: end now
+  std::vector<std::unique_ptr<Inbox>> inboxes; // of the threads, where several serve one peer
+  std::atomic<int> calm{0};                    // threads that have nothing left to do, while stopping
+  std::atomic<uint64_t> drains{0};             // calls of Proxy::drain() so far
+  std::atomic<uint64_t> settles{0};            // calls of Proxy::apply_adds() so far
+  std::atomic<bool> stopping{false};           // by the owner: finish what is there, then end
+  std::atomic<bool> failed{false};             // by any thread: end now
 
   // The first failure is kept; the device's waits and all threads end.
   void fail(Failure failure) {

@@ -11,7 +11,6 @@ StagingShape staging_shape(const ProxyOptions& options, int peers, int slot_bits
                            uint64_t immediates) {
   // Slots as large as a piece may be, while every peer gets at least eight of them; not below 16 KiB.
   constexpr uint64_t kLeast = 8;
-  constexpr uint32_t kLeastSlot = 128;
   StagingShape shape;
   uint64_t slot = std::max<uint64_t>(options.chunk_bytes, 4096);
   while (slot > 16384 && slot * kLeast * (uint64_t)std::max(peers, 1) > options.staging_bytes) slot /= 2;
@@ -50,7 +49,7 @@ bool Staging::fill(PeerState* peer, HeapMemory* memory, bool trust_last_chunk) {
     Op& op = peer->ops.front();
     const uint32_t bytes = (uint32_t)std::min<uint64_t>(op.bytes, op.chunk);
     const uint32_t need = (uint32_t)sizeof(PieceHeader) + padded(bytes);
-    if (op.epoch != slot.epoch || used + need > shape_.slot_bytes) break;
+    if (op.epoch != slot.epoch || used + need > peer->slot_bytes) break;
     const bool counted = !trust_last_chunk || bytes == op.bytes;
     const PieceHeader header = {op.remote, bytes, counted ? op.group : kUncounted};
     std::memcpy(base + used, &header, sizeof header);
@@ -66,6 +65,7 @@ bool Staging::fill(PeerState* peer, HeapMemory* memory, bool trust_last_chunk) {
   std::memcpy(base, &header, sizeof header);
   slot.bytes = used;
   slot.ready = memory->out_position();
+  peer->own_pieces += slot.pieces;
   filling_.push(slot);
   return true;
 }

@@ -14,7 +14,10 @@
 
 namespace tsn::proxy {
 
-// Sizes that all PEs agree on.
+constexpr uint32_t kSlotOverhead = 64; // headers of a slot with one piece, and padding
+constexpr uint32_t kLeastSlot = 128;
+
+// Of this thread; those of a peer's may differ, as it may serve another number of peers.
 struct StagingShape {
   uint32_t slot_bytes = 0;
   uint32_t send_slots = 0;     // per thread
@@ -33,7 +36,7 @@ public:
   Staging(const StagingShape& shape, int peers, bool cuda);
 
   cuda::PinnedBlock send, receive;
-  uint32_t piece_bytes() const { return shape_.slot_bytes - kOverhead; }
+  uint32_t piece_bytes() const { return shape_.slot_bytes - kSlotOverhead; }
   const StagingShape& shape() const { return shape_; }
 
   // Source side. Starts to fill a slot from the front of the peer's operations; false when there is nothing to do, or
@@ -59,7 +62,6 @@ public:
   }
 
 private:
-  static constexpr uint32_t kOverhead = 64; // headers of a slot with one piece, and padding
   StagingShape shape_;
   std::vector<uint32_t> free_;
   Ring<SendSlot> filling_;

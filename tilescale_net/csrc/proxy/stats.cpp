@@ -57,6 +57,7 @@ std::map<std::string, double> summarise(const ProxyStats* const* threads, int co
   sum("messages", &ProxyStats::messages);
   sum("records", &ProxyStats::records);
   sum("inlined", &ProxyStats::inlined);
+  sum("handed_over", &ProxyStats::handed_over);
   sum("retries", &ProxyStats::retries);
   sum("held", &ProxyStats::held);
   sum("strangers", &ProxyStats::strangers);

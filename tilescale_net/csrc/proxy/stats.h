@@ -38,6 +38,7 @@ struct ProxyStats {
   Counter bytes_put, bytes_got;
   Counter chunks, messages, records; // posted writes and reads; messages and the records in them
   Counter inlined;                   // puts whose data travelled in a message
+  Counter handed_over;               // pieces given to another thread
   Counter retries;                   // posts that the transport answered with `again`
   Counter held;                      // times that a queue had to wait for room behind it
   Counter strangers_at_fabric;       // messages from nobody that this proxy knows, as the transport counts them

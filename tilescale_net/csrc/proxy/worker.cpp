@@ -24,6 +24,7 @@ int bits_for(int n) {
 Worker::Worker(ProxyState* proxy_state, int index, std::unique_ptr<Transport> transport)
     : proxy_state_(proxy_state), options_(proxy_state->options), index_(index), transport_(std::move(transport)),
       properties_(transport_->properties()), peers_((size_t)options_.n_pes), peer_index_((size_t)options_.n_pes, -1),
+      inbox_(proxy_state->inboxes.empty() ? nullptr : proxy_state->inboxes[(size_t)index].get()),
       bounds_{options_.heap.bytes}, events_(128) {
   if ((size_t)index < options_.trace.size()) trace_ = std::make_unique<WorkerTrace>(options_.trace[(size_t)index]);
   const Properties& p = transport_->properties();
@@ -41,9 +42,14 @@ Worker::Worker(ProxyState* proxy_state, int index, std::unique_ptr<Transport> tr
   if (!stage) window.groups = std::min(window.groups, 1u << std::min(group_bits_, 16));
   int peers = 0;
   for (int pe : options_.peers) {
-    if (thread_of(options_, pe) != index_) continue;
-    peers_[(size_t)pe] = std::make_unique<PeerState>(pe, window);
-    peers_[(size_t)pe]->outbox.set_limit(p.max_message);
+    const int number = (index_ - thread_of(options_, pe) + options_.threads) % options_.threads;
+    if (number >= options_.peer_threads) continue;
+    auto& s = peers_[(size_t)pe];
+    s = std::make_unique<PeerState>(pe, number ? OrderWindow{4, 4} : window);
+    s->helping = number > 0;
+    s->helped = !s->helping && options_.peer_threads > 1 && !options_.trust_last_chunk;
+    if (s->helped) s->given.resize((size_t)options_.peer_threads - 1);
+    s->outbox.set_limit(p.max_message);
     peer_index_[(size_t)pe] = peers++;
   }
   for (uint32_t q = 0; q < proxy_state->queues.size(); q++) {
@@ -129,6 +135,7 @@ void Worker::connect(int peer, const std::string& address) {
                       (staged ? "staging" : "no staging") + "; start all ranks with the same provider and options");
   const RemoteRegion region = transport_->add_remote(peer, r.text());
   (staged ? s->staging : s->heap) = region;
+  s->chunk = chunk_;
   const uint64_t slot_bytes = r.number();
   const uint64_t slots = r.number();
   uint64_t mine = 0;
@@ -139,12 +146,15 @@ void Worker::connect(int peer, const std::string& address) {
   if (mine > (uint64_t)options_.n_pes) throw FabricError(us + ": the proxy address of " + them + " makes no sense");
   if (mine == 0) throw FabricError(them + " does not serve " + us + ": do all ranks see the same topology?");
   if (!staged) return;
-  if (slot_bytes != staging_->shape().slot_bytes)
-    throw FabricError(us + " has staging slots of " + std::to_string(staging_->shape().slot_bytes) + " bytes, " + them +
-                      " of " + std::to_string(slot_bytes) + "; start all ranks with the same options");
+  if (slot_bytes < kLeastSlot || slot_bytes > UINT32_MAX)
+    throw FabricError(us + ": " + them + " has staging slots of " + std::to_string(slot_bytes) + " bytes; " +
+                      std::to_string(kLeastSlot) + " to 4 GiB are possible");
   if (slots < 1 || slots > most_slots(group_bits_))
     throw FabricError(us + ": " + them + " has " + std::to_string(slots) +
                       " staging slots for it; immediates can name " + std::to_string(most_slots(group_bits_)));
+  s->their_slot_bytes = (uint32_t)slot_bytes;
+  s->slot_bytes = std::min(s->their_slot_bytes, staging_->shape().slot_bytes);
+  s->chunk = std::min<uint64_t>(chunk_, s->slot_bytes - kSlotOverhead);
   s->first_slot = (mine - 1) * slots;
   s->their_slots = (uint32_t)slots;
   s->has_credit.assign(slots, 1);
@@ -164,12 +174,13 @@ void Worker::fail(const std::string& kind, const std::string& text, int pe, cons
 
 // Nothing left to do, now or later, without new descriptors.
 bool Worker::idle() {
+  if (inbox_ && !inbox_->empty()) return false;
   if (in_flight_ || !arrived_.empty() || !active_.empty() || (staging_ && staging_->busy())) return false;
   for (QueueState& q : queues_)
     if (q.held || q.queue->host.peek() != Command::none) return false;
   for (auto& s : peers_)
     if (s && (!s->outbox.empty() || s->epochs.size() > 1 || s->ack_pending || s->reply || !s->get_requests.empty() ||
-              s->pending_gets))
+              s->pending_gets || s->given_pieces()))
       return false;
   return memory_->in_completed() == memory_->in_position();
 }
@@ -204,7 +215,8 @@ void Worker::check_timeouts(uint64_t now) {
   for (auto& entry : peers_) {
     PeerState* s = entry.get();
     if (!s) continue;
-    const bool waits = s->in_flight || !s->ops.empty() || s->epochs.size() > 1 || !s->outbox.empty() || s->pending_gets;
+    const bool waits = s->in_flight || s->given_pieces() || !s->ops.empty() || s->epochs.size() > 1 ||
+                       !s->outbox.empty() || s->pending_gets;
     if (!waits || s->progress != s->progress_seen || s->waiting_since == 0) {
       s->progress_seen = s->progress;
       s->waiting_since = now;
@@ -223,7 +235,7 @@ void Worker::check_timeouts(uint64_t now) {
     else
       fail("PeerLost",
            "PE " + std::to_string(s->pe) + " has shown no sign of life for " + seconds + " s while " +
-               std::to_string(s->in_flight + s->pending_gets) + " operations and " +
+               std::to_string(s->in_flight + s->given_pieces() + s->pending_gets) + " operations and " +
                std::to_string(s->epochs.size() - 1) +
                " flushes wait for it; look at that rank's output, or raise "
                "TSN_TIMEOUT if it is only slow",
@@ -271,6 +283,7 @@ void Worker::run() try {
   while (!proxy_state_->aborted()) {
     bool busy = false;
     stamp_ = ticks();
+    if (inbox_ && !inbox_->empty()) take_over(), busy = true;
     for (QueueState& q : queues_) busy |= drain_queue(&q);
     busy |= post_all();
     busy |= poll_transport();
@@ -289,7 +302,7 @@ void Worker::run() try {
       apply_adds();
       if (proxy_state_->stopping.load(std::memory_order_acquire)) {
         if (stop_at == 0) stop_at = now + 2000000000ull;
-        if ((idle_rounds > 100 && idle()) || now > stop_at) break;
+        if (may_end(idle_rounds > 100 && idle()) || now > stop_at) break;
       }
     }
     // A shared core is better spent on threads that have work; a dedicated one keeps polling.

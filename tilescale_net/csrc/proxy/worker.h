@@ -2,9 +2,11 @@
 //
 // The loop never waits. Descriptors are checked (worker_enqueue.cpp), numbered, and put on their peer's list; pieces of
 // them are posted as far as the transport takes them (worker_post.cpp); what arrives is counted and applied
-// (worker_receive.cpp). A flush is one more thing that completes some time.
+// (worker_receive.cpp). A flush is one more thing that completes some time. Where several threads serve a peer, they
+// share large pieces (worker_handover.cpp).
 #pragma once
 
+#include "tilescale_net/csrc/proxy/handover.h"
 #include "tilescale_net/csrc/proxy/proxy_state.h"
 #include "tilescale_net/csrc/proxy/records.h"
 #include "tilescale_net/csrc/proxy/staging.h"
@@ -28,6 +30,9 @@ public:
   std::string address() const;
   // `address`: of the peer's worker that serves this PE. Throws FabricError.
   void connect(int peer, const std::string& address);
+  // The largest piece of what goes to the peer; after connect(). All threads that serve a peer must cut alike.
+  uint64_t chunk_of(int peer) const { return peers_[(size_t)peer]->chunk; }
+  void limit_chunk(int peer, uint64_t bytes) { peers_[(size_t)peer]->chunk = bytes; }
 
   // The loop; returns after stopping or failure.
   void run();
@@ -59,7 +64,7 @@ private:
     int32_t rail = 0;
     uint32_t epoch = 0;
     uint32_t pieces = 1;
-    uint32_t index = 0; // reads: into gets_; staged writes: the send slot
+    uint32_t index = 0; // reads: into gets_ (of the home thread); staged writes: the send slot
     uint64_t bytes = 0, offset = 0, started = 0;
   };
   struct Get {
@@ -82,10 +87,11 @@ private:
     bool full = false; // answered `again`; until the next poll
   };
   struct Arrived { // a get by request whose data, or a slot whose pieces, are on their way into the heap
+    enum Kind : uint8_t { answer, slot, piece };
     uint64_t position;
     PeerState* peer;
-    uint32_t index;
-    bool is_slot;
+    uint32_t index; // of the get or the slot; of a piece that a helper has got, its group
+    Kind kind;
   };
 
   // worker_enqueue.cpp: from queues to peers
@@ -104,7 +110,7 @@ private:
   bool has_room(const PeerState& s) const {
     return s.out.room() && s.ops.size() < kMaxOps && s.outbox.backlog() < kMaxBacklog;
   }
-  uint64_t pieces_of(uint64_t bytes, uint64_t* chunk) const;
+  uint64_t pieces_of(const PeerState& s, uint64_t bytes, uint64_t* chunk) const;
   void complete_ready_flushes(PeerState* s);
   void finish_flush(uint32_t index);
   void activate(PeerState* s);
@@ -112,6 +118,7 @@ private:
   // worker_post.cpp: from peers to the transport, and back
   bool post_all();
   bool post_next(PeerState* s);
+  bool post_own(PeerState* s);
   bool post_slots();
   bool post_messages();
   int pick_rail();
@@ -120,6 +127,13 @@ private:
   void on_completion(uint32_t index);
   void on_post_failed(PeerState* s, Post post, Command command, uint64_t offset, uint64_t bytes);
   void failed_event(const Event& event);
+
+  // worker_handover.cpp: what the threads of a peer share
+  bool post_shared(PeerState* s);
+  void take_over();
+  void tell_arrived(PeerState* s, uint32_t group);
+  void tell_complete(PeerState* s, const InFlightOp& f);
+  bool may_end(bool calm);
 
   // worker_receive.cpp: what peers send
   bool poll_transport();
@@ -153,6 +167,7 @@ private:
   static constexpr uint32_t kMaxGetRequests = 256; // gets by request, per peer
   static constexpr int kPopsPerVisit = 256;
   static constexpr int kPostsPerTurn = 16;
+  static constexpr uint32_t kMostGiven = 16; // pieces of a peer that a helper has at a time
 
   ProxyState* proxy_state_;
   const ProxyOptions& options_;
@@ -171,6 +186,9 @@ private:
   std::vector<QueueState> queues_;
   std::vector<std::unique_ptr<PeerState>> peers_; // by PE; nullptr: not served here
   std::vector<int> peer_index_;                   // by PE: place among this thread's peers
+  Inbox* const inbox_;                            // nullptr: no peer is shared
+  std::vector<Handover> handed_;                  // what was taken from it
+  bool calm_ = false;                             // counted in ProxyState::calm
   std::vector<PeerState*> active_, acks_due_, with_messages_;
   int group_bits_ = 0;
   uint64_t chunk_ = 0;

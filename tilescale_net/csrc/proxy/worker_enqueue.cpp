@@ -113,12 +113,12 @@ bool Worker::valid(const Request& r, std::string* why) const {
   }
 }
 
-uint64_t Worker::pieces_of(uint64_t bytes, uint64_t* chunk) const {
-  uint64_t size = chunk_;
+uint64_t Worker::pieces_of(const PeerState& s, uint64_t bytes, uint64_t* chunk) const {
+  uint64_t size = s.chunk;
   *chunk = size;
   if (bytes <= std::min(size, kLeastStripe)) return 1;
-  const uint64_t rails = rails_.size();
-  // One put uses all rails, as long as the pieces stay worth their overhead.
+  const uint64_t rails = rails_.size() * (s.given.size() + 1);
+  // One put uses all rails, of all threads, as long as the pieces stay worth their overhead.
   if (rails > 1 && bytes > kLeastStripe)
     size = std::min(size, std::max(kLeastStripe, ((bytes + rails - 1) / rails + kPage - 1) & ~(kPage - 1)));
   *chunk = size;
@@ -156,7 +156,7 @@ void Worker::append_mark(PeerState* s, const MarkRecord& mark) {
 void Worker::enqueue_write(PeerState* s, Command command, uint64_t remote, uint64_t local, uint64_t bytes, MarkOp op,
                            uint64_t word, uint64_t value) {
   uint64_t chunk;
-  const uint64_t pieces = pieces_of(bytes, &chunk);
+  const uint64_t pieces = pieces_of(*s, bytes, &chunk);
   const uint32_t counted = options_.trust_last_chunk ? 1 : (uint32_t)pieces;
   const bool marked = op != MarkOp::none;
   const uint64_t group = marked ? s->out.own(counted) : s->out.plain(counted);
@@ -258,7 +258,7 @@ bool Worker::enqueue_get(QueueState* q, PeerState* s, const Request& r, uint64_t
   o.remote = r.second;
   o.local = r.first;
   o.bytes = r.bytes;
-  s->epochs.back().outstanding += pieces_of(r.bytes, &o.chunk);
+  s->epochs.back().outstanding += pieces_of(*s, r.bytes, &o.chunk);
   activate(s);
   return true;
 }

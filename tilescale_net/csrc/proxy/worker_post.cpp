@@ -90,12 +90,18 @@ bool Worker::post_next(PeerState* s) {
     return false;
   }
   commit_op(f);
+  s->own_pieces++;
   s->immediates_sent += has_imm;
   op.local += f.bytes;
   op.remote += f.bytes;
   op.bytes -= f.bytes;
   if (op.bytes == 0) s->ops.pop();
   return true;
+}
+
+bool Worker::post_own(PeerState* s) {
+  if (staging_) return staging_->fill(s, memory_.get(), options_.trust_last_chunk);
+  return s->in_flight < peer_limit_ && post_next(s);
 }
 
 // A turn for every peer that has something; peers with nothing left drop out of the list.
@@ -106,9 +112,7 @@ bool Worker::post_all() {
   for (size_t i = 0; i < active_.size();) {
     PeerState* s = active_[i];
     for (int n = 0; n < kPostsPerTurn && !s->ops.empty(); n++) {
-      if (staging_ ? !staging_->fill(s, memory_.get(), options_.trust_last_chunk)
-                   : s->in_flight >= peer_limit_ || !post_next(s))
-        break;
+      if (s->helped ? !post_shared(s) : !post_own(s)) break;
       any = true;
     }
     if (!s->ops.empty()) {
@@ -145,7 +149,7 @@ bool Worker::post_slots() {
     copy.local = send_region_;
     copy.remote = s->staging;
     copy.local_offset = (uint64_t)slot->index * staging_->shape().slot_bytes;
-    copy.remote_offset = (s->first_slot + slot->remote) * staging_->shape().slot_bytes;
+    copy.remote_offset = (s->first_slot + slot->remote) * s->their_slot_bytes;
     copy.bytes = slot->bytes;
     copy.cookie = index;
     copy.has_imm = true;
@@ -199,14 +203,16 @@ void Worker::on_completion(uint32_t index) {
   rail.ops--;
   rail.bytes -= f.bytes;
   s->in_flight--;
+  s->own_pieces -= f.pieces;
   in_flight_--;
   s->progress++;
   s->backpressured = false;
   stats_.completion.add(stamp_ - f.started);
   if (trace_) trace_->transfer(f.command, s->pe, f.bytes, f.started, index);
+  if (f.command != Command::get && staging_) staging_->release(f.index);
+  if (s->helping) return tell_complete(s, f);
   s->epoch(f.epoch).outstanding -= f.pieces;
   if (f.command == Command::get) finish_get(f.index, f.bytes);
-  else if (staging_) staging_->release(f.index);
   if (s->epochs.size() > 1) complete_ready_flushes(s);
 }
 

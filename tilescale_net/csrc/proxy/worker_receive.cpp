@@ -55,7 +55,9 @@ void Worker::on_immediate(uint32_t imm) {
   } else {
     s->immediates_seen++;
     stats_.chunks_in.add();
-    if (!s->in.chunk(low)) return protocol_error(s->pe, "more data than announced for group " + std::to_string(low));
+    if (s->helping) tell_arrived(s, low);
+    else if (!s->in.chunk(low))
+      return protocol_error(s->pe, "more data than announced for group " + std::to_string(low));
   }
   apply(s);
 }
@@ -70,10 +72,13 @@ bool Worker::on_slot(PeerState* s, uint32_t slot) {
   while (pieces.next(&piece, &data)) {
     memory_->copy_in(piece.offset, data, piece.bytes);
     stats_.chunks_in.add();
-    if (piece.group != kUncounted && !s->in.chunk(piece.group)) return false;
+    if (piece.group == kUncounted) continue;
+    // Another thread's signals do not follow this one's copies: it hears of the piece once that is there.
+    if (s->helping) arrived_.push({memory_->in_position(), s, piece.group, Arrived::piece});
+    else if (!s->in.chunk(piece.group)) return false;
   }
   s->slot_full[slot] = 1;
-  arrived_.push({memory_->in_position(), s, slot, true});
+  arrived_.push({memory_->in_position(), s, slot, Arrived::slot});
   return pieces.good();
 }
 
@@ -95,6 +100,8 @@ void Worker::on_message(const Event& e) {
 
 // Handles one record. False: it makes no sense here and now.
 bool Worker::on_record(PeerState* s, const Record& record) {
+  const bool of_the_way = record.type == RecordType::ack || record.type == RecordType::credit;
+  if (s->helping && !of_the_way && record.type != RecordType::abort) return false;
   switch (record.type) {
   case RecordType::mark:
     return on_mark(s, record.mark);
@@ -178,7 +185,7 @@ void Worker::apply(PeerState* s) {
   while (s->in.next(&m)) {
     if (m.op == MarkOp::set) memory_->set(m.offset, m.value);
     else if (m.op == MarkOp::add) memory_->add(m.offset, m.value);
-    else if (m.op == MarkOp::answer) arrived_.push({memory_->in_position(), s, (uint32_t)m.value, false});
+    else if (m.op == MarkOp::answer) arrived_.push({memory_->in_position(), s, (uint32_t)m.value, Arrived::answer});
     if (m.op == MarkOp::set || m.op == MarkOp::add) {
       stats_.signals_applied.add();
       if (trace_) trace_->delivered(s->pe, m.offset, m.value);
@@ -198,7 +205,11 @@ void Worker::finish_arrived() {
     const Arrived a = arrived_.front();
     arrived_.pop();
     PeerState* s = a.peer;
-    if (a.is_slot) {
+    if (a.kind == Arrived::piece) {
+      tell_arrived(s, a.index);
+      continue;
+    }
+    if (a.kind == Arrived::slot) {
       s->slot_full[a.index] = 0;
       s->freed.push_back((uint16_t)a.index);
       mark_ack_due(s);

@@ -1,0 +1,166 @@
+"""Latency mode where rows cross the network once per node: against plain PyTorch, bit by bit, and byte by byte."""
+
+import random
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from tests import ranks
+from tests.kernels.moe import mutants
+from tests.kernels.moe.support import FP8, choose, make_inputs, run_round, without_kernels
+from tests.kernels.moe.test_once_per_node import TWO_NODES, bytes_put
+from tests.kernels.moe.test_rounds import refused, rounds, weights_at_combine
+from tilescale_net.kernels.collective import sizes_of
+from tilescale_net.kernels.moe import AllToAll, Tuning
+from tilescale_net.kernels.moe.implementations import symmetric_buffers
+from tilescale_net.kernels.moe.wire_layout import Header, Message
+from tilescale_net.runtime import heap
+
+SHAPE = dict(num_experts=8, max_tokens=20, hidden=64, top_k=3)
+LATENCY = dict(mode="latency")
+KINDS = ("random", "masked", "one rank", "twice", "none")
+
+SEND = dict(
+    ranks=32, experts=256, nodes=4, slots=3, top_k=8, max_tokens=128, row_words=1792, scale_words=56,
+    source_dtype="bfloat16", sends=True, receives=True, blocks=132, threads=256, index_dtype="int64",
+)  # fmt: skip
+RETURN = dict(
+    ranks=32, nodes=4, slots_of_gateway=3, top_k=8, max_tokens=128, hidden=7168, dtype="bfloat16", weighted=True,
+    sends=True, receives=True, parts=1, biases=0, blocks=132, threads=256,
+)  # fmt: skip
+SM_90 = {
+    "node_dispatch_latency.dispatch_latency_nodes": [SEND],
+    "node_combine_latency.combine_latency_nodes": [dict(RETURN, quantised=False)],
+    "node_refusal.refuse_latency_nodes": [
+        dict(ranks=32, nodes=4, slots=3, max_tokens=128, parts=1, blocks=132, threads=256)
+    ],
+}
+
+MUTANTS = {
+    "latency gateway without wait for messages": (
+        "node_dispatch_latency",
+        'N.wait_warp(came[row], "ge", call)',
+        mutants.LATENCY,
+    ),
+    "latency gateway without wait for sums": (
+        "node_combine_latency",
+        'N.wait(summed[row * at.size + place, part], "ge", call)',
+        mutants.LATENCY,
+    ),
+}
+
+CASES = {
+    "bfloat16": (dict(), dict(), KINDS),
+    "fp8": (dict(dtype=FP8, quantize_combine=True), dict(quantise_inside=True, halves=True), ("random", "masked")),
+    "fp8 with scales": (dict(dtype=FP8), dict(halves=True, index=torch.int32), KINDS),
+}
+
+
+@pytest.mark.parametrize("case", ["bfloat16", "fp8", pytest.param("fp8 with scales", marks=pytest.mark.nightly)])
+def test_rounds(case):
+    options, how, kinds = CASES[case]
+    ranks.run(4, rounds, random.randrange(1 << 30), SHAPE, LATENCY | options, how, kinds, env=TWO_NODES, timeout=280)
+
+
+def _bytes(seed: int) -> None:
+    """What crosses the network is what the routing says; both ways give the same rows, and the same sums but for rounding."""
+    tokens, pace = SHAPE["max_tokens"], random.Random(seed)
+    choices = [choose("masked", pace, tokens, 3, 8, 4) for _ in range(4)]
+    mine, device = choices[tsn.rank()].to(device=tsn.device()), tsn.device()
+    x = torch.randn((tokens, 64), generator=torch.Generator().manual_seed(seed + tsn.rank())).to(device, torch.bfloat16)
+    found = {}
+    for once in (True, False):
+        size = 2 if once else 1  # ranks that share what crosses
+        op = AllToAll(**SHAPE, **LATENCY, tuning=Tuning(once_per_node=once))
+        before = bytes_put()
+        received = op.dispatch(x, mine)
+        between = bytes_put()
+        sums = op.combine(received.x, received.handle, weighted=False)
+        rows = 0
+        for source, idx in enumerate(choices):
+            hosts = torch.where(idx >= 0, idx // (2 * size), -1)
+            for other in range(4 // size):
+                if other * size // 2 != source // 2:
+                    rows += int((hosts == other).any(1).sum())
+        headers = 8 * 4 * Header(2, once).words  # from each rank to two others
+        assert between - before == rows * 4 * Message(32, 0, 3, once).words + headers, (seed, once, rows)
+        assert bytes_put() - between == rows * 128, (seed, once, rows)
+        counts = received.counts.tolist()
+        found[once] = [received.x[e, :n].clone() for e, n in enumerate(counts)], sums, rows
+        op.free()
+    assert all(torch.equal(a, b) for a, b in zip(found[True][0], found[False][0])) and found[True][2] < found[False][2]
+    torch.testing.assert_close(found[True][1], found[False][1])
+
+
+def test_bytes_on_the_network():
+    ranks.run(4, _bytes, random.randrange(1 << 20), env=TWO_NODES, timeout=280)
+
+
+def _more(seed: int) -> None:
+    """Weights at combine, bias, calls that one rank refuses; bits do not change from call to call."""
+    weights_at_combine(seed, SHAPE, LATENCY, dict(), ("random", "masked"))
+    refused(seed, SHAPE, LATENCY)
+    op, device = AllToAll(**SHAPE, **LATENCY), tsn.device()
+    mine = make_inputs((seed, tsn.rank()), op.config, 5 + tsn.rank(), "random")
+    received = op.dispatch(mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device))
+    sums = op.combine(received.x, received.handle)
+    bias = torch.ones_like(sums)
+    torch.testing.assert_close(op.combine(received.x, received.handle, bias=[bias]), sums + bias, rtol=0.05, atol=0.05)
+    for _ in range(20):
+        again = op.dispatch(mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device))
+        assert torch.equal(op.combine(again.x, again.handle), sums), seed
+    op.free()
+
+
+def test_weights_refusals_and_bits():
+    ranks.run(4, _more, random.randrange(1 << 20), env=TWO_NODES, timeout=280)
+
+
+def _masked(seed: int, gone: int) -> None:
+    """A gateway is left out: the other one of its node serves its sources, too, with room that was not there before."""
+    op, pace = AllToAll(**SHAPE, **LATENCY), random.Random(seed)
+    everyone = [make_inputs((seed, r), op.config, 9 + r, "random") for r in range(4)]
+    run_round(op, everyone, pace, f"seed {seed}, all")
+    active = [r != gone for r in range(4)]
+    op.set_active(active)
+    if tsn.rank() == gone:
+        op.free()
+        return
+    for turn in range(3):
+        run_round(op, everyone, pace, f"seed {seed}, without {gone}, turn {turn}", active=active, halves=turn == 2)
+    op.free()
+
+
+def test_a_gateway_is_left_out():
+    ranks.run(4, _masked, random.randrange(1 << 20), random.choice((0, 3)), env=TWO_NODES, timeout=280)
+
+
+def _sizes() -> None:
+    with without_kernels():
+        for options in (dict(), dict(dtype=FP8, quantize_combine=True)):
+            memory = tsn.world().heap._allocator
+            before = sum(memory.live.values())
+            op = AllToAll(**SHAPE, **LATENCY, **options)
+            assert sum(memory.live.values()) - before == AllToAll.heap_bytes(**SHAPE, **LATENCY, **options), options
+            op.free()
+            assert sum(memory.live.values()) == before
+        active = (True, True, True, False)
+        op = AllToAll(**SHAPE, **LATENCY, active=active)
+        specs = symmetric_buffers(op.config, op.tuning, 2, True, [active])
+        assert sum(memory.live.values()) - before == heap.footprint(sizes_of(specs))
+        op.free()
+
+
+def test_heap_bytes():
+    ranks.run(4, _sizes, env=TWO_NODES)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("nodes", ["4", "2"])
+def test_eight_ranks_on_a_network_that_misbehaves(nodes):
+    seed, shape = random.randrange(1 << 20), dict(num_experts=16, max_tokens=9, hidden=64, top_k=5)
+    env = {"VIRTUAL_NODES": nodes, "TSN_CHAOS": f"on,seed={seed}", "TSN_SIM_VISIBILITY": "late"}
+    ranks.run(
+        8, rounds, seed, shape, LATENCY, dict(halves=True), ("random", "masked", "one rank"), env=env, timeout=280
+    )

@@ -1,0 +1,61 @@
+"""Hosts that run different numbers of ranks: nodes are smaller than hosts, and everything is right."""
+
+import random
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from tests import ranks
+from tests.kernels.moe.test_rounds import rounds
+from tilescale_net.errors import ConfigurationError
+from tilescale_net.kernels.all_reduce import AllReduce
+from tilescale_net.runtime import topology
+
+
+@pytest.mark.parametrize("hosts, sizes", [("aab", (1, 3)), ("aaaabb", (2, 3)), ("aaaaaabb", (2, 4)), ("aabb", (2, 2))])
+def test_topology(hosts, sizes):
+    for rank in range(len(hosts)):
+        found = topology.discover(rank, len(hosts), list(hosts))
+        assert (found.node_size, found.nodes) == sizes and not found.single_host
+        assert found.local_rank == hosts[:rank].count(hosts[rank]) and rank in found.node_members
+
+
+def test_virtual_nodes_of_uneven_hosts(monkeypatch):
+    monkeypatch.setenv("VIRTUAL_NODES", "2")
+    assert topology.discover(0, 6, list("aaaabb")).node_size == 1
+    with pytest.raises(ConfigurationError, match="does not divide the 3 ranks"):
+        topology.discover(0, 5, list("aaabb"))
+
+
+def test_hosts_in_turn_are_refused():
+    with pytest.raises(ConfigurationError, match=r"consecutive ranks.*block distribution"):
+        topology.discover(0, 4, list("abab"))
+
+
+def _everything(hosts: str, seed: int) -> tuple[int, int]:
+    import os
+
+    name = hosts[int(os.environ["RANK"])]
+    topology.host_identity = lambda: name
+    tsn.init()
+    shape = dict(num_experts=6, max_tokens=20, hidden=64, top_k=3)
+    rounds(seed, shape, dict(mode="latency"), dict(), ("random", "masked"))
+    rounds(seed, shape, dict(alignment=2), dict(again=True), ("random",))
+    x, reduce = tsn.zeros(1024, torch.float32), AllReduce(threads=64, blocks=2)
+    x.fill_(tsn.rank() + 1)
+    reduce(x)
+    assert x.tolist() == [tsn.size() * (tsn.size() + 1) / 2] * 1024
+    found = tsn.world().topology.node_size, tsn.world().topology.nodes
+    reduce.free()
+    tsn.finalize()
+    return found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("hosts, sizes", [("aab", (1, 3)), ("aaaabb", (2, 3))])
+def test_layers_and_collectives(hosts, sizes):
+    env = {"TSN_FABRIC_INTERFACE": "lo"}  # the only one that these hosts, which are one, have in common
+    seed = random.randrange(1 << 20)
+    outcomes = ranks.launch(len(hosts), _everything, hosts, seed, init=False, env=env, timeout=280)
+    assert [o.value if o.ok else o.error for o in outcomes] == [sizes] * len(hosts)
