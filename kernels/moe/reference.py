@@ -51,12 +51,6 @@ def expert_rows(routing: Routing, x: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.stack([x[s][t] for s, t, _ in rows]) if rows else empty for rows in routing.order]
 
 
-def rank_rows(routing: Routing, x: list[torch.Tensor]) -> torch.Tensor:
-    """The rows of layout "rank"."""
-    parts = [x[s][torch.tensor(t, dtype=torch.long)] for s, t in enumerate(routing.tokens) if t]
-    return torch.cat(parts) if parts else x[0][:0]
-
-
 def combine(
     outputs: list[list[torch.Tensor]], topk_idx: list[torch.Tensor], weights: list[torch.Tensor], experts: int, rank: int,
     dtype: torch.dtype, quantised: bool = False, active: list[bool] | None = None, weighted: bool = True, nodes: int = 1,

@@ -1,8 +1,10 @@
 """tsn.jit and compiled kernels: caching, names, arguments, and how the context reaches the kernel."""
 
 import os
+import pickle
 import threading
 import types
+from copy import deepcopy
 
 import pytest
 import tilelang
@@ -125,6 +127,19 @@ def test_factories_compile_once_per_arguments(monkeypatch):
     assert factory(n=64) == factory(n=64) == 2
     assert factory(64, threads=64) == 3
     assert len(made) == 3 and made[0][1]["name"] == "other"
+
+
+@tsn.jit
+def copy(n):
+    return kernels.pusher()
+
+
+def test_kernels_belong_to_their_process_and_factories_travel_by_name(world):
+    kernel = Recorder(kernels.pusher())
+    assert deepcopy({"layer": kernel})["layer"] is kernel
+    with pytest.raises(TypeError, match=f"kernel {kernel.name} cannot be pickled.* factory"):
+        pickle.dumps(kernel)
+    assert pickle.loads(pickle.dumps(copy)) is copy and deepcopy(copy) is copy
 
 
 def test_equal_arguments_of_other_types_are_other_kernels(monkeypatch):

@@ -1,12 +1,14 @@
 """One small run of every kernel that is shipped, for tests that care for schedules and orders more than for shapes.
 
 `RUNS[name]` is `(files, function)`: files of tilescale_net/kernels whose kernels the function runs, `function(seed)`, on
-every rank. Blocks have two warps or more wherever a kernel allows it, so that threads of a block can race. Kernels are
+every rank. A file of tests that says `SMALL_RUN_OF = (files)` and has a function `small_run(seed)` need not stand here. Blocks have two warps or more wherever a kernel allows it, so that threads of a block can race. Kernels are
 imported by the runs that need them: an import takes longer than most runs.
 """
 
+import ast
 import functools
 import importlib
+from pathlib import Path
 
 import torch
 
@@ -113,10 +115,6 @@ def multiply_by_experts(seed):
     of.layers(seed, dict(tuning=of.TUNING), False, ("random", "one expert"))
 
 
-def messages(seed):
-    _of("send_recv")._messages(seed)
-
-
 def moe_by_expert(seed):
     _of("moe/rounds").rounds(seed, MOE, dict(alignment=2, tuning=_tuning()), dict(), ROUTINGS)
 
@@ -173,7 +171,6 @@ RUNS = {
         ("fused/expert_matmul", "fused/expert_tiles", "moe/tiles", "moe/routing_order"),
         multiply_by_experts,
     ),
-    "send and receive": (("send_recv",), messages),
     "MoE by expert": (("moe/dispatch_throughput", *OVER_NODES), moe_by_expert),
     "MoE by rank": ((*THROUGHPUT, *OVER_NODES), moe_by_rank),
     "MoE latency": (
@@ -193,5 +190,27 @@ RUNS = {
     "MoE by rank, refused": (("moe/refusal", "moe/routing_steps", "moe/node_refusal"), moe_refused),
     "MoE latency, refused": (("moe/refusal", "moe/node_refusal"), moe_latency_refused),
 }
+
+
+def _run(name, seed):
+    _of(name).small_run(seed)
+
+
+def _declared():
+    """Those of files of tests, which are read and not imported."""
+    folder = Path(__file__).parent
+    for path in sorted(folder.rglob("test_*.py")):
+        text = path.read_text()
+        if "\nSMALL_RUN_OF = " in text:
+            files = next(
+                ast.literal_eval(node.value)
+                for node in ast.parse(text).body
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SMALL_RUN_OF"
+            )
+            name = (path.parent / path.stem.removeprefix("test_")).relative_to(folder).as_posix()
+            yield name, (files, functools.partial(_run, name))
+
+
+RUNS |= _declared()
 # Need mapped peers.
 ONE_NODE = ("all-gather by stores", "reduce-scatter by pull", "all-reduce", "all-reduce and norm")

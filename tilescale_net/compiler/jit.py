@@ -219,6 +219,9 @@ class KernelFactory:
         self._options = options
         self._kernels: dict = {}
 
+    def __reduce__(self) -> str:
+        return self.__qualname__  # as a function: by its name
+
     @property
     def pass_configs(self) -> dict:
         """What the decorator asked of tilelang's passes; `inspect` shows the code that runs when it is given the same."""

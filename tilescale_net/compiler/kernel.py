@@ -171,6 +171,18 @@ class Kernel:
                 "after init, or leave their target out and TSN_DEVICE as it is in between"
             )
 
+    def __copy__(self) -> Kernel:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Kernel:
+        return self
+
+    def __reduce__(self):
+        raise TypeError(
+            f"kernel {self.name} cannot be pickled: its code belongs to this process; pass on its factory (by name) and the "
+            "factory's arguments, and make it there"
+        )
+
     def __repr__(self) -> str:
         return f"<kernel {self.name}({', '.join(self.parameters)}) for {self.target}>"
 

@@ -92,7 +92,7 @@ constexpr int host_order(Order o) {
 
 // Other threads may look at what is accessed, and run now and then; what other PEs look at is in the guarded heap.
 template <MemScope S>
-TSN_DEVICE void visit(const char* name, const void* p, uint64_t bytes, sim::WordAccess access) {
+TSN_DEVICE void on_shared_access(const char* name, const void* p, uint64_t bytes, sim::WordAccess access) {
   if constexpr (S == MemScope::sys) sim::api().remote->check(name, p, bytes);
   sim::maybe_yield();
   sim::visit_word(p, bytes, access);
@@ -103,14 +103,14 @@ TSN_DEVICE void visit(const char* name, const void* p, uint64_t bytes, sim::Word
 template <Order O, MemScope S, class T>
 TSN_DEVICE T load(const T* p) {
   static_assert(O != Order::release && O != Order::acq_rel, "a load cannot release");
-  detail::visit<S>("load", p, sizeof(T), sim::WordAccess::acquire);
+  detail::on_shared_access<S>("load", p, sizeof(T), sim::WordAccess::acquire);
   return detail::bits<T>(__atomic_load_n(reinterpret_cast<const WordOf<T>*>(p), detail::host_order(O)));
 }
 
 template <Order O, MemScope S, class T>
 TSN_DEVICE void store(T* p, T v) {
   static_assert(O != Order::acquire && O != Order::acq_rel, "a store cannot acquire");
-  detail::visit<S>("store", p, sizeof(T), sim::WordAccess::release);
+  detail::on_shared_access<S>("store", p, sizeof(T), sim::WordAccess::release);
   __atomic_store_n(reinterpret_cast<WordOf<T>*>(p), detail::bits<WordOf<T>>(v), detail::host_order(O));
 }
 
@@ -185,7 +185,7 @@ TSN_DEVICE T atomic(T* p, T value) {
   constexpr bool kFloat = T(0.5) != T(0);
   static_assert(!kFloat || Op == AtomicOp::add || Op == AtomicOp::exch, "only add and exch on floating-point numbers");
   using W = WordOf<T>;
-  detail::visit<S>("atomic", p, sizeof(T), sim::WordAccess::both);
+  detail::on_shared_access<S>("atomic", p, sizeof(T), sim::WordAccess::both);
   sim::word_access(p, sim::WordAccess::both);
   const auto apply = [value](T old) -> T {
     if constexpr (Op == AtomicOp::add) return old + value;
@@ -211,7 +211,7 @@ template <Order O, MemScope S, class T>
 TSN_DEVICE T atomic_cas(T* p, T compare, T value) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomics work on 4 and 8 bytes");
   using W = WordOf<T>;
-  detail::visit<S>("atomic", p, sizeof(T), sim::WordAccess::both);
+  detail::on_shared_access<S>("atomic", p, sizeof(T), sim::WordAccess::both);
   sim::word_access(p, sim::WordAccess::both);
   W old = detail::bits<W>(compare);
   const bool taken = __atomic_compare_exchange_n(reinterpret_cast<W*>(p), &old, detail::bits<W>(value), false,

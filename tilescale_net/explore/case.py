@@ -105,7 +105,7 @@ class Case:
         )
         for rank, launches in enumerate(self.launches):
             for launch in launches:
-                self.native.add_kernel(rank, *launch)
+                self.native.add_kernel(rank, launch)
 
     def _set_up(self, function: Callable) -> None:
         try:
@@ -127,13 +127,13 @@ class Case:
             simulator.kept_launches = None
         if not kept:
             raise ConfigurationError(f"{self.name} launches no kernel on rank {len(self.launches)}")
-        self.launches.append([launch for launch, _ in kept])
-        self._kept += [tensor for _, tensors in kept for tensor in tensors]
+        self.launches.append([k.launch for k in kept])
+        self._kept += [tensor for k in kept for tensor in k.tensors]
         self._checks.append(check)
-        for (_, _, _, grid, _, _, resident, _, _), _ in kept:
-            if grid[0] * grid[1] * grid[2] > resident:
+        for k in kept:
+            if k.blocks > k.resident_blocks:
                 raise ConfigurationError(
-                    f"{self.name}: all {grid} blocks of a kernel must run at a time; {resident} do"
+                    f"{self.name}: all {k.blocks} blocks of a kernel must run at a time; {k.resident_blocks} do"
                 )
 
     def _memory(self) -> list[tuple[int, int]]:

@@ -21,125 +21,21 @@ a `while` in every round.
 import difflib as _difflib
 
 from tilescale_net.errors import KernelError as _KernelError
-from tilescale_net.language import _tracing
-from tilescale_net.language.copies import (
-    get_block,
-    get_thread,
-    get_warp,
-    put_block,
-    put_signal_block,
-    put_signal_thread,
-    put_signal_warp,
-    put_thread,
-    put_value,
-    put_warp,
-)
-from tilescale_net.language.memory import (
-    atomic_add,
-    atomic_and,
-    atomic_cas,
-    atomic_exch,
-    atomic_max,
-    atomic_min,
-    atomic_or,
-    atomic_xor,
-    benign_race,
-    ld,
-    remote,
-    st,
-)
-from tilescale_net.language.order import (
-    barrier_all,
-    barrier_grid,
-    barrier_node,
-    fence,
-    fence_block,
-    fence_warp,
-    flush_async,
-    flush_wait,
-    quiet,
-    quiet_block,
-    quiet_warp,
-)
-from tilescale_net.language.signals import (
-    signal,
-    signal_block,
-    signal_warp,
-    test,
-    wait,
-    wait_block,
-    wait_warp,
-)
-from tilescale_net.language.streams import (
-    return_credit,
-    return_credit_block,
-    return_credit_warp,
-    take_slot,
-    take_slot_block,
-    take_slot_warp,
-    wait_slot,
-    wait_slot_block,
-    wait_slot_warp,
-)
-from tilescale_net.language.topology import Context, is_direct, my_pe, n_node_pes, n_pes, node_pe
+from tilescale_net.language import _tracing, copies, memory, order, signals, streams, topology
+from tilescale_net.language.copies import *
+from tilescale_net.language.memory import *
+from tilescale_net.language.order import *
+from tilescale_net.language.signals import *
+from tilescale_net.language.streams import *
+from tilescale_net.language.topology import *
 
-__all__ = [
-    "Context",
-    "atomic_add",
-    "atomic_and",
-    "atomic_cas",
-    "atomic_exch",
-    "atomic_max",
-    "atomic_min",
-    "atomic_or",
-    "atomic_xor",
-    "barrier_all",
-    "barrier_grid",
-    "barrier_node",
-    "benign_race",
-    "fence",
-    "fence_block",
-    "fence_warp",
-    "flush_async",
-    "flush_wait",
-    "get_block",
-    "get_thread",
-    "get_warp",
-    "is_direct",
-    "ld",
-    "my_pe",
-    "n_node_pes",
-    "n_pes",
-    "node_pe",
-    "put_block",
-    "put_signal_block",
-    "put_signal_thread",
-    "put_signal_warp",
-    "put_thread",
-    "put_value",
-    "put_warp",
-    "quiet",
-    "quiet_block",
-    "quiet_warp",
-    "remote",
-    "return_credit",
-    "return_credit_block",
-    "return_credit_warp",
-    "signal",
-    "signal_block",
-    "signal_warp",
-    "st",
-    "take_slot",
-    "take_slot_block",
-    "take_slot_warp",
-    "test",
-    "wait",
-    "wait_block",
-    "wait_slot",
-    "wait_slot_block",
-    "wait_slot_warp",
-    "wait_warp",
-]
+__all__: list[str] = []
+__all__ += copies.__all__
+__all__ += memory.__all__
+__all__ += order.__all__
+__all__ += signals.__all__
+__all__ += streams.__all__
+__all__ += topology.__all__
 
 _tracing.silence_dumps()
 

@@ -22,6 +22,11 @@ from tilescale_net.language._operands import Place, operand, signal_word
 from tilescale_net.language._primitive import PrimitiveError, guarded, primitive
 from tilescale_net.language._values import Number, Scalar, as_integer, constant, one_of, pe_index, scalar
 
+__all__ = [
+    "get_block", "get_thread", "get_warp", "put_block", "put_signal_block", "put_signal_thread", "put_signal_warp",
+    "put_thread", "put_value", "put_warp",
+]  # fmt: skip
+
 SIGNAL_OPS = ("set", "add")
 
 _OPTIONS = """

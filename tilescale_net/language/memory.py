@@ -13,6 +13,11 @@ from tilescale_net.language._operands import Place, operand
 from tilescale_net.language._primitive import PrimitiveError, guarded, primitive
 from tilescale_net.language._values import Number, Scalar, int64, one_of, pe_index, product, scalar
 
+__all__ = [
+    "atomic_add", "atomic_and", "atomic_cas", "atomic_exch", "atomic_max", "atomic_min", "atomic_or", "atomic_xor",
+    "benign_race", "ld", "remote", "st",
+]  # fmt: skip
+
 _INTEGERS = ("int32", "uint32", "int64", "uint64")
 # dtypes that the hardware's system-scope atomics take, by operation.
 ATOMIC_DTYPES = {

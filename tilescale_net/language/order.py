@@ -9,6 +9,11 @@ from tilescale_net.language._divergence import require_converged
 from tilescale_net.language._primitive import primitive
 from tilescale_net.language._values import Number, as_integer, one_of, pe_index
 
+__all__ = [
+    "barrier_all", "barrier_grid", "barrier_node", "fence", "fence_block", "fence_warp", "flush_async", "flush_wait",
+    "quiet", "quiet_block", "quiet_warp",
+]  # fmt: skip
+
 
 def _peer_or_all(pe):
     return as_integer("pe", -1, "int32") if pe is None else pe_index(pe)

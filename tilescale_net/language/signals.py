@@ -10,6 +10,8 @@ from tilescale_net.language._operands import Place, signal_word
 from tilescale_net.language._primitive import PrimitiveError, primitive
 from tilescale_net.language._values import Number, as_integer, one_of, pe_index
 
+__all__ = ["signal", "signal_block", "signal_warp", "test", "wait", "wait_block", "wait_warp"]
+
 
 def _comparison(sig, cmp, value):
     one_of("cmp", cmp, tuple(CHOICES["Compare"]))

@@ -25,6 +25,11 @@ from tilescale_net.language._primitive import PrimitiveError, evaluate, primitiv
 from tilescale_net.language._results import settled
 from tilescale_net.language._values import Number, as_integer, constant, pe_index
 
+__all__ = [
+    "return_credit", "return_credit_block", "return_credit_warp", "take_slot", "take_slot_block", "take_slot_warp",
+    "wait_slot", "wait_slot_block", "wait_slot_warp",
+]  # fmt: skip
+
 
 def _wait(scope, word, index, behind) -> None:
     """Wait until the word has counted message `index - behind`."""

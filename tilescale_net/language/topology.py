@@ -10,6 +10,8 @@ from tilescale_net.compiler.passes import CONTEXT_WORDS
 from tilescale_net.language._primitive import primitive
 from tilescale_net.language._values import Number, pe_index
 
+__all__ = ["Context", "is_direct", "my_pe", "n_node_pes", "n_pes", "node_pe"]
+
 
 def Context() -> tirx.Buffer:
     """Annotation of the one parameter that a communicating kernel takes: `ctx: N.Context()`.

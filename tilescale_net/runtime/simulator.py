@@ -9,6 +9,7 @@ import contextlib
 import random
 import threading
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import settings
@@ -18,8 +19,19 @@ _seed: int | None = None
 _visibility: str | None = None
 _races: bool | None = None
 _launches = 0
-# Where it is a list, launches are kept there and not run, see tilescale_net/explore.
-kept_launches: list | None = None
+
+
+class KeptLaunch(NamedTuple):
+    """A launch that tilescale_net/explore runs later, with the tensors of its arguments."""
+
+    launch: Any  # of _simulator
+    tensors: list
+    blocks: int
+    resident_blocks: int
+
+
+# Where it is a list, launches are kept there and not run.
+kept_launches: list[KeptLaunch] | None = None
 
 
 class Running:

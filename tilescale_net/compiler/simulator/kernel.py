@@ -104,19 +104,25 @@ class SimulatedFunction:
             return  # as on a GPU: nothing to do
         self._check_geometry(grid, block, shared)
         resident = resident_blocks(block[0] * block[1] * block[2], shared)
+        made = self._simulator.Launch(
+            self._library, launch.kernel, words, grid=grid, block=block, shared_bytes=shared, resident_blocks=resident,
+            communicates=self._communicates, lines=self._lines,
+        )  # fmt: skip
         if simulator.kept_launches is not None:
             tensors = [v.tensor for p, v in zip(parameters, launch.values) if p.pointer and v is not None]
-            made = (self._library, launch.kernel, words, grid, block, shared, resident, self._communicates, self._lines)
-            simulator.kept_launches.append((made, tensors))
+            blocks = grid[0] * grid[1] * grid[2]
+            simulator.kept_launches.append(simulator.KeptLaunch(made, tensors, blocks, resident))
             return
         timeout = context.timeout_ns * 1e-9 if context else 0.0
         if context and context.n_pes > 1:
             time.sleep(simulator.start_delay(context.my_pe, context.n_pes))
-        failure, message, remark, _ = self._library.launch(
-            launch.kernel, words, grid, block, shared, simulator.next_launch_seed(context.my_pe if context else 0),
-            resident, simulator.stall_seconds(timeout), simulator.stack_bytes(),
-            self._communicates, simulator.races(), context.heap_base if context else 0, self._lines,
-        )  # fmt: skip
+        failure, message, remark, _ = made.run(
+            seed=simulator.next_launch_seed(context.my_pe if context else 0),
+            stall_seconds=simulator.stall_seconds(timeout),
+            stack_bytes=simulator.stack_bytes(),
+            races=simulator.races(),
+            heap=context.heap_base if context else 0,
+        )
         where = f"kernel {self.name} (simulated, seed {simulator.seed()}, visibility {simulator.visibility()})"
         # In a job that has been aborted waits return at once: what follows them says nothing.
         if failure and not (_FAILURES[failure] is errors.DataRace and context and self._aborted(context)):

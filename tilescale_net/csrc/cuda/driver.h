@@ -27,7 +27,6 @@ constexpr Result kSuccess = 0;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kHostRegisterPortable = 1;
 constexpr unsigned kHostRegisterDeviceMap = 2;
-constexpr int kAttributeDmaBufSupported = 124;
 constexpr int kAttributeRdmaWritesOrdering = 118; // 0: flush needed, 100: the owner sees writes in order, 200: all do
 constexpr int kAttributeRdmaFlushOptions = 117;   // bit 0: cuFlushGPUDirectRDMAWrites works on the host
 constexpr int kRdmaFlushByHost = 1;

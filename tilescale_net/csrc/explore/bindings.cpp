@@ -1,9 +1,8 @@
 #include "bindings.h"
 
 #include "explorer.h"
-#include "tilescale_net/csrc/simulator/kernel.h"
+#include "tilescale_net/csrc/simulator/bound_launch.h"
 
-#include <array>
 #include <pybind11/stl.h>
 
 namespace py = pybind11;
@@ -12,47 +11,21 @@ namespace tsn {
 
 namespace {
 
-// A kernel of a rank, as the Python side knows it; keeps what the launch points to.
-struct Kernel {
-  py::object library;
-  std::vector<uint64_t> words;
-  sim::Launch launch;
-};
-
 struct Ranks {
-  std::vector<std::vector<Kernel>> kernels;
+  std::vector<std::vector<std::shared_ptr<sim::BoundLaunch>>> kernels;
   explore::Setup setup;
   py::object holds;
   std::unique_ptr<explore::Explorer> explorer;
 
-  void add_kernel(size_t rank, py::object library, const std::string& kernel, py::bytes arguments,
-                  std::array<unsigned, 3> grid, std::array<unsigned, 3> block, uint64_t shared_bytes,
-                  uint64_t resident_blocks, bool communicates, const std::vector<std::string>& lines) {
-    Kernel made;
-    made.library = library;
-    library.cast<sim::Library&>().bind(kernel, made.launch);
-    const std::string text = arguments;
-    made.words.resize((text.size() + 7) / 8);
-    memcpy(made.words.data(), text.data(), text.size());
-    sim::Launch& l = made.launch;
-    l.grid = {grid[0], grid[1], grid[2]};
-    l.block = {block[0], block[1], block[2]};
-    l.shared_bytes = shared_bytes;
-    l.seed = 1;
-    l.resident_blocks = resident_blocks;
-    l.communicates = communicates;
-    l.races = setup.races;
-    l.heap = setup.ranks[rank].heap;
-    l.lines = lines;
-    kernels[rank].push_back(std::move(made));
-  }
-
   explore::Explorer& ready() {
     if (explorer) return *explorer;
     for (size_t r = 0; r < kernels.size(); ++r)
-      for (Kernel& kernel : kernels[r]) {
-        kernel.launch.arguments = kernel.words.data();
-        setup.ranks[r].launches.push_back(kernel.launch);
+      for (const auto& kernel : kernels[r]) {
+        sim::Launch launch = kernel->launch;
+        launch.seed = 1;
+        launch.races = setup.races;
+        launch.heap = setup.ranks[r].heap;
+        setup.ranks[r].launches.push_back(std::move(launch));
       }
     const auto judge = [this]() -> std::string {
       py::gil_scoped_acquire gil;
@@ -115,9 +88,12 @@ void bind_explorer(py::module_& m) {
            }),
            py::arg("ranks"), py::arg("memory"), py::arg("unseen"), py::arg("stack_bytes"), py::arg("races"),
            py::arg("holds"))
-      .def("add_kernel", &Ranks::add_kernel, py::arg("rank"), py::arg("library"), py::arg("kernel"),
-           py::arg("arguments"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"), py::arg("resident_blocks"),
-           py::arg("communicates"), py::arg("lines"))
+      .def(
+          "add_kernel",
+          [](Ranks& r, size_t rank, std::shared_ptr<sim::BoundLaunch> launch) {
+            r.kernels.at(rank).push_back(std::move(launch));
+          },
+          py::arg("rank"), py::arg("launch"))
       .def(
           "all",
           [](Ranks& r, uint64_t schedules, double seconds, int preemptions, bool reduce) {

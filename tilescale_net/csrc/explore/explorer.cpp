@@ -28,11 +28,11 @@ bool Explorer::at_end(Result& result) {
   const size_t events = path_.size();
   result.failure = job_.failure();
   result.gave_up = job_.gave_up();
-  const bool stuck = result.failure.empty() && job_.enabled().empty();
-  if (stuck && !job_.ended()) result.failure = "deadlock: nobody can go on: " + job_.waits();
-  else if (stuck) result.failure = judge();
+  const bool blocked = result.failure.empty() && job_.enabled().empty();
+  if (blocked && !job_.ended()) result.failure = "deadlock: nobody can go on: " + job_.waits();
+  else if (blocked) result.failure = judge();
   else if (result.failure.empty() && events >= kMostEvents) result.failure = "the job does not end";
-  if (!stuck && result.failure.empty()) return false;
+  if (!blocked && result.failure.empty()) return false;
   result.events = std::max<uint64_t>(result.events, events);
   result.states = judged_.size();
   if (result.failure.empty()) return true;

@@ -115,8 +115,8 @@ uint64_t Grid::warp(WarpOp op, uint32_t mask, uint64_t value, uint32_t argument)
   self.value = value;
   self.argument = argument;
   size_t i = 0;
-  for (; i < warp.meetings.size(); ++i) {
-    Meeting& m = warp.meetings[i];
+  for (; i < warp.pending_ops.size(); ++i) {
+    PendingWarpOp& m = warp.pending_ops[i];
     if (!(m.mask & mask)) continue;
     if (m.mask == mask && m.op == op) break;
     if ((m.arrived & mask) && (m.mask & own)) {
@@ -127,13 +127,13 @@ uint64_t Grid::warp(WarpOp op, uint32_t mask, uint64_t value, uint32_t argument)
       fail(Failure::kernel, what);
     }
   }
-  if (i == warp.meetings.size()) warp.meetings.push_back({op, mask, 0});
-  warp.meetings[i].arrived |= own;
-  if (warp.meetings[i].arrived == mask) {
-    const Meeting meeting = warp.meetings[i];
-    warp.meetings[i] = warp.meetings.back();
-    warp.meetings.pop_back();
-    complete(*self.block, index, meeting);
+  if (i == warp.pending_ops.size()) warp.pending_ops.push_back({op, mask, 0});
+  warp.pending_ops[i].arrived |= own;
+  if (warp.pending_ops[i].arrived == mask) {
+    const PendingWarpOp pending = warp.pending_ops[i];
+    warp.pending_ops[i] = warp.pending_ops.back();
+    warp.pending_ops.pop_back();
+    complete(*self.block, index, pending);
   } else {
     self.state = State::warp;
     leave();
@@ -142,14 +142,14 @@ uint64_t Grid::warp(WarpOp op, uint32_t mask, uint64_t value, uint32_t argument)
   return self.result;
 }
 
-void Grid::complete(Block& block, unsigned index, const Meeting& meeting) {
+void Grid::complete(Block& block, unsigned index, const PendingWarpOp& pending) {
   Fiber* lanes = &block.threads[index * 32];
   const auto each = [&](auto f) {
-    for (uint32_t rest = meeting.mask; rest; rest &= rest - 1) f(__builtin_ctz(rest));
+    for (uint32_t rest = pending.mask; rest; rest &= rest - 1) f(__builtin_ctz(rest));
   };
   uint64_t ballot = 0;
   bool equal = true;
-  const uint64_t first = lanes[__builtin_ctz(meeting.mask)].value;
+  const uint64_t first = lanes[__builtin_ctz(pending.mask)].value;
   each([&](int i) {
     if (lanes[i].announced || running_->announced) compare_calls(lanes[i]);
     ballot |= static_cast<uint64_t>(lanes[i].value != 0) << i;
@@ -157,7 +157,7 @@ void Grid::complete(Block& block, unsigned index, const Meeting& meeting) {
   });
   each([&](int i) {
     Fiber& lane = lanes[i];
-    switch (meeting.op) {
+    switch (pending.op) {
     case WarpOp::sync:
       lane.result = 0;
       break;
@@ -165,7 +165,7 @@ void Grid::complete(Block& block, unsigned index, const Meeting& meeting) {
       lane.result = ballot;
       break;
     case WarpOp::match_all:
-      lane.result = equal ? meeting.mask : 0;
+      lane.result = equal ? pending.mask : 0;
       break;
     case WarpOp::match_any: {
       uint64_t same = 0;
@@ -175,13 +175,13 @@ void Grid::complete(Block& block, unsigned index, const Meeting& meeting) {
     }
     case WarpOp::shuffle:
       // A lane outside the mask has no value to give: hardware returns anything, here all bits are set.
-      lane.result = meeting.mask >> (lane.argument & 31) & 1 ? lanes[lane.argument & 31].value : ~0ull;
+      lane.result = pending.mask >> (lane.argument & 31) & 1 ? lanes[lane.argument & 31].value : ~0ull;
       break;
     }
   });
-  if (order_ && launch_.races && meeting.op == WarpOp::sync) {
+  if (order_ && launch_.races && pending.op == WarpOp::sync) {
     const Warp& warp = block.warps[index];
-    order_->lanes_meet(warp_number(*running_), meeting.mask, !(warp.members & ~warp.exited & ~meeting.mask));
+    order_->lanes_meet(warp_number(*running_), pending.mask, !(warp.members & ~warp.exited & ~pending.mask));
     restamp();
   }
   if (scheduler) {

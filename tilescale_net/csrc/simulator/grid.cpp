@@ -70,8 +70,8 @@ void Grid::run() {
   FaultGuard guard;
   stalled_since_ns_ = now_ns();
   while (finished_ < blocks_ && failure_ == Failure::none) {
-    while (active_.size() < window_ && admitted_ < blocks_) admit();
-    arrange(ready_);
+    while (active_.size() < window_ && started_ < blocks_) start_block();
+    shuffle_order(ready_);
     // Threads that are woken run in the same round; its length is bounded all the same, so that polling threads and
     // pending remote operations get their turn beside threads that meet at barriers for ever.
     const size_t limit = 64 * ready_.size() + 65536;
@@ -85,7 +85,7 @@ void Grid::run() {
     next_.clear();
     if (finished_ < blocks_ && !between_rounds()) {
       failure_ = Failure::deadlock;
-      message_ = stuck();
+      message_ = describe_deadlock();
     }
   }
   if (order_ && failure_ == Failure::none) {
@@ -157,7 +157,7 @@ bool Grid::lag_step(bool still) {
   return true;
 }
 
-void Grid::admit() {
+void Grid::start_block() {
   std::unique_ptr<Block> block;
   if (spare_.empty()) {
     block = std::make_unique<Block>();
@@ -167,7 +167,7 @@ void Grid::admit() {
     block = std::move(spare_.back());
     spare_.pop_back();
   }
-  block->index = admitted_++;
+  block->index = started_++;
   block->live = static_cast<int>(threads_per_block_);
   for (Barrier& barrier : block->barriers) barrier = Barrier();
   block->votes = 0;
@@ -186,7 +186,7 @@ void Grid::admit() {
     const unsigned lanes = std::min<unsigned>(32, threads_per_block_ - static_cast<unsigned>(w) * 32);
     block->warps[w].members = lanes == 32 ? 0xffffffffu : (1u << lanes) - 1;
     block->warps[w].exited = 0;
-    block->warps[w].meetings.clear();
+    block->warps[w].pending_ops.clear();
     block->warps[w].lags = false;
   }
   Index3 at;
@@ -229,7 +229,7 @@ void Grid::admit() {
 }
 
 // The order in which a round runs its threads: as they come, backwards, or shuffled.
-void Grid::arrange(std::vector<Fiber*>& list) {
+void Grid::shuffle_order(std::vector<Fiber*>& list) {
   const uint64_t choice = random_.below(4);
   if (choice == 0) std::reverse(list.begin(), list.end());
   if (choice < 2) return;
@@ -269,12 +269,12 @@ void Grid::finish(Fiber& fiber) {
   Block& block = *fiber.block;
   Warp& warp = block.warps[fiber.view.linear / 32];
   warp.exited |= 1u << fiber.view.lane;
-  for (const Meeting& meeting : warp.meetings)
-    if (meeting.mask >> fiber.view.lane & 1) {
+  for (const PendingWarpOp& pending : warp.pending_ops)
+    if (pending.mask >> fiber.view.lane & 1) {
       failure_ = Failure::kernel;
       char what[160];
       snprintf(what, sizeof(what), "lane %u ended while other lanes wait for it in a warp operation with mask 0x%08x",
-               fiber.view.lane, meeting.mask);
+               fiber.view.lane, pending.mask);
       message_ = where(fiber) + ": " + what;
       return;
     }
@@ -285,7 +285,7 @@ void Grid::finish(Fiber& fiber) {
   spare_.push_back(std::move(*place));
   *place = std::move(active_.back());
   active_.pop_back();
-  if (active_.size() < window_ && admitted_ < blocks_) admit();
+  if (active_.size() < window_ && started_ < blocks_) start_block();
 }
 
 void Grid::wake(Fiber* fiber) {
@@ -350,16 +350,16 @@ bool Grid::idle_step(bool still) {
     tell_stall(false);
     return true;
   }
-  tell_stall(!lagging_ && (blocks_ == admitted_ || active_.size() == launch_.resident_blocks));
-  if (admitted_ < blocks_ && active_.size() < launch_.resident_blocks) {
+  tell_stall(!lagging_ && (blocks_ == started_ || active_.size() == launch_.resident_blocks));
+  if (started_ < blocks_ && active_.size() < launch_.resident_blocks) {
     const uint64_t room = launch_.resident_blocks - active_.size();
-    for (uint64_t n = std::min<uint64_t>(room, active_.size() + 1); n && admitted_ < blocks_; --n) admit();
+    for (uint64_t n = std::min<uint64_t>(room, active_.size() + 1); n && started_ < blocks_; --n) start_block();
     return true;
   }
   if (ready_.empty()) return false;
   if (now_ns() - stalled_since_ns_ > static_cast<uint64_t>(launch_.stall_seconds * 1e9)) return false;
   if (!still) return true;
-  starved_ = std::max(starved_, blocks_ - admitted_);
+  starved_ = std::max(starved_, blocks_ - started_);
   // Every thread polls for something that another process has to do: let it run.
   if (++idle_rounds_ < 64) {
     sched_yield();

@@ -47,14 +47,14 @@ struct Fiber {
 };
 
 // A warp operation that some lanes of its mask have not reached yet.
-struct Meeting {
+struct PendingWarpOp {
   WarpOp op;
   uint32_t mask, arrived;
 };
 
 struct Warp {
   uint32_t members = 0, exited = 0;
-  std::vector<Meeting> meetings;
+  std::vector<PendingWarpOp> pending_ops;
   bool lags = false;
 };
 
@@ -149,7 +149,7 @@ public:
   RaceMemory* heap() const { return heap_; } // whose ranks may be followed; null: none
   uint64_t random() { return random_(); }
   // Whether a remote write of this launch is delayed; one launch in three delays all, one none.
-  bool late_by_lot() { return random_.below(2) < late_; }
+  bool roll_delay() { return random_.below(2) < late_; }
   Fiber* running() const { return running_; }
   void* scheduler_context() const { return scheduler_; }
   const Launch& launch() const { return launch_; }
@@ -159,15 +159,15 @@ public:
 
 private:
   static void fiber_main();
-  void admit();
+  void start_block();
   void start(Fiber& fiber, unsigned linear, Block& block);
   void resume(Fiber& fiber);
   void leave(); // from the running thread to the scheduler
   void finish(Fiber& fiber);
-  void arrange(std::vector<Fiber*>& list);
+  void shuffle_order(std::vector<Fiber*>& list);
   void wake(Fiber* fiber);
   void release(Barrier& barrier, bool orders);
-  void complete(Block& block, unsigned warp, const Meeting& meeting);
+  void complete(Block& block, unsigned warp, const PendingWarpOp& pending);
   void compare_calls(const Fiber& first);
   std::string call_of(const Fiber& fiber) const;
   uint32_t warp_number(const Fiber& fiber) const;
@@ -186,12 +186,12 @@ private:
   void check_shared(Block& block);
   void describe_fault();
   std::string block_name(const Block& block) const;
-  std::string stuck() const;
+  std::string describe_deadlock() const;
 
   Launch launch_;
   StackPool& stacks_;
   Random random_;
-  uint64_t blocks_, admitted_ = 0, finished_ = 0;
+  uint64_t blocks_, started_ = 0, finished_ = 0;
   unsigned threads_per_block_;
   uint64_t window_; // blocks that run at a time while there is progress
   int max_quantum_;

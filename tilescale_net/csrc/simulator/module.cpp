@@ -1,4 +1,5 @@
 // The module tilescale_net._simulator.
+#include "bound_launch.h"
 #include "happens_before.h"
 #include "kernel.h"
 #include "live_state.h"
@@ -24,47 +25,53 @@ bool check_interrupt() {
   return PyErr_CheckSignals() != 0;
 }
 
-sim::Index3 index(const std::array<unsigned, 3>& v) { return {v[0], v[1], v[2]}; }
-
 // Returns (failure, message, remark, switches); failure is 0 when the grid ran to its end.
-py::tuple launch(const sim::Library& library, const std::string& kernel, py::bytes arguments,
-                 std::array<unsigned, 3> grid, std::array<unsigned, 3> block, uint64_t shared_bytes, uint64_t seed,
-                 uint64_t resident_blocks, double stall_seconds, size_t stack_bytes, bool communicates, bool races,
-                 uint64_t heap, const std::vector<std::string>& lines) {
-  sim::Launch l;
-  library.bind(kernel, l);
-  const std::string words = arguments; // bytes objects need not be aligned
-  std::vector<uint64_t> slots((words.size() + 7) / 8);
-  memcpy(slots.data(), words.data(), words.size());
-  l.arguments = slots.data();
-  l.grid = index(grid);
-  l.block = index(block);
-  l.shared_bytes = shared_bytes;
-  l.seed = seed;
-  l.resident_blocks = resident_blocks;
-  l.stall_seconds = stall_seconds;
-  l.check_interrupt = check_interrupt;
-  l.communicates = communicates;
-  l.races = races;
-  l.heap = heap;
-  l.lines = lines;
+py::tuple run(const sim::BoundLaunch& bound, uint64_t seed, double stall_seconds, size_t stack_bytes, bool races,
+              uint64_t heap) {
+  sim::Launch launch = bound.launch;
+  launch.seed = seed;
+  launch.stall_seconds = stall_seconds;
+  launch.check_interrupt = check_interrupt;
+  launch.races = races;
+  launch.heap = heap;
   sim::Outcome outcome;
   {
     py::gil_scoped_release release;
-    outcome = sim::run(l, stack_bytes);
+    outcome = sim::run(launch, stack_bytes);
   }
   if (outcome.failure == sim::Failure::interrupted) throw py::error_already_set();
   return py::make_tuple(static_cast<int>(outcome.failure), outcome.message, outcome.remark, outcome.switches);
 }
 
+void bind_launch(py::module_& m) {
+  py::class_<sim::Library>(m, "Library", "A compiled kernel library.")
+      .def(py::init<const std::string&>(), py::arg("path"));
+  using Extents = std::array<unsigned, 3>;
+  py::class_<sim::BoundLaunch, std::shared_ptr<sim::BoundLaunch>>(m, "Launch", "A kernel with its arguments.")
+      .def(py::init([](py::object library, const std::string& kernel, const std::string& arguments, Extents grid,
+                       Extents block, uint64_t shared_bytes, uint64_t resident_blocks, bool communicates,
+                       std::vector<std::string> lines) {
+             auto made = std::make_shared<sim::BoundLaunch>(std::move(library), kernel, arguments);
+             sim::Launch& l = made->launch;
+             l.grid = {grid[0], grid[1], grid[2]};
+             l.block = {block[0], block[1], block[2]};
+             l.shared_bytes = shared_bytes;
+             l.resident_blocks = resident_blocks;
+             l.communicates = communicates;
+             l.lines = std::move(lines);
+             return made;
+           }),
+           py::arg("library"), py::arg("kernel"), py::arg("arguments"), py::kw_only(), py::arg("grid"),
+           py::arg("block"), py::arg("shared_bytes"), py::arg("resident_blocks"), py::arg("communicates"),
+           py::arg("lines"))
+      .def("run", run, py::kw_only(), py::arg("seed"), py::arg("stall_seconds"), py::arg("stack_bytes"),
+           py::arg("races"), py::arg("heap"));
+}
+
 } // namespace
 
 void bind_simulator(py::module_& m) {
-  py::class_<sim::Library>(m, "Library", "A compiled kernel library.")
-      .def(py::init<const std::string&>(), py::arg("path"))
-      .def("launch", launch, py::arg("kernel"), py::arg("arguments"), py::arg("grid"), py::arg("block"),
-           py::arg("shared_bytes"), py::arg("seed"), py::arg("resident_blocks"), py::arg("stall_seconds"),
-           py::arg("stack_bytes"), py::arg("communicates"), py::arg("races"), py::arg("heap"), py::arg("lines"));
+  bind_launch(m);
   bind_live_state(m);
   bind_explorer(m);
   m.attr("API_VERSION") = sim::kApiVersion;

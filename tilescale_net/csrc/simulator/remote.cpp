@@ -196,7 +196,7 @@ bool defer(const RemoteOperation& o) {
   Random random(grid.random());
   std::lock_guard<std::mutex> lock(s.mutex);
   Target& target = s.targets[o.pe];
-  bool later = s.visibility == Visibility::late || grid.late_by_lot();
+  bool later = s.visibility == Visibility::late || grid.roll_delay();
   if (!later && o.peer_signal)
     for (const Pending& other : target.pending)
       later = later || (other.epoch < target.epoch && !other.pieces.empty()) ||

@@ -62,14 +62,14 @@ void Grid::describe_fault() {
 }
 
 std::string Grid::never_started() const {
-  const uint64_t blocks = std::max(starved_, blocks_ - admitted_);
+  const uint64_t blocks = std::max(starved_, blocks_ - started_);
   if (!blocks) return "";
   return std::to_string(blocks) + " of " + std::to_string(blocks_) + " blocks never started, because only " +
          std::to_string(launch_.resident_blocks) +
          " are resident at a time on the simulated GPU (TSN_SIM_SMS sets its size)";
 }
 
-std::string Grid::stuck() const {
+std::string Grid::describe_deadlock() const {
   std::string out = "the grid cannot go on (deadlock)";
   int shown = 0;
   for (const auto& block : active_) {

@@ -11,8 +11,8 @@ Scheduler* scheduler = nullptr;
 std::vector<std::vector<Fiber*>> Grid::threads_of_blocks() {
   std::vector<std::vector<Fiber*>> blocks;
   window_ = blocks_;
-  while (admitted_ < blocks_) {
-    admit();
+  while (started_ < blocks_) {
+    start_block();
     blocks.push_back(std::move(ready_));
     ready_.clear();
   }
