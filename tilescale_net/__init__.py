@@ -249,7 +249,8 @@ def shrink(step: int = 0, *, timeout: float | None = None, group: Group = None) 
     Raises:
         PeerLost: the others have gone on without this rank, the process that keeps the store of the job is gone, or another
             rank was lost meanwhile, after which it may be called again.
-        TileScaleError: the group has ranks on several nodes, or the failure is this rank's own; it raises that one.
+        FabricError, ConfigurationError: the network between nodes could not be set up anew.
+        TileScaleError: the failure is this rank's own; it raises that one.
     """
     return world(group).shrink(step, timeout)
 

@@ -88,10 +88,12 @@ def _losses() -> None:
     tsn.free(kept)
 
 
-def test_ranks_are_lost_one_after_the_other():
+@pytest.mark.parametrize("nodes", [1, pytest.param(RANKS, marks=pytest.mark.nightly)])
+def test_ranks_are_lost_one_after_the_other(nodes):
     """With a store that a launcher keeps."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port), "TSN_TIMEOUT": str(TIMEOUT)}
+    env["VIRTUAL_NODES"] = str(nodes)
     left_behind = set(os.listdir("/dev/shm"))
     outcomes = ranks.launch(RANKS, _losses, env=env)
     killed = [r for r, outcome in enumerate(outcomes) if outcome.exitcode == -signal.SIGKILL]

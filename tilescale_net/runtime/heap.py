@@ -117,7 +117,12 @@ class Heap:
         self._settle = settle
         self._allocator = Allocator(SYSTEM_BYTES, memory.size)
         self._made: dict[int, tuple[str, tuple[int, ...], torch.dtype]] = {}  # by offset: call, shape, dtype
-        memory.bytes_tensor(0, SYSTEM_BYTES).zero_()
+        self.clear_system_area()
+
+    def clear_system_area(self) -> None:
+        """The package's own words as at the start: barriers, queues, adds that wait. No kernel runs, on no rank."""
+        with torch.inference_mode(False):
+            self._memory.bytes_tensor(0, SYSTEM_BYTES).zero_()
 
     @property
     def base(self) -> int:
