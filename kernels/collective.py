@@ -86,7 +86,7 @@ class Collective:
         if len(self._members) < self.n_pes and not self.works_with_some:
             raise tsn.TileScaleError(
                 f"{name}: ranks were left out of the job (now {self._members}), and it works with all of them only; make a "
-                "world of those that are left (tilescale_net.init with a new group), and this in it"
+                "world of those that are left (tilescale_net.init with a new group, or a StoreGroup), and this in it"
             )
         self._world.control.agree(name, f"threads={threads}, blocks={blocks}, {configuration}")
 

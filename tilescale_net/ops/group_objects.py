@@ -18,6 +18,7 @@ from tilescale_net.kernels.all_to_all import AllToAll
 from tilescale_net.kernels.collective import Collective
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 from tilescale_net.kernels.send_recv import SendRecv
+from tilescale_net.runtime.groups import StoreGroup
 
 _of_worlds: dict = {}
 
@@ -28,7 +29,7 @@ def name_of(group: tsn.Group) -> str:
         return ""
     if isinstance(group, str):
         return group
-    if isinstance(group, torch.distributed.ProcessGroup):
+    if isinstance(group, torch.distributed.ProcessGroup | StoreGroup):
         return group.group_name
     if isinstance(group, torch.distributed.device_mesh.DeviceMesh):
         return group.get_group().group_name

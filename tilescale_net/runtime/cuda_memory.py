@@ -31,7 +31,7 @@ def ordinal(group, local_rank: int) -> int:
     """Which GPU is this rank's, where no world of this process has one yet.
 
     Args:
-        group: of torch.distributed, whose ranks are those of a program that may have chosen its GPU; None: the whole job.
+        group: of the world, whose ranks are those of a program that may have chosen its GPU; None: the whole job.
         local_rank: number of this rank among those of `group` on this host.
     """
     default = torch.distributed.group.WORLD
@@ -44,7 +44,8 @@ def ordinal(group, local_rank: int) -> int:
         return local_rank
     if torch.cuda.is_initialized():
         return torch.cuda.current_device()
-    return torch.distributed.get_rank() % max(1, torch.cuda.device_count())
+    number = torch.distributed.get_rank() if torch.distributed.is_initialized() else local_rank
+    return number % max(1, torch.cuda.device_count())
 
 
 class CudaMemory:

@@ -35,7 +35,7 @@ class World:
     """Rank, heap, peers and context of this process in one group.
 
     Attributes:
-        group: the group of torch.distributed that it was made of; None: all ranks of the job.
+        group: what it was made of, a ProcessGroup or a StoreGroup; None: all ranks of the job.
         job_ranks: the rank in the job of each PE.
         rank, size: index of this PE and number of PEs in team "world".
         topology: placement of the PEs on nodes.
@@ -54,7 +54,7 @@ class World:
     def __init__(
         self,
         heap_bytes: int | str | None,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | groups.StoreGroup | None = None,
         device: torch.device | None = None,
     ):
         """See `tilescale_net.init`; `device` is that of the other worlds of this process."""
@@ -109,7 +109,7 @@ class World:
     def _meet_the_others(self, wanted: str, silence: float) -> list[str]:
         """Learn where the ranks are, watch over them from now on, and agree on what is wanted; the host of every rank."""
         virtual = settings.VIRTUAL_NODES.get()
-        place = topology.virtual_node(dist.get_rank(), dist.get_world_size()) if self.group is not None else 0
+        place = topology.virtual_node(*groups.own_number(self.group)) if self.group is not None else 0
         facts = self.control.gather("tilescale_net.init", [topology.host_identity(), os.getpid(), place])
         hosts, pids, places = map(list, zip(*facts))
         self._watch = lambda: Watchdog(
