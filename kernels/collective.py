@@ -102,8 +102,8 @@ class Collective:
     def allocate(self, specs: BufferSpecs) -> dict[str, torch.Tensor]:
         """All of it, zeroed, or HeapError before anything is allocated."""
         sizes, memory = sizes_of(specs), self._world.heap
-        wanted = memory.size_to_hold(sizes)
-        if wanted > memory.size:
+        if not memory.make_room(sizes):
+            wanted = memory.size_to_hold(sizes)
             raise tsn.HeapError(
                 f"{self.name} on rank {self.rank}: needs {heap.footprint(sizes)} bytes of symmetric memory, which the heap of "
                 f"{memory.size} bytes has no room for beside what it holds; set TSN_HEAP_SIZE={wanted} (or "

@@ -98,7 +98,8 @@ def init(
     them the job has one rank. A process may be in several worlds, one for each group; see docs/groups.md.
 
     Args:
-        heap_bytes: size of the symmetric heap in bytes, or text such as "2G"; default TSN_HEAP_SIZE.
+        heap_bytes: size of the symmetric heap in bytes, or text such as "2G"; default TSN_HEAP_SIZE. It grows to
+            TSN_HEAP_LIMIT when it is full.
         group: the ranks that take part, of any backend: a ProcessGroup, a DeviceMesh of one dimension, or the name of a
             group; or a StoreGroup, of processes that share no more than a store. PEs are numbered as the ranks of the
             group. Default: all ranks of the job.
@@ -191,7 +192,7 @@ def empty(shape: Sequence[int] | int, dtype: torch.dtype | None = None, *, group
 
     Raises:
         TypeError: a shape or dtype that is none.
-        HeapError: no room left.
+        HeapError: no room left, and the heap has grown to TSN_HEAP_LIMIT, or a rank has no memory for more.
         RankMismatch: another rank asked for something else; names both.
     """
     import torch

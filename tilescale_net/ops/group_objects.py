@@ -29,7 +29,9 @@ def name_of(group: tsn.Group) -> str:
         return ""
     if isinstance(group, str):
         return group
-    if isinstance(group, torch.distributed.ProcessGroup | StoreGroup):
+    if isinstance(group, torch.distributed.ProcessGroup):
+        return group.group_name
+    if isinstance(group, StoreGroup):
         return group.group_name
     if isinstance(group, torch.distributed.device_mesh.DeviceMesh):
         return group.get_group().group_name

@@ -25,17 +25,49 @@ def grow(world, size: int) -> None:
     before = memory.size
     _all_or_none(world, before, lambda: memory.grow(size))
     handles = control.gather(_CALL, memory.grown_handle())
-    direct = [
-        (pe, handle)
-        for pe, handle in zip(control.members, handles)
-        if pe != world.rank and world.topology.is_direct(pe)
-    ]
-    _all_or_none(world, before, lambda: [memory.map_grown(pe, handle) for pe, handle in direct])
-    at = context.ContextHeader.heap_bytes.offset
-    world.write_context(at, memory.size.to_bytes(8, "little"))
+    _all_or_none(world, before, lambda: _map(world, handles))
+    _tell_kernels(world)
     if world.proxy is not None:
-        _renew_proxy(world)
+        try:
+            _renew_proxy(world)
+        except TileScaleError as err:
+            world.fail(err)
     control.agree(_CALL, f"{memory.size} bytes")
+
+
+def level(world, live: dict[int, int]) -> None:
+    """After a loss in the middle of `grow`: heaps of one size again, that of before where nothing `live` lies beyond.
+
+    Collective; the proxies begin anew afterwards.
+
+    Args:
+        live: blocks of the heap of any rank, offset -> bytes.
+
+    Raises:
+        TileScaleError, OSError: this rank has no memory for what lies in others' heaps.
+    """
+    memory, control = world.memory, world.control
+    sizes = control.gather(_CALL, memory.size)
+    needed = max((offset + size for offset, size in live.items()), default=0)
+    size = min(sizes) if needed <= min(sizes) else max(sizes)
+    if size < max(sizes):
+        memory.take_back(size)
+    elif memory.size < size:
+        memory.grow(size)
+    if memory.limit > size or min(sizes) < max(sizes):
+        _map(world, control.gather(_CALL, memory.grown_handle()))
+    _tell_kernels(world)
+
+
+def _map(world, handles: list) -> None:
+    """Map what the other members of the node have added."""
+    for pe, handle in zip(world.control.members, handles):
+        if pe != world.rank and world.topology.is_direct(pe):
+            world.memory.map_grown(pe, handle)
+
+
+def _tell_kernels(world) -> None:
+    world.write_context(context.ContextHeader.heap_bytes.offset, world.memory.size.to_bytes(8, "little"))
 
 
 def _all_or_none(world, before: int, step) -> None:

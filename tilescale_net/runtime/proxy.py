@@ -24,7 +24,7 @@ def start(world) -> tuple[RunningProxy, int, int]:
 
 
 class RunningProxy:
-    """The native proxy with this package's options and errors. Made by `start`; after `end` by `restart`."""
+    """The native proxy with this package's options and errors. Made by `start`; after `end` or `pause` by `restart`."""
 
     def __init__(self, world):
         try:
@@ -100,6 +100,11 @@ class RunningProxy:
             proxy.explain(reason)
             self._world.page.abort()
             proxy.close()
+
+    def pause(self) -> None:
+        """Serve nobody any more, when all ranks have drained and met; `restart` must come next."""
+        proxy, self._proxy = self._proxy, None
+        proxy.close()
 
     def restart(self, call: str) -> None:
         """Begin anew with those peers that are left, with empty queues. Collective; no kernel runs, on no rank."""

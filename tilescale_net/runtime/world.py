@@ -17,6 +17,7 @@ from tilescale_net.runtime import (
     context,
     device_errors,
     groups,
+    growth,
     memory,
     settings,
     start_up,
@@ -84,13 +85,15 @@ class World:
     def _set_up(self, heap_bytes: int | str | None, silence: float, device: torch.device | None) -> None:
         kind = settings.device_kind() if device is None else "cuda" if device.type == "cuda" else "simulator"
         size = settings.heap_bytes(heap_bytes, on_gpu=kind == "cuda")
-        hosts = self._meet_the_others(f"heap_bytes={size}, device={kind}", silence)
-        self.memory = memory.create(kind, size, device, self.group, self.topology.local_rank)
+        limit = settings.heap_limit(size, on_gpu=kind == "cuda")
+        hosts = self._meet_the_others(f"heap_bytes={size}, TSN_HEAP_LIMIT={limit}, device={kind}", silence)
+        self.memory = memory.create(kind, size, limit, device, self.group, self.topology)
         self.device_kind, self.device = self.memory.device_kind, self.memory.device
         self.recorder = recorder.start(self, hosts)
         self.page.address = self.memory.pinned(abort_page.BYTES)
-        self.heap = Heap(self.memory, self.control.agree, self.rank, self.check, self._settle)
-        handles = self.control.gather("tilescale_net.init", self.memory.handle())
+        self.heap = Heap(self.memory, self.control.agree, self.rank, self.check, self._settle, self._grow)
+        limits, handles = zip(*self.control.gather("tilescale_net.init", [self.memory.limit, self.memory.handle()]))
+        self.memory.limit = min(limits)  # some ranks may not have got so many addresses
         self.peer_base = [self._base_of(pe, handles[pe]) for pe in range(self.size)]
         self.memory.on_mapped(self.control, self.rank, hosts, self.peer_base)
         queues = n_queues = 0
@@ -274,7 +277,9 @@ class World:
         self._watchdog = self._watch()  # before ranks wait for each other again
         self.control.reason_of = self._watchdog.reason
         self.control.connect_members()
-        self.heap.restore(survivors.live_everywhere(self.control, self.heap.live))
+        live = survivors.live_everywhere(self.control, self.heap.live)
+        growth.level(self, live)
+        self.heap.restore(live)
         self.heap.clear_system_area()
         if self.proxy is not None:
             self.proxy.restart("tilescale_net.shrink")
@@ -293,11 +298,19 @@ class World:
     def _forget_failure(self) -> None:
         """As before the first failure; no kernel runs."""
         self.page.clear()
-        at = context.ContextHeader.aborted.offset
-        self._context_bytes[at : at + 8].zero_()
-        self.memory.synchronize()
+        self.write_context(context.ContextHeader.aborted.offset, bytes(8))
         self.failure = None
         self.reporter.forget_failure(self.control.era + 1)
+
+    def write_context(self, at: int, data: bytes) -> None:
+        """Change what kernels take as their context; none runs."""
+        with torch.inference_mode(False):
+            new = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self._context_bytes[at : at + len(data)].copy_(new)
+        self.memory.synchronize()
+
+    def _grow(self, size: int) -> None:
+        growth.grow(self, size)
 
     def _settle(self) -> bool:
         return self.proxy is not None and self.proxy.settle()

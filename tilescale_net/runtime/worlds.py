@@ -226,7 +226,7 @@ def _rebind() -> None:
     binding = _alive[0] if len(_alive) == 1 else object() if _alive else None
     _by_base = sorted(_alive, key=lambda world: world.heap.base)
     _bases = [world.heap.base for world in _by_base]
-    _ends = [world.heap.base + world.heap.size for world in _by_base]
+    _ends = [world.heap.base + world.heap.limit for world in _by_base]
 
 
 def _take(world: World) -> World:
