@@ -57,7 +57,10 @@ class Collective:
     Raises:
         ValueError: a launch geometry that the kernels or the GPU cannot run.
         RankMismatch: ranks that differ in any of it; names both.
+        TileScaleError: ranks have left the job, and the kernels work with all of them.
     """
+
+    works_with_some = False  # of the ranks of the world
 
     def __init__(self, name: str, configuration: str, threads: int, blocks: int, group: tsn.Group = None) -> None:
         self._world = tsn.world(group)
@@ -80,6 +83,11 @@ class Collective:
         self._owned: list[torch.Tensor] = []
         self._counters: list[torch.Tensor] = []
         self._members = self._world.control.members
+        if len(self._members) < self.n_pes and not self.works_with_some:
+            raise tsn.TileScaleError(
+                f"{name}: ranks were left out of the job (now {self._members}), and it works with all of them only; make a "
+                "world of those that are left (tilescale_net.init with a new group, or a StoreGroup), and this in it"
+            )
         self._world.control.agree(name, f"threads={threads}, blocks={blocks}, {configuration}")
 
     def _symmetric(self, shape: tuple[int, ...] | int, dtype: torch.dtype) -> torch.Tensor:
@@ -94,8 +102,8 @@ class Collective:
     def allocate(self, specs: BufferSpecs) -> dict[str, torch.Tensor]:
         """All of it, zeroed, or HeapError before anything is allocated."""
         sizes, memory = sizes_of(specs), self._world.heap
-        wanted = memory.size_to_hold(sizes)
-        if wanted > memory.size:
+        if not memory.make_room(sizes):
+            wanted = memory.size_to_hold(sizes)
             raise tsn.HeapError(
                 f"{self.name} on rank {self.rank}: needs {heap.footprint(sizes)} bytes of symmetric memory, which the heap of "
                 f"{memory.size} bytes has no room for beside what it holds; set TSN_HEAP_SIZE={wanted} (or "

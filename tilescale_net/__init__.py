@@ -41,11 +41,12 @@ if TYPE_CHECKING:
 
     from tilescale_net.compiler.jit import compile, jit
     from tilescale_net.compiler.macro import macro
+    from tilescale_net.runtime.groups import StoreGroup
     from tilescale_net.runtime.survivors import Survivors
     from tilescale_net.runtime.world import World
 
     # None: the world of all ranks of the job, or the only one.
-    Group: TypeAlias = ProcessGroup | DeviceMesh | World | str | None
+    Group: TypeAlias = ProcessGroup | DeviceMesh | StoreGroup | World | str | None
 
 __version__ = "0.1.0"
 
@@ -62,6 +63,7 @@ __all__ = [
     "RankMismatch",
     "SimulatorDeadlock",
     "SimulatorUnsupported",
+    "StoreGroup",
     "TileScaleError",
     "WaitTimeout",
     "barrier",
@@ -86,7 +88,9 @@ __all__ = [
 ]
 
 
-def init(heap_bytes: int | str | None = None, *, group: ProcessGroup | DeviceMesh | str | None = None) -> World:
+def init(
+    heap_bytes: int | str | None = None, *, group: ProcessGroup | DeviceMesh | StoreGroup | str | None = None
+) -> World:
     """Join the job, or a group of its ranks: bootstrap over torch.distributed, symmetric heap, peer mapping, proxy.
 
     Collective over the ranks of the group; the others need not know. Without a group it uses the default process group
@@ -94,9 +98,11 @@ def init(heap_bytes: int | str | None = None, *, group: ProcessGroup | DeviceMes
     them the job has one rank. A process may be in several worlds, one for each group; see docs/groups.md.
 
     Args:
-        heap_bytes: size of the symmetric heap in bytes, or text such as "2G"; default TSN_HEAP_SIZE.
+        heap_bytes: size of the symmetric heap in bytes, or text such as "2G"; default TSN_HEAP_SIZE. It grows to
+            TSN_HEAP_LIMIT when it is full.
         group: the ranks that take part, of any backend: a ProcessGroup, a DeviceMesh of one dimension, or the name of a
-            group. PEs are numbered as the ranks of the group. Default: all ranks of the job.
+            group; or a StoreGroup, of processes that share no more than a store. PEs are numbered as the ranks of the
+            group. Default: all ranks of the job.
 
     Returns:
         The `World` of this process in the group.
@@ -186,7 +192,7 @@ def empty(shape: Sequence[int] | int, dtype: torch.dtype | None = None, *, group
 
     Raises:
         TypeError: a shape or dtype that is none.
-        HeapError: no room left.
+        HeapError: no room left, and the heap has grown to TSN_HEAP_LIMIT, or a rank has no memory for more.
         RankMismatch: another rank asked for something else; names both.
     """
     import torch
@@ -249,7 +255,8 @@ def shrink(step: int = 0, *, timeout: float | None = None, group: Group = None) 
     Raises:
         PeerLost: the others have gone on without this rank, the process that keeps the store of the job is gone, or another
             rank was lost meanwhile, after which it may be called again.
-        TileScaleError: the group has ranks on several nodes, or the failure is this rank's own; it raises that one.
+        FabricError, ConfigurationError: the network between nodes could not be set up anew.
+        TileScaleError: the failure is this rank's own; it raises that one.
     """
     return world(group).shrink(step, timeout)
 
@@ -290,6 +297,10 @@ def __getattr__(name: str) -> Any:
         from tilescale_net.compiler import jit as _jit
 
         return getattr(_jit, name)
+    if name == "StoreGroup":
+        from tilescale_net.runtime.groups import StoreGroup as _StoreGroup
+
+        return _StoreGroup
     if name == "macro":
         from tilescale_net.compiler.macro import macro as _macro
 

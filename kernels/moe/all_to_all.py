@@ -67,8 +67,8 @@ class AllToAll(Participant):
         warm_up: compile the kernels of every call that can be made, not only those of an ordinary one, so that no rank
             waits in a call for one that compiles. Default: on a GPU.
         tuning: launch geometry and message sizes.
-        grow: where the symmetric heap has no room, take another one, of a world of the same ranks that `free` ends; `world`
-            is the one that the object is in. `tilescale_net.shrink` must be called for it too then (group=object.world).
+        grow: where the symmetric heap has no room up to its limit, take another one, of a world of the same ranks that `free`
+            ends; `world` is the one that the object is in. `tilescale_net.shrink` must be called for it too then.
         arena: symmetric memory for its rows, which other objects use too; see `Arena`.
         group: whose ranks these are, rank r the r-th of them; see `tilescale_net.world`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 import tilescale_net as tsn
 from tilescale_net.kernels.moe.config import COMBINE_DTYPES, FP8, Config
@@ -200,12 +201,28 @@ class ArgumentChecks:
         check_tensor("values", values, self._device, (torch.float32,), shape, alignment=4)
 
 
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """False for one that stands for a shape alone, as torch's FakeTensor does."""
+    if isinstance(tensor, FakeTensor):
+        return False
+    try:
+        return not tensor.numel() or tensor.data_ptr() != 0
+    except RuntimeError:  # as other subclasses say it
+        return False
+
+
 def check_tensor(argument: str, tensor, device, dtypes, shape, alignment: int = 16) -> None:
     """Raise ArgumentError unless `tensor` is a contiguous tensor of one of `dtypes` on `device`.
 
     Args:
         shape: a tuple; None as its first extent: any. alignment: bytes of which the tensor must begin at a multiple.
     """
+    if type(tensor) not in _ORDINARY and isinstance(tensor, torch.Tensor) and not _has_memory(tensor):
+        text = f"{argument} is a {type(tensor).__name__}, which has no memory that kernels could reach"
+        raise ArgumentError(argument, TypeError(text))
     if isinstance(tensor, torch.Tensor) and tensor.dtype in dtypes and tensor.device == device:
         got = tensor.shape
         fits = got == shape if shape[0] is not None else len(got) == len(shape) and got[1:] == shape[1:]

@@ -65,7 +65,7 @@ def world_with_room(world, config: Config, tuning: Tuning, active: tuple[bool, .
     world.control.agree("AllToAll", f"grow=True, {config.describe()}, {tuning}, active={active}")
     masks = [tuple(r in world.control.members for r in range(config.ranks)), *([active] if active else [])]
     sizes = sizes_of(symmetric_buffers(config, tuning, world.topology.nodes, 0 in world.peer_base, masks))
-    if world.heap.size_to_hold(sizes) <= world.heap.size:
+    if world.heap.size_to_hold(sizes) <= world.heap.limit:
         return world
     usual = settings.heap_bytes(None, world.device.type == "cuda")
     return worlds.beside(world, max(usual, heap.footprint(sizes) + SYSTEM_BYTES))

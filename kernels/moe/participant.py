@@ -25,6 +25,7 @@ class Participant(Collective):
         key: see tilescale_net.ops.
     """
 
+    works_with_some = True
     _arena: Arena | None = None
 
     def allocate(self, specs: BufferSpecs) -> dict[str, torch.Tensor]:

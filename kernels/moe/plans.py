@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import fields
@@ -51,9 +52,25 @@ class _Kept:
     """Half of a plan: fields other than `tokens` are there when they are asked for, and are the caller's from then on."""
 
     _of: _Tensors
+    tokens: int
 
     def __init__(self, tokens: int, tensors: _Tensors):
         self.__dict__.update(tokens=tokens, _of=tensors)
+
+    def __copy__(self):
+        return self  # nothing of it changes, and whoever holds it keeps the tensors from being used again
+
+    def __deepcopy__(self, memo: dict):
+        return self._apart(clone=True)
+
+    def __reduce__(self):
+        return copy.copy, (self._apart(clone=False),)
+
+    def _apart(self, clone: bool):
+        """A plan of the same kind, whose tensors belong to no AllToAll."""
+        kind = next(k for k in (RoutingPlan, ReceivedRows) if isinstance(self, k))
+        tensors = {name: getattr(self, name) for name in self._of._shapes}
+        return kind(self.tokens, **{name: t.clone() if clone else t for name, t in tensors.items()})
 
     @property
     def arguments(self) -> tuple:

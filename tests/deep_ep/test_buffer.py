@@ -1,5 +1,8 @@
 """What DeepEP's own tests ask of a Buffer, with small shapes, in a subgroup of a larger job."""
 
+import json
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +12,7 @@ import tilescale_net.deep_ep
 from tests import ranks
 from tests.deep_ep.support import EXPERTS, HIDDEN, TOP_K, Inputs, difference, plain_rows
 from tilescale_net.kernels.moe import reference
+from tilescale_net.runtime import worlds
 
 
 def _high_throughput(buffer, group, config) -> None:
@@ -16,7 +20,11 @@ def _high_throughput(buffer, group, config) -> None:
     for tokens, seed in ((9 - 3 * buffer.rank, 1), (70 * buffer.rank, 5)):
         inputs = Inputs(group, tokens, seed)
         layout = buffer.get_dispatch_layout(inputs.topk_idx, EXPERTS)
-        per_rank, _, per_expert, in_rank, _ = layout
+        per_rank, per_node, per_expert, in_rank, _ = layout
+        if tsn.world(group).topology.nodes == 1:
+            assert per_node is None
+        else:  # of one rank each
+            assert per_node.tolist() == per_rank.tolist() and per_node.dtype == torch.int32
         local, device = EXPERTS // inputs.ranks, tsn.device(group)
         hosts = torch.where(inputs.topk_idx < 0, -1, inputs.topk_idx // local)
         assert torch.equal(in_rank, torch.stack([(hosts == r).any(1) for r in range(inputs.ranks)], 1))
@@ -55,7 +63,7 @@ def _round(buffer, inputs, x, layout, with_choices: bool, config) -> None:
         wanted = torch.stack(wanted) if wanted else torch.zeros((0, TOP_K), dtype=torch.int64)
         here = (wanted >= 0) & (wanted // local == inputs.rank)
         assert torch.equal(idx.cpu(), torch.where(here, wanted % local, -1))
-    again, *nothing, _ = buffer.dispatch(x, handle=handle, config=config)
+    again, *nothing, _ = buffer.internode_dispatch(x, handle=handle, config=config)
     assert nothing == [None] * 4
     for a, b in zip(*([t] if isinstance(t, torch.Tensor) else t for t in (again, rows))):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
@@ -70,7 +78,7 @@ def _round(buffer, inputs, x, layout, with_choices: bool, config) -> None:
         else:
             assert back is None
     bias = torch.full_like(out, 0.25), torch.full_like(out, 2.0)
-    biased, _, _ = buffer.combine(y, handle, bias=bias)
+    biased, _, _ = buffer.internode_combine(y, handle, bias=bias)
     assert difference(biased.float() - 2.25, source * hosts) < 2e-5
 
 
@@ -130,7 +138,7 @@ def _low_latency(buffer, group) -> None:
             out = torch.empty_like(x)
             found, event, hook = buffer.low_latency_combine(
                 plain, inputs.topk_idx, inputs.weights, handle, zero_copy=zero_copy, out=out, async_finish=not hooked,
-                return_recv_hook=hooked,
+                return_recv_hook=hooked, use_logfmt=zero_copy,
             )  # fmt: skip
             hook() if hooked else event.current_stream_wait()
             assert found is out and not found.isnan().any()
@@ -138,8 +146,8 @@ def _low_latency(buffer, group) -> None:
 
 
 def _refusals(buffer, inputs) -> None:
-    with pytest.raises(tsn.TileScaleError, match="use_logfmt"):
-        buffer.low_latency_combine(None, None, None, None, use_logfmt=True)
+    with pytest.raises(tsn.TileScaleError, match="combine_wait_recv_cost_stats"):
+        buffer.low_latency_combine(None, None, None, None, combine_wait_recv_cost_stats=1)
     with pytest.raises(tsn.TileScaleError, match="dispatch_wait_recv_cost_stats"):
         buffer.low_latency_dispatch(None, None, 1, 1, dispatch_wait_recv_cost_stats=1)
     with pytest.raises(ValueError, match="no rank 2 among 2"):
@@ -167,7 +175,6 @@ def _program(which: str) -> None:
 
         EventOverlap(EventHandle()).current_stream_wait()
         nbytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(12, HIDDEN, 2, EXPERTS)
-        # The heap is too small for most of what comes.
         buffer = deep_ep.Buffer(group, 1 << 20, nbytes, low_latency_mode=True, explicitly_destroy=True)
         assert (buffer.rank, buffer.group_size) == (dist.get_rank() - 1, 2)
         if which == "high throughput":
@@ -185,9 +192,62 @@ def _program(which: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("nodes", [1, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("which", ["high throughput", "low latency"])
-def test_buffer(which):
-    ranks.run(3, _program, which, init=False, env={"TSN_HEAP_SIZE": "2M"}, timeout=280)
+def test_buffer(which, nodes):
+    # The heap is too small for most of what comes; it grows, or cannot and others join it.
+    env = {
+        "TSN_HEAP_SIZE": "2M",
+        "TSN_HEAP_LIMIT": "0" if which == "low latency" else "1G",
+        "VIRTUAL_NODES": str(nodes),
+    }
+    ranks.run(3, _program, which, init=False, env=env, timeout=280)
+
+
+class _Communicator:
+    """What mpi4py has, over a store."""
+
+    def __init__(self, port: int):
+        self._store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+        self._rank, self._size, self._calls = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 0
+
+    def Get_rank(self) -> int:
+        return self._rank
+
+    def Get_size(self) -> int:
+        return self._size
+
+    def allgather(self, value) -> list:
+        self._calls += 1
+        self._store.set(f"{self._calls}/{self._rank}", json.dumps(value))
+        return [json.loads(self._store.get(f"{self._calls}/{r}")) for r in range(self._size)]
+
+    def bcast(self, value, root: int = 0):
+        return self.allgather(value)[root]
+
+
+def _of_communicator(port: int) -> None:
+    from tilescale_net.deep_ep import Buffer
+
+    comm = _Communicator(port)
+    buffers = [Buffer(comm=comm, num_nvl_bytes=1 << 20) for _ in range(2)]
+    assert not dist.is_initialized() and len(worlds.alive()) == 1
+    first = buffers[0]
+    assert (first.rank, first.group_size) == (comm.Get_rank(), comm.Get_size())
+    x = torch.full((3, HIDDEN), float(first.rank + 1), dtype=torch.bfloat16, device=tsn.device())
+    idx = torch.tensor([[0, 1, 5]] * 3, device=x.device)
+    _, _, per_expert, in_rank, _ = first.get_dispatch_layout(idx, EXPERTS)
+    *_, handle, _ = first.dispatch(x, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, topk_idx=idx)
+    rows = first.dispatch(x, handle=handle)[0]
+    assert torch.equal(first.combine(rows, handle)[0], 2 * x)
+    for buffer in buffers:
+        buffer.destroy()
+    assert not worlds.alive()
+
+
+def test_a_communicator():
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    ranks.run(2, _of_communicator, store.port, init=False)
 
 
 def test_size_hints():

@@ -93,8 +93,10 @@ def _program(seed: int) -> None:
         one.destroy()
 
 
-def test_a_rank_is_lost():
+@pytest.mark.parametrize("nodes", [1, pytest.param(RANKS, marks=pytest.mark.nightly)])
+def test_a_rank_is_lost(nodes):
     seed = random.randrange(1 << 20)
-    outcomes = ranks.launch(RANKS, _program, seed, env={"TSN_TIMEOUT": "60"}, timeout=240)
+    env = {"TSN_TIMEOUT": "60", "VIRTUAL_NODES": str(nodes)}
+    outcomes = ranks.launch(RANKS, _program, seed, env=env, timeout=240)
     assert outcomes[2].exitcode == -signal.SIGKILL, outcomes[2]
     assert outcomes[0].ok and outcomes[1].ok, (seed, outcomes[0].error, outcomes[1].error)

@@ -119,6 +119,20 @@ def _gradients() -> None:
             assert ops.send(first, 1) is None
         else:
             assert not ops.recv(torch.empty_like(second), 0, requires_grad=True).requires_grad
+    factor, out = torch.ones(4, device=device, requires_grad=True), torch.ones(4, device=device)
+    used = (factor * out).sum()
+    for given in (out, out.view(2, 2).t()):
+        before = out._version
+        if rank == 0:
+            ops.send(first.detach().view(-1)[:4].clone(), 1)
+        else:
+            ops.recv(given, 0)
+            assert out._version == before + 1
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            used.backward()
+    with torch.inference_mode():
+        ops.send(torch.ones(3, device=device), 1) if rank == 0 else ops.recv(torch.zeros(3, device=device), 0)
     with pytest.raises(TypeError, match="out has dtype torch.int32, which has no gradients"):
         ops.recv(torch.empty(4, dtype=torch.int32, device=device), 1 - rank, requires_grad=True)
 

@@ -163,4 +163,4 @@ def _everything() -> None:
 
 @pytest.mark.timeout(600)  # compiles many kernels
 def test_products():
-    ranks.run(2, _everything, timeout=580)
+    ranks.run(2, _everything, env={"TSN_HEAP_LIMIT": "0"}, timeout=580)

@@ -14,7 +14,7 @@ from tests import ranks
 from tilescale_net.runtime import survivors
 
 RANKS, TIMEOUT = 7, 6.0
-SOON = 4.0  # seconds in which those go on who need not wait for anybody, on a busy machine
+SOON = 4.0  # seconds in which those go on who need not wait for anybody, on a busy machine; with proxies twice as many
 
 
 def _ended(pid: int) -> bool:
@@ -25,14 +25,18 @@ def _ended(pid: int) -> bool:
         return True
 
 
-def _go_on(left: list[int], step: int = 0, at_most: float = SOON) -> None:
+def _soon() -> float:
+    return SOON if tsn.world().proxy is None else 2 * SOON
+
+
+def _go_on(left: list[int], step: int = 0) -> None:
     with pytest.raises((tsn.PeerLost, tsn.WaitTimeout)):
         while True:
             tsn.barrier()
     begin = time.monotonic()
     done = tsn.shrink(step + tsn.rank())
     spent = time.monotonic() - begin
-    assert spent < at_most, (left, spent)
+    assert spent < _soon(), (left, spent)
     assert (done.ranks, done.steps) == (left, [step + r for r in left])
     tsn.check()
 
@@ -83,15 +87,17 @@ def _losses() -> None:
     if rank == 6:
         time.sleep(60)
     begin = time.monotonic()
-    assert tsn.shrink(timeout=1.5).ranks == [4, 5] and time.monotonic() - begin < 1.5 + SOON and _ended(pids[6])
+    assert tsn.shrink(timeout=1.5).ranks == [4, 5] and time.monotonic() - begin < 1.5 + _soon() and _ended(pids[6])
     _memory(kept, [4, 5])
     tsn.free(kept)
 
 
-def test_ranks_are_lost_one_after_the_other():
+@pytest.mark.parametrize("nodes", [1, pytest.param(RANKS, marks=pytest.mark.nightly)])
+def test_ranks_are_lost_one_after_the_other(nodes):
     """With a store that a launcher keeps."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port), "TSN_TIMEOUT": str(TIMEOUT)}
+    env["VIRTUAL_NODES"] = str(nodes)
     left_behind = set(os.listdir("/dev/shm"))
     outcomes = ranks.launch(RANKS, _losses, env=env)
     killed = [r for r, outcome in enumerate(outcomes) if outcome.exitcode == -signal.SIGKILL]

@@ -91,7 +91,7 @@ class Job:
             self.procs = procs
             started.set()
 
-        env = {"TSN_TIMEOUT": "5", "TSN_HEARTBEAT_TIMEOUT": "3"}
+        env = {"TSN_TIMEOUT": "5", "TSN_HEARTBEAT_TIMEOUT": "3", "TSN_HEAP_LIMIT": "0"}
         theirs = [pipe for _, pipe in pairs]
         self.thread = threading.Thread(
             target=lambda: ranks.launch(size, _serve, theirs, env=env, init=False, timeout=3600, on_start=on_start)

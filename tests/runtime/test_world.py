@@ -12,8 +12,7 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tilescale_net.runtime import settings, worlds
-from tilescale_net.runtime import world as world_module
+from tilescale_net.runtime import settings, start_up, worlds
 
 
 def _allocate_and_read_peers():
@@ -73,7 +72,7 @@ def _exhaust():
 
 
 def test_exhausted_heap_says_how_much_is_left():
-    for o in ranks.launch(2, _exhaust):
+    for o in ranks.launch(2, _exhaust, env={"TSN_HEAP_LIMIT": "0"}):
         assert o.error[0] == "HeapError" and "1073741824 bytes" in o.error[1] and "TSN_HEAP_SIZE" in o.error[1]
 
 
@@ -358,7 +357,7 @@ def test_init_after_finalize():
 
 def _of_another_version():
     if os.environ["RANK"] == "1":
-        world_module._version = lambda: "tilescale_net 0.0, device code abc"
+        start_up.version = lambda: "tilescale_net 0.0, device code abc"
     tsn.init("8M")
 
 

@@ -18,6 +18,7 @@ from tilescale_net.kernels.all_to_all import AllToAll
 from tilescale_net.kernels.collective import Collective
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 from tilescale_net.kernels.send_recv import SendRecv
+from tilescale_net.runtime.groups import StoreGroup
 
 _of_worlds: dict = {}
 
@@ -29,6 +30,8 @@ def name_of(group: tsn.Group) -> str:
     if isinstance(group, str):
         return group
     if isinstance(group, torch.distributed.ProcessGroup):
+        return group.group_name
+    if isinstance(group, StoreGroup):
         return group.group_name
     if isinstance(group, torch.distributed.device_mesh.DeviceMesh):
         return group.get_group().group_name

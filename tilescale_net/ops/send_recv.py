@@ -38,8 +38,12 @@ class _Recv(torch.autograd.Function):
 
 
 def _received(there: torch.Tensor, src: int, group: str) -> torch.Tensor:
+    """`there`, which has the version counter of the caller's tensor: what was computed from it cannot be differentiated."""
     if there.is_contiguous():
-        return _messages(group).recv(there, src)
+        _messages(group).recv(there, src)
+        if not there.is_inference():
+            torch.autograd.graph.increment_version(there)
+        return there
     return there.copy_(_messages(group).recv(torch.empty_like(there, memory_format=torch.contiguous_format), src))
 
 

@@ -57,6 +57,7 @@ class Control:
         self.size = len(self.job_ranks)
         self.reason_of = None
         self.on_met = lambda: None  # called when all ranks have come to a collective call
+        self.on_parted = lambda ranks: None  # called with ranks that take part no more, which may live
         # left: whether this rank was left out; it makes no collective call then but the one of finalize.
         # Ranks that collective calls are made by; a new list whenever ranks are left out.
         self.members: list[int] = list(range(self.size))
@@ -194,6 +195,7 @@ class Control:
                 self._meet(members, f"members/{self.era}/{len(members)}")
             except (RuntimeError, ValueError) as err:
                 raise PeerLost(self._explain(call, err, time.monotonic() - begin)) from err
+            self.on_parted(sorted(set(self.members) - set(members)))
             self.members = list(members)
         self.agree(call, str(members))
 
@@ -208,6 +210,7 @@ class Control:
 
     def leave(self) -> None:
         """This rank was left out: its collective calls concern nobody else from here on."""
+        self.on_parted([r for r in self.members if r != self.rank])
         self.members, self.left = [self.rank], True
 
     def give_up_others(self, members: list[int]) -> None:

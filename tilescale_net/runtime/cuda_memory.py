@@ -1,4 +1,7 @@
-"""Memory of a GPU rank: the heap from cudaMalloc, peers mapped by CUDA IPC, pinned host words."""
+"""Memory of a GPU rank: the heap from cudaMalloc, peers mapped by CUDA IPC, pinned host words.
+
+A heap that can grow lies in reserved addresses in place of that; see cuda_range.py.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import weakref
 import torch
 
 from tilescale_net.errors import ConfigurationError, TileScaleError
+from tilescale_net.runtime import cuda_range
 
 
 def _runtime():
@@ -31,7 +35,7 @@ def ordinal(group, local_rank: int) -> int:
     """Which GPU is this rank's, where no world of this process has one yet.
 
     Args:
-        group: of torch.distributed, whose ranks are those of a program that may have chosen its GPU; None: the whole job.
+        group: of the world, whose ranks are those of a program that may have chosen its GPU; None: the whole job.
         local_rank: number of this rank among those of `group` on this host.
     """
     default = torch.distributed.group.WORLD
@@ -44,7 +48,8 @@ def ordinal(group, local_rank: int) -> int:
         return local_rank
     if torch.cuda.is_initialized():
         return torch.cuda.current_device()
-    return torch.distributed.get_rank() % max(1, torch.cuda.device_count())
+    number = torch.distributed.get_rank() if torch.distributed.is_initialized() else local_rank
+    return number % max(1, torch.cuda.device_count())
 
 
 class CudaMemory:
@@ -53,14 +58,14 @@ class CudaMemory:
     device_kind = kind = "cuda"
     poisons = False
 
-    def __init__(self, size: int, ordinal: int):
+    def __init__(self, size: int, limit: int, ordinal: int):
         count = torch.cuda.device_count()
         if ordinal >= count:
             raise ConfigurationError(
                 f"local rank {ordinal} needs its own GPU, but this machine shows {count}; start at most {count} ranks "
                 "(GPUS=…), or set TSN_DEVICE=simulator"
             )
-        self.size = size
+        self.size, self.limit = size, limit
         self.ordinal = ordinal
         self.device = torch.device("cuda", ordinal)
         torch.cuda.set_device(ordinal)
@@ -72,17 +77,29 @@ class CudaMemory:
                 f"the symmetric heap of {size} bytes does not fit GPU {ordinal}: {free} of {total} bytes are free"
                 f"{_Allocation.held()}; set TSN_HEAP_SIZE (or init(heap_bytes=…)) lower"
             )
-        self._heap = _Allocation(self._rt, size)
-        self.base = self._heap.address
         self._peers: list[int] = []
         self._pinned: list[int] = []
+        self._growing: GrowingHeap | None = None
+        if limit > size:
+            check(self._rt.cudaFree(0), "cudaFree(0)")  # makes CUDA's context that of this thread
+            self._growing = GrowingHeap(cuda_range.Driver(ordinal), size, limit)
+            self._heap: _Allocation | GrowingHeap | None = self._growing
+            self.base = self._growing.address
+        else:
+            self._heap = allocation = _Allocation(self._rt, size)
+            self.base = allocation.address
 
     def handle(self) -> tuple[int, bytes, str]:
-        ipc = check(self._rt.cudaIpcGetMemHandle(self.base), "cudaIpcGetMemHandle")
         bus = check(self._rt.cudaDeviceGetPCIBusId(32, self.ordinal), "cudaDeviceGetPCIBusId")
-        return (os.getpid(), bytes(ipc.reserved), bus.decode().rstrip("\0") if isinstance(bus, bytes) else str(bus))
+        bus = bus.decode().rstrip("\0") if isinstance(bus, bytes) else str(bus)
+        if self._growing is not None:
+            return (os.getpid(), self._growing.offers.name, bus)
+        ipc = check(self._rt.cudaIpcGetMemHandle(self.base), "cudaIpcGetMemHandle")
+        return (os.getpid(), bytes(ipc.reserved), bus)
 
     def map_peer(self, pe: int, handle: tuple[int, bytes, str]) -> int:
+        if self._growing is not None:
+            return self._growing.map_peer(pe, handle[0], handle[1])
         ipc = self._rt.cudaIpcMemHandle_t()
         ipc.reserved = handle[1]
         try:
@@ -100,6 +117,27 @@ class CudaMemory:
             ) from err
         self._peers.append(address)
         return address
+
+    def grow(self, size: int) -> None:
+        """Have so many bytes for the heap. Raises TileScaleError when there are none."""
+        assert self._growing is not None  # a heap that has reached its limit is not asked
+        self._growing.grow(size)
+        self.size = size
+
+    def grown_handle(self) -> tuple[int]:
+        """The size to which it has grown; peers know where it is."""
+        return (self.size,)
+
+    def map_grown(self, pe: int, handle: tuple[int]) -> None:
+        """Map what a peer has added. Raises TileScaleError."""
+        assert self._growing is not None
+        self._growing.map_grown(pe)
+
+    def take_back(self, size: int) -> None:
+        """Undo `grow` and `map_grown`."""
+        assert self._growing is not None
+        self._growing.cut(size)
+        self.size = size
 
     def bytes_tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         if nbytes == 0:
@@ -149,9 +187,100 @@ class CudaMemory:
             rt.cudaIpcCloseMemHandle(address)
         for address in self._pinned:
             rt.cudaFreeHost(address)
-        if self._heap is not None:
+        if self._growing is not None:
+            self._growing.leave()
+        if isinstance(self._heap, _Allocation):
             self._heap.left_behind = True
-        self._peers, self._pinned, self._heap, self.base = [], [], None, 0
+        self._peers, self._pinned, self._heap, self._growing, self.base = [], [], None, None, 0
+
+
+class GrowingHeap:
+    """This rank's heap and those of its peers, each in addresses of its own; the heap lives as long as what refers to it.
+
+    Args:
+        driver: a cuda_range.Driver.
+        size, limit: bytes of memory and of addresses; multiples of the GPU's granularity.
+    """
+
+    def __init__(self, driver, size: int, limit: int):
+        self._driver, self._limit = driver, limit
+        step = driver.granularity()
+        if size % step or limit % step:
+            raise ConfigurationError(
+                f"a heap of {size} bytes that grows to {limit}: this GPU's memory comes in pieces of {step} bytes; make "
+                "TSN_HEAP_SIZE and TSN_HEAP_LIMIT multiples of that, or set TSN_HEAP_LIMIT=0"
+            )
+        self._own = cuda_range.Range(driver, limit)
+        self._peers: dict[int, tuple[cuda_range.Range, int, bytes]] = {}  # by PE, with process and name of its offers
+        self._sizes: list[int] = []  # of the pieces, the same on all ranks
+        self.offers = cuda_range.Offers()
+        try:
+            self.grow(size)
+        except BaseException:
+            self.leave()
+            raise
+
+    @property
+    def address(self) -> int:
+        return self._own.address
+
+    def grow(self, size: int) -> None:
+        """Have memory for so many bytes, which peers may map then."""
+        more = size - self._own.size
+        memory = self._own.extend(more)
+        try:
+            self.offers.add(self._driver.export(memory))
+        except TileScaleError:
+            self._own.cut(size - more)
+            raise
+        self._sizes.append(more)
+
+    def map_peer(self, pe: int, pid: int, name: bytes) -> int:
+        """Map a peer's heap; its address here."""
+        found = cuda_range.Range(self._driver, self._limit)
+        self._peers[pe] = found, pid, name
+        try:
+            self.map_grown(pe)
+        except TileScaleError as err:
+            raise ConfigurationError(
+                f"the heap of PE {pe} cannot be mapped: {err}. GPUs of one node must reach each other over NVLink or PCIe "
+                "peer access, and their ranks must share one container and user; otherwise set TSN_HEAP_LIMIT=0"
+            ) from err
+        return found.address
+
+    def map_grown(self, pe: int) -> None:
+        """Map the pieces of a peer's heap that are not mapped yet."""
+        there, pid, name = self._peers[pe]
+        begin = 0
+        for number, size in enumerate(self._sizes):
+            if begin >= there.size:
+                fd = cuda_range.take(name, pid, number)
+                try:
+                    there.extend(size, self._driver.adopt(fd))
+                finally:
+                    os.close(fd)
+            begin += size
+
+    def cut(self, size: int) -> None:
+        """Give back what lies behind the first `size` bytes, here and of the peers."""
+        for there, _, _ in self._peers.values():
+            there.cut(size)
+        while self._own.size > size:
+            self.offers.drop()
+            self._own.cut(self._own.size - self._sizes.pop())
+
+    def leave(self) -> None:
+        """Unmap the peers' heaps and offer nothing any more; this rank's own stays while something refers to it."""
+        for there, _, _ in self._peers.values():
+            there.close()
+        self._peers = {}
+        self.offers.close()
+
+    def __del__(self):
+        try:
+            self._own.close()
+        except Exception:  # the interpreter ends, and CUDA with it
+            pass
 
 
 class _Allocation:

@@ -2,23 +2,70 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from tilescale_net.errors import ConfigurationError
 
-_KINDS = "a ProcessGroup of torch.distributed, a DeviceMesh of one dimension, or the name of a group"
+_KINDS = "a ProcessGroup of torch.distributed, a DeviceMesh of one dimension, the name of a group, or a StoreGroup"
 
 
-def resolve(group: object) -> dist.ProcessGroup | None:
-    """The process group that `group` stands for; None for all ranks of the job (None, or torch's default group).
+_numbers = itertools.count()
+_store_groups: weakref.WeakValueDictionary[str, StoreGroup] = weakref.WeakValueDictionary()  # by name
+
+
+class StoreGroup:
+    """Ranks that meet in a store: processes of any jobs, with or without torch.distributed's process groups.
+
+    So survivors of a loss and processes that come new make a world together. Each of them makes one, with a store that all
+    of them reach, and gives it to `tilescale_net.init` as the group; no call of torch.distributed is needed.
+
+    Args:
+        store: of torch.distributed, such as a TCPStore client; a PrefixStore for each meeting keeps them apart. Nobody else
+            may wait in this object from another thread.
+        rank, size: of this process, of the group.
+        kept_by: the rank whose process keeps the store, if one of the group does.
+
+    Raises:
+        TypeError, ValueError: what is no store, or no rank of the group.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, kept_by: int | None = None):
+        if not isinstance(store, dist.Store):
+            raise TypeError(f"StoreGroup: store is a {type(store).__name__}; give a store of torch.distributed")
+        numbers = (rank, size) if kept_by is None else (rank, size, kept_by)
+        if any(isinstance(n, bool) or not isinstance(n, int) for n in numbers):
+            raise TypeError(f"StoreGroup: rank={rank!r}, size={size!r} and kept_by={kept_by!r} must be whole numbers")
+        if not 0 <= rank < size or kept_by is not None and not 0 <= kept_by < size:
+            raise ValueError(f"StoreGroup: rank {rank}, or kept_by={kept_by}, is none of a group of {size}")
+        self.store, self.kept_by = store, kept_by
+        self._rank, self._size = rank, size
+        # In this process only: what stands for it where a group is named, as in operators.
+        self.group_name = f"StoreGroup {next(_numbers)}"
+        _store_groups[self.group_name] = self
+
+    def rank(self) -> int:
+        """Of this process."""
+        return self._rank
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+
+def resolve(group: object) -> dist.ProcessGroup | StoreGroup | None:
+    """The group that `group` stands for; None for all ranks of the job (None, or torch's default group).
 
     Raises:
         ConfigurationError: it stands for no group of torch.distributed, or for one that this process is not in.
     """
-    if group is None:
-        return None
+    if isinstance(group, str):
+        group = _store_groups.get(group, group)
+    if group is None or isinstance(group, StoreGroup):
+        return group
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigurationError(
             f"group={_shown(group)}: torch.distributed has no groups yet; call torch.distributed.init_process_group first, "
@@ -38,14 +85,16 @@ def resolve(group: object) -> dist.ProcessGroup | None:
     return group
 
 
-def ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """The job's ranks of a group, in the order of their ranks in the group; None: of the job.
+def ranks(group: dist.ProcessGroup | StoreGroup | None) -> tuple[int, ...]:
+    """The job's ranks of a group, in the order of their ranks in the group; None: of the job. A StoreGroup has its own.
 
     Raises:
         ConfigurationError: torch.distributed does not know the group, or not any more.
     """
     if group is None:
         return tuple(range(dist.get_world_size()))
+    if isinstance(group, StoreGroup):
+        return tuple(range(group.size()))
     try:
         members = dist.get_process_group_ranks(group)
         return tuple(sorted(members, key=lambda rank: dist.get_group_rank(group, rank)))
@@ -54,6 +103,13 @@ def ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
             "torch.distributed does not know the group: it was destroyed, or made without torch.distributed.new_group, "
             "init_process_group or a DeviceMesh"
         ) from None
+
+
+def own_number(group: dist.ProcessGroup | StoreGroup | None) -> tuple[int, int]:
+    """Which process this is, and of how many, where no launcher says so."""
+    if isinstance(group, StoreGroup):
+        return group.rank(), group.size()
+    return dist.get_rank(), dist.get_world_size()
 
 
 def named(members: Sequence[int]) -> str:

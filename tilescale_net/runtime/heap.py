@@ -18,6 +18,8 @@ ALIGNMENT = 256
 GAP = 256
 # Heaps are whole pages.
 PAGE = 2 << 20
+# By so much a heap grows at least: doing so stops all kernels for a moment.
+STEP = 64 << 20
 # 0xFF bytes are NaN in every floating-point type and -1 in every signed integer.
 POISON = 0xFF
 
@@ -68,9 +70,9 @@ class Allocator:
             i -= 1
         self._holes.insert(i, (start, end))
 
-    def restore(self, start: int, live: dict[int, int]) -> None:
-        """Have these blocks (offset -> bytes) live, and no others; `start`: of the range."""
-        self.live, self._holes = dict(live), []
+    def restore(self, start: int, end: int, live: dict[int, int]) -> None:
+        """Have these blocks (offset -> bytes) live, and no others, in a range from `start` to `end`."""
+        self.live, self._holes, self._end = dict(live), [], end
         for offset, size in [*sorted(live.items()), (self._end, 0)]:
             if offset > start:
                 self._holes.append((start, offset))
@@ -87,6 +89,14 @@ class Allocator:
         ends = [trial.allocate(nbytes) + _rounded(nbytes) for nbytes in sizes]
         return max([self._end, *ends])
 
+    def extend(self, end: int) -> None:
+        """Let the range end there, further on."""
+        start = self._end
+        if self._holes and self._holes[-1][1] == start:
+            start = self._holes.pop()[0]
+        self._holes.append((start, end))
+        self._end = end
+
     @property
     def largest_hole(self) -> int:
         return max((end - start for start, end in self._holes), default=0)
@@ -100,6 +110,7 @@ class Heap:
         agree: collective check `(call, arguments) -> None`.
         check: called first by every call; raises when the job has failed or is over.
         settle: carries out what operations of other ranks still owe this heap; whether there can be such a thing.
+        grow: gives all ranks a heap of so many bytes, or raises HeapError on all of them; collective.
     """
 
     def __init__(
@@ -109,15 +120,22 @@ class Heap:
         rank: int,
         check: Callable[[], None] = lambda: None,
         settle: Callable[[], bool] | None = None,
+        grow: Callable[[int], None] | None = None,
     ):
         self._memory = memory
         self._agree = agree
         self._rank = rank
         self._check = check
         self._settle = settle
+        self._grow = grow
         self._allocator = Allocator(SYSTEM_BYTES, memory.size)
         self._made: dict[int, tuple[str, tuple[int, ...], torch.dtype]] = {}  # by offset: call, shape, dtype
-        memory.bytes_tensor(0, SYSTEM_BYTES).zero_()
+        self.clear_system_area()
+
+    def clear_system_area(self) -> None:
+        """The package's own words as at the start: barriers, queues, adds that wait. No kernel runs, on no rank."""
+        with torch.inference_mode(False):
+            self._memory.bytes_tensor(0, SYSTEM_BYTES).zero_()
 
     @property
     def base(self) -> int:
@@ -126,6 +144,26 @@ class Heap:
     @property
     def size(self) -> int:
         return self._memory.size
+
+    @property
+    def limit(self) -> int:
+        """Bytes to which it grows when it is full; `size` where it does not."""
+        return self._memory.limit if self._grow else self.size
+
+    def make_room(self, sizes: Sequence[int]) -> bool:
+        """Have room for tensors of these sizes, by growing where that is needed; False where it cannot. Collective.
+
+        Raises:
+            HeapError: a rank has no memory left; on all ranks.
+        """
+        wanted = self.size_to_hold(sizes)
+        if wanted <= self.size:
+            return True
+        if self._grow is None or wanted > self.limit:
+            return False
+        self._grow(min(self.limit, max(wanted, self.size + STEP)))
+        self._allocator.extend(self.size)
+        return True
 
     def size_to_hold(self, sizes: Sequence[int]) -> int:
         """Bytes of the smallest heap, this one or a larger one, that holds tensors of these sizes beside the live ones."""
@@ -152,13 +190,14 @@ class Heap:
         with torch.inference_mode(False):
             if not nbytes:
                 return torch.empty(shape, dtype=dtype, device=self._memory.device)
-            offset = self._allocator.allocate(nbytes)
+            offset = self._allocator.allocate(nbytes) if self.make_room([nbytes]) else None
             if offset is None:
                 raise HeapError(
                     f"rank {self._rank}: the symmetric heap is exhausted: {name}({list(shape)}, {dtype}) needs {nbytes} "
                     f"bytes, the largest free piece of the {self.size}-byte heap holds "
                     f"{max(0, self._allocator.largest_hole - GAP)}; free tensors, or set "
                     f"TSN_HEAP_SIZE={self.size_to_hold([nbytes])} (or init(heap_bytes=…)) or more"
+                    + (f"; it grows to TSN_HEAP_LIMIT={self.limit} at most" if self.limit > self.size else "")
                 )
             raw = self._memory.bytes_tensor(offset, nbytes)
             if zero:
@@ -203,7 +242,7 @@ class Heap:
         """Take what is live on other ranks too for given away here, after a collective call that not all have ended."""
         for offset in sorted(live.keys() - self._allocator.live.keys()):
             self._memory.on_allocate(self.base + offset, live[offset] - GAP, "what another rank still may use")
-        self._allocator.restore(SYSTEM_BYTES, live)
+        self._allocator.restore(SYSTEM_BYTES, self.size, live)
 
     def describe(self, offset: int) -> str | None:
         """The element at a heap offset in words, such as "[2, 0] of zeros([4, 2], torch.uint64)"; None where none is."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from tilescale_net.runtime.control import Control
+from tilescale_net.runtime.topology import Topology
 
 
 class Memory(Protocol):
@@ -18,6 +19,7 @@ class Memory(Protocol):
         device: torch device of tensors in it.
         ordinal: number of the GPU; -1 without one.
         size, base: of the heap in bytes, and its address in this process.
+        limit: bytes to which the heap can grow where it is.
         poisons: whether fresh and freed tensors are filled with NaN patterns, which shows reads of unwritten data.
     """
 
@@ -26,6 +28,7 @@ class Memory(Protocol):
     device: torch.device
     ordinal: int
     size: int
+    limit: int
     base: int
     poisons: bool
 
@@ -42,6 +45,18 @@ class Memory(Protocol):
             hosts: of every rank.
             peer_base: where every rank's heap is in this process; 0 for those that are not mapped.
         """
+
+    def grow(self, size: int) -> None:
+        """Have so many bytes for the heap. Raises TileScaleError or OSError when there are none."""
+
+    def grown_handle(self) -> tuple[Any, ...]:
+        """What a peer on this host needs to map what `grow` has added."""
+
+    def map_grown(self, pe: int, handle: Any) -> None:
+        """Map what a peer has added, behind what is mapped of it."""
+
+    def take_back(self, size: int) -> None:
+        """Undo `grow` and `map_grown`, to a heap of `size` bytes."""
 
     def bytes_tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """A uint8 tensor over heap bytes [offset, offset + nbytes)."""
@@ -74,12 +89,12 @@ class Memory(Protocol):
         """Let go of everything but what tensors still refer to."""
 
 
-def create(kind: str, size: int, device: torch.device | None, group: Any, local_rank: int) -> Memory:
-    """Memory with a heap of `size` bytes.
+def create(kind: str, size: int, limit: int, device: torch.device | None, group: Any, topology: Topology) -> Memory:
+    """Memory with a heap of `size` bytes, which may grow to `limit`.
 
     Args:
         kind: "cuda" or "simulator".
-        device: that of the other worlds of this process; None: `group` and `local_rank` say which GPU is this rank's,
+        device: that of the other worlds of this process; None: `group` and `topology` say which GPU is this rank's,
             see `cuda_memory.ordinal`.
 
     Raises:
@@ -88,8 +103,9 @@ def create(kind: str, size: int, device: torch.device | None, group: Any, local_
     if kind == "cuda":
         from tilescale_net.runtime import cuda_memory
 
-        ordinal = device.index if device is not None else cuda_memory.ordinal(group, local_rank)
-        return cuda_memory.CudaMemory(size, ordinal)
+        ordinal = device.index if device is not None else cuda_memory.ordinal(group, topology.local_rank)
+        # A NIC that reaches memory of a GPU has it registered in one piece.
+        return cuda_memory.CudaMemory(size, limit if topology.nodes == 1 else size, ordinal)
     from tilescale_net.runtime.simulator_memory import SimulatorMemory
 
-    return SimulatorMemory(size)
+    return SimulatorMemory(size, limit)

@@ -19,19 +19,12 @@ def start(world) -> tuple[RunningProxy, int, int]:
         The proxy, the device address of its queue views, and their number: what the context holds.
     """
     proxy = RunningProxy(world)
-    try:
-        addresses = world.control.gather("tilescale_net.init (proxy)", proxy.address())
-        proxy.connect(addresses)
-        # Nobody may send before everybody knows everybody: some networks drop writes from strangers.
-        world.control.agree("tilescale_net.init (proxy)", "connected")
-    except BaseException:
-        proxy.close()
-        raise
+    proxy.meet_peers("tilescale_net.init")
     return proxy, proxy.views_address, proxy.n_queues
 
 
 class RunningProxy:
-    """The native proxy with this package's options and errors. Made by `start`."""
+    """The native proxy with this package's options and errors. Made by `start`; after `end` or `pause` by `restart`."""
 
     def __init__(self, world):
         try:
@@ -41,17 +34,23 @@ class RunningProxy:
                 "PEs of other nodes need the native part, which is not built; run `python setup.py build_ext --inplace` "
                 f"or use launch.sh ({err})"
             ) from err
-        self._world = world
-        peers = [pe for pe in range(world.size) if not world.topology.is_direct(pe)]
-        memory = world.memory
+        self._make, self._world = _native.Proxy, world
+        # What the context of kernels holds stays as it is when the proxy starts again.
+        self.n_queues, self._threads = settings.PROXY_QUEUES.get(), settings.PROXY_THREADS.get()
+        self._proxy = self._create()
+        self._views: torch.Tensor = world.memory.upload(self._proxy.queue_views())
+        self.views_address = self._views.data_ptr()
+
+    def _create(self):
+        world, memory = self._world, self._world.memory
         transport = fabric.transport_options(
             multi_host=not world.topology.single_host, gpu_pci=_pci_address(memory), rails=settings.RAILS.get()
         )
-        self._proxy = _native.Proxy(
+        proxy = self._make(
             transport,
             rank=world.rank,
             n_pes=world.size,
-            peers=peers,
+            peers=[pe for pe in world.control.members if not world.topology.is_direct(pe)],
             heap_base=memory.base,
             heap_bytes=memory.size,
             heap_kind=memory.kind,
@@ -59,57 +58,85 @@ class RunningProxy:
             defers_adds=True,  # the host cannot add to memory of a GPU; the simulator does as GPUs do
             abort_word=world.page.address,
             timeout=world.timeout,
-            queues=settings.PROXY_QUEUES.get(),
-            threads=settings.PROXY_THREADS.get(),
+            queues=self.n_queues,
+            threads=self._threads,
             peer_threads=settings.PROXY_PEER_THREADS.get(),
             cpus=_cpus(memory),
             capacity=settings.PROXY_CAPACITY.get(),
             chunk_bytes=settings.PROXY_CHUNK.get(),
             force_staging=settings.PROXY_STAGING.get(),
-            trace=world.recorder.proxy_files(settings.PROXY_THREADS.get()) if world.recorder is not None else [],
+            trace=world.recorder.proxy_files(self._threads) if world.recorder is not None else [],
             print_stats=settings.PROXY_STATS.get(),
             trust_last_chunk=settings.TEST_ORDERING.get() == "last_chunk",
         )
-        views = self._proxy.queue_views()
-        self._views: torch.Tensor = memory.upload(views)
-        self.views_address = self._views.data_ptr()
-        self.n_queues = len(views) // 64
+        self.context_flags: int = proxy.context_flags  # what `Context::flags` must hold for kernels to meet it half-way
+        # Provider, libfabric version, rails and limits of the transport.
+        self.properties: dict = dict(proxy.properties())
+        return proxy
 
-    def address(self) -> bytes:
-        return self._proxy.address()
+    def meet_peers(self, call: str) -> None:
+        """Connect to the proxies of the other members, and start. Collective."""
+        control = self._world.control
+        try:
+            addresses = [b""] * self._world.size
+            for pe, address in zip(control.members, control.gather(f"{call} (proxy)", self._proxy.address())):
+                addresses[pe] = address
+            self._proxy.connect(addresses)
+            self._proxy.start()
+            # Nobody may send before everybody knows everybody: some networks drop writes from strangers.
+            control.agree(f"{call} (proxy)", "connected")
+        except BaseException:
+            self.close()
+            raise
 
-    def connect(self, addresses: list[bytes]) -> None:
-        self._proxy.connect(addresses)
-        self._proxy.start()
+    def excuse(self, peers: list[int]) -> None:
+        """These PEs take part no more and may end at any time: nobody waits for them."""
+        if self._proxy is not None:
+            self._proxy.excuse(peers)
+
+    def end(self, reason: str) -> None:
+        """Serve nobody any more, and touch this rank's heap no more; what is under way is lost. The peers learn why."""
+        proxy, self._proxy = self._proxy, None
+        if proxy is not None:
+            proxy.explain(reason)
+            self._world.page.abort()
+            proxy.close()
+
+    def pause(self) -> None:
+        """Serve nobody any more, when all ranks have drained and met; `restart` must come next."""
+        proxy, self._proxy = self._proxy, None
+        proxy.close()
+
+    def restart(self, call: str) -> None:
+        """Begin anew with those peers that are left, with empty queues. Collective; no kernel runs, on no rank."""
+        self._proxy = self._create()
+        with torch.inference_mode(False):
+            self._views.copy_(torch.frombuffer(bytearray(self._proxy.queue_views()), dtype=torch.uint8))
+        self._world.memory.synchronize()
+        self.meet_peers(call)
 
     def explain(self, reason: str) -> None:
         """Tell the peers why this rank is about to set its abort word. The first reason counts."""
-        self._proxy.explain(reason)
+        proxy = self._proxy  # another thread may end it
+        if proxy is not None:
+            proxy.explain(reason)
 
     def failure(self) -> TileScaleError | None:
         """What made the proxy give up, or None."""
-        found = self._proxy.error()
+        proxy = self._proxy
+        found = proxy.error() if proxy is not None else None
         if found is None:
             return None
         return getattr(errors, found["kind"], errors.FabricError)(found["text"])
 
     def stats(self) -> dict:
-        return dict(self._proxy.stats())
-
-    @property
-    def context_flags(self) -> int:
-        """What `Context::flags` must contain for kernels to meet this proxy half-way."""
-        return self._proxy.context_flags
+        proxy = self._proxy
+        return dict(proxy.stats()) if proxy is not None else {}
 
     @property
     def staged(self) -> bool:
         """Whether data go through pinned host memory, because the network does not reach the heap."""
         return self.properties["staged"]
-
-    @property
-    def properties(self) -> dict:
-        """Provider, libfabric version, rails and limits of the transport."""
-        return dict(self._proxy.properties())
 
     def drain(self) -> None:
         """Wait until everything that kernels have sent is at its target, while the peers are served on.
@@ -135,7 +162,9 @@ class RunningProxy:
             raise failed
 
     def close(self) -> None:
-        self._proxy.close()
+        proxy = self._proxy
+        if proxy is not None:
+            proxy.close()
 
 
 def _pci_address(memory) -> str:

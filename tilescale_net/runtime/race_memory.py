@@ -21,8 +21,8 @@ def share(heap: SharedMemory, control, rank: int, hosts: list[str], heaps: list[
 
     if len(set(hosts)) > 1:
         return None
-    memory = SharedMemory(_simulator.race_memory_bytes(heap.size))
+    memory = SharedMemory(_simulator.race_memory_bytes(heap.limit))
     handles = control.gather("tilescale_net.init", memory.handle())
     pages = [memory.base if pe == rank else memory.map_peer(pe, handle) for pe, handle in enumerate(handles)]
-    _simulator.attach_race_memory(rank, heap.base, heap.size, pages, heaps)
+    _simulator.attach_race_memory(rank, heap.base, heap.limit, pages, heaps)
     return memory

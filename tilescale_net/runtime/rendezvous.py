@@ -44,7 +44,7 @@ class Meeting:
     group: dist.ProcessGroup
 
 
-def join(timeout: float, silence: float, group: dist.ProcessGroup | None = None) -> Meeting:
+def join(timeout: float, silence: float, group: dist.ProcessGroup | groups.StoreGroup | None = None) -> Meeting:
     """Meet the other ranks of a group, without the help of those that are not in it.
 
     The default process group is made (gloo) from the variables of launch.sh, torchrun, srun or mpirun, unless there is
@@ -53,7 +53,7 @@ def join(timeout: float, silence: float, group: dist.ProcessGroup | None = None)
     Args:
         timeout: seconds that ranks may take to come.
         silence: seconds without an answer after which the store counts as lost.
-        group: of torch.distributed; None: all ranks of the job.
+        group: of torch.distributed, or one that meets in a store of its own; None: all ranks of the job.
 
     Raises:
         ConfigurationError: the environment does not say where to meet, rank 0 cannot listen there, or the network
@@ -61,14 +61,9 @@ def join(timeout: float, silence: float, group: dist.ProcessGroup | None = None)
         PeerLost: ranks did not come within the timeout, or were lost on the way; names them.
     """
     silence = min(silence, timeout)
-    if not dist.is_initialized():
-        _make_default(timeout, silence)
+    kept, kept_by, prefix, rank = _place(group, timeout, silence)
     ranks = groups.ranks(group)
-    rank, size = ranks.index(dist.get_rank()), len(ranks)
-    kept_by = group_store.keeper(ranks)
-    # Ranks of different groups have nothing to do with each other, and nobody counts the groups.
-    prefix = _prefix() if group is None else f"{_prefix()}/group/{hashlib.sha256(str(ranks).encode()).hexdigest()}"
-    kept = dist.distributed_c10d._get_default_store()
+    size = len(ranks)
     base = JobStore(kept, prefix, rank, silence, kept_by)
     try:
         number = _number_of_meeting(base, rank, size)
@@ -80,7 +75,7 @@ def join(timeout: float, silence: float, group: dist.ProcessGroup | None = None)
         attendance = _Attendance(store, rank, size, timeout)
         attendance.wait_for_all("has not called tilescale_net.init")
         store.ask(lambda s: s.set(f"passed/{rank}", "1"))
-        if kept_by is None and group_store.ends_with_rank_0():
+        if kept_by is None and not isinstance(group, groups.StoreGroup) and group_store.ends_with_rank_0():
             own = attendance.run_together(lambda: group_store.open_own(store, rank, size, timeout, silence))
             store.close()
             store = own
@@ -91,6 +86,27 @@ def join(timeout: float, silence: float, group: dist.ProcessGroup | None = None)
         store.close()
         raise
     return Meeting(ranks, rank, store, connected)
+
+
+def _place(group, timeout: float, silence: float) -> tuple[dist.Store, int | None, str, int]:
+    """Where the ranks of a group meet: a store, which of them keeps it, a prefix for their keys; and this one's rank."""
+    if isinstance(group, groups.StoreGroup):
+        if _is_loopback(getattr(_underlying(group.store), "host", "")):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return group.store, group.kept_by, f"tsn/of {group.size()}", group.rank()
+    if not dist.is_initialized():
+        _make_default(timeout, silence)
+    ranks = groups.ranks(group)
+    # Ranks of different groups have nothing to do with each other, and nobody counts the groups.
+    prefix = _prefix() if group is None else f"{_prefix()}/group/{hashlib.sha256(str(ranks).encode()).hexdigest()}"
+    kept = dist.distributed_c10d._get_default_store()
+    return kept, group_store.keeper(ranks), prefix, ranks.index(dist.get_rank())
+
+
+def _underlying(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def connect(store: dist.Store, rank: int, size: int, timeout: float) -> dist.ProcessGroup:

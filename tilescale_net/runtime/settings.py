@@ -33,6 +33,13 @@ HEAP_SIZE = Setting(
     "bytes of the symmetric heap (K, M, G)",
     "1G on a GPU, 256M in the simulator",
 )
+HEAP_LIMIT = Setting(
+    "TSN_HEAP_LIMIT",
+    parse_bytes,
+    None,
+    "bytes to which a full heap grows, for which addresses are reserved (K, M, G); `0`: it does not grow",
+    "4G in the simulator, `0` on a GPU",
+)
 TIMEOUT = Setting(
     "TSN_TIMEOUT",
     setting.number(0.01),
@@ -226,7 +233,18 @@ CHAOS_SEEDS = Setting(
 
 # The page: titles, and what stands below them.
 SECTIONS: dict[str, tuple[Setting, ...]] = {
-    "": (DEVICE, HEAP_SIZE, TIMEOUT, HEARTBEAT_TIMEOUT, VIRTUAL_NODES, MODULE_LOADING, LIBCUDA, NVTX, CACHE_HOME)
+    "": (
+        DEVICE,
+        HEAP_SIZE,
+        HEAP_LIMIT,
+        TIMEOUT,
+        HEARTBEAT_TIMEOUT,
+        VIRTUAL_NODES,
+        MODULE_LOADING,
+        LIBCUDA,
+        NVTX,
+        CACHE_HOME,
+    )
     + (TRACE, TRACE_EVENTS),
     "Network": (
         *(LIBFABRIC, PROVIDER, FABRIC_INTERFACE, RAILS, PROXY_QUEUES, PROXY_THREADS, PROXY_PEER_THREADS, PROXY_CPUS),
@@ -282,6 +300,15 @@ def heap_bytes(explicit: int | str | None, on_gpu: bool) -> int:
     if size < page:
         raise ConfigurationError(f"{name}: a heap of {size} bytes is too small; the minimum is {page} (2M)")
     return (size + page - 1) // page * page
+
+
+def heap_limit(size: int, on_gpu: bool) -> int:
+    """Bytes to which a heap of `size` bytes grows when it is full: TSN_HEAP_LIMIT, or `size` where that is more."""
+    limit = HEAP_LIMIT.get()
+    if limit is None:
+        limit = 0 if on_gpu else 4 << 30
+    page = 2 << 20
+    return max(size, limit // page * page)
 
 
 def load_kernels_early() -> None:

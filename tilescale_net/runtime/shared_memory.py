@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 
 import torch
 
@@ -27,12 +28,16 @@ class SharedMemory:
     device = torch.device("cpu")
     ordinal = -1
 
-    def __init__(self, size: int):
-        self.size = size
+    def __init__(self, size: int, limit: int | None = None):
+        """Of `size` bytes; with addresses for `limit`, unless those of this process are limited."""
+        unlimited = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+        self.size, self.limit = size, max(size, limit or 0) if unlimited else size
         self._fd = os.memfd_create("tilescale_net-heap", os.MFD_CLOEXEC)
         try:
+            # mmap maps no more than there is; afterwards there may be less: touching that ends the process.
+            os.ftruncate(self._fd, self.limit)
+            self._maps: list = [mmap.mmap(self._fd, self.limit)]
             os.ftruncate(self._fd, size)
-            self._maps = [mmap.mmap(self._fd, size)]
         except (OSError, OverflowError) as err:
             os.close(self._fd)
             raise ConfigurationError(
@@ -57,16 +62,33 @@ class SharedMemory:
                 "one container, as one user, with /proc mounted"
             ) from err
         try:
-            mapped = mmap.mmap(peer, self.size)
+            mapped = _PeerMap(peer, self.limit)
         except OSError as err:
             raise ConfigurationError(
-                f"the heap of PE {pe} cannot be mapped ({err.strerror}): {self.size} bytes for each of the node's PEs; set "
-                "TSN_HEAP_SIZE lower"
+                f"the heap of PE {pe} cannot be mapped ({err.strerror}): {self.limit} bytes of addresses for each of the "
+                "node's PEs; set TSN_HEAP_SIZE lower, or TSN_HEAP_LIMIT=0"
             ) from err
         finally:
             os.close(peer)
         self._maps.append(mapped)
-        return _address(mapped)
+        return mapped.address
+
+    def grow(self, size: int) -> None:
+        """Have so many bytes for the heap. Raises OSError when there are none."""
+        os.ftruncate(self._fd, size)
+        self.size = size
+
+    def grown_handle(self) -> tuple[int]:
+        """Nothing: peers have mapped the file up to the limit."""
+        return (self.size,)
+
+    def map_grown(self, pe: int, handle: tuple[int]) -> None:
+        """It is mapped already."""
+
+    def take_back(self, size: int) -> None:
+        """Undo `grow`."""
+        os.ftruncate(self._fd, size)
+        self.size = size
 
     def bytes_tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """A uint8 tensor over heap bytes [offset, offset + nbytes)."""
@@ -94,6 +116,27 @@ class SharedMemory:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + 3 * [ctypes.c_int] + [ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class _PeerMap:
+    """So many bytes of addresses of a file that may be shorter; unmapped with this object."""
+
+    def __init__(self, fd: int, nbytes: int):
+        self.address, self._nbytes = 0, nbytes
+        found = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        if found in (None, ctypes.c_void_p(-1).value):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.address = found
+
+    def __del__(self):
+        if self.address:
+            _libc.munmap(self.address, self._nbytes)
 
 
 def _address(mapped: mmap.mmap) -> int:

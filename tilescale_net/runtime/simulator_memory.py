@@ -15,8 +15,8 @@ class SimulatorMemory(SharedMemory):
     device_kind = "simulator"
     poisons = True
 
-    def __init__(self, size: int):
-        super().__init__(size)
+    def __init__(self, size: int, limit: int | None = None):
+        super().__init__(size, limit)
         self._race_memory: SharedMemory | None = None
         _simulator.register_heap(self.base, size)
         self.on_allocate(self.base, SYSTEM_BYTES, "system area")
@@ -25,8 +25,16 @@ class SimulatorMemory(SharedMemory):
         """Share with the ranks of this host what finds races between ranks."""
         self._race_memory = race_memory.share(self, control, rank, hosts, peer_base)
         if simulator.races() and self._race_memory is not None:
-            host_accesses.follow(self.base, self.size)
+            host_accesses.follow(self.base, self.limit)
             control.on_met = host_accesses.host_meets
+
+    def grow(self, size: int) -> None:
+        super().grow(size)
+        _simulator.register_heap(self.base, size, True)
+
+    def take_back(self, size: int) -> None:
+        super().take_back(size)
+        _simulator.register_heap(self.base, size, True)
 
     def on_allocate(self, address: int, nbytes: int, name: str) -> None:
         """Accesses to these bytes are inside a tensor from now on."""

@@ -11,10 +11,19 @@ import time
 import torch
 import torch.distributed as dist
 
-import tilescale_net
-from tilescale_net import fabric
-from tilescale_net.errors import ConfigurationError, FabricError, PeerLost, TileScaleError, WaitTimeout
-from tilescale_net.runtime import abort_page, context, device_errors, groups, memory, settings, survivors, topology
+from tilescale_net.errors import FabricError, PeerLost, TileScaleError, WaitTimeout
+from tilescale_net.runtime import (
+    abort_page,
+    context,
+    device_errors,
+    groups,
+    growth,
+    memory,
+    settings,
+    start_up,
+    survivors,
+    topology,
+)
 from tilescale_net.runtime.control import Control
 from tilescale_net.runtime.heap import Heap
 from tilescale_net.runtime.memory import Memory
@@ -22,18 +31,12 @@ from tilescale_net.runtime.watchdog import Watchdog
 from tilescale_net.trace import host_calls, recorder, state
 from tilescale_net.trace.reporter import Reporter
 
-_LOADED_LATE = (
-    "CUDA loads kernels at their first launch here; where data to and from other nodes are staged in host memory, that "
-    "waits for a running kernel, and the kernel for its data until TSN_TIMEOUT. Set CUDA_MODULE_LOADING=EAGER before CUDA "
-    "starts"
-)
-
 
 class World:
     """Rank, heap, peers and context of this process in one group.
 
     Attributes:
-        group: the group of torch.distributed that it was made of; None: all ranks of the job.
+        group: what it was made of, a ProcessGroup or a StoreGroup; None: all ranks of the job.
         job_ranks: the rank in the job of each PE.
         rank, size: index of this PE and number of PEs in team "world".
         topology: placement of the PEs on nodes.
@@ -52,11 +55,11 @@ class World:
     def __init__(
         self,
         heap_bytes: int | str | None,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | groups.StoreGroup | None = None,
         device: torch.device | None = None,
     ):
         """See `tilescale_net.init`; `device` is that of the other worlds of this process."""
-        wrong, self.timeout, silence = _check_settings()
+        wrong, self.timeout, silence = start_up.check_settings()
         self.failure: TileScaleError | None = None
         self.proxy = None
         self._watchdog: Watchdog | None = None
@@ -82,13 +85,15 @@ class World:
     def _set_up(self, heap_bytes: int | str | None, silence: float, device: torch.device | None) -> None:
         kind = settings.device_kind() if device is None else "cuda" if device.type == "cuda" else "simulator"
         size = settings.heap_bytes(heap_bytes, on_gpu=kind == "cuda")
-        hosts = self._meet_the_others(f"heap_bytes={size}, device={kind}", silence)
-        self.memory = memory.create(kind, size, device, self.group, self.topology.local_rank)
+        limit = settings.heap_limit(size, on_gpu=kind == "cuda")
+        hosts = self._meet_the_others(f"heap_bytes={size}, TSN_HEAP_LIMIT={limit}, device={kind}", silence)
+        self.memory = memory.create(kind, size, limit, device, self.group, self.topology)
         self.device_kind, self.device = self.memory.device_kind, self.memory.device
         self.recorder = recorder.start(self, hosts)
         self.page.address = self.memory.pinned(abort_page.BYTES)
-        self.heap = Heap(self.memory, self.control.agree, self.rank, self.check, self._settle)
-        handles = self.control.gather("tilescale_net.init", self.memory.handle())
+        self.heap = Heap(self.memory, self.control.agree, self.rank, self.check, self._settle, self._grow)
+        limits, handles = zip(*self.control.gather("tilescale_net.init", [self.memory.limit, self.memory.handle()]))
+        self.memory.limit = min(limits)  # some ranks may not have got so many addresses
         self.peer_base = [self._base_of(pe, handles[pe]) for pe in range(self.size)]
         self.memory.on_mapped(self.control, self.rank, hosts, self.peer_base)
         queues = n_queues = 0
@@ -96,8 +101,9 @@ class World:
             from tilescale_net.runtime.proxy import start
 
             self.proxy, queues, n_queues = start(self)
+            self.control.on_parted = self.proxy.excuse
             if self.rank == 0 and self.memory.loads_kernels_late():
-                settings.log.warning(_LOADED_LATE)
+                settings.log.warning(start_up.LOADED_LATE)
         self._make_context(queues, n_queues)
         self.memory.synchronize()
         # Peers may touch this heap from here on: its system area is zero and every rank has mapped every other.
@@ -106,7 +112,7 @@ class World:
     def _meet_the_others(self, wanted: str, silence: float) -> list[str]:
         """Learn where the ranks are, watch over them from now on, and agree on what is wanted; the host of every rank."""
         virtual = settings.VIRTUAL_NODES.get()
-        place = topology.virtual_node(dist.get_rank(), dist.get_world_size()) if self.group is not None else 0
+        place = topology.virtual_node(*groups.own_number(self.group)) if self.group is not None else 0
         facts = self.control.gather("tilescale_net.init", [topology.host_identity(), os.getpid(), place])
         hosts, pids, places = map(list, zip(*facts))
         self._watch = lambda: Watchdog(
@@ -115,7 +121,7 @@ class World:
         self._watchdog = self._watch()
         self.control.reason_of = self._watchdog.reason
         traced = f", TSN_TRACE={settings.TRACE.get()}" if settings.TRACE.get() else ""
-        self.control.agree("tilescale_net.init", f"{wanted}, VIRTUAL_NODES={virtual}, {_version()}{traced}")
+        self.control.agree("tilescale_net.init", f"{wanted}, VIRTUAL_NODES={virtual}, {start_up.version()}{traced}")
         if self.group is None:
             self.topology = topology.discover(self.rank, self.size, hosts)
         else:
@@ -253,24 +259,31 @@ class World:
         if self.failure is not None and not isinstance(self.failure, PeerLost | WaitTimeout | FabricError):
             survivors.stay_out(self.control)
             raise self.failure  # this rank is what is wrong
-        if self.proxy is not None:
-            text = f"rank {self.rank}: shrink: ranks of several nodes cannot go on after a loss; {self._what_to_do}"
-            raise TileScaleError(f"{text} ({self.failure})" if self.failure else text) from self.failure
         try:
-            limit = self.timeout if seconds is None else seconds
-            kept = survivors.call_roll(self.control, self._watchdog, limit)
-            self._watchdog.close()
-            self._forget_failure()
-            self.control.give_up_others(kept)
-            self._watchdog = self._watch()  # before ranks wait for each other again
-            self.control.reason_of = self._watchdog.reason
-            self.control.connect_members()
-            self.heap.restore(survivors.live_everywhere(self.control, self.heap.live))
-            steps = self.control.gather("tilescale_net.shrink", int(step))
-        except PeerLost as err:
+            return self._go_on(int(step), self.timeout if seconds is None else seconds)
+        except TileScaleError as err:
+            if not isinstance(err, PeerLost):
+                self.control.announce_failure(str(err))
             self.failure = self.failure or err
             raise
-        return survivors.Survivors(kept, steps)
+
+    def _go_on(self, step: int, seconds: float) -> survivors.Survivors:
+        if self.proxy is not None:
+            self.proxy.end("it goes on without ranks that are lost")  # before the others count this rank in
+        kept = survivors.call_roll(self.control, self._watchdog, seconds)
+        self._watchdog.close()
+        self._forget_failure()
+        self.control.give_up_others(kept)
+        self._watchdog = self._watch()  # before ranks wait for each other again
+        self.control.reason_of = self._watchdog.reason
+        self.control.connect_members()
+        live = survivors.live_everywhere(self.control, self.heap.live)
+        growth.level(self, live)
+        self.heap.restore(live)
+        self.heap.clear_system_area()
+        if self.proxy is not None:
+            self.proxy.restart("tilescale_net.shrink")
+        return survivors.Survivors(kept, self.control.gather("tilescale_net.shrink", step))
 
     def _end_kernels(self) -> None:
         """Let this rank's kernels end, which wait for ranks that are lost, and what they have sent arrive."""
@@ -285,11 +298,19 @@ class World:
     def _forget_failure(self) -> None:
         """As before the first failure; no kernel runs."""
         self.page.clear()
-        at = context.ContextHeader.aborted.offset
-        self._context_bytes[at : at + 8].zero_()
-        self.memory.synchronize()
+        self.write_context(context.ContextHeader.aborted.offset, bytes(8))
         self.failure = None
         self.reporter.forget_failure(self.control.era + 1)
+
+    def write_context(self, at: int, data: bytes) -> None:
+        """Change what kernels take as their context; none runs."""
+        with torch.inference_mode(False):
+            new = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self._context_bytes[at : at + len(data)].copy_(new)
+        self.memory.synchronize()
+
+    def _grow(self, size: int) -> None:
+        growth.grow(self, size)
 
     def _settle(self) -> bool:
         return self.proxy is not None and self.proxy.settle()
@@ -371,28 +392,3 @@ class World:
         if self.memory is not None:
             self.memory.close()
         self.control.close(unwatched_failure=self.failure is not None and self._watchdog is None)
-
-
-def _check_settings() -> tuple[ConfigurationError | None, float, float]:
-    """What is wrong with the environment, and the seconds of the two timeouts: their defaults where they are wrong."""
-    try:
-        settings.check()
-        fabric.check_settings()
-        settings.load_kernels_early()
-        return None, settings.TIMEOUT.get(), settings.HEARTBEAT_TIMEOUT.get()
-    except ConfigurationError as err:
-        wrong = err
-    seconds = []
-    for row in (settings.TIMEOUT, settings.HEARTBEAT_TIMEOUT):
-        try:
-            seconds.append(row.get())
-        except ConfigurationError:
-            seconds.append(row.default)
-    return wrong, *seconds
-
-
-def _version() -> str:
-    """What ranks must have in common to understand each other."""
-    from tilescale_net.compiler import toolchain
-
-    return f"tilescale_net {tilescale_net.__version__}, device code {toolchain.sources_hash()}"

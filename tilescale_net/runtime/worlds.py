@@ -111,7 +111,7 @@ def get(group: object = None) -> World:
         if world.group is resolved:
             return world
     members = groups.ranks(resolved)
-    same = [world for world in first if world.job_ranks == members]
+    same = [world for world in first if world.job_ranks == members and not _is_of_store(world.group, resolved)]
     if len(same) == 1:
         return same[0]
     who = "all ranks" if resolved is None else f"ranks {groups.named(members)}"
@@ -120,6 +120,11 @@ def get(group: object = None) -> World:
     raise TileScaleError(
         f"tilescale_net is not initialised for the group of {who}; call tilescale_net.init(group=…) first, on its ranks"
     )
+
+
+def _is_of_store(*found: object) -> bool:
+    """Whether one of these groups has ranks of its own, which say nothing of the job's."""
+    return any(isinstance(group, groups.StoreGroup) for group in found)
 
 
 def default() -> World:
@@ -221,7 +226,7 @@ def _rebind() -> None:
     binding = _alive[0] if len(_alive) == 1 else object() if _alive else None
     _by_base = sorted(_alive, key=lambda world: world.heap.base)
     _bases = [world.heap.base for world in _by_base]
-    _ends = [world.heap.base + world.heap.size for world in _by_base]
+    _ends = [world.heap.base + world.heap.limit for world in _by_base]
 
 
 def _take(world: World) -> World:

@@ -45,6 +45,7 @@ class Recorder:
         self._threads: dict[int, int] = {}
         self._gpu = None
         self.parts: list[str] = []
+        self._proxy_threads = 0
         try:
             self._ring = self._new("host")
             if world.device_kind == "simulator":
@@ -69,7 +70,9 @@ class Recorder:
 
     def proxy_files(self, threads: int) -> list[str]:
         """A file for each thread of the proxy to write to."""
-        made = [self._new(f"proxy{i}") for i in range(threads)]
+        first = self._proxy_threads
+        self._proxy_threads += threads
+        made = [self._new(f"proxy{i}") for i in range(first, first + threads)]
         for one in made:
             one.close()
         return [one.path for one in made]

@@ -1,5 +1,7 @@
 """What calls cost the host: how often they call torch, and that plans which are used again belong to nobody else."""
 
+import copy
+import pickle
 import random
 
 import pytest
@@ -112,6 +114,24 @@ def test_plans():
     with torch.inference_mode():
         inference = plans.next(1).counts
     assert not inference.is_inference()
+
+
+def test_copies_of_plans():
+    """Whoever has one holds the plan, or has tensors of its own."""
+    names = ("token_slot", "targets", "weights", "counts", "source_counts", "source_token")
+    plans = Plans(ReceivedRows, {name: ((4,), torch.int32) for name in names}, torch.device("cpu"), lambda: "a")
+    for duplicate in (copy.copy, copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))):
+        plan = plans.next(3)
+        for name in names:
+            getattr(plan, name).fill_(7)
+        other = duplicate(plan)
+        del plan
+        for _ in range(2 * KEPT):
+            for tensor in plans.next(5).arguments:
+                tensor.fill_(1)
+        assert isinstance(other, ReceivedRows) and other.tokens == 3
+        assert all(bool((getattr(other, name) == 7).all()) for name in names), duplicate
+        assert len(other.arguments) == len(names)
 
 
 @pytest.mark.parametrize("in_order", [False, True])

@@ -44,7 +44,7 @@ def _sizes() -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_heap_bytes(nodes):
-    ranks.run(2, _sizes, env={"VIRTUAL_NODES": str(nodes)}, heap="16M")
+    ranks.run(2, _sizes, env={"VIRTUAL_NODES": str(nodes), "TSN_HEAP_LIMIT": "0"}, heap="16M")
 
 
 def test_heap_bytes_before_init():
@@ -110,7 +110,7 @@ def _grow() -> None:
 
 
 def test_a_heap_that_grows():
-    ranks.run(2, _grow, heap="16M", timeout=200)
+    ranks.run(2, _grow, heap="16M", env={"TSN_HEAP_LIMIT": "0"}, timeout=200)
 
 
 def _outputs() -> None:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilescale_net as tsn
 from tests import ranks
@@ -17,6 +18,11 @@ def raises(kind, *words):
     """`pytest.raises` that wants all of `words` in the message."""
     pattern = "".join(f"(?=.*{w})" for w in words)
     return pytest.raises(kind, match=f"(?s){pattern}")
+
+
+def fake(tensor: torch.Tensor) -> torch.Tensor:
+    """What stands for it where torch asks for shapes alone."""
+    return FakeTensorMode().from_tensor(tensor)
 
 
 def _arguments(device):
@@ -58,6 +64,8 @@ def _wrong_calls(mode: str) -> None:
         ("x", TypeError, "float32", (x.float(), idx, weights)),
         ("x", ValueError, "shape", (x[:, :16].contiguous(), idx, weights)),
         ("x", TypeError, "tensor", ("rows", idx, weights)),
+        ("x", TypeError, "FakeTensor", (fake(x), idx, weights)),
+        ("topk_idx", TypeError, "FakeTensor", (x, fake(idx), weights)),
     ]
     _dispatch_wrongly(op, mistakes, (x, idx, weights))
 
@@ -107,6 +115,7 @@ def _one_rank_combines_wrongly(op, other, x, idx, weights) -> None:
 
     mistakes = [
         ("y", TypeError, lambda r: op.combine(r.x.float(), r.handle)),
+        ("y", TypeError, lambda r: op.combine(fake(r.x), r.handle)),
         ("out", ValueError, lambda r: op.combine(r.x, r.handle, out=wrong_out)),
         ("handle", TypeError, lambda r: op.combine(r.x, None)),
         ("handle", ValueError, lambda r: op.combine(r.x, foreign)),

@@ -42,6 +42,9 @@ public:
 
   // What the device needs, one per queue; see device/context.h. `head` and `tail_cache` lie in the heap's system area.
   std::vector<QueueView> views() const;
+  // These PEs take part no more, and may end at any time: nobody waits for them, and their end is no failure. What they
+  // still ask for is served.
+  void excuse(const std::vector<int>& peers);
   // Why the owner is about to set the abort word: what the peers are told. The first reason is kept.
   void explain(const std::string& reason) { proxy_state_.explain(reason); }
   bool failure(Failure* out) { return proxy_state_.failure(out); }

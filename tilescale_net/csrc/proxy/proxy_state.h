@@ -6,6 +6,7 @@
 #include "tilescale_net/csrc/proxy/options.h"
 #include "tilescale_net/csrc/proxy/queue.h"
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -32,7 +33,8 @@ struct TrackedQueue {
 
 class ProxyState {
 public:
-  explicit ProxyState(const ProxyOptions& o) : options(o) {}
+  explicit ProxyState(const ProxyOptions& o)
+      : options(o), excused_(new std::atomic<bool>[(size_t)std::max(o.n_pes, 1)]()) {}
 
   const ProxyOptions& options;
   std::vector<std::unique_ptr<TrackedQueue>> queues;
@@ -64,6 +66,10 @@ public:
     return failed.load(std::memory_order_relaxed);
   }
 
+  // The PE takes part no more, and may end at any time: see Proxy::excuse(). Any thread.
+  void excuse(int pe) { excused_[(size_t)pe].store(true, std::memory_order_release); }
+  bool excused(int pe) const { return excused_[(size_t)pe].load(std::memory_order_acquire); }
+
   // Why the owner has aborted, for those who have no failure of their own; see Proxy::explain().
   void explain(const std::string& reason) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -90,6 +96,7 @@ private:
   Failure failure_;
   std::string reason_;
   std::unordered_map<uint64_t, uint32_t> parts_done_;
+  std::unique_ptr<std::atomic<bool>[]> excused_; // by PE
 };
 
 } // namespace tsn::proxy

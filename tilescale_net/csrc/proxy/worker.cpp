@@ -101,6 +101,8 @@ void Worker::close() {
     return;
   }
   transport_->abandon();
+  // What a NIC still brings must not land in what the heap holds next.
+  if (heap_region_ >= 0) transport_->release_memory(heap_region_);
   static std::mutex mutex;
   static auto* abandoned = new std::vector<Abandoned>; // never freed
   std::lock_guard<std::mutex> lock(mutex);
@@ -179,8 +181,9 @@ bool Worker::idle() {
   for (QueueState& q : queues_)
     if (q.held || q.queue->host.peek() != Command::none) return false;
   for (auto& s : peers_)
-    if (s && (!s->outbox.empty() || s->epochs.size() > 1 || s->ack_pending || s->reply || !s->get_requests.empty() ||
-              s->pending_gets || s->given_pieces()))
+    if (s && !proxy_state_->excused(s->pe) &&
+        (!s->outbox.empty() || s->epochs.size() > 1 || s->ack_pending || s->reply || !s->get_requests.empty() ||
+         s->pending_gets || s->given_pieces()))
       return false;
   return memory_->in_completed() == memory_->in_position();
 }
@@ -191,7 +194,7 @@ void Worker::drain() {
   if (wanted == drained_.load(std::memory_order_relaxed)) return;
   bool settled = true, room = true;
   for (auto& s : peers_) {
-    if (!s || !s->out.unsettled()) continue;
+    if (!s || !s->out.unsettled() || proxy_state_->excused(s->pe)) continue;
     settled = false;
     if (drain_ == wanted) continue;
     if (has_room(*s)) append_mark(s.get(), s->out.flush());
@@ -214,7 +217,7 @@ void Worker::check_timeouts(uint64_t now) {
   const auto limit = (uint64_t)(options_.timeout * 1e9);
   for (auto& entry : peers_) {
     PeerState* s = entry.get();
-    if (!s) continue;
+    if (!s || proxy_state_->excused(s->pe)) continue;
     const bool waits = s->in_flight || s->given_pieces() || !s->ops.empty() || s->epochs.size() > 1 ||
                        !s->outbox.empty() || s->pending_gets;
     if (!waits || s->progress != s->progress_seen || s->waiting_since == 0) {

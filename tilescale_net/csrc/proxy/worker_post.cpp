@@ -49,6 +49,7 @@ void Worker::on_post_failed(PeerState* s, Post post, Command command, uint64_t o
     stats_.retries.add();
     return;
   }
+  if (proxy_state_->excused(s->pe)) return;
   fail("FabricError",
        std::string(name_of(command)) + " of " + std::to_string(bytes) + " bytes to PE " + std::to_string(s->pe) +
            " at heap offset " + std::to_string(offset) + " was refused: " + transport_->last_error(),
@@ -183,7 +184,7 @@ bool Worker::post_messages() {
     }
     if (post != Post::ok) {
       on_post_failed(s, post, Command::put_signal_set, 0, 0);
-      if (post == Post::error) return any;
+      if (post == Post::error && !proxy_state_->excused(s->pe)) return any;
       i++;
       continue;
     }
@@ -231,6 +232,10 @@ void Worker::failed_event(const Event& event) {
                             ? &in_flight_ops_[event.cookie]
                             : nullptr;
   const int pe = f ? f->peer->pe : event.peer;
+  if (pe >= 0 && pe < options_.n_pes && proxy_state_->excused(pe)) {
+    if (f) on_completion((uint32_t)event.cookie); // nobody waits for its data
+    return;
+  }
   const std::string operation = f ? name_of(f->command) : "message";
   std::string text = operation + (pe >= 0 ? " to PE " + std::to_string(pe) : "");
   if (f) text += " (" + std::to_string(f->bytes) + " bytes at heap offset " + std::to_string(f->offset) + ")";

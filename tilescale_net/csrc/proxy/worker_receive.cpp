@@ -161,6 +161,7 @@ bool Worker::on_credit(PeerState* s, const CreditRecord& credit) {
 }
 
 void Worker::on_abort(PeerState* s, const Record& record) {
+  if (proxy_state_->excused(s->pe)) return;
   const std::string pe = "PE " + std::to_string(s->pe);
   const std::string reason = printable(record.payload, record.abort.bytes);
   fail("PeerLost",

@@ -1,0 +1,158 @@
+"""A heap that is full grows where it is, on all ranks or on none."""
+
+import os
+import random
+import resource
+import signal
+import time
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from tests import ranks
+from tests.kernels.moe.support import make_inputs, run_round, without_kernels
+from tests.runtime.test_groups import gather
+from tilescale_net.kernels.all_gather import AllGather
+from tilescale_net.kernels.moe import AllToAll
+from tilescale_net.runtime import heap
+
+MIB = 1 << 20
+# The kernels are those of tests/kernels/moe/test_failures.py and test_rounds.py.
+SHAPE = dict(num_experts=6, max_tokens=5, hidden=32, top_k=3)
+
+
+def _grows(seed: int) -> None:
+    heap.STEP = 2 * MIB
+    world, rank = tsn.world(), tsn.rank()
+    place = world.heap.base, list(world.peer_base), world.context_tensor.data_ptr()
+    op, layer = AllGather(blocks=2), AllToAll(**SHAPE, mode="latency")
+    everyone = [make_inputs((seed, r), layer.config, 5 - r, "random") for r in range(tsn.size())]
+    kept = tsn.empty((1 * MIB,), torch.uint8).fill_(rank + 1)
+    pace, sizes = random.Random(seed), [world.heap.size]
+    assert sizes == [4 * MIB]
+    for turn in range(3):
+        more = tsn.zeros((sizes[-1] // 4 + 1000,), torch.float32)  # more than there is
+        assert (
+            world.control.gather("offset", world.heap.offset_of(more)).count(world.heap.offset_of(more)) == tsn.size()
+        )
+        assert not more.any()
+        more.fill_(turn)
+        sizes.append(world.heap.size)
+        assert sizes[-1] >= sizes[-2] + min(heap.STEP, more.nbytes)
+        assert (world.heap.base, list(world.peer_base), world.context_tensor.data_ptr()) == place
+        gather(world, op, turn)  # in memory behind it
+        gather(world, AllGather(blocks=2), turn)
+        run_round(layer, everyone, pace, f"seed {seed}, turn {turn}")
+        assert bool((kept == rank + 1).all()) and bool((more == turn).all())
+        tsn.free(more)
+    before = sizes[-1]
+    tsn.free(tsn.zeros((before // 2,), torch.uint8))  # what has grown is used again
+    assert world.heap.size == before
+    layer.free()
+    tsn.barrier()
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_it_grows(nodes):
+    env = {"VIRTUAL_NODES": str(nodes)}
+    ranks.run(3, _grows, random.randrange(1 << 20), env=env, heap="4M")
+
+
+def _refused() -> None:
+    world, kept = tsn.world(), tsn.zeros((MIB,)).fill_(7.0)
+    size = world.heap.size
+    with pytest.raises(tsn.HeapError, match=r"exhausted.*TSN_HEAP_SIZE=\d+ .*TSN_HEAP_LIMIT=268435456 at most"):
+        tsn.empty((300 * MIB,), torch.uint8)
+    own = world.memory.grow
+    if tsn.rank() == 1:
+        world.memory.grow = lambda size: (_ for _ in ()).throw(OSError(12, "Cannot allocate memory"))
+    for _ in range(2):
+        with pytest.raises(tsn.HeapError, match="because rank 1 has no memory for it.*Cannot allocate.*TSN_HEAP_SIZE"):
+            tsn.empty((20 * MIB,), torch.uint8)
+        assert world.heap.size == size and os.fstat(world.memory._fd).st_size == size
+    with without_kernels(), pytest.raises(tsn.HeapError, match="rank 1"):
+        AllToAll(**dict(SHAPE, hidden=1 << 19))
+    world.memory.grow = own
+    assert tsn.zeros((20 * MIB,), torch.uint8).sum() == 0 and bool((kept == 7.0).all())
+    with without_kernels():  # all of its buffers at once, and nothing where they are too many
+        before = world.heap.size
+        with pytest.raises(tsn.HeapError, match="TSN_HEAP_SIZE"):
+            AllToAll(**dict(SHAPE, hidden=1 << 22))
+        assert world.heap.size == before
+        layer = AllToAll(**dict(SHAPE, hidden=1 << 20))
+        assert world.heap.size > before and layer.world is world
+        layer.free()
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_all_ranks_or_none(nodes):
+    env = {"VIRTUAL_NODES": str(nodes), "TSN_HEAP_LIMIT": "256M"}
+    ranks.run(2, _refused, env=env, heap="8M")
+
+
+def _lost_while_it_grows(turn: int) -> None:
+    """Rank 2 dies when some have grown and others not; nobody has what was asked for, or (turn 1) rank 0 has."""
+    world, rank = tsn.world(), tsn.rank()
+    kept, size = tsn.zeros((MIB,)).fill_(rank), world.heap.size
+    agree = world.heap._agree
+
+    def too_late(call, *arguments, **spoken):
+        if arguments == ("initialised",):
+            os.kill(os.getpid(), signal.SIGKILL)
+        agree(call, *arguments, **spoken)
+
+    def slow(size: int) -> None:
+        while world.control.reason_of() is None:
+            time.sleep(0.01)
+        raise tsn.PeerLost("in the middle")
+
+    if rank == 2 and turn:
+        world.heap._agree = too_late
+    elif rank == 2:
+        world.memory.grow = lambda size: os.kill(os.getpid(), signal.SIGKILL)
+    elif rank == 1 and not turn:
+        own, world.memory.grow = world.memory.grow, slow
+    with pytest.raises(tsn.PeerLost):
+        tsn.empty((20 * MIB,), torch.uint8)
+    if rank == 1 and not turn:
+        world.memory.grow = own
+    assert tsn.shrink().ranks == [0, 1]
+    assert (world.heap.size == size) is (turn == 0)
+    more = tsn.zeros((30 * MIB,), torch.uint8)
+    assert len({*world.control.gather("offsets", world.heap.offset_of(more))}) == 1
+    assert bool((kept == rank).all()) and not more.any()
+    tsn.free(more)
+    tsn.barrier()
+
+
+@pytest.mark.parametrize("turn, nodes", [(0, 3), pytest.param(0, 1, marks=pytest.mark.nightly), (1, 1)])
+def test_a_rank_is_lost_while_it_grows(turn, nodes):
+    env = {"VIRTUAL_NODES": str(nodes), "TSN_TIMEOUT": "20"}
+    outcomes = ranks.launch(3, _lost_while_it_grows, turn, env=env, heap="8M")
+    assert outcomes[2].exitcode == -signal.SIGKILL
+    assert outcomes[0].ok and outcomes[1].ok, (outcomes[0].error, outcomes[1].error)
+
+
+def _few_addresses() -> None:
+    if os.environ["RANK"] == "1":  # which has no addresses for more than its heap
+        now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + (8 << 30), resource.RLIM_INFINITY))
+    world = tsn.init("8M")
+    assert world.heap.limit == world.heap.size
+    with pytest.raises(tsn.HeapError, match="TSN_HEAP_SIZE"):
+        tsn.empty((20 * MIB,), torch.uint8)
+    tsn.finalize()
+
+
+def test_a_rank_without_addresses():
+    ranks.run(2, _few_addresses, init=False)
+
+
+def _beyond() -> None:
+    tsn.world().memory.bytes_tensor(0, tsn.world().heap.size + 4096)[-1] = 1
+
+
+def test_what_has_not_grown_cannot_be_touched():
+    (outcome,) = ranks.launch(1, _beyond, heap="4M")
+    assert outcome.exitcode == -signal.SIGBUS, outcome
