@@ -282,13 +282,14 @@ class AllToAll(Participant):
             if handle is not None and not reuses:
                 raise ArgumentError("handle", TypeError(f"{self.config.mode} mode takes topk_idx, and no handle"))
             x, scales = checks.rows(x)
+            tokens = x.shape[0]
             if reuses:
                 choices = checks.handle(handle, self.membership, self._machine.pending.get("dispatch"))
-                checks.known(len(x), handle)
+                checks.known(tokens, handle)
             else:
                 if mask is not None:
-                    topk_idx = checks.mask(len(x), mask)
-                choices = self._kept(topk_idx, checks.choices(len(x), topk_idx, topk_weights), cleared, mask)
+                    topk_idx = checks.mask(tokens, mask)
+                choices = self._kept(topk_idx, checks.choices(tokens, topk_idx, topk_weights), cleared, mask)
             if out is not None:
                 out = checks.output(out)
             blocks = checks.blocks(blocks, self.blocks)
