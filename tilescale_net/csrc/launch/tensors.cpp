@@ -27,11 +27,12 @@ bool View::as_rows(int64_t columns, bool words) {
   const int64_t count = words ? elements() * bits / 32 : elements();
   if (!contiguous() || count % columns != 0) return false;
   shape[0] = count / columns;
-  shape[1] = columns;
+  shape[1] = strides[0] = columns;
+  strides[1] = 1;
   tensor.ndim = 2;
   if (words) tensor.dtype = kInt32;
   tensor.shape = shape.data();
-  tensor.strides = nullptr;
+  tensor.strides = strides.data(); // kernels' host functions take none for strides of 1
   return true;
 }
 
