@@ -6,7 +6,8 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.kernels.moe.config import COMBINE_DTYPES, FP8, Config
-from tilescale_net.kernels.moe.handle import Handle
+from tilescale_net.kernels.moe.dropping import beyond_capacity
+from tilescale_net.kernels.moe.handle import Choices, Handle
 from tilescale_net.kernels.moe.results import Empty
 from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.tuning import most_tokens
@@ -128,6 +129,16 @@ class ArgumentChecks:
         choices = torch.full((tokens, c.top_k), -1, dtype=torch.int64, device=self._device)
         choices[:, : c.ranks] = torch.where(mask, first, -1)
         return choices
+
+    def kept(self, topk_idx, topk_weights, cleared: bool, mask) -> Choices:
+        """The choices, without those that are more than `expert_capacity`."""
+        c = self._c
+        if c.expert_capacity is None:
+            return Choices(topk_idx, topk_weights, cleared)
+        if mask is not None:
+            raise ArgumentError("mask", ValueError("a mask names no experts; the object has an expert_capacity"))
+        dropped = beyond_capacity(topk_idx, topk_weights, c.expert_capacity, c.drop)
+        return Choices(topk_idx.masked_fill(dropped, -1), topk_weights, cleared, dropped)
 
     def output(self, out) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`out` of dispatch as (rows, scales or None)."""
