@@ -1,4 +1,4 @@
-"""Builds the two native extensions: `_native` (queue, proxy, fabric, benchmarks) and `_simulator`.
+"""Builds the two native extensions: `_native` (queue, proxy, fabric, benchmarks, launches) and `_simulator`.
 
 `python setup.py build_ext --inplace` is enough to use a checkout. Neither part needs CUDA or a GPU to build;
 libfabric's headers are read from the system, from CPATH, from TSN_LIBFABRIC_INCLUDE or from build/system, and the library
@@ -107,7 +107,7 @@ setup(
     ext_modules=[
         Extension(
             "tilescale_net._native",
-            sources("", "cuda", "fabric", "proxy", "bench"),
+            sources("", "cuda", "fabric", "proxy", "bench", "launch"),
             extra_compile_args=FLAGS,
             extra_link_args=["-ldl", "-lpthread"],
             depends=HEADERS,

@@ -170,15 +170,15 @@ def best_tiling(product: Product, multiprocessors: int = 132) -> Tiling:
         return -(-product.ranks * -(-rows // bm) * -(-product.n // bn) // workers) * cost
 
     best = min(GEOMETRIES, key=time)
-    return _of_dtype(best[0] if time(best) * 1.03 < time(GEOMETRIES[0]) else DEFAULT, product)
+    return of_dtype(best[0] if time(best) * 1.03 < time(GEOMETRIES[0]) else DEFAULT, product)
 
 
 def _costs(product: Product) -> dict[Tiling, float]:
     """How long a tile of each geometry takes, next to one of the first."""
-    return {_of_dtype(tiling, product): cost for tiling, cost in GEOMETRIES}
+    return {of_dtype(tiling, product): cost for tiling, cost in GEOMETRIES}
 
 
-def _of_dtype(tiling: Tiling, product: Product) -> Tiling:
+def of_dtype(tiling: Tiling, product: Product) -> Tiling:
     """The geometry for the dtype: a byte an element makes tiles twice as deep, whose scales, and summands in a ring of
     their own, take shared memory from what leaves at once and from the ring of operands.
     """

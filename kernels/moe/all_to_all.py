@@ -13,14 +13,15 @@ import tilescale_net as tsn
 from tilescale_net.kernels.moe.arena import Arena
 from tilescale_net.kernels.moe.argument_checks import ArgumentChecks
 from tilescale_net.kernels.moe.config import configure
-from tilescale_net.kernels.moe.dropping import beyond_capacity
-from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending
+from tilescale_net.kernels.moe.handle import Dispatched, Handle, Pending
 from tilescale_net.kernels.moe.implementations import arena_bytes, heap_bytes, make, world_with_room
 from tilescale_net.kernels.moe.mode import Phase
 from tilescale_net.kernels.moe.participant import Participant
 from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.tiles import Tiles
+from tilescale_net.kernels.moe.tuned_choice import chosen
 from tilescale_net.kernels.moe.tuning import Tuning
+from tilescale_net.runtime import tuned
 from tilescale_net.runtime.profiling import named
 
 # Objects by the first word of their key.
@@ -66,7 +67,8 @@ class AllToAll(Participant):
         active: for each rank whether it takes part; see `set_active`. Default: the ranks that take part in the job.
         warm_up: compile the kernels of every call that can be made, not only those of an ordinary one, so that no rank
             waits in a call for one that compiles. Default: on a GPU.
-        tuning: launch geometry and message sizes.
+        tuning: launch geometry and message sizes. Default: what `tilescale_net.tuning` has found on this machine, else what was
+            measured best on H200s.
         grow: where the symmetric heap has no room up to its limit, take another one, of a world of the same ranks that `free`
             ends; `world` is the one that the object is in. `tilescale_net.shrink` must be called for it too then.
         arena: symmetric memory for its rows, which other objects use too; see `Arena`.
@@ -102,7 +104,8 @@ class AllToAll(Participant):
         )  # fmt: skip
         on_gpu = world.device.type == "cuda"
         count = torch.cuda.get_device_properties(world.device).multi_processor_count if on_gpu else 0
-        self.tuning = tuning = (tuning or Tuning()).resolved(config, on_gpu, count)
+        tuned.of(world, "AllToAll")  # all ranks meet here the first time, whatever they were given
+        self.tuning = tuning = (tuning or chosen(config, world)).resolved(config, on_gpu, count)
         if active is not None:
             active = self.checked_list(active, world.size)
         first, world = world, world_with_room(world, config, tuning, active) if grow else world
@@ -246,8 +249,8 @@ class AllToAll(Participant):
         return pending.result
 
     def _dispatch(
-        self, x, topk_idx, topk_weights, handle, out, phase: Phase, cleared: bool = False, mask=None, blocks=None,
-    ) -> Pending:  # fmt: skip
+        self, x, topk_idx, topk_weights, handle, out, phase: Phase, cleared: bool = False, mask=None, blocks=None
+    ) -> Pending:
         may_reuse, checks = self.config.traits.reuses_plan, self._checks
         reuses = may_reuse and handle is not None
         if may_reuse and reuses + (topk_idx is not None) + (mask is not None) != 1:
@@ -256,13 +259,14 @@ class AllToAll(Participant):
             if handle is not None and not reuses:
                 raise ArgumentError("handle", TypeError(f"{self.config.mode} mode takes topk_idx, and no handle"))
             x, scales = checks.rows(x)
+            tokens = x.shape[0]
             if reuses:
                 choices = checks.handle(handle, self.membership, self._machine.pending.get("dispatch"))
-                checks.known(len(x), handle)
+                checks.known(tokens, handle)
             else:
                 if mask is not None:
-                    topk_idx = checks.mask(len(x), mask)
-                choices = self._kept(topk_idx, checks.choices(len(x), topk_idx, topk_weights), cleared, mask)
+                    topk_idx = checks.mask(tokens, mask)
+                choices = checks.kept(topk_idx, checks.choices(tokens, topk_idx, topk_weights), cleared, mask)
             if out is not None:
                 out = checks.output(out)
             blocks = checks.blocks(blocks, self.blocks)
@@ -271,16 +275,6 @@ class AllToAll(Participant):
             self._forget_own_refusal()
             raise self._named("dispatch", error) from None
         return self._mode.dispatch(x, scales, choices, out, phase, blocks)
-
-    def _kept(self, topk_idx, topk_weights, cleared: bool, mask) -> Choices:
-        """The choices, without those that are more than `expert_capacity`."""
-        c = self.config
-        if c.expert_capacity is None:
-            return Choices(topk_idx, topk_weights, cleared)
-        if mask is not None:
-            raise ArgumentError("mask", ValueError("a mask names no experts; the object has an expert_capacity"))
-        dropped = beyond_capacity(topk_idx, topk_weights, c.expert_capacity, c.drop)
-        return Choices(topk_idx.masked_fill(dropped, -1), topk_weights, cleared, dropped)
 
     # -- combine ----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.collective import BufferSpecs, sizes_of
-from tilescale_net.kernels.moe.mode import Launch
+from tilescale_net.kernels.moe.launch import Launch
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.kernels.moe.streams import stream_key
 from tilescale_net.runtime import heap

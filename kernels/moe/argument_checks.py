@@ -7,9 +7,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import tilescale_net as tsn
 from tilescale_net.kernels.moe.config import COMBINE_DTYPES, FP8, Config
-from tilescale_net.kernels.moe.handle import Handle
+from tilescale_net.kernels.moe.dropping import beyond_capacity
+from tilescale_net.kernels.moe.handle import Choices, Handle
+from tilescale_net.kernels.moe.results import Empty
 from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.tuning import most_tokens
+from tilescale_net.runtime import quick_calls
 
 SCALE_DTYPES = (torch.float32, torch.int32)  # words of scales: what is in them is the caller's
 INDEX_DTYPES, FLOATS = (torch.int64, torch.int32), (torch.float32,)
@@ -28,6 +31,7 @@ class ArgumentChecks:
 
     def __init__(self, config: Config, device: torch.device, heap, output_shape: tuple[int, ...], symmetric: bool):
         self._c, self._device, self._heap = config, device, heap
+        self._on_cpu = device.type == "cpu"
         self._shape, self._symmetric = output_shape, symmetric
         self._traits, self._signature = config.traits, config.signature
         self._row_dtypes = (config.dtype,)
@@ -35,10 +39,26 @@ class ArgumentChecks:
         self._sum_dtypes = (config.combine_dtype,)
         self._row = (None, config.hidden)
         self._ones: torch.Tensor | None = None
+        self._new_sums = Empty((config.hidden,), config.combine_dtype, device)
+        # Look at tensors that are right, as nearly all are; what is wrong with others is found and told in Python.
+        choices, scales = (None, config.top_k), (None, config.scale_words)
+        unscaled = tuple(d for d in self._source_dtypes if d != FP8)
+        self._is_unscaled = quick_calls.check(unscaled, device, self._row, 16)
+        self._is_scaled = quick_calls.check((FP8,) if config.dtype == FP8 else (), device, self._row, 16)
+        self._are_scales = quick_calls.check(SCALE_DTYPES, device, scales, 4)
+        self._are_choices = quick_calls.check(INDEX_DTYPES, device, choices, 1)
+        self._are_weights = quick_calls.check(FLOATS, device, choices, 1)
+        self._are_sums = quick_calls.check(self._sum_dtypes, device, self._row, 16)
+        self._are_outputs = quick_calls.check(self._sum_dtypes, device, output_shape, 16)
 
     def rows(self, x) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`x` of dispatch as (rows, scales or None)."""
         c = self._c
+        if type(x) is tuple and len(x) == 2:
+            if self._is_scaled(x[0]) and (tokens := x[0].shape[0]) <= c.max_tokens and self._are_scales(x[1], tokens):
+                return x
+        elif self._is_unscaled(x) and x.shape[0] <= c.max_tokens:
+            return x, None
         x, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
         check_tensor("x", x, self._device, self._source_dtypes if scales is None else self._row_dtypes, self._row)
         tokens = x.shape[0]
@@ -59,10 +79,14 @@ class ArgumentChecks:
         c = self._c
         shape = (tokens, c.top_k)
         # Kernels read these element by element: they may begin anywhere.
-        check_tensor("topk_idx", topk_idx, self._device, INDEX_DTYPES, shape, alignment=1)
-        check_experts(topk_idx, c.num_experts)
+        if not self._are_choices(topk_idx, tokens):
+            check_tensor("topk_idx", topk_idx, self._device, INDEX_DTYPES, shape, alignment=1)
+        if self._on_cpu:
+            check_experts(topk_idx, c.num_experts)
         if topk_weights is None:
             return self._weights_of_one(tokens)
+        if self._are_weights(topk_weights, tokens):
+            return topk_weights
         check_tensor("topk_weights", topk_weights, self._device, FLOATS, shape, alignment=1)
         return topk_weights
 
@@ -106,6 +130,16 @@ class ArgumentChecks:
         choices = torch.full((tokens, c.top_k), -1, dtype=torch.int64, device=self._device)
         choices[:, : c.ranks] = torch.where(mask, first, -1)
         return choices
+
+    def kept(self, topk_idx, topk_weights, cleared: bool, mask) -> Choices:
+        """The choices, without those that are more than `expert_capacity`."""
+        c = self._c
+        if c.expert_capacity is None:
+            return Choices(topk_idx, topk_weights, cleared)
+        if mask is not None:
+            raise ArgumentError("mask", ValueError("a mask names no experts; the object has an expert_capacity"))
+        dropped = beyond_capacity(topk_idx, topk_weights, c.expert_capacity, c.drop)
+        return Choices(topk_idx.masked_fill(dropped, -1), topk_weights, cleared, dropped)
 
     def output(self, out) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`out` of dispatch as (rows, scales or None)."""
@@ -175,13 +209,15 @@ class ArgumentChecks:
         for given in bias:
             check_tensor("bias", given, self._device, self._sum_dtypes, shape)
         if out is None:
-            return torch.empty(shape, dtype=c.combine_dtype, device=self._device)
+            return self._new_sums(handle.plan.tokens)
         check_tensor("out", out, self._device, self._sum_dtypes, shape)
         return out
 
     def _rows_to_combine(self, y, handle: Handle) -> None:
         """Rows in the shape that dispatch gives; throughput mode: without what follows the last row, if one likes."""
         c = self._c
+        if self._are_outputs(y):
+            return
         if self._traits.reuses_plan:
             check_tensor("y", y, self._device, self._sum_dtypes, self._row)
             given = y.shape[0]

@@ -11,13 +11,15 @@ import torch
 from tilescale_net.kernels.collective import BufferSpecs, dtype_name
 from tilescale_net.kernels.moe.combine_latency import combine_latency
 from tilescale_net.kernels.moe.combine_latency_steps import parts_of
-from tilescale_net.kernels.moe.config import FP8, Config, as_words
+from tilescale_net.kernels.moe.config import FP8, Config
 from tilescale_net.kernels.moe.dispatch_latency import dispatch_latency
 from tilescale_net.kernels.moe.exchange_weights import exchange_weights
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending, ReceivedRows
-from tilescale_net.kernels.moe.mode import Launch, Mode, Phase
+from tilescale_net.kernels.moe.launch import Launch
+from tilescale_net.kernels.moe.mode import Mode, Phase
 from tilescale_net.kernels.moe.plans import Plans
 from tilescale_net.kernels.moe.refusal import refuse_latency
+from tilescale_net.kernels.moe.results import Empty, Vectors
 from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.streams import stream_key
@@ -72,7 +74,7 @@ class LatencyMode(Mode):
     def __init__(self, base, config: Config, specs: BufferSpecs | None = None):
         super().__init__(base, config, specs or symmetric_buffers(config, base.tuning, base.proxied))
         c, device = config, base.device
-        self._proxied = base.proxied
+        self._proxied, self._quantises = base.proxied, c.dtype == FP8
         self._parts, self._cuts = parts(config, base.tuning, self._proxied)
         shared = {"active": base.active, "status": base.status.tensor}
         dispatch, combine = (
@@ -88,6 +90,11 @@ class LatencyMode(Mode):
         self._combine_fixed = combine
         self._weights_fixed = self._buffers("weights") | {"active": base.active, "calls": base.counters(c.ranks)}
 
+        self._new_counts = Vectors(c.local_experts, device)
+        experts, *rest = self.output_shape()
+        rows = Empty((*rest,), c.dtype, device)
+        scales = Empty((rest[0], c.scale_words), torch.float32, device) if c.scale_words else None
+        self._new_output = lambda: (rows(experts), scales and scales(experts))
         self._plans = self._new_plans()
 
         # Stand in for tensors without elements, and for those that a kernel does not use.
@@ -106,7 +113,7 @@ class LatencyMode(Mode):
 
     # -- kernels ----------------------------------------------------------------------------------------------------
 
-    def variants(self, everything: bool) -> list[Callable[[], Launch]]:
+    def variants(self, everything: bool) -> list[Callable[[], object]]:
         blocks = self._base.blocks
         if not everything:
             return [
@@ -123,7 +130,7 @@ class LatencyMode(Mode):
             self._exchange_weights,
         ]
 
-    def _dispatch_of(self, *which) -> Launch:
+    def _dispatch_of(self, *which) -> Callable[..., None]:
         return self._launch(self._new_dispatch, *which)
 
     def _fewer(self, blocks: int) -> dict[str, int]:
@@ -136,9 +143,20 @@ class LatencyMode(Mode):
             c.ranks, c.num_experts, c.top_k, c.max_tokens, c.row_words, c.scale_words, source, phase.sends,
             phase.receives, blocks, base.threads, index_dtype, **self._fewer(blocks),
         )  # fmt: skip
-        return Launch(kernel, self._dispatch_fixed, DISPATCH, base.world)
+        return Launch(kernel, self._dispatch_fixed, DISPATCH, base.world, **self._dispatch_forms(source, index_dtype))
 
-    def _combine_of(self, blocks: int, phase: Phase, weighted: bool, biases: int = 0) -> Launch:
+    def _dispatch_forms(self, source: str, index_dtype: str) -> dict[str, dict]:
+        """As what a kernel takes tensors that are given otherwise, see `Launch`."""
+        c, scales = self._c, max(self._c.scale_words, 1)
+        words = {"x_scales": scales, "out": c.row_words, "out_scales": scales} | ({} if source else {"x": c.row_words})
+        nothing = {
+            "x": self._no_rows[getattr(torch, source)] if source else self._no_row, "x_scales": self._no_scales,
+            "topk_idx": self._no_choice.to(getattr(torch, index_dtype)), "topk_weights": self._no_weight,
+            "out_scales": self._no_scales,
+        }  # fmt: skip
+        return {"words": words, "stand_ins": nothing}
+
+    def _combine_of(self, blocks: int, phase: Phase, weighted: bool, biases: int = 0) -> Callable[..., None]:
         return self._launch(self._new_combine, blocks, phase, weighted, biases)
 
     def _new_combine(self, blocks: int, phase: Phase, weighted: bool, biases: int) -> Launch:
@@ -148,9 +166,13 @@ class LatencyMode(Mode):
             self._proxied, phase.sends, phase.receives, self._parts, biases, blocks, base.threads,
             **self._fewer(blocks),
         )  # fmt: skip
-        return Launch(kernel, self._combine_fixed, COMBINE, base.world)
+        return Launch(kernel, self._combine_fixed, COMBINE, base.world, **self._combine_forms())
 
-    def _refusal(self) -> Launch:
+    def _combine_forms(self) -> dict[str, dict]:
+        nothing = dict.fromkeys(("y", "bias_0", "bias_1", "out"), self._no_rows[self._c.combine_dtype])
+        return {"columns": {"y": self._c.hidden}, "stand_ins": nothing}
+
+    def _refusal(self) -> Callable[..., None]:
         return self._launch(self._new_refusal)
 
     def _new_refusal(self) -> Launch:
@@ -159,7 +181,7 @@ class LatencyMode(Mode):
         kernel = refuse_latency(c.ranks, c.max_tokens * self._cuts, base.blocks, base.threads)
         return Launch(kernel, fixed | {"arrived": arrived}, ("code",), base.world)
 
-    def _exchange_weights(self) -> Launch:
+    def _exchange_weights(self) -> Callable[..., None]:
         return self._launch(self._new_exchange)
 
     def _new_exchange(self) -> Launch:
@@ -196,12 +218,10 @@ class LatencyMode(Mode):
         return plan.arguments[0], plan.tokens
 
     def _results(self, out) -> tuple[torch.Tensor, torch.Tensor | None, tuple]:
-        """Rows and scales for the caller; and these, with counts, as launches take them."""
-        c = self._c
-        counts = torch.empty((c.local_experts,), dtype=torch.int32, device=self._base.device)
-        rows, scales = self.new_output() if out is None else out
-        scale_words = self._no_scales if scales is None else as_words(scales, c.scale_words)
-        return rows, scales, (as_words(rows, c.row_words), scale_words, counts)
+        """Rows and scales for the caller; and these, with counts, as launches take them. After the plan of the call."""
+        counts = self._new_counts.next(self._plans.stream)
+        rows, scales = self._new_output() if out is None else out
+        return rows, scales, (rows, scales, counts)
 
     def dispatch(self, x, scales, choices: Choices | Handle, out, phase: Phase, blocks: int) -> Pending:
         plan = self._plans.next(x.shape[0])
@@ -221,17 +241,10 @@ class LatencyMode(Mode):
         choices: Choices | None = None, fault: int = NO_FAULT, fault_value: int = 0,
     ) -> None:  # fmt: skip
         """`x`, `scales` and `choices` are for the half that sends."""
-        c, source, empty = self._c, "", x is None or not x.numel()
-        if x is not None and c.dtype == FP8 and x.dtype != FP8:
-            source = dtype_name(x.dtype)
-            x = self._no_rows[x.dtype] if empty else x
-        else:
-            x = self._no_row if empty else as_words(x, c.row_words)
-        scales = self._no_scales if scales is None or empty else as_words(scales, c.scale_words)
-        topk_idx, topk_weights = self._no_choice, self._no_weight
-        if choices is not None and not empty:
-            topk_idx, topk_weights = choices.topk_idx, choices.topk_weights
-        self._dispatch_of(blocks, phase, source, dtype_name(topk_idx.dtype))(
+        quantises = x is not None and self._quantises and x.dtype != FP8
+        topk_idx, topk_weights = (None, None) if choices is None else (choices.topk_idx, choices.topk_weights)
+        index_dtype = "int64" if topk_idx is None else dtype_name(topk_idx.dtype)
+        self._dispatch_of(blocks, phase, dtype_name(x.dtype) if quantises else "", index_dtype)(
             plan.tokens, fault, fault_value, x, scales, topk_idx, topk_weights, *self._received_by(plan), *results
         )
 
@@ -271,11 +284,9 @@ class LatencyMode(Mode):
     ) -> None:
         """`out` and `bias` are used by the half that receives, `y` by the one that sends; `given`: weights other than
         dispatch's."""
-        nothing = self._no_rows[self._c.combine_dtype]
         _, targets, weights, counts = plan.arguments[:4]
         bias = bias if phase.receives and plan.tokens else ()
         self._combine_of(blocks, phase, weighted, len(bias))(
-            nothing if y is None else y.view(-1, self._c.hidden), targets, weights if given is None else given, counts,
-            *bias, *(nothing,) * (2 - len(bias)), nothing if out is None or not out.numel() else out,
+            y, targets, weights if given is None else given, counts, *bias, *(None,) * (2 - len(bias)), out,
             *self._summed_by(plan),
         )  # fmt: skip

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import enum
-import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import torch
 
 from tilescale_net.kernels.collective import BufferSpecs
 from tilescale_net.kernels.moe.config import Config
 from tilescale_net.kernels.moe.handle import Choices, Handle, Pending
+from tilescale_net.kernels.moe.launch import Launch
 from tilescale_net.kernels.moe.status import ArgumentError
-from tilescale_net.runtime.launch_arguments import constant
 
 
 class Phase(enum.Enum):
@@ -23,6 +22,8 @@ class Phase(enum.Enum):
     SEND = "send"
     RECEIVE = "receive"
 
+    __hash__ = object.__hash__  # calls look launches up by it, and that of enum.Enum is Python
+
     @property
     def sends(self) -> bool:
         return self is not Phase.RECEIVE
@@ -30,37 +31,6 @@ class Phase(enum.Enum):
     @property
     def receives(self) -> bool:
         return self is not Phase.SEND
-
-
-class Launch:
-    """A kernel in a world, with those of its arguments that are the same in every call; a call gives the others.
-
-    So the order of a kernel's arguments stands in its signature alone.
-
-    Args:
-        fixed: arguments by name; what the kernel does not take is left out.
-        given: names of the others, in the order in which a call gives them.
-
-    Raises:
-        TypeError: the others are not exactly these.
-    """
-
-    def __init__(self, kernel, fixed: Mapping[str, object], given: Sequence[str], world):
-        names = [name for name in kernel.parameters if name in fixed]
-        places = {name: i for i, name in enumerate((*names, *given))}
-        if places.keys() != set(kernel.parameters) or len(places) != len(names) + len(given):
-            others = ", ".join(name for name in kernel.parameters if name not in fixed)
-            raise TypeError(f"kernel {kernel.name} takes {others}, not {', '.join(given)}")
-        values = [fixed[name] for name in names]
-        # One stays a torch tensor: the launch takes its stream from it where a call gives none.
-        kept = next((i for i, value in enumerate(values) if isinstance(value, torch.Tensor)), None)
-        self._fixed = tuple(value if i == kept else constant(value) for i, value in enumerate(values))
-        self._in_order = operator.itemgetter(*(places[name] for name in kernel.parameters))
-        self._run = kernel.launcher(world)
-
-    def __call__(self, *given) -> None:
-        """Launch on the current stream."""
-        self._run(*self._in_order(self._fixed + given))
 
 
 class Mode(ABC):
@@ -83,15 +53,15 @@ class Mode(ABC):
     def __init__(self, base, config: Config, specs: BufferSpecs):
         self._base, self._c = base, config
         self._symmetric = base.allocate(specs)
-        self._launches: dict[tuple, Launch] = {}
+        self._launches: dict[tuple, Callable[..., None]] = {}
         self._signature = config.signature
 
-    def _launch(self, make: Callable[..., Launch], *which) -> Launch:
+    def _launch(self, make: Callable[..., Launch], *which) -> Callable[..., None]:
         """`make(*which)`, the launch of a kernel, made when it is first asked for."""
         key = (make.__name__, *which)
         found = self._launches.get(key)
         if found is None:
-            found = self._launches[key] = make(*which)
+            found = self._launches[key] = make(*which).quick()
         return found
 
     def _buffers(self, kernel: str) -> dict[str, torch.Tensor]:
@@ -109,7 +79,7 @@ class Mode(ABC):
         """From now on these ranks take part; collective among them, and nothing is under way."""
 
     @abstractmethod
-    def variants(self, everything: bool) -> list[Callable[[], Launch]]:
+    def variants(self, everything: bool) -> list[Callable[[], object]]:
         """Calls that compile a kernel each: those that an ordinary call needs, or every one that a call may need."""
 
     @abstractmethod

@@ -10,7 +10,8 @@ from tilescale_net.kernels.collective import BufferSpecs, dtype_name
 from tilescale_net.kernels.moe import latency
 from tilescale_net.kernels.moe.config import FP8, Config
 from tilescale_net.kernels.moe.handle import ReceivedRows
-from tilescale_net.kernels.moe.mode import Launch, Phase
+from tilescale_net.kernels.moe.launch import Launch
+from tilescale_net.kernels.moe.mode import Phase
 from tilescale_net.kernels.moe.node_combine_latency import combine_latency_nodes
 from tilescale_net.kernels.moe.node_dispatch_latency import dispatch_latency_nodes
 from tilescale_net.kernels.moe.node_layout import Gateways, LatencyNodePlan, Nodes, with_room
@@ -106,7 +107,7 @@ class NodeLatencyMode(latency.LatencyMode):
             c.ranks, c.num_experts, at.nodes, at.slots, c.top_k, c.max_tokens, c.row_words, c.scale_words, source,
             phase.sends, phase.receives, blocks, base.threads, index_dtype, **self._fewer(blocks),
         )  # fmt: skip
-        return Launch(kernel, self._dispatch_fixed, _DISPATCH, base.world)
+        return Launch(kernel, self._dispatch_fixed, _DISPATCH, base.world, **self._dispatch_forms(source, index_dtype))
 
     def _new_combine(self, blocks: int, phase: Phase, weighted: bool, biases: int) -> Launch:
         c, base, at = self._c, self._base, self._at
@@ -115,7 +116,7 @@ class NodeLatencyMode(latency.LatencyMode):
             c.quantize_combine, phase.sends, phase.receives, self._parts, biases, blocks, base.threads,
             **self._fewer(blocks),
         )  # fmt: skip
-        return Launch(kernel, self._combine_fixed, _COMBINE, base.world)
+        return Launch(kernel, self._combine_fixed, _COMBINE, base.world, **self._combine_forms())
 
     def _new_refusal(self) -> Launch:
         c, base, at = self._c, self._base, self._at

@@ -11,7 +11,7 @@ from tilescale_net.kernels.collective import BufferSpecs, dtype_name
 from tilescale_net.kernels.moe import throughput
 from tilescale_net.kernels.moe.config import FP8, Config
 from tilescale_net.kernels.moe.handle import RoutingPlan
-from tilescale_net.kernels.moe.mode import Launch
+from tilescale_net.kernels.moe.launch import Launch
 from tilescale_net.kernels.moe.node_combine import combine_nodes
 from tilescale_net.kernels.moe.node_dispatch import dispatch_nodes
 from tilescale_net.kernels.moe.node_layout import Gateways, NodePlan, Nodes, with_room
@@ -153,13 +153,13 @@ class NodeThroughputMode(throughput.ThroughputMode):
 
     # -- kernels ----------------------------------------------------------------------------------------------------
 
-    def variants(self, everything: bool) -> list[Callable[[], Launch]]:
+    def variants(self, everything: bool) -> list[Callable[[], object]]:
         return [*super().variants(everything), functools.partial(self._nodes_launch, self._base.blocks)]
 
     def _in_nodes(self) -> dict[str, int]:
         return {"node_size": self._at.size}
 
-    def _nodes_launch(self, blocks: int) -> Launch:
+    def _nodes_launch(self, blocks: int) -> Callable[..., None]:
         return self._launch(self._new_nodes, blocks)
 
     def _new_nodes(self, blocks: int) -> Launch:
@@ -176,7 +176,7 @@ class NodeThroughputMode(throughput.ThroughputMode):
             self.placement, t.chunk, self._proxied_chunk(c.row_bytes), senders, blocks - senders, base.threads,
             **self._fewer(blocks, "dispatch"),
         )  # fmt: skip
-        return Launch(kernel, self._fixed["dispatch"], _DISPATCH, base.world)
+        return Launch(kernel, self._fixed["dispatch"], _DISPATCH, base.world, **self._forms("dispatch"))
 
     def _new_combine(self, blocks: int, weighted: str, valued: str, biases: int) -> Launch:
         c, base, t, at, senders = self._c, self._base, self._tuning, self._at, self._senders_of("combine", blocks)
@@ -187,7 +187,7 @@ class NodeThroughputMode(throughput.ThroughputMode):
             self._proxied_chunk(c.hidden * payload.itemsize), senders, blocks - senders, t.combine_threads,
             **self._fewer(blocks, "combine"),
         )  # fmt: skip
-        return Launch(kernel, self._fixed["combine"] | {"tag": 0}, _COMBINE, base.world)
+        return Launch(kernel, self._fixed["combine"] | {"tag": 0}, _COMBINE, base.world, **self._forms("combine"))
 
     def _new_refusal(self, kernel: str) -> Launch:
         c, base, at = self._c, self._base, self._at

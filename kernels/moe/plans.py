@@ -10,7 +10,7 @@ from dataclasses import fields
 import torch
 
 from tilescale_net.kernels.moe.handle import ReceivedRows, RoutingPlan
-from tilescale_net.runtime.launch_arguments import constant
+from tilescale_net.runtime.launch_arguments import kept
 
 # Plans that are kept for each stream; more at a time are made anew.
 KEPT = 4
@@ -45,7 +45,7 @@ class _Tensors:
                 shape, dtype = self._shapes[name]
                 self._tensors[name] = torch.empty(shape, dtype=dtype, device=self._device)
         self._taken.clear()
-        self.arguments = tuple(constant(self._tensors[name]) for name in self._shapes)
+        self.arguments = tuple(kept(self._tensors[name]) for name in self._shapes)
 
 
 class _Kept:
@@ -100,6 +100,9 @@ class Plans:
     Args:
         kind: RoutingPlan or ReceivedRows. shapes: of its fields but `tokens`, with their dtypes.
         stream: gives what stands for the current stream, or None where none may be used again.
+
+    Attributes:
+        stream: what stood for it when the last plan was given out.
     """
 
     def __init__(
@@ -107,12 +110,13 @@ class Plans:
     ):
         assert [f.name for f in fields(kind)] == ["tokens", *shapes]
         self._make = _KeptRoutingPlan if kind is RoutingPlan else _KeptReceivedRows
-        self._shapes, self._device, self._stream = shapes, device, stream
+        self._shapes, self._device, self._stream_now = shapes, device, stream
+        self.stream: Hashable = None
         self._kept: dict[Hashable, list[tuple[_Tensors, weakref.ref]]] = {}
 
     def next(self, tokens: int):
         """A plan for so many tokens, that nobody else holds."""
-        stream = self._stream()
+        stream = self.stream = self._stream_now()
         if stream is None:
             return self._make(tokens, _Tensors(self._shapes, self._device))
         kept = self._kept.setdefault(stream, [])

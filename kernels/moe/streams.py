@@ -12,7 +12,7 @@ def stream_key(device: torch.device) -> Hashable:
     """What stands for the current stream; None while it is captured into a CUDA graph."""
     if device.type != "cuda":
         return 0
-    if torch.cuda.is_current_stream_capturing():
+    if torch._C._cuda_isCurrentStreamCapturing():
         return None
     return torch._C._cuda_getCurrentRawStream(device.index)  # a tenth of what current_stream costs
 

@@ -13,7 +13,8 @@ from tilescale_net.kernels.moe.combine_throughput import combine_throughput
 from tilescale_net.kernels.moe.config import FP8, Config, as_words
 from tilescale_net.kernels.moe.dispatch_throughput import dispatch_throughput
 from tilescale_net.kernels.moe.handle import Choices, DispatchedByPlan, Handle, Pending, RoutingPlan
-from tilescale_net.kernels.moe.mode import Launch, Mode, Phase
+from tilescale_net.kernels.moe.launch import Launch
+from tilescale_net.kernels.moe.mode import Mode, Phase
 from tilescale_net.kernels.moe.plans import Plans
 from tilescale_net.kernels.moe.refusal import refuse_throughput
 from tilescale_net.kernels.moe.routing import plan_routing
@@ -23,7 +24,7 @@ from tilescale_net.kernels.moe.throughput_buffers import output_rows, placement_
 from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.kernels.moe.tuning import shares
 from tilescale_net.kernels.moe.wire_layout import NO_FAULT, Counts, Totals, output_tag, record_words
-from tilescale_net.runtime.launch_arguments import constant
+from tilescale_net.runtime.launch_arguments import kept
 
 # What a call gives to a launch, in this order; the fields of RoutingPlan but node_plan last.
 _PLAN = ("send_token", "send_row", "token_slot", "records", "totals", "row_index", "row_weight")
@@ -53,7 +54,7 @@ class ThroughputMode(Mode):
         self.symmetric_output = config.zero_copy
         output = self._buffers("output")
         self._output = output["rows"], output["scales"] if c.scale_words else None
-        self._landing = tuple(constant(as_words(output[name], 0)) for name in ("rows", "scales"))
+        self._landing = tuple(kept(as_words(output[name], 0)) for name in ("rows", "scales"))
         self._own_tag = output_tag(base.place(output["rows"])) if self._in_place else 0
         self._chunks = -(-c.max_tokens // tuning.chunk)
 
@@ -99,7 +100,7 @@ class ThroughputMode(Mode):
 
     # -- kernels ----------------------------------------------------------------------------------------------------
 
-    def variants(self, everything: bool) -> list[Callable[[], Launch]]:
+    def variants(self, everything: bool) -> list[Callable[[], object]]:
         by_rank, base = self._c.layout == "rank", self._base
         ordinary = [
             partial(self._routing_of, "int64", base.blocks),
@@ -135,7 +136,7 @@ class ThroughputMode(Mode):
         """What tells the kernel that plans how many ranks a node has, where that matters."""
         return {}
 
-    def _routing_of(self, index_dtype: str, blocks: int) -> Launch:
+    def _routing_of(self, index_dtype: str, blocks: int) -> Callable[..., None]:
         return self._launch(self._new_routing, index_dtype, blocks)
 
     def _new_routing(self, index_dtype: str, blocks: int) -> Launch:
@@ -146,7 +147,7 @@ class ThroughputMode(Mode):
         )  # fmt: skip
         return Launch(kernel, self._fixed["routing"], _ROUTING, base.world)
 
-    def _dispatch_launch(self, blocks: int) -> Launch:
+    def _dispatch_launch(self, blocks: int) -> Callable[..., None]:
         return self._launch(self._new_dispatch, blocks)
 
     def _new_dispatch(self, blocks: int) -> Launch:
@@ -156,13 +157,15 @@ class ThroughputMode(Mode):
             t.chunk, self._proxied_chunk(c.row_bytes), senders, blocks - senders, base.threads,
             **self._fewer(blocks, "dispatch"), **self._in_tiles(c.tiles),
         )  # fmt: skip
-        return Launch(kernel, self._fixed["dispatch"], DISPATCH, base.world)
+        return Launch(kernel, self._fixed["dispatch"], DISPATCH, base.world, **self._forms("dispatch"))
 
     def _in_tiles(self, tiles: int) -> dict[str, int]:
         """What tells kernels to count tiles, or to wait for them."""
         return {"tile_rows": self._c.tile_rows, "tiles": tiles} if tiles else {}
 
-    def _combine_of(self, blocks: int, weighted: str, valued: str = "", biases: int = 0, tiles: int = 0) -> Launch:
+    def _combine_of(
+        self, blocks: int, weighted: str, valued: str = "", biases: int = 0, tiles: int = 0
+    ) -> Callable[..., None]:
         return self._launch(self._new_combine, blocks, weighted, valued, biases, *([tiles] if tiles else []))
 
     def _new_combine(self, blocks: int, weighted: str, valued: str, biases: int, tiles: int = 0) -> Launch:
@@ -175,9 +178,20 @@ class ThroughputMode(Mode):
             **self._fewer(blocks, "combine"), **self._in_tiles(tiles),
         )  # fmt: skip
         given = (*COMBINE, *(_AWAITED if tiles else ()))
-        return Launch(kernel, self._fixed["combine"] | {"tag": 0}, given, base.world)
+        return Launch(kernel, self._fixed["combine"] | {"tag": 0}, given, base.world, **self._forms("combine"))
 
-    def _refusal(self, kernel: str) -> Launch:
+    def _forms(self, kernel: str) -> dict[str, dict]:
+        """As what a kernel takes tensors that are given otherwise, see `Launch`."""
+        if kernel == "combine":
+            nothing = dict.fromkeys(("y", "bias_0", "bias_1", "out"), self._no_row)
+            return {"stand_ins": nothing | {"out_values": self._no_values}}
+        row, scales = self._c.row_words, max(self._c.scale_words, 1)
+        return {
+            "words": {"x": row, "x_scales": scales, "out": row, "out_scales": scales},
+            "stand_ins": {"x": self._no_words, "x_scales": self._no_scales, "out_scales": self._no_scales},
+        }
+
+    def _refusal(self, kernel: str) -> Callable[..., None]:
         return self._launch(self._new_refusal, kernel)
 
     def _new_refusal(self, kernel: str) -> Launch:
@@ -225,7 +239,7 @@ class ThroughputMode(Mode):
         if copied or rows is self._output[0]:
             landing = self._landing
         else:
-            landing = self._words(rows, row_scales)
+            landing = rows, row_scales
         self._move_rows(x, scales, plan, landing, tag, blocks)
         if copied:
             self._stream.launch(_copy, (rows, row_scales), self._output)
@@ -261,7 +275,7 @@ class ThroughputMode(Mode):
             none = torch.zeros((1, self._c.top_k), dtype=torch.int64, device=self._base.device)
             blocks = self._base.blocks
             empty = self._plan_routing(none, none.float(), 0, blocks, error.code, error.value)
-            landing = self._landing if self._in_place else self._words(*self.new_output())
+            landing = self._landing if self._in_place else self.new_output()
             self._move_rows(None, None, empty, landing, error.code, blocks)
 
     def _new_plans(self) -> Plans:
@@ -303,16 +317,9 @@ class ThroughputMode(Mode):
         self._stream.launch(routing, topk_idx, topk_weights, tokens, fault, fault_value, *places)
         return plan
 
-    def _words(self, rows: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and scales as the kernel takes them."""
-        c = self._c
-        empty = scales is None or not scales.numel()
-        return as_words(rows, c.row_words), self._no_scales if empty else as_words(scales, c.scale_words)
-
     def _move_rows(self, x, scales, plan: RoutingPlan, landing: tuple, tag: int, blocks: int) -> None:
-        """Launch the kernel that moves rows to `landing`, rows and scales as words."""
-        given = (self._no_words, self._no_scales) if x is None or not x.numel() else self._words(x, scales)
-        self._stream.launch(self._dispatch_launch(blocks), *given, *landing, tag, *self._moved_by(plan))
+        """Launch the kernel that moves rows to `landing`, rows and scales."""
+        self._stream.launch(self._dispatch_launch(blocks), x, scales, *landing, tag, *self._moved_by(plan))
 
     def _moved_by(self, plan: RoutingPlan) -> tuple:
         """What the kernel that moves rows takes of a plan."""
@@ -347,16 +354,14 @@ class ThroughputMode(Mode):
         by_row = isinstance(weights, torch.Tensor)
         weighted = "rows" if by_row else "choices" if weights and self._c.layout == "expert" else ""
         unused = plan.arguments[-1]  # stands in for what the kernel does not use
-        valued, row_values, out_values = "", unused, self._no_values
+        valued, row_values, out_values = "", unused, None
         if values is not None:
             row_values, out_values = values
             valued = "rows" if row_values.dim() == 1 else "choices"
             row_values = (row_values if row_values.numel() else self._no_values).view(-1)
-        bias_0, bias_1 = ([b if b.numel() else self._no_row for b in bias] + [self._no_row] * 2)[:2]
         self._stream.launch(
-            self._combine_of(blocks, weighted, valued, len(bias), tiles.count if tiles else 0), y if y.numel() else self._no_row, weights if by_row else unused,
-            row_values, bias_0, bias_1, out if out.numel() else self._no_row,
-            out_values if out_values.numel() else self._no_values, plan.tokens, *self._summed_by(plan),
+            self._combine_of(blocks, weighted, valued, len(bias), tiles.count if tiles else 0), y, weights if by_row else unused,
+            row_values, *bias, *(None,) * (2 - len(bias)), out, out_values, plan.tokens, *self._summed_by(plan),
             *((tiles.words, tiles.calls, tiles.growth) if tiles else ()),
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ from tests.native.builder import BASE, ROOT
 CSRC = ROOT / "tilescale_net" / "csrc"
 # What the simulator is made of goes into a module of its own.
 MODULES = {
-    "_native": ["", "common", "cuda", "fabric", "proxy", "bench"],
+    "_native": ["", "common", "cuda", "fabric", "proxy", "bench", "launch"],
     "_simulator": ["common", "simulator", "explore"],
 }
 
@@ -81,7 +81,7 @@ def test_the_linker_sees_one_definition_of_each_type(tmp_path: Path):
     gcc = shutil.which("g++")
     if not gcc:
         pytest.skip("needs g++ for -Wodr")
-    sources = [p for f in ("cuda", "fabric", "proxy", "bench") for p in sorted((CSRC / f).glob("*.cpp"))]
+    sources = [p for f in ("cuda", "fabric", "proxy", "bench", "launch") for p in sorted((CSRC / f).glob("*.cpp"))]
     plain = [str(p) for p in sources if not p.name.endswith("bindings.cpp")]
     flags = ["-flto", "-fPIC", "-shared", "-Wodr", "-Wlto-type-mismatch", "-Werror=odr", "-Werror=lto-type-mismatch"]
     command = [gcc, *BASE, *headers(), *flags, *plain, "-o", str(tmp_path / "all.so"), "-ldl", "-lpthread"]

@@ -1,5 +1,5 @@
 """`python -m tilescale_net`, installed as the command `tilescale_net` too: run, info, doctor, bench,
-model, trace, check, settings.
+model, tune, trace, check, settings.
 
 Only the standard library is imported before a subcommand is chosen, so that `run` starts at once.
 """
@@ -11,7 +11,7 @@ import json
 import sys
 
 from tilescale_net import __version__
-from tilescale_net.cli import check, model, trace
+from tilescale_net.cli import check, model, trace, tune
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.launch import messages, run
 from tilescale_net.runtime import settings
@@ -49,6 +49,10 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("model", help=text, description=f"{text[0].upper()}{text[1:]}.")
     model.add_arguments(command)
     command.set_defaults(call=model.run)
+    text = "find how products with their communication, or MoE calls, are made best on this machine, and keep it"
+    command = commands.add_parser("tune", help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+    tune.add_arguments(command)
+    command.set_defaults(call=_tune)
     text = "who waited for whom in a timeline that TSN_TRACE has written, and the longest waits"
     command = commands.add_parser("trace", help=text, description=f"Prints {text}.")
     trace.add_arguments(command)
@@ -83,6 +87,10 @@ def _bench(args: argparse.Namespace) -> int:
     return suite.main(args)
 
 
+def _tune(args: argparse.Namespace) -> int:
+    return tune.tune(args, args.words[1:])
+
+
 def _info(args: argparse.Namespace) -> int:
     from tilescale_net.cli import info
 
@@ -102,7 +110,9 @@ def _doctor(args: argparse.Namespace) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code."""
     messages.program = "tilescale_net"
-    args = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = parser().parse_args(arguments)
+    args.words = arguments
     try:
         if args.call is not _settings:
             settings.check()

@@ -91,6 +91,24 @@ class Kernel:
 
         return launch
 
+    @property
+    def takes_context(self) -> bool:
+        """Whether the function of `plain_function` takes the context, in front of all other arguments."""
+        return self._context_index is not None
+
+    def plain_function(self, world):
+        """The function that `launcher` calls in a world in the end, a tvm_ffi.Function of all arguments; None where it is no
+        such function, or where something is to be done before or after it.
+
+        Raises:
+            KernelError: compiled for another kind of device than that of `world`.
+        """
+        self._check_device(world)
+        function = self._function()
+        if not isinstance(function, tvm_ffi.Function) or self._supervised(function, [world]) is not function:
+            return None
+        return function
+
     def _explain(self, args, error: Exception) -> None:
         """Raise `error`, or what is wrong with the arguments where that is why."""
         problem = self._problem(args, error)

@@ -14,10 +14,11 @@ from tilescale_net.kernels.fused.choice import Product, fits, is_taken, tiling_f
 from tilescale_net.kernels.fused.matmul import SCALED, FusedMatmul, check_columns, check_scales
 from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
+from tilescale_net.kernels.fused.tuned_choice import chosen
 from tilescale_net.ops import group_objects
 
 _ops = torch.ops.tilescale_net
-_CLASSES: dict[str, type[FusedMatmul]] = {
+CLASSES: dict[str, type[FusedMatmul]] = {
     "all_gather_matmul": AllGatherMatmul,
     "matmul_reduce_scatter": MatmulReduceScatter,
     "matmul_all_reduce": MatmulAllReduce,
@@ -40,12 +41,18 @@ def _fused(kind: str, x: torch.Tensor, w: torch.Tensor, fused: bool | None, obje
     obstacle = fits(product)
     if fused and obstacle:
         raise ValueError(f"{kind}: fused=True, but {obstacle}")
-    if obstacle or not (is_taken(product, objects.world.device) if fused is None else fused):
+    if obstacle:
+        return None
+    tuned = None if fused is False else chosen(product, objects.world)
+    usual = tuned.fused if tuned else is_taken(product, objects.world.device)
+    if not (usual if fused is None else fused):
         return None
     rows = x.shape[0] // ranks if kind == "matmul_reduce_scatter" else x.shape[0]
     options = dict(dtype=x.dtype, tiling=tiling_for(objects.world.device, product), **objects.geometry)
-    make = lambda: _CLASSES[kind](rows, *w.shape, **options, group=objects.world)  # noqa: E731
-    key = (kind, rows, *w.shape, x.dtype)
+    if tuned is not None and tuned.fused:
+        options |= tuned.options
+    make = lambda: CLASSES[kind](rows, *w.shape, **options, group=objects.world)  # noqa: E731
+    key = (kind, rows, *w.shape, x.dtype, tuned)
     if fused is None and key in objects.without_room:
         return None
     try:
@@ -165,8 +172,8 @@ def all_gather_matmul(
         w: [k, n] of the same dtype, contiguous or the transpose of a contiguous tensor (others are copied); n may not
             differ between ranks.
         group: see `tilescale_net.ops`.
-        fused: whether product and communication overlap; None: where that was measured to be faster (see
-            `kernels.fused.choice`; on GPUs nowhere yet) and the symmetric heap has room for the shape's buffers.
+        fused: whether product and communication overlap; None: where `tilescale_net.tuning` has found that it is faster on
+            this machine, else where it was measured to be (see `kernels.fused.choice`; on GPUs nowhere yet) and the symmetric heap has room for the shape's buffers.
         x_scales, w_scales: for `x` and `w` of torch.float8_e4m3fn, and for them alone: float32 [rows] or [rows, 1], and [n]
             or [1, n], by which rows and columns of the product are multiplied, as torch._scaled_mm does. `w` must be the
             transpose of a contiguous tensor then, k and n multiples of 16 for a fused call; the result is bfloat16, and

@@ -20,9 +20,20 @@ class AbortPage:
     """
 
     def __init__(self):
-        self.address = 0
         # Reentrant: a handler of signals may ask while its thread does.
         self._in_use = threading.RLock()
+        self.address = 0
+
+    @property
+    def address(self) -> int:
+        return self._address
+
+    @address.setter
+    def address(self, address: int) -> None:
+        with self._in_use:
+            self._address = address
+            places = (address, address + _RECORD + ErrorRecord.kind.offset) if address else ()
+            self._looked_at = tuple(map(ctypes.c_uint32.from_address, places))
 
     @property
     def record_address(self) -> int:
@@ -43,11 +54,10 @@ class AbortPage:
     def touched(self) -> bool:
         """Whether waits were ended, or a kernel has left a record; cheap."""
         with self._in_use:
-            address = self.address
-            return bool(address) and (
-                ctypes.c_uint32.from_address(address).value != 0
-                or ctypes.c_uint32.from_address(address + _RECORD + ErrorRecord.kind.offset).value != 0
-            )
+            for word in self._looked_at:
+                if word.value:
+                    return True
+            return False
 
     def record(self) -> ErrorRecord | None:
         """A copy of what a kernel left behind when it gave up; None where none did."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tilescale_net.runtime import quick_calls
+
 
 def constant(value):
     """An argument of many launches: tensors of a GPU are converted once, others stay what they are.
@@ -18,3 +20,8 @@ def constant(value):
         return tvm_ffi.from_dlpack(value)
     except (BufferError, RuntimeError, TypeError, ValueError):  # a dtype that this torch does not exchange
         return value
+
+
+def kept(value):
+    """As `constant`, for what a call gives: launches of `quick_calls` take tensors as they are."""
+    return value if quick_calls.are_there() else constant(value)

@@ -1,15 +1,36 @@
-"""Folders from which code is loaded: nobody else may write there, or have written what lies there."""
+"""Folders in which the package keeps what it loads again: nobody else may write there, or have written what lies there."""
 
 from __future__ import annotations
 
 import atexit
 import functools
 import os
+import pwd
 import shutil
 import stat
 import tempfile
 import warnings
 from pathlib import Path
+
+from tilescale_net.runtime import settings
+
+
+def of_user(name: str) -> Path:
+    """$XDG_CACHE_HOME/tilescale_net/NAME, by default below ~/.cache; below the temporary folder without a home."""
+    base = settings.CACHE_HOME.get()
+    if not os.path.isabs(base):
+        home = os.environ.get("HOME") or _home_of_user()
+        base = os.path.join(home, ".cache") if os.path.isabs(home) else ""
+    if not base:
+        return Path(tempfile.gettempdir()) / f"tilescale_net-{os.getuid()}" / name
+    return Path(base) / "tilescale_net" / name
+
+
+def _home_of_user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:  # a container with a user of its own
+        return ""
 
 
 def is_ours(path: str | os.PathLike) -> bool:

@@ -78,6 +78,13 @@ LIBCUDA = Setting("TSN_LIBCUDA", setting.text, "", "the CUDA driver library", "`
 CACHE_HOME = Setting(
     "XDG_CACHE_HOME", setting.text, "", "folder whose `tilescale_net` keeps compiled kernels", "`~/.cache`"
 )
+TUNED = Setting(
+    "TSN_TUNED",
+    setting.flag,
+    True,
+    "`0`: what `tilescale_net.tuning` has found is not used; that of rank 0 counts",
+    "1",
+)
 
 TRACE = Setting(
     "TSN_TRACE",
@@ -233,18 +240,8 @@ CHAOS_SEEDS = Setting(
 
 # The page: titles, and what stands below them.
 SECTIONS: dict[str, tuple[Setting, ...]] = {
-    "": (
-        DEVICE,
-        HEAP_SIZE,
-        HEAP_LIMIT,
-        TIMEOUT,
-        HEARTBEAT_TIMEOUT,
-        VIRTUAL_NODES,
-        MODULE_LOADING,
-        LIBCUDA,
-        NVTX,
-        CACHE_HOME,
-    )
+    "": (DEVICE, HEAP_SIZE, HEAP_LIMIT, TIMEOUT, HEARTBEAT_TIMEOUT, VIRTUAL_NODES, MODULE_LOADING, LIBCUDA, NVTX)
+    + (CACHE_HOME, TUNED)
     + (TRACE, TRACE_EVENTS),
     "Network": (
         *(LIBFABRIC, PROVIDER, FABRIC_INTERFACE, RAILS, PROXY_QUEUES, PROXY_THREADS, PROXY_PEER_THREADS, PROXY_CPUS),

@@ -11,7 +11,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import pwd
 import shutil
 import tempfile
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.runtime import private_folder, settings
+from tilescale_net.runtime import private_folder
 
 SUFFIXES = (".so", ".lowered", ".kept", ".gch")
 # Files that end with a digest of what they hold, so that one which a full disk or a power cut has damaged is not used:
@@ -35,24 +34,11 @@ _TEMPORARY = "tmp"
 
 
 def folder() -> Path:
-    """$XDG_CACHE_HOME/tilescale_net/simulator, by default below ~/.cache; below the temporary folder without a home.
+    """`private_folder.of_user`.
 
     Whoever adds a file removes those that nobody has used for KEPT_DAYS, and the longest unused beyond KEPT_BYTES.
     """
-    base = settings.CACHE_HOME.get()
-    if not os.path.isabs(base):
-        home = os.environ.get("HOME") or _home_of_user()
-        base = os.path.join(home, ".cache") if os.path.isabs(home) else ""
-    if not base:
-        return Path(tempfile.gettempdir()) / f"tilescale_net-{os.getuid()}" / "simulator"
-    return Path(base) / "tilescale_net" / "simulator"
-
-
-def _home_of_user() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_dir
-    except KeyError:  # a container with a user of its own
-        return ""
+    return private_folder.of_user("simulator")
 
 
 def get_or_build(name: str, key: str, suffix: str, make: Callable[[Path], Path]) -> Path:

@@ -1,0 +1,119 @@
+"""Launches through C and looks at tensors, against what Python does; nothing here needs a GPU."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import tvm_ffi
+
+from tilescale_net.kernels.moe import argument_checks
+from tilescale_net.kernels.moe.results import MANY, Empty, Vectors
+from tilescale_net.kernels.moe.status import ArgumentError
+from tilescale_net.runtime import quick_calls
+
+FP8 = torch.float8_e4m3fn
+
+
+def _seen(value):
+    if not hasattr(value, "shape"):
+        return value
+    # Host functions of kernels look at strides, which must be there.
+    assert tuple(value.strides) == torch.empty(tuple(value.shape)).stride()
+    return tuple(value.shape), str(value.dtype)
+
+
+def test_what_a_call_gives_meets_what_never_changes():
+    seen: list = []
+    function = tvm_ffi.convert(lambda *arguments: seen.append([*map(_seen, arguments)]))
+    x, few = torch.arange(6).reshape(2, 3), torch.zeros((1, 4), dtype=torch.int32)
+    slow: list = []
+    given = [(1, 0, False, None), (3, 4, True, few), (4, 2, False, None)]
+    launch = quick_calls.launch([(0, x), (2, 5)], given, lambda: function, lambda *args: slow.append(args))
+    rows, pairs = torch.zeros((2, 2, 4), dtype=torch.bfloat16), torch.zeros((3, 4))
+    for value in (rows, None, rows[:0]):
+        launch(7, value, pairs)
+    first = [((2, 3), "int64"), 7, 5, ((2, 4), "int32"), ((6, 2), "float32")]
+    none = [*first[:3], ((1, 4), "int32"), first[-1]]
+    assert seen == [first, none, none] and not slow
+    unusual = [(7, rows), ("a", rows, pairs), (7, rows.transpose(0, 1), pairs), (7, rows, None), (1 << 70, rows, pairs)]
+    unusual.append((7, torch.zeros((3, 1), dtype=torch.bfloat16), pairs))  # 6 bytes are no words
+    for arguments in unusual:
+        launch(*arguments)
+    assert slow == unusual and len(seen) == 3
+
+
+def test_a_function_that_fails_or_is_missing():
+    def fails(*arguments):
+        raise ValueError("no")
+
+    def otherwise(*arguments):
+        raise RuntimeError(f"because of {arguments}")
+
+    function = tvm_ffi.convert(fails)
+    for found in (lambda: function, lambda: None):
+        launch = quick_calls.launch([], [(0, 0, False, None)], found, otherwise)
+        with pytest.raises(RuntimeError, match="because of"):
+            launch(3)
+
+    def asked():
+        raise KeyError("wrong device")
+
+    with pytest.raises(KeyError):
+        quick_calls.launch([], [], asked, otherwise)()
+    assert quick_calls.launch([(i, i) for i in range(100)], [], asked, otherwise) is otherwise
+    assert quick_calls.launch([(0, "text")], [], asked, otherwise) is otherwise
+
+
+def test_a_launch_ends_with_its_owner():
+    class Owner:
+        def __call__(self):
+            pass
+
+    owner = Owner()
+    launch, gone = quick_calls.launch([(0, torch.zeros(3))], [], lambda: None, owner), weakref.ref(owner)
+    launch()
+    del owner, launch
+    gc.collect()
+    assert gone() is None
+
+
+def test_checks_agree_with_python():
+    device = torch.device("cpu")
+    wide = torch.zeros((4, 16), dtype=torch.bfloat16)
+    tensors = [
+        wide, wide[:, :8], wide[1:, :], wide[:0], wide.t(), wide.float(), wide.to(FP8), wide[0], wide.view(4, 1, 16),
+        torch.zeros((4, 17), dtype=torch.bfloat16)[:, 1:], torch.zeros(65, dtype=torch.bfloat16)[1:].view(4, 16),
+        wide[::2], wide[:1, :], None, 3, torch.nn.Parameter(wide), torch.zeros((4, 16), device="meta", dtype=torch.bfloat16),
+    ]  # fmt: skip
+    for dtypes in ((torch.bfloat16,), (torch.float32, FP8), ()):
+        for shape in ((None, 16), (4, 16), (None, 8)):
+            for alignment in (1, 16):
+                check = quick_calls.check(dtypes, device, shape, alignment)
+                for tensor in tensors:
+                    try:
+                        argument_checks.check_tensor("x", tensor, device, dtypes, shape, alignment)
+                        right = True
+                    except ArgumentError:
+                        right = False
+                    # A kind of its own is left to Python.
+                    wanted = right and type(tensor) is torch.Tensor
+                    assert check(tensor) == wanted, (tensor, dtypes, shape, alignment)
+    check = quick_calls.check((torch.bfloat16,), device, (None, 16), 16)
+    assert check(wide, 4) and not check(wide, 3)
+
+
+def test_new_tensors():
+    rows = Empty((3, 8), torch.float16, torch.device("cpu"))
+    for count in (0, 1, 5, 5):
+        made = rows(count)
+        assert made.shape == (count, 3, 8) and made.is_contiguous() and made.dtype == torch.float16
+    with torch.inference_mode():
+        assert Empty((2,), torch.int32, torch.device("cpu"))(2).is_inference()
+    for length in (8, 3):
+        vectors = Vectors(length, torch.device("cpu"))
+        given = [vectors.next(stream) for stream in ("a", "b", None) for _ in range(MANY + 1)]
+        for number, vector in enumerate(given):
+            assert vector.shape == (length,) and vector.is_contiguous()
+            vector.fill_(number)
+        assert [int(v[0]) for v in given] == [*range(len(given))]

@@ -1,0 +1,97 @@
+"""Launches and looks at tensors with next to no Python, where what they take is there; see csrc/launch.
+
+All of it may be missing: a tvm_ffi or a torch that exchanges tensors otherwise, a tensor of an unusual kind. Every function
+then says so, and callers go the way through Python, which does the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+_EXCHANGE = "__dlpack_c_exchange_api__"
+_CALLS = ("TVMFFIFunctionCall", "TVMFFIEnvSetStream", "TVMFFIErrorMoveFromRaised", "TVMFFIObjectDecRef")
+
+
+@functools.cache
+def _native():
+    """The native part with what it needs of torch and of tvm_ffi: `(module, exchange, calls)`; None where that is missing."""
+    try:
+        import tvm_ffi
+
+        from tilescale_net import _native
+
+        if not tvm_ffi.__version__.startswith("0.1."):
+            return None
+        table = getattr(torch.Tensor, _EXCHANGE)
+        if not isinstance(table, int):
+            pointer = ctypes.pythonapi.PyCapsule_GetPointer
+            pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+            table = pointer(table, b"dlpack_exchange_api")
+        library = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())
+        calls = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in _CALLS]
+        return _native.launch, table, calls
+    except (AttributeError, ImportError, OSError, ValueError):
+        return None
+
+
+def are_there() -> bool:
+    """Whether launches and checks are made here."""
+    return _native() is not None
+
+
+def launch(
+    fixed: Sequence[tuple[int, object]],
+    given: Sequence[tuple[int, int, bool, torch.Tensor | None]],
+    function: Callable[[], object],
+    otherwise: Callable[..., None],
+) -> Callable[..., None]:
+    """A launch that takes the arguments of `given` in their order; or `otherwise`, which takes the same.
+
+    Args:
+        fixed: places among the function's arguments, and what stands there in every call: tensors, numbers. `otherwise`
+            must hold them.
+        given: place of each argument of a call; of how many elements the rows are as which the function takes a tensor (0: it
+            takes it as it is), and whether these are int32, whatever the tensor's are; and what stands in for None and for
+            a tensor without elements, or None.
+        function: asked at the first call: a tvm_ffi.Function that the caller holds, or None where there is none.
+        otherwise: called where something is unusual, or where a call fails, to say why.
+    """
+    native = _native()
+    if native is None:
+        return otherwise
+    module, exchange, calls = native
+
+    def address() -> int:
+        found = function()
+        return 0 if found is None else found.__chandle__()
+
+    try:
+        return module.pack(exchange, torch.Tensor, calls, list(fixed), list(given), address, otherwise)
+    except ValueError:
+        return otherwise
+
+
+def check(
+    dtypes: Sequence[torch.dtype], device: torch.device, shape: Sequence[int | None], alignment: int
+) -> Callable[..., bool]:
+    """A function `(tensor, first extent)`: whether it is a contiguous tensor as wanted; False also where nobody can tell.
+
+    Args:
+        shape: its extents; None: any. The first may be given in each call.
+        alignment: bytes of which the tensor begins at a multiple.
+    """
+    native = _native()
+    if native is None:
+        return lambda tensor, first=-1: False
+    module, exchange, _ = native
+    try:
+        samples = [torch.empty(0, dtype=d) for d in dtypes]
+        place = torch.empty(0, device=device)
+        extents = [-1 if extent is None else extent for extent in shape]
+        return module.check(exchange, torch.Tensor, samples, place, extents, alignment)
+    except ValueError:
+        return lambda tensor, first=-1: False

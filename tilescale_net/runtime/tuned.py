@@ -1,0 +1,131 @@
+"""What was tuned for this place, by the key of a call: the GPU, how many ranks on how many nodes, and this version.
+
+One file for a place, in a folder of the user. Rank 0 reads it when a world first asks, and all ranks take what it has read,
+so that they choose alike whatever lies on their own disks. A file that is damaged, of another place or of another user is
+left alone, with a warning.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import tempfile
+import weakref
+from pathlib import Path
+
+import tilescale_net
+from tilescale_net.runtime import private_folder, settings
+
+SCHEMA = 1
+_LARGEST = 1 << 20  # bytes of a file
+_tables: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+# What was chosen for a call: numbers and text by name.
+Choice = dict[str, object]
+
+
+def place_of(world) -> dict[str, object]:
+    """For what a choice of this world is good."""
+    import torch
+
+    simulated = world.device_kind != "cuda"
+    gpu = "simulator" if simulated else torch.cuda.get_device_name(world.device)
+    version = tilescale_net.__version__
+    return {"gpu": gpu, "ranks": world.size, "nodes": world.topology.nodes, "package": version}
+
+
+def path_of(place: dict[str, object]) -> Path:
+    """The file of a place."""
+    digest = hashlib.sha256(json.dumps(place, sort_keys=True).encode()).hexdigest()[:8]
+    words = re.sub(r"[^a-z0-9]+", "-", f"{place['gpu']}".lower()).strip("-")
+    return private_folder.of_user("tuned") / f"{words}-{place['ranks']}x{place['nodes']}-{digest}.json"
+
+
+def of(world, name: str) -> dict[str, Choice]:
+    """What was tuned, by the keys of calls. Collective the first time in a world.
+
+    Args:
+        name: of who asks, for messages to ranks that make another call.
+    """
+    found = _tables.get(world)
+    if found is None:
+        control = world.control
+        reads = not world.size > 1 or world.rank == control.members[0]
+        if world.size > 1:
+            control.agree(name, "the first in this world that asks for what was tuned")
+        mine = _read(place_of(world)) if reads and settings.TUNED.get() else {}
+        if world.size > 1:
+            mine = json.loads(control.gather(f"{name}: what was tuned", json.dumps(mine) if reads else "")[0])
+        found = _tables[world] = mine
+    return found
+
+
+def keep(world, name: str, key: str, choice: Choice, us: float) -> Path | None:
+    """Keep a choice for this world and for later ones of its place; collective, with the same on all ranks.
+
+    Returns:
+        Where rank 0 has written it; None on other ranks, and where it could not: that is a warning.
+    """
+    of(world, name)[key] = choice
+    if world.size > 1 and world.rank != world.control.members[0]:
+        return None
+    place = place_of(world)
+    path = path_of(place)
+    try:
+        if not private_folder.make(path.parent):
+            raise OSError(f"{path.parent} belongs to another user or may be written by others")
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another job of this user may keep something at the same time
+            choices = _entries(path, place) | {key: {"choice": choice, "us": us}}
+            _write(path, {"schema": SCHEMA, "place": place, "choices": choices})
+    except OSError as err:
+        settings.log.warning("what was tuned is not kept in %s: %s", path, err)
+        return None
+    return path
+
+
+def ignore(world, key: str, error: Exception) -> None:
+    """Say that a choice is not used, once, and forget it."""
+    _tables[world].pop(key, None)
+    if world.rank == world.control.members[0]:
+        settings.log.warning("what was tuned for %s is not used: %s", key, error)
+
+
+def _write(path: Path, data: dict) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(data, file, indent=1, sort_keys=True)
+        os.replace(temporary, path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _read(place: dict[str, object]) -> dict[str, Choice]:
+    return {key: entry["choice"] for key, entry in _entries(path_of(place), place).items()}
+
+
+def _entries(path: Path, place: dict[str, object]) -> dict[str, dict]:
+    """What the file of a place holds, nothing where there is none or where it may not be trusted."""
+    try:
+        if not private_folder.is_ours(path):
+            raise ValueError("it belongs to another user or may be written by others")
+        if path.stat().st_size > _LARGEST:
+            raise ValueError(f"it has more than {_LARGEST} bytes")
+        data = json.loads(path.read_text())
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA or data.get("place") != place:
+            raise ValueError("it is of another place or version")
+        choices = data["choices"]
+        for key, entry in choices.items():
+            if not isinstance(entry["choice"], dict) or not isinstance(entry["us"], (int, float)):
+                raise ValueError(f"{key} has no choice")
+        return choices
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+        settings.log.warning("%s is not used: %s; remove it, or tune again", path, err)
+        return {}
