@@ -165,7 +165,7 @@ RUNS = {
     ),
     "matmul and all-reduce": (("fused/matmul_all_reduce",), multiply_and_reduce_everywhere),
     "MoE and its products": (
-        ("fused/expert_matmul", "fused/expert_tiles", "moe/tiles", "moe/routing_order"),
+        ("fused/expert_matmul", "fused/expert_tiles", "moe/tiles", "moe/routing_order", "moe/combine_sums"),
         multiply_by_experts,
     ),
     "send and receive": (("send_recv",), messages),
