@@ -18,7 +18,7 @@ from tilescale_net.kernels.moe.wire_layout import Totals, most_sent, record_word
 
 
 @tsn.macro
-def _find_rows(
+def find_rows(
     s,
     slot_of,
     token_slot,
@@ -71,7 +71,8 @@ def combine_throughput(
         senders, reducers: blocks of each kind; all run at once.
         absent, absent_senders: how many more blocks, and senders among them, the launch geometry has than this call; block 0
             counts for them.
-        tile_rows, tiles: a row of `y` is read when its tile is there, the last rows first; 0: all of them are there.
+        tile_rows, tiles: a row of `y` is read when its tile is there, the last rows first, and nothing is summed: that is left
+            to `sum_combined`. 0: all rows are there.
 
     Parameters of the kernel:
         y [capacity, hidden] of `dtype`; row_weight [capacity], row_values [capacity] or [capacity * top_k] float32;
@@ -83,7 +84,8 @@ def combine_throughput(
         ready [ranks], arrived [ranks, chunks], done [ranks]: uint64, symmetric.
         tickets [2, 2] int32: work given out to senders and to reducers, by the parity of the call; 0 at first.
         calls [senders + reducers] uint64: calls so far. tag: 0. status: see STATUS_WORDS.
-        finished [tiles + 1] uint64, symmetric, product_calls [1] int64, growth int32: see `Tiles`; only where rows are awaited.
+        finished [tiles + 1] uint64, symmetric, product_calls [1] int64, growth int32: see `Tiles`; current [1] uint64, for the
+        number of the call. Only where rows are awaited.
     """
     R, K, M, S = ranks, top_k, max_tokens, most_sent(ranks, max_tokens, top_k)
     s = steps.Sizes(R, K, M, hidden, dtype, by_rank, weighted, quantised, valued, biases, proxied, chunk, proxied_chunk)
@@ -131,6 +133,7 @@ def combine_throughput(
         finished: T.Tensor((tiles + 1,), "uint64") if tiles else None,
         product_calls: T.Tensor((1,), "int64") if tiles else None,
         growth: T.int32 if tiles else None,
+        current: T.Tensor((1,), "uint64") if tiles else None,
     ):
         with T.Kernel(blocks, threads=threads) as block:
             received = T.alloc_shared((R,), "int32")
@@ -144,6 +147,8 @@ def combine_throughput(
             call = T.alloc_var("uint64")
             call = calls[block] + T.uint64(1)
             if tiles:
+                if block == 0 and thread == 0:
+                    current[0] = call
                 say_begun(finished, tiles, T.if_then_else(block == 0, 1 + absent, 1), me, thread)
             if thread < R:
                 received[thread] = totals[at.received + thread]
@@ -186,18 +191,8 @@ def combine_throughput(
                         n = T.min(size, received[peer] - c * size)
                         if tiles:
                             await_rows(
-                                finished,
-                                product_calls,
-                                growth,
-                                records,
-                                peer,
-                                c * size,
-                                n,
-                                top_k,
-                                tile_rows,
-                                slot,
-                                lane,
-                            )
+                                finished, product_calls, growth, records, peer, c * size, n, top_k, tile_rows, slot, lane,
+                            )  # fmt: skip
                         if direct != 0:
                             steps.send_direct(
                                 s, y, row_weight, row_values, slots, slot_scales, slot_values, records, base, there, peer,
@@ -216,26 +211,27 @@ def combine_throughput(
                 T.sync_threads()
                 count_sender(done, active, me, thread, R)
 
-            # Senders that are done help to sum.
-            piece = T.alloc_local((s.sum_group * s.sum_batch * s.width,), payload)
-            acc = T.alloc_local((s.sum_batch * s.width,), "float32")
-            from_row = T.alloc_local((s.sum_group,), "int32")
-            slot_of = T.alloc_local((-(-R // 32),), "int32")
-            token = T.alloc_var("int32")
-            row = T.alloc_var("int32")
-            total = T.alloc_var("float32")
-            take_ticket(tickets, parity, 1, ahead, lane)
-            token = T.shfl_sync(ahead, 0)
-            while token < tokens:
+            if not tiles:  # else sum_combined does it when the product has left all multiprocessors
+                # Senders that are done help to sum.
+                piece = T.alloc_local((s.sum_group * s.sum_batch * s.width,), payload)
+                acc = T.alloc_local((s.sum_batch * s.width,), "float32")
+                from_row = T.alloc_local((s.sum_group,), "int32")
+                slot_of = T.alloc_local((-(-R // 32),), "int32")
+                token = T.alloc_var("int32")
+                row = T.alloc_var("int32")
+                total = T.alloc_var("float32")
                 take_ticket(tickets, parity, 1, ahead, lane)
-                _find_rows(s, slot_of, token_slot, arrived, base, before, me, call, token, peer, row, size, lane)
-                T.sync_warp()
-                steps.sum_rows(
-                    s, out, y, bias_0, bias_1, slots, slot_scales, slot_of, from_row, piece, acc, token, peer, lane
-                )
-                if valued != "":
-                    steps.sum_values(s, out_values, slot_values, token_slot, before, token, row, total, lane)
                 token = T.shfl_sync(ahead, 0)
+                while token < tokens:
+                    take_ticket(tickets, parity, 1, ahead, lane)
+                    find_rows(s, slot_of, token_slot, arrived, base, before, me, call, token, peer, row, size, lane)
+                    T.sync_warp()
+                    steps.sum_rows(
+                        s, out, y, bias_0, bias_1, slots, slot_scales, slot_of, from_row, piece, acc, token, peer, lane
+                    )
+                    if valued != "":
+                        steps.sum_values(s, out_values, slot_values, token_slot, before, token, row, total, lane)
+                    token = T.shfl_sync(ahead, 0)
             T.sync_threads()
             if absent:
                 stand_in(done, active, calls, me, call, blocks, absent, absent_senders, block, thread, threads, R)

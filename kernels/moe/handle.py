@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -159,6 +160,7 @@ class Pending:
         result: what receiving gives.
         rest: what the mode needs to receive.
         tiles: of its rows, that others learn of or that others finish while it is under way, see `AllToAll.alongside`.
+        sums: launches what sums the rows, for a combine with tiles.
     """
 
     kind: str
@@ -166,6 +168,7 @@ class Pending:
     result: object
     rest: object = None
     tiles: Tiles | None = None
+    sums: Callable[[], None] | None = None
 
 
 @dataclass

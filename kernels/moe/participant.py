@@ -36,6 +36,11 @@ class Participant(Collective):
         placed = self._arena.place(shared)
         return super().allocate(own) | placed
 
+    @property
+    def all_blocks(self) -> int:
+        """As many blocks as run at once."""
+        return self._block_limit if self.device.type == "cuda" else self.blocks
+
     def _take_part(self, number: str) -> None:
         """Begin, with the ranks that take part in the job; `number`: of the object in this process."""
         self._number, self._machine = number, Machine()

@@ -9,6 +9,7 @@ import torch
 
 from tilescale_net.kernels.collective import BufferSpecs, dtype_name
 from tilescale_net.kernels.fused.matmul import gate
+from tilescale_net.kernels.moe.combine_sums import sum_combined
 from tilescale_net.kernels.moe.combine_throughput import combine_throughput
 from tilescale_net.kernels.moe.config import FP8, Config, as_words
 from tilescale_net.kernels.moe.dispatch_throughput import dispatch_throughput
@@ -20,7 +21,13 @@ from tilescale_net.kernels.moe.refusal import refuse_throughput
 from tilescale_net.kernels.moe.routing import plan_routing
 from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.streams import DeferredStream, SideStream
-from tilescale_net.kernels.moe.throughput_buffers import output_rows, placement_of, shared_rows, symmetric_buffers
+from tilescale_net.kernels.moe.throughput_buffers import (
+    copy_output,
+    output_rows,
+    placement_of,
+    shared_rows,
+    symmetric_buffers,
+)
 from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.kernels.moe.tuning import shares
 from tilescale_net.kernels.moe.wire_layout import NO_FAULT, Counts, Totals, output_tag, record_words
@@ -34,6 +41,7 @@ COMBINE = (
     "y", "row_weight", "row_values", "bias_0", "bias_1", "out", "out_values", "tokens", "token_slot", "records", "totals"
 )  # fmt: skip
 _AWAITED = ("finished", "product_calls", "growth")  # what comes behind where rows are awaited
+SUMS = ("bias_0", "bias_1", "out", "tokens", "token_slot", "totals")
 
 
 class ThroughputMode(Mode):
@@ -69,6 +77,7 @@ class ThroughputMode(Mode):
         self._tickets = torch.zeros((2, 2, 2), dtype=torch.int32, device=device)
         for kernel, tickets in zip(("dispatch", "combine"), self._tickets):
             self._fixed[kernel] = self._buffers(kernel) | self._rows_of(kernel) | shared | {"tickets": tickets}
+        self._fixed["combine"]["current"] = torch.zeros(1, dtype=torch.uint64, device=device)
         for fixed in self._fixed.values():
             fixed["calls"] = base.counters(base.blocks)
         self._plans = self._new_plans()
@@ -116,6 +125,7 @@ class ThroughputMode(Mode):
             *([partial(self._combine_of, base.blocks, "", "choices")] if by_rank else []),
             *(partial(self._combine_of, base.blocks, weighted) for weighted in (() if by_rank else ("", "rows"))),
             *([partial(self._combine_of, base.blocks, "choices", tiles=self.tiles.count)] if self.tiles else []),
+            *([partial(self._sums_of, 0)] if self.tiles else []),
             partial(self._refusal, "dispatch"),
             partial(self._refusal, "combine"),
         ]
@@ -171,6 +181,8 @@ class ThroughputMode(Mode):
     def _new_combine(self, blocks: int, weighted: str, valued: str, biases: int, tiles: int = 0) -> Launch:
         c, base, t, senders = self._c, self._base, self._tuning, self._senders_of("combine", blocks)
         payload = FP8 if c.quantize_combine else c.combine_dtype
+        if tiles:  # all blocks send
+            senders = blocks = min(blocks, self._senders_of("combine"))
         kernel = combine_throughput(
             c.ranks, c.num_experts, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype), c.layout == "rank",
             weighted, c.quantize_combine, valued, biases, self._proxied, t.chunk,
@@ -179,6 +191,18 @@ class ThroughputMode(Mode):
         )  # fmt: skip
         given = (*COMBINE, *(_AWAITED if tiles else ()))
         return Launch(kernel, self._fixed["combine"] | {"tag": 0}, given, base.world, **self._forms("combine"))
+
+    def _sums_of(self, biases: int) -> Callable[..., None]:
+        return self._launch(self._new_sums, biases)
+
+    def _new_sums(self, biases: int) -> Launch:
+        c, base, t = self._c, self._base, self._tuning
+        payload = FP8 if c.quantize_combine else c.combine_dtype
+        kernel = sum_combined(
+            c.ranks, c.num_experts, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype), c.quantize_combine, biases,
+            self._proxied, t.chunk, self._proxied_chunk(c.hidden * payload.itemsize), base.all_blocks, t.combine_threads,
+        )  # fmt: skip
+        return Launch(kernel, self._fixed["combine"], SUMS, base.world, **self._forms("combine"))
 
     def _forms(self, kernel: str) -> dict[str, dict]:
         """As what a kernel takes tensors that are given otherwise, see `Launch`."""
@@ -242,7 +266,7 @@ class ThroughputMode(Mode):
             landing = rows, row_scales
         self._move_rows(x, scales, plan, landing, tag, blocks)
         if copied:
-            self._stream.launch(_copy, (rows, row_scales), self._output)
+            self._stream.launch(copy_output, (rows, row_scales), self._output)
         result = DispatchedByPlan(rows, self._seen_as(scales, row_scales), handle, c.layout == "rank")
         return Pending("dispatch", handle, result, tiles=self.tiles)
 
@@ -256,7 +280,11 @@ class ThroughputMode(Mode):
             self._stream.wait(pending.rest)
 
     def receive(self, pending: Pending) -> None:
+        if pending.sums and self._base.device.type == "cuda":  # while the last rows are on their way
+            pending.sums()
         self._stream.wait(pending.rest)
+        if pending.sums and self._base.device.type != "cuda":
+            pending.sums()
 
     def refuse_dispatch(self, error: ArgumentError, reuses_plan: bool, phase: Phase) -> None:
         if self.tiles and not reuses_plan:
@@ -337,7 +365,7 @@ class ThroughputMode(Mode):
             return pending
         tensors = [y, *bias, *([weights] if isinstance(weights, torch.Tensor) else [])]  # what the caller may drop
         with self._stream.on_side(tensors) as pending.rest:
-            self._combine(y, handle.plan, out, weights, values, bias, blocks, tiles)
+            pending.sums = self._combine(y, handle.plan, out, weights, values, bias, blocks, tiles)
         return pending
 
     def refuse_combine(self, error: ArgumentError, phase: Phase, weights_given: bool) -> None:
@@ -350,7 +378,8 @@ class ThroughputMode(Mode):
 
     def _combine(
         self, y, plan: RoutingPlan, out, weights, values, bias, blocks: int, tiles: Tiles | None = None
-    ) -> None:
+    ) -> Callable[[], None] | None:
+        """Launch what sends and sums; what sums is given back where rows have tiles."""
         by_row = isinstance(weights, torch.Tensor)
         weighted = "rows" if by_row else "choices" if weights and self._c.layout == "expert" else ""
         unused = plan.arguments[-1]  # stands in for what the kernel does not use
@@ -364,13 +393,12 @@ class ThroughputMode(Mode):
             row_values, *bias, *(None,) * (2 - len(bias)), out, out_values, plan.tokens, *self._summed_by(plan),
             *((tiles.words, tiles.calls, tiles.growth) if tiles else ()),
         )  # fmt: skip
+        if not tiles:
+            return None
+        token_slot, _, totals = self._summed_by(plan)
+        given = *bias, *(None,) * (2 - len(bias)), out, plan.tokens, token_slot, totals
+        return partial(self._stream.launch, self._sums_of(len(bias)), *given)
 
     def _summed_by(self, plan: RoutingPlan) -> tuple:
         """What the kernel that sums takes of a plan."""
         return plan.arguments[3:6]  # token_slot, records, totals
-
-
-def _copy(targets, sources) -> None:
-    for target, source in zip(targets, sources):
-        if target is not None:
-            target.copy_(source)

@@ -88,3 +88,10 @@ def symmetric_buffers(config: Config, tuning, proxied: bool) -> BufferSpecs:
         "combine.arrived": ((R, chunks), words),
         "combine.done": ((R,), words),
     }
+
+
+def copy_output(targets: tuple, sources: tuple) -> None:
+    """Rows and scales to where the caller wants them; None for scales that do not exist."""
+    for target, source in zip(targets, sources):
+        if target is not None:
+            target.copy_(source)

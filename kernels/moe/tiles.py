@@ -50,9 +50,9 @@ class Tiles:
 
 @tsn.macro
 def say_begun(words, tiles, blocks, me: T.Ref, thread):
-    """Count `blocks` blocks that have begun. By a block."""
+    """Count `blocks` blocks that have begun, and tell what this thread has written. By a block."""
     if thread == 0:
-        N.signal(words[tiles], blocks, me, op="add")
+        N.signal(words[tiles], blocks, me, op="add", fence=True)
 
 
 @tsn.macro

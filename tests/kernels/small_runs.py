@@ -166,9 +166,9 @@ RUNS = {
         ("fused/matmul_reduce_scatter", "fused/sending", "fused/product"),
         multiply_and_reduce,
     ),
-    "matmul and all-reduce": (("fused/matmul_all_reduce",), multiply_and_reduce_everywhere),
+    "matmul and all-reduce": (("fused/matmul_all_reduce", "fused/sending"), multiply_and_reduce_everywhere),
     "MoE and its products": (
-        ("fused/expert_matmul", "fused/expert_tiles", "moe/tiles", "moe/routing_order"),
+        ("fused/expert_matmul", "fused/expert_tiles", "moe/tiles", "moe/routing_order", "moe/combine_sums"),
         multiply_by_experts,
     ),
     "MoE by expert": (("moe/dispatch_throughput", *OVER_NODES), moe_by_expert),

@@ -40,6 +40,9 @@ KERNELS = {
         dict(SUM, by_rank=False, weighted="choices"),
         dict(SUM, by_rank=True, weighted="", threads=512),
     ],
+    "combine_sums.sum_combined": [
+        {name: value for name, value in SUM.items() if name not in ("valued", "senders", "reducers")} | dict(blocks=132)
+    ],
     "dispatch_latency.dispatch_latency": [dict(SEND, source_dtype="bfloat16")],
     "combine_latency.combine_latency": [dict(RETURN)],
     "exchange_weights.exchange_weights": [dict(ranks=4, top_k=8, max_tokens=128, threads=256)],

@@ -1,0 +1,88 @@
+"""The second half of a combine in throughput mode whose rows were sent while a product finished them.
+
+Most tokens have their last row only when the product is nearly done, so that sums are made behind it, by all
+multiprocessors, while the last rows are still on their way.
+"""
+
+import tilelang.language as T
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tilescale_net.kernels.moe import combine_throughput_steps as steps
+from tilescale_net.kernels.moe.combine_throughput import find_rows
+from tilescale_net.kernels.moe.handshake import take_ticket
+from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
+from tilescale_net.kernels.moe.wire_layout import Totals, most_sent
+
+
+@tsn.jit(name="moe_sum_combined", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
+def sum_combined(
+    ranks, experts, top_k, max_tokens, hidden, dtype, quantised, biases, proxied, chunk, proxied_chunk, blocks, threads
+):
+    """Kernel that sums what `combine_throughput` with tiles sends, of the call that it has begun last.
+
+    Args:
+        ranks … proxied_chunk: as there. blocks, threads: of this kernel, any.
+
+    Parameters of the kernel: those of the same names there.
+    """
+    R, S, payload = ranks, most_sent(ranks, max_tokens, top_k), FP8 if quantised else dtype
+    s = steps.Sizes(
+        R, top_k, max_tokens, hidden, dtype, False, "", quantised, "", biases, proxied, chunk, proxied_chunk
+    )
+    at, chunks = Totals(R, experts // R), -(-max_tokens // min(chunk, proxied_chunk))
+    rows, slot_rows, scale_rows = T.dynamic("rows"), T.dynamic("slot_rows"), T.dynamic("scale_rows")
+    bias_rows, other_bias_rows = T.dynamic("bias_rows"), T.dynamic("other_bias_rows")
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        bias_0: T.Tensor((bias_rows, hidden), dtype),
+        bias_1: T.Tensor((other_bias_rows, hidden), dtype),
+        out: T.Tensor((rows, hidden), dtype),
+        tokens: T.int32,
+        slots: T.Tensor((S, hidden), payload),
+        slot_scales: T.Tensor((scale_rows, s.groups), "float32"),
+        token_slot: T.Tensor((slot_rows, R), "int32"),
+        totals: T.Tensor((at.words,), "int32"),
+        arrived: T.Tensor((R, chunks), "uint64"),
+        tickets: T.Tensor((2, 2), "int32"),
+        current: T.Tensor((1,), "uint64"),
+    ):
+        with T.Kernel(blocks, threads=threads):
+            base = T.alloc_shared((R,), "int32")
+            before = T.alloc_shared((R,), "int32")
+            thread = T.get_thread_binding()
+            lane = thread % 32
+            me = T.alloc_var("int32")
+            me = N.my_pe()
+            call = T.alloc_var("uint64")
+            call = current[0]
+            if thread < R:
+                base[thread] = totals[at.received_base + thread]
+                before[thread] = totals[at.sent_before + thread]
+            T.sync_threads()
+            parity = T.alloc_var("int32")
+            parity = T.cast(call % T.uint64(2), "int32")
+            peer = T.alloc_var("int32")
+            size = T.alloc_var("int32", init=chunk)
+            row = T.alloc_var("int32")
+            ahead = T.alloc_var("int32", init=0)
+            token = T.alloc_var("int32")
+            piece = T.alloc_local((s.sum_group * s.sum_batch * s.width,), payload)
+            acc = T.alloc_local((s.sum_batch * s.width,), "float32")
+            from_row = T.alloc_local((s.sum_group,), "int32")
+            slot_of = T.alloc_local((-(-R // 32),), "int32")
+            take_ticket(tickets, parity, 1, ahead, lane)
+            token = T.shfl_sync(ahead, 0)
+            while token < tokens:
+                take_ticket(tickets, parity, 1, ahead, lane)
+                find_rows(s, slot_of, token_slot, arrived, base, before, me, call, token, peer, row, size, lane)
+                T.sync_warp()
+                # No row is taken from where the experts have it, so that `slots` stands for them.
+                steps.sum_rows(
+                    s, out, slots, bias_0, bias_1, slots, slot_scales, slot_of, from_row, piece, acc, token, peer, lane
+                )
+                token = T.shfl_sync(ahead, 0)
+
+    return main
