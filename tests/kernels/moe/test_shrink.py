@@ -4,13 +4,14 @@ import os
 import random
 import signal
 import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import tilescale_net as tsn
-from tests import ranks
+from tests import hosts, ranks
 from tests.kernels.moe.support import make_inputs, run_round
 from tests.kernels.moe.test_rounds import SMALL
 from tilescale_net import ops
@@ -119,6 +120,55 @@ def test_two_ranks_are_lost():
 def test_a_node_is_lost_rank_by_rank():
     """One of its two ranks, which is a gateway of the other node's, then the last one."""
     _check([(signal.SIGKILL, 2), (signal.SIGSTOP, 3)], **TWO_NODES)
+
+
+def _on_hosts(seed: int, begun: str) -> None:
+    """The last of three hosts, with one rank each, is lost; it cannot say so, and nobody sees its processes."""
+    pace, rank = random.Random(f"{seed} {tsn.rank()}"), tsn.rank()
+    op = AllToAll(num_experts=6, max_tokens=5, hidden=32, top_k=3, mode="latency")
+    assert tsn.world().topology.nodes == 3 and not tsn.world().topology.single_host
+    everyone = [make_inputs((seed, r), op.config, 5 - r, "random") for r in range(3)]
+    with pytest.raises((tsn.PeerLost, tsn.WaitTimeout, tsn.FabricError)):
+        while True:
+            _traffic(op, everyone[rank], False)
+            tsn.synchronize()
+            open(f"{begun}.{rank}", "a").close()
+    if rank == 2:
+        os._exit(5)
+    assert tsn.shrink(timeout=60).ranks == [0, 1]
+    op.set_active()
+    for turn in range(3):
+        run_round(op, everyone, pace, f"seed {seed}, turn {turn}", active=[True, True, False])
+    tsn.free(tsn.zeros((50 << 20,), torch.uint8))  # the heap grows
+    tsn.barrier()
+    op.free()
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not hosts.possible(), reason="needs root: hosts are network namespaces")
+@pytest.mark.parametrize("fault", ["kill", "cable"])
+def test_a_host_is_lost(fault, tmp_path):
+    begun = str(tmp_path / "begun")
+
+    def lose(procs) -> None:
+        while not all(os.path.exists(f"{begun}.{r}") for r in range(3)) and procs[0].is_alive():
+            time.sleep(0.05)
+        os.kill(procs[2].pid, signal.SIGKILL) if fault == "kill" else network.pull_cable(2)
+
+    with hosts.Hosts(3) as network:
+        env = {"TSN_TIMEOUT": "20", "TSN_HEARTBEAT_TIMEOUT": "8", **network.environment}
+        thread = threading.Thread(target=lambda: None)
+
+        def on_start(procs) -> None:
+            nonlocal thread
+            thread = threading.Thread(target=lose, args=(procs,), daemon=True)
+            thread.start()
+
+        seed = random.randrange(1 << 20)
+        outcomes = ranks.launch(3, _on_hosts, seed, begun, env=env, heap="8M", timeout=200, on_start=on_start)
+        thread.join(60)
+    assert outcomes[0].ok and outcomes[1].ok, (seed, outcomes[0].error, outcomes[1].error)
+    assert outcomes[2].exitcode == (-signal.SIGKILL if fault == "kill" else 5)
 
 
 @pytest.mark.nightly
