@@ -14,17 +14,19 @@ SHAPE = dict(num_experts=8, max_tokens=20, hidden=64, top_k=3)
 KINDS = ("random", "masked", "one rank")
 
 
-def _everything(seed: int) -> None:
+def _everything(seed: int, halves: bool = True) -> None:
     rounds(seed, SHAPE, dict(alignment=2, tuning=Tuning(once_per_node=False)), dict(again=True), KINDS)
-    rounds(seed, SHAPE, dict(mode="latency", quantize_combine=True), dict(halves=True), KINDS)
+    rounds(seed, SHAPE, dict(mode="latency", quantize_combine=True), dict(halves=halves), KINDS)
 
 
 def _fp8_by_rank(seed: int) -> None:
     rounds(seed, SHAPE, dict(layout="rank", dtype=FP8, quantize_combine=True), dict(), KINDS)
 
 
-def test_four_ranks_on_two_nodes():
-    ranks.run(4, _everything, random.randrange(1 << 30), env={"VIRTUAL_NODES": "2"}, timeout=280)
+# Halves across nodes are in every run in test_metadata.py and tests/deep_ep.
+@pytest.mark.parametrize("halves", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_four_ranks_on_two_nodes(halves):
+    ranks.run(4, _everything, random.randrange(1 << 30), halves, env={"VIRTUAL_NODES": "2"}, timeout=280)
 
 
 def test_rows_by_rank():
