@@ -160,7 +160,11 @@ def test_heap_bytes():
 @pytest.mark.parametrize("nodes", ["4", "2"])
 def test_eight_ranks_on_a_network_that_misbehaves(nodes):
     seed, shape = random.randrange(1 << 20), dict(num_experts=16, max_tokens=9, hidden=64, top_k=5)
-    env = {"VIRTUAL_NODES": nodes, "TSN_CHAOS": f"on,seed={seed}", "TSN_SIM_VISIBILITY": "late"}
+    env = {
+        "VIRTUAL_NODES": nodes,
+        "TSN_CHAOS": f"seed={seed},reorder=0.3,split=0.2,eagain=0.1",
+        "TSN_SIM_VISIBILITY": "late",
+    }
     ranks.run(
         8, rounds, seed, shape, LATENCY, dict(halves=True), ("random", "masked", "one rank"), env=env, timeout=280
     )

@@ -24,6 +24,7 @@ def _attempt(module: str, path: str, case: tuple, seed: int) -> str | None:
     size = 2
     if module.startswith("node_"):
         size, env["VIRTUAL_NODES"] = 4, "2"
+        env["TSN_CHAOS"] = f"seed={seed},reorder=0.5,delay_us=3000"  # what is not waited for comes late
     outcomes = ranks.launch(size, mutants.run, module, path, seed, *case, env=env, timeout=90)
     wrong = {o.error[0]: o.error[1] for o in outcomes if not o.ok}
     if not wrong:
