@@ -29,7 +29,7 @@ def parse():
     parser.add_argument("--m", type=int_list(1, 1 << 24), default=m, metavar="LIST", help=f"rows {m}")
     text = f"what to measure ({', '.join(parts)})"
     parser.add_argument("--parts", type=one_of("product", "calls"), default=parts, metavar="LIST", help=text)
-    text = "of products: bf16, next to torch.mm; fp8 (e4m3, scales by row and column), next to torch._scaled_mm"
+    text = "bf16, next to torch.mm; fp8 (e4m3, scales by row and column), next to torch._scaled_mm"
     dtypes = ["bf16", "fp8"] if on_gpu() else ["bf16"]
     parser.add_argument("--dtypes", type=one_of("bf16", "fp8"), default=dtypes, metavar="LIST", help=text)
     parser.add_argument(
@@ -118,7 +118,23 @@ def products(report, timer, args) -> None:
             table.add(dict(dtype=dtype, k=k, n=n, m=m, **took, over=over, tflops=tflops, tile=tile), samples)
 
 
-def call_of(kind: str, args, m: int):
+def cublas(eight: bool):
+    """cuBLAS's product of `x`, `w` and, of 8 bits, their scales; `out` is where it goes."""
+    import torch
+
+    def scaled(x, w, of_rows, of_columns, out=None):
+        options = dict(out_dtype=torch.bfloat16, use_fast_accum=True)
+        return torch._scaled_mm(x, w, of_rows.view(-1, 1), of_columns[None], **options)
+
+    return scaled if eight else (lambda x, w, *scales, out=None: torch.mm(x, w, out=out))
+
+
+def operand(rows: int, columns: int, eight: bool, seed: int):
+    """Random numbers and a scale for each row, or none."""
+    return eight_bits(rows, columns, seed=seed) if eight else (random(rows, columns, seed=seed), None)
+
+
+def call_of(kind: str, args, m: int, eight: bool):
     """`(call, cuBLAS's, what is wrong or None, free)` of a fused call on a rank with prompt peers."""
     import torch
 
@@ -132,35 +148,40 @@ def call_of(kind: str, args, m: int):
     rows = m // args.ranks
     k, n = (8192, 14336) if kind == "AG+GEMM" else (7168, 8192)
     name = {"AG+GEMM": "all_gather_matmul", "GEMM+RS": "matmul_reduce_scatter", "GEMM+AR": "matmul_all_reduce"}[kind]
-    product = Product(name, args.ranks, rows if kind == "AG+GEMM" else m, k, n, torch.bfloat16)
+    dtype, mm = torch.float8_e4m3fn if eight else torch.bfloat16, cublas(eight)
+    product = Product(name, args.ranks, rows if kind == "AG+GEMM" else m, k, n, dtype)
     options = dict(tiling=tiling_for(tsn.device(), product), **({"blocks": args.blocks} if args.blocks else {}))
-    w, whole = random(k, n), random(m, n)
+    (held, of_columns), whole = operand(n, k, eight, 2), random(m, n)
+    w = held.t() if eight else held.t().contiguous()
+    everyone, of_rows = operand(m, k, eight, 1)
+    scales = (of_rows, of_columns) if eight else ()
     if kind == "AG+GEMM":
-        op, x, out = AllGatherMatmul(rows, k, n, **options), random(rows, k), random(m, n)
+        op, x, out = AllGatherMatmul(rows, k, n, dtype=dtype, **options), everyone[:rows].clone(), random(m, n)
         hurry(op._ready, op._arrived)
-        op._gathered.normal_()
-        everyone = op._gathered[0].clone()
-        everyone[0] = x
-        op._gathered[1].copy_(op._gathered[0])
-        wanted = lambda: torch.mm(everyone.view(m, k), w)  # noqa: E731
+        for half in range(2):
+            op._gathered[half].view(torch.uint8).copy_(everyone.view(op._gathered[half].shape).view(torch.uint8))
+            if eight:
+                op._gathered_scales[half].copy_(of_rows.view(args.ranks, rows))
+        wanted = lambda: mm(everyone, w, *scales)  # noqa: E731
     else:
         make = MatmulReduceScatter if kind == "GEMM+RS" else MatmulAllReduce
-        op = make(rows if kind == "GEMM+RS" else m, k, n, **options)
-        x, out = random(m, k), random(rows if kind == "GEMM+RS" else m, n)
+        op = make(rows if kind == "GEMM+RS" else m, k, n, dtype=dtype, **options)
+        x, out = everyone, random(rows if kind == "GEMM+RS" else m, n)
+        first = (of_rows[:rows], of_columns) if eight else ()
         hurry(*(op._memory[name] for name in ("ready", "arrived", "shared")))
         for name in ("summands", "sums"):
             op._memory[name].normal_()
             op._memory[name][-1].copy_(op._memory[name][0])
-        own = lambda: torch.mm(x[:rows], w).float() + op._memory["summands"][0, 1:].float().sum(0)  # noqa: E731
+        own = lambda: mm(x[:rows], w, *first).float() + op._memory["summands"][0, 1:].float().sum(0)  # noqa: E731
         others = (lambda: [*op._memory["sums"][0, 1:]]) if kind == "GEMM+AR" else (lambda: [])
         wanted = lambda: torch.cat([own(), *(part.float() for part in others())])  # noqa: E731
-        everyone = x
-    theirs = lambda: torch.mm(everyone.view(m, k), w, out=whole)  # noqa: E731
-    return lambda: op(x, w, out), theirs, lambda: difference(out, wanted(), kind), op.free
+    theirs = lambda: mm(everyone, w, *scales, out=whole)  # noqa: E731
+    own_scales = dict(x_scales=of_rows[: len(x)].clone(), w_scales=of_columns) if eight else {}
+    return lambda: op(x, w, out, **own_scales), theirs, lambda: difference(out, wanted(), kind), op.free
 
 
 def calls(report, timer, args) -> None:
-    keys = [Column("kind", "Call"), Column("ranks", "Ranks", ",d"), Column("m", "M", ",d")]
+    keys = [Column("kind", "Call"), Column("dtype", "Dtype"), Column("ranks", "Ranks", ",d"), Column("m", "M", ",d")]
     columns = [
         Column("ours", "Ours", better="lower", unit="us"),
         Column("matmul", "cuBLAS alone", better="lower", unit="us"),
@@ -168,14 +189,14 @@ def calls(report, timer, args) -> None:
     columns += [Column("over", "x cuBLAS", ".3f")]
     table = report.table("calls", keys, columns)
     table.plotted = False
-    for kind in args.kinds:
-        for m in args.m:
-            if m % args.ranks:
-                continue
-            ours, theirs, wrong, free = call_of(kind, args, m)
-            took, samples = times(timer, {"ours": ours, "matmul": theirs}, wrong, f"{kind}, m {m}")
-            table.add(dict(kind=kind, ranks=args.ranks, m=m, **took, over=took["ours"] / took["matmul"]), samples)
-            free()
+    for dtype, kind, m in ((d, k, m) for d in args.dtypes for k in args.kinds for m in args.m):
+        if m % args.ranks:
+            continue
+        ours, theirs, wrong, free = call_of(kind, args, m, dtype == "fp8")
+        took, samples = times(timer, {"ours": ours, "matmul": theirs}, wrong, f"{dtype} {kind}, m {m}")
+        over = took["ours"] / took["matmul"]
+        table.add(dict(kind=kind, dtype=dtype, ranks=args.ranks, m=m, **took, over=over), samples)
+        free()
 
 
 def main() -> None:

@@ -116,7 +116,22 @@ def fused_calls(run: Callable[[str], dict]) -> str:
     return markdown(head, lines)
 
 
+def fused_calls_of_eight_bits(run: Callable[[str], dict]) -> str:
+    rows = [r for r in run("matmul_fp8")["tables"][1]["rows"] if r["dtype"] == "fp8"]
+    head = ["a rank's share, 4 ranks, fp8", "M", "tilescale_net (us)", "cuBLAS alone (us)", "x cuBLAS"]
+    lines = [[r["kind"], r["m"], f"{r['ours']:,.0f}", f"{r['matmul']:,.0f}", f"{r['over']:.3f}"] for r in rows]
+    return markdown(head, lines)
+
+
+def host_costs(run: Callable[[str], dict]) -> str:
+    rows = run("moe_host")["tables"][0]["rows"]
+    head = ["AllToAll", "dispatch + combine, without launches (us)", "with launches (us)"]
+    return markdown(head, [[r["what"], f"{r['both_us']:.1f}", f"{r['both_all_us']:.1f}"] for r in rows], 1)
+
+
 TABLES = {
+    "fused-calls-fp8": fused_calls_of_eight_bits,
+    "moe-host": host_costs,
     "products": products,
     "fused-calls": fused_calls,
     "copies-by-size": copies,

@@ -184,7 +184,7 @@ def command(name: str) -> str:
         at = words.index("--json")
         del words[at : at + 2]
     nodes = "VIRTUAL_NODES=2 " if name == "proxy_write" else ""
-    gpus = 1 if name in ("queue", "matmul") else 2
+    gpus = 1 if name in ("queue", "matmul", "matmul_fp8", "moe_host") else 2
     return f"`GPUS={gpus} {nodes}bash launch.sh benchmark/{' '.join(words)}`"
 
 
