@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tilescale_net as tsn
 from tilescale_net.kernels.collective import BufferSpecs, sizes_of
-from tilescale_net.kernels.moe import latency, node_latency, node_throughput, throughput
+from tilescale_net.kernels.moe import latency, node_latency, node_throughput, throughput, throughput_buffers
 from tilescale_net.kernels.moe.arena import divide
 from tilescale_net.kernels.moe.config import Config, configure
 from tilescale_net.kernels.moe.tuning import Tuning
@@ -15,7 +15,7 @@ from tilescale_net.runtime.context import SYSTEM_BYTES
 
 # Each mode: its class, and the function that gives the symmetric memory it takes.
 IMPLEMENTATIONS = {
-    "throughput": (throughput.ThroughputMode, throughput.symmetric_buffers),
+    "throughput": (throughput.ThroughputMode, throughput_buffers.symmetric_buffers),
     "latency": (latency.LatencyMode, latency.symmetric_buffers),
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tilescale_net.kernels.collective import BufferSpecs, dtype_name
-from tilescale_net.kernels.moe import throughput
+from tilescale_net.kernels.moe import throughput, throughput_buffers
 from tilescale_net.kernels.moe.config import FP8, Config
 from tilescale_net.kernels.moe.handle import RoutingPlan
 from tilescale_net.kernels.moe.launch import Launch
@@ -80,7 +80,7 @@ def symmetric_buffers(config: Config, tuning, nodes: int, masks: Sequence[tuple[
     c, M, at = config, config.max_tokens, with_room(config.ranks, nodes, masks)
     staged, chunks = (nodes - 1) * M, -(-M // tuning.chunk)
     ints, floats, words = torch.int32, torch.float32, torch.uint64
-    base = throughput.symmetric_buffers(config, tuning, proxied=False)
+    base = throughput_buffers.symmetric_buffers(config, tuning, proxied=False)
     return (
         {name: spec for name, spec in base.items() if not name.startswith("rows.")}
         | {

@@ -9,6 +9,7 @@ import torch
 
 from tilescale_net.kernels.collective import BufferSpecs, dtype_name
 from tilescale_net.kernels.fused.matmul import gate
+from tilescale_net.kernels.moe import throughput_buffers
 from tilescale_net.kernels.moe.combine_sums import sum_combined
 from tilescale_net.kernels.moe.combine_throughput import combine_throughput
 from tilescale_net.kernels.moe.config import FP8, Config, as_words
@@ -21,13 +22,6 @@ from tilescale_net.kernels.moe.refusal import refuse_throughput
 from tilescale_net.kernels.moe.routing import plan_routing
 from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.streams import DeferredStream, SideStream
-from tilescale_net.kernels.moe.throughput_buffers import (
-    copy_output,
-    output_rows,
-    placement_of,
-    shared_rows,
-    symmetric_buffers,
-)
 from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.kernels.moe.tuning import shares
 from tilescale_net.kernels.moe.wire_layout import NO_FAULT, Counts, Totals, output_tag, record_words
@@ -51,13 +45,13 @@ class ThroughputMode(Mode):
     tiles: Tiles | None = None  # of rows that a dispatch brings
 
     def __init__(self, base, config: Config, specs: BufferSpecs | None = None):
-        super().__init__(base, config, specs or symmetric_buffers(config, base.tuning, base.proxied))
+        super().__init__(base, config, specs or throughput_buffers.symmetric_buffers(config, base.tuning, base.proxied))
         R, c, tuning, device = config.ranks, config, base.tuning, base.device
         self._tuning, self._proxied = tuning, base.proxied
         # Calls that share memory may not overtake one another.
         ordered = self._shares_rows
         self._stream = SideStream(device, ordered) if device.type == "cuda" else DeferredStream(ordered)
-        self.placement = placement_of(c)
+        self.placement = throughput_buffers.placement_of(c)
         self._in_place = self.placement != "arrival"  # rows land where they are given, or are copied from there
         self.symmetric_output = config.zero_copy
         output = self._buffers("output")
@@ -94,7 +88,7 @@ class ThroughputMode(Mode):
     def _rows_of(self, kernel: str) -> dict[str, torch.Tensor]:
         """The buffers of rows of a kernel, by the names of its parameters."""
         found = {}
-        for name, (where, rows, columns, dtype) in shared_rows(self._c, self._proxied).items():
+        for name, (where, rows, columns, dtype) in throughput_buffers.shared_rows(self._c, self._proxied).items():
             words = self._symmetric[f"rows.{where}"][: rows * columns * dtype.itemsize // 4]
             if name.startswith(f"{kernel}."):
                 found[name.removeprefix(f"{kernel}.")] = words.view(dtype).view(rows, columns)
@@ -231,7 +225,7 @@ class ThroughputMode(Mode):
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
     def output_shape(self) -> tuple[int, int]:
-        return output_rows(self._c), self._c.hidden
+        return throughput_buffers.output_rows(self._c), self._c.hidden
 
     def _default_output(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows and scales that dispatch fills when the caller brings none."""
@@ -266,7 +260,7 @@ class ThroughputMode(Mode):
             landing = rows, row_scales
         self._move_rows(x, scales, plan, landing, tag, blocks)
         if copied:
-            self._stream.launch(copy_output, (rows, row_scales), self._output)
+            self._stream.launch(throughput_buffers.copy_output, (rows, row_scales), self._output)
         result = DispatchedByPlan(rows, self._seen_as(scales, row_scales), handle, c.layout == "rank")
         return Pending("dispatch", handle, result, tiles=self.tiles)
 

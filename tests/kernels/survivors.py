@@ -30,6 +30,13 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "fused/expert_tiles": {("no sync_threads", 0): TILELANG},
     "fused/matmul": {("no wait", 0): STARTS},
     "fused/product": {("no sync_warp", 1): OPEN},
+    "fused/sending": {
+        ("no wait", 0): CALL_BEFORE,
+        ("no sync_threads", 0): MET,
+        ("no fence of signal", 0): OPEN,
+        ("no sync_threads", 1): MET,
+        ("no sync_threads", 2): TILELANG,
+    },
     "moe/combine_latency": {("no sync_threads", 1): LAST, ("no wait", 0): ANNOUNCED},
     "moe/combine_latency_steps": {("no sync_warp", 1): BEGINS},
     "moe/combine_throughput": {
@@ -55,6 +62,8 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no fence", 0): OPEN,
         ("no wait", 1): OPEN,
         ("no sync_threads", 2): LAST,
+        ("no sync_threads", 3): OPEN,
+        ("no sync_threads", 4): LAST,
     },
     "moe/routing_steps": {("no sync_threads", 7): LAST},
     "node_all_gather": {("no sync_threads", 0): TILELANG},
