@@ -152,8 +152,9 @@ class Config:
         return (*shared, self.alignment, self.capacity) if self.traits.reuses_plan else shared
 
     def describe(self) -> str:
-        """Every field, for the agreement of all ranks."""
-        return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+        """Every field that is given, for the agreement of all ranks."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return ", ".join(f"{name}={value}" for name, value in values if value is not None)
 
 
 def default_capacity(
