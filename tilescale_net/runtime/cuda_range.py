@@ -149,7 +149,8 @@ class Offers:
         self._listener.bind("")  # the kernel chooses an abstract name, which no file stands for
         self._listener.listen(4096)
         self.name: bytes = self._listener.getsockname()
-        threading.Thread(target=self._serve, name="tilescale_net-memory", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="tilescale_net-memory", daemon=True)
+        self._thread.start()
 
     def add(self, fd: int) -> int:
         """Offer a descriptor, which belongs to this object then; its number."""
@@ -179,6 +180,7 @@ class Offers:
     def close(self) -> None:
         """Offer nothing any more."""
         self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_SECONDS)
         self._listener.close()
         fds, self._fds = self._fds, []
         for fd in fds:
