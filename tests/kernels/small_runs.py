@@ -85,10 +85,6 @@ def norm(seed):
     _of("all_reduce_norm")._layers(seed, torch.bfloat16, 520)
 
 
-def broadcast(seed):
-    _of("broadcast")._broadcast(seed)
-
-
 def transposed(seed):
     _of("broadcast")._transposed(seed)
 
@@ -105,6 +101,10 @@ def multiply_and_reduce(seed):
 
 def multiply_and_reduce_everywhere(seed):
     _of("fused/matmul_all_reduce")._sums(seed, 72, 48, 40, False, 3, 4)
+
+
+def messages(seed):
+    _of("send_recv")._messages(seed)
 
 
 def moe_by_expert(seed):
@@ -147,7 +147,6 @@ RUNS = {
     "all-reduce": (("all_reduce_one_shot", "all_reduce_packets", "all_reduce_two_shot"), reduce_everywhere),
     "all-reduce across nodes": (("node_reduce_scatter",), reduce_across_nodes),
     "all-reduce and norm": (("all_reduce_norm",), norm),
-    "broadcast": (("broadcast", "node_broadcast"), broadcast),
     "all-to-all, transposed": (("all_to_all_transposed",), transposed),
     "all-gather and matmul": (("fused/all_gather_matmul", "fused/matmul", "fused/product"), gather_and_multiply),
     "matmul and reduce-scatter": (
@@ -155,6 +154,7 @@ RUNS = {
         multiply_and_reduce,
     ),
     "matmul and all-reduce": (("fused/matmul_all_reduce",), multiply_and_reduce_everywhere),
+    "send and receive": (("send_recv",), messages),
     "MoE by expert": (("moe/dispatch_throughput", *OVER_NODES), moe_by_expert),
     "MoE by rank": ((*THROUGHPUT, *OVER_NODES), moe_by_rank),
     "MoE latency": (

@@ -82,8 +82,11 @@ def test_failing_network_under_thread_sanitizer():
     run(programs.proxy_test("thread"), "failure", "chaos=stall_after=200", "timeout_ms=500", "queues=2", "threads=2")
 
 
-@pytest.mark.parametrize("millions", [2, pytest.param(10, marks=pytest.mark.nightly)])
-def test_memory_does_not_grow(millions):
-    """Operations of all kinds through small windows."""
-    out = run(programs.null_test(), str(millions), timeout=280)
-    assert "ok" in out
+def test_memory_does_not_grow():
+    """Millions of operations of all kinds through small windows."""
+    assert "ok" in run(programs.null_test(), "2", timeout=280)
+
+
+@pytest.mark.nightly
+def test_memory_does_not_grow_for_long():
+    assert "ok" in run(programs.null_test(), "10", timeout=280)
