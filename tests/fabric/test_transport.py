@@ -148,11 +148,13 @@ def test_several_rails_carry_parts_of_one_buffer(library, provider):
 def test_ends_with_different_numbers_of_rails(library, provider):
     """The surplus rails of one side reach the other side all the same."""
     a, b = pair(library, provider, options=({"rails": 3}, {"rails": 2}))
+    ours, theirs = fill(a, 7), fill(b, 8)
     for rail in range(3):
         a.write(rail * 100, 100, cookie=rail, imm=rail, rail=rail)
     b.write(5000, 100, cookie=0, imm=0, rail=0)
     b.write(5100, 100, cookie=1, imm=1, rail=1)
     until(lambda: len(b.of("immediate")) == 3 and len(a.of("immediate")) == 2, a, b)
+    assert b.load(0, 301) == ours[:300] + theirs[300:301] and a.load(5000, 201) == theirs[5000:5200] + ours[5200:5201]
 
 
 @every_provider

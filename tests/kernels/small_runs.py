@@ -86,10 +86,6 @@ def norm(seed):
     _of("all_reduce_norm")._layers(seed, torch.bfloat16, 520)
 
 
-def broadcast(seed):
-    _of("broadcast")._broadcast(seed)
-
-
 def transposed(seed):
     _of("broadcast")._transposed(seed)
 
@@ -113,6 +109,10 @@ def multiply_by_experts(seed):
     of.fed(seed)
     of.fed_combine(seed)
     of.layers(seed, dict(tuning=of.TUNING), False, ("random", "one expert"))
+
+
+def messages(seed):
+    _of("send_recv")._messages(seed)
 
 
 def moe_by_expert(seed):
@@ -159,7 +159,6 @@ RUNS = {
     "all-reduce": (("all_reduce_one_shot", "all_reduce_packets", "all_reduce_two_shot"), reduce_everywhere),
     "reduce-scatter across nodes": (("node_reduce_scatter",), reduce_across_nodes),
     "all-reduce and norm": (("all_reduce_norm",), norm),
-    "broadcast": (("broadcast", "node_broadcast"), broadcast),
     "all-to-all, transposed": (("all_to_all_transposed",), transposed),
     "all-gather and matmul": (("fused/all_gather_matmul", "fused/matmul", "fused/product"), gather_and_multiply),
     "matmul and reduce-scatter": (
@@ -171,6 +170,7 @@ RUNS = {
         ("fused/expert_matmul", "fused/expert_tiles", "moe/tiles", "moe/routing_order", "moe/combine_sums"),
         multiply_by_experts,
     ),
+    "send and receive": (("send_recv",), messages),
     "MoE by expert": (("moe/dispatch_throughput", *OVER_NODES), moe_by_expert),
     "MoE by rank": ((*THROUGHPUT, *OVER_NODES), moe_by_rank),
     "MoE latency": (

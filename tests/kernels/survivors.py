@@ -47,7 +47,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "moe/dispatch_latency": {("no sync_threads", 1): LAST},
     "moe/dispatch_throughput": {("no sync_threads", 2): LAST},
     "moe/exchange_weights": {("no sync_threads", 2): WAITED, ("no quiet", 0): NEXT_CALL},
-    "moe/handshake": {("no quiet", 0): NEXT_CALL},
+    "moe/handshake": {("no quiet", 1): NEXT_CALL},
     "moe/node_combine": {
         ("no sync_warp", 2): BEGINS,
         ("no sync_threads", 1): CHUNKS,

@@ -112,6 +112,13 @@ def test_misuse_is_named(case, error, words):
         assert all(word in outcome.error[1] for word in words), outcome.error
 
 
+SMALL_RUN_OF = ("broadcast", "node_broadcast")
+
+
+def small_run(seed):
+    _broadcast(seed)
+
+
 SM_90 = {
     "tilescale_net.kernels.broadcast.broadcast": [dict(n_pes=4)],
     "tilescale_net.kernels.all_to_all_transposed.all_to_all_transposed": [dict(n_pes=4, joins_rows=True)],

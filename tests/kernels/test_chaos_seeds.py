@@ -13,7 +13,7 @@ from tests.kernels.moe.test_rounds import rounds
 from tests.kernels.small_runs import GEOMETRY, MOE
 from tilescale_net.kernels.moe import Tuning
 
-FEW = 5
+FEW = 3
 SEEDS = int(os.environ.get("TSN_CHAOS_SEEDS", "240"))
 AT_ONCE = 24  # seeds of one test, whose ranks build each kernel once
 TUNING = Tuning(blocks=2, threads=64, combine_threads=64, chunk=2)  # as in small_runs: the same kernels

@@ -144,13 +144,6 @@ def _everything(seed) -> None:
     _gradients()
 
 
-SMALL_RUN_OF = ("send_recv",)
-
-
-def small_run(seed) -> None:
-    _messages(seed)
-
-
 MUTANTS = {
     "send overwrites a slot": Mutant(
         "send_recv", "send", 'N.wait_block(taken[pe, block], "ge", number + 1 - slots)', "_messages", nightly=True

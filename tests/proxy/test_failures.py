@@ -97,6 +97,10 @@ def test_failing_network_where_threads_share_peers(staging):
 
 
 def test_memory_does_not_grow():
-    """Ten million operations of all kinds through small windows."""
-    out = run(programs.null_test(), "10", timeout=280)
-    assert "ok" in out
+    """Millions of operations of all kinds through small windows."""
+    assert "ok" in run(programs.null_test(), "2", timeout=280)
+
+
+@pytest.mark.nightly
+def test_memory_does_not_grow_for_long():
+    assert "ok" in run(programs.null_test(), "10", timeout=280)

@@ -8,7 +8,9 @@ SIMULATOR = ROOT / "tilescale_net" / "csrc" / "simulator"
 
 
 # gcc's sanitizers for both: with clang's the test would say nothing of the compiler that the package is built with.
-@pytest.mark.parametrize("name, flags", [("own", ()), ("portable", ("-DTSN_SIM_PORTABLE_FIBERS",))])
+@pytest.mark.parametrize(
+    "name, flags", [("own", ()), pytest.param("portable", ("-DTSN_SIM_PORTABLE_FIBERS",), marks=pytest.mark.nightly)]
+)
 def test_program(name, flags):
     sources = [str(p.relative_to(ROOT)) for p in sorted(SIMULATOR.glob("*.cpp"))]
     sources = [s for s in sources if not s.endswith(("module.cpp", "bindings.cpp"))]

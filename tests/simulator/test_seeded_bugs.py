@@ -118,9 +118,10 @@ def _ends(name, right, seeds):
 def _report_of(function, seed: int) -> str:
     """The kind of error that a job of two ranks ends with, where it is the one that it should be; else ""."""
     _, kinds = seeded_errors.ENDS[function]
-    # A loop of loads runs until it is noticed; where ranks wait in order, a busy machine may keep one from its turn.
-    stall = "1.5" if function is seeded_errors.loop_of_plain_loads else "4"
-    env = {"TSN_TIMEOUT": "5", "TSN_SIM_STALL": stall}
+    # A loop of loads runs until it is noticed, at the latest after two time-outs; where ranks wait in order, a busy machine
+    # may keep one from its turn.
+    timeout, stall = ("1.5", "1.5") if function is seeded_errors.loop_of_plain_loads else ("5", "4")
+    env = {"TSN_TIMEOUT": timeout, "TSN_SIM_STALL": stall}
     outcomes = ranks.launch(2, _ends, function.__name__, False, [seed], env=env)
     errors = [o.error for o in outcomes if o.error and o.error[0] != "PeerLost"]
     told = [kind for kind, text, _ in errors if kinds.get(kind, "\0") in text]
