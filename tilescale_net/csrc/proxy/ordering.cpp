@@ -24,7 +24,9 @@ void check(OrderWindow w) {
 
 // --- source --------------------------------------------------------------------------------------------------------
 
-OrderSource::OrderSource(OrderWindow window) : window_(window) { check(window); }
+OrderSource::OrderSource(OrderWindow window, bool signals) : window_(window), last_mark_(signals ? kWordTable : 0, 0) {
+  check(window);
+}
 
 uint64_t OrderSource::plain(uint32_t chunks) {
   if (!open_chunks_) open_group_ = next_group_++;
@@ -50,7 +52,6 @@ void OrderSource::close_open(MarkRecord* mark) {
 
 MarkRecord OrderSource::signal(MarkOp op, uint64_t offset, uint64_t value, uint64_t group, uint32_t chunks) {
   MarkRecord m = blank(op);
-  if (last_mark_.empty()) last_mark_.resize(kWordTable);
   uint64_t& last = last_mark_[word_slot(offset)];
   if (last > acked_marks_) m.after_mark = (uint32_t)(last - 1);
   last = next_mark_;

@@ -27,9 +27,12 @@ struct OrderWindow {
   uint32_t marks = 1024;
 };
 
+constexpr OrderWindow kLeastWindow = {4, 4};
+
 class OrderSource {
 public:
-  explicit OrderSource(OrderWindow window);
+  // `signals`: whether there will be any; they take 32 KiB.
+  explicit OrderSource(OrderWindow window, bool signals = true);
 
   // Whether one more operation of any kind fits into the windows.
   bool room() const {
@@ -72,7 +75,7 @@ private:
   uint64_t open_group_ = 0;
   uint32_t open_chunks_ = 0;        // 0: no group is open
   uint64_t fence_ = 0;              // groups before this one are before the latest fence
-  std::vector<uint64_t> last_mark_; // by hash of the word: 1 + the latest mark on it, 0 if none; made by the first one
+  std::vector<uint64_t> last_mark_; // by hash of the word: 1 + the latest mark on it, 0 if none
 };
 
 class OrderTarget {

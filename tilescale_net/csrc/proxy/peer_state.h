@@ -26,33 +26,27 @@ struct Epoch {
 };
 
 struct PeerState {
-  PeerState(int pe_, OrderWindow window) : pe(pe_), out(window), in(window) { epochs.push(Epoch()); }
+  // `helping_`: another thread is the peer's home, see handover.h.
+  PeerState(int pe_, OrderWindow window, bool helping_)
+      : pe(pe_), out(helping_ ? kLeastWindow : window, !helping_), in(helping_ ? kLeastWindow : window),
+        helping(helping_) {
+    epochs.push(Epoch());
+  }
 
   const int pe;
   OrderSource out;
   OrderTarget in;
-  bool confirms = false;     // a write's completion here means that the peer's kernels see its data
+  bool confirms = false; // a write's completion here means that the peer's kernels see its data
+  // Where several threads serve the peer, see handover.h.
+  bool helped = false;       // others may get pieces of ours, and have `given` of them
+  const bool helping;        // another thread is its home: of all this, only the way to the peer is used
   RemoteRegion heap = -1;    // the peer's heap, where the transport reaches it
   RemoteRegion staging = -1; // its staging slots, else; those for this PE start at first_slot
   uint64_t first_slot = 0;
-  uint32_t their_slots = 0;      // that many of them,
-  uint32_t their_slot_bytes = 0; // of this size each,
-  uint32_t slot_bytes = 0;       // of which as much is used as a send slot here has
-  uint64_t chunk = 0;            // bytes of the largest piece
+  uint32_t their_slots = 0; // that many of them
   Outbox outbox;
   Ring<Op> ops;
   bool active = false; // listed among the peers with something to post
-
-  // Where several threads serve the peer, see handover.h.
-  bool helped = false;         // other threads may get pieces of ours
-  bool helping = false;        // another thread is its home: of all this, only the way to the peer is used
-  uint32_t own_pieces = 0;     // being sent by this thread
-  std::vector<uint32_t> given; // and by each helper; helper i is thread number i + 1
-  uint32_t given_pieces() const {
-    uint32_t n = 0;
-    for (const uint32_t g : given) n += g;
-    return n;
-  }
 
   Ring<Epoch> epochs; // the last one is open
   uint32_t first_epoch = 0;
@@ -62,6 +56,7 @@ struct PeerState {
   bool needs_flush_mark = false;
 
   uint32_t in_flight = 0;          // posted pieces
+  uint32_t own_pieces = 0;         // of operations, posted or being staged
   std::vector<uint16_t> credits;   // staging slots of the peer that are free
   std::vector<uint8_t> has_credit; // by slot of the peer: listed among them
   std::vector<uint16_t> freed;     // own slots to be given back to it
@@ -86,6 +81,16 @@ struct PeerState {
   uint64_t progress = 0, progress_seen = 0;
   uint64_t waiting_since = 0;
   bool backpressured = false; // the transport answered `again` since the latest progress
+
+  uint64_t chunk = 0;            // bytes of the largest piece
+  uint32_t their_slot_bytes = 0; // size of the peer's staging slots,
+  uint32_t slot_bytes = 0;       // of which as much is used as a send slot here has
+  std::vector<uint32_t> given;   // pieces that each helper has; helper i is thread number i + 1
+  uint32_t given_pieces() const {
+    uint32_t n = 0;
+    for (const uint32_t g : given) n += g;
+    return n;
+  }
 };
 
 } // namespace tsn::proxy

@@ -45,8 +45,7 @@ Worker::Worker(ProxyState* proxy_state, int index, std::unique_ptr<Transport> tr
     const int number = (index_ - thread_of(options_, pe) + options_.threads) % options_.threads;
     if (number >= options_.peer_threads) continue;
     auto& s = peers_[(size_t)pe];
-    s = std::make_unique<PeerState>(pe, number ? OrderWindow{4, 4} : window);
-    s->helping = number > 0;
+    s = std::make_unique<PeerState>(pe, window, number > 0);
     s->helped = !s->helping && options_.peer_threads > 1 && !options_.trust_last_chunk;
     if (s->helped) s->given.resize((size_t)options_.peer_threads - 1);
     s->outbox.set_limit(p.max_message);
