@@ -53,7 +53,7 @@ def launch(
 
     Args:
         fixed: places among the function's arguments, and what stands there in every call: tensors, numbers. `otherwise`
-            must hold them.
+            must hold them. Launches go to the current stream of the GPU on which the tensors are.
         given: place of each argument of a call; of how many elements the rows are as which the function takes a tensor (0: it
             takes it as it is), and whether these are int32, whatever the tensor's are; and what stands in for None and for
             a tensor without elements, or None.
