@@ -91,7 +91,7 @@ def test_no_home_is_not_the_working_directory(monkeypatch):
     def nobody(_):
         raise KeyError
 
-    monkeypatch.setattr(cache.pwd, "getpwuid", nobody)
+    monkeypatch.setattr(private_folder.pwd, "getpwuid", nobody)
     assert cache.folder().is_absolute() and str(os.getuid()) in str(cache.folder())
     monkeypatch.setenv("HOME", "~")
     assert cache.folder().is_absolute()

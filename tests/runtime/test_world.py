@@ -80,6 +80,7 @@ def _misuse_free(case):
     a = tsn.empty(16, torch.float32)
     if case == "twice":
         tsn.free(a)
+        assert tsn.empty(16, torch.float32).data_ptr() == a.data_ptr()
         tsn.free(a)
     elif case == "view":
         tsn.free(a[4:])

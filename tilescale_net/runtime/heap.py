@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tilescale_net.errors import HeapError
 from tilescale_net.runtime.context import SYSTEM_BYTES
@@ -129,6 +130,7 @@ class Heap:
         self._settle = settle
         self._grow = grow
         self._allocator = Allocator(SYSTEM_BYTES, memory.size)
+        self._freed: set[StorageWeakRef] = set()  # of tensors that somebody still holds
         self._made: dict[int, tuple[str, tuple[int, ...], torch.dtype]] = {}  # by offset: call, shape, dtype
         self.clear_system_area()
 
@@ -218,17 +220,22 @@ class Heap:
             return self._agree("tilescale_net.free", "a tensor of no elements")  # it has no memory
         offset = self.offset_of(tensor)
         self._memory.synchronize()
-        self._agree("tilescale_net.free", f"offset {offset}")
+        storage = StorageWeakRef(tensor.untyped_storage())
+        # Its memory may belong to another tensor by now.
+        self._freed = {freed for freed in self._freed if not freed.expired()}
+        again = storage in self._freed
+        self._agree("tilescale_net.free", f"offset {offset}{', freed already' if again else ''}")
         # What still is to happen to this memory happens before it belongs to somebody else.
         if self._settle and self._settle():
             self._agree("tilescale_net.free", "settled")
         size = self._allocator.live.get(offset)
-        if size is None:
+        if size is None or again:
             raise HeapError(
                 f"rank {self._rank}: free of a tensor at heap offset {offset}, which is no live allocation; it was freed "
                 "already, or it is a view that does not begin where its allocation begins"
             )
         self._allocator.release(offset)
+        self._freed.add(storage)
         self._memory.on_free(self.base + offset)
         if self._memory.poisons:
             self._memory.bytes_tensor(offset, size).fill_(POISON)  # so that use after free is seen
