@@ -79,7 +79,8 @@ def reduce_everywhere(seed):
 
 def reduce_across_nodes(seed):
     options = dict(GEOMETRY, chunk_bytes=512, slots=2)  # slots are used again
-    _of("reduce_scatter")._reduce(seed, [((3000,), torch.bfloat16, 0, 0)], options, 3, (0,))
+    cases = [((3000,), torch.bfloat16, 0, 0), ((40,), torch.bfloat16, 0, 0)]  # in the second a block has nothing to do
+    _of("reduce_scatter")._reduce(seed, cases, options, 3, (0, 1))
 
 
 def norm(seed):

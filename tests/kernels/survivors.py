@@ -68,6 +68,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "moe/routing_steps": {("no sync_threads", 7): LAST},
     "node_all_gather": {("no sync_threads", 0): TILELANG},
     "node_broadcast": {("no sync_threads", 0): BEGINS},
+    "node_reduce_scatter": {("no sync_threads", 2): MET},
     # Data go wrong under some seed.
     "moe/tiles": {("no wait", 0): OPEN, ("no sync_warp", 1): OPEN},
     "p2p": {("no sync_threads", 0): TILELANG, ("no sync_threads", 1): BEGINS},
