@@ -12,6 +12,7 @@ import torch.distributed as dist
 import tilescale_net as tsn
 from tests import ranks
 from tilescale_net import deep_ep
+from tilescale_net.deep_ep import low_latency
 
 # The kernels of tests/kernels/moe/test_failures.py, and that of weights.
 RANKS, EXPERTS, MOST, HIDDEN, TOP_K = 3, 6, 5, 32, 3
@@ -100,3 +101,9 @@ def test_a_rank_is_lost(nodes):
     outcomes = ranks.launch(RANKS, _program, seed, env=env, timeout=240)
     assert outcomes[2].exitcode == -signal.SIGKILL, outcomes[2]
     assert outcomes[0].ok and outcomes[1].ok, (seed, outcomes[0].error, outcomes[1].error)
+
+
+def test_a_dispatch_that_ranks_were_lost_in_has_a_whole_handle():
+    sizes = 4, 5, 128, 2, torch.bfloat16
+    received = low_latency._nothing(2, 3, sizes, torch.device("cpu"))
+    assert len(received.handle.plan.arguments) == 8 and not received.counts.any()

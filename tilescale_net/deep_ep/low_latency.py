@@ -53,7 +53,7 @@ def _nothing(ranks: int, tokens: int, sizes: tuple, device) -> Dispatched:
 
     plan = ReceivedRows(
         tokens, zeros(tokens, ranks), zeros(rows, top_k), zeros(rows, top_k, dtype=torch.float32), zeros(ranks),
-        zeros(local, ranks), zeros(local, rows),
+        zeros(local, ranks), zeros(local, rows), zeros(1, 1), zeros(1),
     )  # fmt: skip
     scales = zeros(local, rows, hidden // GROUP, dtype=torch.float32) if dtype == torch.float8_e4m3fn else None
     x = zeros(local, rows, hidden, dtype=dtype)
