@@ -1,8 +1,11 @@
-"""The allocator under random use."""
+"""The allocator under random use, and the heap after a loss."""
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tilescale_net as tsn
+from tests import ranks
 from tilescale_net.runtime.heap import ALIGNMENT, GAP, Allocator
 
 END = 1 << 16
@@ -29,3 +32,16 @@ def test_blocks_never_overlap_and_all_memory_returns(actions):
     for offset in list(live):
         heap.release(offset)
     assert heap.allocate(END - GAP) == 0, "freed neighbours must become one hole"
+
+
+def _free_anew():
+    a = tsn.empty(16, torch.float32)
+    heap = tsn.world().heap
+    live = heap.live
+    tsn.free(a)
+    heap.restore(live)  # as shrink does where a loss came before the others had freed it
+    tsn.free(a)
+
+
+def test_what_shrink_has_restored_can_be_freed():
+    ranks.run(2, _free_anew)

@@ -250,6 +250,7 @@ class Heap:
         for offset in sorted(live.keys() - self._allocator.live.keys()):
             self._memory.on_allocate(self.base + offset, live[offset] - GAP, "what another rank still may use")
         self._allocator.restore(SYSTEM_BYTES, self.size, live)
+        self._freed.clear()  # what only some ranks had freed is freed by all of them
 
     def describe(self, offset: int) -> str | None:
         """The element at a heap offset in words, such as "[2, 0] of zeros([4, 2], torch.uint64)"; None where none is."""
