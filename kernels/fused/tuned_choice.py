@@ -36,8 +36,7 @@ class Chosen:
 def key_of(product: Product) -> str:
     """Of calls that one choice serves: up to the next power of two of rows."""
     p = product
-    rows = 1 << max(0, p.rows - 1).bit_length()
-    return f"{p.kind} {str(p.dtype).removeprefix('torch.')} k={p.k} n={p.n} rows<={rows}"
+    return f"{p.kind} {str(p.dtype).removeprefix('torch.')} k={p.k} n={p.n} rows<={tuned.up_to(p.rows)}"
 
 
 def as_choice(chosen: Chosen) -> tuned.Choice:

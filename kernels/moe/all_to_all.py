@@ -102,16 +102,14 @@ class AllToAll(Participant):
             capacity=capacity, combine_dtype=combine_dtype, quantize_combine=quantize_combine, zero_copy=zero_copy,
             scale_words=scale_words, expert_capacity=expert_capacity, drop=drop, tile_rows=tile_rows,
         )  # fmt: skip
-        on_gpu = world.device.type == "cuda"
-        count = torch.cuda.get_device_properties(world.device).multi_processor_count if on_gpu else 0
         tuned.of(world, "AllToAll")  # all ranks meet here the first time, whatever they were given
-        self.tuning = tuning = (tuning or chosen(config, world)).resolved(config, on_gpu, count)
+        self.tuning = tuning = (tuning or chosen(config, world)).resolved(config, world.device)
         if active is not None:
             active = self.checked_list(active, world.size)
         first, world = world, world_with_room(world, config, tuning, active) if grow else world
         self._own_world = None if world is first else world
         try:
-            self._construct(world, active, arena, on_gpu if warm_up is None else warm_up)
+            self._construct(world, active, arena, world.device.type == "cuda" if warm_up is None else warm_up)
         except Exception:  # on all ranks alike
             self._end_own_world()
             raise

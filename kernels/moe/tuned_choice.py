@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from tilescale_net.kernels.moe.config import Config
 from tilescale_net.kernels.moe.tuning import Tuning
 from tilescale_net.runtime import tuned
@@ -15,11 +13,10 @@ TUNED = ("blocks", "threads", "dispatch_senders", "combine_senders", "combine_th
 def key_of(config: Config) -> str:
     """Of objects that one choice serves: up to the next power of two of tokens."""
     c = config
-    tokens = 1 << max(0, c.max_tokens - 1).bit_length()
     dtypes = " ".join(str(d).removeprefix("torch.") for d in (c.dtype, c.combine_dtype))
     return (
         f"moe {c.mode} {c.layout} {dtypes} quantize={c.quantize_combine} experts={c.num_experts} top_k={c.top_k} "
-        f"hidden={c.hidden} tokens<={tokens}"
+        f"hidden={c.hidden} tokens<={tuned.up_to(c.max_tokens)}"
     )
 
 
@@ -32,9 +29,7 @@ def chosen(config: Config, world) -> Tuning:
             if unknown := choice.keys() - {*TUNED}:
                 raise ValueError(f"it names {', '.join(sorted(unknown))}")
             found = Tuning(**choice)  # type: ignore[arg-type]
-            on_gpu = world.device.type == "cuda"
-            count = torch.cuda.get_device_properties(world.device).multi_processor_count if on_gpu else 0
-            found.resolved(config, on_gpu, count)
+            found.resolved(config, world.device)
             return found
         except (TypeError, ValueError) as err:  # on all ranks alike
             tuned.ignore(world, key, err)

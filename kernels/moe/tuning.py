@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from tilescale_net.kernels.collective import check_threads
 from tilescale_net.kernels.moe.config import Config
 
@@ -37,8 +39,10 @@ class Tuning:
     once_per_node: bool = True
     parts: int = 2
 
-    def resolved(self, config: Config, on_gpu: bool, multiprocessors: int) -> Tuning:
-        """With every None replaced. Raises ValueError for what makes no sense; what the GPU cannot run is checked later."""
+    def resolved(self, config: Config, device: torch.device) -> Tuning:
+        """With every None replaced, for ranks on such a device. Raises ValueError for what makes no sense; what the GPU cannot run is checked later."""
+        on_gpu = device.type == "cuda"
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0
         mode, default = config.mode, defaults(config, on_gpu, multiprocessors)
         given = {name: value for name, value in vars(self).items() if value is not None}
         for name, value in given.items():

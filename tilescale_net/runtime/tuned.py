@@ -27,6 +27,11 @@ _tables: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 Choice = dict[str, object]
 
 
+def up_to(rows: int) -> int:
+    """The power of two up to which calls of so many rows have one choice."""
+    return 1 << max(0, rows - 1).bit_length()
+
+
 def place_of(world) -> dict[str, object]:
     """For what a choice of this world is good."""
     import torch

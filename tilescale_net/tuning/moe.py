@@ -17,9 +17,7 @@ from tilescale_net.tuning.search import Call, Found, Measure, lockstep
 
 def candidates(config: Config, world, most: int) -> list[Choice]:
     """What is tried, at most so many: first the default, then its neighbours, one field after the other."""
-    on_gpu = world.device_kind == "cuda"
-    count = torch.cuda.get_device_properties(world.device).multi_processor_count if on_gpu else 0
-    usual = Tuning().resolved(config, on_gpu, count)
+    usual = Tuning().resolved(config, world.device)
     blocks = [usual.blocks * n // 4 for n in (4, 3, 5, 6, 2)] if config.mode == "throughput" else [usual.blocks]
     senders = (0, -2, 2, -4, 4) if config.mode == "throughput" else (0,)
     threads = (usual.threads, usual.threads // 2, usual.threads * 2)
@@ -31,7 +29,7 @@ def candidates(config: Config, world, most: int) -> list[Choice]:
         *(dict(threads=t) for t in threads),
     ]:
         try:
-            made = Tuning(**wanted).resolved(config, on_gpu, count)
+            made = Tuning(**wanted).resolved(config, world.device)
         except ValueError:
             continue
         choice = {name: value for name, value in asdict(made).items() if name in TUNED}
