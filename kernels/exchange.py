@@ -10,6 +10,7 @@ moves. Blocks share each part; block b waits for the blocks b of its peers.
 
 import tilelang.language as T
 
+import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce, compare
 from tilescale_net.kernels.partition import slice_elements
@@ -18,6 +19,17 @@ from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES, batch_of
 # Bytes of a part from which stores are faster than puts: a block's puts go to one PE after the other.
 STORES_FROM = 256 * 1024
 WORDS = VECTOR_BYTES // 4
+
+
+@tsn.macro
+def await_room(agrees, same: T.Ref, ready, call, tag, status, block, thread, n_pes):
+    """Wait, by a thread for each PE, until all have begun the call; agrees[p] = whether PE p makes the same one, which
+    thread p has in `same` too."""
+    if thread < n_pes:
+        word = N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
+        compare(same, thread, call, tag, word, status, block == 0)
+        agrees[thread] = same
+    T.sync_threads()
 
 
 def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_place=False):
@@ -61,11 +73,7 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_p
                 announce(ready, me, call, tag, thread)
             if first < count:
                 same = T.alloc_var("int32")
-                if thread < n_pes:
-                    word = N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
-                    compare(same, thread, call, tag, word, status, block == 0)
-                    agrees[thread] = same
-                T.sync_threads()
+                await_room(agrees, same, ready, call, tag, status, block, thread, n_pes)
                 for hop in T.serial(1 if in_place else 0, n_pes):
                     pe = (me + hop) % n_pes
                     if agrees[pe] != 0:
@@ -125,11 +133,7 @@ def exchange_by_stores(n_pes, threads, blocks, *, split, in_place=False):
             if first < count:
                 targets = [N.remote(out, (me + hop) % n_pes) for hop in range(n_pes)]
                 same = T.alloc_var("int32")
-                if thread < n_pes:
-                    word = N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
-                    compare(same, thread, call, tag, word, status, block == 0)
-                    agrees[thread] = same
-                T.sync_threads()
+                await_room(agrees, same, ready, call, tag, status, block, thread, n_pes)
                 part = T.alloc_local((sources, batch, WORDS), "int32")
                 for turn in T.serial(T.ceildiv(end - first, T.int64(threads * batch))):
                     i = first + turn * threads * batch + thread

@@ -11,7 +11,8 @@ from tilelang import tvm
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce, compare
+from tilescale_net.kernels.announcement import STATUS_WORDS, announce
+from tilescale_net.kernels.exchange import await_room
 from tilescale_net.kernels.partition import piece_number, slice_elements
 
 
@@ -65,11 +66,7 @@ def node_all_gather(
                 announce(ready, me, call, tag, thread)
             if first < end:
                 same = T.alloc_var("int32")
-                if thread < n_pes:
-                    word = N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
-                    compare(same, thread, call, tag, word, status, block == 0)
-                    agrees[thread] = same
-                T.sync_threads()
+                await_room(agrees, same, ready, call, tag, status, block, thread, n_pes)
                 for piece in T.serial(pieces):
                     start = first + piece * chunk
                     for hop in T.serial(1, nodes):

@@ -9,10 +9,10 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce
+from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS
 from tilescale_net.kernels.moe import combine_latency_steps as steps
-from tilescale_net.kernels.moe.handshake import await_previous, check_announcement, complete_to_refuser, count_for
-from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8, groups_of
+from tilescale_net.kernels.moe import handshake
+from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
 
 
 @tsn.jit(name="moe_combine_latency", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
@@ -53,7 +53,7 @@ def combine_latency(
     """
     R, K, M = ranks, top_k, max_tokens
     s = steps.Sizes(R, K, M, hidden, dtype, weighted, quantised, parts, biases)
-    groups, cuts, size, warps = groups_of(hidden), s.parts, s.size, threads // 32
+    groups, cuts, size, warps = s.groups, s.parts, s.size, threads // 32
     payload = FP8 if quantised else dtype
     rows, slot_rows, capacity = T.dynamic("rows"), T.dynamic("slot_rows"), T.dynamic("capacity")
     scale_rows, stages, scale_stages = T.dynamic("scale_rows"), T.dynamic("stages"), T.dynamic("scale_stages")
@@ -101,27 +101,14 @@ def combine_latency(
                 total = T.alloc_var("int32")
                 source = T.alloc_var("int32")
                 direct = T.alloc_var("int32", init=1)
-                call = send_calls[block] + T.uint64(1)
-                parity = T.cast(call & T.uint64(1), "int32")
-                if thread < R:
-                    incoming[thread] = received[thread]
-                    if active[thread] != 0:
-                        await_previous(begun, parity, call, TAG_BITS, thread, R)
-                        if block == 0:
-                            announce(begun, parity * R + me, call, 0, thread)
-                T.sync_threads()
-                total = 0
-                for r in T.serial(R):
-                    total = total + incoming[r]
+                handshake.begin_half(send_calls, call, parity, block)
+                steps.begin_sending(received, active, begun, incoming, total, me, call, parity, block, thread, R)
                 for i in T.serial((total * cuts + blocks * warps - 1) // (blocks * warps)):
                     # Consecutive parts go to different blocks.
                     slot = ((i * warps + warp) * blocks + block) // cuts
                     part = ((i * warps + warp) * blocks + block) % cuts
                     if slot < total:
-                        peer = 0
-                        while slot >= incoming[peer]:
-                            slot = slot - incoming[peer]
-                            peer = peer + 1
+                        handshake.find_source(incoming, peer, slot)
                         source = peer * M + slot
                         place = (parity * R + me) * M + slot
                         end = T.min(s.units, (part + 1) * size)
@@ -143,11 +130,7 @@ def combine_latency(
                                 place, part, end, call, peer, lane,
                             )  # fmt: skip
                 T.sync_threads()
-                if thread == 0:
-                    send_calls[block] = call
-                if absent:
-                    if block == 0:
-                        count_for(send_calls, call, blocks, absent, thread, threads)
+                handshake.end_half(send_calls, call, blocks, absent, block, thread, threads)
 
             if receives:
                 token = T.alloc_var("int32")
@@ -156,16 +139,15 @@ def combine_latency(
                 acc = T.alloc_local((s.sum_batch * s.width,), "float32")
                 from_row = T.alloc_local((s.sum_group,), "int32")
                 first = T.alloc_var("int32")
-                call = receive_calls[block] + T.uint64(1)
-                parity = T.cast(call & T.uint64(1), "int32")
+                handshake.begin_half(receive_calls, call, parity, block)
                 # Words of ranks that begin come before their rows: this wait costs no time.
                 if (proxied or block == 0) and thread < R:
                     if active[thread] != 0:
                         word = N.wait(begun[parity * R + thread], "ge", call << T.uint64(TAG_BITS))
                         if block == 0:
-                            check_announcement(word, 0, thread, status)
+                            handshake.check_announcement(word, 0, thread, status)
                         if proxied:
-                            complete_to_refuser(word, thread)
+                            handshake.complete_to_refuser(word, thread)
                 for i in T.serial((tokens * cuts + blocks * warps - 1) // (blocks * warps)):
                     token = ((i * warps + warp) * blocks + block) // cuts
                     part = ((i * warps + warp) * blocks + block) % cuts
@@ -175,10 +157,6 @@ def combine_latency(
                             part, end, first, peer, slot, call, parity, lane,
                         )  # fmt: skip
                 T.sync_threads()
-                if thread == 0:
-                    receive_calls[block] = call
-                if absent:
-                    if block == 0:
-                        count_for(receive_calls, call, blocks, absent, thread, threads)
+                handshake.end_half(receive_calls, call, blocks, absent, block, thread, threads)
 
     return main

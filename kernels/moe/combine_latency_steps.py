@@ -6,7 +6,10 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.announcement import TAG_BITS, announce
+from tilescale_net.kernels.moe.handshake import await_previous, sum_of
 from tilescale_net.kernels.moe.row_ops import (
+    SumSizes,
     add_dequantised,
     add_rows,
     add_scaled,
@@ -26,29 +29,14 @@ def parts_of(hidden: int, width: int, wanted: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(SumSizes):
     """Compile-time sizes and choices; see combine_latency."""
 
-    ranks: int
-    top_k: int
-    max_tokens: int
-    hidden: int
-    dtype: str
     weighted: bool
     quantised: bool
     wanted_parts: int
     biases: int
     send_limit: int = 14  # pieces of each row per lane that a sending warp reads at once, at most
-
-    @property
-    def width(self) -> int:
-        """Elements of 16 bytes."""
-        return 4 if self.dtype == "float32" else 8
-
-    @property
-    def units(self) -> int:
-        """Pieces of 16 bytes in a row."""
-        return self.hidden // self.width
 
     @property
     def parts(self) -> int:
@@ -63,10 +51,6 @@ class Sizes:
     @property
     def send_group(self) -> int:
         return min(self.top_k, 2)
-
-    @property
-    def sum_group(self) -> int:
-        return min(self.ranks, 4)
 
     def gathered_group(self, node_size: int) -> int:
         """The same of what the ranks of a node have for a token of another."""
@@ -83,6 +67,22 @@ class Sizes:
     @property
     def sum_batch(self) -> int:
         return batch_of(self.size, 7)
+
+
+@tsn.macro
+def begin_sending(
+    received, active, begun, incoming, total: T.Ref, me: T.Ref, call: T.Ref, parity: T.Ref, block, thread, ranks
+):
+    """Announce the call and wait until the buffers of all ranks are free; incoming = how many rows there are for each rank,
+    total = for all."""
+    if thread < ranks:
+        incoming[thread] = received[thread]
+        if active[thread] != 0:
+            await_previous(begun, parity, call, TAG_BITS, thread, ranks)
+            if block == 0:
+                announce(begun, parity * ranks + me, call, 0, thread)
+    T.sync_threads()
+    sum_of(incoming, total, ranks)
 
 
 @tsn.macro

@@ -9,8 +9,8 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.moe import combine_throughput_steps as steps
+from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.combine_throughput import find_rows
-from tilescale_net.kernels.moe.handshake import take_ticket
 from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
 from tilescale_net.kernels.moe.wire_layout import Totals, most_sent
 
@@ -73,10 +73,9 @@ def sum_combined(
             acc = T.alloc_local((s.sum_batch * s.width,), "float32")
             from_row = T.alloc_local((s.sum_group,), "int32")
             slot_of = T.alloc_local((-(-R // 32),), "int32")
-            take_ticket(tickets, parity, 1, ahead, lane)
-            token = T.shfl_sync(ahead, 0)
+            handshake.first_ticket(tickets, parity, 1, ahead, token, lane)
             while token < tokens:
-                take_ticket(tickets, parity, 1, ahead, lane)
+                handshake.take_ticket(tickets, parity, 1, ahead, lane)
                 find_rows(s, slot_of, token_slot, arrived, base, before, me, call, token, peer, row, size, lane)
                 T.sync_warp()
                 # No row is taken from where the experts have it, so that `slots` stands for them.

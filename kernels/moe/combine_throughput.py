@@ -11,7 +11,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import combine_throughput_steps as steps
-from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, stand_in, take_ticket
+from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
 from tilescale_net.kernels.moe.tiles import await_rows, say_begun
 from tilescale_net.kernels.moe.wire_layout import Totals, most_sent, record_words
@@ -156,7 +156,7 @@ def combine_throughput(
                 before[thread] = totals[at.sent_before + thread]
                 there[thread] = totals[at.slots_base + thread]
                 # This rank's slots may be overwritten from here on, and those of every rank that has begun the call.
-                open_call(ready, active, status, me, call, tag, block, senders, thread)
+                handshake.open_call(ready, active, status, me, call, tag, block, senders, thread)
             T.sync_threads()
 
             # Each index has a variable of its own, because the compiler's arithmetic on sums of them cannot be trusted.
@@ -170,13 +170,11 @@ def combine_throughput(
             parity = T.cast(call % T.uint64(2), "int32")
             ahead = T.alloc_var("int32", init=0)
             ticket = T.alloc_var("int32")
-            if block == 0 and thread < 2:
-                tickets[1 - parity, thread] = 0
+            handshake.clear_tickets(tickets, parity, block, thread)
             if block < senders:
-                take_ticket(tickets, parity, 0, ahead, lane)
-                ticket = T.shfl_sync(ahead, 0)
+                handshake.first_ticket(tickets, parity, 0, ahead, ticket, lane)
                 while ticket < R * chunks:
-                    take_ticket(tickets, parity, 0, ahead, lane)
+                    handshake.take_ticket(tickets, parity, 0, ahead, lane)
                     c = ticket // R
                     peer = (ticket % R + me) % R
                     if proxied:
@@ -209,7 +207,7 @@ def combine_throughput(
                             N.signal(arrived[me, c], call, peer)
                     ticket = T.shfl_sync(ahead, 0)
                 T.sync_threads()
-                count_sender(done, active, me, thread, R)
+                handshake.count_sender(done, active, me, thread, R)
 
             if not tiles:  # else sum_combined does it when the product has left all multiprocessors
                 # Senders that are done help to sum.
@@ -220,10 +218,9 @@ def combine_throughput(
                 token = T.alloc_var("int32")
                 row = T.alloc_var("int32")
                 total = T.alloc_var("float32")
-                take_ticket(tickets, parity, 1, ahead, lane)
-                token = T.shfl_sync(ahead, 0)
+                handshake.first_ticket(tickets, parity, 1, ahead, token, lane)
                 while token < tokens:
-                    take_ticket(tickets, parity, 1, ahead, lane)
+                    handshake.take_ticket(tickets, parity, 1, ahead, lane)
                     find_rows(s, slot_of, token_slot, arrived, base, before, me, call, token, peer, row, size, lane)
                     T.sync_warp()
                     steps.sum_rows(
@@ -233,8 +230,8 @@ def combine_throughput(
                         steps.sum_values(s, out_values, slot_values, token_slot, before, token, row, total, lane)
                     token = T.shfl_sync(ahead, 0)
             T.sync_threads()
-            if absent:
-                stand_in(done, active, calls, me, call, blocks, absent, absent_senders, block, thread, threads, R)
-            close_call(done, active, calls, call, block, senders, thread, R)
+            handshake.close_call(
+                done, active, calls, me, call, blocks, senders, absent, absent_senders, block, thread, threads, R
+            )
 
     return main

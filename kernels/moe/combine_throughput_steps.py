@@ -7,12 +7,12 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.moe.row_ops import (
+    SumSizes,
     add_dequantised,
     add_rows,
     add_scaled,
     batch_of,
     clear,
-    groups_of,
     load_batch,
     store_quantised,
     store_rounded,
@@ -22,14 +22,9 @@ NONE, OWN = -1, -2  # of a rank's row for a token
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(SumSizes):
     """Compile-time sizes and choices; see combine_throughput."""
 
-    ranks: int
-    top_k: int
-    max_tokens: int
-    hidden: int
-    dtype: str
     by_rank: bool
     weighted: str
     quantised: bool
@@ -40,20 +35,6 @@ class Sizes:
     proxied_chunk: int
 
     @property
-    def width(self) -> int:
-        """Elements of 16 bytes."""
-        return 4 if self.dtype == "float32" else 8
-
-    @property
-    def units(self) -> int:
-        """Pieces of 16 bytes in a row."""
-        return self.hidden // self.width
-
-    @property
-    def groups(self) -> int:
-        return groups_of(self.hidden)
-
-    @property
     def unchanged(self) -> bool:
         """Whether rows travel as they are."""
         return self.by_rank and not self.quantised and self.valued == ""
@@ -62,10 +43,6 @@ class Sizes:
     @property
     def send_group(self) -> int:
         return 1 if self.by_rank else min(self.top_k, 3)
-
-    @property
-    def sum_group(self) -> int:
-        return min(self.ranks, 4)
 
     @property
     def send_batch(self) -> int:

@@ -16,7 +16,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import dispatch_latency_steps as steps
-from tilescale_net.kernels.moe.handshake import await_previous, count_for
+from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, FP8
 from tilescale_net.kernels.moe.wire_layout import COUNT_BITS
 
@@ -118,8 +118,7 @@ def dispatch_latency(
                 piece = T.alloc_local((s.batch * s.width,), s.source_type)
                 # A block without a token makes no use of its count, so its threads need not meet before it is raised.
                 N.benign_race(send_calls[block])
-                call = send_calls[block] + T.uint64(1)
-                parity = T.cast(call & T.uint64(1), "int32")
+                handshake.begin_half(send_calls, call, parity, block)
                 # The last block counts for the headers; it has a token of its own only when all blocks have one.
                 if block == blocks - 1:
                     steps.count_choices(
@@ -142,40 +141,30 @@ def dispatch_latency(
                         if thread < R:
                             token_slot[token, thread] = -1
                             if i == 0 and active[thread] != 0:
-                                await_previous(begun, parity, call, COUNT_BITS, thread, R)
+                                handshake.await_previous(begun, parity, call, COUNT_BITS, thread, R)
                         T.sync_threads()
                         steps.send_message(
                             s, message, arrival, arrived, token_slot, mine, same_expert, same_rank, me, token, parity, call,
                             thread, warp, lane,
                         )  # fmt: skip
-                if thread == 0:
-                    send_calls[block] = call
-                if absent:
-                    if block == 0:
-                        count_for(send_calls, call, blocks, absent, thread, threads)
+                handshake.end_half(send_calls, call, blocks, absent, block, thread, threads)
 
             if receives:
                 source = T.alloc_var("int32")
                 slot = T.alloc_var("int32")
                 place = T.alloc_var("int32")
                 total = T.alloc_var("int32")
-                call = receive_calls[block] + T.uint64(1)
-                parity = T.cast(call & T.uint64(1), "int32")
+                handshake.begin_half(receive_calls, call, parity, block)
                 steps.read_headers(
                     s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, parity, call,
                     block, thread,
                 )  # fmt: skip
-                total = 0
-                for r in T.serial(R):
-                    total = total + incoming[r]
+                handshake.sum_of(incoming, total, R)
                 for i in T.serial((total + blocks * s.warps - 1) // (blocks * s.warps)):
                     # Consecutive rows go to different blocks.
                     slot = (i * s.warps + warp) * blocks + block
                     if slot < total:
-                        source = 0
-                        while slot >= incoming[source]:
-                            slot = slot - incoming[source]
-                            source = source + 1
+                        handshake.find_source(incoming, source, slot)
                         place = (parity * R + source) * M + slot
                         N.wait_warp(arrived[place], "ge", call)
                         steps.receive_row(
@@ -183,10 +172,6 @@ def dispatch_latency(
                             lane,
                         )  # fmt: skip
                 T.sync_threads()
-                if thread == 0:
-                    receive_calls[block] = call
-                if absent:
-                    if block == 0:
-                        count_for(receive_calls, call, blocks, absent, thread, threads)
+                handshake.end_half(receive_calls, call, blocks, absent, block, thread, threads)
 
     return main

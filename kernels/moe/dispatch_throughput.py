@@ -17,7 +17,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
-from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, stand_in, take_ticket
+from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, batch_of, copy_row, copy_words, load_batch, store_batch
 from tilescale_net.kernels.moe.tiles import count_rows, fill_up, say_begun
 from tilescale_net.kernels.moe.wire_layout import Totals, record_words
@@ -242,7 +242,7 @@ def dispatch_throughput(
                 before[thread] = totals[at.sent_before + thread]
                 landed[thread] = totals[at.received_base + thread]
                 # This rank's outputs may be overwritten from here on, and those of every rank that has begun the call.
-                open_call(ready, active, status, me, call, tag, block, senders, thread)
+                handshake.open_call(ready, active, status, me, call, tag, block, senders, thread)
             T.sync_threads()
 
             # Each index has a variable of its own, because the compiler's arithmetic on sums of them cannot be trusted.
@@ -258,13 +258,11 @@ def dispatch_throughput(
             parity = T.cast(call % T.uint64(2), "int32")
             ahead = T.alloc_var("int32", init=0)
             ticket = T.alloc_var("int32")
-            if block == 0 and thread < 2:
-                tickets[1 - parity, thread] = 0
+            handshake.clear_tickets(tickets, parity, block, thread)
             if block < senders:
-                take_ticket(tickets, parity, 0, ahead, lane)
-                ticket = T.shfl_sync(ahead, 0)
+                handshake.first_ticket(tickets, parity, 0, ahead, ticket, lane)
                 while ticket < R * chunks:
-                    take_ticket(tickets, parity, 0, ahead, lane)
+                    handshake.take_ticket(tickets, parity, 0, ahead, lane)
                     # Consecutive tickets are for the same chunk and different ranks: all links are busy, rows are read once.
                     c = ticket // R
                     peer = (ticket % R + me) % R
@@ -290,7 +288,7 @@ def dispatch_throughput(
                                 signal_chunk(arrived, me, c, call, peer, lane)
                     ticket = T.shfl_sync(ahead, 0)
                 T.sync_threads()
-                count_sender(done, active, me, thread, R)
+                handshake.count_sender(done, active, me, thread, R)
 
             if tiles:
                 if block == blocks - 1:
@@ -298,10 +296,9 @@ def dispatch_throughput(
             if receivers:
                 # Senders that are done help to receive.
                 size = T.alloc_var("int32", init=chunk)
-                take_ticket(tickets, parity, 1, ahead, lane)
-                ticket = T.shfl_sync(ahead, 0)
+                handshake.first_ticket(tickets, parity, 1, ahead, ticket, lane)
                 while ticket < R * chunks:
-                    take_ticket(tickets, parity, 1, ahead, lane)
+                    handshake.take_ticket(tickets, parity, 1, ahead, lane)
                     c = ticket // R
                     peer = (me + R - ticket % R) % R
                     if proxied:
@@ -321,8 +318,8 @@ def dispatch_throughput(
                             count_rows(counted, records, peer, c * size, n, top_k, tile_rows, me, lane)
                     ticket = T.shfl_sync(ahead, 0)
             T.sync_threads()
-            if absent:
-                stand_in(done, active, calls, me, call, blocks, absent, absent_senders, block, thread, threads, R)
-            close_call(done, active, calls, call, block, senders, thread, R)
+            handshake.close_call(
+                done, active, calls, me, call, blocks, senders, absent, absent_senders, block, thread, threads, R
+            )
 
     return main

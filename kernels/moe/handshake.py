@@ -69,6 +69,20 @@ def take_ticket(tickets, parity: T.Ref, kind, ahead: T.Ref, lane):
 
 
 @tsn.macro
+def first_ticket(tickets, parity: T.Ref, kind, ahead: T.Ref, ticket: T.Ref, lane):
+    """ticket = the warp's first one; see take_ticket."""
+    take_ticket(tickets, parity, kind, ahead, lane)
+    ticket = T.shfl_sync(ahead, 0)
+
+
+@tsn.macro
+def clear_tickets(tickets, parity: T.Ref, block, thread):
+    """Give the next call its tickets, which are those that the call before had."""
+    if block == 0 and thread < 2:
+        tickets[1 - parity, thread] = 0
+
+
+@tsn.macro
 def count_sender(done, active, me: T.Ref, thread, ranks):
     """Tell every rank, by a thread each, that one more block of this rank has sent all."""
     if thread < ranks:
@@ -78,8 +92,16 @@ def count_sender(done, active, me: T.Ref, thread, ranks):
 
 
 @tsn.macro
-def close_call(done, active, calls, call: T.Ref, block, senders, thread, ranks):
-    """End a call: block 0 waits until all blocks of all ranks have sent, so no signal of a call meets one of the next."""
+def close_call(
+    done, active, calls, me: T.Ref, call: T.Ref, blocks, senders, absent, absent_senders, block, thread, threads, ranks
+):
+    """End a call: block 0 waits until all blocks of all ranks have sent, so no signal of a call meets one of the next.
+
+    Args:
+        absent, absent_senders: how many more blocks, and senders among them, other calls have; block 0 counts for them.
+    """
+    if absent:
+        stand_in(done, active, calls, me, call, blocks, absent, absent_senders, block, thread, threads, ranks)
     if block == 0 and thread < ranks:
         if active[thread] != 0:
             N.wait(done[thread], "ge", call * T.uint64(senders))
@@ -109,6 +131,40 @@ def count_for(calls, call: T.Ref, blocks, absent, thread, threads):
     for i in T.serial((absent + threads - 1) // threads):
         if i * threads + thread < absent:
             calls[blocks + i * threads + thread] = call
+
+
+@tsn.macro
+def begin_half(calls, call: T.Ref, parity: T.Ref, block):
+    """Latency mode: call = the number of the call that a half of it belongs to, parity = which of the two sets of buffers."""
+    call = calls[block] + T.uint64(1)
+    parity = T.cast(call & T.uint64(1), "int32")
+
+
+@tsn.macro
+def end_half(calls, call: T.Ref, blocks, absent, block, thread, threads):
+    """Latency mode: count the call, as one that this half has done; block 0 also for blocks that the call does not have."""
+    if thread == 0:
+        calls[block] = call
+    if absent:
+        if block == 0:
+            count_for(calls, call, blocks, absent, thread, threads)
+
+
+@tsn.macro
+def sum_of(counts, total: T.Ref, n):
+    """total = the sum of the first `n` of `counts`."""
+    total = 0
+    for r in T.serial(n):
+        total = total + counts[r]
+
+
+@tsn.macro
+def find_source(counts, source: T.Ref, slot: T.Ref):
+    """Number `slot` of all that is counted by source becomes number `slot` of source `source`."""
+    source = 0
+    while slot >= counts[source]:
+        slot = slot - counts[source]
+        source = source + 1
 
 
 @tsn.macro

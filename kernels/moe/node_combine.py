@@ -14,8 +14,8 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import combine_throughput_steps as steps
+from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe import node_combine_steps as node_steps
-from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, stand_in, take_ticket
 from tilescale_net.kernels.moe.node_layout import NodePlan, Nodes
 from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
 from tilescale_net.kernels.moe.wire_layout import Totals, most_sent, record_words
@@ -223,7 +223,7 @@ def combine_nodes(
                 received[thread] = totals[totals_at.received + thread]
                 base[thread] = totals[totals_at.received_base + thread]
                 there[thread] = totals[totals_at.slots_base + thread]
-                open_call(ready, active, status, me, call, tag, block, senders, thread)
+                handshake.open_call(ready, active, status, me, call, tag, block, senders, thread)
             T.sync_threads()
 
             # Each index has a variable of its own, because the compiler's arithmetic on sums of them cannot be trusted.
@@ -241,16 +241,14 @@ def combine_nodes(
             parity = T.cast(call % T.uint64(2), "int32")
             ahead = T.alloc_var("int32", init=0)
             ticket = T.alloc_var("int32")
-            if block == 0 and thread < 2:
-                tickets[1 - parity, thread] = 0
+            handshake.clear_tickets(tickets, parity, block, thread)
             sums = T.alloc_local((in_node.send_group * in_node.send_batch * s.width,), dtype)
             sum_of_node = T.alloc_local((in_node.send_batch * s.width,), "float32")
             rows_of_node = T.alloc_local((in_node.send_group,), "int32")
             if block < senders:
-                take_ticket(tickets, parity, 0, ahead, lane)
-                ticket = T.shfl_sync(ahead, 0)
+                handshake.first_ticket(tickets, parity, 0, ahead, ticket, lane)
                 while ticket < R * chunks + S * node_chunks:
-                    take_ticket(tickets, parity, 0, ahead, lane)
+                    handshake.take_ticket(tickets, parity, 0, ahead, lane)
                     if ticket < R * chunks:
                         c = ticket // R
                         # What goes to other nodes comes first.
@@ -278,7 +276,7 @@ def combine_nodes(
                             _signal(arrived, gateway, c, call, peer, lane)
                     ticket = T.shfl_sync(ahead, 0)
                 T.sync_threads()
-                count_sender(done, active, me, thread, R)
+                handshake.count_sender(done, active, me, thread, R)
 
             # Senders that are done help to sum.
             piece = T.alloc_local((s.sum_group * s.sum_batch * s.width,), payload)
@@ -286,10 +284,9 @@ def combine_nodes(
             from_row = T.alloc_local((s.sum_group,), "int32")
             slot_of = T.alloc_local((-(-V // 32),), "int32")
             token = T.alloc_var("int32")
-            take_ticket(tickets, parity, 1, ahead, lane)
-            token = T.shfl_sync(ahead, 0)
+            handshake.first_ticket(tickets, parity, 1, ahead, token, lane)
             while token < tokens:
-                take_ticket(tickets, parity, 1, ahead, lane)
+                handshake.take_ticket(tickets, parity, 1, ahead, lane)
                 _find_rows(
                     s, at, plan, slot_of, node_plan, arrived, base, me, node, mine, call, token, peer, row, size, lane
                 )
@@ -301,8 +298,8 @@ def combine_nodes(
                     node_steps.sum_values(s, at, plan, out_values, slot_values, node_plan, token, row, total, lane)
                 token = T.shfl_sync(ahead, 0)
             T.sync_threads()
-            if absent:
-                stand_in(done, active, calls, me, call, blocks, absent, absent_senders, block, thread, threads, R)
-            close_call(done, active, calls, call, block, senders, thread, R)
+            handshake.close_call(
+                done, active, calls, me, call, blocks, senders, absent, absent_senders, block, thread, threads, R
+            )
 
     return main

@@ -10,9 +10,9 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce
+from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS
 from tilescale_net.kernels.moe import combine_latency_steps as steps
-from tilescale_net.kernels.moe.handshake import await_previous, check_announcement, complete_to_refuser, count_for
+from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.node_layout import LatencyNodePlan, Nodes
 from tilescale_net.kernels.moe.row_ops import (
     EXACT_SUMS,
@@ -20,7 +20,6 @@ from tilescale_net.kernels.moe.row_ops import (
     FP8,
     add_rows,
     clear,
-    groups_of,
     store_quantised,
     store_rounded,
 )
@@ -130,7 +129,7 @@ def combine_latency_nodes(
     plan = LatencyNodePlan(at, M, K)
     # Two places in the code sum what is sent; with larger batches they spill registers.
     s = steps.Sizes(V, K, M, hidden, dtype, weighted, quantised, parts, biases, send_limit=7)
-    groups, cuts, size, warps = groups_of(hidden), s.parts, s.size, threads // 32
+    groups, cuts, size, warps = s.groups, s.parts, s.size, threads // 32
     payload = FP8 if quantised else dtype
     rows, slot_rows, capacity = T.dynamic("rows"), T.dynamic("slot_rows"), T.dynamic("capacity")
     scale_rows, scale_stages = T.dynamic("scale_rows"), T.dynamic("scale_stages")
@@ -179,18 +178,8 @@ def combine_latency_nodes(
             total = T.alloc_var("int32")
 
             if sends:
-                call = send_calls[block] + T.uint64(1)
-                parity = T.cast(call & T.uint64(1), "int32")
-                if thread < R:
-                    incoming[thread] = received[thread]
-                    if active[thread] != 0:
-                        await_previous(begun, parity, call, TAG_BITS, thread, R)
-                        if block == 0:
-                            announce(begun, parity * R + me, call, 0, thread)
-                T.sync_threads()
-                total = 0
-                for r in T.serial(R):
-                    total = total + incoming[r]
+                handshake.begin_half(send_calls, call, parity, block)
+                steps.begin_sending(received, active, begun, incoming, total, me, call, parity, block, thread, R)
                 for i in T.serial((total * cuts + blocks * warps - 1) // (blocks * warps)):
                     # Consecutive parts go to different blocks.
                     slot = ((i * warps + warp) * blocks + block) // cuts
@@ -207,11 +196,7 @@ def combine_latency_nodes(
                             node_plan, me, peer, slot, part, end, parity, call, lane,
                         )  # fmt: skip
                 T.sync_threads()
-                if thread == 0:
-                    send_calls[block] = call
-                if absent:
-                    if block == 0:
-                        count_for(send_calls, call, blocks, absent, thread, threads)
+                handshake.end_half(send_calls, call, blocks, absent, block, thread, threads)
 
             if receives:
                 token = T.alloc_var("int32")
@@ -223,14 +208,13 @@ def combine_latency_nodes(
                 from_row = T.alloc_local((max(s.sum_group, s.gathered_group(L)),), "int32")
                 ones = T.alloc_local((s.gathered_group(L),), "float32")
                 first = T.alloc_var("int32")
-                call = receive_calls[block] + T.uint64(1)
-                parity = T.cast(call & T.uint64(1), "int32")
+                handshake.begin_half(receive_calls, call, parity, block)
                 # Words of ranks that begin come before their rows: this wait costs no time.
                 if thread < R:
                     if active[thread] != 0:
                         word = N.wait(begun[parity * R + thread], "ge", call << T.uint64(TAG_BITS))
                         if block == 0:
-                            check_announcement(word, 0, thread, status)
+                            handshake.check_announcement(word, 0, thread, status)
                 total = 0
                 for i in T.serial(S):
                     total = total + node_plan[plan.passed(i)]
@@ -250,7 +234,7 @@ def combine_latency_nodes(
                 T.sync_threads()
                 if thread < R:
                     if active[thread] != 0:
-                        complete_to_refuser(word, thread)
+                        handshake.complete_to_refuser(word, thread)
                 for i in T.serial((tokens * cuts + blocks * warps - 1) // (blocks * warps)):
                     token = ((i * warps + warp) * blocks + block) // cuts
                     part = ((i * warps + warp) * blocks + block) % cuts
@@ -260,10 +244,6 @@ def combine_latency_nodes(
                             part, end, first, peer, slot, call, parity, lane,
                         )  # fmt: skip
                 T.sync_threads()
-                if thread == 0:
-                    receive_calls[block] = call
-                if absent:
-                    if block == 0:
-                        count_for(receive_calls, call, blocks, absent, thread, threads)
+                handshake.end_half(receive_calls, call, blocks, absent, block, thread, threads)
 
     return main

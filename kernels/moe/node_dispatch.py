@@ -11,6 +11,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
+from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.dispatch_throughput import (
     Sizes,
     put_row,
@@ -19,7 +20,6 @@ from tilescale_net.kernels.moe.dispatch_throughput import (
     send_direct,
     signal_chunk,
 )
-from tilescale_net.kernels.moe.handshake import close_call, count_sender, open_call, stand_in, take_ticket
 from tilescale_net.kernels.moe.node_layout import NodePlan, Nodes
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, copy_row, copy_words
 from tilescale_net.kernels.moe.wire_layout import Totals, record_words
@@ -152,7 +152,7 @@ def dispatch_nodes(
                 first_row[thread] = totals[totals_at.sent_base + thread]
                 received[thread] = totals[totals_at.received + thread]
                 landed[thread] = totals[totals_at.received_base + thread]
-                open_call(ready, active, status, me, call, tag, block, senders, thread)
+                handshake.open_call(ready, active, status, me, call, tag, block, senders, thread)
             T.sync_threads()
 
             # Each index has a variable of its own, because the compiler's arithmetic on sums of them cannot be trusted.
@@ -172,13 +172,11 @@ def dispatch_nodes(
             parity = T.cast(call % T.uint64(2), "int32")
             ahead = T.alloc_var("int32", init=0)
             ticket = T.alloc_var("int32")
-            if block == 0 and thread < 2:
-                tickets[1 - parity, thread] = 0
+            handshake.clear_tickets(tickets, parity, block, thread)
             if block < senders:
-                take_ticket(tickets, parity, 0, ahead, lane)
-                ticket = T.shfl_sync(ahead, 0)
+                handshake.first_ticket(tickets, parity, 0, ahead, ticket, lane)
                 while ticket < to_nodes + to_ranks + to_pass_on:
-                    take_ticket(tickets, parity, 0, ahead, lane)
+                    handshake.take_ticket(tickets, parity, 0, ahead, lane)
                     if ticket < to_nodes:
                         c = ticket // nodes
                         b = (ticket % nodes + node) % nodes
@@ -214,14 +212,13 @@ def dispatch_nodes(
                             )  # fmt: skip
                     ticket = T.shfl_sync(ahead, 0)
                 T.sync_threads()
-                count_sender(done, active, me, thread, R)
+                handshake.count_sender(done, active, me, thread, R)
 
             if receivers:
                 # Senders that are done help to receive.
-                take_ticket(tickets, parity, 1, ahead, lane)
-                ticket = T.shfl_sync(ahead, 0)
+                handshake.first_ticket(tickets, parity, 1, ahead, ticket, lane)
                 while ticket < R * chunks:
-                    take_ticket(tickets, parity, 1, ahead, lane)
+                    handshake.take_ticket(tickets, parity, 1, ahead, lane)
                     c = ticket // R
                     peer = (me + R - ticket % R) % R
                     if c * chunk < received[peer]:
@@ -236,8 +233,8 @@ def dispatch_nodes(
                             )  # fmt: skip
                     ticket = T.shfl_sync(ahead, 0)
             T.sync_threads()
-            if absent:
-                stand_in(done, active, calls, me, call, blocks, absent, absent_senders, block, thread, threads, R)
-            close_call(done, active, calls, call, block, senders, thread, R)
+            handshake.close_call(
+                done, active, calls, me, call, blocks, senders, absent, absent_senders, block, thread, threads, R
+            )
 
     return main

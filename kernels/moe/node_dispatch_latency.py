@@ -13,7 +13,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import dispatch_latency_steps as steps
-from tilescale_net.kernels.moe.handshake import await_previous, count_for
+from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.node_layout import LatencyNodePlan, Nodes
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, FP8
 from tilescale_net.kernels.moe.wire_layout import COUNT_BITS
@@ -159,18 +159,13 @@ def _pass_on_all(
 ):  # fmt: skip
     """Pass on what comes to be passed on, by a warp for each choice of each message."""
     k = T.alloc_var("int32")
-    total = 0
-    for r in T.serial(at.slots):
-        total = total + passing[r]
+    handshake.sum_of(passing, total, at.slots)
     for i in T.serial((total * s.top_k + s.blocks * s.warps - 1) // (s.blocks * s.warps)):
         slot = (i * s.warps + warp) * s.blocks + block
         if slot < total * s.top_k:
             choice = slot % s.top_k
             slot = slot // s.top_k
-            k = 0
-            while slot >= passing[k]:
-                slot = slot - passing[k]
-                k = k + 1
+            handshake.find_source(passing, k, slot)
             source = node_map[at.source + k]
             _pass_on(
                 s, at, plan, relayed, came, arrival, arrived, node_plan, me, source, k, slot, choice, parity, call, lane
@@ -260,8 +255,7 @@ def dispatch_latency_nodes(
                 piece = T.alloc_local((s.batch * s.width,), s.source_type)
                 # A block without a token makes no use of its count, so its threads need not meet before it is raised.
                 N.benign_race(send_calls[block])
-                call = send_calls[block] + T.uint64(1)
-                parity = T.cast(call & T.uint64(1), "int32")
+                handshake.begin_half(send_calls, call, parity, block)
                 if block == blocks - 1:
                     steps.count_choices(
                         s, topk_idx, tokens, fault, fault_value, active, begun, histogram, bad, parity, call, thread
@@ -288,17 +282,13 @@ def dispatch_latency_nodes(
                         if thread < R:
                             token_slot[token, thread] = -1
                             if i == 0 and active[thread] != 0:
-                                await_previous(begun, parity, call, COUNT_BITS, thread, R)
+                                handshake.await_previous(begun, parity, call, COUNT_BITS, thread, R)
                         T.sync_threads()
                         _send_message(
                             s, at, message, arrival, arrived, relayed, came, token_slot, origin_slot, node_map, mine,
                             same_expert, same_rank, same_node, me, token, parity, call, thread, warp, lane,
                         )  # fmt: skip
-                if thread == 0:
-                    send_calls[block] = call
-                if absent:
-                    if block == 0:
-                        count_for(send_calls, call, blocks, absent, thread, threads)
+                handshake.end_half(send_calls, call, blocks, absent, block, thread, threads)
 
             if receives:
                 source = T.alloc_var("int32")
@@ -306,8 +296,7 @@ def dispatch_latency_nodes(
                 place = T.alloc_var("int32")
                 total = T.alloc_var("int32")
                 choice = T.alloc_var("int32")
-                call = receive_calls[block] + T.uint64(1)
-                parity = T.cast(call & T.uint64(1), "int32")
+                handshake.begin_half(receive_calls, call, parity, block)
                 steps.read_headers(
                     s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, parity, call,
                     block, thread,
@@ -317,17 +306,12 @@ def dispatch_latency_nodes(
                     s, at, plan, relayed, came, arrival, arrived, node_map, node_plan, passing, me, source, slot, total, choice,
                     parity, call, block, warp, lane,
                 )  # fmt: skip
-                total = 0
-                for r in T.serial(R):
-                    total = total + incoming[r]
+                handshake.sum_of(incoming, total, R)
                 for i in T.serial((total + blocks * s.warps - 1) // (blocks * s.warps)):
                     # Consecutive rows go to different blocks.
                     slot = (i * s.warps + warp) * blocks + block
                     if slot < total:
-                        source = 0
-                        while slot >= incoming[source]:
-                            slot = slot - incoming[source]
-                            source = source + 1
+                        handshake.find_source(incoming, source, slot)
                         place = (parity * R + source) * M + slot
                         N.wait_warp(arrived[place], "ge", call)
                         steps.receive_row(
@@ -340,10 +324,6 @@ def dispatch_latency_nodes(
                                 if choice >= me * local and choice < (me + 1) * local:
                                     node_plan[plan.carried(source, slot)] = arrival[place, msg.at_node + q]
                 T.sync_threads()
-                if thread == 0:
-                    receive_calls[block] = call
-                if absent:
-                    if block == 0:
-                        count_for(receive_calls, call, blocks, absent, thread, threads)
+                handshake.end_half(receive_calls, call, blocks, absent, block, thread, threads)
 
     return main

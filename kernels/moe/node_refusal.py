@@ -7,10 +7,8 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import TAG_BITS, announce
-from tilescale_net.kernels.moe.handshake import await_previous
 from tilescale_net.kernels.moe.node_layout import Nodes
-from tilescale_net.kernels.moe.refusal import begin_refused, end_refused
+from tilescale_net.kernels.moe.refusal import begin_refused, begin_refused_halves, end_refused, end_refused_halves
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 
 
@@ -63,6 +61,7 @@ def refuse_nodes(ranks, nodes, slots, dispatch, chunks, senders, blocks, threads
         refuse_throughput.
     """
     R, at = ranks, Nodes(ranks, nodes, slots)
+    signal_chunk = _signal_dispatch if dispatch else _signal_combine
 
     @T.prim_func
     def main(
@@ -87,34 +86,9 @@ def refuse_nodes(ranks, nodes, slots, dispatch, chunks, senders, blocks, threads
             begin_refused(active, ready, me, call, code, thread, R)
             for i in T.serial((chunks + threads - 1) // threads):
                 if i * threads + thread < chunks:
-                    if dispatch:
-                        _signal_dispatch(
-                            at,
-                            active,
-                            arrived,
-                            onward,
-                            node_map,
-                            me,
-                            me // at.size,
-                            i * threads + thread,
-                            call,
-                            peer,
-                            row,
-                        )
-                    else:
-                        _signal_combine(
-                            at,
-                            active,
-                            arrived,
-                            onward,
-                            node_map,
-                            me,
-                            me // at.size,
-                            i * threads + thread,
-                            call,
-                            peer,
-                            row,
-                        )
+                    signal_chunk(
+                        at, active, arrived, onward, node_map, me, me // at.size, i * threads + thread, call, peer, row
+                    )
             end_refused(active, done, tickets, calls, me, call, senders, blocks, thread, threads, R)
 
     return main
@@ -175,13 +149,7 @@ def refuse_latency_nodes(ranks, nodes, slots, max_tokens, parts, blocks, threads
             part = T.alloc_var("int32")
             parity = T.alloc_var("int32")
             call = T.alloc_var("uint64")
-            call = send_calls[0] + T.uint64(1)
-            parity = T.cast(call & T.uint64(1), "int32")
-            if thread < R:
-                if active[thread] != 0:
-                    await_previous(begun, parity, call, TAG_BITS, thread, R)
-                    announce(begun, parity * R + me, call, code, thread)
-            T.sync_threads()
+            begin_refused_halves(active, begun, send_calls, me, call, parity, code, thread, R)
             for i in T.serial((M * parts + threads - 1) // threads):
                 if i * threads + thread < M * parts:
                     j = (i * threads + thread) // parts
@@ -189,10 +157,6 @@ def refuse_latency_nodes(ranks, nodes, slots, max_tokens, parts, blocks, threads
                     _signal_latency(
                         at, active, arrived, summed, node_map, me, me // at.size, parity, j, part, M, call, peer, row
                     )
-            T.sync_threads()
-            for i in T.serial((blocks + threads - 1) // threads):
-                if i * threads + thread < blocks:
-                    send_calls[i * threads + thread] = call
-                    receive_calls[i * threads + thread] = call
+            end_refused_halves(send_calls, receive_calls, call, blocks, thread, threads)
 
     return main

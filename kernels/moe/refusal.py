@@ -9,7 +9,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import TAG_BITS, announce
-from tilescale_net.kernels.moe.handshake import await_previous
+from tilescale_net.kernels.moe.handshake import await_previous, begin_half
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 
 
@@ -38,6 +38,27 @@ def end_refused(active, done, tickets, calls, me, call: T.Ref, senders, blocks, 
     for i in T.serial((blocks + threads - 1) // threads):
         if i * threads + thread < blocks:
             calls[i * threads + thread] = call
+
+
+@tsn.macro
+def begin_refused_halves(active, begun, calls, me, call: T.Ref, parity: T.Ref, code, thread, ranks):
+    """Latency mode: tell every rank that this one takes part without rows, when its buffers are free."""
+    begin_half(calls, call, parity, 0)
+    if thread < ranks:
+        if active[thread] != 0:
+            await_previous(begun, parity, call, TAG_BITS, thread, ranks)
+            announce(begun, parity * ranks + me, call, code, thread)
+    T.sync_threads()
+
+
+@tsn.macro
+def end_refused_halves(send_calls, receive_calls, call: T.Ref, blocks, thread, threads):
+    """Latency mode: count the call for both halves of so many blocks."""
+    T.sync_threads()
+    for i in T.serial((blocks + threads - 1) // threads):
+        if i * threads + thread < blocks:
+            send_calls[i * threads + thread] = call
+            receive_calls[i * threads + thread] = call
 
 
 @tsn.jit(name="moe_refuse_throughput", pass_configs=EXPLICIT_SYNC)
@@ -109,22 +130,12 @@ def refuse_latency(ranks, signals, blocks, threads):
             peer = T.alloc_var("int32")
             parity = T.alloc_var("int32")
             call = T.alloc_var("uint64")
-            call = send_calls[0] + T.uint64(1)
-            parity = T.cast(call & T.uint64(1), "int32")
-            if thread < R:
-                if active[thread] != 0:
-                    await_previous(begun, parity, call, TAG_BITS, thread, R)
-                    announce(begun, parity * R + me, call, code, thread)
-            T.sync_threads()
+            begin_refused_halves(active, begun, send_calls, me, call, parity, code, thread, R)
             for i in T.serial((R * signals + threads - 1) // threads):
                 if i * threads + thread < R * signals:
                     peer = (i * threads + thread) % R
                     if active[peer] != 0:
                         N.signal(arrived[parity * R + me, (i * threads + thread) // R], call, peer)
-            T.sync_threads()
-            for i in T.serial((blocks + threads - 1) // threads):
-                if i * threads + thread < blocks:
-                    send_calls[i * threads + thread] = call
-                    receive_calls[i * threads + thread] = call
+            end_refused_halves(send_calls, receive_calls, call, blocks, thread, threads)
 
     return main

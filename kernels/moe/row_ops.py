@@ -4,6 +4,8 @@ A row is `units` pieces of 16 bytes; lane l of the warp handles pieces l, l + 32
 way before the first is used: `batch` of them, chosen by `batch_of`.
 """
 
+from dataclasses import dataclass
+
 import tilelang.language as T
 
 import tilescale_net as tsn
@@ -33,6 +35,37 @@ def batch_of(units: int, limit: int) -> int:
 def groups_of(hidden: int) -> int:
     """Scales per row of FP8 numbers."""
     return -(-hidden // GROUP)
+
+
+@dataclass(frozen=True)
+class SumSizes:
+    """Compile-time sizes of a combine: `ranks` rows of `hidden` elements of `dtype` per token, at most."""
+
+    ranks: int
+    top_k: int
+    max_tokens: int
+    hidden: int
+    dtype: str
+
+    @property
+    def width(self) -> int:
+        """Elements of 16 bytes."""
+        return 4 if self.dtype == "float32" else 8
+
+    @property
+    def units(self) -> int:
+        """Pieces of 16 bytes in a row."""
+        return self.hidden // self.width
+
+    @property
+    def groups(self) -> int:
+        """Scales of a row that travels as FP8."""
+        return groups_of(self.hidden)
+
+    @property
+    def sum_group(self) -> int:
+        """Rows that a summing warp reads at once."""
+        return min(self.ranks, 4)
 
 
 @tsn.macro

@@ -37,7 +37,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_threads", 1): MET,
         ("no sync_threads", 2): TILELANG,
     },
-    "moe/combine_latency": {("no sync_threads", 1): LAST, ("no wait", 0): ANNOUNCED},
+    "moe/combine_latency": {("no sync_threads", 0): LAST, ("no wait", 0): ANNOUNCED},
     "moe/combine_latency_steps": {("no sync_warp", 1): BEGINS},
     "moe/combine_throughput": {
         ("no sync_threads", 1): CHUNKS,

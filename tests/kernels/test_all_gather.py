@@ -211,13 +211,13 @@ def short_by_stores(seed):
 
 # A fence too few of kernels by stores shows in no data of the simulator, whose plain stores arrive at once.
 MUTANTS = {
-    "gather without wait for room": Mutant("exchange", "exchange", WAIT_READY, "short", NO_WAIT),
+    "gather without wait for room": Mutant("exchange", "await_room", WAIT_READY, "short", NO_WAIT),
     "gather without wait for data": Mutant("exchange", "exchange", WAIT_ARRIVED, "short", nightly=True),
     "gather without fence": Mutant("exchange", "exchange", ", fence=True", "short", "", nightly=True),
     "gather without quiet": Mutant("exchange", "exchange", "N.quiet(thread)", "short", nightly=True),
     "gather that does not count its calls": Mutant("exchange", "exchange", "calls[block] = call", "short"),
     "stores without wait for room": Mutant(
-        "exchange", "exchange_by_stores", WAIT_READY, "short_by_stores", NO_WAIT, nightly=True
+        "exchange", "await_room", WAIT_READY, "short_by_stores", NO_WAIT, nightly=True
     ),
     "stores without wait for data": Mutant("exchange", "exchange_by_stores", WAIT_ARRIVED, "short_by_stores"),
 }

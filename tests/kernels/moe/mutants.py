@@ -29,7 +29,7 @@ MUTANTS = {
     ),
     "dispatch without wait for room": (
         "dispatch_throughput",
-        "open_call(ready, active, status, me, call, tag, block, senders, thread)",
+        "handshake.open_call(ready, active, status, me, call, tag, block, senders, thread)",
         ROW,
     ),
     "dispatch without wait for rows": ("dispatch_throughput", 'N.wait_warp(arrived[peer, c], "ge", call)', EXPERT),
