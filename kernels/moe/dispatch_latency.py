@@ -16,7 +16,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import dispatch_latency_steps as steps
-from tilescale_net.kernels.moe.handshake import await_previous, count_for
+from tilescale_net.kernels.moe.handshake import await_previous, count_for, wait_timed
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, FP8
 from tilescale_net.kernels.moe.wire_layout import COUNT_BITS
 
@@ -36,6 +36,7 @@ def dispatch_latency(
     threads,
     index_dtype,
     absent=0,
+    timed=False,
 ):
     """Kernel that sends, receives, or both.
 
@@ -46,6 +47,7 @@ def dispatch_latency(
         sends, receives: which halves; a half that receives follows the one that sends, on the same stream.
         blocks, threads: launch geometry; all blocks must run at once. index_dtype: of `topk_idx`.
         absent: how many more blocks the launch geometry has than this call; block 0 counts for them.
+        timed: whether to add up for how long the half that receives waits for each rank.
 
     Parameters of the kernel (int32 unless said):
         x [rows, row_words], or [rows, hidden] of `source_dtype`; x_scales [rows, scale_words] float32 as words.
@@ -57,9 +59,11 @@ def dispatch_latency(
         send_calls, receive_calls [blocks] uint64: calls so far. status: see STATUS_WORDS.
         token_slot [rows, ranks], targets, weights, received, source_counts, source_token: see ReceivedRows.
         out [local experts * ranks * max_tokens, row_words], out_scales, counts [local experts]: what the caller gets.
+        waited [ranks] uint64, if timed: clocks of waiting for each rank are added: for its header by one thread, and for each
+        of its messages by one.
     """
     R, K, M = ranks, top_k, max_tokens
-    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads)
+    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads, timed=timed)
     msg, head, local = s.message, s.header, s.local
     scale_width = max(scale_words, 1)
     rows, scale_rows, choices, slot_rows = (T.dynamic(n) for n in ("rows", "scale_rows", "choices", "slot_rows"))
@@ -97,6 +101,7 @@ def dispatch_latency(
         received: T.Tensor((R,), "int32"),
         source_counts: T.Tensor((local, R), "int32"),
         source_token: T.Tensor((local, s.capacity), "int32"),
+        waited: T.Tensor((R,), "uint64") if timed else None,
     ):
         with T.Kernel(blocks, threads=threads) as block:
             mine = T.alloc_shared((K,), "int32")  # experts of the block's token
@@ -162,8 +167,8 @@ def dispatch_latency(
                 call = receive_calls[block] + T.uint64(1)
                 parity = T.cast(call & T.uint64(1), "int32")
                 steps.read_headers(
-                    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, parity, call,
-                    block, thread,
+                    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, waited, parity,
+                    call, block, thread,
                 )  # fmt: skip
                 total = 0
                 for r in T.serial(R):
@@ -177,6 +182,9 @@ def dispatch_latency(
                             slot = slot - incoming[source]
                             source = source + 1
                         place = (parity * R + source) * M + slot
+                        if timed:
+                            if lane == 0:
+                                wait_timed(lambda: arrived[place], call, waited, source)
                         N.wait_warp(arrived[place], "ge", call)
                         steps.receive_row(
                             s, arrival, out, out_scales, targets, weights, source_token, begin, me, source, slot, place,

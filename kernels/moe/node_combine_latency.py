@@ -12,7 +12,13 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce
 from tilescale_net.kernels.moe import combine_latency_steps as steps
-from tilescale_net.kernels.moe.handshake import await_previous, check_announcement, complete_to_refuser, count_for
+from tilescale_net.kernels.moe.handshake import (
+    await_previous,
+    check_announcement,
+    complete_to_refuser,
+    count_for,
+    wait_timed,
+)
 from tilescale_net.kernels.moe.node_layout import LatencyNodePlan, Nodes
 from tilescale_net.kernels.moe.row_ops import (
     EXACT_SUMS,
@@ -24,6 +30,17 @@ from tilescale_net.kernels.moe.row_ops import (
     store_quantised,
     store_rounded,
 )
+
+
+def _sender(at, node_map, me, origin):
+    """Which rank sends the row of an origin: one of this node, or the gateway of another node."""
+    before = me // at.size
+    here = T.if_then_else(origin < before + at.size, before * at.size + origin - before, 0)
+    return T.if_then_else(
+        origin < before,
+        node_map[at.gateway + origin],
+        T.if_then_else(origin >= before + at.size, node_map[at.gateway + origin - at.size + 1], here),
+    )
 
 
 @tsn.macro
@@ -79,8 +96,8 @@ def _sum_in_node(
 
 @tsn.macro
 def _send_back(
-    s, at, plan, gathered, summed, slots, slot_scales, staged, staged_scales, arrived, node_map, node_plan, from_row, ones,
-    piece, acc, me: T.Ref, k: T.Ref, j: T.Ref, part: T.Ref, end: T.Ref, parity: T.Ref, call: T.Ref, lane,
+    s, at, plan, gathered, summed, slots, slot_scales, staged, staged_scales, arrived, waited, node_map, node_plan, from_row,
+    ones, piece, acc, me: T.Ref, k: T.Ref, j: T.Ref, part: T.Ref, end: T.Ref, parity: T.Ref, call: T.Ref, lane,
 ):  # fmt: skip
     """Sum a part of what this node has for message `j` of the source of slot `k`, and put it to the source."""
     M = s.max_tokens
@@ -92,6 +109,10 @@ def _send_back(
         if g * 32 + lane < min(at.size, s.top_k):
             place = node_plan[plan.receiver(k, j, g * 32 + lane)]
             if place >= 0:
+                if s.timed:
+                    wait_timed(
+                        lambda: summed[row * at.size + place, part], call, waited, me // at.size * at.size + place
+                    )  # fmt: skip
                 N.wait(summed[row * at.size + place, part], "ge", call)
     T.sync_warp()
     _sum_in_node(
@@ -110,7 +131,7 @@ def _send_back(
 @tsn.jit(name="moe_combine_latency_nodes", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
 def combine_latency_nodes(
     ranks, nodes, slots_of_gateway, top_k, max_tokens, hidden, dtype, weighted, quantised, sends, receives, parts, biases,
-    blocks, threads, absent=0,
+    blocks, threads, absent=0, timed=False,
 ):  # fmt: skip
     """Kernel that sends, receives, or both.
 
@@ -129,7 +150,7 @@ def combine_latency_nodes(
     V, L = at.origins, at.size
     plan = LatencyNodePlan(at, M, K)
     # Two places in the code sum what is sent; with larger batches they spill registers.
-    s = steps.Sizes(V, K, M, hidden, dtype, weighted, quantised, parts, biases, send_limit=7)
+    s = steps.Sizes(V, K, M, hidden, dtype, weighted, quantised, parts, biases, 7, timed)
     groups, cuts, size, warps = groups_of(hidden), s.parts, s.size, threads // 32
     payload = FP8 if quantised else dtype
     rows, slot_rows, capacity = T.dynamic("rows"), T.dynamic("slot_rows"), T.dynamic("capacity")
@@ -163,6 +184,7 @@ def combine_latency_nodes(
         send_calls: T.Tensor((blocks + absent,), "uint64"),
         receive_calls: T.Tensor((blocks + absent,), "uint64"),
         status: T.Tensor((STATUS_WORDS,), "int64"),
+        waited: T.Tensor((R,), "uint64") if timed else None,
     ):
         with T.Kernel(blocks, threads=threads) as block:
             incoming = T.alloc_shared((R,), "int32")
@@ -228,6 +250,11 @@ def combine_latency_nodes(
                 # Words of ranks that begin come before their rows: this wait costs no time.
                 if thread < R:
                     if active[thread] != 0:
+                        if timed:
+                            if block == 0:
+                                wait_timed(
+                                    lambda: begun[parity * R + thread], call << T.uint64(TAG_BITS), waited, thread
+                                )  # fmt: skip
                         word = N.wait(begun[parity * R + thread], "ge", call << T.uint64(TAG_BITS))
                         if block == 0:
                             check_announcement(word, 0, thread, status)
@@ -244,8 +271,8 @@ def combine_latency_nodes(
                             k = k + 1
                         end = T.min(s.units, (part + 1) * size)
                         _send_back(
-                            s, at, plan, gathered, summed, slots, slot_scales, staged, staged_scales, arrived, node_map,
-                            node_plan, from_row, ones, kept, acc, me, k, slot, part, end, parity, call, lane,
+                            s, at, plan, gathered, summed, slots, slot_scales, staged, staged_scales, arrived, waited,
+                            node_map, node_plan, from_row, ones, kept, acc, me, k, slot, part, end, parity, call, lane,
                         )  # fmt: skip
                 T.sync_threads()
                 if thread < R:
@@ -256,8 +283,8 @@ def combine_latency_nodes(
                     part = ((i * warps + warp) * blocks + block) % cuts
                     if token < tokens:
                         steps.sum_part(
-                            s, out, bias_0, bias_1, slots, slot_scales, origin_slot, arrived, piece, acc, from_row, token,
-                            part, end, first, peer, slot, call, parity, lane,
+                            s, out, bias_0, bias_1, slots, slot_scales, origin_slot, arrived, waited,
+                            lambda p: _sender(at, node_map, me, p), piece, acc, from_row, token, part, end, first, peer, slot, call, parity, lane,
                         )  # fmt: skip
                 T.sync_threads()
                 if thread == 0:
