@@ -185,7 +185,7 @@ class AllToAll(Participant):
     @named("tilescale_net.moe.dispatch")
     def dispatch(
         self, x, topk_idx=None, topk_weights=None, *, mask=None, handle: Handle | None = None, out=None, cleared: bool = False,
-        after: torch.Event | None = None, blocks: int | None = None,
+        after: torch.Event | None = None, blocks: int | None = None, waited: torch.Tensor | None = None,
     ) -> Dispatched:  # fmt: skip
         """Send each token to the ranks of its experts.
 
@@ -203,6 +203,8 @@ class AllToAll(Participant):
             after: an event that the call waits for on the GPU, besides what the current stream holds.
             blocks: on which the call runs, those of the tuning or fewer, which ranks need not have in common. Each number
                 compiles the first time; refused calls take those of the tuning.
+            waited: latency mode: int64 [ranks]; to each is added for how many clocks of the GPU (simulator: nanoseconds) this
+                call's threads have waited for that rank. The first such call compiles.
             cleared: throughput mode: fill the parts of the handle's tensors that stand for no row with zeros.
 
         Returns:
@@ -216,21 +218,21 @@ class AllToAll(Participant):
             TileScaleError: an earlier kernel or a peer has failed.
         """
         self._begin("dispatch", after)
-        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.WHOLE, cleared, mask, blocks)
+        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.WHOLE, cleared, mask, blocks, waited)
         self._raise_refusal_if_simulated()
         return pending.result
 
     @named("tilescale_net.moe.dispatch_send")
     def dispatch_send(
         self, x, topk_idx=None, topk_weights=None, *, handle: Handle | None = None, out=None,
-        after: torch.Event | None = None, blocks: int | None = None,
+        after: torch.Event | None = None, blocks: int | None = None, waited: torch.Tensor | None = None,
     ) -> Pending:  # fmt: skip
         """First half of dispatch; work that the caller launches before `dispatch_recv` overlaps with it.
 
         Throughput mode runs on a stream of its own with high priority. `x` and `out` belong to the call until then.
         """
         self._begin("dispatch_send", after)
-        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.SEND, blocks=blocks)
+        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.SEND, blocks=blocks, waited=waited)
         self._machine.pending["dispatch"] = pending
         return pending
 
@@ -247,8 +249,9 @@ class AllToAll(Participant):
         return pending.result
 
     def _dispatch(
-        self, x, topk_idx, topk_weights, handle, out, phase: Phase, cleared: bool = False, mask=None, blocks=None
-    ) -> Pending:
+        self, x, topk_idx, topk_weights, handle, out, phase: Phase, cleared: bool = False, mask=None, blocks=None,
+        waited=None,
+    ) -> Pending:  # fmt: skip
         may_reuse, checks = self.config.traits.reuses_plan, self._checks
         reuses = may_reuse and handle is not None
         if may_reuse and reuses + (topk_idx is not None) + (mask is not None) != 1:
@@ -268,18 +271,19 @@ class AllToAll(Participant):
             if out is not None:
                 out = checks.output(out)
             blocks = checks.blocks(blocks, self.blocks)
+            timed = checks.waited(waited)
         except ArgumentError as error:
             self._mode.refuse_dispatch(error, reuses, phase)
             self._forget_own_refusal()
             raise self._named("dispatch", error) from None
-        return self._mode.dispatch(x, scales, choices, out, phase, blocks)
+        return self._mode.dispatch(x, scales, choices, out, phase, blocks, **timed)
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
     @named("tilescale_net.moe.combine")
     def combine(
         self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None, bias: Sequence[torch.Tensor] = (),
-        after: torch.Event | None = None, blocks: int | None = None,
+        after: torch.Event | None = None, blocks: int | None = None, waited: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Bring rows back to their tokens and sum them in float32.
 
@@ -294,7 +298,7 @@ class AllToAll(Participant):
                 give them, or none.
             bias: up to two tensors [tokens, hidden] of `combine_dtype`, which are added to the sums before they are rounded.
                 The first such call compiles.
-            after, blocks: as in `dispatch`.
+            after, blocks, waited: as in `dispatch`.
 
         Each rank sums over its experts first and rounds to `combine_dtype` once, then the token's rank sums over ranks.
 
@@ -304,7 +308,7 @@ class AllToAll(Participant):
             TileScaleError: an earlier kernel or a peer has failed.
         """
         self._begin("combine", after)
-        pending = self._combine("combine", y, handle, out, weighted, weights, bias, blocks)
+        pending = self._combine("combine", y, handle, out, weighted, weights, bias, blocks, waited=waited)
         self._raise_refusal_if_simulated()
         return pending.result
 
@@ -312,6 +316,7 @@ class AllToAll(Participant):
     def combine_send(
         self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None, bias: Sequence[torch.Tensor] = (),
         after: torch.Event | None = None, blocks: int | None = None, tiles: Tiles | None = None,
+        waited: torch.Tensor | None = None,
     ) -> Pending:  # fmt: skip
         """First half of combine; work that the caller launches before `combine_recv` overlaps with it.
 
@@ -324,7 +329,17 @@ class AllToAll(Participant):
             self._check_tiles(tiles)
         self._begin("combine_send", after)
         pending = self._combine(
-            "combine", y, handle, out, weighted, weights, bias, blocks, phase=Phase.SEND, tiles=tiles
+            "combine",
+            y,
+            handle,
+            out,
+            weighted,
+            weights,
+            bias,
+            blocks,
+            phase=Phase.SEND,
+            tiles=tiles,
+            waited=waited,
         )
         self._machine.pending["combine"] = pending
         return pending
@@ -359,7 +374,7 @@ class AllToAll(Participant):
 
     def _combine(
         self, call: str, y, handle, out, weighted, weights, bias, blocks, values: tuple = (), phase: Phase = Phase.WHOLE,
-        tiles: Tiles | None = None,
+        tiles: Tiles | None = None, waited=None,
     ) -> Pending:  # fmt: skip
         """Check and launch; `values` holds the one of combine_values, whatever it is."""
         checks, pair = self._checks, None
@@ -369,6 +384,7 @@ class AllToAll(Participant):
             for given in values:
                 checks.values(given, y)
             blocks = checks.blocks(blocks, self.blocks)
+            timed = checks.waited(waited)
         except ArgumentError as error:
             self._mode.refuse_combine(error, phase, weights is not None)
             raise self._named(call, error) from None
@@ -376,7 +392,7 @@ class AllToAll(Participant):
             pair = values[0], torch.empty((handle.tokens, self.config.top_k), dtype=torch.float32, device=self.device)
         pending = self._mode.combine(
             y, handle, out, weighted if weights is None else weights, phase, blocks, pair, bias,
-            **({"tiles": tiles} if tiles else {}),
+            **({"tiles": tiles} if tiles else {}), **timed,
         )  # fmt: skip
         if pair:
             pending.result = out, pair[1]

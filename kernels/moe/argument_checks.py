@@ -117,6 +117,15 @@ class ArgumentChecks:
             raise ArgumentError("blocks", ValueError(f"{text}{self._c.max_tokens}: give more blocks"))
         return blocks
 
+    def waited(self, waited) -> dict:
+        """What `waited` of a call adds to the arguments of its mode's."""
+        if waited is None:
+            return {}
+        if self._traits.reuses_plan:
+            raise ArgumentError("waited", TypeError("waited goes with latency mode"))
+        check_tensor("waited", waited, self._device, (torch.int64,), (self._c.ranks,), alignment=8)
+        return {"waited": waited}
+
     def mask(self, tokens: int, mask) -> torch.Tensor:
         """Choices that send each token to the ranks of its row of `mask`: the first expert of each."""
         c = self._c

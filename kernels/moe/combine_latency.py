@@ -32,6 +32,7 @@ def combine_latency(
     blocks,
     threads,
     absent=0,
+    timed=False,
 ):
     """Kernel that sends, receives, or both.
 
@@ -41,7 +42,7 @@ def combine_latency(
         proxied: whether some ranks are on other nodes.
         sends, receives: which halves; a half that receives follows the one that sends, on the same stream.
         parts: into how many parts to cut a row, about. biases: how many of `bias_0` and `bias_1` are added to the sums.
-        blocks, threads, absent: as in dispatch_latency.
+        blocks, threads, absent, timed: as in dispatch_latency.
 
     Parameters of the kernel:
         y [local experts * ranks * max_tokens, hidden] of `dtype`; targets, weights, received: see ReceivedRows.
@@ -50,9 +51,11 @@ def combine_latency(
         slots, staged [2 * ranks * max_tokens, hidden] of `dtype` or FP8, slot_scales, staged_scales [2 * ranks *
         max_tokens, groups] float32, begun [2 * ranks], arrived [2 * ranks * max_tokens, parts] uint64: symmetric.
         send_calls, receive_calls [blocks] uint64: calls so far. status: see STATUS_WORDS.
+        waited [ranks] uint64, if timed: clocks of waiting for each rank are added: for its announcement by one thread, and for
+        each part of its rows by one.
     """
     R, K, M = ranks, top_k, max_tokens
-    s = steps.Sizes(R, K, M, hidden, dtype, weighted, quantised, parts, biases)
+    s = steps.Sizes(R, K, M, hidden, dtype, weighted, quantised, parts, biases, timed=timed)
     groups, cuts, size, warps = s.groups, s.parts, s.size, threads // 32
     payload = FP8 if quantised else dtype
     rows, slot_rows, capacity = T.dynamic("rows"), T.dynamic("slot_rows"), T.dynamic("capacity")
@@ -82,6 +85,7 @@ def combine_latency(
         send_calls: T.Tensor((blocks + absent,), "uint64"),
         receive_calls: T.Tensor((blocks + absent,), "uint64"),
         status: T.Tensor((STATUS_WORDS,), "int64"),
+        waited: T.Tensor((R,), "uint64") if timed else None,
     ):
         with T.Kernel(blocks, threads=threads) as block:
             incoming = T.alloc_shared((R,), "int32")
@@ -143,6 +147,11 @@ def combine_latency(
                 # Words of ranks that begin come before their rows: this wait costs no time.
                 if (proxied or block == 0) and thread < R:
                     if active[thread] != 0:
+                        if timed:
+                            if block == 0:
+                                handshake.wait_timed(
+                                    lambda: begun[parity * R + thread], call << T.uint64(TAG_BITS), waited, thread
+                                )  # fmt: skip
                         word = N.wait(begun[parity * R + thread], "ge", call << T.uint64(TAG_BITS))
                         if block == 0:
                             handshake.check_announcement(word, 0, thread, status)
@@ -153,8 +162,8 @@ def combine_latency(
                     part = ((i * warps + warp) * blocks + block) % cuts
                     if token < tokens:
                         steps.sum_part(
-                            s, out, bias_0, bias_1, slots, slot_scales, token_slot, arrived, piece, acc, from_row, token,
-                            part, end, first, peer, slot, call, parity, lane,
+                            s, out, bias_0, bias_1, slots, slot_scales, token_slot, arrived, waited, lambda p: p, piece, acc,
+                            from_row, token, part, end, first, peer, slot, call, parity, lane,
                         )  # fmt: skip
                 T.sync_threads()
                 handshake.end_half(receive_calls, call, blocks, absent, block, thread, threads)

@@ -7,7 +7,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import TAG_BITS, announce
-from tilescale_net.kernels.moe.handshake import await_previous, sum_of
+from tilescale_net.kernels.moe.handshake import await_previous, sum_of, wait_timed
 from tilescale_net.kernels.moe.row_ops import (
     SumSizes,
     add_dequantised,
@@ -37,6 +37,7 @@ class Sizes(SumSizes):
     wanted_parts: int
     biases: int
     send_limit: int = 14  # pieces of each row per lane that a sending warp reads at once, at most
+    timed: bool = False
 
     @property
     def parts(self) -> int:
@@ -171,10 +172,14 @@ def _add_bias(s, acc, bias, token: T.Ref, first, end, lane):
 
 @tsn.macro
 def sum_part(
-    s, out, bias_0, bias_1, slots, slot_scales, token_slot, arrived, piece, acc, from_row, token: T.Ref, part: T.Ref, end: T.Ref,
-    first: T.Ref, peer: T.Ref, slot: T.Ref, call: T.Ref, parity: T.Ref, lane,
+    s, out, bias_0, bias_1, slots, slot_scales, token_slot, arrived, waited, rank_of, piece, acc, from_row, token: T.Ref,
+    part: T.Ref, end: T.Ref, first: T.Ref, peer: T.Ref, slot: T.Ref, call: T.Ref, parity: T.Ref, lane,
 ):  # fmt: skip
-    """Wait for a part of a token's rows and sum them in the order of ranks."""
+    """Wait for a part of a token's rows and sum them in the order of ranks.
+
+    Args:
+        rank_of: which rank sends what a place in that order stands for.
+    """
     R, M, width, batch, group = s.ranks, s.max_tokens, s.width, s.sum_batch, s.sum_group
     end = T.min(s.units, (part + 1) * s.size)
     for g in T.serial((R + 31) // 32):
@@ -182,6 +187,8 @@ def sum_part(
         if peer < R:
             slot = token_slot[token, peer]
             if slot >= 0:
+                if s.timed:
+                    wait_timed(lambda: arrived[(parity * R + peer) * M + slot, part], call, waited, rank_of(peer))
                 N.wait(arrived[(parity * R + peer) * M + slot, part], "ge", call)
     T.sync_warp()
     for b in T.serial(-(-s.size // (32 * batch))):

@@ -15,6 +15,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
+from tilescale_net.kernels.moe import dispatch_latency_receive as receive
 from tilescale_net.kernels.moe import dispatch_latency_steps as steps
 from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, FP8
@@ -36,6 +37,7 @@ def dispatch_latency(
     threads,
     index_dtype,
     absent=0,
+    timed=False,
 ):
     """Kernel that sends, receives, or both.
 
@@ -46,6 +48,7 @@ def dispatch_latency(
         sends, receives: which halves; a half that receives follows the one that sends, on the same stream.
         blocks, threads: launch geometry; all blocks must run at once. index_dtype: of `topk_idx`.
         absent: how many more blocks the launch geometry has than this call; block 0 counts for them.
+        timed: whether to add up for how long the half that receives waits for each rank.
 
     Parameters of the kernel (int32 unless said):
         x [rows, row_words], or [rows, hidden] of `source_dtype`; x_scales [rows, scale_words] float32 as words.
@@ -57,9 +60,11 @@ def dispatch_latency(
         send_calls, receive_calls [blocks] uint64: calls so far. status: see STATUS_WORDS.
         token_slot [rows, ranks], targets, weights, received, source_counts, source_token: see ReceivedRows.
         out [local experts * ranks * max_tokens, row_words], out_scales, counts [local experts]: what the caller gets.
+        waited [ranks] uint64, if timed: clocks of waiting for each rank are added: for its header by one thread, and for each
+        of its messages by one.
     """
     R, K, M = ranks, top_k, max_tokens
-    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads)
+    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads, timed=timed)
     msg, head, local = s.message, s.header, s.local
     scale_width = max(scale_words, 1)
     rows, scale_rows, choices, slot_rows = (T.dynamic(n) for n in ("rows", "scale_rows", "choices", "slot_rows"))
@@ -97,6 +102,7 @@ def dispatch_latency(
         received: T.Tensor((R,), "int32"),
         source_counts: T.Tensor((local, R), "int32"),
         source_token: T.Tensor((local, s.capacity), "int32"),
+        waited: T.Tensor((R,), "uint64") if timed else None,
     ):
         with T.Kernel(blocks, threads=threads) as block:
             mine = T.alloc_shared((K,), "int32")  # experts of the block's token
@@ -155,9 +161,9 @@ def dispatch_latency(
                 place = T.alloc_var("int32")
                 total = T.alloc_var("int32")
                 handshake.begin_half(receive_calls, call, parity, block)
-                steps.read_headers(
-                    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, parity, call,
-                    block, thread,
+                receive.read_headers(
+                    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, waited, parity,
+                    call, block, thread,
                 )  # fmt: skip
                 handshake.sum_of(incoming, total, R)
                 for i in T.serial((total + blocks * s.warps - 1) // (blocks * s.warps)):
@@ -166,8 +172,11 @@ def dispatch_latency(
                     if slot < total:
                         handshake.find_source(incoming, source, slot)
                         place = (parity * R + source) * M + slot
+                        if timed:
+                            if lane == 0:
+                                handshake.wait_timed(lambda: arrived[place], call, waited, source)
                         N.wait_warp(arrived[place], "ge", call)
-                        steps.receive_row(
+                        receive.receive_row(
                             s, arrival, out, out_scales, targets, weights, source_token, begin, me, source, slot, place,
                             lane,
                         )  # fmt: skip

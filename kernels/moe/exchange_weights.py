@@ -9,15 +9,16 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.moe.handshake import wait_timed
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 
 
 @tsn.jit(name="moe_exchange_weights", pass_configs=EXPLICIT_SYNC)
-def exchange_weights(ranks, top_k, max_tokens, threads):
+def exchange_weights(ranks, top_k, max_tokens, threads, timed=False):
     """Kernel of a block for each rank.
 
     Args:
-        ranks, top_k, max_tokens: sizes. threads: of a block.
+        ranks, top_k, max_tokens: sizes. threads: of a block. timed: as in dispatch_latency.
 
     Parameters of the kernel:
         topk_weights [rows, top_k] float32, tokens <= rows; token_slot, received: see ReceivedRows.
@@ -25,6 +26,7 @@ def exchange_weights(ranks, top_k, max_tokens, threads):
         weights_out, weights_in [2 * ranks * max_tokens, top_k] float32, sent [2 * ranks] uint64: symmetric.
         calls [ranks] uint64: calls so far.
         weights [ranks * max_tokens, top_k] float32: of each row received, what its rank has given.
+        waited [ranks] uint64, if timed: clocks of waiting for each rank's weights are added.
     """
     R, K, M = ranks, top_k, max_tokens
     rows, slot_rows = T.dynamic("rows"), T.dynamic("slot_rows")
@@ -42,6 +44,7 @@ def exchange_weights(ranks, top_k, max_tokens, threads):
         sent: T.Tensor((2 * R,), "uint64"),
         calls: T.Tensor((R,), "uint64"),
         weights: T.Tensor((R * M, K), "float32"),
+        waited: T.Tensor((R,), "uint64") if timed else None,
     ):
         with T.Kernel(R, threads=threads) as block:
             count = T.alloc_shared((1,), "int32")  # rows that the peer has of this rank
@@ -73,6 +76,9 @@ def exchange_weights(ranks, top_k, max_tokens, threads):
                     weights_in[(parity * R + me) * M, 0], weights_out[(parity * R + peer) * M, 0], peer,
                     sent[parity * R + me], call, count=count[0] * K,
                 )  # fmt: skip
+                if timed:
+                    if thread == 0:
+                        wait_timed(lambda: sent[parity * R + peer], call, waited, peer)
                 N.wait_block(sent[parity * R + peer], "ge", call)
                 for i in T.serial((received[peer] * K + threads - 1) // threads):
                     place = i * threads + thread

@@ -168,6 +168,19 @@ def find_source(counts, source: T.Ref, slot: T.Ref):
 
 
 @tsn.macro
+def wait_timed(word, value, waited, rank):
+    """`N.wait(word(), "ge", value)`; how many clocks it took is added to `waited` (uint64 [ranks]) of `rank`.
+
+    Where waits are timed it stands before the wait of those that are not, which orders what follows.
+    """
+    began = T.alloc_var("uint64")
+    began = T.call_extern("uint64", "clock64")
+    N.wait(word(), "ge", value)
+    # The sum is not looked at; without it tilelang has no add of 64 bits.
+    began = T.atomic_add(waited[rank], T.call_extern("uint64", "clock64") - began, return_prev=True)
+
+
+@tsn.macro
 def await_previous(begun, parity: T.Ref, call: T.Ref, bits, rank, ranks):
     """Latency mode: wait until `rank` has begun the call before; its buffers of the one before that are free by then.
 

@@ -31,6 +31,7 @@ DISPATCH = (
     "received", "source_counts", "source_token", "out", "out_scales", "counts",
 )  # fmt: skip
 COMBINE = ("y", "targets", "weights", "received", "bias_0", "bias_1", "out", "token_slot", "tokens")
+TIMED = ("waited",)  # behind the others
 _WEIGHTS = ("topk_weights", "tokens", "token_slot", "received", "weights")
 
 
@@ -64,6 +65,11 @@ def symmetric_buffers(config: Config, tuning, proxied: bool) -> BufferSpecs:
         "weights.weights_in": ((places, c.top_k), floats),
         "weights.sent": ((2 * R,), words),
     }
+
+
+def _timed(waited: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """What a launch takes behind the rest: what clocks of waiting are added to."""
+    return () if waited is None else (waited.view(torch.uint64),)
 
 
 class LatencyMode(Mode):
@@ -137,13 +143,19 @@ class LatencyMode(Mode):
         """What tells a kernel that it runs on fewer blocks than the tuning has."""
         return {"absent": self._base.blocks - blocks} if blocks != self._base.blocks else {}
 
-    def _new_dispatch(self, blocks: int, phase: Phase, source: str, index_dtype: str) -> Launch:
+    def _new_dispatch(self, blocks: int, phase: Phase, source: str, index_dtype: str, timed: bool = False) -> Launch:
         c, base = self._c, self._base
         kernel = dispatch_latency(
             c.ranks, c.num_experts, c.top_k, c.max_tokens, c.row_words, c.scale_words, source, phase.sends,
-            phase.receives, blocks, base.threads, index_dtype, **self._fewer(blocks),
+            phase.receives, blocks, base.threads, index_dtype, timed=timed, **self._fewer(blocks),
         )  # fmt: skip
-        return Launch(kernel, self._dispatch_fixed, DISPATCH, base.world, **self._dispatch_forms(source, index_dtype))
+        return Launch(
+            kernel,
+            self._dispatch_fixed,
+            DISPATCH + TIMED * timed,
+            base.world,
+            **self._dispatch_forms(source, index_dtype),
+        )
 
     def _dispatch_forms(self, source: str, index_dtype: str) -> dict[str, dict]:
         """As what a kernel takes tensors that are given otherwise, see `Launch`."""
@@ -156,17 +168,19 @@ class LatencyMode(Mode):
         }  # fmt: skip
         return {"words": words, "stand_ins": nothing}
 
-    def _combine_of(self, blocks: int, phase: Phase, weighted: bool, biases: int = 0) -> Callable[..., None]:
-        return self._launch(self._new_combine, blocks, phase, weighted, biases)
+    def _combine_of(
+        self, blocks: int, phase: Phase, weighted: bool, biases: int = 0, *timed: bool
+    ) -> Callable[..., None]:
+        return self._launch(self._new_combine, blocks, phase, weighted, biases, *timed)
 
-    def _new_combine(self, blocks: int, phase: Phase, weighted: bool, biases: int) -> Launch:
+    def _new_combine(self, blocks: int, phase: Phase, weighted: bool, biases: int, timed: bool = False) -> Launch:
         c, base = self._c, self._base
         kernel = combine_latency(
             c.ranks, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype), weighted, c.quantize_combine,
             self._proxied, phase.sends, phase.receives, self._parts, biases, blocks, base.threads,
-            **self._fewer(blocks),
+            timed=timed, **self._fewer(blocks),
         )  # fmt: skip
-        return Launch(kernel, self._combine_fixed, COMBINE, base.world, **self._combine_forms())
+        return Launch(kernel, self._combine_fixed, COMBINE + TIMED * timed, base.world, **self._combine_forms())
 
     def _combine_forms(self) -> dict[str, dict]:
         nothing = dict.fromkeys(("y", "bias_0", "bias_1", "out"), self._no_rows[self._c.combine_dtype])
@@ -181,13 +195,13 @@ class LatencyMode(Mode):
         kernel = refuse_latency(c.ranks, c.max_tokens * self._cuts, base.blocks, base.threads)
         return Launch(kernel, fixed | {"arrived": arrived}, ("code",), base.world)
 
-    def _exchange_weights(self) -> Callable[..., None]:
-        return self._launch(self._new_exchange)
+    def _exchange_weights(self, *timed: bool) -> Callable[..., None]:
+        return self._launch(self._new_exchange, *timed)
 
-    def _new_exchange(self) -> Launch:
+    def _new_exchange(self, timed: bool = False) -> Launch:
         c, base = self._c, self._base
-        kernel = exchange_weights(c.ranks, c.top_k, c.max_tokens, base.threads)
-        return Launch(kernel, self._weights_fixed, _WEIGHTS, base.world)
+        kernel = exchange_weights(c.ranks, c.top_k, c.max_tokens, base.threads, timed)
+        return Launch(kernel, self._weights_fixed, _WEIGHTS + TIMED * timed, base.world)
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
@@ -223,14 +237,16 @@ class LatencyMode(Mode):
         rows, scales = self._new_output() if out is None else out
         return rows, scales, (rows, scales, counts)
 
-    def dispatch(self, x, scales, choices: Choices | Handle, out, phase: Phase, blocks: int) -> Pending:
+    def dispatch(
+        self, x, scales, choices: Choices | Handle, out, phase: Phase, blocks: int, waited: torch.Tensor | None = None
+    ) -> Pending:
         plan = self._plans.next(x.shape[0])
         rows, row_scales, results = self._results(out)
-        self._launch_dispatch(phase, blocks, plan, results, x, scales, choices)
+        self._launch_dispatch(phase, blocks, plan, results, x, scales, choices, waited=waited)
         handle = Handle(self._signature, plan, self._base.membership, choices.dropped)
         row_scales = self._seen_as(scales, row_scales)
         result = Dispatched(rows, row_scales, results[2], None, None, None, None, handle)
-        return Pending("dispatch", handle, result, (blocks, plan, results))
+        return Pending("dispatch", handle, result, (blocks, plan, results, waited))
 
     def refuse_dispatch(self, error: ArgumentError, reuses_plan: bool, phase: Phase) -> None:
         plan, (_, _, results) = self._plans.next(0), self._results(None)
@@ -238,33 +254,47 @@ class LatencyMode(Mode):
 
     def _launch_dispatch(
         self, phase: Phase, blocks: int, plan: ReceivedRows, results: tuple, x=None, scales=None,
-        choices: Choices | None = None, fault: int = NO_FAULT, fault_value: int = 0,
+        choices: Choices | None = None, fault: int = NO_FAULT, fault_value: int = 0, waited: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """`x`, `scales` and `choices` are for the half that sends."""
+        """`x`, `scales` and `choices` are for the half that sends, `waited` for the one that receives."""
+        timed = _timed(waited) if phase.receives else ()
         quantises = x is not None and self._quantises and x.dtype != FP8
         topk_idx, topk_weights = (None, None) if choices is None else (choices.topk_idx, choices.topk_weights)
         index_dtype = "int64" if topk_idx is None else dtype_name(topk_idx.dtype)
-        self._dispatch_of(blocks, phase, dtype_name(x.dtype) if quantises else "", index_dtype)(
-            plan.tokens, fault, fault_value, x, scales, topk_idx, topk_weights, *self._received_by(plan), *results
+        self._dispatch_of(blocks, phase, dtype_name(x.dtype) if quantises else "", index_dtype, *(True,) * len(timed))(
+            plan.tokens,
+            fault,
+            fault_value,
+            x,
+            scales,
+            topk_idx,
+            topk_weights,
+            *self._received_by(plan),
+            *results,
+            *timed,
         )
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
-    def combine(self, y, handle: Handle, out, weights, phase: Phase, blocks: int, values=None, bias=()) -> Pending:
+    def combine(
+        self, y, handle: Handle, out, weights, phase: Phase, blocks: int, values=None, bias=(),
+        waited: torch.Tensor | None = None,
+    ) -> Pending:  # fmt: skip
         c, plan, given = self._c, handle.plan, None
         if isinstance(weights, torch.Tensor):
             given = torch.empty((c.ranks * c.max_tokens, c.top_k), dtype=torch.float32, device=out.device)
-            self._launch_weights(weights, plan, given)
+            self._launch_weights(weights, plan, given, waited)
         weighted = given is not None or bool(weights)
-        self._launch_combine(phase, blocks, y, plan, given, out if phase.receives else None, weighted, bias)
-        return Pending("combine", handle, out, (blocks, plan, given, weighted, bias))
+        self._launch_combine(phase, blocks, y, plan, given, out if phase.receives else None, weighted, bias, waited)
+        return Pending("combine", handle, out, (blocks, plan, given, weighted, bias, waited))
 
     def receive(self, pending: Pending) -> None:
         if pending.kind == "dispatch":
-            self._launch_dispatch(Phase.RECEIVE, *pending.rest)
+            blocks, plan, results, waited = pending.rest
+            self._launch_dispatch(Phase.RECEIVE, blocks, plan, results, waited=waited)
         else:
-            blocks, plan, given, weighted, bias = pending.rest
-            self._launch_combine(Phase.RECEIVE, blocks, None, plan, given, pending.result, weighted, bias)
+            blocks, plan, given, weighted, bias, waited = pending.rest
+            self._launch_combine(Phase.RECEIVE, blocks, None, plan, given, pending.result, weighted, bias, waited)
 
     def refuse_combine(self, error: ArgumentError, phase: Phase, weights_given: bool) -> None:
         if weights_given:
@@ -273,20 +303,22 @@ class LatencyMode(Mode):
             self._launch_weights(self._no_weight, nothing, nothing.weights)
         self._refusal()(error.code)
 
-    def _launch_weights(self, weights: torch.Tensor, plan: ReceivedRows, received: torch.Tensor) -> None:
+    def _launch_weights(self, weights: torch.Tensor, plan: ReceivedRows, received: torch.Tensor, waited=None) -> None:
         """Send the weights of this rank's choices, and fill `received` with those of the others."""
         token_slot, _, _, counts = plan.arguments[:4]
         given = weights if weights.numel() else self._no_weight
-        self._exchange_weights()(given, plan.tokens, token_slot, counts, received)
+        timed = _timed(waited)
+        self._exchange_weights(*(True,) * len(timed))(given, plan.tokens, token_slot, counts, received, *timed)
 
     def _launch_combine(
-        self, phase: Phase, blocks: int, y, plan: ReceivedRows, given, out, weighted: bool, bias=()
+        self, phase: Phase, blocks: int, y, plan: ReceivedRows, given, out, weighted: bool, bias=(), waited=None
     ) -> None:
-        """`out` and `bias` are used by the half that receives, `y` by the one that sends; `given`: weights other than
+        """`out`, `bias` and `waited` are used by the half that receives, `y` by the one that sends; `given`: weights other than
         dispatch's."""
         _, targets, weights, counts = plan.arguments[:4]
         bias = bias if phase.receives and plan.tokens else ()
-        self._combine_of(blocks, phase, weighted, len(bias))(
+        timed = _timed(waited) if phase.receives else ()
+        self._combine_of(blocks, phase, weighted, len(bias), *(True,) * len(timed))(
             y, targets, weights if given is None else given, counts, *bias, *(None,) * (2 - len(bias)), out,
-            *self._summed_by(plan),
+            *self._summed_by(plan), *timed,
         )  # fmt: skip

@@ -25,6 +25,17 @@ from tilescale_net.kernels.moe.row_ops import (
 )
 
 
+def _sender(at, node_map, me, origin):
+    """Which rank sends the row of an origin: one of this node, or the gateway of another node."""
+    before = me // at.size
+    here = T.if_then_else(origin < before + at.size, before * at.size + origin - before, 0)
+    return T.if_then_else(
+        origin < before,
+        node_map[at.gateway + origin],
+        T.if_then_else(origin >= before + at.size, node_map[at.gateway + origin - at.size + 1], here),
+    )
+
+
 @tsn.macro
 def _send_part(
     s, at, plan, y, targets, weights, slots, slot_scales, gathered, arrived, summed, node_map, node_plan, me: T.Ref,
@@ -78,8 +89,8 @@ def _sum_in_node(
 
 @tsn.macro
 def _send_back(
-    s, at, plan, gathered, summed, slots, slot_scales, staged, staged_scales, arrived, node_map, node_plan, from_row, ones,
-    piece, acc, me: T.Ref, k: T.Ref, j: T.Ref, part: T.Ref, end: T.Ref, parity: T.Ref, call: T.Ref, lane,
+    s, at, plan, gathered, summed, slots, slot_scales, staged, staged_scales, arrived, waited, node_map, node_plan, from_row,
+    ones, piece, acc, me: T.Ref, k: T.Ref, j: T.Ref, part: T.Ref, end: T.Ref, parity: T.Ref, call: T.Ref, lane,
 ):  # fmt: skip
     """Sum a part of what this node has for message `j` of the source of slot `k`, and put it to the source."""
     M = s.max_tokens
@@ -91,6 +102,10 @@ def _send_back(
         if g * 32 + lane < min(at.size, s.top_k):
             place = node_plan[plan.receiver(k, j, g * 32 + lane)]
             if place >= 0:
+                if s.timed:
+                    handshake.wait_timed(
+                        lambda: summed[row * at.size + place, part], call, waited, me // at.size * at.size + place
+                    )  # fmt: skip
                 N.wait(summed[row * at.size + place, part], "ge", call)
     T.sync_warp()
     _sum_in_node(
@@ -109,7 +124,7 @@ def _send_back(
 @tsn.jit(name="moe_combine_latency_nodes", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
 def combine_latency_nodes(
     ranks, nodes, slots_of_gateway, top_k, max_tokens, hidden, dtype, weighted, quantised, sends, receives, parts, biases,
-    blocks, threads, absent=0,
+    blocks, threads, absent=0, timed=False,
 ):  # fmt: skip
     """Kernel that sends, receives, or both.
 
@@ -128,7 +143,7 @@ def combine_latency_nodes(
     V, L = at.origins, at.size
     plan = LatencyNodePlan(at, M, K)
     # Two places in the code sum what is sent; with larger batches they spill registers.
-    s = steps.Sizes(V, K, M, hidden, dtype, weighted, quantised, parts, biases, send_limit=7)
+    s = steps.Sizes(V, K, M, hidden, dtype, weighted, quantised, parts, biases, 7, timed)
     groups, cuts, size, warps = s.groups, s.parts, s.size, threads // 32
     payload = FP8 if quantised else dtype
     rows, slot_rows, capacity = T.dynamic("rows"), T.dynamic("slot_rows"), T.dynamic("capacity")
@@ -162,6 +177,7 @@ def combine_latency_nodes(
         send_calls: T.Tensor((blocks + absent,), "uint64"),
         receive_calls: T.Tensor((blocks + absent,), "uint64"),
         status: T.Tensor((STATUS_WORDS,), "int64"),
+        waited: T.Tensor((R,), "uint64") if timed else None,
     ):
         with T.Kernel(blocks, threads=threads) as block:
             incoming = T.alloc_shared((R,), "int32")
@@ -212,6 +228,11 @@ def combine_latency_nodes(
                 # Words of ranks that begin come before their rows: this wait costs no time.
                 if thread < R:
                     if active[thread] != 0:
+                        if timed:
+                            if block == 0:
+                                handshake.wait_timed(
+                                    lambda: begun[parity * R + thread], call << T.uint64(TAG_BITS), waited, thread
+                                )  # fmt: skip
                         word = N.wait(begun[parity * R + thread], "ge", call << T.uint64(TAG_BITS))
                         if block == 0:
                             handshake.check_announcement(word, 0, thread, status)
@@ -228,8 +249,8 @@ def combine_latency_nodes(
                             k = k + 1
                         end = T.min(s.units, (part + 1) * size)
                         _send_back(
-                            s, at, plan, gathered, summed, slots, slot_scales, staged, staged_scales, arrived, node_map,
-                            node_plan, from_row, ones, kept, acc, me, k, slot, part, end, parity, call, lane,
+                            s, at, plan, gathered, summed, slots, slot_scales, staged, staged_scales, arrived, waited,
+                            node_map, node_plan, from_row, ones, kept, acc, me, k, slot, part, end, parity, call, lane,
                         )  # fmt: skip
                 T.sync_threads()
                 if thread < R:
@@ -240,8 +261,8 @@ def combine_latency_nodes(
                     part = ((i * warps + warp) * blocks + block) % cuts
                     if token < tokens:
                         steps.sum_part(
-                            s, out, bias_0, bias_1, slots, slot_scales, origin_slot, arrived, piece, acc, from_row, token,
-                            part, end, first, peer, slot, call, parity, lane,
+                            s, out, bias_0, bias_1, slots, slot_scales, origin_slot, arrived, waited,
+                            lambda p: _sender(at, node_map, me, p), piece, acc, from_row, token, part, end, first, peer, slot, call, parity, lane,
                         )  # fmt: skip
                 T.sync_threads()
                 handshake.end_half(receive_calls, call, blocks, absent, block, thread, threads)

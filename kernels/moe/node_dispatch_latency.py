@@ -12,6 +12,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
+from tilescale_net.kernels.moe import dispatch_latency_receive as receive
 from tilescale_net.kernels.moe import dispatch_latency_steps as steps
 from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.node_layout import LatencyNodePlan, Nodes
@@ -82,8 +83,8 @@ def _send_message(
 
 @tsn.macro
 def _pass_on(
-    s, at, plan, relayed, came, arrival, arrived, node_plan, me: T.Ref, source: T.Ref, k: T.Ref, j: T.Ref, choice: T.Ref,
-    parity: T.Ref, call: T.Ref, lane,
+    s, at, plan, relayed, came, arrival, arrived, node_plan, waited, me: T.Ref, source: T.Ref, k: T.Ref, j: T.Ref,
+    choice: T.Ref, parity: T.Ref, call: T.Ref, lane,
 ):  # fmt: skip
     """Put message `j` of the source of slot `k` on to the rank of its choice number `choice`, unless that is another node's,
     or an earlier choice's; and note, for combine, number `choice` of the ranks that it goes to."""
@@ -96,6 +97,9 @@ def _pass_on(
     number = T.alloc_var("int32")  # of this rank among those of the message
     count = T.alloc_var("int32")
     row = (parity * at.slots + k) * M + j
+    if s.timed:
+        if lane == 0:
+            handshake.wait_timed(lambda: came[row], call, waited, source)
     N.wait_warp(came[row], "ge", call)
     rank = -1
     if relayed[row, msg.experts + choice] >= 0:
@@ -154,8 +158,8 @@ def _learn_of_messages(
 
 @tsn.macro
 def _pass_on_all(
-    s, at, plan, relayed, came, arrival, arrived, node_map, node_plan, passing, me: T.Ref, source: T.Ref, slot: T.Ref,
-    total: T.Ref, choice: T.Ref, parity: T.Ref, call: T.Ref, block, warp, lane,
+    s, at, plan, relayed, came, arrival, arrived, node_map, node_plan, passing, waited, me: T.Ref, source: T.Ref,
+    slot: T.Ref, total: T.Ref, choice: T.Ref, parity: T.Ref, call: T.Ref, block, warp, lane,
 ):  # fmt: skip
     """Pass on what comes to be passed on, by a warp for each choice of each message."""
     k = T.alloc_var("int32")
@@ -168,14 +172,15 @@ def _pass_on_all(
             handshake.find_source(passing, k, slot)
             source = node_map[at.source + k]
             _pass_on(
-                s, at, plan, relayed, came, arrival, arrived, node_plan, me, source, k, slot, choice, parity, call, lane
+                s, at, plan, relayed, came, arrival, arrived, node_plan, waited, me, source, k, slot, choice, parity, call,
+                lane,
             )  # fmt: skip
 
 
 @tsn.jit(name="moe_dispatch_latency_nodes", pass_configs=EXPLICIT_SYNC)
 def dispatch_latency_nodes(
     ranks, experts, nodes, slots, top_k, max_tokens, row_words, scale_words, source_dtype, sends, receives, blocks, threads,
-    index_dtype, absent=0,
+    index_dtype, absent=0, timed=False,
 ):  # fmt: skip
     """Kernel that sends, receives, or both.
 
@@ -189,7 +194,7 @@ def dispatch_latency_nodes(
     """
     R, K, M, S, at = ranks, top_k, max_tokens, slots, Nodes(ranks, nodes, slots)
     plan = LatencyNodePlan(at, M, K)
-    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads, at.size)
+    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads, at.size, timed)
     msg, head, local = s.message, s.header, s.local
     scale_width = max(scale_words, 1)
     rows, scale_rows, choices, slot_rows = (T.dynamic(n) for n in ("rows", "scale_rows", "choices", "slot_rows"))
@@ -232,6 +237,7 @@ def dispatch_latency_nodes(
         source_token: T.Tensor((local, s.capacity), "int32"),
         origin_slot: T.Tensor((slot_rows, at.origins), "int32"),
         node_plan: T.Tensor((plan.words,), "int32"),
+        waited: T.Tensor((R,), "uint64") if timed else None,
     ):
         with T.Kernel(blocks, threads=threads) as block:
             mine = T.alloc_shared((K,), "int32")  # as in dispatch_latency
@@ -297,14 +303,14 @@ def dispatch_latency_nodes(
                 total = T.alloc_var("int32")
                 choice = T.alloc_var("int32")
                 handshake.begin_half(receive_calls, call, parity, block)
-                steps.read_headers(
-                    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, parity, call,
-                    block, thread,
+                receive.read_headers(
+                    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, waited, parity,
+                    call, block, thread,
                 )  # fmt: skip
                 _learn_of_messages(s, at, plan, header_in, node_map, node_plan, passing, source, parity, block, thread)
                 _pass_on_all(
-                    s, at, plan, relayed, came, arrival, arrived, node_map, node_plan, passing, me, source, slot, total, choice,
-                    parity, call, block, warp, lane,
+                    s, at, plan, relayed, came, arrival, arrived, node_map, node_plan, passing, waited, me, source, slot, total,
+                    choice, parity, call, block, warp, lane,
                 )  # fmt: skip
                 handshake.sum_of(incoming, total, R)
                 for i in T.serial((total + blocks * s.warps - 1) // (blocks * s.warps)):
@@ -313,8 +319,11 @@ def dispatch_latency_nodes(
                     if slot < total:
                         handshake.find_source(incoming, source, slot)
                         place = (parity * R + source) * M + slot
+                        if timed:
+                            if lane == 0:
+                                handshake.wait_timed(lambda: arrived[place], call, waited, source)
                         N.wait_warp(arrived[place], "ge", call)
-                        steps.receive_row(
+                        receive.receive_row(
                             s, arrival, out, out_scales, targets, weights, source_token, begin, me, source, slot, place,
                             lane,
                         )  # fmt: skip

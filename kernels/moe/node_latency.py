@@ -101,22 +101,26 @@ class NodeLatencyMode(latency.LatencyMode):
 
     # -- kernels ----------------------------------------------------------------------------------------------------
 
-    def _new_dispatch(self, blocks: int, phase: Phase, source: str, index_dtype: str) -> Launch:
+    def _new_dispatch(self, blocks: int, phase: Phase, source: str, index_dtype: str, timed: bool = False) -> Launch:
         c, base, at = self._c, self._base, self._at
         kernel = dispatch_latency_nodes(
             c.ranks, c.num_experts, at.nodes, at.slots, c.top_k, c.max_tokens, c.row_words, c.scale_words, source,
-            phase.sends, phase.receives, blocks, base.threads, index_dtype, **self._fewer(blocks),
+            phase.sends, phase.receives, blocks, base.threads, index_dtype, timed=timed,
+            **self._fewer(blocks),
         )  # fmt: skip
-        return Launch(kernel, self._dispatch_fixed, _DISPATCH, base.world, **self._dispatch_forms(source, index_dtype))
+        given = _DISPATCH + latency.TIMED * timed
+        return Launch(kernel, self._dispatch_fixed, given, base.world, **self._dispatch_forms(source, index_dtype))
 
-    def _new_combine(self, blocks: int, phase: Phase, weighted: bool, biases: int) -> Launch:
+    def _new_combine(self, blocks: int, phase: Phase, weighted: bool, biases: int, timed: bool = False) -> Launch:
         c, base, at = self._c, self._base, self._at
         kernel = combine_latency_nodes(
             c.ranks, at.nodes, at.slots, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype), weighted,
             c.quantize_combine, phase.sends, phase.receives, self._parts, biases, blocks, base.threads,
-            **self._fewer(blocks),
+            timed=timed, **self._fewer(blocks),
         )  # fmt: skip
-        return Launch(kernel, self._combine_fixed, _COMBINE, base.world, **self._combine_forms())
+        return Launch(
+            kernel, self._combine_fixed, _COMBINE + latency.TIMED * timed, base.world, **self._combine_forms()
+        )
 
     def _new_refusal(self) -> Launch:
         c, base, at = self._c, self._base, self._at

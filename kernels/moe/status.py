@@ -20,6 +20,7 @@ ARGUMENTS = (
     "bias",
     "mask",
     "blocks",
+    "waited",
 )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import pytest
 import torch
@@ -145,11 +146,40 @@ def _low_latency(buffer, group) -> None:
             assert difference(found.float(), wanted) < (9e-4 if use_fp8 else 1e-5)
 
 
+def _waiting(buffer, group) -> None:
+    """Who waits for a rank that comes late counts it for that rank, on top of what was there; other calls do not."""
+    inputs = Inputs(group, 5, 3)
+    late, other = buffer.group_size - 1, 0
+    stats = [torch.zeros(buffer.group_size, dtype=torch.int64, device=tsn.device(group)) for _ in range(2)]
+    for turn in range(3):
+        given = [None, None] if turn == 2 else stats
+        before = [s.clone() for s in stats]
+        for call in range(2):
+            dist.barrier(group)
+            if buffer.rank == late:
+                time.sleep(0.4 if turn == 1 else 0)
+            if call == 0:
+                rows, _, handle, *_ = buffer.low_latency_dispatch(
+                    inputs.named, inputs.topk_idx, 12, EXPERTS, dispatch_wait_recv_cost_stats=given[0], use_fp8=False
+                )
+            else:
+                out, *_ = buffer.low_latency_combine(
+                    rows, inputs.topk_idx, inputs.weights, handle, combine_wait_recv_cost_stats=given[1]
+                )
+            tsn.world(group).synchronize()
+        for now, then in zip(stats, before):
+            grown = (now - then).tolist()
+            if turn == 2:
+                assert grown == [0] * buffer.group_size
+            elif turn == 1 and buffer.rank == other:  # the first time it compiles
+                assert grown[late] > max(5e7, grown[other]), grown
+    with pytest.raises(TypeError, match="waited has dtype torch.int32"):
+        buffer.low_latency_dispatch(
+            inputs.named, inputs.topk_idx, 12, EXPERTS, dispatch_wait_recv_cost_stats=stats[0].int(), use_fp8=False
+        )
+
+
 def _refusals(buffer, inputs) -> None:
-    with pytest.raises(tsn.TileScaleError, match="combine_wait_recv_cost_stats"):
-        buffer.low_latency_combine(None, None, None, None, combine_wait_recv_cost_stats=1)
-    with pytest.raises(tsn.TileScaleError, match="dispatch_wait_recv_cost_stats"):
-        buffer.low_latency_dispatch(None, None, 1, 1, dispatch_wait_recv_cost_stats=1)
     with pytest.raises(ValueError, match="no rank 2 among 2"):
         buffer.low_latency_update_mask_buffer(2, True)
     with pytest.raises(ValueError, match="max_tokens is 1025; latency mode takes up to 1024"):
@@ -184,6 +214,7 @@ def _program(which: str) -> None:
         else:
             buffer.clean_low_latency_buffer(12, HIDDEN, EXPERTS)
             _low_latency(buffer, group)
+            _waiting(buffer, group)
         buffer.destroy()
         buffer.destroy()
         with pytest.raises(tsn.TileScaleError, match="not initialised"):

@@ -16,10 +16,11 @@ CALL_BEFORE = (
     "the product of the call before has waited for rows of every PE, sent when it had read those of the one before that"
 )
 MET = "the block has met since, and what follows touches nothing that was touched since then"
+TIMED = "the wait behind it is the one that orders; this one tells how long it takes"
 # Nobody has found out yet which of the two it is.
 OPEN = "not looked at"
 
-HARMLESS = {BEGINS, TILELANG, LAST, CHUNKS, ANNOUNCED, NEXT_CALL, WAITED, STARTS, CALL_BEFORE, MET}
+HARMLESS = {BEGINS, TILELANG, LAST, CHUNKS, ANNOUNCED, NEXT_CALL, WAITED, STARTS, CALL_BEFORE, MET, TIMED}
 KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "02": {("no sync_threads", 0): BEGINS},
     "all_to_all_transposed": {("no sync_threads", 0): BEGINS},
@@ -47,7 +48,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "moe/dispatch_latency": {("no sync_threads", 1): LAST},
     "moe/dispatch_throughput": {("no sync_threads", 2): LAST},
     "moe/exchange_weights": {("no sync_threads", 2): WAITED, ("no quiet", 0): NEXT_CALL},
-    "moe/handshake": {("no quiet", 1): NEXT_CALL},
+    "moe/handshake": {("no quiet", 1): NEXT_CALL, ("no wait", 2): TIMED},
     "moe/node_combine": {
         ("no sync_warp", 2): BEGINS,
         ("no sync_threads", 1): CHUNKS,

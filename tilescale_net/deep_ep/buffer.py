@@ -10,13 +10,8 @@ from tilescale_net.deep_ep import high_throughput, low_latency, mpi
 from tilescale_net.deep_ep.config import Config, low_latency_bytes, recommended
 from tilescale_net.deep_ep.event import EventHandle, EventOverlap, begin, end
 from tilescale_net.deep_ep.objects import Objects, join, leave
-from tilescale_net.errors import TileScaleError
 
 SCRATCH = 1 << 20  # bytes of what get_local_buffer_tensor gives where no size is asked for
-
-
-def _refuse(what: str, instead: str) -> None:
-    raise TileScaleError(f"deep_ep.Buffer: {what} is not supported; {instead}")
 
 
 class Buffer:
@@ -225,7 +220,8 @@ class Buffer:
             use_fp8: rows travel as float8_e4m3fn with a scale per 128 elements; round_scale: scales are powers of two;
                 use_ue8m0: four of their exponents to an int32.
             return_recv_hook: give a function back that ends the call; two dispatches may be waiting for theirs.
-            dispatch_wait_recv_cost_stats: not supported.
+            dispatch_wait_recv_cost_stats: [ranks] int64; to each is added for how many clocks of the GPU this call's
+                threads have waited for that rank, by the time that the call ends.
 
         Returns:
             [local experts, ranks * max tokens, hidden] bfloat16, or a pair of float8_e4m3fn and scales (column-major);
@@ -233,13 +229,11 @@ class Buffer:
             each row, [local experts, ranks * max tokens] int32, and with begin << 32 | count of each rank's rows,
             [local experts, ranks] int64.
         """
-        if dispatch_wait_recv_cost_stats is not None:
-            _refuse("dispatch_wait_recv_cost_stats", "leave it out")
         if async_finish and return_recv_hook:
             raise ValueError("low_latency_dispatch: give async_finish or return_recv_hook, not both")
         rows, counts, handle, hook = low_latency.dispatch(
             self._objects, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
-            use_fp8, round_scale, use_ue8m0, return_recv_hook,
+            use_fp8, round_scale, use_ue8m0, return_recv_hook, dispatch_wait_recv_cost_stats,
         )  # fmt: skip
         return rows, counts, handle, end(async_finish), hook
 
@@ -258,17 +252,17 @@ class Buffer:
             return_recv_hook: give a function back that ends the call; two combines may be waiting for theirs.
             out: [tokens, hidden] bfloat16; default a new tensor.
             use_logfmt: not looked at: rows travel as bfloat16, which is more exact, and longer.
-            combine_wait_recv_cost_stats: not supported.
+            combine_wait_recv_cost_stats: as `dispatch_wait_recv_cost_stats` of `low_latency_dispatch`.
 
         Returns:
             [tokens, hidden] bfloat16, event, hook or None.
         """
-        if combine_wait_recv_cost_stats is not None:
-            _refuse("combine_wait_recv_cost_stats", "leave it out")
         if async_finish and return_recv_hook:
             raise ValueError("low_latency_combine: give async_finish or return_recv_hook, not both")
         rows = self.get_next_low_latency_combine_buffer(handle) if zero_copy else x
-        result, hook = low_latency.combine(self._objects, rows, topk_weights, handle[-1], out, return_recv_hook)
+        result, hook = low_latency.combine(
+            self._objects, rows, topk_weights, handle[-1], out, return_recv_hook, combine_wait_recv_cost_stats
+        )
         return result, end(async_finish), hook
 
     def get_next_low_latency_combine_buffer(self, handle: tuple) -> torch.Tensor:

@@ -68,7 +68,7 @@ def _clear(received: Dispatched) -> None:
 
 def dispatch(
     objects: Objects, x: torch.Tensor, topk_idx: torch.Tensor, max_tokens: int, num_experts: int, stats, use_fp8: bool,
-    round_scale: bool, use_ue8m0: bool, in_halves: bool,
+    round_scale: bool, use_ue8m0: bool, in_halves: bool, waited=None,
 ):  # fmt: skip
     """(rows or (rows, scales), rows per expert, handle, what ends the call or None)."""
     hidden, masks = x.shape[1], objects.masks
@@ -83,8 +83,8 @@ def dispatch(
         op = objects.low_latency("dispatch", *sizes)
         given = scaling.quantise_rounded(x) if use_fp8 and round_scale else x.contiguous()
         if not in_halves:
-            return op, None, op.dispatch(given, topk_idx.contiguous()), masks.members
-        pending = op.dispatch_send(given, topk_idx.contiguous())
+            return op, None, op.dispatch(given, topk_idx.contiguous(), waited=waited), masks.members
+        pending = op.dispatch_send(given, topk_idx.contiguous(), waited=waited)
         return op, pending, pending.result, masks.members
 
     def nothing():
@@ -125,7 +125,7 @@ def dispatch(
 
 
 def combine(
-    objects: Objects, x: torch.Tensor, topk_weights: torch.Tensor, routing: Routing, out, in_halves: bool
+    objects: Objects, x: torch.Tensor, topk_weights: torch.Tensor, routing: Routing, out, in_halves: bool, waited=None
 ) -> tuple[torch.Tensor, Callable[[], None] | None]:
     """(sums [tokens, hidden], what ends the call or None)."""
     received, masks, members = routing.received, objects.masks, routing.members
@@ -136,7 +136,7 @@ def combine(
         if masks.members is not members:
             return None, out.zero_()
         op = objects.low_latency("combine", *routing.sizes)
-        given = dict(out=out, weights=topk_weights.float().contiguous())
+        given = dict(out=out, weights=topk_weights.float().contiguous(), waited=waited)
         if not in_halves:
             return None, op.combine(x.contiguous(), received.handle, **given)
         pending = op.combine_send(x.contiguous(), received.handle, **given)

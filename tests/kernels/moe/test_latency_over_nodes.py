@@ -1,6 +1,7 @@
 """Latency mode where rows cross the network once per node: against plain PyTorch, bit by bit, and byte by byte."""
 
 import random
+import time
 
 import pytest
 import torch
@@ -155,6 +156,35 @@ def _sizes() -> None:
 
 def test_heap_bytes():
     ranks.run(4, _sizes, env=TWO_NODES)
+
+
+def _waiting(seed: int) -> None:
+    """A rank that comes late is waited for: by its own node and, for what it passes on, by the other one's."""
+    op, rank, late = AllToAll(**SHAPE, **LATENCY), tsn.rank(), 3
+    mine = make_inputs((seed, rank), op.config, 12, "random")
+    given = mine.x.to(op.device), mine.topk_idx.to(op.device), mine.weights.to(op.device)
+    waited = torch.zeros((4, 4), dtype=torch.int64, device=op.device)
+    for turn in range(2):  # the first one compiles
+        waited.zero_()
+        for half in range(2):
+            tsn.barrier()
+            if rank == late and turn:
+                time.sleep(0.5)
+            if half:
+                out = op.combine(received.x, received.handle, waited=waited[1])  # noqa: F821 (of the half before)
+            else:
+                received = op.dispatch_recv(op.dispatch_send(*given, waited=waited[0]))
+            tsn.world().synchronize()
+    assert torch.equal(out, op.combine(received.x, received.handle))
+    if rank != late and op.device.type == "cpu":
+        assert waited[:2, late].gt(5e7).all(), waited
+        assert waited[:2, late].gt(waited[:2, rank]).all(), waited
+    op.free()
+
+
+@pytest.mark.nightly
+def test_who_is_waited_for():
+    ranks.run(4, _waiting, random.randrange(1 << 20), env=TWO_NODES, timeout=120)
 
 
 @pytest.mark.nightly
