@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from tilescale_net.runtime import job_store
+from tilescale_net.runtime import encoding, job_store
 from tilescale_net.runtime.control import announced
 
 INTERVAL = 0.25  # seconds between looks at the failure key
@@ -150,6 +150,6 @@ class Heartbeats:
 
 def _stopped_in(value: str) -> list[int]:
     try:
-        return [int(r) for r in json.loads(value)[2]]
+        return [int(r) for r in encoding.parsed(value)[2]]
     except (ValueError, TypeError, IndexError, KeyError, OverflowError):
         return []
