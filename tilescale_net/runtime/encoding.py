@@ -26,7 +26,7 @@ def decode(data: bytes) -> object:
 def parsed(data: bytes | str, object_hook=None):
     """What JSON that came from outside says. Raises ValueError for what is none, however deep it nests."""
     try:
-        return json.loads(data if isinstance(data, str) else data.decode(), object_hook=object_hook)
+        return json.loads(data.decode() if isinstance(data, bytes) else data, object_hook=object_hook)
     except (UnicodeDecodeError, RecursionError) as err:
         raise ValueError(f"not a value that a rank has sent: {err}") from None
 
