@@ -45,14 +45,14 @@ class Code:
 
 
 @dataclass(frozen=True)
-class _Traced:
+class Traced:
     source: str
     entry: str
     threads: int | None
     flags: tuple[str, ...]
 
     @classmethod
-    def of(cls, factory: KernelFactory, arguments: dict, target: dict) -> _Traced:
+    def of(cls, factory: KernelFactory, arguments: dict, target: dict) -> Traced:
         func = factory.trace(**arguments)
         source = inspect.cuda_source(func, target, pass_configs=factory.pass_configs)
         threads = known_threads(func, factory.pass_configs)
@@ -74,16 +74,16 @@ class Generated:
     def code(self, factory: KernelFactory, **arguments) -> Code:
         key = _key(factory, arguments)
         if key not in self._code:
-            asked = self._traced.get(key) or _Traced.of(factory, arguments, self._target)
+            asked = self._traced.get(key) or Traced.of(factory, arguments, self._target)
             alike = {k: t for k, t in self._traced.items() if (t.threads, t.flags) == (asked.threads, asked.flags)}
             self._compile(alike if key in alike else {key: asked})
         return self._code[key]
 
     @functools.cached_property
-    def _traced(self) -> dict[tuple, _Traced]:
-        return {_key(f, arguments): _Traced.of(f, arguments, self._target) for f, arguments in self._cases}
+    def _traced(self) -> dict[tuple, Traced]:
+        return {_key(f, arguments): Traced.of(f, arguments, self._target) for f, arguments in self._cases}
 
-    def _compile(self, kernels: dict[tuple, _Traced]) -> None:
+    def _compile(self, kernels: dict[tuple, Traced]) -> None:
         entries = {key: f"{kernel.entry}_{i}" for i, (key, kernel) in enumerate(kernels.items())}
         sources = [re.sub(rf"\b{k.entry}\b", entries[key], k.source) for key, k in kernels.items()]
         one = next(iter(kernels.values()))

@@ -1,6 +1,7 @@
 """The folder of lowered and compiled kernels: what is kept in it, and for how long."""
 
 import errno
+import json
 import os
 import subprocess
 import time
@@ -11,6 +12,8 @@ import tilescale_net as tsn
 from tests.simulator import kernels
 from tests.simulator.kernels import simulate
 from tilescale_net.compiler.simulator import cache, host_compiler, host_source
+from tilescale_net.compiler.simulator.kept_kernels import Kept
+from tilescale_net.compiler.simulator.lowered_cache import Lowered
 from tilescale_net.runtime import private_folder
 
 
@@ -140,3 +143,11 @@ def test_headers_are_read_once(monkeypatch, tmp_path):
     assert [p.stat().st_ino for p in folder.glob("prelude-*.gch")] == [written]
     made.write_bytes(b"cut short")
     assert host_compiler.build("kernel", text + "int z;").exists()
+
+
+@pytest.mark.parametrize("text", ["[", "[" * 100_000, "5", "[]", "{}", '{"names": [], "lines": [], "lowered": []}'])
+def test_text_that_is_no_kernel(text):
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        Kept.parse(text)
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        Lowered.parse(json.dumps({"unit": {"text": "", "kernels": [], "dynamic_shared": []}}) if text == "{}" else text)

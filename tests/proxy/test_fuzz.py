@@ -7,9 +7,12 @@ import pytest
 from tests.native.builder import run
 from tests.proxy import programs
 
+TARGETS = ("records", "slot", "immediates", "blob")
 
-def fuzz(folder, *options, timeout=120):
-    run(programs.fuzz_peer(), "-max_len=4096", f"-artifact_prefix={folder}/", *options, timeout=timeout)
+
+def fuzz(folder, *options, timeout=120, target=None):
+    env = {"FUZZ_TARGET": target} if target else {}
+    run(programs.fuzz_peer(), "-max_len=4096", f"-artifact_prefix={folder}/", *options, timeout=timeout, env=env)
 
 
 def test_fuzz_peer(tmp_path):
@@ -17,7 +20,10 @@ def test_fuzz_peer(tmp_path):
 
 
 @pytest.mark.nightly
-def test_fuzz_peer_for_a_minute(tmp_path):
-    """FUZZ_SECONDS lengthens it. Each night begins with another seed, which a failure names."""
-    seconds = int(os.environ.get("FUZZ_SECONDS", "60"))
-    fuzz(tmp_path, f"-max_total_time={seconds}", timeout=seconds + 60)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_minute(tmp_path, target):
+    """FUZZ_INPUTS=10000000 is so many inputs instead, FUZZ_SECONDS another time. A failure names its seed."""
+    seconds, inputs = int(os.environ.get("FUZZ_SECONDS", "60")), os.environ.get("FUZZ_INPUTS")
+    limit = f"-runs={inputs}" if inputs else f"-max_total_time={seconds}"
+    fuzz(tmp_path, "-len_control=0", limit, timeout=3600 if inputs else seconds + 60, target=target)

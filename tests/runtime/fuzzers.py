@@ -1,11 +1,12 @@
 """Structured fuzzers of what Python reads from outside of the process: values of other ranks, words in the store,
 environment variables, kept kernels. What comes out is a value or the error that is documented; nothing else.
 
-usage: python -m tests.runtime.fuzzers NAME RUNS [SEED]     prints how many a second
+usage: python -m tests.runtime.fuzzers NAME RUNS [SEED]     prints what each input took of the processor
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -13,11 +14,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from tilescale_net import fabric
 from tilescale_net.compiler.simulator import cache
-from tilescale_net.errors import ConfigurationError
-from tilescale_net.runtime import control, encoding, heartbeats, placement, settings
+from tilescale_net.compiler.simulator.host_source import HostSource
+from tilescale_net.compiler.simulator.kept_kernels import Kept
+from tilescale_net.compiler.simulator.lowered_cache import Lowered
+from tilescale_net.errors import ConfigurationError, PeerLost
+from tilescale_net.runtime import control, encoding, heartbeats, placement, settings, survivors, tuned
+from tilescale_net.trace import reporter
 
 NUMBERS = (
     0,
@@ -66,7 +72,7 @@ def damaged(dice: random.Random, data: bytes) -> bytes:
                 lambda: data[:at] + dice.randbytes(1 + dice.randrange(3)) + data[at:],
                 lambda: (
                     data[:at]
-                    + dice.choice((b'"', b"[", b"{", b"}", b",", b":", b"\\u", b"9" * 20, b"null"))
+                    + dice.choice((b'"', b"[", b"{", b"}", b",", b":", b"\\u", b"9" * 20, b"null", b"[" * 2000))
                     + data[at:]
                 ),
                 lambda: data[:at] + data[at + 1 :],
@@ -113,8 +119,17 @@ class Store:
 
 def words_in_store(dice: random.Random) -> None:
     """Failures, last calls and heartbeats of other ranks."""
-    calls, call = control.last_call(as_json(dice).decode(errors="replace"))
+    said = as_json(dice).decode(errors="replace")
+    calls, call = control.last_call(said)
     assert isinstance(calls, int) and isinstance(call, str)
+    assert control.failed_rank(said) is None or control.announced(said, 0) != ""
+    reporter._read(said)
+    everybody = SimpleNamespace(gather=lambda what, value: [said])
+    for read in (lambda: survivors._members(said, [0, 1, 2]), lambda: survivors.live_everywhere(everybody, {})):
+        try:
+            assert read() is not None
+        except PeerLost:
+            pass
     news = heartbeats.Heartbeats(0, ["a", "a", "b"], 1.0).round(Store(dice))
     assert news.failed is None or isinstance(news.failed, str)
     assert set(news.stopped) <= {1, 2}
@@ -132,15 +147,15 @@ def _texts(dice: random.Random) -> str:
 
 # Those of launchers that only say who and where; others make this process meet real ones.
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "LOCAL_WORLD_SIZE")
+_NAMES = [n for n in settings.ALL if n != "CUDA_MODULE_LOADING"] + [*LAUNCHER] * 3
 _clean = {k: v for k, v in os.environ.items() if k not in (*settings.ALL, *LAUNCHER) and not k.startswith("TSN_")}
 
 
 def environment(dice: random.Random) -> None:
     """Variables of this package and of launchers."""
-    names = [n for n in settings.ALL if n != "CUDA_MODULE_LOADING"] + [*LAUNCHER] * 3
-    os.environ.clear()
-    os.environ.update(_clean)
-    os.environ.update({dice.choice(names): _texts(dice) for _ in range(1 + dice.randrange(4))})
+    for name in [name for name in os.environ if name not in _clean]:
+        del os.environ[name]
+    os.environ.update({dice.choice(_NAMES): _texts(dice) for _ in range(1 + dice.randrange(4))})
     for read in (
         settings.check,
         *(settings.ALL[name].get for name in os.environ if name in settings.ALL),
@@ -155,31 +170,59 @@ def environment(dice: random.Random) -> None:
             assert str(err)
 
 
-_kept = b"\x7fELF" + bytes(range(256)) * 40
-_folder = tempfile.TemporaryDirectory(prefix="tilescale_net-fuzz-")
+@functools.cache
+def _sealed() -> bytes:
+    with tempfile.TemporaryDirectory(prefix="tilescale_net-fuzz-") as folder:
+        path = Path(folder) / "kept.so"
+        path.write_bytes(b"\x7fELF" + bytes(range(256)) * 4)
+        cache.seal(path)
+        return path.read_bytes()
+
+
+_CODE = Lowered("__global__ void k() {}", HostSource("void k() {}", {"k": ()}, frozenset()), "stub", 2)
+_KEPT = Kept("k", None, ("x", "y"), 0, ("file.py:1",), _CODE).text().encode()
 
 
 def kept_kernel(dice: random.Random) -> None:
-    """A file of the cache of kernels: taken as it was made, or not at all."""
-    path = Path(_folder.name) / f"{os.getpid()}.so"
-    path.write_bytes(_kept)
-    cache.seal(path)
-    whole = path.read_bytes()
+    """A file of the cache of kernels: taken as it was made, or not at all; text in it is a kernel or an error."""
+    if dice.random() < 0.3:
+        try:
+            Kept.parse(damaged(dice, _KEPT).decode(errors="replace"))
+        except (ValueError, KeyError, TypeError):
+            pass
+        return
+    whole = _sealed()
     data = damaged(dice, whole)
     if dice.random() < 0.5:
-        changed = bytearray(whole)
-        at = dice.randrange(len(changed))
-        changed[at : at + 1 + dice.randrange(512)] = bytes(len(changed[at : at + 1 + dice.randrange(512)]))
-        data = bytes(changed)
+        at = dice.randrange(len(whole))
+        data = whole[:at] + bytes(len(whole[at : at + 1 + dice.randrange(512)]))
+        data += whole[len(data) :]
     try:
         held = cache.unseal(data)
     except ValueError:
         assert data != whole
     else:
-        assert held == _kept
+        assert data == whole and held == whole[: len(held)]
 
 
-FUZZERS = {f.__name__: f for f in (payload, words_in_store, environment, kept_kernel)}
+_PLACE: dict[str, object] = {"gpu": "a", "ranks": 2, "nodes": 1, "package": "1"}
+_TUNED = {"schema": tuned.SCHEMA, "place": _PLACE, "choices": {"matmul 1": {"choice": {"blocks": 4}, "us": 1.5}}}
+
+
+def tuned_file(dice: random.Random) -> None:
+    """A file of what was tuned: choices by name, or an error."""
+    data = dict(_TUNED)
+    if dice.random() < 0.7:
+        data["choices"] = {"a": value(dice), "b": {"choice": value(dice), "us": value(dice)}}
+    text = damaged(dice, json.dumps(data).encode()).decode(errors="replace")
+    try:
+        found = tuned._parsed(text, _PLACE)
+    except ValueError:
+        return
+    assert all(isinstance(entry["choice"], dict) for entry in found.values())
+
+
+FUZZERS = {f.__name__: f for f in (payload, words_in_store, environment, kept_kernel, tuned_file)}
 
 
 def fuzz(name: str, runs: int, seed: int, seconds: float = 1e9) -> int:
@@ -202,8 +245,7 @@ def fuzz(name: str, runs: int, seed: int, seconds: float = 1e9) -> int:
 
 
 if __name__ == "__main__":
-    begin = time.monotonic()
+    begin = time.process_time()
     done = fuzz(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 1)
-    print(
-        f"{sys.argv[1]}: {done} inputs, {done / (time.monotonic() - begin):.0f} a second, {time.process_time():.0f} s CPU"
-    )
+    spent = time.process_time() - begin
+    print(f"{sys.argv[1]}: {done} inputs, {spent:.0f} s of the processor, {done / spent:.0f} in one")

@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilescale_net.runtime import encoding
+from tilescale_net.errors import PeerLost
+from tilescale_net.runtime import control, encoding, heartbeats, survivors
+from tilescale_net.trace import reporter
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -36,3 +38,29 @@ def test_edges():
     for wrong in (object(), {1: 2}, {"\0bytes": 1}, [set()]):
         with pytest.raises(TypeError):
             encoding.encode(wrong)
+
+
+class Said:
+    """A control whose ranks all say the same."""
+
+    def __init__(self, text):
+        self.gather = lambda what, value: [text]
+
+
+@pytest.mark.parametrize("said", ["[" * 100_000, '{"a":' * 100_000, "[1e999, 1e999, [1e999]]", "[[1e999, 1]]"])
+def test_words_in_the_store_cannot_end_who_reads_them(said):
+    assert control.last_call(said)[0] == 0 and control.failed_rank(said) is None
+    assert "cannot be read" in control.announced(said, 0)
+    assert heartbeats._stopped_in(said) == [] and reporter._read(said) == (0, None)
+    with pytest.raises(PeerLost, match="cannot be read"):
+        survivors._members(said, [0, 1])
+    with pytest.raises(PeerLost, match="cannot be read"):
+        survivors.live_everywhere(Said(said), {})
+
+
+def test_a_value_of_another_kind_is_named_however_deep_it_is():
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ValueError, match="in the place of 2 values"):
+        control.check_alike([1, 2], deep)

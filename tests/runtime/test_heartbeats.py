@@ -88,6 +88,43 @@ def test_every_rank_learns_of_what_befalls_another():
     assert job.news[3].failed is None
 
 
+def test_of_two_silent_hosts_the_one_that_was_silent_first_is_named():
+    job = Job(24, timeout=5.0)
+    job.run(2)
+    first, later = range(8, 16), range(16, 24)
+    job.run(2, without=first)
+    job.run(7, without=[*first, *later])
+    assert {r for r, _ in job.found("silent", [*first, *later])} == {8}
+    assert job.news[0].lost == {*first, *later}
+
+
+@pytest.mark.parametrize("where", ["between looks", "between asking and judging"])
+def test_a_rank_that_got_no_processor_itself_blames_nobody(where):
+    job = Job(24, timeout=5.0)
+    job.run(2)
+    if where == "between looks":  # and is the first to go on
+        for _ in range(4):
+            job.beats[0].round(job.store)
+        job.now += 8
+        for _ in range(5):
+            assert job.beats[0].round(job.store).silent is None
+    else:
+
+        class Slow:
+            def __getattr__(self, name):
+                return getattr(job.store, name)
+
+            def multi_get(self, keys):
+                values = job.store.multi_get(keys)
+                job.now += 8
+                return values
+
+        for _ in range(5):
+            assert job.beats[0].round(Slow()).silent is None
+    job.run(3)
+    assert job.found("silent") == {None}
+
+
 @pytest.mark.parametrize("garbage", ["", "[]", "null", "{}", "[1]", '["x", 2, 3]', "[1,2,[\x00]]", "9" * 5000])
 def test_garbage_in_the_store_is_survived(garbage):
     job = Job(16, timeout=5.0)

@@ -10,6 +10,7 @@ import ctypes
 import datetime
 import hashlib
 import json
+import reprlib
 import threading
 import time
 
@@ -335,7 +336,7 @@ def check_alike(mine: object, theirs: object) -> None:
     """Raise ValueError unless a value of another rank has the types of this rank's own, and numbers of 64 bits."""
     if isinstance(mine, list | tuple):
         if not isinstance(theirs, list) or len(theirs) != len(mine):
-            raise ValueError(f"{str(theirs)[:100]} in the place of {len(mine)} values")
+            raise ValueError(f"{reprlib.repr(theirs)} in the place of {len(mine)} values")
         for a, b in zip(mine, theirs):
             check_alike(a, b)
     elif type(mine) is not type(theirs):
@@ -347,7 +348,7 @@ def check_alike(mine: object, theirs: object) -> None:
 def last_call(said: str | None) -> tuple[int, str]:
     """Number and name of the last collective call that a rank has told of."""
     try:
-        calls, call = json.loads(said or '[0, "nothing yet"]')
+        calls, call = encoding.parsed(said or '[0, "nothing yet"]')
         return int(calls), str(call)
     except (ValueError, TypeError, OverflowError):
         return 0, "nothing that can be read"
@@ -358,7 +359,7 @@ def announced(said: str | None, rank: int) -> str | None:
     if not said:
         return None
     try:
-        who, why = json.loads(said)
+        who, why = encoding.parsed(said)
         who, why = int(who), str(why)
     except (ValueError, TypeError, OverflowError):
         return "a rank failed, and what it said cannot be read"
@@ -368,6 +369,6 @@ def announced(said: str | None, rank: int) -> str | None:
 def failed_rank(said: str | None) -> int | None:
     """The rank whose failure was told of; None for none."""
     try:
-        return int(json.loads(said or "null")[0])
+        return int(encoding.parsed(said or "null")[0])
     except (ValueError, TypeError, IndexError, KeyError, OverflowError):
         return None

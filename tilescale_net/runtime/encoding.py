@@ -20,8 +20,13 @@ def encode(value: object) -> bytes:
 
 def decode(data: bytes) -> object:
     """The value that `encode` was given, tuples as lists. Raises ValueError for anything else."""
+    return parsed(data, _object)
+
+
+def parsed(data: bytes | str, object_hook=None):
+    """What JSON that came from outside says. Raises ValueError for what is none, however deep it nests."""
     try:
-        return json.loads(data.decode(), object_hook=_object)
+        return json.loads(data.decode() if isinstance(data, bytes) else data, object_hook=object_hook)
     except (UnicodeDecodeError, RecursionError) as err:
         raise ValueError(f"not a value that a rank has sent: {err}") from None
 

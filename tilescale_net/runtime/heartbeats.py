@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from tilescale_net.runtime import job_store
+from tilescale_net.runtime import encoding, job_store
 from tilescale_net.runtime.control import announced
 
 INTERVAL = 0.25  # seconds between looks at the failure key
 _BEAT = 4  # looks from one heartbeat to the next
 _RANKS = 256  # a job of more looks less often, so that its store serves no more requests in all
+_PAUSE = 1.5  # of the time between two heartbeats: what two looks may lie apart before this rank itself was late
 _TAKEOVER = 3.0  # seconds without a heartbeat after which another rank of the host sends it
 _TAKEOVER_STEP = 0.5  # seconds that the next one leaves to the one before
 
@@ -81,6 +82,7 @@ class Heartbeats:
         self._rounds = 0
         self._sent = 0
         self._seen: dict[str, tuple[str, float]] = {}
+        self._watched, self._looked = 0.0, clock()  # seconds that silence may count, and when this rank looked last
         self._stopped_since: dict[int, float] = {}
         self._silent: tuple[int, str] | None = None
         self._lost: set[int] = set()
@@ -96,6 +98,7 @@ class Heartbeats:
             self._failed = self._failed or announced(job_store.get(store, self._failed_key), self._rank)
         news.failed = self._failed
         if self._rounds % _BEAT == 0:
+            self._count()
             self._beat(store)
             self._look(store)
         self._rounds += 1
@@ -104,12 +107,18 @@ class Heartbeats:
         news.stopped = {r: now - since for r, since in self._stopped_since.items()}
         return news
 
+    def _count(self) -> None:
+        """A pause of this rank itself, which a busy machine or SIGSTOP makes, is nobody else's silence."""
+        now = self._clock()
+        self._watched += min(now - self._looked, _PAUSE * _BEAT * self.interval)
+        self._looked = now
+
     def _beat(self, store: dist.Store) -> None:
         """Send the heartbeat of this host, if that is for this rank to do."""
         key = f"beat/{self._first[self._mine][0]}"
-        value, since = self._seen.get(key, ("", self._clock()))
+        value, since = self._seen.get(key, ("", self._watched))
         self._seen.setdefault(key, (value, since))
-        silence = self._clock() - since
+        silence = self._watched - since
         if self._index == 0 or silence > _TAKEOVER + _TAKEOVER_STEP * self._index:
             self._sent += 1
             store.set(key, json.dumps([self._rank, self._sent, self._stopped()]))
@@ -123,10 +132,11 @@ class Heartbeats:
         self._judge(store, {k: v.decode(errors="replace") for k, v in zip(self._keys, values)})
 
     def _judge(self, store: dist.Store, values: dict[str, str]) -> None:
-        now = self._clock()
+        now = self._watched
         self._silent, self._quiet, self._lost = None, False, set()
         late = 2 * _BEAT * self.interval
         stopped: set[int] = set()
+        longest = self._timeout
         for (host, members), key in zip(self._first.items(), self._keys):
             value = values.get(key, "")
             last, since = self._seen.get(key, ("", now))
@@ -134,14 +144,18 @@ class Heartbeats:
                 since = now
             self._seen[key] = (value, since)
             stopped |= set(_stopped_in(value)) & set(members)
-            if host == self._mine or now - since <= min(late, self._timeout) or self._ended(store, members):
+            silence = now - since
+            if host == self._mine or silence <= min(late, self._timeout) or self._ended(store, members):
                 continue
             self._quiet = True
-            if now - since > self._timeout:
-                others = f" (nor did ranks {members[1]} to {members[-1]} of its host)" if len(members) > 1 else ""
+            if silence > self._timeout:
                 self._lost |= set(members)
-                self._silent = members[0], f"sent no heartbeat for {now - since:.0f} s{others}"
-        self._stopped_since = {r: self._stopped_since.get(r, now) for r in stopped if r != self._rank}
+            if silence > longest:  # others may only be busy with its loss
+                longest = silence
+                others = f" (nor did ranks {members[1]} to {members[-1]} of its host)" if len(members) > 1 else ""
+                self._silent = members[0], f"sent no heartbeat for {silence:.0f} s{others}"
+        clock = self._clock()
+        self._stopped_since = {r: self._stopped_since.get(r, clock) for r in stopped if r != self._rank}
 
     @staticmethod
     def _ended(store: dist.Store, members: list[int]) -> bool:
@@ -150,6 +164,6 @@ class Heartbeats:
 
 def _stopped_in(value: str) -> list[int]:
     try:
-        return [int(r) for r in json.loads(value)[2]]
+        return [int(r) for r in encoding.parsed(value)[2]]
     except (ValueError, TypeError, IndexError, KeyError, OverflowError):
         return []

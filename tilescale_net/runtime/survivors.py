@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from tilescale_net.errors import PeerLost
-from tilescale_net.runtime import job_store, settings
+from tilescale_net.runtime import encoding, job_store, settings
 
 _PAUSE = 0.02  # seconds between looks at who has come
 
@@ -91,8 +91,8 @@ def _key(control) -> str:
 
 def _members(said: str, members: list[int]) -> list[int]:
     try:
-        kept = sorted({int(r) for r in json.loads(said)} & set(members))
-    except (ValueError, TypeError):
+        kept = sorted({int(r) for r in encoding.parsed(said)} & set(members))
+    except (ValueError, TypeError, OverflowError):
         kept = []
     if not kept:
         raise PeerLost(f"who goes on after ranks were lost cannot be read from the store of the job: {said[:100]!r}")
@@ -109,7 +109,7 @@ def live_everywhere(control, live: dict[int, int]) -> dict[int, int]:
     union: dict[int, int] = {}
     for text in said:
         try:
-            union |= {int(offset): int(size) for offset, size in json.loads(text)}
-        except (ValueError, TypeError) as err:
+            union |= {int(offset): int(size) for offset, size in encoding.parsed(text)}
+        except (ValueError, TypeError, OverflowError) as err:
             raise PeerLost(f"what the heap of another rank holds cannot be read: {err}") from None
     return union

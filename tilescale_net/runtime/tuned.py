@@ -17,7 +17,7 @@ import weakref
 from pathlib import Path
 
 import tilescale_net
-from tilescale_net.runtime import private_folder, settings
+from tilescale_net.runtime import encoding, private_folder, settings
 
 SCHEMA = 1
 _LARGEST = 1 << 20  # bytes of a file
@@ -121,16 +121,25 @@ def _entries(path: Path, place: dict[str, object]) -> dict[str, dict]:
             raise ValueError("it belongs to another user or may be written by others")
         if path.stat().st_size > _LARGEST:
             raise ValueError(f"it has more than {_LARGEST} bytes")
-        data = json.loads(path.read_text())
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA or data.get("place") != place:
-            raise ValueError("it is of another place or version")
-        choices = data["choices"]
-        for key, entry in choices.items():
-            if not isinstance(entry["choice"], dict) or not isinstance(entry["us"], (int, float)):
-                raise ValueError(f"{key} has no choice")
-        return choices
+        return _parsed(path.read_text(), place)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+    except (OSError, ValueError) as err:
         settings.log.warning("%s is not used: %s; remove it, or tune again", path, err)
         return {}
+
+
+def _parsed(text: str, place: dict[str, object]) -> dict[str, dict]:
+    """What a file says for its place. Raises ValueError for one that is damaged, or of another place."""
+    data = encoding.parsed(text)
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA or data.get("place") != place:
+        raise ValueError("it is of another place or version")
+    choices = data.get("choices")
+    if not isinstance(choices, dict):
+        raise ValueError("it has no choices")
+    for key, entry in choices.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("choice"), dict):
+            raise ValueError(f"{key} has no choice")
+        if not isinstance(entry.get("us"), int | float):
+            raise ValueError(f"{key} has no time")
+    return choices

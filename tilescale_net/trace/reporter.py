@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 from tilescale_net.errors import PeerLost, SimulatorDeadlock, WaitTimeout
-from tilescale_net.runtime import job_store
+from tilescale_net.runtime import encoding, job_store
 from tilescale_net.trace import hang_report
 
 PATIENCE = 0.6  # seconds in which every rank whose watchdog runs has answered
@@ -134,7 +134,7 @@ class Reporter:
 def _read(word: str | None) -> tuple[int, dict | None]:
     """Number and state of what a rank has said; a state of another shape is none."""
     try:
-        number, state = json.loads(word or "")
+        number, state = encoding.parsed(word or "")
         hang_report.doing(state)
         waits = [[wait[key] for key in ("block", "line", "pe", "offset", "seconds")] for wait in state["waiting"]]
         sent = [[int(value) for value in entry[:4]] + [entry[4] * 1.0] for entry in state["sent"]]

@@ -83,6 +83,8 @@ class HostSource:
     @classmethod
     def from_fields(cls, fields: dict) -> HostSource:
         """Raises KeyError or TypeError for what `fields` did not make."""
+        if not isinstance(fields, dict) or not isinstance(fields["kernels"], dict):
+            raise TypeError("it has no kernels")
         kernels = {name: tuple(Parameter(*p) for p in listed) for name, listed in fields["kernels"].items()}
         return cls(fields["text"], kernels, frozenset(fields["dynamic_shared"]))
 

@@ -23,6 +23,7 @@ import torch
 from tilescale_net.compiler import toolchain
 from tilescale_net.compiler.simulator import cache
 from tilescale_net.compiler.simulator.lowered_cache import Lowered, versions
+from tilescale_net.runtime import encoding
 
 _KERNELS = "tilescale_net.kernels"
 # A file that is younger may not be the one that this process has imported.
@@ -54,7 +55,9 @@ class Kept:
     @classmethod
     def parse(cls, text: str) -> Kept:
         """From `text()`. Raises ValueError, KeyError or TypeError for anything else."""
-        fields = json.loads(text)
+        fields = encoding.parsed(text)
+        if not isinstance(fields, dict):
+            raise TypeError("it is no kernel")
         for name in ("names", "lines"):
             fields[name] = tuple(fields[name])
         return cls(lowered=Lowered.parse(fields.pop("lowered")), **fields)

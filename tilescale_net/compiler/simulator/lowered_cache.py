@@ -14,6 +14,7 @@ from tvm.tirx import PrimFunc
 
 from tilescale_net.compiler import toolchain
 from tilescale_net.compiler.simulator import cache, host_source, host_stub
+from tilescale_net.runtime import encoding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,9 @@ class Lowered:
     @classmethod
     def parse(cls, text: str) -> Lowered:
         """From `text()`. Raises ValueError, KeyError or TypeError for anything else."""
-        fields = json.loads(text)
+        fields = encoding.parsed(text)
+        if not isinstance(fields, dict):
+            raise TypeError("it is no kernel")
         unit = host_source.HostSource.from_fields(fields.pop("unit"))
         return cls(unit=unit, **fields)
 
