@@ -1,14 +1,17 @@
 """Imported last by the servers that ranks fork from: what every rank would otherwise do again for itself.
 
-The kernels for mixture of experts are imported and their macros translated, and the collector of garbage leaves alone what
-is there: it would look through all of it in every fork, and copy the pages.
+The kernels for mixture of experts are imported and their macros translated, what kernels' keys are made of is read, and the
+collector of garbage leaves alone what is there: it would look through all of it in every fork, and copy the pages.
 """
 
 import gc
+import inspect
 import sys
 
 import tilescale_net.kernels.moe  # noqa: F401
 from tilescale_net.compiler.macro import Macro
+from tilescale_net.compiler.simulator import host_compiler, kept_kernels
+from tilescale_net.errors import ConfigurationError
 
 
 def _translate_macros() -> None:
@@ -19,6 +22,21 @@ def _translate_macros() -> None:
                     value.ir_gen  # noqa: B018  # kept by the macro
 
 
+def _hash_sources() -> None:
+    """What every rank would read for the keys of kernels: sources, headers, versions."""
+    kept_kernels._sources()
+    kept_kernels.versions()
+    try:
+        host_compiler._headers_hash()
+        host_compiler._identity(host_compiler.compiler())
+    except ConfigurationError:
+        pass  # the test that needs them says so
+    finally:
+        host_compiler.compiler.cache_clear()  # tests name others in CXX
+    inspect.getmodule(_hash_sources.__code__)  # looks at the files of all modules once
+
+
 _translate_macros()
+_hash_sources()
 gc.collect()
 gc.freeze()

@@ -13,6 +13,8 @@ import tilescale_net as tsn
 
 GUARD = 0xA5
 GUARD_BYTES = 64
+# As torch.testing has them.
+_RTOL = {torch.float32: 1.3e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2}
 
 
 def random_bytes(nbytes: int, *key) -> torch.Tensor:
@@ -44,6 +46,14 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> 
         raise AssertionError(
             f"{what}: {len(wrong)} of {len(a)} bytes differ, the first at byte {at}: {int(a[at])} instead of {int(b[at])}"
         )
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, rtol: float | None = None, atol: float = 1e-5) -> None:
+    """Equal within tolerances. torch.testing's own imports DTensor and sympy: half a second of each process."""
+    rtol = _RTOL[found.dtype] if rtol is None else rtol
+    assert found.shape == expected.shape and found.dtype == expected.dtype, (found.shape, expected.shape)
+    apart = (found.double() - expected.double()).abs() - atol - rtol * expected.double().abs()
+    assert bool((apart <= 0).all()), f"beyond the tolerance by up to {float(apart.max())}"
 
 
 class Guarded:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.kernels.support import assert_close
 from tests.simulator import kernels
 from tests.simulator.kernels import simulate
 from tilescale_net.runtime import simulator
@@ -45,7 +46,7 @@ def test_reduction_over_random_numbers():
     x = torch.randn(16, 512)
     outs = [torch.empty(16) for _ in range(4)]
     simulate(kernels.row_reductions, 16, 512, 128, "float32")(x, *outs)
-    torch.testing.assert_close(outs[0], x.sum(1), rtol=1e-5, atol=1e-4)
+    assert_close(outs[0], x.sum(1), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("threads", [32, 96])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tilescale_net as tsn
+from tests.kernels.support import assert_close
 from tests.simulator import tiles
 from tilescale_net.runtime import simulator
 
@@ -57,7 +58,7 @@ def test_attention_with_reductions():
     out = torch.empty_like(q)
     tsn.compile(tiles.attention(96, 64, 32, 32, "float16"))(q, k, v, out)
     want = torch.softmax(q.float() @ k.float().T * math.log(2), 1) @ v.float()
-    torch.testing.assert_close(out.float(), want, atol=4e-3, rtol=4e-3)
+    assert_close(out.float(), want, atol=4e-3, rtol=4e-3)
 
 
 def test_a_product_of_some_size_takes_no_time_to_speak_of():

@@ -12,6 +12,7 @@ from tests.kernels.moe import mutants
 from tests.kernels.moe.support import FP8, choose, make_inputs, run_round, without_kernels
 from tests.kernels.moe.test_once_per_node import TWO_NODES, bytes_put
 from tests.kernels.moe.test_rounds import refused, rounds, weights_at_combine
+from tests.kernels.support import assert_close
 from tilescale_net.kernels.collective import sizes_of
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.implementations import symmetric_buffers
@@ -91,7 +92,7 @@ def _bytes(seed: int) -> None:
         found[once] = [received.x[e, :n].clone() for e, n in enumerate(counts)], sums, rows
         op.free()
     assert all(torch.equal(a, b) for a, b in zip(found[True][0], found[False][0])) and found[True][2] < found[False][2]
-    torch.testing.assert_close(found[True][1], found[False][1])
+    assert_close(found[True][1], found[False][1])
 
 
 def test_bytes_on_the_network():
@@ -107,7 +108,7 @@ def _more(seed: int) -> None:
     received = op.dispatch(mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device))
     sums = op.combine(received.x, received.handle)
     bias = torch.ones_like(sums)
-    torch.testing.assert_close(op.combine(received.x, received.handle, bias=[bias]), sums + bias, rtol=0.05, atol=0.05)
+    assert_close(op.combine(received.x, received.handle, bias=[bias]), sums + bias, rtol=0.05, atol=0.05)
     for _ in range(20):
         again = op.dispatch(mine.x.to(device), mine.topk_idx.to(device), mine.weights.to(device))
         assert torch.equal(op.combine(again.x, again.handle), sums), seed

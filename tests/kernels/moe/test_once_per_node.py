@@ -12,6 +12,7 @@ from tests.kernels.moe.support import FP8, ROUTES, choose, make_inputs, run_roun
 from tests.kernels.moe.test_host_cost import CALLS, KEPT, count, hold
 from tests.kernels.moe.test_misuse import raises
 from tests.kernels.moe.test_rounds import rounds
+from tests.kernels.support import assert_close
 from tilescale_net.kernels.collective import sizes_of
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.implementations import symmetric_buffers
@@ -104,7 +105,7 @@ def _bytes(seed: int) -> None:
         found[once] = received.x[places.to(device)].clone(), sums, rows
         op.free()
     assert torch.equal(found[True][0], found[False][0]) and found[True][2] < found[False][2]
-    torch.testing.assert_close(found[True][1], found[False][1])
+    assert_close(found[True][1], found[False][1])
 
 
 def test_bytes_on_the_network():
@@ -125,7 +126,7 @@ def _values(seed: int, layout: str) -> None:
         assert torch.equal(values, weights)
         bias = torch.ones_like(x)
         with_bias = op.combine(received.x, received.handle, weighted=False, bias=[bias])
-        torch.testing.assert_close(with_bias, sums + bias, rtol=0.05, atol=0.05)
+        assert_close(with_bias, sums + bias, rtol=0.05, atol=0.05)
     wrong = {
         "combine": lambda: op.combine(received.x.float(), received.handle),
         "known": lambda: op.dispatch(x[:1], handle=received.handle),

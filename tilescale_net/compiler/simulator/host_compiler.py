@@ -42,8 +42,13 @@ def compiler() -> tuple[str, ...]:
 
 @functools.cache
 def _compiler_identity() -> str:
-    done = subprocess.run([*compiler(), "--version"], capture_output=True, text=True)
-    return " ".join(compiler()) + "\n" + done.stdout
+    return _identity(compiler())
+
+
+@functools.cache
+def _identity(command: tuple[str, ...]) -> str:
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True)
+    return " ".join(command) + "\n" + done.stdout
 
 
 @functools.cache

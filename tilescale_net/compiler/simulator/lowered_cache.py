@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 from collections.abc import Callable
 
@@ -26,7 +27,7 @@ class Lowered:
     Attributes:
         kernel_source: CUDA source.
         unit: the same as C++ for the host.
-        host_function: Python source of checks and launch geometry, see host_stub.py.
+        host_function: code of checks and launch geometry, see host_stub.py.
         n_arguments: how many arguments the host function takes.
     """
 
@@ -41,7 +42,7 @@ class Lowered:
         return cls(
             artifact.kernel_source,
             host_source.translate(name, artifact.kernel_source),
-            host_stub.translate(name, artifact.host_mod),
+            host_stub.compiled(name, host_stub.translate(name, artifact.host_mod)),
             len(artifact.params),
         )
 
@@ -60,8 +61,9 @@ class Lowered:
 
 @functools.cache
 def versions() -> tuple[str, ...]:
-    """Versions of what lowers kernels."""
-    return tuple(importlib.metadata.version(package) for package in ("tilelang", "apache-tvm-ffi"))
+    """Versions of what lowers kernels, and of the interpreter's code."""
+    packages = [importlib.metadata.version(package) for package in ("tilelang", "apache-tvm-ffi")]
+    return (*packages, importlib.util.MAGIC_NUMBER.hex())
 
 
 def get_or_build(name: str, func: PrimFunc, target: dict, pass_configs: dict, lower: Callable) -> Lowered:
