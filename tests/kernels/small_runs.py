@@ -1,8 +1,9 @@
 """One small run of every kernel that is shipped, for tests that care for schedules and orders more than for shapes.
 
 `RUNS[name]` is `(files, function)`: files of tilescale_net/kernels whose kernels the function runs, `function(seed)`, on
-every rank. A file of tests that says `SMALL_RUN_OF = (files)` and has a function `small_run(seed)` need not stand here. Blocks have two warps or more wherever a kernel allows it, so that threads of a block can race. Kernels are
-imported by the runs that need them: an import takes longer than most runs.
+every rank. A file of tests that says `SMALL_RUN_OF = (files)` and has a function `small_run(seed)` need not stand here. Blocks have two warps or
+more wherever a kernel allows it, so that threads of a block can race. Kernels are imported by the runs that need them: an
+import takes longer than most runs.
 """
 
 import ast
@@ -107,6 +108,7 @@ def multiply_and_reduce_everywhere(seed):
 
 def multiply_by_experts(seed):
     of = _of("fused/expert_matmul")
+    importlib.import_module("tests.kernels.fused.counted").counted(seed)
     of.fed(seed)
     of.fed_combine(seed)
     of.layers(seed, dict(tuning=of.TUNING), False, ("random", "one expert"))
@@ -190,7 +192,10 @@ RUNS = {
     "MoE latency, weights at combine": (("moe/exchange_weights",), moe_latency_weights),
     "MoE in an arena": (("moe/arena",), moe_arena),
     "MoE by rank, refused": (("moe/refusal", "moe/routing_steps", "moe/node_refusal"), moe_refused),
-    "MoE latency, refused": (("moe/handshake", "moe/refusal", "moe/node_refusal"), moe_latency_refused),
+    "MoE latency, refused": (
+        ("moe/handshake", "moe/refusal", "moe/node_refusal", "moe/combine_latency", "moe/node_combine_latency"),
+        moe_latency_refused,
+    ),
 }
 
 

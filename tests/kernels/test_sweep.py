@@ -18,7 +18,7 @@ from tilescale_net import kernels
 
 pytestmark = pytest.mark.skipif(settings.device_kind() == "cuda", reason="checks are made in the simulator")
 FOLDER = Path(kernels.__file__).parent
-OF_TWO = ("copies", "writes by the proxy")  # runs for two ranks only
+OF_TWO = ("copies", "writes by the proxy", "send and receive")  # runs for two ranks only
 SEEDS = 20  # of runs without the check
 # The sample of the ordinary suite: of a file, what was changed, the how manieth of its kind, and what shows it.
 SAMPLE = [("exchange", "no sync_threads", 1, "DataRace")]
@@ -52,7 +52,7 @@ def outcome(file: str, text: str, folder: Path, seeds: list[int], many: bool = F
     size, nodes = (2 if runs[0] in OF_TWO else 4, 1 if runs[0] in small_runs.ONE_NODE else 2) if many else (2, 1)
     runs = [name for name in runs if nodes == 1 or name not in small_runs.ONE_NODE]
     env = {
-        "TSN_TIMEOUT": "25" if many else "10",
+        "TSN_TIMEOUT": "40" if many else "30",
         "TSN_SIM_STALL": "20",
         "VIRTUAL_NODES": str(nodes),
         "TSN_SIM_RACES": "1",

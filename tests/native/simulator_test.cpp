@@ -12,6 +12,8 @@
 
 using namespace tsn::sim;
 
+void test_explore(); // explore_test.cpp
+
 namespace {
 
 Thread* self = nullptr;
@@ -223,5 +225,6 @@ int main() {
   test_failures();
   test_remote();
   test_ranges();
+  test_explore();
   printf("ok\n");
 }

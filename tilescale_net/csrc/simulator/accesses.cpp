@@ -32,7 +32,7 @@ bool HappensBefore::ordered(Stamp stamp, uint32_t warp, unsigned lane) {
   };
   if (touch_of(stamp) == Touch::access) {
     const uint32_t by = static_cast<uint32_t>(stamp >> 8 & 0xffff), epoch = static_cast<uint32_t>(stamp >> 32);
-    if (knows(Part::all, 0, epoch, 0, 0)) return true;
+    if (rank_known(known, rank) >= epoch) return true;
     const unsigned by_lane = lane_of_access(stamp);
     if (rank != memory_->me) return steps_known(known, rank, by, by_lane) >= epoch;
     return comes_before({by, epoch, -1, -1, 0, 0, by_lane}, warp, lane);
@@ -44,7 +44,7 @@ bool HappensBefore::ordered(Stamp stamp, uint32_t warp, unsigned lane) {
   if (knows(Part::all, 0, t.epoch, 0, 0) && !own_put) return true;
   if (own_put && epoch_of(known, memory_->all_done()) >= t.epoch) return true;
   if (touch_of(stamp) == Touch::get || !follows_ranks_)
-    return (rank == memory_->me && t.warp == warp) ||
+    return rank_known(known, rank) >= t.epoch || (rank == memory_->me && t.warp == warp) ||
            steps_known(known, rank, t.warp, t.lane ? t.lane - 1 : kEveryLane) >= t.epoch;
   if (t.word != kNoWord && knows(Part::carried, t.warp, t.epoch, t.pe, t.word)) return true;
   if (t.lane)

@@ -15,6 +15,10 @@ uint32_t epoch_of(const Known& known, Key key) {
   return it != known->end() && it->first == key ? it->second : 0;
 }
 
+uint32_t rank_known(const Known& known, int rank) {
+  return std::max(epoch_of(known, clock_key(Part::all, rank)), epoch_of(known, clock_key(Part::ended, rank)));
+}
+
 uint32_t steps_known(const Known& known, int rank, uint32_t warp, unsigned lane) {
   const uint32_t all = epoch_of(known, steps_key(rank, warp));
   return lane < kEveryLane ? std::max(all, epoch_of(known, steps_key(rank, warp, lane))) : all;

@@ -2,6 +2,7 @@
 //
 // A clock holds an epoch for each key that is known. What the keys stand for:
 //   all      everything that the rank has done up to this epoch, its transfers included
+//   ended    the same but for its puts, which the end of a kernel does not complete
 //   steps    what a warp of the rank has done by itself: its loads and stores, and that it has made its calls; of all
 //            lanes, or of one: the word says which
 //   fenced   the warp's puts to a PE up to this epoch come before a fence for it
@@ -18,7 +19,7 @@
 namespace tsn {
 namespace sim {
 
-enum class Part : uint64_t { all, steps, fenced, done, carried };
+enum class Part : uint64_t { all, steps, fenced, done, carried, ended };
 
 using Key = uint64_t;
 constexpr int kMaxRanks = 64;
@@ -46,6 +47,8 @@ using Known = std::shared_ptr<const Clock>;
 
 Known nothing_known();
 uint32_t epoch_of(const Known& known, Key key); // 0: none
+// Up to which epoch all is known that the rank has done, its puts aside.
+uint32_t rank_known(const Known& known, int rank);
 Known join(const Known& a, const Known& b);
 // Up to which epoch what the lane has done is known.
 uint32_t steps_known(const Known& known, int rank, uint32_t warp, unsigned lane);

@@ -34,9 +34,13 @@ HappensBefore::HappensBefore(unsigned warps_per_block, const std::vector<std::st
       lanes_(follows_ranks) {
   if (!memory_) return;
   auto start = std::make_shared<Clock>();
-  memory_->ended[static_cast<size_t>(memory_->me)] = first_epoch_ - 1;
+  // The launches before this one have ended, and may have left puts on their way.
+  const size_t me = static_cast<size_t>(memory_->me);
+  memory_->ended[me] = first_epoch_ - 1;
   for (int r = 0; r < memory_->ranks(); ++r)
-    start->emplace_back(clock_key(Part::all, r), memory_->ended[static_cast<size_t>(r)]);
+    start->emplace_back(clock_key(Part::all, r),
+                        r == memory_->me ? memory_->flushed : memory_->ended[static_cast<size_t>(r)]);
+  start->emplace_back(clock_key(Part::ended, memory_->me), memory_->ended[me]);
   if (follows_ranks_) memory_->receive(nothing_known()); // what is there now belongs to what the host has waited for
   memory_->forget_finished();
   start_ = join(start, memory_->learnt);

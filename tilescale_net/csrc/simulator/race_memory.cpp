@@ -171,7 +171,8 @@ Known RaceMemory::beyond_ended(const Known& known) const {
   auto rest = std::make_shared<Clock>();
   for (const auto& [key, epoch] : *known) {
     // The end of a kernel completes no put of this rank: what is known of them does not follow from it.
-    const bool own_put = rank_of(key) == me && part_of(key) >= Part::done && epoch > flushed;
+    const Part part = part_of(key);
+    const bool own_put = rank_of(key) == me && part >= Part::fenced && part <= Part::carried && epoch > flushed;
     if (own_put || epoch > ended[static_cast<size_t>(rank_of(key))]) rest->emplace_back(key, epoch);
   }
   return rest;

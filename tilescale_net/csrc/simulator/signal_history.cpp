@@ -28,7 +28,7 @@ size_t SignalHistory::reached(const Seen& seen, const Known& before) const {
     const Step& step = steps_[i];
     if (step.rank != steps_[0].rank) return 0;
     if (steps_known(before, step.rank, step.warp, step.lane) >= step.epoch ||
-        epoch_of(before, clock_key(Part::all, step.rank)) >= step.epoch)
+        rank_known(before, step.rank) >= step.epoch)
       at = i;
   }
   for (; at < steps_.size(); ++at)
@@ -66,8 +66,7 @@ bool SignalHistory::passes(int64_t value, size_t at, int64_t now, int rank, uint
                            uint32_t epoch) const {
   if (!whole_ || adds_ == sets_) return false;
   const auto told = [&](const Step& step) {
-    return steps_known(step.known, rank, warp, lane) >= epoch ||
-           epoch_of(step.known, clock_key(Part::all, rank)) >= epoch;
+    return steps_known(step.known, rank, warp, lane) >= epoch || rank_known(step.known, rank) >= epoch;
   };
   if (sets_) {
     while (at && at < steps_.size() && steps_[at].value == value) ++at;

@@ -1,0 +1,91 @@
+"""Races between a put of one launch and what later launches do: the end of a kernel completes no put."""
+
+import tilelang.language as T
+import torch
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tests import ranks
+from tilescale_net.runtime import simulator
+
+PUT, PUT_SIGNAL, VIEW, FENCE, QUIET, TELL, TELL_AFTER_FENCE, TAKE, TAKE_TOLD = range(9)
+
+
+@tsn.jit
+def step():
+    """Kernel `(what, x, y, flag, count, out)`: one step of a message to the other rank, or its receipt."""
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(), what: T.int32, x: T.Tensor((64,), "float32"), y: T.Tensor((64,), "float32"),
+        flag: T.Tensor((2,), "uint64"), count: T.int32, out: T.Tensor((64,), "float32"),
+    ):  # fmt: skip
+        with T.Kernel(1, threads=64):
+            tx = T.get_thread_binding()
+            pe, call = 1 - N.my_pe(), T.cast(count, "uint64")
+            if what == PUT:
+                N.put_block(y, x, pe)
+            if what == PUT_SIGNAL:
+                N.put_signal_block(y, x, pe, flag[1], call)
+            if what == VIEW:
+                view = N.remote(y, pe)
+                view[tx] = x[tx]
+            if what == FENCE and tx == 0:
+                N.fence(pe)
+            if what == QUIET and tx == 0:
+                N.quiet(pe)
+            if what == TELL and tx == 0:
+                N.signal(flag[0], call, pe)
+            if what == TELL_AFTER_FENCE and tx == 0:
+                N.signal(flag[0], call, pe, fence=True)
+            if what >= TAKE:
+                N.wait_block(flag[0], "ge", call)
+                if what == TAKE_TOLD:
+                    N.wait_block(flag[1], "ge", call)
+                out[tx] = y[tx]
+
+    return main
+
+
+WRONG = [(PUT, TELL, TAKE), (PUT_SIGNAL, TELL, TAKE), (VIEW, TELL, TAKE), (PUT, TELL, TELL, TAKE)]
+RIGHT = [
+    (PUT, TELL_AFTER_FENCE, TAKE),
+    (PUT, FENCE, TELL, TAKE),
+    (PUT, QUIET, TELL, TAKE),
+    (PUT_SIGNAL, TELL, TAKE_TOLD),
+    (PUT_SIGNAL, TELL_AFTER_FENCE, TAKE),
+    (VIEW, TELL_AFTER_FENCE, TAKE),
+    (VIEW, FENCE, TELL, TAKE),
+]
+
+
+def _reported(cases, seeds):
+    """For each case: in how many of `seeds` this rank reported a race."""
+    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
+
+    reports = []
+    # A job would end here; these kernels have run to their end, and the next one can follow.
+    SimulatedFunction._give_up = lambda self, context, error: reports.append(str(error))
+    x, y, flag, out = tsn.zeros((64,)), tsn.zeros((64,)), tsn.zeros((2,), torch.uint64), torch.zeros(64)
+    kernel, call, found = step(), 0, []
+    for case in cases:
+        said = []
+        for seed in seeds:
+            call += 1
+            tsn.barrier()
+            with simulator.schedule(seed):
+                for what in case:
+                    kernel(what, x, y, flag, call, out)
+            said += reports[:1]
+            reports.clear()
+        found.append(said)
+    return found
+
+
+def test_a_put_of_the_launch_before_is_not_ordered_by_a_signal_without_a_fence():
+    seeds = range(3)
+    outcomes = ranks.run(2, _reported, [*WRONG, *RIGHT], seeds, env={"TSN_SIM_RACES": "1"})
+    for i, case in enumerate([*WRONG, *RIGHT]):
+        said = [text for outcome in outcomes for text in outcome[i]]
+        assert len(said) == (2 * len(seeds) if case in WRONG else 0), (case, said)
+        assert all("a load of y" in text and "which " in text for text in said), said
