@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from tilescale_net.kernels.collective import Collective
 from tilescale_net.runtime import context
 
 SOON = 1 << 60  # no call has so high a number
@@ -26,6 +27,7 @@ def pretend(world, ranks: int) -> None:
     words = torch.frombuffer(bytearray(context.pack(header, bases)), dtype=torch.int64)
     world.context_tensor.as_strided(words.shape, (1,)).copy_(words)  # the bases lie behind what kernels take
     world.size, world.peer_base = ranks, bases
+    Collective.works_with_some = True  # with one member of the job: its peers have not left, they were never there
 
 
 def hurry(*signals: torch.Tensor) -> None:

@@ -185,5 +185,4 @@ def of_dtype(tiling: Tiling, product: Product) -> Tiling:
     if product.dtype != SCALED:
         return tiling
     rows, columns, depth = tiling.tile
-    stages = tiling.stages - (product.kind != "all_gather_matmul")
-    return replace(tiling, tile=(rows, columns, 2 * depth), stages=stages, columns=min(tiling.columns, 64))
+    return replace(tiling, tile=(rows, columns, 2 * depth), columns=min(tiling.columns, 64))

@@ -6,8 +6,6 @@ those of the others first; meanwhile a few blocks put what has been computed to 
 come last: their tiles add what has arrived from the peers, and write the sum.
 """
 
-import dataclasses
-
 import tilelang.language as T
 import torch
 
@@ -89,9 +87,8 @@ def matmul_reducing(
     part_rows = rows if slices == 1 else s.slice_tiles * tile[0]
     shape = product.Shape(slices * n_pes, part_rows, n, k, tile, stages, panel, columns, workers, transposed)
     (bm, bn, bk), carried = tile, out_dtype if scaled else dtype
-    # The summands come through the ring of operands: a step of it for each PE and warpgroup. Where operands have another
-    # dtype, through a ring of one tile of their own.
-    through = dataclasses.replace(shape, stages=1, transposed=False) if scaled else shape
+    # The summands come through the ring of operands: a step of it for each PE and warpgroup.
+    wide = 2 if scaled else 1
 
     @T.macro
     def place(tile, hop, row, column):
@@ -109,7 +106,9 @@ def matmul_reducing(
         if hop[0] == n_pes:
             for _hop in T.serial(1, n_pes):
                 for half in T.unroll(2):
-                    product.add_summand(through, half == group, ring[0], total, ring[1], ring[2], step, thread)
+                    product.add_summand(
+                        shape, wide, carried, half == group, ring[0], total, ring[1], ring[2], step, thread
+                    )
             product.store(shape, group, total, results[0], targets[0], 0, row[0], column[0])
             if shares:
                 sending.announce(done, n_pes - 1, row[0] // bm, thread)
@@ -136,6 +135,7 @@ def matmul_reducing(
         done: T.Tensor((n_pes, s.tiles), "uint64"),
         x_scales: T.Tensor((n_pes, rows) if scaled else (1, 1), "float32"),
         w_scales: T.Tensor((n,) if scaled else (1,), "float32"),
+        seen_summands: T.Tensor((2, n_pes, rows, 2 * n), dtype) if scaled else None,
     ):
         with T.Kernel(senders + workers, threads=product.THREADS) as block:
             left = T.alloc_shared((stages, 2, shape.half, bk), dtype)
@@ -148,17 +148,10 @@ def matmul_reducing(
             given, taken = T.alloc_barrier([32] * 2), T.alloc_barrier([product.WARPS] * 2)
             scales = T.alloc_shared((2, shape.half + bn) if scaled else (2, 1), "float32")
             ring = right, full, empty
-            if scaled:
-                ring = (
-                    T.alloc_shared((1, shape.half, bn), out_dtype),
-                    *(T.alloc_barrier([c]) for c in (32, product.WARPS)),
-                )
             step, turn, tile, hop, row, column = (T.alloc_local((1,), "int32") for _ in range(6))
-            added = T.alloc_local((1,), "int32") if scaled else step
             thread, call, me = T.get_thread_binding(), calls[0], N.my_pe()
             ends = scales, x_scales, w_scales
             step[0] = 0
-            added[0] = 0
             turn[0] = 0
             if senders > 0 and block < senders:
                 sending.begin_call(ready, sent, call, me, n_pes, block, thread)
@@ -188,14 +181,14 @@ def matmul_reducing(
                             product.wait_for_all(arrived, row[0] // bm, n_pes, call * pieces, thread)
                             for other in T.serial(1, n_pes):
                                 for half in T.unroll(2):
-                                    there = added[0] % through.stages
-                                    T.barrier_wait(ring[2][there], ((added[0] // through.stages) & 1) ^ 1)
+                                    slot = step[0] % stages
+                                    T.barrier_wait(empty[slot], ((step[0] // stages) & 1) ^ 1)
                                     product.copy_summand(
-                                        through, summands, call % 2, (me + other) % n_pes, ring[0], there, ring[1],
-                                        row[0] + half * shape.half, column[0],
+                                        shape, wide, seen_summands if scaled else summands, call % 2, (me + other) % n_pes,
+                                        right, slot, full, row[0] + half * shape.half, column[0],
                                     )  # fmt: skip
-                                    T.barrier_arrive(ring[1][there])
-                                    added[0] = added[0] + 1
+                                    T.barrier_arrive(full[slot])
+                                    step[0] = step[0] + 1
                         product.next_tile(shape, tickets, call, chosen, given, taken, tile, turn, thread)
             elif thread < 256:
                 T.inc_max_nreg(232)
@@ -203,7 +196,7 @@ def matmul_reducing(
                 while tile[0] < shape.total:
                     place(tile, hop, row, column)
                     product.multiply(shape, 0, left, right, upper, full, empty, step, thread)
-                    finish(0, upper, ring, results, (out, partial), done, added, hop, row, column, thread, *ends)
+                    finish(0, upper, ring, results, (out, partial), done, step, hop, row, column, thread, *ends)
                     product.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
             else:
@@ -212,20 +205,20 @@ def matmul_reducing(
                 while tile[0] < shape.total:
                     place(tile, hop, row, column)
                     product.multiply(shape, 1, left, right, lower, full, empty, step, thread)
-                    finish(1, lower, ring, results, (out, partial), done, added, hop, row, column, thread, *ends)
+                    finish(1, lower, ring, results, (out, partial), done, step, hop, row, column, thread, *ends)
                     product.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
 
     return main
 
 
-def check_ring(name: str, tiling: Tiling) -> None:
+def check_ring(name: str, tiling: Tiling, wide: int) -> None:
     """Raise ValueError for a geometry whose ring has no room for summands, see `product.copy_summand`."""
     rows, columns, depth = tiling.tile
-    if rows > 2 * depth or columns % depth:
+    if rows * wide > 2 * depth or columns * wide % depth:
         raise ValueError(
-            f"{name}: {tiling}: summands come through the ring of operands, so a tile's rows may not be more than twice its "
-            "depth, which must divide its columns"
+            f"{name}: {tiling}: summands come through the ring of operands, so a tile's rows may not be more than twice the "
+            f"summands in its depth ({depth // wide}), which must divide its columns"
         )
 
 
@@ -261,8 +254,7 @@ class MatmulReduceScatter(FusedMatmul):
         check_extents(self.NAME, dtype, rows=rows, k=k, n=n)
         shapes = f"rows={rows}, k={k}, n={n}, engine={engine}"
         super().__init__(self.NAME, shapes, dtype, out_dtype, tiling, threads, blocks, group)
-        if not self.scaled:
-            check_ring(self.NAME, tiling)
+        check_ring(self.NAME, tiling, 2 if self.scaled else 1)
         self.rows, self.k, self.n, self._engine = rows, k, n, engine
         self._tiles = -(-rows // tiling.tile[0])
         memory = self.allocate({
@@ -347,7 +339,10 @@ class MatmulReduceScatter(FusedMatmul):
             slices=self._slices, pieces=self._pieces, shares=shares, scaled=self.scaled,
         )  # fmt: skip
         all_scales = scales[0].view(self.n_pes, -1) if self.scaled else scales[0].view(1, 1), scales[1]
-        kernel(part, rows, held, *buffers, calls, memory["ready"], *signals, tickets, sent, memory["done"], *all_scales)
+        seen = (memory["summands"].view(self.dtype),) if self.scaled else ()
+        kernel(
+            part, rows, held, *buffers, calls, memory["ready"], *signals, tickets, sent, memory["done"], *all_scales, *seen
+        )
 
     def _sent_of(self) -> tuple:
         """The first arguments of kernels that send."""

@@ -150,16 +150,18 @@ def wait_for_all(arrived, chunk, n_pes, call, thread):
 
 
 @tsn.macro
-def copy_summand(shape, summands, half, pe, right, stage, full, row, column):
+def copy_summand(shape, wide, summands, half, pe, right, stage, full, row, column):
     """Begin to copy a warpgroup's rows of a tile of summands[half, pe] [rows, n] to where a tile of the right operand would be.
 
-    By the copying warp. The rows of a warpgroup may not be more than the depth of a tile.
+    By the copying warp. `wide`: elements of the right operand that a summand takes the place of; `summands` is [rows, wide *
+    n] of its dtype. The rows of a warpgroup may not be more than the summands that the depth of a tile has room for.
     """
     _, bn, bk = shape.tile
     if shape.transposed:
-        for c in T.unroll(bn // bk):
+        for c in T.unroll(bn * wide // bk):
+            first = column * wide + c * bk
             T.tma_copy(
-                summands[half, pe, row : row + shape.half, column + c * bk : column + (c + 1) * bk],
+                summands[half, pe, row : row + shape.half, first : first + bk],
                 right[stage, c * shape.half : (c + 1) * shape.half, :],
                 barrier=full[stage],
                 leader_scope_threads=32,
@@ -173,15 +175,30 @@ def copy_summand(shape, summands, half, pe, right, stage, full, row, column):
         )
 
 
+def byte(value):
+    """The byte of an element of 8 bits, as uint16."""
+    return T.cast(T.reinterpret(value, "uint8"), "uint16")
+
+
 @tsn.macro
-def add_summand(shape, mine, right, total, full, empty, step, thread):
-    """total += what `copy_summand` has copied, where that is `mine`. By a warpgroup that multiplies."""
-    stages, bk = shape.stages, shape.tile[2]
+def add_summand(shape, wide, dtype, mine, right, total, full, empty, step, thread):
+    """total += what `copy_summand` has copied, of `dtype`, where that is `mine`. By a warpgroup that multiplies."""
+    stages, bk = shape.stages, shape.tile[2] // wide
     s = step[0] % stages
     T.barrier_wait(full[s], (step[0] // stages) & 1)
     if mine:
         for i, j in T.Parallel(shape.half, shape.tile[1]):
-            if shape.transposed:
+            if wide == 2:
+                # Byte by byte: the ring is laid out for operands of a byte.
+                total[i, j] += T.cast(
+                    T.reinterpret(
+                        byte(right[s, j // bk * shape.half + i, j % bk * 2])
+                        | byte(right[s, j // bk * shape.half + i, j % bk * 2 + 1]) << T.uint16(8),
+                        dtype,
+                    ),
+                    "float32",
+                )
+            elif shape.transposed:
                 total[i, j] += T.cast(right[s, j // bk * shape.half + i, j % bk], "float32")
             else:
                 total[i, j] += T.cast(right[s, i, j], "float32")

@@ -1,7 +1,8 @@
 """The second half of a combine in throughput mode whose rows were sent while a product finished them.
 
 Most tokens have their last row only when the product is nearly done, so that sums are made behind it, by all
-multiprocessors, while the last rows are still on their way.
+multiprocessors, while the last rows are still on their way. On one node those send first what the few blocks beside the
+product have not sent yet.
 """
 
 import tilelang.language as T
@@ -12,13 +13,14 @@ from tilescale_net.kernels.moe import combine_throughput_steps as steps
 from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.combine_throughput import find_rows
 from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
-from tilescale_net.kernels.moe.wire_layout import Totals, most_sent
+from tilescale_net.kernels.moe.wire_layout import Totals, most_sent, record_words
 
 
 @tsn.jit(name="moe_sum_combined", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
 def sum_combined(
-    ranks, experts, top_k, max_tokens, hidden, dtype, quantised, biases, proxied, chunk, proxied_chunk, blocks, threads
-):
+    ranks, experts, top_k, max_tokens, hidden, dtype, weighted, quantised, biases, proxied, chunk, proxied_chunk, blocks,
+    threads,
+):  # fmt: skip
     """Kernel that sums what `combine_throughput` with tiles sends, of the call that it has begun last.
 
     Args:
@@ -28,15 +30,18 @@ def sum_combined(
     """
     R, S, payload = ranks, most_sent(ranks, max_tokens, top_k), FP8 if quantised else dtype
     s = steps.Sizes(
-        R, top_k, max_tokens, hidden, dtype, False, "", quantised, "", biases, proxied, chunk, proxied_chunk
+        R, top_k, max_tokens, hidden, dtype, False, weighted, quantised, "", biases, proxied, chunk, proxied_chunk
     )
     at, chunks = Totals(R, experts // R), -(-max_tokens // min(chunk, proxied_chunk))
     rows, slot_rows, scale_rows = T.dynamic("rows"), T.dynamic("slot_rows"), T.dynamic("scale_rows")
     bias_rows, other_bias_rows = T.dynamic("bias_rows"), T.dynamic("other_bias_rows")
+    capacity, weights, W = T.dynamic("capacity"), T.dynamic("weights"), record_words(top_k)
 
     @T.prim_func
     def main(
         ctx: N.Context(),
+        y: T.Tensor((capacity, hidden), dtype),
+        row_weight: T.Tensor((weights,), "float32"),
         bias_0: T.Tensor((bias_rows, hidden), dtype),
         bias_1: T.Tensor((other_bias_rows, hidden), dtype),
         out: T.Tensor((rows, hidden), dtype),
@@ -44,6 +49,7 @@ def sum_combined(
         slots: T.Tensor((S, hidden), payload),
         slot_scales: T.Tensor((scale_rows, s.groups), "float32"),
         token_slot: T.Tensor((slot_rows, R), "int32"),
+        records: T.Tensor((R, max_tokens, W), "int32"),
         totals: T.Tensor((at.words,), "int32"),
         arrived: T.Tensor((R, chunks), "uint64"),
         tickets: T.Tensor((2, 2), "int32"),
@@ -52,6 +58,8 @@ def sum_combined(
         with T.Kernel(blocks, threads=threads):
             base = T.alloc_shared((R,), "int32")
             before = T.alloc_shared((R,), "int32")
+            received = T.alloc_shared((R,), "int32")
+            there = T.alloc_shared((R,), "int32")
             thread = T.get_thread_binding()
             lane = thread % 32
             me = T.alloc_var("int32")
@@ -61,6 +69,8 @@ def sum_combined(
             if thread < R:
                 base[thread] = totals[at.received_base + thread]
                 before[thread] = totals[at.sent_before + thread]
+                received[thread] = totals[at.received + thread]
+                there[thread] = totals[at.slots_base + thread]
             T.sync_threads()
             parity = T.alloc_var("int32")
             parity = T.cast(call % T.uint64(2), "int32")
@@ -69,6 +79,12 @@ def sum_combined(
             row = T.alloc_var("int32")
             ahead = T.alloc_var("int32", init=0)
             token = T.alloc_var("int32")
+            if not proxied:
+                c, n, slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+                steps.send_finished(
+                    s, y, row_weight, records, base, there, received, slots, slot_scales, arrived, tickets, chunks, parity, me,
+                    call, ahead, token, peer, c, n, slot, lane,
+                )  # fmt: skip
             piece = T.alloc_local((s.sum_group * s.sum_batch * s.width,), payload)
             acc = T.alloc_local((s.sum_batch * s.width,), "float32")
             from_row = T.alloc_local((s.sum_group,), "int32")

@@ -6,6 +6,7 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.moe.handshake import take_ticket
 from tilescale_net.kernels.moe.row_ops import (
     SumSizes,
     add_dequantised,
@@ -146,6 +147,35 @@ def send_proxied(
         N.put_warp(slot_scales[first, 0], staged_scales[slot, 0], peer, count=n * s.groups)
     if s.valued != "":
         N.put_warp(slot_values[first, 0], staged_values[slot, 0], peer, count=n * s.top_k)
+
+
+@tsn.macro
+def send_finished(
+    s, y, row_weight, records, base, there, received, slots, slot_scales, arrived, tickets, chunks, parity: T.Ref, me: T.Ref,
+    call: T.Ref, ahead: T.Ref, ticket: T.Ref, peer: T.Ref, c: T.Ref, n: T.Ref, slot: T.Ref, lane,
+):  # fmt: skip
+    """Send chunks that no block of a combine with tiles has taken, when the product has ended. By a warp, on one node."""
+    take_ticket(tickets, parity, 0, ahead, lane)
+    ticket = T.shfl_sync(ahead, 0)
+    while ticket < s.ranks * chunks:
+        take_ticket(tickets, parity, 0, ahead, lane)
+        c = ticket // s.ranks
+        peer = (ticket % s.ranks + me) % s.ranks
+        if c * s.chunk < received[peer]:
+            c = (received[peer] - 1) // s.chunk - c
+            n = T.min(s.chunk, received[peer] - c * s.chunk)
+            slot = there[peer] + c * s.chunk
+            at_peer = N.remote(slots, peer), N.remote(slot_scales, peer) if s.quantised else slot_scales
+            for q in T.serial(n):
+                send_row(
+                    s, at_peer[0], at_peer[1], at_peer[1], slot + q, y, row_weight, row_weight, records, peer,
+                    c * s.chunk + q, base[peer], lane,
+                )  # fmt: skip
+            T.sync_warp()
+            if lane == 0:
+                N.fence(peer)
+                N.signal(arrived[me, c], call, peer)
+        ticket = T.shfl_sync(ahead, 0)
 
 
 @tsn.macro

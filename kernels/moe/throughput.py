@@ -35,7 +35,7 @@ COMBINE = (
     "y", "row_weight", "row_values", "bias_0", "bias_1", "out", "out_values", "tokens", "token_slot", "records", "totals"
 )  # fmt: skip
 _AWAITED = ("finished", "product_calls", "growth")  # what comes behind where rows are awaited
-SUMS = ("bias_0", "bias_1", "out", "tokens", "token_slot", "totals")
+SUMS = ("y", "row_weight", "bias_0", "bias_1", "out", "tokens", "token_slot", "records", "totals")
 
 
 class ThroughputMode(Mode):
@@ -119,7 +119,7 @@ class ThroughputMode(Mode):
             *([partial(self._combine_of, base.blocks, "", "choices")] if by_rank else []),
             *(partial(self._combine_of, base.blocks, weighted) for weighted in (() if by_rank else ("", "rows"))),
             *([partial(self._combine_of, base.blocks, "choices", tiles=self.tiles.count)] if self.tiles else []),
-            *([partial(self._sums_of, 0)] if self.tiles else []),
+            *([partial(self._sums_of, "choices", 0)] if self.tiles else []),
             partial(self._refusal, "dispatch"),
             partial(self._refusal, "combine"),
         ]
@@ -186,15 +186,15 @@ class ThroughputMode(Mode):
         given = (*COMBINE, *(_AWAITED if tiles else ()))
         return Launch(kernel, self._fixed["combine"] | {"tag": 0}, given, base.world, **self._forms("combine"))
 
-    def _sums_of(self, biases: int) -> Callable[..., None]:
-        return self._launch(self._new_sums, biases)
+    def _sums_of(self, weighted: str, biases: int) -> Callable[..., None]:
+        return self._launch(self._new_sums, weighted, biases)
 
-    def _new_sums(self, biases: int) -> Launch:
+    def _new_sums(self, weighted: str, biases: int) -> Launch:
         c, base, t = self._c, self._base, self._tuning
         payload = FP8 if c.quantize_combine else c.combine_dtype
         kernel = sum_combined(
-            c.ranks, c.num_experts, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype), c.quantize_combine, biases,
-            self._proxied, t.chunk, self._proxied_chunk(c.hidden * payload.itemsize), base.all_blocks, t.combine_threads,
+            c.ranks, c.num_experts, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype), weighted, c.quantize_combine,
+            biases, self._proxied, t.chunk, self._proxied_chunk(c.hidden * payload.itemsize), base.all_blocks, t.combine_threads,
         )  # fmt: skip
         return Launch(kernel, self._fixed["combine"], SUMS, base.world, **self._forms("combine"))
 
@@ -389,9 +389,16 @@ class ThroughputMode(Mode):
         )  # fmt: skip
         if not tiles:
             return None
-        token_slot, _, totals = self._summed_by(plan)
-        given = *bias, *(None,) * (2 - len(bias)), out, plan.tokens, token_slot, totals
-        return partial(self._stream.launch, self._sums_of(len(bias)), *given)
+        given = (
+            y,
+            weights if by_row else unused,
+            *bias,
+            *(None,) * (2 - len(bias)),
+            out,
+            plan.tokens,
+            *self._summed_by(plan),
+        )
+        return partial(self._stream.launch, self._sums_of(weighted, len(bias)), *given)
 
     def _summed_by(self, plan: RoutingPlan) -> tuple:
         """What the kernel that sums takes of a plan."""

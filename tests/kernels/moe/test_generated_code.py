@@ -41,7 +41,8 @@ KERNELS = {
         dict(SUM, by_rank=True, weighted="", threads=512),
     ],
     "combine_sums.sum_combined": [
-        {name: value for name, value in SUM.items() if name not in ("valued", "senders", "reducers")} | dict(blocks=132)
+        {name: value for name, value in SUM.items() if name not in ("valued", "senders", "reducers")}
+        | dict(blocks=132, weighted="choices"),
     ],
     "dispatch_latency.dispatch_latency": [dict(SEND, source_dtype="bfloat16")],
     "combine_latency.combine_latency": [dict(RETURN)],
