@@ -341,7 +341,18 @@ class MatmulReduceScatter(FusedMatmul):
         all_scales = scales[0].view(self.n_pes, -1) if self.scaled else scales[0].view(1, 1), scales[1]
         seen = (memory["summands"].view(self.dtype),) if self.scaled else ()
         kernel(
-            part, rows, held, *buffers, calls, memory["ready"], *signals, tickets, sent, memory["done"], *all_scales, *seen
+            part,
+            rows,
+            held,
+            *buffers,
+            calls,
+            memory["ready"],
+            *signals,
+            tickets,
+            sent,
+            memory["done"],
+            *all_scales,
+            *seen,
         )
 
     def _sent_of(self) -> tuple:
