@@ -16,7 +16,7 @@ from tilescale_net.kernels.moe.handshake import (
     check_announcement,
     complete_to_refuser,
     count_for,
-    wait_timed,
+    time_announcements,
 )
 from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8, groups_of
 
@@ -168,14 +168,10 @@ def combine_latency(
                 first = T.alloc_var("int32")
                 call = receive_calls[block] + T.uint64(1)
                 parity = T.cast(call & T.uint64(1), "int32")
+                time_announcements(timed, begun, active, parity, call, TAG_BITS, waited, block, thread, R)
                 # Words of ranks that begin come before their rows: this wait costs no time.
                 if (proxied or block == 0) and thread < R:
                     if active[thread] != 0:
-                        if timed:
-                            if block == 0:
-                                wait_timed(
-                                    lambda: begun[parity * R + thread], call << T.uint64(TAG_BITS), waited, thread
-                                )  # fmt: skip
                         word = N.wait(begun[parity * R + thread], "ge", call << T.uint64(TAG_BITS))
                         if block == 0:
                             check_announcement(word, 0, thread, status)

@@ -16,7 +16,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import dispatch_latency_steps as steps
-from tilescale_net.kernels.moe.handshake import await_previous, count_for, wait_timed
+from tilescale_net.kernels.moe.handshake import await_previous, count_for, time_announcements, time_message
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, FP8
 from tilescale_net.kernels.moe.wire_layout import COUNT_BITS
 
@@ -63,7 +63,7 @@ def dispatch_latency(
         of its messages by one.
     """
     R, K, M = ranks, top_k, max_tokens
-    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads, timed=timed)
+    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads)
     msg, head, local = s.message, s.header, s.local
     scale_width = max(scale_words, 1)
     rows, scale_rows, choices, slot_rows = (T.dynamic(n) for n in ("rows", "scale_rows", "choices", "slot_rows"))
@@ -166,9 +166,10 @@ def dispatch_latency(
                 total = T.alloc_var("int32")
                 call = receive_calls[block] + T.uint64(1)
                 parity = T.cast(call & T.uint64(1), "int32")
+                time_announcements(timed, begun, active, parity, call, COUNT_BITS, waited, block, thread, R)
                 steps.read_headers(
-                    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, waited, parity,
-                    call, block, thread,
+                    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, parity, call,
+                    block, thread,
                 )  # fmt: skip
                 total = 0
                 for r in T.serial(R):
@@ -182,9 +183,7 @@ def dispatch_latency(
                             slot = slot - incoming[source]
                             source = source + 1
                         place = (parity * R + source) * M + slot
-                        if timed:
-                            if lane == 0:
-                                wait_timed(lambda: arrived[place], call, waited, source)
+                        time_message(timed, arrived, place, call, waited, source, lane)
                         N.wait_warp(arrived[place], "ge", call)
                         steps.receive_row(
                             s, arrival, out, out_scales, targets, weights, source_token, begin, me, source, slot, place,

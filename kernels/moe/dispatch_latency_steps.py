@@ -6,7 +6,7 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.moe.handshake import await_previous, wait_timed
+from tilescale_net.kernels.moe.handshake import await_previous
 from tilescale_net.kernels.moe.row_ops import batch_of, copy_words, load_batch, store_batch, store_quantised
 from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, COUNT_BITS, CROWDED, NO_FAULT, Header, Message
 
@@ -25,7 +25,6 @@ class Sizes:
     blocks: int
     threads: int
     node_size: int = 0  # ranks of a node, where rows cross the network once per node
-    timed: bool = False
 
     @property
     def nodes(self) -> int:
@@ -323,8 +322,8 @@ def send_message(
 
 @tsn.macro
 def read_headers(
-    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, waited, parity: T.Ref,
-    call: T.Ref, block, thread,
+    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, parity: T.Ref, call: T.Ref, block,
+    thread,
 ):  # fmt: skip
     """Wait for the headers; learn how many messages come from each rank, and where the rows of each expert begin."""
     R, M, threads, local, head = s.ranks, s.max_tokens, s.threads, s.local, s.header
@@ -334,9 +333,6 @@ def read_headers(
     if thread < R:
         incoming[thread] = 0
         if active[thread] != 0:
-            if s.timed:
-                if block == 0:
-                    wait_timed(lambda: begun[parity * R + thread], call << T.uint64(COUNT_BITS), waited, thread)
             value = N.wait(begun[parity * R + thread], "ge", call << T.uint64(COUNT_BITS))
             incoming[thread] = T.min(T.cast(value & T.uint64((1 << COUNT_BITS) - 1), "int32"), M)
             if block == 0 and header_in[parity * R + thread, head.code] != NO_FAULT:

@@ -17,6 +17,7 @@ from tilescale_net.kernels.moe.handshake import (
     check_announcement,
     complete_to_refuser,
     count_for,
+    time_announcements,
     wait_timed,
 )
 from tilescale_net.kernels.moe.node_layout import LatencyNodePlan, Nodes
@@ -247,14 +248,10 @@ def combine_latency_nodes(
                 first = T.alloc_var("int32")
                 call = receive_calls[block] + T.uint64(1)
                 parity = T.cast(call & T.uint64(1), "int32")
+                time_announcements(timed, begun, active, parity, call, TAG_BITS, waited, block, thread, R)
                 # Words of ranks that begin come before their rows: this wait costs no time.
                 if thread < R:
                     if active[thread] != 0:
-                        if timed:
-                            if block == 0:
-                                wait_timed(
-                                    lambda: begun[parity * R + thread], call << T.uint64(TAG_BITS), waited, thread
-                                )  # fmt: skip
                         word = N.wait(begun[parity * R + thread], "ge", call << T.uint64(TAG_BITS))
                         if block == 0:
                             check_announcement(word, 0, thread, status)

@@ -13,7 +13,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import dispatch_latency_steps as steps
-from tilescale_net.kernels.moe.handshake import await_previous, count_for, wait_timed
+from tilescale_net.kernels.moe.handshake import await_previous, count_for, time_announcements, time_message
 from tilescale_net.kernels.moe.node_layout import LatencyNodePlan, Nodes
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, FP8
 from tilescale_net.kernels.moe.wire_layout import COUNT_BITS
@@ -82,7 +82,7 @@ def _send_message(
 
 @tsn.macro
 def _pass_on(
-    s, at, plan, relayed, came, arrival, arrived, node_plan, waited, me: T.Ref, source: T.Ref, k: T.Ref, j: T.Ref,
+    s, at, plan, timed, relayed, came, arrival, arrived, node_plan, waited, me: T.Ref, source: T.Ref, k: T.Ref, j: T.Ref,
     choice: T.Ref, parity: T.Ref, call: T.Ref, lane,
 ):  # fmt: skip
     """Put message `j` of the source of slot `k` on to the rank of its choice number `choice`, unless that is another node's,
@@ -96,9 +96,7 @@ def _pass_on(
     number = T.alloc_var("int32")  # of this rank among those of the message
     count = T.alloc_var("int32")
     row = (parity * at.slots + k) * M + j
-    if s.timed:
-        if lane == 0:
-            wait_timed(lambda: came[row], call, waited, source)
+    time_message(timed, came, row, call, waited, source, lane)
     N.wait_warp(came[row], "ge", call)
     rank = -1
     if relayed[row, msg.experts + choice] >= 0:
@@ -157,7 +155,7 @@ def _learn_of_messages(
 
 @tsn.macro
 def _pass_on_all(
-    s, at, plan, relayed, came, arrival, arrived, node_map, node_plan, passing, waited, me: T.Ref, source: T.Ref,
+    s, at, plan, timed, relayed, came, arrival, arrived, node_map, node_plan, passing, waited, me: T.Ref, source: T.Ref,
     slot: T.Ref, total: T.Ref, choice: T.Ref, parity: T.Ref, call: T.Ref, block, warp, lane,
 ):  # fmt: skip
     """Pass on what comes to be passed on, by a warp for each choice of each message."""
@@ -176,7 +174,7 @@ def _pass_on_all(
                 k = k + 1
             source = node_map[at.source + k]
             _pass_on(
-                s, at, plan, relayed, came, arrival, arrived, node_plan, waited, me, source, k, slot, choice, parity, call,
+                s, at, plan, timed, relayed, came, arrival, arrived, node_plan, waited, me, source, k, slot, choice, parity, call,
                 lane,
             )  # fmt: skip
 
@@ -198,7 +196,7 @@ def dispatch_latency_nodes(
     """
     R, K, M, S, at = ranks, top_k, max_tokens, slots, Nodes(ranks, nodes, slots)
     plan = LatencyNodePlan(at, M, K)
-    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads, at.size, timed)
+    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads, at.size)
     msg, head, local = s.message, s.header, s.local
     scale_width = max(scale_words, 1)
     rows, scale_rows, choices, slot_rows = (T.dynamic(n) for n in ("rows", "scale_rows", "choices", "slot_rows"))
@@ -313,14 +311,15 @@ def dispatch_latency_nodes(
                 choice = T.alloc_var("int32")
                 call = receive_calls[block] + T.uint64(1)
                 parity = T.cast(call & T.uint64(1), "int32")
+                time_announcements(timed, begun, active, parity, call, COUNT_BITS, waited, block, thread, R)
                 steps.read_headers(
-                    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, waited, parity,
-                    call, block, thread,
+                    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, parity, call,
+                    block, thread,
                 )  # fmt: skip
                 _learn_of_messages(s, at, plan, header_in, node_map, node_plan, passing, source, parity, block, thread)
                 _pass_on_all(
-                    s, at, plan, relayed, came, arrival, arrived, node_map, node_plan, passing, waited, me, source, slot, total,
-                    choice, parity, call, block, warp, lane,
+                    s, at, plan, timed, relayed, came, arrival, arrived, node_map, node_plan, passing, waited, me, source, slot,
+                    total, choice, parity, call, block, warp, lane,
                 )  # fmt: skip
                 total = 0
                 for r in T.serial(R):
@@ -334,9 +333,7 @@ def dispatch_latency_nodes(
                             slot = slot - incoming[source]
                             source = source + 1
                         place = (parity * R + source) * M + slot
-                        if timed:
-                            if lane == 0:
-                                wait_timed(lambda: arrived[place], call, waited, source)
+                        time_message(timed, arrived, place, call, waited, source, lane)
                         N.wait_warp(arrived[place], "ge", call)
                         steps.receive_row(
                             s, arrival, out, out_scales, targets, weights, source_token, begin, me, source, slot, place,
