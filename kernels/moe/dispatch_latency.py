@@ -15,7 +15,6 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
-from tilescale_net.kernels.moe import dispatch_latency_receive as receive
 from tilescale_net.kernels.moe import dispatch_latency_steps as steps
 from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, FP8
@@ -64,7 +63,7 @@ def dispatch_latency(
         of its messages by one.
     """
     R, K, M = ranks, top_k, max_tokens
-    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads, timed=timed)
+    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads)
     msg, head, local = s.message, s.header, s.local
     scale_width = max(scale_words, 1)
     rows, scale_rows, choices, slot_rows = (T.dynamic(n) for n in ("rows", "scale_rows", "choices", "slot_rows"))
@@ -161,9 +160,10 @@ def dispatch_latency(
                 place = T.alloc_var("int32")
                 total = T.alloc_var("int32")
                 handshake.begin_half(receive_calls, call, parity, block)
-                receive.read_headers(
-                    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, waited, parity,
-                    call, block, thread,
+                handshake.time_announcements(timed, begun, active, parity, call, COUNT_BITS, waited, block, thread, R)
+                steps.read_headers(
+                    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, parity, call,
+                    block, thread,
                 )  # fmt: skip
                 handshake.sum_of(incoming, total, R)
                 for i in T.serial((total + blocks * s.warps - 1) // (blocks * s.warps)):
@@ -172,11 +172,9 @@ def dispatch_latency(
                     if slot < total:
                         handshake.find_source(incoming, source, slot)
                         place = (parity * R + source) * M + slot
-                        if timed:
-                            if lane == 0:
-                                handshake.wait_timed(lambda: arrived[place], call, waited, source)
+                        handshake.time_message(timed, arrived, place, call, waited, source, lane)
                         N.wait_warp(arrived[place], "ge", call)
-                        receive.receive_row(
+                        steps.receive_row(
                             s, arrival, out, out_scales, targets, weights, source_token, begin, me, source, slot, place,
                             lane,
                         )  # fmt: skip

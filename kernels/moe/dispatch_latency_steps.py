@@ -1,4 +1,4 @@
-"""The sending steps of dispatch in latency mode; dispatch_latency.py puts them together and says what the tensors are."""
+"""The steps of dispatch in latency mode; dispatch_latency.py puts them together and says what the tensors are."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.moe.handshake import await_previous
-from tilescale_net.kernels.moe.row_ops import batch_of, load_batch, store_batch, store_quantised
-from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, COUNT_BITS, CROWDED, Header, Message
+from tilescale_net.kernels.moe.row_ops import batch_of, copy_words, load_batch, store_batch, store_quantised
+from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, COUNT_BITS, CROWDED, NO_FAULT, Header, Message
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,6 @@ class Sizes:
     blocks: int
     threads: int
     node_size: int = 0  # ranks of a node, where rows cross the network once per node
-    timed: bool = False
 
     @property
     def nodes(self) -> int:
@@ -319,3 +318,83 @@ def send_message(
                         arrived[(parity * R + me) * M + same_rank[place]], call, count=msg.words,
                     )  # fmt: skip
     T.sync_threads()
+
+
+@tsn.macro
+def read_headers(
+    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, parity: T.Ref, call: T.Ref, block,
+    thread,
+):  # fmt: skip
+    """Wait for the headers; learn how many messages come from each rank, and where the rows of each expert begin."""
+    R, M, threads, local, head = s.ranks, s.max_tokens, s.threads, s.local, s.header
+    value = T.alloc_var("uint64")
+    place = T.alloc_var("int32")
+    total = T.alloc_var("int32")
+    if thread < R:
+        incoming[thread] = 0
+        if active[thread] != 0:
+            value = N.wait(begun[parity * R + thread], "ge", call << T.uint64(COUNT_BITS))
+            incoming[thread] = T.min(T.cast(value & T.uint64((1 << COUNT_BITS) - 1), "int32"), M)
+            if block == 0 and header_in[parity * R + thread, head.code] != NO_FAULT:
+                status[1] = T.cast(thread, "int64")
+                status[2] = T.cast(header_in[parity * R + thread, head.value], "int64")
+                N.st(status[0], T.cast(header_in[parity * R + thread, head.code], "int64"), sem="release")
+    T.sync_threads()
+    for i in T.serial((local + threads - 1) // threads):
+        place = i * threads + thread
+        if place < local:
+            total = 0
+            for r in T.serial(R):
+                begin[place, r] = total
+                if active[r] != 0:
+                    total = total + header_in[parity * R + r, place]
+                if block == 0:
+                    source_counts[place, r] = total - begin[place, r]
+            if block == 0:
+                counts[place] = total
+    if block == 0 and thread < R:
+        received[thread] = incoming[thread]
+    T.sync_threads()
+
+
+@tsn.macro
+def receive_row(
+    s, arrival, out, out_scales, targets, weights, source_token, begin, me: T.Ref, source: T.Ref, slot: T.Ref,
+    place: T.Ref, lane,
+):  # fmt: skip
+    """Copy the row of a message to the rows of its experts on this rank, by a warp; note them for combine."""
+    K, M, local, msg, batch, words = s.top_k, s.max_tokens, s.local, s.message, s.row_batch, s.row_words
+    row_batches = -(-words // 4 // (32 * batch))
+    row_piece = T.alloc_local((batch * 4,), "int32")
+    choice = T.alloc_var("int32")
+    target = T.alloc_var("int32")
+    index = T.alloc_var("int32")
+    load_batch(row_piece, arrival, place, 0, lane, words // 4, 4, batch)
+    for g in T.serial((K + 31) // 32):
+        target = -1
+        if g * 32 + lane < K:
+            choice = arrival[place, msg.experts + g * 32 + lane]
+            if choice >= me * local and choice < (me + 1) * local:
+                index = arrival[place, msg.indices + g * 32 + lane]
+                # Choices that the header does not count: the source has reported them.
+                if index >= 0 and index < M:
+                    target = begin[choice - me * local, source] + index
+                    source_token[choice - me * local, target] = arrival[place, msg.token]
+                    target = target + (choice - me * local) * s.capacity
+            targets[source * M + slot, g * 32 + lane] = target
+            weights[source * M + slot, g * 32 + lane] = T.reinterpret(
+                arrival[place, msg.weights + g * 32 + lane], "float32"
+            )
+        for b in T.serial(row_batches):
+            # The first batch is there already, unless later ones were loaded since.
+            if b > 0 or (g > 0 and row_batches > 1):
+                load_batch(row_piece, arrival, place, b * 32 * batch, lane, words // 4, 4, batch)
+            for k in T.serial(min(K, 32)):
+                landing = T.shfl_sync(target, k)
+                if landing >= 0:
+                    store_batch(out, landing, row_piece, b * 32 * batch, lane, words // 4, 4, batch)
+        if s.scale_words:
+            for k in T.serial(min(K, 32)):
+                landing = T.shfl_sync(target, k)
+                if landing >= 0:
+                    copy_words(out_scales, landing, arrival, place, s.scale_words, lane, words)

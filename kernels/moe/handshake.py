@@ -181,6 +181,23 @@ def wait_timed(word, value, waited, rank):
 
 
 @tsn.macro
+def time_announcements(timed, begun, active, parity: T.Ref, call: T.Ref, bits, waited, block, thread, ranks):
+    """Latency mode, if `timed`: block 0 waits until all ranks have begun the call, see `wait_timed`."""
+    if timed:
+        if block == 0 and thread < ranks:
+            if active[thread] != 0:
+                wait_timed(lambda: begun[parity * ranks + thread], call << T.uint64(bits), waited, thread)
+
+
+@tsn.macro
+def time_message(timed, arrived, place: T.Ref, call: T.Ref, waited, source: T.Ref, lane):
+    """Latency mode, if `timed`: lane 0 waits for a message of `source`, or one that is passed on for it, see `wait_timed`."""
+    if timed:
+        if lane == 0:
+            wait_timed(lambda: arrived[place], call, waited, source)
+
+
+@tsn.macro
 def await_previous(begun, parity: T.Ref, call: T.Ref, bits, rank, ranks):
     """Latency mode: wait until `rank` has begun the call before; its buffers of the one before that are free by then.
 

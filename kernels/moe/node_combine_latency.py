@@ -225,14 +225,10 @@ def combine_latency_nodes(
                 ones = T.alloc_local((s.gathered_group(L),), "float32")
                 first = T.alloc_var("int32")
                 handshake.begin_half(receive_calls, call, parity, block)
+                handshake.time_announcements(timed, begun, active, parity, call, TAG_BITS, waited, block, thread, R)
                 # Words of ranks that begin come before their rows: this wait costs no time.
                 if thread < R:
                     if active[thread] != 0:
-                        if timed:
-                            if block == 0:
-                                handshake.wait_timed(
-                                    lambda: begun[parity * R + thread], call << T.uint64(TAG_BITS), waited, thread
-                                )  # fmt: skip
                         word = N.wait(begun[parity * R + thread], "ge", call << T.uint64(TAG_BITS))
                         if block == 0:
                             handshake.check_announcement(word, 0, thread, status)

@@ -12,7 +12,6 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
-from tilescale_net.kernels.moe import dispatch_latency_receive as receive
 from tilescale_net.kernels.moe import dispatch_latency_steps as steps
 from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.node_layout import LatencyNodePlan, Nodes
@@ -83,7 +82,7 @@ def _send_message(
 
 @tsn.macro
 def _pass_on(
-    s, at, plan, relayed, came, arrival, arrived, node_plan, waited, me: T.Ref, source: T.Ref, k: T.Ref, j: T.Ref,
+    s, at, plan, timed, relayed, came, arrival, arrived, node_plan, waited, me: T.Ref, source: T.Ref, k: T.Ref, j: T.Ref,
     choice: T.Ref, parity: T.Ref, call: T.Ref, lane,
 ):  # fmt: skip
     """Put message `j` of the source of slot `k` on to the rank of its choice number `choice`, unless that is another node's,
@@ -97,9 +96,7 @@ def _pass_on(
     number = T.alloc_var("int32")  # of this rank among those of the message
     count = T.alloc_var("int32")
     row = (parity * at.slots + k) * M + j
-    if s.timed:
-        if lane == 0:
-            handshake.wait_timed(lambda: came[row], call, waited, source)
+    handshake.time_message(timed, came, row, call, waited, source, lane)
     N.wait_warp(came[row], "ge", call)
     rank = -1
     if relayed[row, msg.experts + choice] >= 0:
@@ -158,7 +155,7 @@ def _learn_of_messages(
 
 @tsn.macro
 def _pass_on_all(
-    s, at, plan, relayed, came, arrival, arrived, node_map, node_plan, passing, waited, me: T.Ref, source: T.Ref,
+    s, at, plan, timed, relayed, came, arrival, arrived, node_map, node_plan, passing, waited, me: T.Ref, source: T.Ref,
     slot: T.Ref, total: T.Ref, choice: T.Ref, parity: T.Ref, call: T.Ref, block, warp, lane,
 ):  # fmt: skip
     """Pass on what comes to be passed on, by a warp for each choice of each message."""
@@ -172,7 +169,7 @@ def _pass_on_all(
             handshake.find_source(passing, k, slot)
             source = node_map[at.source + k]
             _pass_on(
-                s, at, plan, relayed, came, arrival, arrived, node_plan, waited, me, source, k, slot, choice, parity, call,
+                s, at, plan, timed, relayed, came, arrival, arrived, node_plan, waited, me, source, k, slot, choice, parity, call,
                 lane,
             )  # fmt: skip
 
@@ -194,7 +191,7 @@ def dispatch_latency_nodes(
     """
     R, K, M, S, at = ranks, top_k, max_tokens, slots, Nodes(ranks, nodes, slots)
     plan = LatencyNodePlan(at, M, K)
-    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads, at.size, timed)
+    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads, at.size)
     msg, head, local = s.message, s.header, s.local
     scale_width = max(scale_words, 1)
     rows, scale_rows, choices, slot_rows = (T.dynamic(n) for n in ("rows", "scale_rows", "choices", "slot_rows"))
@@ -303,13 +300,14 @@ def dispatch_latency_nodes(
                 total = T.alloc_var("int32")
                 choice = T.alloc_var("int32")
                 handshake.begin_half(receive_calls, call, parity, block)
-                receive.read_headers(
-                    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, waited, parity,
-                    call, block, thread,
+                handshake.time_announcements(timed, begun, active, parity, call, COUNT_BITS, waited, block, thread, R)
+                steps.read_headers(
+                    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, parity, call,
+                    block, thread,
                 )  # fmt: skip
                 _learn_of_messages(s, at, plan, header_in, node_map, node_plan, passing, source, parity, block, thread)
                 _pass_on_all(
-                    s, at, plan, relayed, came, arrival, arrived, node_map, node_plan, passing, waited, me, source, slot, total,
+                    s, at, plan, timed, relayed, came, arrival, arrived, node_map, node_plan, passing, waited, me, source, slot, total,
                     choice, parity, call, block, warp, lane,
                 )  # fmt: skip
                 handshake.sum_of(incoming, total, R)
@@ -319,11 +317,9 @@ def dispatch_latency_nodes(
                     if slot < total:
                         handshake.find_source(incoming, source, slot)
                         place = (parity * R + source) * M + slot
-                        if timed:
-                            if lane == 0:
-                                handshake.wait_timed(lambda: arrived[place], call, waited, source)
+                        handshake.time_message(timed, arrived, place, call, waited, source, lane)
                         N.wait_warp(arrived[place], "ge", call)
-                        receive.receive_row(
+                        steps.receive_row(
                             s, arrival, out, out_scales, targets, weights, source_token, begin, me, source, slot, place,
                             lane,
                         )  # fmt: skip

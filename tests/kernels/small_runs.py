@@ -180,7 +180,6 @@ RUNS = {
         (
             "moe/handshake",
             "moe/dispatch_latency",
-            "moe/dispatch_latency_receive",
             "moe/dispatch_latency_steps",
             "moe/combine_latency",
             "moe/combine_latency_steps",
