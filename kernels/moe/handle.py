@@ -98,6 +98,29 @@ class ReceivedRows:
         received = self.token_slot, self.targets, self.weights, self.counts, self.source_counts, self.source_token
         return *received, self.origin_slot, self.node_plan
 
+    @staticmethod
+    def shapes(
+        ranks: int, max_tokens: int, local_experts: int, top_k: int
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each field but `tokens`, where rows do not cross the network once per node."""
+        rows, ints = ranks * max_tokens, torch.int32
+        return {
+            "token_slot": ((max_tokens, ranks), ints),
+            "targets": ((rows, top_k), ints),
+            "weights": ((rows, top_k), torch.float32),
+            "counts": ((ranks,), ints),
+            "source_counts": ((local_experts, ranks), ints),
+            "source_token": ((local_experts, rows), ints),
+            "origin_slot": ((1, 1), ints),
+            "node_plan": ((1,), ints),
+        }
+
+    @classmethod
+    def of_nobody(cls, tokens: int, *sizes: int, device: torch.device) -> ReceivedRows:
+        """A dispatch of `tokens` tokens that gave no rows; `sizes` are those of `shapes`."""
+        shapes = cls.shapes(*sizes)
+        return cls(tokens, **{name: torch.zeros(shape, dtype=t, device=device) for name, (shape, t) in shapes.items()})
+
 
 @dataclass
 class Handle:

@@ -210,18 +210,8 @@ class LatencyMode(Mode):
 
     def _plan_shapes(self) -> dict:
         """Of what the two halves of a dispatch find out."""
-        c, ints = self._c, torch.int32
-        rows = c.ranks * c.max_tokens
-        return {
-            "token_slot": ((c.max_tokens, c.ranks), ints),
-            "targets": ((rows, c.top_k), ints),
-            "weights": ((rows, c.top_k), torch.float32),
-            "counts": ((c.ranks,), ints),
-            "source_counts": ((c.local_experts, c.ranks), ints),
-            "source_token": ((c.local_experts, rows), ints),
-            "origin_slot": ((1, 1), ints),
-            "node_plan": ((1,), ints),
-        }
+        c = self._c
+        return ReceivedRows.shapes(c.ranks, c.max_tokens, c.local_experts, c.top_k)
 
     def _received_by(self, plan: ReceivedRows) -> tuple:
         """Of a plan, what a dispatch writes."""

@@ -26,7 +26,6 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "all_to_all_transposed": {("no sync_threads", 0): BEGINS},
     "all_to_all_uneven": {("no sync_threads", 0): TILELANG, ("no sync_threads", 2): LAST},
     "broadcast": {("no sync_threads", 0): BEGINS},
-    "exchange": {("no sync_threads", 0): TILELANG},
     "fused/all_gather_matmul": {("no wait", 0): CALL_BEFORE, ("no sync_threads", 0): BEGINS},
     "fused/expert_tiles": {("no sync_threads", 0): TILELANG},
     "fused/matmul": {("no wait", 0): STARTS},
@@ -67,7 +66,6 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_threads", 4): LAST,
     },
     "moe/routing_steps": {("no sync_threads", 7): LAST},
-    "node_all_gather": {("no sync_threads", 0): TILELANG},
     "node_broadcast": {("no sync_threads", 0): BEGINS},
     "node_reduce_scatter": {("no sync_threads", 2): MET},
     # Data go wrong under some seed.

@@ -8,9 +8,7 @@
 // cannot do without the CUDA API; mr_bytes, mr_count: largest region and number of regions, 0 for any; unsolicited=1:
 // immediates take no receives unless that is switched off, 2: it cannot be; abort=1: ends the process at the first
 // violation.
-#include "fabric_fake.h"
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
+#include "fabric_fake_info.h"
 
 namespace {
 
@@ -135,10 +133,7 @@ T* make(size_t fclass) {
   return object;
 }
 
-void fill_tables() {
-  ops.close = close_object;
-  ops.bind = bind;
-  ops.control = control;
+void fill_rma() {
   rma.write = [](fid_ep* e, const void* p, size_t n, void* d, fi_addr_t to, uint64_t at, uint64_t key, void* context) {
     return post(ep_of(e), {Packet::write, nullptr, nullptr, (const char*)p, n, at, key, 0, false, true, context, ""},
                 to, d, false);
@@ -164,6 +159,9 @@ void fill_tables() {
                  m->rma_iov->addr, m->rma_iov->key, 0, false, true, m->context, ""},
                 m->addr, m->desc[0], flags & FI_MORE);
   };
+}
+
+void fill_messages() {
   msg.send = [](fid_ep* e, const void* p, size_t n, void* d, fi_addr_t to, void* context) {
     return post(ep_of(e), {Packet::message, nullptr, nullptr, (const char*)p, n, 0, 0, 0, false, true, context, ""}, to,
                 d, false);
@@ -186,6 +184,9 @@ void fill_tables() {
     ep_of(e)->receives.push_back({p, context, n});
     return 0;
   };
+}
+
+void fill_endpoint() {
   ep_ops.setopt = [](fid_t f, int, int name, const void* value, size_t) -> int {
     constexpr int kUnsolicitedWriteReceives = -(0xefa << 16) + 8; // FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV
     if (name == kUnsolicitedWriteReceives && option("unsolicited", 0) == 1) {
@@ -220,6 +221,9 @@ void fill_tables() {
     memcpy(to, &static_cast<Endpoint*>(reinterpret_cast<fid_ep*>(f))->address, 8);
     return 0;
   };
+}
+
+void fill_queues() {
   cq_ops.read = cq_read;
   cq_ops.readerr = [](fid_cq* c, fi_cq_err_entry* out, uint64_t) -> ssize_t {
     auto* cq = static_cast<Cq*>(c);
@@ -237,6 +241,9 @@ void fill_tables() {
     *out = list.size() - 1;
     return 1;
   };
+}
+
+void fill_domain() {
   mr_ops.regattr = register_attr;
   mr_ops.reg = nullptr;
   domain_ops.av_open = [](fid_domain*, fi_av_attr*, fid_av** out, void*) -> int {
@@ -276,48 +283,15 @@ void fill_tables() {
   };
 }
 
-template <typename T>
-T* blank() {
-  return static_cast<T*>(calloc(1, sizeof(T)));
-}
-
-fi_info* blank_info() {
-  auto* info = blank<fi_info>();
-  info->tx_attr = blank<fi_tx_attr>();
-  info->rx_attr = blank<fi_rx_attr>();
-  info->ep_attr = blank<fi_ep_attr>();
-  info->domain_attr = blank<fi_domain_attr>();
-  info->fabric_attr = blank<fi_fabric_attr>();
-  return info;
-}
-
-fi_info* make_info(int nic, const fi_info* hints) {
-  fi_info* info = blank_info();
-  info->caps = hints->caps;
-  info->mode = FI_CONTEXT2 | (option("rx_cq_data", 1) ? FI_RX_CQ_DATA : 0);
-  info->addr_format = FI_ADDR_EFA;
-  info->tx_attr->size = option("tx", 16);
-  info->rx_attr->size = option("rx", 64);
-  info->tx_attr->inject_size = 32;
-  info->ep_attr->type = FI_EP_RDM;
-  info->ep_attr->max_msg_size = 1 << 30;
-  info->domain_attr->name = strdup(("rdmap" + std::to_string(nic) + "s0").c_str());
-  info->domain_attr->mr_mode = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_LOCAL |
-                               (option("mr_endpoint", 0) ? FI_MR_ENDPOINT : 0);
-  info->domain_attr->data_progress = FI_PROGRESS_MANUAL;
-  info->domain_attr->cq_data_size = option("imm_bytes", 4);
-  info->domain_attr->mr_key_size = 8;
-  info->domain_attr->mr_iov_limit = 1;
-  info->domain_attr->mr_cnt = (size_t)option("mr_count", 0);
-  info->fabric_attr->prov_name = strdup("efa");
-  info->fabric_attr->name = strdup(direct() ? "efa-direct" : "efa");
-  info->nic = blank<fid_nic>();
-  info->nic->bus_attr = blank<fi_bus_attr>();
-  info->nic->bus_attr->bus_type = FI_BUS_PCI;
-  info->nic->bus_attr->attr.pci.device_id = static_cast<uint8_t>(nic);
-  info->nic->link_attr = blank<fi_link_attr>();
-  info->nic->link_attr->speed = 100000000000;
-  return info;
+void fill_tables() {
+  ops.close = close_object;
+  ops.bind = bind;
+  ops.control = control;
+  fill_rma();
+  fill_messages();
+  fill_endpoint();
+  fill_queues();
+  fill_domain();
 }
 
 } // namespace
@@ -332,44 +306,6 @@ EXPORT void fake_reset(void) {
   random_bits().seed(static_cast<uint64_t>(option("seed", 1)));
 }
 EXPORT int fake_noted(const char* note) { return static_cast<int>(notes.count(note)); }
-
-EXPORT void fi_freeinfo(struct fi_info* info) {
-  for (fi_info* next; info; info = next) {
-    next = info->next;
-    if (info->nic) {
-      free(info->nic->bus_attr);
-      free(info->nic->link_attr);
-    }
-    for (void* part : {(void*)info->domain_attr->name, (void*)info->fabric_attr->name,
-                       (void*)info->fabric_attr->prov_name, (void*)info->nic, (void*)info->tx_attr,
-                       (void*)info->rx_attr, (void*)info->ep_attr, (void*)info->domain_attr, (void*)info->fabric_attr})
-      free(part);
-    free(info);
-  }
-}
-
-EXPORT struct fi_info* fi_dupinfo(const struct fi_info* info) {
-  fi_info* copy = blank_info();
-  if (!info) return copy;
-  const fi_info parts = *copy;
-  *copy = *info;
-  copy->next = nullptr;
-  *(copy->tx_attr = parts.tx_attr) = *info->tx_attr;
-  *(copy->rx_attr = parts.rx_attr) = *info->rx_attr;
-  *(copy->ep_attr = parts.ep_attr) = *info->ep_attr;
-  *(copy->domain_attr = parts.domain_attr) = *info->domain_attr;
-  *(copy->fabric_attr = parts.fabric_attr) = *info->fabric_attr;
-  const auto text = [](const char* from) { return from ? strdup(from) : nullptr; };
-  copy->domain_attr->name = text(info->domain_attr->name);
-  copy->fabric_attr->name = text(info->fabric_attr->name);
-  copy->fabric_attr->prov_name = text(info->fabric_attr->prov_name);
-  if (info->nic) {
-    *(copy->nic = blank<fid_nic>()) = *info->nic;
-    *(copy->nic->bus_attr = blank<fi_bus_attr>()) = *info->nic->bus_attr;
-    *(copy->nic->link_attr = blank<fi_link_attr>()) = *info->nic->link_attr;
-  }
-  return copy;
-}
 
 EXPORT int fi_getinfo(uint32_t, const char*, const char*, uint64_t, const struct fi_info* hints, struct fi_info** out) {
   fill_tables();

@@ -127,19 +127,18 @@ inline void lying_addresses(WorldOptions o) {
   }
 }
 
-inline void lies(WorldOptions o) {
-  lying_addresses(o);
-  o.heap_bytes = 64 << 20;
-  struct Lie {
-    const char* what;
-    std::function<void(Liar&)> tell;
-    int staged; // -1: in both modes
-  };
-  const uint64_t heap = o.heap_bytes;
+struct Lie {
+  const char* what;
+  std::function<void(Liar&)> tell;
+  int staged; // -1: in both modes
+};
+
+// What a peer may send that breaks the protocol, to a PE with a heap of so many bytes.
+inline std::vector<Lie> all_lies(uint64_t heap) {
   auto ack = [](uint32_t groups, uint32_t marks, uint32_t chunks) {
     return AckRecord{RecordType::ack, {}, groups, marks, chunks};
   };
-  const std::vector<Lie> all = {
+  return {
       {"signal to a queue's head", [](Liar& l) { l.send(lying_mark(MarkOp::set, 1024)); }, -1},
       {"signal to an add mailbox", [](Liar& l) { l.send(lying_mark(MarkOp::add, 8ull * kAddMailboxWords)); }, -1},
       {"misaligned signal", [](Liar& l) { l.send(lying_mark(MarkOp::set, kSystemBytes + 4)); }, -1},
@@ -189,7 +188,12 @@ inline void lies(WorldOptions o) {
       {"a slot that does not exist", [](Liar& l) { l.write(0, "12345678", 8, (1u << l.group_bits) - 1); }, 1},
       {"a value of its record's type only", [](Liar& l) { l.send(AbortRecord{RecordType::abort, 0, 60000, 0}); }, -1},
   };
-  for (const Lie& lie : all) {
+}
+
+inline void lies(WorldOptions o) {
+  lying_addresses(o);
+  o.heap_bytes = 64 << 20;
+  for (const Lie& lie : all_lies(o.heap_bytes)) {
     if (lie.staged >= 0 && lie.staged != (int)o.proxy.force_staging) continue;
     Liar liar(o);
     CHECK(liar.staged == o.proxy.force_staging);

@@ -27,145 +27,168 @@ struct Expected {
   bool flush = false;
 };
 
-struct Model {
-  std::map<uint64_t, uint32_t> missing; // chunks of put i that have not arrived
-  std::map<uint64_t, Expected> marks;   // by sequence
-  std::map<uint64_t, uint64_t> last_on_word;
-  uint64_t applied = 0;
-};
+// One run of random operations, delivered in a random order.
+class Run {
+public:
+  explicit Run(uint32_t seed) : seed_(seed), random_(seed) {}
 
-void run(uint32_t seed, int operations) {
-  std::mt19937 random(seed);
-  auto pick = [&](uint32_t n) { return random() % n; };
-  OrderWindow window;
-  window.groups = 4u << pick(5);
-  window.marks = 4u << pick(5);
-  OrderSource source(window);
-  OrderTarget target(window);
-  Model model;
-  std::vector<Packet> network;
-  std::vector<AckRecord> acks;
-  std::set<uint64_t> open, before_fence; // puts since / before the latest fence
-  uint64_t puts = 0, marks = 0;
-  uint64_t acked_groups = 0, acked_marks = 0;
-  const uint32_t words = 1 + pick(6);
-
-  auto send_chunks = [&](uint64_t group, uint32_t chunks) {
-    model.missing[puts] = chunks;
-    for (uint32_t i = 0; i < chunks; i++) network.push_back({false, (uint32_t)(group % window.groups), puts, {}});
-    return puts++;
-  };
-  auto send_mark = [&](const MarkRecord& mark, Expected expected) {
-    CHECK(mark.sequence == (uint32_t)marks, "marks are numbered in order");
-    model.marks[marks++] = std::move(expected);
-    network.push_back({true, 0, 0, mark});
-  };
-  auto apply_ready = [&] {
-    MarkRecord mark;
-    while (target.next(&mark)) {
-      auto it = model.marks.find(mark.sequence);
-      CHECK(it != model.marks.end(), "mark %u applied twice", mark.sequence);
-      for (uint64_t put : it->second.puts) CHECK(!model.missing.count(put), "seed %u: mark before put", seed);
-      if (it->second.flush) CHECK(it == model.marks.begin(), "seed %u: a flush overtook a mark", seed);
-      if (mark.op == MarkOp::set) {
-        uint64_t& last = model.last_on_word[it->second.word];
-        CHECK(mark.value > last, "seed %u: word %d went from %d to %d", seed, (int)it->second.word, (int)last,
-              (int)mark.value);
-        last = mark.value;
-      }
-      model.marks.erase(it);
-      model.applied++;
+  void go(int operations) {
+    for (int n = 0; n < operations; n++) {
+      make_room();
+      if (source_.stale()) send_mark(source_.close(), {});
+      make_room();
+      operate((uint64_t)n + 1);
+      // Puts that have arrived need no further look.
+      for (auto* set : {&open_, &before_fence_})
+        for (auto it = set->begin(); it != set->end();) it = missing_.count(*it) ? std::next(it) : set->erase(it);
     }
-    CHECK(target.applied_marks() <= marks, "more applied than sent");
-  };
-  auto deliver = [&] {
-    if (!network.empty() && (acks.empty() || pick(4))) {
-      const size_t i = pick((uint32_t)network.size());
-      const Packet packet = network[i];
-      network[i] = network.back();
-      network.pop_back();
-      if (packet.is_mark) {
-        CHECK(target.mark(packet.mark), "seed %u: mark refused", seed);
-      } else {
-        if (!--model.missing[packet.put]) model.missing.erase(packet.put);
-        CHECK(target.chunk(packet.group), "seed %u: chunk refused", seed);
-      }
-      apply_ready();
-      if (target.complete_groups() - acked_groups >= window.groups / 4 ||
-          target.applied_marks() - acked_marks >= window.marks / 4 || !pick(8)) {
-        acked_groups = target.complete_groups();
-        acked_marks = target.applied_marks();
-        acks.push_back({RecordType::ack, {}, (uint32_t)acked_groups, (uint32_t)acked_marks, 0});
-      }
-      return true;
+    make_room();
+    send_mark(source_.flush(), {});
+    while (deliver()) {
     }
-    if (acks.empty()) return false;
-    const size_t i = pick((uint32_t)acks.size());
-    CHECK(source.acknowledge(acks[i]), "seed %u: acknowledgement refused", seed);
-    acks.erase(acks.begin() + (long)i);
-    return true;
-  };
+    CHECK(marks_.empty() && missing_.empty(), "seed %u: something never arrived", seed_);
+    CHECK(applied_ == sent_marks_, "seed %u: %d of %d marks applied", seed_, (int)applied_, (int)sent_marks_);
+    AckRecord last = {RecordType::ack, {}, (uint32_t)target_.complete_groups(), (uint32_t)target_.applied_marks(), 0};
+    source_.acknowledge(last);
+    CHECK(!source_.unsettled(), "seed %u: unsettled after everything was acknowledged", seed_);
+  }
 
-  for (int n = 0; n < operations; n++) {
-    while (!source.room()) CHECK(deliver(), "seed %u: stuck with full windows", seed);
-    if (source.stale()) send_mark(source.close(), {});
-    while (!source.room()) CHECK(deliver(), "seed %u: stuck with full windows", seed);
+private:
+  uint32_t pick(uint32_t n) { return random_() % n; }
+
+  OrderWindow random_window() {
+    OrderWindow window;
+    window.groups = 4u << pick(5);
+    window.marks = 4u << pick(5);
+    return window;
+  }
+
+  void make_room() {
+    while (!source_.room()) CHECK(deliver(), "seed %u: stuck with full windows", seed_);
+  }
+
+  // One operation at the source, which stores `value` if it is a signal; or some deliveries.
+  void operate(uint64_t value) {
     const uint32_t chunks = 1 + pick(5);
+    Expected e;
     switch (pick(8)) {
     case 0:
     case 1:
     case 2:
-      open.insert(send_chunks(source.plain(chunks), chunks));
+      open_.insert(send_chunks(source_.plain(chunks), chunks));
       break;
     case 3:
-      source.fence();
-      before_fence.insert(open.begin(), open.end());
-      open.clear();
+      source_.fence();
+      before_fence_.insert(open_.begin(), open_.end());
+      open_.clear();
       break;
     case 4: {
-      const uint64_t group = source.own(chunks);
-      Expected e;
-      e.puts = before_fence;
+      const uint64_t group = source_.own(chunks);
+      e.puts = before_fence_;
       const uint64_t put = send_chunks(group, chunks);
       e.puts.insert(put);
-      e.word = pick(words);
-      send_mark(source.signal(MarkOp::set, e.word * 8, (uint64_t)n + 1, group, chunks), e);
-      open.insert(put);
+      e.word = pick(words_);
+      send_mark(source_.signal(MarkOp::set, e.word * 8, value, group, chunks), e);
+      open_.insert(put);
       break;
     }
-    case 5: {
-      Expected e;
-      e.puts = before_fence;
-      e.word = pick(words);
-      send_mark(source.signal(MarkOp::set, e.word * 8, (uint64_t)n + 1, 0, 0), e);
+    case 5:
+      e.puts = before_fence_;
+      e.word = pick(words_);
+      send_mark(source_.signal(MarkOp::set, e.word * 8, value, 0, 0), e);
       break;
-    }
-    case 6: {
+    case 6:
       if (pick(4)) break;
-      Expected e;
-      for (uint64_t i = 0; i < puts; i++)
-        if (model.missing.count(i)) e.puts.insert(i);
+      for (uint64_t i = 0; i < puts_; i++)
+        if (missing_.count(i)) e.puts.insert(i);
       e.flush = true;
-      send_mark(source.flush(), e);
+      send_mark(source_.flush(), e);
       break;
-    }
     default:
       for (uint32_t i = pick(20); i; i--) deliver();
     }
-    // Puts that have arrived need no further look.
-    for (auto* set : {&open, &before_fence})
-      for (auto it = set->begin(); it != set->end();) it = model.missing.count(*it) ? std::next(it) : set->erase(it);
   }
-  while (!source.room()) CHECK(deliver(), "seed %u: stuck at the end", seed);
-  send_mark(source.flush(), {});
-  while (deliver()) {
+
+  uint64_t send_chunks(uint64_t group, uint32_t chunks) {
+    missing_[puts_] = chunks;
+    for (uint32_t i = 0; i < chunks; i++) network_.push_back({false, (uint32_t)(group % window_.groups), puts_, {}});
+    return puts_++;
   }
-  CHECK(model.marks.empty() && model.missing.empty(), "seed %u: something never arrived", seed);
-  CHECK(model.applied == marks, "seed %u: %d of %d marks applied", seed, (int)model.applied, (int)marks);
-  AckRecord last = {RecordType::ack, {}, (uint32_t)target.complete_groups(), (uint32_t)target.applied_marks(), 0};
-  source.acknowledge(last);
-  CHECK(!source.unsettled(), "seed %u: unsettled after everything was acknowledged", seed);
-}
+
+  void send_mark(const MarkRecord& mark, Expected expected) {
+    CHECK(mark.sequence == (uint32_t)sent_marks_, "marks are numbered in order");
+    marks_[sent_marks_++] = std::move(expected);
+    network_.push_back({true, 0, 0, mark});
+  }
+
+  // Delivers one thing, a packet or an acknowledgement; false when nothing is on its way.
+  bool deliver() {
+    if (!network_.empty() && (acks_.empty() || pick(4))) {
+      deliver_packet();
+      return true;
+    }
+    if (acks_.empty()) return false;
+    const size_t i = pick((uint32_t)acks_.size());
+    CHECK(source_.acknowledge(acks_[i]), "seed %u: acknowledgement refused", seed_);
+    acks_.erase(acks_.begin() + (long)i);
+    return true;
+  }
+
+  void deliver_packet() {
+    const size_t i = pick((uint32_t)network_.size());
+    const Packet packet = network_[i];
+    network_[i] = network_.back();
+    network_.pop_back();
+    if (packet.is_mark) {
+      CHECK(target_.mark(packet.mark), "seed %u: mark refused", seed_);
+    } else {
+      if (!--missing_[packet.put]) missing_.erase(packet.put);
+      CHECK(target_.chunk(packet.group), "seed %u: chunk refused", seed_);
+    }
+    apply_ready();
+    if (target_.complete_groups() - acked_groups_ >= window_.groups / 4 ||
+        target_.applied_marks() - acked_marks_ >= window_.marks / 4 || !pick(8)) {
+      acked_groups_ = target_.complete_groups();
+      acked_marks_ = target_.applied_marks();
+      acks_.push_back({RecordType::ack, {}, (uint32_t)acked_groups_, (uint32_t)acked_marks_, 0});
+    }
+  }
+
+  void apply_ready() {
+    MarkRecord mark;
+    while (target_.next(&mark)) {
+      auto it = marks_.find(mark.sequence);
+      CHECK(it != marks_.end(), "mark %u applied twice", mark.sequence);
+      for (uint64_t put : it->second.puts) CHECK(!missing_.count(put), "seed %u: mark before put", seed_);
+      if (it->second.flush) CHECK(it == marks_.begin(), "seed %u: a flush overtook a mark", seed_);
+      if (mark.op == MarkOp::set) {
+        uint64_t& last = last_on_word_[it->second.word];
+        CHECK(mark.value > last, "seed %u: word %d went from %d to %d", seed_, (int)it->second.word, (int)last,
+              (int)mark.value);
+        last = mark.value;
+      }
+      marks_.erase(it);
+      applied_++;
+    }
+    CHECK(target_.applied_marks() <= sent_marks_, "more applied than sent");
+  }
+
+  const uint32_t seed_;
+  std::mt19937 random_;
+  const OrderWindow window_ = random_window();
+  OrderSource source_{window_};
+  OrderTarget target_{window_};
+  const uint32_t words_ = 1 + pick(6);
+  std::vector<Packet> network_;
+  std::vector<AckRecord> acks_;
+  std::set<uint64_t> open_, before_fence_; // puts since / before the latest fence
+  uint64_t puts_ = 0, sent_marks_ = 0, acked_groups_ = 0, acked_marks_ = 0;
+  // What the test knows of the target.
+  std::map<uint64_t, uint32_t> missing_; // chunks of put i that have not arrived
+  std::map<uint64_t, Expected> marks_;   // by sequence
+  std::map<uint64_t, uint64_t> last_on_word_;
+  uint64_t applied_ = 0;
+};
 
 // What no correct peer sends is refused, and does not corrupt the counters.
 void refusals() {
@@ -195,7 +218,7 @@ void refusals() {
 int main(int argc, char** argv) {
   const int seeds = argc > 1 ? std::atoi(argv[1]) : 200;
   const int operations = argc > 2 ? std::atoi(argv[2]) : 2000;
-  for (int seed = 0; seed < seeds; seed++) run((uint32_t)seed, operations);
+  for (int seed = 0; seed < seeds; seed++) Run((uint32_t)seed).go(operations);
   refusals();
   std::puts("ok");
   return 0;

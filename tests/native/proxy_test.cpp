@@ -106,8 +106,8 @@ struct Bad {
   std::function<void(const Context*, char* heap, uint64_t bytes)> push;
 };
 
-void refusals() {
-  const std::vector<Bad> cases = {
+std::vector<Bad> bad_pushes() {
+  return {
       {"destination", [](auto* c, char* h, uint64_t n) { queue_put(c, h + n - 8, h, 16, 1); }},
       {"source", [](auto* c, char* h, uint64_t n) { queue_put(c, h, h + n - 8, 16, 1); }},
       {"destination", [](auto* c, char* h, uint64_t) { queue_put(c, h - kSystemBytes - 8, h, 8, 1); }},
@@ -150,7 +150,10 @@ void refusals() {
       {"not aligned",
        [](auto* c, char* h, uint64_t) { queue_put_signal(c, h, h, 8, 1, (uint64_t*)(h + 4), 1, SignalOp::set); }},
   };
-  for (const Bad& bad : cases) {
+}
+
+void refusals() {
+  for (const Bad& bad : bad_pushes()) {
     WorldOptions o = configure();
     o.device_timeout = 5;
     World w(o);

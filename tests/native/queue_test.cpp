@@ -91,7 +91,7 @@ void layout() {
   }
 }
 
-// Each way to push arrives with its arguments, and what does not fit a descriptor arrives in parts.
+// Each way to push arrives with its arguments.
 void arguments() {
   Setup s(64, (1ull << 32) - 20);
   const Context* ctx = &s.context;
@@ -148,7 +148,18 @@ void arguments() {
     q.complete(q.position() - 2);
     CHECK(queue_test(ctx, flush) && queue_wait(ctx, flush, kOpFlush));
   }
-  // 100 GiB and a bit: two parts, and for put_signal a fence between them.
+}
+
+// 100 GiB and a bit: two parts, and for put_signal a fence between them.
+void parts() {
+  Setup s(64, (1ull << 32) - 20);
+  const Context* ctx = &s.context;
+  HostQueue& q = s.queues[0];
+  Request r;
+  auto pop = [&] {
+    CHECK(q.pop(&r), "nothing arrived");
+    q.publish();
+  };
   const uint64_t big = (100ull << 30) + 5;
   queue_put_signal(ctx, s.at(0), s.at(1ull << 40), (int64_t)big, 1, s.at<uint64_t>(8), 1, SignalOp::set);
   pop();
@@ -328,6 +339,7 @@ int main(int argc, char** argv) {
   layout();
   queues_of_pes();
   arguments();
+  parts();
   halves();
   uint32_t seed = 1;
   for (uint64_t start : kStarts)

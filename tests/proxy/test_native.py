@@ -186,8 +186,8 @@ def bare_writers(**how) -> None:
     writers = [
         _native.BareWriter(
             fabric.transport_options(rank=rank),
-            size,
-            ctypes.addressof(memories[rank]),
+            bytes=size,
+            base=ctypes.addressof(memories[rank]),
             chunk_bytes=chunk,
             window=8,
             **how,

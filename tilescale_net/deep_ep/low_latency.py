@@ -48,16 +48,11 @@ def _nothing(ranks: int, tokens: int, sizes: tuple, device) -> Dispatched:
     experts, max_tokens, hidden, top_k, dtype = sizes
     local, rows = experts // ranks, ranks * max_tokens
 
-    def zeros(*shape, dtype=torch.int32):
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    plan = ReceivedRows(
-        tokens, zeros(tokens, ranks), zeros(rows, top_k), zeros(rows, top_k, dtype=torch.float32), zeros(ranks),
-        zeros(local, ranks), zeros(local, rows), zeros(1, 1), zeros(1),
-    )  # fmt: skip
-    scales = zeros(local, rows, hidden // GROUP, dtype=torch.float32) if dtype == torch.float8_e4m3fn else None
-    x = zeros(local, rows, hidden, dtype=dtype)
-    return Dispatched(x, scales, zeros(local), None, None, None, None, Handle((), plan, ()))
+    plan = ReceivedRows.of_nobody(tokens, ranks, max_tokens, local, top_k, device=device)
+    x = torch.zeros((local, rows, hidden), dtype=dtype, device=device)
+    scales = x.new_zeros((local, rows, hidden // GROUP), dtype=torch.float32) if dtype == torch.float8_e4m3fn else None
+    counts = x.new_zeros(local, dtype=torch.int32)
+    return Dispatched(x, scales, counts, None, None, None, None, Handle((), plan, ()))
 
 
 def _clear(received: Dispatched) -> None:

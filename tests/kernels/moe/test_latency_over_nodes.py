@@ -9,8 +9,14 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe import mutants
-from tests.kernels.moe.support import FP8, choose, make_inputs, run_round, without_kernels
-from tests.kernels.moe.test_once_per_node import TWO_NODES, bytes_put
+from tests.kernels.moe.support import FP8, make_inputs, without_kernels
+from tests.kernels.moe.test_once_per_node import (
+    TWO_NODES,
+    bytes_put,
+    masked_choices,
+    rows_that_cross,
+    without_a_gateway,
+)
 from tests.kernels.moe.test_rounds import refused, rounds, weights_at_combine
 from tests.kernels.support import assert_close
 from tilescale_net.kernels.collective import sizes_of
@@ -67,10 +73,7 @@ def test_rounds(case):
 
 def _bytes(seed: int) -> None:
     """What crosses the network is what the routing says; both ways give the same rows, and the same sums but for rounding."""
-    tokens, pace = SHAPE["max_tokens"], random.Random(seed)
-    choices = [choose("masked", pace, tokens, 3, 8, 4) for _ in range(4)]
-    mine, device = choices[tsn.rank()].to(device=tsn.device()), tsn.device()
-    x = torch.randn((tokens, 64), generator=torch.Generator().manual_seed(seed + tsn.rank())).to(device, torch.bfloat16)
+    choices, mine, x = masked_choices(seed)
     found = {}
     for once in (True, False):
         size = 2 if once else 1  # ranks that share what crosses
@@ -79,12 +82,7 @@ def _bytes(seed: int) -> None:
         received = op.dispatch(x, mine)
         between = bytes_put()
         sums = op.combine(received.x, received.handle, weighted=False)
-        rows = 0
-        for source, idx in enumerate(choices):
-            hosts = torch.where(idx >= 0, idx // (2 * size), -1)
-            for other in range(4 // size):
-                if other * size // 2 != source // 2:
-                    rows += int((hosts == other).any(1).sum())
+        rows = rows_that_cross(choices, size)
         headers = 8 * 4 * Header(2, once).words  # from each rank to two others
         assert between - before == rows * 4 * Message(32, 0, 3, once).words + headers, (seed, once, rows)
         assert bytes_put() - between == rows * 128, (seed, once, rows)
@@ -119,24 +117,10 @@ def test_weights_refusals_and_bits():
     ranks.run(4, _more, random.randrange(1 << 20), env=TWO_NODES, timeout=280)
 
 
-def _masked(seed: int, gone: int) -> None:
-    """A gateway is left out: the other one of its node serves its sources, too, with room that was not there before."""
-    op, pace = AllToAll(**SHAPE, **LATENCY), random.Random(seed)
-    everyone = [make_inputs((seed, r), op.config, 9 + r, "random") for r in range(4)]
-    run_round(op, everyone, pace, f"seed {seed}, all")
-    active = [r != gone for r in range(4)]
-    op.set_active(active)
-    if tsn.rank() == gone:
-        op.free()
-        return
-    for turn in range(3):
-        run_round(op, everyone, pace, f"seed {seed}, without {gone}, turn {turn}", active=active, halves=turn == 2)
-    op.free()
-
-
 def test_a_gateway_is_left_out():
     # Rank 0 keeps the job's store, so that its proxy answers until the others have ended.
-    ranks.run(4, _masked, random.randrange(1 << 20), 0, env=TWO_NODES, timeout=280)
+    halves = (False, True)
+    ranks.run(4, without_a_gateway, random.randrange(1 << 20), 0, LATENCY, halves, env=TWO_NODES, timeout=280)
 
 
 def _sizes() -> None:

@@ -77,13 +77,29 @@ def bytes_put() -> int:
     return sum(tsn.world().control.gather("bytes", tsn.stats()["bytes_put"]))
 
 
-def _bytes(seed: int) -> None:
-    """What crosses the network is what the routing says, and both ways give the same rows."""
+def masked_choices(seed: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Choices of experts of all four ranks, this rank's own, and its rows."""
     tokens, pace = SHAPE["max_tokens"], random.Random(seed)
     choices = [choose("masked", pace, tokens, 3, 8, 4) for _ in range(4)]
-    mine, device = choices[tsn.rank()].to(device=tsn.device()), tsn.device()
-    x = torch.randn((tokens, 64), generator=torch.Generator().manual_seed(seed + tsn.rank())).to(device, torch.bfloat16)
-    found = {}
+    x = torch.randn((tokens, 64), generator=torch.Generator().manual_seed(seed + tsn.rank()))
+    return choices, choices[tsn.rank()].to(tsn.device()), x.to(tsn.device(), torch.bfloat16)
+
+
+def rows_that_cross(choices: list[torch.Tensor], size: int) -> int:
+    """Rows that go to the other node, once for each `size` ranks there."""
+    rows = 0
+    for source, idx in enumerate(choices):
+        hosts = torch.where(idx >= 0, idx // (2 * size), -1)
+        for other in range(4 // size):
+            if other * size // 2 != source // 2:
+                rows += int((hosts == other).any(1).sum())
+    return rows
+
+
+def _bytes(seed: int) -> None:
+    """What crosses the network is what the routing says, and both ways give the same rows."""
+    choices, mine, x = masked_choices(seed)
+    device, found = tsn.device(), {}
     for size, once in ((2, True), (1, False)):  # ranks that share what crosses
         op = AllToAll(**SHAPE, alignment=2, tuning=Tuning(once_per_node=once))
         first = op.dispatch(x, mine)
@@ -91,12 +107,7 @@ def _bytes(seed: int) -> None:
         received = op.dispatch(x, handle=first.handle)
         between = bytes_put()
         sums = op.combine(received.x, received.handle, weighted=False)
-        rows = 0
-        for source, idx in enumerate(choices):
-            hosts = torch.where(idx >= 0, idx // (2 * size), -1)
-            for other in range(4 // size):
-                if other * size // 2 != source // 2:
-                    rows += int((hosts == other).any(1).sum())
+        rows = rows_that_cross(choices, size)
         assert between - before == rows * 128, (seed, once, rows)
         assert bytes_put() - between == rows * 128, (seed, once, rows)
         places = torch.cat(
@@ -150,9 +161,9 @@ def test_values_and_refusals(layout):
     ranks.run(4, _values, random.randrange(1 << 20), layout, env=TWO_NODES, timeout=280)
 
 
-def _masked(seed: int, gone: int) -> None:
-    """A gateway is left out: the other one of its node serves its sources, too."""
-    op, pace = AllToAll(**SHAPE, alignment=2), random.Random(seed)
+def without_a_gateway(seed: int, gone: int, options: dict, halves: tuple[bool, ...]) -> None:
+    """A gateway is left out: the other one of its node serves its sources, too; rounds in halves or whole."""
+    op, pace = AllToAll(**SHAPE, **options), random.Random(seed)
     everyone = [make_inputs((seed, r), op.config, 9 + r, "random") for r in range(4)]
     run_round(op, everyone, pace, f"seed {seed}, all")
     active = [r != gone for r in range(4)]
@@ -160,16 +171,18 @@ def _masked(seed: int, gone: int) -> None:
     if tsn.rank() == gone:
         op.free()
         return
-    for turn in range(2):
-        run_round(op, everyone, pace, f"seed {seed}, without {gone}, turn {turn}", active=active)
-    new = AllToAll(**SHAPE, alignment=2)
+    for turn, in_halves in enumerate(halves):
+        what = f"seed {seed}, without {gone}, turn {turn}"
+        run_round(op, everyone, pace, what, active=active, halves=in_halves)
+    new = AllToAll(**SHAPE, **options)
     run_round(new, everyone, pace, f"seed {seed}, new, without {gone}", active=active)
     new.free()
     op.free()
 
 
 def test_a_gateway_is_left_out():
-    ranks.run(4, _masked, random.randrange(1 << 20), random.choice((0, 3)), env=TWO_NODES, timeout=280)
+    seed, gone, halves = random.randrange(1 << 20), random.choice((0, 3)), (False, False)
+    ranks.run(4, without_a_gateway, seed, gone, dict(alignment=2), halves, env=TWO_NODES, timeout=280)
 
 
 def _host(seed: int) -> None:

@@ -84,7 +84,7 @@ void bind(py::module_& m) {
       .def("address", [](const Session& s) { return py::bytes(s.address()); })
       .def("connect", &Session::connect)
       .def("sync", &Session::sync, py::call_guard<py::gil_scoped_release>())
-      .def("properties", [](Session& s) { return properties_of(s.transport()); })
+      .def("properties", [](Session& s) { return properties_of(s.transport().properties()); })
       .def("bytes", &Session::bytes)
       .def(
           "fill",

@@ -4,27 +4,30 @@
 #include "tilescale_net/csrc/bench/bare_writer.h"
 #include "tilescale_net/csrc/bench/dispatch_rate.h"
 #include "tilescale_net/csrc/bench/flag_echo.h"
+#include "tilescale_net/csrc/common/keyword_fields.h"
 
 namespace py = pybind11;
 
 namespace tsn::bench {
 namespace {
 
-BareWriterOptions bare_from(const TransportOptions& transport, uint64_t bytes, uint64_t base, const std::string& kind,
-                            int device, bool staged, uint64_t chunk_bytes, uint32_t window, bool dedicated,
-                            double timeout) {
+BareWriterOptions options_from(const TransportOptions& transport, const py::kwargs& kwargs) {
   BareWriterOptions o;
   o.transport = transport;
-  o.bytes = bytes;
-  o.base = base;
+  std::string kind = "host";
+  KeywordFields("BareWriter")
+      .add("bytes", o.bytes)
+      .add("base", o.base)
+      .add("heap_kind", kind)
+      .add("device", o.device)
+      .add("force_staging", o.staged)
+      .add("chunk_bytes", o.chunk_bytes)
+      .add("window", o.window)
+      .add("dedicated", o.dedicated)
+      .add("timeout", o.timeout)
+      .set(kwargs);
   if (kind != "host" && kind != "cuda") throw py::value_error("heap_kind is 'host' or 'cuda', not '" + kind + "'");
   o.cuda = kind == "cuda";
-  o.device = device;
-  o.staged = staged;
-  o.chunk_bytes = chunk_bytes;
-  o.window = window;
-  o.dedicated = dedicated;
-  o.timeout = timeout;
   return o;
 }
 
@@ -34,18 +37,14 @@ void bind_proxy(py::module_& m) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
 
   py::class_<BareWriter>(m, "BareWriter",
-                         "A CPU that writes to a peer without a proxy: the provider's limit; see "
-                         "csrc/bench/bare_writer.h. Times are in seconds.")
-      .def(py::init([](const TransportOptions& transport, uint64_t bytes, uint64_t base, const std::string& kind,
-                       int device, bool staged, uint64_t chunk_bytes, uint32_t window, bool dedicated, double timeout) {
-             const BareWriterOptions o =
-                 bare_from(transport, bytes, base, kind, device, staged, chunk_bytes, window, dedicated, timeout);
-             py::gil_scoped_release release;
-             return std::make_unique<BareWriter>(o);
-           }),
-           py::arg("transport"), py::arg("bytes"), py::arg("base") = 0, py::arg("heap_kind") = "host",
-           py::arg("device") = 0, py::arg("force_staging") = false, py::arg("chunk_bytes") = 1 << 20,
-           py::arg("window") = 64, py::arg("dedicated") = true, py::arg("timeout") = 20.0)
+                         "A CPU that writes to a peer without a proxy: the provider's limit. Keyword arguments are the "
+                         "fields of csrc/bench/bare_writer.h; base, heap_kind ('host' or 'cuda') and device describe "
+                         "the memory. Times are in seconds.")
+      .def(py::init([](const TransportOptions& transport, const py::kwargs& kwargs) {
+        const BareWriterOptions o = options_from(transport, kwargs);
+        py::gil_scoped_release release;
+        return std::make_unique<BareWriter>(o);
+      }))
       .def("address", [](const BareWriter& w) { return py::bytes(w.address()); })
       .def("connect", &BareWriter::connect, py::arg("peer"), py::arg("address"), no_gil)
       .def("write", &BareWriter::write, py::arg("peer"), py::arg("bytes"), py::arg("count"),

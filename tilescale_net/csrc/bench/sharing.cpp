@@ -5,11 +5,13 @@
 #include <exception>
 #include <thread>
 
+#include <rdma/fi_rma.h>
 #include <sched.h>
 #include <sys/mman.h>
 
 #include "tilescale_net/csrc/common/clock.h"
 #include "tilescale_net/csrc/fabric/blob.h"
+#include "tilescale_net/csrc/fabric/endpoint.h"
 
 namespace tsn::bench {
 namespace {
@@ -19,42 +21,23 @@ constexpr uint64_t kStopWord = SharingBench::kBufferBytes;
 constexpr uint64_t kMappedBytes = SharingBench::kBufferBytes + 4096;
 } // namespace
 
-class ControlBlock {
+class ControlBlock : fabric::Endpoint {
 public:
   ControlBlock(const Library& library, fi_info* info, char* buffer, uint64_t bytes, uint64_t key)
       : library_(library), buffer_(buffer), virtual_(info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {
-    fid_fabric* fabric;
-    fid_domain* domain;
-    fid_av* av;
-    fid_cq* cq;
-    fid_ep* ep;
-    fid_mr* mr;
-    check(library.fabric(info->fabric_attr, &fabric, nullptr), "fi_fabric");
-    fabric_.reset(fabric);
-    check(fi_domain(fabric, info, &domain, nullptr), "fi_domain");
-    domain_.reset(domain);
-    fi_av_attr av_attr = {};
-    av_attr.type = info->domain_attr->av_type == FI_AV_UNSPEC ? FI_AV_TABLE : info->domain_attr->av_type;
-    check(fi_av_open(domain, &av_attr, &av, nullptr), "fi_av_open");
-    av_.reset(av);
     fi_cq_attr cq_attr = {};
     cq_attr.format = FI_CQ_FORMAT_CONTEXT;
-    cq_attr.wait_obj = FI_WAIT_NONE;
     cq_attr.size = 4096;
-    check(fi_cq_open(domain, &cq_attr, &cq, nullptr), "fi_cq_open");
-    cq_.reset(cq);
-    check(fi_endpoint(domain, info, &ep, nullptr), "fi_endpoint");
-    ep_.reset(ep);
-    check(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind");
-    check(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind");
-    check(fi_enable(ep), "fi_enable");
-    check(fi_mr_reg(domain, buffer, bytes, FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE, 0, key, 0, &mr,
+    open(library, info, cq_attr, [this](int rc, const char* call) { check(rc, call); });
+    fid_mr* mr;
+    check(fi_enable(ep_.get()), "fi_enable");
+    check(fi_mr_reg(domain_.get(), buffer, bytes, FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE, 0, key, 0, &mr,
                     nullptr),
           "fi_mr_reg");
     mr_.reset(mr);
     desc_ = fi_mr_desc(mr);
     if (info->domain_attr->mr_mode & FI_MR_ENDPOINT) {
-      check(fi_mr_bind(mr, &ep->fid, 0), "fi_mr_bind");
+      check(fi_mr_bind(mr, &ep_->fid, 0), "fi_mr_bind");
       check(fi_mr_enable(mr), "fi_mr_enable");
     }
   }
@@ -112,12 +95,6 @@ private:
   uint64_t remote_ = 0, key_ = 0;
   void* desc_ = nullptr;
   fi_addr_t peer_ = FI_ADDR_UNSPEC;
-  // Closed in the reverse order.
-  Fid<fid_fabric> fabric_;
-  Fid<fid_domain> domain_;
-  Fid<fid_av> av_;
-  Fid<fid_cq> cq_;
-  Fid<fid_ep> ep_;
   Fid<fid_mr> mr_;
 };
 

@@ -8,7 +8,6 @@
 
 #include "tilescale_net/csrc/bench/network.h"
 #include "tilescale_net/csrc/fabric/provider.h"
-#include "tilescale_net/csrc/fabric/rail.h"
 
 namespace tsn::bench {
 

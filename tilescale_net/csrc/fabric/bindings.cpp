@@ -71,10 +71,52 @@ py::list poll(Transport& transport, int capacity) {
   return list;
 }
 
+// Posting operations; each returns what answer() says.
+void bind_posts(py::class_<Transport>& transport) {
+  transport
+      .def(
+          "write",
+          [](Transport& t, int peer, Region local, RemoteRegion remote, uint64_t bytes, uint64_t local_offset,
+             uint64_t remote_offset, uint64_t cookie, std::optional<uint32_t> imm, int rail, bool more) {
+            return answer(t, t.post_write(copy_of(peer, local, remote, local_offset, remote_offset, bytes, cookie, imm,
+                                                  rail, more)));
+          },
+          py::arg("peer"), py::arg("local"), py::arg("remote"), py::arg("bytes"), py::arg("local_offset") = 0,
+          py::arg("remote_offset") = 0, py::arg("cookie") = kSilent, py::arg("imm") = py::none(), py::arg("rail") = 0,
+          py::arg("more") = false)
+      .def(
+          "read",
+          [](Transport& t, int peer, Region local, RemoteRegion remote, uint64_t bytes, uint64_t local_offset,
+             uint64_t remote_offset, uint64_t cookie, int rail, bool more) {
+            return answer(t, t.post_read(copy_of(peer, local, remote, local_offset, remote_offset, bytes, cookie,
+                                                 std::nullopt, rail, more)));
+          },
+          py::arg("peer"), py::arg("local"), py::arg("remote"), py::arg("bytes"), py::arg("local_offset") = 0,
+          py::arg("remote_offset") = 0, py::arg("cookie") = kSilent, py::arg("rail") = 0, py::arg("more") = false)
+      .def(
+          "message",
+          [](Transport& t, int peer, const std::string& data, uint64_t cookie, int rail) {
+            return answer(t, t.post_message(rail, peer, data.data(), static_cast<uint32_t>(data.size()), cookie));
+          },
+          py::arg("peer"), py::arg("data"), py::arg("cookie") = kSilent, py::arg("rail") = 0)
+      .def(
+          "send",
+          [](Transport& t, int peer, Region local, uint64_t offset, uint64_t bytes, uint64_t cookie, int rail) {
+            return answer(t, t.post_send(rail, peer, local, offset, bytes, cookie));
+          },
+          py::arg("peer"), py::arg("local"), py::arg("offset"), py::arg("bytes"), py::arg("cookie") = kSilent,
+          py::arg("rail") = 0)
+      .def(
+          "receive",
+          [](Transport& t, Region local, uint64_t offset, uint64_t bytes, uint64_t cookie, int rail) {
+            return answer(t, t.post_receive(rail, local, offset, bytes, cookie));
+          },
+          py::arg("local"), py::arg("offset"), py::arg("bytes"), py::arg("cookie"), py::arg("rail") = 0);
+}
+
 } // namespace
 
-py::dict properties_of(const Transport& transport) {
-  const Properties& p = transport.properties();
+py::dict properties_of(const Properties& p) {
   py::dict d;
   d["provider"] = p.provider;
   d["version"] = p.version;
@@ -120,10 +162,12 @@ void bind(py::module_& m) {
       "parse_chaos", [](const std::string& text) { parse_chaos(text); },
       "Raises FabricError naming the field that is wrong; see fabric/chaos.h for the fields.");
 
-  py::class_<Transport>(m, "Transport", "A transport driven from Python; see fabric/transport.h for the rules.")
+  py::class_<Transport> transport(m, "Transport",
+                                  "A transport driven from Python; see fabric/transport.h for the rules.");
+  transport
       .def(py::init([](const TransportOptions& options) { return make_transport(options); }),
            py::call_guard<py::gil_scoped_release>())
-      .def("properties", &properties_of)
+      .def("properties", [](const Transport& t) { return properties_of(t.properties()); })
       .def("address", [](const Transport& t) { return py::bytes(t.address()); })
       .def("connect", &Transport::connect)
       .def(
@@ -137,46 +181,9 @@ void bind(py::module_& m) {
       .def("release_memory", &Transport::release_memory)
       .def("region_key", [](const Transport& t, Region region) { return py::bytes(t.region_key(region)); })
       .def("add_remote", &Transport::add_remote)
-      .def(
-          "write",
-          [](Transport& t, int peer, Region local, RemoteRegion remote, uint64_t bytes, uint64_t local_offset,
-             uint64_t remote_offset, uint64_t cookie, std::optional<uint32_t> imm, int rail, bool more) {
-            return answer(t, t.post_write(copy_of(peer, local, remote, local_offset, remote_offset, bytes, cookie, imm,
-                                                  rail, more)));
-          },
-          py::arg("peer"), py::arg("local"), py::arg("remote"), py::arg("bytes"), py::arg("local_offset") = 0,
-          py::arg("remote_offset") = 0, py::arg("cookie") = kSilent, py::arg("imm") = py::none(), py::arg("rail") = 0,
-          py::arg("more") = false)
-      .def(
-          "read",
-          [](Transport& t, int peer, Region local, RemoteRegion remote, uint64_t bytes, uint64_t local_offset,
-             uint64_t remote_offset, uint64_t cookie, int rail, bool more) {
-            return answer(t, t.post_read(copy_of(peer, local, remote, local_offset, remote_offset, bytes, cookie,
-                                                 std::nullopt, rail, more)));
-          },
-          py::arg("peer"), py::arg("local"), py::arg("remote"), py::arg("bytes"), py::arg("local_offset") = 0,
-          py::arg("remote_offset") = 0, py::arg("cookie") = kSilent, py::arg("rail") = 0, py::arg("more") = false)
-      .def(
-          "message",
-          [](Transport& t, int peer, const std::string& data, uint64_t cookie, int rail) {
-            return answer(t, t.post_message(rail, peer, data.data(), static_cast<uint32_t>(data.size()), cookie));
-          },
-          py::arg("peer"), py::arg("data"), py::arg("cookie") = kSilent, py::arg("rail") = 0)
-      .def(
-          "send",
-          [](Transport& t, int peer, Region local, uint64_t offset, uint64_t bytes, uint64_t cookie, int rail) {
-            return answer(t, t.post_send(rail, peer, local, offset, bytes, cookie));
-          },
-          py::arg("peer"), py::arg("local"), py::arg("offset"), py::arg("bytes"), py::arg("cookie") = kSilent,
-          py::arg("rail") = 0)
-      .def(
-          "receive",
-          [](Transport& t, Region local, uint64_t offset, uint64_t bytes, uint64_t cookie, int rail) {
-            return answer(t, t.post_receive(rail, local, offset, bytes, cookie));
-          },
-          py::arg("local"), py::arg("offset"), py::arg("bytes"), py::arg("cookie"), py::arg("rail") = 0)
       .def("strangers", &Transport::strangers, "Messages dropped because their sender did not know this one's token.")
       .def("poll", &poll, py::arg("capacity") = 64);
+  bind_posts(transport);
 }
 
 } // namespace tsn::fabric

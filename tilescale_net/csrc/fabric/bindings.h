@@ -8,7 +8,7 @@
 namespace tsn::fabric {
 
 // All of Properties as a dict.
-pybind11::dict properties_of(const Transport& transport);
+pybind11::dict properties_of(const Properties& properties);
 
 // What is compiled against libfabric's headers; without them, functions that raise ConfigurationError.
 void bind_libfabric(pybind11::module_& m);

@@ -56,10 +56,14 @@ Rail::Rail(const Library& library, fi_info* info, const TransportOptions& option
     check(fi_mr_enable(buffers_mr_.get()), "fi_mr_enable");
   }
   post_buffers();
-  if (!error.empty()) throw FabricError("posting receives failed on " + where() + ": " + error);
+  if (error.empty()) return;
+  close();
+  throw FabricError("posting receives failed on " + where() + ": " + error);
 }
 
-Rail::~Rail() {
+Rail::~Rail() { close(); }
+
+void Rail::close() {
   // Registrations bound to an endpoint must go before it; others may still be in use until it is gone.
   if (mr_endpoint_) buffers_mr_.reset();
   ep_.reset();
@@ -67,33 +71,11 @@ Rail::~Rail() {
 }
 
 void Rail::open(uint32_t immediates) {
-  fid_fabric* fabric = nullptr;
-  fid_domain* domain = nullptr;
-  fid_av* av = nullptr;
-  fid_cq* cq = nullptr;
-  fid_ep* ep = nullptr;
-  check(library_.fabric(info_->fabric_attr, &fabric, nullptr), "fi_fabric");
-  fabric_.reset(fabric);
-  check(fi_domain(fabric, info_, &domain, nullptr), "fi_domain");
-  domain_.reset(domain);
-
-  fi_av_attr av_attr = {};
-  av_attr.type = info_->domain_attr->av_type == FI_AV_UNSPEC ? FI_AV_TABLE : info_->domain_attr->av_type;
-  check(fi_av_open(domain, &av_attr, &av, nullptr), "fi_av_open");
-  av_.reset(av);
-
   fi_cq_attr cq_attr = {};
   cq_attr.format = FI_CQ_FORMAT_DATA;
-  cq_attr.wait_obj = FI_WAIT_NONE;
   // Immediates arrive unasked: room for them beyond what this side can have outstanding.
   cq_attr.size = depth_ + receives_ + immediates;
-  check(fi_cq_open(domain, &cq_attr, &cq, nullptr), "fi_cq_open");
-  cq_.reset(cq);
-
-  check(fi_endpoint(domain, info_, &ep, nullptr), "fi_endpoint");
-  ep_.reset(ep);
-  check(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind (address vector)");
-  check(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind (completion queue)");
+  Endpoint::open(library_, info_, cq_attr, [this](int rc, const char* call) { check(rc, call); });
   set_endpoint_options();
 }
 

@@ -18,20 +18,13 @@
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_rma.h>
 
-#include "library.h"
+#include "endpoint.h"
 #include "tilescale_net/csrc/common/secret.h"
 #include "transport.h"
 
 namespace tsn::fabric {
 
-template <typename T>
-struct FidDeleter {
-  void operator()(T* object) const { fi_close(&object->fid); }
-};
-template <typename T>
-using Fid = std::unique_ptr<T, FidDeleter<T>>;
-
-class Rail {
+class Rail : Endpoint {
 public:
   // `index` is the rail's number in its transport. Throws FabricError.
   Rail(const Library& library, fi_info* info, const TransportOptions& options, int index, bool device_memory);
@@ -102,6 +95,7 @@ private:
   static constexpr int kBatch = 32;
 
   std::string where() const;
+  void close();
   void check(int rc, const char* call) const; // set-up calls answer 0 or a negative code
   void open(uint32_t immediates);
   void set_endpoint_options();
@@ -152,14 +146,8 @@ private:
   const int index_;
   const int self_;
 
-  // Closed in the reverse order.
-  Fid<fid_fabric> fabric_;
-  Fid<fid_domain> domain_;
-  Fid<fid_av> av_;
-  Fid<fid_cq> cq_;
   std::vector<char> buffers_; // bounce buffers of messages, then the pool of posted receives
   Fid<fid_mr> buffers_mr_;
-  Fid<fid_ep> ep_;
 
   bool virtual_addresses_ = false, mr_endpoint_ = false, prov_key_ = false, wide_keys_ = false, pool_ = false,
        imm_consumes_ = false;

@@ -4,6 +4,7 @@
 
 #include "tilescale_net/csrc/common/keyword_fields.h"
 #include "tilescale_net/csrc/cuda/driver.h"
+#include "tilescale_net/csrc/fabric/bindings.h"
 #include "tilescale_net/csrc/proxy/null_transport.h"
 #include "tilescale_net/csrc/proxy/proxy.h"
 #include "tilescale_net/device/add_mailbox.h"
@@ -66,6 +67,25 @@ py::object whole(double v) {
   return py::float_(v);
 }
 
+py::object error_of(Proxy& proxy) {
+  Failure f;
+  if (!proxy.failure(&f)) return py::none();
+  py::dict d;
+  d["kind"] = f.kind;
+  // Part of it may be what a peer has sent.
+  d["text"] =
+      py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(f.text.data(), (Py_ssize_t)f.text.size(), "replace"));
+  d["pe"] = f.pe;
+  d["operation"] = f.operation;
+  d["offset"] = f.offset;
+  return d;
+}
+
+uint32_t context_flags(const Proxy& proxy) {
+  const ProxyOptions& o = proxy.options();
+  return adds_are_deferred(o) ? (uint32_t)home_threads(o) << kAddMailboxShift : 0u;
+}
+
 } // namespace
 
 void bind(py::module_& m) {
@@ -108,28 +128,9 @@ void bind(py::module_& m) {
             return py::bytes(reinterpret_cast<const char*>(views.data()), views.size() * sizeof(QueueView));
           },
           "The QueueView array that Context::queues points to, to be placed where the device reads fast.")
-      .def_property_readonly(
-          "context_flags",
-          [](const Proxy& p) {
-            return adds_are_deferred(p.options()) ? (uint32_t)home_threads(p.options()) << kAddMailboxShift : 0u;
-          },
-          "What Context::flags must contain for this proxy.")
-      .def(
-          "error",
-          [](Proxy& p) -> py::object {
-            Failure f;
-            if (!p.failure(&f)) return py::none();
-            py::dict d;
-            d["kind"] = f.kind;
-            // Part of it may be what a peer has sent.
-            d["text"] = py::reinterpret_steal<py::object>(
-                PyUnicode_DecodeUTF8(f.text.data(), (Py_ssize_t)f.text.size(), "replace"));
-            d["pe"] = f.pe;
-            d["operation"] = f.operation;
-            d["offset"] = f.offset;
-            return d;
-          },
-          "None, or what ended the proxy: kind (a class of tilescale_net.errors), text, pe, operation, offset.")
+      .def_property_readonly("context_flags", &context_flags, "What Context::flags must contain for this proxy.")
+      .def("error", &error_of,
+           "None, or what ended the proxy: kind (a class of tilescale_net.errors), text, pe, operation, offset.")
       .def(
           "stats",
           [](const Proxy& p) {
@@ -142,16 +143,8 @@ void bind(py::module_& m) {
       .def(
           "properties",
           [](const Proxy& p) {
-            const Properties& t = p.properties();
-            py::dict d;
-            d["provider"] = t.provider;
-            d["version"] = t.version;
-            d["library"] = t.library;
-            d["interface"] = t.interface;
-            d["rails"] = t.rails;
+            py::dict d = fabric::properties_of(p.properties());
             d["staged"] = p.staged();
-            d["delivery_complete"] = t.delivery_complete;
-            d["emulated_write"] = t.emulated_write;
             d["chunk_bytes"] = p.chunk_bytes();
             return d;
           },

@@ -157,6 +157,17 @@ bool Grid::lag_step(bool still) {
   return true;
 }
 
+char* Grid::prepare_shared(Block& block) {
+  if (!launch_.shared_bytes) return nullptr;
+  if (!block.shared) block.shared.reset(new char[launch_.shared_bytes + 2 * kStrip + 1024]);
+  char* const shared = aligned(block.shared.get() + kStrip, 1024);
+  memset(shared - kStrip, kStripByte, kStrip);
+  memset(shared, kPoison, launch_.shared_bytes);
+  memset(shared + launch_.shared_bytes, kStripByte, kStrip);
+  if (local_) local_->forget(shared, launch_.shared_bytes);
+  return shared;
+}
+
 void Grid::start_block() {
   std::unique_ptr<Block> block;
   if (spare_.empty()) {
@@ -173,15 +184,7 @@ void Grid::start_block() {
   block->votes = 0;
   block->after_wait = false;
   block->variables.clear();
-  char* shared = nullptr;
-  if (launch_.shared_bytes) {
-    if (!block->shared) block->shared.reset(new char[launch_.shared_bytes + 2 * kStrip + 1024]);
-    shared = aligned(block->shared.get() + kStrip, 1024);
-    memset(shared - kStrip, kStripByte, kStrip);
-    memset(shared, kPoison, launch_.shared_bytes);
-    memset(shared + launch_.shared_bytes, kStripByte, kStrip);
-    if (local_) local_->forget(shared, launch_.shared_bytes);
-  }
+  char* const shared = prepare_shared(*block);
   for (size_t w = 0; w < block->warps.size(); ++w) {
     const unsigned lanes = std::min<unsigned>(32, threads_per_block_ - static_cast<unsigned>(w) * 32);
     block->warps[w].members = lanes == 32 ? 0xffffffffu : (1u << lanes) - 1;

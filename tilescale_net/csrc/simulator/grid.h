@@ -159,6 +159,8 @@ public:
 
 private:
   static void fiber_main();
+  // The shared memory of a block that starts, with strips on both sides that nothing may touch; nullptr: it has none.
+  char* prepare_shared(Block& block);
   void start_block();
   void start(Fiber& fiber, unsigned linear, Block& block);
   void resume(Fiber& fiber);
