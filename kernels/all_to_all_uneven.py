@@ -34,8 +34,8 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
     behind the beginning of `heap`, which is the whole symmetric heap (uint8); it may lie elsewhere on every PE.
     `sends[p]` and `receives[p]` (int64 [n_pes]) are the rows that go to and come from PE p, in the order of the PEs;
     they must add up to `in_rows` and `out_rows`. `differences` (int64 [n_pes, 3]) stays zero unless splits do not fit: then
-    no row moves between the two PEs, and both find the reason in `differences`. `tag` and `status` are as in `exchange`. `outbox` and `inbox` (int64 [n_pes, WORDS]
-    and [2, n_pes, WORDS]) are symmetric; the signals are as in `all_to_all`.
+    no row moves between the two PEs, and both find the reason in `differences`. `tag` and `status` are as in `exchange`.
+    `outbox` and `inbox` (int64 [n_pes, WORDS] and [2, n_pes, WORDS]) are symmetric; the signals are as in `all_to_all`.
     """
     heap_bytes, x_bytes = T.dynamic("heap_bytes", "int64"), T.dynamic("x_bytes", "int64")
 

@@ -20,7 +20,8 @@ from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES, accumulator, add_up
 def node_reduce_scatter(
     n_pes, node_size, dtype, threads=512, blocks=32, slots=3, chunk_bytes=64 * 1024, engine="auto", unroll=None, ring=None
 ):  # fmt: skip
-    """Kernel `(out, x, tag, status, staging, outgoing, calls, ready, done, arrived, consumed)`: `out` is the sum over all PEs p of part my_pe of the `x` of PE p.
+    """Kernel `(out, x, tag, status, staging, outgoing, calls, ready, done, arrived, consumed)`: `out` is the sum over all
+    PEs p of part my_pe of the `x` of PE p.
 
     Args:
         n_pes: number of PEs, at most `threads`.

@@ -38,7 +38,8 @@ def reduce_scatter(
     unroll=None,
     ring=None,
 ):
-    """Kernel `(out, x, tag, status, staging, calls, chunks, ready, arrived, consumed)`: `out` is the sum over all PEs p of `x[my_pe]` of PE p.
+    """Kernel `(out, x, tag, status, staging, calls, chunks, ready, arrived, consumed)`: `out` is the sum over all PEs p of
+    `x[my_pe]` of PE p.
 
     Args:
         n_pes: number of PEs, at most `threads`.

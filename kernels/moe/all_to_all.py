@@ -322,8 +322,8 @@ class AllToAll(Participant):
 
         `y`, `weights`, `bias` and `out` belong to the call until then. Latency mode: with `weights` it waits on the GPU for
         those of the other ranks. With `tiles`, of an object with `tile_rows`, `y` is what a kernel launched next will
-        store, after `alongside`: each row is read when its tiles are there, those of the last expert first. All `blocks` send then; `combine_recv`
-        launches what sums.
+        store, after `alongside`: each row is read when its tiles are there, those of the last expert first. All `blocks`
+        send then; `combine_recv` launches what sums.
         """
         if tiles is not None:
             self._check_tiles(tiles)

@@ -202,8 +202,8 @@ class Dispatched:
         x: the rows.
             Throughput, layout "expert": [capacity, hidden]; expert e has rows offsets[e] … offsets[e] + counts[e] - 1,
             ordered by source rank and token; rows between the experts are left as they were.
-            Throughput, layout "rank": [ranks * max_tokens or capacity, the smaller, hidden]; one row per token however many experts it has here,
-            ordered by source rank and token.
+            Throughput, layout "rank": [ranks * max_tokens or capacity, the smaller, hidden]; one row per token however many
+            experts it has here, ordered by source rank and token.
             Latency: [local experts, ranks * max_tokens, hidden]; expert e has rows 0 … counts[e] - 1.
         scales: [rows, scale_words] for FP8 rows, of the dtype of the scales that were given (float32), shaped like `x` in
             front; else None.

@@ -2,8 +2,9 @@
 
 A rank sums the rows of a token over its own experts in float32 and rounds once. For a token of its own node it sends this
 row to the token's rank; for one of another node it keeps it, and that rank's gateway here reads it over mapped memory, so
-that a gateway needs no room for what its node has. The gateway sums such rows in float32, in the order of ranks, rounds (or quantises) once more, and sends one row to the token's rank. That one sums what it gets from its
-origins (see node_layout.py) in their order: the sums of whole nodes, and in its own node's place the rows of single ranks.
+that a gateway needs no room for what its node has. The gateway sums such rows in float32, in the order of ranks, rounds (or
+quantises) once more, and sends one row to the token's rank. That one sums what it gets from its origins (see
+node_layout.py) in their order: the sums of whole nodes, and in its own node's place the rows of single ranks.
 """
 
 from dataclasses import replace

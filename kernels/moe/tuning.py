@@ -40,7 +40,10 @@ class Tuning:
     parts: int = 2
 
     def resolved(self, config: Config, device: torch.device) -> Tuning:
-        """With every None replaced, for ranks on such a device. Raises ValueError for what makes no sense; what the GPU cannot run is checked later."""
+        """With every None replaced, for ranks on such a device.
+
+        Raises ValueError for what makes no sense; what the GPU cannot run is checked later.
+        """
         on_gpu = device.type == "cuda"
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0
         mode, default = config.mode, defaults(config, on_gpu, multiprocessors)

@@ -59,6 +59,24 @@ def long_functions(text: str):
                 yield node.name, lines
 
 
+def long_native_functions(text: str):
+    """First line and lines of every function of C++ that is too long; clang-format has indented it by 0 or 2."""
+    source = text.splitlines()
+    for first, line in enumerate(source):
+        indent = len(line) - len(line.lstrip())
+        if indent > 2 or not line.strip() or line.lstrip().startswith(("{", "}", "//", "#")):
+            continue
+        opened = first
+        while opened + 1 < len(source) and not source[opened].endswith((";", "{", "}")) and "(" in line:
+            opened += 1
+        is_lambda = any("](" in part for part in source[first : opened + 1])
+        if re.search(r"\)[^;=()]*\{$", source[opened]) and not is_lambda:
+            end = " " * indent + "}"
+            last = next((i for i in range(opened + 1, len(source)) if source[i].startswith(end)), opened + 1)
+            if last - opened - 1 > MOST_LINES_OF_A_FUNCTION:
+                yield line.strip(), last - opened - 1
+
+
 def test_files_are_short():
     found = files("*.py", "*.h", "*.cpp", "*.cu")
     assert len(found) > 300
@@ -73,3 +91,14 @@ def test_functions_are_short():
         f"{p.relative_to(ROOT)}:{name}": lines for p in files("*.py") for name, lines in long_functions(p.read_text())
     }
     assert not long
+
+
+def test_native_functions_are_short():
+    body = "\n".join(["  f();"] * 61)
+    assert [*long_native_functions(f"void f(int a,\n       int b) const {{\n{body}\n}}\n")] == [("void f(int a,", 61)]
+    assert not [*long_native_functions(f"namespace a {{\nvoid f() {{\n  f();\n}}\n{body}\n}}\n")]
+    assert not {
+        f"{p.relative_to(ROOT)}: {name}": lines
+        for p in files("*.h", "*.cpp", "*.cu")
+        for name, lines in long_native_functions(p.read_text())
+    }

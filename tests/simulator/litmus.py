@@ -35,80 +35,112 @@ def _kernel(sender, blocks=1):
     return kernel
 
 
+# How data are moved: `move(src, dst, pe, tx)`.
 @T.macro
-def _put_fence_signal(src, dst, sig, pe, turn, tx):
+def _put(src, dst, pe, tx):
     N.put_block(dst, src, pe)
-    T.sync_threads()
-    if tx == 0:
-        N.fence(pe)
-        N.signal(sig[0], turn, pe)
-    N.wait_block(sig[0], "ge", turn)
 
 
 @T.macro
-def _put_signal(src, dst, sig, pe, turn, tx):
-    N.put_signal_block(dst, src, pe, sig[0], turn)
-    N.wait_block(sig[0], "ge", turn)
-
-
-@T.macro
-def _put_quiet_barrier(src, dst, sig, pe, turn, tx):
-    N.put_block(dst, src, pe)
-    T.sync_threads()
-    if tx == 0:
-        N.quiet(pe)
-    N.barrier_all()
-
-
-@T.macro
-def _put_value_fence_signal(src, dst, sig, pe, turn, tx):
+def _put_values(src, dst, pe, tx):
     for i in T.serial(T.ceildiv(COUNT, 128)):
         if i * 128 + tx < COUNT:
             N.put_value(dst[i * 128 + tx], src[i * 128 + tx], pe)
-    T.sync_threads()
-    if tx == 0:
-        N.fence(pe)
-        N.signal(sig[0], turn, pe)
-    N.wait_block(sig[0], "ge", turn)
 
 
 @T.macro
-def _put_fence_put_signal(src, dst, sig, pe, turn, tx):
-    """The fence orders the first half before the signal of the second."""
-    half = COUNT // 2
-    N.put_block(dst[0], src[0], pe, count=half)
-    T.sync_threads()
-    if tx == 0:
-        N.fence(pe)
-    T.sync_threads()
-    N.put_signal_block(dst[half], src[half], pe, sig[0], turn, count=COUNT - half)
-    N.wait_block(sig[0], "ge", turn)
-
-
-@T.macro
-def _quiet_then_reuse(src, dst, sig, pe, turn, tx):
-    N.put_signal_block(dst, src, pe, sig[0], turn)
-    T.sync_threads()
-    if tx == 0:
-        N.quiet(pe)
-    T.sync_threads()
-    for i in T.serial(T.ceildiv(COUNT, 128)):
-        if i * 128 + tx < COUNT:
-            src[i * 128 + tx] = -1.0
-    N.wait_block(sig[0], "ge", turn)
-
-
-@T.macro
-def _view_and_signal(src, dst, sig, pe, turn, tx):
+def _store_to_remote(src, dst, pe, tx):
     there = N.remote(dst, pe)
     for i in T.serial(T.ceildiv(COUNT, 128)):
         if i * 128 + tx < COUNT:
             there[i * 128 + tx] = src[i * 128 + tx]
-    T.sync_threads()
+
+
+def _then_signal(move, fence=None):
+    """Data, `fence(pe)`, and their signal."""
+
+    @T.macro
+    def sender(src, dst, sig, pe, turn, tx):
+        move(src, dst, pe, tx)
+        T.sync_threads()
+        if tx == 0:
+            if fence is not None:
+                fence(pe)
+            N.signal(sig[0], turn, pe)
+        N.wait_block(sig[0], "ge", turn)
+
+    return sender
+
+
+def _put_signal(wait):
+    """`wait(word, turn, tx)` follows."""
+
+    @T.macro
+    def sender(src, dst, sig, pe, turn, tx):
+        N.put_signal_block(dst, src, pe, sig[0], turn)
+        if wait is not None:
+            wait(sig[0], turn, tx)
+
+    return sender
+
+
+@T.macro
+def _wait_by_all(word, turn, tx):
+    N.wait_block(word, "ge", turn)
+
+
+@T.macro
+def _wait_by_one(word, turn, tx):
     if tx == 0:
-        N.fence(pe)
-        N.signal(sig[0], turn, pe)
-    N.wait_block(sig[0], "ge", turn)
+        N.wait(word, "ge", turn)
+
+
+def _then_barrier(quiet):
+    @T.macro
+    def sender(src, dst, sig, pe, turn, tx):
+        N.put_block(dst, src, pe)
+        if quiet:
+            T.sync_threads()
+            if tx == 0:
+                N.quiet(pe)
+        N.barrier_all()
+
+    return sender
+
+
+def _in_halves(fence):
+    """The fence orders the first half before the signal of the second."""
+
+    @T.macro
+    def sender(src, dst, sig, pe, turn, tx):
+        half = COUNT // 2
+        N.put_block(dst[0], src[0], pe, count=half)
+        if fence:
+            T.sync_threads()
+            if tx == 0:
+                N.fence(pe)
+            T.sync_threads()
+        N.put_signal_block(dst[half], src[half], pe, sig[0], turn, count=COUNT - half)
+        N.wait_block(sig[0], "ge", turn)
+
+    return sender
+
+
+def _source_reused(quiet):
+    @T.macro
+    def sender(src, dst, sig, pe, turn, tx):
+        N.put_signal_block(dst, src, pe, sig[0], turn)
+        T.sync_threads()
+        if quiet:
+            if tx == 0:
+                N.quiet(pe)
+            T.sync_threads()
+        for i in T.serial(T.ceildiv(COUNT, 128)):
+            if i * 128 + tx < COUNT:
+                src[i * 128 + tx] = -1.0
+        N.wait_block(sig[0], "ge", turn)
+
+    return sender
 
 
 @T.macro
@@ -118,93 +150,24 @@ def _get_after_barrier(src, dst, sig, pe, turn, tx):
 
 
 RIGHT = {
-    "put, fence, signal": _put_fence_signal,
-    "put_signal": _put_signal,
-    "put, quiet, barrier": _put_quiet_barrier,
-    "put_value, fence, signal": _put_value_fence_signal,
-    "put, fence, put_signal": _put_fence_put_signal,
-    "source reused after quiet": _quiet_then_reuse,
-    "remote view, fence, signal": _view_and_signal,
+    "put, fence, signal": _then_signal(_put, N.fence),
+    "put_signal": _put_signal(_wait_by_all),
+    "put, quiet, barrier": _then_barrier(quiet=True),
+    "put_value, fence, signal": _then_signal(_put_values, N.fence),
+    "put, fence, put_signal": _in_halves(fence=True),
+    "source reused after quiet": _source_reused(quiet=True),
+    "remote view, fence, signal": _then_signal(_store_to_remote, N.fence),
     "get after a barrier": _get_after_barrier,
 }
-
-
-@T.macro
-def _no_fence(src, dst, sig, pe, turn, tx):
-    N.put_block(dst, src, pe)
-    T.sync_threads()
-    if tx == 0:
-        N.signal(sig[0], turn, pe)
-    N.wait_block(sig[0], "ge", turn)
-
-
-@T.macro
-def _no_wait(src, dst, sig, pe, turn, tx):
-    N.put_signal_block(dst, src, pe, sig[0], turn)
-
-
-@T.macro
-def _no_quiet(src, dst, sig, pe, turn, tx):
-    N.put_block(dst, src, pe)
-    N.barrier_all()
-
-
-@T.macro
-def _value_without_fence(src, dst, sig, pe, turn, tx):
-    for i in T.serial(T.ceildiv(COUNT, 128)):
-        if i * 128 + tx < COUNT:
-            N.put_value(dst[i * 128 + tx], src[i * 128 + tx], pe)
-    T.sync_threads()
-    if tx == 0:
-        N.signal(sig[0], turn, pe)
-    N.wait_block(sig[0], "ge", turn)
-
-
-@T.macro
-def _signal_of_another_put(src, dst, sig, pe, turn, tx):
-    half = COUNT // 2
-    N.put_block(dst[0], src[0], pe, count=half)
-    N.put_signal_block(dst[half], src[half], pe, sig[0], turn, count=COUNT - half)
-    N.wait_block(sig[0], "ge", turn)
-
-
-@T.macro
-def _early_reuse(src, dst, sig, pe, turn, tx):
-    N.put_signal_block(dst, src, pe, sig[0], turn)
-    T.sync_threads()
-    for i in T.serial(T.ceildiv(COUNT, 128)):
-        if i * 128 + tx < COUNT:
-            src[i * 128 + tx] = -1.0
-    N.wait_block(sig[0], "ge", turn)
-
-
-@T.macro
-def _fence_to_another_pe(src, dst, sig, pe, turn, tx):
-    N.put_block(dst, src, pe)
-    T.sync_threads()
-    if tx == 0:
-        N.fence(1 - pe)
-        N.signal(sig[0], turn, pe)
-    N.wait_block(sig[0], "ge", turn)
-
-
-@T.macro
-def _wait_by_one_thread(src, dst, sig, pe, turn, tx):
-    """The other threads read without having waited."""
-    N.put_signal_block(dst, src, pe, sig[0], turn)
-    if tx == 0:
-        N.wait(sig[0], "ge", turn)
-
-
 WRONG = {
-    "no fence between put and signal": _no_fence,
-    "no wait": _no_wait,
-    "barrier without quiet": _no_quiet,
-    "no fence between put_value and signal": _value_without_fence,
-    "signal of another put": _signal_of_another_put,
-    "source reused before quiet": _early_reuse,
-    "fence to another PE": _fence_to_another_pe,
-    "wait by one thread": _wait_by_one_thread,
+    "no fence between put and signal": _then_signal(_put),
+    "no wait": _put_signal(None),
+    "barrier without quiet": _then_barrier(quiet=False),
+    "no fence between put_value and signal": _then_signal(_put_values),
+    "signal of another put": _in_halves(fence=False),
+    "source reused before quiet": _source_reused(quiet=False),
+    "fence to another PE": _then_signal(_put, lambda pe: N.fence(1 - pe)),
+    "wait by one thread": _put_signal(_wait_by_one),  # the others read without having waited
 }
 
 
@@ -252,29 +215,14 @@ def _transfer(call):
     return by_thread
 
 
-@T.macro
-def _put_to(a, b, sig, place, count, pe, tx):
-    N.put_block(b[place], a[0], pe, count=count)
+def _by_block(call):
+    """A macro that makes `call`, a primitive of a block."""
 
+    @T.macro
+    def by_block(a, b, sig, place, count, pe, tx):
+        call(a, b, sig, place, count, pe)
 
-@T.macro
-def _put_from(a, b, sig, place, count, pe, tx):
-    N.put_block(b[0], a[place], pe, count=count)
-
-
-@T.macro
-def _put_signal_to(a, b, sig, place, count, pe, tx):
-    N.put_signal_block(b[place], a[0], pe, sig[0], 1, count=count)
-
-
-@T.macro
-def _get_from(a, b, sig, place, count, pe, tx):
-    N.get_block(a[0], b[place], pe, count=count)
-
-
-@T.macro
-def _get_to(a, b, sig, place, count, pe, tx):
-    N.get_block(a[place], b[0], pe, count=count)
+    return by_block
 
 
 @T.macro
@@ -285,11 +233,11 @@ def _store_to_view(a, b, sig, place, count, pe, tx):
 
 
 TRANSFERS = {
-    "put to": _put_to,
-    "put from": _put_from,
-    "put_signal": _put_signal_to,
-    "get from": _get_from,
-    "get to": _get_to,
+    "put to": _by_block(lambda a, b, sig, place, n, pe: N.put_block(b[place], a[0], pe, count=n)),
+    "put from": _by_block(lambda a, b, sig, place, n, pe: N.put_block(b[0], a[place], pe, count=n)),
+    "put_signal": _by_block(lambda a, b, sig, at, n, pe: N.put_signal_block(b[at], a[0], pe, sig[0], 1, count=n)),
+    "get from": _by_block(lambda a, b, sig, place, n, pe: N.get_block(a[0], b[place], pe, count=n)),
+    "get to": _by_block(lambda a, b, sig, place, n, pe: N.get_block(a[place], b[0], pe, count=n)),
     "put_value": _transfer(lambda a, b, sig, place, pe: N.put_value(b[place], T.float32(1), pe)),
     "atomic": _transfer(lambda a, b, sig, place, pe: N.atomic_add(b[place], T.float32(1), pe)),
     "signal": _transfer(lambda a, b, sig, place, pe: N.signal(sig[place], T.uint64(1), pe)),

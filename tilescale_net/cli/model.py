@@ -8,8 +8,8 @@ of the two counts, and a fixed cost for the launch, the handshake and the waits 
 
 The fixed costs and the distance from the bound of NVLink are fitted to what `docs/results/moe.md` reports of 2 and 4 H200s;
 tests/cli/test_model.py compares them with these results. Where a rank of the other node passes rows on, its wait, its read
-and its put come on top once; what several GPUs of several nodes take has not been measured. What the network costs is either measured (tcp over loopback,
-`docs/results/fabric.md`) or published by others (a NIC), and the table says which.
+and its put come on top once; what several GPUs of several nodes take has not been measured. What the network costs is
+either measured (tcp over loopback, `docs/results/fabric.md`) or published by others (a NIC), and the table says which.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ struct TransportOptions {
   uint32_t message_buffers = 256; // receives kept posted per rail; 0: the caller posts its own
   uint32_t immediates = 4096;     // that peers may send to one rail before it is polled
   bool delivery_complete = true;  // ask for it where it is offered
-  std::string library;            // file of libfabric.so.1; "" = search (see libfabric.h)
+  std::string library;            // file of libfabric.so.1; "" = search (see library.h)
   std::string library_fallback;   // tried last: the one inside the mpich wheel, which only Python can find
   std::string chaos;              // "" = TSN_CHAOS, "off" = none, or "seed=7,reorder=0.3,…" (see chaos.h)
 };

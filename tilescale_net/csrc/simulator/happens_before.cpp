@@ -245,6 +245,14 @@ std::string HappensBefore::stored_plainly(const Event& event, const uint64_t* wo
   return "";
 }
 
+// What this rank has done so far is known to all that are met in a barrier.
+void HappensBefore::enter_barrier(const Actor& actor, unsigned lane) {
+  if (!follows_ranks_) signalled_ = join(signalled_, with_own(actor.warp, at(actor.warp), lane));
+  for (int pe = 0; follows_ranks_ && pe < memory_->ranks(); ++pe)
+    if (!memory_->heaps[static_cast<size_t>(pe)]) memory_->send(pe, message(actor.warp, actor.lane(), pe, nullptr, 0));
+  turn(at(actor.warp), at(actor.warp).known);
+}
+
 std::string HappensBefore::begin(const Actor& actor, const Call& call) {
   const bool alone = lanes_ && call.scope == 0;
   const unsigned lane = alone ? actor.lane() : kEveryLane;
@@ -287,11 +295,7 @@ std::string HappensBefore::begin(const Actor& actor, const Call& call) {
     }
     break;
   case kOpBarrier:
-    if (!follows_ranks_) signalled_ = join(signalled_, with_own(actor.warp, at(actor.warp), lane));
-    for (int pe = 0; follows_ranks_ && pe < memory_->ranks(); ++pe)
-      if (!memory_->heaps[static_cast<size_t>(pe)])
-        memory_->send(pe, message(actor.warp, actor.lane(), pe, nullptr, 0));
-    turn(at(actor.warp), at(actor.warp).known);
+    enter_barrier(actor, lane);
     break;
   case kOpFence:
   case kOpQuiet:

@@ -141,6 +141,7 @@ private:
   std::string use(const Event& event, const Call& call);
   std::string stored_plainly(const Event& event, const uint64_t* word) const;
   std::string passed() const;
+  void enter_barrier(const Actor& actor, unsigned lane);
   std::string transfer(const Actor& actor, const Event& event, const Call& call, uint32_t warps);
   uint64_t record(const Actor& actor, const Event& event, uint32_t warps, uint64_t word, const std::string& name,
                   uint32_t lane = 0);
