@@ -1,5 +1,6 @@
 """What every test needs: a check that nothing is left behind, and an account of what the machine lacked."""
 
+import gc
 import os
 import re
 import signal
@@ -23,6 +24,11 @@ def pytest_configure(config):
     """Ctrl-C must reach what tests start, also where whoever started the tests in the background ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish(session):
+    """What is there by now stays: the collector of garbage need not look through it again and again."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -40,3 +40,5 @@ _translate_macros()
 _hash_sources()
 gc.collect()
 gc.freeze()
+# Ranks make many objects that stay: the default looks through them hundreds of times, a twentieth of a rank's time.
+gc.set_threshold(50000, 20, 20)

@@ -310,7 +310,7 @@ void Worker::run() try {
     // A shared core is better spent on threads that have work; a dedicated one keeps polling.
     if (!options_.dedicated && idle_rounds > 50) {
       if (idle_rounds < 2000) sched_yield();
-      else std::this_thread::sleep_for(std::chrono::microseconds(50));
+      else std::this_thread::sleep_for(std::chrono::microseconds(idle_rounds < 5000 ? 50 : 250));
     }
   }
   may_close_ = !proxy_state_->aborted() && idle() && transport_->idle();
