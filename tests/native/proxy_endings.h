@@ -70,7 +70,8 @@ inline void end_in_order(const WorldOptions& o, int round) {
   w.check_healthy();
 }
 
-// One PE does not poll: the other sends it no more immediates than its completion queue holds, and goes on later.
+// One PE does not poll: the others together send it no more immediates than its completion queue holds, and go on
+// later.
 inline void credit(WorldOptions o) {
   constexpr int kPuts = 12000;
   if (!o.make) {
@@ -78,32 +79,39 @@ inline void credit(WorldOptions o) {
     o.make = [hub](const TransportOptions& t) { return std::make_unique<fabric::Loopback>(hub, t); };
   }
   o.proxy.inline_bytes = 0;
-  Pe away(0, o), busy(1, o);
-  const std::vector<std::string> addresses = {away.proxy->address(), busy.proxy->address()};
-  away.proxy->connect(addresses);
-  busy.proxy->connect(addresses);
-  busy.proxy->start();
-  std::thread kernel([&] {
-    for (int i = 0; i < kPuts; i++) queue_put(busy.context, busy.at(kSystemBytes), busy.at(kSystemBytes), 64, 0);
-    queue_put_signal(busy.context, busy.at(kSystemBytes), busy.at(kSystemBytes), 64, 0, busy.at<uint64_t>(1 << 20), 1,
-                     SignalOp::set);
-    busy.quiet(0);
-  });
+  const int away = o.pes > 2; // of three with two threads each, PE 1 has one for both others, who have one for it alone
+  std::vector<std::unique_ptr<Pe>> pes;
+  std::vector<std::string> addresses;
+  for (int pe = 0; pe < o.pes; pe++) pes.push_back(std::make_unique<Pe>(pe, o));
+  for (auto& pe : pes) addresses.push_back(pe->proxy->address());
+  for (auto& pe : pes) pe->proxy->connect(addresses);
+  std::vector<std::thread> kernels;
+  for (auto& pe : pes) {
+    if (pe->rank == away) continue;
+    pe->proxy->start();
+    kernels.emplace_back([&busy = *pe, away] {
+      for (int i = 0; i < kPuts; i++) queue_put(busy.context, busy.at(kSystemBytes), busy.at(kSystemBytes), 64, away);
+      queue_put_signal(busy.context, busy.at(kSystemBytes), busy.at(kSystemBytes), 64, away, busy.at<uint64_t>(1 << 20),
+                       1, SignalOp::add);
+      busy.quiet(away);
+    });
+  }
   double before = 0;
   for (int still = 0; still < 20; std::this_thread::sleep_for(std::chrono::milliseconds(5))) {
-    const double now = busy.proxy->stats().at("chunks");
+    double now = 0;
+    for (auto& pe : pes) now += pe->rank == away ? 0 : pe->proxy->stats().at("chunks");
     still = now == before && now > 0 ? still + 1 : 0;
     before = now;
   }
   CHECK(before <= 4096 && before >= 1024, "%f chunks were sent to a PE that does not poll", before);
-  away.proxy->start();
-  kernel.join();
-  CHECK(*away.at<uint64_t>(1 << 20) == 1);
-  for (Pe* pe : {&away, &busy}) {
+  pes[(size_t)away]->proxy->start();
+  for (auto& kernel : kernels) kernel.join();
+  pes[(size_t)away]->wait(1 << 20, (uint64_t)o.pes - 1);
+  for (auto& pe : pes) {
     Failure f;
     CHECK(!pe->proxy->failure(&f), "%s", f.text.c_str());
-    pe->proxy->stop();
   }
+  for (auto& pe : pes) pe->proxy->stop();
 }
 
 // Data that are quiet have been flushed where the GPU needs it.

@@ -92,7 +92,7 @@ inline MarkRecord lying_mark(MarkOp op, uint64_t offset, uint64_t value = 1) {
 }
 
 // The proxy address `real` of PE 1 with 2^32 added to one number of its worker's: 0 the bits of immediates, 3 the bytes
-// of a slot, 4 the slots, from 5 on the places of PEs.
+// of a slot, 4 the slots, from 5 on the places of PEs, then the immediates that it takes.
 inline std::string lying_address(const std::string& real, size_t lie, int pes) {
   fabric::BlobReader all(real, 0x74736e70, "the blob");
   fabric::BlobWriter out(0x74736e70), changed(0x74736e31);
@@ -105,7 +105,7 @@ inline std::string lying_address(const std::string& real, size_t lie, int pes) {
   changed.text(one.text());
   numbers(3);
   changed.text(one.text());
-  numbers(2 + (size_t)pes);
+  numbers(2 + (size_t)pes + 1);
   out.text(changed.take());
   return out.take();
 }
@@ -113,7 +113,7 @@ inline std::string lying_address(const std::string& real, size_t lie, int pes) {
 // Numbers that would be right if they were cut to 32 bits are refused before the PE is believed to be connected.
 inline void lying_addresses(WorldOptions o) {
   if (!o.proxy.force_staging) return;
-  for (size_t lie : {0, 3, 4, 5}) {
+  for (size_t lie : {0, 3, 4, 5, 5 + o.pes}) {
     auto hub = std::make_shared<fabric::LoopbackHub>();
     o.make = [hub](const TransportOptions& t) { return std::make_unique<fabric::Loopback>(hub, t); };
     Pe a(0, o), b(1, o);

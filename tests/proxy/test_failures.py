@@ -39,6 +39,7 @@ def test_lies_of_a_peer(staging):
 def test_a_peer_that_does_not_poll():
     """It is sent no more immediates than its completion queue holds."""
     run(programs.proxy_test(), "credit")
+    run(programs.proxy_test(), "credit", "pes=3", "queues=2", "threads=2")
 
 
 def test_a_peer_that_does_not_poll_where_nothing_holds_the_sender_back():

@@ -43,6 +43,16 @@ def test_what_a_call_gives_meets_what_never_changes():
     assert slow == unusual and len(seen) == 3
 
 
+def test_the_default_device_of_a_user_changes_nothing():
+    x = torch.zeros((3, 4))
+    torch.set_default_device("meta")
+    try:
+        found = quick_calls.check([torch.float32], torch.device("cpu"), [None, 4], 4)
+    finally:
+        torch.set_default_device(None)
+    assert found(x, 3) and not found(x, 2) and not found(x.half(), 3)
+
+
 def test_a_function_that_fails_or_is_missing():
     def fails(*arguments):
         raise ValueError("no")

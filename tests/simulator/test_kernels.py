@@ -6,6 +6,8 @@ import torch
 from tests.kernels.support import assert_close
 from tests.simulator import kernels
 from tests.simulator.kernels import simulate
+from tilescale_net.compiler.simulator.host_source import Parameter
+from tilescale_net.compiler.simulator.kernel import SimulatedFunction
 from tilescale_net.runtime import simulator
 
 SEEDS = range(4)
@@ -165,3 +167,14 @@ def test_big_launch_is_fast():
         times.append(time.perf_counter() - begin)
     assert torch.equal(out, x)
     assert min(times) < 0.05, times
+
+
+def test_a_scalar_of_two_bytes_where_the_default_device_is_another():
+    function = SimulatedFunction.__new__(SimulatedFunction)
+    function.name = "kernel"
+    torch.set_default_device("meta")
+    try:
+        raw = function._pack(Parameter("value", "bfloat16_t", False), 1.5)
+    finally:
+        torch.set_default_device(None)
+    assert raw == b"\xc0\x3f".ljust(16, b"\0")

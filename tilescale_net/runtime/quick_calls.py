@@ -89,8 +89,8 @@ def check(
         return lambda tensor, first=-1: False
     module, exchange, _ = native
     try:
-        samples = [torch.empty(0, dtype=d) for d in dtypes]
-        place = torch.empty(0, device=device)
+        samples = [torch.empty(0, dtype=d, device="cpu") for d in dtypes]
+        place = torch.empty(0, dtype=torch.float32, device=device)
         extents = [-1 if extent is None else extent for extent in shape]
         return module.check(exchange, torch.Tensor, samples, place, extents, alignment)
     except ValueError:

@@ -64,12 +64,13 @@ def moe(
 
     def make(choice: Choice) -> tuple[Call, Call]:
         op = AllToAll(*shape, **options, tuning=Tuning(**choice), warm_up=False, group=world)
-        x = torch.randn((max_tokens, hidden), device=op.device).to(config.combine_dtype)
-        idx = torch.rand((max_tokens, num_experts), device=op.device).topk(top_k, 1)[1]
-        weights = torch.rand((max_tokens, top_k), device=op.device)
+        float32 = dict(dtype=torch.float32, device=op.device)  # whatever a user's default is
+        x = torch.randn((max_tokens, hidden), **float32).to(config.combine_dtype)
+        idx = torch.rand((max_tokens, num_experts), **float32).topk(top_k, 1)[1]
+        weights = torch.rand((max_tokens, top_k), **float32)
         rows = x
         if dtype == FP8 and not config.can_quantise:
-            scales = torch.ones((max_tokens, config.scale_words), device=op.device)
+            scales = torch.ones((max_tokens, config.scale_words), **float32)
             rows = (x.to(FP8), scales)
         y = torch.zeros(op.dispatch(rows, idx, weights).x.shape, dtype=config.combine_dtype, device=op.device)
         return lambda: op.combine(y, op.dispatch(rows, idx, weights).handle), op.free

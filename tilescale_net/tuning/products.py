@@ -97,11 +97,12 @@ def product(
 def _operands(wanted: Product, world) -> tuple[tuple, dict[str, torch.Tensor]]:
     """`x` and `w` of normal random numbers, and their scales by name."""
     with torch.inference_mode(False):
-        x = torch.randn((wanted.rows, wanted.k), device=world.device)
-        w = torch.randn((wanted.n, wanted.k), device=world.device)
+        float32 = dict(dtype=torch.float32, device=world.device)  # whatever a user's default is
+        x = torch.randn((wanted.rows, wanted.k), **float32)
+        w = torch.randn((wanted.n, wanted.k), **float32)
         if wanted.dtype != SCALED:
             return (x.to(wanted.dtype), w.to(wanted.dtype).t().contiguous()), {}
-        ones = (torch.ones(extent, device=world.device) for extent in (wanted.rows, wanted.n))
+        ones = (torch.ones(extent, **float32) for extent in (wanted.rows, wanted.n))
         return (x.to(SCALED), w.to(SCALED).t()), dict(zip(("x_scales", "w_scales"), ones))
 
 

@@ -178,7 +178,7 @@ class SimulatedFunction:
             return struct.pack("<QQ", tensor.data_ptr(), _extent(tensor))
         form = _PACK.get(parameter.ctype)
         if form is None:
-            value = torch.tensor([value], dtype=_torch_type(self.name, parameter))
+            value = torch.tensor([value], dtype=_torch_type(self.name, parameter), device="cpu")
             raw = bytes(value.view(torch.uint8).tolist())
         else:
             try:

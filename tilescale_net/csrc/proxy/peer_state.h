@@ -65,6 +65,7 @@ struct PeerState {
   Ring<GetRecord> get_requests;    // gets that the peer asked for
 
   // Immediates: what a peer's completion queue has to hold until its proxy looks.
+  uint64_t immediate_limit = 0;                          // that the peer has room for before it tells of them
   uint64_t immediates_sent = 0, immediates_taken = 0;    // to the peer, and those that it has told of
   uint64_t immediates_seen = 0, immediates_reported = 0; // from the peer, likewise
 

@@ -118,6 +118,7 @@ std::string Worker::address() const {
   w.number(staging_ ? staging_->shape().slot_bytes : 0);
   w.number(staging_ ? staging_->shape().slots_per_peer : 0);
   for (int pe = 0; pe < options_.n_pes; pe++) w.number((uint64_t)(peer_index_[(size_t)pe] + 1));
+  w.number(immediate_limit_);
   return w.take();
 }
 
@@ -146,6 +147,10 @@ void Worker::connect(int peer, const std::string& address) {
   }
   if (mine > (uint64_t)options_.n_pes) throw FabricError(us + ": the proxy address of " + them + " makes no sense");
   if (mine == 0) throw FabricError(them + " does not serve " + us + ": do all ranks see the same topology?");
+  s->immediate_limit = r.number();
+  if (s->immediate_limit < 1 || s->immediate_limit > UINT32_MAX)
+    throw FabricError(us + ": " + them + " takes " + std::to_string(s->immediate_limit) +
+                      " immediates at a time; 1 to 4294967295 are possible");
   if (!staged) return;
   if (slot_bytes < kLeastSlot || slot_bytes > UINT32_MAX)
     throw FabricError(us + ": " + them + " has staging slots of " + std::to_string(slot_bytes) + " bytes; " +

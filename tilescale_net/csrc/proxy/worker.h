@@ -196,7 +196,7 @@ private:
   bool confirms_ = false;     // a write's completion here means that its data is in the peer's memory
   bool flushes_rdma_ = false; // and visible to the peer's kernels once the peer has flushed
   uint32_t rail_limit_ = 0, peer_limit_ = 0;
-  uint64_t immediate_limit_ = 0; // that a peer may not have told of yet
+  uint64_t immediate_limit_ = 0; // that a peer may send before this side tells of them
   HeapBounds bounds_;
   uint32_t next_rail_ = 0;
   std::vector<Rail> rails_;

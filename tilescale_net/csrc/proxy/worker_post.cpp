@@ -61,7 +61,7 @@ bool Worker::post_next(PeerState* s) {
   Op& op = s->ops.front();
   const bool read = op.command == Command::get;
   const bool has_imm = !read && (!options_.trust_last_chunk || op.bytes <= op.chunk);
-  if (has_imm && s->immediates_sent - s->immediates_taken >= immediate_limit_) return false;
+  if (has_imm && s->immediates_sent - s->immediates_taken >= s->immediate_limit) return false;
   const int rail = pick_rail();
   if (rail < 0) return false;
   uint32_t index;
