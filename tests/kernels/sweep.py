@@ -17,6 +17,7 @@ import re
 import sys
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from tests.kernels import small_runs
@@ -170,7 +171,7 @@ def run(file: str, path: str, names: list[str], seeds: list[int]) -> tuple[str, 
         for name in names:
             try:
                 small_runs.RUNS[name][1](seed)
-            except Exception as error:
+            except (Exception, pytest.fail.Exception) as error:
                 said = next(iter(reports), "")
                 raise Shown(f"{said}\n{type(error).__name__}\n{seed if not races else 'check'}\n{error}") from error
             if races and _anywhere(bool(reports)):
