@@ -141,7 +141,7 @@ def call_of(kind: str, args, m: int, eight: bool):
     import tilescale_net as tsn
     from benchmark.common.prompt_peers import hurry
     from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
-    from tilescale_net.kernels.fused.choice import Product, tiling_for
+    from tilescale_net.kernels.fused.choice import Product, blocks_for, tiling_for
     from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
     from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 
@@ -150,7 +150,8 @@ def call_of(kind: str, args, m: int, eight: bool):
     name = {"AG+GEMM": "all_gather_matmul", "GEMM+RS": "matmul_reduce_scatter", "GEMM+AR": "matmul_all_reduce"}[kind]
     dtype, mm = torch.float8_e4m3fn if eight else torch.bfloat16, cublas(eight)
     product = Product(name, args.ranks, rows if kind == "AG+GEMM" else m, k, n, dtype)
-    options = dict(tiling=tiling_for(tsn.device(), product), **({"blocks": args.blocks} if args.blocks else {}))
+    options = dict(tiling=tiling_for(tsn.device(), product), **blocks_for(tsn.device(), product))
+    options |= {"blocks": args.blocks} if args.blocks else {}
     (held, of_columns), whole = operand(n, k, eight, 2), random(m, n)
     w = held.t() if eight else held.t().contiguous()
     everyone, of_rows = operand(m, k, eight, 1)

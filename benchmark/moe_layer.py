@@ -82,6 +82,7 @@ class Layer:
 
         rank, ranks, device = tsn.rank(), tsn.size(), tsn.device()
         sizes, options = shape_of(args, tokens)
+        options |= {"warm_up": False}  # each side is called before it is timed
         self.overlapping = AllToAll(*sizes, **options, tile_rows=args.tile[0])
         self.plain = AllToAll(*sizes, **options)
         tiling = tiling_of(args)

@@ -117,7 +117,7 @@ def fused_calls(run: Callable[[str], dict]) -> str:
 
 
 def fused_calls_of_eight_bits(run: Callable[[str], dict]) -> str:
-    rows = [r for r in run("matmul_fp8")["tables"][1]["rows"] if r["dtype"] == "fp8"]
+    rows = [r for r in run("matmul_fp8")["tables"][0]["rows"] if r["dtype"] == "fp8"]
     head = ["a rank's share, 4 ranks, fp8", "M", "tilescale_net (us)", "cuBLAS alone (us)", "x cuBLAS"]
     lines = [[r["kind"], r["m"], f"{r['ours']:,.0f}", f"{r['matmul']:,.0f}", f"{r['over']:.3f}"] for r in rows]
     return markdown(head, lines)
@@ -129,7 +129,22 @@ def host_costs(run: Callable[[str], dict]) -> str:
     return markdown(head, [[r["what"], f"{r['both_us']:.1f}", f"{r['both_all_us']:.1f}"] for r in rows], 1)
 
 
+def moe_layers(run: Callable[[str], dict]) -> str:
+    head = ["part", "tokens", "choices of a token", "blocks", "at once (us)", "one after the other (us)", "ratio"]
+    head += ["products alone (us)", "torch grouped_mm alone (us)", "communication alone (us)"]
+    lines = []
+    for report in (run("moe_layer"), run("moe_layer_top2")):
+        for r in report["tables"][0]["rows"]:
+            times = (f"{r[key]:,.0f}" for key in ("matmul", "torch", "communication"))
+            lines.append([
+                r["part"], r["tokens"], report["settings"]["topk"], r["blocks"], f"{r['ours']:,.0f}", f"{r['sequence']:,.0f}",
+                f"{r['over']:.3f}", *times,
+            ])  # fmt: skip
+    return markdown(head, lines, 1)
+
+
 TABLES = {
+    "moe-layers": moe_layers,
     "fused-calls-fp8": fused_calls_of_eight_bits,
     "moe-host": host_costs,
     "products": products,

@@ -163,12 +163,13 @@ def source(*names: str) -> str:
         machines.setdefault((env["GPUs"], env["driver"], env["CUDA"], env["torch"], env["tilelang"]), []).append(name)
     parts = []
     for (gpus, driver, cuda, torch, tilelang), found in machines.items():
+        dates = " and ".join(sorted({run(name)["environment"]["date"] for name in found}))
         parts += [
             f"{gpus}, driver {driver}, CUDA {cuda}, torch {torch}, tilelang {tilelang}, "
-            f"{run(found[0])['environment']['date']}. Medians; every byte compared; "
+            f"{dates}. Medians; every byte compared; "
             "ratios within one run, above 1 where tilescale_net is better."
             if not parts
-            else f"{gpus}, {run(found[0])['environment']['date']}, otherwise the same:",
+            else f"{gpus}, {dates}, otherwise the same:",
             "",
             *(f"- `{name}.json`, of {run(name)['environment']['tilescale_net']}: {command(name)}" for name in found),
             "",
@@ -184,7 +185,8 @@ def command(name: str) -> str:
         at = words.index("--json")
         del words[at : at + 2]
     nodes = "VIRTUAL_NODES=2 " if name == "proxy_write" else ""
-    gpus = 1 if name in ("queue", "matmul", "matmul_fp8", "moe_host") else 2
+    alone = ("queue", "matmul", "matmul_fp8", "moe_host", "moe_layer", "moe_layer_top2")
+    gpus = 1 if name in alone else 2
     return f"`GPUS={gpus} {nodes}bash launch.sh benchmark/{' '.join(words)}`"
 
 

@@ -13,10 +13,19 @@ takes the fused call from these numbers of rows on:
 | 2 | 512 | 1024 | 1024 |
 | 4 | 512 | 1024 | 1024 |
 | 8 | 1024 | 1024 | 1024 |
+
+With float8_e4m3fn, of which cuBLAS multiplies small products nearly as fast as large ones:
+
+| ranks | all_gather_matmul | matmul_reduce_scatter | matmul_all_reduce |
+| --: | --: | --: | --: |
+| 2 | none up to 16384 | 8192 | 8192 |
+| 4 | 4096 | 4096 | 2048 |
+| 8 | 2048 | 4096 | 4096 |
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,12 +77,15 @@ def fits(product: Product) -> str | None:
 
 # Measured on NVIDIA H200s, in CUDA graphs; times in us, bytes and flops per us. Collectives and pushes on two GPUs
 # (docs/results/collectives.md, copies.md); products on one, with random data (docs/results/products.md): what cuBLAS
-# reaches at once on all multiprocessors, and how much longer ours takes.
+# reaches at once on all multiprocessors, and how much longer ours takes, with summands of 8 bits to scale and add too.
 FLOPS = {torch.bfloat16: 700e6, torch.float16: 700e6, SCALED: 1340e6}
 PRODUCT = {torch.bfloat16: 1.02, torch.float16: 1.02, SCALED: 1.08}
+SCALED_SUMS = 1.15
 LAUNCH = 5.0  # a kernel that waits for another one's flag, and its gate
 PUSH = 330e3  # bytes that 8 blocks push while the others multiply
-SENDERS, SENT = 4, 175e3  # blocks beside a product whose result travels, and the bytes that they push
+SENDERS = 4  # blocks beside a product whose result travels
+# Bytes that one of them pushes; beside a product of 8 bits, whose operands come twice as fast, on one GPU's own memory.
+SENT = {torch.bfloat16: 43.75e3, torch.float16: 43.75e3, SCALED: 28e3}
 REST = 360e3  # bytes that all blocks push when the product is done
 # A collective alone: until it has begun and ended, and the bytes that pass a rank.
 COLLECTIVES = {
@@ -86,40 +98,65 @@ MEASURED = False
 MARGIN = 1.03  # how much faster than the sequence a fused call must be expected to be
 
 
-def expected_us(product: Product, multiprocessors: int = 132, tiling: Tiling | None = None) -> tuple[float, float]:
+def expected_us(
+    product: Product, multiprocessors: int = 132, tiling: Tiling | None = None, blocks: int | None = None
+) -> tuple[float, float]:
     """Time of the fused call, and of cuBLAS and the collective one after the other, by a model of both.
 
-    A multiprocessor computes a tile at a time, so a product takes as long as the multiprocessor with the most tiles.
+    A multiprocessor computes a tile at a time, so a product takes as long as the multiprocessor with the most tiles; but
+    for cuBLAS with 8 bits, which cuts tiles where they would not come out even.
 
     Args:
         tiling: of the fused call, one of GEOMETRIES; default that of `best_tiling`.
+        blocks: that send beside a product whose result travels; default those of `senders`.
     """
     p = product
     cost = _costs(p).get(tiling or best_tiling(p, multiprocessors), 1.0)
     (rows, columns, _), flops = DEFAULT.tile, FLOPS[p.dtype] / multiprocessors
     tile = 2 * rows * columns * p.k / flops
-    sequence = -(-(-(-p.m // rows) * -(-p.n // columns)) // multiprocessors) * tile
+    waves = -(-p.m // rows) * -(-p.n // columns) / multiprocessors
+    sequence = (waves if p.dtype == SCALED else math.ceil(waves)) * tile
     part = p.m // p.ranks
     carried = p.dtype.itemsize if p.kind == "all_gather_matmul" or p.dtype != SCALED else 2
     moved = (p.ranks - 1) * part * (p.k if p.kind == "all_gather_matmul" else p.n) * carried
     begin, rate = COLLECTIVES[p.kind]
     sequence += begin + (2 if p.kind == "matmul_all_reduce" else 1) * moved / rate
-    tile *= cost * PRODUCT[p.dtype]
+    is_summed = p.dtype == SCALED and p.kind != "all_gather_matmul"
+    tile *= cost * (SCALED_SUMS if is_summed else PRODUCT[p.dtype])
     (bm, bn, _) = (tiling or best_tiling(p, multiprocessors)).tile
     across = -(-p.n // bn)
     tiles = p.ranks * -(-part // bm) * across
     if p.kind == "all_gather_matmul":
         # The rows of the peers come while the own ones are computed; the last to come are computed last.
         return max(-(-tiles // multiprocessors) * tile, moved / PUSH + tile) + 2 * LAUNCH, sequence
-    workers = multiprocessors - SENDERS
+    blocks = blocks or senders(p, multiprocessors)
+    workers, sent = multiprocessors - blocks, blocks * SENT[p.dtype]
     fused = -(-tiles // workers) * tile
     # The own tiles come last, and wait for what was computed last for this rank.
-    fused += max(0, moved / max(p.ranks - 1, 1) / SENT - tiles // p.ranks // workers * tile)
+    fused += max(0, moved / max(p.ranks - 1, 1) / sent - tiles // p.ranks // workers * tile)
     if p.kind == "matmul_reduce_scatter":
-        return max(fused, tile + moved / SENT) + 2 * LAUNCH, sequence
+        return max(fused, tile + moved / sent) + 2 * LAUNCH, sequence
     # Sums of the last slice, about a tile of each multiprocessor, are pushed when the product is done, and what is late.
     last = min(multiprocessors, -(-part // bm) * across) * bm * bn * (p.ranks - 1) * carried
-    return fused + max(last, 2 * moved - SENT * (fused - tile)) / REST + 3 * LAUNCH, sequence
+    return fused + max(last, 2 * moved - sent * (fused - tile)) / REST + 3 * LAUNCH, sequence
+
+
+def senders(product: Product, multiprocessors: int = 132) -> int:
+    """Blocks that send beside a product whose result travels.
+
+    More of them leave fewer to multiply, and often one tile more to each. A product of 8 bits with reduce-scatter can be too
+    fast for them; an all-reduce sends what is late by all multiprocessors when the product is done.
+    """
+    if product.kind != "matmul_reduce_scatter" or product.dtype != SCALED:
+        return SENDERS
+    return min((SENDERS, 2 * SENDERS), key=lambda blocks: expected_us(product, multiprocessors, blocks=blocks)[0])
+
+
+def blocks_for(device: torch.device, product: Product) -> dict[str, int]:
+    """`blocks` of a fused call where they are not those of its class, as an argument."""
+    if device.type != "cuda" or product.kind == "all_gather_matmul":
+        return {}
+    return {"blocks": senders(product, torch.cuda.get_device_properties(device).multi_processor_count)}
 
 
 def is_taken(product: Product, device: torch.device) -> bool:
@@ -179,8 +216,8 @@ def _costs(product: Product) -> dict[Tiling, float]:
 
 
 def of_dtype(tiling: Tiling, product: Product) -> Tiling:
-    """The geometry for the dtype: a byte an element makes tiles twice as deep, whose scales, and summands in a ring of
-    their own, take shared memory from what leaves at once and from the ring of operands.
+    """The geometry for the dtype: a byte an element makes tiles twice as deep, whose scales take shared memory from what
+    leaves at once.
     """
     if product.dtype != SCALED:
         return tiling

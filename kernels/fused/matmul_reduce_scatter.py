@@ -13,7 +13,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.collective import BufferSpecs, dtype_name
 from tilescale_net.kernels.fused import product, sending
-from tilescale_net.kernels.fused.matmul import DEFAULT, FusedMatmul, Sides, Tiling, check_extents
+from tilescale_net.kernels.fused.matmul import DEFAULT, SCALED, FusedMatmul, Sides, Tiling, check_extents
 
 
 @tsn.jit(name="matmul_reduce_scatter_send")
@@ -75,8 +75,8 @@ def matmul_reducing(
         senders: blocks that send. On a GPU it is `send_parts` that sends beside this kernel, whose warpgroups would not get
             registers of their own if it called what puts need; the simulator runs kernels one after the other.
         slices, pieces, shares: see `sending.Sent`. With `shares`, `out` goes to `sums` [2, n_pes, rows, n] of the others.
-        scaled: `x @ w` is multiplied by `x_scales` [n_pes, rows] and `w_scales` [n]. Else both (float32) are [1, 1] and [1],
-            and left alone.
+        scaled: `x @ w` is multiplied by `x_scales` [n_pes, rows] and `w_scales` [n]; one more parameter is `summands` again, as
+            bytes: [2, n_pes, rows, 2 * n] of `dtype`. Else both (float32) are [1, 1] and [1], and left alone.
 
     `calls` (int64 [1]) holds the number of this call, 1 or more. Signals, uint64, symmetric, zero before the first call and
     then left alone: `ready` [n_pes], `arrived` [n_pes, tiles], `shared` (the same), `done` (the same), `tickets` [1]; and
@@ -212,9 +212,9 @@ def matmul_reducing(
     return main
 
 
-def check_ring(name: str, tiling: Tiling, wide: int) -> None:
+def check_ring(name: str, tiling: Tiling, dtype: torch.dtype) -> None:
     """Raise ValueError for a geometry whose ring has no room for summands, see `product.copy_summand`."""
-    rows, columns, depth = tiling.tile
+    (rows, columns, depth), wide = tiling.tile, 2 if dtype == SCALED else 1
     if rows * wide > 2 * depth or columns * wide % depth:
         raise ValueError(
             f"{name}: {tiling}: summands come through the ring of operands, so a tile's rows may not be more than twice the "
@@ -254,7 +254,7 @@ class MatmulReduceScatter(FusedMatmul):
         check_extents(self.NAME, dtype, rows=rows, k=k, n=n)
         shapes = f"rows={rows}, k={k}, n={n}, engine={engine}"
         super().__init__(self.NAME, shapes, dtype, out_dtype, tiling, threads, blocks, group)
-        check_ring(self.NAME, tiling, 2 if self.scaled else 1)
+        check_ring(self.NAME, tiling, dtype)
         self.rows, self.k, self.n, self._engine = rows, k, n, engine
         self._tiles = -(-rows // tiling.tile[0])
         memory = self.allocate({

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilescale_net.kernels.fused.choice import Product
-from tilescale_net.kernels.fused.matmul import SCALED, Tiling
+from tilescale_net.kernels.fused.matmul import Tiling
 from tilescale_net.kernels.fused.matmul_reduce_scatter import check_ring
 from tilescale_net.runtime import tuned
 
@@ -61,8 +61,8 @@ def of_choice(choice: tuned.Choice, product: Product) -> Chosen:
     if isinstance(blocks, bool) or not isinstance(blocks, int) or not 1 <= blocks <= 64:
         raise ValueError(f"blocks is {blocks!r}; it must be between 1 and 64")
     tiling = Tiling(tuple(tile), *(choice.get(name) for name in _FIELDS[1:]))  # type: ignore[arg-type]
-    if product.kind != "all_gather_matmul" and product.dtype != SCALED:
-        check_ring(product.kind, tiling)
+    if product.kind != "all_gather_matmul":
+        check_ring(product.kind, tiling, product.dtype)
     return Chosen(True, tiling, blocks, engine)
 
 

@@ -377,15 +377,15 @@ class ThroughputMode(Mode):
         by_row = isinstance(weights, torch.Tensor)
         weighted = "rows" if by_row else "choices" if weights and self._c.layout == "expert" else ""
         unused = plan.arguments[-1]  # stands in for what the kernel does not use
+        row_weight, biases = weights if by_row else unused, (*bias, *(None,) * (2 - len(bias)))
         valued, row_values, out_values = "", unused, None
         if values is not None:
             row_values, out_values = values
             valued = "rows" if row_values.dim() == 1 else "choices"
             row_values = (row_values if row_values.numel() else self._no_values).view(-1)
-        row_weight, biases = weights if by_row else unused, (*bias, *(None,) * (2 - len(bias)))
         self._stream.launch(
-            self._combine_of(blocks, weighted, valued, len(bias), tiles.count if tiles else 0), y, row_weight,
-            row_values, *biases, out, out_values, plan.tokens, *self._summed_by(plan),
+            self._combine_of(blocks, weighted, valued, len(bias), tiles.count if tiles else 0), y, row_weight, row_values,
+            *biases, out, out_values, plan.tokens, *self._summed_by(plan),
             *((tiles.words, tiles.calls, tiles.growth) if tiles else ()),
         )  # fmt: skip
         if not tiles:

@@ -10,7 +10,7 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
-from tilescale_net.kernels.fused.choice import Product, fits, is_taken, tiling_for
+from tilescale_net.kernels.fused.choice import Product, blocks_for, fits, is_taken, tiling_for
 from tilescale_net.kernels.fused.matmul import SCALED, FusedMatmul, check_columns, check_scales
 from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
@@ -48,7 +48,8 @@ def _fused(kind: str, x: torch.Tensor, w: torch.Tensor, fused: bool | None, obje
     if not (usual if fused is None else fused):
         return None
     rows = x.shape[0] // ranks if kind == "matmul_reduce_scatter" else x.shape[0]
-    options = dict(dtype=x.dtype, tiling=tiling_for(objects.world.device, product), **objects.geometry)
+    device = objects.world.device
+    options = dict(dtype=x.dtype, tiling=tiling_for(device, product), **objects.geometry) | blocks_for(device, product)
     if tuned is not None and tuned.fused:
         options |= tuned.options
     make = lambda: CLASSES[kind](rows, *w.shape, **options, group=objects.world)  # noqa: E731

@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.kernels.fused.choice import GEOMETRIES, SIMULATED, Product, expected_us, fits, is_taken, tiling_for
+from tilescale_net.kernels.fused.choice import (
+    GEOMETRIES,
+    SIMULATED,
+    Product,
+    blocks_for,
+    expected_us,
+    fits,
+    is_taken,
+    tiling_for,
+)
 from tilescale_net.kernels.fused.choice import of_dtype as tiling_of_dtype
 from tilescale_net.kernels.fused.matmul import SCALED, Tiling
 from tilescale_net.kernels.fused.tuned_choice import Chosen, as_choice, key_of, of_choice
@@ -26,13 +35,16 @@ def candidates(product: Product, device: torch.device, most: int) -> list[Choice
     known = tiling_for(device, product)
     tilings = [tiling_of_dtype(t, product) for t, _ in GEOMETRIES] if on_gpu else [known, _smaller(known)]
     numbers = BLOCKS[product.kind] if on_gpu else (4, 2)
-    one_after_the_other, usual = Chosen(False), Chosen(True, known, numbers[0])
+    one_after_the_other, usual = (
+        Chosen(False),
+        Chosen(True, known, **({"blocks": numbers[0]} | blocks_for(device, product))),
+    )
     first = usual if is_taken(product, device) else one_after_the_other
     every = [Chosen(True, t, b, e) for t in tilings for b in numbers for e in ENGINES if on_gpu or e == "auto"]
     places = {c: i for i, c in enumerate(every)}
 
     def expected(c: Chosen) -> tuple[float, int]:
-        return (expected_us(product, count, c.tiling)[0] if on_gpu else 0.0), places[c]
+        return (expected_us(product, count, c.tiling, c.blocks)[0] if on_gpu else 0.0), places[c]
 
     ordered = dict.fromkeys([first, usual, one_after_the_other, *sorted(every, key=expected)])
     return [as_choice(c) for c in ordered][:most]
