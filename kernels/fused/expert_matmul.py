@@ -314,7 +314,12 @@ class ExpertMatmul(FusedMatmul):
             else:
                 self._check(what, scales, torch.float32)
                 if tuple(scales.shape) not in (shape, (*shape, 1)):
-                    raise ValueError(f"{self.name}: {what} has shape {list(scales.shape)}; it must be {list(shape)}")
+                    blocks = (
+                        "scales of 128 elements are not supported; an AllToAll with scale_words=1 has one for each row"
+                    )
+                    raise ValueError(
+                        f"{self.name}: {what} has shape {list(scales.shape)}; it must be {list(shape)} ({blocks})"
+                    )
         return (x_scales.view(-1), w_scales.view(shapes["w_scales"])) if self.scaled else ()
 
     def _totals(self, handle: Handle) -> torch.Tensor:

@@ -169,6 +169,9 @@ class AllToAll(Participant):
         self._machine_check("free")
         if self._world.control.left:
             self._owned, self._own_world = [], None  # the other ranks do not free with a rank that is left out
+        else:
+            for product in self.products.values():
+                product.free()
         self._release()
 
     def _release(self) -> None:
@@ -203,8 +206,7 @@ class AllToAll(Participant):
             after: an event that the call waits for on the GPU, besides what the current stream holds.
             blocks: on which the call runs, those of the tuning or fewer, which ranks need not have in common. Each number
                 compiles the first time; refused calls take those of the tuning.
-            waited: latency mode: int64 [ranks]; to each is added for how many clocks of the GPU (simulator: nanoseconds) this
-                call's threads have waited for that rank. The first such call compiles.
+            waited: latency mode: int64 [ranks], to which clocks (simulator: nanoseconds) of waiting for each are added.
             cleared: throughput mode: fill the parts of the handle's tensors that stand for no row with zeros.
 
         Returns:
@@ -224,7 +226,7 @@ class AllToAll(Participant):
 
     @named("tilescale_net.moe.dispatch_send")
     def dispatch_send(
-        self, x, topk_idx=None, topk_weights=None, *, handle: Handle | None = None, out=None,
+        self, x, topk_idx=None, topk_weights=None, *, handle: Handle | None = None, out=None, cleared: bool = False,
         after: torch.Event | None = None, blocks: int | None = None, waited: torch.Tensor | None = None,
     ) -> Pending:  # fmt: skip
         """First half of dispatch; work that the caller launches before `dispatch_recv` overlaps with it.
@@ -232,7 +234,7 @@ class AllToAll(Participant):
         Throughput mode runs on a stream of its own with high priority. `x` and `out` belong to the call until then.
         """
         self._begin("dispatch_send", after)
-        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.SEND, blocks=blocks, waited=waited)
+        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.SEND, cleared, None, blocks, waited)
         self._machine.pending["dispatch"] = pending
         return pending
 
@@ -249,9 +251,8 @@ class AllToAll(Participant):
         return pending.result
 
     def _dispatch(
-        self, x, topk_idx, topk_weights, handle, out, phase: Phase, cleared: bool = False, mask=None, blocks=None,
-        waited=None,
-    ) -> Pending:  # fmt: skip
+        self, x, topk_idx, topk_weights, handle, out, phase: Phase, cleared=False, mask=None, blocks=None, waited=None
+    ) -> Pending:
         may_reuse, checks = self.config.traits.reuses_plan, self._checks
         reuses = may_reuse and handle is not None
         if may_reuse and reuses + (topk_idx is not None) + (mask is not None) != 1:

@@ -44,6 +44,7 @@ class Participant(Collective):
     def _take_part(self, number: str) -> None:
         """Begin, with the ranks that take part in the job; `number`: of the object in this process."""
         self._number, self._machine = number, Machine()
+        self.products: dict = {}  # of the operators, see ops/experts.py
         with torch.inference_mode(False):
             self._name_members(tuple(r in self._members for r in range(self.n_pes)))
             self.active = torch.tensor(self.mask, dtype=torch.int32, device=self.device)

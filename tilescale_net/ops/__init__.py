@@ -16,6 +16,7 @@ hosts: make it once before a CUDA graph is captured.
 """
 
 from tilescale_net.ops.collectives import all_gather, all_reduce, all_to_all, check, reduce_scatter
+from tilescale_net.ops.experts import expert_matmul, moe_dispatch_matmul, moe_matmul_combine
 from tilescale_net.ops.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from tilescale_net.ops.moe import moe_combine, moe_dispatch, moe_layer
 from tilescale_net.ops.send_recv import recv, send
@@ -26,11 +27,14 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "check",
+    "expert_matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "moe_combine",
     "moe_dispatch",
+    "moe_dispatch_matmul",
     "moe_layer",
+    "moe_matmul_combine",
     "recv",
     "reduce_scatter",
     "send",

@@ -84,7 +84,7 @@ def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tenso
 
 
 @_dispatch.register_fake
-def _(x, topk_idx, topk_weights, key):
+def _dispatch_fake(x, topk_idx, topk_weights, key):
     c = _object(key).config
     R, M = c.ranks, c.max_tokens
 
@@ -176,7 +176,7 @@ torch.library.register_autograd("tilescale_net::moe_combine", _combine_gradient,
 def moe_layer(
     num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype = torch.bfloat16, *,
     layout: str = "expert", alignment: int = 1, capacity: int | None = None, tuning: Tuning | None = None,
-    expert_capacity: int | None = None, drop: str = "position", group: tsn.Group = None,
+    expert_capacity: int | None = None, drop: str = "position", tile_rows: int | None = None, group: tsn.Group = None,
 ) -> AllToAll:  # fmt: skip
     """The `AllToAll` for layers of this shape: one object for all calls of a group with equal arguments.
 
@@ -185,8 +185,9 @@ def moe_layer(
     """
     sizes = num_experts, max_tokens, hidden, top_k, dtype
     options = dict(
-        layout=layout, alignment=alignment, capacity=capacity, tuning=tuning, expert_capacity=expert_capacity, drop=drop
-    )
+        layout=layout, alignment=alignment, capacity=capacity, tuning=tuning, expert_capacity=expert_capacity, drop=drop,
+        tile_rows=tile_rows,
+    )  # fmt: skip
     key = ("moe", *sizes, *options.values())
     objects = group_objects.of(group_objects.name_of(group))
     return objects.made(key, lambda: AllToAll(*sizes, **options, group=objects.world))

@@ -1,0 +1,111 @@
+"""Products of experts beside dispatch and combine, as operators: gradients against a dense layer on one process."""
+
+import functools
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from tests import ranks
+from tests.kernels.moe.support import without_kernels
+from tilescale_net import ops
+from tilescale_net.kernels.moe import AllToAll
+
+EXPERTS, HIDDEN, INNER, TOP_K, TOKENS = 4, 48, 48, 2, 7
+MOE = dict(tile_rows=32, alignment=32, capacity=128)
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def _layer(layer, x, idx, p, w_gate, w_up, w_down):
+    up, received = ops.moe_dispatch_matmul(layer, x, idx, p, w_up)
+    gate = ops.expert_matmul(layer, received.x, w_gate, received)
+    return ops.moe_matmul_combine(layer, torch.relu(gate) * up, w_down, received)
+
+
+def _dense(x, idx, p, w_gate, w_up, w_down):
+    every = torch.einsum("tei,eih->teh", torch.relu(torch.einsum("th,ehi->tei", x, w_gate))
+                         * torch.einsum("th,ehi->tei", x, w_up), w_down)  # fmt: skip
+    chosen = every[torch.arange(len(x))[:, None], idx.clamp(min=0)]
+    return (chosen * (p * (idx >= 0))[..., None]).sum(1)
+
+
+def _data(seed: int, size: int, dtype):
+    """Whole numbers, so that 16 bits hold what is summed; a rank without tokens, and choices that are none."""
+    g = torch.Generator().manual_seed(seed)
+    tokens = [TOKENS - 2 * r if r + 1 < size else 0 for r in range(size)] if seed % 2 else [TOKENS] * size
+    numbers = lambda *shape: torch.randint(-1, 2, shape, generator=g).float().requires_grad_()  # noqa: E731
+    xs = [numbers(n, HIDDEN) for n in tokens]
+    choices = [torch.rand((n, EXPERTS), generator=g).topk(TOP_K, 1)[1] for n in tokens]
+    choices[0][1, 0] = -1
+    weights = [torch.randint(1, 3, (n, TOP_K), generator=g).float().requires_grad_() for n in tokens]
+    sparse = lambda *shape: (numbers(*shape) * (torch.rand(shape, generator=g) < 0.1)).detach().requires_grad_()  # noqa: E731
+    matrices = sparse(EXPERTS, HIDDEN, INNER), sparse(EXPERTS, HIDDEN, INNER), sparse(EXPERTS, INNER, HIDDEN)
+    upstream = [torch.randint(-1, 2, (n, HIDDEN), generator=g).float() for n in tokens]
+    return xs, choices, weights, matrices, upstream
+
+
+def _gradients(dtype: torch.dtype) -> None:
+    size, rank, device = tsn.size(), tsn.rank(), tsn.device()
+    layer = ops.moe_layer(EXPERTS, TOKENS, HIDDEN, TOP_K, dtype, **MOE)
+    local = slice(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
+    compiled = torch.compile(_layer, fullgraph=True, backend="aot_eager")
+    for seed in (0, 1):
+        xs, choices, weights, matrices, upstream = _data(seed, size, dtype)
+        wanted = [_dense(x, idx, p, *matrices) for x, idx, p in zip(xs, choices, weights)]
+        sum((s * u).sum() for s, u in zip(wanted, upstream)).backward()
+        here = xs[rank], weights[rank], *(w[local] for w in matrices)
+        kinds = dtype, torch.float32, dtype, dtype, dtype
+        x, p, *mine = (t.detach().to(device, k, copy=True).requires_grad_() for t, k in zip(here, kinds))
+        idx = choices[rank].to(device)
+        # Each number of tokens is compiled, which takes longest.
+        for how in (_layer,) if seed and dtype == torch.bfloat16 else (_layer, compiled):
+            out = how(layer, x, idx, p, *mine)
+            (out * upstream[rank].to(device, dtype)).sum().backward()
+            close = functools.partial(torch.testing.assert_close, atol=1e-2, rtol=1e-2)
+            close(out.float().cpu(), wanted[rank])
+            close(x.grad.float().cpu(), xs[rank].grad)
+            close(p.grad.cpu(), weights[rank].grad * (choices[rank] >= 0))
+            for found, whole in zip(mine, matrices):
+                close(found.grad.float().cpu(), whole.grad[local])
+            for t in (x, p, *mine):
+                t.grad = None
+    _operators(layer, x, idx, p, mine)
+    layer.free()
+
+
+def _operators(layer, x, idx, p, matrices) -> None:
+    operators, check = torch.ops.tilescale_net, functools.partial(torch.library.opcheck, test_utils=CHECKS[:3])
+    torch.library.opcheck(operators.moe_dispatch_matmul, (x, idx, p, matrices[1], layer.key), test_utils=CHECKS)
+    h, rows, weights, *others = (t.detach() for t in operators.moe_dispatch_matmul(x, idx, p, matrices[1], layer.key))
+    plan, n = [*others, weights], len(x)
+    check(operators.expert_matmul, (rows.requires_grad_(), matrices[0], plan, n, layer.key))
+    check(operators.moe_matmul_combine, (h.requires_grad_(), matrices[2], weights, plan, n, layer.key))
+    check(operators.moe_matmul_combine_backward, (x.detach(), matrices[2].detach(), plan, n, layer.key))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
+def test_gradients(dtype):
+    ranks.run(2, _gradients, dtype, timeout=250)
+
+
+def _refusals() -> None:
+    x, idx = torch.zeros((1, HIDDEN), dtype=torch.bfloat16), torch.zeros((1, TOP_K), dtype=torch.int64)
+    given = x, idx, torch.ones((1, TOP_K))
+    w = torch.zeros((EXPERTS, HIDDEN, INNER), dtype=torch.bfloat16)
+    with without_kernels():
+        plain = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K)
+        layer = AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K, **MOE)
+    with pytest.raises(ValueError, match="make it with tile_rows"):
+        ops.moe_dispatch_matmul(plain, *given, w)
+    for wrong, error, words in (
+        (w[1:], ValueError, r"w has shape \[3, 48, 48\]; it must be \[4, 48, n\]"),
+        (w.float(), TypeError, "w has dtype torch.float32; it must be torch.bfloat16"),
+        (w[..., :3], ValueError, "n is 3; it must be a multiple of 8"),
+        (w.to("meta"), ValueError, "w is on meta, but x on"),
+    ):
+        with pytest.raises(error, match=words):
+            ops.moe_dispatch_matmul(layer, *given, wrong)
+
+
+def test_refusals():
+    ranks.run(1, _refusals)

@@ -1,0 +1,274 @@
+"""Products of a layer's experts beside its dispatch and its combine as operators, with gradients.
+
+A layer with `tile_rows` (see `kernels.fused.ExpertMatmul`): tiles of rows are multiplied as they arrive, and rows travel
+back as they are finished. Backward of the one is made of the other's halves: gradients of sums are dispatched beside the
+product with the transposed matrices; gradients of rows go back by a combine after theirs. What stands in rows that belong
+to no token is zero in every result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from tilescale_net.kernels.fused.choice import SIMULATED
+from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul
+from tilescale_net.kernels.fused.matmul import DEFAULT, check_extents
+from tilescale_net.kernels.moe.all_to_all import AllToAll
+from tilescale_net.kernels.moe.dropping import beyond_capacity
+from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
+from tilescale_net.ops import moe
+
+_ops = torch.ops.tilescale_net
+
+
+def _product(op: AllToAll, w: torch.Tensor) -> ExpertMatmul:
+    """The product of the layer with matrices like these; made when first asked for, by all ranks together."""
+    key = (*w.shape[1:], w.dtype)
+    if key not in op.products:
+        usual = DEFAULT if op.device.type == "cuda" else SIMULATED
+        tiling = dataclasses.replace(usual, tile=(op.config.tile_rows, *usual.tile[1:]))
+        op.products[key] = ExpertMatmul(op, *w.shape[1:], dtype=w.dtype, tiling=tiling)
+    return op.products[key]
+
+
+def _held(w: torch.Tensor) -> torch.Tensor:
+    """`w`, or a contiguous copy where neither it nor its transpose is contiguous."""
+    return w if w.is_contiguous() or w.transpose(1, 2).is_contiguous() else w.contiguous()
+
+
+def _zeroed(op: AllToAll, plan: RoutingPlan, rows: torch.Tensor) -> torch.Tensor:
+    """A copy of expert-major rows, zero where no row is."""
+    return moe._zero_where_not(moe._valid(op, plan.totals, False), rows)
+
+
+def _check(call: str, layer: AllToAll, w: torch.Tensor, first: int | None, last: int | None) -> str:
+    """The layer's key; TypeError or ValueError for matrices that do not go with it."""
+    key, c = moe._key(layer), layer.config
+    if c.tile_rows is None:
+        raise ValueError(
+            f"{call}: the layer counts no tiles; make it with tile_rows=128 (or more), and alignment as large"
+        )
+    if w.dtype != c.dtype:
+        raise TypeError(f"{call}: w has dtype {w.dtype}; it must be {c.dtype}, as the layer's rows are")
+    if (
+        w.dim() != 3
+        or w.shape[0] != c.local_experts
+        or first not in (None, w.shape[1])
+        or last not in (None, w.shape[2])
+    ):
+        wanted = f"[{c.local_experts}, {first or 'k'}, {last or 'n'}]"
+        raise ValueError(f"{call}: w has shape {list(w.shape)}; it must be {wanted}")
+    check_extents(call, c.dtype, k=w.shape[1], n=w.shape[2])
+    return key
+
+
+@torch.library.custom_op("tilescale_net::moe_dispatch_matmul", mutates_args=())
+def _dispatch_matmul(
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, key: str
+) -> list[torch.Tensor]:
+    """Products, rows, weights of rows, then the other tensors of the plan."""
+    op, w = moe._object(key), _held(w)
+    given = x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()
+    product = _product(op, w)
+    pending = op.dispatch_send(*given, cleared=True)
+    h = product.arriving(pending, w)
+    received = op.dispatch_recv(pending)
+    plan = received.handle.plan
+    *others, weights = plan.tensors()
+    valid = moe._valid(op, plan.totals, False)
+    return [_zeroed(op, plan, h), _zeroed(op, plan, received.x), torch.where(valid, weights, 0.0), *others]
+
+
+@_dispatch_matmul.register_fake
+def _(x, topk_idx, topk_weights, w, key):
+    rows, *others = moe._dispatch_fake(x, topk_idx, topk_weights, key)
+    return [x.new_empty((rows.shape[0], w.shape[2])), rows, *others]
+
+
+@torch.library.custom_op("tilescale_net::moe_matmul_combine", mutates_args=())
+def _matmul_combine(
+    h: torch.Tensor, w: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str
+) -> torch.Tensor:
+    """Sums of products times `weights` (an empty tensor: all one) per token."""
+    op, w = moe._object(key), _held(w)
+    handle = moe._handle(key, RoutingPlan(tokens, *plan))
+    given = dict(weights=weights.contiguous()) if weights.numel() else dict(weighted=False)
+    return _product(op, w).combined(h.contiguous(), w, handle, **given)
+
+
+@_matmul_combine.register_fake
+def _(h, w, weights, plan, tokens, key):
+    return h.new_empty((tokens, w.shape[2]))
+
+
+@torch.library.custom_op("tilescale_net::moe_matmul_combine_backward", mutates_args=())
+def _combine_backward(
+    grad: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of sums as rows, and these times the transposed matrices, without weights."""
+    op, w = moe._object(key), _held(w.transpose(1, 2))
+    plan_ = RoutingPlan(tokens, *plan)
+    product = _product(op, w)
+    pending = op.dispatch_send(grad.contiguous(), handle=moe._handle(key, plan_))
+    products = product.arriving(pending, w)
+    rows = op.dispatch_recv(pending).x
+    return _zeroed(op, plan_, rows), _zeroed(op, plan_, products)
+
+
+@_combine_backward.register_fake
+def _(grad, w, plan, tokens, key):
+    c = moe._object(key).config
+    return grad.new_empty((c.capacity, c.hidden)), grad.new_empty((c.capacity, w.shape[1]))
+
+
+@torch.library.custom_op("tilescale_net::expert_matmul", mutates_args=())
+def _expert_matmul(x: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
+    """Rows of each expert times its matrix."""
+    op, w = moe._object(key), _held(w)
+    plan_ = RoutingPlan(tokens, *plan)
+    return _zeroed(op, plan_, _product(op, w)(x.contiguous(), w, moe._handle(key, plan_)))
+
+
+@_expert_matmul.register_fake
+def _(x, w, plan, tokens, key):
+    return x.new_empty((x.shape[0], w.shape[2]))
+
+
+def _of_matrices(key: str, plan: RoutingPlan, rows: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
+    """Gradients of the experts' matrices: rows of each, transposed, times gradients of its products."""
+    op = moe._object(key)
+    c = op.config
+    _, offsets, _ = plan.counts(c.ranks, c.local_experts)
+    rows, grads = _zeroed(op, plan, rows), _zeroed(op, plan, grads)
+    if rows.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm"):
+        return torch._grouped_mm(rows.t(), grads, offs=offsets[1:].contiguous())
+    index = torch.arange(c.capacity, device=rows.device)
+    of_expert = [(index >= offsets[e]) & (index < offsets[e + 1]) for e in range(c.local_experts)]
+    return torch.stack([torch.where(mine[:, None], rows, 0).t() @ grads for mine in of_expert])
+
+
+def _dispatch_setup(ctx, inputs, output):
+    x, _, _, w, ctx.key = inputs
+    ctx.tokens = x.shape[0]
+    h, rows, weights, *others = output
+    ctx.save_for_backward(w, rows, *others, weights)
+    ctx.of_h, ctx.of_weights = h.shape, weights.shape
+
+
+def _dispatch_gradient(ctx, grads):
+    w, rows, *plan = ctx.saved_tensors
+    dh, of_rows, of_weights = grads[:3]
+    of_weights = rows.new_zeros(ctx.of_weights, dtype=torch.float32) if of_weights is None else of_weights
+    dh = rows.new_zeros(ctx.of_h) if dh is None else dh
+    back = _ops.expert_matmul(dh, w.transpose(1, 2), plan, ctx.tokens, ctx.key)
+    back = back if of_rows is None else back + of_rows
+    x, topk_weights = _ops.moe_dispatch_backward(back, of_weights, plan, ctx.tokens, ctx.key)
+    return x, None, topk_weights, _of_matrices(ctx.key, RoutingPlan(ctx.tokens, *plan), rows, dh), None
+
+
+def _combine_setup(ctx, inputs, output):
+    h, w, weights, plan, ctx.tokens, ctx.key = inputs
+    ctx.save_for_backward(h, w, weights, *plan)
+
+
+def _combine_gradient(ctx, grad):
+    h, w, weights, *plan = ctx.saved_tensors
+    rows, dh = _ops.moe_matmul_combine_backward(grad, w, plan, ctx.tokens, ctx.key)
+    of_weights, held = None, RoutingPlan(ctx.tokens, *plan)
+    if weights.numel():
+        valid = moe._valid(moe._object(ctx.key), held.totals, False)
+        of_weights = torch.where(valid, (dh.float() * h.float()).sum(-1), 0.0)
+        rows, dh = ((t.float() * weights[:, None]).to(h.dtype) for t in (rows, dh))
+    return dh, _of_matrices(ctx.key, held, h, rows), of_weights, [None] * len(plan), None, None
+
+
+def _matmul_setup(ctx, inputs, output):
+    x, w, plan, ctx.tokens, ctx.key = inputs
+    ctx.save_for_backward(x, w, *plan)
+
+
+def _matmul_gradient(ctx, grad):
+    x, w, *plan = ctx.saved_tensors
+    back = _ops.expert_matmul(grad, w.transpose(1, 2), plan, ctx.tokens, ctx.key)
+    return back, _of_matrices(ctx.key, RoutingPlan(ctx.tokens, *plan), x, grad), [None] * len(plan), None, None
+
+
+for _name, _gradient, _setup in (
+    ("moe_dispatch_matmul", _dispatch_gradient, _dispatch_setup),
+    ("moe_matmul_combine", _combine_gradient, _combine_setup),
+    ("expert_matmul", _matmul_gradient, _matmul_setup),
+):
+    torch.library.register_autograd(f"tilescale_net::{_name}", _gradient, setup_context=_setup)
+
+
+def moe_dispatch_matmul(
+    layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor
+) -> tuple[torch.Tensor, Dispatched]:
+    """`moe_dispatch`, and beside it the products of the rows with their experts' matrices.
+
+    Args:
+        layer: of `moe_layer` or an AllToAll, with `tile_rows`; bfloat16 or float16.
+        x, topk_idx, topk_weights: as for `moe_dispatch`.
+        w: [local experts, hidden, n], its last two axes in either order in memory. The first call of a shape makes an
+            object, by all ranks together.
+
+    Returns:
+        The products, [capacity, n], with gradients to `x` and `w`; and what `moe_dispatch` gives.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name; the other ranks wait for this one.
+    """
+    key, c, dropped = _check("moe_dispatch_matmul", layer, w, layer.config.hidden, None), layer.config, None
+    moe._check_together("moe_dispatch_matmul", x, topk_idx=topk_idx, topk_weights=topk_weights, w=w)
+    if c.expert_capacity is not None:
+        dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
+        topk_idx = topk_idx.masked_fill(dropped, -1)
+    h, rows, weights, *others = _ops.moe_dispatch_matmul(x, topk_idx, topk_weights, w, key)
+    plan = RoutingPlan(x.shape[0], *others, weights)
+    counts, offsets, _ = plan.counts(c.ranks, c.local_experts)
+    handle = Handle(c.signature, plan, layer.membership, dropped)
+    return h, Dispatched(rows, None, counts, offsets, None, weights, None, handle)
+
+
+def moe_matmul_combine(
+    layer: AllToAll, h: torch.Tensor, w: torch.Tensor, received: Dispatched, weighted: bool = True
+) -> torch.Tensor:
+    """`moe_combine` of the products of rows with their experts' matrices, whose rows leave as they are finished.
+
+    Args:
+        layer, received, weighted: as for `moe_combine`; the layer has `tile_rows`.
+        h: [capacity, k], expert-major rows.
+        w: [local experts, k, hidden], as for `moe_dispatch_matmul`.
+
+    Returns:
+        [tokens, hidden], with gradients to `h`, `w` and, if weighted, to `received.row_weight`.
+
+    Raises:
+        As `moe_dispatch_matmul`.
+    """
+    key = _check("moe_matmul_combine", layer, w, None, layer.config.hidden)
+    moe._check_together("moe_matmul_combine", h, w=w)
+    plan = received.handle.plan
+    weights = received.row_weight if weighted else h.new_empty((0,), dtype=torch.float32)
+    return _ops.moe_matmul_combine(h, w, weights, [t.detach() for t in plan.tensors()], plan.tokens, key)
+
+
+def expert_matmul(layer: AllToAll, x: torch.Tensor, w: torch.Tensor, received: Dispatched) -> torch.Tensor:
+    """The products of expert-major rows that are all there with their experts' matrices, such as those of a gate.
+
+    Args:
+        layer, received: as for `moe_matmul_combine`.
+        x: [capacity, k]. w: [local experts, k, n], as for `moe_dispatch_matmul`.
+
+    Returns:
+        [capacity, n], with gradients to `x` and `w`.
+
+    Raises:
+        As `moe_dispatch_matmul`.
+    """
+    key = _check("expert_matmul", layer, w, x.shape[-1], None)
+    moe._check_together("expert_matmul", x, w=w)
+    plan = received.handle.plan
+    return _ops.expert_matmul(x, w, [t.detach() for t in plan.tensors()], plan.tokens, key)
