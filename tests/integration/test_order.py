@@ -46,9 +46,10 @@ def test_a_missing_fence_shows(pool, visibility):
 
 
 @on_simulator
+@pytest.mark.parametrize("visibility", ["late", "random"])
 @pytest.mark.parametrize("order", ["fence", "put_signal"])
-def test_a_missing_wait_shows(pool, order):
-    assert any(sum(pool(pass_message, order, False, seed, "random")) for seed in SEEDS)
+def test_a_missing_wait_shows(pool, order, visibility):
+    assert any(sum(pool(pass_message, order, False, seed, visibility)) for seed in SEEDS)
 
 
 @pytest.mark.parametrize("how", ["quiet", "quiet_block", "flush"])
@@ -59,8 +60,10 @@ def test_source_may_be_written_after(pool, how):
 
 
 @on_simulator
-def test_source_written_too_early_shows(pool):
-    assert any(sum(pool(write_source_again, "nothing", seed)) for seed in SEEDS)
+@pytest.mark.parametrize("visibility", ["late", "random"])
+def test_source_written_too_early_shows(pool, visibility):
+    assert any(sum(pool(write_source_again, "nothing", seed, visibility)) for seed in SEEDS)
+    assert not any(sum(pool(write_source_again, "nothing", seed, "eager")) for seed in SEEDS[:3])
 
 
 # Each is a kernel of its own: every second one in every run, each engine with each order.
@@ -85,8 +88,9 @@ def test_barrier_after_quiet(three, kind):
 
 
 @on_simulator
-def test_barrier_without_quiet_shows(three):
-    assert any(sum(three(meet, "all", False, seed, "late")) for seed in SEEDS)
+@pytest.mark.parametrize("visibility", ["late", "random"])
+def test_barrier_without_quiet_shows(three, visibility):
+    assert any(sum(three(meet, "all", False, seed, visibility)) for seed in SEEDS)
 
 
 @pytest.mark.parametrize("kind", ["parallel", "copy", "st"])

@@ -52,7 +52,7 @@ def test_wrong_kernels_are_caught(visibility, seeds):
 
 def test_it_is_the_visibility_that_catches_them():
     """Delivered at once, the same kernels pass: nothing but late arrival tells them apart."""
-    names = ("no fence between put and signal", "source reused before quiet", "signal of another put")
+    names = ("no fence between put_value and signal", "fence to another PE", "signal of another put")
     assert ranks.run(2, _rounds, names, "eager", 8)[0] == dict.fromkeys(names)
 
 
