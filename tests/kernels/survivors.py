@@ -75,8 +75,8 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     },
     "moe/node_combine_latency": {
         ("no sync_warp", 1): BEGINS,
-        ("no sync_threads", 1): LAST,
-        ("no sync_threads", 3): LAST,
+        ("no sync_threads", 0): LAST,
+        ("no sync_threads", 2): LAST,
     },
     "moe/node_dispatch": {("no sync_threads", 2): LAST},
     "moe/node_dispatch_latency": {("no sync_threads", 4): LAST},
