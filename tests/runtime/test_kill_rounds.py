@@ -124,9 +124,9 @@ def _round(folder, fault, seed):
                     if rank != lost or fault in ("cable", "disk"):
                         proc.join(LIMIT)
                 procs[lost].kill()
-                if fault == "stop":  # nobody of the job is left to do what its launcher would
-                    procs[lost].join(LIMIT)
-                    remove_objects_of(procs[lost].pid)
+                procs[lost].join(LIMIT)
+                for proc in procs:  # what a launcher does: ranks that lost another may end before their proxy has done it
+                    remove_objects_of(proc.pid)
 
             thread = threading.Thread(target=body, daemon=True)
             thread.start()
