@@ -15,7 +15,7 @@ from tilescale_net.kernels.fused.choice import (
     is_fused_faster,
     senders,
 )
-from tilescale_net.kernels.fused.matmul import SCALED
+from tilescale_net.kernels.fused.matmul import SCALED, Tiling
 from tilescale_net.kernels.fused.matmul_reduce_scatter import check_ring
 
 KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -105,6 +105,15 @@ def test_geometry_of_a_product(m, k, n, columns):
         assert tiling.tile[1] == columns
         check_ring(kind, tiling, torch.bfloat16)
         _check_geometry_of_eight_bits(dataclasses.replace(_product(kind, 1, m, k, n), dtype=SCALED), tiling.tile)
+
+
+def test_a_ring_of_eight_bits_has_room_for_half_as_many_summands():
+    ring = dict(stages=4, panel=8, columns=64)
+    check_ring("x", Tiling((128, 128, 64), **ring), torch.float16)
+    with pytest.raises(ValueError, match=r"summands in its depth \(32\), which must divide its columns"):
+        check_ring("x", Tiling((128, 128, 64), **ring), SCALED)
+    with pytest.raises(ValueError, match=r"summands in its depth \(64\)"):
+        check_ring("x", Tiling((128, 96, 128), stages=4, panel=8, columns=32), SCALED)
 
 
 def _check_geometry_of_eight_bits(product: Product, wide: tuple[int, int, int]) -> None:
