@@ -1,9 +1,11 @@
 """Products of experts beside dispatch and combine, as operators: gradients against a dense layer on one process."""
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import tilescale_net as tsn
 from tests import ranks
@@ -69,8 +71,26 @@ def _gradients(dtype: torch.dtype) -> None:
                 close(found.grad.float().cpu(), whole.grad[local])
             for t in (x, p, *mine):
                 t.grad = None
+    _in_other_surroundings(layer, x, idx, p, *mine)
     _operators(layer, x, idx, p, mine)
     layer.free()
+
+
+def _in_other_surroundings(layer, *given) -> None:
+    """Computed again in backward, in inference mode, under another default device and in another thread: the same."""
+    inputs = [t for t in given if t.requires_grad]
+    wanted = _layer(layer, *given)
+    gradients = torch.autograd.grad(wanted.float().sum(), inputs)
+    again = checkpoint(_layer, layer, *given, use_reentrant=False)
+    found = torch.autograd.grad(again.float().sum(), inputs)
+    assert torch.equal(again, wanted) and all(map(torch.equal, found, gradients))
+
+    def elsewhere() -> torch.Tensor:
+        with torch.inference_mode(), torch.device("meta"):
+            return _layer(layer, *given)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(elsewhere).result(), wanted)
 
 
 def _operators(layer, x, idx, p, matrices) -> None:
