@@ -1,9 +1,11 @@
 """Products of experts beside dispatch and combine, as operators: gradients against a dense layer on one process."""
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import tilescale_net as tsn
 from tests import ranks
@@ -48,7 +50,7 @@ def _gradients(dtype: torch.dtype) -> None:
     size, rank, device = tsn.size(), tsn.rank(), tsn.device()
     layer = ops.moe_layer(EXPERTS, TOKENS, HIDDEN, TOP_K, dtype, **MOE)
     local = slice(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
-    compiled = torch.compile(_layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(_layer, fullgraph=True, dynamic=dtype == torch.bfloat16 or None, backend="aot_eager")
     for seed in (0, 1):
         xs, choices, weights, matrices, upstream = _data(seed, size, dtype)
         wanted = [_dense(x, idx, p, *matrices) for x, idx, p in zip(xs, choices, weights)]
@@ -69,8 +71,26 @@ def _gradients(dtype: torch.dtype) -> None:
                 close(found.grad.float().cpu(), whole.grad[local])
             for t in (x, p, *mine):
                 t.grad = None
+    _in_other_surroundings(layer, x, idx, p, *mine)
     _operators(layer, x, idx, p, mine)
     layer.free()
+
+
+def _in_other_surroundings(layer, *given) -> None:
+    """Computed again in backward, in inference mode, under another default device and in another thread: the same."""
+    inputs = [t for t in given if t.requires_grad]
+    wanted = _layer(layer, *given)
+    gradients = torch.autograd.grad(wanted.float().sum(), inputs)
+    again = checkpoint(_layer, layer, *given, use_reentrant=False)
+    found = torch.autograd.grad(again.float().sum(), inputs)
+    assert torch.equal(again, wanted) and all(map(torch.equal, found, gradients))
+
+    def elsewhere() -> torch.Tensor:
+        with torch.inference_mode(), torch.device("meta"):
+            return _layer(layer, *given)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(elsewhere).result(), wanted)
 
 
 def _operators(layer, x, idx, p, matrices) -> None:

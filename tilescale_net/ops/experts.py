@@ -14,7 +14,7 @@ import torch
 
 from tilescale_net.kernels.fused.choice import SIMULATED
 from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul
-from tilescale_net.kernels.fused.matmul import DEFAULT, check_extents
+from tilescale_net.kernels.fused.matmul import DEFAULT
 from tilescale_net.kernels.moe.all_to_all import AllToAll
 from tilescale_net.kernels.moe.dropping import beyond_capacity
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
@@ -52,15 +52,15 @@ def _check(call: str, layer: AllToAll, w: torch.Tensor, first: int | None, last:
         )
     if w.dtype != c.dtype:
         raise TypeError(f"{call}: w has dtype {w.dtype}; it must be {c.dtype}, as the layer's rows are")
-    if (
-        w.dim() != 3
-        or w.shape[0] != c.local_experts
-        or first not in (None, w.shape[1])
-        or last not in (None, w.shape[2])
-    ):
+    # One by one: as members of a tuple, sizes that torch.compile holds for symbols would not be compared as numbers.
+    fits = w.dim() == 3 and w.shape[0] == c.local_experts
+    fits = fits and (first is None or w.shape[1] == first) and (last is None or w.shape[2] == last)
+    if not fits:
         wanted = f"[{c.local_experts}, {first or 'k'}, {last or 'n'}]"
         raise ValueError(f"{call}: w has shape {list(w.shape)}; it must be {wanted}")
-    check_extents(call, c.dtype, k=w.shape[1], n=w.shape[2])
+    for what, size in (("k", w.shape[1]), ("n", w.shape[2])):
+        if size == 0 or size % 8:
+            raise ValueError(f"{call}: {what} is {size}; it must be a multiple of 8 for {c.dtype}, and not 0")
     return key
 
 
