@@ -1,7 +1,6 @@
 """Products of experts beside the dispatch and the combine of their rows, against torch: whole numbers, exact in any order."""
 
 import random
-from unittest import mock
 
 import pytest
 import tilelang.language as T
@@ -17,7 +16,6 @@ from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul, matmul_exper
 from tilescale_net.kernels.moe import AllToAll, Tuning, reference
 from tilescale_net.kernels.moe.config import configure
 from tilescale_net.kernels.moe.implementations import crosses_once
-from tilescale_net.kernels.moe.throughput import ThroughputMode
 from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.kernels.moe.wire_layout import Totals
 
@@ -105,28 +103,6 @@ def layers(seed, options, transposed, kinds=KINDS):
 def test_equals_torch(size, nodes, transposed):
     args = random.randrange(1 << 30), dict(tuning=TUNING), transposed
     ranks.run(size, layers, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=300)
-
-
-def _sent_behind(seed):
-    """The blocks beside the product send some rows or none, as when they are slow; the sums' kernel finds the rest."""
-    pace = random.Random(f"{seed} {tsn.rank()}")
-
-    def receive(mode, pending):
-        if pending.sums is None:
-            return mode._stream.wait(pending.rest)
-        sending, taken = mode._fixed["combine"]["tickets"][:, 0], pace.choice((0, 1 << 20))
-        sending.fill_(taken)
-        mode._stream.wait(pending.rest)
-        if taken:
-            sending.zero_()
-        pending.sums()
-
-    with mock.patch.object(ThroughputMode, "receive", receive):
-        layers(seed, dict(tuning=TUNING), False, ("random", "twice", "one expert"))
-
-
-def test_all_multiprocessors_send_what_is_left():
-    ranks.run(2, _sent_behind, random.randrange(1 << 30), timeout=300)
 
 
 def eight_bits(seed):
