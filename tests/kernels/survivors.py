@@ -38,7 +38,7 @@ HARMLESS = {
     BEGINS, TILELANG, LAST, CHUNKS, ANNOUNCED, NEXT_CALL, WAITED, STARTS, CALL_BEFORE, MET, OWN, NO_ROW, QUIET, UNREAD, TIMED,
 }  # fmt: skip
 KNOWN: dict[str, dict[tuple[str, int], str]] = {
-    "02": {("no sync_threads", 0): BEGINS},
+    "02": {("no sync_threads", 0): BEGINS, ("no sync_threads", 2): LAST},
     "03": {("no quiet_block", 0): UNREAD},
     "06": {("put_signal_block in two, no fence", 0): UNREAD},
     "all_to_all_transposed": {("no sync_threads", 0): BEGINS},

@@ -83,9 +83,11 @@ def _reported(cases, seeds):
 
 
 def test_a_put_of_the_launch_before_is_not_ordered_by_a_signal_without_a_fence():
-    seeds = range(3)
-    outcomes = ranks.run(2, _reported, [*WRONG, *RIGHT], seeds, env={"TSN_SIM_RACES": "1"})
-    for i, case in enumerate([*WRONG, *RIGHT]):
+    seeds, twice = range(3), (VIEW, TELL_AFTER_FENCE, TAKE, VIEW)
+    outcomes = ranks.run(2, _reported, [*WRONG, *RIGHT, twice], seeds, env={"TSN_SIM_RACES": "1"})
+    # Stored again while the other rank reads: after the store of the launch before, which is the same thread's.
+    for i, case in enumerate([*WRONG, *RIGHT, twice]):
+        # Whoever comes second finds it: one rank may find what both do.
         said = [text for outcome in outcomes for text in outcome[i]]
-        assert len(said) == (2 * len(seeds) if case in WRONG else 0), (case, said)
-        assert all("a load of y" in text and "which " in text for text in said), said
+        assert len(said) >= len(seeds) if case in WRONG or case is twice else not said, (case, said)
+        assert all("a load of " in text for text in said), said

@@ -123,12 +123,12 @@ std::string HappensBefore::viewed(const Actor& actor, const void* address, uint6
   }
   Found found;
   look(memory_->stores(pe), offset, bytes, true, actor, store ? mark : 0, &found);
-  look(memory_->loads(pe), offset, bytes, false, actor, store ? 0 : mark, store ? &found : nullptr);
   // A store through a view comes after an earlier one of the same warp.
   Transfer t;
   if (found.stamp && touch_of(found.stamp) == Touch::put && rank_of_stamp(found.stamp) == memory_->me &&
       memory_->find(memory_->me, found.stamp >> 8, &t) && t.warp == actor.warp)
-    return "";
+    found = {};
+  look(memory_->loads(pe), offset, bytes, false, actor, store ? 0 : mark, store ? &found : nullptr);
   if (!found.stamp) return "";
   const std::string what = std::string(store ? "a store to " : "a load of ") + name + " by rank " +
                            std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
