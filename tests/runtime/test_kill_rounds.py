@@ -125,7 +125,9 @@ def _round(folder, fault, seed):
                         proc.join(LIMIT)
                 procs[lost].kill()
                 procs[lost].join(LIMIT)
-                for proc in procs:  # what a launcher does: ranks that lost another may end before their proxy has done it
+                for (
+                    proc
+                ) in procs:  # what a launcher does: ranks that lost another may end before their proxy has done it
                     remove_objects_of(proc.pid)
 
             thread = threading.Thread(target=body, daemon=True)
