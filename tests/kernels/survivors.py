@@ -57,7 +57,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     },
     "fused/matmul_all_reduce": {("no quiet", 0): NOTHING_LEFT},
     "fused/matmul_reduce_scatter": {("no quiet", 0): ON_GPUS},
-    "moe/combine_latency": {("no sync_threads", 0): LAST, ("no wait", 0): ANNOUNCED},
+    "moe/combine_latency": {("no sync_threads", 0): LAST},
     "moe/combine_latency_steps": {("no sync_warp", 1): BEGINS},
     "moe/combine_throughput": {
         ("no sync_threads", 1): CHUNKS,
@@ -69,7 +69,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "moe/exchange_weights": {("no sync_threads", 2): WAITED, ("no quiet", 0): NEXT_CALL},
     "moe/handshake": {("no quiet", 1): NEXT_CALL, ("no wait", 2): TIMED},
     "moe/node_combine": {
-        ("no sync_warp", 2): BEGINS,
+        ("no sync_warp", 3): BEGINS,
         ("no sync_threads", 1): CHUNKS,
         ("no sync_threads", 2): LAST,
     },
@@ -80,7 +80,8 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     },
     "moe/node_dispatch": {("no sync_threads", 2): LAST},
     "moe/node_dispatch_latency": {("no sync_threads", 4): LAST},
-    "moe/node_routing": {("no sync_threads", 1): BEGINS, ("no sync_threads", 3): MET},
+    "moe/node_refusal": {("no sync_threads", 0): NO_ROW, ("no sync_threads", 1): LAST},
+    "moe/node_routing": {("no sync_threads", 2): MET, ("no sync_threads", 3): BEGINS, ("no sync_threads", 5): MET},
     "moe/refusal": {
         ("no wait", 0): NO_ROW,
         ("no sync_threads", 0): NO_ROW,

@@ -40,12 +40,12 @@ def _held(w: torch.Tensor) -> torch.Tensor:
 
 def _zeroed(op: AllToAll, plan: RoutingPlan, rows: torch.Tensor) -> torch.Tensor:
     """A copy of expert-major rows, zero where no row is."""
-    return moe._zero_where_not(moe._valid(op, plan.totals, False), rows)
+    return moe.zero_where_not(moe.valid_rows(op, plan.totals, False), rows)
 
 
 def _check(call: str, layer: AllToAll, w: torch.Tensor, first: int | None, last: int | None) -> str:
     """The layer's key; TypeError or ValueError for matrices that do not go with it."""
-    key, c = moe._key(layer), layer.config
+    key, c = moe.layer_key(layer), layer.config
     if c.tile_rows is None:
         raise ValueError(
             f"{call}: the layer counts no tiles; make it with tile_rows=128 (or more), and alignment as large"
@@ -69,7 +69,7 @@ def _dispatch_matmul(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, key: str
 ) -> list[torch.Tensor]:
     """Products, rows, weights of rows, then the other tensors of the plan."""
-    op, w = moe._object(key), _held(w)
+    op, w = moe.layer_of(key), _held(w)
     given = x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()
     product = _product(op, w)
     pending = op.dispatch_send(*given, cleared=True)
@@ -77,13 +77,13 @@ def _dispatch_matmul(
     received = op.dispatch_recv(pending)
     plan = received.handle.plan
     *others, weights = plan.tensors()
-    valid = moe._valid(op, plan.totals, False)
+    valid = moe.valid_rows(op, plan.totals, False)
     return [_zeroed(op, plan, h), _zeroed(op, plan, received.x), torch.where(valid, weights, 0.0), *others]
 
 
 @_dispatch_matmul.register_fake
 def _(x, topk_idx, topk_weights, w, key):
-    rows, *others = moe._dispatch_fake(x, topk_idx, topk_weights, key)
+    rows, *others = moe.dispatch_fake(x, topk_idx, topk_weights, key)
     return [x.new_empty((rows.shape[0], w.shape[2])), rows, *others]
 
 
@@ -92,8 +92,8 @@ def _matmul_combine(
     h: torch.Tensor, w: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str
 ) -> torch.Tensor:
     """Sums of products times `weights` (an empty tensor: all one) per token."""
-    op, w = moe._object(key), _held(w)
-    handle = moe._handle(key, RoutingPlan(tokens, *plan))
+    op, w = moe.layer_of(key), _held(w)
+    handle = moe.handle_of(key, RoutingPlan(tokens, *plan))
     given = dict(weights=weights.contiguous()) if weights.numel() else dict(weighted=False)
     return _product(op, w).combined(h.contiguous(), w, handle, **given)
 
@@ -108,10 +108,10 @@ def _combine_backward(
     grad: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of sums as rows, and these times the transposed matrices, without weights."""
-    op, w = moe._object(key), _held(w.transpose(1, 2))
+    op, w = moe.layer_of(key), _held(w.transpose(1, 2))
     plan_ = RoutingPlan(tokens, *plan)
     product = _product(op, w)
-    pending = op.dispatch_send(grad.contiguous(), handle=moe._handle(key, plan_))
+    pending = op.dispatch_send(grad.contiguous(), handle=moe.handle_of(key, plan_))
     products = product.arriving(pending, w)
     rows = op.dispatch_recv(pending).x
     return _zeroed(op, plan_, rows), _zeroed(op, plan_, products)
@@ -119,16 +119,16 @@ def _combine_backward(
 
 @_combine_backward.register_fake
 def _(grad, w, plan, tokens, key):
-    c = moe._object(key).config
+    c = moe.layer_of(key).config
     return grad.new_empty((c.capacity, c.hidden)), grad.new_empty((c.capacity, w.shape[1]))
 
 
 @torch.library.custom_op("tilescale_net::expert_matmul", mutates_args=())
 def _expert_matmul(x: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
     """Rows of each expert times its matrix."""
-    op, w = moe._object(key), _held(w)
+    op, w = moe.layer_of(key), _held(w)
     plan_ = RoutingPlan(tokens, *plan)
-    return _zeroed(op, plan_, _product(op, w)(x.contiguous(), w, moe._handle(key, plan_)))
+    return _zeroed(op, plan_, _product(op, w)(x.contiguous(), w, moe.handle_of(key, plan_)))
 
 
 @_expert_matmul.register_fake
@@ -138,7 +138,7 @@ def _(x, w, plan, tokens, key):
 
 def _of_matrices(key: str, plan: RoutingPlan, rows: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
     """Gradients of the experts' matrices: rows of each, transposed, times gradients of its products."""
-    op = moe._object(key)
+    op = moe.layer_of(key)
     c = op.config
     _, offsets, _ = plan.counts(c.ranks, c.local_experts)
     rows, grads = _zeroed(op, plan, rows), _zeroed(op, plan, grads)
@@ -178,7 +178,7 @@ def _combine_gradient(ctx, grad):
     rows, dh = _ops.moe_matmul_combine_backward(grad, w, plan, ctx.tokens, ctx.key)
     of_weights, held = None, RoutingPlan(ctx.tokens, *plan)
     if weights.numel():
-        valid = moe._valid(moe._object(ctx.key), held.totals, False)
+        valid = moe.valid_rows(moe.layer_of(ctx.key), held.totals, False)
         of_weights = torch.where(valid, (dh.float() * h.float()).sum(-1), 0.0)
         rows, dh = ((t.float() * weights[:, None]).to(h.dtype) for t in (rows, dh))
     return dh, _of_matrices(ctx.key, held, h, rows), of_weights, [None] * len(plan), None, None
@@ -221,7 +221,7 @@ def moe_dispatch_matmul(
         TypeError, ValueError: an argument that does not fit, by name; the other ranks wait for this one.
     """
     key, c, dropped = _check("moe_dispatch_matmul", layer, w, layer.config.hidden, None), layer.config, None
-    moe._check_together("moe_dispatch_matmul", x, topk_idx=topk_idx, topk_weights=topk_weights, w=w)
+    moe.check_together("moe_dispatch_matmul", x, topk_idx=topk_idx, topk_weights=topk_weights, w=w)
     if c.expert_capacity is not None:
         dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
         topk_idx = topk_idx.masked_fill(dropped, -1)
@@ -249,7 +249,7 @@ def moe_matmul_combine(
         As `moe_dispatch_matmul`.
     """
     key = _check("moe_matmul_combine", layer, w, None, layer.config.hidden)
-    moe._check_together("moe_matmul_combine", h, w=w)
+    moe.check_together("moe_matmul_combine", h, w=w)
     plan = received.handle.plan
     weights = received.row_weight if weighted else h.new_empty((0,), dtype=torch.float32)
     return _ops.moe_matmul_combine(h, w, weights, [t.detach() for t in plan.tensors()], plan.tokens, key)
@@ -269,6 +269,6 @@ def expert_matmul(layer: AllToAll, x: torch.Tensor, w: torch.Tensor, received: D
         As `moe_dispatch_matmul`.
     """
     key = _check("expert_matmul", layer, w, x.shape[-1], None)
-    moe._check_together("expert_matmul", x, w=w)
+    moe.check_together("expert_matmul", x, w=w)
     plan = received.handle.plan
     return _ops.expert_matmul(x, w, [t.detach() for t in plan.tensors()], plan.tokens, key)

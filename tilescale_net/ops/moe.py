@@ -22,7 +22,7 @@ from tilescale_net.kernels.moe.wire_layout import Totals, record_words
 from tilescale_net.ops import group_objects
 
 
-def _key(op) -> str:
+def layer_key(op) -> str:
     """By which the operators find an AllToAll and the ranks that take part.
 
     Text, because the compiler makes a number that changes between calls symbolic.
@@ -35,25 +35,25 @@ def _key(op) -> str:
     return op.key
 
 
-def _check_together(call: str, x: torch.Tensor, **others: torch.Tensor) -> None:
+def check_together(call: str, x: torch.Tensor, **others: torch.Tensor) -> None:
     """Raise ValueError for tensors on several devices, which on "meta" torch would take for a question of shapes alone."""
     for name, other in others.items():
         if other.device != x.device:
             raise ValueError(f"{call}: {name} is on {other.device}, but x on {x.device}")
 
 
-def _object(key: str):
+def layer_of(key: str):
     """The AllToAll of a key."""
     return OBJECTS[key.split()[0]]
 
 
-def _handle(key: str, plan: RoutingPlan) -> Handle:
+def handle_of(key: str, plan: RoutingPlan) -> Handle:
     """The handle of a dispatch made when `key` was."""
     _, era, mask = key.split()
-    return Handle(_object(key).config.signature, plan, (int(era), tuple(m == "1" for m in mask)))
+    return Handle(layer_of(key).config.signature, plan, (int(era), tuple(m == "1" for m in mask)))
 
 
-def _valid(op, totals: torch.Tensor, by_rank: bool) -> torch.Tensor:
+def valid_rows(op, totals: torch.Tensor, by_rank: bool) -> torch.Tensor:
     """Which rows exist, by their index: of an output, or (`by_rank` false) of expert-major tensors. bool."""
     c = op.config
     at = Totals(c.ranks, c.local_experts)
@@ -66,7 +66,7 @@ def _valid(op, totals: torch.Tensor, by_rank: bool) -> torch.Tensor:
     return index - offsets[expert] < counts[expert]
 
 
-def _zero_where_not(valid: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def zero_where_not(valid: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """A copy of an output with zeros where no row is, so that no product with them is NaN."""
     return torch.where(valid[:, None], rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
 
@@ -74,18 +74,18 @@ def _zero_where_not(valid: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("tilescale_net::moe_dispatch", mutates_args=())
 def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, key: str) -> list[torch.Tensor]:
     """Rows, their weights, then the other tensors of the plan."""
-    op = _object(key)
+    op = layer_of(key)
     # All that the operator gives is defined, places without a row too, so that results can be compared.
     received = op.dispatch(x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous(), cleared=True)
     *others, weights = received.handle.plan.tensors()
-    by_choice = _valid(op, received.handle.plan.totals, False)
-    by_row = _valid(op, received.handle.plan.totals, True) if op.config.layout == "rank" else by_choice
-    return [_zero_where_not(by_row, received.x), torch.where(by_choice, weights, 0.0), *others]
+    by_choice = valid_rows(op, received.handle.plan.totals, False)
+    by_row = valid_rows(op, received.handle.plan.totals, True) if op.config.layout == "rank" else by_choice
+    return [zero_where_not(by_row, received.x), torch.where(by_choice, weights, 0.0), *others]
 
 
 @_dispatch.register_fake
-def _dispatch_fake(x, topk_idx, topk_weights, key):
-    c = _object(key).config
+def dispatch_fake(x, topk_idx, topk_weights, key):
+    c = layer_of(key).config
     R, M = c.ranks, c.max_tokens
 
     def ints(*shape):
@@ -93,7 +93,7 @@ def _dispatch_fake(x, topk_idx, topk_weights, key):
 
     return [
         x.new_empty((output_rows(c), c.hidden)),
-        x.new_empty((c.capacity,), dtype=torch.float32), ints(_object(key).node_plan_words), ints(R, M), ints(R, M),
+        x.new_empty((c.capacity,), dtype=torch.float32), ints(layer_of(key).node_plan_words), ints(R, M), ints(R, M),
         ints(torch.sym_max(x.shape[0], 1), R), ints(R, M, record_words(c.top_k)), ints(Totals(R, c.local_experts).words), ints(c.capacity),
     ]  # fmt: skip
 
@@ -101,8 +101,8 @@ def _dispatch_fake(x, topk_idx, topk_weights, key):
 @torch.library.custom_op("tilescale_net::moe_combine", mutates_args=())
 def _combine(y: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
     """Sums of rows times `weights` (an empty tensor: all one) per token."""
-    op = _object(key)
-    handle = _handle(key, RoutingPlan(tokens, *plan))
+    op = layer_of(key)
+    handle = handle_of(key, RoutingPlan(tokens, *plan))
     given = weights.numel() > 0
     return op.combine(y.contiguous(), handle, weighted=False, weights=weights.contiguous() if given else None)
 
@@ -117,27 +117,27 @@ def _dispatch_backward(
     rows: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x and of topk_weights from those of the rows and of their weights."""
-    op = _object(key)
-    return op.combine_values(rows.contiguous(), weights.contiguous(), _handle(key, RoutingPlan(tokens, *plan)))
+    op = layer_of(key)
+    return op.combine_values(rows.contiguous(), weights.contiguous(), handle_of(key, RoutingPlan(tokens, *plan)))
 
 
 @_dispatch_backward.register_fake
 def _(rows, weights, plan, tokens, key):
-    c = _object(key).config
+    c = layer_of(key).config
     return rows.new_empty((tokens, c.hidden)), weights.new_empty((tokens, c.top_k))
 
 
 @torch.library.custom_op("tilescale_net::moe_combine_backward", mutates_args=())
 def _combine_backward(out: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
     """Gradients of sums, as rows."""
-    op = _object(key)
-    received = op.dispatch(out.contiguous(), handle=_handle(key, RoutingPlan(tokens, *plan)))
-    return _zero_where_not(_valid(op, received.handle.plan.totals, op.config.layout == "rank"), received.x)
+    op = layer_of(key)
+    received = op.dispatch(out.contiguous(), handle=handle_of(key, RoutingPlan(tokens, *plan)))
+    return zero_where_not(valid_rows(op, received.handle.plan.totals, op.config.layout == "rank"), received.x)
 
 
 @_combine_backward.register_fake
 def _(out, plan, tokens, key):
-    op = _object(key)
+    op = layer_of(key)
     return out.new_empty((output_rows(op.config), out.shape[1]))
 
 
@@ -164,7 +164,7 @@ def _combine_gradient(ctx, grad):
     rows = torch.ops.tilescale_net.moe_combine_backward(grad, plan, ctx.tokens, ctx.key)
     if not weights.numel():
         return rows, None, [None] * len(plan), None, None
-    valid = _valid(_object(ctx.key), RoutingPlan(ctx.tokens, *plan).totals, False)
+    valid = valid_rows(layer_of(ctx.key), RoutingPlan(ctx.tokens, *plan).totals, False)
     dw = torch.where(valid, (rows.float() * y.float()).sum(-1), 0.0)
     return (rows.float() * weights[:, None]).to(y.dtype), dw, [None] * len(plan), None, None
 
@@ -202,8 +202,8 @@ def moe_dispatch(layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_
     Returns:
         Dispatched. Its tensors are new; rows that belong to no token are zero.
     """
-    key, c, dropped = _key(layer), layer.config, None
-    _check_together("moe_dispatch", x, topk_idx=topk_idx, topk_weights=topk_weights)
+    key, c, dropped = layer_key(layer), layer.config, None
+    check_together("moe_dispatch", x, topk_idx=topk_idx, topk_weights=topk_weights)
     if c.expert_capacity is not None:
         dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
         topk_idx = topk_idx.masked_fill(dropped, -1)
@@ -226,4 +226,4 @@ def moe_combine(layer: AllToAll, y: torch.Tensor, received: Dispatched, weighted
         received.row_weight if weighted and layer.config.layout == "expert" else y.new_empty((0,), dtype=torch.float32)
     )
     tensors = [t.detach() for t in plan.tensors()]
-    return torch.ops.tilescale_net.moe_combine(y, weights, tensors, plan.tokens, _key(layer))
+    return torch.ops.tilescale_net.moe_combine(y, weights, tensors, plan.tokens, layer_key(layer))
