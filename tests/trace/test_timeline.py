@@ -152,6 +152,17 @@ def test_a_damaged_part_is_refused_or_cut(tmp_path):
             assert str(err).startswith("t is ")
 
 
+def test_packed_traces_are_not_believed(monkeypatch):
+    raw = random.Random(0).randbytes(1000)
+    assert ring.unpacked(ring.packed(raw), "a trace") == raw
+    for damaged in (b"", b"no trace", ring.packed(raw)[:-5]):
+        with pytest.raises(ValueError, match="a trace is (damaged|cut short)"):
+            ring.unpacked(damaged, "a trace")
+    monkeypatch.setattr(ring, "_MOST", 999)
+    with pytest.raises(ValueError, match="more than"):
+        ring.unpacked(ring.packed(raw), "a trace")
+
+
 def test_arrows_follow_word_value_and_time(tmp_path):
     send = dict(kind=Kind.CALL, operation=5, word=512, pe=0)
     early = made(

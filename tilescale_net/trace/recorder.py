@@ -10,7 +10,6 @@ import contextlib
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable
 
 from tilescale_net.errors import ConfigurationError
@@ -124,7 +123,7 @@ class Recorder:
             return
         for index, path in enumerate(self.parts):
             with open(path, "rb") as file:
-                raw = path.split(".")[-2].encode() + b"\n" + zlib.compress(file.read(), 1)
+                raw = path.split(".")[-2].encode() + b"\n" + ring.packed(file.read())
             self._world.control.store.ask(lambda s, i=index, raw=raw: s.set(f"trace/{self._world.rank}/{i}", raw))
 
     def _merge(self) -> None:
@@ -143,7 +142,8 @@ class Recorder:
         found, store = [], self._world.control.store
         while (raw := store.ask(lambda s: _bytes(s, f"trace/{rank}/{len(found)}"))) is not None:
             what, _, packed = raw.partition(b"\n")
-            found.append(ring.read(zlib.decompress(packed), f"the trace of rank {rank}", what.decode()))
+            where = f"the trace of rank {rank}"
+            found.append(ring.read(ring.unpacked(packed, where), where, what.decode(errors="replace")))
         return found
 
     def leave(self) -> None:

@@ -10,11 +10,13 @@ import ctypes
 import enum
 import mmap
 import os
+import zlib
 from dataclasses import dataclass, field
 
 MAGIC = 0x3165636172545354  # "TSTrace1"
 NO_WORD = (1 << 64) - 1
 _NAMES = 1 << 18  # bytes for names
+_MOST = 1 << 30  # bytes of a file that another host has packed: a few could grow a thousandfold
 
 
 class Kind(enum.IntEnum):
@@ -167,6 +169,23 @@ def read(raw: bytes, where: str, what: str) -> Part:
         event.end_ns += h.offset_ns
         part.events.append(event)
     return part
+
+
+def packed(raw: bytes) -> bytes:
+    """The bytes of a file, smaller, for the way to another host."""
+    return zlib.compress(raw, 1)
+
+
+def unpacked(packed: bytes, where: str) -> bytes:
+    """What `packed` has made smaller. Raises ValueError for what is damaged, or far larger than a trace is."""
+    unpacking = zlib.decompressobj()
+    try:
+        raw = unpacking.decompress(packed, _MOST)
+    except zlib.error as err:
+        raise ValueError(f"{where} is damaged: {err}") from None
+    if not unpacking.eof:
+        raise ValueError(f"{where} is cut short, or has more than {_MOST >> 20} MiB")
+    return raw
 
 
 def read_file(path: str, what: str) -> Part:
