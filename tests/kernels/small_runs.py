@@ -190,9 +190,9 @@ RUNS = {
     ),
     "MoE latency, weights at combine": (("moe/exchange_weights",), moe_latency_weights),
     "MoE in an arena": (("moe/arena",), moe_arena),
-    "MoE by rank, refused": (("moe/refusal", "moe/routing_steps", "moe/node_refusal"), moe_refused),
+    "MoE by rank, refused": (("moe/refusal", "moe/routing_steps"), moe_refused),
     "MoE latency, refused": (
-        ("moe/handshake", "moe/refusal", "moe/node_refusal", "moe/combine_latency", "moe/node_combine_latency"),
+        ("moe/handshake", "moe/refusal", "moe/combine_latency", "moe/node_combine_latency"),
         moe_latency_refused,
     ),
 }
