@@ -33,8 +33,8 @@ def pytest_collection_finish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config) -> int:
-    """Two workers more than processors, most tests wait now and then; not so many that they crowd a GPU."""
-    return min((os.cpu_count() or 1) + 2, 16)
+    """One worker more than processors, most tests wait now and then; not so many that they crowd a GPU."""
+    return min((os.cpu_count() or 1) + 1, 16)
 
 
 # Files whose tests look at one thing that takes long to make, or share ranks: a worker that gets one of them gets all.
