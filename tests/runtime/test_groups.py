@@ -294,6 +294,7 @@ def _walk(seed: int) -> None:
             tsn.finalize(world)
             assert world.closed and not op.alive
     tsn.finalize()
+    dist.barrier()  # rank 0 keeps the store, which others may still use to end a group
     dist.destroy_process_group()
 
 
