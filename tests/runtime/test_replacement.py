@@ -38,8 +38,10 @@ def _life(process: int, port: int, seed: int) -> tuple[int, ...]:
         first = tsn.init("8M", group=tsn.StoreGroup(dist.PrefixStore("first", store), rank, RANKS))
         layer = AllToAll(**SHAPE, mode="latency")
         _use(layer, seed, first)
-        if process == LOST:
+        if process == LOST:  # when the others have all that it had to send
+            mine.wait([f"used/{r}" for r in range(RANKS) if r != LOST])
             os.kill(os.getpid(), signal.SIGKILL)
+        mine.set(f"used/{process}", "1")
         with pytest.raises(tsn.PeerLost):
             tsn.barrier()
         assert tsn.shrink().ranks == [r for r in range(RANKS) if r != LOST]
@@ -74,7 +76,7 @@ def test_a_new_process_takes_the_place_of_a_dead_one(nodes):
     """With nodes of one rank each, and on one node."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     env = {"VIRTUAL_NODES": str(nodes), "TSN_TIMEOUT": "30"}
-    outcomes = ranks.launch(RANKS + 1, _start, store.port, random.randrange(1 << 20), env=env, init=False)
+    outcomes = ranks.launch(RANKS + 1, _start, store.port, random.randrange(1 << 20), env=env, init=False, timeout=120)
     assert outcomes[LOST].exitcode == -signal.SIGKILL
     for o in outcomes:
         assert o.rank == LOST or o.ok and o.value == (0, 1, 2), o.error
