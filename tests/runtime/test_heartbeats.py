@@ -88,6 +88,13 @@ def test_every_rank_learns_of_what_befalls_another():
     assert job.news[3].failed is None
 
 
+def test_a_host_that_is_cut_off_before_its_first_heartbeat_is_named_alone():
+    job = Job(24, timeout=5.0)
+    gone = range(8, 16)
+    job.run(8, without=gone)
+    assert {(news.silent[0], *sorted(news.lost)) for news in job.news.values()} == {(8, *gone)}
+
+
 def test_of_two_silent_hosts_the_one_that_was_silent_first_is_named():
     job = Job(24, timeout=5.0)
     job.run(2)

@@ -89,6 +89,7 @@ class Heartbeats:
         self._quiet = False
         self._failed: str | None = None
         self.interval = INTERVAL * max(1.0, len(hosts) / _RANKS)
+        self._late = 2 * _BEAT * self.interval  # seconds of silence that are worth a second look
 
     def round(self, store: dist.Store) -> News:
         """Look, and send what is due. Raises what the store raises."""
@@ -124,17 +125,18 @@ class Heartbeats:
             store.set(key, json.dumps([self._rank, self._sent, self._stopped()]))
 
     def _look(self, store: dist.Store) -> None:
-        if not self._complete:
-            self._complete = store.check(self._keys)
-            if not self._complete:
-                return self._judge(store, {})
-        values = store.multi_get(self._keys)
-        self._judge(store, {k: v.decode(errors="replace") for k, v in zip(self._keys, values)})
+        self._complete = self._complete or store.check(self._keys)
+        if self._complete:
+            values = dict(zip(self._keys, (v.decode(errors="replace") for v in store.multi_get(self._keys))))
+        elif self._watched > self._late:  # somebody may be lost before its first heartbeat: the others are not
+            values = {k: job_store.get(store, k) or "" for k in self._keys}
+        else:
+            values = {}
+        self._judge(store, values)
 
     def _judge(self, store: dist.Store, values: dict[str, str]) -> None:
         now = self._watched
         self._silent, self._quiet, self._lost = None, False, set()
-        late = 2 * _BEAT * self.interval
         stopped: set[int] = set()
         longest = self._timeout
         for (host, members), key in zip(self._first.items(), self._keys):
@@ -145,7 +147,7 @@ class Heartbeats:
             self._seen[key] = (value, since)
             stopped |= set(_stopped_in(value)) & set(members)
             silence = now - since
-            if host == self._mine or silence <= min(late, self._timeout) or self._ended(store, members):
+            if host == self._mine or silence <= min(self._late, self._timeout) or self._ended(store, members):
                 continue
             self._quiet = True
             if silence > self._timeout:
