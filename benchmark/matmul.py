@@ -10,7 +10,7 @@ GPUs. Without a GPU the simulator runs a small product.
 """
 
 from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of, positive_int
-from benchmark.common.fused import difference, product_alone
+from benchmark.common.fused import difference, eight_bits, product_alone
 from benchmark.common.measuring import Timer, add_timing_arguments, median, raise_if_wrong
 from benchmark.common.report import Report
 from benchmark.common.table import Column
@@ -64,15 +64,6 @@ def times(timer, calls, wrong, what: str) -> tuple[dict, dict]:
     return {key: median(values) for key, values in samples.items()}, samples
 
 
-def eight_bits(*shape, seed: int):
-    """Random numbers of 8 bits, and a scale for each row."""
-    import torch
-
-    numbers = random(*shape, seed=seed)
-    scales = numbers.abs().amax(1).float() / 448
-    return (numbers / scales[:, None]).to(torch.float8_e4m3fn), scales
-
-
 def product_of(m: int, k: int, n: int, eight: bool):
     """`(calls by name, what is wrong or None, the geometry)` of a product."""
     import torch
@@ -82,7 +73,7 @@ def product_of(m: int, k: int, n: int, eight: bool):
 
     out, theirs = (random(m, n) for _ in range(2))
     if eight:
-        (x, of_rows), (held, of_columns) = eight_bits(m, k, seed=1), eight_bits(n, k, seed=2)
+        (x, of_rows), (held, of_columns) = eight_bits(random(m, k, seed=1)), eight_bits(random(n, k, seed=2))
         w, options = held.t(), dict(out_dtype=torch.bfloat16, use_fast_accum=True)
         scaled = of_rows[:, None], of_columns[None]
         reference = lambda: theirs.copy_(torch._scaled_mm(x, w, *scaled, **options))  # noqa: E731
@@ -131,7 +122,7 @@ def cublas(eight: bool):
 
 def operand(rows: int, columns: int, eight: bool, seed: int):
     """Random numbers and a scale for each row, or none."""
-    return eight_bits(rows, columns, seed=seed) if eight else (random(rows, columns, seed=seed), None)
+    return eight_bits(random(rows, columns, seed=seed)) if eight else (random(rows, columns, seed=seed), None)
 
 
 def call_of(kind: str, args, m: int, eight: bool):
