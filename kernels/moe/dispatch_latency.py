@@ -21,7 +21,7 @@ from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, FP8
 from tilescale_net.kernels.moe.wire_layout import COUNT_BITS
 
 
-@tsn.jit(name="moe_dispatch_latency", pass_configs=EXPLICIT_SYNC)
+@tsn.jit(name="moe::dispatch_latency", pass_configs=EXPLICIT_SYNC)
 def dispatch_latency(
     ranks,
     experts,

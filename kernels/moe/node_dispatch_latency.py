@@ -174,7 +174,7 @@ def _pass_on_all(
             )  # fmt: skip
 
 
-@tsn.jit(name="moe_dispatch_latency_nodes", pass_configs=EXPLICIT_SYNC)
+@tsn.jit(name="moe::dispatch_latency_nodes", pass_configs=EXPLICIT_SYNC)
 def dispatch_latency_nodes(
     ranks, experts, nodes, slots, top_k, max_tokens, row_words, scale_words, source_dtype, sends, receives, blocks, threads,
     index_dtype, absent=0, timed=False,
