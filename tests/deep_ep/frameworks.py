@@ -13,7 +13,7 @@ import torch
 from deep_ep.utils import EventHandle, EventOverlap
 
 from tests.deep_ep.support import EXPERTS, HIDDEN
-from tilescale_net.kernels.moe import reference
+from tests.kernels.moe import reference
 
 
 def factor(expert: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.kernels.moe import reference
 from tests.kernels.support import assert_same, unsettle
-from tilescale_net.kernels.moe import AllToAll, reference
+from tilescale_net.kernels.moe import AllToAll
 
 FP8 = torch.float8_e4m3fn
 ROUTES = ("random", "masked", "one expert", "one rank", "none", "twice", "last rank")
