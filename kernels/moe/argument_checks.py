@@ -1,7 +1,5 @@
 """Checks of what callers give to dispatch and combine; every mistake is an ArgumentError, which all ranks report."""
 
-from __future__ import annotations
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 

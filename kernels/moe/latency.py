@@ -1,7 +1,5 @@
 """Latency mode on the host: buffers, and the launches of its kernels, whole or in halves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import product

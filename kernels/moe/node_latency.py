@@ -1,7 +1,5 @@
 """Latency mode on the host where rows cross the network once per node: other buffers and kernels, the same calls."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Sums and 8-bit rows in plain PyTorch: what the kernels must give, bit by bit."""
 
-from __future__ import annotations
-
 import torch
 
 from tilescale_net.kernels.moe.row_ops import FP8_MAX, GROUP, SMALLEST_AMAX

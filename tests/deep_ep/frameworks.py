@@ -4,8 +4,6 @@ Written from what vLLM's deepep_ht and deepep_ll prepare and finalize, SGLang's 
 call, in which order, with which arguments, and what they do with what comes back.
 """
 
-from __future__ import annotations
-
 import threading
 
 import deep_ep

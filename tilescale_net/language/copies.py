@@ -13,8 +13,6 @@ All raise KernelError, with the author's line, when the kernel is built: tensors
 memory, regions whose rows have more than one pitch, counts that are negative or exceed the tensor, unknown options.
 """
 
-from __future__ import annotations
-
 from tilescale_net.compiler.operators import OPERATORS, ring_placeholder
 from tilescale_net.language._copy_plan import places, plan, plan_ldst, plan_rows, rows_of, transfer
 from tilescale_net.language._divergence import require_converged

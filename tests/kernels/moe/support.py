@@ -1,7 +1,5 @@
 """Inputs that every rank can make for every other, adversarial choices, and one round of dispatch and combine, checked."""
 
-from __future__ import annotations
-
 import random
 import unittest.mock
 from dataclasses import dataclass
