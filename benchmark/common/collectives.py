@@ -4,8 +4,6 @@ Sizes are bytes per rank of the larger tensor, as in NCCL's own tests. Bus bandw
 in one direction: size / time * (ranks - 1) / ranks, twice that of an all-reduce.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Callable, Sequence
