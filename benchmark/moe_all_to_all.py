@@ -25,6 +25,7 @@ from benchmark.common.measuring import SIMULATED, DeviceTimer, gather
 BENCH = dict(ranks=0, quick="--mode latency --dtype bf16 --warmup 1 --repeat 2")  # see common/suite.py
 
 ON_GPU = (10, 30)
+WAYS = ("tilescale_net", "once per rank")  # systems of our own: as it is, and Tuning(once_per_node=False)
 # Tokens per rank in each mode, and the shape, where the user gives none.
 GPU_SHAPE = {"throughput": 4096, "latency": 128, "hidden": 7168, "topk": 8, "experts": 256}
 SIMULATED_SHAPE = {"throughput": 32, "latency": 16, "hidden": 512, "topk": 4, "experts": 16}
@@ -84,6 +85,9 @@ def parse():
         metavar="NAME=N,…",
         help="choices of tilescale_net.kernels.moe.Tuning, such as blocks=16",
     )
+    parser.add_argument(
+        "--once-per-rank", action="store_true", help="where nodes have several ranks, also Tuning(once_per_node=False)"
+    )
     parser.add_argument("--quantize-combine", action="store_true", help="rows travel back as FP8")
     parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"untimed calls ({ON_GPU[0]})")
     parser.add_argument(
@@ -111,8 +115,12 @@ def across_ranks(samples: list[float], of=median) -> tuple[float, float]:
     return median(medians), max(medians)
 
 
-def ours(args, mode: str, layout: str, fp8: bool, everyone, timer: DeviceTimer):
-    """Yield (operation, kernel samples, whole-call samples, bytes per token on the network) of AllToAll, verified."""
+def ours(args, mode: str, layout: str, fp8: bool, everyone, timer: DeviceTimer, limit, **tuning):
+    """Yield (operation, kernel samples, whole-call samples, bytes per token on the network, limit's samples) of AllToAll,
+    verified.
+
+    limit: `BareWriterPair` that moves as many bytes after each operation, or None; tuning: beside the user's.
+    """
     import torch
 
     import tilescale_net as tsn
@@ -122,7 +130,7 @@ def ours(args, mode: str, layout: str, fp8: bool, everyone, timer: DeviceTimer):
 
     rank, ranks, mine = tsn.rank(), tsn.size(), everyone[tsn.rank()]
     tokens = len(mine.x)
-    options = {"tuning": Tuning(**args.tuning)}
+    options = {"tuning": Tuning(**args.tuning | tuning)}
     if mode == "throughput":
         # Twice the rows of an even spread, not all rows of all ranks.
         options |= {"layout": layout, "capacity": max(2 * tokens * args.topk, ranks * tokens)}
@@ -163,7 +171,9 @@ def ours(args, mode: str, layout: str, fp8: bool, everyone, timer: DeviceTimer):
         steps += [("combine", lambda: dispatch().handle, lambda h: op.combine(y, h, out=out))]
         steps += [("dispatch + combine", nothing, lambda _: op.combine(y, dispatch().handle, out=out))]
     for name, prepare, call in steps:
-        yield name, timer.kernel(prepare, call), timer.whole(prepare, call), fabric_bytes(prepare, call, tokens)
+        nbytes = fabric_bytes(prepare, call, tokens)
+        bare = [limit.move(round(nbytes * tokens)) for _ in range(timer.warmup + timer.repeat)] if limit else []
+        yield name, timer.kernel(prepare, call), timer.whole(prepare, call), nbytes, bare[timer.warmup :]
     op.check()
     tsn.barrier()
     op.free()
@@ -219,17 +229,6 @@ def peers(args, mode: str, fp8: bool, everyone, timer: DeviceTimer, report: Repo
             )
 
 
-def fabric_limit(rows, nbytes: dict[str, int], timer: DeviceTimer):
-    """Yield (operation, samples) of bare writers that move as many bytes between nodes as dispatch and combine do."""
-    from benchmark.common.proxy_bench import BareWriterPair
-
-    writers = BareWriterPair()
-    for operation, row in nbytes.items():
-        samples = [writers.move(rows.far * row) for _ in range(timer.warmup + timer.repeat)]
-        yield operation, samples[timer.warmup :]
-    writers.close()
-
-
 class Results:
     """The table, and how a row of it comes from samples."""
 
@@ -248,44 +247,52 @@ class Results:
             columns += [
                 Column("fabric", "fabric", ",.0f", better="lower", unit="B/token"),
                 Column("per_rank", "once per rank", ",.0f", unit="B/token", plotted=False),
+                Column("bare", "bare writers", better="lower", unit="us", plotted=False),
+                Column("of_bare", "of bare writers", ".0f", better="higher", unit="%", plotted=False),
             ]
         self._on_gpu, self._over_nodes = on_gpu, over_nodes
         self._table = report.table("MoE all-to-all", keys, columns)
         self._table.notes.append(
             "Traffic counts a token once for each rank it goes to, however many experts it has there, with its scales: "
             "logical counts all that a rank receives (in combine: sends back), remote what comes from other ranks. "
-            "kernel: time on the device, median over ranks (p99: of each rank's 99th percentile). bare writers: CPUs that move the bytes for other nodes over "
-            "the fabric, from and to the same kind of memory, without kernels, both ways at once."
+            "kernel: time on the device, median over ranks (p99: of each rank's 99th percentile)."
         )
         if over_nodes:
             self._table.notes.append(
                 "fabric: payload that crosses to another node in a call, routing and weights included, as the proxies count "
-                "it, per token of all ranks; once per rank: rows, where each goes to every rank that needs it."
+                "it, per token of all ranks; once per rank: rows, where each goes to every rank that needs it. bare writers: "
+                "as many threads of each rank that move as many bytes to another node, both ways at once, in the same pieces and "
+                "from and to the same kind of memory, without kernels; of bare writers: their time over the kernel's."
             )
 
-    def add(self, case: dict, system: str, operation: str, nbytes: int, rows, kernel, whole, fabric=None) -> None:
+    def add(
+        self, case: dict, system: str, operation: str, nbytes: int, rows, kernel, whole, fabric=0.0, bare=()
+    ) -> None:
         """Collective. `case`: key columns; nbytes: of a row of traffic; rows: `moe_data.Traffic`; then the samples.
 
-        fabric: bytes per token on the network.
+        fabric: bytes per token on the network; bare: samples of bare writers that move as many.
         """
         middle, slowest = across_ranks(kernel)
         late, _ = across_ranks(kernel, lambda samples: percentile(samples, 99))
         called, _ = across_ranks(whole)
+        limit = across_ranks(bare)[0] if bare else None
         far = sum(gather(rows.far)) / (case["tokens"] * world_size())
         if not is_rank_zero():
             return
         values = {"kernel": middle, "p99": late, "kernel_max": slowest, "whole": called if self._on_gpu else None}
         rates = {"logical": rows.rows * nbytes / middle / 1e3, "remote": rows.remote * nbytes / middle / 1e3}
         row = {**case, "operation": operation, "system": system, **values, **rates}
-        if self._over_nodes and fabric is not None:
+        if self._over_nodes and system in WAYS:
             row |= {"fabric": fabric, "per_rank": far * nbytes}
+            row |= {"bare": limit, "of_bare": 100 * limit / middle} if limit else {}
         self._table.add(row, {"kernel": kernel, "whole": whole})
 
 
 def run(args, mode: str, dtype: str, tokens: int, timer: DeviceTimer, results: Results, report: Report) -> None:
     """All layouts and all peers for one mode and dtype."""
     import tilescale_net as tsn
-    from benchmark.common.moe import Traffic, make, row_bytes, traffic
+    from benchmark.common.moe import make, row_bytes, traffic
+    from benchmark.common.proxy_bench import BareWriterPair
 
     fp8 = dtype == "fp8"
     shape = (tokens, args.hidden, args.experts, args.topk, fp8, 7, tsn.device())
@@ -294,15 +301,16 @@ def run(args, mode: str, dtype: str, tokens: int, timer: DeviceTimer, results: R
     rows = traffic([e.topk_idx for e in everyone], args.experts, tsn.rank(), far)
     there, back = row_bytes(args.hidden, fp8), row_bytes(args.hidden, args.quantize_combine)
     nbytes = {"combine": back, "dispatch + combine": there + back}
+    limit = BareWriterPair() if tsn.world().proxy is not None else None
+    several = tsn.world().topology.node_size > 1
+    ways = {"tilescale_net": {}} | ({WAYS[1]: {"once_per_node": False}} if args.once_per_rank and several else {})
     for layout in args.layout if mode == "throughput" else ["expert"]:
         case = {"mode": mode, "tokens": tokens, "dtype": dtype, "layout": layout}
-        for operation, *measured in ours(args, mode, layout, fp8, everyone, timer):
-            results.add(case, "tilescale_net", operation, nbytes.get(operation, there), rows, *measured)
-    if tsn.world().proxy is not None and not args.no_peers:
-        case = {"mode": mode, "tokens": tokens, "dtype": dtype, "layout": ""}
-        moved, far_rows = {"dispatch": there, "combine": back}, Traffic(rows.far, rows.far, rows.far)
-        for operation, samples in fabric_limit(rows, moved, timer):
-            results.add(case, "bare writers", operation, moved[operation], far_rows, samples, samples)
+        for system, tuning in ways.items():
+            for operation, *measured in ours(args, mode, layout, fp8, everyone, timer, limit, **tuning):
+                results.add(case, system, operation, nbytes.get(operation, there), rows, *measured)
+    if limit:
+        limit.close()
     if timer.on_gpu and not args.no_peers:
         case = {"mode": mode, "tokens": tokens, "dtype": dtype, "layout": "rank" if mode == "throughput" else "expert"}
         nbytes["combine"] = row_bytes(args.hidden, False)

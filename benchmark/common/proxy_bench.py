@@ -1,13 +1,16 @@
 """A job whose proxy has a given number of network channels, with a bare writer beside it that has as many."""
 
-from __future__ import annotations
-
 import os
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 from benchmark.common import measuring
 from benchmark.common.environment import is_rank_zero
 from benchmark.common.measuring import GUARD, POISON, elapsed, gather, random_bytes
+
+WINDOW = 64  # writes on the way, where nothing is staged
+MEMORY = 64 << 20  # bytes of each thread that moves data as MoE does: more than a second-level cache holds
 
 
 def bare_writer(world, memory, rails: int):
@@ -24,18 +27,27 @@ def bare_writer(world, memory, rails: int):
         device=world.device.index or 0,
         force_staging=properties["staged"],
         chunk_bytes=properties["chunk_bytes"],
+        # As much staging memory as a proxy thread has: more would fall out of the processor's caches.
+        window=properties["staging_slots"] or WINDOW,
         dedicated=on_gpu,
     )
+
+
+def threads_for(peers: list[int]) -> int:
+    """How many proxy threads of a rank carry what goes to these PEs."""
+    from tilescale_net.runtime import settings
+
+    queues, threads = settings.PROXY_QUEUES.get(), settings.PROXY_THREADS.get()
+    helpers = range(settings.PROXY_PEER_THREADS.get())
+    return len({(pe % queues % threads + i) % threads for pe in peers for i in helpers})
 
 
 class BareWriterPair:
     """Bare writers between each rank and one of another node, in both directions at once. Collective.
 
-    Every rank writes to the rank as many places on as a node has ranks, and is written to from as many places back. One
-    thread does both, as in a proxy.
+    Every rank writes to the rank as many places on as a node has ranks, and is written to from as many places back. Each
+    thread does both, as in a proxy, and there are as many threads as proxy threads that have peers.
     """
-
-    PIECE = 1 << 20  # bytes of a write
 
     def __init__(self):
         import torch
@@ -45,31 +57,42 @@ class BareWriterPair:
         world = tsn.world()
         size, step = world.size, world.topology.node_size
         self._to, self._from = (world.rank + step) % size, (world.rank - step) % size
-        self._memory = torch.zeros(self.PIECE, dtype=torch.uint8, device=world.device)
-        self._writer = bare_writer(world, self._memory, world.proxy.properties["rails"])
-        addresses = gather(self._writer.address())
-        for peer in {self._to, self._from}:
-            self._writer.connect(peer, addresses[peer])
+        properties = world.proxy.properties
+        self.threads = threads_for([pe for pe in range(size) if not world.topology.is_direct(pe)])
+        self._bytes = MEMORY
+        self._memory = torch.zeros((self.threads, self._bytes), dtype=torch.uint8, device=world.device)
+        self._writers = [bare_writer(world, memory, properties["rails"]) for memory in self._memory]
+        for addresses, writer in zip(zip(*gather([w.address() for w in self._writers])), self._writers):
+            for peer in {self._to, self._from}:
+                writer.connect(peer, addresses[peer])
+        self._pool = ThreadPoolExecutor(self.threads)
         tsn.barrier()
 
     def move(self, count: int) -> float:
-        """Move `count` bytes each way, in whole pieces and one last part; microseconds of what this rank sends."""
+        """Move about `count` bytes each way; microseconds until what this rank sends is in place."""
         import tilescale_net as tsn
 
+        share = -(-count // self.threads)
+        laps = max(1, -(-share // self._bytes))
         tsn.barrier()
-        spent = 0.0
-        for size, writes in ((self.PIECE, count // self.PIECE), (count % self.PIECE, 1)):
-            if size * writes:
-                spent += self._writer.write(self._to, size, writes, from_peer=self._from) * 1e6
-        self._writer.finish(self._to)
-        self._writer.serve(self._from)
-        return spent
+        start = time.perf_counter()
+        ends = self._pool.map(lambda writer: self._one(writer, max(1, -(-share // laps)), laps), self._writers)
+        return (max(ends) - start) * 1e6
+
+    def _one(self, writer, count: int, laps: int) -> float:
+        """When the last of `laps` times `count` bytes is in place."""
+        writer.write(self._to, count, laps, from_peer=self._from)
+        end = time.perf_counter()
+        writer.finish(self._to)
+        writer.serve(self._from)
+        return end
 
     def close(self) -> None:
         import tilescale_net as tsn
 
         tsn.barrier()
-        self._writer = None
+        self._pool.shutdown()
+        self._writers = []
 
 
 class ProxyBench:

@@ -18,13 +18,12 @@ def test_rows(tmp_path, nodes):
     (table,) = json.loads(path.read_text())["tables"]
     rows = {(row["system"], row["operation"]): row for row in table["rows"]}
     ours = {("tilescale_net", name) for name in ("dispatch", "combine", "dispatch + combine")}
-    limit = {("bare writers", name) for name in ("dispatch", "combine")} if nodes == "2" else set()
-    assert set(rows) == ours | limit
-    for (system, _), row in rows.items():
+    assert set(rows) == ours
+    for row in rows.values():
         assert row["kernel"] > 0
-        assert ("fabric" in row) == (nodes == "2" and system == "tilescale_net")
-        if system == "bare writers":  # they carry what is for the other node, and nothing else
-            assert row["logical"] == row["remote"] > 0
+        assert all((key in row) == (nodes == "2") for key in ("fabric", "bare", "of_bare"))
+        if nodes == "2":
+            assert row["of_bare"] == pytest.approx(100 * row["bare"] / row["kernel"]) and row["bare"] > 0
     assert "verified, every byte" in done.stdout
 
 

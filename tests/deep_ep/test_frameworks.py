@@ -11,8 +11,8 @@ import tilescale_net as tsn
 import tilescale_net.deep_ep
 from tests import ranks
 from tests.deep_ep.support import EXPERTS, HIDDEN, Inputs, difference
+from tests.kernels.moe import reference
 from tilescale_net.deep_ep import scales
-from tilescale_net.kernels.moe import reference
 
 MOST = 12  # tokens of a rank in low-latency calls
 
@@ -140,6 +140,7 @@ def _program() -> None:
 
 
 @pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.nightly), 2])
+@pytest.mark.timeout(600)
 def test_frameworks(nodes):
     env = {"VIRTUAL_NODES": str(nodes), "TSN_HEAP_SIZE": "96M"}
     ranks.run(4, _program, init=False, env=env, timeout=560)

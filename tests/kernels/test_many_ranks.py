@@ -26,6 +26,7 @@ def _mixture(seed: int, modes: tuple[str, ...]) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1000)  # 32 ranks share two processors
 @pytest.mark.parametrize("size", [16, 32])
 @pytest.mark.parametrize(
     "job", [(_collectives,), (_mixture, ("throughput",)), (_mixture, ("latency",))], ids=["collectives", "throughput", "latency"]

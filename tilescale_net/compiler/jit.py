@@ -8,8 +8,6 @@
 - Targets name a real architecture; the version of tilelang and the CUDA compiler are checked first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -372,5 +372,6 @@ def test_walk_that_ends_with_a_loss():
 @pytest.mark.nightly
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("turn", range(10))
+@pytest.mark.timeout(1100)
 def test_long_walk(size, turn):
     ranks.run(size, _walk, random.randrange(1 << 30), 40, 60, timeout=1000)

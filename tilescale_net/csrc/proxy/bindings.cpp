@@ -146,6 +146,7 @@ void bind(py::module_& m) {
             py::dict d = fabric::properties_of(p.properties());
             d["staged"] = p.staged();
             d["chunk_bytes"] = p.chunk_bytes();
+            d["staging_slots"] = p.staging_slots();
             return d;
           },
           "The transport in use, and how the proxy uses it.");

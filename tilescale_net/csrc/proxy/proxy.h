@@ -52,6 +52,7 @@ public:
   const Properties& properties() const { return workers_[0]->properties(); }
   bool staged() const { return workers_[0]->staged(); }
   uint64_t chunk_bytes() const { return workers_[0]->chunk_bytes(); }
+  uint32_t staging_slots() const { return workers_[0]->staging_slots(); }
   const ProxyOptions& options() const { return options_; }
 
 private:

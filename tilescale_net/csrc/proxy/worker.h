@@ -48,6 +48,7 @@ public:
   const Properties& properties() const { return properties_; }
   bool staged() const { return staged_; }
   uint64_t chunk_bytes() const { return chunk_; }
+  uint32_t staging_slots() const { return staging_ ? staging_->shape().send_slots : 0; } // 0: nothing is staged
 
 private:
   struct Abandoned;
