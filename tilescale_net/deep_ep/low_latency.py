@@ -35,10 +35,33 @@ class Routing:
         return self._buffer
 
 
-def _column_major(scales: torch.Tensor) -> torch.Tensor:
-    """Memory for scales [experts, rows, groups] whose rows are next to one another."""
+class LowLatencyHandle(tuple):
+    """DeepEP's handle of a low-latency dispatch.
+
+    Its second part, begin << 32 | count of each rank's rows of each expert, takes some small kernels and few callers look at
+    it: it is made from the counts, [local experts, ranks] int32, when somebody asks for it, after the dispatch has ended.
+    """
+
+    __slots__ = ()
+
+    def __getitem__(self, at):
+        return tuple(self)[at] if isinstance(at, slice) or at in (1, 1 - len(self)) else super().__getitem__(at)
+
+    def __iter__(self):
+        for place, part in enumerate(super().__iter__()):
+            yield _ranges(part) if place == 1 else part
+
+
+def _ranges(counts: torch.Tensor) -> torch.Tensor:
+    counts = counts.long()
+    return (counts.cumsum(1) - counts) << 32 | counts
+
+
+def _column_major(scales: torch.Tensor, packed: bool) -> torch.Tensor:
+    """Memory for scales [experts, rows, groups], or four of them to an int32, whose rows are next to one another."""
     experts, rows, groups = scales.shape
-    return torch.empty((experts, groups, rows), dtype=scales.dtype, device=scales.device).transpose(1, 2)
+    groups, dtype = (groups // 4, torch.int32) if packed else (groups, scales.dtype)
+    return torch.empty((experts, groups, rows), dtype=dtype, device=scales.device).transpose(1, 2)
 
 
 def _nothing(ranks: int, tokens: int, sizes: tuple, device) -> Dispatched:
@@ -86,15 +109,9 @@ def dispatch(
     void = masks.begin_dispatch()
     op, pending, received, members = nothing() if void else masks.survive(send, nothing)
     plan = received.handle.plan
-    layout = torch.empty(plan.source_counts.shape, dtype=torch.int64, device=x.device)
-    out_scales = None
-    if use_fp8:
-        packed = received.scales.new_empty((*received.scales.shape[:2], hidden // 512), dtype=torch.int32)
-        out_scales = _column_major(packed if use_ue8m0 else received.scales)
+    out_scales = _column_major(received.scales, use_ue8m0) if use_fp8 else None
 
     def finish() -> None:
-        counts = plan.source_counts.long()
-        layout.copy_((counts.cumsum(1) - counts) << 32 | counts)
         if out_scales is not None:
             out_scales.copy_(scaling.packed(received.scales) if use_ue8m0 else received.scales)
         if stats is not None:
@@ -113,7 +130,8 @@ def dispatch(
     if not in_halves:
         finish()
     rows = received.x if out_scales is None else (received.x, out_scales)
-    handle = (plan.source_token, layout, max_tokens, hidden, num_experts, Routing(sizes, received, members))
+    routing = Routing(sizes, received, members)
+    handle = LowLatencyHandle((plan.source_token, plan.source_counts, max_tokens, hidden, num_experts, routing))
     return rows, received.counts, handle, hook if in_halves else None
 
 
