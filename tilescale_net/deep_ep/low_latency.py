@@ -57,11 +57,10 @@ def _ranges(counts: torch.Tensor) -> torch.Tensor:
     return (counts.cumsum(1) - counts) << 32 | counts
 
 
-def _column_major(scales: torch.Tensor, packed: bool) -> torch.Tensor:
-    """Memory for scales [experts, rows, groups], or four of them to an int32, whose rows are next to one another."""
+def _for_exponents(scales: torch.Tensor) -> torch.Tensor:
+    """Memory for four scales of [experts, rows, groups] to an int32, whose rows are next to one another."""
     experts, rows, groups = scales.shape
-    groups, dtype = (groups // 4, torch.int32) if packed else (groups, scales.dtype)
-    return torch.empty((experts, groups, rows), dtype=dtype, device=scales.device).transpose(1, 2)
+    return torch.empty((experts, groups // 4, rows), dtype=torch.int32, device=scales.device).transpose(1, 2)
 
 
 def _nothing(ranks: int, tokens: int, sizes: tuple, device) -> Dispatched:
@@ -71,7 +70,8 @@ def _nothing(ranks: int, tokens: int, sizes: tuple, device) -> Dispatched:
 
     plan = ReceivedRows.of_nobody(tokens, ranks, max_tokens, local, top_k, device=device)
     x = torch.zeros((local, rows, hidden), dtype=dtype, device=device)
-    scales = x.new_zeros((local, rows, hidden // GROUP), dtype=torch.float32) if dtype == torch.float8_e4m3fn else None
+    fp8, groups = dtype == torch.float8_e4m3fn, hidden // GROUP
+    scales = x.new_zeros((local, groups, rows), dtype=torch.float32).transpose(1, 2) if fp8 else None
     counts = x.new_zeros(local, dtype=torch.int32)
     return Dispatched(x, scales, counts, None, None, None, None, Handle((), plan, ()))
 
@@ -109,11 +109,12 @@ def dispatch(
     void = masks.begin_dispatch()
     op, pending, received, members = nothing() if void else masks.survive(send, nothing)
     plan = received.handle.plan
-    out_scales = _column_major(received.scales, use_ue8m0) if use_fp8 else None
+    packs = use_fp8 and use_ue8m0
+    out_scales = _for_exponents(received.scales) if packs else received.scales
 
     def finish() -> None:
-        if out_scales is not None:
-            out_scales.copy_(scaling.packed(received.scales) if use_ue8m0 else received.scales)
+        if packs:
+            out_scales.copy_(scaling.packed(received.scales))
         if stats is not None:
             stats.add_(received.counts)
 
