@@ -166,5 +166,10 @@ class MatmulAllReduce(MatmulReduceScatter):
         )
 
     @property
+    def _sent_by_warps(self) -> bool:
+        """Never: those who wait for the last sums wait for whole pieces, which a block sends sooner."""
+        return False
+
+    @property
     def _ending_blocks(self) -> int:
         return self._block_limit if self.device.type == "cuda" else self.blocks

@@ -154,8 +154,8 @@ def send_all(s, engine, given, item, sent, partial, summands, part, sums, done, 
 def send_all_by_warps(s, item, sent, partial, summands, part, sums, done, arrived, shared, call, me, thread):
     """As `send_all`, each warp a piece of its own, by loads and stores.
 
-    Few blocks send as fast as their multiprocessors can only so: the time from a piece's last store to the next one's first
-    is as long as its copy, and other warps copy meanwhile.
+    For few blocks: from a piece's last store to the next one's first, its signal and the look for the next take about as long
+    as the copy of 512 KiB by a block; other warps copy meanwhile. A single piece takes longer.
     """
     item[0] = 0
     while item[0] < s.items:
