@@ -146,7 +146,9 @@ OWN_TRANSPORTS: tuple[str, ...] = ()
 
 
 def provider(value: str, name: str) -> str:
-    """Name of a libfabric provider, or of a transport of our own; whether the libfabric at hand offers it is seen when it is asked for a network.
+    """Name of a libfabric provider, or of a transport of our own.
+
+    Whether the libfabric at hand offers it is seen when it is asked for a network.
 
     Any name is taken where FI_PROVIDER_PATH tells libfabric of further ones.
     """
