@@ -183,23 +183,24 @@ def call_of(kind: str, args, m: int, eight: bool):
     scales = (of_rows, of_columns) if eight else ()
     if kind == "AG+GEMM":
         op, x, out = AllGatherMatmul(rows, k, n, dtype=dtype, **options), everyone[:rows].clone(), random(m, n)
-        hurry(op._ready, op._arrived)
+        hurry(op.memory["ready"], op.memory["arrived"])
         for half in range(2):
-            op._gathered[half].view(torch.uint8).copy_(everyone.view(op._gathered[half].shape).view(torch.uint8))
+            gathered = op.memory["gathered"][half]
+            gathered.view(torch.uint8).copy_(everyone.view(gathered.shape).view(torch.uint8))
             if eight:
-                op._gathered_scales[half].copy_(of_rows.view(args.ranks, rows))
+                op.memory["scales"][half].copy_(of_rows.view(args.ranks, rows))
         wanted = lambda: mm(everyone, w, *scales)  # noqa: E731
     else:
         make = MatmulReduceScatter if kind == "GEMM+RS" else MatmulAllReduce
         op = make(rows if kind == "GEMM+RS" else m, k, n, dtype=dtype, **options)
         x, out = everyone, random(rows if kind == "GEMM+RS" else m, n)
         first = (of_rows[:rows], of_columns) if eight else ()
-        hurry(*(op._memory[name] for name in ("ready", "arrived", "shared")))
+        hurry(*(op.memory[name] for name in ("ready", "arrived", "shared")))
         for name in ("summands", "sums"):
-            op._memory[name].normal_()
-            op._memory[name][-1].copy_(op._memory[name][0])
-        own = lambda: mm(x[:rows], w, *first).float() + op._memory["summands"][0, 1:].float().sum(0)  # noqa: E731
-        others = (lambda: [*op._memory["sums"][0, 1:]]) if kind == "GEMM+AR" else (lambda: [])
+            op.memory[name].normal_()
+            op.memory[name][-1].copy_(op.memory[name][0])
+        own = lambda: mm(x[:rows], w, *first).float() + op.memory["summands"][0, 1:].float().sum(0)  # noqa: E731
+        others = (lambda: [*op.memory["sums"][0, 1:]]) if kind == "GEMM+AR" else (lambda: [])
         wanted = lambda: torch.cat([own(), *(part.float() for part in others())])  # noqa: E731
     theirs = lambda: mm(everyone, w, *scales, out=whole)  # noqa: E731
     own_scales = dict(x_scales=of_rows[: len(x)].clone(), w_scales=of_columns) if eight else {}

@@ -5,8 +5,6 @@ A run that was cut short goes on where it stood: tests that have passed accordin
 usage: python -m tests.outcomes FILE…     counts, the longest tests, those that failed, and rows of tables that they printed
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

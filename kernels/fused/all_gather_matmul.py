@@ -234,7 +234,7 @@ class AllGatherMatmul(FusedMatmul):
         super().__init__("AllGatherMatmul", shapes, dtype, out_dtype, tiling, threads, blocks, group)
         self.rows, self.k, self.n, self._engine = rows, k, n, engine
         chunks = -(-rows // tiling.tile[0])
-        memory = self.allocate({
+        self.memory = memory = self.allocate({
             "gathered": ((2, self.n_pes, rows, k), dtype),
             "ready": ((self.n_pes,), torch.uint64),
             "arrived": ((self.n_pes, chunks + self.scaled), torch.uint64),

@@ -114,7 +114,12 @@ class FusedMatmul(Collective):
     Hopper keep about 14 bits of such sums' mantissas; all steps of a tile's depth are added up there, and none are moved to
     exact registers in between (the fast accumulation of torch._scaled_mm), so that long sums are less exact than those of
     bfloat16.
+
+    Attributes:
+        memory: the symmetric buffers by name, for whoever measures a call with peers that are not there.
     """
+
+    memory: dict[str, torch.Tensor]
 
     def __init__(self, name, configuration, dtype, out_dtype, tiling, threads, blocks, group):
         if dtype not in TAKEN:

@@ -128,7 +128,7 @@ class MatmulAllReduce(MatmulReduceScatter):
         held, transposed = self._weight(w, self.k, self.n)
         scales = self._scales(x_scales, w_scales, everyone, self.n)
         out = self._result(out, (everyone, self.n), ("x", x), ("w", held), *self._apart(scales))
-        parts, memory = out.view(self.n_pes, self.rows, self.n), self._memory
+        parts, memory = out.view(self.n_pes, self.rows, self.n), self.memory
         mine = parts[self.rank]
         part = memory["part"] if self._sources_travel else mine
         self._everyone = parts
@@ -142,7 +142,7 @@ class MatmulAllReduce(MatmulReduceScatter):
         shares = shares and self.n_pes > 1
         super()._launch(out, x, held, transposed, scales, calls, tickets, sent, shares)
         if shares:
-            memory, part = self._memory, out.view(1, self.rows, self.n)
+            memory, part = self.memory, out.view(1, self.rows, self.n)
             end = send_and_collect(*self._sent_of(), self.threads, self._ending_blocks)
             signals = memory["arrived"], memory["shared"]
             end(

@@ -276,7 +276,7 @@ class MatmulReduceScatter(FusedMatmul):
             "sums": ((1, 1, 1, 1), self.out_dtype),
             **self._more_memory(),
         })  # fmt: skip
-        self._memory = memory
+        self.memory = memory
         with torch.inference_mode(False):
             self._sent = torch.zeros(2, dtype=torch.int32, device=self.device)
         self._sides = Sides(self.device, (-1,))
@@ -327,10 +327,10 @@ class MatmulReduceScatter(FusedMatmul):
             torch.cuda.synchronize()
             self._loaded.add(transposed)
         self._calls.add_(1)
-        self._launch(*arguments, self._calls, self._memory["tickets"], self._sent)
+        self._launch(*arguments, self._calls, self.memory["tickets"], self._sent)
 
     def _launch(self, out, x, held, transposed, scales, calls, tickets, sent, shares: bool = False) -> None:
-        memory, rows = self._memory, x.view(self.n_pes, self.rows, self.k)
+        memory, rows = self.memory, x.view(self.n_pes, self.rows, self.k)
         part, simulated = out.view(1, self.rows, self.n), self.device.type != "cuda"
         buffers, signals = (
             (memory["partial"], memory["summands"], memory["sums"]),

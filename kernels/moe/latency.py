@@ -154,7 +154,7 @@ class LatencyMode(Mode):
         return Launch(kernel, self._dispatch_fixed, given, base.world, **forms)
 
     def _on_the_way(self) -> dict[str, int]:
-        """What tells a dispatch of gateways between nodes."""
+        """What tells kernels of gateways between nodes."""
         return {}
 
     def _order(self) -> dict[str, bool]:
@@ -195,10 +195,10 @@ class LatencyMode(Mode):
         return self._launch(self._new_refusal)
 
     def _new_refusal(self) -> Launch:
-        c, base, fixed = self._c, self._base, self._combine_fixed
-        arrived = fixed["arrived"].view(2 * c.ranks, -1)
-        kernel = refuse_latency(c.ranks, c.max_tokens * self._cuts, base.blocks, base.threads)
-        return Launch(kernel, fixed | {"arrived": arrived}, ("code",), base.world)
+        c, base, fixed, way = self._c, self._base, self._combine_fixed, self._on_the_way()
+        arrived = {} if way else {"arrived": fixed["arrived"].view(2 * c.ranks, -1)}
+        kernel = refuse_latency(c.ranks, c.max_tokens, self._cuts, base.blocks, base.threads, **way)
+        return Launch(kernel, fixed | arrived, ("code",), base.world)
 
     def _exchange_weights(self, *timed: bool) -> Callable[..., None]:
         return self._launch(self._new_exchange, *timed)

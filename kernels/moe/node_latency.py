@@ -12,7 +12,6 @@ from tilescale_net.kernels.moe.launch import Launch
 from tilescale_net.kernels.moe.mode import Phase
 from tilescale_net.kernels.moe.node_combine_latency import combine_latency_nodes
 from tilescale_net.kernels.moe.node_layout import Gateways, LatencyNodePlan, Nodes, with_room
-from tilescale_net.kernels.moe.node_refusal import refuse_latency_nodes
 from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.kernels.moe.wire_layout import Header, Message
 
@@ -112,11 +111,6 @@ class NodeLatencyMode(latency.LatencyMode):
         return Launch(
             kernel, self._combine_fixed, _COMBINE + latency.TIMED * timed, base.world, **self._combine_forms()
         )
-
-    def _new_refusal(self) -> Launch:
-        c, base, at = self._c, self._base, self._at
-        kernel = refuse_latency_nodes(c.ranks, at.nodes, at.slots, c.max_tokens, self._cuts, base.blocks, base.threads)
-        return Launch(kernel, self._combine_fixed, ("code",), base.world)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 

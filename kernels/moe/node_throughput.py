@@ -13,8 +13,8 @@ from tilescale_net.kernels.moe.launch import Launch
 from tilescale_net.kernels.moe.node_combine import combine_nodes
 from tilescale_net.kernels.moe.node_dispatch import dispatch_nodes
 from tilescale_net.kernels.moe.node_layout import Gateways, NodePlan, Nodes, with_room
-from tilescale_net.kernels.moe.node_refusal import refuse_nodes
 from tilescale_net.kernels.moe.node_routing import plan_nodes
+from tilescale_net.kernels.moe.refusal import refuse_throughput
 from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.kernels.moe.throughput_buffers import rows_received, shared_rows
 from tilescale_net.kernels.moe.wire_layout import most_sent
@@ -190,7 +190,8 @@ class NodeThroughputMode(throughput.ThroughputMode):
     def _new_refusal(self, kernel: str) -> Launch:
         c, base, at = self._c, self._base, self._at
         dispatch, senders = kernel == "dispatch", self._senders_of(kernel)
-        refuse = refuse_nodes(c.ranks, at.nodes, at.slots, dispatch, self._chunks, senders, base.blocks, base.threads)
+        shape = c.ranks, self._chunks, senders, base.blocks, base.threads
+        refuse = refuse_throughput(*shape, at.nodes, at.slots, dispatch)
         fixed = self._fixed[kernel]
         onward = {"onward": fixed["came" if dispatch else "summed"]}
         return Launch(refuse, fixed | onward, ("code",), base.world)

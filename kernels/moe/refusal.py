@@ -9,7 +9,9 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import TAG_BITS, announce
+from tilescale_net.kernels.moe import node_refusal as over_nodes
 from tilescale_net.kernels.moe.handshake import await_previous, begin_half
+from tilescale_net.kernels.moe.node_layout import Nodes
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 
 
@@ -62,16 +64,20 @@ def end_refused_halves(send_calls, receive_calls, call: T.Ref, blocks, thread, t
 
 
 @tsn.jit(name="moe::refuse_throughput", pass_configs=EXPLICIT_SYNC)
-def refuse_throughput(ranks, chunks, senders, blocks, threads):
+def refuse_throughput(ranks, chunks, senders, blocks, threads, nodes=0, slots=0, dispatch=True):
     """Kernel in the place of a dispatch with a known routing, or of a combine; one block.
 
     Args:
         chunks: signals per rank. senders, blocks: of the kernel whose place it takes. threads: of this one.
+        nodes, slots: see Nodes; 0: rows go to their ranks straight. dispatch: whether it takes the place of one.
 
     Parameters of the kernel:
-        code: of the fault. The others are those of dispatch_throughput and combine_throughput.
+        code: of the fault. onward: `came` of dispatch_nodes, or `summed` of combine_nodes; it and node_map with nodes only.
+        The others are those of dispatch_throughput and combine_throughput.
     """
-    R = ranks
+    R, at = ranks, Nodes(ranks, nodes, slots) if nodes else None
+    signals = chunks if nodes else R * chunks
+    signal_chunk = over_nodes.signal_dispatch if dispatch else over_nodes.signal_combine
 
     @T.prim_func
     def main(
@@ -79,7 +85,9 @@ def refuse_throughput(ranks, chunks, senders, blocks, threads):
         code: T.int32,
         active: T.Tensor((R,), "int32"),
         ready: T.Tensor((R,), "uint64"),
-        arrived: T.Tensor((R, chunks), "uint64"),
+        arrived: T.Tensor((R if dispatch or not nodes else at.origins, chunks), "uint64"),
+        onward: T.Tensor((slots if dispatch else at.lists, chunks), "uint64") if nodes else None,
+        node_map: T.Tensor((at.map_words,), "int32") if nodes else None,
         done: T.Tensor((R,), "uint64"),
         tickets: T.Tensor((2, 2), "int32"),
         calls: T.Tensor((blocks,), "uint64"),
@@ -88,31 +96,48 @@ def refuse_throughput(ranks, chunks, senders, blocks, threads):
             thread = T.get_thread_binding()
             me = N.my_pe()
             peer = T.alloc_var("int32")
+            if nodes:
+                row = T.alloc_var("int32")
             call = T.alloc_var("uint64")
             call = calls[0] + T.uint64(1)
             begin_refused(active, ready, me, call, code, thread, R)
-            for i in T.serial((R * chunks + threads - 1) // threads):
-                if i * threads + thread < R * chunks:
-                    peer = (i * threads + thread) % R
-                    if active[peer] != 0:
-                        N.signal(arrived[me, (i * threads + thread) // R], call, peer)
+            for i in T.serial((signals + threads - 1) // threads):
+                if i * threads + thread < signals:
+                    if nodes:
+                        signal_chunk(
+                            at,
+                            active,
+                            arrived,
+                            onward,
+                            node_map,
+                            me,
+                            me // at.size,
+                            i * threads + thread,
+                            call,
+                            peer,
+                            row,
+                        )
+                    else:
+                        peer = (i * threads + thread) % R
+                        if active[peer] != 0:
+                            N.signal(arrived[me, (i * threads + thread) // R], call, peer)
             end_refused(active, done, tickets, calls, me, call, senders, blocks, thread, threads, R)
 
     return main
 
 
 @tsn.jit(name="moe::refuse_latency", pass_configs=EXPLICIT_SYNC)
-def refuse_latency(ranks, signals, blocks, threads):
+def refuse_latency(ranks, max_tokens, parts, blocks, threads, nodes=0, slots=0):
     """Kernel in the place of both halves of a combine in latency mode; one block.
 
     Args:
-        signals: per rank, of one of the two sets of buffers. blocks: of the kernel whose place it takes. threads: of
-            this one.
+        max_tokens, parts, blocks: of the kernel whose place it takes. threads: of this one. nodes, slots: as above.
 
     Parameters of the kernel:
-        code: of the fault. The others are those of combine_latency; arrived: [2 * ranks, signals].
+        code: of the fault. The others are those of combine_latency, or of combine_latency_nodes.
     """
-    R = ranks
+    R, M, at = ranks, max_tokens, Nodes(ranks, nodes, slots) if nodes else None
+    signals = M * parts if nodes else R * M * parts
 
     @T.prim_func
     def main(
@@ -120,7 +145,9 @@ def refuse_latency(ranks, signals, blocks, threads):
         code: T.int32,
         active: T.Tensor((R,), "int32"),
         begun: T.Tensor((2 * R,), "uint64"),
-        arrived: T.Tensor((2 * R, signals), "uint64"),
+        arrived: T.Tensor((2 * at.origins * M, parts) if nodes else (2 * R, M * parts), "uint64"),
+        summed: T.Tensor((2 * slots * M * at.size, parts), "uint64") if nodes else None,
+        node_map: T.Tensor((at.map_words,), "int32") if nodes else None,
         send_calls: T.Tensor((blocks,), "uint64"),
         receive_calls: T.Tensor((blocks,), "uint64"),
     ):
@@ -128,14 +155,38 @@ def refuse_latency(ranks, signals, blocks, threads):
             thread = T.get_thread_binding()
             me = N.my_pe()
             peer = T.alloc_var("int32")
+            if nodes:
+                row = T.alloc_var("int32")
+                j = T.alloc_var("int32")
+                part = T.alloc_var("int32")
             parity = T.alloc_var("int32")
             call = T.alloc_var("uint64")
             begin_refused_halves(active, begun, send_calls, me, call, parity, code, thread, R)
-            for i in T.serial((R * signals + threads - 1) // threads):
-                if i * threads + thread < R * signals:
-                    peer = (i * threads + thread) % R
-                    if active[peer] != 0:
-                        N.signal(arrived[parity * R + me, (i * threads + thread) // R], call, peer)
+            for i in T.serial((signals + threads - 1) // threads):
+                if i * threads + thread < signals:
+                    if nodes:
+                        j = (i * threads + thread) // parts
+                        part = (i * threads + thread) % parts
+                        over_nodes.signal_part(
+                            at,
+                            active,
+                            arrived,
+                            summed,
+                            node_map,
+                            me,
+                            me // at.size,
+                            parity,
+                            j,
+                            part,
+                            M,
+                            call,
+                            peer,
+                            row,
+                        )
+                    else:
+                        peer = (i * threads + thread) % R
+                        if active[peer] != 0:
+                            N.signal(arrived[parity * R + me, (i * threads + thread) // R], call, peer)
             end_refused_halves(send_calls, receive_calls, call, blocks, thread, threads)
 
     return main

@@ -115,3 +115,27 @@ def test_private_names_stay_where_they_are():
                 assert not known or aliases.get(owner, "").startswith(name), (
                     f"{path}:{node.lineno} uses {owner}.{node.attr}"
                 )
+
+
+# Of torch, where an expression does not begin with its name.
+OF_TORCH = ("_schema", "_sleep")
+
+
+def test_private_names_are_used_by_the_modules_that_have_them():
+    """Of objects, too: a name that a module uses of anything but itself is one that it defines, or of another package."""
+    for name, path, tree in modules():
+        foreign, has = set(), set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                foreign |= {(a.asname or a.name).partition(".")[0] for a in node.names if "tilescale" not in a.name}
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                has.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                has.add(node.id)
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+                has.add(node.attr)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr) and node.attr not in has:
+                owner = re.match(r"\w*", ast.unparse(node.value))[0]
+                known = owner in foreign or owner == "super" or node.attr in OF_TORCH
+                assert known, f"{path}:{node.lineno} uses {ast.unparse(node)}"

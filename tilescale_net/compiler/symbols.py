@@ -1,7 +1,5 @@
 """Names of kernels: as users and the simulator see them, and as linkers and profilers do."""
 
-from __future__ import annotations
-
 from tilescale_net.errors import KernelError
 
 SUFFIX = "_kernel"  # which tilelang puts behind the name of what runs on the device

@@ -141,13 +141,19 @@ PROVIDERS = (
 )
 
 
+# Transports that are not libfabric's, by the names that csrc/fabric/factory.cpp has for them.
+OWN_TRANSPORTS: tuple[str, ...] = ()
+
+
 def provider(value: str, name: str) -> str:
-    """Name of a libfabric provider; whether the libfabric at hand offers it is seen when it is asked for a network.
+    """Name of a libfabric provider, or of a transport of our own.
+
+    Whether the libfabric at hand offers it is seen when it is asked for a network.
 
     Any name is taken where FI_PROVIDER_PATH tells libfabric of further ones.
     """
     for part in value.split(";"):
-        if part.lower() not in PROVIDERS and not os.environ.get("FI_PROVIDER_PATH"):
+        if part.lower() not in (*PROVIDERS, *OWN_TRANSPORTS) and not os.environ.get("FI_PROVIDER_PATH"):
             near = difflib.get_close_matches(part.lower(), PROVIDERS, n=1)
             advice = f"; did you mean {near[0]}?" if near else ""
             raise ConfigurationError(f"{name}={value!r}: libfabric has no provider {part!r}{advice}")

@@ -48,10 +48,10 @@ def run(module: str, path: str, seed: int, test, options: dict, how: dict) -> No
         spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = mutant = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(mutant)
-        # Whoever has imported something of the original takes the mutant's, kernels their steps as well.
-        users = [m for n, m in sys.modules.items() if n.startswith("tilescale_net.kernels.moe")]
-        for what, value in vars(original).items():
-            for user in users:
-                if not what.startswith("__") and vars(user).get(what) is value:
-                    setattr(user, what, getattr(mutant, what))
+        # Whoever has imported the original, or something of it, takes the mutant's: kernels their steps as well.
+        instead = {id(original): mutant} | {id(old): vars(mutant)[what] for what, old in vars(original).items()}
+        for user in [m for n, m in sys.modules.items() if n.startswith("tilescale_net.kernels.moe")]:
+            for what, old in [*vars(user).items()]:
+                if not what.startswith("__") and id(old) in instead:
+                    setattr(user, what, instead[id(old)])
     test(seed, SHAPE, options, how, ("random", "masked", "random", "one rank") * ROUNDS)

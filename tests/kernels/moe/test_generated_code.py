@@ -50,8 +50,17 @@ KERNELS = {
     ],
     "combine_latency.combine_latency": [dict(RETURN)],
     "exchange_weights.exchange_weights": [dict(ranks=4, top_k=8, max_tokens=128, threads=256)],
-    "refusal.refuse_throughput": [dict(ranks=4, chunks=1024, senders=14, blocks=24, threads=512)],
-    "refusal.refuse_latency": [dict(ranks=4, signals=256, blocks=132, threads=256)],
+    "refusal.refuse_throughput": [
+        dict(ranks=4, chunks=1024, senders=14, blocks=24, threads=512),
+        *(
+            dict(ranks=32, chunks=1024, senders=14, blocks=24, threads=512, nodes=4, slots=3, dispatch=d)
+            for d in (1, 0)
+        ),
+    ],
+    "refusal.refuse_latency": [
+        dict(ranks=4, max_tokens=128, parts=2, blocks=132, threads=256),
+        dict(ranks=32, max_tokens=128, parts=1, blocks=132, threads=256, nodes=4, slots=3),
+    ],
 }
 # Those of a mode with a file of tests of its own stand there.
 KERNELS |= {name: variants for name, (_, variants) in declared(tests.kernels.moe, "SM_90").items()}
@@ -104,7 +113,7 @@ def test_code_for_sm_90(tools, name, arguments):  # noqa: F811
     spilled = [i for i in instructions if i.startswith(("LDL", "STL"))]
     most = 56 if "tiles" in arguments else 40  # waits and signals take local memory in any number of registers
     assert len(spilled) < most, f"{len(spilled)} accesses to spilled registers"
-    if module not in ("refusal", "node_refusal", "exchange_weights", "arena"):  # which move no rows
+    if module not in ("refusal", "exchange_weights", "arena"):  # which move no rows
         assert [i for i in instructions if i.startswith("ST") and ".128" in i] or module == "routing", "16-byte stores"
         assert [i for i in instructions if i.startswith("LD") and ".128" in i], "16-byte loads"
     assert any(i.startswith("LD") and i.endswith("STRONG.SYS") for i in instructions), "system-scope polls"

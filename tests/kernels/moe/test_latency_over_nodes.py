@@ -35,9 +35,6 @@ RETURN = dict(
 )  # fmt: skip
 SM_90 = {
     "node_combine_latency.combine_latency_nodes": [dict(RETURN, quantised=False)],
-    "node_refusal.refuse_latency_nodes": [
-        dict(ranks=32, nodes=4, slots=3, max_tokens=128, parts=1, blocks=132, threads=256)
-    ],
 }
 
 MUTANTS = {

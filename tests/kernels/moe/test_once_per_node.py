@@ -40,10 +40,6 @@ SM_90 = {
             reducers=8, threads=384,
         )
     ],
-    "node_refusal.refuse_nodes": [
-        dict(ranks=32, nodes=4, slots=3, dispatch=kind, chunks=1024, senders=14, blocks=24, threads=512)
-        for kind in (True, False)
-    ],
 }  # fmt: skip
 
 MUTANTS = {

@@ -138,7 +138,7 @@ void Job::send(sim::Late&& late) {
   Running& r = ranks_[static_cast<size_t>(rank_)];
   const int pe = late.operation.pe;
   const std::string name = describes_ ? sim::current_grid->latest_call(*sim::current_grid->running()) : "";
-  auto operation = std::make_shared<Operation>(Operation{std::move(late), sequence_++, r.epochs[pe], name});
+  auto operation = std::make_shared<Operation>(Operation{std::move(late), sequence_++, r.fences[pe], name});
   r.on_the_way[pe].push_back(static_cast<int>(processes_.size()));
   Process& made = processes_.emplace_back();
   made.rank = rank_;
@@ -154,7 +154,7 @@ void Job::fence(int pe) {
   pause(Next::access);
   for (int to = 0; to < static_cast<int>(ranks_.size()); ++to) {
     if (pe != -1 && pe != to) continue;
-    ++ranks_[static_cast<size_t>(rank_)].epochs[to];
+    ++ranks_[static_cast<size_t>(rank_)].fences[to];
     history_.touch(fences_of(rank_, to), Use::add, under_way());
   }
 }

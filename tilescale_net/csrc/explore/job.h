@@ -86,7 +86,7 @@ private:
   };
   struct Operation { // on its way
     sim::Late late;
-    uint64_t sequence, epoch; // fences to the PE before it
+    uint64_t sequence, fences; // how many to the PE came before it
     std::string name;
   };
   struct Process {
@@ -108,7 +108,7 @@ private:
     int64_t block = 0;
   };
   struct Arrived {
-    uint64_t sequence, epoch;
+    uint64_t sequence, fences;
     bool data;
     const uint64_t* signal;
     Past past;
@@ -118,7 +118,7 @@ private:
     size_t launch = 0;
     std::vector<sim::Fiber*> fibers;
     uint64_t moves = 0; // anything that a thread may poll for
-    std::map<int, uint64_t> epochs;
+    std::map<int, uint64_t> fences;
     std::map<int, std::vector<int>> on_the_way; // processes, by PE
     std::map<int, std::vector<Arrived>> arrived;
   };

@@ -81,6 +81,12 @@ py::object error_of(Proxy& proxy) {
   return d;
 }
 
+py::dict stats_of(const Proxy& proxy) {
+  py::dict d;
+  for (const auto& [name, value] : proxy.stats()) d[name.c_str()] = whole(value);
+  return d;
+}
+
 uint32_t context_flags(const Proxy& proxy) {
   const ProxyOptions& o = proxy.options();
   return adds_are_deferred(o) ? (uint32_t)home_threads(o) << kAddMailboxShift : 0u;
@@ -131,15 +137,9 @@ void bind(py::module_& m) {
       .def_property_readonly("context_flags", &context_flags, "What Context::flags must contain for this proxy.")
       .def("error", &error_of,
            "None, or what ended the proxy: kind (a class of tilescale_net.errors), text, pe, operation, offset.")
-      .def(
-          "stats",
-          [](const Proxy& p) {
-            py::dict d;
-            for (const auto& [name, value] : p.stats()) d[name.c_str()] = whole(value);
-            return d;
-          },
-          "Counters since the start: operations by kind, bytes, retries, depths, and times of each stage in "
-          "microseconds. Percentiles are exact to a factor of two.")
+      .def("stats", &stats_of,
+           "Counters since the start: operations by kind, bytes, retries, depths, and times of each stage in "
+           "microseconds. Percentiles are exact to a factor of two.")
       .def(
           "properties",
           [](const Proxy& p) {

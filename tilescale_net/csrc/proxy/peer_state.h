@@ -10,14 +10,14 @@ namespace tsn::proxy {
 struct Op {
   Command command = Command::none; // for messages about it; put or get
   uint32_t group = 0;              // of its chunks; writes only
-  uint32_t epoch = 0;
+  uint32_t interval = 0;
   uint32_t get = 0; // index into the thread's gets; reads only
   uint64_t remote = 0, local = 0, bytes = 0;
   uint64_t chunk = 0; // size of a piece
 };
 
-// The operations between two flushes. Epochs end in order: a flush waits for all before it.
-struct Epoch {
+// The operations between two flushes. Intervals end in order: a flush waits for all before it.
+struct Interval {
   uint64_t outstanding = 0; // pieces accepted and not complete
   bool closed = false;      // by a flush:
   bool has_mark = false;    // which also waits for the peer to acknowledge `mark`
@@ -30,7 +30,7 @@ struct PeerState {
   PeerState(int pe_, OrderWindow window, bool helping_)
       : pe(pe_), out(helping_ ? kLeastWindow : window, !helping_), in(helping_ ? kLeastWindow : window),
         helping(helping_) {
-    epochs.push(Epoch());
+    intervals.push(Interval());
   }
 
   const int pe;
@@ -48,10 +48,10 @@ struct PeerState {
   Ring<Op> ops;
   bool active = false; // listed among the peers with something to post
 
-  Ring<Epoch> epochs; // the last one is open
-  uint32_t first_epoch = 0;
-  Epoch& epoch(uint32_t number) { return epochs[number - first_epoch]; }
-  uint32_t open_epoch() { return first_epoch + (uint32_t)epochs.size() - 1; }
+  Ring<Interval> intervals; // the last one is open
+  uint32_t first_interval = 0;
+  Interval& interval(uint32_t number) { return intervals[number - first_interval]; }
+  uint32_t open_interval() { return first_interval + (uint32_t)intervals.size() - 1; }
   // Something was sent since the latest flush mark whose completion here does not mean completion at the peer.
   bool needs_flush_mark = false;
 

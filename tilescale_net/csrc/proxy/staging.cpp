@@ -38,18 +38,18 @@ bool Staging::fill(PeerState* peer, HeapMemory* memory, bool trust_last_chunk) {
   slot.begun = ticks();
   slot.index = free_.back();
   slot.remote = peer->credits.back();
-  slot.epoch = peer->ops.front().epoch;
+  slot.interval = peer->ops.front().interval;
   free_.pop_back();
   peer->credits.pop_back();
   peer->has_credit[slot.remote] = 0;
   char* base = send.data() + (uint64_t)slot.index * shape_.slot_bytes;
   uint32_t used = sizeof(SlotHeader);
-  // Small operations share a slot, as long as they belong to one epoch and are there already.
+  // Small operations share a slot, as long as they belong to one interval and are there already.
   while (!peer->ops.empty()) {
     Op& op = peer->ops.front();
     const uint32_t bytes = (uint32_t)std::min<uint64_t>(op.bytes, op.chunk);
     const uint32_t need = (uint32_t)sizeof(PieceHeader) + padded(bytes);
-    if (op.epoch != slot.epoch || used + need > peer->slot_bytes) break;
+    if (op.interval != slot.interval || used + need > peer->slot_bytes) break;
     const bool counted = !trust_last_chunk || bytes == op.bytes;
     const PieceHeader header = {op.remote, bytes, counted ? op.group : kUncounted};
     std::memcpy(base + used, &header, sizeof header);

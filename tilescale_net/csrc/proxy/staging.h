@@ -47,7 +47,7 @@ public:
     PeerState* peer;
     uint32_t index; // here
     uint16_t remote;
-    uint32_t bytes, pieces, epoch;
+    uint32_t bytes, pieces, interval;
     uint64_t ready; // out_position of the heap
     uint64_t begun; // ticks(), for traces
   };

@@ -186,7 +186,7 @@ bool Worker::idle() {
     if (q.held || q.queue->host.peek() != Command::none) return false;
   for (auto& s : peers_)
     if (s && !proxy_state_->excused(s->pe) &&
-        (!s->outbox.empty() || s->epochs.size() > 1 || s->ack_pending || s->reply || !s->get_requests.empty() ||
+        (!s->outbox.empty() || s->intervals.size() > 1 || s->ack_pending || s->reply || !s->get_requests.empty() ||
          s->pending_gets || s->given_pieces()))
       return false;
   return memory_->in_completed() == memory_->in_position();
@@ -222,7 +222,7 @@ void Worker::check_timeouts(uint64_t now) {
   for (auto& entry : peers_) {
     PeerState* s = entry.get();
     if (!s || proxy_state_->excused(s->pe)) continue;
-    const bool waits = s->in_flight || s->given_pieces() || !s->ops.empty() || s->epochs.size() > 1 ||
+    const bool waits = s->in_flight || s->given_pieces() || !s->ops.empty() || s->intervals.size() > 1 ||
                        !s->outbox.empty() || s->pending_gets;
     if (!waits || s->progress != s->progress_seen || s->waiting_since == 0) {
       s->progress_seen = s->progress;
@@ -243,7 +243,7 @@ void Worker::check_timeouts(uint64_t now) {
       fail("PeerLost",
            "PE " + std::to_string(s->pe) + " has shown no sign of life for " + seconds + " s while " +
                std::to_string(s->in_flight + s->given_pieces() + s->pending_gets) + " operations and " +
-               std::to_string(s->epochs.size() - 1) +
+               std::to_string(s->intervals.size() - 1) +
                " flushes wait for it; look at that rank's output, or raise "
                "TSN_TIMEOUT if it is only slow",
            s->pe, what, op ? s->ops.front().remote : 0);

@@ -63,7 +63,7 @@ private:
     PeerState* peer = nullptr;
     Command command = Command::none;
     int32_t rail = 0;
-    uint32_t epoch = 0;
+    uint32_t interval = 0;
     uint32_t pieces = 1;
     uint32_t index = 0; // reads: into gets_ (of the home thread); staged writes: the send slot
     uint64_t bytes = 0, offset = 0, started = 0;
@@ -72,7 +72,7 @@ private:
     QueueState* queue = nullptr; // nullptr: free
     PeerState* peer = nullptr;
     uint64_t position = 0, remaining = 0;
-    uint32_t epoch = 0;
+    uint32_t interval = 0;
     bool answered = false; // by request: its data are on their way into the heap
   };
   struct Flush {

@@ -167,12 +167,12 @@ void Worker::enqueue_write(PeerState* s, Command command, uint64_t remote, uint6
     Op& o = s->ops.add();
     o.command = command;
     o.group = (uint32_t)group;
-    o.epoch = s->open_epoch();
+    o.interval = s->open_interval();
     o.remote = remote;
     o.local = local;
     o.bytes = bytes;
     o.chunk = chunk;
-    s->epochs.back().outstanding += pieces;
+    s->intervals.back().outstanding += pieces;
     if (!s->confirms) s->needs_flush_mark = true;
     activate(s);
   }
@@ -236,9 +236,9 @@ bool Worker::enqueue_get(QueueState* q, PeerState* s, const Request& r, uint64_t
   }
   const uint32_t index = free_gets_.back();
   free_gets_.pop_back();
-  gets_[index] = {q, s, position, r.bytes, s->open_epoch()};
+  gets_[index] = {q, s, position, r.bytes, s->open_interval()};
   if (staging_) {
-    s->epochs.back().outstanding++;
+    s->intervals.back().outstanding++;
     s->pending_gets++;
     GetRecord g = {};
     g.type = RecordType::request;
@@ -253,12 +253,12 @@ bool Worker::enqueue_get(QueueState* q, PeerState* s, const Request& r, uint64_t
   }
   Op& o = s->ops.add();
   o.command = Command::get;
-  o.epoch = s->open_epoch();
+  o.interval = s->open_interval();
   o.get = index;
   o.remote = r.second;
   o.local = r.first;
   o.bytes = r.bytes;
-  s->epochs.back().outstanding += pieces_of(*s, r.bytes, &o.chunk);
+  s->intervals.back().outstanding += pieces_of(*s, r.bytes, &o.chunk);
   activate(s);
   return true;
 }

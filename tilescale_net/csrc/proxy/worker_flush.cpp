@@ -25,7 +25,7 @@ bool Worker::enqueue_flush(QueueState* q, const Request& r, uint64_t position) {
     PeerState* s = entry.get();
     if (!s || !covers(*s)) continue;
     flushes_[index].remaining++;
-    Epoch& e = s->epochs.back();
+    Interval& e = s->intervals.back();
     e.closed = true;
     e.flush = index;
     e.has_mark = s->needs_flush_mark;
@@ -34,7 +34,7 @@ bool Worker::enqueue_flush(QueueState* q, const Request& r, uint64_t position) {
       append_mark(s, s->out.flush());
       s->needs_flush_mark = false;
     }
-    s->epochs.push(Epoch());
+    s->intervals.push(Interval());
     complete_ready_flushes(s);
   }
   finish_flush(index); // its own count, which kept it alive until here
@@ -43,12 +43,12 @@ bool Worker::enqueue_flush(QueueState* q, const Request& r, uint64_t position) {
 
 // Ends the flushes at the head of the peer whose conditions are met.
 void Worker::complete_ready_flushes(PeerState* s) {
-  while (s->epochs.size() > 1) {
-    const Epoch& e = s->epochs.front();
+  while (s->intervals.size() > 1) {
+    const Interval& e = s->intervals.front();
     if (e.outstanding || (e.has_mark && s->out.settled_marks() <= e.mark)) return;
     const uint32_t flush = e.flush;
-    s->epochs.pop();
-    s->first_epoch++;
+    s->intervals.pop();
+    s->first_interval++;
     finish_flush(flush);
   }
 }

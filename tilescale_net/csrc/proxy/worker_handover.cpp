@@ -42,7 +42,7 @@ void Worker::tell_complete(PeerState* s, const InFlightOp& f) {
   const int helper = (index_ - home + options_.threads) % options_.threads - 1;
   Handover h = {Handover::complete, s->pe, helper, f.pieces, {}};
   h.op.command = f.command;
-  h.op.epoch = f.epoch;
+  h.op.interval = f.interval;
   h.op.get = f.index;
   h.op.bytes = f.bytes;
   proxy_state_->inboxes[(size_t)home]->push(h);
@@ -61,9 +61,9 @@ void Worker::take_over() {
     case Handover::complete:
       s->given[(size_t)h.helper] -= h.pieces;
       s->progress++;
-      s->epoch(h.op.epoch).outstanding -= h.pieces;
+      s->interval(h.op.interval).outstanding -= h.pieces;
       if (h.op.command == Command::get) finish_get(h.op.get, h.op.bytes);
-      if (s->epochs.size() > 1) complete_ready_flushes(s);
+      if (s->intervals.size() > 1) complete_ready_flushes(s);
       break;
     case Handover::arrived:
       if (!s->in.chunk(h.op.group))

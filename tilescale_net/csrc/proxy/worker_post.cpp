@@ -66,7 +66,7 @@ bool Worker::post_next(PeerState* s) {
   if (rail < 0) return false;
   uint32_t index;
   InFlightOp& f = begin_op(s, op.command, rail, &index);
-  f.epoch = op.epoch;
+  f.interval = op.interval;
   f.pieces = 1;
   f.index = op.get;
   f.bytes = std::min(op.bytes, op.chunk);
@@ -139,7 +139,7 @@ bool Worker::post_slots() {
     if (rail < 0) break;
     uint32_t index;
     InFlightOp& f = begin_op(s, Command::put, rail, &index);
-    f.epoch = slot->epoch;
+    f.interval = slot->interval;
     f.pieces = slot->pieces;
     f.index = slot->index;
     f.bytes = slot->bytes;
@@ -212,9 +212,9 @@ void Worker::on_completion(uint32_t index) {
   if (trace_) trace_->transfer(f.command, s->pe, f.bytes, f.started, index);
   if (f.command != Command::get && staging_) staging_->release(f.index);
   if (s->helping) return tell_complete(s, f);
-  s->epoch(f.epoch).outstanding -= f.pieces;
+  s->interval(f.interval).outstanding -= f.pieces;
   if (f.command == Command::get) finish_get(f.index, f.bytes);
-  if (s->epochs.size() > 1) complete_ready_flushes(s);
+  if (s->intervals.size() > 1) complete_ready_flushes(s);
 }
 
 void Worker::finish_get(uint32_t index, uint64_t bytes) {

@@ -219,7 +219,7 @@ void Worker::finish_arrived() {
     s->pending_gets--;
     s->progress++;
     Get& g = gets_[a.index];
-    s->epoch(g.epoch).outstanding--;
+    s->interval(g.interval).outstanding--;
     finish_get(a.index, g.remaining);
     complete_ready_flushes(s);
   }
