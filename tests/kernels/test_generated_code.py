@@ -47,6 +47,7 @@ WITHOUT_DATA = {
 
 
 PROBE = "benchmark.common.queue_bench.probe"
+PUSH, PING_PONG = "tilescale_net.kernels.p2p.push", "tilescale_net.kernels.p2p.ping_pong"
 
 
 def _factory(name: str) -> KernelFactory:
@@ -55,16 +56,24 @@ def _factory(name: str) -> KernelFactory:
 
 
 # With the bulk engine too, in every run: one that a whole block runs, one whose copies are interleaved with sums.
-WITH_BULK = ("tilescale_net.kernels.p2p.push", "tilescale_net.kernels.reduce_scatter.reduce_scatter")
+WITH_BULK = (PUSH, "tilescale_net.kernels.reduce_scatter.reduce_scatter")
+
+
+# Made like others that every run compiles: nvcc takes two seconds for each.
+LIKE_OTHERS = {
+    "all_gather_by_stores", "all_reduce_one_shot", "all_to_all", "all_to_all_transposed", "node_all_gather",
+    "node_broadcast", "push_rows", "recv", "send_and_collect",
+}  # fmt: skip
 
 
 def _is_long(name: str, arguments: dict) -> bool:
-    """In every run, each kernel as it is first listed."""
-    return arguments is not KERNELS[name][0] and not (name in WITH_BULK and arguments.get("engine") == "bulk")
+    """In every run, each kernel as it is first listed, unless it is like others or has the bulk engine in another case."""
+    if name in WITH_BULK:
+        return arguments.get("engine") != "bulk" and not (name == PUSH and arguments is KERNELS[name][0])
+    return arguments is not KERNELS[name][0] or name.rpartition(".")[2] in LIKE_OTHERS
 
 
 SHORT = [(name, arguments) for name, arguments in CASES if not _is_long(name, arguments)]
-PUSH, PING_PONG = "tilescale_net.kernels.p2p.push", "tilescale_net.kernels.p2p.ping_pong"
 # What the assembler makes of them is looked at in every run, as it ships.
 SMALL = [
     (_factory(name), dict(capacity=1 << 20, threads=threads)) for name in (PUSH, PING_PONG) for threads in (128, 1024)
