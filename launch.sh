@@ -20,6 +20,7 @@ case "${1:-}" in
   -h | --help) echo "$usage"; exit 0 ;;
   "") echo "$usage" >&2; exit 2 ;;
 esac
+arguments=("$@")
 say() { echo "launch.sh: $*" >&2; }
 case "$root" in *:*) say "$root has ':' in its name, which neither PYTHONPATH nor a virtual environment can hold; rename the folder"; exit 2 ;; esac
 
@@ -59,6 +60,8 @@ set_up() {
   local made=no
   python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
     { say "python3 is missing or older than 3.10; install python3 and python3-venv, or name another interpreter in TSN_PYTHON"; exit 1; }
+  # What could not run is told before minutes are spent on it.
+  case "${arguments[0]}" in pytest | --setup-only) ;; *) python3 "$root/tilescale_net/launch" --check "${arguments[@]}" || exit ;; esac
   # What the system lacks is told, and fetched, before the minutes that packages take.
   if [ "${TSN_BUILD:-1}" != 0 ]; then
     ask python3

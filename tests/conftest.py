@@ -98,11 +98,16 @@ def _unexpected(skipped: list, config) -> list:
     return [] if allowed is None else [r for r in skipped if not re.search(allowed, _reason(r))]
 
 
+# No code of pytest's own: tests that fail may be run once more, a skip that must not be stays one.
+SKIPPED = 6
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session, exitstatus):
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter and exitstatus == 0 and _unexpected(_skipped(reporter), session.config):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if reporter and whole and _unexpected(_skipped(reporter), session.config):
+        session.exitstatus = SKIPPED
 
 
 @pytest.fixture(scope="session")

@@ -99,11 +99,20 @@ def _messages():
         ("missing", (good["x"],), {"k": good["k"]}),
         ("unknown", (good["x"],), {"y": 1}),
         ("twice", (good["x"],), {"x": 1}),
+        ("too many", (*good.values(), good["x"]), {}),
+        ("context and another size", (good["x"][:32], tsn.world().context_tensor, *[*good.values()][1:]), {}),
     ):
         try:
             kernel(*args, **named)
-        except TypeError as error:
+        except (TypeError, KernelError) as error:
             found[case] = str(error)
+    view = good["x"][:]
+    tsn.free(good["x"])
+    reused = tsn.zeros(64)
+    assert reused.data_ptr() == view.data_ptr()
+    kernel(**good | {"x": reused})
+    with pytest.raises(KernelError, match="^kernel scaled: argument x has been given back by tilescale_net.free$"):
+        kernel(**good | {"x": view})
     return found, repr(kernel)
 
 
@@ -118,7 +127,10 @@ def test_messages_of_the_simulator():
         == "kernel scaled got argument y which it does not take; its arguments are x, m, k, factor, times"
     )
     assert found["twice"].startswith("kernel scaled got argument x twice")
+    assert found["too many"] == "kernel scaled takes 5 arguments (x, m, k, factor, times), got 6"
+    assert found["context and another size"].startswith("kernel scaled: argument x: expected float32[64]")
     assert text == "<kernel scaled(x, m, k, factor, times) for simulator>"
+    assert repr(scaled) == "<kernel factory scaled(n)>"
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,8 @@ def fake_cuda() -> Path:
 
 def device_test(sanitizer: str = "") -> Path:
     """The transport and the chaos around it, to be run against the fake device."""
-    files = ["tests/native/fabric_device_test.cpp", sources("fabric", "cuda")]
+    # Each folder as fabric_test of the proxy has it, so that it is compiled once for both.
+    files = ["tests/native/fabric_device_test.cpp", sources("fabric"), sources("cuda")]
     return build("fabric_device_test", files, sanitizer, flags=headers())
 
 

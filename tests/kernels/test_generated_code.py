@@ -13,7 +13,7 @@ from tests.generated import Code, Generated
 from tests.kernels.declared import declared
 from tests.ptx import loads_behind_loads, polling_loops, read_only_loads
 from tilescale_net import kernels
-from tilescale_net.compiler import inspect, toolchain
+from tilescale_net.compiler import toolchain
 from tilescale_net.compiler.jit import KernelFactory
 from tilescale_net.errors import ConfigurationError
 
@@ -47,6 +47,7 @@ WITHOUT_DATA = {
 
 
 PROBE = "benchmark.common.queue_bench.probe"
+PUSH, PING_PONG = "tilescale_net.kernels.p2p.push", "tilescale_net.kernels.p2p.ping_pong"
 
 
 def _factory(name: str) -> KernelFactory:
@@ -55,17 +56,40 @@ def _factory(name: str) -> KernelFactory:
 
 
 # With the bulk engine too, in every run: one that a whole block runs, one whose copies are interleaved with sums.
-WITH_BULK = ("tilescale_net.kernels.p2p.push", "tilescale_net.kernels.reduce_scatter.reduce_scatter")
+WITH_BULK = (PUSH, "tilescale_net.kernels.reduce_scatter.reduce_scatter")
+
+
+# Made like others that every run compiles: nvcc takes two seconds for each.
+LIKE_OTHERS = {
+    "all_gather_by_stores", "all_reduce_one_shot", "all_to_all", "all_to_all_transposed", "node_all_gather",
+    "node_broadcast", "push_rows", "recv", "send_and_collect",
+}  # fmt: skip
 
 
 def _is_long(name: str, arguments: dict) -> bool:
-    """In every run, each kernel as it is first listed."""
-    return arguments is not KERNELS[name][0] and not (name in WITH_BULK and arguments.get("engine") == "bulk")
+    """In every run, each kernel as it is first listed, unless it is like others or has the bulk engine in another case."""
+    if name in WITH_BULK:
+        return arguments.get("engine") != "bulk" and not (name == PUSH and arguments is KERNELS[name][0])
+    return arguments is not KERNELS[name][0] or name.rpartition(".")[2] in LIKE_OTHERS
+
+
+SHORT = [(name, arguments) for name, arguments in CASES if not _is_long(name, arguments)]
+# What the assembler makes of them is looked at in every run, as it ships.
+SMALL = [
+    (_factory(name), dict(capacity=1 << 20, threads=threads)) for name in (PUSH, PING_PONG) for threads in (128, 1024)
+]
 
 
 @functools.cache
-def _generated() -> Generated:
-    return Generated((_factory(name), arguments) for name, arguments in CASES if not _is_long(name, arguments))
+def _generated(ships: bool = False) -> Generated:
+    return Generated(((_factory(name), arguments) for name, arguments in (CASES if ships else SHORT)), ships=ships)
+
+
+@functools.cache
+def _small() -> Generated:
+    from tests.integration.order import fresh_source
+
+    return Generated([*SMALL, *((fresh_source, dict(engine=engine, threads=128)) for engine in ("ldst", "bulk"))])
 
 
 def build(name: str, **arguments) -> Code:
@@ -94,15 +118,22 @@ def test_every_kernel_is_compiled():
     assert found == {name for name in KERNELS.keys() - FUSED.keys() if name.startswith("tilescale_net.kernels.")}
 
 
-@pytest.mark.parametrize(
-    "name, arguments",
-    [
-        pytest.param(n, a, id=f"{n.split('.')[-1]}-{i}", marks=pytest.mark.nightly if _is_long(n, a) else [])
-        for i, (n, a) in enumerate(CASES)
-    ],
-)
+def _ids(cases: list) -> list[str]:
+    return [f"{name.split('.')[-1]}-{CASES.index((name, arguments))}" for name, arguments in cases]
+
+
+@pytest.mark.parametrize("name, arguments", SHORT, ids=_ids(SHORT))
 def test_code_for_sm_90(tools, name, arguments):
-    code = build(name, **arguments)
+    check(build(name, **arguments), name, arguments)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, arguments", CASES, ids=_ids(CASES))
+def test_code_that_ships(tools, name, arguments):
+    check(_generated(ships=True).code(_factory(name), **arguments), name, arguments)
+
+
+def check(code: Code, name: str, arguments: dict) -> None:
     assert "__restrict__" not in code.source
     assert not read_only_loads(code.ptx)
     assert not loads_behind_loads(code.ptx)
@@ -136,7 +167,7 @@ def test_a_lonely_push_fences_while_its_atomic_is_under_way(tools):
 @pytest.mark.parametrize("threads", [128, pytest.param(512, marks=pytest.mark.nightly), 1024])
 def test_small_pushes_do_not_wait_for_local_memory(tools, threads):
     """What large copies need in registers once made small pushes by 1024 threads 0.2 us slower."""
-    instructions = build("tilescale_net.kernels.p2p.push", capacity=1 << 20, threads=threads).instructions
+    instructions = _small().code(_factory(PUSH), capacity=1 << 20, threads=threads).instructions
     before = instructions[: next(i for i, name in enumerate(instructions) if re.match(r"STG.*\.128", name))]
     assert any(re.match(r"LDG.*\.128", name) for name in before)
     assert not [name for name in before if name.startswith(("STL", "LDL"))]
@@ -152,14 +183,14 @@ def _look_up(code: list[sass.Instruction]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("threads", [128, 1024])
-@pytest.mark.parametrize("kernel", ["push", "ping_pong"])
+@pytest.mark.parametrize("kernel", [PUSH, PING_PONG], ids=["push", "ping_pong"])
 def test_loads_of_small_messages_wait_for_no_other(tools, kernel, threads):
     """The data and all that is to be known of the PE are on their way at once, which the assembler must not spoil.
 
     It did, by computing with one of them before it loaded the next, and by making one wait for the data, with which it
     shared a counter: 0.2 us each.
     """
-    code = build(f"tilescale_net.kernels.p2p.{kernel}", capacity=1 << 20, threads=threads).schedule
+    code = _small().code(_factory(kernel), capacity=1 << 20, threads=threads).schedule
     first, last = _look_up(code)
     assert last - first < 10, "the loads follow one another"
     start = max(i for i in range(first) if code[i].text.startswith("BAR.SYNC"))
@@ -180,7 +211,7 @@ def test_nothing_is_read_of_queues_before_it_is_known_that_there_are_some(tools,
     """This kernel once read address 0 before its loop began, in jobs without a proxy."""
     from tests.integration.order import fresh_source
 
-    assert not loads_behind_loads(inspect.ptx(fresh_source.trace(engine, 128)))
+    assert not loads_behind_loads(_small().code(fresh_source, engine=engine, threads=128).ptx)
 
 
 def test_ptx_says_the_same(tools):

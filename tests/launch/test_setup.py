@@ -123,6 +123,26 @@ def test_failed_installation_is_told_and_leaves_nothing(checkout, tmp_path):
     assert not (tmp_path / "venv").exists()
 
 
+@pytest.mark.parametrize(
+    "script, env, said",
+    [
+        ("helo.py", {}, "there is no script 'helo.py'"),
+        ("hello.py", {"TSN_HEAPSIZE": "1G"}, "did you mean TSN_HEAP_SIZE?"),
+        ("hello.py", {"GPUS": "two"}, "GPUS='two' is not a whole number"),
+    ],
+)
+def test_what_cannot_run_is_told_before_anything_is_installed(checkout, tmp_path, script, env, said):
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    # A python3 that has no packages at all.
+    (empty / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    (empty / "python3").chmod(0o755)
+    env |= {"TSN_PYTHON": "", "TSN_VENV": str(tmp_path / "venv"), "VIRTUAL_ENV": ""}
+    done = checkout(script, **env, PATH=f"{empty}:{os.environ['PATH']}")
+    assert (done.returncode, done.stdout) == (2, "") and said in done.stderr
+    assert "setting up" not in done.stderr and not (tmp_path / "venv").exists()
+
+
 def test_tests_run_with_what_there_is_when_nothing_can_be_installed(checkout, tmp_path):
     if requirements["missing"]([]):
         pytest.skip("the running interpreter lacks packages that running needs")

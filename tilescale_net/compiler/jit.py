@@ -11,6 +11,7 @@
 import contextlib
 import functools
 import hashlib
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 
@@ -219,6 +220,9 @@ class KernelFactory:
 
     def __reduce__(self) -> str:
         return self.__qualname__  # as a function: by its name
+
+    def __repr__(self) -> str:
+        return f"<kernel factory {self.__name__}{inspect.signature(self._function)}>"
 
     @property
     def pass_configs(self) -> dict:

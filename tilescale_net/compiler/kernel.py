@@ -15,6 +15,7 @@ from tilescale_net.compiler.ir import kernel_name
 from tilescale_net.compiler.passes import Prepared
 from tilescale_net.errors import KernelError, TileScaleError
 from tilescale_net.runtime import worlds
+from tilescale_net.runtime.context import HEADER_WORDS
 from tilescale_net.trace import recorder
 
 
@@ -144,8 +145,12 @@ class Kernel:
         index = self._context_index
         if index is not None and len(args) == self._n and worlds.are_several():
             return self._launch_among(args, worlds.holding(self.name, args))
-        if index is not None and len(args) == self._n + 1:
-            self._supervised(self._function(), worlds.alive())(args[index], *args[:index], *args[index + 1 :])
+        if index is not None and len(args) == self._n + 1 and _is_context(args[index]):
+            given = (*args[:index], *args[index + 1 :])
+            try:
+                self._supervised(self._function(), worlds.alive())(args[index], *given)
+            except Exception as error:
+                self._explain(given, error)
             return
         if len(args) != self._n:
             raise TypeError(
@@ -203,6 +208,15 @@ class Kernel:
 
     def __repr__(self) -> str:
         return f"<kernel {self.name}({', '.join(self.parameters)}) for {self.target}>"
+
+
+def _is_context(value) -> bool:
+    """Whether an argument may be a context; one argument too many is none."""
+    return (
+        isinstance(value, torch.Tensor)
+        and (value.dtype, value.dim()) == (torch.int64, 1)
+        and value.numel() >= HEADER_WORDS
+    )
 
 
 class CudaKernel(Kernel):

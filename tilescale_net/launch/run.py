@@ -19,12 +19,13 @@ PACKAGE = Path(__file__).resolve().parents[1]
 OWN_FOLDERS = ("benchmark", "tests")
 
 
-def start(arguments: list[str]) -> int:
-    """Run a script (or `-m module`) with its arguments on the ranks that the environment asks for; the exit code."""
-    if arguments[:1] == ["-m"] and len(arguments) > 1:
-        script = None
-    else:
-        script = arguments[0] if arguments else ""
+def check(arguments: list[str]) -> None:
+    """Refuse what cannot run: no such script, a folder that Python cannot be told of, wrong settings.
+
+    It needs the standard library alone: launch.sh asks before it installs anything.
+    """
+    script = _script(arguments)
+    if script is not None:
         if not script.endswith(".py"):
             messages.refuse(
                 f"{script!r} is neither a Python script (something.py) nor pytest; ranks and hosts are chosen by variables "
@@ -32,16 +33,30 @@ def start(arguments: list[str]) -> int:
             )
         if not os.path.isfile(script):
             messages.refuse(f"there is no script {script!r} in {os.getcwd()}")
-    if folder := import_folder(script):
-        if os.pathsep in str(folder):
-            messages.refuse(
-                f"{PACKAGE.parent} has {os.pathsep!r} in its name, which PYTHONPATH cannot hold; rename the folder"
-            )
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    if (folder := import_folder(script)) and os.pathsep in str(folder):
+        messages.refuse(
+            f"{PACKAGE.parent} has {os.pathsep!r} in its name, which PYTHONPATH cannot hold; rename the folder"
+        )
     try:
         settings.check()
     except ConfigurationError as err:
         messages.refuse(str(err))
+    if not environment.srun_starts_ranks():
+        environment.value(settings.GPUS)
+
+
+def _script(arguments: list[str]) -> str | None:
+    """What is to run; None for a module (`-m`)."""
+    if arguments[:1] == ["-m"] and len(arguments) > 1:
+        return None
+    return arguments[0] if arguments else ""
+
+
+def start(arguments: list[str]) -> int:
+    """Run a script (or `-m module`) with its arguments on the ranks that the environment asks for; the exit code."""
+    check(arguments)
+    if folder := import_folder(_script(arguments)):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, *arguments]
     if environment.srun_starts_ranks():
         os.environ.update(environment.srun_rank())

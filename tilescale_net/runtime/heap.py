@@ -238,6 +238,10 @@ class Heap:
         if self._memory.poisons:
             self._memory.bytes_tensor(offset, size).fill_(POISON)  # so that use after free is seen
 
+    def is_freed(self, tensor: torch.Tensor) -> bool:
+        """Whether it was given back: the tensor of `empty` or `zeros` itself, or a view of it."""
+        return bool(self._freed) and StorageWeakRef(tensor.untyped_storage()) in self._freed
+
     @property
     def live(self) -> dict[int, int]:
         """Blocks that are given away: offset -> bytes."""

@@ -9,7 +9,7 @@ import pytest
 import tests.kernels.moe
 import tilescale_net.kernels.moe
 from tests import sass
-from tests.generated import Generated
+from tests.generated import Code, Generated
 from tests.kernels.declared import declared
 from tests.kernels.test_generated_code import tools  # noqa: F401 (a fixture)
 from tests.ptx import read_only_loads
@@ -67,6 +67,8 @@ KERNELS |= {name: variants for name, (_, variants) in declared(tests.kernels.moe
 CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments in variants]
 # Beside products, see tiles.py.
 TILES = dict(tile_rows=128, tiles=512)
+# Like others that every run compiles, or, as the sum by rank, looked at below as it ships.
+LIKE_OTHERS = ("node_routing.plan_nodes", "combine_sums.sum_combined")
 LONG = [
     (
         "routing.plan_routing",
@@ -82,9 +84,23 @@ def _factory(name: str) -> KernelFactory:
     return getattr(importlib.import_module(f"tilescale_net.kernels.moe.{module}"), attribute)
 
 
+SHORT = [
+    (name, arguments)
+    for name, arguments in CASES
+    if name not in LIKE_OTHERS and (name != "combine_throughput.combine_throughput" or not arguments["by_rank"])
+]
+# Rows that are summed, whose loads the assembler must leave together.
+SUMS = [dict(SUM, by_rank=by_rank, weighted="" if by_rank else "choices", threads=384) for by_rank in (True, False)]
+
+
 @functools.cache
-def _generated() -> Generated:
-    return Generated((_factory(name), arguments) for name, arguments in CASES)
+def _generated(ships: bool = False) -> Generated:
+    return Generated(((_factory(n), arguments) for n, arguments in (CASES + LONG if ships else SHORT)), ships=ships)
+
+
+@functools.cache
+def _sums() -> Generated:
+    return Generated((_factory("combine_throughput.combine_throughput"), arguments) for arguments in SUMS)
 
 
 def test_every_kernel_is_compiled():
@@ -96,16 +112,23 @@ def test_every_kernel_is_compiled():
     assert found == set(KERNELS)
 
 
-@pytest.mark.parametrize(
-    "name, arguments",
-    [
-        pytest.param(n, a, id=f"{n.split('.')[-1]}-{i}", marks=pytest.mark.nightly if (n, a) in LONG else [])
-        for i, (n, a) in enumerate(CASES + LONG)
-    ],
-)
+def _ids(cases: list) -> list[str]:
+    return [f"{name.split('.')[-1]}-{i}" for i, (name, _) in enumerate(cases)]
+
+
+@pytest.mark.parametrize("name, arguments", SHORT, ids=_ids(SHORT))
 def test_code_for_sm_90(tools, name, arguments):  # noqa: F811
+    check(_generated().code(_factory(name), **arguments), name, arguments)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, arguments", CASES + LONG, ids=_ids(CASES + LONG))
+def test_code_that_ships(tools, name, arguments):  # noqa: F811
+    check(_generated(ships=True).code(_factory(name), **arguments), name, arguments)
+
+
+def check(code: Code, name: str, arguments: dict) -> None:
     module = name.rpartition(".")[0]
-    code = _generated().code(_factory(name), **arguments)
     assert "__restrict__" not in code.source
     assert not read_only_loads(code.ptx)
     instructions = code.instructions
@@ -124,7 +147,7 @@ def test_rows_that_are_summed_are_loaded_together(tools, ranks, by_rank):  # noq
     """The reducers' loads of a batch wait for none of each other: sums took twice as long when a comparison between
     them shared a counter with them. (Only schedules that were assembled tell: the order of the instructions is fine.)"""
     shape = dict(SUM, ranks=ranks, by_rank=by_rank, weighted="" if by_rank else "choices", threads=384)
-    code = _generated().code(_factory("combine_throughput.combine_throughput"), **shape).schedule
+    code = _sums().code(_factory("combine_throughput.combine_throughput"), **shape).schedule
     batches = _batches(code)
     assert max(len(loads) for loads in batches) >= 4 * min(ranks, 4)
     for loads in batches:

@@ -216,6 +216,17 @@ class SimulatedKernel(Kernel):
     def _function(self):
         return self._simulated
 
+    def _supervised(self, function, present: list):
+        """A tensor that was freed may be somebody else's memory by now; on a GPU the check would cost every launch."""
+
+        def launch(*args) -> None:
+            for name, value in zip(self.parameters, args[len(args) - len(self.parameters) :]):
+                if isinstance(value, torch.Tensor) and any(world.heap.is_freed(value) for world in present):
+                    raise KernelError(f"kernel {self.name}: argument {name} has been given back by tilescale_net.free")
+            function(*args)
+
+        return launch
+
     def ptx(self) -> str:
         raise KernelError(f"kernel {self.name} was built for the simulator, which has no PTX; see compiler.inspect")
 
