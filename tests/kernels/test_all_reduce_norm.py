@@ -24,14 +24,14 @@ def expected(sums, bias, residual, weight):
     return rounded, wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * weight.double()
 
 
-def _layers(seed, dtype, hidden):
+def _layers(seed, dtype, hidden, calls=12):
     rank, n = tsn.rank(), tsn.size()
     pace = random.Random(f"{seed} {rank}")
     turns = random.Random(seed)
     op = AllReduceNorm(hidden, threads=64, blocks=2)
     weight = values((hidden,), dtype, seed, "weight").to(tsn.device())
     bits = []
-    for call in range(12):
+    for call in range(calls):
         shape = turns.choice([(1, hidden), (5, hidden), (2, 4, hidden), (0, hidden), (hidden,)])
         bias = values((hidden,), dtype, seed, call, "bias") if call % 3 == 0 else None
         residual = values(shape, dtype, seed, call, "residual") if call % 2 == 0 else None

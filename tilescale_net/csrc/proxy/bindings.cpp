@@ -147,6 +147,7 @@ void bind(py::module_& m) {
             d["staged"] = p.staged();
             d["chunk_bytes"] = p.chunk_bytes();
             d["staging_slots"] = p.staging_slots();
+            for (const auto& [name, value] : p.sizes()) d[name.c_str()] = value;
             return d;
           },
           "The transport in use, and how the proxy uses it.");
