@@ -212,7 +212,7 @@ bool deliver(Packet& p) {
 
 // The receiver is not ready: the sender tries again, for a while, or for ever where it has asked for that.
 bool gives_up(Packet& p) {
-  if (p.from->retries_forever || ++p.refused < 1000) return false;
+  if (p.from->retries_forever || ++p.refused < 100) return false;
   p.from->outstanding--;
   fail(p.from, p.context, FI_ENORX);
   return true;
