@@ -8,7 +8,7 @@ import torch
 import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.support import assert_same, unsettle
-from tests.kernels.test_reduce_scatter import reference, values
+from tests.kernels.test_reduce_scatter import reference_of_nodes, values
 from tilescale_net.kernels.all_reduce_norm import AllReduceNorm
 
 EPS = 1e-5
@@ -44,7 +44,8 @@ def _layers(seed, dtype, hidden, calls=12):
         unsettle(pace, 0.1)
         assert op(out, x, weight, eps=EPS, **given) is out
         tsn.synchronize()
-        total, norm = expected(reference(data), bias, residual, weight.cpu())
+        sums = reference_of_nodes(data, tsn.world().topology.node_size)
+        total, norm = expected(sums, bias, residual, weight.cpu())
         what = f"seed {seed}, call {call}, {shape}, rank {rank}"
         if residual is not None:
             assert_same(given["residual"].cpu(), total, what)
