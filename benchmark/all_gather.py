@@ -1,7 +1,7 @@
 """How fast all ranks get everybody's part (all-gather), next to NCCL.
 
     GPUS=4 bash launch.sh benchmark/all_gather.py
-    GPUS=4 bash launch.sh benchmark/all_gather.py --blocks 8,16,32 --engine ldst,bulk --sizes 64M
+    GPUS=4 bash launch.sh benchmark/all_gather.py --algorithm stores,pull,bulk --blocks 16,32,64 --sizes 1M,64M
 
 Size is that of the output, in bytes per rank. Without a GPU the simulator runs the same kernel, without NCCL.
 """
@@ -32,10 +32,10 @@ class AllGatherCase(CollectiveCase):
         self._x.copy_(self._data(seed, self._rank))
         self._out.fill_(0xA5)
 
-    def ours(self, geometry):
+    def ours(self, choices):
         from tilescale_net.kernels.all_gather import AllGather
 
-        op = AllGather(**geometry)
+        op = AllGather(**choices)
         return lambda: op(self._out, self._x), op.free
 
     def nccl(self, group):
@@ -58,4 +58,5 @@ class AllGatherCase(CollectiveCase):
 
 
 if __name__ == "__main__":
-    run("all_gather", parse(__doc__.splitlines()[0]), AllGatherCase)
+    algorithms = ("puts", "stores", "bulk", "pull")
+    run("all_gather", parse(__doc__.splitlines()[0], algorithms=algorithms), AllGatherCase)

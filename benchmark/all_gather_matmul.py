@@ -7,60 +7,71 @@ Every rank has m / ranks rows of k elements and wants the product of all m rows 
 simulator runs the same kernels on small shapes, without NCCL.
 """
 
-from benchmark.common.fused import Sides, difference, parse, product_alone, run, tiling_of
+from benchmark.common.fused import Operands, Sides, difference, operands, options_of, parse, product_alone, run
 
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 
 
-def sides(args, m: int, blocks: int, group) -> Sides:
+def gathered(x, group=None):
+    """The `x` of all ranks, one after the other."""
     import torch
+    import torch.distributed as dist
+
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather([p.view(torch.uint8) for p in parts], x.view(torch.uint8), group=group)
+    return torch.cat(parts)
+
+
+def sides(args, m: int, blocks: int | None, group) -> Sides:
+    import torch
+    import torch.distributed as dist
 
     import tilescale_net as tsn
     from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
 
-    size, device = tsn.size(), tsn.device()
-    rows, k, n = m // size, args.k, args.n
-    tiling = tiling_of(args)
-    generator = torch.Generator(device=device).manual_seed(tsn.rank())
-    x = tsn.empty((rows, k), torch.bfloat16)
-    x.normal_(generator=generator)
-    w = torch.empty((k, n), dtype=torch.bfloat16, device=device).normal_(generator=generator)
-    out, whole = (torch.empty((m, c), dtype=torch.bfloat16, device=device) for c in (n, k))
-    op = AllGatherMatmul(rows, k, n, tiling=tiling, blocks=blocks)
-    parts = [torch.empty_like(x) for _ in range(size)]
-    torch.distributed.all_gather(parts, x.clone()) if group is None else None
-    if group is None:
-        whole.copy_(torch.cat(parts))
-    else:
-        torch.distributed.all_gather_into_tensor(whole, x, group=group)
-    result, second = torch.mm(whole, w), torch.empty_like(out)
+    rows = m // tsn.size()
+    mine = operands(args, rows)
+    # Where some ranks are on another node, rows are sent from symmetric memory.
+    x = tsn.empty(mine.x.shape, mine.x.dtype)
+    x.copy_(mine.x)
+    scales = (gathered(mine.x_scales, group), mine.w_scales) if mine.scales else ()
+    everyone = Operands(gathered(mine.x, group), mine.w, *scales)
+    out, whole = (torch.empty((m, args.n), dtype=torch.bfloat16, device=x.device) for _ in range(2))
+    op = AllGatherMatmul(rows, args.k, args.n, **options_of(args, "all_gather_matmul", rows, blocks))
+    result = everyone.matmul(torch.empty_like(out))
     calls = {
-        "ours": lambda: op(x, w, out),
-        "matmul": lambda: torch.mm(whole, w, out=second),
-        "tilelang": product_alone(tiling, whole, w, second),
+        "ours": lambda: op(x, mine.w, out, **mine.scales),
+        "matmul": lambda: everyone.matmul(whole),
+        "tilelang": product_alone(op.tiling, everyone.x, everyone.w, whole, scales),
     }
     if group is not None:
-        gather = lambda: torch.distributed.all_gather_into_tensor(whole, x, group=group)  # noqa: E731
-        calls |= {"communication": gather, "sequence": lambda: (gather(), torch.mm(whole, w, out=second))}
-        calls |= torchs(x, w, group)
+        gather = lambda: dist.all_gather_into_tensor(everyone.x.view(torch.uint8), x.view(torch.uint8), group=group)  # noqa: E731
+        calls |= {"communication": gather, "sequence": lambda: (gather(), everyone.matmul(whole))}
+        calls |= torchs(mine, group)
 
     def free():
         op.free()
         tsn.free(x)
 
-    return Sides(calls, {"torch"}, lambda: difference(out, result, "the product"), free)
+    return Sides(calls, {"torch"}, lambda: difference(out, result, "the product"), free, op)
 
 
-def torchs(x, w, group) -> dict:
+def torchs(mine: Operands, group) -> dict:
     """torch's own fused operator, where it works."""
     import torch
     import torch.distributed._symmetric_memory as symmetric
 
+    ops, name = torch.ops.symm_mem, group.group_name
     try:
-        shard = symmetric.empty(x.shape, dtype=x.dtype, device=x.device)
-        symmetric.rendezvous(shard, group.group_name)
-        shard.copy_(x)
-        call = lambda: torch.ops.symm_mem.fused_all_gather_matmul(shard, [w], 0, group.group_name)  # noqa: E731
+        shard = symmetric.empty(mine.x.shape, dtype=mine.x.dtype, device=mine.x.device)
+        symmetric.rendezvous(shard, name)
+        shard.copy_(mine.x)
+        if mine.scales:
+            scales = mine.x_scales[:, None], [mine.w_scales[None]]
+            rest = 0, name, [None], [None], [torch.bfloat16], [True]
+            call = lambda: ops.fused_all_gather_scaled_matmul(shard, [mine.w], *scales, *rest)  # noqa: E731
+        else:
+            call = lambda: ops.fused_all_gather_matmul(shard, [mine.w], 0, name)  # noqa: E731
         call()
         torch.cuda.synchronize()
     except Exception as error:

@@ -19,12 +19,12 @@ class Sum(CollectiveCase):
     passes = 2
     in_place = True
 
-    def __init__(self, size: int, dtype: str, algorithm: str, staged: bool):
+    def __init__(self, size: int, dtype: str, staged: bool):
         import torch
 
         import tilescale_net as tsn
 
-        self._n, self._rank, self._dtype, self._algorithm = tsn.size(), tsn.rank(), getattr(torch, dtype), algorithm
+        self._n, self._rank, self._dtype = tsn.size(), tsn.rank(), getattr(torch, dtype)
         self._count = max(8, size // self._dtype.itemsize // 8 * 8)
         self._symmetric = [] if staged else [tsn.empty(self._count, self._dtype) for _ in range(2)]
         plain = [torch.empty(self._count, dtype=self._dtype, device=tsn.device()) for _ in range(2)] if staged else []
@@ -44,11 +44,11 @@ class Sum(CollectiveCase):
         self._sums.copy_(self._x)
         self._found = None
 
-    def ours(self, geometry):
+    def ours(self, choices):
         from tilescale_net.kernels.all_reduce import AllReduce
 
         self._sums, self._exact = self._out, True
-        op = AllReduce(threads=geometry["threads"], blocks=geometry["blocks"], algorithm=self._algorithm)
+        op = AllReduce(threads=choices["threads"], blocks=choices["blocks"], algorithm=choices["algorithm"])
         return lambda: op(self._out, self._x), op.free
 
     def nccl(self, group):
@@ -94,12 +94,12 @@ class Sum(CollectiveCase):
 if __name__ == "__main__":
 
     def extend(parser):
-        dtypes, algorithms = ("bfloat16", "float16", "float32"), ("auto", "packets", "one_shot", "two_shot")
+        dtypes = ("bfloat16", "float16", "float32")
         parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of the tensors (bfloat16)")
-        parser.add_argument(
-            "--algorithm", choices=algorithms, default="auto", help="by size (auto), or one for all sizes"
-        )
         parser.add_argument("--staged", action="store_true", help="tensors outside the symmetric heap")
 
-    args = parse(__doc__.splitlines()[0], extend, sizes="8K..64M", simulated="8K,64K,512K", blocks=64, engines=False)
-    run("all_reduce", args, lambda size: Sum(size, args.dtype, args.algorithm, args.staged))
+    args = parse(
+        __doc__.splitlines()[0], extend, sizes="8K..64M", simulated="8K,64K,512K", blocks=64, engines=False,
+        algorithms=("packets", "one_shot", "two_shot"),
+    )  # fmt: skip
+    run("all_reduce", args, lambda size: Sum(size, args.dtype, args.staged))

@@ -1,6 +1,7 @@
 """How fast all ranks exchange rows with all others (all-to-all), next to NCCL.
 
     GPUS=4 bash launch.sh benchmark/all_to_all.py
+    GPUS=4 bash launch.sh benchmark/all_to_all.py --algorithm stores,pull,bulk --blocks 16,32,64 --sizes 1M,64M
     GPUS=4 bash launch.sh benchmark/all_to_all.py --uneven
 
 Size is that of the input, in bytes per rank. With --uneven each pair exchanges a random number of rows of 1 KiB, between
@@ -46,12 +47,12 @@ class AllToAllCase(CollectiveCase):
         self._x.copy_(self._data(seed, self._rank))
         self._out.fill_(0xA5)
 
-    def ours(self, geometry):
+    def ours(self, choices):
         import torch
 
         from tilescale_net.kernels.all_to_all import AllToAll
 
-        op = AllToAll(**geometry)
+        op = AllToAll(**choices)
         if not self._uneven:
             return lambda: op(self._out, self._x), op.free
         splits = [torch.tensor(s, dtype=torch.int64, device=self._x.device) for s in (self._receives, self._sends)]
@@ -81,5 +82,6 @@ if __name__ == "__main__":
     args = parse(
         __doc__.splitlines()[0],
         lambda parser: parser.add_argument("--uneven", action="store_true", help="random numbers of rows per pair"),
+        algorithms=("puts", "stores", "bulk", "pull"),
     )
     run("all_to_all", args, lambda size: AllToAllCase(size, args.uneven), heap_factor=3.5)

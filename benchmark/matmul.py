@@ -5,12 +5,12 @@
 
 `product` computes x [m, k] @ w [k, n] by itself, with the geometry that `kernels.fused.choice` takes. `calls` times whole
 calls of AG+GEMM (k 8192, n 14336 per rank) and GEMM+RS, GEMM+AR (k 7168 per rank, n 8192) as rank 0 of several runs them
-when no peer keeps it waiting (see common/prompt_peers.py): an upper bound on the overlap, not a measurement of several
+when no peer keeps it waiting (see `pretend`): an upper bound on the overlap, not a measurement of several
 GPUs. Without a GPU the simulator runs a small product.
 """
 
 from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, one_of, positive_int
-from benchmark.common.fused import difference, product_alone
+from benchmark.common.fused import difference, eight_bits, product_alone
 from benchmark.common.measuring import Timer, add_timing_arguments, median, raise_if_wrong
 from benchmark.common.report import Report
 from benchmark.common.table import Column
@@ -18,6 +18,7 @@ from benchmark.common.table import Column
 BENCH = dict(ranks=1, quick="--repeat 2 --parts product")  # see common/suite.py
 WIDTHS = ((8192, 14336), (8192, 28672), (7168, 8192))  # k and n of layers
 KINDS = ("AG+GEMM", "GEMM+RS", "GEMM+AR")
+SOON = 1 << 60  # no call has so high a number
 HEAP = 4 << 30  # of `calls`: summands and gathered rows of 16384 rows, and as much again for the peers
 
 
@@ -64,15 +65,6 @@ def times(timer, calls, wrong, what: str) -> tuple[dict, dict]:
     return {key: median(values) for key, values in samples.items()}, samples
 
 
-def eight_bits(*shape, seed: int):
-    """Random numbers of 8 bits, and a scale for each row."""
-    import torch
-
-    numbers = random(*shape, seed=seed)
-    scales = numbers.abs().amax(1).float() / 448
-    return (numbers / scales[:, None]).to(torch.float8_e4m3fn), scales
-
-
 def product_of(m: int, k: int, n: int, eight: bool):
     """`(calls by name, what is wrong or None, the geometry)` of a product."""
     import torch
@@ -82,7 +74,7 @@ def product_of(m: int, k: int, n: int, eight: bool):
 
     out, theirs = (random(m, n) for _ in range(2))
     if eight:
-        (x, of_rows), (held, of_columns) = eight_bits(m, k, seed=1), eight_bits(n, k, seed=2)
+        (x, of_rows), (held, of_columns) = eight_bits(random(m, k, seed=1)), eight_bits(random(n, k, seed=2))
         w, options = held.t(), dict(out_dtype=torch.bfloat16, use_fast_accum=True)
         scaled = of_rows[:, None], of_columns[None]
         reference = lambda: theirs.copy_(torch._scaled_mm(x, w, *scaled, **options))  # noqa: E731
@@ -131,7 +123,41 @@ def cublas(eight: bool):
 
 def operand(rows: int, columns: int, eight: bool, seed: int):
     """Random numbers and a scale for each row, or none."""
-    return eight_bits(rows, columns, seed=seed) if eight else (random(rows, columns, seed=seed), None)
+    return eight_bits(random(rows, columns, seed=seed)) if eight else (random(rows, columns, seed=seed), None)
+
+
+def pretend(world, ranks: int) -> None:
+    """Make `world`, of one rank on a GPU, rank 0 of `ranks` whose peers are always ahead of it; before any kernel is launched.
+
+    The peers' heaps are the upper half of its own, which is half as large then, so what it sends crosses this GPU's memory
+    instead of NVLink, at about the rate that the blocks that send reach there; what peers would send is never written, and
+    their signals are there from the beginning. So this says what a fused call costs a rank beside its product, not what
+    waiting for real peers costs.
+    """
+    import torch
+
+    from tilescale_net.kernels.collective import Collective
+    from tilescale_net.runtime import context
+
+    memory = world.memory
+    half = memory.size // 2
+    bases = [memory.base] + [memory.base + half] * (ranks - 1)
+    header = context.ContextHeader(
+        my_pe=0, n_pes=ranks, node_pe=0, n_node_pes=ranks, n_queues=0, flags=0, heap_base=memory.base, heap_bytes=half,
+        abort_word=world.page.address, error=world.page.record_address, timeout_ns=int(world.timeout * 1e9), queues=0,
+    )  # fmt: skip
+    words = torch.frombuffer(bytearray(context.pack(header, bases)), dtype=torch.int64)
+    world.context_tensor.as_strided(words.shape, (1,)).copy_(words)  # the bases lie behind what kernels take
+    world.size, world.peer_base = ranks, bases
+    Collective.works_with_some = True  # with one member of the job: its peers have not left, they were never there
+
+
+def hurry(*signals) -> None:
+    """All that peers could signal has been signalled."""
+    import torch
+
+    for words in signals:
+        words.view(torch.int64).fill_(SOON)
 
 
 def call_of(kind: str, args, m: int, eight: bool):
@@ -139,7 +165,6 @@ def call_of(kind: str, args, m: int, eight: bool):
     import torch
 
     import tilescale_net as tsn
-    from benchmark.common.prompt_peers import hurry
     from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
     from tilescale_net.kernels.fused.choice import Product, blocks_for, tiling_for
     from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
@@ -211,8 +236,6 @@ def main() -> None:
     if "product" in args.parts:
         products(report, timer, args)
     if "calls" in args.parts:
-        from benchmark.common.prompt_peers import pretend
-
         report.environment["calls"] = (
             "of one rank, whose peers are this GPU's memory and always ahead; not of several GPUs"
         )

@@ -7,50 +7,49 @@ Every rank has m rows of its own k columns and wants the sum of all ranks' produ
 simulator runs the same kernels on small shapes, without NCCL.
 """
 
-from benchmark.common.fused import Sides, difference, parse, product_alone, run, tiling_of
+from benchmark.common.fused import Operands, Sides, difference, operands, options_of, parse, product_alone, run
 
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 
 
-def sides(args, m: int, blocks: int, group) -> Sides:
+def sides(args, m: int, blocks: int | None, group) -> Sides:
     import torch
     import torch.distributed as dist
 
-    import tilescale_net as tsn
     from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 
-    device, tiling, k, n = tsn.device(), tiling_of(args), args.k, args.n
-    generator = torch.Generator(device=device).manual_seed(tsn.rank())
-    x, w = (torch.empty(s, dtype=torch.bfloat16, device=device).normal_(generator=generator) for s in ((m, k), (k, n)))
-    out, whole = (torch.empty((m, n), dtype=torch.bfloat16, device=device) for _ in range(2))
-    op = MatmulAllReduce(m, k, n, tiling=tiling, blocks=blocks)
+    mine = operands(args, m)
+    out, whole = (torch.empty((m, args.n), dtype=torch.bfloat16, device=mine.x.device) for _ in range(2))
+    op = MatmulAllReduce(m, args.k, args.n, **options_of(args, "matmul_all_reduce", m, blocks))
     # A row in sixteen, or all of a small product, is compared with the sum in float32.
     step = 16 if m > 1024 else 1
-    wanted = (x[::step].float() @ w.float()).cpu()
+    wanted = mine.exact(slice(None, None, step)).cpu()
     dist.all_reduce(wanted)
     calls = {
-        "ours": lambda: op(x, w, out),
-        "matmul": lambda: torch.mm(x, w, out=whole),
-        "tilelang": product_alone(tiling, x, w, whole),
+        "ours": lambda: op(mine.x, mine.w, out, **mine.scales),
+        "matmul": lambda: mine.matmul(whole),
+        "tilelang": product_alone(op.tiling, mine.x, mine.w, whole, (*mine.scales.values(),)),
     }
     if group is not None:
         reduce = lambda: dist.all_reduce(whole, group=group)  # noqa: E731
-        calls |= {"communication": reduce, "sequence": lambda: (torch.mm(x, w, out=whole), reduce())}
-        calls |= torchs(x, w, group)
-    return Sides(calls, {"torch"}, lambda: difference(out[::step], wanted.to(device), "the sum"), op.free)
+        calls |= {"communication": reduce, "sequence": lambda: dist.all_reduce(mine.matmul(whole), group=group)}
+        calls |= torchs(mine, args.n, group)
+    return Sides(calls, {"torch"}, lambda: difference(out[::step], wanted.to(out.device), "the sum"), op.free, op)
 
 
-def torchs(x, w, group) -> dict:
+def torchs(mine: Operands, n: int, group) -> dict:
     """torch's product and the all-reduce of its symmetric memory, where they work; it has no fused operator."""
     import torch
     import torch.distributed._symmetric_memory as symmetric
 
     try:
-        shared = symmetric.empty((x.shape[0], w.shape[1]), dtype=x.dtype, device=x.device)
+        shared = symmetric.empty((mine.x.shape[0], n), dtype=torch.bfloat16, device=mine.x.device)
         symmetric.rendezvous(shared, group.group_name)
 
         def call() -> None:
-            torch.mm(x, w, out=shared)
+            product = mine.matmul(shared)
+            if product is not shared:
+                shared.copy_(product)
             torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", group.group_name)
 
         call()

@@ -7,49 +7,53 @@ Every rank has m rows of its own k columns and wants m / ranks rows of the sum o
 Without a GPU the simulator runs the same kernels on small shapes, without NCCL.
 """
 
-from benchmark.common.fused import Sides, difference, parse, product_alone, run, tiling_of
+from benchmark.common.fused import Operands, Sides, difference, operands, options_of, parse, product_alone, run
 
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 
 
-def sides(args, m: int, blocks: int, group) -> Sides:
+def sides(args, m: int, blocks: int | None, group) -> Sides:
     import torch
     import torch.distributed as dist
 
     import tilescale_net as tsn
     from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 
-    size, device, tiling = tsn.size(), tsn.device(), tiling_of(args)
-    rows, k, n = m // size, args.k, args.n
-    generator = torch.Generator(device=device).manual_seed(tsn.rank())
-    x, w = (torch.empty(s, dtype=torch.bfloat16, device=device).normal_(generator=generator) for s in ((m, k), (k, n)))
-    out = torch.empty((rows, n), dtype=torch.bfloat16, device=device)
-    whole, part = torch.empty((m, n), dtype=torch.bfloat16, device=device), torch.empty_like(out)
-    op = MatmulReduceScatter(rows, k, n, tiling=tiling, blocks=blocks)
+    size, rows = tsn.size(), m // tsn.size()
+    mine = operands(args, m)
+    out, part = (torch.empty((rows, args.n), dtype=torch.bfloat16, device=mine.x.device) for _ in range(2))
+    whole = torch.empty((m, args.n), dtype=torch.bfloat16, device=mine.x.device)
+    op = MatmulReduceScatter(rows, args.k, args.n, **options_of(args, "matmul_reduce_scatter", m, blocks))
     # A row in sixteen, or all of a small product, is compared with the sum in float32.
     step = 16 if rows > 1024 else 1
-    picked = (x.view(size, rows, k)[:, ::step].reshape(-1, k).float() @ w.float()).cpu()
+    picked = torch.cat([mine.exact(slice(p * rows, (p + 1) * rows, step)) for p in range(size)]).cpu()
     dist.all_reduce(picked)
-    wanted = picked.view(size, -1, n)[tsn.rank()].to(device)
+    wanted = picked.view(size, -1, args.n)[tsn.rank()].to(out.device)
     calls = {
-        "ours": lambda: op(x, w, out),
-        "matmul": lambda: torch.mm(x, w, out=whole),
-        "tilelang": product_alone(tiling, x, w, whole),
+        "ours": lambda: op(mine.x, mine.w, out, **mine.scales),
+        "matmul": lambda: mine.matmul(whole),
+        "tilelang": product_alone(op.tiling, mine.x, mine.w, whole, (*mine.scales.values(),)),
     }
-    plain = {"torch"}
     if group is not None:
         scatter = lambda: dist.reduce_scatter_tensor(part, whole, group=group)  # noqa: E731
-        calls |= {"communication": scatter, "sequence": lambda: (torch.mm(x, w, out=whole), scatter())}
-        calls |= torchs(x, w, group)
-    return Sides(calls, plain, lambda: difference(out[::step], wanted, "the sum"), op.free)
+        sequence = lambda: dist.reduce_scatter_tensor(part, mine.matmul(whole), group=group)  # noqa: E731
+        calls |= {"communication": scatter, "sequence": sequence}
+        calls |= torchs(mine, group)
+    return Sides(calls, {"torch"}, lambda: difference(out[::step], wanted, "the sum"), op.free, op)
 
 
-def torchs(x, w, group) -> dict:
+def torchs(mine: Operands, group) -> dict:
     """torch's own fused operator, where it works."""
     import torch
     import torch.distributed._symmetric_memory
 
-    call = lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", 0, group.group_name)  # noqa: E731
+    ops, name = torch.ops.symm_mem, group.group_name
+    if mine.scales:
+        scales, shape = (mine.x_scales[:, None], mine.w_scales[None]), [mine.x.shape[0], mine.w.shape[1]]
+        rest = "sum", 0, 0, name, shape, None, None, torch.bfloat16, True
+        call = lambda: ops.fused_scaled_matmul_reduce_scatter(mine.x, mine.w, *scales, *rest)  # noqa: E731
+    else:
+        call = lambda: ops.fused_matmul_reduce_scatter(mine.x, mine.w, "sum", 0, name)  # noqa: E731
     try:
         call()
         torch.cuda.synchronize()

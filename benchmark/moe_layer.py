@@ -10,7 +10,6 @@ kernels on small shapes; one rank on a GPU shows the overlap with copies in its 
 
 from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, positive_int
 from benchmark.common.environment import world_size
-from benchmark.common.fused import tiling_of
 from benchmark.common.measuring import Timer, add_timing_arguments, gather, median, raise_if_wrong
 from benchmark.common.report import Report
 from benchmark.common.table import Column
@@ -78,6 +77,7 @@ class Layer:
         import tilescale_net as tsn
         from benchmark.common.moe import make, traffic
         from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul
+        from tilescale_net.kernels.fused.matmul import Tiling
         from tilescale_net.kernels.moe import AllToAll
 
         rank, ranks, device = tsn.rank(), tsn.size(), tsn.device()
@@ -85,7 +85,7 @@ class Layer:
         options |= {"warm_up": False}  # each side is called before it is timed
         self.overlapping = AllToAll(*sizes, **options, tile_rows=args.tile[0])
         self.plain = AllToAll(*sizes, **options)
-        tiling = tiling_of(args)
+        tiling = Tiling(args.tile, args.stages, args.panel, args.columns)
         self.up = ExpertMatmul(self.overlapping, args.hidden, args.inner, tiling=tiling)
         self.down = ExpertMatmul(self.overlapping, args.inner, args.hidden, tiling=tiling)
         everyone = [make(r, tokens, args.hidden, args.experts, args.topk, False, 7, device) for r in range(ranks)]

@@ -36,11 +36,11 @@ class ReduceScatterCase(CollectiveCase):
             self._x[part] = self._data(seed, self._rank, part)
         self._out.fill_(float("nan"))
 
-    def ours(self, geometry):
+    def ours(self, choices):
         from tilescale_net.kernels.reduce_scatter import ReduceScatter
 
         self._exact = True
-        op = ReduceScatter(**geometry)
+        op = ReduceScatter(**choices)
         return lambda: op(self._out, self._x), op.free
 
     def nccl(self, group):
@@ -72,5 +72,5 @@ if __name__ == "__main__":
         dtypes = ("bfloat16", "float16", "float32")
         parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of the tensors (bfloat16)")
 
-    args = parse(__doc__.splitlines()[0], extend)
+    args = parse(__doc__.splitlines()[0], extend, algorithms=("push", "pull"))
     run("reduce_scatter", args, lambda size: ReduceScatterCase(size, args.dtype))

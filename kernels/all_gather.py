@@ -3,31 +3,38 @@
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.kernels.collective import Collective, as_bytes, as_vectors, check_chunk, is_aligned
-from tilescale_net.kernels.exchange import STORES_FROM, VECTOR_BYTES, exchange, exchange_by_stores
+from tilescale_net.kernels.collective import as_bytes, as_vectors, check_chunk
+from tilescale_net.kernels.exchange import exchange
+from tilescale_net.kernels.exchange_calls import STORES_FROM, Exchange
+from tilescale_net.kernels.exchange_mapped import exchange_mapped
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.kernels.node_all_gather import node_all_gather
+from tilescale_net.kernels.vector_streams import UNROLL
 from tilescale_net.runtime.profiling import named
 
 
 @tsn.jit(name="all_gather")
-def all_gather(n_pes, dtype="uint8", threads=512, blocks=16, in_place=False, engine="auto", unroll=None, ring=None):
+def all_gather(
+    n_pes, dtype="uint8", threads=512, blocks=16, in_place=False, spread=False, engine="auto", unroll=None, ring=None
+):
     """Kernel `(out, x, tag, status, calls, ready, arrived)`: afterwards `out[p]` is the `x` of PE p, for all p; see `exchange`."""
-    return exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, split=False, in_place=in_place)
+    return exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, split=False, in_place=in_place, spread=spread)
 
 
-@tsn.jit(name="all_gather_by_stores", pass_configs=EXPLICIT_SYNC)
-def all_gather_by_stores(n_pes, threads=512, blocks=16, in_place=False):
-    """Kernel `(out, x, calls, ready, arrived)`; see `exchange_by_stores`."""
-    return exchange_by_stores(n_pes, threads, blocks, split=False, in_place=in_place)
+@tsn.jit(name="all_gather_mapped", pass_configs=EXPLICIT_SYNC)
+def all_gather_mapped(n_pes, threads=512, blocks=16, unroll=UNROLL, in_place=False, pull=False):
+    """Kernel `(out, x, tag, status, calls, ready, arrived)`; see `exchange_mapped`."""
+    return exchange_mapped(n_pes, threads, blocks, unroll, split=False, in_place=in_place, pull=pull)
 
 
-class AllGather(Collective):
+class AllGather(Exchange):
     """All-gather of tensors of any dtype and size; constructed and called by all ranks.
 
     Args:
         threads, blocks, engine, unroll, ring: see `exchange`.
-        stores_from: bytes of `x` from which mapped PEs get it by stores, not by puts; see `exchange_by_stores`.
+        algorithm: "stores" to mapped PEs, where `x`, `out` and its parts are aligned to 16 bytes, else puts; "puts" always;
+            "bulk", by puts of blocks that have one PE each; "pull": mapped PEs read `x`, which is at the same place of
+            all heaps; "auto": by puts and, from `stores_from` bytes of `x`, by stores.
         once_per_node: where nodes have several ranks, a part crosses the network once per node; else once per rank.
         chunk_bytes: of a part that is passed on within a node while the next bytes are under way.
         group: whose ranks these are; see `tilescale_net.world`.
@@ -46,19 +53,16 @@ class AllGather(Collective):
         unroll: int | None = None,
         ring: tuple[int, int] | None = None,
         stores_from: int = STORES_FROM,
+        algorithm: str = "auto",
         once_per_node: bool = True,
         chunk_bytes: int = 256 * 1024,
         group: "tsn.Group" = None,
     ) -> None:
-        shown = (
-            f"engine={engine}, unroll={unroll}, ring={ring}, once_per_node={once_per_node}, chunk_bytes={chunk_bytes}"
-        )
         check_chunk("AllGather", chunk_bytes)
-        super().__init__("AllGather", shown, threads, blocks, group)
-        self._options = dict(threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring)
+        shown = f", once_per_node={once_per_node}, chunk_bytes={chunk_bytes}"
+        super().__init__("AllGather", shown, threads, blocks, engine, unroll, ring, stores_from, algorithm, group)
         self._over_nodes = once_per_node and self.has_gateways
         self._chunk_bytes = chunk_bytes
-        self._stores_from = stores_from
         self._calls = self.counters(blocks)
         self._ready, self._arrived = self._signals(self.n_pes), self._signals(self.n_pes, blocks)
 
@@ -86,19 +90,19 @@ class AllGather(Collective):
         in_place = x.data_ptr() == out.data_ptr() + self.rank * x.nbytes
         if not in_place:
             self._check_apart("out", out, "x", x)
-        tag = self._agree("x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out))
+        tag = self._agree_on_parts("x", x, out, x.nbytes, in_place)
         if x.nbytes:
             words = tag, self._agreement.status, self._calls, self._ready, self._arrived
-            # Ranks may differ in this.
-            if x.nbytes >= self._stores_from and not self._sources_travel and is_aligned(VECTOR_BYTES, x, out):
-                stores = all_gather_by_stores(self.n_pes, self.threads, self.blocks, in_place)
-                stores(as_vectors(out), as_vectors(x), *words)
+            if self._by_vectors(x, out, x.nbytes):
+                pull = self._algorithm == "pull"
+                kernel = all_gather_mapped(self.n_pes, **self._mapped_options, in_place=in_place, pull=pull)
+                kernel(as_vectors(out), as_vectors(out if pull and in_place else x), *words)
             else:
                 if self._over_nodes:
                     geometry = self._world.topology.node_size, self._chunk_bytes
                     kernel = node_all_gather(self.n_pes, *geometry, in_place=in_place, **self._options)
                 else:
-                    kernel = all_gather(self.n_pes, in_place=in_place, **self._options)
+                    kernel = all_gather(self.n_pes, in_place=in_place, spread=self._spread, **self._options)
                 kernel(as_bytes(out, self.n_pes, x.nbytes), as_bytes(x, x.nbytes), *words)
             self._raise_mismatch_if_simulated()
         return out

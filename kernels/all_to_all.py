@@ -6,31 +6,34 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.kernels.all_to_all_uneven import OWN_SPLITS, REFUSED, SEND_DIFFERS, WORDS, all_to_all_uneven
-from tilescale_net.kernels.collective import Collective, as_bytes, as_vectors, is_aligned
-from tilescale_net.kernels.exchange import STORES_FROM, VECTOR_BYTES, exchange, exchange_by_stores
+from tilescale_net.kernels.collective import as_bytes, as_vectors
+from tilescale_net.kernels.exchange import exchange
+from tilescale_net.kernels.exchange_calls import STORES_FROM, Exchange
+from tilescale_net.kernels.exchange_mapped import exchange_mapped
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
+from tilescale_net.kernels.vector_streams import UNROLL
 from tilescale_net.runtime.profiling import named
 
 
 @tsn.jit(name="all_to_all")
-def all_to_all(n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unroll=None, ring=None):
+def all_to_all(n_pes, dtype="uint8", threads=512, blocks=16, spread=False, engine="auto", unroll=None, ring=None):
     """Kernel `(out, x, tag, status, calls, ready, arrived)`: afterwards `out[p]` is `x[my_pe]` of PE p, for all p; see `exchange`."""
-    return exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, split=True)
+    return exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, split=True, spread=spread)
 
 
-@tsn.jit(name="all_to_all_by_stores", pass_configs=EXPLICIT_SYNC)
-def all_to_all_by_stores(n_pes, threads=512, blocks=16):
-    """Kernel `(out, x, calls, ready, arrived)`; see `exchange_by_stores`."""
-    return exchange_by_stores(n_pes, threads, blocks, split=True)
+@tsn.jit(name="all_to_all_mapped", pass_configs=EXPLICIT_SYNC)
+def all_to_all_mapped(n_pes, threads=512, blocks=16, unroll=UNROLL, pull=False):
+    """Kernel `(out, x, tag, status, calls, ready, arrived)`; see `exchange_mapped`."""
+    return exchange_mapped(n_pes, threads, blocks, unroll, split=True, pull=pull)
 
 
-class AllToAll(Collective):
+class AllToAll(Exchange):
     """All-to-all of tensors of any dtype and size, as torch.distributed.all_to_all_single; constructed and called by all
     ranks.
 
     Args:
         threads, blocks, engine, unroll, ring: see the kernels.
-        stores_from: bytes for each PE from which equal parts go to mapped PEs by stores; see `exchange_by_stores`.
+        stores_from, algorithm: of equal parts, see `AllGather`.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Raises:
@@ -47,11 +50,10 @@ class AllToAll(Collective):
         unroll: int | None = None,
         ring: tuple[int, int] | None = None,
         stores_from: int = STORES_FROM,
+        algorithm: str = "auto",
         group: "tsn.Group" = None,
     ) -> None:
-        super().__init__("AllToAll", f"engine={engine}, unroll={unroll}, ring={ring}", threads, blocks, group)
-        self._options = dict(threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring)
-        self._stores_from = stores_from
+        super().__init__("AllToAll", "", threads, blocks, engine, unroll, ring, stores_from, algorithm, group)
         self._signal_words = (
             self.counters(blocks), self._signals(self.n_pes), self._signals(self.n_pes, blocks),
         )  # fmt: skip
@@ -114,16 +116,15 @@ class AllToAll(Collective):
                 f"{self.name}: out of shape {list(out.shape)} and x of shape {list(x.shape)} must have the same number of "
                 f"rows, a multiple of the {self.n_pes} PEs; give output_splits and input_splits for uneven ones"
             )
-        tag = self._agree("x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out))
+        part = x.nbytes // self.n_pes
+        tag = self._agree_on_parts("x", x, out, part, False)
         if x.nbytes:
-            part = x.nbytes // self.n_pes
             words = tag, self._agreement.status, *self._signal_words
-            aligned = is_aligned(VECTOR_BYTES, x, out) and part % VECTOR_BYTES == 0
-            if part >= self._stores_from and not self._sources_travel and aligned:  # ranks may differ in this
-                stores = all_to_all_by_stores(self.n_pes, self.threads, self.blocks)
-                stores(as_vectors(out), as_vectors(x), *words)
+            if self._by_vectors(x, out, part):
+                kernel = all_to_all_mapped(self.n_pes, **self._mapped_options, pull=self._algorithm == "pull")
+                kernel(as_vectors(out), as_vectors(x), *words)
             else:
-                kernel = all_to_all(self.n_pes, **self._options)
+                kernel = all_to_all(self.n_pes, spread=self._spread, **self._options)
                 kernel(as_bytes(out, self.n_pes, part), as_bytes(x, self.n_pes, part), *words)
             self._raise_mismatch_if_simulated()
 

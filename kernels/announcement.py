@@ -4,8 +4,6 @@ The number (uint64, from 1) lives in device memory, so that a call captured in a
 the word with it and says what must be equal on both ranks: those that differ find out before anything moves.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import tilelang.language as T

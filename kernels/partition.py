@@ -1,7 +1,5 @@
 """How the blocks of a kernel share a run of elements."""
 
-from __future__ import annotations
-
 import tilelang.language as T
 from tilelang import tvm
 

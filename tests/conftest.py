@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests import shared_memory
+from tests import outcomes, shared_memory
 
 # Tests compile hundreds of small kernels and run each for milliseconds; the nightly run keeps the default.
 os.environ.setdefault("TSN_SIM_CXXFLAGS", "-Og")
@@ -17,6 +17,7 @@ os.environ.setdefault("TSN_SIM_CXXFLAGS", "-Og")
 def pytest_addoption(parser):
     group = parser.getgroup("tilescale_net")
     group.addoption("--allow-skips", metavar="REGEX", help="fail when a test is skipped for any other reason")
+    group.addoption("--outcomes", metavar="FILE", help="add what became of each test; leave out what passed before")
     group.addoption("--list-lacking", metavar="FILE", help="append the tests that the machine lacked something for")
 
 
@@ -24,6 +25,13 @@ def pytest_configure(config):
     """Ctrl-C must reach what tests start, also where whoever started the tests in the background ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    outcomes.configure(config)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Those that may take long begin first: at the end, all processors have something to do."""
+    items.sort(key=lambda item: -(mark.args[0] if (mark := item.get_closest_marker("timeout")) else 0))
 
 
 def pytest_collection_finish(session):

@@ -4,8 +4,6 @@ A rank of a fresh interpreter spends three seconds of a processor on imports; he
 does. The launcher is the real one. tests/launch starts everything from nothing, as users do.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

@@ -5,8 +5,6 @@ second. On a machine with enough GPUs the ranks use them; elsewhere, and where a
 use the simulator.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import multiprocessing

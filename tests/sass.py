@@ -6,8 +6,6 @@ zero before it is issued. The encoding, the same since Volta, is from Jia, Maggi
 NVIDIA Volta GPU Architecture via Microbenchmarking" (arXiv:1804.06826), section 2.1.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Each message names the rank, the peer (PE) and the operation concerned, the valu
 and what to do about it.
 """
 
-from __future__ import annotations
-
 
 class TileScaleError(RuntimeError):
     """Base class of all errors of this package."""

@@ -1,7 +1,5 @@
 """Where libfabric is and what it offers; the native part does the rest."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 from typing import Any

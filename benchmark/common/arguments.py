@@ -1,7 +1,5 @@
 """Command-line arguments: the flags that every benchmark has, and types whose errors say what is wrong."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -4,8 +4,6 @@ Sizes are bytes per rank of the larger tensor, as in NCCL's own tests. Bus bandw
 in one direction: size / time * (ranks - 1) / ranks, twice that of an all-reduce.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Callable, Sequence
@@ -24,6 +22,9 @@ from benchmark.common.measuring import (
 from benchmark.common.report import Report
 from benchmark.common.table import Column
 
+# Flags whose values are tried one after the other, which are arguments of the kernels' classes too.
+CHOICES = ("algorithm", "threads", "blocks", "engine", "unroll")
+
 
 def parse(
     description: str,
@@ -32,13 +33,15 @@ def parse(
     simulated: str = "16K..256K",
     blocks: int = 16,
     engines: bool = True,
+    algorithms: Sequence[str] = (),
 ) -> argparse.Namespace:
     """The arguments of a collective's benchmark; exits with 2 when they are wrong.
 
     Args:
         extend: adds flags of its own.
         sizes, simulated, blocks: defaults on a GPU and in the simulator.
-        engines: whether the kernels have a choice of engine.
+        engines: whether the kernels have a choice of engine, and of vectors in flight.
+        algorithms: beside "auto", which chooses by size and place.
     """
     parser = BenchmarkParser(description, warmup=None, repeat=None, sizes=sizes, simulated=simulated)
     add_timing_arguments(parser)
@@ -47,8 +50,23 @@ def parse(
     add("--blocks", type=int_list(1, 1024), default=[blocks], metavar="LIST", help=f"blocks ({blocks})")
     if engines:
         add("--engine", type=one_of("auto", "ldst", "bulk"), default=["auto"], metavar="LIST", help="of copies (auto)")
+        add(
+            "--unroll",
+            type=int_list(1, 64),
+            default=[None],
+            metavar="LIST",
+            help="16-byte accesses that a thread has in flight",
+        )
     else:
-        parser.set_defaults(engine=["auto"])
+        parser.set_defaults(engine=["auto"], unroll=[None])
+    names = ("auto", *algorithms)
+    add(
+        "--algorithm",
+        type=one_of(*names),
+        default=["auto"],
+        metavar="LIST",
+        help=f"of {', '.join(names)} (auto: by size)",
+    )
     add("--no-check", action="store_true", help="do not verify the data")
     add("--no-nccl", action="store_true", help="leave NCCL out")
     if extend:
@@ -190,12 +208,13 @@ def run(
 
             theirs = peer(case.nccl(group), "NCCL")
             ways = _symmetric(case, group, peer, report)
-        for threads, blocks, engine in itertools.product(args.threads, args.blocks, args.engine):
-            call, free = case.ours(dict(threads=threads, blocks=blocks, engine=engine))
-            what = f"{name} of {size} bytes, {blocks} x {threads} threads, {engine}"
+        for values in itertools.product(*(getattr(args, choice) for choice in CHOICES)):
+            choices = dict(zip(CHOICES, values))
+            call, free = case.ours(choices)
+            what = f"{name} of {size} bytes, {', '.join(f'{choice} {value}' for choice, value in choices.items())}"
             samples = measure(case, call, timer, together, not args.no_check, what)
             free()
-            row = {"bytes": case.nbytes, "threads": threads, "blocks": blocks, "engine": engine}
+            row = {"bytes": case.nbytes, **choices}
             table.add(row | _figures(case, samples, theirs, ways), {"us": samples, "nccl_us": theirs or []})
         case.free()
     report.finish()
@@ -203,7 +222,7 @@ def run(
 
 
 def _keys(args: argparse.Namespace) -> list[Column]:
-    varying = [Column(k, k.capitalize()) for k in ("threads", "blocks", "engine") if len(getattr(args, k)) > 1]
+    varying = [Column(k, k.capitalize()) for k in CHOICES if len(getattr(args, k)) > 1]
     return [Column("bytes", "Size", ",d", unit="Bytes"), *varying]
 
 

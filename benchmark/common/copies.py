@@ -1,7 +1,5 @@
 """Copies between ranks 0 and 1 by several implementations: timed alike, verified alike, set next to each other in a table."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """How copies are compared: flags, geometries of launches, joining the job, NVSHMEM where it can run."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a figure depends on besides the code: ranks, hardware and versions, without anything that names the host."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import re

@@ -3,8 +3,6 @@
 They need libfabric and nothing else of the package: no heap, no kernels, no GPU.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

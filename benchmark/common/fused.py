@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from benchmark.common.arguments import BenchmarkParser, int_list, on_gpu, positive_int
 from benchmark.common.collectives import nccl_group
@@ -12,6 +13,11 @@ from benchmark.common.environment import world_size
 from benchmark.common.measuring import Timer, add_timing_arguments, gather, median, raise_if_wrong
 from benchmark.common.report import Report
 from benchmark.common.table import Column
+
+if TYPE_CHECKING:  # arguments are checked before torch, which takes seconds, is imported
+    import torch
+
+    from tilescale_net.kernels.fused.matmul import FusedMatmul
 
 
 @dataclass
@@ -23,12 +29,18 @@ class Sides:
         plain: names of those that cannot be captured in a CUDA graph.
         wrong: what is wrong with our result, or None; called after ours has run.
         free: gives back what the sides hold.
+        op: the fused call's object.
     """
 
     calls: dict[str, Callable[[], object]]
     plain: set[str]
     wrong: Callable[[], str | None]
     free: Callable[[], None]
+    op: FusedMatmul
+
+    @property
+    def tile(self) -> str:
+        return "x".join(map(str, self.op.tiling.tile))
 
 
 TITLES = {
@@ -50,20 +62,27 @@ def parse(description: str, k: int, n: int) -> argparse.Namespace:
     parser.add_argument("--m", type=int_list(1, 1 << 24), default=m, metavar="LIST", help=f"rows of all ranks {m}")
     parser.add_argument("--k", type=positive_int, default=k, metavar="K", help=f"depth of a rank's product ({k})")
     parser.add_argument("--n", type=positive_int, default=n, metavar="N", help=f"columns of a rank's product ({n})")
-    parser.add_argument("--blocks", type=int_list(1, 132), default=[8], metavar="LIST", help="blocks that send (8)")
-    tile = "32,32,32" if simulated else "128,256,64"
-    parser.add_argument("--tile", type=int_list(16, 512), default=None, metavar="M,N,K", help=f"of a product ({tile})")
+    text = "blocks that send (those of the operators)"
+    parser.add_argument("--blocks", type=int_list(1, 132), default=[None], metavar="LIST", help=text)
+    text = "of a product (that of the operators, with --stages, --panel and --columns)"
+    parser.add_argument("--tile", type=int_list(16, 512), default=None, metavar="M,N,K", help=text)
     stages, panel, columns = (2, 2, 16) if simulated else (4, 8, 128)
     parser.add_argument("--stages", type=positive_int, default=stages, metavar="N", help=f"of operands ({stages})")
     text = f"rows of tiles walked together ({panel})"
     parser.add_argument("--panel", type=positive_int, default=panel, metavar="N", help=text)
     text = f"columns of a tile that leave at once ({columns})"
     parser.add_argument("--columns", type=positive_int, default=columns, metavar="N", help=text)
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp8"), default="bf16", help="of the operands (bf16); fp8 on GPUs only"
+    )
+    text = "of what leaves beside a product, see the classes of kernels.fused (auto)"
+    parser.add_argument("--engine", choices=("auto", "ldst", "bulk"), default="auto", help=text)
     parser.add_argument("--no-nccl", action="store_true", help="leave NCCL and torch's symmetric memory out")
     args = parser.parse_args()
-    args.tile = tuple(args.tile or (int(x) for x in tile.split(",")))
-    if len(args.tile) != 3:
+    if args.tile is not None and len(args.tile) != 3:
         parser.error("--tile takes three numbers")
+    if simulated and args.dtype == "fp8":
+        parser.error("--dtype fp8 is compared with torch._scaled_mm, which needs a GPU")
     if world_size() < 2:
         parser.error("a fused product needs two ranks or more; start it with GPUS=2 bash launch.sh …")
     if any(m % world_size() for m in args.m):
@@ -71,11 +90,75 @@ def parse(description: str, k: int, n: int) -> argparse.Namespace:
     return args
 
 
-def tiling_of(args: argparse.Namespace):
-    """The geometry of a product that the arguments ask for."""
+@dataclass(frozen=True)
+class Operands:
+    """A rank's `x` [m, k] and `w` [k, n]; of 8 bits with scales of rows and columns, float32 [m] and [n]."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    x_scales: torch.Tensor | None = None
+    w_scales: torch.Tensor | None = None
+
+    @property
+    def scales(self) -> dict[str, torch.Tensor]:
+        """Arguments of a fused call."""
+        return {} if self.x_scales is None else {"x_scales": self.x_scales, "w_scales": self.w_scales}
+
+    def matmul(self, out: torch.Tensor) -> torch.Tensor:
+        """`x @ w` by cuBLAS; in `out`, or with 8 bits in a new tensor."""
+        import torch
+
+        if self.x_scales is None:
+            return torch.mm(self.x, self.w, out=out)
+        options = dict(out_dtype=torch.bfloat16, use_fast_accum=True)
+        return torch._scaled_mm(self.x, self.w, self.x_scales[:, None], self.w_scales[None], **options)
+
+    def exact(self, rows: slice = slice(None)) -> torch.Tensor:
+        """Some rows of the product, in float32."""
+        exact = self.x[rows].float() @ self.w.float()
+        return exact if self.x_scales is None else exact * self.x_scales[rows, None] * self.w_scales
+
+
+def operands(args: argparse.Namespace, rows: int) -> Operands:
+    """This rank's operands of a product of `rows` rows: normal random numbers."""
+    import torch
+
+    import tilescale_net as tsn
+
+    generator = torch.Generator(device=tsn.device()).manual_seed(tsn.rank())
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=tsn.device()).normal_(generator=generator)
+
+    if args.dtype == "bf16":
+        return Operands(random(rows, args.k), random(args.k, args.n))
+    (x, x_scales), (w, w_scales) = (eight_bits(random(size, args.k)) for size in (rows, args.n))
+    return Operands(x, w.t(), x_scales, w_scales)
+
+
+def eight_bits(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers as float8_e4m3fn, and the scale (float32) of each row."""
+    import torch
+
+    scales = numbers.abs().amax(1).float() / torch.finfo(torch.float8_e4m3fn).max
+    return (numbers / scales[:, None]).to(torch.float8_e4m3fn), scales
+
+
+def options_of(args: argparse.Namespace, kind: str, rows: int, blocks: int | None) -> dict:
+    """Options of a fused product's class, of `rows` rows on a rank: what the arguments ask for, else the operators'."""
+    import torch
+
+    import tilescale_net as tsn
+    from tilescale_net.kernels.fused.choice import Product, blocks_for, tiling_for
     from tilescale_net.kernels.fused.matmul import Tiling
 
-    return Tiling(args.tile, args.stages, args.panel, args.columns)
+    dtype = torch.float8_e4m3fn if args.dtype == "fp8" else torch.bfloat16
+    product = Product(kind, tsn.size(), rows, args.k, args.n, dtype)
+    chosen = {"dtype": dtype, "engine": args.engine, "tiling": tiling_for(tsn.device(), product)}
+    chosen |= blocks_for(tsn.device(), product)
+    if args.tile is not None:
+        chosen["tiling"] = Tiling(tuple(args.tile), args.stages, args.panel, args.columns)
+    return chosen if blocks is None else chosen | {"blocks": blocks}
 
 
 def product_alone(tiling, x, w, out, scales=None) -> Callable[[], None]:
@@ -93,7 +176,7 @@ def product_alone(tiling, x, w, out, scales=None) -> Callable[[], None]:
     workers = tiling.workers(x.device, 1, m, n)
     kernel = matmul_arriving(
         1, m, n, k, dtype_name(x.dtype), dtype_name(out.dtype), transposed, **vars(tiling), workers=workers, peers=False,
-        scaled=scales is not None,
+        scaled=bool(scales),
     )  # fmt: skip
     calls = torch.zeros(1, dtype=torch.int64, device=x.device)
     flags = torch.zeros((1, -(-m // tiling.tile[0])), dtype=torch.uint64, device=x.device)
@@ -109,7 +192,7 @@ def product_alone(tiling, x, w, out, scales=None) -> Callable[[], None]:
     return call
 
 
-def run(name: str, args: argparse.Namespace, heap: int, sides_of: Callable[[int, int, object], Sides]) -> None:
+def run(name: str, args: argparse.Namespace, heap: int, sides_of: Callable[[int, int | None, object], Sides]) -> None:
     """Measure all sides at every number of rows; print the report.
 
     Args:
@@ -127,9 +210,13 @@ def run(name: str, args: argparse.Namespace, heap: int, sides_of: Callable[[int,
         from tilescale_net.kernels import p2p
 
         together = p2p.meet()
-    report.environment |= {"shape": f"k {args.k}, n {args.n} per rank, bfloat16, normal random data, verified"}
+    report.environment |= {"shape": f"k {args.k}, n {args.n} per rank, {args.dtype}, normal random data, verified"}
     report.environment["timing"] = f"{timer.mode} (torch: launch), sides by turns, slowest rank"
-    keys = [Column("m", "M", ",d"), Column("blocks", "Blocks", ",d", plotted=False)]
+    keys = [
+        Column("m", "M", ",d"),
+        Column("tile", "Tile", plotted=False),
+        Column("blocks", "Blocks", ",d", plotted=False),
+    ]
     columns = [Column(key, title, better="lower", unit="us") for key, title in TITLES.items()]
     columns += [Column("over", "x cuBLAS", ".3f"), Column("tflops", "TFLOP/s", ".0f")]
     table = report.table(name, keys, columns)
@@ -151,7 +238,7 @@ def run(name: str, args: argparse.Namespace, heap: int, sides_of: Callable[[int,
             slowest = {key: max((s[key] for s in everyone), key=median) for key in samples}
             times = {key: median(values) for key, values in slowest.items()}
             flops = 2 * m * args.k * args.n
-            row = {"m": m, "blocks": blocks, **{key: times.get(key) for key in TITLES}}
+            row = {"m": m, "tile": sides.tile, "blocks": sides.op.blocks, **{key: times.get(key) for key in TITLES}}
             row |= {"over": times["ours"] / times["matmul"], "tflops": flops / times["ours"] / 1e6}
             table.add(row, slowest)
             sides.free()

@@ -1,7 +1,5 @@
 """Mixture of experts: data that every rank can make for every rank, their check, and what our kernels are compared with."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ One panel holds one quantity of one table, on an axis that names it with its uni
 categories and where only one size was measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from benchmark.common.arguments import format_bytes

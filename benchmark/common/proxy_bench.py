@@ -1,7 +1,5 @@
 """A job whose proxy has a given number of network channels, with a bare writer beside it that has as many."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """The tables of benchmark/device_queue.py."""
 
-from __future__ import annotations
-
 import threading
 
 from benchmark.common.measuring import median

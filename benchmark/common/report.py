@@ -1,7 +1,5 @@
 """One run of a benchmark: what was measured, where, and the ways to show it."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

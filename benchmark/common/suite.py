@@ -4,8 +4,6 @@ python -m tilescale_net bench --quick
 python -m tilescale_net bench --output report.html --only put_signal,all_gather
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import base64

@@ -107,11 +107,6 @@ class Table:
         """The values of the key columns of a row."""
         return tuple(row[column.key] for column in self.keys)
 
-    def markdown(self) -> str:
-        """The table as aligned markdown; numbers to the right, text to the left. Columns with no value are left out."""
-        shown = [*self.keys, *(c for c in self.columns if any(r.get(c.key) is not None for r in self.rows))]
-        return "\n".join(Layout(shown, self.rows).lines(self.rows))
-
 
 class Layout:
     """Widths and sides of columns: as wide as headings and cells, numbers to the right.

@@ -1,7 +1,5 @@
 """Finds NVSHMEM (the wheel nvidia-nvshmem-cu13), and compiles p2p.cu once into a cached shared library."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

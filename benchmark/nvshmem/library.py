@@ -1,7 +1,5 @@
 """The NVSHMEM baseline as Python sees it: symmetric tensors, put, get and ping-pong launches."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -1,7 +1,5 @@
 """Tables with all rows of a report, for the pages of one subject; `run` gives a report by its name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 

@@ -8,8 +8,6 @@ the lines `<!-- table NAME -->` and `<!-- end -->`. A plot carries the digest of
 what `--check` compares: another version of matplotlib may draw the same plot with other bytes.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

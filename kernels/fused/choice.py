@@ -23,8 +23,6 @@ With float8_e4m3fn, of which cuBLAS multiplies small products nearly as fast as 
 | 8 | 2048 | 4096 | 4096 |
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """What the fused products share on the host: shapes and dtypes, the geometry of tiles, and streams beside the caller's."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass
 

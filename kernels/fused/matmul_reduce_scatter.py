@@ -27,7 +27,8 @@ def send_parts(
         n_pes, rows, n, height, across, slices, pieces, shares: see `sending.Sent`.
         dtype, out_dtype: of `partial` [n_pes, rows, n] and `summands` [2, n_pes, rows, n]; and of `part` [1, rows, n] and
             `sums`, see `matmul_reducing`.
-        threads, blocks, engine: see `tilescale_net.language.put_block`.
+        threads, blocks: launch geometry.
+        engine: "auto" or "ldst": warps send, each a piece of its own; "bulk": blocks do, see `tilescale_net.language.put_block`.
 
     `calls`, `ready` and the others as in `matmul_reducing`.
     """
@@ -52,7 +53,10 @@ def send_parts(
             thread, call, me = T.get_thread_binding(), calls[0], N.my_pe()
             sending.begin_call(ready, sent, call, me, n_pes, block, thread)
             to = partial, summands, part, sums, done, arrived, shared
-            sending.send_all(s, engine, given, item, sent, *to, call, me, thread)
+            if engine == "bulk":
+                sending.send_all(s, engine, given, item, sent, *to, call, me, thread)
+            else:
+                sending.send_all_by_warps(s, item, sent, *to, call, me, thread)
             if thread < n_pes and thread != me:
                 N.quiet(thread)
 
@@ -156,7 +160,7 @@ def matmul_reducing(
             if senders > 0 and block < senders:
                 sending.begin_call(ready, sent, call, me, n_pes, block, thread)
                 to = partial, summands, out, sums, done, arrived, shared
-                sending.send_all(s, "ldst", chosen, tile, sent, *to, call, me, thread)
+                sending.send_all_by_warps(s, tile, sent, *to, call, me, thread)
                 if thread < n_pes and thread != me:
                     N.quiet(thread)
             elif thread < 128:
@@ -372,5 +376,5 @@ class MatmulReduceScatter(FusedMatmul):
 
     @property
     def _pieces(self) -> int:
-        """As many pieces as let all blocks that send take part in a row of tiles, of 8 rows at least."""
-        return min(4, self.tiling.tile[0] // 8)
+        """Pieces of a row of tiles, of 8 rows at least: so many that all warps that send find one."""
+        return self.tiling.tile[0] // 8

@@ -98,8 +98,8 @@ def count_of(s: Sent, row):
 
 
 @tsn.macro
-def _send(s, engine, item, partial, summands, part, sums, done, arrived, shared, call, me):
-    """Send piece `item` when it is there; arguments as in `send_all`."""
+def _send(s, wait, put_signal, engine, item, partial, summands, part, sums, done, arrived, shared, call, me):
+    """Send piece `item` when it is there, by the scope of `wait` and `put_signal`; other arguments as in `send_all`."""
     kind = item % (s.of_slice * (1 + s.shares)) // s.of_slice
     inside = item % s.of_slice
     first = item // (s.of_slice * (1 + s.shares)) * s.slice_tiles
@@ -108,8 +108,8 @@ def _send(s, engine, item, partial, summands, part, sums, done, arrived, shared,
         c = first + inside // s.pieces % s.slice_tiles
         row = c * s.height + inside % s.pieces * s.piece
         pe = (me + 1 + hop) % s.n_pes
-        N.wait_block(done[hop, c], "ge", call * s.adds)
-        N.put_signal_block(
+        wait(done[hop, c], "ge", call * s.adds)
+        put_signal(
             summands[call % 2, me, T.min(row, s.rows - 1), 0], partial[pe, T.min(row, s.rows - 1), 0], pe,
             arrived[me, c], 1, op="add", count=count_of(s, row), engine=engine,
         )  # fmt: skip
@@ -117,8 +117,8 @@ def _send(s, engine, item, partial, summands, part, sums, done, arrived, shared,
         hop = inside % (s.n_pes - 1)
         c = first + inside // (s.n_pes - 1) // s.pieces
         row = c * s.height + inside // (s.n_pes - 1) % s.pieces * s.piece
-        N.wait_block(done[s.n_pes - 1, c], "ge", call * s.adds)
-        N.put_signal_block(
+        wait(done[s.n_pes - 1, c], "ge", call * s.adds)
+        put_signal(
             sums[call % 2, me, T.min(row, s.rows - 1), 0], part[0, T.min(row, s.rows - 1), 0], (me + 1 + hop) % s.n_pes,
             shared[me, c], 1, op="add", count=count_of(s, row), engine=engine,
         )  # fmt: skip
@@ -146,4 +146,23 @@ def send_all(s, engine, given, item, sent, partial, summands, part, sums, done, 
         T.sync_threads()
         item[0] = given[0]
         if item[0] < s.items:
-            _send(s, engine, item[0], partial, summands, part, sums, done, arrived, shared, call, me)
+            to = partial, summands, part, sums, done, arrived, shared
+            _send(s, N.wait_block, N.put_signal_block, engine, item[0], *to, call, me)
+
+
+@tsn.macro
+def send_all_by_warps(s, item, sent, partial, summands, part, sums, done, arrived, shared, call, me, thread):
+    """As `send_all`, each warp a piece of its own, by loads and stores.
+
+    Few blocks send as fast as their multiprocessors can only so: the time from a piece's last store to the next one's first
+    is as long as its copy, and other warps copy meanwhile.
+    """
+    item[0] = 0
+    while item[0] < s.items:
+        if thread % 32 == 0:
+            item[0] = T.atomic_add(sent[call % 2], 1, return_prev=True)
+        item[0] = T.shfl_sync(item[0], 0)
+        if item[0] < s.items:
+            to = partial, summands, part, sums, done, arrived, shared
+            _send(s, N.wait_warp, N.put_signal_warp, "ldst", item[0], *to, call, me)
+    T.sync_threads()

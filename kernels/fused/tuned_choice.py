@@ -1,7 +1,5 @@
 """What was tuned for a product: which way a call takes, and the geometry of the fused one; see `tilescale_net.tuning`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tilescale_net.kernels.fused.choice import Product

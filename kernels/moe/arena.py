@@ -25,7 +25,7 @@ def divide(specs: BufferSpecs) -> tuple[BufferSpecs, BufferSpecs]:
     return {name: spec for name, spec in specs.items() if name not in own}, own
 
 
-@tsn.jit(name="moe_meet", pass_configs=EXPLICIT_SYNC)
+@tsn.jit(name="moe::meet", pass_configs=EXPLICIT_SYNC)
 def meet(ranks, threads):
     """Kernel that ends when all ranks that take part have launched it, and so have ended the kernels before.
 

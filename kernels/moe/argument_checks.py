@@ -1,7 +1,5 @@
 """Checks of what callers give to dispatch and combine; every mistake is an ArgumentError, which all ranks report."""
 
-from __future__ import annotations
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -48,7 +46,6 @@ class ArgumentChecks:
         self._are_scales = quick_calls.check(SCALE_DTYPES, device, scales, 4)
         self._are_choices = quick_calls.check(INDEX_DTYPES, device, choices, 1)
         self._are_weights = quick_calls.check(FLOATS, device, choices, 1)
-        self._are_sums = quick_calls.check(self._sum_dtypes, device, self._row, 16)
         self._are_outputs = quick_calls.check(self._sum_dtypes, device, output_shape, 16)
 
     def rows(self, x) -> tuple[torch.Tensor, torch.Tensor | None]:

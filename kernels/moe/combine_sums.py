@@ -16,7 +16,7 @@ from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
 from tilescale_net.kernels.moe.wire_layout import Totals, most_sent, record_words
 
 
-@tsn.jit(name="moe_sum_combined", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
+@tsn.jit(name="moe::sum_combined", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
 def sum_combined(
     ranks, experts, top_k, max_tokens, hidden, dtype, weighted, quantised, biases, proxied, chunk, proxied_chunk, blocks,
     threads,

@@ -52,7 +52,7 @@ def find_rows(
                     N.wait(arrived[peer, slot // size], "ge", call)
 
 
-@tsn.jit(name="moe_combine_throughput", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
+@tsn.jit(name="moe::combine_throughput", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
 def combine_throughput(
     ranks, experts, top_k, max_tokens, hidden, dtype, by_rank, weighted, quantised, valued, biases, proxied, chunk,
     proxied_chunk, senders, reducers, threads, absent=0, absent_senders=0, tile_rows=0, tiles=0,

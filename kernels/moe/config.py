@@ -1,7 +1,5 @@
 """The configuration of an all-to-all, checked once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 import torch

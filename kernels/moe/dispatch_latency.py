@@ -8,6 +8,8 @@ in the order of source rank and token. Receiving warps copy rows to all their ex
 
 All buffers and signals exist twice and calls alternate. A rank sends a call when every peer has begun the one before,
 which a peer does only after it has received the one before that: so no barrier is needed.
+
+Where nodes have several ranks, each message may cross the network once per node, see node_dispatch_latency.py.
 """
 
 import tilelang.language as T
@@ -17,27 +19,17 @@ import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import dispatch_latency_steps as steps
 from tilescale_net.kernels.moe import handshake
+from tilescale_net.kernels.moe import node_dispatch_latency as over_nodes
+from tilescale_net.kernels.moe.node_layout import LatencyNodePlan, Nodes
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, FP8
 from tilescale_net.kernels.moe.wire_layout import COUNT_BITS
 
 
-@tsn.jit(name="moe_dispatch_latency", pass_configs=EXPLICIT_SYNC)
+@tsn.jit(name="moe::dispatch_latency", pass_configs=EXPLICIT_SYNC)
 def dispatch_latency(
-    ranks,
-    experts,
-    top_k,
-    max_tokens,
-    row_words,
-    scale_words,
-    source_dtype,
-    sends,
-    receives,
-    blocks,
-    threads,
-    index_dtype,
-    absent=0,
-    timed=False,
-):
+    ranks, experts, top_k, max_tokens, row_words, scale_words, source_dtype, sends, receives, blocks, threads, index_dtype,
+    absent=0, timed=False, nodes=0, slots=0,
+):  # fmt: skip
     """Kernel that sends, receives, or both.
 
     Args:
@@ -48,6 +40,7 @@ def dispatch_latency(
         blocks, threads: launch geometry; all blocks must run at once. index_dtype: of `topk_idx`.
         absent: how many more blocks the launch geometry has than this call; block 0 counts for them.
         timed: whether to add up for how long the half that receives waits for each rank.
+        nodes, slots: see Nodes; 0: each message goes to its ranks straight.
 
     Parameters of the kernel (int32 unless said):
         x [rows, row_words], or [rows, hidden] of `source_dtype`; x_scales [rows, scale_words] float32 as words.
@@ -57,13 +50,17 @@ def dispatch_latency(
         header_out, header_in [2 * ranks, words], arrival [2 * ranks * max_tokens, words]: symmetric; see Header, Message.
         begun [2 * ranks], arrived [2 * ranks * max_tokens] uint64: symmetric.
         send_calls, receive_calls [blocks] uint64: calls so far. status: see STATUS_WORDS.
-        token_slot [rows, ranks], targets, weights, received, source_counts, source_token: see ReceivedRows.
+        relayed [2 * slots * max_tokens, words] int32, came [2 * slots * max_tokens] uint64: symmetric; messages to be passed
+        on. node_map: see Nodes. node_plan: see LatencyNodePlan. These and origin_slot with nodes only.
+        token_slot [rows, ranks], targets, weights, received, source_counts, source_token, origin_slot: see ReceivedRows.
         out [local experts * ranks * max_tokens, row_words], out_scales, counts [local experts]: what the caller gets.
         waited [ranks] uint64, if timed: clocks of waiting for each rank are added: for its header by one thread, and for each
         of its messages by one.
     """
-    R, K, M = ranks, top_k, max_tokens
-    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads)
+    R, K, M, S = ranks, top_k, max_tokens, slots
+    at = Nodes(R, nodes, S) if nodes else None
+    plan = LatencyNodePlan(at, M, K) if nodes else None
+    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads, at.size if nodes else 0)
     msg, head, local = s.message, s.header, s.local
     scale_width = max(scale_words, 1)
     rows, scale_rows, choices, slot_rows = (T.dynamic(n) for n in ("rows", "scale_rows", "choices", "slot_rows"))
@@ -87,8 +84,11 @@ def dispatch_latency(
         header_out: T.Tensor((2 * R, head.words), "int32"),
         header_in: T.Tensor((2 * R, head.words), "int32"),
         arrival: T.Tensor((2 * R * M, msg.words), "int32"),
+        relayed: T.Tensor((2 * S * M, msg.words), "int32") if nodes else None,
         begun: T.Tensor((2 * R,), "uint64"),
         arrived: T.Tensor((2 * R * M,), "uint64"),
+        came: T.Tensor((2 * S * M,), "uint64") if nodes else None,
+        node_map: T.Tensor((at.map_words,), "int32") if nodes else None,
         send_calls: T.Tensor((blocks + absent,), "uint64"),
         receive_calls: T.Tensor((blocks + absent,), "uint64"),
         status: T.Tensor((STATUS_WORDS,), "int64"),
@@ -101,16 +101,22 @@ def dispatch_latency(
         received: T.Tensor((R,), "int32"),
         source_counts: T.Tensor((local, R), "int32"),
         source_token: T.Tensor((local, s.capacity), "int32"),
+        origin_slot: T.Tensor((slot_rows, at.origins), "int32") if nodes else None,
+        node_plan: T.Tensor((plan.words,), "int32") if nodes else None,
         waited: T.Tensor((R,), "uint64") if timed else None,
     ):
         with T.Kernel(blocks, threads=threads) as block:
             mine = T.alloc_shared((K,), "int32")  # experts of the block's token
             same_expert = T.alloc_shared((K,), "int32")  # earlier choices of the same expert
             same_rank = T.alloc_shared((K,), "int32")  # earlier tokens with a choice at the same rank
-            histogram = T.alloc_shared((experts + R,), "int32")
+            if nodes:
+                same_node = T.alloc_shared((K,), "int32")  # earlier tokens with a choice in the same node
+            histogram = T.alloc_shared((s.bins,), "int32")
             bad = T.alloc_shared((2,), "int32")
             begin = T.alloc_shared((local, R), "int32")
             incoming = T.alloc_shared((R,), "int32")
+            if nodes:
+                passing = T.alloc_shared((S,), "int32")
             thread = T.get_thread_binding()
             warp, lane = thread // 32, thread % 32
             me = T.alloc_var("int32")
@@ -135,23 +141,39 @@ def dispatch_latency(
                 for i in T.serial((tokens + blocks - 1) // blocks):
                     token = i * blocks + block
                     if token < tokens:
+                        if nodes:
+                            for g in T.serial((K + threads - 1) // threads):
+                                if g * threads + thread < K:
+                                    same_node[g * threads + thread] = 0
                         steps.load_token(
                             s, x, topk_idx, topk_weights, active, message, mine, same_expert, same_rank, piece, token,
                             parity, thread, warp, lane,
                         )  # fmt: skip
-                        steps.find_places(s, topk_idx, active, mine, same_expert, same_rank, same_rank, token, thread)
+                        steps.find_places(
+                            s, topk_idx, active, mine, same_expert, same_rank, same_node if nodes else same_rank, token,
+                            thread,
+                        )  # fmt: skip
                         steps.write_row(
                             s, x_scales, message, message_fp8, message_scales, piece, token, parity, thread, warp, lane
                         )
+                        if nodes:
+                            if thread < at.origins:
+                                origin_slot[token, thread] = -1
                         if thread < R:
                             token_slot[token, thread] = -1
                             if i == 0 and active[thread] != 0:
                                 handshake.await_previous(begun, parity, call, COUNT_BITS, thread, R)
                         T.sync_threads()
-                        steps.send_message(
-                            s, message, arrival, arrived, token_slot, mine, same_expert, same_rank, me, token, parity, call,
-                            thread, warp, lane,
-                        )  # fmt: skip
+                        if nodes:
+                            over_nodes.send_message(
+                                s, at, message, arrival, arrived, relayed, came, token_slot, origin_slot, node_map, mine,
+                                same_expert, same_rank, same_node, me, token, parity, call, thread, warp, lane,
+                            )  # fmt: skip
+                        else:
+                            steps.send_message(
+                                s, message, arrival, arrived, token_slot, mine, same_expert, same_rank, me, token, parity,
+                                call, thread, warp, lane,
+                            )  # fmt: skip
                 handshake.end_half(send_calls, call, blocks, absent, block, thread, threads)
 
             if receives:
@@ -159,12 +181,22 @@ def dispatch_latency(
                 slot = T.alloc_var("int32")
                 place = T.alloc_var("int32")
                 total = T.alloc_var("int32")
+                if nodes:
+                    choice = T.alloc_var("int32")
                 handshake.begin_half(receive_calls, call, parity, block)
                 handshake.time_announcements(timed, begun, active, parity, call, COUNT_BITS, waited, block, thread, R)
                 steps.read_headers(
                     s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, parity, call,
                     block, thread,
                 )  # fmt: skip
+                if nodes:
+                    over_nodes.learn_of_messages(
+                        s, at, plan, header_in, node_map, node_plan, passing, source, parity, block, thread
+                    )
+                    over_nodes.pass_on_all(
+                        s, at, plan, timed, relayed, came, arrival, arrived, node_map, node_plan, passing, waited, me, source,
+                        slot, total, choice, parity, call, block, warp, lane,
+                    )  # fmt: skip
                 handshake.sum_of(incoming, total, R)
                 for i in T.serial((total + blocks * s.warps - 1) // (blocks * s.warps)):
                     # Consecutive rows go to different blocks.
@@ -178,6 +210,8 @@ def dispatch_latency(
                             s, arrival, out, out_scales, targets, weights, source_token, begin, me, source, slot, place,
                             lane,
                         )  # fmt: skip
+                        if nodes:
+                            over_nodes.note_carrier(s, plan, arrival, node_plan, me, source, slot, place, choice, lane)
                 T.sync_threads()
                 handshake.end_half(receive_calls, call, blocks, absent, block, thread, threads)
 

@@ -155,7 +155,7 @@ def receive_row(
             _scatter(s, out, out_scales, arrival, arrival_scales, slot, records, peer, j, -1, lane)
 
 
-@tsn.jit(name="moe_dispatch_throughput", pass_configs=EXPLICIT_SYNC)
+@tsn.jit(name="moe::dispatch_throughput", pass_configs=EXPLICIT_SYNC)
 def dispatch_throughput(
     ranks, experts, top_k, max_tokens, row_words, scale_words, placement, proxied, chunk, proxied_chunk, senders, receivers,
     threads, absent=0, absent_senders=0, tile_rows=0, tiles=0,

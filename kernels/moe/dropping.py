@@ -1,7 +1,5 @@
 """Choices that are dropped by the rule of models with a capacity factor: an expert takes so many tokens of a rank."""
 
-from __future__ import annotations
-
 import torch
 
 # Which of the choices of an expert are kept:

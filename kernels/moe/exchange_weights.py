@@ -13,7 +13,7 @@ from tilescale_net.kernels.moe.handshake import wait_timed
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 
 
-@tsn.jit(name="moe_exchange_weights", pass_configs=EXPLICIT_SYNC)
+@tsn.jit(name="moe::exchange_weights", pass_configs=EXPLICIT_SYNC)
 def exchange_weights(ranks, top_k, max_tokens, threads, timed=False):
     """Kernel of a block for each rank.
 

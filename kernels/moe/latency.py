@@ -1,7 +1,5 @@
 """Latency mode on the host: buffers, and the launches of its kernels, whole or in halves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -76,6 +74,7 @@ class LatencyMode(Mode):
     """Few tokens: every multiprocessor sends and receives, and the kernels exist whole and in halves."""
 
     meets_first = False
+    dispatch_takes = DISPATCH
 
     def __init__(self, base, config: Config, specs: BufferSpecs | None = None):
         super().__init__(base, config, specs or symmetric_buffers(config, base.tuning, base.proxied))
@@ -147,15 +146,14 @@ class LatencyMode(Mode):
         c, base = self._c, self._base
         kernel = dispatch_latency(
             c.ranks, c.num_experts, c.top_k, c.max_tokens, c.row_words, c.scale_words, source, phase.sends,
-            phase.receives, blocks, base.threads, index_dtype, timed=timed, **self._fewer(blocks),
+            phase.receives, blocks, base.threads, index_dtype, timed=timed, **self._fewer(blocks), **self._on_the_way(),
         )  # fmt: skip
-        return Launch(
-            kernel,
-            self._dispatch_fixed,
-            DISPATCH + TIMED * timed,
-            base.world,
-            **self._dispatch_forms(source, index_dtype),
-        )
+        given, forms = self.dispatch_takes + TIMED * timed, self._dispatch_forms(source, index_dtype)
+        return Launch(kernel, self._dispatch_fixed, given, base.world, **forms)
+
+    def _on_the_way(self) -> dict[str, int]:
+        """What tells a dispatch of gateways between nodes."""
+        return {}
 
     def _dispatch_forms(self, source: str, index_dtype: str) -> dict[str, dict]:
         """As what a kernel takes tensors that are given otherwise, see `Launch`."""

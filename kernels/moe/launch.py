@@ -1,7 +1,5 @@
 """A kernel in a world with those of its arguments that never change."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """What AllToAll asks of a mode: launches of dispatch and combine, whole or in halves, and calls that are refused."""
 
-from __future__ import annotations
-
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable

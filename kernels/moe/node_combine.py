@@ -133,7 +133,7 @@ def _find_rows(
                     N.wait(arrived[origin, place // size], "ge", call)
 
 
-@tsn.jit(name="moe_combine_nodes", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
+@tsn.jit(name="moe::combine_nodes", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
 def combine_nodes(
     ranks, experts, nodes, slots_of_gateway, top_k, max_tokens, hidden, dtype, by_rank, weighted, quantised, valued, biases,
     chunk, proxied_chunk, senders, reducers, threads, absent=0, absent_senders=0,

@@ -121,7 +121,7 @@ def _send_back(
     steps.put_part(s, slots, slot_scales, staged, staged_scales, arrived, row, place, part, end, call, peer, lane)
 
 
-@tsn.jit(name="moe_combine_latency_nodes", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
+@tsn.jit(name="moe::combine_latency_nodes", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
 def combine_latency_nodes(
     ranks, nodes, slots_of_gateway, top_k, max_tokens, hidden, dtype, weighted, quantised, sends, receives, parts, biases,
     blocks, threads, absent=0, timed=False,

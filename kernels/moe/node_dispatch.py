@@ -71,7 +71,7 @@ def _pass_on(
         signal_chunk(arrived, source, c, call, peer, lane)
 
 
-@tsn.jit(name="moe_dispatch_nodes", pass_configs=EXPLICIT_SYNC)
+@tsn.jit(name="moe::dispatch_nodes", pass_configs=EXPLICIT_SYNC)
 def dispatch_nodes(
     ranks, experts, nodes, slots, top_k, max_tokens, row_words, scale_words, placement, chunk, proxied_chunk, senders,
     receivers, threads, absent=0, absent_senders=0,

@@ -1,4 +1,4 @@
-"""Dispatch in latency mode where nodes have several ranks: each message crosses the network once per node.
+"""Steps of dispatch in latency mode where nodes have several ranks: each message crosses the network once per node.
 
 A block makes a token's message as in dispatch_latency.py and puts it to the ranks of its own node, and once to this rank's
 gateway in every other node that hosts one of the token's experts. There a warp for each choice waits for the message and
@@ -11,16 +11,11 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS
-from tilescale_net.kernels.moe import dispatch_latency_steps as steps
 from tilescale_net.kernels.moe import handshake
-from tilescale_net.kernels.moe.node_layout import LatencyNodePlan, Nodes
-from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, FP8
-from tilescale_net.kernels.moe.wire_layout import COUNT_BITS
 
 
 @tsn.macro
-def _send_message(
+def send_message(
     s, at, message, arrival, arrived, relayed, came, token_slot, origin_slot, node_map, mine, same_expert, same_rank,
     same_node, me: T.Ref, token: T.Ref, parity: T.Ref, call: T.Ref, thread, warp, lane,
 ):  # fmt: skip
@@ -136,7 +131,7 @@ def _pass_on(
 
 
 @tsn.macro
-def _learn_of_messages(
+def learn_of_messages(
     s, at, plan, header_in, node_map, node_plan, passing, source: T.Ref, parity: T.Ref, block, thread
 ):
     """How many messages come from the source of each slot to be passed on: into `passing` [slots], and for combine."""
@@ -154,7 +149,7 @@ def _learn_of_messages(
 
 
 @tsn.macro
-def _pass_on_all(
+def pass_on_all(
     s, at, plan, timed, relayed, came, arrival, arrived, node_map, node_plan, passing, waited, me: T.Ref, source: T.Ref,
     slot: T.Ref, total: T.Ref, choice: T.Ref, parity: T.Ref, call: T.Ref, block, warp, lane,
 ):  # fmt: skip
@@ -174,161 +169,11 @@ def _pass_on_all(
             )  # fmt: skip
 
 
-@tsn.jit(name="moe_dispatch_latency_nodes", pass_configs=EXPLICIT_SYNC)
-def dispatch_latency_nodes(
-    ranks, experts, nodes, slots, top_k, max_tokens, row_words, scale_words, source_dtype, sends, receives, blocks, threads,
-    index_dtype, absent=0, timed=False,
-):  # fmt: skip
-    """Kernel that sends, receives, or both.
-
-    Args:
-        nodes, slots: see Nodes. The others are those of dispatch_latency.
-
-    Parameters of the kernel:
-        relayed [2 * slots * max_tokens, words] int32, came [2 * slots * max_tokens] uint64: symmetric; messages to be
-        passed on. node_map: see Nodes. node_plan: see LatencyNodePlan. origin_slot [rows, origins]: see
-        ReceivedRows. The others are those of dispatch_latency.
-    """
-    R, K, M, S, at = ranks, top_k, max_tokens, slots, Nodes(ranks, nodes, slots)
-    plan = LatencyNodePlan(at, M, K)
-    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads, at.size)
-    msg, head, local = s.message, s.header, s.local
-    scale_width = max(scale_words, 1)
-    rows, scale_rows, choices, slot_rows = (T.dynamic(n) for n in ("rows", "scale_rows", "choices", "slot_rows"))
-    scale_capacity = T.dynamic("scale_capacity")
-
-    # Longer than 120 lines: parameters and variables that senders and receivers have in common; their work is in macros.
-    @T.prim_func
-    def main(
-        ctx: N.Context(),
-        x: T.Tensor((rows, s.source_width), s.source_type),
-        x_scales: T.Tensor((scale_rows, scale_width), "int32"),
-        topk_idx: T.Tensor((choices, K), index_dtype),
-        topk_weights: T.Tensor((choices, K), "float32"),
-        tokens: T.int32,
-        fault: T.int32,
-        fault_value: T.int32,
-        active: T.Tensor((R,), "int32"),
-        message: T.Tensor((2 * M, msg.words), "int32"),
-        message_fp8: T.Tensor((2 * M, msg.words * 4), FP8),
-        message_scales: T.Tensor((2 * M, msg.words), "float32"),
-        header_out: T.Tensor((2 * R, head.words), "int32"),
-        header_in: T.Tensor((2 * R, head.words), "int32"),
-        arrival: T.Tensor((2 * R * M, msg.words), "int32"),
-        relayed: T.Tensor((2 * S * M, msg.words), "int32"),
-        begun: T.Tensor((2 * R,), "uint64"),
-        arrived: T.Tensor((2 * R * M,), "uint64"),
-        came: T.Tensor((2 * S * M,), "uint64"),
-        node_map: T.Tensor((at.map_words,), "int32"),
-        send_calls: T.Tensor((blocks + absent,), "uint64"),
-        receive_calls: T.Tensor((blocks + absent,), "uint64"),
-        status: T.Tensor((STATUS_WORDS,), "int64"),
-        token_slot: T.Tensor((slot_rows, R), "int32"),
-        out: T.Tensor((local * s.capacity, row_words), "int32"),
-        out_scales: T.Tensor((scale_capacity, scale_width), "int32"),
-        counts: T.Tensor((local,), "int32"),
-        targets: T.Tensor((R * M, K), "int32"),
-        weights: T.Tensor((R * M, K), "float32"),
-        received: T.Tensor((R,), "int32"),
-        source_counts: T.Tensor((local, R), "int32"),
-        source_token: T.Tensor((local, s.capacity), "int32"),
-        origin_slot: T.Tensor((slot_rows, at.origins), "int32"),
-        node_plan: T.Tensor((plan.words,), "int32"),
-        waited: T.Tensor((R,), "uint64") if timed else None,
-    ):
-        with T.Kernel(blocks, threads=threads) as block:
-            mine = T.alloc_shared((K,), "int32")  # as in dispatch_latency
-            same_expert = T.alloc_shared((K,), "int32")
-            same_rank = T.alloc_shared((K,), "int32")
-            same_node = T.alloc_shared((K,), "int32")  # earlier tokens with a choice in the same node
-            histogram = T.alloc_shared((s.bins,), "int32")
-            bad = T.alloc_shared((2,), "int32")
-            begin = T.alloc_shared((local, R), "int32")
-            incoming = T.alloc_shared((R,), "int32")
-            passing = T.alloc_shared((S,), "int32")
-            thread = T.get_thread_binding()
-            warp, lane = thread // 32, thread % 32
-            me = T.alloc_var("int32")
-            me = N.my_pe()
-            call = T.alloc_var("uint64")
-            parity = T.alloc_var("int32")  # which of the two sets of buffers
-
-            if sends:
-                token = T.alloc_var("int32")
-                piece = T.alloc_local((s.batch * s.width,), s.source_type)
-                # A block without a token makes no use of its count, so its threads need not meet before it is raised.
-                N.benign_race(send_calls[block])
-                handshake.begin_half(send_calls, call, parity, block)
-                if block == blocks - 1:
-                    steps.count_choices(
-                        s, topk_idx, tokens, fault, fault_value, active, begun, histogram, bad, parity, call, thread
-                    )
-                    steps.send_headers(
-                        s, header_out, header_in, begun, active, histogram, bad, me, parity, call, thread, warp
-                    )
-                for i in T.serial((tokens + blocks - 1) // blocks):
-                    token = i * blocks + block
-                    if token < tokens:
-                        for g in T.serial((K + threads - 1) // threads):
-                            if g * threads + thread < K:
-                                same_node[g * threads + thread] = 0
-                        steps.load_token(
-                            s, x, topk_idx, topk_weights, active, message, mine, same_expert, same_rank, piece, token,
-                            parity, thread, warp, lane,
-                        )  # fmt: skip
-                        steps.find_places(s, topk_idx, active, mine, same_expert, same_rank, same_node, token, thread)
-                        steps.write_row(
-                            s, x_scales, message, message_fp8, message_scales, piece, token, parity, thread, warp, lane
-                        )
-                        if thread < at.origins:
-                            origin_slot[token, thread] = -1
-                        if thread < R:
-                            token_slot[token, thread] = -1
-                            if i == 0 and active[thread] != 0:
-                                handshake.await_previous(begun, parity, call, COUNT_BITS, thread, R)
-                        T.sync_threads()
-                        _send_message(
-                            s, at, message, arrival, arrived, relayed, came, token_slot, origin_slot, node_map, mine,
-                            same_expert, same_rank, same_node, me, token, parity, call, thread, warp, lane,
-                        )  # fmt: skip
-                handshake.end_half(send_calls, call, blocks, absent, block, thread, threads)
-
-            if receives:
-                source = T.alloc_var("int32")
-                slot = T.alloc_var("int32")
-                place = T.alloc_var("int32")
-                total = T.alloc_var("int32")
-                choice = T.alloc_var("int32")
-                handshake.begin_half(receive_calls, call, parity, block)
-                handshake.time_announcements(timed, begun, active, parity, call, COUNT_BITS, waited, block, thread, R)
-                steps.read_headers(
-                    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, parity, call,
-                    block, thread,
-                )  # fmt: skip
-                _learn_of_messages(s, at, plan, header_in, node_map, node_plan, passing, source, parity, block, thread)
-                _pass_on_all(
-                    s, at, plan, timed, relayed, came, arrival, arrived, node_map, node_plan, passing, waited, me, source, slot, total,
-                    choice, parity, call, block, warp, lane,
-                )  # fmt: skip
-                handshake.sum_of(incoming, total, R)
-                for i in T.serial((total + blocks * s.warps - 1) // (blocks * s.warps)):
-                    # Consecutive rows go to different blocks.
-                    slot = (i * s.warps + warp) * blocks + block
-                    if slot < total:
-                        handshake.find_source(incoming, source, slot)
-                        place = (parity * R + source) * M + slot
-                        handshake.time_message(timed, arrived, place, call, waited, source, lane)
-                        N.wait_warp(arrived[place], "ge", call)
-                        steps.receive_row(
-                            s, arrival, out, out_scales, targets, weights, source_token, begin, me, source, slot, place,
-                            lane,
-                        )  # fmt: skip
-                        if lane == 0:
-                            for q in T.serial(K):
-                                choice = arrival[place, msg.experts + q]
-                                if choice >= me * local and choice < (me + 1) * local:
-                                    node_plan[plan.carried(source, slot)] = arrival[place, msg.at_node + q]
-                T.sync_threads()
-                handshake.end_half(receive_calls, call, blocks, absent, block, thread, threads)
-
-    return main
+@tsn.macro
+def note_carrier(s, plan, arrival, node_plan, me: T.Ref, source: T.Ref, slot: T.Ref, place: T.Ref, choice: T.Ref, lane):
+    """Note, for combine, as which message of `source` to this node row `slot` of `source` has come."""
+    if lane == 0:
+        for q in T.serial(s.top_k):
+            choice = arrival[place, s.message.experts + q]
+            if choice >= me * s.local and choice < (me + 1) * s.local:
+                node_plan[plan.carried(source, slot)] = arrival[place, s.message.at_node + q]

@@ -1,7 +1,5 @@
 """Latency mode on the host where rows cross the network once per node: other buffers and kernels, the same calls."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -13,13 +11,11 @@ from tilescale_net.kernels.moe.handle import ReceivedRows
 from tilescale_net.kernels.moe.launch import Launch
 from tilescale_net.kernels.moe.mode import Phase
 from tilescale_net.kernels.moe.node_combine_latency import combine_latency_nodes
-from tilescale_net.kernels.moe.node_dispatch_latency import dispatch_latency_nodes
 from tilescale_net.kernels.moe.node_layout import Gateways, LatencyNodePlan, Nodes, with_room
 from tilescale_net.kernels.moe.node_refusal import refuse_latency_nodes
 from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.kernels.moe.wire_layout import Header, Message
 
-_DISPATCH = (*latency.DISPATCH[:-3], "origin_slot", "node_plan", *latency.DISPATCH[-3:])
 _COMBINE = (*latency.COMBINE[:-2], "origin_slot", "tokens", "node_plan")
 
 
@@ -69,6 +65,8 @@ def symmetric_buffers(config: Config, tuning, nodes: int, masks: Sequence[tuple[
 class NodeLatencyMode(latency.LatencyMode):
     """As its base, with gateways between nodes; see node_layout.py."""
 
+    dispatch_takes = (*latency.DISPATCH[:-3], "origin_slot", "node_plan", *latency.DISPATCH[-3:])
+
     def __init__(self, base, config: Config, masks: Sequence[tuple[bool, ...]]):
         self._at = with_room(config.ranks, base.nodes, masks)
         super().__init__(base, config, symmetric_buffers(config, base.tuning, base.nodes, masks))
@@ -101,15 +99,8 @@ class NodeLatencyMode(latency.LatencyMode):
 
     # -- kernels ----------------------------------------------------------------------------------------------------
 
-    def _new_dispatch(self, blocks: int, phase: Phase, source: str, index_dtype: str, timed: bool = False) -> Launch:
-        c, base, at = self._c, self._base, self._at
-        kernel = dispatch_latency_nodes(
-            c.ranks, c.num_experts, at.nodes, at.slots, c.top_k, c.max_tokens, c.row_words, c.scale_words, source,
-            phase.sends, phase.receives, blocks, base.threads, index_dtype, timed=timed,
-            **self._fewer(blocks),
-        )  # fmt: skip
-        given = _DISPATCH + latency.TIMED * timed
-        return Launch(kernel, self._dispatch_fixed, given, base.world, **self._dispatch_forms(source, index_dtype))
+    def _on_the_way(self) -> dict[str, int]:
+        return {"nodes": self._at.nodes, "slots": self._at.slots}
 
     def _new_combine(self, blocks: int, phase: Phase, weighted: bool, biases: int, timed: bool = False) -> Launch:
         c, base, at = self._c, self._base, self._at

@@ -8,8 +8,6 @@ A rank gets what it sums up from its origins: the ranks of its node, and every o
 ranks. So do dispatch and combine of a plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -49,7 +49,7 @@ def _signal_combine(at, active, arrived, onward, node_map, me, node, c, call: T.
             N.signal(arrived[row, c], call, peer)
 
 
-@tsn.jit(name="moe_refuse_nodes", pass_configs=EXPLICIT_SYNC)
+@tsn.jit(name="moe::refuse_nodes", pass_configs=EXPLICIT_SYNC)
 def refuse_nodes(ranks, nodes, slots, dispatch, chunks, senders, blocks, threads):
     """Kernel in the place of a dispatch with a known routing, or of a combine; one block.
 
@@ -116,7 +116,7 @@ def _signal_latency(
             N.signal(arrived[(parity * at.origins + row) * M + j, part], call, peer)
 
 
-@tsn.jit(name="moe_refuse_latency_nodes", pass_configs=EXPLICIT_SYNC)
+@tsn.jit(name="moe::refuse_latency_nodes", pass_configs=EXPLICIT_SYNC)
 def refuse_latency_nodes(ranks, nodes, slots, max_tokens, parts, blocks, threads):
     """Kernel in the place of both halves of a combine in latency mode; one block.
 

@@ -132,7 +132,7 @@ def _keep(at, plan, node_plan, heads_in, pairs_in, k: T.Ref, rows: T.Ref, j: T.R
                 node_plan[plan.forward(k, p % L, j, 1)] = pairs_in[k, p // L, p % L * 2 + 1]
 
 
-@tsn.jit(name="moe_plan_nodes", pass_configs=EXPLICIT_SYNC)
+@tsn.jit(name="moe::plan_nodes", pass_configs=EXPLICIT_SYNC)
 def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent=0):
     """Kernel that fills the part of a RoutingPlan that is about nodes, from the others.
 

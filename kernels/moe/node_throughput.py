@@ -1,7 +1,5 @@
 """Throughput mode on the host where rows cross the network once per node: other buffers and kernels, the same calls."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """The part of an AllToAll that is the same for every mode: its ranks, its state, and what its kernels refuse."""
 
-from __future__ import annotations
-
 import torch
 
 import tilescale_net as tsn

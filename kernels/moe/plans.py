@@ -1,7 +1,5 @@
 """Plans that are used again once nobody holds them, so that a dispatch neither allocates nor converts their tensors."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Callable, Hashable

@@ -61,7 +61,7 @@ def end_refused_halves(send_calls, receive_calls, call: T.Ref, blocks, thread, t
             receive_calls[i * threads + thread] = call
 
 
-@tsn.jit(name="moe_refuse_throughput", pass_configs=EXPLICIT_SYNC)
+@tsn.jit(name="moe::refuse_throughput", pass_configs=EXPLICIT_SYNC)
 def refuse_throughput(ranks, chunks, senders, blocks, threads):
     """Kernel in the place of a dispatch with a known routing, or of a combine; one block.
 
@@ -101,7 +101,7 @@ def refuse_throughput(ranks, chunks, senders, blocks, threads):
     return main
 
 
-@tsn.jit(name="moe_refuse_latency", pass_configs=EXPLICIT_SYNC)
+@tsn.jit(name="moe::refuse_latency", pass_configs=EXPLICIT_SYNC)
 def refuse_latency(ranks, signals, blocks, threads):
     """Kernel in the place of both halves of a combine in latency mode; one block.
 

@@ -1,7 +1,5 @@
 """New tensors for results, made for less than torch.empty takes to understand its arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 import torch

@@ -21,7 +21,7 @@ from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.kernels.moe.wire_layout import record_words
 
 
-@tsn.jit(name="moe_plan_routing", pass_configs=EXPLICIT_SYNC)
+@tsn.jit(name="moe::plan_routing", pass_configs=EXPLICIT_SYNC)
 def plan_routing(
     ranks, experts, top_k, max_tokens, capacity, alignment, blocks, threads, index_dtype, absent=0, node_size=0,
     ordered=False,

@@ -1,7 +1,5 @@
 """What a receiver may want to know of its rows: from which rank and token they come, and for which experts and weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

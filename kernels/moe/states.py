@@ -1,7 +1,5 @@
 """The states of an AllToAll on a rank, and the calls that it accepts in each; docs/states.md shows the same table."""
 
-from __future__ import annotations
-
 import enum
 
 from tilescale_net.errors import TileScaleError

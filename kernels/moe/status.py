@@ -1,7 +1,5 @@
 """What is wrong with a call: the error of this rank's host, and the record through which kernels report a fault."""
 
-from __future__ import annotations
-
 import tilescale_net as tsn
 from tilescale_net.kernels.announcement import StatusRecord
 from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, CODE_BITS, CROWDED, HOST_FAULT, NO_ROOM, OTHER_OUTPUT

@@ -1,7 +1,5 @@
 """Where the first halves of throughput mode run while the caller goes on: a stream of its own, or its stand-in."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Hashable
 

@@ -1,7 +1,5 @@
 """Throughput mode on the host: buffers, and the launches of its kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Symmetric memory of throughput mode: how many rows there are, and which buffers hold them."""
 
-from __future__ import annotations
-
 import torch
 
 from tilescale_net.kernels.collective import BufferSpecs

@@ -5,8 +5,6 @@ it is added by the kernel that counts. So nothing is reset between calls, and wh
 Behind the words of the tiles stands one that counts the blocks that have begun.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import tilelang.language as T

@@ -1,7 +1,5 @@
 """What was tuned for an AllToAll; see `tilescale_net.tuning`."""
 
-from __future__ import annotations
-
 from tilescale_net.kernels.moe.config import Config
 from tilescale_net.kernels.moe.tuning import Tuning
 from tilescale_net.runtime import tuned

@@ -1,7 +1,5 @@
 """Sizes and places in what ranks send one another, on which the kernels and the host agree."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tilescale_net.kernels.announcement import TAG_BITS

@@ -5,8 +5,6 @@ A statement uses `c` and `d` (counters: of N's and of tilelang's atomics), `x` (
 One difference is tilelang's: in `out[i()] = v()` the index comes first.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import random

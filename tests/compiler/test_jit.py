@@ -1,7 +1,9 @@
 """tsn.jit and compiled kernels: caching, names, arguments, and how the context reaches the kernel."""
 
+import ctypes
 import os
 import pickle
+import re
 import threading
 import types
 from copy import deepcopy
@@ -207,14 +209,13 @@ def test_kernels_that_return_tensors_are_refused():
 
 @pytest.fixture(scope="module")
 def compiled():
-    return tsn.compile(kernels.pusher(engine="bulk", ring=(4, 1024)), target=inspect.SM_90, name="renamed")
+    return tsn.compile(kernels.pusher(engine="bulk", ring=(4, 1024)), target=inspect.SM_90, name="tests::renamed")
 
 
 def test_compiled_without_a_gpu(compiled):
     assert isinstance(compiled, CudaKernel)
-    assert (compiled.name, compiled.target, compiled.ring_bytes) == ("renamed", inspect.SM_90, 4096)
-    assert "renamed_kernel(" in compiled.source
-    assert repr(compiled).startswith("<kernel renamed(x, y, flag, pe) for")
+    assert (compiled.name, compiled.target, compiled.ring_bytes) == ("tests_renamed", inspect.SM_90, 4096)
+    assert repr(compiled).startswith("<kernel tests_renamed(x, y, flag, pe) for")
 
 
 def test_arguments_are_checked_before_anything_runs(compiled):
@@ -226,7 +227,11 @@ def test_arguments_are_checked_before_anything_runs(compiled):
 
 def test_ptx_and_sass(compiled):
     ptx = compiled.ptx()
-    assert "renamed_kernel" in ptx and "cp.async.bulk.shared" in ptx and "cp.async.bulk.global" in ptx
+    symbol = re.search(r"\.entry (\w+)", ptx).group(1)
+    demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
+    demangle.restype = ctypes.c_char_p
+    assert demangle(symbol.encode(), None, None, None) == b"tests::renamed(_kernel)"  # what profilers show
+    assert "cp.async.bulk.shared" in ptx and "cp.async.bulk.global" in ptx
     assert "UBLKCP" in compiled.sass()
 
 

@@ -4,8 +4,6 @@ Written from what vLLM's deepep_ht and deepep_ll prepare and finalize, SGLang's 
 call, in which order, with which arguments, and what they do with what comes back.
 """
 
-from __future__ import annotations
-
 import threading
 
 import deep_ep
@@ -13,7 +11,7 @@ import torch
 from deep_ep.utils import EventHandle, EventOverlap
 
 from tests.deep_ep.support import EXPERTS, HIDDEN
-from tilescale_net.kernels.moe import reference
+from tests.kernels.moe import reference
 
 
 def factor(expert: torch.Tensor) -> torch.Tensor:

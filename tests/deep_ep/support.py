@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 import tilescale_net as tsn
-from tilescale_net.kernels.moe import reference
+from tests.kernels.moe import reference
 
 EXPERTS, HIDDEN, TOP_K = 6, 512, 3
 

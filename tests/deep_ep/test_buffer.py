@@ -12,7 +12,7 @@ import tilescale_net as tsn
 import tilescale_net.deep_ep
 from tests import ranks
 from tests.deep_ep.support import EXPERTS, HIDDEN, TOP_K, Inputs, difference, plain_rows
-from tilescale_net.kernels.moe import reference
+from tests.kernels.moe import reference
 from tilescale_net.runtime import worlds
 
 

@@ -7,8 +7,8 @@ import torch.distributed as dist
 import tilescale_net as tsn
 from tests import ranks
 from tests.deep_ep.support import EXPERTS, HIDDEN, TOP_K, Inputs, difference, gathered, plain_rows
+from tests.kernels.moe import reference
 from tilescale_net import deep_ep
-from tilescale_net.kernels.moe import reference
 
 MOST = 64  # tokens, as in test_buffer.py, whose kernels those of one layout are
 ALIGNMENT = 4

@@ -11,8 +11,8 @@ import tilescale_net as tsn
 import tilescale_net.deep_ep
 from tests import ranks
 from tests.deep_ep.support import EXPERTS, HIDDEN, Inputs, difference
+from tests.kernels.moe import reference
 from tilescale_net.deep_ep import scales
-from tilescale_net.kernels.moe import reference
 
 MOST = 12  # tokens of a rank in low-latency calls
 

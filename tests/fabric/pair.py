@@ -1,7 +1,5 @@
 """Two connected transports, in one process or in two, and the libraries and providers that this machine has."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import multiprocessing

@@ -1,7 +1,5 @@
 """The C++ programs and libraries of these tests and what they are made of."""
 
-from __future__ import annotations
-
 import functools
 import runpy
 from pathlib import Path

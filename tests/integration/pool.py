@@ -1,7 +1,5 @@
 """Ranks that stay alive between calls, so that a property-based test can try hundreds of examples."""
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
 import time

@@ -4,8 +4,6 @@ A file may have `SM_90`, a dictionary from the kernel's full name to the argumen
 a dictionary from a name to a `Mutant`. test_generated_code.py and test_mutations.py run them.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import pkgutil

@@ -1,7 +1,5 @@
 """Random data that every rank can make for every other, and tensors with guarded surroundings."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -79,7 +79,6 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_threads", 2): LAST,
     },
     "moe/node_dispatch": {("no sync_threads", 2): LAST},
-    "moe/node_dispatch_latency": {("no sync_threads", 4): LAST},
     "moe/node_routing": {("no sync_threads", 2): MET, ("no sync_threads", 3): BEGINS, ("no sync_threads", 5): MET},
     "moe/refusal": {
         ("no wait", 0): NO_ROW,

@@ -7,8 +7,6 @@ What a call becomes:
 - put_signal: a put, and a signal that nothing orders after it.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.util

@@ -196,7 +196,7 @@ SM_90 = {
         dict(n_pes=4),
         dict(n_pes=8, in_place=True, engine="bulk", threads=128),
     ],
-    "tilescale_net.kernels.all_gather.all_gather_by_stores": [dict(n_pes=4)],
+    "tilescale_net.kernels.all_gather.all_gather_mapped": [dict(n_pes=4), dict(n_pes=8, pull=True, in_place=True)],
 }
 
 

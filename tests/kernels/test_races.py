@@ -17,7 +17,7 @@ from tests.tutorials.test_tutorials import PROGRAMS, expected_runs
 
 pytestmark = pytest.mark.skipif(settings.device_kind() == "cuda", reason="checks are made in the simulator")
 SAMPLE = ("all-gather", "MoE latency")
-SEEDS, AT_ONCE = 50, 10  # seeds, and how many of one test's networks
+SEEDS, AT_ONCE = 50, 5  # seeds, and how many of one test's networks
 
 
 def run(names, seeds) -> dict:

@@ -1,7 +1,5 @@
 """Traces one primitive call inside a small kernel, and cuts its generated code out."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

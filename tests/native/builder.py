@@ -1,7 +1,5 @@
 """Compiles the plain C++ test programs, plain and under sanitizers, once per change of a file they are made of."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -4,8 +4,6 @@ The linker keeps one definition of each inline function, constructor and destruc
 file runs on the objects of another.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

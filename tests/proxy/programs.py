@@ -1,7 +1,5 @@
 """The C++ programs of these tests and what they are made of."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.fabric.programs import headers, sources

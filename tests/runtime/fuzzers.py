@@ -4,8 +4,6 @@ environment variables, kept kernels. What comes out is a value or the error that
 usage: python -m tests.runtime.fuzzers NAME RUNS [SEED]     prints what each input took of the processor
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -288,7 +288,8 @@ def test_a_short_walk(size):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("turn", range(5))
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_long_walk(size):
-    _walk(size, 150, 40, kills=True)
+def test_a_long_walk(size, turn):
+    _walk(size, 30, 40, kills=True)

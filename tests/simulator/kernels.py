@@ -25,6 +25,11 @@ def simulate(build, *args, guarded=True) -> SimulatedFunction:
     return SimulatedFunction(build.__name__, Lowered.from_artifact(build.__name__, artifact))
 
 
+def traced(kernel):
+    """Decorator of a kernel without compile-time arguments: `name()` is the T.prim_func."""
+    return functools.wraps(kernel)(lambda: T.prim_func(kernel))
+
+
 def gather_scale_scatter(columns, dtype):
     rows = T.dynamic("rows")
 
@@ -267,16 +272,13 @@ def last_block_first(blocks):
     return kernel
 
 
-def static_shared():
-    @T.prim_func
-    def kernel(x: T.Tensor((4, 96), "float32"), out: T.Tensor((4, 96), "float32")):
-        with T.Kernel(4, threads=(32, 3)) as b:
-            first = T.alloc_shared((96,), "float32", scope="shared")
-            second = T.alloc_shared((3, 32), "bfloat16", scope="shared")
-            tx, ty = T.get_thread_binding(0), T.get_thread_binding(1)
-            first[95 - (ty * 32 + tx)] = x[b, ty * 32 + tx]
-            second[2 - ty, 31 - tx] = T.cast(x[b, ty * 32 + tx], "bfloat16")
-            T.sync_threads()
-            out[b, ty * 32 + tx] = first[ty * 32 + tx] - T.cast(second[ty, tx], "float32")
-
-    return kernel
+@traced
+def static_shared(x: T.Tensor((4, 96), "float32"), out: T.Tensor((4, 96), "float32")):
+    with T.Kernel(4, threads=(32, 3)) as b:
+        first = T.alloc_shared((96,), "float32", scope="shared")
+        second = T.alloc_shared((3, 32), "bfloat16", scope="shared")
+        tx, ty = T.get_thread_binding(0), T.get_thread_binding(1)
+        first[95 - (ty * 32 + tx)] = x[b, ty * 32 + tx]
+        second[2 - ty, 31 - tx] = T.cast(x[b, ty * 32 + tx], "bfloat16")
+        T.sync_threads()
+        out[b, ty * 32 + tx] = first[ty * 32 + tx] - T.cast(second[ty, tx], "float32")

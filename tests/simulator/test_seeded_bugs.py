@@ -142,34 +142,40 @@ def _right_forms(names, seeds):
         _ends(name, True, seeds)
 
 
-def _line(row: str, name: str, found: int, how: str) -> str:
-    return f"| {row} | {name.replace('_', ' ')} | {found} | {how} |"
+# Rows of the table of docs/simulator.md, each printed by a test; `ranks` of a job run several kernels.
+GOES_ON = [(2, bugs.GOES_ON), (2, seeded_lanes.GOES_ON), (3, bugs.THREE_RANKS)]
+
+
+def _tell(row: str, name: str, found: int, how: str) -> None:
+    print(f"| {row} | {name.replace('_', ' ')} | {found} | {how} |", flush=True)
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(7200)
-def test_table_of_bugs():
-    """All bugs in all schedules, and none in the right forms. Prints the table of docs/simulator.md."""
-    rows = {f.__name__: row for f, row in (bugs.GOES_ON | seeded_lanes.GOES_ON | bugs.THREE_RANKS).items()}
-    found = _found(2, _both(bugs.GOES_ON | seeded_lanes.GOES_ON), range(SEEDS), timeout=3000)
-    found |= _found(3, _both(bugs.THREE_RANKS), range(SEEDS), timeout=1000)
-    lines = {
-        rows[name]: _line(rows[name], name, caught, f"`{said.split(':')[0]}`" if said else "wrong data")
-        for (name, right), (caught, said) in found.items()
-        if not right
-    }
-    print("", *lines.values(), sep="\n", flush=True)
-    few = {key: v for key, v in found.items() if not key[1] and v[0] < ENOUGH}
-    assert not {key: value for key, value in found.items() if key[1] and value[0]}
-    for function, (row, _) in seeded_errors.ENDS.items():
-        told = [_report_of(function, seed) for seed in range(SEEDS)]
-        kinds = " or ".join(f"`{kind}`" for kind in sorted({t for t in told if t}))
-        lines[row] = _line(row, function.__name__, sum(map(bool, told)), kinds)
-        print(lines[row], flush=True)
-        if sum(map(bool, told)) < ENOUGH:
-            few[function.__name__] = told
-    print("\n| | bug | found, of 20 seeds | how |\n| --- | --- | --- | --- |")
-    for row in sorted(lines, key=lambda r: (int(r.rstrip("abcd")), r)):
-        print(lines[row])
-    ranks.run(2, _right_forms, [f.__name__ for f in seeded_errors.ENDS], range(SEEDS), timeout=1000)
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("size, functions", GOES_ON, ids=["two", "lanes", "three"])
+def test_bugs_that_do_not_end_a_job(size, functions):
+    """All in all schedules, and none in the right forms."""
+    rows = {f.__name__: row for f, row in functions.items()}
+    found = _found(size, _both(functions), range(SEEDS), timeout=2900)
+    for (name, right), (caught, said) in found.items():
+        if not right:
+            _tell(rows[name], name, caught, f"`{said.split(':')[0]}`" if said else "wrong data")
+    assert not {name: how for (name, right), how in found.items() if right and how[0]}
+    few = {name: how for (name, right), how in found.items() if not right and how[0] < ENOUGH}
     assert not few, few
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("function", seeded_errors.ENDS, ids=lambda f: f.__name__)
+def test_bugs_that_end_a_job(function):
+    told = [_report_of(function, seed) for seed in range(SEEDS)]
+    kinds = " or ".join(f"`{kind}`" for kind in sorted({t for t in told if t}))
+    _tell(seeded_errors.ENDS[function][0], function.__name__, sum(map(bool, told)), kinds)
+    assert sum(map(bool, told)) >= ENOUGH, told
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1100)
+def test_right_forms_of_those_that_end_a_job():
+    ranks.run(2, _right_forms, [f.__name__ for f in seeded_errors.ENDS], range(SEEDS), timeout=1000)

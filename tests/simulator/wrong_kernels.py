@@ -2,6 +2,8 @@
 
 import tilelang.language as T
 
+from tests.simulator.kernels import traced
+
 
 def read_at(n):
     @T.prim_func
@@ -26,36 +28,27 @@ def write_shared_at(n):
     return kernel
 
 
-def uninitialised_shared():
-    @T.prim_func
-    def kernel(out: T.Tensor((64,), "float32")):
-        with T.Kernel(1, threads=64):
-            i = T.get_thread_binding()
-            line = T.alloc_shared((64,), "float32")
-            out[i] = line[i]
-
-    return kernel
+@traced
+def uninitialised_shared(out: T.Tensor((64,), "float32")):
+    with T.Kernel(1, threads=64):
+        i = T.get_thread_binding()
+        line = T.alloc_shared((64,), "float32")
+        out[i] = line[i]
 
 
-def read_address():
-    @T.prim_func
-    def kernel(address: T.Tensor((1,), T.ptr), out: T.Tensor((32,), "float32")):
-        with T.Kernel(1, threads=32):
-            there = T.make_tensor_from_addr(address[0], (32,), "float32")
-            i = T.get_thread_binding()
-            out[i] = there[i]
-
-    return kernel
+@traced
+def read_address(address: T.Tensor((1,), T.ptr), out: T.Tensor((32,), "float32")):
+    with T.Kernel(1, threads=32):
+        there = T.make_tensor_from_addr(address[0], (32,), "float32")
+        i = T.get_thread_binding()
+        out[i] = there[i]
 
 
-def divide():
-    @T.prim_func
-    def kernel(a: T.Tensor((32,), "int32"), b: T.Tensor((32,), "int32")):
-        with T.Kernel(1, threads=32):
-            i = T.get_thread_binding()
-            a[i] = T.truncdiv(a[i], b[i])
-
-    return kernel
+@traced
+def divide(a: T.Tensor((32,), "int32"), b: T.Tensor((32,), "int32")):
+    with T.Kernel(1, threads=32):
+        i = T.get_thread_binding()
+        a[i] = T.truncdiv(a[i], b[i])
 
 
 def large_local(n):
@@ -83,28 +76,22 @@ def barrier_in_half(threads):
     return kernel
 
 
-def shuffle_in_half():
-    @T.prim_func
-    def kernel(x: T.Tensor((32,), "int32")):
-        with T.Kernel(1, threads=32):
-            i = T.get_thread_binding()
-            if i < 16:
-                x[i] = T.shfl_xor(x[i], 1)
-
-    return kernel
+@traced
+def shuffle_in_half(x: T.Tensor((32,), "int32")):
+    with T.Kernel(1, threads=32):
+        i = T.get_thread_binding()
+        if i < 16:
+            x[i] = T.shfl_xor(x[i], 1)
 
 
-def different_operations():
-    @T.prim_func
-    def kernel(x: T.Tensor((32,), "int32")):
-        with T.Kernel(1, threads=32):
-            i = T.get_thread_binding()
-            if i < 16:
-                x[i] = T.shfl_xor(x[i], 1)
-            else:
-                T.sync_warp()
-
-    return kernel
+@traced
+def different_operations(x: T.Tensor((32,), "int32")):
+    with T.Kernel(1, threads=32):
+        i = T.get_thread_binding()
+        if i < 16:
+            x[i] = T.shfl_xor(x[i], 1)
+        else:
+            T.sync_warp()
 
 
 def named_barriers(first, second):
@@ -121,71 +108,55 @@ def named_barriers(first, second):
     return kernel
 
 
-def endless():
-    @T.prim_func
-    def kernel(x: T.Tensor((1,), "int32"), out: T.Tensor((1,), "int32")):
-        with T.Kernel(1, threads=32):
-            if T.get_thread_binding() == 5:
-                while x[0] == 0:
-                    out[0] = out[0] + 1
-
-    return kernel
+@traced
+def endless(x: T.Tensor((1,), "int32"), out: T.Tensor((1,), "int32")):
+    with T.Kernel(1, threads=32):
+        if T.get_thread_binding() == 5:
+            while x[0] == 0:
+                out[0] = out[0] + 1
 
 
-def barriers_forever():
-    @T.prim_func
-    def kernel(x: T.Tensor((1,), "int32"), out: T.Tensor((1,), "int32")):
-        with T.Kernel(2, threads=64):
-            i = T.get_thread_binding()
-            while x[0] < 0:
-                T.sync_threads()
-                if i == 0:
-                    out[0] = out[0] + 1
-
-    return kernel
+@traced
+def barriers_forever(x: T.Tensor((1,), "int32"), out: T.Tensor((1,), "int32")):
+    with T.Kernel(2, threads=64):
+        i = T.get_thread_binding()
+        while x[0] < 0:
+            T.sync_threads()
+            if i == 0:
+                out[0] = out[0] + 1
 
 
-def asserting():
-    @T.prim_func
-    def kernel(x: T.Tensor((32,), "int32")):
-        with T.Kernel(1, threads=32):
-            i = T.get_thread_binding()
-            T.device_assert(x[i] >= 0, "x is negative")
-
-    return kernel
+@traced
+def asserting(x: T.Tensor((32,), "int32")):
+    with T.Kernel(1, threads=32):
+        i = T.get_thread_binding()
+        T.device_assert(x[i] >= 0, "x is negative")
 
 
-def printing():
-    @T.prim_func
-    def kernel(x: T.Tensor((2,), "int32")):
-        with T.Kernel(1, threads=32):
-            if T.get_thread_binding() == 3:
-                T.print(x[1])
-
-    return kernel
+@traced
+def printing(x: T.Tensor((2,), "int32")):
+    with T.Kernel(1, threads=32):
+        if T.get_thread_binding() == 3:
+            T.print(x[1])
 
 
-def matrix_product():
-    @T.prim_func
-    def kernel(a: T.Tensor((64, 64), "float16"), b: T.Tensor((64, 64), "float16"), c: T.Tensor((64, 64), "float32")):
-        with T.Kernel(1, threads=128):
-            left = T.alloc_shared((64, 64), "float16")
-            right = T.alloc_shared((64, 64), "float16")
-            out = T.alloc_fragment((64, 64), "float32")
-            T.copy(a, left)
-            T.copy(b, right)
-            T.clear(out)
-            T.gemm(left, right, out)
-            T.copy(out, c)
+@traced
+def matrix_product(
+    a: T.Tensor((64, 64), "float16"), b: T.Tensor((64, 64), "float16"), c: T.Tensor((64, 64), "float32")
+):
+    with T.Kernel(1, threads=128):
+        left = T.alloc_shared((64, 64), "float16")
+        right = T.alloc_shared((64, 64), "float16")
+        out = T.alloc_fragment((64, 64), "float32")
+        T.copy(a, left)
+        T.copy(b, right)
+        T.clear(out)
+        T.gemm(left, right, out)
+        T.copy(out, c)
 
-    return kernel
 
-
-def unknown_function():
-    @T.prim_func
-    def kernel(x: T.Tensor((32,), "float32")):
-        with T.Kernel(1, threads=32):
-            i = T.get_thread_binding()
-            x[i] = T.call_extern("float32", "somebody_elses_function", x[i])
-
-    return kernel
+@traced
+def unknown_function(x: T.Tensor((32,), "float32")):
+    with T.Kernel(1, threads=32):
+        i = T.get_thread_binding()
+        x[i] = T.call_extern("float32", "somebody_elses_function", x[i])

@@ -4,8 +4,6 @@ model, tune, trace, check, settings.
 Only the standard library is imported before a subcommand is chosen, so that `run` starts at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """`python -m tilescale_net check script.py::function`: kernels of a small job under every schedule, without a GPU."""
 
-from __future__ import annotations
-
 import argparse
 
 

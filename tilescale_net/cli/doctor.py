@@ -3,8 +3,6 @@
 Exit code 0 when nothing that is needed is missing, 1 otherwise. Warnings are of what makes jobs slower or smaller.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """`python -m tilescale_net info`: versions, devices, compilers and networks, and what a job would use of them."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

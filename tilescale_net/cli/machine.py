@@ -1,7 +1,5 @@
 """What this machine has: GPUs with their links, NICs with their places, memory; read from CUDA, /sys and /proc."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

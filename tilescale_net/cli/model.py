@@ -12,8 +12,6 @@ and its put come on top once; what several GPUs of several nodes take has not be
 either measured (tcp over loopback, `docs/results/fabric.md`) or published by others (a NIC), and the table says which.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import asdict, dataclass

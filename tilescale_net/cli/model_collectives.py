@@ -4,8 +4,6 @@ As in model.py a link's time is its bytes over its rate, links work at the same 
 costs and rates are fitted to what docs/results has of two H200s; between nodes nothing has been measured on GPUs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tilescale_net.cli.networks import HOP_US, Network

@@ -1,7 +1,5 @@
 """What links cost, for `python -m tilescale_net model`: measured here, or published by others."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 HOP_US = 2.5  # put_signal of a row of 8 to 16 KiB over NVLink, docs/results/signals.md: what passing a row on takes

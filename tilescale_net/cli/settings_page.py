@@ -1,7 +1,5 @@
 """`python -m tilescale_net settings`: the table of settings as the page docs/settings.md."""
 
-from __future__ import annotations
-
 from tilescale_net.runtime.setting import Setting
 from tilescale_net.runtime.settings import SECTIONS
 

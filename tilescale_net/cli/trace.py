@@ -1,7 +1,5 @@
 """`python -m tilescale_net trace FILE`: what a timeline says, put together first where its job has left it in parts."""
 
-from __future__ import annotations
-
 import argparse
 import os
 

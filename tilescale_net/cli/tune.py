@@ -1,7 +1,5 @@
 """`python -m tilescale_net tune`: finds how calls are made best on this machine, and keeps it."""
 
-from __future__ import annotations
-
 import argparse
 import os
 

@@ -4,8 +4,6 @@ The host functions that tilelang generates check every argument, but speak of th
 because they cost nothing; when one of them refuses, this says why.
 """
 
-from __future__ import annotations
-
 import numbers
 from collections.abc import Sequence
 

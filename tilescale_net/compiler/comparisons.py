@@ -5,8 +5,6 @@ that from two calls which its author wrote, so the comparison is rewritten befor
 argument of a function, `(lambda l, m: l < m and m < b)(a, f())`.
 """
 
-from __future__ import annotations
-
 import ast
 
 from tilelang.language.eager.ast import DSLMutator

@@ -12,8 +12,6 @@ traced (language/_results.py); here
 - loops over the elements of a vector take them one by one: tilelang copies what is bound in them to where it is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tilelang import tvm

@@ -5,8 +5,6 @@ With four blocks `for i in T.serial((5 - bx) // 4)` ran in all four (tilelang 0.
 a loop gets a condition around it, which is simplified without that knowledge.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 from tvm import arith, ir, tirx

@@ -12,8 +12,6 @@
 - T.gemm, and whoever asks for it, lays tiles of shared memory out in an order of its own: not a source of a put.
 """
 
-from __future__ import annotations
-
 import re
 
 from tilelang import tvm

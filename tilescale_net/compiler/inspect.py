@@ -1,7 +1,5 @@
 """Generated code for a GPU that need not be there: CUDA source, PTX and SASS, for tests and for curious authors."""
 
-from __future__ import annotations
-
 from tvm.tirx import PrimFunc
 
 from tilescale_net.compiler import jit

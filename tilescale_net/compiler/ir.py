@@ -1,7 +1,5 @@
 """Small helpers on TVM's IR that the passes share."""
 
-from __future__ import annotations
-
 from tvm import tirx
 from tvm.tirx.stmt_functor import post_order_visit
 

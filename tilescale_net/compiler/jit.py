@@ -8,8 +8,6 @@
 - Targets name a real architecture; the version of tilelang and the CUDA compiler are checked first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -21,7 +19,7 @@ from tilelang import tvm
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from tilescale_net.compiler import hazards, lowering, toolchain
+from tilescale_net.compiler import hazards, lowering, symbols, toolchain
 from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.kernel import CudaKernel, Kernel
 from tilescale_net.compiler.passes import Prepared, prepare
@@ -141,7 +139,8 @@ def compile(
             {"kind": "cuda", "arch": "sm_90"}, which compiles without a GPU.
         pass_configs: options of tilelang's passes.
         compile_flags: further flags of the device compiler.
-        name: shown in errors and profiles; default the name of the factory, or else the function's own.
+        name: shown in errors and profiles; default the name of the factory, or else the function's own. Profiles of GPUs
+            show one such as moe::dispatch in its namespace; elsewhere it is moe_dispatch.
 
     Returns:
         A `Kernel`, called with the kernel's arguments except the context.
@@ -153,9 +152,7 @@ def compile(
     if not isinstance(func, PrimFunc):
         raise KernelError(f"tilescale_net.compile takes a T.prim_func, not {func!r} ({type(func).__name__})")
     if name is not None:
-        if not name.isidentifier():
-            raise KernelError(f"kernel name {name!r} is not an identifier")
-        func = _renamed(func, name)
+        func = _renamed(func, symbols.plain(name))
     if func.attrs and "tilelang_out_idx" in func.attrs:
         raise KernelError(
             f"kernel {kernel_name(func)} returns T.empty tensors; pass every output as an argument instead"
@@ -172,8 +169,9 @@ def compile(
         prepared = prepare(func)
         toolchain.find_nvcc()
         with lowering.enabled(), _quiet(), toolchain.once_per_host(_lock_name(func)):
+            linked = prepared.func if name is None else prepared.func.with_attr("global_symbol", symbols.linked(name))
             compiled = tilelang.compile(
-                prepared.func.without_attr("tilelang_pass_configs").without_attr("tilelang_compile_flags"),
+                linked.without_attr("tilelang_pass_configs").without_attr("tilelang_compile_flags"),
                 target=Target(chosen),
                 execution_backend="tvm_ffi",
                 pass_configs=configs,
@@ -283,8 +281,9 @@ class KernelFactory:
             ) from None
         if not isinstance(func, PrimFunc):
             raise KernelError(f"{self.__name__} must return a T.prim_func, but returned {type(func).__name__}")
-        name = self._options["name"] or self.__name__
-        return _renamed(func, name) if name.isidentifier() else func
+        if self._options["name"]:
+            return _renamed(func, symbols.plain(self._options["name"]))
+        return _renamed(func, self.__name__) if self.__name__.isidentifier() else func
 
 
 def jit(func=None, *, target=None, pass_configs=None, compile_flags=None, name=None):

@@ -4,8 +4,6 @@ The rules run in TVM's intrinsic lowering, the last step before code generation,
 or move the calls.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 

@@ -1,7 +1,5 @@
 """`tsn.macro`: T.macro that costs an import nothing."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

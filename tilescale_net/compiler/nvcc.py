@@ -1,7 +1,5 @@
 """Generated source through nvcc and nvdisasm, with the flags of `tsn.jit`; needs no GPU."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import tempfile

@@ -5,8 +5,6 @@ device function), then run-time values in the order of the device function's par
 lowering rules and the documentation need to know about a primitive is in its row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 

@@ -8,8 +8,6 @@
   the hazards of hazards.py are removed.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """tilelang's version, CUDA compilers, include paths and flags: what a kernel is compiled with."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

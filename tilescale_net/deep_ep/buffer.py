@@ -1,7 +1,5 @@
 """DeepEP's Buffer: expert-parallel communication of a group, in high-throughput and in low-latency mode."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """How many multiprocessors a call uses, and how much memory a buffer wants."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

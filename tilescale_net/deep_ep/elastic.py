@@ -1,7 +1,5 @@
 """The interface of DeepEP's second version for dispatch and combine: ElasticBuffer and its EPHandle."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

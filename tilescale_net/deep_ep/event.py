@@ -1,7 +1,5 @@
 """Events with which callers overlap communication and computation."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """DeepEP's high-throughput mode: layouts, dispatch and combine of any number of tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """DeepEP's low-latency mode: few tokens, rows by expert, weights at combine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

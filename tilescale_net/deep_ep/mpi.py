@@ -1,7 +1,5 @@
 """Groups of the ranks of an mpi4py communicator, which meet in a store that the first of them keeps."""
 
-from __future__ import annotations
-
 import os
 import socket
 

@@ -6,8 +6,6 @@ all ranks, which then agree on a larger object and repeat the call. Objects that
 of another world of the same ranks.
 """
 
-from __future__ import annotations
-
 import json
 
 import torch

@@ -1,7 +1,5 @@
 """Makes `import deep_ep` find this package."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -1,7 +1,5 @@
 """FP8 rows with scales that are powers of two, and scales packed as exponents, for low-latency dispatch."""
 
-from __future__ import annotations
-
 import torch
 
 from tilescale_net.kernels.moe.row_ops import FP8_MAX, GROUP, SMALLEST_AMAX

@@ -4,8 +4,6 @@ DeepEP's kernels mask a silent rank one by one; here the survivors agree. What w
 lost gives no rows and zeros on all of them, so that they are at the same call afterwards.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Exploring a case: every schedule, random ones, or one again; and what came of it, in words."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

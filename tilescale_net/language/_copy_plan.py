@@ -1,7 +1,5 @@
 """Choices that block-, warp- and thread-scope copies make when their author leaves them open."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tvm import tirx

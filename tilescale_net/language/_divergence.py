@@ -1,7 +1,5 @@
 """Scope misuse that can be seen while tracing: a block- or warp-scope call made by a part of its scope."""
 
-from __future__ import annotations
-
 from tilelang import tvm
 from tilelang.language.eager.builder import Builder
 from tilelang.language.frame import get_let_value, has_let_value

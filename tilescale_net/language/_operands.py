@@ -4,8 +4,6 @@ An operand is a tensor `buf`, an element `buf[i]` (the address of that element),
 base pointer plus an offset in elements, computed in 64 bits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tilelang import tvm

@@ -1,7 +1,5 @@
 """What every primitive shares: where it may be called, and errors that name it and the author's line."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

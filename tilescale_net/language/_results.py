@@ -9,8 +9,6 @@ Where a part of an expression is evaluated only under a condition (the right sid
 statement is there: the trace says what the variable stands for, and compiler/effects.py finds the place.
 """
 
-from __future__ import annotations
-
 import sys
 
 from tilelang.language.eager.builder import BoolOpFrame, Builder

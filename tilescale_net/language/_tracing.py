@@ -1,7 +1,5 @@
 """Errors while a kernel is traced: where its author is, and what tilelang prints before them."""
 
-from __future__ import annotations
-
 import logging
 import sys
 

@@ -1,7 +1,5 @@
 """Numbers as primitives accept them: arithmetic in 64 bits, and checks of integers, values and choices."""
 
-from __future__ import annotations
-
 import math
 
 from tilelang import tvm

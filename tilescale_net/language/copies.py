@@ -13,8 +13,6 @@ All raise KernelError, with the author's line, when the kernel is built: tensors
 memory, regions whose rows have more than one pitch, counts that are negative or exceed the tensor, unknown options.
 """
 
-from __future__ import annotations
-
 from tilescale_net.compiler.operators import OPERATORS, ring_placeholder
 from tilescale_net.language._copy_plan import places, plan, plan_ldst, plan_rows, rows_of, transfer
 from tilescale_net.language._divergence import require_converged
@@ -98,15 +96,9 @@ def _put_signal(scope, dst, src, pe, sig, value, op, count, unroll, engine, ring
 @_with_options
 @primitive
 def put_block(
-    dst: Place,
-    src: Place,
-    pe: Number,
-    *,
-    count: Number | None = None,
-    unroll: int | None = None,
-    engine: str = "auto",
+    dst: Place, src: Place, pe: Number, *, count: Number | None = None, unroll: int | None = None, engine: str = "auto",
     ring: tuple[int, int] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Push `src` to `dst` on `pe`; called by all threads of the block with equal arguments.
 
     Args:
@@ -123,63 +115,29 @@ def put_block(
 @_with_options
 @primitive
 def put_warp(
-    dst: Place,
-    src: Place,
-    pe: Number,
-    *,
-    count: Number | None = None,
-    unroll: int | None = None,
-    engine: str = "auto",
+    dst: Place, src: Place, pe: Number, *, count: Number | None = None, unroll: int | None = None, engine: str = "auto",
     ring: tuple[int, int] | None = None,
-) -> None:
-    """Push `src` to `dst` on `pe`; called by all 32 lanes of a warp with equal arguments.
-
-    Args:
-        dst: where, by its local address in symmetric memory: a tensor, an element (buf[i]) or a region (buf[i, 0:n]).
-        src: what, in global memory, of the same dtype; symmetric memory too where `pe` may be on another node.
-        pe: index in team "world", integer.
-
-    The data are visible at the target only after a signal, fence and signal, or quiet and barrier.
-    """
+) -> None:  # fmt: skip
+    """As `put_block`, called by all 32 lanes of a warp with equal arguments."""
     return _copy("put", "warp", dst, src, pe, count, unroll, engine, ring)
 
 
 @_with_options
 @primitive
 def put_thread(
-    dst: Place,
-    src: Place,
-    pe: Number,
-    *,
-    count: Number | None = None,
-    unroll: int | None = None,
-    engine: str = "auto",
+    dst: Place, src: Place, pe: Number, *, count: Number | None = None, unroll: int | None = None, engine: str = "auto",
     ring: tuple[int, int] | None = None,
-) -> None:
-    """Push `src` to `dst` on `pe`; called by one thread, each with its own arguments.
-
-    Args:
-        dst: where, by its local address in symmetric memory: a tensor, an element (buf[i]) or a region (buf[i, 0:n]).
-        src: what, in global memory, of the same dtype; symmetric memory too where `pe` may be on another node.
-        pe: index in team "world", integer.
-
-    The data are visible at the target only after a signal, fence and signal, or quiet and barrier.
-    """
+) -> None:  # fmt: skip
+    """As `put_block`, called by one thread, each with its own arguments."""
     return _copy("put", "thread", dst, src, pe, count, unroll, engine, ring)
 
 
 @_with_options
 @primitive
 def get_block(
-    dst: Place,
-    src: Place,
-    pe: Number,
-    *,
-    count: Number | None = None,
-    unroll: int | None = None,
-    engine: str = "auto",
+    dst: Place, src: Place, pe: Number, *, count: Number | None = None, unroll: int | None = None, engine: str = "auto",
     ring: tuple[int, int] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Pull `src` of `pe` into local `dst`; returns with the data readable by the whole block.
 
     Args:
@@ -194,64 +152,29 @@ def get_block(
 @_with_options
 @primitive
 def get_warp(
-    dst: Place,
-    src: Place,
-    pe: Number,
-    *,
-    count: Number | None = None,
-    unroll: int | None = None,
-    engine: str = "auto",
+    dst: Place, src: Place, pe: Number, *, count: Number | None = None, unroll: int | None = None, engine: str = "auto",
     ring: tuple[int, int] | None = None,
-) -> None:
-    """Pull `src` of `pe` into local `dst`; called by all lanes of a warp; the data are readable by the warp.
-
-    Args:
-        dst: where to, local global memory (symmetric where `pe` may be on another node): a tensor, an element (buf[i]) or
-            a region (buf[i, 0:n]).
-        src: what, of the same dtype, by its local address in symmetric memory.
-        pe: index in team "world", integer.
-    """
+) -> None:  # fmt: skip
+    """As `get_block`, called by all 32 lanes of a warp with equal arguments; the data are readable by the warp."""
     return _copy("get", "warp", dst, src, pe, count, unroll, engine, ring)
 
 
 @_with_options
 @primitive
 def get_thread(
-    dst: Place,
-    src: Place,
-    pe: Number,
-    *,
-    count: Number | None = None,
-    unroll: int | None = None,
-    engine: str = "auto",
+    dst: Place, src: Place, pe: Number, *, count: Number | None = None, unroll: int | None = None, engine: str = "auto",
     ring: tuple[int, int] | None = None,
-) -> None:
-    """Pull `src` of `pe` into local `dst`; called by one thread; the data are readable by that thread.
-
-    Args:
-        dst: where to, local global memory (symmetric where `pe` may be on another node): a tensor, an element (buf[i]) or
-            a region (buf[i, 0:n]).
-        src: what, of the same dtype, by its local address in symmetric memory.
-        pe: index in team "world", integer.
-    """
+) -> None:  # fmt: skip
+    """As `get_block`, called by one thread; the data are readable by that thread."""
     return _copy("get", "thread", dst, src, pe, count, unroll, engine, ring)
 
 
 @_with_options
 @primitive
 def put_signal_block(
-    dst: Place,
-    src: Place,
-    pe: Number,
-    sig: Place,
-    value: Number,
-    op: str = "set",
-    *,
-    count: Number | None = None,
-    unroll: int | None = None,
-    engine: str = "auto",
-    ring: tuple[int, int] | None = None,
-) -> None:
+    dst: Place, src: Place, pe: Number, sig: Place, value: Number, op: str = "set", *, count: Number | None = None,
+    unroll: int | None = None, engine: str = "auto", ring: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
     """Push `src` to `dst` on `pe`, then signal there; called by all threads of the block with equal arguments.
 
     Whoever at `pe` sees the signal by `wait` or `test` sees all of the data too. `src` may be written again only after
@@ -271,56 +194,20 @@ def put_signal_block(
 @_with_options
 @primitive
 def put_signal_warp(
-    dst: Place,
-    src: Place,
-    pe: Number,
-    sig: Place,
-    value: Number,
-    op: str = "set",
-    *,
-    count: Number | None = None,
-    unroll: int | None = None,
-    engine: str = "auto",
-    ring: tuple[int, int] | None = None,
-) -> None:
-    """Push `src` to `dst` on `pe`, then signal there; called by all lanes of a warp, whose data come before the signal.
-
-    Args:
-        dst: where, by its local address in symmetric memory: a tensor, an element (buf[i]) or a region (buf[i, 0:n]).
-        src: what, in global memory, of the same dtype; symmetric memory too where `pe` may be on another node.
-        pe: index in team "world", integer.
-        sig: one uint64 or int64 word of symmetric memory, by its local address, such as flags[0].
-        value: unsigned 64-bit integer to store or to add.
-        op: "set" or "add"; one word is changed by one of the two only.
-    """
+    dst: Place, src: Place, pe: Number, sig: Place, value: Number, op: str = "set", *, count: Number | None = None,
+    unroll: int | None = None, engine: str = "auto", ring: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
+    """As `put_signal_block`, called by all 32 lanes of a warp, whose data come before the signal."""
     return _put_signal("warp", dst, src, pe, sig, value, op, count, unroll, engine, ring)
 
 
 @_with_options
 @primitive
 def put_signal_thread(
-    dst: Place,
-    src: Place,
-    pe: Number,
-    sig: Place,
-    value: Number,
-    op: str = "set",
-    *,
-    count: Number | None = None,
-    unroll: int | None = None,
-    engine: str = "auto",
-    ring: tuple[int, int] | None = None,
-) -> None:
-    """Push `src` to `dst` on `pe`, then signal there; called by one thread, whose data come before the signal.
-
-    Args:
-        dst: where, by its local address in symmetric memory: a tensor, an element (buf[i]) or a region (buf[i, 0:n]).
-        src: what, in global memory, of the same dtype; symmetric memory too where `pe` may be on another node.
-        pe: index in team "world", integer.
-        sig: one uint64 or int64 word of symmetric memory, by its local address, such as flags[0].
-        value: unsigned 64-bit integer to store or to add.
-        op: "set" or "add"; one word is changed by one of the two only.
-    """
+    dst: Place, src: Place, pe: Number, sig: Place, value: Number, op: str = "set", *, count: Number | None = None,
+    unroll: int | None = None, engine: str = "auto", ring: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
+    """As `put_signal_block`, called by one thread, whose data come before the signal."""
     return _put_signal("thread", dst, src, pe, sig, value, op, count, unroll, engine, ring)
 
 

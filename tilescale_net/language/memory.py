@@ -3,8 +3,6 @@
 As in tilelang, an access whose index is outside its tensor vanishes: nothing is stored, and a load gives 0.
 """
 
-from __future__ import annotations
-
 import tilelang.language as T
 from tvm import tirx
 

@@ -1,7 +1,5 @@
 """Order and completion: fence, quiet, flush tickets, barriers."""
 
-from __future__ import annotations
-
 from tvm import tirx
 
 from tilescale_net.compiler.operators import OPERATORS

@@ -1,7 +1,5 @@
 """Signals: 64-bit words in symmetric memory that PEs set, add to and wait for, with release and acquire."""
 
-from __future__ import annotations
-
 from tvm import tirx
 
 from tilescale_net.compiler.operators import CHOICES, OPERATORS

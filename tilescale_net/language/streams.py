@@ -13,8 +13,6 @@ A message of several puts ends with `N.signal_block(arrived[0], i + 1, pe)`. The
 source may be written again. Each call has a form for a block, a warp and a thread.
 """
 
-from __future__ import annotations
-
 from tilelang.language.eager.builder import unwrap_expr
 from tvm import tirx
 

@@ -1,7 +1,5 @@
 """Who and where: the context parameter and a PE's place in the job."""
 
-from __future__ import annotations
-
 import tilelang.language as T
 from tvm import tirx
 

@@ -1,7 +1,5 @@
 """What a launch is asked for: ranks, hosts, address; from GPUS, NODES, … or from srun's variables."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import secrets

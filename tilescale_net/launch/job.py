@@ -1,7 +1,5 @@
 """The processes of one host: started together, watched, ended together."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import glob

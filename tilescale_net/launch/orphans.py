@@ -1,7 +1,5 @@
 """Ends what ranks have started when the launcher is killed: ranks end with it, but not the compilers that they run."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the ranks of a job say: rank 0 as it is, the others kept for the moment they fail."""
 
-from __future__ import annotations
-
 import collections
 import fcntl
 import os

@@ -6,8 +6,6 @@
 The packages and their versions are those of pyproject.toml; nothing is listed a second time.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

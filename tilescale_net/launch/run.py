@@ -4,8 +4,6 @@ Ranks get the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER
 others are heard when they fail, or always with TSN_OUTPUT=all.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

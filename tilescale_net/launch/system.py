@@ -8,8 +8,6 @@ Run by path before anything can be imported, by launch.sh and by setup.py; the s
 Headers that are missing come from the distribution's packages: installed by root, unpacked into build/system by others.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import shlex

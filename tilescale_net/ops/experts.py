@@ -6,8 +6,6 @@ product with the transposed matrices; gradients of rows go back by a combine aft
 to no token is zero in every result.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -1,7 +1,5 @@
 """The page of host memory through which a rank gives up: the word that ends its waits, and the record of what it met."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 

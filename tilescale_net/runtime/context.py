@@ -1,7 +1,5 @@
 """The Python mirror of device/context.h; `tests/runtime/test_context.py` holds the two against each other."""
 
-from __future__ import annotations
-
 import ctypes
 import enum
 

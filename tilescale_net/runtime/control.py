@@ -4,8 +4,6 @@ Every collective host call of the package goes through `Control.agree`: ranks ex
 before anything is done, so that a difference becomes an error on every rank instead of a hang or a corrupted heap.
 """
 
-from __future__ import annotations
-
 import ctypes
 import datetime
 import hashlib

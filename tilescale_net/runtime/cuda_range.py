@@ -4,8 +4,6 @@ Peers of the host get each piece as a file descriptor over a Unix socket, and ma
 beginning. Not used, and cudaMalloc in its place, where a heap does not grow.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import struct

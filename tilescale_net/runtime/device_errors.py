@@ -1,7 +1,5 @@
 """Turns the record that a kernel left behind into an exception that a user can act on."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 

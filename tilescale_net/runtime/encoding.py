@@ -1,7 +1,5 @@
 """Values that ranks send each other, as JSON: reading what came from outside makes data and nothing else."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json

@@ -4,8 +4,6 @@ Where no launcher keeps the store of the job, rank 0 of the job does. A group wi
 kept by the group's first rank: what befalls the others is no concern of the group.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import socket

@@ -4,8 +4,6 @@ The address space behind a heap is reserved when it is made (TSN_HEAP_LIMIT). So
 kernels, whose peer addresses are base + offset, go on as they are.
 """
 
-from __future__ import annotations
-
 from tilescale_net.errors import HeapError, TileScaleError
 from tilescale_net.runtime import context
 

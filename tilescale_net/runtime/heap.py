@@ -1,7 +1,5 @@
 """The symmetric heap: the same offsets on every PE, allocated and freed collectively, reusable."""
 
-from __future__ import annotations
-
 import bisect
 import math
 import operator

@@ -4,8 +4,6 @@ One host asks as little as it can: of its ranks one sends heartbeats, for all of
 stopped. Each rank looks at one key for failures, and at the heartbeats of all hosts with one request.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -6,8 +6,6 @@ stores are; the threads of a rank count as one. Ranks meet on the host in the pa
 torch.distributed.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable

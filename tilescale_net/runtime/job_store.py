@@ -4,8 +4,6 @@ torch's store waits for an answer without a limit when the host that keeps it is
 and whoever needs an answer waits for that thread, up to a deadline: no answer is a reason too.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import threading

@@ -1,7 +1,5 @@
 """Arguments of launches in the form that is passed quickest."""
 
-from __future__ import annotations
-
 import torch
 
 from tilescale_net.runtime import quick_calls

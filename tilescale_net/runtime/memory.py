@@ -1,7 +1,5 @@
 """What the heap lies in: one class for each kind of device, chosen here once."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch

@@ -1,7 +1,5 @@
 """Which rank of which job this process is, from the variables that launchers set, and where the ranks meet."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Folders in which the package keeps what it loads again: nobody else may write there, or have written what lies there."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os

@@ -4,8 +4,6 @@ Exceptions that nobody catches, `sys.exit`, the end of the program, `finalize` a
 What ends a rank without Python's doing (a signal, os._exit) is found by the other ranks' watchdogs.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

@@ -2,8 +2,6 @@
 track of the timeline that TSN_TRACE writes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

@@ -4,8 +4,6 @@ All of it may be missing: a tvm_ffi or a torch that exchanges tensors otherwise,
 then says so, and callers go the way through Python, which does the same.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What the ranks of the simulator share so that each can tell its accesses from those of others that nothing orders."""
 
-from __future__ import annotations
-
 from tilescale_net.runtime.shared_memory import SharedMemory
 
 

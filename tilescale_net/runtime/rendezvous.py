@@ -4,8 +4,6 @@ torch waits for ranks in several places, each with an error of its own that name
 store that it has come, so that whoever waits in vain can say for whom.
 """
 
-from __future__ import annotations
-
 import atexit
 import datetime
 import hashlib

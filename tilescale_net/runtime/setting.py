@@ -1,7 +1,5 @@
 """One environment variable: its name, how its text is read, and what its errors say."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import os

@@ -7,8 +7,6 @@ at once; `init` and the launcher call it, so that a wrong value or a misspelt na
 Only the standard library is imported here: the launcher reads this table as well.
 """
 
-from __future__ import annotations
-
 import difflib
 import logging
 import os

@@ -4,8 +4,6 @@ The heap is a memfd, not a file in /dev/shm: it has no name, so nothing can be l
 goes when nothing refers to it any more, so that a tensor that outlives the heap still has its memory.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

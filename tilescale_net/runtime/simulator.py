@@ -3,8 +3,6 @@
 One seed makes a different schedule of every launch and every rank, and the same ones again in the next run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading

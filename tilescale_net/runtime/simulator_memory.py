@@ -1,7 +1,5 @@
 """Heap memory of a rank without a GPU, whose bounds and races the simulator follows."""
 
-from __future__ import annotations
-
 from tilescale_net import _simulator
 from tilescale_net.runtime import host_accesses, race_memory, simulator
 from tilescale_net.runtime.context import SYSTEM_BYTES

@@ -1,7 +1,5 @@
 """What a rank looks at before it meets the others: its environment, and which version it is of."""
 
-from __future__ import annotations
-
 import tilescale_net
 from tilescale_net import fabric
 from tilescale_net.errors import ConfigurationError

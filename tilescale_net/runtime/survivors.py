@@ -1,7 +1,5 @@
 """Ranks that are lost: those that remain agree who they are, and what their heaps hold, so that they can go on."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import dataclass

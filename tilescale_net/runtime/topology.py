@@ -1,7 +1,5 @@
 """Which PEs share a node with this one: by host, or by VIRTUAL_NODES."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ so that they choose alike whatever lies on their own disks. A file that is damag
 left alone, with a warning.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -6,8 +6,6 @@ the reason and not only the silence. On a loss the abort word is set: kernels re
 of the package raises PeerLost. The thread never waits for the store: one that does not answer is a loss too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

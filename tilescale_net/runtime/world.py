@@ -3,8 +3,6 @@
 docs/states.md lists its states and what each call does in them.
 """
 
-from __future__ import annotations
-
 import os
 import time
 

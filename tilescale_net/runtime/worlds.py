@@ -4,8 +4,6 @@ A world is the ranks of one group that talk to each other: their heap, their con
 what may be left out when there is only one.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import ctypes

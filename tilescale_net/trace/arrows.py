@@ -1,7 +1,5 @@
 """Which signal ended which wait: the word, its value and the time tell."""
 
-from __future__ import annotations
-
 import bisect
 from collections import defaultdict
 

@@ -5,8 +5,6 @@ rank 0 had read its own for that round, and before round k has ended for rank 0.
 both sides; the narrowest bounds of all rounds count.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

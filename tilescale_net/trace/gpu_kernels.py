@@ -1,7 +1,5 @@
 """When kernels ran on a GPU, for the timeline: CUDA events around each launch, read when they are long past."""
 
-from __future__ import annotations
-
 import collections
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The table of a hang: who waits where for what, since when, who should have sent it, and what that rank does."""
 
-from __future__ import annotations
-
 from tilescale_net.trace import senders
 
 MOST_ROWS = 24

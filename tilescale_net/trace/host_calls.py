@@ -1,7 +1,5 @@
 """Which call of the package each thread of this process is in, for reports of hangs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -4,8 +4,6 @@ Each rank has one for the host, one for each proxy thread and, in the simulator,
 trace_ring.h writes the latter two. A file stays when its process is killed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import mmap

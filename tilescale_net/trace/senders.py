@@ -4,8 +4,6 @@ A waiting rank does not know who writes its word; those that write words do. Whe
 words that the ranks have sent to each other so far show the pattern of the program.
 """
 
-from __future__ import annotations
-
 
 def of_wait(rank: int, wait: dict, states: dict[int, dict], size: int) -> tuple[int | None, str]:
     """The rank that should send what thread `wait` of `rank` waits for, None where that is not known, and how one knows.

@@ -1,7 +1,5 @@
 """What one rank does right now, as a value that other ranks can be told."""
 
-from __future__ import annotations
-
 import time
 
 from tilescale_net.runtime import context

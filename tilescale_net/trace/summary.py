@@ -1,7 +1,5 @@
 """What a timeline says in numbers: who waited for whom and how long, and the longest waits."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 

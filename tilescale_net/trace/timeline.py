@@ -4,8 +4,6 @@ A process is a rank. Its tracks: calls of the host, kernels, the threads of bloc
 transfers of the proxy overlap and are asynchronous events. An arrow leads from each signal to the wait that saw it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import json

@@ -1,7 +1,5 @@
 """Candidates one after the other, on all ranks at once: no rank ever runs another one than the others, or chooses otherwise."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

@@ -10,10 +10,11 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
 from tests.kernels.fused.test_all_gather_matmul import SCALED, SMALL, SMALL_SCALED, powers_of_two, whole_numbers
+from tests.kernels.moe import reference
 from tests.kernels.moe.support import make_inputs
 from tests.kernels.support import assert_same, unsettle
 from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul, matmul_experts
-from tilescale_net.kernels.moe import AllToAll, Tuning, reference
+from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.config import configure
 from tilescale_net.kernels.moe.implementations import crosses_once
 from tilescale_net.kernels.moe.tiles import Tiles

@@ -9,7 +9,6 @@ import sys
 
 from tests.kernels.moe.test_rounds import in_a_row, rounds, weights_at_combine
 from tilescale_net.kernels.moe import Tuning
-from tilescale_net.kernels.moe.implementations import IMPLEMENTATIONS, OVER_NODES
 
 ROUNDS = 2
 SHAPE = dict(num_experts=4, max_tokens=7, hidden=64, top_k=3)
@@ -39,27 +38,20 @@ MUTANTS = {
     "weights without wait": ("exchange_weights", 'N.wait_block(sent[parity * R + peer], "ge", call)', WEIGHTS),
     "latency without wait for messages": ("dispatch_latency", 'N.wait_warp(arrived[place], "ge", call)', LATENCY),
 }
-# Functions of files with another name.
-FUNCTIONS = {
-    "routing": "plan_routing",
-    "node_routing": "plan_nodes",
-    "node_dispatch": "dispatch_nodes",
-    "node_combine": "combine_nodes",
-    "node_dispatch_latency": "dispatch_latency_nodes",
-    "node_combine_latency": "combine_latency_nodes",
-}
 
 
 def run(module: str, path: str, seed: int, test, options: dict, how: dict) -> None:
     """A test on this rank with the kernel of the file at `path` in the place of the original."""
     if path:
-        spec = importlib.util.spec_from_file_location(f"mutant_{module}", path)
-        mutant = importlib.util.module_from_spec(spec)
+        name = f"tilescale_net.kernels.moe.{module}"
+        original = sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = mutant = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(mutant)
-        name = FUNCTIONS.get(module, module)
-        hosts = [sys.modules[mode.__module__] for mode, _ in (*IMPLEMENTATIONS.values(), *OVER_NODES.values())]
-        hosts = [host for host in hosts if hasattr(host, name)]
-        assert hosts, f"no mode has a kernel {name}"
-        for host in hosts:
-            setattr(host, name, getattr(mutant, name))
+        # Whoever has imported something of the original takes the mutant's, kernels their steps as well.
+        users = [m for n, m in sys.modules.items() if n.startswith("tilescale_net.kernels.moe")]
+        for what, value in vars(original).items():
+            for user in users:
+                if not what.startswith("__") and vars(user).get(what) is value:
+                    setattr(user, what, getattr(mutant, what))
     test(seed, SHAPE, options, how, ("random", "masked", "random", "one rank") * ROUNDS)

@@ -1,15 +1,14 @@
 """Inputs that every rank can make for every other, adversarial choices, and one round of dispatch and combine, checked."""
 
-from __future__ import annotations
-
 import random
 import unittest.mock
 from dataclasses import dataclass
 
 import torch
 
+from tests.kernels.moe import reference
 from tests.kernels.support import assert_same, unsettle
-from tilescale_net.kernels.moe import AllToAll, reference
+from tilescale_net.kernels.moe import AllToAll
 
 FP8 = torch.float8_e4m3fn
 ROUTES = ("random", "masked", "one expert", "one rank", "none", "twice", "last rank")

@@ -44,7 +44,10 @@ KERNELS = {
         {name: value for name, value in SUM.items() if name not in ("valued", "senders", "reducers")}
         | dict(blocks=132, weighted="choices"),
     ],
-    "dispatch_latency.dispatch_latency": [dict(SEND, source_dtype="bfloat16")],
+    "dispatch_latency.dispatch_latency": [
+        dict(SEND, source_dtype="bfloat16"),
+        dict(SEND, source_dtype="bfloat16", ranks=32, nodes=4, slots=3),
+    ],
     "combine_latency.combine_latency": [dict(RETURN)],
     "exchange_weights.exchange_weights": [dict(ranks=4, top_k=8, max_tokens=128, threads=256)],
     "refusal.refuse_throughput": [dict(ranks=4, chunks=1024, senders=14, blocks=24, threads=512)],

@@ -29,16 +29,11 @@ SHAPE = dict(num_experts=8, max_tokens=20, hidden=64, top_k=3)
 LATENCY = dict(mode="latency")
 KINDS = ("random", "masked", "one rank", "twice", "none")
 
-SEND = dict(
-    ranks=32, experts=256, nodes=4, slots=3, top_k=8, max_tokens=128, row_words=1792, scale_words=56,
-    source_dtype="bfloat16", sends=True, receives=True, blocks=132, threads=256, index_dtype="int64",
-)  # fmt: skip
 RETURN = dict(
     ranks=32, nodes=4, slots_of_gateway=3, top_k=8, max_tokens=128, hidden=7168, dtype="bfloat16", weighted=True,
     sends=True, receives=True, parts=1, biases=0, blocks=132, threads=256,
 )  # fmt: skip
 SM_90 = {
-    "node_dispatch_latency.dispatch_latency_nodes": [SEND],
     "node_combine_latency.combine_latency_nodes": [dict(RETURN, quantised=False)],
     "node_refusal.refuse_latency_nodes": [
         dict(ranks=32, nodes=4, slots=3, max_tokens=128, parts=1, blocks=132, threads=256)

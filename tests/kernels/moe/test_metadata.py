@@ -7,8 +7,9 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
+from tests.kernels.moe import reference
 from tests.kernels.moe.support import make_inputs
-from tilescale_net.kernels.moe import AllToAll, metadata, reference
+from tilescale_net.kernels.moe import AllToAll, metadata
 
 SHAPE = dict(num_experts=6, max_tokens=5, hidden=32, top_k=3)  # as test_states.py has it, which saves compiling
 

@@ -8,10 +8,10 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
+from tests.kernels.moe.reference import expert_rows, route
 from tests.kernels.moe.support import FP8, ROUTES, make_inputs, run_round
 from tests.kernels.support import assert_same, unsettle
 from tilescale_net.kernels.moe import AllToAll, Tuning
-from tilescale_net.kernels.moe.reference import expert_rows, route
 
 SMALL = dict(num_experts=8, max_tokens=9, hidden=64, top_k=3)
 # hidden sizes that are no multiple of a warp's pieces, and that leave a group of scales unfinished

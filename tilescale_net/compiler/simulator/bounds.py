@@ -7,8 +7,6 @@ here, and what is left is reported: by the checked pointers of device/host where
 checks of each index from here where it may leave a row only, or lies in shared memory.
 """
 
-from __future__ import annotations
-
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 

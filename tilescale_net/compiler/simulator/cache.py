@@ -5,8 +5,6 @@ Libraries are code that this process runs, so that the folder and every file are
 and nobody else may write them.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

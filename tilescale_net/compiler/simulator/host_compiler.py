@@ -1,7 +1,5 @@
 """Compiles host translation units with the machine's C++ compiler and keeps the results, see cache.py."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

@@ -5,8 +5,6 @@ ends in a call of each kernel with its arguments and its launch extents. Transla
 from the signature, gives the simulator the same checks and the same geometry, dynamic shapes included.
 """
 
-from __future__ import annotations
-
 import base64
 import marshal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Kernels that run on the CPU: argument checks, launch geometry, seeds, and errors as exceptions."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import struct

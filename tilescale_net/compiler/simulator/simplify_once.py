@@ -5,8 +5,6 @@ source of this package's kernels is the same to the letter. Nor are conditions m
 one kernel in thirty and takes a twentieth of the time: they stay where the author wrote them.
 """
 
-from __future__ import annotations
-
 from tvm.ir.instrument import pass_instrument
 
 

@@ -5,8 +5,6 @@ call, which host_source.py finds. The generated code holds numbers only, so that
 stays the same code.
 """
 
-from __future__ import annotations
-
 import os
 
 from tvm import tirx

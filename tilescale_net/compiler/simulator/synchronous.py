@@ -6,8 +6,6 @@ stay: `device/host/mbarrier.h` has them, so that warps which copy and warps whic
 missing arrival or wait shows. What has no such meaning is refused here, by its name.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 from tilelang import tvm

@@ -1,0 +1,35 @@
+"""Run a program that is written for DeepEP, such as one of its own tests, with tilescale_net in DeepEP's place.
+
+    python tests/deep_ep/run_peer_tests.py FOLDER/test_low_latency.py --num-processes 2
+
+The program is run as it is, with the arguments behind its name, and so are the processes that it starts: `import deep_ep`
+finds a module that calls `tilescale_net.deep_ep.install`. docs/integrations.md says where the tests come from.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+STAND_IN = """import sys
+del sys.modules["deep_ep"]
+import tilescale_net.deep_ep
+tilescale_net.deep_ep.install()
+"""
+
+
+def main() -> int:
+    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
+        sys.exit(f"{__doc__}\n{sys.argv[0]}: the first argument must be a Python file")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "deep_ep.py").write_text(STAND_IN)
+        found = [folder, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return subprocess.run(
+            [sys.executable, *sys.argv[1:]], env=os.environ | {"PYTHONPATH": os.pathsep.join(found)}
+        ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
