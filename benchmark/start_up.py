@@ -51,16 +51,18 @@ def main() -> None:
         if turn >= args.warmup:
             rates.append((time.perf_counter() - begun) * 1e3)
     proxy = world.proxy.properties if world.proxy is not None else {}
+    staging = proxy.get("staging_bytes", 0) / 2**20
     found = gather(
         dict(
             seconds=seconds, barrier=median(rates), memory=resident() - before, files=open_files() - files,
-            context=256 + 8 * max(tsn.size(), 128), queues=getattr(world.proxy, "n_queues", 0),
-            rails=proxy.get("rails", 0),
+            context=world.context_tensor.untyped_storage().nbytes(), endpoints=proxy.get("endpoints", 0), staging=staging,
+            **{name: proxy.get(f"{name}_bytes", 0) / 1024 for name in ("queue", "window")},
         )
     )  # fmt: skip
     names = {
         "seconds": ("init", "s"), "barrier": ("barrier of the host", "ms"), "memory": ("memory of a rank", "MiB"),
-        "files": ("open files", ""), "context": ("context", "B"), "queues": ("queues", ""), "rails": ("rails", ""),
+        "files": ("open files", ""), "context": ("context", "B"), "queue": ("queues", "KiB"), "window": ("windows", "KiB"),
+        "staging": ("staging", "MiB"), "endpoints": ("endpoints", ""),
     }  # fmt: skip
     keys = [Column("ranks", "ranks", ",d"), Column("nodes", "nodes", ",d")]
     columns = [Column(k, title, better="lower", unit=unit) for k, (title, unit) in names.items()]

@@ -36,7 +36,8 @@ def efa_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "PROC", tmp_path)
     (tmp_path / "meminfo").write_text("MemTotal: 1 kB\nHugePages_Total:       0\nHugePages_Free:        0\n")
     monkeypatch.setattr(machine, "gpus", lambda: [GPU | {"peers": []}, GPU | {"pci": "0001:04:00.0", "peers": []}])
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (64 << 10, 64 << 10))
+    limits = {doctor.resource.RLIMIT_MEMLOCK: 64 << 10, doctor.resource.RLIMIT_NOFILE: 256}
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (limits[which],) * 2)
     return tmp_path
 
 
@@ -53,6 +54,7 @@ def test_nics_and_the_gpus_near_them(efa_machine):
     "check, what, state, remedy",
     [
         ("memlock", "memory that may be locked", doctor.MISSING, "ulimit -l unlimited"),
+        ("open_files", "open files", doctor.WARNING, "ulimit -n"),
         ("huge_pages", "huge pages", doctor.WARNING, "vm.nr_hugepages"),
         ("nics", "NICs for remote memory", doctor.WARNING, "ibstat"),
         ("nics", "EFA: provider", doctor.MISSING, "install AWS's EFA software"),
@@ -70,7 +72,7 @@ def test_what_there_is_needs_none(efa_machine, monkeypatch):
     (efa_machine / "meminfo").write_text("HugePages_Total: 8\nHugePages_Free: 5\n")
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (doctor.resource.RLIM_INFINITY,) * 2)
     patient = doctor.Doctor()
-    for check in (patient.memlock, patient.huge_pages, patient.gpu_network_memory):
+    for check in (patient.memlock, patient.open_files, patient.huge_pages, patient.gpu_network_memory):
         (finding,) = check()
         assert finding.state == doctor.GOOD and not finding.remedy, finding
 

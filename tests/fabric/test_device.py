@@ -105,7 +105,7 @@ def test_limits_of_messages_and_transfers_differ(fake):
     a, _ = pair(fake("name=efa-direct"), message_buffers=0)
     p = a.properties()
     assert p["max_write"] == 1 << 30
-    assert p["max_send"] == (8192 if HEADERS >= (2, 0) else 1 << 30)
+    assert p["max_send"] == 8192
 
 
 @pytest.mark.parametrize("name", ["efa", "efa-direct"])
@@ -113,6 +113,12 @@ def test_limits_of_messages_and_transfers_differ(fake):
 def test_more_memory_than_the_device_registers(fake, name, limit):
     with pytest.raises(FabricError, match="registering 262144 bytes .*: .*TSN_HEAP_SIZE"):
         pair(fake(f"name={name},{limit}"), bytes=1 << 18)
+
+
+def test_a_completion_queue_shorter_than_asked_for(fake):
+    a, _ = pair(fake("cq=500"))
+    assert 0 < a.properties()["immediates"] < 500
+    assert pair(fake("seed=1"))[0].properties()["immediates"] == 4096
 
 
 def test_an_offer_without_immediates_is_no_offer(fake):
@@ -146,7 +152,6 @@ def test_nearest_nic_is_taken(fake):
     assert t.properties()["interface"] == "rdmap1s0,rdmap2s0,rdmap3s0,rdmap1s0"
 
 
-@pytest.mark.skipif(HEADERS < (1, 18), reason="needs newer headers when built")
 def test_emulated_writes_are_told(fake, capfd):
     for emulated in (0, 1, 1):
         t = _native.Transport(fabric.transport_options(library=fake(f"emulated={emulated}")))
@@ -169,8 +174,6 @@ def test_gpu_memory(device, text, notes, usable):
     driver = str(programs.fake_cuda())
     if HEADERS < (1, 20):
         notes = notes - {"dmabuf"} | ({"peermem"} if "dmabuf" in notes else set())
-    if HEADERS < (1, 18) and "cuda_calls" in text:
-        pytest.skip("needs newer headers when built")
     script = f"""
 import ctypes
 from tilescale_net import _native, fabric

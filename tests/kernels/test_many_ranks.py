@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.kernels import test_all_gather, test_all_to_all, test_reduce_scatter
+from tests.kernels import (
+    test_all_gather,
+    test_all_reduce,
+    test_all_reduce_norm,
+    test_all_to_all,
+    test_broadcast,
+    test_reduce_scatter,
+)
 from tests.kernels.moe.test_rounds import rounds
 
 GEOMETRY = dict(threads=32, blocks=1)
@@ -20,6 +27,15 @@ def _collectives(seed: int) -> None:
     test_reduce_scatter._reduce(seed, [((501,), torch.bfloat16, 2, 0)], dict(**GEOMETRY, chunk_bytes=2048))
 
 
+def _sums_and_roots(seed: int) -> None:
+    options = dict(**GEOMETRY, staging_bytes=4096)
+    test_all_reduce._reduce(
+        seed, [((501,), torch.bfloat16, 0, 0, True), ((7,), torch.bfloat16, 0, None, False)], options
+    )
+    test_all_reduce_norm._layers(seed, torch.bfloat16, 96, calls=4)
+    test_broadcast._broadcast(seed, cases=2)
+
+
 def _mixture(seed: int, modes: tuple[str, ...]) -> None:
     for mode in modes:
         rounds(seed, MOE, dict(mode=mode), dict(again=mode == "throughput"), ("random", "masked"))
@@ -29,8 +45,10 @@ def _mixture(seed: int, modes: tuple[str, ...]) -> None:
 @pytest.mark.timeout(1000)  # 32 ranks share two processors
 @pytest.mark.parametrize("size", [16, 32])
 @pytest.mark.parametrize(
-    "job", [(_collectives,), (_mixture, ("throughput",)), (_mixture, ("latency",))], ids=["collectives", "throughput", "latency"]
-)  # fmt: skip
+    "job",
+    [(_collectives,), (_sums_and_roots,), (_mixture, ("throughput",)), (_mixture, ("latency",))],
+    ids=["collectives", "sums and roots", "throughput", "latency"],
+)
 def test_four_nodes(size, job):
     seed = random.randrange(1 << 20)
     env = {"VIRTUAL_NODES": "4", "TSN_CHAOS": "on", "TSN_TIMEOUT": "300"}

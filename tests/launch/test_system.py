@@ -1,6 +1,7 @@
 """Getting what building needs from the operating system: with a compiler and package programs that only look at files."""
 
 import os
+import runpy
 import shutil
 import stat
 import subprocess
@@ -96,6 +97,18 @@ def test_without_libfabrics_headers_there_is_no_fabric(machine):
     assert "building without the fabric, for one node only" in done.stderr
     (machine.programs / "apt-get").unlink()
     assert machine().returncode == 0
+
+
+def test_headers_of_the_efa_installer_go_before_the_systems(tmp_path, monkeypatch):
+    """Those of Debian are older, and know no DMABUF; the library is taken in the same order."""
+    monkeypatch.delenv("TSN_LIBFABRIC_INCLUDE", raising=False)
+    fabric_include = runpy.run_path(os.path.join(ROOT, "tilescale_net", "launch", "system.py"))["fabric_include"]
+    monkeypatch.setitem(fabric_include.__globals__, "_compiles", lambda header, folders: True)
+    monkeypatch.setitem(fabric_include.__globals__, "EFA_HEADERS", str(tmp_path))
+    assert fabric_include() == []
+    (tmp_path / "rdma").mkdir()
+    (tmp_path / "rdma" / "fabric.h").touch()
+    assert fabric_include() == [str(tmp_path)]
 
 
 def test_a_compiler_with_arguments(machine):

@@ -4,10 +4,11 @@
 // doorbells; whatever breaks a rule is put down in fake_violations().
 //
 // FAKE_FABRIC configures it: "nics=4,name=efa-direct,tx=16,rx=64,rx_cq_data=1,mr_endpoint=1,emulated=0,cuda_calls=0,
-// dmabuf=1,unsolicited=0,mr_bytes=0,mr_count=0,abort=0,seed=1". NIC n sits at PCI device 0000:00:0n.0; cuda_calls=1:
-// cannot do without the CUDA API; mr_bytes, mr_count: largest region and number of regions, 0 for any; unsolicited=1:
-// immediates take no receives unless that is switched off, 2: it cannot be; abort=1: ends the process at the first
-// violation.
+// dmabuf=1,unsolicited=0,mr_bytes=0,mr_count=0,cq=0,manual=0,revoke=0,abort=0,seed=1". NIC n sits at PCI device
+// 0000:00:0n.0; cuda_calls=1: cannot do without the CUDA API; mr_bytes, mr_count, cq: largest region, number of regions
+// and entries of a completion queue, 0 for any; unsolicited=1: immediates take no receives unless that is switched off,
+// 2: it cannot be; manual=1: nothing arrives while its target does not poll; revoke=1: what uses memory that is closed
+// fails, as after the failure of a job, and is no violation; abort=1: ends the process at the first violation.
 #include "fabric_fake_info.h"
 
 namespace {
@@ -26,6 +27,7 @@ fi_ops_fabric fabric_ops = {};
 fi_ops ops = {}; // one table for all kinds of objects
 
 int close_object(fid* f) {
+  std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
   switch (f->fclass) {
   case FI_CLASS_EP: {
     auto* e = static_cast<Endpoint*>(reinterpret_cast<fid_ep*>(f));
@@ -36,37 +38,58 @@ int close_object(fid* f) {
                wire.end());
     auto& list = e->cq->endpoints;
     list.erase(std::find(list.begin(), list.end(), e));
+    e->domain->objects--;
     delete e;
     break;
   }
   case FI_CLASS_MR: {
     auto* mr = static_cast<Mr*>(reinterpret_cast<fid_mr*>(f));
-    for (const Packet& p : wire)
-      if (p.kind != Packet::inject && p.local >= mr->base && p.local < mr->base + mr->bytes)
-        violate("a region was closed while an operation used it");
+    for (Packet& p : wire) {
+      if (p.kind == Packet::inject || p.local < mr->base || p.local >= mr->base + mr->bytes) continue;
+      if (!option("revoke", 0)) violate("a region was closed while an operation used it");
+      p.revoked = true;
+    }
     regions.erase(std::find(regions.begin(), regions.end(), mr));
+    mr->domain->objects--;
     delete mr;
     break;
   }
-  case FI_CLASS_CQ:
-    delete static_cast<Cq*>(reinterpret_cast<fid_cq*>(f));
+  case FI_CLASS_CQ: {
+    auto* cq = static_cast<Cq*>(reinterpret_cast<fid_cq*>(f));
+    if (!cq->endpoints.empty()) violate("a completion queue was closed before its endpoint");
+    cq->domain->objects--;
+    delete cq;
     break;
-  case FI_CLASS_AV:
-    delete static_cast<Av*>(reinterpret_cast<fid_av*>(f));
+  }
+  case FI_CLASS_AV: {
+    auto* av = static_cast<Av*>(reinterpret_cast<fid_av*>(f));
+    for (Endpoint* e : endpoints)
+      if (e->av == av) violate("an address vector was closed before its endpoint");
+    av->domain->objects--;
+    delete av;
     break;
+  }
+  case FI_CLASS_DOMAIN: {
+    auto* domain = static_cast<Domain*>(reinterpret_cast<fid_domain*>(f));
+    if (domain->objects) violate("a domain was closed before what it holds");
+    delete domain;
+    break;
+  }
   default:
     free(f);
   }
   return 0;
 }
 
-int bind(fid* f, fid* other, uint64_t) {
+int bind(fid* f, fid* other, uint64_t flags) {
   if (f->fclass == FI_CLASS_MR) {
     static_cast<Mr*>(reinterpret_cast<fid_mr*>(f))->endpoint = static_cast<Endpoint*>(reinterpret_cast<fid_ep*>(other));
     return 0;
   }
   auto* e = static_cast<Endpoint*>(reinterpret_cast<fid_ep*>(f));
+  if (e->enabled) violate("something was bound to an endpoint that is enabled");
   if (other->fclass == FI_CLASS_CQ) {
+    if ((flags & (FI_TRANSMIT | FI_RECV)) != (FI_TRANSMIT | FI_RECV)) violate("a queue for one direction alone");
     e->cq = static_cast<Cq*>(reinterpret_cast<fid_cq*>(other));
     e->cq->endpoints.push_back(e);
   } else {
@@ -76,13 +99,20 @@ int bind(fid* f, fid* other, uint64_t) {
 }
 
 int control(fid* f, int, void*) {
-  if (f->fclass == FI_CLASS_EP) static_cast<Endpoint*>(reinterpret_cast<fid_ep*>(f))->enabled = true;
+  if (f->fclass == FI_CLASS_EP) {
+    auto* e = static_cast<Endpoint*>(reinterpret_cast<fid_ep*>(f));
+    if (!e->cq || !e->av) return -(e->cq ? FI_ENOAV : FI_ENOCQ);
+    if (e->enabled) violate("an endpoint was enabled twice");
+    e->enabled = true;
+  }
   if (f->fclass == FI_CLASS_MR) static_cast<Mr*>(reinterpret_cast<fid_mr*>(f))->enabled = true;
   return 0;
 }
 
 int register_attr(fid* f, const fi_mr_attr* attr, uint64_t flags, fid_mr** out) {
-  (void)f, (void)flags;
+  (void)flags;
+  auto* domain = static_cast<Domain*>(reinterpret_cast<fid_domain*>(f));
+  std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
   if (attr->iov_count != 1) violate("a region of several pieces; mr_iov_limit is 1");
   if (option("mr_count", 0) && regions.size() >= (size_t)option("mr_count", 0)) return -FI_ENOMEM;
   if (option("mr_bytes", 0) && attr->mr_iov->iov_len > (size_t)option("mr_bytes", 0)) return -FI_EINVAL;
@@ -108,14 +138,17 @@ int register_attr(fid* f, const fi_mr_attr* attr, uint64_t flags, fid_mr** out) 
   mr->key = next_key++;
   mr->access = attr->access;
   mr->enabled = !option("mr_endpoint", 0);
+  mr->domain = domain;
+  domain->objects++;
   regions.push_back(mr);
   *out = mr;
   return 0;
 }
 
 ssize_t cq_read(fid_cq* c, void* out, size_t count) {
-  std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
   auto* cq = static_cast<Cq*>(c);
+  const Entered entered(cq->domain);
+  std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
   progress(cq);
   if (!cq->errors.empty()) return -FI_EAVAIL;
   const size_t n = std::min(count, cq->entries.size());
@@ -151,13 +184,13 @@ void fill_rma() {
     return post(ep_of(e),
                 {Packet::write, nullptr, nullptr, (const char*)m->msg_iov->iov_base, m->msg_iov->iov_len,
                  m->rma_iov->addr, m->rma_iov->key, m->data, (flags & FI_REMOTE_CQ_DATA) != 0, true, m->context, ""},
-                m->addr, m->desc[0], flags & FI_MORE);
+                m->addr, m->desc[0], more(flags, m->iov_count * m->rma_iov_count));
   };
   rma.readmsg = [](fid_ep* e, const fi_msg_rma* m, uint64_t flags) {
     return post(ep_of(e),
                 {Packet::read, nullptr, nullptr, (const char*)m->msg_iov->iov_base, m->msg_iov->iov_len,
                  m->rma_iov->addr, m->rma_iov->key, 0, false, true, m->context, ""},
-                m->addr, m->desc[0], flags & FI_MORE);
+                m->addr, m->desc[0], more(flags, m->iov_count * m->rma_iov_count));
   };
 }
 
@@ -166,51 +199,52 @@ void fill_messages() {
     return post(ep_of(e), {Packet::message, nullptr, nullptr, (const char*)p, n, 0, 0, 0, false, true, context, ""}, to,
                 d, false);
   };
-  msg.sendmsg = [](fid_ep* e, const fi_msg* m, uint64_t) {
+  msg.sendmsg = [](fid_ep* e, const fi_msg* m, uint64_t flags) {
     return post(ep_of(e),
                 {Packet::message, nullptr, nullptr, (const char*)m->msg_iov->iov_base, m->msg_iov->iov_len, 0, 0, 0,
                  false, true, m->context, ""},
-                m->addr, m->desc[0], false);
+                m->addr, m->desc[0], more(flags, m->iov_count));
   };
   msg.inject = [](fid_ep* e, const void* p, size_t n, fi_addr_t to) {
     return post(ep_of(e), {Packet::inject, nullptr, nullptr, (const char*)p, n, 0, 0, 0, false, true, nullptr, ""}, to,
                 nullptr, false);
   };
   msg.recv = [](fid_ep* e, void* p, size_t n, void* d, fi_addr_t, void* context) -> ssize_t {
+    const Entered entered(ep_of(e)->domain);
+    std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
     if (ep_of(e)->receives.size() >= (size_t)option("rx", 64)) return -FI_EAGAIN;
     check_local(p, n, d, FI_RECV, "a receive's memory");
     if (!context) violate("no memory behind a receive");
-    std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
     ep_of(e)->receives.push_back({p, context, n});
     return 0;
   };
 }
 
 void fill_endpoint() {
-  ep_ops.setopt = [](fid_t f, int, int name, const void* value, size_t) -> int {
-    constexpr int kUnsolicitedWriteReceives = -(0xefa << 16) + 8; // FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV
-    if (name == kUnsolicitedWriteReceives && option("unsolicited", 0) == 1) {
-      static_cast<Endpoint*>(reinterpret_cast<fid_ep*>(f))->unsolicited = *static_cast<const bool*>(value);
-      return 0;
-    }
-    (void)name, (void)value;
-#if FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION) >= FI_VERSION(1, 18)
-    if (name == FI_OPT_CUDA_API_PERMITTED && !*static_cast<const bool*>(value)) {
+  // Names by their numbers, since old headers have them not.
+  constexpr int kEfa = -(0xefa << 16), kRnrRetry = kEfa, kEmulatedWrite = kEfa + 2,
+                kUnsolicitedWriteReceives = kEfa + 8;
+  constexpr int kCudaApiPermitted = 10, kMaxMsgSize = 12, kMaxRmaSize = 14, kInjectMsgSize = 16;
+  ep_ops.setopt = [](fid_t f, int, int name, const void* value, size_t bytes) -> int {
+    auto* e = static_cast<Endpoint*>(reinterpret_cast<fid_ep*>(f));
+    if (e->enabled) violate("an option was set after its endpoint was enabled");
+    const bool flag = *static_cast<const char*>(value);
+    if (name == kUnsolicitedWriteReceives && option("unsolicited", 0) == 1) return e->unsolicited = flag, 0;
+    if (name == kCudaApiPermitted && !flag) {
       notes.insert("cuda_forbidden");
       return option("cuda_calls", 0) ? -FI_EOPNOTSUPP : 0;
     }
-    if (name == FI_OPT_EFA_RNR_RETRY) return 0;
-#endif
+    if (name == kRnrRetry) {
+      if (bytes != sizeof(size_t)) return -FI_EINVAL;
+      return e->retries_forever = *static_cast<const size_t*>(value) == 7, 0;
+    }
     return -FI_ENOPROTOOPT;
   };
-  ep_ops.getopt = [](fid_t, int, int name, void* value, size_t* bytes) -> int {
-    (void)name, (void)value, (void)bytes;
-#if FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION) >= FI_VERSION(2, 0)
-    if (name == FI_OPT_EFA_EMULATED_WRITE) return *static_cast<bool*>(value) = option("emulated", 0), 0;
-    if (name == FI_OPT_MAX_MSG_SIZE) return *static_cast<size_t*>(value) = direct() ? 8192 : 1 << 30, 0;
-    if (name == FI_OPT_MAX_RMA_SIZE) return *static_cast<size_t*>(value) = 1 << 30, 0;
-    if (name == FI_OPT_INJECT_MSG_SIZE) return *static_cast<size_t*>(value) = 32, 0;
-#endif
+  ep_ops.getopt = [](fid_t, int, int name, void* value, size_t*) -> int {
+    if (name == kEmulatedWrite) return *static_cast<bool*>(value) = option("emulated", 0), 0;
+    if (name == kMaxMsgSize) return *static_cast<size_t*>(value) = direct() ? 8192 : 1 << 30, 0;
+    if (name == kMaxRmaSize) return *static_cast<size_t*>(value) = 1 << 30, 0;
+    if (name == kInjectMsgSize) return *static_cast<size_t*>(value) = kInject, 0;
     return -FI_ENOPROTOOPT;
   };
   cm.getname = [](fid_t f, void* to, size_t* bytes) -> int {
@@ -246,15 +280,20 @@ void fill_queues() {
 void fill_domain() {
   mr_ops.regattr = register_attr;
   mr_ops.reg = nullptr;
-  domain_ops.av_open = [](fid_domain*, fi_av_attr*, fid_av** out, void*) -> int {
+  domain_ops.av_open = [](fid_domain* d, fi_av_attr*, fid_av** out, void*) -> int {
     auto* av = new Av{};
+    av->domain = static_cast<Domain*>(d);
+    av->domain->objects++;
     av->fid = {FI_CLASS_AV, nullptr, &ops};
     av->ops = &av_ops;
     *out = av;
     return 0;
   };
-  domain_ops.cq_open = [](fid_domain*, fi_cq_attr* attr, fid_cq** out, void*) -> int {
+  domain_ops.cq_open = [](fid_domain* d, fi_cq_attr* attr, fid_cq** out, void*) -> int {
+    if (option("cq", 0) && attr->size > (size_t)option("cq", 0)) return -FI_EINVAL;
     auto* cq = new Cq{};
+    cq->domain = static_cast<Domain*>(d);
+    cq->domain->objects++;
     cq->fid = {FI_CLASS_CQ, nullptr, &ops};
     cq->ops = &cq_ops;
     cq->size = attr->size;
@@ -262,8 +301,11 @@ void fill_domain() {
     *out = cq;
     return 0;
   };
-  domain_ops.endpoint = [](fid_domain*, fi_info* info, fid_ep** out, void*) -> int {
+  domain_ops.endpoint = [](fid_domain* d, fi_info* info, fid_ep** out, void*) -> int {
+    std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
     auto* e = new Endpoint{};
+    e->domain = static_cast<Domain*>(d);
+    e->domain->objects++;
     e->fid = {FI_CLASS_EP, nullptr, &ops};
     e->ops = &ep_ops;
     e->cm = &cm;
@@ -276,9 +318,11 @@ void fill_domain() {
     return 0;
   };
   fabric_ops.domain = [](fid_fabric*, fi_info*, fid_domain** out, void*) -> int {
-    *out = make<fid_domain>(FI_CLASS_DOMAIN);
-    (*out)->ops = &domain_ops;
-    (*out)->mr = &mr_ops;
+    auto* domain = new Domain{};
+    domain->fid = {FI_CLASS_DOMAIN, nullptr, &ops};
+    domain->ops = &domain_ops;
+    domain->mr = &mr_ops;
+    *out = domain;
     return 0;
   };
 }
@@ -311,6 +355,15 @@ EXPORT int fi_getinfo(uint32_t, const char*, const char*, uint64_t, const struct
   fill_tables();
   if (hints->fabric_attr->prov_name && strcmp(hints->fabric_attr->prov_name, "efa")) return -FI_ENODATA;
   if ((hints->caps & FI_HMEM) && !option("hmem", 1)) return -FI_ENODATA;
+  // What it cannot do, and what whoever asks must be ready for.
+  if (hints->caps & (FI_RMA_EVENT | FI_FENCE | FI_TRIGGER | (direct() ? FI_ATOMIC : 0))) return -FI_ENODATA;
+  const uint64_t order = hints->tx_attr->msg_order | hints->rx_attr->msg_order;
+  if (order & ~(direct() ? 0 : FI_ORDER_SAS)) return -FI_ENODATA;
+  const uint64_t needed = FI_CONTEXT2 | (option("rx_cq_data", 1) ? FI_RX_CQ_DATA : 0);
+  const uint64_t registration = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_LOCAL |
+                                (hints->caps & FI_HMEM ? FI_MR_HMEM : 0) |
+                                (option("mr_endpoint", 0) ? FI_MR_ENDPOINT : 0);
+  if (~hints->mode & needed || ~(uint64_t)hints->domain_attr->mr_mode & registration) return -FI_ENODATA;
   if (hints->tx_attr->op_flags & FI_DELIVERY_COMPLETE && direct()) return -FI_ENODATA;
   fi_info** last = out;
   for (int nic = 1; nic <= option("nics", 1); nic++) {

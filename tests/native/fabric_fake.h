@@ -13,6 +13,7 @@
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -35,6 +36,7 @@ long option(const char* name, long otherwise) {
   return at == std::string::npos ? otherwise : strtol(text.c_str() + at + strlen(name) + 2, nullptr, 0);
 }
 void violate(const std::string& what) {
+  std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
   violations += what + "\n";
   if (!option("abort", 0)) return;
   fprintf(stderr, "fake device: %s\n", what.c_str());
@@ -44,12 +46,31 @@ bool direct() {
   return std::string(getenv("FAKE_FABRIC") ? getenv("FAKE_FABRIC") : "").find("name=efa-direct") != std::string::npos;
 }
 
+constexpr size_t kInject = 32;
+
 std::mt19937_64& random_bits() {
   static std::mt19937_64 bits(option("seed", 1));
   return bits;
 }
 
+// The threading that endpoints ask for: one thread at a time in all that belongs to a domain.
+struct Domain : fid_domain {
+  std::atomic<bool> busy{false};
+  int objects = 0; // open
+};
+class Entered {
+public:
+  explicit Entered(Domain* domain) : domain_(domain) {
+    if (domain_->busy.exchange(true)) violate("two threads in one domain, which is FI_THREAD_DOMAIN");
+  }
+  ~Entered() { domain_->busy = false; }
+
+private:
+  Domain* domain_;
+};
+
 struct Mr : fid_mr {
+  Domain* domain = nullptr;
   char* base;
   size_t bytes;
   uint64_t access;
@@ -69,17 +90,22 @@ struct Packet {
   bool has_data, rung;
   void* context;
   std::string copy;
+  int refused = 0;      // times that no receive was there
+  bool revoked = false; // its memory was closed
 };
 struct Cq : fid_cq {
+  Domain* domain = nullptr;
   std::deque<fi_cq_data_entry> entries;
   std::deque<fi_cq_err_entry> errors;
   size_t size;
   std::vector<struct Endpoint*> endpoints;
 };
 struct Av : fid_av {
+  Domain* domain = nullptr;
   std::vector<uint64_t> addresses;
 };
 struct Endpoint : fid_ep {
+  Domain* domain = nullptr;
   uint64_t address;
   Cq* cq = nullptr;
   Av* av = nullptr;
@@ -87,6 +113,7 @@ struct Endpoint : fid_ep {
   std::deque<Receive> receives;
   size_t outstanding = 0, tx;
   uint64_t unrung_polls = 0;
+  bool retries_forever = false; // where the receiver is not ready
   bool unsolicited =
       option("unsolicited", 0); // immediates of writes take no receive, and nothing holds their sender back
 };
@@ -140,6 +167,11 @@ bool deliver(Packet& p) {
     violate("traffic from an address that the target has not inserted");
     return true;
   }
+  if (p.revoked) {
+    p.from->outstanding--;
+    fail(p.from, p.context, ECANCELED);
+    return true;
+  }
   const bool consumes = p.kind >= Packet::message || (p.has_data && option("rx_cq_data", 1) && !p.to->unsolicited);
   if (consumes && p.to->receives.empty()) return false;
   if (p.kind <= Packet::read) {
@@ -167,8 +199,8 @@ bool deliver(Packet& p) {
     memcpy(receive.buffer, from, std::min(p.bytes, receive.bytes));
     complete(p.to, receive.context, FI_MSG | FI_RECV, p.bytes, 0);
   }
+  p.from->outstanding--;
   if (p.kind != Packet::inject) {
-    p.from->outstanding--;
     complete(p.from, p.context,
              p.kind == Packet::write  ? FI_RMA | FI_WRITE
              : p.kind == Packet::read ? FI_RMA | FI_READ
@@ -178,7 +210,16 @@ bool deliver(Packet& p) {
   return true;
 }
 
-// Some of what is under way arrives, in random order: whoever polls, since a NIC needs no processor.
+// The receiver is not ready: the sender tries again, for a while, or for ever where it has asked for that.
+bool gives_up(Packet& p) {
+  if (p.from->retries_forever || ++p.refused < 100) return false;
+  p.from->outstanding--;
+  fail(p.from, p.context, FI_ENORX);
+  return true;
+}
+
+// Some of what is under way arrives, in random order: whoever polls, since a NIC needs no processor; but where writes
+// are emulated, only the target's.
 void progress(Cq* cq) {
   for (Endpoint* e : cq->endpoints) {
     const bool held = std::any_of(wire.begin(), wire.end(), [&](Packet& p) { return p.from == e && !p.rung; });
@@ -188,20 +229,30 @@ void progress(Cq* cq) {
   for (int tries = 0; tries < 4 && !wire.empty(); tries++) {
     const size_t at = random_bits()() % wire.size();
     Packet& p = wire[at];
-    if (!p.rung) continue;
-    if (deliver(p)) wire.erase(wire.begin() + at);
+    if (!p.rung || (option("manual", 0) && p.to->cq != cq)) continue;
+    if (deliver(p) || gives_up(p)) wire.erase(wire.begin() + at);
   }
 }
 
+// Of the calls that take a message: what a device without FI_FENCE, and efa-direct without FI_DELIVERY_COMPLETE, knows.
+bool more(uint64_t flags, size_t pieces) {
+  const uint64_t known = FI_MORE | FI_COMPLETION | FI_REMOTE_CQ_DATA | (direct() ? 0 : FI_DELIVERY_COMPLETE);
+  if (flags & ~known) violate("flags of an operation that the device does not know");
+  if (pieces != 1) violate("an operation of several pieces; iov_limit is 1");
+  return flags & FI_MORE;
+}
+
 ssize_t post(Endpoint* e, Packet p, fi_addr_t to, void* desc, bool more) {
+  const Entered entered(e->domain);
   std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
   if (!e->enabled) violate("an operation on an endpoint that is not enabled");
   const size_t limit = p.kind >= Packet::message && direct() ? 8192 : 1 << 30;
   if (p.bytes > limit) return -FI_EMSGSIZE;
   if (p.has_data && p.data >> 32) violate("an immediate of more than 4 bytes");
+  if (p.kind == Packet::inject && p.bytes > kInject) violate("an injected message longer than inject_size");
+  if (e->outstanding >= e->tx) return -FI_EAGAIN;
   if (p.kind == Packet::inject) p.copy.assign(p.local, p.bytes);
   else {
-    if (e->outstanding >= e->tx) return -FI_EAGAIN;
     check_local(p.local, p.bytes, desc,
                 p.kind == Packet::write  ? FI_WRITE
                 : p.kind == Packet::read ? FI_READ
@@ -210,13 +261,13 @@ ssize_t post(Endpoint* e, Packet p, fi_addr_t to, void* desc, bool more) {
     if (!p.context) violate("no memory behind an operation");
     else
       for (void*& word : static_cast<fi_context2*>(p.context)->internal) word = e;
-    e->outstanding++;
   }
   if (to >= e->av->addresses.size()) return -FI_EINVAL;
   p.from = e;
   p.to = find(e->av->addresses[to]);
   p.rung = !more;
   if (!p.to) return -FI_EHOSTUNREACH;
+  e->outstanding++;
   if (!more)
     for (Packet& other : wire)
       if (other.from == e) other.rung = true;

@@ -48,6 +48,7 @@ public:
     properties_.max_write = properties_.max_send = 1ull << 40;
     properties_.max_message = o.message_bytes;
     properties_.depth = o.depth;
+    properties_.immediates = o.immediates;
     properties_.delivery_complete = o.delivery_complete;
     properties_.device_memory = o.device_memory;
   }

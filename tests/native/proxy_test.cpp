@@ -284,7 +284,7 @@ int main(int argc, char** argv) {
   else if (scenario == "endings") endings();
   else if (scenario == "reasons") reasons(configure());
   else if (scenario == "lies") lies(configure());
-  else if (scenario == "credit") credit(configure());
+  else if (scenario == "credit") credit(configure(), number("most", 4096));
   else if (scenario == "adds") adds(configure());
   else CHECK(false, "unknown scenario '%s'", scenario.c_str());
   std::puts("ok");

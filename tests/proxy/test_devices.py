@@ -1,8 +1,11 @@
 """The proxy over strict devices that behave as EFA does (tests/native/fabric_fake.cpp), which no test machine has."""
 
+import os
+import subprocess
+
 import pytest
 
-from tests.fabric.programs import fake_device
+from tests.fabric.programs import fake_cuda, fake_device
 from tests.native.builder import run
 from tests.proxy import programs
 from tests.proxy.test_failures import SHARED
@@ -12,11 +15,14 @@ DEVICES = {
     "efa": "tx=16,rx=16",
     "efa-direct": "name=efa-direct,tx=4,rx=6",
 }
+# Without RDMA writes: the library copies at the target, when that polls.
+EMULATED = "manual=1,emulated=1"
+CHAOS = "chaos=reorder=0.3,split=0.2,eagain=0.1,delay_us=50"
 
 
-def over(device: str, *arguments: str, seed: int = 1) -> str:
+def over(device: str, *arguments: str, seed: int = 1, more: str = "nics=2", **env: str) -> str:
     """Runs the proxy's program over a device, which ends the process at the first rule that is broken."""
-    env = {"FAKE_FABRIC": f"abort=1,nics=2,seed={seed},{DEVICES[device]}"}
+    env = {"FAKE_FABRIC": f"abort=1,seed={seed},{DEVICES[device]},{more}", **env}
     return run(programs.fabric_test(), *arguments, f"provider={device}", f"library={fake_device()}", env=env)
 
 
@@ -29,10 +35,55 @@ def test_traffic(device, shape):
 @pytest.mark.parametrize("shape", [[], SHARED, ["staging=1"]], ids=["plain", "shared", "staging"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_chaos(device, shape):
-    over(device, "traffic", "rounds=10", "chaos=reorder=0.3,split=0.2,eagain=0.1,delay_us=50", "seeds=1:4", *shape)
+    over(device, "traffic", "rounds=10", CHAOS, "seeds=1:4", *shape)
+
+
+def test_emulated_writes():
+    """And memory that is registered with an endpoint, immediates without receives, three NICs."""
+    for more in (EMULATED, "rx_cq_data=0,mr_endpoint=1,nics=3"):
+        over("efa", "traffic", "rounds=10", more=more)
+        over("efa", "traffic", "rounds=5", "staging=1", "pes=3", more=more)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_refusals_and_adds(device):
-    for scenario in ("refusals", "adds"):
+def test_gpu_heap(device):
+    """In GPU memory that the NIC reaches through the peer-memory module (DMABUF: tests/fabric/test_device.py), or that is
+    staged; adds are left to kernels."""
+    for memory in ("peermem=1", "hmem=0", "cuda_calls=1"):
+        over(device, "traffic", "rounds=10", "cuda=1", "device_memory=1", more=memory, TSN_LIBCUDA=str(fake_cuda()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_refusals_adds_and_reasons(device):
+    for scenario in ("refusals", "adds", "reasons"):
         over(device, scenario, *(["defers_adds=1"] if scenario == "adds" else []))
+
+
+@pytest.mark.parametrize("staging", ["staging=0", "staging=1"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_failing_network(device, staging):
+    for chaos in ("stall_after=200", "eagain=1", "error_after=100", "error=0.02"):
+        out = over(device, "failure", f"chaos={chaos}", "timeout_ms=500", "pes=3", staging, more="revoke=1")
+        errors = [line for line in out.splitlines() if ": rank " in line]
+        assert len(errors) == 3 and all(e.split(":")[0] in ("PeerLost", "FabricError") for e in errors), out
+
+
+@pytest.mark.parametrize("how", ["failed=1", "failed=0"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_endings(device, how):
+    over(device, "endings", how, "rounds=2", "pes=3", more=f"revoke={int(how == 'failed=1')}")
+
+
+def test_a_peer_that_does_not_poll():
+    """Writes of EFA complete without the target's processor; its completion queue, of which a device may give less than is
+    asked for, overruns when there are too many."""
+    for queue, most in (("cq=0", 4096), ("cq=1000", 1000)):
+        over("efa", "credit", f"most={most}", more=f"unsolicited=2,tx=64,rx=64,{queue}")
+
+
+def test_a_completion_queue_that_is_too_short():
+    done = subprocess.run(
+        [str(programs.fabric_test()), "traffic", "pes=9", "provider=efa", f"library={fake_device()}"],
+        env={**os.environ, "FAKE_FABRIC": "cq=60,tx=16,rx=16"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode and "completion queue has room for" in done.stderr and "TSN_PROXY_THREADS" in done.stderr

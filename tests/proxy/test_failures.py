@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fabric.programs import fake_cuda, fake_device
+from tests.fabric.programs import fake_cuda
 from tests.native.builder import run
 from tests.proxy import programs
 
@@ -40,12 +40,6 @@ def test_a_peer_that_does_not_poll():
     """It is sent no more immediates than its completion queue holds."""
     run(programs.proxy_test(), "credit")
     run(programs.proxy_test(), "credit", "pes=3", "queues=2", "threads=2")
-
-
-def test_a_peer_that_does_not_poll_where_nothing_holds_the_sender_back():
-    """Writes of EFA complete without the target's processor; its completion queue overruns when there are too many."""
-    device = {"FAKE_FABRIC": "unsolicited=2,abort=1,tx=64,rx=64"}
-    run(programs.fabric_test(), "credit", "provider=efa", f"library={fake_device()}", env=device)
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,16 @@ def test_ranks_must_agree():
         a.proxy.connect([b"", b"nonsense"])
 
 
+def test_what_ranks_tell_each_other_does_not_grow_with_them():
+    """Everyone hears it from everyone, so that it would grow with the square of the ranks."""
+    shape = dict(queues=2, threads=2)
+
+    def said(n_pes):
+        return len(Pe(n_pes=n_pes, peers=[pe for pe in range(n_pes) if pe // 8 != 0], **shape).proxy.address())
+
+    assert said(256) == said(16)
+
+
 def test_pinning_outside_the_allowed_cpus():
     pe, other = Pe(0, cpus=[4000]), Pe(1)
     pe.proxy.connect([pe.proxy.address(), other.proxy.address()])

@@ -16,6 +16,8 @@ from tilescale_net.errors import TileScaleError
 GOOD, WARNING, MISSING, UNUSED = "ok", "warning", "missing", "not needed"
 DRIVER = 13000  # CUDA 13, as the driver counts
 EFA_LIBFABRIC = (1, 18)  # the first that registers GPU memory by DMABUF for EFA
+# Measured by benchmark/start_up.py over tcp; beside them what torch, tilelang and a training program open.
+FILES_OF_A_PEER, FILES_OF_A_PROGRAM = 4, 200
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,15 @@ class Doctor:
     def run(self) -> Iterator[Finding]:
         checks: tuple[Callable[[], Iterator[Finding]], ...] = (
             *(self.native, self.host_compiler, self.driver, self.nvcc, self.peers, self.gpu_network_memory),
-            *(self.shared_memory, self.cache, self.memlock, self.huge_pages, self.libfabric, self.nics),
+            *(
+                self.shared_memory,
+                self.cache,
+                self.memlock,
+                self.open_files,
+                self.huge_pages,
+                self.libfabric,
+                self.nics,
+            ),
         )
         for check in checks:
             yield from check()
@@ -185,6 +195,16 @@ class Doctor:
         else:
             remedy = "ulimit -l unlimited (limits.conf: * - memlock unlimited; docker: --ulimit memlock=-1)"
             yield Finding("memory that may be locked", MISSING, found, remedy)
+
+    def open_files(self) -> Iterator[Finding]:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit == resource.RLIM_INFINITY:
+            yield Finding("open files", GOOD, "unlimited")
+            return
+        ranks = max(0, limit - FILES_OF_A_PROGRAM) // FILES_OF_A_PEER
+        remedy = "" if ranks >= 64 else "ulimit -n 65536 (limits.conf: * - nofile 65536; docker: --ulimit nofile=65536)"
+        found = f"{limit}, enough for jobs of about {ranks} ranks over tcp"
+        yield Finding("open files", WARNING if remedy else GOOD, found, remedy)
 
     def _efa(self) -> list[dict]:
         return [nic for nic in machine.nics([]) if nic["driver"] == "efa"]

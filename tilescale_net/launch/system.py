@@ -20,6 +20,8 @@ import tempfile
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 UNPACKED = os.path.join(ROOT, "build", "system")
 EXPLICIT = "TSN_LIBFABRIC_INCLUDE"
+# Of the EFA installer, beside the library that is taken first when a job starts.
+EFA_HEADERS = "/opt/amazon/efa/include"
 # A step that takes longer hangs on a network that swallows packets.
 PATIENCE_S = 300
 QUICK = ["-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=20", "-o", "Acquire::https::Timeout=20"]
@@ -64,11 +66,14 @@ def python_include() -> list[str] | None:
 def fabric_include() -> list[str] | None:
     """Include folders for rdma/fabric.h, [] when the compiler finds it by itself, None when there is no such header.
 
-    TSN_LIBFABRIC_INCLUDE, where it is set, is the only place that is looked at.
+    TSN_LIBFABRIC_INCLUDE, where it is set, is the only place that is looked at. Those of the EFA installer go before the
+    system's, as its library does when a job starts: older headers know no DMABUF.
     """
     explicit = os.environ.get(EXPLICIT)
-    places = [["/opt/amazon/efa/include"], [os.path.join(UNPACKED, "usr", "include")]]
-    return _first("rdma/fabric.h", [[explicit]] if explicit else [[], *places])
+    if explicit:
+        return _first("rdma/fabric.h", [[explicit]])
+    newest = [[EFA_HEADERS]] if os.path.exists(os.path.join(EFA_HEADERS, "rdma", "fabric.h")) else []
+    return _first("rdma/fabric.h", [*newest, [], [os.path.join(UNPACKED, "usr", "include")]])
 
 
 def missing_headers() -> dict[str, str]:

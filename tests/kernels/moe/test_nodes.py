@@ -5,10 +5,15 @@ import random
 import pytest
 import torch
 
+import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe.support import FP8
 from tests.kernels.moe.test_rounds import rounds
+from tilescale_net.compiler.jit import KernelFactory
+from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.moe import AllToAll, Tuning
+from tilescale_net.kernels.moe.config import configure
+from tilescale_net.kernels.moe.implementations import crosses_once
 
 SHAPE = dict(num_experts=8, max_tokens=20, hidden=64, top_k=3)
 KINDS = ("random", "masked", "one rank")
@@ -20,7 +25,26 @@ def _everything(seed: int, halves: bool = True) -> None:
 
 
 def _fp8_by_rank(seed: int) -> None:
-    rounds(seed, SHAPE, dict(layout="rank", dtype=FP8, quantize_combine=True), dict(), KINDS)
+    """Where each node has one rank, rows that cross once per node take the kernels of those that cross once per rank."""
+    used: dict[bool, set] = {}
+    call = KernelFactory.__call__
+    for once in (False, True):
+
+        def recorded(factory, *args, once=once, **kwargs):
+            used.setdefault(once, set()).add((factory.__module__, factory.__name__, args, tuple(kwargs.items())))
+            return call(factory, *args, **kwargs)
+
+        KernelFactory.__call__ = recorded
+        try:
+            options = dict(layout="rank", dtype=FP8, quantize_combine=True, tuning=Tuning(once_per_node=once))
+            rounds(seed, SHAPE, options, dict(), KINDS if once else KINDS[:1])
+            parts = tsn.zeros((tsn.size(), 64), torch.uint8)
+            AllGather(threads=32, blocks=1, once_per_node=once)(parts, parts[tsn.rank()])
+            assert not crosses_once(configure(tsn.size(), *SHAPE.values(), mode="latency"), Tuning(), tsn.size())
+        finally:
+            KernelFactory.__call__ = call
+    assert used[True] == used[False] and len(used[True]) > 3
+    assert not any("node_" in str(kernel[0]) for kernel in used[True])
 
 
 # Halves across nodes are in every run in test_metadata.py and tests/deep_ep.

@@ -28,7 +28,7 @@ public:
     fi_cq_attr cq_attr = {};
     cq_attr.format = FI_CQ_FORMAT_CONTEXT;
     cq_attr.size = 4096;
-    open(library, info, cq_attr, [this](int rc, const char* call) { check(rc, call); });
+    open(library, info, cq_attr, cq_attr.size, [this](int rc, const char* call) { check(rc, call); });
     fid_mr* mr;
     check(fi_enable(ep_.get()), "fi_enable");
     check(fi_mr_reg(domain_.get(), buffer, bytes, FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE, 0, key, 0, &mr,

@@ -130,6 +130,7 @@ py::dict properties_of(const Properties& p) {
   d["depth"] = p.depth;
   d["link_gbps"] = p.link_gbps;
   d["imm_bits"] = p.imm_bits;
+  d["immediates"] = p.immediates;
   d["device_memory"] = p.device_memory;
   d["delivery_complete"] = p.delivery_complete;
   d["ordered_messages"] = p.ordered_messages;

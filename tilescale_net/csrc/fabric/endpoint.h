@@ -1,6 +1,7 @@
 // An endpoint of libfabric with what it stands on: fabric, domain, address vector and completion queue.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 
 #include <rdma/fi_cm.h>
@@ -21,9 +22,10 @@ using Fid = std::unique_ptr<T, FidDeleter<T>>;
 class Endpoint {
 protected:
   // Opens and binds all of it; whoever opens it sets options and enables it. `check` is called with what each call
-  // returns and its name, and throws where that is not 0.
+  // returns and its name, and throws where that is not 0. Returns the size of the completion queue: what `cq_attr` asks
+  // for, or less where the device has no longer ones, but not below `least`.
   template <typename Check>
-  void open(const Library& library, fi_info* info, fi_cq_attr cq_attr, Check check);
+  size_t open(const Library& library, fi_info* info, fi_cq_attr cq_attr, size_t least, Check check);
 
   // Closed in the reverse order.
   Fid<fid_fabric> fabric_;
@@ -34,7 +36,7 @@ protected:
 };
 
 template <typename Check>
-void Endpoint::open(const Library& library, fi_info* info, fi_cq_attr cq_attr, Check check) {
+size_t Endpoint::open(const Library& library, fi_info* info, fi_cq_attr cq_attr, size_t least, Check check) {
   fid_fabric* fabric = nullptr;
   fid_domain* domain = nullptr;
   fid_av* av = nullptr;
@@ -51,13 +53,17 @@ void Endpoint::open(const Library& library, fi_info* info, fi_cq_attr cq_attr, C
   av_.reset(av);
 
   cq_attr.wait_obj = FI_WAIT_NONE;
-  check(fi_cq_open(domain, &cq_attr, &cq, nullptr), "fi_cq_open");
+  int rc = fi_cq_open(domain, &cq_attr, &cq, nullptr);
+  for (; rc && cq_attr.size > least; rc = fi_cq_open(domain, &cq_attr, &cq, nullptr))
+    cq_attr.size = std::max(least, cq_attr.size / 2);
+  check(rc, "fi_cq_open");
   cq_.reset(cq);
 
   check(fi_endpoint(domain, info, &ep, nullptr), "fi_endpoint");
   ep_.reset(ep);
   check(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind (address vector)");
   check(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind (completion queue)");
+  return cq_attr.size;
 }
 
 } // namespace tsn::fabric

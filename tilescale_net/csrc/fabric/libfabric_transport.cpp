@@ -53,7 +53,8 @@ LibfabricTransport::LibfabricTransport(const TransportOptions& options)
   p.inject_bytes = rail.inject_bytes();
   p.depth = rail.depth();
   p.imm_bits = 32;
-  p.immediates = options.immediates;
+  p.immediates = rail.immediates();
+  for (const auto& each : rails_) p.immediates = std::min(p.immediates, each->immediates());
   p.delivery_complete = selection_.delivery_complete;
   p.ordered_messages = (info->tx_attr->msg_order & FI_ORDER_SAS) && (info->rx_attr->msg_order & FI_ORDER_SAS);
   p.emulated_write = rail.emulated_write();

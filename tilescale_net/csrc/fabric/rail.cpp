@@ -9,13 +9,21 @@
 
 #include "provider.h"
 
-// Version of the headers compiled against: newer options are compiled only where they exist.
-#define TSN_FI_HEADERS FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION)
-#if TSN_FI_HEADERS >= FI_VERSION(1, 18) && __has_include(<rdma/fi_ext_efa.h>)
-#include <rdma/fi_ext_efa.h>
+namespace tsn::fabric {
+namespace {
+
+// Options of endpoints by their numbers, which are part of the library's interface: what is built with headers older
+// than the library that it runs with must set them, too. Their names are FI_OPT_EFA_RNR_RETRY, …_EMULATED_WRITE,
+// …_USE_UNSOLICITED_WRITE_RECV, FI_OPT_CUDA_API_PERMITTED, …_MAX_MSG_SIZE, …_MAX_RMA_SIZE and …_INJECT_MSG_SIZE.
+constexpr int kEfa = -(0xefa << 16), kRnrRetry = kEfa, kEmulatedWrite = kEfa + 2, kUnsolicitedWriteReceives = kEfa + 8;
+constexpr int kCudaApiPermitted = 10, kMaxMsgSize = 12, kMaxRmaSize = 14, kInjectMsgSize = 16;
+#if FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION) >= FI_VERSION(2, 0)
+static_assert(kRnrRetry == FI_OPT_EFA_RNR_RETRY && kEmulatedWrite == FI_OPT_EFA_EMULATED_WRITE &&
+              kCudaApiPermitted == FI_OPT_CUDA_API_PERMITTED && kMaxMsgSize == FI_OPT_MAX_MSG_SIZE &&
+              kMaxRmaSize == FI_OPT_MAX_RMA_SIZE && kInjectMsgSize == FI_OPT_INJECT_MSG_SIZE);
 #endif
 
-namespace tsn::fabric {
+} // namespace
 
 std::string Rail::where() const {
   return "provider '" + provider_name(info_) + "', interface '" + std::string(info_->domain_attr->name) + "'";
@@ -74,45 +82,40 @@ void Rail::open(uint32_t immediates) {
   fi_cq_attr cq_attr = {};
   cq_attr.format = FI_CQ_FORMAT_DATA;
   // Immediates arrive unasked: room for them beyond what this side can have outstanding.
-  cq_attr.size = depth_ + receives_ + immediates;
-  Endpoint::open(library_, info_, cq_attr, [this](int rc, const char* call) { check(rc, call); });
+  const uint32_t ours = depth_ + receives_;
+  cq_attr.size = ours + immediates;
+  immediates_ = static_cast<uint32_t>(
+      Endpoint::open(library_, info_, cq_attr, ours + 1, [this](int rc, const char* call) { check(rc, call); }) - ours);
   set_endpoint_options();
 }
 
-// Options that only hardware providers know; older headers lack them, older libraries refuse them.
+// Options that only hardware providers know; older libraries refuse them.
 void Rail::set_endpoint_options() {
+  const auto set = [&](int name, const auto& value) {
+    return fi_setopt(&ep_->fid, FI_OPT_ENDPOINT, name, &value, sizeof value);
+  };
+  const auto get = [&](int name, auto* value) {
+    size_t bytes = sizeof *value;
+    return fi_getopt(&ep_->fid, FI_OPT_ENDPOINT, name, value, &bytes) == 0;
+  };
   const bool efa = std::string(info_->fabric_attr->prov_name) == "efa";
-  // A write's immediate shall take a posted receive, so that the sender feels a queue that nobody empties. The option
-  // is FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV: by its number, since it is an enumerator that only new headers have.
-  if (efa && imm_consumes_) {
-    constexpr int kUnsolicitedWriteReceives = -(0xefa << 16) + 8;
-    bool unsolicited = false;
-    fi_setopt(&ep_->fid, FI_OPT_ENDPOINT, kUnsolicitedWriteReceives, &unsolicited, sizeof unsolicited);
-  }
-#if TSN_FI_HEADERS >= FI_VERSION(1, 18)
+  // A write's immediate shall take a posted receive, so that the sender feels a queue that nobody empties.
+  if (efa && imm_consumes_) set(kUnsolicitedWriteReceives, false);
   // A kernel that waits for a put would deadlock with a provider that calls CUDA in its data path: forbid it, and where
   // the provider cannot do without, go through staging instead. An unknown option means an old provider: keep it.
   if (device_memory_) {
-    bool permitted = false;
-    const int rc = fi_setopt(&ep_->fid, FI_OPT_ENDPOINT, FI_OPT_CUDA_API_PERMITTED, &permitted, sizeof permitted);
+    const int rc = set(kCudaApiPermitted, false);
     if (rc == -FI_EOPNOTSUPP || rc == -FI_EINVAL) device_memory_ = false;
   }
   if (!efa) return;
-  size_t forever = 7; // SRD retries "receiver not ready" without end: flow control instead of an error
-  fi_setopt(&ep_->fid, FI_OPT_ENDPOINT, FI_OPT_EFA_RNR_RETRY, &forever, sizeof forever);
+  set(kRnrRetry, size_t{7}); // SRD retries "receiver not ready" without end: flow control instead of an error
   bool emulated = false;
-  size_t bytes = sizeof emulated;
-  if (!fi_getopt(&ep_->fid, FI_OPT_ENDPOINT, FI_OPT_EFA_EMULATED_WRITE, &emulated, &bytes)) emulated_write_ = emulated;
-#if TSN_FI_HEADERS >= FI_VERSION(2, 0)
+  if (get(kEmulatedWrite, &emulated)) emulated_write_ = emulated;
   // Where the limits of messages and of RMA differ, the endpoint's attributes tell the larger one only.
   size_t limit = 0;
-  bytes = sizeof limit;
-  if (!fi_getopt(&ep_->fid, FI_OPT_ENDPOINT, FI_OPT_MAX_MSG_SIZE, &limit, &bytes) && limit) max_send_ = limit;
-  if (!fi_getopt(&ep_->fid, FI_OPT_ENDPOINT, FI_OPT_MAX_RMA_SIZE, &limit, &bytes) && limit) max_rma_ = limit;
-  if (!fi_getopt(&ep_->fid, FI_OPT_ENDPOINT, FI_OPT_INJECT_MSG_SIZE, &limit, &bytes))
-    inject_ = static_cast<uint32_t>(std::min<size_t>(inject_, limit));
-#endif
-#endif
+  if (get(kMaxMsgSize, &limit) && limit) max_send_ = limit;
+  if (get(kMaxRmaSize, &limit) && limit) max_rma_ = limit;
+  if (get(kInjectMsgSize, &limit)) inject_ = static_cast<uint32_t>(std::min<size_t>(inject_, limit));
 }
 
 void Rail::FreeSlots::reset(uint32_t capacity) {

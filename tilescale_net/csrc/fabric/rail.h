@@ -52,6 +52,7 @@ public:
   uint32_t max_message() const { return max_message_; }
   uint64_t max_send() const { return max_send_; }
   uint64_t max_rma() const { return max_rma_; }
+  uint32_t immediates() const { return immediates_; } // that the completion queue has room for
   bool emulated_write() const { return emulated_write_; }
   bool device_memory() const { return device_memory_; }
   // Stops all traffic; operations still outstanding are forgotten.
@@ -152,6 +153,7 @@ private:
   bool virtual_addresses_ = false, mr_endpoint_ = false, prov_key_ = false, wide_keys_ = false, pool_ = false,
        imm_consumes_ = false;
   bool emulated_write_ = false, device_memory_ = false;
+  uint32_t immediates_ = 0;
   uint64_t op_flags_ = 0, max_send_ = 0, max_rma_ = 0;
   uint32_t depth_ = 0, receives_ = 0, max_message_ = 0, inject_ = 0;
   size_t buffer_bytes_ = 0;

@@ -87,6 +87,15 @@ py::dict stats_of(const Proxy& proxy) {
   return d;
 }
 
+py::dict properties_of(const Proxy& p) {
+  py::dict d = fabric::properties_of(p.properties());
+  d["staged"] = p.staged();
+  d["chunk_bytes"] = p.chunk_bytes();
+  d["staging_slots"] = p.staging_slots();
+  for (const auto& [name, value] : p.sizes()) d[name.c_str()] = value;
+  return d;
+}
+
 uint32_t context_flags(const Proxy& proxy) {
   const ProxyOptions& o = proxy.options();
   return adds_are_deferred(o) ? (uint32_t)home_threads(o) << kAddMailboxShift : 0u;
@@ -140,16 +149,7 @@ void bind(py::module_& m) {
       .def("stats", &stats_of,
            "Counters since the start: operations by kind, bytes, retries, depths, and times of each stage in "
            "microseconds. Percentiles are exact to a factor of two.")
-      .def(
-          "properties",
-          [](const Proxy& p) {
-            py::dict d = fabric::properties_of(p.properties());
-            d["staged"] = p.staged();
-            d["chunk_bytes"] = p.chunk_bytes();
-            d["staging_slots"] = p.staging_slots();
-            return d;
-          },
-          "The transport in use, and how the proxy uses it.");
+      .def("properties", &properties_of, "The transport in use, and how the proxy uses it.");
 }
 
 } // namespace tsn::proxy

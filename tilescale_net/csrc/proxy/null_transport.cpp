@@ -19,6 +19,7 @@ public:
     properties_.max_write = properties_.max_send = 1ull << 40;
     properties_.max_message = o.message_bytes;
     properties_.depth = o.depth;
+    properties_.immediates = o.immediates;
     properties_.delivery_complete = true;
     properties_.device_memory = true;
     done_.reserve((size_t)properties_.depth * (size_t)properties_.rails);

@@ -62,6 +62,7 @@ public:
   uint64_t next_mark() const { return next_mark_; }
   // Every mark before this one is applied.
   uint64_t settled_marks() const { return acked_marks_; }
+  uint64_t bytes() const { return last_mark_.size() * sizeof last_mark_[0]; }
   // Chunks were numbered that no settled mark covers, or marks are unsettled.
   bool unsettled() const { return acked_groups_ != next_group_ || acked_marks_ != next_mark_; }
 
@@ -93,6 +94,7 @@ public:
   OrderWindow window() const { return window_; }
   uint64_t complete_groups() const { return base_group_; } // all before are complete
   uint64_t applied_marks() const { return base_mark_; }    // all before were handed out by next()
+  uint64_t bytes() const { return groups_.size() * sizeof(Group) + marks_.size() * sizeof(MarkRecord) + state_.size(); }
 
 private:
   struct Group {

@@ -84,6 +84,17 @@ std::vector<QueueView> Proxy::views() const {
   return out;
 }
 
+std::map<std::string, uint64_t> Proxy::sizes() const {
+  std::map<std::string, uint64_t> found;
+  for (const auto& block : memory_) found["queue_bytes"] += block->bytes();
+  for (const auto& worker : workers_) {
+    found["window_bytes"] += worker->window_bytes();
+    found["staging_bytes"] += worker->staging_bytes();
+    found["endpoints"] += (uint64_t)worker->properties().rails;
+  }
+  return found;
+}
+
 // Head and cached tail start where the consumer starts.
 void Proxy::prepare_words() {
   for (const QueueView& v : views()) {

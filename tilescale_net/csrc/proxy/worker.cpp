@@ -12,11 +12,49 @@ namespace tsn::proxy {
 namespace {
 
 constexpr uint32_t kAddressMagic = 0x74736e31;
+constexpr uint32_t kLeastImmediates = 4; // that a peer may send before it hears of them
 
 int bits_for(int n) {
   int bits = 0;
   while ((1 << bits) < n) bits++;
   return bits;
+}
+
+// The places of PEs in a list, as runs of equal steps: what every rank hears from every other then has the same length
+// whatever the number of ranks.
+void write_places(BlobWriter* w, const std::vector<int>& pes) {
+  struct Run {
+    int first, step, count;
+  };
+  std::vector<Run> runs;
+  for (const int pe : pes) {
+    Run* last = runs.empty() ? nullptr : &runs.back();
+    if (last && last->count == 1 && pe > last->first) last->step = pe - last->first;
+    if (last && pe == last->first + last->step * last->count) last->count++;
+    else runs.push_back({pe, 1, 1});
+  }
+  w->number(runs.size());
+  for (const Run& run : runs)
+    for (const int number : {run.first, run.step, run.count}) w->number((uint64_t)number);
+}
+
+// The place of `pe`, counted from 1; 0 where it has none. Throws FabricError for what write_places() has not written.
+uint64_t read_place(BlobReader* r, uint64_t n_pes, uint64_t pe, const std::string& whose) {
+  const auto bounded = [&](uint64_t least, uint64_t most) {
+    const uint64_t number = r->number();
+    if (number < least || number > most) throw FabricError(whose + " makes no sense");
+    return number;
+  };
+  uint64_t place = 0, before = 0;
+  for (uint64_t runs = bounded(0, n_pes); runs > 0; runs--) {
+    const uint64_t first = bounded(0, n_pes - 1), step = bounded(1, n_pes);
+    const uint64_t count = bounded(1, (n_pes - 1 - first) / step + 1);
+    const bool here = pe >= first && (pe - first) % step == 0 && (pe - first) / step < count;
+    if (here) place = before + (pe - first) / step + 1;
+    before += count;
+  }
+  if (place > n_pes) throw FabricError(whose + " makes no sense");
+  return place;
 }
 
 } // namespace
@@ -61,7 +99,12 @@ Worker::Worker(ProxyState* proxy_state, int index, std::unique_ptr<Transport> tr
   chunk_ = std::min(options_.chunk_bytes, p.max_write);
   staged_ = stage;
   // All peers together must fit into the completion queue of one rail.
-  immediate_limit_ = std::max(4u, p.immediates / (uint32_t)std::max(peers, 1));
+  immediate_limit_ = p.immediates / (uint32_t)std::max(peers, 1);
+  if (immediate_limit_ < kLeastImmediates)
+    throw FabricError("rank " + std::to_string(options_.rank) + ": the network's completion queue has room for " +
+                      std::to_string(p.immediates) + " immediates, too few for " + std::to_string(peers) +
+                      " PEs, which need " + std::to_string(kLeastImmediates) +
+                      " each; spread the PEs over more threads (TSN_PROXY_QUEUES and TSN_PROXY_THREADS)");
   if (stage) {
     const StagingShape shape = staging_shape(options_, peers, group_bits_, p.max_write, immediate_limit_);
     staging_ = std::make_unique<Staging>(shape, peers, cuda);
@@ -117,7 +160,11 @@ std::string Worker::address() const {
   w.text(staging_ ? transport_->region_key(receive_region_) : transport_->region_key(heap_region_));
   w.number(staging_ ? staging_->shape().slot_bytes : 0);
   w.number(staging_ ? staging_->shape().slots_per_peer : 0);
-  for (int pe = 0; pe < options_.n_pes; pe++) w.number((uint64_t)(peer_index_[(size_t)pe] + 1));
+  std::vector<int> served(
+      (size_t)std::count_if(peers_.begin(), peers_.end(), [](const auto& s) { return s != nullptr; }));
+  for (int pe = 0; pe < options_.n_pes; pe++)
+    if (peer_index_[(size_t)pe] >= 0) served[(size_t)peer_index_[(size_t)pe]] = pe;
+  write_places(&w, served);
   w.number(immediate_limit_);
   return w.take();
 }
@@ -140,12 +187,8 @@ void Worker::connect(int peer, const std::string& address) {
   s->chunk = chunk_;
   const uint64_t slot_bytes = r.number();
   const uint64_t slots = r.number();
-  uint64_t mine = 0;
-  for (int pe = 0; pe < options_.n_pes; pe++) {
-    const uint64_t place = r.number();
-    if (pe == options_.rank) mine = place;
-  }
-  if (mine > (uint64_t)options_.n_pes) throw FabricError(us + ": the proxy address of " + them + " makes no sense");
+  const uint64_t mine =
+      read_place(&r, (uint64_t)options_.n_pes, (uint64_t)options_.rank, us + ": the proxy address of " + them);
   if (mine == 0) throw FabricError(them + " does not serve " + us + ": do all ranks see the same topology?");
   s->immediate_limit = r.number();
   if (s->immediate_limit < 1 || s->immediate_limit > UINT32_MAX)
@@ -165,6 +208,13 @@ void Worker::connect(int peer, const std::string& address) {
   s->their_slots = (uint32_t)slots;
   s->has_credit.assign(slots, 1);
   for (uint64_t i = slots; i > 0; i--) s->credits.push_back((uint16_t)(i - 1));
+}
+
+uint64_t Worker::window_bytes() const {
+  uint64_t bytes = 0;
+  for (const auto& s : peers_)
+    if (s) bytes += s->out.bytes() + s->in.bytes();
+  return bytes;
 }
 
 void Worker::fail(const std::string& kind, const std::string& text, int pe, const std::string& operation,

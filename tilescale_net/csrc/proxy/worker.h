@@ -48,6 +48,9 @@ public:
   const Properties& properties() const { return properties_; }
   bool staged() const { return staged_; }
   uint64_t chunk_bytes() const { return chunk_; }
+  // What it takes for its peers: windows, and slots of both directions.
+  uint64_t window_bytes() const;
+  uint64_t staging_bytes() const { return staging_ ? staging_->send.bytes() + staging_->receive.bytes() : 0; }
   uint32_t staging_slots() const { return staging_ ? staging_->shape().send_slots : 0; } // 0: nothing is staged
 
 private:
