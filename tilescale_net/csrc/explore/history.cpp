@@ -157,8 +157,7 @@ void History::seen(const uint64_t* word, const Condition& condition, bool looks,
     const Change& c = changes[i];
     if (is_earlier(c.event, before)) continue;
     if (i >= last && !looks && c.kind != Change::other && are_earlier(led_to, c.past)) continue; // as in `change`
-    if (condition.holds(c.kind == Change::add ? *word - c.value : c.before))
-      races_.push_back({c.event, apart_});
+    if (condition.holds(c.kind == Change::add ? *word - c.value : c.before)) races_.push_back({c.event, apart_});
     past = joined(past, c.past);
   }
   const uint64_t place = reinterpret_cast<uint64_t>(word) / 4;
