@@ -42,7 +42,11 @@ def parse():
         help="of throughput mode (8,12,24; simulator 2)",
     )
     parser.add_argument("--tokens", type=positive_int, metavar="N", help="per rank (4096; in latency mode 128)")
-    for name, text in (("hidden", "elements of a row (7168)"), ("topk", "choices per token (8)"), ("experts", "of all (256)")):
+    for name, text in (
+        ("hidden", "elements of a row (7168)"),
+        ("topk", "choices per token (8)"),
+        ("experts", "of all (256)"),
+    ):
         parser.add_argument(f"--{name}", type=positive_int, metavar="N", help=text)
     parser.add_argument("--no-quantised", action="store_true", help="leave out rows that travel back as FP8")
     parser.add_argument("--no-check", action="store_true", help="do not verify the data")
@@ -68,7 +72,9 @@ def cases(args) -> list[dict]:
         for layout in ["expert"] if latency else args.layout:
             for blocks in [0] if latency else args.blocks:  # 0: as many as there are
                 for dtype in args.dtype:
-                    back = ["bf16"] + ["fp8"] * (blocks == max(args.blocks) and dtype == "fp8" and not args.no_quantised)
+                    back = ["bf16"] + ["fp8"] * (
+                        blocks == max(args.blocks) and dtype == "fp8" and not args.no_quantised
+                    )
                     found += [dict(mode=mode, layout=layout, blocks=blocks, dtype=dtype, back=b) for b in back]
     return found
 

@@ -43,14 +43,21 @@ def objects(args) -> dict:
     }
 
 
+def inputs(args, device) -> tuple:
+    """Rows, choices and weights."""
+    import torch
+
+    x = torch.randn((args.tokens, args.hidden), device=device).to(torch.bfloat16)
+    chosen = torch.rand((args.tokens, args.experts), device=device).topk(args.top_k, 1)[1]
+    return x, chosen, torch.rand((args.tokens, args.top_k), device=device)
+
+
 def calls_of(op, args) -> dict:
     """Name of each column and a function that makes its calls."""
     import torch
 
     device = op.device
-    x = torch.randn((args.tokens, args.hidden), device=device).to(torch.bfloat16)
-    chosen = torch.rand((args.tokens, args.experts), device=device).topk(args.top_k, 1)[1]
-    weights = torch.rand((args.tokens, args.top_k), device=device)
+    x, chosen, weights = inputs(args, device)
     received = op.dispatch(x, chosen, weights)
     y, handle = torch.zeros(received.x.shape, dtype=torch.bfloat16, device=device), received.handle
 
@@ -67,6 +74,27 @@ def calls_of(op, args) -> dict:
     return calls
 
 
+def calls_of_deep_ep(args, fp8: bool) -> dict:
+    """The same of low-latency calls in DeepEP's words, which bring weights at combine."""
+    import torch
+
+    import tilescale_net as tsn
+    from tilescale_net.deep_ep import Buffer
+
+    buffer, (x, chosen, weights) = Buffer(), inputs(args, tsn.device())
+
+    def dispatch():
+        return buffer.low_latency_dispatch(x, chosen, args.tokens, args.experts, use_fp8=fp8)
+
+    rows, _, handle, *_ = dispatch()
+    y = torch.zeros((rows[0] if fp8 else rows).shape, dtype=torch.bfloat16, device=x.device)
+
+    def combine(handle=handle):
+        buffer.low_latency_combine(y, chosen, weights, handle)
+
+    return {"dispatch": dispatch, "combine": combine, "both": lambda: combine(dispatch()[2])}
+
+
 def cost(call, calls: int, synchronize) -> float:
     """Microseconds that the calling thread works per call: what else the processors do does not count."""
     spent = 0.0
@@ -81,9 +109,11 @@ def cost(call, calls: int, synchronize) -> float:
 
 def timed_calls(args, suffix: str) -> dict:
     """What is timed, by row and column; each has been called, so that nothing is left to be made."""
+    rows = {name: calls_of(op, args) for name, op in objects(args).items()}
+    rows |= {f"deep_ep, low latency, {dtype}": calls_of_deep_ep(args, dtype == "FP8") for dtype in ("BF16", "FP8")}
     runs = {}
-    for name, op in objects(args).items():
-        for what, call in calls_of(op, args).items():
+    for name, calls in rows.items():
+        for what, call in calls.items():
             call()
             runs[name, f"{what}{suffix}_us"] = call
     return runs

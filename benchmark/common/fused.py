@@ -1,5 +1,7 @@
 """What the benchmarks of fused matrix products share: flags, sides measured by turns, the table."""
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -127,6 +127,16 @@ def host_costs(run: Callable[[str], dict]) -> str:
     return markdown(head, [[r["what"], f"{r['both_us']:.1f}", f"{r['both_all_us']:.1f}"] for r in rows], 1)
 
 
+def moe_calls(run: Callable[[str], dict]) -> str:
+    times = ("dispatch", "cached", "agreeing", "combine", "graph", "host", "wall")
+    lines = []
+    for r in run("moe_calls")["tables"][0]["rows"]:
+        places = [r["mode"], r["layout"], r["blocks"] or "all", r["dtype"], r["back"]]
+        lines.append([*places, *(f"{r[name]:.1f}" if r.get(name) is not None else "" for name in times)])
+    head = ["mode", "rows by", "blocks", "dispatch of", "combine of", "dispatch (us)", "cached (us)", "difference (us)"]
+    return markdown([*head, "combine (us)", "both, graph (us)", "both, host (us)", "both, wall (us)"], lines, 5)
+
+
 def moe_layers(run: Callable[[str], dict]) -> str:
     head = ["part", "tokens", "choices of a token", "blocks", "at once (us)", "one after the other (us)", "ratio"]
     head += ["products alone (us)", "torch grouped_mm alone (us)", "communication alone (us)"]
@@ -142,6 +152,7 @@ def moe_layers(run: Callable[[str], dict]) -> str:
 
 
 TABLES = {
+    "moe-calls": moe_calls,
     "moe-layers": moe_layers,
     "fused-calls-fp8": fused_calls_of_eight_bits,
     "moe-host": host_costs,

@@ -57,6 +57,8 @@ class AllToAll(Participant):
             layout "rank": all places for rows are.
         scale_words: 4-byte words of scales of an FP8 row; default a float32 per 128 elements. Others are scales per token
             (1) or packed exponents: rows must then come with their scales.
+        column_scales: latency mode, FP8: scales that dispatch gives, and those of `out`, lie by column: rows of an expert next to
+            one another, as many grouped products read them. Their shape is the same.
         expert_capacity: rows that an expert takes of each rank's tokens at most, as models with a capacity factor say it: a
             choice too many is dropped at its source and counts as none, `Dispatched.dropped` tells which. `capacity` is then
             what cannot be exceeded, unless it is given.
@@ -90,17 +92,15 @@ class AllToAll(Participant):
         combine_dtype: torch.dtype | None = None, quantize_combine: bool = False, zero_copy: bool = True,
         scale_words: int | None = None, expert_capacity: int | None = None, drop: str = "position",
         tile_rows: int | None = None, active: list[bool] | None = None, warm_up: bool | None = None, tuning: Tuning | None = None,
-        grow: bool = False, arena: Arena | None = None, group: tsn.Group = None,
+        column_scales: bool = False, grow: bool = False, arena: Arena | None = None, group: tsn.Group = None,
     ):  # fmt: skip
         world = tsn.world(group if arena is None or group is not None else arena.world)
         if arena is not None and (grow or arena.world is not world):
-            raise ValueError(
-                "AllToAll: an arena has memory of its own, of one group; give neither grow nor another group"
-            )
+            raise ValueError("AllToAll: an arena has memory and a group of its own; give neither grow nor a group")
         self.config = config = configure(
             world.size, num_experts, max_tokens, hidden, top_k, dtype, mode, layout=layout, alignment=alignment,
             capacity=capacity, combine_dtype=combine_dtype, quantize_combine=quantize_combine, zero_copy=zero_copy,
-            scale_words=scale_words, expert_capacity=expert_capacity, drop=drop, tile_rows=tile_rows,
+            scale_words=scale_words, expert_capacity=expert_capacity, drop=drop, tile_rows=tile_rows, column_scales=column_scales,
         )  # fmt: skip
         tuned.of(world, "AllToAll")  # all ranks meet here the first time, whatever they were given
         self.tuning = tuning = (tuning or chosen(config, world)).resolved(config, world.device)

@@ -153,7 +153,7 @@ class ArgumentChecks:
         rows, scales = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
         named: list[tuple] = [(rows, (c.dtype,), self._shape)]
         if c.dtype == FP8:
-            named.append((scales, SCALE_DTYPES, (*self._shape[:-1], c.scale_words)))
+            named.append((self._in_memory(scales), SCALE_DTYPES, (*self._shape[:-2], *self._scales_shape)))
         for tensor, dtypes, shape in named:
             check_tensor("out", tensor, self._device, dtypes, shape)
             if self._symmetric and not 0 <= tensor.data_ptr() - self._heap.base <= self._heap.size - tensor.nbytes:
@@ -164,6 +164,17 @@ class ArgumentChecks:
                     ),
                 )
         return rows, scales
+
+    @property
+    def _scales_shape(self) -> tuple[int, int]:
+        """Of the scales of an output, as they lie in memory, at the end."""
+        shape = self._shape[-2], self._c.scale_words
+        return shape[::-1] if self._c.column_scales else shape
+
+    def _in_memory(self, scales):
+        """Scales as they lie in memory: by column, if the object has them so."""
+        by_column = self._c.column_scales and isinstance(scales, torch.Tensor) and scales.dim() > 1
+        return scales.transpose(-2, -1) if by_column else scales
 
     def handle(self, handle, membership: tuple, pending) -> Handle:
         """A handle that this object can use.

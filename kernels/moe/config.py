@@ -24,6 +24,7 @@ class Traits:
         weighs_rows: combine takes weights of expert-major rows, and brings numbers of them back.
         weighs_choices: combine takes weights of the choices.
         counts_tiles: dispatch tells which tiles are there, and combine sends those that are.
+        orders_scales: dispatch stores scales by column, if asked.
     """
 
     layouts: tuple[str, ...] = LAYOUTS
@@ -33,12 +34,15 @@ class Traits:
     weighs_rows: bool = False
     weighs_choices: bool = False
     counts_tiles: bool = False
+    orders_scales: bool = False
 
 
 # What the host's checks know of each mode; implementations.py names its class.
 MODES = {
     "throughput": Traits(reuses_plan=True, weighs_rows=True, counts_tiles=True),
-    "latency": Traits(layouts=("expert",), max_tokens=1024, quantises_rows=True, weighs_choices=True),
+    "latency": Traits(
+        layouts=("expert",), max_tokens=1024, quantises_rows=True, weighs_choices=True, orders_scales=True
+    ),
 }
 
 
@@ -63,6 +67,7 @@ class Config:
     expert_capacity: int | None = None
     drop: str = DROPS[0]
     tile_rows: int | None = None
+    column_scales: bool = False
 
     def __post_init__(self):
         whole = ["num_experts", "max_tokens", "hidden", "top_k", "alignment", "capacity"]
@@ -103,6 +108,11 @@ class Config:
             raise ValueError(f'AllToAll: layout "{self.layout}" exists in {has} mode only')
         if self.tile_rows is not None:
             self._check_tiles()
+        if not isinstance(self.column_scales, bool):
+            raise TypeError(f"AllToAll: column_scales is {self.column_scales!r}; it must be True or False")
+        if self.column_scales and not (self.traits.orders_scales and self.scale_words):
+            has = " and ".join(m for m, t in MODES.items() if t.orders_scales)
+            raise ValueError(f"AllToAll: column_scales goes with float8_e4m3fn rows in {has} mode")
 
     def _check_tiles(self) -> None:
         if not self.traits.counts_tiles or self.layout != "expert":
@@ -169,7 +179,7 @@ def default_capacity(
 def configure(
     ranks, num_experts, max_tokens, hidden, top_k, dtype=torch.bfloat16, mode="throughput", *, layout="expert", alignment=1,
     capacity=None, combine_dtype=None, quantize_combine=False, zero_copy=True, scale_words=None, expert_capacity=None,
-    drop=DROPS[0], tile_rows=None,
+    drop=DROPS[0], tile_rows=None, column_scales=False,
 ) -> Config:  # fmt: skip
     """The configuration, with the defaults that depend on others filled in."""
     if combine_dtype is None:
@@ -181,7 +191,7 @@ def configure(
         scale_words = groups_of(hidden) if known else 0
     return Config(
         ranks, num_experts, max_tokens, hidden, top_k, dtype, mode, layout, alignment, capacity, combine_dtype,
-        quantize_combine, zero_copy, scale_words, expert_capacity, drop, tile_rows,
+        quantize_combine, zero_copy, scale_words, expert_capacity, drop, tile_rows, column_scales,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from tilescale_net.kernels.moe.wire_layout import COUNT_BITS
 @tsn.jit(name="moe::dispatch_latency", pass_configs=EXPLICIT_SYNC)
 def dispatch_latency(
     ranks, experts, top_k, max_tokens, row_words, scale_words, source_dtype, sends, receives, blocks, threads, index_dtype,
-    absent=0, timed=False, nodes=0, slots=0,
+    absent=0, timed=False, nodes=0, slots=0, column_scales=False,
 ):  # fmt: skip
     """Kernel that sends, receives, or both.
 
@@ -41,6 +41,8 @@ def dispatch_latency(
         absent: how many more blocks the launch geometry has than this call; block 0 counts for them.
         timed: whether to add up for how long the half that receives waits for each rank.
         nodes, slots: see Nodes; 0: each message goes to its ranks straight.
+        column_scales: received scales are [local experts * scale_words, ranks * max_tokens], of an expert one row after the
+            other of a word's.
 
     Parameters of the kernel (int32 unless said):
         x [rows, row_words], or [rows, hidden] of `source_dtype`; x_scales [rows, scale_words] float32 as words.
@@ -64,7 +66,7 @@ def dispatch_latency(
     msg, head, local = s.message, s.header, s.local
     scale_width = max(scale_words, 1)
     rows, scale_rows, choices, slot_rows = (T.dynamic(n) for n in ("rows", "scale_rows", "choices", "slot_rows"))
-    scale_capacity = T.dynamic("scale_capacity")
+    scale_capacity, scales_width = T.dynamic("scale_capacity"), s.capacity if column_scales else scale_width
 
     # Longer than 120 lines: parameters and variables that senders and receivers have in common; their work is in macros.
     @T.prim_func
@@ -94,7 +96,7 @@ def dispatch_latency(
         status: T.Tensor((STATUS_WORDS,), "int64"),
         token_slot: T.Tensor((slot_rows, R), "int32"),
         out: T.Tensor((local * s.capacity, row_words), "int32"),
-        out_scales: T.Tensor((scale_capacity, scale_width), "int32"),
+        out_scales: T.Tensor((scale_capacity, scales_width), "int32"),
         counts: T.Tensor((local,), "int32"),
         targets: T.Tensor((R * M, K), "int32"),
         weights: T.Tensor((R * M, K), "float32"),
@@ -208,7 +210,7 @@ def dispatch_latency(
                         N.wait_warp(arrived[place], "ge", call)
                         steps.receive_row(
                             s, arrival, out, out_scales, targets, weights, source_token, begin, me, source, slot, place,
-                            lane,
+                            lane, column_scales,
                         )  # fmt: skip
                         if nodes:
                             over_nodes.note_carrier(s, plan, arrival, node_plan, me, source, slot, place, choice, lane)

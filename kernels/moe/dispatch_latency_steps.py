@@ -7,7 +7,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.moe.handshake import await_previous
-from tilescale_net.kernels.moe.row_ops import batch_of, copy_words, load_batch, store_batch, store_quantised
+from tilescale_net.kernels.moe.row_ops import batch_of, copy_scales, load_batch, store_batch, store_quantised
 from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, COUNT_BITS, CROWDED, NO_FAULT, Header, Message
 
 
@@ -360,7 +360,7 @@ def read_headers(
 @tsn.macro
 def receive_row(
     s, arrival, out, out_scales, targets, weights, source_token, begin, me: T.Ref, source: T.Ref, slot: T.Ref,
-    place: T.Ref, lane,
+    place: T.Ref, lane, by_column,
 ):  # fmt: skip
     """Copy the row of a message to the rows of its experts on this rank, by a warp; note them for combine."""
     K, M, local, msg, batch, words = s.top_k, s.max_tokens, s.local, s.message, s.row_batch, s.row_words
@@ -397,4 +397,4 @@ def receive_row(
             for k in T.serial(min(K, 32)):
                 landing = T.shfl_sync(target, k)
                 if landing >= 0:
-                    copy_words(out_scales, landing, arrival, place, s.scale_words, lane, words)
+                    copy_scales(out_scales, landing, arrival, place, s.scale_words, lane, words, s.capacity, by_column)

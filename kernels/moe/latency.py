@@ -98,7 +98,8 @@ class LatencyMode(Mode):
         self._new_counts = Vectors(c.local_experts, device)
         experts, *rest = self.output_shape()
         rows = Empty((*rest,), c.dtype, device)
-        scales = Empty((rest[0], c.scale_words), torch.float32, device) if c.scale_words else None
+        each = (c.scale_words, rest[0]) if c.column_scales else (rest[0], c.scale_words)
+        scales = Empty(each, torch.float32, device) if c.scale_words else None
         self._new_output = lambda: (rows(experts), scales and scales(experts))
         self._plans = self._new_plans()
 
@@ -147,6 +148,7 @@ class LatencyMode(Mode):
         kernel = dispatch_latency(
             c.ranks, c.num_experts, c.top_k, c.max_tokens, c.row_words, c.scale_words, source, phase.sends,
             phase.receives, blocks, base.threads, index_dtype, timed=timed, **self._fewer(blocks), **self._on_the_way(),
+            **self._order(),
         )  # fmt: skip
         given, forms = self.dispatch_takes + TIMED * timed, self._dispatch_forms(source, index_dtype)
         return Launch(kernel, self._dispatch_fixed, given, base.world, **forms)
@@ -155,10 +157,15 @@ class LatencyMode(Mode):
         """What tells a dispatch of gateways between nodes."""
         return {}
 
+    def _order(self) -> dict[str, bool]:
+        """What tells a dispatch of the order of received scales."""
+        return {"column_scales": True} if self._c.column_scales else {}
+
     def _dispatch_forms(self, source: str, index_dtype: str) -> dict[str, dict]:
         """As what a kernel takes tensors that are given otherwise, see `Launch`."""
         c, scales = self._c, max(self._c.scale_words, 1)
         words = {"x_scales": scales, "out": c.row_words, "out_scales": scales} | ({} if source else {"x": c.row_words})
+        words |= {"out_scales": c.ranks * c.max_tokens} if c.column_scales else {}
         nothing = {
             "x": self._no_rows[getattr(torch, source)] if source else self._no_row, "x_scales": self._no_scales,
             "topk_idx": self._no_choice.to(getattr(torch, index_dtype)), "topk_weights": self._no_weight,
@@ -222,8 +229,11 @@ class LatencyMode(Mode):
     def _results(self, out) -> tuple[torch.Tensor, torch.Tensor | None, tuple]:
         """Rows and scales for the caller; and these, with counts, as launches take them. After the plan of the call."""
         counts = self._new_counts.next(self._plans.stream)
-        rows, scales = self._new_output() if out is None else out
-        return rows, scales, (rows, scales, counts)
+        if not self._c.column_scales:
+            rows, scales = self._new_output() if out is None else out
+            return rows, scales, (rows, scales, counts)
+        rows, columns = self._new_output() if out is None else (out[0], out[1].transpose(1, 2))
+        return rows, columns.transpose(1, 2), (rows, columns, counts)
 
     def dispatch(
         self, x, scales, choices: Choices | Handle, out, phase: Phase, blocks: int, waited: torch.Tensor | None = None

@@ -89,6 +89,8 @@ class Mode(ABC):
         c, shape, device = self._c, self.output_shape(), self._base.device
         make = make or (lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
         rows = make(shape, c.dtype)
+        if c.column_scales:
+            return rows, make((*shape[:-2], c.scale_words, shape[-2]), torch.float32).transpose(-2, -1)
         return rows, make((*shape[:-1], c.scale_words), torch.float32) if c.scale_words else None
 
     @staticmethod

@@ -98,6 +98,17 @@ def copy_words(dst, dst_row, src, src_row, words, lane, offset=0):
 
 
 @tsn.macro
+def copy_scales(dst, dst_row, src, src_row, words, lane, offset, rows, by_column):
+    """As copy_words; `by_column`: the target has, for each `rows` rows, one row of theirs for each word."""
+    if by_column:
+        for i in T.serial((words + 31) // 32):
+            if i * 32 + lane < words:
+                dst[dst_row // rows * words + i * 32 + lane, dst_row % rows] = src[src_row, offset + i * 32 + lane]
+    else:
+        copy_words(dst, dst_row, src, src_row, words, lane, offset)
+
+
+@tsn.macro
 def copy_row(dst, dst_row, src, src_row, words, lane, limit):
     """Copy a row of 4-byte words, a multiple of four of them."""
     batch = batch_of(words // 4, limit)

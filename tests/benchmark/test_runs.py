@@ -110,7 +110,7 @@ def test_moe_host(tmp_path):
     done = launch("moe_host.py", "--calls", "2", "--warmup", "0", "--repeat", "1", "--json", str(path), GPUS="1")
     assert done.returncode == 0, done.stderr
     rows = rows_of(path)
-    assert len(rows) == 4 and all(row["both_us"] > 0 for row in rows)
+    assert len(rows) == 6 and all(row["both_us"] > 0 for row in rows)
 
 
 def test_large_copy(tmp_path):

@@ -13,6 +13,7 @@ import tilescale_net.deep_ep
 from tests import ranks
 from tests.deep_ep.support import EXPERTS, HIDDEN, TOP_K, Inputs, difference, plain_rows
 from tests.kernels.moe import reference
+from tilescale_net.kernels.moe import AllToAll
 from tilescale_net.runtime import worlds
 
 
@@ -146,6 +147,32 @@ def _low_latency(buffer, group) -> None:
             assert difference(found.float(), wanted) < (9e-4 if use_fp8 else 1e-5)
 
 
+def _by_column(group) -> None:
+    """Scales that lie by column, in memory of the caller, are those that lie by row."""
+    inputs, device = Inputs(group, 7, 3), tsn.device(group)
+    sizes = (EXPERTS, 12, HIDDEN, TOP_K, torch.float8_e4m3fn, "latency")
+    ops = [AllToAll(*sizes, column_scales=by_column, group=group) for by_column in (False, True)]
+    wanted = ops[0].dispatch(inputs.random, inputs.topk_idx)
+    rows, scales = ops[1].empty_output()
+    found = ops[1].dispatch(inputs.random, inputs.topk_idx, out=(rows, scales))
+    assert found.scales.shape == wanted.scales.shape and scales.stride() == found.scales.stride() == (4 * 24, 1, 24)
+    assert found.scales.data_ptr() == scales.data_ptr() and found.x is rows
+    for e, n in enumerate(inputs.counts):
+        assert torch.equal(found.scales[e, :n], wanted.scales[e, :n])
+        assert torch.equal(found.x[e, :n].view(torch.uint8), wanted.x[e, :n].view(torch.uint8))
+    with pytest.raises(ValueError, match="out has strides"):
+        ops[1].dispatch(inputs.random, inputs.topk_idx, out=(rows, scales.contiguous()))
+    y = torch.ones(rows.shape, dtype=torch.bfloat16, device=device)
+    assert torch.equal(ops[1].combine(y, found.handle), ops[0].combine(y, wanted.handle))
+    for op in ops:
+        op.free()
+    for wrong in (dict(mode="throughput"), dict(mode="latency", dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="column_scales goes with float8_e4m3fn rows in latency mode"):
+            AllToAll(
+                EXPERTS, 12, HIDDEN, TOP_K, **{"dtype": torch.float8_e4m3fn} | wrong, column_scales=True, group=group
+            )
+
+
 def _waiting(buffer, group) -> None:
     """Who waits for a rank that comes late counts it for that rank, on top of what was there; other calls do not."""
     inputs = Inputs(group, 5, 3)
@@ -214,6 +241,7 @@ def _program(which: str) -> None:
         else:
             buffer.clean_low_latency_buffer(12, HIDDEN, EXPERTS)
             _low_latency(buffer, group)
+            _by_column(group)
             _waiting(buffer, group)
         buffer.destroy()
         buffer.destroy()

@@ -7,10 +7,14 @@
 docs/integrations.md says how frameworks are set up, and what is not supported.
 """
 
+import torch
+
 from tilescale_net.deep_ep.buffer import Buffer
 from tilescale_net.deep_ep.config import Config
 from tilescale_net.deep_ep.elastic import ElasticBuffer, EPHandle
 from tilescale_net.deep_ep.event import EventHandle, EventOverlap
 from tilescale_net.deep_ep.replacement import install
 
-__all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "install"]
+topk_idx_t = torch.int64  # of choices; int32 is taken too
+
+__all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "install", "topk_idx_t"]

@@ -132,9 +132,16 @@ class ElasticBuffer:
 
     get_logical_domain_size = get_physical_domain_size
 
-    def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
-        """Blocks of a kernel where a call does not say; measured, not computed."""
+    def get_theoretical_num_sms(
+        self, num_experts: int, num_topk: int, num_scaleout_topk: int = 0, rdma_gbs: float = 0, nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200, sm_write_gbs: float = 50,
+    ) -> int:  # fmt: skip
+        """Blocks of a kernel where a call does not say; measured, not computed from bandwidths."""
         return NUM_SMS
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """0: there are no queue pairs to choose."""
+        return 0
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 

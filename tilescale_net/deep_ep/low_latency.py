@@ -35,10 +35,32 @@ class Routing:
         return self._buffer
 
 
-def _column_major(scales: torch.Tensor) -> torch.Tensor:
-    """Memory for scales [experts, rows, groups] whose rows are next to one another."""
+class LowLatencyHandle(tuple):
+    """DeepEP's handle of a low-latency dispatch.
+
+    Its second part, begin << 32 | count of each rank's rows of each expert, takes some small kernels and few callers look at
+    it: it is made from the counts, [local experts, ranks] int32, when somebody asks for it, after the dispatch has ended.
+    """
+
+    __slots__ = ()
+
+    def __getitem__(self, at):
+        return tuple(self)[at] if isinstance(at, slice) or at in (1, 1 - len(self)) else super().__getitem__(at)
+
+    def __iter__(self):
+        for place, part in enumerate(super().__iter__()):
+            yield _ranges(part) if place == 1 else part
+
+
+def _ranges(counts: torch.Tensor) -> torch.Tensor:
+    counts = counts.long()
+    return (counts.cumsum(1) - counts) << 32 | counts
+
+
+def _for_exponents(scales: torch.Tensor) -> torch.Tensor:
+    """Memory for four scales of [experts, rows, groups] to an int32, whose rows are next to one another."""
     experts, rows, groups = scales.shape
-    return torch.empty((experts, groups, rows), dtype=scales.dtype, device=scales.device).transpose(1, 2)
+    return torch.empty((experts, groups // 4, rows), dtype=torch.int32, device=scales.device).transpose(1, 2)
 
 
 def _nothing(ranks: int, tokens: int, sizes: tuple, device) -> Dispatched:
@@ -48,7 +70,8 @@ def _nothing(ranks: int, tokens: int, sizes: tuple, device) -> Dispatched:
 
     plan = ReceivedRows.of_nobody(tokens, ranks, max_tokens, local, top_k, device=device)
     x = torch.zeros((local, rows, hidden), dtype=dtype, device=device)
-    scales = x.new_zeros((local, rows, hidden // GROUP), dtype=torch.float32) if dtype == torch.float8_e4m3fn else None
+    fp8, groups = dtype == torch.float8_e4m3fn, hidden // GROUP
+    scales = x.new_zeros((local, groups, rows), dtype=torch.float32).transpose(1, 2) if fp8 else None
     counts = x.new_zeros(local, dtype=torch.int32)
     return Dispatched(x, scales, counts, None, None, None, None, Handle((), plan, ()))
 
@@ -86,17 +109,12 @@ def dispatch(
     void = masks.begin_dispatch()
     op, pending, received, members = nothing() if void else masks.survive(send, nothing)
     plan = received.handle.plan
-    layout = torch.empty(plan.source_counts.shape, dtype=torch.int64, device=x.device)
-    out_scales = None
-    if use_fp8:
-        packed = received.scales.new_empty((*received.scales.shape[:2], hidden // 512), dtype=torch.int32)
-        out_scales = _column_major(packed if use_ue8m0 else received.scales)
+    packs = use_fp8 and use_ue8m0
+    out_scales = _for_exponents(received.scales) if packs else received.scales
 
     def finish() -> None:
-        counts = plan.source_counts.long()
-        layout.copy_((counts.cumsum(1) - counts) << 32 | counts)
-        if out_scales is not None:
-            out_scales.copy_(scaling.packed(received.scales) if use_ue8m0 else received.scales)
+        if packs:
+            out_scales.copy_(scaling.packed(received.scales))
         if stats is not None:
             stats.add_(received.counts)
 
@@ -113,7 +131,8 @@ def dispatch(
     if not in_halves:
         finish()
     rows = received.x if out_scales is None else (received.x, out_scales)
-    handle = (plan.source_token, layout, max_tokens, hidden, num_experts, Routing(sizes, received, members))
+    routing = Routing(sizes, received, members)
+    handle = LowLatencyHandle((plan.source_token, plan.source_counts, max_tokens, hidden, num_experts, routing))
     return rows, received.counts, handle, hook if in_halves else None
 
 

@@ -115,6 +115,7 @@ class Objects:
                 of one serve the others.
         """
         sizes, options = (num_experts, max_tokens, hidden, top_k, dtype, "latency"), dict(combine_dtype=torch.bfloat16)
+        options |= dict(column_scales=True) if dtype == torch.float8_e4m3fn else {}
         for number in range(IN_FLIGHT):
             op = self._object(sizes, options, number)
             if kind not in op.under_way:
