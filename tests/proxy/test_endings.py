@@ -10,10 +10,8 @@ SHARED = ["threads=2", "peer_threads=2"]
 
 
 def end(folder, library, provider, how, rounds, timeout, threads=()):
-    for status, output in finish(
-        start(folder, "endings", 3, library, provider, how, f"rounds={rounds}", *threads), timeout=timeout
-    ):
-        assert status == 0, output
+    ended = finish(start(folder, "endings", 3, library, provider, how, f"rounds={rounds}", *threads), timeout=timeout)
+    assert not any(status for status, _ in ended), ended  # one that fails lets the others wait
 
 
 @pytest.mark.parametrize("threads", [[], SHARED], ids=["one", "shared"])

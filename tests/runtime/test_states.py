@@ -255,7 +255,7 @@ class Walk(RuleBasedStateMachine):
                 assert kind == "PeerLost" and f"rank {lost}" in said.partition(": ")[2], (rank, name, kind, said)
         Walk.job.procs[lost].kill()
         Walk.job.end()
-        Walk.job, self.state = Job(self.size), "none"
+        Walk.job, self.state, self.live, self.freed = Job(self.size), "none", [], 0
 
     def teardown(self):
         if self.state != "none":

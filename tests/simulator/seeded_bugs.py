@@ -90,8 +90,7 @@ def missing_fence(right, x, y, flag, out, pe, block, tx, n):
 def source_reused(right, x, y, flag, out, pe, block, tx, n):
     N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
     if right:
-        if tx == 0:
-            N.quiet(pe)
+        N.quiet_block(pe)
     T.sync_threads()
     for i in T.serial(T.ceildiv(M, 128)):
         if i * 128 + tx < M:

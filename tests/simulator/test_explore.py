@@ -148,6 +148,11 @@ def _equal(programs, ranks, blocks, most):
     return (reduced["states"], reduced["failure"]) == (naive["states"], "")
 
 
+def test_an_event_that_two_others_may_come_before():
+    """An atomic operation and a load in one event: what arrives before the load may do so before the operation, too."""
+    assert _equal([[(ATOMIC, 0, 0, 1), (LOAD, 0, 0, 0)], [(PUT, 0, 0, 1), (ATOMIC, 0, 0, 2)]], 2, 1, 1000)
+
+
 def _compare(seeds, ranks, steps, blocks, most):
     compared = 0
     for seed in seeds:

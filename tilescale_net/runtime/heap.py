@@ -128,7 +128,7 @@ class Heap:
         self._settle = settle
         self._grow = grow
         self._allocator = Allocator(SYSTEM_BYTES, memory.size)
-        self._freed: set[StorageWeakRef] = set()  # of tensors that somebody still holds
+        self._freed: dict[StorageWeakRef, int] = {}  # offsets of tensors that somebody still holds
         self._made: dict[int, tuple[str, tuple[int, ...], torch.dtype]] = {}  # by offset: call, shape, dtype
         self.clear_system_area()
 
@@ -220,7 +220,7 @@ class Heap:
         self._memory.synchronize()
         storage = StorageWeakRef(tensor.untyped_storage())
         # Its memory may belong to another tensor by now.
-        self._freed = {freed for freed in self._freed if not freed.expired()}
+        self._freed = {freed: offset for freed, offset in self._freed.items() if not freed.expired()}
         again = storage in self._freed
         self._agree("tilescale_net.free", f"offset {offset}{', freed already' if again else ''}")
         # What still is to happen to this memory happens before it belongs to somebody else.
@@ -233,7 +233,7 @@ class Heap:
                 "already, or it is a view that does not begin where its allocation begins"
             )
         self._allocator.release(offset)
-        self._freed.add(storage)
+        self._freed[storage] = offset
         self._memory.on_free(self.base + offset)
         if self._memory.poisons:
             self._memory.bytes_tensor(offset, size).fill_(POISON)  # so that use after free is seen
@@ -249,10 +249,12 @@ class Heap:
 
     def restore(self, live: dict[int, int]) -> None:
         """Take what is live on other ranks too for given away here, after a collective call that not all have ended."""
-        for offset in sorted(live.keys() - self._allocator.live.keys()):
+        restored = live.keys() - self._allocator.live.keys()
+        for offset in sorted(restored):
             self._memory.on_allocate(self.base + offset, live[offset] - GAP, "what another rank still may use")
         self._allocator.restore(SYSTEM_BYTES, self.size, live)
-        self._freed.clear()  # what only some ranks had freed is freed by all of them
+        # What only some ranks had freed is freed by all of them.
+        self._freed = {freed: offset for freed, offset in self._freed.items() if offset not in restored}
 
     def describe(self, offset: int) -> str | None:
         """The element at a heap offset in words, such as "[2, 0] of zeros([4, 2], torch.uint64)"; None where none is."""

@@ -47,11 +47,11 @@ def counted(seed):
     x, words = tsn.zeros((32, 32)), tsn.zeros((5,), torch.uint64)
     source = whole_numbers((32, 32), torch.float32, seed, tsn.rank()).to(tsn.device())
     records = torch.arange(32, dtype=torch.int32, device=tsn.device()).view(1, 32, 1)
-    out = torch.zeros((32, 32), device=tsn.device())
+    out = tsn.zeros((32, 32))  # what comes from another node can go nowhere else
     tsn.barrier()
     count(32, 8)(x, source, records, words, out)
     tsn.synchronize()
     assert_same(out.cpu(), whole_numbers((32, 32), torch.float32, seed, tsn.rank() ^ 1), f"seed {seed}")
     tsn.barrier()
-    for tensor in (x, words):
+    for tensor in (x, words, out):
         tsn.free(tensor)

@@ -113,7 +113,7 @@ void Explorer::add_for(const Race& race, int event) {
   };
   for (int e = race.first + 1; e < event; ++e)
     if (!comes_before(race.first, first_process, job_.past_of(e))) look(e, job_.past_of(e));
-  look(event, race.past);
+  look(event, job_.past_of(event)); // all that it has touched: what it needs of those between may come after the race
   if (race.apart) initial.clear();
   for (int process : initial)
     if (node.wanted.count(process)) return;

@@ -93,7 +93,7 @@ bool History::are_earlier(const std::vector<int>& events, const Past& past) cons
 void History::learn(const std::vector<Touched>& earlier, Past& past, bool races) {
   for (const Touched& t : earlier) {
     if (t.event == now() || is_earlier(t.event, past)) continue;
-    if (races) races_.push_back({t.event, past, apart_});
+    if (races) races_.push_back({t.event, apart_});
     past = joined(past, t.past);
   }
 }
@@ -157,8 +157,7 @@ void History::seen(const uint64_t* word, const Condition& condition, bool looks,
     const Change& c = changes[i];
     if (is_earlier(c.event, before)) continue;
     if (i >= last && !looks && c.kind != Change::other && are_earlier(led_to, c.past)) continue; // as in `change`
-    if (condition.holds(c.kind == Change::add ? *word - c.value : c.before))
-      races_.push_back({c.event, before, apart_});
+    if (condition.holds(c.kind == Change::add ? *word - c.value : c.before)) races_.push_back({c.event, apart_});
     past = joined(past, c.past);
   }
   const uint64_t place = reinterpret_cast<uint64_t>(word) / 4;

@@ -48,10 +48,9 @@ struct Change {
   Past past;
 };
 
-// The event `first` could have come after the one that is under way, of which this was known before.
+// The event `first` could have come after the one that is under way.
 struct Race {
   int first;
-  Past past;
   bool apart; // it is about what threads do that the event has let go on
 };
 
