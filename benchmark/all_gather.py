@@ -1,11 +1,12 @@
 """How fast all ranks get everybody's part (all-gather), next to NCCL.
 
     GPUS=4 bash launch.sh benchmark/all_gather.py
-    GPUS=4 bash launch.sh benchmark/all_gather.py --algorithm stores,pull,bulk --blocks 16,32,64 --sizes 1M,64M
+    GPUS=4 bash launch.sh benchmark/all_gather.py --algorithm puts,stores --blocks 16,32,64 --sizes 1M,64M
 
 Size is that of the output, in bytes per rank. Without a GPU the simulator runs the same kernel, without NCCL.
 """
 
+from benchmark.common.arguments import on_gpu
 from benchmark.common.collectives import CollectiveCase, parse, run
 
 BENCH = dict(ranks=0, quick="--sizes 16K,64K --repeat 2")  # see common/suite.py
@@ -58,5 +59,6 @@ class AllGatherCase(CollectiveCase):
 
 
 if __name__ == "__main__":
-    algorithms = ("puts", "stores", "bulk", "pull")
-    run("all_gather", parse(__doc__.splitlines()[0], algorithms=algorithms), AllGatherCase)
+    algorithms = ("puts", "stores")
+    args = parse(__doc__.splitlines()[0], algorithms=algorithms, blocks=64 if on_gpu() else 16)
+    run("all_gather", args, AllGatherCase)

@@ -1,7 +1,7 @@
 """How fast all ranks exchange rows with all others (all-to-all), next to NCCL.
 
     GPUS=4 bash launch.sh benchmark/all_to_all.py
-    GPUS=4 bash launch.sh benchmark/all_to_all.py --algorithm stores,pull,bulk --blocks 16,32,64 --sizes 1M,64M
+    GPUS=4 bash launch.sh benchmark/all_to_all.py --algorithm puts,stores --blocks 16,32,64 --sizes 1M,64M
     GPUS=4 bash launch.sh benchmark/all_to_all.py --uneven
 
 Size is that of the input, in bytes per rank. With --uneven each pair exchanges a random number of rows of 1 KiB, between
@@ -11,6 +11,7 @@ kernels, without NCCL.
 
 import random
 
+from benchmark.common.arguments import on_gpu
 from benchmark.common.collectives import CollectiveCase, parse, run
 
 BENCH = dict(ranks=0, quick="--sizes 16K,64K --repeat 2")  # see common/suite.py
@@ -82,6 +83,7 @@ if __name__ == "__main__":
     args = parse(
         __doc__.splitlines()[0],
         lambda parser: parser.add_argument("--uneven", action="store_true", help="random numbers of rows per pair"),
-        algorithms=("puts", "stores", "bulk", "pull"),
+        algorithms=("puts", "stores"),
+        blocks=64 if on_gpu() else 16,
     )
     run("all_to_all", args, lambda size: AllToAllCase(size, args.uneven), heap_factor=3.5)

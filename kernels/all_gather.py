@@ -14,27 +14,25 @@ from tilescale_net.runtime.profiling import named
 
 
 @tsn.jit(name="all_gather")
-def all_gather(
-    n_pes, dtype="uint8", threads=512, blocks=16, in_place=False, spread=False, engine="auto", unroll=None, ring=None
-):
+def all_gather(n_pes, dtype="uint8", threads=512, blocks=16, in_place=False, engine="auto", unroll=None, ring=None):
     """Kernel `(out, x, tag, status, calls, ready, arrived)`: afterwards `out[p]` is the `x` of PE p, for all p; see `exchange`."""
-    return exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, split=False, in_place=in_place, spread=spread)
+    return exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, split=False, in_place=in_place)
 
 
 @tsn.jit(name="all_gather_mapped", pass_configs=EXPLICIT_SYNC)
-def all_gather_mapped(n_pes, threads=512, blocks=16, unroll=UNROLL, in_place=False, pull=False):
+def all_gather_mapped(n_pes, threads=512, blocks=16, unroll=UNROLL, in_place=False):
     """Kernel `(out, x, tag, status, calls, ready, arrived)`; see `exchange_mapped`."""
-    return exchange_mapped(n_pes, threads, blocks, unroll, split=False, in_place=in_place, pull=pull)
+    return exchange_mapped(n_pes, threads, blocks, unroll, split=False, in_place=in_place)
 
 
 class AllGather(Exchange):
     """All-gather of tensors of any dtype and size; constructed and called by all ranks.
 
     Args:
-        threads, blocks, engine, unroll, ring: see `exchange`.
+        threads, engine, unroll, ring: see `exchange`.
+        blocks: default 64; in the simulator 16.
         algorithm: "stores" to mapped PEs, where `x`, `out` and its parts are aligned to 16 bytes, else puts; "puts" always;
-            "bulk", by puts of blocks that have one PE each; "pull": mapped PEs read `x`, which is at the same place of
-            all heaps; "auto": by puts and, from `stores_from` bytes of `x`, by stores.
+            "auto": by puts and, from `stores_from` bytes of `x`, by stores.
         once_per_node: where nodes have several ranks, a part crosses the network once per node; else once per rank.
         chunk_bytes: of a part that is passed on within a node while the next bytes are under way.
         group: whose ranks these are; see `tilescale_net.world`.
@@ -48,7 +46,7 @@ class AllGather(Exchange):
         self,
         *,
         threads: int = 512,
-        blocks: int = 16,
+        blocks: int | None = None,
         engine: str = "auto",
         unroll: int | None = None,
         ring: tuple[int, int] | None = None,
@@ -63,8 +61,8 @@ class AllGather(Exchange):
         super().__init__("AllGather", shown, threads, blocks, engine, unroll, ring, stores_from, algorithm, group)
         self._over_nodes = once_per_node and self.has_gateways
         self._chunk_bytes = chunk_bytes
-        self._calls = self.counters(blocks)
-        self._ready, self._arrived = self._signals(self.n_pes), self._signals(self.n_pes, blocks)
+        self._calls = self.counters(self.blocks)
+        self._ready, self._arrived = self._signals(self.n_pes), self._signals(self.n_pes, self.blocks)
 
     @named("tilescale_net.AllGather")
     def __call__(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -90,19 +88,18 @@ class AllGather(Exchange):
         in_place = x.data_ptr() == out.data_ptr() + self.rank * x.nbytes
         if not in_place:
             self._check_apart("out", out, "x", x)
-        tag = self._agree_on_parts("x", x, out, x.nbytes, in_place)
+        tag = self._agree("x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out))
         if x.nbytes:
             words = tag, self._agreement.status, self._calls, self._ready, self._arrived
             if self._by_vectors(x, out, x.nbytes):
-                pull = self._algorithm == "pull"
-                kernel = all_gather_mapped(self.n_pes, **self._mapped_options, in_place=in_place, pull=pull)
-                kernel(as_vectors(out), as_vectors(out if pull and in_place else x), *words)
+                kernel = all_gather_mapped(self.n_pes, **self._mapped_options, in_place=in_place)
+                kernel(as_vectors(out), as_vectors(x), *words)
             else:
                 if self._over_nodes:
                     geometry = self._world.topology.node_size, self._chunk_bytes
                     kernel = node_all_gather(self.n_pes, *geometry, in_place=in_place, **self._options)
                 else:
-                    kernel = all_gather(self.n_pes, in_place=in_place, spread=self._spread, **self._options)
+                    kernel = all_gather(self.n_pes, in_place=in_place, **self._options)
                 kernel(as_bytes(out, self.n_pes, x.nbytes), as_bytes(x, x.nbytes), *words)
             self._raise_mismatch_if_simulated()
         return out

@@ -16,15 +16,15 @@ from tilescale_net.runtime.profiling import named
 
 
 @tsn.jit(name="all_to_all")
-def all_to_all(n_pes, dtype="uint8", threads=512, blocks=16, spread=False, engine="auto", unroll=None, ring=None):
+def all_to_all(n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unroll=None, ring=None):
     """Kernel `(out, x, tag, status, calls, ready, arrived)`: afterwards `out[p]` is `x[my_pe]` of PE p, for all p; see `exchange`."""
-    return exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, split=True, spread=spread)
+    return exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, split=True)
 
 
 @tsn.jit(name="all_to_all_mapped", pass_configs=EXPLICIT_SYNC)
-def all_to_all_mapped(n_pes, threads=512, blocks=16, unroll=UNROLL, pull=False):
+def all_to_all_mapped(n_pes, threads=512, blocks=16, unroll=UNROLL):
     """Kernel `(out, x, tag, status, calls, ready, arrived)`; see `exchange_mapped`."""
-    return exchange_mapped(n_pes, threads, blocks, unroll, split=True, pull=pull)
+    return exchange_mapped(n_pes, threads, blocks, unroll, split=True)
 
 
 class AllToAll(Exchange):
@@ -32,7 +32,7 @@ class AllToAll(Exchange):
     ranks.
 
     Args:
-        threads, blocks, engine, unroll, ring: see the kernels.
+        threads, blocks, engine, unroll, ring: see the kernels; `blocks` as in `AllGather`.
         stores_from, algorithm: of equal parts, see `AllGather`.
         group: whose ranks these are; see `tilescale_net.world`.
 
@@ -45,7 +45,7 @@ class AllToAll(Exchange):
         self,
         *,
         threads: int = 512,
-        blocks: int = 16,
+        blocks: int | None = None,
         engine: str = "auto",
         unroll: int | None = None,
         ring: tuple[int, int] | None = None,
@@ -55,7 +55,7 @@ class AllToAll(Exchange):
     ) -> None:
         super().__init__("AllToAll", "", threads, blocks, engine, unroll, ring, stores_from, algorithm, group)
         self._signal_words = (
-            self.counters(blocks), self._signals(self.n_pes), self._signals(self.n_pes, blocks),
+            self.counters(self.blocks), self._signals(self.n_pes), self._signals(self.n_pes, self.blocks),
         )  # fmt: skip
         self._heap = self._world.heap.as_bytes()
         self._outbox = self._symmetric((self.n_pes, WORDS), torch.int64)
@@ -117,14 +117,14 @@ class AllToAll(Exchange):
                 f"rows, a multiple of the {self.n_pes} PEs; give output_splits and input_splits for uneven ones"
             )
         part = x.nbytes // self.n_pes
-        tag = self._agree_on_parts("x", x, out, part, False)
+        tag = self._agree("x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out))
         if x.nbytes:
             words = tag, self._agreement.status, *self._signal_words
             if self._by_vectors(x, out, part):
-                kernel = all_to_all_mapped(self.n_pes, **self._mapped_options, pull=self._algorithm == "pull")
+                kernel = all_to_all_mapped(self.n_pes, **self._mapped_options)
                 kernel(as_vectors(out), as_vectors(x), *words)
             else:
-                kernel = all_to_all(self.n_pes, spread=self._spread, **self._options)
+                kernel = all_to_all(self.n_pes, **self._options)
                 kernel(as_bytes(out, self.n_pes, part), as_bytes(x, self.n_pes, part), *words)
             self._raise_mismatch_if_simulated()
 

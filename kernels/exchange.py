@@ -1,6 +1,6 @@
 """The kernel of all-gather and of all-to-all with equal splits, by puts: every PE puts a part to the same place at every PE.
 
-It does for any PE what exchange_mapped.py does for large parts of mapped ones.
+It does for any PE and any alignment what exchange_mapped.py does for mapped ones.
 
 A call begins by telling every peer that the output may be overwritten, and which one that is, and ends when every peer's
 part has arrived, so that calls follow one another without a barrier. Between PEs that give different outputs nothing
@@ -26,7 +26,7 @@ def await_room(agrees, same: T.Ref, ready, call, tag, status, block, thread, n_p
     T.sync_threads()
 
 
-def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_place=False, spread=False):
+def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_place=False):
     """Traced kernel `(out, x, tag, status, calls, ready, arrived)`; afterwards `out[p]` is what PE p has put here.
 
     Args:
@@ -36,7 +36,6 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_p
         engine, unroll, ring: see `tilescale_net.language.put_block`.
         split: `x` is [n_pes, count], and PE p gets `x[p]`; else it is [count], and every PE gets all of it.
         in_place: `x` is `out[my_pe]` already.
-        spread: a block puts to one PE alone, so that all get data at the same time; blocks are at least as many as PEs.
 
     `tag` stands for what must be equal on all PEs, `out` above all; what differs is reported to `status` (int64
     [STATUS_WORDS]), see `announcement`. `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [n_pes, blocks]
@@ -44,7 +43,6 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_p
     """
     count = T.dynamic("count", "int64")
     shape = (n_pes, count) if split else (count,)
-    targets = n_pes if spread else 1  # among which blocks are shared out
 
     @T.prim_func
     def main(
@@ -61,9 +59,8 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_p
             thread = T.get_thread_binding()
             me = N.my_pe()
             call = calls[block] + T.uint64(1)
-            share = slice_elements(count, blocks // targets, dtype)
-            first = share * (block // targets)
-            mine = (block + 1) % targets  # the one hop of this block
+            share = slice_elements(count, blocks, dtype)
+            first = share * block
             agrees = T.alloc_shared((n_pes,), "int32")
             # Work before this kernel on the stream is done with `out`, so one block can say so for all.
             if block == 0 and thread < n_pes:
@@ -71,9 +68,9 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_p
             if first < count:
                 same = T.alloc_var("int32")
                 await_room(agrees, same, ready, call, tag, status, block, thread, n_pes)
-                for hop in T.serial(mine, mine + 1) if spread else T.serial(1 if in_place else 0, n_pes):
+                for hop in T.serial(1 if in_place else 0, n_pes):
                     pe = (me + hop) % n_pes
-                    if agrees[pe] != 0 and (not (spread and in_place) or pe != me):
+                    if agrees[pe] != 0:
                         N.put_block(
                             out[me, first], x[pe, first] if split else x[first], pe, count=T.min(share, count - first),
                             engine=engine, unroll=unroll, ring=ring,
@@ -82,10 +79,8 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_p
                 T.sync_threads()
                 if thread < n_pes:
                     if same != 0:
-                        if not spread or thread == (me + mine) % n_pes:
-                            N.signal(arrived[me, block], call, thread, fence=True)
-                        if not spread or thread == (me + n_pes - mine) % n_pes:
-                            N.wait(arrived[thread, block], "ge", call)
+                        N.signal(arrived[me, block], call, thread, fence=True)
+                        N.wait(arrived[thread, block], "ge", call)
                     N.quiet(thread)
             T.sync_threads()
             if thread == 0:

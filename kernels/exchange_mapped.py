@@ -1,7 +1,6 @@
 """All-gather and all-to-all with equal splits over mapped memory, through registers: every warp moves rows of one PE's part.
 
-By push a PE stores its parts to its peers, which may do the same by puts (`exchange`): blocks share a part in the same way,
-and tell each other the same. By pull it reads from its peers' input, which must be symmetric then.
+A PE's peers may do the same by puts (`exchange`): blocks share a part in the same way, and tell each other the same.
 """
 
 import tilelang.language as T
@@ -14,17 +13,14 @@ from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES
 from tilescale_net.kernels.vector_streams import LANES, UNROLL, WORDS, stream
 
 
-def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, pull=False, in_place=False):
+def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=False):
     """Traced kernel as `exchange`, for PEs that are all mapped.
 
     Args:
         n_pes, threads, blocks, split: see `exchange`. `out` is [n_pes * count, 16 bytes as int32] and `x` [n_pes * count,
             16 bytes] (`split`) or [count, 16 bytes].
         unroll: see `stream`.
-        pull: `x` is symmetric, and `out` need not be; `tag` stands for the place of `x` in the heap then.
-        in_place: `x` is `out[my_pe]` already, on all PEs; by pull it is the whole of `out` then.
-
-    By pull, `arrived` tells peers that their parts have been read.
+        in_place: `x` is `out[my_pe]` already.
     """
     rows, x_rows = T.dynamic("rows", "int64"), T.dynamic("x_rows", "int64")
     hops = n_pes - in_place  # the last one is this PE itself
@@ -65,15 +61,11 @@ def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, pull=False,
                     if hop < hops and agrees[pe] != 0:
                         place = thread // LANES // groups * LANES + thread % LANES
                         step = (warps - thread // LANES % groups + groups - 1) // groups * LANES
-                        if pull:
-                            start = me * count if split else pe * count if in_place else T.int64(0)
-                            stream(out, pe * count + first, N.remote(x, pe), start + first, size, place, step, unroll)
-                        else:
-                            start = pe * count if split else T.int64(0)
-                            stream(N.remote(out, pe), me * count + first, x, start + first, size, place, step, unroll)
+                        start = pe * count if split else T.int64(0)
+                        stream(N.remote(out, pe), me * count + first, x, start + first, size, place, step, unroll)
                 T.sync_threads()
                 if thread < n_pes and same != 0:
-                    N.signal(arrived[me, block], call, thread, fence=not pull)
+                    N.signal(arrived[me, block], call, thread, fence=True)
                     N.wait(arrived[thread, block], "ge", call)
             T.sync_threads()
             if thread == 0:

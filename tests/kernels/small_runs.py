@@ -46,15 +46,15 @@ def writes(seed):
 
 
 def gather(seed):
-    _of("all_gather")._gather(seed, PARTS, dict(GEOMETRY, chunk_bytes=512), 3)
+    _of("all_gather")._gather(seed, PARTS, dict(GEOMETRY, chunk_bytes=512, algorithm="puts"), 3)
 
 
 def gather_by_stores(seed):
-    _of("all_gather")._gather(seed, [((1_000,), torch.float32, 0, 0)], dict(GEOMETRY, stores_from=0), 3)
+    _of("all_gather")._gather(seed, [((1_000,), torch.float32, 0, 0)], dict(GEOMETRY, algorithm="stores"), 3)
 
 
 def equal_splits(seed):
-    _of("all_to_all")._equal(seed, [(30, (5,), torch.bfloat16, 2, 0)], dict(GEOMETRY), 3)
+    _of("all_to_all")._equal(seed, [(30, (5,), torch.bfloat16, 2, 0)], dict(GEOMETRY, algorithm="puts"), 3)
 
 
 def uneven_splits(seed):
@@ -154,7 +154,7 @@ RUNS = {
     "copies": (("p2p",), copies),
     "writes by the proxy": (("proxy_write",), writes),
     "all-gather": ((*EXCHANGE, "node_all_gather"), gather),
-    "all-gather by stores": (EXCHANGE, gather_by_stores),
+    "all-gather by stores": ((*EXCHANGE, "exchange_mapped", "vector_streams"), gather_by_stores),
     "all-to-all": (EXCHANGE, equal_splits),
     "all-to-all, uneven": (("all_to_all_uneven",), uneven_splits),
     "reduce-scatter": (("reduce_scatter",), reduce_by_push),

@@ -196,17 +196,17 @@ SM_90 = {
         dict(n_pes=4),
         dict(n_pes=8, in_place=True, engine="bulk", threads=128),
     ],
-    "tilescale_net.kernels.all_gather.all_gather_mapped": [dict(n_pes=4), dict(n_pes=8, pull=True, in_place=True)],
+    "tilescale_net.kernels.all_gather.all_gather_mapped": [dict(n_pes=4), dict(n_pes=8, in_place=True)],
 }
 
 
-def short(seed, **options):
+def short(seed, algorithm="puts"):
     cases = [((2_000,), torch.float32, 0, 0), ((300,), torch.float32, 4, 4)]
-    _gather(seed, cases, dict(threads=32, blocks=2, **options), 24)
+    _gather(seed, cases, dict(threads=32, blocks=2, algorithm=algorithm), 24)
 
 
 def short_by_stores(seed):
-    short(seed, stores_from=0)
+    short(seed, "stores")
 
 
 # A fence too few of kernels by stores shows in no data of the simulator, whose plain stores arrive at once.
@@ -219,5 +219,5 @@ MUTANTS = {
     "stores without wait for room": Mutant(
         "exchange", "await_room", WAIT_READY, "short_by_stores", NO_WAIT, nightly=True
     ),
-    "stores without wait for data": Mutant("exchange", "exchange_by_stores", WAIT_ARRIVED, "short_by_stores"),
+    "stores without wait for data": Mutant("exchange_mapped", "exchange_mapped", WAIT_ARRIVED, "short_by_stores"),
 }

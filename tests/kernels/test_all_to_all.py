@@ -238,14 +238,14 @@ def test_wrong_splits_in_device_memory():
 
 SM_90 = {
     "tilescale_net.kernels.all_to_all.all_to_all": [dict(n_pes=4), dict(n_pes=8, engine="bulk", threads=128)],
-    "tilescale_net.kernels.all_to_all.all_to_all_by_stores": [dict(n_pes=4)],
+    "tilescale_net.kernels.all_to_all.all_to_all_mapped": [dict(n_pes=4)],
     "tilescale_net.kernels.all_to_all_uneven.all_to_all_uneven": [dict(n_pes=4)],
 }
 
 
 def short(seed):
     cases = [(2_000, (), torch.float32, 0, 0), (300, (), torch.float32, 4, 4)]
-    _equal(seed, cases, dict(threads=32, blocks=2), 24)
+    _equal(seed, cases, dict(threads=32, blocks=2, algorithm="puts"), 24)
 
 
 def short_uneven(seed):
