@@ -114,6 +114,28 @@ def fused_calls(run: Callable[[str], dict]) -> str:
     return markdown(head, lines)
 
 
+def fused_pairs(run: Callable[[str], dict]) -> str:
+    head = ["between two H100s", "M", "tilescale_net (us)", "cuBLAS alone (us)", "cuBLAS, then NCCL (us)"]
+    head += ["torch symmetric memory (us)", "x cuBLAS alone", "x best of torch"]
+    lines = []
+    for name, kind in zip(("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"), ("AG", "RS", "AR")):
+        for r in run(name)["tables"][0]["rows"]:
+            times = (f"{r[key]:,.0f}" for key in ("ours", "matmul", "sequence", "torch"))
+            best = min(r["sequence"], r["torch"])
+            kind_ = "AG+GEMM" if kind == "AG" else f"GEMM+{kind}"
+            lines.append([kind_, r["m"], *times, f"{r['over']:.3f}", f"{r['ours'] / best:.3f}"])
+    return markdown(head, lines)
+
+
+def across_nodes(run: Callable[[str], dict]) -> str:
+    head = ["operation", "kernel (us)", "bare writers (us)", "rate, % of bare writers", "bytes a token on the network"]
+    lines = []
+    for r in run("moe_two_nodes")["tables"][0]["rows"]:
+        times = f"{r['kernel']:,.0f}", f"{r['bare']:,.0f}", f"{r['of_bare']:.0f}", f"{r['fabric']:,.0f}"
+        lines.append([r["operation"], *times])
+    return markdown(head, lines)
+
+
 def fused_calls_of_eight_bits(run: Callable[[str], dict]) -> str:
     rows = [r for r in run("matmul_fp8")["tables"][0]["rows"] if r["dtype"] == "fp8"]
     head = ["a rank's share, 4 ranks, fp8", "M", "tilescale_net (us)", "cuBLAS alone (us)", "x cuBLAS"]
@@ -152,6 +174,8 @@ def moe_layers(run: Callable[[str], dict]) -> str:
 
 
 TABLES = {
+    "fused-pairs": fused_pairs,
+    "moe-two-nodes": across_nodes,
     "moe-calls": moe_calls,
     "moe-layers": moe_layers,
     "fused-calls-fp8": fused_calls_of_eight_bits,

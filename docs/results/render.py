@@ -182,7 +182,7 @@ def command(name: str) -> str:
     if "--json" in words:
         at = words.index("--json")
         del words[at : at + 2]
-    nodes = "VIRTUAL_NODES=2 " if name == "proxy_write" else ""
+    nodes = "VIRTUAL_NODES=2 " if name in ("proxy_write", "moe_two_nodes") else ""
     alone = ("queue", "matmul", "matmul_fp8", "moe_host", "moe_layer", "moe_layer_top2")
     gpus = 1 if name in alone else 2
     return f"`GPUS={gpus} {nodes}bash launch.sh benchmark/{' '.join(words)}`"

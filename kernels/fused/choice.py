@@ -1,26 +1,21 @@
 """Which way a product with its communication takes: one fused call, or torch.mm and a collective one after the other.
 
 A model of both ways decides, not a list of shapes: a product takes as long as the multiprocessor with the most tiles, and
-what is pushed meanwhile as long as its bytes need. Its constants were measured apart from one another (see below). The
-product has been measured alone, and whole calls on one GPU with peers that are always ahead (docs/results/products.md);
-until they have been measured on several GPUs, a call there takes them with `fused=True` only.
+what is pushed meanwhile as long as its bytes need. Its constants were measured apart from one another (see below). Whole
+calls of bfloat16 between two GPUs have been measured, and each that the model takes was faster than torch's ways
+(docs/results/products.md); until the others have been, they are taken with `fused=True` only.
 
-With the widths of a layer (all-gather: k 8192, n 14336 per rank; the others: k 7168 per rank, n 8192; bfloat16) the model
-takes the fused call from these numbers of rows on:
+With the widths of a layer (all-gather: k 8192, n 14336 per rank; the others: k 7168 per rank, n 8192) the model takes the
+fused call from these numbers of rows on:
 
-| ranks | all_gather_matmul | matmul_reduce_scatter | matmul_all_reduce |
-| --: | --: | --: | --: |
-| 2 | 512 | 1024 | 1024 |
-| 4 | 512 | 1024 | 1024 |
-| 8 | 1024 | 1024 | 1024 |
-
-With float8_e4m3fn, of which cuBLAS multiplies small products nearly as fast as large ones:
-
-| ranks | all_gather_matmul | matmul_reduce_scatter | matmul_all_reduce |
-| --: | --: | --: | --: |
-| 2 | none up to 16384 | 8192 | 8192 |
-| 4 | 4096 | 4096 | 2048 |
-| 8 | 2048 | 4096 | 4096 |
+| dtype | ranks | all_gather_matmul | matmul_reduce_scatter | matmul_all_reduce |
+| --- | --: | --: | --: | --: |
+| bfloat16 | 2 | 1024 | 1024, but 2048 | 2048 |
+| bfloat16 | 4 | 512 | 2048 | 4096 |
+| bfloat16 | 8 | 1024 | 2048 | 8192 |
+| float8_e4m3fn | 2 | none up to 16384 | none up to 16384 | 16384 |
+| float8_e4m3fn | 4 | none up to 16384 | 8192 | 4096 |
+| float8_e4m3fn | 8 | none up to 16384 | 4096 | 8192 |
 """
 
 import math
@@ -73,8 +68,8 @@ def fits(product: Product) -> str | None:
     return None
 
 
-# Measured on NVIDIA H200s, in CUDA graphs; times in us, bytes and flops per us. Collectives and pushes on two GPUs
-# (docs/results/collectives.md, copies.md); products on one, with random data (docs/results/products.md): what cuBLAS
+# Measured on NVIDIA H100s and H200s, in CUDA graphs; times in us, bytes and flops per us. Collectives, pushes and calls of
+# bfloat16 on two GPUs (docs/results/collectives.md, copies.md, products.md); products on one, with random data: what cuBLAS
 # reaches at once on all multiprocessors, and how much longer ours takes, with summands of 8 bits to scale and add too.
 FLOPS = {torch.bfloat16: 700e6, torch.float16: 700e6, SCALED: 1340e6}
 PRODUCT = {torch.bfloat16: 1.02, torch.float16: 1.02, SCALED: 1.08}
@@ -82,17 +77,17 @@ SCALED_SUMS = 1.15
 LAUNCH = 5.0  # a kernel that waits for another one's flag, and its gate
 PUSH = 330e3  # bytes that 8 blocks push while the others multiply
 SENDERS = 4  # blocks beside a product whose result travels
-# Bytes that one of them pushes; beside a product of 8 bits, whose operands come twice as fast, on one GPU's own memory.
-SENT = {torch.bfloat16: 43.75e3, torch.float16: 43.75e3, SCALED: 28e3}
+# Bytes that one of them pushes, between two GPUs; beside a product of 8 bits, on one GPU's own memory.
+SENT = {torch.bfloat16: 27e3, torch.float16: 27e3, SCALED: 28e3}
 REST = 360e3  # bytes that all blocks push when the product is done
 # A collective alone: until it has begun and ended, and the bytes that pass a rank.
 COLLECTIVES = {
-    "all_gather_matmul": (8.0, 230e3),
-    "matmul_reduce_scatter": (7.0, 280e3),
-    "matmul_all_reduce": (5.0, 310e3),
+    "all_gather_matmul": (8.0, 335e3),
+    "matmul_reduce_scatter": (7.0, 316e3),
+    "matmul_all_reduce": (5.0, 324e3),
 }
-# Whether whole fused calls, as they are now, have been measured on several GPUs, and the model found right.
-MEASURED = False
+# Numbers of ranks and dtypes of which whole fused calls, as they are now, have been measured, and the model found right.
+MEASURED = {(2, torch.bfloat16)}
 MARGIN = 1.03  # how much faster than the sequence a fused call must be expected to be
 
 
@@ -130,13 +125,29 @@ def expected_us(
     blocks = blocks or senders(p, multiprocessors)
     workers, sent = multiprocessors - blocks, blocks * SENT[p.dtype]
     fused = -(-tiles // workers) * tile
-    # The own tiles come last, and wait for what was computed last for this rank.
-    fused += max(0, moved / max(p.ranks - 1, 1) / sent - tiles // p.ranks // workers * tile)
+    arrives = moved / max(p.ranks - 1, 1) / sent
+    own = tiles // p.ranks // workers
+    if p.kind == "matmul_reduce_scatter" and -(-part // bm) <= (tiling or best_tiling(p, multiprocessors)).panel:
+        # Rows that are walked together are done together: none is sent before all are, and all own tiles wait for them.
+        others = -(-(tiles - tiles // p.ranks) // workers)
+        fused = max(fused, (others + max(own - 1, 0)) * tile + arrives)
+    else:
+        # The own tiles come last, and wait for what was computed last for this rank.
+        fused += max(0, arrives - own * tile)
     if p.kind == "matmul_reduce_scatter":
         return max(fused, tile + moved / sent) + 2 * LAUNCH, sequence
     # Sums of the last slice, about a tile of each multiprocessor, are pushed when the product is done, and what is late.
     last = min(multiprocessors, -(-part // bm) * across) * bm * bn * (p.ranks - 1) * carried
     return fused + max(last, 2 * moved - sent * (fused - tile)) / REST + 3 * LAUNCH, sequence
+
+
+def slices_of(tiles: int, across: int, workers: int) -> int:
+    """Slices of an all-reduce's rows: as many as have a tile for each block that multiplies, so that none waits.
+
+    Args:
+        tiles: rows of tiles that a rank owns. across: tiles of one.
+    """
+    return max(s for s in range(1, tiles + 1) if tiles % s == 0 and (s == 1 or tiles // s * across >= workers))
 
 
 def senders(product: Product, multiprocessors: int = 132) -> int:
@@ -165,14 +176,22 @@ def is_taken(product: Product, device: torch.device) -> bool:
     """
     if device.type != "cuda":
         return True
-    if not MEASURED or torch.cuda.get_device_capability(device)[0] != 9 or product.ranks == 1:
+    if (product.ranks, product.dtype) not in MEASURED or torch.cuda.get_device_capability(device)[0] != 9:
         return False
     return is_fused_faster(product, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def is_fused_faster(product: Product, multiprocessors: int = 132) -> bool:
-    """What the model says of sm_90. A product that multiprocessors do not fill once hides nothing behind itself."""
+    """What the model says of sm_90.
+
+    A product that multiprocessors do not fill once hides nothing behind itself, and one whose rows for all owners are a
+    single slice sends all of its sums at the end.
+    """
     rows, columns, _ = DEFAULT.tile
+    if product.kind == "matmul_all_reduce":
+        (bm, bn, _), part = best_tiling(product, multiprocessors).tile, product.rows // product.ranks
+        if slices_of(-(-part // bm), -(-product.n // bn), multiprocessors - SENDERS) == 1:
+            return False
     if product.kind != "all_gather_matmul" and product.m * product.n < (multiprocessors - SENDERS) * rows * columns:
         return False
     fused, sequence = expected_us(product, multiprocessors)

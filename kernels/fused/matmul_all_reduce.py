@@ -13,6 +13,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.collective import BufferSpecs
 from tilescale_net.kernels.fused import sending
+from tilescale_net.kernels.fused.choice import slices_of
 from tilescale_net.kernels.fused.matmul import DEFAULT, Tiling
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 
@@ -159,11 +160,8 @@ class MatmulAllReduce(MatmulReduceScatter):
 
     @property
     def _slices(self) -> int:
-        """As many slices as have a tile for each block that multiplies, so that none waits; the last one's sums are late."""
-        tiles, across = self._tiles, -(-self.n // self.tiling.tile[1])
-        return max(
-            s for s in range(1, tiles + 1) if tiles % s == 0 and (s == 1 or tiles // s * across >= self._workers)
-        )
+        """Of which the last one's sums are late."""
+        return slices_of(self._tiles, -(-self.n // self.tiling.tile[1]), self._workers)
 
     @property
     def _sent_by_warps(self) -> bool:

@@ -25,41 +25,52 @@ def _product(kind: str, ranks: int, m: int, k: int, n: int) -> Product:
     return Product(kind, ranks, m // ranks if kind == "all_gather_matmul" else m, k, n, torch.bfloat16)
 
 
+NEVER = 1 << 15
+
+
 # Layers of a model on as many GPUs: rows of all ranks, and where the fused call begins to pay.
 @pytest.mark.parametrize(
-    "kind, k, n, first",
+    "dtype, kind, k, n, first",
     [
-        ("all_gather_matmul", 8192, 14336, {2: 512, 4: 512, 8: 1024}),
-        ("matmul_reduce_scatter", 7168, 8192, {2: 1024, 4: 1024, 8: 1024}),
-        ("matmul_all_reduce", 7168, 8192, {2: 1024, 4: 1024, 8: 1024}),
+        (torch.bfloat16, "all_gather_matmul", 8192, 14336, {2: 1024, 4: 512, 8: 1024}),
+        (torch.bfloat16, "matmul_reduce_scatter", 7168, 8192, {2: 1024, 4: 2048, 8: 2048}),
+        (torch.bfloat16, "matmul_all_reduce", 7168, 8192, {2: 2048, 4: 4096, 8: 8192}),
+        (SCALED, "all_gather_matmul", 8192, 14336, {2: NEVER, 4: NEVER, 8: NEVER}),
+        (SCALED, "matmul_reduce_scatter", 7168, 8192, {2: NEVER, 4: 8192, 8: 4096}),
+        (SCALED, "matmul_all_reduce", 7168, 8192, {2: 16384, 4: 4096, 8: 8192}),
     ],
 )
-def test_small_products_run_one_after_the_other(kind, k, n, first):
-    _check_start(kind, k, n, first, torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    "kind, k, n, first",
-    [
-        ("all_gather_matmul", 8192, 14336, {2: 1 << 15, 4: 4096, 8: 2048}),
-        ("matmul_reduce_scatter", 7168, 8192, {2: 8192, 4: 4096, 8: 4096}),
-        ("matmul_all_reduce", 7168, 8192, {2: 8192, 4: 2048, 8: 4096}),
-    ],
-)
-def test_more_products_of_eight_bits_do(kind, k, n, first):
-    _check_start(kind, k, n, first, SCALED)
-
-
-def _check_start(kind: str, k: int, n: int, first: dict[int, int], dtype: torch.dtype) -> None:
+def test_small_products_run_one_after_the_other(dtype, kind, k, n, first):
     for ranks, start in first.items():
         for m in (256, 512, 1024, 2048, 4096, 8192, 16384):
             product = dataclasses.replace(_product(kind, ranks, m, k, n), dtype=dtype)
-            assert is_fused_faster(product) == (m >= start), (ranks, m, *expected_us(product))
+            # Between two ranks, rows of as many as are walked together are sent too late for the others to hide it.
+            late = dtype == torch.bfloat16 and (kind, ranks, m) == ("matmul_reduce_scatter", 2, 2048)
+            assert is_fused_faster(product) == (m >= start and not late), (ranks, m, *expected_us(product))
+
+
+# us between two H100s, sides by turns in one run: docs/results/products.md.
+@pytest.mark.parametrize(
+    "kind, k, n, m, measured",
+    [
+        ("all_gather_matmul", 8192, 14336, 1024, 359),
+        ("all_gather_matmul", 8192, 14336, 8192, 2727),
+        ("matmul_reduce_scatter", 7168, 8192, 1024, 168),
+        ("matmul_reduce_scatter", 7168, 8192, 2048, 397),
+        ("matmul_reduce_scatter", 7168, 8192, 4096, 719),
+        ("matmul_reduce_scatter", 7168, 8192, 16384, 2809),
+        ("matmul_all_reduce", 7168, 8192, 2048, 407),
+        ("matmul_all_reduce", 7168, 8192, 4096, 775),
+        ("matmul_all_reduce", 7168, 8192, 16384, 3092),
+    ],
+)
+def test_the_model_agrees_with_two_gpus(kind, k, n, m, measured):
+    assert expected_us(_product(kind, 2, m, k, n))[0] == pytest.approx(measured, rel=0.15)
 
 
 def test_eight_bits_have_more_senders_where_that_is_faster():
     """As measured: eight blocks let a reduce-scatter of large products keep up, and cost small ones a wave of tiles."""
-    large, small = (_product("matmul_reduce_scatter", 4, m, 7168, 8192) for m in (8192, 1024))
+    large, small = (_product("matmul_reduce_scatter", 4, m, 7168, 8192) for m in (8192, 256))
     assert senders(large) == senders(small) == 4
     large, small = (dataclasses.replace(product, dtype=SCALED) for product in (large, small))
     assert (senders(large), senders(small)) == (8, 4)
