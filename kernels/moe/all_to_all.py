@@ -96,7 +96,7 @@ class AllToAll(Participant):
     ):  # fmt: skip
         world = tsn.world(group if arena is None or group is not None else arena.world)
         if arena is not None and (grow or arena.world is not world):
-            raise ValueError("AllToAll: an arena has memory and a group of its own; give neither grow nor a group")
+            raise ValueError("AllToAll: an arena has its own memory and group; give neither grow nor another group")
         self.config = config = configure(
             world.size, num_experts, max_tokens, hidden, top_k, dtype, mode, layout=layout, alignment=alignment,
             capacity=capacity, combine_dtype=combine_dtype, quantize_combine=quantize_combine, zero_copy=zero_copy,

@@ -65,7 +65,8 @@ def test_start_up(tmp_path):
     done = launch("start_up.py", "--repeat", "1", "--json", str(path), VIRTUAL_NODES="2")
     assert done.returncode == 0, done.stderr
     (row,) = rows_of(path)
-    assert (row["ranks"], row["nodes"], row["rails"], row["context"]) == (2, 2, 1, 1280) and row["files"] > 0
+    assert (row["ranks"], row["nodes"], row["context"]) == (2, 2, 1280)
+    assert min(row[key] for key in ("files", "queue", "window", "endpoints")) > 0
 
 
 @pytest.mark.parametrize("name", ["all_gather_matmul.py", "matmul_reduce_scatter.py", "matmul_all_reduce.py"])

@@ -23,6 +23,9 @@ from tilescale_net.compiler.kernel import CudaKernel, Kernel
 from tilescale_net.compiler.passes import prepare
 from tilescale_net.errors import KernelError, TileScaleError
 from tilescale_net.runtime import worlds
+from tilescale_net.runtime.context import HEADER_WORDS
+
+MINE = torch.zeros(HEADER_WORDS, dtype=torch.int64)  # a context that a caller passes
 
 
 class Recorder(Kernel):
@@ -63,9 +66,9 @@ def test_the_context_comes_first_whatever_the_author_wrote(world):
 
 def test_an_explicit_context_stands_where_the_author_put_it(world):
     kernel = Recorder(kernels.pusher())
-    kernel(1, 2, "mine", 3, 4)
+    kernel(1, 2, MINE, 3, 4)
     kernel(1, 2, 3, 4)
-    assert kernel.calls == [("mine", 1, 2, 3, 4), ("context", 1, 2, 3, 4)]
+    assert kernel.calls == [(MINE, 1, 2, 3, 4), ("context", 1, 2, 3, 4)]
 
 
 def test_a_new_world_brings_its_own_context(world, monkeypatch):
@@ -86,8 +89,8 @@ def test_a_kernel_for_another_device_is_not_launched(world):
     kernel.target, world.device_kind = "simulator", "cuda"
     with pytest.raises(KernelError, match="was compiled for the simulator, but init has taken a GPU"):
         kernel(1, 2, 3, 4)
-    kernel(1, 2, "mine", 3, 4)  # whoever brings a context knows whose it is
-    assert kernel.calls == [("mine", 1, 2, 3, 4)]
+    kernel(1, 2, MINE, 3, 4)  # whoever brings a context knows whose it is
+    assert kernel.calls == [(MINE, 1, 2, 3, 4)]
 
 
 def test_without_a_world(monkeypatch):
@@ -95,8 +98,8 @@ def test_without_a_world(monkeypatch):
     kernel = Recorder(kernels.pusher())
     with pytest.raises(TileScaleError, match="not initialised"):
         kernel(1, 2, 3, 4)
-    kernel(1, 2, "mine", 3, 4)
-    assert kernel.calls == [("mine", 1, 2, 3, 4)]
+    kernel(1, 2, MINE, 3, 4)
+    assert kernel.calls == [(MINE, 1, 2, 3, 4)]
 
 
 def test_wrong_number_of_arguments(world):
@@ -220,8 +223,8 @@ def test_compiled_without_a_gpu(compiled):
 
 def test_arguments_are_checked_before_anything_runs(compiled):
     x, flag = torch.zeros(1024), torch.zeros(1, dtype=torch.int64)
-    context = torch.zeros(28, dtype=torch.int64)
-    with pytest.raises(RuntimeError, match="expected cuda|device_type"):
+    context = torch.zeros(HEADER_WORDS, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="expected cuda|device_type|runs on a GPU"):
         compiled(x, x, context, flag, 1)
 
 
