@@ -39,6 +39,11 @@ def fake_cuda() -> Path:
     return build("fake_cuda", ["tests/native/fake_cuda.cpp"], shared=True)
 
 
+def small_shm() -> Path:
+    """What takes all but a mebibyte of /dev/shm away from a process."""
+    return build("small_shm", ["tests/native/small_shm.cpp"], shared=True)
+
+
 def device_test(sanitizer: str = "") -> Path:
     """The transport and the chaos around it, to be run against the fake device."""
     # Each folder as fabric_test of the proxy has it, so that it is compiled once for both.

@@ -4,11 +4,14 @@ import ctypes
 import multiprocessing
 import os
 import random
+import re
 import subprocess
+import sys
 
 import pytest
 
 from tests.fabric.pair import IDS, PROVIDERS, End, pair, until
+from tests.fabric.programs import small_shm
 from tilescale_net import _native, fabric
 from tilescale_net.errors import FabricError
 
@@ -292,6 +295,19 @@ def test_ends_with_different_providers_are_told():
 def test_impossible_wishes_say_what_to_do(options, words):
     with pytest.raises(FabricError, match=words):
         _native.Transport(fabric.transport_options(**options))
+
+
+@pytest.mark.parametrize("library", sorted({p[1] for p in PROVIDERS if p[2] == "shm"}))
+def test_shared_memory_without_room_is_told(library):
+    """libfabric reckons with an endpoint for each processor, so that this comes and goes where others use /dev/shm."""
+    script = (
+        "from tilescale_net import _native, fabric\n"
+        f"_native.Transport(fabric.transport_options(provider='shm', library={library!r}))"
+    )
+    environment = {**os.environ, "LD_PRELOAD": str(small_shm())}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    words = rf"/dev/shm has room for .* {os.cpu_count()} processors, \d+ MB, and now 1 MB are free: .*--shm-size"
+    assert done.returncode == 1 and re.search(words, done.stderr), done.stderr
 
 
 def test_one_host_means_loopback():

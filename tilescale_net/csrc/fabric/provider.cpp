@@ -11,6 +11,8 @@
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
 
+#include "shared_memory_objects.h"
+
 namespace tsn::fabric {
 namespace {
 
@@ -244,7 +246,8 @@ Selection select_provider(const Library& library, const TransportOptions& option
     if (!provider.empty())
       refuse(library,
              "provider '" + provider + "' is unknown here or does not offer " + kind +
-                 (options.multi_host ? " between hosts" : " on this host's loopback"),
+                 (options.multi_host ? " between hosts" : " on this host's loopback") +
+                 (provider == "shm" && !options.multi_host ? no_room_for_shared_memory() : ""),
              "Set TSN_PROVIDER to one of these, unset it, or name an interface in TSN_FABRIC_INTERFACE.");
     refuse(library, "no provider offers " + kind + (options.multi_host ? " between hosts" : " on one host"),
            "Load the NIC's driver, or name another libfabric in TSN_LIBFABRIC.");

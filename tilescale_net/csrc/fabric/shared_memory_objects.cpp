@@ -2,6 +2,7 @@
 
 #include <cerrno>
 #include <csignal>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <functional>
@@ -9,6 +10,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 namespace tsn::fabric {
@@ -59,6 +61,18 @@ void remove_objects_of_endpoint(const std::string& address) {
   remove_if([&](const char* object, long) {
     return name == object || std::strncmp(object, (name + "_").c_str(), name.size() + 1) == 0;
   });
+}
+
+std::string no_room_for_shared_memory() {
+  constexpr uint64_t kRegion = 17000000; // bytes, of the endpoint that the provider reckons with, 1.17 to 2.5
+  struct statvfs room;
+  if (statvfs("/dev/shm", &room)) return "; there is no /dev/shm, which it needs";
+  const uint64_t free = (uint64_t)room.f_bsize * room.f_bavail, processors = (uint64_t)sysconf(_SC_NPROCESSORS_ONLN);
+  if (free >= kRegion * processors) return "";
+  return "; libfabric offers it only while /dev/shm has room for an endpoint on each of the host's " +
+         std::to_string(processors) + " processors, " + std::to_string(kRegion * processors / 1000000) +
+         " MB, and now " + std::to_string(free / 1000000) +
+         " MB are free: make it larger (docker run --shm-size=…), or end what fills it";
 }
 
 } // namespace tsn::fabric
