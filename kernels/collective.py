@@ -89,6 +89,7 @@ class Collective:
                 "world of those that are left (tilescale_net.init with a new group, or a StoreGroup), and this in it"
             )
         self._world.control.agree(name, f"threads={threads}, blocks={blocks}, {configuration}")
+        self._made = self._world.calls.track(name)
 
     def _symmetric(self, shape: tuple[int, ...] | int, dtype: torch.dtype) -> torch.Tensor:
         """Zeroed symmetric memory that `free` gives back; HeapError, on all ranks alike, gives back what there is so far."""
@@ -139,6 +140,7 @@ class Collective:
     def free(self) -> None:
         """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
         self._check_alive()
+        self._made.end()
         self._release()
 
     def _release(self) -> None:
@@ -208,6 +210,7 @@ class Collective:
 
         Later calls with the same arguments cost nothing, so that a call can be captured in a CUDA graph.
         """
+        self._made.note(describe, *arguments)
         return self._agreement.number(describe, *arguments)
 
     def check(self) -> None:
@@ -252,12 +255,14 @@ class Collective:
             Whether no rank has None and all have the same; and the tag of a call, which stands for the places too then.
         """
         key = (*arguments, *places)
-        if key not in self._mapped:
-            tag = self._agree(describe, *arguments)
+        new = key not in self._mapped
+        self._made.note(f"{describe}, tensors at places that were {'not ' if new else ''}used before", *arguments)
+        if new:
+            tag = self._agreement.number(describe, *arguments)
             everyone = self._world.control.gather(f"{self.name}: where the tensors are", places)
             mapped = None not in places and all(theirs == places for theirs in everyone)
             if mapped:
-                tag = self._agree(f"{describe}, tensors at heap offsets {{}}", *arguments, tuple(places))
+                tag = self._agreement.number(f"{describe}, tensors at heap offsets {{}}", *arguments, tuple(places))
             self._mapped[key] = mapped, tag
         return self._mapped[key]
 
