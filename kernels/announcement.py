@@ -70,6 +70,14 @@ def compare(same: T.Ref, rank, call, tag, word, status, reports):
         report_other_call(status, rank, call, tag, word)
 
 
+@tsn.macro
+def all_agree(agreed: T.Ref, agrees, n_pes):
+    """agreed = whether all of agrees [n_pes] are 1. By all threads of a block."""
+    agreed = 1
+    for p in T.unroll(n_pes):
+        agreed = agreed & agrees[p]
+
+
 class StatusRecord:
     """A record in host memory that kernels write when they refuse a call; reading it does not wait for the GPU."""
 
