@@ -90,6 +90,7 @@ class Collective:
             )
         self._world.control.agree(name, f"threads={threads}, blocks={blocks}, {configuration}")
         self._made = self._world.calls.track(name)
+        self._made.reported = lambda: self._agreement.reported
 
     def _symmetric(self, shape: tuple[int, ...] | int, dtype: torch.dtype) -> torch.Tensor:
         """Zeroed symmetric memory that `free` gives back; HeapError, on all ranks alike, gives back what there is so far."""
@@ -211,7 +212,14 @@ class Collective:
         Later calls with the same arguments cost nothing, so that a call can be captured in a CUDA graph.
         """
         self._made.note(describe, *arguments)
-        return self._agreement.number(describe, *arguments)
+        return self._number(describe, *arguments)
+
+    def _number(self, describe: str, *arguments) -> int:
+        try:
+            return self._agreement.number(describe, *arguments)
+        except tsn.RankMismatch:
+            self._made.settle()
+            raise
 
     def check(self) -> None:
         """Wait for the calls so far and raise what they found wrong with arguments. Not collective.
@@ -229,6 +237,7 @@ class Collective:
         """Raise what kernels that have ended found."""
         error = self._agreement.error()
         if error is not None:
+            self._made.settle()
             raise error
 
     def _raise_mismatch_if_simulated(self) -> None:
@@ -255,16 +264,20 @@ class Collective:
             Whether no rank has None and all have the same; and the tag of a call, which stands for the places too then.
         """
         key = (*arguments, *places)
-        new = key not in self._mapped
-        self._made.note(f"{describe}, tensors at places that were {'not ' if new else ''}used before", *arguments)
-        if new:
-            tag = self._agreement.number(describe, *arguments)
+        known = self._mapped.get(key)
+        if known is None:
+            self._made.note(f"{describe}, tensors at places that were not used before", *arguments)
+            tag = self._number(describe, *arguments)
             everyone = self._world.control.gather(f"{self.name}: where the tensors are", places)
             mapped = None not in places and all(theirs == places for theirs in everyone)
             if mapped:
-                tag = self._agreement.number(f"{describe}, tensors at heap offsets {{}}", *arguments, tuple(places))
-            self._mapped[key] = mapped, tag
-        return self._mapped[key]
+                tag = self._number(f"{describe}, tensors at heap offsets {{}}", *arguments, tuple(places))
+            known = self._mapped[key] = mapped, tag
+        elif known[0]:
+            self._made.note(f"{describe}, tensors at heap offsets {{}}", *arguments, tuple(places))
+        else:
+            self._made.note(f"{describe}, tensors that were used before and are copied", *arguments)
+        return known
 
     def place_of_vectors(self, tensor: torch.Tensor) -> int | None:
         """Heap offset of a symmetric tensor that begins and ends at multiples of 16 bytes; None for others."""

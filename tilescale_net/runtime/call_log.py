@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from tilescale_net.errors import PeerLost, RankMismatch, TileScaleError
-from tilescale_net.runtime import encoding, job_store
+from tilescale_net.runtime import encoding, job_store, progress
 
 # What ends the message of ranks whose calls differ; ranks that are told of it know it by this.
 RULE = "all ranks make the same calls in the same order"
@@ -22,6 +23,9 @@ _KEPT = 256  # calls of an object that are remembered: how far the hosts of two 
 _TOLD = 8  # calls of an object that are told to the other rank
 _MOST = 16  # objects that are told at a time
 _LONGEST = 400  # characters of a call
+# Looks of the watchdog, four in a second, without a new call before calls are compared; and before a difference that a kernel
+# has reported is told here too: its host raises it with the next call, and goes on.
+_QUIET, _REPORTED = 4, 12
 
 
 class Track:
@@ -34,12 +38,18 @@ class Track:
 
     def __init__(self, name: str, number: int):
         self.name, self.number, self.count, self.told = name, number, 0, 0
+        self.reported: Callable[[], bool] = lambda: False  # whether a kernel has found that calls differ
+        self.settled = 0
         self._kept: deque[tuple] = deque(maxlen=_KEPT)
 
     def note(self, describe: str, *arguments) -> None:
         """Note a call; `describe` is text with a `{}` for each argument. The text is made when it is asked for."""
         self._kept.append((self.count + 1, describe, arguments))
         self.count += 1
+
+    def settle(self) -> None:
+        """That the calls so far differ was raised: ranks go on after them."""
+        self.settled = self.count
 
     def end(self) -> None:
         """The object is freed: few of its calls are kept."""
@@ -52,7 +62,7 @@ class Track:
             number, describe, arguments = self._kept[call - self.count - 1]
         except IndexError:
             return None
-        if number != call:  # to come, or another thread has noted one meanwhile
+        if number != call:  # another thread has noted one meanwhile
             return None
         shown = (list(a) if isinstance(a, tuple) else a for a in arguments)
         return describe.format(*shown)[:_LONGEST]
@@ -68,7 +78,9 @@ class CallLog:
     def __init__(self, control):
         self._control = control
         self._tracks: list[Track] = []
-        self._seen = self._told = 0  # calls at the last look, and when they were told
+        self._seen = self._told = self._quiet = (
+            0  # calls at the last look, and when they were told; looks without a new one
+        )
         self._answer: Future | None = None
 
     def track(self, name: str) -> Track:
@@ -78,7 +90,8 @@ class CallLog:
 
     def forget(self) -> None:
         """Begin anew: ranks were lost, and what was under way then was made by some and not by others."""
-        self._tracks, self._seen, self._told, self._answer = [], 0, 0, None
+        self._tracks, self._answer = [], None
+        self._seen = self._told = self._quiet = 0
 
     def difference(self) -> TileScaleError | None:
         """One look, by the watchdog: the error of ranks whose calls differ; does not wait for the store."""
@@ -86,8 +99,10 @@ class CallLog:
         if len(members) < 2 or self._control.rank not in members:
             return None
         calls = sum(track.count for track in self._tracks)
-        quiet, self._seen = calls == self._seen, calls
-        if not quiet or not calls:
+        # A rank that compiles is not waited for by anything but patience.
+        self._quiet = self._quiet + 1 if calls == self._seen and not progress.active() else 0
+        self._seen = calls
+        if self._quiet < _QUIET or not calls:
             return None
         if self._told != calls:
             self._told, word = calls, json.dumps(self._last_calls())
@@ -125,8 +140,9 @@ class CallLog:
             for number, count, texts in encoding.parsed(said or "[]"):
                 track = self._tracks[range(len(self._tracks))[number]]
                 for call, theirs in zip(range(count - len(texts) + 1, count + 1), texts):
-                    mine = track.text(call)
-                    if None not in (mine, theirs) and mine != theirs:
+                    mine = track.text(call) if call > track.settled else None
+                    known = track.reported() and self._quiet < _REPORTED
+                    if None not in (mine, theirs) and mine != theirs and not known:
                         return RankMismatch(
                             f"{track.name}: rank {self._control.rank} was called with {mine}; rank {other} with {theirs}; "
                             f"{RULE}"
