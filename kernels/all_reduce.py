@@ -79,8 +79,8 @@ class AllReduce(Collective):
             self._source = self._symmetric(self._staging_bytes, torch.uint8)
             options = dict(threads=threads, blocks=blocks, group=self._world)
             self._parts = (
-                ReduceScatter(**options, algorithm="auto" if once_per_node else "push"),
-                AllGather(**options, once_per_node=once_per_node),
+                ReduceScatter(**options, algorithm="auto" if once_per_node else "push").within(self._made),
+                AllGather(**options, once_per_node=once_per_node).within(self._made),
             )
         else:
             self._allocate_direct()

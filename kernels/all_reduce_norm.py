@@ -4,6 +4,8 @@ Few rows are summed as in all_reduce_one_shot.py, a block a row at a time, whose
 normalised. Many rows are summed by AllReduce, and the same kernel does the rest. Results have the same bits either way.
 """
 
+import math
+
 import tilelang.language as T
 import torch
 
@@ -197,7 +199,7 @@ class AllReduceNorm(Collective):
         self.fused_bytes = self.largest_fused
         self._inbox = self._symmetric(2 * self.largest_fused, torch.uint8)
         self._arrived, self._calls = self._signals(self.n_pes, blocks), self.counters(blocks)
-        self._all_reduce = AllReduce(threads=threads, blocks=blocks, group=self._world)
+        self._all_reduce = AllReduce(threads=threads, blocks=blocks, group=self._world).within(self._made)
 
     def __call__(
         self,
@@ -233,6 +235,8 @@ class AllReduceNorm(Collective):
         for name, tensor, shape in (("residual", residual, out.shape), ("bias", bias, (self.hidden,))):
             if tensor is not None:
                 self._check_rows(name, tensor, out.dtype, shape)
+        if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+            raise ValueError(f"{self.name}: eps is {eps!r}; it must be a finite number of 0 or more")
         if x.data_ptr() != out.data_ptr():
             self._check_apart("out", out, "x", x)
         if residual is not None:

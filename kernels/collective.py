@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from typing import TypeVar
 
 import torch
 
 import tilescale_net as tsn
 from tilescale_net.kernels.announcement import Agreement
 from tilescale_net.runtime import heap
+
+_Object = TypeVar("_Object", bound="Collective")
 
 # Blocks that the simulator runs at once.
 SIMULATOR_BLOCKS = 64
@@ -127,6 +130,11 @@ class Collective:
         except tsn.HeapError:
             self._release()
             raise
+
+    def within(self: _Object, calls) -> _Object:
+        """This object, whose calls are made by those of another one that notes them in `calls`."""
+        self._made.outer = calls
+        return self
 
     def _signals(self, *shape: int) -> torch.Tensor:
         """Signal words, all zero."""

@@ -9,7 +9,7 @@ CUDA graph are not counted by any host, so they do not matter.
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -33,13 +33,14 @@ class Track:
 
     Args:
         name: of the object, as messages have it.
-        number: among the objects of its world, equal on all ranks.
+        key: of the object among those of its world, equal on all ranks.
     """
 
-    def __init__(self, name: str, number: int):
-        self.name, self.number, self.count, self.told = name, number, 0, 0
+    def __init__(self, name: str, key: str):
+        self.name, self.key, self.count, self.told = name, key, 0, 0
         self.reported: Callable[[], bool] = lambda: False  # whether a kernel has found that calls differ
         self.settled = 0
+        self.outer: Track | None = None  # of the object whose calls make those of this one
         self._kept: deque[tuple] = deque(maxlen=_KEPT)
 
     def note(self, describe: str, *arguments) -> None:
@@ -50,6 +51,8 @@ class Track:
     def settle(self) -> None:
         """That the calls so far differ was raised: ranks go on after them."""
         self.settled = self.count
+        if self.outer is not None:
+            self.outer.settle()
 
     def end(self) -> None:
         """The object is freed: few of its calls are kept."""
@@ -77,7 +80,8 @@ class CallLog:
 
     def __init__(self, control):
         self._control = control
-        self._tracks: list[Track] = []
+        self._tracks: dict[str, Track] = {}
+        self._of_name: Counter = Counter()
         self._seen = self._told = self._quiet = (
             0  # calls at the last look, and when they were told; looks without a new one
         )
@@ -85,12 +89,19 @@ class CallLog:
 
     def track(self, name: str) -> Track:
         """The calls of a new object; collective, as making the object is."""
-        self._tracks.append(Track(name, len(self._tracks)))
-        return self._tracks[-1]
+        self._of_name[name] += 1
+        key = f"{name}/{self._of_name[name]}"
+        self._tracks[key] = Track(name, key)
+        return self._tracks[key]
+
+    def only_track(self, name: str) -> Track:
+        """The calls of what every rank has once, whenever a rank comes to it."""
+        return self._tracks.setdefault(name, Track(name, name))
 
     def forget(self) -> None:
         """Begin anew: ranks were lost, and what was under way then was made by some and not by others."""
-        self._tracks, self._answer = [], None
+        self._tracks, self._answer = {}, None
+        self._of_name.clear()
         self._seen = self._told = self._quiet = 0
 
     def difference(self) -> TileScaleError | None:
@@ -98,7 +109,7 @@ class CallLog:
         members = self._control.members
         if len(members) < 2 or self._control.rank not in members:
             return None
-        calls = sum(track.count for track in self._tracks)
+        calls = sum(track.count for track in list(self._tracks.values()))
         # A rank that compiles is not waited for by anything but patience.
         self._quiet = self._quiet + 1 if calls == self._seen and not progress.active() else 0
         self._seen = calls
@@ -113,11 +124,11 @@ class CallLog:
         return f"calls/{self._control.era}/{rank}"
 
     def _last_calls(self) -> list:
-        """[number of the object, calls so far, texts of the last of them] of objects that were called since the last time."""
+        """[key of the object, calls so far, texts of the last of them] of objects that were called since the last time."""
         told = []
-        for track in [t for t in self._tracks if t.count != t.told][-_MOST:]:
+        for track in [t for t in list(self._tracks.values()) if t.count != t.told][-_MOST:]:
             track.told = count = track.count
-            told.append([track.number, count, [track.text(c) for c in range(max(1, count - _TOLD + 1), count + 1)]])
+            told.append([track.key, count, [track.text(c) for c in range(max(1, count - _TOLD + 1), count + 1)]])
         return told
 
     def _compare(self, other: int) -> RankMismatch | None:
@@ -137,8 +148,8 @@ class CallLog:
     def _differs(self, other: int, said: str | None) -> RankMismatch | None:
         """The first call that both ranks have made and made differently."""
         try:
-            for number, count, texts in encoding.parsed(said or "[]"):
-                track = self._tracks[range(len(self._tracks))[number]]
+            for key, count, texts in encoding.parsed(said or "[]"):
+                track = self._tracks[key]
                 for call, theirs in zip(range(count - len(texts) + 1, count + 1), texts):
                     mine = track.text(call) if call > track.settled else None
                     known = track.reported() and self._quiet < _REPORTED
