@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tilescale_net.errors import PeerLost, RankMismatch, TileScaleError
 from tilescale_net.runtime import encoding, job_store, rendezvous
+from tilescale_net.runtime.call_log import error_of_loss
 from tilescale_net.trace import host_calls
 
 _RECORD = 512  # bytes of what one rank says of a call: a digest of the whole text, then its beginning
@@ -148,9 +149,11 @@ class Control:
                 work = self._group.allgather([everyone], [sent])
                 if not self._finished(work):
                     _given_up.append((self._group, work, sent, everyone))
-                    raise PeerLost(self._explain(call, TimeoutError(), time.monotonic() - begin))
+                    raise error_of_loss(self._explain(call, TimeoutError(), time.monotonic() - begin))
+            except TileScaleError:
+                raise
             except (RuntimeError, ValueError) as err:
-                raise PeerLost(self._explain(call, err, time.monotonic() - begin)) from err
+                raise error_of_loss(self._explain(call, err, time.monotonic() - begin)) from err
         self.on_met()
         return [bytes(t.numpy()) for t in everyone]
 
