@@ -1,10 +1,12 @@
 """TSN_TRACE writes one timeline of all ranks: what is in it, how it is bounded, and what a rank leaves that is killed."""
 
+import errno
 import json
 import os
 import random
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import tilelang.language as T
@@ -14,7 +16,8 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
 from tilescale_net import cli
-from tilescale_net.trace import arrows, clocks, ring, summary, timeline
+from tilescale_net.errors import ConfigurationError
+from tilescale_net.trace import arrows, clocks, recorder, ring, summary, timeline
 from tilescale_net.trace.ring import Kind
 
 ROUNDS = 4
@@ -135,6 +138,22 @@ def made(tmp_path, rank, events, capacity=64, what="kernels"):
         one.add(ring.Event(name=one.name("N.call"), **event))
     one.close()
     return ring.read_file(path, what)
+
+
+def test_a_trace_has_its_room_on_the_disk_from_the_start(tmp_path, monkeypatch):
+    """Files were sparse: on a full disk the first event ended the process with SIGBUS."""
+    made(tmp_path, 0, [], capacity=1 << 16)
+    found = os.stat(timeline.part_files(str(tmp_path / "t"))[0])
+    assert found.st_blocks * 512 >= found.st_size > 1 << 22
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    world = SimpleNamespace(rank=0, size=1, device_kind="simulator")
+    with pytest.raises(ConfigurationError, match="No space left on device.*TSN_TRACE_EVENTS"):
+        recorder.Recorder(world, ["here"], str(tmp_path / "u"))
+    assert not list(tmp_path.glob("u*"))
 
 
 def test_a_damaged_part_is_refused_or_cut(tmp_path):

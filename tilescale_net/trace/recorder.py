@@ -7,6 +7,7 @@ parts beside the file; `python -m tilescale_net trace FILE` puts together what i
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -60,12 +61,23 @@ class Recorder:
                     lambda name, begin, end, stream: self.add(ring.Kind.KERNEL, name, begin, end, stream)
                 )
         except OSError as err:
-            raise ConfigurationError(f"TSN_TRACE={path}: the trace cannot be written there ({err.strerror})") from None
+            raise self._unwritable(err) from None
+
+    def _unwritable(self, err: OSError) -> ConfigurationError:
+        """The error, when what has been made so far is gone."""
+        for part in self.parts:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+        less = "; TSN_TRACE_EVENTS makes it smaller" if err.errno == errno.ENOSPC else ""
+        return ConfigurationError(f"TSN_TRACE={self._path}: the trace cannot be written there ({err.strerror}){less}")
 
     def _new(self, what: str) -> ring.Ring:
         path = timeline.part_path(self._path, self._world.rank, what)
         self.parts.append(path)
-        return ring.Ring(path, self._world.rank, self._world.size, self._capacity, *self._offset)
+        try:
+            return ring.Ring(path, self._world.rank, self._world.size, self._capacity, *self._offset)
+        except OSError as err:
+            raise self._unwritable(err) from None
 
     def proxy_files(self, threads: int) -> list[str]:
         """A file for each thread of the proxy to write to."""

@@ -78,13 +78,17 @@ class Ring:
         rank, size: of this process, of the job.
         capacity: events that are kept.
         offset_ns, error_ns: what to add to this process's clock to get that of rank 0, and how wrong that may be.
+
+    Raises:
+        OSError: the file cannot be written, or the disk has no room for it.
     """
 
     def __init__(self, path: str, rank: int, size: int, capacity: int, offset_ns: int = 0, error_ns: int = 0):
         self.path = path
         total = _HEADER + _NAMES + capacity * _EVENT
         with open(path, "wb+") as file:
-            file.truncate(total)
+            # Not only as long: where the disk is full, a store to the map would end the process.
+            os.posix_fallocate(file.fileno(), 0, total)
             self._map = mmap.mmap(file.fileno(), total)
         self._header = Header.from_buffer(self._map)
         h = self._header
