@@ -1,14 +1,16 @@
 """Imported last by the servers that ranks fork from: what every rank would otherwise do again for itself.
 
-The kernels for mixture of experts are imported and their macros translated, what kernels' keys are made of is read, and the
-collector of garbage leaves alone what is there: it would look through all of it in every fork, and copy the pages.
+The kernels for mixture of experts are imported and their macros translated, so is what `init` imports late, what kernels'
+keys are made of is read, and the collector of garbage leaves alone what is there: it would look through all of it in every
+fork, and copy the pages.
 """
 
 import gc
 import inspect
 import sys
 
-import tilescale_net.kernels.moe  # noqa: F401
+import tilescale_net.kernels.moe
+import tilescale_net.runtime.simulator_memory  # noqa: F401
 from tilescale_net.compiler.macro import Macro
 from tilescale_net.compiler.simulator import host_compiler, kept_kernels
 from tilescale_net.errors import ConfigurationError

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -39,11 +40,29 @@ def sources_hash() -> str:
     """Hash of everything outside a kernel's IR that its code depends on: device headers, passes and lowering rules.
 
     tilelang's kernel cache keys on the IR and the flags; with this hash among the flags an edited file never meets a
-    kernel compiled with the old one.
+    kernel compiled with the old one. Each rank asks at its start and for each kernel: files are read again when one has
+    changed.
     """
+    return _hash_of(tuple(_stamps(DEVICE_DIR, ".h") + _stamps(COMPILER_DIR, ".py")))
+
+
+def _stamps(folder: str | Path, ending: str) -> list[tuple[str, int, int]]:
+    """Path, time of change and size of the files below a folder, in the order of their paths."""
+    found = []
+    for entry in os.scandir(folder):
+        if entry.is_dir():
+            found += _stamps(entry.path, ending)
+        elif entry.name.endswith(ending):
+            status = entry.stat()
+            found.append((entry.path, status.st_mtime_ns, status.st_size))
+    return sorted(found)
+
+
+@functools.lru_cache(maxsize=1)
+def _hash_of(stamps: tuple[tuple[str, int, int], ...]) -> str:
     digest = hashlib.sha256()
-    for path in [*sorted(DEVICE_DIR.rglob("*.h")), *sorted(COMPILER_DIR.rglob("*.py"))]:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for path, *_ in stamps:
+        digest.update(os.path.basename(path).encode() + b"\0" + Path(path).read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 

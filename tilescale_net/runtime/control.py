@@ -130,6 +130,10 @@ class Control:
                 raise RankMismatch(f"rank {self.rank}: rank {other} sent nonsense for {what}: {err}") from None
         return values
 
+    def broadcast(self, what: str, value: str) -> str:
+        """The `value` of the first member; those of the others do not count. Raises as `gather`."""
+        return self.gather(what, value if self.rank == self.members[0] else "")[0]
+
     def _all_gather(self, call: str, mine: bytes) -> list[bytes]:
         """Every rank's bytes, of one length, in rank order."""
         self._calls += 1
