@@ -157,6 +157,12 @@ class Collective:
         for tensor in owned:
             tsn.free(tensor, group=self._world)
 
+    def __reduce_ex__(self, protocol):
+        raise TypeError(
+            f"{self.name}: cannot be copied, pickled or saved: it stands for memory that all ranks share; make another one "
+            "with the same arguments, or leave it out of what is copied"
+        )
+
     # -- checks of a call's arguments -------------------------------------------------------------------------------
 
     @property

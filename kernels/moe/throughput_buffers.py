@@ -88,6 +88,13 @@ def symmetric_buffers(config: Config, tuning, proxied: bool) -> BufferSpecs:
     }
 
 
+def new_scales(config: Config, device: torch.device, by_column: bool = False) -> torch.Tensor:
+    """Memory for the scales of an output, [rows, scale_words]."""
+    shape = output_rows(config), config.scale_words
+    new = torch.empty(shape[::-1] if by_column else shape, dtype=torch.float32, device=device)
+    return new.t() if by_column else new
+
+
 def copy_output(targets: tuple, sources: tuple) -> None:
     """Rows and scales to where the caller wants them; None for scales that do not exist."""
     for target, source in zip(targets, sources):
