@@ -79,8 +79,8 @@ class AllReduce(Collective):
             self._source = self._symmetric(self._staging_bytes, torch.uint8)
             options = dict(threads=threads, blocks=blocks, group=self._world)
             self._parts = (
-                ReduceScatter(**options, algorithm="auto" if once_per_node else "push"),
-                AllGather(**options, once_per_node=once_per_node),
+                ReduceScatter(**options, algorithm="auto" if once_per_node else "push").within(self._made),
+                AllGather(**options, once_per_node=once_per_node).within(self._made),
             )
         else:
             self._allocate_direct()
@@ -124,8 +124,9 @@ class AllReduce(Collective):
 
         Raises:
             TypeError, ValueError: an argument that does not fit, by name; nothing was sent.
-            RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time, and for
-                large symmetric tensors at every call (on a GPU by `check`): they must be the same ones on all ranks.
+            RankMismatch: ranks that pass different shapes or dtypes, or of large tensors symmetric ones that are not the same
+                on all ranks. Between those nothing moves. Raised at once where arguments are new, else by the next call or
+                `check`.
         """
         self._begin()
         x = out if x is None else x
@@ -137,8 +138,12 @@ class AllReduce(Collective):
             raise ValueError(f"{self.name}: x has shape {list(x.shape)} and out {list(out.shape)}; they must be equal")
         if x.data_ptr() != out.data_ptr():
             self._check_apart("out", out, "x", x)
-        places = [self.place_of_vectors(out), self.place_of_vectors(x)]
-        direct, self._tag = self._agree_on_places("out of shape {} and {}", out.shape, out.dtype, places=places)
+        algorithm, direct, what = self._choose(out.nbytes), False, ("out of shape {} and {}", out.shape, out.dtype)
+        if algorithm == "two_shot":  # the others copy anyway, so that places do not matter
+            places = [self.place_of_vectors(out), self.place_of_vectors(x)]
+            direct, self._tag = self._agree_on_places(*what, places=places)
+        else:
+            self._tag = self._agree(*what)
         if out.numel() == 0:
             return out
         flat_out, flat_x = out.view(-1), x.view(-1)
@@ -148,10 +153,12 @@ class AllReduce(Collective):
         elif self._parts:
             self._in_pieces(self._by_parts, self._staging_bytes, flat_out, flat_x)
         else:
-            self._explained(lambda: self._directly(self._choose(out.nbytes), direct, flat_out, flat_x))
+            self._explained(lambda: self._directly(algorithm, direct, flat_out, flat_x))
         return out
 
     def _choose(self, nbytes: int) -> str:
+        if self._parts or self.n_pes == 1:
+            return "parts"
         if self._algorithm != "auto":
             return self._algorithm
         if nbytes <= self._packet_capacity * packets.DATA_BYTES:
@@ -180,7 +187,8 @@ class AllReduce(Collective):
             self._packet_blocks,
         )  # fmt: skip
         values = self._packets.view(out.dtype)
-        kernel(out, x, values, self._packets.view(torch.uint64), self._packet_calls)
+        words = self._packets.view(torch.uint64), self._packet_calls
+        kernel(out, x, self._tag, self._agreement.status, values, *words)
 
     def _by_one_shot(self, out: torch.Tensor, x: torch.Tensor) -> None:
         kernel = all_reduce_one_shot(
@@ -191,7 +199,7 @@ class AllReduce(Collective):
             self.threads,
             self.blocks,
         )
-        kernel(out, x, self._inbox.view(out.dtype), *self._one_shot_words)
+        kernel(out, x, self._tag, self._agreement.status, self._inbox.view(out.dtype), *self._one_shot_words)
 
     def _by_staged_two_shot(self, out: torch.Tensor, x: torch.Tensor) -> None:
         vectors = (

@@ -4,12 +4,15 @@ Few rows are summed as in all_reduce_one_shot.py, a block a row at a time, whose
 normalised. Many rows are summed by AllReduce, and the same kernel does the rest. Results have the same bits either way.
 """
 
+import math
+
 import tilelang.language as T
 import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.all_reduce import AllReduce, one_shot_up_to
+from tilescale_net.kernels.announcement import STATUS_WORDS, all_agree, announcement, compare_one
 from tilescale_net.kernels.collective import Collective, dtype_name, is_aligned
 from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC
 from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES, pack, vector_of
@@ -36,7 +39,8 @@ def mean_of_squares(result, values, slots, thread, threads, count, hidden):
 
 @tsn.jit(name="all_reduce_norm", pass_configs=EXPLICIT_SYNC, compile_flags=[EXACT_SUMS])
 def all_reduce_norm(n_pes, dtype, hidden, capacity, reduces, threads=512, blocks=64):
-    """Kernel `(out, x, residual, bias, weight, eps, resumes, biased, inbox, arrived, calls)` on rows of `hidden` elements.
+    """Kernel `(out, x, residual, bias, weight, eps, resumes, biased, tag, status, inbox, arrived, calls)` on rows of `hidden`
+    elements.
 
     The sum over all PEs of `x` is rounded; bias and residual are added to it in float32, and the result, rounded, is the
     new residual. `out` is that, divided by the root of the mean of its squares and `eps`, times `weight`, rounded once.
@@ -49,7 +53,7 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, reduces, threads=512, blocks
         threads, blocks: launch geometry; all blocks must be able to run at once.
 
     `resumes` and `biased` say, at run time, whether there are `residual` and `bias`; what there is not is left alone.
-    `inbox` [2 * capacity * hidden / vector, vector], `arrived` and `calls` as in `all_reduce_one_shot`.
+    `inbox` [2 * capacity * hidden / vector, vector], `tag`, `status`, `arrived` and `calls` as in `all_reduce_one_shot`.
     """
     rows = T.dynamic("rows", "int64")
     vector = vector_of(dtype)
@@ -67,6 +71,8 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, reduces, threads=512, blocks
         eps: T.float32,
         resumes: T.int32,
         biased: T.int32,
+        tag: T.int32,
+        status: T.Tensor((STATUS_WORDS,), "int64"),
         inbox: T.Tensor((2 * capacity * width, vector), dtype),
         arrived: T.Tensor((n_pes, blocks), "uint64"),
         calls: T.Tensor((blocks,), "uint64"),
@@ -75,6 +81,7 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, reduces, threads=512, blocks
             thread = T.get_thread_binding()
             me = N.my_pe()
             slots = T.alloc_shared((threads // 32,), "float32")
+            agrees = T.alloc_shared((n_pes,), "int32")
             mean = T.alloc_local((1,), "float32")
             part = T.alloc_local((n_pes, held, vector), dtype)
             values = T.alloc_local((held * vector,), "float32")
@@ -91,10 +98,18 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, reduces, threads=512, blocks
                 if reduces:
                     pack(inbox, half, x, first * width, end * width, thread, threads, rows * hidden, dtype, True)
                     T.sync_threads()
-                    if thread < n_pes and thread != me:
-                        N.signal(arrived[me, block], call, thread)
-                        N.wait(arrived[thread, block], "ge", T.cast(call, "int64"))
+                    if thread < n_pes:
+                        same = T.alloc_var("int32")
+                        same = 1
+                        if thread != me:
+                            N.signal(arrived[me, block], announcement(call, tag), thread)
+                            word = N.wait(arrived[thread, block], "ge", announcement(call, 0))
+                            compare_one(same, thread, call, tag, word, status)
+                        agrees[thread] = same
                     T.sync_threads()
+                    agreed = T.alloc_var("int32")
+                    all_agree(agreed, agrees, n_pes)
+                    end = T.if_then_else(agreed != 0, end, first)
                 for step in T.serial(end - first):
                     row = first + step
                     if reduces:
@@ -184,7 +199,7 @@ class AllReduceNorm(Collective):
         self.fused_bytes = self.largest_fused
         self._inbox = self._symmetric(2 * self.largest_fused, torch.uint8)
         self._arrived, self._calls = self._signals(self.n_pes, blocks), self.counters(blocks)
-        self._all_reduce = AllReduce(threads=threads, blocks=blocks, group=self._world)
+        self._all_reduce = AllReduce(threads=threads, blocks=blocks, group=self._world).within(self._made)
 
     def __call__(
         self,
@@ -210,7 +225,7 @@ class AllReduceNorm(Collective):
 
         Raises:
             TypeError, ValueError: an argument that does not fit, by name; nothing was sent.
-            RankMismatch: ranks that pass different ones; seen when a shape is used for the first time.
+            RankMismatch: ranks that pass different ones. Raised at once where they are new, else by the next call or `check`.
         """
         self._begin()
         self._check("out", out)
@@ -220,13 +235,17 @@ class AllReduceNorm(Collective):
         for name, tensor, shape in (("residual", residual, out.shape), ("bias", bias, (self.hidden,))):
             if tensor is not None:
                 self._check_rows(name, tensor, out.dtype, shape)
+        if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+            raise ValueError(f"{self.name}: eps is {eps!r}; it must be a finite number of 0 or more")
         if x.data_ptr() != out.data_ptr():
             self._check_apart("out", out, "x", x)
         if residual is not None:
             self._check_apart("residual", residual, "out", out)
             self._check_apart("residual", residual, "x", x)
         given = [name for name, tensor in (("bias", bias), ("residual", residual)) if tensor is not None]
-        self._agree("out of shape {} and {}, with {}, eps {}", out.shape, out.dtype, ", ".join(given) or "neither", eps)
+        tag = self._agree(
+            "out of shape {} and {}, with {}, eps {}", out.shape, out.dtype, ", ".join(given) or "neither", eps
+        )
         if out.numel() == 0:
             return out
         fused = out.nbytes <= self.fused_bytes and not self._sources_travel and self.n_pes > 1
@@ -239,7 +258,7 @@ class AllReduceNorm(Collective):
         rows = out.view(-1, self.hidden)
         vector = VECTOR_BYTES // out.element_size()
         words = capacity * self.hidden
-        kernel(
+        arguments = (
             rows,
             (x if fused else out).view(-1),
             rows if residual is None else residual.view(-1, self.hidden),
@@ -248,10 +267,13 @@ class AllReduceNorm(Collective):
             float(eps),
             int(residual is not None),
             int(bias is not None),
+            tag,
+            self._agreement.status,
             self._inbox.view(out.dtype)[: 2 * words].view(-1, vector),
             self._arrived,
             self._calls,
         )
+        self._explained(lambda: kernel(*arguments))
         return out
 
     def _check_rows(self, name: str, tensor, dtype, shape) -> None:

@@ -9,13 +9,14 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.announcement import STATUS_WORDS, all_agree, announcement, compare_one
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.kernels.sum_of_peers import add_up, batch_of, pack, store_elements, vector_of
 
 
 @tsn.jit(name="all_reduce_one_shot", pass_configs=EXPLICIT_SYNC)
 def all_reduce_one_shot(n_pes, dtype, capacity, aligned=True, threads=512, blocks=64):
-    """Kernel `(out, x, inbox, arrived, calls)`: `out` is the sum of everybody's `x`; `out` may be `x`.
+    """Kernel `(out, x, tag, status, inbox, arrived, calls)`: `out` is the sum of everybody's `x`; `out` may be `x`.
 
     Args:
         n_pes: number of PEs, at most `threads`; all of them mapped.
@@ -25,7 +26,9 @@ def all_reduce_one_shot(n_pes, dtype, capacity, aligned=True, threads=512, block
         threads, blocks: launch geometry; all blocks must be able to run at once.
 
     `inbox` [2 * capacity, 16 bytes of dtype] and `arrived` (uint64 [n_pes, blocks]) are symmetric, `calls` (uint64
-    [blocks]) is any device memory; signals and `calls` are zero before the first call, and then left alone.
+    [blocks]) is any device memory; signals and `calls` are zero before the first call, and then left alone. `tag` stands for
+    what must be equal on all PEs; where it is not, `out` is left alone, and what differs is reported to `status` (int64
+    [STATUS_WORDS]), see `announcement`.
     """
     count = T.dynamic("count", "int64")
     vector, batch = vector_of(dtype), batch_of(n_pes)
@@ -35,6 +38,8 @@ def all_reduce_one_shot(n_pes, dtype, capacity, aligned=True, threads=512, block
         ctx: N.Context(),
         out: T.Tensor((count,), dtype),
         x: T.Tensor((count,), dtype),
+        tag: T.int32,
+        status: T.Tensor((STATUS_WORDS,), "int64"),
         inbox: T.Tensor((2 * capacity, vector), dtype),
         arrived: T.Tensor((n_pes, blocks), "uint64"),
         calls: T.Tensor((blocks,), "uint64"),
@@ -45,6 +50,7 @@ def all_reduce_one_shot(n_pes, dtype, capacity, aligned=True, threads=512, block
             call = T.alloc_var("uint64")
             call = calls[block] + T.uint64(1)
             half = T.cast(call % T.uint64(2), "int64") * capacity
+            agrees = T.alloc_shared((n_pes,), "int32")
             vectors = T.ceildiv(count, T.int64(vector))
             share = T.max(T.ceildiv(vectors, T.int64(blocks)), T.int64(threads))
             first = T.alloc_var("int64")
@@ -55,16 +61,25 @@ def all_reduce_one_shot(n_pes, dtype, capacity, aligned=True, threads=512, block
                 views = [N.remote(inbox, p) for p in range(n_pes)]
                 pack(inbox, half, x, first, end, thread, threads, count, dtype, aligned)
                 T.sync_threads()
-                if thread < n_pes and thread != me:
-                    N.signal(arrived[me, block], call, thread)
-                    N.wait(arrived[thread, block], "ge", T.cast(call, "int64"))
+                if thread < n_pes:
+                    same = T.alloc_var("int32")
+                    same = 1
+                    if thread != me:
+                        N.signal(arrived[me, block], announcement(call, tag), thread)
+                        word = N.wait(arrived[thread, block], "ge", announcement(call, 0))
+                        compare_one(same, thread, call, tag, word, status)
+                    agrees[thread] = same
                 T.sync_threads()
+                agreed = T.alloc_var("int32")
+                all_agree(agreed, agrees, n_pes)
+                last = T.alloc_var("int64")
+                last = T.if_then_else(agreed != 0, end, first)
                 result = T.alloc_local((batch, vector), dtype)
-                for turn in T.serial(T.ceildiv(end - first, T.int64(threads * batch))):
+                for turn in T.serial(T.ceildiv(last - first, T.int64(threads * batch))):
                     i = first + turn * threads * batch + thread
-                    add_up(result, views, dtype, half + i, half + end, threads, batch)
+                    add_up(result, views, dtype, half + i, half + last, threads, batch)
                     for u in T.unroll(batch):
-                        if i + u * threads < end:
+                        if i + u * threads < last:
                             store_elements(out, i + u * threads, result, u, count, dtype, aligned)
             T.sync_threads()
             if thread == 0:

@@ -10,6 +10,7 @@ from tilelang import tvm
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.announcement import STATUS_WORDS, announcement, compare
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.kernels.sum_of_peers import accumulator
 
@@ -18,7 +19,7 @@ DATA_BYTES, PACKET_BYTES = 8, 16
 
 @tsn.jit(name="all_reduce_packets", pass_configs=EXPLICIT_SYNC)
 def all_reduce_packets(n_pes, dtype, capacity, aligned=True, threads=512, max_blocks=64):
-    """Kernel `(out, x, values, flags, calls)`: `out` is the sum of everybody's `x`; `out` may be `x`.
+    """Kernel `(out, x, tag, status, values, flags, calls)`: `out` is the sum of everybody's `x`; `out` may be `x`.
 
     Args:
         n_pes: number of PEs, at most `threads`.
@@ -30,7 +31,9 @@ def all_reduce_packets(n_pes, dtype, capacity, aligned=True, threads=512, max_bl
     `values` and `flags` are views of one symmetric tensor of 16-byte packets: [2, n_pes, capacity, 16 bytes of dtype] and
     uint64 [2, n_pes, capacity, 2]. `calls` (uint64 [max_blocks]) counts calls in any device memory. All are zero before
     the first call, and then left alone. Calls take the two halves of the packets in turn: a PE that sends in call i + 2
-    has seen packets of call i + 1 from everybody, whose call i was over by then.
+    has seen packets of call i + 1 from everybody, whose call i was over by then. Flags hold `tag` too, which stands for what
+    must be equal on all PEs; where it is not, `out` is left alone, and what differs is reported to `status` (int64
+    [STATUS_WORDS]), see `announcement`.
     """
     count = T.dynamic("count", "int64")
     width = DATA_BYTES * 8 // tvm.DataType(dtype).bits
@@ -42,6 +45,8 @@ def all_reduce_packets(n_pes, dtype, capacity, aligned=True, threads=512, max_bl
         ctx: N.Context(),
         out: T.Tensor((count,), dtype),
         x: T.Tensor((count,), dtype),
+        tag: T.int32,
+        status: T.Tensor((STATUS_WORDS,), "int64"),
         values: T.Tensor((2, n_pes, capacity, 2 * width), dtype),
         flags: T.Tensor((2, n_pes, capacity, 2), "uint64"),
         calls: T.Tensor((max_blocks,), "uint64"),
@@ -54,10 +59,13 @@ def all_reduce_packets(n_pes, dtype, capacity, aligned=True, threads=512, max_bl
             i = block * T.int64(share) + thread % share
             first = i * width
             packet = T.alloc_shared((n_pes, share, width), dtype)
+            agrees = T.alloc_shared((n_pes, share), "int32")
             call = T.alloc_var("uint64")
             call = calls[block] + T.uint64(1)
             half = T.cast(call % T.uint64(2), "int32")
             if pe < n_pes and first < count:
+                same = T.alloc_var("int32")
+                same = 1
                 if aligned:
                     for v in T.vectorized(width):
                         packet[pe, thread % share, v] = x[first + v]
@@ -73,26 +81,33 @@ def all_reduce_packets(n_pes, dtype, capacity, aligned=True, threads=512, max_bl
                         packet[pe, thread % share, 0:width],
                         pe,
                         flags[half, me, i, 1],
-                        call,
+                        announcement(call, tag),
                     )
-                    N.wait(flags[half, pe, i, 1], "ge", T.cast(call, "int64"))
+                    word = N.wait(flags[half, pe, i, 1], "ge", announcement(call, 0))
+                    compare(same, pe, call, tag, word, status, True)
                     for v in T.vectorized(width):
                         packet[pe, thread % share, v] = values[half, pe, i, v]
+                agrees[pe, thread % share] = same
             T.sync_threads()
             if thread < share and first < count:
+                agreed = T.alloc_var("int32")
+                agreed = 1
+                for p in T.unroll(n_pes):
+                    agreed = agreed & agrees[p, thread]
                 totals = T.alloc_local((width,), total_dtype)
                 for v in T.unroll(width):
                     totals[v] = T.cast(0, total_dtype)
                 for p in T.unroll(n_pes):
                     for v in T.unroll(width):
                         totals[v] += T.cast(packet[p, thread, v], total_dtype)
-                if aligned:
-                    for v in T.vectorized(width):
-                        out[first + v] = T.cast(totals[v], dtype)
-                else:
-                    for v in T.unroll(width):
-                        if first + v < count:
+                if agreed != 0:
+                    if aligned:
+                        for v in T.vectorized(width):
                             out[first + v] = T.cast(totals[v], dtype)
+                    else:
+                        for v in T.unroll(width):
+                            if first + v < count:
+                                out[first + v] = T.cast(totals[v], dtype)
             if thread == 0:
                 calls[block] = call
             if block == 0:  # also for the blocks that later calls have and this one has not

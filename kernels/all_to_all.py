@@ -1,5 +1,6 @@
 """All-to-all by push: the host class for equal splits (exchange.py) and uneven ones (all_to_all_uneven.py)."""
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -152,7 +153,12 @@ class AllToAll(Exchange):
                 return splits
             numbers = splits.tolist()
         else:
-            numbers = [int(n) for n in splits]
+            try:
+                numbers = [operator.index(n) for n in splits]
+            except TypeError:
+                raise TypeError(
+                    f"{self.name}: {name} is {splits!r}; it must be whole numbers, or a tensor of them"
+                ) from None
             splits = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         if len(numbers) != self.n_pes:
             raise ValueError(

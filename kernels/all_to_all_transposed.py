@@ -10,12 +10,14 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.announcement import STATUS_WORDS, all_agree, announce
 from tilescale_net.kernels.collective import Collective, as_bytes
+from tilescale_net.kernels.exchange import await_room
 
 
 @tsn.jit(name="all_to_all_transposed")
 def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None):
-    """Kernel `(out, x, batches, calls, ready, arrived)` on rows of bytes; every PE gets a box of `rows` rows, `width` bytes
+    """Kernel `(out, x, batches, tag, status, calls, ready, arrived)` on rows of bytes; every PE gets a box of `rows` rows, `width` bytes
     wide, of each batch from every PE.
 
     Args:
@@ -26,7 +28,8 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
         threads, blocks: launch geometry; all blocks must be able to run at once.
         unroll: see `tilescale_net.language.put_block`.
 
-    `out` is symmetric; `calls`, `ready` and `arrived` as in `exchange`.
+    `out` is symmetric; `calls`, `ready` and `arrived` as in `exchange`. `tag` stands for what must be equal on all PEs; where it is not, nothing moves, and what differs is reported to `status`
+    (int64 [STATUS_WORDS]), see `announcement`.
     """
     out_rows, out_pitch, x_rows, x_pitch = (
         T.dynamic(name, "int64") for name in ("out_rows", "out_pitch", "x_rows", "x_pitch")
@@ -38,6 +41,8 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
         out: T.Tensor((out_rows, out_pitch), "uint8"),
         x: T.Tensor((x_rows, x_pitch), "uint8"),
         batches: T.int64,
+        tag: T.int32,
+        status: T.Tensor((STATUS_WORDS,), "int64"),
         calls: T.Tensor((blocks,), "uint64"),
         ready: T.Tensor((n_pes,), "uint64"),
         arrived: T.Tensor((n_pes, blocks), "uint64"),
@@ -51,15 +56,20 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
             share = T.ceildiv(rows, T.int64(blocks))
             first = share * block
             size = T.min(share, rows - first)
+            agrees = T.alloc_shared((n_pes,), "int32")
             if block == 0 and thread < n_pes:
-                N.signal(ready[me], call, thread)
+                announce(ready, me, call, tag, thread)
             if first < rows:
-                if thread < n_pes:
-                    N.wait(ready[thread], "ge", call)
-                T.sync_threads()
+                same = T.alloc_var("int32")
+                same = 1
+                await_room(agrees, same, ready, call, tag, status, block, thread, n_pes)
+                agreed = T.alloc_var("int32")
+                all_agree(agreed, agrees, n_pes)
+                moved = T.alloc_var("int64")
+                moved = T.if_then_else(agreed != 0, batches, T.int64(0))
                 for hop in T.serial(n_pes):
                     pe = (me + hop) % n_pes
-                    for batch in T.serial(batches):
+                    for batch in T.serial(moved):
                         narrow = batch * rows + first  # of the side whose rows are n_pes boxes wide
                         if joins_rows:
                             to = (batch * n_pes + me) * rows + first
@@ -76,7 +86,7 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
                                 pe, unroll=unroll,
                             )  # fmt: skip
                 T.sync_threads()
-                if thread < n_pes:
+                if thread < n_pes and agreed != 0:
                     N.signal(arrived[me, block], call, thread, fence=True)
                     N.wait(arrived[thread, block], "ge", call)
                     N.quiet(thread)
@@ -125,7 +135,8 @@ class AllToAllTransposed(Collective):
 
         Raises:
             TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
-            RankMismatch: ranks that pass different ones; seen when a shape is used for the first time.
+            RankMismatch: ranks that pass different ones: nothing moves. Raised at once where they are new, else by the next
+                call or `check`.
         """
         self._begin()
         self._check("out", out, symmetric=True)
@@ -146,12 +157,12 @@ class AllToAllTransposed(Collective):
                 f"{self.name}: out has shape {list(out.shape)}; for x of shape {list(x.shape)} it is {shape}"
             )
         self._check_apart("out", out, "x", x)
-        self._agree("x of shape {} and {}, cut {}, join {}, out at heap offset {}", x.shape, x.dtype, cut, join, self.place(out))  # fmt: skip
+        tag = self._agree("x of shape {} and {}, cut {}, join {}, out at heap offset {}", x.shape, x.dtype, cut, join, self.place(out))  # fmt: skip
         if x.nbytes:
-            self._launch(out, x, cut, join)
+            self._explained(lambda: self._launch(out, x, cut, join, tag))
         return out
 
-    def _launch(self, out: torch.Tensor, x: torch.Tensor, cut: int, join: int) -> None:
+    def _launch(self, out: torch.Tensor, x: torch.Tensor, cut: int, join: int, tag: int) -> None:
         joins_rows = join < cut
         batches = math.prod(x.shape[: min(cut, join)])
         # The side whose rows are one box wide; the other has rows of n_pes boxes.
@@ -162,6 +173,8 @@ class AllToAllTransposed(Collective):
             as_bytes(out, out.nbytes // (width if joins_rows else wide), width if joins_rows else wide),
             as_bytes(x, x.nbytes // (wide if joins_rows else width), wide if joins_rows else width),
             batches,
+            tag,
+            self._agreement.status,
             *self._words,
         )
 

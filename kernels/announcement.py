@@ -70,6 +70,22 @@ def compare(same: T.Ref, rank, call, tag, word, status, reports):
         report_other_call(status, rank, call, tag, word)
 
 
+@tsn.macro
+def compare_one(same: T.Ref, rank, call, tag, word, status):
+    """As `compare`, where nothing holds a rank up that is through with the call: a word of a later one says that it is."""
+    same = T.cast(word == announcement(call, tag) or word >= announcement(call + T.uint64(1), 0), "int32")
+    if same == 0:
+        report_other_call(status, rank, call, tag, word)
+
+
+@tsn.macro
+def all_agree(agreed: T.Ref, agrees, n_pes):
+    """agreed = whether all of agrees [n_pes] are 1. By all threads of a block."""
+    agreed = 1
+    for p in T.unroll(n_pes):
+        agreed = agreed & agrees[p]
+
+
 class StatusRecord:
     """A record in host memory that kernels write when they refuse a call; reading it does not wait for the GPU."""
 
@@ -142,6 +158,11 @@ class Agreement:
             number = self._numbers[key] = len(self._texts) % self._TAGS
             self._texts.append(text)
         return number
+
+    @property
+    def reported(self) -> bool:
+        """Whether kernels have found something that `error` has not taken yet."""
+        return self._record is not None and self._record.written
 
     def error(self) -> tsn.RankMismatch | None:
         """What kernels found since the last look; does not wait for them."""

@@ -9,14 +9,16 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.announcement import STATUS_WORDS, all_agree, announce
 from tilescale_net.kernels.collective import Collective, as_bytes, check_chunk
+from tilescale_net.kernels.exchange import await_room
 from tilescale_net.kernels.node_broadcast import node_broadcast
 from tilescale_net.kernels.partition import slice_elements
 
 
 @tsn.jit(name="broadcast")
 def broadcast(n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unroll=None, ring=None):
-    """Kernel `(x, root, calls, ready, arrived)`: afterwards `x` of all PEs is the `x` of PE `root`.
+    """Kernel `(x, root, tag, status, calls, ready, arrived)`: afterwards `x` of all PEs is the `x` of PE `root`.
 
     Args:
         n_pes: number of PEs, at most `threads`, 2 or more.
@@ -25,7 +27,8 @@ def broadcast(n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unrol
         engine, unroll, ring: see `tilescale_net.language.put_block`.
 
     `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [n_pes, blocks] (symmetric) are uint64, zero
-    before the first call, and then left alone.
+    before the first call, and then left alone. `tag` stands for what must be equal on all PEs; where it is not, nothing moves, and what differs is reported to `status`
+    (int64 [STATUS_WORDS]), see `announcement`.
     """
     count = T.dynamic("count", "int64")
     options = dict(engine=engine, unroll=unroll, ring=ring)
@@ -35,6 +38,8 @@ def broadcast(n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unrol
         ctx: N.Context(),
         x: T.Tensor((count,), dtype),
         root: T.int32,
+        tag: T.int32,
+        status: T.Tensor((STATUS_WORDS,), "int64"),
         calls: T.Tensor((blocks,), "uint64"),
         ready: T.Tensor((n_pes,), "uint64"),
         arrived: T.Tensor((n_pes, blocks), "uint64"),
@@ -47,28 +52,32 @@ def broadcast(n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unrol
             part = slice_elements(count, n_pes - 1, dtype)
             share = slice_elements(part, blocks, dtype)
             first = share * block
+            agrees = T.alloc_shared((n_pes,), "int32")
             if block == 0 and thread < n_pes:
-                N.signal(ready[me], call, thread)
+                announce(ready, me, call, tag, thread)
             if first < part:
-                if thread < n_pes:
-                    N.wait(ready[thread], "ge", call)
-                T.sync_threads()
-                if me == root:
-                    for hop in T.serial(1, n_pes):
-                        start = (hop - 1) * part + first
+                same = T.alloc_var("int32")
+                same = 1
+                await_room(agrees, same, ready, call, tag, status, block, thread, n_pes)
+                agreed = T.alloc_var("int32")
+                all_agree(agreed, agrees, n_pes)
+                if agreed != 0:
+                    if me == root:
+                        for hop in T.serial(1, n_pes):
+                            start = (hop - 1) * part + first
+                            size = T.min(T.min(share, part - first), count - start)
+                            if size > 0:
+                                N.put_block(x[start], x[start], (root + hop) % n_pes, count=size, **options)
+                    else:
+                        start = (me - root - 1 + n_pes) % n_pes * part + first
                         size = T.min(T.min(share, part - first), count - start)
-                        if size > 0:
-                            N.put_block(x[start], x[start], (root + hop) % n_pes, count=size, **options)
-                else:
-                    start = (me - root - 1 + n_pes) % n_pes * part + first
-                    size = T.min(T.min(share, part - first), count - start)
-                    N.wait_block(arrived[root, block], "ge", call)
-                    for hop in T.serial(1, n_pes):
-                        pe = (me + hop) % n_pes
-                        if pe != root and size > 0:
-                            N.put_block(x[start], x[start], pe, count=size, **options)
+                        N.wait_block(arrived[root, block], "ge", call)
+                        for hop in T.serial(1, n_pes):
+                            pe = (me + hop) % n_pes
+                            if pe != root and size > 0:
+                                N.put_block(x[start], x[start], pe, count=size, **options)
                 T.sync_threads()
-                if thread < n_pes and thread != me:
+                if thread < n_pes and thread != me and agreed != 0:
                     if thread != root:
                         N.signal(arrived[me, block], call, thread, fence=True)
                     if me != root:
@@ -122,17 +131,19 @@ class Broadcast(Collective):
 
         Raises:
             TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
-            RankMismatch: ranks that pass different ones; seen when a shape and root are used for the first time.
+            RankMismatch: ranks that pass different ones: nothing moves. Raised at once where they are new, else by the next
+                call or `check`.
         """
         self._begin()
         self._check("x", x, symmetric=True)
         if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.n_pes:
             raise ValueError(f"{self.name}: root is {root!r}; it must be a rank between 0 and {self.n_pes - 1}")
-        self._agree("x of shape {} and {} at heap offset {}, root {}", x.shape, x.dtype, self.place(x), root)
+        tag = self._agree("x of shape {} and {} at heap offset {}, root {}", x.shape, x.dtype, self.place(x), root)
         if x.nbytes and self.n_pes > 1:
             if self._node_size:
                 kernel = node_broadcast(self.n_pes, self._node_size, self._chunk_bytes, **self._options)
             else:
                 kernel = broadcast(self.n_pes, **self._options)
-            kernel(as_bytes(x, x.nbytes), root, self._calls, self._ready, self._arrived)
+            words = tag, self._agreement.status, self._calls, self._ready, self._arrived
+            self._explained(lambda: kernel(as_bytes(x, x.nbytes), root, *words))
         return x

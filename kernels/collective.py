@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from typing import TypeVar
 
 import torch
 
 import tilescale_net as tsn
 from tilescale_net.kernels.announcement import Agreement
 from tilescale_net.runtime import heap
+
+_Object = TypeVar("_Object", bound="Collective")
 
 # Blocks that the simulator runs at once.
 SIMULATOR_BLOCKS = 64
@@ -89,6 +92,8 @@ class Collective:
                 "world of those that are left (tilescale_net.init with a new group, or a StoreGroup), and this in it"
             )
         self._world.control.agree(name, f"threads={threads}, blocks={blocks}, {configuration}")
+        self._made = self._world.calls.track(name)
+        self._made.reported = lambda: self._agreement.reported
 
     def _symmetric(self, shape: tuple[int, ...] | int, dtype: torch.dtype) -> torch.Tensor:
         """Zeroed symmetric memory that `free` gives back; HeapError, on all ranks alike, gives back what there is so far."""
@@ -126,6 +131,11 @@ class Collective:
             self._release()
             raise
 
+    def within(self: _Object, calls) -> _Object:
+        """This object, whose calls are made by those of another one that notes them in `calls`."""
+        self._made.outer = calls
+        return self
+
     def _signals(self, *shape: int) -> torch.Tensor:
         """Signal words, all zero."""
         return self._symmetric(shape, torch.uint64)
@@ -139,6 +149,7 @@ class Collective:
     def free(self) -> None:
         """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
         self._check_alive()
+        self._made.end()
         self._release()
 
     def _release(self) -> None:
@@ -208,7 +219,15 @@ class Collective:
 
         Later calls with the same arguments cost nothing, so that a call can be captured in a CUDA graph.
         """
-        return self._agreement.number(describe, *arguments)
+        self._made.note(describe, *arguments)
+        return self._number(describe, *arguments)
+
+    def _number(self, describe: str, *arguments) -> int:
+        try:
+            return self._agreement.number(describe, *arguments)
+        except tsn.RankMismatch:
+            self._made.settle()
+            raise
 
     def check(self) -> None:
         """Wait for the calls so far and raise what they found wrong with arguments. Not collective.
@@ -226,6 +245,7 @@ class Collective:
         """Raise what kernels that have ended found."""
         error = self._agreement.error()
         if error is not None:
+            self._made.settle()
             raise error
 
     def _raise_mismatch_if_simulated(self) -> None:
@@ -252,14 +272,20 @@ class Collective:
             Whether no rank has None and all have the same; and the tag of a call, which stands for the places too then.
         """
         key = (*arguments, *places)
-        if key not in self._mapped:
-            tag = self._agree(describe, *arguments)
+        known = self._mapped.get(key)
+        if known is None:
+            self._made.note(f"{describe}, tensors at places that were not used before", *arguments)
+            tag = self._number(describe, *arguments)
             everyone = self._world.control.gather(f"{self.name}: where the tensors are", places)
             mapped = None not in places and all(theirs == places for theirs in everyone)
             if mapped:
-                tag = self._agree(f"{describe}, tensors at heap offsets {{}}", *arguments, tuple(places))
-            self._mapped[key] = mapped, tag
-        return self._mapped[key]
+                tag = self._number(f"{describe}, tensors at heap offsets {{}}", *arguments, tuple(places))
+            known = self._mapped[key] = mapped, tag
+        elif known[0]:
+            self._made.note(f"{describe}, tensors at heap offsets {{}}", *arguments, tuple(places))
+        else:
+            self._made.note(f"{describe}, tensors that were used before and are copied", *arguments)
+        return known
 
     def place_of_vectors(self, tensor: torch.Tensor) -> int | None:
         """Heap offset of a symmetric tensor that begins and ends at multiples of 16 bytes; None for others."""

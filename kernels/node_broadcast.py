@@ -10,6 +10,8 @@ from tilelang import tvm
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.announcement import STATUS_WORDS, all_agree, announce
+from tilescale_net.kernels.exchange import await_room
 from tilescale_net.kernels.partition import piece_number, slice_elements
 
 
@@ -17,7 +19,7 @@ from tilescale_net.kernels.partition import piece_number, slice_elements
 def node_broadcast(
     n_pes, node_size, chunk_bytes, dtype="uint8", threads=512, blocks=16, engine="auto", unroll=None, ring=None
 ):  # fmt: skip
-    """Kernel `(x, root, calls, ready, arrived)`: afterwards `x` of all PEs is the `x` of PE `root`.
+    """Kernel `(x, root, tag, status, calls, ready, arrived)`: afterwards `x` of all PEs is the `x` of PE `root`.
 
     Args:
         n_pes: number of PEs, at most `threads`.
@@ -26,7 +28,7 @@ def node_broadcast(
         dtype, threads, blocks, engine, unroll, ring: see `broadcast`.
 
     `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [node_size, blocks] (by part; symmetric) are uint64,
-    zero before the first call, and then left alone.
+    zero before the first call, and then left alone. `tag` and `status` as in `broadcast`.
     """
     count = T.dynamic("count", "int64")
     nodes, chunk = n_pes // node_size, chunk_bytes * 8 // tvm.DataType(dtype).bits
@@ -37,6 +39,8 @@ def node_broadcast(
         ctx: N.Context(),
         x: T.Tensor((count,), dtype),
         root: T.int32,
+        tag: T.int32,
+        status: T.Tensor((STATUS_WORDS,), "int64"),
         calls: T.Tensor((blocks,), "uint64"),
         ready: T.Tensor((n_pes,), "uint64"),
         arrived: T.Tensor((node_size, blocks), "uint64"),
@@ -55,12 +59,16 @@ def node_broadcast(
             size = T.min(share, part - first)
             pieces = T.alloc_var("int64")
             pieces = T.ceildiv(size, T.int64(chunk))
+            agrees = T.alloc_shared((n_pes,), "int32")
             if block == 0 and thread < n_pes:
-                N.signal(ready[me], call, thread)
+                announce(ready, me, call, tag, thread)
             if size > 0:
-                if thread < n_pes:
-                    N.wait(ready[thread], "ge", call)
-                T.sync_threads()
+                same = T.alloc_var("int32")
+                same = 1
+                await_room(agrees, same, ready, call, tag, status, block, thread, n_pes)
+                agreed = T.alloc_var("int32")
+                all_agree(agreed, agrees, n_pes)
+                pieces = T.if_then_else(agreed != 0, pieces, T.int64(0))
                 for piece in T.serial(pieces):
                     offset = first + piece * chunk
                     if me == root:
@@ -89,7 +97,7 @@ def node_broadcast(
                             if pe != root:
                                 N.put_block(x[start], x[start], pe, count=length, **options)
                 T.sync_threads()
-                if thread < node_size:
+                if thread < node_size and agreed != 0:
                     pe = me - index + thread
                     if thread != index and pe != root:
                         N.signal(arrived[index, block], piece_number(call, pieces), pe, fence=True)

@@ -221,8 +221,9 @@ class ReduceScatter(Collective):
 
         Raises:
             TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
-            RankMismatch: ranks that pass different shapes or dtypes. Raised at once where they are new, else by the next
-                call or `check`: `out` is undefined then, and so would be later ones; free the object.
+            RankMismatch: ranks that pass different shapes or dtypes, or symmetric `x` that are not the same on all ranks after
+                they were so once. Raised at once where they are new, else by the next call or `check`: `out` is undefined
+                then, and so would be later ones; free the object.
         """
         self._begin()
         self._check("out", out)
@@ -232,12 +233,13 @@ class ReduceScatter(Collective):
         self._check_parts("x", x, "out", out)
         if out.data_ptr() != x.data_ptr() + self.rank * out.nbytes:
             self._check_apart("out", out, "x", x)
-        place = self.place_of_vectors(x) if is_aligned(VECTOR_BYTES, out) and self._can_pull else None
+        # Where `out` lies may differ between ranks, and what they do may not.
+        place = self.place_of_vectors(x) if out.nbytes % VECTOR_BYTES == 0 and self._can_pull else None
         mapped, tag = self._agree_on_places("out of shape {} and {}", out.shape, out.dtype, places=[place])
         if self._algorithm == "pull" and not mapped:
             raise ValueError(
                 f"{self.name}: x of shape {list(x.shape)} cannot be pulled on all ranks: it must be symmetric, at the same "
-                "place of all heaps and mapped, and out and the parts of x aligned to 16 bytes; or choose algorithm push"
+                "place of all heaps and mapped, and its parts aligned to 16 bytes; or choose algorithm push"
             )
         if out.numel() == 0:
             return out
@@ -253,7 +255,10 @@ class ReduceScatter(Collective):
             else:
                 kernel = reduce_scatter_pull(self.n_pes, dtype_name(out.dtype), self.threads, self.blocks)
                 words = tag, self._agreement.status, *self._pull_words
-            self._explained(lambda: kernel(out.view(-1, vector), x.view(-1, vector), *words))
+            there = out if is_aligned(VECTOR_BYTES, out) else torch.empty_like(out)
+            self._explained(lambda: kernel(there.view(-1, vector), x.view(-1, vector), *words))
+            if there is not out:
+                out.copy_(there)
         else:
             self._push(out, x, tag)
         return out
@@ -282,4 +287,5 @@ class ReduceScatter(Collective):
         """As in the base class, and again at every later call: ranks may have sent different numbers of chunks."""
         self._mismatch = self._agreement.error() or self._mismatch
         if self._mismatch is not None:
+            self._made.settle()
             raise self._mismatch

@@ -92,7 +92,9 @@ class Generated:
 
     def _compile(self, kernels: dict[tuple, Traced]) -> None:
         entries = {key: f"{kernel.entry}_{i}" for i, (key, kernel) in enumerate(kernels.items())}
-        sources = [re.sub(rf"\b{k.entry}\b", entries[key], k.source) for key, k in kernels.items()]
+        sources = [
+            _alone(re.sub(rf"\b{k.entry}\b", entries[key], k.source), i) for i, (key, k) in enumerate(kernels.items())
+        ]
         one = next(iter(kernels.values()))
         with tempfile.TemporaryDirectory() as folder:
             extra = (*one.flags, "--keep", f"--keep-dir={folder}")
@@ -103,6 +105,13 @@ class Generated:
         bodies = {re.search(r"\.entry (\w+)", part)[1]: part for part in parts if ".entry" in part}
         for (key, kernel), source in zip(kernels.items(), sources):
             self._code[key] = Code(source, bodies[entries[key]] + functions, cubin, entries[key])
+
+
+def _alone(source: str, number: int) -> str:
+    """A kernel's source with names of its own for dynamic shared memory, which others may declare with another type."""
+    for name in re.findall(r"extern __shared__ [^;]*?(\w+)\[\];", source):
+        source = re.sub(rf"\b{name}\b", f"{name}_{number}", source)
+    return source
 
 
 def _key(factory: KernelFactory, arguments: dict) -> tuple:

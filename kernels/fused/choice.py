@@ -10,11 +10,11 @@ fused call from these numbers of rows on:
 
 | dtype | ranks | all_gather_matmul | matmul_reduce_scatter | matmul_all_reduce |
 | --- | --: | --: | --: | --: |
-| bfloat16 | 2 | 1024 | 1024, but 2048 | 2048 |
+| bfloat16 | 2 | 1024 | 1024 | 2048 |
 | bfloat16 | 4 | 512 | 2048 | 4096 |
 | bfloat16 | 8 | 1024 | 2048 | 8192 |
 | float8_e4m3fn | 2 | none up to 16384 | none up to 16384 | 16384 |
-| float8_e4m3fn | 4 | none up to 16384 | 8192 | 4096 |
+| float8_e4m3fn | 4 | none up to 16384 | 4096 | 4096 |
 | float8_e4m3fn | 8 | none up to 16384 | 4096 | 8192 |
 """
 
@@ -104,7 +104,7 @@ def expected_us(
         blocks: that send beside a product whose result travels; default those of `senders`.
     """
     p = product
-    cost = _costs(p).get(tiling or best_tiling(p, multiprocessors), 1.0)
+    cost = _costs(p).get((tiling or best_tiling(p, multiprocessors)).tile, 1.0)
     (rows, columns, _), flops = DEFAULT.tile, FLOPS[p.dtype] / multiprocessors
     tile = 2 * rows * columns * p.k / flops
     waves = -(-p.m // rows) * -(-p.n // columns) / multiprocessors
@@ -224,12 +224,16 @@ def best_tiling(product: Product, multiprocessors: int = 132) -> Tiling:
         return -(-product.ranks * -(-rows // bm) * -(-product.n // bn) // workers) * cost
 
     best = min(GEOMETRIES, key=time)
-    return of_dtype(best[0] if time(best) * 1.03 < time(GEOMETRIES[0]) else DEFAULT, product)
+    tiling = of_dtype(best[0] if time(best) * 1.03 < time(GEOMETRIES[0]) else DEFAULT, product)
+    if product.kind == "matmul_reduce_scatter" and -(-rows // tiling.tile[0]) <= 2 * tiling.panel:
+        # Rows that are walked together are done together: of few, half are sent while the others are computed.
+        return replace(tiling, panel=tiling.panel // 2)
+    return tiling
 
 
-def _costs(product: Product) -> dict[Tiling, float]:
+def _costs(product: Product) -> dict[tuple[int, int, int], float]:
     """How long a tile of each geometry takes, next to one of the first."""
-    return {of_dtype(tiling, product): cost for tiling, cost in GEOMETRIES}
+    return {of_dtype(tiling, product).tile: cost for tiling, cost in GEOMETRIES}
 
 
 def of_dtype(tiling: Tiling, product: Product) -> Tiling:

@@ -164,9 +164,9 @@ class MatmulAllReduce(MatmulReduceScatter):
         return slices_of(self._tiles, -(-self.n // self.tiling.tile[1]), self._workers)
 
     @property
-    def _sent_by_warps(self) -> bool:
-        """Never: those who wait for the last sums wait for whole pieces, which a block sends sooner."""
-        return False
+    def _piece(self) -> int:
+        """Fewer than in a reduce-scatter: those who wait for the last sums wait for whole pieces."""
+        return 4
 
     @property
     def _ending_blocks(self) -> int:

@@ -28,7 +28,7 @@ def send_parts(
         dtype, out_dtype: of `partial` [n_pes, rows, n] and `summands` [2, n_pes, rows, n]; and of `part` [1, rows, n] and
             `sums`, see `matmul_reducing`.
         threads, blocks: launch geometry.
-        engine: "auto" or "ldst": without `shares` warps send, each a piece of its own; else, and with "bulk", blocks do, see
+        engine: "auto" or "ldst": warps send, each a piece of its own; "bulk": blocks do, see
             `tilescale_net.language.put_block`.
 
     `calls`, `ready` and the others as in `matmul_reducing`.
@@ -54,7 +54,7 @@ def send_parts(
             thread, call, me = T.get_thread_binding(), calls[0], N.my_pe()
             sending.begin_call(ready, sent, call, me, n_pes, block, thread)
             to = partial, summands, part, sums, done, arrived, shared
-            if shares or engine == "bulk":
+            if engine == "bulk":
                 sending.send_all(s, engine, given, item, sent, *to, call, me, thread)
             else:
                 sending.send_all_by_warps(s, item, sent, *to, call, me, thread)
@@ -161,10 +161,7 @@ def matmul_reducing(
             if senders > 0 and block < senders:
                 sending.begin_call(ready, sent, call, me, n_pes, block, thread)
                 to = partial, summands, out, sums, done, arrived, shared
-                if shares:
-                    sending.send_all(s, "ldst", chosen, tile, sent, *to, call, me, thread)
-                else:
-                    sending.send_all_by_warps(s, tile, sent, *to, call, me, thread)
+                sending.send_all_by_warps(s, tile, sent, *to, call, me, thread)
                 if thread < n_pes and thread != me:
                     N.quiet(thread)
             elif thread < 128:
@@ -380,9 +377,10 @@ class MatmulReduceScatter(FusedMatmul):
 
     @property
     def _pieces(self) -> int:
-        """Pieces of a row of tiles, of 8 rows at least: so many that all who send take part, warps or blocks."""
-        return self.tiling.tile[0] // 8 if self._sent_by_warps else min(4, self.tiling.tile[0] // 8)
+        """Pieces of a row of tiles: so many that all who send take part, warps or blocks."""
+        return min(4, self.tiling.tile[0] // 8) if self._engine == "bulk" else self.tiling.tile[0] // self._piece
 
     @property
-    def _sent_by_warps(self) -> bool:
-        return self._engine != "bulk"
+    def _piece(self) -> int:
+        """Rows that a warp sends at a time."""
+        return 8

@@ -57,8 +57,9 @@ class AllToAll(Participant):
             layout "rank": all places for rows are.
         scale_words: 4-byte words of scales of an FP8 row; default a float32 per 128 elements. Others are scales per token
             (1) or packed exponents: rows must then come with their scales.
-        column_scales: latency mode, FP8: scales that dispatch gives, and those of `out`, lie by column: rows of an expert next to
-            one another, as many grouped products read them. Their shape is the same.
+        column_scales: FP8: scales that dispatch gives, and those of `out`, lie by column: rows next to one another, as many
+            grouped products read them. Their shape is the same. Throughput mode: a small kernel more turns them, into new
+            memory where `out` is not given.
         expert_capacity: rows that an expert takes of each rank's tokens at most, as models with a capacity factor say it: a
             choice too many is dropped at its source and counts as none, `Dispatched.dropped` tells which. `capacity` is then
             what cannot be exceeded, unless it is given.

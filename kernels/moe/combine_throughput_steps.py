@@ -43,11 +43,11 @@ class Sizes(SumSizes):
     # Rows that a warp reads at once, and pieces of each per lane; what is in flight hides the latency of memory.
     @property
     def send_group(self) -> int:
-        return 1 if self.by_rank else min(self.top_k, 3)
+        return 1 if self.by_rank else min(self.top_k, 4)
 
     @property
     def send_batch(self) -> int:
-        return self._scaled(batch_of(self.units, 8 if self.by_rank else 7))
+        return self._scaled(batch_of(self.units, 7)) if self.by_rank else batch_of(self.units, 4)
 
     @property
     def sum_batch(self) -> int:
@@ -59,29 +59,44 @@ class Sizes(SumSizes):
 
 
 @tsn.macro
-def send_row(s, dst, dst_scales, dst_values, dst_row, y, row_weight, row_values, records, source, j, base, lane):
+def send_own_row(s, dst, dst_scales, dst_row, y, row, lane):
+    """Convert a row of `y` into a row of `dst`; the next pieces are on their way while those before are converted."""
+    width, batch, units = s.width, s.send_batch, s.units
+    batches = -(-units // (32 * batch))
+    piece = T.alloc_local((batch * width,), s.dtype)
+    acc = T.alloc_local((batch * width,), "float32")
+    load_batch(piece, y, row, 0, lane, units, width, batch)
+    for b in T.serial(batches):
+        for i in T.unroll(batch * width):
+            acc[i] = T.cast(piece[i], "float32")
+        if b + 1 < batches:
+            load_batch(piece, y, row, (b + 1) * 32 * batch, lane, units, width, batch)
+        if s.quantised:
+            store_quantised(dst, dst_scales, dst_row, acc, b * 32 * batch, lane, units, width, batch)
+        else:
+            store_rounded(dst, dst_row, acc, b * 32 * batch, lane, units, width, batch, s.dtype)
+
+
+@tsn.macro
+def send_summed_row(s, dst, dst_scales, dst_row, y, row_weight, records, source, j, lane):
     """Sum row j of `source` over this rank's experts into a row of `dst`."""
-    K, width, batch, group, choices = s.top_k, s.width, s.send_batch, s.send_group, 1 if s.by_rank else s.top_k
+    K, width, batch, group = s.top_k, s.width, s.send_batch, s.send_group
     piece = T.alloc_local((group * batch * width,), s.dtype)
     acc = T.alloc_local((batch * width,), "float32")
     from_row = T.alloc_local((group,), "int32")
     weight = T.alloc_local((group,), "float32")
-    target = T.alloc_var("int32")
     k = T.alloc_var("int32")
     for b in T.serial(-(-s.units // (32 * batch))):
         clear(acc, batch * width)
         k = 0
-        while k < choices:
+        while k < K:
             for g in T.unroll(group):
                 from_row[g] = -1
                 weight[g] = 1.0
-                while k < choices and from_row[g] < 0:
-                    if s.by_rank:
-                        from_row[g] = base + j
-                    else:
-                        from_row[g] = records[source, j, k]
-                        if s.weighted == "choices":
-                            weight[g] = T.reinterpret(records[source, j, K + k], "float32")
+                while k < K and from_row[g] < 0:
+                    from_row[g] = records[source, j, k]
+                    if s.weighted == "choices":
+                        weight[g] = T.reinterpret(records[source, j, K + k], "float32")
                     k = k + 1
                 if s.weighted == "rows":
                     if from_row[g] >= 0:
@@ -91,6 +106,16 @@ def send_row(s, dst, dst_scales, dst_values, dst_row, y, row_weight, row_values,
             store_quantised(dst, dst_scales, dst_row, acc, b * 32 * batch, lane, s.units, width, batch)
         else:
             store_rounded(dst, dst_row, acc, b * 32 * batch, lane, s.units, width, batch, s.dtype)
+
+
+@tsn.macro
+def send_row(s, dst, dst_scales, dst_values, dst_row, y, row_weight, row_values, records, source, j, base, lane):
+    """Bring row j of `source`, summed over this rank's experts, and what goes with it to a row of `dst`."""
+    K, target = s.top_k, T.alloc_var("int32")
+    if s.by_rank:
+        send_own_row(s, dst, dst_scales, dst_row, y, base + j, lane)
+    else:
+        send_summed_row(s, dst, dst_scales, dst_row, y, row_weight, records, source, j, lane)
     if s.valued == "choices":
         for i in T.serial((K + 31) // 32):
             if i * 32 + lane < K:

@@ -24,7 +24,6 @@ class Traits:
         weighs_rows: combine takes weights of expert-major rows, and brings numbers of them back.
         weighs_choices: combine takes weights of the choices.
         counts_tiles: dispatch tells which tiles are there, and combine sends those that are.
-        orders_scales: dispatch stores scales by column, if asked.
     """
 
     layouts: tuple[str, ...] = LAYOUTS
@@ -34,15 +33,12 @@ class Traits:
     weighs_rows: bool = False
     weighs_choices: bool = False
     counts_tiles: bool = False
-    orders_scales: bool = False
 
 
 # What the host's checks know of each mode; implementations.py names its class.
 MODES = {
     "throughput": Traits(reuses_plan=True, weighs_rows=True, counts_tiles=True),
-    "latency": Traits(
-        layouts=("expert",), max_tokens=1024, quantises_rows=True, weighs_choices=True, orders_scales=True
-    ),
+    "latency": Traits(layouts=("expert",), max_tokens=1024, quantises_rows=True, weighs_choices=True),
 }
 
 
@@ -110,9 +106,8 @@ class Config:
             self._check_tiles()
         if not isinstance(self.column_scales, bool):
             raise TypeError(f"AllToAll: column_scales is {self.column_scales!r}; it must be True or False")
-        if self.column_scales and not (self.traits.orders_scales and self.scale_words):
-            has = " and ".join(m for m, t in MODES.items() if t.orders_scales)
-            raise ValueError(f"AllToAll: column_scales goes with float8_e4m3fn rows in {has} mode")
+        if self.column_scales and not self.scale_words:
+            raise ValueError("AllToAll: column_scales goes with float8_e4m3fn rows, which have scales")
 
     def _check_tiles(self) -> None:
         if not self.traits.counts_tiles or self.layout != "expert":

@@ -5,8 +5,7 @@ all ranks each rank knows the final place of each of its rows at the target: exp
 rank, then by token. So rows need no second copy, their order does not depend on timing, and a dispatch that does not
 fit somewhere is refused everywhere before anything is sent.
 
-Blocks share the tokens in consecutive parts. A thread counts one bin (an expert, or "some choice at rank r") over its
-block's part, and later numbers that bin's choices.
+Blocks share the tokens in consecutive parts, and the warps of a block share its choices in the same way.
 """
 
 import tilelang.language as T
@@ -14,6 +13,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
+from tilescale_net.kernels.moe import routing_numbers as numbers
 from tilescale_net.kernels.moe import routing_order as order
 from tilescale_net.kernels.moe import routing_steps as steps
 from tilescale_net.kernels.moe.handshake import count_for
@@ -83,7 +83,10 @@ def plan_routing(
             # keys[2], where rows are ordered: the first of its experts there.
             keys = T.alloc_shared((2 + ordered, s.cells), "int32")
             places = T.alloc_shared((2 + ordered, s.cells), "int32")
+            before = T.alloc_shared((s.parts + 1, s.width), "int32")
             padded = T.alloc_shared((experts,), "int32")
+            offsets = T.alloc_shared((experts,), "int32")
+            needs = T.alloc_shared((R,), "int32")
             alive = T.alloc_shared((R,), "int32")
             seen = T.alloc_shared((1,), "int32")
             thread = T.get_thread_binding()
@@ -99,8 +102,10 @@ def plan_routing(
             bad = T.alloc_var("int32")
             any_bad = T.alloc_var("int32")
             steps.read_choices(s, topk_idx, active, keys, seen, first, mine, bad, any_bad, thread)
-            four = T.alloc_local((4,), "int32")
-            steps.count_part(s, keys, four, partial, seen, mine, any_bad, block, thread)
+            part = T.alloc_var("int32")
+            part = T.max(1, (mine * K + 32 * s.parts - 1) // (32 * s.parts))
+            numbers.number_in_block(s, keys, places, before, part, thread)
+            numbers.count_part(s, before, partial, seen, any_bad, block, thread)
             if thread == 0:
                 N.signal(blocks_ready[0], 1, me, op="add")
                 if absent:
@@ -111,15 +116,17 @@ def plan_routing(
                 s, partial, fault, fault_value, active, alive, counts_out, counts_in, counts_ready, me, call, block, thread,
                 warp,
             )  # fmt: skip
-            steps.align_experts(s, counts_in, alive, padded, thread)
+            numbers.align_experts(s, counts_in, alive, padded, offsets, needs, thread)
             code = T.alloc_var("int32")
             need = T.alloc_var("int32")
             stop = T.alloc_var("int32")
-            steps.refuse_or_go_on(s, counts_in, padded, alive, status, mine, code, need, stop, block, thread)
-            steps.number_choices(s, keys, four, places, partial, counts_in, padded, alive, mine, me, block, thread)
+            steps.refuse_or_go_on(s, counts_in, needs, alive, status, mine, code, need, stop, block, thread)
+            numbers.number_choices(
+                s, keys, places, before, partial, counts_in, offsets, alive, part, mine, me, block, thread
+            )
             if ordered:
                 firsts = T.alloc_shared((experts,), "int32")
-                order.order_rows(s, keys, four, places, partial, firsts, mine, block, thread)
+                order.order_rows(s, keys, places, before, partial, firsts, part, mine, block, thread)
             for i in T.serial((s.part * R + threads - 1) // threads):
                 p = i * threads + thread
                 if p < T.min(share, tokens - first) * R:
@@ -129,10 +136,10 @@ def plan_routing(
                 s, keys, places, topk_weights, records_out, send_token, send_row, token_slot, first, mine, thread
             )
             steps.send_records(
-                s, partial, records_out, records_in, records_ready, active, me, stop, block, thread, warp
+                s, partial, before, records_out, records_in, records_ready, active, me, stop, block, thread
             )
             if block == 0:
-                steps.write_totals(s, totals, counts_in, padded, alive, me, stop, thread)
+                steps.write_totals(s, totals, counts_in, padded, offsets, alive, me, stop, thread)
             if thread < R:
                 if active[thread] != 0:
                     N.wait(records_ready[thread], "ge", call * T.uint64(blocks + absent))

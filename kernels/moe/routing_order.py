@@ -3,6 +3,7 @@
 import tilelang.language as T
 
 import tilescale_net as tsn
+from tilescale_net.kernels.moe.routing_numbers import add_blocks
 
 
 @tsn.macro
@@ -24,24 +25,7 @@ def find_first(s, keys, key: T.Ref, cell):
 
 
 @tsn.macro
-def count_firsts(s, keys, four, partial, mine: T.Ref, block, thread):
-    """Count the block's rows by the first of their experts, behind its other counts in `partial`."""
-    threads = s.threads
-    n = T.alloc_var("int32")
-    for i in T.serial((s.experts + threads - 1) // threads):
-        e = i * threads + thread
-        if e < s.experts:
-            n = 0
-            for q in T.serial((mine * s.top_k + 3) // 4):
-                for v in T.vectorized(4):
-                    four[v] = keys[2, q * 4 + v]
-                for v in T.unroll(4):
-                    n = n + T.if_then_else(four[v] == e, 1, 0)
-            partial[block, s.firsts + e] = n
-
-
-@tsn.macro
-def order_rows(s, keys, four, places, partial, firsts, mine: T.Ref, block, thread):
+def order_rows(s, keys, places, before, partial, firsts, part: T.Ref, mine: T.Ref, block, thread):
     """Number the rows to each rank by the first of their experts there, then by token: places[2, …].
 
     Rows of the first experts are then sent first, so that whole tiles of them are there while others are on their way.
@@ -55,8 +39,7 @@ def order_rows(s, keys, four, places, partial, firsts, mine: T.Ref, block, threa
         e = i * threads + thread
         if e < s.experts:
             n = 0
-            for b in T.serial(s.blocks):
-                n = n + partial[b, s.firsts + e]
+            add_blocks(s, n, partial, s.firsts + e, s.blocks)
             firsts[e] = n
     T.sync_threads()
     for i in T.serial((s.experts + threads - 1) // threads):
@@ -65,15 +48,18 @@ def order_rows(s, keys, four, places, partial, firsts, mine: T.Ref, block, threa
             n = 0
             for o in T.serial(e % local):
                 n = n + firsts[e - e % local + o]
-            for b in T.serial(block):
-                n = n + partial[b, s.firsts + e]
-            for q in T.serial((mine * s.top_k + 3) // 4):
-                for v in T.vectorized(4):
-                    four[v] = keys[2, q * 4 + v]
-                for v in T.unroll(4):
-                    if four[v] == e:
-                        places[2, q * 4 + v] = n
-                        n = n + 1
+            add_blocks(s, n, partial, s.firsts + e, block)
+            before[s.parts, s.firsts + e] = n
+    T.sync_threads()
+    for i in T.serial((s.cells + threads - 1) // threads):
+        p = i * threads + thread
+        if p < mine * s.top_k:
+            if keys[2, p] >= 0:
+                places[2, p] = (
+                    places[2, p]
+                    + before[s.parts, s.firsts + keys[2, p]]
+                    + before[p // 32 // part, s.firsts + keys[2, p]]
+                )
 
 
 def number(s, place, numbers, *at):

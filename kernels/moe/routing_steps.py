@@ -7,8 +7,11 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import report
+from tilescale_net.kernels.moe import routing_numbers as numbers
 from tilescale_net.kernels.moe import routing_order as order
-from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, NO_FAULT, NO_ROOM, Counts, Totals, align4, record_words
+from tilescale_net.kernels.moe.wire_layout import NO_FAULT, NO_ROOM, Counts, Totals, align4, record_words
+
+COUNTED = 16 * 1024  # words of shared memory for counts, but for those of one part
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,21 @@ class Sizes:
         """Choices of a block at most."""
         return align4(self.part * self.top_k)
 
+    @property
+    def width(self) -> int:
+        """Counts of a block."""
+        return self.counts.words + (self.experts if self.ordered else 0)
+
+    @property
+    def parts(self) -> int:
+        """Warps that number a block's choices: all that there is shared memory for."""
+        return most_parts(self.threads, self.width)
+
+
+def most_parts(threads: int, width: int) -> int:
+    """Parts of a block's choices that have counts of their own, of `width` words each."""
+    return max(1, min(threads // 32, COUNTED // width))
+
 
 @tsn.macro
 def read_choices(s, topk_idx, active, keys, seen, first, mine: T.Ref, bad: T.Ref, any_bad: T.Ref, thread):
@@ -95,30 +113,6 @@ def read_choices(s, topk_idx, active, keys, seen, first, mine: T.Ref, bad: T.Ref
 
 
 @tsn.macro
-def count_part(s, keys, four, partial, seen, mine: T.Ref, any_bad: T.Ref, block, thread):
-    """Count the block's choices per bin, and write its fault, to its row of `partial`."""
-    C, threads = s.counts, s.threads
-    for i in T.serial((C.bins + threads - 1) // threads):
-        bin = i * threads + thread
-        if bin < C.bins:
-            row = T.if_then_else(bin < s.experts, 0, 1)
-            n = T.alloc_var("int32")
-            n = 0
-            for q in T.serial((mine * s.top_k + 3) // 4):
-                for v in T.vectorized(4):
-                    four[v] = keys[row, q * 4 + v]
-                for v in T.unroll(4):
-                    n = n + T.if_then_else(four[v] == bin, 1, 0)
-            partial[block, bin] = n
-    if s.ordered:
-        order.count_firsts(s, keys, four, partial, mine, block, thread)
-    if thread == 0:
-        partial[block, C.code] = T.if_then_else(any_bad != 0, BAD_EXPERT, NO_FAULT)
-        partial[block, C.value] = T.if_then_else(any_bad != 0, seen[0], 0)
-    T.sync_threads()
-
-
-@tsn.macro
 def exchange_counts(
     s,
     partial,
@@ -143,18 +137,14 @@ def exchange_counts(
             if bin < C.bins:
                 n = T.alloc_var("int32")
                 n = 0
-                for b in T.serial(blocks):
-                    n = n + partial[b, bin]
+                numbers.add_blocks(s, n, partial, bin, blocks)
                 counts_out[bin] = n
-        if thread == 0:
+        if thread == threads - 1:  # the last one has the fewest counts to add
             code = T.alloc_var("int32")
             code = fault
             value = T.alloc_var("int32")
             value = fault_value
-            for b in T.serial(blocks):
-                if code == NO_FAULT and partial[b, C.code] != NO_FAULT:
-                    code = partial[b, C.code]
-                    value = partial[b, C.value]
+            numbers.first_fault(s, partial, code, value)
             counts_out[C.code] = code
             counts_out[C.value] = value
         T.sync_threads()
@@ -171,30 +161,14 @@ def exchange_counts(
 
 
 @tsn.macro
-def align_experts(s, counts_in, alive, padded, thread):
-    """The rows of each expert on all ranks together, up to the next multiple of the alignment."""
-    for i in T.serial((s.experts + s.threads - 1) // s.threads):
-        e = i * s.threads + thread
-        if e < s.experts:
-            n = T.alloc_var("int32")
-            n = 0
-            for r in T.serial(s.ranks):
-                if alive[r] != 0:
-                    n = n + counts_in[r, e]
-            padded[e] = (n + s.alignment - 1) // s.alignment * s.alignment
-    T.sync_threads()
-
-
-@tsn.macro
 def refuse_or_go_on(
-    s, counts_in, padded, alive, status, mine: T.Ref, code: T.Ref, need: T.Ref, stop: T.Ref, block, thread
+    s, counts_in, needs, alive, status, mine: T.Ref, code: T.Ref, need: T.Ref, stop: T.Ref, block, thread
 ):
     """Refuse what some rank found wrong, or what does not fit somewhere; all ranks come to the same answer."""
     code = NO_FAULT
     need = 0
     if thread < s.ranks:
-        for e in T.serial(s.local):
-            need = need + padded[thread * s.local + e]
+        need = needs[thread]
         if need > s.capacity:
             code = NO_ROOM
         if alive[thread] != 0:
@@ -209,33 +183,6 @@ def refuse_or_go_on(
             if block == 0 and code != NO_FAULT:
                 report(status, code, thread, need)
     T.sync_threads()
-
-
-@tsn.macro
-def number_choices(s, keys, four, places, partial, counts_in, padded, alive, mine: T.Ref, me, block, thread):
-    """Number the choices: their rows at the target, and their places among the rows to that rank."""
-    C, experts, local, threads = s.counts, s.experts, s.local, s.threads
-    for i in T.serial((C.bins + threads - 1) // threads):
-        bin = i * threads + thread
-        if bin < C.bins:
-            n = T.alloc_var("int32")
-            n = 0
-            for b in T.serial(block):
-                n = n + partial[b, bin]
-            if bin < experts:
-                for r in T.serial(me):
-                    if alive[r] != 0:
-                        n = n + counts_in[r, bin]
-                for e in T.serial(bin % local):
-                    n = n + padded[bin - bin % local + e]
-            row = T.if_then_else(bin < experts, 0, 1)
-            for q in T.serial((mine * s.top_k + 3) // 4):
-                for v in T.vectorized(4):
-                    four[v] = keys[row, q * 4 + v]
-                for v in T.unroll(4):
-                    if four[v] == bin:
-                        places[row, q * 4 + v] = n
-                        n = n + 1
 
 
 @tsn.macro
@@ -254,7 +201,7 @@ def write_records(
                 token_slot[t, pe] = order.number(s, j, places, 2, p)
                 send_token[pe, order.number(s, j, places, 2, p)] = t
                 send_row[pe, order.number(s, j, places, 2, p)] = places[0, p]
-                for k in T.serial(K):
+                for k in T.unroll(K) if K <= 16 else T.serial(K):
                     cell = p - p % K + k
                     here = keys[0, cell] >= 0 and keys[0, cell] // local == pe
                     records_out[pe, j, k] = T.if_then_else(here, places[0, cell], -1)
@@ -266,27 +213,26 @@ def write_records(
 
 
 @tsn.macro
-def send_records(s, partial, records_out, records_in, records_ready, active, me, stop: T.Ref, block, thread, warp):
-    """Put the block's records to every rank, by a warp each."""
-    R, warps = s.ranks, s.threads // 32
-    for i in T.serial((R + warps - 1) // warps):
-        pe = i * warps + warp
-        if pe < R:
-            if active[pe] != 0:
-                begin = T.alloc_var("int32")
-                begin = 0
-                for b in T.serial(block):
-                    begin = begin + partial[b, s.experts + pe]
-                n = T.if_then_else(stop != 0, 0, partial[block, s.experts + pe])
-                at = T.min(begin, s.max_tokens - 1)
-                N.put_signal_warp(
-                    records_in[me, at, 0], records_out[pe, at, 0], pe, records_ready[me],
-                    T.if_then_else(block == 0, 1 + s.absent, 1) if s.absent else 1, op="add", count=n * record_words(s.top_k),
-                )  # fmt: skip
+def send_records(s, partial, before, records_out, records_in, records_ready, active, me, stop: T.Ref, block, thread):
+    """Put the block's records to every rank, all threads together, then say so to all."""
+    at = T.alloc_var("int32")
+    n = T.alloc_var("int32")
+    for pe in T.serial(s.ranks):
+        if active[pe] != 0:
+            at = T.min(before[s.parts, s.experts + pe], s.max_tokens - 1)
+            n = T.if_then_else(stop != 0, 0, partial[block, s.experts + pe])
+            N.put_block(records_in[me, at, 0], records_out[pe, at, 0], pe, count=n * record_words(s.top_k))
+    T.sync_threads()
+    if thread < s.ranks:
+        if active[thread] != 0:
+            N.fence(thread)
+            N.signal(
+                records_ready[me], T.if_then_else(block == 0, 1 + s.absent, 1) if s.absent else 1, thread, op="add"
+            )
 
 
 @tsn.macro
-def write_totals(s, totals, counts_in, padded, alive, me, stop: T.Ref, thread):
+def write_totals(s, totals, counts_in, padded, offsets, alive, me, stop: T.Ref, thread):
     """Write the rows of each expert and of each pair of ranks; see Totals."""
     R, experts, local, threads, at = s.ranks, s.experts, s.local, s.threads, s.totals
     for i in T.serial((local + threads - 1) // threads):
@@ -301,10 +247,7 @@ def write_totals(s, totals, counts_in, padded, alive, me, stop: T.Ref, thread):
                     totals[at.by_source + e * R + r] = counts_in[r, me * local + e]
             totals[at.counts + e] = n
             before = T.alloc_var("int32")
-            before = 0
-            if stop == 0:
-                for o in T.serial(e):
-                    before = before + padded[me * local + o]
+            before = T.if_then_else(stop == 0, offsets[me * local + e], 0)
             totals[at.offsets + e] = before
             if e == local - 1:
                 totals[at.offsets + local] = before + T.if_then_else(stop == 0, padded[me * local + e], 0)
@@ -350,27 +293,35 @@ def write_totals(s, totals, counts_in, padded, alive, me, stop: T.Ref, thread):
 
 @tsn.macro
 def keep_records(s, records, records_in, row_index, row_weight, counts_in, alive, me, block, thread):
-    """Copy the records of every rank to where the next call does not overwrite them, and index them by expert-major row."""
-    K, blocks, threads = s.top_k, s.blocks, s.threads
+    """Copy the records of every rank to where the next call does not overwrite them, and index them by expert-major row.
+
+    A thread copies a choice at a time, but loads several before it stores the first.
+    """
+    K, at_once, stride = s.top_k, 4, s.blocks * s.threads
+    row = T.alloc_local((at_once,), "int32")
+    weight = T.alloc_local((at_once,), "int32")
     base = T.alloc_var("int32")
     base = 0
+    n = T.alloc_var("int32")
+    j = T.alloc_var("int32")
     for r in T.serial(s.ranks):
-        n = T.alloc_var("int32")
         n = T.if_then_else(alive[r] != 0, counts_in[r, s.experts + me], 0)
-        for i in T.serial((n * K + blocks * threads - 1) // (blocks * threads)):
-            p = (i * blocks + block) * threads + thread
-            if p < n * K:
-                row = T.alloc_var("int32")
-                row = records_in[r, p // K, p % K]
-                weight = T.alloc_var("int32")
-                weight = records_in[r, p // K, K + p % K]
-                here = r, p // K, 2 * K + 1
-                records[r, order.number(s, p // K, records_in, *here), p % K] = row
-                records[r, order.number(s, p // K, records_in, *here), K + p % K] = weight
-                if p % K == 0:
-                    records[r, order.number(s, p // K, records_in, *here), 2 * K] = records_in[r, p // K, 2 * K]
-                if row >= 0 and row < s.capacity:
-                    row_index[row] = base + order.number(s, p // K, records_in, *here)
-                    row_weight[row] = T.reinterpret(weight, "float32")
+        for i in T.serial((n * K + stride * at_once - 1) // (stride * at_once)):
+            for u in T.unroll(at_once):
+                p = ((i * at_once + u) * s.blocks + block) * s.threads + thread
+                if p < n * K:
+                    row[u] = records_in[r, p // K, p % K]
+                    weight[u] = records_in[r, p // K, K + p % K]
+            for u in T.unroll(at_once):
+                p = ((i * at_once + u) * s.blocks + block) * s.threads + thread
+                if p < n * K:
+                    j = order.number(s, p // K, records_in, r, p // K, 2 * K + 1)
+                    records[r, j, p % K] = row[u]
+                    records[r, j, K + p % K] = weight[u]
+                    if p % K == 0:
+                        records[r, j, 2 * K] = records_in[r, p // K, 2 * K]
+                    if row[u] >= 0 and row[u] < s.capacity:
+                        row_index[row[u]] = base + j
+                        row_weight[row[u]] = T.reinterpret(weight[u], "float32")
         base = base + n
     T.sync_threads()

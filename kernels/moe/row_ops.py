@@ -166,12 +166,15 @@ def store_quantised(dst, scales, row, acc, first, lane, units, width, batch, off
 @tsn.macro
 def add_dequantised(acc, piece, scales, row, first, lane, units, width, batch, at=0):
     """acc += piece[at …] * its group's scale, in float32."""
+    wide = T.alloc_local((width,), "float32")
     for u in T.unroll(batch):
         if first + u * 32 + lane < units:
             scale = T.alloc_var("float32")
             scale = scales[row, (first + u * 32 + lane) * width // GROUP]
+            for v in T.vectorized(width):  # converted in pairs
+                wide[v] = T.cast(piece[at + u * width + v], "float32")
             for v in T.unroll(width):
-                acc[u * width + v] = acc[u * width + v] + scale * T.cast(piece[at + u * width + v], "float32")
+                acc[u * width + v] = acc[u * width + v] + scale * wide[v]
 
 
 @tsn.macro

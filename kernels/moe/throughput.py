@@ -229,6 +229,12 @@ class ThroughputMode(Mode):
         """Rows and scales that dispatch fills when the caller brings none."""
         return self._output if self.symmetric_output else self.new_output()
 
+    def _new_scales(self, by_column: bool = False) -> torch.Tensor:
+        """Memory for the scales of an output."""
+        shape = self.output_shape()[0], self._c.scale_words
+        new = torch.empty(shape[::-1] if by_column else shape, dtype=torch.float32, device=self._base.device)
+        return new.t() if by_column else new
+
     def dispatch(self, x, scales, choices: Choices | Handle, out, phase: Phase, blocks: int) -> Pending:
         if self.tiles:
             self.tiles.next_call()
@@ -256,9 +262,16 @@ class ThroughputMode(Mode):
             landing = self._landing
         else:
             landing = rows, row_scales
+        by_row = None
+        if c.column_scales and not copied:  # scales travel with their rows, and are turned here
+            by_row = self._output[1] if self._in_place else self._new_scales()
+            landing = landing if rows is self._output[0] else (rows, by_row)
+            row_scales = self._new_scales(by_column=True) if row_scales is by_row else row_scales
         self._move_rows(x, scales, plan, landing, tag, blocks)
         if copied:
             self._stream.launch(throughput_buffers.copy_output, (rows, row_scales), self._output)
+        elif by_row is not None:
+            self._stream.launch(throughput_buffers.copy_output, (row_scales,), (by_row,))
         result = DispatchedByPlan(rows, self._seen_as(scales, row_scales), handle, c.layout == "rank")
         return Pending("dispatch", handle, result, tiles=self.tiles)
 

@@ -8,6 +8,8 @@ import torch
 
 from tilescale_net.kernels.collective import check_threads
 from tilescale_net.kernels.moe.config import Config
+from tilescale_net.kernels.moe.routing_steps import COUNTED
+from tilescale_net.kernels.moe.wire_layout import Counts
 
 BLOCK_SHARED = 227 * 1024  # bytes of shared memory that a block may use
 
@@ -87,7 +89,9 @@ def shares(tuning: Tuning, blocks: int) -> tuple[int, int]:
 def most_tokens(config: Config, blocks: int) -> int:
     """Tokens of a call of throughput mode whose choices fit into the shared memory of so many blocks."""
     ordered = config.tile_rows is not None
-    fixed = 4 * ((1 + ordered) * config.num_experts + config.ranks + 1) + 1024
+    width = Counts(config.num_experts, config.ranks).words + ordered * config.num_experts
+    counted = max(2 * width, COUNTED + width)
+    fixed = 4 * (counted + (2 + ordered) * config.num_experts + 2 * config.ranks + 1) + 1024
     cells = (BLOCK_SHARED - fixed) // (24 if ordered else 16)  # bytes that a choice takes
     return max(0, cells // config.top_k - 1) * blocks
 
@@ -111,9 +115,10 @@ def defaults(config: Config, on_gpu: bool, multiprocessors: int) -> Tuning:
         return Tuning(4, 64, 2, 2, 64)
     if config.mode == "latency":
         return Tuning(multiprocessors, 256, 1, 1, 256)
-    # The more ranks, the smaller the part of the rows that stays here, and the more is sent.
-    few = config.ranks <= 2
-    # Sums without weights of two-byte elements leave registers for more warps.
-    if config.layout == "rank" and config.combine_dtype.itemsize < 4:
-        return Tuning(24, 512, 14, 13 if few else 16, 512)
-    return Tuning(24, 512, 14, 12 if few else 16, 384)
+    # Rows that are summed or converted before they travel cost the senders more than those who receive them.
+    if config.layout == "expert" or config.quantize_combine:
+        senders = 22
+    else:  # the more ranks, the smaller the part of the rows that stays here, and the more is sent
+        senders = 13 if config.ranks <= 2 else 16
+    # Four-byte elements leave registers for fewer warps.
+    return Tuning(24, 512, 14, senders, 384 if config.combine_dtype.itemsize >= 4 else 512)

@@ -147,7 +147,7 @@ def moe_latency_refused(seed):
 
 
 EXCHANGE = ("exchange", "announcement")
-HANDSHAKE = ("moe/handshake", "moe/routing", "moe/routing_steps")
+HANDSHAKE = ("moe/handshake", "moe/routing", "moe/routing_steps", "moe/routing_numbers")
 THROUGHPUT = (*HANDSHAKE, "moe/dispatch_throughput", "moe/combine_throughput", "moe/combine_throughput_steps")
 OVER_NODES = ("moe/node_routing", "moe/node_dispatch", "moe/node_combine")  # by four ranks on two nodes
 RUNS = {

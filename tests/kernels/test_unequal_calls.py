@@ -1,5 +1,7 @@
 """Ranks that make one call with different arguments, each of them agreed on before: who, and with which, is named."""
 
+import time
+
 import pytest
 import torch
 
@@ -8,6 +10,8 @@ from tests import ranks
 from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.all_reduce import AllReduce
 from tilescale_net.kernels.all_to_all import AllToAll
+from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
+from tilescale_net.kernels.broadcast import Broadcast
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 
 
@@ -172,3 +176,88 @@ def test_mapped_memory():
     for said, untouched in ranks.run(2, _sum):
         assert all(text and "at heap offset" in text for text in said), said
         assert untouched == [[7.0]] * 4
+
+
+def _one_exchange():
+    """Collectives whose ranks meet once: nothing is written where they differ, and the objects still work."""
+    rank, geometry = tsn.rank(), dict(threads=64, blocks=2)
+    x = [tsn.zeros(64, torch.bfloat16) for _ in range(2)]
+    out = [tsn.zeros((8, 4), torch.bfloat16) for _ in range(2)]
+    broadcast, cut = Broadcast(**geometry), AllToAllTransposed(**geometry)
+    one_shot, packets = (AllReduce(**geometry, algorithm=name) for name in ("one_shot", "packets"))
+    calls = (
+        lambda other: broadcast(x[other]),
+        lambda other: broadcast(x[0], root=other),
+        lambda other: cut(out[other], torch.ones((4, 8), dtype=torch.bfloat16), cut=1, join=0),
+        lambda other: one_shot(x[other][: 64 - other]),
+        lambda other: packets(x[other][: 64 - other]),
+    )
+    said = []
+    for call in calls:
+        for other in (0, 1):
+            call(other)
+        for tensor in (*x, *out):
+            tensor.fill_(rank + 7)
+        tsn.barrier()
+        said.append(_message(lambda: call(rank)))
+        left = all(bool((tensor == rank + 7).all()) for tensor in (*x, *out))
+        tsn.barrier()
+        call(0)
+        said.append("written" if not left else None)
+    return said
+
+
+def test_one_exchange():
+    for said in ranks.run(2, _one_exchange):
+        assert all(text and "was called with" in text for text in said[::2]), said
+        assert said[1::2] == [None] * 5, said
+
+
+def _waits(case):
+    """Rank 1 waits in the call of a host, or in another kernel, and rank 0 in its kernel."""
+    rank, n = tsn.rank(), tsn.size()
+    gather, scatter = AllGather(threads=32, blocks=2), ReduceScatter(threads=64, blocks=2)
+    outs = [tsn.zeros((n, count), torch.int32) for count in (500, 3)]
+    x, out = tsn.zeros((2, 4096)), torch.zeros(4096)
+    calls = {
+        "new shape": lambda other: gather(outs[other], torch.zeros(outs[other].shape[1], dtype=torch.int32)),
+        "pull and push": lambda other: scatter(out, x.clone() if other else x),
+        "free": lambda other: gather.free() if other else gather(outs[0], torch.zeros(500, dtype=torch.int32)),
+    }
+    calls[case](0)
+    if case == "pull and push":
+        calls[case](1)
+    tsn.barrier()
+    calls[case](rank)
+
+
+@pytest.mark.parametrize(
+    "case, words",
+    [("new shape", ("[500]", "[3]")), ("pull and push", ("offsets", "copied")), ("free", ("[500]", "free()"))],
+)
+def test_ranks_that_wait_for_each_other(case, words):
+    begin = time.monotonic()
+    for outcome in ranks.launch(2, _waits, case):
+        assert outcome.error is not None and outcome.error[0] == "RankMismatch", outcome
+        assert all(word in outcome.error[1] for word in words), outcome
+    assert time.monotonic() - begin < 30, "ranks have waited for their timeout"
+
+
+def _places():
+    """Views of a symmetric tensor that begin elsewhere on every rank, some of them new: sums are right all the same."""
+    rank, reduce = tsn.rank(), AllReduce(threads=64, blocks=2)
+    scatter = ReduceScatter(threads=64, blocks=2)
+    pool, x, room = tsn.zeros(1024), tsn.zeros((2, 64)), torch.zeros(65)
+    found = []
+    for first in (0, 64 * rank, 128, 64):
+        part = pool[first : first + 64].fill_(rank + 1)
+        found.append(reduce(part).unique().tolist())
+        x.fill_(rank + 1)
+        # Where `out` lies is each rank's own business.
+        start = int(first == 64)
+        found.append(scatter(room[start : start + 64], x).unique().tolist())
+    return found
+
+
+def test_places_of_small_tensors():
+    assert ranks.run(2, _places) == [[[3.0]] * 8] * 2

@@ -35,6 +35,24 @@ inline void end_by_failure(const WorldOptions& o, int round) {
   });
 }
 
+// A peer that confirms nothing: whoever drains says which one it is, and does not take the time to be over for the end.
+inline void silence(WorldOptions o) {
+  auto hub = std::make_shared<fabric::LoopbackHub>();
+  o.make = [hub](const TransportOptions& t) { return std::make_unique<fabric::Loopback>(hub, t); };
+  o.pes = 2, o.proxy.timeout = 0.5;
+  Pe talker(0, o), silent(1, o);
+  const std::vector<std::string> addresses = {talker.proxy->address(), silent.proxy->address()};
+  talker.proxy->connect(addresses);
+  silent.proxy->connect(addresses);
+  talker.proxy->start();
+  queue_put(talker.context, talker.at(kSystemBytes), talker.at(kSystemBytes), 5000, 1);
+  const uint64_t start = now_ns();
+  CHECK(!talker.proxy->drain(20) && now_ns() - start < 15000000000ull, "it took %f s",
+        (double)(now_ns() - start) * 1e-9);
+  Failure f;
+  CHECK(talker.proxy->failure(&f) && f.kind == "PeerLost" && f.pe == 1, "%s: %s", f.kind.c_str(), f.text.c_str());
+}
+
 // PE 0 is aborted by its host, which says why a little later, or not at all. What does its peer hear?
 inline void reasons(const WorldOptions& o) {
   for (const std::string why : {"rank 0: its host says why", ""}) {
@@ -51,6 +69,7 @@ inline void reasons(const WorldOptions& o) {
           f.text.c_str());
     w.stop();
   }
+  silence(o);
 }
 
 // Every PE sends put_signals that nobody waits for, and then leaves as finalize does.
@@ -64,7 +83,12 @@ inline void end_in_order(const WorldOptions& o, int round) {
                          i % 3 ? kLargePut : 3000 + (uint64_t)round, (pe.rank + d) % o.pes,
                          pe.at<uint64_t>(ending_word(pe.rank)), 1, SignalOp::add);
   });
-  for (auto& pe : w.pes) CHECK(pe->proxy->drain(60), "PE %d: not drained", pe->rank);
+  for (auto& pe : w.pes) {
+    Failure f;
+    const bool drained = pe->proxy->drain(30);
+    const bool failed = pe->proxy->failure(&f);
+    CHECK(drained, "PE %d: not drained; %s", pe->rank, failed ? f.text.c_str() : "the proxy is well");
+  }
   w.barrier();
   for (auto& pe : w.pes) pe->proxy->close();
   w.check_healthy();

@@ -1,10 +1,14 @@
 """What goes wrong ends in a named error on every PE, within the deadline."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.fabric.programs import fake_cuda
 from tests.native.builder import run
 from tests.proxy import programs
+from tilescale_net.errors import WaitTimeout
+from tilescale_net.runtime.proxy import RunningProxy
 
 SHARED = ["threads=2", "peer_threads=2", "shared=512", "chunk=1024"]
 
@@ -77,6 +81,19 @@ def test_failing_network(chaos, kind, words, staging):
 def test_the_reason_of_whoever_gives_up_reaches_the_peers():
     """Also when the host says it only after it has set the abort word; without one nothing is made up."""
     run(programs.proxy_test(), "reasons")
+
+
+@pytest.mark.parametrize("call", ["drain", "settle"])
+def test_what_a_proxy_has_not_finished_is_an_error(call):
+    """Both went on when their time was over, as if all had arrived."""
+    proxy = object.__new__(RunningProxy)
+    proxy.context_flags = 1 << 8  # adds are deferred
+    proxy._proxy = SimpleNamespace(drain=lambda seconds: False, apply_adds=lambda seconds: False, error=lambda: None)
+    proxy._world = SimpleNamespace(rank=3, timeout=0.5, page=SimpleNamespace(aborted=False))
+    with pytest.raises(WaitTimeout, match=r"rank 3: .* within 0.5 s; .*TSN_TIMEOUT"):
+        getattr(proxy, call)()
+    proxy._world.page.aborted = True  # why is told by what comes next
+    getattr(proxy, call)()
 
 
 def test_failing_network_under_thread_sanitizer():

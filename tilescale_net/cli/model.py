@@ -15,9 +15,9 @@ either measured (tcp over loopback, `docs/results/fabric.md`) or published by ot
 import argparse
 import json
 from dataclasses import asdict, dataclass
-from math import comb
+from math import comb, inf
 
-from tilescale_net.cli.networks import HOP_US, TCP, Network, nic
+from tilescale_net.cli.networks import HOP_US, TCP, Network, nic, tcp
 
 ROW = {"bf16": lambda hidden: 2 * hidden, "fp8": lambda hidden: hidden + 4 * -(-hidden // 128)}
 NVLINK = 372.0  # GB/s one way, what single copies reach between two H200s
@@ -191,7 +191,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--mode", choices=("throughput", "latency"), default="throughput", help="(%(default)s)")
     command.add_argument("--nic-gbps", type=float, default=400.0, help="of a NIC, 1e9 bit/s one way (%(default)s)")
     command.add_argument("--nics", type=int, help="of a node (one a GPU)")
-    command.add_argument("--tcp-loopback", action="store_true", help="the network of virtual nodes on one host")
+    text = "the network of virtual nodes on one host, and what it carries one way, by proxy_write.py (%(const)s)"
+    command.add_argument("--tcp-loopback", nargs="?", const=TCP.gbps, type=float, metavar="GBPS", help=text)
     text = "a collective's bytes (K, M, G) instead of a layer: output of an all-gather, input of the others"
     command.add_argument("--bytes", metavar="SIZE", help=text)
     command.add_argument("--json", action="store_true", help="as JSON")
@@ -215,12 +216,14 @@ def run(args: argparse.Namespace) -> int:
     """Print the table; exit code 0, or 2 for arguments that make no sense."""
     from tilescale_net.errors import ConfigurationError
 
-    if args.nic_gbps <= 0 or (args.nics is not None and args.nics < 1):
-        raise ConfigurationError("--nic-gbps and --nics must be above 0")
+    for name in ("nic_gbps", "nics", "tcp_loopback"):
+        given = getattr(args, name)
+        if given is not None and not 0 < given < inf:
+            raise ConfigurationError(f"model: --{name.replace('_', '-')} is {given}; it must be above 0")
     for name in ("nodes", "gpus"):
         if getattr(args, name) < 1:
             raise ConfigurationError(f"model: --{name} is {getattr(args, name)}; it must be 1 or more")
-    network = TCP if args.tcp_loopback else nic(args.nic_gbps * (args.nics or args.gpus), args.gpus)
+    network = tcp(args.tcp_loopback) if args.tcp_loopback else nic(args.nic_gbps * (args.nics or args.gpus), args.gpus)
     if args.bytes is not None:
         return _collectives(args, network)
     c = Cluster(

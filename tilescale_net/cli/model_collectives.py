@@ -1,7 +1,8 @@
 """The part of `python -m tilescale_net model` that is about collectives: bytes on each link, and expected times.
 
 As in model.py a link's time is its bytes over its rate, links work at the same time, and a fixed cost comes on top. Fixed
-costs and rates are fitted to what docs/results has of two H200s; between nodes nothing has been measured on GPUs.
+costs and rates are fitted to what docs/results has of two GPUs: of H200s for reductions, of H100s for all-gather and
+all-to-all by 64 blocks. Between nodes nothing has been measured on GPUs.
 """
 
 from dataclasses import dataclass
@@ -26,10 +27,10 @@ class Collective:
 
 
 COLLECTIVES = {
-    "all_gather": Collective(7.4, 221.0),
+    "all_gather": Collective(7.9, 345.0),
     "reduce_scatter": Collective(6.8, 311.0),
     "all_reduce": Collective(4.5, 324.0, steps=2),
-    "all_to_all": Collective(7.9, 222.0),
+    "all_to_all": Collective(7.7, 345.0),
 }
 SMALL_ALL_REDUCE = Collective(3.14, 156.0)  # in one step, to each peer all of it
 

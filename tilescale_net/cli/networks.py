@@ -1,6 +1,6 @@
 """What links cost, for `python -m tilescale_net model`: measured here, or published by others."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 HOP_US = 2.5  # put_signal of a row of 8 to 16 KiB over NVLink, docs/results/signals.md: what passing a row on takes
 
@@ -25,6 +25,11 @@ class Network:
 
 
 TCP = Network(37.3, False, 3.5, 15.2, "measured: tcp over loopback, GPU memory staged, docs/results/fabric.md")
+
+
+def tcp(gbps: float) -> Network:
+    """tcp over loopback on a host where that carries `gbps`. Hosts differ: the H200s' 37.3, two H100s' 24."""
+    return replace(TCP, gbps=gbps, source=TCP.source if gbps == TCP.gbps else "tcp over loopback, the rate as given")
 
 
 def nic(gbps: float, shared_by: int) -> Network:

@@ -69,17 +69,34 @@ struct Cut {
 };
 
 // Head and tail, fewer than 16 bytes each; what they and the addresses are multiples of moves in one piece.
-TSN_DEVICE void copy_edges(char* dst, const char* src, const Cut& cut, Part part) {
-  const uint32_t unit =
-      widest_unit(reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src) | cut.head | cut.tail);
+TSN_COLD void copy_edges(char* dst, const char* src, uint32_t head, uint64_t body, uint32_t tail, Part part) {
+  const uint32_t unit = widest_unit(reinterpret_cast<uint64_t>(dst) | reinterpret_cast<uint64_t>(src) | head | tail);
   with_unit(unit & 15, [&](auto tag) {
     using T = typename decltype(tag)::type;
     TSN_ROLLED
-    for (uint32_t at = part.index * sizeof(T); at < cut.head + cut.tail; at += part.threads * sizeof(T)) {
-      const uint64_t offset = at < cut.head ? at : cut.body + at;
+    for (uint32_t at = part.index * sizeof(T); at < head + tail; at += part.threads * sizeof(T)) {
+      const uint64_t offset = at < head ? at : body + at;
       platform::store_data((T*)(dst + offset), platform::load_data((const T*)(src + offset)));
     }
   });
+}
+TSN_DEVICE void copy_edges(char* dst, const char* src, const Cut& cut, Part part) {
+  if (cut.head + cut.tail != 0) copy_edges(dst, src, cut.head, cut.body, cut.tail, part);
+}
+
+template <int U, uint32_t Lanes>
+TSN_COLD void copy_narrow(char* dst, const char* src, uint64_t bytes, uint32_t unit, Part part) {
+  with_unit(unit & 15, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    copy_units<U, Lanes>((T*)dst, (const T*)src, bytes / sizeof(T), part);
+  });
+}
+// Only the widest units are copied where the call stands: nvcc took as long for the four others as for all else of a
+// kernel.
+template <int U, uint32_t Lanes>
+TSN_DEVICE void copy_whole_units(char* dst, const char* src, uint64_t bytes, uint32_t unit, Part part) {
+  if (TSN_LIKELY(unit & 16)) copy_units<U, Lanes>((Vec16*)dst, (const Vec16*)src, bytes / 16, part);
+  else copy_narrow<(U < 4 ? U : 4), Lanes>(dst, src, bytes, unit, part);
 }
 
 // The ldst engine: whole units, by all threads of the scope.
@@ -87,20 +104,11 @@ template <Scope S, int Unroll>
 TSN_DEVICE void copy_body(char* dst, const char* src, uint64_t body, uint32_t unit, Part part) {
   static_assert(Unroll >= 1 && Unroll <= 64, "unroll is 1 to 64");
   constexpr uint32_t kLanes = S == Scope::thread ? 1 : platform::kWarpThreads;
-  constexpr int kNarrow = Unroll < 4 ? Unroll : 4;
-  if (S == Scope::block && part.threads < kLanes) { // not one row
-    with_unit(unit, [&](auto tag) {
-      using T = typename decltype(tag)::type;
-      copy_units<1, 1>((T*)dst, (const T*)src, body / sizeof(T), part);
-    });
-    return;
-  }
+  if (S == Scope::block && platform::block_threads() < kLanes) // not one row
+    return copy_whole_units<1, 1>(dst, src, body, unit, part);
   if (S == Scope::block) part.threads -= part.threads % kLanes; // rows need whole warps
   if (part.index >= part.threads) return;
-  with_unit(unit, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    copy_units<sizeof(T) == 16 ? Unroll : kNarrow, kLanes>((T*)dst, (const T*)src, body / sizeof(T), part);
-  });
+  copy_whole_units<Unroll, kLanes>(dst, src, body, unit, part);
 }
 
 } // namespace detail
@@ -177,7 +185,7 @@ TSN_DEVICE void copy(char* dst, const char* src, uint64_t bytes, void* ring, Dir
       const detail::Cut cut(dst, src, bytes);
       if (bulk_by_place<E>(dst, src) && cut.body != 0) {
         if (part.index == 0) copy_bulk<Stages, StageBytes>(dst + cut.head, src + cut.head, cut.body, (char*)ring);
-        if (cut.head + cut.tail != 0) detail::copy_edges(dst, src, cut, part);
+        detail::copy_edges(dst, src, cut, part);
         return;
       }
     }
@@ -187,7 +195,7 @@ TSN_DEVICE void copy(char* dst, const char* src, uint64_t bytes, void* ring, Dir
   part.index = platform::opaque(part.index), part.threads = platform::opaque(part.threads);
   const detail::Cut cut(dst, src, bytes);
   detail::copy_body<S, Unroll>(dst + cut.head, src + cut.head, cut.body, cut.unit, part);
-  if (cut.head + cut.tail != 0) detail::copy_edges(dst, src, cut, part);
+  detail::copy_edges(dst, src, cut, part);
 }
 
 // The rest of a push that does not go in bulk.

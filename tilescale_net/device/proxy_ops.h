@@ -48,9 +48,10 @@ TSN_COLD void queue_put_inline_or_split(const Context* ctx, void* dst, const voi
   Request r = {Command::put, uint32_t(pe), queue_offset(ctx, dst), queue_offset(ctx, src)};
   const uint32_t queue = queue_of(ctx, pe);
   if (publish && bytes != 0) platform::fence<kPublishScope>();
+  TSN_ROLLED
   for (uint64_t left = uint64_t(bytes); left > 0; left -= r.bytes, r.first += r.bytes, r.second += r.bytes) {
     r.bytes = left < kMaxDescriptorBytes ? left : kMaxDescriptorBytes;
-    queue_push<false>(ctx, queue, kOpPut, r);
+    queue_push_apart(ctx, queue, kOpPut, r);
   }
 }
 
@@ -68,11 +69,12 @@ TSN_DEVICE void queue_put(const Context* ctx, void* dst, const void* src, int64_
 }
 
 // Earlier operations to the PE come before later signals to it. pe = -1: to any PE.
-TSN_DEVICE void queue_fence(const Context* ctx, int pe) {
+TSN_COLD void queue_fence(const Context* ctx, int pe) {
   const uint32_t n = platform::load_invariant(&ctx->n_queues);
   const uint32_t first = pe < 0 ? 0 : detail::queue_of(ctx, pe), end = pe < 0 ? n : first + 1;
   const Request r = {Command::fence, pe < 0 ? kAllPes : uint32_t(pe)};
-  for (uint32_t queue = first; queue < end; queue++) detail::queue_push<false>(ctx, queue, kOpFence, r);
+  TSN_ROLLED
+  for (uint32_t queue = first; queue < end; queue++) detail::queue_push_apart(ctx, queue, kOpFence, r);
 }
 
 // Sets, or adds to, the signal word at `sig` on the PE.
@@ -84,11 +86,32 @@ TSN_DEVICE void queue_signal(const Context* ctx, uint64_t* sig, uint64_t value, 
   detail::queue_push<publish>(ctx, detail::queue_of(ctx, pe), kOpSignal, r);
 }
 
+namespace detail {
+
+// All of a put_signal but what one descriptor holds: a fence brings it before the signal. Its bytes.
+template <bool publish>
+TSN_COLD uint64_t queue_put_head(const Context* ctx, void* dst, const void* src, uint64_t bytes, int pe) {
+  const uint64_t head = (bytes - 1) / kMaxDescriptorBytes * kMaxDescriptorBytes;
+  queue_put_inline_or_split<publish>(ctx, dst, src, int64_t(head), pe);
+  queue_fence(ctx, pe);
+  return head;
+}
+template <bool publish>
+TSN_COLD void queue_signal_alone(const Context* ctx, uint64_t* sig, uint64_t value, int pe, SignalOp op) {
+  const Command command = op == SignalOp::set ? Command::signal_set : Command::signal_add;
+  Request r = {command, uint32_t(pe), queue_offset(ctx, sig)};
+  r.value = value;
+  if (publish) platform::fence<kPublishScope>();
+  queue_push_apart(ctx, queue_of(ctx, pe), kOpSignal, r);
+}
+
+} // namespace detail
+
 // A put, and once its data is in place at the PE, a signal.
 template <bool publish = true>
 TSN_DEVICE void queue_put_signal(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,
                                  uint64_t value, SignalOp op) {
-  if (bytes <= 0) return queue_signal<publish>(ctx, sig, value, pe, op);
+  if (TSN_UNLIKELY(bytes <= 0)) return detail::queue_signal_alone<publish>(ctx, sig, value, pe, op);
   const Command command = op == SignalOp::set ? Command::put_signal_set : Command::put_signal_add;
   Request r = {command, uint32_t(pe), detail::queue_offset(ctx, dst), detail::queue_offset(ctx, src)};
   r.bytes = uint64_t(bytes);
@@ -99,11 +122,8 @@ TSN_DEVICE void queue_put_signal(const Context* ctx, void* dst, const void* src,
     r.command = sized(op == SignalOp::set ? Command::put_value_signal_set_1 : Command::put_value_signal_add_1, small);
     r.data = detail::inline_data(src, small);
   }
-  if (r.bytes > kMaxDescriptorBytes) {
-    // All but the last part travel as plain puts; a fence brings them before the signal.
-    const uint64_t head = (r.bytes - 1) / kMaxDescriptorBytes * kMaxDescriptorBytes;
-    queue_put<publish>(ctx, dst, src, int64_t(head), pe);
-    queue_fence(ctx, pe);
+  if (TSN_UNLIKELY(r.bytes > kMaxDescriptorBytes)) {
+    const uint64_t head = detail::queue_put_head<publish>(ctx, dst, src, r.bytes, pe);
     r.first += head;
     r.second += head;
     r.bytes -= head;
@@ -112,11 +132,10 @@ TSN_DEVICE void queue_put_signal(const Context* ctx, void* dst, const void* src,
 }
 
 // A ticket for the completion, at the targets, of everything pushed before: to the PE, or with pe = -1 to all.
-TSN_DEVICE uint64_t queue_flush(const Context* ctx, int pe) {
+TSN_COLD uint64_t queue_flush(const Context* ctx, int pe) {
   const uint32_t n = platform::load_invariant(&ctx->n_queues);
   Request r = {Command::flush, pe < 0 ? kAllPes : uint32_t(pe)};
-  if (pe >= 0) return detail::queue_push<false>(ctx, detail::queue_of(ctx, pe), kOpFlush, r);
-  if (n == 1) return detail::queue_push<false>(ctx, 0, kOpFlush, r);
+  if (pe >= 0 || n == 1) return detail::queue_push<false>(ctx, pe < 0 ? 0 : detail::queue_of(ctx, pe), kOpFlush, r);
   // One share per queue, all naming the ticket of queue 0, whose position must therefore be claimed first.
   uint64_t* head = detail::queue_head(ctx, 0);
   detail::QueuePush push(ctx, 0, head);
@@ -126,7 +145,8 @@ TSN_DEVICE uint64_t queue_flush(const Context* ctx, int pe) {
     if (!detail::queue_wait_for_room(ctx, push.tail_cache, push.tail, push.mask, position, kOpFlush, pe)) return 0;
   r.command = Command::flush_part;
   r.value = make_ticket(0, position);
-  for (uint32_t queue = 1; queue < n; queue++) detail::queue_push<false>(ctx, queue, kOpFlush, r);
+  TSN_ROLLED
+  for (uint32_t queue = 1; queue < n; queue++) detail::queue_push_apart(ctx, queue, kOpFlush, r);
   detail::queue_store(push, position, r.command, encode(r, 0));
   return r.value;
 }

@@ -80,7 +80,7 @@ TSN_COLD uint64_t push_bulk(const Context* ctx, Operation operation, void* dst, 
   }
   char* peer = (char*)access.translate(dst) + done;
   copy.finish(peer + cut.head);
-  if (cut.head + cut.tail != 0) detail::copy_edges(peer, from, cut, {0, 1});
+  detail::copy_edges(peer, from, cut, {0, 1});
   return access.base - access.heap_base;
 }
 

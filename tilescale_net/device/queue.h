@@ -196,6 +196,17 @@ TSN_DEVICE uint64_t queue_push(const Context* ctx, uint32_t queue, Operation ope
   if (TSN_LIKELY(single_lane(lanes))) return queue_push_single_lane<publish>(ctx, queue, operation, request, lanes);
   return queue_push_together<publish>(ctx, queue, operation, request, lanes);
 }
+// The same without a fence and out of line, of a descriptor with parity 0: for pushes that are rare.
+TSN_COLD void queue_push_apart(const Context* ctx, uint32_t queue, Operation operation, Command command, uint32_t pe,
+                               Descriptor d) {
+  uint64_t* head = queue_head(ctx, queue);
+  QueuePush push(ctx, queue, head);
+  const uint64_t position = queue_claim_together<false>(ctx, head, platform::active_lanes());
+  queue_fill(ctx, push, queue, position, operation, {command, pe}, d);
+}
+TSN_DEVICE void queue_push_apart(const Context* ctx, uint32_t queue, Operation operation, const Request& r) {
+  queue_push_apart(ctx, queue, operation, r.command, r.pe, encode(r, 0));
+}
 
 } // namespace detail
 

@@ -35,6 +35,12 @@ class SameCalls:
         self._compare(what, value)
         return [value] * self.size
 
+    def broadcast(self, what: str, value: str) -> str:
+        self._compare(
+            what, value if self.rank == 0 else self._made[self._at][1] if self._at < len(self._made) else value
+        )
+        return str(self._made[self._at - 1][1])
+
     def keep(self, members: list[int], call: str) -> None:
         self._compare(call, members)
 

@@ -31,6 +31,7 @@ def _size(name: str) -> int:
 @torch.library.custom_op("tilescale_net::all_gather", mutates_args=())
 def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
     objects = group_objects.of(group)
+    objects.calls.note("all_gather of x of shape {} and {}", x.shape, x.dtype)
     x, ranks = x.contiguous(), objects.world.size
     (out,) = objects.symmetric(((ranks, *x.shape), x.dtype))
     if objects.sources_travel:
@@ -84,6 +85,7 @@ def _reduce_scatter(x: torch.Tensor, group: str) -> torch.Tensor:
     ranks, x = objects.world.size, x.contiguous()
     if not x.dim() or x.shape[0] % ranks:
         raise ValueError(f"reduce_scatter: x has shape {list(x.shape)}; its rows must be a multiple of {ranks} ranks")
+    objects.calls.note("reduce_scatter of x of shape {} and {}", x.shape, x.dtype)
     if objects.sources_travel:
         (there,) = objects.symmetric((tuple(x.shape), x.dtype))
         x = there.copy_(x)
@@ -131,8 +133,9 @@ def reduce_scatter(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
 
 @torch.library.custom_op("tilescale_net::all_reduce", mutates_args=())
 def _all_reduce(x: torch.Tensor, replicated: bool, group: str) -> torch.Tensor:
-    x = x.contiguous()
-    return group_objects.of(group).all_reduce(torch.empty_like(x), x)
+    objects, x = group_objects.of(group), x.contiguous()
+    objects.calls.note("all_reduce of x of shape {} and {}", x.shape, x.dtype)
+    return objects.all_reduce(torch.empty_like(x), x)
 
 
 @_all_reduce.register_fake
@@ -196,6 +199,13 @@ def _all_to_all(
     if not x.dim():
         raise ValueError("all_to_all: x is a scalar; it must have rows")
     rows = room = x.shape[0]
+    if output_splits is None or input_splits is None:
+        objects.calls.note("all_to_all of x of shape {} and {}", x.shape, x.dtype)
+    else:
+        for name, splits in (("output_splits", output_splits), ("input_splits", input_splits)):
+            if min(splits, default=0) < 0:
+                raise ValueError(f"all_to_all: {name} is {list(splits)}; a split cannot be negative")
+        objects.calls.note("all_to_all with splits of x of rows of shape {} and {}", x.shape[1:], x.dtype)
     if output_splits is not None:
         rows = sum(output_splits)
         if max_rows < 0:

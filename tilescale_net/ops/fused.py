@@ -37,6 +37,10 @@ def _fused(kind: str, x: torch.Tensor, w: torch.Tensor, fused: bool | None, obje
     if kind == "matmul_reduce_scatter" and x.shape[0] % ranks:
         raise ValueError(f"{kind}: x has {x.shape[0]} rows; they must be a multiple of {ranks} ranks")
     check_columns(kind, w)
+    rows = x.shape if kind == "all_gather_matmul" else (x.shape[0], w.shape[1])
+    objects.calls.note(
+        f"{kind} of {'x' if kind == 'all_gather_matmul' else 'sums'} of shape {{}} and {{}}", tuple(rows), x.dtype
+    )
     product = Product(kind, ranks, *x.shape, w.shape[1], x.dtype)
     obstacle = fits(product)
     if fused and obstacle:
@@ -95,7 +99,11 @@ def _mm(x: torch.Tensor, w: torch.Tensor, x_scales=None, w_scales=None) -> torch
 
 
 def _check_together(kind: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Raise ValueError for tensors on several devices, RuntimeError for a product of 8 bits that would need gradients."""
+    """Raise TypeError for what is no tensor, ValueError for tensors on several devices, RuntimeError for a product of 8 bits
+    that would need gradients."""
+    for name, given in {"x": x, **others}.items():
+        if not isinstance(given, torch.Tensor) and (given is not None or name in ("x", "w")):
+            raise TypeError(f"{kind}: {name} must be a tensor, not {type(given).__name__}")
     for name, other in others.items():
         # torch takes an operator with a tensor on "meta" for one whose result nobody looks at.
         if isinstance(other, torch.Tensor) and other.device != x.device:

@@ -5,9 +5,10 @@ Operators take a group as text, because a graph holds no objects; see `name_of`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
@@ -64,6 +65,7 @@ class GroupObjects:
         world: theirs.
         geometry: threads and blocks of kernels that communicate.
         sources_travel: whether inputs must lie in symmetric memory, because some PEs are on other nodes.
+        calls: noted by every operator, so that ranks that differ learn of it.
         without_room: keys of objects that the symmetric heap had no room for.
     """
 
@@ -72,25 +74,26 @@ class GroupObjects:
         self.sources_travel = 0 in world.peer_base
         # The simulator runs threads in turn, so it gets few; elsewhere the defaults.
         self.geometry = {} if world.device.type == "cuda" else {"threads": 64, "blocks": 4}
+        self.calls = world.calls.only_track("tilescale_net.ops")
         self._memory: torch.Tensor | None = None
         self._made: dict[Hashable, object] = {}
         self.without_room: set[Hashable] = set()
 
     @functools.cached_property
     def all_gather(self) -> AllGather:
-        return AllGather(group=self.world, **self.geometry)
+        return AllGather(group=self.world, **self.geometry).within(self.calls)
 
     @functools.cached_property
     def reduce_scatter(self) -> ReduceScatter:
-        return ReduceScatter(group=self.world, **self.geometry)
+        return ReduceScatter(group=self.world, **self.geometry).within(self.calls)
 
     @functools.cached_property
     def all_reduce(self) -> AllReduce:
-        return AllReduce(group=self.world, **self.geometry)
+        return AllReduce(group=self.world, **self.geometry).within(self.calls)
 
     @functools.cached_property
     def all_to_all(self) -> AllToAll:
-        return AllToAll(group=self.world, **self.geometry)
+        return AllToAll(group=self.world, **self.geometry).within(self.calls)
 
     @functools.cached_property
     def send_recv(self) -> SendRecv:
@@ -106,8 +109,18 @@ class GroupObjects:
         """The object of a key that is still alive; made by `make()` when there is none."""
         found = self._made.get(key)
         if found is None or not found.alive:
-            found = self._made[key] = make()
+            with self._settling():
+                found = self._made[key] = make()
         return found
+
+    @contextlib.contextmanager
+    def _settling(self) -> Iterator[None]:
+        """Ranks that differ in what is inside are told by it."""
+        try:
+            yield
+        except tsn.RankMismatch:
+            self.calls.settle()
+            raise
 
     def symmetric(self, *parts: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
         """Symmetric tensors of these shapes and dtypes, equal on all ranks; the next call hands out the same memory.
@@ -121,7 +134,8 @@ class GroupObjects:
             starts.append(end)
             end += -(-math.prod(shape) * dtype.itemsize // 256) * 256
         if self._memory is None or self._memory.numel() < end:
-            self._grow(end)
+            with self._settling():
+                self._grow(end)
         found = []
         for start, (shape, dtype) in zip(starts, parts):
             nbytes = math.prod(shape) * dtype.itemsize

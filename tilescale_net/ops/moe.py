@@ -36,8 +36,11 @@ def layer_key(op) -> str:
 
 
 def check_together(call: str, x: torch.Tensor, **others: torch.Tensor) -> None:
-    """Raise ValueError for tensors on several devices, which on "meta" torch would take for a question of shapes alone."""
-    for name, other in others.items():
+    """Raise TypeError for what is no tensor, and ValueError for tensors on several devices, which on "meta" torch would take
+    for a question of shapes alone."""
+    for name, other in {"x": x, **others}.items():
+        if not isinstance(other, torch.Tensor):
+            raise TypeError(f"{call}: {name} must be a tensor, not {type(other).__name__}")
         if other.device != x.device:
             raise ValueError(f"{call}: {name} is on {other.device}, but x on {x.device}")
 

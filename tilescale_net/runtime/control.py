@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tilescale_net.errors import PeerLost, RankMismatch, TileScaleError
 from tilescale_net.runtime import encoding, job_store, rendezvous
+from tilescale_net.runtime.call_log import error_of_loss
 from tilescale_net.trace import host_calls
 
 _RECORD = 512  # bytes of what one rank says of a call: a digest of the whole text, then its beginning
@@ -129,6 +130,10 @@ class Control:
                 raise RankMismatch(f"rank {self.rank}: rank {other} sent nonsense for {what}: {err}") from None
         return values
 
+    def broadcast(self, what: str, value: str) -> str:
+        """The `value` of the first member; those of the others do not count. Raises as `gather`."""
+        return self.gather(what, value if self.rank == self.members[0] else "")[0]
+
     def _all_gather(self, call: str, mine: bytes) -> list[bytes]:
         """Every rank's bytes, of one length, in rank order."""
         self._calls += 1
@@ -144,9 +149,11 @@ class Control:
                 work = self._group.allgather([everyone], [sent])
                 if not self._finished(work):
                     _given_up.append((self._group, work, sent, everyone))
-                    raise PeerLost(self._explain(call, TimeoutError(), time.monotonic() - begin))
+                    raise error_of_loss(self._explain(call, TimeoutError(), time.monotonic() - begin))
+            except TileScaleError:
+                raise
             except (RuntimeError, ValueError) as err:
-                raise PeerLost(self._explain(call, err, time.monotonic() - begin)) from err
+                raise error_of_loss(self._explain(call, err, time.monotonic() - begin)) from err
         self.on_met()
         return [bytes(t.numpy()) for t in everyone]
 

@@ -11,19 +11,31 @@ from tilescale_net.runtime import settings
 SILENCE_S = 5.0
 
 
+_steps = 0
+_lock = threading.Lock()
+
+
+def active() -> bool:
+    """Whether this process is in such a step now."""
+    return _steps > 0
+
+
 @contextlib.contextmanager
 def step(what: str) -> Iterator[None]:
     """Log `what` as a warning of the logger "tilescale_net" when the block takes longer than SILENCE_S seconds.
 
     Of the ranks of a host only the first does so: the others do the same or wait for the one that does.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        yield
-        return
+    global _steps
     timer = threading.Timer(SILENCE_S, settings.log.warning, ("%s", what))
     timer.daemon = True
-    timer.start()
+    with _lock:
+        _steps += 1
     try:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            timer.start()
         yield
     finally:
         timer.cancel()
+        with _lock:
+            _steps -= 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tilescale_net import errors, fabric
-from tilescale_net.errors import ConfigurationError, TileScaleError
+from tilescale_net.errors import ConfigurationError, TileScaleError, WaitTimeout
 from tilescale_net.runtime import setting, settings
 
 
@@ -142,9 +142,9 @@ class RunningProxy:
         """Wait until everything that kernels have sent is at its target, while the peers are served on.
 
         Raises:
-            TileScaleError: the proxy has failed.
+            TileScaleError: the proxy has failed, or has not ended within the job's timeout.
         """
-        self._finish(self._proxy.drain)
+        self._finish(self._proxy.drain, "what kernels have sent has not been confirmed by all peers")
 
     def settle(self) -> bool:
         """Carry out the adds to signal words that were left to the next waiting kernel.
@@ -154,12 +154,21 @@ class RunningProxy:
         """
         if not self.context_flags:
             return False
-        self._finish(self._proxy.apply_adds)
+        self._finish(self._proxy.apply_adds, "adds to signal words have not been carried out")
         return True
 
-    def _finish(self, call) -> None:
-        if not call(self._world.timeout) and (failed := self.failure()) is not None:
+    def _finish(self, call, what: str) -> None:
+        """Make a call that takes a time limit. The proxy's own limit, which is shorter, tells whom it waits for."""
+        timeout = self._world.timeout
+        if call(timeout + 2.0):
+            return
+        if (failed := self.failure()) is not None:
             raise failed
+        if not self._world.page.aborted:
+            raise WaitTimeout(
+                f"rank {self._world.rank}: {what} within {timeout:g} s; look at the other ranks' output, or raise "
+                "TSN_TIMEOUT if they are only slow"
+            )
 
     def close(self) -> None:
         proxy = self._proxy

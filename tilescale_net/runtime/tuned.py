@@ -61,7 +61,7 @@ def of(world, name: str) -> dict[str, Choice]:
             control.agree(name, "the first in this world that asks for what was tuned")
         mine = _read(place_of(world)) if reads and settings.TUNED.get() else {}
         if world.size > 1:
-            mine = json.loads(control.gather(f"{name}: what was tuned", json.dumps(mine) if reads else "")[0])
+            mine = json.loads(control.broadcast(f"{name}: what was tuned", json.dumps(mine)))
         found = _tables[world] = mine
     return found
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tilescale_net.errors import FabricError, PeerLost, TileScaleError, WaitTimeout
 from tilescale_net.runtime import (
     abort_page,
+    call_log,
     context,
     device_errors,
     groups,
@@ -68,6 +69,7 @@ class World:
         self.control = Control(self.timeout + 5.0, silence, group)
         self.group, self.job_ranks = group, self.control.job_ranks
         self.rank, self.size = self.control.rank, self.control.size
+        self.calls = call_log.CallLog(self.control)
         self.reporter = Reporter(self.control, lambda: state.of_rank(self))
         try:
             if wrong is not None:
@@ -169,20 +171,20 @@ class World:
     def _poll_local(self) -> TileScaleError | None:
         """What this rank's kernels or proxy have met, for the watchdog."""
         failed = self.failure or (self.proxy.failure() if self.proxy is not None else None)
-        found = failed or self._device_error()
+        found = failed or self._device_error() or self.calls.difference()
         self.reporter.ask_about(found)  # at once: what the others do meanwhile may end
         return found
 
     def _on_loss(self, reason: str, error: TileScaleError | None) -> None:
         if self.failure is None:
-            self.failure = error or PeerLost(f"rank {self.rank}: {reason}; {self._what_to_do}")
+            self.failure = error or call_log.error_of_loss(f"rank {self.rank}: {reason}; {self._what_to_do}")
         self.abort()
         self.reporter.print_failure(self.failure)
 
     def _explained(self, error: TileScaleError) -> TileScaleError:
         """`error`, or the loss of a peer where that is why: a peer that dies makes waits time out and links break."""
         reason = self._watchdog.explanation_of(error) if self._watchdog is not None else None
-        return PeerLost(f"rank {self.rank}: {reason}; {self._what_to_do} ({error})") if reason else error
+        return call_log.error_of_loss(f"rank {self.rank}: {reason}; {self._what_to_do} ({error})") if reason else error
 
     @property
     def _what_to_do(self) -> str:
@@ -270,6 +272,7 @@ class World:
             self.proxy.end("it goes on without ranks that are lost")  # before the others count this rank in
         kept = survivors.call_roll(self.control, self._watchdog, seconds)
         self._watchdog.close()
+        self.calls.forget()
         self._forget_failure()
         self.control.give_up_others(kept)
         self._watchdog = self._watch()  # before ranks wait for each other again

@@ -36,7 +36,7 @@ NEVER = 1 << 15
         (torch.bfloat16, "matmul_reduce_scatter", 7168, 8192, {2: 1024, 4: 2048, 8: 2048}),
         (torch.bfloat16, "matmul_all_reduce", 7168, 8192, {2: 2048, 4: 4096, 8: 8192}),
         (SCALED, "all_gather_matmul", 8192, 14336, {2: NEVER, 4: NEVER, 8: NEVER}),
-        (SCALED, "matmul_reduce_scatter", 7168, 8192, {2: NEVER, 4: 8192, 8: 4096}),
+        (SCALED, "matmul_reduce_scatter", 7168, 8192, {2: NEVER, 4: 4096, 8: 4096}),
         (SCALED, "matmul_all_reduce", 7168, 8192, {2: 16384, 4: 4096, 8: 8192}),
     ],
 )
@@ -44,9 +44,7 @@ def test_small_products_run_one_after_the_other(dtype, kind, k, n, first):
     for ranks, start in first.items():
         for m in (256, 512, 1024, 2048, 4096, 8192, 16384):
             product = dataclasses.replace(_product(kind, ranks, m, k, n), dtype=dtype)
-            # Between two ranks, rows of as many as are walked together are sent too late for the others to hide it.
-            late = dtype == torch.bfloat16 and (kind, ranks, m) == ("matmul_reduce_scatter", 2, 2048)
-            assert is_fused_faster(product) == (m >= start and not late), (ranks, m, *expected_us(product))
+            assert is_fused_faster(product) == (m >= start), (ranks, m, *expected_us(product))
 
 
 # us between two H100s, sides by turns in one run: docs/results/products.md.

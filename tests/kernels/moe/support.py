@@ -76,6 +76,7 @@ def _check_received(received, c, everyone: list[Inputs], routing, wanted: list, 
     for e, place in enumerate(places):
         assert_same(flat[place].cpu(), wanted[e], f"{what}: rows of expert {e}")
     if c.dtype == FP8:
+        assert received.scales.stride()[-2:] == ((1, flat.shape[0]) if c.column_scales else (c.scale_words, 1)), what
         scales = received.scales.reshape(-1, received.scales.shape[-1])
         for e, rows in enumerate(reference.expert_rows(routing, [e.scales for e in everyone])):
             assert_same(scales[places[e]].cpu(), rows, f"{what}: scales of expert {e}")

@@ -36,7 +36,9 @@ def _fp8_by_rank(seed: int) -> None:
 
         KernelFactory.__call__ = recorded
         try:
-            options = dict(layout="rank", dtype=FP8, quantize_combine=True, tuning=Tuning(once_per_node=once))
+            options = dict(
+                layout="rank", dtype=FP8, column_scales=True, quantize_combine=True, tuning=Tuning(once_per_node=once)
+            )
             rounds(seed, SHAPE, options, dict(), KINDS if once else KINDS[:1])
             parts = tsn.zeros((tsn.size(), 64), torch.uint8)
             AllGather(threads=32, blocks=1, once_per_node=once)(parts, parts[tsn.rank()])

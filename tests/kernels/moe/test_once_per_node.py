@@ -57,7 +57,11 @@ MUTANTS = {
 CASES = {
     "expert": (dict(alignment=2), dict(again=True), ROUTES),
     "rank": (dict(layout="rank", dtype=FP8, quantize_combine=True), dict(again=True, halves=True), KINDS),
-    "elsewhere": (dict(zero_copy=False, dtype=FP8, quantize_combine=True), dict(halves=True, index=torch.int32), KINDS),
+    "elsewhere": (
+        dict(zero_copy=False, dtype=FP8, column_scales=True, quantize_combine=True),
+        dict(halves=True, index=torch.int32),
+        KINDS,
+    ),
 }
 
 

@@ -50,7 +50,7 @@ CASES = {
     "expert-major in place": (4, SMALL, dict(alignment=4), dict(again=True)),
     "expert-major elsewhere": (2, ODD, dict(zero_copy=False, dtype=torch.float16, quantize_combine=True), dict(index=torch.int32)),
     "rank-major": (4, SMALL, dict(layout="rank", dtype=torch.float32), dict(again=True, halves=False)),
-    "fp8, expert-major": (3, ODD_FP8, dict(dtype=FP8, alignment=16, tuning=Tuning(blocks=5, dispatch_senders=2, threads=96, chunk=3)), dict(halves=True)),
+    "fp8, expert-major": (3, ODD_FP8, dict(dtype=FP8, column_scales=True, alignment=16, tuning=Tuning(blocks=5, dispatch_senders=2, threads=96, chunk=3)), dict(halves=True)),
     "one rank": (1, SMALL, dict(), dict(again=True)),
     "latency in halves": (4, SMALL, dict(mode="latency", dtype=torch.float32), dict(halves=True, index=torch.int32)),
     "latency, quantised inside": (3, ODD_FP8, dict(mode="latency", dtype=FP8, quantize_combine=True), dict(quantise_inside=True)),

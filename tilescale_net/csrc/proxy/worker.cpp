@@ -269,11 +269,13 @@ void Worker::apply_adds() {
 // Deadlines, now and then.
 void Worker::check_timeouts(uint64_t now) {
   const auto limit = (uint64_t)(options_.timeout * 1e9);
+  const bool draining =
+      proxy_state_->drains.load(std::memory_order_acquire) != drained_.load(std::memory_order_relaxed);
   for (auto& entry : peers_) {
     PeerState* s = entry.get();
     if (!s || proxy_state_->excused(s->pe)) continue;
     const bool waits = s->in_flight || s->given_pieces() || !s->ops.empty() || s->intervals.size() > 1 ||
-                       !s->outbox.empty() || s->pending_gets;
+                       !s->outbox.empty() || s->pending_gets || (draining && s->out.unsettled());
     if (!waits || s->progress != s->progress_seen || s->waiting_since == 0) {
       s->progress_seen = s->progress;
       s->waiting_since = now;
@@ -293,7 +295,7 @@ void Worker::check_timeouts(uint64_t now) {
       fail("PeerLost",
            "PE " + std::to_string(s->pe) + " has shown no sign of life for " + seconds + " s while " +
                std::to_string(s->in_flight + s->given_pieces() + s->pending_gets) + " operations and " +
-               std::to_string(s->intervals.size() - 1) +
+               std::to_string(s->intervals.size() - 1 + (draining && s->out.unsettled())) +
                " flushes wait for it; look at that rank's output, or raise "
                "TSN_TIMEOUT if it is only slow",
            s->pe, what, op ? s->ops.front().remote : 0);

@@ -1,0 +1,177 @@
+"""The steps of the routing plan that count choices and number them, in the order of tokens whatever the timing.
+
+A choice's number is the sum of four: how many of its bin (an expert, or "some choice at rank r") come before it in the part of
+its warp, in the parts of the warps before, in the blocks before, and where the bin begins. The first is found when the choices
+are counted: lanes of a warp look at 32 choices at a time, and at which of them are of the same bin.
+"""
+
+import tilelang.language as T
+
+import tilescale_net as tsn
+from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, NO_FAULT
+
+ALL_LANES = 0xFFFFFFFF
+AT_ONCE = 8  # words that a thread loads before it adds the first
+
+
+def place_of(s, row, key):
+    """Where the bin of keys[row] stands among all counts."""
+    return key + T.if_then_else(row == 2, s.firsts, 0) if s.ordered else key
+
+
+@tsn.macro
+def number_in_block(s, keys, places, before, part: T.Ref, thread):
+    """Number the block's choices: places = how many of the same bin come before each in the part of its warp; before[w] =
+    how many in the parts of the warps before w; before[parts] = how many in all.
+
+    `part` becomes the groups of 32 choices of a warp's part.
+    """
+    cell = T.alloc_var("int32")
+    key = T.alloc_var("int32")
+    same = T.alloc_var("uint32")
+    n = T.alloc_var("int32")
+    warp, lane, width = thread // 32, thread % 32, s.width
+    for i in T.serial(((s.parts + 1) * width + s.threads - 1) // s.threads):
+        if i * s.threads + thread < (s.parts + 1) * width:
+            before[(i * s.threads + thread) // width, (i * s.threads + thread) % width] = 0
+    T.sync_threads()
+    if warp < s.parts:
+        for i in T.serial(part):
+            cell = (warp * part + i) * 32 + lane
+            for row in T.unroll(2 + s.ordered):
+                key = -1
+                if cell < s.cells:
+                    key = keys[row, cell]
+                same = T.call_extern("uint32", "__match_any_sync", T.uint32(ALL_LANES), key)
+                if key >= 0:
+                    n = before[warp, place_of(s, row, key)] + T.cast(
+                        T.popcount(same & ((T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1))), "int32"
+                    )
+                    places[row, cell] = n
+                T.sync_warp()
+                if key >= 0 and (same >> T.cast(lane, "uint32")) == T.uint32(1):  # the last of its bin here
+                    before[warp, place_of(s, row, key)] = n + 1
+                T.sync_warp()
+    T.sync_threads()
+    for i in T.serial((width + s.threads - 1) // s.threads):
+        bin = i * s.threads + thread
+        if bin < width:
+            n = 0
+            for w in T.serial(s.parts):
+                key = before[w, bin]
+                before[w, bin] = n
+                n = n + key
+            before[s.parts, bin] = n
+    T.sync_threads()
+
+
+@tsn.macro
+def count_part(s, before, partial, seen, any_bad: T.Ref, block, thread):
+    """Write the block's counts, and its fault, to its row of `partial`."""
+    C, threads = s.counts, s.threads
+    for i in T.serial((s.width + threads - 1) // threads):
+        bin = i * threads + thread
+        if bin < s.width and (bin < C.bins or bin >= s.firsts):
+            partial[block, bin] = before[s.parts, bin]
+    if thread == 0:
+        partial[block, C.code] = T.if_then_else(any_bad != 0, BAD_EXPERT, NO_FAULT)
+        partial[block, C.value] = T.if_then_else(any_bad != 0, seen[0], 0)
+    T.sync_threads()
+
+
+@tsn.macro
+def add_blocks(s, total: T.Ref, partial, bin, blocks):
+    """total += what the first `blocks` blocks counted of a bin; several loads are under way before the first is added."""
+    some = T.alloc_local((AT_ONCE,), "int32")
+    for i in T.serial((blocks + AT_ONCE - 1) // AT_ONCE):
+        for b in T.unroll(AT_ONCE):
+            some[b] = 0
+            if i * AT_ONCE + b < blocks:
+                some[b] = partial[i * AT_ONCE + b, bin]
+        for b in T.unroll(AT_ONCE):
+            total = total + some[b]
+
+
+@tsn.macro
+def first_fault(s, partial, code: T.Ref, value: T.Ref):
+    """code, value = what the first block found that found something wrong, unless `code` says something already."""
+    codes, values = T.alloc_local((AT_ONCE,), "int32"), T.alloc_local((AT_ONCE,), "int32")
+    for i in T.serial((s.blocks + AT_ONCE - 1) // AT_ONCE):
+        for b in T.unroll(AT_ONCE):
+            codes[b] = NO_FAULT
+            if i * AT_ONCE + b < s.blocks:
+                codes[b] = partial[i * AT_ONCE + b, s.counts.code]
+                values[b] = partial[i * AT_ONCE + b, s.counts.value]
+        for b in T.unroll(AT_ONCE):
+            if code == NO_FAULT and codes[b] != NO_FAULT:
+                code = codes[b]
+                value = values[b]
+
+
+@tsn.macro
+def align_experts(s, counts_in, alive, padded, offsets, need, thread):
+    """padded = the rows of each expert on all ranks together, up to the next multiple of the alignment; offsets = where the
+    expert's begin among those of its rank; need = the rows of each rank."""
+    n = T.alloc_var("int32")
+    up = T.alloc_var("int32")
+    run = T.alloc_var("int32")
+    warp, lane, warps = thread // 32, thread % 32, s.threads // 32
+    for i in T.serial((s.experts + s.threads - 1) // s.threads):
+        e = i * s.threads + thread
+        if e < s.experts:
+            n = 0
+            for r in T.serial(s.ranks):
+                if alive[r] != 0:
+                    n = n + counts_in[r, e]
+            padded[e] = (n + s.alignment - 1) // s.alignment * s.alignment
+    T.sync_threads()
+    for i in T.serial((s.ranks + warps - 1) // warps):
+        rank = i * warps + warp
+        if rank < s.ranks:
+            run = 0
+            for c in T.serial((s.local + 31) // 32):
+                e = c * 32 + lane
+                n = 0
+                if e < s.local:
+                    n = padded[rank * s.local + e]
+                for step in T.unroll(5):
+                    up = T.shfl_up(n, 1 << step)
+                    if lane >= 1 << step:
+                        n = n + up
+                if e < s.local:
+                    offsets[rank * s.local + e] = run + n - padded[rank * s.local + e]
+                run = run + T.shfl_sync(n, 31)
+            if lane == 0:
+                need[rank] = run
+    T.sync_threads()
+
+
+@tsn.macro
+def number_choices(
+    s, keys, places, before, partial, counts_in, offsets, alive, part: T.Ref, mine: T.Ref, me, block, thread
+):
+    """places = the choices' rows at the target, and their places among the rows to that rank; before[parts] = where the
+    block's begin in each bin."""
+    C, experts, threads = s.counts, s.experts, s.threads
+    n = T.alloc_var("int32")
+    for i in T.serial((C.bins + threads - 1) // threads):
+        bin = i * threads + thread
+        if bin < C.bins:
+            n = 0
+            add_blocks(s, n, partial, bin, block)
+            if bin < experts:
+                for r in T.serial(me):
+                    if alive[r] != 0:
+                        n = n + counts_in[r, bin]
+                n = n + offsets[bin]
+            before[s.parts, bin] = n
+    T.sync_threads()
+    for i in T.serial((s.cells + threads - 1) // threads):
+        p = i * threads + thread
+        if p < mine * s.top_k:
+            for row in T.unroll(2):
+                if keys[row, p] >= 0:
+                    places[row, p] = (
+                        places[row, p] + before[s.parts, keys[row, p]] + before[p // 32 // part, keys[row, p]]
+                    )
+    T.sync_threads()

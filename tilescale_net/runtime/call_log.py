@@ -1,0 +1,168 @@
+"""What the collectives of a rank were called with last, so that ranks that wait for each other learn in which call they differ.
+
+A rank whose call is new to it asks the others' hosts, and one whose call is known starts a kernel: where they differ, each
+waits for the other, and neither can say so. So every rank notes its calls. When it has made none for a moment, it says in the
+store which they were, and its watchdog compares them with those of the next rank. Numbers of calls that were replayed by a
+CUDA graph are not counted by any host, so they do not matter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from tilescale_net.errors import PeerLost, RankMismatch, TileScaleError
+from tilescale_net.runtime import encoding, job_store, progress
+
+# What ends the message of ranks whose calls differ; ranks that are told of it know it by this.
+RULE = "all ranks make the same calls in the same order"
+
+_KEPT = 256  # calls of an object that are remembered: how far the hosts of two ranks may be apart
+_TOLD = 8  # calls of an object that are told to the other rank
+_MOST = 16  # objects that are told at a time
+_LONGEST = 400  # characters of a call
+# Looks of the watchdog, four in a second, without a new call before calls are compared; and before a difference that a kernel
+# has reported is told here too: its host raises it with the next call, and goes on.
+_QUIET, _REPORTED = 4, 12
+
+
+class Track:
+    """The calls of one object.
+
+    Args:
+        name: of the object, as messages have it.
+        key: of the object among those of its world, equal on all ranks.
+    """
+
+    def __init__(self, name: str, key: str):
+        self.name, self.key, self.count, self.told = name, key, 0, 0
+        self.reported: Callable[[], bool] = lambda: False  # whether a kernel has found that calls differ
+        self.settled = 0
+        self.outer: Track | None = None  # of the object whose calls make those of this one
+        self._kept: deque[tuple] = deque(maxlen=_KEPT)
+
+    def note(self, describe: str, *arguments) -> None:
+        """Note a call; `describe` is text with a `{}` for each argument. The text is made when it is asked for."""
+        self._kept.append((self.count + 1, describe, arguments))
+        self.count += 1
+
+    def settle(self) -> None:
+        """That the calls so far differ was raised: ranks go on after them."""
+        self.settled = self.count
+        if self.outer is not None:
+            self.outer.settle()
+
+    def end(self) -> None:
+        """The object is freed: few of its calls are kept."""
+        self.note("free()")
+        self._kept = deque(list(self._kept)[-_TOLD:], maxlen=_TOLD)
+
+    def text(self, call: int) -> str | None:
+        """What call `call` (from 1) was made with, None where that is forgotten or to come."""
+        try:
+            number, describe, arguments = self._kept[call - self.count - 1]
+        except IndexError:
+            return None
+        if number != call:  # another thread has noted one meanwhile
+            return None
+        shown = (list(a) if isinstance(a, tuple) else a for a in arguments)
+        return describe.format(*shown)[:_LONGEST]
+
+
+class CallLog:
+    """The calls of all objects of a world on this rank.
+
+    Args:
+        control: rank, members and store.
+    """
+
+    def __init__(self, control):
+        self._control = control
+        self._tracks: dict[str, Track] = {}
+        self._of_name: Counter = Counter()
+        self._seen = self._told = self._quiet = (
+            0  # calls at the last look, and when they were told; looks without a new one
+        )
+        self._answer: Future | None = None
+
+    def track(self, name: str) -> Track:
+        """The calls of a new object; collective, as making the object is."""
+        self._of_name[name] += 1
+        key = f"{name}/{self._of_name[name]}"
+        self._tracks[key] = Track(name, key)
+        return self._tracks[key]
+
+    def only_track(self, name: str) -> Track:
+        """The calls of what every rank has once, whenever a rank comes to it."""
+        return self._tracks.setdefault(name, Track(name, name))
+
+    def forget(self) -> None:
+        """Begin anew: ranks were lost, and what was under way then was made by some and not by others."""
+        self._tracks, self._answer = {}, None
+        self._of_name.clear()
+        self._seen = self._told = self._quiet = 0
+
+    def difference(self) -> TileScaleError | None:
+        """One look, by the watchdog: the error of ranks whose calls differ; does not wait for the store."""
+        members = self._control.members
+        if len(members) < 2 or self._control.rank not in members:
+            return None
+        calls = sum(track.count for track in list(self._tracks.values()))
+        # A rank that compiles is not waited for by anything but patience.
+        self._quiet = self._quiet + 1 if calls == self._seen and not progress.active() else 0
+        self._seen = calls
+        if self._quiet < _QUIET or not calls:
+            return None
+        if self._told != calls:
+            self._told, word = calls, json.dumps(self._last_calls())
+            self._control.store.post(lambda s: s.set(self._key(self._control.rank), word))
+        return self._compare(members[(members.index(self._control.rank) + 1) % len(members)])
+
+    def _key(self, rank: int) -> str:
+        return f"calls/{self._control.era}/{rank}"
+
+    def _last_calls(self) -> list:
+        """[key of the object, calls so far, texts of the last of them] of objects that were called since the last time."""
+        told = []
+        for track in [t for t in list(self._tracks.values()) if t.count != t.told][-_MOST:]:
+            track.told = count = track.count
+            told.append([track.key, count, [track.text(c) for c in range(max(1, count - _TOLD + 1), count + 1)]])
+        return told
+
+    def _compare(self, other: int) -> RankMismatch | None:
+        """Take what the store has said about the other rank, and ask again."""
+        answer, error = self._answer, None
+        if answer is not None and not answer.done():
+            return None
+        if answer is not None and answer.exception() is None:
+            error = self._differs(other, answer.result())
+        key = self._key(other)
+        try:
+            self._answer = self._control.store.post(lambda s: job_store.get(s, key))
+        except PeerLost:
+            self._answer = None
+        return error
+
+    def _differs(self, other: int, said: str | None) -> RankMismatch | None:
+        """The first call that both ranks have made and made differently."""
+        try:
+            for key, count, texts in encoding.parsed(said or "[]"):
+                track = self._tracks[key]
+                for call, theirs in zip(range(count - len(texts) + 1, count + 1), texts):
+                    mine = track.text(call) if call > track.settled else None
+                    known = track.reported() and self._quiet < _REPORTED
+                    if None not in (mine, theirs) and mine != theirs and not known:
+                        return RankMismatch(
+                            f"{track.name}: rank {self._control.rank} was called with {mine}; rank {other} with {theirs}; "
+                            f"{RULE}"
+                        )
+        except (ValueError, TypeError, IndexError, KeyError, OverflowError):  # nonsense, or an object to come
+            pass
+        return None
+
+
+def error_of_loss(text: str) -> TileScaleError:
+    """The error for words with which another rank has told why the job is lost."""
+    return RankMismatch(text) if RULE in text else PeerLost(text)
