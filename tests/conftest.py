@@ -48,8 +48,10 @@ def pytest_xdist_auto_num_workers(config) -> int:
 # Files whose tests look at one thing that takes long to make, or share ranks: a worker that gets one of them gets all.
 TOGETHER = (
     "tests/integration/",
+    "tests/compiler/test_device_code.py",
     "tests/device/test_code.py",
     "tests/kernels/test_generated_code.py",
+    "tests/kernels/fused/test_generated_code.py",
     "tests/kernels/moe/test_generated_code.py",
     "tests/package/test_wheel.py",
 )

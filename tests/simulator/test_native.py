@@ -12,14 +12,17 @@ PARTS = [ROOT / "tilescale_net" / "csrc" / part for part in ("simulator", "explo
     "name, flags", [("own", ()), pytest.param("portable", ("-DTSN_SIM_PORTABLE_FIBERS",), marks=pytest.mark.nightly)]
 )
 def test_program(name, flags):
-    sources = [str(p.relative_to(ROOT)) for part in PARTS for p in sorted(part.glob("*.cpp"))]
-    sources = [s for s in sources if not s.endswith(("module.cpp", "bindings.cpp"))]
-    assert len(sources) > 10
-    test = "tests/native/simulator_test.cpp"
-    sources.append("tests/native/explore_test.cpp")
-    apart = {s for s in [test, *sources] if "TSN_SIM_PORTABLE_FIBERS" in (ROOT / s).read_text()}
+    found = [[str(p.relative_to(ROOT)) for p in sorted(part.glob("*.cpp"))] for part in PARTS]
+    parts = [[s for s in part if not s.endswith(("module.cpp", "bindings.cpp"))] for part in found]
+    assert all(len(part) > 2 for part in parts)
+    tests = ["tests/native/simulator_test.cpp", "tests/native/explore_test.cpp"]
+    apart = {s for s in [*tests, *parts[0], *parts[1]] if "TSN_SIM_PORTABLE_FIBERS" in (ROOT / s).read_text()}
     assert len(apart) == 2
+    together = [tuple(s for s in part if s not in apart) for part in parts]
     program = build(
-        f"simulator_{name}", [test, *sources], flags=("-fsanitize=address,undefined",), apart=(apart, flags)
+        f"simulator_{name}",
+        [*together, *sorted({*tests, *apart})],
+        flags=("-fsanitize=address,undefined",),
+        apart=(apart, flags),
     )
     assert run(program) == "ok\n"

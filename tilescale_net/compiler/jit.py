@@ -82,16 +82,6 @@ def required_pass_configs(func: PrimFunc, given: dict | None) -> dict:
     return configs
 
 
-@functools.cache
-def _keep_freed_memory() -> None:
-    """Let the C library keep freed memory: TVM makes and drops hundreds of z3's solvers for a kernel, and to have the pages
-    of each from the system anew took a fifth of the time of lowering.
-
-    glibc raises its limits to the size of a large block that is freed, up to 32 MiB. Nobody touches this one.
-    """
-    bytes(31 << 20)
-
-
 def lower(func: PrimFunc, target: dict, pass_configs: dict, instruments: Sequence = ()):
     """Lower a prepared kernel to CUDA source without compiling it; a `tilelang.engine.param.CompiledArtifact`.
 
@@ -173,7 +163,6 @@ def compile(
     flags = list(func.attrs["tilelang_compile_flags"]) if "tilelang_compile_flags" in (func.attrs or {}) else []
     flags += [compile_flags] if isinstance(compile_flags, str) else list(compile_flags or ())
     where = "the simulator" if chosen == "simulator" else chosen["arch"]
-    _keep_freed_memory()
     with progress.step(f"compiling kernel {kernel_name(func)} for {where}; the next time it is there"):
         if chosen == "simulator":
             prepared = _prepared_for_simulator(func, configs)

@@ -8,6 +8,7 @@
   the hazards of hazards.py are removed.
 """
 
+import functools
 import inspect
 from dataclasses import dataclass
 
@@ -76,6 +77,16 @@ def _parameter_names(func: tirx.PrimFunc) -> tuple[str, ...]:
     return tuple(str(func.buffer_map[p].name) if p in func.buffer_map else str(p.name) for p in func.params)
 
 
+@functools.cache
+def _keep_freed_memory() -> None:
+    """Let the C library keep freed memory: TVM makes and drops hundreds of z3's solvers for a kernel, and to have the pages
+    of each from the system anew took a fifth of the time of lowering.
+
+    glibc raises its limits to the size of a large block that is freed, up to 32 MiB. Nobody touches this one.
+    """
+    bytes(31 << 20)
+
+
 def prepare(func: tirx.PrimFunc, reports_bounds: bool = False) -> Prepared:
     """Rewrite a traced kernel as described at the top of this file.
 
@@ -85,6 +96,7 @@ def prepare(func: tirx.PrimFunc, reports_bounds: bool = False) -> Prepared:
     Raises:
         KernelError: primitives without an N.Context() parameter, more than one such parameter, or what hazards.py refuses.
     """
+    _keep_freed_memory()
     index = find_context(func)
     calls = our_calls(func.body)
     if index is None and any(op_name(call) == CONTEXT for call in calls):

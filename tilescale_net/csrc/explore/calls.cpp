@@ -1,6 +1,7 @@
 // What the running thread tells a job: where it can be overtaken, and what it does there.
 #include "job.h"
 
+#include "tilescale_net/csrc/common/address_of.h"
 #include "tilescale_net/device/context.h"
 
 #include <algorithm>
@@ -8,10 +9,6 @@
 
 namespace tsn {
 namespace explore {
-
-namespace {
-uint64_t address(const void* p) { return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(p)); }
-} // namespace
 
 Job::Process& Job::self() {
   sim::Fiber* fiber = sim::current_grid->running();
@@ -38,7 +35,7 @@ void Job::pause(Next next) {
 Past& Job::under_way() { return sim::current_grid->running()->past; }
 
 void Job::visit(const void* at, uint64_t bytes, sim::WordAccess access) {
-  const uint64_t where = address(at);
+  const uint64_t where = address_of(at);
   for (const auto& [begin, end] : setup_.unseen)
     if (where >= begin && where < end) return;
   Process& p = self();
@@ -81,7 +78,8 @@ void Job::polls() {
   pause(Next::polled);
   p.in_vain = has_changed(p) ? 0 : p.in_vain + 1;
   for (const Poll& poll : p.polled)
-    for (uint64_t place = address(poll.address) / 4; place <= (address(poll.address) + poll.bytes - 1) / 4; ++place)
+    for (uint64_t place = address_of(poll.address) / 4; place <= (address_of(poll.address) + poll.bytes - 1) / 4;
+         ++place)
       history_.touch(place, Use::read, under_way(), false);
   p.polled.clear();
 }
@@ -111,15 +109,15 @@ void Job::begin(const sim::Call& call) {
   if (call.operation != kOpGet || call.bytes <= 0 || call.pe < 0 || call.pe >= static_cast<int>(ranks_.size())) return;
   const uint64_t distance =
       setup_.ranks[static_cast<size_t>(call.pe)].heap - setup_.ranks[static_cast<size_t>(rank_)].heap;
-  touch(reinterpret_cast<const void*>(address(call.source) + distance), static_cast<uint64_t>(call.bytes), false);
+  touch(reinterpret_cast<const void*>(address_of(call.source) + distance), static_cast<uint64_t>(call.bytes), false);
   touch(call.destination, static_cast<uint64_t>(call.bytes), true);
 }
 
 void Job::touch(const void* at, uint64_t bytes, bool store) {
   ++ranks_[static_cast<size_t>(rank_)].moves;
-  if (!bytes || !is_seen(address(at))) return;
+  if (!bytes || !is_seen(address_of(at))) return;
   history_.set_apart(first_ && first_ != sim::current_grid->running());
-  history_.touch(address(at), bytes, store ? Use::write : Use::read, under_way());
+  history_.touch(address_of(at), bytes, store ? Use::write : Use::read, under_way());
 }
 
 void Job::before_sending(const sim::RemoteOperation& operation) {
@@ -130,7 +128,7 @@ void Job::before_sending(const sim::RemoteOperation& operation) {
   Past& past = under_way();
   history_.touch(fences_of(rank_, operation.pe), Use::read, past);
   // Signals of a rank to one word arrive in the order in which they were sent.
-  const uint64_t word = kOther | 1ull << 62 | (address(operation.peer_signal) ^ static_cast<uint64_t>(rank_) << 48);
+  const uint64_t word = kOther | 1ull << 62 | (address_of(operation.peer_signal) ^ static_cast<uint64_t>(rank_) << 48);
   if (operation.peer_signal) history_.touch(word, operation.add ? Use::add : Use::write, past);
 }
 

@@ -1,5 +1,7 @@
 #include "job.h"
 
+#include "tilescale_net/csrc/common/address_of.h"
+
 #include <algorithm>
 #include <string.h>
 
@@ -9,8 +11,6 @@ namespace explore {
 namespace {
 
 constexpr int kMostInVain = 64; // polls of a thread while nobody else can go on
-
-uint64_t address(const void* p) { return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(p)); }
 
 uint64_t word_at(const void* p, uint64_t bytes) {
   uint64_t value = 0;
@@ -194,9 +194,9 @@ void Job::arrive(Process& p, int number) {
   o.late.each_run(0, made.destination ? static_cast<uint64_t>(made.bytes) : 0,
                   [&](uint64_t to, uint64_t from, uint64_t bytes) {
                     if (!bytes) return;
-                    const uint64_t source = address(made.source) + from;
+                    const uint64_t source = address_of(made.source) + from;
                     if (!o.late.copy && is_seen(source)) history_.touch(source, bytes, Use::read, p.past);
-                    history_.touch(address(made.peer) + to, bytes, Use::write, p.past);
+                    history_.touch(address_of(made.peer) + to, bytes, Use::write, p.past);
                   });
   if (made.destination) o.late.deliver(0, static_cast<uint64_t>(made.bytes));
   if (made.peer_signal) {

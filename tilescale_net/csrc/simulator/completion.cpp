@@ -7,7 +7,7 @@ namespace tsn {
 namespace sim {
 
 namespace {
-constexpr size_t kMaxRecords = 4096;    // puts of a warp to a PE; what comes after them is not looked at
+constexpr size_t kMaxPuts = 4096;       // puts of a warp to a PE; what comes after them is not looked at
 constexpr size_t kMaxCarried = 1 << 14; // entries of a clock that a signal carries
 } // namespace
 
@@ -27,7 +27,7 @@ void HappensBefore::add_put(const Put& put) {
   else if (follows_ranks_) put_epochs_[{event.warp, event.pe}] = event.epoch;
   std::vector<Put>& list = puts_[{event.warp, event.pe}];
   if (!list.empty() && list.back().event.epoch == event.epoch && list.back().event.line == event.line) return;
-  if (list.size() < kMaxRecords) list.push_back(put);
+  if (list.size() < kMaxPuts) list.push_back(put);
 }
 
 void HappensBefore::cover(const Event& fence) {

@@ -230,5 +230,8 @@ private:
 // The grid that this process runs now, or null.
 extern Grid* current_grid;
 
+// As kernels see it.
+inline const Thread& running_thread() { return current_grid->running()->view; }
+
 } // namespace sim
 } // namespace tsn

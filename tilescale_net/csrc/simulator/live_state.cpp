@@ -35,11 +35,9 @@ Live& live() {
   return *the_live;
 }
 
-const Thread& self() { return current_grid->running()->view; }
-
 void wait_begins(const WaitSubject& subject) {
   if (scheduler) return scheduler->wait_begins(subject);
-  const Thread& t = self();
+  const Thread& t = running_thread();
   Live& l = live();
   std::lock_guard<std::mutex> lock(l.mutex);
   l.now.waits.push_back({&t, t.linear_block, t.linear, t.site, subject, 0, now_ns()});
@@ -47,7 +45,7 @@ void wait_begins(const WaitSubject& subject) {
 
 void wait_ends() {
   if (scheduler) return scheduler->wait_ends();
-  const Thread* t = &self();
+  const Thread* t = &running_thread();
   Live& l = live();
   std::lock_guard<std::mutex> lock(l.mutex);
   auto& waits = l.now.waits;
@@ -103,7 +101,7 @@ void live_end() {
 void live_call(const Call& call) {
   trace_call_begins(call);
   if (!call.signal || (call.operation != kOpSignal && call.operation != kOpPutSignal)) return;
-  const int line = self().site;
+  const int line = running_thread().site;
   Live& l = live();
   std::lock_guard<std::mutex> lock(l.mutex);
   const std::pair<int, uint64_t> key(call.pe, reinterpret_cast<uint64_t>(call.signal));

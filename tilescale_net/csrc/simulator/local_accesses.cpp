@@ -1,12 +1,13 @@
 #include "local_accesses.h"
 
+#include "tilescale_net/csrc/common/address_of.h"
+
 #include <algorithm>
 
 namespace tsn {
 namespace sim {
 
 namespace {
-uint64_t address(const void* p) { return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(p)); }
 constexpr uint32_t epoch_of_stamp(uint64_t stamp) { return static_cast<uint32_t>(stamp >> 32); }
 constexpr uint32_t warp_of_stamp(uint64_t stamp) { return static_cast<uint32_t>(stamp >> 16 & 0xffff); }
 constexpr unsigned lane_of_stamp(uint64_t stamp) { return static_cast<unsigned>(stamp >> 11 & 31); }
@@ -20,8 +21,8 @@ LocalAccesses::LocalAccesses(HappensBefore& order, unsigned warps_per_block, uns
       first_epoch_(order.first_epoch()) {}
 
 void LocalAccesses::forget(const void* p, uint64_t bytes) {
-  const uint64_t end = address(p) + bytes;
-  for (uint64_t at = address(p) / 4 * 4; at < end; at += 4) {
+  const uint64_t end = address_of(p) + bytes;
+  for (uint64_t at = address_of(p) / 4 * 4; at < end; at += 4) {
     const auto page = pages_.find(at / kLocalPage);
     if (page == pages_.end()) at = (at / kLocalPage + 1) * kLocalPage - 4;
     else page->second->cells[at % kLocalPage / 4] = LocalCell();
@@ -29,7 +30,7 @@ void LocalAccesses::forget(const void* p, uint64_t bytes) {
 }
 
 void LocalAccesses::benign_race(const void* p, uint64_t bytes) {
-  const std::pair<uint64_t, uint64_t> range{address(p), address(p) + bytes};
+  const std::pair<uint64_t, uint64_t> range{address_of(p), address_of(p) + bytes};
   if (std::find(benign_.begin(), benign_.end(), range) == benign_.end()) benign_.push_back(range);
 }
 
@@ -73,11 +74,12 @@ bool LocalAccesses::ordered(uint64_t stamp, Thread& view, uint32_t warp) {
 std::string LocalAccesses::accessed(Thread& view, uint32_t warp, const void* p, uint64_t bytes, LocalAccess access,
                                     const char* name, const void* base, SharedRange shared) {
   std::string wrong;
-  const uint64_t info = (address(name) & kInfoName) | static_cast<uint64_t>(static_cast<uint16_t>(view.site + 1)) << 48;
-  for (uint64_t at = address(p) / 4 * 4; at < address(p) + bytes; at += 4) {
+  const uint64_t info = (address_of(name) & kInfoName) | static_cast<uint64_t>(static_cast<uint16_t>(view.site + 1))
+                                                             << 48;
+  for (uint64_t at = address_of(p) / 4 * 4; at < address_of(p) + bytes; at += 4) {
     LocalCell& c = cell(at);
     const uint64_t own =
-        view.local_stamp | local_mask(at, address(p), bytes) | (access == LocalAccess::atomic ? kLocalAtomic : 0);
+        view.local_stamp | local_mask(at, address_of(p), bytes) | (access == LocalAccess::atomic ? kLocalAtomic : 0);
     const auto conflicts = [&](uint64_t other) {
       if (!(other & own & kLocalMask) || (other & own & kLocalAtomic)) return false;
       return !ordered(other, view, warp);
@@ -114,10 +116,10 @@ std::string LocalAccesses::race(const Thread& view, const void* p, uint64_t at, 
   const auto verb = [](bool atomic, bool store) {
     return atomic ? "an atomic operation on " : store ? "a store to " : "a load of ";
   };
-  const uint64_t begin = std::max(at, address(p));
-  const std::string where = address(p) - shared.begin < shared.bytes ? " (shared memory)"
-                            : order_.in_heap(p)                      ? ""
-                                                                     : " (memory of this rank)";
+  const uint64_t begin = std::max(at, address_of(p));
+  const std::string where = address_of(p) - shared.begin < shared.bytes ? " (shared memory)"
+                            : order_.in_heap(p)                         ? ""
+                                                                        : " (memory of this rank)";
   const std::string what = name ? name : "a word";
   const uint32_t by = warp_of_stamp(other);
   const char* advice = by == warp_of_stamp(view.local_stamp) ? "T.sync_warp() or T.sync_threads() is missing"
@@ -129,8 +131,8 @@ std::string LocalAccesses::race(const Thread& view, const void* p, uint64_t at, 
   second += other_name ? other_name : "the word";
   return verb(access == LocalAccess::atomic, access == LocalAccess::store) + what + where + " by " +
          thread_of(view.local_stamp) + line(static_cast<unsigned>(view.site + 1)) + ", touches bytes " +
-         std::to_string(base ? begin - address(base) : 0) + " to " +
-         std::to_string((base ? begin - address(base) : 0) +
+         std::to_string(base ? begin - address_of(base) : 0) + " to " +
+         std::to_string((base ? begin - address_of(base) : 0) +
                         static_cast<uint64_t>(__builtin_popcountll(other & kLocalMask))) +
          " of it, and so does " + second + " by " + thread_of(other) + line(static_cast<unsigned>(other_info >> 48)) +
          ", and nothing orders the two: " + advice + " between them";

@@ -3,6 +3,7 @@
 #include "grid.h"
 #include "live_state.h"
 #include "memory.h"
+#include "tilescale_net/csrc/common/address_of.h"
 
 #include <algorithm>
 #include <chrono>
@@ -162,8 +163,6 @@ void fail_if(const std::string& wrong, const char* name, int pe) {
                      std::string(name) + (pe >= 0 ? " to PE " + std::to_string(pe) : std::string()) + ": " + wrong);
 }
 
-uint64_t address(const void* p) { return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(p)); }
-
 // Whether the signal of a launch's operation is followed, then with what it carries.
 void follow(Late& late) {
   const RemoteOperation& o = late.operation;
@@ -176,10 +175,10 @@ bool defer(const RemoteOperation& o) {
   Pending p;
   p.operation = o;
   p.each_run(0, static_cast<uint64_t>(o.bytes), [&](uint64_t to, uint64_t from, uint64_t bytes) {
-    if (o.destination) fail_if(check_range(address(o.destination) + to, bytes), o.name, o.pe);
-    if (o.source) fail_if(check_range(address(o.source) + from, bytes), o.name, o.pe);
+    if (o.destination) fail_if(check_range(address_of(o.destination) + to, bytes), o.name, o.pe);
+    if (o.source) fail_if(check_range(address_of(o.source) + from, bytes), o.name, o.pe);
   });
-  if (o.signal) fail_if(check_range(address(o.signal), 8), o.name, o.pe);
+  if (o.signal) fail_if(check_range(address_of(o.signal), 8), o.name, o.pe);
   if (o.bytes == 0 && !o.peer_signal) return true; // an empty put leaves nothing to deliver
   follow(p);
   if (scheduler) {
@@ -233,7 +232,7 @@ void quiet(int pe) {
   for_targets(pe, deliver_all);
 }
 
-void check(const char* name, const void* p, uint64_t bytes) { fail_if(check_range(address(p), bytes), name, -1); }
+void check(const char* name, const void* p, uint64_t bytes) { fail_if(check_range(address_of(p), bytes), name, -1); }
 
 void background() {
   Store& s = store();
@@ -252,7 +251,7 @@ void background() {
 
 void Late::keep_source() {
   const RemoteOperation& o = operation;
-  if (!o.destination || o.bytes == 0 || (o.source && in_heap(address(o.source)))) return;
+  if (!o.destination || o.bytes == 0 || (o.source && in_heap(address_of(o.source)))) return;
   copy.reset(new char[static_cast<size_t>(o.bytes)]);
   const char* source = o.source ? static_cast<const char*>(o.source) : reinterpret_cast<const char*>(&o.value);
   char* end = copy.get();

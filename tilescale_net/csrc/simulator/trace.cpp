@@ -27,8 +27,6 @@ struct Tracer {
 std::mutex the_mutex;
 std::unique_ptr<Tracer> the_tracer;
 
-const Thread& self() { return current_grid->running()->view; }
-
 uint32_t line_of(const Thread& t) {
   return t.site >= 0 && static_cast<size_t>(t.site) < the_tracer->lines.size()
              ? the_tracer->lines[static_cast<size_t>(t.site)]
@@ -36,7 +34,7 @@ uint32_t line_of(const Thread& t) {
 }
 
 TraceEvent event_here(TraceKind kind) {
-  const Thread& t = self();
+  const Thread& t = running_thread();
   TraceEvent e;
   e.begin_ns = now_ns();
   e.kind = kind;
@@ -98,11 +96,11 @@ void trace_call_begins(const Call& call) {
   e.bytes = static_cast<uint64_t>(call.bytes);
   e.value = call.value;
   if (call.signal) e.word = reinterpret_cast<uint64_t>(call.signal) - the_tracer->heap_base;
-  the_tracer->open[&self()].push_back(e);
+  the_tracer->open[&running_thread()].push_back(e);
 }
 
 void trace_call_ends() {
-  const auto found = the_tracer->open.find(&self());
+  const auto found = the_tracer->open.find(&running_thread());
   if (found == the_tracer->open.end()) return;
   auto& calls = found->second;
   for (; !calls.empty(); calls.pop_back()) close(calls.back());
