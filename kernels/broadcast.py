@@ -27,8 +27,8 @@ def broadcast(n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unrol
         engine, unroll, ring: see `tilescale_net.language.put_block`.
 
     `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [n_pes, blocks] (symmetric) are uint64, zero
-    before the first call, and then left alone. `tag` stands for what must be equal on all PEs; where it is not, nothing moves, and what differs is reported to `status`
-    (int64 [STATUS_WORDS]), see `announcement`.
+    before the first call, and then left alone. `tag` stands for what must be equal on all PEs; where it is not, nothing
+    moves, and what differs is reported to `status` (int64 [STATUS_WORDS]), see `announcement`.
     """
     count = T.dynamic("count", "int64")
     options = dict(engine=engine, unroll=unroll, ring=ring)

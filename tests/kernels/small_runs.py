@@ -84,6 +84,10 @@ def reduce_across_nodes(seed):
     _of("reduce_scatter")._reduce(seed, cases, options, 3, (0, 1))
 
 
+def broadcast_across_nodes(seed):
+    _of("broadcast").small_run(seed)
+
+
 def norm(seed):
     _of("all_reduce_norm")._layers(seed, torch.bfloat16, 520)
 
@@ -161,6 +165,7 @@ RUNS = {
     "reduce-scatter by pull": (("reduce_scatter_pull",), reduce_by_pull),
     "all-reduce": (("all_reduce_one_shot", "all_reduce_packets", "all_reduce_two_shot"), reduce_everywhere),
     "reduce-scatter across nodes": (("node_reduce_scatter",), reduce_across_nodes),
+    "broadcast across nodes": (("node_broadcast",), broadcast_across_nodes),
     "all-reduce and norm": (("all_reduce_norm",), norm),
     "all-to-all, transposed": (("all_to_all_transposed",), transposed),
     "all-gather and matmul": (("fused/all_gather_matmul", "fused/matmul", "fused/product"), gather_and_multiply),
@@ -218,5 +223,5 @@ def _declared():
 
 
 RUNS |= _declared()
-# Need mapped peers.
-ONE_NODE = ("all-gather by stores", "reduce-scatter by pull", "all-reduce", "all-reduce and norm")
+# Need mapped peers, or use another kernel across nodes.
+ONE_NODE = ("all-gather by stores", "broadcast", "reduce-scatter by pull", "all-reduce", "all-reduce and norm")

@@ -112,7 +112,7 @@ def test_misuse_is_named(case, error, words):
         assert all(word in outcome.error[1] for word in words), outcome.error
 
 
-SMALL_RUN_OF = ("broadcast", "node_broadcast")
+SMALL_RUN_OF = ("broadcast",)
 
 
 def small_run(seed):

@@ -7,6 +7,7 @@ import torch
 from tilescale_net import _simulator
 from tilescale_net.errors import ConfigurationError, TileScaleError
 from tilescale_net.runtime import abort_page, context, device_errors
+from tilescale_net.runtime.call_log import CallLog
 from tilescale_net.runtime.heap import Heap
 from tilescale_net.runtime.shared_memory import SharedMemory
 from tilescale_net.runtime.simulator_memory import SimulatorMemory
@@ -62,6 +63,7 @@ class RankWorld(World):
     def __init__(self, rank: int, size: int, heap_bytes: int, made: list[tuple[str, object]]):
         self.timeout, self.failure, self.proxy, self.recorder, self._closed = TIMEOUT, None, None, None, False
         self.control = SameCalls(rank, size, made)
+        self.calls = CallLog(self.control)
         self.group, self.job_ranks, self.rank, self.size = None, list(range(size)), rank, size
         self.topology = Topology(rank, size, rank, 0, 1, rank, size, True)
         self.memory = SimulatorMemory(heap_bytes)
