@@ -11,7 +11,21 @@ from tilescale_net.kernels.moe import routing_numbers as numbers
 from tilescale_net.kernels.moe import routing_order as order
 from tilescale_net.kernels.moe.wire_layout import NO_FAULT, NO_ROOM, Counts, Totals, align4, record_words
 
-COUNTED = 16 * 1024  # words of shared memory for counts, but for those of one part
+BLOCK_SHARED = 227 * 1024  # bytes of shared memory that a block may use
+
+
+def fixed_bytes(experts: int, ranks: int, ordered: bool) -> int:
+    """Shared memory of a block that plans, but for its choices and their counts."""
+    return 4 * ((2 + ordered) * experts + 2 * ranks + 1) + 1024
+
+
+def bytes_of_choice(ordered: bool) -> int:
+    return 8 * (2 + ordered)
+
+
+def width_of(experts: int, ranks: int, ordered: bool) -> int:
+    """Counts of a block."""
+    return Counts(experts, ranks).words + (experts if ordered else 0)
 
 
 @dataclass(frozen=True)
@@ -61,18 +75,14 @@ class Sizes:
 
     @property
     def width(self) -> int:
-        """Counts of a block."""
-        return self.counts.words + (self.experts if self.ordered else 0)
+        return width_of(self.experts, self.ranks, self.ordered)
 
     @property
     def parts(self) -> int:
-        """Warps that number a block's choices: all that there is shared memory for."""
-        return most_parts(self.threads, self.width)
-
-
-def most_parts(threads: int, width: int) -> int:
-    """Parts of a block's choices that have counts of their own, of `width` words each."""
-    return max(1, min(threads // 32, COUNTED // width))
+        """Warps that number a block's choices, each with counts of its own: all that there is shared memory for."""
+        left = BLOCK_SHARED - fixed_bytes(self.experts, self.ranks, self.ordered)
+        left -= self.cells * bytes_of_choice(self.ordered)
+        return max(1, min(self.threads // 32, left // (4 * self.width) - 1))
 
 
 @tsn.macro

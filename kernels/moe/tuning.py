@@ -8,10 +8,7 @@ import torch
 
 from tilescale_net.kernels.collective import check_threads
 from tilescale_net.kernels.moe.config import Config
-from tilescale_net.kernels.moe.routing_steps import COUNTED
-from tilescale_net.kernels.moe.wire_layout import Counts
-
-BLOCK_SHARED = 227 * 1024  # bytes of shared memory that a block may use
+from tilescale_net.kernels.moe.routing_steps import BLOCK_SHARED, bytes_of_choice, fixed_bytes, width_of
 
 
 @dataclass(frozen=True)
@@ -89,10 +86,8 @@ def shares(tuning: Tuning, blocks: int) -> tuple[int, int]:
 def most_tokens(config: Config, blocks: int) -> int:
     """Tokens of a call of throughput mode whose choices fit into the shared memory of so many blocks."""
     ordered = config.tile_rows is not None
-    width = Counts(config.num_experts, config.ranks).words + ordered * config.num_experts
-    counted = max(2 * width, COUNTED + width)
-    fixed = 4 * (counted + (2 + ordered) * config.num_experts + 2 * config.ranks + 1) + 1024
-    cells = (BLOCK_SHARED - fixed) // (24 if ordered else 16)  # bytes that a choice takes
+    sizes = config.num_experts, config.ranks, ordered
+    cells = (BLOCK_SHARED - fixed_bytes(*sizes) - 8 * width_of(*sizes)) // bytes_of_choice(ordered)
     return max(0, cells // config.top_k - 1) * blocks
 
 

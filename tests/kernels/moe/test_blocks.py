@@ -1,5 +1,7 @@
 """Calls on fewer blocks than an object has, which differ from rank to rank and from call to call: the same bits."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,6 +11,8 @@ from tests.kernels.moe.support import make_inputs
 from tests.kernels.moe.test_misuse import SHAPE, raises
 from tests.kernels.support import assert_same
 from tilescale_net.kernels.moe import AllToAll
+from tilescale_net.kernels.moe.routing_steps import BLOCK_SHARED, Sizes, bytes_of_choice, fixed_bytes
+from tilescale_net.kernels.moe.tuning import most_tokens
 
 
 def _calls(options: dict, least: int) -> None:
@@ -53,3 +57,18 @@ CASES = {
 def test_blocks_of_a_call(case):
     size, nodes, options, least = CASES[case]
     ranks.run(size, _calls, options, least, env={"VIRTUAL_NODES": str(nodes)}, timeout=180)
+
+
+@pytest.mark.parametrize(
+    "experts, n_pes, top_k, ordered", [(256, 2, 8, False), (256, 8, 8, True), (1024, 64, 6, True), (8, 2, 1, False)]
+)
+def test_plan_of_the_most_tokens_fits(experts, n_pes, top_k, ordered):
+    """Counts of warps take what the choices leave of a block's shared memory, and those of one part are always there."""
+    config = SimpleNamespace(num_experts=experts, ranks=n_pes, top_k=top_k, tile_rows=128 if ordered else None)
+    for blocks in (2, 24):
+        most = most_tokens(config, blocks)
+        for tokens in (blocks, most // 2, most):
+            s = Sizes(n_pes, experts, top_k, tokens, 1, 1, blocks, 512, "int64", 0, 0, ordered)
+            counted = 4 * s.width * (s.parts + 1)
+            used = fixed_bytes(experts, n_pes, ordered) + bytes_of_choice(ordered) * s.cells + counted
+            assert used <= BLOCK_SHARED and (s.parts == 16 or used + 4 * s.width > BLOCK_SHARED), (tokens, s.parts)
