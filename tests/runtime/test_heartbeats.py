@@ -2,11 +2,13 @@
 
 import datetime
 import json
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
-from tilescale_net.runtime import control, heartbeats
+from tilescale_net.runtime import call_log, control, heartbeats
 
 PER_HOST = 8
 
@@ -142,3 +144,38 @@ def test_garbage_in_the_store_is_survived(garbage):
     said = control.announced(garbage, 0)
     assert said is None or "cannot be read" in said
     assert control.last_call(garbage)[0] == 0
+
+
+class Posts:
+    """The part of a job's store that calls are compared through; what is posted is done at once."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def post(self, action):
+        done = Future()
+        done.set_result(action(self._store))
+        return done
+
+
+@pytest.mark.parametrize("size", [256, 512])
+def test_requests_of_a_large_job_whose_calls_wait(size):
+    """With those of the heartbeats: ranks that are quiet after a call ask what another one was called with."""
+    job = Job(size)
+    posts, members, logs = Posts(job.store), list(range(size)), []
+    for rank in members:
+        logs.append(call_log.CallLog(SimpleNamespace(rank=rank, members=members, era=0, store=posts)))
+        logs[-1].track("AllGather").note("x of shape {}", 3 if rank == 1 else 4)
+    found, most = {}, 0
+    for _ in range(8):
+        before, end = job.store.requests, job.now + 2
+        while job.now < end:
+            begin = job.now
+            job.run(job.beats[0].interval / 2)  # one round
+            assert job.now - begin == job.beats[0].interval
+            for rank, log in enumerate(logs):
+                if error := log.difference():
+                    found[rank] = str(error)
+        most = max(most, (job.store.requests - before) / 2)
+    assert 1000 < most <= 2000
+    assert set(found) == {0, 1} and "rank 1 with x of shape 3" in found[0], found

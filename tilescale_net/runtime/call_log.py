@@ -26,6 +26,9 @@ _LONGEST = 400  # characters of a call
 # Looks of the watchdog, four in a second, without a new call before calls are compared; and before a difference that a kernel
 # has reported is told here too: its host raises it with the next call, and goes on.
 _QUIET, _REPORTED = 4, 12
+# Ranks of which each asks the store in every look, larger jobs less often; and looks after which all ask less often, by how
+# much: the store serves a whole job.
+_RANKS, _LONG, _SELDOM = 32, 24, 16
 
 
 class Track:
@@ -115,10 +118,13 @@ class CallLog:
         self._seen = calls
         if self._quiet < _QUIET or not calls:
             return None
-        if self._told != calls:
+        every = max(1, len(members) // _RANKS)
+        late = self._quiet - _QUIET >= _LONG * every
+        asks = (self._quiet + self._control.rank) % (every * (_SELDOM if late else 1)) == 0
+        if asks and self._told != calls:
             self._told, word = calls, json.dumps(self._last_calls())
             self._control.store.post(lambda s: s.set(self._key(self._control.rank), word))
-        return self._compare(members[(members.index(self._control.rank) + 1) % len(members)])
+        return self._compare(members[(members.index(self._control.rank) + 1) % len(members)], asks)
 
     def _key(self, rank: int) -> str:
         return f"calls/{self._control.era}/{rank}"
@@ -131,13 +137,15 @@ class CallLog:
             told.append([track.key, count, [track.text(c) for c in range(max(1, count - _TOLD + 1), count + 1)]])
         return told
 
-    def _compare(self, other: int) -> RankMismatch | None:
-        """Take what the store has said about the other rank, and ask again."""
+    def _compare(self, other: int, asks: bool) -> RankMismatch | None:
+        """Take what the store has said about the other rank, and ask again where that is due."""
         answer, error = self._answer, None
         if answer is not None and not answer.done():
             return None
         if answer is not None and answer.exception() is None:
             error = self._differs(other, answer.result())
+        if not asks:
+            return error
         key = self._key(other)
         try:
             self._answer = self._control.store.post(lambda s: job_store.get(s, key))
