@@ -158,7 +158,7 @@ class Posts:
         return done
 
 
-@pytest.mark.parametrize("size", [256, 512])
+@pytest.mark.parametrize("size", [256, pytest.param(512, marks=pytest.mark.nightly)])
 def test_requests_of_a_large_job_whose_calls_wait(size):
     """With those of the heartbeats: ranks that are quiet after a call ask what another one was called with."""
     job = Job(size)
@@ -167,7 +167,7 @@ def test_requests_of_a_large_job_whose_calls_wait(size):
         logs.append(call_log.CallLog(SimpleNamespace(rank=rank, members=members, era=0, store=posts)))
         logs[-1].track("AllGather").note("x of shape {}", 3 if rank == 1 else 4)
     found, most = {}, 0
-    for _ in range(8):
+    for _ in range(5):
         before, end = job.store.requests, job.now + 2
         while job.now < end:
             begin = job.now
