@@ -104,7 +104,7 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, reduces, threads=512, blocks
                         if thread != me:
                             N.signal(arrived[me, block], announcement(call, tag), thread)
                             word = N.wait(arrived[thread, block], "ge", announcement(call, 0))
-                            compare_one(same, thread, call, tag, word, status)
+                            compare_one(same, thread, call, tag, word, status, True)
                         agrees[thread] = same
                     T.sync_threads()
                     agreed = T.alloc_var("int32")

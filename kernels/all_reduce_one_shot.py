@@ -67,7 +67,7 @@ def all_reduce_one_shot(n_pes, dtype, capacity, aligned=True, threads=512, block
                     if thread != me:
                         N.signal(arrived[me, block], announcement(call, tag), thread)
                         word = N.wait(arrived[thread, block], "ge", announcement(call, 0))
-                        compare_one(same, thread, call, tag, word, status)
+                        compare_one(same, thread, call, tag, word, status, True)
                     agrees[thread] = same
                 T.sync_threads()
                 agreed = T.alloc_var("int32")

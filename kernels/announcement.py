@@ -71,10 +71,10 @@ def compare(same: T.Ref, rank, call, tag, word, status, reports):
 
 
 @tsn.macro
-def compare_one(same: T.Ref, rank, call, tag, word, status):
+def compare_one(same: T.Ref, rank, call, tag, word, status, reports):
     """As `compare`, where nothing holds a rank up that is through with the call: a word of a later one says that it is."""
     same = T.cast(word == announcement(call, tag) or word >= announcement(call + T.uint64(1), 0), "int32")
-    if same == 0:
+    if same == 0 and reports:
         report_other_call(status, rank, call, tag, word)
 
 

@@ -58,7 +58,7 @@ def broadcast(n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unrol
             if first < part:
                 same = T.alloc_var("int32")
                 same = 1
-                await_room(agrees, same, ready, call, tag, status, block, thread, n_pes)
+                await_room(agrees, same, ready, call, tag, status, block, thread, n_pes, runs_ahead=True)
                 agreed = T.alloc_var("int32")
                 all_agree(agreed, agrees, n_pes)
                 if agreed != 0:

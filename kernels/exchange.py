@@ -11,17 +11,23 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce, compare
+from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce, compare, compare_one
 from tilescale_net.kernels.partition import slice_elements
 
 
 @tsn.macro
-def await_room(agrees, same: T.Ref, ready, call, tag, status, block, thread, n_pes):
+def await_room(agrees, same: T.Ref, ready, call, tag, status, block, thread, n_pes, runs_ahead=False):
     """Wait, by a thread for each PE, until all have begun the call; agrees[p] = whether PE p makes the same one, which
-    thread p has in `same` too."""
+    thread p has in `same` too.
+
+    `runs_ahead`: a PE may be through with the call before all have looked, as the root of a broadcast, which gets nothing.
+    """
     if thread < n_pes:
         word = N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
-        compare(same, thread, call, tag, word, status, block == 0)
+        if runs_ahead:
+            compare_one(same, thread, call, tag, word, status, block == 0)
+        else:
+            compare(same, thread, call, tag, word, status, block == 0)
         agrees[thread] = same
     T.sync_threads()
 

@@ -65,7 +65,7 @@ def node_broadcast(
             if size > 0:
                 same = T.alloc_var("int32")
                 same = 1
-                await_room(agrees, same, ready, call, tag, status, block, thread, n_pes)
+                await_room(agrees, same, ready, call, tag, status, block, thread, n_pes, runs_ahead=True)
                 agreed = T.alloc_var("int32")
                 all_agree(agreed, agrees, n_pes)
                 pieces = T.if_then_else(agreed != 0, pieces, T.int64(0))
