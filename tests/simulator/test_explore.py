@@ -224,6 +224,16 @@ def test_the_command(capsys):
     assert cli.main(["check", where + "waits_in_wrong_order", "--schedule", "0.1"]) == 1
 
 
+def test_calls_whose_ranks_run_ahead():
+    """Of three ranks: one may be through with a call, and have begun the next, before another has looked at its first word.
+
+    Also that a job may make what asks for what was tuned.
+    """
+    for name in ("broadcast", "moe_dispatch"):
+        report = _every(getattr(small_calls, name), 3)
+        assert report.complete and not report.failure, (name, report)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [2, 3])
