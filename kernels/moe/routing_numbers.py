@@ -62,12 +62,11 @@ def number_in_block(s, keys, places, before, part: T.Ref, thread):
                 before[w, bin] = n
                 n = n + key
             before[s.parts, bin] = n
-    T.sync_threads()
 
 
 @tsn.macro
 def count_part(s, before, partial, seen, any_bad: T.Ref, block, thread):
-    """Write the block's counts, and its fault, to its row of `partial`."""
+    """Write the block's counts, and its fault, to its row of `partial`; a thread those that it has added up."""
     C, threads = s.counts, s.threads
     for i in T.serial((s.width + threads - 1) // threads):
         bin = i * threads + thread
@@ -151,7 +150,7 @@ def number_choices(
     s, keys, places, before, partial, counts_in, offsets, alive, part: T.Ref, mine: T.Ref, me, block, thread
 ):
     """places = the choices' rows at the target, and their places among the rows to that rank; before[parts] = where the
-    block's begin in each bin."""
+    block's begin in each bin. A thread numbers choices that it alone looks at until the block meets again."""
     C, experts, threads = s.counts, s.experts, s.threads
     n = T.alloc_var("int32")
     for i in T.serial((C.bins + threads - 1) // threads):
@@ -174,4 +173,3 @@ def number_choices(
                     places[row, p] = (
                         places[row, p] + before[s.parts, keys[row, p]] + before[p // 32 // part, keys[row, p]]
                     )
-    T.sync_threads()

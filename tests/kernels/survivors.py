@@ -90,7 +90,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_threads", 3): NO_ROW,
         ("no sync_threads", 4): LAST,
     },
-    "moe/routing_steps": {("no sync_threads", 7): LAST},
+    "moe/routing_steps": {("no sync_threads", 6): LAST},
     "node_broadcast": {("no sync_threads", 0): BEGINS},
     "node_reduce_scatter": {("no sync_threads", 2): MET},
     "moe/tiles": {("no fence of signal", 0): OWN, ("no fence of signal", 1): OWN},
