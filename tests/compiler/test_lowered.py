@@ -1,7 +1,6 @@
 """Kernels lowered for the simulator are kept, and made again whenever anything that they depend on is another."""
 
 import os
-import resource
 import shutil
 
 import pytest
@@ -9,14 +8,9 @@ import tilelang.language as T
 import torch
 
 import tilescale_net as tsn
-from tests import ranks
-from tests.kernels import test_all_gather, test_all_reduce, test_send_recv
-from tilescale_net.compiler import jit, passes, toolchain
-from tilescale_net.compiler.simulator import cache, simplify_once
+from tilescale_net.compiler import jit, toolchain
+from tilescale_net.compiler.simulator import cache
 from tilescale_net.errors import KernelError
-from tilescale_net.kernels.all_gather import all_gather
-from tilescale_net.kernels.all_reduce_packets import all_reduce_packets
-from tilescale_net.kernels.send_recv import send
 from tilescale_net.runtime import private_folder
 
 
@@ -118,25 +112,3 @@ def test_a_kernel_that_cannot_be_lowered_is_not_kept(monkeypatch):
         with pytest.raises(KernelError, match="cannot be lowered"):
             scale(40, 2.0)
     assert kept() == [] and not list(cache.folder().glob("tmp*"))
-
-
-def _new_pages() -> int:
-    """Pages that this process has from the system while it lowers some kernels."""
-    found = 0
-    for make, arguments in (
-        (all_gather, test_all_gather),
-        (all_reduce_packets, test_all_reduce),
-        (send, test_send_recv),
-    ):
-        name = f"{make.__module__}.{make.__name__}"
-        func = make.trace(**arguments.SM_90[name][0])
-        configs = jit.required_pass_configs(func, make.pass_configs)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        jit.lower(passes.prepare(func).func, jit.SIMULATOR_TARGET, configs, [simplify_once.SimplifyOnce()])
-        found += resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    return found
-
-
-def test_memory_of_solvers_is_kept():
-    """110,000 pages, and 0.4 s of the system's time, when what a solver frees goes back each time."""
-    assert ranks.run(1, _new_pages, init=False)[0] < 40_000
