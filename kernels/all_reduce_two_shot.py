@@ -9,7 +9,7 @@ import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.announcement import STATUS_WORDS, announcement, compare
+from tilescale_net.kernels.announcement import STATUS_WORDS, all_agree, announcement, compare
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.kernels.sum_of_peers import add_up, batch_of, pack, unpack, vector_of
 
@@ -89,9 +89,7 @@ def all_reduce_two_shot(n_pes, dtype, staged, aligned=True, threads=512, blocks=
                     agrees[thread] = same
                 T.sync_threads()
                 agreed = T.alloc_var("int32")
-                agreed = 1
-                for p in T.unroll(n_pes):
-                    agreed = agreed & agrees[p]
+                all_agree(agreed, agrees, n_pes)
                 last = T.alloc_var("int64")
                 last = T.if_then_else(agreed != 0, end, first)
                 result = T.alloc_local((batch, vector), dtype)

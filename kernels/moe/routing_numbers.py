@@ -146,6 +146,17 @@ def align_experts(s, counts_in, alive, padded, offsets, need, thread):
 
 
 @tsn.macro
+def add_begins(s, row, keys, places, before, part: T.Ref, cell):
+    """Add to a choice's number in the part of its warp where that part begins in its bin, and where the block's do."""
+    if keys[row, cell] >= 0:
+        places[row, cell] = (
+            places[row, cell]
+            + before[s.parts, place_of(s, row, keys[row, cell])]
+            + before[cell // 32 // part, place_of(s, row, keys[row, cell])]
+        )
+
+
+@tsn.macro
 def number_choices(
     s, keys, places, before, partial, counts_in, offsets, alive, part: T.Ref, mine: T.Ref, me, block, thread
 ):
@@ -169,7 +180,4 @@ def number_choices(
         p = i * threads + thread
         if p < mine * s.top_k:
             for row in T.unroll(2):
-                if keys[row, p] >= 0:
-                    places[row, p] = (
-                        places[row, p] + before[s.parts, keys[row, p]] + before[p // 32 // part, keys[row, p]]
-                    )
+                add_begins(s, row, keys, places, before, part, p)

@@ -3,7 +3,7 @@
 import tilelang.language as T
 
 import tilescale_net as tsn
-from tilescale_net.kernels.moe.routing_numbers import add_blocks
+from tilescale_net.kernels.moe.routing_numbers import add_begins, add_blocks
 
 
 @tsn.macro
@@ -54,12 +54,7 @@ def order_rows(s, keys, places, before, partial, firsts, part: T.Ref, mine: T.Re
     for i in T.serial((s.cells + threads - 1) // threads):
         p = i * threads + thread
         if p < mine * s.top_k:
-            if keys[2, p] >= 0:
-                places[2, p] = (
-                    places[2, p]
-                    + before[s.parts, s.firsts + keys[2, p]]
-                    + before[p // 32 // part, s.firsts + keys[2, p]]
-                )
+            add_begins(s, 2, keys, places, before, part, p)
 
 
 def number(s, place, numbers, *at):
