@@ -7,7 +7,17 @@ Every rank has m rows of its own k columns and wants the sum of all ranks' produ
 simulator runs the same kernels on small shapes, without NCCL.
 """
 
-from benchmark.common.fused import Operands, Sides, difference, operands, options_of, parse, product_alone, run
+from benchmark.common.fused import (
+    Operands,
+    Sides,
+    as_operator,
+    difference,
+    operands,
+    options_of,
+    parse,
+    product_alone,
+    run,
+)
 
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 
@@ -27,6 +37,7 @@ def sides(args, m: int, blocks: int | None, group) -> Sides:
     dist.all_reduce(wanted)
     calls = {
         "ours": lambda: op(mine.x, mine.w, out, **mine.scales),
+        "operator": as_operator("matmul_all_reduce", mine),
         "matmul": lambda: mine.matmul(whole),
         "tilelang": product_alone(op.tiling, mine.x, mine.w, whole, (*mine.scales.values(),)),
     }

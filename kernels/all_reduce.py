@@ -156,6 +156,10 @@ class AllReduce(Collective):
             self._explained(lambda: self._directly(algorithm, direct, flat_out, flat_x))
         return out
 
+    def is_copied_in_pieces(self, nbytes: int) -> bool:
+        """Whether a tensor that is not symmetric takes several kernels, and a symmetric one a single one."""
+        return self._choose(nbytes) == "two_shot" and nbytes > self._staging_bytes and nbytes % VECTOR_BYTES == 0
+
     def _choose(self, nbytes: int) -> str:
         if self._parts or self.n_pes == 1:
             return "parts"

@@ -45,6 +45,7 @@ class Sides:
 
 TITLES = {
     "ours": "Ours",
+    "operator": "Operator",
     "matmul": "cuBLAS alone",
     "tilelang": "tilelang alone",
     "communication": "NCCL alone",
@@ -78,6 +79,9 @@ def parse(description: str, k: int, n: int) -> argparse.Namespace:
     text = "of what leaves beside a product, see the classes of kernels.fused (auto)"
     parser.add_argument("--engine", choices=("auto", "ldst", "bulk"), default="auto", help=text)
     parser.add_argument("--no-nccl", action="store_true", help="leave NCCL and torch's symmetric memory out")
+    text = "TFLOP/s of the bound (989; fp8: 1979)"
+    parser.add_argument("--peak", type=positive_int, default=None, metavar="N", help=text)
+    parser.add_argument("--link", type=positive_int, default=450, metavar="N", help="GB/s of the bound (450)")
     args = parser.parse_args()
     if args.tile is not None and len(args.tile) != 3:
         parser.error("--tile takes three numbers")
@@ -192,6 +196,27 @@ def product_alone(tiling, x, w, out, scales=None) -> Callable[[], None]:
     return call
 
 
+def peak_flops(args: argparse.Namespace) -> float:
+    """FLOP/s of the bound: `--peak`, or those of an H100's or H200's tensor cores without sparsity (NVIDIA's data sheet)."""
+    return 1e12 * (args.peak or (1979 if args.dtype == "fp8" else 989))
+
+
+def moved_bytes(name: str, args: argparse.Namespace, m: int) -> float:
+    """Bytes that a rank must send, and receive, for a product of `m` rows of all ranks; sums travel as bfloat16."""
+    ranks = world_size()
+    part = (ranks - 1) / ranks * m
+    if name == "all_gather_matmul":
+        return part * args.k * (1 if args.dtype == "fp8" else 2)
+    return part * args.n * 2 * (2 if name == "matmul_all_reduce" else 1)
+
+
+def as_operator(name: str, given: Operands) -> Callable[[], torch.Tensor]:
+    """The call as users make it, who leave to the operator whether it is fused."""
+    from tilescale_net import ops
+
+    return lambda: getattr(ops, name)(given.x, given.w, **given.scales)
+
+
 def run(name: str, args: argparse.Namespace, heap: int, sides_of: Callable[[int, int | None, object], Sides]) -> None:
     """Measure all sides at every number of rows; print the report.
 
@@ -202,7 +227,7 @@ def run(name: str, args: argparse.Namespace, heap: int, sides_of: Callable[[int,
     import tilescale_net as tsn
 
     report = Report(name, args)
-    world = tsn.init(heap + (96 << 20))
+    world = tsn.init(3 * heap + (96 << 20))  # the operator has its own
     timer = Timer.of(args, world.device_kind == "cuda")
     group = nccl_group(report, args)
     together = None
@@ -218,12 +243,18 @@ def run(name: str, args: argparse.Namespace, heap: int, sides_of: Callable[[int,
         Column("blocks", "Blocks", ",d", plotted=False),
     ]
     columns = [Column(key, title, better="lower", unit="us") for key, title in TITLES.items()]
-    columns += [Column("over", "x cuBLAS", ".3f"), Column("tflops", "TFLOP/s", ".0f")]
+    columns += [
+        Column("exposed", "Exposed", better="lower", unit="us"),
+        Column("over", "x cuBLAS", ".3f"),
+        Column("tflops", "TFLOP/s", ".0f"),
+        Column("share", "% of bound", ".0f"),
+    ]
     table = report.table(name, keys, columns)
     for m in args.m:
         for blocks in args.blocks:
             sides = sides_of(m, blocks, group)
             sides.calls["ours"]()
+            sides.calls["operator"]()
             tsn.synchronize()
             tsn.barrier()
             launches = {
@@ -238,8 +269,12 @@ def run(name: str, args: argparse.Namespace, heap: int, sides_of: Callable[[int,
             slowest = {key: max((s[key] for s in everyone), key=median) for key in samples}
             times = {key: median(values) for key, values in slowest.items()}
             flops = 2 * m * args.k * args.n
+            # Of the communication, what the product does not hide; and max(FLOPs, bytes) of what any way has to do.
+            exposed = max(0.0, times["ours"] - times["matmul"])
+            bound = max(flops / peak_flops(args) * 1e6, moved_bytes(name, args, m) / args.link / 1e3)
             row = {"m": m, "tile": sides.tile, "blocks": sides.op.blocks, **{key: times.get(key) for key in TITLES}}
             row |= {"over": times["ours"] / times["matmul"], "tflops": flops / times["ours"] / 1e6}
+            row |= {"exposed": exposed, "share": 100 * bound / times["ours"]}
             table.add(row, slowest)
             sides.free()
     report.finish()

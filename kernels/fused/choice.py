@@ -2,8 +2,8 @@
 
 A model of both ways decides, not a list of shapes: a product takes as long as the multiprocessor with the most tiles, and
 what is pushed meanwhile as long as its bytes need. Its constants were measured apart from one another (see below). Whole
-calls of bfloat16 between two GPUs have been measured, and each that the model takes was faster than torch's ways
-(docs/results/products.md); until the others have been, they are taken with `fused=True` only.
+calls between two GPUs have been measured (docs/results/products.md; MEASURED below), and each that the model takes was
+faster than torch's ways; the others are taken with `fused=True` only.
 
 With the widths of a layer (all-gather: k 8192, n 14336 per rank; the others: k 7168 per rank, n 8192) the model takes the
 fused call from these numbers of rows on:
@@ -13,7 +13,7 @@ fused call from these numbers of rows on:
 | bfloat16 | 2 | 1024 | 1024 | 2048 |
 | bfloat16 | 4 | 512 | 2048 | 4096 |
 | bfloat16 | 8 | 1024 | 2048 | 8192 |
-| float8_e4m3fn | 2 | none up to 16384 | none up to 16384 | 16384 |
+| float8_e4m3fn | 2 | none up to 16384 | 2048 | 2048 |
 | float8_e4m3fn | 4 | none up to 16384 | 4096 | 4096 |
 | float8_e4m3fn | 8 | none up to 16384 | 4096 | 8192 |
 """
@@ -80,14 +80,22 @@ SENDERS = 4  # blocks beside a product whose result travels
 # Bytes that one of them pushes, between two GPUs; beside a product of 8 bits, on one GPU's own memory.
 SENT = {torch.bfloat16: 27e3, torch.float16: 27e3, SCALED: 28e3}
 REST = 360e3  # bytes that all blocks push when the product is done
-# A collective alone: until it has begun and ended, and the bytes that pass a rank.
+# A collective alone, between tensors of symmetric memory as the operators give it: until it has begun and ended, and the
+# bytes that pass a rank.
 COLLECTIVES = {
     "all_gather_matmul": (8.0, 335e3),
     "matmul_reduce_scatter": (7.0, 316e3),
     "matmul_all_reduce": (5.0, 324e3),
 }
-# Numbers of ranks and dtypes of which whole fused calls, as they are now, have been measured, and the model found right.
-MEASURED = {(2, torch.bfloat16)}
+COPIED = 1.5e6  # bytes of an all-reduce's result that leave symmetric memory
+# Calls, numbers of ranks and dtypes of which whole fused calls have been measured, and the model found right.
+MEASURED = {
+    ("all_gather_matmul", 2, torch.bfloat16),
+    ("matmul_reduce_scatter", 2, torch.bfloat16),
+    ("matmul_all_reduce", 2, torch.bfloat16),
+    ("all_gather_matmul", 2, SCALED),
+    ("matmul_reduce_scatter", 2, SCALED),
+}
 MARGIN = 1.03  # how much faster than the sequence a fused call must be expected to be
 
 
@@ -114,6 +122,8 @@ def expected_us(
     moved = (p.ranks - 1) * part * (p.k if p.kind == "all_gather_matmul" else p.n) * carried
     begin, rate = COLLECTIVES[p.kind]
     sequence += begin + (2 if p.kind == "matmul_all_reduce" else 1) * moved / rate
+    if p.kind == "matmul_all_reduce":
+        sequence += p.m * p.n * 2 / COPIED
     is_summed = p.dtype == SCALED and p.kind != "all_gather_matmul"
     tile *= cost * (SCALED_SUMS if is_summed else PRODUCT[p.dtype])
     (bm, bn, _) = (tiling or best_tiling(p, multiprocessors)).tile
@@ -131,8 +141,11 @@ def expected_us(
         # Rows that are walked together are done together: none is sent before all are, and all own tiles wait for them.
         others = -(-(tiles - tiles // p.ranks) // workers)
         fused = max(fused, (others + max(own - 1, 0)) * tile + arrives)
+    elif p.kind == "matmul_reduce_scatter":
+        # The own tiles come last, and wait for what is sent last: all that is sent, from the first tile on, or what the
+        # others have computed last for this rank.
+        fused = max(fused, moved / sent + tile, fused - 2 * own * tile + tile + arrives)
     else:
-        # The own tiles come last, and wait for what was computed last for this rank.
         fused += max(0, arrives - own * tile)
     if p.kind == "matmul_reduce_scatter":
         return max(fused, tile + moved / sent) + 2 * LAUNCH, sequence
@@ -168,15 +181,17 @@ def blocks_for(device: torch.device, product: Product) -> dict[str, int]:
     return {"blocks": senders(product, torch.cuda.get_device_properties(device).multi_processor_count)}
 
 
-def is_taken(product: Product, device: torch.device) -> bool:
+def is_taken(product: Product, device: torch.device, is_mapped: bool = True) -> bool:
     """Whether a call that `fits` and does not say how it is made is fused: where that has been measured to be faster.
 
-    On a GPU other than sm_90, whose tensor cores and copies the fused kernels are written for, it never is; in the
-    simulator, where times mean nothing, always.
+    On a GPU other than sm_90, whose tensor cores and copies the fused kernels are written for, it never is, nor where some
+    ranks are on other nodes (`is_mapped` False); in the simulator, where times mean nothing, always.
     """
     if device.type != "cuda":
         return True
-    if (product.ranks, product.dtype) not in MEASURED or torch.cuda.get_device_capability(device)[0] != 9:
+    if not is_mapped or (product.kind, product.ranks, product.dtype) not in MEASURED:
+        return False
+    if torch.cuda.get_device_capability(device)[0] != 9:
         return False
     return is_fused_faster(product, torch.cuda.get_device_properties(device).multi_processor_count)
 

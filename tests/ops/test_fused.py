@@ -9,6 +9,8 @@ import torch.distributed as dist
 import tilescale_net as tsn
 from tests import ranks
 from tilescale_net import ops
+from tilescale_net.kernels.all_reduce import AllReduce
+from tilescale_net.ops import group_objects
 
 operators = torch.ops.tilescale_net
 ROWS, K, N = 4, 16, 16  # rows of a rank; equal widths, so that few kernels serve all calls
@@ -150,6 +152,27 @@ def _no_room() -> None:
         tsn.free(tensor)
 
 
+def _larger_than_a_piece() -> None:
+    """Sums that would be copied piece by piece are added up where the product is written, or where `x` is copied to."""
+    device, me = tsn.device(), tsn.rank()
+    objects = group_objects.of("")
+    usual, small = objects.all_reduce, AllReduce(staging_bytes=1024, algorithm="two_shot", threads=64, blocks=2)
+    objects.all_reduce = small.within(objects.calls)
+    assert (
+        small.is_copied_in_pieces(2048) and not small.is_copied_in_pieces(1024) and not small.is_copied_in_pieces(2056)
+    )
+    try:
+        for dtype, n in ((torch.float32, 40), (torch.bfloat16, 40), (torch.bfloat16, 41), (torch.bfloat16, 8)):
+            xs, ws = ([p.to(dtype) for p in _numbers(*shape)] for shape in ((36, K), (n, K)))
+            wanted = sum(x.float() @ w.float().t() for x, w in zip(xs, ws)).to(dtype)
+            found = ops.matmul_all_reduce(xs[me].to(device), ws[me].t().to(device), fused=False)
+            again = ops.all_reduce((xs[me] @ ws[me].t()).to(device))
+            assert torch.equal(found.cpu(), wanted) and torch.equal(again.cpu(), wanted), (dtype, n)
+    finally:
+        objects.all_reduce = usual
+        small.free()
+
+
 def _everything() -> None:
     names = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
     _results_and_gradients(True, names)
@@ -158,6 +181,7 @@ def _everything() -> None:
     _compiled()
     _refusals()
     _eight_bits()
+    _larger_than_a_piece()
     _no_room()
 
 

@@ -1,7 +1,7 @@
 """All-gather, reduce-scatter, all-reduce and all-to-all as operators; each is made of the class of `tilescale_net.kernels`.
 
-Outputs, and inputs that go to other nodes, pass through symmetric memory of the group: one copy more than the classes,
-which take and give symmetric tensors of the caller.
+Outputs, and inputs that go to other nodes or are summed, pass through symmetric memory of the group: a copy or two more
+than the classes, which take and give symmetric tensors of the caller.
 """
 
 from __future__ import annotations
@@ -32,13 +32,8 @@ def _size(name: str) -> int:
 def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
     objects = group_objects.of(group)
     objects.calls.note("all_gather of x of shape {} and {}", x.shape, x.dtype)
-    x, ranks = x.contiguous(), objects.world.size
-    (out,) = objects.symmetric(((ranks, *x.shape), x.dtype))
-    if objects.sources_travel:
-        out[objects.world.rank].copy_(x)
-        x = out[objects.world.rank]
-    objects.all_gather(out, x)
-    return out.view(_gathered(x, ranks)).clone()
+    (out,) = objects.gathered(x.contiguous())
+    return out.view(_gathered(x, objects.world.size)).clone()
 
 
 @_all_gather.register_fake
@@ -86,11 +81,10 @@ def _reduce_scatter(x: torch.Tensor, group: str) -> torch.Tensor:
     if not x.dim() or x.shape[0] % ranks:
         raise ValueError(f"reduce_scatter: x has shape {list(x.shape)}; its rows must be a multiple of {ranks} ranks")
     objects.calls.note("reduce_scatter of x of shape {} and {}", x.shape, x.dtype)
-    if objects.sources_travel:
-        (there,) = objects.symmetric((tuple(x.shape), x.dtype))
-        x = there.copy_(x)
+    # To copy x and to pull its parts is faster than to push them from where x lies, at every size.
+    there = objects.source(tuple(x.shape), x.dtype)
     out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
-    return objects.reduce_scatter(out, x)
+    return objects.reduce_scatter(out, objects.copied(x, there))
 
 
 @_reduce_scatter.register_fake
@@ -135,6 +129,11 @@ def reduce_scatter(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
 def _all_reduce(x: torch.Tensor, replicated: bool, group: str) -> torch.Tensor:
     objects, x = group_objects.of(group), x.contiguous()
     objects.calls.note("all_reduce of x of shape {} and {}", x.shape, x.dtype)
+    # What is more than a piece is copied as a whole: a kernel for each piece waits for all ranks anew.
+    if objects.all_reduce.is_copied_in_pieces(x.nbytes):
+        there = objects.source(tuple(x.shape), x.dtype)
+        if there is not None:
+            return objects.all_reduce(objects.copied(x, there)).clone()
     return objects.all_reduce(torch.empty_like(x), x)
 
 

@@ -6,6 +6,8 @@ shapes and dtypes that the fused kernels do not take are computed one after the 
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 import tilescale_net as tsn
@@ -48,7 +50,7 @@ def _fused(kind: str, x: torch.Tensor, w: torch.Tensor, fused: bool | None, obje
     if obstacle:
         return None
     tuned = None if fused is False else chosen(product, objects.world)
-    usual = tuned.fused if tuned else is_taken(product, objects.world.device)
+    usual = tuned.fused if tuned else is_taken(product, objects.world.device, not objects.sources_travel)
     if not (usual if fused is None else fused):
         return None
     rows = x.shape[0] // ranks if kind == "matmul_reduce_scatter" else x.shape[0]
@@ -88,14 +90,16 @@ def _result_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.bfloat16 if x.dtype == SCALED else x.dtype
 
 
-def _mm(x: torch.Tensor, w: torch.Tensor, x_scales=None, w_scales=None) -> torch.Tensor:
-    """The product by itself."""
+def _mm(x: torch.Tensor, w: torch.Tensor, x_scales=None, w_scales=None, out: torch.Tensor | None = None):
+    """The product by itself; in `out` if that is given."""
     if x.dtype != SCALED:
-        return torch.mm(x, w)
+        return torch.mm(x, w, out=out)
     of_rows, of_columns = x_scales.view(-1, 1), w_scales.view(1, -1)
     if x.device.type == "cuda":
-        return torch._scaled_mm(x, w, of_rows, of_columns, out_dtype=torch.bfloat16, use_fast_accum=True)
-    return (x.float() @ w.float() * of_rows * of_columns).bfloat16()
+        where = {} if out is None else {"out": out}
+        return torch._scaled_mm(x, w, of_rows, of_columns, out_dtype=torch.bfloat16, use_fast_accum=True, **where)
+    product = (x.float() @ w.float() * of_rows * of_columns).bfloat16()
+    return product if out is None else out.copy_(product)
 
 
 def _check_together(kind: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
@@ -137,11 +141,10 @@ def _all_gather_matmul(
     objects, x = group_objects.of(group), x.contiguous()
     scales = _scales("all_gather_matmul", x, w, x_scales, w_scales)
     op = _fused("all_gather_matmul", x, w, fused, objects)
-    if op is None and scales:
-        everyone = _ops.all_gather(x.view(torch.uint8), group).view(x.dtype)
-        return _mm(everyone, w, _ops.all_gather(scales["x_scales"], group), scales["w_scales"])
     if op is None:
-        return torch.mm(_ops.all_gather(x, group), w)
+        everyone, *of_rows = objects.gathered(x, *(scales[name] for name in ("x_scales",) if scales))
+        rows = everyone.view(-1, x.shape[1])
+        return _mm(rows, w, of_rows[0].view(-1), scales["w_scales"]) if scales else _mm(rows, w)
     if objects.sources_travel:
         there, *more = objects.symmetric((tuple(x.shape), x.dtype), *([((len(x),), torch.float32)] if scales else []))
         x = there.copy_(x)
@@ -218,7 +221,13 @@ def _matmul_reduce_scatter(
     objects, x = group_objects.of(group), x.contiguous()
     scales = _scales("matmul_reduce_scatter", x, w, x_scales, w_scales)
     op = _fused("matmul_reduce_scatter", x, w, fused, objects)
-    return _ops.reduce_scatter(_mm(x, w, **scales), group) if op is None else op(x, _held(w), **scales)
+    if op is not None:
+        return op(x, _held(w), **scales)
+    there = objects.source((x.shape[0], w.shape[1]), _result_dtype(x))
+    if there is None:
+        return _ops.reduce_scatter(_mm(x, w, **scales), group)
+    part = x.new_empty((x.shape[0] // objects.world.size, w.shape[1]), dtype=there.dtype)
+    return objects.reduce_scatter(part, _mm(x, w, **scales, out=there))
 
 
 @_matmul_reduce_scatter.register_fake
@@ -280,7 +289,14 @@ def _matmul_all_reduce(
     objects, x = group_objects.of(group), x.contiguous()
     scales = _scales("matmul_all_reduce", x, w, x_scales, w_scales)
     op = _fused("matmul_all_reduce", x, w, fused, objects)
-    return _ops.all_reduce(_mm(x, w, **scales), replicated, group) if op is None else op(x, _held(w), **scales)
+    if op is not None:
+        return op(x, _held(w), **scales)
+    shape, dtype = (x.shape[0], w.shape[1]), _result_dtype(x)
+    if objects.all_reduce.is_copied_in_pieces(math.prod(shape) * dtype.itemsize):
+        there = objects.source(shape, dtype)
+        if there is not None:
+            return objects.all_reduce(_mm(x, w, **scales, out=there)).clone()
+    return _ops.all_reduce(_mm(x, w, **scales), replicated, group)
 
 
 @_matmul_all_reduce.register_fake

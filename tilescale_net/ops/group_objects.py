@@ -142,6 +142,36 @@ class GroupObjects:
             found.append(self._memory[start : start + nbytes].view(dtype).view(shape))
         return found
 
+    def source(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """Symmetric memory for what a collective reads, as `symmetric` hands it out: what all ranks hold at the same place
+        is pulled by its owners or added up where it lies.
+
+        None where nothing has to lie there and the heap has no room, on all ranks alike; HeapError where it has to.
+        """
+        key = ("source", math.prod(shape) * dtype.itemsize)
+        if key in self.without_room:
+            return None
+        try:
+            (found,) = self.symmetric((shape, dtype))
+        except tsn.HeapError:
+            if self.sources_travel:
+                raise
+            self.without_room.add(key)
+            return None
+        return found
+
+    def gathered(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """[ranks, *shape] of each contiguous tensor, from all ranks; in symmetric memory, until the next operator."""
+        ranks, me = self.world.size, self.world.rank
+        outs = self.symmetric(*(((ranks, *x.shape), x.dtype) for x in tensors))
+        for out, x in zip(outs, tensors):
+            self.all_gather(out, self.copied(x, out[me] if self.sources_travel else None))
+        return outs
+
+    def copied(self, x: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
+        """`x` in `there`; `x` itself without it, and where `x` is on another device, which the collective then refuses."""
+        return x if there is None or x.device != there.device else there.copy_(x)
+
     def _grow(self, nbytes: int) -> None:
         """Make the memory larger: by powers of two, so that sizes that grow slowly are agreed on rarely."""
         if self._memory is not None:

@@ -25,10 +25,13 @@ from tilescale_net.tuning.search import Call, Found, Measure, lockstep
 
 KINDS = tuple(fused.CLASSES)
 BLOCKS = {"all_gather_matmul": (8, 4, 16), "matmul_reduce_scatter": (4, 2, 8), "matmul_all_reduce": (4, 2, 8)}
-ENGINES = ("auto", "ldst")
+# "auto" gathers rows by bulk copies; sums leave by loads and stores unless they are to leave by bulk copies.
+ENGINES = {
+    "all_gather_matmul": ("auto", "ldst"), "matmul_reduce_scatter": ("auto", "bulk"), "matmul_all_reduce": ("auto", "bulk"),
+}  # fmt: skip
 
 
-def candidates(product: Product, device: torch.device, most: int) -> list[Choice]:
+def candidates(product: Product, device: torch.device, most: int, is_mapped: bool = True) -> list[Choice]:
     """What is tried, at most so many: first what a call takes without a search, then what the model expects most of."""
     on_gpu = device.type == "cuda"
     count = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 132
@@ -39,8 +42,10 @@ def candidates(product: Product, device: torch.device, most: int) -> list[Choice
         Chosen(False),
         Chosen(True, known, **({"blocks": numbers[0]} | blocks_for(device, product))),
     )
-    first = usual if is_taken(product, device) else one_after_the_other
-    every = [Chosen(True, t, b, e) for t in tilings for b in numbers for e in ENGINES if on_gpu or e == "auto"]
+    first = usual if is_taken(product, device, is_mapped) else one_after_the_other
+    every = [
+        Chosen(True, t, b, e) for t in tilings for b in numbers for e in ENGINES[product.kind] if on_gpu or e == "auto"
+    ]
     places = {c: i for i, c in enumerate(every)}
 
     def expected(c: Chosen) -> tuple[float, int]:
@@ -100,7 +105,7 @@ def product(
         return lambda: op(*there[0], **there[1]), op.free
 
     key = key_of(wanted)
-    found = lockstep(world, key, candidates(wanted, world.device, most), make, measure)
+    found = lockstep(world, key, candidates(wanted, world.device, most, 0 not in world.peer_base), make, measure)
     assert found.best.us is not None
     tuned.keep(world, "tilescale_net.tuning", key, found.best.choice, found.best.us)
     return found
