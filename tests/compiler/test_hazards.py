@@ -81,18 +81,41 @@ def test_copies_stay_ordinary_accesses():
     assert "tma" not in inspect.cuda_source(kernels.matmul(), SM_90A)
 
 
-def test_explicit_tma_is_refused():
-    @T.prim_func
-    def kernel(ctx: N.Context(), x: T.Tensor((64, 64), "float16"), flag: T.Tensor((1,), "uint64")):
-        with T.Kernel(1, threads=128):
-            tile = T.alloc_shared((64, 64), "float16")
-            N.wait_block(flag[0], "ge", 1)
-            T.tma_copy(tile, x)
+@pytest.mark.parametrize(
+    "tma, named",
+    [
+        (lambda tile, x: T.tma_copy(tile, x), "tl.tileop.tma_copy"),
+        (lambda tile, x: T.atomic_add(x, tile, use_tma=True), "tl.tileop.atomicadd"),
+        (lambda tile, x: T.copy(x, tile, prefer_instruction="tma"), "tl.tileop.copy"),
+    ],
+)
+def test_explicit_tma_is_refused(tma, named):
+    with pytest.raises(KernelError, match=rf"asks for TMA \({named}\) and uses tsn.wait: .*\n  at .*hazards.py"):
+        inspect.cuda_source(_tells_of_tma(tma, "generic"))
 
-    with pytest.raises(
-        KernelError, match=r"asks for TMA \(tl.tileop.tma_copy\) and uses tsn.wait: .*\n  at .*hazards.py"
-    ):
-        inspect.cuda_source(kernel)
+
+def _tells_of_tma(tma, proxy, settle=lambda: None):
+    @T.prim_func
+    def kernel(ctx: N.Context(), x: T.Tensor((64, 64), "float32"), flag: T.Tensor((1,), "uint64")):
+        with T.Kernel(1, threads=128):
+            tile = T.alloc_shared((64, 64), "float32")
+            N.wait_block(flag[0], "ge", 1, proxy=proxy)
+            tma(tile, x)
+            settle()
+            N.signal_block(flag[0], 1, 0)
+
+    return kernel
+
+
+@pytest.mark.parametrize(
+    "tma", [lambda tile, x: T.tma_copy(tile, x), lambda tile, x: T.atomic_add(x, tile, use_tma=True)]
+)
+def test_a_signal_does_not_tell_of_a_tma_write_that_is_under_way(tma):
+    for settle in (lambda: None, lambda: T.tma_store_wait(0)):  # the latter waits for reads of the tile only
+        with pytest.raises(KernelError, match="tsn.signal after it orders only ordinary writes.*\n  at .*hazards.py"):
+            inspect.cuda_source(_tells_of_tma(tma, "async", settle), SM_90A)
+    source = inspect.cuda_source(_tells_of_tma(tma, "async", lambda: T.tma_store_wait(0, read=False)), SM_90A)
+    assert in_order(kernel_body(source), "tma_store_wait<0, false>", "tsn::signal<")
 
 
 SPECIALISED = {"tl.disable_warp_specialized": False}

@@ -5,7 +5,8 @@
   nothing: they are evaluated once, where they stand, into a variable.
 - T.copy may become a TMA copy, which belongs to the async proxy, and whose accesses waits and signals do not order:
   switched off, and explicit TMA is refused. Where a wait says `proxy="async"`, all waits of the kernel order both
-  proxies, reads may use TMA, and what cannot order them is refused. Writes use TMA only where the kernel does nothing but wait.
+  proxies, reads may use TMA, and what cannot order them is refused. T.copy writes by TMA only where the kernel does nothing
+  but wait; explicit TMA writes are refused where no `T.tma_store_wait(0, read=False)` comes before what tells of them.
 - Warp specialisation gives a block further threads and splits it: primitives of blocks inside one part are refused.
 - T.Parallel runs its body on some threads at a time: primitives of warps and blocks are refused there.
 - Loads among an operator's operands get no bounds check: they are given one.
@@ -36,6 +37,7 @@ _TMA_OPS = {"tl.tileop.tma_copy", "tl.tileop.im2col", "tl.tma_load", "tl.tma_sto
 _WAIT, _WAIT_ASYNC = "tsn.wait", "tsn.wait_async"
 # Primitives that order what peers wrote for loads alone.
 _GENERIC_ONLY = {"test", "get", "get_rows", "barrier_all", "barrier_node", "barrier_grid"}
+_TMA_ADD, _STORE_WAIT = "tl.tileop.atomicadd", "tl.tma_store_wait"
 _TMA_ANNOTATIONS = ("is_gather4", "is_scatter4", "cluster_mask")
 _PIPELINE_ANNOTATIONS = ("num_stages", "tl_pipeline_order", "tl_pipeline_stage", "software_pipeline_stage")
 
@@ -93,18 +95,22 @@ def _check_tma(func: tirx.PrimFunc) -> None:
     call = opaque_call(func.body)
     found = []
 
-    def look(node):
-        name = op_name(node)
-        if name in _TMA_OPS or (name == _COPY and any(key in node.annotations for key in _TMA_ANNOTATIONS)):
-            found.append(name)
-
-    post_order_visit(func.body, look)
+    post_order_visit(func.body, lambda node: found.append(op_name(node)) if _asks_for_tma(node) else None)
     if found and call is not None:
         raise KernelError(
             f"kernel {kernel_name(func)} asks for TMA ({found[0]}) and uses {op_name(call)}: waits and signals do not "
             "order TMA accesses, so it could read what a peer has not written yet; use T.copy for data that peers "
             f"exchange, or move the TMA part to a kernel of its own{location_suffix(call)}"
         )
+
+
+def _asks_for_tma(node) -> bool:
+    """Whether a call is TMA whatever its neighbours are; other copies become so only where that is right."""
+    name = op_name(node)
+    if name == _COPY:
+        preferred = str(node.annotations.get("prefer_instruction", "")).strip('"')
+        return preferred == "tma" or any(key in node.annotations for key in _TMA_ANNOTATIONS)
+    return name in _TMA_OPS or (name == _TMA_ADD and bool(int(node.annotations.get("use_tma", 0))))
 
 
 def orders_async(body) -> bool:
@@ -120,6 +126,27 @@ def _check_async(func: tirx.PrimFunc) -> None:
                 f'kernel {kernel_name(func)} has a wait with proxy="async", so that it may read with TMA, and {op_name(call)}, '
                 "which does not order TMA; wait for a signal instead, or leave proxy out" + location_suffix(call)
             )
+    _check_stores(func)
+
+
+def _check_stores(func: tirx.PrimFunc) -> None:
+    """Refuse what tells of memory that TMA may not have written yet: in the order of the program's text."""
+    begun: list[str] = []
+
+    def look(node):
+        name = op_name(node)
+        if name == _STORE_WAIT and not int(node.args[1]):
+            begun.clear()
+        elif _asks_for_tma(node) and (name == "tl.tma_store" or _is_global(node.args[1])):
+            begun.append(name)
+        elif begun and name in OPAQUE_OPS and name not in (_WAIT, _WAIT_ASYNC):
+            raise KernelError(
+                f"kernel {kernel_name(func)} writes global memory with TMA ({begun[0]}), and {name} after it orders only "
+                "ordinary writes: it could tell of what is not there yet; call T.tma_store_wait(0, read=False) between "
+                "them, by the thread that began the write, or use T.copy" + location_suffix(node)
+            )
+
+    post_order_visit(func.body, look)
 
 
 def check_specialized(name: str, source: str) -> None:
