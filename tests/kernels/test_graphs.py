@@ -8,10 +8,15 @@ import tilescale_net.runtime.settings as settings
 from tests import ranks
 from tests.kernels.support import assert_same, random_tensor
 from tests.kernels.test_reduce_scatter import reference, values
+from tilescale_net import ops
 from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.all_reduce import ALGORITHMS, AllReduce
+from tilescale_net.kernels.all_reduce_norm import AllReduceNorm
 from tilescale_net.kernels.all_to_all import AllToAll
+from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
+from tilescale_net.kernels.broadcast import Broadcast
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
+from tilescale_net.kernels.send_recv import SendRecv
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,5 +84,74 @@ def _replayed():
     tsn.barrier()
 
 
+def _replayed_operators():
+    """The other collectives and the fused products, against the same calls outside of the graph."""
+    rank, n, device = tsn.rank(), tsn.size(), tsn.device()
+    spread, norm, transpose, neighbour = Broadcast(), AllReduceNorm(512), AllToAllTransposed(), SendRecv()
+    shared, heads = tsn.empty((n, 1000)), tsn.empty((2, 2 * n, 4, 8), torch.bfloat16)
+    sequence = torch.empty((2, 2, 4 * n, 8), dtype=torch.bfloat16, device=device)
+    hidden, weight, got = (torch.empty(s, dtype=torch.bfloat16, device=device) for s in ((6, 512), 512, (3, 70)))
+    x, w, rows = (torch.empty(s, dtype=torch.bfloat16, device=device) for s in ((128, 256), (256, 512), (128 * n, 256)))
+    everything = [shared, sequence, hidden, weight, got, x, w, rows]
+
+    def calls():
+        spread(shared, root=n - 1)
+        normed = norm(torch.empty_like(hidden), hidden, weight, residual=hidden.clone())
+        transpose(heads, sequence, cut=2, join=1)
+        back = torch.empty_like(got)
+        if rank == 0:
+            neighbour.send(got, 1)
+            neighbour.recv(back, 1)
+        elif rank == 1:
+            neighbour.recv(back, 0)
+            neighbour.send(got, 0)
+        products = [
+            result
+            for fused in (True, False)
+            for result in (
+                ops.all_gather_matmul(x, w, fused=fused),
+                ops.matmul_reduce_scatter(rows, w, fused=fused),
+                ops.matmul_all_reduce(rows, w, fused=fused),
+            )
+        ]
+        return [
+            shared,
+            normed,
+            heads,
+            back,
+            *products,
+            ops.all_reduce(rows),
+            ops.reduce_scatter(rows),
+            ops.all_gather(x),
+        ]
+
+    def fill(turn):
+        for i, tensor in enumerate(everything):
+            tensor.copy_(random_tensor(tensor.shape, torch.float32, turn, rank, str(i)) / 16)
+
+    fill(0)
+    calls()
+    tsn.synchronize()
+    tsn.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = calls()
+    for turn in range(1, 12):
+        fill(turn)
+        graph.replay()
+        tsn.synchronize()
+        replayed = [t.clone() for t in captured]
+        tsn.barrier()
+        fill(turn)
+        for i, (once, again) in enumerate(zip(calls(), replayed)):
+            assert torch.equal(once, again), (turn, i)
+        tsn.synchronize()
+        tsn.barrier()
+
+
 def test_replay():
     ranks.run(2, _replayed, heap="256M")
+
+
+def test_replay_of_operators():
+    ranks.run(2, _replayed_operators, heap="512M", timeout=400)
