@@ -266,6 +266,7 @@ void endings() {
     o.proxy.chunk_bytes = (uint64_t)number("chunk", 1 << 20);
     (failed ? end_by_failure : end_in_order)(o, round);
   }
+  for (int round = 0; !failed && round < (int)number("drains", 0); round++) drain_while_busy(configure(), round);
 }
 
 } // namespace

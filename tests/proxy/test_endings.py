@@ -1,8 +1,11 @@
 """Endpoints close in good order, or stay: no process crashes when a job ends with much on its way."""
 
+import subprocess
+
 import pytest
 
 from tests.fabric.pair import IDS, PROVIDERS
+from tests.proxy import programs
 from tests.proxy.test_fabric import finish, start
 
 HOW = ["failed=1", "failed=0"]
@@ -29,3 +32,9 @@ def test_endings(tmp_path, how, threads):
 @pytest.mark.parametrize("library, provider", [p[1:] for p in PROVIDERS], ids=IDS)
 def test_many_endings(tmp_path, library, provider, how, threads):
     end(tmp_path, library, provider, how, 200, 1800, threads)
+
+
+def test_drain_while_descriptors_are_taken():
+    program = programs.proxy_test()
+    ended = subprocess.run([program, "endings", "rounds=0", "drains=60"], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr

@@ -60,6 +60,8 @@ public:
   bool acknowledge(const AckRecord& ack);
 
   uint64_t next_mark() const { return next_mark_; }
+  // Groups and marks that were numbered: grows with everything that is sent after a flush mark.
+  uint64_t issued() const { return next_group_ + next_mark_; }
   // Every mark before this one is applied.
   uint64_t settled_marks() const { return acked_marks_; }
   uint64_t bytes() const { return last_mark_.size() * sizeof last_mark_[0]; }

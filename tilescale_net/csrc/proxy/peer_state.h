@@ -54,6 +54,8 @@ struct PeerState {
   uint32_t open_interval() { return first_interval + (uint32_t)intervals.size() - 1; }
   // Something was sent since the latest flush mark whose completion here does not mean completion at the peer.
   bool needs_flush_mark = false;
+  // `out.issued()` behind the mark with which a drain has last asked the peer.
+  uint64_t drained_up_to = 0;
 
   uint32_t in_flight = 0;          // posted pieces
   uint32_t own_pieces = 0;         // of operations, posted or being staged

@@ -246,15 +246,15 @@ bool Worker::idle() {
 void Worker::drain() {
   const uint64_t wanted = proxy_state_->drains.load(std::memory_order_acquire);
   if (wanted == drained_.load(std::memory_order_relaxed)) return;
-  bool settled = true, room = true;
+  bool settled = true;
   for (auto& s : peers_) {
     if (!s || !s->out.unsettled() || proxy_state_->excused(s->pe)) continue;
     settled = false;
-    if (drain_ == wanted) continue;
-    if (has_room(*s)) append_mark(s.get(), s->out.flush());
-    else room = false;
+    // What has been sent since the peer was asked, by descriptors that were still in a queue then, needs a mark of its own.
+    if (s->drained_up_to == s->out.issued() || !has_room(*s)) continue;
+    append_mark(s.get(), s->out.flush());
+    s->drained_up_to = s->out.issued();
   }
-  if (room) drain_ = wanted;
   if (settled && idle() && transport_->idle()) drained_.store(wanted, std::memory_order_release);
 }
 

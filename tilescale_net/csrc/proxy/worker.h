@@ -182,7 +182,6 @@ private:
   bool may_close_ = true;            // nothing is under way here, and peers were told to keep off
   std::atomic<uint64_t> drained_{0}; // the latest drain that is complete
   std::atomic<uint64_t> applied_adds_{0};
-  uint64_t drain_ = 0;                 // the latest one that was begun
   std::unique_ptr<HeapMemory> memory_; // made in run(): CUDA contexts belong to threads
   std::unique_ptr<Staging> staging_;
   Region heap_region_ = -1, send_region_ = -1, receive_region_ = -1;
