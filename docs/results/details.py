@@ -1,6 +1,6 @@
 """Tables with all rows of a report, for the pages of one subject."""
 
-from reports import markdown, run, size
+from reports import gpus, markdown, run, size
 
 
 def copies() -> str:
@@ -102,7 +102,13 @@ def fused_calls() -> str:
 
 
 def fused_pairs() -> str:
-    head = ["between two H100s", "M", "tilescale_net (us)", "cuBLAS alone (us)", "cuBLAS, then NCCL (us)"]
+    head = [
+        f"between {gpus('all_gather_matmul')}",
+        "M",
+        "tilescale_net (us)",
+        "cuBLAS alone (us)",
+        "cuBLAS, then NCCL (us)",
+    ]
     head += ["torch symmetric memory (us)", "x cuBLAS alone", "x best of torch"]
     lines = []
     kinds = {"all_gather_matmul": "AG+GEMM", "matmul_reduce_scatter": "GEMM+RS", "matmul_all_reduce": "GEMM+AR"}

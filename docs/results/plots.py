@@ -1,6 +1,6 @@
 """The plots of the pages: what each is drawn from, and the functions that draw into a figure of matplotlib."""
 
-from reports import HERE, rows, run, significant, size
+from reports import HERE, gpus, rows, significant, size
 from summary import COLLECTIVES, FUSED, mixture_of_experts
 
 OURS, PEER, OTHER = "#1f77b4", "#d9822b", "#7f7f7f"
@@ -107,11 +107,6 @@ def fabric(figure) -> None:
     axes.set_xlabel("us, less is better")
     axes.set_title("put_signal, one way", fontsize=10)
     figure.suptitle("Two virtual nodes, tcp over loopback, memory staged", fontsize=11)
-
-
-def gpus(name: str) -> str:
-    """The hardware of a report, as titles name it."""
-    return run(name)["environment"]["GPUs"].replace("NVIDIA ", "").replace(" 80GB HBM3", "")
 
 
 def by_bytes(axes, powers) -> None:

@@ -27,7 +27,7 @@ SOURCES = {
     "copies": ("unrolledcp_p2p", "launch_cost"),
     "signals": ("put_signal",),
     "collectives": tuple(summary.COLLECTIVES),
-    "products": (*summary.FUSED, "matmul", "matmul_fp8"),
+    "products": (*summary.fused_reports(), "matmul", "matmul_fp8"),
     "moe": ("moe_throughput", "moe_latency", "moe_calls", "moe_two_nodes", "moe_host", "moe_layer", "moe_layer_top2"),
     "fabric": ("proxy_write", "queue"),
 }

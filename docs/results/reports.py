@@ -37,6 +37,11 @@ def row(name: str, table: int = 0, **wanted) -> dict:
     return found[0]
 
 
+def gpus(name: str) -> str:
+    """The hardware of a report, in few words."""
+    return run(name)["environment"]["GPUs"].replace("NVIDIA ", "").replace(" 80GB HBM3", "")
+
+
 def significant(number: float) -> str:
     """Three significant digits, never in powers of ten."""
     return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from reports import markdown, row, rows, run, significant, size, words
+from reports import gpus, markdown, names, row, rows, run, significant, size, words
 
 # What two H200s can do, by programs of CUDA that do nothing else (docs/results/signals.md, collectives.md, copies.md):
 LINK_GBPS = 390.8  # NVLink one way, 256 MiB by the copy engine
@@ -52,6 +52,7 @@ class Row:
             f"{significant(self.peer)} {self.unit}, {self.peer_name}",
             f"{self.ratio:.2f} x",
             bound,
+            gpus(self.report),
         ]
 
 
@@ -120,15 +121,22 @@ def mixture_of_experts() -> list[Row]:
     return result
 
 
+def fused_reports() -> list[str]:
+    """Reports of fused products between GPUs, of bfloat16 and, where there are some, of 8 bits."""
+    return [name for kind in FUSED for name in (kind, f"{kind}_fp8") if name in names()]
+
+
 def fused_products() -> list[Row]:
     """Products with their communication between two GPUs; the bound is cuBLAS alone in the same run."""
     result = []
-    for name, what in FUSED.items():
+    for name in fused_reports():
+        dtype = run(name)["settings"].get("dtype", "bf16").upper()
+        what = FUSED[name.removesuffix("_fp8")]
         for found in rows(name):
             peers = {"cuBLAS, then NCCL": found["sequence"], "torch symmetric memory": found["torch"]}
             best = min(peers, key=lambda peer: peers[peer])
             figures = found["ours"], peers[best], best, "us", found["matmul"]
-            result.append(Row(name, f"{what}, BF16", f"M {found['m']}", *figures))
+            result.append(Row(name, f"{what}, {dtype}", f"M {found['m']}", *figures))
     return result
 
 
@@ -190,7 +198,7 @@ HIGHLIGHTS = (
     "MoE combine, 4096 tokens, BF16",
     "put to another node (tcp over loopback, staged), NBI, 8 MiB",
 )
-HEAD = ["what", "tilescale_net", "best alternative of the same run", "ratio", "bound"]
+HEAD = ["what", "tilescale_net", "best alternative of the same run", "ratio", "bound", "on"]
 
 
 def shown(subject: str) -> list[Row]:
@@ -230,6 +238,6 @@ def others_ahead() -> str:
                 else f"{len(places)} of {len(compared)}, {places[0]} to {places[-1]}"
             )
             peers = ", ".join(dict.fromkeys(r.peer_name for r in behind))
-            gpus = run(compared[0].report)["environment"]["GPUs"]
-            lines.append([subject, at, f"{low} x" if low == high else f"{low} to {high} x", peers, gpus])
+            ratios = f"{low} x" if low == high else f"{low} to {high} x"
+            lines.append([subject, at, ratios, peers, gpus(compared[0].report)])
     return markdown(["what", "where", "ratio", "who is ahead", "on"], lines, 2)
