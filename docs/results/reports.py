@@ -79,6 +79,11 @@ def command(name: str) -> str:
     return f"`GPUS={environment['ranks']} {virtual}bash launch.sh benchmark/{words(name)}`"
 
 
+def commit(name: str) -> str:
+    """Of the package that a report was made with."""
+    return run(name)["environment"]["tilescale_net"]
+
+
 def source(*found: str) -> str:
     """Where reports were made and the commands that repeat them, machine by machine."""
     machines: dict[tuple, list[str]] = {}
@@ -91,7 +96,7 @@ def source(*found: str) -> str:
         parts += [
             f"{gpus}, driver {driver}, CUDA {cuda}, torch {torch}, tilelang {tilelang}, {dates}:",
             "",
-            *(f"- {command(name)}, commit {run(name)['environment']['tilescale_net']}, [{name}.json]({name}.json)" for name in here),
+            *(f"- {command(name)}, commit {commit(name)}, [{name}.json]({name}.json)" for name in here),
             "",
-        ]  # fmt: skip
+        ]
     return "\n".join(parts[:-1])

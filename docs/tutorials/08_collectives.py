@@ -3,19 +3,20 @@
 The tutorials before wrote kernels. All-gather, reduce-scatter and all-reduce are written: as classes, for who keeps the
 tensors and wants no copy, and as operators of torch, for who wants gradients.
 
-1. **By class.** An object is made once, by all ranks: it agrees on its launch, and has the signals and staging memory of its
-   calls. A call names the result first, runs on torch's current stream, and returns before it is done. `AllGather` writes
-   into the memory of the others, so `out` is symmetric (`tsn.empty`); sources and results of the reductions may be any
-   tensor, and are read in place where they are symmetric.
-2. **In a CUDA graph.** No argument of a call depends on how often it was made, so one that is captured can be replayed; the
-   data may change, their places may not. Make each call once before: kernels are compiled then, and ranks agree on shapes.
-   All ranks replay the same graph as often. Without GPUs there are no graphs, and the calls are made again.
-3. **By operator, with a gradient.** `ops.all_gather` returns a new tensor; its gradient is the reduce_scatter of the result's,
-   and the other way round. So a weight of which each rank keeps a part needs nothing else: gathered in forward, its gradient
-   comes back summed over all ranks, the own part on each. `ops.all_reduce` adds up what is told about the step.
+1. **By class.** An object is made once, by all ranks: it agrees on its launch, and has the signals and staging memory
+   of its calls. A call names the result first, runs on torch's current stream, and returns before it is done.
+   `AllGather` writes into the memory of the others, so `out` is symmetric (`tsn.empty`); sources and results of the
+   reductions may be any tensor, and are read in place where they are symmetric.
+2. **In a CUDA graph.** No argument of a call depends on how often it was made, so one that is captured can be replayed;
+   the data may change, their places may not. Make each call once before: kernels are compiled then, and ranks agree on
+   shapes. All ranks replay the same graph as often. Without GPUs there are no graphs, and the calls are made again.
+3. **By operator, with a gradient.** `ops.all_gather` returns a new tensor; its gradient is the reduce_scatter of the
+   result's, and the other way round. So a weight of which each rank keeps a part needs nothing else: gathered in
+   forward, its gradient comes back summed over all ranks, the own part on each. `ops.all_reduce` adds up what is told
+   about the step.
 
-All ranks make the same calls in the same order, backward too. The results of the reductions have the same bits on all ranks:
-sums are made in float32 in the order of the ranks, and rounded once.
+All ranks make the same calls in the same order, backward too. The results of the reductions have the same bits on all
+ranks: sums are made in float32 in the order of the ranks, and rounded once.
 """
 
 import torch
