@@ -1,22 +1,9 @@
-"""Tables with all rows of a report, for the pages of one subject; `run` gives a report by its name."""
+"""Tables with all rows of a report, for the pages of one subject."""
 
-from collections.abc import Callable, Iterable
-
-
-def markdown(head: list[str], lines: Iterable[Iterable], words: int = 1) -> str:
-    """A table; its first `words` columns are aligned as words are, the others as numbers."""
-    rule = ["---"] * words + ["--:"] * (len(head) - words)
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [head, rule, *lines])
+from reports import gpus, markdown, run, size
 
 
-def _bytes(number: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if number % unit == 0:
-            return f"{number // unit} {name}"
-    return f"{number} B"
-
-
-def copies(run: Callable[[str], dict]) -> str:
+def copies() -> str:
     (table,) = run("unrolledcp_p2p")["tables"]
     by_threads = {n: {r["bytes"]: r for r in table["rows"] if r["threads"] == n} for n in (128, 1024)}
 
@@ -24,31 +11,31 @@ def copies(run: Callable[[str], dict]) -> str:
         return " / ".join(f"{row[f'{system}_{way}_{unit}']:.2f}" for way in ("push", "pull"))
 
     lines = []
-    for size, few in by_threads[128].items():
-        many = by_threads[1024][size]
+    for nbytes, few in by_threads[128].items():
+        many = by_threads[1024][nbytes]
         lines.append([
-            _bytes(size), both(few, "nvshmem", "us"), both(few, "tilescale_net", "us"), both(few, "tilescale_net", "gbps"),
+            size(nbytes), both(few, "nvshmem", "us"), both(few, "tilescale_net", "us"), both(few, "tilescale_net", "gbps"),
             both(many, "nvshmem", "us"), both(many, "tilescale_net", "us"),
         ])  # fmt: skip
     head = ["push / pull", "NVSHMEM, 128 threads (us)", "tilescale_net, 128 threads (us)", "the same (GB/s)"]
     return markdown([*head, "NVSHMEM, 1024 threads (us)", "tilescale_net, 1024 threads (us)"], lines)
 
 
-def signals(run: Callable[[str], dict]) -> str:
+def signals() -> str:
     (table,) = run("put_signal")["tables"]
     by_threads = {n: {r["bytes"]: r for r in table["rows"] if r["threads"] == n} for n in (128, 1024)}
     lines = []
-    for size, few in by_threads[128].items():
-        many = by_threads[1024][size]
+    for nbytes, few in by_threads[128].items():
+        many = by_threads[1024][nbytes]
         if "line" in few:
             lines.append(
-                [f"{_bytes(size)}, beside the signal word", f"{few['line']:.2f}", "", f"{many['line']:.2f}", ""]
+                [f"{size(nbytes)}, beside the signal word", f"{few['line']:.2f}", "", f"{many['line']:.2f}", ""]
             )
-        lines.append([_bytes(size), *(f"{row[key]:.2f}" for row in (few, many) for key in ("auto", "nvshmem"))])
+        lines.append([size(nbytes), *(f"{row[key]:.2f}" for row in (few, many) for key in ("auto", "nvshmem"))])
     return markdown(["one way (us)", "128 threads", "NVSHMEM, 128", "1024 threads", "NVSHMEM, 1024"], lines)
 
 
-def pushes(run: Callable[[str], dict]) -> str:
+def pushes() -> str:
     rows = run("queue")["tables"][0]["rows"]
     head = ["M pushes/s: blocks", "warps of a block", "lanes of a warp", "queues", "each published", "behind one fence"]
     lines = [
@@ -58,14 +45,14 @@ def pushes(run: Callable[[str], dict]) -> str:
     return markdown([*head, "sustained"], [[*line, f"{r['sustained']:.3g}"] for line, r in zip(lines, rows)], 0)
 
 
-def round_trips(run: Callable[[str], dict]) -> str:
+def round_trips() -> str:
     head = ["round trip (us)", "flag with release order", "relaxed flag", "queue", "x release", "x relaxed"]
     keys = ("released", "flag", "queue", "released_ratio", "ratio")
     rows = run("queue")["tables"][2]["rows"]
     return markdown(head, [[r["what"], *(f"{r[key]:.2f}" for key in keys)] for r in rows])
 
 
-def writes(run: Callable[[str], dict]) -> str:
+def writes() -> str:
     ours, bare = (t["rows"] for t in run("proxy_write")["tables"][:2])
     lines = []
     for mine, other in zip(ours, bare):
@@ -75,23 +62,23 @@ def writes(run: Callable[[str], dict]) -> str:
                 for name in (f"Proxy{kind}", f"Proxy{kind}NBI")
                 for cell in (f"{mine[name]:.1f}", f"{100 * other[f'{name}_bare']:.0f} %")
             ]
-            lines.append([_bytes(mine["bytes"]), channels, f"{other[f'Bare{kind}']:.1f}", *shares])
+            lines.append([size(mine["bytes"]), channels, f"{other[f'Bare{kind}']:.1f}", *shares])
     return markdown(["Gbit/s", "channels", "bare writer", "blocking", "of bare", "NBI", "of bare"], lines, 2)
 
 
-def remote_signals(run: Callable[[str], dict]) -> str:
+def remote_signals() -> str:
     rows = run("proxy_write")["tables"][2]["rows"]
-    lines = [[_bytes(r["bytes"]), f"{r['signal']:.1f}", f"{r['bare']:.1f}"] for r in rows]
+    lines = [[size(r["bytes"]), f"{r['signal']:.1f}", f"{r['bare']:.1f}"] for r in rows]
     return markdown(["put_signal to another node, one way (us)", "tilescale_net", "bare writer"], lines)
 
 
-def launches(run: Callable[[str], dict]) -> str:
+def launches() -> str:
     (table,) = run("launch_cost")["tables"]
     lines = [[r["kernel"], f"{r['host_us']:.2f}", f"{r['graph_us']:.2f}"] for r in table["rows"]]
     return markdown(["kernel", "host time of a launch (us)", "in a CUDA graph (us)"], lines)
 
 
-def products(run: Callable[[str], dict]) -> str:
+def products() -> str:
     rows = run("matmul")["tables"][0]["rows"]
     head = ["dtype", "K", "N", "M", "tile", "tilescale_net (us)", "cuBLAS (us)", "x cuBLAS", "TFLOP/s"]
     return markdown(
@@ -107,15 +94,21 @@ def products(run: Callable[[str], dict]) -> str:
     )  # fmt: skip
 
 
-def fused_calls(run: Callable[[str], dict]) -> str:
+def fused_calls() -> str:
     rows = run("matmul")["tables"][1]["rows"]
     head = ["a rank's share, 4 ranks", "M", "tilescale_net (us)", "cuBLAS alone (us)", "x cuBLAS"]
     lines = [[r["kind"], r["m"], f"{r['ours']:,.0f}", f"{r['matmul']:,.0f}", f"{r['over']:.3f}"] for r in rows]
     return markdown(head, lines)
 
 
-def fused_pairs(run: Callable[[str], dict]) -> str:
-    head = ["between two H100s", "M", "tilescale_net (us)", "cuBLAS alone (us)", "cuBLAS, then NCCL (us)"]
+def fused_pairs() -> str:
+    head = [
+        f"between {gpus('all_gather_matmul')}",
+        "M",
+        "tilescale_net (us)",
+        "cuBLAS alone (us)",
+        "cuBLAS, then NCCL (us)",
+    ]
     head += ["torch symmetric memory (us)", "x cuBLAS alone", "x best of torch"]
     lines = []
     kinds = {"all_gather_matmul": "AG+GEMM", "matmul_reduce_scatter": "GEMM+RS", "matmul_all_reduce": "GEMM+AR"}
@@ -127,7 +120,7 @@ def fused_pairs(run: Callable[[str], dict]) -> str:
     return markdown(head, lines)
 
 
-def across_nodes(run: Callable[[str], dict]) -> str:
+def across_nodes() -> str:
     head = ["operation", "kernel (us)", "bare writers (us)", "rate, % of bare writers", "bytes a token on the network"]
     lines = []
     for r in run("moe_two_nodes")["tables"][0]["rows"]:
@@ -136,20 +129,20 @@ def across_nodes(run: Callable[[str], dict]) -> str:
     return markdown(head, lines)
 
 
-def fused_calls_of_eight_bits(run: Callable[[str], dict]) -> str:
+def fused_calls_of_eight_bits() -> str:
     rows = [r for r in run("matmul_fp8")["tables"][0]["rows"] if r["dtype"] == "fp8"]
     head = ["a rank's share, 4 ranks, fp8", "M", "tilescale_net (us)", "cuBLAS alone (us)", "x cuBLAS"]
     lines = [[r["kind"], r["m"], f"{r['ours']:,.0f}", f"{r['matmul']:,.0f}", f"{r['over']:.3f}"] for r in rows]
     return markdown(head, lines)
 
 
-def host_costs(run: Callable[[str], dict]) -> str:
+def host_costs() -> str:
     rows = run("moe_host")["tables"][0]["rows"]
     head = ["AllToAll", "dispatch + combine, without launches (us)", "with launches (us)"]
     return markdown(head, [[r["what"], f"{r['both_us']:.1f}", f"{r['both_all_us']:.1f}"] for r in rows], 1)
 
 
-def moe_calls(run: Callable[[str], dict]) -> str:
+def moe_calls() -> str:
     times = ("dispatch", "cached", "agreeing", "combine", "graph", "host", "wall")
     lines = []
     for r in run("moe_calls")["tables"][0]["rows"]:
@@ -159,7 +152,7 @@ def moe_calls(run: Callable[[str], dict]) -> str:
     return markdown([*head, "combine (us)", "both, graph (us)", "both, host (us)", "both, wall (us)"], lines, 5)
 
 
-def moe_layers(run: Callable[[str], dict]) -> str:
+def moe_layers() -> str:
     head = ["part", "tokens", "choices of a token", "blocks", "at once (us)", "one after the other (us)", "ratio"]
     head += ["products alone (us)", "torch grouped_mm alone (us)", "communication alone (us)"]
     lines = []
@@ -180,7 +173,7 @@ TABLES = {
     "moe-layers": moe_layers,
     "fused-calls-fp8": fused_calls_of_eight_bits,
     "moe-host": host_costs,
-    "products": products,
+    "products-alone": products,
     "fused-calls": fused_calls,
     "copies-by-size": copies,
     "signals-by-size": signals,

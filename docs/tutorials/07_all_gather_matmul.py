@@ -21,8 +21,9 @@ might fill the GPU with those that wait. And T.copy: in kernels that communicate
 orders; what reads by TMA (T.tma_copy) waits with `proxy="async"`.
 
 With GPUs, each step prints its time and its share of the bound; without, what the bound is for the shape that GPUs get, and
-that the results are right. tilescale_net.kernels.fused.all_gather_matmul goes on from here: two warpgroups multiply while
-a warp copies, tiles are taken from a counter, and halves of the gathered matrix take turns, in place of a barrier.
+that the results are right; docs/results/products.md has what two H100s printed.
+tilescale_net.kernels.fused.all_gather_matmul goes on from here: two warpgroups multiply while a warp copies, tiles are
+taken from a counter, and halves of the gathered matrix take turns, in place of a barrier.
 """
 
 import statistics

@@ -1,8 +1,8 @@
 """The code in README and docs is what a reader pastes: every block runs, and prints what stands below it.
 
 A `python` block is saved as the file that the `text` block below it runs (`$ GPUS=2 bash launch.sh NAME.py`, then the
-output). A block that is no program says so in the line above it, `<!-- part of a program: WHY -->`; it is parsed. Of the
-commands in `bash` blocks, the files and flags must exist.
+output). A block that is no program says so in the line above it, `<!-- part of a program: WHY -->`; it is parsed. Commands
+are looked at in test_commands.py.
 """
 
 import ast
@@ -20,6 +20,7 @@ from tests import jobs, ranks
 ROOT = Path(__file__).resolve().parents[2]
 # Its examples are two PEs side by side; test_memory_model.py makes kernels of them and runs those.
 SIDE_BY_SIDE = ROOT / "docs" / "memory-model.md"
+LANGUAGES = ("python", "bash", "text", "yaml")  # YAML: see test_commands.py
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(
     r"(?P<note><!-- part of a program: [^\n]+ -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
@@ -85,28 +86,14 @@ def test_program_prints_what_the_page_shows(tmp_path, block, env, name, output):
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
 def test_blocks_and_links_of_a_page(page):
-    """Parts of programs are Python, commands name files and flags that exist, links lead somewhere."""
+    """Each block has a language that is looked at, parts of programs are Python, links lead somewhere."""
     for block in blocks_of(page):
         if block.language == "python" and block.is_part:
             ast.parse(block.text)
-        if block.language == "bash":
-            for line in block.text.splitlines():
-                check_command(block.where, line.split("#")[0].split())
+        assert block.language in LANGUAGES, f"{block.where}: tag the block as one of {', '.join(LANGUAGES)}"
     prose = re.sub(r"^```.*?^```$|`[^`\n]+`", "", page.read_text(), flags=re.M | re.S)
     for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", prose):
         assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: the link to {target} leads nowhere"
-
-
-def check_command(where: str, words: list[str]) -> None:
-    """The script exists, and the benchmark's source knows the flags; `script.py` is the reader's own."""
-    scripts = [w for w in words if w.endswith(".py") and w != "script.py" and not w.startswith("$")]
-    for script in scripts:
-        path = ROOT / script
-        assert path.exists(), f"{where}: there is no {script}"
-        if script.startswith("benchmark/"):
-            known = "".join(p.read_text() for p in [path, *(ROOT / "benchmark" / "common").glob("*.py")])
-            for flag in (w.split("=")[0] for w in words if w.startswith("--")):
-                assert f'"{flag}"' in known, f"{where}: {script} has no {flag}"
 
 
 def test_tables_and_plots_agree_with_the_data():

@@ -28,7 +28,7 @@ RUNS = [(p.stem, *run) for p in PROGRAMS for run in expected_runs(p)]
 
 def test_every_tutorial_is_listed():
     index = (FOLDER / "README.md").read_text()
-    assert len(PROGRAMS) == 7
+    assert len(PROGRAMS) == 8
     for program in PROGRAMS:
         assert f"[{program.name}]({program.name})" in index and f"({program.stem}.expected.txt)" in index
 

@@ -185,12 +185,13 @@ def all_gather_matmul(
             differ between ranks.
         group: see `tilescale_net.ops`.
         fused: whether product and communication overlap; None: where `tilescale_net.tuning` has found that it is faster on
-            this machine, else where it was measured to be (see `kernels.fused.choice`; on GPUs nowhere yet) and the
-            symmetric heap has room for the shape's buffers.
+            this machine, else where it was measured to be (on GPUs two ranks and bfloat16: `kernels.fused.choice.MEASURED`)
+            and the symmetric heap has room for the shape's buffers.
         x_scales, w_scales: for `x` and `w` of torch.float8_e4m3fn, and for them alone: float32 [rows] or [rows, 1], and [n]
             or [1, n], by which rows and columns of the product are multiplied, as torch._scaled_mm does. `w` must be the
             transpose of a contiguous tensor then, k and n multiples of 16 for a fused call; the result is bfloat16, and
-            there are no gradients. Not yet measured on a GPU.
+            there are no gradients. Between GPUs one shape has been measured (docs/results/products.md), so such calls take
+            `fused=True`.
 
     Returns:
         [ranks * rows, n]. Gradients: of `x` by `matmul_reduce_scatter`, of `w` with an all_gather of `x`; both are

@@ -1,0 +1,110 @@
+"""The reference has every public name, and the site's menu every page."""
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+# Classes that others derive from; what a user makes is one of those.
+BASES = {"Collective", "Exchange", "FusedMatmul", "Participant"}
+
+
+def source(module: str) -> Path | None:
+    """The file of a module; kernels stand at the top of the checkout."""
+    parts = module.removeprefix("tilescale_net.") if module.startswith("tilescale_net.kernels") else module
+    path = ROOT / parts.replace(".", "/")
+    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.exists()), None)
+
+
+@functools.cache
+def names(module: str) -> dict[str, str]:
+    """Names at the top of a module -> where they are defined, one step further."""
+    found = {}
+    path = source(module)
+    assert path, module
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.col_offset == 0:
+            found[node.name] = f"{module}.{node.name}"
+    return found
+
+
+def defined(name: str) -> str:
+    """Where something is defined that has this name, imports followed."""
+    module, _, last = name.rpartition(".")
+    if not module.startswith("tilescale_net") or source(name) or not source(module):
+        return name
+    place = names(module).get(last, name)
+    return place if place == name else defined(place)
+
+
+def documented() -> set[str]:
+    """What the pages of the reference show, by where it is defined."""
+    found = set()
+    for page in sorted((DOCS / "reference").glob("*.md")):
+        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M):
+            found.add(defined(name))
+            if source(name):  # of a module, what its `__all__` names, wherever that is defined
+                found |= {defined(f"{name}.{last}") for last in all_of(source(name))}
+    return found
+
+
+def all_of(path: Path) -> list[str]:
+    """What the `__all__` of a file spells out."""
+    text = path.read_text()
+    for node in ast.parse(text).body if "__all__ = [" in text else ():
+        if isinstance(node, ast.Assign) and [t.id for t in node.targets if isinstance(t, ast.Name)] == ["__all__"]:
+            return ast.literal_eval(node.value)
+    return []
+
+
+def exported() -> list[str]:
+    """`module.name` of every `__all__` that is spelt out, of modules without a leading underscore."""
+    found = []
+    for path in [*(ROOT / "tilescale_net").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if any(p.startswith("_") for p in parts if p != "__init__") or "kernels" in parts[1:]:
+            continue
+        module = ".".join(p for p in parts if p != "__init__")
+        module = f"tilescale_net.{module}" if parts[0] == "kernels" else module
+        found += [f"{module}.{name}" for name in all_of(path)]
+    return found
+
+
+def collectives() -> list[str]:
+    """Classes of kernels that users make, by their module."""
+    found, derived = [], set(BASES)
+    files = sorted((ROOT / "kernels").rglob("*.py"))
+    files = [p for p in files if re.search(r"^class \w+\(", p.read_text(), re.M)]
+    classes = [(p, n) for p in files for n in ast.parse(p.read_text()).body if isinstance(n, ast.ClassDef)]
+    for _ in range(3):  # a class may derive from one that is found later
+        derived |= {n.name for _, n in classes if any(getattr(b, "id", "") in derived for b in n.bases)}
+    for path, node in classes:
+        if node.name in derived - BASES and not node.name.startswith("_"):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found.append(f"tilescale_net.{module}.{node.name}")
+    return found
+
+
+def test_every_public_name_is_in_the_reference():
+    public, shown = [*exported(), *collectives()], documented()
+    assert len(public) > 100 and "tilescale_net.ops.collectives.all_reduce" in shown
+    missing = [name for name in public if defined(name) not in shown and is_no_constant(name)]
+    assert not missing, f"docs/reference shows no {', '.join(missing)}"
+
+
+def is_no_constant(name: str) -> bool:
+    """Functions and classes; a constant stands in the text of what uses it."""
+    place = defined(name)
+    return place in names(place.rpartition(".")[0]).values()
+
+
+def test_every_page_is_in_the_menu():
+    nav = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]))
+    pages = {str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")}
+    pages |= {f"tutorials/{p.stem}.md" for p in (DOCS / "tutorials").glob("[0-9]*.py")}
+    top = re.findall(r'"(\w+\.md)": "', (DOCS / "site.py").read_text())
+    assert len(top) == 4 and nav == pages | set(top)
