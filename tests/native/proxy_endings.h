@@ -94,8 +94,8 @@ inline void end_in_order(const WorldOptions& o, int round) {
   w.check_healthy();
 }
 
-// A drain that begins while the proxy still takes descriptors from its queue covers those too: a peer to which nothing had
-// been sent until then is asked as well.
+// A drain that begins while the proxy still takes descriptors from its queue covers those too: a peer to which nothing
+// had been sent until then is asked as well.
 inline void drain_while_busy(WorldOptions o, int round) {
   auto hub = std::make_shared<fabric::LoopbackHub>();
   o.make = [hub](const TransportOptions& t) { return std::make_unique<fabric::Loopback>(hub, t); };
@@ -104,7 +104,8 @@ inline void drain_while_busy(WorldOptions o, int round) {
   Pe& pe = *w.pes[0];
   std::thread sender([&] {
     for (int i = 0; i < 400 + 40 * round; i++)
-      queue_put(pe.context, pe.at(kSystemBytes), pe.at(kSystemBytes), 8 + (uint64_t)round, i < 396 + 40 * round ? 1 : 2);
+      queue_put(pe.context, pe.at(kSystemBytes), pe.at(kSystemBytes), 8 + (uint64_t)round,
+                i < 396 + 40 * round ? 1 : 2);
   });
   std::this_thread::sleep_for(std::chrono::microseconds(17 * (round % 16)));
   Failure f;
