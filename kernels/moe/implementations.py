@@ -106,6 +106,10 @@ def _specs(
 ) -> BufferSpecs:
     if ranks is None:
         world = tsn.world(group)
-        ranks, nodes = world.size, nodes or world.topology.nodes
-    nodes = nodes or 1
+        ranks, nodes = world.size, world.topology.nodes if nodes is None else nodes
+    nodes = 1 if nodes is None else nodes
+    for name, value, most in (("ranks", ranks, None), ("nodes", nodes, ranks)):
+        if type(value) is not int or value < 1 or (most is not None and value > most):
+            limits = "of 1 or more" if most is None else f"from 1 to {most}, the number of ranks"
+            raise ValueError(f"AllToAll: {name} is {value!r}; it must be a whole number {limits}")
     return symmetric_buffers(configure(ranks, *sizes, **options), tuning or Tuning(), nodes, nodes > 1)

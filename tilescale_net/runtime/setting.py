@@ -13,6 +13,7 @@ from tilescale_net.errors import ConfigurationError
 
 T = TypeVar("T")
 _CPUS = 1 << 16  # more than any machine has
+MOST_BYTES = 1 << 60  # more than any memory holds
 _SUFFIX = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -48,7 +49,7 @@ def parse_bytes(text: str, name: str) -> int:
     if not match:
         raise ConfigurationError(f"{name}={text!r} is not a size; write bytes with an optional K, M, G or T, e.g. 512M")
     found = float(match.group(1)) * _SUFFIX[match.group(2).upper()]
-    if found > 1 << 60:
+    if found > MOST_BYTES:
         raise ConfigurationError(f"{name}={text!r} is more than any memory holds")
     return int(found)
 

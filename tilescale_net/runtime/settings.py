@@ -294,6 +294,8 @@ def heap_bytes(explicit: int | str | None, on_gpu: bool) -> int:
     page = 2 << 20
     if size < page:
         raise ConfigurationError(f"{name}: a heap of {size} bytes is too small; the minimum is {page} (2M)")
+    if size > setting.MOST_BYTES:
+        raise ConfigurationError(f"{name}: a heap of {size} bytes is more than any memory holds")
     return (size + page - 1) // page * page
 
 
