@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -146,6 +149,53 @@ def test_bench_writes_a_page(tmp_path):
     assert "http" not in text.replace("http-equiv", "")  # loads nothing
     wrong = subprocess.run([*command, "--only", "put_sgnal"], env=env, capture_output=True, text=True)
     assert wrong.returncode == 2 and "'put_sgnal' is not one of all_gather, " in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (("--output", "/nonexistent/page.html"), "'/nonexistent/page.html' cannot be written"),
+        (("-n", "0"), "0 is not a whole number of 1 or more"),
+    ],
+)
+def test_bench_refuses_before_it_measures(given, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", *given])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_bench_that_is_ended_keeps_what_there_is(tmp_path, monkeypatch, number, code):
+    from benchmark.common import suite
+
+    row = {"schema": 1, "command": ["slow.py"], "environment": {}, "notes": []}
+    row["tables"] = [
+        {"name": "t", "keys": [], "columns": [{"key": "a", "title": "A"}], "rows": [{"a": 41}], "notes": []}
+    ]
+    folder, page, measured = tmp_path / "benchmark", tmp_path / "page.html", tmp_path / "measured"
+    folder.mkdir()
+    (folder / "absent.py").write_text("BENCH = dict(gpu=True)\n")
+    (folder / "slow.py").write_text(
+        "import json, pathlib, sys, time\nBENCH = dict(ranks=1)\n"
+        f"pathlib.Path(sys.argv[sys.argv.index('--json') + 1]).write_text({json.dumps(row)!r})\n"
+        f"pathlib.Path({str(measured)!r}).touch()\ntime.sleep(100)\n"
+    )
+    monkeypatch.setattr(suite, "FOLDER", folder)
+    monkeypatch.setattr(suite, "PATIENCE_S", 0.1)  # as Ctrl-C of a terminal would, nothing interrupts the launcher
+    monkeypatch.setenv("TSN_DEVICE", "simulator")
+
+    def end_it():
+        while not measured.exists():
+            time.sleep(0.01)
+        assert "it needs a GPU" in page.read_text()  # the first one's place on the page is there already
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=end_it)
+    thread.start()
+    assert cli.main(["bench", "--output", str(page)]) == code
+    thread.join()
+    assert "<td>41</td>" in page.read_text() and "interrupted" in page.read_text()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["benchmark", "measured", "page.html"]
 
 
 def test_the_suite_knows_every_benchmark():
