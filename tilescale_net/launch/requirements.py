@@ -96,7 +96,10 @@ def _stand_in(name: str) -> bool:
 
 def missing(extras: list[str]) -> list[str]:
     """Requirements of the package, and of the extras, that neither this interpreter nor the machine fulfils."""
-    content = _project()
+    try:
+        content = _project()
+    except ImportError:  # an interpreter of 3.10 without pip has none of them
+        return ["pip"]
     wanted = list(content["project"]["dependencies"])
     for extra in extras:
         wanted += _extras(content)[extra]
