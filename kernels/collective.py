@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 import tilescale_net as tsn
 from tilescale_net.kernels.announcement import Agreement
 from tilescale_net.runtime import heap
+
+if TYPE_CHECKING:
+    from tilescale_net.runtime.call_log import Track
 
 _Object = TypeVar("_Object", bound="Collective")
 
@@ -130,7 +133,7 @@ class Collective:
             self._release()
             raise
 
-    def within(self: _Object, calls) -> _Object:
+    def within(self: _Object, calls: Track) -> _Object:
         """This object, whose calls are made by those of another one that notes them in `calls`."""
         self._made.outer = calls
         return self

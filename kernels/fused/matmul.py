@@ -121,7 +121,10 @@ class FusedMatmul(Collective):
 
     memory: dict[str, torch.Tensor]
 
-    def __init__(self, name, configuration, dtype, out_dtype, tiling, threads, blocks, group):
+    def __init__(
+        self, name: str, configuration: str, dtype: torch.dtype, out_dtype: torch.dtype | None, tiling: Tiling,
+        threads: int, blocks: int, group: "tsn.Group",
+    ):  # fmt: skip
         if dtype not in TAKEN:
             raise TypeError(f"{name}: dtype {dtype} is not one of {', '.join(map(str, TAKEN))}")
         if not isinstance(tiling, Tiling):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tilescale_net as tsn
 from tilescale_net.kernels.collective import BufferSpecs, sizes_of
@@ -72,8 +73,8 @@ def world_with_room(world, config: Config, tuning: Tuning, active: tuple[bool, .
 
 
 def heap_bytes(
-    *sizes, ranks: int | None = None, nodes: int | None = None, tuning: Tuning | None = None, group: tsn.Group = None,
-    in_arena: bool = False, **options,
+    *sizes: Any, ranks: int | None = None, nodes: int | None = None, tuning: Tuning | None = None, group: tsn.Group = None,
+    in_arena: bool = False, **options: Any,
 ) -> int:  # fmt: skip
     """Bytes of the symmetric heap that an object takes; can be asked before `tilescale_net.init`.
 
@@ -94,8 +95,8 @@ def heap_bytes(
 
 
 def arena_bytes(
-    *sizes, ranks: int | None = None, nodes: int | None = None, tuning: Tuning | None = None, group: tsn.Group = None,
-    **options,
+    *sizes: Any, ranks: int | None = None, nodes: int | None = None, tuning: Tuning | None = None, group: tsn.Group = None,
+    **options: Any,
 ) -> int:  # fmt: skip
     """Bytes of an `Arena` that an object takes; the arguments are those of `heap_bytes`."""
     return heap.footprint(sizes_of(divide(_specs(ranks, nodes, group, tuning, *sizes, **options))[0]))
