@@ -7,8 +7,11 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
+from cuda.bindings import runtime
 
 import tilescale_net
 from tilescale_net import cli
@@ -51,6 +54,38 @@ def test_nics_and_the_gpus_near_them(efa_machine):
         ("rdmap1s0", "efa", "ACTIVE", [1]),
     ]
     assert machine.nics([])[0]["near"] == []
+
+
+def test_info_names_driver_cuda_and_links(tmp_path, monkeypatch):
+    """With a torch and a CUDA runtime made up: three GPUs, of which two are joined by NVLink and one stands alone."""
+    (tmp_path / "driver/nvidia").mkdir(parents=True)
+    text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version: 12.2.0\n"
+    (tmp_path / "driver/nvidia/version").write_text(text)
+    monkeypatch.setattr(machine, "PROC", tmp_path)
+    assert machine.driver() == "580.95.05"
+    properties = SimpleNamespace(
+        name="H100", major=9, minor=0, total_memory=80 << 30, pci_domain_id=0, pci_bus_id=4, pci_device_id=0
+    )
+    access, atomics = {(0, 1), (1, 0), (0, 2), (2, 0)}, {(0, 1), (1, 0)}
+    fakes = {
+        "is_available": lambda: True,
+        "device_count": lambda: 3,
+        "get_device_properties": lambda ordinal: properties,
+        "can_device_access_peer": lambda a, b: (a, b) in access,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    native = runtime.cudaDeviceP2PAttr.cudaDevP2PAttrNativeAtomicSupported
+    ask = lambda attribute, a, b: (0, int((a, b) in (atomics if attribute == native else access)))  # noqa: E731
+    monkeypatch.setattr(runtime, "cudaDeviceGetP2PAttribute", ask)
+    gpus = machine.gpus()
+    assert [g["links"] for g in gpus] == [{"1": "NVLink", "2": "PCIe"}, {"0": "NVLink"}, {"0": "PCIe"}]
+    assert machine.link(1, 2) == "none"
+    monkeypatch.setattr(info, "_said", lambda question: "not asked")
+    monkeypatch.setenv("TSN_DEVICE", "simulator")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    said = "\n".join(info.lines(info.collect()))
+    assert "NVIDIA driver: 580.95.05; CUDA of torch: 13.0" in said and "maps GPUs 1 (NVLink), 2 (PCIe)" in said
 
 
 @pytest.mark.parametrize(
