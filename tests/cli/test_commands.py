@@ -140,6 +140,7 @@ def test_info_on_this_machine(capsys, monkeypatch):
     assert found["tilescale_net"] == tilescale_net.__version__ and found["packages"]["torch"]
     assert found["device"] == {"kind": "simulator", "why": "TSN_DEVICE=simulator"}
     assert found["settings"]["TSN_DEVICE"] == "simulator"
+    assert isinstance(found["providers"], list), found["providers"]
     assert found["network"]["one host"]["provider"] in [p["provider"] for p in found["providers"]]
     monkeypatch.setenv("TSN_PROVIDER", "shm")
     assert info.collect()["network"]["one host"]["why"] == "TSN_PROVIDER says so"

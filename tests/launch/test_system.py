@@ -108,6 +108,12 @@ def test_without_libfabrics_headers_there_is_no_fabric(machine):
     assert "building without the fabric, for one node only" in done.stderr
     (machine.programs / "apt-get").unlink()
     assert machine().returncode == 0
+    # Where that is wanted, nothing is looked for or fetched.
+    (machine.root / "include" / "rdma").mkdir()
+    (machine.root / "include" / "rdma" / "fabric.h").touch()
+    assert machine("fabric").returncode == 0 and machine("fabric", TSN_LIBFABRIC_INCLUDE="none").returncode == 1
+    done = machine("prepare", "headers", TSN_LIBFABRIC_INCLUDE="none")
+    assert done.returncode == 0 and done.stderr == ""
 
 
 def test_pip_of_a_machine_without_ensurepip(machine):

@@ -22,6 +22,8 @@ import tempfile
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 UNPACKED = os.path.join(ROOT, "build", "system")
 EXPLICIT = "TSN_LIBFABRIC_INCLUDE"
+# A value of it: the fabric is left out, whatever there is.
+NO_FABRIC = "none"
 # Of the EFA installer, beside the library that is taken first when a job starts.
 EFA_HEADERS = "/opt/amazon/efa/include"
 # A step that takes longer hangs on a network that swallows packets.
@@ -68,10 +70,12 @@ def python_include() -> list[str] | None:
 def fabric_include() -> list[str] | None:
     """Include folders for rdma/fabric.h, [] when the compiler finds it by itself, None when there is no such header.
 
-    TSN_LIBFABRIC_INCLUDE, where it is set, is the only place that is looked at. Those of the EFA installer go before the
+    TSN_LIBFABRIC_INCLUDE, where it is set, is the only place that is looked at, or says "none". Those of the EFA installer go before the
     system's, as its library does when a job starts: older headers know no DMABUF.
     """
     explicit = os.environ.get(EXPLICIT)
+    if explicit == NO_FABRIC:
+        return None
     if explicit:
         return _first("rdma/fabric.h", [[explicit]])
     newest = [[EFA_HEADERS]] if os.path.exists(os.path.join(EFA_HEADERS, "rdma", "fabric.h")) else []

@@ -223,7 +223,11 @@ PYTHON = Setting(
 VENV = Setting("TSN_VENV", setting.text, "", "launch.sh: folder of that virtual environment", "`.venv`")
 BUILD = Setting("TSN_BUILD", setting.flag, True, "launch.sh: 0: never build the native part", "1")
 LIBFABRIC_INCLUDE = Setting(
-    "TSN_LIBFABRIC_INCLUDE", setting.text, "", "the build: folder that holds `rdma/fabric.h`", "the compiler's"
+    "TSN_LIBFABRIC_INCLUDE",
+    setting.text,
+    "",
+    "the build: folder that holds `rdma/fabric.h`; `none`: build without the fabric",
+    "the compiler's",
 )
 
 TEST_ORDERING = Setting(
