@@ -46,7 +46,7 @@ install() {
   local wanted all=(bench "${extras[@]}")
   if [ ! -x "$venv/bin/python" ]; then
     # Where the machine has a torch of its own, keep it: it is the one that fits the driver.
-    python3 -m venv $(python3 -c 'import importlib.util as u; u.find_spec("torch") and print("--system-site-packages")') "$venv" || return
+    python3 "$root/tilescale_net/launch/system.py" venv $(python3 -c 'import importlib.util as u; u.find_spec("torch") and print("--system-site-packages")') "$venv" || return
   fi
   "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || all+=(fresh)
   wanted=$("$venv/bin/python" "$root/tilescale_net/launch/requirements.py" list "${all[@]}") || return
@@ -56,16 +56,28 @@ install() {
   complete "$venv/bin/python" "${extras[@]}"
 }
 
+# Without a network, tests that need more than running does are left to fail by themselves: better than no tests.
+go_on() {
+  [ ${#extras[@]} != 0 ] && choose_python || return
+  ask "$python" "${extras[@]}"
+  say "going on with $python, which lacks: $(lacking)"
+}
+
 set_up() {
-  local made=no
+  local made=no needs=()
   python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
-    { say "python3 is missing or older than 3.10; install python3 and python3-venv, or name another interpreter in TSN_PYTHON"; exit 1; }
+    { say "python3 is missing or older than 3.10; install python3, or name another interpreter in TSN_PYTHON"; exit 1; }
   # What could not run is told before minutes are spent on it.
   case "${arguments[0]}" in pytest | --setup-only) ;; *) python3 "$root/tilescale_net/launch" --check "${arguments[@]}" || exit ;; esac
   # What the system lacks is told, and fetched, before the minutes that packages take.
   if [ "${TSN_BUILD:-1}" != 0 ]; then
     ask python3
-    if stale; then prepare python3; fi
+    if stale; then needs+=(headers); fi
+  fi
+  [ -x "$venv/bin/python" ] || needs+=(venv)
+  if [ ${#needs[@]} != 0 ] && ! prepare python3 "${needs[@]}"; then
+    go_on || exit 1
+    return
   fi
   say "setting up $venv (only the first time)"
   [ -x "$venv/bin/python" ] || made=yes
@@ -74,18 +86,13 @@ set_up() {
     return
   fi
   [ $made = no ] || rm -rf "$venv"
-  # Without a network, tests that need more than running does are left to fail by themselves: better than no tests.
-  if [ ${#extras[@]} != 0 ] && choose_python; then
-    ask "$python" "${extras[@]}"
-    say "going on with $python, which lacks: $(lacking)"
-    return
-  fi
-  say "what is missing could not be installed, see above; this needs python3-venv and a network or a local index, once"
+  if go_on; then return; fi
+  say "what is missing could not be installed, see above; this needs a network or a local index, once"
   exit 1
 }
 
-# Gets compiler headers that the system lacks, or says what is missing and ends.
-prepare() { "$1" "$root/tilescale_net/launch/system.py" prepare || exit 1; }
+# Gets what the system lacks of compiler headers and venv, or says what is missing and fails.
+prepare() { "$1" "$root/tilescale_net/launch/system.py" prepare "${@:2}"; }
 
 # True when an extension is missing, older than what it is made of, or without a fabric that it could have now.
 stale() {
@@ -100,7 +107,7 @@ stale() {
 }
 
 build() {
-  prepare "$python"
+  prepare "$python" headers || exit 1
   say "building the native part (about a minute on two processors)"
   local log
   log=$(cd "$root" && "$python" setup.py -q build_ext --inplace 2>&1) || { echo "$log" >&2; say "the build failed"; exit 1; }
@@ -117,6 +124,12 @@ locked() {
 if [ -n "${TSN_PYTHON:-}" ]; then
   python=$TSN_PYTHON
   ask "$python" || { say "TSN_PYTHON=$python does not start, or is older than Python 3.10"; exit 2; }
+  if [ -n "$(lacking)" ]; then
+    say "TSN_PYTHON=$python lacks: $(lacking)"
+    # Another version may do; without these nothing does.
+    "$python" -c 'import importlib.util as u, sys; sys.exit(not (u.find_spec("torch") and u.find_spec("tilelang")))' ||
+      { say "install them there, name another interpreter, or leave TSN_PYTHON out: an environment with them is then made"; exit 2; }
+  fi
 else
   choose_python "${extras[@]}" || { locked; choose_python "${extras[@]}" || set_up; }
 fi

@@ -22,6 +22,7 @@ from benchmark.common import (
     is_rank_zero,
     median,
     non_negative_int,
+    percentile,
     positive_float,
     positive_int,
     size_list,
@@ -173,6 +174,7 @@ def signals(bench, table, args) -> None:
                 bare.append(both[1])
         if tsn.rank() == 0:
             row = {"signal": median(ours), "bare": median(bare), "beyond": median([a - b for a, b in zip(ours, bare)])}
+            row |= {"signal_p99": percentile(ours, 99), "bare_p99": percentile(bare, 99)}
             table.add({"bytes": count, **row}, {"signal": ours, "bare": bare})
 
 
@@ -184,13 +186,17 @@ def main() -> None:
     report = Report("proxy_write", args)
     kinds = {"both": ["Single", "Multi"], "single": ["Single"], "multi": ["Multi"]}[args.channels]
     bandwidth, limit = tables(report, kinds)
+    p99 = dict(better="lower", unit="us", plotted=False)
     title = [
         Column("bare", "Bare", better="lower", unit="us"),
+        Column("bare_p99", "p99", **p99),
         Column("signal", "put_signal", better="lower", unit="us"),
+        Column("signal_p99", "p99", **p99),
     ]
     signal = report.table(
         "put_signal, one way", [SizeColumn("bytes", "Size")], [*title, Column("beyond", "beyond bare", unit="us")]
     )
+    signal.notes.append("p99: of the samples, each of which is a mean over the round trips of a launch.")
 
     results: dict[int, dict[str, list[float]]] = {}
     rails: dict[str, int] = {}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import TypeVar
+import math
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 import tilescale_net as tsn
 from tilescale_net.kernels.announcement import Agreement
 from tilescale_net.runtime import heap
+
+if TYPE_CHECKING:
+    from tilescale_net.runtime.call_log import Track
 
 _Object = TypeVar("_Object", bound="Collective")
 
@@ -22,7 +26,7 @@ BufferSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 def sizes_of(specs: BufferSpecs) -> list[int]:
     """Bytes of each tensor."""
-    return [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in specs.values()]
+    return [math.prod(shape) * dtype.itemsize for shape, dtype in specs.values()]
 
 
 def check_threads(name: str, what: str, threads: int, ranks: int) -> None:
@@ -108,11 +112,9 @@ class Collective:
         """All of it, zeroed, or HeapError before anything is allocated."""
         sizes, memory = sizes_of(specs), self._world.heap
         if not memory.make_room(sizes):
-            wanted = memory.size_to_hold(sizes)
             raise tsn.HeapError(
                 f"{self.name} on rank {self.rank}: needs {heap.footprint(sizes)} bytes of symmetric memory, which the heap of "
-                f"{memory.size} bytes has no room for beside what it holds; set TSN_HEAP_SIZE={wanted} (or "
-                f"init(heap_bytes={wanted})) or more, or choose smaller sizes"
+                f"{memory.size} bytes has no room for beside what it holds; free tensors, or {memory.advice(sizes)}"
             )
         return {name: self._symmetric(*what) for name, what in specs.items()}
 
@@ -131,7 +133,7 @@ class Collective:
             self._release()
             raise
 
-    def within(self: _Object, calls) -> _Object:
+    def within(self: _Object, calls: Track) -> _Object:
         """This object, whose calls are made by those of another one that notes them in `calls`."""
         self._made.outer = calls
         return self

@@ -27,8 +27,9 @@ class Exchange(Collective):
     """
 
     def __init__(
-        self, name, shown, threads, blocks, engine, unroll, ring, stores_from, algorithm, group: tsn.Group = None
-    ):
+        self, name: str, shown: str, threads: int, blocks: int | None, engine: str, unroll: int | None,
+        ring: tuple[int, int] | None, stores_from: int, algorithm: str, group: tsn.Group = None,
+    ):  # fmt: skip
         if algorithm not in ALGORITHMS:
             raise ValueError(f"{name}: algorithm is {algorithm!r}; it must be {', '.join(ALGORITHMS)}")
         if blocks is None:

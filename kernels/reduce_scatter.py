@@ -176,14 +176,15 @@ class ReduceScatter(Collective):
 
     def __init__(
         self, *, threads: int = 512, blocks: int = 32, slots: int = 3, chunk_bytes: int = 64 * 1024,
-        engine: str = "auto", unroll=None, ring=None, algorithm: str = "auto", group: "tsn.Group" = None,
+        engine: str = "auto", unroll: int | None = None, ring: tuple[int, int] | None = None, algorithm: str = "auto",
+        group: "tsn.Group" = None,
     ):  # fmt: skip
         if algorithm not in ALGORITHMS:
             raise ValueError(f"ReduceScatter: algorithm is {algorithm!r}; it must be {', '.join(ALGORITHMS)}")
         if slots < 2:
             raise ValueError(f"ReduceScatter: slots is {slots}; it must be 2 or more")
         check_chunk("ReduceScatter", chunk_bytes)
-        options = dict(slots=slots, chunk_bytes=chunk_bytes, engine=engine, unroll=unroll, ring=ring)
+        options: dict = dict(slots=slots, chunk_bytes=chunk_bytes, engine=engine, unroll=unroll, ring=ring)
         shown = options | dict(algorithm=algorithm)
         super().__init__("ReduceScatter", ", ".join(f"{k}={v}" for k, v in shown.items()), threads, blocks, group)
         self._algorithm = algorithm

@@ -180,7 +180,8 @@ class SendRecv(Collective):
             empty = torch.zeros((1, 1, 1, 1), dtype=torch.uint8, device=self.device)
         self._outbox = self._memory.get("outbox", empty)
         self._sent, self._received = self.counters(*slots[:2]), self.counters(*slots[:2])
-        self._record, self._expected = StatusRecord(self._world), {}
+        self._record = StatusRecord(self._world)
+        self._expected: dict = {}
 
     def send(self, x: torch.Tensor, pe: int) -> None:
         """Send `x` to rank `pe`; asynchronous on the current stream, whose later work may write `x` again.

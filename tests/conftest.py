@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -110,6 +111,29 @@ def pytest_sessionfinish(session, exitstatus):
     whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     if reporter and whole and _unexpected(_skipped(reporter), session.config):
         session.exitstatus = SKIPPED
+
+
+# What the native part says where it was built without the fabric, as setup.py notes in this file.
+WITHOUT_FABRIC = "built without libfabric's headers"
+NOTE = Path(__file__).resolve().parents[1] / "build" / "without-fabric"
+
+
+def _without_fabric(report, path: Path):
+    """In a build without the fabric, a test or a file that was told so has met what this machine lacks, and is skipped."""
+    if report.failed and WITHOUT_FABRIC in report.longreprtext and NOTE.exists():
+        report.outcome = "skipped"
+        report.longrepr = (str(path), 0, "Skipped: lacks libfabric's headers (libfabric-dev)")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    return _without_fabric((yield), item.path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    return _without_fabric((yield), collector.path)
 
 
 @pytest.fixture(scope="session")

@@ -288,7 +288,9 @@ def range(name: str) -> AbstractContextManager[None]:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    # For completion: what is public, and the modules of the package that are imported, not what this file imports.
+    modules = (n for n, value in globals().items() if getattr(value, "__name__", "") == f"{__name__}.{n}")
+    return sorted({*__all__, *modules, *(n for n in globals() if n.startswith("__"))})
 
 
 def __getattr__(name: str) -> Any:

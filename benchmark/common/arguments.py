@@ -2,14 +2,15 @@
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 
 from benchmark.common.environment import is_rank_zero
 from benchmark.common.table import load_baseline
+from tilescale_net.cli.arguments import non_negative_int, positive_float, positive_int, writable_file
+from tilescale_net.runtime import setting
 
-_SUFFIX = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+__all__ = ["non_negative_int", "positive_float", "positive_int"]  # which benchmarks take from here
 
 
 def parse_bytes(text: str) -> int:
@@ -18,10 +19,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         ValueError: not a size, or not a whole number of bytes.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?\s*", text, re.IGNORECASE)
-    if not match:
-        raise ValueError(f"{text!r} is not a size; write bytes with an optional K, M, G or T, such as 64K")
-    value = float(match.group(1)) * _SUFFIX[match.group(2).upper()]
+    value = setting.size_of(text)
     if value != int(value):
         raise ValueError(f"{text!r} is not a whole number of bytes")
     return int(value)
@@ -53,35 +51,10 @@ def parse_sizes(text: str) -> list[int]:
 def format_bytes(count: int) -> str:
     """The shortest exact form: 2048 is `2K`, 1048576 is `1M`, 1000 is `1000`."""
     for suffix in ("T", "G", "M", "K"):
-        unit = _SUFFIX[suffix]
+        unit = setting.SUFFIXES[suffix]
         if count and count % unit == 0:
             return f"{count // unit}{suffix}"
     return str(count)
-
-
-def _number(text: str, kind: type, minimum: float, strict: bool, description: str):
-    try:
-        value = kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {description}") from None
-    if value < minimum or (strict and value == minimum) or value != value or value == float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not {description}")
-    return value
-
-
-def positive_int(text: str) -> int:
-    """argparse type: a whole number of 1 or more."""
-    return _number(text, int, 1, False, "a whole number of 1 or more")
-
-
-def non_negative_int(text: str) -> int:
-    """argparse type: a whole number of 0 or more."""
-    return _number(text, int, 0, False, "a whole number of 0 or more")
-
-
-def positive_float(text: str) -> float:
-    """argparse type: a finite number above 0."""
-    return _number(text, float, 0, True, "a number above 0")
 
 
 def int_list(minimum: int, maximum: int) -> Callable[[str], list[int]]:
@@ -140,14 +113,6 @@ def size_list(text: str) -> list[int]:
         return parse_sizes(text)
     except ValueError as err:
         raise argparse.ArgumentTypeError(str(err)) from None
-
-
-def writable_file(text: str) -> str:
-    """argparse type: a file that can be created; checked before the run, not after it."""
-    folder = os.path.dirname(os.path.abspath(text))
-    if os.path.isdir(text) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written; its folder must exist and be writable")
-    return text
 
 
 PLOTS = (".png", ".svg", ".pdf")

@@ -17,6 +17,7 @@ from benchmark.common.measuring import (
     gather,
     gigabytes_per_second,
     median,
+    percentile,
     raise_if_wrong,
 )
 from benchmark.common.report import Report
@@ -198,6 +199,7 @@ def run(
         "timing": timer.label() + ", slowest rank",
     }
     table = report.table(name, _keys(args), _columns(group is not None, name))
+    table.notes.append("p99: of the samples, each of which is a mean over the calls of a batch.")
     for size in report.progress(args.sizes, "sizes", format_bytes):
         case = case_of(size)
         theirs, ways = None, {}
@@ -229,6 +231,7 @@ def _keys(args: argparse.Namespace) -> list[Column]:
 def _columns(with_nccl: bool, name: str) -> Sequence[Column]:
     columns = [
         Column("us", "Time", better="lower", unit="us"),
+        Column("p99", "p99", better="lower", unit="us", plotted=False),
         Column("algbw", "Alg BW", unit="GB/s"),
         Column("busbw", "Bus BW", better="higher", unit="GB/s"),
     ]
@@ -247,7 +250,7 @@ def _figures(case: CollectiveCase, samples: list[float], theirs: list[float] | N
     nbytes, share = case.nbytes, case.passes * (world_size() - 1) / world_size()
     time = median(samples)
     rate = gigabytes_per_second(nbytes, time)
-    figures = {"us": time, "algbw": rate, "busbw": rate * share}
+    figures = {"us": time, "p99": percentile(samples, 99), "algbw": rate, "busbw": rate * share}
     if theirs:
         other = median(theirs)
         figures |= {

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from importlib import metadata
 
+from tilescale_net.cli import machine
+
 
 def _from_environment(names: tuple[str, ...], default: int) -> int:
     for name in names:
@@ -59,15 +61,6 @@ def _processor() -> str:
     return names[0] if names else "unknown model"
 
 
-def _driver() -> str | None:
-    try:
-        with open("/proc/driver/nvidia/version") as f:
-            found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", f.read())
-    except OSError:
-        return None
-    return found.group(1) if found else None
-
-
 def _gpus() -> str:
     """Names of the visible GPUs with their counts; asks torch, which every benchmark that uses GPUs has imported."""
     torch = sys.modules.get("torch")
@@ -90,7 +83,7 @@ def environment() -> dict[str, str]:
         "cores": f"{len(os.sched_getaffinity(0))} x {_processor()}",
         "GPUs": _gpus(),
         "ranks": str(world_size()),
-        "driver": _driver(),
+        "driver": machine.driver(),
         "CUDA": cuda,
         "python": ".".join(map(str, sys.version_info[:3])),
         "torch": _version("torch"),

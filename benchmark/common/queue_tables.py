@@ -2,7 +2,7 @@
 
 import threading
 
-from benchmark.common.measuring import median
+from benchmark.common.measuring import median, percentile
 from benchmark.common.queue_bench import Probe, QueueBench
 from benchmark.common.report import Report
 from benchmark.common.table import Column
@@ -87,13 +87,15 @@ def round_trips(report: Report, bench: QueueBench, args) -> dict[str, float]:
         Column("released", "bare flag, release", better="lower", unit="us"),
         Column("flag", "bare flag, relaxed", better="lower", unit="us"),
         Column("queue", "queue", better="lower", unit="us"),
+        Column("queue_p99", "p99", better="lower", unit="us", plotted=False),
         Column("released_ratio", "x release", ".3f"),
         Column("ratio", "x relaxed", ".3f"),
     ]
     table = report.table("round trip", [Column("what", "What")], columns)
     table.notes.append(
         "A flag with release order is what a program must send that has written anything before; before the relaxed "
-        "one, a payload is published by a fence. Neither says when the work that it announces is done."
+        "one, a payload is published by a fence. Neither says when the work that it announces is done. "
+        "p99: of the samples, each of which is a mean over the trips of a launch."
     )
     found: dict[str, float] = {}
     sent = 0
@@ -116,6 +118,7 @@ def round_trips(report: Report, bench: QueueBench, args) -> dict[str, float]:
             row = {name: median(values) for name, values in samples.items()}
             for ratio, flag in (("released_ratio", "released"), ("ratio", "flag")):
                 row[ratio] = median([q / f for q, f in zip(samples["queue"], samples[flag])])
+            row["queue_p99"] = percentile(samples["queue"], 99)
             table.add({"what": "payload published: fence, put, flush" if publish else "flush", **row}, samples)
             if not publish:
                 found = row

@@ -2,6 +2,8 @@
 
 python -m tilescale_net bench --quick
 python -m tilescale_net bench --output report.html --only put_signal,all_gather
+
+The page is written after each benchmark: what ends the suite early (Ctrl-C, SIGTERM) leaves what there is.
 """
 
 import argparse
@@ -10,6 +12,7 @@ import base64
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -147,6 +150,8 @@ def _show(value) -> str:
 
 FOLDER = Path(__file__).resolve().parents[1]
 NOTHING = 3  # a benchmark's exit code where it can measure nothing
+INTERRUPTED = (130, 143)  # by Ctrl-C and SIGTERM
+PATIENCE_S = 20  # for a benchmark to end by itself, after Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -179,8 +184,20 @@ def entries() -> list[Entry]:
     return found
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends the suite as Ctrl-C does."""
+
+
+def _terminate(number: int, frame) -> None:
+    raise Terminated
+
+
 def main(args: argparse.Namespace) -> int:
-    """Run the suite. Exit code: 0, 1 when a benchmark failed, 2 for wrong arguments, 3 when nothing was measured."""
+    """Run the suite.
+
+    Exit code: 0, 1 when a benchmark failed or the page cannot be written, 2 for wrong arguments, 3 when nothing was measured,
+    130 after Ctrl-C, 143 after SIGTERM.
+    """
     known = {e.name: e for e in entries()}
     wanted = args.only.split(",") if args.only else list(known)
     for name in wanted:
@@ -188,28 +205,49 @@ def main(args: argparse.Namespace) -> int:
             print(f"tilescale_net bench: {name!r} is not one of {', '.join(known)}", file=sys.stderr)
             return 2
     gpus = 0 if settings.DEVICE.get() == "simulator" else environment.visible_gpus()
-    results, interrupted = [], False
-    with tempfile.TemporaryDirectory() as work:
-        for name in wanted:
-            print(f"\n=== {name}", flush=True)
-            try:
-                results.append(_run(known[name], args, gpus, Path(work)))
-            except KeyboardInterrupt:
-                interrupted = True
-                results.append(_outcome(known[name], Path(work), 130, 0.0))
-                break
-            if results[-1].said:
-                print(f"{name}: {results[-1].said}", flush=True)
-        Path(args.output).write_text(page(results))
+    results: list[Result] = []
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        ended = _run_all([known[name] for name in wanted], args, gpus, results)
+    except OSError as err:
+        print(f"tilescale_net bench: {args.output} cannot be written: {err.strerror}", file=sys.stderr)
+        return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
     measured = [r for r in results if r.measured]
     failed = [r.name for r in results if r.failed]
     print(
         f"\n{args.output}: {len(measured)} of {len(wanted)} benchmarks"
         + (f"; failed: {', '.join(failed)}" if failed else "")
     )
-    if interrupted:
-        return 130
+    if ended:
+        return ended
     return 1 if failed else 0 if measured else NOTHING
+
+
+def _run_all(chosen: Sequence[Entry], args: argparse.Namespace, gpus: int, results: list[Result]) -> int:
+    """Run each and put it on the page; 0, or the exit code of what ended this early. OSError when the page cannot be written."""
+    ended = 0
+    with tempfile.TemporaryDirectory() as work:
+        for entry in chosen:
+            print(f"\n=== {entry.name}", flush=True)
+            start = time.monotonic()
+            try:
+                results.append(_run(entry, args, gpus, Path(work)))
+            except KeyboardInterrupt as stop:
+                ended = 143 if isinstance(stop, Terminated) else 130
+                results.append(_outcome(entry, Path(work), ended, time.monotonic() - start))
+            if results[-1].said:
+                print(f"{entry.name}: {results[-1].said}", flush=True)
+            partial = Path(f"{args.output}.{os.getpid()}.partial")
+            try:
+                partial.write_text(page(results))
+                os.replace(partial, args.output)
+            finally:
+                partial.unlink(missing_ok=True)
+            if ended:
+                break
+    return ended
 
 
 def _run(entry: Entry, args: argparse.Namespace, gpus: int, work: Path) -> Result:
@@ -230,8 +268,14 @@ def _run(entry: Entry, args: argparse.Namespace, gpus: int, work: Path) -> Resul
     process = subprocess.Popen(command, env=env)
     try:
         code = process.wait()
-    except KeyboardInterrupt:  # the launcher got it too, and ends its ranks
-        process.wait()
+    except KeyboardInterrupt as stop:
+        if isinstance(stop, Terminated):
+            process.terminate()
+        try:
+            process.wait(PATIENCE_S)  # Ctrl-C is the launcher's too, which ends its ranks
+        except subprocess.TimeoutExpired:  # this process alone was interrupted
+            process.terminate()
+            process.wait()
         raise
     return _outcome(entry, work, code, time.monotonic() - start)
 
@@ -246,8 +290,8 @@ def _outcome(entry: Entry, work: Path, code: int, seconds: float) -> Result:
     said = ""
     if code == NOTHING:
         said = next(iter(content["notes"]), "not measured") if content else "not measured"
-    elif code == 130:
+    elif code in INTERRUPTED:
         said = "interrupted"
     elif code:
         said = f"failed with exit code {code}"
-    return Result(entry.name, content, plot, said, failed=code not in (0, NOTHING, 130), seconds=seconds)
+    return Result(entry.name, content, plot, said, failed=code not in (0, NOTHING, *INTERRUPTED), seconds=seconds)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tilescale_net.kernels.fused.matmul import DEFAULT, SCALED, TAKEN, Tiling
+from tilescale_net.kernels.fused.matmul import DEFAULT, SCALED, TAKEN, Tiling, device_obstacle
 
 # Geometry of the simulator, which runs threads in turn.
 SIMULATED = Tiling(tile=(32, 32, 32), stages=2, panel=2, columns=16)
@@ -189,9 +189,7 @@ def is_taken(product: Product, device: torch.device, is_mapped: bool = True) -> 
     """
     if device.type != "cuda":
         return True
-    if not is_mapped or (product.kind, product.ranks, product.dtype) not in MEASURED:
-        return False
-    if torch.cuda.get_device_capability(device)[0] != 9:
+    if not is_mapped or (product.kind, product.ranks, product.dtype) not in MEASURED or device_obstacle(device):
         return False
     return is_fused_faster(product, torch.cuda.get_device_properties(device).multi_processor_count)
 

@@ -6,6 +6,8 @@ and says which tiles are finished; a token's row is sent when the product of its
 kernel beside the few blocks of the dispatch or of the combine.
 """
 
+from typing import Any
+
 import tilelang.language as T
 import torch
 
@@ -252,7 +254,7 @@ class ExpertMatmul(FusedMatmul):
 
     def combined(
         self, x: torch.Tensor, w: torch.Tensor, handle: Handle, *, x_scales: torch.Tensor | None = None,
-        w_scales: torch.Tensor | None = None, products: torch.Tensor | None = None, **options,
+        w_scales: torch.Tensor | None = None, products: torch.Tensor | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
         """`AllToAll.combine` of the products, whose rows are sent as they are finished.
 

@@ -105,6 +105,17 @@ class Sides:
                 torch.cuda.current_stream().wait_stream(stream)
 
 
+def device_obstacle(device: torch.device) -> str | None:
+    """Why the fused kernels do not run on a device; None where they do."""
+    if device.type != "cuda" or (capability := torch.cuda.get_device_capability(device))[0] == 9:
+        return None
+    return (
+        f"fused kernels are written for GPUs of compute capability 9.0 (H100, H200), and {device} is of "
+        f"{capability[0]}.{capability[1]}; take the operators of tilescale_net.ops with fused=None, which then compute and "
+        "communicate one after the other"
+    )
+
+
 class FusedMatmul(Collective):
     """Base of the fused products: a product `x @ w` of fixed shapes, of which ranks hold parts.
 
@@ -121,7 +132,12 @@ class FusedMatmul(Collective):
 
     memory: dict[str, torch.Tensor]
 
-    def __init__(self, name, configuration, dtype, out_dtype, tiling, threads, blocks, group):
+    def __init__(
+        self, name: str, configuration: str, dtype: torch.dtype, out_dtype: torch.dtype | None, tiling: Tiling,
+        threads: int, blocks: int, group: "tsn.Group",
+    ):  # fmt: skip
+        if obstacle := device_obstacle(tsn.world(group).device):
+            raise tsn.ConfigurationError(f"{name}: {obstacle}")
         if dtype not in TAKEN:
             raise TypeError(f"{name}: dtype {dtype} is not one of {', '.join(map(str, TAKEN))}")
         if not isinstance(tiling, Tiling):

@@ -13,7 +13,7 @@ import tilescale_net as tsn
 from tilescale_net.kernels.moe.arena import Arena
 from tilescale_net.kernels.moe.argument_checks import ArgumentChecks
 from tilescale_net.kernels.moe.config import configure
-from tilescale_net.kernels.moe.handle import Dispatched, Handle, Pending
+from tilescale_net.kernels.moe.handle import Dispatched, Handle, Pending, Rows
 from tilescale_net.kernels.moe.implementations import arena_bytes, heap_bytes, make, world_with_room
 from tilescale_net.kernels.moe.mode import Phase
 from tilescale_net.kernels.moe.participant import Participant
@@ -187,7 +187,8 @@ class AllToAll(Participant):
 
     @named("tilescale_net.moe.dispatch")
     def dispatch(
-        self, x, topk_idx=None, topk_weights=None, *, mask=None, handle: Handle | None = None, out=None, cleared: bool = False,
+        self, x: Rows, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None, *,
+        mask: torch.Tensor | None = None, handle: Handle | None = None, out: Rows | None = None, cleared: bool = False,
         after: torch.Event | None = None, blocks: int | None = None, waited: torch.Tensor | None = None,
     ) -> Dispatched:  # fmt: skip
         """Send each token to the ranks of its experts.
@@ -226,8 +227,9 @@ class AllToAll(Participant):
 
     @named("tilescale_net.moe.dispatch_send")
     def dispatch_send(
-        self, x, topk_idx=None, topk_weights=None, *, handle: Handle | None = None, out=None, cleared: bool = False,
-        after: torch.Event | None = None, blocks: int | None = None, waited: torch.Tensor | None = None,
+        self, x: Rows, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None, *,
+        handle: Handle | None = None, out: Rows | None = None, cleared: bool = False, after: torch.Event | None = None,
+        blocks: int | None = None, waited: torch.Tensor | None = None,
     ) -> Pending:  # fmt: skip
         """First half of dispatch; work that the caller launches before `dispatch_recv` overlaps with it.
 
@@ -283,8 +285,9 @@ class AllToAll(Participant):
 
     @named("tilescale_net.moe.combine")
     def combine(
-        self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None, bias: Sequence[torch.Tensor] = (),
-        after: torch.Event | None = None, blocks: int | None = None, waited: torch.Tensor | None = None,
+        self, y: torch.Tensor, handle: Handle, *, out: torch.Tensor | None = None, weighted: bool = True,
+        weights: torch.Tensor | None = None, bias: Sequence[torch.Tensor] = (), after: torch.Event | None = None,
+        blocks: int | None = None, waited: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Bring rows back to their tokens and sum them in float32.
 
@@ -315,9 +318,9 @@ class AllToAll(Participant):
 
     @named("tilescale_net.moe.combine_send")
     def combine_send(
-        self, y, handle: Handle, *, out=None, weighted: bool = True, weights=None, bias: Sequence[torch.Tensor] = (),
-        after: torch.Event | None = None, blocks: int | None = None, tiles: Tiles | None = None,
-        waited: torch.Tensor | None = None,
+        self, y: torch.Tensor, handle: Handle, *, out: torch.Tensor | None = None, weighted: bool = True,
+        weights: torch.Tensor | None = None, bias: Sequence[torch.Tensor] = (), after: torch.Event | None = None,
+        blocks: int | None = None, tiles: Tiles | None = None, waited: torch.Tensor | None = None,
     ) -> Pending:  # fmt: skip
         """First half of combine; work that the caller launches before `combine_recv` overlaps with it.
 
@@ -330,17 +333,7 @@ class AllToAll(Participant):
             self._check_tiles(tiles)
         self._begin("combine_send", after)
         pending = self._combine(
-            "combine",
-            y,
-            handle,
-            out,
-            weighted,
-            weights,
-            bias,
-            blocks,
-            phase=Phase.SEND,
-            tiles=tiles,
-            waited=waited,
+            "combine", y, handle, out, weighted, weights, bias, blocks, phase=Phase.SEND, tiles=tiles, waited=waited
         )
         self._machine.pending["combine"] = pending
         return pending
@@ -352,8 +345,9 @@ class AllToAll(Participant):
 
     @named("tilescale_net.moe.combine_values")
     def combine_values(
-        self, y, values, handle: Handle, *, out=None, bias: Sequence[torch.Tensor] = (), blocks: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, y: torch.Tensor, values: torch.Tensor, handle: Handle, *, out: torch.Tensor | None = None,
+        bias: Sequence[torch.Tensor] = (), blocks: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Throughput mode: combine without weights that also brings numbers back.
 
         Args:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
 from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.kernels.moe.wire_layout import Totals
+
+# Rows, or FP8 rows with their scales.
+Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)

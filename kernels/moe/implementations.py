@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tilescale_net as tsn
 from tilescale_net.kernels.collective import BufferSpecs, sizes_of
@@ -72,8 +73,8 @@ def world_with_room(world, config: Config, tuning: Tuning, active: tuple[bool, .
 
 
 def heap_bytes(
-    *sizes, ranks: int | None = None, nodes: int | None = None, tuning: Tuning | None = None, group: tsn.Group = None,
-    in_arena: bool = False, **options,
+    *sizes: Any, ranks: int | None = None, nodes: int | None = None, tuning: Tuning | None = None, group: tsn.Group = None,
+    in_arena: bool = False, **options: Any,
 ) -> int:  # fmt: skip
     """Bytes of the symmetric heap that an object takes; can be asked before `tilescale_net.init`.
 
@@ -94,8 +95,8 @@ def heap_bytes(
 
 
 def arena_bytes(
-    *sizes, ranks: int | None = None, nodes: int | None = None, tuning: Tuning | None = None, group: tsn.Group = None,
-    **options,
+    *sizes: Any, ranks: int | None = None, nodes: int | None = None, tuning: Tuning | None = None, group: tsn.Group = None,
+    **options: Any,
 ) -> int:  # fmt: skip
     """Bytes of an `Arena` that an object takes; the arguments are those of `heap_bytes`."""
     return heap.footprint(sizes_of(divide(_specs(ranks, nodes, group, tuning, *sizes, **options))[0]))
@@ -106,6 +107,10 @@ def _specs(
 ) -> BufferSpecs:
     if ranks is None:
         world = tsn.world(group)
-        ranks, nodes = world.size, nodes or world.topology.nodes
-    nodes = nodes or 1
+        ranks, nodes = world.size, world.topology.nodes if nodes is None else nodes
+    nodes = 1 if nodes is None else nodes
+    for name, value, most in (("ranks", ranks, None), ("nodes", nodes, ranks)):
+        if type(value) is not int or value < 1 or (most is not None and value > most):
+            limits = "of 1 or more" if most is None else f"from 1 to {most}, the number of ranks"
+            raise ValueError(f"AllToAll: {name} is {value!r}; it must be a whole number {limits}")
     return symmetric_buffers(configure(ranks, *sizes, **options), tuning or Tuning(), nodes, nodes > 1)

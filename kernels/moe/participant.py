@@ -1,5 +1,8 @@
 """The part of an AllToAll that is the same for every mode: its ranks, its state, and what its kernels refuse."""
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 import torch
 
 import tilescale_net as tsn
@@ -9,6 +12,9 @@ from tilescale_net.kernels.moe.handle import Pending
 from tilescale_net.kernels.moe.states import Machine
 from tilescale_net.kernels.moe.status import ArgumentError, Status
 from tilescale_net.kernels.moe.tiles import Tiles
+
+if TYPE_CHECKING:
+    from tilescale_net.runtime.world import World
 
 _NO_TILES = {"dispatch": "the object was made without tile_rows", "combine": "combine_send got no tiles"}
 
@@ -49,7 +55,7 @@ class Participant(Collective):
             self.status = Status(self._world)
 
     @property
-    def world(self):
+    def world(self) -> "World":
         """In which its kernels run."""
         return self._world
 
@@ -76,7 +82,7 @@ class Participant(Collective):
         self.key = f"{self._number} {self._era} {''.join('01'[m] for m in mask)}"
 
     @staticmethod
-    def checked_list(active, ranks: int) -> tuple[bool, ...]:
+    def checked_list(active: Iterable[bool], ranks: int) -> tuple[bool, ...]:
         active = tuple(bool(a) for a in active)
         if len(active) != ranks:
             raise ValueError(f"AllToAll: active has {len(active)} entries; there are {ranks} ranks")

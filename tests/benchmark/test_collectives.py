@@ -31,6 +31,7 @@ def test_runs(tmp_path, name, arguments, env):
     for row in table["rows"]:
         assert row["algbw"] == pytest.approx(row["bytes"] / row["us"] / 1e3)
         assert row["busbw"] == pytest.approx(row["algbw"] * (size - 1) / size)
+        assert row["p99"] >= row["us"]
 
 
 def test_wrong_arguments():

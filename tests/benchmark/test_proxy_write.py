@@ -31,7 +31,7 @@ def test_four_configurations_next_to_the_bare_writer(tmp_path):
             assert row[f"{name}_busbw"] == pytest.approx(100 * row[name] / (30 if "Multi" in name else 10))
     assert all(row[f"{name}_bare"] > 0 and row["BareMulti"] > 0 for row in limit["rows"] for name in NAMES)
     (row,) = signal["rows"]
-    assert row["bytes"] == 8 and row["signal"] > 0 and row["bare"] > 0
+    assert row["bytes"] == 8 and row["signal_p99"] >= row["signal"] > 0 and row["bare_p99"] >= row["bare"] > 0
     assert content["environment"]["channels"] == "Single 1, Multi 3"
     assert content["environment"]["chunk"] == "64K"
     assert "- data: verified" in done.stdout and " 1M |" in done.stdout

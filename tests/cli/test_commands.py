@@ -2,10 +2,16 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
+import torch
+from cuda.bindings import runtime
 
 import tilescale_net
 from tilescale_net import cli
@@ -48,6 +54,38 @@ def test_nics_and_the_gpus_near_them(efa_machine):
         ("rdmap1s0", "efa", "ACTIVE", [1]),
     ]
     assert machine.nics([])[0]["near"] == []
+
+
+def test_info_names_driver_cuda_and_links(tmp_path, monkeypatch):
+    """With a torch and a CUDA runtime made up: three GPUs, of which two are joined by NVLink and one stands alone."""
+    (tmp_path / "driver/nvidia").mkdir(parents=True)
+    text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version: 12.2.0\n"
+    (tmp_path / "driver/nvidia/version").write_text(text)
+    monkeypatch.setattr(machine, "PROC", tmp_path)
+    assert machine.driver() == "580.95.05"
+    properties = SimpleNamespace(
+        name="H100", major=9, minor=0, total_memory=80 << 30, pci_domain_id=0, pci_bus_id=4, pci_device_id=0
+    )
+    access, atomics = {(0, 1), (1, 0), (0, 2), (2, 0)}, {(0, 1), (1, 0)}
+    fakes = {
+        "is_available": lambda: True,
+        "device_count": lambda: 3,
+        "get_device_properties": lambda ordinal: properties,
+        "can_device_access_peer": lambda a, b: (a, b) in access,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    native = runtime.cudaDeviceP2PAttr.cudaDevP2PAttrNativeAtomicSupported
+    ask = lambda attribute, a, b: (0, int((a, b) in (atomics if attribute == native else access)))  # noqa: E731
+    monkeypatch.setattr(runtime, "cudaDeviceGetP2PAttribute", ask)
+    gpus = machine.gpus()
+    assert [g["links"] for g in gpus] == [{"1": "NVLink", "2": "PCIe"}, {"0": "NVLink"}, {"0": "PCIe"}]
+    assert machine.link(1, 2) == "none"
+    monkeypatch.setattr(info, "_said", lambda question: "not asked")
+    monkeypatch.setenv("TSN_DEVICE", "simulator")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    said = "\n".join(info.lines(info.collect()))
+    assert "NVIDIA driver: 580.95.05; CUDA of torch: 13.0" in said and "maps GPUs 1 (NVLink), 2 (PCIe)" in said
 
 
 @pytest.mark.parametrize(
@@ -102,6 +140,7 @@ def test_info_on_this_machine(capsys, monkeypatch):
     assert found["tilescale_net"] == tilescale_net.__version__ and found["packages"]["torch"]
     assert found["device"] == {"kind": "simulator", "why": "TSN_DEVICE=simulator"}
     assert found["settings"]["TSN_DEVICE"] == "simulator"
+    assert isinstance(found["providers"], list), found["providers"]
     assert found["network"]["one host"]["provider"] in [p["provider"] for p in found["providers"]]
     monkeypatch.setenv("TSN_PROVIDER", "shm")
     assert info.collect()["network"]["one host"]["why"] == "TSN_PROVIDER says so"
@@ -146,6 +185,53 @@ def test_bench_writes_a_page(tmp_path):
     assert "http" not in text.replace("http-equiv", "")  # loads nothing
     wrong = subprocess.run([*command, "--only", "put_sgnal"], env=env, capture_output=True, text=True)
     assert wrong.returncode == 2 and "'put_sgnal' is not one of all_gather, " in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (("--output", "/nonexistent/page.html"), "'/nonexistent/page.html' cannot be written"),
+        (("-n", "0"), "0 is not a whole number of 1 or more"),
+    ],
+)
+def test_bench_refuses_before_it_measures(given, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", *given])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_bench_that_is_ended_keeps_what_there_is(tmp_path, monkeypatch, number, code):
+    from benchmark.common import suite
+
+    row = {"schema": 1, "command": ["slow.py"], "environment": {}, "notes": []}
+    row["tables"] = [
+        {"name": "t", "keys": [], "columns": [{"key": "a", "title": "A"}], "rows": [{"a": 41}], "notes": []}
+    ]
+    folder, page, measured = tmp_path / "benchmark", tmp_path / "page.html", tmp_path / "measured"
+    folder.mkdir()
+    (folder / "absent.py").write_text("BENCH = dict(gpu=True)\n")
+    (folder / "slow.py").write_text(
+        "import json, pathlib, sys, time\nBENCH = dict(ranks=1)\n"
+        f"pathlib.Path(sys.argv[sys.argv.index('--json') + 1]).write_text({json.dumps(row)!r})\n"
+        f"pathlib.Path({str(measured)!r}).touch()\ntime.sleep(100)\n"
+    )
+    monkeypatch.setattr(suite, "FOLDER", folder)
+    monkeypatch.setattr(suite, "PATIENCE_S", 0.1)  # as Ctrl-C of a terminal would, nothing interrupts the launcher
+    monkeypatch.setenv("TSN_DEVICE", "simulator")
+
+    def end_it():
+        while not measured.exists():
+            time.sleep(0.01)
+        assert "it needs a GPU" in page.read_text()  # the first one's place on the page is there already
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=end_it)
+    thread.start()
+    assert cli.main(["bench", "--output", str(page)]) == code
+    thread.join()
+    assert "<td>41</td>" in page.read_text() and "interrupted" in page.read_text()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["benchmark", "measured", "page.html"]
 
 
 def test_the_suite_knows_every_benchmark():

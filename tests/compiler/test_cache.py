@@ -65,7 +65,7 @@ def test_kernels_that_nobody_uses_are_removed(monkeypatch, tmp_path):
     assert first.exists() and second.exists() and not recent.exists() and other.exists()
 
 
-def test_the_folder_and_its_files_are_this_users_alone(monkeypatch, tmp_path):
+def test_the_folder_and_its_files_are_this_users_alone(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = host_compiler.build("kernel", "int x;")
     assert first.parent.stat().st_mode & 0o777 == 0o700
@@ -78,8 +78,9 @@ def test_the_folder_and_its_files_are_this_users_alone(monkeypatch, tmp_path):
     # A folder of another user is not used at all.
     mine = os.getuid()
     monkeypatch.setattr(private_folder.os, "getuid", lambda: mine + 1)
-    with pytest.warns(UserWarning, match="belongs to another user"):
-        instead = private_folder.temporary(first.parent)
+    instead = private_folder.temporary(first.parent)
+    (said,) = caplog.records
+    assert said.name == "tilescale_net" and "belongs to another user" in said.getMessage()
     private_folder.temporary.cache_clear()
     monkeypatch.setattr(cache.private_folder, "temporary", lambda _: instead)
     assert not private_folder.make(first.parent)

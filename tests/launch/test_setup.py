@@ -1,5 +1,6 @@
 """Choosing an interpreter, installing, building: in a copy of the launcher with a native part that builds in no time."""
 
+import importlib.metadata
 import os
 import runpy
 import shutil
@@ -112,14 +113,14 @@ def test_complete_interpreter_installs_nothing(checkout, tmp_path):
 
 
 def test_failed_installation_is_told_and_leaves_nothing(checkout, tmp_path):
-    probe = "import importlib.util as u, sys; sys.exit(u.find_spec('tilelang') is None and u.find_spec('ensurepip') is not None)"
+    probe = "import importlib.util as u, sys; sys.exit(u.find_spec('tilelang') is None)"
     if subprocess.run(["python3", "-c", probe]).returncode == 0:
-        pytest.skip("python3 has tilelang, so that nothing would be installed, or cannot make environments")
+        pytest.skip("python3 has tilelang, so that nothing would be installed")
     env = {"TSN_PYTHON": "", "TSN_VENV": str(tmp_path / "venv"), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
     env["VIRTUAL_ENV"] = ""
     done = checkout("hello.py", **env)
     assert done.returncode == 1
-    assert "could not be installed" in done.stderr
+    assert "could not be installed" in done.stderr or "ensurepip, which could not be fetched" in done.stderr
     assert not (tmp_path / "venv").exists()
 
 
@@ -141,6 +142,21 @@ def test_what_cannot_run_is_told_before_anything_is_installed(checkout, tmp_path
     done = checkout(script, **env, PATH=f"{empty}:{os.environ['PATH']}")
     assert (done.returncode, done.stdout) == (2, "") and said in done.stderr
     assert "setting up" not in done.stderr and not (tmp_path / "venv").exists()
+
+
+def test_what_tsn_python_lacks_is_told(checkout, tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    done = checkout("hello.py", TSN_PYTHON=str(bare))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"TSN_PYTHON={bare} lacks: tilelang==" in done.stderr and "torch>=2.6" in done.stderr
+    assert "leave TSN_PYTHON out" in done.stderr and "building" not in done.stderr
+    # What may be of another version is told, and runs.
+    project = checkout.root / "pyproject.toml"
+    project.write_text(project.read_text().replace('"torch>=2.6"', '"torch>=999"'))
+    done = checkout("hello.py", TSN_BUILD="0")
+    assert (done.returncode, done.stdout) == (0, "hello\n") and "lacks: torch>=999" in done.stderr
 
 
 def test_tests_run_with_what_there_is_when_nothing_can_be_installed(checkout, tmp_path):
@@ -171,3 +187,31 @@ def test_pins_are_checked():
     assert satisfied(f"pytest=={pytest.__version__}")
     assert not satisfied("pytest==0.1")
     assert not satisfied("no-such-package-anywhere")
+
+
+@pytest.mark.parametrize(
+    "requirement, right, wrong",
+    [
+        (
+            "torch>=2.6",
+            "2.6 2.6.0+cu124 2.13.0 2.6.0.post1 10.0 2.9.0.dev20250801+cu128",
+            "2.0.0 2.5.1+cu121 1.13 2.6.0rc1",
+        ),
+        ("cuda-bindings>=13.0,<13.1", "13.0 13.0.3 13.0.0.post1", "12.9.2 13.1 13.1.0 13.2.1 13.1.0rc1"),
+        ('mkdocstrings[python] >= 1.0 , != 1.1; python_version >= "3"', "1.0 1.1.1", "0.9 1.1 1.1.0"),
+        ("tilelang==0.1.15", "0.1.15 0.1.15+gitabc 0.1.15.0", "0.1.14 0.1.150 0.1.15.post1 0.1.15rc1"),
+        ("some <=2, >1.0", "1.0.1 2.0.0", "1.0 1.0.post1 2.0.1"),
+    ],
+)
+def test_ranges_are_checked(monkeypatch, requirement, right, wrong):
+    for version in [*right.split(), *wrong.split()]:
+        monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
+        assert requirements["satisfied"](requirement) == (version in right.split()), version
+
+
+def test_all_requirements_can_be_checked(monkeypatch):
+    groups = ["test", "fresh", "bench", "docs", "lint"]
+    for requirement in requirements["fresh"](groups):
+        requirements["satisfied"](requirement)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0")
+    assert "torch>=2.6" in requirements["missing"]([])

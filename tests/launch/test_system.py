@@ -31,9 +31,15 @@ if "download" in sys.argv:
     for package in sys.argv[sys.argv.index("download") + 1:]:
         open(package + "_1.deb", "w").close()
 """
-# Unpacks the headers that a package of this name has.
+# Unpacks the headers that a package of this name has; pip is a program that says where it runs.
 DPKG = """#!{python}
-import os, sys
+import os, sys, zipfile
+if "pip-whl" in sys.argv[2]:
+    wheels = os.path.join(sys.argv[3], "usr", "share", "python-wheels")
+    os.makedirs(wheels)
+    with zipfile.ZipFile(os.path.join(wheels, "pip-1-py3-none-any.whl"), "w") as wheel:
+        wheel.writestr("pip/__main__.py", "import sys; print(sys.prefix, *sys.argv)")
+    sys.exit()
 package, include = os.path.basename(sys.argv[2]), os.path.join(sys.argv[3], "usr", "include")
 header = "rdma/fabric.h" if "fabric" in package else "python{version}/Python.h"
 os.makedirs(os.path.dirname(os.path.join(include, header)), exist_ok=True)
@@ -49,7 +55,8 @@ def machine(tmp_path):
     text = open(os.path.join(ROOT, "tilescale_net", "launch", "system.py")).read()
     # Python's own headers are there on this machine; nobody here is root.
     text = text.replace('sysconfig.get_path("include")', repr(f"/nowhere/python{VERSION}"))
-    script.write_text(text.replace("os.geteuid() == 0", "False"))
+    text = text.replace('importlib.util.find_spec("ensurepip")', "os.path.exists(os.path.join(ROOT, 'ensurepip'))")
+    script.write_text(text.replace("os.geteuid() == 0", 'bool(os.environ.get("ROOT"))'))
     programs = tmp_path / "bin"
     programs.mkdir()
     (tmp_path / "include").mkdir()
@@ -57,12 +64,16 @@ def machine(tmp_path):
         (programs / name).write_text(program.format(python=sys.executable, version=VERSION))
         (programs / name).chmod(0o755)
 
-    def run(**env):
+    def run(*words, **env):
         environment = clean_environment(PATH=str(programs), SYSTEM=str(tmp_path / "include"), LOG=str(tmp_path / "log"))
         for name in ("CXX", "TSN_LIBFABRIC_INCLUDE", "VIRTUAL_ENV"):
             environment.pop(name, None)
         return subprocess.run(
-            [sys.executable, script, "prepare"], env=environment | env, capture_output=True, text=True, timeout=60
+            [sys.executable, script, *(words or ("prepare", "headers"))],
+            env=environment | env,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
 
     run.root, run.programs = tmp_path, programs
@@ -97,6 +108,35 @@ def test_without_libfabrics_headers_there_is_no_fabric(machine):
     assert "building without the fabric, for one node only" in done.stderr
     (machine.programs / "apt-get").unlink()
     assert machine().returncode == 0
+    # Where that is wanted, nothing is looked for or fetched.
+    (machine.root / "include" / "rdma").mkdir()
+    (machine.root / "include" / "rdma" / "fabric.h").touch()
+    assert machine("fabric").returncode == 0 and machine("fabric", TSN_LIBFABRIC_INCLUDE="none").returncode == 1
+    done = machine("prepare", "headers", TSN_LIBFABRIC_INCLUDE="none")
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_pip_of_a_machine_without_ensurepip(machine):
+    (machine.root / "include" / "Python.h").touch()
+    folder = machine.root / "environment"
+    done = machine("prepare", "venv", OFFLINE="1")
+    assert done.returncode == 1 and "lacks Python's venv and ensurepip, which could not be fetched" in done.stderr
+    assert "apt-get install python3-venv" in done.stderr
+    done = machine("prepare", "headers", "venv")
+    assert done.returncode == 0 and "unpacking libfabric-dev and python3-pip-whl" in done.stderr, done.stderr
+    done = machine("venv", str(folder))
+    assert done.returncode == 0 and done.stdout.startswith(f"{folder} ") and " install " in done.stdout, done.stderr
+    done = machine("prepare", "headers", "venv", OFFLINE="1")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_root_installs_what_venv_needs(machine):
+    done = machine("prepare", "venv", ROOT="1", OFFLINE="1")
+    assert done.returncode == 1 and "installing python3-venv" in done.stderr
+    (machine.root / "ensurepip").touch()
+    assert machine("prepare", "venv", ROOT="1", OFFLINE="1").stderr == ""
+    done = machine("venv", "--without-pip", str(machine.root / "environment"))
+    assert done.returncode == 0 and (machine.root / "environment" / "bin" / "python").exists(), done.stderr
 
 
 def test_headers_of_the_efa_installer_go_before_the_systems(tmp_path, monkeypatch):

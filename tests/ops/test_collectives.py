@@ -99,6 +99,10 @@ def _refusals() -> None:
         ops.all_to_all(x, output_splits=[1] * n)
     with pytest.raises(ValueError, match="more than max_rows"):
         ops.all_to_all(x[: 2 * n], [2] * n, [2] * n, max_rows=2)
+    with pytest.raises(ValueError, match="max_rows is -5; it must be 0 or more"):
+        ops.all_to_all(x[: 2 * n], [2] * n, [2] * n, max_rows=-5)
+    with pytest.raises(TypeError, match="group is of type int; give a ProcessGroup"):
+        ops.all_gather(x, group=5)
     with pytest.raises(tsn.RankMismatch, match="rank 0 sends 2 rows to rank 1, which expects 1"):
         ops.all_to_all(x[: 2 * n], [2 - me] * n, [2] * n)
     with pytest.raises(tsn.ConfigurationError, match="has the name 'nobody'"):

@@ -41,7 +41,6 @@ def test_variables_are_read_through_the_table_alone():
         ("tilescale_net/csrc/fabric/library.cpp", "TSN_LIBFABRIC"),
         ("tilescale_net/csrc/cuda/driver.cpp", "TSN_LIBCUDA"),
         ("tilescale_net/launch/requirements.py", "TSN_LIBFABRIC"),
-        ("tilescale_net/launch/system.py", "TSN_PYTHON"),
     }
 
 
@@ -130,3 +129,14 @@ def test_good_values(monkeypatch):
     settings.check()
     with pytest.raises(ConfigurationError, match="^heap_bytes='4 apples'"):
         settings.heap_bytes("4 apples", False)
+
+
+def test_the_heaps_size_is_named_as_it_was_given():
+    for given, words in (
+        ("4 apples", "heap_bytes='4 apples'"),
+        (4, "heap_bytes: a heap of 4"),
+        (1.5, "heap_bytes=1.5"),
+        (1 << 63, "heap_bytes: a heap of 9223372036854775808 bytes is more than any memory holds"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            settings.heap_bytes(given, on_gpu=False)

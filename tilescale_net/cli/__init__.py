@@ -10,6 +10,7 @@ import sys
 
 from tilescale_net import __version__
 from tilescale_net.cli import check, model, trace, tune
+from tilescale_net.cli.arguments import positive_int, writable_file
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.launch import messages, run
 from tilescale_net.runtime import settings
@@ -38,10 +39,10 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("bench", help=text, description=f"{text.capitalize()}.")
     command.add_argument("--quick", action="store_true", help="few sizes and repetitions: whether everything works")
     command.add_argument("--only", metavar="LIST", help="comma-separated names of files in benchmark/")
-    command.add_argument("--output", default="tilescale_net_bench.html", metavar="FILE", help="the page (%(default)s)")
-    command.add_argument(
-        "-n", "--ranks", type=int, metavar="N", help="ranks of the collectives (all GPUs; simulator 2)"
-    )
+    text = "the page (%(default)s), written after each benchmark"
+    command.add_argument("--output", type=writable_file, default="tilescale_net_bench.html", metavar="FILE", help=text)
+    text = "ranks of the collectives (all GPUs; simulator 2)"
+    command.add_argument("-n", "--ranks", type=positive_int, metavar="N", help=text)
     command.set_defaults(call=_bench)
     text = "bytes on each link and expected times of MoE dispatch and combine on a cluster, from measured costs"
     command = commands.add_parser("model", help=text, description=f"{text[0].upper()}{text[1:]}.")

@@ -2,19 +2,23 @@
 
 import argparse
 
+from tilescale_net.cli.arguments import positive_float, positive_int
+
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("where", metavar="SCRIPT.py::FUNCTION", help="what sets up a rank, see docs/simulator.md")
-    command.add_argument("-n", "--ranks", type=int, default=2, metavar="N", help="ranks (%(default)s)")
-    command.add_argument("--random", type=int, metavar="N", help="instead of all schedules: N random ones")
+    command.add_argument("-n", "--ranks", type=positive_int, default=2, metavar="N", help="ranks (%(default)s)")
+    command.add_argument("--random", type=positive_int, metavar="N", help="instead of all schedules: N random ones")
     command.add_argument("--seed", type=int, default=0, metavar="S", help="of the first random one (%(default)s)")
     command.add_argument(
         "--depth", type=int, default=3, metavar="D", help="of random ones: changes of priority, plus 1 (%(default)s)"
     )
     command.add_argument("--schedule", metavar="TEXT|FILE", help="only this one, as printed by an earlier check")
     command.add_argument("--preemptions", type=int, default=-1, metavar="P", help="at most P in a schedule")
-    command.add_argument("--most", type=int, default=1 << 62, metavar="N", help="end after N schedules")
-    command.add_argument("--seconds", type=float, default=600.0, metavar="S", help="end after S seconds (%(default)g)")
+    command.add_argument("--most", type=positive_int, default=1 << 62, metavar="N", help="end after N schedules")
+    command.add_argument(
+        "--seconds", type=positive_float, default=600.0, metavar="S", help="end after S seconds (%(default)g)"
+    )
     command.add_argument("--no-races", action="store_true", help="only what comes of a race is wrong, not the race")
 
 

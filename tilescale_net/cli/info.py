@@ -31,6 +31,8 @@ def collect() -> dict:
         "tilescale_net": tilescale_net.__version__,
         "folder": os.path.dirname(tilescale_net.__file__),
         "python": platform.python_version(),
+        "driver": machine.driver(),
+        "cuda": _cuda(),
         "packages": {name: _version(name) for name in PACKAGES},
         "settings": {name: os.environ[name] for name in settings.ALL if os.environ.get(name)},
         "device": _device(gpus),
@@ -63,6 +65,13 @@ def _device(gpus: list[dict]) -> dict:
     else:
         why = f"torch shows {len(gpus)} GPUs" if gpus else "torch shows no GPU"
     return {"kind": settings.device_kind(), "why": why}
+
+
+def _cuda() -> str | None:
+    """The version of CUDA that torch was built for."""
+    import torch
+
+    return torch.version.cuda
 
 
 def _libfabric() -> dict:
@@ -108,9 +117,12 @@ def lines(found: dict) -> list[str]:
     """The report, one fact a line."""
     out = [f"tilescale_net {found['tilescale_net']}, Python {found['python']}"]
     out += [f"  {name} {version or 'not installed'}" for name, version in found["packages"].items()]
+    out.append(
+        f"NVIDIA driver: {found['driver'] or 'none'}; CUDA of torch: {found['cuda'] or 'none, it is built without'}"
+    )
     out.append(f"device: {found['device']['kind']} ({found['device']['why']})")
     for ordinal, g in enumerate(found["gpus"]):
-        peers = ", ".join(map(str, g["peers"])) or "none"
+        peers = ", ".join(f"{n} ({g['links'][str(n)]})" for n in g["peers"]) or "none"
         out.append(
             f"  GPU {ordinal}: {g['name']}, compute capability {g['compute_capability']}, {g['memory'] >> 30} GiB, PCI "
             f"{g['pci']}, NUMA node {g['numa_node'] or '?'}, maps GPUs {peers}"

@@ -1,6 +1,7 @@
 """What this machine has: GPUs with their links, NICs with their places, memory; read from CUDA, /sys and /proc."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,42 @@ def _read(path: Path) -> str:
         return ""
 
 
+def driver() -> str | None:
+    """Version of NVIDIA's kernel driver; None where there is none."""
+    found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", _read(PROC / "driver/nvidia/version"))
+    return found.group(1) if found else None
+
+
+def link(first: int, second: int) -> str:
+    """What a GPU reaches the memory of another by: "NVLink", "PCIe", or "none".
+
+    CUDA does not name the link, but tells whether atomic operations are carried out at its other end: over NVLink alone.
+    """
+    from cuda.bindings import runtime
+
+    attributes = runtime.cudaDeviceP2PAttr
+    for name, attribute in (
+        ("NVLink", attributes.cudaDevP2PAttrNativeAtomicSupported),
+        ("PCIe", attributes.cudaDevP2PAttrAccessSupported),
+    ):
+        error, value = runtime.cudaDeviceGetP2PAttribute(attribute, first, second)
+        if not int(error) and value:
+            return name
+    return "none"
+
+
 def gpus() -> list[dict]:
-    """One dict a GPU: name, compute_capability, memory (bytes), pci, numa_node, peers (ordinals it can map)."""
+    """One dict a GPU: name, compute_capability, memory (bytes), pci, numa_node, peers (ordinals it can map), links.
+
+    `links` has what each of the peers is reached by, see `link`.
+    """
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = []
     for ordinal in range(count):
         p: Any = torch.cuda.get_device_properties(ordinal)
+        peers = [n for n in range(count) if n != ordinal and torch.cuda.can_device_access_peer(ordinal, n)]
         pci = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
         found.append(
             {
@@ -31,11 +60,8 @@ def gpus() -> list[dict]:
                 "memory": p.total_memory,
                 "pci": pci,
                 "numa_node": _read(SYS / "bus/pci/devices" / pci / "numa_node"),
-                "peers": [
-                    other
-                    for other in range(count)
-                    if other != ordinal and torch.cuda.can_device_access_peer(ordinal, other)
-                ],
+                "peers": peers,
+                "links": {str(other): link(ordinal, other) for other in peers},
             }
         )
     return found

@@ -3,13 +3,16 @@
 import argparse
 import os
 
+from tilescale_net.cli.arguments import positive_int
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.trace import summary, timeline
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("file", metavar="FILE", help="what TSN_TRACE named")
-    command.add_argument("--longest", type=int, default=10, metavar="N", help="how many waits to list (%(default)s)")
+    command.add_argument(
+        "--longest", type=positive_int, default=10, metavar="N", help="how many waits to list (%(default)s)"
+    )
 
 
 def show(args: argparse.Namespace) -> int:

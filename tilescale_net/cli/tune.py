@@ -3,6 +3,8 @@
 import argparse
 import os
 
+from tilescale_net.cli.arguments import positive_int
+
 PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
@@ -10,13 +12,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """The command's options."""
     command.add_argument("what", choices=(*PRODUCTS, "moe"), help="calls that are tuned")
     text = "ranks on this host (all GPUs; simulator 2); a rank that torchrun or srun has started takes theirs"
-    command.add_argument("--ranks", type=int, metavar="N", help=text)
+    command.add_argument("--ranks", type=positive_int, metavar="N", help=text)
     text = "rows of x on a rank; moe: tokens of a rank (%(default)s)"
-    command.add_argument("--rows", type=int, nargs="+", default=[4096], metavar="M", help=text)
+    command.add_argument("--rows", type=positive_int, nargs="+", default=[4096], metavar="M", help=text)
     whole = (("k", 7168), ("n", 8192), ("experts", 256), ("hidden", 7168), ("top-k", 8), ("most", 12))
     texts = {"k": "columns of x", "n": "columns of w", "most": "candidates that are tried"}
     for name, default in whole:
-        command.add_argument(f"--{name}", type=int, default=default, help=f"{texts.get(name, 'moe')} (%(default)s)")
+        command.add_argument(
+            f"--{name}", type=positive_int, default=default, help=f"{texts.get(name, 'moe')} (%(default)s)"
+        )
     command.add_argument("--dtype", choices=("bf16", "fp16", "fp8"), default="bf16", help="(%(default)s)")
     command.add_argument("--mode", choices=("throughput", "latency"), default="throughput", help="moe (%(default)s)")
     command.add_argument("--layout", choices=("expert", "rank"), default="expert", help="moe (%(default)s)")

@@ -222,7 +222,8 @@ class _Rewriter:
 
     def _while(self, node: tirx.While) -> tirx.Stmt:
         again = self._temporary("bool")
-        true, inner = tirx.const(True, "bool"), []
+        true = tirx.const(True, "bool")
+        inner: list[tirx.Stmt] = []
         self._open.append(inner)
         inner.append(tirx.BufferStore(again, self._expr(node.condition, inner), [0]))
         self._open.pop()

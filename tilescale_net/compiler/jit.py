@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import tilelang
 from tilelang import tvm
@@ -158,7 +159,7 @@ def compile(
         raise KernelError(
             f"kernel {kernel_name(func)} returns T.empty tensors; pass every output as an argument instead"
         )
-    chosen = _target(target)
+    chosen: Any = _target(target)
     configs = required_pass_configs(func, pass_configs)
     flags = list(func.attrs["tilelang_compile_flags"]) if "tilelang_compile_flags" in (func.attrs or {}) else []
     flags += [compile_flags] if isinstance(compile_flags, str) else list(compile_flags or ())
@@ -212,6 +213,9 @@ def _renamed(func: PrimFunc, name: str) -> PrimFunc:
 class KernelFactory:
     """What `@tsn.jit` makes of a function that returns a T.prim_func: call it to get the compiled kernel."""
 
+    __name__: str
+    __qualname__: str
+
     def __init__(self, function: Callable, options: dict):
         functools.update_wrapper(self, function)
         self._function = function
@@ -259,7 +263,7 @@ class KernelFactory:
         key = kept_kernels.key(self._function, args, kwargs, options)
         if key is None:
             return None
-        made: list[SimulatedKernel] = []
+        made: list[Any] = []
 
         def make() -> kept_kernels.Kept:
             made.append(compile(self.trace(*args, **kwargs), **options))
@@ -290,7 +294,25 @@ class KernelFactory:
         return _renamed(func, self.__name__) if self.__name__.isidentifier() else func
 
 
-def jit(func=None, *, target=None, pass_configs=None, compile_flags=None, name=None):
+@overload
+def jit(
+    func: None = None, *, target: str | dict | None = None, pass_configs: dict | None = None,
+    compile_flags: list[str] | str | None = None, name: str | None = None,
+) -> Callable[[Callable[..., Any]], KernelFactory]: ...  # fmt: skip
+@overload
+def jit(
+    func: Callable[..., Any], *, target: str | dict | None = None, pass_configs: dict | None = None,
+    compile_flags: list[str] | str | None = None, name: str | None = None,
+) -> KernelFactory: ...  # fmt: skip
+@overload
+def jit(
+    func: PrimFunc, *, target: str | dict | None = None, pass_configs: dict | None = None,
+    compile_flags: list[str] | str | None = None, name: str | None = None,
+) -> Kernel: ...  # fmt: skip
+def jit(
+    func: Callable[..., Any] | PrimFunc | None = None, *, target: str | dict | None = None,
+    pass_configs: dict | None = None, compile_flags: list[str] | str | None = None, name: str | None = None,
+) -> KernelFactory | Kernel | Callable[[Callable[..., Any]], KernelFactory | Kernel]:  # fmt: skip
     """Decorator for kernels: over a function that returns a T.prim_func (as tilelang.jit), or over a T.prim_func.
 
         @tsn.jit
@@ -305,9 +327,9 @@ def jit(func=None, *, target=None, pass_configs=None, compile_flags=None, name=N
     Arguments and errors are those of `compile`. A decorated factory returns a `Kernel` for each set of arguments and
     compiles it once; a decorated T.prim_func is a `Kernel`.
     """
-    options = dict(target=target, pass_configs=pass_configs, compile_flags=compile_flags, name=name)
+    options: dict[str, Any] = dict(target=target, pass_configs=pass_configs, compile_flags=compile_flags, name=name)
 
-    def decorate(function):
+    def decorate(function: Callable[..., Any] | PrimFunc) -> KernelFactory | Kernel:
         if isinstance(function, PrimFunc):
             return compile(function, **options)
         if not callable(function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import tvm_ffi
@@ -17,6 +18,9 @@ from tilescale_net.errors import KernelError, TileScaleError
 from tilescale_net.runtime import worlds
 from tilescale_net.runtime.context import HEADER_WORDS
 from tilescale_net.trace import recorder
+
+if TYPE_CHECKING:
+    from tilescale_net.runtime.world import World
 
 
 class Kernel:
@@ -35,7 +39,7 @@ class Kernel:
 
     prim_func: PrimFunc
 
-    def __init__(self, name: str, made_of, source: str, target):
+    def __init__(self, name: str, made_of: Any, source: str, target: Any):
         self.name = name
         self.source = source
         self.target = target
@@ -74,7 +78,7 @@ class Kernel:
         except Exception as error:
             self._explain(args, error)
 
-    def launcher(self, world) -> Callable[..., None]:
+    def launcher(self, world: World) -> Callable[..., None]:
         """The launch in one world, for callers that make many: it takes the arguments by position, without the context.
 
         It is good as long as the world is, and raises what a call raises. Arguments may be made by `runtime.launch_arguments.constant`.
@@ -97,7 +101,7 @@ class Kernel:
         """Whether the function of `plain_function` takes the context, in front of all other arguments."""
         return self._context_index is not None
 
-    def plain_function(self, world):
+    def plain_function(self, world: World) -> Any:
         """The function that `launcher` calls in a world in the end, a tvm_ffi.Function of all arguments; None where it is no
         such function, or where something is to be done before or after it.
 

@@ -1,7 +1,6 @@
 """tilelang's version, CUDA compilers, include paths and flags: what a kernel is compiled with."""
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -12,6 +11,7 @@ import shutil
 from pathlib import Path
 
 from tilescale_net.errors import ConfigurationError
+from tilescale_net.runtime import file_lock
 
 # The package uses parts of tilelang that are not a public interface; they were checked for this version.
 TILELANG_VERSION = "0.1.15"
@@ -92,8 +92,7 @@ def once_per_host(name: str):
     if env.is_cache_enabled():
         with contextlib.suppress(OSError):
             os.makedirs(env.TILELANG_CACHE_DIR, exist_ok=True)
-            lock = open(os.path.join(env.TILELANG_CACHE_DIR, f"tilescale_net-{name}.lock"), "w")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock = file_lock.acquire(os.path.join(env.TILELANG_CACHE_DIR, f"tilescale_net-{name}.lock"))
     try:
         yield
     finally:

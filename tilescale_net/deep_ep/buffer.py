@@ -1,13 +1,17 @@
 """DeepEP's Buffer: expert-parallel communication of a group, in high-throughput and in low-latency mode."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+import tilescale_net as tsn
 from tilescale_net.deep_ep import high_throughput, low_latency, mpi
 from tilescale_net.deep_ep.config import Config, low_latency_bytes, recommended
 from tilescale_net.deep_ep.event import EventHandle, EventOverlap, begin, end
+from tilescale_net.deep_ep.high_throughput import Bias
 from tilescale_net.deep_ep.objects import Objects, join, leave
+from tilescale_net.kernels.moe.handle import Rows
 
 SCRATCH = 1 << 20  # bytes of what get_local_buffer_tensor gives where no size is asked for
 
@@ -37,9 +41,9 @@ class Buffer:
     num_sms: int = 20
 
     def __init__(
-        self, group=None, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, low_latency_mode: bool = False,
+        self, group: "tsn.Group" = None, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, low_latency_mode: bool = False,
         num_qps_per_rank: int = 24, allow_nvlink_for_low_latency_mode: bool = True, allow_mnnvl: bool = False,
-        explicitly_destroy: bool = False, comm=None, enable_shrink: bool = False, use_fabric: bool = False,
+        explicitly_destroy: bool = False, comm: Any = None, enable_shrink: bool = False, use_fabric: bool = False,
     ):  # fmt: skip
         if comm is not None:
             group = mpi.group_of(comm)
@@ -109,7 +113,7 @@ class Buffer:
     def get_dispatch_layout(
         self, topk_idx: torch.Tensor, num_experts: int, previous_event: EventOverlap | None = None,
         async_finish: bool = False, allocate_on_comm_stream: bool = False,
-    ):  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:  # fmt: skip
         """What `dispatch` takes beside the rows, from the choices of each token.
 
         Args:
@@ -128,13 +132,13 @@ class Buffer:
         return per_rank, per_node, per_expert, in_rank, end(async_finish)
 
     def dispatch(
-        self, x, handle: tuple | None = None, num_tokens_per_rank: torch.Tensor | None = None,
+        self, x: Rows, handle: tuple | None = None, num_tokens_per_rank: torch.Tensor | None = None,
         num_tokens_per_rdma_rank: torch.Tensor | None = None, is_token_in_rank: torch.Tensor | None = None,
         num_tokens_per_expert: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None, expert_alignment: int = 1, num_worst_tokens: int = 0,
         config: Config | None = None, previous_event: EventOverlap | None = None, async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ):  # fmt: skip
+    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, tuple | None, EventOverlap]:  # fmt: skip
         """Send each token once to every rank that it goes to. Collective.
 
         Args:
@@ -174,10 +178,10 @@ class Buffer:
         return rows, recv_idx, recv_weights, counts, (prefix, is_token_in_rank, routing), end(async_finish)
 
     def combine(
-        self, x: torch.Tensor, handle: tuple, topk_weights: torch.Tensor | None = None, bias=None,
+        self, x: torch.Tensor, handle: tuple, topk_weights: torch.Tensor | None = None, bias: Bias = None,
         config: Config | None = None, previous_event: EventOverlap | None = None, async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ):  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:  # fmt: skip
         """Sum the rows of each token over the ranks that have one. Collective; a handle serves any number of times.
 
         Args:
@@ -208,7 +212,7 @@ class Buffer:
         cumulative_local_expert_recv_stats: torch.Tensor | None = None,
         dispatch_wait_recv_cost_stats: torch.Tensor | None = None, use_fp8: bool = True, round_scale: bool = False,
         use_ue8m0: bool = False, async_finish: bool = False, return_recv_hook: bool = False,
-    ):  # fmt: skip
+    ) -> tuple[Rows, torch.Tensor, tuple, EventOverlap, Callable[[], None] | None]:  # fmt: skip
         """Send each token to its experts. Collective.
 
         Args:

@@ -3,13 +3,16 @@
 from dataclasses import dataclass
 
 import torch
+from torch.distributed import ProcessGroup
 
+import tilescale_net as tsn
 from tilescale_net.deep_ep.config import EXPERTS
 from tilescale_net.deep_ep.event import EventHandle, EventOverlap, begin, end
-from tilescale_net.deep_ep.high_throughput import biases_of, fresh, joined, parts
+from tilescale_net.deep_ep.high_throughput import Bias, biases_of, fresh, joined, parts
 from tilescale_net.deep_ep.objects import Objects, join, leave
 from tilescale_net.errors import TileScaleError
 from tilescale_net.kernels.moe import AllToAll, Handle, metadata
+from tilescale_net.kernels.moe.handle import Rows
 from tilescale_net.kernels.moe.wire_layout import Totals
 
 NUM_SMS = 24  # blocks of a kernel where a call does not say
@@ -69,7 +72,7 @@ class ElasticBuffer:
     """
 
     def __init__(
-        self, group, num_bytes: int | None = None, num_cpu_bytes: int = 0, num_max_tokens_per_rank: int = 0, hidden: int = 0,
+        self, group: "tsn.Group", num_bytes: int | None = None, num_cpu_bytes: int = 0, num_max_tokens_per_rank: int = 0, hidden: int = 0,
         num_topk: int = 0, use_fp8_dispatch: bool = False, deterministic: bool = False, allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True, prefer_overlap_with_compute: bool = True, sl_idx: int = 3,
         num_allocated_qps: int = 0, num_cpu_timeout_secs: int = 300, num_gpu_timeout_secs: int = 100,
@@ -99,7 +102,7 @@ class ElasticBuffer:
 
     @staticmethod
     def get_buffer_size_hint(
-        group, num_max_tokens_per_rank: int, hidden: int, num_topk: int = 0, use_fp8_dispatch: bool = False,
+        group: ProcessGroup, num_max_tokens_per_rank: int, hidden: int, num_topk: int = 0, use_fp8_dispatch: bool = False,
         allow_hybrid_mode: bool = True, allow_multiple_reduction: bool = True,
     ) -> int:  # fmt: skip
         """Bytes of symmetric memory for both layouts, with rows of BF16, and of FP8 too if that is asked for."""
@@ -146,14 +149,14 @@ class ElasticBuffer:
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
     def dispatch(
-        self, x, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None,
+        self, x: Rows, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None,
         cumulative_local_expert_recv_stats: torch.Tensor | None = None, num_experts: int | None = None,
         num_max_tokens_per_rank: int | None = None, expert_alignment: int | None = None, num_sms: int = 0, num_qps: int = 0,
         previous_event: EventHandle | None = None, previous_event_before_epilogue: EventHandle | None = None,
         async_with_compute_stream: bool = False, allocate_on_comm_stream: bool = False, handle: EPHandle | None = None,
         do_handle_copy: bool = True, do_cpu_sync: bool | None = None, do_expand: bool = False,
         do_zero_padding: bool = False, use_tma_aligned_col_major_sf: bool = False,
-    ):  # fmt: skip
+    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:  # fmt: skip
         """Send each token to the ranks of its experts. Collective.
 
         Args:
@@ -220,11 +223,11 @@ class ElasticBuffer:
     # -- combine ----------------------------------------------------------------------------------------------------
 
     def combine(
-        self, x: torch.Tensor, handle: EPHandle, topk_weights: torch.Tensor | None = None, bias=None, num_sms: int = 0,
-        num_qps: int = 0, previous_event: EventHandle | None = None,
+        self, x: torch.Tensor, handle: EPHandle, topk_weights: torch.Tensor | None = None, bias: Bias = None,
+        num_sms: int = 0, num_qps: int = 0, previous_event: EventHandle | None = None,
         previous_event_before_epilogue: EventHandle | None = None, async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
-    ):  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:  # fmt: skip
         """Sum the rows of each token. Collective; a handle serves any number of times.
 
         Args:

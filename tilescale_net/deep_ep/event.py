@@ -49,7 +49,7 @@ def begin(previous_event: EventOverlap | None, async_finish: bool, allocate_on_c
     has_event = previous_event is not None and previous_event.event is not None
     if allocate_on_comm_stream and not (has_event and async_finish):
         raise ValueError("allocate_on_comm_stream goes with previous_event and async_finish=True")
-    if has_event:
+    if previous_event is not None and has_event:
         previous_event.current_stream_wait()
 
 

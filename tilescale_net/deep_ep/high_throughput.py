@@ -1,6 +1,7 @@
 """DeepEP's high-throughput mode: layouts, dispatch and combine of any number of tokens."""
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -8,7 +9,11 @@ from tilescale_net import ops
 from tilescale_net.deep_ep.objects import Objects
 from tilescale_net.errors import HeapError
 from tilescale_net.kernels.moe import AllToAll, Dispatched, Handle, metadata
+from tilescale_net.kernels.moe.handle import Rows
 from tilescale_net.kernels.moe.wire_layout import Totals
+
+# What combine adds to its sums: one or two tensors; of two, one may be missing.
+Bias: TypeAlias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ def _widened(tensor: torch.Tensor, width: int, fill) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, (0, missing), value=fill) if missing else tensor.contiguous()
 
 
-def parts(x) -> tuple[torch.Tensor, torch.Tensor | None]:
+def parts(x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows and scales, [tokens, words of scales] or None, as kernels take them."""
     rows, scales = x if isinstance(x, tuple) else (x, None)
     if scales is not None:
@@ -66,7 +71,7 @@ def _object(objects: Objects, experts: int, max_tokens: int, rows, scales, top_k
     return objects.high_throughput(experts, max_tokens, rows.shape[1], top_k, rows.dtype, num_sms, words)
 
 
-def joined(rows: torch.Tensor, scales: torch.Tensor | None):
+def joined(rows: torch.Tensor, scales: torch.Tensor | None) -> Rows:
     return rows if scales is None else (rows, scales)
 
 
@@ -157,7 +162,7 @@ def _prefix(world, routing: Routing) -> torch.Tensor:
     return matrix
 
 
-def biases_of(bias) -> tuple[torch.Tensor, ...]:
+def biases_of(bias: Bias) -> tuple[torch.Tensor, ...]:
     """None, a tensor, or a tuple of two of which one may be None, as combine takes them."""
     given = (bias,) if bias is None or isinstance(bias, torch.Tensor) else bias
     return tuple(b.contiguous() for b in given if b is not None)

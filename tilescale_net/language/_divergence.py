@@ -32,7 +32,7 @@ def require_converged(scope: str) -> None:
 def _inline(expr: tirx.PrimExpr) -> tirx.PrimExpr:
     """Replace names that the kernel bound to expressions by those expressions."""
     for _ in range(16):
-        bound = {}
+        bound: dict[tirx.Var, tirx.PrimExpr] = {}
 
         def look(node, bound=bound):
             if isinstance(node, tirx.Var) and has_let_value(node):

@@ -182,10 +182,10 @@ def operand(name: str, value, is_guarded: bool = False, in_rows: bool = False, i
 def _require_inside(name: str, buffer: tirx.Buffer, mins: list, extents: list) -> None:
     """Raise PrimitiveError for a box that leaves its tensor on one axis, where its other rows would still be inside."""
     for index, extent, size in zip(mins, extents, buffer.shape):
-        known = [constant(v) for v in (index, extent, size)]
-        if None not in known and known[0] + known[1] > known[2]:
+        first, length, room = (constant(v) for v in (index, extent, size))
+        if first is not None and length is not None and room is not None and first + length > room:
             raise PrimitiveError(
-                f"{name} ({buffer.name}{_text(mins, extents)}) ends at {known[0] + known[1]} on an axis of {size}"
+                f"{name} ({buffer.name}{_text(mins, extents)}) ends at {first + length} on an axis of {size}"
             )
 
 

@@ -10,6 +10,7 @@ statement is there: the trace says what the variable stands for, and compiler/ef
 """
 
 import sys
+from types import FrameType
 
 from tilelang.language.eager.builder import BoolOpFrame, Builder
 from tvm import tirx
@@ -42,7 +43,7 @@ def in_condition() -> bool:
     """Whether what is traced now is evaluated under a condition, or is the condition of a loop."""
     if Builder.current().find_frame_idx(BoolOpFrame) is not None:
         return True
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is Builder.ctx_while.__code__:
             return True

@@ -1,6 +1,7 @@
 """Numbers as primitives accept them: arithmetic in 64 bits, and checks of integers, values and choices."""
 
 import math
+from typing import TypeAlias
 
 from tilelang import tvm
 from tilelang.language.eager.builder import unwrap_expr
@@ -10,10 +11,10 @@ from tvm import tirx
 from tilescale_net.language._primitive import PrimitiveError
 from tilescale_net.language._results import settled
 
-Expr = tirx.PrimExpr | int
+Expr: TypeAlias = tirx.PrimExpr | int
 # What a primitive takes as an integer, and as a value to store.
-Number = Expr
-Scalar = tirx.PrimExpr | int | float
+Number: TypeAlias = Expr
+Scalar: TypeAlias = tirx.PrimExpr | int | float
 
 
 def constant(value: Expr | None) -> int | None:

@@ -225,4 +225,5 @@ def put_value(dst: Place, value: Scalar, pe: Number) -> None:
     to = operand("dst", dst, is_guarded=True)
     if to.element_bytes > 8:
         raise PrimitiveError(f"dst ({to.buffer.name}) has dtype {to.dtype}; put_value carries up to 8 bytes")
-    return guarded(to, OPERATORS["put_value"](to.pointer(), scalar("value", value, to.dtype), pe_index(pe)))
+    call = OPERATORS["put_value"](to.pointer(), scalar("value", value, to.dtype), pe_index(pe))
+    return guarded(to, call)  # type: ignore[return-value] # it is for the tracer alone

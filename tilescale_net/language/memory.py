@@ -167,7 +167,8 @@ def st(dst: Place, value: Scalar, sem: str = "relaxed", scope: str = "sys") -> N
     place = _accessible("dst", dst)
     order = one_of("sem", sem, STORE_ORDERS)
     where = one_of("scope", scope, MEMORY_SCOPES)
-    return guarded(place, OPERATORS["st"](order, where, place.pointer(), scalar("value", value, place.dtype)))
+    call = OPERATORS["st"](order, where, place.pointer(), scalar("value", value, place.dtype))
+    return guarded(place, call)  # type: ignore[return-value] # it is for the tracer alone
 
 
 @primitive

@@ -39,14 +39,36 @@ def name_of(requirement: str) -> str:
     return re.match(r"[A-Za-z0-9._-]+", requirement).group(0)
 
 
+def _version(text: str) -> tuple[tuple[int, ...], int]:
+    """Numbers of a version without the zeros at the end, and -1 before that release, 0 for it, 1 after it; to be compared."""
+    release, rest = re.match(r"(\d+(?:\.\d+)*)([^+]*)", text).groups()
+    numbers = tuple(int(n) for n in re.sub(r"(\.0+)+$", "", release).split("."))
+    return numbers, 0 if not rest else 1 if "post" in rest else -1
+
+
+# By PEP 440; versions before and after a release belong to neither of the ranges that end there.
+_ALLOWED = {
+    "==": lambda found, limit: found == limit,
+    "!=": lambda found, limit: found != limit,
+    ">=": lambda found, limit: found >= limit,
+    "<=": lambda found, limit: found <= limit,
+    "<": lambda found, limit: found[0] < limit[0],
+    ">": lambda found, limit: found[0] > limit[0],
+}
+
+
 def satisfied(requirement: str) -> bool:
-    """Whether the distribution is installed, in the version that an `==` pin asks for; ranges are left to pip."""
+    """Whether the distribution is installed, in a version that the requirement allows."""
     try:
         found = metadata.version(name_of(requirement))
     except metadata.PackageNotFoundError:
         return False
-    pin = re.search(r"==\s*([^,;\s]+)", requirement)
-    return pin is None or found.split("+")[0] == pin.group(1)
+    limits = re.sub(r"^[A-Za-z0-9._-]+\s*(\[.*?\])?", "", requirement.partition(";")[0])
+    for limit in filter(None, map(str.strip, limits.split(","))):
+        how, version = re.fullmatch(r"([=!<>]=|[<>])\s*(\d[\w.]*)", limit).groups()
+        if not _ALLOWED[how](_version(found), _version(version)):
+            return False
+    return True
 
 
 def _opens(*libraries: str) -> bool:
@@ -74,7 +96,10 @@ def _stand_in(name: str) -> bool:
 
 def missing(extras: list[str]) -> list[str]:
     """Requirements of the package, and of the extras, that neither this interpreter nor the machine fulfils."""
-    content = _project()
+    try:
+        content = _project()
+    except ImportError:  # an interpreter of 3.10 without pip has none of them
+        return ["pip"]
     wanted = list(content["project"]["dependencies"])
     for extra in extras:
         wanted += _extras(content)[extra]

@@ -1,14 +1,16 @@
-"""What building needs from the operating system: a C++ compiler, Python's and libfabric's headers.
+"""What setting up needs from the operating system: a C++ compiler, Python's and libfabric's headers, and Python's venv.
 
 Run by path before anything can be imported, by launch.sh and by setup.py; the standard library is all it uses.
 
-    python tilescale_net/launch/system.py prepare     gets the headers that are missing; fails when something still is
-    python tilescale_net/launch/system.py fabric      fails when libfabric's headers are not found
+    python tilescale_net/launch/system.py prepare [headers] [venv]   gets what is missing of them; fails when something still is
+    python tilescale_net/launch/system.py venv [OPTION] FOLDER       makes a virtual environment with pip
+    python tilescale_net/launch/system.py fabric                     fails when libfabric's headers are not found
 
-Headers that are missing come from the distribution's packages: installed by root, unpacked into build/system by others.
+What is missing comes from the distribution's packages: installed by root, unpacked into build/system by others.
 """
 
 import glob
+import importlib.util
 import os
 import shlex
 import shutil
@@ -20,6 +22,8 @@ import tempfile
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 UNPACKED = os.path.join(ROOT, "build", "system")
 EXPLICIT = "TSN_LIBFABRIC_INCLUDE"
+# A value of it: the fabric is left out, whatever there is.
+NO_FABRIC = "none"
 # Of the EFA installer, beside the library that is taken first when a job starts.
 EFA_HEADERS = "/opt/amazon/efa/include"
 # A step that takes longer hangs on a network that swallows packets.
@@ -66,10 +70,12 @@ def python_include() -> list[str] | None:
 def fabric_include() -> list[str] | None:
     """Include folders for rdma/fabric.h, [] when the compiler finds it by itself, None when there is no such header.
 
-    TSN_LIBFABRIC_INCLUDE, where it is set, is the only place that is looked at. Those of the EFA installer go before the
+    TSN_LIBFABRIC_INCLUDE, where it is set, is the only place that is looked at, or says "none". Those of the EFA installer go before the
     system's, as its library does when a job starts: older headers know no DMABUF.
     """
     explicit = os.environ.get(EXPLICIT)
+    if explicit == NO_FABRIC:
+        return None
     if explicit:
         return _first("rdma/fabric.h", [[explicit]])
     newest = [[EFA_HEADERS]] if os.path.exists(os.path.join(EFA_HEADERS, "rdma", "fabric.h")) else []
@@ -85,6 +91,34 @@ def missing_headers() -> dict[str, str]:
     if fabric_include() is None and not os.environ.get(EXPLICIT):
         found["libfabric-dev"] = "libfabric's headers (rdma/fabric.h)"
     return found
+
+
+# Debian keeps ensurepip, without which venv makes no pip, in the first package; in the second, pip itself as a wheel.
+VENV, PIP_WHEEL = "python3-venv", "python3-pip-whl"
+
+
+def _pip_wheel() -> str | None:
+    """The wheel of pip that was unpacked; it runs as it is."""
+    return next(iter(glob.glob(os.path.join(UNPACKED, "usr", "share", "python-wheels", "pip-*.whl"))), None)
+
+
+def missing_venv() -> dict[str, str]:
+    """What making virtual environments needs, as `missing_headers` tells it."""
+    importlib.invalidate_caches()
+    has = importlib.util.find_spec("venv") and (importlib.util.find_spec("ensurepip") or _pip_wheel())
+    return {} if has else {VENV: "Python's venv and ensurepip"}
+
+
+def make_venv(arguments: list[str]) -> None:
+    """`python -m venv` with these arguments, the last of which is the folder; pip comes from its wheel without ensurepip."""
+    wheel = None if importlib.util.find_spec("ensurepip") else _pip_wheel()
+    commands = [[sys.executable, "-m", "venv", *(["--without-pip"] if wheel else []), *arguments]]
+    if wheel:
+        pip = [os.path.join(arguments[-1], "bin", "python"), os.path.join(wheel, "pip")]
+        commands.append([*pip, "install", "-qq", "--no-index", "--disable-pip-version-check", wheel])
+    for command in commands:
+        if code := subprocess.run(command).returncode:
+            sys.exit(code)
 
 
 def _run(*command: str, cwd: str | None = None) -> bool:
@@ -131,49 +165,50 @@ def _get(packages: list[str]) -> None:
         return
     if os.geteuid() == 0 and _install(packages):
         return
-    _unpack(packages)
+    _unpack([PIP_WHEEL if package == VENV else package for package in packages])
 
 
-def prepare() -> None:
-    """Get what is missing. Exits with one message about everything that building cannot do without."""
-    needs: dict[str, str] = {}
-    if not compiler():
+def prepare(what: list[str]) -> None:
+    """Get what is missing of `headers` and `venv`. Exits with one message about everything that cannot be done without."""
+
+    def missing() -> dict[str, str]:
+        return (missing_headers() if "headers" in what else {}) | (missing_venv() if "venv" in what else {})
+
+    if "headers" in what and not compiler():
         named = os.environ.get("CXX")
-        needs["g++"] = f"the C++ compiler that CXX names ({named})" if named else "a C++ compiler (g++ or clang)"
-    try:
-        import ensurepip  # noqa: F401 (Debian keeps it in a package of its own)
-        import venv  # noqa: F401
-    except ImportError:
-        if sys.prefix == sys.base_prefix and not os.environ.get("TSN_PYTHON"):
-            needs["python3-venv"] = "Python's venv and ensurepip"
-    if needs:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         # Without a compiler no header can be looked for: name the package, which does no harm where it is there.
-        needs.setdefault(f"libpython{version}-dev", f"the headers of Python {version}")
-        _refuse(needs)
-    headers = missing_headers()
-    if headers:
-        _get(list(headers))
-        headers = missing_headers()
-    fabric = headers.pop("libfabric-dev", None)
-    if headers:
-        _refuse({**headers, **({"libfabric-dev": fabric} if fabric else {})})
+        needs = {
+            "g++": f"the C++ compiler that CXX names ({named})" if named else "a C++ compiler (g++ or clang)",
+            f"libpython{version}-dev": f"the headers of Python {version}",
+        }
+        _refuse(needs | (missing_venv() if "venv" in what else {}))
+    needs = missing()
+    if needs:
+        _get(list(needs))
+        needs = missing()
+    fabric = needs.pop("libfabric-dev", None)
+    if needs:
+        _refuse({**needs, **({"libfabric-dev": fabric} if fabric else {})})
     if fabric:
         say(f"{fabric} are not here and could not be fetched: building without the fabric, for one node only")
 
 
 def _refuse(needs: dict[str, str]) -> None:
     packages = " ".join(needs)
+    tried = "" if "g++" in needs else ", which could not be fetched"
     sys.exit(
-        f"launch.sh: this machine lacks {', '.join(needs.values())}.\n"
+        f"launch.sh: this machine lacks {', '.join(needs.values())}{tried}.\n"
         f"launch.sh: install them first; Debian, Ubuntu: apt-get install {packages}; elsewhere, packages of like names "
         "(gcc-c++, python3-devel, libfabric-devel)"
     )
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["prepare"]:
-        prepare()
+    if sys.argv[1:2] == ["prepare"]:
+        prepare(sys.argv[2:])
+    elif sys.argv[1:2] == ["venv"] and len(sys.argv) > 2:
+        make_venv(sys.argv[2:])
     elif sys.argv[1:] == ["fabric"]:
         sys.exit(fabric_include() is None)
     else:

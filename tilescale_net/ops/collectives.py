@@ -265,6 +265,8 @@ def all_to_all(
         RankMismatch: ranks that pass different row shapes or dtypes, or splits that differ between two ranks; with
             `max_rows` on a GPU, these are raised by `check`, and no row moves between the two.
     """
+    if max_rows is not None and max_rows < 0:
+        raise ValueError(f"all_to_all: max_rows is {max_rows}; it must be 0 or more, or None for no bound")
     return _ops.all_to_all(
         x, output_splits, input_splits, -1 if max_rows is None else max_rows, group_objects.name_of(group)
     )

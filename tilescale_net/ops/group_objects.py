@@ -20,6 +20,7 @@ from tilescale_net.kernels.collective import Collective
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 from tilescale_net.kernels.send_recv import SendRecv
 from tilescale_net.runtime.groups import StoreGroup
+from tilescale_net.runtime.world import World
 
 _of_worlds: dict = {}
 
@@ -36,7 +37,12 @@ def name_of(group: tsn.Group) -> str:
         return group.group_name
     if isinstance(group, torch.distributed.device_mesh.DeviceMesh):
         return group.get_group().group_name
-    inner = group.group  # of a World
+    if not isinstance(group, World):
+        raise TypeError(
+            f"group is of type {type(group).__name__}; give a ProcessGroup, a DeviceMesh, a StoreGroup, a World, the name of a "
+            "group, or None"
+        )
+    inner = group.group
     return "" if inner is None else inner.group_name
 
 

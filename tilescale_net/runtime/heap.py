@@ -9,6 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tilescale_net.errors import HeapError
+from tilescale_net.runtime import setting
 from tilescale_net.runtime.context import SYSTEM_BYTES
 from tilescale_net.runtime.memory import Memory
 
@@ -80,13 +81,14 @@ class Allocator:
     def end_with(self, sizes: Sequence[int]) -> int:
         """End of the smallest range, this one or a longer one, that holds blocks of these sizes beside the live ones."""
         trial = Allocator(0, 0)
-        trial._holes = list(self._holes)
-        if trial._holes and trial._holes[-1][1] == self._end:
-            trial._holes[-1] = (trial._holes[-1][0], 1 << 62)
-        else:
-            trial._holes.append((self._end, 1 << 62))
-        ends = [trial.allocate(nbytes) + _rounded(nbytes) for nbytes in sizes]
-        return max([self._end, *ends])
+        trial._holes, trial._end = list(self._holes), self._end
+        trial.extend(self._end + footprint(sizes))
+        ends = [self._end]
+        for nbytes in sizes:
+            offset = trial.allocate(nbytes)
+            assert offset is not None  # there is room for all of them behind the end
+            ends.append(offset + _rounded(nbytes))
+        return max(ends)
 
     def extend(self, end: int) -> None:
         """Let the range end there, further on."""
@@ -170,6 +172,13 @@ class Heap:
         end = self._allocator.end_with(sizes)
         return self.size if end <= self.size else -(-end // PAGE) * PAGE
 
+    def advice(self, sizes: Sequence[int]) -> str:
+        """What to do about tensors of these sizes, for which there is no room."""
+        wanted = self.size_to_hold(sizes)
+        if wanted > setting.MOST_BYTES:
+            return "choose smaller sizes: this is more than any memory holds"
+        return f"set TSN_HEAP_SIZE={wanted} (or init(heap_bytes={wanted})) or more"
+
     def as_bytes(self) -> torch.Tensor:
         """The whole heap, uint8 [size], for kernels that address it by offset."""
         return self._memory.bytes_tensor(0, self.size)
@@ -195,8 +204,7 @@ class Heap:
                 raise HeapError(
                     f"rank {self._rank}: the symmetric heap is exhausted: {name}({list(shape)}, {dtype}) needs {nbytes} "
                     f"bytes, the largest free piece of the {self.size}-byte heap holds "
-                    f"{max(0, self._allocator.largest_hole - GAP)}; free tensors, or set "
-                    f"TSN_HEAP_SIZE={self.size_to_hold([nbytes])} (or init(heap_bytes=…)) or more"
+                    f"{max(0, self._allocator.largest_hole - GAP)}; free tensors, or {self.advice([nbytes])}"
                     + (f"; it grows to TSN_HEAP_LIMIT={self.limit} at most" if self.limit > self.size else "")
                 )
             raw = self._memory.bytes_tensor(offset, nbytes)
@@ -288,6 +296,7 @@ def _shape(shape: Sequence[int] | int) -> tuple[int, ...]:
         raise TypeError(f"a shape is a whole number or a sequence of them, not {shape!r}") from None
     if any(d < 0 for d in dims):
         raise HeapError(f"a shape of {list(dims)} has a negative size")
-    if math.prod(dims) >= 1 << 62:
-        raise HeapError(f"a shape of {list(dims)} has more elements than any heap holds")
+    # torch counts in 64 bits, and in strides of a tensor without elements too.
+    if math.prod(max(d, 1) for d in dims) >= 1 << 62:
+        raise HeapError(f"a shape of {list(dims)} is larger than any heap")
     return dims

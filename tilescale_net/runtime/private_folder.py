@@ -7,7 +7,6 @@ import pwd
 import shutil
 import stat
 import tempfile
-import warnings
 from pathlib import Path
 
 from tilescale_net.runtime import settings
@@ -57,9 +56,10 @@ def temporary(instead_of: Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="tilescale_net-"))
     owner = os.getpid()
     atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
-    warnings.warn(
-        f"{instead_of} belongs to another user or may be written by others: kernels are compiled for this process only, "
-        f"in {folder}; set XDG_CACHE_HOME to a folder of your own",
-        stacklevel=2,
+    settings.log.warning(
+        "%s belongs to another user or may be written by others: kernels are compiled for this process only, in %s; set "
+        "XDG_CACHE_HOME to a folder of your own",
+        instead_of,
+        folder,
     )
     return folder

@@ -13,7 +13,8 @@ from tilescale_net.errors import ConfigurationError
 
 T = TypeVar("T")
 _CPUS = 1 << 16  # more than any machine has
-_SUFFIX = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+MOST_BYTES = 1 << 60  # more than any memory holds
+SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,21 @@ class Setting(Generic[T]):
         return self.parse(text, self.name) if text else self.default
 
 
-def parse_bytes(text: str, name: str) -> int:
-    """Bytes from text such as `4096`, `64M` or `1.5G` (powers of two). Raises ConfigurationError that names `name`."""
+def size_of(text: str) -> float:
+    """Bytes from text such as `4096`, `64M` or `1.5GiB` (powers of two). Raises ValueError for what is no size."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
     if not match:
-        raise ConfigurationError(f"{name}={text!r} is not a size; write bytes with an optional K, M, G or T, e.g. 512M")
-    found = float(match.group(1)) * _SUFFIX[match.group(2).upper()]
-    if found > 1 << 60:
+        raise ValueError(f"{text!r} is not a size; write bytes with an optional K, M, G or T, e.g. 512M")
+    return float(match.group(1)) * SUFFIXES[match.group(2).upper()]
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """Bytes from text such as `4096`, `64M` or `1.5G` (powers of two). Raises ConfigurationError that names `name`."""
+    try:
+        found = size_of(text)
+    except ValueError as err:
+        raise ConfigurationError(f"{name}={err}") from None
+    if found > MOST_BYTES:
         raise ConfigurationError(f"{name}={text!r} is more than any memory holds")
     return int(found)
 

@@ -223,7 +223,11 @@ PYTHON = Setting(
 VENV = Setting("TSN_VENV", setting.text, "", "launch.sh: folder of that virtual environment", "`.venv`")
 BUILD = Setting("TSN_BUILD", setting.flag, True, "launch.sh: 0: never build the native part", "1")
 LIBFABRIC_INCLUDE = Setting(
-    "TSN_LIBFABRIC_INCLUDE", setting.text, "", "the build: folder that holds `rdma/fabric.h`", "the compiler's"
+    "TSN_LIBFABRIC_INCLUDE",
+    setting.text,
+    "",
+    "the build: folder that holds `rdma/fabric.h`; `none`: build without the fabric",
+    "the compiler's",
 )
 
 TEST_ORDERING = Setting(
@@ -294,6 +298,8 @@ def heap_bytes(explicit: int | str | None, on_gpu: bool) -> int:
     page = 2 << 20
     if size < page:
         raise ConfigurationError(f"{name}: a heap of {size} bytes is too small; the minimum is {page} (2M)")
+    if size > setting.MOST_BYTES:
+        raise ConfigurationError(f"{name}: a heap of {size} bytes is more than any memory holds")
     return (size + page - 1) // page * page
 
 

@@ -5,7 +5,6 @@ so that they choose alike whatever lies on their own disks. A file that is damag
 left alone, with a warning.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ import weakref
 from pathlib import Path
 
 import tilescale_net
-from tilescale_net.runtime import encoding, private_folder, settings
+from tilescale_net.runtime import encoding, file_lock, private_folder, settings
 
 SCHEMA = 1
 _LARGEST = 1 << 20  # bytes of a file
@@ -80,8 +79,9 @@ def keep(world, name: str, key: str, choice: Choice, us: float) -> Path | None:
     try:
         if not private_folder.make(path.parent):
             raise OSError(f"{path.parent} belongs to another user or may be written by others")
-        with open(path.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another job of this user may keep something at the same time
+        with file_lock.acquire(
+            path.with_suffix(".lock")
+        ):  # another job of this user may keep something at the same time
             choices = _entries(path, place) | {key: {"choice": choice, "us": us}}
             _write(path, {"schema": SCHEMA, "place": place, "choices": choices})
     except OSError as err:

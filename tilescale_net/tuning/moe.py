@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ def candidates(config: Config, world, most: int) -> list[Choice]:
 
 def moe(
     num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype = torch.bfloat16,
-    mode: str = "throughput", *, group: tsn.Group = None, most: int = 12, measure: Measure | None = None, **options,
+    mode: str = "throughput", *, group: tsn.Group = None, most: int = 12, measure: Measure | None = None, **options: Any,
 ) -> Found:  # fmt: skip
     """Find the geometry of an `AllToAll` for a dispatch and a combine of `max_tokens` tokens, and keep it; collective.
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import tilescale_net as tsn
 from tilescale_net.kernels.fused.choice import (
     GEOMETRIES,
     Product,
@@ -17,7 +18,7 @@ from tilescale_net.kernels.fused.choice import (
     is_taken,
     senders,
 )
-from tilescale_net.kernels.fused.matmul import SCALED, Tiling
+from tilescale_net.kernels.fused.matmul import DEFAULT, SCALED, FusedMatmul, Tiling
 from tilescale_net.kernels.fused.matmul_reduce_scatter import check_ring
 
 KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -104,6 +105,17 @@ def test_the_geometry_counts():
     assert expected_us(product)[0] < expected_us(product, tiling=wide)[0]
     eight = dataclasses.replace(product, dtype=SCALED)
     assert expected_us(eight)[0] < 0.6 * expected_us(product)[0]
+
+
+def test_gpus_that_the_kernels_are_not_written_for_are_named(monkeypatch):
+    here = SimpleNamespace(device=torch.device("cuda", 1))
+    monkeypatch.setattr(tsn, "world", lambda group: here)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(tsn.ConfigurationError, match=r"^Some: fused kernels are .* 9.0 .*, and cuda:1 is of 8.6; take"):
+        FusedMatmul("Some", "", torch.bfloat16, None, DEFAULT, 128, 8, None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(TypeError, match="dtype torch.int8"):  # what comes next
+        FusedMatmul("Some", "", torch.int8, None, DEFAULT, 128, 8, None)
 
 
 @pytest.mark.parametrize("kind", KINDS)

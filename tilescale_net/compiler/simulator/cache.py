@@ -6,7 +6,6 @@ and nobody else may write them.
 """
 
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.runtime import private_folder
+from tilescale_net.runtime import file_lock, private_folder
 
 SUFFIXES = (".so", ".lowered", ".kept", ".gch")
 # Files that end with a digest of what they hold, so that one which a full disk or a power cut has damaged is not used:
@@ -59,12 +58,11 @@ def get_or_build(name: str, key: str, suffix: str, make: Callable[[Path], Path])
         if _used(path):
             return path
         # Sixteen serve all files of a kind. A kept kernel is made of the others, under whose locks it must not be.
-        lock = open(place / f"lock-{'k' if suffix == '.kept' else ''}{key[0]}", "w")
+        lock = file_lock.acquire(place / f"lock-{'k' if suffix == '.kept' else ''}{key[0]}")
     except OSError as err:
         raise _unusable(place, err) from err
     try:
         with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
             if _used(path):
                 return path
             with tempfile.TemporaryDirectory(dir=place, prefix=_TEMPORARY) as work:

@@ -1,0 +1,54 @@
+"""What the package imports is the standard library or comes with a distribution that pyproject.toml depends on."""
+
+import ast
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from tests.package.conftest import ROOT
+
+# Import names whose distribution does not list them: tilelang brings its own TVM.
+BUNDLED = {"tvm": "tilelang"}
+# By file: `bench` is there in a checkout alone and says so; launch.sh asks an interpreter that may be older than tomllib.
+ELSEWHERE = {("tilescale_net/cli/__init__.py", "benchmark"), ("tilescale_net/launch/requirements.py", "pip")}
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Top-level names of what is imported anywhere in a file, absolutely."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            yield node.module.split(".")[0]
+
+
+def undeclared(files: list[Path], declared: set[str]) -> set[tuple[str, str]]:
+    """(file, import name) of what neither Python nor a declared distribution has."""
+    distributions = metadata.packages_distributions()
+    found = set()
+    for path in files:
+        for name in imported(ast.parse(path.read_text())):
+            if name in sys.stdlib_module_names or name == "tilescale_net":
+                continue
+            owners = {
+                owner.lower().replace("_", "-") for owner in (BUNDLED.get(name), *distributions.get(name, ())) if owner
+            }
+            if not owners & declared:
+                found.add((os.path.relpath(path, ROOT), name))
+    return found
+
+
+def test_every_import_is_a_declared_dependency():
+    requirements = runpy.run_path(str(ROOT / "tilescale_net" / "launch" / "requirements.py"))
+    project = requirements["_project"]()["project"]
+    declared = {requirements["name_of"](text).lower() for text in project["dependencies"]}
+    files = [p for p in (ROOT / "tilescale_net").rglob("*.py") if "kernels" not in p.parts] + [
+        *(ROOT / "kernels").rglob("*.py")
+    ]
+    assert len(files) > 200
+    assert undeclared(files, declared) == ELSEWHERE
+    # Without one of them it would be seen.
+    assert ("kernels/collective.py", "torch") in undeclared(files, declared - {"torch"})

@@ -1,0 +1,40 @@
+"""Types of command-line arguments, of the command and of the benchmarks, whose errors say what is wrong."""
+
+import argparse
+import os
+from typing import TypeVar
+
+Number = TypeVar("Number", int, float)
+
+
+def _number(text: str, kind: type[Number], minimum: float, strict: bool, description: str) -> Number:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {description}") from None
+    if value < minimum or (strict and value == minimum) or value != value or value == float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not {description}")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """argparse type: a whole number of 1 or more."""
+    return _number(text, int, 1, False, "a whole number of 1 or more")
+
+
+def non_negative_int(text: str) -> int:
+    """argparse type: a whole number of 0 or more."""
+    return _number(text, int, 0, False, "a whole number of 0 or more")
+
+
+def positive_float(text: str) -> float:
+    """argparse type: a finite number above 0."""
+    return _number(text, float, 0, True, "a number above 0")
+
+
+def writable_file(text: str) -> str:
+    """argparse type: a file that can be created; checked before the run, not after it."""
+    folder = os.path.dirname(os.path.abspath(text))
+    if os.path.isdir(text) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written; its folder must exist and be writable")
+    return text
