@@ -79,9 +79,8 @@ def keep(world, name: str, key: str, choice: Choice, us: float) -> Path | None:
     try:
         if not private_folder.make(path.parent):
             raise OSError(f"{path.parent} belongs to another user or may be written by others")
-        with file_lock.acquire(
-            path.with_suffix(".lock")
-        ):  # another job of this user may keep something at the same time
+        # Another job of this user may keep something at the same time.
+        with file_lock.acquire(path.with_suffix(".lock")):
             choices = _entries(path, place) | {key: {"choice": choice, "us": us}}
             _write(path, {"schema": SCHEMA, "place": place, "choices": choices})
     except OSError as err:

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswerYet  # another class than the built-in one before Python 3.11
 
 from tilescale_net.errors import FabricError, PeerLost, TileScaleError, WaitTimeout
-from tilescale_net.runtime import job_store
+from tilescale_net.runtime import job_store, processes
 from tilescale_net.runtime.control import announced, failed_rank
 from tilescale_net.runtime.heartbeats import Heartbeats, News
 
@@ -319,12 +319,4 @@ class Watchdog:
 
     def _stopped_here(self) -> list[int]:
         """Ranks of this host that are stopped."""
-        return [rank for rank, pid in list(self._pids.items()) if _state(pid) in ("T", "t")]
-
-
-def _state(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            return f.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+        return [rank for rank, pid in list(self._pids.items()) if processes.is_stopped(pid)]
