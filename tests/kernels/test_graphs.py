@@ -126,8 +126,9 @@ def _replayed_operators():
         ]
 
     def fill(turn):
-        for i, tensor in enumerate(everything):
-            tensor.copy_(random_tensor(tensor.shape, torch.float32, turn, rank, str(i)) / 16)
+        numbers = torch.Generator().manual_seed(100 * turn + rank)
+        for tensor in everything:
+            tensor.copy_(torch.randn(tensor.shape, generator=numbers) / 16)
 
     fill(0)
     calls()
