@@ -1,5 +1,7 @@
 """DeepEP's second interface: both layouts, cached handles, weights, biases, the fields of its handles."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from tests import ranks
 from tests.deep_ep.support import EXPERTS, HIDDEN, TOP_K, Inputs, difference, gathered, plain_rows
 from tests.kernels.moe import reference
 from tilescale_net import deep_ep
+from tilescale_net.kernels.moe import AllToAll
 
 MOST = 64  # tokens, as in test_buffer.py, whose kernels those of one layout are
 ALIGNMENT = 4
@@ -57,13 +60,15 @@ def _expanded(buffer, inputs, x, group) -> None:
     assert torch.equal(found[there], wanted) and torch.equal(weights.cpu()[there], wanted_weights)
     gaps = torch.ones(len(found), dtype=torch.bool)
     gaps[there] = False
-    assert not found[gaps].any()
+    assert not found[gaps].any() and not weights.cpu()[gaps].any()
     if isinstance(out, tuple):
         assert out[1].stride(0) == 1 and out[1].stride(1) % 4 == 0
     # The same choices with other weights, and without.
-    again, _, doubled, same, _ = buffer.dispatch(x, topk_weights=2 * inputs.weights, handle=handle)
+    again, _, doubled, same, _ = buffer.dispatch(
+        x, topk_weights=2 * inputs.weights, handle=handle, do_zero_padding=True
+    )
     assert same is handle and torch.equal(plain_rows(again)[there], wanted)
-    assert torch.equal(doubled.cpu()[there], 2 * wanted_weights)
+    assert torch.equal(doubled.cpu()[there], 2 * wanted_weights) and not doubled.cpu()[gaps].any()
     again, _, none, _, _ = buffer.dispatch(x, handle=handle)
     assert none is None and torch.equal(plain_rows(again)[there], wanted)
     y = found.to(inputs.topk_idx.device, torch.bfloat16)
@@ -111,6 +116,10 @@ def _program() -> None:
     buffer.barrier(with_cpu_sync=True)
     buffer.destroy()
     hint = deep_ep.ElasticBuffer.get_buffer_size_hint
+    big = SimpleNamespace(size=lambda: 32)
+    expert = dict(layout="expert", zero_copy=False)
+    needed = [AllToAll.heap_bytes(256, 128, 7168, 8, **how, ranks=32, nodes=4) for how in (dict(layout="rank"), expert)]
+    assert hint(big, 128, 7168) >= sum(needed)
     assert hint(group, MOST, HIDDEN, TOP_K, True) > hint(group, MOST, HIDDEN, TOP_K) > 4 * MOST * HIDDEN * 2
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilescale_net.deep_ep.config import EXPERTS
+from tilescale_net.deep_ep.config import EXPERTS, widest
 from tilescale_net.deep_ep.event import EventHandle, EventOverlap, begin, end
 from tilescale_net.deep_ep.high_throughput import biases_of, fresh, joined, parts
 from tilescale_net.deep_ep.objects import Objects, join, leave
@@ -102,15 +102,19 @@ class ElasticBuffer:
         group, num_max_tokens_per_rank: int, hidden: int, num_topk: int = 0, use_fp8_dispatch: bool = False,
         allow_hybrid_mode: bool = True, allow_multiple_reduction: bool = True,
     ) -> int:  # fmt: skip
-        """Bytes of symmetric memory for both layouts, with rows of BF16, and of FP8 too if that is asked for."""
+        """Bytes of symmetric memory for both layouts, with rows of BF16, and of FP8 too if that is asked for.
+
+        Enough for ranks of one node and for nodes of 8 ranks, whichever takes more.
+        """
         ranks = group.size()
         sizes = -(-EXPERTS // ranks) * ranks, num_max_tokens_per_rank, hidden, num_topk or 8
         dtypes = [torch.bfloat16, torch.float8_e4m3fn][: 1 + use_fp8_dispatch]
         layouts = dict(layout="rank"), dict(layout="expert", zero_copy=False)
-        return sum(
-            AllToAll.heap_bytes(*sizes, dtype, combine_dtype=torch.bfloat16, ranks=ranks, **layout)
-            for dtype in dtypes
-            for layout in layouts
+        options = dict(combine_dtype=torch.bfloat16, ranks=ranks)
+        kinds = [(dtype, layout) for dtype in dtypes for layout in layouts]
+        return widest(
+            ranks,
+            lambda nodes: sum(AllToAll.heap_bytes(*sizes, d, **options, **layout, nodes=nodes) for d, layout in kinds),
         )
 
     @staticmethod
@@ -164,7 +168,7 @@ class ElasticBuffer:
             do_cpu_sync: wait on the host for the number of rows, so that results have exactly so many; default, unless there
                 is a handle. Otherwise they have room for the worst case.
             do_expand: a row for each choice, ordered by expert, instead of one for each token.
-            do_zero_padding: with do_expand, zeros in the gaps of the alignment.
+            do_zero_padding: with do_expand, zeros in the gaps of the alignment: rows, scales and weights.
             use_tma_aligned_col_major_sf: scales in columns, each of which begins at a multiple of 16 bytes.
             The others: see `Buffer.dispatch`.
 
@@ -177,6 +181,7 @@ class ElasticBuffer:
         """
         for event in (previous_event, previous_event_before_epilogue):
             begin(EventOverlap(event) if event is not None else None, async_with_compute_stream, False)
+        self._objects.order.follow()
         known, rows, scales = handle, *parts(x)
         if (known is None) == (topk_idx is None):
             raise ValueError("dispatch: give topk_idx, or the handle of an earlier dispatch")
@@ -214,7 +219,7 @@ class ElasticBuffer:
         weights = None
         if topk_weights is not None:
             weights = received.row_weight if do_expand else metadata(received.handle).topk_weights
-            weights = weights[:count]
+            weights = weights[:count] if gaps is None else weights[:count].masked_fill(gaps[:count], 0.0)
         return joined(out, out_scales), known.recv_topk_idx, weights, known, end(async_with_compute_stream)
 
     # -- combine ----------------------------------------------------------------------------------------------------
@@ -238,6 +243,7 @@ class ElasticBuffer:
         """
         for event in (previous_event, previous_event_before_epilogue):
             begin(EventOverlap(event) if event is not None else None, async_with_compute_stream, False)
+        self._objects.order.follow()
         op, biases = handle._op, biases_of(bias)
         blocks = self._objects.blocks(op, num_sms or handle.num_sms)
         if topk_weights is None:
