@@ -226,7 +226,7 @@ class AllToAll(Participant):
 
     @named("tilescale_net.moe.dispatch_send")
     def dispatch_send(
-        self, x, topk_idx=None, topk_weights=None, *, handle: Handle | None = None, out=None, cleared: bool = False,
+        self, x, topk_idx=None, topk_weights=None, *, mask=None, handle: Handle | None = None, out=None, cleared: bool = False,
         after: torch.Event | None = None, blocks: int | None = None, waited: torch.Tensor | None = None,
     ) -> Pending:  # fmt: skip
         """First half of dispatch; work that the caller launches before `dispatch_recv` overlaps with it.
@@ -234,7 +234,7 @@ class AllToAll(Participant):
         Throughput mode runs on a stream of its own with high priority. `x` and `out` belong to the call until then.
         """
         self._begin("dispatch_send", after)
-        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.SEND, cleared, None, blocks, waited)
+        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.SEND, cleared, mask, blocks, waited)
         self._machine.pending["dispatch"] = pending
         return pending
 
@@ -329,19 +329,8 @@ class AllToAll(Participant):
         if tiles is not None:
             self._check_tiles(tiles)
         self._begin("combine_send", after)
-        pending = self._combine(
-            "combine",
-            y,
-            handle,
-            out,
-            weighted,
-            weights,
-            bias,
-            blocks,
-            phase=Phase.SEND,
-            tiles=tiles,
-            waited=waited,
-        )
+        args = y, handle, out, weighted, weights, bias, blocks
+        pending = self._combine("combine", *args, phase=Phase.SEND, tiles=tiles, waited=waited)
         self._machine.pending["combine"] = pending
         return pending
 
@@ -352,12 +341,13 @@ class AllToAll(Participant):
 
     @named("tilescale_net.moe.combine_values")
     def combine_values(
-        self, y, values, handle: Handle, *, out=None, bias: Sequence[torch.Tensor] = (), blocks: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, y, values, handle: Handle, *, out=None, bias: Sequence[torch.Tensor] = (), after: torch.Event | None = None,
+        blocks: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Throughput mode: combine without weights that also brings numbers back.
 
         Args:
-            y, handle, out, bias, blocks: as in `combine`.
+            y, handle, out, bias, after, blocks: as in `combine`.
             values: float32: one for each expert-major row, [capacity]; or, layout "rank", one for each choice of each row,
                 [rows of y, top_k].
 
@@ -368,7 +358,7 @@ class AllToAll(Participant):
         Raises:
             As `combine`.
         """
-        self._begin("combine_values")
+        self._begin("combine_values", after)
         pending = self._combine("combine_values", y, handle, out, False, None, bias, blocks, values=(values,))
         self._raise_refusal_if_simulated()
         return pending.result
