@@ -240,8 +240,11 @@ def _program(which: str) -> None:
     if dist.get_rank():
         tilescale_net.deep_ep.install()
         import deep_ep
-        from deep_ep.utils import EventHandle, EventOverlap
+        from deep_ep.utils.event import EventHandle, EventOverlap
 
+        assert deep_ep.utils.EventOverlap is EventOverlap and deep_ep.__version__ == "1.2.1"
+        here = 2 if os.environ["VIRTUAL_NODES"] == "1" else 1
+        assert deep_ep.get_physical_domain_size(group) == (2 // here, here)  # before there is a world
         EventOverlap(EventHandle()).current_stream_wait()
         nbytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(12, HIDDEN, 2, EXPERTS)
         buffer = deep_ep.Buffer(group, 1 << 20, nbytes, low_latency_mode=True, explicitly_destroy=True)

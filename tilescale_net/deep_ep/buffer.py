@@ -26,15 +26,18 @@ class Buffer:
 
     Attributes:
         rank, group_size, group, num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy: as given.
+        runtime: None: there is no object of C++ behind it.
 
     What a call needs is compiled and allocated at its first use, by all ranks together: make it once before a CUDA graph
-    is captured. Work runs on the current stream; events end there.
+    is captured. Work runs on the current stream; events end there. Calls that are made on different streams run one after the
+    other, in the order in which they were made.
 
     Raises:
         TileScaleError: what is not supported, by name. Others: see `tilescale_net.init`.
     """
 
     num_sms: int = 20
+    runtime = None
 
     def __init__(
         self, group=None, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, low_latency_mode: bool = False,
