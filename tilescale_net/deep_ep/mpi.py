@@ -38,11 +38,11 @@ def group_of(comm) -> StoreGroup:
     if rank == 0:
         try:
             family, address = _meeting_place({name for host, name in places if host != places[0][0]})
-        except ConfigurationError as error:
+            with socket.create_server((address, 0), family=family, backlog=4096) as listener:
+                port, fd = listener.getsockname()[1], os.dup(listener.fileno())
+        except (ConfigurationError, OSError) as error:
             comm.bcast(("", str(error)), root=0)
             raise
-        with socket.create_server((address, 0), family=family, backlog=4096) as listener:
-            port, fd = listener.getsockname()[1], os.dup(listener.fileno())
         store = dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=fd)
         comm.bcast((address, port), root=0)
     else:

@@ -41,7 +41,7 @@ def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
     return out.view(_gathered(x, ranks)).clone()
 
 
-@compiled_order.register_fake(_all_gather)
+@compiled_order.register_fake("all_gather")
 def _(x, group):
     return x.new_empty(_gathered(x, _size(group)))
 
@@ -93,7 +93,7 @@ def _reduce_scatter(x: torch.Tensor, group: str) -> torch.Tensor:
     return objects.reduce_scatter(out, x)
 
 
-@compiled_order.register_fake(_reduce_scatter)
+@compiled_order.register_fake("reduce_scatter")
 def _(x, group):
     return x.new_empty((x.shape[0] // _size(group), *x.shape[1:]))
 
@@ -138,7 +138,7 @@ def _all_reduce(x: torch.Tensor, replicated: bool, group: str) -> torch.Tensor:
     return objects.all_reduce(torch.empty_like(x), x)
 
 
-@compiled_order.register_fake(_all_reduce)
+@compiled_order.register_fake("all_reduce")
 def _(x, replicated, group):
     return x.new_empty(x.shape)
 
@@ -222,7 +222,7 @@ def _all_to_all(
     return out[:rows].clone()
 
 
-@compiled_order.register_fake(_all_to_all)
+@compiled_order.register_fake("all_to_all")
 def _(x, output_splits, input_splits, max_rows, group):
     return x.new_empty(x.shape if output_splits is None else (sum(output_splits), *x.shape[1:]))
 

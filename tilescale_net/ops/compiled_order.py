@@ -15,11 +15,11 @@ import torch
 
 _LOWERING = "torch._inductor.lowering"  # imported by the first compilation, which takes seconds
 
-_waiting: list = []  # operators that Inductor has not been told of
+_waiting: list[str] = []  # operators that Inductor has not been told of
 
 
-def register_fake(operator) -> Callable[[Callable], Callable]:
-    """A decorator, as `operator.register_fake`, for an operator whose calls all ranks make in one order."""
+def register_fake(operator: str) -> Callable[[Callable], Callable]:
+    """A decorator, as `torch.library.register_fake`, for an operator of ours whose calls all ranks make in one order."""
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
@@ -29,7 +29,7 @@ def register_fake(operator) -> Callable[[Callable], Callable]:
                 _tell_inductor()
             return function(*args, **kwargs)
 
-        operator.register_fake(call)
+        torch.library.register_fake(f"tilescale_net::{operator}", call)
         return function
 
     _waiting.append(operator)
@@ -39,7 +39,7 @@ def register_fake(operator) -> Callable[[Callable], Callable]:
 def _tell_inductor() -> None:
     kernel, lowerings = _kernel(), sys.modules[_LOWERING].lowerings
     while _waiting:
-        overload = _waiting.pop()._opoverload
+        overload = getattr(torch.ops.tilescale_net, _waiting.pop()).default
         lowerings[overload] = functools.partial(_lower, kernel, overload)
 
 

@@ -79,7 +79,7 @@ def _dispatch_matmul(
     return [_zeroed(op, plan, h), _zeroed(op, plan, received.x), torch.where(valid, weights, 0.0), *others]
 
 
-@compiled_order.register_fake(_dispatch_matmul)
+@compiled_order.register_fake("moe_dispatch_matmul")
 def _(x, topk_idx, topk_weights, w, key):
     rows, *others = moe.dispatch_fake(x, topk_idx, topk_weights, key)
     return [x.new_empty((rows.shape[0], w.shape[2])), rows, *others]
@@ -96,7 +96,7 @@ def _matmul_combine(
     return _product(op, w).combined(h.contiguous(), w, handle, **given)
 
 
-@compiled_order.register_fake(_matmul_combine)
+@compiled_order.register_fake("moe_matmul_combine")
 def _(h, w, weights, plan, tokens, key):
     return h.new_empty((tokens, w.shape[2]))
 
@@ -115,7 +115,7 @@ def _combine_backward(
     return _zeroed(op, plan_, rows), _zeroed(op, plan_, products)
 
 
-@compiled_order.register_fake(_combine_backward)
+@compiled_order.register_fake("moe_matmul_combine_backward")
 def _(grad, w, plan, tokens, key):
     c = moe.layer_of(key).config
     return grad.new_empty((c.capacity, c.hidden)), grad.new_empty((c.capacity, w.shape[1]))
@@ -129,7 +129,7 @@ def _expert_matmul(x: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], t
     return _zeroed(op, plan_, _product(op, w)(x.contiguous(), w, moe.handle_of(key, plan_)))
 
 
-@compiled_order.register_fake(_expert_matmul)
+@compiled_order.register_fake("expert_matmul")
 def _(x, w, plan, tokens, key):
     return x.new_empty((x.shape[0], w.shape[2]))
 

@@ -150,7 +150,7 @@ def _all_gather_matmul(
     return op(x, _held(w), **scales)
 
 
-@compiled_order.register_fake(_all_gather_matmul)
+@compiled_order.register_fake("all_gather_matmul")
 def _(x, w, fused, group, x_scales=None, w_scales=None):
     return x.new_empty((group_objects.world_of(group).size * x.shape[0], w.shape[1]), dtype=_result_dtype(x))
 
@@ -221,7 +221,7 @@ def _matmul_reduce_scatter(
     return _ops.reduce_scatter(_mm(x, w, **scales), group) if op is None else op(x, _held(w), **scales)
 
 
-@compiled_order.register_fake(_matmul_reduce_scatter)
+@compiled_order.register_fake("matmul_reduce_scatter")
 def _(x, w, fused, group, x_scales=None, w_scales=None):
     return x.new_empty((x.shape[0] // group_objects.world_of(group).size, w.shape[1]), dtype=_result_dtype(x))
 
@@ -283,7 +283,7 @@ def _matmul_all_reduce(
     return _ops.all_reduce(_mm(x, w, **scales), replicated, group) if op is None else op(x, _held(w), **scales)
 
 
-@compiled_order.register_fake(_matmul_all_reduce)
+@compiled_order.register_fake("matmul_all_reduce")
 def _(x, w, replicated, fused, group, x_scales=None, w_scales=None):
     return x.new_empty((x.shape[0], w.shape[1]), dtype=_result_dtype(x))
 
