@@ -18,6 +18,7 @@ from tilescale_net.kernels.all_reduce_two_shot import all_reduce_two_shot
 from tilescale_net.kernels.collective import Collective, dtype_name, is_aligned
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES
+from tilescale_net.runtime.profiling import named
 
 ALGORITHMS = ("packets", "one_shot", "two_shot")
 # Bytes, times the number of PEs, up to which packets are chosen: twice the bytes travel to every PE.
@@ -108,6 +109,7 @@ class AllReduce(Collective):
         self._two_shot_words = memory["ready"], memory["arrived"], self.counters(blocks)
         self._packet_calls = self.counters(self._packet_blocks)
 
+    @named("tilescale_net.AllReduce")
     def __call__(self, out: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
         """`out` becomes the sum over all PEs of their `x`; asynchronous on the current stream.
 

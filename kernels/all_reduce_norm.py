@@ -16,6 +16,7 @@ from tilescale_net.kernels.announcement import STATUS_WORDS, all_agree, announce
 from tilescale_net.kernels.collective import Collective, dtype_name, is_aligned
 from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC
 from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES, pack, vector_of
+from tilescale_net.runtime.profiling import named
 
 
 @tsn.macro
@@ -201,6 +202,7 @@ class AllReduceNorm(Collective):
         self._arrived, self._calls = self._signals(self.n_pes, blocks), self.counters(blocks)
         self._all_reduce = AllReduce(threads=threads, blocks=blocks, group=self._world).within(self._made)
 
+    @named("tilescale_net.AllReduceNorm")
     def __call__(
         self,
         out: torch.Tensor,

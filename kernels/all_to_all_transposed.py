@@ -13,6 +13,7 @@ import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS, all_agree, announce
 from tilescale_net.kernels.collective import Collective, as_bytes
 from tilescale_net.kernels.exchange import await_room
+from tilescale_net.runtime.profiling import named
 
 
 @tsn.jit(name="all_to_all_transposed")
@@ -116,6 +117,7 @@ class AllToAllTransposed(Collective):
         self._options = dict(threads=threads, blocks=blocks, unroll=unroll)
         self._words = self.counters(blocks), self._signals(self.n_pes), self._signals(self.n_pes, blocks)
 
+    @named("tilescale_net.AllToAllTransposed")
     def __call__(self, out: torch.Tensor, x: torch.Tensor, cut: int, join: int) -> torch.Tensor:
         """The p-th part of `x` along axis `cut` goes to PE p, and parts are joined along axis `join` in the order of the
         PEs; asynchronous on the current stream.

@@ -14,6 +14,7 @@ from tilescale_net.kernels.collective import Collective, as_bytes, check_chunk
 from tilescale_net.kernels.exchange import await_room
 from tilescale_net.kernels.node_broadcast import node_broadcast
 from tilescale_net.kernels.partition import slice_elements
+from tilescale_net.runtime.profiling import named
 
 
 @tsn.jit(name="broadcast")
@@ -119,6 +120,7 @@ class Broadcast(Collective):
         self._calls = self.counters(blocks)
         self._ready, self._arrived = self._signals(self.n_pes), self._signals(self._node_size or self.n_pes, blocks)
 
+    @named("tilescale_net.Broadcast")
     def __call__(self, x: torch.Tensor, root: int = 0) -> torch.Tensor:
         """`x` of all PEs becomes the `x` of PE `root`; asynchronous on the current stream.
 

@@ -12,6 +12,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import StatusRecord, report
 from tilescale_net.kernels.collective import Collective, as_bytes
+from tilescale_net.runtime.profiling import named
 
 # Of a word that announces a chunk: the lower bits hold the bytes of the message, the upper ones the chunk's number from 1
 # on, which begins anew at 0 after so many: words are compared as signed numbers.
@@ -183,6 +184,7 @@ class SendRecv(Collective):
         self._record = StatusRecord(self._world)
         self._expected: dict = {}
 
+    @named("tilescale_net.SendRecv.send")
     def send(self, x: torch.Tensor, pe: int) -> None:
         """Send `x` to rank `pe`; asynchronous on the current stream, whose later work may write `x` again.
 
@@ -198,6 +200,7 @@ class SendRecv(Collective):
         kernel = send(self.n_pes, **self._geometry, engine=self._engine, staged=staged)
         kernel(tensor, x.nbytes, pe, memory["inbox"], self._outbox, memory["arrived"], memory["taken"], self._sent)
 
+    @named("tilescale_net.SendRecv.recv")
     def recv(self, out: torch.Tensor, pe: int) -> torch.Tensor:
         """`out` becomes the next message of rank `pe`; asynchronous on the current stream.
 

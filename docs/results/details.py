@@ -166,7 +166,41 @@ def moe_layers() -> str:
     return markdown(head, lines, 1)
 
 
+# What, the figures of two GPUs (blocks, rows by, dispatch of, combine of, figure), the peer and the goal, both of four.
+_LATENCY, _RANK, _EXPERT = (("latency", "expert"), ("throughput", "rank"), ("throughput", "expert"))
+_GOALS = [
+    ("latency mode, FP8: dispatch + combine, host / wall",
+     [(0, *_LATENCY, "fp8", "bf16", "host"), (0, *_LATENCY, "fp8", "bf16", "wall")], "DeepEP 57 / 93", "45 / 80"),
+    ("throughput mode: dispatch + combine, host", [(24, *_RANK, "bf16", "bf16", "host")], "", "50"),
+    ("layout expert, 24 blocks: dispatch + combine in a CUDA graph, BF16 / FP8",
+     [(24, *_EXPERT, "bf16", "bf16", "graph"), (24, *_EXPERT, "fp8", "bf16", "graph")], "DeepEP V2, FP8 1,147", "1,180 / 950"),
+    ("8 blocks: FP8 dispatch, cached / BF16 combine",
+     [(8, *_RANK, "fp8", "bf16", "cached"), (8, *_RANK, "fp8", "bf16", "combine")], "V2 389 / 844", "300 / 700"),
+    ("12 blocks: BF16 dispatch, cached / combine",
+     [(12, *_RANK, "bf16", "bf16", "cached"), (12, *_RANK, "bf16", "bf16", "combine")], "", "490 / 530"),
+    ("24 blocks: agreeing on the layout", [(24, *_RANK, "bf16", "bf16", "agreeing")], "", "25"),
+    ("24 blocks: BF16 dispatch, not cached", [(24, *_RANK, "bf16", "bf16", "dispatch")],
+     "NCCL, rows only, 2 GPUs: 222", "215 on 2 GPUs"),
+    ("24 blocks: BF16 dispatch, cached / FP8 / BF16 combine",
+     [(24, *_RANK, "bf16", "bf16", "cached"), (24, *_RANK, "fp8", "bf16", "cached"), (24, *_RANK, "bf16", "bf16", "combine")],
+     "V2 527 / 322 / 593", "473 / 252 / 504"),
+    ("24 blocks: combine, rows back as FP8", [(24, *_RANK, "fp8", "fp8", "combine")], "", "300"),
+]  # fmt: skip
+
+
+def moe_goals() -> str:
+    """Goals for four GPUs and the peer there, as both were when goals were set, beside what two have reached."""
+    keys = "blocks", "mode", "layout", "dtype", "back"
+    found = {tuple(r[k] for k in keys): r for r in run("moe_calls")["tables"][0]["rows"]}
+    lines = []
+    for what, figures, peer, goal in _GOALS:
+        now = " / ".join(f"{found[tuple(place)][name]:,.0f}" for *place, name in figures)
+        lines.append((what, now, "not measured", peer, goal))
+    return markdown(["us", "now, 2 GPUs", "now, 4 GPUs", "peer, 4 GPUs", "goal, 4 GPUs (at most)"], lines)
+
+
 TABLES = {
+    "moe-goals": moe_goals,
     "fused-pairs": fused_pairs,
     "moe-two-nodes": across_nodes,
     "moe-calls": moe_calls,

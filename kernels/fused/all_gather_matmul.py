@@ -13,6 +13,7 @@ import tilescale_net.language as N
 from tilescale_net.kernels.collective import dtype_name
 from tilescale_net.kernels.fused import product
 from tilescale_net.kernels.fused.matmul import DEFAULT, FusedMatmul, Sides, Tiling, check_extents, gate
+from tilescale_net.runtime.profiling import named
 
 
 @tsn.jit(name="all_gather_matmul_push")
@@ -247,6 +248,7 @@ class AllGatherMatmul(FusedMatmul):
         self._ready, self._begun = memory["ready"], memory["begun"]
         self._sides = Sides(self.device, (-1,))
 
+    @named("tilescale_net.AllGatherMatmul")
     def __call__(
         self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None, *,
         x_scales: torch.Tensor | None = None, w_scales: torch.Tensor | None = None,

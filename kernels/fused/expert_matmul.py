@@ -28,6 +28,7 @@ from tilescale_net.kernels.moe.all_to_all import AllToAll
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, Pending
 from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.kernels.moe.wire_layout import Totals
+from tilescale_net.runtime.profiling import named
 
 
 @tsn.jit(name="expert_matmul")
@@ -196,6 +197,7 @@ class ExpertMatmul(FusedMatmul):
         self._finished = Tiles(tiling.tile[0], words, calls, -(-n // tiling.tile[1]) * product.WARPS, moe.blocks)
         self._loaded: set[bool] = set()
 
+    @named("tilescale_net.ExpertMatmul")
     def __call__(
         self, x: torch.Tensor, w: torch.Tensor, handle: Handle, out: torch.Tensor | None = None, *,
         x_scales: torch.Tensor | None = None, w_scales: torch.Tensor | None = None,
@@ -223,6 +225,7 @@ class ExpertMatmul(FusedMatmul):
         self._launch(out, x, held, transposed, scales, self._totals(handle))
         return out
 
+    @named("tilescale_net.ExpertMatmul.arriving")
     def arriving(
         self,
         pending: Pending,
@@ -252,6 +255,7 @@ class ExpertMatmul(FusedMatmul):
         self._launch(out, result.x, held, transposed, scales, self._totals(pending.handle), arrived=tiles)
         return out
 
+    @named("tilescale_net.ExpertMatmul.combined")
     def combined(
         self, x: torch.Tensor, w: torch.Tensor, handle: Handle, *, x_scales: torch.Tensor | None = None,
         w_scales: torch.Tensor | None = None, products: torch.Tensor | None = None, **options: Any,

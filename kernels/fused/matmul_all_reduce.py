@@ -16,6 +16,7 @@ from tilescale_net.kernels.fused import sending
 from tilescale_net.kernels.fused.choice import slices_of
 from tilescale_net.kernels.fused.matmul import DEFAULT, Tiling
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
+from tilescale_net.runtime.profiling import named
 
 
 @tsn.jit(name="matmul_all_reduce_end")
@@ -105,6 +106,7 @@ class MatmulAllReduce(MatmulReduceScatter):
         more = {"sums": ((2, self.n_pes, self.rows, self.n), self.out_dtype)}
         return more | ({"part": ((self.rows, self.n), self.out_dtype)} if self._sources_travel else {})
 
+    @named("tilescale_net.MatmulAllReduce")
     def __call__(
         self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None, *,
         x_scales: torch.Tensor | None = None, w_scales: torch.Tensor | None = None,

@@ -14,6 +14,7 @@ import tilescale_net.language as N
 from tilescale_net.kernels.collective import BufferSpecs, dtype_name
 from tilescale_net.kernels.fused import product, sending
 from tilescale_net.kernels.fused.matmul import DEFAULT, SCALED, FusedMatmul, Sides, Tiling, check_extents
+from tilescale_net.runtime.profiling import named
 
 
 @tsn.jit(name="matmul_reduce_scatter_send")
@@ -283,6 +284,7 @@ class MatmulReduceScatter(FusedMatmul):
         """Symmetric memory that a class made of this one takes besides."""
         return {}
 
+    @named("tilescale_net.MatmulReduceScatter")
     def __call__(
         self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None, *,
         x_scales: torch.Tensor | None = None, w_scales: torch.Tensor | None = None,

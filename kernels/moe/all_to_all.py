@@ -228,15 +228,15 @@ class AllToAll(Participant):
     @named("tilescale_net.moe.dispatch_send")
     def dispatch_send(
         self, x: Rows, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None, *,
-        handle: Handle | None = None, out: Rows | None = None, cleared: bool = False, after: torch.Event | None = None,
-        blocks: int | None = None, waited: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None, handle: Handle | None = None, out: Rows | None = None, cleared: bool = False,
+        after: torch.Event | None = None, blocks: int | None = None, waited: torch.Tensor | None = None,
     ) -> Pending:  # fmt: skip
         """First half of dispatch; work that the caller launches before `dispatch_recv` overlaps with it.
 
         Throughput mode runs on a stream of its own with high priority. `x` and `out` belong to the call until then.
         """
         self._begin("dispatch_send", after)
-        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.SEND, cleared, None, blocks, waited)
+        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.SEND, cleared, mask, blocks, waited)
         self._machine.pending["dispatch"] = pending
         return pending
 
@@ -332,9 +332,8 @@ class AllToAll(Participant):
         if tiles is not None:
             self._check_tiles(tiles)
         self._begin("combine_send", after)
-        pending = self._combine(
-            "combine", y, handle, out, weighted, weights, bias, blocks, phase=Phase.SEND, tiles=tiles, waited=waited
-        )
+        args = y, handle, out, weighted, weights, bias, blocks
+        pending = self._combine("combine", *args, phase=Phase.SEND, tiles=tiles, waited=waited)
         self._machine.pending["combine"] = pending
         return pending
 
@@ -346,12 +345,12 @@ class AllToAll(Participant):
     @named("tilescale_net.moe.combine_values")
     def combine_values(
         self, y: torch.Tensor, values: torch.Tensor, handle: Handle, *, out: torch.Tensor | None = None,
-        bias: Sequence[torch.Tensor] = (), blocks: int | None = None,
+        bias: Sequence[torch.Tensor] = (), after: torch.Event | None = None, blocks: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Throughput mode: combine without weights that also brings numbers back.
 
         Args:
-            y, handle, out, bias, blocks: as in `combine`.
+            y, handle, out, bias, after, blocks: as in `combine`.
             values: float32: one for each expert-major row, [capacity]; or, layout "rank", one for each choice of each row,
                 [rows of y, top_k].
 
@@ -362,7 +361,7 @@ class AllToAll(Participant):
         Raises:
             As `combine`.
         """
-        self._begin("combine_values")
+        self._begin("combine_values", after)
         pending = self._combine("combine_values", y, handle, out, False, None, bias, blocks, values=(values,))
         self._raise_refusal_if_simulated()
         return pending.result

@@ -69,6 +69,10 @@ class RoutingPlan:
         end = at.received_base + ranks
         return t[at.counts : at.counts + local_experts], t[at.offsets : at.offsets + local_experts + 1], t[end]
 
+    def refused(self, ranks: int, local_experts: int) -> torch.Tensor:
+        """int32 [], not 0 where the dispatch was refused; a view."""
+        return self.totals[Totals(ranks, local_experts).refused]
+
 
 @dataclass(frozen=True)
 class ReceivedRows:
@@ -263,4 +267,4 @@ class DispatchedByPlan(Dispatched):
     @functools.cached_property
     def _refused(self) -> torch.Tensor:
         ranks, experts = self.handle.signature[:2]
-        return self.handle.plan.totals[Totals(ranks, experts // ranks).refused]
+        return self.handle.plan.refused(ranks, experts // ranks)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import time
 
 import pytest
@@ -114,7 +115,9 @@ def _low_latency(buffer, group) -> None:
             )  # fmt: skip
             hook() if hooked else event.current_stream_wait()
             assert stats.tolist() == [(turn + 1) * n for n in inputs.counts] and counts.tolist() == inputs.counts
-        source, layout = handle[:2]
+        source, layout, *sizes = handle
+        assert sizes == [most, HIDDEN, EXPERTS] and len(handle) == 5
+        assert torch.equal(handle[1], layout) and torch.equal(handle[:2][1], layout)
         for e, origins in enumerate(inputs.routing.order):
             assert source[e, : len(origins)].tolist() == [t for _, t, _ in origins]
             begins = layout[e] >> 32
@@ -210,6 +213,18 @@ def _refusals(buffer, inputs) -> None:
         buffer.get_low_latency_rdma_size_hint(1025, 512, 2, 4)
     with pytest.raises(ValueError, match="allocate_on_comm_stream"):
         buffer.get_dispatch_layout(inputs.topk_idx, EXPERTS, allocate_on_comm_stream=True)
+    # An expert that there is none of: nowhere in the layout, and refused on all ranks by dispatch.
+    wrong = inputs.topk_idx.clone()
+    wrong[0, 0] = EXPERTS + 3 if buffer.rank else -1
+    _, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(wrong, EXPERTS)
+    assert per_expert.sum() == ((wrong >= 0) & (wrong < EXPERTS)).sum()
+    with pytest.raises(ValueError, match="wrong topk_idx|topk_idx .*expert"):
+        buffer.dispatch(
+            inputs.random, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, topk_idx=wrong,
+            topk_weights=inputs.weights,
+        )  # fmt: skip
+    with pytest.raises(TypeError, match="handle is a tuple"):
+        buffer.low_latency_combine(inputs.random, inputs.topk_idx, inputs.weights, (1, 2, 3, 4, 5))
     with pytest.raises(ValueError, match="scales .*shape|wrong scales"):  # one rank's mistake is everybody's
         *_, per_expert, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, EXPERTS)
         q, scales = reference.quantise(inputs.random.cpu())
@@ -225,8 +240,11 @@ def _program(which: str) -> None:
     if dist.get_rank():
         tilescale_net.deep_ep.install()
         import deep_ep
-        from deep_ep.utils import EventHandle, EventOverlap
+        from deep_ep.utils.event import EventHandle, EventOverlap
 
+        assert deep_ep.utils.EventOverlap is EventOverlap and deep_ep.__version__ == "1.2.1"
+        here = 2 if os.environ["VIRTUAL_NODES"] == "1" else 1
+        assert deep_ep.get_physical_domain_size(group) == (2 // here, here)  # before there is a world
         EventOverlap(EventHandle()).current_stream_wait()
         nbytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(12, HIDDEN, 2, EXPERTS)
         buffer = deep_ep.Buffer(group, 1 << 20, nbytes, low_latency_mode=True, explicitly_destroy=True)
@@ -306,11 +324,39 @@ def test_a_communicator():
     ranks.run(2, _of_communicator, store.port, init=False)
 
 
+def test_where_the_ranks_of_a_communicator_meet(monkeypatch):
+    from tilescale_net.deep_ep import mpi
+    from tilescale_net.runtime import addresses
+
+    assert mpi._meeting_place([])[1] == addresses.towards("127.0.0.1", 9)[1] == "127.0.0.1"
+    known = {"two": "10.0.0.5", "three": "127.0.0.1"}
+
+    def towards(host: str, port: int) -> tuple[int, str]:
+        if host not in known:
+            raise OSError(host)
+        return socket.AF_INET, known[host]
+
+    monkeypatch.setattr(addresses, "towards", towards)
+    assert mpi._meeting_place(["one", "three", "two"]) == (socket.AF_INET, "10.0.0.5")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.7")
+    assert mpi._meeting_place(["one"])[1] == "10.0.0.7"
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")  # as Debian writes it
+    with pytest.raises(tsn.ConfigurationError, match="other hosts \\(one\\).* own name .* stands for loopback"):
+        mpi._meeting_place(["one"])
+
+
 def test_size_hints():
     from tilescale_net.deep_ep import Buffer, Config
 
     assert Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 288) > 8 * 128 * 7168 * 2
     assert Config(24, 8, 256).get_nvl_buffer_size_hint(7168 * 2, 8) > 8 * 4096 * 7168 * 2
     assert Config(24, 8, 256).get_rdma_buffer_size_hint(7168 * 2, 8) == 0
+    # Nodes of 8 take more than one of all; an odd number of ranks has no nodes of 8.
+    needed = AllToAll.heap_bytes(256, 4096, 7168, 32, layout="rank", ranks=32, nodes=4)
+    assert Config().get_nvl_buffer_size_hint(7168 * 2, 32) >= needed
+    sizes = 256, 128, 7168, 16
+    needed = [AllToAll.heap_bytes(*sizes, mode="latency", ranks=32, nodes=n) for n in (1, 4)]
+    assert Buffer.get_low_latency_rdma_size_hint(128, 7168, 32, 256) > 2 * max(needed)
+    assert Buffer.get_low_latency_rdma_size_hint(128, 7168, 11, 11 * 8) > 0
     with pytest.raises(ValueError, match="3 ranks"):
         Buffer.get_dispatch_config(3)

@@ -1,5 +1,7 @@
 """DeepEP's second interface: both layouts, cached handles, weights, biases, the fields of its handles."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from tests import ranks
 from tests.deep_ep.support import EXPERTS, HIDDEN, TOP_K, Inputs, difference, gathered, plain_rows
 from tests.kernels.moe import reference
 from tilescale_net import deep_ep
+from tilescale_net.kernels.moe import AllToAll
 
 MOST = 64  # tokens, as in test_buffer.py, whose kernels those of one layout are
 ALIGNMENT = 4
@@ -17,7 +20,10 @@ ALIGNMENT = 4
 def _source(inputs, handle, expanded: bool) -> None:
     """The handle tells where each row comes from, and how many there are."""
     rows = len(inputs.origins)
-    ends = [sum(len(t) for t in inputs.routing.tokens[: r + 1]) for r in range(inputs.ranks)]
+    rows_of = [len(t) for t in inputs.routing.tokens]
+    node_size = deep_ep.get_logical_domain_size(dist.group.WORLD)[1]
+    ends = [sum(sum(rows_of[p::node_size]) for p in range(place + 1)) for place in range(node_size)]
+    assert handle.dst_buffer_slot_idx is handle.token_metadata_at_forward is handle.channel_linked_list is None
     assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == ends and handle.num_recv_tokens in (rows, 2 * MOST)
     assert handle.recv_src_metadata[:rows, 0].tolist() == [r * MOST + t for r, t in inputs.origins]
     local, at = EXPERTS // inputs.ranks, 0
@@ -57,13 +63,15 @@ def _expanded(buffer, inputs, x, group) -> None:
     assert torch.equal(found[there], wanted) and torch.equal(weights.cpu()[there], wanted_weights)
     gaps = torch.ones(len(found), dtype=torch.bool)
     gaps[there] = False
-    assert not found[gaps].any()
+    assert not found[gaps].any() and not weights.cpu()[gaps].any()
     if isinstance(out, tuple):
         assert out[1].stride(0) == 1 and out[1].stride(1) % 4 == 0
     # The same choices with other weights, and without.
-    again, _, doubled, same, _ = buffer.dispatch(x, topk_weights=2 * inputs.weights, handle=handle)
+    again, _, doubled, same, _ = buffer.dispatch(
+        x, topk_weights=2 * inputs.weights, handle=handle, do_zero_padding=True
+    )
     assert same is handle and torch.equal(plain_rows(again)[there], wanted)
-    assert torch.equal(doubled.cpu()[there], 2 * wanted_weights)
+    assert torch.equal(doubled.cpu()[there], 2 * wanted_weights) and not doubled.cpu()[gaps].any()
     again, _, none, _, _ = buffer.dispatch(x, handle=handle)
     assert none is None and torch.equal(plain_rows(again)[there], wanted)
     y = found.to(inputs.topk_idx.device, torch.bfloat16)
@@ -95,10 +103,18 @@ def _once_per_rank(buffer, inputs, x) -> None:
     assert torch.equal(back, torch.where(inputs.topk_idx >= 0, inputs.weights, 0.0))
 
 
-def _program() -> None:
+def _program(nodes: int) -> None:
     group = dist.group.WORLD
+    sizes = nodes, 2 // nodes
     buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=MOST, num_bytes=1 << 20, explicitly_destroy=True)
-    assert (buffer.num_rdma_ranks, buffer.num_nvlink_ranks) == (1, 2)
+    assert (buffer.num_rdma_ranks, buffer.num_nvlink_ranks) == deep_ep.get_logical_domain_size(group) == sizes
+    assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == divmod(buffer.rank_idx, sizes[1])
+    assert (buffer.num_bytes, buffer.num_allocated_qps, buffer.deterministic, buffer.runtime) == (
+        1 << 20,
+        0,
+        False,
+        None,
+    )
     inputs = Inputs(group, 7 + buffer.rank_idx, 11)
     quantised = tuple(t.to(tsn.device()) for t in reference.quantise(inputs.random.cpu()))
     for x in (inputs.random, quantised):
@@ -111,8 +127,13 @@ def _program() -> None:
     buffer.barrier(with_cpu_sync=True)
     buffer.destroy()
     hint = deep_ep.ElasticBuffer.get_buffer_size_hint
+    big = SimpleNamespace(size=lambda: 32)
+    expert = dict(layout="expert", zero_copy=False)
+    needed = [AllToAll.heap_bytes(256, 128, 7168, 8, **how, ranks=32, nodes=4) for how in (dict(layout="rank"), expert)]
+    assert hint(big, 128, 7168) >= sum(needed)
     assert hint(group, MOST, HIDDEN, TOP_K, True) > hint(group, MOST, HIDDEN, TOP_K) > 4 * MOST * HIDDEN * 2
 
 
-def test_elastic_buffer():
-    ranks.run(2, _program, timeout=280)
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_elastic_buffer(nodes):
+    ranks.run(2, _program, nodes, env={"VIRTUAL_NODES": str(nodes)}, timeout=280)

@@ -4,6 +4,8 @@ import os
 import random
 import signal
 import threading
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ import torch.distributed as dist
 import tilescale_net as tsn
 from tests import ranks
 from tilescale_net import deep_ep
-from tilescale_net.deep_ep import low_latency
+from tilescale_net.deep_ep import high_throughput, low_latency
+from tilescale_net.runtime import settings
 
 # The kernels of tests/kernels/moe/test_failures.py, and that of weights.
 RANKS, EXPERTS, MOST, HIDDEN, TOP_K = 3, 6, 5, 32, 3
@@ -76,8 +79,14 @@ def _program(seed: int) -> None:
         assert not out.any() and not counts.any()
     for turn in range(last + 1, last + 4):
         _check(made[turn // 2 % 2], rank, seed + turn, active, turn % 2 == 0)
-    with pytest.raises(tsn.TileScaleError, match="ranks \\[2\\] cannot come back"):
-        buffer.low_latency_clean_mask_buffer()
+    with mock.patch.object(settings.log, "warning") as warning:
+        for _ in range(2):  # what is only asked for is taken back; who is lost stays masked
+            buffer.low_latency_update_mask_buffer(1 - rank, True)
+            buffer.low_latency_clean_mask_buffer()
+            buffer.low_latency_query_mask_buffer(status)
+            assert status.tolist() == [0, 0, 1]
+    assert warning.call_count == 1 and "ranks [2] cannot come back" in warning.call_args.args[1]
+    _check(buffer, rank, seed, active, False)
     with pytest.raises(tsn.TileScaleError, match="cannot come back"):
         buffer.low_latency_update_mask_buffer(2, False)
     tsn.barrier()
@@ -107,3 +116,15 @@ def test_a_dispatch_that_ranks_were_lost_in_has_a_whole_handle():
     sizes = 4, 5, 128, 2, torch.bfloat16
     received = low_latency._nothing(2, 3, sizes, torch.device("cpu"))
     assert len(received.handle.plan.arguments) == 8 and not received.counts.any()
+
+
+def test_counts_of_a_mask_where_a_rank_is_lost():
+    """Ranks that are left add up what a collective of all would."""
+    everyone = torch.arange(3 * EXPERTS, dtype=torch.int32).view(3, EXPERTS)
+    told = []
+    control = SimpleNamespace(members=[0, 2], gather=lambda call, mine: told.append(mine) or [others, mine])
+    others = everyone[0].view(3, 2).tolist()
+    objects = SimpleNamespace(world=SimpleNamespace(control=control, size=3, rank=2))
+    found = high_throughput._counts(objects, None, everyone[2], False, 4)
+    wanted = (everyone[0] + everyone[2])[4:].tolist()
+    assert found == [-(-n // 4) * 4 for n in wanted] and told == [everyone[2].view(3, 2).tolist()]

@@ -7,6 +7,7 @@ import torch.distributed as dist
 import tilescale_net as tsn
 from tests import ranks
 from tilescale_net import ops
+from tilescale_net.ops import group_objects
 
 operators = torch.ops.tilescale_net
 
@@ -142,6 +143,46 @@ def _results_with_defaults() -> None:
 
 def test_collectives():
     ranks.run(2, _everything, timeout=280)
+
+
+def _order() -> None:
+    """By the default backend, of operators alone, so that nothing is compiled; left alone it begins with the largest."""
+    device, calls = tsn.device(), group_objects.of("").calls
+
+    def step(x, y):
+        return ops.all_gather(x), ops.reduce_scatter(ops.all_gather(y)), ops.all_gather(y[:1])
+
+    for rows in ((2, 512), (512, 2)):
+        x, y = (torch.ones((n, 16), device=device) for n in rows)
+        torch._dynamo.reset()
+        orders = []
+        torch._inductor.config.force_disable_caches = True  # which know nothing of this package
+        for how in (step, torch.compile(step, fullgraph=True, dynamic=False)):
+            first = calls.count
+            results = how(x, y)
+            orders.append([calls.text(n) for n in range(first + 1, calls.count + 1)])
+        assert len(orders[0]) == 4 and orders[1] == orders[0], orders
+        assert all(torch.equal(a, b) for a, b in zip(results, step(x, y)))
+
+
+def test_the_default_backend_keeps_the_order_of_calls():
+    ranks.run(1, _order, timeout=280)
+
+
+def _different() -> None:
+    layer = ops.moe_layer(4, 8, 16, 2, torch.float32)
+    x, idx = torch.ones((2, 16), device=tsn.device()), torch.zeros((2, 2), dtype=torch.int64, device=tsn.device())
+    ops.all_gather(x)
+    ops.moe_dispatch(layer, x, idx, torch.ones((2, 2), device=tsn.device()))
+    ops.moe_dispatch(layer, x, idx, torch.ones((2, 2), device=tsn.device())) if tsn.rank() else ops.all_gather(x)
+    ops.check()
+
+
+def test_ranks_whose_operators_differ():
+    """They wait for each other in different kernels, and learn in which calls they differ long before these give up."""
+    for outcome in ranks.launch(2, _different, env={"TSN_TIMEOUT": "60"}, timeout=50):
+        assert outcome.error and outcome.error[0] == "RankMismatch", outcome
+        assert "all_gather of x" in outcome.error[1] and "moe_dispatch of a layer of 4 experts" in outcome.error[1]
 
 
 def test_on_several_nodes():

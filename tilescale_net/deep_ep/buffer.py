@@ -30,15 +30,18 @@ class Buffer:
 
     Attributes:
         rank, group_size, group, num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy: as given.
+        runtime: None: there is no object of C++ behind it.
 
     What a call needs is compiled and allocated at its first use, by all ranks together: make it once before a CUDA graph
-    is captured. Work runs on the current stream; events end there.
+    is captured. Work runs on the current stream; events end there. Calls that are made on different streams run one after the
+    other, in the order in which they were made.
 
     Raises:
         TileScaleError: what is not supported, by name. Others: see `tilescale_net.init`.
     """
 
     num_sms: int = 20
+    runtime = None
 
     def __init__(
         self, group: "tsn.Group" = None, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, low_latency_mode: bool = False,
@@ -227,9 +230,9 @@ class Buffer:
 
         Returns:
             [local experts, ranks * max tokens, hidden] bfloat16, or a pair of float8_e4m3fn and scales (column-major);
-            rows per local expert, int32; handle; event; hook or None. The handle begins with the token at the source of
-            each row, [local experts, ranks * max tokens] int32, and with begin << 32 | count of each rank's rows,
-            [local experts, ranks] int64.
+            rows per local expert, int32; handle; event; hook or None. The handle has five parts: the token at the source of
+            each row, [local experts, ranks * max tokens] int32; begin << 32 | count of each rank's rows, [local experts,
+            ranks] int64; max tokens, hidden, experts. Combines take it as it is, not a tuple of its parts.
         """
         if async_finish and return_recv_hook:
             raise ValueError("low_latency_dispatch: give async_finish or return_recv_hook, not both")
@@ -263,13 +266,19 @@ class Buffer:
             raise ValueError("low_latency_combine: give async_finish or return_recv_hook, not both")
         rows = self.get_next_low_latency_combine_buffer(handle) if zero_copy else x
         result, hook = low_latency.combine(
-            self._objects, rows, topk_weights, handle[-1], out, return_recv_hook, combine_wait_recv_cost_stats
+            self._objects,
+            rows,
+            topk_weights,
+            low_latency.routing_of(handle),
+            out,
+            return_recv_hook,
+            combine_wait_recv_cost_stats,
         )
         return result, end(async_finish), hook
 
     def get_next_low_latency_combine_buffer(self, handle: tuple) -> torch.Tensor:
         """Rows that `low_latency_combine(zero_copy=True)` reads, [local experts, ranks * max tokens, hidden] bfloat16."""
-        return handle[-1].combine_buffer
+        return low_latency.routing_of(handle).combine_buffer
 
     # -- ranks that are masked ----------------------------------------------------------------------------------------
 
@@ -291,5 +300,5 @@ class Buffer:
         self._objects.masks.query(mask_status)
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Mask nobody. Raises TileScaleError where ranks have been left out: they cannot come back."""
+        """Mask nobody but the ranks that have been left out: they cannot come back, and a warning says so."""
         self._objects.masks.clean()

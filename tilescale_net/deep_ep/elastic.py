@@ -6,7 +6,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 import tilescale_net as tsn
-from tilescale_net.deep_ep.config import EXPERTS
+from tilescale_net.deep_ep.config import EXPERTS, widest
 from tilescale_net.deep_ep.event import EventHandle, EventOverlap, begin, end
 from tilescale_net.deep_ep.high_throughput import Bias, biases_of, fresh, joined, parts
 from tilescale_net.deep_ep.objects import Objects, join, leave
@@ -28,13 +28,16 @@ class EPHandle:
         num_recv_tokens, num_expanded_tokens: rows received, one for each token and one for each choice with the gaps of
             the alignment; the most there can be where the host has not waited for them.
         num_recv_tokens_per_expert_list: rows per local expert, multiples of the alignment; empty where it has not.
-        psum_num_recv_tokens_per_scaleup_rank: [ranks] int32, rows from all ranks up to each.
+        psum_num_recv_tokens_per_scaleup_rank: [ranks of a node] int32, rows from all ranks up to each; on several nodes, from
+            the ranks of that place in all of them. Rows themselves are ordered by source rank.
         psum_num_recv_tokens_per_expert: [local experts] int32: where the rows of each end, with the gap behind them; with
             do_expand without it.
         num_unaligned_recv_tokens_per_expert: [local experts] int32, rows of each.
         recv_src_metadata: [rows, 2 + top_k] int32: source rank * num_max_tokens_per_rank + token there; source rank * top_k +
             its last choice here; the expanded row of each choice. -1 where there is none.
         recv_topk_idx: what the dispatch gave.
+        dst_buffer_slot_idx, token_metadata_at_forward, channel_linked_list: None: places in DeepEP's buffers; what calls need
+            of the ways that rows went is this package's own.
     """
 
     do_expand: bool
@@ -53,6 +56,9 @@ class EPHandle:
     recv_topk_idx: torch.Tensor | None
     _op: AllToAll
     _handle: Handle
+    dst_buffer_slot_idx: None = None
+    token_metadata_at_forward: None = None
+    channel_linked_list: None = None
 
 
 class ElasticBuffer:
@@ -64,12 +70,19 @@ class ElasticBuffer:
         num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch: the largest calls, for `get_buffer_size_hint`.
         num_max_tokens_per_rank: also the default of `dispatch`.
         The others change nothing: results never depend on timing, each rank sums its experts' rows before they travel, and
-        TSN_TIMEOUT limits waits. Rows cross the network once per node.
+        TSN_TIMEOUT, 100 seconds by default, limits waits of the host and of the GPU in the place of num_cpu_timeout_secs and
+        num_gpu_timeout_secs. Rows cross the network once per node.
 
     Attributes:
-        group, rank_idx, num_ranks, num_max_tokens_per_rank: as given.
+        group, rank_idx, num_ranks, num_max_tokens_per_rank, allow_hybrid_mode, deterministic: as given.
+        num_bytes: the size that the heap was asked to have at least; 0 where nothing says how much.
         num_scaleout_ranks, num_scaleup_ranks, num_rdma_ranks, num_nvlink_ranks: nodes, and ranks of one, of the group.
+        scaleout_rank_idx, scaleup_rank_idx: this rank's node, and its place there.
+        num_allocated_qps: 0: there are no queue pairs to choose. runtime: None: there is no object of C++ behind it.
     """
+
+    num_allocated_qps = 0
+    runtime = None
 
     def __init__(
         self, group: "tsn.Group", num_bytes: int | None = None, num_cpu_bytes: int = 0, num_max_tokens_per_rank: int = 0, hidden: int = 0,
@@ -86,12 +99,15 @@ class ElasticBuffer:
         if num_bytes is None and hidden and num_max_tokens_per_rank:
             sizes = num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch
             num_bytes = self.get_buffer_size_hint(group, *sizes)
-        self._world = join(group, num_bytes or 0)
+        self.num_bytes = num_bytes or 0
+        self._world = join(group, self.num_bytes)
         self.group, self.rank_idx, self.num_ranks = group, self._world.rank, self._world.size
         self.num_max_tokens_per_rank, self.explicitly_destroy = num_max_tokens_per_rank, explicitly_destroy
         self._objects, self._alive = Objects(self._world), True
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
+        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
+        self.allow_hybrid_mode, self.deterministic = allow_hybrid_mode, deterministic
 
     def destroy(self) -> None:
         """As `Buffer.destroy`. Collective."""
@@ -105,15 +121,19 @@ class ElasticBuffer:
         group: ProcessGroup, num_max_tokens_per_rank: int, hidden: int, num_topk: int = 0, use_fp8_dispatch: bool = False,
         allow_hybrid_mode: bool = True, allow_multiple_reduction: bool = True,
     ) -> int:  # fmt: skip
-        """Bytes of symmetric memory for both layouts, with rows of BF16, and of FP8 too if that is asked for."""
+        """Bytes of symmetric memory for both layouts, with rows of BF16, and of FP8 too if that is asked for.
+
+        Enough for ranks of one node and for nodes of 8 ranks, whichever takes more.
+        """
         ranks = group.size()
         sizes = -(-EXPERTS // ranks) * ranks, num_max_tokens_per_rank, hidden, num_topk or 8
         dtypes = [torch.bfloat16, torch.float8_e4m3fn][: 1 + use_fp8_dispatch]
         layouts = dict(layout="rank"), dict(layout="expert", zero_copy=False)
-        return sum(
-            AllToAll.heap_bytes(*sizes, dtype, combine_dtype=torch.bfloat16, ranks=ranks, **layout)
-            for dtype in dtypes
-            for layout in layouts
+        options = dict(combine_dtype=torch.bfloat16, ranks=ranks)
+        kinds = [(dtype, layout) for dtype in dtypes for layout in layouts]
+        return widest(
+            ranks,
+            lambda nodes: sum(AllToAll.heap_bytes(*sizes, d, **options, **layout, nodes=nodes) for d, layout in kinds),
         )
 
     @staticmethod
@@ -167,7 +187,7 @@ class ElasticBuffer:
             do_cpu_sync: wait on the host for the number of rows, so that results have exactly so many; default, unless there
                 is a handle. Otherwise they have room for the worst case.
             do_expand: a row for each choice, ordered by expert, instead of one for each token.
-            do_zero_padding: with do_expand, zeros in the gaps of the alignment.
+            do_zero_padding: with do_expand, zeros in the gaps of the alignment: rows, scales and weights.
             use_tma_aligned_col_major_sf: scales in columns, each of which begins at a multiple of 16 bytes.
             The others: see `Buffer.dispatch`.
 
@@ -180,6 +200,7 @@ class ElasticBuffer:
         """
         for event in (previous_event, previous_event_before_epilogue):
             begin(EventOverlap(event) if event is not None else None, async_with_compute_stream, False)
+        self._objects.order.follow()
         known, rows, scales = handle, *parts(x)
         if (known is None) == (topk_idx is None):
             raise ValueError("dispatch: give topk_idx, or the handle of an earlier dispatch")
@@ -204,8 +225,9 @@ class ElasticBuffer:
         syncs = known is None if do_cpu_sync is None else do_cpu_sync
         if known is None:
             known = _handle_of(
-                op, received, topk_idx.clone() if do_handle_copy else topk_idx, do_expand, num_sms, syncs
-            )
+                op, received, topk_idx.clone() if do_handle_copy else topk_idx, do_expand, num_sms, syncs,
+                self.num_scaleup_ranks,
+            )  # fmt: skip
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats.add_(received.counts)
         count = known.num_expanded_tokens if do_expand else known.num_recv_tokens
@@ -217,7 +239,7 @@ class ElasticBuffer:
         weights = None
         if topk_weights is not None:
             weights = received.row_weight if do_expand else metadata(received.handle).topk_weights
-            weights = weights[:count]
+            weights = weights[:count] if gaps is None else weights[:count].masked_fill(gaps[:count], 0.0)
         return joined(out, out_scales), known.recv_topk_idx, weights, known, end(async_with_compute_stream)
 
     # -- combine ----------------------------------------------------------------------------------------------------
@@ -241,6 +263,7 @@ class ElasticBuffer:
         """
         for event in (previous_event, previous_event_before_epilogue):
             begin(EventOverlap(event) if event is not None else None, async_with_compute_stream, False)
+        self._objects.order.follow()
         op, biases = handle._op, biases_of(bias)
         blocks = self._objects.blocks(op, num_sms or handle.num_sms)
         if topk_weights is None:
@@ -253,7 +276,9 @@ class ElasticBuffer:
         return out, weights, end(async_with_compute_stream)
 
 
-def _handle_of(op: AllToAll, received, topk_idx, do_expand: bool, num_sms: int, syncs: bool) -> EPHandle:
+def _handle_of(
+    op: AllToAll, received, topk_idx, do_expand: bool, num_sms: int, syncs: bool, node_size: int
+) -> EPHandle:
     c, handle = op.config, received.handle
     at, totals = Totals(c.ranks, c.local_experts), handle.plan.totals
     counts, offsets, _ = handle.plan.counts(c.ranks, c.local_experts)
@@ -271,7 +296,8 @@ def _handle_of(op: AllToAll, received, topk_idx, do_expand: bool, num_sms: int, 
         ],
         1,
     )
-    ends = totals[at.received_base + 1 : at.received_base + 1 + c.ranks].clone()
+    by_place = totals[at.received : at.received + c.ranks].view(-1, node_size).sum(0, dtype=torch.int32)
+    ends = by_place.cumsum(0, dtype=torch.int32)
     return EPHandle(
         do_expand, c.num_experts, c.alignment, c.max_tokens, num_sms, topk_idx, rows, expanded, per_expert, ends,
         offsets[:-1] + counts if do_expand else offsets[1:].clone(), counts.clone(),

@@ -1,5 +1,7 @@
 """Events with which callers overlap communication and computation."""
 
+from collections.abc import Callable
+
 import torch
 
 
@@ -24,24 +26,82 @@ class EventOverlap:
         event: EventHandle or None.
         extra_tensors: kept alive with it.
 
-    As a context manager it lets the current stream wait at the end of the block.
+    As a context manager it lets the current stream wait at the end of the block; called with `release_handle` before that, it
+    lets go of the event then.
+
+    Attributes:
+        event, extra_tensors: as given.
+        hook_after_wait: what the next wait calls when it has been launched; see `register_hook_after_wait`.
     """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None):
         self.event, self.extra_tensors = event, extra_tensors
+        self.hook_after_wait: Callable[[], None] | None = None
+        self._releases = False
 
-    def current_stream_wait(self) -> None:
-        """Let the current stream wait for the event. Raises ValueError where there is none."""
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Let the current stream wait for the event, and let go of it if `release_handle`. Raises ValueError where there is none."""
         if self.event is None:
             raise ValueError("EventOverlap: there is no event; calls give one with async_finish=True")
         self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        if hook is not None:
+            hook()
+        if release_handle:
+            self.event = None
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], None]) -> None:
+        """Have a function called once, after the next wait. Raises ValueError where one waits for that already."""
+        if self.hook_after_wait is not None:
+            raise ValueError("EventOverlap: a hook is registered already; wait for the event before another one is")
+        self.hook_after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> "EventOverlap":
+        """This object, for `with`."""
+        self._releases = release_handle
+        return self
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception) -> None:
+        releases, self._releases = self._releases, False
         if self.event is not None:
-            self.event.current_stream_wait()
+            self.current_stream_wait(releases)
+
+
+class StreamOrder:
+    """Lets calls that are made on different streams run one after the other: they share buffers and signals.
+
+    Args:
+        device: of the streams.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._last: torch.cuda.Stream | None = None
+        self._key: int | None = None  # of the last stream, which costs little to ask for
+
+    def follow(self) -> None:
+        """What is launched next on the current stream comes after the calls so far.
+
+        A stream that is captured into a CUDA graph, and one that is not, cannot wait for each other: who replays the graph
+        orders it.
+        """
+        if self._device.type != "cuda":
+            return
+        key = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if key == self._key:
+            return
+        stream, last = torch.cuda.current_stream(self._device), self._last
+        if last is not None and _is_captured(last) == _is_captured(stream):
+            stream.wait_stream(last)
+        self._last, self._key = stream, key
+
+
+def _is_captured(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def begin(previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool) -> None:

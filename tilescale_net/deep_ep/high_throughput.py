@@ -37,16 +37,20 @@ class Routing:
 
 
 def layout(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens per rank [ranks] and per expert [num_experts] (int32), and to which ranks each goes [tokens, ranks]."""
+    """Tokens per rank [ranks] and per expert [num_experts] (int32), and to which ranks each goes [tokens, ranks].
+
+    Ids beyond the experts count for nothing here, as -1 does; the dispatch refuses them by name, on all ranks.
+    """
     if topk_idx.dim() != 2 or num_experts % ranks:
         raise ValueError(
             f"topk_idx has shape {list(topk_idx.shape)} and there are {num_experts} experts; it must be [tokens, top_k], and "
             f"experts a multiple of {ranks} ranks"
         )
     device, chosen = topk_idx.device, topk_idx.long()
-    host = torch.where(chosen < 0, ranks, chosen // (num_experts // ranks))
+    none = (chosen < 0) | (chosen >= num_experts)
+    host = torch.where(none, ranks, chosen // (num_experts // ranks))
     in_rank = torch.zeros((len(chosen), ranks + 1), dtype=torch.bool, device=device).scatter_(1, host, True)[:, :ranks]
-    expert = torch.where(chosen < 0, num_experts, chosen).flatten()
+    expert = torch.where(none, num_experts, chosen).flatten()
     counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
     counts.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32))
     return in_rank.sum(0, dtype=torch.int32), counts[:num_experts].clone(), in_rank.contiguous()
@@ -94,6 +98,7 @@ def _results(x, received: Dispatched, rows: int):
 
 def dispatch_again(objects: Objects, x, routing: Routing, num_sms: int):
     """Other rows with a routing that is known."""
+    objects.order.follow()
     rows, scales = parts(x)
     c = routing.op.config
     op = _object(objects, c.num_experts, c.max_tokens, rows, scales, c.top_k, num_sms)
@@ -105,6 +110,7 @@ def dispatch(
     objects: Objects, x, topk_idx, topk_weights, in_rank, per_expert, alignment: int, worst: int, num_sms: int
 ):
     """Rows with a new routing: (rows, topk_idx, topk_weights, rows per expert, rank prefix matrix, Routing)."""
+    objects.order.follow()
     rows, scales = parts(x)
     ranks, experts, tokens = objects.world.size, len(per_expert), len(rows)
     by_choice = topk_idx is not None
@@ -149,8 +155,17 @@ def _padded(tensor: torch.Tensor, rows: int, fill) -> torch.Tensor:
 
 def _counts(objects: Objects, received: Dispatched, per_expert, by_choice: bool, alignment: int) -> list[int]:
     """Rows per local expert, up to the next multiple of the alignment. A mask tells nothing of experts: ranks add up."""
-    counts = received.counts if by_choice else ops.reduce_scatter(per_expert.to(torch.int32), objects.world)
-    return [-(-n // alignment) * alignment for n in counts.tolist()]
+    world, control = objects.world, objects.world.control
+    if by_choice:
+        counts = received.counts.tolist()
+    elif len(control.members) == world.size:
+        counts = ops.reduce_scatter(per_expert.to(torch.int32), world).tolist()
+    else:  # collectives work with all ranks only
+        local = len(per_expert) // world.size
+        here = per_expert.view(world.size, local).tolist()
+        told = control.gather("deep_ep.Buffer.dispatch: rows per expert", here)
+        counts = [sum(of_expert) for of_expert in zip(*(said[world.rank] for said in told))]
+    return [-(-n // alignment) * alignment for n in counts]
 
 
 def _prefix(world, routing: Routing) -> torch.Tensor:
@@ -170,6 +185,7 @@ def biases_of(bias: Bias) -> tuple[torch.Tensor, ...]:
 
 def combine(objects: Objects, x: torch.Tensor, routing: Routing, topk_weights, bias, num_sms: int):
     """(sums over ranks [tokens, hidden], sums of weights [tokens, top_k] or None)."""
+    objects.order.follow()
     op, handle = routing.op, routing.handle
     how = dict(bias=biases_of(bias), blocks=objects.blocks(op, num_sms))
     if topk_weights is None:

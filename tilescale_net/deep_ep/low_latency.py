@@ -1,5 +1,7 @@
 """DeepEP's low-latency mode: few tokens, rows by expert, weights at combine."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,13 +38,24 @@ class Routing:
 
 
 class LowLatencyHandle(tuple):
-    """DeepEP's handle of a low-latency dispatch.
+    """DeepEP's handle of a low-latency dispatch: source tokens, ranges of ranks, largest number of tokens, hidden, experts.
 
     Its second part, begin << 32 | count of each rank's rows of each expert, takes some small kernels and few callers look at
     it: it is made from the counts, [local experts, ranks] int32, when somebody asks for it, after the dispatch has ended.
+
+    Attributes:
+        routing: what calls here need of the dispatch.
     """
 
-    __slots__ = ()
+    routing: Routing
+
+    @classmethod
+    def of(cls, routing: Routing) -> LowLatencyHandle:
+        """The handle of a dispatch."""
+        plan, (experts, max_tokens, hidden, *_) = routing.received.handle.plan, routing.sizes
+        handle = cls((plan.source_token, plan.source_counts, max_tokens, hidden, experts))
+        handle.routing = routing
+        return handle
 
     def __getitem__(self, at):
         return tuple(self)[at] if isinstance(at, slice) or at in (1, 1 - len(self)) else super().__getitem__(at)
@@ -50,6 +63,15 @@ class LowLatencyHandle(tuple):
     def __iter__(self):
         for place, part in enumerate(super().__iter__()):
             yield _ranges(part) if place == 1 else part
+
+
+def routing_of(handle) -> Routing:
+    """What a dispatch has left for its combines. Raises TypeError for what is not its handle."""
+    if not isinstance(handle, LowLatencyHandle):
+        raise TypeError(
+            f"handle is a {type(handle).__name__}; give what low_latency_dispatch has returned, not a copy of its parts"
+        )
+    return handle.routing
 
 
 def _ranges(counts: torch.Tensor) -> torch.Tensor:
@@ -88,6 +110,7 @@ def dispatch(
 ):  # fmt: skip
     """(rows or (rows, scales), rows per expert, handle, what ends the call or None)."""
     hidden, masks = x.shape[1], objects.masks
+    objects.order.follow()
     if use_ue8m0 and not round_scale:
         raise ValueError("use_ue8m0 goes with round_scale=True")
     if use_fp8 and hidden % (512 if use_ue8m0 else 128):
@@ -108,7 +131,6 @@ def dispatch(
 
     void = masks.begin_dispatch()
     op, pending, received, members = nothing() if void else masks.survive(send, nothing)
-    plan = received.handle.plan
     packs = use_fp8 and use_ue8m0
     out_scales = _for_exponents(received.scales) if packs else received.scales
 
@@ -119,6 +141,7 @@ def dispatch(
             stats.add_(received.counts)
 
     def receive() -> None:
+        objects.order.follow()
         if masks.members is members:
             op.dispatch_recv(pending)
         elif members is not None:
@@ -131,8 +154,7 @@ def dispatch(
     if not in_halves:
         finish()
     rows = received.x if out_scales is None else (received.x, out_scales)
-    routing = Routing(sizes, received, members)
-    handle = LowLatencyHandle((plan.source_token, plan.source_counts, max_tokens, hidden, num_experts, routing))
+    handle = LowLatencyHandle.of(Routing(sizes, received, members))
     return rows, received.counts, handle, hook if in_halves else None
 
 
@@ -141,6 +163,7 @@ def combine(
 ) -> tuple[torch.Tensor, Callable[[], None] | None]:
     """(sums [tokens, hidden], what ends the call or None)."""
     received, masks, members = routing.received, objects.masks, routing.members
+    objects.order.follow()
     if out is None:
         out = x.new_empty((received.handle.plan.tokens, x.shape[-1]))
 
@@ -157,6 +180,7 @@ def combine(
     receive, result = masks.survive(send, lambda: (None, out.zero_()))
 
     def hook() -> None:
+        objects.order.follow()
         if receive is not None:
             masks.survive(receive if masks.members is members else result.zero_, result.zero_)
 

@@ -1,12 +1,18 @@
 """Groups of the ranks of an mpi4py communicator, which meet in a store that the first of them keeps."""
 
+import ipaddress
 import os
 import socket
+from collections.abc import Iterable
 
 import torch.distributed as dist
 
+from tilescale_net.errors import ConfigurationError
+from tilescale_net.runtime import addresses
 from tilescale_net.runtime.groups import StoreGroup
 from tilescale_net.runtime.topology import host_identity
+
+_ANY_PORT = 9  # to which nothing is sent
 
 _known: list[
     tuple[object, StoreGroup]
@@ -18,20 +24,54 @@ def group_of(comm) -> StoreGroup:
 
     Args:
         comm: with mpi4py's Get_rank, Get_size, bcast and allgather.
+
+    Raises:
+        ConfigurationError: the ranks are on several hosts, and the first of them knows no address by which the others reach
+            it; on all ranks.
     """
     for known, group in _known:
         if known is comm:
             return group
     rank, size = comm.Get_rank(), comm.Get_size()
-    hosts = comm.allgather(host_identity())
+    places = [tuple(place) for place in comm.allgather([host_identity(), socket.gethostname()])]
+    store = None
     if rank == 0:
-        address = "127.0.0.1" if len(set(hosts)) == 1 else socket.gethostbyname(socket.gethostname())
-        with socket.create_server((address, 0), backlog=4096) as listener:
-            port, fd = listener.getsockname()[1], os.dup(listener.fileno())
+        try:
+            family, address = _meeting_place({name for host, name in places if host != places[0][0]})
+            with socket.create_server((address, 0), family=family, backlog=4096) as listener:
+                port, fd = listener.getsockname()[1], os.dup(listener.fileno())
+        except (ConfigurationError, OSError) as error:
+            comm.bcast(("", str(error)), root=0)
+            raise
         store = dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=fd)
         comm.bcast((address, port), root=0)
     else:
         address, port = comm.bcast(None, root=0)
+        if not address:
+            raise ConfigurationError(port)
         store = dist.TCPStore(address, port, None, False, wait_for_workers=False)
     _known.append((comm, StoreGroup(store, rank, size, kept_by=0)))
     return _known[-1][1]
+
+
+def _meeting_place(others: Iterable[str]) -> tuple[int, str]:
+    """Address family and number of this host, as ranks on the hosts of other names reach it; loopback where there are none."""
+    others = sorted(others)
+    if not others:
+        return socket.AF_INET, "127.0.0.1"
+    for find in (*(lambda name=name: addresses.towards(name, _ANY_PORT) for name in others), _by_own_name):
+        try:
+            family, address = find()
+        except OSError:  # a name that is not known here
+            continue
+        if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            return family, address
+    raise ConfigurationError(
+        f"deep_ep.Buffer(comm=): ranks are on other hosts ({', '.join(others)}), whose names are not known on this one, and its "
+        f"own name {socket.gethostname()} stands for loopback or for nothing; write the hosts' addresses into /etc/hosts, or "
+        "make a group of torch.distributed and give group="
+    )
+
+
+def _by_own_name() -> tuple[int, str]:
+    return socket.AF_INET, socket.gethostbyname(socket.gethostname())

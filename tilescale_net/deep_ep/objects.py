@@ -11,6 +11,7 @@ import json
 import torch
 
 import tilescale_net as tsn
+from tilescale_net.deep_ep.event import StreamOrder
 from tilescale_net.deep_ep.shrink import Masks
 from tilescale_net.errors import HeapError, TileScaleError
 from tilescale_net.kernels.moe import AllToAll, Tuning
@@ -57,11 +58,12 @@ class Objects:
 
     Attributes:
         masks: the ranks that are masked.
+        order: of calls on different streams; each call, and each half of one, asks it to `follow` first.
         max_tokens, top_k: of the high-throughput object that new routings use; 0 before the first.
     """
 
     def __init__(self, world, shrinks: bool = False):
-        self.world, self.masks = world, Masks(world, shrinks)
+        self.world, self.masks, self.order = world, Masks(world, shrinks), StreamOrder(world.device)
         self.max_tokens = self.top_k = 0
         self._made: dict[tuple, AllToAll] = {}
         self._era = world.control.era

@@ -22,5 +22,5 @@ def install() -> None:
             "before anything imports it"
         )
     sys.modules["deep_ep"] = ours
-    for name in ("buffer", "utils"):
+    for name in ("buffer", "utils", "utils.event"):
         sys.modules[f"deep_ep.{name}"] = importlib.import_module(f"{_PACKAGE}.{name}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from tilescale_net.errors import FabricError, PeerLost, TileScaleError, WaitTimeout
+from tilescale_net.runtime import settings
 
 LOST = (PeerLost, WaitTimeout, FabricError)
 
@@ -24,6 +25,10 @@ class _Dispatches:
 
 
 _dispatches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by world
+
+
+def _for_good(ranks: list[int]) -> str:
+    return f"ranks {ranks} cannot come back; make a Buffer of a new group"
 
 
 class Masks:
@@ -40,6 +45,7 @@ class Masks:
     def __init__(self, world, shrinks: bool):
         self._world, self.shrinks = world, shrinks
         self._asked: set[int] = set()  # to be left out from the next call on
+        self._warned_of: list[int] = []
         self._dispatches = _dispatches.setdefault(world, _Dispatches())
 
     @property
@@ -58,7 +64,7 @@ class Masks:
         elif not masked and rank in self._asked:
             self._asked.remove(rank)
         elif not masked and rank not in self.members:
-            raise self._for_good("low_latency_update_mask_buffer", [rank])
+            raise TileScaleError(f"deep_ep.Buffer.low_latency_update_mask_buffer: {_for_good([rank])}")
 
     def query(self, status: torch.Tensor) -> None:
         """Fill `status` [ranks] with 1 for ranks that are masked and 0 for others."""
@@ -67,16 +73,13 @@ class Masks:
         status.copy_(torch.tensor(masked, dtype=status.dtype, device="cpu"))
 
     def clean(self) -> None:
-        """Mask nobody. Raises TileScaleError where ranks have been left out: they cannot come back."""
+        """Mask nobody but the ranks that have been left out, which cannot come back: a warning names them."""
         self.learn()
         self._asked.clear()
         gone = sorted(set(range(self._world.size)) - set(self.members))
-        if gone:
-            raise self._for_good("low_latency_clean_mask_buffer", gone)
-
-    @staticmethod
-    def _for_good(call: str, ranks: list[int]) -> TileScaleError:
-        return TileScaleError(f"deep_ep.Buffer.{call}: ranks {ranks} cannot come back; make a Buffer of a new group")
+        if gone and gone != self._warned_of:
+            self._warned_of = gone
+            settings.log.warning("deep_ep.Buffer.low_latency_clean_mask_buffer: %s; they stay masked", _for_good(gone))
 
     def learn(self) -> None:
         """Go on without ranks of whose loss the host has heard."""

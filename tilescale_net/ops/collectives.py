@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.ops import group_objects
+from tilescale_net.ops import compiled_order, group_objects
 
 _ops = torch.ops.tilescale_net
 
@@ -36,7 +36,7 @@ def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
     return out.view(_gathered(x, objects.world.size)).clone()
 
 
-@_all_gather.register_fake
+@compiled_order.register_fake("all_gather")
 def _(x, group):
     return x.new_empty(_gathered(x, _size(group)))
 
@@ -87,7 +87,7 @@ def _reduce_scatter(x: torch.Tensor, group: str) -> torch.Tensor:
     return objects.reduce_scatter(out, objects.copied(x, there))
 
 
-@_reduce_scatter.register_fake
+@compiled_order.register_fake("reduce_scatter")
 def _(x, group):
     return x.new_empty((x.shape[0] // _size(group), *x.shape[1:]))
 
@@ -137,7 +137,7 @@ def _all_reduce(x: torch.Tensor, replicated: bool, group: str) -> torch.Tensor:
     return objects.all_reduce(torch.empty_like(x), x)
 
 
-@_all_reduce.register_fake
+@compiled_order.register_fake("all_reduce")
 def _(x, replicated, group):
     return x.new_empty(x.shape)
 
@@ -221,7 +221,7 @@ def _all_to_all(
     return out[:rows].clone()
 
 
-@_all_to_all.register_fake
+@compiled_order.register_fake("all_to_all")
 def _(x, output_splits, input_splits, max_rows, group):
     return x.new_empty(x.shape if output_splits is None else (sum(output_splits), *x.shape[1:]))
 

@@ -16,7 +16,7 @@ from tilescale_net.kernels.fused.matmul import DEFAULT
 from tilescale_net.kernels.moe.all_to_all import AllToAll
 from tilescale_net.kernels.moe.dropping import beyond_capacity
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
-from tilescale_net.ops import moe
+from tilescale_net.ops import compiled_order, moe
 
 _ops = torch.ops.tilescale_net
 
@@ -67,7 +67,7 @@ def _dispatch_matmul(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, key: str
 ) -> list[torch.Tensor]:
     """Products, rows, weights of rows, then the other tensors of the plan."""
-    op, w = moe.layer_of(key), _held(w)
+    op, w = moe.called("moe_dispatch_matmul", key), _held(w)
     given = x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()
     product = _product(op, w)
     pending = op.dispatch_send(*given, cleared=True)
@@ -79,7 +79,7 @@ def _dispatch_matmul(
     return [_zeroed(op, plan, h), _zeroed(op, plan, received.x), torch.where(valid, weights, 0.0), *others]
 
 
-@_dispatch_matmul.register_fake
+@compiled_order.register_fake("moe_dispatch_matmul")
 def _(x, topk_idx, topk_weights, w, key):
     rows, *others = moe.dispatch_fake(x, topk_idx, topk_weights, key)
     return [x.new_empty((rows.shape[0], w.shape[2])), rows, *others]
@@ -90,13 +90,13 @@ def _matmul_combine(
     h: torch.Tensor, w: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str
 ) -> torch.Tensor:
     """Sums of products times `weights` (an empty tensor: all one) per token."""
-    op, w = moe.layer_of(key), _held(w)
+    op, w = moe.called("moe_matmul_combine", key), _held(w)
     handle = moe.handle_of(key, RoutingPlan(tokens, *plan))
     given = dict(weights=weights.contiguous()) if weights.numel() else dict(weighted=False)
     return _product(op, w).combined(h.contiguous(), w, handle, **given)
 
 
-@_matmul_combine.register_fake
+@compiled_order.register_fake("moe_matmul_combine")
 def _(h, w, weights, plan, tokens, key):
     return h.new_empty((tokens, w.shape[2]))
 
@@ -106,7 +106,7 @@ def _combine_backward(
     grad: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of sums as rows, and these times the transposed matrices, without weights."""
-    op, w = moe.layer_of(key), _held(w.transpose(1, 2))
+    op, w = moe.called("backward of moe_matmul_combine", key), _held(w.transpose(1, 2))
     plan_ = RoutingPlan(tokens, *plan)
     product = _product(op, w)
     pending = op.dispatch_send(grad.contiguous(), handle=moe.handle_of(key, plan_))
@@ -115,7 +115,7 @@ def _combine_backward(
     return _zeroed(op, plan_, rows), _zeroed(op, plan_, products)
 
 
-@_combine_backward.register_fake
+@compiled_order.register_fake("moe_matmul_combine_backward")
 def _(grad, w, plan, tokens, key):
     c = moe.layer_of(key).config
     return grad.new_empty((c.capacity, c.hidden)), grad.new_empty((c.capacity, w.shape[1]))
@@ -129,7 +129,7 @@ def _expert_matmul(x: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], t
     return _zeroed(op, plan_, _product(op, w)(x.contiguous(), w, moe.handle_of(key, plan_)))
 
 
-@_expert_matmul.register_fake
+@compiled_order.register_fake("expert_matmul")
 def _(x, w, plan, tokens, key):
     return x.new_empty((x.shape[0], w.shape[2]))
 
@@ -227,7 +227,8 @@ def moe_dispatch_matmul(
     plan = RoutingPlan(x.shape[0], *others, weights)
     counts, offsets, _ = plan.counts(c.ranks, c.local_experts)
     handle = Handle(c.signature, plan, layer.membership, dropped)
-    return h, Dispatched(rows, None, counts, offsets, None, weights, None, handle)
+    refused = plan.refused(c.ranks, c.local_experts)
+    return h, Dispatched(rows, None, counts, offsets, None, weights, None, handle, refused)
 
 
 def moe_matmul_combine(

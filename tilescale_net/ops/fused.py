@@ -17,7 +17,7 @@ from tilescale_net.kernels.fused.matmul import SCALED, FusedMatmul, check_column
 from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 from tilescale_net.kernels.fused.tuned_choice import chosen
-from tilescale_net.ops import group_objects
+from tilescale_net.ops import compiled_order, group_objects
 
 _ops = torch.ops.tilescale_net
 CLASSES: dict[str, type[FusedMatmul]] = {
@@ -153,7 +153,7 @@ def _all_gather_matmul(
     return op(x, _held(w), **scales)
 
 
-@_all_gather_matmul.register_fake
+@compiled_order.register_fake("all_gather_matmul")
 def _(x, w, fused, group, x_scales=None, w_scales=None):
     return x.new_empty((group_objects.world_of(group).size * x.shape[0], w.shape[1]), dtype=_result_dtype(x))
 
@@ -231,7 +231,7 @@ def _matmul_reduce_scatter(
     return objects.reduce_scatter(part, _mm(x, w, **scales, out=there))
 
 
-@_matmul_reduce_scatter.register_fake
+@compiled_order.register_fake("matmul_reduce_scatter")
 def _(x, w, fused, group, x_scales=None, w_scales=None):
     return x.new_empty((x.shape[0] // group_objects.world_of(group).size, w.shape[1]), dtype=_result_dtype(x))
 
@@ -300,7 +300,7 @@ def _matmul_all_reduce(
     return _ops.all_reduce(_mm(x, w, **scales), replicated, group)
 
 
-@_matmul_all_reduce.register_fake
+@compiled_order.register_fake("matmul_all_reduce")
 def _(x, w, replicated, fused, group, x_scales=None, w_scales=None):
     return x.new_empty((x.shape[0], w.shape[1]), dtype=_result_dtype(x))
 

@@ -22,6 +22,8 @@ from tilescale_net.kernels.send_recv import SendRecv
 from tilescale_net.runtime.groups import StoreGroup
 from tilescale_net.runtime.world import World
 
+TRACK = "tilescale_net.ops"  # of the calls of all operators of a world
+
 _of_worlds: dict = {}
 
 
@@ -80,7 +82,7 @@ class GroupObjects:
         self.sources_travel = 0 in world.peer_base
         # The simulator runs threads in turn, so it gets few; elsewhere the defaults.
         self.geometry = {} if world.device.type == "cuda" else {"threads": 64, "blocks": 4}
-        self.calls = world.calls.only_track("tilescale_net.ops")
+        self.calls = world.calls.only_track(TRACK)
         self._memory: torch.Tensor | None = None
         self._made: dict[Hashable, object] = {}
         self.without_room: set[Hashable] = set()

@@ -19,7 +19,7 @@ from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
 from tilescale_net.kernels.moe.throughput_buffers import output_rows
 from tilescale_net.kernels.moe.tuning import Tuning
 from tilescale_net.kernels.moe.wire_layout import Totals, record_words
-from tilescale_net.ops import group_objects
+from tilescale_net.ops import compiled_order, group_objects
 
 
 def layer_key(op) -> str:
@@ -50,6 +50,16 @@ def layer_of(key: str):
     return OBJECTS[key.split()[0]]
 
 
+def called(operator: str, key: str):
+    """The AllToAll of a key, for an operator that communicates: ranks whose calls differ learn of it."""
+    op = layer_of(key)
+    calls = op.world.calls.only_track(group_objects.TRACK)
+    calls.note(
+        operator + " of a layer of {0.num_experts} experts, hidden {0.hidden}, {0.dtype}, layout {0.layout}", op.config
+    )
+    return op
+
+
 def handle_of(key: str, plan: RoutingPlan) -> Handle:
     """The handle of a dispatch made when `key` was."""
     _, era, mask = key.split()
@@ -77,7 +87,7 @@ def zero_where_not(valid: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("tilescale_net::moe_dispatch", mutates_args=())
 def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, key: str) -> list[torch.Tensor]:
     """Rows, their weights, then the other tensors of the plan."""
-    op = layer_of(key)
+    op = called("moe_dispatch", key)
     # All that the operator gives is defined, places without a row too, so that results can be compared.
     received = op.dispatch(x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous(), cleared=True)
     *others, weights = received.handle.plan.tensors()
@@ -86,7 +96,7 @@ def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tenso
     return [zero_where_not(by_row, received.x), torch.where(by_choice, weights, 0.0), *others]
 
 
-@_dispatch.register_fake
+@compiled_order.register_fake("moe_dispatch")
 def dispatch_fake(x, topk_idx, topk_weights, key):
     c = layer_of(key).config
     R, M = c.ranks, c.max_tokens
@@ -104,13 +114,13 @@ def dispatch_fake(x, topk_idx, topk_weights, key):
 @torch.library.custom_op("tilescale_net::moe_combine", mutates_args=())
 def _combine(y: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
     """Sums of rows times `weights` (an empty tensor: all one) per token."""
-    op = layer_of(key)
+    op = called("moe_combine", key)
     handle = handle_of(key, RoutingPlan(tokens, *plan))
     given = weights.numel() > 0
     return op.combine(y.contiguous(), handle, weighted=False, weights=weights.contiguous() if given else None)
 
 
-@_combine.register_fake
+@compiled_order.register_fake("moe_combine")
 def _(y, weights, plan, tokens, key):
     return y.new_empty((tokens, y.shape[1]))
 
@@ -120,11 +130,11 @@ def _dispatch_backward(
     rows: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x and of topk_weights from those of the rows and of their weights."""
-    op = layer_of(key)
+    op = called("backward of moe_dispatch", key)
     return op.combine_values(rows.contiguous(), weights.contiguous(), handle_of(key, RoutingPlan(tokens, *plan)))
 
 
-@_dispatch_backward.register_fake
+@compiled_order.register_fake("moe_dispatch_backward")
 def _(rows, weights, plan, tokens, key):
     c = layer_of(key).config
     return rows.new_empty((tokens, c.hidden)), weights.new_empty((tokens, c.top_k))
@@ -133,12 +143,12 @@ def _(rows, weights, plan, tokens, key):
 @torch.library.custom_op("tilescale_net::moe_combine_backward", mutates_args=())
 def _combine_backward(out: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
     """Gradients of sums, as rows."""
-    op = layer_of(key)
+    op = called("backward of moe_combine", key)
     received = op.dispatch(out.contiguous(), handle=handle_of(key, RoutingPlan(tokens, *plan)))
     return zero_where_not(valid_rows(op, received.handle.plan.totals, op.config.layout == "rank"), received.x)
 
 
-@_combine_backward.register_fake
+@compiled_order.register_fake("moe_combine_backward")
 def _(out, plan, tokens, key):
     op = layer_of(key)
     return out.new_empty((output_rows(op.config), out.shape[1]))
@@ -179,7 +189,8 @@ torch.library.register_autograd("tilescale_net::moe_combine", _combine_gradient,
 def moe_layer(
     num_experts: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype = torch.bfloat16, *,
     layout: str = "expert", alignment: int = 1, capacity: int | None = None, tuning: Tuning | None = None,
-    expert_capacity: int | None = None, drop: str = "position", tile_rows: int | None = None, group: tsn.Group = None,
+    expert_capacity: int | None = None, drop: str = "position", tile_rows: int | None = None, grow: bool = False,
+    group: tsn.Group = None,
 ) -> AllToAll:  # fmt: skip
     """The `AllToAll` for layers of this shape: one object for all calls of a group with equal arguments.
 
@@ -189,7 +200,7 @@ def moe_layer(
     sizes = num_experts, max_tokens, hidden, top_k, dtype
     options = dict(
         layout=layout, alignment=alignment, capacity=capacity, tuning=tuning, expert_capacity=expert_capacity, drop=drop,
-        tile_rows=tile_rows,
+        tile_rows=tile_rows, grow=grow,
     )  # fmt: skip
     key = ("moe", *sizes, *options.values())
     objects = group_objects.of(group_objects.name_of(group))
@@ -216,7 +227,8 @@ def moe_dispatch(layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_
     by_rank = c.layout == "rank"
     handle = Handle(c.signature, plan, layer.membership, dropped)
     index = plan.row_index if by_rank else None
-    return Dispatched(rows, None, counts, offsets, index, weights, num_rows if by_rank else None, handle)
+    refused = plan.refused(c.ranks, c.local_experts)
+    return Dispatched(rows, None, counts, offsets, index, weights, num_rows if by_rank else None, handle, refused)
 
 
 def moe_combine(layer: AllToAll, y: torch.Tensor, received: Dispatched, weighted: bool = True) -> torch.Tensor:

@@ -12,7 +12,7 @@ import weakref
 import torch
 
 from tilescale_net.errors import ConfigurationError, TileScaleError
-from tilescale_net.runtime import cuda_range
+from tilescale_net.runtime import cuda_range, settings
 
 
 def _runtime():
@@ -31,6 +31,13 @@ def check(result: tuple, what: str):
     return values[0] if len(values) == 1 else tuple(values)
 
 
+def bound(group) -> int | None:
+    """The GPU that the program has bound to a group, or to all ranks, with `init_process_group(device_id=)`."""
+    default = torch.distributed.group.WORLD
+    devices = (getattr(g, "bound_device_id", None) for g in (group, default))
+    return next((device.index for device in devices if device is not None), None)
+
+
 def ordinal(group, local_rank: int) -> int:
     """Which GPU is this rank's, where no world of this process has one yet.
 
@@ -38,27 +45,36 @@ def ordinal(group, local_rank: int) -> int:
         group: of the world, whose ranks are those of a program that may have chosen its GPU; None: the whole job.
         local_rank: number of this rank among those of `group` on this host.
     """
-    default = torch.distributed.group.WORLD
-    bound = next((b for g in (group, default) if (b := getattr(g, "bound_device_id", None)) is not None), None)
-    if bound is not None and bound.index is not None:
-        return bound.index
+    if (number := bound(group)) is not None:
+        return number
+    if torch.cuda.device_count() == 1:
+        return 0  # each process may be shown a GPU of its own
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    if current:
+        return current  # the program has chosen it; 0 is current where nobody has chosen
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
     if group is None:
         return local_rank
-    if torch.cuda.is_initialized():
-        return torch.cuda.current_device()
+    if current is not None:
+        return current
     number = torch.distributed.get_rank() if torch.distributed.is_initialized() else local_rank
     return number % max(1, torch.cuda.device_count())
 
 
 class CudaMemory:
-    """Heap memory of one rank on a GPU; see `memory.Memory`."""
+    """Heap memory of one rank on a GPU; see `memory.Memory`.
+
+    Args:
+        size, limit: bytes of the heap, now and at most.
+        ordinal: of the GPU, which becomes the current device.
+        shared: whether other ranks may have the same GPU.
+    """
 
     device_kind = kind = "cuda"
     poisons = False
 
-    def __init__(self, size: int, limit: int, ordinal: int):
+    def __init__(self, size: int, limit: int, ordinal: int, shared: bool = False):
         count = torch.cuda.device_count()
         if ordinal >= count:
             raise ConfigurationError(
@@ -66,8 +82,13 @@ class CudaMemory:
                 "(GPUS=…), or set TSN_DEVICE=simulator"
             )
         self.size, self.limit = size, limit
-        self.ordinal = ordinal
+        self.ordinal, self._shared = ordinal, shared
         self.device = torch.device("cuda", ordinal)
+        before = torch.cuda.current_device() if torch.cuda.is_initialized() else ordinal
+        if before != ordinal:
+            settings.log.warning(
+                "cuda:%d is this rank's GPU, and becomes the current device in the place of cuda:%d", ordinal, before
+            )
         torch.cuda.set_device(ordinal)
         torch.cuda.init()
         self._rt = _runtime()
@@ -89,15 +110,25 @@ class CudaMemory:
             self._heap = allocation = _Allocation(self._rt, size)
             self.base = allocation.address
 
-    def handle(self) -> tuple[int, bytes, str]:
+    def _bus(self) -> str:
+        """Where the GPU is; numbers of GPUs differ between processes."""
         bus = check(self._rt.cudaDeviceGetPCIBusId(32, self.ordinal), "cudaDeviceGetPCIBusId")
-        bus = bus.decode().rstrip("\0") if isinstance(bus, bytes) else str(bus)
+        return bus.decode().rstrip("\0") if isinstance(bus, bytes) else str(bus)
+
+    def handle(self) -> tuple[int, bytes, str]:
+        bus = self._bus()
         if self._growing is not None:
             return (os.getpid(), self._growing.offers.name, bus)
         ipc = check(self._rt.cudaIpcGetMemHandle(self.base), "cudaIpcGetMemHandle")
         return (os.getpid(), bytes(ipc.reserved), bus)
 
     def map_peer(self, pe: int, handle: tuple[int, bytes, str]) -> int:
+        if handle[2] == self._bus() and not self._shared:
+            raise ConfigurationError(
+                f"PE {pe} has the GPU of this rank, {handle[2]}: each rank needs its own; start at most as many ranks as there "
+                "are GPUs (GPUS=…), show each process another one (CUDA_VISIBLE_DEVICES), or set TSN_DEVICE=simulator. Ranks "
+                "that shall share one say so with init_process_group(device_id=…)"
+            )
         if self._growing is not None:
             return self._growing.map_peer(pe, handle[0], handle[1])
         ipc = self._rt.cudaIpcMemHandle_t()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from tilescale_net.runtime import job_store
+from tilescale_net.runtime import addresses, job_store
 from tilescale_net.runtime.job_store import JobStore
 
 _PREFIX = "tsn"
@@ -69,9 +69,6 @@ def _listen(job: dist.TCPStore) -> tuple[tuple, int]:
 
     Where the job is on loopback, so is the group: nobody else shall speak for a rank.
     """
-    family, kind, _, _, address = socket.getaddrinfo(job.host, job.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as towards:
-        towards.connect(address)  # of a datagram socket: chooses the way, and sends nothing
-        mine = towards.getsockname()[0]
+    family, mine = addresses.towards(job.host, job.port)
     with socket.create_server((mine, 0), family=family, backlog=4096) as listener:
         return listener.getsockname(), os.dup(listener.fileno())

@@ -102,8 +102,9 @@ def create(kind: str, size: int, limit: int, device: torch.device | None, group:
         from tilescale_net.runtime import cuda_memory
 
         ordinal = device.index if device is not None else cuda_memory.ordinal(group, topology.local_rank)
+        shared = device is not None or cuda_memory.bound(group) is not None
         # A NIC that reaches memory of a GPU has it registered in one piece.
-        return cuda_memory.CudaMemory(size, limit if topology.nodes == 1 else size, ordinal)
+        return cuda_memory.CudaMemory(size, limit if topology.nodes == 1 else size, ordinal, shared)
     from tilescale_net.runtime.simulator_memory import SimulatorMemory
 
     return SimulatorMemory(size, limit)

@@ -7,6 +7,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe.support import check_compiled_ahead, without_kernels
 from tests.kernels.moe.test_misuse import SHAPE, raises
+from tilescale_net import ops
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.runtime import worlds
 from tilescale_net.runtime.context import SYSTEM_BYTES
@@ -86,6 +87,26 @@ def test_memory_of_gateways():
     assert abs(beyond[8] / 1024 / MIB - 1.41) < 0.01  # as CHANGELOG.md and docs/cluster.md say
 
 
+@pytest.mark.parametrize(
+    ("gib", "ranks_", "capacity", "options"),
+    [
+        (1.74, 64, 65536, {}),
+        (2.62, 64, 131072, {}),
+        (1.90, 128, 40960, {}),
+        (1.96, 64, 40960, dict(layout="rank", zero_copy=False)),
+        (1.36, 64, 65536, dict(tuning=Tuning(once_per_node=False))),
+        (2.23, 64, 131072, dict(tuning=Tuning(once_per_node=False))),
+        (8.55, 64, None, dict(layout="rank", top_k=64)),
+    ],
+)
+def test_memory_beyond_the_output(gib, ranks_, capacity, options):
+    """As docs/cluster.md says."""
+    sizes = dict(num_experts=256, max_tokens=4096, hidden=7168, top_k=8) | options
+    output = 2 * 7168 * capacity if capacity and options.get("zero_copy", True) else 0
+    found = AllToAll.heap_bytes(**sizes, capacity=capacity, ranks=ranks_, nodes=ranks_ // 8) - output
+    assert abs(found / 1024 / MIB - gib) < 0.01
+
+
 def _grow() -> None:
     """An object that the heap has no room for brings another, and takes it away."""
     filler = tsn.empty((tsn.world().heap.size - SYSTEM_BYTES - 4096,), torch.uint8)
@@ -106,6 +127,11 @@ def _grow() -> None:
         made = op.world
         op.free()
         assert made.closed and worlds.alive() == [tsn.world()]
+    layer = ops.moe_layer(**SHAPE, grow=True)
+    given = torch.ones((3, 2), device=tsn.device())
+    received = ops.moe_dispatch(layer, x, idx, given)
+    assert layer.world is not tsn.world() and torch.equal(ops.moe_combine(layer, received.x, received), 2 * x)
+    layer.free()
     tsn.free(filler)
     with without_kernels():
         op = AllToAll(**SHAPE, grow=True)

@@ -79,6 +79,8 @@ def _by_rank(op, everyone) -> None:
     by_mask = op.dispatch(mine.x.to(device), mask=hosts.to(device))
     assert by_mask.handle.rows("rank") == rows and torch.equal(by_mask.x[:rows], y)
     assert torch.equal(op.combine(y, by_mask.handle), plain)
+    halves = op.dispatch_recv(op.dispatch_send(mine.x.to(device), mask=hosts.to(device)))
+    assert halves.handle.rows("rank") == rows and torch.equal(halves.x[:rows], y)
     if any((e.topk_idx >= 0).any() and (e.topk_idx < c.local_experts)[e.topk_idx >= 0].any() for e in everyone):
         with pytest.raises(ValueError, match="this rank has received" if op.rank == 0 else "wrong y"):
             op.combine(y[: rows - 1] if op.rank == 0 else y, received.handle)
