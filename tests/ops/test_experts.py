@@ -18,10 +18,10 @@ MOE = dict(tile_rows=32, alignment=32, capacity=128)
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
-def _layer(layer, x, idx, p, w_gate, w_up, w_down):
-    up, received = ops.moe_dispatch_matmul(layer, x, idx, p, w_up)
+def _layer(layer, x, idx, p, w_gate, w_up, w_down, fused=None):
+    up, received = ops.moe_dispatch_matmul(layer, x, idx, p, w_up, fused=fused)
     gate = ops.expert_matmul(layer, received.x, w_gate, received)
-    return ops.moe_matmul_combine(layer, torch.relu(gate) * up, w_down, received)
+    return ops.moe_matmul_combine(layer, torch.relu(gate) * up, w_down, received, fused=fused)
 
 
 def _dense(x, idx, p, w_gate, w_up, w_down):
@@ -81,9 +81,10 @@ def _in_other_surroundings(layer, *given) -> None:
     inputs = [t for t in given if t.requires_grad]
     wanted = _layer(layer, *given)
     gradients = torch.autograd.grad(wanted.float().sum(), inputs)
-    again = checkpoint(_layer, layer, *given, use_reentrant=False)
-    found = torch.autograd.grad(again.float().sum(), inputs)
-    assert torch.equal(again, wanted) and all(map(torch.equal, found, gradients))
+    one_after_the_other = functools.partial(_layer, fused=False)
+    for again in (checkpoint(_layer, layer, *given, use_reentrant=False), one_after_the_other(layer, *given)):
+        found = torch.autograd.grad(again.float().sum(), inputs)
+        assert torch.equal(again, wanted) and all(map(torch.equal, found, gradients))
 
     def elsewhere() -> torch.Tensor:
         with torch.inference_mode(), torch.device("meta"):
@@ -95,12 +96,13 @@ def _in_other_surroundings(layer, *given) -> None:
 
 def _operators(layer, x, idx, p, matrices) -> None:
     operators, check = torch.ops.tilescale_net, functools.partial(torch.library.opcheck, test_utils=CHECKS[:3])
-    torch.library.opcheck(operators.moe_dispatch_matmul, (x, idx, p, matrices[1], layer.key), test_utils=CHECKS)
-    h, rows, weights, *others = (t.detach() for t in operators.moe_dispatch_matmul(x, idx, p, matrices[1], layer.key))
+    torch.library.opcheck(operators.moe_dispatch_matmul, (x, idx, p, matrices[1], True, layer.key), test_utils=CHECKS)
+    outputs = operators.moe_dispatch_matmul(x, idx, p, matrices[1], True, layer.key)
+    h, rows, weights, *others = (t.detach() for t in outputs)
     plan, n = [*others, weights], len(x)
     check(operators.expert_matmul, (rows.requires_grad_(), matrices[0], plan, n, layer.key))
-    check(operators.moe_matmul_combine, (h.requires_grad_(), matrices[2], weights, plan, n, layer.key))
-    check(operators.moe_matmul_combine_backward, (x.detach(), matrices[2].detach(), plan, n, layer.key))
+    check(operators.moe_matmul_combine, (h.requires_grad_(), matrices[2], weights, plan, n, True, layer.key))
+    check(operators.moe_matmul_combine_backward, (x.detach(), matrices[2].detach(), plan, n, True, layer.key))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])

@@ -3,14 +3,15 @@
 A layer with `tile_rows` (see `kernels.fused.ExpertMatmul`): tiles of rows are multiplied as they arrive, and rows travel
 back as they are finished. Backward of the one is made of the other's halves: gradients of sums are dispatched beside the
 product with the transposed matrices; gradients of rows go back by a combine after theirs. What stands in rows that belong
-to no token is zero in every result.
+to no token is zero in every result. `kernels.fused.choice` says where the same is done one after the other instead.
 """
 
 import dataclasses
+from typing import Any
 
 import torch
 
-from tilescale_net.kernels.fused.choice import SIMULATED
+from tilescale_net.kernels.fused.choice import SIMULATED, are_experts_fused
 from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul
 from tilescale_net.kernels.fused.matmul import DEFAULT
 from tilescale_net.kernels.moe.all_to_all import AllToAll
@@ -29,6 +30,23 @@ def _product(op: AllToAll, w: torch.Tensor) -> ExpertMatmul:
         tiling = dataclasses.replace(usual, tile=(op.config.tile_rows, *usual.tile[1:]))
         op.products[key] = ExpertMatmul(op, *w.shape[1:], dtype=w.dtype, tiling=tiling)
     return op.products[key]
+
+
+def _arriving(
+    op: AllToAll, w: torch.Tensor, fused: bool, *given: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, Dispatched]:
+    """A dispatch and the products of its rows: beside it, or when it is done."""
+    product = _product(op, w)
+    if not fused:
+        received = op.dispatch(*given, **options)
+        return product(received.x, w, received.handle), received
+    pending = op.dispatch_send(*given, **options)
+    h = product.arriving(pending, w)
+    return h, op.dispatch_recv(pending)
+
+
+def _is_fused(layer: AllToAll, fused: bool | None) -> bool:
+    return are_experts_fused(layer.device) if fused is None else fused
 
 
 def _held(w: torch.Tensor) -> torch.Tensor:
@@ -64,15 +82,12 @@ def _check(call: str, layer: AllToAll, w: torch.Tensor, first: int | None, last:
 
 @torch.library.custom_op("tilescale_net::moe_dispatch_matmul", mutates_args=())
 def _dispatch_matmul(
-    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, key: str
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, fused: bool, key: str
 ) -> list[torch.Tensor]:
     """Products, rows, weights of rows, then the other tensors of the plan."""
     op, w = moe.called("moe_dispatch_matmul", key), _held(w)
     given = x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()
-    product = _product(op, w)
-    pending = op.dispatch_send(*given, cleared=True)
-    h = product.arriving(pending, w)
-    received = op.dispatch_recv(pending)
+    h, received = _arriving(op, w, fused, *given, cleared=True)
     plan = received.handle.plan
     *others, weights = plan.tensors()
     valid = moe.valid_rows(op, plan.totals, False)
@@ -80,43 +95,49 @@ def _dispatch_matmul(
 
 
 @compiled_order.register_fake("moe_dispatch_matmul")
-def _(x, topk_idx, topk_weights, w, key):
+def _(x, topk_idx, topk_weights, w, fused, key):
     rows, *others = moe.dispatch_fake(x, topk_idx, topk_weights, key)
     return [x.new_empty((rows.shape[0], w.shape[2])), rows, *others]
 
 
 @torch.library.custom_op("tilescale_net::moe_matmul_combine", mutates_args=())
 def _matmul_combine(
-    h: torch.Tensor, w: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str
+    h: torch.Tensor,
+    w: torch.Tensor,
+    weights: torch.Tensor,
+    plan: list[torch.Tensor],
+    tokens: int,
+    fused: bool,
+    key: str,
 ) -> torch.Tensor:
     """Sums of products times `weights` (an empty tensor: all one) per token."""
     op, w = moe.called("moe_matmul_combine", key), _held(w)
     handle = moe.handle_of(key, RoutingPlan(tokens, *plan))
     given = dict(weights=weights.contiguous()) if weights.numel() else dict(weighted=False)
-    return _product(op, w).combined(h.contiguous(), w, handle, **given)
+    product = _product(op, w)
+    if fused:
+        return product.combined(h.contiguous(), w, handle, **given)
+    return op.combine(product(h.contiguous(), w, handle), handle=handle, **given)
 
 
 @compiled_order.register_fake("moe_matmul_combine")
-def _(h, w, weights, plan, tokens, key):
+def _(h, w, weights, plan, tokens, fused, key):
     return h.new_empty((tokens, w.shape[2]))
 
 
 @torch.library.custom_op("tilescale_net::moe_matmul_combine_backward", mutates_args=())
 def _combine_backward(
-    grad: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str
+    grad: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], tokens: int, fused: bool, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of sums as rows, and these times the transposed matrices, without weights."""
     op, w = moe.called("backward of moe_matmul_combine", key), _held(w.transpose(1, 2))
     plan_ = RoutingPlan(tokens, *plan)
-    product = _product(op, w)
-    pending = op.dispatch_send(grad.contiguous(), handle=moe.handle_of(key, plan_))
-    products = product.arriving(pending, w)
-    rows = op.dispatch_recv(pending).x
-    return _zeroed(op, plan_, rows), _zeroed(op, plan_, products)
+    products, received = _arriving(op, w, fused, grad.contiguous(), handle=moe.handle_of(key, plan_))
+    return _zeroed(op, plan_, received.x), _zeroed(op, plan_, products)
 
 
 @compiled_order.register_fake("moe_matmul_combine_backward")
-def _(grad, w, plan, tokens, key):
+def _(grad, w, plan, tokens, fused, key):
     c = moe.layer_of(key).config
     return grad.new_empty((c.capacity, c.hidden)), grad.new_empty((c.capacity, w.shape[1]))
 
@@ -148,7 +169,7 @@ def _of_matrices(key: str, plan: RoutingPlan, rows: torch.Tensor, grads: torch.T
 
 
 def _dispatch_setup(ctx, inputs, output):
-    x, _, _, w, ctx.key = inputs
+    x, _, _, w, _, ctx.key = inputs
     ctx.tokens = x.shape[0]
     h, rows, weights, *others = output
     ctx.save_for_backward(w, rows, *others, weights)
@@ -163,23 +184,23 @@ def _dispatch_gradient(ctx, grads):
     back = _ops.expert_matmul(dh, w.transpose(1, 2), plan, ctx.tokens, ctx.key)
     back = back if of_rows is None else back + of_rows
     x, topk_weights = _ops.moe_dispatch_backward(back, of_weights, plan, ctx.tokens, ctx.key)
-    return x, None, topk_weights, _of_matrices(ctx.key, RoutingPlan(ctx.tokens, *plan), rows, dh), None
+    return x, None, topk_weights, _of_matrices(ctx.key, RoutingPlan(ctx.tokens, *plan), rows, dh), None, None
 
 
 def _combine_setup(ctx, inputs, output):
-    h, w, weights, plan, ctx.tokens, ctx.key = inputs
+    h, w, weights, plan, ctx.tokens, ctx.fused, ctx.key = inputs
     ctx.save_for_backward(h, w, weights, *plan)
 
 
 def _combine_gradient(ctx, grad):
     h, w, weights, *plan = ctx.saved_tensors
-    rows, dh = _ops.moe_matmul_combine_backward(grad, w, plan, ctx.tokens, ctx.key)
+    rows, dh = _ops.moe_matmul_combine_backward(grad, w, plan, ctx.tokens, ctx.fused, ctx.key)
     of_weights, held = None, RoutingPlan(ctx.tokens, *plan)
     if weights.numel():
         valid = moe.valid_rows(moe.layer_of(ctx.key), held.totals, False)
         of_weights = torch.where(valid, (dh.float() * h.float()).sum(-1), 0.0)
         rows, dh = ((t.float() * weights[:, None]).to(h.dtype) for t in (rows, dh))
-    return dh, _of_matrices(ctx.key, held, h, rows), of_weights, [None] * len(plan), None, None
+    return dh, _of_matrices(ctx.key, held, h, rows), of_weights, [None] * len(plan), None, None, None
 
 
 def _matmul_setup(ctx, inputs, output):
@@ -202,8 +223,9 @@ for _name, _gradient, _setup in (
 
 
 def moe_dispatch_matmul(
-    layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor
-) -> tuple[torch.Tensor, Dispatched]:
+    layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, *,
+    fused: bool | None = None,
+) -> tuple[torch.Tensor, Dispatched]:  # fmt: skip
     """`moe_dispatch`, and beside it the products of the rows with their experts' matrices.
 
     Args:
@@ -211,6 +233,8 @@ def moe_dispatch_matmul(
         x, topk_idx, topk_weights: as for `moe_dispatch`.
         w: [local experts, hidden, n], its last two axes in either order in memory. The first call of a shape makes an
             object, by all ranks together.
+        fused: whether products and communication overlap; None: where that was measured to be faster, see
+            `kernels.fused.choice`.
 
     Returns:
         The products, [capacity, n], with gradients to `x` and `w`; and what `moe_dispatch` gives.
@@ -223,7 +247,7 @@ def moe_dispatch_matmul(
     if c.expert_capacity is not None:
         dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
         topk_idx = topk_idx.masked_fill(dropped, -1)
-    h, rows, weights, *others = _ops.moe_dispatch_matmul(x, topk_idx, topk_weights, w, key)
+    h, rows, weights, *others = _ops.moe_dispatch_matmul(x, topk_idx, topk_weights, w, _is_fused(layer, fused), key)
     plan = RoutingPlan(x.shape[0], *others, weights)
     counts, offsets, _ = plan.counts(c.ranks, c.local_experts)
     handle = Handle(c.signature, plan, layer.membership, dropped)
@@ -232,14 +256,15 @@ def moe_dispatch_matmul(
 
 
 def moe_matmul_combine(
-    layer: AllToAll, h: torch.Tensor, w: torch.Tensor, received: Dispatched, weighted: bool = True
-) -> torch.Tensor:
+    layer: AllToAll, h: torch.Tensor, w: torch.Tensor, received: Dispatched, weighted: bool = True, *,
+    fused: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
     """`moe_combine` of the products of rows with their experts' matrices, whose rows leave as they are finished.
 
     Args:
         layer, received, weighted: as for `moe_combine`; the layer has `tile_rows`.
         h: [capacity, k], expert-major rows.
-        w: [local experts, k, hidden], as for `moe_dispatch_matmul`.
+        w: [local experts, k, hidden], and fused: as for `moe_dispatch_matmul`.
 
     Returns:
         [tokens, hidden], with gradients to `h`, `w` and, if weighted, to `received.row_weight`.
@@ -251,7 +276,8 @@ def moe_matmul_combine(
     moe.check_together("moe_matmul_combine", h, w=w)
     plan = received.handle.plan
     weights = received.row_weight if weighted else h.new_empty((0,), dtype=torch.float32)
-    return _ops.moe_matmul_combine(h, w, weights, [t.detach() for t in plan.tensors()], plan.tokens, key)
+    tensors = [t.detach() for t in plan.tensors()]
+    return _ops.moe_matmul_combine(h, w, weights, tensors, plan.tokens, _is_fused(layer, fused), key)
 
 
 def expert_matmul(layer: AllToAll, x: torch.Tensor, w: torch.Tensor, received: Dispatched) -> torch.Tensor:
