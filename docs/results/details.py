@@ -153,17 +153,18 @@ def moe_calls() -> str:
 
 
 def moe_layers() -> str:
-    head = ["part", "tokens", "choices of a token", "blocks", "at once (us)", "one after the other (us)", "ratio"]
+    head = ["on", "part", "tokens", "choices of a token", "blocks", "at once (us)", "one after the other (us)", "ratio"]
     head += ["products alone (us)", "torch grouped_mm alone (us)", "communication alone (us)"]
     lines = []
-    for report in (run("moe_layer"), run("moe_layer_top2")):
+    for name in ("moe_layer", "moe_layer_top2", "moe_layer_two_gpus"):
+        report = run(name)
         for r in report["tables"][0]["rows"]:
             times = (f"{r[key]:,.0f}" for key in ("matmul", "torch", "communication"))
             lines.append([
-                r["part"], r["tokens"], report["settings"]["topk"], r["blocks"], f"{r['ours']:,.0f}", f"{r['sequence']:,.0f}",
-                f"{r['over']:.3f}", *times,
+                gpus(name), r["part"], r["tokens"], report["settings"]["topk"], r["blocks"], f"{r['ours']:,.0f}",
+                f"{r['sequence']:,.0f}", f"{r['over']:.3f}", *times,
             ])  # fmt: skip
-    return markdown(head, lines, 1)
+    return markdown(head, lines, 2)
 
 
 # What, the figures of two GPUs (blocks, rows by, dispatch of, combine of, figure), the peer and the goal, both of four.

@@ -28,7 +28,16 @@ SOURCES = {
     "signals": ("put_signal",),
     "collectives": tuple(summary.COLLECTIVES),
     "products": (*summary.fused_reports(), "matmul", "matmul_fp8"),
-    "moe": ("moe_throughput", "moe_latency", "moe_calls", "moe_two_nodes", "moe_host", "moe_layer", "moe_layer_top2"),
+    "moe": (
+        "moe_throughput",
+        "moe_latency",
+        "moe_calls",
+        "moe_two_nodes",
+        "moe_host",
+        "moe_layer",
+        "moe_layer_top2",
+        "moe_layer_two_gpus",
+    ),
     "fabric": ("proxy_write", "queue"),
 }
 TABLES = {
