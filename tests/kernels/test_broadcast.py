@@ -36,14 +36,15 @@ def _broadcast(seed, cases=8):
     op.free()
 
 
-def _transposed(seed):
+def _transposed(seed, cases=8, largest=5):
     rank, n = tsn.rank(), tsn.size()
     pace, turns = random.Random(f"{seed} {rank}"), random.Random(seed)
     op = AllToAllTransposed(**GEOMETRY)
-    for case in range(8):
+    for case in range(cases):
         dtype = turns.choice(DTYPES)
-        shape = [turns.randrange(1, 4), n * turns.randrange(1, 6), n * turns.randrange(1, 5), turns.choice([1, 3, 16])]
-        cut, join = turns.sample(range(1, 3) if case < 5 else [1, 2, 3], 2)
+        middle = (n * turns.randrange(1, largest + 1) for _ in range(2))
+        shape = [turns.randrange(1, 4), *middle, turns.choice([1, 3, 16])]
+        cut, join = turns.sample(range(1, 3) if case < cases - 3 else [1, 2, 3], 2)
         shape[cut] = -(-shape[cut] // n) * n
         made = list(shape)
         made[cut], made[join] = made[cut] // n, made[join] * n

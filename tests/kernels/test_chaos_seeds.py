@@ -8,7 +8,22 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tests.kernels import test_all_gather, test_all_to_all, test_p2p, test_reduce_scatter
+from tests.kernels import (
+    test_all_gather,
+    test_all_reduce,
+    test_all_reduce_norm,
+    test_all_to_all,
+    test_broadcast,
+    test_p2p,
+    test_reduce_scatter,
+    test_send_recv,
+)
+from tests.kernels.fused import (
+    test_all_gather_matmul,
+    test_expert_matmul,
+    test_matmul_all_reduce,
+    test_matmul_reduce_scatter,
+)
 from tests.kernels.moe.test_rounds import rounds
 from tests.kernels.small_runs import GEOMETRY, MOE
 from tilescale_net.kernels.moe import Tuning
@@ -35,8 +50,31 @@ def chaos_of(seed: int) -> str:
     return ",".join([f"seed={seed}", *(f"{name}={faults[name]}" for name in chosen)])
 
 
+def sums_and_roots(seed: int) -> None:
+    test_all_reduce._reduce(seed, [((501,), torch.bfloat16, 0, 0, True)], dict(**GEOMETRY, staging_bytes=4096))
+    test_all_reduce_norm._layers(seed, torch.bfloat16, 96, calls=3)
+    test_broadcast._broadcast(seed, cases=2)
+    test_broadcast._transposed(seed, cases=4, largest=2)
+    test_send_recv._messages(seed, cases=3)
+
+
+def products(seed: int) -> None:
+    """Of the shapes that tests/kernels/fused has between nodes, and so by the same kernels."""
+    test_all_gather_matmul._products(seed, 72, 48, 40, torch.bfloat16, True, 1, 2)
+    test_matmul_reduce_scatter._sums(seed, 72, 48, 40, torch.bfloat16, True, 1, 2)
+    test_matmul_all_reduce._sums(seed, 144, 48, 40, True, 1, 2)
+
+
+def products_of_experts(seed: int) -> None:
+    test_expert_matmul.layers(seed, dict(tuning=test_expert_matmul.TUNING), True, ("random",))
+
+
+BY_TURNS = (sums_and_roots, products, products_of_experts)
+
+
 def everything(seed: int) -> None:
-    """One small run of each kernel, every byte compared."""
+    """One small run of each kernel, every byte compared; of those of BY_TURNS, one after the other from seed to seed."""
+    BY_TURNS[seed % len(BY_TURNS)](seed)
     for direction, way in (("push", dict(threads=64, blocks=4, partition="interleaved", chunk=1024)), ("pull", dict())):
         test_p2p._copies(direction, way, [(seed % 5000, 2, 1, 3)], seed)
     test_all_gather._gather(seed, [((700,), torch.float32, 4, 12)], GEOMETRY)

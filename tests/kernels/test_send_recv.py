@@ -20,13 +20,15 @@ SM_90 = {
 }
 
 
-def _messages(seed) -> None:
-    rank, other = tsn.rank(), 1 - tsn.rank()
+def _messages(seed, apart=1, cases=6) -> None:
+    """Between each two ranks whose numbers differ in the bit `apart`."""
+    rank, other = tsn.rank(), tsn.rank() ^ apart
+    low, high = sorted((rank, other))
     pace, turns = random.Random(f"{seed} {rank}"), random.Random(seed)
     op = SendRecv(**GEOMETRY)
-    for case in range(6):
+    for case in range(cases):
         dtype = turns.choice((torch.bfloat16, torch.float32, torch.uint8))
-        sender, messages = turns.randrange(2), turns.choice([1, 3])
+        sender, messages = turns.choice((low, high)), turns.choice([1, 3])
         shapes = [turns.choice([(0,), (1,), (5, 7), (turns.randrange(1, 900),)]) for _ in range(messages)]
         for i, shape in enumerate(shapes):
             data = random_tensor(shape, dtype, seed, case, i)
@@ -40,14 +42,15 @@ def _messages(seed) -> None:
                 assert op.recv(out, other) is out
                 assert_same(out, data, f"seed {seed}, case {case}, message {i}")
     # A size that the receiver does not expect, then a message that is right.
-    if rank == 0:
-        op.send(torch.arange(900, dtype=torch.int32).to(tsn.device()), 1)
-        op.send(torch.ones(3, device=tsn.device()), 1)
+    if rank == low:
+        op.send(torch.arange(900, dtype=torch.int32).to(tsn.device()), high)
+        op.send(torch.ones(3, device=tsn.device()), high)
     else:
-        with pytest.raises(tsn.RankMismatch, match="rank 0 sent 3600 bytes to rank 1, which expected 40;"):
-            op.recv(torch.zeros(10, device=tsn.device()), 0)
+        text = f"rank {low} sent 3600 bytes to rank {high}, which expected 40;"
+        with pytest.raises(tsn.RankMismatch, match=text):
+            op.recv(torch.zeros(10, device=tsn.device()), low)
             op.check()
-        assert op.recv(torch.zeros(3, device=tsn.device()), 0).tolist() == [1, 1, 1]
+        assert op.recv(torch.zeros(3, device=tsn.device()), low).tolist() == [1, 1, 1]
     tsn.barrier()
     op.free()
 

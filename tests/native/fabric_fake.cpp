@@ -1,7 +1,8 @@
 // A libfabric whose only provider behaves like an EFA device, strictly: built as libfabric.so.1 and named in
 // TSN_LIBFABRIC, it connects endpoints within one process. It delivers in random order, keeps small queues, wants real
 // memory behind every operation, descriptors of the right memory, known initiators, receives for immediates and rung
-// doorbells; whatever breaks a rule is put down in fake_violations().
+// doorbells; whatever breaks a rule is put down in fake_violations(). With the driver of fake_cuda.cpp, what is written
+// to a GPU's memory is seen there after a flush.
 //
 // FAKE_FABRIC configures it: "nics=4,name=efa-direct,tx=16,rx=64,rx_cq_data=1,mr_endpoint=1,emulated=0,cuda_calls=0,
 // dmabuf=1,unsolicited=0,mr_bytes=0,mr_count=0,cq=0,manual=0,revoke=0,abort=0,seed=1". NIC n sits at PCI device
@@ -50,6 +51,10 @@ int close_object(fid* f) {
       p.revoked = true;
     }
     regions.erase(std::find(regions.begin(), regions.end(), mr));
+    if (mr->late) // nobody will see it
+      late_writes.erase(std::remove_if(late_writes.begin(), late_writes.end(),
+                                       [&](const Late& w) { return w.to >= mr->base && w.to < mr->base + mr->bytes; }),
+                        late_writes.end());
     mr->domain->objects--;
     delete mr;
     break;
@@ -139,6 +144,7 @@ int register_attr(fid* f, const fi_mr_attr* attr, uint64_t flags, fid_mr** out) 
   mr->access = attr->access;
   mr->enabled = !option("mr_endpoint", 0);
   mr->domain = domain;
+  mr->late = attr->iface == FI_HMEM_CUDA && writes_are_late();
   domain->objects++;
   regions.push_back(mr);
   *out = mr;
@@ -149,6 +155,7 @@ ssize_t cq_read(fid_cq* c, void* out, size_t count) {
   auto* cq = static_cast<Cq*>(c);
   const Entered entered(cq->domain);
   std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
+  cq->domain->thread = pthread_self();
   progress(cq);
   if (!cq->errors.empty()) return -FI_EAVAIL;
   const size_t n = std::min(count, cq->entries.size());

@@ -18,7 +18,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <dlfcn.h>
 #include <mutex>
+#include <pthread.h>
 #include <random>
 #include <set>
 #include <string>
@@ -56,7 +58,8 @@ std::mt19937_64& random_bits() {
 // The threading that endpoints ask for: one thread at a time in all that belongs to a domain.
 struct Domain : fid_domain {
   std::atomic<bool> busy{false};
-  int objects = 0; // open
+  pthread_t thread = {}; // that polled last
+  int objects = 0;       // open
 };
 class Entered {
 public:
@@ -75,6 +78,7 @@ struct Mr : fid_mr {
   size_t bytes;
   uint64_t access;
   bool enabled;
+  bool late = false; // what NICs write here, kernels see after a flush
   struct Endpoint* endpoint = nullptr;
 };
 struct Receive {
@@ -161,6 +165,50 @@ void fail(Endpoint* e, void* context, int error) {
   e->cq->errors.push_back(entry);
 }
 
+// What NICs have written into memory of GPUs: kernels, here whoever reads it, do not see it before their process has
+// called cuFlushGPUDirectRDMAWrites. Other NICs do, whose reads come behind these writes.
+struct Late {
+  char* to;
+  std::string data;
+};
+std::deque<Late> late_writes;
+
+// Those of them that overlap a range take effect.
+void land(const char* base, size_t bytes) {
+  for (size_t i = 0; i < late_writes.size();) {
+    const Late& w = late_writes[i];
+    if (w.to >= base + bytes || w.to + w.data.size() <= base) {
+      i++;
+      continue;
+    }
+    memcpy(w.to, w.data.data(), w.data.size());
+    late_writes.erase(late_writes.begin() + (ptrdiff_t)i);
+  }
+}
+
+// A flush by the calling thread: of the memory of the PE that it polls for.
+void land_flushed() {
+  std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
+  for (const Mr* mr : regions)
+    if (mr->late && pthread_equal(mr->domain->thread, pthread_self())) land(mr->base, mr->bytes);
+}
+
+// Memory of GPUs is like that where the driver is fake_cuda.cpp, whose flushes can be seen here.
+bool writes_are_late() {
+  void* driver = getenv("TSN_LIBCUDA") ? dlopen(getenv("TSN_LIBCUDA"), RTLD_NOW | RTLD_NOLOAD) : nullptr;
+  auto on_flush = driver ? (void (*)(void (*)()))dlsym(driver, "fake_cuda_on_flush") : nullptr;
+  if (on_flush) on_flush(land_flushed);
+  return on_flush != nullptr;
+}
+
+void carry(const char* from, char* to, size_t bytes) {
+  land(from, bytes);
+  for (const Mr* mr : regions)
+    if (mr->late && to >= mr->base && to + bytes <= mr->base + mr->bytes)
+      return late_writes.push_back({to, std::string(from, bytes)});
+  memcpy(to, from, bytes);
+}
+
 // Delivers one packet; false when the target has to post a receive first.
 bool deliver(Packet& p) {
   if (std::find(p.to->av->addresses.begin(), p.to->av->addresses.end(), p.from->address) == p.to->av->addresses.end()) {
@@ -183,8 +231,8 @@ bool deliver(Packet& p) {
       fail(p.from, p.context, EACCES);
       return true;
     }
-    if (p.kind == Packet::write) memcpy((void*)p.remote, p.local, p.bytes);
-    else memcpy((void*)p.local, (void*)p.remote, p.bytes);
+    if (p.kind == Packet::write) carry(p.local, (char*)p.remote, p.bytes);
+    else carry((const char*)p.remote, const_cast<char*>(p.local), p.bytes);
   }
   Receive receive = {};
   if (consumes) {

@@ -64,6 +64,7 @@ private:
 };
 
 unsigned flushes = 0;
+void (*carry_out)() = nullptr; // what NICs have written into memory of the device, and kernels do not see yet
 
 void copy(void* to, const void* from, size_t n) { std::memcpy(to, from, n); }
 template <class T>
@@ -127,6 +128,14 @@ int cuMemGetHandleForAddressRange(void* fd, unsigned long long, size_t, int, uns
   if (!getenv("FAKE_CUDA_DMABUF")) return 801;
   return *static_cast<int*>(fd) = open("/dev/null", O_RDONLY), 0;
 }
-int cuFlushGPUDirectRDMAWrites(int, int) { return __atomic_fetch_add(&flushes, 1, __ATOMIC_RELAXED), 0; }
+// FAKE_CUDA_IDLE_FLUSH: it does nothing, as if nobody had called it.
+int cuFlushGPUDirectRDMAWrites(int, int) {
+  __atomic_fetch_add(&flushes, 1, __ATOMIC_RELAXED);
+  void (*const carry)() = __atomic_load_n(&carry_out, __ATOMIC_ACQUIRE);
+  if (carry && !getenv("FAKE_CUDA_IDLE_FLUSH")) carry();
+  return 0;
+}
+// For a fake NIC (fabric_fake.h): whom flushes call.
+void fake_cuda_on_flush(void (*carry)()) { __atomic_store_n(&carry_out, carry, __ATOMIC_RELEASE); }
 unsigned fake_cuda_flushes() { return __atomic_load_n(&flushes, __ATOMIC_RELAXED); }
 }

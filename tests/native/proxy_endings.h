@@ -37,8 +37,7 @@ inline void end_by_failure(const WorldOptions& o, int round) {
 
 // A peer that confirms nothing: whoever drains says which one it is, and does not take the time to be over for the end.
 inline void silence(WorldOptions o) {
-  auto hub = std::make_shared<fabric::LoopbackHub>();
-  o.make = [hub](const TransportOptions& t) { return std::make_unique<fabric::Loopback>(hub, t); };
+  o.make = transports_of(o);
   o.pes = 2, o.proxy.timeout = 0.5;
   Pe talker(0, o), silent(1, o);
   const std::vector<std::string> addresses = {talker.proxy->address(), silent.proxy->address()};
@@ -119,10 +118,7 @@ inline void drain_while_busy(WorldOptions o, int round) {
 // and go on later.
 inline void credit(WorldOptions o, double most) {
   constexpr int kPuts = 12000;
-  if (!o.make) {
-    auto hub = std::make_shared<fabric::LoopbackHub>();
-    o.make = [hub](const TransportOptions& t) { return std::make_unique<fabric::Loopback>(hub, t); };
-  }
+  o.make = transports_of(o);
   o.proxy.inline_bytes = 0;
   const int away = o.pes > 2; // of three with two threads each, PE 1 has one for both others, who have one for it alone
   std::vector<std::unique_ptr<Pe>> pes;

@@ -8,52 +8,90 @@
 
 namespace tsn::proxy {
 
+// The proxy address `real` of a PE, with 2^32 added to one number of its worker's: 0 the bits of immediates, 3 the
+// bytes of a slot, 4 the slots, 5 the runs of PEs that it serves, 6 to 8 the first one, 9 the immediates that it takes.
+// Or with another transport, and the key of that one's memory.
+constexpr size_t kNumbers = 10;
+inline std::string forged(const std::string& real, size_t lie, const std::string& transport = "",
+                          const std::string& key = "") {
+  fabric::BlobReader all(real, 0x74736e70, "the blob");
+  fabric::BlobWriter out(0x74736e70), changed(0x74736e31);
+  for (int i = 0; i < 6; i++) out.number(all.number());
+  const std::string worker = all.text();
+  fabric::BlobReader one(worker, 0x74736e31, "the worker's blob");
+  auto numbers = [&, at = (size_t)0](size_t count) mutable {
+    for (; count > 0; count--, at++) changed.number(one.number() + (at == lie ? 1ull << 32 : 0));
+  };
+  const std::string address = one.text();
+  changed.text(transport.empty() ? address : transport);
+  numbers(3);
+  const std::string memory = one.text();
+  changed.text(key.empty() ? memory : key);
+  numbers(kNumbers - 3);
+  out.text(changed.take());
+  return out.take();
+}
+
 // Passes for PE 1 of a job of two; PE 0 is real.
 class Liar {
 public:
-  explicit Liar(WorldOptions o) : hub_(std::make_shared<fabric::LoopbackHub>()) {
-    o.make = [hub = hub_](const TransportOptions& t) { return std::make_unique<fabric::Loopback>(hub, t); };
-    world = std::make_unique<World>(o);
-    TransportOptions t;
+  explicit Liar(WorldOptions o) {
+    o.make = transports_of(o);
+    victim_ = std::make_unique<Pe>(0, o);
+    model_ = std::make_unique<Pe>(1, o);
+    TransportOptions t = o.proxy.transport;
     t.rank = 1;
     t.message_bytes = 4096;
-    transport_ = std::make_unique<fabric::Loopback>(hub_, t);
-    transport_->connect(0, "0");
-    buffer_.resize(2 << 20);
-    mine_ = transport_->register_memory({buffer_.data(), buffer_.size(), Memory::host, 0});
-    const std::string proxy = world->pes[0]->proxy->address();
+    transport_ = o.make(t);
+    mine_ = transport_->register_memory({model_->heap, o.heap_bytes, Memory::host, 0});
+    const std::string proxy = victim_->proxy->address();
     fabric::BlobReader all(proxy, 0x74736e70, "the blob");
     for (int i = 0; i < 6; i++) all.number();
     const std::string worker = all.text();
     fabric::BlobReader one(worker, 0x74736e31, "the worker's address");
-    one.text();
+    transport_->connect(0, one.text());
     group_bits = (int)one.number();
     staged = one.number() != 0;
     one.number();
     theirs_ = transport_->add_remote(0, one.text());
     slot_bytes = (uint32_t)one.number();
+    const std::string me =
+        forged(model_->proxy->address(), kNumbers, transport_->address(), transport_->region_key(mine_));
+    victim_->proxy->connect({proxy, me});
+    victim_->proxy->start();
   }
-  Pe& victim() { return *world->pes[0]; }
+  Pe& victim() { return *victim_; }
 
   template <class Record>
   void send(const Record& record, const std::string& payload = "") {
     std::string message(reinterpret_cast<const char*>(&record), sizeof record);
     message += payload;
     message.resize((message.size() + 7) & ~7ull);
-    transport_->post_message(0, 0, message.data(), (uint32_t)message.size(), kSilent);
+    send_bytes(message);
   }
-  // Writes to the victim's memory, and the immediate `imm` of PE `pe` with it.
-  void write(uint64_t at, const void* data, uint64_t bytes, uint32_t imm, uint32_t pe = 1) {
-    std::memcpy(buffer_.data(), data, bytes);
+  void send_bytes(const std::string& message) {
+    post([&] { return transport_->post_message(0, 0, message.data(), (uint32_t)message.size(), kSilent); });
+  }
+  // Writes to the victim's memory, and an immediate with it.
+  void write_with(uint64_t at, const void* data, uint64_t bytes, uint32_t imm) {
+    // Each write has bytes of its own, which leave later.
+    char* source = model_->heap + used_;
+    used_ = (used_ + 4096) % (1 << 20);
+    std::memcpy(source, data, bytes);
     Transport::Copy c = {};
     c.local = mine_;
+    c.local_offset = (uint64_t)(source - model_->heap);
     c.remote = theirs_;
     c.remote_offset = at;
     c.bytes = bytes;
     c.cookie = kSilent;
     c.has_imm = true;
-    c.imm = pe << group_bits | imm;
-    transport_->post_write(c);
+    c.imm = imm;
+    post([&] { return transport_->post_write(c); });
+  }
+  // The same with immediate `imm` of PE `pe`.
+  void write(uint64_t at, const void* data, uint64_t bytes, uint32_t imm, uint32_t pe = 1) {
+    write_with(at, data, bytes, pe << group_bits | imm);
   }
   void slot(const SlotHeader& header, const PieceHeader& piece, uint32_t imm = 0) {
     char bytes[sizeof header + sizeof piece];
@@ -61,23 +99,39 @@ public:
     std::memcpy(bytes + sizeof header, &piece, sizeof piece);
     write((uint64_t)imm * slot_bytes, bytes, sizeof bytes, imm);
   }
+  // Whether the victim has ended with an error, once what was sent may have reached it.
+  bool exposed(Failure* f) {
+    fabric::Event events[16];
+    transport_->poll(events, 16);
+    return victim_->proxy->failure(f);
+  }
   // The error that the victim ends with, or "" after a while.
-  std::string verdict() {
+  std::string verdict(uint64_t patience_ns = 10000000000ull) {
     Failure f;
-    const uint64_t end = now_ns() + 10000000000ull;
-    while (!victim().proxy->failure(&f) && now_ns() < end) sched_yield();
+    const uint64_t end = now_ns() + patience_ns;
+    while (!exposed(&f) && now_ns() < end) sched_yield();
     return f.kind + ": " + f.text;
   }
+  void stop() { victim_->proxy->stop(); }
 
-  std::unique_ptr<World> world;
   int group_bits = 0;
   bool staged = false;
   uint32_t slot_bytes = 0;
 
 private:
-  std::shared_ptr<fabric::LoopbackHub> hub_;
-  std::unique_ptr<fabric::Loopback> transport_;
-  std::vector<char> buffer_;
+  template <class Post>
+  void post(Post try_once) {
+    Failure f;
+    for (;;) {
+      const fabric::Post answer = try_once();
+      CHECK(answer != fabric::Post::error, "%s", transport_->last_error());
+      if (answer == fabric::Post::ok || exposed(&f)) return;
+    }
+  }
+
+  std::unique_ptr<Pe> victim_, model_; // model_: a PE whose proxy never starts, for its address and memory
+  std::unique_ptr<Transport> transport_;
+  uint64_t used_ = 0;
   Region mine_;
   RemoteRegion theirs_;
 };
@@ -91,36 +145,16 @@ inline MarkRecord lying_mark(MarkOp op, uint64_t offset, uint64_t value = 1) {
   return m;
 }
 
-// The proxy address `real` of PE 1 with 2^32 added to one number of its worker's: 0 the bits of immediates, 3 the bytes
-// of a slot, 4 the slots, 5 the runs of PEs that it serves, 6 to 8 the first one, 9 the immediates that it takes.
-constexpr size_t kNumbers = 10;
-inline std::string lying_address(const std::string& real, size_t lie) {
-  fabric::BlobReader all(real, 0x74736e70, "the blob");
-  fabric::BlobWriter out(0x74736e70), changed(0x74736e31);
-  for (int i = 0; i < 6; i++) out.number(all.number());
-  const std::string worker = all.text();
-  fabric::BlobReader one(worker, 0x74736e31, "the worker's blob");
-  auto numbers = [&, at = (size_t)0](size_t count) mutable {
-    for (; count > 0; count--, at++) changed.number(one.number() + (at == lie ? 1ull << 32 : 0));
-  };
-  changed.text(one.text());
-  numbers(3);
-  changed.text(one.text());
-  numbers(kNumbers - 3);
-  out.text(changed.take());
-  return out.take();
-}
-
 // Numbers that would be right if they were cut to 32 bits are refused before the PE is believed to be connected.
 inline void lying_addresses(WorldOptions o) {
   if (!o.proxy.force_staging) return;
   for (size_t lie : {0, 3, 4, 5, 6, 7, 8, 9}) {
-    auto hub = std::make_shared<fabric::LoopbackHub>();
-    o.make = [hub](const TransportOptions& t) { return std::make_unique<fabric::Loopback>(hub, t); };
-    Pe a(0, o), b(1, o);
+    WorldOptions of_job = o;
+    of_job.make = transports_of(o);
+    Pe a(0, of_job), b(1, of_job);
     std::string said;
     try {
-      a.proxy->connect({a.proxy->address(), lying_address(b.proxy->address(), lie)});
+      a.proxy->connect({a.proxy->address(), forged(b.proxy->address(), lie)});
     } catch (const fabric::FabricError& error) {
       said = error.what();
     }
@@ -207,7 +241,7 @@ inline void lies(WorldOptions o) {
       CHECK(liar.victim().heap[i] == 0, "%s: the system area changed at %d", lie.what, (int)i);
     for (uint64_t i = kSystemBytes + (1 << 20); i < o.heap_bytes; i += 97)
       CHECK(liar.victim().heap[i] == 0x5a, "%s: the heap changed at %d", lie.what, (int)i);
-    liar.world->stop();
+    liar.stop();
   }
   // Last words are text, whatever they are; and whoever is not known is nobody.
   Liar liar(o);
@@ -216,7 +250,7 @@ inline void lies(WorldOptions o) {
   const std::string verdict = liar.verdict();
   CHECK(verdict.find("gave up and said why: ?[2Jno") != std::string::npos, "%s", verdict.c_str());
   CHECK(liar.victim().proxy->stats().at("strangers") == 1);
-  liar.world->stop();
+  liar.stop();
 }
 
 } // namespace tsn::proxy

@@ -213,31 +213,12 @@ void garbage() {
     std::mt19937_64 random((uint64_t)seed);
     WorldOptions o = configure();
     o.heap_bytes = 1 << 20;
-    auto hub = std::make_shared<LoopbackHub>();
-    o.make = [hub](const TransportOptions& t) { return std::make_unique<Loopback>(hub, t); };
-    World w(o);
-    // Endpoint 0 is PE 0's; this one passes for PE 1.
-    TransportOptions t;
-    t.rank = 1;
-    t.message_bytes = 4096;
-    Loopback liar(hub, t);
-    liar.connect(0, "0");
-    char block[64] = {};
-    const Memory heap = {w.pes[0]->heap, o.heap_bytes, Memory::host, 0};
-    const Region mine = liar.register_memory({block, sizeof block, Memory::host, 0});
-    const RemoteRegion theirs = liar.add_remote(0, std::string(reinterpret_cast<const char*>(&heap), sizeof heap));
+    Liar liar(o);
     Failure f;
-    for (int i = 0; i < 200 && !w.pes[0]->proxy->failure(&f); i++) {
+    for (int i = 0; i < 200 && !liar.exposed(&f); i++) {
       if (random() % 4 == 0) {
-        Transport::Copy c = {};
-        c.local = mine;
-        c.remote = theirs;
-        c.remote_offset = kSystemBytes;
-        c.bytes = 8;
-        c.cookie = kSilent;
-        c.has_imm = true;
-        c.imm = random() % 2 ? (uint32_t)random() : 1u << 31 | (uint32_t)(random() % 16);
-        liar.post_write(c);
+        const uint32_t imm = random() % 2 ? (uint32_t)random() : 1u << 31 | (uint32_t)(random() % 16);
+        liar.write_with(liar.staged ? 0 : kSystemBytes, "nothing", 8, imm);
         continue;
       }
       std::string message(random() % 200, 0);
@@ -246,15 +227,14 @@ void garbage() {
       if (!message.empty() && random() % 8) message[0] = (char)(random() % 8);
       if (message.size() > 48 && random() % 2)
         for (size_t at = 1; at < message.size(); at++) message[at] = at % 4 ? 0 : (char)(random() % 8);
-      liar.post_message(0, 0, message.data(), (uint32_t)message.size(), kSilent);
+      liar.send_bytes(message);
     }
-    const uint64_t end = now_ns() + 200000000;
-    while (!w.pes[0]->proxy->failure(&f) && now_ns() < end) sched_yield();
-    if (w.pes[0]->proxy->failure(&f)) {
+    liar.verdict(200000000);
+    if (liar.victim().proxy->failure(&f)) {
       refused++;
       CHECK(f.text.find("PE ") != std::string::npos && f.pe >= 0, "%s", f.text.c_str());
     }
-    w.stop();
+    liar.stop();
   }
   CHECK(refused > seeds * 9 / 10, "only %d of %d ended in an error", refused, seeds);
 }

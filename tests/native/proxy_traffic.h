@@ -53,11 +53,13 @@ inline uint64_t pick_size(std::mt19937_64& r, uint64_t largest) {
   }
 }
 
-// put_signal in a window of kSlots: data are there with their own signal, and the signals of a word come in order.
+// put_signal in a window of kSlots: data are there with their own signal, and the signals of a word come in order;
+// every other block's are added.
 inline void traffic_put_signal(World& w, const Traffic& t) {
   w.run(
       [&](Pe& pe, int b) {
         const int me = pe.rank;
+        const bool adds = b % 2 != 0; // to the same numbers
         for (int i = 0; i < t.rounds; i++) {
           for (int d = 1; d < t.pes; d++) {
             const int to = (me + d) % t.pes;
@@ -70,7 +72,8 @@ inline void traffic_put_signal(World& w, const Traffic& t) {
             char* src = pe.at(t.source(b, to, i) + shift % 7);
             write_pattern(src, n, key);
             queue_put_signal(pe.context, pe.at(t.landing(b, me, i) + shift), src, (int64_t)n, to,
-                             pe.at<uint64_t>(t.lane(b, me)), (uint64_t)i + 1, SignalOp::set);
+                             pe.at<uint64_t>(t.lane(b, me)), adds ? 1 : (uint64_t)i + 1,
+                             adds ? SignalOp::add : SignalOp::set);
           }
           for (int d = 1; d < t.pes; d++) {
             const int from = (me + t.pes - d) % t.pes;

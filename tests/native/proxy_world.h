@@ -28,9 +28,19 @@ struct WorldOptions {
   ProxyOptions proxy;
   int rank = -1; // this process holds only this PE, and meets the others through files in `folder`
   std::string folder;
-  // One transport; by default a loopback, inside chaos if proxy.transport.chaos says so.
+  // One transport; see transports_of() for the one without.
   TransportFactory make;
 };
+
+// What the PEs of a world talk through.
+inline TransportFactory transports_of(const WorldOptions& o) {
+  if (o.make) return o.make;
+  return [hub = std::make_shared<LoopbackHub>()](const TransportOptions& t) -> std::unique_ptr<Transport> {
+    auto inner = std::make_unique<Loopback>(hub, t);
+    if (t.chaos.empty()) return inner;
+    return make_chaos(std::move(inner), parse_chaos(t.chaos), t.rank);
+  };
+}
 
 class Pe {
 public:
@@ -112,14 +122,7 @@ public:
   std::vector<std::unique_ptr<Pe>> pes; // those of this process
 
   explicit World(WorldOptions o) : options_(o) {
-    if (!o.make) {
-      auto hub = std::make_shared<LoopbackHub>();
-      o.make = [hub](const TransportOptions& t) -> std::unique_ptr<Transport> {
-        auto inner = std::make_unique<Loopback>(hub, t);
-        if (t.chaos.empty()) return inner;
-        return make_chaos(std::move(inner), parse_chaos(t.chaos), t.rank);
-      };
-    }
+    o.make = transports_of(o);
     for (int i = 0; i < o.pes; i++)
       if (o.rank < 0 || i == o.rank) pes.push_back(std::make_unique<Pe>(i, o));
     std::vector<std::string> addresses((size_t)o.pes);

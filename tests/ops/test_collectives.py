@@ -106,6 +106,11 @@ def _refusals() -> None:
         ops.all_gather(x, group=5)
     with pytest.raises(tsn.RankMismatch, match="rank 0 sends 2 rows to rank 1, which expects 1"):
         ops.all_to_all(x[: 2 * n], [2 - me] * n, [2] * n)
+    with pytest.raises(
+        tsn.RankMismatch, match="rank 1 gives 2 output_splits and 1 input_splits for 2 ranks; nothing was"
+    ):
+        ops.all_to_all(x[: 2 * n], [2] * n, [2] * (n - me))
+    assert tsn.world().control.exchange("the test", [10 * me + b for b in range(n)]) == [me, 10 + me]
     with pytest.raises(tsn.ConfigurationError, match="has the name 'nobody'"):
         ops.all_gather(x, "nobody")
     # What a profiler calls them.

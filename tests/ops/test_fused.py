@@ -1,6 +1,8 @@
 """The operators of fused products: results and gradients of both ways, what torch.compile demands, and refusals."""
 
 import contextlib
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -134,6 +136,42 @@ def _eight_bits() -> None:
             call(x, w, x_scales=scales["x_scales"].requires_grad_(), w_scales=scales["w_scales"])
 
 
+def _few_are_kept() -> None:
+    """Of products of more shapes the oldest is freed, and made again; one that a CUDA graph of any rank holds stays."""
+    device, objects = tsn.device(), group_objects.of("")
+    kept = objects._products, objects._captured
+    objects._products, objects._captured = {}, set()
+    w = torch.ones((K, N), dtype=torch.bfloat16, device=device)
+
+    def call(name: str) -> object:
+        rows = ROWS if name == "all_gather_matmul" else tsn.size() * ROWS
+        out = getattr(ops, name)(torch.ones((rows, K), dtype=torch.bfloat16, device=device), w, fused=True)
+        assert out.eq(K * (1 if name == "all_gather_matmul" else tsn.size())).all()
+        return list(objects._products.values())[-1]
+
+    with mock.patch.object(group_objects, "KEPT", 2):
+        first, second = call("all_gather_matmul"), call("matmul_reduce_scatter")
+        assert call("all_gather_matmul") is first
+        third = call("matmul_all_reduce")
+        assert first.alive and third.alive and not second.alive
+        if tsn.rank():
+            objects._captured = {key for key, product in objects._products.items() if product is first}
+        again = call("matmul_reduce_scatter")  # the first one is the oldest
+        assert first.alive and again.alive and not third.alive and call("all_gather_matmul") is first
+    gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"), rank=tsn.rank())
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+        mock.patch.object(objects, "world", gpu),
+    ):
+        key = next(iter(objects._products))
+        assert objects.product(key, None) is again and key in objects._captured
+        with pytest.raises(tsn.TileScaleError, match="while a CUDA graph is captured; call it once just before"):
+            objects.product("another", None)
+    for product in objects._products.values():
+        product.free()
+    objects._products, objects._captured = kept
+
+
 def _no_room() -> None:
     """A shape that the heap has no room for runs one after the other, on all ranks, unless it is to be fused."""
     device, ballast = tsn.device(), []
@@ -182,6 +220,7 @@ def _everything() -> None:
     _refusals()
     _eight_bits()
     _larger_than_a_piece()
+    _few_are_kept()
     _no_room()
 
 

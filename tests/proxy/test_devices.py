@@ -15,9 +15,10 @@ DEVICES = {
     "efa": "tx=16,rx=16",
     "efa-direct": "name=efa-direct,tx=4,rx=6",
 }
-# Without RDMA writes: the library copies at the target, when that polls.
+# Without RDMA writes, which efa-direct always has: the library copies at the target, when that polls.
 EMULATED = "manual=1,emulated=1"
 CHAOS = "chaos=reorder=0.3,split=0.2,eagain=0.1,delay_us=50"
+NIGHTLY = pytest.mark.nightly
 
 
 def over(device: str, *arguments: str, seed: int = 1, more: str = "nics=2", **env: str) -> str:
@@ -38,6 +39,21 @@ def test_chaos(device, shape):
     over(device, "traffic", "rounds=10", CHAOS, "seeds=1:4", *shape)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_narrow_immediates(device):
+    over(device, "traffic", "rounds=5", CHAOS + ",imm_bits=8", "seeds=1:3", "pes=3")
+
+
+@NIGHTLY
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("device", [*DEVICES, "emulated"])
+def test_chaos_of_many_kinds(device, shape):
+    more = EMULATED if device == "emulated" else "nics=2"
+    for imm_bits in (8, 16, 32):
+        chaos = f"{CHAOS},imm_bits={imm_bits}"
+        over(device.replace("emulated", "efa"), "traffic", "rounds=10", chaos, "seeds=1:4", *SHAPES[shape], more=more)
+
+
 def test_emulated_writes():
     """And memory that is registered with an endpoint, immediates without receives, three NICs."""
     for more in (EMULATED, "rx_cq_data=0,mr_endpoint=1,nics=3"):
@@ -53,6 +69,14 @@ def test_gpu_heap(device):
         over(device, "traffic", "rounds=10", "cuda=1", "device_memory=1", more=memory, TSN_LIBCUDA=str(fake_cuda()))
 
 
+@pytest.mark.parametrize("only", ["put_signal", "fence", "get", "quiet"])
+def test_what_a_nic_wrote_is_flushed_before_kernels_hear_of_it(only):
+    """With flushes that do nothing, kernels read what was there before."""
+    gpu = ["cuda=1", "device_memory=1", f"only={only}"]
+    with pytest.raises(AssertionError, match="is wrong"):
+        over("efa", "traffic", "rounds=10", *gpu, TSN_LIBCUDA=str(fake_cuda()), FAKE_CUDA_IDLE_FLUSH="1")
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_refusals_adds_and_reasons(device):
     for scenario in ("refusals", "adds", "reasons"):
@@ -61,24 +85,35 @@ def test_refusals_adds_and_reasons(device):
 
 @pytest.mark.parametrize("staging", ["staging=0", "staging=1"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_failing_network(device, staging):
+def test_peers_that_lie(device, staging):
+    """Nonsense, and messages, slots and addresses with one field that lies."""
+    over(device, "garbage", "seeds=20", staging, more="nics=2,revoke=1")
+    over(device, "lies", staging, more="nics=2,revoke=1")
+
+
+@pytest.mark.parametrize("shape", [[], pytest.param(SHARED, marks=NIGHTLY)], ids=["plain", "shared"])
+@pytest.mark.parametrize("staging", ["staging=0", "staging=1"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_failing_network(device, staging, shape):
     for chaos in ("stall_after=200", "eagain=1", "error_after=100", "error=0.02"):
-        out = over(device, "failure", f"chaos={chaos}", "timeout_ms=500", "pes=3", staging, more="revoke=1")
+        out = over(device, "failure", f"chaos={chaos}", "timeout_ms=500", "pes=3", staging, *shape, more="revoke=1")
         errors = [line for line in out.splitlines() if ": rank " in line]
         assert len(errors) == 3 and all(e.split(":")[0] in ("PeerLost", "FabricError") for e in errors), out
 
 
+@pytest.mark.parametrize("shape", [[], pytest.param(SHARED, marks=NIGHTLY)], ids=["plain", "shared"])
 @pytest.mark.parametrize("how", ["failed=1", "failed=0"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_endings(device, how):
-    over(device, "endings", how, "rounds=2", "pes=3", more=f"revoke={int(how == 'failed=1')}")
+def test_endings(device, how, shape):
+    over(device, "endings", how, "rounds=2", "pes=3", *shape, more=f"revoke={int(how == 'failed=1')}")
 
 
-def test_a_peer_that_does_not_poll():
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_peer_that_does_not_poll(device):
     """Writes of EFA complete without the target's processor; its completion queue, of which a device may give less than is
     asked for, overruns when there are too many."""
     for queue, most in (("cq=0", 4096), ("cq=1000", 1000)):
-        over("efa", "credit", f"most={most}", more=f"unsolicited=2,tx=64,rx=64,{queue}")
+        over(device, "credit", f"most={most}", more=f"unsolicited=2,tx=64,rx=64,{queue}")
 
 
 def test_a_completion_queue_that_is_too_short():

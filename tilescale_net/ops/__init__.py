@@ -14,6 +14,11 @@ Results are new tensors. Calls of one group are made by all of its ranks in the 
 are such calls too, so backward runs on all ranks or on none. What torch.compile makes of a program keeps that order, with its
 default backend too, whatever the sizes of a rank are. A call of a size that was not used before is agreed on by the
 hosts: make it once before a CUDA graph is captured.
+
+A fused product compiles a kernel and has symmetric memory for each number of rows, widths and dtype. The 32 of a group that
+were used last keep their memory; those before them are freed when one is made, and made again when they are called: round
+numbers of rows that vary to a few sizes. One that a CUDA graph was captured with is not freed, since the graph has its
+addresses; call a shape once just before it is captured.
 """
 
 from tilescale_net.ops.collectives import all_gather, all_reduce, all_to_all, check, reduce_scatter

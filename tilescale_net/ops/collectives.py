@@ -177,15 +177,24 @@ def all_reduce(x: torch.Tensor, group: tsn.Group = None, *, replicated: bool = F
 
 
 def _largest(world, output_splits: Sequence[int], input_splits: Sequence[int]) -> int:
-    """The most rows that a rank sends or receives; RankMismatch on all ranks where two disagree."""
-    told = world.control.gather("tilescale_net.ops.all_to_all", [list(output_splits), list(input_splits)])
-    for a, (_, sends) in enumerate(told):
-        for b, (receives, _) in enumerate(told):
-            if sends[b] != receives[a]:
-                raise tsn.RankMismatch(
-                    f"all_to_all: rank {a} sends {sends[b]} rows to rank {b}, which expects {receives[a]}; nothing was sent"
-                )
-    return max(sum(splits) for pair in told for splits in pair)
+    """The most rows that a rank sends or receives; RankMismatch on all ranks where two disagree.
+
+    A rank compares what the others send to it, and tells all of them one pair that disagrees.
+    """
+    call, members, said = "tilescale_net.ops.all_to_all", world.control.members, ""
+    given = len(output_splits), len(input_splits)
+    fits = given == (world.size, world.size)
+    came = world.control.exchange(call, [input_splits[b] if fits else -1 for b in members])
+    if not fits:
+        said = "rank {} gives {} output_splits and {} input_splits for {} ranks".format(world.rank, *given, world.size)
+    for a, sends in zip(members, came):
+        if not said and sends not in (-1, output_splits[a]):  # -1: that rank tells itself what is wrong
+            said = f"rank {a} sends {sends} rows to rank {world.rank}, which expects {output_splits[a]}"
+    told = world.control.gather(call, [max(sum(output_splits), sum(input_splits)), said])
+    for _, wrong in told:
+        if wrong:
+            raise tsn.RankMismatch(f"all_to_all: {wrong}; nothing was sent")
+    return max(most for most, _ in told)
 
 
 @torch.library.custom_op("tilescale_net::all_to_all", mutates_args=())

@@ -63,7 +63,7 @@ def _fused(kind: str, x: torch.Tensor, w: torch.Tensor, fused: bool | None, obje
     if fused is None and key in objects.without_room:
         return None
     try:
-        return objects.made(key, make)
+        return objects.product(key, make)
     except tsn.HeapError:  # on all ranks alike
         if fused:
             raise
@@ -200,7 +200,8 @@ def all_gather_matmul(
     Raises:
         TypeError, ValueError: arguments that do not fit, by name; nothing was sent.
         RuntimeError: an argument of a product of torch.float8_e4m3fn requires a gradient.
-        HeapError: the symmetric heap has no room for what is asked; each shape keeps the buffers of its fused call.
+        HeapError: the symmetric heap has no room for what is asked; the 32 shapes used last keep the buffers of their fused
+            calls (see `tilescale_net.ops`).
         RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
     """
     _check_together("all_gather_matmul", x, w=w, x_scales=x_scales, w_scales=w_scales)

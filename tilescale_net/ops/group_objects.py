@@ -17,6 +17,7 @@ from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.all_reduce import AllReduce
 from tilescale_net.kernels.all_to_all import AllToAll
 from tilescale_net.kernels.collective import Collective
+from tilescale_net.kernels.fused.matmul import FusedMatmul
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 from tilescale_net.kernels.send_recv import SendRecv
 from tilescale_net.runtime.groups import StoreGroup
@@ -25,6 +26,7 @@ from tilescale_net.runtime.world import World
 TRACK = "tilescale_net.ops"  # of the calls of all operators of a world
 
 _of_worlds: dict = {}
+KEPT = 32  # products of a group, of different shapes: each has symmetric memory of its own
 
 
 def name_of(group: tsn.Group) -> str:
@@ -85,6 +87,8 @@ class GroupObjects:
         self.calls = world.calls.only_track(TRACK)
         self._memory: torch.Tensor | None = None
         self._made: dict[Hashable, object] = {}
+        self._products: dict[Hashable, FusedMatmul] = {}  # the one used last is the last
+        self._captured: set[Hashable] = set()
         self.without_room: set[Hashable] = set()
 
     @functools.cached_property
@@ -120,6 +124,43 @@ class GroupObjects:
             with self._settling():
                 found = self._made[key] = make()
         return found
+
+    def product(self, key: Hashable, make: Callable[[], FusedMatmul]) -> FusedMatmul:
+        """As `made`, for objects of which the KEPT used last are kept; those before them are freed when one is made.
+
+        One that was called while a CUDA graph was captured, on any rank, stays, since the graph has its addresses.
+
+        Raises:
+            TileScaleError: the object would have to be made while a CUDA graph is captured.
+        """
+        capturing = self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        found = self._products.get(key)
+        if found is None or not found.alive:
+            if capturing:
+                raise tsn.TileScaleError(
+                    f"rank {self.world.rank}: a product of this shape has not been called since {KEPT} of other shapes were "
+                    "(or never), and what it needs cannot be made while a CUDA graph is captured; call it once just before"
+                )
+            with self._settling():
+                self._free_oldest()
+                found = make()
+        else:
+            del self._products[key]
+        self._products[key] = found
+        if capturing:
+            self._captured.add(key)
+        return found
+
+    def _free_oldest(self) -> None:
+        """Make room for one more product; all ranks together, which call alike, but need not all capture graphs."""
+        self._products = {key: product for key, product in self._products.items() if product.alive}
+        if len(self._products) < KEPT:
+            return
+        mine = "".join("01"[key in self._captured] for key in self._products)
+        told = self.world.control.gather("tilescale_net.ops: products in CUDA graphs", mine)
+        free = [key for i, key in enumerate(self._products) if all(said[i : i + 1] == "0" for said in told)]
+        for key in free[: len(self._products) - KEPT + 1]:
+            self._products.pop(key).free()
 
     @contextlib.contextmanager
     def _settling(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ import json
 import reprlib
 import threading
 import time
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -134,28 +135,47 @@ class Control:
         """The `value` of the first member; those of the others do not count. Raises as `gather`."""
         return self.gather(what, value if self.rank == self.members[0] else "")[0]
 
+    def exchange(self, what: str, numbers: Sequence[int]) -> list[int]:
+        """The number that each member has for this rank, in their order.
+
+        Args:
+            numbers: one of 64 bits for each member, in their order.
+
+        Raises:
+            PeerLost: as `agree`.
+        """
+        with self._one_call, torch.inference_mode(False):
+            sent = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
+            came = torch.empty_like(sent)
+            self._meet_all(what, lambda: self._group.alltoall_base(came, sent, [], []), sent, came)
+        return came.tolist()
+
     def _all_gather(self, call: str, mine: bytes) -> list[bytes]:
         """Every rank's bytes, of one length, in rank order."""
+        # The user's default device, dtype and inference mode shall not matter.
+        with torch.inference_mode(False):
+            sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            everyone = [torch.empty(len(mine), dtype=torch.uint8, device="cpu") for _ in self.members]
+            self._meet_all(call, lambda: self._group.allgather([everyone], [sent]), sent, everyone)
+        return [bytes(t.numpy()) for t in everyone]
+
+    def _meet_all(self, call: str, start: Callable, *memory) -> None:
+        """Carry out what `start` begins, a call of gloo by all members; `memory` is what that reads and writes."""
         self._calls += 1
         if self.size > 1:
             word = json.dumps([self._calls, call])
             self.store.post(lambda s: s.set(f"call/{self.rank}", word))
         begin = time.monotonic()
-        # The user's default device, dtype and inference mode shall not matter.
-        with torch.inference_mode(False):
-            sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-            everyone = [torch.empty(len(mine), dtype=torch.uint8, device="cpu") for _ in self.members]
-            try:
-                work = self._group.allgather([everyone], [sent])
-                if not self._finished(work):
-                    _given_up.append((self._group, work, sent, everyone))
-                    raise error_of_loss(self._explain(call, TimeoutError(), time.monotonic() - begin))
-            except TileScaleError:
-                raise
-            except (RuntimeError, ValueError) as err:
-                raise error_of_loss(self._explain(call, err, time.monotonic() - begin)) from err
+        try:
+            work = start()
+            if not self._finished(work):
+                _given_up.append((self._group, work, memory))
+                raise error_of_loss(self._explain(call, TimeoutError(), time.monotonic() - begin))
+        except TileScaleError:
+            raise
+        except (RuntimeError, ValueError) as err:
+            raise error_of_loss(self._explain(call, err, time.monotonic() - begin)) from err
         self.on_met()
-        return [bytes(t.numpy()) for t in everyone]
 
     def _finished(self, work) -> bool:
         """Wait for a call of gloo; False when a rank was lost or has failed, so that the call may never finish.

@@ -80,7 +80,7 @@ NIGHTLY = pytest.param(2, 1, SCALED, marks=pytest.mark.nightly)
 
 # Rows and columns that tiles do not divide; three calls, so that both halves of the buffer are used again.
 @pytest.mark.parametrize(
-    "size, nodes, dtype", [(2, 1, torch.bfloat16), (2, 2, torch.bfloat16), (2, 2, SCALED), NIGHTLY]
+    "size, nodes, dtype", [(4, 1, torch.bfloat16), (2, 2, torch.bfloat16), (2, 2, SCALED), NIGHTLY]
 )
 def test_equals_torch(size, nodes, dtype):
     n, transposed = (48, True) if dtype == SCALED else (40, nodes == 2)

@@ -35,7 +35,8 @@ def _weights(seed, rank, local):
 
 def _everyone(seed, call, config, kind):
     shared = random.Random(f"{seed} {call}")
-    tokens = [shared.choice((1, shared.randrange(41), 40)) for _ in range(tsn.size())]
+    most = config.max_tokens
+    tokens = [shared.choice((1, shared.randrange(most + 1), most)) for _ in range(tsn.size())]
     everyone = [make_inputs((seed, call, r), config, n, kind) for r, n in enumerate(tokens)]
     for r, one in enumerate(everyone):
         one.x = whole_numbers(one.x.shape, torch.bfloat16, seed, call, r)
@@ -65,9 +66,9 @@ def _check(moe, everyone, matrices, received, h, out, what):
     assert_same(out.cpu(), expected, f"{what}: sums")
 
 
-def layers(seed, options, transposed, kinds=KINDS):
+def layers(seed, options, transposed, kinds=KINDS, shape=MOE):
     """Dispatch, two products and combine, in one go and one after the other, by turns."""
-    moe = AllToAll(**MOE, **options)
+    moe = AllToAll(**shape, **options)
     pace, device, c = random.Random(f"{seed} {moe.rank}"), moe.device, moe.config
     up = ExpertMatmul(moe, MOE["hidden"], INNER, tiling=SMALL)
     down = ExpertMatmul(moe, INNER, MOE["hidden"], tiling=SMALL)
@@ -98,8 +99,9 @@ def layers(seed, options, transposed, kinds=KINDS):
     moe.free()
 
 
+# Between two ranks of a node: test_combine_behind_a_product.py.
 @pytest.mark.parametrize(
-    "size, nodes, transposed", [(2, 1, False), pytest.param(2, 2, True, marks=pytest.mark.nightly)]
+    "size, nodes, transposed", [(4, 1, False), pytest.param(2, 2, True, marks=pytest.mark.nightly)]
 )
 def test_equals_torch(size, nodes, transposed):
     args = random.randrange(1 << 30), dict(tuning=TUNING), transposed

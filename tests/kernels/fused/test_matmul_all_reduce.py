@@ -63,7 +63,7 @@ def _sums(seed, rows, k, n, transposed, calls, blocks):
 
 
 # Rows and columns that tiles do not divide; calls enough that both halves of the buffers are used again.
-@pytest.mark.parametrize("size, nodes", [(2, 1), (2, 2)])
+@pytest.mark.parametrize("size, nodes", [(4, 1), (2, 2)])
 def test_equals_torch_and_is_equal_on_all_ranks(size, nodes):
     args = random.randrange(1 << 30), 72 * size, 48, 40, nodes == 2, 3, 4 if nodes == 1 else 2
     found = ranks.run(size, _sums, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=200)

@@ -161,12 +161,13 @@ def test_values_and_refusals(layout):
     ranks.run(4, _values, random.randrange(1 << 20), layout, env=TWO_NODES, timeout=280)
 
 
-def without_a_gateway(seed: int, gone: int, options: dict, halves: tuple[bool, ...]) -> None:
-    """A gateway is left out: the other one of its node serves its sources, too; rounds in halves or whole."""
-    op, pace = AllToAll(**SHAPE, **options), random.Random(seed)
-    everyone = [make_inputs((seed, r), op.config, 9 + r, "random") for r in range(4)]
+def without_a_gateway(seed: int, gone: int, options: dict, halves: tuple[bool, ...], shape: dict = SHAPE) -> None:
+    """A gateway is left out: the others of its node serve its sources, too; rounds in halves or whole."""
+    op, pace = AllToAll(**shape, **options), random.Random(seed)
+    tokens = [op.config.max_tokens // 2 + r % 4 for r in range(tsn.size())]
+    everyone = [make_inputs((seed, r), op.config, n, "random") for r, n in enumerate(tokens)]
     run_round(op, everyone, pace, f"seed {seed}, all")
-    active = [r != gone for r in range(4)]
+    active = [r != gone for r in range(tsn.size())]
     op.set_active(active)
     if tsn.rank() == gone:
         op.free()
@@ -174,7 +175,7 @@ def without_a_gateway(seed: int, gone: int, options: dict, halves: tuple[bool, .
     for turn, in_halves in enumerate(halves):
         what = f"seed {seed}, without {gone}, turn {turn}"
         run_round(op, everyone, pace, what, active=active, halves=in_halves)
-    new = AllToAll(**SHAPE, **options)
+    new = AllToAll(**shape, **options)
     run_round(new, everyone, pace, f"seed {seed}, new, without {gone}", active=active)
     new.free()
     op.free()

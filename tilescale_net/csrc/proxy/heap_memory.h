@@ -37,7 +37,7 @@ public:
   virtual uint64_t in_position() const = 0;
   virtual uint64_t in_completed() const = 0;
 
-  // The peers' RDMA writes whose arrival this thread has seen become visible to kernels.
+  // What NICs have written, by peers' writes and own reads whose end this thread has seen, becomes visible to kernels.
   virtual void settle_rdma() = 0;
   // Carries out the adds that were left to kernels so far. Only while no kernel runs that may touch the words: not here
   // and not at a peer that reaches them directly.

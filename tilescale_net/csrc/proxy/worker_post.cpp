@@ -222,6 +222,7 @@ void Worker::finish_get(uint32_t index, uint64_t bytes) {
   g.remaining -= bytes;
   stats_.bytes_got.add(bytes);
   if (g.remaining) return;
+  if (!staging_) memory_->settle_rdma(); // what the NIC has brought, before a kernel is told of it
   g.queue->queue->complete(g.position);
   g.queue = nullptr;
   free_gets_.push_back(index);
