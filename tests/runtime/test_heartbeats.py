@@ -64,6 +64,17 @@ def test_requests_of_a_large_job(size):
     job.run(seconds)
     assert (job.store.requests - before) / seconds <= 2000
     assert job.found("failed") == job.found("silent") == {None}
+    # Somebody has asked what the ranks do, as SIGUSR1 does: each looks closer once, and not from then on.
+    job.store.add("alarms", 1)
+    job.run(1)
+    before = job.store.requests
+    job.run(seconds)
+    assert (job.store.requests - before) / seconds <= 2000
+    # A failure is heard of in the next round nevertheless.
+    job.store.set("failed", json.dumps([3, "failed: it says why"]))
+    job.store.add("alarms", 1)
+    job.run(job.beats[0].interval / 2)
+    assert job.found("failed", [3]) == {"rank 3 failed: it says why"}
 
 
 def test_every_rank_learns_of_what_befalls_another():

@@ -86,14 +86,16 @@ class Heartbeats:
         self._lost: set[int] = set()
         self._quiet = False
         self._failed: str | None = None
+        self._alarms = 0  # of the round that looked at the failure key last
         self.interval = INTERVAL * max(1.0, len(hosts) / _RANKS)
         self._late = 2 * _BEAT * self.interval  # seconds of silence that are worth a second look
 
     def round(self, store: dist.Store) -> News:
         """Look, and send what is due. Raises what the store raises."""
         news = News(alarms=store.add(job_store.ALARMS, 0))
-        # One request where nothing happened: whoever fails raises an alarm too.
-        if news.alarms or self._rounds % _BEAT == 0:
+        # One request where nothing happened: whoever fails raises an alarm too, once it has said why.
+        if news.alarms != self._alarms or self._rounds % _BEAT == 0:
+            self._alarms = news.alarms
             self._failed = self._failed or announced(job_store.get(store, self._failed_key), self._rank)
         news.failed = self._failed
         if self._rounds % _BEAT == 0:
