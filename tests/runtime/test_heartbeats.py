@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from tilescale_net.runtime import call_log, control, heartbeats
+from tilescale_net.trace import hang_report
 
 PER_HOST = 8
 
@@ -155,6 +156,17 @@ def test_garbage_in_the_store_is_survived(garbage):
     said = control.announced(garbage, 0)
     assert said is None or "cannot be read" in said
     assert control.last_call(garbage)[0] == 0
+
+
+def test_what_others_say_does_not_steer_the_terminal():
+    escape = "\x1b[2J\x9b1mx\r\u202e"
+    assert control.announced(json.dumps([1, f"failed: {escape}\n  at a.py:3"]), 0) == (
+        "rank 1 failed: ?[2J?1mx??\n  at a.py:3"
+    )
+    assert control.last_call(json.dumps([1, escape])) == (1, "?[2J?1mx??")
+    state = {"kernel": [escape, 1.0], "waits": 0, "host": [escape, 1.0], "place": escape, "waiting": [], "sent": []}
+    lines = hang_report.text("why", {0: state}, 1).split("\n")
+    assert "?[2J" in lines[-1] and all(line.isprintable() for line in lines)
 
 
 class Posts:

@@ -45,8 +45,8 @@ class Puppet:
     def mismatch(self):
         tsn.barrier() if tsn.rank() == 0 else tsn.zeros(4)
 
-    def wrong_dtype(self):
-        tsn.zeros(4, "float32")
+    def no_shape(self, shape, dtype):
+        tsn.zeros(shape, dtype)
 
     def shrink(self, step):
         done = tsn.shrink(step + tsn.rank())
@@ -180,8 +180,9 @@ class Walk(RuleBasedStateMachine):
 
     @rule()
     def exhaust(self):
-        answers = self.tell("make", 1 << 30)
-        self.expect(answers, "HeapError", "exhausted") if self.state == "running" else self.refused(answers)
+        for size, words in ((1 << 30, "exhausted"), (1 << 63, "more elements than any heap")):
+            answers = self.tell("make", size)
+            self.expect(answers, "HeapError", words) if self.state == "running" else self.refused(answers)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -204,10 +205,11 @@ class Walk(RuleBasedStateMachine):
         else:
             self.refused(answers)
 
-    @rule()
-    def wrong_dtype(self):
-        answers = self.tell("wrong_dtype")
-        self.expect(answers, "TypeError", "dtype") if self.state == "running" else self.refused(answers)
+    @rule(what=st.sampled_from([(4, "float32", "dtype"), ([2, -1], None, "negative size"), ("4", None, "whole number")]))
+    def no_shape(self, what):
+        """On one rank alone: the others are not told, so they must not have to wait."""
+        answers = Walk.job.tell("no_shape", *what[:2], without=range(1, self.size))
+        self.expect(answers, "TypeError", what[2]) if self.state == "running" else self.refused(answers)
 
     @rule(name=st.sampled_from(["barrier", "look"]))
     def call(self, name):
