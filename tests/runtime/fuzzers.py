@@ -21,6 +21,7 @@ from tilescale_net.compiler.simulator.kept_kernels import Kept
 from tilescale_net.compiler.simulator.lowered_cache import Lowered
 from tilescale_net.errors import ConfigurationError, PeerLost
 from tilescale_net.runtime import control, encoding, heartbeats, placement, settings, survivors, tuned
+from tilescale_net.runtime.signed_store import SignedStore
 from tilescale_net.trace import reporter
 
 NUMBERS = (
@@ -128,7 +129,8 @@ def words_in_store(dice: random.Random) -> None:
             assert read() is not None
         except PeerLost:
             pass
-    news = heartbeats.Heartbeats(0, ["a", "a", "b"], 1.0).round(Store(dice))
+    store = SignedStore(Store(dice), "tsn", dice.choice([None, b"secret"]))
+    news = heartbeats.Heartbeats(0, ["a", "a", "b"], 1.0).round(store)
     assert news.failed is None or isinstance(news.failed, str)
     assert set(news.stopped) <= {1, 2}
 

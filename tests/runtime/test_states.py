@@ -205,7 +205,9 @@ class Walk(RuleBasedStateMachine):
         else:
             self.refused(answers)
 
-    @rule(what=st.sampled_from([(4, "float32", "dtype"), ([2, -1], None, "negative size"), ("4", None, "whole number")]))
+    @rule(
+        what=st.sampled_from([(4, "float32", "dtype"), ([2, -1], None, "negative size"), ("4", None, "whole number")])
+    )
     def no_shape(self, what):
         """On one rank alone: the others are not told, so they must not have to wait."""
         answers = Walk.job.tell("no_shape", *what[:2], without=range(1, self.size))

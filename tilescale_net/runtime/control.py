@@ -305,7 +305,7 @@ class Control:
         word = json.dumps([self.rank, f"failed: {text[:2000]}"] if rank is None else [rank, text[:2000]])
         key = key or self.failed_key
         try:
-            self.store.ask(lambda s: (job_store.set_once(s, key, word), s.add(job_store.ALARMS, 1)), seconds)
+            self.store.ask(lambda s: (s.set_once(key, word), s.add(job_store.ALARMS, 1)), seconds)
         except PeerLost:  # nobody is there to be told, or it will be told when the store answers
             pass
 

@@ -152,7 +152,7 @@ class Recorder:
         if self._hosts[rank] == self._hosts[0]:
             return timeline.read_parts(self._path, rank)
         found, store = [], self._world.control.store
-        while (raw := store.ask(lambda s: _bytes(s, f"trace/{rank}/{len(found)}"))) is not None:
+        while (raw := store.ask(lambda s: s.get(f"trace/{rank}/{len(found)}"))) is not None:
             what, _, packed = raw.partition(b"\n")
             where = f"the trace of rank {rank}"
             found.append(ring.read(ring.unpacked(packed, where), where, what.decode(errors="replace")))
@@ -166,10 +166,6 @@ class Recorder:
                 self._path,
                 self._path,
             )
-
-
-def _bytes(store, key: str) -> bytes | None:
-    return store.get(key) if store.check([key]) else None
 
 
 def start(world, hosts: list[str]) -> Recorder | None:
