@@ -61,6 +61,12 @@ public:
     std::memcpy(bytes + sizeof header, &piece, sizeof piece);
     write((uint64_t)imm * slot_bytes, bytes, sizeof bytes, imm);
   }
+  // Whether the victim has taken what was sent.
+  bool heard() {
+    fabric::LoopbackHub::Endpoint& inbox = hub_->at(0);
+    std::lock_guard<std::mutex> lock(inbox.mutex);
+    return inbox.inbox.empty();
+  }
   // The error that the victim ends with, or "" after a while.
   std::string verdict() {
     Failure f;
