@@ -10,6 +10,7 @@ import functools
 import multiprocessing
 import os
 import pickle
+import secrets
 import signal
 import time
 import traceback
@@ -130,6 +131,7 @@ def launch(
     with reserve_port("127.0.0.1") as reserved:
         port = reserved.getsockname()[1]
         base = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        base["TSN_JOB"] = secrets.token_hex(8)  # as launch.sh names its jobs, so that ranks sign what they say
         # Always said, because ranks have the environment of the test that happened to start their server.
         base["TSN_DEVICE"] = "simulator" if gpus() < size else os.environ.get("TSN_DEVICE", "auto")
         base.update(env or {})

@@ -69,6 +69,21 @@ v = N.atomic_add(c[0], 1, me)|out[0] = v * v + v % 3|out[1] = v
 v = N.atomic_add(c[0], 1, me)|N.atomic_add(c[0], 5, me)|out[run] = v // 2 + 1
 v = [N.atomic_add(c[0], 1, me)]|out[0] = v[0] + 1|out[1] = v[0] % 2
 out[run] = square(N.atomic_add(c[0], 1, me) + 2)
+for i in T.serial(T.abs(T.abs(run) if run == 0 else T.atomic_add(d[0], 3, return_prev=True)) % 4):|out[i] = 1
+for i in T.serial(T.abs(T.abs(run) if run == 0 else N.atomic_add(c[0], 3, me)) % 4 + 1):|out[i] = 1
+out[T.shfl_sync(x[7], 0, 32, 1)] = 3
+out[T.shfl_xor(x[7], 0, 32, 1)] = T.shfl_down(x[5], 0, 32, 1) % 3
+N.st(out[T.shfl_up(x[7], 0, 32, 1)], T.shfl_sync(x[1], 0, 32, 1) // 3)
+out[T.any_sync(run > 1, 1)] = T.all_sync(run > 5, 1) % 3 + 4
+out[T.cast(T.ballot_sync(run > 1, 1), "int32")] = T.cast(T.activemask(), "int32") // 3
+N.put_value(out[T.cast(T.match_any_sync(x[2], 1), "int32")], T.cast(T.match_all_sync(x[2], 1), "int32") % 3, me)
+if run > 5 and T.shfl_sync(x[7], 0, 32, 1) > 1 or T.any_sync(run > 1, 1) > 0:|out[0] = 1
+""".strip().splitlines()
+# The same of operations that a whole warp has to make: no single thread can run them.
+OF_A_WARP = """
+out[T.cast(T.ballot(run > 1), "int32")] = 1
+out[T.warp_reduce_sum(x[2])] = T.warp_reduce_max(x[3]) % 3
+out[T.warp_reduce_min(x[2]) // 3] = T.abs(T.warp_reduce_bitand(x[3]) - T.warp_reduce_bitor(x[1]))
 """.strip().splitlines()
 
 
@@ -85,6 +100,8 @@ class Grammar:
             f"({self.number(depth - 1)}) % 8" if depth > 0 and self.random.random() < 0.2 else self.random.randrange(8)
         )
         kind = self.random.random()
+        if kind < 0.1:
+            return f"T.shfl_sync(x[{place}], 0, 32, 1)"
         if kind < 0.2:
             return f"T.atomic_add(d[{self.random.randrange(8)}], 1, return_prev=True)"
         return f"N.ld(x[{place}])" if kind < 0.35 else f"N.atomic_add(c[{place}], {self.random.randrange(1, 4)}, me)"
@@ -273,6 +290,12 @@ class _Network:
 class _Tile:
     def __init__(self, reference):
         self.max, self.min, self.abs = max, min, abs
+        self.shfl_sync = self.shfl_xor = self.shfl_up = self.shfl_down = lambda value, *lane_and_mask: int(value)
+        # Of one lane.
+        self.any_sync = self.all_sync = self.ballot_sync = lambda predicate, mask: int(predicate)
+        self.match_any_sync = self.match_all_sync = lambda value, mask: mask
+        self.activemask = lambda: 1
+        self.cast = lambda value, dtype: value
 
     def atomic_add(self, place, amount, return_prev):
         return place.add(amount)

@@ -88,6 +88,30 @@ def test_the_folder_and_its_files_are_this_users_alone(monkeypatch, tmp_path, ca
     assert host_compiler.build("kernel", "int x;").parent == instead and instead.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize("base", ["tilescale_net", "tilescale_net-0"])
+def test_a_folder_below_one_of_another_user_is_not_used(monkeypatch, tmp_path, base):
+    """Its owner could put another folder in its place between the look at its owner and the load."""
+    folder = tmp_path / base / "simulator"
+    assert private_folder.make(folder) and (tmp_path / base).stat().st_mode & 0o777 == 0o700
+    (tmp_path / base).chmod(0o777)
+    assert private_folder.make(folder) and (tmp_path / base).stat().st_mode & 0o777 == 0o700
+    if os.getuid() == 0:
+        os.chown(tmp_path / base, 65534, 65534)
+    else:  # the same seen from the other side: what is below belongs to whoever asks, and the folder above does not
+        real = os.lstat
+
+        def lstat(path, **how):
+            status = list(real(path, **how))
+            status[4] += str(path) == str(tmp_path / base)
+            return os.stat_result(status)
+
+        monkeypatch.setattr(private_folder.os, "lstat", lstat)
+    assert not private_folder.make(folder)
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / base).symlink_to(folder.parent)
+    assert not private_folder.make(tmp_path / "link" / base / "simulator")
+
+
 def test_no_home_is_not_the_working_directory(monkeypatch):
     for name in ("XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)

@@ -36,8 +36,12 @@ def _compare(statements, path):
     assert not wrong, "\n".join(wrong)
 
 
+_ATOMIC = r"N\.atomic_add|N\.ld|T\.atomic_add|tsn::atomic<|tsn::ld<|AtomicAddRet\(|AtomicAdd\("
+_OF_WARP = r"\b(?:T\.|tl::|__)(?:shfl_|any_sync|all_sync|ballot|activemask|match_|warp_reduce_)"
+
+
 def calls(text: str) -> int:
-    return len(re.findall(r"N\.atomic_add|N\.ld|T\.atomic_add|tsn::atomic<|tsn::ld<|AtomicAddRet\(|AtomicAdd\(", text))
+    return len(re.findall(f"{_ATOMIC}|{_OF_WARP}", text))
 
 
 def _in_source(statements, path) -> int:
@@ -48,7 +52,7 @@ def _in_source(statements, path) -> int:
 
 def test_each_call_is_carried_out_once(tmp_path):
     _compare(expressions.FIXED + expressions.random_statements(0, 12), tmp_path / "fixed_expressions.py")
-    fixed = [s for s in expressions.FIXED if "unroll" not in s]
+    fixed = [s for s in expressions.FIXED if "unroll" not in s] + expressions.OF_A_WARP
     assert _in_source(fixed, tmp_path / "expressions_of_a_gpu.py") == sum(map(calls, fixed))
 
 

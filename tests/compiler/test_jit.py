@@ -337,3 +337,30 @@ def test_the_size_of_blocks_is_known_where_all_launches_agree(threads, known):
 def test_a_block_of_known_size_computes_with_no_other_dimension():
     assert "%tid.y" not in inspect.ptx(_launches(256)) and "%ntid.x" not in inspect.ptx(_launches(256))
     assert "%tid.y" in inspect.ptx(_launches((32, 4)))
+
+
+def test_a_long_chain_of_elif_says_what_to_do(tmp_path, monkeypatch):
+    chain = [f"            {'elif' if i else 'if'} which == {i}:\n                out[{i}] = {i}" for i in range(24)]
+    text = f"""
+import tilelang.language as T
+import tilescale_net as tsn, tilescale_net.language as N
+
+@tsn.jit
+def long_chain(which):
+    @T.prim_func
+    def main(ctx: N.Context(), out: T.Tensor((64,), "int32")):
+        with T.Kernel(1, threads=32):
+{chr(10).join(chain)}
+    return main
+"""
+    (tmp_path / "chain_of_elif.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    import chain_of_elif
+
+    with pytest.raises(KernelError) as caught:
+        chain_of_elif.long_chain.trace(20)
+    said = re.fullmatch(
+        r"kernel long_chain: blocks .*write cases .* as `if` after `if`,.*\n  at (.*):(\d+)", str(caught.value)
+    )
+    assert said[1] == str(tmp_path / "chain_of_elif.py")
+    assert text.splitlines()[int(said[2]) - 1].lstrip().startswith(("elif", "out["))

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.launch.conftest import LAUNCH, alive, clean_environment, launch, start, wait_until
+from tilescale_net.launch import job
 
 # Ranks that only force ends, with a child that outlives its parent unless it is ended too.
 STUBBORN = """
@@ -64,6 +65,29 @@ def test_victims_of_a_failure_are_not_blamed(script):
     done = launch(script(text), GPUS="3")
     assert done.returncode == 5
     assert last_line(done) == "launch.sh: rank 1 failed first: exit code 5; ZeroDivisionError: division by zero"
+
+
+WORDS_OF_VICTIMS = """
+tilescale_net.errors.PeerLost: rank 0: rank 1 is gone
+RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1
+RuntimeError: [/src/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation to complete
+RuntimeError: Application timeout caused pair closure
+torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Did the remote server shutdown or crash?
+torch.distributed.DistNetworkError: The client socket has timed out after 1000ms while trying to connect to (host, 29500).
+torch.distributed.DistStoreError: wait timeout after 1000ms, keys: /never
+torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:328, remote process exited or there was a network error
+""".strip().splitlines()
+WORDS_OF_CULPRITS = """
+ValueError: the culprit's own words
+torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. EADDRINUSE
+torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:328, unhandled cuda error (run with NCCL_DEBUG=INFO)
+tilescale_net.errors.WaitTimeout: put_signal waited 4 s
+""".strip().splitlines()
+
+
+def test_victims_are_known_by_their_words():
+    assert [line for line in WORDS_OF_VICTIMS if not job._VICTIM.search(line)] == []
+    assert [line for line in WORDS_OF_CULPRITS if job._VICTIM.search(line)] == []
 
 
 def test_victims_in_a_collective_call_of_torch_are_not_blamed(script):

@@ -57,6 +57,8 @@ public:
   std::string address() const override { return std::to_string(self_); }
   void connect(int peer, const std::string& address) override {
     if (peers_.size() <= (size_t)peer) peers_.resize((size_t)peer + 1, -1);
+    const bool number = !address.empty() && address.find_first_not_of("0123456789") == std::string::npos;
+    if (!number || address.size() > 6) throw FabricError("loopback: an address that is none");
     peers_[(size_t)peer] = std::stoi(address);
   }
   Region register_memory(const Memory& m) override {
@@ -70,6 +72,7 @@ public:
   }
   RemoteRegion add_remote(int, const std::string& key) override {
     Memory m;
+    if (key.size() != sizeof m) throw FabricError("loopback: a key that is none");
     std::memcpy(&m, key.data(), sizeof m);
     remotes_.push_back(m);
     return (RemoteRegion)remotes_.size() - 1;

@@ -42,6 +42,11 @@ def fuzz_peer() -> Path:
     return build("fuzz_peer", sources, "fuzzer")
 
 
+def fuzz_worker() -> Path:
+    """libFuzzer's program over a whole proxy and what a stranger sends it."""
+    return build("fuzz_worker", ["tests/native/fuzz_worker.cpp", _WORKER, _CHAOS], "fuzzer")
+
+
 def null_test() -> Path:
     extra = [_PROXY + "null_transport.cpp", "tilescale_net/csrc/bench/dispatch_rate.cpp"]
     return build("proxy_null_test", ["tests/native/proxy_null_test.cpp", _WORKER, _CHAOS, *extra])

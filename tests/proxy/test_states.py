@@ -1,12 +1,15 @@
-"""The table of docs/states.md against the proxy: every call in every state, along random walks."""
+"""The table of docs/states.md against the proxies of a job: every call in every state, as hypothesis walks them at random."""
 
 import builtins
-import random
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from tests.proxy.test_native import HEAP, Pe, until
+from tilescale_net.errors import FabricError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,46 +25,139 @@ def table() -> dict[str, dict[str, str]]:
 
 TABLE = table()
 STATES = list(TABLE["connect"])
-AFTER = {"connect": "connected", "start": "running", "close": "closed"}
+AFTER = {"connect": "connected", "start": "running", "stop": "stopped", "close": "closed"}
+# Calls that lead on are drawn by rules of their own, so that each state is looked at from all sides.
+LOOKS = sorted(set(TABLE) - set(AFTER))
+FORBIDDEN_CPU = 4095
 
 
-class Walk:
-    """A pair of proxies of which the first is walked through its states."""
+class Walker:
+    """One proxy, and the state that the page says it is in."""
+
+    def __init__(self, rank: int, size: int, provider: str, cpus: list[int]):
+        self.pe = Pe(rank, n_pes=size, provider=provider, cpus=cpus)
+        self.pinned, self.state = bool(cpus), "created"
+        self.half_connected = False  # a connect has raised: only close is of use
+
+    def call(self, name: str, *arguments):
+        given = {"drain": (10.0,), "apply_adds": (10.0,), "explain": ("a test",), "excuse": ([],)}
+        attribute = getattr(self.pe.proxy, name)
+        return attribute(*arguments, *given.get(name, ()))
+
+
+class Walk(RuleBasedStateMachine):
+    """All proxies of a job, each at a place of its own in the table."""
+
+    size, provider = 2, "null"
+    seen: set[tuple[str, str]] = set()
 
     def __init__(self):
-        self.pe, self.other = Pe(0), Pe(1)
-        self.addresses = [self.pe.proxy.address(), self.other.proxy.address()]
-        self.state = "created"
+        super().__init__()
+        self.walkers: list[Walker] = []
 
-    def call(self, name: str):
-        arguments = {"connect": (self.addresses,), "drain": (10.0,), "apply_adds": (10.0,), "explain": ("a test",)}
-        if name == "excuse":
-            return self.pe.proxy.excuse([])
-        if name == "properties":
-            return self.pe.proxy.properties()
-        return getattr(self.pe.proxy, name)(*arguments.get(name, ()))
+    def begin(self, cpus):
+        """Made by the first rule, so that hypothesis chooses who is pinned to a CPU that no process may use."""
+        if not self.walkers:
+            self.walkers = [Walker(r, self.size, self.provider, cpus if r == 0 else []) for r in range(self.size)]
+            self.addresses = [w.pe.proxy.address() for w in self.walkers]
 
-    def step(self, name: str) -> None:
-        expected = TABLE[name][self.state]
-        if expected in ("yes", "no"):
-            answer = self.call(name)
-            if name in ("drain", "apply_adds"):
-                assert answer is (expected == "yes"), (name, self.state)
-            self.state = AFTER.get(name, self.state)
-            if name == "stop" and self.state != "closed":
-                self.state = "stopped"
-        else:
+    def check(self, walker: Walker, name: str, *arguments) -> bool:
+        """Make a call and compare; whether the page accepts it."""
+        Walk.seen.add((walker.state, name))
+        expected = TABLE[name][walker.state]
+        if expected not in ("yes", "no"):
             with pytest.raises(getattr(builtins, expected)):
-                self.call(name)
+                walker.call(name, *arguments)
+            return False
+        answer = walker.call(name, *arguments)
+        if name in ("drain", "apply_adds"):
+            assert answer is (expected == "yes"), (name, walker.state)
+        if name == "error" and walker.state in ("created", "connected", "running"):
+            assert answer is None
+        return True
 
-    def fail(self, how: str) -> None:
-        assert self.state == "running"
+    def one_that(self, data, could) -> Walker:
+        """Mostly one whose state accepts the call, if there is one."""
+        able = [walker for walker in self.walkers if could(walker)]
+        anyone = not able or data.draw(st.integers(0, 3)) == 3
+        return data.draw(st.sampled_from(self.walkers if anyone else able))
+
+    @rule(data=st.data(), name=st.sampled_from(LOOKS), pinned=st.integers(0, 3))
+    def look(self, data, name, pinned):
+        self.begin([FORBIDDEN_CPU] if pinned == 3 else [])
+        self.check(data.draw(st.sampled_from(self.walkers)), name)
+
+    @precondition(lambda self: self.walkers)
+    @rule(data=st.data(), how=st.integers(0, 11))
+    def connect(self, data, how):
+        walker = self.one_that(data, lambda w: w.state == "created" and not w.half_connected)
+        if walker.half_connected:
+            return
+        damage = {9: "empty", 10: "short", 11: "garbage"}.get(how)
+        if not damage or TABLE["connect"][walker.state] != "yes":
+            if self.check(walker, "connect", self.addresses):
+                walker.state = AFTER["connect"]
+            return
+        rank = self.walkers.index(walker)
+        bad = self.addresses[(rank + 1) % self.size]
+        bad = {"empty": type(bad)(), "short": bad[: len(bad) // 2], "garbage": bad[::-1]}[damage]
+        with pytest.raises(FabricError):
+            walker.call("connect", [bad if r == (rank + 1) % self.size else a for r, a in enumerate(self.addresses)])
+        walker.half_connected = True  # and created
+        Walk.seen.add((walker.state, "connect raises"))
+
+    @precondition(lambda self: self.walkers)
+    @rule(data=st.data())
+    def start(self, data):
+        walker = self.one_that(data, lambda w: w.state == "connected")
+        if walker.pinned and TABLE["start"][walker.state] == "yes":
+            with pytest.raises(Exception, match=str(FORBIDDEN_CPU)):
+                walker.call("start")
+            Walk.seen.add((walker.state, "start raises"))
+            walker.state = "stopped"
+        elif self.check(walker, "start"):
+            walker.state = AFTER["start"]
+
+    @precondition(lambda self: self.walkers)
+    @rule(data=st.data(), name=st.sampled_from(["stop", "close"]), really=st.integers(0, 3))
+    def end(self, data, name, really):
+        walker = data.draw(st.sampled_from(self.walkers))
+        if really < 3:
+            return
+        closed = walker.state == "closed"
+        assert self.check(walker, name)
+        walker.state = "closed" if closed else AFTER[name]
+
+    @precondition(lambda self: any(w.state == "running" for w in self.walkers))
+    @rule(data=st.data(), how=st.sampled_from(["abort", "descriptor"]))
+    def fail(self, data, how):
+        walker = data.draw(st.sampled_from([w for w in self.walkers if w.state == "running"]))
         if how == "abort":
-            self.pe.abort.value = 1
+            walker.pe.abort.value = 1
         else:
-            self.pe.push(1, 1, first=HEAP - 8, second=65536, size=16)
-            until(lambda: self.pe.proxy.error() is not None)
-        self.state = "failed"
+            peer = (self.walkers.index(walker) + 1) % self.size
+            walker.pe.push(1, peer, first=HEAP - 8, second=65536, size=16)
+            until(lambda: walker.pe.proxy.error() is not None)
+        walker.state = "failed"
+
+    def teardown(self):
+        for walker in self.walkers:
+            walker.pe.proxy.close()
+
+
+def _walk(size: int, examples: int, steps: int, fixed: bool = False) -> None:
+    run_state_machine_as_test(
+        type("Walk", (Walk,), {"size": size}),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=fixed,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+            database=None,
+        ),
+    )
 
 
 def test_the_table_has_every_call():
@@ -70,18 +166,15 @@ def test_the_table_has_every_call():
     assert STATES == ["created", "connected", "running", "failed", "stopped", "closed"]
 
 
-def test_random_walks():
-    seen = set()
-    for seed in range(40):
-        rng = random.Random(seed)
-        walk = Walk()
-        for _ in range(40):
-            if walk.state == "running" and rng.random() < 0.15:
-                walk.fail(rng.choice(["abort", "descriptor"]))
-            name = rng.choice(list(TABLE))
-            # Calls that lead on are rarer, so that each state is looked at from all sides.
-            if name in ("stop", "close") and rng.random() < 0.7:
-                continue
-            seen.add((walk.state, name))
-            walk.step(name)
-    assert {state for state, _ in seen} == set(STATES) and len(seen) > 60, len(seen)
+def test_walks():
+    Walk.seen.clear()
+    for size in (2, 3):
+        _walk(size, 30, 50, fixed=True)  # the same each time, so that what it has come to can be asserted
+    assert {state for state, _ in Walk.seen} == set(STATES) and len(Walk.seen) > 60, len(Walk.seen)
+    assert {("created", "connect raises"), ("connected", "start raises")} <= Walk.seen
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("size", [2, 3])
+def test_long_walks(size):
+    _walk(size, 2000, 80)

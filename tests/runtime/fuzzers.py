@@ -4,12 +4,15 @@ environment variables, kept kernels. What comes out is a value or the error that
 usage: python -m tests.runtime.fuzzers NAME RUNS [SEED]     prints what each input took of the processor
 """
 
+import ctypes
 import functools
 import json
 import os
 import random
+import socket
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +22,10 @@ from tilescale_net.compiler.simulator import cache
 from tilescale_net.compiler.simulator.host_source import HostSource
 from tilescale_net.compiler.simulator.kept_kernels import Kept
 from tilescale_net.compiler.simulator.lowered_cache import Lowered
-from tilescale_net.errors import ConfigurationError, PeerLost
-from tilescale_net.runtime import control, encoding, heartbeats, placement, settings, survivors, tuned
-from tilescale_net.trace import reporter
+from tilescale_net.errors import ConfigurationError, PeerLost, TileScaleError
+from tilescale_net.runtime import control, cuda_range, encoding, heartbeats, placement, settings, survivors, tuned
+from tilescale_net.runtime.signed_store import SignedStore
+from tilescale_net.trace import reporter, ring, timeline
 
 NUMBERS = (
     0,
@@ -128,7 +132,8 @@ def words_in_store(dice: random.Random) -> None:
             assert read() is not None
         except PeerLost:
             pass
-    news = heartbeats.Heartbeats(0, ["a", "a", "b"], 1.0).round(Store(dice))
+    store = SignedStore(Store(dice), "tsn", dice.choice([None, b"secret"]))
+    news = heartbeats.Heartbeats(0, ["a", "a", "b"], 1.0).round(store)
     assert news.failed is None or isinstance(news.failed, str)
     assert set(news.stopped) <= {1, 2}
 
@@ -220,7 +225,94 @@ def tuned_file(dice: random.Random) -> None:
     assert all(isinstance(entry["choice"], dict) for entry in found.values())
 
 
-FUZZERS = {f.__name__: f for f in (payload, words_in_store, environment, kept_kernel, tuned_file)}
+@functools.cache
+def _ring() -> bytes:
+    """A ring in a file, as a process leaves it: more events than it holds, of every kind."""
+    with tempfile.TemporaryDirectory(prefix="tilescale_net-fuzz-") as folder:
+        made = ring.Ring(f"{folder}/ring", 0, 2, 16)
+        for n in range(20):
+            name = made.name(f"name {n % 5}")
+            kind = 1 + n % len(ring.Kind)
+            made.add(ring.Event(n, n + 2, name, kind, n % 7, n % 2, n % 3, n % 4, n, 65536 + 8 * n, n, 100 * n))
+        made.close()
+        return Path(f"{folder}/ring").read_bytes()
+
+
+_NAMES_END = ctypes.sizeof(ring.Header) + (1 << 18)  # of the file of `_ring`, where its events begin
+
+
+def trace(dice: random.Random) -> None:
+    """Rings in files and as other hosts pack them: parts that make a timeline, or an error."""
+    raw = bytearray(_ring())
+    for _ in range(dice.randrange(4)):  # fields of the header, lengths of names, fields of events
+        at = dice.choice((0, ctypes.sizeof(ring.Header), _NAMES_END)) + 4 * dice.randrange(64)
+        word = dice.choice((0, 1, 2, 255, 0x7FFFFFFF, 0xFFFFFFFF, dice.randrange(1 << 32), dice.randrange(16)))
+        raw[at : at + 4] = word.to_bytes(4, "little")
+    data = bytes(raw) if dice.random() < 0.7 else damaged(dice, bytes(raw))
+    what = dice.choice(("host", "kernels", "proxy0", "proxy", "proxy-1", "proxy²", "", "x", "proxy99999999999"))
+    try:
+        if dice.random() < 0.3:
+            data = ring.unpacked(damaged(dice, ring.packed(data)), "a trace")
+        part = ring.read(data, "a trace", what)
+    except ValueError as err:
+        assert str(err).startswith("a trace ")
+        return
+    json.dumps(timeline.merged([part, ring.read(_ring(), "a trace", "host")]))
+
+
+@functools.cache
+def _offers() -> cuda_range.Offers:
+    offers = cuda_range.Offers()
+    for _ in range(2):
+        offers.add(os.open("/dev/null", os.O_RDONLY))
+    return offers
+
+
+def offered_memory(dice: random.Random) -> None:
+    """Who asks for memory over the Unix socket, and who answers: a descriptor that was asked for, or none."""
+    offers = _offers()
+    asked = damaged(dice, dice.randrange(4).to_bytes(4, "little"))
+    with socket.socket(socket.AF_UNIX) as asker:
+        asker.settimeout(10)
+        asker.connect(offers.name)
+        asker.sendall(asked)
+        asker.shutdown(socket.SHUT_WR)
+        try:
+            _, fds, _, _ = socket.recv_fds(asker, 1, 4)
+        except ConnectionResetError:  # it was told more than it has read
+            fds = []
+    assert len(fds) <= (len(asked) >= 4 and int.from_bytes(asked[:4], "little") < 2)
+    with socket.socket(socket.AF_UNIX) as listener:  # one that answers in another way
+        listener.bind("")
+        listener.listen(1)
+        given = [offers._fds[0]] * dice.randrange(3)
+        answer = threading.Thread(target=_answer, args=(listener, bytes(dice.randrange(3)), given))
+        answer.start()
+        try:
+            fds.append(cuda_range.take(listener.getsockname(), os.getpid(), 0))
+            assert given
+        except TileScaleError:
+            pass
+        answer.join()
+    for fd in fds:
+        os.close(fd)
+    number = cuda_range.take(offers.name, os.getpid(), dice.randrange(2))
+    os.close(number)
+    # Nothing of it stays: the next descriptor has the same number.
+    assert number < 64 and offers._thread.is_alive()
+
+
+def _answer(listener: socket.socket, text: bytes, fds: list[int]) -> None:
+    asker, _ = listener.accept()
+    with asker:
+        asker.recv(4)
+        if text:
+            socket.send_fds(asker, [text], fds)
+
+
+FUZZERS = {
+    f.__name__: f for f in (payload, words_in_store, environment, kept_kernel, tuned_file, trace, offered_memory)
+}
 
 
 def fuzz(name: str, runs: int, seed: int, seconds: float = 1e9) -> int:

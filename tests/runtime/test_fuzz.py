@@ -12,7 +12,7 @@ PARTS = 4  # of a fuzzer's nightly run, each a test
 
 @pytest.mark.parametrize("name", fuzzers.FUZZERS)
 def test_sample(name):
-    fuzzers.fuzz(name, 1500, 1)
+    fuzzers.fuzz(name, 300 if name == "trace" else 1500, 1)
 
 
 @pytest.mark.nightly

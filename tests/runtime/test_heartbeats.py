@@ -9,6 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from tilescale_net.runtime import call_log, control, heartbeats
+from tilescale_net.runtime.signed_store import SignedStore
+from tilescale_net.trace import hang_report
 
 PER_HOST = 8
 
@@ -17,10 +19,10 @@ class Counted:
     """A store that counts requests."""
 
     def __init__(self, store):
-        self._store, self.requests = store, 0
+        self.raw, self.requests = store, 0
 
     def __getattr__(self, name):
-        function = getattr(self._store, name)
+        function = getattr(self.raw, name)
 
         def counted(*args):
             self.requests += 1
@@ -34,7 +36,8 @@ class Job:
 
     def __init__(self, size, timeout=15.0):
         limit = datetime.timedelta(seconds=10)
-        self.store = Counted(dist.TCPStore("127.0.0.1", 0, 1, True, limit, wait_for_workers=False))
+        self.counted = Counted(dist.TCPStore("127.0.0.1", 0, 1, True, limit, wait_for_workers=False))
+        self.store = SignedStore(self.counted, "job", b"secret")
         self.now = 0.0
         self.stopped = {r: [] for r in range(size)}
         hosts = [f"host{r // PER_HOST}" for r in range(size)]
@@ -60,10 +63,21 @@ class Job:
 def test_requests_of_a_large_job(size):
     job = Job(size)
     job.run(1)
-    before, seconds = job.store.requests, 2
+    before, seconds = job.counted.requests, 2
     job.run(seconds)
-    assert (job.store.requests - before) / seconds <= 2000
+    assert (job.counted.requests - before) / seconds <= 2000
     assert job.found("failed") == job.found("silent") == {None}
+    # Somebody has asked what the ranks do, as SIGUSR1 does: each looks closer once, and not from then on.
+    job.store.add("alarms", 1)
+    job.run(1)
+    before = job.counted.requests
+    job.run(seconds)
+    assert (job.counted.requests - before) / seconds <= 2000
+    # A failure is heard of in the next round nevertheless.
+    job.store.set("failed", json.dumps([3, "failed: it says why"]))
+    job.store.add("alarms", 1)
+    job.run(job.beats[0].interval / 2)
+    assert job.found("failed", [3]) == {"rank 3 failed: it says why"}
 
 
 def test_every_rank_learns_of_what_befalls_another():
@@ -84,7 +98,7 @@ def test_every_rank_learns_of_what_befalls_another():
     # The first failure told is the one that all report.
     store = job.store
     for rank, why in ((3, "failed: first"), (20, "failed: second")):
-        store.compare_set("failed", "", json.dumps([rank, why]))
+        store.set_once("failed", json.dumps([rank, why]))
     job.run(1, without=gone)
     assert job.found("failed", [*gone, 3]) == {"rank 3 failed: first"}
     assert job.news[3].failed is None
@@ -123,8 +137,8 @@ def test_a_rank_that_got_no_processor_itself_blames_nobody(where):
             def __getattr__(self, name):
                 return getattr(job.store, name)
 
-            def multi_get(self, keys):
-                values = job.store.multi_get(keys)
+            def get_all(self, keys):
+                values = job.store.get_all(keys)
                 job.now += 8
                 return values
 
@@ -132,6 +146,36 @@ def test_a_rank_that_got_no_processor_itself_blames_nobody(where):
             assert job.beats[0].round(Slow()).silent is None
     job.run(3)
     assert job.found("silent") == {None}
+
+
+def test_what_a_stranger_writes_counts_for_nothing():
+    """Whoever reaches the port of the store may read the keys, and write."""
+    job, word = Job(16, timeout=5.0), json.dumps([1, "failed: a stranger says so"])
+    job.run(1)
+    job.counted.set("failed", word)
+    job.counted.set("ended/8", "1")
+    job.counted.set("failed in another place", job.counted.get("beat/0"))
+    job.store.add("alarms", 1)
+    job.run(1)
+    assert job.found("failed") == job.found("silent") == {None}
+    assert not job.store.check(["ended/8"]) and not job.store.check(["failed in another place", "beat/0"])
+    # A rank is heard nevertheless, and a host is not kept alive.
+    assert json.loads(job.store.set_once("failed", json.dumps([2, "failed: a rank says so"])))[0] == 2
+    assert json.loads(job.store.set_once("failed", word))[0] == 2
+    gone = range(8, 16)
+    for turn in range(7):
+        job.counted.set("beat/8", json.dumps([8, turn, []]))
+        job.run(1, without=gone)
+    assert job.found("failed", [2, *gone]) == {"rank 2 failed: a rank says so"}
+    assert {r for r, _ in job.found("silent", gone)} == {8}
+    # Of another meeting, or of another job.
+    for prefix, secret in (("job/2", b"secret"), ("job", b"other")):
+        assert SignedStore(job.counted, prefix, secret).get("failed") is None
+    assert SignedStore(job.counted).get("ended/8") == b"1"
+    # The same key by another prefix.
+    job.store.set("2/failed", word)
+    inner = SignedStore(dist.PrefixStore("2", job.counted.raw), "job/2", b"secret")
+    assert inner.get("failed") == word.encode()
 
 
 @pytest.mark.parametrize("garbage", ["", "[]", "null", "{}", "[1]", '["x", 2, 3]', "[1,2,[\x00]]", "9" * 5000])
@@ -144,6 +188,17 @@ def test_garbage_in_the_store_is_survived(garbage):
     said = control.announced(garbage, 0)
     assert said is None or "cannot be read" in said
     assert control.last_call(garbage)[0] == 0
+
+
+def test_what_others_say_does_not_steer_the_terminal():
+    escape = "\x1b[2J\x9b1mx\r\u202e"
+    assert control.announced(json.dumps([1, f"failed: {escape}\n  at a.py:3"]), 0) == (
+        "rank 1 failed: ?[2J?1mx??\n  at a.py:3"
+    )
+    assert control.last_call(json.dumps([1, escape])) == (1, "?[2J?1mx??")
+    state = {"kernel": [escape, 1.0], "waits": 0, "host": [escape, 1.0], "place": escape, "waiting": [], "sent": []}
+    lines = hang_report.text("why", {0: state}, 1).split("\n")
+    assert "?[2J" in lines[-1] and all(line.isprintable() for line in lines)
 
 
 class Posts:
@@ -168,7 +223,7 @@ def test_requests_of_a_large_job_whose_calls_wait(size):
         logs[-1].track("AllGather").note("x of shape {}", 3 if rank == 1 else 4)
     found, most = {}, 0
     for _ in range(5):
-        before, end = job.store.requests, job.now + 2
+        before, end = job.counted.requests, job.now + 2
         while job.now < end:
             begin = job.now
             job.run(job.beats[0].interval / 2)  # one round
@@ -176,6 +231,6 @@ def test_requests_of_a_large_job_whose_calls_wait(size):
             for rank, log in enumerate(logs):
                 if error := log.difference():
                     found[rank] = str(error)
-        most = max(most, (job.store.requests - before) / 2)
+        most = max(most, (job.counted.requests - before) / 2)
     assert 1000 < most <= 2000
     assert set(found) == {0, 1} and "rank 1 with x of shape 3" in found[0], found

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from tilescale_net.errors import PeerLost
 from tilescale_net.runtime.rendezvous import _Attendance
+from tilescale_net.runtime.signed_store import SignedStore
 
 
 class Store:
@@ -16,7 +17,7 @@ class Store:
     kept_by = 0
 
     def __init__(self):
-        self.keys, self.ended = dist.HashStore(), threading.Event()
+        self.keys, self.ended = SignedStore(dist.HashStore()), threading.Event()
 
     def ask(self, question):
         if self.ended.is_set():

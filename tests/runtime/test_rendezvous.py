@@ -1,5 +1,6 @@
 """Ranks that do not find each other: who is missing is named, in time, wherever they are lost."""
 
+import datetime
 import os
 import socket
 import subprocess
@@ -38,6 +39,86 @@ def test_whoever_is_missing_is_named(step, lost):
                 o.error
             )
     assert time.monotonic() - begin < 60  # QUICK, and a busy machine
+
+
+def _of_another_job():
+    os.environ["TSN_JOB"] = f"job {os.environ['RANK']}"
+    tsn.init("4M")
+
+
+def test_ranks_of_two_jobs_at_one_port_do_not_meet():
+    first, second = ranks.launch(2, _of_another_job, env=QUICK, init=False)
+    assert first.error[0] == "PeerLost" and "Missing: rank 1 (did not come)" in first.error[1], first.error
+    # Rank 0 of its own job never came; that of the other one may have taken the store with it.
+    assert second.error[0] == "PeerLost" and "rank 0" in second.error[1].partition(": ")[2], second.error
+
+
+def test_the_name_of_a_job(monkeypatch):
+    def named(**env):
+        for name in ("RANK", "WORLD_SIZE", "SLURM_HET_SIZE", "TORCHELASTIC_RUN_ID", "TSN_JOB", "TSN_STORE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in {**step, **env}.items():
+            monkeypatch.setenv(name, value)
+        return placement.job()
+
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "4"}
+    assert named() == named(RANK="1", WORLD_SIZE="4") == placement.JobIdentity("7.2")
+    # What another launcher has started inside of a step sees it on some hosts, or with other numbers.
+    assert named(RANK="1", WORLD_SIZE="8").name == named(RANK="0", WORLD_SIZE="4").name == ""
+    assert named(SLURM_HET_SIZE="2").name == named(SLURM_STEP_ID="").name == ""
+    assert named(TORCHELASTIC_RUN_ID="run").name == "run" and named(TORCHELASTIC_RUN_ID="run").secret is None
+    given = named(TSN_JOB="hidden", TORCHELASTIC_RUN_ID="run")
+    store = {"TSN_STORE": "5/hidden/localhost:9", "MASTER_ADDR": "localhost", "MASTER_PORT": "9"}
+    assert given == named(**store) and "hidden" not in given.name and given != named(TSN_JOB="other")
+    assert given.secret not in (None, bytes.fromhex(given.name)) and len(given.secret) == 32
+
+
+def _stranger():
+    """Another user of the host, or at least another client of the store: reads the keys, and speaks for a rank."""
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    port, limit, base = int(os.environ["MASTER_PORT"]), datetime.timedelta(seconds=30), None
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, None, False, limit, wait_for_workers=False)
+    while base is None:
+        time.sleep(0.1)
+        keys = store.list_keys()
+        base = next((key.partition("beat/")[0] for key in keys if "/beat/" in key), None)
+    assert not any(os.environ["TSN_JOB"] in key for key in keys)
+    store.set(f"{base}failed", '[1, "failed: a stranger says so"]')
+    store.set(f"{base}ended/1", "1")
+    store.add(f"{base}alarms", 1)
+    store.set(f"{base}stranger was here", "1")
+
+
+def _attacked():
+    os.environ["TSN_JOB"] = "0123456789abcdef"
+    child = os.fork() if os.environ["RANK"] == "1" else None
+    if child == 0:
+        code = 1
+        try:
+            _stranger()
+            code = 0
+        finally:
+            os._exit(code)
+    tsn.init("4M")
+    store = tsn.world().control.store
+    end = time.monotonic() + 30
+    while not store.raw.check(["stranger was here"]) and time.monotonic() < end:
+        time.sleep(0.05)
+    for _ in range(4):  # watchdogs have looked
+        time.sleep(0.25)
+        tsn.check()
+    heard = store.raw.check(["failed"]), store.ask(lambda s: s.check(["failed"]))
+    tsn.barrier()
+    tsn.finalize()
+    return heard, child and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_stranger_does_not_speak_for_a_rank():
+    outcomes = ranks.launch(2, _attacked, init=False)
+    assert [o.value for o in outcomes] == [((True, False), None), ((True, False), 0)], [o.error for o in outcomes]
 
 
 def _take_the_port():

@@ -2,8 +2,10 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -14,6 +16,43 @@ import tilescale_net as tsn
 from tests import ranks
 
 _SETTLED = 1.0  # seconds in which every rank's watchdog has noticed
+STATES = ("none", "running", "failed")
+
+
+def _tables() -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """The page's two tables: call -> state -> its cell, and misuse -> what it raises."""
+    page = (Path(__file__).resolve().parents[2] / "docs/states.md").read_text()
+    section = page.split("\n## World\n")[1].split("\n### ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    heads = {row[0]: n for n, row in enumerate(rows)}
+    assert rows[heads["call"]] == ["call", *STATES]
+    calls = {}
+    for names, *cells in rows[heads["call"] + 2 : heads["misuse"]]:
+        calls.update({name: dict(zip(STATES, cells)) for name in re.findall(r"`(\w+)\(", names)})
+    return calls, dict(rows[heads["misuse"] + 2 :])
+
+
+CALLS, MISUSES = _tables()
+
+
+def expected(call: str, state: str) -> tuple[str, str]:
+    """What the page says of a call: ("ok", ""), ("reason", "") for the reason of the failure, or an error and its words."""
+    cell = CALLS[call][state]
+    if error := re.match(r'(\w+Error) "([^"]+)"', cell):
+        return error[1], error[2]
+    return (
+        ("reason", "")
+        if re.match(r"raises? the reason|gives everything back, then raises the reason", cell)
+        else ("ok", "")
+    )
+
+
+def raised_by(misuse: str) -> str:
+    """The error of the one row of misuses that says so."""
+    (cell,) = [cell for text, cell in MISUSES.items() if misuse in text]
+    found = re.match(r"`(\w+)`", cell)
+    assert found, cell
+    return found[1]
 
 
 class Puppet:
@@ -45,8 +84,8 @@ class Puppet:
     def mismatch(self):
         tsn.barrier() if tsn.rank() == 0 else tsn.zeros(4)
 
-    def wrong_dtype(self):
-        tsn.zeros(4, "float32")
+    def no_shape(self, shape, dtype):
+        tsn.zeros(shape, dtype)
 
     def shrink(self, step):
         done = tsn.shrink(step + tsn.rank())
@@ -83,7 +122,7 @@ def _serve(pipes):
 class Job:
     """Ranks that wait for commands."""
 
-    def __init__(self, size):
+    def __init__(self, size, nodes):
         pairs = [multiprocessing.get_context("forkserver").Pipe() for _ in range(size)]
         self.pipes, started = [mine for mine, _ in pairs], threading.Event()
 
@@ -92,6 +131,7 @@ class Job:
             started.set()
 
         env = {"TSN_TIMEOUT": "5", "TSN_HEARTBEAT_TIMEOUT": "3", "TSN_HEAP_LIMIT": "0"}
+        env["VIRTUAL_NODES"] = str(nodes)
         theirs = [pipe for _, pipe in pairs]
         self.thread = threading.Thread(
             target=lambda: ranks.launch(size, _serve, theirs, env=env, init=False, timeout=3600, on_start=on_start)
@@ -122,13 +162,13 @@ class Job:
 class Walk(RuleBasedStateMachine):
     """`size` ranks; `state` is what the table says."""
 
-    size, kills = 2, False
+    size, kills, nodes = 2, False, 1
     job = None
 
     def __init__(self):
         super().__init__()
         if Walk.job is None:
-            Walk.job = Job(self.size)
+            Walk.job = Job(self.size, self.nodes)
         self.state, self.live, self.freed, self.broken = "none", [], 0, None
 
     def tell(self, name, *args):
@@ -138,86 +178,80 @@ class Walk(RuleBasedStateMachine):
         for rank, (found, said) in answers.items():
             assert found == kind and words in str(said), (rank, found, said, kind, words)
 
-    def refused(self, answers):
-        """The answers of a call that needs a running world, in another state."""
-        if self.state == "none":
-            self.expect(answers, "TileScaleError", "not initialised")
-            return
+    def compare(self, call, answers) -> bool:
+        """Compare the answers with the page; whether it accepts the call in this state."""
+        kind, words = expected(call, self.state)
+        if kind == "reason":
+            self.gives_the_reason(answers)
+        else:
+            self.expect(answers, kind, words)
+        return kind == "ok"
+
+    def misused(self, call, answers, misuse, words):
+        """The same of a call that is misused: where the state accepts it, the other table counts."""
+        if expected(call, self.state)[0] == "ok":
+            self.expect(answers, raised_by(misuse), words)
+        else:
+            self.compare(call, answers)
+
+    def gives_the_reason(self, answers):
         for rank, (found, said) in answers.items():
             assert found == ("FabricError" if rank == self.broken else "PeerLost"), (rank, found, said)
             assert f"rank {self.broken}" in said and "the link broke" in said, (rank, said)
 
-    def collective(self, name, *args):
-        answers = self.tell(name, *args)
-        if self.state == "running":
-            self.expect(answers, "ok")
-        else:
-            self.refused(answers)
-        return self.state == "running"
-
     @rule()
     def init(self):
-        answers = self.tell("init")
-        if self.state == "none":
-            self.expect(answers, "ok")
+        if self.compare("init", self.tell("init")):
             self.state, self.live, self.freed, self.broken = "running", [], 0, None
-        else:
-            self.expect(answers, "TileScaleError", "initialised already")
 
     @rule()
     def finalize(self):
-        answers = self.tell("finalize")
-        if self.state == "failed":
-            self.refused(answers)
-        else:
-            self.expect(answers, "ok")
+        self.compare("finalize", self.tell("finalize"))
         self.state, self.live, self.freed = "none", [], 0
 
     @rule(size=st.sampled_from([0, 1, 1000, 5000]))
     def make(self, size):
-        if self.collective("make", size):
+        if self.compare("zeros", self.tell("make", size)):
             self.live.append(size)
 
-    @rule()
-    def exhaust(self):
-        answers = self.tell("make", 1 << 30)
-        self.expect(answers, "HeapError", "exhausted") if self.state == "running" else self.refused(answers)
+    @rule(size=st.sampled_from([1 << 30, 1 << 63]))
+    def exhaust(self, size):
+        words = "exhausted" if size == 1 << 30 else "more elements than any heap"
+        self.misused("zeros", self.tell("make", size), "beyond `TSN_HEAP_LIMIT`", words)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def free(self, data):
         index = data.draw(st.integers(0, len(self.live) - 1))
-        self.collective("free", index)
+        self.compare("free", self.tell("free", index))
         self.freed = self.live.pop(index)
 
     @precondition(lambda self: self.freed)
     @rule()
     def free_again(self):
-        answers = self.tell("free_again")
-        self.expect(answers, "HeapError", "freed already") if self.state == "running" else self.refused(answers)
+        self.misused("free", self.tell("free_again"), "`free()` of what is not live", "freed already")
 
     @rule()
     def mismatch(self):
-        answers = self.tell("mismatch")
-        if self.state == "running":
-            self.expect(answers, "RankMismatch", "tilescale_net.zeros")
-        else:
-            self.refused(answers)
+        self.misused("barrier", self.tell("mismatch"), "ranks make different calls", "tilescale_net.zeros")
 
-    @rule()
-    def wrong_dtype(self):
-        answers = self.tell("wrong_dtype")
-        self.expect(answers, "TypeError", "dtype") if self.state == "running" else self.refused(answers)
+    @rule(
+        what=st.sampled_from([(4, "float32", "dtype"), ([2, -1], None, "negative size"), ("4", None, "whole number")])
+    )
+    def no_shape(self, what):
+        """On one rank alone: the others are not told, so they must not have to wait."""
+        answers = Walk.job.tell("no_shape", *what[:2], without=range(1, self.size))
+        self.misused("zeros", answers, "what is no shape or dtype", what[2])
 
-    @rule(name=st.sampled_from(["barrier", "look"]))
-    def call(self, name):
-        self.collective(name)
+    @rule(call=st.sampled_from(["barrier", "check"]))
+    def call(self, call):
+        self.compare(call, self.tell("look" if call == "check" else call))
 
     @rule(step=st.integers(0, 5))
     def shrink(self, step):
         answers = self.tell("shrink", step)
-        if self.state == "none":
-            self.refused(answers)
+        if not expected("shrink", self.state)[0] == "ok":
+            self.compare("shrink", answers)
             return
         everyone = list(range(self.size))
         assert answers == {r: ("ok", (everyone, [step + r for r in everyone])) for r in everyone}
@@ -226,11 +260,10 @@ class Walk(RuleBasedStateMachine):
     @rule()
     def ask(self):
         answers = self.tell("ask")
-        if self.state == "none":
-            self.refused(answers)
-        else:
-            team = list(range(self.size))
-            assert answers == {r: ("ok", (r, self.size, team, {})) for r in team}
+        if self.compare("rank", answers):
+            for rank, (_, (mine, size, team, stats)) in answers.items():
+                assert (mine, size, team) == (rank, self.size, list(range(self.size)))
+                assert bool(stats) == (self.nodes > 1)  # of the proxy
 
     @rule()
     def use_old(self):
@@ -255,15 +288,15 @@ class Walk(RuleBasedStateMachine):
                 assert kind == "PeerLost" and f"rank {lost}" in said.partition(": ")[2], (rank, name, kind, said)
         Walk.job.procs[lost].kill()
         Walk.job.end()
-        Walk.job, self.state, self.live, self.freed = Job(self.size), "none", [], 0
+        Walk.job, self.state, self.live, self.freed = Job(self.size, self.nodes), "none", [], 0
 
     def teardown(self):
         if self.state != "none":
             self.finalize()
 
 
-def _walk(size, examples, steps, kills):
-    machine = type("Walk", (Walk,), {"size": size, "kills": kills})
+def _walk(size, examples, steps, kills, nodes=1):
+    machine = type("Walk", (Walk,), {"size": size, "kills": kills, "nodes": nodes})
     try:
         run_state_machine_as_test(
             machine,
@@ -282,14 +315,25 @@ def _walk(size, examples, steps, kills):
         Walk.job = None
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_short_walk(size):
-    _walk(size, 4, 20, kills=False)
+def test_the_page_speaks_of_every_call():
+    assert {expected(call, "none")[0] for call in ("init", "finalize")} == {"ok"}
+    assert {expected(call, "none") for call in set(CALLS) - {"init", "finalize"} - {"exit"}} == {
+        ("TileScaleError", "not initialised")
+    }
+    assert expected("init", "running") == expected("init", "failed") == ("TileScaleError", "initialised already")
+    refused = {call for call in CALLS if expected(call, "failed")[0] == "reason"}
+    assert refused == {"finalize", "barrier", "empty", "zeros", "free", "synchronize", "check"}
+
+
+@pytest.mark.parametrize("size, nodes, examples", [(2, 1, 4), (3, 1, 4), (2, 2, 5)])
+def test_a_short_walk(size, nodes, examples):
+    _walk(size, examples, 20, kills=False, nodes=nodes)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("turn", range(5))
+@pytest.mark.parametrize("nodes", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_long_walk(size, turn):
-    _walk(size, 30, 40, kills=True)
+def test_a_long_walk(size, nodes, turn):
+    _walk(size, 30, 40, kills=True, nodes=size if nodes else 1)

@@ -214,3 +214,16 @@ def test_clocks_of_hosts(seed):
         now += lot.randrange(10**4)
     offset, error = clocks.from_rounds(sent, first_sent, first_ended)
     assert abs(offset - skew) <= error < 10**6
+
+
+def test_parts_of_another_host_are_not_believed(caplog):
+    """What they are of, and kinds of events that do not fit it; one that is damaged is left out."""
+    for what in ("host", "proxy²", "proxy", "proxy-1", ""):
+        part = ring.Part(1, 2, what, [ring.Event(begin_ns=1, end_ns=2, kind=ring.Kind.ENTRY, pe=-1, word=ring.NO_WORD)])
+        assert timeline.merged([part])["otherData"]["ranks"] == 2
+    store = SimpleNamespace(get=lambda key: b"host\n" + ring.packed(b"nonsense") if key == "trace/1/0" else None)
+    mine = recorder.Recorder.__new__(recorder.Recorder)
+    mine._hosts, mine._path = ["here", "there"], "timeline.json"
+    mine._world = SimpleNamespace(control=SimpleNamespace(store=SimpleNamespace(ask=lambda question: question(store))))
+    assert mine._parts_of(1) == []
+    assert "the trace of rank 1 is no trace" in caplog.text and "left out of timeline.json" in caplog.text

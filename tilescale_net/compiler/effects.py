@@ -5,7 +5,8 @@ and in its access, `x % 3 < 0` is known to be false. That is right for values, n
 gets a statement of its own that binds its result to a variable. The primitives of this package are bound while they are
 traced (language/_results.py); here
 
-- tilelang's atomics, random numbers and calls of external functions are bound before the statement that they stand in;
+- tilelang's atomics, random numbers, operations of a warp and calls of external functions are bound before the statement
+  that they stand in;
 - what stands behind `and`, `or` or in an arm of a choice is carried out only when that part is evaluated: the statement
   gets an `if` before it;
 - conditions of `while` are carried out in each round;
@@ -24,8 +25,12 @@ from tilescale_net.errors import KernelError
 
 # Variables that hold the result of a primitive have names that begin so until the author names them.
 UNNAMED = "tsn."
-# Operators of tilelang with a value and an effect: what they do twice is not what they do once.
-_EFFECTS = ("tl.atomic_", "tirx.atomic_", "tl.rng_rand", "tl.syncthreads_", "tirx.call_extern")
+# Operators of tilelang with a value and an effect: what they do twice is not what they do once. Lanes of a warp wait for
+# one another in its operations, so that these may not move into a condition either.
+_EFFECTS = (
+    "tl.atomic_", "tirx.atomic_", "tl.rng_rand", "tl.syncthreads_", "tirx.call_extern",
+    "tl.shfl_", "tl.any_sync", "tl.all_sync", "tl.ballot", "tl.activemask", "tl.match_", "tl.warp_reduce_", "tirx.tvm_warp_",
+)  # fmt: skip
 _CHOICE = "tirx.if_then_else"
 _EXPRESSIONS = ["tirx.Var", "tirx.And", "tirx.Or", "tirx.Select", "tirx.Call"]
 _STATEMENTS = [
@@ -254,7 +259,7 @@ class _Rewriter:
             if isinstance(node, tirx.Var):
                 return self._settle(node, out) if node in self._definitions else None
             for known, value, scope in self._known:
-                if known.same_as(node) and any(scope is other for other in self._open):
+                if self._is_same(known, node) and any(scope is other for other in self._open):
                     return value
             value = self._evaluated(node, out)
             if value is not None:
@@ -262,6 +267,26 @@ class _Rewriter:
             return value
 
         return ir_transform(tirx.Evaluate(expr), visit, None, _EXPRESSIONS).value
+
+    def _is_same(self, a, b) -> bool:
+        """Whether two parts of an expression are one of the author's, which TVM has repeated, and may have simplified since.
+
+        What it simplifies is a new node then, but the calls in it are the old ones.
+        """
+        if a.same_as(b):
+            return True
+        mine, others = self._effects_of(a), self._effects_of(b)
+        return bool(mine) and tvm.ir.structural_equal(a, b) and all(x.same_as(y) for x, y in zip(mine, others))
+
+    def _effects_of(self, expr) -> list[tirx.PrimExpr]:
+        found = []
+
+        def look(node):
+            if _is_effect(node) or (isinstance(node, tirx.Var) and node in self._definitions):
+                found.append(node)
+
+        post_order_visit(expr, look)
+        return found
 
     def _evaluated(self, node, out: list) -> tirx.PrimExpr | None:
         """The value of a call or a choice, which statements in `out` have computed; None for what may stay."""

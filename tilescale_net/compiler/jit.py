@@ -287,11 +287,26 @@ class KernelFactory:
                 f"{self.__name__}: the source of a kernel is read from its file; define it in a file or a notebook, not at "
                 "Python's prompt or in `python -c`"
             ) from None
+        except RuntimeError as error:
+            if "too many statically nested blocks" not in str(error):
+                raise
+            raise self._nested_too_deeply(error.__cause__) from None
         if not isinstance(func, PrimFunc):
             raise KernelError(f"{self.__name__} must return a T.prim_func, but returned {type(func).__name__}")
         if self._options["name"]:
             return _renamed(func, symbols.plain(self._options["name"]))
         return _renamed(func, self.__name__) if self.__name__.isidentifier() else func
+
+    def _nested_too_deeply(self, error: BaseException | None) -> KernelError:
+        """What tilelang makes of a kernel has two blocks of Python for each `if`, of which Python takes 20 in all."""
+        where = ""
+        if isinstance(error, SyntaxError):
+            where = f"\n  at {inspect.getsourcefile(self._function) or error.filename}:{error.lineno}"
+        return KernelError(
+            f"kernel {self.__name__}: blocks are nested too deeply, and each `elif` counts as one in the one before; write "
+            "cases that exclude one another as `if` after `if`, or choose a function or a value in Python, before the kernel"
+            + where
+        )
 
 
 @overload

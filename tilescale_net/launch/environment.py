@@ -104,7 +104,8 @@ def job(ranks: int) -> dict[str, str]:
     env = os.environ
     if srun_starts_hosts():
         nodes, node = int(env["SLURM_NNODES"]), int(env["SLURM_NODEID"])
-        shared = srun_address()
+        named = settings.JOB.get() or f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
+        shared = srun_address() | {settings.JOB.name: named}
     else:
         nodes = value(settings.NODES)
         node = value(settings.NODE_RANK, required=nodes > 1)

@@ -28,9 +28,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _launcher = os.getpid()
 SHARED_MEMORY = "/dev/shm"
 
-# What a rank says whose collective call broke because another rank ended: of this package, and of torch's gloo.
+# What a rank says whose call broke, or came to nothing, because another rank ended: of this package, of torch's gloo and store,
+# and of NCCL.
 _VICTIM = re.compile(
-    r"^(?:[\w.]+\.)?PeerLost\b|(?:gloo|c10d|TCPStore|ProcessGroup).*(?:Connection (?:closed|reset)|Broken pipe|recvValue failed)",
+    r"^(?:[\w.]+\.)?PeerLost\b|\bDistStoreError\b|Application timeout caused pair closure"
+    r"|(?:gloo|c10d|TCPStore|ProcessGroup|DistNetworkError|DistBackendError|NCCL).*"
+    r"(?:Connection (?:was likely )?(?:closed|reset)|Broken pipe|recvValue failed|failed to recv|remote process exited"
+    r"|Timed out waiting|client socket has timed out|caught collective operation timeout)",
     re.IGNORECASE,
 )
 

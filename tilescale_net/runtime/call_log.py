@@ -163,7 +163,8 @@ class CallLog:
                     known = track.reported() and self._quiet < _REPORTED
                     if None not in (mine, theirs) and mine != theirs and not known:
                         return RankMismatch(
-                            f"{track.name}: rank {self._control.rank} was called with {mine}; rank {other} with {theirs}; "
+                            f"{track.name}: rank {self._control.rank} was called with {mine}; rank {other} with "
+                            f"{encoding.printable(str(theirs))}; "
                             f"{RULE}"
                         )
         except (ValueError, TypeError, IndexError, KeyError, OverflowError):  # nonsense, or an object to come

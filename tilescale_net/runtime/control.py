@@ -94,8 +94,8 @@ class Control:
                 records = self._all_gather(call, digest + said.ljust(_RECORD - _DIGEST, b"\0"))
         for other, record in zip(self.members, records):
             if record[:_DIGEST] != digest:
-                theirs = record[_DIGEST:].rstrip(b"\0").decode(errors="replace")
-                mine = said.decode()
+                theirs = encoding.printable(record[_DIGEST:].rstrip(b"\0").decode(errors="replace"))
+                mine = encoding.printable(said.decode())
                 if mine == theirs:
                     theirs += " (arguments that differ further on)"
                 raise RankMismatch(
@@ -215,7 +215,10 @@ class Control:
                 if said is None:
                     raise PeerLost(f"rank {self.rank}: {call} did not finish: rank {other} did not call it")
                 if said != json.dumps(members):
-                    raise RankMismatch(f"rank {self.rank} called {call} to keep {members}, rank {other} to keep {said}")
+                    raise RankMismatch(
+                        f"rank {self.rank} called {call} to keep {members}, rank {other} to keep "
+                        f"{encoding.printable(said)}"
+                    )
             begin = time.monotonic()
             try:
                 self._meet(members, f"members/{self.era}/{len(members)}")
@@ -322,7 +325,7 @@ class Control:
         word = json.dumps([self.rank, f"failed: {text[:2000]}"] if rank is None else [rank, text[:2000]])
         key = key or self.failed_key
         try:
-            self.store.ask(lambda s: (job_store.set_once(s, key, word), s.add(job_store.ALARMS, 1)), seconds)
+            self.store.ask(lambda s: (s.set_once(key, word), s.add(job_store.ALARMS, 1)), seconds)
         except PeerLost:  # nobody is there to be told, or it will be told when the store answers
             pass
 
@@ -374,7 +377,7 @@ def last_call(said: str | None) -> tuple[int, str]:
     """Number and name of the last collective call that a rank has told of."""
     try:
         calls, call = encoding.parsed(said or '[0, "nothing yet"]')
-        return int(calls), str(call)
+        return int(calls), encoding.printable(str(call))
     except (ValueError, TypeError, OverflowError):
         return 0, "nothing that can be read"
 
@@ -385,7 +388,7 @@ def announced(said: str | None, rank: int) -> str | None:
         return None
     try:
         who, why = encoding.parsed(said)
-        who, why = int(who), str(why)
+        who, why = int(who), encoding.printable(str(why))
     except (ValueError, TypeError, OverflowError):
         return "a rank failed, and what it said cannot be read"
     return None if who == rank else f"rank {who} {why}"

@@ -169,10 +169,14 @@ class Offers:
                 try:
                     asker.settimeout(_SECONDS)
                     _, user, _ = _CREDENTIALS.unpack(asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-                    number = int.from_bytes(asker.recv(4), "little")
-                    if user == os.getuid() and number < len(self._fds):
+                    if user != os.getuid():  # first: other users shall not keep the ranks waiting
+                        continue
+                    asked = asker.recv(4, socket.MSG_WAITALL)
+                    number = int.from_bytes(asked, "little")
+                    if len(asked) == 4 and number < len(self._fds):
                         socket.send_fds(asker, [b"1"], [self._fds[number]])
-                except OSError:  # the asker has gone; it knows
+                # The asker has gone, and knows; or the last descriptor has been dropped meanwhile.
+                except (OSError, IndexError):
                     pass
 
     def close(self) -> None:

@@ -29,6 +29,11 @@ def parsed(data: bytes | str, object_hook=None):
         raise ValueError(f"not a value that a rank has sent: {err}") from None
 
 
+def printable(text: str) -> str:
+    """What another process has said, without what would steer a terminal; lines and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+
+
 def _plain(value):
     if isinstance(value, bytes | bytearray):
         return {_BYTES: base64.b64encode(value).decode()}

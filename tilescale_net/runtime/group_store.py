@@ -54,7 +54,7 @@ def open_own(job: JobStore, rank: int, size: int, timeout: float, silence: float
             time.sleep(0.02)
         port, _, host = said.partition(" ")
         opened = dist.TCPStore(host, int(port), None, False, limit / 2, wait_for_workers=False)
-    return JobStore(opened, _PREFIX, rank, silence, kept_by=0)
+    return JobStore(opened, _PREFIX, rank, silence, kept_by=0, secret=job.secret)
 
 
 def _of_job() -> dist.Store:

@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
-
 from tilescale_net.runtime import encoding, job_store
 from tilescale_net.runtime.control import announced
+from tilescale_net.runtime.signed_store import SignedStore
 
 INTERVAL = 0.25  # seconds between looks at the failure key
 _BEAT = 4  # looks from one heartbeat to the next
@@ -86,14 +85,16 @@ class Heartbeats:
         self._lost: set[int] = set()
         self._quiet = False
         self._failed: str | None = None
+        self._alarms = 0  # of the round that looked at the failure key last
         self.interval = INTERVAL * max(1.0, len(hosts) / _RANKS)
         self._late = 2 * _BEAT * self.interval  # seconds of silence that are worth a second look
 
-    def round(self, store: dist.Store) -> News:
+    def round(self, store: SignedStore) -> News:
         """Look, and send what is due. Raises what the store raises."""
         news = News(alarms=store.add(job_store.ALARMS, 0))
-        # One request where nothing happened: whoever fails raises an alarm too.
-        if news.alarms or self._rounds % _BEAT == 0:
+        # One request where nothing happened: whoever fails raises an alarm too, once it has said why.
+        if news.alarms != self._alarms or self._rounds % _BEAT == 0:
+            self._alarms = news.alarms
             self._failed = self._failed or announced(job_store.get(store, self._failed_key), self._rank)
         news.failed = self._failed
         if self._rounds % _BEAT == 0:
@@ -112,7 +113,7 @@ class Heartbeats:
         self._watched += min(now - self._looked, _PAUSE * _BEAT * self.interval)
         self._looked = now
 
-    def _beat(self, store: dist.Store) -> None:
+    def _beat(self, store: SignedStore) -> None:
         """Send the heartbeat of this host, if that is for this rank to do."""
         key = f"beat/{self._first[self._mine][0]}"
         value, since = self._seen.get(key, ("", self._watched))
@@ -122,24 +123,24 @@ class Heartbeats:
             self._sent += 1
             store.set(key, json.dumps([self._rank, self._sent, self._stopped()]))
 
-    def _look(self, store: dist.Store) -> None:
+    def _look(self, store: SignedStore) -> None:
         self._complete = self._complete or store.check(self._keys)
         if self._complete:
-            values = dict(zip(self._keys, (v.decode(errors="replace") for v in store.multi_get(self._keys))))
+            values = {k: (v or b"").decode(errors="replace") for k, v in zip(self._keys, store.get_all(self._keys))}
         elif self._watched > self._late:  # somebody may be lost before its first heartbeat: the others are not
             values = {k: job_store.get(store, k) or "" for k in self._keys}
         else:
             values = {}
         self._judge(store, values)
 
-    def _judge(self, store: dist.Store, values: dict[str, str]) -> None:
+    def _judge(self, store: SignedStore, values: dict[str, str]) -> None:
         now = self._watched
         self._silent, self._quiet, self._lost = None, False, set()
         stopped: set[int] = set()
         longest = self._timeout
         for (host, members), key in zip(self._first.items(), self._keys):
-            value = values.get(key, "")
             last, since = self._seen.get(key, ("", now))
+            value = values.get(key) or last  # what no rank has said is no sign of life
             if value != last:
                 since = now
             self._seen[key] = (value, since)
@@ -158,7 +159,7 @@ class Heartbeats:
         self._stopped_since = {r: self._stopped_since.get(r, clock) for r in stopped if r != self._rank}
 
     @staticmethod
-    def _ended(store: dist.Store, members: list[int]) -> bool:
+    def _ended(store: SignedStore, members: list[int]) -> bool:
         return any(store.check([f"ended/{r}"]) for r in members)
 
 

@@ -15,6 +15,7 @@ from concurrent.futures import TimeoutError as NoAnswerYet  # another class than
 import torch.distributed as dist
 
 from tilescale_net.errors import PeerLost
+from tilescale_net.runtime.signed_store import SignedStore
 
 ALARMS = "alarms"  # key of the number of reasons to look closer: failures, and questions what the ranks do
 _STEP = 0.25  # seconds; time is counted in steps, so that a process that was stopped itself does not blame the store
@@ -29,22 +30,32 @@ class JobStore:
         rank: of this process, for messages.
         silence: seconds without an answer after which the store counts as lost.
         kept_by: the rank whose process keeps the store, in whose numbers `rank` is; None: none of these ranks.
+        secret: that the ranks share, with which they sign what they say; None where they share none.
 
     Attributes:
-        rank, silence, kept_by: the same.
+        rank, silence, kept_by, secret: the same.
         raw: torch's, under the prefix; for groups of torch, which ask by themselves.
     """
 
-    def __init__(self, store: dist.Store, prefix: str, rank: int, silence: float, kept_by: int | None):
-        self.rank, self.silence, self.kept_by = rank, silence, kept_by
+    def __init__(
+        self,
+        store: dist.Store,
+        prefix: str,
+        rank: int,
+        silence: float,
+        kept_by: int | None,
+        secret: bytes | None = None,
+    ):
+        self.rank, self.silence, self.kept_by, self.secret = rank, silence, kept_by, secret
         self.raw = dist.PrefixStore(prefix, store)
+        self._signed = SignedStore(self.raw, prefix, secret)
         self._questions: queue.SimpleQueue = queue.SimpleQueue()
         self._asked = self._answered = 0
         self._asking = threading.Lock()
         self._lost: str | None = None
         threading.Thread(target=self._serve, name="tilescale_net-store", daemon=True).start()
 
-    def post(self, question: Callable[[dist.Store], object]) -> Future:
+    def post(self, question: Callable[[SignedStore], object]) -> Future:
         """Have `question(store)` run in its turn. The answer's `result()` raises PeerLost when the store is gone."""
         answer: Future = Future()
         with self._asking:
@@ -52,7 +63,7 @@ class JobStore:
             self._questions.put((question, answer))
         return answer
 
-    def ask(self, question: Callable[[dist.Store], object], seconds: float | None = None):
+    def ask(self, question: Callable[[SignedStore], object], seconds: float | None = None):
         """The answer to `question(store)`.
 
         Args:
@@ -105,7 +116,7 @@ class JobStore:
             try:
                 if self._lost:
                     raise PeerLost(f"rank {self.rank}: {self._lost}")
-                answer.set_result(question(self.raw))
+                answer.set_result(question(self._signed))
             except PeerLost as err:
                 answer.set_exception(err)
             except Exception as err:  # torch says so with several classes
@@ -119,19 +130,15 @@ def has_agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def get(store: dist.Store, key: str) -> str | None:
+def get(store: SignedStore, key: str) -> str | None:
     """What was said under `key`, None when nothing was."""
-    return store.get(key).decode(errors="replace") if store.check([key]) else None
+    word = store.get(key)
+    return None if word is None else word.decode(errors="replace")
 
 
 def failed_key(era: int) -> str:
     """Key of the first failure, as [rank, words]. Era: how often lost ranks were given up, after which others count."""
     return f"failed in era {era}" if era else "failed"
-
-
-def set_once(store: dist.Store, key: str, value: str) -> None:
-    """Say something under `key` unless somebody has said anything there."""
-    store.compare_set(key, "", value)
 
 
 def within(seconds: float, run: Callable[[], object]):

@@ -1,6 +1,7 @@
 """Which rank of which job this process is, from the variables that launchers set, and where the ranks meet."""
 
 import atexit
+import hashlib
 import os
 import secrets
 import socket
@@ -68,6 +69,37 @@ def find(timeout: float) -> Place | None:
 
 
 _ADVICE = "start the script through launch.sh, which sets them all, or unset it"
+
+
+@dataclass(frozen=True)
+class JobIdentity:
+    """What tells the ranks of one job from those of another that comes to the same port, by mistake or on purpose.
+
+    `name` goes before their keys in the store, and everybody may read it; '' without one. `secret` is known to the ranks
+    alone, who sign with it; None without one.
+    """
+
+    name: str
+    secret: bytes | None = None
+
+
+def job() -> JobIdentity:
+    """The job of this process: as launch.sh named it (one host), as TSN_JOB says, or as torchrun or srun number it."""
+    store = launchers_store()
+    if given := store[1] if store else settings.JOB.get():
+        name, secret = (hashlib.sha256(f"{use} of {given}".encode()) for use in ("name", "secret"))
+        return JobIdentity(name.hexdigest()[:32], secret.digest())
+    return JobIdentity(os.environ.get("TORCHELASTIC_RUN_ID") or _step_of_srun())
+
+
+def _step_of_srun() -> str:
+    """Job and step of Slurm, where srun has started this very rank; what others start may see them on some hosts only."""
+    env = os.environ
+    mine = (env.get("RANK", env.get("SLURM_PROCID")), env.get("WORLD_SIZE", env.get("SLURM_NTASKS")))
+    if mine != (env.get("SLURM_PROCID"), env.get("SLURM_NTASKS")) or "SLURM_HET_SIZE" in env:
+        return ""
+    number, step = env.get("SLURM_JOB_ID"), env.get("SLURM_STEP_ID")
+    return f"{number}.{step}" if number and step else ""
 
 
 def launchers_store() -> tuple[int, str] | None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from tilescale_net.runtime import settings
 
+_NAME = "tilescale_net"
+
 
 def of_user(name: str) -> Path:
     """$XDG_CACHE_HOME/tilescale_net/NAME, by default below ~/.cache; below the temporary folder without a home."""
@@ -19,8 +21,8 @@ def of_user(name: str) -> Path:
         home = os.environ.get("HOME") or _home_of_user()
         base = os.path.join(home, ".cache") if os.path.isabs(home) else ""
     if not base:
-        return Path(tempfile.gettempdir()) / f"tilescale_net-{os.getuid()}" / name
-    return Path(base) / "tilescale_net" / name
+        return Path(tempfile.gettempdir()) / f"{_NAME}-{os.getuid()}" / name
+    return Path(base) / _NAME / name
 
 
 def _home_of_user() -> str:
@@ -41,19 +43,27 @@ def is_ours(path: str | os.PathLike) -> bool:
 def make(path: Path) -> bool:
     """Make a folder for this user alone if there is none; whether code may be loaded from it.
 
+    So must be every folder of the package's above it, up to the one named tilescale_net…: whoever owns one of them can put
+    another folder in the place of what was looked at. Where that one lies is for its user to judge.
+
     Raises:
         OSError: it cannot be made.
     """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if os.lstat(path).st_uid == os.getuid() and not path.is_symlink():
-        path.chmod(0o700)
-    return path.is_dir() and is_ours(path)
+    above = [folder for folder in path.parents if folder.name.startswith(_NAME)]
+    depth = len(path.relative_to(above[-1]).parts) if above else 0
+    for folder in [*reversed(path.parents[:depth]), path]:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.lstat(folder).st_uid == os.getuid() and not folder.is_symlink():
+            folder.chmod(0o700)
+        if not folder.is_dir() or not is_ours(folder):
+            return False
+    return True
 
 
 @functools.cache
 def temporary(instead_of: Path) -> Path:
     """A folder of this process alone, which goes with it; says so once."""
-    folder = Path(tempfile.mkdtemp(prefix="tilescale_net-"))
+    folder = Path(tempfile.mkdtemp(prefix=f"{_NAME}-"))
     owner = os.getpid()
     atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
     settings.log.warning(

@@ -60,15 +60,17 @@ def join(timeout: float, silence: float, group: dist.ProcessGroup | groups.Store
     """
     silence = min(silence, timeout)
     kept, kept_by, prefix, rank = _place(group, timeout, silence)
+    # Processes that meet in a store of the program's own may have been started by different launchers, or by none.
+    secret = None if isinstance(group, groups.StoreGroup) else placement.job().secret
     ranks = groups.ranks(group)
     size = len(ranks)
-    base = JobStore(kept, prefix, rank, silence, kept_by)
+    base = JobStore(kept, prefix, rank, silence, kept_by, secret)
     try:
         number = _number_of_meeting(base, rank, size)
     finally:
         base.close()
     # A world of its own in the store: init after finalize must not read the keys of the earlier one.
-    store = JobStore(kept, f"{prefix}/{number}", rank, silence, kept_by)
+    store = JobStore(kept, f"{prefix}/{number}", rank, silence, kept_by, secret)
     try:
         attendance = _Attendance(store, rank, size, timeout)
         attendance.wait_for_all("has not called tilescale_net.init")
@@ -114,9 +116,8 @@ def connect(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Pro
 
 def _prefix() -> str:
     """Before the keys of this job: a second job that comes to the same port by mistake does not speak for this one."""
-    store = placement.launchers_store()
-    job = store[1] if store else os.environ.get("TORCHELASTIC_RUN_ID")
-    return f"tsn/{job}" if job else "tsn"
+    name = placement.job().name
+    return f"tsn/{name}" if name else "tsn"
 
 
 def _number_of_meeting(store: JobStore, rank: int, size: int) -> int:
@@ -146,7 +147,7 @@ def _make_default(timeout: float, silence: float) -> None:
         if next(filter(None, counts), "1") == "1":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = _connect(place, timeout, silence)
-        asked = JobStore(store, _prefix(), place.rank, silence, None if has_agent() else 0)
+        asked = JobStore(store, _prefix(), place.rank, silence, None if has_agent() else 0, placement.job().secret)
         attendance = _Attendance(asked, place.rank, place.size, timeout)
         try:
             attendance.wait_for_all("did not come")

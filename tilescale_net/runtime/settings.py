@@ -204,6 +204,14 @@ NODES = Setting("NODES", setting.whole(1), 1, "hosts of the job; run the same li
 NODE_RANK = Setting("NODE_RANK", setting.whole(0), 0, "this host's index")
 MASTER_ADDR = Setting("MASTER_ADDR", setting.text, "", "name or address of the host where rank 0 listens")
 MASTER_PORT = Setting("MASTER_PORT", setting.whole(1, 65535), 0, "the port that rank 0 listens at")
+JOB = Setting(
+    "TSN_JOB",
+    setting.text,
+    "",
+    "name of the job: equal on all its ranks, and of no other job. A random one (`openssl rand -hex 16`) that nobody else "
+    "knows keeps others from speaking for a rank, see SECURITY.md",
+    "on one host random, by launch.sh; under srun job and step",
+)
 OUTPUT = Setting(
     "TSN_OUTPUT", setting.one_of("all", "first"), "first", "`all`: show the output of all ranks, not only of rank 0"
 )
@@ -252,7 +260,7 @@ SECTIONS: dict[str, tuple[Setting, ...]] = {
     "Simulator": (SIM_SEED, SIM_VISIBILITY, SIM_RACES, SIM_SMS, SIM_STALL, SIM_STACK, SIM_CXXFLAGS, CXX),
     "Launcher and build": (
         *(GPUS, NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, OUTPUT),
-        *(PYTHON, VENV, BUILD, LIBFABRIC_INCLUDE, STORE, STORE_FD),
+        *(JOB, PYTHON, VENV, BUILD, LIBFABRIC_INCLUDE, STORE, STORE_FD),
     ),
     "Tests": (TEST_ORDERING, CHAOS_SEEDS),
 }

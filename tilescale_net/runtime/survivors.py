@@ -53,7 +53,7 @@ def call_roll(control, watchdog, seconds: float) -> list[int]:
         if here | out >= set(members) or time.monotonic() > end:
             # The first word counts, so that all go on with the same ranks.
             word = json.dumps(sorted(here - out))
-            store.ask(lambda s, word=word: job_store.set_once(s, f"{key}/members", word))
+            store.ask(lambda s, word=word: s.set_once(f"{key}/members", word))
         else:
             time.sleep(_PAUSE)
     kept = _members(decided, members)

@@ -107,7 +107,7 @@ class Reporter:
     def is_first(self) -> bool:
         """Whether no other rank has printed the report of a failure."""
         mine = str(self._rank)
-        said = self._store.ask(lambda s: s.compare_set(self._said_by, "", mine), seconds=PATIENCE)
+        said = self._store.ask(lambda s: s.set_once(self._said_by, mine), seconds=PATIENCE)
         return said.decode(errors="replace") == mine
 
     def collect(self, number: int, end: float) -> dict[int, dict]:

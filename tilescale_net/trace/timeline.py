@@ -114,7 +114,8 @@ def _track(part: ring.Part, event: ring.Event, tracks: set) -> int:
     elif event.kind in (Kind.HOST, Kind.RANGE):
         track, name = _HOST + event.thread, f"host thread {event.thread}" if event.thread else "host"
     else:
-        number = int(part.what.removeprefix("proxy") or 0)
+        named = re.fullmatch(r"proxy(\d{1,6})", part.what, re.ASCII)  # another host may say anything
+        number = int(named[1]) if named else 0
         track, name = _PROXY + number, f"proxy thread {number}"
     tracks.add((part.rank, track, name))
     return track

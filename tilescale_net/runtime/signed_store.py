@@ -1,0 +1,82 @@
+"""What ranks say in the store of the job, signed with the secret that the ranks of the job share.
+
+Whoever reaches the port of the store may write there: other users of the host at least. So what a rank says is taken only
+with a code that nobody can make without the secret, for this key of this job; anything else counts as not said. Whoever
+writes can still remove keys, repeat what was said under the same key, and count counters up.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+_CODE = 16  # bytes
+_TURNS = 16  # how often a stranger may come in between before a rank gives up being the first to say something
+
+
+class SignedStore:
+    """A store of torch in which words count only when they are signed.
+
+    Args:
+        store: torch's, under the prefix of the job.
+        prefix: that prefix, so that words of one meeting count in no other.
+        secret: that the ranks share; None where there is none: then everything counts, and nothing is signed.
+    """
+
+    def __init__(self, store: dist.Store, prefix: str = "", secret: bytes | None = None):
+        self._store, self._prefix, self._secret = store, prefix, secret
+        self._known: set[str] = set()  # keys under which somebody of the job has spoken; nobody removes any
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Say something under `key`, in the place of what was said there."""
+        self._store.set(key, self._signed(key, value))
+
+    def get(self, key: str) -> bytes | None:
+        """What a rank has said under `key`; None when none has."""
+        return self._read(key, self._store.get(key)) if self._store.check([key]) else None
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """As `get`, with one request; waits until something is there under each key."""
+        return [self._read(key, word) for key, word in zip(keys, self._store.multi_get(list(keys)))]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether ranks have said something under each of `keys`."""
+        new = [key for key in keys if key not in self._known]
+        if not new:
+            return True
+        if not self._store.check(new):
+            return False
+        if self._secret is None:
+            return True
+        return None not in self.get_all(new)
+
+    def set_once(self, key: str, value: str) -> bytes:
+        """Say something under `key` unless a rank has said anything there; what is said there now."""
+        mine, stands = self._signed(key, value), b""
+        for _ in range(_TURNS):
+            stands = self._store.compare_set(key, stands, mine)
+            if (said := self._read(key, stands)) is not None:
+                return said
+        return value.encode()
+
+    def add(self, key: str, number: int) -> int:
+        """Count up; numbers are not signed, so they may only say that it is worth to look."""
+        return self._store.add(key, number)
+
+    def _code(self, key: str, value: bytes) -> bytes:
+        text = f"{self._prefix}/{key}".encode() + b"\0" + value  # the whole key, wherever the prefix ends
+        return hmac.digest(self._secret or b"", text, hashlib.sha256)[:_CODE]
+
+    def _signed(self, key: str, value: str | bytes) -> bytes:
+        value = value.encode() if isinstance(value, str) else value
+        return value if self._secret is None else self._code(key, value) + value
+
+    def _read(self, key: str, word: bytes) -> bytes | None:
+        if self._secret is None:
+            return word
+        value = word[_CODE:]
+        if not hmac.compare_digest(word[:_CODE], self._code(key, value)):
+            return None
+        self._known.add(key)
+        return value
