@@ -2,13 +2,15 @@
 
 A run that was cut short goes on where it stood: tests that have passed according to FILE are not run again.
 
-usage: python -m tests.outcomes FILE…     counts, the longest tests, those that failed, and rows of tables that they printed
+usage: python -m tests.outcomes FILE…     counts, the longest tests, those that failed, rows of tables that they printed, and the table of mutants
 """
 
 import json
 import sys
 from collections import Counter
 from pathlib import Path
+
+from tests.kernels import sweep_table
 
 LONGEST = 15
 
@@ -83,7 +85,9 @@ def _tell(found: dict[str, dict]) -> None:
     for test, outcome in found.items():
         if outcome["outcome"] == "failed":
             print(f"\nfailed: {test}\n{outcome['said']}")
-    print(*(line for o in found.values() for line in o["said"].splitlines() if line.startswith("| ")), sep="\n")
+    rows = [line for o in found.values() for line in o["said"].splitlines() if line.startswith("| ")]
+    print(*rows, sep="\n")
+    print(sweep_table.table(found))
 
 
 if __name__ == "__main__":

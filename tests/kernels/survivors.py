@@ -32,8 +32,10 @@ OVERTAKEN = (
 
 # Not run.
 ON_GPUS = "the kernel runs beside the product on GPUs alone; the simulator's blocks in `matmul_reducing` do the same"
+FAULTS = "a word that the host reads, of a call that goes wrong: the small runs make none"
 NOTHING_LEFT = "in the simulator the product's kernel has put all pieces, and this one finds none left"
 
+NOT_RUN = {ON_GPUS, NOTHING_LEFT, FAULTS}
 HARMLESS = {
     BEGINS, TILELANG, LAST, CHUNKS, ANNOUNCED, NEXT_CALL, WAITED, STARTS, CALL_BEFORE, MET, OWN, NO_ROW, QUIET, UNREAD, TIMED,
 }  # fmt: skip
@@ -41,6 +43,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "02": {("no sync_threads", 0): BEGINS, ("no sync_threads", 2): LAST},
     "03": {("no quiet_block", 0): UNREAD},
     "06": {("put_signal_block in two, no fence", 0): UNREAD},
+    "announcement": {("sem of st", 0): FAULTS},
     "all_to_all_transposed": {("no sync_threads", 0): BEGINS},
     "all_to_all_uneven": {("no sync_threads", 0): TILELANG, ("no sync_threads", 2): LAST},
     "broadcast": {("no sync_threads", 0): BEGINS},
@@ -64,6 +67,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_threads", 2): LAST,
     },
     "moe/combine_throughput_steps": {("no sync_warp", 0): BEGINS},
+    "moe/dispatch_latency_steps": {("sem of st", 0): FAULTS},
     "moe/dispatch_latency": {("no sync_threads", 1): LAST},
     "moe/dispatch_throughput": {("no sync_threads", 2): LAST},
     "moe/exchange_weights": {("no sync_threads", 2): WAITED, ("no quiet", 0): NEXT_CALL},

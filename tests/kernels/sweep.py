@@ -4,7 +4,12 @@ What a call becomes:
 - a wait, fence, quiet, flush_wait or barrier that stands alone: nothing;
 - a wait whose result is used: the value that it waits for; a slot that is waited for: its number;
 - `fence=True`, and the fence of `signal_block` and its like: no fence;
-- put_signal: a put, and a signal that nothing orders after it.
+- put_signal: a put, and a signal that nothing orders after it;
+- an order (`sem=`, `memory_order=`): relaxed.
+
+Not what the simulator does not have: asynchronous copies and products (`T.tma_store_wait`, `T.wait_wgmma`,
+`T.fence_proxy_async`), which it carries out at once. Nor `wait_block` by each thread for itself, which orders the same
+accesses and leaves out the barrier behind it alone: that is the mutant "no sync_threads" where the author wrote one.
 """
 
 import ast
@@ -25,6 +30,13 @@ from tilescale_net.runtime import host_accesses
 
 ALONE = re.compile(
     r"(wait|fence|quiet)(_block|_warp)?|flush_wait|barrier_\w+|(take|wait)_slot(_block|_warp)?|sync_(threads|warp|grid)"
+)
+
+
+# Options that say an order or its scope, values that are weakened, and what they become.
+_WEAKER = (
+    ("sem", ("acquire", "release"), "relaxed"),
+    ("memory_order", ("acquire", "release", "acq_rel", "seq_cst"), "relaxed"),
 )
 
 
@@ -57,6 +69,10 @@ def _instead(call: ast.Call, alone: bool) -> tuple[str, str] | None:
         if "_slot" in name and len(text) == 3:
             return f"(({text[1]}) % ({text[2]}))", f"no {name}"
         return None
+    for option, strong, weak in _WEAKER:
+        if keywords.get(option, "").strip("'\"") in strong and keywords[option].strip("'\"") != weak:
+            weaker = _written(keywords | {option: repr(weak)})
+            return f"{ast.unparse(call.func)}({', '.join([*text, *weaker])})", f"{option} of {name}"
     rest = {k: v for k, v in keywords.items() if k != "fence"}
     arguments = ", ".join([*text, *_written(rest)])
     if keywords.get("fence") == "True" or re.fullmatch(r"signal_(block|warp)", name) and "fence" not in keywords:
@@ -149,6 +165,26 @@ def _anywhere(found: bool) -> bool:
     told = torch.tensor([found], dtype=torch.int32)
     torch.distributed.all_reduce(told)
     return bool(told)
+
+
+def explore(file: str, path: str, calls: tuple[str, ...]) -> str:
+    """What goes wrong in some schedule of small calls, with the file at `path` in the place of kernels/`file`.py; or ""."""
+    from tests.simulator import small_calls
+    from tilescale_net.explore import search
+    from tilescale_net.explore.case import Case
+
+    module = "tilescale_net.kernels." + file.replace("/", ".")
+    forget_kernels()
+    sys.meta_path.insert(0, Replace(module, path))
+    for name in calls:
+        try:
+            with Case(getattr(small_calls, name), 2, races=False) as case:
+                report = search.every(case, seconds=30)
+        except Exception as error:  # a mutant that is no kernel
+            return type(error).__name__
+        if report.failure:
+            return "deadlock" if report.failure.startswith("deadlock") else "wrong data"
+    return ""
 
 
 def run(file: str, path: str, names: list[str], seeds: list[int]) -> tuple[str, list[str]]:

@@ -23,7 +23,7 @@ bool fenced = false;
 // Two changes of a word that do not commute.
 void changes(const uint64_t* rank) {
   for (int i = 0; i < 2; ++i) {
-    scheduler->visit(memory[2], 8, WordAccess::both);
+    scheduler->visit(memory[2], 8, WordAccess::update);
     memory[2][0] = memory[2][0] * 3 + *rank + 1;
   }
 }
@@ -57,7 +57,7 @@ void message(const uint64_t* rank) {
   subject.wanted = 7;
   scheduler->wait_begins(subject);
   for (;;) {
-    scheduler->visit(memory[1], 8, WordAccess::acquire);
+    scheduler->visit(memory[1], 8, WordAccess::read);
     if (memory[1][0] >= 7) break;
     current_grid->yield(true);
   }

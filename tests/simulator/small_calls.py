@@ -136,3 +136,18 @@ CALLS = (
     "all_gather", "all_to_all", "all_reduce_one_shot", "all_reduce_packets", "all_reduce_two_shot", "reduce_scatter_push",
     "reduce_scatter_pull", "broadcast", "moe_dispatch", "moe_dispatch_two_blocks", "moe_latency", "moe_latency_two_blocks",
 )  # fmt: skip
+# Which of them run kernels of a file of tilescale_net/kernels.
+_ONE_BLOCK_MOE = ("moe_dispatch", "moe_latency")
+OF = {
+    "all_reduce_one_shot": ("all_reduce_one_shot",),
+    "all_reduce_packets": ("all_reduce_packets",),
+    "all_reduce_two_shot": ("all_reduce_two_shot",),
+    "broadcast": ("broadcast",),
+    "exchange": ("all_gather", "all_to_all"),
+    "moe/combine_latency": ("moe_latency", "moe_latency_two_blocks"),
+    "moe/combine_latency_steps": ("moe_latency", "moe_latency_two_blocks"),
+    "moe/dispatch_latency": _ONE_BLOCK_MOE,
+    "moe/dispatch_latency_steps": _ONE_BLOCK_MOE,
+    "reduce_scatter": ("reduce_scatter_push",),
+    "reduce_scatter_pull": ("reduce_scatter_pull",),
+}

@@ -15,7 +15,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
 from tilescale_net.errors import DataRace
-from tilescale_net.runtime import simulator
+from tilescale_net.runtime import race_memory, simulator
 
 WARPS, WARP, BLOCKS, HALVES, ATOMIC, LAST_READ, VIEW, LANES, PUT = range(9)
 
@@ -108,6 +108,174 @@ def one_of_many():
                     N.quiet_block(pe)
 
     return main
+
+
+@T.macro
+def _tell(word, plain, block, first, store, load, scope, fence):
+    """Block 1 writes, and tells block 0 of it by a word."""
+    if block == 1 and first:
+        plain[0] = 1.0
+        if fence != "":
+            T.evaluate(T.call_extern("void", fence))
+        N.st(word[0], T.uint64(1), sem=store, scope=scope)
+    if block == 0 and first:
+        while N.ld(word[0], sem=load, scope=scope) == T.uint64(0):
+            T.evaluate(0)
+        if fence != "":
+            T.evaluate(T.call_extern("void", fence))
+        plain[1] = plain[0] + 1.0
+
+
+@T.macro
+def _count(word, plain, first, order):
+    """Of two blocks the one that comes last reads what the other has written."""
+    if first:
+        plain[T.get_block_binding() % 2] = 1.0
+        if T.atomic_add(word[1], T.uint64(1), memory_order=order, return_prev=True) % T.uint64(2) == T.uint64(1):
+            plain[2] = plain[0] + plain[1]
+
+
+# Order of the store, of the load, scope of both, and a fence beside each; or the order of an atomic operation.
+WORDS = {
+    ("release", "acquire", "gpu", ""): "",
+    ("release", "acquire", "sys", ""): "",
+    ("release", "acquire", "cta", ""): "wrong",
+    ("relaxed", "relaxed", "gpu", ""): "wrong",
+    ("release", "relaxed", "gpu", ""): "wrong",
+    ("relaxed", "acquire", "gpu", ""): "wrong",
+    ("relaxed", "relaxed", "gpu", "__threadfence"): "",
+    ("relaxed", "relaxed", "gpu", "__threadfence_block"): "wrong",
+    ("relaxed", "relaxed", "cta", "__threadfence"): "wrong",
+    ("volatile", "volatile", "gpu", "__threadfence"): "",
+    ("weak", "weak", "gpu", "__threadfence"): "wrong",
+    "acq_rel": "",
+    "release": "wrong",
+    "relaxed": "wrong",
+    "barrier": "",
+}
+
+
+@tsn.jit
+def told_by_words():
+    """Kernel `(case, plain, word)`: one of WORDS."""
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(), case: T.int32, plain: T.Tensor((128,), "float32"), word: T.Tensor((2,), "uint64"),
+    ):  # fmt: skip
+        with T.Kernel(2, threads=32) as block:
+            first = T.get_thread_binding() == 0
+            for number, how in enumerate(WORDS):
+                if case == number:
+                    if how == "barrier":
+                        plain[block * 32 + T.get_thread_binding()] = 1.0
+                        N.barrier_grid()
+                        plain[64 + block * 32 + T.get_thread_binding()] = plain[
+                            63 - block * 32 - T.get_thread_binding()
+                        ]
+                    elif isinstance(how, str):
+                        _count(word, plain, first, how)
+                    else:
+                        _tell(word, plain, block, first, *how)
+
+    return main
+
+
+def _words():
+    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
+
+    said = []
+    SimulatedFunction._give_up = lambda self, context, error: said.append(str(error))
+    kernel, plain = told_by_words(), torch.zeros(128)
+    for number, (how, wrong) in enumerate(WORDS.items()):
+        for seed in range(3):
+            said.clear()
+            word = torch.zeros(2, dtype=torch.int64).view(torch.uint64)
+            with simulator.schedule(seed, races=True):
+                kernel(number, plain, word)
+            assert bool(said) == bool(wrong), (how, seed, said)
+            assert all('an acquire of scope "gpu"' in s for s in said), said
+
+
+def test_an_order_counts_within_its_scope():
+    ranks.run(1, _words)
+
+
+@tsn.jit
+def of_many_warps():
+    """Kernel `(plain, warps)`."""
+
+    @T.prim_func
+    def main(plain: T.Tensor((64,), "float32"), warps: T.int32):
+        with T.Kernel(warps, threads=1) as block:
+            if block < 2:
+                plain[0] = 1.0
+
+    return main
+
+
+def test_what_is_too_large_is_said(caplog):
+    with simulator.schedule(0, races=True), caplog.at_level("WARNING", "tilescale_net"):
+        for _ in range(2):
+            of_many_warps()(torch.zeros(64), 1 << 16)
+    assert [r.message for r in caplog.records if "not checked for races as a whole: its 65536 warps" in r.message] != []
+    assert len(caplog.records) == 1  # once
+    with simulator.schedule(0, races=True), pytest.raises(DataRace, match=r"test_races_of_a_rank\.py:\d+\) by block"):
+        of_many_warps()(torch.zeros(64), 2)
+    hosts = ["a"] * 65
+    assert "2 hosts" in race_memory._limit(["a", "b"], 1 << 20) and "at most 64" in race_memory._limit(hosts, 1 << 20)
+    assert "64 GiB" in race_memory._limit(["a"], 1 << 36) and not race_memory._limit(hosts[:64], 1 << 20)
+
+
+@tsn.jit
+def told_by_peer():
+    """Kernel `(right, x, y, word, out)`: a put, and a word of the peer that says so without an order."""
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(), right: T.int32, x: T.Tensor((64,), "float32"), y: T.Tensor((64,), "float32"),
+        word: T.Tensor((2,), "uint64"), out: T.Tensor((64,), "float32"),
+    ):  # fmt: skip
+        with T.Kernel(1, threads=64):
+            tx, pe = T.get_thread_binding(), 1 - N.my_pe()
+            N.put_block(y, x, pe)
+            if right != 0:
+                N.quiet_block(pe)
+            if tx == 0:
+                N.atomic_add(word[0], T.uint64(1), pe)
+                while N.ld(word[0], sem="relaxed", scope="sys") == T.uint64(0):
+                    T.evaluate(0)
+                if right != 0:
+                    T.evaluate(T.call_extern("void", "__threadfence_system"))
+            T.sync_threads()
+            out[tx] = y[tx]
+
+    return main
+
+
+def _told_by_peer(seeds):
+    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
+
+    said = []
+    SimulatedFunction._give_up = lambda self, context, error: said.append(str(error))
+    x, y, out = tsn.zeros((64,)), tsn.zeros((64,)), torch.zeros(64)
+    told = []
+    for seed in seeds:
+        for right in (0, 1):
+            word = tsn.zeros((2,), torch.uint64)
+            tsn.barrier()
+            said.clear()
+            with simulator.schedule(seed, races=True):
+                told_by_peer()(right, x, y, word, out)
+            tsn.barrier()
+            told.append((right, list(said)))
+    return told
+
+
+def test_a_relaxed_word_of_a_peer_tells_nothing():
+    told = [t for of_rank in ranks.run(2, _told_by_peer, range(3), env=RACES) for t in of_rank]
+    assert not any(said for right, said in told if right), told
+    assert all("a load of y (test_races_of_a_rank.py:" in said[0] for right, said in told if not right), told
 
 
 def _run(case, right, seed):

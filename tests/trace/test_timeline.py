@@ -65,15 +65,16 @@ def test_a_timeline_of_two_nodes(tmp_path, capsys):
     assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
     found = json.loads(path.read_text())
     events = found["traceEvents"]
+    assert all(e["pid"] > 0 for e in events)  # Perfetto takes process 0 for the idle one
     for rank in (0, 1):
-        names = {e["name"] for e in of(events, pid=rank)}
+        names = {e["name"] for e in of(events, pid=timeline.process_of(rank))}
         assert {"N.put_signal_block", "N.wait_block", "N.barrier_all", "swap", "tilescale_net.barrier"} <= names
-        assert len(of(events, pid=rank, cat="kernel")) == ROUNDS
-        assert len(of(events, pid=rank, name="a step", cat="range")) == ROUNDS
+        assert len(of(events, pid=timeline.process_of(rank), cat="kernel")) == ROUNDS
+        assert len(of(events, pid=timeline.process_of(rank), name="a step", cat="range")) == ROUNDS
         # The proxy: what it took, posted and saw completed, and what it applied.
-        assert len(of(events, pid=rank, cat="proxy", ph="i", name="put_signal")) == ROUNDS
-        assert len(of(events, pid=rank, name="signal delivered")) >= ROUNDS
-        begun, ended = (of(events, pid=rank, cat="proxy", ph=ph) for ph in "be")
+        assert len(of(events, pid=timeline.process_of(rank), cat="proxy", ph="i", name="put_signal")) == ROUNDS
+        assert len(of(events, pid=timeline.process_of(rank), name="signal delivered")) >= ROUNDS
+        begun, ended = (of(events, pid=timeline.process_of(rank), cat="proxy", ph=ph) for ph in "be")
         assert len(begun) == len(ended) >= ROUNDS and {e["id"] for e in begun} == {e["id"] for e in ended}
     # Arrows lead from a put_signal of the other rank to the wait that saw it.
     starts, ends = of(events, ph="s"), of(events, ph="f")
@@ -114,7 +115,10 @@ def test_a_killed_rank_leaves_its_part(tmp_path, capsys):
     assert "together from the 6 parts" in said
     found = json.loads(path.read_text())
     assert found["otherData"]["ranks"] == 2 and all(n > 0 for n in found["otherData"]["dropped"].values())
-    assert "oldest events were dropped" in said and len(of(found["traceEvents"], pid=1, cat="call")) > 3
+    assert (
+        "oldest events were dropped" in said
+        and len(of(found["traceEvents"], pid=timeline.process_of(1), cat="call")) > 3
+    )
 
 
 def test_what_is_no_trace_is_refused(tmp_path, capsys):

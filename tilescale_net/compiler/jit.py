@@ -32,6 +32,7 @@ from tilescale_net.compiler.simulator import (
     lowered_cache,
     simplify_once,
     sites,
+    statements,
     synchronous,
 )
 from tilescale_net.compiler.simulator.kernel import SimulatedKernel
@@ -101,12 +102,14 @@ def _prepared_for_simulator(func: PrimFunc, configs: dict) -> Prepared:
     return prepare(func, not any(key in configs for key in bounds.UNGUARDED))
 
 
-def _lowered_for_simulator(func: PrimFunc, prepared: Prepared, configs: dict) -> kept_kernels.Kept:
+def _lowered_for_simulator(func: PrimFunc, configs: dict) -> kept_kernels.Kept:
     def simplifying_once(func: PrimFunc, target: dict, pass_configs: dict):
         return lower(func, target, pass_configs, [simplify_once.SimplifyOnce()])
 
     name = kernel_name(func)
-    numbered, lines = sites.number(synchronous.rewrite(prepared.func), sites.lines_of(func))
+    marked, lines_of_statements = statements.mark(func)
+    prepared = _prepared_for_simulator(marked, configs)
+    numbered, lines = sites.number(synchronous.rewrite(prepared.func), sites.lines_of(func), lines_of_statements)
     with gemm.plain():
         lowered = lowered_cache.get_or_build(
             name, numbered, SIMULATOR_TARGET, {**bounds.UNGUARDED, **configs}, simplifying_once
@@ -166,8 +169,8 @@ def compile(
     where = "the simulator" if chosen == "simulator" else chosen["arch"]
     with progress.step(f"compiling kernel {kernel_name(func)} for {where}; the next time it is there"):
         if chosen == "simulator":
-            prepared = _prepared_for_simulator(func, configs)
-            return SimulatedKernel(_lowered_for_simulator(func, prepared, configs), lambda: prepared.func)
+            lowered = _lowered_for_simulator(func, configs)
+            return SimulatedKernel(lowered, lambda: _prepared_for_simulator(func, configs).func)
         prepared = prepare(func)
         toolchain.find_nvcc()
         with lowering.enabled(), _quiet(), toolchain.once_per_host(_lock_name(func)):

@@ -39,6 +39,7 @@ public:
   // Lets the others go, after everything that the last block did since it arrived.
   TSN_DEVICE void release() {
     platform::store<Order::relaxed, MemScope::gpu>(words, uint64_t(0));
+    if constexpr (platform::kDefersRemoteWrites) platform::before_st<Order::release, MemScope::gpu>(words + 1);
     platform::store<Order::release, MemScope::gpu>(words + 1, generation + 1);
   }
 
@@ -54,6 +55,7 @@ public:
             if (arrived < blocks) fail(ctx, kWaitTimeout, operation, -1, nullptr, blocks, arrived, 0);
           });
     } while (arrived == blocks); // the last block waits for other PEs, within a deadline of its own
+    if constexpr (platform::kDefersRemoteWrites) platform::after_ld<Order::acquire, MemScope::gpu>(words + 1);
   }
 
 private:

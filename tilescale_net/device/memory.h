@@ -9,13 +9,13 @@ template <Order O, MemScope S, class T>
 TSN_DEVICE T ld(const T* p) {
   if constexpr (platform::kDefersRemoteWrites) platform::before_ld<O>();
   const T v = platform::load<O, S>(p);
-  if constexpr (platform::kDefersRemoteWrites) platform::after_ld(p);
+  if constexpr (platform::kDefersRemoteWrites) platform::after_ld<O, S>(p);
   return v;
 }
 
 template <Order O, MemScope S, class T>
 TSN_DEVICE void st(T* p, typename Value<T>::type v) {
-  if constexpr (platform::kDefersRemoteWrites) platform::before_st(p);
+  if constexpr (platform::kDefersRemoteWrites) platform::before_st<O, S>(p);
   platform::store<O, S>(p, v);
 }
 

@@ -90,6 +90,14 @@ constexpr int host_order(Order o) {
   }
 }
 
+template <Order O, MemScope S>
+constexpr sim::Ordering ordering() {
+  constexpr bool both = O == Order::acq_rel;
+  // PTX: a volatile access is a relaxed one of system scope.
+  return {both || O == Order::acquire, both || O == Order::release,
+          uint32_t(O == Order::volatile_ ? MemScope::sys : S)};
+}
+
 // Other threads may look at what is accessed, and run now and then; what other PEs look at is in the guarded heap.
 template <MemScope S>
 TSN_DEVICE void on_shared_access(const char* name, const void* p, uint64_t bytes, sim::WordAccess access) {
@@ -103,14 +111,14 @@ TSN_DEVICE void on_shared_access(const char* name, const void* p, uint64_t bytes
 template <Order O, MemScope S, class T>
 TSN_DEVICE T load(const T* p) {
   static_assert(O != Order::release && O != Order::acq_rel, "a load cannot release");
-  detail::on_shared_access<S>("load", p, sizeof(T), sim::WordAccess::acquire);
+  detail::on_shared_access<S>("load", p, sizeof(T), sim::WordAccess::read);
   return detail::bits<T>(__atomic_load_n(reinterpret_cast<const WordOf<T>*>(p), detail::host_order(O)));
 }
 
 template <Order O, MemScope S, class T>
 TSN_DEVICE void store(T* p, T v) {
   static_assert(O != Order::acquire && O != Order::acq_rel, "a store cannot acquire");
-  detail::on_shared_access<S>("store", p, sizeof(T), sim::WordAccess::release);
+  detail::on_shared_access<S>("store", p, sizeof(T), sim::WordAccess::write);
   __atomic_store_n(reinterpret_cast<WordOf<T>*>(p), detail::bits<WordOf<T>>(v), detail::host_order(O));
 }
 
@@ -120,8 +128,16 @@ TSN_DEVICE void before_ld() {
   if constexpr (O == Order::acquire || O == Order::volatile_) sim::api().yield(true);
 }
 
-TSN_DEVICE void after_ld(const void* p) { sim::word_access(p, sim::WordAccess::acquire); }
-TSN_DEVICE void before_st(const void* p) { sim::word_access(p, sim::WordAccess::release); }
+// What the access itself tells nobody: load and store are made of words of the package, too, which say what they order
+// in other ways. Weak accesses order nothing, whatever fences stand by them.
+template <Order O, MemScope S>
+TSN_DEVICE void after_ld(const void* p) {
+  if constexpr (O != Order::weak) sim::word_access(p, sim::WordAccess::read, detail::ordering<O, S>());
+}
+template <Order O, MemScope S>
+TSN_DEVICE void before_st(const void* p) {
+  if constexpr (O != Order::weak) sim::word_access(p, sim::WordAccess::write, detail::ordering<O, S>());
+}
 
 template <class T>
 TSN_DEVICE T load_constant(const T* p) {
@@ -185,8 +201,8 @@ TSN_DEVICE T atomic(T* p, T value) {
   constexpr bool kFloat = T(0.5) != T(0);
   static_assert(!kFloat || Op == AtomicOp::add || Op == AtomicOp::exch, "only add and exch on floating-point numbers");
   using W = WordOf<T>;
-  detail::on_shared_access<S>("atomic", p, sizeof(T), sim::WordAccess::both);
-  sim::word_access(p, sim::WordAccess::both);
+  detail::on_shared_access<S>("atomic", p, sizeof(T), sim::WordAccess::update);
+  sim::word_access(p, sim::WordAccess::update, detail::ordering<O, S>());
   const auto apply = [value](T old) -> T {
     if constexpr (Op == AtomicOp::add) return old + value;
     if constexpr (Op == AtomicOp::min) return value < old ? value : old;
@@ -203,7 +219,7 @@ TSN_DEVICE T atomic(T* p, T value) {
   while (!__atomic_compare_exchange_n(word, &old, detail::bits<W>(apply(detail::bits<T>(old))), false,
                                       detail::host_order(O), __ATOMIC_RELAXED)) {
   }
-  sim::word_found(p);
+  sim::word_found(p, detail::ordering<O, S>());
   return detail::bits<T>(old);
 }
 
@@ -211,12 +227,12 @@ template <Order O, MemScope S, class T>
 TSN_DEVICE T atomic_cas(T* p, T compare, T value) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomics work on 4 and 8 bytes");
   using W = WordOf<T>;
-  detail::on_shared_access<S>("atomic", p, sizeof(T), sim::WordAccess::both);
-  sim::word_access(p, sim::WordAccess::both);
+  detail::on_shared_access<S>("atomic", p, sizeof(T), sim::WordAccess::update);
+  sim::word_access(p, sim::WordAccess::update, detail::ordering<O, S>());
   W old = detail::bits<W>(compare);
   const bool taken = __atomic_compare_exchange_n(reinterpret_cast<W*>(p), &old, detail::bits<W>(value), false,
                                                  detail::host_order(O), __ATOMIC_RELAXED);
-  sim::word_found(p);
+  sim::word_found(p, detail::ordering<O, S>());
   if (!taken) sim::api().yield(true); // usually retried in a loop
   return detail::bits<T>(old);
 }
@@ -224,9 +240,10 @@ TSN_DEVICE T atomic_cas(T* p, T compare, T value) {
 TSN_DEVICE void add_relaxed(uint64_t* p, uint64_t value) { __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
 TSN_DEVICE void add_release(uint64_t* p, uint64_t value) { __atomic_fetch_add(p, value, __ATOMIC_RELEASE); }
 
-template <MemScope>
+template <MemScope S>
 TSN_DEVICE void fence() {
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  sim::fenced(uint32_t(S));
 }
 
 template <class T>

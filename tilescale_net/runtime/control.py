@@ -57,7 +57,8 @@ class Control:
         self.job_ranks, self.rank, self.store, self._group = meeting.ranks, meeting.rank, meeting.store, meeting.group
         self.size = len(self.job_ranks)
         self.reason_of = None
-        self.on_met = lambda: None  # called when all ranks have come to a collective call
+        # Called when this rank comes to a collective call, and when all have come.
+        self.on_meeting, self.on_met = (lambda: None), (lambda: None)
         self.on_parted = lambda ranks: None  # called with ranks that take part no more, which may live
         # left: whether this rank was left out; it makes no collective call then but the one of finalize.
         # Ranks that collective calls are made by; a new list whenever ranks are left out.
@@ -166,6 +167,7 @@ class Control:
             word = json.dumps([self._calls, call])
             self.store.post(lambda s: s.set(f"call/{self.rank}", word))
         begin = time.monotonic()
+        self.on_meeting()
         try:
             work = start()
             if not self._finished(work):

@@ -139,12 +139,20 @@ def is_followed(base: int) -> bool:
     return base in _mode.heaps
 
 
-def host_meets() -> None:
-    """The host of this rank has met those of the others."""
+def host_meets(base: int | None = None) -> None:
+    """The host of this rank has met those of the others.
+
+    Args:
+        base: the heap of the ranks that have met by a call of the package; None where they met by one of torch.distributed,
+            after which a rank that has gone on may have finished more than it had then, which is taken to come before, too.
+    """
     from tilescale_net import _simulator
 
     _follow_thread()
-    _simulator.host_meets()
+    if base is None:
+        _simulator.host_meets()
+    else:
+        _simulator.host_has_met(base)
 
 
 def before_launch() -> None:

@@ -1,5 +1,7 @@
 """Heap memory of a rank without a GPU, whose bounds and races the simulator follows."""
 
+import functools
+
 from tilescale_net import _simulator
 from tilescale_net.runtime import host_accesses, race_memory, simulator
 from tilescale_net.runtime.context import SYSTEM_BYTES
@@ -24,7 +26,8 @@ class SimulatorMemory(SharedMemory):
         self._race_memory = race_memory.share(self, control, rank, hosts, peer_base)
         if simulator.races() and self._race_memory is not None:
             host_accesses.follow(self.base, self.limit)
-            control.on_met = host_accesses.host_meets
+            control.on_meeting = functools.partial(_simulator.host_comes, self.base)
+            control.on_met = functools.partial(host_accesses.host_meets, self.base)
 
     def grow(self, size: int) -> None:
         super().grow(size)

@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 
 from tilescale_net.errors import ConfigurationError
+from tilescale_net.trace.timeline import rank_of
 
 _MOST_RANKS = 32  # of a matrix that is shown
 
@@ -25,7 +26,7 @@ def waiting(timeline: dict) -> dict[tuple[int, int | None], float]:
     total: dict[tuple[int, int | None], float] = defaultdict(float)
     for event in timeline["traceEvents"]:
         if event.get("cat") == "wait":
-            total[event["pid"], event["args"].get("from")] += event["dur"]
+            total[rank_of(event), event["args"].get("from")] += event["dur"]
     return dict(total)
 
 
@@ -82,7 +83,7 @@ def _longest(events: list[dict], count: int) -> list[str]:
     for event in waits:
         sender = event["args"].get("from")
         lines.append(
-            f"{event['dur'] / 1e3:9.3f} ms  rank {event['pid']}  {event['args'].get('line', '')}  "
+            f"{event['dur'] / 1e3:9.3f} ms  rank {rank_of(event)}  {event['args'].get('line', '')}  "
             f"for {'?' if sender is None else f'rank {sender}'}  at {event['ts'] / 1e3:.3f} ms"
         )
     return lines

@@ -24,6 +24,16 @@ _CATEGORY = {
 }  # fmt: skip
 
 
+def process_of(rank: int) -> int:
+    """The number that a rank has as a process of the timeline: Perfetto takes process 0 for the idle one."""
+    return rank + 1
+
+
+def rank_of(event: dict) -> int:
+    """The rank of an event of the timeline."""
+    return event["pid"] - 1
+
+
 def part_path(path: str, rank: int, what: str) -> str:
     """The file of one part: "host", "kernels" or "proxy0", ….."""
     return f"{path}.rank{rank}.{what}.part"
@@ -103,7 +113,7 @@ def merged(parts: list[ring.Part], name_of: Callable[[int], str | None] = lambda
 
 
 def _meta(kind: str, rank: int, track: int, name: str) -> dict:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": track, "args": {"name": name}}
+    return {"ph": "M", "name": kind, "pid": process_of(rank), "tid": track, "args": {"name": name}}
 
 
 def _track(part: ring.Part, event: ring.Event, tracks: set) -> int:
@@ -127,7 +137,7 @@ def _shown(part: ring.Part, event: ring.Event, base: int, tracks: set, name_of) 
     if event.kind == Kind.WAIT:
         return []
     shown = {
-        "name": _name(part, event), "cat": _CATEGORY[event.kind], "pid": part.rank, "tid": track,
+        "name": _name(part, event), "cat": _CATEGORY[event.kind], "pid": process_of(part.rank), "tid": track,
         "ts": (event.begin_ns - base) / 1e3, "args": _arguments(part, event, name_of),
     }  # fmt: skip
     if event.kind in (Kind.ENTRY, Kind.DELIVERED):
@@ -166,7 +176,7 @@ def _wait(part: ring.Part, event: ring.Event, sender: int | None, base: int) -> 
         args["from"] = sender
     name = "waiting" if sender is None else f"waiting for rank {sender}"
     return {
-        "ph": "X", "name": name, "cat": "wait", "pid": part.rank, "tid": _BLOCKS + event.block * _THREADS + event.thread,
+        "ph": "X", "name": name, "cat": "wait", "pid": process_of(part.rank), "tid": _BLOCKS + event.block * _THREADS + event.thread,
         "ts": (event.begin_ns - base) / 1e3, "dur": (event.end_ns - event.begin_ns) / 1e3, "args": args,
     }  # fmt: skip
 
@@ -175,8 +185,8 @@ def _arrows(matched, base: int) -> list[dict]:
     out = []
     for number, ((part, event), (from_part, sent)) in enumerate(matched.pairs()):
         common = {"cat": "signal", "name": "signal", "id": number}
-        start = {"pid": from_part.rank, "tid": _BLOCKS + sent.block * _THREADS + sent.thread}
-        end = {"pid": part.rank, "tid": _BLOCKS + event.block * _THREADS + event.thread}
+        start = {"pid": process_of(from_part.rank), "tid": _BLOCKS + sent.block * _THREADS + sent.thread}
+        end = {"pid": process_of(part.rank), "tid": _BLOCKS + event.block * _THREADS + event.thread}
         out.append(common | start | {"ph": "s", "ts": (sent.begin_ns - base) / 1e3})
         out.append(common | end | {"ph": "f", "bp": "e", "ts": (event.end_ns - base) / 1e3})
     return out

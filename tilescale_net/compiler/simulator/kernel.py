@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import logging
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from tilescale_net.errors import KernelError
 from tilescale_net.runtime import context as context_layout
 from tilescale_net.runtime import device_errors, host_accesses, simulator, worlds
 
+_LOGGER = logging.getLogger("tilescale_net")
 # What a streaming multiprocessor of an H100 or H200 holds at most.
 _SM_THREADS, _SM_BLOCKS, _SM_SHARED, _BLOCK_SHARED = 2048, 32, 228 * 1024, 227 * 1024
 _RESERVED_SHARED = 1024  # taken by the system per resident block
@@ -114,13 +116,15 @@ class SimulatedFunction:
         timeout = context.timeout_ns * 1e-9 if context else 0.0
         if context and context.n_pes > 1:
             time.sleep(simulator.start_delay(context.my_pe, context.n_pes))
-        failure, message, remark, _ = made.run(
+        failure, message, remark, limits, _ = made.run(
             seed=simulator.next_launch_seed(context.my_pe if context else 0),
             stall_seconds=simulator.stall_seconds(timeout),
             stack_bytes=simulator.stack_bytes(),
             races=simulator.races(),
             heap=context.heap_base if context else 0,
         )
+        if limits:
+            _warn_of_limits(self.name, limits)
         where = f"kernel {self.name} (simulated, seed {simulator.seed()}, visibility {simulator.visibility()})"
         # In a job that has been aborted waits return at once: what follows them says nothing.
         if failure and not (_FAILURES[failure] is errors.DataRace and context and self._aborted(context)):
@@ -231,6 +235,12 @@ class SimulatedKernel(Kernel):
         raise KernelError(f"kernel {self.name} was built for the simulator, which has no PTX; see compiler.inspect")
 
     sass = ptx
+
+
+@functools.cache
+def _warn_of_limits(kernel: str, limits: str) -> None:
+    """Once for each kernel and limit of a process."""
+    _LOGGER.warning("kernel %s is not checked for races as a whole: %s", kernel, limits)
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Where the author's primitives stand, for the errors of the simulator.
+"""Where the author's primitives stand, for the errors of the simulator; statements.py does the same for plain accesses.
 
 Each call gets its number in a table of lines as one more argument; the lowering rule turns it into a comment before the
 call, which host_source.py finds. The generated code holds numbers only, so that a kernel that moves within its file
@@ -30,16 +30,17 @@ def lines_of(func: tirx.PrimFunc) -> list[tuple[str, str]]:
     return found
 
 
-def number(func: tirx.PrimFunc, calls: list[tuple[str, str]]) -> tuple[tirx.PrimFunc, list[str]]:
+def number(func: tirx.PrimFunc, calls: list[tuple[str, str]], statements: list[str]) -> tuple[tirx.PrimFunc, list[str]]:
     """Number the calls of a prepared kernel.
 
     Args:
         calls: `lines_of` the kernel as it was traced.
+        statements: lines that have numbers already, see statements.py.
 
     Returns:
-        The function, and the line that each number stands for; no numbers where the passes have moved calls about.
+        The function, and the line that each number stands for; calls have none where the passes have moved them about.
     """
-    lines = list(dict.fromkeys(line for _, line in calls))
+    lines = list(dict.fromkeys([*statements, *(line for _, line in calls)]))
     met: list[str] = []
 
     def add(call):
@@ -53,5 +54,5 @@ def number(func: tirx.PrimFunc, calls: list[tuple[str, str]]) -> tuple[tirx.Prim
 
     body = ir_transform(func.body, None, add, ["tirx.Call"])
     if [name.removesuffix("_async") for name in met] != [name.removesuffix("_async") for name, _ in calls]:
-        return func, []
+        return func, statements
     return tirx.PrimFunc(func.params, body, func.ret_type, func.buffer_map, func.attrs), lines

@@ -45,15 +45,15 @@ void Job::visit(const void* at, uint64_t bytes, sim::WordAccess access) {
   }
   pause(Next::access);
   Past& past = under_way();
-  if (access == sim::WordAccess::acquire) history_.touch(where, bytes, Use::read, past);
+  if (access == sim::WordAccess::read) history_.touch(where, bytes, Use::read, past);
   else if (bytes == 8) history_.change(static_cast<const uint64_t*>(at), Change::other, 0, past);
   else history_.touch(where, bytes, Use::write, past);
   p.looked = {};
-  if (access != sim::WordAccess::release) {
+  if (access != sim::WordAccess::write) {
     p.looked = {at, bytes, 0};
     memcpy(&p.looked.value, at, std::min<uint64_t>(bytes, 8));
   }
-  if (access == sim::WordAccess::release) p.polled.clear();
+  if (access == sim::WordAccess::write) p.polled.clear();
 }
 
 void Job::polls() {

@@ -67,20 +67,24 @@ bool HappensBefore::is_benign(uint64_t offset) const {
 }
 
 // Whole granules only: a neighbour's bytes may share the first and the last one.
-void HappensBefore::look(Stamp* stamps, uint64_t offset, uint64_t bytes, bool stores, const Actor& actor, Stamp mark,
+void HappensBefore::look(int rank, bool of_stores, uint64_t offset, uint64_t bytes, const Actor& actor, Stamp mark,
                          Found* found) {
+  Stamp* stamps = of_stores ? memory_->stores(rank) : memory_->loads(rank);
+  Site* sites = of_stores ? memory_->store_sites(rank) : memory_->load_sites(rank);
+  const Site own = site_of(actor);
   Stamp before = 0;
   const uint64_t last = (offset + bytes) / 4;
   for (uint64_t i = (offset + 3) / 4; i < last; ++i) {
     const Stamp stamp = read(stamps[i]);
-    if (mark) write(stamps[i], mark);
+    const Site site = sites[i];
+    if (mark) write(stamps[i], mark), sites[i] = own;
     if (stamp == before) {
       if (found && found->stamp && found->stamp == stamp && found->end == i * 4) found->end += 4;
       continue;
     }
     before = stamp;
     if (found && !found->stamp && !ordered(stamp, actor.warp, actor.lane()) && !is_benign(i * 4))
-      *found = {stamp, stores, i * 4, i * 4 + 4};
+      *found = {stamp, of_stores, i * 4, i * 4 + 4, site};
   }
 }
 
@@ -122,18 +126,21 @@ std::string HappensBefore::viewed(const Actor& actor, const void* address, uint6
     mark = transfer_stamp(memory_->me, Touch::put, number);
   }
   Found found;
-  look(memory_->stores(pe), offset, bytes, true, actor, store ? mark : 0, &found);
+  look(pe, true, offset, bytes, actor, store ? mark : 0, &found);
   // A store through a view comes after an earlier one of the same warp.
   Transfer t;
   if (found.stamp && touch_of(found.stamp) == Touch::put && rank_of_stamp(found.stamp) == memory_->me &&
       memory_->find(memory_->me, found.stamp >> 8, &t) && t.warp == actor.warp)
     found = {};
-  look(memory_->loads(pe), offset, bytes, false, actor, store ? 0 : mark, store ? &found : nullptr);
+  look(pe, false, offset, bytes, actor, store ? 0 : mark, store ? &found : nullptr);
   if (!found.stamp) return "";
-  const std::string what = std::string(store ? "a store to " : "a load of ") + name + " by rank " +
-                           std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
-                           text(actor.thread) + (actor.line < 0 ? "" : ", after" + line(actor.line) + ",");
-  return race(actor, what + (store ? " writes" : " reads"), found, pe, store);
+  return race(actor, plain_access(actor, store, name), found, pe, store ? Change::store : Change::none);
+}
+
+std::string HappensBefore::plain_access(const Actor& actor, bool store, const char* name) const {
+  return std::string(store ? "a store to " : "a load of ") + name + line(actor.line) + " by rank " +
+         std::to_string(memory_->me) + " block " + text(actor.block) + " thread " + text(actor.thread) +
+         (store ? " writes" : " reads");
 }
 
 std::string HappensBefore::transfer(const Actor& actor, const Event& event, const Call& call, uint32_t warps) {
@@ -155,13 +162,13 @@ std::string HappensBefore::changed_word(const Actor& actor, const Event& event, 
   if (!follows_ranks_ || call.pe < 0 || call.pe >= memory_->ranks() || !memory_->holds(call.signal)) return "";
   const uint64_t offset = memory_->offset(call.signal);
   Found found;
-  look(memory_->stores(call.pe), offset, 8, true, actor,
-       access_stamp(memory_->me, event.warp, actor.lane(), event.epoch) | kSignalStamp, nullptr);
-  look(memory_->loads(call.pe), offset, 8, false, actor, 0, &found);
+  look(call.pe, true, offset, 8, actor, access_stamp(memory_->me, event.warp, actor.lane(), event.epoch) | kSignalStamp,
+       nullptr);
+  look(call.pe, false, offset, 8, actor, 0, &found);
   if (!found.stamp || touch_of(found.stamp) != Touch::access) return "";
   if ((found.stamp >> 8 & 0xffff) == kHostWarp) return ""; // the host may look at words
   const std::string what = name(event) + " of rank " + std::to_string(memory_->me) + " to " + pe_text(call.pe);
-  return race(actor, what + " changes", found, call.pe, true);
+  return race(actor, what + " changes", found, call.pe, Change::signal);
 }
 
 std::string HappensBefore::put(const Actor& actor, const Event& event, const Call& call, Stamp source, Stamp target) {
@@ -173,16 +180,16 @@ std::string HappensBefore::put(const Actor& actor, const Event& event, const Cal
   if (memory_->holds(call.source) && bytes <= memory_->bytes - memory_->offset(call.source)) {
     Found found;
     const uint64_t from = memory_->offset(call.source);
-    look(memory_->stores(memory_->me), from, bytes, true, actor, 0, &found);
-    look(memory_->loads(memory_->me), from, bytes, false, actor, source, nullptr);
-    if (found.stamp) wrong = race(actor, what + " sends", found, memory_->me, false);
+    look(memory_->me, true, from, bytes, actor, 0, &found);
+    look(memory_->me, false, from, bytes, actor, source, nullptr);
+    if (found.stamp) wrong = race(actor, what + " sends", found, memory_->me, Change::none);
   }
   if (!follows_ranks_) return wrong;
   Found found;
   const uint64_t to = memory_->offset(call.destination);
-  look(memory_->stores(call.pe), to, bytes, true, actor, target, &found);
-  look(memory_->loads(call.pe), to, bytes, false, actor, 0, &found);
-  if (found.stamp && wrong.empty()) wrong = race(actor, what + " writes", found, call.pe, true);
+  look(call.pe, true, to, bytes, actor, target, &found);
+  look(call.pe, false, to, bytes, actor, 0, &found);
+  if (found.stamp && wrong.empty()) wrong = race(actor, what + " writes", found, call.pe, Change::put);
   return wrong;
 }
 
@@ -193,21 +200,22 @@ std::string HappensBefore::got(const Actor& actor, const Event& event, const Cal
                            text(actor.thread) + " from " + pe_text(call.pe);
   Found found;
   const uint64_t from = memory_->offset(call.source);
-  look(memory_->stores(call.pe), from, bytes, true, actor, 0, &found);
-  look(memory_->loads(call.pe), from, bytes, false, actor, source, nullptr);
-  if (found.stamp) return race(actor, what + " reads", found, call.pe, false);
+  look(call.pe, true, from, bytes, actor, 0, &found);
+  look(call.pe, false, from, bytes, actor, source, nullptr);
+  if (found.stamp) return race(actor, what + " reads", found, call.pe, Change::none);
   if (!memory_->holds(call.destination) || bytes > memory_->bytes - memory_->offset(call.destination)) return "";
   const uint64_t to = memory_->offset(call.destination);
-  look(memory_->stores(memory_->me), to, bytes, true, actor,
-       access_stamp(memory_->me, event.warp, actor.lane(), event.epoch), &found);
-  look(memory_->loads(memory_->me), to, bytes, false, actor, 0, &found);
-  return found.stamp ? race(actor, what + " fills", found, memory_->me, true) : "";
+  look(memory_->me, true, to, bytes, actor, access_stamp(memory_->me, event.warp, actor.lane(), event.epoch), &found);
+  look(memory_->me, false, to, bytes, actor, 0, &found);
+  return found.stamp ? race(actor, what + " fills", found, memory_->me, Change::own) : "";
 }
 
 std::string HappensBefore::accessed(const Actor& actor, const void* address, uint64_t bytes, bool store,
                                     const char* name, bool judge, Thread& view) {
   if (!memory_) return "";
-  Stamp *stores = memory_->stores(memory_->me), *loads = memory_->loads(memory_->me);
+  const int me = memory_->me;
+  Stamp *stores = memory_->stores(me), *loads = memory_->loads(me);
+  Site *store_sites = memory_->store_sites(me), *load_sites = memory_->load_sites(me);
   const uint64_t offset = memory_->offset(address);
   const Stamp own = stamp(actor.warp, actor.lane());
   Found found;
@@ -217,29 +225,27 @@ std::string HappensBefore::accessed(const Actor& actor, const void* address, uin
     const Stamp last_store = read(stores[i]), last_load = read(loads[i]);
     const bool after_store = plain(last_store) || ordered(last_store, actor.warp, actor.lane());
     const bool after_load = plain(last_load) || ordered(last_load, actor.warp, actor.lane());
-    if (!after_store && !found.stamp) found = {last_store, true, i * 4, i * 4 + 4};
-    if (store && !after_load && !found.stamp) found = {last_load, false, i * 4, i * 4 + 4};
+    if (!after_store && !found.stamp) found = {last_store, true, i * 4, i * 4 + 4, store_sites[i]};
+    if (store && !after_load && !found.stamp) found = {last_load, false, i * 4, i * 4 + 4, load_sites[i]};
     if (after_store) view.ordered_store = last_store;
     if (after_load) view.ordered_load = last_load;
-    if (store) write(stores[i], own);
-    else if (after_load) write(loads[i], own);
+    if (store) write(stores[i], own), store_sites[i] = site_of(actor);
+    else if (after_load) write(loads[i], own), load_sites[i] = site_of(actor);
   }
   if (!found.stamp || !judge || is_benign(found.begin)) return "";
-  const std::string what = std::string(store ? "a store to " : "a load of ") + name + " by rank " +
-                           std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
-                           text(actor.thread) + (actor.line < 0 ? "" : ", after" + line(actor.line) + ",");
-  return race(actor, what + (store ? " writes" : " reads"), found, memory_->me, store);
+  return race(actor, plain_access(actor, store, name), found, memory_->me, store ? Change::own : Change::none);
 }
 
 std::string HappensBefore::host(uint64_t offset, uint64_t bytes, bool store, const char* name) {
   Found found;
   const Stamp mark = stamp(kHostWarp, 0);
   const Actor host{kHostWarp, 0, 0, -1};
-  look(memory_->stores(memory_->me), offset, bytes, true, host, store ? mark : 0, &found);
+  look(memory_->me, true, offset, bytes, host, store ? mark : 0, &found);
   if (is_signal(found.stamp)) found = {}; // the host may look at words, and set them anew
-  look(memory_->loads(memory_->me), offset, bytes, false, host, store ? 0 : mark, store ? &found : nullptr);
+  look(memory_->me, false, offset, bytes, host, store ? 0 : mark, store ? &found : nullptr);
   if (!found.stamp) return "";
-  return race(host, std::string(name) + (store ? " writes" : " reads"), found, memory_->me, store);
+  return race(host, std::string(name) + (store ? " writes" : " reads"), found, memory_->me,
+              store ? Change::own : Change::none);
 }
 
 std::string host_access(uint64_t base, const std::vector<std::pair<uint64_t, uint64_t>>& runs, bool store,
@@ -267,10 +273,11 @@ std::string HappensBefore::name_of(const Found& found) const {
     const uint32_t warp = static_cast<uint32_t>(found.stamp >> 8 & 0xffff);
     if (warp == kHostWarp) return "the host of rank " + std::to_string(rank);
     const uint32_t per_block = page.warps_per_block ? page.warps_per_block : 1;
-    return std::string(is_signal(found.stamp) ? "a signal"
-                       : found.stores         ? "a store"
-                                              : "a load") +
-           of + text(warp / per_block) + " warp " + text(warp % per_block);
+    return (is_signal(found.stamp) ? "a signal"
+            : found.stores         ? "a store"
+                                   : "a load") +
+           of + text(warp / per_block) + " thread " + text(warp % per_block * 32 + lane_of_access(found.stamp) % 32) +
+           (found.site ? std::string(" ") + page.names[found.site - 1] : "");
   }
   Transfer t;
   if (!memory_->find(rank, found.stamp >> 8, &t)) return "a transfer of rank " + std::to_string(rank);
@@ -279,23 +286,42 @@ std::string HappensBefore::name_of(const Found& found) const {
          (touch_of(found.stamp) == Touch::get ? " from " : " to ") + pe_text(t.pe);
 }
 
-std::string HappensBefore::advice(const Actor& actor, const Found& found, int owner) {
+Site HappensBefore::site_of(const Actor& actor) const {
+  const size_t at = static_cast<size_t>(actor.line + 1);
+  return at < sites_.size() ? sites_[at] : 0;
+}
+
+std::string HappensBefore::advice(const Actor& actor, const Found& found, int owner, Change change) {
   const int rank = rank_of_stamp(found.stamp);
   const std::string quiet = "N.quiet, or a signal of the target that it has the data and a wait for it, is missing "
                             "between them";
-  if (is_signal(found.stamp)) return "a signal word is read by N.wait or N.test, or after one of them";
+  const bool words = is_signal(found.stamp) || change == Change::signal;
+  if (words) return "a signal word is read by N.wait or N.test, or after one of them";
+  // Which of the two is meant to come first nobody knows: the other one may come too early.
+  const bool to_owner = rank == owner && (change == Change::put || change == Change::store);
+  const std::string changes = change == Change::put ? "put" : "store";
+  const auto too_early = [&](const std::string& what) {
+    return to_owner ? "; or " + pe_text(rank) + " " + what + "s before it has waited for the " + changes +
+                          ": a wait before that " + what + " is missing"
+                    : "";
+  };
   Transfer t;
   const bool transfer = touch_of(found.stamp) != Touch::access && memory_->find(rank, found.stamp >> 8, &t);
   if (!transfer && rank == memory_->me) return "T.sync_threads() or another synchronisation is missing between them";
   if (!transfer || touch_of(found.stamp) == Touch::get) {
+    if (rank == memory_->me) return "T.sync_threads() or another synchronisation is missing between them";
     const std::string what = transfer ? "get" : found.stores ? "store" : "load";
-    return rank == memory_->me ? "T.sync_threads() or another synchronisation is missing between them"
-                               : "a signal of " + pe_text(rank) + " after the " + what +
-                                     ", sent after all of its threads are there (T.sync_threads), and a wait for it "
-                                     "are missing between them";
+    return "a signal of " + pe_text(rank) + " after the " + what +
+           ", sent after all of its threads are there (T.sync_threads), and a wait for it are missing between them" +
+           too_early(what);
   }
   if (rank == memory_->me) return quiet;
-  if (t.pe != owner) return quiet;
+  if (t.pe != owner) return quiet + too_early("put");
+  // The same the other way round: the put may be one of a later round than the access is meant for.
+  const std::string early_put = owner == memory_->me ? "; or the put comes too early: a signal of " + pe_text(owner) +
+                                                           " when it is done with these bytes, and a wait for it "
+                                                           "before the put, are missing"
+                                                     : "";
   const Known& known = known_to(at(actor.warp), actor.lane());
   if (t.word != kNoWord) {
     const Key key = clock_key(Part::carried, rank, t.warp, t.pe, t.word);
@@ -308,7 +334,8 @@ std::string HappensBefore::advice(const Actor& actor, const Found& found, int ow
       if (owner == memory_->me && epoch_of(entry.second.known, key) >= t.epoch)
         return place(entry.first) + " has waited for its signal, this thread has not: N.wait_block, or " +
                "T.sync_threads() after the wait, is missing";
-    return "a wait for its signal, the word at heap offset " + text(t.word * 8) + ", is missing between them";
+    return "a wait for its signal, the word at heap offset " + text(t.word * 8) + ", is missing between them" +
+           early_put;
   }
   for (uint64_t lane = 1; t.lane && lane < kAllLanes; ++lane)
     if (epoch_of(known, clock_key(Part::done, rank, t.warp, t.pe, lane)) >= t.epoch)
@@ -320,15 +347,16 @@ std::string HappensBefore::advice(const Actor& actor, const Found& found, int ow
     return "T.sync_warp() or T.sync_threads() is missing between the put, which all lanes make, and N.fence or N.quiet";
   if (steps_known(known, rank, t.warp, t.lane ? t.lane - 1 : kEveryLane) >= t.epoch)
     return "N.fence(" + std::to_string(t.pe) + ") is missing after the put and before the signal (or use N.put_signal)";
-  return "a signal after the put and a fence, and a wait for it, are missing between them";
+  return "a signal after the put and a fence, and a wait for it, are missing between them" + early_put;
 }
 
 std::string HappensBefore::race(const Actor& actor, const std::string& what, const Found& found, int owner,
-                                bool writes) {
-  const bool other_writes = found.stores;
+                                Change change) {
+  const bool writes = change != Change::none, other_writes = found.stores;
   return what + " " + describe_range(memory_->base + found.begin, found.end - found.begin) + " of rank " +
          std::to_string(owner) + ", which " + name_of(found) + (other_writes ? " writes" : " reads") +
-         (writes && other_writes ? " too" : "") + ", and nothing orders the two: " + advice(actor, found, owner);
+         (writes && other_writes ? " too" : "") +
+         ", and nothing orders the two: " + advice(actor, found, owner, change);
 }
 
 } // namespace sim

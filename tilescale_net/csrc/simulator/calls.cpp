@@ -64,8 +64,8 @@ void Grid::compare_calls(const Fiber& other) {
 
 std::string Grid::latest_call(const Fiber& fiber) const {
   std::string out = fiber.call.operation ? primitive_name(fiber.call.operation, fiber.call.scope) : "its beginning";
-  if (fiber.view.site >= 0 && static_cast<size_t>(fiber.view.site) < launch_.lines.size())
-    out += " (" + launch_.lines[static_cast<size_t>(fiber.view.site)] + ")";
+  if (fiber.call.operation && fiber.call_line >= 0 && static_cast<size_t>(fiber.call_line) < launch_.lines.size())
+    out += " (" + launch_.lines[static_cast<size_t>(fiber.call_line)] + ")";
   return out;
 }
 
@@ -161,9 +161,15 @@ void Grid::waited(const uint64_t* signal) {
   restamp();
 }
 
-void Grid::word(const void* address, WordAccess access) {
+void Grid::word(const void* address, WordAccess access, Ordering ordering) {
   if (!order_) return;
-  order_->word(warp_number(*running_), running_->view.lane, address, access);
+  order_->word(warp_number(*running_), running_->view.lane, address, access, ordering);
+  restamp();
+}
+
+void Grid::fenced(uint32_t scope) {
+  if (!order_) return;
+  order_->fenced(warp_number(*running_), running_->view.lane, static_cast<MemScope>(scope));
   restamp();
 }
 
@@ -194,6 +200,9 @@ void Grid::restamp() {
   if (view.heap_bytes && blocks_ * ((threads_per_block_ + 31) / 32) < kMaxWarps) {
     view.stores = memory->stores(memory->me);
     view.loads = memory->loads(memory->me);
+    view.store_sites = memory->store_sites(memory->me);
+    view.load_sites = memory->load_sites(memory->me);
+    view.heap_sites = order_->sites();
   }
   view.followed = true;
   view.loads_followed = order_->follows_ranks();

@@ -28,6 +28,7 @@ void HappensBefore::add_put(const Put& put) {
   std::vector<Put>& list = puts_[{event.warp, event.pe}];
   if (!list.empty() && list.back().event.epoch == event.epoch && list.back().event.line == event.line) return;
   if (list.size() < kMaxPuts) list.push_back(put);
+  else more_puts_ = true;
 }
 
 void HappensBefore::cover(const Event& fence) {

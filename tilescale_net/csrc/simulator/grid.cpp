@@ -59,6 +59,16 @@ Grid::Grid(const Launch& launch, StackPool& stacks)
     local_ = std::make_unique<LocalAccesses>(*order_, warps, threads_per_block_, launch_.lines);
 }
 
+std::string Grid::limits() const {
+  if (!launch_.races) return "";
+  const uint64_t warps = blocks_ * ((threads_per_block_ + 31) / 32);
+  if (warps >= kMaxWarps)
+    return "its " + std::to_string(warps) + " warps are too many: accesses of fewer than " + std::to_string(kMaxWarps) +
+           " are compared, and here only puts with fences are";
+  const std::string of_puts = order_ ? order_->limits() : "", of_memory = local_ ? local_->limits() : "";
+  return of_puts + (of_puts.empty() || of_memory.empty() ? "" : "; ") + of_memory;
+}
+
 Grid::~Grid() {
   tell_stall(false);
   for (auto& block : active_)
@@ -214,6 +224,8 @@ void Grid::start_block() {
     fiber.view.site = -1;
     fiber.view.uses_result = true;
     fiber.view.stores = fiber.view.loads = nullptr;
+    fiber.view.store_sites = fiber.view.load_sites = nullptr;
+    fiber.view.heap_sites = nullptr;
     fiber.view.heap_base = heap_ ? heap_->base : 0;
     fiber.view.heap_bytes = heap_ ? heap_->bytes : 0;
     fiber.view.followed = fiber.view.loads_followed = false;
@@ -226,6 +238,7 @@ void Grid::start_block() {
     fiber.view.ordered_store = fiber.view.ordered_load = 0;
     fiber.put_epoch = 0;
     fiber.announced = false;
+    fiber.call = {};
     ready_.push_back(&fiber);
   }
   active_.push_back(std::move(block));

@@ -109,6 +109,8 @@ public:
   std::vector<std::vector<Fiber*>> threads_of_blocks();
   void go_on(const std::vector<Fiber*>& fibers);
   bool ended() const { return finished_ == blocks_; }
+  // What the check for races has not followed for want of room, or nothing.
+  std::string limits() const;
   // What the check for races has found; after the end also what is wrong with the launch as a whole.
   std::string race() const { return race_.empty() && ended() && order_ ? order_->end() : race_; }
   // Leaves the running thread until it is among those that go on.
@@ -138,7 +140,8 @@ public:
   bool signalling(const uint64_t* signal, int pe, uint64_t value, bool add, Message* out);
   void accessed(const void* address, uint64_t bytes, bool store, const char* name);
   void viewed(const void* address, uint64_t bytes, bool store, const char* name);
-  void word(const void* address, WordAccess access);
+  void word(const void* address, WordAccess access, Ordering ordering);
+  void fenced(uint32_t scope);
   void local_access(const void* address, uint64_t bytes, LocalAccess access, const char* name, const void* base);
   void benign_race(const void* address, uint64_t bytes) {
     if (order_) order_->benign_race(address, bytes);

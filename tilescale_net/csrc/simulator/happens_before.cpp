@@ -1,6 +1,5 @@
 #include "happens_before.h"
 
-#include "tilescale_net/device/add_mailbox.h"
 #include "tilescale_net/device/operation_names.h"
 
 #include <algorithm>
@@ -10,9 +9,7 @@ namespace sim {
 
 namespace {
 
-constexpr size_t kMaxRecords = 4096; // of one kind; what comes after them is not looked at
-constexpr uint64_t kMailboxBegin = kAddMailboxWords * 8;
-constexpr uint64_t kMailboxEnd = kMailboxBegin + kMaxAddMailboxes * kAddMailboxStride * 8;
+constexpr size_t kMaxRecords = 4096; // waits for a value exactly; what comes after them is not looked at
 
 Known single(Key key, uint32_t epoch) { return std::make_shared<Clock>(Clock{{key, epoch}}); }
 
@@ -44,6 +41,11 @@ HappensBefore::HappensBefore(unsigned warps_per_block, const std::vector<std::st
   if (follows_ranks_) memory_->receive(nothing_known()); // what is there now belongs to what the host has waited for
   memory_->forget_finished();
   start_ = join(start, memory_->learnt);
+  sites_.push_back(0);
+  for (const std::string& line : lines_) {
+    const uint32_t number = line.empty() ? kSites : memory_->site("(" + line + ")");
+    sites_.push_back(number < kSites ? static_cast<Site>(number + 1) : 0);
+  }
   Page& page = memory_->own();
   page.warps_per_block = warps_per_block_;
   __atomic_store_n(&page.latest, latest_, __ATOMIC_RELEASE);
@@ -163,40 +165,6 @@ void HappensBefore::meets_for(const std::vector<uint32_t>& warps, const Call& ca
   }
 }
 
-void HappensBefore::word(uint32_t warp, unsigned lane, const void* address, WordAccess access) {
-  State& state = at(warp);
-  Known learnt = nothing_known();
-  if (memory_) {
-    const uint64_t offset = memory_->offset(address);
-    // Whoever finds an entry of a mailbox carries out what a proxy has left there; nobody is ordered by it.
-    if (offset >= kMailboxBegin && offset < kMailboxEnd) return;
-    const bool own = memory_->holds(address), peers = !own && memory_->is_peer_heap(address);
-    const bool shared = own ? offset >= kSystemBytes : peers;
-    if (peers && access != WordAccess::acquire) memory_->touch(address);
-    if (shared && access != WordAccess::release) learnt = own ? told_by_word(offset) : all_told();
-    if (shared) signalled_ = join(signalled_, with_own(warp, state, lane));
-  }
-  Known& there = words_.try_emplace(address, nothing_known()).first->second;
-  // Polls that learn nothing leave no trace, however many there are.
-  const Known& before = known_to(state, lane);
-  if (access == WordAccess::acquire && covers(before, there) && covers(before, learnt)) return;
-  Known known = join(before, learnt);
-  if (access != WordAccess::release) known = join(known, there);
-  if (access != WordAccess::acquire) there = without_lanes(join(there, with_own(warp, state, lane)));
-  learn(state, lane, std::move(known));
-}
-
-Known HappensBefore::all_told() { return join(memory_->everything(), signalled_); }
-
-// A counter of this rank's own threads, such as one that gives out work, tells nothing of other ranks.
-Known HappensBefore::told_by_word(uint64_t offset) {
-  if (!follows_ranks_ || memory_->touched(offset)) return all_told();
-  memory_->receive(signalled_);
-  const auto it = memory_->words.find(offset / 8);
-  return it == memory_->words.end() ? memory_->any
-                                    : join(memory_->any, it->second.guaranteed({true, false, 0}, 0, start_));
-}
-
 void HappensBefore::waited(uint32_t warp, unsigned lane, int line, const uint64_t* signal, const Seen& seen) {
   State& state = at(warp);
   const Known before = known_to(state, lane);
@@ -207,7 +175,8 @@ void HappensBefore::waited(uint32_t warp, unsigned lane, int line, const uint64_
     known = join(known, memory_->any);
     const auto it = memory_->words.find(memory_->offset(signal) / 8);
     const bool told = it != memory_->words.end();
-    if (seen.exactly && exact_.size() < kMaxRecords)
+    if (seen.exactly && exact_.size() == kMaxRecords) more_exact_ = true;
+    else if (seen.exactly)
       exact_.push_back({signal, Event{warp, state.epoch, -1, line, kOpWait, 0, lane}, seen.value,
                         told ? it->second.reached(seen, before) : 0});
     if (told) known = join(known, it->second.guaranteed(seen, now, before));
@@ -346,6 +315,17 @@ std::string HappensBefore::end() const {
     if (!wrong.empty()) return wrong;
   }
   return "";
+}
+
+std::string HappensBefore::limits() const {
+  std::string out;
+  if (more_puts_)
+    out = "a warp has put more often to a PE without a fence or quiet between than the check keeps: of further puts it "
+          "does not say whether a fence follows";
+  if (more_exact_)
+    out += std::string(out.empty() ? "" : "; ") + "more than " + std::to_string(kMaxRecords) +
+           " waits are for a value exactly: of further ones it does not say whether the word may go on";
+  return out;
 }
 
 std::string HappensBefore::place(uint32_t warp) const {

@@ -1,10 +1,10 @@
 // Which accesses of a job are ordered, whatever the schedule: vector clocks of warps.
 //
 // Lanes of a warp know of each other what they knew when they last met in a warp synchronisation; where ranks are not
-// followed, a warp counts as one. Barriers, atomics, and loads and stores with an order pass on what a warp
-// knows of the others, and a signal what its sender knew to whoever has seen it. A transfer is an actor of its own: a
-// put reads its source and writes its target at any time until somebody knows that it is done. What follows from the
-// memory model:
+// followed, a warp counts as one. Barriers, and accesses to words with an order (words.cpp) pass on what a warp knows
+// of the others, and a signal what its sender knew to whoever has seen it. A transfer is an actor of its own: a put
+// reads its source and writes its target at any time until somebody knows that it is done. What follows from the memory
+// model:
 //   - two accesses of the same bytes of a heap, of which one is a transfer and one writes, are ordered;
 //   - a put is visible to nobody unless a fence or quiet comes after it: one that runs beside it instead is an error;
 //   - a signal word is either set or added to, and by signals only.
@@ -15,7 +15,9 @@
 #include "clock.h"
 #include "race_memory.h"
 #include "tilescale_net/device/host/simulator_api.h"
+#include "tilescale_net/device/types.h"
 
+#include <array>
 #include <map>
 #include <memory>
 #include <string>
@@ -28,7 +30,7 @@ namespace sim {
 // The thread that does something, and where its program is.
 struct Actor {
   uint32_t warp, block, thread;
-  int line; // of the latest primitive
+  int line; // of the primitive that it calls, or of its statement
 
   unsigned lane() const { return thread % 32; }
 };
@@ -48,7 +50,8 @@ public:
   void lanes_meet(uint32_t warp, uint32_t mask, bool all);
   // They have met for a call of theirs. A put of a block is there when all of its warps have come to its end.
   void meets_for(const std::vector<uint32_t>& warps, const Call& call, int line);
-  void word(uint32_t warp, unsigned lane, const void* address, WordAccess access);
+  void word(uint32_t warp, unsigned lane, const void* address, WordAccess access, Ordering ordering);
+  void fenced(uint32_t warp, unsigned lane, MemScope scope);
   // `line`: of the wait.
   void waited(uint32_t warp, unsigned lane, int line, const uint64_t* signal, const Seen& seen);
   // A call begins, in a warp that speaks for its scope. Returns what is wrong with it, or nothing.
@@ -64,6 +67,8 @@ public:
   std::string host(uint64_t offset, uint64_t bytes, bool store, const char* name);
   // What nothing orders there is not reported.
   void benign_race(const void* address, uint64_t bytes);
+  // What was not followed for want of room, or nothing.
+  std::string limits() const;
   // What is wrong with the launch as a whole, or nothing.
   std::string end() const;
 
@@ -77,6 +82,7 @@ public:
     return memory_ ? access_stamp(memory_->me, warp, lane, at(warp).epoch) : 0;
   }
   bool follows_ranks() const { return follows_ranks_; }
+  const Site* sites() const { return sites_.data(); } // of the kernel's lines, from -1 on
 
 private:
   struct Sent { // what a signal to a PE carries of `from`
@@ -113,7 +119,23 @@ private:
     Stamp stamp = 0;
     bool stores = false;
     uint64_t begin = 0, end = 0; // of the bytes that both touch, in the heap
+    Site site = 0;               // of a plain access
   };
+
+  struct Word {                         // what those have left in it who have released it
+    Known of_rank = nothing_known();    // at the scope of the GPU or the system
+    std::map<uint32_t, Known> of_block; // by block, at any scope
+    // What a thread of the block may know that acquires it.
+    Known told(uint32_t block, MemScope scope) const;
+    void learn(const Known& known, uint32_t block, MemScope scope);
+  };
+  struct Beside { // what stands beside relaxed accesses of a thread, by the scope of the fence
+    std::array<Known, 3> found{nothing_known(), nothing_known(), nothing_known()};  // in words, if a fence follows
+    std::array<Known, 3> fenced{nothing_known(), nothing_known(), nothing_known()}; // by the latest
+  };
+
+  // How an access changes memory, if it does: this rank's own, or that of another one by these means.
+  enum class Change { none, own, put, store, signal };
 
   State& at(uint32_t warp);
   // Ends the warp's epoch; what it knows from now on.
@@ -125,6 +147,8 @@ private:
   void learn(State& state, unsigned lane, Known known);
   // What whoever looks at a word by other means than a wait may have learnt: all that there is to know; or, of a word
   // of this heap, what those may have left in it who have changed it.
+  uint64_t thread_key(uint32_t warp, unsigned lane) const { return warp * 64ull + (lanes_ ? lane : kEveryLane); }
+  void release(uint32_t warp, unsigned lane, const void* address, Ordering ordering, bool shared);
   Known all_told();
   Known told_by_word(uint64_t offset);
   bool comes_before(const Event& event, uint32_t warp, unsigned lane);
@@ -151,11 +175,14 @@ private:
   std::string got(const Actor& actor, const Event& event, const Call& call, Stamp source);
   bool ordered(Stamp stamp, uint32_t warp, unsigned lane);
   bool is_benign(uint64_t offset) const;
-  // Looks at the stamps of a range, and leaves `mark` there unless it is 0.
-  void look(Stamp* stamps, uint64_t offset, uint64_t bytes, bool stores, const Actor& actor, Stamp mark, Found* found);
-  std::string race(const Actor& actor, const std::string& what, const Found& found, int owner, bool writes);
+  // Looks at the stamps of a range of a rank's heap, and leaves `mark` there unless it is 0.
+  void look(int rank, bool stores, uint64_t offset, uint64_t bytes, const Actor& actor, Stamp mark, Found* found);
+  std::string race(const Actor& actor, const std::string& what, const Found& found, int owner, Change change);
+  Site site_of(const Actor& actor) const;
+  // A plain access, in words.
+  std::string plain_access(const Actor& actor, bool store, const char* name) const;
   std::string name_of(const Found& found) const;
-  std::string advice(const Actor& actor, const Found& found, int owner);
+  std::string advice(const Actor& actor, const Found& found, int owner, Change change);
   std::string name(const Event& event) const;
   std::string line(int number) const;
   std::string place(uint32_t warp) const;
@@ -163,11 +190,13 @@ private:
   unsigned warps_per_block_;
   const std::vector<std::string>& lines_;
   RaceMemory* memory_;
+  std::vector<Site> sites_;
   bool follows_ranks_; // else only what warps of this rank do is compared, and a wait may follow all that it signalled
   Known start_;        // what all warps know at first
   uint32_t first_epoch_, latest_;
   std::unordered_map<uint32_t, State> warps_;
-  std::unordered_map<const void*, Known> words_;
+  std::unordered_map<const void*, Word> words_;
+  std::unordered_map<uint64_t, Beside> beside_;               // by thread_key
   Known signalled_;                                           // by anyone of this rank
   std::map<std::pair<uint32_t, int>, std::vector<Put>> puts_; // by warp and PE: not covered yet
   std::map<std::pair<uint32_t, int>, uint32_t> put_epochs_;   // by warp and PE: of the latest
@@ -175,6 +204,7 @@ private:
   std::map<std::pair<const void*, int>, Use> uses_;
   std::map<const uint64_t*, Event> waits_;
   std::vector<Exact> exact_;
+  bool more_exact_ = false, more_puts_ = false;                // than are kept
   std::unordered_map<uint32_t, uint32_t> block_puts_;          // by leader: epoch of all warps, until the put begins
   bool lanes_;                                                 // lanes are told apart
   std::map<std::pair<uint32_t, int>, uint32_t> thread_epochs_; // by warp and PE: of the latest put or view store

@@ -105,6 +105,7 @@ Outcome run(const Launch& launch, size_t stack_bytes) {
   outcome.failure = grid.failure();
   outcome.message = grid.message();
   outcome.remark = grid.never_started();
+  outcome.limits = grid.limits();
   outcome.switches = grid.switches();
   return outcome;
 }

@@ -27,6 +27,7 @@ struct Outcome {
   Failure failure = Failure::none;
   std::string message;
   std::string remark; // may explain what the kernel itself reports
+  std::string limits; // of the check for races that it has reached
   uint64_t switches = 0;
 };
 

@@ -53,12 +53,21 @@ LocalCell& LocalAccesses::cell(uint64_t at) {
     static LocalCell nobody;
     auto it = pages_.find(number);
     if (it == pages_.end()) {
-      if (pages_.size() == kMaxPages) return nobody = LocalCell();
+      if (pages_.size() == kMaxPages) {
+        more_pages_ = true;
+        return nobody = LocalCell();
+      }
       it = pages_.emplace(number, std::make_unique<Page>()).first;
     }
     line = {number, it->second->cells};
   }
   return line.cells[at % kLocalPage / 4];
+}
+
+std::string LocalAccesses::limits() const {
+  if (!more_pages_) return "";
+  return "it touches more than " + std::to_string(kMaxPages * kLocalPage >> 20) +
+         " MiB: accesses to further pages by threads of one rank are not compared with each other";
 }
 
 bool LocalAccesses::ordered(uint64_t stamp, Thread& view, uint32_t warp) {
@@ -101,7 +110,7 @@ std::string LocalAccesses::accessed(Thread& view, uint32_t warp, const void* p, 
 }
 
 std::string LocalAccesses::line(unsigned site) const {
-  return site && site <= lines_.size() && !lines_[site - 1].empty() ? ", after (" + lines_[site - 1] + ")" : "";
+  return site && site <= lines_.size() && !lines_[site - 1].empty() ? " (" + lines_[site - 1] + ")" : "";
 }
 
 std::string LocalAccesses::thread_of(uint64_t stamp) const {
@@ -125,16 +134,17 @@ std::string LocalAccesses::race(const Thread& view, const void* p, uint64_t at, 
   const char* advice = by == warp_of_stamp(view.local_stamp) ? "T.sync_warp() or T.sync_threads() is missing"
                        : by / warps_per_block_ == view.linear_block
                            ? "T.sync_threads() is missing"
-                           : "a barrier of the grid, or another synchronisation of the two blocks, is missing";
+                           : "a barrier of the grid, or another synchronisation of the two blocks (a release and an "
+                             "acquire of scope \"gpu\"; relaxed accesses order nothing), is missing";
   const char* other_name = reinterpret_cast<const char*>(other_info & kInfoName);
   std::string second = verb(other & kLocalAtomic, stored);
   second += other_name ? other_name : "the word";
-  return verb(access == LocalAccess::atomic, access == LocalAccess::store) + what + where + " by " +
-         thread_of(view.local_stamp) + line(static_cast<unsigned>(view.site + 1)) + ", touches bytes " +
+  return verb(access == LocalAccess::atomic, access == LocalAccess::store) + what + where +
+         line(static_cast<unsigned>(view.site + 1)) + " by " + thread_of(view.local_stamp) + " touches bytes " +
          std::to_string(base ? begin - address_of(base) : 0) + " to " +
          std::to_string((base ? begin - address_of(base) : 0) +
                         static_cast<uint64_t>(__builtin_popcountll(other & kLocalMask))) +
-         " of it, and so does " + second + " by " + thread_of(other) + line(static_cast<unsigned>(other_info >> 48)) +
+         " of it, and so does " + second + line(static_cast<unsigned>(other_info >> 48)) + " by " + thread_of(other) +
          ", and nothing orders the two: " + advice + " between them";
 }
 

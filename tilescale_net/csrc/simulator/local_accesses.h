@@ -30,6 +30,8 @@ public:
   void benign_race(const void* p, uint64_t bytes);
   // Tells the thread's view whom it is. To be called when it runs again, and when its warp's epoch has changed.
   void enter(Thread& view, uint32_t warp);
+  // What was not followed for want of room, or nothing.
+  std::string limits() const;
   // What is wrong with the access, or nothing.
   std::string accessed(Thread& view, uint32_t warp, const void* p, uint64_t bytes, LocalAccess access, const char* name,
                        const void* base, SharedRange shared);
@@ -54,6 +56,7 @@ private:
   LocalPages shadow_{};
   std::unordered_map<uint64_t, std::unique_ptr<Page>> pages_; // by address / kLocalPage
   std::vector<std::pair<uint64_t, uint64_t>> benign_;
+  bool more_pages_ = false; // than are kept
 };
 
 } // namespace sim

@@ -25,7 +25,7 @@ bool check_interrupt() {
   return PyErr_CheckSignals() != 0;
 }
 
-// Returns (failure, message, remark, switches); failure is 0 when the grid ran to its end.
+// Returns (failure, message, remark, limits, switches); failure is 0 when the grid ran to its end.
 py::tuple run(const sim::BoundLaunch& bound, uint64_t seed, double stall_seconds, size_t stack_bytes, bool races,
               uint64_t heap) {
   sim::Launch launch = bound.launch;
@@ -40,7 +40,8 @@ py::tuple run(const sim::BoundLaunch& bound, uint64_t seed, double stall_seconds
     outcome = sim::run(launch, stack_bytes);
   }
   if (outcome.failure == sim::Failure::interrupted) throw py::error_already_set();
-  return py::make_tuple(static_cast<int>(outcome.failure), outcome.message, outcome.remark, outcome.switches);
+  return py::make_tuple(static_cast<int>(outcome.failure), outcome.message, outcome.remark, outcome.limits,
+                        outcome.switches);
 }
 
 void bind_launch(py::module_& m) {
@@ -85,6 +86,9 @@ void bind_simulator(py::module_& m) {
       "Tell the simulator where the heap of the next launches is. Where the host is not followed, they come after all "
       "that other ranks have finished.");
   m.def("host_meets", sim::note_ended_launches_of_all, "The hosts of all ranks have met.");
+  m.def("host_comes", sim::host_comes, py::arg("base"),
+        "The host comes to a meeting of all ranks that have this heap.");
+  m.def("host_has_met", sim::host_has_met, py::arg("base"), "The meeting is over.");
   m.def("host_access", sim::host_access, py::arg("base"), py::arg("runs"), py::arg("store"), py::arg("name"),
         "The host loads from or stores to its heap, at these addresses and sizes: what is wrong with it, or nothing.");
   m.def(

@@ -19,10 +19,14 @@ T seen(const T& word) {
 }
 } // namespace
 
-uint64_t race_memory_bytes(uint64_t heap_bytes) { return sizeof(Page) + heap_bytes / 4 * 2 * sizeof(Stamp); }
+uint64_t race_memory_bytes(uint64_t heap_bytes) {
+  return sizeof(Page) + heap_bytes / 4 * 2 * (sizeof(Stamp) + sizeof(Site));
+}
 
 Stamp* RaceMemory::stores(int rank) const { return reinterpret_cast<Stamp*>(pages[static_cast<size_t>(rank)] + 1); }
 Stamp* RaceMemory::loads(int rank) const { return stores(rank) + bytes / 4; }
+Site* RaceMemory::store_sites(int rank) const { return reinterpret_cast<Site*>(loads(rank) + bytes / 4); }
+Site* RaceMemory::load_sites(int rank) const { return store_sites(rank) + bytes / 4; }
 
 int RaceMemory::owner(const void* p) const {
   const uint64_t at = reinterpret_cast<uint64_t>(p);
@@ -216,6 +220,29 @@ void note_ended_launches(uint64_t base) {
     memory->ended[static_cast<size_t>(r)] = seen(memory->pages[static_cast<size_t>(r)]->finished);
   memory->flushed = next_epoch - 1;
   memory->put_epochs.clear();
+}
+
+void host_comes(uint64_t base) {
+  RaceMemory* memory = race_memory(base);
+  if (!memory) return;
+  Page& page = memory->own();
+  page.finished_at[(page.meetings + 1) % kMeetings] = page.finished;
+  __atomic_store_n(&page.meetings, page.meetings + 1, __ATOMIC_RELEASE);
+}
+
+// A rank that has left the meeting before this one may have finished more since, which does not come before anything
+// that this one does.
+void host_has_met(uint64_t base) {
+  RaceMemory* memory = race_memory(base);
+  const std::vector<uint32_t> before = memory ? memory->ended : std::vector<uint32_t>();
+  note_ended_launches_of_all();
+  const uint64_t number = memory ? memory->own().meetings : 0;
+  for (size_t r = 0; r < before.size(); ++r) {
+    const Page& page = *memory->pages[r];
+    const uint64_t come = seen(page.meetings);
+    if (static_cast<int>(r) != memory->me && come >= number && come - number < kMeetings - 1)
+      memory->ended[r] = std::max(before[r], seen(page.finished_at[number % kMeetings]));
+  }
 }
 
 void note_ended_launches_of_all() {

@@ -107,20 +107,24 @@ struct Entry {
 
 constexpr uint64_t kTouched = 1 << 16; // words that are told apart, by their index
 constexpr uint64_t kTransfers = 1 << 16, kMessages = 1 << 16, kEntries = 1 << 20;
-constexpr uint32_t kSites = 512;
+constexpr uint64_t kMeetings = 8; // of hosts; the last ones are kept
+constexpr uint32_t kSites = 2048;
+using Site = uint16_t; // of a plain access: its number in the rank's names, plus 1; 0: unknown
 
 struct Page {
   uint32_t latest;   // epoch of anything that the rank has done
   uint32_t finished; // the last one of launches that have ended
   uint32_t warps_per_block;
   uint32_t sites;
+  uint64_t meetings;               // of the hosts of all ranks, to which this rank has come
+  uint32_t finished_at[kMeetings]; // what it had finished when it came
   // Rounds since all threads began to wait for words of the heap, with nothing of theirs on its way; and where one of
   // them waits.
   uint64_t stalled, stalled_word;
   uint32_t stalled_site;
   uint64_t transfers, messages, entries; // so far; the last ones are kept
   uint64_t touched[kTouched / 64];       // words of the heap that others have changed by atomic operations or N.st
-  char names[kSites][96];                // of primitives and their lines
+  char names[kSites][96];                // of primitives with their lines, and lines of plain accesses
   Transfer transfer[kTransfers];
   Message message[kMessages];
   Entry known[kEntries];
@@ -150,6 +154,9 @@ struct RaceMemory {
   Page& own() const { return *pages[static_cast<size_t>(me)]; }
   Stamp* stores(int rank) const;
   Stamp* loads(int rank) const;
+  // Where the plain accesses stand whose stamps these are.
+  Site* store_sites(int rank) const;
+  Site* load_sites(int rank) const;
   uint64_t offset(const void* p) const { return reinterpret_cast<uint64_t>(p) - base; }
   bool holds(const void* p) const { return offset(p) < bytes; }
   bool is_peer_heap(const void* p) const { return owner(p) >= 0 && owner(p) != me; }
@@ -188,7 +195,10 @@ void detach_race_memory(uint64_t base);
 // What follows comes after what other ranks have finished by now, and all that this rank has put counts as done: what
 // the others know of it is not told here.
 void note_ended_launches(uint64_t base);
-void note_ended_launches_of_all();      // of all heaps
+void note_ended_launches_of_all(); // of all heaps
+// The same for hosts that meet by calls of which each rank knows the number: what others had finished when they came.
+void host_comes(uint64_t base);
+void host_has_met(uint64_t base);
 RaceMemory* race_memory(uint64_t base); // null: none
 uint32_t take_epoch();                  // one that is later than all of this process
 void give_epoch(uint32_t last);

@@ -287,7 +287,8 @@ const RemoteApi kRemoteApi = {
       current_grid->begin(call);
     },
     [](const uint64_t* signal) { current_grid->waited(signal); },
-    [](const void* address, WordAccess access) { current_grid->word(address, access); },
+    [](const void* address, WordAccess access, Ordering ordering) { current_grid->word(address, access, ordering); },
+    [](uint32_t scope) { current_grid->fenced(scope); },
     [](const void* address, uint64_t bytes, WordAccess access) { scheduler->visit(address, bytes, access); },
     [](const void* address, uint64_t bytes, bool store, const char* name) {
       current_grid->accessed(address, bytes, store, name);

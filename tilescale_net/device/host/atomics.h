@@ -8,19 +8,26 @@
 namespace tsn {
 namespace sim {
 
+// Of a cuda::memory_order, as tilelang hands it on. CUDA's own functions are relaxed; all are of the GPU's scope.
+inline Ordering device_ordering(int order) {
+  enum { relaxed, consume, acquire, release, acq_rel, seq_cst };
+  const bool both = order == acq_rel || order == seq_cst;
+  return {both || order == consume || order == acquire, both || order == release, uint32_t(MemScope::gpu)};
+}
+
 // Applies `f` to *p atomically and returns the old value.
 template <typename T, typename F>
-inline T atomic_update(T* p, F f) {
+inline T atomic_update(T* p, int order, F f) {
   using Word = WordOf<T>;
   maybe_yield();
-  visit_word(p, sizeof(T), WordAccess::both);
+  visit_word(p, sizeof(T), WordAccess::update);
   note_local(p, sizeof(T), LocalAccess::atomic, nullptr);
-  word_access(p, WordAccess::both);
+  word_access(p, WordAccess::update, device_ordering(order));
   Word* word = reinterpret_cast<Word*>(p);
   Word old = __atomic_load_n(word, __ATOMIC_RELAXED), next;
   do next = tsn_bits<Word>(f(tsn_bits<T>(old)));
   while (!__atomic_compare_exchange_n(word, &old, next, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED));
-  word_found(p);
+  word_found(p, device_ordering(order));
   return tsn_bits<T>(old);
 }
 } // namespace sim
@@ -28,9 +35,9 @@ inline T atomic_update(T* p, F f) {
 
 #define TSN_ATOMIC(name, expression)                                                                                   \
   template <typename T, typename V>                                                                                    \
-  inline T name(T* p, V value) {                                                                                       \
+  inline T name(T* p, V value, int order = 0) {                                                                        \
     const T b = static_cast<T>(value);                                                                                 \
-    return tsn::sim::atomic_update(p, [b](T a) { return static_cast<T>(expression); });                                \
+    return tsn::sim::atomic_update(p, order, [b](T a) { return static_cast<T>(expression); });                         \
   }
 TSN_ATOMIC(atomicAdd, a + b)
 TSN_ATOMIC(atomicSub, a - b)
@@ -47,20 +54,21 @@ template <typename T, typename C, typename V>
 inline T atomicCAS(T* p, C compare, V value) {
   const T expected = static_cast<T>(compare), next = static_cast<T>(value);
   const T old = tsn::sim::atomic_update(
-      p, [=](T a) { return tsn_bits<tsn::WordOf<T>>(a) == tsn_bits<tsn::WordOf<T>>(expected) ? next : a; });
+      p, 0, [=](T a) { return tsn_bits<tsn::WordOf<T>>(a) == tsn_bits<tsn::WordOf<T>>(expected) ? next : a; });
   if (!(old == expected)) tsn::sim::api().yield(true); // a lost race is usually retried in a loop
   return old;
 }
 
-// tilelang's wrappers; memory_order is that of cuda::memory_order, and every order is served by the strongest.
+// tilelang's wrappers, with a cuda::memory_order. Every order is carried out as the strongest; the check for races
+// knows.
 #define TSN_TL_ATOMIC(Name, cuda)                                                                                      \
   template <typename T, typename V>                                                                                    \
-  inline void Name(T* p, V value, int = 0) {                                                                           \
-    cuda(p, value);                                                                                                    \
+  inline void Name(T* p, V value, int order = 0) {                                                                     \
+    cuda(p, value, order);                                                                                             \
   }                                                                                                                    \
   template <typename T, typename V>                                                                                    \
-  inline T Name##Ret(T* p, V value, int = 0) {                                                                         \
-    return cuda(p, value);                                                                                             \
+  inline T Name##Ret(T* p, V value, int order = 0) {                                                                   \
+    return cuda(p, value, order);                                                                                      \
   }
 TSN_TL_ATOMIC(AtomicAdd, atomicAdd)
 TSN_TL_ATOMIC(AtomicMax, atomicMax)
@@ -84,10 +92,10 @@ inline void elements(const V& value, T (&out)[n]) {
   }
 }
 template <int n, typename R, typename T, typename V>
-inline R atomic_add_vector(T* p, const V& value) {
+inline R atomic_add_vector(T* p, const V& value, int order) {
   T add[n], old[n];
   elements(value, add);
-  for (int i = 0; i < n; ++i) old[i] = atomicAdd(p + i, add[i]);
+  for (int i = 0; i < n; ++i) old[i] = atomicAdd(p + i, add[i], order);
   return tsn_bits<R>(old);
 }
 template <typename T, int n>
@@ -120,31 +128,35 @@ struct VectorOf<bfloat16_t, 4> {
 } // namespace tsn
 #define TSN_TL_VECTOR(n)                                                                                               \
   template <typename T, typename V>                                                                                    \
-  inline typename tsn::sim::VectorOf<T, n>::type AtomicAddx##n##Ret(T* p, V v, int = 0) {                              \
-    return tsn::sim::atomic_add_vector<n, typename tsn::sim::VectorOf<T, n>::type>(p, v);                              \
+  inline typename tsn::sim::VectorOf<T, n>::type AtomicAddx##n##Ret(T* p, V v, int order = 0) {                        \
+    return tsn::sim::atomic_add_vector<n, typename tsn::sim::VectorOf<T, n>::type>(p, v, order);                       \
   }                                                                                                                    \
   template <typename T, typename V>                                                                                    \
-  inline void AtomicAddx##n(T* p, V v, int = 0) {                                                                      \
-    AtomicAddx##n##Ret(p, v);                                                                                          \
+  inline void AtomicAddx##n(T* p, V v, int order = 0) {                                                                \
+    AtomicAddx##n##Ret(p, v, order);                                                                                   \
   }
 TSN_TL_VECTOR(2)
 TSN_TL_VECTOR(4)
 #undef TSN_TL_VECTOR
 
 template <typename T>
-inline T AtomicLoad(T* p, int = 0) {
+inline T AtomicLoad(T* p, int order = 0) {
   using Word = tsn::WordOf<T>;
   tsn::sim::api().yield(true); // loads are atomic where another thread is waited for
-  tsn::sim::visit_word(p, sizeof(T), tsn::sim::WordAccess::acquire);
+  tsn::sim::visit_word(p, sizeof(T), tsn::sim::WordAccess::read);
   const T value = tsn_bits<T>(__atomic_load_n(reinterpret_cast<const Word*>(p), __ATOMIC_SEQ_CST));
-  tsn::sim::word_access(p, tsn::sim::WordAccess::acquire);
+  tsn::sim::Ordering ordering = tsn::sim::device_ordering(order);
+  ordering.releases = false;
+  tsn::sim::word_access(p, tsn::sim::WordAccess::read, ordering);
   return value;
 }
 template <typename T, typename V>
-inline void AtomicStore(T* p, V value, int = 0) {
+inline void AtomicStore(T* p, V value, int order = 0) {
   using Word = tsn::WordOf<T>;
   tsn::sim::maybe_yield();
-  tsn::sim::visit_word(p, sizeof(T), tsn::sim::WordAccess::release);
-  tsn::sim::word_access(p, tsn::sim::WordAccess::release);
+  tsn::sim::visit_word(p, sizeof(T), tsn::sim::WordAccess::write);
+  tsn::sim::Ordering ordering = tsn::sim::device_ordering(order);
+  ordering.acquires = false;
+  tsn::sim::word_access(p, tsn::sim::WordAccess::write, ordering);
   __atomic_store_n(reinterpret_cast<Word*>(p), tsn_bits<Word>(static_cast<T>(value)), __ATOMIC_SEQ_CST);
 }

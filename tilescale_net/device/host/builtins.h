@@ -9,6 +9,7 @@
 #include <time.h>
 #include <type_traits>
 
+#include "../types.h"
 #include "numbers.h"
 #include "thread.h"
 
@@ -18,7 +19,8 @@
 #define gridDim (tsn::sim::self().grid_dim)
 constexpr int warpSize = 32;
 
-// Barriers and fences. Fibers of one grid share an operating-system thread, so fences matter only towards other ranks.
+// Barriers and fences. Fibers of one grid share an operating-system thread, so fences matter only towards other ranks,
+// and to the check for races.
 inline void __syncthreads() { tsn::sim::api().block_barrier(0, 0, false); }
 inline int __syncthreads_count(int p) {
   return static_cast<int>(tsn::sim::api().block_vote(tsn::sim::VoteOp::count, p != 0));
@@ -29,9 +31,13 @@ inline int __syncthreads_and(int p) {
 inline int __syncthreads_or(int p) {
   return static_cast<int>(tsn::sim::api().block_vote(tsn::sim::VoteOp::any, p != 0));
 }
-inline void __threadfence_block() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void tsn_fence(tsn::MemScope scope) {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  tsn::sim::fenced(static_cast<uint32_t>(scope));
+}
+inline void __threadfence_block() { tsn_fence(tsn::MemScope::cta); }
+inline void __threadfence() { tsn_fence(tsn::MemScope::gpu); }
+inline void __threadfence_system() { tsn_fence(tsn::MemScope::sys); }
 inline void __nanosleep(unsigned) { tsn::sim::api().yield(true); }
 [[noreturn]] inline void __trap() {
   tsn::sim::api().trap("__trap() was called");

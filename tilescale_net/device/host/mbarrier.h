@@ -21,10 +21,11 @@ public:
   }
 
 private:
+  static constexpr uint32_t kBlockScope = uint32_t(tsn::MemScope::cta);
   static constexpr uint64_t kParity = uint64_t(1) << 63, kLeft = (1 << 20) - 1;
 
   // What its threads did before they arrived comes before what others do after they have waited.
-  void order() { tsn::sim::word_access(&word, tsn::sim::WordAccess::both); }
+  void order() { tsn::sim::word_access(&word, tsn::sim::WordAccess::update, {true, true, kBlockScope}); }
 
   uint64_t word;
 };

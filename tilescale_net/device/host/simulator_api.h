@@ -11,7 +11,7 @@
 namespace tsn {
 namespace sim {
 
-constexpr uint32_t kApiVersion = 7;
+constexpr uint32_t kApiVersion = 8;
 
 struct Index3 {
   unsigned x, y, z;
@@ -76,7 +76,7 @@ struct Thread {
   int quantum;           // accesses left until the next forced yield
   void* dynamic_shared;
   uint64_t dynamic_shared_bytes;
-  int site;            // of the primitive that it calls: an index into the kernel's table of lines, or -1
+  int site;            // of the primitive that it calls, or of its statement: an index into the kernel's lines, or -1
   bool uses_result;    // of the primitive
   bool loads_followed; // loads of the heap are
   bool followed;       // words by which threads may order each other are to be told
@@ -84,6 +84,9 @@ struct Thread {
   // Who stored to this rank's heap last, and who loaded: a stamp per 4 bytes, see csrc/simulator/race_memory.h. Null
   // where nobody asks. The last byte of `stamp`, the thread's own, is that of all plain accesses of this rank.
   uint64_t *stores, *loads;
+  uint16_t *store_sites,
+      *load_sites; // where those accesses stand; `heap_sites`: numbers of the kernel's lines, from -1 on
+  const uint16_t* heap_sites;
   uint64_t heap_base, heap_bytes;
   uint64_t peers_begin, peers_bytes; // heaps of other ranks lie in this range; 0: they are not followed
   uint64_t stamp;
@@ -137,8 +140,15 @@ struct Call {
   bool add; // signal operation: add, else set
 };
 
-// How an access to a word that threads synchronise by orders them.
-enum class WordAccess : uint32_t { acquire, release, both };
+// What an access to a word that threads synchronise by does to it.
+enum class WordAccess : uint32_t { read, write, update };
+
+// How such an access orders threads, of those that its scope holds. Where it does neither it is relaxed: a fence before
+// a write, or after a read, of the same thread takes its place.
+struct Ordering {
+  bool acquires, releases;
+  uint32_t scope; // MemScope of types.h
+};
 
 struct RemoteApi {
   // By every thread of the scope, before the scope meets: its next barrier finds out who calls something else.
@@ -148,7 +158,9 @@ struct RemoteApi {
   // A wait or test has seen its signal.
   void (*waited)(const uint64_t* signal);
   // A load, a store or an atomic operation by which threads of this PE may order each other.
-  void (*word)(const void* address, WordAccess access);
+  void (*word)(const void* address, WordAccess access, Ordering ordering);
+  // A fence, of a MemScope.
+  void (*fenced)(uint32_t scope);
   // The thread is about to make such an access; returns when it may. Called where the thread is `scheduled`.
   void (*visit)(const void* address, uint64_t bytes, WordAccess access);
   // A plain access to this rank's heap that follows one of somebody else.

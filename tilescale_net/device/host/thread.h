@@ -22,7 +22,8 @@ inline const Api& api() {
       [](const Call&) {},
       [](const Call&) {},
       [](const uint64_t*) {},
-      [](const void*, WordAccess) {},
+      [](const void*, WordAccess, Ordering) {},
+      [](uint32_t) {},
       [](const void*, uint64_t, WordAccess) {},
       [](const void*, uint64_t, bool, const char*) {},
       [](const void*, uint64_t, bool, const char*) {},
@@ -72,8 +73,9 @@ inline Thread& self() {
 }
 
 inline void maybe_yield() {}
-inline void word_access(const void*, WordAccess) {}
-inline void word_found(const void*) {}
+inline void word_access(const void*, WordAccess, Ordering) {}
+inline void word_found(const void*, Ordering) {}
+inline void fenced(uint32_t) {}
 inline void visit_word(const void*, uint64_t, WordAccess) {}
 inline void note_store(const void*, uint64_t, const char*, const void* = nullptr) {}
 inline void note_load(const void*, uint64_t, const char*, const void* = nullptr) {}
@@ -94,14 +96,20 @@ inline void maybe_yield() {
   if (--self().quantum <= 0) api().yield(false);
 }
 
-inline void word_access(const void* address, WordAccess access) {
-  if (self().followed) api().remote->word(address, access);
+inline void word_access(const void* address, WordAccess access, Ordering ordering) {
+  if (self().followed) api().remote->word(address, access, ordering);
+}
+
+// A fence orders what the thread does to such words without an order of their own. Of a MemScope.
+inline void fenced(uint32_t scope) {
+  if (self().followed) api().remote->fenced(scope);
 }
 
 // A word was changed and found another value than before: what another rank has left there meanwhile is told.
-inline void word_found(const void* address) {
+inline void word_found(const void* address, Ordering ordering) {
+  ordering.releases = false;
   if (reinterpret_cast<uint64_t>(address) - self().heap_base < self().heap_bytes)
-    word_access(address, WordAccess::acquire);
+    word_access(address, WordAccess::read, ordering);
 }
 
 inline void visit_word(const void* address, uint64_t bytes, WordAccess access) {
@@ -124,6 +132,7 @@ __attribute__((noinline)) inline void access_heap(const void* p, uint64_t bytes,
     const bool after_load = loaded == 0 || (loaded & 0xff) == own || loaded == t.ordered_load;
     if (!after_store || !after_load) return api().remote->accessed(p, bytes, store, name);
     __atomic_store_n((store ? t.stores : t.loads) + i, t.stamp, __ATOMIC_RELAXED);
+    (store ? t.store_sites : t.load_sites)[i] = t.heap_sites[t.site + 1];
   }
 }
 

@@ -1,0 +1,107 @@
+// The part of HappensBefore that knows what threads tell each other by words of memory: loads, stores and atomic
+// operations with an order and a scope, and fences beside those without.
+//
+// As in PTX: who acquires a word after somebody has released it knows what that one knew, if the scope of each holds
+// the other: a block, a rank, all ranks. A relaxed access tells nothing, unless a fence of its thread stands before a
+// write, or after a read; then the narrower of the two scopes counts.
+#include "happens_before.h"
+
+#include "tilescale_net/device/add_mailbox.h"
+
+#include <algorithm>
+
+namespace tsn {
+namespace sim {
+
+namespace {
+constexpr uint64_t kMailboxBegin = kAddMailboxWords * 8;
+constexpr uint64_t kMailboxEnd = kMailboxBegin + kMaxAddMailboxes * kAddMailboxStride * 8;
+constexpr size_t index_of(MemScope scope) { return static_cast<size_t>(scope); }
+} // namespace
+
+Known HappensBefore::Word::told(uint32_t block, MemScope scope) const {
+  const auto it = of_block.find(block);
+  const Known own = it == of_block.end() ? nothing_known() : it->second;
+  return scope == MemScope::cta ? own : join(of_rank, own);
+}
+
+void HappensBefore::Word::learn(const Known& known, uint32_t block, MemScope scope) {
+  const auto add = [&](Known& to) {
+    if (!covers(to, known)) to = without_lanes(join(to, known));
+  };
+  add(of_block.try_emplace(block, nothing_known()).first->second);
+  if (scope != MemScope::cta) add(of_rank);
+}
+
+void HappensBefore::word(uint32_t warp, unsigned lane, const void* address, WordAccess access, Ordering ordering) {
+  State& state = at(warp);
+  const MemScope scope = static_cast<MemScope>(ordering.scope);
+  const bool reads = access != WordAccess::write, writes = access != WordAccess::read;
+  bool shared = false; // with other ranks
+  Known of_others = nothing_known();
+  if (memory_) {
+    const uint64_t offset = memory_->offset(address);
+    // Whoever finds an entry of a mailbox carries out what a proxy has left there; nobody is ordered by it.
+    if (offset >= kMailboxBegin && offset < kMailboxEnd) return;
+    const bool own = memory_->holds(address), peers = !own && memory_->is_peer_heap(address);
+    shared = (own && offset >= kSystemBytes) || peers;
+    if (peers && writes) memory_->touch(address);
+    if (shared && reads && scope == MemScope::sys) of_others = own ? told_by_word(offset) : all_told();
+  }
+  const uint32_t block = warp / warps_per_block_;
+  const Known before = known_to(state, lane);
+  Known known = before;
+  const auto found = words_.find(address);
+  if (reads && (found != words_.end() || !of_others->empty())) {
+    const auto told = [&](MemScope by) {
+      const Known here = found == words_.end() ? nothing_known() : found->second.told(block, by);
+      return by == MemScope::sys ? join(here, of_others) : here;
+    };
+    if (ordering.acquires) {
+      known = join(before, told(scope));
+    } else {
+      Beside& beside = beside_[thread_key(warp, lane)];
+      for (const MemScope fence : {MemScope::cta, MemScope::gpu, MemScope::sys})
+        beside.found[index_of(fence)] = join(beside.found[index_of(fence)], told(std::min(fence, scope)));
+    }
+  }
+  if (writes) release(warp, lane, address, ordering, shared);
+  // Polls that learn nothing leave no trace, however many there are.
+  if (known != before || (writes && ordering.releases)) learn(state, lane, std::move(known));
+}
+
+void HappensBefore::release(uint32_t warp, unsigned lane, const void* address, Ordering ordering, bool shared) {
+  const MemScope scope = static_cast<MemScope>(ordering.scope);
+  const uint32_t block = warp / warps_per_block_;
+  const auto tell = [&](const Known& known, MemScope to) {
+    words_[address].learn(known, block, to);
+    if (shared && to == MemScope::sys) signalled_ = join(signalled_, known);
+  };
+  if (ordering.releases) return tell(with_own(warp, at(warp), lane), scope);
+  const auto it = beside_.find(thread_key(warp, lane));
+  if (it == beside_.end()) return;
+  for (const MemScope fence : {MemScope::cta, MemScope::gpu, MemScope::sys})
+    if (const Known& known = it->second.fenced[index_of(fence)]; !known->empty()) tell(known, std::min(fence, scope));
+}
+
+void HappensBefore::fenced(uint32_t warp, unsigned lane, MemScope scope) {
+  State& state = at(warp);
+  Beside& beside = beside_[thread_key(warp, lane)];
+  const Known& found = beside.found[index_of(scope)];
+  beside.fenced[index_of(scope)] = join(with_own(warp, state, lane), found);
+  learn(state, lane, join(known_to(state, lane), found));
+}
+
+Known HappensBefore::all_told() { return join(memory_->everything(), signalled_); }
+
+// A counter of this rank's own threads, such as one that gives out work, tells nothing of other ranks.
+Known HappensBefore::told_by_word(uint64_t offset) {
+  if (!follows_ranks_ || memory_->touched(offset)) return all_told();
+  memory_->receive(signalled_);
+  const auto it = memory_->words.find(offset / 8);
+  return it == memory_->words.end() ? memory_->any
+                                    : join(memory_->any, it->second.guaranteed({true, false, 0}, 0, start_));
+}
+
+} // namespace sim
+} // namespace tsn
