@@ -122,7 +122,9 @@ def test_collectives_of_four_gpus():
     rows = re.findall(r"^\| (\d+) MiB \|" + 6 * r" ([\d.]+) \|" + "$", page, re.M)
     assert [int(n) for n, *_ in rows] == [1, 4, 8, 16, 32, 64]
     for n, *figures in rows:
-        for operation, before, shown in zip(("all_gather", "all_to_all", "reduce_scatter"), figures[::2], figures[1::2]):
+        for operation, before, shown in zip(
+            ("all_gather", "all_to_all", "reduce_scatter"), figures[::2], figures[1::2]
+        ):
             e = model_collectives.expect(operation, int(n) << 20, 1, 4, "once per rank", networks.TCP, model.NVLINK)
             assert e.bound < e.expected < float(before) and f"{e.expected:.1f}" == shown, (operation, n)
 
