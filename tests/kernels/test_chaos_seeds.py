@@ -66,15 +66,11 @@ def products(seed: int) -> None:
 
 
 def products_of_experts(seed: int) -> None:
-    test_expert_matmul.layers(seed, dict(tuning=test_expert_matmul.TUNING), True, ("random",))
+    """As in tests/kernels/fused/test_combine_behind_a_product.py, and so by the same kernels."""
+    test_expert_matmul.layers(seed, dict(tuning=test_expert_matmul.TUNING), False, ("random",))
 
 
-BY_TURNS = (sums_and_roots, products, products_of_experts)
-
-
-def everything(seed: int) -> None:
-    """One small run of each kernel, every byte compared; of those of BY_TURNS, one after the other from seed to seed."""
-    BY_TURNS[seed % len(BY_TURNS)](seed)
+def parts_and_rows(seed: int) -> None:
     for direction, way in (("push", dict(threads=64, blocks=4, partition="interleaved", chunk=1024)), ("pull", dict())):
         test_p2p._copies(direction, way, [(seed % 5000, 2, 1, 3)], seed)
     test_all_gather._gather(seed, [((700,), torch.float32, 4, 12)], GEOMETRY)
@@ -86,27 +82,39 @@ def everything(seed: int) -> None:
     rounds(seed, MOE, dict(mode="latency", tuning=TUNING), dict(), ("random", "masked"))
 
 
-def _seeds(first: int, count: int) -> None:
+# One small run of each kernel, every byte compared.
+KERNELS = {
+    "parts and rows": parts_and_rows,
+    "sums and roots": sums_and_roots,
+    "products": products,
+    "products of experts": products_of_experts,
+}
+
+
+def _seeds(kernels: str, first: int, count: int) -> None:
     for seed in range(first, first + count):
         os.environ["TSN_CHAOS"] = chaos_of(seed)
         os.environ["TSN_SIM_VISIBILITY"] = ("late", "random")[seed % 2]
         tsn.init("16M")
         try:
-            everything(seed)
+            KERNELS[kernels](seed)
         except Exception as error:
             raise AssertionError(f"on the network {chaos_of(seed)}: {error}") from error
         tsn.finalize()
 
 
-def _run(count: int) -> None:
-    ranks.run(2, _seeds, random.randrange(1 << 20), count, init=False, env={"VIRTUAL_NODES": "2"}, timeout=280)
+def _run(kernels: str, count: int) -> None:
+    args = kernels, random.randrange(1 << 20), count
+    ranks.run(2, _seeds, *args, init=False, env={"VIRTUAL_NODES": "2"}, timeout=280)
 
 
-def test_every_kernel_on_some_networks():
-    _run(FEW)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_every_kernel_on_some_networks(kernels):
+    _run(kernels, FEW)
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("batch", range(-(-SEEDS // AT_ONCE)))
-def test_every_kernel_on_many_networks(batch):
-    _run(min(AT_ONCE, SEEDS - batch * AT_ONCE))
+def test_every_kernel_on_many_networks(batch, kernels):
+    _run(kernels, min(AT_ONCE, SEEDS - batch * AT_ONCE))

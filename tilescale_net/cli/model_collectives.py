@@ -2,7 +2,8 @@
 
 As in model.py a link's time is its bytes over its rate, links work at the same time, and a fixed cost comes on top. Fixed
 costs and rates are fitted to what docs/results has of two GPUs: of H200s for reductions, of H100s for all-gather and
-all-to-all by 64 blocks. Between nodes nothing has been measured on GPUs.
+all-to-all by 64 blocks. More GPUs have been measured with earlier kernels only (docs/results/collectives.md); between nodes
+nothing has been measured on GPUs.
 """
 
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ def lines(nodes: int, gpus: int, network: Network, found: list[Expected]) -> lis
     shown = [
         f"{nodes * gpus} ranks on {nodes} nodes, {found[0].nbytes} bytes: output of all-gather, input of the others",
         f"network {network.gbps:.1f} Gbit/s a rank ({network.source})" if nodes > 1 else "NVLink alone",
+        *(["fixed costs and NVLink's rate are those between two GPUs; more were not measured"] if gpus > 2 else []),
         "",
         f"{'way':16} {'operation':16} {'NVLink':>10} {'network':>10} {'bound':>10} {'expected':>10}  limit",
     ]
