@@ -6,7 +6,7 @@ import tilescale_net as tsn
 from tilescale_net.runtime import groups, topology
 
 
-def get_physical_domain_size(group) -> tuple[int, int]:
+def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
     """Nodes of a group, and its ranks on one. Collective where the group has no world yet.
 
     Args:
@@ -24,6 +24,6 @@ def get_physical_domain_size(group) -> tuple[int, int]:
     return found.nodes, found.node_size
 
 
-def get_logical_domain_size(group, allow_hybrid_mode: bool = True) -> tuple[int, int]:
+def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:
     """As `get_physical_domain_size`: rows always cross the network once per node, and `allow_hybrid_mode` changes nothing."""
     return get_physical_domain_size(group)
