@@ -168,7 +168,9 @@ void wait_ends();
 void gives_up();
 template <Order>
 void before_ld();
+template <Order O, MemScope S>
 void after_ld(const void*);
+template <Order O, MemScope S>
 void before_st(const void*);
 void inspect(Operation, const void*, int64_t);
 
