@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import tilelang.language as T
 import torch
@@ -17,10 +17,22 @@ from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.kernels.moe.streams import stream_key
 from tilescale_net.runtime import heap
 
-if TYPE_CHECKING:
-    from tilescale_net.kernels.moe.participant import Participant
-
 _numbers = itertools.count()
+
+
+class Member(Protocol):
+    """An AllToAll, as its arena sees it; attributes as of `kernels.moe.participant.Participant`."""
+
+    n_pes: int
+    device: torch.device
+    active: torch.Tensor
+
+    @property
+    def meets_first(self) -> bool: ...
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def under_way(self) -> tuple[str, ...]: ...
 
 
 def divide(specs: BufferSpecs) -> tuple[BufferSpecs, BufferSpecs]:
@@ -111,14 +123,14 @@ class Arena:
             begin += heap.footprint([nbytes])
         return placed
 
-    def join(self, op: Participant) -> None:
+    def join(self, op: Member) -> None:
         """`op` is made, and runs in this memory."""
         self._objects.add(op)
         if not op.meets_first:
             fixed = {"active": op.active, "met": self._met, "calls": self._calls}
             self._meetings[op] = Launch(meet(op.n_pes, max(32, -(-op.n_pes // 32) * 32)), fixed, (), self.world)
 
-    def enter(self, op: Participant, call: str) -> None:
+    def enter(self, op: Member, call: str) -> None:
         """`op` is about to launch a call: its rows come next.
 
         Raises:

@@ -105,15 +105,10 @@ def _replayed_operators():
         elif rank == 1:
             neighbour.recv(back, 0)
             neighbour.send(got, 0)
-        products = [
-            result
-            for fused in (True, False)
-            for result in (
-                ops.all_gather_matmul(x, w, fused=fused),
-                ops.matmul_reduce_scatter(rows, w, fused=fused),
-                ops.matmul_all_reduce(rows, w, fused=fused),
-            )
-        ]
+        products = []
+        for fused in (True, False):
+            products.append(ops.all_gather_matmul(x, w, fused=fused))
+            products += [op(rows, w, fused=fused) for op in (ops.matmul_reduce_scatter, ops.matmul_all_reduce)]
         return [
             shared,
             normed,

@@ -92,7 +92,7 @@ def payload(dice: random.Random) -> None:
     """What `gather` has got from a rank, held against what this rank has sent itself."""
     mine = dice.choice((["host/boot", 77], [3, b"\0" * 16, "gpu"], [12, 5], b"blob", "text"))
     try:
-        control.check_alike(mine, encoding.decode(as_json(dice)))
+        encoding.check_alike(mine, encoding.decode(as_json(dice)))
     except ValueError:
         pass
 

@@ -63,4 +63,4 @@ def test_a_value_of_another_kind_is_named_however_deep_it_is():
     for _ in range(100_000):
         deep = [deep]
     with pytest.raises(ValueError, match="in the place of 2 values"):
-        control.check_alike([1, 2], deep)
+        encoding.check_alike([1, 2], deep)

@@ -8,7 +8,6 @@ import ctypes
 import datetime
 import hashlib
 import json
-import reprlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -46,6 +45,9 @@ class Control:
         job_ranks: the ranks of the group in the job, by their rank in the group.
         store: the JobStore of these ranks.
         reason_of: set by the watchdog: () -> str | None, why peers are known to be lost.
+        members: ranks that make collective calls; a new list whenever some are left out. left: whether this one was.
+        on_meeting, on_met, on_parted: called when this rank comes to a collective call; when all have come; and with ranks
+            that take part no more, which may live.
 
     Raises:
         ConfigurationError, PeerLost: the ranks could not meet; see rendezvous.join.
@@ -57,11 +59,8 @@ class Control:
         self.job_ranks, self.rank, self.store, self._group = meeting.ranks, meeting.rank, meeting.store, meeting.group
         self.size = len(self.job_ranks)
         self.reason_of = None
-        # Called when this rank comes to a collective call, and when all have come.
-        self.on_meeting, self.on_met = (lambda: None), (lambda: None)
-        self.on_parted = lambda ranks: None  # called with ranks that take part no more, which may live
-        # left: whether this rank was left out; it makes no collective call then but the one of finalize.
-        # Ranks that collective calls are made by; a new list whenever ranks are left out.
+        self.on_meeting = self.on_met = lambda: None
+        self.on_parted = lambda ranks: None
         self.members: list[int] = list(range(self.size))
         self.left = False
         self.era, self.lost = 0, set[int]()  # how often lost ranks were given up, and which
@@ -127,7 +126,7 @@ class Control:
         for other, record, size in zip(self.members, records, sizes):
             try:
                 values.append(encoding.decode(record[:size]))
-                check_alike(value, values[-1])
+                encoding.check_alike(value, values[-1])
             except ValueError as err:
                 raise RankMismatch(f"rank {self.rank}: rank {other} sent nonsense for {what}: {err}") from None
         return values
@@ -360,19 +359,6 @@ class Control:
                 time.sleep(0.02)
         except PeerLost:
             pass
-
-
-def check_alike(mine: object, theirs: object) -> None:
-    """Raise ValueError unless a value of another rank has the types of this rank's own, and numbers of 64 bits."""
-    if isinstance(mine, list | tuple):
-        if not isinstance(theirs, list) or len(theirs) != len(mine):
-            raise ValueError(f"{reprlib.repr(theirs)} in the place of {len(mine)} values")
-        for a, b in zip(mine, theirs):
-            check_alike(a, b)
-    elif type(mine) is not type(theirs):
-        raise ValueError(f"a {type(theirs).__name__} in the place of a {type(mine).__name__}")
-    elif isinstance(theirs, int) and not -(1 << 63) <= theirs < 1 << 64:
-        raise ValueError("a number of more than 64 bits")
 
 
 def last_call(said: str | None) -> tuple[int, str]:

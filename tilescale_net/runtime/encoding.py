@@ -3,6 +3,7 @@
 import base64
 import binascii
 import json
+import reprlib
 
 _BYTES = "\0bytes"  # the one key of an object that stands for bytes
 
@@ -56,3 +57,16 @@ def _object(fields: dict):
         return base64.b64decode(fields[_BYTES], validate=True)
     except (TypeError, binascii.Error) as err:
         raise ValueError(f"not bytes that a rank has sent: {err}") from None
+
+
+def check_alike(mine: object, theirs: object) -> None:
+    """Raise ValueError unless a value of another rank has the types of this rank's own, and numbers of 64 bits."""
+    if isinstance(mine, list | tuple):
+        if not isinstance(theirs, list) or len(theirs) != len(mine):
+            raise ValueError(f"{reprlib.repr(theirs)} in the place of {len(mine)} values")
+        for a, b in zip(mine, theirs):
+            check_alike(a, b)
+    elif type(mine) is not type(theirs):
+        raise ValueError(f"a {type(theirs).__name__} in the place of a {type(mine).__name__}")
+    elif isinstance(theirs, int) and not -(1 << 63) <= theirs < 1 << 64:
+        raise ValueError("a number of more than 64 bits")

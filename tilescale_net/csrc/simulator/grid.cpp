@@ -178,6 +178,15 @@ char* Grid::prepare_shared(Block& block) {
   return shared;
 }
 
+// The place of the `i`-th block of a grid or thread of a block, x running first.
+static Index3 place_of(uint64_t i, const Index3& extent) {
+  Index3 at;
+  at.x = static_cast<unsigned>(i % extent.x);
+  at.y = static_cast<unsigned>(i / extent.x % extent.y);
+  at.z = static_cast<unsigned>(i / extent.x / extent.y);
+  return at;
+}
+
 void Grid::start_block() {
   std::unique_ptr<Block> block;
   if (spare_.empty()) {
@@ -202,15 +211,11 @@ void Grid::start_block() {
     block->warps[w].pending_ops.clear();
     block->warps[w].lags = false;
   }
-  Index3 at;
-  at.x = static_cast<unsigned>(block->index % launch_.grid.x);
-  at.y = static_cast<unsigned>(block->index / launch_.grid.x % launch_.grid.y);
-  at.z = static_cast<unsigned>(block->index / launch_.grid.x / launch_.grid.y);
+  const Index3 at = place_of(block->index, launch_.grid);
   for (unsigned i = 0; i < threads_per_block_; ++i) {
     Fiber& fiber = block->threads[i];
-    fiber.view.thread_idx.x = i % launch_.block.x;
-    fiber.view.thread_idx.y = i / launch_.block.x % launch_.block.y;
-    fiber.view.thread_idx.z = i / launch_.block.x / launch_.block.y;
+    fiber.call = {};
+    fiber.view.thread_idx = place_of(i, launch_.block);
     fiber.view.block_idx = at;
     fiber.view.block_dim = launch_.block;
     fiber.view.grid_dim = launch_.grid;
@@ -238,7 +243,6 @@ void Grid::start_block() {
     fiber.view.ordered_store = fiber.view.ordered_load = 0;
     fiber.put_epoch = 0;
     fiber.announced = false;
-    fiber.call = {};
     ready_.push_back(&fiber);
   }
   active_.push_back(std::move(block));
