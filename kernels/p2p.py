@@ -90,8 +90,9 @@ def _transfer(copy, complete, capacity, threads, blocks, options, partition, chu
             if thread == 0:
                 if complete:
                     N.quiet(pe)
-                # The last block to finish leaves the counters as it found them, for the next launch.
-                if T.atomic_add(work[1], 1, return_prev=True) == blocks - 1:
+                # The last block to finish leaves the counters as it found them, for the next launch: after the tickets that
+                # all others have taken.
+                if T.atomic_add(work[1], 1, memory_order="acq_rel", return_prev=True) == blocks - 1:
                     work[0] = 0
                     work[1] = 0
 
