@@ -300,5 +300,5 @@ def _shape(shape: Sequence[int] | int) -> tuple[int, ...]:
         raise TypeError(f"a shape of {list(dims)} has a negative size")
     # torch counts in 64 bits, and in strides of a tensor without elements too.
     if math.prod(max(d, 1) for d in dims) >= 1 << 62:
-        raise HeapError(f"a shape of {list(dims)} is larger than any heap")
+        raise HeapError(f"a shape of {list(dims)} has more elements than any heap")
     return dims
