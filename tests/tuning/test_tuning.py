@@ -49,7 +49,7 @@ def _search() -> None:
     out = tsn.ops.all_gather_matmul(x, w)
     everyone = tsn.ops.all_gather(x)
     assert torch.equal(out, torch.mm(everyone, w))
-    made = group_objects.of("")._made
+    made = group_objects.of("")._products
     (key,) = made
     how = tuned_choice.of_choice(found.best.choice, choice.Product(kind, 2, ROWS, K, N, torch.bfloat16))
     assert key[-1] == how and made[key].blocks == how.blocks and made[key].tiling == how.tiling
