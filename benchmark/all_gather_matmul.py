@@ -7,17 +7,7 @@ Every rank has m / ranks rows of k elements and wants the product of all m rows 
 simulator runs the same kernels on small shapes, without NCCL.
 """
 
-from benchmark.common.fused import (
-    Operands,
-    Sides,
-    as_operator,
-    difference,
-    operands,
-    options_of,
-    parse,
-    product_alone,
-    run,
-)
+from benchmark.common.fused import Operands, Sides, difference, operands, options_of, parse, product_alone, run
 
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 
@@ -51,7 +41,6 @@ def sides(args, m: int, blocks: int | None, group) -> Sides:
     result = everyone.matmul(torch.empty_like(out))
     calls = {
         "ours": lambda: op(x, mine.w, out, **mine.scales),
-        "operator": as_operator("all_gather_matmul", mine),
         "matmul": lambda: everyone.matmul(whole),
         "tilelang": product_alone(op.tiling, everyone.x, everyone.w, whole, scales),
     }
@@ -64,7 +53,7 @@ def sides(args, m: int, blocks: int | None, group) -> Sides:
         op.free()
         tsn.free(x)
 
-    return Sides(calls, {"torch"}, lambda: difference(out, result, "the product"), free, op)
+    return Sides(mine, calls, {"torch"}, lambda: difference(out, result, "the product"), free, op)
 
 
 def torchs(mine: Operands, group) -> dict:

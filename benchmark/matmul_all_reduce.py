@@ -7,17 +7,7 @@ Every rank has m rows of its own k columns and wants the sum of all ranks' produ
 simulator runs the same kernels on small shapes, without NCCL.
 """
 
-from benchmark.common.fused import (
-    Operands,
-    Sides,
-    as_operator,
-    difference,
-    operands,
-    options_of,
-    parse,
-    product_alone,
-    run,
-)
+from benchmark.common.fused import Operands, Sides, difference, operands, options_of, parse, product_alone, run
 
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 
@@ -37,7 +27,6 @@ def sides(args, m: int, blocks: int | None, group) -> Sides:
     dist.all_reduce(wanted)
     calls = {
         "ours": lambda: op(mine.x, mine.w, out, **mine.scales),
-        "operator": as_operator("matmul_all_reduce", mine),
         "matmul": lambda: mine.matmul(whole),
         "tilelang": product_alone(op.tiling, mine.x, mine.w, whole, (*mine.scales.values(),)),
     }
@@ -46,9 +35,8 @@ def sides(args, m: int, blocks: int | None, group) -> Sides:
         calls |= {"communication": reduce, "sequence": lambda: dist.all_reduce(mine.matmul(whole), group=group)}
         calls |= torchs(mine, args.n, group)
     rounding = 0.04 if mine.scales else 0.02
-    return Sides(
-        calls, {"torch"}, lambda: difference(out[::step], wanted.to(out.device), "the sum", rounding), op.free, op
-    )
+    is_wrong = lambda: difference(out[::step], wanted.to(out.device), "the sum", rounding)  # noqa: E731
+    return Sides(mine, calls, {"torch"}, is_wrong, op.free, op)
 
 
 def torchs(mine: Operands, n: int, group) -> dict:

@@ -7,17 +7,7 @@ Every rank has m rows of its own k columns and wants m / ranks rows of the sum o
 Without a GPU the simulator runs the same kernels on small shapes, without NCCL.
 """
 
-from benchmark.common.fused import (
-    Operands,
-    Sides,
-    as_operator,
-    difference,
-    operands,
-    options_of,
-    parse,
-    product_alone,
-    run,
-)
+from benchmark.common.fused import Operands, Sides, difference, operands, options_of, parse, product_alone, run
 
 BENCH = dict(quick="--repeat 2")  # see common/suite.py
 
@@ -41,7 +31,6 @@ def sides(args, m: int, blocks: int | None, group) -> Sides:
     wanted = picked.view(size, -1, args.n)[tsn.rank()].to(out.device)
     calls = {
         "ours": lambda: op(mine.x, mine.w, out, **mine.scales),
-        "operator": as_operator("matmul_reduce_scatter", mine),
         "matmul": lambda: mine.matmul(whole),
         "tilelang": product_alone(op.tiling, mine.x, mine.w, whole, (*mine.scales.values(),)),
     }
@@ -51,7 +40,7 @@ def sides(args, m: int, blocks: int | None, group) -> Sides:
         calls |= {"communication": scatter, "sequence": sequence}
         calls |= torchs(mine, group)
     rounding = 0.04 if mine.scales else 0.02
-    return Sides(calls, {"torch"}, lambda: difference(out[::step], wanted, "the sum", rounding), op.free, op)
+    return Sides(mine, calls, {"torch"}, lambda: difference(out[::step], wanted, "the sum", rounding), op.free, op)
 
 
 def torchs(mine: Operands, group) -> dict:

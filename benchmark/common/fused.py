@@ -25,13 +25,15 @@ class Sides:
     """The ways to one result, on the same data.
 
     Attributes:
-        calls: by the name of the column; "ours" is one of them.
+        given: of this rank, as a call of the operator takes them.
+        calls: by the name of the column; "ours" is one of them, "operator" none.
         plain: names of those that cannot be captured in a CUDA graph.
         wrong: what is wrong with our result, or None; called after ours has run.
         free: gives back what the sides hold.
         op: the fused call's object.
     """
 
+    given: Operands
     calls: dict[str, Callable[[], object]]
     plain: set[str]
     wrong: Callable[[], str | None]
@@ -210,7 +212,7 @@ def moved_bytes(name: str, args: argparse.Namespace, m: int) -> float:
     return part * args.n * 2 * (2 if name == "matmul_all_reduce" else 1)
 
 
-def as_operator(name: str, given: Operands) -> Callable[[], torch.Tensor]:
+def operator(name: str, given: Operands) -> Callable[[], torch.Tensor]:
     """The call as users make it, who leave to the operator whether it is fused."""
     from tilescale_net import ops
 
@@ -253,6 +255,7 @@ def run(name: str, args: argparse.Namespace, heap: int, sides_of: Callable[[int,
     for m in args.m:
         for blocks in args.blocks:
             sides = sides_of(m, blocks, group)
+            sides.calls["operator"] = operator(name, sides.given)
             sides.calls["ours"]()
             sides.calls["operator"]()
             tsn.synchronize()
