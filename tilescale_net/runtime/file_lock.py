@@ -25,7 +25,7 @@ def acquire(path: str | os.PathLike) -> IO[str]:
     Raises:
         OSError: the file cannot be made, or its file system knows no locks.
     """
-    lock = open(path, "a+")
+    lock = open(path, "a+", errors="replace")
     try:
         _wait_for(lock)
     except BaseException:

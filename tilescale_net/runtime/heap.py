@@ -195,8 +195,9 @@ class Heap:
             )
         nbytes = math.prod(shape) * dtype.itemsize
         self._agree(f"tilescale_net.{name}", f"{list(shape)}, {dtype}")
-        if nbytes >= 1 << 62:
-            raise HeapError(f"a shape of {list(shape)} has more elements than any heap holds")
+        # torch counts in 64 bits, and in strides of a tensor without elements too.
+        if math.prod(max(d, 1) for d in shape) >= 1 << 62:
+            raise HeapError(f"a shape of {list(shape)} has more elements than any heap")
         # A tensor made under inference mode could not be written outside of it.
         with torch.inference_mode(False):
             if not nbytes:
@@ -298,7 +299,4 @@ def _shape(shape: Sequence[int] | int) -> tuple[int, ...]:
         raise TypeError(f"a shape is a whole number or a sequence of them, not {shape!r}") from None
     if any(d < 0 for d in dims):
         raise TypeError(f"a shape of {list(dims)} has a negative size")
-    # torch counts in 64 bits, and in strides of a tensor without elements too.
-    if math.prod(max(d, 1) for d in dims) >= 1 << 62:
-        raise HeapError(f"a shape of {list(dims)} has more elements than any heap")
     return dims
