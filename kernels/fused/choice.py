@@ -121,9 +121,9 @@ def expected_us(
     carried = p.dtype.itemsize if p.kind == "all_gather_matmul" or p.dtype != SCALED else 2
     moved = (p.ranks - 1) * part * (p.k if p.kind == "all_gather_matmul" else p.n) * carried
     begin, rate = COLLECTIVES[p.kind]
-    sequence += begin + (2 if p.kind == "matmul_all_reduce" else 1) * moved / rate
+    sequence += begin + moved / rate
     if p.kind == "matmul_all_reduce":
-        sequence += p.m * p.n * 2 / COPIED
+        sequence += moved / rate + p.m * p.n * 2 / COPIED
     is_summed = p.dtype == SCALED and p.kind != "all_gather_matmul"
     tile *= cost * (SCALED_SUMS if is_summed else PRODUCT[p.dtype])
     (bm, bn, _) = (tiling or best_tiling(p, multiprocessors)).tile
@@ -142,10 +142,10 @@ def expected_us(
         others = -(-(tiles - tiles // p.ranks) // workers)
         fused = max(fused, (others + max(own - 1, 0)) * tile + arrives)
     elif p.kind == "matmul_reduce_scatter":
-        # The own tiles come last, and wait for what is sent last: all that is sent, from the first tile on, or what the
-        # others have computed last for this rank.
-        fused = max(fused, moved / sent + tile, fused - 2 * own * tile + tile + arrives)
+        # The own tiles come last, and wait for what the others have computed last for this rank, from its first tile on.
+        fused = max(fused, fused - (2 * own - 1) * tile + arrives)
     else:
+        # The own tiles come last, and wait for what was computed last for this rank.
         fused += max(0, arrives - own * tile)
     if p.kind == "matmul_reduce_scatter":
         return max(fused, tile + moved / sent) + 2 * LAUNCH, sequence

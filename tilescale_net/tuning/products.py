@@ -92,20 +92,20 @@ def product(
     if obstacle := fits(wanted):
         raise ValueError(f"tuning: {kind}: {obstacle}")
     arguments, own = _operands(wanted, world)
+    objects = group_objects.of(group_objects.name_of(world))
 
     def make(choice: Choice) -> tuple[Call, Call]:
         how = of_choice(choice, wanted)
         if not how.fused:
             return lambda: getattr(tsn.ops, kind)(*arguments, world, fused=False, **own), lambda: None
         height = rows // world.size if kind == "matmul_reduce_scatter" else rows
-        geometry = group_objects.of(group_objects.name_of(world)).geometry
-        options = {**geometry, "dtype": dtype, **how.options}
+        options = {**objects.geometry, "dtype": dtype, **how.options}
         op = fused.CLASSES[kind](height, k, n, **options, group=world)
         there = _where_they_travel(world, arguments, own) if kind == "all_gather_matmul" else (arguments, own)
         return lambda: op(*there[0], **there[1]), op.free
 
     key = key_of(wanted)
-    found = lockstep(world, key, candidates(wanted, world.device, most, 0 not in world.peer_base), make, measure)
+    found = lockstep(world, key, candidates(wanted, world.device, most, not objects.sources_travel), make, measure)
     assert found.best.us is not None
     tuned.keep(world, "tilescale_net.tuning", key, found.best.choice, found.best.us)
     return found
