@@ -167,9 +167,20 @@ def _few_are_kept() -> None:
         assert objects.product(key, None) is again and key in objects._captured
         with pytest.raises(tsn.TileScaleError, match="while a CUDA graph is captured; call it once just before"):
             objects.product("another", None)
+        with pytest.raises(tsn.TileScaleError, match="while a CUDA graph is captured; call them once just before"):
+            objects.symmetric(((objects._memory.numel() + 1,), torch.uint8))
+        (handed_out,) = objects.symmetric(((16,), torch.uint8))
     for product in objects._products.values():
         product.free()
     objects._products, objects._captured = kept
+    # Memory of operators that a graph of one rank holds stays when more is needed; without a graph it is given back.
+    assert objects._memory_in_graph
+    objects._memory_in_graph, held = tsn.rank() == 1, objects._memory
+    for grown in (2, 4):
+        objects.symmetric(((grown * held.numel(),), torch.uint8))
+        assert objects._of_graphs[-1] is held and len(objects._of_graphs) == 1 and not objects._memory_in_graph
+    assert handed_out.data_ptr() == held.data_ptr()
+    tsn.free(objects._of_graphs.pop())  # as of memory that is live
 
 
 def _no_room() -> None:

@@ -82,9 +82,9 @@ def _reduce_scatter(x: torch.Tensor, group: str) -> torch.Tensor:
         raise ValueError(f"reduce_scatter: x has shape {list(x.shape)}; its rows must be a multiple of {ranks} ranks")
     objects.calls.note("reduce_scatter of x of shape {} and {}", x.shape, x.dtype)
     # To copy x and to pull its parts is faster than to push them from where x lies, at every size.
-    there = objects.source(tuple(x.shape), x.dtype)
+    there = objects.source(x.shape, x.dtype, x.device)
     out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
-    return objects.reduce_scatter(out, objects.copied(x, there))
+    return objects.reduce_scatter(out, x if there is None else there.copy_(x))
 
 
 @compiled_order.register_fake("reduce_scatter")
@@ -131,9 +131,9 @@ def _all_reduce(x: torch.Tensor, replicated: bool, group: str) -> torch.Tensor:
     objects.calls.note("all_reduce of x of shape {} and {}", x.shape, x.dtype)
     # What is more than a piece is copied as a whole: a kernel for each piece waits for all ranks anew.
     if objects.all_reduce.is_copied_in_pieces(x.nbytes):
-        there = objects.source(tuple(x.shape), x.dtype)
+        there = objects.source(x.shape, x.dtype, x.device)
         if there is not None:
-            return objects.all_reduce(objects.copied(x, there)).clone()
+            return objects.all_reduce(there.copy_(x)).clone()
     return objects.all_reduce(torch.empty_like(x), x)
 
 

@@ -142,9 +142,11 @@ def _all_gather_matmul(
     scales = _scales("all_gather_matmul", x, w, x_scales, w_scales)
     op = _fused("all_gather_matmul", x, w, fused, objects)
     if op is None:
-        everyone, *of_rows = objects.gathered(x, *(scales[name] for name in ("x_scales",) if scales))
-        rows = everyone.view(-1, x.shape[1])
-        return _mm(rows, w, of_rows[0].view(-1), scales["w_scales"]) if scales else _mm(rows, w)
+        if not scales:
+            (rows,) = objects.gathered(x)
+            return _mm(rows.view(-1, x.shape[1]), w)
+        rows, of_rows = objects.gathered(x, scales["x_scales"])
+        return _mm(rows.view(-1, x.shape[1]), w, of_rows, scales["w_scales"])
     if objects.sources_travel:
         there, *more = objects.symmetric((tuple(x.shape), x.dtype), *([((len(x),), torch.float32)] if scales else []))
         x = there.copy_(x)
@@ -185,13 +187,12 @@ def all_gather_matmul(
             differ between ranks.
         group: see `tilescale_net.ops`.
         fused: whether product and communication overlap; None: where `tilescale_net.tuning` has found that it is faster on
-            this machine, else where it was measured to be (on GPUs two ranks and bfloat16: `kernels.fused.choice.MEASURED`)
+            this machine, else where it was measured to be (on GPUs between two ranks: `kernels.fused.choice.MEASURED`)
             and the symmetric heap has room for the shape's buffers.
         x_scales, w_scales: for `x` and `w` of torch.float8_e4m3fn, and for them alone: float32 [rows] or [rows, 1], and [n]
             or [1, n], by which rows and columns of the product are multiplied, as torch._scaled_mm does. `w` must be the
             transpose of a contiguous tensor then, k and n multiples of 16 for a fused call; the result is bfloat16, and
-            there are no gradients. Between GPUs one shape has been measured (docs/results/products.md), so such calls take
-            `fused=True`.
+            there are no gradients.
 
     Returns:
         [ranks * rows, n]. Gradients: of `x` by `matmul_reduce_scatter`, of `w` with an all_gather of `x`; both are
@@ -225,7 +226,7 @@ def _matmul_reduce_scatter(
     op = _fused("matmul_reduce_scatter", x, w, fused, objects)
     if op is not None:
         return op(x, _held(w), **scales)
-    there = objects.source((x.shape[0], w.shape[1]), _result_dtype(x))
+    there = objects.source((x.shape[0], w.shape[1]), _result_dtype(x), x.device)
     if there is None:
         return _ops.reduce_scatter(_mm(x, w, **scales), group)
     part = x.new_empty((x.shape[0] // objects.world.size, w.shape[1]), dtype=there.dtype)
@@ -295,7 +296,7 @@ def _matmul_all_reduce(
         return op(x, _held(w), **scales)
     shape, dtype = (x.shape[0], w.shape[1]), _result_dtype(x)
     if objects.all_reduce.is_copied_in_pieces(math.prod(shape) * dtype.itemsize):
-        there = objects.source(shape, dtype)
+        there = objects.source(shape, dtype, x.device)
         if there is not None:
             return objects.all_reduce(_mm(x, w, **scales, out=there)).clone()
     return _ops.all_reduce(_mm(x, w, **scales), replicated, group)

@@ -86,6 +86,8 @@ class GroupObjects:
         self.geometry = {} if world.device.type == "cuda" else {"threads": 64, "blocks": 4}
         self.calls = world.calls.only_track(TRACK)
         self._memory: torch.Tensor | None = None
+        self._memory_in_graph = False  # some CUDA graph of this rank has its addresses
+        self._of_graphs: list[torch.Tensor] = []  # earlier memory that graphs have the addresses of
         self._made: dict[Hashable, object] = {}
         self._products: dict[Hashable, FusedMatmul] = {}  # the one used last is the last
         self._captured: set[Hashable] = set()
@@ -133,7 +135,7 @@ class GroupObjects:
         Raises:
             TileScaleError: the object would have to be made while a CUDA graph is captured.
         """
-        capturing = self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        capturing = self._is_capturing()
         found = self._products.get(key)
         if found is None or not found.alive:
             if capturing:
@@ -150,6 +152,9 @@ class GroupObjects:
         if capturing:
             self._captured.add(key)
         return found
+
+    def _is_capturing(self) -> bool:
+        return self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _free_oldest(self) -> None:
         """Make room for one more product; all ranks together, which call alike, but need not all capture graphs."""
@@ -174,7 +179,10 @@ class GroupObjects:
     def symmetric(self, *parts: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
         """Symmetric tensors of these shapes and dtypes, equal on all ranks; the next call hands out the same memory.
 
+        Memory that was handed out while a CUDA graph was captured, on any rank, stays when a larger one takes its place.
+
         Raises:
+            TileScaleError: the memory would have to grow while a CUDA graph is captured.
             HeapError: the heap has no room.
             RankMismatch: ranks ask for different sizes, of which some are new.
         """
@@ -182,21 +190,31 @@ class GroupObjects:
         for shape, dtype in parts:
             starts.append(end)
             end += -(-math.prod(shape) * dtype.itemsize // 256) * 256
+        capturing = self._is_capturing()
         if self._memory is None or self._memory.numel() < end:
+            if capturing:
+                raise tsn.TileScaleError(
+                    f"rank {self.world.rank}: operators of this group have not needed {end} bytes of symmetric memory before, "
+                    "which cannot be made while a CUDA graph is captured; call them once just before"
+                )
             with self._settling():
                 self._grow(end)
+        self._memory_in_graph |= capturing
         found = []
         for start, (shape, dtype) in zip(starts, parts):
             nbytes = math.prod(shape) * dtype.itemsize
             found.append(self._memory[start : start + nbytes].view(dtype).view(shape))
         return found
 
-    def source(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    def source(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         """Symmetric memory for what a collective reads, as `symmetric` hands it out: what all ranks hold at the same place
         is pulled by its owners or added up where it lies.
 
-        None where nothing has to lie there and the heap has no room, on all ranks alike; HeapError where it has to.
+        None where nothing has to lie there and the heap has no room, on all ranks alike (HeapError where it has to); and for
+        what is on another device, which the collective refuses.
         """
+        if device != self.world.device:
+            return None
         key = ("source", math.prod(shape) * dtype.itemsize)
         if key in self.without_room:
             return None
@@ -214,18 +232,20 @@ class GroupObjects:
         ranks, me = self.world.size, self.world.rank
         outs = self.symmetric(*(((ranks, *x.shape), x.dtype) for x in tensors))
         for out, x in zip(outs, tensors):
-            self.all_gather(out, self.copied(x, out[me] if self.sources_travel else None))
+            travels = self.sources_travel and x.device == out.device  # the collective refuses what is on another device
+            self.all_gather(out, out[me].copy_(x) if travels else x)
         return outs
-
-    def copied(self, x: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
-        """`x` in `there`; `x` itself without it, and where `x` is on another device, which the collective then refuses."""
-        return x if there is None or x.device != there.device else there.copy_(x)
 
     def _grow(self, nbytes: int) -> None:
         """Make the memory larger: by powers of two, so that sizes that grow slowly are agreed on rarely."""
         if self._memory is not None:
             memory, self._memory = self._memory, None
-            tsn.free(memory, group=self.world)
+            told = self.world.control.gather("tilescale_net.ops: memory in CUDA graphs", self._memory_in_graph)
+            self._memory_in_graph = False
+            if any(told):
+                self._of_graphs.append(memory)
+            else:
+                tsn.free(memory, group=self.world)
         try:
             self._memory = tsn.empty(1 << max(12, (nbytes - 1).bit_length()), torch.uint8, group=self.world)
         except tsn.HeapError:
