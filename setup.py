@@ -8,6 +8,7 @@ is opened at run time. Without these headers the fabric is left out: one node wo
 import glob
 import os
 import runpy
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,6 +22,9 @@ FABRIC = [
     os.path.join(CSRC, "fabric", name) for name in ("library.cpp", "provider.cpp", "rail*.cpp", "libfabric_*.cpp")
 ]
 FABRIC += [os.path.join(CSRC, "fabric", "factory.cpp"), os.path.join(CSRC, "bench", "sharing*.cpp")]
+STANDARD_HEADERS = (
+    "algorithm atomic chrono cstdint cstdio cstring functional map memory mutex stdexcept string unordered_map vector"
+).split()
 # Present when the extension was built without libfabric's headers; launch.sh builds again once they are there.
 WITHOUT_FABRIC = os.path.join("build", "without-fabric")
 
@@ -37,6 +41,26 @@ def without_fabric(files):
     """The same extension where libfabric's headers are missing."""
     left_out = {path for pattern in FABRIC for path in glob.glob(pattern)}
     return sorted(set(files) - left_out) + sources("no_fabric")
+
+
+def with_joined_bindings(ext):
+    """Join the extension's files that include pybind11: its headers take about 6 s of processor time per file.
+
+    The native part has two joined files, as a machine that builds has two processors or more.
+    """
+    alone, bindings = [], []
+    for path in ext.sources:
+        with open(path, encoding="utf-8") as file:
+            (bindings if "#include <pybind11/" in file.read() else alone).append(path)
+    ext.depends = [*ext.depends, *bindings]
+    bindings.sort(key=os.path.getsize, reverse=True)
+    parts = 2 if ext.name.endswith("_native") else 1
+    joined = []
+    for part in range(parts):
+        joined.append(os.path.join("build", f"{ext.name.split('.')[-1]}_bindings_{part}.cpp"))
+        with open(joined[-1], "w", encoding="utf-8") as file:
+            file.writelines(f'#include "{path}"\n' for path in bindings[part::parts])
+    ext.sources = joined + alone
 
 
 class BuildNative(build_ext):
@@ -72,6 +96,9 @@ class BuildNative(build_ext):
             open(WITHOUT_FABRIC, "w").close()
         elif os.path.exists(WITHOUT_FABRIC):
             os.remove(WITHOUT_FABRIC)
+        for ext in self.extensions:
+            with_joined_bindings(ext)
+        self._precompile_standard_headers(cxx)
         self._compile_side_by_side()
         super().build_extensions()
 
@@ -83,13 +110,29 @@ class BuildNative(build_ext):
                 options = [word for word in command if word.startswith("-")]
                 setattr(self.compiler, key, [*cxx, *options])
 
+    def _precompile_standard_headers(self, cxx):
+        """Parse the standard library's headers once: 0.4 s of processor time less for each of 70 files.
+
+        g++ takes the precompiled header by itself where it fits; other compilers, and caches of them, go without.
+        """
+        if len(cxx) > 1 or not os.path.basename(cxx[0]).startswith("g++"):
+            return
+        header = os.path.abspath(os.path.join("build", "standard.h"))
+        with open(header, "w", encoding="utf-8") as file:
+            file.writelines(f"#include <{name}>\n" for name in STANDARD_HEADERS)
+        command = [*self.compiler.compiler_so, *FLAGS, "-x", "c++-header", header, "-o", header + ".gch"]
+        if subprocess.run(command, capture_output=True).returncode == 0:
+            for ext in self.extensions:
+                ext.extra_compile_args = [*ext.extra_compile_args, "-include", header]
+
     def _compile_side_by_side(self):
         compile_one = self.compiler.compile
         workers = max(1, min(os.cpu_count() or 1, 16))
 
         def compile_many(files, *args, **kwargs):
-            # The longest first, so that no processor is left with one of them at the end.
-            order = sorted(files, key=os.path.getsize, reverse=True)
+            # The longest first, so that no processor is left with one of them at the end; the joined files are short
+            # themselves, and what they include takes longest of all.
+            order = sorted(files, key=lambda f: (f.startswith("build"), os.path.getsize(f)), reverse=True)
             with ThreadPoolExecutor(workers) as pool:
                 done = dict(zip(order, pool.map(lambda f: compile_one([f], *args, **kwargs), order)))
             return [o for f in files for o in done[f]]
