@@ -56,7 +56,7 @@ Grid::Grid(const Launch& launch, StackPool& stacks)
   if (launch_.communicates || launch_.races)
     order_ = std::make_unique<HappensBefore>(warps, launch_.lines, memory, launch_.races);
   if (launch_.races && blocks_ * warps < kMaxWarps)
-    local_ = std::make_unique<LocalAccesses>(*order_, warps, threads_per_block_, launch_.lines);
+    local_ = std::make_unique<LocalAccesses>(*order_, warps, launch_.lines);
 }
 
 std::string Grid::limits() const {

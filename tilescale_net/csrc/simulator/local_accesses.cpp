@@ -15,10 +15,8 @@ constexpr uint64_t kInfoName = (1ull << 48) - 1;
 constexpr size_t kMaxPages = 1 << 14; // 64 MiB that one launch touches; what comes after them is not followed
 } // namespace
 
-LocalAccesses::LocalAccesses(HappensBefore& order, unsigned warps_per_block, unsigned threads_per_block,
-                             const std::vector<std::string>& lines)
-    : order_(order), warps_per_block_(warps_per_block), threads_per_block_(threads_per_block), lines_(lines),
-      first_epoch_(order.first_epoch()) {}
+LocalAccesses::LocalAccesses(HappensBefore& order, unsigned warps_per_block, const std::vector<std::string>& lines)
+    : order_(order), warps_per_block_(warps_per_block), lines_(lines), first_epoch_(order.first_epoch()) {}
 
 void LocalAccesses::forget(const void* p, uint64_t bytes) {
   const uint64_t end = address_of(p) + bytes;

@@ -22,8 +22,7 @@ struct SharedRange {
 
 class LocalAccesses {
 public:
-  LocalAccesses(HappensBefore& order, unsigned warps_per_block, unsigned threads_per_block,
-                const std::vector<std::string>& lines);
+  LocalAccesses(HappensBefore& order, unsigned warps_per_block, const std::vector<std::string>& lines);
 
   // The bytes are another block's now.
   void forget(const void* p, uint64_t bytes);
@@ -50,7 +49,7 @@ private:
   std::string line(unsigned site) const;
 
   HappensBefore& order_;
-  unsigned warps_per_block_, threads_per_block_;
+  unsigned warps_per_block_;
   const std::vector<std::string>& lines_;
   uint32_t first_epoch_;
   LocalPages shadow_{};
