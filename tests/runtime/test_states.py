@@ -75,8 +75,8 @@ class Puppet:
         self.tensors.append(tsn.zeros(size))
 
     def free(self, index):
+        tsn.free(self.tensors[index])
         self.freed.append(self.tensors.pop(index))
-        tsn.free(self.freed[-1])
 
     def free_again(self):
         tsn.free(self.freed[-1])
@@ -169,7 +169,7 @@ class Walk(RuleBasedStateMachine):
         super().__init__()
         if Walk.job is None:
             Walk.job = Job(self.size, self.nodes)
-        self.state, self.live, self.freed, self.broken = "none", [], 0, None
+        self.state, self.live, self.freed, self.broken = "none", [], False, None
 
     def tell(self, name, *args):
         return Walk.job.tell(name, *args)
@@ -202,12 +202,12 @@ class Walk(RuleBasedStateMachine):
     @rule()
     def init(self):
         if self.compare("init", self.tell("init")):
-            self.state, self.live, self.freed, self.broken = "running", [], 0, None
+            self.state, self.live, self.freed, self.broken = "running", [], False, None
 
     @rule()
     def finalize(self):
         self.compare("finalize", self.tell("finalize"))
-        self.state, self.live, self.freed = "none", [], 0
+        self.state, self.live, self.freed = "none", [], False
 
     @rule(size=st.sampled_from([0, 1, 1000, 5000]))
     def make(self, size):
@@ -223,8 +223,9 @@ class Walk(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data):
         index = data.draw(st.integers(0, len(self.live) - 1))
-        self.compare("free", self.tell("free", index))
-        self.freed = self.live.pop(index)
+        if self.compare("free", self.tell("free", index)):
+            self.live.pop(index)
+            self.freed = True
 
     @precondition(lambda self: self.freed)
     @rule()
@@ -288,7 +289,7 @@ class Walk(RuleBasedStateMachine):
                 assert kind == "PeerLost" and f"rank {lost}" in said.partition(": ")[2], (rank, name, kind, said)
         Walk.job.procs[lost].kill()
         Walk.job.end()
-        Walk.job, self.state, self.live, self.freed = Job(self.size, self.nodes), "none", [], 0
+        Walk.job, self.state, self.live, self.freed = Job(self.size, self.nodes), "none", [], False
 
     def teardown(self):
         if self.state != "none":
