@@ -33,7 +33,7 @@ OVERTAKEN = (
 # Not run.
 ON_GPUS = "the kernel runs beside the product on GPUs alone; the simulator's blocks in `matmul_reducing` do the same"
 FAULTS = "a word that the host reads, of a call that goes wrong: the small runs make none"
-NOTHING_LEFT = "in the simulator the product's kernel has put all pieces, and this one finds none left"
+NOTHING_LEFT = "in the simulator the kernel before it has sent all pieces, and this one finds none left"
 
 NOT_RUN = {ON_GPUS, NOTHING_LEFT, FAULTS}
 HARMLESS = {
@@ -48,7 +48,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "all_to_all_uneven": {("no sync_threads", 0): TILELANG, ("no sync_threads", 2): LAST},
     "broadcast": {("no sync_threads", 0): BEGINS},
     "fused/all_gather_matmul": {("no wait", 0): CALL_BEFORE, ("no sync_threads", 0): BEGINS},
-    "fused/expert_tiles": {("no sync_threads", 0): TILELANG},
+    "fused/expert_tiles": {("no sync_threads", 0): TILELANG, ("no sync_threads", 1): TILELANG},
     "fused/matmul": {("no wait", 0): STARTS},
     "fused/product": {("no sync_warp", 1): HIDDEN},
     "fused/sending": {
@@ -66,7 +66,11 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_threads", 1): CHUNKS,
         ("no sync_threads", 2): LAST,
     },
-    "moe/combine_throughput_steps": {("no sync_warp", 0): BEGINS},
+    "moe/combine_throughput_steps": {
+        ("no sync_warp", 0): BEGINS,
+        ("no sync_warp", 1): NOTHING_LEFT,
+        ("no fence", 0): NOTHING_LEFT,
+    },
     "moe/dispatch_latency_steps": {("sem of st", 0): FAULTS},
     "moe/dispatch_latency": {("no sync_threads", 1): LAST},
     "moe/dispatch_throughput": {("no sync_threads", 2): LAST},

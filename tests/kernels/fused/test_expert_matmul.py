@@ -198,10 +198,10 @@ def _totals(counts):
     return totals
 
 
-def fed(seed):
+def fed(seed, k=MOE["hidden"], tiling=SMALL, workers=3):
     """A product waits for tiles that come from another rank while it runs: the simulator runs no two kernels of a rank at
     once, so that one beside a dispatch of its own rank never waits there."""
-    counts, k, n = [33, 0, 70, 5], MOE["hidden"], INNER
+    counts, n = [33, 0, 70, 5], INNER
     totals, capacity, device, pace = (
         _totals(counts),
         MOE["capacity"],
@@ -220,8 +220,8 @@ def fed(seed):
         "bfloat16",
         "bfloat16",
         False,
-        **vars(SMALL),
-        workers=3,
+        **vars(tiling),
+        workers=workers,
         waits=True,
         tells=False,
         scaled=False,
