@@ -12,6 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {
     "tilescale_net.compiler": ROOT / "tilescale_net" / "compiler",
     "tilescale_net.runtime": ROOT / "tilescale_net" / "runtime",
+    "tilescale_net.language": ROOT / "tilescale_net" / "language",
+    "tilescale_net.launch": ROOT / "tilescale_net" / "launch",
+    "tilescale_net.cli": ROOT / "tilescale_net" / "cli",
     "tilescale_net.kernels": ROOT / "kernels",
     "tilescale_net.ops": ROOT / "tilescale_net" / "ops",
     "benchmark": ROOT / "benchmark",
