@@ -224,7 +224,8 @@ def test_bench_that_is_ended_keeps_what_there_is(tmp_path, monkeypatch, number, 
         while not measured.exists():
             time.sleep(0.01)
         assert "it needs a GPU" in page.read_text()  # the first one's place on the page is there already
-        os.kill(os.getpid(), number)
+        # Another thread of this process might take it otherwise, and the main one would wait on.
+        signal.pthread_kill(threading.main_thread().ident, number)
 
     thread = threading.Thread(target=end_it)
     thread.start()
