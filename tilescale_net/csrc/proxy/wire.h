@@ -11,10 +11,10 @@ namespace tsn::proxy {
 
 enum class RecordType : uint8_t {
   mark = 1,    // MarkRecord: a signal, a flush, or the end of a group
-  value = 2,   // ValueRecord and its payload: a small piece of data, one chunk of its group
+  value = 2,   // ValueRecord and its payload: a few bytes of data, one chunk of its group
   ack = 3,     // AckRecord: what the receiver of the stream has finished with
   credit = 4,  // CreditRecord: staging slots that are free again
-  request = 5, // GetRecord: asks for data, where reads are not possible
+  request = 5, // GetRecord: requests data, where reads are not possible
   abort = 6,   // AbortRecord and text: the sender gave up
 };
 
@@ -92,7 +92,7 @@ struct AbortRecord {
 };
 static_assert(sizeof(AbortRecord) == 8, "AbortRecord layout");
 
-// --- staging slots: a header, then pieces, each behind a header of its own and padded to a multiple of 8 bytes
+// --- staging slots: a header, then chunks, each behind a header of its own and padded to a multiple of 8 bytes
 // ---------
 struct SlotHeader {
   uint32_t pieces;

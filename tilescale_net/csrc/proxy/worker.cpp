@@ -20,8 +20,8 @@ int bits_for(int n) {
   return bits;
 }
 
-// The places of PEs in a list, as runs of equal steps: what every rank hears from every other then has the same length
-// whatever the number of ranks.
+// The places of PEs in a list, as runs of equal steps: what every rank gets from every other then has the same length
+// for any number of ranks.
 void write_places(BlobWriter* w, const std::vector<int>& pes) {
   struct Run {
     int first, step, count;
@@ -304,7 +304,7 @@ void Worker::check_timeouts(uint64_t now) {
   }
 }
 
-// Tells the peers why, as far as that is possible, so that they need not wait for their deadlines.
+// Sends the peers the reason, as far as that is possible, so that they need not wait for their deadlines.
 void Worker::notify_abort() {
   // The reason of an abort may follow the abort word. Without one the record has none: another's is better.
   const uint64_t deadline = now_ns() + 300000000;

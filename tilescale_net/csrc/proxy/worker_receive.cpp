@@ -62,7 +62,7 @@ void Worker::on_immediate(uint32_t imm) {
   apply(s);
 }
 
-// Copies the pieces of a slot into the heap and counts them. They are counted while the copies are still under way:
+// Copies the chunks of a slot into the heap and counts them. They are counted while the copies are still under way:
 // a signal that follows goes the same way behind them.
 bool Worker::on_slot(PeerState* s, uint32_t slot) {
   if (slot >= s->slot_full.size() || s->slot_full[slot]) return false;
@@ -73,7 +73,7 @@ bool Worker::on_slot(PeerState* s, uint32_t slot) {
     memory_->copy_in(piece.offset, data, piece.bytes);
     stats_.chunks_in.add();
     if (piece.group == kUncounted) continue;
-    // Another thread's signals do not follow this one's copies: it hears of the piece once that is there.
+    // Another thread's signals do not follow this one's copies: it is notified of the chunk once that is there.
     if (s->helping) arrived_.push({memory_->in_position(), s, piece.group, Arrived::piece});
     else if (!s->in.chunk(piece.group)) return false;
   }
