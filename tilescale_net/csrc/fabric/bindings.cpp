@@ -71,7 +71,7 @@ py::list poll(Transport& transport, int capacity) {
   return list;
 }
 
-// Posting operations; each returns what answer() says.
+// Posting operations; each returns the result of answer().
 void bind_posts(py::class_<Transport>& transport) {
   transport
       .def(

@@ -30,7 +30,7 @@ std::string open_library(const std::string& file, Library& lib) {
   // Debian's libfabric links PSM, whose constructors replace the process's handlers of SIGSEGV and its like otherwise.
   setenv("IPATH_NO_BACKTRACE", "1", 0);
   setenv("HFI_NO_BACKTRACE", "1", 0);
-  // As Rail::set_endpoint_options() says it to each endpoint, for libraries that know the variable alone.
+  // What Rail::set_endpoint_options() sets on each endpoint, for libraries that read the variable only.
   setenv("FI_EFA_USE_UNSOLICITED_WRITE_RECV", "0", 0);
   void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle) return dlerror();

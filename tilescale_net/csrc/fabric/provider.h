@@ -24,7 +24,7 @@ struct Selection {
 };
 
 // The best offer for `options`, or FabricError naming what was wanted, what was offered, and what to change.
-// `threading` is what the caller will hold itself to: FI_THREAD_DOMAIN, one thread per rail, unless it says otherwise.
+// `threading` is what the caller keeps to; by default FI_THREAD_DOMAIN, one thread per rail.
 Selection select_provider(const Library& library, const TransportOptions& options,
                           fi_threading threading = FI_THREAD_DOMAIN);
 
