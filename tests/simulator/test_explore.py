@@ -89,7 +89,7 @@ def test_a_wait_that_another_signal_may_end_is_tried_with_both():
 def test_deadlocks_are_found(programs):
     report = _every(job(programs), races=False)
     assert report.failure.startswith(
-        "deadlock: nobody can go on: rank 0 block 0 thread 0 in N.wait (small_programs.py:"
+        "deadlock: no thread can go on: rank 0 block 0 thread 0 in N.wait (small_programs.py:"
     )
     assert not report.complete
 

@@ -57,7 +57,7 @@ struct Race {
 class History {
 public:
   void clear();
-  // The number of the event that is under way from now on; who begins it knows `past`.
+  // The number of the event that is under way from now on; the process that begins it knows `past`.
   int begin(int process, const Past& past);
   // What came before it, with what it has touched so far.
   const Past& past() const { return past_; }

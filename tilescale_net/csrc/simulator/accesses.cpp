@@ -297,7 +297,7 @@ std::string HappensBefore::advice(const Actor& actor, const Found& found, int ow
                             "between them";
   const bool words = is_signal(found.stamp) || change == Change::signal;
   if (words) return "a signal word is read by N.wait or N.test, or after one of them";
-  // Which of the two is meant to come first nobody knows: the other one may come too early.
+  // Which of the two is meant to come first is not known: the other one may come too early.
   const bool to_owner = rank == owner && (change == Change::put || change == Change::store);
   const std::string changes = change == Change::put ? "put" : "store";
   const auto too_early = [&](const std::string& what) {

@@ -16,7 +16,7 @@ namespace tsn {
 namespace sim {
 
 // Who touched 4 bytes of a heap last: rank (6 bits), kind (2 bits); then warp (16 bits), whether it was a signal (1
-// bit), lane (7 bits), epoch (32 bits) of an access, or the number of a transfer. 0: nobody.
+// bit), lane (7 bits), epoch (32 bits) of an access, or the number of a transfer. 0: none.
 using Stamp = uint64_t;
 enum class Touch : uint64_t { access, put, source, get };
 
@@ -62,7 +62,7 @@ struct Message {
   bool everything; // the sender was not followed: it may have known all
 };
 
-// What a wait says of its word: that it has come to `value`, or, where `any`, nothing.
+// What a wait shows of its word: that it has come to `value`, or, where `any`, nothing.
 struct Seen {
   bool any;
   bool exactly; // the word was that value; else at least that
@@ -76,15 +76,15 @@ class SignalHistory {
 public:
   void add(const Message& message, const Known& sent);
   void learn(const Known& known) { all_ = join(all_, known), whole_ = false; }
-  // What whoever has seen the word knows for certain, whichever of the signals came first. `now`: the word itself, read
-  // before the latest signals were. `before`: what it has known before.
+  // What a thread that has seen the word knows for certain, whichever of the signals came first. `now`: the word
+  // itself, read before the latest signals were. `before`: what it has known before.
   Known guaranteed(const Seen& seen, int64_t now, const Known& before) const;
-  // The same for a word that one rank sets: how many signals have come then. 0: it cannot be told.
+  // The same for a word that one rank sets: how many signals have come then. 0: unknown.
   size_t reached(const Seen& seen, const Known& before) const;
   // Whether a signal that may come before a wait for `value` exactly takes the word beyond it: one whose sender does
-  // not know that the wait, which rank, warp and lane say, is over. `at`: what `reached` said. `now`: see above.
+  // not know that the wait of this rank, warp and lane is over. `at`: what `reached` returned. `now`: see above.
   bool passes(int64_t value, size_t at, int64_t now, int rank, uint32_t warp, unsigned lane, uint32_t epoch) const;
-  // Drops what every launch from now on knows without it. False: nothing is left.
+  // Drops what all later launches know without it. False: nothing is left.
   bool forget(const RaceMemory& memory);
 
 private:
@@ -105,7 +105,7 @@ struct Entry {
   uint64_t epoch;
 };
 
-constexpr uint64_t kTouched = 1 << 16; // words that are told apart, by their index
+constexpr uint64_t kTouched = 1 << 16; // words that are distinguished, by their index
 constexpr uint64_t kTransfers = 1 << 16, kMessages = 1 << 16, kEntries = 1 << 20;
 constexpr uint64_t kMeetings = 8; // of hosts; the last ones are kept
 constexpr uint32_t kSites = 2048;
@@ -132,7 +132,7 @@ struct Page {
 
 uint64_t race_memory_bytes(uint64_t heap_bytes);
 
-// A rank and its heap, as this process knows them from launch to launch.
+// A rank and its heap: what this process keeps of them from launch to launch.
 struct RaceMemory {
   int me = 0;
   uint64_t base = 0, bytes = 0;
@@ -164,7 +164,7 @@ struct RaceMemory {
   void touch(const void* p) const;
   // Whether a word of this heap may hold what another rank has left there.
   bool touched(uint64_t offset) const;
-  int owner(const void* p) const; // whose heap the address lies in; -1: nobody's
+  int owner(const void* p) const; // the rank in whose heap the address lies; -1: none
   // Where the heaps of others lie, from the first to the end of the last.
   void peer_range(uint64_t* begin, uint64_t* size) const;
 
@@ -181,7 +181,7 @@ struct RaceMemory {
   // Whether all ranks wait for each other for good, as this one sees it while it waits; then who else waits where.
   std::string deadlock() const;
 
-  // What is left of it for somebody who knows all that had ended.
+  // What is left of it for a thread that knows all that had ended.
   Known beyond_ended(const Known& known) const;
 
 private:
@@ -193,7 +193,7 @@ void attach_race_memory(int me, uint64_t base, uint64_t bytes, const std::vector
                         const std::vector<uint64_t>& heaps);
 void detach_race_memory(uint64_t base);
 // What follows comes after what other ranks have finished by now, and all that this rank has put counts as done: what
-// the others know of it is not told here.
+// the others know of it does not change here.
 void note_ended_launches(uint64_t base);
 void note_ended_launches_of_all(); // of all heaps
 // The same for hosts that meet by calls of which each rank knows the number: what others had finished when they came.
