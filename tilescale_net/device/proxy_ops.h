@@ -151,7 +151,7 @@ TSN_COLD uint64_t queue_flush(const Context* ctx, int pe) {
   return r.value;
 }
 
-// Copies `bytes` bytes from where `src` lies on the PE to local `dst`; the ticket tells when they are there.
+// Copies `bytes` bytes from where `src` lies on the PE to local `dst`; the ticket is complete when they are there.
 template <bool publish = true>
 TSN_DEVICE uint64_t queue_get(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
   Request r = {Command::get, uint32_t(pe), detail::queue_offset(ctx, dst), detail::queue_offset(ctx, src)};

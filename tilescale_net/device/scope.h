@@ -41,7 +41,7 @@ TSN_DEVICE Part scope_part() {
 }
 
 // The start of a call in which the scope meets: orders memory among its threads. A platform that checks calls learns
-// what each thread asks for, and from the leader what is about to happen.
+// what each thread requests, and from the leader what is about to happen.
 template <Scope S>
 TSN_DEVICE void scope_enter(Operation operation, const void* dst, const void* src, int64_t bytes, int pe,
                             const uint64_t* sig = nullptr, uint64_t value = 0, SignalOp op = SignalOp::set) {
