@@ -25,7 +25,8 @@ def driver() -> str | None:
 def link(first: int, second: int) -> str:
     """What a GPU reaches the memory of another by: "NVLink", "PCIe", or "none".
 
-    CUDA does not name the link, but tells whether atomic operations are carried out at its other end: over NVLink alone.
+    CUDA does not name the link, but reports whether atomic operations are carried out at its other end: over NVLink
+    only.
     """
     from cuda.bindings import runtime
 

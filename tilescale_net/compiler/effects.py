@@ -146,7 +146,7 @@ def _variables(expr) -> list[tirx.Var]:
 
 
 def _without_unused(body: tirx.Stmt) -> tirx.Stmt:
-    """Calls whose result nobody uses as plain statements."""
+    """Turns calls whose result is not used into plain statements."""
     body = ir_transform(body, None, lambda node: _NOTHING if _is_unnamed(node.value) else None, ["tirx.Evaluate"])
     used = set(_variables(body))
 

@@ -40,8 +40,8 @@ def sources_hash() -> str:
     """Hash of everything outside a kernel's IR that its code depends on: device headers, passes and lowering rules.
 
     tilelang's kernel cache keys on the IR and the flags; with this hash among the flags an edited file never meets a
-    kernel compiled with the old one. Each rank asks at its start and for each kernel: files are read again when one has
-    changed.
+    kernel compiled with the old one. Each rank computes it at its start and for each kernel: files are read again when
+    one has changed.
     """
     return _hash_of(tuple(_stamps(DEVICE_DIR, ".h") + _stamps(COMPILER_DIR, ".py")))
 
