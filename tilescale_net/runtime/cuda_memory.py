@@ -51,7 +51,7 @@ def ordinal(group, local_rank: int) -> int:
         return 0  # each process may be shown a GPU of its own
     current = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     if current:
-        return current  # the program has chosen it; 0 is current where nobody has chosen
+        return current  # the program has chosen it; 0 is current without a choice
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
     if group is None:
@@ -191,7 +191,7 @@ class CudaMemory:
         """Nothing is shared beside the heaps."""
 
     def on_allocate(self, address: int, nbytes: int, name: str) -> None:
-        """A GPU knows the limits of the heap alone."""
+        """A GPU checks only the limits of the heap."""
 
     def on_free(self, address: int) -> None:
         """As on_allocate."""

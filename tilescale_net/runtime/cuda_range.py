@@ -175,7 +175,7 @@ class Offers:
                     number = int.from_bytes(asked, "little")
                     if len(asked) == 4 and number < len(self._fds):
                         socket.send_fds(asker, [b"1"], [self._fds[number]])
-                # The asker has gone, and knows; or the last descriptor has been dropped meanwhile.
+                # The asking process has ended; or the last descriptor has been dropped meanwhile.
                 except (OSError, IndexError):
                     pass
 

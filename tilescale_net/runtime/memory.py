@@ -41,7 +41,7 @@ class Memory(Protocol):
 
         Args:
             hosts: of every rank.
-            peer_base: where every rank's heap is in this process; 0 for those that are not mapped.
+            peer_base: address of every rank's heap in this process; 0 if not mapped.
         """
 
     def grow(self, size: int) -> None:

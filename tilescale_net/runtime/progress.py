@@ -1,4 +1,4 @@
-"""A line about a step that takes long, so that nobody takes it for a hang."""
+"""A line about a step that takes long, so that it is not taken for a hang."""
 
 import contextlib
 import os

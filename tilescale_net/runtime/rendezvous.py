@@ -1,7 +1,7 @@
 """How ranks find each other: torch.distributed's default process group, made here where the user has made none.
 
-torch waits for ranks in several places, each with an error of its own that names nobody. Here every rank says in the
-store that it has come, so that whoever waits in vain can say for whom.
+torch waits for ranks in several places, each with an error of its own that names no rank. Here every rank announces
+itself in the store, so that a rank that waits in vain can name those that are missing.
 """
 
 import atexit
@@ -43,7 +43,7 @@ class Meeting:
 
 
 def join(timeout: float, silence: float, group: dist.ProcessGroup | groups.StoreGroup | None = None) -> Meeting:
-    """Meet the other ranks of a group, without the help of those that are not in it.
+    """Meet the other ranks of a group, without the help of ranks outside it.
 
     The default process group is made (gloo) from the variables of launch.sh, torchrun, srun or mpirun, unless there is
     one; without them the job has one rank.
@@ -97,7 +97,7 @@ def _place(group, timeout: float, silence: float) -> tuple[dist.Store, int | Non
     if not dist.is_initialized():
         _make_default(timeout, silence)
     ranks = groups.ranks(group)
-    # Ranks of different groups have nothing to do with each other, and nobody counts the groups.
+    # Ranks of different groups have nothing to do with each other, and the groups are not counted.
     prefix = _prefix() if group is None else f"{_prefix()}/group/{hashlib.sha256(str(ranks).encode()).hexdigest()}"
     kept = dist.distributed_c10d._get_default_store()
     return kept, group_store.keeper(ranks), prefix, ranks.index(dist.get_rank())
@@ -203,7 +203,7 @@ def _connect(place: placement.Place, timeout: float, silence: float) -> dist.Sto
 
 
 def _listen(place: placement.Place, limit: datetime.timedelta) -> dist.Store:
-    """The store of rank 0, on loopback alone where the address says so: nobody else shall speak for a rank."""
+    """The store of rank 0, on loopback alone where the address is loopback: no other process shall act as a rank."""
     fd = place.listener
     if fd < 0 and _is_loopback(place.address):
         with socket.create_server((place.address, place.port), backlog=4096) as listener:
@@ -229,7 +229,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _wait_for_port(address: str, port: int, timeout: float) -> None:
-    """Wait until somebody listens. The store's own attempts go on for twice their time, and fill the terminal."""
+    """Wait until a process listens. The store's own attempts go on for twice their time, and fill the terminal."""
     begin = time.monotonic()
     while True:
         try:
@@ -249,7 +249,7 @@ class _Attendance:
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
 
     def wait_for_all(self, absent: str) -> None:
-        """Wait until every rank has come here; `absent` says of a rank what it has not done."""
+        """Wait until every rank has come here; `absent`: what a missing rank has not done."""
         self._announce("here")
         keys = [f"here/{r}" for r in range(self._size)]
         begin = time.monotonic()

@@ -63,7 +63,7 @@ MODULE_LOADING = Setting(
     "CUDA_MODULE_LOADING",
     setting.text,
     "",
-    "CUDA's own; set to `EAGER` where ranks are on several nodes, unless you set it (docs/proxy.md says why)",
+    "CUDA's own; set to `EAGER` where ranks are on several nodes, unless you set it (see docs/proxy.md)",
 )
 NVTX = Setting(
     "TSN_NVTX",
@@ -208,19 +208,19 @@ JOB = Setting(
     "TSN_JOB",
     setting.text,
     "",
-    "name of the job: equal on all its ranks, and of no other job. A random one (`openssl rand -hex 16`) that nobody else "
-    "knows keeps others from speaking for a rank, see SECURITY.md",
+    "name of the job: equal on all its ranks, and of no other job. A random one (`openssl rand -hex 16`) that only its "
+    "ranks know keeps others from acting as a rank, see SECURITY.md",
     "on one host random, by launch.sh; under srun job and step",
 )
 OUTPUT = Setting(
     "TSN_OUTPUT", setting.one_of("all", "first"), "first", "`all`: show the output of all ranks, not only of rank 0"
 )
-STORE = Setting("TSN_STORE", setting.text, "", "the launcher tells its ranks here where its store is; not for users")
+STORE = Setting("TSN_STORE", setting.text, "", "where the launcher's store is; set by the launcher, not for users")
 STORE_FD = Setting(
     "TSN_STORE_FD",
     setting.whole(0),
     0,
-    "the launcher tells rank 0 here which file is the store's socket; not for users",
+    "file of the store's socket, for rank 0; set by the launcher, not for users",
 )
 PYTHON = Setting(
     "TSN_PYTHON",
@@ -268,7 +268,7 @@ ALL: dict[str, Setting] = {row.name: row for rows in SECTIONS.values() for row i
 # The launcher's own, which it checks with the words of a launcher; elsewhere other programs may use these names.
 LAUNCHER = ("GPUS", "NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "VIRTUAL_NODES")
 
-# What the launcher tells its ranks; nobody sets these by hand. See launch/environment.py.
+# What the launcher sets for its ranks; not to be set by hand. See launch/environment.py.
 HANDED_OVER = ("TSN_STORE", "TSN_STORE_FD")
 
 

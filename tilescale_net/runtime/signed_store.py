@@ -1,8 +1,8 @@
-"""What ranks say in the store of the job, signed with the secret that the ranks of the job share.
+"""What ranks write to the store of the job, signed with the secret that the ranks of the job share.
 
-Whoever reaches the port of the store may write there: other users of the host at least. So what a rank says is taken only
-with a code that nobody can make without the secret, for this key of this job; anything else counts as not said. Whoever
-writes can still remove keys, repeat what was said under the same key, and count counters up.
+Every process that reaches the port of the store can write there: at least those of other users of the host. So a value
+counts only with a code that cannot be made without the secret, for this key of this job; any other counts as not
+written. Other writers can still remove keys, repeat what was written under the same key, and count counters up.
 """
 
 import hashlib
@@ -21,12 +21,12 @@ class SignedStore:
     Args:
         store: torch's, under the prefix of the job.
         prefix: that prefix, so that words of one meeting count in no other.
-        secret: that the ranks share; None where there is none: then everything counts, and nothing is signed.
+        secret: that the ranks share; None: everything counts, and nothing is signed.
     """
 
     def __init__(self, store: dist.Store, prefix: str = "", secret: bytes | None = None):
         self._store, self._prefix, self._secret = store, prefix, secret
-        self._known: set[str] = set()  # keys under which somebody of the job has spoken; nobody removes any
+        self._known: set[str] = set()  # keys under which a rank of the job has written; none is ever removed
 
     def set(self, key: str, value: str | bytes) -> None:
         """Say something under `key`, in the place of what was said there."""

@@ -1,4 +1,4 @@
-"""Ranks that are lost: those that remain agree who they are, and what their heaps hold, so that they can go on."""
+"""Ranks that are lost: the remaining ranks agree on their members and on what their heaps hold, and go on."""
 
 import json
 import time
@@ -24,10 +24,11 @@ class Survivors:
 
 
 def call_roll(control, watchdog, seconds: float) -> list[int]:
-    """The members that go on: those that come here within `seconds`. Made by each of them when its kernels have ended.
+    """The members that go on: those that come here within `seconds`. Called by each of them when its kernels have
+    ended.
 
-    Nobody waits for ranks that are known to be lost. Those that are given up and may live are ended: what they launched
-    would write into memory that has a new use.
+    No rank waits for ranks that are known to be lost. Ranks that are given up and may live are ended: what they
+    launched would write into memory that has a new use.
 
     Raises:
         PeerLost: the others have gone on without this rank, because it came too late; or the rank that keeps the store of
@@ -60,7 +61,7 @@ def call_roll(control, watchdog, seconds: float) -> list[int]:
     if rank not in kept:
         raise PeerLost(f"rank {rank}: ranks {kept} have gone on without this one, which they took for lost")
     if store.kept_by in members and store.kept_by not in kept:  # one that was left out before may still keep it
-        raise PeerLost(f"rank {rank}: {store.keeper} did not come, and nobody can go on without it")
+        raise PeerLost(f"rank {rank}: {store.keeper} did not come, and no rank can go on without it")
     _end(watchdog, rank, set(members) - set(kept) - here)
     return kept
 
@@ -79,7 +80,7 @@ def stay_out(control) -> None:
     key = f"{_key(control)}/%s/{control.rank}"
     try:
         control.store.ask(lambda s: [s.set(key % word, "1") for word in ("out", "here")])
-    except PeerLost:  # nobody can be told
+    except PeerLost:  # no rank can be notified
         pass
 
 

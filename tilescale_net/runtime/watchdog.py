@@ -1,7 +1,7 @@
 """Notices that a rank failed or vanished, and ends this rank's waits.
 
-A thread per rank. Peers on this host are watched through their process descriptors, which tell of an exit at once;
-peers on other hosts by heartbeats in the store. A rank that fails says why in the store, so that the others can name
+A thread per rank. Peers on this host are watched through their process descriptors, which report an exit at once; peers
+on other hosts by heartbeats in the store. A rank that fails writes the reason to the store, so that the others can name
 the reason and not only the silence. On a loss the abort word is set: kernels return from their waits, and the next call
 of the package raises PeerLost. The thread never waits for the store: one that does not answer is a loss too.
 """
@@ -99,7 +99,7 @@ class Watchdog:
         return {*self._dead(), *stopped, *self._news.lost}
 
     def end_processes(self, ranks: set[int], seconds: float = 10.0) -> set[int]:
-        """End processes of this host (SIGKILL), and wait until they have ended; the ranks of those that may go on."""
+        """End processes of this host (SIGKILL), and wait for their end; returns the ranks of those that may go on."""
         with self._lock:
             for fd in [self._fds[rank] for rank in ranks if rank in self._fds]:
                 with contextlib.suppress(OSError):  # it has ended already, or is another user's
@@ -110,9 +110,9 @@ class Watchdog:
         return left
 
     def explanation_of(self, error: TileScaleError) -> str | None:
-        """What befell a peer, if that may be why this rank met `error`.
+        """What happened to a peer, if that may be why this rank met `error`.
 
-        Waits half a second for it to become known; while somebody is silent, until that one is heard of again or is lost.
+        Waits half a second for it to become known; while a rank is silent, until it is heard of again or is lost.
         """
         if not isinstance(error, WaitTimeout | FabricError | PeerLost):
             return None
@@ -161,9 +161,10 @@ class Watchdog:
             time.sleep(0.1)
 
     def wait_for_others(self, seconds: float = 10.0) -> None:
-        """After a failure: let the other ranks learn what it was. Only the one with whom the store ends has to wait.
+        """After a failure: let the other ranks learn what it was. Only the one that keeps the store has to wait.
 
-        It waits for nobody who is gone, or who is the failure; the limit is for ranks that are slow, or silent.
+        It does not wait for ranks that are gone, or that are the failure; the limit is for ranks that are slow, or
+        silent.
         """
         if self._control.rank != (self._control.store.kept_by or 0):
             return
@@ -268,7 +269,7 @@ class Watchdog:
         try:
             ended, failed = words.result(_EXPLAIN)
         except NoAnswerYet:
-            if self._silence() < _SLOW:  # on a busy machine: the next look asks again
+            if self._silence() < _SLOW:  # on a busy machine: the next look tries again
                 return None
             ended, failed = False, None
         except PeerLost:  # it kept the store
@@ -306,7 +307,7 @@ class Watchdog:
     # -- processes of this host -------------------------------------------------------------------------------------
 
     def _dead(self) -> list[int]:
-        """Ranks whose process has ended, but for those that left in good order."""
+        """Ranks whose process has ended, except those that left in good order."""
         return sorted(self._ended() - self._departed)
 
     def _ended(self) -> set[int]:

@@ -1,7 +1,7 @@
 """The worlds of this process: made by init, found by their group, by a tensor, or as the only one.
 
-A world is the ranks of one group that talk to each other: their heap, their context, their failures. docs/groups.md says
-what may be left out when there is only one.
+A world is the ranks of one group that talk to each other: their heap, their context, their failures. See docs/groups.md
+for what may be left out when there is only one.
 """
 
 import bisect
@@ -101,7 +101,7 @@ def get(group: object = None) -> World:
         return default()
     if isinstance(group, World):
         if group.closed:
-            group.check()  # which says so
+            group.check()  # which raises
         return group
     resolved = groups.resolve(group)
     first = _first()
@@ -148,7 +148,7 @@ def default() -> World:
 
 
 def _first() -> list[World]:
-    """Those that a group, or none, may mean."""
+    """The worlds that a group, or none, may mean."""
     return [world for world in _alive if world not in _beside] if _beside else _alive
 
 
