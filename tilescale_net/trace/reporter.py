@@ -1,7 +1,7 @@
-"""Asks all ranks what they do, through the store of the job, and prints the report of a hang.
+"""Queries all ranks for what they do, through the store of the job, and prints the report of a hang.
 
-Whoever wants a report raises the store's number of alarms. Every rank's watchdog looks at that number, and says in the
-store what its rank does, marked with the number that it has seen.
+A rank that wants a report raises the store's number of alarms. Every rank's watchdog looks at that number, and writes
+to the store what its rank does, marked with the number that it has seen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tilescale_net.runtime import encoding, job_store
 from tilescale_net.trace import hang_report
 
 PATIENCE = 0.6  # seconds in which every rank whose watchdog runs has answered
-_SLOWER = 3.0  # the same for a report that nobody waits for
+_SLOWER = 3.0  # the same for a report that no thread waits for
 
 
 class Report:
@@ -100,7 +100,7 @@ class Reporter:
         return number
 
     def answer(self, number: int, state: dict | None = None) -> None:
-        """Say what this rank does, to whoever raised alarm `number`. Does not wait for the store."""
+        """Report what this rank does, for alarm `number`. Does not wait for the store."""
         word = json.dumps([number, state or self._state()])
         self._store.post(lambda s: s.set(f"state/{self._rank}", word))
 
@@ -132,7 +132,7 @@ class Reporter:
 
 
 def _read(word: str | None) -> tuple[int, dict | None]:
-    """Number and state of what a rank has said; a state of another shape is none."""
+    """Number and state that a rank has written; None for a state of another shape."""
     try:
         number, state = encoding.parsed(word or "")
         hang_report.doing(state)
