@@ -40,7 +40,7 @@ class EventOverlap:
         self._releases = False
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Let the current stream wait for the event, and let go of it if `release_handle`. Raises ValueError where there is none."""
+        """Let the current stream wait for the event, and let go of it if `release_handle`. Raises ValueError if none."""
         if self.event is None:
             raise ValueError("EventOverlap: there is no event; calls give one with async_finish=True")
         self.event.current_stream_wait()

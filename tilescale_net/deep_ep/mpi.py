@@ -26,8 +26,8 @@ def group_of(comm) -> StoreGroup:
         comm: with mpi4py's Get_rank, Get_size, bcast and allgather.
 
     Raises:
-        ConfigurationError: the ranks are on several hosts, and the first of them knows no address by which the others reach
-            it; on all ranks.
+        ConfigurationError: the ranks are on several hosts, and the first of them has no address by which the others
+            reach it; on all ranks.
     """
     for known, group in _known:
         if known is comm:

@@ -25,7 +25,7 @@ _users: dict = {}
 
 
 def join(group, nbytes: int):
-    """The world of a group; made, with a heap of at least `nbytes` bytes, where there is none."""
+    """The world of a group; made, with a heap of at least `nbytes` bytes, if it does not exist."""
     try:
         world = tsn.world(group)
     except tsn.ConfigurationError:
@@ -58,7 +58,7 @@ class Objects:
 
     Attributes:
         masks: the ranks that are masked.
-        order: of calls on different streams; each call, and each half of one, asks it to `follow` first.
+        order: of calls on different streams; each call, and each half of one, calls its `follow` first.
         max_tokens, top_k: of the high-throughput object that new routings use; 0 before the first.
     """
 
@@ -122,7 +122,7 @@ class Objects:
             op = self._object(sizes, options, number)
             if kind not in op.under_way:
                 return op
-        return self._object(sizes, options)  # which says what is under way
+        return self._object(sizes, options)  # which raises with what is under way
 
     def _object(self, sizes: tuple, options: dict, number: int = 0) -> AllToAll:
         key = (*sizes, *options.items(), number)
