@@ -52,7 +52,7 @@ def unpacked(text: str) -> list[int]:
     """The schedule in a line, or in the file that it names.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: it is invalid.
     """
     if os.path.isfile(text):
         with open(text) as file:
@@ -65,7 +65,7 @@ def unpacked(text: str) -> list[int]:
 
 
 def every(case: Case, most: int = 1 << 62, seconds: float = 600.0, preemptions: int = -1) -> Report:
-    """Run every schedule, but for those that differ only in the order of independent events.
+    """Run every schedule, except schedules that differ only in the order of independent events.
 
     Args:
         most, seconds: after so many schedules, or so long, it ends, and is not complete.
@@ -96,7 +96,7 @@ def repeat(case: Case, schedule: str) -> Report:
     """Run one schedule again.
 
     Raises:
-        ConfigurationError: it is none, or not one of this case.
+        ConfigurationError: it is invalid, or not one of this case.
     """
     began, decisions = time.monotonic(), unpacked(schedule)
     try:
