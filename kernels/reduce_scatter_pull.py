@@ -1,4 +1,4 @@
-"""Reduce-scatter by pull: every PE reads its part of everybody's input and adds up in registers.
+"""Reduce-scatter by pull: every PE reads its part of all PEs' input and adds up in registers.
 
 Nothing is stored on the way, so that the links are busy from the first load to the last. For that the peers' inputs must
 be mapped, at the same place of all heaps; reduce_scatter.py has the kernel for all others.
