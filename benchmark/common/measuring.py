@@ -121,7 +121,7 @@ class Timer:
     """Times one operation at a time on this rank.
 
     Args:
-        mode: one of MODES; the simulator knows no graphs and launches instead.
+        mode: one of MODES; the simulator has no graphs and launches instead.
         warmup: untimed repetitions.
         repeat: timed repetitions, each of which is a sample.
         on_gpu: whether kernels run on a GPU.
@@ -136,7 +136,7 @@ class Timer:
 
     @classmethod
     def of(cls, args: argparse.Namespace, on_gpu: bool) -> Timer:
-        """The timer that the arguments of `add_timing_arguments` ask for."""
+        """The timer for the arguments of `add_timing_arguments`."""
         warmup, repeat = ON_GPU if on_gpu else IN_SIMULATOR
         args.warmup = warmup if args.warmup is None else args.warmup
         args.repeat = repeat if args.repeat is None else args.repeat

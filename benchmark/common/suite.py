@@ -115,7 +115,7 @@ def _section(result: Result, common: dict[str, str]) -> str:
 
 
 def _public(arguments: list[str]) -> list[str]:
-    """Arguments without the files that the suite itself asks for."""
+    """Arguments without the files that the suite itself requests."""
     kept, skip = [], False
     for argument in arguments:
         if skip or argument in ("--json", "--plot"):
