@@ -61,7 +61,7 @@ def totals(wait: bool) -> None:
     kernel = send_and_add(n, wait)
     for seed in range(SEEDS):
         os.environ["TSN_SIM_SEED"] = str(seed)
-        y = tsn.empty(n)  # NaN until somebody writes it
+        y = tsn.empty(n)  # NaN until it is written
         x.fill_(seed + rank)
         tsn.barrier()
         kernel(x, y, total, flag, seed + 1)
