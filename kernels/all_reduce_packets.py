@@ -1,6 +1,6 @@
 """All-reduce of few bytes in one hop: data travel in packets that carry their own flag.
 
-A packet is one aligned line of 16 bytes, 8 of data and 8 of flag, and arrives as a whole (see "Messages of one line" in
+A packet is 16 aligned bytes, 8 of data and 8 of flag, and arrives as a whole (see "Messages of one packet" in
 docs/memory-model.md): no fence and no second message stand between data and flag. Every PE sends its packets to every
 other, so twice the bytes travel; that is cheaper than another hop while there are few.
 """

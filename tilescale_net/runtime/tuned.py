@@ -1,7 +1,7 @@
 """What was tuned for this place, by the key of a call: the GPU, how many ranks on how many nodes, and this version.
 
 One file for a place, in a folder of the user. Rank 0 reads it when a world first needs it, and all ranks take what it
-has read, so that they choose alike whatever is on their own disks. A file that is damaged, of another place or of
+has read, so that all choose alike, independent of their own disks. A file that is damaged, of another place or of
 another user is left alone, with a warning.
 """
 
