@@ -55,7 +55,7 @@ def test_folders_are_imported_by_those_that_they_name(room):
         user = name.removeprefix("tilescale_net.").partition(".")[0]
         for module, what in imported(tree):
             if f"{module}.{what}.".startswith(room + "."):
-                # The package's face imports whatever it shows.
+                # The package's face imports what it shows.
                 assert user in allowed or name == "tilescale_net", f"{path} imports {module}"
 
 

@@ -32,7 +32,7 @@ FORBIDDEN_CPU = 4095
 
 
 class Walker:
-    """One proxy, and the state that the page says it is in."""
+    """One proxy, and its state by the page."""
 
     def __init__(self, rank: int, size: int, provider: str, cpus: list[int]):
         self.pe = Pe(rank, n_pes=size, provider=provider, cpus=cpus)

@@ -279,7 +279,7 @@ def offered_memory(dice: random.Random) -> None:
         asker.shutdown(socket.SHUT_WR)
         try:
             _, fds, _, _ = socket.recv_fds(asker, 1, 4)
-        except ConnectionResetError:  # it was told more than it has read
+        except ConnectionResetError:  # it was sent more than it has read
             fds = []
     assert len(fds) <= (len(asked) >= 4 and int.from_bytes(asked[:4], "little") < 2)
     with socket.socket(socket.AF_UNIX) as listener:  # one that answers in another way

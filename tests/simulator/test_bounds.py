@@ -69,7 +69,7 @@ def _freed(operation):
     a, b, sig = tsn.zeros(N), tsn.zeros(N), tsn.zeros((1,), torch.uint64)
     kernel = litmus.transfer_range(operation, N)
     kernel(a, b, sig, 0, N, 1 - tsn.rank())
-    # The tensors themselves are refused; views of the heap that somebody has kept are not known for what they were.
+    # The tensors themselves are refused; views of the heap that were kept are not recognised.
     heap = tsn.world().heap.as_bytes()
     places = [t.data_ptr() - heap.data_ptr() for t in (b, sig)]
     tsn.free(b)
