@@ -193,7 +193,7 @@ def empty(shape: Sequence[int] | int, dtype: torch.dtype | None = None, *, group
     Raises:
         TypeError: an invalid shape or dtype.
         HeapError: no room left, and the heap has grown to TSN_HEAP_LIMIT, or a rank has no memory for more.
-        RankMismatch: another rank asked for something else; names both.
+        RankMismatch: another rank requested something else; names both.
     """
     import torch
 

@@ -233,12 +233,12 @@ class KernelFactory:
 
     @property
     def pass_configs(self) -> dict:
-        """What the decorator asked of tilelang's passes; `inspect` shows the code that runs when it is given the same."""
+        """The decorator's options for tilelang's passes; `inspect` shows the code that runs with the same ones."""
         return dict(self._options["pass_configs"] or {})
 
     @property
     def compile_flags(self) -> tuple[str, ...]:
-        """What the decorator asked of the device compiler."""
+        """The decorator's options for the device compiler."""
         flags = self._options["compile_flags"] or ()
         return (flags,) if isinstance(flags, str) else tuple(flags)
 

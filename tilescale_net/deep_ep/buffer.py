@@ -13,7 +13,7 @@ from tilescale_net.deep_ep.high_throughput import Bias
 from tilescale_net.deep_ep.objects import Objects, join, leave
 from tilescale_net.kernels.moe.handle import Rows
 
-SCRATCH = 1 << 20  # bytes of what get_local_buffer_tensor gives where no size is asked for
+SCRATCH = 1 << 20  # bytes of what get_local_buffer_tensor gives where no size is given
 
 
 class Buffer:

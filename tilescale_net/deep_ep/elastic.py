@@ -121,7 +121,7 @@ class ElasticBuffer:
         group: ProcessGroup, num_max_tokens_per_rank: int, hidden: int, num_topk: int = 0, use_fp8_dispatch: bool = False,
         allow_hybrid_mode: bool = True, allow_multiple_reduction: bool = True,
     ) -> int:  # fmt: skip
-        """Bytes of symmetric memory for both layouts, with rows of BF16, and of FP8 too if that is asked for.
+        """Bytes of symmetric memory for both layouts, with rows of BF16, and of FP8 too if that is requested.
 
         Enough for ranks of one node and for nodes of 8 ranks, whichever takes more.
         """

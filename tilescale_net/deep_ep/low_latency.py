@@ -30,7 +30,7 @@ class Routing:
 
     @property
     def combine_buffer(self) -> torch.Tensor:
-        """Rows in the shape of the dispatch's, for the caller to fill; made when they are first asked for."""
+        """Rows in the shape of the dispatch's, for the caller to fill; made on first use."""
         if self._buffer is None:
             x = self.received.x
             self._buffer = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)

@@ -1,4 +1,4 @@
-"""The world of a Buffer, and the AllToAll objects that its calls need, made when they are first asked for.
+"""The world of a Buffer, and the AllToAll objects that its calls need, made on first use.
 
 All ranks of a group make the same calls, so they make the same objects in the same order. DeepEP takes any number of
 tokens; an AllToAll is made for the largest. The first dispatch agrees on it, and a dispatch of more tokens is refused on

@@ -109,7 +109,7 @@ def repeat(case: Case, schedule: str) -> Report:
 
 
 def _failure(case: Case, found: dict) -> str:
-    """In words; to be asked before anything else runs."""
+    """As text; to be called before anything else runs."""
     record = case.worlds[found["gave_up"]].error() if found["gave_up"] >= 0 else ""
     return record or found["failure"]
 

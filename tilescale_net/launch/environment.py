@@ -1,4 +1,4 @@
-"""What a launch is asked for: ranks, hosts, address; from GPUS, NODES, … or from srun's variables."""
+"""What a launch requests: ranks, hosts, address; from GPUS, NODES, … or from srun's variables."""
 
 import ctypes
 import os
@@ -42,7 +42,7 @@ def check_ranks(ranks: int, held: int) -> None:
     """Refuse more ranks than this host can hold, and VIRTUAL_NODES that do not divide them.
 
     Args:
-        ranks: asked for.
+        ranks: requested.
         held: GPUs of this host; 0 means that they are simulated.
     """
     if held and ranks > held:

@@ -23,7 +23,7 @@ _ops = torch.ops.tilescale_net
 
 
 def _product(op: AllToAll, w: torch.Tensor) -> ExpertMatmul:
-    """The product of the layer with matrices like these; made when first asked for, by all ranks together."""
+    """The product of the layer with matrices like these; made on first use, by all ranks together."""
     key = (*w.shape[1:], w.dtype)
     if key not in op.products:
         usual = DEFAULT if op.device.type == "cuda" else SIMULATED

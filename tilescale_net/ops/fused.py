@@ -201,8 +201,8 @@ def all_gather_matmul(
     Raises:
         TypeError, ValueError: arguments that do not fit, by name; nothing was sent.
         RuntimeError: an argument of a product of torch.float8_e4m3fn requires a gradient.
-        HeapError: the symmetric heap has no room for what is asked; the 32 shapes used last keep the buffers of their fused
-            calls (see `tilescale_net.ops`).
+        HeapError: the symmetric heap has no room for the request; the 32 shapes used last keep the buffers of their
+            fused calls (see `tilescale_net.ops`).
         RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
     """
     _check_together("all_gather_matmul", x, w=w, x_scales=x_scales, w_scales=w_scales)

@@ -47,7 +47,7 @@ class Track:
         self._kept: deque[tuple] = deque(maxlen=_KEPT)
 
     def note(self, describe: str, *arguments) -> None:
-        """Note a call; `describe` is text with a `{}` for each argument. The text is made when it is asked for."""
+        """Note a call; `describe` is text with a `{}` for each argument. The text is made on demand."""
         self._kept.append((self.count + 1, describe, arguments))
         self.count += 1
 

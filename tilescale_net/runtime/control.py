@@ -1,6 +1,6 @@
 """The control plane: torch.distributed with gloo. Collective calls that agree, or say who disagrees or is missing.
 
-Every collective host call of the package goes through `Control.agree`: ranks exchange what they were asked to do
+Every collective host call of the package goes through `Control.agree`: ranks exchange what they were called with
 before anything is done, so that a difference becomes an error on every rank instead of a hang or a corrupted heap.
 """
 

@@ -151,7 +151,7 @@ class CudaMemory:
 
     def grow(self, size: int) -> None:
         """Have so many bytes for the heap. Raises TileScaleError when there are none."""
-        assert self._growing is not None  # a heap that has reached its limit is not asked
+        assert self._growing is not None  # a heap at its limit does not call this
         self._growing.grow(size)
         self.size = size
 

@@ -31,7 +31,7 @@ class News:
         silent: the first rank of a host that counts as lost, and why, as text.
         lost: all ranks of such hosts.
         quiet: whether a heartbeat is late, of a host that does not count as lost yet.
-        alarms: how many reports of what the ranks do were asked for so far, see trace/reporter.py.
+        alarms: how many reports of what the ranks do were requested so far, see trace/reporter.py.
         stopped: ranks that are stopped (SIGSTOP, a debugger), and for how many seconds they have been so.
     """
 

@@ -156,7 +156,7 @@ def host_meets(base: int | None = None) -> None:
 
 
 def before_launch() -> None:
-    """A launch is asked for."""
+    """A launch is requested."""
     _follow_thread()
     if _mode.heaps:
         _mode.settle()

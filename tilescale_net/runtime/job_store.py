@@ -108,7 +108,7 @@ class JobStore:
         return self._lost
 
     def close(self) -> None:
-        """Let the thread end when it has asked what is waiting."""
+        """Let the thread end when it has sent the waiting questions."""
         self._questions.put(None)
 
     def _serve(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import private_folder, settings
 
-# Rank and size as launchers name them; what counts the ranks of this host, where the launcher can be asked.
+# Rank and size as launchers name them; what counts the ranks of this host, where the launcher has it.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", None),
     ("SLURM_PROCID", "SLURM_NTASKS", None),

@@ -17,7 +17,7 @@ from tilescale_net.errors import TileScaleError
 patience = 10.0
 
 _installed = False
-_exit_code: object = None  # what the program was last asked to end with
+_exit_code: object = None  # the exit code that the program last requested
 
 
 def install(current: Callable, take: Callable, forget: Callable[[], None]) -> None:

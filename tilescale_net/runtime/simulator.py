@@ -77,7 +77,7 @@ def visibility() -> str:
 
 
 def races() -> bool:
-    """Whether transfers and signals between ranks are followed, and races reported: of `schedule`, else TSN_SIM_RACES."""
+    """Whether transfers and signals between ranks are followed and races reported, by `schedule` or TSN_SIM_RACES."""
     return settings.SIM_RACES.get() if _races is None else _races
 
 

@@ -25,7 +25,7 @@ _SLOWER = 3.0  # the same for a report that no thread waits for
 
 
 class Report:
-    """One question to all ranks: asked when it is made, printed when the reason is known."""
+    """One question to all ranks: sent when it is made, printed when the reason is known."""
 
     def __init__(self, reporter: Reporter, once: bool = False):
         self._reporter, self._once = reporter, once
@@ -80,7 +80,7 @@ class Reporter:
                     self._of_failure = Report(self, once=True)
 
     def forget_failure(self, era: int) -> None:
-        """What is asked about next is another failure; `era`: how often failures were forgotten."""
+        """The next question is about another failure; `era`: how often failures were forgotten."""
         with self._asking:
             self._of_failure, self._said_by = None, f"reported by/{era}"
 

@@ -59,7 +59,7 @@ std::string Library::error(int64_t rc) const {
 
 const Library& load_library(const std::string& explicit_file, const std::string& fallback) {
   static std::mutex mutex;
-  static std::map<std::string, std::unique_ptr<Library>> opened; // by the file asked for
+  static std::map<std::string, std::unique_ptr<Library>> opened; // by the requested file
   std::lock_guard<std::mutex> lock(mutex);
 
   const char* env = std::getenv("TSN_LIBFABRIC");

@@ -1,4 +1,4 @@
-// Which provider, which interface, which NICs: from what libfabric offers and what the caller asked for.
+// Which provider, which interface, which NICs: from what libfabric offers and what the caller requested.
 #pragma once
 
 #include <memory>

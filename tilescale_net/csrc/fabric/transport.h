@@ -187,7 +187,7 @@ struct TransportOptions {
   std::string chaos;              // "" = TSN_CHAOS, "off" = none, or "seed=7,reorder=0.3,…" (see chaos.h)
 };
 
-// libfabric's transport, wrapped in the chaos transport when asked for. Throws FabricError.
+// libfabric's transport, wrapped in the chaos transport on request. Throws FabricError.
 std::unique_ptr<Transport> make_transport(const TransportOptions& options);
 
 } // namespace tsn::fabric

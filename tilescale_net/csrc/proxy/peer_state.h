@@ -64,7 +64,7 @@ struct PeerState {
   std::vector<uint16_t> freed;     // own slots to be given back to it
   std::vector<uint8_t> slot_full;  // by own slot: the peer has filled it and not got it back
   uint32_t pending_gets = 0;       // gets by request that are unanswered
-  Ring<GetRecord> get_requests;    // gets that the peer asked for
+  Ring<GetRecord> get_requests;    // gets that the peer requested
 
   // Immediates: what a peer's completion queue has to hold until its proxy looks.
   uint64_t immediate_limit = 0;                          // that the peer has room for before it reports them

@@ -37,7 +37,7 @@ public:
   // The loop; returns after stopping or failure.
   void run();
 
-  // Whether everything was sent and received by its target since drain number `n` was asked for. Any thread.
+  // Whether everything was sent and received by its target since drain number `n` was requested. Any thread.
   bool drained(uint64_t n) const { return drained_.load(std::memory_order_acquire) >= n; }
   // Whether the deferred adds were carried out since Proxy::apply_adds() number `n`. Any thread.
   bool applied_adds(uint64_t n) const { return applied_adds_.load(std::memory_order_acquire) >= n; }

@@ -126,7 +126,7 @@ bool Worker::on_record(PeerState* s, const Record& record) {
 
 bool Worker::on_mark(PeerState* s, const MarkRecord& mark) {
   if (mark.op == MarkOp::answer) {
-    // To a get that was asked for by request, of this peer, and not answered yet.
+    // To a get by request, of this peer, that is not answered yet.
     if (!staging_ || mark.value >= gets_.size()) return false;
     Get& get = gets_[mark.value];
     if (!get.queue || get.peer != s || get.answered) return false;
@@ -170,7 +170,7 @@ void Worker::on_abort(PeerState* s, const Record& record) {
        s->pe, "", 0);
 }
 
-// Gets that the peer asked for, as puts into its heap.
+// Gets that the peer requested, as puts into its heap.
 void Worker::serve_get_requests(PeerState* s) {
   while (!s->get_requests.empty() && has_room(*s)) {
     const GetRecord g = s->get_requests.front();

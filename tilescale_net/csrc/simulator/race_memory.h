@@ -138,7 +138,7 @@ struct RaceMemory {
   uint64_t base = 0, bytes = 0;
   std::vector<Page*> pages;                                   // of all ranks
   std::vector<uint64_t> heaps;                                // where they are mapped; 0: they are not
-  std::vector<uint32_t> ended;                                // what each had finished when the launch was asked for
+  std::vector<uint32_t> ended;                                // what each had finished when the launch was requested
   std::unordered_map<uint64_t, SignalHistory> words;          // signal words of this heap, by index
   Known any = nothing_known();                                // to who has seen any
   Known learnt = nothing_known();                             // to launches of this rank after those that have ended
@@ -168,7 +168,8 @@ struct RaceMemory {
   // Where the heaps of others lie, from the first to the end of the last.
   void peer_range(uint64_t* begin, uint64_t* size) const;
 
-  // The last epochs of all other ranks, and that this one's transfers are done: who knows this knows everything.
+  // The last epochs of all other ranks, and that this one's transfers are done: a thread that knows this knows
+  // everything.
   Known everything() const;
   Key all_done() const { return clock_key(Part::carried, me, kMaxWarps - 1, kMaxRanks - 1, kMaxWords - 1); }
   uint64_t publish(const Known& known);

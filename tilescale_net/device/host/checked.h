@@ -101,8 +101,8 @@ private:
   const char* name_;
 };
 
-// Shared memory, from a variable's first byte on, as elements of a type. Whether an index is inside is asked elsewhere
-// (compiler/simulator/bounds.py).
+// Shared memory, from a variable's first byte on, as elements of a type. Whether an index is inside is checked
+// elsewhere (compiler/simulator/bounds.py).
 template <typename T>
 class Shared {
 public:
