@@ -54,7 +54,8 @@ def reduce_scatter_pull(n_pes, dtype, threads=512, blocks=32):
             end = T.min(first + share, count)
             if first < end:
                 views = [N.remote(x, p) for p in range(n_pes)]
-                # Work before this kernel on the stream is done with `x`, so each block can say so for its like.
+                # Work before this kernel on the stream is done with `x`, so each block can signal it to the blocks of
+                # its number.
                 if thread < n_pes:
                     same = T.alloc_var("int32")
                     same = 1

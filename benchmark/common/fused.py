@@ -213,7 +213,7 @@ def moved_bytes(name: str, args: argparse.Namespace, m: int) -> float:
 
 
 def operator(name: str, given: Operands) -> Callable[[], torch.Tensor]:
-    """The call as users make it, who leave to the operator whether it is fused."""
+    """The call as users make it: the operator chooses whether it is fused."""
     from tilescale_net import ops
 
     return lambda: getattr(ops, name)(given.x, given.w, **given.scales)

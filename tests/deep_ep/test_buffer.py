@@ -174,7 +174,7 @@ def _by_column(group) -> None:
 
 
 def _waiting(buffer, group) -> None:
-    """Who waits for a rank that comes late counts it for that rank, on top of what was there; other calls do not."""
+    """A rank that waits for a late one counts the wait for it, on top of what was there; other calls do not."""
     inputs = Inputs(group, 5, 3)
     late, other = buffer.group_size - 1, 0
     stats = [torch.zeros(buffer.group_size, dtype=torch.int64, device=tsn.device(group)) for _ in range(2)]

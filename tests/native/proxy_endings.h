@@ -120,7 +120,8 @@ inline void credit(WorldOptions o, double most) {
   constexpr int kPuts = 12000;
   o.make = transports_of(o);
   o.proxy.inline_bytes = 0;
-  const int away = o.pes > 2; // of three with two threads each, PE 1 has one for both others, who have one for it alone
+  const int away = o.pes > 2; // of three with two threads each, PE 1 has one for both others, which have one for it
+                              // alone
   std::vector<std::unique_ptr<Pe>> pes;
   std::vector<std::string> addresses;
   for (int pe = 0; pe < o.pes; pe++) pes.push_back(std::make_unique<Pe>(pe, o));

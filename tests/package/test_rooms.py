@@ -41,7 +41,7 @@ def imported(tree: ast.Module):
 
 
 def importers(readme: Path) -> set[str]:
-    """Who may import a folder: what stands in backticks between "Imported by" and the end of the line."""
+    """The modules that may import a folder: what stands in backticks between "Imported by" and the end of the line."""
     (line,) = re.findall(r"Imported by ([^\n]*)", readme.read_text())
     return {name.removesuffix(".py") for name in re.findall(r"`([^`]+)`", line)}
 

@@ -56,7 +56,7 @@ class Walk(RuleBasedStateMachine):
         self.walkers: list[Walker] = []
 
     def begin(self, cpus):
-        """Made by the first rule, so that hypothesis chooses who is pinned to a CPU that no process may use."""
+        """Made by the first rule, so that hypothesis chooses which proxy is pinned to a CPU that no process may use."""
         if not self.walkers:
             self.walkers = [Walker(r, self.size, self.provider, cpus if r == 0 else []) for r in range(self.size)]
             self.addresses = [w.pe.proxy.address() for w in self.walkers]

@@ -61,7 +61,7 @@ def _losses() -> None:
     _go_on([2, 3, 4, 5, 6], 10)
     assert _ended(pids[0]) and _ended(pids[1])
     _memory(kept, [2, 3, 4, 5, 6])
-    # Rank 2 fails, and rank 3 dies when all have agreed on who goes on.
+    # Rank 2 fails, and rank 3 dies when all have agreed on which ranks go on.
     if rank == 3:
         survivors.live_everywhere = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     if rank == 2:

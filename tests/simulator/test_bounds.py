@@ -41,7 +41,7 @@ def test_outside_of_a_tensor(operation, name, place, count, size):
     assert "rank 1" in text and "seed 3" in text and "block (0, 0, 0) thread" in text, text
     assert f"{name} " in text or f"{name}:" in text, text
     assert f"{size} bytes" in text, text
-    # The other rank waits in a barrier and learns who failed, and why.
+    # The other rank waits in a barrier and learns which rank failed, and why.
     kind, text, _ = outcomes[0].error
     assert kind == "PeerLost" and "rank 1 failed" in text and f"{size} bytes" in text, (kind, text)
 

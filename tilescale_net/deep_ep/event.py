@@ -85,8 +85,8 @@ class StreamOrder:
     def follow(self) -> None:
         """What is launched next on the current stream comes after the calls so far.
 
-        A stream that is captured into a CUDA graph, and one that is not, cannot wait for each other: who replays the graph
-        orders it.
+        A stream that is captured into a CUDA graph, and one that is not, cannot wait for each other: the caller that
+        replays the graph orders it.
         """
         if self._device.type != "cuda":
             return

@@ -50,7 +50,7 @@ class Masks:
 
     @property
     def members(self) -> list[int]:
-        """Who takes part; another list whenever that changes."""
+        """The ranks that take part; another list whenever they change."""
         return self._world.control.members
 
     def update(self, rank: int, masked: bool) -> None:

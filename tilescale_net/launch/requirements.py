@@ -30,7 +30,7 @@ def _project() -> dict:
 
 
 def _extras(content: dict) -> dict[str, list[str]]:
-    """What users may ask for, and what only those need who work on a checkout."""
+    """What users may request, and what only work on a checkout needs."""
     return {**content["project"]["optional-dependencies"], **content["dependency-groups"]}
 
 

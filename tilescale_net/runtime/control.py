@@ -1,4 +1,4 @@
-"""The control plane: torch.distributed with gloo. Collective calls that agree, or say who disagrees or is missing.
+"""The control plane: torch.distributed with gloo. Collective calls agree, or name ranks that differ or are missing.
 
 Every collective host call of the package goes through `Control.agree`: ranks exchange what they were called with
 before anything is done, so that a difference becomes an error on every rank instead of a hang or a corrupted heap.
@@ -265,7 +265,7 @@ class Control:
         """The key in the store of the first failure since ranks were given up."""
         return job_store.failed_key(self.era)
 
-    # -- who is where -----------------------------------------------------------------------------------------------
+    # -- ranks and places ---------------------------------------------------------------------------------------------
 
     def _explain(self, what: str, err: Exception, spent: float) -> str:
         """Why a collective call failed; takes a few seconds at most, whichever ranks are gone."""
@@ -319,7 +319,7 @@ class Control:
 
         Args:
             text: the reason; of another rank, what befell it.
-            rank: another rank, which cannot say so itself.
+            rank: another rank, which cannot report it itself.
             seconds: how long the store may take; a process that ends at once is not heard.
             key: see job_store.failed_key; default that of now.
         """

@@ -89,7 +89,7 @@ class JobStore:
 
     @property
     def keeper(self) -> str:
-        """Who keeps the store, in words."""
+        """The keeper of the store, as text."""
         if self.kept_by is not None:
             who = f"rank {self.kept_by}"
         else:

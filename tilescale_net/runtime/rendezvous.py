@@ -20,7 +20,7 @@ from tilescale_net.errors import ConfigurationError, PeerLost
 from tilescale_net.runtime import group_store, groups, placement
 from tilescale_net.runtime.job_store import JobStore, first_line, has_agent, within
 
-_FAILURE_GRACE_S = 1.0  # seconds that ranks which give up leave each other to say so
+_FAILURE_GRACE_S = 1.0  # seconds that ranks which give up leave each other to report it
 _SLACK = 3.0  # seconds after which a step of torch that has a time limit of its own counts as hanging
 _RESOLVING = 5.0  # seconds that a name server may take to come up
 
@@ -243,7 +243,7 @@ def _wait_for_port(address: str, port: int, timeout: float) -> None:
 
 
 class _Attendance:
-    """Who has come, by keys in the store."""
+    """Ranks that have come, by keys in the store."""
 
     def __init__(self, store: JobStore, rank: int, size: int, timeout: float):
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
@@ -260,7 +260,7 @@ class _Attendance:
             time.sleep(min(0.25, 0.02 + spent / 20))
 
     def run_together(self, run):
-        """The result of a step that all ranks take together; when it fails, tell who does not even say that it failed."""
+        """The result of a step that all ranks take together; when it fails, name ranks that do not even report it."""
         try:
             result = within(self._timeout + _SLACK, run)
         except (RuntimeError, ValueError, TimeoutError) as err:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tilescale_net.errors import PeerLost
 from tilescale_net.runtime import encoding, job_store, settings
 
-_PAUSE = 0.02  # seconds between looks at who has come
+_PAUSE = 0.02  # seconds between looks at which ranks have come
 
 
 @dataclass(frozen=True)

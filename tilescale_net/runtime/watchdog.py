@@ -91,7 +91,7 @@ class Watchdog:
         return self._loss
 
     def lost_ranks(self) -> set[int]:
-        """Who is known to be lost now: processes that have ended or are stopped, and hosts that are silent."""
+        """Ranks known to be lost now: processes that have ended or are stopped, and hosts that are silent."""
         self._ask()
         now = time.monotonic()
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in self._stopped_here()}
@@ -139,7 +139,7 @@ class Watchdog:
             return self._news.quiet or (owes and time.monotonic() - self._asked > _EXPLAIN / 2)
 
     def announce_end(self) -> None:
-        """Tell the other ranks that this one leaves in good order, and look no more for who else does."""
+        """Report to the other ranks that this one leaves in good order, and stop looking for others that do."""
         self._stop.set()
         rank = self._control.rank
         try:

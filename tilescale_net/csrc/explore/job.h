@@ -56,7 +56,7 @@ public:
   const std::string& failure() const { return failure_; }
   // The rank that gave up, whose record holds the reason; -1: none has.
   int gave_up() const { return gave_up_; }
-  // Who waits where, when nothing may come next.
+  // Which threads wait where, when nothing may come next.
   std::string waits() const;
   uint64_t digest() const; // of the memory
   History& history() { return history_; }

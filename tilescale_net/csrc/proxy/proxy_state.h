@@ -70,7 +70,7 @@ public:
   void excuse(int pe) { excused_[(size_t)pe].store(true, std::memory_order_release); }
   bool excused(int pe) const { return excused_[(size_t)pe].load(std::memory_order_acquire); }
 
-  // Why the owner has aborted, for those who have no failure of their own; see Proxy::explain().
+  // Why the owner has aborted, for threads without a failure of their own; see Proxy::explain().
   void explain(const std::string& reason) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (reason_.empty()) reason_ = reason;

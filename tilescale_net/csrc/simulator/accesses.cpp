@@ -1,7 +1,7 @@
 // The part of HappensBefore that compares accesses to heaps: plain ones of this rank, and transfers of any rank.
 //
-// Each access looks at who touched the bytes before it, and leaves its own stamp. So of two accesses that are not
-// ordered the later one finds the earlier, in whichever order they ran.
+// Each access looks at the stamps of the accesses to the bytes before it, and leaves its own stamp. So of two accesses
+// that are not ordered the later one finds the earlier, in whichever order they ran.
 #include "happens_before.h"
 
 #include "memory.h"

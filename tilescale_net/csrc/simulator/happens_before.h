@@ -98,7 +98,7 @@ private:
     uint32_t warp, epoch;
     int pe, line;
     uint32_t operation, scope;
-    unsigned lane = kEveryLane; // who makes it
+    unsigned lane = kEveryLane; // that makes it
   };
   struct Put {
     Event event;
@@ -122,7 +122,7 @@ private:
     Site site = 0;               // of a plain access
   };
 
-  struct Word {                         // what those have left in it who have released it
+  struct Word {                         // what the threads that have released it left in it
     Known of_rank = nothing_known();    // at the scope of the GPU or the system
     std::map<uint32_t, Known> of_block; // by block, at any scope
     // What a thread of the block may know that acquires it.

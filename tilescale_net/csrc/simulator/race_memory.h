@@ -1,5 +1,5 @@
-// What the ranks of a host share to find races between them: who touched each heap last, which transfers there were,
-// and what the sender of each signal knew.
+// What the ranks of a host share to find races between them: the last accesses to each heap, the transfers, and what
+// the sender of each signal knew.
 //
 // Every rank has a page of its own, which the others map. Into it write the rank itself, and peers that put there, get
 // from there, or signal. All that is kept is bounded: what was overwritten counts as ordered.
@@ -15,7 +15,7 @@
 namespace tsn {
 namespace sim {
 
-// Who touched 4 bytes of a heap last: rank (6 bits), kind (2 bits); then warp (16 bits), whether it was a signal (1
+// The last access to 4 bytes of a heap: rank (6 bits), kind (2 bits); then warp (16 bits), whether it was a signal (1
 // bit), lane (7 bits), epoch (32 bits) of an access, or the number of a transfer. 0: none.
 using Stamp = uint64_t;
 enum class Touch : uint64_t { access, put, source, get };
@@ -54,7 +54,7 @@ struct Message {
   uint32_t entries;
   int32_t rank;
   uint32_t warp, epoch;
-  uint32_t lane, floor; // who sent it, kEveryLane for the warp; up to which epoch it spoke for all lanes
+  uint32_t lane, floor; // that sent it, kEveryLane for the warp; up to which epoch it held for all lanes
   uint32_t carried;     // the epoch of the put_signal that it belongs to, or 0
   int32_t pe;
   uint64_t value;
@@ -140,7 +140,7 @@ struct RaceMemory {
   std::vector<uint64_t> heaps;                                // where they are mapped; 0: they are not
   std::vector<uint32_t> ended;                                // what each had finished when the launch was requested
   std::unordered_map<uint64_t, SignalHistory> words;          // signal words of this heap, by index
-  Known any = nothing_known();                                // to who has seen any
+  Known any = nothing_known();                                // to a thread that has seen any
   Known learnt = nothing_known();                             // to launches of this rank after those that have ended
   std::map<std::pair<uint32_t, int>, uint32_t> put_epochs;    // by warp and PE: of the latest put of ended launches
   std::map<std::pair<uint32_t, int>, uint32_t> thread_epochs; // the same of what single threads put
@@ -179,7 +179,7 @@ struct RaceMemory {
   // Reads what has come since the last time.
   void receive(const Known& own_signals);
   void forget_finished();
-  // Whether all ranks wait for each other for good, as this one sees it while it waits; then who else waits where.
+  // Whether all ranks wait for each other for good, as this one sees it while it waits; then which others wait where.
   std::string deadlock() const;
 
   // What is left of it for a thread that knows all that had ended.

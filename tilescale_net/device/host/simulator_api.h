@@ -17,9 +17,9 @@ struct Index3 {
   unsigned x, y, z;
 };
 
-// Who touched 4 bytes of this rank's memory last, in one launch: stamps of the last store and of the last loads of two
-// warps, and what they were: the variable's name (48 bits) and the site, plus 1, of the thread's latest primitive. A
-// stamp: epoch of the warp (32 bits), warp (16), lane (5), which of the bytes (4), whether atomically (1). 0: none.
+// The last accesses to 4 bytes of this rank's memory, in one launch: stamps of the last store and of the last loads of
+// two warps, and what they were: the variable's name (48 bits) and the site, plus 1, of the thread's latest primitive.
+// A stamp: epoch of the warp (32 bits), warp (16), lane (5), which of the bytes (4), whether atomically (1). 0: none.
 struct LocalCell {
   uint64_t store, load[2];
   uint64_t store_info, load_info[2];
@@ -152,7 +152,7 @@ struct Ordering {
 };
 
 struct RemoteApi {
-  // By every thread of the scope, before the scope meets: its next barrier finds out who calls something else.
+  // By every thread of the scope, before the scope meets: its next barrier finds threads that call something else.
   void (*announce)(const Call&);
   // By the leader, after the scope has met: checks and records what the call does.
   void (*begin)(const Call&);
