@@ -1,7 +1,7 @@
 """Copies of runs of vectors through registers, whose loads do not wait for the stores before them.
 
 Stores to a peer leave at the rate of the links, and loads that a thread issues behind them come late. So it loads the
-next rows before it stores those that it has: while these leave, the next ones come. Each warp has one run, so that all
+next rows before it stores the loaded ones: while these leave, the next ones come. Each warp has one run, so that all
 links are in use from beginning to end, and what stays on this PE holds up nothing that leaves.
 """
 

@@ -27,7 +27,7 @@ class Sides:
     Attributes:
         given: of this rank, as a call of the operator takes them.
         calls: by the name of the column; "ours" is one of them, "operator" none.
-        plain: names of those that cannot be captured in a CUDA graph.
+        plain: names of calls that cannot be captured in a CUDA graph.
         wrong: what is wrong with our result, or None; called after ours has run.
         free: gives back what the sides hold.
         op: the fused call's object.

@@ -180,7 +180,7 @@ class Timer:
         """As `measure`, for several operations by turns, so that a clock that changes changes for all; by name.
 
         Args:
-            plain: those that are launched from Python, because they cannot be captured.
+            plain: calls that are launched from Python, because they cannot be captured.
         """
         if not self.on_gpu:
             return {name: self._wall_clock(launch) for name, launch in launches.items()}

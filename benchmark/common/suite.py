@@ -3,7 +3,7 @@
 python -m tilescale_net bench --quick
 python -m tilescale_net bench --output report.html --only put_signal,all_gather
 
-The page is written after each benchmark: what ends the suite early (Ctrl-C, SIGTERM) leaves what there is.
+The page is written after each benchmark: what ends the suite early (Ctrl-C, SIGTERM) leaves the page as it is.
 """
 
 import argparse

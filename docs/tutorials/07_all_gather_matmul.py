@@ -17,8 +17,8 @@ multiplications on tensor cores, and that of the rows on the links. How close do
 
 Three things to look at. The order of puts: hop by hop, so that a rank's rows go first to the rank that needs them next,
 and no link has two senders at a time. Step 4 cannot hang, because its blocks all run at once: a kernel with more blocks
-than fit might fill the GPU with those that wait. And T.copy: in kernels that communicate it uses ordinary accesses,
-which a wait orders; what reads by TMA (T.tma_copy) waits with `proxy="async"`.
+than fit might fill the GPU with waiting ones. And T.copy: in kernels that communicate it uses ordinary accesses, which
+a wait orders; what reads by TMA (T.tma_copy) waits with `proxy="async"`.
 
 With GPUs, each step prints its time and its share of the bound; without, what the bound is for the shape that GPUs get, and
 that the results are right; docs/results/products.md has what two H100s printed.

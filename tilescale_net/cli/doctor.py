@@ -27,7 +27,7 @@ class Finding:
     Attributes:
         what: is checked.
         state: GOOD, WARNING, MISSING or UNUSED.
-        found: what there is.
+        found: the present state.
         remedy: what to do, where something is to do.
     """
 

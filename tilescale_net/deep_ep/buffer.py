@@ -202,7 +202,8 @@ class Buffer:
         out, weights = high_throughput.combine(self._objects, x, handle[-1], topk_weights, bias, num_sms)
         return out, weights, end(async_finish)
 
-    # DeepEP's calls between nodes, which take and give the same but for parts of the handle: here they are the same calls.
+    # DeepEP's calls between nodes, which take and give the same except parts of the handle: here they are the same
+    # calls.
     internode_dispatch, internode_combine = dispatch, combine
 
     # -- low latency ------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def layout(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> tuple[torch.
 
 
 def _widened(tensor: torch.Tensor, width: int, fill) -> torch.Tensor:
-    """Columns up to `width`, of `fill` where there are none."""
+    """Columns up to `width`, missing ones of `fill`."""
     missing = width - tensor.shape[1]
     return torch.nn.functional.pad(tensor, (0, missing), value=fill) if missing else tensor.contiguous()
 

@@ -55,7 +55,7 @@ def group_of(comm) -> StoreGroup:
 
 
 def _meeting_place(others: Iterable[str]) -> tuple[int, str]:
-    """Address family and number of this host, as ranks on the hosts of other names reach it; loopback where there are none."""
+    """Address family and number of this host, as ranks on the hosts of other names reach it; else loopback."""
     others = sorted(others)
     if not others:
         return socket.AF_INET, "127.0.0.1"

@@ -40,7 +40,7 @@ TSN_DEVICE void queue_put_value(const Context* ctx, void* dst, uint64_t value, i
 
 namespace detail {
 
-// Puts that are none, that fit their descriptor, or that need more than one.
+// Puts of nothing, puts that fit their descriptor, and puts that need more than one.
 template <bool publish>
 TSN_COLD void queue_put_inline_or_split(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
   const int small = inline_bytes(ctx, dst, src, bytes);

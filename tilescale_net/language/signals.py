@@ -64,7 +64,7 @@ def signal_block(sig: Place, value: Number, pe: Number, op: str = "set", *, fenc
     Args:
         sig, value, pe, op: as in `signal`.
         fence: a thread that sees the signal sees all earlier puts to `pe` of this block or synchronised with it. False
-            where there are none to order, as in an answer to what was read.
+            if there are none to order, as in an answer to what was read.
     """
     return _signal("block", sig, value, pe, op, fence)
 

@@ -14,7 +14,7 @@ class AbortPage:
     """Made before the page exists: threads may ask at any time, also when it is gone.
 
     Attributes:
-        address: of the page, which kernels reach too; 0 while there is none.
+        address: of the page, which kernels reach too; 0 without a page.
     """
 
     def __init__(self):

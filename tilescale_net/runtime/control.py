@@ -318,7 +318,7 @@ class Control:
         """Tell the other ranks that this one fails, and why; the first word of any rank stays.
 
         Args:
-            text: the reason; of another rank, what befell it.
+            text: the reason; of another rank, what happened to it.
             rank: another rank, which cannot report it itself.
             seconds: how long the store may take; a process that ends at once is not heard.
             key: see job_store.failed_key; default that of now.

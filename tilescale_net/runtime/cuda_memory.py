@@ -150,7 +150,7 @@ class CudaMemory:
         return address
 
     def grow(self, size: int) -> None:
-        """Have so many bytes for the heap. Raises TileScaleError when there are none."""
+        """Grow the heap to so many bytes. Raises TileScaleError if that fails."""
         assert self._growing is not None  # a heap at its limit does not call this
         self._growing.grow(size)
         self.size = size

@@ -99,7 +99,8 @@ class Range:
         self.address = driver.reserve(limit)
 
     def extend(self, size: int, memory: object | None = None) -> object:
-        """Map `memory`, or new memory, of `size` bytes behind what there is; returns it. It belongs to this object then.
+        """Map `memory`, or new memory, of `size` bytes behind the mapped part; returns it. It belongs to this object
+        then.
 
         Raises:
             TileScaleError: nothing is mapped, and the memory is given back.

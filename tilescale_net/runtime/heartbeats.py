@@ -1,8 +1,8 @@
 """What the ranks of a job report to each other through its store while all is well: that they live, and that none
 failed.
 
-One host sends as few requests as it can: one of its ranks sends heartbeats for all of them, with those that are
-stopped. Each rank looks at one key for failures, and at the heartbeats of all hosts with one request.
+One host sends as few requests as it can: one of its ranks sends heartbeats for all of them, with the stopped ones. Each
+rank looks at one key for failures, and at the heartbeats of all hosts with one request.
 """
 
 import json

@@ -45,7 +45,7 @@ class Memory(Protocol):
         """
 
     def grow(self, size: int) -> None:
-        """Have so many bytes for the heap. Raises TileScaleError or OSError when there are none."""
+        """Grow the heap to so many bytes. Raises TileScaleError or OSError if that fails."""
 
     def grown_handle(self) -> tuple[Any, ...]:
         """What a peer on this host needs to map what `grow` has added."""

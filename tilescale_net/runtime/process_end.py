@@ -25,7 +25,7 @@ def install(current: Callable, take: Callable, forget: Callable[[], None]) -> No
 
     Args:
         current: returns the worlds of this process.
-        take: the same, in the order in which they may end, and there are none any more.
+        take: the same, in the order in which they may end; afterwards none are left.
         forget: called in a child made by fork, which is no rank.
     """
     global _installed

@@ -1,7 +1,7 @@
 """How ranks find each other: torch.distributed's default process group, made here where the user has made none.
 
 torch waits for ranks in several places, each with an error of its own that names no rank. Here every rank announces
-itself in the store, so that a rank that waits in vain can name those that are missing.
+itself in the store, so that a rank that waits in vain can name the missing ones.
 """
 
 import atexit

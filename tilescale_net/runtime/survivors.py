@@ -24,8 +24,7 @@ class Survivors:
 
 
 def call_roll(control, watchdog, seconds: float) -> list[int]:
-    """The members that go on: those that come here within `seconds`. Called by each of them when its kernels have
-    ended.
+    """The members that go on: they come here within `seconds`. Called by each of them when its kernels have ended.
 
     No rank waits for ranks that are known to be lost. Ranks that are given up and may live are ended: what they
     launched would write into memory that has a new use.

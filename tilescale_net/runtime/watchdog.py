@@ -307,7 +307,7 @@ class Watchdog:
     # -- processes of this host -------------------------------------------------------------------------------------
 
     def _dead(self) -> list[int]:
-        """Ranks whose process has ended, except those that left in good order."""
+        """Ranks whose process has ended, except ranks that left in good order."""
         return sorted(self._ended() - self._departed)
 
     def _ended(self) -> set[int]:

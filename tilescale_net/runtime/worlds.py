@@ -129,7 +129,7 @@ def default() -> World:
     """The world that calls without a group mean: that of all ranks of the job, or else the only one.
 
     Raises:
-        TileScaleError: there is none, or there are several.
+        TileScaleError: no world exists, or several do.
     """
     first = _first()
     for world in first:
@@ -194,7 +194,7 @@ def holding(name: str, arguments) -> World:
     """The world whose heap holds the symmetric tensors among a kernel's arguments; without any the default one.
 
     Raises:
-        KernelError: they lie in several; or there are none, and no default.
+        KernelError: they lie in several; or in none, and there is no default.
     """
     found = None
     for value in arguments:
@@ -236,7 +236,7 @@ def _take(world: World) -> World:
 
 
 def _take_all() -> list[World]:
-    """The worlds, the newest first; there are none any more."""
+    """The worlds, the newest first; none are left afterwards."""
     taken = _alive[::-1]
     _alive.clear()
     _beside.clear()

@@ -26,7 +26,7 @@ FLAGS = (
 
 @functools.cache
 def compiler() -> tuple[str, ...]:
-    """The host compiler's command: $CXX, g++, clang++ or c++. Raises ConfigurationError when there is none."""
+    """The host compiler's command: $CXX, g++, clang++ or c++. Raises ConfigurationError if none is found."""
     named = settings.CXX.get()
     candidates = [named] if named else [["g++"], ["clang++"], ["c++"]]
     for command in candidates:

@@ -83,7 +83,7 @@ def key(function: Callable, args: tuple, kwargs: dict, options: dict) -> str | N
 
 
 def get_or_build(name: str, key: str, make: Callable[[], Kept]) -> Kept:
-    """The kernel that is kept under `key`, made now if there is none."""
+    """The kernel that is kept under `key`, made now if none is."""
     return cache.get_or_write(name, key, ".kept", make, Kept.parse)
 
 

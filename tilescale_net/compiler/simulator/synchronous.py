@@ -53,7 +53,7 @@ _REFUSED_CALLS = {
 
 
 def rewrite(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The kernel without such operators. Raises SimulatorUnsupported for those that it cannot do without."""
+    """The kernel without such operators. Raises SimulatorUnsupported for operators that it needs."""
 
     refused: list[str] = []  # TVM, which calls `replace`, would make another error of one that it raises
 

@@ -49,7 +49,7 @@ public:
   void send_count(int peer, uint64_t meeting, uint64_t count, const std::function<void()>& serve);
   int64_t peer_count(int peer, uint64_t meeting) const;
 
-  std::vector<uint64_t> receives_posted; // per rail, kept by the benchmarks: those that no message has used up yet
+  std::vector<uint64_t> receives_posted; // per rail, kept by the benchmarks: not yet used up by messages
 
 private:
   struct alignas(64) ControlPage {

@@ -18,7 +18,7 @@ struct Limits {
 
 struct Result {
   uint64_t schedules = 0; // executions that ran to their end
-  uint64_t cut = 0;       // and those that were given up because they would have repeated others
+  uint64_t cut = 0;       // executions given up because they would have repeated others
   uint64_t states = 0;    // of memory at the end, that differ
   uint64_t events = 0;    // of the longest execution
   bool complete = false;

@@ -1,4 +1,5 @@
-// Python's view of the fabric: what there is, options, and a Transport for tests and scripts (one call per operation).
+// Python's view of the fabric: what is offered, options, and a Transport for tests and scripts (one call per
+// operation).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,4 +1,4 @@
-// A launch whose arguments are known but for some: what a call costs is the conversion of those.
+// A launch with all but some arguments known: a call only converts the others.
 #pragma once
 
 #include <Python.h>

@@ -44,7 +44,7 @@ public:
     }
   }
 
-  // All adds that no kernel has claimed, of which the first `claimed` are none. They count as claimed from now on.
+  // All adds that no kernel has claimed; kernels have claimed the first `claimed`. They count as claimed from now on.
   Sums take(uint64_t claimed) {
     Sums sums = std::exchange(waiting_, {});
     for (; claimed != published_; claimed++) {

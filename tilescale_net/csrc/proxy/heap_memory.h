@@ -47,7 +47,7 @@ public:
 };
 
 std::unique_ptr<HeapMemory> make_host_memory(void* base);
-// The same, but for adds: like those of make_cuda_memory() they are left to waiting kernels.
+// The same, except adds: they are left to waiting kernels, as by make_cuda_memory().
 std::unique_ptr<HeapMemory> make_host_memory_with_mailbox(void* base, int mailbox);
 
 // For the thread that calls it: makes the device's primary context current. `mailbox` is the number of

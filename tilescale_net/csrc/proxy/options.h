@@ -14,7 +14,7 @@ namespace tsn::proxy {
 struct ProxyOptions {
   int rank = 0;
   int n_pes = 1;
-  std::vector<int> peers;   // the PEs to serve: those that kernels cannot reach directly
+  std::vector<int> peers;   // the PEs to serve: kernels cannot reach them directly
   Memory heap;              // this PE's symmetric heap
   bool defers_adds = false; // see adds_are_deferred()
   uint64_t abort_word = 0;  // uint32_t* in host memory: set when the proxy gives up, and ends it when set by others
@@ -49,7 +49,7 @@ inline int thread_of(const ProxyOptions& options, int peer) { return peer % opti
 inline int thread_of(const ProxyOptions& options, int peer, int number) {
   return (thread_of(options, peer) + number) % options.threads;
 }
-// How many threads are homes: those that have a queue.
+// The number of threads that are homes: they have a queue.
 inline int home_threads(const ProxyOptions& options) {
   return options.threads < options.queues ? options.threads : options.queues;
 }

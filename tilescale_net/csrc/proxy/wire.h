@@ -36,7 +36,7 @@ struct MarkRecord {
   uint8_t flags;
   uint8_t reserved;
   uint32_t sequence;      // of this mark
-  uint32_t after_mark;    // the mark that must be applied first; itself when there is none
+  uint32_t after_mark;    // the mark that must be applied first; itself if none
   uint32_t groups_before; // all groups before this one must be complete
   uint32_t group;         // own group, if count is not 0
   uint32_t count;         // chunks of the own group

@@ -2,7 +2,7 @@
 //
 // A clock holds an epoch for each key that is known. What the keys stand for:
 //   all      everything that the rank has done up to this epoch, its transfers included
-//   ended    the same but for its puts, which the end of a kernel does not complete
+//   ended    the same except its puts, which the end of a kernel does not complete
 //   steps    what a warp of the rank has done by itself: its loads and stores, and that it has made its calls; of all
 //            lanes, or of one, as the word states
 //   fenced   the warp's puts to a PE up to this epoch come before a fence for it

@@ -141,7 +141,7 @@ struct RaceMemory {
   std::vector<uint32_t> ended;                                // what each had finished when the launch was requested
   std::unordered_map<uint64_t, SignalHistory> words;          // signal words of this heap, by index
   Known any = nothing_known();                                // to a thread that has seen any
-  Known learnt = nothing_known();                             // to launches of this rank after those that have ended
+  Known learnt = nothing_known();                             // to launches of this rank after the ended ones
   std::map<std::pair<uint32_t, int>, uint32_t> put_epochs;    // by warp and PE: of the latest put of ended launches
   std::map<std::pair<uint32_t, int>, uint32_t> thread_epochs; // the same of what single threads put
   uint32_t flushed = 0;                                       // all of its transfers up to this epoch are done
@@ -189,7 +189,7 @@ private:
   Known fetch(const Message& m);
 };
 
-// `pages`: of all ranks; none where one of them cannot be followed. `heaps`: 0 for those that are not mapped.
+// `pages`: of all ranks; empty where one of them cannot be followed. `heaps`: 0 for unmapped ones.
 void attach_race_memory(int me, uint64_t base, uint64_t bytes, const std::vector<uint64_t>& pages,
                         const std::vector<uint64_t>& heaps);
 void detach_race_memory(uint64_t base);
