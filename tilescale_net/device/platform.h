@@ -42,11 +42,12 @@
 //   void fence<MemScope>()                  acquire and release fence of that scope
 //   T load_constant(const T*)               a value that never changes while the kernel runs (context fields); issued
 //                                           where it is written, so that loads in a row overlap
-//   T load_invariant(const T*)              the same, 4 or 8 bytes, but loaded where the compiler likes, and only once:
-//                                           also ahead of the conditions that guard it, so p must be readable anyway
-//   uint64_t load_invariant_here(const uint64_t*)          the same, but not before the conditions that guard it
-//   uint64_t load_recent(const uint64_t*)   global memory, as it was at the block's latest acquire or later; from L1
-//                                           where that is recent enough
+//   T load_invariant(const T*)              the same, 4 or 8 bytes, but loaded where the compiler chooses, and only
+//                                           once: also ahead of the conditions that guard it, so p must be readable
+//                                           anyway uint64_t load_invariant_here(const uint64_t*)          the same, but
+//                                           not before the conditions that guard it uint64_t load_recent(const
+//                                           uint64_t*)   global memory, as it was at the block's latest acquire or
+//                                           later; from L1 where that is recent enough
 //   T load_data(const T*)                   global memory that others write: T of 1, 2, 4, 8 bytes or Vec16; relaxed at
 //                                           system scope, not through the read-only cache, not kept in L1
 //   void store_data(T*, T)                  the store to match

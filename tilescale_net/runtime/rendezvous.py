@@ -115,7 +115,7 @@ def connect(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Pro
 
 
 def _prefix() -> str:
-    """Before the keys of this job: a second job that comes to the same port by mistake does not speak for this one."""
+    """Before the keys of this job: a second job that comes to the same port by mistake does not act for this one."""
     name = placement.job().name
     return f"tsn/{name}" if name else "tsn"
 

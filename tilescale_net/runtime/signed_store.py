@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 _CODE = 16  # bytes
-_TURNS = 16  # how often a stranger may come in between before a rank gives up being the first to say something
+_TURNS = 16  # how often another writer may come in between before a rank gives up being the first to write
 
 
 class SignedStore:

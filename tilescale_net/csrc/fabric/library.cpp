@@ -20,7 +20,7 @@ bool find(void* handle, const char* name, F& function) {
 
 std::string version_text(const Library& lib) {
   // "fi_version" has major and minor only; the string that libfabric prints has the patch level too.
-  const char* text = lib.tostr(&lib, FI_TYPE_VERSION); // reads nothing of its argument, but wants one
+  const char* text = lib.tostr(&lib, FI_TYPE_VERSION); // reads nothing of its argument, but needs one
   if (text && *text) return text;
   return std::to_string(FI_MAJOR(lib.version)) + "." + std::to_string(FI_MINOR(lib.version));
 }

@@ -34,7 +34,7 @@ public:
   // --- set-up ------------------------------------------------------------------------------------------------------
   std::string name() const; // the endpoint's address, opaque
   fi_addr_t insert(const std::string& name);
-  // `token`: what the peer wants to see in messages to it; it will put token() of this rail into its own.
+  // `token`: what the peer expects in messages to it; its own messages will carry token() of this rail.
   void expect_messages_from(int peer, uint64_t token) {
     if (static_cast<size_t>(peer) >= known_.size()) known_.resize(peer + 1, false), tokens_.resize(peer + 1, 0);
     known_[peer] = true;
@@ -63,7 +63,7 @@ public:
   struct Target {
     int peer;
     fi_addr_t address;
-    uint64_t remote; // what the provider wants: an address or an offset
+    uint64_t remote; // in the form of the provider: an address or an offset
     uint64_t key;
   };
   Post write(const Target& to, const void* source, void* desc, const Transport::Copy& copy);

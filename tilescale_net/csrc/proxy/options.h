@@ -43,7 +43,7 @@ inline bool adds_are_deferred(const ProxyOptions& options) {
   return options.defers_adds || options.heap.kind == Memory::cuda;
 }
 
-// The thread of rank `pe` that talks with rank `peer`: its home thread.
+// The thread of rank `pe` that serves rank `peer`: its home thread.
 inline int thread_of(const ProxyOptions& options, int peer) { return peer % options.queues % options.threads; }
 // The threads that share what goes to `peer`: number 0 is its home, the others help.
 inline int thread_of(const ProxyOptions& options, int peer, int number) {

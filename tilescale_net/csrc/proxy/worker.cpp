@@ -12,7 +12,7 @@ namespace tsn::proxy {
 namespace {
 
 constexpr uint32_t kAddressMagic = 0x74736e31;
-constexpr uint32_t kLeastImmediates = 4; // that a peer may send before it hears of them
+constexpr uint32_t kLeastImmediates = 4; // that a peer may send before they are reported to it
 
 int bits_for(int n) {
   int bits = 0;

@@ -54,7 +54,7 @@ public:
   void fenced(uint32_t warp, unsigned lane, MemScope scope);
   // `line`: of the wait.
   void waited(uint32_t warp, unsigned lane, int line, const uint64_t* signal, const Seen& seen);
-  // A call begins, in a warp that speaks for its scope. Returns what is wrong with it, or nothing.
+  // A call begins, in a warp that acts for its scope. Returns what is wrong with it, or nothing.
   std::string begin(const Actor& actor, const Call& call);
   // What a signal of this rank carries to the PE; `put_epoch`: of the put_signal that it belongs to, or 0.
   Message message(uint32_t warp, unsigned lane, int pe, const uint64_t* signal, uint32_t put_epoch);
