@@ -127,7 +127,7 @@ PROXY_PEER_THREADS = Setting(
     "TSN_PROXY_PEER_THREADS",
     setting.whole(1),
     1,
-    "proxy threads that share large puts and gets of one PE, in pieces of at least 64K; the others help its own",
+    "proxy threads that share large puts and gets of one PE, in chunks of at least 64K; the others help its own",
     "1",
 )
 PROXY_CPUS: Setting[str | list[int]] = Setting(
@@ -138,7 +138,7 @@ PROXY_CPUS: Setting[str | list[int]] = Setting(
     "not pinned",
 )
 PROXY_CAPACITY = Setting("TSN_PROXY_CAPACITY", setting.power_of_two(2), 1024, "descriptors in a queue's ring", "1024")
-PROXY_CHUNK = Setting("TSN_PROXY_CHUNK", parse_bytes, 1 << 20, "bytes of the pieces that puts travel in", "1M")
+PROXY_CHUNK = Setting("TSN_PROXY_CHUNK", parse_bytes, 1 << 20, "bytes of the chunks that puts travel in", "1M")
 PROXY_STAGING = Setting(
     "TSN_PROXY_STAGING",
     setting.flag,
