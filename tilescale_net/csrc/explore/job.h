@@ -1,4 +1,4 @@
-// All ranks of a small job in this process, run one event at a time: what may come next is for the caller to choose.
+// All ranks of a small job in this process, run one event at a time: the caller chooses what comes next.
 //
 // A process is a thread of a kernel from its first access to a word by which threads order each other; or the beginning
 // of a block; or an operation that is on its way to another rank. An event of a thread is such an access, or a call

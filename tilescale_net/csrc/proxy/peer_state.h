@@ -54,7 +54,7 @@ struct PeerState {
   uint32_t open_interval() { return first_interval + (uint32_t)intervals.size() - 1; }
   // Something was sent since the latest flush mark whose completion here does not mean completion at the peer.
   bool needs_flush_mark = false;
-  // `out.issued()` behind the mark with which a drain has last asked the peer.
+  // `out.issued()` behind the mark that the last drain has sent to the peer.
   uint64_t drained_up_to = 0;
 
   uint32_t in_flight = 0;          // posted chunks
@@ -75,8 +75,8 @@ struct PeerState {
   bool reply = false;       // it waits for one
   bool ack_pending = false; // one is due when `ack_position` of the heap's incoming work has completed
   uint64_t ack_position = 0;
-  uint64_t ack_groups = 0, ack_marks = 0;     // what it will say
-  uint64_t acked_groups = 0, acked_marks = 0; // what the latest one said
+  uint64_t ack_groups = 0, ack_marks = 0;     // its content
+  uint64_t acked_groups = 0, acked_marks = 0; // content of the latest one
   bool ack_due = false;                       // listed among the peers with news for acknowledgements
   bool has_messages = false;                  // listed among the peers with messages to post
 

@@ -53,7 +53,7 @@ public:
   bool staged() const { return workers_[0]->staged(); }
   uint64_t chunk_bytes() const { return workers_[0]->chunk_bytes(); }
   uint32_t staging_slots() const { return workers_[0]->staging_slots(); }
-  // Memory and endpoints that it takes, by name.
+  // The memory and endpoints of this proxy, by name.
   std::map<std::string, uint64_t> sizes() const;
   const ProxyOptions& options() const { return options_; }
 

@@ -1,4 +1,4 @@
-// What proxies tell each other in messages. A message is a sequence of records, each a multiple of 8 bytes long.
+// What proxies send each other in messages. A message is a sequence of records, each a multiple of 8 bytes long.
 //
 // Messages may arrive in any order, and before or after the data chunks that were posted first. Numbers of groups and
 // marks are monotonic 64-bit counters of which the low 32 bits travel; windows are far smaller, so they are recovered
@@ -92,8 +92,7 @@ struct AbortRecord {
 };
 static_assert(sizeof(AbortRecord) == 8, "AbortRecord layout");
 
-// --- staging slots: a header, then chunks, each behind a header of its own and padded to a multiple of 8 bytes
-// ---------
+// --- staging slots: a header, then chunks, each behind its own header and padded to a multiple of 8 bytes ---------
 struct SlotHeader {
   uint32_t pieces;
   uint32_t bytes; // of the whole slot

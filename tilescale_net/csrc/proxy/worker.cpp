@@ -250,8 +250,7 @@ void Worker::drain() {
   for (auto& s : peers_) {
     if (!s || !s->out.unsettled() || proxy_state_->excused(s->pe)) continue;
     settled = false;
-    // What has been sent since the peer was asked, by descriptors that were still in a queue then, needs a mark of its
-    // own.
+    // What has been sent since the last mark, by descriptors that were still in a queue then, needs a mark of its own.
     if (s->drained_up_to == s->out.issued() || !has_room(*s)) continue;
     append_mark(s.get(), s->out.flush());
     s->drained_up_to = s->out.issued();

@@ -94,7 +94,7 @@ private:
     enum Kind : uint8_t { answer, slot, piece };
     uint64_t position;
     PeerState* peer;
-    uint32_t index; // of the get or the slot; of a chunk that a helper has got, its group
+    uint32_t index; // of the get or the slot; of a chunk that a helper has received, its group
     Kind kind;
   };
 

@@ -242,7 +242,7 @@ void Worker::failed_event(const Event& event) {
   if (f) text += " (" + std::to_string(f->bytes) + " bytes at heap offset " + std::to_string(f->offset) + ")";
   text +=
       " failed: " + std::string(event.text ? event.text : "no reason given") + " (" + std::to_string(event.code) + ")";
-  // What a vanished process looks like from here; any other code is the network's own trouble.
+  // What a vanished process looks like from here; any other code is a failure of the network.
   const bool gone = fabric::means_gone(event.code);
   if (gone) text += "; PE " + std::to_string(pe) + "'s process seems to be gone: look at that rank's output";
   else text += "; check the link, and the provider's limits and log (FI_LOG_LEVEL=warn)";

@@ -1,4 +1,4 @@
-// What primitives tell the simulator: calls of a scope that do not agree, and the order of what they do.
+// What primitives report to the simulator: calls of a scope that do not agree, and the order of what they do.
 #include "grid.h"
 
 #include "tilescale_net/device/context.h"
@@ -92,7 +92,7 @@ void Grid::begin(const Call& call) {
   if (race_.empty()) race_ = wrong; // reported at the end: other ranks need the rest of the kernel
 }
 
-// What a rank that is not followed sends may tell everything; to PEs that are not mapped it goes by the proxy.
+// A signal of a rank that is not followed may carry everything; to PEs that are not mapped it goes by the proxy.
 void Grid::untold(const Call& call) {
   RaceMemory* memory = heap_;
   if (!memory) return;
