@@ -41,7 +41,7 @@ _VICTIM = re.compile(
 
 def _die_with_launcher() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != _launcher:  # which ended before it could tell
+    if os.getppid() != _launcher:  # which ended before the call above
         os._exit(1)
 
 
@@ -127,7 +127,7 @@ class Rank:
         return bool(_VICTIM.search(self.output.last_error()))
 
     def exit_description(self) -> str:
-        """How the process ended, in words."""
+        """How the process ended, as text."""
         if self.code < 0:
             name = signal.Signals(-self.code).name if -self.code in list(signal.Signals) else f"signal {-self.code}"
             return f"killed by {name}"

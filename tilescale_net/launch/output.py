@@ -1,4 +1,4 @@
-"""What the ranks of a job say: rank 0 as it is, the others kept for the moment they fail."""
+"""The output of a job's ranks: of rank 0 as it is, of the others kept until they fail."""
 
 import collections
 import fcntl

@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start what the parsed flags of `add_arguments` ask for; the job's exit code."""
+    """Start what the parsed flags of `add_arguments` request; the job's exit code."""
     messages.program = "tilescale_net run"
     for variable, _, _ in FLAGS.values():
         value = getattr(args, variable)

@@ -83,7 +83,7 @@ def fabric_include() -> list[str] | None:
 
 
 def missing_headers() -> dict[str, str]:
-    """What is missing, in words, by the Debian package that has it."""
+    """What is missing, as text, by the Debian package that has it."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     found = {}
     if python_include() is None:
@@ -133,7 +133,7 @@ def _run(*command: str, cwd: str | None = None) -> bool:
 
 
 def _install(packages: list[str]) -> bool:
-    """As root, by apt; the package lists are brought up to date when they do not know the packages."""
+    """As root, by apt; the package lists are brought up to date when they lack the packages."""
     apt = ["apt-get", *QUICK, "-qq"]
     install = [*apt, "install", "-y", "--no-install-recommends", *packages]
     say(f"installing {' and '.join(packages)} (up to a minute)")

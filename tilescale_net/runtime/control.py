@@ -297,7 +297,7 @@ class Control:
         )
 
     def _unheard(self) -> list[int]:
-        """Ranks that do not say that they live when a call has failed on all of them."""
+        """Ranks that send no sign of life when a call has failed on all of them."""
         key = f"failing/{self.era}/{self._calls}"
         try:
             self.store.ask(lambda s: s.set(f"{key}/{self.rank}", "1"), _REASON)
@@ -315,7 +315,7 @@ class Control:
     def announce_failure(
         self, text: str, rank: int | None = None, seconds: float = 1.0, key: str | None = None
     ) -> None:
-        """Tell the other ranks that this one fails, and why; the first word of any rank stays.
+        """Report to the other ranks that this one fails, and why; the first report of any rank stays.
 
         Args:
             text: the reason; of another rank, what happened to it.

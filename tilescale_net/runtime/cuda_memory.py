@@ -22,7 +22,7 @@ def _runtime():
 
 
 def check(result: tuple, what: str):
-    """Unpack a cuda-bindings result; raises TileScaleError that names the call and CUDA's own words for the error."""
+    """Unpack a cuda-bindings result; raises TileScaleError with the call and CUDA's message."""
     error, *values = result
     if int(error) != 0:
         rt = _runtime()
@@ -335,7 +335,7 @@ class _Allocation:
 
     @classmethod
     def held(cls) -> str:
-        """How much memory tensors of closed heaps keep, in words; empty when none."""
+        """How much memory tensors of closed heaps keep, as text; empty when none."""
         size = sum(a.size for a in cls._alive if a.left_behind)
         return f" (tensors from before finalize() still hold {size} bytes; drop them)" if size else ""
 

@@ -113,7 +113,7 @@ def own_number(group: dist.ProcessGroup | StoreGroup | None) -> tuple[int, int]:
 
 
 def named(members: Sequence[int]) -> str:
-    """Ranks in words, such as "2, 3" or "0, 8, 16, … 56 (8 ranks)"."""
+    """Ranks as text, such as "2, 3" or "0, 8, 16, … 56 (8 ranks)"."""
     if len(members) <= 8:
         return ", ".join(map(str, members))
     return f"{', '.join(map(str, members[:3]))}, … {members[-1]} ({len(members)} ranks)"

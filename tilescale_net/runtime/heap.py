@@ -268,8 +268,8 @@ class Heap:
         self._freed = {freed: offset for freed, offset in self._freed.items() if offset not in restored}
 
     def describe(self, offset: int) -> str | None:
-        """The element at a heap offset in words, such as "[2, 0] of zeros([4, 2], torch.uint64)"; None where none is."""
-        for start, (name, shape, dtype) in list(self._made.items()):  # another thread may ask
+        """The element at a heap offset as text, such as "[2, 0] of zeros([4, 2], torch.uint64)"; None where none is."""
+        for start, (name, shape, dtype) in list(self._made.items()):  # another thread may call
             index = (offset - start) // dtype.itemsize
             if start in self._allocator.live and 0 <= index < math.prod(shape):
                 at = []

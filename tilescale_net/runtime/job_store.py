@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tilescale_net.errors import PeerLost
 from tilescale_net.runtime.signed_store import SignedStore
 
-ALARMS = "alarms"  # key of the number of reasons to look closer: failures, and questions what the ranks do
+ALARMS = "alarms"  # key of the number of reasons to look closer: failures, and requests for what the ranks do
 _STEP = 0.25  # seconds; time is counted in steps, so that a process that was stopped itself does not blame the store
 
 
@@ -138,7 +138,7 @@ def get(store: SignedStore, key: str) -> str | None:
 
 
 def failed_key(era: int) -> str:
-    """Key of the first failure, as [rank, words]. Era: how often lost ranks were given up, after which others count."""
+    """Key of the first failure, as [rank, text]. Era: how often lost ranks were given up, after which others count."""
     return f"failed in era {era}" if era else "failed"
 
 

@@ -1,4 +1,4 @@
-"""The end of this process while its rank is in a job: the other ranks learn of it, and why.
+"""The end of this process while its rank is in a job: it is reported to the other ranks, with the reason.
 
 Uncaught exceptions, `sys.exit`, the end of the program, `finalize` and children made by fork all come here. What ends a
 rank without Python's doing (a signal, os._exit) is found by the other ranks' watchdogs.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tilescale_net.runtime import settings
 
-# Seconds without a word; a step that is shorter is not worth a line.
+# Seconds without output; a step that is shorter is not worth a line.
 SILENCE_S = 5.0
 
 

@@ -116,7 +116,7 @@ class RunningProxy:
         self.meet_peers(call)
 
     def explain(self, reason: str) -> None:
-        """Tell the peers why this rank is about to set its abort word. The first reason counts."""
+        """Send the peers the reason why this rank is about to set its abort word. The first one counts."""
         proxy = self._proxy  # another thread may end it
         if proxy is not None:
             proxy.explain(reason)

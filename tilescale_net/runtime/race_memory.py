@@ -1,4 +1,4 @@
-"""What the ranks of the simulator share so that each can tell its accesses from those of others that nothing orders."""
+"""What the ranks of the simulator share so that each can find accesses of others that nothing orders with its own."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""One environment variable: its name, how its text is read, and what its errors say."""
+"""One environment variable: its name, how its text is read, and its errors."""
 
 import difflib
 import math

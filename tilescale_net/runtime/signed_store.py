@@ -16,7 +16,7 @@ _TURNS = 16  # how often another writer may come in between before a rank gives 
 
 
 class SignedStore:
-    """A store of torch in which words count only when they are signed.
+    """A store of torch in which values count only when they are signed.
 
     Args:
         store: torch's, under the prefix of the job.
@@ -29,7 +29,7 @@ class SignedStore:
         self._known: set[str] = set()  # keys under which a rank of the job has written; none is ever removed
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Say something under `key`, in the place of what was said there."""
+        """Write a value under `key`, in the place of an earlier one."""
         self._store.set(key, self._signed(key, value))
 
     def get(self, key: str) -> bytes | None:
@@ -52,7 +52,7 @@ class SignedStore:
         return None not in self.get_all(new)
 
     def set_once(self, key: str, value: str) -> bytes:
-        """Say something under `key` unless a rank has said anything there; what is said there now."""
+        """Write a value under `key` unless a rank has written one; returns what is there now."""
         mine, stands = self._signed(key, value), b""
         for _ in range(_TURNS):
             stands = self._store.compare_set(key, stands, mine)
@@ -61,7 +61,7 @@ class SignedStore:
         return value.encode()
 
     def add(self, key: str, number: int) -> int:
-        """Count up; numbers are not signed, so they may only say that it is worth to look."""
+        """Count up; numbers are not signed, so they may only show that a look is due."""
         return self._store.add(key, number)
 
     def _code(self, key: str, value: bytes) -> bytes:

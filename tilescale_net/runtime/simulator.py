@@ -1,4 +1,4 @@
-"""Settings of the simulator: which schedule it runs, when remote writes arrive, what machine it stands for.
+"""Settings of the simulator: which schedule it runs, when remote writes arrive, what machine it simulates.
 
 One seed makes a different schedule of every launch and every rank, and the same ones again in the next run.
 """

@@ -51,7 +51,7 @@ def call_roll(control, watchdog, seconds: float) -> list[int]:
         if decided is not None:
             break
         if here | out >= set(members) or time.monotonic() > end:
-            # The first word counts, so that all go on with the same ranks.
+            # The first list counts, so that all go on with the same ranks.
             word = json.dumps(sorted(here - out))
             store.ask(lambda s, word=word: s.set_once(f"{key}/members", word))
         else:
@@ -75,7 +75,7 @@ def _end(watchdog, rank: int, ranks: set[int]) -> None:
 
 
 def stay_out(control) -> None:
-    """Tell the others that this rank does not go on, and that its kernels have ended."""
+    """Report to the others that this rank does not go on, and that its kernels have ended."""
     key = f"{_key(control)}/%s/{control.rank}"
     try:
         control.store.ask(lambda s: [s.set(key % word, "1") for word in ("out", "here")])

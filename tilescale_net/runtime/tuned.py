@@ -90,7 +90,7 @@ def keep(world, name: str, key: str, choice: Choice, us: float) -> Path | None:
 
 
 def ignore(world, key: str, error: Exception) -> None:
-    """Say that a choice is not used, once, and forget it."""
+    """Warn once that a choice is not used, and forget it."""
     _tables[world].pop(key, None)
     if world.rank == world.control.members[0]:
         settings.log.warning("what was tuned for %s is not used: %s", key, error)

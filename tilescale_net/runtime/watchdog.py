@@ -23,7 +23,7 @@ from tilescale_net.runtime.heartbeats import Heartbeats, News
 
 _STOPPED = 1.0  # seconds that a process has been stopped, where others go on without it
 _SLOW = 3.0  # seconds without an answer after which the store is not only slow
-_EXPLAIN = 0.5  # seconds that a peer's death or word has to arrive, which explains an error of this rank
+_EXPLAIN = 0.5  # seconds that a peer's death or report has to arrive, which explains an error of this rank
 
 
 class Watchdog:
@@ -73,7 +73,7 @@ class Watchdog:
                 self._fds[rank] = os.pidfd_open(pid)
                 self._pids[rank] = pid
             except (OSError, OverflowError):
-                pass  # gone already, or another pid namespace: its word in the store or its heartbeats will tell
+                pass  # gone already, or another pid namespace: its report in the store or its heartbeats will show it
         present = [r for r in range(len(hosts)) if r not in control.lost]
         self._beats = Heartbeats(
             control.rank, hosts, heartbeat_timeout, self._stopped_here, members=present, failed_key=self._failed_key
@@ -193,7 +193,7 @@ class Watchdog:
         return others > 0
 
     def close(self) -> None:
-        """Look no more; there is no reason any more."""
+        """Stop looking; there is no reason any more."""
         self._stop.set()
         self._thread.join(timeout=5)
         self._loss = None
@@ -259,7 +259,7 @@ class Watchdog:
         return self._store_is_lost()
 
     def _blame(self, rank: int, why: str) -> str:
-        """Say for a rank that cannot why it is lost, so that all ranks name the same one."""
+        """Report why a rank is lost that cannot report it itself, so that all ranks name the same one."""
         self._control.announce_failure(why, rank, seconds=0.1, key=self._failed_key)
         return f"rank {rank} {why}"
 

@@ -76,7 +76,7 @@ class World:
                 raise wrong  # now that it can be reported to the others
             self._set_up(heap_bytes, silence, device)
         except BaseException as err:
-            # The others wait for this rank; with the store of rank 0, its words would be gone too.
+            # The others wait for this rank; with the store of rank 0, its report would be gone too.
             self.announce(err if isinstance(err, TileScaleError) else TileScaleError(f"{type(err).__name__}: {err}"))
             self.wait_for_others()
             self._release()
@@ -207,7 +207,7 @@ class World:
         self.control.announce_failure(str(self.failure))
 
     def wait_for_others(self) -> None:
-        """After a failure: let the other ranks learn of it, where they would not without this process."""
+        """After a failure: report it to the other ranks, where they would not learn of it without this process."""
         if self._watchdog is not None:
             self._watchdog.wait_for_others()
 
@@ -367,7 +367,7 @@ class World:
                 self._watchdog.keep_store()  # the ranks that stay go on with it
             recorder.finish(self)
             self._watchdog.announce_end()
-            # Leave only when all have said goodbye: a rank that is gone must not look like one that failed.
+            # Leave only when all have announced their end: a rank that is gone must not look like one that failed.
             self.control.agree("tilescale_net.finalize", "end")
         except TileScaleError as err:
             self.give_up(str(err), err)

@@ -121,7 +121,7 @@ def get(group: object = None) -> World:
 
 
 def _is_of_store(*found: object) -> bool:
-    """Whether one of these groups has ranks of its own, which say nothing of the job's."""
+    """Whether one of these groups has ranks of its own, unrelated to those of the job."""
     return any(isinstance(group, groups.StoreGroup) for group in found)
 
 

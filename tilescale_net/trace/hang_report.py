@@ -38,7 +38,7 @@ def text(why: str, states: dict[int, dict], size: int, missing: dict[int, str] |
 
 
 def doing(state: dict) -> str:
-    """What a rank does, in words."""
+    """What a rank does, as text."""
     parts = []
     if state["kernel"]:
         name, seconds = state["kernel"]

@@ -73,7 +73,7 @@ class Reporter:
         return Report(self)
 
     def ask_about(self, error: Exception | None) -> None:
-        """Ask all ranks, where that may say why this one waited in vain; once, whichever thread comes first."""
+        """Query all ranks, where that may show why this one waited in vain; once, whichever thread comes first."""
         if self.size > 1 and isinstance(error, WaitTimeout | SimulatorDeadlock):
             with self._asking:
                 if self._of_failure is None:
@@ -85,12 +85,12 @@ class Reporter:
             self._of_failure, self._said_by = None, f"reported by/{era}"
 
     def print_failure(self, failure: Exception) -> None:
-        """Print the answers to `ask_about`, on one rank of all that ask. A lost peer explains itself."""
+        """Print the answers to `ask_about`, on one of the ranks that query. A lost peer explains itself."""
         if self._of_failure is not None and not isinstance(failure, PeerLost):
             self._of_failure.print(str(failure))
 
     def raise_alarm(self) -> int:
-        """Note what this rank does, and ask the others. The number of the alarm; 0: the store does not answer."""
+        """Note what this rank does, and query the others. The number of the alarm; 0: the store does not answer."""
         self._own = self._state()
         try:
             number = self._store.ask(lambda s: s.add(job_store.ALARMS, 1), seconds=PATIENCE)
