@@ -67,9 +67,9 @@ set_up() {
   local made=no needs=()
   python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
     { say "python3 is missing or older than 3.10; install python3, or name another interpreter in TSN_PYTHON"; exit 1; }
-  # What could not run is told before minutes are spent on it.
+  # What could not run is reported before minutes are spent on it.
   case "${arguments[0]}" in pytest | --setup-only) ;; *) python3 "$root/tilescale_net/launch" --check "${arguments[@]}" || exit ;; esac
-  # What the system lacks is told, and fetched, before the minutes that packages take.
+  # What the system lacks is reported, and fetched, before the minutes that packages take.
   if [ "${TSN_BUILD:-1}" != 0 ]; then
     ask python3
     if stale; then needs+=(headers); fi
@@ -91,7 +91,7 @@ set_up() {
   exit 1
 }
 
-# Gets what the system lacks of compiler headers and venv, or says what is missing and fails.
+# Gets what the system lacks of compiler headers and venv, or prints what is missing and fails.
 prepare() { "$1" "$root/tilescale_net/launch/system.py" prepare "${@:2}"; }
 
 # True when an extension is missing, older than what it is made of, or without a fabric that it could have now.

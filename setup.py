@@ -2,7 +2,8 @@
 
 `python setup.py build_ext --inplace` is enough to use a checkout. Neither part needs CUDA or a GPU to build;
 libfabric's headers are read from the system, from CPATH, from TSN_LIBFABRIC_INCLUDE or from build/system, and the library
-is opened at run time. Without these headers the fabric is left out: one node works, and what would cross nodes says so.
+is opened at run time. Without these headers the fabric is left out: one node works, and what would cross nodes raises
+an error.
 """
 
 import glob

@@ -1,4 +1,4 @@
-"""How fast all ranks get the sum of everybody's tensors (all-reduce), next to NCCL and torch's symmetric memory.
+"""How fast all ranks get the sum of all ranks' tensors (all-reduce), next to NCCL and torch's symmetric memory.
 
     GPUS=4 bash launch.sh benchmark/all_reduce.py
     GPUS=4 bash launch.sh benchmark/all_reduce.py --algorithm one_shot --sizes 64K..1M --blocks 32,64

@@ -54,7 +54,7 @@ def random(*shape, seed: int = 0):
 
 
 def times(timer, calls, wrong, what: str) -> tuple[dict, dict]:
-    """Median us of every side, and the samples; raises WrongData when `wrong()` says what is wrong with the result."""
+    """Median us of every side, and the samples; raises WrongData when `wrong()` returns an error."""
     import tilescale_net as tsn
 
     launches = {key: (lambda count, call=call: [call() for _ in range(count)] and None) for key, call in calls.items()}
@@ -131,8 +131,8 @@ def pretend(world, ranks: int) -> None:
 
     The peers' heaps are the upper half of its own, which is half as large then, so what it sends crosses this GPU's memory
     instead of NVLink, at about the rate that the blocks that send reach there; what peers would send is never written, and
-    their signals are there from the beginning. So this says what a fused call costs a rank beside its product, not what
-    waiting for real peers costs.
+    their signals are there from the beginning. So this measures what a fused call costs a rank beside its product, not
+    what waiting for real peers costs.
     """
     import torch
 

@@ -4,8 +4,9 @@
     GPUS=4 bash launch.sh benchmark/moe_all_to_all.py --mode latency --tokens 128 --dtype fp8
     GPUS=4 VIRTUAL_NODES=2 bash launch.sh benchmark/moe_all_to_all.py --mode latency --tokens 32 --hidden 512 --experts 16 --topk 4
 
-Everybody gets the same inputs and is timed in the same way: the L2 cache is flushed, ranks meet in a barrier on the
-device, then the call runs between two events. Host time is hidden behind the flush for `kernel` and part of `whole call`.
+All sides get the same inputs and are timed in the same way: the L2 cache is flushed, ranks meet in a barrier on the
+device, then the call runs between two events. Host time is hidden behind the flush for `kernel` and part of `whole
+call`.
 """
 
 from benchmark.common import (
@@ -207,7 +208,7 @@ def peers(args, mode: str, fp8: bool, everyone, timer: DeviceTimer, report: Repo
     for system, maker in makers.items():
         try:
             peer, reason = maker(), None
-        except Exception as error:  # whatever keeps a peer from running is a note, not a failure
+        except Exception as error:  # what keeps a peer from running is a note, not a failure
             peer, reason = None, f"{type(error).__name__}: {error}".splitlines()[0]
         reason = next((r for r in gather(reason) if r), None)
         if reason is not None:

@@ -12,7 +12,7 @@ from unittest import mock
 
 from benchmark.common import BenchmarkParser, Column, Report, median, positive_int
 
-# Calls between two synchronisations: whoever is too far ahead of a GPU waits for room in its queue.
+# Calls between two synchronisations: a host too far ahead of a GPU waits for room in its queue.
 AT_A_TIME = 50
 BENCH = dict(ranks=1, quick="--calls 50 --repeat 3", gpu=False)  # see common/suite.py
 

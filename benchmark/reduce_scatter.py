@@ -1,4 +1,4 @@
-"""How fast all ranks get their part of the sum of everybody's tensors (reduce-scatter), next to NCCL.
+"""How fast all ranks get their part of the sum of all ranks' tensors (reduce-scatter), next to NCCL.
 
     GPUS=4 bash launch.sh benchmark/reduce_scatter.py
     GPUS=4 bash launch.sh benchmark/reduce_scatter.py --dtype float32 --blocks 16,32

@@ -23,7 +23,7 @@ from benchmark.common.fabric import FabricJob, SizeColumn, add_fabric_arguments,
 
 BENCH = dict(nodes=2, quick="--sizes 64K,1M --repeat 3")  # see common/suite.py
 
-MEASURED_LINK = 4 << 20  # bytes of the messages that measure the link where nobody tells its speed
+MEASURED_LINK = 4 << 20  # bytes of the messages that measure the link where its speed is unknown
 
 
 def parse():

@@ -1,7 +1,7 @@
 """All-reduce: the host class, which chooses among three kernels by the number of bytes.
 
     packets    few bytes: data that carry their own flag, one hop            all_reduce_packets.py
-    one_shot   more: every PE reads everybody's data, one exchange           all_reduce_one_shot.py
+    one_shot   more: every PE reads all PEs' data, one exchange           all_reduce_one_shot.py
     two_shot   the rest: every PE adds up its part, two exchanges            all_reduce_two_shot.py
 
 All of them add up in the order of the PEs, in float32, and round once: which one runs cannot be seen in the result. Where
@@ -220,7 +220,7 @@ class AllReduce(Collective):
         kernel(out, x, target, source, self._tag, self._agreement.status, *self._two_shot_words)
 
     def _by_parts(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Where some PEs are on other nodes: the parts' sums, then everybody's."""
+        """Where some PEs are on other nodes: the parts' sums, then those of all PEs."""
         reduce, gather = self._parts
         vector = VECTOR_BYTES // out.element_size()
         part = -(-out.numel() // (self.n_pes * vector)) * vector

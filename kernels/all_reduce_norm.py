@@ -53,8 +53,9 @@ def all_reduce_norm(n_pes, dtype, hidden, capacity, reduces, threads=512, blocks
         reduces: False: `x` is a sum already.
         threads, blocks: launch geometry; all blocks must be able to run at once.
 
-    `resumes` and `biased` say, at run time, whether there are `residual` and `bias`; what there is not is left alone.
-    `inbox` [2 * capacity * hidden / vector, vector], `tag`, `status`, `arrived` and `calls` as in `all_reduce_one_shot`.
+    `resumes` and `biased` state, at run time, whether there are `residual` and `bias`; missing ones are left alone.
+    `inbox` [2 * capacity * hidden / vector, vector], `tag`, `status`, `arrived` and `calls` as in
+    `all_reduce_one_shot`.
     """
     rows = T.dynamic("rows", "int64")
     vector = vector_of(dtype)

@@ -1,8 +1,8 @@
 """All-reduce in one step: every PE reads what all others hold and adds it up itself.
 
-A call copies its input into symmetric memory, says so to everybody, and reads. One exchange of signals is all: calls take
-two halves of that memory in turn, and a PE that writes in call i + 2 has been told of call i + 1 by everybody, whose call
-i was over by then.
+A call copies its input into symmetric memory, signals all PEs, and reads. One exchange of signals is all: calls take
+two halves of that memory in turn, and a PE that writes in call i + 2 has seen the signals of call i + 1 of all PEs,
+whose call i was over by then.
 """
 
 import tilelang.language as T
@@ -16,7 +16,7 @@ from tilescale_net.kernels.sum_of_peers import add_up, batch_of, pack, store_ele
 
 @tsn.jit(name="all_reduce_one_shot", pass_configs=EXPLICIT_SYNC)
 def all_reduce_one_shot(n_pes, dtype, capacity, aligned=True, threads=512, blocks=64):
-    """Kernel `(out, x, tag, status, inbox, arrived, calls)`: `out` is the sum of everybody's `x`; `out` may be `x`.
+    """Kernel `(out, x, tag, status, inbox, arrived, calls)`: `out` is the sum of all PEs' `x`; `out` may be `x`.
 
     Args:
         n_pes: number of PEs, at most `threads`; all of them mapped.

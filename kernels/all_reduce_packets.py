@@ -1,6 +1,6 @@
 """All-reduce of few bytes in one hop: data travel in packets that carry their own flag.
 
-A packet is one aligned line of 16 bytes, 8 of data and 8 of flag, and arrives as a whole (see "Messages of one line" in
+A packet is 16 aligned bytes, 8 of data and 8 of flag, and arrives as a whole (see "Messages of one packet" in
 docs/memory-model.md): no fence and no second message stand between data and flag. Every PE sends its packets to every
 other, so twice the bytes travel; that is cheaper than another hop while there are few.
 """
@@ -19,7 +19,7 @@ DATA_BYTES, PACKET_BYTES = 8, 16
 
 @tsn.jit(name="all_reduce_packets", pass_configs=EXPLICIT_SYNC)
 def all_reduce_packets(n_pes, dtype, capacity, aligned=True, threads=512, max_blocks=64):
-    """Kernel `(out, x, tag, status, values, flags, calls)`: `out` is the sum of everybody's `x`; `out` may be `x`.
+    """Kernel `(out, x, tag, status, values, flags, calls)`: `out` is the sum of all PEs' `x`; `out` may be `x`.
 
     Args:
         n_pes: number of PEs, at most `threads`.
@@ -31,8 +31,8 @@ def all_reduce_packets(n_pes, dtype, capacity, aligned=True, threads=512, max_bl
     `values` and `flags` are views of one symmetric tensor of 16-byte packets: [2, n_pes, capacity, 16 bytes of dtype] and
     uint64 [2, n_pes, capacity, 2]. `calls` (uint64 [max_blocks]) counts calls in any device memory. All are zero before
     the first call, and then left alone. Calls take the two halves of the packets in turn: a PE that sends in call i + 2
-    has seen packets of call i + 1 from everybody, whose call i was over by then. Flags hold `tag` too, which stands for what
-    must be equal on all PEs; where it is not, `out` is left alone, and what differs is reported to `status` (int64
+    has seen packets of call i + 1 from all PEs, whose call i was over by then. Flags hold `tag` too, which stands for
+    what must be equal on all PEs; where it is not, `out` is left alone, and what differs is reported to `status` (int64
     [STATUS_WORDS]), see `announcement`.
     """
     count = T.dynamic("count", "int64")

@@ -1,8 +1,8 @@
-"""All-reduce in two steps of one kernel: every PE adds up its part of the tensor and puts the sums to everybody.
+"""All-reduce in two steps of one kernel: every PE adds up its part of the tensor and puts the sums to all PEs.
 
-Blocks b of all PEs work on the same slices of all parts, and know of each other alone: a block begins when its likes hold
-their slices ready, and ends when they have put theirs here. So no barrier of the grid is needed, and a part that is done
-early leaves early.
+Blocks b of all PEs work on the same slices of all parts, and wait only for each other: a block begins when its likes
+hold their slices ready, and ends when they have put theirs here. So no barrier of the grid is needed, and a part that
+is done early leaves early.
 """
 
 import tilelang.language as T
@@ -16,7 +16,8 @@ from tilescale_net.kernels.sum_of_peers import add_up, batch_of, pack, unpack, v
 
 @tsn.jit(name="all_reduce_two_shot", pass_configs=EXPLICIT_SYNC)
 def all_reduce_two_shot(n_pes, dtype, staged, aligned=True, threads=512, blocks=64):
-    """Kernel `(out, x, target, source, tag, status, ready, arrived, calls)`: `out` is the sum of everybody's `x`; `out` may be `x`.
+    """Kernel `(out, x, target, source, tag, status, ready, arrived, calls)`: `out` is the sum of all PEs' `x`; `out`
+    may be `x`.
 
     Args:
         n_pes: number of PEs, at most `threads`; all of them mapped.

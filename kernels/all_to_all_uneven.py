@@ -1,9 +1,9 @@
 """All-to-all by push with uneven splits.
 
 The message with which a call begins holds, besides that the output may be overwritten, where in it the peer's rows belong
-and how many are expected. So no PE needs to know more than torch.distributed.all_to_all_single asks for, and PEs that
-disagree find out before any row moves. Its last word is the announcement of the call: a PE that makes another call at this
-point has not written it, or has written another one.
+and how many are expected. So no PE needs more than the arguments of torch.distributed.all_to_all_single, and PEs that
+disagree find out before any row moves. Its last word is the announcement of the call: a PE that makes another call at
+this point has not written it, or has written another one.
 """
 
 import tilelang.language as T
@@ -94,7 +94,7 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
                     total[1] += receives[p]
                     least[0] = T.min(least[0], T.min(sends[p], receives[p]))
                 valid = least[0] == 0 and total[0] == in_rows and total[1] == out_rows
-                # One block tells the peers; work before this kernel on the stream is done with the output.
+                # One block signals the peers; work before this kernel on the stream is done with the output.
                 if block == 0:
                     outbox[thread, PLACE] = out_place + before[1] * row_bytes
                     outbox[thread, EXPECTED] = T.if_then_else(valid, receives[thread], T.int64(REFUSED))

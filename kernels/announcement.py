@@ -1,7 +1,8 @@
-"""How a call begins: every rank tells every rank the number of the call and a tag of what the call is about.
+"""How a call begins: every rank sends every rank the number of the call and a tag.
 
-The number (uint64, from 1) lives in device memory, so that a call captured in a CUDA graph can be replayed. The tag shares
-the word with it and says what must be equal on both ranks: those that differ find out before anything moves.
+The number (uint64, from 1) lives in device memory, so that a call captured in a CUDA graph can be replayed. The tag
+shares the word with it and stands for what must be equal on both ranks: ranks that differ find out before anything
+moves.
 """
 
 import ctypes
@@ -12,7 +13,7 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 
-# Bits of a tag, the lower ones of the word; a word of a later call is greater, whatever its tag.
+# Bits of a tag, the lower ones of the word; a word of a later call is greater, with any tag.
 TAG_BITS = 24
 # The words of a status record: code (written last), rank, value, and one that makes 32 bytes of it.
 STATUS_WORDS = 4
@@ -34,7 +35,7 @@ def report(status, code, rank, value):
 
 
 def announcement(call, tag):
-    """The word that says that a rank has begun call `call` (uint64); with tag 0 the least of all that do."""
+    """The word of a rank that has begun call `call` (uint64); with tag 0 the least such word."""
     return (call << T.uint64(TAG_BITS)) | T.cast(tag, "uint64")
 
 
@@ -48,7 +49,7 @@ def announce(ready, index, call, tag, pe):
 def report_other_call(status, rank, call, tag, word):
     """Report that `rank`, whose announcement `word` is, makes another call than this rank.
 
-    A word of an earlier call says nothing of this one: the job was aborted during the wait for it.
+    A word of an earlier call does not concern this one: the job was aborted during the wait for it.
     """
     if word >= announcement(call, 0):
         theirs = T.cast(word & T.uint64((1 << TAG_BITS) - 1), "int64")
@@ -72,7 +73,7 @@ def compare(same: T.Ref, rank, call, tag, word, status, reports):
 
 @tsn.macro
 def compare_one(same: T.Ref, rank, call, tag, word, status, reports):
-    """As `compare`, where nothing holds a rank up that is through with the call: a word of a later one says that it is."""
+    """As `compare`, where nothing holds up a rank that has finished the call: a word of a later one shows it."""
     same = T.cast(word == announcement(call, tag) or word >= announcement(call + T.uint64(1), 0), "int32")
     if same == 0 and reports:
         report_other_call(status, rank, call, tag, word)

@@ -68,7 +68,7 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_p
             share = slice_elements(count, blocks, dtype)
             first = share * block
             agrees = T.alloc_shared((n_pes,), "int32")
-            # Work before this kernel on the stream is done with `out`, so one block can say so for all.
+            # Work before this kernel on the stream is done with `out`, so one block can signal it for all.
             if block == 0 and thread < n_pes:
                 announce(ready, me, call, tag, thread)
             if first < count:

@@ -2,8 +2,8 @@
 
 Every PE puts its part to the PEs with its index in the other nodes, piece by piece, and each of those puts a piece to the
 PEs of its own node while the next one is under way. Blocks share each part; block b waits for the blocks b of its peers
-alone. Calls follow one another without a barrier, and PEs that make another call are left out, as in exchange.py: whoever
-gets a part makes the same call as its source and as the PE that passes it on, so these two make the same one, too.
+alone. Calls follow one another without a barrier, and PEs that make another call are left out, as in exchange.py: a PE
+that gets a part makes the same call as its source and as the PE that passes it on, so these two make the same one, too.
 """
 
 import tilelang.language as T

@@ -3,7 +3,7 @@
 For each other node, a PE adds up what the PEs of its own node have for the PE with its index there, read over mapped
 memory, and puts the sum to it, chunk by chunk through a few slots; that PE adds up the nodes' sums. A node's sum is made in
 the order of its PEs, in float32 for narrow types, and rounded; the nodes' sums are added in the order of the nodes, and
-rounded once more: results are equal bit by bit from run to run, whatever arrives first.
+rounded once more: results are equal bit by bit from run to run, in any order of arrival.
 """
 
 import tilelang.language as T

@@ -14,7 +14,7 @@ ALIGN = 128  # bytes that parts of blocks are multiples of, so that every block 
 
 
 def _transfer(copy, complete, capacity, threads, blocks, options, partition, chunk):
-    """A kernel in which `blocks` blocks share one copy; `complete` says whether it ends with a quiet.
+    """A kernel in which `blocks` blocks share one copy; `complete`: whether it ends with a quiet.
 
     Loops write the same bytes to the same places and do not wait for each other: that is what is measured.
     """

@@ -25,5 +25,5 @@ PIECE_BITS = 20
 
 
 def piece_number(call, piece):
-    """What a signal says when the first `piece` pieces of call `call` (uint64) are there; greater than all of earlier calls."""
+    """Value of a signal when the first `piece` pieces of call `call` (uint64) are there; above all of earlier calls."""
     return (call << T.uint64(PIECE_BITS)) + T.cast(piece, "uint64")

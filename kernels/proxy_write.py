@@ -1,4 +1,4 @@
-"""Writes that a GPU asks a CPU proxy to make: blocking, with a quiet after each, or with one quiet at the end (NBI)."""
+"""Writes that a CPU proxy makes for a GPU: blocking, with a quiet after each, or with one quiet at the end (NBI)."""
 
 import tilelang.language as T
 

@@ -1,9 +1,9 @@
 """Reduce-scatter: the host class, and the kernel by push; the one by pull is reduce_scatter_pull.py.
 
-By push every PE puts the parts of its input to their owners, who add them up in the order of the PEs. Parts travel in
-chunks through a few staging slots per pair of PEs and block, so that the staging memory does not grow with the tensors. A
-chunk is added up while the next one is under way. The owner tells the sender when a slot is free.
-The order of additions is fixed: results are equal bit by bit from run to run, whatever arrives first.
+By push every PE puts the parts of its input to their owners, which add them up in the order of the PEs. Parts travel in
+chunks through a few staging slots per pair of PEs and block, so that the staging memory does not grow with the tensors.
+A chunk is added up while the next one is under way. The owner notifies the sender when a slot is free. The order of
+additions is fixed: results are equal bit by bit from run to run, in any order of arrival.
 """
 
 import tilelang.language as T

@@ -1,4 +1,4 @@
-"""Reduce-scatter by pull: every PE reads its part of everybody's input and adds up in registers.
+"""Reduce-scatter by pull: every PE reads its part of all PEs' input and adds up in registers.
 
 Nothing is stored on the way, so that the links are busy from the first load to the last. For that the peers' inputs must
 be mapped, at the same place of all heaps; reduce_scatter.py has the kernel for all others.
@@ -54,7 +54,8 @@ def reduce_scatter_pull(n_pes, dtype, threads=512, blocks=32):
             end = T.min(first + share, count)
             if first < end:
                 views = [N.remote(x, p) for p in range(n_pes)]
-                # Work before this kernel on the stream is done with `x`, so each block can say so for its like.
+                # Work before this kernel on the stream is done with `x`, so each block can signal it to the blocks of
+                # its number.
                 if thread < n_pes:
                     same = T.alloc_var("int32")
                     same = 1

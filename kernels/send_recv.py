@@ -1,8 +1,8 @@
 """Send and receive between two ranks: chunks go through a ring of slots at the receiver, which gives them back one by one.
 
-Each block has its own ring for each pair of ranks and carries its share of the chunks. The word that says that a chunk is
-there also says how many bytes the message has, so a receiver that expects another number finds out with the first chunk,
-takes the message all the same, and the next message is not mistaken for the rest of this one.
+Each block has its own ring for each pair of ranks and carries its share of the chunks. The word that announces a chunk
+also holds the message's size in bytes, so a receiver that expects another number finds out with the first chunk, takes
+the message all the same, and the next message is not mistaken for the rest of this one.
 """
 
 import tilelang.language as T
@@ -53,7 +53,7 @@ def send(n_pes, chunk, slots=2, threads=512, blocks=8, engine="auto", staged=Fal
             thread = T.get_thread_binding()
             me = N.my_pe()
             first = T.cast(sent[pe, block], "int64")
-            # Blocks without a part announce an empty chunk, which tells the size.
+            # Blocks without a part announce an empty chunk, which holds the size.
             turns = T.max(T.ceildiv(nbytes, T.int64(blocks * chunk)), T.int64(1))
             for turn in T.serial(turns):
                 number = first + turn

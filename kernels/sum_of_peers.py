@@ -1,7 +1,7 @@
 """Sums of what all PEs hold at the same place of their memory, read over mapped memory; in the order of the PEs.
 
-Values go from the peers' memory straight into registers. A pull is bound by the bytes in flight, so a thread asks all PEs
-for several vectors before it adds up the first.
+Values go from the peers' memory straight into registers. A pull is bound by the bytes in flight, so a thread loads
+several vectors from all PEs before it adds up the first.
 """
 
 import tilelang.language as T

@@ -1,8 +1,8 @@
 """Copies of runs of vectors through registers, whose loads do not wait for the stores before them.
 
-Stores to a peer leave at the rate of the links, and what a thread asks for behind them comes late. So it asks for the next
-rows before it stores those that it has: while these leave, the next ones come. Each warp has one run, so that all links
-are in use from beginning to end, and what stays on this PE holds up nothing that leaves.
+Stores to a peer leave at the rate of the links, and loads that a thread issues behind them come late. So it loads the
+next rows before it stores the loaded ones: while these leave, the next ones come. Each warp has one run, so that all
+links are in use from beginning to end, and what stays on this PE holds up nothing that leaves.
 """
 
 import tilelang.language as T
@@ -11,7 +11,7 @@ import tilescale_net as tsn
 from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES
 
 WORDS = VECTOR_BYTES // 4
-UNROLL = 8  # rows of a tile: vectors that each lane asks for at a time
+UNROLL = 8  # rows of a tile: vectors that each lane loads at a time
 LANES = 32
 
 

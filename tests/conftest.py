@@ -23,7 +23,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Ctrl-C must reach what tests start, also where whoever started the tests in the background ignores it."""
+    """Ctrl-C must reach what tests start, also where the process that started them in the background ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     outcomes.configure(config)
@@ -31,7 +31,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Those that may take long begin first: at the end, all processors have something to do."""
+    """Tests that may take long begin first: at the end, all processors have something to do."""
     items.sort(key=lambda item: -(mark.args[0] if (mark := item.get_closest_marker("timeout")) else 0))
 
 
@@ -113,13 +113,13 @@ def pytest_sessionfinish(session, exitstatus):
         session.exitstatus = SKIPPED
 
 
-# What the native part says where it was built without the fabric, as setup.py notes in this file.
+# The error of a native part that was built without the fabric, as setup.py notes in this file.
 WITHOUT_FABRIC = "built without libfabric's headers"
 NOTE = Path(__file__).resolve().parents[1] / "build" / "without-fabric"
 
 
 def _without_fabric(report, path: Path):
-    """In a build without the fabric, a test or a file that was told so has met what this machine lacks, and is skipped."""
+    """In a build without the fabric, a test or a file with that error met what this machine lacks, and is skipped."""
     if report.failed and WITHOUT_FABRIC in report.longreprtext and NOTE.exists():
         report.outcome = "skipped"
         report.longrepr = (str(path), 0, "Skipped: lacks libfabric's headers (libfabric-dev)")
@@ -145,7 +145,7 @@ def files_of_this_run():
 
 @pytest.fixture(autouse=True)
 def nothing_left_in_shared_memory(files_of_this_run):
-    """A test may not leave a file in /dev/shm, whatever happened to its ranks."""
+    """A test may not leave a file in /dev/shm, even after its ranks have died."""
     yield
     end = time.monotonic() + 3
     while left := files_of_this_run.left():

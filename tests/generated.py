@@ -2,7 +2,7 @@
 
 nvcc spends most of its time on headers, so that kernels with blocks of one size are compiled together. tilelang simplifies a
 kernel nine times, which takes it five times as long as all else; once leaves the code as it is, but for some expressions and
-conditions. Most tests are content with that; those that look at what ships, and the nightly run, are not.
+conditions. Most tests are content with that; tests that look at what ships, and the nightly run, are not.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Traced:
 
 
 class Generated:
-    """Code of kernels, compiled when a test asks for one: it, and those of `cases` whose blocks and flags are the same.
+    """Code of kernels, compiled when a test needs one: it, and those of `cases` whose blocks and flags are the same.
 
     Args:
         cases: factories with the arguments that most tests ask for.

@@ -69,7 +69,7 @@ class Hosts:
                 self._run(f"netns del {name}")
 
     def pull_cable(self, host: int) -> None:
-        """Nothing reaches the host any more, nor comes from it, and nobody is told."""
+        """Nothing reaches the host any more, nor comes from it, without notice to any rank."""
         self._run(f"-n {self._switch} link set port{host} nomaster")
 
     def _address(self, host: int) -> str:

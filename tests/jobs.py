@@ -68,7 +68,7 @@ _server = functools.cache(_Server)
 def launch(
     script: str, *arguments: str, env: dict[str, str], cwd: str = ROOT, timeout: float = 200
 ) -> subprocess.CompletedProcess:
-    """Run `bash launch.sh script arguments` to its end; ranks are simulated where TSN_DEVICE says so.
+    """Run `bash launch.sh script arguments` to its end; ranks are simulated if TSN_DEVICE is set to that.
 
     Args:
         env: the whole environment of the launcher.

@@ -16,7 +16,7 @@ LONGEST = 15
 
 
 def read(path: Path) -> dict[str, dict]:
-    """The last outcome of each test; a line that was cut off is none."""
+    """The last outcome of each test; a line that was cut off is skipped."""
     found = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         try:

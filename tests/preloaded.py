@@ -32,7 +32,7 @@ def _hash_sources() -> None:
         host_compiler._headers_hash()
         host_compiler._identity(host_compiler.compiler())
     except ConfigurationError:
-        pass  # the test that needs them says so
+        pass  # the test that needs them reports it
     finally:
         host_compiler.compiler.cache_clear()  # tests name others in CXX
     inspect.getmodule(_hash_sources.__code__)  # looks at the files of all modules once

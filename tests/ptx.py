@@ -6,7 +6,7 @@ import re
 def read_only_loads(ptx: str) -> list[str]:
     """Loads through the read-only cache that the compiler chose: stale where a peer writes.
 
-    The device headers load a few words of the context like that, which nobody writes while a kernel runs; inline
+    The device headers load a few words of the context like that, which are not written while a kernel runs; inline
     assembly, which is theirs alone, does not count.
     """
     own = re.sub(r"// begin inline asm.*?// end inline asm", "", ptx, flags=re.S)
@@ -14,7 +14,7 @@ def read_only_loads(ptx: str) -> list[str]:
 
 
 def loads_behind_loads(ptx: str) -> list[str]:
-    """Loads before the first label of a kernel whose address was itself loaded: nothing says that it is one.
+    """Loads before the first label of a kernel whose address was itself loaded: it may be no address.
 
     The compiler moves loads through the read-only cache ahead of the conditions that guard them.
     """

@@ -32,7 +32,7 @@ _always_simulated = _simulated()
 
 @functools.cache
 def visible_gpus() -> int:
-    """GPUs of this machine, whatever device tests have chosen."""
+    """GPUs of this machine, for any device that tests have chosen."""
     import torch
 
     return torch.cuda.device_count()
@@ -94,7 +94,7 @@ def _body(rank: int, size: int, env: dict[str, str], fn: Callable, args: tuple, 
     except BaseException as err:
         try:
             world = tsn.world()
-        except Exception:  # there is none
+        except Exception:  # no world
             world = None
         if init and world is not None:
             with contextlib.suppress(Exception):

@@ -16,10 +16,10 @@ _CREATED = 0x100  # IN_CREATE
 
 
 class Watch:
-    """Notes who makes a file at the time, since a process that has ended tells nobody whose it was.
+    """Notes at once which process makes a file, since that cannot be found after the process has ended.
 
     libfabric's providers put the number of their process into the names of their files; files without one (of Python,
-    of the CUDA driver) are nobody's.
+    of the CUDA driver) have no owner.
     """
 
     def __init__(self):
@@ -76,6 +76,6 @@ class Watch:
         }
 
     def forget(self, names: set[str]) -> None:
-        """Told once is enough: the next test is not to blame."""
+        """Reported once is enough: the next test is not to blame."""
         for name in names:
             self._ours.pop(name, None)

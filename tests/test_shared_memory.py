@@ -1,4 +1,4 @@
-"""The check for files in /dev/shm judges the run's own processes and nobody else's."""
+"""The check for files in /dev/shm judges the run's own processes and no others."""
 
 import os
 import subprocess

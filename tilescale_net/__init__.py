@@ -182,7 +182,7 @@ def empty(shape: Sequence[int] | int, dtype: torch.dtype | None = None, *, group
 
     Args:
         shape: sizes, equal on all ranks.
-        dtype: a torch dtype, default torch.float32, whatever torch's default dtype is.
+        dtype: a torch dtype, default torch.float32, not torch's default dtype.
         group: see `world`.
 
     Returns:
@@ -191,9 +191,9 @@ def empty(shape: Sequence[int] | int, dtype: torch.dtype | None = None, *, group
         whole heap is given back to the system with the last such tensor. One without elements takes no memory.
 
     Raises:
-        TypeError: a shape or dtype that is none.
+        TypeError: an invalid shape or dtype.
         HeapError: no room left, and the heap has grown to TSN_HEAP_LIMIT, or a rank has no memory for more.
-        RankMismatch: another rank asked for something else; names both.
+        RankMismatch: another rank requested something else; names both.
     """
     import torch
 
@@ -211,7 +211,8 @@ def free(tensor: torch.Tensor, *, group: Group = None) -> None:
     """Give a tensor of `empty` or `zeros` back to the heap. Collective; the tensor must not be used afterwards.
 
     Args:
-        group: whose heap holds it; where it is left out, the tensor tells, unless it has no elements: then see `world`.
+        group: whose heap holds it; where it is left out, the tensor determines it, unless it has no elements: then see
+        `world`.
 
     Raises:
         HeapError: not a live tensor of the symmetric heap.

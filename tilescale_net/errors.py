@@ -10,7 +10,7 @@ class TileScaleError(RuntimeError):
 
 
 class ConfigurationError(TileScaleError):
-    """The environment does not allow what was asked for: missing compiler, wrong tilelang version, too few GPUs, …"""
+    """The environment does not allow what was requested: missing compiler, wrong tilelang version, too few GPUs, …"""
 
 
 class KernelError(TileScaleError):
@@ -34,7 +34,7 @@ class HeapError(TileScaleError):
 
 
 class RankMismatch(TileScaleError):
-    """Ranks called a collective operation with different arguments; names two ranks and what each of them asked for."""
+    """Ranks called a collective operation with different arguments; names two ranks and what each of them requested."""
 
 
 class OutOfBounds(TileScaleError):

@@ -45,7 +45,7 @@ def transport_options(**fields: Any) -> Any:
 
 
 def library() -> dict:
-    """The libfabric in use: path, version, api, headers. Raises FabricError when there is none."""
+    """The libfabric in use: path, version, api, headers. Raises FabricError without one."""
     from tilescale_net import _native
 
     return _native.fabric_library(fallback=bundled_library())

@@ -139,7 +139,7 @@ EXIT_CODES = (
 
 
 def on_gpu() -> bool:
-    """Whether kernels will run on a GPU; torch is asked, unless TSN_DEVICE says it."""
+    """Whether kernels will run on a GPU: by TSN_DEVICE, else as torch reports."""
     from tilescale_net.runtime import settings
 
     settings.load_kernels_early()  # before CUDA starts, which torch may do now

@@ -81,7 +81,7 @@ def parse(
 
 
 def nccl_group(report: Report, args: argparse.Namespace):
-    """A process group that uses NCCL, or None where there is none or none is wanted. Collective."""
+    """A process group that uses NCCL, or None without NCCL or when none is wanted. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -96,7 +96,7 @@ def nccl_group(report: Report, args: argparse.Namespace):
 
 
 class CollectiveCase:
-    """One collective at one size: makes the data, calls the sides, knows what must come out.
+    """One collective at one size: makes the data, calls the sides, computes the expected result.
 
     Attributes:
         nbytes: bytes of the larger tensor.
@@ -121,7 +121,7 @@ class CollectiveCase:
         raise NotImplementedError
 
     def symmetric(self, group) -> dict[str, Callable[[], None]]:
-        """The same call of torch's symmetric memory, in all its ways. Collective; empty where there is none."""
+        """The same call of torch's symmetric memory, in all its ways. Collective; empty without it."""
         return {}
 
     def difference(self, seed: int) -> str | None:

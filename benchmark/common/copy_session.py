@@ -25,7 +25,7 @@ PARTITIONS = ("contiguous", "interleaved", "dynamic")
 
 @dataclass(frozen=True)
 class Geometry:
-    """Launch of one copy; the fields are the arguments of kernels/p2p.py. NVSHMEM knows threads and blocks only."""
+    """Launch of one copy; the fields are the arguments of kernels/p2p.py. NVSHMEM takes threads and blocks only."""
 
     threads: int = 128
     blocks: int = 1
@@ -152,7 +152,7 @@ def join(report: Report, args: argparse.Namespace) -> Timer:
 
 
 def nvshmem(report: Report):
-    """NVSHMEM, started; or None and a note in the report that says in one line what it needs. Collective.
+    """NVSHMEM, started; or None and a note in the report that names in one line what it needs. Collective.
 
     Every rank must be able to run it, on one node.
     """

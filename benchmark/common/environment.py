@@ -62,7 +62,7 @@ def _processor() -> str:
 
 
 def _gpus() -> str:
-    """Names of the visible GPUs with their counts; asks torch, which every benchmark that uses GPUs has imported."""
+    """Names of the visible GPUs with their counts; from torch, which every benchmark that uses GPUs has imported."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return "none"

@@ -1,4 +1,4 @@
-"""What the benchmarks of the fabric itself share: arguments, the job's ranks, and what the report's header says.
+"""What the benchmarks of the fabric itself share: arguments, the job's ranks, and the report's header.
 
 They need libfabric and nothing else of the package: no heap, no kernels, no GPU.
 """

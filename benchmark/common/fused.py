@@ -27,7 +27,7 @@ class Sides:
     Attributes:
         given: of this rank, as a call of the operator takes them.
         calls: by the name of the column; "ours" is one of them, "operator" none.
-        plain: names of those that cannot be captured in a CUDA graph.
+        plain: names of calls that cannot be captured in a CUDA graph.
         wrong: what is wrong with our result, or None; called after ours has run.
         free: gives back what the sides hold.
         op: the fused call's object.
@@ -213,7 +213,7 @@ def moved_bytes(name: str, args: argparse.Namespace, m: int) -> float:
 
 
 def operator(name: str, given: Operands) -> Callable[[], torch.Tensor]:
-    """The call as users make it, who leave to the operator whether it is fused."""
+    """The call as users make it: the operator chooses whether it is fused."""
     from tilescale_net import ops
 
     return lambda: getattr(ops, name)(given.x, given.w, **given.scales)

@@ -121,7 +121,7 @@ class Timer:
     """Times one operation at a time on this rank.
 
     Args:
-        mode: one of MODES; the simulator knows no graphs and launches instead.
+        mode: one of MODES; the simulator has no graphs and launches instead.
         warmup: untimed repetitions.
         repeat: timed repetitions, each of which is a sample.
         on_gpu: whether kernels run on a GPU.
@@ -136,7 +136,7 @@ class Timer:
 
     @classmethod
     def of(cls, args: argparse.Namespace, on_gpu: bool) -> Timer:
-        """The timer that the arguments of `add_timing_arguments` ask for."""
+        """The timer for the arguments of `add_timing_arguments`."""
         warmup, repeat = ON_GPU if on_gpu else IN_SIMULATOR
         args.warmup = warmup if args.warmup is None else args.warmup
         args.repeat = repeat if args.repeat is None else args.repeat
@@ -180,7 +180,7 @@ class Timer:
         """As `measure`, for several operations by turns, so that a clock that changes changes for all; by name.
 
         Args:
-            plain: those that are launched from Python, because they cannot be captured.
+            plain: calls that are launched from Python, because they cannot be captured.
         """
         if not self.on_gpu:
             return {name: self._wall_clock(launch) for name, launch in launches.items()}

@@ -152,7 +152,7 @@ class Nccl:
 class DeepEP:
     """DeepEP in its normal mode with a cached layout, or in its low-latency mode over NVLink.
 
-    Raises whatever the package raises when it cannot run here.
+    Raises the package's exceptions when it cannot run here.
     """
 
     name = "DeepEP"

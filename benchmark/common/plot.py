@@ -20,7 +20,7 @@ QUANTITIES = {
     "Mpps": "Message rate",
     "cycles/post": "Cost",
 }
-MOST_BARS = 40  # of a panel; more rows than that are told of, not drawn
+MOST_BARS = 40  # of a panel; more rows than that are mentioned, not drawn
 WIDTH, DPI = 7.0, 100  # inches of a panel; two panels side by side are 1400 px wide
 WIDE_RANGE = 30.0  # largest over smallest figure from which an axis is logarithmic
 

@@ -193,7 +193,7 @@ class ProxyBench:
         return spent / (2 * trips)
 
     def bare_one_way(self, count: int, trips: int) -> float:
-        """The same by two bare writers: until the target's CPU knows of the data."""
+        """The same by two bare writers: until the target's CPU has seen the data."""
         import tilescale_net as tsn
 
         tsn.barrier()

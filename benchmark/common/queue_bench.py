@@ -11,7 +11,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from benchmark.common.measuring import elapsed
 
-THREADS = 128  # of a block; those that have nothing to do leave at once
+THREADS = 128  # of a block; idle ones leave at once
 
 with open(os.path.join(os.path.dirname(__file__), "queue_probes.h")) as _file:
     SOURCE = _file.read()

@@ -57,7 +57,7 @@ class Report:
         args: from `BenchmarkParser.parse_args`; a baseline of another benchmark ends the process with exit code 2.
 
     Attributes:
-        environment: shown as the header, before the first row; add what only the benchmark knows, such as the provider.
+        environment: shown as the header, before the first row; add what is the benchmark's own, such as the provider.
             What is added later is shown at the end.
         notes: lines shown at the end, below all tables.
     """

@@ -3,7 +3,7 @@
 python -m tilescale_net bench --quick
 python -m tilescale_net bench --output report.html --only put_signal,all_gather
 
-The page is written after each benchmark: what ends the suite early (Ctrl-C, SIGTERM) leaves what there is.
+The page is written after each benchmark: what ends the suite early (Ctrl-C, SIGTERM) leaves the page as it is.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def _section(result: Result, common: dict[str, str]) -> str:
 
 
 def _public(arguments: list[str]) -> list[str]:
-    """Arguments without the files that the suite itself asks for."""
+    """Arguments without the files that the suite itself requests."""
     kept, skip = [], False
     for argument in arguments:
         if skip or argument in ("--json", "--plot"):

@@ -14,7 +14,7 @@ class Column:
 
     Attributes:
         key: name of the value in a row and in the JSON file.
-        title: what it is, without its unit.
+        title: its name, without its unit.
         format: format specification for numbers, such as `,d`; without one, four significant digits. Text is shown as it is.
         better: `higher` or `lower` where one of them is; such columns get a ratio under `--baseline` and are plotted.
         series: name in a plot's legend; the title when empty.
@@ -60,7 +60,7 @@ def significant(value: float, digits: int = 4) -> str:
 
 @dataclass
 class Table:
-    """Rows of one question. Rows are told apart by their key columns.
+    """Rows of one question. Key columns distinguish rows.
 
     Attributes:
         name: identifies the table in the JSON file; shown as a heading when a report has several tables.
@@ -168,7 +168,7 @@ def load_baseline(path: str) -> dict:
 
 
 def ratio(column: Column, new: float | None, old: float | None) -> float | None:
-    """How many times better `new` is than `old`: above 1 is better, whichever direction is; None when unknown."""
+    """How many times better `new` is than `old`: above 1 is better, in either direction; None when unknown."""
     if new is None or old is None or isinstance(new, str) or isinstance(old, str):
         return None
     above, below = (new, old) if column.better == "higher" else (old, new)

@@ -13,7 +13,7 @@ WHEELS = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 
 
 def home() -> str | None:
-    """Folder with NVSHMEM's `include` and `lib`: NVSHMEM_HOME, or inside the wheel; None when there is none."""
+    """Folder with NVSHMEM's `include` and `lib`: NVSHMEM_HOME, or inside the wheel; None if not found."""
     candidates = [os.environ.get("NVSHMEM_HOME", "")]
     for wheel in WHEELS:
         try:
@@ -34,7 +34,7 @@ def _host_library(folder: str) -> str:
 
 
 def command(folder: str, compiler: str, arch: str, output: str) -> list[str]:
-    """The nvcc call. Relocatable device code and the static device library: NVSHMEM's device side asks for both."""
+    """The nvcc call. Relocatable device code and the static device library: NVSHMEM's device side requires both."""
     lib = os.path.join(folder, "lib")
     return [
         compiler, "-std=c++17", "-O3", f"-arch={arch}", "-rdc=true", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden",

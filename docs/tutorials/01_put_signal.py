@@ -2,8 +2,8 @@
 
 - Symmetric tensors (`tsn.zeros`, `tsn.empty`) are at the same place of every rank's heap. A primitive names a tensor of
   another rank by the local one: `put_signal_block(y, x, right, …)` copies my `x` into the `y` of rank `right`.
-- The signal is a 64-bit word beside the data. It is changed after the data have arrived, whatever the network does.
-- The receiver waits for its own word. Only after that is `y` certain to be there; nothing else says so, not even the
+- The signal is a 64-bit word beside the data. It is changed after the data have arrived, on any network.
+- The receiver waits for its own word. Only after that is `y` certain to be there; nothing else ensures it, not even the
   end of the sender's kernel.
 - Signals are not reset: the second round waits for 2. Before it may overwrite `y`, the neighbour must have read it; here
   the host's barrier sees to that.

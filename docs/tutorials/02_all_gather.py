@@ -1,7 +1,7 @@
 """02: all-gather. Every rank sends its part to all others; one kernel, several blocks, no barrier between calls.
 
 - Each block moves its own slice and has its own signal words, so that blocks never wait for one another.
-- A call may overwrite the output of the peers only when they are done with it. They say so with a signal at the
+- A call may overwrite the output of the peers only when they are done with it. They report it with a signal at the
   beginning of their own call (`ready`): all earlier work of their stream is over by then.
 - The number of the call is kept in device memory and travels as the value of the signals. Nothing is reset between
   calls, and the launch can be replayed in a CUDA graph, because no argument changes.

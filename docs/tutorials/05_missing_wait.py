@@ -11,7 +11,7 @@ How to read the report, which this program prints:
 2. The tensor, by how it was made, and its place in the heap.
 3. What is missing between them. A report cannot know which of the two is meant to come first, so it may name two ways:
    the reader waits before it reads, or the writer waits until the reader is done with what was there before. Here `y` is
-   new in every turn, so it is the reader who must wait.
+   new in every turn, so the reader must wait.
 
 Then the mended kernel runs under more schedules than it needs, without a report.
 """
@@ -61,7 +61,7 @@ def totals(wait: bool) -> None:
     kernel = send_and_add(n, wait)
     for seed in range(SEEDS):
         os.environ["TSN_SIM_SEED"] = str(seed)
-        y = tsn.empty(n)  # NaN until somebody writes it
+        y = tsn.empty(n)  # NaN until it is written
         x.fill_(seed + rank)
         tsn.barrier()
         kernel(x, y, total, flag, seed + 1)

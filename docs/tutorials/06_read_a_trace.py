@@ -1,4 +1,4 @@
-"""06: reading a trace. Why does a step take as long as it does, and whom does everybody wait for?
+"""06: reading a trace. Why does a step take as long as it does, and which rank do all wait for?
 
 Run with TSN_TRACE=FILE, a job writes one timeline of all its ranks at `finalize`. Open the file in https://ui.perfetto.dev:
 a process is a rank, and its tracks are calls on the host, kernels, the threads of blocks that lead calls, and the proxy. An
@@ -6,8 +6,8 @@ arrow leads from each signal to the wait that saw it. What follows an arrow agai
 
 Below, four steps of a halo exchange between two nodes. Rank 1 prepares its data slowly, which no profile of rank 0 shows:
 there the time goes into `N.wait_block`. In the timeline the arrow into that wait begins late in rank 1, below the range "load
-the data" that `tsn.range` has drawn. Without a browser, `python -m tilescale_net trace FILE` prints who waited for whom; the
-end of this program does the same with the functions behind it.
+the data" that `tsn.range` has drawn. Without a browser, `python -m tilescale_net trace FILE` prints which rank waited
+for which; the end of this program does the same with the functions behind it.
 """
 
 import os

@@ -9,16 +9,16 @@ multiplications on tensor cores, and that of the rows on the links. How close do
 2. **Gather, then multiply.** `push` puts this rank's rows into the matrix of every other rank, a signal for each row of tiles,
    and waits for theirs; the product comes behind it on the stream. The times add up.
 3. **A wait for each tile.** The product itself waits, each block for the rows of its tile alone, and begins with this rank's
-   own, which nobody has to send. `push` no longer waits: what others send arrives during the product. What is left in front
-   of it is this rank's own sending.
+   own, which no rank has to send. `push` no longer waits: what others send arrives during the product. What is left in
+   front of it is this rank's own sending.
 4. **A persistent product, with the copy beside it.** One kernel of as many blocks as the GPU has multiprocessors: some send,
    the others take one tile after the other, in the order in which rows arrive. Nothing is left in front of the product;
    it pays with the multiprocessors that send, a few of a hundred.
 
-Three things to look at. The order of puts: hop by hop, so that a rank's rows go first to whom they are next for, and no
-link has two senders at a time. Step 4 cannot hang, because its blocks all run at once: a kernel with more blocks than fit
-might fill the GPU with those that wait. And T.copy: in kernels that communicate it uses ordinary accesses, which a wait
-orders; what reads by TMA (T.tma_copy) waits with `proxy="async"`.
+Three things to look at. The order of puts: hop by hop, so that a rank's rows go first to the rank that needs them next,
+and no link has two senders at a time. Step 4 cannot hang, because its blocks all run at once: a kernel with more blocks
+than fit might fill the GPU with waiting ones. And T.copy: in kernels that communicate it uses ordinary accesses, which
+a wait orders; what reads by TMA (T.tma_copy) waits with `proxy="async"`.
 
 With GPUs, each step prints its time and its share of the bound; without, what the bound is for the shape that GPUs get, and
 that the results are right; docs/results/products.md has what two H100s printed.
@@ -183,7 +183,7 @@ class Layer:
         self.gathered.fill_(float("nan"))
         self.gathered[there] = self.everyone[there]
         self.out.zero_()
-        tsn.barrier()  # nobody puts before all are ready, and all are through with the call before
+        tsn.barrier()  # no rank puts before all are ready, and all are through with the call before
         if self.out.device.type != "cuda":
             return step()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,7 +1,7 @@
 """08: collectives that are there already: by class, in a CUDA graph, and as operators with gradients.
 
-The tutorials before wrote kernels. All-gather, reduce-scatter and all-reduce are written: as classes, for who keeps the
-tensors and wants no copy, and as operators of torch, for who wants gradients.
+The tutorials before wrote kernels. All-gather, reduce-scatter and all-reduce are written: as classes, for code that
+keeps the tensors and wants no copy, and as operators of torch, for code that needs gradients.
 
 1. **By class.** An object is made once, by all ranks: it agrees on its launch, and has the signals and staging memory
    of its calls. A call names the result first, runs on torch's current stream, and returns before it is done.

@@ -1,4 +1,4 @@
-"""The measuring of copies: a implementation that delivers wrong data is found, whoever it is and whichever way it copies."""
+"""The measuring of copies: any implementation that delivers wrong data is found, whichever way it copies."""
 
 import pytest
 

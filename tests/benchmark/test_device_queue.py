@@ -1,4 +1,4 @@
-"""The benchmark of the device queue: what it counts is what was pushed, and its name harms nobody."""
+"""The benchmark of the device queue: what it counts is what was pushed, and its name does no harm."""
 
 import ctypes
 import json
@@ -119,7 +119,7 @@ def _lost_answer() -> None:
 
     bench = QueueBench(tsn.world(), -1)
     with bench.null(16) as proxies:
-        proxies.run(Probe.FLAG_TRIP, 1, out=proxies.signal, into=proxies.signal + 8)  # nobody answers
+        proxies.run(Probe.FLAG_TRIP, 1, out=proxies.signal, into=proxies.signal + 8)  # no proxy answers
 
 
 def test_a_flag_that_nobody_answers_ends_in_an_error():

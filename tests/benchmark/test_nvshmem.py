@@ -1,4 +1,4 @@
-"""The NVSHMEM baseline where it cannot run: what it says, how it is compiled, and that it compiles where NVSHMEM is."""
+"""The NVSHMEM baseline where it cannot run: its report, how it is compiled, and that it compiles where NVSHMEM is."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor

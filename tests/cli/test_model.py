@@ -111,7 +111,7 @@ def test_expected_times_of_collectives(operation):
 
 
 def test_collectives_of_four_gpus():
-    """Measured with earlier kernels, than which those of today are not slower; the page shows what the model says of these."""
+    """Measured with earlier kernels; those of today are not slower. The page shows the model's figures for these."""
     page = (RESULTS / "collectives.md").read_text()
     rows = re.findall(r"^\| (\d+) MiB \|" + 6 * r" ([\d.]+) \|" + "$", page, re.M)
     assert [int(n) for n, *_ in rows] == [1, 4, 8, 16, 32, 64]

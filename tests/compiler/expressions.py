@@ -155,7 +155,7 @@ def random_statements(seed: int, count: int) -> list[str]:
 
 
 def _block(statement: str) -> list[str]:
-    """The lines of a statement; `|` ends a line, and what follows `:` is indented unless it says so itself."""
+    """The lines of a statement; `|` ends a line, and what follows `:` is indented unless it has its own indent."""
     lines, indent = [], ""
     for line in statement.split("|"):
         if line.startswith("else"):

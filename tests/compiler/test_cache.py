@@ -97,7 +97,7 @@ def test_a_folder_below_one_of_another_user_is_not_used(monkeypatch, tmp_path, b
     assert private_folder.make(folder) and (tmp_path / base).stat().st_mode & 0o777 == 0o700
     if os.getuid() == 0:
         os.chown(tmp_path / base, 65534, 65534)
-    else:  # the same seen from the other side: what is below belongs to whoever asks, and the folder above does not
+    else:  # the same seen from the other side: what is below belongs to the caller, and the folder above does not
         real = os.lstat
 
         def lstat(path, **how):

@@ -1,4 +1,4 @@
-"""A loop runs as often as its extent says, also where that can only be never or once."""
+"""A loop runs as often as its extent, also where that can only be never or once."""
 
 import tilelang.language as T
 import torch

@@ -139,7 +139,7 @@ def test_the_fence_stands_between_the_acquire_and_tma():
     fence, copies = entry.index("fence.proxy.async.global"), entry.index("cp.async.bulk.tensor")
     assert entry.index("ld.acquire.sys") < fence < copies
     assert re.search(r"\bbar(rier)?\.", entry[fence:copies])
-    assert "%ntid" in entry or "%tid.y" in entry  # the block is larger than its author says
+    assert "%ntid" in entry or "%tid.y" in entry  # the block is larger than its author wrote
     assert "fence.proxy.async.global" not in inspect.ptx(kernels.matmul(), SM_90A)
 
 

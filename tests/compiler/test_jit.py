@@ -89,7 +89,7 @@ def test_a_kernel_for_another_device_is_not_launched(world):
     kernel.target, world.device_kind = "simulator", "cuda"
     with pytest.raises(KernelError, match="was compiled for the simulator, but init has taken a GPU"):
         kernel(1, 2, 3, 4)
-    kernel(1, 2, MINE, 3, 4)  # whoever brings a context knows whose it is
+    kernel(1, 2, MINE, 3, 4)  # a caller that brings a context knows its world
     assert kernel.calls == [(MINE, 1, 2, 3, 4)]
 
 
@@ -181,7 +181,7 @@ def _after_another_choice():
 
 @pytest.mark.parametrize("device", ["simulator", "auto"])
 def test_kernels_are_for_the_device_that_init_has_taken(device):
-    """Whatever the environment says by then: the tensors are there, and nowhere else."""
+    """With any environment by then: the tensors are there, and nowhere else."""
     assert ranks.run(1, _after_another_choice, env={"TSN_DEVICE": device}) == [[float(i) for i in range(64)]]
 
 

@@ -1,4 +1,4 @@
-"""The operator table is validated when it is made, and every row is known to TVM as it says."""
+"""The operator table is validated when it is made, and every row is known to TVM as written."""
 
 import pytest
 import tilelang  # noqa: F401 (makes `tvm` importable)

@@ -146,7 +146,7 @@ class VllmLowLatency:
         return hook, lambda: (rows, counts)
 
     def experts(self, rows, counts) -> torch.Tensor:
-        """Rows of each expert; what follows the last is whatever there is."""
+        """Rows of each expert; what follows the last is undefined."""
         y = torch.full((*counts.shape, counts.numel() and self._rows(rows), HIDDEN), float("nan"), dtype=torch.bfloat16)
         y, values = y.to(counts.device), plain(rows)
         for e, count in enumerate(counts.tolist()):

@@ -3,7 +3,7 @@
     python tests/deep_ep/run_peer_tests.py FOLDER/test_low_latency.py --num-processes 2
 
 The program is run as it is, with the arguments behind its name, and so are the processes that it starts: `import deep_ep`
-finds a module that calls `tilescale_net.deep_ep.install`. docs/integrations.md says where the tests come from.
+finds a module that calls `tilescale_net.deep_ep.install`. docs/integrations.md names where the tests come from.
 """
 
 import os

@@ -151,7 +151,7 @@ def _low_latency(buffer, group) -> None:
 
 
 def _by_column(group) -> None:
-    """Scales that lie by column, in memory of the caller, are those that lie by row."""
+    """Scales that lie by column, in memory of the caller, equal scales that lie by row."""
     inputs, device = Inputs(group, 7, 3), tsn.device(group)
     sizes = (EXPERTS, 12, HIDDEN, TOP_K, torch.float8_e4m3fn, "latency")
     ops = [AllToAll(*sizes, column_scales=by_column, group=group) for by_column in (False, True)]
@@ -174,7 +174,7 @@ def _by_column(group) -> None:
 
 
 def _waiting(buffer, group) -> None:
-    """Who waits for a rank that comes late counts it for that rank, on top of what was there; other calls do not."""
+    """A rank that waits for a late one counts the wait for it, on top of what was there; other calls do not."""
     inputs = Inputs(group, 5, 3)
     late, other = buffer.group_size - 1, 0
     stats = [torch.zeros(buffer.group_size, dtype=torch.int64, device=tsn.device(group)) for _ in range(2)]
@@ -213,7 +213,7 @@ def _refusals(buffer, inputs) -> None:
         buffer.get_low_latency_rdma_size_hint(1025, 512, 2, 4)
     with pytest.raises(ValueError, match="allocate_on_comm_stream"):
         buffer.get_dispatch_layout(inputs.topk_idx, EXPERTS, allocate_on_comm_stream=True)
-    # An expert that there is none of: nowhere in the layout, and refused on all ranks by dispatch.
+    # An expert that does not exist: nowhere in the layout, and refused on all ranks by dispatch.
     wrong = inputs.topk_idx.clone()
     wrong[0, 0] = EXPERTS + 3 if buffer.rank else -1
     _, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(wrong, EXPERTS)
@@ -225,7 +225,7 @@ def _refusals(buffer, inputs) -> None:
         )  # fmt: skip
     with pytest.raises(TypeError, match="handle is a tuple"):
         buffer.low_latency_combine(inputs.random, inputs.topk_idx, inputs.weights, (1, 2, 3, 4, 5))
-    with pytest.raises(ValueError, match="scales .*shape|wrong scales"):  # one rank's mistake is everybody's
+    with pytest.raises(ValueError, match="scales .*shape|wrong scales"):  # one rank's mistake is an error on all
         *_, per_expert, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, EXPERTS)
         q, scales = reference.quantise(inputs.random.cpu())
         scales = scales[:2] if buffer.rank == 0 else scales

@@ -18,7 +18,7 @@ ALIGNMENT = 4
 
 
 def _source(inputs, handle, expanded: bool) -> None:
-    """The handle tells where each row comes from, and how many there are."""
+    """The handle holds where each row comes from, and how many there are."""
     rows = len(inputs.origins)
     rows_of = [len(t) for t in inputs.routing.tokens]
     node_size = deep_ep.get_logical_domain_size(dist.group.WORLD)[1]

@@ -29,7 +29,7 @@ def test_a_wait_and_what_comes_after_it():
 
 
 class _Stream:
-    """Of a GPU that is not there: remembers for whom it waits."""
+    """Of a GPU that is not there: remembers which streams it waits for."""
 
     def __init__(self, key: int):
         self.key, self.captured, self.waited = key, False, []

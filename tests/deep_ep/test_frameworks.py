@@ -128,7 +128,7 @@ def _program() -> None:
     tilescale_net.deep_ep.install()
     import deep_ep
 
-    assert importlib.util.find_spec("deep_ep") is not None  # how vLLM asks
+    assert importlib.util.find_spec("deep_ep") is not None  # how vLLM checks
     from tests.deep_ep import frameworks
 
     _vllm(deep_ep, frameworks, group)

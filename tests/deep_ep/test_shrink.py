@@ -80,7 +80,7 @@ def _program(seed: int) -> None:
     for turn in range(last + 1, last + 4):
         _check(made[turn // 2 % 2], rank, seed + turn, active, turn % 2 == 0)
     with mock.patch.object(settings.log, "warning") as warning:
-        for _ in range(2):  # what is only asked for is taken back; who is lost stays masked
+        for _ in range(2):  # a requested mask is taken back; lost ranks stay masked
             buffer.low_latency_update_mask_buffer(1 - rank, True)
             buffer.low_latency_clean_mask_buffer()
             buffer.low_latency_query_mask_buffer(status)

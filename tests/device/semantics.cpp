@@ -20,7 +20,7 @@ namespace {
 constexpr int kUserWords = 2048;
 constexpr size_t kHeap = kSystemBytes + kUserWords * 8;
 
-// A job of n PEs. What is not mapped would go through a proxy, of which there is none here.
+// A job of n PEs. What is not mapped would go through a proxy, which does not exist here.
 struct Job {
   struct Pe {
     std::vector<uint64_t> heap = std::vector<uint64_t>(kHeap / 8);
@@ -326,7 +326,7 @@ void waits_end() {
     std::thread other([&] { __atomic_store_n(&job[0].abort_word, 1, __ATOMIC_RELEASE); });
     CHECK((wait<kThread, Compare::ge>(job[0].ctx(), job[0].word(4), 42)) == 0);
     other.join();
-    CHECK(job[0].error.kind == kNoError && job[0].ctx()->aborted); // somebody else's error
+    CHECK(job[0].error.kind == kNoError && job[0].ctx()->aborted); // another PE's error
   }
   {
     Job job(3, 30000000); // of three PEs one never comes to the barrier
@@ -338,7 +338,7 @@ void waits_end() {
   }
 }
 
-// Nobody leaves a barrier before all have come, in worlds of one round and of several.
+// No PE leaves a barrier before all have come, in worlds of one round and of several.
 void barriers(int n, bool node) {
   Job job(n, 60000000000ull);
   if (node) // two nodes; only the second one meets

@@ -1,8 +1,8 @@
 """The code in README and docs is what a reader pastes: every block runs, and prints what stands below it.
 
 A `python` block is saved as the file that the `text` block below it runs (`$ GPUS=2 bash launch.sh NAME.py`, then the
-output). A block that is no program says so in the line above it, `<!-- part of a program: WHY -->`; it is parsed. Commands
-are looked at in test_commands.py.
+output). A block that is no program is marked in the line above it, `<!-- part of a program: WHY -->`; it is parsed.
+Commands are looked at in test_commands.py.
 """
 
 import ast

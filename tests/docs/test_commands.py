@@ -85,7 +85,7 @@ def check(where: str, words: list[str], monkeypatch) -> None:
     elif words[:2] == ["python", "-m"]:
         return check_module(where, words[2:])
     elif re.fullmatch(r"\w+\.py", words[0]) and not READERS.fullmatch(words[0]):
-        words = [f"benchmark/{words[0]}", *words[1:]]  # in tables, behind a word that says so
+        words = [f"benchmark/{words[0]}", *words[1:]]  # in tables, behind a word for it
     script = next((i for i, w in enumerate(words) if w.endswith(".py") and not w.startswith("$")), None)
     if script is None or READERS.fullmatch(words[script]):
         return
@@ -118,7 +118,7 @@ class Parsed(Exception):
 
 
 def refusal(path: Path, words: list[str], monkeypatch) -> str | None:
-    """What a benchmark says to these words; None when it takes them."""
+    """What a benchmark prints for these words; None when it takes them."""
     real, said = argparse.ArgumentParser.parse_args, io.StringIO()
 
     def parse_and_end(self, *given, **named):

@@ -1,4 +1,4 @@
-"""docs/primitives.md names every primitive, and its example is what it says."""
+"""docs/primitives.md names every primitive, and its example works."""
 
 import re
 from pathlib import Path

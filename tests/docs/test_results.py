@@ -1,4 +1,4 @@
-"""The tables of docs/results say what the reports say: who is ahead is no choice of ours."""
+"""The tables of docs/results hold what the reports hold: which side is ahead is not chosen by hand."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The chaos transport does what it says, and still delivers everything exactly once."""
+"""The chaos transport does what its settings state, and still delivers everything exactly once."""
 
 import random
 import time
@@ -63,7 +63,7 @@ def test_an_immediate_still_comes_after_all_its_pieces():
 
 
 def test_pieces_of_a_split_write_arrive_apart():
-    """Otherwise nobody would be found out who takes one piece for the whole."""
+    """Otherwise code that takes one piece for the whole would not be found."""
     a, b = chaotic("seed=4,split=1,reorder=1,delay_us=3000")
     partial = 0
     for turn in range(1, 40):

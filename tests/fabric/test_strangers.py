@@ -1,4 +1,4 @@
-"""A process that knows addresses but was never told a token or a key: what it sends is dropped, counted and harmless."""
+"""A process that has addresses but neither a token nor a key: what it sends is dropped, counted and harmless."""
 
 import struct
 

@@ -41,7 +41,7 @@ def copy_all_ways(dtype, threads, capacity, engine, unroll, ring):
     """
     block = dict(unroll=unroll, engine=engine, ring=ring)
     part = dict(unroll=unroll)
-    # mode: how many share the copy, the copy of one share, the flag that says it is done (None: none needed)
+    # mode: how many share the copy, the copy of one share, the flag that it is done (None: none needed)
     ways = []
     for scope, sharers in (("block", 1), ("warp", threads // 32), ("thread", threads)):
         put, get, put_signal = (getattr(N, f"{name}_{scope}") for name in ("put", "get", "put_signal"))

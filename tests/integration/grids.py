@@ -51,14 +51,14 @@ def rounds_of_a_grid(blocks, scope="all"):
                 barrier(scope="grid")
                 if board[neighbour, after, thread] != (i * 100 + after) * 10 + neighbour:
                     wrong[block, thread] += 1
-                barrier(scope="grid")  # nobody writes the next round while others still look
+                barrier(scope="grid")  # no block writes the next round while others still look
 
     return main
 
 
 @tsn.jit
 def misused(how, blocks):
-    """Kernel `(x)`: barriers as nobody should call them.
+    """Kernel `(x)`: barriers in wrong use.
 
     Args:
         how: "all blocks": a barrier of one block per PE by all of them; "not all": a grid's barrier by all but one;

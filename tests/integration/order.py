@@ -87,8 +87,8 @@ def fresh_source(engine="bulk", threads=128, order="put_signal", crowd=0):
     """Kernel `(dst, src, flags, wrong, noise, stop, turns, to)`: each turn writes a new source, sends it at once, and
     compares what came.
 
-    `flags[0]` tells that the data of a turn has come, `flags[1]` that the peer has compared its own. `wrong` counts, by
-    thread, the elements that differ from what the peer wrote in that turn.
+    `flags[0]` signals that the data of a turn has come, `flags[1]` that the peer has compared its own. `wrong` counts,
+    by thread, the elements that differ from what the peer wrote in that turn.
 
     Args:
         order: "put_signal", or "other warp": a put, and a fence and a signal by a thread of the last warp.
@@ -185,7 +185,7 @@ def source_again(how="quiet"):
 
 @tsn.jit
 def all_to_one_barrier(kind="all", complete=True):
-    """Kernel `(board, mine, seen)`: each PE puts a row on everybody's board; after a barrier everybody sees all rows.
+    """Kernel `(board, mine, seen)`: each PE puts a row on the boards of all; after a barrier every PE sees all rows.
 
     Args:
         kind: "all" or "node" for barrier_all or barrier_node.
@@ -217,7 +217,7 @@ def all_to_one_barrier(kind="all", complete=True):
                 for i in T.serial(T.ceildiv(COUNT, THREADS)):
                     if i * THREADS + thread < COUNT:
                         seen[pe, i * THREADS + thread] = board[pe, i * THREADS + thread]
-            N.barrier_all()  # nobody puts the next row while others still look
+            N.barrier_all()  # no PE puts the next row while others still look
 
     return main
 
@@ -319,7 +319,7 @@ def pass_message(order: str, wait: bool, seed: int, visibility: str = "random") 
     expected = _pattern(seed, (rank - 1) % n)
     end = time.monotonic() + 10  # a barrier on the host only completes what was quiet before
     while not torch.equal(dst.cpu(), expected):
-        assert time.monotonic() < end, "in the end the data is there, whatever was left out"
+        assert time.monotonic() < end, "in the end the data is there, with anything left out"
     return int((seen.cpu() != expected).sum())
 
 

@@ -12,7 +12,7 @@ from tests import ranks
 
 
 def _serve(pipes: list) -> None:
-    """What each rank runs: calls functions as it is told, until one raises or it is told to end."""
+    """What each rank runs: calls the functions that it receives, until one raises or the pool ends."""
     import tilescale_net as tsn
 
     pipe = pipes[tsn.rank()]
@@ -50,7 +50,7 @@ class Pool:
         self._thread: threading.Thread | None = None
 
     def _start(self) -> list[tuple[bool, object]]:
-        """Start the ranks; what each of them says when it is ready, or why it is not."""
+        """Start the ranks; what each of them reports when it is ready, or why it is not."""
         both = [multiprocessing.Pipe() for _ in range(self._size)]
         self._pipes = [mine for mine, _ in both]
         self._outcomes: list[ranks.Outcome] = []

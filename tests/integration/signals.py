@@ -124,7 +124,7 @@ def wait_for(waiter: str, compare: str, first: int, wanted: int, values: list[in
 def rounds(threads=64):
     """Kernel `(data, flag, done, seen, n, to)`: n messages go through one place, numbered from 0 in 32 bits.
 
-    The sender of message i waits for the answer to message i - 1, which is none for the first one.
+    The sender of message i waits for the answer to message i - 1, except for the first one.
     """
 
     @T.prim_func

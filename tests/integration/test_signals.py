@@ -56,7 +56,7 @@ def test_last_value_stays(pool, waiter, first, values, op, seed):
     last = values[-1] if op == "set" else (first + sum(values)) % (1 << 64)
     _, (seen, left) = pool(wait_for, waiter, "eq", first, last, values, op, 0.0, seed)
     sums = [first, *values] if op == "set" else [(first + sum(values[:i])) % (1 << 64) for i in range(len(values) + 1)]
-    # `test` tells that the word was equal; where that value comes more than once, a look afterwards may find another.
+    # `test` shows that the word was equal; where that value comes more than once, a look afterwards may find another.
     assert left == last and set(seen) <= (set(sums) if waiter == "test" and sums.count(last) > 1 else {last})
 
 

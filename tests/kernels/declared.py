@@ -57,7 +57,7 @@ def forget_kernels() -> None:
         del sys.modules[name]
 
 
-# Here, since whoever unpickles it imports its module: test_mutations.py imports all kernels.
+# Here, since a process that unpickles it imports its module: test_mutations.py imports all kernels.
 def run(path: str | None, file: str, module: str, test: str, seed: int) -> None:
     """Run a function of a file of tests on this rank with the file at `path` in the place of a kernel's."""
     if path:

@@ -1,9 +1,9 @@
 """One small run of every kernel that is shipped, for tests that care for schedules and orders more than for shapes.
 
 `RUNS[name]` is `(files, function)`: files of tilescale_net/kernels whose kernels the function runs, `function(seed)`, on
-every rank. A file of tests that says `SMALL_RUN_OF = (files)` and has a function `small_run(seed)` need not stand here. Blocks have two warps or
-more wherever a kernel allows it, so that threads of a block can race. Kernels are imported by the runs that need them: an
-import takes longer than most runs.
+every rank. A file of tests that sets `SMALL_RUN_OF = (files)` and has a function `small_run(seed)` need not stand here.
+Blocks have two warps or more wherever a kernel allows it, so that threads of a block can race. Kernels are imported by
+the runs that need them: an import takes longer than most runs.
 """
 
 import ast

@@ -35,7 +35,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
-    """Equal shape, dtype and bits; the message says where the first difference is."""
+    """Equal shape, dtype and bits; the message names the first difference."""
     assert found.shape == expected.shape and found.dtype == expected.dtype, (what, found.shape, expected.shape)
     a, b = bits(found), bits(expected)
     if not torch.equal(a, b):

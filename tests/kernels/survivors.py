@@ -21,7 +21,7 @@ OWN = "it tells of what this PE has stored to its own memory, not put: a signal 
 NO_ROW = "a rank that refuses sends no row: only signals follow, each of which stands for all earlier ones to its word"
 QUIET = "a rank that refuses has put nothing in this call, and what it put before was quiet"
 
-UNREAD = "in the tutorial's program nobody reads these data afterwards, or writes to their source again"
+UNREAD = "in the tutorial's program nothing reads these data afterwards, or writes to their source again"
 
 # Needed, and yet not shown.
 HIDDEN = "the simulator makes T.copy of T.tma_copy, and tilelang puts a barrier before it, which a GPU does not have"

@@ -123,7 +123,7 @@ class Shown(AssertionError):
 
 
 def _reports() -> list[str]:
-    """What the check for races says from now on. A job would end there; the kernel has run to its end, and others follow."""
+    """What the check for races reports from now on. A job would end there; the kernel has ended, and others follow."""
     from tilescale_net.compiler.simulator.kernel import SimulatedFunction
 
     reports: list[str] = []

@@ -12,7 +12,7 @@ _COLUMNS = ("a race", "wrong data", "stands still", "another error", "harmless",
 
 
 def _became(checked: str, reason: str | None) -> str:
-    """The column of a mutant: what the run with the check says, or why it survives."""
+    """The column of a mutant: what the run with the check reports, or why it survives."""
     if checked == "DataRace":
         return "a race"
     if checked in ("-", "the same program"):
@@ -40,8 +40,8 @@ def table(outcomes: dict[str, dict]) -> str:
     """Of outcomes by test, as Markdown, with the share of mutants that the check reports of those that it should.
 
     Those are the ones that change an order which the memory model needs: without those that are harmless or not run, and
-    without those that no order could save, because the job stands still (nobody sends what is waited for) or the program
-    is none any more (another error).
+    without those that no order could save, because the job stands still (no rank sends what is waited for) or the
+    program is no longer valid (another error).
     """
     counts = _counts(outcomes)
     if not counts:

@@ -210,7 +210,7 @@ def test_splits_that_differ_between_ranks():
 
 
 def _wrong_in_device_memory():
-    """Splits in tensors that do not add up are found by the kernel; nobody sends, nobody hangs."""
+    """Splits in tensors that do not add up are found by the kernel; no rank sends, and none hangs."""
 
     rank, n = tsn.rank(), tsn.size()
     op = AllToAll(threads=32, blocks=1)

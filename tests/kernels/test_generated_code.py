@@ -145,7 +145,7 @@ def check(code: Code, name: str, arguments: dict) -> None:
     bulk = [i for i in instructions if i.startswith("UBLKCP")]
     assert stores, "16-byte stores"
     engine = arguments.get("engine", "auto")
-    # `auto` may take the bulk engine for large counts, which only the run knows.
+    # `auto` may take the bulk engine for large counts, known only at run time.
     assert engine == "auto" or bool(bulk) == (engine == "bulk"), bulk
     assert any(i.startswith("LD") and i.endswith("STRONG.SYS") for i in instructions), "system-scope polls"
 

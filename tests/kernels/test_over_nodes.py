@@ -117,7 +117,7 @@ def test_a_lost_peer_is_not_taken_for_one_that_makes_another_call(algorithm):
 
 
 def _mismatch() -> tuple[str, list[int]]:
-    """Rank 3 gives another place: everybody says so, nothing moves, and the object still works."""
+    """Rank 3 gives another place: all ranks report it, nothing moves, and the object still works."""
     rank, n = tsn.rank(), tsn.size()
     xs = [tsn.zeros((n, 8), torch.int32) for _ in range(2)]
     out = tsn.zeros(8, torch.int32)

@@ -92,7 +92,7 @@ def _ping_pong(seed, threads):
             unsettle(pace)
             kernel(dst.tensor, src.tensor, flag, count, 1 - rank, base, int(rank == 0), trips)
             base += trips
-            # The last signal seen says that its data are here, without any barrier.
+            # After the last signal seen its data are here, without any barrier.
             tsn.synchronize()
             expected = torch.full((4096,), 7, dtype=torch.uint8)
             expected[:count] = random_bytes(4096, seed, count, 1 - rank)[:count]
@@ -151,7 +151,7 @@ def test_ping_pong(visibility):
 
 
 def test_ping_pong_of_a_rank_alone_ends():
-    """The partner never comes: the wait passes its deadline and says so."""
+    """The partner never comes: the wait passes its deadline and reports it."""
     outcomes = ranks.launch(2, _lonely, env={"TSN_TIMEOUT": "2"})
     assert outcomes[0].error[0] == "WaitTimeout", outcomes
 

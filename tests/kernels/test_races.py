@@ -104,7 +104,7 @@ def test_tutorials_are_not_accused(program):
         done = jobs.launch(*words.split(), env=env | {"TSN_DEVICE": "simulator", "TSN_SIM_RACES": "1"})
         assert done.returncode == 0 and done.stdout.strip() == output, done.stderr
         if "missing_wait" in program.stem:
-            # Which of the two accesses comes last, and so tells of the other, is for the schedule to say.
+            # Which of the two accesses comes last, and so reports the other, depends on the schedule.
             load = r"a load of (y|rank \d block 0 thread \d+) \(05_missing_wait\.py:\d+\)"
             assert re.search(load + ".* nothing orders the two: .*a wait .*is missing", done.stderr), done.stderr
 

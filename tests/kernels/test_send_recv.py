@@ -92,7 +92,7 @@ def _operators_and_refusals() -> None:
 
 
 def _gradients() -> None:
-    """Two stages of a pipeline, two micro-batches: what the second one's loss says of the first one's weights."""
+    """Two stages of a pipeline, two micro-batches: what the second one's loss gives for the first one's weights."""
     rank, device = tsn.rank(), tsn.device()
     first, second = (torch.full((4, 4), value, device=device, requires_grad=True) for value in (2.0, 3.0))
     parts = [torch.arange(12.0, device=device).view(3, 4), torch.ones((5, 4), device=device)]

@@ -1,4 +1,4 @@
-"""The simulator's check for races finds kernels that lack one synchronisation, in one run, whatever the schedule."""
+"""The simulator's check for races finds kernels that lack one synchronisation, in one run, in any schedule."""
 
 import functools
 import os
@@ -85,7 +85,7 @@ def kernel_outcome(file: str, mutant: sweep.Swept, folder: Path, seeds: list[int
 
 
 def program_outcome(program: Path, mutant: sweep.Swept, folder: Path, seeds: list[int]) -> tuple[str, str]:
-    """The same for a tutorial, whose output says whether the data are right."""
+    """The same for a tutorial, whose output shows whether the data are right."""
     path = folder / program.name
     path.write_text(mutant.text)
     found = ["", ""]
@@ -183,7 +183,7 @@ def exploration(file: str, text: str, folder: Path) -> str:
 
 
 def row(place: Place, folder: Path, seeds: list[int]) -> str:
-    """Print a row for a mutant, and return what the run with the check says: "" where it shows nothing.
+    """Print a row for a mutant, and return what the run with the check reports: "" where it shows nothing.
 
     Args:
         folder: for the mutant's file.

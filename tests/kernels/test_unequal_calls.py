@@ -1,4 +1,4 @@
-"""Ranks that make one call with different arguments, each of them agreed on before: who, and with which, is named."""
+"""Ranks that make one call with different arguments, each of them agreed on before: errors name ranks and arguments."""
 
 import time
 

@@ -110,7 +110,7 @@ def test_small_offsets_stay_32_bit():
     ],
 )
 def test_accesses_outside_their_tensor_vanish(call, kept):
-    """tilelang guards only the operators that it knows, so the primitives bring their own guards."""
+    """tilelang guards only its own operators, so the primitives bring their own guards."""
     body = generated(call)
     assert (" ? " in body or "if (" in body) == kept, body
 

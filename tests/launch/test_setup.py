@@ -152,7 +152,7 @@ def test_what_tsn_python_lacks_is_told(checkout, tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert f"TSN_PYTHON={bare} lacks: tilelang==" in done.stderr and "torch>=2.6" in done.stderr
     assert "leave TSN_PYTHON out" in done.stderr and "building" not in done.stderr
-    # What may be of another version is told, and runs.
+    # What may be of another version is reported, and runs.
     project = checkout.root / "pyproject.toml"
     project.write_text(project.read_text().replace('"torch>=2.6"', '"torch>=999"'))
     done = checkout("hello.py", TSN_BUILD="0")

@@ -31,7 +31,7 @@ if "download" in sys.argv:
     for package in sys.argv[sys.argv.index("download") + 1:]:
         open(package + "_1.deb", "w").close()
 """
-# Unpacks the headers that a package of this name has; pip is a program that says where it runs.
+# Unpacks the headers that a package of this name has; pip is a program that prints where it runs.
 DPKG = """#!{python}
 import os, sys, zipfile
 if "pip-whl" in sys.argv[2]:
@@ -53,7 +53,7 @@ def machine(tmp_path):
     script = tmp_path / "tilescale_net" / "launch" / "system.py"
     script.parent.mkdir(parents=True)
     text = open(os.path.join(ROOT, "tilescale_net", "launch", "system.py")).read()
-    # Python's own headers are there on this machine; nobody here is root.
+    # Python's own headers are there on this machine; the user here is not root.
     text = text.replace('sysconfig.get_path("include")', repr(f"/nowhere/python{VERSION}"))
     text = text.replace('importlib.util.find_spec("ensurepip")', "os.path.exists(os.path.join(ROOT, 'ensurepip'))")
     script.write_text(text.replace("os.geteuid() == 0", 'bool(os.environ.get("ROOT"))'))

@@ -34,7 +34,7 @@ SANITIZERS = {
 
 
 def compiler(sanitizer: str) -> str:
-    """The C++ compiler for a variant; clang for the sanitizers, whose ThreadSanitizer knows atomic fences' costs best."""
+    """The C++ compiler for a variant; clang for the sanitizers, whose ThreadSanitizer handles atomic fences best."""
     if sanitizer:
         return lacking.program("clang++-14", "clang", "clang++")
     named = os.environ.get("CXX", "g++")

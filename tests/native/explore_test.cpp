@@ -43,7 +43,7 @@ void send(int word, int signal, int pe) {
   CHECK(kRemoteApi.defer(o));
 }
 
-// Rank 0 puts a word and tells rank 1, which waits and copies it.
+// Rank 0 puts a word and signals rank 1, which waits and copies it.
 void message(const uint64_t* rank) {
   if (*rank == 0) {
     send(8, -1, 1);

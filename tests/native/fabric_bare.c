@@ -139,7 +139,7 @@ int main(int argc, char** argv) {
   CPU_ZERO(&cpus);
   CPU_SET(first ? 0 : 1, &cpus);
   sched_setaffinity(0, sizeof cpus, &cpus);
-  close(sockets[!first]); /* an end of file tells when the other process has ended */
+  close(sockets[!first]); /* an end of file shows that the other process has ended */
 
   struct fi_info* info = find(argv[2]);
   struct fid_fabric* fabric;

@@ -1,6 +1,6 @@
 // The transport and the chaos around it against the strict device of fabric_fake.cpp, for runs under sanitizers:
 //   fabric_test LIBFABRIC SEEDS
-// FAKE_FABRIC configures the device. Everything sent must arrive once and intact, whatever the seed.
+// FAKE_FABRIC configures the device. Everything sent must arrive once and intact, with any seed.
 #include <cstring>
 #include <map>
 #include <random>

@@ -1,8 +1,8 @@
 // A libfabric whose only provider behaves like an EFA device, strictly: built as libfabric.so.1 and named in
 // TSN_LIBFABRIC, it connects endpoints within one process. It delivers in random order, keeps small queues, wants real
 // memory behind every operation, descriptors of the right memory, known initiators, receives for immediates and rung
-// doorbells; whatever breaks a rule is put down in fake_violations(). With the driver of fake_cuda.cpp, what is written
-// to a GPU's memory is seen there after a flush.
+// doorbells; what breaks a rule is recorded in fake_violations(). With the driver of fake_cuda.cpp, what is written to
+// a GPU's memory is seen there after a flush.
 //
 // FAKE_FABRIC configures it: "nics=4,name=efa-direct,tx=16,rx=64,rx_cq_data=1,mr_endpoint=1,emulated=0,cuda_calls=0,
 // dmabuf=1,unsolicited=0,mr_bytes=0,mr_count=0,cq=0,manual=0,revoke=0,abort=0,seed=1". NIC n sits at PCI device
@@ -51,7 +51,7 @@ int close_object(fid* f) {
       p.revoked = true;
     }
     regions.erase(std::find(regions.begin(), regions.end(), mr));
-    if (mr->late) // nobody will see it
+    if (mr->late) // it is never seen
       late_writes.erase(std::remove_if(late_writes.begin(), late_writes.end(),
                                        [&](const Late& w) { return w.to >= mr->base && w.to < mr->base + mr->bytes; }),
                         late_writes.end());
@@ -362,7 +362,7 @@ EXPORT int fi_getinfo(uint32_t, const char*, const char*, uint64_t, const struct
   fill_tables();
   if (hints->fabric_attr->prov_name && strcmp(hints->fabric_attr->prov_name, "efa")) return -FI_ENODATA;
   if ((hints->caps & FI_HMEM) && !option("hmem", 1)) return -FI_ENODATA;
-  // What it cannot do, and what whoever asks must be ready for.
+  // What it cannot do, and what the caller must be ready for.
   if (hints->caps & (FI_RMA_EVENT | FI_FENCE | FI_TRIGGER | (direct() ? FI_ATOMIC : 0))) return -FI_ENODATA;
   const uint64_t order = hints->tx_attr->msg_order | hints->rx_attr->msg_order;
   if (order & ~(direct() ? 0 : FI_ORDER_SAS)) return -FI_ENODATA;

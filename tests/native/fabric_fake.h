@@ -165,8 +165,8 @@ void fail(Endpoint* e, void* context, int error) {
   e->cq->errors.push_back(entry);
 }
 
-// What NICs have written into memory of GPUs: kernels, here whoever reads it, do not see it before their process has
-// called cuFlushGPUDirectRDMAWrites. Other NICs do, whose reads come behind these writes.
+// What NICs have written into memory of GPUs: kernels, here all readers, do not see it before their process has called
+// cuFlushGPUDirectRDMAWrites. Other NICs do, whose reads come behind these writes.
 struct Late {
   char* to;
   std::string data;
@@ -266,8 +266,8 @@ bool gives_up(Packet& p) {
   return true;
 }
 
-// Some of what is under way arrives, in random order: whoever polls, since a NIC needs no processor; but where writes
-// are emulated, only the target's.
+// Some of what is under way arrives, in random order: on a poll of any endpoint, since a NIC needs no processor; but
+// where writes are emulated, only of the target's.
 void progress(Cq* cq) {
   for (Endpoint* e : cq->endpoints) {
     const bool held = std::any_of(wire.begin(), wire.end(), [&](Packet& p) { return p.from == e && !p.rung; });
@@ -282,7 +282,8 @@ void progress(Cq* cq) {
   }
 }
 
-// Of the calls that take a message: what a device without FI_FENCE, and efa-direct without FI_DELIVERY_COMPLETE, knows.
+// Of the calls that take a message: the flags of a device without FI_FENCE, and of efa-direct without
+// FI_DELIVERY_COMPLETE.
 bool more(uint64_t flags, size_t pieces) {
   const uint64_t known = FI_MORE | FI_COMPLETION | FI_REMOTE_CQ_DATA | (direct() ? 0 : FI_DELIVERY_COMPLETE);
   if (flags & ~known) violate("flags of an operation that the device does not know");

@@ -1,4 +1,4 @@
-// What fabric_fake.cpp says of its NICs.
+// What fabric_fake.cpp reports of its NICs.
 #pragma once
 
 #include "fabric_fake.h"

@@ -115,12 +115,12 @@ int cuMemcpyDtoHAsync_v2(void* to, unsigned long long from, size_t n, void* stre
   return 0;
 }
 int cuStreamWriteValue32_v2(void* stream, unsigned long long to, uint32_t value, unsigned flags) {
-  if (flags) return 1; // this version of the call knows none
+  if (flags) return 1; // this version of the call has none
   static_cast<Stream*>(stream)->add([=] { store(to, value); });
   return 0;
 }
 int cuStreamWriteValue64_v2(void* stream, unsigned long long to, uint64_t value, unsigned flags) {
-  if (flags) return 1; // this version of the call knows none
+  if (flags) return 1; // this version of the call has none
   static_cast<Stream*>(stream)->add([=] { store(to, value); });
   return 0;
 }
@@ -128,14 +128,14 @@ int cuMemGetHandleForAddressRange(void* fd, unsigned long long, size_t, int, uns
   if (!getenv("FAKE_CUDA_DMABUF")) return 801;
   return *static_cast<int*>(fd) = open("/dev/null", O_RDONLY), 0;
 }
-// FAKE_CUDA_IDLE_FLUSH: it does nothing, as if nobody had called it.
+// FAKE_CUDA_IDLE_FLUSH: it does nothing, as if it had not been called.
 int cuFlushGPUDirectRDMAWrites(int, int) {
   __atomic_fetch_add(&flushes, 1, __ATOMIC_RELAXED);
   void (*const carry)() = __atomic_load_n(&carry_out, __ATOMIC_ACQUIRE);
   if (carry && !getenv("FAKE_CUDA_IDLE_FLUSH")) carry();
   return 0;
 }
-// For a fake NIC (fabric_fake.h): whom flushes call.
+// For a fake NIC (fabric_fake.h): the function that flushes call.
 void fake_cuda_on_flush(void (*carry)()) { __atomic_store_n(&carry_out, carry, __ATOMIC_RELEASE); }
 unsigned fake_cuda_flushes() { return __atomic_load_n(&flushes, __ATOMIC_RELAXED); }
 }

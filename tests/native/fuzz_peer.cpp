@@ -1,5 +1,5 @@
 // Fuzzers for everything that a proxy reads from a peer: libFuzzer calls in with arbitrary bytes, of which the first
-// chooses what they pass for. Under AddressSanitizer and UndefinedBehaviorSanitizer; whatever is accepted is checked to
+// chooses what they pass for. Under AddressSanitizer and UndefinedBehaviorSanitizer; everything accepted is checked to
 // be inside its bounds.
 //
 // usage: [FUZZ_TARGET=records|slot|immediates|blob] fuzz_peer [libFuzzer's options]

@@ -1,6 +1,6 @@
-// A fuzzer of a whole proxy: a peer that is none sends messages, immediates, credits, acknowledgements and staging
-// slots over the loopback transport, or the address that a proxy connects to is what a stranger made of it. Under
-// AddressSanitizer and UndefinedBehaviorSanitizer; the proxy goes on, or ends with an error that can be printed.
+// A fuzzer of a whole proxy: a false peer sends messages, immediates, credits, acknowledgements and staging slots over
+// the loopback transport, or the address that a proxy connects to is what a stranger made of it. Under AddressSanitizer
+// and UndefinedBehaviorSanitizer; the proxy goes on, or ends with an error that can be printed.
 //
 // usage: fuzz_worker [libFuzzer's options]
 #include "tests/native/proxy_lies.h"
@@ -67,7 +67,7 @@ void tell(Liar& liar, Input& in, uint64_t heap) {
   case 5:
     liar.send(AbortRecord{RecordType::abort, 0, (uint16_t)in.field(heap), 0}, in.text(64));
     break;
-  case 6: // a slot, or whatever is written where slots are, with any immediate
+  case 6: // a slot, or any other write where slots are, with any immediate
     liar.slot({(uint32_t)in.field(heap), (uint32_t)in.field(heap)}, {in.field(heap), (uint32_t)in.field(heap), 0},
               (uint32_t)in.number(1) % 4);
     break;

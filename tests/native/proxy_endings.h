@@ -35,7 +35,7 @@ inline void end_by_failure(const WorldOptions& o, int round) {
   });
 }
 
-// A peer that confirms nothing: whoever drains says which one it is, and does not take the time to be over for the end.
+// A peer that confirms nothing: a proxy that drains names it, and does not take the end of the time for the end.
 inline void silence(WorldOptions o) {
   o.make = transports_of(o);
   o.pes = 2, o.proxy.timeout = 0.5;
@@ -52,7 +52,7 @@ inline void silence(WorldOptions o) {
   CHECK(talker.proxy->failure(&f) && f.kind == "PeerLost" && f.pe == 1, "%s: %s", f.kind.c_str(), f.text.c_str());
 }
 
-// PE 0 is aborted by its host, which says why a little later, or not at all. What does its peer hear?
+// PE 0 is aborted by its host, which gives the reason a little later, or not at all. What does its peer get?
 inline void reasons(const WorldOptions& o) {
   for (const std::string why : {"rank 0: its host says why", ""}) {
     World w(o);
@@ -71,7 +71,7 @@ inline void reasons(const WorldOptions& o) {
   silence(o);
 }
 
-// Every PE sends put_signals that nobody waits for, and then leaves as finalize does.
+// Every PE sends put_signals that no PE waits for, and then leaves as finalize does.
 inline void end_in_order(const WorldOptions& o, int round) {
   World w(o);
   constexpr int kPuts = 12;
@@ -120,7 +120,8 @@ inline void credit(WorldOptions o, double most) {
   constexpr int kPuts = 12000;
   o.make = transports_of(o);
   o.proxy.inline_bytes = 0;
-  const int away = o.pes > 2; // of three with two threads each, PE 1 has one for both others, who have one for it alone
+  const int away = o.pes > 2; // of three with two threads each, PE 1 has one for both others, which have one for it
+                              // alone
   std::vector<std::unique_ptr<Pe>> pes;
   std::vector<std::string> addresses;
   for (int pe = 0; pe < o.pes; pe++) pes.push_back(std::make_unique<Pe>(pe, o));
@@ -179,7 +180,7 @@ inline void adds(const WorldOptions& o) {
   for (auto& pe : w.pes) CHECK(pe->proxy->apply_adds(20));
   CHECK(*target.at<uint64_t>(kWord) == 5, "%d", (int)*target.at<uint64_t>(kWord));
   for (int i = 0; i < 16; i++) CHECK(*target.at<uint64_t>(kMany + 8ull * (uint64_t)i) == 3 * kAddMailboxEntries / 16);
-  *target.at<uint64_t>(kWord) = 1000; // somebody else's data
+  *target.at<uint64_t>(kWord) = 1000; // data of another owner
   queue_signal(source.context, source.at<uint64_t>(kOther), 1, 0, SignalOp::add);
   target.wait(kOther, 1);
   CHECK(*target.at<uint64_t>(kWord) == 1000, "%d", (int)*target.at<uint64_t>(kWord));

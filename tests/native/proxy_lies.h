@@ -243,7 +243,7 @@ inline void lies(WorldOptions o) {
       CHECK(liar.victim().heap[i] == 0x5a, "%s: the heap changed at %d", lie.what, (int)i);
     liar.stop();
   }
-  // Last words are text, whatever they are; and whoever is not known is nobody.
+  // The text of an abort may be any bytes; and an unknown PE is ignored.
   Liar liar(o);
   liar.write(liar.staged ? 0 : kSystemBytes, "12345678", 8, 0, 0); // PE 0 is the victim itself
   liar.send(AbortRecord{RecordType::abort, 0, 6, 0}, "\x1b[2Jno");

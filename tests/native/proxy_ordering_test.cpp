@@ -183,7 +183,7 @@ private:
   std::vector<AckRecord> acks_;
   std::set<uint64_t> open_, before_fence_; // puts since / before the latest fence
   uint64_t puts_ = 0, sent_marks_ = 0, acked_groups_ = 0, acked_marks_ = 0;
-  // What the test knows of the target.
+  // The test's model of the target.
   std::map<uint64_t, uint32_t> missing_; // chunks of put i that have not arrived
   std::map<uint64_t, Expected> marks_;   // by sequence
   std::map<uint64_t, uint64_t> last_on_word_;

@@ -3,8 +3,8 @@
 // usage: proxy_test traffic [key=value ...]   every kind of operation, verified; fails on any difference
 //        proxy_test refusals [key=value ...]  bad descriptors: named, and never sent
 //        proxy_test garbage [key=value ...]   a peer that sends nonsense
-//        proxy_test failure [key=value ...]   the network fails as chaos= says; prints each PE's error
-//        proxy_test reasons                   whoever is aborted says why to its peers
+//        proxy_test failure [key=value ...]   the network fails as set by chaos=; prints each PE's error
+//        proxy_test reasons                   an aborted PE sends its peers the reason
 //        proxy_test lies [key=value ...]      a peer whose messages and slots are well formed but for one field
 //        proxy_test credit [key=value ...]    a peer that does not poll gets only as much as its queue can hold
 //        proxy_test adds [key=value ...]      adds left to kernels do not outlive apply_adds()

@@ -81,7 +81,7 @@ inline void traffic_put_signal(World& w, const Traffic& t) {
             const uint64_t n = pick_size(r, t.largest), shift = r() % 33, key = r();
             pe.wait(t.lane(b, from), (uint64_t)i + 1);
             check_pattern(pe.at(t.landing(b, from, i) + shift), n, key, "put_signal", me, from, i);
-            // Tells the sender, in the word that its block waits for: lane (b, me) + 64 at PE `from`.
+            // Signals the sender, in the word that its block waits for: lane (b, me) + 64 at PE `from`.
             queue_signal(pe.context, pe.at<uint64_t>(t.lane(b, me) + 64), (uint64_t)i + 1, from, SignalOp::set);
           }
         }

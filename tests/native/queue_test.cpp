@@ -175,7 +175,8 @@ void parts() {
   CHECK(r.first == kMaxOffset && r.second == kMaxOffset);
 }
 
-// A GPU may deliver the halves in any order: half a alone is not a descriptor, whatever the slot held in earlier laps.
+// A GPU may deliver the halves in any order: half a alone is not a descriptor, with any contents of the slot from
+// earlier laps.
 void halves() {
   Setup s(2, 0);
   HostQueue& q = s.queues[0];
@@ -249,7 +250,8 @@ void contention(int producers, int pushes, uint32_t capacity, uint64_t start, ui
   CHECK(s.error.kind == kNoError);
 }
 
-// What is written before a push is visible to whoever pops it: a plain variable, so that ThreadSanitizer judges.
+// What is written before a push is visible to the thread that pops it: a plain variable, so that ThreadSanitizer
+// judges.
 void publication(int rounds) {
   Setup s(8, 0);
   std::vector<int> payload((size_t)rounds, 0);

@@ -92,7 +92,7 @@ void meets_in_halves(const uint64_t*) {
   CHECK(grid().warp(WarpOp::match_all, half, self->lane, 0) == 0);
   const uint32_t together = grid().active_mask(sums); // any address stands for the place
   CHECK(together >> self->lane & 1);
-  // Whoever is reported to be here together agrees on it.
+  // The lanes that are reported to be here together agree on it.
   CHECK(grid().warp(WarpOp::match_all, together, together, 0) == together);
   CHECK(grid().block_vote(VoteOp::count, self->lane == 3) == 4);
   CHECK(grid().block_vote(VoteOp::broadcast, self->linear + 100) == 100);

@@ -1,4 +1,5 @@
-"""One name, one thing: two classes or inline functions of one qualified name are one to the linker, whatever they hold.
+"""One name, one thing: two classes or inline functions of one qualified name are one to the linker, even if they
+differ.
 
 The linker keeps one definition of each inline function, constructor and destructor; without inlining, the code of one
 file runs on the objects of another.

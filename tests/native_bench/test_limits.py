@@ -1,7 +1,8 @@
 """The benchmarks' loops against the least that libfabric can be used with: same provider, window and processors, in turns.
 
-Other work on the machine only ever slows a run down, so the best of several runs is compared; where runs differ much, the
-median of the ratios of neighbouring runs says more. More runs are made until the limit is reached or patience ends.
+Other work on the machine only ever slows a run down, so the best of several runs is compared; where runs differ much,
+the median of the ratios of neighbouring runs is better evidence. More runs are made until the limit is reached or
+patience ends.
 """
 
 import os

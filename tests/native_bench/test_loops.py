@@ -45,7 +45,7 @@ def together(*calls):
     for t in threads:
         t.join(60)
         assert not t.is_alive(), "a loop hangs"
-    if errors:  # the one that says most: others may have run into a time limit because of it
+    if errors:  # the most specific one: others may have run into a time limit because of it
         raise min(errors, key=lambda err: "nothing has happened" in str(err))
     return results
 
@@ -248,7 +248,7 @@ print("good")
 
 
 def test_ping_pong_from_gpu_memory_through_staging():
-    """A driver without a GPU carries out copies late: whoever sends or compares too early is found out."""
+    """A driver without a GPU carries out copies late: code that sends or compares too early is found."""
     driver = str(programs.fake_cuda())
     env = {**os.environ, "TSN_LIBCUDA": driver, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run([sys.executable, "-c", GPU_SCRIPT], env=env, capture_output=True, text=True, timeout=100)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def tracked() -> list[str]:
-    """Files of the checkout that git knows or would add."""
+    """Files of the checkout that git tracks or would add."""
     command = [lacking.program("git", "git"), "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [name for name in done.stdout.split("\0") if name and os.path.lexists(ROOT / name)]

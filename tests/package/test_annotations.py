@@ -1,4 +1,4 @@
-"""Every public signature says its types: what `__all__` of a public module names, and methods of public classes."""
+"""Every public signature states its types: what `__all__` of a public module names, and methods of public classes."""
 
 import importlib
 import inspect

@@ -12,7 +12,8 @@ from tests.package.conftest import ROOT
 
 # Import names whose distribution does not list them: tilelang brings its own TVM.
 BUNDLED = {"tvm": "tilelang"}
-# By file: `bench` is there in a checkout alone and says so; launch.sh asks an interpreter that may be older than tomllib.
+# By file: `bench` exists in a checkout alone and reports that; launch.sh calls an interpreter that may be older than
+# tomllib.
 ELSEWHERE = {("tilescale_net/cli/__init__.py", "benchmark"), ("tilescale_net/launch/requirements.py", "pip")}
 
 

@@ -44,7 +44,7 @@ def imported(tree: ast.Module):
 
 
 def importers(readme: Path) -> set[str]:
-    """Who may import a folder: what stands in backticks between "Imported by" and the end of the line."""
+    """The modules that may import a folder: what stands in backticks between "Imported by" and the end of the line."""
     (line,) = re.findall(r"Imported by ([^\n]*)", readme.read_text())
     return {name.removesuffix(".py") for name in re.findall(r"`([^`]+)`", line)}
 
@@ -58,7 +58,7 @@ def test_folders_are_imported_by_those_that_they_name(room):
         user = name.removeprefix("tilescale_net.").partition(".")[0]
         for module, what in imported(tree):
             if f"{module}.{what}.".startswith(room + "."):
-                # The package's face imports whatever it shows.
+                # The package's face imports what it shows.
                 assert user in allowed or name == "tilescale_net", f"{path} imports {module}"
 
 

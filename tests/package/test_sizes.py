@@ -12,8 +12,8 @@ from tests import lacking
 ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_FUNCTION = 60
-# A traced kernel is one text for the compiler: what its parts share are registers and shared memory. One that is longer than
-# the first of these says why.
+# A traced kernel is one text for the compiler: what its parts share are registers and shared memory. One that is longer
+# than the first of these states why.
 LONG_KERNEL, MOST_LINES_OF_A_KERNEL = 120, 160
 REASON = f"# Longer than {LONG_KERNEL} lines: "
 # Files that are longer; they may shrink, and no other joins them.

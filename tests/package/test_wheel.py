@@ -77,7 +77,7 @@ def test_a_tutorial_runs_from_the_wheel_alone(wheel, tmp_path):
 
 def test_an_editable_installation_uses_the_checkout(tmp_path):
     checkout = copy_checkout(tmp_path / "checkout")
-    # Extensions are compiled whatever there is; here by a compiler that writes empty files in no time.
+    # Extensions are always compiled; here by a compiler that writes empty files in no time.
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\nwhile [ $# -gt 1 ]; do [ "$1" = -o ] && : >"$2"; shift; done\n')
     compiler.chmod(0o755)

@@ -20,7 +20,7 @@ def end(folder, library, provider, how, rounds, timeout, threads=()):
 @pytest.mark.parametrize("threads", [[], SHARED], ids=["one", "shared"])
 @pytest.mark.parametrize("how", HOW)
 def test_endings(tmp_path, how, threads):
-    """A PE gives up while large puts are under way; or finalize comes while put_signals are that nobody waits for."""
+    """A PE gives up while large puts are under way; or finalize comes while put_signals are that no PE waits for."""
     _, library, provider = PROVIDERS[0]
     end(tmp_path, library, provider, how, 3 if how == "failed=1" else 6, 120, threads)
 

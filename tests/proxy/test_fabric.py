@@ -69,7 +69,7 @@ def test_traffic(tmp_path, library, provider, mode):
 
 @pytest.mark.parametrize("library, provider", [p[1:] for p in PROVIDERS], ids=IDS)
 def test_killed_peer(tmp_path, library, provider):
-    """The others say within the deadline which PE is lost; nobody hangs, and nothing is left behind by anybody."""
+    """The others report within the deadline which PE is lost; none hangs, and none leaves anything behind."""
     processes = start(tmp_path, "failure", 3, library, provider, "timeout_ms=2000")
     try:
         deadline = time.monotonic() + 30

@@ -79,7 +79,7 @@ def test_failing_network(chaos, kind, words, staging):
 
 
 def test_the_reason_of_whoever_gives_up_reaches_the_peers():
-    """Also when the host says it only after it has set the abort word; without one nothing is made up."""
+    """Also when the host gives it only after it has set the abort word; without one none is made up."""
     run(programs.proxy_test(), "reasons")
 
 
@@ -92,7 +92,7 @@ def test_what_a_proxy_has_not_finished_is_an_error(call):
     proxy._world = SimpleNamespace(rank=3, timeout=0.5, page=SimpleNamespace(aborted=False))
     with pytest.raises(WaitTimeout, match=r"rank 3: .* within 0.5 s; .*TSN_TIMEOUT"):
         getattr(proxy, call)()
-    proxy._world.page.aborted = True  # why is told by what comes next
+    proxy._world.page.aborted = True  # what comes next reports the reason
     getattr(proxy, call)()
 
 

@@ -28,7 +28,7 @@ def chaos(seed: int) -> dict[str, str]:
 
 
 def test_signal_after_its_data():
-    """put_signal in six pieces, read the moment its signal is there."""
+    """put_signal in six chunks, read the moment its signal is there."""
     assert ranks.run(2, lanes.run_relay, env=chaos(3)) == [0, 0]
 
 

@@ -1,4 +1,4 @@
-"""The device queue on a real GPU: every descriptor whole and once, and the rates that the design asks for."""
+"""The device queue on a real GPU: every descriptor whole and once, and the rates that the design requires."""
 
 import os
 import shutil

@@ -32,7 +32,7 @@ FORBIDDEN_CPU = 4095
 
 
 class Walker:
-    """One proxy, and the state that the page says it is in."""
+    """One proxy, and its state by the page."""
 
     def __init__(self, rank: int, size: int, provider: str, cpus: list[int]):
         self.pe = Pe(rank, n_pes=size, provider=provider, cpus=cpus)
@@ -56,7 +56,7 @@ class Walk(RuleBasedStateMachine):
         self.walkers: list[Walker] = []
 
     def begin(self, cpus):
-        """Made by the first rule, so that hypothesis chooses who is pinned to a CPU that no process may use."""
+        """Made by the first rule, so that hypothesis chooses which proxy is pinned to a CPU that no process may use."""
         if not self.walkers:
             self.walkers = [Walker(r, self.size, self.provider, cpus if r == 0 else []) for r in range(self.size)]
             self.addresses = [w.pe.proxy.address() for w in self.walkers]

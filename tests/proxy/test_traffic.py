@@ -60,7 +60,7 @@ def test_threads_that_share_a_peer_all_carry_data(staging):
 
 
 def test_unequal_numbers_of_peers_and_staging_slots():
-    """Threads with more peers have smaller slots; pieces fit both ends."""
+    """Threads with more peers have smaller slots; chunks fit both ends."""
     shape = ["pes=4", "queues=3", "threads=3", "peer_threads=2", "shared=512", "chunk=65536", "largest=200000"]
     run(programs.proxy_test(), "traffic", "staging=1", "rounds=5", "staging_bytes=524288", *shape)
 

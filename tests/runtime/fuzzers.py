@@ -148,7 +148,7 @@ def _texts(dice: random.Random) -> str:
     return damaged(dice, text.encode("utf-8", "surrogateescape")).replace(b"\0", b"").decode("utf-8", "surrogateescape")
 
 
-# Those of launchers that only say who and where; others make this process meet real ones.
+# Variables of launchers that only name ranks and places; others make this process meet real ones.
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "LOCAL_WORLD_SIZE")
 _NAMES = [n for n in settings.ALL if n != "CUDA_MODULE_LOADING"] + [*LAUNCHER] * 3
 _clean = {k: v for k, v in os.environ.items() if k not in (*settings.ALL, *LAUNCHER) and not k.startswith("TSN_")}
@@ -269,7 +269,7 @@ def _offers() -> cuda_range.Offers:
 
 
 def offered_memory(dice: random.Random) -> None:
-    """Who asks for memory over the Unix socket, and who answers: a descriptor that was asked for, or none."""
+    """Both ends of requests for memory over the Unix socket: a descriptor that was requested, or none."""
     offers = _offers()
     asked = damaged(dice, dice.randrange(4).to_bytes(4, "little"))
     with socket.socket(socket.AF_UNIX) as asker:
@@ -279,7 +279,7 @@ def offered_memory(dice: random.Random) -> None:
         asker.shutdown(socket.SHUT_WR)
         try:
             _, fds, _, _ = socket.recv_fds(asker, 1, 4)
-        except ConnectionResetError:  # it was told more than it has read
+        except ConnectionResetError:  # it was sent more than it has read
             fds = []
     assert len(fds) <= (len(asked) >= 4 and int.from_bytes(asked[:4], "little") < 2)
     with socket.socket(socket.AF_UNIX) as listener:  # one that answers in another way

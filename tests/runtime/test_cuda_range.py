@@ -30,7 +30,7 @@ def _fds() -> int:
 
 def _two(library: str, port: int) -> None:
     rank = int(os.environ["RANK"])
-    fake = ctypes.CDLL(library, ctypes.RTLD_GLOBAL)  # whoever asks for libcuda.so.1 finds it from now on
+    fake = ctypes.CDLL(library, ctypes.RTLD_GLOBAL)  # code that loads libcuda.so.1 finds it from now on
     store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
     meetings = iter(range(100))
 

@@ -45,7 +45,7 @@ def test_process_group_is_left_before_the_interpreter_ends():
 
 
 def _finalize_beside_a_kernel():
-    """A thread waits in a kernel for a message that nobody sends."""
+    """A thread waits in a kernel for a message that no rank sends."""
     op, rank, said = SendRecv(chunk=128, threads=32, blocks=2), tsn.rank(), []
 
     def receive():

@@ -1,4 +1,4 @@
-"""Locks of files: one holder at a time, who is not waited for when it is stopped."""
+"""Locks of files: one holder at a time, which is not waited for when it is stopped."""
 
 import os
 import signal

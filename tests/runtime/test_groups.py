@@ -26,13 +26,13 @@ QUICK = {"TSN_TIMEOUT": "20", "TSN_HEARTBEAT_TIMEOUT": "5"}
 
 
 def _join() -> int:
-    """A program of torch.distributed that knows nothing of this package; the rank in the job."""
+    """A program of torch.distributed without this package; the rank in the job."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     return dist.get_rank()
 
 
 def in_order(members: list[int]):
-    """A group whose ranks lie as listed, which torch sorts unless told otherwise; older ones always sort."""
+    """A group whose ranks lie as listed, which torch sorts by default; older ones always sort."""
     unsorted = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
     return dist.new_group(list(members), **unsorted)
 
@@ -126,7 +126,7 @@ def _overlapping(seed: int) -> None:
     with pytest.raises(tsn.KernelError, match="kernel all_gather: this process is in 2 worlds"):
         kernel(*ordinary)
 
-    everyone = tsn.init("16M")  # the default from here on, whatever else there is
+    everyone = tsn.init("16M")  # the default from here on, beside any others
     assert tsn.world() is everyone is tsn.world(dist.group.WORLD) and tsn.rank() == me
     assert everyone.job_ranks == (0, 1, 2, 3)
     exchange, reduce = AllToAll(blocks=2), ReduceScatter(blocks=2, chunk_bytes=1024, group=dp)
@@ -156,7 +156,7 @@ def _overlapping(seed: int) -> None:
 
 
 def _launch_of(op: AllGather, world) -> tuple:
-    """The kernel of an all-gather and what it is launched with."""
+    """The kernel of an all-gather and its arguments."""
     kernel = all_gather(op.n_pes, in_place=False, **op._options)
     flat = [tsn.zeros((world.size, 32), torch.uint8, group=world), tsn.zeros(32, torch.uint8, group=world)]
     return kernel, [*flat, 0, op._agreement.status, op._calls, op._ready, op._arrived]

@@ -98,7 +98,7 @@ def test_all_ranks_or_none(nodes):
 
 
 def _lost_while_it_grows(turn: int) -> None:
-    """Rank 2 dies when some have grown and others not; nobody has what was asked for, or (turn 1) rank 0 has."""
+    """Rank 2 dies when some have grown and others not; no rank has what was requested, or (turn 1) rank 0 has."""
     world, rank = tsn.world(), tsn.rank()
     kept, size = tsn.zeros((MIB,)).fill_(rank), world.heap.size
     agree = world.heap._agree

@@ -67,7 +67,7 @@ def test_requests_of_a_large_job(size):
     job.run(seconds)
     assert (job.counted.requests - before) / seconds <= 2000
     assert job.found("failed") == job.found("silent") == {None}
-    # Somebody has asked what the ranks do, as SIGUSR1 does: each looks closer once, and not from then on.
+    # A report was requested, as by SIGUSR1: each looks closer once, and not from then on.
     job.store.add("alarms", 1)
     job.run(1)
     before = job.counted.requests
@@ -84,7 +84,7 @@ def test_every_rank_learns_of_what_befalls_another():
     job = Job(24, timeout=5.0)
     job.run(2)
     assert job.found("silent") == {None}
-    # The rank that sends for its host is stopped: the next one sends instead, and says so.
+    # The rank that sends for its host is stopped: the next one sends instead, and reports it.
     for rank in range(9, 16):
         job.stopped[rank] = [8]
     job.run(8, without=[8])
@@ -95,7 +95,7 @@ def test_every_rank_learns_of_what_befalls_another():
     job.run(7, without=gone)
     for first, why in job.found("silent", gone):
         assert first == 8 and "no heartbeat" in why and "ranks 9 to 15" in why
-    # The first failure told is the one that all report.
+    # The first failure written is the one that all report.
     store = job.store
     for rank, why in ((3, "failed: first"), (20, "failed: second")):
         store.set_once("failed", json.dumps([rank, why]))
@@ -149,7 +149,7 @@ def test_a_rank_that_got_no_processor_itself_blames_nobody(where):
 
 
 def test_what_a_stranger_writes_counts_for_nothing():
-    """Whoever reaches the port of the store may read the keys, and write."""
+    """A process that reaches the port of the store can read the keys, and write."""
     job, word = Job(16, timeout=5.0), json.dumps([1, "failed: a stranger says so"])
     job.run(1)
     job.counted.set("failed", word)

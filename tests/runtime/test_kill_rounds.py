@@ -1,4 +1,4 @@
-"""Ranks that are lost at a random moment, with traffic in flight: nobody hangs or crashes, and the first one is named."""
+"""Ranks that are lost at a random moment, with traffic in flight: none hangs or crashes, and the first one is named."""
 
 import contextlib
 import errno
@@ -70,7 +70,7 @@ def _started_in(begun):
 
 
 def _check_outcomes(outcomes, fault: str, lost: int, what: str) -> None:
-    """Every rank that lives names the lost one, and a rank whose disk is full says so."""
+    """Every rank that lives names the lost one, and a rank whose disk is full reports it."""
     for o in outcomes:
         if o.rank == lost and fault in ("kill", "stop"):
             continue

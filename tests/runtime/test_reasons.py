@@ -1,4 +1,4 @@
-"""Whatever ends a rank, wherever it is: the others end too, in time, and name that rank and its reason."""
+"""When a rank ends for any reason, anywhere, the others end too, in time, and name that rank and its reason."""
 
 import contextlib
 import json
@@ -95,7 +95,7 @@ def test_a_killed_rank_is_named(lost):
 def _wrong_setting(wrong):
     if os.environ["RANK"] == str(wrong):
         os.environ.update(TSN_PROXY_CAPACITY="3")
-    if os.environ["RANK"] == "2":  # which asks late, as a rank of a busy machine does
+    if os.environ["RANK"] == "2":  # which looks late, as a rank of a busy machine does
         explain = control.Control._explain
         control.Control._explain = lambda *args: (time.sleep(1.5), explain(*args))[1]
     tsn.init("4M")
@@ -149,7 +149,7 @@ def test_a_silence_that_lasts_explains_a_timeout():
 
 
 def _learns_late():
-    """Rank 1 stands still while rank 0, with whom the store ends, fails. What rank 1 says."""
+    """Rank 1 stands still while rank 0, which keeps the store, fails. What rank 1 reports."""
     tsn.init("4M")
     world = tsn.world()
     tsn.barrier()
@@ -251,7 +251,7 @@ if rank == 1:
 {others}
 """
 
-# What rank 1 does, its exit code, that of rank 0 and what rank 0 says.
+# What rank 1 does, its exit code, that of rank 0 and what rank 0 prints.
 ENDS = [
     ("if rank == 1: raise ZeroDivisionError('mine')", 1, 1, "rank 1 failed: ZeroDivisionError: mine"),
     ("if rank == 1: sys.exit(3)", 3, 1, "rank 1 failed: it ended (exit code 3)"),

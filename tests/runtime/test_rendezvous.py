@@ -1,4 +1,4 @@
-"""Ranks that do not find each other: who is missing is named, in time, wherever they are lost."""
+"""Ranks that do not find each other: the missing ones are named, in time, wherever they are lost."""
 
 import datetime
 import os

@@ -46,7 +46,7 @@ def _life(process: int, port: int, seed: int) -> tuple[int, ...]:
             tsn.barrier()
         assert tsn.shrink().ranks == [r for r in range(RANKS) if r != LOST]
         layer.set_active()
-        _use(layer, seed + 1, first, [r != LOST for r in range(RANKS)])  # until there is somebody, without
+        _use(layer, seed + 1, first, [r != LOST for r in range(RANKS)])  # without, until a replacement has come
         mine.set(f"ready/{process}", "1")
     mine.wait([f"ready/{r}" for r in range(RANKS) if r != LOST])
     group = tsn.StoreGroup(dist.PrefixStore("second", store), rank, RANKS)

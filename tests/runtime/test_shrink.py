@@ -1,4 +1,4 @@
-"""Ranks that are lost, and those that go on: who goes on, within which time, and what becomes of the others."""
+"""Ranks that are lost, and ranks that go on: which go on, within which time, and what becomes of the others."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from tests import ranks
 from tilescale_net.runtime import survivors
 
 RANKS, TIMEOUT = 7, 6.0
-SOON = 4.0  # seconds in which those go on who need not wait for anybody, on a busy machine; with proxies twice as many
+SOON = 4.0  # seconds in which ranks go on that need not wait for others, on a busy machine; with proxies twice as many
 
 
 def _ended(pid: int) -> bool:
@@ -42,7 +42,7 @@ def _go_on(left: list[int], step: int = 0) -> None:
 
 
 def _memory(kept: torch.Tensor, left: list[int]) -> None:
-    """What the host does together is done by those that are left; what there was is there."""
+    """Collective host calls are made by the ranks that are left; what there was is there."""
     assert torch.equal(kept.cpu(), torch.full((5,), float(tsn.rank())))
     tensors = [tsn.zeros((n,)) for n in (3, 700)]
     offsets = tsn.world().control.gather("offsets", [tsn.world().heap.offset_of(t) for t in (kept, *tensors)])
@@ -61,7 +61,7 @@ def _losses() -> None:
     _go_on([2, 3, 4, 5, 6], 10)
     assert _ended(pids[0]) and _ended(pids[1])
     _memory(kept, [2, 3, 4, 5, 6])
-    # Rank 2 fails, and rank 3 dies when all have agreed on who goes on.
+    # Rank 2 fails, and rank 3 dies when all have agreed on which ranks go on.
     if rank == 3:
         survivors.live_everywhere = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     if rank == 2:
@@ -70,7 +70,7 @@ def _losses() -> None:
             with pytest.raises(tsn.InvalidDescriptor, match="a wrong call"):
                 call()
         end = time.monotonic() + 60
-        while not _ended(pids[6]) and time.monotonic() < end:  # nobody waits for this one, and it lives on
+        while not _ended(pids[6]) and time.monotonic() < end:  # no rank waits for this one, and it lives on
             time.sleep(0.1)
         return
     with pytest.raises(tsn.PeerLost, match="rank 2 failed: rank 2: a wrong call"):

@@ -36,7 +36,7 @@ CALLS, MISUSES = _tables()
 
 
 def expected(call: str, state: str) -> tuple[str, str]:
-    """What the page says of a call: ("ok", ""), ("reason", "") for the reason of the failure, or an error and its words."""
+    """The page's row of a call: ("ok", ""), ("reason", "") for the reason of the failure, or an error and its words."""
     cell = CALLS[call][state]
     if error := re.match(r'(\w+Error) "([^"]+)"', cell):
         return error[1], error[2]
@@ -48,7 +48,7 @@ def expected(call: str, state: str) -> tuple[str, str]:
 
 
 def raised_by(misuse: str) -> str:
-    """The error of the one row of misuses that says so."""
+    """The error of the one row of misuses with that text."""
     (cell,) = [cell for text, cell in MISUSES.items() if misuse in text]
     found = re.match(r"`(\w+)`", cell)
     assert found, cell
@@ -56,7 +56,7 @@ def raised_by(misuse: str) -> str:
 
 
 class Puppet:
-    """What a rank does on command; `tensors` are those that are live, in the order in which they were made."""
+    """What a rank does on command; `tensors` are the live ones, in the order in which they were made."""
 
     def __init__(self):
         self.tensors, self.freed = [], []
@@ -160,7 +160,7 @@ class Job:
 
 
 class Walk(RuleBasedStateMachine):
-    """`size` ranks; `state` is what the table says."""
+    """`size` ranks; `state` is that of the table."""
 
     size, kills, nodes = 2, False, 1
     job = None
@@ -240,7 +240,7 @@ class Walk(RuleBasedStateMachine):
         what=st.sampled_from([(4, "float32", "dtype"), ([2, -1], None, "negative size"), ("4", None, "whole number")])
     )
     def no_shape(self, what):
-        """On one rank alone: the others are not told, so they must not have to wait."""
+        """On one rank alone: the others do not learn of it, so they must not have to wait."""
         answers = Walk.job.tell("no_shape", *what[:2], without=range(1, self.size))
         self.misused("zeros", answers, "what is no shape or dtype", what[2])
 

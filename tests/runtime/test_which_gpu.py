@@ -1,4 +1,4 @@
-"""Which GPU a rank gets: what the program has bound or chosen, what it is shown, what the launcher says."""
+"""Which GPU a rank gets: what the program has bound or chosen, what it is shown, what the launcher has set."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ GROUP = SimpleNamespace(bound_device_id=None)
 
 
 def _machine(monkeypatch, count: int, current: int | None, local_rank: int | None) -> None:
-    """GPUs, the current one of a program that uses CUDA already, and what the launcher says."""
+    """GPUs, the current one of a program that uses CUDA already, and what the launcher has set."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: current is not None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
@@ -24,7 +24,7 @@ def _machine(monkeypatch, count: int, current: int | None, local_rank: int | Non
 @pytest.mark.parametrize(
     ("count", "current", "local_rank", "of_world", "of_group"),
     [
-        (8, None, 3, 3, 3),  # as the launcher says
+        (8, None, 3, 3, 3),  # by the launcher
         (1, None, 3, 0, 0),  # one GPU is shown to each process
         (8, 5, 3, 5, 5),  # the program has chosen
         (8, 0, 3, 3, 3),  # it uses CUDA, and has not

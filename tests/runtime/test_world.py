@@ -147,7 +147,7 @@ def test_reason_of_the_failed_rank_reaches_the_others():
 
 
 def _aborted(says_why: bool):
-    """The device side was told to stop: nothing may look as if it had worked."""
+    """The device side was stopped: nothing may look as if it had worked."""
     import ctypes
 
     world = tsn.world()

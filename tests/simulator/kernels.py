@@ -245,7 +245,7 @@ def grid_phases(blocks):
 
 
 def order_of_blocks(blocks):
-    """Which place each block takes when all draw a ticket: tells schedules apart."""
+    """Which place each block takes when all draw a ticket: distinguishes schedules."""
 
     @T.prim_func
     def kernel(ticket: T.Tensor((1,), "int32"), place: T.Tensor((blocks,), "int32")):

@@ -1,6 +1,6 @@
 """Small kernels with one bug each, beside their right forms.
 
-Each is wrong, or right if it is told so; it runs on every rank towards the others with `x` to send and `out` to fill, and
+Each is wrong, or right with `right`; it runs on every rank towards the others with `x` to send and `out` to fill, and
 the right form always fills it with what was sent. All words of `flag` are zero before a launch.
 """
 
@@ -314,7 +314,7 @@ GOES_ON = {
     get_without_a_wait: "21", set_and_add: "22", store_to_a_signal_word: "23",
 }  # fmt: skip
 THREE_RANKS = {one_word_for_all_senders: "5b", one_place_for_all_senders: "9"}
-# A sample of those that the detector reports in every schedule.
+# A sample of the bugs that the detector reports in every schedule.
 RULES = (
     fence_of_another_warp, fence_of_thread_0, fence_beside_the_block, signal_of_another_block, sends_what_another_warp_writes, set_and_add,
     store_to_a_signal_word, missing_fence, source_reused, get_of_a_put, wrong_slot, read_before_the_wait,

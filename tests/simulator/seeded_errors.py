@@ -88,7 +88,7 @@ def loop_of_plain_loads(right, x, y, flag, out, pe, block, tx, n):
 
 @bug()
 def part_of_a_block_by_thread(right, x, y, flag, out, pe, block, tx, n):
-    """What tells the threads apart is known when the kernel is built."""
+    """What distinguishes the threads is known when the kernel is built."""
     if right or tx < 40:
         N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
     N.wait_block(flag[0], "ge", 1)
@@ -114,7 +114,7 @@ def peers_that_differ(right, x, y, flag, out, pe, block, tx, n):
 
 @bug()
 def part_of_the_block(right, x, y, flag, out, pe, block, tx, n):
-    """A condition on data, which nobody can see through when the kernel is built."""
+    """A condition on data, which is unknown when the kernel is built."""
     if right or x[0, 0] + tx < x[0, 0] + n - M + 64:
         N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
         N.wait_block(flag[0], "ge", 1)

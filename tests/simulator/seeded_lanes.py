@@ -1,4 +1,4 @@
-"""Kernels as those of seeded_bugs.py, whose bugs lie between lanes of a warp, or behind a word that tells nothing."""
+"""Kernels as those of seeded_bugs.py, whose bugs lie between lanes of a warp, or behind a word that orders nothing."""
 
 import tilelang.language as T
 
@@ -34,7 +34,7 @@ def one_lane_waits(right, x, y, flag, out, pe, block, tx, n):
 
 @bug()
 def counter_in_the_heap(right, x, y, flag, out, pe, block, tx, n):
-    """A counter that other ranks leave alone orders nobody behind their puts."""
+    """A counter that other ranks leave alone orders no thread behind their puts."""
     N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
     if tx == 0:
         T.atomic_add(flag[2], T.uint64(1))
@@ -46,7 +46,7 @@ def counter_in_the_heap(right, x, y, flag, out, pe, block, tx, n):
 
 @bug(own=True)
 def read_by_other_lanes(right, x, y, flag, out, pe, block, tx, n):
-    """One lane says for all that they have read, before the place is written again."""
+    """One lane signals for all that they have read, before the place is written again."""
     shared = T.alloc_shared((4,), "float32")
     read = T.alloc_barrier([1])
     if tx == 0:
@@ -67,7 +67,7 @@ def read_by_other_lanes(right, x, y, flag, out, pe, block, tx, n):
 
 @bug()
 def other_word(right, x, y, flag, out, pe, block, tx, n):
-    """A word that the sender changes by an atomic operation tells all that the sender knew, or another one nothing."""
+    """A word that the sender changes by an atomic operation passes on all that the sender knew, another one nothing."""
     N.put_block(y[0, :], x[0, :], pe)
     T.sync_threads()
     if tx == 0:

@@ -1,4 +1,4 @@
-"""Calls of shipped kernels with tiny shapes, as `python -m tilescale_net check` asks for them.
+"""Calls of shipped kernels with tiny shapes, as `python -m tilescale_net check` takes them.
 
 Every object is called twice, with other data, so that the second call meets what the first one has left.
 """

@@ -1,4 +1,5 @@
-"""Small jobs whose schedules are explored: each function sets up a rank, as `python -m tilescale_net check` asks for it.
+"""Small jobs whose schedules are explored: each function sets up a rank, as `python -m tilescale_net check` requires
+it.
 
 The kernels are small on purpose; each has forms that leave something out, whose names begin with `without` or `wrong`.
 """
@@ -79,7 +80,7 @@ def _count(x, y, flag, out, tx, what):
 
 @T.macro
 def _turns(x, y, flag, out, tx, what):
-    """Ranks draw numbers of a counter at rank 0 by atomic operations; they add up to the same, whoever comes first."""
+    """Ranks draw numbers of a counter at rank 0 by atomic operations; they add up to the same in any order."""
     if tx == 0:
         out[0] = T.cast(N.atomic_add(flag[0], T.uint64(1), 0), "float32")
         out[1] = T.cast(N.atomic_add(flag[0], T.uint64(1), 0), "float32")

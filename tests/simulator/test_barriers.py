@@ -27,12 +27,12 @@ def test_warps_that_copy_and_warps_that_multiply():
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Polls that nobody ends are a deadlock after a few seconds."""
+    """Polls that never end are a deadlock after a few seconds."""
     monkeypatch.setenv("TSN_SIM_STALL", "4")
 
 
 def test_roles_by_ws(impatient):
-    """tilelang puts a __syncthreads between two T.ws that share memory, on GPUs too, unless it is told not to."""
+    """tilelang puts a __syncthreads between two T.ws that share memory, on GPUs too, unless that is switched off."""
     kernel = specialised.by_ws(M, N, K, "bfloat16")
     _product(tsn.compile(kernel, name="roles", pass_configs={"tl.disable_thread_storage_sync": True}))
     with pytest.raises(tsn.SimulatorDeadlock, match="128 of 256 threads at __syncthreads, 128 polling"):

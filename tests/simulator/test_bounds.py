@@ -41,7 +41,7 @@ def test_outside_of_a_tensor(operation, name, place, count, size):
     assert "rank 1" in text and "seed 3" in text and "block (0, 0, 0) thread" in text, text
     assert f"{name} " in text or f"{name}:" in text, text
     assert f"{size} bytes" in text, text
-    # The other rank waits in a barrier and learns who failed, and why.
+    # The other rank waits in a barrier and learns which rank failed, and why.
     kind, text, _ = outcomes[0].error
     assert kind == "PeerLost" and "rank 1 failed" in text and f"{size} bytes" in text, (kind, text)
 
@@ -69,7 +69,7 @@ def _freed(operation):
     a, b, sig = tsn.zeros(N), tsn.zeros(N), tsn.zeros((1,), torch.uint64)
     kernel = litmus.transfer_range(operation, N)
     kernel(a, b, sig, 0, N, 1 - tsn.rank())
-    # The tensors themselves are refused; views of the heap that somebody has kept are not known for what they were.
+    # The tensors themselves are refused; views of the heap that were kept are not recognised.
     heap = tsn.world().heap.as_bytes()
     places = [t.data_ptr() - heap.data_ptr() for t in (b, sig)]
     tsn.free(b)

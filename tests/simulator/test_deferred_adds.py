@@ -63,7 +63,7 @@ def _deferred(tests: bool):
     tsn.barrier()
     assert me != 0 or word.item() == total
     send(MANY)
-    # Freed and given out again, the word is somebody's data, which later waits leave alone.
+    # Freed and given out again, the word is other data, which later waits leave alone.
     place = word.data_ptr()
     tsn.free(word)
     data = tsn.empty((1,), torch.uint64)

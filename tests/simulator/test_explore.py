@@ -89,13 +89,13 @@ def test_a_wait_that_another_signal_may_end_is_tried_with_both():
 def test_deadlocks_are_found(programs):
     report = _every(job(programs), races=False)
     assert report.failure.startswith(
-        "deadlock: nobody can go on: rank 0 block 0 thread 0 in N.wait (small_programs.py:"
+        "deadlock: no thread can go on: rank 0 block 0 thread 0 in N.wait (small_programs.py:"
     )
     assert not report.complete
 
 
 def test_what_polls_is_not_run_in_vain():
-    """The third test of an unchanged word comes when it has changed, or when nobody else can go on."""
+    """The third test of an unchanged word comes when it has changed, or when no other thread can go on."""
     polls = [(TEST, 0, 0, 1)] * 4
     report = _every(job([polls, [(SET, 0, 0, 1)]]))
     assert (report.complete, report.states) == (True, 3), report
@@ -227,7 +227,7 @@ def test_the_command(capsys):
 def test_calls_whose_ranks_run_ahead():
     """Of three ranks: one may be through with a call, and have begun the next, before another has looked at its first word.
 
-    Also that a job may make what asks for what was tuned.
+    Also that a job may make an object that reads what was tuned.
     """
     for name in ("broadcast", "moe_dispatch"):
         report = _every(getattr(small_calls, name), 3)

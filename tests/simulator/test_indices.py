@@ -1,4 +1,4 @@
-"""An index outside of a tensor is reported, whatever uses it; partial tiles at the edge are cut off as on a GPU."""
+"""An index outside of a tensor is reported in any use; partial tiles at the edge are cut off as on a GPU."""
 
 import pytest
 import tilelang.language as T

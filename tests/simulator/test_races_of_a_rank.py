@@ -112,7 +112,7 @@ def one_of_many():
 
 @T.macro
 def _tell(word, plain, block, first, store, load, scope, fence):
-    """Block 1 writes, and tells block 0 of it by a word."""
+    """Block 1 writes, and announces it to block 0 by a word."""
     if block == 1 and first:
         plain[0] = 1.0
         if fence != "":
@@ -229,7 +229,7 @@ def test_what_is_too_large_is_said(caplog):
 
 @tsn.jit
 def told_by_peer():
-    """Kernel `(right, x, y, word, out)`: a put, and a word of the peer that says so without an order."""
+    """Kernel `(right, x, y, word, out)`: a put, and a word of the peer that announces it without an order."""
 
     @T.prim_func
     def main(
@@ -279,7 +279,7 @@ def test_a_relaxed_word_of_a_peer_tells_nothing():
 
 
 def _run(case, right, seed):
-    """What the check says of one launch on this rank, and of the host after it."""
+    """What the check reports of one launch on this rank, and of the host after it."""
     kernel = one_of_many()
     plain, word = torch.zeros(128), torch.zeros(2, dtype=torch.int64).view(torch.uint64)
     flag, x, y = tsn.zeros((2,), torch.uint64), tsn.zeros((64,)), tsn.zeros((64,))

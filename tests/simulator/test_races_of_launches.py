@@ -87,7 +87,7 @@ def test_a_put_of_the_launch_before_is_not_ordered_by_a_signal_without_a_fence()
     outcomes = ranks.run(2, _reported, [*WRONG, *RIGHT, twice], seeds, env={"TSN_SIM_RACES": "1"})
     # Stored again while the other rank reads: after the store of the launch before, which is the same thread's.
     for i, case in enumerate([*WRONG, *RIGHT, twice]):
-        # Whoever comes second finds it: one rank may find what both do.
+        # The rank that comes second finds it: one rank may find what both do.
         said = [text for outcome in outcomes for text in outcome[i]]
         assert len(said) >= len(seeds) if case in WRONG or case is twice else not said, (case, said)
         assert all("a load of " in text for text in said), said

@@ -1,4 +1,4 @@
-"""Where ranks run: in the simulator when their test asks for it, whatever the tests before it have asked for."""
+"""Where ranks run: in the simulator when their test requires it, independent of earlier tests."""
 
 import os
 

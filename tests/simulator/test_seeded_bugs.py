@@ -18,7 +18,7 @@ def _case(name, right):
 
 
 def _compile(cases):
-    """The ranks share the work, and nobody waits for another: a kernel is found again by those that run it."""
+    """The ranks share the work, and none waits for another: a kernel is found again by the ranks that run it."""
     import os
 
     import tilescale_net as tsn
@@ -33,7 +33,7 @@ def _found(size, cases, seeds, timeout=120):
 
 
 def _run(cases, seeds):
-    """For each (name, right): in how many of `seeds` some rank received wrong data or was told of a race; and a report."""
+    """For each (name, right): in how many of `seeds` a rank received wrong data or a report of a race; and a report."""
     import tilescale_net as tsn
     from tilescale_net.compiler.simulator.kernel import SimulatedFunction
     from tilescale_net.runtime import simulator

@@ -51,7 +51,7 @@ def test_wrong_kernels_are_caught(visibility, seeds):
 
 
 def test_it_is_the_visibility_that_catches_them():
-    """Delivered at once, the same kernels pass: nothing but late arrival tells them apart."""
+    """Delivered at once, the same kernels pass: nothing but late arrival distinguishes them."""
     names = ("no fence between put_value and signal", "fence to another PE", "signal of another put")
     assert ranks.run(2, _rounds, names, "eager", 8)[0] == dict.fromkeys(names)
 
@@ -99,7 +99,7 @@ def _outlives_the_kernel():
         late += _simulator.pending_operations() > 0
         if seed % 2:
             tsn.barrier()
-        else:  # nobody calls the package any more
+        else:  # no thread calls the package any more
             deadline = time.monotonic() + 5
             while _simulator.pending_operations():
                 assert time.monotonic() < deadline

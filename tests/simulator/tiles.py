@@ -4,7 +4,7 @@ import tilelang.language as T
 
 
 def matmul(m, n, k, tile, dtype, out="float32", total="float32", kind="ss", transposed=(False, False), stages=2):
-    """`c = a @ b`, one tile a block; `kind` says which operands lie in shared memory and which in registers."""
+    """`c = a @ b`, one tile a block; `kind` states which operands lie in shared memory and which in registers."""
     (bm, bn, bk), (ta, tb) = tile, transposed
 
     @T.prim_func

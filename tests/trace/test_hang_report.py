@@ -70,7 +70,7 @@ def hang(rounds):
             begun.append(time.monotonic())
         tsn.barrier()
 
-    # What a launch takes on this machine before its wait begins; with another tensor, whose signals tell nothing.
+    # What a launch takes on this machine before its wait begins; with another tensor, whose signals do not count.
     others, usual = tsn.zeros(4, torch.uint64), 0.0
     for i in range(1, 4):
         begun = [time.monotonic()]

@@ -126,7 +126,7 @@ def _search_and_read(folder: str) -> None:
         path.write_text(json.dumps(wrong))
     tuned._tables.clear()
     assert tuned.of(world, "test") == kept
-    # What a file of rank 0 says wrongly is ignored by all.
+    # Wrong entries of a file of rank 0 are ignored by all.
     product = choice.Product("all_gather_matmul", 2, ROWS, K, N, torch.bfloat16)
     for bad in ({"fused": True}, {"fused": True, "tile": [1, 2, 3], "blocks": 4, "engine": "auto"}, {"fused": 1}):
         tuned.of(world, "test")[tuned_choice.key_of(product)] = bad

@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("tune", help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
     tune.add_arguments(command)
     command.set_defaults(call=_tune)
-    text = "who waited for whom in a timeline that TSN_TRACE has written, and the longest waits"
+    text = "which rank waited for which in a timeline that TSN_TRACE has written, and the longest waits"
     command = commands.add_parser("trace", help=text, description=f"Prints {text}.")
     trace.add_arguments(command)
     command.set_defaults(call=trace.show)

@@ -26,7 +26,7 @@ def check(args: argparse.Namespace) -> int:
     """Explore and print what came of it; 1 where something is wrong, 3 where not all schedules could be run.
 
     Raises:
-        ConfigurationError: the function or the schedule is none.
+        ConfigurationError: the function or the schedule is invalid.
     """
     from tilescale_net.explore import search
     from tilescale_net.explore.case import Case, load

@@ -27,7 +27,7 @@ class Finding:
     Attributes:
         what: is checked.
         state: GOOD, WARNING, MISSING or UNUSED.
-        found: what there is.
+        found: the present state.
         remedy: what to do, where something is to do.
     """
 
@@ -230,7 +230,7 @@ class Doctor:
             return  # said above
         except TileScaleError as err:
             found, headers, advice = str(err).partition("; install the headers")
-            # A native part without libfabric's headers says itself what to do: a library alone would not help.
+            # The error of a native part without libfabric's headers states what to do: a library alone would not help.
             yield Finding(
                 "libfabric", WARNING, f"{found}; ranks of one node do without", (headers + advice)[2:] or remedy
             )

@@ -20,7 +20,7 @@ def _version(package: str) -> str | None:
 
 
 def collect() -> dict:
-    """Everything, as JSON holds it. What cannot be found out is a text that says why."""
+    """Everything, as JSON holds it. What cannot be found out is a text with the reason."""
     import tilescale_net
     from tilescale_net.compiler import toolchain
     from tilescale_net.compiler.simulator import host_compiler

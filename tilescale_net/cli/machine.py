@@ -17,7 +17,7 @@ def _read(path: Path) -> str:
 
 
 def driver() -> str | None:
-    """Version of NVIDIA's kernel driver; None where there is none."""
+    """Version of NVIDIA's kernel driver; None without it."""
     found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", _read(PROC / "driver/nvidia/version"))
     return found.group(1) if found else None
 
@@ -25,7 +25,8 @@ def driver() -> str | None:
 def link(first: int, second: int) -> str:
     """What a GPU reaches the memory of another by: "NVLink", "PCIe", or "none".
 
-    CUDA does not name the link, but tells whether atomic operations are carried out at its other end: over NVLink alone.
+    CUDA does not name the link, but reports whether atomic operations are carried out at its other end: over NVLink
+    only.
     """
     from cuda.bindings import runtime
 
@@ -114,7 +115,7 @@ def huge_pages() -> tuple[int, int]:
 
 
 def shared_memory() -> tuple[int, int]:
-    """Bytes of /dev/shm, and those that are free; zeros where there is none."""
+    """Bytes of /dev/shm, and free ones; zeros without it."""
     try:
         s = os.statvfs("/dev/shm")
     except OSError:

@@ -9,7 +9,7 @@ of the two counts, and a fixed cost for the launch, the handshake and the waits 
 The fixed costs and the distance from the bound of NVLink are fitted to what `docs/results/moe.md` reports of 2 and 4 H200s;
 tests/cli/test_model.py compares them with these results. Where a rank of the other node passes rows on, its wait, its read
 and its put come on top once; what several GPUs of several nodes take has not been measured. What the network costs is
-either measured (tcp over loopback, `docs/results/fabric.md`) or published by others (a NIC), and the table says which.
+either measured (tcp over loopback, `docs/results/fabric.md`) or published by others (a NIC), as the table states.
 """
 
 import argparse
@@ -30,7 +30,7 @@ class Kernel:
     """What a kernel takes beyond the bytes' own time.
 
     Attributes:
-        fixed: us, whatever is sent.
+        fixed: us, independent of the size.
         slowdown: time of the bytes on NVLink, times the bound's.
     """
 
@@ -122,7 +122,7 @@ class Expectation:
 
 
 def expect(c: Cluster, operation: str, way: str) -> Expectation:
-    """`operation`: "dispatch", "dispatch, cached layout" or "combine". Rows of combine are bfloat16 whatever `dtype` is."""
+    """`operation`: "dispatch", "dispatch, cached layout" or "combine". Rows of combine are bfloat16 for any `dtype`."""
     rows, kind = WAYS[way](c), operation.partition(",")[0]
     row = ROW["bf16" if kind == "combine" else c.dtype](c.hidden)
     kernel, net = KERNELS[c.mode, kind], c.network

@@ -18,7 +18,7 @@ class Collective:
     """What a collective takes in a node.
 
     Attributes:
-        fixed: us, whatever is sent. rate: GB/s of what a rank sends to others over NVLink.
+        fixed: us, independent of the size. rate: GB/s of what a rank sends to others over NVLink.
         steps: times that its parts travel.
     """
 

@@ -33,7 +33,7 @@ def tcp(gbps: float) -> Network:
 
 
 def nic(gbps: float, shared_by: int) -> Network:
-    """A NIC of `gbps` for `shared_by` ranks. Not measured: nobody has run this package on one.
+    """A NIC of `gbps` for `shared_by` ranks. Not measured: this package has not run on one.
 
     97 % of the rate and 10 us one way are what Libefaxx and pplx-garden publish of EFA; 7.8 M messages a second and thread
     is what one thread reaches on InfiniBand in FaSST's benchmark of one-sided operations.

@@ -1,4 +1,4 @@
-"""`python -m tilescale_net trace FILE`: what a timeline says, put together first where its job has left it in parts."""
+"""`python -m tilescale_net trace FILE`: a summary of a timeline, put together first if its job left it in parts."""
 
 import argparse
 import os

@@ -1,7 +1,7 @@
-"""What is wrong with the arguments of a launch, in the words of whoever wrote the kernel.
+"""What is wrong with the arguments of a launch, in the terms of the kernel's author.
 
-The host functions that tilelang generates check every argument, but speak of their own conventions. They are asked first,
-because they cost nothing; when one of them refuses, this says why.
+The host functions that tilelang generates check every argument, but report errors in terms of their own conventions.
+They run first, because they cost nothing; when one of them refuses, this module finds the reason.
 """
 
 import numbers
@@ -15,7 +15,7 @@ from tilescale_net.errors import KernelError
 
 
 class BadArguments(KernelError):
-    """Arguments that a simulated kernel's host function refuses; `mismatch` says more."""
+    """Arguments that a simulated kernel's host function refuses; `mismatch` gives the details."""
 
 
 _NAMES = {"float8_e4m3": "float8_e4m3fn"}  # as torch calls them
@@ -53,7 +53,7 @@ def _dtype(buffer: tirx.Buffer) -> str:
 
 
 def _is_contiguous(buffer: tirx.Buffer) -> bool:
-    """Whether the kernel asks for a contiguous tensor, which is what it does unless it names strides."""
+    """Whether the kernel requires a contiguous tensor, as it does unless it names strides."""
     run = 1
     for extent, stride in reversed(list(zip(buffer.shape, buffer.strides))):
         if _constant(stride) != run:
@@ -63,7 +63,7 @@ def _is_contiguous(buffer: tirx.Buffer) -> bool:
 
 
 def _strides(buffer: tirx.Buffer) -> list[int | None]:
-    """What the kernel asks of strides, None where it asks nothing or only the run can tell."""
+    """The strides that the kernel requires; None where it requires none or only the run determines them."""
     if len(buffer.strides):
         return [_constant(stride) for stride in buffer.strides]
     strides, run = [], 1

@@ -1,8 +1,8 @@
 """`a < f() < b` in a kernel evaluates its middle once, as in Python.
 
-tilelang writes such a comparison as `a < f() and f() < b` before it traces the kernel. Nothing in the traced kernel tells
-that from two calls which its author wrote, so the comparison is rewritten before: what stands in the middle becomes the
-argument of a function, `(lambda l, m: l < m and m < b)(a, f())`.
+tilelang writes such a comparison as `a < f() and f() < b` before it traces the kernel. Nothing in the traced kernel
+distinguishes that from two calls which its author wrote, so the comparison is rewritten before: what stands in the
+middle becomes the argument of a function, `(lambda l, m: l < m and m < b)(a, f())`.
 """
 
 import ast

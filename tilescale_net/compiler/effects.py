@@ -128,7 +128,7 @@ def _check_arms(func: tirx.PrimFunc) -> None:
                 calls = our_calls(bound[variable])
                 raise KernelError(
                     f"kernel {kernel_name(func)}: {variable.name.replace(UNNAMED, 'N.', 1)} stands in an arm of a choice such "
-                    "as T.if_then_else, and would be carried out whatever the condition is; write `a if condition else b` "
+                    "as T.if_then_else, and would be carried out under any condition; write `a if condition else b` "
                     "or an `if` statement, or bind it to a name first where that is meant"
                     + (location_suffix(calls[-1]) if calls else "")
                 )
@@ -146,7 +146,7 @@ def _variables(expr) -> list[tirx.Var]:
 
 
 def _without_unused(body: tirx.Stmt) -> tirx.Stmt:
-    """Calls whose result nobody uses as plain statements."""
+    """Turns calls whose result is not used into plain statements."""
     body = ir_transform(body, None, lambda node: _NOTHING if _is_unnamed(node.value) else None, ["tirx.Evaluate"])
     used = set(_variables(body))
 

@@ -58,7 +58,7 @@ class _Finder:
         elif isinstance(node, tirx.SBlockRealize):
             self.look(node.block.body)
         elif isinstance(node, tirx.Bind):
-            with contextlib.suppress(TypeError, ValueError):  # bounds of numbers are all that is asked
+            with contextlib.suppress(TypeError, ValueError):  # only bounds of numbers are needed
                 if str(node.value.dtype).startswith(("int", "uint")) and not loads_memory(node.value):
                     self._analyzer.bind(node.var, node.value)
         elif isinstance(node, tirx.For):

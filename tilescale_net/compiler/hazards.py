@@ -4,13 +4,14 @@
 - Conditions and trip counts that read memory are evaluated more than once, and moved out of loops, as if waits changed
   nothing: they are evaluated once, where they stand, into a variable.
 - T.copy may become a TMA copy, which belongs to the async proxy, and whose accesses waits and signals do not order:
-  switched off, and explicit TMA is refused. Where a wait says `proxy="async"`, all waits of the kernel order both
-  proxies, reads may use TMA, and what cannot order them is refused. T.copy writes by TMA only where the kernel does nothing
-  but wait; explicit TMA writes are refused where no `T.tma_store_wait(0, read=False)` comes before what tells of them.
+  switched off, and explicit TMA is refused. Where a wait has `proxy="async"`, all waits of the kernel order both
+  proxies, reads may use TMA, and what cannot order them is refused. T.copy writes by TMA only where the kernel does
+  nothing but wait; explicit TMA writes are refused where no `T.tma_store_wait(0, read=False)` comes before what
+  announces them.
 - Warp specialisation gives a block further threads and splits it: primitives of blocks inside one part are refused.
 - T.Parallel runs its body on some threads at a time: primitives of warps and blocks are refused there.
 - Loads among an operator's operands get no bounds check: they are given one.
-- T.gemm, and whoever asks for it, lays tiles of shared memory out in an order of its own: not a source of a put.
+- T.gemm, and a layout annotation, lay tiles of shared memory out in an order of their own: not a source of a put.
 """
 
 import re
@@ -105,7 +106,7 @@ def _check_tma(func: tirx.PrimFunc) -> None:
 
 
 def _asks_for_tma(node) -> bool:
-    """Whether a call is TMA whatever its neighbours are; other copies become so only where that is right."""
+    """Whether a call is always TMA; other copies become so only where that is right."""
     name = op_name(node)
     if name == _COPY:
         preferred = str(node.annotations.get("prefer_instruction", "")).strip('"')
@@ -130,7 +131,7 @@ def _check_async(func: tirx.PrimFunc) -> None:
 
 
 def _check_stores(func: tirx.PrimFunc) -> None:
-    """Refuse what tells of memory that TMA may not have written yet: in the order of the program's text."""
+    """Refuse what announces memory that TMA may not have written yet: in the order of the program's text."""
     begun: list[str] = []
 
     def look(node):

@@ -2,7 +2,7 @@
 
 - Nothing that a peer writes is read through the non-coherent cache (passes.py), by TMA, twice, or too early (hazards.py).
 - Calls with an effect are carried out once, wherever they stand in an expression (effects.py).
-- Warp specialisation is off unless the author asks for it: it makes the block larger and splits it, which block-scope
+- Warp specialisation is off unless the author requests it: it makes the block larger and splits it, which block-scope
   primitives must not see.
 - The cache key covers the device headers and the lowering rules (toolchain.py).
 - Targets name a real architecture; the version of tilelang and the CUDA compiler are checked first.
@@ -233,12 +233,12 @@ class KernelFactory:
 
     @property
     def pass_configs(self) -> dict:
-        """What the decorator asked of tilelang's passes; `inspect` shows the code that runs when it is given the same."""
+        """The decorator's options for tilelang's passes; `inspect` shows the code that runs with the same ones."""
         return dict(self._options["pass_configs"] or {})
 
     @property
     def compile_flags(self) -> tuple[str, ...]:
-        """What the decorator asked of the device compiler."""
+        """The decorator's options for the device compiler."""
         flags = self._options["compile_flags"] or ()
         return (flags,) if isinstance(flags, str) else tuple(flags)
 
@@ -280,7 +280,7 @@ class KernelFactory:
         return made[0] if made else SimulatedKernel(kept, again)
 
     def trace(self, *args, **kwargs) -> PrimFunc:
-        """The traced T.prim_func for these arguments, not compiled, named after this factory or as `name` says."""
+        """The traced T.prim_func for these arguments, not compiled, named `name` or after this factory."""
         try:
             func = self._function(*args, **kwargs)
         except OSError as error:

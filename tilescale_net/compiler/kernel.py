@@ -215,7 +215,7 @@ class Kernel:
 
 
 def _is_context(value) -> bool:
-    """Whether an argument may be a context; one argument too many is none."""
+    """Whether an argument may be a context; one argument too many cannot be one."""
     return (
         isinstance(value, torch.Tensor)
         and (value.dtype, value.dim()) == (torch.int64, 1)
@@ -236,7 +236,7 @@ class CudaKernel(Kernel):
     def _function(self):
         # The first launch loads the kernel into the GPU. The driver waits for running kernels then, and keeps the
         # proxy's copies waiting too, without which a kernel that talks to another node would never end.
-        # (While a CUDA graph is captured nothing runs, and nobody may wait.)
+        # (While a CUDA graph is captured nothing runs, and no wait is allowed.)
         if any(w.proxy is not None for w in worlds.alive()) and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize()
         # tilelang's own wrapper checks and copies the arguments in Python for several microseconds; the host function

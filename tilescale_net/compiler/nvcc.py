@@ -23,7 +23,7 @@ def compile_source(
         kind: "ptx" (returns str) or "cubin" (returns bytes).
         target: tilelang target with an architecture.
         extra: further flags.
-        threads: of a block, where it has one dimension; tsn.jit knows it from the kernel.
+        threads: of a block, where it has one dimension; tsn.jit takes it from the kernel.
 
     Raises:
         ConfigurationError: no nvcc, or nvcc refuses the source; carries its messages.

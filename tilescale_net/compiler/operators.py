@@ -57,7 +57,7 @@ class Operator:
         args: run-time arguments, each a key of KINDS or "name:key"; `context` comes first where present.
         result: dtype of the call, "void", or "value" for that of the value argument (given when the call is made).
         effect: PURE or OPAQUE.
-        scope: which threads make a call together, where no argument of kind Scope says it.
+        scope: which threads make a call together, where no argument of kind Scope states it.
     """
 
     name: str
@@ -206,7 +206,7 @@ SHARED_BYTES = 224 * 1024
 
 # Stand-ins that a traced kernel carries until `passes.py` replaces them: the context pointer and the ring buffer.
 CONTEXT, RING = "tsn.context", "tsn.ring"
-# A statement of a traced kernel that says what a variable stands for, until effects.py finds the place to compute it.
+# A statement of a traced kernel that states what a variable stands for, until effects.py finds the place to compute it.
 DEFERRED = "tsn.deferred"
 # Around the condition of a primitive's own guard: that its index is inside the tensor. bounds.py replaces it.
 INSIDE = "tsn.inside"

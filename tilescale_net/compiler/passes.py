@@ -82,7 +82,7 @@ def _keep_freed_memory() -> None:
     """Let the C library keep freed memory: TVM makes and drops hundreds of z3's solvers for a kernel, and to have the pages
     of each from the system anew took a fifth of the time of lowering.
 
-    glibc raises its limits to the size of a large block that is freed, up to 32 MiB. Nobody touches this one.
+    glibc raises its limits to the size of a large block that is freed, up to 32 MiB. This one is never touched.
     """
     bytes(31 << 20)
 
@@ -171,7 +171,7 @@ def _supply_rings(body: tirx.Stmt) -> tuple[tirx.Stmt, int]:
     without where the kernel's own shared memory leaves no room.
 
     To tilelang a copy reads its ring, so it puts a barrier between the copy and writes to a buffer that shares the
-    ring's memory. Between two copies there is none: the same thread uses the ring in both.
+    ring's memory. Between two copies there is no barrier: the same thread uses the ring in both.
     """
     largest = 0
 

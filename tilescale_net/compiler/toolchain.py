@@ -40,8 +40,8 @@ def sources_hash() -> str:
     """Hash of everything outside a kernel's IR that its code depends on: device headers, passes and lowering rules.
 
     tilelang's kernel cache keys on the IR and the flags; with this hash among the flags an edited file never meets a
-    kernel compiled with the old one. Each rank asks at its start and for each kernel: files are read again when one has
-    changed.
+    kernel compiled with the old one. Each rank computes it at its start and for each kernel: files are read again when
+    one has changed.
     """
     return _hash_of(tuple(_stamps(DEVICE_DIR, ".h") + _stamps(COMPILER_DIR, ".py")))
 
@@ -101,7 +101,7 @@ def once_per_host(name: str):
 
 
 def find_tool(name: str) -> str | None:
-    """Path of a CUDA tool: in CUDA_HOME or CUDA_PATH, on PATH, or in one of NVIDIA's wheels; None when there is none."""
+    """Path of a CUDA tool: in CUDA_HOME or CUDA_PATH, on PATH, or in one of NVIDIA's wheels; None if not found."""
     folders = [os.path.join(os.environ[v], "bin") for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)]
     spec = importlib.util.find_spec("nvidia")
     wheels = [
@@ -115,7 +115,7 @@ def find_tool(name: str) -> str | None:
 
 
 def find_nvcc() -> str:
-    """Path of nvcc. Raises ConfigurationError when there is none."""
+    """Path of nvcc. Raises ConfigurationError if not found."""
     found = find_tool("nvcc")
     if found is None:
         raise ConfigurationError(

@@ -4,7 +4,7 @@
     tilescale_net.deep_ep.install()     # before anything imports deep_ep
     import deep_ep                      # this package
 
-docs/integrations.md says how frameworks are set up, and what is not supported.
+docs/integrations.md describes how frameworks are set up, and what is not supported.
 """
 
 import torch

@@ -13,7 +13,7 @@ from tilescale_net.deep_ep.high_throughput import Bias
 from tilescale_net.deep_ep.objects import Objects, join, leave
 from tilescale_net.kernels.moe.handle import Rows
 
-SCRATCH = 1 << 20  # bytes of what get_local_buffer_tensor gives where no size is asked for
+SCRATCH = 1 << 20  # bytes of what get_local_buffer_tensor gives where no size is given
 
 
 class Buffer:
@@ -149,7 +149,7 @@ class Buffer:
                 int32, of any strides.
             handle: of an earlier dispatch: the same tokens go the same ways, and nothing else is given.
             is_token_in_rank, num_tokens_per_expert: of `get_dispatch_layout`; the other counts are not looked at.
-            topk_idx, topk_weights: travel with the rows. Without them rows go where `is_token_in_rank` says.
+            topk_idx, topk_weights: travel with the rows. Without them `is_token_in_rank` decides where rows go.
             expert_alignment: counts of experts are rounded up to a multiple of it.
             num_worst_tokens: rows of the results, where the host shall not wait for their number. It is the same on all
                 ranks, a multiple of their number at least as large as what any of them sends or receives, and not checked.
@@ -160,7 +160,7 @@ class Buffer:
         Returns:
             The rows as `x` (new contiguous tensors, ordered by source rank and token); local experts of their choices, -1 for those of
             other ranks, and the weights, 0 there; list of rows per local expert (empty with `num_worst_tokens`); handle;
-            event. With a handle, and without choices, None in the places of what there is none of.
+            event. With a handle, and without choices, None in place of what is missing.
 
         Raises:
             ValueError, TypeError, HeapError: what `kernels.moe.AllToAll.dispatch` refuses, on all ranks.
@@ -202,7 +202,8 @@ class Buffer:
         out, weights = high_throughput.combine(self._objects, x, handle[-1], topk_weights, bias, num_sms)
         return out, weights, end(async_finish)
 
-    # DeepEP's calls between nodes, which take and give the same but for parts of the handle: here they are the same calls.
+    # DeepEP's calls between nodes, which take and give the same except parts of the handle: here they are the same
+    # calls.
     internode_dispatch, internode_combine = dispatch, combine
 
     # -- low latency ------------------------------------------------------------------------------------------------
@@ -251,7 +252,7 @@ class Buffer:
 
         Args:
             x: [local experts, ranks * max tokens, hidden] bfloat16.
-            topk_idx: not looked at: the handle knows the choices.
+            topk_idx: not looked at: the handle has the choices.
             topk_weights: [tokens, top_k] float32.
             zero_copy: take the rows from `get_next_low_latency_combine_buffer` instead of `x`.
             return_recv_hook: give a function back that ends the call; two combines may be waiting for theirs.
@@ -300,5 +301,5 @@ class Buffer:
         self._objects.masks.query(mask_status)
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Mask nobody but the ranks that have been left out: they cannot come back, and a warning says so."""
+        """Mask only the ranks that have been left out: they cannot come back, and a warning names them."""
         self._objects.masks.clean()

@@ -21,7 +21,7 @@ class Config:
 
     Attributes:
         num_sms: blocks of its kernels, on a GPU.
-        The others are sizes of DeepEP's rings, which there are none of here; they change nothing.
+        The others are sizes of DeepEP's rings, which do not exist here; they change nothing.
     """
 
     num_sms: int = 20

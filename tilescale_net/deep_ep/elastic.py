@@ -34,7 +34,7 @@ class EPHandle:
             do_expand without it.
         num_unaligned_recv_tokens_per_expert: [local experts] int32, rows of each.
         recv_src_metadata: [rows, 2 + top_k] int32: source rank * num_max_tokens_per_rank + token there; source rank * top_k +
-            its last choice here; the expanded row of each choice. -1 where there is none.
+            its last choice here; the expanded row of each choice. -1: none.
         recv_topk_idx: what the dispatch gave.
         dst_buffer_slot_idx, token_metadata_at_forward, channel_linked_list: None: places in DeepEP's buffers; what calls need
             of the ways that rows went is this package's own.
@@ -75,7 +75,7 @@ class ElasticBuffer:
 
     Attributes:
         group, rank_idx, num_ranks, num_max_tokens_per_rank, allow_hybrid_mode, deterministic: as given.
-        num_bytes: the size that the heap was asked to have at least; 0 where nothing says how much.
+        num_bytes: the requested least size of the heap; 0 without a request.
         num_scaleout_ranks, num_scaleup_ranks, num_rdma_ranks, num_nvlink_ranks: nodes, and ranks of one, of the group.
         scaleout_rank_idx, scaleup_rank_idx: this rank's node, and its place there.
         num_allocated_qps: 0: there are no queue pairs to choose. runtime: None: there is no object of C++ behind it.
@@ -121,7 +121,7 @@ class ElasticBuffer:
         group: ProcessGroup, num_max_tokens_per_rank: int, hidden: int, num_topk: int = 0, use_fp8_dispatch: bool = False,
         allow_hybrid_mode: bool = True, allow_multiple_reduction: bool = True,
     ) -> int:  # fmt: skip
-        """Bytes of symmetric memory for both layouts, with rows of BF16, and of FP8 too if that is asked for.
+        """Bytes of symmetric memory for both layouts, with rows of BF16, and of FP8 too if that is requested.
 
         Enough for ranks of one node and for nodes of 8 ranks, whichever takes more.
         """

@@ -40,7 +40,7 @@ class EventOverlap:
         self._releases = False
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Let the current stream wait for the event, and let go of it if `release_handle`. Raises ValueError where there is none."""
+        """Let the current stream wait for the event; drop it if `release_handle`. ValueError without an event."""
         if self.event is None:
             raise ValueError("EventOverlap: there is no event; calls give one with async_finish=True")
         self.event.current_stream_wait()
@@ -85,8 +85,8 @@ class StreamOrder:
     def follow(self) -> None:
         """What is launched next on the current stream comes after the calls so far.
 
-        A stream that is captured into a CUDA graph, and one that is not, cannot wait for each other: who replays the graph
-        orders it.
+        A stream that is captured into a CUDA graph, and one that is not, cannot wait for each other: the caller that
+        replays the graph orders it.
         """
         if self._device.type != "cuda":
             return
@@ -114,5 +114,5 @@ def begin(previous_event: EventOverlap | None, async_finish: bool, allocate_on_c
 
 
 def end(async_finish: bool) -> EventOverlap:
-    """What a call gives back: an event after it, if that was asked for."""
+    """What a call gives back: an event after it, if that was requested."""
     return EventOverlap(EventHandle() if async_finish else None)

@@ -57,7 +57,7 @@ def layout(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> tuple[torch.
 
 
 def _widened(tensor: torch.Tensor, width: int, fill) -> torch.Tensor:
-    """Columns up to `width`, of `fill` where there are none."""
+    """Columns up to `width`, missing ones of `fill`."""
     missing = width - tensor.shape[1]
     return torch.nn.functional.pad(tensor, (0, missing), value=fill) if missing else tensor.contiguous()
 
@@ -154,7 +154,7 @@ def _padded(tensor: torch.Tensor, rows: int, fill) -> torch.Tensor:
 
 
 def _counts(objects: Objects, received: Dispatched, per_expert, by_choice: bool, alignment: int) -> list[int]:
-    """Rows per local expert, up to the next multiple of the alignment. A mask tells nothing of experts: ranks add up."""
+    """Rows per local expert, up to the next multiple of the alignment. A mask has no experts: ranks add up."""
     world, control = objects.world, objects.world.control
     if by_choice:
         counts = received.counts.tolist()
@@ -169,7 +169,7 @@ def _counts(objects: Objects, received: Dispatched, per_expert, by_choice: bool,
 
 
 def _prefix(world, routing: Routing) -> torch.Tensor:
-    """[ranks, ranks]: in this rank's column, rows from all ranks up to each; -1 in the others, which nobody knows here."""
+    """[ranks, ranks]: in this rank's column, rows from all ranks up to each; -1 in the others, unknown here."""
     c = routing.op.config
     at = Totals(c.ranks, c.local_experts).received_base + 1
     matrix = torch.full((c.ranks, c.ranks), -1, dtype=torch.int32, device=world.device)

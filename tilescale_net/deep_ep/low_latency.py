@@ -19,8 +19,8 @@ class Routing:
     """What the handle of a dispatch stands for.
 
     Attributes:
-        sizes: what `Objects.low_latency` is asked with. received: what the dispatch gives.
-        members: the ranks that took part; None: nobody, the dispatch gave nothing. See `Masks.members`.
+        sizes: the arguments of `Objects.low_latency`. received: what the dispatch gives.
+        members: the ranks that took part; None: no rank, the dispatch gave nothing. See `Masks.members`.
     """
 
     sizes: tuple
@@ -30,7 +30,7 @@ class Routing:
 
     @property
     def combine_buffer(self) -> torch.Tensor:
-        """Rows in the shape of the dispatch's, for the caller to fill; made when they are first asked for."""
+        """Rows in the shape of the dispatch's, for the caller to fill; made on first use."""
         if self._buffer is None:
             x = self.received.x
             self._buffer = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
@@ -41,7 +41,8 @@ class LowLatencyHandle(tuple):
     """DeepEP's handle of a low-latency dispatch: source tokens, ranges of ranks, largest number of tokens, hidden, experts.
 
     Its second part, begin << 32 | count of each rank's rows of each expert, takes some small kernels and few callers look at
-    it: it is made from the counts, [local experts, ranks] int32, when somebody asks for it, after the dispatch has ended.
+    it: it is made from the counts, [local experts, ranks] int32, when a caller requests it, after the dispatch has
+    ended.
 
     Attributes:
         routing: what calls here need of the dispatch.

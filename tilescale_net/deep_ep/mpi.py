@@ -26,8 +26,8 @@ def group_of(comm) -> StoreGroup:
         comm: with mpi4py's Get_rank, Get_size, bcast and allgather.
 
     Raises:
-        ConfigurationError: the ranks are on several hosts, and the first of them knows no address by which the others reach
-            it; on all ranks.
+        ConfigurationError: the ranks are on several hosts, and the first of them has no address by which the others
+            reach it; on all ranks.
     """
     for known, group in _known:
         if known is comm:
@@ -55,7 +55,7 @@ def group_of(comm) -> StoreGroup:
 
 
 def _meeting_place(others: Iterable[str]) -> tuple[int, str]:
-    """Address family and number of this host, as ranks on the hosts of other names reach it; loopback where there are none."""
+    """Address family and number of this host, as ranks on the hosts of other names reach it; else loopback."""
     others = sorted(others)
     if not others:
         return socket.AF_INET, "127.0.0.1"

@@ -1,4 +1,4 @@
-"""The world of a Buffer, and the AllToAll objects that its calls need, made when they are first asked for.
+"""The world of a Buffer, and the AllToAll objects that its calls need, made on first use.
 
 All ranks of a group make the same calls, so they make the same objects in the same order. DeepEP takes any number of
 tokens; an AllToAll is made for the largest. The first dispatch agrees on it, and a dispatch of more tokens is refused on
@@ -25,7 +25,7 @@ _users: dict = {}
 
 
 def join(group, nbytes: int):
-    """The world of a group; made, with a heap of at least `nbytes` bytes, where there is none."""
+    """The world of a group; made, with a heap of at least `nbytes` bytes, if it does not exist."""
     try:
         world = tsn.world(group)
     except tsn.ConfigurationError:
@@ -58,7 +58,7 @@ class Objects:
 
     Attributes:
         masks: the ranks that are masked.
-        order: of calls on different streams; each call, and each half of one, asks it to `follow` first.
+        order: of calls on different streams; each call, and each half of one, calls its `follow` first.
         max_tokens, top_k: of the high-throughput object that new routings use; 0 before the first.
     """
 
@@ -122,7 +122,7 @@ class Objects:
             op = self._object(sizes, options, number)
             if kind not in op.under_way:
                 return op
-        return self._object(sizes, options)  # which says what is under way
+        return self._object(sizes, options)  # which raises with what is under way
 
     def _object(self, sizes: tuple, options: dict, number: int = 0) -> AllToAll:
         key = (*sizes, *options.items(), number)

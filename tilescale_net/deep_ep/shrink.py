@@ -1,4 +1,4 @@
-"""Low-latency calls that go on when ranks are lost (DeepEP's enable_shrink), and the mask of those that are.
+"""Low-latency calls that go on when ranks are lost (DeepEP's enable_shrink), and the mask of the lost ones.
 
 DeepEP's kernels mask a silent rank one by one; here the survivors agree. What was under way on any of them when a rank was
 lost gives no rows and zeros on all of them, so that they are at the same call afterwards.
@@ -50,7 +50,7 @@ class Masks:
 
     @property
     def members(self) -> list[int]:
-        """Who takes part; another list whenever that changes."""
+        """The ranks that take part; another list whenever they change."""
         return self._world.control.members
 
     def update(self, rank: int, masked: bool) -> None:
@@ -73,7 +73,7 @@ class Masks:
         status.copy_(torch.tensor(masked, dtype=status.dtype, device="cpu"))
 
     def clean(self) -> None:
-        """Mask nobody but the ranks that have been left out, which cannot come back: a warning names them."""
+        """Mask only the ranks that have been left out, which cannot come back: a warning names them."""
         self.learn()
         self._asked.clear()
         gone = sorted(set(range(self._world.size)) - set(self.members))

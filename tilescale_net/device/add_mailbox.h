@@ -4,7 +4,7 @@
 // (the driver's stream memory operations only write), a read-modify-write would lose the GPUs' adds, and a kernel might
 // never run beside one that fills the GPU while it waits for that very word. So the proxy leaves the add in a mailbox
 // in the heap's system area, and the waiting kernel itself carries it out: each poll of wait and test looks at the
-// mailboxes. A signal word is read with wait and test only, so nobody can tell the difference.
+// mailboxes. A signal word is read with wait and test only, so no reader sees a difference.
 //
 // Each proxy thread has a mailbox of its own: a circular buffer of (heap offset, value) entries, the number of entries
 // published so far (written by the proxy's copy stream, behind the entries and behind all data that the adds announce),

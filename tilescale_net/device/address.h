@@ -20,8 +20,8 @@ TSN_COLD uint64_t base_beyond_inline(const Context* ctx, int pe) {
 
 } // namespace detail
 
-// The PE's heap as this PE maps it; 0 where it does not, and for what is no PE: the inline bases exist for all PEs
-// below kInlineBases, so one load tells.
+// The PE's heap as this PE maps it; 0 where it does not, and for a number that is no PE: the inline bases exist for all
+// PEs below kInlineBases, so one load answers.
 TSN_DEVICE uint64_t peer_base(const Context* ctx, int pe) {
   const bool inlined = uint32_t(pe) < kInlineBases;
   const uint64_t base = platform::load_constant(&ctx->peer_base[inlined ? pe : 0]);
@@ -48,7 +48,7 @@ struct PeerAccess {
     aborted = stop != 0;
   }
 
-  // Whether the PE is mapped; if not it is reached through the proxy, or there is none.
+  // Whether the PE is mapped; if not, it is reached through the proxy or does not exist.
   TSN_DEVICE bool direct() const { return TSN_LIKELY(base != 0); }
   TSN_DEVICE bool exists() const { return direct() || is_pe(ctx, pe); }
 
@@ -101,7 +101,7 @@ private:
   TSN_DEVICE bool allow_or_report(Operation operation, bool inside, const void* local, int64_t bytes) const {
     const bool found = exists();
     if (TSN_LIKELY(found && inside)) {
-      if constexpr (platform::kDefersRemoteWrites) // the simulator also knows what is allocated in there
+      if constexpr (platform::kDefersRemoteWrites) // the simulator also checks what is allocated in there
         if (scope_leader<S>()) platform::inspect(operation, local, bytes);
       return true;
     }

@@ -1,7 +1,7 @@
 // Barriers among PEs, called by all threads of one block per PE.
 //
 // A dissemination barrier: in round r a PE signals those at distances j * K^r (0 < j < K) and waits for those at the
-// same distances behind it. Up to 32 PEs K is 32, so one round does: each tells every other. Above, K is 4, and the
+// same distances behind it. Up to 32 PEs K is 32, so one round does: each signals every other. Above, K is 4, and the
 // flags of all rounds still fit. Flags hold the number of the barrier and only grow, so nothing is ever reset, and a PE
 // that runs ahead by one barrier does no harm.
 #pragma once

@@ -23,7 +23,7 @@ TSN_DEVICE void with_unit(uint32_t unit, F f) {
 }
 
 // Copies fewer than part.threads * U units. A group of Lanes threads moves U rows of Lanes units each, loading all rows
-// before it stores the first: one latency for the whole rest, whatever its size.
+// before it stores the first: one latency for the whole rest, of any size.
 template <int U, uint32_t Lanes, class T>
 TSN_DEVICE void copy_rest(T* dst, const T* src, uint32_t count, Part part) {
   if constexpr (U > 1)
@@ -151,7 +151,7 @@ TSN_DEVICE bool pull_by_size(uint64_t bytes, uint32_t threads) {
 }
 
 // Before the barrier of a push: what a thread wrote to the source must be there for the bulk copies that the leader may
-// issue. The CUDA programming guide asks this fence of whoever wrote, not of who copies.
+// issue. The CUDA programming guide requires this fence of the thread that wrote, not of the one that copies.
 template <Scope S, Engine E, int Stages>
 TSN_DEVICE void publish_to_bulk(int64_t bytes) {
   if constexpr (kMayBeBulk<S, E, Stages>)

@@ -3,8 +3,8 @@
 // Plain C++ without atomics, shared by device/queue.h (producer) and csrc/proxy/queue.h (consumer).
 //
 // A descriptor is two 16-byte halves. Each is written by one 16-byte store, and each carries a parity bit of its own,
-// so the halves may arrive in any order and nobody ever clears a slot: position p belongs to lap p / capacity, and a
-// half is new when its bit equals parity_of(p).
+// so the halves may arrive in any order and no slot is ever cleared: position p belongs to lap p / capacity, and a half
+// is new when its bit equals parity_of(p).
 //
 //   half a, word 0:  bit 0 parity | 1..5 kind | 6..19 PE | 20..63 offset 1 (44 bits)
 //           word 1:  value
@@ -33,7 +33,7 @@ enum class Command : uint32_t {
   put = 1,            // size bytes from local offset 2 to the PE's offset 1
   put_signal_set = 2, // put, then signal word = value
   put_signal_add = 3, // put, then signal word += value
-  get = 4,            // size bytes from the PE's offset 2 to local offset 1; done[] tells
+  get = 4,            // size bytes from the PE's offset 2 to local offset 1, then done[]
   signal_set = 5,     // half a: word at offset 1 = value
   signal_add = 6,     // half a: word at offset 1 += value
   put_value_1 = 7,    // half a: the low 1, 2, 4, 8 bytes of data to offset 1
@@ -41,7 +41,7 @@ enum class Command : uint32_t {
   put_value_4 = 9,
   put_value_8 = 10,
   fence = 11,      // half a: earlier puts to the PE before later signals to it
-  flush = 12,      // half a: done[] tells when all earlier operations to the PE are complete there
+  flush = 12,      // half a: done[] is set when all earlier operations to the PE are complete there
   flush_part = 13, // half a: one queue's share of a flush of all PEs; value is the ticket that all shares complete
   put_value_signal_set_1 = 14, // put_value of 1, 2, 4, 8 bytes, then signal word = value
   put_value_signal_add_1 = 18, // the same, then signal word += value
@@ -159,7 +159,7 @@ TSN_DESCRIPTOR_FN uint64_t make_ticket(uint32_t queue, uint64_t position) {
 }
 TSN_DESCRIPTOR_FN uint32_t ticket_queue(uint64_t ticket) { return (uint32_t)(ticket >> kTicketPositionBits); }
 
-// Whether the board entry `done` says that the ticket's operation is complete; right across the wrap of positions.
+// Whether the ticket's operation is complete according to the board entry `done`; right across the wrap of positions.
 TSN_DESCRIPTOR_FN bool ticket_done(uint64_t ticket, uint64_t done) {
   return (int64_t)((done - ticket - 1) << (64 - kTicketPositionBits)) >= 0;
 }

@@ -15,7 +15,8 @@ TSN_DEVICE void set_aborted(const Context* ctx) {
 }
 
 // Records what went wrong, unless something else did before, and sets the abort word. The first writer claims the
-// record; `kind` comes last, so whoever sees it sees the whole record. `comparison` is 1 + Compare of a wait, else 0.
+// record; `kind` comes last, so a reader that sees it sees the whole record. `comparison` is 1 + Compare of a wait,
+// else 0.
 TSN_COLD void fail(const Context* ctx, ErrorKind kind, Operation operation, int pe, const void* address,
                    uint64_t expected, uint64_t observed, uint64_t bytes, uint32_t comparison = 0) {
   if constexpr (platform::kDefersRemoteWrites) platform::gives_up();

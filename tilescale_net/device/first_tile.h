@@ -20,8 +20,8 @@ TSN_DEVICE uint32_t widest_unit(uint64_t bits) { return (uint32_t(bits) | 16) & 
 // `allow_partial`, for callers that copy the rest afterwards.
 //
 // The first Group threads of a block take the first Group * Rows units, a row of Group units at a time, the next Group
-// threads the units after those. So a thread knows from the place of its own first unit whether its warp has any work:
-// warps without any leave, and what they execute would only keep the multiprocessor from the others' work.
+// threads the units after those. So the place of a thread's own first unit shows whether its warp has any work: warps
+// without any leave, and what they execute would only keep the multiprocessor from the others' work.
 template <Scope S, int Rows = 1, uint32_t Group = 4 * platform::kWarpThreads>
 struct FirstTile {
   static_assert(Group % platform::kWarpThreads == 0, "a group is made of warps");

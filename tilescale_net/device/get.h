@@ -21,7 +21,7 @@ template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void get(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
   // The ends are aligned alike here and there: every heap begins on a page.
   FirstTile<S> tile(dst, src, bytes);
-  scope_enter<S>(kOpGet, dst, src, bytes, pe); // whoever still reads the destination has done so
+  scope_enter<S>(kOpGet, dst, src, bytes, pe); // threads that still read the destination have done so
   if (!platform::kDefersRemoteWrites && tile.warp_has_no_work()) return scope_sync<S>();
   const PeerAccess access(ctx, pe);
   if (TSN_LIKELY(access.validate<S>(kOpGet, src, bytes))) {

@@ -3,7 +3,7 @@
 // Blocks count themselves in; the last one sets the count back and moves the generation on, for which the others wait.
 // So every barrier leaves the words as it found them, and the next one, of this launch or a later one, a replayed graph
 // too, begins at once. Launches that run side by side have words of their own, by the id of their grid. Where two ids
-// meet in the same words all the same, the sum of the marks that blocks leave tells, and the job ends in an error.
+// meet in the same words all the same, the sum of the marks that blocks leave shows it, and the job ends in an error.
 #pragma once
 
 #include "barrier.h"

@@ -19,8 +19,8 @@ TSN_DEVICE void st(T* p, typename Value<T>::type v) {
   platform::store<O, S>(p, v);
 }
 
-// Says that accesses to these bytes, and to those of other PEs with the same place in the heap, are meant to race. For
-// race detectors alone.
+// Declares that accesses to these bytes, and to the bytes at the same place in other PEs' heaps, are meant to race. For
+// race detectors only.
 TSN_DEVICE void benign_race(const Context*, const void* p, int64_t bytes) {
   if constexpr (platform::kDefersRemoteWrites) platform::benign_race(p, bytes);
 }

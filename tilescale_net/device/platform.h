@@ -15,7 +15,7 @@
 //   uint32_t block_threads()                threads in the block
 //   uint32_t block_index()                  linear index of the block in the grid
 //   uint32_t grid_blocks()                  blocks in the grid
-//   uint32_t grid_id()                      tells launches that run at the same time from one another
+//   uint32_t grid_id()                      distinguishes launches that run at the same time
 //   uint32_t lane()                         thread_index() % 32
 //
 // Synchronisation. "Orders memory" means: what happened before the call in any participant happened before
@@ -42,11 +42,12 @@
 //   void fence<MemScope>()                  acquire and release fence of that scope
 //   T load_constant(const T*)               a value that never changes while the kernel runs (context fields); issued
 //                                           where it is written, so that loads in a row overlap
-//   T load_invariant(const T*)              the same, 4 or 8 bytes, but loaded where the compiler likes, and only once:
-//                                           also ahead of the conditions that guard it, so p must be readable anyway
-//   uint64_t load_invariant_here(const uint64_t*)          the same, but not before the conditions that guard it
-//   uint64_t load_recent(const uint64_t*)   global memory, as it was at the block's latest acquire or later; from L1
-//                                           where that is recent enough
+//   T load_invariant(const T*)              the same, 4 or 8 bytes, but loaded where the compiler chooses, and only
+//                                           once: also ahead of the conditions that guard it, so p must be readable
+//                                           anyway uint64_t load_invariant_here(const uint64_t*)          the same, but
+//                                           not before the conditions that guard it uint64_t load_recent(const
+//                                           uint64_t*)   global memory, as it was at the block's latest acquire or
+//                                           later; from L1 where that is recent enough
 //   T load_data(const T*)                   global memory that others write: T of 1, 2, 4, 8 bytes or Vec16; relaxed at
 //                                           system scope, not through the read-only cache, not kept in L1
 //   void store_data(T*, T)                  the store to match
@@ -57,8 +58,8 @@
 //   void store_16b_below(Vec16*, Vec16, int at, int limit)   store_16b if at < limit, without a branch
 //
 // Registers
-//   T opaque(T)                             the value, of 4 or 8 bytes, of which the compiler knows nothing: what is
-//                                           computed from it stays where it is used
+//   T opaque(T)                             the value, of 4 or 8 bytes, opaque to the compiler: what is computed from
+//                                           it stays where it is used
 //
 // Time
 //   uint64_t timer_ns()                     a clock in nanoseconds, the same for all threads of the GPU
@@ -107,7 +108,7 @@
 //   void waited(const uint64_t* sig)        a wait or test has seen its signal
 //   void benign_race(const void*, int64_t bytes)   accesses there are meant to race
 //   void wait_begins(Operation, int pe, const uint64_t* word, uint64_t wanted, uint32_t comparison)
-//                                           a thread has looked once and has to wait; pe = -1: for whom is not known,
+//                                           a thread has looked once and has to wait; pe = -1: for which PE is unknown,
 //                                           word = nullptr: for something else than a word of the heap
 //   bool waits_without_a_look()             wait_begins comes before the first look
 //   void wait_ends(), void gives_up()       the same thread goes on, or is about to record a failure

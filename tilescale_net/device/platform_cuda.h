@@ -62,7 +62,7 @@ TSN_DEVICE uint64_t warp_broadcast(uint64_t v) {
 }
 
 // Two slots in turn save a second barrier: thread 0 writes a slot again only after a later call's barrier, and every
-// thread has read the slot before it came there. The barrier itself tells the turn, whose first value does not matter;
+// thread has read the slot before it came there. The barrier itself gives the turn, whose first value does not matter;
 // thread 0 looks at it before it computes, so that nothing comes between the result and the barrier.
 template <class F>
 TSN_DEVICE uint64_t block_broadcast(F f) {

@@ -1,5 +1,5 @@
 // The platform of platform.h on a CPU: threads are fibers of the simulator, words that ranks share are host atomics,
-// and remote writes are handed to the simulator, which delivers them late. No other device header knows of either.
+// and remote writes are handed to the simulator, which delivers them late. No other device header depends on either.
 #pragma once
 
 #include "bits.h"
@@ -62,7 +62,7 @@ TSN_DEVICE uint32_t match_lanes(uint32_t lanes, uint64_t v) {
   return uint32_t(sim::api().warp(sim::WarpOp::match_any, lanes, v, 0));
 }
 TSN_DEVICE uint32_t popcount(uint32_t v) { return uint32_t(__builtin_popcount(v)); }
-// Out of line, so that the return address says which place of the program the lanes share.
+// Out of line, so that the return address identifies the place of the program that the lanes share.
 TSN_COLD uint32_t active_lanes() { return sim::api().active_mask(__builtin_return_address(0)); }
 
 // ----------------------------------------------------------------------------------------------------------- memory
@@ -128,8 +128,8 @@ TSN_DEVICE void before_ld() {
   if constexpr (O == Order::acquire || O == Order::volatile_) sim::api().yield(true);
 }
 
-// What the access itself tells nobody: load and store are made of words of the package, too, which say what they order
-// in other ways. Weak accesses order nothing, whatever fences stand by them.
+// Reports the order, which the access itself does not: load and store also serve the package's own words, which report
+// what they order in other ways. Weak accesses order nothing, with or without fences.
 template <Order O, MemScope S>
 TSN_DEVICE void after_ld(const void* p) {
   if constexpr (O != Order::weak) sim::word_access(p, sim::WordAccess::read, detail::ordering<O, S>());

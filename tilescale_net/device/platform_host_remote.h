@@ -9,7 +9,7 @@ namespace platform {
 namespace detail {
 
 // An mbarrier: the phases that have ended, the bytes that the running one expects, and the loads that it counts. A load
-// happens when somebody waits for it, so that reading a stage too early finds what was there before.
+// happens when a thread waits for it, so that reading a stage too early finds what was there before.
 struct Stage {
   struct Load {
     void* shared;

@@ -1,4 +1,4 @@
-// Where threads wait, told to the simulator. Part of platform_host.h, which includes it.
+// Reports to the simulator where threads wait. Part of platform_host.h, which includes it.
 #pragma once
 
 namespace tsn {

@@ -40,7 +40,7 @@ TSN_DEVICE void queue_put_value(const Context* ctx, void* dst, uint64_t value, i
 
 namespace detail {
 
-// Puts that are none, that fit their descriptor, or that need more than one.
+// Puts of nothing, puts that fit their descriptor, and puts that need more than one.
 template <bool publish>
 TSN_COLD void queue_put_inline_or_split(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
   const int small = inline_bytes(ctx, dst, src, bytes);
@@ -151,7 +151,7 @@ TSN_COLD uint64_t queue_flush(const Context* ctx, int pe) {
   return r.value;
 }
 
-// Copies `bytes` bytes from where `src` lies on the PE to local `dst`; the ticket tells when they are there.
+// Copies `bytes` bytes from where `src` lies on the PE to local `dst`; the ticket is complete when they are there.
 template <bool publish = true>
 TSN_DEVICE uint64_t queue_get(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
   Request r = {Command::get, uint32_t(pe), detail::queue_offset(ctx, dst), detail::queue_offset(ctx, src)};

@@ -38,8 +38,8 @@ TSN_DEVICE uint32_t prologue_bytes(const void* dst, const void* src, int64_t byt
   return uint64_t(bytes) < 2 * all ? 0 : all - uint32_t(reinterpret_cast<uint64_t>(dst) + all) % kSegmentBytes;
 }
 
-// Pushes the first `prologue` of `bytes`, if PeerAccess::may_proceed() says yes. By the threads of all warps but the
-// first.
+// Pushes the first `prologue` of `bytes`, if PeerAccess::may_proceed() returns true. By the threads of all warps but
+// the first.
 template <int Rows>
 TSN_COLD void push_prologue(const Context* ctx, Operation operation, void* dst, const void* src, int64_t bytes, int pe,
                             const uint64_t* sig, uint32_t prologue) {
@@ -62,8 +62,8 @@ TSN_COLD void push_prologue(const Context* ctx, Operation operation, void* dst, 
 constexpr uint64_t kNotPushed = ~uint64_t(0);
 
 // Copies `bytes` but the first `done` to where `dst` lies on the PE, whose heap lies that far from this one's: what is
-// returned. kNotPushed: PeerAccess::may_proceed() said no, and nothing was written. With a signal word, that is checked
-// too.
+// returned. kNotPushed: PeerAccess::may_proceed() returned false, and nothing was written. With a signal word, that is
+// checked too.
 //
 // Out of line, because what a kernel's small messages wait for should stay in few registers and close together.
 template <int Stages, int StageBytes>

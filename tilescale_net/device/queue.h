@@ -1,16 +1,18 @@
 // Pushing descriptors to the proxy, and waiting for its tickets; csrc/proxy/queue.h is the consumer's half.
 //
 // A push claims a position with one atomic add on the queue's head (device memory), makes sure that the position has
-// left the queue's previous lap, and writes the slot with one or two 16-byte stores. Whether there is room is asked of
-// a copy of the tail in device memory; the tail itself, in host memory and so five times as far away, only when the
-// copy says "full". Lanes of a warp that push to the same queue together claim their positions with one atomic.
+// left the queue's previous lap, and writes the slot with one or two 16-byte stores. Whether there is room is read from
+// a copy of the tail in device memory; the tail itself, in host memory and so five times as far away, is read only when
+// the queue is full by the copy. Lanes of a warp that push to the same queue together claim their positions with one
+// atomic.
 //
 // Publication: what the calling thread wrote or has observed before the push (its block's writes, after a barrier) is
-// visible to whoever reads what the descriptor names. One fence per push does that (kPublishScope); it runs beside the
-// atomic. `publish = false` leaves it out, for a batch of pushes behind one fence of the caller's own, and for
+// visible to every reader of what the descriptor names. One fence per push does that (kPublishScope); it runs beside
+// the atomic. `publish = false` leaves it out, for a batch of pushes behind one fence of the caller's own, and for
 // descriptors without payload.
 //
-// All operations to one PE go to one queue, so the proxy sees a PE's operations in one order whoever pushed them.
+// All operations to one PE go to one queue, so the proxy sees a PE's operations in one order, whichever thread pushed
+// them.
 // PEs and addresses have been checked by the caller; the proxy checks them again. Calls return at once when the job is
 // aborted while they wait, and report kQueueTimeout or kFlushTimeout when the deadline passes.
 #pragma once
@@ -215,7 +217,7 @@ TSN_DEVICE void queue_publish() { platform::fence<kPublishScope>(); }
 
 namespace detail {
 
-// The word that tells when the operation of the ticket is complete.
+// The word that shows when the operation of the ticket is complete.
 TSN_DEVICE const uint64_t* queue_done(const Context* ctx, uint64_t ticket) {
   const QueueView* q = queue_view(ctx, ticket_queue(ticket));
   const uint64_t slot = (ticket & kTicketPositionMask) & platform::load_invariant_here(&q->mask);

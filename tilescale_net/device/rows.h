@@ -180,7 +180,7 @@ template <Scope S, int Unroll>
 TSN_DEVICE void get_rows(const Context* ctx, void* dst, const void* src, int64_t rows, int64_t bytes, int64_t dst_pitch,
                          int64_t src_pitch, int pe) {
   const Rows r = {rows, bytes, dst_pitch, src_pitch};
-  scope_enter<S>(kOpGet, dst, src, r.empty() ? 0 : bytes, pe); // whoever still reads the destination has done so
+  scope_enter<S>(kOpGet, dst, src, r.empty() ? 0 : bytes, pe); // threads that still read the destination have done so
   const PeerAccess access(ctx, pe);
   if (TSN_LIKELY(access.validate<S>(kOpGet, src, r.span(src_pitch)))) {
     if constexpr (platform::kDefersRemoteWrites)

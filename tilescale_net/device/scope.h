@@ -1,5 +1,5 @@
-// Scopes: who makes a call together. A block-scope call is made by all threads of a block, a warp-scope call by all
-// lanes of a warp; the leader is thread 0 or lane 0.
+// Scopes: the threads that make a call together. A block-scope call is made by all threads of a block, a warp-scope
+// call by all lanes of a warp; the leader is thread 0 or lane 0.
 #pragma once
 
 #include "platform.h"
@@ -41,7 +41,7 @@ TSN_DEVICE Part scope_part() {
 }
 
 // The start of a call in which the scope meets: orders memory among its threads. A platform that checks calls learns
-// what each thread asks for, and from the leader what is about to happen.
+// what each thread requests, and from the leader what is about to happen.
 template <Scope S>
 TSN_DEVICE void scope_enter(Operation operation, const void* dst, const void* src, int64_t bytes, int pe,
                             const uint64_t* sig = nullptr, uint64_t value = 0, SignalOp op = SignalOp::set) {

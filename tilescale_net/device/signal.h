@@ -46,8 +46,8 @@ TSN_DEVICE void send_signal(const PeerAccess& access, uint64_t* sig, uint64_t va
   else platform::add_relaxed(peer, value);
 }
 
-// Data and signal in one store, where they share an aligned packet of 16 bytes: nobody sees one without the other, so
-// the signal need not wait until the data has arrived. The store orders nothing else, as put_signal does not.
+// Data and signal in one store, where they share an aligned packet of 16 bytes: no reader sees one without the other,
+// so the signal need not wait until the data has arrived. The store orders nothing else, as put_signal does not.
 template <SignalOp Op, class Tile>
 TSN_DEVICE bool fits_packet(const Tile& tile, const void* dst, const uint64_t* sig) {
   const uint64_t apart = reinterpret_cast<uint64_t>(dst) ^ reinterpret_cast<uint64_t>(sig);

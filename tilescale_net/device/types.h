@@ -6,7 +6,7 @@
 
 namespace tsn {
 
-// Who makes a call together: one thread, all lanes of a warp, all threads of a block.
+// The threads that make a call together: one thread, all lanes of a warp, all threads of a block.
 enum class Scope { thread, warp, block };
 
 // How bytes move on the direct path: unrolled loads and stores, or bulk (TMA) copies through a shared memory ring.

@@ -25,7 +25,7 @@ namespace detail {
 // One thread's wait. `pe` is the PE that should send the signal, -1 where that is not known.
 template <Compare C>
 TSN_DEVICE uint64_t wait_one(const Context* ctx, const uint64_t* sig, int64_t value, Operation operation, int pe) {
-  int mailboxes = -1; // asked for once, after the first poll: it is what a wait should spend its time on
+  int mailboxes = -1; // read once, after the first poll: a wait should spend its time on polling
   uint64_t seen;
   spin(
       ctx, [&] { return SpinSubject{operation, pe, sig, uint64_t(value), 1 + uint32_t(C)}; },
@@ -43,9 +43,9 @@ TSN_DEVICE uint64_t wait_one(const Context* ctx, const uint64_t* sig, int64_t va
 
 } // namespace detail
 
-// Waits until the signal word compares with `value` as C says (signed); returns the word as seen then. Whatever was
-// ordered before the signal is visible to the scope afterwards. Ends early, with the word as it is, when the job is
-// aborted or the deadline passes.
+// Waits until the signal word compares with `value` as C says (signed); returns the word as seen then. What was ordered
+// before the signal is visible to the scope afterwards. Ends early, with the word as it is, when the job is aborted or
+// the deadline passes.
 template <Scope S, Compare C>
 TSN_DEVICE uint64_t wait(const Context* ctx, const uint64_t* sig, int64_t value) {
   enter<S>(kOpWait, nullptr, int64_t(C), kNoPe, sig, uint64_t(value));

@@ -85,7 +85,7 @@ class Case:
         self._checks: list[Callable | None] = []
         self._kept: list = []  # tensors that launches name by their address
         self.launches: list[list] = []
-        # The native part names their memory by its address, so it must be told when they go.
+        # The native part names their memory by its address, so it must be notified when they go.
         self._end = weakref.finalize(self, _close, self.worlds)
         try:
             with _on_the_simulator():
@@ -154,7 +154,7 @@ class Case:
         return found
 
     def _wrong(self) -> str:
-        """What the checks say of the memory as it is."""
+        """What the checks report of the memory as it is."""
         for rank, (world, check) in enumerate(zip(self.worlds, self._checks)):
             if check is None:
                 continue

@@ -1,4 +1,4 @@
-"""Ranks of a job that live in one process, one behind the other: their worlds, without anybody to talk to."""
+"""Ranks of a job that live in one process, one behind the other: their worlds, without other processes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TIMEOUT = 30.0  # of waits, whose time stands still
 
 
 class SameCalls:
-    """The collective calls of ranks that run one behind the other: each must make those that the first one has made.
+    """The collective calls of ranks that run one behind the other: each must make the same as the first one.
 
-    Nobody learns anything from another rank: a call that gathers values gives every rank's own one.
+    No rank learns anything from another: a call that gathers values gives a rank its own one for all.
     """
 
     def __init__(self, rank: int, size: int, made: list[tuple[str, object]]):

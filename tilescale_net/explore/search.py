@@ -52,7 +52,7 @@ def unpacked(text: str) -> list[int]:
     """The schedule in a line, or in the file that it names.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: it is invalid.
     """
     if os.path.isfile(text):
         with open(text) as file:
@@ -65,7 +65,7 @@ def unpacked(text: str) -> list[int]:
 
 
 def every(case: Case, most: int = 1 << 62, seconds: float = 600.0, preemptions: int = -1) -> Report:
-    """Run every schedule, but for those that differ only in the order of independent events.
+    """Run every schedule, except schedules that differ only in the order of independent events.
 
     Args:
         most, seconds: after so many schedules, or so long, it ends, and is not complete.
@@ -96,7 +96,7 @@ def repeat(case: Case, schedule: str) -> Report:
     """Run one schedule again.
 
     Raises:
-        ConfigurationError: it is none, or not one of this case.
+        ConfigurationError: it is invalid, or not one of this case.
     """
     began, decisions = time.monotonic(), unpacked(schedule)
     try:
@@ -109,7 +109,7 @@ def repeat(case: Case, schedule: str) -> Report:
 
 
 def _failure(case: Case, found: dict) -> str:
-    """In words; to be asked before anything else runs."""
+    """As text; to be called before anything else runs."""
     record = case.worlds[found["gave_up"]].error() if found["gave_up"] >= 0 else ""
     return record or found["failure"]
 

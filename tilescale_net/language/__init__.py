@@ -13,9 +13,9 @@
 Sizes are in elements. Symmetric memory is named by its local address. See docs/memory-model.md for what each
 primitive guarantees. Wrong use raises KernelError when the kernel is built, naming the primitive and the line.
 
-A primitive is carried out once where it stands, whatever the expression around it: before the rest of its statement, from
-left to right, behind `and`, `or` and in an arm of `a if c else b` only when that part is evaluated, and in the condition of
-a `while` in every round.
+A primitive is carried out once where it stands, in any expression: before the rest of its statement, from left to
+right, behind `and`, `or` and in an arm of `a if c else b` only when that part is evaluated, and in the condition of a
+`while` in every round.
 """
 
 import difflib as _difflib
@@ -41,7 +41,7 @@ _tracing.silence_dumps()
 
 
 class _NoPrimitive(_KernelError, AttributeError):
-    """A name that is no primitive; an AttributeError as for any module, and a KernelError for whoever builds a kernel."""
+    """A name that is no primitive; an AttributeError as for any module, and a KernelError where a kernel is built."""
 
 
 def __dir__() -> list[str]:

@@ -18,8 +18,8 @@ DEFAULT_RING = (8, 16384)
 # The least shared memory at which the bulk engine reaches its rate on an H200 (docs/results/copies.md), by direction.
 AUTO_PUSH_RING = (4, 16384)
 AUTO_PULL_RING = (6, 16384)
-# Copies below this size gain too little in bulk for the shared memory that they would take from the kernel; of sizes
-# that only the run knows device/copy.h and push_bulk.h decide.
+# Copies below this size gain too little in bulk for the shared memory that they would take from the kernel; for sizes
+# known only at run time device/copy.h and push_bulk.h decide.
 BULK_FROM = 128 * 1024
 MAX_STAGES = 32
 

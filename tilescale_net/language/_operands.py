@@ -41,7 +41,7 @@ class Operand:
         row: elements of a row.
         pitch: elements from the beginning of a row to that of the next.
         room: elements from the offset to the end of the tensor; int or int64 expression.
-        is_element: whether it was written `buf[i]`, so that `count` alone says how much is meant.
+        is_element: whether it was written `buf[i]`, so that `count` alone gives the size.
         inside: condition that its indices are inside the tensor, or None when nothing is to be checked.
         axes: its first index and the tensor's extent, for each axis.
     """
@@ -73,7 +73,7 @@ class Operand:
     def pointer(self) -> tirx.PrimExpr:
         """The address, as an expression that passes neither guard nor mark read-only.
 
-        Of shared memory it says how much is read, from which tilelang knows where barriers must be.
+        Of shared memory it states how much is read, from which tilelang derives where barriers must be.
         """
         extent, mask = (int64(self.room), _READ) if self.is_shared else (tirx.IntImm("int32", 1), _READ | _WRITE)
         return tirx.call_intrin(

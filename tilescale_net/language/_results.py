@@ -6,7 +6,7 @@ variable.
 
 Where a part of an expression is evaluated only under a condition (the right side of `and` and `or`, the arms of
 `a if c else b`) or again and again (the condition of `while`), the place to compute it is known only when the whole
-statement is there: the trace says what the variable stands for, and compiler/effects.py finds the place.
+statement is there: the trace records what the variable stands for, and compiler/effects.py finds the place.
 """
 
 import sys

@@ -177,8 +177,8 @@ def put_signal_block(
 ) -> None:  # fmt: skip
     """Push `src` to `dst` on `pe`, then signal there; called by all threads of the block with equal arguments.
 
-    Whoever at `pe` sees the signal by `wait` or `test` sees all of the data too. `src` may be written again only after
-    `quiet` or `flush_wait`.
+    A thread at `pe` that sees the signal by `wait` or `test` sees all of the data too. `src` may be written again only
+    after `quiet` or `flush_wait`.
 
     Args:
         dst: where, by its local address in symmetric memory: a tensor, an element (buf[i]) or a region (buf[i, 0:n]).

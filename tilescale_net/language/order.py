@@ -95,7 +95,7 @@ def _barrier(operator, scope):
 def barrier_all(scope: str = "block") -> None:
     """Barrier of team "world": returns when every PE's call has begun.
 
-    It completes nothing: puts are visible after it where a `quiet` came before it, as docs/memory-model.md says.
+    It completes nothing: puts are visible after it where a `quiet` came before it, see docs/memory-model.md.
 
     Args:
         scope: "block": called by all threads of one block per PE; the other blocks take no part. "grid": called by all

@@ -43,7 +43,7 @@ def signal(sig: Place, value: Number, pe: Number, op: str = "set", *, fence: boo
         value: unsigned 64-bit integer.
         pe: index in team "world".
         op: "set" or "add"; the two are not mixed on one word.
-        fence: as if `fence(pe)` came first, and cheaper: whoever sees the signal sees all puts to `pe` that came before.
+        fence: as if `fence(pe)` came first, and cheaper: a thread that sees the signal sees all earlier puts to `pe`.
     """
     return _signal("thread", sig, value, pe, op, fence)
 
@@ -63,8 +63,8 @@ def signal_block(sig: Place, value: Number, pe: Number, op: str = "set", *, fenc
 
     Args:
         sig, value, pe, op: as in `signal`.
-        fence: whoever sees the signal sees all puts to `pe` that came before, of this block or synchronised with it.
-            False where there are none to order, as in an answer to what was read.
+        fence: a thread that sees the signal sees all earlier puts to `pe` of this block or synchronised with it. False
+            if there are none to order, as in an answer to what was read.
     """
     return _signal("block", sig, value, pe, op, fence)
 

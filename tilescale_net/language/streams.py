@@ -9,8 +9,8 @@ i % slots; one sender and one receiver number the messages of a stream 0, 1, 2, 
     N.put_signal_block(ring[slot, 0], x, pe, arrived[0], i + 1)   use(ring[slot, :])
                                                                   N.return_credit_block(credit[0], i, pe)
 
-A message of several puts ends with `N.signal_block(arrived[0], i + 1, pe)`. The credit for message i also says that its
-source may be written again. Each call has a form for a block, a warp and a thread.
+A message of several puts ends with `N.signal_block(arrived[0], i + 1, pe)`. After the credit for message i its source
+may be written again. Each call has a form for a block, a warp and a thread.
 """
 
 from tilelang.language.eager.builder import unwrap_expr

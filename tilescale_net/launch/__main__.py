@@ -1,6 +1,6 @@
 """`python tilescale_net/launch script.py [args]`: the launcher of a checkout, called by launch.sh, by path.
 
-`--check script.py [args]` only says what could not run, before anything is installed.
+`--check script.py [args]` only reports what could not run, before anything is installed.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What a launch is asked for: ranks, hosts, address; from GPUS, NODES, … or from srun's variables."""
+"""What a launch requests: ranks, hosts, address; from GPUS, NODES, … or from srun's variables."""
 
 import ctypes
 import os
@@ -42,7 +42,7 @@ def check_ranks(ranks: int, held: int) -> None:
     """Refuse more ranks than this host can hold, and VIRTUAL_NODES that do not divide them.
 
     Args:
-        ranks: asked for.
+        ranks: requested.
         held: GPUs of this host; 0 means that they are simulated.
     """
     if held and ranks > held:
@@ -68,8 +68,8 @@ _listeners: list[socket.socket] = []  # until rank 0 has them
 def reserve_port(host: str = "") -> socket.socket:
     """A socket that keeps a TCP port of this host for rank 0, however long it takes until that listens.
 
-    It is bound but does not listen, which keeps the port from everybody who asks for any free one. Rank 0 asks for this
-    very one, and gets it because both allow that.
+    It is bound but does not listen, which keeps the port from processes that request any free one. Rank 0 requests this
+    very one, and gets it because both sockets allow that.
     """
     s = socket.socket()
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -80,7 +80,7 @@ def reserve_port(host: str = "") -> socket.socket:
 def open_store(master: str) -> dict[str, str]:
     """Where ranks of one host meet: a socket that listens on loopback, for rank 0 to take over, and a name of the job.
 
-    Nobody else can listen there or speak for a rank by accident: other jobs do not know the name.
+    No other process can listen there or act as a rank by accident: other jobs do not have the name.
 
     Args:
         master: MASTER_ADDR:MASTER_PORT, by which ranks tell that the variable is meant for them, and not left from a job

@@ -18,8 +18,8 @@ from tilescale_net.launch.orphans import OrphanKiller
 from tilescale_net.launch.output import Output
 from tilescale_net.runtime import settings
 
-TOLD = (2, 3)  # exit codes whose reason rank 0 has told: wrong arguments, and a benchmark that can measure nothing here
-GRACE = 2.0  # seconds that the others have, after a failure, to say what they know and to clean up
+TOLD = (2, 3)  # exit codes that rank 0 has explained: wrong arguments, and a benchmark that can measure nothing here
+GRACE = 2.0  # seconds that the others have, after a failure, to print what they know and to clean up
 USAGE_GRACE = 10.0  # the same after wrong arguments, which rank 0 reports for all of them
 TERM_GRACE_S = 3.0  # between asking a rank to end and killing it
 
@@ -28,8 +28,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _launcher = os.getpid()
 SHARED_MEMORY = "/dev/shm"
 
-# What a rank says whose call broke, or came to nothing, because another rank ended: of this package, of torch's gloo and store,
-# and of NCCL.
+# The errors of a rank whose call broke, or came to nothing, because another rank ended: of this package, of torch's
+# gloo and store, and of NCCL.
 _VICTIM = re.compile(
     r"^(?:[\w.]+\.)?PeerLost\b|\bDistStoreError\b|Application timeout caused pair closure"
     r"|(?:gloo|c10d|TCPStore|ProcessGroup|DistNetworkError|DistBackendError|NCCL).*"
@@ -41,7 +41,7 @@ _VICTIM = re.compile(
 
 def _die_with_launcher() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != _launcher:  # which ended before it could tell
+    if os.getppid() != _launcher:  # which ended before the call above
         os._exit(1)
 
 
@@ -107,7 +107,7 @@ class Rank:
 
     def reap(self) -> None:
         """After the process has ended: end what it left behind, and take its last output."""
-        # First, while the process is a zombie: nobody else can have its number yet.
+        # First, while the process is a zombie: no other process can have its number yet.
         self.signal(signal.SIGKILL)
         self.process.wait()
         os.close(self.pidfd)
@@ -127,7 +127,7 @@ class Rank:
         return bool(_VICTIM.search(self.output.last_error()))
 
     def exit_description(self) -> str:
-        """How the process ended, in words."""
+        """How the process ended, as text."""
         if self.code < 0:
             name = signal.Signals(-self.code).name if -self.code in list(signal.Signals) else f"signal {-self.code}"
             return f"killed by {name}"
@@ -197,7 +197,7 @@ class Job:
         self._interrupted = number
 
     def _on_question(self, number: int, _frame) -> None:
-        """Somebody asks what the ranks do: one of them asks the others and prints the answer, see trace/reporter.py."""
+        """A user asks what the ranks do: one of them queries the others and prints it, see trace/reporter.py."""
         for rank in [r for r in self.running if _catches(r.process.pid, number)][:1]:
             rank.process.send_signal(number)
 

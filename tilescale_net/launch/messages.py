@@ -1,4 +1,4 @@
-"""What the launcher says, under the name that it was called by."""
+"""Messages of the launcher, under the name that it was called by."""
 
 import sys
 from typing import NoReturn

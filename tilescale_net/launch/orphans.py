@@ -35,7 +35,7 @@ class OrphanKiller:
         os.waitpid(self._pid, 0)
 
     def _tell(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # somebody has killed it
+        with contextlib.suppress(BrokenPipeError):  # it has been killed
             os.write(self._writer, line.encode())
 
 

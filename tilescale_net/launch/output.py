@@ -1,4 +1,4 @@
-"""What the ranks of a job say: rank 0 as it is, the others kept for the moment they fail."""
+"""The output of a job's ranks: of rank 0 as it is, of the others kept until they fail."""
 
 import collections
 import fcntl
@@ -81,9 +81,10 @@ class Output:
         os.close(self.fd)
 
     def last_error(self) -> str:
-        """The line that says why the rank failed: the end of its last traceback, or else its last error message or line.
+        """The line with the reason of the failure: the end of its last traceback, or else its last error message or
+        line.
 
-        Empty when the rank said nothing.
+        Empty when the rank printed nothing.
         """
         lines = [_TORCH_PREFIX.sub(b"", line).rstrip() for line in self.lines if line.strip()]
         # What goes wrong while the interpreter ends is a consequence, not the reason.
@@ -102,5 +103,5 @@ def _write_all(data: bytes) -> None:
     try:
         while data:
             data = data[os.write(2, data) :]
-    except OSError:  # nobody reads the launcher's stderr any more; the job goes on
+    except OSError:  # no process reads the launcher's stderr any more; the job goes on
         pass

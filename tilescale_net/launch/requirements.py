@@ -1,4 +1,4 @@
-"""What this interpreter lacks to run the package; asked by launch.sh, by path, before anything can be imported.
+"""What this interpreter lacks to run the package; called by launch.sh, by path, before anything can be imported.
 
     python tilescale_net/launch/requirements.py check [EXTRA…]     file name suffix of extensions, then what is missing, by line
     python tilescale_net/launch/requirements.py list [EXTRA…]      everything that a fresh environment installs, by line
@@ -30,7 +30,7 @@ def _project() -> dict:
 
 
 def _extras(content: dict) -> dict[str, list[str]]:
-    """What users may ask for, and what only those need who work on a checkout."""
+    """What users may request, and what only work on a checkout needs."""
     return {**content["project"]["optional-dependencies"], **content["dependency-groups"]}
 
 

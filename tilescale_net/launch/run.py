@@ -20,9 +20,9 @@ OWN_FOLDERS = ("benchmark", "tests")
 
 
 def check(arguments: list[str]) -> None:
-    """Refuse what cannot run: no such script, a folder that Python cannot be told of, wrong settings.
+    """Refuse what cannot run: no such script, a folder that cannot be on Python's path, wrong settings.
 
-    It needs the standard library alone: launch.sh asks before it installs anything.
+    It needs the standard library alone: launch.sh calls it before it installs anything.
     """
     script = _script(arguments)
     if script is not None:
@@ -53,7 +53,7 @@ def _script(arguments: list[str]) -> str | None:
 
 
 def start(arguments: list[str]) -> int:
-    """Run a script (or `-m module`) with its arguments on the ranks that the environment asks for; the exit code."""
+    """Run a script (or `-m module`) with its arguments on the ranks that the environment requests; the exit code."""
     check(arguments)
     if folder := import_folder(_script(arguments)):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start what the parsed flags of `add_arguments` ask for; the job's exit code."""
+    """Start what the parsed flags of `add_arguments` request; the job's exit code."""
     messages.program = "tilescale_net run"
     for variable, _, _ in FLAGS.values():
         value = getattr(args, variable)

@@ -22,7 +22,7 @@ import tempfile
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 UNPACKED = os.path.join(ROOT, "build", "system")
 EXPLICIT = "TSN_LIBFABRIC_INCLUDE"
-# A value of it: the fabric is left out, whatever there is.
+# A value of it: the fabric is left out, even if there is one.
 NO_FABRIC = "none"
 # Of the EFA installer, beside the library that is taken first when a job starts.
 EFA_HEADERS = "/opt/amazon/efa/include"
@@ -70,8 +70,8 @@ def python_include() -> list[str] | None:
 def fabric_include() -> list[str] | None:
     """Include folders for rdma/fabric.h, [] when the compiler finds it by itself, None when there is no such header.
 
-    TSN_LIBFABRIC_INCLUDE, where it is set, is the only place that is looked at, or says "none". Those of the EFA installer go before the
-    system's, as its library does when a job starts: older headers know no DMABUF.
+    TSN_LIBFABRIC_INCLUDE, where it is set, is the only place that is looked at, or is "none". Those of the EFA
+    installer go before the system's, as its library does when a job starts: older headers have no DMABUF.
     """
     explicit = os.environ.get(EXPLICIT)
     if explicit == NO_FABRIC:
@@ -83,7 +83,7 @@ def fabric_include() -> list[str] | None:
 
 
 def missing_headers() -> dict[str, str]:
-    """What is missing, in words, by the Debian package that has it."""
+    """What is missing, as text, by the Debian package that has it."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     found = {}
     if python_include() is None:
@@ -103,7 +103,7 @@ def _pip_wheel() -> str | None:
 
 
 def missing_venv() -> dict[str, str]:
-    """What making virtual environments needs, as `missing_headers` tells it."""
+    """What making virtual environments needs, in the form of `missing_headers`."""
     importlib.invalidate_caches()
     has = importlib.util.find_spec("venv") and (importlib.util.find_spec("ensurepip") or _pip_wheel())
     return {} if has else {VENV: "Python's venv and ensurepip"}
@@ -133,7 +133,7 @@ def _run(*command: str, cwd: str | None = None) -> bool:
 
 
 def _install(packages: list[str]) -> bool:
-    """As root, by apt; the package lists are brought up to date when they do not know the packages."""
+    """As root, by apt; the package lists are brought up to date when they lack the packages."""
     apt = ["apt-get", *QUICK, "-qq"]
     install = [*apt, "install", "-y", "--no-install-recommends", *packages]
     say(f"installing {' and '.join(packages)} (up to a minute)")

@@ -12,8 +12,8 @@
 `group` is what `tilescale_net.world` takes: a ProcessGroup, a DeviceMesh of one dimension, the name of a group, or None.
 Results are new tensors. Calls of one group are made by all of its ranks in the same order, on one stream each; gradients
 are such calls too, so backward runs on all ranks or on none. What torch.compile makes of a program keeps that order, with its
-default backend too, whatever the sizes of a rank are. A call of a size that was not used before is agreed on by the
-hosts: make it once before a CUDA graph is captured.
+default backend too, for any sizes of a rank. A call of a size that was not used before is agreed on by the hosts: make
+it once before a CUDA graph is captured.
 
 A fused product compiles a kernel and has symmetric memory for each number of rows, widths and dtype. The 32 of a group that
 were used last keep their memory; those before them are freed when one is made, and made again when they are called: round

@@ -179,7 +179,7 @@ def all_reduce(x: torch.Tensor, group: tsn.Group = None, *, replicated: bool = F
 def _largest(world, output_splits: Sequence[int], input_splits: Sequence[int]) -> int:
     """The most rows that a rank sends or receives; RankMismatch on all ranks where two disagree.
 
-    A rank compares what the others send to it, and tells all of them one pair that disagrees.
+    A rank compares what the others send to it, and reports one pair that disagrees to all of them.
     """
     call, members, said = "tilescale_net.ops.all_to_all", world.control.members, ""
     given = len(output_splits), len(input_splits)
@@ -188,7 +188,7 @@ def _largest(world, output_splits: Sequence[int], input_splits: Sequence[int]) -
     if not fits:
         said = "rank {} gives {} output_splits and {} input_splits for {} ranks".format(world.rank, *given, world.size)
     for a, sends in zip(members, came):
-        if not said and sends not in (-1, output_splits[a]):  # -1: that rank tells itself what is wrong
+        if not said and sends not in (-1, output_splits[a]):  # -1: that rank reports itself what is wrong
             said = f"rank {a} sends {sends} rows to rank {world.rank}, which expects {output_splits[a]}"
     told = world.control.gather(call, [max(sum(output_splits), sum(input_splits)), said])
     for _, wrong in told:

@@ -15,7 +15,7 @@ import torch
 
 _LOWERING = "torch._inductor.lowering"  # imported by the first compilation, which takes seconds
 
-_waiting: list[str] = []  # operators that Inductor has not been told of
+_waiting: list[str] = []  # operators that are not yet registered with Inductor
 
 
 def register_fake(operator: str) -> Callable[[Callable], Callable]:
@@ -24,7 +24,7 @@ def register_fake(operator: str) -> Callable[[Callable], Callable]:
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
         def call(*args, **kwargs):
-            # Compilation asks for shapes when it has imported what it lowers with, and before it does so.
+            # Compilation requests shapes when it has imported what it lowers with, and before it does so.
             if _waiting and _LOWERING in sys.modules:
                 _tell_inductor()
             return function(*args, **kwargs)
@@ -57,7 +57,7 @@ def _kernel() -> type:
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.virtualized import V
 
-    # A dependency that orders and keeps no memory alive, where torch knows the difference.
+    # A dependency that orders and keeps no memory alive, where torch has the distinction.
     fake = {"is_fake": True} if "is_fake" in {f.name for f in dataclasses.fields(WeakDep)} else {}
 
     class OrderedKernel(ir.FallbackKernel):

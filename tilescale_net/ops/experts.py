@@ -3,7 +3,7 @@
 A layer with `tile_rows` (see `kernels.fused.ExpertMatmul`): tiles of rows are multiplied as they arrive, and rows travel
 back as they are finished. Backward of the one is made of the other's halves: gradients of sums are dispatched beside the
 product with the transposed matrices; gradients of rows go back by a combine after theirs. What stands in rows that belong
-to no token is zero in every result. `kernels.fused.choice` says where the same is done one after the other instead.
+to no token is zero in every result. `kernels.fused.choice` decides where the same is done one after the other instead.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _ops = torch.ops.tilescale_net
 
 
 def _product(op: AllToAll, w: torch.Tensor) -> ExpertMatmul:
-    """The product of the layer with matrices like these; made when first asked for, by all ranks together."""
+    """The product of the layer with matrices like these; made on first use, by all ranks together."""
     key = (*w.shape[1:], w.dtype)
     if key not in op.products:
         usual = DEFAULT if op.device.type == "cuda" else SIMULATED

@@ -1,7 +1,7 @@
 """Matrix products with the collective before or behind them as operators: one kernel's work, or one after the other.
 
-Both ways give what torch.matmul and a collective of torch.distributed give. `kernels.fused.choice` says which is faster;
-shapes and dtypes that the fused kernels do not take are computed one after the other.
+Both ways give what torch.matmul and a collective of torch.distributed give. `kernels.fused.choice` decides which is
+faster; shapes and dtypes that the fused kernels do not take are computed one after the other.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _held(w: torch.Tensor) -> torch.Tensor:
 def _scales(kind: str, x, w, x_scales, w_scales) -> dict[str, torch.Tensor]:
     """The scales, checked, as arguments by name; none for dtypes without."""
     if x.dim() != 2 or w.dim() != 2:
-        return {}  # `_fused` says what is wrong
+        return {}  # `_fused` reports what is wrong
     check_scales(kind, x.dtype, x_scales, w_scales, x.shape[0], w.shape[1])
     if x.dtype != SCALED:
         return {}
@@ -109,7 +109,7 @@ def _check_together(kind: str, x: torch.Tensor, **others: torch.Tensor | None) -
         if not isinstance(given, torch.Tensor) and (given is not None or name in ("x", "w")):
             raise TypeError(f"{kind}: {name} must be a tensor, not {type(given).__name__}")
     for name, other in others.items():
-        # torch takes an operator with a tensor on "meta" for one whose result nobody looks at.
+        # torch takes an operator with a tensor on "meta" for one whose result is not used.
         if isinstance(other, torch.Tensor) and other.device != x.device:
             raise ValueError(f"{kind}: {name} is on {other.device}, but x on {x.device}")
     tensors = [x, *others.values()]
@@ -201,8 +201,8 @@ def all_gather_matmul(
     Raises:
         TypeError, ValueError: arguments that do not fit, by name; nothing was sent.
         RuntimeError: an argument of a product of torch.float8_e4m3fn requires a gradient.
-        HeapError: the symmetric heap has no room for what is asked; the 32 shapes used last keep the buffers of their fused
-            calls (see `tilescale_net.ops`).
+        HeapError: the symmetric heap has no room for the request; the 32 shapes used last keep the buffers of their
+            fused calls (see `tilescale_net.ops`).
         RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
     """
     _check_together("all_gather_matmul", x, w=w, x_scales=x_scales, w_scales=w_scales)

@@ -120,7 +120,7 @@ class GroupObjects:
                 collective.check()
 
     def made(self, key: Hashable, make: Callable[[], object]) -> object:
-        """The object of a key that is still alive; made by `make()` when there is none."""
+        """The object of a key that is still alive; made by `make()` if none is."""
         found = self._made.get(key)
         if found is None or not found.alive:
             with self._settling():
@@ -169,7 +169,7 @@ class GroupObjects:
 
     @contextlib.contextmanager
     def _settling(self) -> Iterator[None]:
-        """Ranks that differ in what is inside are told by it."""
+        """A RankMismatch of what is inside is the report of ranks that differ: their calls are not compared again."""
         try:
             yield
         except tsn.RankMismatch:

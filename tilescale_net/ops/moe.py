@@ -195,7 +195,7 @@ def moe_layer(
     """The `AllToAll` for layers of this shape: one object for all calls of a group with equal arguments.
 
     Layers that do not run at the same time share its memory, and a function compiled for one serves them all. Collective
-    the first time. The arguments are those of `tilescale_net.kernels.moe.AllToAll`, which says what it raises.
+    the first time. The arguments are those of `tilescale_net.kernels.moe.AllToAll`, which lists what it raises.
     """
     sizes = num_experts, max_tokens, hidden, top_k, dtype
     options = dict(

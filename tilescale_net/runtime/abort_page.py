@@ -11,14 +11,14 @@ _RECORD = 64  # offset of the record, which has a cache line of its own
 
 
 class AbortPage:
-    """Made before the page exists: threads may ask at any time, also when it is gone.
+    """Made before the page exists: threads may read it at any time, also when it is gone.
 
     Attributes:
-        address: of the page, which kernels reach too; 0 while there is none.
+        address: of the page, which kernels reach too; 0 without a page.
     """
 
     def __init__(self):
-        # Reentrant: a handler of signals may ask while its thread does.
+        # Reentrant: a handler of signals may read while its thread does.
         self._in_use = threading.RLock()
         self.address = 0
 

@@ -1,9 +1,9 @@
 """What the collectives of a rank were called with last, so that ranks that wait for each other learn in which call they differ.
 
-A rank whose call is new to it asks the others' hosts, and one whose call is known starts a kernel: where they differ, each
-waits for the other, and neither can say so. So every rank notes its calls. When it has made none for a moment, it says in the
-store which they were, and its watchdog compares them with those of the next rank. Numbers of calls that were replayed by a
-CUDA graph are not counted by any host, so they do not matter.
+A rank whose call is new to it queries the others' hosts, and one whose call is known starts a kernel: where they
+differ, each waits for the other, and neither can report it. So every rank notes its calls. When it has made none for a
+moment, it writes them to the store, and its watchdog compares them with those of the next rank. Numbers of calls that
+were replayed by a CUDA graph are not counted by any host, so they do not matter.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from concurrent.futures import Future
 from tilescale_net.errors import PeerLost, RankMismatch, TileScaleError
 from tilescale_net.runtime import encoding, job_store, progress
 
-# What ends the message of ranks whose calls differ; ranks that are told of it know it by this.
+# What ends the message of ranks whose calls differ; ranks that receive it recognise it by this.
 RULE = "all ranks make the same calls in the same order"
 
 _KEPT = 256  # calls of an object that are remembered: how far the hosts of two ranks may be apart
-_TOLD = 8  # calls of an object that are told to the other rank
-_MOST = 16  # objects that are told at a time
+_TOLD = 8  # calls of an object that are sent to the other rank
+_MOST = 16  # objects that are sent at a time
 _LONGEST = 400  # characters of a call
-# Looks of the watchdog, four in a second, without a new call before calls are compared; and before a difference that a kernel
-# has reported is told here too: its host raises it with the next call, and goes on.
+# Looks of the watchdog, four in a second, without a new call before calls are compared; and before a difference that a
+# kernel has reported is reported here too: its host raises it with the next call, and goes on.
 _QUIET, _REPORTED = 4, 12
-# Ranks of which each asks the store in every look, larger jobs less often; and looks after which all ask less often, by how
-# much: the store serves a whole job.
+# Ranks of which each queries the store in every look, larger jobs less often; and looks after which all query it less
+# often, by how much: the store serves a whole job.
 _RANKS, _LONG, _SELDOM = 32, 24, 16
 
 
@@ -47,7 +47,7 @@ class Track:
         self._kept: deque[tuple] = deque(maxlen=_KEPT)
 
     def note(self, describe: str, *arguments) -> None:
-        """Note a call; `describe` is text with a `{}` for each argument. The text is made when it is asked for."""
+        """Note a call; `describe` is text with a `{}` for each argument. The text is made on demand."""
         self._kept.append((self.count + 1, describe, arguments))
         self.count += 1
 
@@ -86,7 +86,7 @@ class CallLog:
         self._tracks: dict[str, Track] = {}
         self._of_name: Counter = Counter()
         self._seen = self._told = self._quiet = (
-            0  # calls at the last look, and when they were told; looks without a new one
+            0  # calls at the last look, and when they were sent; looks without a new one
         )
         self._answer: Future | None = None
 
@@ -138,7 +138,7 @@ class CallLog:
         return told
 
     def _compare(self, other: int, asks: bool) -> RankMismatch | None:
-        """Take what the store has said about the other rank, and ask again where that is due."""
+        """Take the store's answer about the other rank, and query it again where that is due."""
         answer, error = self._answer, None
         if answer is not None and not answer.done():
             return None
@@ -173,5 +173,5 @@ class CallLog:
 
 
 def error_of_loss(text: str) -> TileScaleError:
-    """The error for words with which another rank has told why the job is lost."""
+    """The error for another rank's text of why the job is lost."""
     return RankMismatch(text) if RULE in text else PeerLost(text)

@@ -1,6 +1,6 @@
-"""The control plane: torch.distributed with gloo. Collective calls that agree, or say who disagrees or is missing.
+"""The control plane: torch.distributed with gloo. Collective calls agree, or name ranks that differ or are missing.
 
-Every collective host call of the package goes through `Control.agree`: ranks exchange what they were asked to do
+Every collective host call of the package goes through `Control.agree`: ranks exchange what they were called with
 before anything is done, so that a difference becomes an error on every rank instead of a hang or a corrupted heap.
 """
 
@@ -20,7 +20,7 @@ from tilescale_net.runtime import encoding, job_store, rendezvous
 from tilescale_net.runtime.call_log import error_of_loss
 from tilescale_net.trace import host_calls
 
-_RECORD = 512  # bytes of what one rank says of a call: a digest of the whole text, then its beginning
+_RECORD = 512  # bytes that one rank sends about a call: a digest of the whole text, then its beginning
 _DIGEST = 32
 _LARGEST = 64 << 20  # bytes of a value that `gather` takes from a rank
 _REASON = 2.0  # seconds that the watchdog may take longer than gloo to learn why a connection closed
@@ -74,7 +74,7 @@ class Control:
         """Wait until every rank makes this same call with the same arguments; also a barrier.
 
         Args:
-            spoken: what the message of another rank says of this call, instead of "called call(arguments)".
+            spoken: how the message of another rank describes this call, instead of "called call(arguments)".
 
         Raises:
             RankMismatch: another rank made a different call; the message holds both.
@@ -239,7 +239,7 @@ class Control:
         self._group = group
 
     def leave(self) -> None:
-        """This rank was left out: its collective calls concern nobody else from here on."""
+        """This rank was left out: its collective calls concern no other rank from here on."""
         self.on_parted([r for r in self.members if r != self.rank])
         self.members, self.left = [self.rank], True
 
@@ -262,13 +262,13 @@ class Control:
 
     @property
     def failed_key(self) -> str:
-        """Where in the store the first failure since ranks were given up is told."""
+        """The key in the store of the first failure since ranks were given up."""
         return job_store.failed_key(self.era)
 
-    # -- who is where -----------------------------------------------------------------------------------------------
+    # -- ranks and places ---------------------------------------------------------------------------------------------
 
     def _explain(self, what: str, err: Exception, spent: float) -> str:
-        """Why a collective call failed; takes a few seconds at most, whoever is gone."""
+        """Why a collective call failed; takes a few seconds at most, whichever ranks are gone."""
         failed = f"rank {self.rank}: {what} could not finish"
         end = time.monotonic() + _REASON
         reason = None
@@ -287,7 +287,7 @@ class Control:
             calls, call = last_call(said)
             if calls < self._calls and other in self.members and other != self.rank:
                 behind.append(f"rank {other} (last call: {call})")
-        if not behind:  # a connection broke: whoever still lives says so, and the rest is gone
+        if not behind:  # a connection broke: ranks that still live report, the rest is gone
             behind = [f"rank {r} (was not heard of again)" for r in self._unheard()]
         who = ", ".join(behind) if behind else "no rank is known to be missing"
         return (
@@ -297,7 +297,7 @@ class Control:
         )
 
     def _unheard(self) -> list[int]:
-        """Ranks that do not say that they live when a call has failed on all of them."""
+        """Ranks that send no sign of life when a call has failed on all of them."""
         key = f"failing/{self.era}/{self._calls}"
         try:
             self.store.ask(lambda s: s.set(f"{key}/{self.rank}", "1"), _REASON)
@@ -315,11 +315,11 @@ class Control:
     def announce_failure(
         self, text: str, rank: int | None = None, seconds: float = 1.0, key: str | None = None
     ) -> None:
-        """Tell the other ranks that this one fails, and why; the first word of any rank stays.
+        """Report to the other ranks that this one fails, and why; the first report of any rank stays.
 
         Args:
-            text: the reason; of another rank, what befell it.
-            rank: another rank, which cannot say so itself.
+            text: the reason; of another rank, what happened to it.
+            rank: another rank, which cannot report it itself.
             seconds: how long the store may take; a process that ends at once is not heard.
             key: see job_store.failed_key; default that of now.
         """
@@ -327,7 +327,7 @@ class Control:
         key = key or self.failed_key
         try:
             self.store.ask(lambda s: (s.set_once(key, word), s.add(job_store.ALARMS, 1)), seconds)
-        except PeerLost:  # nobody is there to be told, or it will be told when the store answers
+        except PeerLost:  # no rank is there to read it, or it is written when the store answers
             pass
 
     def close(self, unwatched_failure: bool = False) -> None:
@@ -349,7 +349,7 @@ class Control:
         self.store.close()
 
     def _let_others_read(self, seconds: float = 5.0) -> None:
-        """The rank with whom the store ends stays until the others have read what failed; they say when they have."""
+        """The rank that keeps the store stays until the others have read what failed, which they report."""
         key, end = f"read/{self.era}", time.monotonic() + seconds
         try:
             if self.rank != self.store.kept_by:
@@ -362,7 +362,7 @@ class Control:
 
 
 def last_call(said: str | None) -> tuple[int, str]:
-    """Number and name of the last collective call that a rank has told of."""
+    """Number and name of the last collective call that a rank has reported."""
     try:
         calls, call = encoding.parsed(said or '[0, "nothing yet"]')
         return int(calls), encoding.printable(str(call))
@@ -371,7 +371,7 @@ def last_call(said: str | None) -> tuple[int, str]:
 
 
 def announced(said: str | None, rank: int) -> str | None:
-    """The failure that another rank has told of, in words; None for none, and for that of `rank` itself."""
+    """The failure that another rank has reported, as text; None for none, and for that of `rank` itself."""
     if not said:
         return None
     try:
@@ -383,7 +383,7 @@ def announced(said: str | None, rank: int) -> str | None:
 
 
 def failed_rank(said: str | None) -> int | None:
-    """The rank whose failure was told of; None for none."""
+    """The rank whose failure was reported; None for none."""
     try:
         return int(encoding.parsed(said or "null")[0])
     except (ValueError, TypeError, IndexError, KeyError, OverflowError):

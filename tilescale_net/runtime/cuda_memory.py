@@ -22,7 +22,7 @@ def _runtime():
 
 
 def check(result: tuple, what: str):
-    """Unpack a cuda-bindings result; raises TileScaleError that names the call and CUDA's own words for the error."""
+    """Unpack a cuda-bindings result; raises TileScaleError with the call and CUDA's message."""
     error, *values = result
     if int(error) != 0:
         rt = _runtime()
@@ -51,7 +51,7 @@ def ordinal(group, local_rank: int) -> int:
         return 0  # each process may be shown a GPU of its own
     current = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     if current:
-        return current  # the program has chosen it; 0 is current where nobody has chosen
+        return current  # the program has chosen it; 0 is current without a choice
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
     if group is None:
@@ -150,8 +150,8 @@ class CudaMemory:
         return address
 
     def grow(self, size: int) -> None:
-        """Have so many bytes for the heap. Raises TileScaleError when there are none."""
-        assert self._growing is not None  # a heap that has reached its limit is not asked
+        """Grow the heap to so many bytes. Raises TileScaleError if that fails."""
+        assert self._growing is not None  # a heap at its limit does not call this
         self._growing.grow(size)
         self.size = size
 
@@ -191,7 +191,7 @@ class CudaMemory:
         """Nothing is shared beside the heaps."""
 
     def on_allocate(self, address: int, nbytes: int, name: str) -> None:
-        """A GPU knows the limits of the heap alone."""
+        """A GPU checks only the limits of the heap."""
 
     def on_free(self, address: int) -> None:
         """As on_allocate."""
@@ -335,7 +335,7 @@ class _Allocation:
 
     @classmethod
     def held(cls) -> str:
-        """How much memory tensors of closed heaps keep, in words; empty when none."""
+        """How much memory tensors of closed heaps keep, as text; empty when none."""
         size = sum(a.size for a in cls._alive if a.left_behind)
         return f" (tensors from before finalize() still hold {size} bytes; drop them)" if size else ""
 

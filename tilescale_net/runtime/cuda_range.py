@@ -99,7 +99,8 @@ class Range:
         self.address = driver.reserve(limit)
 
     def extend(self, size: int, memory: object | None = None) -> object:
-        """Map `memory`, or new memory, of `size` bytes behind what there is; returns it. It belongs to this object then.
+        """Map `memory`, or new memory, of `size` bytes behind the mapped part; returns it. It belongs to this object
+        then.
 
         Raises:
             TileScaleError: nothing is mapped, and the memory is given back.
@@ -175,7 +176,7 @@ class Offers:
                     number = int.from_bytes(asked, "little")
                     if len(asked) == 4 and number < len(self._fds):
                         socket.send_fds(asker, [b"1"], [self._fds[number]])
-                # The asker has gone, and knows; or the last descriptor has been dropped meanwhile.
+                # The asking process has ended; or the last descriptor has been dropped meanwhile.
                 except (OSError, IndexError):
                     pass
 

@@ -23,7 +23,7 @@ def decode(data: bytes) -> object:
 
 
 def parsed(data: bytes | str, object_hook=None):
-    """What JSON that came from outside says. Raises ValueError for what is none, however deep it nests."""
+    """The value of JSON that came from outside. Raises ValueError for invalid text, however deep it nests."""
     try:
         return json.loads(data.decode() if isinstance(data, bytes) else data, object_hook=object_hook)
     except (UnicodeDecodeError, RecursionError) as err:

@@ -23,7 +23,7 @@ def acquire(path: str | os.PathLike) -> IO[str]:
         The file; without holding it where its holder is stopped (by SIGSTOP or a debugger).
 
     Raises:
-        OSError: the file cannot be made, or its file system knows no locks.
+        OSError: the file cannot be made, or its file system has no locks.
     """
     lock = open(path, "a+", errors="replace")
     try:
@@ -46,7 +46,7 @@ def _wait_for(lock: IO[str]) -> None:
                 return
             time.sleep(_LOOK_SECONDS)
         else:
-            with contextlib.suppress(OSError):  # on a full disk nobody can tell who holds it
+            with contextlib.suppress(OSError):  # on a full disk the holder is not recorded
                 lock.truncate(0)
                 lock.write(str(os.getpid()))
                 lock.flush()
@@ -54,7 +54,7 @@ def _wait_for(lock: IO[str]) -> None:
 
 
 def _holder(lock: IO[str]) -> int | None:
-    """The process that holds the lock, as it says itself."""
+    """The process that holds the lock, as it has written there."""
     lock.seek(0)
     text = lock.read(20)
     return int(text) if text.isdecimal() else None

@@ -67,7 +67,7 @@ def _of_job() -> dist.Store:
 def _listen(job: dist.TCPStore) -> tuple[tuple, int]:
     """A listening socket at the address by which this host reaches the store of the job: its own name and number.
 
-    Where the job is on loopback, so is the group: nobody else shall speak for a rank.
+    Where the job is on loopback, so is the group: no other process shall act as a rank.
     """
     family, mine = addresses.towards(job.host, job.port)
     with socket.create_server((mine, 0), family=family, backlog=4096) as listener:

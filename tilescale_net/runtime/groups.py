@@ -24,8 +24,8 @@ class StoreGroup:
     of them reach, and gives it to `tilescale_net.init` as the group; no call of torch.distributed is needed.
 
     Args:
-        store: of torch.distributed, such as a TCPStore client; a PrefixStore for each meeting keeps them apart. Nobody else
-            may wait in this object from another thread.
+        store: of torch.distributed, such as a TCPStore client; a PrefixStore for each meeting keeps them apart. No
+            other thread may wait in this object.
         rank, size: of this process, of the group.
         kept_by: the rank whose process keeps the store, if one of the group does.
 
@@ -89,7 +89,7 @@ def ranks(group: dist.ProcessGroup | StoreGroup | None) -> tuple[int, ...]:
     """The job's ranks of a group, in the order of their ranks in the group; None: of the job. A StoreGroup has its own.
 
     Raises:
-        ConfigurationError: torch.distributed does not know the group, or not any more.
+        ConfigurationError: torch.distributed does not have the group, or no longer has it.
     """
     if group is None:
         return tuple(range(dist.get_world_size()))
@@ -106,14 +106,14 @@ def ranks(group: dist.ProcessGroup | StoreGroup | None) -> tuple[int, ...]:
 
 
 def own_number(group: dist.ProcessGroup | StoreGroup | None) -> tuple[int, int]:
-    """Which process this is, and of how many, where no launcher says so."""
+    """Which process this is, and of how many, where no launcher has set it."""
     if isinstance(group, StoreGroup):
         return group.rank(), group.size()
     return dist.get_rank(), dist.get_world_size()
 
 
 def named(members: Sequence[int]) -> str:
-    """Ranks in words, such as "2, 3" or "0, 8, 16, … 56 (8 ranks)"."""
+    """Ranks as text, such as "2, 3" or "0, 8, 16, … 56 (8 ranks)"."""
     if len(members) <= 8:
         return ", ".join(map(str, members))
     return f"{', '.join(map(str, members[:3]))}, … {members[-1]} ({len(members)} ranks)"

@@ -107,7 +107,7 @@ class Heap:
     """Tensors in symmetric memory.
 
     Args:
-        memory: what the tensors lie in, which is told of each that is made and freed.
+        memory: what the tensors lie in; it is notified of each that is made and freed.
         agree: collective check `(call, arguments) -> None`.
         check: called first by every call; raises when the job has failed or is over.
         settle: carries out what operations of other ranks still owe this heap; whether there can be such a thing.
@@ -130,7 +130,7 @@ class Heap:
         self._settle = settle
         self._grow = grow
         self._allocator = Allocator(SYSTEM_BYTES, memory.size)
-        self._freed: dict[StorageWeakRef, int] = {}  # offsets of tensors that somebody still holds
+        self._freed: dict[StorageWeakRef, int] = {}  # offsets of freed tensors that are still referenced
         self._made: dict[int, tuple[str, tuple[int, ...], torch.dtype]] = {}  # by offset: call, shape, dtype
         self.clear_system_area()
 
@@ -218,7 +218,7 @@ class Heap:
             self._made[offset] = (name, shape, dtype)
             self._memory.synchronize()  # peers may write as soon as the collective call returns
             self._memory.on_allocate(self.base + offset, nbytes, f"{name}({list(shape)}, {dtype})")
-            # Second agreement: nobody may write into a peer's tensor before the peer has initialised it.
+            # Second agreement: no rank may write into a peer's tensor before the peer has initialised it.
             self._agree(f"tilescale_net.{name}", "initialised")
             return raw.view(dtype).view(shape)
 
@@ -234,7 +234,7 @@ class Heap:
         self._freed = {freed: offset for freed, offset in self._freed.items() if not freed.expired()}
         again = storage in self._freed
         self._agree("tilescale_net.free", f"offset {offset}{', freed already' if again else ''}")
-        # What still is to happen to this memory happens before it belongs to somebody else.
+        # What still is to happen to this memory happens before it has a new use.
         if self._settle and self._settle():
             self._agree("tilescale_net.free", "settled")
         size = self._allocator.live.get(offset)
@@ -268,8 +268,8 @@ class Heap:
         self._freed = {freed: offset for freed, offset in self._freed.items() if offset not in restored}
 
     def describe(self, offset: int) -> str | None:
-        """The element at a heap offset in words, such as "[2, 0] of zeros([4, 2], torch.uint64)"; None where none is."""
-        for start, (name, shape, dtype) in list(self._made.items()):  # another thread may ask
+        """The element at a heap offset as text, such as "[2, 0] of zeros([4, 2], torch.uint64)"; None where none is."""
+        for start, (name, shape, dtype) in list(self._made.items()):  # another thread may call
             index = (offset - start) // dtype.itemsize
             if start in self._allocator.live and 0 <= index < math.prod(shape):
                 at = []

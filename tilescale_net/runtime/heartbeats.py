@@ -1,7 +1,8 @@
-"""What the ranks of a job tell each other through its store while all is well: that they live, and that nobody failed.
+"""What the ranks of a job report to each other through its store while all is well: that they live, and that none
+failed.
 
-One host asks as little as it can: of its ranks one sends heartbeats, for all of them, and says which of them are
-stopped. Each rank looks at one key for failures, and at the heartbeats of all hosts with one request.
+One host sends as few requests as it can: one of its ranks sends heartbeats for all of them, with the stopped ones. Each
+rank looks at one key for failures, and at the heartbeats of all hosts with one request.
 """
 
 import json
@@ -26,11 +27,11 @@ class News:
     """What a round found.
 
     Attributes:
-        failed: the failure that another rank told of, in words.
-        silent: the first rank of a host that counts as lost, and why, in words.
+        failed: the failure that another rank reported, as text.
+        silent: the first rank of a host that counts as lost, and why, as text.
         lost: all ranks of such hosts.
         quiet: whether a heartbeat is late, of a host that does not count as lost yet.
-        alarms: how many reports of what the ranks do were asked for so far, see trace/reporter.py.
+        alarms: how many reports of what the ranks do were requested so far, see trace/reporter.py.
         stopped: ranks that are stopped (SIGSTOP, a debugger), and for how many seconds they have been so.
     """
 
@@ -49,7 +50,7 @@ class Heartbeats:
         rank: of this process.
         hosts: identity of each rank's host, equal for ranks of one host.
         timeout: seconds of silence after which the ranks of another host are lost.
-        stopped: tells which ranks of this host are stopped.
+        stopped: returns which ranks of this host are stopped.
         members: the ranks that count; default all.
         failed_key: see job_store.failed_key.
         clock: seconds, never running backwards.
@@ -92,7 +93,7 @@ class Heartbeats:
     def round(self, store: SignedStore) -> News:
         """Look, and send what is due. Raises what the store raises."""
         news = News(alarms=store.add(job_store.ALARMS, 0))
-        # One request where nothing happened: whoever fails raises an alarm too, once it has said why.
+        # One request where nothing happened: a rank that fails raises an alarm too, after it has written the reason.
         if news.alarms != self._alarms or self._rounds % _BEAT == 0:
             self._alarms = news.alarms
             self._failed = self._failed or announced(job_store.get(store, self._failed_key), self._rank)
@@ -108,7 +109,7 @@ class Heartbeats:
         return news
 
     def _count(self) -> None:
-        """A pause of this rank itself, which a busy machine or SIGSTOP makes, is nobody else's silence."""
+        """A pause of this rank itself, by a busy machine or SIGSTOP, does not count as silence of others."""
         now = self._clock()
         self._watched += min(now - self._looked, _PAUSE * _BEAT * self.interval)
         self._looked = now
@@ -127,7 +128,7 @@ class Heartbeats:
         self._complete = self._complete or store.check(self._keys)
         if self._complete:
             values = {k: (v or b"").decode(errors="replace") for k, v in zip(self._keys, store.get_all(self._keys))}
-        elif self._watched > self._late:  # somebody may be lost before its first heartbeat: the others are not
+        elif self._watched > self._late:  # a rank may be lost before its first heartbeat: the others are not
             values = {k: job_store.get(store, k) or "" for k in self._keys}
         else:
             values = {}

@@ -44,7 +44,7 @@ class HostAccesses(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Leave torch.compile as it is without the check; torch before 2.11 does not ask, and compiles nothing then."""
+        """Leave torch.compile as it is without the check; torch before 2.11 ignores this, and compiles nothing."""
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -93,7 +93,7 @@ def _raise(base: int, error: errors.DataRace) -> None:
     raise error
 
 
-# Raises the error of a race in the heap at `base`. worlds.py has the other ranks learn of it.
+# Raises the error of a race in the heap at `base`. worlds.py reports it to the other ranks.
 give_up: Callable[[int, errors.DataRace], None] = _raise
 
 
@@ -156,7 +156,7 @@ def host_meets(base: int | None = None) -> None:
 
 
 def before_launch() -> None:
-    """A launch is asked for."""
+    """A launch is requested."""
     _follow_thread()
     if _mode.heaps:
         _mode.settle()

@@ -1,7 +1,8 @@
-"""The store of the job, through which ranks say what the collective calls cannot: who came, who failed, and why.
+"""The store of the job, through which ranks report what collective calls cannot: which rank came, which failed, and
+why.
 
-torch's store waits for an answer without a limit when the host that keeps it is cut off. So one thread alone asks it,
-and whoever needs an answer waits for that thread, up to a deadline: no answer is a reason too.
+torch's store waits for an answer without a limit when the host that keeps it is cut off. So one thread alone queries
+it, and a thread that needs an answer waits for that one, up to a deadline: no answer is a reason too.
 """
 
 import os
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from tilescale_net.errors import PeerLost
 from tilescale_net.runtime.signed_store import SignedStore
 
-ALARMS = "alarms"  # key of the number of reasons to look closer: failures, and questions what the ranks do
+ALARMS = "alarms"  # key of the number of reasons to look closer: failures, and requests for what the ranks do
 _STEP = 0.25  # seconds; time is counted in steps, so that a process that was stopped itself does not blame the store
 
 
@@ -70,7 +71,7 @@ class JobStore:
             seconds: how long to wait for it; default: until the store counts as lost.
 
         Raises:
-            PeerLost: no answer in time, or the store is gone; says who kept it.
+            PeerLost: no answer in time, or the store is gone; names the rank that kept it.
         """
         answer, left = self.post(question), self.silence if seconds is None else seconds
         while not answer.done() and left > 0:
@@ -83,12 +84,12 @@ class JobStore:
         return answer.result()
 
     def silent(self, seconds: float) -> PeerLost:
-        """The error that says that there was no answer for so long."""
+        """The error for no answer in so many seconds."""
         return PeerLost(f"rank {self.rank}: {self.keeper} does not answer (waited {seconds:g} s)")
 
     @property
     def keeper(self) -> str:
-        """Who keeps the store, in words."""
+        """The keeper of the store, as text."""
         if self.kept_by is not None:
             who = f"rank {self.kept_by}"
         else:
@@ -107,7 +108,7 @@ class JobStore:
         return self._lost
 
     def close(self) -> None:
-        """Let the thread end when it has asked what is waiting."""
+        """Let the thread end when it has sent the waiting questions."""
         self._questions.put(None)
 
     def _serve(self) -> None:
@@ -119,7 +120,7 @@ class JobStore:
                 answer.set_result(question(self._signed))
             except PeerLost as err:
                 answer.set_exception(err)
-            except Exception as err:  # torch says so with several classes
+            except Exception as err:  # torch raises several classes
                 self._lost = f"{self.keeper} is gone. Look at its output ({first_line(err)})"
                 answer.set_exception(PeerLost(f"rank {self.rank}: {self._lost}"))
             self._answered += 1
@@ -131,13 +132,13 @@ def has_agent() -> bool:
 
 
 def get(store: SignedStore, key: str) -> str | None:
-    """What was said under `key`, None when nothing was."""
+    """What was written under `key`, None when nothing was."""
     word = store.get(key)
     return None if word is None else word.decode(errors="replace")
 
 
 def failed_key(era: int) -> str:
-    """Key of the first failure, as [rank, words]. Era: how often lost ranks were given up, after which others count."""
+    """Key of the first failure, as [rank, text]. Era: how often lost ranks were given up, after which others count."""
     return f"failed in era {era}" if era else "failed"
 
 
@@ -146,7 +147,7 @@ def within(seconds: float, run: Callable[[], object]):
 
     Raises:
         TimeoutError: it does.
-        Whatever `run` raises.
+        Any exception of `run`.
     """
     answer: Future = Future()
 
@@ -170,6 +171,6 @@ def within(seconds: float, run: Callable[[], object]):
 
 
 def first_line(err: BaseException) -> str:
-    """What an error of torch says, without the stack that follows."""
+    """The message of an error of torch, without the stack that follows."""
     text = str(err).strip()
     return text.splitlines()[0] if text else type(err).__name__

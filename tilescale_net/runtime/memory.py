@@ -41,11 +41,11 @@ class Memory(Protocol):
 
         Args:
             hosts: of every rank.
-            peer_base: where every rank's heap is in this process; 0 for those that are not mapped.
+            peer_base: address of every rank's heap in this process; 0 if not mapped.
         """
 
     def grow(self, size: int) -> None:
-        """Have so many bytes for the heap. Raises TileScaleError or OSError when there are none."""
+        """Grow the heap to so many bytes. Raises TileScaleError or OSError if that fails."""
 
     def grown_handle(self) -> tuple[Any, ...]:
         """What a peer on this host needs to map what `grow` has added."""

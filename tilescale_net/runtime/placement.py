@@ -13,7 +13,7 @@ from pathlib import Path
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import private_folder, settings
 
-# Rank and size as launchers name them; what counts the ranks of this host, where the launcher can be asked.
+# Rank and size as launchers name them; what counts the ranks of this host, where the launcher has it.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", None),
     ("SLURM_PROCID", "SLURM_NTASKS", None),
@@ -46,10 +46,10 @@ class Place:
 
 
 def find(timeout: float) -> Place | None:
-    """The place of this process; None for a job of one rank that nobody has started as one.
+    """The place of this process; None for a process that no launcher has started: a job of one rank.
 
     Raises:
-        ConfigurationError: variables that make no sense, or several ranks that are not told where to meet.
+        ConfigurationError: variables that make no sense, or several ranks without a place to meet.
     """
     env = os.environ
     for rank, size, local in _LAUNCHERS:
@@ -61,7 +61,7 @@ def find(timeout: float) -> Place | None:
                     "PMIX_RANK is set but nothing says how many ranks there are; export RANK, WORLD_SIZE, MASTER_ADDR and "
                     "MASTER_PORT, or start the script through launch.sh or torchrun"
                 )
-            continue  # one task: alone unless another launcher says more
+            continue  # one task: alone unless another launcher has set more
         return _place(rank, size, local, timeout)
     if "RANK" in env:
         raise ConfigurationError(f"RANK={env['RANK']} is set but WORLD_SIZE is not; {_ADVICE}")
@@ -73,10 +73,11 @@ _ADVICE = "start the script through launch.sh, which sets them all, or unset it"
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """What tells the ranks of one job from those of another that comes to the same port, by mistake or on purpose.
+    """What distinguishes the ranks of one job from those of another that comes to the same port, by mistake or on
+    purpose.
 
-    `name` goes before their keys in the store, and everybody may read it; '' without one. `secret` is known to the ranks
-    alone, who sign with it; None without one.
+    `name` goes before their keys in the store and may be read by all; '' without one. Only the ranks have `secret`, and
+    sign with it; None without one.
     """
 
     name: str
@@ -84,7 +85,7 @@ class JobIdentity:
 
 
 def job() -> JobIdentity:
-    """The job of this process: as launch.sh named it (one host), as TSN_JOB says, or as torchrun or srun number it."""
+    """The job of this process: as named by launch.sh (one host) or TSN_JOB, or as numbered by torchrun or srun."""
     store = launchers_store()
     if given := store[1] if store else settings.JOB.get():
         name, secret = (hashlib.sha256(f"{use} of {given}".encode()) for use in ("name", "secret"))

@@ -1,4 +1,4 @@
-"""Folders in which the package keeps what it loads again: nobody else may write there, or have written what lies there."""
+"""Folders in which the package keeps what it loads again: no other user may have written, or may write, there."""
 
 import atexit
 import functools
@@ -33,7 +33,7 @@ def _home_of_user() -> str:
 
 
 def is_ours(path: str | os.PathLike) -> bool:
-    """Whether a folder or file belongs to this user, and nobody else may write it. Raises OSError when there is none."""
+    """Whether a folder or file belongs to this user, and no other may write it. Raises OSError if it is missing."""
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
         return False
@@ -41,10 +41,10 @@ def is_ours(path: str | os.PathLike) -> bool:
 
 
 def make(path: Path) -> bool:
-    """Make a folder for this user alone if there is none; whether code may be loaded from it.
+    """Make a folder for this user alone if it does not exist; whether code may be loaded from it.
 
-    So must be every folder of the package's above it, up to the one named tilescale_net…: whoever owns one of them can put
-    another folder in the place of what was looked at. Where that one lies is for its user to judge.
+    So must be every folder of the package's above it, up to the one named tilescale_net…: the owner of one of them can
+    put another folder in the place of what was checked. Where that one lies is for its user to judge.
 
     Raises:
         OSError: it cannot be made.
@@ -62,7 +62,7 @@ def make(path: Path) -> bool:
 
 @functools.cache
 def temporary(instead_of: Path) -> Path:
-    """A folder of this process alone, which goes with it; says so once."""
+    """A folder of this process alone, removed with it; prints a notice once."""
     folder = Path(tempfile.mkdtemp(prefix=f"{_NAME}-"))
     owner = os.getpid()
     atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)

@@ -1,7 +1,7 @@
-"""The end of this process while its rank is in a job: the other ranks learn of it, and why.
+"""The end of this process while its rank is in a job: it is reported to the other ranks, with the reason.
 
-Exceptions that nobody catches, `sys.exit`, the end of the program, `finalize` and children made by fork all come here.
-What ends a rank without Python's doing (a signal, os._exit) is found by the other ranks' watchdogs.
+Uncaught exceptions, `sys.exit`, the end of the program, `finalize` and children made by fork all come here. What ends a
+rank without Python's doing (a signal, os._exit) is found by the other ranks' watchdogs.
 """
 
 import atexit
@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 from tilescale_net.errors import TileScaleError
 
-# Seconds that other ranks may take to come to a `finalize` that handles an exception, before they are told of that.
+# Seconds that other ranks may take to come to a `finalize` that handles an exception, before that exception is reported
+# to them.
 patience = 10.0
 
 _installed = False
-_exit_code: object = None  # what the program was last asked to end with
+_exit_code: object = None  # the exit code that the program last requested
 
 
 def install(current: Callable, take: Callable, forget: Callable[[], None]) -> None:
@@ -24,7 +25,7 @@ def install(current: Callable, take: Callable, forget: Callable[[], None]) -> No
 
     Args:
         current: returns the worlds of this process.
-        take: the same, in the order in which they may end, and there are none any more.
+        take: the same, in the order in which they may end; afterwards none are left.
         forget: called in a child made by fork, which is no rank.
     """
     global _installed
@@ -49,7 +50,7 @@ def finish(world) -> None:
     """Close a world in good order, as `finalize` does.
 
     In a `finally` or `except` the rank may be failing alone: the others then wait for it in a kernel and would find out
-    by its silence only. They are told of the exception when they do not come.
+    by its silence only. The exception is reported to them when they do not come.
     """
     raised = sys.exc_info()[1]
     if raised is None or (isinstance(raised, SystemExit) and not _status(raised.code)):
@@ -80,7 +81,7 @@ def _at_exit(worlds: list) -> None:
 def _end(world) -> bool:
     """End a world at the end of the process; whether the exit status may stay as it is."""
     code = _status(_exit_code)
-    # What nobody has caught; Python notes it even where another excepthook has taken the place of the one above.
+    # The uncaught exception; Python notes it even where another excepthook has taken the place of the one above.
     uncaught = getattr(sys, "last_value", None)
     if world.failure is None and uncaught is not None:
         world.give_up(_words(uncaught))
@@ -103,10 +104,10 @@ def _status(code: object) -> int:
 
 
 class _Raised:
-    """Goes with the SystemExit of a sys.exit; when that is dropped, tells whether somebody caught it.
+    """Goes with the SystemExit of a sys.exit; when that is dropped, shows whether it was caught.
 
-    Python tells nobody with which status it ends. Whoever catches the exception drops it from a frame of Python; the
-    interpreter drops it when no frame is left.
+    Python does not report the status with which it ends. Code that catches the exception drops it from a frame of
+    Python; the interpreter drops it when no frame is left.
     """
 
     def __init__(self, code: object):

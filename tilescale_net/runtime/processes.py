@@ -1,4 +1,4 @@
-"""What the system says of processes of this host."""
+"""What the system reports of processes of this host."""
 
 
 def is_stopped(pid: int | None) -> bool:

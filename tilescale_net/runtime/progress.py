@@ -1,4 +1,4 @@
-"""A line about a step that takes long, so that nobody takes it for a hang."""
+"""A line about a step that takes long, so that it is not taken for a hang."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tilescale_net.runtime import settings
 
-# Seconds without a word; a step that is shorter is not worth a line.
+# Seconds without output; a step that is shorter is not worth a line.
 SILENCE_S = 5.0
 
 

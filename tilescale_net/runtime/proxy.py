@@ -83,19 +83,19 @@ class RunningProxy:
                 addresses[pe] = address
             self._proxy.connect(addresses)
             self._proxy.start()
-            # Nobody may send before everybody knows everybody: some networks drop writes from strangers.
+            # No rank may send before all are connected: some networks drop writes from unknown senders.
             control.agree(f"{call} (proxy)", "connected")
         except BaseException:
             self.close()
             raise
 
     def excuse(self, peers: list[int]) -> None:
-        """These PEs take part no more and may end at any time: nobody waits for them."""
+        """These PEs no longer take part and may end at any time: no rank waits for them."""
         if self._proxy is not None:
             self._proxy.excuse(peers)
 
     def end(self, reason: str) -> None:
-        """Serve nobody any more, and touch this rank's heap no more; what is under way is lost. The peers learn why."""
+        """Stop serving peers and touching this rank's heap; what is under way is lost. The peers learn why."""
         proxy, self._proxy = self._proxy, None
         if proxy is not None:
             proxy.explain(reason)
@@ -103,7 +103,7 @@ class RunningProxy:
             proxy.close()
 
     def pause(self) -> None:
-        """Serve nobody any more, when all ranks have drained and met; `restart` must come next."""
+        """Stop serving peers, when all ranks have drained and met; `restart` must come next."""
         proxy, self._proxy = self._proxy, None
         proxy.close()
 
@@ -116,7 +116,7 @@ class RunningProxy:
         self.meet_peers(call)
 
     def explain(self, reason: str) -> None:
-        """Tell the peers why this rank is about to set its abort word. The first reason counts."""
+        """Send the peers the reason why this rank is about to set its abort word. The first one counts."""
         proxy = self._proxy  # another thread may end it
         if proxy is not None:
             proxy.explain(reason)
@@ -158,7 +158,7 @@ class RunningProxy:
         return True
 
     def _finish(self, call, what: str) -> None:
-        """Make a call that takes a time limit. The proxy's own limit, which is shorter, tells whom it waits for."""
+        """Make a call that takes a time limit. The proxy's own, shorter limit names the PE that it waits for."""
         timeout = self._world.timeout
         if call(timeout + 2.0):
             return

@@ -1,7 +1,7 @@
 """Launches and looks at tensors with next to no Python, where what they take is there; see csrc/launch.
 
-All of it may be missing: a tvm_ffi or a torch that exchanges tensors otherwise, a tensor of an unusual kind. Every function
-then says so, and callers go the way through Python, which does the same.
+All of it may be missing: a tvm_ffi or a torch that exchanges tensors otherwise, a tensor of an unusual kind. Every
+function then reports it, and callers go the way through Python, which does the same.
 """
 
 import ctypes
@@ -52,11 +52,11 @@ def launch(
     Args:
         fixed: places among the function's arguments, and what stands there in every call: tensors, numbers. `otherwise`
             must hold them. Launches go to the current stream of the GPU on which the tensors are.
-        given: place of each argument of a call; of how many elements the rows are as which the function takes a tensor (0: it
-            takes it as it is), and whether these are int32, whatever the tensor's are; and what stands in for None and for
-            a tensor without elements, or None.
-        function: asked at the first call: a tvm_ffi.Function that the caller holds, or None where there is none.
-        otherwise: called where something is unusual, or where a call fails, to say why.
+        given: place of each argument of a call; elements of a row, where the function takes a tensor as rows (0: it
+            takes it as it is), and whether it takes them as int32; and what stands in for None and for a tensor without
+            elements, or None.
+        function: called at the first call: a tvm_ffi.Function that the caller holds, or None without one. otherwise:
+        called where something is unusual, or where a call fails, to report the reason.
     """
     native = _native()
     if native is None:
@@ -76,7 +76,8 @@ def launch(
 def check(
     dtypes: Sequence[torch.dtype], device: torch.device, shape: Sequence[int | None], alignment: int
 ) -> Callable[..., bool]:
-    """A function `(tensor, first extent)`: whether it is a contiguous tensor as wanted; False also where nobody can tell.
+    """A function `(tensor, first extent)`: whether it is a contiguous tensor as wanted; False also where that is
+    unknown.
 
     Args:
         shape: its extents; None: any. The first may be given in each call.

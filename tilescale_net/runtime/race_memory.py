@@ -1,4 +1,4 @@
-"""What the ranks of the simulator share so that each can tell its accesses from those of others that nothing orders."""
+"""What the ranks of the simulator share so that each can find accesses of others that nothing orders with its own."""
 
 import logging
 
@@ -15,12 +15,12 @@ def share(heap: SharedMemory, control, rank: int, hosts: list[str], heaps: list[
     Args:
         heap: this rank's.
         hosts: host identity of each rank.
-        heaps: where each rank's heap is mapped; 0 for those that only the proxy reaches.
+        heaps: where each rank's heap is mapped; 0 if only the proxy reaches it.
 
     Returns:
         This rank's race memory, to be closed after the heap is unregistered; None where ranks cannot follow each other:
-        some are on other hosts, or there are too many, or the heap is too large. A job that asks for the check for races is
-        told.
+        some are on other hosts, or there are too many, or the heap is too large. A job with the check for races gets a
+        warning.
     """
     from tilescale_net import _simulator
 

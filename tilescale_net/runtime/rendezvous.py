@@ -1,7 +1,7 @@
 """How ranks find each other: torch.distributed's default process group, made here where the user has made none.
 
-torch waits for ranks in several places, each with an error of its own that names nobody. Here every rank says in the
-store that it has come, so that whoever waits in vain can say for whom.
+torch waits for ranks in several places, each with an error of its own that names no rank. Here every rank announces
+itself in the store, so that a rank that waits in vain can name the missing ones.
 """
 
 import atexit
@@ -20,7 +20,7 @@ from tilescale_net.errors import ConfigurationError, PeerLost
 from tilescale_net.runtime import group_store, groups, placement
 from tilescale_net.runtime.job_store import JobStore, first_line, has_agent, within
 
-_FAILURE_GRACE_S = 1.0  # seconds that ranks which give up leave each other to say so
+_FAILURE_GRACE_S = 1.0  # seconds that ranks which give up leave each other to report it
 _SLACK = 3.0  # seconds after which a step of torch that has a time limit of its own counts as hanging
 _RESOLVING = 5.0  # seconds that a name server may take to come up
 
@@ -43,7 +43,7 @@ class Meeting:
 
 
 def join(timeout: float, silence: float, group: dist.ProcessGroup | groups.StoreGroup | None = None) -> Meeting:
-    """Meet the other ranks of a group, without the help of those that are not in it.
+    """Meet the other ranks of a group, without the help of ranks outside it.
 
     The default process group is made (gloo) from the variables of launch.sh, torchrun, srun or mpirun, unless there is
     one; without them the job has one rank.
@@ -97,7 +97,7 @@ def _place(group, timeout: float, silence: float) -> tuple[dist.Store, int | Non
     if not dist.is_initialized():
         _make_default(timeout, silence)
     ranks = groups.ranks(group)
-    # Ranks of different groups have nothing to do with each other, and nobody counts the groups.
+    # Ranks of different groups have nothing to do with each other, and the groups are not counted.
     prefix = _prefix() if group is None else f"{_prefix()}/group/{hashlib.sha256(str(ranks).encode()).hexdigest()}"
     kept = dist.distributed_c10d._get_default_store()
     return kept, group_store.keeper(ranks), prefix, ranks.index(dist.get_rank())
@@ -115,7 +115,7 @@ def connect(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Pro
 
 
 def _prefix() -> str:
-    """Before the keys of this job: a second job that comes to the same port by mistake does not speak for this one."""
+    """Before the keys of this job: a second job that comes to the same port by mistake does not act for this one."""
     name = placement.job().name
     return f"tsn/{name}" if name else "tsn"
 
@@ -203,7 +203,7 @@ def _connect(place: placement.Place, timeout: float, silence: float) -> dist.Sto
 
 
 def _listen(place: placement.Place, limit: datetime.timedelta) -> dist.Store:
-    """The store of rank 0, on loopback alone where the address says so: nobody else shall speak for a rank."""
+    """The store of rank 0, on loopback alone where the address is loopback: no other process shall act as a rank."""
     fd = place.listener
     if fd < 0 and _is_loopback(place.address):
         with socket.create_server((place.address, place.port), backlog=4096) as listener:
@@ -229,7 +229,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _wait_for_port(address: str, port: int, timeout: float) -> None:
-    """Wait until somebody listens. The store's own attempts go on for twice their time, and fill the terminal."""
+    """Wait until a process listens. The store's own attempts go on for twice their time, and fill the terminal."""
     begin = time.monotonic()
     while True:
         try:
@@ -243,13 +243,13 @@ def _wait_for_port(address: str, port: int, timeout: float) -> None:
 
 
 class _Attendance:
-    """Who has come, by keys in the store."""
+    """Ranks that have come, by keys in the store."""
 
     def __init__(self, store: JobStore, rank: int, size: int, timeout: float):
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
 
     def wait_for_all(self, absent: str) -> None:
-        """Wait until every rank has come here; `absent` says of a rank what it has not done."""
+        """Wait until every rank has come here; `absent`: what a missing rank has not done."""
         self._announce("here")
         keys = [f"here/{r}" for r in range(self._size)]
         begin = time.monotonic()
@@ -260,7 +260,7 @@ class _Attendance:
             time.sleep(min(0.25, 0.02 + spent / 20))
 
     def run_together(self, run):
-        """The result of a step that all ranks take together; when it fails, tell who does not even say that it failed."""
+        """The result of a step that all ranks take together; when it fails, name ranks that do not even report it."""
         try:
             result = within(self._timeout + _SLACK, run)
         except (RuntimeError, ValueError, TimeoutError) as err:

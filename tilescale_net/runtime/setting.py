@@ -1,4 +1,4 @@
-"""One environment variable: its name, how its text is read, and what its errors say."""
+"""One environment variable: its name, how its text is read, and its errors."""
 
 import difflib
 import math
@@ -36,7 +36,7 @@ class Setting(Generic[T]):
     shown: str = ""
 
     def get(self) -> T:
-        """The value in force. Raises ConfigurationError when the variable's text is none of its values."""
+        """The value in force. Raises ConfigurationError when the variable's text is not one of its values."""
         text = os.environ.get(self.name, "").strip()
         if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
             raise ConfigurationError(f"{self.name}={text!r} is not text in UTF-8")
@@ -157,9 +157,9 @@ OWN_TRANSPORTS: tuple[str, ...] = ()
 def provider(value: str, name: str) -> str:
     """Name of a libfabric provider, or of a transport of our own.
 
-    Whether the libfabric at hand offers it is seen when it is asked for a network.
+    Whether the libfabric at hand offers it is seen when a network is requested.
 
-    Any name is taken where FI_PROVIDER_PATH tells libfabric of further ones.
+    Any name is taken where FI_PROVIDER_PATH gives libfabric further ones.
     """
     for part in value.split(";"):
         if part.lower() not in (*PROVIDERS, *OWN_TRANSPORTS) and not os.environ.get("FI_PROVIDER_PATH"):

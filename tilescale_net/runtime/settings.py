@@ -63,7 +63,7 @@ MODULE_LOADING = Setting(
     "CUDA_MODULE_LOADING",
     setting.text,
     "",
-    "CUDA's own; set to `EAGER` where ranks are on several nodes, unless you set it (docs/proxy.md says why)",
+    "CUDA's own; set to `EAGER` where ranks are on several nodes, unless you set it (see docs/proxy.md)",
 )
 NVTX = Setting(
     "TSN_NVTX",
@@ -127,7 +127,7 @@ PROXY_PEER_THREADS = Setting(
     "TSN_PROXY_PEER_THREADS",
     setting.whole(1),
     1,
-    "proxy threads that share large puts and gets of one PE, in pieces of at least 64K; the others help its own",
+    "proxy threads that share large puts and gets of one PE, in chunks of at least 64K; the others help its own",
     "1",
 )
 PROXY_CPUS: Setting[str | list[int]] = Setting(
@@ -138,7 +138,7 @@ PROXY_CPUS: Setting[str | list[int]] = Setting(
     "not pinned",
 )
 PROXY_CAPACITY = Setting("TSN_PROXY_CAPACITY", setting.power_of_two(2), 1024, "descriptors in a queue's ring", "1024")
-PROXY_CHUNK = Setting("TSN_PROXY_CHUNK", parse_bytes, 1 << 20, "bytes of the pieces that puts travel in", "1M")
+PROXY_CHUNK = Setting("TSN_PROXY_CHUNK", parse_bytes, 1 << 20, "bytes of the chunks that puts travel in", "1M")
 PROXY_STAGING = Setting(
     "TSN_PROXY_STAGING",
     setting.flag,
@@ -208,19 +208,19 @@ JOB = Setting(
     "TSN_JOB",
     setting.text,
     "",
-    "name of the job: equal on all its ranks, and of no other job. A random one (`openssl rand -hex 16`) that nobody else "
-    "knows keeps others from speaking for a rank, see SECURITY.md",
+    "name of the job: equal on all its ranks, and of no other job. A random one (`openssl rand -hex 16`) that only its "
+    "ranks know keeps others from acting as a rank, see SECURITY.md",
     "on one host random, by launch.sh; under srun job and step",
 )
 OUTPUT = Setting(
     "TSN_OUTPUT", setting.one_of("all", "first"), "first", "`all`: show the output of all ranks, not only of rank 0"
 )
-STORE = Setting("TSN_STORE", setting.text, "", "the launcher tells its ranks here where its store is; not for users")
+STORE = Setting("TSN_STORE", setting.text, "", "where the launcher's store is; set by the launcher, not for users")
 STORE_FD = Setting(
     "TSN_STORE_FD",
     setting.whole(0),
     0,
-    "the launcher tells rank 0 here which file is the store's socket; not for users",
+    "file of the store's socket, for rank 0; set by the launcher, not for users",
 )
 PYTHON = Setting(
     "TSN_PYTHON",
@@ -268,7 +268,7 @@ ALL: dict[str, Setting] = {row.name: row for rows in SECTIONS.values() for row i
 # The launcher's own, which it checks with the words of a launcher; elsewhere other programs may use these names.
 LAUNCHER = ("GPUS", "NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "VIRTUAL_NODES")
 
-# What the launcher tells its ranks; nobody sets these by hand. See launch/environment.py.
+# What the launcher sets for its ranks; not to be set by hand. See launch/environment.py.
 HANDED_OVER = ("TSN_STORE", "TSN_STORE_FD")
 
 

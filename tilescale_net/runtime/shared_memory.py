@@ -72,7 +72,7 @@ class SharedMemory:
         return mapped.address
 
     def grow(self, size: int) -> None:
-        """Have so many bytes for the heap. Raises OSError when there are none."""
+        """Grow the heap to so many bytes. Raises OSError if that fails."""
         os.ftruncate(self._fd, size)
         self.size = size
 

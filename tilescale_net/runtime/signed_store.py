@@ -1,8 +1,8 @@
-"""What ranks say in the store of the job, signed with the secret that the ranks of the job share.
+"""What ranks write to the store of the job, signed with the secret that the ranks of the job share.
 
-Whoever reaches the port of the store may write there: other users of the host at least. So what a rank says is taken only
-with a code that nobody can make without the secret, for this key of this job; anything else counts as not said. Whoever
-writes can still remove keys, repeat what was said under the same key, and count counters up.
+Every process that reaches the port of the store can write there: at least those of other users of the host. So a value
+counts only with a code that cannot be made without the secret, for this key of this job; any other counts as not
+written. Other writers can still remove keys, repeat what was written under the same key, and count counters up.
 """
 
 import hashlib
@@ -12,24 +12,24 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 _CODE = 16  # bytes
-_TURNS = 16  # how often a stranger may come in between before a rank gives up being the first to say something
+_TURNS = 16  # how often another writer may come in between before a rank gives up being the first to write
 
 
 class SignedStore:
-    """A store of torch in which words count only when they are signed.
+    """A store of torch in which values count only when they are signed.
 
     Args:
         store: torch's, under the prefix of the job.
         prefix: that prefix, so that words of one meeting count in no other.
-        secret: that the ranks share; None where there is none: then everything counts, and nothing is signed.
+        secret: that the ranks share; None: everything counts, and nothing is signed.
     """
 
     def __init__(self, store: dist.Store, prefix: str = "", secret: bytes | None = None):
         self._store, self._prefix, self._secret = store, prefix, secret
-        self._known: set[str] = set()  # keys under which somebody of the job has spoken; nobody removes any
+        self._known: set[str] = set()  # keys under which a rank of the job has written; none is ever removed
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Say something under `key`, in the place of what was said there."""
+        """Write a value under `key`, in the place of an earlier one."""
         self._store.set(key, self._signed(key, value))
 
     def get(self, key: str) -> bytes | None:
@@ -52,7 +52,7 @@ class SignedStore:
         return None not in self.get_all(new)
 
     def set_once(self, key: str, value: str) -> bytes:
-        """Say something under `key` unless a rank has said anything there; what is said there now."""
+        """Write a value under `key` unless a rank has written one; returns what is there now."""
         mine, stands = self._signed(key, value), b""
         for _ in range(_TURNS):
             stands = self._store.compare_set(key, stands, mine)
@@ -61,7 +61,7 @@ class SignedStore:
         return value.encode()
 
     def add(self, key: str, number: int) -> int:
-        """Count up; numbers are not signed, so they may only say that it is worth to look."""
+        """Count up; numbers are not signed, so they may only show that a look is due."""
         return self._store.add(key, number)
 
     def _code(self, key: str, value: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Settings of the simulator: which schedule it runs, when remote writes arrive, what machine it stands for.
+"""Settings of the simulator: which schedule it runs, when remote writes arrive, what machine it simulates.
 
 One seed makes a different schedule of every launch and every rank, and the same ones again in the next run.
 """
@@ -77,7 +77,7 @@ def visibility() -> str:
 
 
 def races() -> bool:
-    """Whether transfers and signals between ranks are followed, and races reported: as `schedule` says, else TSN_SIM_RACES."""
+    """Whether transfers and signals between ranks are followed and races reported, by `schedule` or TSN_SIM_RACES."""
     return settings.SIM_RACES.get() if _races is None else _races
 
 
@@ -97,7 +97,8 @@ def stack_bytes() -> int:
 
 @contextlib.contextmanager
 def schedule(seed: int | None = None, visibility: str | None = None, races: bool | None = None) -> Iterator[None]:
-    """Launches inside the block run with this seed and visibility, and report races or not, whatever the environment says.
+    """Launches inside the block run with this seed and visibility, and report races or not, regardless of the
+    environment.
 
     The count of launches starts at 0 again, so that a block repeats the schedules of an equal block.
     """

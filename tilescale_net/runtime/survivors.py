@@ -1,4 +1,4 @@
-"""Ranks that are lost: those that remain agree who they are, and what their heaps hold, so that they can go on."""
+"""Ranks that are lost: the remaining ranks agree on their members and on what their heaps hold, and go on."""
 
 import json
 import time
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tilescale_net.errors import PeerLost
 from tilescale_net.runtime import encoding, job_store, settings
 
-_PAUSE = 0.02  # seconds between looks at who has come
+_PAUSE = 0.02  # seconds between looks at which ranks have come
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Survivors:
 
 
 def call_roll(control, watchdog, seconds: float) -> list[int]:
-    """The members that go on: those that come here within `seconds`. Made by each of them when its kernels have ended.
+    """The members that go on: they come here within `seconds`. Called by each of them when its kernels have ended.
 
-    Nobody waits for ranks that are known to be lost. Those that are given up and may live are ended: what they launched
-    would write into memory that has a new use.
+    No rank waits for ranks that are known to be lost. Ranks that are given up and may live are ended: what they
+    launched would write into memory that has a new use.
 
     Raises:
         PeerLost: the others have gone on without this rank, because it came too late; or the rank that keeps the store of
@@ -51,7 +51,7 @@ def call_roll(control, watchdog, seconds: float) -> list[int]:
         if decided is not None:
             break
         if here | out >= set(members) or time.monotonic() > end:
-            # The first word counts, so that all go on with the same ranks.
+            # The first list counts, so that all go on with the same ranks.
             word = json.dumps(sorted(here - out))
             store.ask(lambda s, word=word: s.set_once(f"{key}/members", word))
         else:
@@ -60,7 +60,7 @@ def call_roll(control, watchdog, seconds: float) -> list[int]:
     if rank not in kept:
         raise PeerLost(f"rank {rank}: ranks {kept} have gone on without this one, which they took for lost")
     if store.kept_by in members and store.kept_by not in kept:  # one that was left out before may still keep it
-        raise PeerLost(f"rank {rank}: {store.keeper} did not come, and nobody can go on without it")
+        raise PeerLost(f"rank {rank}: {store.keeper} did not come, and no rank can go on without it")
     _end(watchdog, rank, set(members) - set(kept) - here)
     return kept
 
@@ -75,11 +75,11 @@ def _end(watchdog, rank: int, ranks: set[int]) -> None:
 
 
 def stay_out(control) -> None:
-    """Tell the others that this rank does not go on, and that its kernels have ended."""
+    """Report to the others that this rank does not go on, and that its kernels have ended."""
     key = f"{_key(control)}/%s/{control.rank}"
     try:
         control.store.ask(lambda s: [s.set(key % word, "1") for word in ("out", "here")])
-    except PeerLost:  # nobody can be told
+    except PeerLost:  # no rank can be notified
         pass
 
 

@@ -118,7 +118,7 @@ def _are_nodes(nodes: list, size: int) -> bool:
 
 
 def virtual_node(job_rank: int, job_size: int) -> int:
-    """Index of a rank's virtual node among those of its host, for a rank that cannot ask the rest of the job."""
+    """Index of a rank's virtual node among those of its host, for a rank that cannot query the rest of the job."""
     virtual = settings.VIRTUAL_NODES.get()
     if virtual == 1:
         return 0

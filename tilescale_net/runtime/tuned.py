@@ -1,8 +1,8 @@
 """What was tuned for this place, by the key of a call: the GPU, how many ranks on how many nodes, and this version.
 
-One file for a place, in a folder of the user. Rank 0 reads it when a world first asks, and all ranks take what it has read,
-so that they choose alike whatever lies on their own disks. A file that is damaged, of another place or of another user is
-left alone, with a warning.
+One file for a place, in a folder of the user. Rank 0 reads it when a world first needs it, and all ranks take what it
+has read, so that all choose alike, independent of their own disks. A file that is damaged, of another place or of
+another user is left alone, with a warning.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ def of(world, name: str) -> dict[str, Choice]:
     """What was tuned, by the keys of calls. Collective the first time in a world.
 
     Args:
-        name: of who asks, for messages to ranks that make another call.
+        name: of the caller, for messages to ranks that make another call.
     """
     found = _tables.get(world)
     if found is None:
@@ -90,7 +90,7 @@ def keep(world, name: str, key: str, choice: Choice, us: float) -> Path | None:
 
 
 def ignore(world, key: str, error: Exception) -> None:
-    """Say that a choice is not used, once, and forget it."""
+    """Warn once that a choice is not used, and forget it."""
     _tables[world].pop(key, None)
     if world.rank == world.control.members[0]:
         settings.log.warning("what was tuned for %s is not used: %s", key, error)
@@ -112,7 +112,7 @@ def _read(place: dict[str, object]) -> dict[str, Choice]:
 
 
 def _entries(path: Path, place: dict[str, object]) -> dict[str, dict]:
-    """What the file of a place holds, nothing where there is none or where it may not be trusted."""
+    """What the file of a place holds; nothing if it does not exist or may not be trusted."""
     try:
         if not private_folder.is_ours(path):
             raise ValueError("it belongs to another user or may be written by others")
@@ -127,7 +127,7 @@ def _entries(path: Path, place: dict[str, object]) -> dict[str, dict]:
 
 
 def _parsed(text: str, place: dict[str, object]) -> dict[str, dict]:
-    """What a file says for its place. Raises ValueError for one that is damaged, or of another place."""
+    """What a file holds for its place. Raises ValueError for one that is damaged, or of another place."""
     data = encoding.parsed(text)
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or data.get("place") != place:
         raise ValueError("it is of another place or version")

@@ -1,7 +1,7 @@
 """Notices that a rank failed or vanished, and ends this rank's waits.
 
-A thread per rank. Peers on this host are watched through their process descriptors, which tell of an exit at once;
-peers on other hosts by heartbeats in the store. A rank that fails says why in the store, so that the others can name
+A thread per rank. Peers on this host are watched through their process descriptors, which report an exit at once; peers
+on other hosts by heartbeats in the store. A rank that fails writes the reason to the store, so that the others can name
 the reason and not only the silence. On a loss the abort word is set: kernels return from their waits, and the next call
 of the package raises PeerLost. The thread never waits for the store: one that does not answer is a loss too.
 """
@@ -23,7 +23,7 @@ from tilescale_net.runtime.heartbeats import Heartbeats, News
 
 _STOPPED = 1.0  # seconds that a process has been stopped, where others go on without it
 _SLOW = 3.0  # seconds without an answer after which the store is not only slow
-_EXPLAIN = 0.5  # seconds that a peer's death or word has to arrive, which explains an error of this rank
+_EXPLAIN = 0.5  # seconds that a peer's death or report has to arrive, which explains an error of this rank
 
 
 class Watchdog:
@@ -73,7 +73,7 @@ class Watchdog:
                 self._fds[rank] = os.pidfd_open(pid)
                 self._pids[rank] = pid
             except (OSError, OverflowError):
-                pass  # gone already, or another pid namespace: its word in the store or its heartbeats will tell
+                pass  # gone already, or another pid namespace: its report in the store or its heartbeats will show it
         present = [r for r in range(len(hosts)) if r not in control.lost]
         self._beats = Heartbeats(
             control.rank, hosts, heartbeat_timeout, self._stopped_here, members=present, failed_key=self._failed_key
@@ -91,7 +91,7 @@ class Watchdog:
         return self._loss
 
     def lost_ranks(self) -> set[int]:
-        """Who is known to be lost now: processes that have ended or are stopped, and hosts that are silent."""
+        """Ranks known to be lost now: processes that have ended or are stopped, and hosts that are silent."""
         self._ask()
         now = time.monotonic()
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in self._stopped_here()}
@@ -99,7 +99,7 @@ class Watchdog:
         return {*self._dead(), *stopped, *self._news.lost}
 
     def end_processes(self, ranks: set[int], seconds: float = 10.0) -> set[int]:
-        """End processes of this host (SIGKILL), and wait until they have ended; the ranks of those that may go on."""
+        """End processes of this host (SIGKILL), and wait for their end; returns the ranks of those that may go on."""
         with self._lock:
             for fd in [self._fds[rank] for rank in ranks if rank in self._fds]:
                 with contextlib.suppress(OSError):  # it has ended already, or is another user's
@@ -110,9 +110,9 @@ class Watchdog:
         return left
 
     def explanation_of(self, error: TileScaleError) -> str | None:
-        """What befell a peer, if that may be why this rank met `error`.
+        """What happened to a peer, if that may be why this rank met `error`.
 
-        Waits half a second for it to become known; while somebody is silent, until that one is heard of again or is lost.
+        Waits half a second for it to become known; while a rank is silent, until it is heard of again or is lost.
         """
         if not isinstance(error, WaitTimeout | FabricError | PeerLost):
             return None
@@ -139,7 +139,7 @@ class Watchdog:
             return self._news.quiet or (owes and time.monotonic() - self._asked > _EXPLAIN / 2)
 
     def announce_end(self) -> None:
-        """Tell the other ranks that this one leaves in good order, and look no more for who else does."""
+        """Report to the other ranks that this one leaves in good order, and stop looking for others that do."""
         self._stop.set()
         rank = self._control.rank
         try:
@@ -161,9 +161,10 @@ class Watchdog:
             time.sleep(0.1)
 
     def wait_for_others(self, seconds: float = 10.0) -> None:
-        """After a failure: let the other ranks learn what it was. Only the one with whom the store ends has to wait.
+        """After a failure: let the other ranks learn what it was. Only the one that keeps the store has to wait.
 
-        It waits for nobody who is gone, or who is the failure; the limit is for ranks that are slow, or silent.
+        It does not wait for ranks that are gone, or that are the failure; the limit is for ranks that are slow, or
+        silent.
         """
         if self._control.rank != (self._control.store.kept_by or 0):
             return
@@ -192,7 +193,7 @@ class Watchdog:
         return others > 0
 
     def close(self) -> None:
-        """Look no more; there is no reason any more."""
+        """Stop looking; there is no reason any more."""
         self._stop.set()
         self._thread.join(timeout=5)
         self._loss = None
@@ -258,7 +259,7 @@ class Watchdog:
         return self._store_is_lost()
 
     def _blame(self, rank: int, why: str) -> str:
-        """Say for a rank that cannot why it is lost, so that all ranks name the same one."""
+        """Report why a rank is lost that cannot report it itself, so that all ranks name the same one."""
         self._control.announce_failure(why, rank, seconds=0.1, key=self._failed_key)
         return f"rank {rank} {why}"
 
@@ -268,7 +269,7 @@ class Watchdog:
         try:
             ended, failed = words.result(_EXPLAIN)
         except NoAnswerYet:
-            if self._silence() < _SLOW:  # on a busy machine: the next look asks again
+            if self._silence() < _SLOW:  # on a busy machine: the next look tries again
                 return None
             ended, failed = False, None
         except PeerLost:  # it kept the store
@@ -306,7 +307,7 @@ class Watchdog:
     # -- processes of this host -------------------------------------------------------------------------------------
 
     def _dead(self) -> list[int]:
-        """Ranks whose process has ended, but for those that left in good order."""
+        """Ranks whose process has ended, except ranks that left in good order."""
         return sorted(self._ended() - self._departed)
 
     def _ended(self) -> set[int]:

@@ -45,7 +45,7 @@ class World:
         memory: what the heap lies in, of the kind of the device.
         context_tensor: int64 tensor over the fixed part of the context, the argument that kernels take.
         proxy: the proxy that serves PEs of other nodes, or None when every PE is direct.
-        reporter: asks all ranks what they do, for the report of a hang.
+        reporter: queries all ranks for what they do, for the report of a hang.
         recorder: writes this rank's part of the trace, or None when nothing is traced here.
         page: through which this rank gives up.
         failure: what ended the world for this rank, or None; every further call raises it.
@@ -73,10 +73,10 @@ class World:
         self.reporter = Reporter(self.control, lambda: state.of_rank(self))
         try:
             if wrong is not None:
-                raise wrong  # now that the others can be told
+                raise wrong  # now that it can be reported to the others
             self._set_up(heap_bytes, silence, device)
         except BaseException as err:
-            # The others wait for this rank; with the store of rank 0, its words would be gone too.
+            # The others wait for this rank; with the store of rank 0, its report would be gone too.
             self.announce(err if isinstance(err, TileScaleError) else TileScaleError(f"{type(err).__name__}: {err}"))
             self.wait_for_others()
             self._release()
@@ -201,18 +201,18 @@ class World:
         return self._closed
 
     def announce(self, error: TileScaleError) -> None:
-        """Record what ends this rank and tell the others, unless a reason is known already."""
+        """Record what ends this rank and report it to the others, unless a reason is known already."""
         if self.failure is None:
             self.failure = error
         self.control.announce_failure(str(self.failure))
 
     def wait_for_others(self) -> None:
-        """After a failure: let the other ranks learn of it, where they would not without this process."""
+        """After a failure: report it to the other ranks, where they would not learn of it without this process."""
         if self._watchdog is not None:
             self._watchdog.wait_for_others()
 
     def fail(self, error: TileScaleError) -> None:
-        """Record an error found by the host (the simulator, the proxy), tell the others, and raise it."""
+        """Record an error found by the host (the simulator, the proxy), report it to the others, and raise it."""
         self.reporter.ask_about(error)
         if self.failure is None:
             self.failure = self._explained(error)
@@ -224,7 +224,7 @@ class World:
     def check(self) -> None:
         """Raise what a kernel, the proxy or a lost peer left behind: WaitTimeout, PeerLost, InvalidDescriptor, …"""
         if not (self._closed or self.failure or self.page.touched or self._watchdog.reason()):
-            return  # as nearly always, and every call asks
+            return  # as nearly always, and every call comes here
         if self._closed:
             raise TileScaleError(f"rank {self.rank}: this world has ended with finalize(); use that of a new init()")
         if self.failure is None and (error := self._device_error()) is not None:
@@ -233,7 +233,7 @@ class World:
             self.reporter.print_failure(self.failure)
         self._notice_loss()
         if self.failure is None and self.page.aborted:
-            # Kernels return early from here on, with whatever data they have: whoever set the word says why.
+            # Kernels return early from here on, with incomplete data: the rank that set the word gives the reason.
             self._learn_why_aborted()
         if self.failure is not None:
             raise self.failure
@@ -349,7 +349,7 @@ class World:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self, spoken: str | None = None) -> None:
-        """Take the world down in good order: wait for the others, so that nobody's heap vanishes under a put.
+        """Take the world down in good order: wait for the others, so that no heap vanishes under a put.
 
         Args:
             spoken: what messages of other ranks say of this call.
@@ -361,13 +361,13 @@ class World:
             self._finish_kernels()
             self.check()
             if self.proxy is not None:
-                self.proxy.drain()  # endpoints close when nobody has anything on its way any more
+                self.proxy.drain()  # endpoints close when nothing is on its way any more
             self.control.agree("tilescale_net.finalize", spoken=spoken)
             if self.control.left:
-                self._watchdog.keep_store()  # those that stay go on with it
+                self._watchdog.keep_store()  # the ranks that stay go on with it
             recorder.finish(self)
             self._watchdog.announce_end()
-            # Leave only when all have said goodbye: a rank that is gone must not look like one that failed.
+            # Leave only when all have announced their end: a rank that is gone must not look like one that failed.
             self.control.agree("tilescale_net.finalize", "end")
         except TileScaleError as err:
             self.give_up(str(err), err)

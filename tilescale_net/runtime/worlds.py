@@ -1,7 +1,7 @@
 """The worlds of this process: made by init, found by their group, by a tensor, or as the only one.
 
-A world is the ranks of one group that talk to each other: their heap, their context, their failures. docs/groups.md says
-what may be left out when there is only one.
+A world is the ranks of one group that talk to each other: their heap, their context, their failures. See docs/groups.md
+for what may be left out when there is only one.
 """
 
 import bisect
@@ -101,7 +101,7 @@ def get(group: object = None) -> World:
         return default()
     if isinstance(group, World):
         if group.closed:
-            group.check()  # which says so
+            group.check()  # which raises
         return group
     resolved = groups.resolve(group)
     first = _first()
@@ -121,7 +121,7 @@ def get(group: object = None) -> World:
 
 
 def _is_of_store(*found: object) -> bool:
-    """Whether one of these groups has ranks of its own, which say nothing of the job's."""
+    """Whether one of these groups has ranks of its own, unrelated to those of the job."""
     return any(isinstance(group, groups.StoreGroup) for group in found)
 
 
@@ -129,7 +129,7 @@ def default() -> World:
     """The world that calls without a group mean: that of all ranks of the job, or else the only one.
 
     Raises:
-        TileScaleError: there is none, or there are several.
+        TileScaleError: no world exists, or several do.
     """
     first = _first()
     for world in first:
@@ -148,7 +148,7 @@ def default() -> World:
 
 
 def _first() -> list[World]:
-    """Those that a group, or none, may mean."""
+    """The worlds that a group, or none, may mean."""
     return [world for world in _alive if world not in _beside] if _beside else _alive
 
 
@@ -194,7 +194,7 @@ def holding(name: str, arguments) -> World:
     """The world whose heap holds the symmetric tensors among a kernel's arguments; without any the default one.
 
     Raises:
-        KernelError: they lie in several; or there are none, and no default.
+        KernelError: they lie in several; or in none, and there is no default.
     """
     found = None
     for value in arguments:
@@ -236,7 +236,7 @@ def _take(world: World) -> World:
 
 
 def _take_all() -> list[World]:
-    """The worlds, the newest first; there are none any more."""
+    """The worlds, the newest first; none are left afterwards."""
     taken = _alive[::-1]
     _alive.clear()
     _beside.clear()

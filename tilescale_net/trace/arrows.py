@@ -1,4 +1,4 @@
-"""Which signal ended which wait: the word, its value and the time tell."""
+"""Which signal ended which wait: by the word, its value and the time."""
 
 import bisect
 from collections import defaultdict

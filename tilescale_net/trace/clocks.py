@@ -25,7 +25,7 @@ def offset(exchange: Callable[[list[int]], list[list[int]]], rank: int) -> tuple
     last = exchange([0, ended])
     sent = [r[rank][0] for r in rounds]
     first_sent = [r[0][0] for r in rounds]
-    # What a rank tells in a round is when its round before has ended.
+    # A rank's value in a round is when its round before has ended.
     first_ended = [r[0][1] for r in (*rounds[1:], last)]
     return from_rounds(sent, first_sent, first_ended) if rank else (0, 0)
 

@@ -1,4 +1,4 @@
-"""The table of a hang: who waits where for what, since when, who should have sent it, and what that rank does."""
+"""The table of a hang: which rank waits where for what, since when, which should have sent it and what it does."""
 
 from tilescale_net.runtime import encoding
 from tilescale_net.trace import senders
@@ -38,7 +38,7 @@ def text(why: str, states: dict[int, dict], size: int, missing: dict[int, str] |
 
 
 def doing(state: dict) -> str:
-    """What a rank does, in words."""
+    """What a rank does, as text."""
     parts = []
     if state["kernel"]:
         name, seconds = state["kernel"]

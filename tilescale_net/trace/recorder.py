@@ -163,7 +163,7 @@ class Recorder:
         return found
 
     def leave(self) -> None:
-        """The job has failed: the parts stay. Rank 0 says how to put them together."""
+        """The job has failed: the parts stay. Rank 0 prints how to put them together."""
         if self._world.rank == 0:
             settings.log.warning(
                 "the parts of the trace are left beside %s; `python -m tilescale_net trace %s` puts them together",
@@ -206,7 +206,7 @@ def finish(world) -> None:
 
 
 def leave(world) -> None:
-    """At the end of a job that has failed: the parts stay where they are, and rank 0 says so."""
+    """At the end of a job that has failed: the parts stay where they are, and rank 0 prints it."""
     if world.recorder is not None:
         world.recorder.leave()
 

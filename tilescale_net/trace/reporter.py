@@ -1,7 +1,7 @@
-"""Asks all ranks what they do, through the store of the job, and prints the report of a hang.
+"""Queries all ranks for what they do, through the store of the job, and prints the report of a hang.
 
-Whoever wants a report raises the store's number of alarms. Every rank's watchdog looks at that number, and says in the
-store what its rank does, marked with the number that it has seen.
+A rank that wants a report raises the store's number of alarms. Every rank's watchdog looks at that number, and writes
+to the store what its rank does, marked with the number that it has seen.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tilescale_net.runtime import encoding, job_store
 from tilescale_net.trace import hang_report
 
 PATIENCE = 0.6  # seconds in which every rank whose watchdog runs has answered
-_SLOWER = 3.0  # the same for a report that nobody waits for
+_SLOWER = 3.0  # the same for a report that no thread waits for
 
 
 class Report:
-    """One question to all ranks: asked when it is made, printed when the reason is known."""
+    """One question to all ranks: sent when it is made, printed when the reason is known."""
 
     def __init__(self, reporter: Reporter, once: bool = False):
         self._reporter, self._once = reporter, once
@@ -73,24 +73,24 @@ class Reporter:
         return Report(self)
 
     def ask_about(self, error: Exception | None) -> None:
-        """Ask all ranks, where that may say why this one waited in vain; once, whichever thread comes first."""
+        """Query all ranks, where that may show why this one waited in vain; once, whichever thread comes first."""
         if self.size > 1 and isinstance(error, WaitTimeout | SimulatorDeadlock):
             with self._asking:
                 if self._of_failure is None:
                     self._of_failure = Report(self, once=True)
 
     def forget_failure(self, era: int) -> None:
-        """What is asked about next is another failure; `era`: how often failures were forgotten."""
+        """The next question is about another failure; `era`: how often failures were forgotten."""
         with self._asking:
             self._of_failure, self._said_by = None, f"reported by/{era}"
 
     def print_failure(self, failure: Exception) -> None:
-        """Print the answers to `ask_about`, on one rank of all that ask. A lost peer explains itself."""
+        """Print the answers to `ask_about`, on one of the ranks that query. A lost peer explains itself."""
         if self._of_failure is not None and not isinstance(failure, PeerLost):
             self._of_failure.print(str(failure))
 
     def raise_alarm(self) -> int:
-        """Note what this rank does, and ask the others. The number of the alarm; 0: the store does not answer."""
+        """Note what this rank does, and query the others. The number of the alarm; 0: the store does not answer."""
         self._own = self._state()
         try:
             number = self._store.ask(lambda s: s.add(job_store.ALARMS, 1), seconds=PATIENCE)
@@ -100,7 +100,7 @@ class Reporter:
         return number
 
     def answer(self, number: int, state: dict | None = None) -> None:
-        """Say what this rank does, to whoever raised alarm `number`. Does not wait for the store."""
+        """Report what this rank does, for alarm `number`. Does not wait for the store."""
         word = json.dumps([number, state or self._state()])
         self._store.post(lambda s: s.set(f"state/{self._rank}", word))
 
@@ -132,7 +132,7 @@ class Reporter:
 
 
 def _read(word: str | None) -> tuple[int, dict | None]:
-    """Number and state of what a rank has said; a state of another shape is none."""
+    """Number and state that a rank has written; None for a state of another shape."""
     try:
         number, state = encoding.parsed(word or "")
         hang_report.doing(state)

@@ -1,12 +1,13 @@
 """Which rank should have sent the signal that another one waits for.
 
-A waiting rank does not know who writes its word; those that write words do. Where nobody has sent this very word yet, the
-words that the ranks have sent to each other so far show the pattern of the program.
+A waiting rank does not know which rank writes its word; the ranks that write words do. Where no rank has sent this very
+word yet, the words that the ranks have sent to each other so far show the pattern of the program.
 """
 
 
 def of_wait(rank: int, wait: dict, states: dict[int, dict], size: int) -> tuple[int | None, str]:
-    """The rank that should send what thread `wait` of `rank` waits for, None where that is not known, and how one knows.
+    """The rank that should send what thread `wait` of `rank` waits for, None where that is not known, and how it is
+    known.
 
     Args:
         wait: an element of "waiting", see state.of_rank.
@@ -36,4 +37,4 @@ def of_wait(rank: int, wait: dict, states: dict[int, dict], size: int) -> tuple[
         return sender, f"others get this word from the rank at the same distance; rank {sender} has not sent it"
     if size == 2:
         return 1 - rank, f"rank {1 - rank} has not sent it"
-    return None, "nobody has sent this word to any rank"
+    return None, "no rank has sent this word to any rank"

@@ -1,11 +1,11 @@
-"""What one rank does right now, as a value that other ranks can be told."""
+"""What one rank does right now, as a value that can be sent to other ranks."""
 
 import time
 
 from tilescale_net.runtime import context
 from tilescale_net.trace import host_calls
 
-MOST_WAITS = 64  # that are told to others; the number of all is told besides
+MOST_WAITS = 64  # that are sent to others, besides the number of all
 MOST_SENT = 512
 
 

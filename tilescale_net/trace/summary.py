@@ -1,4 +1,4 @@
-"""What a timeline says in numbers: who waited for whom and how long, and the longest waits."""
+"""A timeline in numbers: which rank waited for which and how long, and the longest waits."""
 
 import json
 from collections import defaultdict
@@ -10,7 +10,7 @@ _MOST_RANKS = 32  # of a matrix that is shown
 
 
 def load(path: str) -> dict:
-    """The timeline in a file. Raises ConfigurationError when it is none."""
+    """The timeline in a file. Raises ConfigurationError for another file."""
     try:
         with open(path) as file:
             found = json.load(file)
@@ -22,7 +22,7 @@ def load(path: str) -> dict:
 
 
 def waiting(timeline: dict) -> dict[tuple[int, int | None], float]:
-    """Microseconds that threads of one rank have waited for another rank; None: for whom is not known."""
+    """Microseconds that threads of one rank have waited for another rank; None: for which is not known."""
     total: dict[tuple[int, int | None], float] = defaultdict(float)
     for event in timeline["traceEvents"]:
         if event.get("cat") == "wait":

@@ -124,7 +124,7 @@ def _track(part: ring.Part, event: ring.Event, tracks: set) -> int:
     elif event.kind in (Kind.HOST, Kind.RANGE):
         track, name = _HOST + event.thread, f"host thread {event.thread}" if event.thread else "host"
     else:
-        named = re.fullmatch(r"proxy(\d{1,6})", part.what, re.ASCII)  # another host may say anything
+        named = re.fullmatch(r"proxy(\d{1,6})", part.what, re.ASCII)  # the name comes from another host
         number = int(named[1]) if named else 0
         track, name = _PROXY + number, f"proxy thread {number}"
     tracks.add((part.rank, track, name))

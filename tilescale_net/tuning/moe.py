@@ -65,7 +65,7 @@ def moe(
 
     def make(choice: Choice) -> tuple[Call, Call]:
         op = AllToAll(*shape, **options, tuning=Tuning(**choice), warm_up=False, group=world)
-        float32 = dict(dtype=torch.float32, device=op.device)  # whatever a user's default is
+        float32 = dict(dtype=torch.float32, device=op.device)  # not a user's default
         x = torch.randn((max_tokens, hidden), **float32).to(config.combine_dtype)
         idx = torch.rand((max_tokens, num_experts), **float32).topk(top_k, 1)[1]
         weights = torch.rand((max_tokens, top_k), **float32)

@@ -114,7 +114,7 @@ def product(
 def _operands(wanted: Product, world) -> tuple[tuple, dict[str, torch.Tensor]]:
     """`x` and `w` of normal random numbers, and their scales by name."""
     with torch.inference_mode(False):
-        float32 = dict(dtype=torch.float32, device=world.device)  # whatever a user's default is
+        float32 = dict(dtype=torch.float32, device=world.device)  # not a user's default
         x = torch.randn((wanted.rows, wanted.k), **float32)
         w = torch.randn((wanted.n, wanted.k), **float32)
         if wanted.dtype != SCALED:

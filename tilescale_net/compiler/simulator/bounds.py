@@ -16,7 +16,7 @@ from tilescale_net.compiler.operators import INSIDE
 UNGUARDED = {"tl.disable_safe_memory_legalize": True}
 _TILES = (tirx.ForKind.PARALLEL, tirx.ForKind.VECTORIZED)
 _CHOICE = "tirx.if_then_else"
-# Operators that take a place in memory: their first argument is written as a load, and is none.
+# Operators that take a place in memory: their first argument is written as a load, but does not load.
 _PLACES = ("tl.access_ptr", "tirx.address_of", "tl.region")
 # What reports an index that is outside; of device/host/checked.h.
 _REPORT = "tsn_report_index"
@@ -25,8 +25,8 @@ _REPORT = "tsn_report_index"
 def settle_guards(body: tirx.Stmt, report: bool) -> tirx.Stmt:
     """Replace the marked conditions of the primitives' own guards: by themselves, or by reports of what is outside.
 
-    Where accesses report, the checked pointer says whether an access is inside its tensor; tensors of more than one
-    axis need a check of each index.
+    Where accesses report, the checked pointer determines whether an access is inside its tensor; tensors of more than
+    one axis need a check of each index.
     """
 
     def settle(call):

@@ -2,7 +2,7 @@
 are lowered, libraries and headers.
 
 Libraries are code that this process runs, so that the folder and every file are used only if they belong to this user
-and nobody else may write them.
+and no other user may write them.
 """
 
 import errno
@@ -33,7 +33,8 @@ _TEMPORARY = "tmp"
 def folder() -> Path:
     """`private_folder.of_user`.
 
-    Whoever adds a file removes those that nobody has used for KEPT_DAYS, and the longest unused beyond KEPT_BYTES.
+    A process that adds a file removes the files that were not used for KEPT_DAYS, and the longest unused beyond
+    KEPT_BYTES.
     """
     return private_folder.of_user("simulator")
 
@@ -42,13 +43,13 @@ def get_or_build(name: str, key: str, suffix: str, make: Callable[[Path], Path])
     """Path of what `make` makes, made now or found.
 
     Args:
-        name, key, suffix: of the file; `key` says everything that the file depends on.
+        name, key, suffix: of the file; `key` covers everything that the file depends on.
         make: writes the file into the empty folder that it is given, and returns its path. Ranks of one machine make a
             file once: the others wait for it.
 
     Raises:
         ConfigurationError: the folder cannot be written, or is full.
-        Whatever `make` raises; then nothing is kept.
+        Any exception of `make`; then nothing is kept.
     """
     place = folder()
     try:
@@ -84,7 +85,7 @@ def get_or_write(name: str, key: str, suffix: str, make: Callable[[], Any], pars
     Args:
         name, key, suffix: as in `get_or_build`; the suffix is one of SEALED.
         make: returns something with a method `text()`.
-        parse: makes it of its text; raises ValueError, KeyError or TypeError for what is none.
+        parse: makes it of its text; raises ValueError, KeyError or TypeError for an invalid text.
     """
     made: list[Any] = []
 
@@ -117,10 +118,10 @@ def discard(path: Path) -> None:
 
 
 def _used(path: Path) -> bool:
-    """Whether the file is there and may be trusted; says that it is used."""
+    """Whether the file is there and may be trusted; marks it as used."""
     try:
         if not private_folder.is_ours(path):
-            path.unlink()  # left in a folder of ours by somebody who could write there once
+            path.unlink()  # left in a folder of ours by another user who could write there once
             return False
         if path.suffix in SEALED:
             unseal(path.read_bytes())

@@ -85,7 +85,7 @@ class RowLayout:
         return self.rows // self.groups * (self.columns // self.width)
 
     def fragment(self) -> T.Fragment:
-        """The layout as tilelang knows it."""
+        """The layout as a tilelang Fragment."""
         groups, width, per_row = self.groups, self.width, self.columns // self.width
         return T.Fragment(
             [self.rows, self.columns],

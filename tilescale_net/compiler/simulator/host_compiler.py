@@ -17,7 +17,7 @@ from tilescale_net.compiler.toolchain import DEVICE_DIR
 from tilescale_net.errors import ConfigurationError, SimulatorUnsupported
 from tilescale_net.runtime import settings
 
-# Generated code puns types and overflows integers as GPUs allow; nobody unwinds through a kernel.
+# Generated code puns types and overflows integers as GPUs allow; no exception passes through a kernel.
 FLAGS = (
     "-std=c++17 -O2 -fPIC -shared -w -fvisibility=hidden -fno-strict-aliasing -fwrapv -fno-exceptions -fno-rtti "
     "-fno-math-errno -fno-trapping-math -fno-stack-protector -fstack-clash-protection -fno-asynchronous-unwind-tables"
@@ -26,7 +26,7 @@ FLAGS = (
 
 @functools.cache
 def compiler() -> tuple[str, ...]:
-    """The host compiler's command: $CXX, g++, clang++ or c++. Raises ConfigurationError when there is none."""
+    """The host compiler's command: $CXX, g++, clang++ or c++. Raises ConfigurationError if none is found."""
     named = settings.CXX.get()
     candidates = [named] if named else [["g++"], ["clang++"], ["c++"]]
     for command in candidates:

@@ -13,7 +13,7 @@ from tilescale_net.errors import SimulatorUnsupported
 
 # The first lines of every translation unit: the same ones, so that the compiler can start from headers read before.
 PRELUDE = '#include "host/kernel.h"\n#include "tilescale_net.h"\n'
-# Constructs that fibers cannot carry, by the text that betrays them, and how a kernel's author knows them.
+# Constructs that fibers cannot carry, by the text that shows them, and their names for a kernel's author.
 _UNSUPPORTED = (
     (r"\btl::(?:mma_sync\w*|gemm\w*|mma_sp\w*|sm120_\w+)\b", "tensor-core matrix products (T.gemm)"),
     (r"\b(?:tl::)?w(?:ar)?pgroup_\w+|\btl::wgmma\w*|\btl::wait_wgmma\b", "warp-group matrix products (wgmma)"),
@@ -231,7 +231,7 @@ def _check_views(body: str, pointers: set[str]) -> str:
         rest = f"{source[1]}.rest({source[2]})" if source and source[1] in pointers else "~0ull"
         call = f"tsn::remote({', '.join(arguments)})"
         view = f'tsn::sim::View {name}("{name} (remote view{" of " + source[1] if source else ""})", {call}, {rest})'
-        # ((T*)name) is how the generated code says "elements of that view".
+        # ((T*)name) is how the generated code writes "elements of that view".
         tail = re.sub(rf"\(\(((?:const )?[\w:]+)\*\){name}\)", rf"{name}.as<\1>()", body[end:])
         tail = _leave_addresses(tail, rf"{name}\.as<[\w: ]+>\(\)")
         body = body[: match.start()] + view + tail

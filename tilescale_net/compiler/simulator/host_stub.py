@@ -142,7 +142,7 @@ class _Translator:
         )
 
     def var(self, var) -> str:
-        # Variables of one function may share a name; they are told apart by identity.
+        # Variables of one function may share a name; identity distinguishes them.
         for known, text in self.names:
             if known.same_as(var):
                 return text

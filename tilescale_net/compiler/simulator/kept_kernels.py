@@ -83,7 +83,7 @@ def key(function: Callable, args: tuple, kwargs: dict, options: dict) -> str | N
 
 
 def get_or_build(name: str, key: str, make: Callable[[], Kept]) -> Kept:
-    """The kernel that is kept under `key`, made now if there is none."""
+    """The kernel that is kept under `key`, made now if none is."""
     return cache.get_or_write(name, key, ".kept", make, Kept.parse)
 
 
@@ -117,7 +117,7 @@ def _unchanged(function: Callable) -> bool:
 
 
 def _written(value) -> str:
-    """An argument as text that tells it from all others. Raises TypeError where that cannot be had."""
+    """An argument as a text that no other one has. Raises TypeError where there is no such text."""
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return f"{type(value).__name__} {value!r}"
     if isinstance(value, (tuple, list)):

@@ -126,7 +126,7 @@ class SimulatedFunction:
         if limits:
             _warn_of_limits(self.name, limits)
         where = f"kernel {self.name} (simulated, seed {simulator.seed()}, visibility {simulator.visibility()})"
-        # In a job that has been aborted waits return at once: what follows them says nothing.
+        # In a job that has been aborted waits return at once: what follows them proves nothing.
         if failure and not (_FAILURES[failure] is errors.DataRace and context and self._aborted(context)):
             rank = f"rank {context.my_pe}: " if context else ""
             self._give_up(context, _FAILURES[failure](f"{rank}{where}: {message}"))
@@ -148,7 +148,7 @@ class SimulatedFunction:
         return bool(aborted) or (bool(context.error) and device_errors.read(context.error).kind != 0)
 
     def _line_of(self, record) -> str:
-        """The author's line of the wait that a record tells of."""
+        """The author's line of the wait in a record."""
         for wait in self._simulator.live_state()["waits"]:
             if wait["line"] and (wait["block"], wait["word"]) == (record.block, record.address):
                 return f"{wait['line']}, "
@@ -203,7 +203,7 @@ class SimulatedKernel(Kernel):
 
     Args:
         kept: what it is made of.
-        prim_func: gives the traced and rewritten function; asked for when a call is wrong, to say what is.
+        prim_func: gives the traced and rewritten function; called when a call is wrong, to find the error.
     """
 
     def __init__(self, kept: Kept, prim_func: Callable[[], PrimFunc]):
@@ -221,7 +221,7 @@ class SimulatedKernel(Kernel):
         return self._simulated
 
     def _supervised(self, function, present: list):
-        """A tensor that was freed may be somebody else's memory by now; on a GPU the check would cost every launch."""
+        """Memory of a tensor that was freed may be in other use by now; on a GPU the check would cost every launch."""
 
         def launch(*args) -> None:
             for name, value in zip(self.parameters, args[len(args) - len(self.parameters) :]):

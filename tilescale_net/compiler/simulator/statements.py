@@ -1,8 +1,8 @@
 """Where the author's plain accesses stand, for the check for races of the simulator.
 
-Before each statement that loads or stores what other threads may see there comes a call that says which line of the
-kernel's table it stands in. A loop whose iterations tilelang hands to threads, vectors or stages of a pipeline is one
-statement: nothing may come between its parts.
+Before each statement that loads or stores what other threads may see there comes a call with its line in the kernel's
+table. A loop whose iterations tilelang hands to threads, vectors or stages of a pipeline is one statement: nothing may
+come between its parts.
 """
 
 import os

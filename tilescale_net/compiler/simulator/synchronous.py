@@ -39,7 +39,7 @@ _NOTHING = {
 }
 # All lanes of a warp wait for these together; then each knows that the others have read the operands.
 _MEETINGS = {"tl.wait_wgmma", "tl.warpgroup_wait"}
-# Annotations that choose an engine, or say when it is done.
+# Annotations that choose an engine, or state when it is done.
 _ENGINE = {"barrier", "disable_tma", "eviction_policy", "leader_scope_threads", "prefer_instruction", "use_tma"}
 _REFUSED = {
     "cluster_mask": "a copy to several blocks of a cluster (cluster_mask)",
@@ -53,7 +53,7 @@ _REFUSED_CALLS = {
 
 
 def rewrite(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The kernel without such operators. Raises SimulatorUnsupported for those that it cannot do without."""
+    """The kernel without such operators. Raises SimulatorUnsupported for operators that it needs."""
 
     refused: list[str] = []  # TVM, which calls `replace`, would make another error of one that it raises
 

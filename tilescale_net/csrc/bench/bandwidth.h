@@ -11,7 +11,7 @@ struct BandwidthOptions {
   Transfer operation = Transfer::write;
   uint64_t bytes = 65536;      // of one message
   uint64_t iterations = 1000;  // messages
-  double duration_s = 0;       // above 0: this long, whatever the number of messages
+  double duration_s = 0;       // above 0: this long, for any number of messages
   uint32_t tx_depth = 128;     // messages outstanding
   uint32_t rx_depth = 512;     // receives posted
   uint32_t post_list = 1;      // messages posted behind one doorbell; divides iterations

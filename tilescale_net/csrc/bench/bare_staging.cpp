@@ -11,7 +11,7 @@ BareStaging::BareStaging(Transport* transport, uint64_t base, bool cuda, int dev
   send_region_ = transport->register_memory({send_.data(), send_.bytes(), Memory::host, 0});
   receive_region_ = transport->register_memory({receive_.data(), receive_.bytes(), Memory::host, 0});
   for (uint32_t i = slots; i > 0; i--) free_.push_back(i - 1);
-  std::memset(send_.data(), 0, send_.bytes()); // page faults belong to nobody's time
+  std::memset(send_.data(), 0, send_.bytes()); // page faults belong to no measured time
   std::memset(receive_.data(), 0, receive_.bytes());
 }
 

@@ -32,7 +32,7 @@ public:
 
   // A piece has arrived in a slot: begins to copy it in.
   void arrived(uint32_t slot);
-  // Slots whose data are in place, one after the other; false when there is none.
+  // The next slot whose data are in place; false if no slot is.
   bool landed(uint32_t* slot);
 
 private:

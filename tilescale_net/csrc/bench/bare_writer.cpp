@@ -24,7 +24,7 @@ BareWriter::BareWriter(const BareWriterOptions& options) : options_(options), ev
   if (!options_.base) {
     buffer_ = std::make_unique<Buffer>(options_.bytes);
     options_.base = reinterpret_cast<uint64_t>(buffer_->memory.data());
-    std::memset(buffer_->memory.data(), 1, options_.bytes); // page faults belong to nobody's time
+    std::memset(buffer_->memory.data(), 1, options_.bytes); // page faults belong to no measured time
   }
   if (options_.staged || (options_.cuda && !transport_->properties().device_memory)) {
     staging_ = std::make_unique<BareStaging>(transport_.get(), options_.base, options_.cuda, options_.device,
@@ -166,7 +166,7 @@ void BareWriter::post_staged(int peer) {
   });
 }
 
-// Tells the peer that its piece is in place.
+// Notifies the peer that its piece is in place.
 void BareWriter::return_slot(int peer, uint32_t slot) {
   uint64_t since = 0;
   while (transport_->post_message(0, peer, &slot, sizeof slot, kSilent) == Post::again)
@@ -177,7 +177,7 @@ double BareWriter::write_staged(int peer, uint64_t bytes, int count, bool blocki
   const uint64_t start = now_ns();
   const std::string silence = "peer " + std::to_string(peer) + " gave no slot back";
   uint64_t since = 0;
-  // One turn: whatever can be posted is, and completions are taken.
+  // One turn: posts all that can be posted, and takes completions.
   auto turn = [&] {
     post_staged(peer);
     if (from >= 0) land(from);
@@ -233,7 +233,7 @@ double BareWriter::exchange_staged(int peer, uint64_t bytes, int count, bool fir
 }
 
 void BareWriter::serve(int peer) {
-  // Writes without immediates are silent here, so only a long silence says that the writer is gone.
+  // Writes without immediates are silent here, so only a long silence shows that the writer is gone.
   const uint64_t end = now_ns() + (uint64_t)(60 * options_.timeout * 1e9);
   while (!finished_) {
     poll();

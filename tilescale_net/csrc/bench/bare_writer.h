@@ -41,7 +41,7 @@ public:
   // that writes here at the same time; serve() it afterwards.
   double write(int peer, uint64_t bytes, int count, bool blocking, int from);
   // Round trips of a write with an immediate, answered in kind by the peer's pong() of the same size and count; seconds
-  // for all of them. Half of a round trip is the one-way time, until the target's CPU knows of the data.
+  // for all of them. Half of a round trip is the one-way time, until the target's CPU has seen the data.
   double ping(int peer, uint64_t bytes, int count) { return exchange(peer, bytes, count, true); }
   void pong(int peer, uint64_t bytes, int count) { exchange(peer, bytes, count, false); }
   // Drives progress for the peer's write() until it calls finish().

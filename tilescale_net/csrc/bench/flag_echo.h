@@ -8,7 +8,7 @@
 
 namespace tsn::bench {
 
-// Two words in the kind of memory that queues live in, each in a page of its own. Whatever the device stores to `ping`
+// Two words in the kind of memory that queues live in, each in a page of its own. What the device stores to `ping`
 // appears in `pong`.
 class FlagEcho {
 public:

@@ -149,8 +149,8 @@ uint64_t Session::sync(int peer) {
   const uint64_t number = ++numbers_.at(peer);
   send_word(peer, ControlPage::meeting, number);
   wait([&] { return pages_[peer].inbox[ControlPage::meeting] >= number; }, peer);
-  // The peer's number is here, but the peer waits until it knows so: on many providers only polling tells it, and
-  // whoever comes here may stop polling now.
+  // The peer's number is here, but the peer waits until its write is complete: many providers complete it only while
+  // this side polls, and the caller may stop polling now.
   int polls = 0;
   wait([&] { return ++polls > kLingeringPolls; }, peer);
   return number;

@@ -36,20 +36,20 @@ public:
   // --- events ------------------------------------------------------------------------------------------------------
   // Hands out what has happened; throws FabricError on a failed operation. Yields the processor after a while without
   // events, and throws FabricError, with `doing` in its text, once nothing has happened for the session's time limit.
-  // Whoever only serves its peer (`passive`) sees no events; it is satisfied with signs of life, which every process
-  // that polls gives its peer once a second.
+  // A process that only serves its peer (`passive`) sees no events; signs of life, which every process that polls gives
+  // its peer once a second, count instead.
   int poll(Event* events, int capacity, const char* doing, int peer, bool passive = false);
 
   // --- meeting -----------------------------------------------------------------------------------------------------
   // Returns, with how many meetings there have been, when the peer has called it too.
   uint64_t sync(int peer);
-  // Tells `peer` how many messages it gets after meeting number `meeting`; peer_count() answers the peer's word, or -1.
-  // Calls `serve`, which has to poll, until the peer has the number: the peer may still be sending, and where a message
-  // without a receive holds up everything behind it, the acknowledgement of this write is among that.
+  // Sends `peer` the number of messages that it gets after meeting number `meeting`; peer_count() returns the peer's
+  // number, or -1. Calls `serve`, which has to poll, until the peer has the number: the peer may still be sending, and
+  // where a message without a receive holds up everything behind it, the acknowledgement of this write is among that.
   void send_count(int peer, uint64_t meeting, uint64_t count, const std::function<void()>& serve);
   int64_t peer_count(int peer, uint64_t meeting) const;
 
-  std::vector<uint64_t> receives_posted; // per rail, kept by the benchmarks: those that no message has used up yet
+  std::vector<uint64_t> receives_posted; // per rail, kept by the benchmarks: not yet used up by messages
 
 private:
   struct alignas(64) ControlPage {

@@ -66,7 +66,7 @@ public:
   }
   std::string text(ssize_t rc) const { return library_.error(rc); }
 
-  // Completions taken by somebody who was not waiting for one.
+  // Completions taken by a thread that was not waiting for one.
   alignas(64) std::atomic<int> spare{0};
 
   // One completion: 1, none: 0. Throws on an error.
@@ -158,7 +158,7 @@ private:
       if (rc != -FI_EAGAIN)
         throw FabricError("thread " + std::to_string(thread_) + ", endpoint " + std::to_string(endpoint) +
                           ": an operation was refused: " + block.text(rc));
-      // The queue is full: a completion taken now is kept for whoever awaits it.
+      // The queue is full: a completion taken now is kept for the thread that awaits it.
       if (block.take()) block.spare.fetch_add(1, std::memory_order_relaxed);
       else deadline.check();
     }

@@ -45,7 +45,7 @@ public:
   // The initiator: measures. Throws FabricError naming the thread and endpoint of a failed operation, or of one that
   // does not complete.
   SharingResult run(const SharingOptions& options);
-  // The initiator: tells the target that round number `round` (1, 2, …) is over.
+  // The initiator: notifies the target that round number `round` (1, 2, …) is over.
   void end_round(uint64_t round, double timeout_s);
   // The target: drives progress until the initiator has ended that round.
   void serve(uint64_t round, double timeout_s);

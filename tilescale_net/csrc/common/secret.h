@@ -1,4 +1,4 @@
-// Numbers that nobody can guess.
+// Numbers that cannot be guessed.
 #pragma once
 
 #include <cerrno>

@@ -58,8 +58,8 @@ struct Driver {
   Result (*cuFlushGPUDirectRDMAWrites)(int target, int scope);
 };
 
-// The driver, loaded from TSN_LIBCUDA or libcuda.so.1 and initialised on the first call. Throws CudaError that says
-// which file or function is missing.
+// The driver, loaded from TSN_LIBCUDA or libcuda.so.1 and initialised on the first call. Throws CudaError that names
+// the missing file or function.
 const Driver& driver();
 
 // Whether driver() would succeed and sees a device.
@@ -94,7 +94,7 @@ RdmaVisibility rdma_visibility(int ordinal);
 // when the driver or the GPU has no DMA buffers. Needs a current context.
 int export_dmabuf(uint64_t base, uint64_t bytes, std::string* why);
 
-// "0000:3b:00.0" of device `ordinal`, in lower case; "" when it cannot be told.
+// "0000:3b:00.0" of device `ordinal`, in lower case; "" when it cannot be read.
 std::string pci_address(int ordinal);
 
 } // namespace cuda

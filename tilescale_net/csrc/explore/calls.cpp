@@ -1,4 +1,4 @@
-// What the running thread tells a job: where it can be overtaken, and what it does there.
+// What the running thread reports to a job: where it can be overtaken, and what it does there.
 #include "job.h"
 
 #include "tilescale_net/csrc/common/address_of.h"

@@ -29,7 +29,7 @@ bool Explorer::at_end(Result& result) {
   result.failure = job_.failure();
   result.gave_up = job_.gave_up();
   const bool blocked = result.failure.empty() && job_.enabled().empty();
-  if (blocked && !job_.ended()) result.failure = "deadlock: nobody can go on: " + job_.waits();
+  if (blocked && !job_.ended()) result.failure = "deadlock: no thread can go on: " + job_.waits();
   else if (blocked) result.failure = judge();
   else if (result.failure.empty() && events >= kMostEvents) result.failure = "the job does not end";
   if (!blocked && result.failure.empty()) return false;

@@ -18,12 +18,12 @@ struct Limits {
 
 struct Result {
   uint64_t schedules = 0; // executions that ran to their end
-  uint64_t cut = 0;       // and those that were given up because they would have repeated others
+  uint64_t cut = 0;       // executions given up because they would have repeated others
   uint64_t states = 0;    // of memory at the end, that differ
   uint64_t events = 0;    // of the longest execution
   bool complete = false;
   std::string failure; // empty: nothing was wrong
-  int gave_up = -1;    // the rank whose record says why
+  int gave_up = -1;    // the rank whose record holds the reason
   uint64_t seed = 0;   // of the failure
   int preemptions = 0; // of the failing schedule
   std::vector<int> schedule;
@@ -32,10 +32,10 @@ struct Result {
 
 class Explorer {
 public:
-  // `holds` says what is wrong with the memory as it is at the end, or nothing; it is asked once for each state of it.
+  // `holds` returns what is wrong with the memory at the end, or nothing; it is called once for each state of it.
   Explorer(Setup setup, std::function<std::string()> holds, std::function<bool()> interrupted);
 
-  // Every schedule, but for those that differ only in the order of independent events. The first failure ends it.
+  // Every schedule, except schedules that differ only in the order of independent events. The first failure ends it.
   Result all(const Limits& limits);
   // Schedules by random priorities that change `depth` - 1 times (Burckhardt et al., ASPLOS 2010).
   Result random(uint64_t first_seed, uint64_t seeds, int depth);
@@ -59,7 +59,7 @@ private:
   int cost(const Node& node, int process) const;
   bool affordable(const Node& node, int process) const;
   void add_for(const Race& race, int event);
-  // Goes back to the last place where something else is wanted. False: there is none.
+  // Goes back to the last place where something else is wanted. False: no such place is left.
   bool go_back();
   // Whether the execution has gone to its end, or to a failure, which it notes.
   bool at_end(Result& result);

@@ -1,7 +1,7 @@
 // What the events of one execution have touched, in which order, and which of them could have come in another one.
 //
 // An event is what happens between two decisions of the scheduler. Two events are dependent if both touch a place and
-// one of them changes it, but for two additions to a word. Of two dependent events that nothing else orders the later
+// one of them changes it, except two additions to a word. Of two dependent events that nothing else orders the later
 // one could have come first: a race in the sense of partial order reduction (Flanagan and Godefroid, POPL 2005), which
 // right kernels have too, where signals of several senders come to one word.
 #pragma once
@@ -57,7 +57,7 @@ struct Race {
 class History {
 public:
   void clear();
-  // The number of the event that is under way from now on; who begins it knows `past`.
+  // The number of the event that is under way from now on; the process that begins it knows `past`.
   int begin(int process, const Past& past);
   // What came before it, with what it has touched so far.
   const Past& past() const { return past_; }

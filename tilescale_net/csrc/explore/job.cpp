@@ -10,7 +10,7 @@ namespace explore {
 
 namespace {
 
-constexpr int kMostInVain = 64; // polls of a thread while nobody else can go on
+constexpr int kMostInVain = 64; // polls of a thread while no other can go on
 
 uint64_t word_at(const void* p, uint64_t bytes) {
   uint64_t value = 0;

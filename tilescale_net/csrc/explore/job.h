@@ -1,4 +1,4 @@
-// All ranks of a small job in this process, run one event at a time: what may come next is for the caller to choose.
+// All ranks of a small job in this process, run one event at a time: the caller chooses what comes next.
 //
 // A process is a thread of a kernel from its first access to a word by which threads order each other; or the beginning
 // of a block; or an operation that is on its way to another rank. An event of a thread is such an access, or a call
@@ -26,7 +26,7 @@ struct Memory { // what an execution may change, as it is at first
 struct Rank {
   std::vector<sim::Launch> launches; // one after the other
   uint64_t heap = 0;                 // its base
-  uint64_t error = 0;                // address of the first word of its record, which says that a thread gave up
+  uint64_t error = 0;                // address of the first word of its record, which is set when a thread gave up
 };
 
 struct Setup {
@@ -54,9 +54,9 @@ public:
   int64_t block_of(int process) const;
   // Why the execution cannot go on or be right; empty: nothing is wrong so far.
   const std::string& failure() const { return failure_; }
-  // Of the rank that gave up, whose record says why; -1: none has.
+  // The rank that gave up, whose record holds the reason; -1: none has.
   int gave_up() const { return gave_up_; }
-  // Who waits where, when nothing may come next.
+  // Which threads wait where, when nothing may come next.
   std::string waits() const;
   uint64_t digest() const; // of the memory
   History& history() { return history_; }

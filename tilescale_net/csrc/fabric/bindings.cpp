@@ -1,4 +1,5 @@
-// Python's view of the fabric: what there is, options, and a Transport for tests and scripts (one call per operation).
+// Python's view of the fabric: what is offered, options, and a Transport for tests and scripts (one call per
+// operation).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -71,7 +72,7 @@ py::list poll(Transport& transport, int capacity) {
   return list;
 }
 
-// Posting operations; each returns what answer() says.
+// Posting operations; each returns the result of answer().
 void bind_posts(py::class_<Transport>& transport) {
   transport
       .def(

@@ -21,9 +21,9 @@ using Fid = std::unique_ptr<T, FidDeleter<T>>;
 
 class Endpoint {
 protected:
-  // Opens and binds all of it; whoever opens it sets options and enables it. `check` is called with what each call
-  // returns and its name, and throws where that is not 0. Returns the size of the completion queue: what `cq_attr` asks
-  // for, or less where the device has no longer ones, but not below `least`.
+  // Opens and binds all of it; the caller sets options and enables it. `check` is called with what each call returns
+  // and its name, and throws where that is not 0. Returns the size of the completion queue: what `cq_attr` requests, or
+  // less where the device has no longer ones, but not below `least`.
   template <typename Check>
   size_t open(const Library& library, fi_info* info, fi_cq_attr cq_attr, size_t least, Check check);
 

@@ -107,7 +107,7 @@ void LibfabricTransport::connect(int peer, const std::string& address) {
   const size_t at = static_cast<size_t>(peer) * n_rails_;
   if (peers_.size() < at + n_rails_) peers_.resize(at + n_rails_, FI_ADDR_UNSPEC);
   if (peers_[at] != FI_ADDR_UNSPEC) throw FabricError("peer " + std::to_string(peer) + " is connected already");
-  // Rail r sends to their rail r % theirs; whatever rail of theirs sends here must be known here before it does.
+  // Rail r sends to their rail r % theirs; any rail of theirs that sends here must be known here before it does.
   const int n_theirs = static_cast<int>(theirs.size());
   for (int r = 0; r < n_rails_; ++r) {
     peers_[at + r] = rails_[r]->insert(theirs[r % n_theirs]);

@@ -20,7 +20,7 @@ bool find(void* handle, const char* name, F& function) {
 
 std::string version_text(const Library& lib) {
   // "fi_version" has major and minor only; the string that libfabric prints has the patch level too.
-  const char* text = lib.tostr(&lib, FI_TYPE_VERSION); // reads nothing of its argument, but wants one
+  const char* text = lib.tostr(&lib, FI_TYPE_VERSION); // reads nothing of its argument, but needs one
   if (text && *text) return text;
   return std::to_string(FI_MAJOR(lib.version)) + "." + std::to_string(FI_MINOR(lib.version));
 }
@@ -30,7 +30,7 @@ std::string open_library(const std::string& file, Library& lib) {
   // Debian's libfabric links PSM, whose constructors replace the process's handlers of SIGSEGV and its like otherwise.
   setenv("IPATH_NO_BACKTRACE", "1", 0);
   setenv("HFI_NO_BACKTRACE", "1", 0);
-  // As Rail::set_endpoint_options() says it to each endpoint, for libraries that know the variable alone.
+  // What Rail::set_endpoint_options() sets on each endpoint, for libraries that read the variable only.
   setenv("FI_EFA_USE_UNSOLICITED_WRITE_RECV", "0", 0);
   void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle) return dlerror();
@@ -59,7 +59,7 @@ std::string Library::error(int64_t rc) const {
 
 const Library& load_library(const std::string& explicit_file, const std::string& fallback) {
   static std::mutex mutex;
-  static std::map<std::string, std::unique_ptr<Library>> opened; // by the file asked for
+  static std::map<std::string, std::unique_ptr<Library>> opened; // by the requested file
   std::lock_guard<std::mutex> lock(mutex);
 
   const char* env = std::getenv("TSN_LIBFABRIC");

@@ -76,7 +76,8 @@ bool is_internet(const fi_info* info) {
          info->addr_format == FI_SOCKADDR;
 }
 
-// Lower is better. Loopback TCP goes before shared memory because it tells when a peer dies and leaves no files behind.
+// Lower is better. Loopback TCP goes before shared memory because it reports the death of a peer and leaves no files
+// behind.
 int preference(const fi_info* info) {
   static const char* const order[] = {"efa-direct", "efa", "verbs;ofi_rxm", "tcp", "tcp;ofi_rxm", "shm", "sockets"};
   const std::string name = provider_name(info);

@@ -1,4 +1,4 @@
-// Which provider, which interface, which NICs: from what libfabric offers and what the caller asked for.
+// Which provider, which interface, which NICs: from what libfabric offers and what the caller requested.
 #pragma once
 
 #include <memory>
@@ -24,7 +24,7 @@ struct Selection {
 };
 
 // The best offer for `options`, or FabricError naming what was wanted, what was offered, and what to change.
-// `threading` is what the caller will hold itself to: FI_THREAD_DOMAIN, one thread per rail, unless it says otherwise.
+// `threading` is what the caller keeps to; by default FI_THREAD_DOMAIN, one thread per rail.
 Selection select_provider(const Library& library, const TransportOptions& options,
                           fi_threading threading = FI_THREAD_DOMAIN);
 

@@ -99,7 +99,7 @@ void Rail::set_endpoint_options() {
     return fi_getopt(&ep_->fid, FI_OPT_ENDPOINT, name, value, &bytes) == 0;
   };
   const bool efa = std::string(info_->fabric_attr->prov_name) == "efa";
-  // A write's immediate shall take a posted receive, so that the sender feels a queue that nobody empties.
+  // A write's immediate shall take a posted receive, so that a queue that no thread empties stops the sender.
   if (efa && imm_consumes_) set(kUnsolicitedWriteReceives, false);
   // A kernel that waits for a put would deadlock with a provider that calls CUDA in its data path: forbid it, and where
   // the provider cannot do without, go through staging instead. An unknown option means an old provider: keep it.
@@ -160,7 +160,7 @@ void Rail::allocate_slots() {
   buffers_desc_ = fi_mr_desc(mr);
 }
 
-// Whoever knows a key may write to the memory: where we choose it and it has room, nobody can guess it.
+// A process that has a key can write to the memory: where we choose the key and it has room, it cannot be guessed.
 uint64_t Rail::new_key() {
   static std::atomic<uint64_t> next{1};
   if (prov_key_) return 0;

@@ -1,9 +1,9 @@
 // One rail: one endpoint with its domain, address vector and completion queue, on one NIC.
 //
 // Every outstanding operation holds a slot; a slot remembers what the operation was, so that completions need no search
-// and errors can be told in the caller's terms. The number of slots bounds what this side has outstanding; immediates
-// come unasked, and the completion queue has room for TransportOptions::immediates of them, which those who send them
-// must not exceed. A rail is used by one thread at a time.
+// and errors can be reported in the caller's terms. The number of slots bounds what this side has outstanding;
+// immediates come unrequested, and the completion queue has room for TransportOptions::immediates of them, which their
+// senders must not exceed. A rail is used by one thread at a time.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ public:
   // --- set-up ------------------------------------------------------------------------------------------------------
   std::string name() const; // the endpoint's address, opaque
   fi_addr_t insert(const std::string& name);
-  // `token`: what the peer wants to see in messages to it; it will put token() of this rail into its own.
+  // `token`: what the peer expects in messages to it; its own messages will carry token() of this rail.
   void expect_messages_from(int peer, uint64_t token) {
     if (static_cast<size_t>(peer) >= known_.size()) known_.resize(peer + 1, false), tokens_.resize(peer + 1, 0);
     known_[peer] = true;
@@ -63,7 +63,7 @@ public:
   struct Target {
     int peer;
     fi_addr_t address;
-    uint64_t remote; // what the provider wants: an address or an offset
+    uint64_t remote; // in the form of the provider: an address or an offset
     uint64_t key;
   };
   Post write(const Target& to, const void* source, void* desc, const Transport::Copy& copy);
@@ -86,7 +86,7 @@ private:
     int32_t peer;
     Kind kind;
   };
-  // Sits before the payload of every message: who sends it, and that the receiver has told it its token.
+  // Precedes the payload of every message: its sender, and the token that the receiver has given to it.
   struct Header {
     int32_t sender;
     uint32_t magic;
@@ -105,7 +105,7 @@ private:
   uint64_t new_key();
 
   void* context(uint32_t slot) const { return contexts_ + (static_cast<size_t>(slot) << context_shift_); }
-  // The slot of a completion's context; n_slots when it is none of ours.
+  // The slot of a completion's context; n_slots when the context is not ours.
   uint32_t slot_of(const void* context) const {
     const size_t distance = static_cast<size_t>(static_cast<const char*>(context) - contexts_);
     return distance >> context_shift_ < slots_.size() ? static_cast<uint32_t>(distance >> context_shift_)

@@ -85,7 +85,7 @@ Post Rail::message(int peer, fi_addr_t address, const void* data, uint32_t bytes
   message.iov_count = 1;
   message.addr = address;
   message.context = context(slot);
-  // Not the endpoint's delivery-complete: a message is acknowledged by whoever asked for it, if at all.
+  // Not the endpoint's delivery-complete: a message is acknowledged by the layer that requests it, if at all.
   return post_result(fi_sendmsg(ep_.get(), &message, FI_COMPLETION), slot, "a message");
 }
 

@@ -45,7 +45,7 @@ TSN_HOT Post Rail::read(const Target& from, void* destination, void* desc, const
       "a read");
 }
 
-// Turns completions into events; the number of those that the caller wants to hear of. What the loop changes is kept in
+// Turns completions into events; returns the number of those for the caller. What the loop changes is kept in
 // registers, because the compiler must assume that an event could lie anywhere.
 TSN_HOT int Rail::completions(const fi_cq_data_entry* entries, int count, Event* events) {
   Slot* const slots = slots_.data();

@@ -7,7 +7,7 @@
 namespace tsn::fabric {
 namespace {
 
-// A DMABUF over the host pages that hold a range of GPU memory; fd is -1, with the reason, where there is none.
+// A DMABUF over the host pages that hold a range of GPU memory; fd is -1, with the reason, where it cannot be made.
 struct DmaBuf {
   explicit DmaBuf(const Memory& memory) {
     const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));

@@ -15,8 +15,9 @@
 // - Nothing is ordered: not writes among themselves, not messages after writes, not across rails.
 // - A post answers `again` when a queue is full: poll(), then try again. Nothing was sent.
 // - poll() also drives progress, of operations that others started here too: a target must keep calling it.
-// - A post or poll never throws and never blocks. After `error`, last_error() says what was refused and why.
-// - Each cookie comes back exactly once, as `done` or as `failed`, unless it is kSilent: then only a failure is told.
+// - A post or poll never throws and never blocks. After `error`, last_error() returns what was refused and why.
+// - Each cookie comes back exactly once, as `done` or as `failed`, unless it is kSilent: then only a failure is
+// reported.
 //
 // Threads: a Transport belongs to one thread at a time (FI_THREAD_DOMAIN). Several proxy threads use one Transport
 // each.
@@ -39,7 +40,7 @@ public:
 
 enum class Post : uint8_t { ok, again, error };
 
-// Cookie of an operation whose success nobody needs to hear of.
+// Cookie of an operation whose success need not be reported.
 constexpr uint64_t kSilent = ~0ull;
 
 // Index of a local region, or of one peer's region; the same for all rails.
@@ -166,7 +167,7 @@ public:
 };
 
 struct TransportOptions {
-  int rank = 0;         // this process among the peers: told to the receivers of its messages
+  int rank = 0;         // this process among the peers: sent to the receivers of its messages
   std::string provider; // "" = TSN_PROVIDER, or else the best one offered; otherwise exactly this one
   std::string
       interface; // "" = TSN_FABRIC_INTERFACE, or else loopback on one host; a domain or interface name, comma-separated
@@ -186,7 +187,7 @@ struct TransportOptions {
   std::string chaos;              // "" = TSN_CHAOS, "off" = none, or "seed=7,reorder=0.3,…" (see chaos.h)
 };
 
-// libfabric's transport, wrapped in the chaos transport when asked for. Throws FabricError.
+// libfabric's transport, wrapped in the chaos transport on request. Throws FabricError.
 std::unique_ptr<Transport> make_transport(const TransportOptions& options);
 
 } // namespace tsn::fabric

@@ -1,6 +1,6 @@
 // What this part uses of two C interfaces: DLPack's tensors and exchange functions, and TVM's calls of functions.
 //
-// Both are stable by their authors' word; versions that differ are refused by whoever hands their addresses over.
+// Their authors promise that both are stable; bindings.cpp and runtime/quick_calls.py refuse other versions.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// A launch whose arguments are known but for some: what a call costs is the conversion of those.
+// A launch with all but some arguments known: a call only converts the others.
 #pragma once
 
 #include <Python.h>
@@ -16,14 +16,14 @@ constexpr int kMostArguments = 64, kMostGiven = 32;
 struct Given {
   int place;                      // among the kernel's arguments
   int64_t columns = 0;            // the kernel takes it as [rows, columns]; 0: as it is
-  bool words = false;             // of int32, whatever it is of
+  bool words = false;             // as int32, from any element type
   const View* stand_in = nullptr; // taken for None and for a tensor without elements
 };
 
 // Made once, called from Python with the tensors and numbers that a call gives, in their order.
 //
-// Whatever is unusual goes to `otherwise`, a Python function of the same arguments, which does the same more slowly and
-// says what is wrong.
+// Unusual calls go to `otherwise`, a Python function of the same arguments, which does the same more slowly and reports
+// errors.
 class Pack {
 public:
   Pack(const Reader& reader, const TvmCalls& calls, int count, PyObject* resolve, PyObject* otherwise);

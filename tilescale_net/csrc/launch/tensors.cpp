@@ -9,7 +9,7 @@ bool View::contiguous() const {
   int64_t run = 1;
   bool dense = true;
   for (int32_t i = tensor.ndim - 1; i >= 0; --i) {
-    if (tensor.shape[i] == 0) return true; // whatever the strides
+    if (tensor.shape[i] == 0) return true; // with any strides
     dense = dense && (tensor.shape[i] == 1 || tensor.strides[i] == run);
     run *= tensor.shape[i];
   }

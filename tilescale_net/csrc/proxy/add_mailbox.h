@@ -1,5 +1,5 @@
-// The host's half of an add mailbox (device/add_mailbox.h): which adds are published, and which wait for room. How
-// words get into the heap is the owner's business.
+// The host's half of an add mailbox (device/add_mailbox.h): which adds are published, and which wait for room. The
+// owner brings words into the heap.
 #pragma once
 
 #include "tilescale_net/device/add_mailbox.h"
@@ -22,7 +22,7 @@ public:
   explicit AddMailbox(uint64_t* entries) : entries_(entries) {}
 
   bool full() const { return published_ - claimed_ == kAddMailboxEntries; }
-  // It is worth to ask how far kernels have come.
+  // Whether the kernels' progress should be read.
   bool crowded() const { return published_ - claimed_ > kAddMailboxEntries / 2 || !waiting_.empty(); }
   uint64_t published() const { return published_; }
 
@@ -44,7 +44,7 @@ public:
     }
   }
 
-  // All adds that no kernel has claimed, of which the first `claimed` are none. They count as claimed from now on.
+  // All adds that no kernel has claimed; kernels have claimed the first `claimed`. They count as claimed from now on.
   Sums take(uint64_t claimed) {
     Sums sums = std::exchange(waiting_, {});
     for (; claimed != published_; claimed++) {

@@ -132,8 +132,8 @@ void bind(py::module_& m) {
       .def("apply_adds", &Proxy::apply_adds, py::arg("seconds"), no_gil,
            "Carries out the adds that were left to kernels; while no kernel runs. False as drain().")
       .def("excuse", &Proxy::excuse, py::arg("peers"),
-           "These PEs take part no more, and may end at any time: nobody waits for them.")
-      .def("explain", &Proxy::explain, py::arg("reason"), "What peers are told when the abort word ends this proxy.")
+           "These PEs no longer take part and may end at any time: no rank waits for them.")
+      .def("explain", &Proxy::explain, py::arg("reason"), "Sent to peers when the abort word ends this proxy.")
       .def("close", &Proxy::close, no_gil, "stop(), and the endpoints are gone; to be called after a barrier.")
       .def("stop", &Proxy::stop, no_gil, "Finishes what is queued and ends the threads; to be called after a barrier.")
       .def(

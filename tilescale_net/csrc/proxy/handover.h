@@ -1,9 +1,10 @@
 // What the threads of one proxy hand each other when several serve one peer.
 //
-// A peer has one *home* thread, which alone takes its descriptors, numbers them and applies what arrives: order is kept
-// there, whoever carries the data. *Helpers* post large pieces that the home gives them through endpoints of their own,
-// to the peer's helpers, and tell the homes on both sides: "posted and complete" and "arrived, of this group". Since
-// arrivals are counted and nothing trusts an order, it does not matter through whose endpoint a piece came.
+// A peer has one *home* thread, which alone takes its descriptors, numbers them and applies what arrives: it keeps the
+// order, whichever thread carries the data. *Helpers* post large chunks that the home gives them through endpoints of
+// their own, to the peer's helpers, and notify the homes on both sides: "posted and complete" and "arrived, of this
+// group". Since arrivals are counted and nothing relies on their order, it does not matter through which endpoint a
+// chunk came.
 #pragma once
 
 #include "tilescale_net/csrc/proxy/peer_state.h"
@@ -17,8 +18,8 @@ namespace tsn::proxy {
 struct Handover {
   enum Kind : uint8_t {
     piece,    // to a helper: post `op`
-    complete, // to the home: `pieces` that it gave are; `op` says of what they were, and of a read the bytes
-    arrived,  // to the home: a piece of op.group is in the heap
+    complete, // to the home: `pieces` chunks that it gave; `op`: their interval and, of a read, the bytes
+    arrived,  // to the home: a chunk of op.group is in the heap
   };
   Kind kind;
   int pe;

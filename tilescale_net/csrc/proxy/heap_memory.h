@@ -31,7 +31,7 @@ public:
   static constexpr uint32_t kMaxWrite = 1024;
   virtual void write(uint64_t offset, const void* from, uint32_t bytes) = 0;
   // Signal words: all earlier incoming work, and the peers' RDMA writes whose arrival this thread has seen, are visible
-  // to whoever acquires the new value.
+  // to any thread that acquires the new value.
   virtual void set(uint64_t offset, uint64_t value) = 0;
   virtual void add(uint64_t offset, uint64_t value) = 0;
   virtual uint64_t in_position() const = 0;
@@ -47,7 +47,7 @@ public:
 };
 
 std::unique_ptr<HeapMemory> make_host_memory(void* base);
-// The same, but for adds: like those of make_cuda_memory() they are left to waiting kernels.
+// The same, except adds: they are left to waiting kernels, as by make_cuda_memory().
 std::unique_ptr<HeapMemory> make_host_memory_with_mailbox(void* base, int mailbox);
 
 // For the thread that calls it: makes the device's primary context current. `mailbox` is the number of

@@ -1,4 +1,4 @@
-// The heap on a GPU: two streams of the driver, one per direction, beside whatever kernels run.
+// The heap on a GPU: two streams of the driver, one per direction, beside any kernels that run.
 //
 // Positions: poll() has the stream write the number of its operations into pinned memory behind them, so that looking
 // at progress costs no call of the driver.
@@ -88,7 +88,7 @@ public:
       std::memcpy(&v, from, 4);
       return check(d_.cuStreamWriteValue32(in_.next(), base_ + offset, v, 0), "cuStreamWriteValue32");
     }
-    // The driver copies later: the data wait in a ring of pinned pieces.
+    // The driver copies later: the data wait in a ring of pinned slots.
     const uint64_t slot = writes_++ % kWriteSlots;
     if (write_position_[slot] > in_.completed()) in_.drain();
     char* piece = word<char>(kWritesAt + slot * kMaxWrite);
@@ -157,8 +157,8 @@ private:
     check(d_.cuStreamWriteValue64(in_.next(), mailbox_, adds_.published(), 0), "cuStreamWriteValue64");
   }
 
-  // The mailbox fills up: asks the device, in the background, how far it has come, and publishes what fits. When nobody
-  // waits on the device, nothing moves, so the question is not repeated at once.
+  // The mailbox fills up: reads in the background how far the device has come, and publishes what fits. While no kernel
+  // waits, nothing moves, so the read is not repeated at once.
   void make_room() {
     if (asked_ == 0) {
       const uint64_t now = now_ns();

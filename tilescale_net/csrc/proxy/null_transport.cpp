@@ -55,7 +55,7 @@ public:
         at += sizeof m;
         ack.type = RecordType::ack;
         ack.marks = m.sequence + 1;
-        // Groups are complete as soon as their sizes are told.
+        // Groups are complete as soon as their sizes have come.
         if (m.count) ack.groups = m.group + 1;
         else if (m.closed_count) ack.groups = m.closed_group + 1;
         owed_[peer] = true;

@@ -14,26 +14,26 @@ namespace tsn::proxy {
 struct ProxyOptions {
   int rank = 0;
   int n_pes = 1;
-  std::vector<int> peers;   // the PEs to serve: those that kernels cannot reach directly
+  std::vector<int> peers;   // the PEs to serve: kernels cannot reach them directly
   Memory heap;              // this PE's symmetric heap
   bool defers_adds = false; // see adds_are_deferred()
   uint64_t abort_word = 0;  // uint32_t* in host memory: set when the proxy gives up, and ends it when set by others
   int queues = 1;           // device queues; operations to a PE use queue pe % queues
   int threads = 1;          // proxy threads, each with its own endpoints; queue q belongs to thread q % threads
-  int peer_threads = 1;     // that share the large pieces of what goes to one peer, see handover.h
+  int peer_threads = 1;     // that share the large chunks to one peer, see handover.h
   uint32_t capacity = 1024; // descriptors in a queue's ring, a power of two
   std::vector<int> cpus;    // thread i runs on cpus[i % size] only; empty: anywhere
   bool dedicated = false;   // the threads have cores of their own: they never give way while idle
-  uint64_t chunk_bytes = 1 << 20;    // puts travel in pieces of at most this size
+  uint64_t chunk_bytes = 1 << 20;    // puts travel in chunks of at most this size
   uint32_t inline_bytes = 128;       // puts up to this size travel inside messages, where the host can read the heap
-  uint64_t shared_bytes = 1 << 16;   // pieces of at least this size are shared among a peer's threads
+  uint64_t shared_bytes = 1 << 16;   // chunks of at least this size are shared among a peer's threads
   bool force_staging = false;        // go through staging slots even where the transport could reach the heap
   uint64_t staging_bytes = 32 << 20; // for each of the two directions of a thread
   OrderWindow window = {4096, 1024};
   double timeout = 20;            // seconds without any sign of progress after which a peer counts as lost
   uint64_t first_position = 0;    // of the queues; for tests of the wrap-around
   bool trust_last_chunk = false;  // TEST ONLY: break the ordering on purpose, the package sets it for TSN_TEST_ORDERING
-  std::vector<std::string> trace; // thread i writes its events to the ring in trace[i]; empty: nobody does
+  std::vector<std::string> trace; // thread i writes its events to the ring in trace[i]; empty: no thread does
   bool print_stats = false;       // on stderr when the proxy stops
   TransportOptions transport;     // provider "null": completes at once and sends nothing, see null_transport.h
 };
@@ -43,13 +43,13 @@ inline bool adds_are_deferred(const ProxyOptions& options) {
   return options.defers_adds || options.heap.kind == Memory::cuda;
 }
 
-// The thread of rank `pe` that talks with rank `peer`: its home thread.
+// The thread of rank `pe` that serves rank `peer`: its home thread.
 inline int thread_of(const ProxyOptions& options, int peer) { return peer % options.queues % options.threads; }
 // The threads that share what goes to `peer`: number 0 is its home, the others help.
 inline int thread_of(const ProxyOptions& options, int peer, int number) {
   return (thread_of(options, peer) + number) % options.threads;
 }
-// How many threads are homes: those that have a queue.
+// The number of threads that are homes: they have a queue.
 inline int home_threads(const ProxyOptions& options) {
   return options.threads < options.queues ? options.threads : options.queues;
 }

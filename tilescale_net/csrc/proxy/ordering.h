@@ -3,10 +3,10 @@
 // A stream is everything that one PE sends to one other PE. Its data chunks belong to numbered *groups*:
 //   - each put_signal is a group of its own;
 //   - plain puts join the open group, which is closed by the first signal or flush after a fence.
-// Every chunk names its group (modulo the window) in its immediate. A *mark* travels in a message and says how many
+// Every chunk names its group (modulo the window) in its immediate. A *mark* travels in a message and states how many
 // chunks its own group has, how many the group had that it closes, which groups must be complete before it, and which
-// earlier mark must be applied before it. The target applies a mark once it has counted all of that: whatever arrives
-// first or last, there is no drain and no "last chunk".
+// earlier mark must be applied before it. The target applies a mark once it has counted all of that: in any order of
+// arrival, there is no drain and no "last chunk".
 //
 // Marks on one word are applied in the order of issue: the source remembers the last mark per word (in a small hashed
 // table; a collision only orders more than necessary). Windows bound what is outstanding, so numbers modulo the window

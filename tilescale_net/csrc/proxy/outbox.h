@@ -42,7 +42,7 @@ public:
   bool empty() const { return messages_.empty(); }
   size_t backlog() const { return messages_.size(); }
 
-  // Posts messages until all are gone, or the transport wants no more.
+  // Posts messages until all are gone, or the transport takes no more.
   Post flush(Transport* transport, int rail, int peer, ProxyStats* stats) {
     while (!messages_.empty()) {
       Message& m = messages_.front();

@@ -47,7 +47,7 @@ void check(const ProxyOptions& o) {
 
 Proxy::Proxy(const ProxyOptions& options, const TransportFactory& make) : options_(options), proxy_state_(options_) {
   check(options_);
-  // A thread has at least 64 immediates to send before its peer answers, whatever the number of PEs.
+  // A thread has at least 64 immediates to send before its peer answers, for any number of PEs.
   options_.transport.immediates = std::max(4096u, 64u * (uint32_t)options_.peers.size());
   const bool cuda = options_.heap.kind == Memory::cuda;
   std::optional<cuda::PrimaryContext> context; // memory is pinned in it

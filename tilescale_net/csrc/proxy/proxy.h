@@ -1,8 +1,8 @@
-// The proxy of one PE: its device queues, its threads, and what the host side asks of them.
+// The proxy of one PE: its device queues, its threads, and the calls of the host side.
 //
 // Life: construct (endpoints and memory registered), exchange address() with all PEs out of band, connect(), start().
-// In the end drain(), a barrier among the PEs, then close(): whoever has closed no longer serves what its peers still
-// send, and until everybody has drained, they do. States and calls are in docs/states.md.
+// In the end drain(), a barrier among the PEs, then close(): a closed proxy no longer serves what its peers send, and
+// they send until all have drained. States and calls are in docs/states.md.
 #pragma once
 
 #include "tilescale_net/csrc/proxy/worker.h"
@@ -42,10 +42,10 @@ public:
 
   // What the device needs, one per queue; see device/context.h. `head` and `tail_cache` lie in the heap's system area.
   std::vector<QueueView> views() const;
-  // These PEs take part no more, and may end at any time: nobody waits for them, and their end is no failure. What they
-  // still ask for is served.
+  // These PEs no longer take part and may end at any time: no rank waits for them, and their end is no failure. What
+  // they still request is served.
   void excuse(const std::vector<int>& peers);
-  // Why the owner is about to set the abort word: what the peers are told. The first reason is kept.
+  // Why the owner is about to set the abort word; sent to the peers. The first reason is kept.
   void explain(const std::string& reason) { proxy_state_.explain(reason); }
   bool failure(Failure* out) { return proxy_state_.failure(out); }
   std::map<std::string, double> stats() const;
@@ -53,7 +53,7 @@ public:
   bool staged() const { return workers_[0]->staged(); }
   uint64_t chunk_bytes() const { return workers_[0]->chunk_bytes(); }
   uint32_t staging_slots() const { return workers_[0]->staging_slots(); }
-  // Memory and endpoints that it takes, by name.
+  // The memory and endpoints of this proxy, by name.
   std::map<std::string, uint64_t> sizes() const;
   const ProxyOptions& options() const { return options_; }
 

@@ -22,7 +22,7 @@ struct TrackedQueue {
     return open[position & (host.capacity() - 1)].load(std::memory_order_acquire) != 0;
   }
   void begin(uint64_t position) { open[position & (host.capacity() - 1)].store(1, std::memory_order_relaxed); }
-  // Tells the device, then frees the entry. Any thread.
+  // Notifies the device, then frees the entry. Any thread.
   void complete(uint64_t position) {
     host.complete(position);
     open[position & (host.capacity() - 1)].store(0, std::memory_order_release);
@@ -66,11 +66,11 @@ public:
     return failed.load(std::memory_order_relaxed);
   }
 
-  // The PE takes part no more, and may end at any time: see Proxy::excuse(). Any thread.
+  // The PE no longer takes part and may end at any time: see Proxy::excuse(). Any thread.
   void excuse(int pe) { excused_[(size_t)pe].store(true, std::memory_order_release); }
   bool excused(int pe) const { return excused_[(size_t)pe].load(std::memory_order_acquire); }
 
-  // Why the owner has aborted, for those who have no failure of their own; see Proxy::explain().
+  // Why the owner has aborted, for threads without a failure of their own; see Proxy::explain().
   void explain(const std::string& reason) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (reason_.empty()) reason_ = reason;

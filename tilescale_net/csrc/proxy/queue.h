@@ -38,7 +38,7 @@ public:
       if ((d.word[2] & 1) != parity) return false;
       d.word[3] = __atomic_load_n(slot + 3, __ATOMIC_RELAXED);
     } else {
-      // Nobody wrote half b in this lap; leaving it would make it look new in the next one.
+      // No thread wrote half b in this lap; leaving it would make it look new in the next one.
       __atomic_store_n(slot + 2, parity, __ATOMIC_RELAXED);
     }
     __builtin_prefetch(slots_ + ((position_ + 8) & mask_) * 4);
@@ -47,7 +47,7 @@ public:
     return true;
   }
 
-  // Command of the next descriptor without taking it; Command::none while there is none.
+  // Command of the next descriptor, which stays in the queue; Command::none when the queue is empty.
   Command peek() const {
     const uint64_t word = __atomic_load_n(slots_ + (position_ & mask_) * 4, __ATOMIC_ACQUIRE);
     return (word & 1) == parity_of(position_, mask_) ? command_of(word) : Command::none;
@@ -60,8 +60,8 @@ public:
     __atomic_store_n(tail_, position_, __ATOMIC_RELEASE);
   }
 
-  // Tells the waiters of the ticket at `position` that its operation is complete. Entries are shared by positions one
-  // lap apart, so an earlier ticket must be completed before a later one of the same entry is popped. Any thread.
+  // Marks the operation of the ticket at `position` complete, for the ticket's waiters. Entries are shared by positions
+  // one lap apart, so an earlier ticket must be completed before a later one of the same entry is popped. Any thread.
   void complete(uint64_t position) { __atomic_store_n(done_ + (position & mask_), position + 1, __ATOMIC_RELEASE); }
 
   uint64_t position() const { return position_; }

@@ -1,6 +1,6 @@
-// Reading what a peer sent. Nothing that it says is believed: every field is bounded here, before anybody uses it.
+// Reading what a peer sent. Nothing in it is trusted: every field is bounded here, before it is used.
 //
-// What only the state of a stream can tell (windows, acknowledgements, credits) is checked where that state is.
+// What depends on the state of a stream (windows, acknowledgements, credits) is checked where that state is.
 #pragma once
 
 #include "tilescale_net/csrc/proxy/heap_memory.h"
@@ -38,13 +38,13 @@ struct Record {
 // Reads the record at the start of `room` bytes. False: it makes no sense.
 bool read_record(const char* data, uint64_t room, const HeapBounds& heap, Record* out);
 
-// The pieces of a staging slot, one after the other. The peer can write to the slot at any time: what has been checked
+// The chunks of a staging slot, one after the other. The peer can write to the slot at any time: what has been checked
 // is a copy.
 class SlotReader {
 public:
   // `slot`: memory of `slot_bytes` bytes.
   SlotReader(const char* slot, uint32_t slot_bytes, const HeapBounds& heap);
-  // The next piece, and where its data lie. False: there is none; see good().
+  // The next chunk, and where its data lie. False: no chunk is left; see good().
   bool next(PieceHeader* piece, const char** data);
   // Whether everything so far made sense, and after next() has answered false, the whole slot.
   bool good() const { return good_; }

@@ -9,7 +9,7 @@ namespace tsn::proxy {
 
 StagingShape staging_shape(const ProxyOptions& options, int peers, int slot_bits, uint64_t max_write,
                            uint64_t immediates) {
-  // Slots as large as a piece may be, while every peer gets at least eight of them; not below 16 KiB.
+  // Slots as large as a chunk may be, while every peer gets at least eight of them; not below 16 KiB.
   constexpr uint64_t kLeast = 8;
   StagingShape shape;
   uint64_t slot = std::max<uint64_t>(options.chunk_bytes, 4096);

@@ -1,9 +1,9 @@
 // Pinned slots on both sides, for heaps that the transport cannot reach.
 //
-// The source packs one or more pieces of data into a send slot, a header before each, and writes the slot into one of
-// the slots that the target keeps for this source; the immediate names source and slot. The target copies the pieces
-// into its heap, counts them in their groups, and gives the slot back with a credit. Copies on both sides run on the
-// device's copy engines beside the network: nothing waits for anything but its own data and a free slot.
+// The source packs one or more chunks into a send slot, a header before each, and writes the slot into one of the slots
+// that the target keeps for this source; the immediate names source and slot. The target copies the chunks into its
+// heap, counts them in their groups, and gives the slot back with a credit. Copies on both sides run on the device's
+// copy engines beside the network: nothing waits for anything but its own data and a free slot.
 #pragma once
 
 #include "tilescale_net/csrc/cuda/pinned_block.h"
@@ -14,7 +14,7 @@
 
 namespace tsn::proxy {
 
-constexpr uint32_t kSlotOverhead = 64; // headers of a slot with one piece, and padding
+constexpr uint32_t kSlotOverhead = 64; // headers of a slot with one chunk, and padding
 constexpr uint32_t kLeastSlot = 128;
 
 // Of this thread; those of a peer's may differ, as it may serve another number of peers.
@@ -32,7 +32,7 @@ StagingShape staging_shape(const ProxyOptions& options, int peers, int slot_bits
 
 class Staging {
 public:
-  // `peers`: PEs that write here. Pieces are cut to piece_bytes().
+  // `peers`: PEs that write here. Chunks are cut to piece_bytes().
   Staging(const StagingShape& shape, int peers, bool cuda);
 
   cuda::PinnedBlock send, receive;
@@ -42,7 +42,7 @@ public:
   // Source side. Starts to fill a slot from the front of the peer's operations; false when there is nothing to do, or
   // no free slot here or there.
   bool fill(PeerState* peer, HeapMemory* memory, bool trust_last_chunk);
-  // The oldest slot whose data is complete, to be written to the peer; nullptr while there is none.
+  // The oldest slot whose data is complete, to be written to the peer; nullptr if no slot is.
   struct SendSlot {
     PeerState* peer;
     uint32_t index; // here

@@ -1,4 +1,4 @@
-// What proxies tell each other in messages. A message is a sequence of records, each a multiple of 8 bytes long.
+// What proxies send each other in messages. A message is a sequence of records, each a multiple of 8 bytes long.
 //
 // Messages may arrive in any order, and before or after the data chunks that were posted first. Numbers of groups and
 // marks are monotonic 64-bit counters of which the low 32 bits travel; windows are far smaller, so they are recovered
@@ -11,10 +11,10 @@ namespace tsn::proxy {
 
 enum class RecordType : uint8_t {
   mark = 1,    // MarkRecord: a signal, a flush, or the end of a group
-  value = 2,   // ValueRecord and its payload: a small piece of data, one chunk of its group
+  value = 2,   // ValueRecord and its payload: a few bytes of data, one chunk of its group
   ack = 3,     // AckRecord: what the receiver of the stream has finished with
   credit = 4,  // CreditRecord: staging slots that are free again
-  request = 5, // GetRecord: asks for data, where reads are not possible
+  request = 5, // GetRecord: requests data, where reads are not possible
   abort = 6,   // AbortRecord and text: the sender gave up
 };
 
@@ -36,7 +36,7 @@ struct MarkRecord {
   uint8_t flags;
   uint8_t reserved;
   uint32_t sequence;      // of this mark
-  uint32_t after_mark;    // the mark that must be applied first; itself when there is none
+  uint32_t after_mark;    // the mark that must be applied first; itself if none
   uint32_t groups_before; // all groups before this one must be complete
   uint32_t group;         // own group, if count is not 0
   uint32_t count;         // chunks of the own group
@@ -92,8 +92,7 @@ struct AbortRecord {
 };
 static_assert(sizeof(AbortRecord) == 8, "AbortRecord layout");
 
-// --- staging slots: a header, then pieces, each behind a header of its own and padded to a multiple of 8 bytes
-// ---------
+// --- staging slots: a header, then chunks, each behind its own header and padded to a multiple of 8 bytes ---------
 struct SlotHeader {
   uint32_t pieces;
   uint32_t bytes; // of the whole slot

@@ -12,7 +12,7 @@ namespace tsn::proxy {
 namespace {
 
 constexpr uint32_t kAddressMagic = 0x74736e31;
-constexpr uint32_t kLeastImmediates = 4; // that a peer may send before it hears of them
+constexpr uint32_t kLeastImmediates = 4; // that a peer may send before they are reported to it
 
 int bits_for(int n) {
   int bits = 0;
@@ -20,8 +20,8 @@ int bits_for(int n) {
   return bits;
 }
 
-// The places of PEs in a list, as runs of equal steps: what every rank hears from every other then has the same length
-// whatever the number of ranks.
+// The places of PEs in a list, as runs of equal steps: what every rank gets from every other then has the same length
+// for any number of ranks.
 void write_places(BlobWriter* w, const std::vector<int>& pes) {
   struct Run {
     int first, step, count;
@@ -250,8 +250,7 @@ void Worker::drain() {
   for (auto& s : peers_) {
     if (!s || !s->out.unsettled() || proxy_state_->excused(s->pe)) continue;
     settled = false;
-    // What has been sent since the peer was asked, by descriptors that were still in a queue then, needs a mark of its
-    // own.
+    // What has been sent since the last mark, by descriptors that were still in a queue then, needs a mark of its own.
     if (s->drained_up_to == s->out.issued() || !has_room(*s)) continue;
     append_mark(s.get(), s->out.flush());
     s->drained_up_to = s->out.issued();
@@ -304,7 +303,7 @@ void Worker::check_timeouts(uint64_t now) {
   }
 }
 
-// Tells the peers why, as far as that is possible, so that they need not wait for their deadlines.
+// Sends the peers the reason, as far as that is possible, so that they need not wait for their deadlines.
 void Worker::notify_abort() {
   // The reason of an abort may follow the abort word. Without one the record has none: another's is better.
   const uint64_t deadline = now_ns() + 300000000;

@@ -1,9 +1,9 @@
 // One proxy thread: takes descriptors from its queues, posts them, and serves what its peers send.
 //
-// The loop never waits. Descriptors are checked (worker_enqueue.cpp), numbered, and put on their peer's list; pieces of
-// them are posted as far as the transport takes them (worker_post.cpp); what arrives is counted and applied
+// The loop never waits. Descriptors are checked (worker_enqueue.cpp), numbered, and put on their peer's list; their
+// chunks are posted as far as the transport takes them (worker_post.cpp); what arrives is counted and applied
 // (worker_receive.cpp). A flush is one more thing that completes some time. Where several threads serve a peer, they
-// share large pieces (worker_handover.cpp).
+// share large chunks (worker_handover.cpp).
 #pragma once
 
 #include "tilescale_net/csrc/proxy/handover.h"
@@ -30,14 +30,14 @@ public:
   std::string address() const;
   // `address`: of the peer's worker that serves this PE. Throws FabricError.
   void connect(int peer, const std::string& address);
-  // The largest piece of what goes to the peer; after connect(). All threads that serve a peer must cut alike.
+  // Bytes of the largest chunk to the peer; after connect(). All threads that serve a peer must cut alike.
   uint64_t chunk_of(int peer) const { return peers_[(size_t)peer]->chunk; }
   void limit_chunk(int peer, uint64_t bytes) { peers_[(size_t)peer]->chunk = bytes; }
 
   // The loop; returns after stopping or failure.
   void run();
 
-  // Whether everything was sent and received by its target since drain number `n` was asked for. Any thread.
+  // Whether everything was sent and received by its target since drain number `n` was requested. Any thread.
   bool drained(uint64_t n) const { return drained_.load(std::memory_order_acquire) >= n; }
   // Whether the deferred adds were carried out since Proxy::apply_adds() number `n`. Any thread.
   bool applied_adds(uint64_t n) const { return applied_adds_.load(std::memory_order_acquire) >= n; }
@@ -62,7 +62,7 @@ private:
     uint64_t position = 0;
     Request request = {};
   };
-  struct InFlightOp { // a posted piece
+  struct InFlightOp { // a posted chunk
     PeerState* peer = nullptr;
     Command command = Command::none;
     int32_t rail = 0;
@@ -90,11 +90,11 @@ private:
     uint64_t bytes = 0;
     bool full = false; // answered `again`; until the next poll
   };
-  struct Arrived { // a get by request whose data, or a slot whose pieces, are on their way into the heap
+  struct Arrived { // a get by request whose data, or a slot whose chunks, are on their way into the heap
     enum Kind : uint8_t { answer, slot, piece };
     uint64_t position;
     PeerState* peer;
-    uint32_t index; // of the get or the slot; of a piece that a helper has got, its group
+    uint32_t index; // of the get or the slot; of a chunk that a helper has received, its group
     Kind kind;
   };
 
@@ -171,7 +171,7 @@ private:
   static constexpr uint32_t kMaxGetRequests = 256; // gets by request, per peer
   static constexpr int kPopsPerVisit = 256;
   static constexpr int kPostsPerTurn = 16;
-  static constexpr uint32_t kMostGiven = 16; // pieces of a peer that a helper has at a time
+  static constexpr uint32_t kMostGiven = 16; // chunks of a peer that a helper has at a time
 
   ProxyState* proxy_state_;
   const ProxyOptions& options_;
@@ -179,7 +179,7 @@ private:
   std::unique_ptr<Transport> transport_; // nullptr: closed
   const Properties properties_;
   bool staged_ = false;
-  bool may_close_ = true;            // nothing is under way here, and peers were told to keep off
+  bool may_close_ = true;            // not running, and nothing is under way
   std::atomic<uint64_t> drained_{0}; // the latest drain that is complete
   std::atomic<uint64_t> applied_adds_{0};
   std::unique_ptr<HeapMemory> memory_; // made in run(): CUDA contexts belong to threads
@@ -199,7 +199,7 @@ private:
   bool confirms_ = false;     // a write's completion here means that its data is in the peer's memory
   bool flushes_rdma_ = false; // and visible to the peer's kernels once the peer has flushed
   uint32_t rail_limit_ = 0, peer_limit_ = 0;
-  uint64_t immediate_limit_ = 0; // that a peer may send before this side tells of them
+  uint64_t immediate_limit_ = 0; // that a peer may send before this side reports them
   HeapBounds bounds_;
   uint32_t next_rail_ = 0;
   std::vector<Rail> rails_;

@@ -118,7 +118,7 @@ uint64_t Worker::pieces_of(const PeerState& s, uint64_t bytes, uint64_t* chunk) 
   *chunk = size;
   if (bytes <= std::min(size, kLeastStripe)) return 1;
   const uint64_t rails = rails_.size() * (s.given.size() + 1);
-  // One put uses all rails, of all threads, as long as the pieces stay worth their overhead.
+  // One put uses all rails, of all threads, as long as the chunks stay worth their overhead.
   if (rails > 1 && bytes > kLeastStripe)
     size = std::min(size, std::max(kLeastStripe, ((bytes + rails - 1) / rails + kPage - 1) & ~(kPage - 1)));
   *chunk = size;

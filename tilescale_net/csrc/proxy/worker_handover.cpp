@@ -1,12 +1,12 @@
-// What the threads of one peer share: pieces go from the home to helpers, and what became of them goes back.
+// What the threads of one peer share: chunks go from the home to helpers, their outcome goes back.
 #include "tilescale_net/csrc/proxy/worker.h"
 
 #include <algorithm>
 
 namespace tsn::proxy {
 
-// One piece of the peer's first operation, by whoever has least to do, this thread before others: so a put of one piece
-// goes the way that it would go without helpers. False: nobody takes more now.
+// Posts one chunk of the peer's first operation through the thread that has the fewest, this one before others: so a
+// put of one chunk goes the way that it would go without helpers. False: no thread takes more now.
 bool Worker::post_shared(PeerState* s) {
   Op& op = s->ops.front();
   const uint64_t bytes = std::min(op.bytes, op.chunk);
@@ -29,14 +29,14 @@ bool Worker::post_shared(PeerState* s) {
   return true;
 }
 
-// To the peer's home: a piece is in the heap, and what this thread has seen of it is visible there.
+// To the peer's home: a chunk is in the heap, and what this thread has seen of it is visible there.
 void Worker::tell_arrived(PeerState* s, uint32_t group) {
   Handover h = {Handover::arrived, s->pe, 0, 1, {}};
   h.op.group = group;
   proxy_state_->inboxes[(size_t)thread_of(options_, s->pe)]->push(h);
 }
 
-// To the peer's home: pieces that it gave are posted and complete.
+// To the peer's home: chunks that it gave are posted and complete.
 void Worker::tell_complete(PeerState* s, const InFlightOp& f) {
   const int home = thread_of(options_, s->pe);
   const int helper = (index_ - home + options_.threads) % options_.threads - 1;
@@ -74,7 +74,7 @@ void Worker::take_over() {
   }
 }
 
-// Whether this thread may end. Nobody who shares peers ends while others can still give it something.
+// Whether this thread may end. A thread that shares peers does not end while others can still give it something.
 bool Worker::may_end(bool calm) {
   if (!inbox_) return calm;
   if (calm != calm_) {

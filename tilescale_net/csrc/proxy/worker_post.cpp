@@ -5,7 +5,7 @@
 
 namespace tsn::proxy {
 
-// The rail with the fewest bytes on the way; equal ones in turn, so that small pieces go round.
+// The rail with the fewest bytes on the way; equal ones in turn, so that small chunks go round.
 int Worker::pick_rail() {
   const auto n = (uint32_t)rails_.size();
   int best = -1;
@@ -56,7 +56,7 @@ void Worker::on_post_failed(PeerState* s, Post post, Command command, uint64_t o
        s->pe, name_of(command), offset);
 }
 
-// Posts one piece of the peer's first operation. False: nothing can be posted now.
+// Posts one chunk of the peer's first operation. False: nothing can be posted now.
 bool Worker::post_next(PeerState* s) {
   Op& op = s->ops.front();
   const bool read = op.command == Command::get;
@@ -222,7 +222,7 @@ void Worker::finish_get(uint32_t index, uint64_t bytes) {
   g.remaining -= bytes;
   stats_.bytes_got.add(bytes);
   if (g.remaining) return;
-  if (!staging_) memory_->settle_rdma(); // what the NIC has brought, before a kernel is told of it
+  if (!staging_) memory_->settle_rdma(); // what the NIC has brought, before a kernel sees the ticket complete
   g.queue->queue->complete(g.position);
   g.queue = nullptr;
   free_gets_.push_back(index);
@@ -234,7 +234,7 @@ void Worker::failed_event(const Event& event) {
                             : nullptr;
   const int pe = f ? f->peer->pe : event.peer;
   if (pe >= 0 && pe < options_.n_pes && proxy_state_->excused(pe)) {
-    if (f) on_completion((uint32_t)event.cookie); // nobody waits for its data
+    if (f) on_completion((uint32_t)event.cookie); // no thread waits for its data
     return;
   }
   const std::string operation = f ? name_of(f->command) : "message";
@@ -242,7 +242,7 @@ void Worker::failed_event(const Event& event) {
   if (f) text += " (" + std::to_string(f->bytes) + " bytes at heap offset " + std::to_string(f->offset) + ")";
   text +=
       " failed: " + std::string(event.text ? event.text : "no reason given") + " (" + std::to_string(event.code) + ")";
-  // What a vanished process looks like from here; any other code is the network's own trouble.
+  // What a vanished process looks like from here; any other code is a failure of the network.
   const bool gone = fabric::means_gone(event.code);
   if (gone) text += "; PE " + std::to_string(pe) + "'s process seems to be gone: look at that rank's output";
   else text += "; check the link, and the provider's limits and log (FI_LOG_LEVEL=warn)";

@@ -62,7 +62,7 @@ void Worker::on_immediate(uint32_t imm) {
   apply(s);
 }
 
-// Copies the pieces of a slot into the heap and counts them. They are counted while the copies are still under way:
+// Copies the chunks of a slot into the heap and counts them. They are counted while the copies are still under way:
 // a signal that follows goes the same way behind them.
 bool Worker::on_slot(PeerState* s, uint32_t slot) {
   if (slot >= s->slot_full.size() || s->slot_full[slot]) return false;
@@ -73,7 +73,7 @@ bool Worker::on_slot(PeerState* s, uint32_t slot) {
     memory_->copy_in(piece.offset, data, piece.bytes);
     stats_.chunks_in.add();
     if (piece.group == kUncounted) continue;
-    // Another thread's signals do not follow this one's copies: it hears of the piece once that is there.
+    // Another thread's signals do not follow this one's copies: it is notified of the chunk once that is there.
     if (s->helping) arrived_.push({memory_->in_position(), s, piece.group, Arrived::piece});
     else if (!s->in.chunk(piece.group)) return false;
   }
@@ -126,7 +126,7 @@ bool Worker::on_record(PeerState* s, const Record& record) {
 
 bool Worker::on_mark(PeerState* s, const MarkRecord& mark) {
   if (mark.op == MarkOp::answer) {
-    // To a get that was asked for by request, of this peer, and not answered yet.
+    // To a get by request, of this peer, that is not answered yet.
     if (!staging_ || mark.value >= gets_.size()) return false;
     Get& get = gets_[mark.value];
     if (!get.queue || get.peer != s || get.answered) return false;
@@ -170,7 +170,7 @@ void Worker::on_abort(PeerState* s, const Record& record) {
        s->pe, "", 0);
 }
 
-// Gets that the peer asked for, as puts into its heap.
+// Gets that the peer requested, as puts into its heap.
 void Worker::serve_get_requests(PeerState* s) {
   while (!s->get_requests.empty() && has_room(*s)) {
     const GetRecord g = s->get_requests.front();

@@ -28,7 +28,7 @@ public:
     if (r.signal) e.word = r.signal;
     ring_.add(e);
   }
-  // A write or read was posted at `started` (ticks) and is complete; `id` tells those apart that are under way
+  // A write or read was posted at `started` (ticks) and is complete; `id` distinguishes transfers that are under way
   // together.
   void transfer(Command command, int pe, uint64_t bytes, uint64_t started, uint32_t id) {
     TraceEvent e = since(TraceKind::transfer, names_[(uint32_t)command], pe, started);

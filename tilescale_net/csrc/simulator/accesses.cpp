@@ -1,7 +1,7 @@
 // The part of HappensBefore that compares accesses to heaps: plain ones of this rank, and transfers of any rank.
 //
-// Each access looks at who touched the bytes before it, and leaves its own stamp. So of two accesses that are not
-// ordered the later one finds the earlier, in whichever order they ran.
+// Each access looks at the stamps of the accesses to the bytes before it, and leaves its own stamp. So of two accesses
+// that are not ordered the later one finds the earlier, in whichever order they ran.
 #include "happens_before.h"
 
 #include "memory.h"
@@ -297,7 +297,7 @@ std::string HappensBefore::advice(const Actor& actor, const Found& found, int ow
                             "between them";
   const bool words = is_signal(found.stamp) || change == Change::signal;
   if (words) return "a signal word is read by N.wait or N.test, or after one of them";
-  // Which of the two is meant to come first nobody knows: the other one may come too early.
+  // Which of the two is meant to come first is not known: the other one may come too early.
   const bool to_owner = rank == owner && (change == Change::put || change == Change::store);
   const std::string changes = change == Change::put ? "put" : "store";
   const auto too_early = [&](const std::string& what) {

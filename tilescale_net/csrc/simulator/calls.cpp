@@ -1,4 +1,4 @@
-// What primitives tell the simulator: calls of a scope that do not agree, and the order of what they do.
+// What primitives report to the simulator: calls of a scope that do not agree, and the order of what they do.
 #include "grid.h"
 
 #include "tilescale_net/device/context.h"
@@ -10,7 +10,7 @@ namespace tsn {
 namespace sim {
 
 namespace {
-// Of threads that a scheduler follows: every access is told.
+// Of threads that a scheduler follows: every access is reported.
 LocalPages no_pages = [] {
   LocalPages pages{};
   for (LocalPages::Line& line : pages.lines) line.number = ~0ull;
@@ -89,10 +89,10 @@ void Grid::begin(const Call& call) {
   running_->put_epoch = call.operation == kOpPutSignal && call.bytes > 0 ? order_->epoch(who.warp) : 0;
   const std::string wrong = order_->begin(who, call);
   restamp();
-  if (race_.empty()) race_ = wrong; // told at the end: other ranks need the rest of the kernel
+  if (race_.empty()) race_ = wrong; // reported at the end: other ranks need the rest of the kernel
 }
 
-// What a rank that is not followed sends may tell everything; to PEs that are not mapped it goes by the proxy.
+// A signal of a rank that is not followed may carry everything; to PEs that are not mapped it goes by the proxy.
 void Grid::untold(const Call& call) {
   RaceMemory* memory = heap_;
   if (!memory) return;

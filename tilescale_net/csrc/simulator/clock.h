@@ -1,13 +1,13 @@
-// Vector clocks: how far somebody knows what others have done.
+// Vector clocks: how far a thread knows what other threads and ranks have done.
 //
 // A clock holds an epoch for each key that is known. What the keys stand for:
 //   all      everything that the rank has done up to this epoch, its transfers included
-//   ended    the same but for its puts, which the end of a kernel does not complete
+//   ended    the same except its puts, which the end of a kernel does not complete
 //   steps    what a warp of the rank has done by itself: its loads and stores, and that it has made its calls; of all
-//            lanes, or of one: the word says which
+//            lanes, or of one, as the word states
 //   fenced   the warp's puts to a PE up to this epoch come before a fence for it
-//   done     the same puts are there, for whoever knows this: they were quiet, or fenced before a signal to that PE
-//            Of stores through remote views both are known lane by lane, or of all lanes: the word says which.
+//   done     the same puts are there, for all that know this: they were quiet, or fenced before a signal to that PE
+//            Of stores through remote views both are known lane by lane, or of all lanes, as the word states.
 //   carried  the warp's put_signals to a PE by one signal word, up to this epoch, are there
 #pragma once
 

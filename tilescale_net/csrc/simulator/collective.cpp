@@ -56,12 +56,12 @@ uint64_t Grid::block_vote(VoteOp op, uint64_t value) {
   block.votes += value != 0;
   if (op == VoteOp::broadcast && running_->view.linear == 0) block.next_value = value;
   if (block.barriers[0].arrived + 1 == static_cast<int>(threads_per_block_)) {
-    // Nobody can overwrite these before every thread has come here again.
+    // No thread can overwrite these before every thread has come here again.
     block.vote_result = block.votes;
     block.value = block.next_value;
     block.votes = 0;
   }
-  // The simulator asks within a put whether it is to be late, which orders nothing on a GPU.
+  // Within a put, the simulator uses a broadcast to decide whether it is to be late, which orders nothing on a GPU.
   meet_block(0, 0, false, !(op == VoteOp::broadcast && running_->in_put));
   switch (op) {
   case VoteOp::all:

@@ -1,4 +1,4 @@
-// The part of HappensBefore that knows which puts are complete: by fences and quiets, and for whom signals say so.
+// The part of HappensBefore that tracks which puts are complete: by fences and quiets, and for which ranks by signals.
 #include "happens_before.h"
 
 #include <algorithm>

@@ -131,7 +131,7 @@ void Grid::begin_lag(Block& block) {
   if (!block.after_wait || !lags_left_ || lagging_ || block.warps.size() < 2) return;
   block.after_wait = false;
   if (random_.below(4) == 0) return;
-  // Thread 0 does most of what other ranks see, so its warp is seldom among those that lag.
+  // Thread 0 does most of what other ranks see, so its warp seldom lags.
   const bool first_too = random_.below(4) == 0;
   for (size_t w = 0; w < block.warps.size(); ++w) block.warps[w].lags = w ? random_.below(4) != 0 : first_too;
   --lags_left_;
@@ -346,7 +346,7 @@ void* Grid::static_shared(int id, size_t bytes) {
   return aligned(memory.get(), 1024);
 }
 
-// Tells the other ranks whether all threads that could run wait for words of the heap.
+// Shows the other ranks whether all threads that could run wait for words of the heap.
 void Grid::tell_stall(bool waits) {
   if (!heap_) return;
   Page& page = heap_->own();
@@ -364,7 +364,7 @@ void Grid::tell_stall(bool waits) {
   if (waits || page.stalled) __atomic_store_n(&page.stalled, waits ? page.stalled + 1 : 0, __ATOMIC_RELEASE);
 }
 
-// After a round in which nothing moved: `still` says that no thread did anything but poll.
+// After a round in which nothing moved; `still`: no thread did anything but poll.
 bool Grid::idle_step(bool still) {
   if (remote_progress(random_, still)) {
     tell_stall(false);

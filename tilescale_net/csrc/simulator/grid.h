@@ -41,7 +41,7 @@ struct Fiber {
   Call call{};
   int call_line = -1;
   uint32_t put_epoch = 0; // of the put_signal that it makes, as its leader; 0: none
-  // Where somebody else decides who goes on: its number there, and what comes before it.
+  // Where a scheduler decides which thread goes on: its number there, and what comes before it.
   int process = -1;
   Past past;
 };
@@ -104,8 +104,8 @@ public:
 
   // Runs the grid to its end. On failure the reason is in failure() and message().
   void run();
-  // The same in parts, where somebody else decides who goes on: the threads of each block, which have not begun; and
-  // some of them run until none can without a decision.
+  // The same in parts, where a scheduler decides which thread goes on: the threads of each block, which have not begun;
+  // and some of them run until none can without a decision.
   std::vector<std::vector<Fiber*>> threads_of_blocks();
   void go_on(const std::vector<Fiber*>& fibers);
   bool ended() const { return finished_ == blocks_; }
@@ -113,7 +113,7 @@ public:
   std::string limits() const;
   // What the check for races has found; after the end also what is wrong with the launch as a whole.
   std::string race() const { return race_.empty() && ended() && order_ ? order_->end() : race_; }
-  // Leaves the running thread until it is among those that go on.
+  // Leaves the running thread until it is one that goes on.
   void pause();
   // The call that a thread makes or has made last, with its line.
   std::string latest_call(const Fiber& fiber) const;

@@ -1,14 +1,14 @@
-// Which accesses of a job are ordered, whatever the schedule: vector clocks of warps.
+// Which accesses of a job are ordered in every schedule: vector clocks of warps.
 //
 // Lanes of a warp know of each other what they knew when they last met in a warp synchronisation; where ranks are not
 // followed, a warp counts as one. Barriers, and accesses to words with an order (words.cpp) pass on what a warp knows
-// of the others, and a signal what its sender knew to whoever has seen it. A transfer is an actor of its own: a put
-// reads its source and writes its target at any time until somebody knows that it is done. What follows from the memory
-// model:
+// of the others, and a signal what its sender knew to the threads that have seen it. A transfer is an actor of its own:
+// a put reads its source and writes its target at any time until a thread knows that it is done. What follows from the
+// memory model:
 //   - two accesses of the same bytes of a heap, of which one is a transfer and one writes, are ordered;
-//   - a put is visible to nobody unless a fence or quiet comes after it: one that runs beside it instead is an error;
+//   - a put is visible to no thread without a later fence or quiet: one that runs beside it instead is an error;
 //   - a signal word is either set or added to, and by signals only.
-// Where it is not known what somebody has learnt (by an atomic operation on a heap, from a rank that is not followed),
+// Where it is not known what a thread has learnt (by an atomic operation on a heap, from a rank that is not followed),
 // it may have learnt everything. So what is reported as unordered is unordered; the reverse is not promised.
 #pragma once
 
@@ -54,7 +54,7 @@ public:
   void fenced(uint32_t warp, unsigned lane, MemScope scope);
   // `line`: of the wait.
   void waited(uint32_t warp, unsigned lane, int line, const uint64_t* signal, const Seen& seen);
-  // A call begins, in a warp that speaks for its scope. Returns what is wrong with it, or nothing.
+  // A call begins, in a warp that acts for its scope. Returns what is wrong with it, or nothing.
   std::string begin(const Actor& actor, const Call& call);
   // What a signal of this rank carries to the PE; `put_epoch`: of the put_signal that it belongs to, or 0.
   Message message(uint32_t warp, unsigned lane, int pe, const uint64_t* signal, uint32_t put_epoch);
@@ -98,7 +98,7 @@ private:
     uint32_t warp, epoch;
     int pe, line;
     uint32_t operation, scope;
-    unsigned lane = kEveryLane; // who makes it
+    unsigned lane = kEveryLane; // that makes it
   };
   struct Put {
     Event event;
@@ -122,7 +122,7 @@ private:
     Site site = 0;               // of a plain access
   };
 
-  struct Word {                         // what those have left in it who have released it
+  struct Word {                         // what the threads that have released it left in it
     Known of_rank = nothing_known();    // at the scope of the GPU or the system
     std::map<uint32_t, Known> of_block; // by block, at any scope
     // What a thread of the block may know that acquires it.
@@ -145,10 +145,10 @@ private:
   Known with_own(uint32_t warp, const State& state, unsigned lane) const;
   // Ends the warp's epoch; what the lane knows from now on.
   void learn(State& state, unsigned lane, Known known);
-  // What whoever looks at a word by other means than a wait may have learnt: all that there is to know; or, of a word
-  // of this heap, what those may have left in it who have changed it.
   uint64_t thread_key(uint32_t warp, unsigned lane) const { return warp * 64ull + (lanes_ ? lane : kEveryLane); }
   void release(uint32_t warp, unsigned lane, const void* address, Ordering ordering, bool shared);
+  // What a thread that reads a word by other means than a wait may have learnt: everything; or, of a word of this heap,
+  // what the threads that changed it may have left in it.
   Known all_told();
   Known told_by_word(uint64_t offset);
   bool comes_before(const Event& event, uint32_t warp, unsigned lane);
@@ -169,7 +169,7 @@ private:
   std::string transfer(const Actor& actor, const Event& event, const Call& call, uint32_t warps);
   uint64_t record(const Actor& actor, const Event& event, uint32_t warps, uint64_t word, const std::string& name,
                   uint32_t lane = 0);
-  // A signal changes its word: nobody may read it meanwhile, but by waits.
+  // A signal changes its word: meanwhile only waits may read it.
   std::string changed_word(const Actor& actor, const Event& event, const Call& call);
   std::string put(const Actor& actor, const Event& event, const Call& call, Stamp source, Stamp target);
   std::string got(const Actor& actor, const Event& event, const Call& call, Stamp source);
@@ -206,7 +206,7 @@ private:
   std::vector<Exact> exact_;
   bool more_exact_ = false, more_puts_ = false;                // than are kept
   std::unordered_map<uint32_t, uint32_t> block_puts_;          // by leader: epoch of all warps, until the put begins
-  bool lanes_;                                                 // lanes are told apart
+  bool lanes_;                                                 // lanes are distinguished
   std::map<std::pair<uint32_t, int>, uint32_t> thread_epochs_; // by warp and PE: of the latest put or view store
   std::map<std::pair<uint64_t, int>, uint32_t> lane_epochs_;   // by lane and PE: the same
   std::map<std::pair<uint64_t, int>, std::pair<uint32_t, uint64_t>> view_stores_; // by lane and PE: epoch and number

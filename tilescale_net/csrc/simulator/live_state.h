@@ -1,5 +1,5 @@
 // What this process's kernel does right now, for the report of a hang: which threads wait for what, and since when; and
-// which signals its kernels have sent, from which others learn who should have sent theirs. Read by any thread.
+// which signals its kernels have sent, from which others learn which rank should have sent theirs. Read by any thread.
 #pragma once
 
 #include "grid.h"

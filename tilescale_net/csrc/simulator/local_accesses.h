@@ -1,7 +1,7 @@
 // Plain accesses of one rank, compared with each other: shared memory, memory that is not symmetric, and its own heap.
 //
-// What orders two threads, lanes of one warp or not, happens_before.h says. Each 4 bytes have a cell, see LocalCell;
-// compiled kernels look at it by themselves where the answer is short, and ask here where it is not.
+// happens_before.h defines what orders two threads, lanes of one warp or not. Each 4 bytes have a cell, see LocalCell;
+// compiled kernels look at it by themselves where the answer is short, and call this class where it is not.
 #pragma once
 
 #include "happens_before.h"
@@ -15,7 +15,7 @@
 namespace tsn {
 namespace sim {
 
-// What is told of shared memory of the running block.
+// What is recorded of shared memory of the running block.
 struct SharedRange {
   uint64_t begin, bytes;
 };
@@ -27,7 +27,7 @@ public:
   // The bytes are another block's now.
   void forget(const void* p, uint64_t bytes);
   void benign_race(const void* p, uint64_t bytes);
-  // Tells the thread's view whom it is. To be called when it runs again, and when its warp's epoch has changed.
+  // Sets the thread's id in its view. To be called when it runs again, and when its warp's epoch has changed.
   void enter(Thread& view, uint32_t warp);
   // What was not followed for want of room, or nothing.
   std::string limits() const;

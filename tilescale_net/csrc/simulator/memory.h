@@ -1,4 +1,4 @@
-// What the simulator knows of the symmetric heap: where it is, and which parts of it are allocated.
+// The symmetric heap in the simulator: where it is, and which parts of it are allocated.
 #pragma once
 
 #include <stdint.h>

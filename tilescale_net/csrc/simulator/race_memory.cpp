@@ -74,7 +74,7 @@ uint64_t RaceMemory::publish(const Known& known) {
   const bool there = !made.second && page.entries - made.first->second.second < kEntries / 2;
   if (there || known->size() > kEntries / 4) return made.first->second.second;
   const uint64_t at = page.entries;
-  // Readers look at the count after they have read: whatever they found beyond the last kEntries is void.
+  // Readers look at the count after they have read: what they found beyond the last kEntries is void.
   __atomic_store_n(&page.entries, at + known->size(), __ATOMIC_RELEASE);
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
   for (size_t i = 0; i < known->size(); ++i) page.known[(at + i) % kEntries] = {(*known)[i].first, (*known)[i].second};
@@ -182,7 +182,7 @@ Known RaceMemory::beyond_ended(const Known& known) const {
   return rest;
 }
 
-// Drops what every launch from now on knows without it.
+// Drops what all later launches know without it.
 void RaceMemory::forget_finished() {
   for (auto it = words.begin(); it != words.end();) {
     if (it->second.forget(*this)) ++it;

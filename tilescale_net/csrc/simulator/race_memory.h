@@ -1,5 +1,5 @@
-// What the ranks of a host share to find races between them: who touched each heap last, which transfers there were,
-// and what the sender of each signal knew.
+// What the ranks of a host share to find races between them: the last accesses to each heap, the transfers, and what
+// the sender of each signal knew.
 //
 // Every rank has a page of its own, which the others map. Into it write the rank itself, and peers that put there, get
 // from there, or signal. All that is kept is bounded: what was overwritten counts as ordered.
@@ -15,8 +15,8 @@
 namespace tsn {
 namespace sim {
 
-// Who touched 4 bytes of a heap last: rank (6 bits), kind (2 bits); then warp (16 bits), whether it was a signal (1
-// bit), lane (7 bits), epoch (32 bits) of an access, or the number of a transfer. 0: nobody.
+// The last access to 4 bytes of a heap: rank (6 bits), kind (2 bits); then warp (16 bits), whether it was a signal (1
+// bit), lane (7 bits), epoch (32 bits) of an access, or the number of a transfer. 0: none.
 using Stamp = uint64_t;
 enum class Touch : uint64_t { access, put, source, get };
 
@@ -54,7 +54,7 @@ struct Message {
   uint32_t entries;
   int32_t rank;
   uint32_t warp, epoch;
-  uint32_t lane, floor; // who sent it, kEveryLane for the warp; up to which epoch it spoke for all lanes
+  uint32_t lane, floor; // that sent it, kEveryLane for the warp; up to which epoch it held for all lanes
   uint32_t carried;     // the epoch of the put_signal that it belongs to, or 0
   int32_t pe;
   uint64_t value;
@@ -62,7 +62,7 @@ struct Message {
   bool everything; // the sender was not followed: it may have known all
 };
 
-// What a wait says of its word: that it has come to `value`, or, where `any`, nothing.
+// What a wait shows of its word: that it has come to `value`, or, where `any`, nothing.
 struct Seen {
   bool any;
   bool exactly; // the word was that value; else at least that
@@ -76,15 +76,15 @@ class SignalHistory {
 public:
   void add(const Message& message, const Known& sent);
   void learn(const Known& known) { all_ = join(all_, known), whole_ = false; }
-  // What whoever has seen the word knows for certain, whichever of the signals came first. `now`: the word itself, read
-  // before the latest signals were. `before`: what it has known before.
+  // What a thread that has seen the word knows for certain, whichever of the signals came first. `now`: the word
+  // itself, read before the latest signals were. `before`: what it has known before.
   Known guaranteed(const Seen& seen, int64_t now, const Known& before) const;
-  // The same for a word that one rank sets: how many signals have come then. 0: it cannot be told.
+  // The same for a word that one rank sets: how many signals have come then. 0: unknown.
   size_t reached(const Seen& seen, const Known& before) const;
   // Whether a signal that may come before a wait for `value` exactly takes the word beyond it: one whose sender does
-  // not know that the wait, which rank, warp and lane say, is over. `at`: what `reached` said. `now`: see above.
+  // not know that the wait of this rank, warp and lane is over. `at`: what `reached` returned. `now`: see above.
   bool passes(int64_t value, size_t at, int64_t now, int rank, uint32_t warp, unsigned lane, uint32_t epoch) const;
-  // Drops what every launch from now on knows without it. False: nothing is left.
+  // Drops what all later launches know without it. False: nothing is left.
   bool forget(const RaceMemory& memory);
 
 private:
@@ -105,7 +105,7 @@ struct Entry {
   uint64_t epoch;
 };
 
-constexpr uint64_t kTouched = 1 << 16; // words that are told apart, by their index
+constexpr uint64_t kTouched = 1 << 16; // words that are distinguished, by their index
 constexpr uint64_t kTransfers = 1 << 16, kMessages = 1 << 16, kEntries = 1 << 20;
 constexpr uint64_t kMeetings = 8; // of hosts; the last ones are kept
 constexpr uint32_t kSites = 2048;
@@ -132,16 +132,16 @@ struct Page {
 
 uint64_t race_memory_bytes(uint64_t heap_bytes);
 
-// A rank and its heap, as this process knows them from launch to launch.
+// A rank and its heap: what this process keeps of them from launch to launch.
 struct RaceMemory {
   int me = 0;
   uint64_t base = 0, bytes = 0;
   std::vector<Page*> pages;                                   // of all ranks
   std::vector<uint64_t> heaps;                                // where they are mapped; 0: they are not
-  std::vector<uint32_t> ended;                                // what each had finished when the launch was asked for
+  std::vector<uint32_t> ended;                                // what each had finished when the launch was requested
   std::unordered_map<uint64_t, SignalHistory> words;          // signal words of this heap, by index
-  Known any = nothing_known();                                // to who has seen any
-  Known learnt = nothing_known();                             // to launches of this rank after those that have ended
+  Known any = nothing_known();                                // to a thread that has seen any
+  Known learnt = nothing_known();                             // to launches of this rank after the ended ones
   std::map<std::pair<uint32_t, int>, uint32_t> put_epochs;    // by warp and PE: of the latest put of ended launches
   std::map<std::pair<uint32_t, int>, uint32_t> thread_epochs; // the same of what single threads put
   uint32_t flushed = 0;                                       // all of its transfers up to this epoch are done
@@ -164,11 +164,12 @@ struct RaceMemory {
   void touch(const void* p) const;
   // Whether a word of this heap may hold what another rank has left there.
   bool touched(uint64_t offset) const;
-  int owner(const void* p) const; // whose heap the address lies in; -1: nobody's
+  int owner(const void* p) const; // the rank in whose heap the address lies; -1: none
   // Where the heaps of others lie, from the first to the end of the last.
   void peer_range(uint64_t* begin, uint64_t* size) const;
 
-  // The last epochs of all other ranks, and that this one's transfers are done: who knows this knows everything.
+  // The last epochs of all other ranks, and that this one's transfers are done: a thread that knows this knows
+  // everything.
   Known everything() const;
   Key all_done() const { return clock_key(Part::carried, me, kMaxWarps - 1, kMaxRanks - 1, kMaxWords - 1); }
   uint64_t publish(const Known& known);
@@ -178,22 +179,22 @@ struct RaceMemory {
   // Reads what has come since the last time.
   void receive(const Known& own_signals);
   void forget_finished();
-  // Whether all ranks wait for each other for good, as this one sees it while it waits; then who else waits where.
+  // Whether all ranks wait for each other for good, as this one sees it while it waits; then which others wait where.
   std::string deadlock() const;
 
-  // What is left of it for somebody who knows all that had ended.
+  // What is left of it for a thread that knows all that had ended.
   Known beyond_ended(const Known& known) const;
 
 private:
   Known fetch(const Message& m);
 };
 
-// `pages`: of all ranks; none where one of them cannot be followed. `heaps`: 0 for those that are not mapped.
+// `pages`: of all ranks; empty where one of them cannot be followed. `heaps`: 0 for unmapped ones.
 void attach_race_memory(int me, uint64_t base, uint64_t bytes, const std::vector<uint64_t>& pages,
                         const std::vector<uint64_t>& heaps);
 void detach_race_memory(uint64_t base);
 // What follows comes after what other ranks have finished by now, and all that this rank has put counts as done: what
-// the others know of it is not told here.
+// the others know of it does not change here.
 void note_ended_launches(uint64_t base);
 void note_ended_launches_of_all(); // of all heaps
 // The same for hosts that meet by calls of which each rank knows the number: what others had finished when they came.

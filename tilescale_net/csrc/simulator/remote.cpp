@@ -271,7 +271,7 @@ void Late::deliver(uint64_t at, uint64_t bytes) const {
   });
 }
 
-// The message comes first: whoever sees the signal finds what it carries.
+// The message comes first: a thread that sees the signal finds what it carries.
 void Late::deliver_signal() const {
   const RemoteOperation& o = operation;
   if (memory) memory->send(o.pe, message);

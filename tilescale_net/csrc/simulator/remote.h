@@ -54,7 +54,7 @@ void Late::each_run(uint64_t at, uint64_t size, F f) const {
   }
 }
 
-// Called by the scheduler when threads only poll or rounds have passed; `must` asks for progress if there is any left
+// Called by the scheduler when threads only poll or rounds have passed; `must` requires progress if there is any left
 // to make. Returns whether something was delivered.
 bool remote_progress(Random& random, bool must);
 

@@ -1,4 +1,4 @@
-// A grid in parts, for a scheduler that decides who goes on.
+// A grid in parts, for a scheduler that decides which thread goes on.
 #include "scheduler.h"
 
 #include "grid.h"

@@ -1,4 +1,5 @@
-// What grids ask where all ranks of a job run in this process, and somebody decides who goes on; see csrc/explore.
+// What grids call where all ranks of a job run in this process and a scheduler decides which thread goes on; see
+// csrc/explore.
 #pragma once
 
 #include "race_memory.h"
@@ -13,10 +14,10 @@ namespace sim {
 struct Fiber;
 struct Late;
 
-// What somebody knows of a job's events: the latest one of each process that comes before, -1 for none.
+// What a process knows of a job's events: the latest one of each process that comes before, -1 for none.
 using Past = std::shared_ptr<const std::vector<int32_t>>;
 
-// All of it is called by the running thread, but for what says otherwise.
+// All of it is called by the running thread, unless noted otherwise.
 class Scheduler {
 public:
   virtual ~Scheduler() = default;

@@ -7,7 +7,7 @@ namespace tsn {
 namespace sim {
 
 namespace {
-constexpr size_t kMaxSteps = 1024; // of a word; with more, whoever has seen it knows all of them
+constexpr size_t kMaxSteps = 1024; // of a word; with more, a thread that has seen it knows all of them
 } // namespace
 
 void SignalHistory::add(const Message& message, const Known& sent) {

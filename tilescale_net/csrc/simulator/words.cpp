@@ -1,9 +1,9 @@
-// The part of HappensBefore that knows what threads tell each other by words of memory: loads, stores and atomic
+// The part of HappensBefore that tracks what threads pass to each other by words of memory: loads, stores and atomic
 // operations with an order and a scope, and fences beside those without.
 //
-// As in PTX: who acquires a word after somebody has released it knows what that one knew, if the scope of each holds
-// the other: a block, a rank, all ranks. A relaxed access tells nothing, unless a fence of its thread stands before a
-// write, or after a read; then the narrower of the two scopes counts.
+// As in PTX: a thread that acquires a word after another has released it knows what that one knew, if the scope of each
+// holds the other: a block, a rank, all ranks. A relaxed access passes on nothing, unless a fence of its thread stands
+// before a write, or after a read; then the narrower of the two scopes counts.
 #include "happens_before.h"
 
 #include "tilescale_net/device/add_mailbox.h"
@@ -41,7 +41,7 @@ void HappensBefore::word(uint32_t warp, unsigned lane, const void* address, Word
   Known of_others = nothing_known();
   if (memory_) {
     const uint64_t offset = memory_->offset(address);
-    // Whoever finds an entry of a mailbox carries out what a proxy has left there; nobody is ordered by it.
+    // A thread that finds an entry of a mailbox carries out what a proxy has left there; this orders no threads.
     if (offset >= kMailboxBegin && offset < kMailboxEnd) return;
     const bool own = memory_->holds(address), peers = !own && memory_->is_peer_heap(address);
     shared = (own && offset >= kSystemBytes) || peers;
@@ -94,7 +94,7 @@ void HappensBefore::fenced(uint32_t warp, unsigned lane, MemScope scope) {
 
 Known HappensBefore::all_told() { return join(memory_->everything(), signalled_); }
 
-// A counter of this rank's own threads, such as one that gives out work, tells nothing of other ranks.
+// A counter of this rank's own threads, such as one that gives out work, passes on nothing of other ranks.
 Known HappensBefore::told_by_word(uint64_t offset) {
   if (!follows_ranks_ || memory_->touched(offset)) return all_told();
   memory_->receive(signalled_);

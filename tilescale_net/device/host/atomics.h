@@ -59,8 +59,8 @@ inline T atomicCAS(T* p, C compare, V value) {
   return old;
 }
 
-// tilelang's wrappers, with a cuda::memory_order. Every order is carried out as the strongest; the check for races
-// knows.
+// tilelang's wrappers, with a cuda::memory_order. Every order is carried out as the strongest; the check for races uses
+// the actual one.
 #define TSN_TL_ATOMIC(Name, cuda)                                                                                      \
   template <typename T, typename V>                                                                                    \
   inline void Name(T* p, V value, int order = 0) {                                                                     \

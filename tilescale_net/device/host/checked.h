@@ -1,4 +1,4 @@
-// A kernel argument that knows how many bytes it has: accesses through it are checked.
+// A kernel argument with its size in bytes: accesses through it are checked.
 #pragma once
 
 #include <cstdio>
@@ -65,7 +65,7 @@ public:
     const uint64_t offset = static_cast<uint64_t>(i) * sizeof(T);
     return offset < bytes_ ? bytes_ - offset : 0;
   }
-  // What an atomic function is given: it tells of its access by itself.
+  // What an atomic function is given: it reports its access by itself.
   struct Atomically {
     const Checked& owner;
     T& operator[](int64_t i) const { return *owner.checked(i, sizeof(T)); }
@@ -101,8 +101,8 @@ private:
   const char* name_;
 };
 
-// Shared memory, from a variable's first byte on, as elements of a type. Whether an index is inside is asked elsewhere
-// (compiler/simulator/bounds.py).
+// Shared memory, from a variable's first byte on, as elements of a type. Whether an index is inside is checked
+// elsewhere (compiler/simulator/bounds.py).
 template <typename T>
 class Shared {
 public:
@@ -155,7 +155,7 @@ private:
   const char* name_;
 };
 
-// A variable in shared memory of which the generated code says at each access what its elements are.
+// A variable in shared memory; the generated code states its element type at each access.
 class SharedBytes {
 public:
   SharedBytes(const char* name, void* pointer) : name_(name), pointer_(pointer) {}

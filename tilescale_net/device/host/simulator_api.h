@@ -17,9 +17,9 @@ struct Index3 {
   unsigned x, y, z;
 };
 
-// Who touched 4 bytes of this rank's memory last, in one launch: stamps of the last store and of the last loads of two
-// warps, and what they were: the variable's name (48 bits) and the site, plus 1, of the thread's latest primitive. A
-// stamp: epoch of the warp (32 bits), warp (16), lane (5), which of the bytes (4), whether atomically (1). 0: nobody.
+// The last accesses to 4 bytes of this rank's memory, in one launch: stamps of the last store and of the last loads of
+// two warps, and what they were: the variable's name (48 bits) and the site, plus 1, of the thread's latest primitive.
+// A stamp: epoch of the warp (32 bits), warp (16), lane (5), which of the bytes (4), whether atomically (1). 0: none.
 struct LocalCell {
   uint64_t store, load[2];
   uint64_t store_info, load_info[2];
@@ -27,7 +27,7 @@ struct LocalCell {
 constexpr uint64_t kLocalPage = 4096, kLocalLines = 256, kLocalKnown = 64;
 constexpr uint64_t kLocalMask = 0xfull << 7, kLocalAtomic = 1ull << 6, kLocalThread = 0x1full << 11 | 0xffffull << 16;
 
-// Where a thread keeps what it knows of the thread of a stamp.
+// The place where a thread keeps what it knows of the thread of a stamp.
 inline uint64_t local_slot(uint64_t stamp) { return (stamp >> 11 ^ stamp >> 13) % kLocalKnown; }
 
 // Cells of pages of kLocalPage bytes, found by their number; a page that is not here is somewhere in the simulator.
@@ -79,10 +79,11 @@ struct Thread {
   int site;            // of the primitive that it calls, or of its statement: an index into the kernel's lines, or -1
   bool uses_result;    // of the primitive
   bool loads_followed; // loads of the heap are
-  bool followed;       // words by which threads may order each other are to be told
-  bool scheduled;      // somebody decides at each access to such a word who goes on, and time stands still
-  // Who stored to this rank's heap last, and who loaded: a stamp per 4 bytes, see csrc/simulator/race_memory.h. Null
-  // where nobody asks. The last byte of `stamp`, the thread's own, is that of all plain accesses of this rank.
+  bool followed;       // words by which threads may order each other are to be reported
+  bool scheduled;      // a scheduler decides at each access to such a word which thread goes on, and time stands still
+  // The last stores to this rank's heap, and the last loads: a stamp per 4 bytes, see csrc/simulator/race_memory.h.
+  // Null where they are not checked. The last byte of `stamp`, the thread's own, is that of all plain accesses of this
+  // rank.
   uint64_t *stores, *loads;
   uint16_t *store_sites,
       *load_sites; // where those accesses stand; `heap_sites`: numbers of the kernel's lines, from -1 on
@@ -91,8 +92,8 @@ struct Thread {
   uint64_t peers_begin, peers_bytes; // heaps of other ranks lie in this range; 0: they are not followed
   uint64_t stamp;
   uint64_t ordered_store, ordered_load; // others' that come before the thread
-  // The same for accesses of this rank alone. Null where nobody asks. `local_known`: threads (32 bits, as in a stamp)
-  // and up to which epoch (32 bits) they come before this one; `local_begin`: the first epoch of the launch.
+  // The same for accesses of this rank alone. Null where they are not checked. `local_known`: threads (32 bits, as in a
+  // stamp) and up to which epoch (32 bits) they come before this one; `local_begin`: the first epoch of the launch.
   LocalPages* local;
   uint64_t local_stamp, local_begin;
   uint64_t local_known[kLocalKnown];
@@ -143,15 +144,15 @@ struct Call {
 // What an access to a word that threads synchronise by does to it.
 enum class WordAccess : uint32_t { read, write, update };
 
-// How such an access orders threads, of those that its scope holds. Where it does neither it is relaxed: a fence before
-// a write, or after a read, of the same thread takes its place.
+// How such an access orders threads within its scope. Where it does neither it is relaxed: a fence before a write, or
+// after a read, of the same thread takes its place.
 struct Ordering {
   bool acquires, releases;
   uint32_t scope; // MemScope of types.h
 };
 
 struct RemoteApi {
-  // By every thread of the scope, before the scope meets: its next barrier finds out who calls something else.
+  // By every thread of the scope, before the scope meets: its next barrier finds threads that call something else.
   void (*announce)(const Call&);
   // By the leader, after the scope has met: checks and records what the call does.
   void (*begin)(const Call&);
@@ -163,7 +164,7 @@ struct RemoteApi {
   void (*fenced)(uint32_t scope);
   // The thread is about to make such an access; returns when it may. Called where the thread is `scheduled`.
   void (*visit)(const void* address, uint64_t bytes, WordAccess access);
-  // A plain access to this rank's heap that follows one of somebody else.
+  // A plain access to this rank's heap that follows one of another thread.
   void (*accessed)(const void* address, uint64_t bytes, bool store, const char* name);
   // The same through a remote view, where the address may lie in a peer's heap.
   void (*viewed)(const void* address, uint64_t bytes, bool store, const char* name);
@@ -186,7 +187,7 @@ struct Api {
   uint32_t version;
   uint32_t bytes;
 
-  // Scheduling. `polled` says that the caller only looked at memory and found nothing to do.
+  // Scheduling. `polled`: the caller only looked at memory and found nothing to do.
   void (*yield)(bool polled);
   void (*block_barrier)(int id, int count, bool arrive_only); // count 0: all threads of the block
   uint64_t (*block_vote)(VoteOp op, uint64_t value);

@@ -91,7 +91,7 @@ extern "C" Thread* tsn_sim_self;
 inline const Api& api() { return *tsn_sim_api; }
 inline Thread& self() { return *tsn_sim_self; }
 
-// Gives other threads a turn now and then, as the seed says; called around every access that they may observe.
+// Gives other threads a turn now and then, by the seed; called around every access that they may observe.
 inline void maybe_yield() {
   if (--self().quantum <= 0) api().yield(false);
 }
@@ -105,7 +105,7 @@ inline void fenced(uint32_t scope) {
   if (self().followed) api().remote->fenced(scope);
 }
 
-// A word was changed and found another value than before: what another rank has left there meanwhile is told.
+// A word was changed and found another value than before: what another rank has left there meanwhile is reported.
 inline void word_found(const void* address, Ordering ordering) {
   ordering.releases = false;
   if (reinterpret_cast<uint64_t>(address) - self().heap_base < self().heap_bytes)
@@ -121,7 +121,7 @@ inline bool in_symmetric_heap(const void* p) {
 }
 
 // The running thread accesses [p, p + bytes) of the heap. What follows another rank, or a transfer, is looked at by the
-// simulator; that it comes after it is asked once in a row of bytes.
+// simulator; whether it comes after it is checked once in a row of bytes.
 __attribute__((noinline)) inline void access_heap(const void* p, uint64_t bytes, bool store, const char* name) {
   const Thread& t = self();
   const uint64_t offset = reinterpret_cast<uint64_t>(p) - t.heap_base, own = t.stamp & 0xff;
@@ -136,7 +136,7 @@ __attribute__((noinline)) inline void access_heap(const void* p, uint64_t bytes,
   }
 }
 
-// Whether an access with this stamp is known to come before the thread's own, as far as that is told at once.
+// Whether an access with this stamp is known to come before the thread's own, as far as that can be decided here.
 __attribute__((always_inline)) inline bool local_after(const Thread& t, uint64_t stamp) {
   if (stamp >> 32 < t.local_begin || !((stamp ^ t.local_stamp) & kLocalThread)) return true;
   const uint64_t known = t.local_known[local_slot(stamp)];

@@ -1,4 +1,4 @@
-// What kernels tell the simulator about where they wait and what they call, for hang reports and traces.
+// How kernels report to the simulator where they wait and what they call, for hang reports and traces.
 #pragma once
 
 #include <stdint.h>
