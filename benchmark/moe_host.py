@@ -18,7 +18,9 @@ BENCH = dict(ranks=1, quick="--calls 50 --repeat 3", gpu=False)  # see common/su
 
 
 def parse():
-    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=2, repeat=15)
+    parser = BenchmarkParser(__doc__.splitlines()[0], warmup=2, repeat=None)
+    text = "timed runs, whose median is shown (15; 5 in the simulator)"
+    parser.add_argument("--repeat", type=positive_int, metavar="N", help=text)
     parser.add_argument("--calls", type=positive_int, default=200, metavar="N", help="calls of a sample (200)")
     parser.add_argument("--tokens", type=positive_int, default=16, metavar="N", help="tokens of a call (16)")
     parser.add_argument("--hidden", type=positive_int, default=128, metavar="N", help="elements of a row (128)")
@@ -140,6 +142,7 @@ def main() -> None:
     report = Report("moe_host", args)
     tsn.init()
     on_gpu = tsn.device().type == "cuda"
+    args.repeat = args.repeat or (15 if on_gpu else 5)
     report.environment["timing"] = f"median of {args.repeat} x {args.calls} calls, {AT_A_TIME} at a time, in turn"
     names = ("dispatch", "cached", "combine", "both")
     columns = [Column(f"{name}_us", name, better="lower", unit="us") for name in names]
