@@ -4,12 +4,28 @@ The number of a call (uint64, from 1) lives in device memory: `calls[block]` is 
 parity chooses between buffers, signals and tickets that exist twice.
 """
 
+from typing import Any, NamedTuple
+
 import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import TAG_BITS, announce, report
 from tilescale_net.kernels.moe.wire_layout import CODE_BITS, NO_FAULT, OTHER_OUTPUT
+
+
+class Now(NamedTuple):
+    """The call that a kernel makes; variables of the kernel, which steps read where they stand.
+
+    Attributes:
+        me: int32, this rank.
+        call: uint64, the number of the call.
+        parity: int32, which of two sets of buffers, signals or tickets belongs to the call.
+    """
+
+    me: Any
+    call: Any
+    parity: Any
 
 
 @tsn.macro

@@ -10,6 +10,7 @@ ranks. So do dispatch and combine of a plan.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from tilescale_net.kernels.moe.wire_layout import align4
 
@@ -148,6 +149,21 @@ class LatencyNodePlan:
     @property
     def words(self) -> int:
         return self.receiver(self.at.slots, 0, 0)
+
+
+class NodeTables(NamedTuple):
+    """What a kernel reads of the routes between nodes, and the places in it.
+
+    Attributes:
+        at: Nodes, places in `map`. plan: NodePlan or LatencyNodePlan, places in `words`.
+        map: int32 [at.map_words], `node_map`, from the host.
+        words: int32 [plan.words], `node_plan`, from the call that routes.
+    """
+
+    at: Nodes
+    plan: Any
+    map: Any
+    words: Any
 
 
 @dataclass(frozen=True)
