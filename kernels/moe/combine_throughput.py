@@ -169,7 +169,7 @@ def combine_throughput(
             parity = T.cast(call % T.uint64(2), "int32")
             ahead = T.alloc_var("int32", init=0)
             ticket = T.alloc_var("int32")
-            now, taken = handshake.Now(me, call, parity), steps.Chunk(peer, c, n, size)
+            now, taken = handshake.Now(me, call, parity), handshake.Chunk(peer, c, n, size)
             handshake.clear_tickets(tickets, parity, block, thread)
             if block < senders:
                 handshake.first_ticket(tickets, parity, 0, ahead, ticket, lane)

@@ -164,22 +164,6 @@ class Places(NamedTuple):
     before: Any = None
 
 
-class Chunk(NamedTuple):
-    """The chunk of rows that a warp sends; int32 variables of the kernel, which steps read where they stand.
-
-    Attributes:
-        peer: whose rows they are.
-        c: the number of the chunk.
-        n: its rows.
-        size: the rows of a chunk to this rank; not where rows cross the network once per node.
-    """
-
-    peer: Any
-    c: Any
-    n: Any
-    size: Any = None
-
-
 class Work(NamedTuple):
     """Registers of a warp that sums.
 

@@ -28,6 +28,22 @@ class Now(NamedTuple):
     parity: Any
 
 
+class Chunk(NamedTuple):
+    """The chunk of rows that a warp sends; int32 variables of the kernel, which steps read where they stand.
+
+    Attributes:
+        peer: the rank that gets the rows.
+        c: the number of the chunk.
+        n: its rows.
+        size: the rows of a chunk to this rank, in a combine that sends rows to their ranks straight.
+    """
+
+    peer: Any
+    c: Any
+    n: Any
+    size: Any = None
+
+
 @tsn.macro
 def check_announcement(word, tag, rank, status):
     """Compare the tag in the announcement of `rank` with this rank's; report the fault of `rank`, if it has one."""

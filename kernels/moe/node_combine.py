@@ -17,23 +17,9 @@ from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import combine_throughput_steps as steps
 from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe import node_combine_steps as node_steps
-from tilescale_net.kernels.moe.node_layout import NodePlan, Nodes, NodeTables
+from tilescale_net.kernels.moe.node_layout import NodeNow, NodePlan, Nodes, NodeTables
 from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
 from tilescale_net.kernels.moe.wire_layout import Totals, most_sent, record_words
-
-
-class _Now(NamedTuple):
-    """The call that a kernel makes; variables of the kernel, which steps read where they stand.
-
-    Attributes:
-        me: int32, this rank. node: int32, its node. mine: int32, this rank as an origin, for the ranks of its node.
-        call: uint64, the number of the call.
-    """
-
-    me: Any
-    node: Any
-    mine: Any
-    call: Any
 
 
 class _Served(NamedTuple):
@@ -260,8 +246,8 @@ def combine_nodes(
             parity = T.cast(call % T.uint64(2), "int32")
             ahead = T.alloc_var("int32", init=0)
             ticket = T.alloc_var("int32")
-            now = _Now(me, node, mine, call)
-            chunk_of, served = steps.Chunk(peer, c, n), _Served(k, peer, c, n)
+            now = NodeNow(me, node, call, mine)
+            chunk_of, served = handshake.Chunk(peer, c, n), _Served(k, peer, c, n)
             handshake.clear_tickets(tickets, parity, block, thread)
             sums = T.alloc_local((in_node.send_group * in_node.send_batch * s.width,), dtype)
             sum_of_node = T.alloc_local((in_node.send_batch * s.width,), "float32")

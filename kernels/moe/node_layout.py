@@ -151,6 +151,21 @@ class LatencyNodePlan:
         return self.receiver(self.at.slots, 0, 0)
 
 
+class NodeNow(NamedTuple):
+    """The call that a kernel makes; variables of the kernel, which steps read where they stand.
+
+    Attributes:
+        me: int32, this rank. node: int32, its node.
+        call: uint64, the number of the call.
+        mine: int32, this rank as an origin, for the ranks of its node; in a combine.
+    """
+
+    me: Any
+    node: Any
+    call: Any
+    mine: Any = None
+
+
 class NodeTables(NamedTuple):
     """What a kernel reads of the routes between nodes, and the places in it.
 
