@@ -12,7 +12,7 @@ import tilescale_net.language as N
 from tilescale_net.kernels.moe import combine_throughput_steps as steps
 from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.combine_throughput import find_rows
-from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
+from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8, Result, Work
 from tilescale_net.kernels.moe.wire_layout import Totals, most_sent, record_words
 
 
@@ -63,8 +63,8 @@ def sum_combined(
             places = steps.Places(received, base, there, before)
             mem = steps.Memory(
                 own=steps.Own(y, row_weight, None, records),
-                result=steps.Result(out, bias_0, bias_1, None),
-                slots=steps.Rows(slots, slot_scales, None),
+                result=Result(out, bias_0, bias_1, None),
+                slots=steps.Sums(slots, slot_scales, None),
                 arrived=arrived,
                 token_slot=token_slot,
             )
@@ -94,7 +94,7 @@ def sum_combined(
             acc = T.alloc_local((s.sum_batch * s.width,), "float32")
             from_row = T.alloc_local((s.sum_group,), "int32")
             slot_of = T.alloc_local((-(-R // 32),), "int32")
-            work = steps.Work(piece, acc, from_row, slot_of)
+            work = Work(piece, acc, from_row, slot_of)
             handshake.first_ticket(tickets, parity, 1, ahead, token, lane)
             while token < tokens:
                 handshake.take_ticket(tickets, parity, 1, ahead, lane)

@@ -12,7 +12,7 @@ import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import combine_throughput_steps as steps
 from tilescale_net.kernels.moe import handshake
-from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
+from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8, Result, Work
 from tilescale_net.kernels.moe.tiles import await_rows, say_begun
 from tilescale_net.kernels.moe.wire_layout import Totals, most_sent, record_words
 
@@ -133,9 +133,9 @@ def combine_throughput(
             places = steps.Places(received, base, there, before)
             mem = steps.Memory(
                 own=steps.Own(y, row_weight, row_values, records),
-                result=steps.Result(out, bias_0, bias_1, out_values),
-                slots=steps.Rows(slots, slot_scales, slot_values),
-                staged=steps.Rows(staged, staged_scales, staged_values),
+                result=Result(out, bias_0, bias_1, out_values),
+                slots=steps.Sums(slots, slot_scales, slot_values),
+                staged=steps.Sums(staged, staged_scales, staged_values),
                 arrived=arrived,
                 token_slot=token_slot,
             )
@@ -209,7 +209,7 @@ def combine_throughput(
                 acc = T.alloc_local((s.sum_batch * s.width,), "float32")
                 from_row = T.alloc_local((s.sum_group,), "int32")
                 slot_of = T.alloc_local((-(-R // 32),), "int32")
-                work = steps.Work(piece, acc, from_row, slot_of)
+                work = Work(piece, acc, from_row, slot_of)
                 token = T.alloc_var("int32")
                 row = T.alloc_var("int32")
                 total = T.alloc_var("float32")

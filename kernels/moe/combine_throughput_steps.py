@@ -9,6 +9,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.moe.handshake import take_ticket
 from tilescale_net.kernels.moe.row_ops import (
+    Result,
     SumSizes,
     add_dequantised,
     add_rows,
@@ -72,7 +73,7 @@ class Sizes(SumSizes):
         return min(batch * (1 if self.width == 8 else 2), -(-self.units // 32))
 
 
-class Rows(NamedTuple):
+class Sums(NamedTuple):
     """Sums on their way back.
 
     Attributes:
@@ -87,7 +88,7 @@ class Rows(NamedTuple):
 
     def at(self, s, pe):
         """The same memory of a mapped rank."""
-        return Rows(
+        return Sums(
             N.remote(self.rows, pe),
             N.remote(self.scales, pe) if s.quantised else self.scales,
             N.remote(self.values, pe) if s.valued != "" else self.values,
@@ -110,25 +111,11 @@ class Own(NamedTuple):
     records: Any
 
 
-class Result(NamedTuple):
-    """What the caller gets.
-
-    Attributes:
-        out: [rows, hidden] of its dtype. bias_0, bias_1: alike, to be added.
-        values: float32 [rows, top_k].
-    """
-
-    out: Any
-    bias_0: Any
-    bias_1: Any
-    values: Any
-
-
 class Memory(NamedTuple):
     """The tensors of a combine.
 
     Attributes:
-        own, result: of the caller.
+        own: what this rank sends. result: what the caller gets.
         slots: symmetric, a row for each row that this rank has sent in the dispatch.
         arrived: uint64 [ranks or origins, chunks], symmetric: the last call of which a chunk of `slots` is there.
         token_slot: int32 [rows, ranks], see RoutingPlan; None where rows cross the network once per node.
@@ -140,7 +127,7 @@ class Memory(NamedTuple):
 
     own: Own
     result: Result
-    slots: Rows
+    slots: Sums
     arrived: Any
     token_slot: Any = None
     staged: Any = None
@@ -162,21 +149,6 @@ class Places(NamedTuple):
     base: Any
     there: Any
     before: Any = None
-
-
-class Work(NamedTuple):
-    """Registers of a warp that sums.
-
-    Attributes:
-        piece: [rows at once * pieces * width] of the rows' dtype. acc: float32 [pieces * width].
-        from_row: int32 [rows at once].
-        slot_of: int32 [a word for 32 ranks or origins], see `find_rows`.
-    """
-
-    piece: Any
-    acc: Any
-    from_row: Any
-    slot_of: Any = None
 
 
 @tsn.macro

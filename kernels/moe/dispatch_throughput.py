@@ -19,7 +19,15 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import handshake
-from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, batch_of, copy_row, copy_words, load_batch, store_batch
+from tilescale_net.kernels.moe.row_ops import (
+    EXPLICIT_SYNC,
+    Rows,
+    batch_of,
+    copy_row,
+    copy_words,
+    load_batch,
+    store_batch,
+)
 from tilescale_net.kernels.moe.tiles import count_rows, fill_up, say_begun
 from tilescale_net.kernels.moe.wire_layout import Totals, record_words
 
@@ -51,20 +59,8 @@ class Sizes:
         return batch_of(self.row_words // 4, 16)
 
 
-class Rows(NamedTuple):
-    """Rows and their scales, as words of 4 bytes.
-
-    Attributes:
-        rows: int32 [any, row_words].
-        scales: int32 [any, scale_words], where rows have scales; else not looked at.
-    """
-
-    rows: Any
-    scales: Any
-
-
 class Memory(NamedTuple):
-    """The tensors of a dispatch.
+    """The tensors of a dispatch; rows and scales are words, int32 [any, row_words] and [any, scale_words].
 
     Attributes:
         x: the caller's rows. out: symmetric, except for "arrival"; what the caller gets.

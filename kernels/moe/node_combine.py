@@ -18,7 +18,7 @@ from tilescale_net.kernels.moe import combine_throughput_steps as steps
 from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe import node_combine_steps as node_steps
 from tilescale_net.kernels.moe.node_layout import NodeNow, NodePlan, Nodes, NodeTables
-from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
+from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8, Result, Work
 from tilescale_net.kernels.moe.wire_layout import Totals, most_sent, record_words
 
 
@@ -207,11 +207,11 @@ def combine_nodes(
             places, tables = steps.Places(received, base, there), NodeTables(at, plan, node_map, node_plan)
             mem = steps.Memory(
                 own=steps.Own(y, row_weight, row_values, records),
-                result=steps.Result(out, bias_0, bias_1, out_values),
-                slots=steps.Rows(slots, slot_scales, slot_values),
+                result=Result(out, bias_0, bias_1, out_values),
+                slots=steps.Sums(slots, slot_scales, slot_values),
                 arrived=arrived,
-                staged=steps.Rows(staged, staged_scales, staged_values),
-                relayed=steps.Rows(relayed, None, relayed_values),
+                staged=steps.Sums(staged, staged_scales, staged_values),
+                relayed=steps.Sums(relayed, None, relayed_values),
                 summed=summed,
             )
             thread = T.get_thread_binding()
@@ -252,7 +252,7 @@ def combine_nodes(
             sums = T.alloc_local((in_node.send_group * in_node.send_batch * s.width,), dtype)
             sum_of_node = T.alloc_local((in_node.send_batch * s.width,), "float32")
             rows_of_node = T.alloc_local((in_node.send_group,), "int32")
-            work_of_node = steps.Work(sums, sum_of_node, rows_of_node)
+            work_of_node = Work(sums, sum_of_node, rows_of_node)
             if block < senders:
                 handshake.first_ticket(tickets, parity, 0, ahead, ticket, lane)
                 while ticket < R * chunks + S * node_chunks:
@@ -283,7 +283,7 @@ def combine_nodes(
             acc = T.alloc_local((s.sum_batch * s.width,), "float32")
             from_row = T.alloc_local((s.sum_group,), "int32")
             slot_of = T.alloc_local((-(-V // 32),), "int32")
-            work = steps.Work(piece, acc, from_row, slot_of)
+            work = Work(piece, acc, from_row, slot_of)
             token = T.alloc_var("int32")
             handshake.first_ticket(tickets, parity, 1, ahead, token, lane)
             while token < tokens:

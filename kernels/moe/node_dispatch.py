@@ -17,7 +17,6 @@ from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.dispatch_throughput import (
     Memory,
     Places,
-    Rows,
     Sizes,
     put_row,
     put_staged,
@@ -27,7 +26,7 @@ from tilescale_net.kernels.moe.dispatch_throughput import (
     stage,
 )
 from tilescale_net.kernels.moe.node_layout import NodeNow, NodePlan, Nodes, NodeTables
-from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
+from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, Rows
 from tilescale_net.kernels.moe.wire_layout import Totals, record_words
 
 

@@ -45,7 +45,7 @@ MUTANTS = {
     ),
     "latency gateway without wait for sums": (
         "node_combine_latency",
-        'N.wait(summed[row * at.size + place, part], "ge", call)',
+        'N.wait(mem.summed[row * at.size + place, part], "ge", now.call)',
         mutants.LATENCY,
     ),
 }
