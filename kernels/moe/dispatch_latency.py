@@ -17,11 +17,12 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
+from tilescale_net.kernels.moe import dispatch_latency_layout as layout
 from tilescale_net.kernels.moe import dispatch_latency_steps as steps
 from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe import node_dispatch_latency as over_nodes
-from tilescale_net.kernels.moe.node_layout import LatencyNodePlan, Nodes
-from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, FP8
+from tilescale_net.kernels.moe.node_layout import LatencyNodePlan, Nodes, NodeTables
+from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, FP8, Rows
 from tilescale_net.kernels.moe.wire_layout import COUNT_BITS
 
 
@@ -62,7 +63,8 @@ def dispatch_latency(
     R, K, M, S = ranks, top_k, max_tokens, slots
     at = Nodes(R, nodes, S) if nodes else None
     plan = LatencyNodePlan(at, M, K) if nodes else None
-    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads, at.size if nodes else 0)
+    node_size = at.size if nodes else 0
+    s = layout.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads, node_size, timed)
     msg, head, local = s.message, s.header, s.local
     scale_width = max(scale_words, 1)
     rows, scale_rows, choices, slot_rows = (T.dynamic(n) for n in ("rows", "scale_rows", "choices", "slot_rows"))
@@ -125,6 +127,29 @@ def dispatch_latency(
             me = N.my_pe()
             call = T.alloc_var("uint64")
             parity = T.alloc_var("int32")  # which of the two sets of buffers
+            now, chosen = handshake.Now(me, call, parity), layout.Chosen(mine, same_expert, same_rank)
+            mem = layout.Memory(
+                x=Rows(x, x_scales),
+                topk_idx=topk_idx,
+                topk_weights=topk_weights,
+                active=active,
+                message=layout.Messages(message, message_fp8, message_scales),
+                header_out=header_out,
+                header_in=header_in,
+                begun=begun,
+                arrival=arrival,
+                arrived=arrived,
+                token_slot=token_slot,
+                kept=layout.Kept(
+                    Rows(out, out_scales), counts, received, source_counts, targets, weights, source_token
+                ),
+                status=status,
+                waited=waited,
+            )
+            if nodes:
+                mem = mem._replace(relayed=relayed, came=came, origin_slot=origin_slot, passing=passing)
+                chosen = chosen._replace(same_node=same_node)
+                tables = NodeTables(at, plan, node_map, node_plan)
 
             if sends:
                 token = T.alloc_var("int32")
@@ -134,12 +159,8 @@ def dispatch_latency(
                 handshake.begin_half(send_calls, call, parity, block)
                 # The last block counts for the headers; it has a token of its own only when all blocks have one.
                 if block == blocks - 1:
-                    steps.count_choices(
-                        s, topk_idx, tokens, fault, fault_value, active, begun, histogram, bad, parity, call, thread
-                    )
-                    steps.send_headers(
-                        s, header_out, header_in, begun, active, histogram, bad, me, parity, call, thread, warp
-                    )
+                    steps.count_choices(s, mem, tokens, fault, fault_value, histogram, bad, now, thread)
+                    steps.send_headers(s, mem, histogram, bad, now, thread, warp)
                 for i in T.serial((tokens + blocks - 1) // blocks):
                     token = i * blocks + block
                     if token < tokens:
@@ -147,17 +168,9 @@ def dispatch_latency(
                             for g in T.serial((K + threads - 1) // threads):
                                 if g * threads + thread < K:
                                     same_node[g * threads + thread] = 0
-                        steps.load_token(
-                            s, x, topk_idx, topk_weights, active, message, mine, same_expert, same_rank, piece, token,
-                            parity, thread, warp, lane,
-                        )  # fmt: skip
-                        steps.find_places(
-                            s, topk_idx, active, mine, same_expert, same_rank, same_node if nodes else same_rank, token,
-                            thread,
-                        )  # fmt: skip
-                        steps.write_row(
-                            s, x_scales, message, message_fp8, message_scales, piece, token, parity, thread, warp, lane
-                        )
+                        steps.load_token(s, mem, chosen, piece, token, parity, thread, warp, lane)
+                        steps.find_places(s, mem, chosen, token, thread)
+                        steps.write_row(s, mem, piece, token, parity, thread, warp, lane)
                         if nodes:
                             if thread < at.origins:
                                 origin_slot[token, thread] = -1
@@ -167,15 +180,9 @@ def dispatch_latency(
                                 handshake.await_previous(begun, parity, call, COUNT_BITS, thread, R)
                         T.sync_threads()
                         if nodes:
-                            over_nodes.send_message(
-                                s, at, message, arrival, arrived, relayed, came, token_slot, origin_slot, node_map, mine,
-                                same_expert, same_rank, same_node, me, token, parity, call, thread, warp, lane,
-                            )  # fmt: skip
+                            over_nodes.send_message(s, mem, tables, chosen, token, now, thread, warp, lane)
                         else:
-                            steps.send_message(
-                                s, message, arrival, arrived, token_slot, mine, same_expert, same_rank, me, token, parity,
-                                call, thread, warp, lane,
-                            )  # fmt: skip
+                            steps.send_message(s, mem, chosen, token, now, thread, warp, lane)
                 handshake.end_half(send_calls, call, blocks, absent, block, thread, threads)
 
             if receives:
@@ -187,18 +194,10 @@ def dispatch_latency(
                     choice = T.alloc_var("int32")
                 handshake.begin_half(receive_calls, call, parity, block)
                 handshake.time_announcements(timed, begun, active, parity, call, COUNT_BITS, waited, block, thread, R)
-                steps.read_headers(
-                    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, parity, call,
-                    block, thread,
-                )  # fmt: skip
+                steps.read_headers(s, mem, incoming, begin, now, block, thread)
                 if nodes:
-                    over_nodes.learn_of_messages(
-                        s, at, plan, header_in, node_map, node_plan, passing, source, parity, block, thread
-                    )
-                    over_nodes.pass_on_all(
-                        s, at, plan, timed, relayed, came, arrival, arrived, node_map, node_plan, passing, waited, me, source,
-                        slot, total, choice, parity, call, block, warp, lane,
-                    )  # fmt: skip
+                    over_nodes.learn_of_messages(s, mem, tables, source, parity, block, thread)
+                    over_nodes.pass_on_all(s, mem, tables, now, source, slot, total, choice, block, warp, lane)
                 handshake.sum_of(incoming, total, R)
                 for i in T.serial((total + blocks * s.warps - 1) // (blocks * s.warps)):
                     # Consecutive rows go to different blocks.
@@ -208,12 +207,9 @@ def dispatch_latency(
                         place = (parity * R + source) * M + slot
                         handshake.time_message(timed, arrived, place, call, waited, source, lane)
                         N.wait_warp(arrived[place], "ge", call)
-                        steps.receive_row(
-                            s, arrival, out, out_scales, targets, weights, source_token, begin, me, source, slot, place,
-                            lane, column_scales,
-                        )  # fmt: skip
+                        steps.receive_row(s, mem, begin, me, source, slot, place, lane, column_scales)
                         if nodes:
-                            over_nodes.note_carrier(s, plan, arrival, node_plan, me, source, slot, place, choice, lane)
+                            over_nodes.note_carrier(s, mem, tables, me, source, slot, place, choice, lane)
                 T.sync_threads()
                 handshake.end_half(receive_calls, call, blocks, absent, block, thread, threads)
 

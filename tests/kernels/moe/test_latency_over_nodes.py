@@ -40,7 +40,7 @@ SM_90 = {
 MUTANTS = {
     "latency gateway without wait for messages": (
         "node_dispatch_latency",
-        'N.wait_warp(came[row], "ge", call)',
+        'N.wait_warp(mem.came[row], "ge", now.call)',
         mutants.LATENCY,
     ),
     "latency gateway without wait for sums": (
