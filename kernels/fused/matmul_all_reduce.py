@@ -52,8 +52,8 @@ def send_and_collect(
         with T.Kernel(blocks, threads=threads) as block:
             given, item = T.alloc_shared((1,), "int32"), T.alloc_local((1,), "int32")
             thread, call, me = T.get_thread_binding(), calls[0], N.my_pe()
-            to = partial, summands, part, sums, done, arrived, shared
-            sending.send_all(s, "ldst", given, item, sent, *to, call, me, thread)
+            mem = sending.Memory(partial, summands, part, sums, done, arrived, shared, sent)
+            sending.send_all(s, "ldst", given, item, mem, call, me, thread)
             for turn in T.serial(-(-copies * pieces // blocks)):
                 copy = turn * blocks + block
                 if copy < copies * pieces:
