@@ -13,7 +13,7 @@ from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import combine_throughput_steps as steps
 from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8, Result, Work
-from tilescale_net.kernels.moe.tiles import await_rows, say_begun
+from tilescale_net.kernels.moe.tiles import Awaited, await_rows, say_begun
 from tilescale_net.kernels.moe.wire_layout import Totals, most_sent, record_words
 
 
@@ -188,9 +188,8 @@ def combine_throughput(
                             c = (received[peer] - 1) // size - c
                         n = T.min(size, received[peer] - c * size)
                         if tiles:
-                            await_rows(
-                                finished, product_calls, growth, records, peer, c * size, n, top_k, tile_rows, slot, lane,
-                            )  # fmt: skip
+                            awaited = Awaited(finished, product_calls, growth, tile_rows)
+                            await_rows(awaited, records, peer, c * size, n, top_k, slot, lane)
                         if direct != 0:
                             steps.send_direct(s, mem, places, taken, slot, lane)
                         elif proxied:
@@ -223,8 +222,8 @@ def combine_throughput(
                         steps.sum_values(s, mem, places, token, row, total, lane)
                     token = T.shfl_sync(ahead, 0)
             T.sync_threads()
-            handshake.close_call(
-                done, active, calls, me, call, blocks, senders, absent, absent_senders, block, thread, threads, R
-            )
+            ends = handshake.Ends(active, done, calls)
+            of = handshake.Blocks(R, blocks, threads, senders, absent, absent_senders)
+            handshake.close_call(of, ends, me, call, block, thread)
 
     return main

@@ -44,6 +44,37 @@ class Chunk(NamedTuple):
     size: Any = None
 
 
+class Blocks(NamedTuple):
+    """The blocks of a call, known when its kernel is compiled.
+
+    Attributes:
+        ranks: of the job. blocks, threads: of the launch.
+        senders: the number of blocks that send; they are the first.
+        absent, absent_senders: how many more blocks, and senders among them, other calls have; block 0 counts for them.
+    """
+
+    ranks: int
+    blocks: int
+    threads: int
+    senders: int
+    absent: int = 0
+    absent_senders: int = 0
+
+
+class Ends(NamedTuple):
+    """The words by which calls end.
+
+    Attributes:
+        active: int32 [ranks], 0 for a rank that is left out.
+        done: uint64 [ranks], symmetric: how many blocks of each rank have sent all, in all calls.
+        calls: uint64 [blocks + absent], the calls so far.
+    """
+
+    active: Any
+    done: Any
+    calls: Any
+
+
 @tsn.macro
 def check_announcement(word, tag, rank, status):
     """Compare the tag in the announcement of `rank` with this rank's; report the fault of `rank`, if it has one."""
@@ -124,37 +155,33 @@ def count_sender(done, active, me: T.Ref, thread, ranks):
 
 
 @tsn.macro
-def close_call(
-    done, active, calls, me: T.Ref, call: T.Ref, blocks, senders, absent, absent_senders, block, thread, threads, ranks
-):
+def close_call(of, ends, me: T.Ref, call: T.Ref, block, thread):
     """End a call: block 0 waits until all blocks of all ranks have sent, so no signal of a call meets one of the next.
 
     Args:
-        absent, absent_senders: how many more blocks, and senders among them, other calls have; block 0 counts for them.
+        of: the Blocks. ends: the Ends.
     """
-    if absent:
-        stand_in(done, active, calls, me, call, blocks, absent, absent_senders, block, thread, threads, ranks)
-    if block == 0 and thread < ranks:
-        if active[thread] != 0:
-            N.wait(done[thread], "ge", call * T.uint64(senders))
+    if of.absent:
+        stand_in(of, ends, me, call, block, thread)
+    if block == 0 and thread < of.ranks:
+        if ends.active[thread] != 0:
+            N.wait(ends.done[thread], "ge", call * T.uint64(of.senders))
     if thread == 0:
         # The caller may write to the source, and the next call to the staged rows, as soon as this kernel has ended.
-        if block < senders:
+        if block < of.senders:
             N.quiet()
-        calls[block] = call
+        ends.calls[block] = call
 
 
 @tsn.macro
-def stand_in(
-    done, active, calls, me: T.Ref, call: T.Ref, blocks, absent, absent_senders, block, thread, threads, ranks
-):
+def stand_in(of, ends, me: T.Ref, call: T.Ref, block, thread):
     """Block 0 counts for the `absent` blocks that a call on fewer blocks than others does not have."""
     if block == 0:
-        if absent_senders:
-            if thread < ranks:
-                if active[thread] != 0:
-                    N.signal(done[me], absent_senders, thread, op="add")
-        count_for(calls, call, blocks, absent, thread, threads)
+        if of.absent_senders:
+            if thread < of.ranks:
+                if ends.active[thread] != 0:
+                    N.signal(ends.done[me], of.absent_senders, thread, op="add")
+        count_for(ends.calls, call, of.blocks, of.absent, thread, of.threads)
 
 
 @tsn.macro

@@ -295,8 +295,8 @@ def combine_nodes(
                     node_steps.sum_values(s, mem, tables, token, row, total, lane)
                 token = T.shfl_sync(ahead, 0)
             T.sync_threads()
-            handshake.close_call(
-                done, active, calls, me, call, blocks, senders, absent, absent_senders, block, thread, threads, R
-            )
+            ends = handshake.Ends(active, done, calls)
+            of = handshake.Blocks(R, blocks, threads, senders, absent, absent_senders)
+            handshake.close_call(of, ends, me, call, block, thread)
 
     return main

@@ -260,8 +260,8 @@ def dispatch_nodes(
                             receive_row(s, mem, places, me, peer, j, row, slot, token, direct, lane)
                     ticket = T.shfl_sync(ahead, 0)
             T.sync_threads()
-            handshake.close_call(
-                done, active, calls, me, call, blocks, senders, absent, absent_senders, block, thread, threads, R
-            )
+            ends = handshake.Ends(active, done, calls)
+            of = handshake.Blocks(R, blocks, threads, senders, absent, absent_senders)
+            handshake.close_call(of, ends, me, call, block, thread)
 
     return main
