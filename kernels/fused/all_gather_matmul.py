@@ -53,7 +53,7 @@ def push_rows(n_pes, rows, k, dtype, chunk, threads=512, blocks=8, engine="auto"
             call = calls[0]
             if thread == 0:
                 N.signal(begun[0], 1, me, op="add")
-            # This half of `gathered` was last read two calls ago: whoever has begun the last call is done with it.
+            # This half of `gathered` was last read two calls ago: a PE that has begun the last call is done with it.
             if thread < n_pes and thread != me:
                 if block == 0:
                     N.signal(ready[me], T.cast(call, "uint64"), thread)
@@ -159,7 +159,7 @@ def matmul_arriving(
                         if peers:
                             if part[0] > 0:
                                 if scaled:
-                                    # Those who multiply read them behind the first barrier of the ring.
+                                    # The warps that multiply read them behind the first barrier of the ring.
                                     N.wait_warp(arrived[pe[0], shape.tiles_m], "ge", call, proxy="async")
                                 N.wait_warp(arrived[pe[0], row[0] // bm], "ge", call, proxy="async")
                         for i in T.serial(T.ceildiv(k, bk)):

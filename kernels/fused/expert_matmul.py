@@ -2,7 +2,7 @@
 
 A tile of a dispatch's expert-major rows is multiplied as soon as its rows are there, those of the first expert first, since
 a dispatch that counts tiles sends them first. A product whose rows a combine sends goes from the last expert to the first,
-and says which tiles are finished; a token's row is sent when the product of its first expert is. Each is one persistent
+and signals which tiles are finished; a token's row is sent when the product of its first expert is. Each is one persistent
 kernel beside the few blocks of the dispatch or of the combine.
 """
 
@@ -50,7 +50,7 @@ def matmul_experts(
         scaled: sums are multiplied by the scale of their row, in `x_scales` [capacity], which come with the rows, and by that
             of their column, in `w_scales` [experts, n], both float32.
 
-    `totals` (int32, see `wire_layout.Totals`) says which rows an expert has; the first is that of a tile. What `out` holds
+    `totals` (int32, see `wire_layout.Totals`) holds which rows an expert has; the first is that of a tile. What `out` holds
     behind the last, up to the end of a tile, is not specified.
     `calls` (int64 [1]) holds the number of this call, 1 or more; `tickets` (int32 [2], zero before the first call) belongs
     to this kernel. `arrivals` (int64 [1]), `arrived` and `finished` (uint64 [1, tiles + 1], symmetric): see `Tiles`.

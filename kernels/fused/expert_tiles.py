@@ -1,4 +1,4 @@
-"""Which tile of the experts' products is next, and what a product says of the others; steps of `matmul_experts`.
+"""Which tile of the experts' products is next, and what a product signals of the others; steps of `matmul_experts`.
 
 Their arguments: `shape`, see `product.Shape`; `at` and `totals`, see `wire_layout.Totals`.
 """

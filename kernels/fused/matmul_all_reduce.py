@@ -57,7 +57,7 @@ def send_and_collect(
             for turn in T.serial(-(-copies * pieces // blocks)):
                 copy = turn * blocks + block
                 if copy < copies * pieces:
-                    # In the order in which they come: some rows of everybody, then the next ones.
+                    # In the order in which they come: some rows of every PE, then the next ones.
                     pe = (me + 1 + copy // pieces % (n_pes - 1)) % n_pes
                     c = copy // pieces // (n_pes - 1)
                     row = T.min(c * height + copy % pieces * s.piece, rows - 1)

@@ -21,8 +21,8 @@ from tilescale_net.runtime.profiling import named
 def send_parts(
     n_pes, rows, n, dtype, out_dtype, height, across, slices, pieces, shares, threads=512, blocks=4, engine="auto"
 ):  # fmt: skip
-    """Kernel `(part, partial, summands, sums, calls, ready, arrived, shared, sent, done)`: puts what `matmul_reducing`
-    of this call announces to those who want it.
+    """Kernel `(part, partial, summands, sums, calls, ready, arrived, shared, sent, done)`: puts to the other PEs
+    what `matmul_reducing` of this call announces.
 
     Args:
         n_pes, rows, n, height, across, slices, pieces, shares: see `sending.Sent`.

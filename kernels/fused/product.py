@@ -181,7 +181,7 @@ def copy_right(shape, w, right, stage, full, depth, column):
 
 @tsn.macro
 def wait_for_all(arrived, chunk, n_pes, call, thread):
-    """Until arrived[p, chunk] of every other PE p says `call`; TMA copies of the warp may read what they sent. By a warp.
+    """Wait until arrived[p, chunk] of every other PE p has reached `call`, by a warp; its TMA copies may read what they sent.
 
     A lane waits for a PE, since a look at a flag takes as long as a step of tensor cores.
     """

@@ -1,7 +1,7 @@
 """Steps of the blocks that send while the others multiply: which piece is next, and where it goes.
 
 A product announces each row of tiles when all of its tiles are in memory. Pieces of such rows are taken one at a time, in
-the order in which they are computed, by whoever is free: the blocks beside the product, and in an all-reduce all blocks of
+the order in which they are computed, by the blocks that are free: those beside the product, and in an all-reduce all blocks of
 the GPU when the product is done.
 """
 
@@ -90,9 +90,9 @@ class Memory(NamedTuple):
 
 @tsn.macro
 def begin_call(ready, sent, call, me, n_pes, block, thread):
-    """Tell all PEs that this one has begun the call, and wait until they have begun the one before.
+    """Signal to all PEs that this one has begun the call, and wait until they have begun the one before.
 
-    By all blocks that send. The half of a buffer that this call writes was last read two calls ago: whoever has begun the
+    By all blocks that send. The half of a buffer that this call writes was last read two calls ago: a PE that has begun the
     last call is done with it. Tickets of the next call begin at 0.
     """
     if thread < n_pes and thread != me:
@@ -108,7 +108,7 @@ def begin_call(ready, sent, call, me, n_pes, block, thread):
 def announce(done, line, tiles, thread):
     """Count that a warp's part of a tile, of which it has begun the stores, is in memory. By the warps that multiply.
 
-    The thread that has begun them waits for their end, and its warp says so; all others are counted like it.
+    The thread that has begun them waits for their end, and its warp signals it; all others are counted like it.
     """
     T.tma_store_wait(0, read=False)
     T.sync_warp()
@@ -150,7 +150,7 @@ def _send(s, wait, put_signal, engine, item, mem, call, me):
 
 @tsn.macro
 def send_all(s, engine, given, item, mem, call, me, thread):
-    """Take pieces that nobody has taken, one by one, and put each when it is there. By all threads of a block.
+    """Take pieces that no other block has taken, one by one, and put each when it is there. By all threads of a block.
 
     Args:
         given: int32 [1] of shared memory. item: int32 [1] of a thread.

@@ -102,7 +102,7 @@ class Own(NamedTuple):
         y: [capacity, hidden] of the dtype of the result.
         weights: float32 [capacity], `row_weight`.
         values: float32 [capacity] or [capacity * top_k], `row_values`.
-        records: int32 [ranks, max_tokens, record_words], see `record_words`: which rows of `y` a row that came is summed of.
+        records: int32 [ranks, max_tokens, words], see `record_words`: which rows of `y` a row that came is summed of.
     """
 
     y: Any

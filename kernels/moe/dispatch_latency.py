@@ -2,9 +2,9 @@
 
 A block makes one message per token (row, scales, choices; quantised on the way if asked) and puts it, with a signal of
 its own, to every rank that hosts one of the token's experts: once per rank, however many experts there. Each block
-finds its token's places by reading all earlier choices itself. A header tells each peer how many messages to expect and
-how many rows per expert; from the headers a receiver knows where each row goes, so the rows of an expert are contiguous,
-in the order of source rank and token. Receiving warps copy rows to all their experts as the messages come in.
+finds its token's places by reading all earlier choices itself. A header carries how many messages each peer is to
+expect and how many rows per expert; from the headers a receiver computes where each row goes, so the rows of an expert are
+contiguous, in the order of source rank and token. Receiving warps copy rows to all their experts as the messages come in.
 
 All buffers and signals exist twice and calls alternate. A rank sends a call when every peer has begun the one before,
 which a peer does only after it has received the one before that: so no barrier is needed.
@@ -45,7 +45,7 @@ def dispatch_latency(
         column_scales: received scales are [local experts * scale_words, ranks * max_tokens], of an expert one row after the
             other of a word's.
 
-    Parameters of the kernel (int32 unless said):
+    Parameters of the kernel (int32 where no type is named):
         x [rows, row_words], or [rows, hidden] of `source_dtype`; x_scales [rows, scale_words] float32 as words.
         topk_idx [rows, top_k] of `index_dtype`, topk_weights [rows, top_k] float32, tokens <= rows; fault, fault_value:
         what the host found wrong; active [ranks]: 0 for a rank that is left out.

@@ -234,7 +234,7 @@ def send_message(s, mem, chosen, token: T.Ref, now, thread, warp, lane):
 
 @tsn.macro
 def read_headers(s, mem, incoming, begin, now, block, thread):
-    """Wait for the headers; learn how many messages come from each rank, and where the rows of each expert begin."""
+    """Wait for the headers; count how many messages come from each rank, and compute where the rows of each expert begin."""
     R, M, threads, local, head = s.ranks, s.max_tokens, s.threads, s.local, s.header
     value = T.alloc_var("uint64")
     place = T.alloc_var("int32")

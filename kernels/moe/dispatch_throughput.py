@@ -212,9 +212,9 @@ def dispatch_throughput(
         senders, receivers: blocks of each kind (no receivers for "rank"); threads: of a block. All blocks run at once.
         absent, absent_senders: how many more blocks, and senders among them, the launch geometry has than this call; block 0
             counts for them.
-        tile_rows, tiles: count the rows of tiles of `out` that are there, for whoever consumes them meanwhile; 0: none do.
+        tile_rows, tiles: count the rows of tiles of `out` that are there, for a kernel that consumes them meanwhile; 0: there is none.
 
-    Parameters of the kernel (int32 unless said; rows and scales are moved as words of 4 bytes):
+    Parameters of the kernel (int32 where no type is named; rows and scales are moved as words of 4 bytes):
         x, x_scales: what to send. out, out_scales: symmetric, except for "arrival".
         arrival, arrival_scales [rows received, …]: symmetric; used for "arrival" and for rows from other nodes.
         staged, staged_scales [rows sent, …]: symmetric; used for rows to other nodes.

@@ -1,4 +1,4 @@
-"""How a call begins and ends: announcements to every rank, tickets for its work, and the count of those who have sent.
+"""How a call begins and ends: announcements to every rank, tickets for its work, and the count of blocks that have sent.
 
 The number of a call (uint64, from 1) lives in device memory: `calls[block]` is the number of the calls so far. Its
 parity chooses between buffers, signals and tickets that exist twice.
@@ -89,10 +89,10 @@ def check_announcement(word, tag, rank, status):
 
 @tsn.macro
 def complete_to_refuser(word, rank):
-    """Latency mode: wait until this block's puts to `rank` are complete, if its announcement says that it refuses.
+    """Latency mode: wait until this block's puts to `rank` are complete, if its announcement is a refusal.
 
-    The begin of the next call tells that a rank has received everything of this one, so that staged rows may be written
-    again; a rank that refuses a call does not wait for what it is sent.
+    A rank begins the next call after it has received all rows of this one, so that staged rows may be written again; a rank
+    that refuses a call does not wait for what it is sent.
     """
     if word & T.uint64((1 << CODE_BITS) - 1) != T.uint64(NO_FAULT):
         N.quiet(rank)
@@ -118,10 +118,10 @@ def open_call(ready, active, status, me, call, tag, block, senders, rank):
 
 @tsn.macro
 def take_ticket(tickets, parity: T.Ref, kind, ahead: T.Ref, lane):
-    """Lane 0 asks for the warp's next ticket, which it gives the others by a shuffle when they need it.
+    """Lane 0 takes the warp's next ticket, which the other lanes get by a shuffle when they need it.
 
     Warps take the next chunk when they are done with one: equal shares would not take them equally long, because
-    multiprocessors share ports to the links. Asked for one chunk ahead, a ticket is there when the warp needs it.
+    multiprocessors share ports to the links. Taken one chunk ahead, a ticket is there when the warp needs it.
 
     Args:
         tickets: int32 [2, 2], by parity of the call and kind; those of the next call are zero.
@@ -147,7 +147,7 @@ def clear_tickets(tickets, parity: T.Ref, block, thread):
 
 @tsn.macro
 def count_sender(done, active, me: T.Ref, thread, ranks):
-    """Tell every rank, by a thread each, that one more block of this rank has sent all."""
+    """Signal to every rank, by a thread each, that one more block of this rank has sent all."""
     if thread < ranks:
         if active[thread] != 0:
             N.fence(thread)

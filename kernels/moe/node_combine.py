@@ -37,7 +37,7 @@ class _Served(NamedTuple):
 
 @tsn.macro
 def _signal(arrived, row: T.Ref, c: T.Ref, call: T.Ref, pe: T.Ref, lane):
-    """Tell `pe` that a chunk, put by this warp, is there."""
+    """Signal to `pe` that a chunk, put by this warp, is there."""
     T.sync_warp()
     if lane == 0:
         N.fence(pe)
@@ -46,7 +46,7 @@ def _signal(arrived, row: T.Ref, c: T.Ref, call: T.Ref, pe: T.Ref, lane):
 
 @tsn.macro
 def _offer(summed, row: T.Ref, c: T.Ref, call: T.Ref, me: T.Ref, gateway: T.Ref, lane):
-    """Tell `gateway` that a chunk, kept by this warp in its own memory, may be read."""
+    """Signal to `gateway` that a chunk, kept by this warp in its own memory, may be read."""
     T.sync_warp()
     if lane == 0:
         N.quiet(me)

@@ -105,7 +105,7 @@ def dispatch_nodes(
     Args:
         nodes, slots: see Nodes. The others are those of dispatch_throughput.
 
-    Parameters of the kernel (int32 unless said; rows and scales are moved as words of 4 bytes):
+    Parameters of the kernel (int32 where no type is named; rows and scales are moved as words of 4 bytes):
         staged, staged_scales [(nodes - 1) * max_tokens, …]: symmetric; rows to other nodes.
         relayed, relayed_scales [slots * max_tokens, …]: symmetric; rows to be passed on.
         came [slots, chunks]: uint64, symmetric; as `arrived`, of rows to be passed on.

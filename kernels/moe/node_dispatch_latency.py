@@ -3,8 +3,8 @@
 A block makes a token's message as in dispatch_latency.py and puts it to the ranks of its own node, and once to this rank's
 gateway in every other node that hosts one of the token's experts. There a warp for each choice waits for the message and
 puts it on over mapped memory, to the place at the receiver that the message itself names; so receivers see no difference.
-Headers go to every rank from its source, and tell a gateway how many messages to expect. What is passed on is so in the
-half that receives: it waits for nothing but what sources send.
+Headers go from a source to every rank, and carry how many messages a gateway is to expect. The half that receives passes
+messages on: it waits for nothing but what sources send.
 """
 
 import tilelang.language as T

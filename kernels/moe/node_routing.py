@@ -1,7 +1,7 @@
 """The part of a routing plan that is about nodes: which rows go to each of them, and what their gateways do with them.
 
-Runs after plan_routing. A block counts the rows to a node, tells this rank's gateway there for each of them its place
-among the rows to each rank of that node, and its first expert-major row there. Then gateways keep what sources told them.
+Runs after plan_routing. A block counts the rows to a node, and sends this rank's gateway there for each of them its
+place among the rows to each rank of that node, and its first expert-major row there. Then gateways keep what came.
 What is received is free again when the next call has begun: its plan waits for the counts of every rank first.
 """
 
@@ -136,7 +136,7 @@ def _tell_gateway(mem, tables, b: T.Ref, rows: T.Ref, begin: T.Ref, gateway: T.R
 
 @tsn.macro
 def _keep(mem, tables, k: T.Ref, rows: T.Ref, j: T.Ref, thread, threads):
-    """Keep what the source of slot `k` said, as lists by rank and as places by row."""
+    """Keep the head and the pairs of the source of slot `k`, as lists by rank and as places by row."""
     at, plan = tables.at, tables.plan
     L = at.size
     rows = mem.heads_in[k, 0]
@@ -160,7 +160,7 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent
     Args:
         ranks, experts, max_tokens: as in plan_routing. nodes, slots: see Nodes. blocks, threads, absent: launch geometry, as there.
 
-    Parameters of the kernel (int32 unless said):
+    Parameters of the kernel (int32 where no type is named):
         tokens, token_slot, send_row, totals: see RoutingPlan. node_map [words]: see Nodes.
         heads_out [nodes, words], heads_in [slots, words], pairs_out [nodes, max_tokens, 2 * size],
         pairs_in [slots, max_tokens, 2 * size], told [slots] uint64: symmetric.

@@ -1,6 +1,6 @@
 """What a rank launches in the place of a call that its host refuses: the others end theirs and report the fault.
 
-A rank that found an argument wrong does not know what the others expect from it. It signals that all rows are there,
+A rank that found an argument wrong cannot compute what the others expect from it. It signals that all rows are there,
 whatever they hold, takes part in what begins and ends the call, and counts it. No row of this rank is sent.
 """
 
@@ -17,7 +17,7 @@ from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 
 @tsn.macro
 def begin_refused(active, ready, me, call: T.Ref, code, thread, ranks):
-    """Tell every rank that this one takes part without rows, and wait until all have begun."""
+    """Announce to every rank that this one takes part without rows, and wait until all have begun."""
     if thread < ranks:
         if active[thread] != 0:
             announce(ready, me, call, code, thread)
@@ -44,7 +44,7 @@ def end_refused(of, ends, tickets, me, call: T.Ref, thread):
 
 @tsn.macro
 def begin_refused_halves(active, begun, calls, me, call: T.Ref, parity: T.Ref, code, thread, ranks):
-    """Latency mode: tell every rank that this one takes part without rows, when its buffers are free."""
+    """Latency mode: announce to every rank that this one takes part without rows, when its buffers are free."""
     begin_half(calls, call, parity, 0)
     if thread < ranks:
         if active[thread] != 0:

@@ -1,7 +1,7 @@
 """The routing plan of a dispatch in throughput mode: which row goes where, agreed before any row moves.
 
 Each rank counts its choices per expert and its rows per rank, and puts these counts to every peer. From the counts of
-all ranks each rank knows the final place of each of its rows at the target: expert by expert, within an expert by source
+all ranks each rank computes the final place of each of its rows at the target: expert by expert, within an expert by source
 rank, then by token. So rows need no second copy, their order does not depend on timing, and a dispatch that does not
 fit somewhere is refused everywhere before anything is sent.
 
@@ -38,7 +38,7 @@ def plan_routing(
         node_size: ranks of a node, where rows cross the network once per node; else 0.
         ordered: rows to a rank are numbered by the first of their experts there, not by token alone.
 
-    Parameters of the kernel (int32 unless said):
+    Parameters of the kernel (int32 where no type is named):
         topk_idx [rows, top_k] of `index_dtype`, topk_weights [rows, top_k] float32, tokens <= rows; fault, fault_value:
         what the host found wrong; active [ranks]: 0 for a rank that is left out.
         counts_out [words], counts_in [ranks, words] (see Counts), records_out, records_in [ranks, max_tokens, …],

@@ -17,7 +17,7 @@ AT_ONCE = 8  # words that a thread loads before it adds the first
 
 
 class Memory(NamedTuple):
-    """The tensors of a routing plan in the making; int32 unless it says otherwise.
+    """The tensors of a routing plan in the making; int32 where no type is named.
 
     Attributes:
         topk_idx: [rows, top_k] of int32 or int64. topk_weights: float32 [rows, top_k].
@@ -151,7 +151,7 @@ def add_blocks(s, total: T.Ref, partial, bin, blocks):
 
 @tsn.macro
 def first_fault(s, partial, code: T.Ref, value: T.Ref):
-    """code, value = what the first block found that found something wrong, unless `code` says something already."""
+    """code, value = what the first block found that found something wrong, unless `code` is a fault already."""
     codes, values = T.alloc_local((AT_ONCE,), "int32"), T.alloc_local((AT_ONCE,), "int32")
     for i in T.serial((s.blocks + AT_ONCE - 1) // AT_ONCE):
         for b in T.unroll(AT_ONCE):

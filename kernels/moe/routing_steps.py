@@ -1,4 +1,4 @@
-"""The steps of the kernel that plans the routing; routing.py puts them together and says what the tensors are."""
+"""The steps of the kernel that plans the routing; routing.py puts them together, routing_numbers.py groups their tensors."""
 
 from dataclasses import dataclass
 
@@ -210,7 +210,7 @@ def write_records(s, mem, shared, first, mine: T.Ref, thread):
 
 @tsn.macro
 def send_records(s, mem, shared, me, stop: T.Ref, block, thread):
-    """Put the block's records to every rank, all threads together, then say so to all."""
+    """Put the block's records to every rank, all threads together, then signal them to all."""
     at = T.alloc_var("int32")
     n = T.alloc_var("int32")
     for pe in T.serial(s.ranks):

@@ -62,7 +62,7 @@ class Awaited(NamedTuple):
 
 @tsn.macro
 def say_begun(words, tiles, blocks, me: T.Ref, thread):
-    """Count `blocks` blocks that have begun, and tell what this thread has written. By a block."""
+    """Count `blocks` blocks that have begun, and publish what this thread has written. By a block."""
     if thread == 0:
         N.signal(words[tiles], blocks, me, op="add", fence=True)
 
