@@ -127,7 +127,8 @@ def dispatch_latency(
             me = N.my_pe()
             call = T.alloc_var("uint64")
             parity = T.alloc_var("int32")  # which of the two sets of buffers
-            now, chosen = handshake.Now(me, call, parity), layout.Chosen(mine, same_expert, same_rank)
+            now = handshake.Now(me, call, parity)
+            chosen = layout.Chosen(mine, same_expert, same_rank, same_node if nodes else None)
             mem = layout.Memory(
                 x=Rows(x, x_scales),
                 topk_idx=topk_idx,
@@ -145,11 +146,12 @@ def dispatch_latency(
                 ),
                 status=status,
                 waited=waited,
+                relayed=relayed,
+                came=came,
+                origin_slot=origin_slot,
+                passing=passing if nodes else None,
             )
-            if nodes:
-                mem = mem._replace(relayed=relayed, came=came, origin_slot=origin_slot, passing=passing)
-                chosen = chosen._replace(same_node=same_node)
-                tables = NodeTables(at, plan, node_map, node_plan)
+            tables = NodeTables(at, plan, node_map, node_plan)
 
             if sends:
                 token = T.alloc_var("int32")
