@@ -53,7 +53,7 @@ def push_rows(n_pes, rows, k, dtype, chunk, threads=512, blocks=8, engine="auto"
             call = calls[0]
             if thread == 0:
                 N.signal(begun[0], 1, me, op="add")
-            # This half of `gathered` was last read two calls ago: whoever has begun the last call is done with it.
+            # This half of `gathered` was last read two calls ago: a PE that has begun the last call is done with it.
             if thread < n_pes and thread != me:
                 if block == 0:
                     N.signal(ready[me], T.cast(call, "uint64"), thread)
@@ -109,16 +109,16 @@ def matmul_arriving(
     gathers_scales = scaled and peers
 
     @T.macro
-    def finish(group, total, result, out, part, pe, row, column, call, scales, x_scales, gathered_scales, w_scales):
+    def finish(group, total, result, out, at, call, scales):
         if scaled:
-            if part[0] == 0:
-                product.get_row_scales(rows, shape, group, scales, lambda r: x_scales[r], row[0])
+            if at.part[0] == 0:
+                product.get_row_scales(rows, shape, group, scales.tile, lambda r: scales.x[r], at.row[0])
             elif peers:
                 product.get_row_scales(
-                    rows, shape, group, scales, lambda r: gathered_scales[call % 2, pe[0], r], row[0]
+                    rows, shape, group, scales.tile, lambda r: scales.gathered[call % 2, at.pe[0], r], at.row[0]
                 )
-            product.scale(shape, group, total, scales, w_scales, column[0])
-        product.store(shape, group, total, result, out, pe[0], row[0], column[0])
+            product.scale(shape, group, total, scales.tile, scales.w, at.column[0])
+        product.store(shape, group, total, result, out, at.pe[0], at.row[0], at.column[0])
 
     @T.prim_func
     def main(
@@ -144,7 +144,8 @@ def matmul_arriving(
             given, taken = T.alloc_barrier([32] * 2), T.alloc_barrier([product.WARPS] * 2)
             step, turn, tile, part, pe, row, column = (T.alloc_local((1,), "int32") for _ in range(7))
             scales = T.alloc_shared((2, shape.half + bn) if scaled else (2, 1), "float32")
-            all_scales = scales, x_scales, gathered_scales, w_scales
+            all_scales = product.Scales(scales, x_scales, w_scales, gathered_scales)
+            at = product.Place(part, row, column, pe)
             thread, call = T.get_thread_binding(), calls[0]
             step[0] = 0
             turn[0] = 0
@@ -158,7 +159,7 @@ def matmul_arriving(
                         if peers:
                             if part[0] > 0:
                                 if scaled:
-                                    # Those who multiply read them behind the first barrier of the ring.
+                                    # The warps that multiply read them behind the first barrier of the ring.
                                     N.wait_warp(arrived[pe[0], shape.tiles_m], "ge", call, proxy="async")
                                 N.wait_warp(arrived[pe[0], row[0] // bm], "ge", call, proxy="async")
                         for i in T.serial(T.ceildiv(k, bk)):
@@ -186,7 +187,7 @@ def matmul_arriving(
                     product.place(shape, tile[0], part, row, column)
                     product.multiply(shape, 0, left, right, upper, full, empty, step, thread)
                     pe[0] = (N.my_pe() + part[0]) % n_pes if peers else 0
-                    finish(0, upper, result, out, part, pe, row, column, call, *all_scales)
+                    finish(0, upper, result, out, at, call, all_scales)
                     product.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
             else:
@@ -196,7 +197,7 @@ def matmul_arriving(
                     product.place(shape, tile[0], part, row, column)
                     product.multiply(shape, 1, left, right, lower, full, empty, step, thread)
                     pe[0] = (N.my_pe() + part[0]) % n_pes if peers else 0
-                    finish(1, lower, result, out, part, pe, row, column, call, *all_scales)
+                    finish(1, lower, result, out, at, call, all_scales)
                     product.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
 

@@ -2,7 +2,7 @@
 
 A tile of a dispatch's expert-major rows is multiplied as soon as its rows are there, those of the first expert first, since
 a dispatch that counts tiles sends them first. A product whose rows a combine sends goes from the last expert to the first,
-and says which tiles are finished; a token's row is sent when the product of its first expert is. Each is one persistent
+and signals which tiles are finished; a token's row is sent when the product of its first expert is. Each is one persistent
 kernel beside the few blocks of the dispatch or of the combine.
 """
 
@@ -50,7 +50,7 @@ def matmul_experts(
         scaled: sums are multiplied by the scale of their row, in `x_scales` [capacity], which come with the rows, and by that
             of their column, in `w_scales` [experts, n], both float32.
 
-    `totals` (int32, see `wire_layout.Totals`) says which rows an expert has; the first is that of a tile. What `out` holds
+    `totals` (int32, see `wire_layout.Totals`) holds which rows an expert has; the first is that of a tile. What `out` holds
     behind the last, up to the end of a tile, is not specified.
     `calls` (int64 [1]) holds the number of this call, 1 or more; `tickets` (int32 [2], zero before the first call) belongs
     to this kernel. `arrivals` (int64 [1]), `arrived` and `finished` (uint64 [1, tiles + 1], symmetric): see `Tiles`.
@@ -72,10 +72,10 @@ def matmul_experts(
             )  # fmt: skip
 
     @T.macro
-    def finish(group, total, result, out, tile, finished, thread, scales, x_scales, w_scales):
+    def finish(group, total, result, out, tile, finished, thread, scales):
         if scaled:
-            product.get_row_scales(capacity, shape, group, scales, lambda r: x_scales[r], tile[1])
-            expert_tiles.scale(shape, group, total, scales, w_scales, tile[0], tile[2])
+            product.get_row_scales(capacity, shape, group, scales.tile, lambda r: scales.x[r], tile[1])
+            expert_tiles.scale(shape, group, total, scales.tile, scales.w, tile[0], tile[2])
         product.store(shape, group, total, result, out, 0, tile[1], tile[2])
         if tells:
             sending.announce(finished, 0, tile[1] // bm, thread)
@@ -106,7 +106,9 @@ def matmul_experts(
             given, taken = T.alloc_barrier([32] * 2), T.alloc_barrier([product.WARPS] * 2)
             step, turn, tile = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32"), T.alloc_local((3,), "int32")
             thread, parity = T.get_thread_binding(), T.cast(calls[0] % 2, "int32")
-            ends = (T.alloc_shared((2, shape.half + bn), "float32") if scaled else None), x_scales, w_scales
+            scales = product.Scales(
+                T.alloc_shared((2, shape.half + bn), "float32") if scaled else None, x_scales, w_scales
+            )
             step[0] = 0
             turn[0] = 0
             expert_tiles.count_tiles(shape, at, totals, heights, begins, thread)
@@ -115,14 +117,14 @@ def matmul_experts(
                     tickets[1 - parity] = 0
                 if tells:
                     expert_tiles.fill_up(shape, at, totals, finished, tiles, thread)
-            order = tickets, parity, begins, totals
+            order = expert_tiles.Order(tickets, parity, begins, totals)
             if thread < 128:
                 T.dec_max_nreg(40)
                 if thread < 32:
                     if tells and not waits:
                         # Holds at once: what TMA reads is this PE's own, of kernels before.
                         N.wait_warp(arrived[0, tiles], "ge", 0, proxy="async")
-                    expert_tiles.next_tile(shape, at, tells, *order, chosen, given, taken, tile, turn, thread)
+                    expert_tiles.next_tile(shape, at, tells, order, chosen, given, taken, tile, turn, thread)
                     while tile[0] >= 0:
                         if waits:
                             N.wait_warp(arrived[0, tile[1] // bm], "ge", arrivals[0] * bm, proxy="async")
@@ -137,13 +139,13 @@ def matmul_experts(
                             copy_right(w, right, s, full, tile[0], i * bk, tile[2])
                             T.barrier_arrive(full[s])
                             step[0] = step[0] + 1
-                        expert_tiles.next_tile(shape, at, tells, *order, chosen, given, taken, tile, turn, thread)
+                        expert_tiles.next_tile(shape, at, tells, order, chosen, given, taken, tile, turn, thread)
             elif thread < 256:
                 T.inc_max_nreg(232)
                 expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
                 while tile[0] >= 0:
                     product.multiply(shape, 0, left, right, upper, full, empty, step, thread)
-                    finish(0, upper, result, out, tile, finished, thread, *ends)
+                    finish(0, upper, result, out, tile, finished, thread, scales)
                     expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
             else:
@@ -151,7 +153,7 @@ def matmul_experts(
                 expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
                 while tile[0] >= 0:
                     product.multiply(shape, 1, left, right, lower, full, empty, step, thread)
-                    finish(1, lower, result, out, tile, finished, thread, *ends)
+                    finish(1, lower, result, out, tile, finished, thread, scales)
                     expert_tiles.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
 

@@ -1,13 +1,30 @@
-"""Which tile of the experts' products is next, and what a product says of the others; steps of `matmul_experts`.
+"""Which tile of the experts' products is next, and what a product signals of the others; steps of `matmul_experts`.
 
 Their arguments: `shape`, see `product.Shape`; `at` and `totals`, see `wire_layout.Totals`.
 """
+
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.fused import product
+
+
+class Order(NamedTuple):
+    """In which order a call takes the tiles of the experts.
+
+    Attributes:
+        tickets: int32 [2], tiles that are taken, by the parity of the call. parity: int32.
+        begins: int32 [experts + 1], of shared memory, see `count_tiles`.
+        totals: int32, see `wire_layout.Totals`.
+    """
+
+    tickets: Any
+    parity: Any
+    begins: Any
+    totals: Any
 
 
 @tsn.macro
@@ -36,7 +53,7 @@ def count_tiles(shape, at, totals, heights, begins, thread):
 
 
 @tsn.macro
-def next_tile(shape, at, backwards, tickets, parity, begins, totals, chosen, given, taken, tile, turn, thread):
+def next_tile(shape, at, backwards, order, chosen, given, taken, tile, turn, thread):
     """tile [3] = expert, row and column of the next tile, which the warps that multiply get too; expert -1: no more.
 
     By the copying warp. Experts go one by one, in each of them columns, in each column rows; `backwards` from the last one.
@@ -48,17 +65,17 @@ def next_tile(shape, at, backwards, tickets, parity, begins, totals, chosen, giv
     for i in T.unroll(3):
         tile[i] = -1
     if thread == 0:
-        inside = T.atomic_add(tickets[parity], 1, return_prev=True)
-        if inside < begins[at.local_experts] * shape.tiles_n:
+        inside = T.atomic_add(order.tickets[order.parity], 1, return_prev=True)
+        if inside < order.begins[at.local_experts] * shape.tiles_n:
             if backwards:
-                inside = begins[at.local_experts] * shape.tiles_n - 1 - inside
+                inside = order.begins[at.local_experts] * shape.tiles_n - 1 - inside
             expert = 0
-            while inside >= begins[expert + 1] * shape.tiles_n:
+            while inside >= order.begins[expert + 1] * shape.tiles_n:
                 expert = expert + 1
-            inside = inside - begins[expert] * shape.tiles_n
-            height = begins[expert + 1] - begins[expert]
+            inside = inside - order.begins[expert] * shape.tiles_n
+            height = order.begins[expert + 1] - order.begins[expert]
             tile[0] = expert
-            tile[1] = totals[at.offsets + expert] + inside % height * shape.tile[0]
+            tile[1] = order.totals[at.offsets + expert] + inside % height * shape.tile[0]
             tile[2] = inside // height * shape.tile[1]
         for i in T.unroll(3):
             chosen[turn[0] % 2, i] = tile[i]

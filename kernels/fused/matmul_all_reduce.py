@@ -52,12 +52,12 @@ def send_and_collect(
         with T.Kernel(blocks, threads=threads) as block:
             given, item = T.alloc_shared((1,), "int32"), T.alloc_local((1,), "int32")
             thread, call, me = T.get_thread_binding(), calls[0], N.my_pe()
-            to = partial, summands, part, sums, done, arrived, shared
-            sending.send_all(s, "ldst", given, item, sent, *to, call, me, thread)
+            mem = sending.Memory(partial, summands, part, sums, done, arrived, shared, sent)
+            sending.send_all(s, "ldst", given, item, mem, call, me, thread)
             for turn in T.serial(-(-copies * pieces // blocks)):
                 copy = turn * blocks + block
                 if copy < copies * pieces:
-                    # In the order in which they come: some rows of everybody, then the next ones.
+                    # In the order in which they come: some rows of every PE, then the next ones.
                     pe = (me + 1 + copy // pieces % (n_pes - 1)) % n_pes
                     c = copy // pieces // (n_pes - 1)
                     row = T.min(c * height + copy % pieces * s.piece, rows - 1)

@@ -21,8 +21,8 @@ from tilescale_net.runtime.profiling import named
 def send_parts(
     n_pes, rows, n, dtype, out_dtype, height, across, slices, pieces, shares, threads=512, blocks=4, engine="auto"
 ):  # fmt: skip
-    """Kernel `(part, partial, summands, sums, calls, ready, arrived, shared, sent, done)`: puts what `matmul_reducing`
-    of this call announces to those who want it.
+    """Kernel `(part, partial, summands, sums, calls, ready, arrived, shared, sent, done)`: puts to the other PEs
+    what `matmul_reducing` of this call announces.
 
     Args:
         n_pes, rows, n, height, across, slices, pieces, shares: see `sending.Sent`.
@@ -54,11 +54,11 @@ def send_parts(
             given, item = T.alloc_shared((1,), "int32"), T.alloc_local((1,), "int32")
             thread, call, me = T.get_thread_binding(), calls[0], N.my_pe()
             sending.begin_call(ready, sent, call, me, n_pes, block, thread)
-            to = partial, summands, part, sums, done, arrived, shared
+            mem = sending.Memory(partial, summands, part, sums, done, arrived, shared, sent)
             if engine == "bulk":
-                sending.send_all(s, engine, given, item, sent, *to, call, me, thread)
+                sending.send_all(s, engine, given, item, mem, call, me, thread)
             else:
-                sending.send_all_by_warps(s, item, sent, *to, call, me, thread)
+                sending.send_all_by_warps(s, item, mem, call, me, thread)
             if thread < n_pes and thread != me:
                 N.quiet(thread)
 
@@ -104,23 +104,23 @@ def matmul_reducing(
         hop[0] = hop[0] % n_pes + 1
 
     @T.macro
-    def finish(group, total, ring, results, targets, done, step, hop, row, column, thread, scales, x_scales, w_scales):
-        pe = (N.my_pe() + hop[0]) % n_pes
+    def finish(group, total, ring, results, targets, done, step, at, thread, scales):
+        pe = (N.my_pe() + at.part[0]) % n_pes
         if scaled:
-            product.get_row_scales(rows, shape, group, scales, lambda r: x_scales[pe, r], row[0])
-            product.scale(shape, group, total, scales, w_scales, column[0])
-        if hop[0] == n_pes:
+            product.get_row_scales(rows, shape, group, scales.tile, lambda r: scales.x[pe, r], at.row[0])
+            product.scale(shape, group, total, scales.tile, scales.w, at.column[0])
+        if at.part[0] == n_pes:
             for _hop in T.serial(1, n_pes):
                 for half in T.unroll(2):
                     product.add_summand(
-                        shape, wide, carried, half == group, ring[0], total, ring[1], ring[2], step, thread
+                        shape, wide, carried, half == group, ring.right, total, ring.full, ring.empty, step, thread
                     )
-            product.store(shape, group, total, results[0], targets[0], 0, row[0], column[0])
+            product.store(shape, group, total, results[0], targets[0], 0, at.row[0], at.column[0])
             if shares:
-                sending.announce(done, n_pes - 1, row[0] // bm, thread)
+                sending.announce(done, n_pes - 1, at.row[0] // bm, thread)
         else:
-            product.store(shape, group, total, results[1], targets[1], pe, row[0], column[0])
-            sending.announce(done, hop[0] - 1, row[0] // bm, thread)
+            product.store(shape, group, total, results[1], targets[1], pe, at.row[0], at.column[0])
+            sending.announce(done, at.part[0] - 1, at.row[0] // bm, thread)
 
     # Longer than 120 lines: parameters, and what the warpgroups have in common; the two that multiply name their registers.
     @T.prim_func
@@ -153,16 +153,16 @@ def matmul_reducing(
             chosen = T.alloc_shared((2,), "int32")
             given, taken = T.alloc_barrier([32] * 2), T.alloc_barrier([product.WARPS] * 2)
             scales = T.alloc_shared((2, shape.half + bn) if scaled else (2, 1), "float32")
-            ring = right, full, empty
+            ring = product.Ring(right, full, empty)
             step, turn, tile, hop, row, column = (T.alloc_local((1,), "int32") for _ in range(6))
             thread, call, me = T.get_thread_binding(), calls[0], N.my_pe()
-            ends = scales, x_scales, w_scales
+            at, all_scales = product.Place(hop, row, column), product.Scales(scales, x_scales, w_scales)
             step[0] = 0
             turn[0] = 0
             if senders > 0 and block < senders:
                 sending.begin_call(ready, sent, call, me, n_pes, block, thread)
-                to = partial, summands, out, sums, done, arrived, shared
-                sending.send_all_by_warps(s, tile, sent, *to, call, me, thread)
+                mem = sending.Memory(partial, summands, out, sums, done, arrived, shared, sent)
+                sending.send_all_by_warps(s, tile, mem, call, me, thread)
                 if thread < n_pes and thread != me:
                     N.quiet(thread)
             elif thread < 128:
@@ -202,7 +202,7 @@ def matmul_reducing(
                 while tile[0] < shape.total:
                     place(tile, hop, row, column)
                     product.multiply(shape, 0, left, right, upper, full, empty, step, thread)
-                    finish(0, upper, ring, results, (out, partial), done, step, hop, row, column, thread, *ends)
+                    finish(0, upper, ring, results, (out, partial), done, step, at, thread, all_scales)
                     product.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
             else:
@@ -211,7 +211,7 @@ def matmul_reducing(
                 while tile[0] < shape.total:
                     place(tile, hop, row, column)
                     product.multiply(shape, 1, left, right, lower, full, empty, step, thread)
-                    finish(1, lower, ring, results, (out, partial), done, step, hop, row, column, thread, *ends)
+                    finish(1, lower, ring, results, (out, partial), done, step, at, thread, all_scales)
                     product.get_tile(chosen, given, taken, tile, turn, thread)
                 T.tma_store_wait(0)
 

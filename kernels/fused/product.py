@@ -7,6 +7,7 @@ communicates had its multiprocessor, takes fewer.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
@@ -67,6 +68,48 @@ class Shape:
         """Shape of a tile of the right operand."""
         _, bn, bk = self.tile
         return (bn, bk) if self.transposed else (bk, bn)
+
+
+class Place(NamedTuple):
+    """Where the tile is that a block works on; int32 [1] each, registers of a thread.
+
+    Attributes:
+        part: the number of the part, see `Shape`; in a reduce-scatter, how many places behind this PE the owner of the rows is.
+        row, column: the first of the tile in the part.
+        pe: the PE that has the rows, in an all-gather.
+    """
+
+    part: Any
+    row: Any
+    column: Any
+    pe: Any = None
+
+
+class Scales(NamedTuple):
+    """Scales of 8-bit operands, float32.
+
+    Attributes:
+        tile: [2, rows of a warpgroup + columns of a tile], shared memory.
+        x: of rows of the left operand. w: of columns of the right one.
+        gathered: [2, n_pes, rows], of rows of other PEs, where such are gathered.
+    """
+
+    tile: Any
+    x: Any
+    w: Any
+    gathered: Any = None
+
+
+class Ring(NamedTuple):
+    """The ring of right operands, through which summands come as well.
+
+    Attributes:
+        right: [stages, rows and columns of a tile], shared memory. full, empty: barriers [stages].
+    """
+
+    right: Any
+    full: Any
+    empty: Any
 
 
 @tsn.macro
@@ -138,7 +181,7 @@ def copy_right(shape, w, right, stage, full, depth, column):
 
 @tsn.macro
 def wait_for_all(arrived, chunk, n_pes, call, thread):
-    """Until arrived[p, chunk] of every other PE p says `call`; TMA copies of the warp may read what they sent. By a warp.
+    """Wait until arrived[p, chunk] of every other PE p has reached `call`, by a warp; its TMA copies may read what they sent.
 
     A lane waits for a PE, since a look at a flag takes as long as a step of tensor cores.
     """

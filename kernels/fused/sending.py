@@ -1,11 +1,12 @@
 """Steps of the blocks that send while the others multiply: which piece is next, and where it goes.
 
 A product announces each row of tiles when all of its tiles are in memory. Pieces of such rows are taken one at a time, in
-the order in which they are computed, by whoever is free: the blocks beside the product, and in an all-reduce all blocks of
+the order in which they are computed, by the blocks that are free: those beside the product, and in an all-reduce all blocks of
 the GPU when the product is done.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
@@ -64,11 +65,34 @@ class Sent:
         return self.across * WARPS
 
 
+class Memory(NamedTuple):
+    """What is sent, where to, and which pieces are.
+
+    Attributes:
+        partial: [n_pes, rows, n], the parts of the product for the other PEs.
+        summands: [2, n_pes, rows, n], symmetric, of the same dtype: where they go, in halves by the parity of the call.
+        part, sums: [1, rows, n] and [2, n_pes, rows, n], symmetric: the same of the own sums, where they are shared.
+        done: uint64 [n_pes, tiles]: how often warps have announced a row of tiles: of the part of the PE h places behind this
+            one in line h - 1, of the own in the last.
+        arrived, shared: uint64 [n_pes, tiles], symmetric: pieces that have come from each PE.
+        sent: int32 [2], by the parity of the call: pieces that are taken.
+    """
+
+    partial: Any
+    summands: Any
+    part: Any
+    sums: Any
+    done: Any
+    arrived: Any
+    shared: Any
+    sent: Any
+
+
 @tsn.macro
 def begin_call(ready, sent, call, me, n_pes, block, thread):
-    """Tell all PEs that this one has begun the call, and wait until they have begun the one before.
+    """Signal to all PEs that this one has begun the call, and wait until they have begun the one before.
 
-    By all blocks that send. The half of a buffer that this call writes was last read two calls ago: whoever has begun the
+    By all blocks that send. The half of a buffer that this call writes was last read two calls ago: a PE that has begun the
     last call is done with it. Tickets of the next call begin at 0.
     """
     if thread < n_pes and thread != me:
@@ -84,7 +108,7 @@ def begin_call(ready, sent, call, me, n_pes, block, thread):
 def announce(done, line, tiles, thread):
     """Count that a warp's part of a tile, of which it has begun the stores, is in memory. By the warps that multiply.
 
-    The thread that has begun them waits for their end, and its warp says so; all others are counted like it.
+    The thread that has begun them waits for their end, and its warp signals it; all others are counted like it.
     """
     T.tma_store_wait(0, read=False)
     T.sync_warp()
@@ -98,8 +122,8 @@ def count_of(s: Sent, row):
 
 
 @tsn.macro
-def _send(s, wait, put_signal, engine, item, partial, summands, part, sums, done, arrived, shared, call, me):
-    """Send piece `item` when it is there, by the scope of `wait` and `put_signal`; other arguments as in `send_all`."""
+def _send(s, wait, put_signal, engine, item, mem, call, me):
+    """Send piece `item` when it is there, by the scope of `wait` and `put_signal`; arguments as in `send_all`."""
     kind = item % (s.of_slice * (1 + s.shares)) // s.of_slice
     inside = item % s.of_slice
     first = item // (s.of_slice * (1 + s.shares)) * s.slice_tiles
@@ -108,50 +132,42 @@ def _send(s, wait, put_signal, engine, item, partial, summands, part, sums, done
         c = first + inside // s.pieces % s.slice_tiles
         row = c * s.height + inside % s.pieces * s.piece
         pe = (me + 1 + hop) % s.n_pes
-        wait(done[hop, c], "ge", call * s.adds)
+        wait(mem.done[hop, c], "ge", call * s.adds)
         put_signal(
-            summands[call % 2, me, T.min(row, s.rows - 1), 0], partial[pe, T.min(row, s.rows - 1), 0], pe,
-            arrived[me, c], 1, op="add", count=count_of(s, row), engine=engine,
+            mem.summands[call % 2, me, T.min(row, s.rows - 1), 0], mem.partial[pe, T.min(row, s.rows - 1), 0], pe,
+            mem.arrived[me, c], 1, op="add", count=count_of(s, row), engine=engine,
         )  # fmt: skip
     elif s.shares:
         hop = inside % (s.n_pes - 1)
         c = first + inside // (s.n_pes - 1) // s.pieces
         row = c * s.height + inside // (s.n_pes - 1) % s.pieces * s.piece
-        wait(done[s.n_pes - 1, c], "ge", call * s.adds)
+        wait(mem.done[s.n_pes - 1, c], "ge", call * s.adds)
         put_signal(
-            sums[call % 2, me, T.min(row, s.rows - 1), 0], part[0, T.min(row, s.rows - 1), 0], (me + 1 + hop) % s.n_pes,
-            shared[me, c], 1, op="add", count=count_of(s, row), engine=engine,
+            mem.sums[call % 2, me, T.min(row, s.rows - 1), 0], mem.part[0, T.min(row, s.rows - 1), 0], (me + 1 + hop) % s.n_pes,
+            mem.shared[me, c], 1, op="add", count=count_of(s, row), engine=engine,
         )  # fmt: skip
 
 
 @tsn.macro
-def send_all(s, engine, given, item, sent, partial, summands, part, sums, done, arrived, shared, call, me, thread):
-    """Take pieces that nobody has taken, one by one, and put each when it is there. By all threads of a block.
+def send_all(s, engine, given, item, mem, call, me, thread):
+    """Take pieces that no other block has taken, one by one, and put each when it is there. By all threads of a block.
 
     Args:
         given: int32 [1] of shared memory. item: int32 [1] of a thread.
-        sent: int32 [2], by the parity of the call: pieces that are taken.
-        partial [n_pes, rows, n], part [rows, n]: parts of the product for other PEs, and the own sums.
-        summands, sums [2, n_pes, rows, n]: where they go, in halves by the parity of the call; `sums` and `part` where
-            they are shared.
-        done [n_pes, tiles]: how often warps have announced a row of tiles: of the part of the PE h places behind this one
-            in line h - 1, of the own in the last.
-        arrived, shared [n_pes, tiles]: pieces that have come from each PE.
     """
     item[0] = 0
     while item[0] < s.items:
         T.sync_threads()
         if thread == 0:
-            given[0] = T.atomic_add(sent[call % 2], 1, return_prev=True)
+            given[0] = T.atomic_add(mem.sent[call % 2], 1, return_prev=True)
         T.sync_threads()
         item[0] = given[0]
         if item[0] < s.items:
-            to = partial, summands, part, sums, done, arrived, shared
-            _send(s, N.wait_block, N.put_signal_block, engine, item[0], *to, call, me)
+            _send(s, N.wait_block, N.put_signal_block, engine, item[0], mem, call, me)
 
 
 @tsn.macro
-def send_all_by_warps(s, item, sent, partial, summands, part, sums, done, arrived, shared, call, me, thread):
+def send_all_by_warps(s, item, mem, call, me, thread):
     """As `send_all`, each warp a piece of its own, by loads and stores.
 
     For few blocks: from a piece's last store to the next one's first, its signal and the look for the next take about as long
@@ -160,9 +176,8 @@ def send_all_by_warps(s, item, sent, partial, summands, part, sums, done, arrive
     item[0] = 0
     while item[0] < s.items:
         if thread % 32 == 0:
-            item[0] = T.atomic_add(sent[call % 2], 1, return_prev=True)
+            item[0] = T.atomic_add(mem.sent[call % 2], 1, return_prev=True)
         item[0] = T.shfl_sync(item[0], 0)
         if item[0] < s.items:
-            to = partial, summands, part, sums, done, arrived, shared
-            _send(s, N.wait_warp, N.put_signal_warp, "ldst", item[0], *to, call, me)
+            _send(s, N.wait_warp, N.put_signal_warp, "ldst", item[0], mem, call, me)
     T.sync_threads()

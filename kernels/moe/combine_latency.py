@@ -12,7 +12,7 @@ import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS
 from tilescale_net.kernels.moe import combine_latency_steps as steps
 from tilescale_net.kernels.moe import handshake
-from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
+from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8, Result, Rows, Work
 
 
 @tsn.jit(name="moe::combine_latency", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
@@ -100,13 +100,26 @@ def combine_latency(
             part = T.alloc_var("int32")
             place = T.alloc_var("int32")
             end = T.alloc_var("int32")
+            now = handshake.Now(me, call, parity)
+            mem = steps.Memory(
+                own=steps.Own(y, targets, weights),
+                result=Result(out, bias_0, bias_1),
+                received=received,
+                active=active,
+                begun=begun,
+                slots=Rows(slots, slot_scales),
+                arrived=arrived,
+                token_slot=token_slot,
+                staged=Rows(staged, staged_scales),
+                waited=waited,
+            )
 
             if sends:
                 total = T.alloc_var("int32")
                 source = T.alloc_var("int32")
                 direct = T.alloc_var("int32", init=1)
                 handshake.begin_half(send_calls, call, parity, block)
-                steps.begin_sending(received, active, begun, incoming, total, me, call, parity, block, thread, R)
+                steps.begin_sending(mem, incoming, total, now, block, thread, R)
                 for i in T.serial((total * cuts + blocks * warps - 1) // (blocks * warps)):
                     # Consecutive parts go to different blocks.
                     slot = ((i * warps + warp) * blocks + block) // cuts
@@ -119,20 +132,12 @@ def combine_latency(
                         if proxied:
                             direct = T.if_then_else(N.is_direct(peer), 1, 0)
                         if direct != 0:
-                            # A tuple, because tilelang renames a parameter that is given another name.
-                            at_peer = (
-                                N.remote(slots, peer), N.remote(slot_scales, peer) if quantised else slot_scales,
-                            )  # fmt: skip
-                            steps.send_part(
-                                s, at_peer[0], at_peer[1], place, y, targets, weights, source, part * size, end, lane
-                            )
+                            at_peer = mem.slots.at(peer, quantised)
+                            steps.send_part(s, at_peer, place, mem.own, source, part * size, end, lane)
                             steps.signal_part(arrived, place, part, call, peer, lane)
                         elif proxied:
                             there = (parity * R + peer) * M + slot
-                            steps.send_proxied(
-                                s, y, targets, weights, slots, slot_scales, staged, staged_scales, arrived, source, there,
-                                place, part, end, call, peer, lane,
-                            )  # fmt: skip
+                            steps.send_proxied(s, mem, source, there, place, part, end, call, peer, lane)
                 T.sync_threads()
                 handshake.end_half(send_calls, call, blocks, absent, block, thread, threads)
 
@@ -143,6 +148,7 @@ def combine_latency(
                 acc = T.alloc_local((s.sum_batch * s.width,), "float32")
                 from_row = T.alloc_local((s.sum_group,), "int32")
                 first = T.alloc_var("int32")
+                work, of = Work(piece, acc, from_row), steps.Part(token, part)
                 handshake.begin_half(receive_calls, call, parity, block)
                 handshake.time_announcements(timed, begun, active, parity, call, TAG_BITS, waited, block, thread, R)
                 # Words of ranks that begin come before their rows: this wait costs no time.
@@ -157,10 +163,7 @@ def combine_latency(
                     token = ((i * warps + warp) * blocks + block) // cuts
                     part = ((i * warps + warp) * blocks + block) % cuts
                     if token < tokens:
-                        steps.sum_part(
-                            s, out, bias_0, bias_1, slots, slot_scales, token_slot, arrived, waited, lambda p: p, piece, acc,
-                            from_row, token, part, end, first, peer, slot, call, parity, lane,
-                        )  # fmt: skip
+                        steps.sum_part(s, mem, work, now, lambda p: p, of, end, first, peer, slot, lane)
                 T.sync_threads()
                 handshake.end_half(receive_calls, call, blocks, absent, block, thread, threads)
 

@@ -1,6 +1,7 @@
-"""The steps of combine in latency mode; combine_latency.py puts them together and says what the tensors are."""
+"""The steps of combine in latency mode, and the groups of tensors that they take; combine_latency.py puts them together."""
 
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
@@ -9,6 +10,8 @@ import tilescale_net.language as N
 from tilescale_net.kernels.announcement import TAG_BITS, announce
 from tilescale_net.kernels.moe.handshake import await_previous, sum_of, wait_timed
 from tilescale_net.kernels.moe.row_ops import (
+    Result,
+    Rows,
     SumSizes,
     add_dequantised,
     add_rows,
@@ -70,24 +73,77 @@ class Sizes(SumSizes):
         return batch_of(self.size, 7)
 
 
+class Own(NamedTuple):
+    """What this rank's experts have made.
+
+    Attributes:
+        y: [local experts * ranks * max_tokens, hidden] of the dtype of the result.
+        targets: int32, weights: float32, [ranks * max_tokens, top_k]: which rows of `y` a row that came is summed of.
+    """
+
+    y: Any
+    targets: Any
+    weights: Any
+
+
+class Memory(NamedTuple):
+    """The tensors of a combine. Of each two sets of rows and signals, calls use one and the other.
+
+    Attributes:
+        own: what this rank sends. result: what the caller gets.
+        received: int32 [ranks], rows that came from each rank. active: int32 [ranks], 0 for a rank that is left out.
+        begun: uint64 [2 * ranks], symmetric: the last call that each rank has begun.
+        slots: symmetric, [2 * ranks or origins * max_tokens, …], of the dtype of the result or of FP8.
+        arrived: uint64 [2 * ranks or origins * max_tokens, parts], symmetric: the last call of which a part is in `slots`.
+        token_slot: int32 [rows, ranks or origins], the slot of a token's row, or -1.
+        staged: symmetric, rows to other nodes, as `slots`.
+        waited: uint64 [ranks], clocks of waiting for each rank, where that is timed.
+        gathered: [2 * slots of a gateway * max_tokens * ranks of a node, hidden] of the dtype of the result, symmetric, where
+            rows cross the network once per node: what ranks of this node have for tokens of others.
+        summed: uint64 [as many, parts], symmetric: as `arrived`, of `gathered`.
+    """
+
+    own: Own
+    result: Result
+    received: Any
+    active: Any
+    begun: Any
+    slots: Rows
+    arrived: Any
+    token_slot: Any
+    staged: Rows
+    waited: Any
+    gathered: Any = None
+    summed: Any = None
+
+
+class Part(NamedTuple):
+    """The part of a token's row that a warp sums; int32 variables of the kernel, which steps read where they stand.
+
+    Attributes:
+        token: whose row it is. part: its number.
+    """
+
+    token: Any
+    part: Any
+
+
 @tsn.macro
-def begin_sending(
-    received, active, begun, incoming, total: T.Ref, me: T.Ref, call: T.Ref, parity: T.Ref, block, thread, ranks
-):
+def begin_sending(mem, incoming, total: T.Ref, now, block, thread, ranks):
     """Announce the call and wait until the buffers of all ranks are free; incoming = how many rows there are for each rank,
     total = for all."""
     if thread < ranks:
-        incoming[thread] = received[thread]
-        if active[thread] != 0:
-            await_previous(begun, parity, call, TAG_BITS, thread, ranks)
+        incoming[thread] = mem.received[thread]
+        if mem.active[thread] != 0:
+            await_previous(mem.begun, now.parity, now.call, TAG_BITS, thread, ranks)
             if block == 0:
-                announce(begun, parity * ranks + me, call, 0, thread)
+                announce(mem.begun, now.parity * ranks + now.me, now.call, 0, thread)
     T.sync_threads()
     sum_of(incoming, total, ranks)
 
 
 @tsn.macro
-def send_part(s, dst, dst_scales, dst_row, y, targets, weights, src, begin, end, lane):
+def send_part(s, dst, dst_row, own, src, begin, end, lane):
     """Sum a part of a row over this rank's experts into a row of `dst`."""
     K, width, batch, group = s.top_k, s.width, s.send_batch, s.send_group
     piece = T.alloc_local((group * batch * width,), s.dtype)
@@ -105,20 +161,20 @@ def send_part(s, dst, dst_scales, dst_row, y, targets, weights, src, begin, end,
                 from_row[g] = -1
                 weight[g] = 1.0
                 while k < K and from_row[g] < 0:
-                    from_row[g] = targets[src, k]
+                    from_row[g] = own.targets[src, k]
                     if s.weighted:
-                        weight[g] = weights[src, k]
+                        weight[g] = own.weights[src, k]
                     k = k + 1
-            add_rows(acc, piece, from_row, weight, y, first, lane, end, width, batch, group)
+            add_rows(acc, piece, from_row, weight, own.y, first, lane, end, width, batch, group)
         if s.quantised:
-            store_quantised(dst, dst_scales, dst_row, acc, first, lane, end, width, batch)
+            store_quantised(dst.rows, dst.scales, dst_row, acc, first, lane, end, width, batch)
         else:
-            store_rounded(dst, dst_row, acc, first, lane, end, width, batch, s.dtype)
+            store_rounded(dst.rows, dst_row, acc, first, lane, end, width, batch, s.dtype)
 
 
 @tsn.macro
 def signal_part(arrived, slot: T.Ref, part: T.Ref, call: T.Ref, pe: T.Ref, lane):
-    """Tell `pe` that a part, put by this warp, is there."""
+    """Signal to `pe` that a part, put by this warp, is there."""
     T.sync_warp()
     if lane == 0:
         N.fence(pe)
@@ -126,40 +182,34 @@ def signal_part(arrived, slot: T.Ref, part: T.Ref, call: T.Ref, pe: T.Ref, lane)
 
 
 @tsn.macro
-def put_part(
-    s, slots, slot_scales, staged, staged_scales, arrived, there, slot: T.Ref, part: T.Ref, end: T.Ref, call: T.Ref,
-    peer: T.Ref, lane,
-):  # fmt: skip
+def put_part(s, mem, there, slot: T.Ref, part: T.Ref, end: T.Ref, call: T.Ref, peer: T.Ref, lane):
     """Put a part of row `there` of staging memory to row `slot` of a rank of another node, with its signal."""
     size, width = s.size, s.width
     if s.quantised:
         N.put_warp(
-            slot_scales[slot, part * size * width // 128], staged_scales[there, part * size * width // 128], peer,
-            count=(end * width + 127) // 128 - part * size * width // 128,
+            mem.slots.scales[slot, part * size * width // 128], mem.staged.scales[there, part * size * width // 128],
+            peer, count=(end * width + 127) // 128 - part * size * width // 128,
         )  # fmt: skip
         N.put_warp(
-            slots[slot, part * size * width],
-            staged[there, part * size * width],
+            mem.slots.rows[slot, part * size * width],
+            mem.staged.rows[there, part * size * width],
             peer,
             count=(end - part * size) * width,
         )
-        signal_part(arrived, slot, part, call, peer, lane)
+        signal_part(mem.arrived, slot, part, call, peer, lane)
     else:
         N.put_signal_warp(
-            slots[slot, part * size * width], staged[there, part * size * width], peer, arrived[slot, part], call,
-            count=(end - part * size) * width,
+            mem.slots.rows[slot, part * size * width], mem.staged.rows[there, part * size * width], peer,
+            mem.arrived[slot, part], call, count=(end - part * size) * width,
         )  # fmt: skip
 
 
 @tsn.macro
-def send_proxied(
-    s, y, targets, weights, slots, slot_scales, staged, staged_scales, arrived, source: T.Ref, there, slot: T.Ref,
-    part: T.Ref, end: T.Ref, call: T.Ref, peer: T.Ref, lane,
-):  # fmt: skip
+def send_proxied(s, mem, source: T.Ref, there, slot: T.Ref, part: T.Ref, end: T.Ref, call: T.Ref, peer: T.Ref, lane):
     """Sum a part for a rank of another node into staging memory, and put it from there."""
-    send_part(s, staged, staged_scales, there, y, targets, weights, source, part * s.size, end, lane)
+    send_part(s, mem.staged, there, mem.own, source, part * s.size, end, lane)
     T.sync_warp()
-    put_part(s, slots, slot_scales, staged, staged_scales, arrived, there, slot, part, end, call, peer, lane)
+    put_part(s, mem, there, slot, part, end, call, peer, lane)
 
 
 @tsn.macro
@@ -171,47 +221,49 @@ def _add_bias(s, acc, bias, token: T.Ref, first, end, lane):
 
 
 @tsn.macro
-def sum_part(
-    s, out, bias_0, bias_1, slots, slot_scales, token_slot, arrived, waited, rank_of, piece, acc, from_row, token: T.Ref,
-    part: T.Ref, end: T.Ref, first: T.Ref, peer: T.Ref, slot: T.Ref, call: T.Ref, parity: T.Ref, lane,
-):  # fmt: skip
+def sum_part(s, mem, work, now, rank_of, of, end: T.Ref, first: T.Ref, peer: T.Ref, slot: T.Ref, lane):
     """Wait for a part of a token's rows and sum them in the order of ranks.
 
     Args:
-        rank_of: which rank sends what a place in that order stands for.
+        rank_of: which rank sends what a place in that order stands for. of: the Part.
     """
     R, M, width, batch, group = s.ranks, s.max_tokens, s.width, s.sum_batch, s.sum_group
-    end = T.min(s.units, (part + 1) * s.size)
+    end = T.min(s.units, (of.part + 1) * s.size)
     for g in T.serial((R + 31) // 32):
         peer = g * 32 + lane
         if peer < R:
-            slot = token_slot[token, peer]
+            slot = mem.token_slot[of.token, peer]
             if slot >= 0:
                 if s.timed:
-                    wait_timed(lambda: arrived[(parity * R + peer) * M + slot, part], call, waited, rank_of(peer))
-                N.wait(arrived[(parity * R + peer) * M + slot, part], "ge", call)
+                    wait_timed(
+                        lambda: mem.arrived[(now.parity * R + peer) * M + slot, of.part], now.call, mem.waited, rank_of(peer)
+                    )  # fmt: skip
+                N.wait(mem.arrived[(now.parity * R + peer) * M + slot, of.part], "ge", now.call)
     T.sync_warp()
     for b in T.serial(-(-s.size // (32 * batch))):
-        first = part * s.size + b * 32 * batch
-        clear(acc, batch * width)
+        first = of.part * s.size + b * 32 * batch
+        clear(work.acc, batch * width)
         for p in T.serial((R + group - 1) // group):
             for g in T.unroll(group):
-                from_row[g] = -1
+                work.from_row[g] = -1
                 if p * group + g < R:
-                    slot = token_slot[token, p * group + g]
+                    slot = mem.token_slot[of.token, p * group + g]
                     if slot >= 0:
-                        from_row[g] = (parity * R + p * group + g) * M + slot
-                        load_batch(piece, slots, from_row[g], first, lane, end, width, batch, g * batch * width)
+                        work.from_row[g] = (now.parity * R + p * group + g) * M + slot
+                        load_batch(
+                            work.piece, mem.slots.rows, work.from_row[g], first, lane, end, width, batch, g * batch * width
+                        )  # fmt: skip
             for g in T.unroll(group):
-                if from_row[g] >= 0:
+                if work.from_row[g] >= 0:
                     if s.quantised:
                         add_dequantised(
-                            acc, piece, slot_scales, from_row[g], first, lane, end, width, batch, g * batch * width
-                        )
+                            work.acc, work.piece, mem.slots.scales, work.from_row[g], first, lane, end, width, batch,
+                            g * batch * width,
+                        )  # fmt: skip
                     else:
-                        add_scaled(acc, piece, T.float32(1), batch * width, g * batch * width)
+                        add_scaled(work.acc, work.piece, T.float32(1), batch * width, g * batch * width)
         if s.biases > 0:
-            _add_bias(s, acc, bias_0, token, first, end, lane)
+            _add_bias(s, work.acc, mem.result.bias_0, of.token, first, end, lane)
         if s.biases > 1:
-            _add_bias(s, acc, bias_1, token, first, end, lane)
-        store_rounded(out, token, acc, first, lane, end, width, batch, s.dtype)
+            _add_bias(s, work.acc, mem.result.bias_1, of.token, first, end, lane)
+        store_rounded(mem.result.out, of.token, work.acc, first, lane, end, width, batch, s.dtype)

@@ -12,7 +12,7 @@ import tilescale_net.language as N
 from tilescale_net.kernels.moe import combine_throughput_steps as steps
 from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.combine_throughput import find_rows
-from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
+from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8, Result, Work
 from tilescale_net.kernels.moe.wire_layout import Totals, most_sent, record_words
 
 
@@ -32,7 +32,7 @@ def sum_combined(
     s = steps.Sizes(
         R, top_k, max_tokens, hidden, dtype, False, weighted, quantised, "", biases, proxied, chunk, proxied_chunk
     )
-    at, chunks = Totals(R, experts // R), -(-max_tokens // min(chunk, proxied_chunk))
+    at = Totals(R, experts // R)
     rows, slot_rows, scale_rows = T.dynamic("rows"), T.dynamic("slot_rows"), T.dynamic("scale_rows")
     bias_rows, other_bias_rows = T.dynamic("bias_rows"), T.dynamic("other_bias_rows")
     capacity, weights, W = T.dynamic("capacity"), T.dynamic("weights"), record_words(top_k)
@@ -51,7 +51,7 @@ def sum_combined(
         token_slot: T.Tensor((slot_rows, R), "int32"),
         records: T.Tensor((R, max_tokens, W), "int32"),
         totals: T.Tensor((at.words,), "int32"),
-        arrived: T.Tensor((R, chunks), "uint64"),
+        arrived: T.Tensor((R, s.chunks), "uint64"),
         tickets: T.Tensor((2, 2), "int32"),
         current: T.Tensor((1,), "uint64"),
     ):
@@ -60,6 +60,14 @@ def sum_combined(
             before = T.alloc_shared((R,), "int32")
             received = T.alloc_shared((R,), "int32")
             there = T.alloc_shared((R,), "int32")
+            places = steps.Places(received, base, there, before)
+            mem = steps.Memory(
+                own=steps.Own(y, row_weight, None, records),
+                result=Result(out, bias_0, bias_1, None),
+                slots=steps.Sums(slots, slot_scales, None),
+                arrived=arrived,
+                token_slot=token_slot,
+            )
             thread = T.get_thread_binding()
             lane = thread % 32
             me = T.alloc_var("int32")
@@ -79,25 +87,20 @@ def sum_combined(
             row = T.alloc_var("int32")
             ahead = T.alloc_var("int32", init=0)
             token = T.alloc_var("int32")
+            now = handshake.Now(me, call, parity)
             if not proxied:
-                c, n, slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-                steps.send_finished(
-                    s, y, row_weight, records, base, there, received, slots, slot_scales, arrived, tickets, chunks, parity, me,
-                    call, ahead, token, peer, c, n, slot, lane,
-                )  # fmt: skip
+                steps.send_finished(s, mem, places, tickets, now, ahead, token, peer, lane)
             piece = T.alloc_local((s.sum_group * s.sum_batch * s.width,), payload)
             acc = T.alloc_local((s.sum_batch * s.width,), "float32")
             from_row = T.alloc_local((s.sum_group,), "int32")
             slot_of = T.alloc_local((-(-R // 32),), "int32")
+            work = Work(piece, acc, from_row, slot_of)
             handshake.first_ticket(tickets, parity, 1, ahead, token, lane)
             while token < tokens:
                 handshake.take_ticket(tickets, parity, 1, ahead, lane)
-                find_rows(s, slot_of, token_slot, arrived, base, before, me, call, token, peer, row, size, lane)
+                find_rows(s, mem, places, work, now, token, peer, row, size, lane)
                 T.sync_warp()
-                # No row is taken from where the experts have it, so that `slots` stands for them.
-                steps.sum_rows(
-                    s, out, slots, bias_0, bias_1, slots, slot_scales, slot_of, from_row, piece, acc, token, peer, lane
-                )
+                steps.sum_rows(s, mem, work, token, peer, lane)
                 token = T.shfl_sync(ahead, 0)
 
     return main

@@ -12,27 +12,13 @@ import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import combine_throughput_steps as steps
 from tilescale_net.kernels.moe import handshake
-from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
-from tilescale_net.kernels.moe.tiles import await_rows, say_begun
+from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8, Result, Work
+from tilescale_net.kernels.moe.tiles import Awaited, await_rows, say_begun
 from tilescale_net.kernels.moe.wire_layout import Totals, most_sent, record_words
 
 
 @tsn.macro
-def find_rows(
-    s,
-    slot_of,
-    token_slot,
-    arrived,
-    base,
-    before,
-    me: T.Ref,
-    call: T.Ref,
-    token: T.Ref,
-    peer: T.Ref,
-    slot: T.Ref,
-    size: T.Ref,
-    lane,
-):
+def find_rows(s, mem, places, work, now, token: T.Ref, peer: T.Ref, slot: T.Ref, size: T.Ref, lane):
     """Look up the rows of a token, a rank each by the lanes, and wait for them.
 
     A lane keeps its rank's row: its place among the slots, or, for rows that are taken from where they are, OWN - place;
@@ -41,15 +27,19 @@ def find_rows(
     """
     for i in T.unroll(-(-s.ranks // 32)):
         peer = i * 32 + lane
-        slot_of[i] = steps.NONE
+        work.slot_of[i] = steps.NONE
         if peer < s.ranks:
-            slot = token_slot[token, peer]
+            slot = mem.token_slot[token, peer]
             if slot >= 0:
-                slot_of[i] = steps.OWN - base[me] - slot if s.unchanged and peer == me else before[peer] + slot
-                if peer != me or not s.unchanged:
+                work.slot_of[i] = (
+                    steps.OWN - places.base[now.me] - slot
+                    if s.unchanged and peer == now.me
+                    else places.before[peer] + slot
+                )
+                if peer != now.me or not s.unchanged:
                     if s.proxied:
                         size = T.if_then_else(N.is_direct(peer), s.chunk, s.proxied_chunk)
-                    N.wait(arrived[peer, slot // size], "ge", call)
+                    N.wait(mem.arrived[peer, slot // size], "ge", now.call)
 
 
 @tsn.jit(name="moe::combine_throughput", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
@@ -90,7 +80,7 @@ def combine_throughput(
     R, K, M, S = ranks, top_k, max_tokens, most_sent(ranks, max_tokens, top_k)
     s = steps.Sizes(R, K, M, hidden, dtype, by_rank, weighted, quantised, valued, biases, proxied, chunk, proxied_chunk)
     at, W = Totals(R, experts // R), record_words(K)
-    chunks = -(-M // min(chunk, proxied_chunk))
+    chunks = s.chunks
     blocks, payload = senders + reducers, FP8 if quantised else dtype
     rows, value_rows, slot_rows, capacity, weights, values = (
         T.dynamic(n) for n in ("rows", "value_rows", "slot_rows", "capacity", "weights", "values")
@@ -140,6 +130,15 @@ def combine_throughput(
             base = T.alloc_shared((R,), "int32")
             before = T.alloc_shared((R,), "int32")  # where the slots of each rank begin
             there = T.alloc_shared((R,), "int32")  # where those of this rank begin at each
+            places = steps.Places(received, base, there, before)
+            mem = steps.Memory(
+                own=steps.Own(y, row_weight, row_values, records),
+                result=Result(out, bias_0, bias_1, out_values),
+                slots=steps.Sums(slots, slot_scales, slot_values),
+                staged=steps.Sums(staged, staged_scales, staged_values),
+                arrived=arrived,
+                token_slot=token_slot,
+            )
             thread = T.get_thread_binding()
             lane = thread % 32
             me = T.alloc_var("int32")
@@ -170,6 +169,7 @@ def combine_throughput(
             parity = T.cast(call % T.uint64(2), "int32")
             ahead = T.alloc_var("int32", init=0)
             ticket = T.alloc_var("int32")
+            now, taken = handshake.Now(me, call, parity), handshake.Chunk(peer, c, n, size)
             handshake.clear_tickets(tickets, parity, block, thread)
             if block < senders:
                 handshake.first_ticket(tickets, parity, 0, ahead, ticket, lane)
@@ -188,19 +188,12 @@ def combine_throughput(
                             c = (received[peer] - 1) // size - c
                         n = T.min(size, received[peer] - c * size)
                         if tiles:
-                            await_rows(
-                                finished, product_calls, growth, records, peer, c * size, n, top_k, tile_rows, slot, lane,
-                            )  # fmt: skip
+                            awaited = Awaited(finished, product_calls, growth, tile_rows)
+                            await_rows(awaited, records, peer, c * size, n, top_k, slot, lane)
                         if direct != 0:
-                            steps.send_direct(
-                                s, y, row_weight, row_values, slots, slot_scales, slot_values, records, base, there, peer,
-                                c, n, slot, size, lane,
-                            )  # fmt: skip
+                            steps.send_direct(s, mem, places, taken, slot, lane)
                         elif proxied:
-                            steps.send_proxied(
-                                s, y, row_weight, row_values, slots, slot_scales, slot_values, staged, staged_scales,
-                                staged_values, records, base, there, peer, c, n, slot, size, lane,
-                            )  # fmt: skip
+                            steps.send_proxied(s, mem, places, taken, slot, lane)
                         T.sync_warp()
                         if lane == 0:
                             N.fence(peer)
@@ -215,23 +208,22 @@ def combine_throughput(
                 acc = T.alloc_local((s.sum_batch * s.width,), "float32")
                 from_row = T.alloc_local((s.sum_group,), "int32")
                 slot_of = T.alloc_local((-(-R // 32),), "int32")
+                work = Work(piece, acc, from_row, slot_of)
                 token = T.alloc_var("int32")
                 row = T.alloc_var("int32")
                 total = T.alloc_var("float32")
                 handshake.first_ticket(tickets, parity, 1, ahead, token, lane)
                 while token < tokens:
                     handshake.take_ticket(tickets, parity, 1, ahead, lane)
-                    find_rows(s, slot_of, token_slot, arrived, base, before, me, call, token, peer, row, size, lane)
+                    find_rows(s, mem, places, work, now, token, peer, row, size, lane)
                     T.sync_warp()
-                    steps.sum_rows(
-                        s, out, y, bias_0, bias_1, slots, slot_scales, slot_of, from_row, piece, acc, token, peer, lane
-                    )
+                    steps.sum_rows(s, mem, work, token, peer, lane)
                     if valued != "":
-                        steps.sum_values(s, out_values, slot_values, token_slot, before, token, row, total, lane)
+                        steps.sum_values(s, mem, places, token, row, total, lane)
                     token = T.shfl_sync(ahead, 0)
             T.sync_threads()
-            handshake.close_call(
-                done, active, calls, me, call, blocks, senders, absent, absent_senders, block, thread, threads, R
-            )
+            ends = handshake.Ends(active, done, calls)
+            of = handshake.Blocks(R, blocks, threads, senders, absent, absent_senders)
+            handshake.close_call(of, ends, me, call, block, thread)
 
     return main

@@ -2,9 +2,9 @@
 
 A block makes one message per token (row, scales, choices; quantised on the way if asked) and puts it, with a signal of
 its own, to every rank that hosts one of the token's experts: once per rank, however many experts there. Each block
-finds its token's places by reading all earlier choices itself. A header tells each peer how many messages to expect and
-how many rows per expert; from the headers a receiver knows where each row goes, so the rows of an expert are contiguous,
-in the order of source rank and token. Receiving warps copy rows to all their experts as the messages come in.
+finds its token's places by reading all earlier choices itself. A header carries how many messages each peer is to
+expect and how many rows per expert; from the headers a receiver computes where each row goes, so the rows of an expert are
+contiguous, in the order of source rank and token. Receiving warps copy rows to all their experts as the messages come in.
 
 All buffers and signals exist twice and calls alternate. A rank sends a call when every peer has begun the one before,
 which a peer does only after it has received the one before that: so no barrier is needed.
@@ -17,11 +17,12 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
+from tilescale_net.kernels.moe import dispatch_latency_layout as layout
 from tilescale_net.kernels.moe import dispatch_latency_steps as steps
 from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe import node_dispatch_latency as over_nodes
-from tilescale_net.kernels.moe.node_layout import LatencyNodePlan, Nodes
-from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, FP8
+from tilescale_net.kernels.moe.node_layout import LatencyNodePlan, Nodes, NodeTables
+from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, FP8, Rows
 from tilescale_net.kernels.moe.wire_layout import COUNT_BITS
 
 
@@ -44,7 +45,7 @@ def dispatch_latency(
         column_scales: received scales are [local experts * scale_words, ranks * max_tokens], of an expert one row after the
             other of a word's.
 
-    Parameters of the kernel (int32 unless said):
+    Parameters of the kernel (int32 where no type is named):
         x [rows, row_words], or [rows, hidden] of `source_dtype`; x_scales [rows, scale_words] float32 as words.
         topk_idx [rows, top_k] of `index_dtype`, topk_weights [rows, top_k] float32, tokens <= rows; fault, fault_value:
         what the host found wrong; active [ranks]: 0 for a rank that is left out.
@@ -62,7 +63,8 @@ def dispatch_latency(
     R, K, M, S = ranks, top_k, max_tokens, slots
     at = Nodes(R, nodes, S) if nodes else None
     plan = LatencyNodePlan(at, M, K) if nodes else None
-    s = steps.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads, at.size if nodes else 0)
+    node_size = at.size if nodes else 0
+    s = layout.Sizes(R, experts, K, M, row_words, scale_words, source_dtype, blocks, threads, node_size, timed)
     msg, head, local = s.message, s.header, s.local
     scale_width = max(scale_words, 1)
     rows, scale_rows, choices, slot_rows = (T.dynamic(n) for n in ("rows", "scale_rows", "choices", "slot_rows"))
@@ -125,6 +127,31 @@ def dispatch_latency(
             me = N.my_pe()
             call = T.alloc_var("uint64")
             parity = T.alloc_var("int32")  # which of the two sets of buffers
+            now = handshake.Now(me, call, parity)
+            chosen = layout.Chosen(mine, same_expert, same_rank, same_node if nodes else None)
+            mem = layout.Memory(
+                x=Rows(x, x_scales),
+                topk_idx=topk_idx,
+                topk_weights=topk_weights,
+                active=active,
+                message=layout.Messages(message, message_fp8, message_scales),
+                header_out=header_out,
+                header_in=header_in,
+                begun=begun,
+                arrival=arrival,
+                arrived=arrived,
+                token_slot=token_slot,
+                kept=layout.Kept(
+                    Rows(out, out_scales), counts, received, source_counts, targets, weights, source_token
+                ),
+                status=status,
+                waited=waited,
+                relayed=relayed,
+                came=came,
+                origin_slot=origin_slot,
+                passing=passing if nodes else None,
+            )
+            tables = NodeTables(at, plan, node_map, node_plan)
 
             if sends:
                 token = T.alloc_var("int32")
@@ -134,12 +161,8 @@ def dispatch_latency(
                 handshake.begin_half(send_calls, call, parity, block)
                 # The last block counts for the headers; it has a token of its own only when all blocks have one.
                 if block == blocks - 1:
-                    steps.count_choices(
-                        s, topk_idx, tokens, fault, fault_value, active, begun, histogram, bad, parity, call, thread
-                    )
-                    steps.send_headers(
-                        s, header_out, header_in, begun, active, histogram, bad, me, parity, call, thread, warp
-                    )
+                    steps.count_choices(s, mem, tokens, fault, fault_value, histogram, bad, now, thread)
+                    steps.send_headers(s, mem, histogram, bad, now, thread, warp)
                 for i in T.serial((tokens + blocks - 1) // blocks):
                     token = i * blocks + block
                     if token < tokens:
@@ -147,17 +170,9 @@ def dispatch_latency(
                             for g in T.serial((K + threads - 1) // threads):
                                 if g * threads + thread < K:
                                     same_node[g * threads + thread] = 0
-                        steps.load_token(
-                            s, x, topk_idx, topk_weights, active, message, mine, same_expert, same_rank, piece, token,
-                            parity, thread, warp, lane,
-                        )  # fmt: skip
-                        steps.find_places(
-                            s, topk_idx, active, mine, same_expert, same_rank, same_node if nodes else same_rank, token,
-                            thread,
-                        )  # fmt: skip
-                        steps.write_row(
-                            s, x_scales, message, message_fp8, message_scales, piece, token, parity, thread, warp, lane
-                        )
+                        steps.load_token(s, mem, chosen, piece, token, parity, thread, warp, lane)
+                        steps.find_places(s, mem, chosen, token, thread)
+                        steps.write_row(s, mem, piece, token, parity, thread, warp, lane)
                         if nodes:
                             if thread < at.origins:
                                 origin_slot[token, thread] = -1
@@ -167,15 +182,9 @@ def dispatch_latency(
                                 handshake.await_previous(begun, parity, call, COUNT_BITS, thread, R)
                         T.sync_threads()
                         if nodes:
-                            over_nodes.send_message(
-                                s, at, message, arrival, arrived, relayed, came, token_slot, origin_slot, node_map, mine,
-                                same_expert, same_rank, same_node, me, token, parity, call, thread, warp, lane,
-                            )  # fmt: skip
+                            over_nodes.send_message(s, mem, tables, chosen, token, now, thread, warp, lane)
                         else:
-                            steps.send_message(
-                                s, message, arrival, arrived, token_slot, mine, same_expert, same_rank, me, token, parity,
-                                call, thread, warp, lane,
-                            )  # fmt: skip
+                            steps.send_message(s, mem, chosen, token, now, thread, warp, lane)
                 handshake.end_half(send_calls, call, blocks, absent, block, thread, threads)
 
             if receives:
@@ -187,18 +196,10 @@ def dispatch_latency(
                     choice = T.alloc_var("int32")
                 handshake.begin_half(receive_calls, call, parity, block)
                 handshake.time_announcements(timed, begun, active, parity, call, COUNT_BITS, waited, block, thread, R)
-                steps.read_headers(
-                    s, header_in, begun, active, status, incoming, begin, counts, source_counts, received, parity, call,
-                    block, thread,
-                )  # fmt: skip
+                steps.read_headers(s, mem, incoming, begin, now, block, thread)
                 if nodes:
-                    over_nodes.learn_of_messages(
-                        s, at, plan, header_in, node_map, node_plan, passing, source, parity, block, thread
-                    )
-                    over_nodes.pass_on_all(
-                        s, at, plan, timed, relayed, came, arrival, arrived, node_map, node_plan, passing, waited, me, source,
-                        slot, total, choice, parity, call, block, warp, lane,
-                    )  # fmt: skip
+                    over_nodes.learn_of_messages(s, mem, tables, source, parity, block, thread)
+                    over_nodes.pass_on_all(s, mem, tables, now, source, slot, total, choice, block, warp, lane)
                 handshake.sum_of(incoming, total, R)
                 for i in T.serial((total + blocks * s.warps - 1) // (blocks * s.warps)):
                     # Consecutive rows go to different blocks.
@@ -208,12 +209,9 @@ def dispatch_latency(
                         place = (parity * R + source) * M + slot
                         handshake.time_message(timed, arrived, place, call, waited, source, lane)
                         N.wait_warp(arrived[place], "ge", call)
-                        steps.receive_row(
-                            s, arrival, out, out_scales, targets, weights, source_token, begin, me, source, slot, place,
-                            lane, column_scales,
-                        )  # fmt: skip
+                        steps.receive_row(s, mem, begin, me, source, slot, place, lane, column_scales)
                         if nodes:
-                            over_nodes.note_carrier(s, plan, arrival, node_plan, me, source, slot, place, choice, lane)
+                            over_nodes.note_carrier(s, mem, tables, me, source, slot, place, choice, lane)
                 T.sync_threads()
                 handshake.end_half(receive_calls, call, blocks, absent, block, thread, threads)
 

@@ -11,6 +11,7 @@ Copying overlaps with sending: every chunk of rows has a signal, which carries t
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
@@ -18,7 +19,15 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import handshake
-from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, batch_of, copy_row, copy_words, load_batch, store_batch
+from tilescale_net.kernels.moe.row_ops import (
+    EXPLICIT_SYNC,
+    Rows,
+    batch_of,
+    copy_row,
+    copy_words,
+    load_batch,
+    store_batch,
+)
 from tilescale_net.kernels.moe.tiles import count_rows, fill_up, say_begun
 from tilescale_net.kernels.moe.wire_layout import Totals, record_words
 
@@ -50,9 +59,48 @@ class Sizes:
         return batch_of(self.row_words // 4, 16)
 
 
+class Memory(NamedTuple):
+    """The tensors of a dispatch; rows and scales are words, int32 [any, row_words] and [any, scale_words].
+
+    Attributes:
+        x: the caller's rows. out: symmetric, except for "arrival"; what the caller gets.
+        arrival: symmetric, a row for each row that comes; used for "arrival" and for rows from other nodes.
+        staged: symmetric, a row for each row that leaves for another node.
+        send_token, send_row, records: of the plan, see RoutingPlan.
+        relayed: symmetric, where rows cross the network once per node: rows to be passed on.
+        came: uint64 [slots of a gateway, chunks], symmetric: the last call of which a chunk of `relayed` is there.
+        arrived: uint64 [ranks, chunks], symmetric: the same of what this rank gets.
+    """
+
+    x: Rows
+    out: Rows
+    arrival: Rows
+    staged: Rows
+    send_token: Any
+    send_row: Any
+    records: Any
+    arrived: Any
+    relayed: Any = None
+    came: Any = None
+
+
+class Places(NamedTuple):
+    """Where rows are; int32 [ranks] each, of shared memory.
+
+    Attributes:
+        first_row: the first row of this rank among those of each rank.
+        landed: the first row of each rank among those that arrive.
+        before: the first row to each rank among those that are sent; not where rows cross the network once per node.
+    """
+
+    first_row: Any
+    landed: Any
+    before: Any = None
+
+
 @tsn.macro
 def signal_chunk(arrived, me, c, call, pe, lane):
-    """Tell `pe` that a chunk, put by this warp, is there."""
+    """Signal to `pe` that a chunk, put by this warp, is there."""
     T.sync_warp()
     if lane == 0:
         N.fence(pe)
@@ -60,99 +108,92 @@ def signal_chunk(arrived, me, c, call, pe, lane):
 
 
 @tsn.macro
-def put_row(s, dst, dst_scales, row: T.Ref, x, x_scales, token: T.Ref, pe: T.Ref):
-    """Put row `token` with its scales to row `row` of `dst` at `pe`."""
-    N.put_warp(dst[row, 0], x[token, 0], pe, count=s.row_words, unroll=s.unroll)
+def put_row(s, dst, row: T.Ref, src, token: T.Ref, pe: T.Ref):
+    """Put row `token` of `src` with its scales to row `row` of `dst` at `pe`."""
+    N.put_warp(dst.rows[row, 0], src.rows[token, 0], pe, count=s.row_words, unroll=s.unroll)
     if s.scale_words:
-        N.put_warp(dst_scales[row, 0], x_scales[token, 0], pe, count=s.scale_words)
+        N.put_warp(dst.scales[row, 0], src.scales[token, 0], pe, count=s.scale_words)
 
 
 @tsn.macro
-def put_staged(s, dst, dst_scales, row: T.Ref, staged, staged_scales, slot: T.Ref, pe: T.Ref, count: T.Ref):
+def put_staged(s, dst, row: T.Ref, staged, slot: T.Ref, pe: T.Ref, count: T.Ref):
     """Put `count` rows from slot `slot` on to rows `row` … of `dst` at `pe`, in one message, and their scales in another."""
-    N.put_warp(dst[row, 0], staged[slot, 0], pe, count=count * s.row_words)
+    N.put_warp(dst.rows[row, 0], staged.rows[slot, 0], pe, count=count * s.row_words)
     if s.scale_words:
-        N.put_warp(dst_scales[row, 0], staged_scales[slot, 0], pe, count=count * s.scale_words)
+        N.put_warp(dst.scales[row, 0], staged.scales[slot, 0], pe, count=count * s.scale_words)
 
 
 @tsn.macro
-def send_direct(
-    s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, send_row, first_row, peer: T.Ref, c: T.Ref, n: T.Ref,
-    j: T.Ref, row: T.Ref, token: T.Ref,
-):  # fmt: skip
-    """Put the `n` rows of chunk `c` to a mapped rank, from where the caller has them to where the plan wants them."""
-    for q in T.serial(n):
-        j = c * s.chunk + q
-        token = send_token[peer, j]
+def send_direct(s, mem, places, chunk, j: T.Ref, row: T.Ref, token: T.Ref):
+    """Put the rows of a chunk to a mapped rank, from where the caller has them to where the plan wants them."""
+    for q in T.serial(chunk.n):
+        j = chunk.c * s.chunk + q
+        token = mem.send_token[chunk.peer, j]
         if s.placement == "expert":
-            row = send_row[peer, j]
+            row = mem.send_row[chunk.peer, j]
         else:
-            row = first_row[peer] + j
-        if s.in_place:
-            put_row(s, out, out_scales, row, x, x_scales, token, peer)
-        else:
-            put_row(s, arrival, arrival_scales, row, x, x_scales, token, peer)
+            row = places.first_row[chunk.peer] + j
+        put_row(s, mem.out if s.in_place else mem.arrival, row, mem.x, token, chunk.peer)
 
 
 @tsn.macro
-def _send_proxied(
-    s, x, x_scales, out, out_scales, arrival, arrival_scales, staged, staged_scales, send_token, first_row, before, peer: T.Ref,
-    c: T.Ref, n: T.Ref, slot: T.Ref, row: T.Ref, token: T.Ref, lane,
-):  # fmt: skip
-    """Stage the `n` rows of chunk `c` and put them to a rank of another node."""
-    slot = before[peer] + c * s.proxied_chunk
-    for q in T.serial(n):
-        token = send_token[peer, c * s.proxied_chunk + q]
-        copy_row(staged, slot + q, x, token, s.row_words, lane, 16)
-        if s.scale_words:
-            copy_words(staged_scales, slot + q, x_scales, token, s.scale_words, lane)
-    row = first_row[peer] + c * s.proxied_chunk
-    if s.by_rank:
-        put_staged(s, out, out_scales, row, staged, staged_scales, slot, peer, n)
-    else:
-        put_staged(s, arrival, arrival_scales, row, staged, staged_scales, slot, peer, n)
+def stage(s, mem, slot: T.Ref, q, token: T.Ref, lane):
+    """Copy row `token` of the caller's, with its scales, to staging memory."""
+    copy_row(mem.staged.rows, slot + q, mem.x.rows, token, s.row_words, lane, 16)
+    if s.scale_words:
+        copy_words(mem.staged.scales, slot + q, mem.x.scales, token, s.scale_words, lane)
 
 
 @tsn.macro
-def _scatter(s, out, out_scales, src, src_scales, row, records, source, j, skip, lane):
-    """Copy a row to all rows that its record names, except row `skip`."""
+def _send_proxied(s, mem, places, chunk, slot: T.Ref, row: T.Ref, token: T.Ref, lane):
+    """Stage the rows of a chunk and put them to a rank of another node."""
+    slot = places.before[chunk.peer] + chunk.c * s.proxied_chunk
+    for q in T.serial(chunk.n):
+        token = mem.send_token[chunk.peer, chunk.c * s.proxied_chunk + q]
+        stage(s, mem, slot, q, token, lane)
+    row = places.first_row[chunk.peer] + chunk.c * s.proxied_chunk
+    put_staged(s, mem.out if s.by_rank else mem.arrival, row, mem.staged, slot, chunk.peer, chunk.n)
+
+
+@tsn.macro
+def _scatter(s, mem, src, row, source, j, skip, lane):
+    """Copy a row to all rows of `mem.out` that its record names, except row `skip`."""
     words, batch = s.row_words, s.unroll
     piece = T.alloc_local((batch * 4,), "int32")
     for b in T.serial((words // 4 + 32 * batch - 1) // (32 * batch)):
-        load_batch(piece, src, row, b * 32 * batch, lane, words // 4, 4, batch)
+        load_batch(piece, src.rows, row, b * 32 * batch, lane, words // 4, 4, batch)
         for k in T.serial(s.top_k):
             target = T.alloc_var("int32")
-            target = records[source, j, k]
+            target = mem.records[source, j, k]
             if target >= 0 and target != skip:
-                store_batch(out, target, piece, b * 32 * batch, lane, words // 4, 4, batch)
+                store_batch(mem.out.rows, target, piece, b * 32 * batch, lane, words // 4, 4, batch)
     if s.scale_words:
         for k in T.serial(s.top_k):
             place = T.alloc_var("int32")
-            place = records[source, j, k]
+            place = mem.records[source, j, k]
             if place >= 0 and place != skip:
-                copy_words(out_scales, place, src_scales, row, s.scale_words, lane)
+                copy_words(mem.out.scales, place, src.scales, row, s.scale_words, lane)
 
 
 @tsn.macro
 def receive_row(
-    s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, records, landed, me: T.Ref, peer: T.Ref, j: T.Ref, row: T.Ref,
-    slot: T.Ref, token: T.Ref, direct: T.Ref, lane,
-):  # fmt: skip
+    s, mem, places, me: T.Ref, peer: T.Ref, j: T.Ref, row: T.Ref, slot: T.Ref, token: T.Ref, direct: T.Ref, lane
+):
     """Copy row `j` of `peer` to the rows of its experts; this rank's own rows are taken from where the caller has them."""
     if peer == me:
-        token = send_token[me, j]
-        _scatter(s, out, out_scales, x, x_scales, token, records, peer, j, -1, lane)
+        token = mem.send_token[me, j]
+        _scatter(s, mem, mem.x, token, peer, j, -1, lane)
     else:
         row = -1
         if s.in_place:
             for k in T.serial(s.top_k):
                 if row < 0:
-                    row = records[peer, j, k]
+                    row = mem.records[peer, j, k]
         if s.in_place and direct != 0:
-            _scatter(s, out, out_scales, out, out_scales, row, records, peer, j, row, lane)
+            _scatter(s, mem, mem.out, row, peer, j, row, lane)
         elif s.proxied or not s.in_place:
-            slot = landed[peer] + j
-            _scatter(s, out, out_scales, arrival, arrival_scales, slot, records, peer, j, -1, lane)
+            slot = places.landed[peer] + j
+            _scatter(s, mem, mem.arrival, slot, peer, j, -1, lane)
 
 
 @tsn.jit(name="moe::dispatch_throughput", pass_configs=EXPLICIT_SYNC)
@@ -171,9 +212,9 @@ def dispatch_throughput(
         senders, receivers: blocks of each kind (no receivers for "rank"); threads: of a block. All blocks run at once.
         absent, absent_senders: how many more blocks, and senders among them, the launch geometry has than this call; block 0
             counts for them.
-        tile_rows, tiles: count the rows of tiles of `out` that are there, for whoever consumes them meanwhile; 0: none do.
+        tile_rows, tiles: count the rows of tiles of `out` that are there, for a kernel that consumes them meanwhile; 0: there is none.
 
-    Parameters of the kernel (int32 unless said; rows and scales are moved as words of 4 bytes):
+    Parameters of the kernel (int32 where no type is named; rows and scales are moved as words of 4 bytes):
         x, x_scales: what to send. out, out_scales: symmetric, except for "arrival".
         arrival, arrival_scales [rows received, …]: symmetric; used for "arrival" and for rows from other nodes.
         staged, staged_scales [rows sent, …]: symmetric; used for rows to other nodes.
@@ -227,6 +268,17 @@ def dispatch_throughput(
             received = T.alloc_shared((R,), "int32")
             before = T.alloc_shared((R,), "int32")  # where the rows to each rank begin among those that are sent
             landed = T.alloc_shared((R,), "int32")  # where the rows from each rank begin among those that arrive
+            places = Places(first_row, landed, before)
+            mem = Memory(
+                x=Rows(x, x_scales),
+                out=Rows(out, out_scales),
+                arrival=Rows(arrival, arrival_scales),
+                staged=Rows(staged, staged_scales),
+                send_token=send_token,
+                send_row=send_row,
+                records=records,
+                arrived=arrived,
+            )
             thread = T.get_thread_binding()
             lane = thread % 32
             me = T.alloc_var("int32")
@@ -258,6 +310,7 @@ def dispatch_throughput(
             parity = T.cast(call % T.uint64(2), "int32")
             ahead = T.alloc_var("int32", init=0)
             ticket = T.alloc_var("int32")
+            taken = handshake.Chunk(peer, c, n)
             handshake.clear_tickets(tickets, parity, block, thread)
             if block < senders:
                 handshake.first_ticket(tickets, parity, 0, ahead, ticket, lane)
@@ -271,19 +324,13 @@ def dispatch_throughput(
                     # Receivers take this rank's own rows from where they are.
                     if direct != 0 and c * chunk < sent[peer] and (s.by_rank or peer != me):
                         n = T.min(chunk, sent[peer] - c * chunk)
-                        send_direct(
-                            s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, send_row, first_row,
-                            peer, c, n, j, row, token,
-                        )  # fmt: skip
+                        send_direct(s, mem, places, taken, j, row, token)
                         if not s.by_rank:
                             signal_chunk(arrived, me, c, call, peer, lane)
                     if proxied:
                         if direct == 0 and c * proxied_chunk < sent[peer]:
                             n = T.min(proxied_chunk, sent[peer] - c * proxied_chunk)
-                            _send_proxied(
-                                s, x, x_scales, out, out_scales, arrival, arrival_scales, staged, staged_scales, send_token,
-                                first_row, before, peer, c, n, slot, row, token, lane,
-                            )  # fmt: skip
+                            _send_proxied(s, mem, places, taken, slot, row, token, lane)
                             if not s.by_rank:
                                 signal_chunk(arrived, me, c, call, peer, lane)
                     ticket = T.shfl_sync(ahead, 0)
@@ -310,16 +357,13 @@ def dispatch_throughput(
                         n = T.min(size, received[peer] - c * size)
                         for q in T.serial(n):
                             j = c * size + q
-                            receive_row(
-                                s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, records, landed, me,
-                                peer, j, row, slot, token, direct, lane,
-                            )  # fmt: skip
+                            receive_row(s, mem, places, me, peer, j, row, slot, token, direct, lane)
                         if tiles:
                             count_rows(counted, records, peer, c * size, n, top_k, tile_rows, me, lane)
                     ticket = T.shfl_sync(ahead, 0)
             T.sync_threads()
-            handshake.close_call(
-                done, active, calls, me, call, blocks, senders, absent, absent_senders, block, thread, threads, R
-            )
+            ends = handshake.Ends(active, done, calls)
+            of = handshake.Blocks(R, blocks, threads, senders, absent, absent_senders)
+            handshake.close_call(of, ends, me, call, block, thread)
 
     return main

@@ -1,8 +1,10 @@
-"""How a call begins and ends: announcements to every rank, tickets for its work, and the count of those who have sent.
+"""How a call begins and ends: announcements to every rank, tickets for its work, and the count of blocks that have sent.
 
 The number of a call (uint64, from 1) lives in device memory: `calls[block]` is the number of the calls so far. Its
 parity chooses between buffers, signals and tickets that exist twice.
 """
+
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
@@ -10,6 +12,67 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import TAG_BITS, announce, report
 from tilescale_net.kernels.moe.wire_layout import CODE_BITS, NO_FAULT, OTHER_OUTPUT
+
+
+class Now(NamedTuple):
+    """The call that a kernel makes; variables of the kernel, which steps read where they stand.
+
+    Attributes:
+        me: int32, this rank.
+        call: uint64, the number of the call.
+        parity: int32, which of two sets of buffers, signals or tickets belongs to the call.
+    """
+
+    me: Any
+    call: Any
+    parity: Any
+
+
+class Chunk(NamedTuple):
+    """The chunk of rows that a warp sends; int32 variables of the kernel, which steps read where they stand.
+
+    Attributes:
+        peer: the rank that gets the rows.
+        c: the number of the chunk.
+        n: its rows.
+        size: the rows of a chunk to this rank, in a combine that sends rows to their ranks straight.
+    """
+
+    peer: Any
+    c: Any
+    n: Any
+    size: Any = None
+
+
+class Blocks(NamedTuple):
+    """The blocks of a call, known when its kernel is compiled.
+
+    Attributes:
+        ranks: of the job. blocks, threads: of the launch.
+        senders: the number of blocks that send; they are the first.
+        absent, absent_senders: how many more blocks, and senders among them, other calls have; block 0 counts for them.
+    """
+
+    ranks: int
+    blocks: int
+    threads: int
+    senders: int
+    absent: int = 0
+    absent_senders: int = 0
+
+
+class Ends(NamedTuple):
+    """The words by which calls end.
+
+    Attributes:
+        active: int32 [ranks], 0 for a rank that is left out.
+        done: uint64 [ranks], symmetric: how many blocks of each rank have sent all, in all calls.
+        calls: uint64 [blocks + absent], the calls so far.
+    """
+
+    active: Any
+    done: Any
+    calls: Any
 
 
 @tsn.macro
@@ -26,10 +89,10 @@ def check_announcement(word, tag, rank, status):
 
 @tsn.macro
 def complete_to_refuser(word, rank):
-    """Latency mode: wait until this block's puts to `rank` are complete, if its announcement says that it refuses.
+    """Latency mode: wait until this block's puts to `rank` are complete, if its announcement is a refusal.
 
-    The begin of the next call tells that a rank has received everything of this one, so that staged rows may be written
-    again; a rank that refuses a call does not wait for what it is sent.
+    A rank begins the next call after it has received all rows of this one, so that staged rows may be written again; a rank
+    that refuses a call does not wait for what it is sent.
     """
     if word & T.uint64((1 << CODE_BITS) - 1) != T.uint64(NO_FAULT):
         N.quiet(rank)
@@ -55,10 +118,10 @@ def open_call(ready, active, status, me, call, tag, block, senders, rank):
 
 @tsn.macro
 def take_ticket(tickets, parity: T.Ref, kind, ahead: T.Ref, lane):
-    """Lane 0 asks for the warp's next ticket, which it gives the others by a shuffle when they need it.
+    """Lane 0 takes the warp's next ticket, which the other lanes get by a shuffle when they need it.
 
     Warps take the next chunk when they are done with one: equal shares would not take them equally long, because
-    multiprocessors share ports to the links. Asked for one chunk ahead, a ticket is there when the warp needs it.
+    multiprocessors share ports to the links. Taken one chunk ahead, a ticket is there when the warp needs it.
 
     Args:
         tickets: int32 [2, 2], by parity of the call and kind; those of the next call are zero.
@@ -84,7 +147,7 @@ def clear_tickets(tickets, parity: T.Ref, block, thread):
 
 @tsn.macro
 def count_sender(done, active, me: T.Ref, thread, ranks):
-    """Tell every rank, by a thread each, that one more block of this rank has sent all."""
+    """Signal to every rank, by a thread each, that one more block of this rank has sent all."""
     if thread < ranks:
         if active[thread] != 0:
             N.fence(thread)
@@ -92,37 +155,33 @@ def count_sender(done, active, me: T.Ref, thread, ranks):
 
 
 @tsn.macro
-def close_call(
-    done, active, calls, me: T.Ref, call: T.Ref, blocks, senders, absent, absent_senders, block, thread, threads, ranks
-):
+def close_call(of, ends, me: T.Ref, call: T.Ref, block, thread):
     """End a call: block 0 waits until all blocks of all ranks have sent, so no signal of a call meets one of the next.
 
     Args:
-        absent, absent_senders: how many more blocks, and senders among them, other calls have; block 0 counts for them.
+        of: the Blocks. ends: the Ends.
     """
-    if absent:
-        stand_in(done, active, calls, me, call, blocks, absent, absent_senders, block, thread, threads, ranks)
-    if block == 0 and thread < ranks:
-        if active[thread] != 0:
-            N.wait(done[thread], "ge", call * T.uint64(senders))
+    if of.absent:
+        stand_in(of, ends, me, call, block, thread)
+    if block == 0 and thread < of.ranks:
+        if ends.active[thread] != 0:
+            N.wait(ends.done[thread], "ge", call * T.uint64(of.senders))
     if thread == 0:
         # The caller may write to the source, and the next call to the staged rows, as soon as this kernel has ended.
-        if block < senders:
+        if block < of.senders:
             N.quiet()
-        calls[block] = call
+        ends.calls[block] = call
 
 
 @tsn.macro
-def stand_in(
-    done, active, calls, me: T.Ref, call: T.Ref, blocks, absent, absent_senders, block, thread, threads, ranks
-):
+def stand_in(of, ends, me: T.Ref, call: T.Ref, block, thread):
     """Block 0 counts for the `absent` blocks that a call on fewer blocks than others does not have."""
     if block == 0:
-        if absent_senders:
-            if thread < ranks:
-                if active[thread] != 0:
-                    N.signal(done[me], absent_senders, thread, op="add")
-        count_for(calls, call, blocks, absent, thread, threads)
+        if of.absent_senders:
+            if thread < of.ranks:
+                if ends.active[thread] != 0:
+                    N.signal(ends.done[me], of.absent_senders, thread, op="add")
+        count_for(ends.calls, call, of.blocks, of.absent, thread, of.threads)
 
 
 @tsn.macro

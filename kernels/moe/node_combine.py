@@ -7,7 +7,7 @@ quantises) once more, and sends one row to the token's rank. That one sums what 
 node_layout.py) in their order: the sums of whole nodes, and in its own node's place the rows of single ranks.
 """
 
-from dataclasses import replace
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
@@ -17,14 +17,27 @@ from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import combine_throughput_steps as steps
 from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe import node_combine_steps as node_steps
-from tilescale_net.kernels.moe.node_layout import NodePlan, Nodes
-from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8
+from tilescale_net.kernels.moe.node_layout import NodeNow, NodePlan, Nodes, NodeTables
+from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8, Result, Work
 from tilescale_net.kernels.moe.wire_layout import Totals, most_sent, record_words
+
+
+class _Served(NamedTuple):
+    """The chunk of sums of this node that a gateway sends; int32 variables of the kernel.
+
+    Attributes:
+        k: slot of the source. source: its rank. c: the number of the chunk. n: its rows.
+    """
+
+    k: Any
+    source: Any
+    c: Any
+    n: Any
 
 
 @tsn.macro
 def _signal(arrived, row: T.Ref, c: T.Ref, call: T.Ref, pe: T.Ref, lane):
-    """Tell `pe` that a chunk, put by this warp, is there."""
+    """Signal to `pe` that a chunk, put by this warp, is there."""
     T.sync_warp()
     if lane == 0:
         N.fence(pe)
@@ -33,7 +46,7 @@ def _signal(arrived, row: T.Ref, c: T.Ref, call: T.Ref, pe: T.Ref, lane):
 
 @tsn.macro
 def _offer(summed, row: T.Ref, c: T.Ref, call: T.Ref, me: T.Ref, gateway: T.Ref, lane):
-    """Tell `gateway` that a chunk, kept by this warp in its own memory, may be read."""
+    """Signal to `gateway` that a chunk, kept by this warp in its own memory, may be read."""
     T.sync_warp()
     if lane == 0:
         N.quiet(me)
@@ -41,96 +54,78 @@ def _offer(summed, row: T.Ref, c: T.Ref, call: T.Ref, me: T.Ref, gateway: T.Ref,
 
 
 @tsn.macro
-def _send_chunk(
-    s, to_gateway, at, y, row_weight, row_values, slots, slot_scales, slot_values, relayed, relayed_values, records, base,
-    there, arrived, summed, node_map, call: T.Ref, me: T.Ref, node: T.Ref, mine: T.Ref, peer: T.Ref, target: T.Ref, c: T.Ref,
-    n: T.Ref, row: T.Ref, first: T.Ref, lane,
-):  # fmt: skip
-    """Send the `n` rows of chunk `c` that this rank has for `peer` to it, or keep them for its gateway in this node."""
-    away = peer // at.size != node
-    target = T.if_then_else(away, me, peer)
-    first = T.if_then_else(away, base[peer], there[peer]) + c * s.chunk
+def _send_chunk(s, mem, tables, places, now, chunk, target: T.Ref, row: T.Ref, first: T.Ref, lane):
+    """Send the rows of a chunk that this rank has for `chunk.peer` to it, or keep them for its gateway in this node."""
+    at = tables.at
+    away = chunk.peer // at.size != now.node
+    target = T.if_then_else(away, now.me, chunk.peer)
+    first = T.if_then_else(away, places.base[chunk.peer], places.there[chunk.peer]) + chunk.c * s.chunk
     if s.quantised:
         if away:
-            node_steps.send_rows(
-                to_gateway, y, row_weight, row_values, relayed, slot_scales, relayed_values, records, base, first, peer, target,
-                c, n, lane,
-            )  # fmt: skip
+            node_steps.send_rows(s.unquantised, mem.own, mem.relayed, places, chunk, first, target, lane)
         else:
-            node_steps.send_rows(
-                s, y, row_weight, row_values, slots, slot_scales, slot_values, records, base, first, peer, target, c, n, lane,
-            )  # fmt: skip
+            node_steps.send_rows(s, mem.own, mem.slots, places, chunk, first, target, lane)
     else:
         first = first + T.if_then_else(away, most_sent(s.ranks, s.max_tokens, s.top_k), 0)
-        node_steps.send_rows(
-            s, y, row_weight, row_values, slots, slot_scales, slot_values, records, base, first, peer, target, c, n, lane,
-        )  # fmt: skip
+        node_steps.send_rows(s, mem.own, mem.slots, places, chunk, first, target, lane)
     if away:
-        target = node_map[at.carrier + peer]
-        row = node_map[at.carrier_slot + peer] * at.size + me % at.size
-        _offer(summed, row, c, call, me, target, lane)
+        target = tables.map[at.carrier + chunk.peer]
+        row = tables.map[at.carrier_slot + chunk.peer] * at.size + now.me % at.size
+        _offer(mem.summed, row, chunk.c, now.call, now.me, target, lane)
     else:
-        _signal(arrived, mine, c, call, target, lane)
+        _signal(mem.arrived, now.mine, chunk.c, now.call, target, lane)
 
 
 @tsn.macro
-def _await_row(at, plan, chunk, summed, node_plan, k: T.Ref, i: T.Ref, place: T.Ref, call: T.Ref, lane):
+def _await_row(s, mem, tables, k: T.Ref, i: T.Ref, place: T.Ref, call: T.Ref, lane):
     """Wait until the ranks of this node have what they have for row `i` of slot `k`, a rank each by the lanes."""
+    at, plan = tables.at, tables.plan
     for g in T.unroll(-(-at.size // 32)):
         if g * 32 + lane < at.size:
-            place = node_plan[plan.gather(k, i, g * 32 + lane)]
+            place = tables.words[plan.gather(k, i, g * 32 + lane)]
             if place >= 0:
-                place = place - node_plan[plan.head(k, 2 + 2 * (g * 32 + lane))]
-                N.wait(summed[k * at.size + g * 32 + lane, place // chunk], "ge", call)
+                place = place - tables.words[plan.head(k, 2 + 2 * (g * 32 + lane))]
+                N.wait(mem.summed[k * at.size + g * 32 + lane, place // s.chunk], "ge", call)
     T.sync_warp()
 
 
 @tsn.macro
-def _send_back(
-    s, in_node, at, plan, slots, slot_scales, slot_values, staged, staged_scales, staged_values, relayed, relayed_values,
-    node_plan, summed, from_row, piece, acc, call: T.Ref, node: T.Ref, k: T.Ref, source: T.Ref, c: T.Ref, n: T.Ref, i: T.Ref,
-    row: T.Ref, place: T.Ref, total: T.Ref, lane,
-):  # fmt: skip
-    """Sum the `n` rows of chunk `c` that this node has for the source of slot `k`, and put them to it."""
-    for q in T.serial(n):
-        i = c * s.proxied_chunk + q
-        row = k * s.max_tokens + i
-        _await_row(at, plan, s.chunk, summed, node_plan, k, i, place, call, lane)
-        node_steps.sum_in_node(
-            in_node, at, plan, staged, staged_scales, row, relayed, node_plan, from_row, piece, acc, node, k, i, lane
-        )
+def _send_back(s, mem, tables, work, now, served, i: T.Ref, row: T.Ref, place: T.Ref, total: T.Ref, lane):
+    """Sum the rows of a chunk that this node has for the source of a slot, and put them to it."""
+    plan = tables.plan
+    for q in T.serial(served.n):
+        i = served.c * s.proxied_chunk + q
+        row = served.k * s.max_tokens + i
+        _await_row(s, mem, tables, served.k, i, place, now.call, lane)
+        node_steps.sum_in_node(s.in_node(tables.at.size), mem, tables, work, row, now.node, served.k, i, lane)
         if s.valued != "":
-            node_steps.sum_values_in_node(
-                s, at, plan, staged_values, row, relayed_values, node_plan, node, k, i, place, total, lane
-            )
+            node_steps.sum_values_in_node(s, mem, tables, row, now.node, served.k, i, place, total, lane)
     T.sync_warp()
-    row = k * s.max_tokens + c * s.proxied_chunk
-    place = node_plan[plan.head(k, at.slots_begin)] + c * s.proxied_chunk
-    N.put_warp(slots[place, 0], staged[row, 0], source, count=n * s.hidden)
+    row = served.k * s.max_tokens + served.c * s.proxied_chunk
+    place = tables.words[plan.head(served.k, tables.at.slots_begin)] + served.c * s.proxied_chunk
+    N.put_warp(mem.slots.rows[place, 0], mem.staged.rows[row, 0], served.source, count=served.n * s.hidden)
     if s.quantised:
-        N.put_warp(slot_scales[place, 0], staged_scales[row, 0], source, count=n * s.groups)
+        N.put_warp(mem.slots.scales[place, 0], mem.staged.scales[row, 0], served.source, count=served.n * s.groups)
     if s.valued != "":
-        N.put_warp(slot_values[place, 0], staged_values[row, 0], source, count=n * s.top_k)
+        N.put_warp(mem.slots.values[place, 0], mem.staged.values[row, 0], served.source, count=served.n * s.top_k)
 
 
 @tsn.macro
-def _find_rows(
-    s, at, plan, slot_of, node_plan, arrived, base, me: T.Ref, node: T.Ref, mine: T.Ref, call: T.Ref, token: T.Ref, origin: T.Ref,
-    place: T.Ref, size: T.Ref, lane,
-):  # fmt: skip
+def _find_rows(s, mem, tables, places, work, now, token: T.Ref, origin: T.Ref, place: T.Ref, size: T.Ref, lane):
     """Look up the rows of a token, an origin each by the lanes, and wait for them; as in combine_throughput.py."""
+    at, plan = tables.at, tables.plan
     for i in T.unroll(-(-at.origins // 32)):
         origin = i * 32 + lane
-        slot_of[i] = steps.NONE
+        work.slot_of[i] = steps.NONE
         if origin < at.origins:
-            place = node_plan[plan.place(token, origin)]
+            place = tables.words[plan.place(token, origin)]
             if place >= 0:
-                slot_of[i] = node_plan[plan.base(origin)] + place
-                if s.unchanged and origin == mine:
-                    slot_of[i] = steps.OWN - base[me] - place
+                work.slot_of[i] = tables.words[plan.base(origin)] + place
+                if s.unchanged and origin == now.mine:
+                    work.slot_of[i] = steps.OWN - places.base[now.me] - place
                 else:
-                    size = T.if_then_else(origin >= node and origin < node + at.size, s.chunk, s.proxied_chunk)
-                    N.wait(arrived[origin, place // size], "ge", call)
+                    size = T.if_then_else(origin >= now.node and origin < now.node + at.size, s.chunk, s.proxied_chunk)
+                    N.wait(mem.arrived[origin, place // size], "ge", now.call)
 
 
 @tsn.jit(name="moe::combine_nodes", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
@@ -156,8 +151,7 @@ def combine_nodes(
     R, K, M, S, at = ranks, top_k, max_tokens, slots_of_gateway, Nodes(ranks, nodes, slots_of_gateway)
     L, V = at.size, at.origins
     s = steps.Sizes(V, K, M, hidden, dtype, by_rank, weighted, quantised, valued, biases, True, chunk, proxied_chunk)
-    to_gateway = replace(s, quantised=False)
-    in_node = replace(s, top_k=min(at.size, 2), by_rank=False)  # what its warps hold at once
+    in_node = s.in_node(at.size)
     plan = NodePlan(at, M)
     totals_at, W = Totals(R, experts // R), record_words(K)
     chunks, node_chunks = -(-M // chunk), -(-M // proxied_chunk)
@@ -210,6 +204,16 @@ def combine_nodes(
             received = T.alloc_shared((R,), "int32")
             base = T.alloc_shared((R,), "int32")
             there = T.alloc_shared((R,), "int32")  # where the slots of this rank begin at each of its node
+            places, tables = steps.Places(received, base, there), NodeTables(at, plan, node_map, node_plan)
+            mem = steps.Memory(
+                own=steps.Own(y, row_weight, row_values, records),
+                result=Result(out, bias_0, bias_1, out_values),
+                slots=steps.Sums(slots, slot_scales, slot_values),
+                arrived=arrived,
+                staged=steps.Sums(staged, staged_scales, staged_values),
+                relayed=steps.Sums(relayed, None, relayed_values),
+                summed=summed,
+            )
             thread = T.get_thread_binding()
             lane = thread % 32
             me = T.alloc_var("int32")
@@ -242,10 +246,13 @@ def combine_nodes(
             parity = T.cast(call % T.uint64(2), "int32")
             ahead = T.alloc_var("int32", init=0)
             ticket = T.alloc_var("int32")
+            now = NodeNow(me, node, call, mine)
+            chunk_of, served = handshake.Chunk(peer, c, n), _Served(k, peer, c, n)
             handshake.clear_tickets(tickets, parity, block, thread)
             sums = T.alloc_local((in_node.send_group * in_node.send_batch * s.width,), dtype)
             sum_of_node = T.alloc_local((in_node.send_batch * s.width,), "float32")
             rows_of_node = T.alloc_local((in_node.send_group,), "int32")
+            work_of_node = Work(sums, sum_of_node, rows_of_node)
             if block < senders:
                 handshake.first_ticket(tickets, parity, 0, ahead, ticket, lane)
                 while ticket < R * chunks + S * node_chunks:
@@ -257,11 +264,7 @@ def combine_nodes(
                         # Reducers take this rank's own rows from where they are, if they travel as they are.
                         if c * chunk < received[peer] and (peer != me or not s.unchanged):
                             n = T.min(chunk, received[peer] - c * chunk)
-                            _send_chunk(
-                                s, to_gateway, at, y, row_weight, row_values, slots, slot_scales, slot_values, relayed,
-                                relayed_values, records, base, there, arrived, summed, node_map, call, me, node, mine, peer, gateway,
-                                c, n, row, slot, lane,
-                            )  # fmt: skip
+                            _send_chunk(s, mem, tables, places, now, chunk_of, gateway, row, slot, lane)
                     else:
                         c = (ticket - R * chunks) // S
                         k = (ticket - R * chunks) % S
@@ -269,11 +272,7 @@ def combine_nodes(
                         if c * proxied_chunk < node_plan[plan.head(k, 0)]:
                             n = T.min(proxied_chunk, node_plan[plan.head(k, 0)] - c * proxied_chunk)
                             gateway = T.if_then_else(node < peer // L, node, node + L - 1)  # this node, as an origin
-                            _send_back(
-                                s, in_node, at, plan, slots, slot_scales, slot_values, staged, staged_scales,
-                                staged_values, relayed, relayed_values, node_plan, summed, rows_of_node, sums, sum_of_node, call,
-                                node, k, peer, c, n, i, row, slot, total, lane,
-                            )  # fmt: skip
+                            _send_back(s, mem, tables, work_of_node, now, served, i, row, slot, total, lane)
                             _signal(arrived, gateway, c, call, peer, lane)
                     ticket = T.shfl_sync(ahead, 0)
                 T.sync_threads()
@@ -284,23 +283,20 @@ def combine_nodes(
             acc = T.alloc_local((s.sum_batch * s.width,), "float32")
             from_row = T.alloc_local((s.sum_group,), "int32")
             slot_of = T.alloc_local((-(-V // 32),), "int32")
+            work = Work(piece, acc, from_row, slot_of)
             token = T.alloc_var("int32")
             handshake.first_ticket(tickets, parity, 1, ahead, token, lane)
             while token < tokens:
                 handshake.take_ticket(tickets, parity, 1, ahead, lane)
-                _find_rows(
-                    s, at, plan, slot_of, node_plan, arrived, base, me, node, mine, call, token, peer, row, size, lane
-                )
+                _find_rows(s, mem, tables, places, work, now, token, peer, row, size, lane)
                 T.sync_warp()
-                steps.sum_rows(
-                    s, out, y, bias_0, bias_1, slots, slot_scales, slot_of, from_row, piece, acc, token, peer, lane
-                )
+                steps.sum_rows(s, mem, work, token, peer, lane)
                 if valued != "":
-                    node_steps.sum_values(s, at, plan, out_values, slot_values, node_plan, token, row, total, lane)
+                    node_steps.sum_values(s, mem, tables, token, row, total, lane)
                 token = T.shfl_sync(ahead, 0)
             T.sync_threads()
-            handshake.close_call(
-                done, active, calls, me, call, blocks, senders, absent, absent_senders, block, thread, threads, R
-            )
+            ends = handshake.Ends(active, done, calls)
+            of = handshake.Blocks(R, blocks, threads, senders, absent, absent_senders)
+            handshake.close_call(of, ends, me, call, block, thread)
 
     return main

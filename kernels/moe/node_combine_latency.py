@@ -13,11 +13,14 @@ import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS
 from tilescale_net.kernels.moe import combine_latency_steps as steps
 from tilescale_net.kernels.moe import handshake
-from tilescale_net.kernels.moe.node_layout import LatencyNodePlan, Nodes
+from tilescale_net.kernels.moe.node_layout import LatencyNodePlan, Nodes, NodeTables
 from tilescale_net.kernels.moe.row_ops import (
     EXACT_SUMS,
     EXPLICIT_SYNC,
     FP8,
+    Result,
+    Rows,
+    Work,
     add_rows,
     clear,
     store_quantised,
@@ -25,8 +28,9 @@ from tilescale_net.kernels.moe.row_ops import (
 )
 
 
-def _sender(at, node_map, me, origin):
+def _sender(tables, me, origin):
     """Which rank sends the row of an origin: one of this node, or the gateway of another node."""
+    at, node_map = tables.at, tables.map
     before = me // at.size
     here = T.if_then_else(origin < before + at.size, before * at.size + origin - before, 0)
     return T.if_then_else(
@@ -37,88 +41,82 @@ def _sender(at, node_map, me, origin):
 
 
 @tsn.macro
-def _send_part(
-    s, at, plan, y, targets, weights, slots, slot_scales, gathered, arrived, summed, node_map, node_plan, me: T.Ref,
-    peer: T.Ref, slot: T.Ref, part: T.Ref, end: T.Ref, parity: T.Ref, call: T.Ref, lane,
-):  # fmt: skip
+def _send_part(s, mem, tables, now, peer: T.Ref, slot: T.Ref, part: T.Ref, end: T.Ref, lane):
     """Sum a part of row `slot` of a rank into its memory, or into that of its gateway here, and signal it."""
-    M, size = s.max_tokens, s.size
+    at, plan, M, size = tables.at, tables.plan, s.max_tokens, s.size
     source = T.alloc_var("int32")
     place = T.alloc_var("int32")
     target = T.alloc_var("int32")
     source = peer * M + slot
-    if peer // at.size == me // at.size:
-        # Tuples, because tilelang renames a parameter that is given another name.
-        here = (N.remote(slots, peer), N.remote(slot_scales, peer) if s.quantised else slot_scales)
-        place = (parity * at.origins + me // at.size + me % at.size) * M + slot
-        steps.send_part(s, here[0], here[1], place, y, targets, weights, source, part * size, end, lane)
-        steps.signal_part(arrived, place, part, call, peer, lane)
+    if peer // at.size == now.me // at.size:
+        here = mem.slots.at(peer, s.quantised)
+        place = (now.parity * at.origins + now.me // at.size + now.me % at.size) * M + slot
+        steps.send_part(s, here, place, mem.own, source, part * size, end, lane)
+        steps.signal_part(mem.arrived, place, part, now.call, peer, lane)
     else:
-        target = node_map[at.carrier + peer]
-        place = (parity * at.slots + node_map[at.carrier_slot + peer]) * M + node_plan[plan.carried(peer, slot)]
-        place = place * at.size + me % at.size
-        there = (N.remote(gathered, target),)
-        steps.send_part(
-            s.unquantised, there[0], slot_scales, place, y, targets, weights, source, part * size, end, lane
-        )
-        steps.signal_part(summed, place, part, call, target, lane)
+        target = tables.map[at.carrier + peer]
+        place = (now.parity * at.slots + tables.map[at.carrier_slot + peer]) * M + tables.words[
+            plan.carried(peer, slot)
+        ]
+        place = place * at.size + now.me % at.size
+        there = Rows(N.remote(mem.gathered, target), None)
+        steps.send_part(s.unquantised, there, place, mem.own, source, part * size, end, lane)
+        steps.signal_part(mem.summed, place, part, now.call, target, lane)
 
 
 @tsn.macro
-def _sum_in_node(
-    s, at, plan, gathered, staged, staged_scales, node_plan, from_row, ones, piece, acc, row: T.Ref, k: T.Ref, j: T.Ref,
-    begin, end, lane,
-):  # fmt: skip
-    """Sum a part of what ranks of this node have for message `j` of slot `k`, in their order, into `row` of `staged`."""
+def _sum_in_node(s, mem, tables, work, row: T.Ref, k: T.Ref, j: T.Ref, begin, end, lane):
+    """Sum a part of what ranks of this node have for message `j` of slot `k`, in their order, into `row` of `mem.staged`."""
+    at, plan = tables.at, tables.plan
     width, batch, group = s.width, s.sum_batch, s.gathered_group(at.size)
     for b in T.serial(-(-s.size // (32 * batch))):
-        clear(acc, batch * width)
+        clear(work.acc, batch * width)
         for p in T.serial(-(-min(at.size, s.top_k) // group)):
             for g in T.unroll(group):
-                from_row[g] = -1
-                ones[g] = 1.0
+                work.from_row[g] = -1
+                work.ones[g] = 1.0
                 if p * group + g < min(at.size, s.top_k):
-                    if node_plan[plan.receiver(k, j, p * group + g)] >= 0:
-                        from_row[g] = row * at.size + node_plan[plan.receiver(k, j, p * group + g)]
-            add_rows(acc, piece, from_row, ones, gathered, begin + b * 32 * batch, lane, end, width, batch, group)
+                    if tables.words[plan.receiver(k, j, p * group + g)] >= 0:
+                        work.from_row[g] = row * at.size + tables.words[plan.receiver(k, j, p * group + g)]
+            add_rows(
+                work.acc, work.piece, work.from_row, work.ones, mem.gathered, begin + b * 32 * batch, lane, end, width,
+                batch, group,
+            )  # fmt: skip
         if s.quantised:
-            store_quantised(staged, staged_scales, row, acc, begin + b * 32 * batch, lane, end, width, batch)
+            store_quantised(
+                mem.staged.rows, mem.staged.scales, row, work.acc, begin + b * 32 * batch, lane, end, width, batch
+            )
         else:
-            store_rounded(staged, row, acc, begin + b * 32 * batch, lane, end, width, batch, s.dtype)
+            store_rounded(mem.staged.rows, row, work.acc, begin + b * 32 * batch, lane, end, width, batch, s.dtype)
 
 
 @tsn.macro
-def _send_back(
-    s, at, plan, gathered, summed, slots, slot_scales, staged, staged_scales, arrived, waited, node_map, node_plan, from_row,
-    ones, piece, acc, me: T.Ref, k: T.Ref, j: T.Ref, part: T.Ref, end: T.Ref, parity: T.Ref, call: T.Ref, lane,
-):  # fmt: skip
+def _send_back(s, mem, tables, work, now, k: T.Ref, j: T.Ref, part: T.Ref, end: T.Ref, lane):
     """Sum a part of what this node has for message `j` of the source of slot `k`, and put it to the source."""
-    M = s.max_tokens
+    at, plan, M = tables.at, tables.plan, s.max_tokens
     row = T.alloc_var("int32")
     peer = T.alloc_var("int32")
     place = T.alloc_var("int32")
-    row = (parity * at.slots + k) * M + j
+    row = (now.parity * at.slots + k) * M + j
     for g in T.serial((min(at.size, s.top_k) + 31) // 32):
         if g * 32 + lane < min(at.size, s.top_k):
-            place = node_plan[plan.receiver(k, j, g * 32 + lane)]
+            place = tables.words[plan.receiver(k, j, g * 32 + lane)]
             if place >= 0:
                 if s.timed:
                     handshake.wait_timed(
-                        lambda: summed[row * at.size + place, part], call, waited, me // at.size * at.size + place
+                        lambda: mem.summed[row * at.size + place, part], now.call, mem.waited,
+                        now.me // at.size * at.size + place,
                     )  # fmt: skip
-                N.wait(summed[row * at.size + place, part], "ge", call)
+                N.wait(mem.summed[row * at.size + place, part], "ge", now.call)
     T.sync_warp()
-    _sum_in_node(
-        s, at, plan, gathered, staged, staged_scales, node_plan, from_row, ones, piece, acc, row, k, j, part * s.size, end,
-        lane,
-    )  # fmt: skip
+    _sum_in_node(s, mem, tables, work, row, k, j, part * s.size, end, lane)
     T.sync_warp()
-    peer = node_map[at.source + k]
-    place = me // at.size
+    peer = tables.map[at.source + k]
+    place = now.me // at.size
     if peer // at.size < place:
         place = place + at.size - 1
-    place = (parity * at.origins + place) * M + j
-    steps.put_part(s, slots, slot_scales, staged, staged_scales, arrived, row, place, part, end, call, peer, lane)
+    place = (now.parity * at.origins + place) * M + j
+    steps.put_part(s, mem, row, place, part, end, now.call, peer, lane)
 
 
 @tsn.jit(name="moe::combine_latency_nodes", pass_configs=EXPLICIT_SYNC, compile_flags=EXACT_SUMS)
@@ -192,10 +190,25 @@ def combine_latency_nodes(
             part = T.alloc_var("int32")
             end = T.alloc_var("int32")
             total = T.alloc_var("int32")
+            now, tables = handshake.Now(me, call, parity), NodeTables(at, plan, node_map, node_plan)
+            mem = steps.Memory(
+                own=steps.Own(y, targets, weights),
+                result=Result(out, bias_0, bias_1),
+                received=received,
+                active=active,
+                begun=begun,
+                slots=Rows(slots, slot_scales),
+                arrived=arrived,
+                token_slot=origin_slot,
+                staged=Rows(staged, staged_scales),
+                waited=waited,
+                gathered=gathered,
+                summed=summed,
+            )
 
             if sends:
                 handshake.begin_half(send_calls, call, parity, block)
-                steps.begin_sending(received, active, begun, incoming, total, me, call, parity, block, thread, R)
+                steps.begin_sending(mem, incoming, total, now, block, thread, R)
                 for i in T.serial((total * cuts + blocks * warps - 1) // (blocks * warps)):
                     # Consecutive parts go to different blocks.
                     slot = ((i * warps + warp) * blocks + block) // cuts
@@ -207,10 +220,7 @@ def combine_latency_nodes(
                             slot = slot - incoming[peer]
                             peer = (peer + 1) % R
                         end = T.min(s.units, (part + 1) * size)
-                        _send_part(
-                            s, at, plan, y, targets, weights, slots, slot_scales, gathered, arrived, summed, node_map,
-                            node_plan, me, peer, slot, part, end, parity, call, lane,
-                        )  # fmt: skip
+                        _send_part(s, mem, tables, now, peer, slot, part, end, lane)
                 T.sync_threads()
                 handshake.end_half(send_calls, call, blocks, absent, block, thread, threads)
 
@@ -224,6 +234,8 @@ def combine_latency_nodes(
                 from_row = T.alloc_local((max(s.sum_group, s.gathered_group(L)),), "int32")
                 ones = T.alloc_local((s.gathered_group(L),), "float32")
                 first = T.alloc_var("int32")
+                work, of = Work(piece, acc, from_row), steps.Part(token, part)
+                work_of_node = Work(kept, acc, from_row, ones=ones)
                 handshake.begin_half(receive_calls, call, parity, block)
                 handshake.time_announcements(timed, begun, active, parity, call, TAG_BITS, waited, block, thread, R)
                 # Words of ranks that begin come before their rows: this wait costs no time.
@@ -244,10 +256,7 @@ def combine_latency_nodes(
                             slot = slot - node_plan[plan.passed(k)]
                             k = k + 1
                         end = T.min(s.units, (part + 1) * size)
-                        _send_back(
-                            s, at, plan, gathered, summed, slots, slot_scales, staged, staged_scales, arrived, waited,
-                            node_map, node_plan, from_row, ones, kept, acc, me, k, slot, part, end, parity, call, lane,
-                        )  # fmt: skip
+                        _send_back(s, mem, tables, work_of_node, now, k, slot, part, end, lane)
                 T.sync_threads()
                 if thread < R:
                     if active[thread] != 0:
@@ -257,9 +266,8 @@ def combine_latency_nodes(
                     part = ((i * warps + warp) * blocks + block) % cuts
                     if token < tokens:
                         steps.sum_part(
-                            s, out, bias_0, bias_1, slots, slot_scales, origin_slot, arrived, waited,
-                            lambda p: _sender(at, node_map, me, p), piece, acc, from_row, token, part, end, first, peer, slot, call, parity, lane,
-                        )  # fmt: skip
+                            s, mem, work, now, lambda p: _sender(tables, me, p), of, end, first, peer, slot, lane
+                        )
                 T.sync_threads()
                 handshake.end_half(receive_calls, call, blocks, absent, block, thread, threads)
 

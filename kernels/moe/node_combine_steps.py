@@ -9,104 +9,71 @@ from tilescale_net.kernels.moe.row_ops import add_scaled, clear, load_batch, sto
 
 
 @tsn.macro
-def send_rows(
-    s, y, row_weight, row_values, dst, dst_scales, dst_values, records, base, first: T.Ref, peer: T.Ref, target: T.Ref, c: T.Ref,
-    n: T.Ref, lane,
-):  # fmt: skip
-    """Sum the `n` rows of chunk `c` for `peer` straight into rows `first` … of `dst` at `target`, a rank of this node."""
+def send_rows(s, own, dst, places, chunk, first: T.Ref, target: T.Ref, lane):
+    """Sum the rows of a chunk straight into rows `first` … of `dst` at `target`, a rank of this node."""
     if s.unchanged:
-        N.put_warp(dst[first, 0], y[base[peer] + c * s.chunk, 0], target, count=n * s.hidden)
-    else:
-        # A tuple, because tilelang renames a parameter that is given another name.
-        there = (
-            N.remote(dst, target),
-            N.remote(dst_scales, target) if s.quantised else dst_scales,
-            N.remote(dst_values, target) if s.valued != "" else dst_values,
+        N.put_warp(
+            dst.rows[first, 0], own.y[places.base[chunk.peer] + chunk.c * s.chunk, 0], target, count=chunk.n * s.hidden
         )
-        for q in T.serial(n):
-            steps.send_row(
-                s, there[0], there[1], there[2], first + q, y, row_weight, row_values, records, peer, c * s.chunk + q,
-                base[peer], lane,
-            )  # fmt: skip
+    else:
+        there = dst.at(s, target)
+        for q in T.serial(chunk.n):
+            steps.send_row(s, there, first + q, own, chunk.peer, chunk.c * s.chunk + q, places.base[chunk.peer], lane)
 
 
 @tsn.macro
-def sum_in_node(
-    s,
-    at,
-    plan,
-    staged,
-    staged_scales,
-    row: T.Ref,
-    relayed,
-    node_plan,
-    from_row,
-    piece,
-    acc,
-    node: T.Ref,
-    k: T.Ref,
-    i: T.Ref,
-    lane,
-):
+def sum_in_node(s, mem, tables, work, row: T.Ref, node: T.Ref, k: T.Ref, i: T.Ref, lane):
     """Sum row `i` of slot `k` over the ranks of this node, in their order, from where each of them keeps its own."""
-    width, batch, group = s.width, s.send_batch, s.send_group
+    at, plan, width, batch, group = tables.at, tables.plan, s.width, s.send_batch, s.send_group
     for b in T.serial(-(-s.units // (32 * batch))):
-        clear(acc, batch * width)
+        clear(work.acc, batch * width)
         for p in T.serial(-(-at.size // group)):
             for g in T.unroll(group):
-                from_row[g] = -1
+                work.from_row[g] = -1
                 if p * group + g < at.size:
-                    from_row[g] = node_plan[plan.gather(k, i, p * group + g)]
-                    if from_row[g] >= 0:
-                        there = (N.remote(relayed, node * at.size + p * group + g),)
+                    work.from_row[g] = tables.words[plan.gather(k, i, p * group + g)]
+                    if work.from_row[g] >= 0:
+                        # A tuple, because tilelang renames a tensor that is given another name.
+                        there = (N.remote(mem.relayed.rows, node * at.size + p * group + g),)
                         load_batch(
-                            piece, there[0], from_row[g], b * 32 * batch, lane, s.units, width, batch, g * batch * width
-                        )
+                            work.piece, there[0], work.from_row[g], b * 32 * batch, lane, s.units, width, batch,
+                            g * batch * width,
+                        )  # fmt: skip
             for g in T.unroll(group):
-                if from_row[g] >= 0:
-                    add_scaled(acc, piece, T.float32(1), batch * width, g * batch * width)
+                if work.from_row[g] >= 0:
+                    add_scaled(work.acc, work.piece, T.float32(1), batch * width, g * batch * width)
         if s.quantised:
-            store_quantised(staged, staged_scales, row, acc, b * 32 * batch, lane, s.units, width, batch)
+            store_quantised(
+                mem.staged.rows, mem.staged.scales, row, work.acc, b * 32 * batch, lane, s.units, width, batch
+            )
         else:
-            store_rounded(staged, row, acc, b * 32 * batch, lane, s.units, width, batch, s.dtype)
+            store_rounded(mem.staged.rows, row, work.acc, b * 32 * batch, lane, s.units, width, batch, s.dtype)
 
 
 @tsn.macro
-def sum_values_in_node(
-    s,
-    at,
-    plan,
-    staged_values,
-    row: T.Ref,
-    relayed_values,
-    node_plan,
-    node: T.Ref,
-    k: T.Ref,
-    i: T.Ref,
-    place: T.Ref,
-    total: T.Ref,
-    lane,
-):
+def sum_values_in_node(s, mem, tables, row: T.Ref, node: T.Ref, k: T.Ref, i: T.Ref, place: T.Ref, total: T.Ref, lane):
     """Add up the numbers of a token's choices over the ranks of this node."""
+    at, plan = tables.at, tables.plan
     for g in T.serial((s.top_k + 31) // 32):
         if g * 32 + lane < s.top_k:
             total = T.float32(0)
             for r in T.serial(at.size):
-                place = node_plan[plan.gather(k, i, r)]
+                place = tables.words[plan.gather(k, i, r)]
                 if place >= 0:
-                    there = (N.remote(relayed_values, node * at.size + r),)
+                    there = (N.remote(mem.relayed.values, node * at.size + r),)
                     total = total + there[0][place, g * 32 + lane]
-            staged_values[row, g * 32 + lane] = total
+            mem.staged.values[row, g * 32 + lane] = total
 
 
 @tsn.macro
-def sum_values(s, at, plan, out_values, slot_values, node_plan, token: T.Ref, place: T.Ref, total: T.Ref, lane):
+def sum_values(s, mem, tables, token: T.Ref, place: T.Ref, total: T.Ref, lane):
     """Add up the numbers of a token's choices over its origins."""
+    at, plan = tables.at, tables.plan
     for g in T.serial((s.top_k + 31) // 32):
         if g * 32 + lane < s.top_k:
             total = T.float32(0)
             for o in T.serial(at.origins):
-                place = node_plan[plan.place(token, o)]
+                place = tables.words[plan.place(token, o)]
                 if place >= 0:
-                    total = total + slot_values[node_plan[plan.base(o)] + place, g * 32 + lane]
-            out_values[token, g * 32 + lane] = total
+                    total = total + mem.slots.values[tables.words[plan.base(o)] + place, g * 32 + lane]
+            mem.result.values[token, g * 32 + lane] = total

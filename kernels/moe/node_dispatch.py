@@ -6,6 +6,8 @@ node; so receivers see no difference. Rows to other nodes leave first, then thos
 passes on: by then they begin to come in, and no warp waits for what another one has not begun to send.
 """
 
+from typing import Any, NamedTuple
+
 import tilelang.language as T
 
 import tilescale_net as tsn
@@ -13,62 +15,84 @@ import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.dispatch_throughput import (
+    Memory,
+    Places,
     Sizes,
     put_row,
     put_staged,
     receive_row,
     send_direct,
     signal_chunk,
+    stage,
 )
-from tilescale_net.kernels.moe.node_layout import NodePlan, Nodes
-from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, copy_row, copy_words
+from tilescale_net.kernels.moe.node_layout import NodeNow, NodePlan, Nodes, NodeTables
+from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, Rows
 from tilescale_net.kernels.moe.wire_layout import Totals, record_words
 
 
-@tsn.macro
-def _send_to_node(
-    s, at, plan, x, x_scales, staged, staged_scales, relayed, relayed_scales, came, node_map, node_plan, call: T.Ref,
-    b: T.Ref, node: T.Ref, c: T.Ref, n: T.Ref, slot: T.Ref, row: T.Ref, token: T.Ref, peer: T.Ref, lane,
-):  # fmt: skip
-    """Stage the `n` rows of chunk `c` and put them to this rank's gateway in node `b`."""
-    slot = (b + at.nodes - 1 - node) % at.nodes * s.max_tokens + c * s.proxied_chunk
-    for q in T.serial(n):
-        token = node_plan[plan.token(b, c * s.proxied_chunk + q)]
-        copy_row(staged, slot + q, x, token, s.row_words, lane, 16)
-        if s.scale_words:
-            copy_words(staged_scales, slot + q, x_scales, token, s.scale_words, lane)
-    peer = node_map[at.gateway + b]
-    row = node_map[at.gateway_slot + b] * s.max_tokens + c * s.proxied_chunk
-    put_staged(s, relayed, relayed_scales, row, staged, staged_scales, slot, peer, n)
-    row = node_map[at.gateway_slot + b]
-    signal_chunk(came, row, c, call, peer, lane)
+class _ToNode(NamedTuple):
+    """The chunk of rows that a warp sends to another node; int32 variables of the kernel.
+
+    Attributes:
+        b: the node. c: the number of the chunk. n: its rows.
+    """
+
+    b: Any
+    c: Any
+    n: Any
+
+
+class _Passed(NamedTuple):
+    """The chunk of rows that a gateway passes on; int32 variables of the kernel.
+
+    Attributes:
+        k: slot of the source. source: its rank. r: index in this node of the rank that gets the rows. peer: that rank.
+        c: the number of the chunk. n: its rows.
+    """
+
+    k: Any
+    source: Any
+    r: Any
+    peer: Any
+    c: Any
+    n: Any
 
 
 @tsn.macro
-def _pass_on(
-    s, plan, out, out_scales, arrival, arrival_scales, relayed, relayed_scales, came, arrived, node_plan, call: T.Ref, k: T.Ref,
-    source: T.Ref, r: T.Ref, peer: T.Ref, c: T.Ref, n: T.Ref, j: T.Ref, row: T.Ref, slot: T.Ref, last: T.Ref, lane,
-):  # fmt: skip
-    """Put the `n` rows of chunk `c` that the source of slot `k` has for `peer`, rank `r` of this node, when they are here."""
-    j = c * s.chunk
-    slot = node_plan[plan.forward(k, r, j, 0)] // s.proxied_chunk
-    last = node_plan[plan.forward(k, r, j + n - 1, 0)] // s.proxied_chunk
+def _send_to_node(s, mem, tables, now, chunk, slot: T.Ref, row: T.Ref, token: T.Ref, peer: T.Ref, lane):
+    """Stage the rows of a chunk and put them to this rank's gateway in their node."""
+    at, plan = tables.at, tables.plan
+    slot = (chunk.b + at.nodes - 1 - now.node) % at.nodes * s.max_tokens + chunk.c * s.proxied_chunk
+    for q in T.serial(chunk.n):
+        token = tables.words[plan.token(chunk.b, chunk.c * s.proxied_chunk + q)]
+        stage(s, mem, slot, q, token, lane)
+    peer = tables.map[at.gateway + chunk.b]
+    row = tables.map[at.gateway_slot + chunk.b] * s.max_tokens + chunk.c * s.proxied_chunk
+    put_staged(s, mem.relayed, row, mem.staged, slot, peer, chunk.n)
+    row = tables.map[at.gateway_slot + chunk.b]
+    signal_chunk(mem.came, row, chunk.c, now.call, peer, lane)
+
+
+@tsn.macro
+def _pass_on(s, mem, tables, call: T.Ref, chunk, j: T.Ref, row: T.Ref, slot: T.Ref, last: T.Ref, lane):
+    """Put the rows of a chunk on to their rank, when they are here."""
+    plan = tables.plan
+    j = chunk.c * s.chunk
+    slot = tables.words[plan.forward(chunk.k, chunk.r, j, 0)] // s.proxied_chunk
+    last = tables.words[plan.forward(chunk.k, chunk.r, j + chunk.n - 1, 0)] // s.proxied_chunk
     while slot <= last:
-        N.wait_warp(came[k, slot], "ge", call)
+        N.wait_warp(mem.came[chunk.k, slot], "ge", call)
         slot = slot + 1
-    for q in T.serial(n):
-        j = c * s.chunk + q
-        slot = k * s.max_tokens + node_plan[plan.forward(k, r, j, 0)]
+    for q in T.serial(chunk.n):
+        j = chunk.c * s.chunk + q
+        slot = chunk.k * s.max_tokens + tables.words[plan.forward(chunk.k, chunk.r, j, 0)]
         if s.placement == "expert":
-            row = node_plan[plan.forward(k, r, j, 1)]
+            row = tables.words[plan.forward(chunk.k, chunk.r, j, 1)]
         else:
-            row = node_plan[plan.head(k, 2 + 2 * r)] + j
-        if s.in_place:
-            put_row(s, out, out_scales, row, relayed, relayed_scales, slot, peer)
-        else:
-            put_row(s, arrival, arrival_scales, row, relayed, relayed_scales, slot, peer)
+            row = tables.words[plan.head(chunk.k, 2 + 2 * chunk.r)] + j
+        put_row(s, mem.out if s.in_place else mem.arrival, row, mem.relayed, slot, chunk.peer)
     if not s.by_rank:
-        signal_chunk(arrived, source, c, call, peer, lane)
+        signal_chunk(mem.arrived, chunk.source, chunk.c, call, chunk.peer, lane)
 
 
 @tsn.jit(name="moe::dispatch_nodes", pass_configs=EXPLICIT_SYNC)
@@ -81,7 +105,7 @@ def dispatch_nodes(
     Args:
         nodes, slots: see Nodes. The others are those of dispatch_throughput.
 
-    Parameters of the kernel (int32 unless said; rows and scales are moved as words of 4 bytes):
+    Parameters of the kernel (int32 where no type is named; rows and scales are moved as words of 4 bytes):
         staged, staged_scales [(nodes - 1) * max_tokens, …]: symmetric; rows to other nodes.
         relayed, relayed_scales [slots * max_tokens, …]: symmetric; rows to be passed on.
         came [slots, chunks]: uint64, symmetric; as `arrived`, of rows to be passed on.
@@ -139,6 +163,19 @@ def dispatch_nodes(
             first_row = T.alloc_shared((R,), "int32")
             received = T.alloc_shared((R,), "int32")
             landed = T.alloc_shared((R,), "int32")  # where the rows from each rank begin among those that arrive
+            places, tables = Places(first_row, landed), NodeTables(at, plan, node_map, node_plan)
+            mem = Memory(
+                x=Rows(x, x_scales),
+                out=Rows(out, out_scales),
+                arrival=Rows(arrival, arrival_scales),
+                staged=Rows(staged, staged_scales),
+                send_token=send_token,
+                send_row=send_row,
+                records=records,
+                arrived=arrived,
+                relayed=Rows(relayed, relayed_scales),
+                came=came,
+            )
             thread = T.get_thread_binding()
             lane = thread % 32
             me = T.alloc_var("int32")
@@ -172,6 +209,8 @@ def dispatch_nodes(
             parity = T.cast(call % T.uint64(2), "int32")
             ahead = T.alloc_var("int32", init=0)
             ticket = T.alloc_var("int32")
+            now, taken = NodeNow(me, node, call), handshake.Chunk(peer, c, n)
+            to_node, passed = _ToNode(b, c, n), _Passed(k, token, r, peer, c, n)
             handshake.clear_tickets(tickets, parity, block, thread)
             if block < senders:
                 handshake.first_ticket(tickets, parity, 0, ahead, ticket, lane)
@@ -182,19 +221,13 @@ def dispatch_nodes(
                         b = (ticket % nodes + node) % nodes
                         if b != node and c * proxied_chunk < node_plan[plan.rows(b)]:
                             n = T.min(proxied_chunk, node_plan[plan.rows(b)] - c * proxied_chunk)
-                            _send_to_node(
-                                s, at, plan, x, x_scales, staged, staged_scales, relayed, relayed_scales, came, node_map,
-                                node_plan, call, b, node, c, n, slot, row, token, peer, lane,
-                            )  # fmt: skip
+                            _send_to_node(s, mem, tables, now, to_node, slot, row, token, peer, lane)
                     elif ticket < to_nodes + to_ranks:
                         c = (ticket - to_nodes) // L
                         peer = node * L + ((ticket - to_nodes) % L + me) % L
                         if c * chunk < sent[peer] and (s.by_rank or peer != me):
                             n = T.min(chunk, sent[peer] - c * chunk)
-                            send_direct(
-                                s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, send_row, first_row,
-                                peer, c, n, j, row, token,
-                            )  # fmt: skip
+                            send_direct(s, mem, places, taken, j, row, token)
                             if not s.by_rank:
                                 signal_chunk(arrived, me, c, call, peer, lane)
                     else:
@@ -206,10 +239,7 @@ def dispatch_nodes(
                         if c * chunk < row:
                             n = T.min(chunk, row - c * chunk)
                             token = node_map[at.source + k]
-                            _pass_on(
-                                s, plan, out, out_scales, arrival, arrival_scales, relayed, relayed_scales, came, arrived,
-                                node_plan, call, k, token, r, peer, c, n, j, row, slot, last, lane,
-                            )  # fmt: skip
+                            _pass_on(s, mem, tables, call, passed, j, row, slot, last, lane)
                     ticket = T.shfl_sync(ahead, 0)
                 T.sync_threads()
                 handshake.count_sender(done, active, me, thread, R)
@@ -227,14 +257,11 @@ def dispatch_nodes(
                         n = T.min(chunk, received[peer] - c * chunk)
                         for q in T.serial(n):
                             j = c * chunk + q
-                            receive_row(
-                                s, x, x_scales, out, out_scales, arrival, arrival_scales, send_token, records, landed, me,
-                                peer, j, row, slot, token, direct, lane,
-                            )  # fmt: skip
+                            receive_row(s, mem, places, me, peer, j, row, slot, token, direct, lane)
                     ticket = T.shfl_sync(ahead, 0)
             T.sync_threads()
-            handshake.close_call(
-                done, active, calls, me, call, blocks, senders, absent, absent_senders, block, thread, threads, R
-            )
+            ends = handshake.Ends(active, done, calls)
+            of = handshake.Blocks(R, blocks, threads, senders, absent, absent_senders)
+            handshake.close_call(of, ends, me, call, block, thread)
 
     return main

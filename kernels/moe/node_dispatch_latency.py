@@ -3,8 +3,8 @@
 A block makes a token's message as in dispatch_latency.py and puts it to the ranks of its own node, and once to this rank's
 gateway in every other node that hosts one of the token's experts. There a warp for each choice waits for the message and
 puts it on over mapped memory, to the place at the receiver that the message itself names; so receivers see no difference.
-Headers go to every rank from its source, and tell a gateway how many messages to expect. What is passed on is so in the
-half that receives: it waits for nothing but what sources send.
+Headers go from a source to every rank, and carry how many messages a gateway is to expect. The half that receives passes
+messages on: it waits for nothing but what sources send.
 """
 
 import tilelang.language as T
@@ -15,11 +15,9 @@ from tilescale_net.kernels.moe import handshake
 
 
 @tsn.macro
-def send_message(
-    s, at, message, arrival, arrived, relayed, came, token_slot, origin_slot, node_map, mine, same_expert, same_rank,
-    same_node, me: T.Ref, token: T.Ref, parity: T.Ref, call: T.Ref, thread, warp, lane,
-):  # fmt: skip
+def send_message(s, mem, tables, chosen, token: T.Ref, now, thread, warp, lane):
     """Complete a token's message and put it to the ranks of this node and to the gateways of others, by a warp each."""
+    at = tables.at
     R, K, M, local, msg = s.ranks, s.top_k, s.max_tokens, s.local, s.message
     peer = T.alloc_var("int32")
     place = T.alloc_var("int32")
@@ -31,57 +29,57 @@ def send_message(
         if place < K:
             first = 0
             for q in T.serial(place):
-                if mine[q] == mine[place]:
+                if chosen.mine[q] == chosen.mine[place]:
                     first = first + 1
-            message[parity * M + token, msg.indices + place] = same_expert[place] + first
-            message[parity * M + token, msg.at_rank + place] = same_rank[place]
-            message[parity * M + token, msg.at_node + place] = same_node[place]
+            mem.message.words[now.parity * M + token, msg.indices + place] = chosen.same_expert[place] + first
+            mem.message.words[now.parity * M + token, msg.at_rank + place] = chosen.same_rank[place]
+            mem.message.words[now.parity * M + token, msg.at_node + place] = chosen.same_node[place]
     T.sync_threads()
     for g in T.serial((K + s.warps - 1) // s.warps):
         place = g * s.warps + warp
         if place < K:
-            if mine[place] >= 0:
+            if chosen.mine[place] >= 0:
                 first = 1
                 first_of_node = 1
                 for q in T.serial(place):
-                    if mine[q] >= 0:
-                        if mine[q] // local == mine[place] // local:
+                    if chosen.mine[q] >= 0:
+                        if chosen.mine[q] // local == chosen.mine[place] // local:
                             first = 0
-                        if mine[q] // (local * at.size) == mine[place] // (local * at.size):
+                        if chosen.mine[q] // (local * at.size) == chosen.mine[place] // (local * at.size):
                             first_of_node = 0
-                peer = mine[place] // local
+                peer = chosen.mine[place] // local
                 if first != 0 and lane == 0:
-                    token_slot[token, peer] = same_rank[place]
-                if peer // at.size == me // at.size:
+                    mem.token_slot[token, peer] = chosen.same_rank[place]
+                if peer // at.size == now.me // at.size:
                     if first != 0:
                         if lane == 0:
-                            origin_slot[token, me // at.size + peer % at.size] = same_rank[place]
+                            mem.origin_slot[token, now.me // at.size + peer % at.size] = chosen.same_rank[place]
                         N.put_signal_warp(
-                            arrival[(parity * R + me) * M + same_rank[place], 0], message[parity * M + token, 0], peer,
-                            arrived[(parity * R + me) * M + same_rank[place]], call, count=msg.words,
+                            mem.arrival[(now.parity * R + now.me) * M + chosen.same_rank[place], 0],
+                            mem.message.words[now.parity * M + token, 0], peer,
+                            mem.arrived[(now.parity * R + now.me) * M + chosen.same_rank[place]], now.call, count=msg.words,
                         )  # fmt: skip
                 elif first_of_node != 0:
                     if lane == 0:
                         slot = peer // at.size
-                        if slot > me // at.size:
+                        if slot > now.me // at.size:
                             slot = slot + at.size - 1
-                        origin_slot[token, slot] = same_node[place]
-                    slot = node_map[at.gateway_slot + peer // at.size]
-                    peer = node_map[at.gateway + peer // at.size]
-                    slot = (parity * at.slots + slot) * M + same_node[place]
+                        mem.origin_slot[token, slot] = chosen.same_node[place]
+                    slot = tables.map[at.gateway_slot + peer // at.size]
+                    peer = tables.map[at.gateway + peer // at.size]
+                    slot = (now.parity * at.slots + slot) * M + chosen.same_node[place]
                     N.put_signal_warp(
-                        relayed[slot, 0], message[parity * M + token, 0], peer, came[slot], call, count=msg.words,
+                        mem.relayed[slot, 0], mem.message.words[now.parity * M + token, 0], peer, mem.came[slot], now.call,
+                        count=msg.words,
                     )  # fmt: skip
     T.sync_threads()
 
 
 @tsn.macro
-def _pass_on(
-    s, at, plan, timed, relayed, came, arrival, arrived, node_plan, waited, me: T.Ref, source: T.Ref, k: T.Ref, j: T.Ref,
-    choice: T.Ref, parity: T.Ref, call: T.Ref, lane,
-):  # fmt: skip
+def _pass_on(s, mem, tables, now, source: T.Ref, k: T.Ref, j: T.Ref, choice: T.Ref, lane):
     """Put message `j` of the source of slot `k` on to the rank of its choice number `choice`, unless that is another node's,
     or an earlier choice's; and note, for combine, number `choice` of the ranks that it goes to."""
+    at, plan = tables.at, tables.plan
     R, K, M, local, msg = s.ranks, s.top_k, s.max_tokens, s.local, s.message
     row = T.alloc_var("int32")
     rank = T.alloc_var("int32")
@@ -90,26 +88,26 @@ def _pass_on(
     again = T.alloc_var("int32")
     number = T.alloc_var("int32")  # of this rank among those of the message
     count = T.alloc_var("int32")
-    row = (parity * at.slots + k) * M + j
-    handshake.time_message(timed, came, row, call, waited, source, lane)
-    N.wait_warp(came[row], "ge", call)
+    row = (now.parity * at.slots + k) * M + j
+    handshake.time_message(s.timed, mem.came, row, now.call, mem.waited, source, lane)
+    N.wait_warp(mem.came[row], "ge", now.call)
     rank = -1
-    if relayed[row, msg.experts + choice] >= 0:
-        rank = relayed[row, msg.experts + choice] // local
-        if rank // at.size != me // at.size:
+    if mem.relayed[row, msg.experts + choice] >= 0:
+        rank = mem.relayed[row, msg.experts + choice] // local
+        if rank // at.size != now.me // at.size:
             rank = -1
     first = 1
     number = 0
     count = 0
     for q in T.serial(K):
-        other = relayed[row, msg.experts + q]
+        other = mem.relayed[row, msg.experts + q]
         if other >= 0:
             other = other // local
-            if other // at.size == me // at.size:
+            if other // at.size == now.me // at.size:
                 again = 0
                 for p in T.serial(q):
-                    if relayed[row, msg.experts + p] >= 0:
-                        if relayed[row, msg.experts + p] // local == other:
+                    if mem.relayed[row, msg.experts + p] >= 0:
+                        if mem.relayed[row, msg.experts + p] // local == other:
                             again = 1
                 if again == 0:
                     count = count + 1
@@ -119,61 +117,58 @@ def _pass_on(
                     first = 0
     if lane == 0:
         if choice >= count:
-            node_plan[plan.receiver(k, j, choice)] = -1
+            tables.words[plan.receiver(k, j, choice)] = -1
         if rank >= 0 and first != 0:
-            node_plan[plan.receiver(k, j, number)] = rank % at.size
+            tables.words[plan.receiver(k, j, number)] = rank % at.size
     if rank >= 0 and first != 0:
-        other = relayed[row, msg.at_rank + choice]
+        other = mem.relayed[row, msg.at_rank + choice]
         # The receiver has no place for it where the source has reported a fault.
         if other >= 0 and other < M:
-            other = (parity * R + source) * M + other
-            N.put_signal_warp(arrival[other, 0], relayed[row, 0], rank, arrived[other], call, count=msg.words)
+            other = (now.parity * R + source) * M + other
+            N.put_signal_warp(
+                mem.arrival[other, 0], mem.relayed[row, 0], rank, mem.arrived[other], now.call, count=msg.words
+            )
 
 
 @tsn.macro
-def learn_of_messages(
-    s, at, plan, header_in, node_map, node_plan, passing, source: T.Ref, parity: T.Ref, block, thread
-):
-    """How many messages come from the source of each slot to be passed on: into `passing` [slots], and for combine."""
+def learn_of_messages(s, mem, tables, source: T.Ref, parity: T.Ref, block, thread):
+    """How many messages come from the source of each slot to be passed on: into `mem.passing`, and for combine."""
+    at, plan = tables.at, tables.plan
     for i in T.serial((at.slots + s.threads - 1) // s.threads):
         if i * s.threads + thread < at.slots:
-            passing[i * s.threads + thread] = 0
-            source = node_map[at.source + i * s.threads + thread]
+            mem.passing[i * s.threads + thread] = 0
+            source = tables.map[at.source + i * s.threads + thread]
             if source >= 0:
-                passing[i * s.threads + thread] = T.min(
-                    header_in[parity * s.ranks + source, s.header.to_node], s.max_tokens
+                mem.passing[i * s.threads + thread] = T.min(
+                    mem.header_in[parity * s.ranks + source, s.header.to_node], s.max_tokens
                 )
             if block == 0:
-                node_plan[plan.passed(i * s.threads + thread)] = passing[i * s.threads + thread]
+                tables.words[plan.passed(i * s.threads + thread)] = mem.passing[i * s.threads + thread]
     T.sync_threads()
 
 
 @tsn.macro
-def pass_on_all(
-    s, at, plan, timed, relayed, came, arrival, arrived, node_map, node_plan, passing, waited, me: T.Ref, source: T.Ref,
-    slot: T.Ref, total: T.Ref, choice: T.Ref, parity: T.Ref, call: T.Ref, block, warp, lane,
-):  # fmt: skip
+def pass_on_all(s, mem, tables, now, source: T.Ref, slot: T.Ref, total: T.Ref, choice: T.Ref, block, warp, lane):
     """Pass on what comes to be passed on, by a warp for each choice of each message."""
+    at = tables.at
     k = T.alloc_var("int32")
-    handshake.sum_of(passing, total, at.slots)
+    handshake.sum_of(mem.passing, total, at.slots)
     for i in T.serial((total * s.top_k + s.blocks * s.warps - 1) // (s.blocks * s.warps)):
         slot = (i * s.warps + warp) * s.blocks + block
         if slot < total * s.top_k:
             choice = slot % s.top_k
             slot = slot // s.top_k
-            handshake.find_source(passing, k, slot)
-            source = node_map[at.source + k]
-            _pass_on(
-                s, at, plan, timed, relayed, came, arrival, arrived, node_plan, waited, me, source, k, slot, choice, parity, call,
-                lane,
-            )  # fmt: skip
+            handshake.find_source(mem.passing, k, slot)
+            source = tables.map[at.source + k]
+            _pass_on(s, mem, tables, now, source, k, slot, choice, lane)
 
 
 @tsn.macro
-def note_carrier(s, plan, arrival, node_plan, me: T.Ref, source: T.Ref, slot: T.Ref, place: T.Ref, choice: T.Ref, lane):
+def note_carrier(s, mem, tables, me: T.Ref, source: T.Ref, slot: T.Ref, place: T.Ref, choice: T.Ref, lane):
     """Note, for combine, as which message of `source` to this node row `slot` of `source` has come."""
+    plan = tables.plan
     if lane == 0:
         for q in T.serial(s.top_k):
-            choice = arrival[place, s.message.experts + q]
+            choice = mem.arrival[place, s.message.experts + q]
             if choice >= me * s.local and choice < (me + 1) * s.local:
-                node_plan[plan.carried(source, slot)] = arrival[place, s.message.at_node + q]
+                tables.words[plan.carried(source, slot)] = mem.arrival[place, s.message.at_node + q]

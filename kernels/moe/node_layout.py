@@ -1,4 +1,4 @@
-"""Who carries rows between nodes, and the places of what such rows need, on which the kernels and the host agree.
+"""Which ranks carry rows between nodes, and the places of what such rows need, on which the kernels and the host agree.
 
 Where nodes have several ranks, a row crosses the network once for each node that needs it: to a rank of that node, the
 source's gateway there, which passes it on. Sums come back the same way. A gateway gives every source that it serves a
@@ -10,10 +10,11 @@ ranks. So do dispatch and combine of a plan.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from tilescale_net.kernels.moe.wire_layout import align4
 
-NOBODY = -1
+NO_RANK = -1
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Nodes:
 
     @property
     def head_words(self) -> int:
-        """What a source says first: rows to the node, then for each rank there the rows to it and the index of the first
+        """What a source sends first: rows to the node, then for each rank there the rows to it and the index of the first
         of them among that rank's rows, and where what comes back of the node begins among the source's slots."""
         return align4(2 + 2 * self.size)
 
@@ -90,7 +91,7 @@ class NodePlan:
     """Places in the part of a routing plan that is about nodes, one vector of int32.
 
     A method gives the place of a number, for whole numbers and for those of a kernel: the token of a row to a node, how
-    many go there, a token's place among the rows of an origin (or -1), a word of what a source has said (see
+    many go there, a token's place among the rows of an origin (or -1), a word of a source's head (see
     `Nodes.head_words`); and at a gateway, for each row to a rank of its node the source's row (word 0) and its first
     expert-major row there (word 1), and for each row of a source the place of each rank's sum for it among that rank's rows
     (or -1). Last, where what comes from an origin begins among this rank's slots: ranks of its node first.
@@ -150,9 +151,39 @@ class LatencyNodePlan:
         return self.receiver(self.at.slots, 0, 0)
 
 
+class NodeNow(NamedTuple):
+    """The call that a kernel makes; variables of the kernel, which steps read where they stand.
+
+    Attributes:
+        me: int32, this rank. node: int32, its node.
+        call: uint64, the number of the call.
+        mine: int32, this rank as an origin, for the ranks of its node; in a combine.
+    """
+
+    me: Any
+    node: Any
+    call: Any
+    mine: Any = None
+
+
+class NodeTables(NamedTuple):
+    """What a kernel reads of the routes between nodes, and the places in it.
+
+    Attributes:
+        at: Nodes, places in `map`. plan: NodePlan or LatencyNodePlan, places in `words`.
+        map: int32 [at.map_words], `node_map`, from the host.
+        words: int32 [plan.words], `node_plan`, from the call that routes.
+    """
+
+    at: Nodes
+    plan: Any
+    map: Any
+    words: Any
+
+
 @dataclass(frozen=True)
 class Gateways:
-    """Who serves whom, from who takes part; the same on all ranks.
+    """Which rank is the gateway of which sources, by the ranks that take part; the same on all ranks.
 
     Attributes:
         mask: for each rank whether it takes part. nodes: how many there are.
@@ -185,9 +216,9 @@ class Gateways:
         return max([1, *every])
 
     def words(self, rank: int, slots: int) -> list[int]:
-        """The map of a rank, places as in `Nodes`; -1 for nobody."""
+        """The map of a rank, places as in `Nodes`; -1 where there is no rank."""
         at = Nodes(len(self.mask), self.nodes, slots)
-        words = [NOBODY] * at.map_words
+        words = [NO_RANK] * at.map_words
         for node in range(self.nodes):
             for gateway, sources in self.served(node).items():
                 for slot, source in enumerate(sources):

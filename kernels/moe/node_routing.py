@@ -1,26 +1,50 @@
 """The part of a routing plan that is about nodes: which rows go to each of them, and what their gateways do with them.
 
-Runs after plan_routing. A block counts the rows to a node, tells this rank's gateway there for each of them its place
-among the rows to each rank of that node, and its first expert-major row there. Then gateways keep what sources told them.
+Runs after plan_routing. A block counts the rows to a node, and sends this rank's gateway there for each of them its
+place among the rows to each rank of that node, and its first expert-major row there. Then gateways keep what came.
 What is received is free again when the next call has begun: its plan waits for the counts of every rank first.
 """
+
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.moe.handshake import count_for
-from tilescale_net.kernels.moe.node_layout import NodePlan, Nodes
+from tilescale_net.kernels.moe.node_layout import NodePlan, Nodes, NodeTables
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.kernels.moe.wire_layout import Totals
 
 
+class _Memory(NamedTuple):
+    """The tensors of the plan that is about nodes.
+
+    Attributes:
+        token_slot, send_row, totals: int32, see RoutingPlan. totals_at: places in `totals`.
+        heads_out: int32 [nodes, words], heads_in: int32 [slots, words], symmetric, see `Nodes.head_words`.
+        pairs_out: int32 [nodes, max_tokens, 2 * size], pairs_in: int32 [slots, max_tokens, 2 * size], symmetric: for each row
+            and each rank of a node the row's place among those to the rank, or -1, and its first expert-major row there.
+        told: uint64 [slots], symmetric: the last call of which the source's head and pairs are there.
+        found: int32 [threads], of shared memory: what each thread has counted.
+    """
+
+    token_slot: Any
+    send_row: Any
+    totals: Any
+    totals_at: Totals
+    heads_out: Any
+    heads_in: Any
+    pairs_out: Any
+    pairs_in: Any
+    told: Any
+    found: Any
+
+
 @tsn.macro
-def _number_rows(
-    at, plan, found, token_slot, send_row, pairs_out, node_plan, tokens, b: T.Ref, node: T.Ref, origin: T.Ref, place: T.Ref,
-    hit: T.Ref, thread, threads,
-):  # fmt: skip
+def _number_rows(mem, tables, tokens, b: T.Ref, node: T.Ref, origin: T.Ref, place: T.Ref, hit: T.Ref, thread, threads):
     """Number the tokens that go to node `b`, in order, by all threads of the block; the last ends with their count."""
+    at, plan = tables.at, tables.plan
     share = (tokens + threads - 1) // threads
     origin = T.if_then_else(b < node, b, b + at.size - 1)
     place = 0
@@ -28,47 +52,45 @@ def _number_rows(
         if thread * share + q < tokens:
             hit = 0
             for r in T.serial(at.size):
-                hit = T.if_then_else(token_slot[thread * share + q, b * at.size + r] >= 0, 1, hit)
+                hit = T.if_then_else(mem.token_slot[thread * share + q, b * at.size + r] >= 0, 1, hit)
             place = place + hit
-    found[thread] = place
+    mem.found[thread] = place
     T.sync_threads()
     place = 0
     for p in T.serial(thread):
-        place = place + found[p]
+        place = place + mem.found[p]
     for q in T.serial(share):
         t = thread * share + q
         if t < tokens:
             hit = 0
             for r in T.serial(at.size):
-                hit = T.if_then_else(token_slot[t, b * at.size + r] >= 0, 1, hit)
+                hit = T.if_then_else(mem.token_slot[t, b * at.size + r] >= 0, 1, hit)
             if b == node:
                 for r in T.serial(at.size):
-                    node_plan[plan.place(t, node + r)] = token_slot[t, b * at.size + r]
+                    tables.words[plan.place(t, node + r)] = mem.token_slot[t, b * at.size + r]
             elif hit == 0:
-                node_plan[plan.place(t, origin)] = -1
+                tables.words[plan.place(t, origin)] = -1
             else:
-                node_plan[plan.place(t, origin)] = place
-                node_plan[plan.token(b, place)] = t
+                tables.words[plan.place(t, origin)] = place
+                tables.words[plan.token(b, place)] = t
                 for r in T.serial(at.size):
                     j = T.alloc_var("int32")
-                    j = token_slot[t, b * at.size + r]
-                    pairs_out[b, place, 2 * r] = j
+                    j = mem.token_slot[t, b * at.size + r]
+                    mem.pairs_out[b, place, 2 * r] = j
                     if j >= 0:
-                        pairs_out[b, place, 2 * r + 1] = send_row[b * at.size + r, j]
+                        mem.pairs_out[b, place, 2 * r + 1] = mem.send_row[b * at.size + r, j]
             place = place + hit
 
 
 @tsn.macro
-def _place_slots(
-    at, plan, found, token_slot, totals, totals_at, node_plan, tokens, b: T.Ref, node: T.Ref, begin: T.Ref, hit: T.Ref, thread,
-    threads,
-):  # fmt: skip
+def _place_slots(mem, tables, tokens, b: T.Ref, node: T.Ref, begin: T.Ref, hit: T.Ref, thread, threads):
     """begin = where what comes back of node `b` begins among the slots: after the ranks of this node, and earlier nodes."""
+    at, plan = tables.at, tables.plan
     share = (tokens + threads - 1) // threads
     begin = 0
     if b == node:
         if thread < at.size:
-            node_plan[plan.base(node + thread)] = totals[totals_at.sent_before + node * at.size + thread]
+            tables.words[plan.base(node + thread)] = mem.totals[mem.totals_at.sent_before + node * at.size + thread]
     else:
         for q in T.serial(share):
             if thread * share + q < tokens:
@@ -76,60 +98,59 @@ def _place_slots(
                     hit = 0
                     if a != node:
                         for r in T.serial(at.size):
-                            hit = T.if_then_else(token_slot[thread * share + q, a * at.size + r] >= 0, 1, hit)
+                            hit = T.if_then_else(mem.token_slot[thread * share + q, a * at.size + r] >= 0, 1, hit)
                     begin = begin + hit
-    found[thread] = begin
+    mem.found[thread] = begin
     T.sync_threads()
     begin = 0
     for p in T.serial(threads):
-        begin = begin + found[p]
+        begin = begin + mem.found[p]
     for r in T.serial(at.size):
-        begin = begin + totals[totals_at.sent + node * at.size + r]
+        begin = begin + mem.totals[mem.totals_at.sent + node * at.size + r]
     if b != node and thread == 0:
-        node_plan[plan.base(T.if_then_else(b < node, b, b + at.size - 1))] = begin
+        tables.words[plan.base(T.if_then_else(b < node, b, b + at.size - 1))] = begin
     T.sync_threads()
 
 
 @tsn.macro
-def _tell_gateway(
-    at, totals, totals_at, node_map, heads_out, heads_in, pairs_out, pairs_in, told, b: T.Ref, rows: T.Ref, begin: T.Ref,
-    gateway: T.Ref, slot: T.Ref, call: T.Ref, thread,
-):  # fmt: skip
+def _tell_gateway(mem, tables, b: T.Ref, rows: T.Ref, begin: T.Ref, gateway: T.Ref, slot: T.Ref, call: T.Ref, thread):
     """Send the head and the pairs of node `b` to this rank's gateway there, by the first warp."""
+    at = tables.at
     if thread < at.size:
-        heads_out[b, 1 + 2 * thread] = totals[totals_at.sent + b * at.size + thread]
-        heads_out[b, 2 + 2 * thread] = totals[totals_at.sent_base + b * at.size + thread]
+        mem.heads_out[b, 1 + 2 * thread] = mem.totals[mem.totals_at.sent + b * at.size + thread]
+        mem.heads_out[b, 2 + 2 * thread] = mem.totals[mem.totals_at.sent_base + b * at.size + thread]
     if thread == 0:
-        heads_out[b, 0] = rows
-        heads_out[b, at.slots_begin] = begin
+        mem.heads_out[b, 0] = rows
+        mem.heads_out[b, at.slots_begin] = begin
     T.sync_threads()
-    gateway = node_map[at.gateway + b]
-    slot = node_map[at.gateway_slot + b]
+    gateway = tables.map[at.gateway + b]
+    slot = tables.map[at.gateway_slot + b]
     if thread < 32 and gateway >= 0:
-        N.put_warp(pairs_in[slot, 0, 0], pairs_out[b, 0, 0], gateway, count=rows * 2 * at.size)
-        N.put_warp(heads_in[slot, 0], heads_out[b, 0], gateway, count=at.head_words)
+        N.put_warp(mem.pairs_in[slot, 0, 0], mem.pairs_out[b, 0, 0], gateway, count=rows * 2 * at.size)
+        N.put_warp(mem.heads_in[slot, 0], mem.heads_out[b, 0], gateway, count=at.head_words)
         T.sync_warp()
         if thread == 0:
             N.fence(gateway)
-            N.signal(told[slot], call, gateway)
+            N.signal(mem.told[slot], call, gateway)
 
 
 @tsn.macro
-def _keep(at, plan, node_plan, heads_in, pairs_in, k: T.Ref, rows: T.Ref, j: T.Ref, thread, threads):
-    """Keep what the source of slot `k` said, as lists by rank and as places by row."""
+def _keep(mem, tables, k: T.Ref, rows: T.Ref, j: T.Ref, thread, threads):
+    """Keep the head and the pairs of the source of slot `k`, as lists by rank and as places by row."""
+    at, plan = tables.at, tables.plan
     L = at.size
-    rows = heads_in[k, 0]
+    rows = mem.heads_in[k, 0]
     for i in T.serial((at.head_words + threads - 1) // threads):
         if i * threads + thread < at.head_words:
-            node_plan[plan.head(k, i * threads + thread)] = heads_in[k, i * threads + thread]
+            tables.words[plan.head(k, i * threads + thread)] = mem.heads_in[k, i * threads + thread]
     for i in T.serial((rows * L + threads - 1) // threads):
         p = i * threads + thread
         if p < rows * L:
-            j = pairs_in[k, p // L, p % L * 2]
-            node_plan[plan.gather(k, p // L, p % L)] = T.if_then_else(j >= 0, heads_in[k, p % L * 2 + 2] + j, -1)
+            j = mem.pairs_in[k, p // L, p % L * 2]
+            tables.words[plan.gather(k, p // L, p % L)] = T.if_then_else(j >= 0, mem.heads_in[k, p % L * 2 + 2] + j, -1)
             if j >= 0:
-                node_plan[plan.forward(k, p % L, j, 0)] = p // L
-                node_plan[plan.forward(k, p % L, j, 1)] = pairs_in[k, p // L, p % L * 2 + 1]
+                tables.words[plan.forward(k, p % L, j, 0)] = p // L
+                tables.words[plan.forward(k, p % L, j, 1)] = mem.pairs_in[k, p // L, p % L * 2 + 1]
 
 
 @tsn.jit(name="moe::plan_nodes", pass_configs=EXPLICIT_SYNC)
@@ -139,7 +160,7 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent
     Args:
         ranks, experts, max_tokens: as in plan_routing. nodes, slots: see Nodes. blocks, threads, absent: launch geometry, as there.
 
-    Parameters of the kernel (int32 unless said):
+    Parameters of the kernel (int32 where no type is named):
         tokens, token_slot, send_row, totals: see RoutingPlan. node_map [words]: see Nodes.
         heads_out [nodes, words], heads_in [slots, words], pairs_out [nodes, max_tokens, 2 * size],
         pairs_in [slots, max_tokens, 2 * size], told [slots] uint64: symmetric.
@@ -166,6 +187,10 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent
     ):
         with T.Kernel(blocks, threads=threads) as block:
             found = T.alloc_shared((threads,), "int32")
+            tables = NodeTables(at, plan, node_map, node_plan)
+            mem = _Memory(
+                token_slot, send_row, totals, totals_at, heads_out, heads_in, pairs_out, pairs_in, told, found=found
+            )
             thread = T.get_thread_binding()
             node = T.alloc_var("int32")
             node = N.my_pe() // L
@@ -181,41 +206,20 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent
             for i in T.serial((nodes + blocks - 1) // blocks):
                 b = i * blocks + block
                 if b < nodes:
-                    _number_rows(
-                        at, plan, found, token_slot, send_row, pairs_out, node_plan, tokens, b, node, origin, place, hit,
-                        thread, threads,
-                    )  # fmt: skip
+                    _number_rows(mem, tables, tokens, b, node, origin, place, hit, thread, threads)
                     if thread == threads - 1:
                         node_plan[plan.rows(b)] = T.if_then_else(b == node, 0, place)
                     T.sync_threads()
-                    _place_slots(
-                        at,
-                        plan,
-                        found,
-                        token_slot,
-                        totals,
-                        totals_at,
-                        node_plan,
-                        tokens,
-                        b,
-                        node,
-                        begin,
-                        hit,
-                        thread,
-                        threads,
-                    )
+                    _place_slots(mem, tables, tokens, b, node, begin, hit, thread, threads)
                     place = node_plan[plan.rows(b)]
-                    _tell_gateway(
-                        at, totals, totals_at, node_map, heads_out, heads_in, pairs_out, pairs_in, told, b, place, begin,
-                        gateway, slot, call, thread,
-                    )  # fmt: skip
+                    _tell_gateway(mem, tables, b, place, begin, gateway, slot, call, thread)
                 T.sync_threads()
             for i in T.serial((slots + blocks - 1) // blocks):
                 b = i * blocks + block
                 if b < slots:
                     if node_map[at.source + b] >= 0:
                         N.wait_block(told[b], "ge", call)
-                        _keep(at, plan, node_plan, heads_in, pairs_in, b, place, hit, thread, threads)
+                        _keep(mem, tables, b, place, hit, thread, threads)
                     else:
                         for h in T.serial((H + threads - 1) // threads):
                             if h * threads + thread < H:

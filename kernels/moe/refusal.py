@@ -1,6 +1,6 @@
 """What a rank launches in the place of a call that its host refuses: the others end theirs and report the fault.
 
-A rank that found an argument wrong does not know what the others expect from it. It signals that all rows are there,
+A rank that found an argument wrong cannot compute what the others expect from it. It signals that all rows are there,
 whatever they hold, takes part in what begins and ends the call, and counts it. No row of this rank is sent.
 """
 
@@ -10,14 +10,14 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import TAG_BITS, announce
 from tilescale_net.kernels.moe import node_refusal as over_nodes
-from tilescale_net.kernels.moe.handshake import await_previous, begin_half
-from tilescale_net.kernels.moe.node_layout import Nodes
+from tilescale_net.kernels.moe.handshake import Blocks, Ends, await_previous, begin_half
+from tilescale_net.kernels.moe.node_layout import Nodes, NodeTables
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 
 
 @tsn.macro
 def begin_refused(active, ready, me, call: T.Ref, code, thread, ranks):
-    """Tell every rank that this one takes part without rows, and wait until all have begun."""
+    """Announce to every rank that this one takes part without rows, and wait until all have begun."""
     if thread < ranks:
         if active[thread] != 0:
             announce(ready, me, call, code, thread)
@@ -26,25 +26,25 @@ def begin_refused(active, ready, me, call: T.Ref, code, thread, ranks):
 
 
 @tsn.macro
-def end_refused(active, done, tickets, calls, me, call: T.Ref, senders, blocks, thread, threads, ranks):
-    """End as a call of so many blocks would that has sent all."""
+def end_refused(of, ends, tickets, me, call: T.Ref, thread):
+    """End as a call of so many blocks would that has sent all; but `of.threads` are of this kernel."""
     T.sync_threads()
-    if thread < ranks:
-        if active[thread] != 0:
+    if thread < of.ranks:
+        if ends.active[thread] != 0:
             N.fence(thread)
-            N.signal(done[me], senders, thread, op="add")
-            N.wait(done[thread], "ge", call * T.uint64(senders))
+            N.signal(ends.done[me], of.senders, thread, op="add")
+            N.wait(ends.done[thread], "ge", call * T.uint64(of.senders))
     if thread < 2:
         tickets[1 - T.cast(call % T.uint64(2), "int32"), thread] = 0
     T.sync_threads()
-    for i in T.serial((blocks + threads - 1) // threads):
-        if i * threads + thread < blocks:
-            calls[i * threads + thread] = call
+    for i in T.serial((of.blocks + of.threads - 1) // of.threads):
+        if i * of.threads + thread < of.blocks:
+            ends.calls[i * of.threads + thread] = call
 
 
 @tsn.macro
 def begin_refused_halves(active, begun, calls, me, call: T.Ref, parity: T.Ref, code, thread, ranks):
-    """Latency mode: tell every rank that this one takes part without rows, when its buffers are free."""
+    """Latency mode: announce to every rank that this one takes part without rows, when its buffers are free."""
     begin_half(calls, call, parity, 0)
     if thread < ranks:
         if active[thread] != 0:
@@ -104,24 +104,17 @@ def refuse_throughput(ranks, chunks, senders, blocks, threads, nodes=0, slots=0,
             for i in T.serial((signals + threads - 1) // threads):
                 if i * threads + thread < signals:
                     if nodes:
-                        signal_chunk(
-                            at,
-                            active,
-                            arrived,
-                            onward,
-                            node_map,
-                            me,
-                            me // at.size,
-                            i * threads + thread,
-                            call,
-                            peer,
-                            row,
+                        signals_of, tables = (
+                            over_nodes.Signals(active, arrived, onward),
+                            NodeTables(at, None, node_map, None),
                         )
+                        signal_chunk(signals_of, tables, me, me // at.size, i * threads + thread, call, peer, row)
                     else:
                         peer = (i * threads + thread) % R
                         if active[peer] != 0:
                             N.signal(arrived[me, (i * threads + thread) // R], call, peer)
-            end_refused(active, done, tickets, calls, me, call, senders, blocks, thread, threads, R)
+            of, ends = Blocks(R, blocks, threads, senders), Ends(active, done, calls)
+            end_refused(of, ends, tickets, me, call, thread)
 
     return main
 
@@ -167,21 +160,12 @@ def refuse_latency(ranks, max_tokens, parts, blocks, threads, nodes=0, slots=0):
                     if nodes:
                         j = (i * threads + thread) // parts
                         part = (i * threads + thread) % parts
+                        signals_of, tables = (
+                            over_nodes.Signals(active, arrived, summed),
+                            NodeTables(at, None, node_map, None),
+                        )
                         over_nodes.signal_part(
-                            at,
-                            active,
-                            arrived,
-                            summed,
-                            node_map,
-                            me,
-                            me // at.size,
-                            parity,
-                            j,
-                            part,
-                            M,
-                            call,
-                            peer,
-                            row,
+                            signals_of, tables, me, me // at.size, parity, j, part, M, call, peer, row
                         )
                     else:
                         peer = (i * threads + thread) % R

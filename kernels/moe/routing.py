@@ -1,7 +1,7 @@
 """The routing plan of a dispatch in throughput mode: which row goes where, agreed before any row moves.
 
 Each rank counts its choices per expert and its rows per rank, and puts these counts to every peer. From the counts of
-all ranks each rank knows the final place of each of its rows at the target: expert by expert, within an expert by source
+all ranks each rank computes the final place of each of its rows at the target: expert by expert, within an expert by source
 rank, then by token. So rows need no second copy, their order does not depend on timing, and a dispatch that does not
 fit somewhere is refused everywhere before anything is sent.
 
@@ -38,7 +38,7 @@ def plan_routing(
         node_size: ranks of a node, where rows cross the network once per node; else 0.
         ordered: rows to a rank are numbered by the first of their experts there, not by token alone.
 
-    Parameters of the kernel (int32 unless said):
+    Parameters of the kernel (int32 where no type is named):
         topk_idx [rows, top_k] of `index_dtype`, topk_weights [rows, top_k] float32, tokens <= rows; fault, fault_value:
         what the host found wrong; active [ranks]: 0 for a rank that is left out.
         counts_out [words], counts_in [ranks, words] (see Counts), records_out, records_in [ranks, max_tokens, …],
@@ -79,8 +79,6 @@ def plan_routing(
         row_weight: T.Tensor((capacity,), "float32"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
-            # keys[0]: the expert of each choice; keys[1]: the bin of its rank where it is the first there; else -1.
-            # keys[2], where rows are ordered: the first of its experts there.
             keys = T.alloc_shared((2 + ordered, s.cells), "int32")
             places = T.alloc_shared((2 + ordered, s.cells), "int32")
             before = T.alloc_shared((s.parts + 1, s.width), "int32")
@@ -89,6 +87,27 @@ def plan_routing(
             needs = T.alloc_shared((R,), "int32")
             alive = T.alloc_shared((R,), "int32")
             seen = T.alloc_shared((1,), "int32")
+            shared = numbers.Shared(keys, places, before, padded, offsets, needs, alive, seen)
+            mem = numbers.Memory(
+                topk_idx=topk_idx,
+                topk_weights=topk_weights,
+                active=active,
+                partial=partial,
+                counts_out=counts_out,
+                counts_in=counts_in,
+                counts_ready=counts_ready,
+                records_out=records_out,
+                records_in=records_in,
+                records_ready=records_ready,
+                status=status,
+                send_token=send_token,
+                send_row=send_row,
+                token_slot=token_slot,
+                records=records,
+                totals=totals,
+                row_index=row_index,
+                row_weight=row_weight,
+            )
             thread = T.get_thread_binding()
             warp = thread // 32
             me = N.my_pe()
@@ -101,50 +120,41 @@ def plan_routing(
 
             bad = T.alloc_var("int32")
             any_bad = T.alloc_var("int32")
-            steps.read_choices(s, topk_idx, active, keys, seen, first, mine, bad, any_bad, thread)
+            steps.read_choices(s, mem, shared, first, mine, bad, any_bad, thread)
             part = T.alloc_var("int32")
             part = T.max(1, (mine * K + 32 * s.parts - 1) // (32 * s.parts))
-            numbers.number_in_block(s, keys, places, before, part, thread)
-            numbers.count_part(s, before, partial, seen, any_bad, block, thread)
+            numbers.number_in_block(s, shared, part, thread)
+            numbers.count_part(s, mem, shared, any_bad, block, thread)
             if thread == 0:
                 N.signal(blocks_ready[0], 1, me, op="add")
                 if absent:
                     if block == 0:
                         N.signal(blocks_ready[0], absent, me, op="add")
             N.wait_block(blocks_ready[0], "ge", call * T.uint64(blocks + absent))
-            steps.exchange_counts(
-                s, partial, fault, fault_value, active, alive, counts_out, counts_in, counts_ready, me, call, block, thread,
-                warp,
-            )  # fmt: skip
-            numbers.align_experts(s, counts_in, alive, padded, offsets, needs, thread)
+            steps.exchange_counts(s, mem, shared, fault, fault_value, me, call, block, thread, warp)
+            numbers.align_experts(s, mem, shared, thread)
             code = T.alloc_var("int32")
             need = T.alloc_var("int32")
             stop = T.alloc_var("int32")
-            steps.refuse_or_go_on(s, counts_in, needs, alive, status, mine, code, need, stop, block, thread)
-            numbers.number_choices(
-                s, keys, places, before, partial, counts_in, offsets, alive, part, mine, me, block, thread
-            )
+            steps.refuse_or_go_on(s, mem, shared, mine, code, need, stop, block, thread)
+            numbers.number_choices(s, mem, shared, part, mine, me, block, thread)
             if ordered:
                 firsts = T.alloc_shared((experts,), "int32")
-                order.order_rows(s, keys, places, before, partial, firsts, part, mine, block, thread)
+                order.order_rows(s, mem, shared, firsts, part, mine, block, thread)
             for i in T.serial((s.part * R + threads - 1) // threads):
                 p = i * threads + thread
                 if p < T.min(share, tokens - first) * R:
                     token_slot[first + p // R, p % R] = -1
             T.sync_threads()
-            steps.write_records(
-                s, keys, places, topk_weights, records_out, send_token, send_row, token_slot, first, mine, thread
-            )
-            steps.send_records(
-                s, partial, before, records_out, records_in, records_ready, active, me, stop, block, thread
-            )
+            steps.write_records(s, mem, shared, first, mine, thread)
+            steps.send_records(s, mem, shared, me, stop, block, thread)
             if block == 0:
-                steps.write_totals(s, totals, counts_in, padded, offsets, alive, me, stop, thread)
+                steps.write_totals(s, mem, shared, me, stop, thread)
             if thread < R:
                 if active[thread] != 0:
                     N.wait(records_ready[thread], "ge", call * T.uint64(blocks + absent))
             T.sync_threads()
-            steps.keep_records(s, records, records_in, row_index, row_weight, counts_in, alive, me, block, thread)
+            steps.keep_records(s, mem, shared, me, block, thread)
             if thread == 0:
                 calls[block] = call
             if absent:

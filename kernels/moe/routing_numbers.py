@@ -5,6 +5,8 @@ its warp, in the parts of the warps before, in the blocks before, and where the 
 are counted: lanes of a warp look at 32 choices at a time, and at which of them are of the same bin.
 """
 
+from typing import Any, NamedTuple
+
 import tilelang.language as T
 
 import tilescale_net as tsn
@@ -14,13 +16,69 @@ ALL_LANES = 0xFFFFFFFF
 AT_ONCE = 8  # words that a thread loads before it adds the first
 
 
+class Memory(NamedTuple):
+    """The tensors of a routing plan in the making; int32 where no type is named.
+
+    Attributes:
+        topk_idx: [rows, top_k] of int32 or int64. topk_weights: float32 [rows, top_k].
+        active: [ranks], 0 for a rank that is left out.
+        partial: [blocks, words], the counts of each block, see Counts; with those by first experts where rows are ordered.
+        counts_out: [words], counts_in: [ranks, words], symmetric, see Counts. counts_ready: uint64 [ranks], symmetric.
+        records_out, records_in: [ranks, max_tokens, record_words], symmetric. records_ready: uint64 [ranks], symmetric.
+        status: int64, see STATUS_WORDS.
+        send_token, send_row, token_slot, records, totals, row_index, row_weight: the plan, see RoutingPlan.
+    """
+
+    topk_idx: Any
+    topk_weights: Any
+    active: Any
+    partial: Any
+    counts_out: Any
+    counts_in: Any
+    counts_ready: Any
+    records_out: Any
+    records_in: Any
+    records_ready: Any
+    status: Any
+    send_token: Any
+    send_row: Any
+    token_slot: Any
+    records: Any
+    totals: Any
+    row_index: Any
+    row_weight: Any
+
+
+class Shared(NamedTuple):
+    """Shared memory of a block that plans; int32.
+
+    Attributes:
+        keys: [2, choices]: the expert of each choice; the bin of its rank where it is the first there; else -1. Where rows are
+            ordered, [3, choices]: then the first of its experts there.
+        places: alike, the numbers of the choices.
+        before: [parts + 1, counts], see `number_in_block`.
+        padded, offsets: [experts]. needs: [ranks]; see `align_experts`.
+        alive: [ranks], `active`, or zeros where the dispatch is refused.
+        seen: [1], a choice that is no expert.
+    """
+
+    keys: Any
+    places: Any
+    before: Any
+    padded: Any
+    offsets: Any
+    needs: Any
+    alive: Any
+    seen: Any
+
+
 def place_of(s, row, key):
     """Where the bin of keys[row] stands among all counts."""
     return key + T.if_then_else(row == 2, s.firsts, 0) if s.ordered else key
 
 
 @tsn.macro
-def number_in_block(s, keys, places, before, part: T.Ref, thread):
+def number_in_block(s, shared, part: T.Ref, thread):
     """Number the block's choices: places = how many of the same bin come before each in the part of its warp; before[w] =
     how many in the parts of the warps before w; before[parts] = how many in all.
 
@@ -33,7 +91,7 @@ def number_in_block(s, keys, places, before, part: T.Ref, thread):
     warp, lane, width = thread // 32, thread % 32, s.width
     for i in T.serial(((s.parts + 1) * width + s.threads - 1) // s.threads):
         if i * s.threads + thread < (s.parts + 1) * width:
-            before[(i * s.threads + thread) // width, (i * s.threads + thread) % width] = 0
+            shared.before[(i * s.threads + thread) // width, (i * s.threads + thread) % width] = 0
     T.sync_threads()
     if warp < s.parts:
         for i in T.serial(part):
@@ -41,16 +99,16 @@ def number_in_block(s, keys, places, before, part: T.Ref, thread):
             for row in T.unroll(2 + s.ordered):
                 key = -1
                 if cell < s.cells:
-                    key = keys[row, cell]
+                    key = shared.keys[row, cell]
                 same = T.call_extern("uint32", "__match_any_sync", T.uint32(ALL_LANES), key)
                 if key >= 0:
-                    n = before[warp, place_of(s, row, key)] + T.cast(
+                    n = shared.before[warp, place_of(s, row, key)] + T.cast(
                         T.popcount(same & ((T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1))), "int32"
                     )
-                    places[row, cell] = n
+                    shared.places[row, cell] = n
                 T.sync_warp()
                 if key >= 0 and (same >> T.cast(lane, "uint32")) == T.uint32(1):  # the last of its bin here
-                    before[warp, place_of(s, row, key)] = n + 1
+                    shared.before[warp, place_of(s, row, key)] = n + 1
                 T.sync_warp()
     T.sync_threads()
     for i in T.serial((width + s.threads - 1) // s.threads):
@@ -58,23 +116,23 @@ def number_in_block(s, keys, places, before, part: T.Ref, thread):
         if bin < width:
             n = 0
             for w in T.serial(s.parts):
-                key = before[w, bin]
-                before[w, bin] = n
+                key = shared.before[w, bin]
+                shared.before[w, bin] = n
                 n = n + key
-            before[s.parts, bin] = n
+            shared.before[s.parts, bin] = n
 
 
 @tsn.macro
-def count_part(s, before, partial, seen, any_bad: T.Ref, block, thread):
+def count_part(s, mem, shared, any_bad: T.Ref, block, thread):
     """Write the block's counts, and its fault, to its row of `partial`; a thread those that it has added up."""
     C, threads = s.counts, s.threads
     for i in T.serial((s.width + threads - 1) // threads):
         bin = i * threads + thread
         if bin < s.width and (bin < C.bins or bin >= s.firsts):
-            partial[block, bin] = before[s.parts, bin]
+            mem.partial[block, bin] = shared.before[s.parts, bin]
     if thread == 0:
-        partial[block, C.code] = T.if_then_else(any_bad != 0, BAD_EXPERT, NO_FAULT)
-        partial[block, C.value] = T.if_then_else(any_bad != 0, seen[0], 0)
+        mem.partial[block, C.code] = T.if_then_else(any_bad != 0, BAD_EXPERT, NO_FAULT)
+        mem.partial[block, C.value] = T.if_then_else(any_bad != 0, shared.seen[0], 0)
     T.sync_threads()
 
 
@@ -93,7 +151,7 @@ def add_blocks(s, total: T.Ref, partial, bin, blocks):
 
 @tsn.macro
 def first_fault(s, partial, code: T.Ref, value: T.Ref):
-    """code, value = what the first block found that found something wrong, unless `code` says something already."""
+    """code, value = what the first block found that found something wrong, unless `code` is a fault already."""
     codes, values = T.alloc_local((AT_ONCE,), "int32"), T.alloc_local((AT_ONCE,), "int32")
     for i in T.serial((s.blocks + AT_ONCE - 1) // AT_ONCE):
         for b in T.unroll(AT_ONCE):
@@ -108,7 +166,7 @@ def first_fault(s, partial, code: T.Ref, value: T.Ref):
 
 
 @tsn.macro
-def align_experts(s, counts_in, alive, padded, offsets, need, thread):
+def align_experts(s, mem, shared, thread):
     """padded = the rows of each expert on all ranks together, up to the next multiple of the alignment; offsets = where the
     expert's begin among those of its rank; need = the rows of each rank."""
     n = T.alloc_var("int32")
@@ -120,9 +178,9 @@ def align_experts(s, counts_in, alive, padded, offsets, need, thread):
         if e < s.experts:
             n = 0
             for r in T.serial(s.ranks):
-                if alive[r] != 0:
-                    n = n + counts_in[r, e]
-            padded[e] = (n + s.alignment - 1) // s.alignment * s.alignment
+                if shared.alive[r] != 0:
+                    n = n + mem.counts_in[r, e]
+            shared.padded[e] = (n + s.alignment - 1) // s.alignment * s.alignment
     T.sync_threads()
     for i in T.serial((s.ranks + warps - 1) // warps):
         rank = i * warps + warp
@@ -132,34 +190,32 @@ def align_experts(s, counts_in, alive, padded, offsets, need, thread):
                 e = c * 32 + lane
                 n = 0
                 if e < s.local:
-                    n = padded[rank * s.local + e]
+                    n = shared.padded[rank * s.local + e]
                 for step in T.unroll(5):
                     up = T.shfl_up(n, 1 << step)
                     if lane >= 1 << step:
                         n = n + up
                 if e < s.local:
-                    offsets[rank * s.local + e] = run + n - padded[rank * s.local + e]
+                    shared.offsets[rank * s.local + e] = run + n - shared.padded[rank * s.local + e]
                 run = run + T.shfl_sync(n, 31)
             if lane == 0:
-                need[rank] = run
+                shared.needs[rank] = run
     T.sync_threads()
 
 
 @tsn.macro
-def add_begins(s, row, keys, places, before, part: T.Ref, cell):
+def add_begins(s, row, shared, part: T.Ref, cell):
     """Add to a choice's number in the part of its warp where that part begins in its bin, and where the block's do."""
-    if keys[row, cell] >= 0:
-        places[row, cell] = (
-            places[row, cell]
-            + before[s.parts, place_of(s, row, keys[row, cell])]
-            + before[cell // 32 // part, place_of(s, row, keys[row, cell])]
+    if shared.keys[row, cell] >= 0:
+        shared.places[row, cell] = (
+            shared.places[row, cell]
+            + shared.before[s.parts, place_of(s, row, shared.keys[row, cell])]
+            + shared.before[cell // 32 // part, place_of(s, row, shared.keys[row, cell])]
         )
 
 
 @tsn.macro
-def number_choices(
-    s, keys, places, before, partial, counts_in, offsets, alive, part: T.Ref, mine: T.Ref, me, block, thread
-):
+def number_choices(s, mem, shared, part: T.Ref, mine: T.Ref, me, block, thread):
     """places = the choices' rows at the target, and their places among the rows to that rank; before[parts] = where the
     block's begin in each bin. A thread numbers choices that it alone looks at until the block meets again."""
     C, experts, threads = s.counts, s.experts, s.threads
@@ -168,16 +224,16 @@ def number_choices(
         bin = i * threads + thread
         if bin < C.bins:
             n = 0
-            add_blocks(s, n, partial, bin, block)
+            add_blocks(s, n, mem.partial, bin, block)
             if bin < experts:
                 for r in T.serial(me):
-                    if alive[r] != 0:
-                        n = n + counts_in[r, bin]
-                n = n + offsets[bin]
-            before[s.parts, bin] = n
+                    if shared.alive[r] != 0:
+                        n = n + mem.counts_in[r, bin]
+                n = n + shared.offsets[bin]
+            shared.before[s.parts, bin] = n
     T.sync_threads()
     for i in T.serial((s.cells + threads - 1) // threads):
         p = i * threads + thread
         if p < mine * s.top_k:
             for row in T.unroll(2):
-                add_begins(s, row, keys, places, before, part, p)
+                add_begins(s, row, shared, part, p)

@@ -7,7 +7,7 @@ from tilescale_net.kernels.moe.routing_numbers import add_begins, add_blocks
 
 
 @tsn.macro
-def find_first(s, keys, key: T.Ref, cell):
+def find_first(s, shared, key: T.Ref, cell):
     """keys[2, cell] = the first of the experts that its token has at the rank whose bin `key` is; -1 where it has none.
 
     By a thread for each cell; `key` is -1 but for the first of a token's cells at a rank.
@@ -16,16 +16,16 @@ def find_first(s, keys, key: T.Ref, cell):
     least = T.alloc_var("int32")
     least = -1
     if key >= 0:
-        least = keys[0, cell]
+        least = shared.keys[0, cell]
         for q in T.serial(K):
-            other = keys[0, cell - cell % K + q]
+            other = shared.keys[0, cell - cell % K + q]
             if other >= 0 and other // local == key - s.experts:
                 least = T.min(least, other)
-    keys[2, cell] = least
+    shared.keys[2, cell] = least
 
 
 @tsn.macro
-def order_rows(s, keys, places, before, partial, firsts, part: T.Ref, mine: T.Ref, block, thread):
+def order_rows(s, mem, shared, firsts, part: T.Ref, mine: T.Ref, block, thread):
     """Number the rows to each rank by the first of their experts there, then by token: places[2, …].
 
     Rows of the first experts are then sent first, so that whole tiles of them are there while others are on their way.
@@ -39,7 +39,7 @@ def order_rows(s, keys, places, before, partial, firsts, part: T.Ref, mine: T.Re
         e = i * threads + thread
         if e < s.experts:
             n = 0
-            add_blocks(s, n, partial, s.firsts + e, s.blocks)
+            add_blocks(s, n, mem.partial, s.firsts + e, s.blocks)
             firsts[e] = n
     T.sync_threads()
     for i in T.serial((s.experts + threads - 1) // threads):
@@ -48,13 +48,13 @@ def order_rows(s, keys, places, before, partial, firsts, part: T.Ref, mine: T.Re
             n = 0
             for o in T.serial(e % local):
                 n = n + firsts[e - e % local + o]
-            add_blocks(s, n, partial, s.firsts + e, block)
-            before[s.parts, s.firsts + e] = n
+            add_blocks(s, n, mem.partial, s.firsts + e, block)
+            shared.before[s.parts, s.firsts + e] = n
     T.sync_threads()
     for i in T.serial((s.cells + threads - 1) // threads):
         p = i * threads + thread
         if p < mine * s.top_k:
-            add_begins(s, 2, keys, places, before, part, p)
+            add_begins(s, 2, shared, part, p)
 
 
 def number(s, place, numbers, *at):

@@ -1,4 +1,4 @@
-"""The steps of the kernel that plans the routing; routing.py puts them together and says what the tensors are."""
+"""The steps of the kernel that plans the routing; routing.py puts them together, routing_numbers.py groups their tensors."""
 
 from dataclasses import dataclass
 
@@ -86,7 +86,7 @@ class Sizes:
 
 
 @tsn.macro
-def read_choices(s, topk_idx, active, keys, seen, first, mine: T.Ref, bad: T.Ref, any_bad: T.Ref, thread):
+def read_choices(s, mem, shared, first, mine: T.Ref, bad: T.Ref, any_bad: T.Ref, thread):
     """Fill `keys` from the choices of the block's `mine` tokens from token `first` on."""
     K, threads, experts, local = s.top_k, s.threads, s.experts, s.local
     bad = 0
@@ -97,48 +97,36 @@ def read_choices(s, topk_idx, active, keys, seen, first, mine: T.Ref, bad: T.Ref
             key = -1
             if p < mine * K:
                 choice = T.alloc_var(s.index_dtype)
-                choice = topk_idx[first + p // K, p % K]
+                choice = mem.topk_idx[first + p // K, p % K]
                 if choice < -1 or choice >= experts:
                     bad = 1
-                    seen[0] = T.cast(choice, "int32")  # any of them will do
+                    shared.seen[0] = T.cast(choice, "int32")  # any of them will do
                 elif choice >= 0:
-                    if active[T.cast(choice, "int32") // local] != 0:
+                    if mem.active[T.cast(choice, "int32") // local] != 0:
                         key = T.cast(choice, "int32")
-            keys[0, p] = key
+            shared.keys[0, p] = key
     any_bad = T.syncthreads_or(bad)
     for i in T.serial((s.cells + threads - 1) // threads):
         p = i * threads + thread
         if p < s.cells:
             key = T.alloc_var("int32")
             key = -1
-            if keys[0, p] >= 0:
-                key = experts + keys[0, p] // local
+            if shared.keys[0, p] >= 0:
+                key = experts + shared.keys[0, p] // local
                 for q in T.serial(p % K):
-                    if keys[0, p - p % K + q] >= 0 and keys[0, p - p % K + q] // local == keys[0, p] // local:
+                    if (
+                        shared.keys[0, p - p % K + q] >= 0
+                        and shared.keys[0, p - p % K + q] // local == shared.keys[0, p] // local
+                    ):
                         key = -1
-            keys[1, p] = key
+            shared.keys[1, p] = key
             if s.ordered:
-                order.find_first(s, keys, key, p)
+                order.find_first(s, shared, key, p)
     T.sync_threads()
 
 
 @tsn.macro
-def exchange_counts(
-    s,
-    partial,
-    fault,
-    fault_value,
-    active,
-    alive,
-    counts_out,
-    counts_in,
-    counts_ready,
-    me,
-    call: T.Ref,
-    block,
-    thread,
-    warp,
-):
+def exchange_counts(s, mem, shared, fault, fault_value, me, call: T.Ref, block, thread, warp):
     """Block 0 sends the sums over the blocks to every rank; all blocks wait for the sums of every rank."""
     R, C, threads, blocks, warps = s.ranks, s.counts, s.threads, s.blocks, s.threads // 32
     if block == 0:
@@ -147,102 +135,100 @@ def exchange_counts(
             if bin < C.bins:
                 n = T.alloc_var("int32")
                 n = 0
-                numbers.add_blocks(s, n, partial, bin, blocks)
-                counts_out[bin] = n
+                numbers.add_blocks(s, n, mem.partial, bin, blocks)
+                mem.counts_out[bin] = n
         if thread == threads - 1:  # the last one has the fewest counts to add
             code = T.alloc_var("int32")
             code = fault
             value = T.alloc_var("int32")
             value = fault_value
-            numbers.first_fault(s, partial, code, value)
-            counts_out[C.code] = code
-            counts_out[C.value] = value
+            numbers.first_fault(s, mem.partial, code, value)
+            mem.counts_out[C.code] = code
+            mem.counts_out[C.value] = value
         T.sync_threads()
         for i in T.serial((R + warps - 1) // warps):
             pe = i * warps + warp
             if pe < R:
-                if active[pe] != 0:
-                    N.put_signal_warp(counts_in[me, 0], counts_out[0], pe, counts_ready[me], call, count=C.words)
+                if mem.active[pe] != 0:
+                    N.put_signal_warp(
+                        mem.counts_in[me, 0], mem.counts_out[0], pe, mem.counts_ready[me], call, count=C.words
+                    )
     if thread < R:
-        alive[thread] = active[thread]
-        if active[thread] != 0:
-            N.wait(counts_ready[thread], "ge", call)
+        shared.alive[thread] = mem.active[thread]
+        if mem.active[thread] != 0:
+            N.wait(mem.counts_ready[thread], "ge", call)
     T.sync_threads()
 
 
 @tsn.macro
-def refuse_or_go_on(
-    s, counts_in, needs, alive, status, mine: T.Ref, code: T.Ref, need: T.Ref, stop: T.Ref, block, thread
-):
+def refuse_or_go_on(s, mem, shared, mine: T.Ref, code: T.Ref, need: T.Ref, stop: T.Ref, block, thread):
     """Refuse what some rank found wrong, or what does not fit somewhere; all ranks come to the same answer."""
     code = NO_FAULT
     need = 0
     if thread < s.ranks:
-        need = needs[thread]
+        need = shared.needs[thread]
         if need > s.capacity:
             code = NO_ROOM
-        if alive[thread] != 0:
-            if counts_in[thread, s.counts.code] != NO_FAULT:
-                code = counts_in[thread, s.counts.code]
-                need = counts_in[thread, s.counts.value]
+        if shared.alive[thread] != 0:
+            if mem.counts_in[thread, s.counts.code] != NO_FAULT:
+                code = mem.counts_in[thread, s.counts.code]
+                need = mem.counts_in[thread, s.counts.value]
     stop = T.syncthreads_or(code)
     if stop != 0:
         mine = 0
         if thread < s.ranks:
-            alive[thread] = 0
+            shared.alive[thread] = 0
             if block == 0 and code != NO_FAULT:
-                report(status, code, thread, need)
+                report(mem.status, code, thread, need)
     T.sync_threads()
 
 
 @tsn.macro
-def write_records(
-    s, keys, places, topk_weights, records_out, send_token, send_row, token_slot, first, mine: T.Ref, thread
-):
+def write_records(s, mem, shared, first, mine: T.Ref, thread):
     """Write what this rank keeps of its rows, and the records that go with them."""
     K, local, threads = s.top_k, s.local, s.threads
     for i in T.serial((s.cells + threads - 1) // threads):
         p = i * threads + thread
         if p < mine * K:
-            if keys[1, p] >= 0:
-                pe = keys[1, p] - s.experts
-                j = places[1, p]
+            if shared.keys[1, p] >= 0:
+                pe = shared.keys[1, p] - s.experts
+                j = shared.places[1, p]
                 t = first + p // K
-                token_slot[t, pe] = order.number(s, j, places, 2, p)
-                send_token[pe, order.number(s, j, places, 2, p)] = t
-                send_row[pe, order.number(s, j, places, 2, p)] = places[0, p]
+                mem.token_slot[t, pe] = order.number(s, j, shared.places, 2, p)
+                mem.send_token[pe, order.number(s, j, shared.places, 2, p)] = t
+                mem.send_row[pe, order.number(s, j, shared.places, 2, p)] = shared.places[0, p]
                 for k in T.unroll(K) if K <= 16 else T.serial(K):
                     cell = p - p % K + k
-                    here = keys[0, cell] >= 0 and keys[0, cell] // local == pe
-                    records_out[pe, j, k] = T.if_then_else(here, places[0, cell], -1)
-                    records_out[pe, j, K + k] = T.reinterpret(topk_weights[t, k], "int32")
-                records_out[pe, j, 2 * K] = t
+                    here = shared.keys[0, cell] >= 0 and shared.keys[0, cell] // local == pe
+                    mem.records_out[pe, j, k] = T.if_then_else(here, shared.places[0, cell], -1)
+                    mem.records_out[pe, j, K + k] = T.reinterpret(mem.topk_weights[t, k], "int32")
+                mem.records_out[pe, j, 2 * K] = t
                 if s.ordered:
-                    records_out[pe, j, 2 * K + 1] = places[2, p]
+                    mem.records_out[pe, j, 2 * K + 1] = shared.places[2, p]
     T.sync_threads()
 
 
 @tsn.macro
-def send_records(s, partial, before, records_out, records_in, records_ready, active, me, stop: T.Ref, block, thread):
-    """Put the block's records to every rank, all threads together, then say so to all."""
+def send_records(s, mem, shared, me, stop: T.Ref, block, thread):
+    """Put the block's records to every rank, all threads together, then signal them to all."""
     at = T.alloc_var("int32")
     n = T.alloc_var("int32")
     for pe in T.serial(s.ranks):
-        if active[pe] != 0:
-            at = T.min(before[s.parts, s.experts + pe], s.max_tokens - 1)
-            n = T.if_then_else(stop != 0, 0, partial[block, s.experts + pe])
-            N.put_block(records_in[me, at, 0], records_out[pe, at, 0], pe, count=n * record_words(s.top_k))
+        if mem.active[pe] != 0:
+            at = T.min(shared.before[s.parts, s.experts + pe], s.max_tokens - 1)
+            n = T.if_then_else(stop != 0, 0, mem.partial[block, s.experts + pe])
+            N.put_block(mem.records_in[me, at, 0], mem.records_out[pe, at, 0], pe, count=n * record_words(s.top_k))
     T.sync_threads()
     if thread < s.ranks:
-        if active[thread] != 0:
+        if mem.active[thread] != 0:
             N.fence(thread)
             N.signal(
-                records_ready[me], T.if_then_else(block == 0, 1 + s.absent, 1) if s.absent else 1, thread, op="add"
+                mem.records_ready[me], T.if_then_else(block == 0, 1 + s.absent, 1) if s.absent else 1, thread, op="add"
             )
 
 
 @tsn.macro
-def write_totals(s, totals, counts_in, padded, offsets, alive, me, stop: T.Ref, thread):
+def write_totals(s, mem, shared, me, stop: T.Ref, thread):
     """Write the rows of each expert and of each pair of ranks; see Totals."""
     R, experts, local, threads, at = s.ranks, s.experts, s.local, s.threads, s.totals
     for i in T.serial((local + threads - 1) // threads):
@@ -251,58 +237,60 @@ def write_totals(s, totals, counts_in, padded, offsets, alive, me, stop: T.Ref, 
             n = T.alloc_var("int32")
             n = 0
             for r in T.serial(R):
-                totals[at.by_source + e * R + r] = 0
-                if alive[r] != 0:
-                    n = n + counts_in[r, me * local + e]
-                    totals[at.by_source + e * R + r] = counts_in[r, me * local + e]
-            totals[at.counts + e] = n
+                mem.totals[at.by_source + e * R + r] = 0
+                if shared.alive[r] != 0:
+                    n = n + mem.counts_in[r, me * local + e]
+                    mem.totals[at.by_source + e * R + r] = mem.counts_in[r, me * local + e]
+            mem.totals[at.counts + e] = n
             before = T.alloc_var("int32")
-            before = T.if_then_else(stop == 0, offsets[me * local + e], 0)
-            totals[at.offsets + e] = before
+            before = T.if_then_else(stop == 0, shared.offsets[me * local + e], 0)
+            mem.totals[at.offsets + e] = before
             if e == local - 1:
-                totals[at.offsets + local] = before + T.if_then_else(stop == 0, padded[me * local + e], 0)
+                mem.totals[at.offsets + local] = before + T.if_then_else(stop == 0, shared.padded[me * local + e], 0)
     if thread < R:
-        totals[at.sent + thread] = T.if_then_else(alive[me] != 0, counts_in[me, experts + thread], 0)
-        totals[at.received + thread] = T.if_then_else(alive[thread] != 0, counts_in[thread, experts + me], 0)
+        mem.totals[at.sent + thread] = T.if_then_else(shared.alive[me] != 0, mem.counts_in[me, experts + thread], 0)
+        mem.totals[at.received + thread] = T.if_then_else(
+            shared.alive[thread] != 0, mem.counts_in[thread, experts + me], 0
+        )
         before_me = T.alloc_var("int32")
         before_me = 0
         for r in T.serial(me):
-            before_me = before_me + T.if_then_else(alive[r] != 0, counts_in[r, experts + thread], 0)
-        totals[at.sent_base + thread] = before_me
+            before_me = before_me + T.if_then_else(shared.alive[r] != 0, mem.counts_in[r, experts + thread], 0)
+        mem.totals[at.sent_base + thread] = before_me
         earlier = T.alloc_var("int32")
         earlier = 0
         if s.node_size:
             for r in T.serial(thread % s.node_size):
                 other = thread - thread % s.node_size + r
-                earlier = earlier + T.if_then_else(alive[me] != 0, counts_in[me, experts + other], 0)
+                earlier = earlier + T.if_then_else(shared.alive[me] != 0, mem.counts_in[me, experts + other], 0)
         else:
             for r in T.serial(thread):
-                earlier = earlier + T.if_then_else(alive[me] != 0, counts_in[me, experts + r], 0)
-        totals[at.sent_before + thread] = earlier
+                earlier = earlier + T.if_then_else(shared.alive[me] != 0, mem.counts_in[me, experts + r], 0)
+        mem.totals[at.sent_before + thread] = earlier
         slots = T.alloc_var("int32")
         slots = 0
         if s.node_size:
             for r in T.serial(me % s.node_size):
                 mate = me - me % s.node_size + r
-                slots = slots + T.if_then_else(alive[thread] != 0, counts_in[thread, experts + mate], 0)
+                slots = slots + T.if_then_else(shared.alive[thread] != 0, mem.counts_in[thread, experts + mate], 0)
         else:
             for r in T.serial(me):
-                slots = slots + T.if_then_else(alive[thread] != 0, counts_in[thread, experts + r], 0)
-        totals[at.slots_base + thread] = slots
+                slots = slots + T.if_then_else(shared.alive[thread] != 0, mem.counts_in[thread, experts + r], 0)
+        mem.totals[at.slots_base + thread] = slots
         before_it = T.alloc_var("int32")
         before_it = 0
         for r in T.serial(thread):
-            before_it = before_it + T.if_then_else(alive[r] != 0, counts_in[r, experts + me], 0)
-        totals[at.received_base + thread] = before_it
+            before_it = before_it + T.if_then_else(shared.alive[r] != 0, mem.counts_in[r, experts + me], 0)
+        mem.totals[at.received_base + thread] = before_it
         if thread == R - 1:
-            totals[at.refused] = stop
-            totals[at.received_base + R] = before_it + T.if_then_else(
-                alive[thread] != 0, counts_in[thread, experts + me], 0
+            mem.totals[at.refused] = stop
+            mem.totals[at.received_base + R] = before_it + T.if_then_else(
+                shared.alive[thread] != 0, mem.counts_in[thread, experts + me], 0
             )
 
 
 @tsn.macro
-def keep_records(s, records, records_in, row_index, row_weight, counts_in, alive, me, block, thread):
+def keep_records(s, mem, shared, me, block, thread):
     """Copy the records of every rank to where the next call does not overwrite them, and index them by expert-major row.
 
     A thread copies a choice at a time, but loads several before it stores the first.
@@ -315,23 +303,23 @@ def keep_records(s, records, records_in, row_index, row_weight, counts_in, alive
     n = T.alloc_var("int32")
     j = T.alloc_var("int32")
     for r in T.serial(s.ranks):
-        n = T.if_then_else(alive[r] != 0, counts_in[r, s.experts + me], 0)
+        n = T.if_then_else(shared.alive[r] != 0, mem.counts_in[r, s.experts + me], 0)
         for i in T.serial((n * K + stride * at_once - 1) // (stride * at_once)):
             for u in T.unroll(at_once):
                 p = ((i * at_once + u) * s.blocks + block) * s.threads + thread
                 if p < n * K:
-                    row[u] = records_in[r, p // K, p % K]
-                    weight[u] = records_in[r, p // K, K + p % K]
+                    row[u] = mem.records_in[r, p // K, p % K]
+                    weight[u] = mem.records_in[r, p // K, K + p % K]
             for u in T.unroll(at_once):
                 p = ((i * at_once + u) * s.blocks + block) * s.threads + thread
                 if p < n * K:
-                    j = order.number(s, p // K, records_in, r, p // K, 2 * K + 1)
-                    records[r, j, p % K] = row[u]
-                    records[r, j, K + p % K] = weight[u]
+                    j = order.number(s, p // K, mem.records_in, r, p // K, 2 * K + 1)
+                    mem.records[r, j, p % K] = row[u]
+                    mem.records[r, j, K + p % K] = weight[u]
                     if p % K == 0:
-                        records[r, j, 2 * K] = records_in[r, p // K, 2 * K]
+                        mem.records[r, j, 2 * K] = mem.records_in[r, p // K, 2 * K]
                     if row[u] >= 0 and row[u] < s.capacity:
-                        row_index[row[u]] = base + j
-                        row_weight[row[u]] = T.reinterpret(weight[u], "float32")
+                        mem.row_index[row[u]] = base + j
+                        mem.row_weight[row[u]] = T.reinterpret(weight[u], "float32")
         base = base + n
     T.sync_threads()

@@ -5,10 +5,12 @@ way before the first is used: `batch` of them, chosen by `batch_of`.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
 import tilescale_net as tsn
+import tilescale_net.language as N
 
 # These kernels synchronise threads themselves: the compiler can neither see where warps part nor what peers write.
 EXPLICIT_SYNC = {
@@ -66,6 +68,53 @@ class SumSizes:
     def sum_group(self) -> int:
         """Rows that a summing warp reads at once."""
         return min(self.ranks, 4)
+
+
+class Rows(NamedTuple):
+    """Rows and their scales.
+
+    Attributes:
+        rows: [any, words or elements of a row].
+        scales: [any, scales of a row], where rows have scales; else not looked at.
+    """
+
+    rows: Any
+    scales: Any
+
+    def at(self, pe, scaled):
+        """The same memory of a mapped rank. `scaled`: rows have scales."""
+        return Rows(N.remote(self.rows, pe), N.remote(self.scales, pe) if scaled else self.scales)
+
+
+class Result(NamedTuple):
+    """What the caller of a combine gets, and what is added to it.
+
+    Attributes:
+        out, bias_0, bias_1: [rows, hidden] of the dtype of the result.
+        values: float32 [rows, top_k], where numbers of choices come back.
+    """
+
+    out: Any
+    bias_0: Any
+    bias_1: Any
+    values: Any = None
+
+
+class Work(NamedTuple):
+    """Registers of a warp that sums.
+
+    Attributes:
+        piece: [rows at once * pieces * width] of the rows' dtype. acc: float32 [pieces * width].
+        from_row: int32 [rows at once], which rows; -1 where there is none.
+        slot_of: int32 [a word for 32 ranks or origins], see `combine_throughput.find_rows`.
+        ones: float32 [rows at once], weights of rows that are added as they are.
+    """
+
+    piece: Any
+    acc: Any
+    from_row: Any
+    slot_of: Any = None
+    ones: Any = None
 
 
 @tsn.macro

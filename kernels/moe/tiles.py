@@ -6,6 +6,7 @@ Behind the words of the tiles stands one that counts the blocks that have begun.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 import torch
@@ -46,9 +47,22 @@ class Tiles:
         self.words.view(torch.uint8).zero_()
 
 
+class Awaited(NamedTuple):
+    """What a kernel needs of `Tiles`.
+
+    Attributes:
+        words: uint64 [tiles + 1]. calls: int64 [1]. growth: int32. rows: of a tile.
+    """
+
+    words: Any
+    calls: Any
+    growth: Any
+    rows: int
+
+
 @tsn.macro
 def say_begun(words, tiles, blocks, me: T.Ref, thread):
-    """Count `blocks` blocks that have begun, and tell what this thread has written. By a block."""
+    """Count `blocks` blocks that have begun, and publish what this thread has written. By a block."""
     if thread == 0:
         N.signal(words[tiles], blocks, me, op="add", fence=True)
 
@@ -90,15 +104,15 @@ def count_rows(words, records, source: T.Ref, first, count: T.Ref, top_k, tile_r
 
 
 @tsn.macro
-def await_rows(words, calls, growth, records, source: T.Ref, first, count: T.Ref, top_k, tile_rows, row: T.Ref, lane):
+def await_rows(tiles, records, source: T.Ref, first, count: T.Ref, top_k, row: T.Ref, lane):
     """Wait for the tiles of all experts' rows of rows `first` … of `source`. By a warp.
 
     Args:
-        calls, growth: see `Tiles`. row: int32, to work with.
+        tiles: the Awaited. row: int32, to work with.
     """
     for i in T.serial((count * top_k + 31) // 32):
         if i * 32 + lane < count * top_k:
             row = records[source, first + (i * 32 + lane) // top_k, (i * 32 + lane) % top_k]
             if row >= 0:
-                N.wait(words[row // tile_rows], "ge", calls[0] * growth)
+                N.wait(tiles.words[row // tiles.rows], "ge", tiles.calls[0] * tiles.growth)
     T.sync_warp()

@@ -10,11 +10,11 @@ def align4(n: int) -> int:
     return -(-n // 4) * 4
 
 
-# What a rank may find wrong with a call; every rank learns the code, the value and whose it is. Codes from HOST_FAULT on
+# What a rank may find wrong with a call; every rank gets the code, the value and the rank. Codes from HOST_FAULT on
 # were found by the host of that rank before it launched anything.
 NO_FAULT, BAD_EXPERT, NO_ROOM, CROWDED, OTHER_OUTPUT, HOST_FAULT = range(6)
 # A call begins with a word from every rank to every rank: the number of the call, then a tag of TAG_BITS. Of the tag,
-# the lowest CODE_BITS say what that rank found wrong, the others which output it gave.
+# the lowest CODE_BITS hold what that rank found wrong, the others which output it gave.
 CODE_BITS = 5
 # In a dispatch of latency mode the number of the call is followed by the number of messages to expect, in COUNT_BITS.
 COUNT_BITS = 32
@@ -177,7 +177,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank tells a peer in latency mode beside the rows: choices per expert of the peer, then a fault. Where rows
+    """What a rank sends a peer in latency mode beside the rows: choices per expert of the peer, then a fault. Where rows
     cross the network once per node, then how many go to the peer's node."""
 
     local_experts: int

@@ -40,12 +40,12 @@ SM_90 = {
 MUTANTS = {
     "latency gateway without wait for messages": (
         "node_dispatch_latency",
-        'N.wait_warp(came[row], "ge", call)',
+        'N.wait_warp(mem.came[row], "ge", now.call)',
         mutants.LATENCY,
     ),
     "latency gateway without wait for sums": (
         "node_combine_latency",
-        'N.wait(summed[row * at.size + place, part], "ge", call)',
+        'N.wait(mem.summed[row * at.size + place, part], "ge", now.call)',
         mutants.LATENCY,
     ),
 }

@@ -43,10 +43,14 @@ SM_90 = {
 }  # fmt: skip
 
 MUTANTS = {
-    "gateway without wait for rows": ("node_dispatch", 'N.wait_warp(came[k, slot], "ge", call)', mutants.RANK),
+    "gateway without wait for rows": (
+        "node_dispatch",
+        'N.wait_warp(mem.came[chunk.k, slot], "ge", call)',
+        mutants.RANK,
+    ),
     "gateway without wait for sums": (
         "node_combine",
-        'N.wait(summed[k * at.size + g * 32 + lane, place // chunk], "ge", call)',
+        'N.wait(mem.summed[k * at.size + g * 32 + lane, place // s.chunk], "ge", call)',
         mutants.RANK,
     ),
     "gateway sums without fence": ("node_combine", "N.fence(pe)", mutants.RANK),
