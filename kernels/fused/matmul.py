@@ -116,6 +116,27 @@ def device_obstacle(device: torch.device) -> str | None:
     )
 
 
+# Shared memory of a block of compute capability 9.0, bytes (CUDA C++ Programming Guide 13.0, table of technical
+# specifications); barriers take a few bytes of it.
+MOST_SHARED = 227 * 1024
+
+
+def check_tensor_cores(name: str, tiling: Tiling, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    """Refuse tiles that GPUs cannot multiply: each of two warpgroups takes rows of a tile by 64. ValueError."""
+    rows, columns, depth = tiling.tile
+    if rows % 128 or columns % 16:
+        raise ValueError(
+            f"{name}: {tiling}: a tile on a GPU must have a multiple of 128 rows and of 16 columns, as tensor cores take them"
+        )
+    operands = tiling.stages * (rows + columns) * depth * dtype.itemsize
+    result = rows * tiling.columns * out_dtype.itemsize
+    if operands + result >= MOST_SHARED:
+        raise ValueError(
+            f"{name}: {tiling}: {operands} bytes for operands of {dtype} and {result} for what leaves do not fit the {MOST_SHARED} "
+            "bytes of shared memory of a block; take fewer stages, less depth or fewer columns"
+        )
+
+
 class FusedMatmul(Collective):
     """Base of the fused products: a product `x @ w` of fixed shapes, of which ranks hold parts.
 
@@ -148,6 +169,8 @@ class FusedMatmul(Collective):
             raise TypeError(f"{name}: out_dtype {out_dtype} is not one of {', '.join(map(str, DTYPES))}")
         if self.scaled and tiling.tile[2] % 32:
             raise ValueError(f"{name}: {tiling}: a tile of {dtype} must have a depth that is a multiple of 32")
+        if tsn.world(group).device.type == "cuda":
+            check_tensor_cores(name, tiling, dtype, self.out_dtype)
         self._carried = self.out_dtype if self.scaled else dtype  # of summands
         self.tiling = tiling
         configuration = f"{configuration}, dtype={dtype}, out_dtype={self.out_dtype}, {tiling}"

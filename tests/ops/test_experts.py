@@ -14,7 +14,8 @@ from tilescale_net import ops
 from tilescale_net.kernels.moe import AllToAll
 
 EXPERTS, HIDDEN, INNER, TOP_K, TOKENS = 4, 48, 48, 2, 7
-MOE = dict(tile_rows=32, alignment=32, capacity=128)
+ROWS = 128 if ranks.gpus() else 32  # tensor cores of GPUs take rows by 128
+MOE = dict(tile_rows=ROWS, alignment=ROWS, capacity=4 * ROWS)
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 

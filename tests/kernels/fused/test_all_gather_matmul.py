@@ -12,9 +12,10 @@ from tests.kernels.support import unsettle
 from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
 from tilescale_net.kernels.fused.matmul import Tiling
 
-SMALL = Tiling(tile=(32, 32, 16), stages=2, panel=2, columns=16)
+# As small as can be: tensor cores of GPUs take rows by 128.
+SMALL = Tiling(tile=(128 if ranks.gpus() else 32, 32, 16), stages=2, panel=2, columns=16)
 SCALED = torch.float8_e4m3fn
-SMALL_SCALED = dataclasses.replace(SMALL, tile=(32, 32, 32))
+SMALL_SCALED = dataclasses.replace(SMALL, tile=(SMALL.tile[0], 32, 32))
 
 
 def whole_numbers(shape, dtype, *key) -> torch.Tensor:

@@ -16,9 +16,10 @@ from tilescale_net.kernels.fused.choice import (
     fits,
     is_fused_faster,
     is_taken,
+    of_dtype,
     senders,
 )
-from tilescale_net.kernels.fused.matmul import DEFAULT, SCALED, FusedMatmul, Tiling
+from tilescale_net.kernels.fused.matmul import DEFAULT, SCALED, FusedMatmul, Tiling, check_tensor_cores
 from tilescale_net.kernels.fused.matmul_reduce_scatter import check_ring
 
 KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -164,3 +165,27 @@ def _check_geometry_of_eight_bits(product: Product, wide: tuple[int, int, int]) 
     scales = (rows + 2 * columns) * 4
     assert 1024 + ring + results + scales + 16 <= 227 << 10  # barriers lie in the first of these
     check_ring(product.kind, tiling, SCALED)
+
+
+@pytest.mark.parametrize("dtype, out_dtype", [(torch.bfloat16, torch.bfloat16), (torch.float8_e4m3fn, torch.bfloat16)])
+def test_all_geometries_run_on_tensor_cores(dtype, out_dtype):
+    for geometry, _ in GEOMETRIES:
+        product = Product("all_gather_matmul", 2, 8192, 8192, 8192, dtype)
+        check_tensor_cores("product", of_dtype(geometry, product), dtype, out_dtype)
+
+
+@pytest.mark.parametrize(
+    "tiling, said",
+    [
+        (Tiling(tile=(32, 32, 16), stages=2, columns=16), "128 rows and of 16 columns"),
+        (Tiling(tile=(192, 32, 16), stages=2, columns=16), "128 rows and of 16 columns"),
+        (Tiling(tile=(128, 40, 16), stages=2, columns=8), "128 rows and of 16 columns"),
+        (
+            Tiling(tile=(128, 256, 128), stages=4),
+            "393216 bytes for operands of torch.bfloat16 and 32768 for what leaves",
+        ),
+    ],
+)
+def test_what_tensor_cores_do_not_take_is_refused(tiling, said):
+    with pytest.raises(ValueError, match=said):
+        check_tensor_cores("product", tiling, torch.bfloat16, torch.bfloat16)

@@ -21,7 +21,8 @@ from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.kernels.moe.wire_layout import Totals
 
 # As in docs/expert-products.md, whose kernels are these.
-MOE = dict(num_experts=8, max_tokens=40, hidden=48, top_k=3, tile_rows=32, alignment=32, capacity=256)
+ROWS = SMALL.tile[0]  # of a tile
+MOE = dict(num_experts=8, max_tokens=40, hidden=48, top_k=3, tile_rows=ROWS, alignment=ROWS, capacity=8 * ROWS)
 TUNING = Tuning(once_per_node=False)
 KINDS = ("random", "one expert", "none", "twice")
 INNER = 48  # columns, which tiles do not divide; as many as hidden, so that both products are one kernel
@@ -192,7 +193,7 @@ def _totals(counts):
     """Of a rank of two, whose experts have so many rows."""
     at = Totals(2, len(counts))
     totals = torch.zeros(at.words, dtype=torch.int32)
-    ends = torch.tensor([-(-n // 32) * 32 for n in counts]).cumsum(0)
+    ends = torch.tensor([-(-n // ROWS) * ROWS for n in counts]).cumsum(0)
     totals[at.counts : at.counts + len(counts)] = torch.tensor(counts)
     totals[at.offsets + 1 : at.offsets + 1 + len(counts)] = ends
     return totals
@@ -208,7 +209,7 @@ def fed(seed, k=MOE["hidden"], tiling=SMALL, workers=3):
         tsn.device(),
         random.Random(f"{seed} {tsn.rank()}"),
     )
-    target, words = tsn.zeros((capacity, k), torch.bfloat16), tsn.zeros((capacity // 32 + 1,), torch.uint64)
+    target, words = tsn.zeros((capacity, k), torch.bfloat16), tsn.zeros((capacity // ROWS + 1,), torch.uint64)
     source = tsn.zeros((capacity, k), torch.bfloat16)
     w = whole_numbers((len(counts), k, n), torch.bfloat16, seed).to(device)
     kernel = matmul_experts(
@@ -230,7 +231,7 @@ def fed(seed, k=MOE["hidden"], tiling=SMALL, workers=3):
     for call in range(1, 4):
         source.copy_(whole_numbers((capacity, k), torch.bfloat16, seed, call, tsn.rank()))
         unsettle(pace)
-        feed(capacity, k, "bfloat16", 32)(target, source, words, 32)
+        feed(capacity, k, "bfloat16", ROWS)(target, source, words, ROWS)
         calls.add_(1)
         out = torch.zeros((1, capacity, n), dtype=torch.bfloat16, device=device)
         none = words.view(1, -1)
@@ -256,7 +257,7 @@ def fed_combine(seed):
     c, device, rank = moe.config, moe.device, moe.rank
     y, source = (tsn.zeros((c.capacity, c.hidden), torch.bfloat16) for _ in range(2))
     words, pace = tsn.zeros((c.tiles + 1,), torch.uint64), random.Random(f"{seed} {rank}")
-    tiles = Tiles(32, words, torch.zeros(1, dtype=torch.int64, device=device), 5, moe.blocks)
+    tiles = Tiles(ROWS, words, torch.zeros(1, dtype=torch.int64, device=device), 5, moe.blocks)
     for call in range(3):
         everyone = _everyone(seed, call, c, "random")
         mine, choices = everyone[rank], [e.topk_idx for e in everyone]
@@ -264,14 +265,18 @@ def fed_combine(seed):
         products = [whole_numbers(y.shape, torch.bfloat16, seed, call, r) for r in range(c.ranks)]
         source.copy_(products[rank ^ 1])
         unsettle(pace)
-        feed(c.capacity, c.hidden, "bfloat16", 32)(y, source, words, 5)
+        feed(c.capacity, c.hidden, "bfloat16", ROWS)(y, source, words, 5)
         tiles.next_call()
-        out = moe.combine_recv(moe.combine_send(y, received.handle, tiles=tiles, blocks=2))
+        pending = moe.combine_send(y, received.handle, tiles=tiles, blocks=2)
+        if device.type == "cuda":  # the second half sends what is left, when the current stream has finished the tiles
+            torch.cuda.current_stream().synchronize()
+            tsn.barrier()
+        out = moe.combine_recv(pending)
         moe.check()
         outputs = []
         for host in range(c.ranks):
             counts = [len(rows) for rows in reference.route(choices, c.num_experts, host).order]
-            begins = [sum(-(-n // 32) * 32 for n in counts[:e]) for e in range(len(counts))]
+            begins = [sum(-(-n // ROWS) * ROWS for n in counts[:e]) for e in range(len(counts))]
             outputs.append([products[host][begin : begin + n] for begin, n in zip(begins, counts)])
         weights = [e.weights for e in everyone]
         expected = reference.combine(
@@ -289,9 +294,11 @@ def test_a_combine_waits_for_tiles():
 
 
 def _refused_when_made(moe, plain):
-    with pytest.raises(ValueError, match="tile_rows is 32; alignment, 16, must be a multiple of it"):
+    with pytest.raises(ValueError, match=f"tile_rows is {ROWS}; alignment, 16, must be a multiple of it"):
         AllToAll(**(MOE | dict(alignment=16)))
-    with pytest.raises(ValueError, match='tile_rows is 32; tiles are counted in throughput mode with layout "expert"'):
+    with pytest.raises(
+        ValueError, match=f'tile_rows is {ROWS}; tiles are counted in throughput mode with layout "expert"'
+    ):
         AllToAll(**MOE, layout="rank")
     with pytest.raises(ValueError, match="tile_rows is 0; it must be a whole number of 1 or more"):
         AllToAll(**(MOE | dict(tile_rows=0)))
@@ -326,7 +333,7 @@ def _refused_calls(moe, plain, up, choices, w):
         narrow.combined(received.x, w, received.handle)
     with pytest.raises(TypeError, match="tiles must be Tiles, not int"):
         moe.combine_send(h, received.handle, tiles=3)
-    text = "tiles are 8 of 16 rows, begun by 4 blocks; those of this object are 8 of 32 rows"
+    text = f"tiles are 8 of 16 rows, begun by 4 blocks; those of this object are 8 of {ROWS} rows"
     with pytest.raises(ValueError, match=text):
         moe.combine_send(h, received.handle, tiles=Tiles(16, up._finished.words, up._finished.calls, 1, 4))
     with pytest.raises(TypeError, match="handle must be the handle of a dispatch, not NoneType"):

@@ -25,8 +25,9 @@ def _calls(options: dict, least: int) -> None:
         wanted = op.combine(received.x, received.handle)
         rows, counts = received.x.clone(), received.counts.clone()
         if turn == 2:  # a refused call counts for all blocks
-            with raises(ValueError, "blocks is 9; .* from" if rank == 1 else "rank 1 .* wrong blocks"):
-                op.dispatch(*given, **(dict(blocks=9) if rank == 1 else few))
+            many = op.blocks + 1
+            with raises(ValueError, f"blocks is {many}; .* from" if rank == 1 else "rank 1 .* wrong blocks"):
+                op.dispatch(*given, **(dict(blocks=many) if rank == 1 else few))
                 op.check()
         if turn == 3:
             received = op.dispatch_recv(op.dispatch_send(*given, **few))

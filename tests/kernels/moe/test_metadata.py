@@ -96,8 +96,9 @@ def _by_expert(op, everyone) -> None:
     assert torch.equal(op.combine(received.x[:rows].clone(), received.handle), plain)
     exact = op.combine(received.x.clone(), received.handle, bias=[bias, -bias])
     assert torch.equal(exact, plain)
+    x = everyone[op.rank].x.to(op.device)
     with pytest.raises(ValueError, match="mask"):
-        op.dispatch(everyone[op.rank].x, mask=torch.ones((len(everyone[op.rank].x), tsn.size()), dtype=torch.bool))
+        op.dispatch(x, mask=torch.ones((len(x), tsn.size()), dtype=torch.bool, device=op.device))
 
 
 def _latency(op, everyone) -> None:
