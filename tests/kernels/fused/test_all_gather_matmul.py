@@ -12,10 +12,10 @@ from tests.kernels.support import unsettle
 from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
 from tilescale_net.kernels.fused.matmul import Tiling
 
-# As small as can be: tensor cores of GPUs take rows by 128.
-SMALL = Tiling(tile=(128 if ranks.gpus() else 32, 32, 16), stages=2, panel=2, columns=16)
+# As small as can be: tensor cores of GPUs take rows by 128, and summands of so many rows need depth and columns.
+SMALL = Tiling(tile=(128, 64, 64) if ranks.gpus() else (32, 32, 16), stages=2, panel=2, columns=16)
 SCALED = torch.float8_e4m3fn
-SMALL_SCALED = dataclasses.replace(SMALL, tile=(SMALL.tile[0], 32, 32))
+SMALL_SCALED = dataclasses.replace(SMALL, tile=(*SMALL.tile[:2], 2 * SMALL.tile[2]))
 
 
 def whole_numbers(shape, dtype, *key) -> torch.Tensor:
@@ -71,7 +71,7 @@ def _refusals(op, x, w, x_scales, w_scales):
     with pytest.raises(TypeError, match="out_dtype torch.float32 is not one of torch.bfloat16, torch.float16"):
         AllGatherMatmul(len(x), k, n, dtype=SCALED, out_dtype=torch.float32)
     with pytest.raises(ValueError, match="must have a depth that is a multiple of 32"):
-        AllGatherMatmul(len(x), k, n, dtype=SCALED, tiling=SMALL)
+        AllGatherMatmul(len(x), k, n, dtype=SCALED, tiling=dataclasses.replace(SMALL, tile=(*SMALL.tile[:2], 16)))
     with pytest.raises(ValueError, match="k is 40; it must be a multiple of 16 for torch.float8_e4m3fn"):
         AllGatherMatmul(len(x), 40, n, dtype=SCALED)
 

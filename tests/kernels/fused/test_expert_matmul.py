@@ -375,14 +375,15 @@ def _misuse():
         down.combined(h, w_down, received.handle, **(dict(out=h[:3]) if moe.rank else {}))
         moe.check()
     everything_works("after a combine with a wrong out")
-    crowded = torch.arange(3, device=device).expand(40, 3).contiguous()
-    with pytest.raises(tsn.HeapError, match="capacity is 256"):
-        x = torch.ones((40, 48), dtype=torch.bfloat16, device=device)
-        pending = moe.dispatch_send(x, crowded)
-        up.arriving(pending, w_up)
-        moe.dispatch_recv(pending)
-        moe.check()
-    everything_works("after a dispatch that had no room")
+    if ROWS == 32:  # of tiles of 128 rows, which GPUs take, as many as there are experts hold any 80 tokens
+        crowded = torch.arange(3, device=device).expand(40, 3).contiguous()
+        with pytest.raises(tsn.HeapError, match="capacity is 256"):
+            x = torch.ones((40, 48), dtype=torch.bfloat16, device=device)
+            pending = moe.dispatch_send(x, crowded)
+            up.arriving(pending, w_up)
+            moe.dispatch_recv(pending)
+            moe.check()
+        everything_works("after a dispatch that had no room")
     for thing in (up, down, moe, plain):
         thing.free()
 
