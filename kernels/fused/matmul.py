@@ -148,7 +148,7 @@ class FusedMatmul(Collective):
     bfloat16.
 
     Attributes:
-        memory: the symmetric buffers by name, for whoever measures a call with peers that are not there.
+        memory: the symmetric buffers by name, for measurements of a call without its peers.
     """
 
     memory: dict[str, torch.Tensor]

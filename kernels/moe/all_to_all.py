@@ -102,7 +102,7 @@ class AllToAll(Participant):
             capacity=capacity, combine_dtype=combine_dtype, quantize_combine=quantize_combine, zero_copy=zero_copy,
             scale_words=scale_words, expert_capacity=expert_capacity, drop=drop, tile_rows=tile_rows, column_scales=column_scales,
         )  # fmt: skip
-        tuned.of(world, "AllToAll")  # all ranks meet here the first time, whatever they were given
+        tuned.of(world, "AllToAll")  # all ranks meet here the first time, with any arguments
         self.tuning = tuning = (tuning or chosen(config, world)).resolved(config, world.device)
         if active is not None:
             active = self.checked_list(active, world.size)
@@ -370,7 +370,7 @@ class AllToAll(Participant):
         self, call: str, y, handle, out, weighted, weights, bias, blocks, values: tuple = (), phase: Phase = Phase.WHOLE,
         tiles: Tiles | None = None, waited=None,
     ) -> Pending:  # fmt: skip
-        """Check and launch; `values` holds the one of combine_values, whatever it is."""
+        """Check and launch; `values` holds the argument of combine_values, of any kind."""
         checks, pair = self._checks, None
         try:
             checks.handle(handle, self.membership, self._machine.pending.get("dispatch"))

@@ -18,7 +18,7 @@ Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class RoutingPlan:
-    """Which row goes where, in throughput mode; ordinary device memory, as long as somebody holds it.
+    """Which row goes where, in throughput mode; ordinary device memory, as long as it is referenced.
 
     The fields are called as the parameters of the kernels.
 

@@ -68,7 +68,7 @@ class Mode(ABC):
         return {name.removeprefix(start): t for name, t in self._symmetric.items() if name.startswith(start)}
 
     def reset(self) -> None:
-        """As after construction, whatever calls were given up in the middle; all kernels have ended."""
+        """As after construction, also after calls that were given up in the middle; all kernels have ended."""
         for tensor in self._symmetric.values():
             if tensor.dtype == torch.uint64:
                 tensor.view(torch.uint8).zero_()

@@ -31,7 +31,7 @@ def _rows(config: Config, at: Nodes) -> dict[str, tuple[int, int, torch.dtype]]:
     payload = FP8 if c.quantize_combine else c.combine_dtype
     arrival = shared_rows(c, proxied=False)["dispatch.arrival"][1]
     back, kept = most_sent(at.origins, M, c.top_k), rows_received(c)
-    # Rows that nobody quantises lie behind the slots, see `_rows_of`.
+    # Rows that are not quantised lie behind the slots, see `_rows_of`.
     behind, apart = (0, kept) if c.quantize_combine else (kept, 1)
     return {
         "dispatch.arrival": (arrival, c.row_words, torch.int32),

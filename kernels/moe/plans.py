@@ -1,4 +1,4 @@
-"""Plans that are used again once nobody holds them, so that a dispatch neither allocates nor converts their tensors."""
+"""Plans that are used again once no caller holds them, so that a dispatch neither allocates nor converts their tensors."""
 
 import copy
 import weakref
@@ -30,7 +30,7 @@ class _Tensors:
         self.renew()
 
     def take(self, name: str) -> torch.Tensor:
-        """A tensor that somebody may keep."""
+        """A tensor that the caller may keep."""
         self._taken.append(name)
         return self._tensors[name]
 
@@ -56,7 +56,7 @@ class _Kept:
         self.__dict__.update(tokens=tokens, _of=tensors)
 
     def __copy__(self):
-        return self  # nothing of it changes, and whoever holds it keeps the tensors from being used again
+        return self  # nothing of it changes, and a reference to it keeps the tensors from being used again
 
     def __deepcopy__(self, memo: dict):
         return self._apart(clone=True)
@@ -113,7 +113,7 @@ class Plans:
         self._kept: dict[Hashable, list[tuple[_Tensors, weakref.ref]]] = {}
 
     def next(self, tokens: int):
-        """A plan for so many tokens, that nobody else holds."""
+        """A plan for so many tokens, without another holder."""
         stream = self.stream = self._stream_now()
         if stream is None:
             return self._make(tokens, _Tensors(self._shapes, self._device))

@@ -1,7 +1,7 @@
 """What a rank launches in the place of a call that its host refuses: the others end theirs and report the fault.
 
 A rank that found an argument wrong cannot compute what the others expect from it. It signals that all rows are there,
-whatever they hold, takes part in what begins and ends the call, and counts it. No row of this rank is sent.
+with any content, takes part in what begins and ends the call, and counts it. No row of this rank is sent.
 """
 
 import tilelang.language as T

@@ -1,4 +1,4 @@
-"""The steps of the routing plan that count choices and number them, in the order of tokens whatever the timing.
+"""The steps of the routing plan that count choices and number them, in the order of tokens at any timing.
 
 A choice's number is the sum of four: how many of its bin (an expert, or "some choice at rank r") come before it in the part of
 its warp, in the parts of the warps before, in the blocks before, and where the bin begins. The first is found when the choices

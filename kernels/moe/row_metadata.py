@@ -12,7 +12,7 @@ from tilescale_net.kernels.moe.wire_layout import Totals
 class Metadata:
     """Of the rows that a rank has received; what stands for no row is -1, or 0 for weights. Nothing waits for the GPU.
 
-    Throughput mode: of the rows of layout "rank", whatever the layout of the object; `rows` is ranks * max_tokens.
+    Throughput mode: of the rows of layout "rank", in objects of any layout; `rows` is ranks * max_tokens.
 
     Attributes:
         source_counts: [local experts, ranks] rows of each expert from each rank (int32).
