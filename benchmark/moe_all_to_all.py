@@ -269,7 +269,7 @@ class Results:
     def add(
         self, case: dict, system: str, operation: str, nbytes: int, rows, kernel, whole, fabric=0.0, bare=()
     ) -> None:
-        """Collective. `case`: key columns; nbytes: of a row of traffic; rows: `moe_data.Traffic`; then the samples.
+        """Collective. `case`: key columns; nbytes: of a row of traffic; rows: `Traffic`; then the samples.
 
         fabric: bytes per token on the network; bare: samples of bare writers that move as many.
         """
@@ -277,14 +277,14 @@ class Results:
         late, _ = across_ranks(kernel, lambda samples: percentile(samples, 99))
         called, _ = across_ranks(whole)
         limit = across_ranks(bare)[0] if bare else None
-        far = sum(gather(rows.far)) / (case["tokens"] * world_size())
+        proxied = sum(gather(rows.proxied)) / (case["tokens"] * world_size())
         if not is_rank_zero():
             return
         values = {"kernel": middle, "p99": late, "kernel_max": slowest, "whole": called if self._on_gpu else None}
         rates = {"logical": rows.rows * nbytes / middle / 1e3, "remote": rows.remote * nbytes / middle / 1e3}
         row = {**case, "operation": operation, "system": system, **values, **rates}
         if self._over_nodes and system in WAYS:
-            row |= {"fabric": fabric, "per_rank": far * nbytes}
+            row |= {"fabric": fabric, "per_rank": proxied * nbytes}
             row |= {"bare": limit, "of_bare": 100 * limit / middle} if limit else {}
         self._table.add(row, {"kernel": kernel, "whole": whole})
 
@@ -298,8 +298,8 @@ def run(args, mode: str, dtype: str, tokens: int, timer: DeviceTimer, results: R
     fp8 = dtype == "fp8"
     shape = (tokens, args.hidden, args.experts, args.topk, fp8, 7, tsn.device())
     everyone = [make(r, *shape) for r in range(tsn.size())]
-    far = [not tsn.world().topology.is_direct(r) for r in range(tsn.size())]
-    rows = traffic([e.topk_idx for e in everyone], args.experts, tsn.rank(), far)
+    proxied = [not tsn.world().topology.is_direct(r) for r in range(tsn.size())]
+    rows = traffic([e.topk_idx for e in everyone], args.experts, tsn.rank(), proxied)
     there, back = row_bytes(args.hidden, fp8), row_bytes(args.hidden, args.quantize_combine)
     nbytes = {"combine": back, "dispatch + combine": there + back}
     limit = BareWriterPair() if tsn.world().proxy is not None else None

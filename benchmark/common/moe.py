@@ -38,19 +38,19 @@ class Traffic:
     """Rows (one per token and rank) that a rank receives in dispatch and sends in combine.
 
     Attributes:
-        rows: all; remote: from other ranks; far: from other nodes.
+        rows: all; remote: from other ranks; proxied: from other nodes.
     """
 
     rows: int
     remote: int
-    far: int
+    proxied: int
 
 
-def traffic(indices: list[torch.Tensor], experts: int, rank: int, far: list[bool]) -> Traffic:
-    """Count them from all ranks' choices. `far`: which ranks are on other nodes."""
+def traffic(indices: list[torch.Tensor], experts: int, rank: int, proxied: list[bool]) -> Traffic:
+    """Count them from all ranks' choices. `proxied`: which ranks are on other nodes."""
     local = experts // len(indices)
     here = [int((idx // local == rank).any(1).sum()) for idx in indices]
-    return Traffic(sum(here), sum(here) - here[rank], sum(n for n, other in zip(here, far) if other))
+    return Traffic(sum(here), sum(here) - here[rank], sum(n for n, other in zip(here, proxied) if other))
 
 
 def row_bytes(hidden: int, fp8: bool) -> int:

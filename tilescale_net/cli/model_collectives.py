@@ -66,19 +66,19 @@ def sent(operation: str, nbytes: int, nodes: int, gpus: int, way: str) -> tuple[
 
 def expect(operation: str, nbytes: int, nodes: int, gpus: int, way: str, network: Network, nvlink: float) -> Expected:
     """One of COLLECTIVES; `nvlink`: GB/s one way of the hardware, for the bound."""
-    kernel, (near, far) = COLLECTIVES[operation], sent(operation, nbytes, nodes, gpus, way)
-    wire = far * 8 / network.gbps / 1e3 * (1 if network.both_ways else 2)
+    kernel, (direct, proxied) = COLLECTIVES[operation], sent(operation, nbytes, nodes, gpus, way)
+    wire = proxied * 8 / network.gbps / 1e3 * (1 if network.both_ways else 2)
     remote = 0.0
-    if far:
+    if proxied:
         hop = HOP_US if way == "once per node" and gpus > 1 else 0.0
-        remote = kernel.steps * (network.latency + hop) + max(wire, far / PIECE * network.message)
-    times = {"NVLink": near / kernel.rate / 1e3, "network": remote}
+        remote = kernel.steps * (network.latency + hop) + max(wire, proxied / PIECE * network.message)
+    times = {"NVLink": direct / kernel.rate / 1e3, "network": remote}
     limit = max(times, key=lambda link: times[link])
     expected = kernel.fixed + times[limit]
     if operation == "all_reduce" and nodes == 1:
         at_once = SMALL_ALL_REDUCE.fixed + nbytes * (gpus - 1) / SMALL_ALL_REDUCE.rate / 1e3
         expected = min(expected, at_once)
-    return Expected(operation, nbytes, way, near, far, max(near / nvlink / 1e3, wire), expected, limit)
+    return Expected(operation, nbytes, way, direct, proxied, max(direct / nvlink / 1e3, wire), expected, limit)
 
 
 def expectations(nbytes: int, nodes: int, gpus: int, network: Network, nvlink: float) -> list[Expected]:
