@@ -370,6 +370,7 @@ def _misuse():
             pending = moe.dispatch_send(*choices)
             up.arriving(pending, w_up)
             moe.dispatch_recv(pending)
+            moe.check()
     everything_works("after a dispatch with a wrong x")
     with pytest.raises(ValueError, match="out"):
         down.combined(h, w_down, received.handle, **(dict(out=h[:3]) if moe.rank else {}))
