@@ -245,7 +245,11 @@ class Collective:
         Raises:
             RankMismatch: another rank made another call; names both.
         """
-        self._world.synchronize()
+        try:
+            self._world.synchronize()
+        except tsn.TileScaleError:
+            self._raise_mismatch()  # explains a wait that did not end, see `_explained`
+            raise
         self._raise_mismatch()
         self._world.check()
 

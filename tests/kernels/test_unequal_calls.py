@@ -15,10 +15,17 @@ from tilescale_net.kernels.broadcast import Broadcast
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 
 
-def _message(function) -> str | None:
+def _ended(op, call) -> None:
+    """Make a call of `op`. On a GPU its kernel runs on behind it, and `check` raises what the kernel finds."""
+    call()
+    if tsn.device().type == "cuda":
+        op.check()
+
+
+def _message(op, call) -> str | None:
     """The text of the RankMismatch that a call raises."""
     try:
-        function()
+        _ended(op, call)
     except tsn.RankMismatch as error:
         return str(error)
     return None
@@ -47,9 +54,9 @@ def _gather():
     for out in outs:
         out.zero_()
     tsn.barrier()
-    said = [_message(lambda: op(outs[rank > 0], x))]
+    said = [_message(op, lambda: op(outs[rank > 0], x))]
     moved = [out[:, 0].tolist() for out in outs]
-    said.append(_message(lambda: op(small, x[:3]) if rank == 2 else op(outs[0], x)))
+    said.append(_message(op, lambda: op(small, x[:3]) if rank == 2 else op(outs[0], x)))
     op(outs[0], x)  # the object still works
     tsn.synchronize()
     places = [out.data_ptr() - tsn.world().heap.base for out in outs]
@@ -88,17 +95,17 @@ def _exchange():
         op(narrow(out), narrow(x), even, even)
         out.zero_()
     tsn.barrier()
-    said = [_message(lambda: op(outs[rank > 0], x))]
+    said = [_message(op, lambda: op(outs[rank > 0], x))]
     moved = [out[:, 0].tolist() for out in outs]
     for out in outs:
         out.zero_()
     tsn.barrier()
-    said.append(_message(lambda: op(outs[0], x, even, even) if rank == 0 else op(outs[0], x)))
+    said.append(_message(op, lambda: op(outs[0], x, even, even) if rank == 0 else op(outs[0], x)))
     moved.append(outs[0][:, 0].tolist())
     outs[0].zero_()
     tsn.barrier()
     said.append(
-        _message(lambda: op(outs[0], x, even, even) if rank == 0 else op(narrow(outs[0]), narrow(x), even, even))
+        _message(op, lambda: op(outs[0], x, even, even) if rank == 0 else op(narrow(outs[0]), narrow(x), even, even))
     )
     op(outs[0], x)
     tsn.synchronize()
@@ -119,18 +126,21 @@ def test_all_to_all():
 
 
 def _reduce(rows):
-    rank, n = tsn.rank(), tsn.size()
+    rank, n, device = tsn.rank(), tsn.size(), tsn.device()
     op = ReduceScatter(threads=32, blocks=1, slots=2, chunk_bytes=256)
     for size in (*rows, rows[rank]):
-        said = _message(lambda: op(torch.zeros(size), torch.zeros(n, size)))
+        out, x = torch.zeros(size, device=device), torch.zeros((n, size), device=device)
+        said = _message(op, lambda: op(out, x))
     assert said is not None, "the call went through"
-    op(torch.zeros(size), torch.zeros(n, size))  # raises it again
+    op(out, x)  # raises it again
 
 
 @pytest.mark.parametrize("rows", [(64, 63), (64, 1000)], ids=["as many chunks", "more chunks"])
 def test_reduce_scatter(rows):
     """Where numbers of chunks differ the call cannot end by itself; the mismatch is said in the place of the timeout."""
-    for outcome in ranks.launch(2, _reduce, rows, env={"TSN_TIMEOUT": "3"}):
+    # What a rank compiles for a GPU the other one waits for in its kernel.
+    timeout = "20" if ranks.gpus() else "3"
+    for outcome in ranks.launch(2, _reduce, rows, env={"TSN_TIMEOUT": timeout}):
         assert outcome.error is not None and outcome.error[0] == "RankMismatch", outcome
         mine, theirs = ([f"[{rows[r]}]"] for r in (outcome.rank, 1 - outcome.rank))
         assert _says(outcome.error[1], mine, theirs), outcome
@@ -148,7 +158,7 @@ def _sum():
     for x in tensors:
         x.fill_(7)
     tsn.barrier()
-    said.append(_message(lambda: reduce(tensors[rank])))
+    said.append(_message(reduce, lambda: reduce(tensors[rank])))
     untouched = [x.unique().tolist() for x in tensors]
     scatter = ReduceScatter(threads=64, blocks=2, algorithm="pull")
     inputs, out = [tsn.zeros((2, 4096), torch.float32) for _ in range(2)], tsn.zeros(4096)
@@ -156,18 +166,18 @@ def _sum():
         scatter(out, x)
     out.fill_(7)
     tsn.barrier()
-    said.append(_message(lambda: scatter(out, inputs[rank])))
+    said.append(_message(scatter, lambda: scatter(out, inputs[rank])))
     untouched.append(out.unique().tolist())
     gather = AllGather(threads=64, blocks=2, stores_from=16)
     outs = [tsn.zeros((2, 1024)) for _ in range(2)]
-    x = torch.full((1024,), rank + 1.0)
+    x = torch.full((1024,), rank + 1.0, device=tsn.device())
     for o in outs:
         gather(o, x)
     tsn.barrier()
     for o in outs:
         o.fill_(7)
     tsn.barrier()
-    said.append(_message(lambda: gather(outs[rank], x)))
+    said.append(_message(gather, lambda: gather(outs[rank], x)))
     untouched.append(outs[rank][1 - rank].unique().tolist())
     return said, untouched
 
@@ -183,23 +193,24 @@ def _one_exchange():
     rank, geometry = tsn.rank(), dict(threads=64, blocks=2)
     x = [tsn.zeros(64, torch.bfloat16) for _ in range(2)]
     out = [tsn.zeros((8, 4), torch.bfloat16) for _ in range(2)]
+    part = torch.ones((4, 8), dtype=torch.bfloat16, device=tsn.device())
     broadcast, cut = Broadcast(**geometry), AllToAllTransposed(**geometry)
     one_shot, packets = (AllReduce(**geometry, algorithm=name) for name in ("one_shot", "packets"))
     calls = (
-        lambda other: broadcast(x[other]),
-        lambda other: broadcast(x[0], root=other),
-        lambda other: cut(out[other], torch.ones((4, 8), dtype=torch.bfloat16), cut=1, join=0),
-        lambda other: one_shot(x[other][: 64 - other]),
-        lambda other: packets(x[other][: 64 - other]),
+        (broadcast, lambda other: broadcast(x[other])),
+        (broadcast, lambda other: broadcast(x[0], root=other)),
+        (cut, lambda other: cut(out[other], part, cut=1, join=0)),
+        (one_shot, lambda other: one_shot(x[other][: 64 - other])),
+        (packets, lambda other: packets(x[other][: 64 - other])),
     )
     said = []
-    for call in calls:
+    for op, call in calls:
         for other in (0, 1):
             call(other)
         for tensor in (*x, *out):
             tensor.fill_(rank + 7)
         tsn.barrier()
-        said.append(_message(lambda: call(rank)))
+        said.append(_message(op, lambda: call(rank)))
         left = all(bool((tensor == rank + 7).all()) for tensor in (*x, *out))
         tsn.barrier()
         call(0)
@@ -218,17 +229,23 @@ def _waits(case):
     rank, n = tsn.rank(), tsn.size()
     gather, scatter = AllGather(threads=32, blocks=2), ReduceScatter(threads=64, blocks=2)
     outs = [tsn.zeros((n, count), torch.int32) for count in (500, 3)]
-    x, out = tsn.zeros((2, 4096)), torch.zeros(4096)
+    parts = [torch.zeros(out.shape[1], dtype=torch.int32, device=tsn.device()) for out in outs]
+    x, out = tsn.zeros((2, 4096)), torch.zeros(4096, device=tsn.device())
     calls = {
-        "new shape": lambda other: gather(outs[other], torch.zeros(outs[other].shape[1], dtype=torch.int32)),
-        "pull and push": lambda other: scatter(out, x.clone() if other else x),
-        "free": lambda other: gather.free() if other else gather(outs[0], torch.zeros(500, dtype=torch.int32)),
+        "new shape": (gather, lambda other: gather(outs[other], parts[other])),
+        "pull and push": (scatter, lambda other: scatter(out, x.clone() if other else x)),
+        "free": (gather, lambda other: gather.free() if other else gather(outs[0], parts[0])),
     }
-    calls[case](0)
+    op, call = calls[case]
+    call(0)
     if case == "pull and push":
-        calls[case](1)
+        call(1)
     tsn.barrier()
-    calls[case](rank)
+    begin = time.monotonic()  # kernels are compiled by now, which takes long on a GPU
+    try:
+        _ended(op, lambda: call(rank))
+    finally:
+        assert time.monotonic() - begin < 30, "this rank has waited for its timeout"
 
 
 @pytest.mark.parametrize(
@@ -236,18 +253,16 @@ def _waits(case):
     [("new shape", ("[500]", "[3]")), ("pull and push", ("offsets", "copied")), ("free", ("[500]", "free()"))],
 )
 def test_ranks_that_wait_for_each_other(case, words):
-    begin = time.monotonic()
     for outcome in ranks.launch(2, _waits, case):
         assert outcome.error is not None and outcome.error[0] == "RankMismatch", outcome
         assert all(word in outcome.error[1] for word in words), outcome
-    assert time.monotonic() - begin < 30, "ranks have waited for their timeout"
 
 
 def _places():
     """Views of a symmetric tensor that begin elsewhere on every rank, some of them new: sums are right all the same."""
     rank, reduce = tsn.rank(), AllReduce(threads=64, blocks=2)
     scatter = ReduceScatter(threads=64, blocks=2)
-    pool, x, room = tsn.zeros(1024), tsn.zeros((2, 64)), torch.zeros(65)
+    pool, x, room = tsn.zeros(1024), tsn.zeros((2, 64)), torch.zeros(65, device=tsn.device())
     found = []
     for first in (0, 64 * rank, 128, 64):
         part = pool[first : first + 64].fill_(rank + 1)
