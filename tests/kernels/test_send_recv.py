@@ -104,9 +104,10 @@ def _gradients() -> None:
         for y in reversed(received):
             (y @ second).sum().backward()
     whole = torch.cat(parts)
-    wanted = (
-        whole.t() @ torch.full((8, 4), 12.0) if rank == 0 else (whole @ torch.full((4, 4), 2.0)).t() @ torch.ones(8, 4)
-    )
+    if rank == 0:
+        wanted = whole.t() @ torch.full((8, 4), 12.0, device=device)
+    else:
+        wanted = (whole @ torch.full((4, 4), 2.0, device=device)).t() @ torch.ones((8, 4), device=device)
     assert torch.equal((first if rank == 0 else second).grad, wanted)
     assert (second if rank == 0 else first).grad is None
     torch.set_default_dtype(torch.bfloat16)
