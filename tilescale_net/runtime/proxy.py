@@ -138,6 +138,13 @@ class RunningProxy:
         """Whether data go through pinned host memory, because the network does not reach the heap."""
         return self.properties["staged"]
 
+    @property
+    def holds_up_launches(self) -> bool:
+        """Whether a launch on the current stream returns when all kernels of the device have ended; see
+        `CudaKernel._supervised`.
+        """
+        return self.staged and torch.cuda.current_stream() == torch.cuda.default_stream()
+
     def drain(self) -> None:
         """Wait until everything that kernels have sent is at its target, while the peers are served on.
 
