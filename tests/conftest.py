@@ -17,6 +17,7 @@ os.environ.setdefault("TSN_SIM_CXXFLAGS", "-Og")
 
 def pytest_addoption(parser):
     group = parser.getgroup("tilescale_net")
+    group.addoption("--thorough", action="store_true", help="all variants of all tests, as where tests are named")
     group.addoption("--allow-skips", metavar="REGEX", help="fail when a test is skipped for any other reason")
     group.addoption("--outcomes", metavar="FILE", help="add what became of each test; leave out what passed before")
     group.addoption("--list-lacking", metavar="FILE", help="append the tests that the machine lacked something for")
@@ -27,11 +28,29 @@ def pytest_configure(config):
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     outcomes.configure(config)
+    if not hasattr(config, "workerinput"):  # workers have the option from the process that was given the paths
+        config.option.thorough |= config.args_source is pytest.Config.ArgsSource.ARGS
+
+
+def _sample(items: list) -> list:
+    """What the whole suite leaves to a thorough run: all but n variants of each test marked `sample(n)`, from first to last."""
+    variants = {}
+    for item in items:
+        if (mark := item.get_closest_marker("sample")) and not item.get_closest_marker("nightly"):
+            variants.setdefault((item.path, item.originalname, mark.args[0]), []).append(item)
+    left = []
+    for (_, _, n), found in variants.items():
+        kept = {round(i * (len(found) - 1) / max(1, n - 1)) for i in range(n)}
+        left += [item for index, item in enumerate(found) if index not in kept]
+    return left
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Tests that may take long begin first: at the end, all processors have something to do."""
+    if not config.option.thorough and (left := set(_sample(items))):
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=list(left))
     items.sort(key=lambda item: -(mark.args[0] if (mark := item.get_closest_marker("timeout")) else 0))
 
 

@@ -19,6 +19,7 @@ QUICK = ("--threads", "64", "--repeat", "1", "--warmup", "0")
         ("reduce_scatter", ["--dtype", "float32"], {}),
     ],
 )
+@pytest.mark.sample(2)
 def test_runs(tmp_path, name, arguments, env):
     path = tmp_path / "run.json"
     done = launch(f"{name}.py", *QUICK, "--sizes", "16K,64K", *arguments, "--json", str(path), **env)
@@ -69,6 +70,7 @@ def _wrong(name):
 
 
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all", "uneven", "reduce_scatter"])
+@pytest.mark.sample(2)
 def test_wrong_data_is_found(name):
     for outcome in ranks.launch(2, _wrong, name):
         assert outcome.error is not None and outcome.error[0] == "WrongData", outcome

@@ -54,6 +54,7 @@ def test_geometries_and_baseline(tmp_path):
     assert "NVSHMEM" not in second.stdout.replace("--no-nvshmem", "")
 
 
+@pytest.mark.sample(0)
 def test_nodes_that_only_talk_through_the_fabric():
     done = launch("unrolledcp_p2p.py", "--sizes", "1,20K", "--repeat", "1", VIRTUAL_NODES="2")
     assert done.returncode == 0, done.stderr
@@ -70,6 +71,7 @@ def test_start_up(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["all_gather_matmul.py", "matmul_reduce_scatter.py", "matmul_all_reduce.py"])
+@pytest.mark.sample(1)
 def test_fused_products(tmp_path, name):
     path = tmp_path / "run.json"
     shape = ["--m", "72", "--k", "40", "--n", "48", "--blocks", "2", "--warmup", "0", "--repeat", "1"]

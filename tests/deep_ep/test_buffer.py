@@ -268,6 +268,7 @@ def _program(which: str) -> None:
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("which", ["high throughput", "low latency"])
+@pytest.mark.sample(1)
 def test_buffer(which, nodes):
     # The heap is too small for most of what comes; it grows, or cannot and others join it.
     env = {

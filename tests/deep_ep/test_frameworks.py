@@ -141,6 +141,7 @@ def _program() -> None:
 
 @pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.nightly), 2])
 @pytest.mark.timeout(600)
+@pytest.mark.sample(0)
 def test_frameworks(nodes):
     env = {"VIRTUAL_NODES": str(nodes), "TSN_HEAP_SIZE": "96M"}
     ranks.run(4, _program, init=False, env=env, timeout=560)

@@ -14,6 +14,7 @@ DEVICES = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sanitizer,seeds", [("", "60"), ("address", "12")])
+@pytest.mark.sample(2)
 def test_everything_arrives_once_and_intact(device, sanitizer, seeds):
     out = run(programs.device_test(sanitizer), str(programs.fake_device()), seeds, env={"FAKE_FABRIC": device})
     assert out == "good\n"

@@ -26,6 +26,7 @@ COUNTS = [0, 1, 2, 3, 15, 16, 17, 31, 33, 127, 128, 129, 1000, 1024, 4097]
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=NAMES)
+@pytest.mark.sample(2)
 def test_sizes_around_units(pool, configuration):
     pace = random.Random(str(configuration))
     seed = random.randrange(1 << 30)
@@ -49,6 +50,7 @@ def test_sizes_around_units(pool, configuration):
     ),
     visibility=st.sampled_from(["eager", "late", "random"]),
 )
+@pytest.mark.sample(2)
 def test_any_copy(pool, configuration, cases, visibility):
     pool(example, configuration, cases, visibility)
 

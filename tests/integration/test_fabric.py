@@ -36,6 +36,7 @@ def pool(request):
     count=st.one_of(st.integers(0, 300), st.integers(0, CAPACITY - SLACK)),
     seed=st.integers(0, 1 << 30),
 )
+@pytest.mark.sample(1)
 def test_any_copy(pool, way, first_dst, first_src, count, seed):
     pool(example, CONFIGURATION, [(way, first_dst, first_src, count, seed)], "random")
 

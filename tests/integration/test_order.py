@@ -22,6 +22,7 @@ on_simulator = pytest.mark.skipif(settings.device_kind() == "cuda", reason="the 
 
 @pytest.mark.parametrize("visibility", ["eager", "late", "random"])
 @pytest.mark.parametrize("order", ["fence", "fence one", "quiet", "put_signal"])
+@pytest.mark.sample(6)
 def test_data_comes_before_its_signal(pool, order, visibility):
     for seed in SEEDS:
         assert pool(pass_message, order, True, seed, visibility) == [0, 0], seed
@@ -76,6 +77,7 @@ def test_source_written_too_early_shows(pool, visibility):
         for crowd in (False, True)
     ],
 )
+@pytest.mark.sample(2)
 def test_what_was_just_written_is_sent(pool, engine, threads, order, crowd):
     turns, blocks = (1000, 60) if settings.device_kind() == "cuda" else (3, 1)
     assert pool(write_and_send, engine, threads, turns, order, blocks if crowd else 0) == [0, 0]

@@ -54,11 +54,13 @@ def _gather(seed, cases, options, calls=2):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.sample(2)
 def test_equals_stacked_parts(size):
     ranks.run(size, _gather, random.randrange(1 << 30), CASES, dict(threads=64, blocks=3))
 
 
 @pytest.mark.parametrize("visibility", ["eager", "late", "random"])
+@pytest.mark.sample(1)
 def test_any_schedule(visibility):
     seed = random.randrange(1 << 30)
     env = {"TSN_SIM_SEED": str(seed), "TSN_SIM_VISIBILITY": visibility}

@@ -45,6 +45,7 @@ def _equal(seed, cases, options, calls=2):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.sample(2)
 def test_equal_splits(size):
     ranks.run(size, _equal, random.randrange(1 << 30), EQUAL, dict(threads=64, blocks=3))
 
@@ -99,11 +100,13 @@ def _uneven_rows(seed):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.sample(1)
 def test_uneven_splits(size):
     ranks.run(size, _uneven_rows, random.randrange(1 << 30), timeout=240)
 
 
 @pytest.mark.parametrize("visibility", ["eager", "late", "random"])
+@pytest.mark.sample(1)
 def test_any_schedule(visibility):
     seed = random.randrange(1 << 30)
     env = {"TSN_SIM_SEED": str(seed), "TSN_SIM_VISIBILITY": visibility}

@@ -32,5 +32,6 @@ def _both(seed):
 
 
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.sample(1)
 def test_stores(size):
     ranks.run(size, _both, random.randrange(1 << 30), env={"TSN_SIM_VISIBILITY": "random"}, timeout=400)

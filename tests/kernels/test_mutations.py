@@ -37,6 +37,7 @@ def _attempt(path: str | None, file: str, module: str, test: str, seed: int) -> 
 
 
 @pytest.mark.parametrize("module, test", sorted({(module, mutant.test) for module, mutant in MUTANTS.values()}))
+@pytest.mark.sample(2)
 def test_the_originals_pass(module, test):
     assert _attempt(None, "", module, test, random.randrange(1 << 20)) is None
 
@@ -44,6 +45,7 @@ def test_the_originals_pass(module, test):
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.nightly if mutant.nightly else []) for n, (_, mutant) in MUTANTS.items()]
 )
+@pytest.mark.sample(2)
 def test_mutants_fail(name, tmp_path):
     module, mutant = MUTANTS[name]
     text = (FOLDER / f"{mutant.file}.py").read_text()

@@ -24,6 +24,7 @@ def _everything(seed: int) -> None:
 
 
 @pytest.mark.parametrize("size, nodes", [(2, 2), (4, 2)])
+@pytest.mark.sample(1)
 def test_nodes(size, nodes):
     ranks.run(size, _everything, random.randrange(1 << 30), env={"VIRTUAL_NODES": str(nodes)}, timeout=200)
 

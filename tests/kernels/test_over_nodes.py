@@ -31,6 +31,7 @@ def _pieces(seed: int) -> None:
 @pytest.mark.parametrize(
     "size, nodes, visibility", [(4, 2, "late"), pytest.param(6, 3, "random", marks=pytest.mark.nightly)]
 )
+@pytest.mark.sample(0)
 def test_pieces(size, nodes, visibility):
     seed = random.randrange(1 << 30)
     env = {"VIRTUAL_NODES": str(nodes), "TSN_SIM_VISIBILITY": visibility, "TSN_SIM_SEED": str(seed)}

@@ -61,6 +61,7 @@ def _check(names, seeds, nodes=1, races=True, timeout=200, **env):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("first", range(0, len(small_runs.RUNS), IN_A_ROW))
+@pytest.mark.sample(2)
 def test_nothing_is_accused_under_a_seed(first):
     """Several runs on the same two ranks: starting those takes longer than a run."""
     seed = random.randrange(1 << 20)

@@ -77,6 +77,7 @@ def _reduce(seed, cases, options, calls=2, by_nodes=()):
 
 
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.nightly), 4])
+@pytest.mark.sample(1)
 def test_equals_sum_in_order(size):
     # The number of PEs and the dtype are compiled in: every case is tried with two. test_any_schedule has three.
     cases = CASES if size == 2 else CASES[1:3]
@@ -93,6 +94,7 @@ def test_pull_equals_sum_in_order(size):
 
 
 @pytest.mark.parametrize("visibility, slots", [("eager", 3), ("late", 2), ("random", 3), ("random", 2)])
+@pytest.mark.sample(2)
 def test_any_schedule(visibility, slots):
     seed = random.randrange(1 << 30)
     env = {"TSN_SIM_SEED": str(seed), "TSN_SIM_VISIBILITY": visibility}
@@ -118,6 +120,7 @@ def _in_place_and_many(seed, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["push", "pull"])
+@pytest.mark.sample(1)
 def test_in_place_hundreds_of_calls(algorithm):
     ranks.run(2, _in_place_and_many, random.randrange(1 << 30), algorithm)
 

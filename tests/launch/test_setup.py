@@ -112,6 +112,7 @@ def test_complete_interpreter_installs_nothing(checkout, tmp_path):
     assert "setting up" not in done.stderr and not (tmp_path / "venv").exists()
 
 
+@pytest.mark.sample(0)
 def test_failed_installation_is_told_and_leaves_nothing(checkout, tmp_path):
     probe = "import importlib.util as u, sys; sys.exit(u.find_spec('tilelang') is None)"
     if subprocess.run(["python3", "-c", probe]).returncode == 0:
@@ -159,6 +160,7 @@ def test_what_tsn_python_lacks_is_told(checkout, tmp_path):
     assert (done.returncode, done.stdout) == (0, "hello\n") and "lacks: torch>=999" in done.stderr
 
 
+@pytest.mark.sample(0)
 def test_tests_run_with_what_there_is_when_nothing_can_be_installed(checkout, tmp_path):
     if requirements["missing"]([]):
         pytest.skip("the running interpreter lacks packages that running needs")

@@ -82,6 +82,7 @@ def test_counts_and_data(operation, both, rails):
 
 
 @pytest.mark.parametrize("library,provider", [pytest.param(*p[1:], id=p[0]) for p in PROVIDERS if "tcp" in p[2]])
+@pytest.mark.sample(1)
 def test_more_messages_than_receives(library, provider):
     """Some providers stop a connection at a message without a receive: acknowledgements behind it wait for one too."""
     for turn in range(20):

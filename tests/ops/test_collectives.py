@@ -170,6 +170,7 @@ def _order() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results, step(x, y)))
 
 
+@pytest.mark.sample(0)
 def test_the_default_backend_keeps_the_order_of_calls():
     ranks.run(1, _order, timeout=280)
 
@@ -190,5 +191,6 @@ def test_ranks_whose_operators_differ():
         assert "all_gather of x" in outcome.error[1] and "moe_dispatch of a layer of 4 experts" in outcome.error[1]
 
 
+@pytest.mark.sample(0)
 def test_on_several_nodes():
     ranks.run(3, _on_several_nodes, env={"VIRTUAL_NODES": "3"}, timeout=280)

@@ -107,6 +107,7 @@ def _operators(layer, x, idx, p, matrices) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
+@pytest.mark.sample(0)
 def test_gradients(dtype):
     ranks.run(2, _gradients, dtype, timeout=250)
 

@@ -125,11 +125,13 @@ def _compiled(dynamic) -> None:
 
 # By default torch first compiles for the numbers it sees, then for any.
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.sample(0)
 def test_compiled(dynamic):
     ranks.run(2, _compiled, dynamic, timeout=200)
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.sample(1)
 def test_gradients(layout):
     ranks.run(2, _gradients, layout, timeout=120)
 

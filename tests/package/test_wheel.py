@@ -54,6 +54,7 @@ def test_a_source_distribution_holds_what_a_build_needs(source):
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.sample(0)
 def test_a_tutorial_runs_from_the_wheel_alone(wheel, tmp_path):
     python = new_environment(tmp_path / "environment")
     install(python, wheel)
@@ -75,6 +76,7 @@ def test_a_tutorial_runs_from_the_wheel_alone(wheel, tmp_path):
     assert done.stdout == f"tilescale_net {tilescale_net.__version__}\n"
 
 
+@pytest.mark.sample(0)
 def test_an_editable_installation_uses_the_checkout(tmp_path):
     checkout = copy_checkout(tmp_path / "checkout")
     # Extensions are always compiled; here by a compiler that writes empty files in no time.

@@ -29,6 +29,7 @@ def over(device: str, *arguments: str, seed: int = 1, more: str = "nics=2", **en
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.sample(10)
 def test_traffic(device, shape):
     over(device, "traffic", "rounds=10", *SHAPES[shape])
 

@@ -56,6 +56,7 @@ MODES = ("plain", "staging", "chaos", "shared")
         for k, mode in enumerate(MODES)
     ],
 )
+@pytest.mark.sample(3)
 def test_traffic(tmp_path, library, provider, mode):
     arguments = {
         "plain": ["rails=2"],
@@ -68,6 +69,7 @@ def test_traffic(tmp_path, library, provider, mode):
 
 
 @pytest.mark.parametrize("library, provider", [p[1:] for p in PROVIDERS], ids=IDS)
+@pytest.mark.sample(3)
 def test_killed_peer(tmp_path, library, provider):
     """The others report within the deadline which PE is lost; none hangs, and none leaves anything behind."""
     processes = start(tmp_path, "failure", 3, library, provider, "timeout_ms=2000")

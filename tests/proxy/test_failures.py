@@ -29,6 +29,7 @@ def test_bad_descriptors_under_sanitizers(sanitizer):
 
 
 @pytest.mark.parametrize("staging", ["staging=0", "staging=1"])
+@pytest.mark.sample(1)
 def test_nonsense_from_a_peer(staging):
     """Random messages and immediates end in an error, under AddressSanitizer."""
     run(programs.proxy_test("address"), "garbage", "seeds=80", staging, "queues=1")

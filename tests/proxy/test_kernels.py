@@ -16,6 +16,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sample(2)
 def test_lanes(case):
     for stats in ranks.run(4, lanes.run_scatter, 7, env={"VIRTUAL_NODES": "2", **CASES[case]}):
         assert stats["puts"] == lanes.THREADS * lanes.ROUNDS and stats["put_values"] == stats["puts"]

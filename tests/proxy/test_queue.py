@@ -11,6 +11,7 @@ TURNS = pytest.mark.parametrize("turns", [1, pytest.param(10, marks=pytest.mark.
 
 @TURNS
 @pytest.mark.parametrize("sanitizer", ["", "thread", "address"])
+@pytest.mark.sample(2)
 def test_queue(sanitizer, turns):
     """Layout, every push, full rings, aborts, and contention at starts near every wrap-around."""
     run(programs.queue_test(sanitizer), "8", str((1000 if sanitizer else 2000) * turns))

@@ -34,6 +34,7 @@ def test_orderly_network(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("first, count", [(1, 5), pytest.param(6, 20, marks=pytest.mark.nightly)])
+@pytest.mark.sample(4)
 def test_chaos(shape, first, count):
     if shape == "two_rails":
         count = count // 2
@@ -76,6 +77,7 @@ def test_many_adds_for_kernels(heap):
 @pytest.mark.parametrize(
     "shape", ["three_pes_two_threads", "staging_small", "no_delivery_complete", "shared", "shared_staging"]
 )
+@pytest.mark.sample(3)
 def test_sanitizers(sanitizer, shape):
     run(programs.proxy_test(sanitizer), "traffic", CHAOS, "seeds=1:3", *(["rounds=10"] + SHAPES[shape]))
 

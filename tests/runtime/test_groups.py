@@ -299,6 +299,7 @@ def _walk(seed: int) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.sample(1)
 def test_walk(nodes):
     seed = random.randrange(1 << 20)
     outcomes = ranks.launch(3, _walk, seed, env={"VIRTUAL_NODES": str(nodes)}, init=False, timeout=240)

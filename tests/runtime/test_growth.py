@@ -54,6 +54,7 @@ def _grows(seed: int) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.sample(1)
 def test_it_grows(nodes):
     env = {"VIRTUAL_NODES": str(nodes)}
     ranks.run(3, _grows, random.randrange(1 << 20), env=env, heap="4M")

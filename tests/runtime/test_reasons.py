@@ -53,6 +53,7 @@ def _stopped(lost, where):
 
 
 @pytest.mark.parametrize("lost, where", [(0, "heap"), (0, "init"), (1, "heap")])
+@pytest.mark.sample(1)
 def test_a_stopped_rank_stops_nobody_else(lost, where):
     begin = time.monotonic()
     outcomes = ranks.launch(
@@ -290,6 +291,7 @@ ENDS = [
 ]
 
 
+@pytest.mark.sample(0)
 def test_the_end_of_a_program_reaches_the_other_ranks(tmp_path):
     with contextlib.ExitStack() as stack:
         jobs = [(stack.enter_context(reserve_port("127.0.0.1")).getsockname()[1], text) for text, *_ in ENDS]

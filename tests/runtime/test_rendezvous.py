@@ -28,6 +28,7 @@ def _one_is_lost(lost, step):
 
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("step", [None, "init_process_group", "ProcessGroupGloo"])
+@pytest.mark.sample(3)
 def test_whoever_is_missing_is_named(step, lost):
     begin = time.monotonic()
     outcomes = ranks.launch(3, _one_is_lost, lost, step, env=QUICK, init=False, timeout=40)

@@ -72,6 +72,7 @@ def _start(port: int, seed: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.sample(1)
 def test_a_new_process_takes_the_place_of_a_dead_one(nodes):
     """With nodes of one rank each, and on one node."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)

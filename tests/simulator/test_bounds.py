@@ -33,6 +33,7 @@ def _touch(operation, place, count, visibility):
         ("view", "there", N, 1, 4),
     ],
 )
+@pytest.mark.sample(4)
 def test_outside_of_a_tensor(operation, name, place, count, size):
     visibility = "eager" if place % 2 else "late"
     outcomes = ranks.launch(2, _touch, operation, place, count, visibility)

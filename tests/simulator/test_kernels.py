@@ -30,6 +30,7 @@ def test_gather_scale_scatter(dtype, rows):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
 @pytest.mark.parametrize("threads", [32, 128, 256])
+@pytest.mark.sample(4)
 def test_reductions(dtype, threads):
     torch_type = getattr(torch, dtype)
     # Small whole numbers: every order of additions gives the same sum, in every type.

@@ -11,6 +11,7 @@ PARTS = [ROOT / "tilescale_net" / "csrc" / part for part in ("simulator", "explo
 @pytest.mark.parametrize(
     "name, flags", [("own", ()), pytest.param("portable", ("-DTSN_SIM_PORTABLE_FIBERS",), marks=pytest.mark.nightly)]
 )
+@pytest.mark.sample(0)
 def test_program(name, flags):
     found = [[str(p.relative_to(ROOT)) for p in sorted(part.glob("*.cpp"))] for part in PARTS]
     parts = [[s for s in part if not s.endswith(("module.cpp", "bindings.cpp"))] for part in found]

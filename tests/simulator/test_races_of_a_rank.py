@@ -307,6 +307,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case, what, advice", CASES)
+@pytest.mark.sample(3)
 def test_found_in_any_schedule(case, what, advice):
     said = [o.error[1] if o.error else o.value[1] for o in ranks.launch(2, _run, case, 0, case, env=RACES)]
     assert any(what in s and advice in s for s in said), said

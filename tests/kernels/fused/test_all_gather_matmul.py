@@ -83,6 +83,7 @@ NIGHTLY = pytest.param(2, 1, SCALED, marks=pytest.mark.nightly)
 @pytest.mark.parametrize(
     "size, nodes, dtype", [(4, 1, torch.bfloat16), (2, 2, torch.bfloat16), (2, 2, SCALED), NIGHTLY]
 )
+@pytest.mark.sample(1)
 def test_equals_torch(size, nodes, dtype):
     n, transposed = (48, True) if dtype == SCALED else (40, nodes == 2)
     args = random.randrange(1 << 30), 72, 48, n, dtype, transposed, 3, 4 if nodes == 1 else 2

@@ -64,6 +64,7 @@ def _sums(seed, rows, k, n, transposed, calls, blocks):
 
 # Rows and columns that tiles do not divide; calls enough that both halves of the buffers are used again.
 @pytest.mark.parametrize("size, nodes", [(4, 1), (2, 2)])
+@pytest.mark.sample(1)
 def test_equals_torch_and_is_equal_on_all_ranks(size, nodes):
     args = random.randrange(1 << 30), 72 * size, 48, 40, nodes == 2, 3, 4 if nodes == 1 else 2
     found = ranks.run(size, _sums, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=200)
@@ -71,6 +72,7 @@ def test_equals_torch_and_is_equal_on_all_ranks(size, nodes):
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.sample(0)
 def test_products_of_eight_bits(nodes):
     args = random.randrange(1 << 30), 144, 48, 48, 4 if nodes == 1 else 2
     ranks.run(2, _scaled_sums, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=200)

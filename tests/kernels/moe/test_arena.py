@@ -69,6 +69,7 @@ def _wrongly() -> None:
 
 
 @pytest.mark.parametrize("nodes, races", [(1, 0), *(pytest.param(n, 1, marks=pytest.mark.nightly) for n in (1, 2))])
+@pytest.mark.sample(0)
 def test_objects_by_turns(nodes, races):
     env = {"VIRTUAL_NODES": str(nodes), "TSN_SIM_RACES": str(races)}
     ranks.run(2, _by_turns, random.randrange(1 << 30), 10, not races, env=env, timeout=240)

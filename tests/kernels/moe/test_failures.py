@@ -94,6 +94,7 @@ def test_ranks_that_leave_out_others():
 
 # Rank 0 keeps the store of the job here.
 @pytest.mark.parametrize("mode, gone", [("throughput", 0), ("latency", 1)])
+@pytest.mark.sample(1)
 def test_a_rank_that_is_left_out(mode, gone):
     ranks.run(3, _masked, random.randrange(1 << 30), mode, gone, timeout=120)
 
@@ -149,6 +150,7 @@ def _silent(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["throughput", "latency"])
+@pytest.mark.sample(1)
 def test_a_rank_that_never_calls(mode):
     """A wait ends at its deadline, with an error."""
     outcomes = ranks.launch(2, _silent, mode, env={"TSN_TIMEOUT": "2"}, timeout=200)

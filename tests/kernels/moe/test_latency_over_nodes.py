@@ -58,6 +58,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", ["bfloat16", "fp8", pytest.param("fp8 with scales", marks=pytest.mark.nightly)])
+@pytest.mark.sample(1)
 def test_rounds(case):
     options, how, kinds = CASES[case]
     ranks.run(4, rounds, random.randrange(1 << 30), SHAPE, LATENCY | options, how, kinds, env=TWO_NODES, timeout=280)
@@ -85,6 +86,7 @@ def _bytes(seed: int) -> None:
     assert_close(found[True][1], found[False][1])
 
 
+@pytest.mark.sample(0)
 def test_bytes_on_the_network():
     ranks.run(4, _bytes, random.randrange(1 << 20), env=TWO_NODES, timeout=280)
 
@@ -109,6 +111,7 @@ def test_weights_refusals_and_bits():
     ranks.run(4, _more, random.randrange(1 << 20), env=TWO_NODES, timeout=280)
 
 
+@pytest.mark.sample(0)
 def test_a_gateway_is_left_out():
     # Rank 0 keeps the job's store, so that its proxy answers until the others have ended.
     halves = (False, True)

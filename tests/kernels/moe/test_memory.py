@@ -44,6 +44,7 @@ def _sizes() -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.sample(1)
 def test_heap_bytes(nodes):
     ranks.run(2, _sizes, env={"VIRTUAL_NODES": str(nodes), "TSN_HEAP_LIMIT": "0"}, heap="16M")
 
@@ -205,5 +206,6 @@ def _ordinary_outputs(x, idx, weights) -> None:
         op.free()
 
 
+@pytest.mark.sample(0)
 def test_outputs():
     ranks.run(2, _outputs, timeout=240)

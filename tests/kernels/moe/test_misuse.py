@@ -153,6 +153,7 @@ def _one_rank_combines_wrongly(op, other, x, idx, weights) -> None:
 
 
 @pytest.mark.parametrize("mode", ["throughput", "latency"])
+@pytest.mark.sample(1)
 def test_wrong_calls(mode):
     ranks.run(2, _wrong_calls, mode, timeout=240)
 

@@ -55,6 +55,7 @@ def test_four_ranks_on_two_nodes(halves):
     ranks.run(4, _everything, random.randrange(1 << 30), halves, env={"VIRTUAL_NODES": "2"}, timeout=280)
 
 
+@pytest.mark.sample(0)
 def test_rows_by_rank():
     ranks.run(2, _fp8_by_rank, random.randrange(1 << 30), env={"VIRTUAL_NODES": "2"}, timeout=280)
 
@@ -82,6 +83,7 @@ def _turn(seed: int, op: AllToAll) -> None:
     op.free()
 
 
+@pytest.mark.sample(0)
 def test_calls_in_turns():
     ranks.run(4, _turns, random.randrange(1 << 30), 32, env={"VIRTUAL_NODES": "2"}, timeout=280)
 

@@ -70,6 +70,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", ["expert", "rank", pytest.param("elsewhere", marks=pytest.mark.nightly)])
+@pytest.mark.sample(1)
 def test_rounds(case):
     options, how, kinds = CASES[case]
     ranks.run(4, rounds, random.randrange(1 << 30), SHAPE, options, how, kinds, env=TWO_NODES, timeout=280)
@@ -123,6 +124,7 @@ def _bytes(seed: int) -> None:
     assert_close(found[True][1], found[False][1])
 
 
+@pytest.mark.sample(0)
 def test_bytes_on_the_network():
     ranks.run(4, _bytes, random.randrange(1 << 20), env=TWO_NODES, timeout=280)
 
@@ -185,6 +187,7 @@ def without_a_gateway(seed: int, gone: int, options: dict, halves: tuple[bool, .
     op.free()
 
 
+@pytest.mark.sample(0)
 def test_a_gateway_is_left_out():
     seed, gone, halves = random.randrange(1 << 20), random.choice((0, 3)), (False, False)
     ranks.run(4, without_a_gateway, seed, gone, dict(alignment=2), halves, env=TWO_NODES, timeout=280)

@@ -67,6 +67,7 @@ LONG = {
 
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.nightly) for case in LONG)])
+@pytest.mark.sample(3)
 def test_rounds(case):
     size, shape, options, how = (CASES | LONG)[case]
     ranks.run(size, rounds, random.randrange(1 << 30), shape, options, how, timeout=180)
