@@ -1,4 +1,4 @@
-"""The steps of dispatch in latency mode; dispatch_latency.py puts them together, dispatch_latency_layout.py groups their tensors."""
+"""The steps of dispatch in latency mode; dispatch_latency.py puts them together, dispatch_latency_tensors.py groups their tensors."""
 
 import tilelang.language as T
 
