@@ -27,7 +27,7 @@ from tilescale_net.kernels.fused.matmul import (
 from tilescale_net.kernels.moe.all_to_all import AllToAll
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, Pending
 from tilescale_net.kernels.moe.tiles import Tiles
-from tilescale_net.kernels.moe.wire_layout import Totals
+from tilescale_net.kernels.moe.totals import Totals
 from tilescale_net.runtime.profiling import named
 
 
@@ -50,7 +50,7 @@ def matmul_experts(
         scaled: sums are multiplied by the scale of their row, in `x_scales` [capacity], which come with the rows, and by that
             of their column, in `w_scales` [experts, n], both float32.
 
-    `totals` (int32, see `wire_layout.Totals`) holds which rows an expert has; the first is that of a tile. What `out` holds
+    `totals` (int32, see `totals.Totals`) holds which rows an expert has; the first is that of a tile. What `out` holds
     behind the last, up to the end of a tile, is not specified.
     `calls` (int64 [1]) holds the number of this call, 1 or more; `tickets` (int32 [2], zero before the first call) belongs
     to this kernel. `arrivals` (int64 [1]), `arrived` and `finished` (uint64 [1, tiles + 1], symmetric): see `Tiles`.

@@ -1,6 +1,6 @@
 """Which tile of the experts' products is next, and what a product signals of the others; steps of `matmul_experts`.
 
-Their arguments: `shape`, see `product.Shape`; `at` and `totals`, see `wire_layout.Totals`.
+Their arguments: `shape`, see `product.Shape`; `at` and `totals`, see `totals.Totals`.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ class Order(NamedTuple):
     Attributes:
         tickets: int32 [2], tiles that are taken, by the parity of the call. parity: int32.
         begins: int32 [experts + 1], of shared memory, see `count_tiles`.
-        totals: int32, see `wire_layout.Totals`.
+        totals: int32, see `totals.Totals`.
     """
 
     tickets: Any

@@ -14,7 +14,8 @@ from tilescale_net.kernels.moe import combine_throughput_steps as steps
 from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8, Result, Work
 from tilescale_net.kernels.moe.tiles import Awaited, await_rows, say_begun
-from tilescale_net.kernels.moe.wire_layout import Totals, most_sent, record_words
+from tilescale_net.kernels.moe.totals import Totals
+from tilescale_net.kernels.moe.wire_layout import most_sent, record_words
 
 
 @tsn.macro

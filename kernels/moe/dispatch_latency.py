@@ -19,7 +19,8 @@ import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS
 from tilescale_net.kernels.moe import dispatch_latency_layout as layout
 from tilescale_net.kernels.moe import dispatch_latency_steps as steps
-from tilescale_net.kernels.moe import dispatch_latency_tensors, handshake
+from tilescale_net.kernels.moe import dispatch_latency_tensors as tensors
+from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe import node_dispatch_latency as over_nodes
 from tilescale_net.kernels.moe.node_layout import LatencyNodePlan, Nodes, NodeTables
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, FP8, Rows
@@ -128,20 +129,20 @@ def dispatch_latency(
             call = T.alloc_var("uint64")
             parity = T.alloc_var("int32")  # which of the two sets of buffers
             now = handshake.Now(me, call, parity)
-            chosen = dispatch_latency_tensors.Chosen(mine, same_expert, same_rank, same_node if nodes else None)
-            mem = dispatch_latency_tensors.Memory(
+            chosen = tensors.Chosen(mine, same_expert, same_rank, same_node if nodes else None)
+            mem = tensors.Memory(
                 x=Rows(x, x_scales),
                 topk_idx=topk_idx,
                 topk_weights=topk_weights,
                 active=active,
-                message=dispatch_latency_tensors.Messages(message, message_fp8, message_scales),
+                message=tensors.Messages(message, message_fp8, message_scales),
                 header_out=header_out,
                 header_in=header_in,
                 begun=begun,
                 arrival=arrival,
                 arrived=arrived,
                 token_slot=token_slot,
-                kept=dispatch_latency_tensors.Kept(
+                kept=tensors.Kept(
                     Rows(out, out_scales), counts, received, source_counts, targets, weights, source_token
                 ),
                 status=status,

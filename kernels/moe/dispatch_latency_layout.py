@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from tilescale_net.kernels.moe.latency_messages import Header, Message
 from tilescale_net.kernels.moe.row_ops import batch_of
-from tilescale_net.kernels.moe.wire_layout import Header, Message
 
 
 @dataclass(frozen=True)

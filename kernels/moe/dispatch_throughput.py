@@ -29,7 +29,8 @@ from tilescale_net.kernels.moe.row_ops import (
     store_batch,
 )
 from tilescale_net.kernels.moe.tiles import count_rows, fill_up, say_begun
-from tilescale_net.kernels.moe.wire_layout import Totals, record_words
+from tilescale_net.kernels.moe.totals import Totals
+from tilescale_net.kernels.moe.wire_layout import record_words
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from tilescale_net.kernels.moe.tiles import Tiles
-from tilescale_net.kernels.moe.wire_layout import Totals
+from tilescale_net.kernels.moe.totals import Totals
 
 # Rows, or FP8 rows with their scales.
 Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -30,7 +30,7 @@ class RoutingPlan:
         token_slot: [tokens or more, ranks] its place among the rows to that rank, or -1.
         records: [ranks, max_tokens, …] of each row received from a rank: its expert-major rows, their weights, and its
             token there.
-        totals: see `wire_layout.Totals`.
+        totals: see `totals.Totals`.
         row_index: [index capacity] of each expert-major row: its row in rank-major order.
         row_weight: [index capacity] its weight (float32).
     """

@@ -13,6 +13,7 @@ from tilescale_net.kernels.moe.config import FP8, Config
 from tilescale_net.kernels.moe.dispatch_latency import dispatch_latency
 from tilescale_net.kernels.moe.exchange_weights import exchange_weights
 from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending, ReceivedRows
+from tilescale_net.kernels.moe.latency_messages import Header, Message
 from tilescale_net.kernels.moe.launch import Launch
 from tilescale_net.kernels.moe.mode import Mode, Phase
 from tilescale_net.kernels.moe.plans import Plans
@@ -21,7 +22,7 @@ from tilescale_net.kernels.moe.results import Empty, Vectors
 from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.streams import stream_key
-from tilescale_net.kernels.moe.wire_layout import NO_FAULT, Header, Message
+from tilescale_net.kernels.moe.wire_layout import NO_FAULT
 
 # What a call gives to a launch, in this order.
 DISPATCH = (

@@ -19,7 +19,8 @@ from tilescale_net.kernels.moe import handshake
 from tilescale_net.kernels.moe import node_combine_steps as node_steps
 from tilescale_net.kernels.moe.node_layout import NodeNow, NodePlan, Nodes, NodeTables
 from tilescale_net.kernels.moe.row_ops import EXACT_SUMS, EXPLICIT_SYNC, FP8, Result, Work
-from tilescale_net.kernels.moe.wire_layout import Totals, most_sent, record_words
+from tilescale_net.kernels.moe.totals import Totals
+from tilescale_net.kernels.moe.wire_layout import most_sent, record_words
 
 
 class _Served(NamedTuple):

@@ -27,7 +27,8 @@ from tilescale_net.kernels.moe.dispatch_throughput import (
 )
 from tilescale_net.kernels.moe.node_layout import NodeNow, NodePlan, Nodes, NodeTables
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC, Rows
-from tilescale_net.kernels.moe.wire_layout import Totals, record_words
+from tilescale_net.kernels.moe.totals import Totals
+from tilescale_net.kernels.moe.wire_layout import record_words
 
 
 class _ToNode(NamedTuple):

@@ -8,12 +8,12 @@ from tilescale_net.kernels.collective import BufferSpecs, dtype_name
 from tilescale_net.kernels.moe import latency
 from tilescale_net.kernels.moe.config import FP8, Config
 from tilescale_net.kernels.moe.handle import ReceivedRows
+from tilescale_net.kernels.moe.latency_messages import Header, Message
 from tilescale_net.kernels.moe.launch import Launch
 from tilescale_net.kernels.moe.mode import Phase
 from tilescale_net.kernels.moe.node_combine_latency import combine_latency_nodes
 from tilescale_net.kernels.moe.node_layout import Gateways, LatencyNodePlan, Nodes, with_room
 from tilescale_net.kernels.moe.row_ops import groups_of
-from tilescale_net.kernels.moe.wire_layout import Header, Message
 
 _COMBINE = (*latency.COMBINE[:-2], "origin_slot", "tokens", "node_plan")
 

@@ -14,7 +14,7 @@ import tilescale_net.language as N
 from tilescale_net.kernels.moe.handshake import count_for
 from tilescale_net.kernels.moe.node_layout import NodePlan, Nodes, NodeTables
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
-from tilescale_net.kernels.moe.wire_layout import Totals
+from tilescale_net.kernels.moe.totals import Totals
 
 
 class _Memory(NamedTuple):

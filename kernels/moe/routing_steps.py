@@ -9,7 +9,8 @@ import tilescale_net.language as N
 from tilescale_net.kernels.announcement import report
 from tilescale_net.kernels.moe import routing_numbers as numbers
 from tilescale_net.kernels.moe import routing_order as order
-from tilescale_net.kernels.moe.wire_layout import NO_FAULT, NO_ROOM, Counts, Totals, align4, record_words
+from tilescale_net.kernels.moe.totals import Totals
+from tilescale_net.kernels.moe.wire_layout import NO_FAULT, NO_ROOM, Counts, align4, record_words
 
 BLOCK_SHARED = 227 * 1024  # bytes of shared memory that a block may use
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from tilescale_net.kernels.moe.handle import Handle, ReceivedRows
-from tilescale_net.kernels.moe.wire_layout import Totals
+from tilescale_net.kernels.moe.totals import Totals
 
 
 @dataclass(frozen=True)

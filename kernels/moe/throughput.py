@@ -21,8 +21,9 @@ from tilescale_net.kernels.moe.routing import plan_routing
 from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.streams import DeferredStream, SideStream
 from tilescale_net.kernels.moe.tiles import Tiles
+from tilescale_net.kernels.moe.totals import Totals
 from tilescale_net.kernels.moe.tuning import shares
-from tilescale_net.kernels.moe.wire_layout import NO_FAULT, Counts, Totals, output_tag, record_words
+from tilescale_net.kernels.moe.wire_layout import NO_FAULT, Counts, output_tag, record_words
 from tilescale_net.runtime.launch_arguments import kept
 
 # What a call gives to a launch, in this order; the fields of RoutingPlan but node_plan last.

@@ -13,7 +13,7 @@ from tilescale_net.deep_ep.objects import Objects, join, leave
 from tilescale_net.errors import TileScaleError
 from tilescale_net.kernels.moe import AllToAll, Handle, metadata
 from tilescale_net.kernels.moe.handle import Rows
-from tilescale_net.kernels.moe.wire_layout import Totals
+from tilescale_net.kernels.moe.totals import Totals
 
 NUM_SMS = 24  # blocks of a kernel where a call does not say
 

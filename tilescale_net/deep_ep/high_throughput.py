@@ -10,7 +10,7 @@ from tilescale_net.deep_ep.objects import Objects
 from tilescale_net.errors import HeapError
 from tilescale_net.kernels.moe import AllToAll, Dispatched, Handle, metadata
 from tilescale_net.kernels.moe.handle import Rows
-from tilescale_net.kernels.moe.wire_layout import Totals
+from tilescale_net.kernels.moe.totals import Totals
 
 # What combine adds to its sums: one or two tensors; of two, one may be missing.
 Bias: TypeAlias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None

@@ -17,8 +17,9 @@ from tilescale_net.kernels.moe.config import FP8
 from tilescale_net.kernels.moe.dropping import beyond_capacity
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
 from tilescale_net.kernels.moe.throughput_buffers import output_rows
+from tilescale_net.kernels.moe.totals import Totals
 from tilescale_net.kernels.moe.tuning import Tuning
-from tilescale_net.kernels.moe.wire_layout import Totals, record_words
+from tilescale_net.kernels.moe.wire_layout import record_words
 from tilescale_net.ops import compiled_order, group_objects
 
 

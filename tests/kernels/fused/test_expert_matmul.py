@@ -18,7 +18,7 @@ from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.config import configure
 from tilescale_net.kernels.moe.implementations import crosses_once
 from tilescale_net.kernels.moe.tiles import Tiles
-from tilescale_net.kernels.moe.wire_layout import Totals
+from tilescale_net.kernels.moe.totals import Totals
 
 # As in docs/expert-products.md, whose kernels are these.
 ROWS = SMALL.tile[0]  # of a tile

@@ -22,7 +22,7 @@ from tests.kernels.support import assert_close
 from tilescale_net.kernels.collective import sizes_of
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.kernels.moe.implementations import symmetric_buffers
-from tilescale_net.kernels.moe.wire_layout import Header, Message
+from tilescale_net.kernels.moe.latency_messages import Header, Message
 from tilescale_net.runtime import heap
 
 SHAPE = dict(num_experts=8, max_tokens=20, hidden=64, top_k=3)
