@@ -25,7 +25,7 @@ from tilescale_net.compiler.simulator.lowered_cache import Lowered
 from tilescale_net.errors import ConfigurationError, PeerLost, TileScaleError
 from tilescale_net.runtime import control, cuda_range, encoding, heartbeats, placement, settings, survivors, tuned
 from tilescale_net.runtime.signed_store import SignedStore
-from tilescale_net.trace import reporter, ring, timeline
+from tilescale_net.trace import events, part_reader, reporter, ring, timeline
 
 NUMBERS = (
     0,
@@ -232,32 +232,32 @@ def _ring() -> bytes:
         made = ring.Ring(f"{folder}/ring", 0, 2, 16)
         for n in range(20):
             name = made.name(f"name {n % 5}")
-            kind = 1 + n % len(ring.Kind)
-            made.add(ring.Event(n, n + 2, name, kind, n % 7, n % 2, n % 3, n % 4, n, 65536 + 8 * n, n, 100 * n))
+            kind = 1 + n % len(events.Kind)
+            made.add(events.Event(n, n + 2, name, kind, n % 7, n % 2, n % 3, n % 4, n, 65536 + 8 * n, n, 100 * n))
         made.close()
         return Path(f"{folder}/ring").read_bytes()
 
 
-_NAMES_END = ctypes.sizeof(ring.Header) + (1 << 18)  # of the file of `_ring`, where its events begin
+_NAMES_END = ctypes.sizeof(events.Header) + (1 << 18)  # of the file of `_ring`, where its events begin
 
 
 def trace(dice: random.Random) -> None:
     """Rings in files and as other hosts pack them: parts that make a timeline, or an error."""
     raw = bytearray(_ring())
     for _ in range(dice.randrange(4)):  # fields of the header, lengths of names, fields of events
-        at = dice.choice((0, ctypes.sizeof(ring.Header), _NAMES_END)) + 4 * dice.randrange(64)
+        at = dice.choice((0, ctypes.sizeof(events.Header), _NAMES_END)) + 4 * dice.randrange(64)
         word = dice.choice((0, 1, 2, 255, 0x7FFFFFFF, 0xFFFFFFFF, dice.randrange(1 << 32), dice.randrange(16)))
         raw[at : at + 4] = word.to_bytes(4, "little")
     data = bytes(raw) if dice.random() < 0.7 else damaged(dice, bytes(raw))
     what = dice.choice(("host", "kernels", "proxy0", "proxy", "proxy-1", "proxy²", "", "x", "proxy99999999999"))
     try:
         if dice.random() < 0.3:
-            data = ring.unpacked(damaged(dice, ring.packed(data)), "a trace")
-        part = ring.read(data, "a trace", what)
+            data = part_reader.unpacked(damaged(dice, part_reader.packed(data)), "a trace")
+        part = part_reader.read(data, "a trace", what)
     except ValueError as err:
         assert str(err).startswith("a trace ")
         return
-    json.dumps(timeline.merged([part, ring.read(_ring(), "a trace", "host")]))
+    json.dumps(timeline.merged([part, part_reader.read(_ring(), "a trace", "host")]))
 
 
 @functools.cache

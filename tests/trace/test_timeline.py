@@ -17,8 +17,8 @@ import tilescale_net.language as N
 from tests import ranks
 from tilescale_net import cli
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.trace import arrows, clocks, recorder, ring, summary, timeline
-from tilescale_net.trace.ring import Kind
+from tilescale_net.trace import arrows, clocks, part_reader, recorder, ring, summary, timeline
+from tilescale_net.trace.events import NO_WORD, Event, Kind
 
 ROUNDS = 4
 QUICK = {"VIRTUAL_NODES": "2", "TSN_DEVICE": "simulator"}
@@ -139,9 +139,9 @@ def made(tmp_path, rank, events, capacity=64, what="kernels"):
     path = timeline.part_path(str(tmp_path / "t"), rank, what)
     one = ring.Ring(path, rank, 4, capacity)
     for event in events:
-        one.add(ring.Event(name=one.name("N.call"), **event))
+        one.add(Event(name=one.name("N.call"), **event))
     one.close()
-    return ring.read_file(path, what)
+    return part_reader.read_file(path, what)
 
 
 def test_a_trace_has_its_room_on_the_disk_from_the_start(tmp_path, monkeypatch):
@@ -163,27 +163,27 @@ def test_a_trace_has_its_room_on_the_disk_from_the_start(tmp_path, monkeypatch):
 def test_a_damaged_part_is_refused_or_cut(tmp_path):
     made(tmp_path, 0, [dict(kind=Kind.CALL, begin_ns=5, end_ns=9)] * 3)
     raw = open(timeline.part_files(str(tmp_path / "t"))[0], "rb").read()
-    assert len(ring.read(raw, "t", "kernels").events) == 3
+    assert len(part_reader.read(raw, "t", "kernels").events) == 3
     lot = random.Random(1)
     for _ in range(300):
         hurt = bytearray(raw)
         for _ in range(3):
             hurt[lot.choice([lot.randrange(128), lot.randrange(len(raw))])] = lot.randrange(256)
         try:
-            ring.read(bytes(hurt), "t", "kernels")
+            part_reader.read(bytes(hurt), "t", "kernels")
         except ValueError as err:
             assert str(err).startswith("t is ")
 
 
 def test_packed_traces_are_not_believed(monkeypatch):
     raw = random.Random(0).randbytes(1000)
-    assert ring.unpacked(ring.packed(raw), "a trace") == raw
-    for damaged in (b"", b"no trace", ring.packed(raw)[:-5]):
+    assert part_reader.unpacked(part_reader.packed(raw), "a trace") == raw
+    for damaged in (b"", b"no trace", part_reader.packed(raw)[:-5]):
         with pytest.raises(ValueError, match="a trace is (damaged|cut short)"):
-            ring.unpacked(damaged, "a trace")
-    monkeypatch.setattr(ring, "_MOST", 999)
+            part_reader.unpacked(damaged, "a trace")
+    monkeypatch.setattr(part_reader, "_MOST", 999)
     with pytest.raises(ValueError, match="more than"):
-        ring.unpacked(ring.packed(raw), "a trace")
+        part_reader.unpacked(part_reader.packed(raw), "a trace")
 
 
 def test_arrows_follow_word_value_and_time(tmp_path):
@@ -223,9 +223,9 @@ def test_clocks_of_hosts(seed):
 def test_parts_of_another_host_are_not_believed(caplog):
     """What they are of, and kinds of events that do not fit it; one that is damaged is left out."""
     for what in ("host", "proxy²", "proxy", "proxy-1", ""):
-        part = ring.Part(1, 2, what, [ring.Event(begin_ns=1, end_ns=2, kind=ring.Kind.ENTRY, pe=-1, word=ring.NO_WORD)])
+        part = part_reader.Part(1, 2, what, [Event(begin_ns=1, end_ns=2, kind=Kind.ENTRY, pe=-1, word=NO_WORD)])
         assert timeline.merged([part])["otherData"]["ranks"] == 2
-    store = SimpleNamespace(get=lambda key: b"host\n" + ring.packed(b"nonsense") if key == "trace/1/0" else None)
+    store = SimpleNamespace(get=lambda key: b"host\n" + part_reader.packed(b"nonsense") if key == "trace/1/0" else None)
     mine = recorder.Recorder.__new__(recorder.Recorder)
     mine._hosts, mine._path = ["here", "there"], "timeline.json"
     mine._world = SimpleNamespace(control=SimpleNamespace(store=SimpleNamespace(ask=lambda question: question(store))))

@@ -4,23 +4,23 @@ import bisect
 from collections import defaultdict
 
 from tilescale_net.runtime import context
-from tilescale_net.trace import ring
-from tilescale_net.trace.ring import Kind
+from tilescale_net.trace import events, part_reader
+from tilescale_net.trace.events import Kind
 
 _WAIT = context.OPERATIONS.index("wait")
 _SENDS = {context.OPERATIONS.index("signal"), context.OPERATIONS.index("put_signal")}
 
-Place = tuple[ring.Part, ring.Event]
+Place = tuple[part_reader.Part, events.Event]
 
 
-def is_send(event: ring.Event) -> bool:
+def is_send(event: events.Event) -> bool:
     """Whether an event is a call that sends a signal."""
-    return event.kind == Kind.CALL and event.operation in _SENDS and event.word != ring.NO_WORD
+    return event.kind == Kind.CALL and event.operation in _SENDS and event.word != events.NO_WORD
 
 
-def is_wait(event: ring.Event) -> bool:
+def is_wait(event: events.Event) -> bool:
     """Whether an event is a call that waits for a signal."""
-    return event.kind == Kind.CALL and event.operation == _WAIT and event.word != ring.NO_WORD
+    return event.kind == Kind.CALL and event.operation == _WAIT and event.word != events.NO_WORD
 
 
 class Matched:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 from tilescale_net.trace import recorder
-from tilescale_net.trace.ring import Kind
+from tilescale_net.trace.events import Kind
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _calls: dict[int, list[tuple[str, int]]] = {}  # by thread, the outermost first

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import settings
-from tilescale_net.trace import clocks, ring, timeline
+from tilescale_net.trace import clocks, events, part_reader, ring, timeline
 
 current: Recorder | None = None
 
@@ -58,7 +58,7 @@ class Recorder:
                 from tilescale_net.trace.gpu_kernels import GpuKernels
 
                 self._gpu = GpuKernels(
-                    lambda name, begin, end, stream: self.add(ring.Kind.KERNEL, name, begin, end, stream)
+                    lambda name, begin, end, stream: self.add(events.Kind.KERNEL, name, begin, end, stream)
                 )
         except OSError as err:
             raise self._unwritable(err) from None
@@ -92,7 +92,7 @@ class Recorder:
         """`launch`, which launches a kernel on a GPU, with its times in the trace."""
         return self._gpu.timed(launch, name) if self._gpu is not None else launch
 
-    def add(self, kind: ring.Kind, name: str, begin_ns: int, end_ns: int, track: int | None = None) -> None:
+    def add(self, kind: events.Kind, name: str, begin_ns: int, end_ns: int, track: int | None = None) -> None:
         """Add an event of the host, or of a GPU. `track`: events of one track do not overlap; None: the thread's own."""
         with self._adding:
             if track is None:
@@ -100,8 +100,14 @@ class Recorder:
             if self._ring is not None:
                 number = self._ring.name(name)
                 self._ring.add(
-                    ring.Event(
-                        begin_ns=begin_ns, end_ns=end_ns, name=number, kind=kind, pe=-1, thread=track, word=ring.NO_WORD
+                    events.Event(
+                        begin_ns=begin_ns,
+                        end_ns=end_ns,
+                        name=number,
+                        kind=kind,
+                        pe=-1,
+                        thread=track,
+                        word=events.NO_WORD,
                     )
                 )
 
@@ -135,7 +141,7 @@ class Recorder:
             return
         for index, path in enumerate(self.parts):
             with open(path, "rb") as file:
-                raw = path.split(".")[-2].encode() + b"\n" + ring.packed(file.read())
+                raw = path.split(".")[-2].encode() + b"\n" + part_reader.packed(file.read())
             self._world.control.store.ask(lambda s, i=index, raw=raw: s.set(f"trace/{self._world.rank}/{i}", raw))
 
     def _merge(self) -> None:
@@ -148,7 +154,7 @@ class Recorder:
             for path in self.parts:
                 os.unlink(path)
 
-    def _parts_of(self, rank: int) -> list[ring.Part]:
+    def _parts_of(self, rank: int) -> list[part_reader.Part]:
         if self._hosts[rank] == self._hosts[0]:
             return timeline.read_parts(self._path, rank)
         found, store = [], self._world.control.store
@@ -156,7 +162,9 @@ class Recorder:
             what, _, packed = raw.partition(b"\n")
             where = f"the trace of rank {rank}"
             try:
-                found.append(ring.read(ring.unpacked(packed, where), where, what.decode(errors="replace")))
+                found.append(
+                    part_reader.read(part_reader.unpacked(packed, where), where, what.decode(errors="replace"))
+                )
             except ValueError as err:  # the timeline does without: the job itself has ended well
                 settings.log.warning("%s; it is left out of %s", err, self._path)
                 break
@@ -195,7 +203,7 @@ def user_range(name: str):
         yield
     finally:
         if current is not None:
-            current.add(ring.Kind.RANGE, name, begin, time.monotonic_ns())
+            current.add(events.Kind.RANGE, name, begin, time.monotonic_ns())
 
 
 def finish(world) -> None:

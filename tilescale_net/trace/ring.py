@@ -1,73 +1,15 @@
-"""Files that events are written to while a job runs: a header, names, and a ring of events.
+"""Writes files of events while a job runs: a header, names, and a ring of events.
 
 Each rank has one for the host, one for each proxy thread and, in the simulator, one for its kernels; csrc/common/
 trace_ring.h writes the latter two. A file stays when its process is killed.
 """
 
-import ctypes
-import enum
 import mmap
 import os
-import zlib
-from dataclasses import dataclass, field
 
-MAGIC = 0x3165636172545354  # "TSTrace1"
-NO_WORD = (1 << 64) - 1
+from tilescale_net.trace.events import EVENT_BYTES, HEADER_BYTES, MAGIC, Event, Header
+
 _NAMES = 1 << 18  # bytes for names
-_MOST = 1 << 30  # bytes of a file that another host has packed: a few could grow a thousandfold
-
-
-class Kind(enum.IntEnum):
-    """tsn::TraceKind."""
-
-    KERNEL = 1
-    CALL = 2
-    WAIT = 3
-    HOST = 4
-    RANGE = 5
-    ENTRY = 6
-    TRANSFER = 7
-    STAGING = 8
-    DELIVERED = 9
-
-
-class Header(ctypes.Structure):
-    """What a file begins with. `rank`, `offset_ns` (to be added for rank 0's clock) and the rest after it are Python's."""
-
-    _fields_ = [
-        ("magic", ctypes.c_uint64),
-        ("capacity", ctypes.c_uint64),
-        ("events", ctypes.c_uint64),
-        ("names_bytes", ctypes.c_uint64),
-        ("names_used", ctypes.c_uint64),
-        ("rank", ctypes.c_uint64),
-        ("size", ctypes.c_uint64),
-        ("offset_ns", ctypes.c_int64),
-        ("error_ns", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint64 * 7),
-    ]
-
-
-class Event(ctypes.Structure):
-    """tsn::TraceEvent."""
-
-    _fields_ = [
-        ("begin_ns", ctypes.c_uint64),
-        ("end_ns", ctypes.c_uint64),
-        ("name", ctypes.c_uint32),
-        ("kind", ctypes.c_uint16),
-        ("operation", ctypes.c_uint16),
-        ("pe", ctypes.c_int32),
-        ("block", ctypes.c_uint32),
-        ("thread", ctypes.c_uint32),
-        ("line", ctypes.c_uint32),
-        ("word", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("bytes", ctypes.c_uint64),
-    ]
-
-
-_HEADER, _EVENT = ctypes.sizeof(Header), ctypes.sizeof(Event)
 
 
 class Ring:
@@ -85,7 +27,7 @@ class Ring:
 
     def __init__(self, path: str, rank: int, size: int, capacity: int, offset_ns: int = 0, error_ns: int = 0):
         self.path = path
-        total = _HEADER + _NAMES + capacity * _EVENT
+        total = HEADER_BYTES + _NAMES + capacity * EVENT_BYTES
         with open(path, "wb+") as file:
             # Not only as long: where the disk is full, a store to the map would end the process.
             os.posix_fallocate(file.fileno(), 0, total)
@@ -105,7 +47,7 @@ class Ring:
         raw, used = text.encode(), self._header.names_used
         if used + 4 + len(raw) > _NAMES:
             return 0
-        at = _HEADER + used
+        at = HEADER_BYTES + used
         self._map[at : at + 4 + len(raw)] = len(raw).to_bytes(4, "little") + raw
         self._header.names_used = used + 4 + len(raw)
         self._numbers[text] = len(self._numbers)
@@ -113,84 +55,10 @@ class Ring:
 
     def add(self, event: Event) -> None:
         h = self._header
-        at = _HEADER + _NAMES + h.events % h.capacity * _EVENT
-        self._map[at : at + _EVENT] = bytes(event)
+        at = HEADER_BYTES + _NAMES + h.events % h.capacity * EVENT_BYTES
+        self._map[at : at + EVENT_BYTES] = bytes(event)
         h.events += 1
 
     def close(self) -> None:
         self._header = None
         self._map.close()
-
-
-@dataclass
-class Part:
-    """What a file holds.
-
-    Attributes:
-        rank, size: of the process that wrote it, of its job.
-        what: "host", "kernels" or "proxy0", …
-        events: the oldest first, with times of rank 0's clock.
-        names: by number.
-        dropped: events that newer ones have taken the place of.
-        error_ns: how wrong the times may be against those of other ranks.
-    """
-
-    rank: int
-    size: int
-    what: str = ""
-    events: list[Event] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    dropped: int = 0
-    error_ns: int = 0
-
-    def text(self, number: int) -> str:
-        return self.names[number] if number < len(self.names) else ""
-
-
-def read(raw: bytes, where: str, what: str) -> Part:
-    """The bytes of a file, and what they are of. Raises ValueError for one that is no ring, or damaged."""
-    if len(raw) < _HEADER:
-        raise ValueError(f"{where} is no trace: it has {len(raw)} bytes")
-    h = Header.from_buffer_copy(raw)
-    if h.magic != MAGIC:
-        raise ValueError(f"{where} is no trace of this version")
-    if len(raw) != _HEADER + h.names_bytes + h.capacity * _EVENT or h.names_used > h.names_bytes or not h.capacity:
-        raise ValueError(f"{where} is damaged: {len(raw)} bytes do not fit its header")
-    part = Part(int(h.rank), int(h.size), what, dropped=max(0, h.events - h.capacity), error_ns=int(h.error_ns))
-    at, end = _HEADER, _HEADER + h.names_used
-    while at + 4 <= end:
-        length = int.from_bytes(raw[at : at + 4], "little")
-        part.names.append(raw[at + 4 : min(end, at + 4 + length)].decode(errors="replace"))
-        at += 4 + length
-    first = _HEADER + h.names_bytes
-    for n in range(part.dropped, h.events):
-        event = Event.from_buffer_copy(raw, first + n % h.capacity * _EVENT)
-        if event.kind not in Kind.__members__.values() or event.end_ns < event.begin_ns:
-            continue  # half written when its process was killed
-        event.begin_ns += h.offset_ns
-        event.end_ns += h.offset_ns
-        part.events.append(event)
-    return part
-
-
-def packed(raw: bytes) -> bytes:
-    """The bytes of a file, smaller, for the way to another host."""
-    return zlib.compress(raw, 1)
-
-
-def unpacked(packed: bytes, where: str) -> bytes:
-    """What `packed` has made smaller. Raises ValueError for what is damaged, or far larger than a trace is."""
-    unpacking = zlib.decompressobj()
-    try:
-        raw = unpacking.decompress(packed, _MOST)
-    except zlib.error as err:
-        raise ValueError(f"{where} is damaged: {err}") from None
-    if not unpacking.eof:
-        raise ValueError(f"{where} is cut short, or has more than {_MOST >> 20} MiB")
-    return raw
-
-
-def read_file(path: str, what: str) -> Part:
-    """As `read`, of a file. Raises OSError too."""
-    with open(path, "rb") as file:
-        return read(file.read(), os.path.basename(path), what)

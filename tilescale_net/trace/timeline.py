@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable
 
 from tilescale_net.errors import TileScaleError
-from tilescale_net.trace import arrows, ring
-from tilescale_net.trace.ring import Kind
+from tilescale_net.trace import arrows, events, part_reader
+from tilescale_net.trace.events import Kind
 
 # First numbers of a rank's tracks.
 _HOST, _KERNELS, _PROXY, _BLOCKS = 1, 200, 400, 1000
@@ -45,11 +45,11 @@ def part_files(path: str, rank: int | None = None) -> list[str]:
     return sorted(found, key=lambda p: [int(w) if w.isdigit() else w for w in re.split(r"(\d+)", p)])
 
 
-def read_parts(path: str, rank: int | None = None) -> list[ring.Part]:
+def read_parts(path: str, rank: int | None = None) -> list[part_reader.Part]:
     """What they hold. Raises ValueError for one that is damaged."""
     parts = []
     for file in part_files(path, rank):
-        parts.append(ring.read_file(file, file.split(".")[-2]))
+        parts.append(part_reader.read_file(file, file.split(".")[-2]))
     return parts
 
 
@@ -59,7 +59,7 @@ def remove_parts(path: str) -> None:
             os.unlink(file)
 
 
-def write(path: str, parts: list[ring.Part], name_of: Callable[[int], str | None] = lambda offset: None) -> None:
+def write(path: str, parts: list[part_reader.Part], name_of: Callable[[int], str | None] = lambda offset: None) -> None:
     """Write the timeline, all of it or nothing.
 
     Args:
@@ -79,7 +79,7 @@ def write(path: str, parts: list[ring.Part], name_of: Callable[[int], str | None
         ) from err
 
 
-def merged(parts: list[ring.Part], name_of: Callable[[int], str | None] = lambda offset: None) -> dict:
+def merged(parts: list[part_reader.Part], name_of: Callable[[int], str | None] = lambda offset: None) -> dict:
     """The timeline as a value for JSON; times begin with 0 at the first event."""
     base = min((event.begin_ns for part in parts for event in part.events), default=0)
     out: list[dict] = []
@@ -116,7 +116,7 @@ def _meta(kind: str, rank: int, track: int, name: str) -> dict:
     return {"ph": "M", "name": kind, "pid": process_of(rank), "tid": track, "args": {"name": name}}
 
 
-def _track(part: ring.Part, event: ring.Event, tracks: set) -> int:
+def _track(part: part_reader.Part, event: events.Event, tracks: set) -> int:
     if event.kind in (Kind.CALL, Kind.WAIT):
         track, name = _BLOCKS + event.block * _THREADS + event.thread, f"block {event.block} thread {event.thread}"
     elif event.kind == Kind.KERNEL:
@@ -131,7 +131,7 @@ def _track(part: ring.Part, event: ring.Event, tracks: set) -> int:
     return track
 
 
-def _shown(part: ring.Part, event: ring.Event, base: int, tracks: set, name_of) -> list[dict]:
+def _shown(part: part_reader.Part, event: events.Event, base: int, tracks: set, name_of) -> list[dict]:
     """The events of JSON that show an event; none for waits inside of calls, which come with their sender."""
     track = _track(part, event, tracks)
     if event.kind == Kind.WAIT:
@@ -149,12 +149,12 @@ def _shown(part: ring.Part, event: ring.Event, base: int, tracks: set, name_of) 
     return [shown | {"ph": "X", "dur": (event.end_ns - event.begin_ns) / 1e3}]
 
 
-def _name(part: ring.Part, event: ring.Event) -> str:
+def _name(part: part_reader.Part, event: events.Event) -> str:
     name = part.text(event.name)
     return name.removesuffix("_kernel") if event.kind == Kind.KERNEL else name
 
 
-def _arguments(part: ring.Part, event: ring.Event, name_of) -> dict:
+def _arguments(part: part_reader.Part, event: events.Event, name_of) -> dict:
     found: dict = {}
     if part.text(event.line):
         found["line"] = part.text(event.line)
@@ -162,14 +162,14 @@ def _arguments(part: ring.Part, event: ring.Event, name_of) -> dict:
         found["pe"] = event.pe
     if event.bytes:
         found["bytes"] = event.bytes
-    if event.word != ring.NO_WORD:
+    if event.word != events.NO_WORD:
         name = name_of(event.word)
         found["word"] = f"{name} at {event.word}" if name else event.word
         found["value"] = event.value
     return found
 
 
-def _wait(part: ring.Part, event: ring.Event, sender: int | None, base: int) -> dict:
+def _wait(part: part_reader.Part, event: events.Event, sender: int | None, base: int) -> dict:
     args = _arguments(part, event, lambda offset: None)
     args.pop("pe", None)
     if sender is not None:
