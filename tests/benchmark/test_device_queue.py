@@ -46,6 +46,7 @@ def test_every_part(tmp_path):
         (["--parts", "push,pull"], {"GPUS": "1"}, "'pull' is not one of"),
     ],
 )
+@pytest.mark.sample(1)
 def test_wrong_arguments(arguments, env, said):
     done = launch("device_queue.py", *arguments, **env)
     assert done.returncode == 2 and done.stderr.count(said) == 1 and done.stdout == ""

@@ -39,6 +39,7 @@ def test_four_configurations_next_to_the_bare_writer(tmp_path):
     assert [t.removesuffix(" (Gbps)") for t in titles[3:-1:3]] == NAMES
 
 
+@pytest.mark.sample(0)
 def test_both_ways_at_once():
     done = run(
         "--sizes", "64K", "--signal-sizes", "none", "--channels", "single", "-b", "--iters", "3", "--repeat", "1"

@@ -40,6 +40,7 @@ def test_unrolledcp_p2p(tmp_path):
     assert "Push BW (GB/s)" in first.stdout and "Pull BW (GB/s)" in first.stdout
 
 
+@pytest.mark.sample(0)
 def test_geometries_and_baseline(tmp_path):
     path = tmp_path / "run.json"
     arguments = ["--sizes", "1,3000", "--threads", "32,64", "--bidirectional", "--repeat", "1", "--no-nvshmem"]
@@ -71,7 +72,7 @@ def test_start_up(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["all_gather_matmul.py", "matmul_reduce_scatter.py", "matmul_all_reduce.py"])
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_fused_products(tmp_path, name):
     path = tmp_path / "run.json"
     shape = ["--m", "72", "--k", "40", "--n", "48", "--blocks", "2", "--warmup", "0", "--repeat", "1"]
@@ -116,6 +117,7 @@ def test_moe_host(tmp_path):
     assert len(rows) == 6 and all(row["both_us"] > 0 for row in rows)
 
 
+@pytest.mark.sample(0)
 def test_large_copy(tmp_path):
     path = tmp_path / "run.json"
     arguments = [

@@ -135,5 +135,6 @@ def _program(nodes: int) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.sample(0)
 def test_elastic_buffer(nodes):
     ranks.run(2, _program, nodes, env={"VIRTUAL_NODES": str(nodes)}, timeout=280)

@@ -90,6 +90,7 @@ def test_reads(library, provider):
 
 @every_provider
 @pytest.mark.parametrize("rails", [1, 3])
+@pytest.mark.sample(5)
 def test_messages_in_both_directions(library, provider, rails):
     """Small ones are injected, large ones use bounce buffers; more are sent than there are buffers."""
     a, b = pair(library, provider, rails=rails, message_buffers=16, message_bytes=400)
@@ -109,6 +110,7 @@ def test_messages_in_both_directions(library, provider, rails):
 
 
 @every_provider
+@pytest.mark.sample(3)
 def test_more_operations_than_the_queue_holds(library, provider):
     """Posting answers 'again' at the bound, never loses an operation, and reports each cookie once."""
     a, b = pair(library, provider, depth=8)
@@ -135,6 +137,7 @@ def test_silent_operations_are_not_reported(library, provider):
 
 
 @every_provider
+@pytest.mark.sample(3)
 def test_several_rails_carry_parts_of_one_buffer(library, provider):
     a, b = pair(library, provider, rails=3)
     assert a.properties()["rails"] == 3

@@ -78,6 +78,7 @@ def test_floats(pool, dtype):
     "dtype",
     ["int8", "uint8", "int16", "float16", "bfloat16", "int32", "uint32", "float32", "int64", "uint64", "float64"],
 )
+@pytest.mark.sample(4)
 def test_put_value(pool, dtype):
     for turn in range(3):
         pool(put_each, dtype, 64, random.randrange(1 << 30))

@@ -48,6 +48,7 @@ def test_mapped_peers_and_others_in_one_kernel(mixed):
 
 
 @pytest.mark.parametrize("order", ["fence", "fence one", "quiet", "put_signal"])
+@pytest.mark.sample(3)
 def test_data_comes_before_its_signal(pool, order):
     for seed in SEEDS:
         assert pool(pass_message, order, True, seed) == [0, 0], seed

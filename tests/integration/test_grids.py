@@ -13,6 +13,7 @@ nodes = pool_fixture(4, env={"VIRTUAL_NODES": "2", "TSN_CHAOS": "on"})
 
 
 @pytest.mark.parametrize("blocks", [1, 7])
+@pytest.mark.sample(1)
 def test_one_pe(one, blocks):
     assert one(meet_in_grids, blocks, 4, "all", [0, 1, 2]) == [0]
 

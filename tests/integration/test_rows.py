@@ -14,6 +14,7 @@ far = pool_fixture(2, env={"VIRTUAL_NODES": "2", "TSN_CHAOS": "on"})
 
 @pytest.mark.parametrize("visibility", ["eager", "late", "random"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+@pytest.mark.sample(3)
 def test_mapped_memory(near, dtype, visibility):
     near(boxes, dtype, random_cases(2 * len(WAYS), 11), visibility)
 

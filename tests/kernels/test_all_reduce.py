@@ -92,6 +92,7 @@ def test_equals_sum_in_order(size, algorithms, dtype):
 
 
 @pytest.mark.parametrize("visibility", ["late", "random"])
+@pytest.mark.sample(1)
 def test_any_schedule(visibility):
     seed = random.randrange(1 << 30)
     env = {"TSN_SIM_SEED": str(seed), "TSN_SIM_VISIBILITY": visibility}
@@ -123,6 +124,7 @@ def _mixed(seed):
         assert_same(x, reference(data), f"seed {seed}, call {call}, {op._algorithm}")
 
 
+@pytest.mark.sample(0)
 def test_calls_of_all_algorithms_in_turn():
     ranks.run(2, _mixed, random.randrange(1 << 30), timeout=400)
 

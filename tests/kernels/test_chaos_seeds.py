@@ -109,7 +109,7 @@ def _run(kernels: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_every_kernel_on_some_networks(kernels):
     _run(kernels, FEW)
 

@@ -165,7 +165,7 @@ def test_a_lonely_push_fences_while_its_atomic_is_under_way(tools):
 
 
 @pytest.mark.parametrize("threads", [128, pytest.param(512, marks=pytest.mark.nightly), 1024])
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_small_pushes_do_not_wait_for_local_memory(tools, threads):
     """What large copies need in registers once made small pushes by 1024 threads 0.2 us slower."""
     instructions = _small().code(_factory(PUSH), capacity=1 << 20, threads=threads).instructions

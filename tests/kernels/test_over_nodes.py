@@ -78,6 +78,7 @@ def _bytes() -> dict[str, tuple[int, int]]:
     return found
 
 
+@pytest.mark.sample(0)
 def test_bytes_on_the_network():
     part, everything = 4096, 4 * 4096  # of a rank; of all ranks of two nodes of two
     for found in ranks.run(4, _bytes, env=TWO_NODES, timeout=280):
@@ -112,6 +113,7 @@ def _dies(name: str) -> str:
 
 
 @pytest.mark.parametrize("algorithm", ["push", "pull"])
+@pytest.mark.sample(1)
 def test_a_lost_peer_is_not_taken_for_one_that_makes_another_call(algorithm):
     lost = ranks.launch(2, _dies, algorithm, timeout=100)[0]
     assert lost.error is not None and lost.error[0] == "PeerLost", lost
@@ -137,6 +139,7 @@ def _mismatch() -> tuple[str, list[int]]:
     return said, out.tolist(), right
 
 
+@pytest.mark.sample(0)
 def test_ranks_that_differ_are_named():
     for rank, (said, out, right) in enumerate(ranks.run(4, _mismatch, env=TWO_NODES, timeout=200)):
         assert f"rank {rank} was called with" in said and any(right), said

@@ -62,7 +62,7 @@ def _name(way) -> str:
     + [pytest.param("pull", way, id="pull-" + _name(way)) for way in (WAYS[0], WAYS[5])]
     + [pytest.param("pull", way, id="pull-" + _name(way), marks=pytest.mark.nightly) for way in (WAYS[2], WAYS[7])],
 )
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_delivers_exactly_what_was_asked(direction, way):
     seed = random.randrange(1 << 30)
     pace = random.Random(seed)

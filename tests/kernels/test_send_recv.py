@@ -156,5 +156,6 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.sample(1)
 def test_messages(nodes):
     ranks.run(2, _everything, random.randrange(1 << 30), env={"VIRTUAL_NODES": str(nodes)}, timeout=240)

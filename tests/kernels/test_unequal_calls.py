@@ -136,6 +136,7 @@ def _reduce(rows):
 
 
 @pytest.mark.parametrize("rows", [(64, 63), (64, 1000)], ids=["as many chunks", "more chunks"])
+@pytest.mark.sample(1)
 def test_reduce_scatter(rows):
     """Where numbers of chunks differ the call cannot end by itself; the mismatch is said in the place of the timeout."""
     # What a rank compiles for a GPU the other one waits for in its kernel.

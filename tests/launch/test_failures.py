@@ -37,6 +37,7 @@ def test_failing_rank_is_named_and_all_end(script):
 
 
 @pytest.mark.parametrize("code", [1, 3, 77])
+@pytest.mark.sample(1)
 def test_exit_code_of_the_rank_is_the_jobs(script, code):
     done = launch(script(f"if rank == 1: sys.exit({code})\ntime.sleep(1000)"), GPUS="2")
     assert done.returncode == code
@@ -44,6 +45,7 @@ def test_exit_code_of_the_rank_is_the_jobs(script, code):
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGABRT"])
+@pytest.mark.sample(1)
 def test_signal_is_named(script, name):
     number = getattr(signal, name)
     done = launch(script(f"if rank == 1: os.kill(os.getpid(), {int(number)})\ntime.sleep(1000)"), GPUS="2")

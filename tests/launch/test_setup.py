@@ -88,6 +88,7 @@ def test_build_can_be_left_out(checkout):
     assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "")
 
 
+@pytest.mark.sample(0)
 def test_pytest_runs_in_the_checkout(checkout, tmp_path):
     (checkout.root / "tests").mkdir()
     (checkout.root / "tests" / "test_one.py").write_text("def test_pass(): pass\ndef test_fail(): assert False\n")

@@ -61,6 +61,7 @@ def bandwidth(ends, operation, size, both=False, **options):
 @pytest.mark.parametrize("operation", ["send", "write", "read"])
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("rails", [1, 3])
+@pytest.mark.sample(4)
 def test_counts_and_data(operation, both, rails):
     ends = sessions(rails=rails, message_buffers=0 if operation == "send" else 16)
     for size, lists in ((1, 1), (63, 4), (4096, 16), (70_000, 8)):

@@ -136,7 +136,7 @@ def test_endpoint_sharing(tmp_path):
         ("endpoint_sharing.py", ["--num-endpoints", "5000"], "5000 is more than 1024"),
     ],
 )
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_wrong_arguments_end_with_code_2(name, arguments, words):
     done = alone(name, *arguments)
     assert done.returncode == 2 and words in done.stderr, (done.returncode, done.stderr)

@@ -36,6 +36,7 @@ def test_traffic(device, shape):
 
 @pytest.mark.parametrize("shape", [[], SHARED, ["staging=1"]], ids=["plain", "shared", "staging"])
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.sample(3)
 def test_chaos(device, shape):
     over(device, "traffic", "rounds=10", CHAOS, "seeds=1:4", *shape)
 
@@ -86,6 +87,7 @@ def test_refusals_adds_and_reasons(device):
 
 @pytest.mark.parametrize("staging", ["staging=0", "staging=1"])
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.sample(2)
 def test_peers_that_lie(device, staging):
     """Nonsense, and messages, slots and addresses with one field that lies."""
     over(device, "garbage", "seeds=20", staging, more="nics=2,revoke=1")

@@ -24,6 +24,7 @@ def test_bad_descriptors_are_refused(shape):
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
+@pytest.mark.sample(1)
 def test_bad_descriptors_under_sanitizers(sanitizer):
     run(programs.proxy_test(sanitizer), "refusals", "queues=2", "threads=2")
 

@@ -28,6 +28,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.sample(5)
 def test_orderly_network(shape):
     run(programs.proxy_test(), "traffic", *SHAPES[shape])
 
@@ -47,6 +48,7 @@ def test_chaos_with_narrow_immediates():
 
 @pytest.mark.parametrize("rdma", ["staged", "device_memory"])
 @pytest.mark.parametrize("chaos", [[], [CHAOS, "seeds=1:6"]], ids=["orderly", "chaos"])
+@pytest.mark.sample(2)
 def test_gpu_heap(rdma, chaos):
     """The driver's streams are threads that work late and in order; adds are carried out by the waiting kernels."""
     env = {"TSN_LIBCUDA": str(fake_cuda())}

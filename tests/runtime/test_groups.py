@@ -91,6 +91,7 @@ def _pairs(seed: int) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.sample(0)
 def test_two_pairs_at_the_same_time():
     ranks.run(4, _pairs, random.randrange(1 << 20), init=False, timeout=240)
 
@@ -222,6 +223,7 @@ def _lose_some(lost: int) -> str:
 
 
 @pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.sample(1)
 def test_failures_stay_within_the_group(lost):
     """Also where the job's store was with the rank that dies."""
     outcomes = ranks.launch(4, _lose_some, lost, env=QUICK, init=False, timeout=120)

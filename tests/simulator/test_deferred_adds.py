@@ -85,5 +85,6 @@ def _deferred(tests: bool):
 
 
 @pytest.mark.parametrize("how", ["wait", "test"])
+@pytest.mark.sample(1)
 def test_adds_wait_for_a_kernel(how):
     ranks.run(3, _deferred, how == "test", init=False, env=WORLD)

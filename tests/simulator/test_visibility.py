@@ -45,6 +45,7 @@ def test_right_kernels_pass(visibility, seeds):
 
 
 @pytest.mark.parametrize("visibility,seeds", [("late", 16), ("random", 60)])
+@pytest.mark.sample(1)
 def test_wrong_kernels_are_caught(visibility, seeds):
     caught = ranks.run(2, _rounds, tuple(litmus.WRONG), visibility, seeds)[0]
     assert all(caught.values()), caught

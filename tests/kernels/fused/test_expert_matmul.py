@@ -104,6 +104,7 @@ def layers(seed, options, transposed, kinds=KINDS, shape=MOE):
 @pytest.mark.parametrize(
     "size, nodes, transposed", [(4, 1, False), pytest.param(2, 2, True, marks=pytest.mark.nightly)]
 )
+@pytest.mark.sample(0)
 def test_equals_torch(size, nodes, transposed):
     args = random.randrange(1 << 30), dict(tuning=TUNING), transposed
     ranks.run(size, layers, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=300)

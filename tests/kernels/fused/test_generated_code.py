@@ -76,6 +76,7 @@ def test_every_kernel_is_compiled():
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.sample(0)
 def test_tensor_cores_have_registers_and_run_on(tools, name):  # noqa: F811
     code = _code(name)
     assert not read_only_loads(code.ptx)

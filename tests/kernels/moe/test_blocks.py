@@ -55,6 +55,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", ["throughput", *(pytest.param(c, marks=pytest.mark.nightly) for c in [*CASES][1:])])
+@pytest.mark.sample(0)
 def test_blocks_of_a_call(case):
     size, nodes, options, least = CASES[case]
     ranks.run(size, _calls, options, least, env={"VIRTUAL_NODES": str(nodes)}, timeout=180)

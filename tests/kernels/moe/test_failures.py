@@ -76,6 +76,7 @@ def _masked_from_the_start() -> None:
     op.free()
 
 
+@pytest.mark.sample(0)
 def test_a_rank_that_never_takes_part():
     ranks.run(3, _masked_from_the_start, timeout=120)
 
@@ -126,6 +127,7 @@ def _endless(mode: str, warm: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["throughput", "latency"])
+@pytest.mark.sample(1)
 def test_a_rank_that_dies(mode):
     """The others raise, soon, and nothing is left behind."""
     begin = time.monotonic()

@@ -117,6 +117,7 @@ def _ids(cases: list) -> list[str]:
 
 
 @pytest.mark.parametrize("name, arguments", SHORT, ids=_ids(SHORT))
+@pytest.mark.sample(0)
 def test_code_for_sm_90(tools, name, arguments):  # noqa: F811
     check(_generated().code(_factory(name), **arguments), name, arguments)
 
@@ -143,6 +144,7 @@ def check(code: Code, name: str, arguments: dict) -> None:
 
 
 @pytest.mark.parametrize("ranks, by_rank", [pytest.param(2, True, marks=pytest.mark.nightly), (4, True), (4, False)])
+@pytest.mark.sample(1)
 def test_rows_that_are_summed_are_loaded_together(tools, ranks, by_rank):  # noqa: F811
     """The reducers' loads of a batch wait for none of each other: sums took twice as long when a comparison between
     them shared a counter with them. (Only schedules that were assembled tell: the order of the instructions is fine.)"""

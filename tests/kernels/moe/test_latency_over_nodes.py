@@ -107,6 +107,7 @@ def _more(seed: int) -> None:
     op.free()
 
 
+@pytest.mark.sample(0)
 def test_weights_refusals_and_bits():
     ranks.run(4, _more, random.randrange(1 << 20), env=TWO_NODES, timeout=280)
 

@@ -140,6 +140,7 @@ def _grow() -> None:
     op.free()
 
 
+@pytest.mark.sample(0)
 def test_a_heap_that_grows():
     ranks.run(2, _grow, heap="16M", env={"TSN_HEAP_LIMIT": "0"}, timeout=200)
 

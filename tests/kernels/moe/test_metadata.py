@@ -142,6 +142,6 @@ NIGHTLY = pytest.param("latency", 1, marks=pytest.mark.nightly)  # the same on t
 
 
 @pytest.mark.parametrize("case, nodes", [*((c, 1) for c in CASES if c != "latency"), NIGHTLY, ("latency", 2)])
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_metadata(case, nodes):
     ranks.run(2, _all, random.randrange(1 << 30), *CASES[case], env={"VIRTUAL_NODES": str(nodes)}, timeout=280)

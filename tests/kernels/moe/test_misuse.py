@@ -261,5 +261,6 @@ def _crowded(top_k: int, choices: list[list[int]]) -> None:
     "top_k, choices",
     [pytest.param(2, [[0, 0]] * 3 + [[1, -1]], marks=pytest.mark.nightly), (5, [[0, 1, 2, 3, 0]] * 4)],
 )
+@pytest.mark.sample(0)
 def test_crowded_expert(top_k, choices):
     ranks.run(2, _crowded, top_k, choices, timeout=240)

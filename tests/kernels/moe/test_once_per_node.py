@@ -70,7 +70,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", ["expert", "rank", pytest.param("elsewhere", marks=pytest.mark.nightly)])
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_rounds(case):
     options, how, kinds = CASES[case]
     ranks.run(4, rounds, random.randrange(1 << 30), SHAPE, options, how, kinds, env=TWO_NODES, timeout=280)
@@ -225,6 +225,7 @@ def _compare_sizes() -> None:
     op.free()
 
 
+@pytest.mark.sample(0)
 def test_heap_bytes():
     ranks.run(4, _sizes, env=TWO_NODES)
 

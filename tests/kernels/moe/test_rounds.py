@@ -170,6 +170,7 @@ def _many(seed: int, calls: int, options: dict) -> None:
 
 @pytest.mark.parametrize("calls", [300, pytest.param(3000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("options", [dict(), dict(mode="latency")], ids=["throughput", "latency"])
+@pytest.mark.sample(1)
 def test_hundreds_of_calls(options, calls):
     """No call may leave anything that a later one trips over; results of equal inputs are equal bits."""
     ranks.run(2, _many, random.randrange(1 << 30), calls, options, timeout=180)

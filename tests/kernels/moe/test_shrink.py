@@ -112,6 +112,7 @@ def _check(losses, **env) -> None:
             assert outcome.ok, (seed, outcome.error)
 
 
+@pytest.mark.sample(0)
 def test_two_ranks_are_lost():
     """One dies, then another is stopped."""
     _check([(signal.SIGKILL, 2), (signal.SIGSTOP, 1)])
