@@ -6,7 +6,6 @@ from functools import partial
 import torch
 
 from tilescale_net.kernels.collective import BufferSpecs, dtype_name
-from tilescale_net.kernels.fused.matmul import gate
 from tilescale_net.kernels.moe import throughput_buffers
 from tilescale_net.kernels.moe.combine_sums import sum_combined
 from tilescale_net.kernels.moe.combine_throughput import combine_throughput
@@ -270,10 +269,9 @@ class ThroughputMode(Mode):
     def start(self, pending: Pending) -> None:
         tiles, proxy = pending.tiles, self._base.world.proxy
         if self._base.device.type == "cuda":
-            if pending.kind == "combine" and proxy is not None and proxy.holds_up_launches:
-                return  # the gate's launch would return when the combine has ended, which waits for what follows
-            # What follows on the current stream gets the multiprocessors that this half's blocks have left.
-            gate()(tiles.calls, tiles.words[tiles.count :], tiles.begins, tiles.begins)
+            # Not where a launch would return when the combine has ended, which waits for what follows.
+            if pending.kind == "dispatch" or proxy is None or not proxy.holds_up_launches:
+                tiles.leave_the_rest()
         elif pending.kind == "dispatch":
             # The simulator runs kernels one after the other: those of a combine when the product has ended.
             self._stream.wait(pending.rest)

@@ -13,6 +13,7 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
+from tilescale_net.kernels.fused.matmul import gate
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class Tiles:
     def next_call(self) -> None:
         """Number the next call, on the current stream."""
         self.calls.add_(1)
+
+    def leave_the_rest(self) -> None:
+        """What follows on the current stream gets the multiprocessors that the blocks of this call have left."""
+        gate()(self.calls, self.words[self.count :], self.begins, self.begins)
 
     def reset(self) -> None:
         """As at first; all kernels have ended."""
