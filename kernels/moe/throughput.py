@@ -273,8 +273,7 @@ class ThroughputMode(Mode):
             if pending.kind == "dispatch" or proxy is None or not proxy.holds_up_launches:
                 tiles.leave_the_rest()
         elif pending.kind == "dispatch":
-            # The simulator runs kernels one after the other: those of a combine when the product has ended.
-            self._stream.wait(pending.rest)
+            self._stream.wait(pending.rest)  # the simulator runs a combine's kernels when the product has ended
 
     def receive(self, pending: Pending) -> None:
         if pending.sums and self._base.device.type == "cuda":  # while the last rows are on their way
