@@ -28,7 +28,8 @@ def checkout(tmp_path):
     root = tmp_path / "checkout"
     shutil.copytree(os.path.join(ROOT, "tilescale_net", "launch"), root / "tilescale_net" / "launch")
     (root / "tilescale_net" / "runtime").mkdir()
-    for part in ("__init__", "errors", "runtime/__init__", "runtime/setting", "runtime/settings"):
+    settings = (f"runtime/{name}" for name in ("cpu_lists", "providers", "setting", "setting_values", "settings"))
+    for part in ("__init__", "errors", "runtime/__init__", *settings):
         shutil.copy(os.path.join(ROOT, "tilescale_net", f"{part}.py"), root / "tilescale_net" / f"{part}.py")
     for name in ("launch.sh", "pyproject.toml"):
         shutil.copy(os.path.join(ROOT, name), root)

@@ -12,14 +12,15 @@ import logging
 import os
 
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.runtime import setting
-from tilescale_net.runtime.setting import Setting, parse_bytes
+from tilescale_net.runtime import cpu_lists, providers
+from tilescale_net.runtime import setting_values as values
+from tilescale_net.runtime.setting import MOST_BYTES, Setting, parse_bytes
 
 log = logging.getLogger("tilescale_net")
 
 DEVICE = Setting(
     "TSN_DEVICE",
-    setting.one_of("auto", "cuda", "simulator"),
+    values.one_of("auto", "cuda", "simulator"),
     "auto",
     "`cuda`, `simulator` or `auto`: a GPU where there is one",
     "`auto`",
@@ -40,45 +41,45 @@ HEAP_LIMIT = Setting(
 )
 TIMEOUT = Setting(
     "TSN_TIMEOUT",
-    setting.number(0.01),
+    values.number(0.01),
     100.0,
     "seconds that a device-side wait or a collective call may take; ranks may come that far apart to a call",
     "100",
 )
 HEARTBEAT_TIMEOUT = Setting(
     "TSN_HEARTBEAT_TIMEOUT",
-    setting.number(1.0),
+    values.number(1.0),
     15.0,
     "seconds of silence after which a rank of another host counts as lost",
     "15",
 )
 VIRTUAL_NODES = Setting(
     "VIRTUAL_NODES",
-    setting.whole(1),
+    values.whole(1),
     1,
     "split the ranks of a host into nodes that talk only through the fabric",
     "1",
 )
 MODULE_LOADING = Setting(
     "CUDA_MODULE_LOADING",
-    setting.text,
+    values.text,
     "",
     "CUDA's own; set to `EAGER` where ranks are on several nodes, unless you set it (see docs/proxy.md)",
 )
 NVTX = Setting(
     "TSN_NVTX",
-    setting.flag,
+    values.flag,
     False,
     "1: calls of collectives and of `AllToAll` are NVTX ranges, for Nsight Systems",
     "0",
 )
-LIBCUDA = Setting("TSN_LIBCUDA", setting.text, "", "the CUDA driver library", "`libcuda.so.1`")
+LIBCUDA = Setting("TSN_LIBCUDA", values.text, "", "the CUDA driver library", "`libcuda.so.1`")
 CACHE_HOME = Setting(
-    "XDG_CACHE_HOME", setting.text, "", "folder whose `tilescale_net` keeps compiled kernels", "`~/.cache`"
+    "XDG_CACHE_HOME", values.text, "", "folder whose `tilescale_net` keeps compiled kernels", "`~/.cache`"
 )
 TUNED = Setting(
     "TSN_TUNED",
-    setting.flag,
+    values.flag,
     True,
     "`0`: what `tilescale_net.tuning` has found is not used; that of rank 0 counts",
     "1",
@@ -86,13 +87,13 @@ TUNED = Setting(
 
 TRACE = Setting(
     "TSN_TRACE",
-    setting.text,
+    values.text,
     "",
     "file to write a timeline of all ranks to, which ui.perfetto.dev opens; see docs/debugging.md",
 )
 TRACE_EVENTS = Setting(
     "TSN_TRACE_EVENTS",
-    setting.whole(16),
+    values.whole(16),
     1 << 16,
     "events of 64 bytes that a rank keeps of its host calls, of its kernels and of each proxy thread; the oldest go first",
     "65536",
@@ -100,79 +101,79 @@ TRACE_EVENTS = Setting(
 
 LIBFABRIC = Setting(
     "TSN_LIBFABRIC",
-    setting.text,
+    values.text,
     "",
     "the libfabric to load; without it `/opt/amazon/efa`, the system's and the `mpich` wheel's are tried in turn",
 )
 PROVIDER = Setting(
     "TSN_PROVIDER",
-    setting.provider,
+    providers.provider,
     "",
     "libfabric provider, such as `efa`, `tcp`, `tcp;ofi_rxm`, `shm`",
     "the best one offered",
 )
 FABRIC_INTERFACE = Setting(
     "TSN_FABRIC_INTERFACE",
-    setting.text,
+    values.text,
     "",
     "network interfaces or domains, comma-separated",
     "loopback on one host",
 )
-RAILS = Setting("TSN_RAILS", setting.whole(0), 0, "endpoints to use; 0: one per NIC near the GPU", "0")
+RAILS = Setting("TSN_RAILS", values.whole(0), 0, "endpoints to use; 0: one per NIC near the GPU", "0")
 PROXY_QUEUES = Setting(
-    "TSN_PROXY_QUEUES", setting.whole(1), 1, "device queues; operations to a PE use queue PE % queues", "1"
+    "TSN_PROXY_QUEUES", values.whole(1), 1, "device queues; operations to a PE use queue PE % queues", "1"
 )
-PROXY_THREADS = Setting("TSN_PROXY_THREADS", setting.whole(1), 1, "proxy threads, each with endpoints of its own", "1")
+PROXY_THREADS = Setting("TSN_PROXY_THREADS", values.whole(1), 1, "proxy threads, each with endpoints of its own", "1")
 PROXY_PEER_THREADS = Setting(
     "TSN_PROXY_PEER_THREADS",
-    setting.whole(1),
+    values.whole(1),
     1,
     "proxy threads that share large puts and gets of one PE, in chunks of at least 64K; the others help its own",
     "1",
 )
 PROXY_CPUS: Setting[str | list[int]] = Setting(
     "TSN_PROXY_CPUS",
-    setting.cpus,
+    cpu_lists.cpus,
     [],
     "CPUs that the threads are pinned to, such as `2,3`; `node`: those near the GPU",
     "not pinned",
 )
-PROXY_CAPACITY = Setting("TSN_PROXY_CAPACITY", setting.power_of_two(2), 1024, "descriptors in a queue's ring", "1024")
+PROXY_CAPACITY = Setting("TSN_PROXY_CAPACITY", values.power_of_two(2), 1024, "descriptors in a queue's ring", "1024")
 PROXY_CHUNK = Setting("TSN_PROXY_CHUNK", parse_bytes, 1 << 20, "bytes of the chunks that puts travel in", "1M")
 PROXY_STAGING = Setting(
     "TSN_PROXY_STAGING",
-    setting.flag,
+    values.flag,
     False,
     "1: go through pinned staging memory even where the network reaches the heap",
     "0",
 )
-PROXY_STATS = Setting("TSN_PROXY_STATS", setting.flag, False, "1: print the proxy's counters when it stops", "0")
-CHAOS = Setting("TSN_CHAOS", setting.text, "", "make the network misbehave, see below")
+PROXY_STATS = Setting("TSN_PROXY_STATS", values.flag, False, "1: print the proxy's counters when it stops", "0")
+CHAOS = Setting("TSN_CHAOS", values.text, "", "make the network misbehave, see below")
 
 SIM_SEED = Setting(
     "TSN_SIM_SEED",
-    setting.whole(0),
+    values.whole(0),
     0,
     "seed of the schedule and of the order in which remote writes arrive",
     "0",
 )
 SIM_VISIBILITY = Setting(
     "TSN_SIM_VISIBILITY",
-    setting.one_of("eager", "late", "random"),
+    values.one_of("eager", "late", "random"),
     "random",
     "remote writes arrive at once (`eager`), as late as the memory model allows (`late`), or by lot (`random`)",
     "`random`",
 )
 SIM_SMS = Setting(
     "TSN_SIM_SMS",
-    setting.whole(1),
+    values.whole(1),
     132,
     "multiprocessors of the simulated GPU, which bound how many blocks run at a time",
     "132",
 )
 SIM_STALL = Setting(
     "TSN_SIM_STALL",
-    setting.number(0.1),
+    values.number(0.1),
     60.0,
     "seconds without any progress after which a kernel counts as hanging; at least twice `TSN_TIMEOUT`",
     "60",
@@ -180,59 +181,62 @@ SIM_STALL = Setting(
 SIM_STACK = Setting("TSN_SIM_STACK", parse_bytes, 256 << 10, "bytes of stack per simulated thread", "256K")
 SIM_CXXFLAGS: Setting[list[str]] = Setting(
     "TSN_SIM_CXXFLAGS",
-    setting.words,
+    values.words,
     [],
     "further flags of the host compiler, such as `-g -O0` for a debugger",
 )
 SIM_RACES = Setting(
     "TSN_SIM_RACES",
-    setting.flag,
+    values.flag,
     False,
     "`1`: follow transfers and signals between ranks, and report accesses that nothing orders (`DataRace`)",
     "0",
 )
-CXX: Setting[list[str]] = Setting("CXX", setting.words, [], "the host compiler", "g++, clang++ or c++")
+CXX: Setting[list[str]] = Setting("CXX", values.words, [], "the host compiler", "g++, clang++ or c++")
 
 GPUS = Setting(
     "GPUS",
-    setting.whole(1),
+    values.whole(1),
     2,
     "ranks on this host: one per GPU, or simulated ones where there is no GPU; `-n` of `tilescale_net run`",
     "2",
 )
-NODES = Setting("NODES", setting.whole(1), 1, "hosts of the job; run the same line on every host", "1")
-NODE_RANK = Setting("NODE_RANK", setting.whole(0), 0, "this host's index")
-MASTER_ADDR = Setting("MASTER_ADDR", setting.text, "", "name or address of the host where rank 0 listens")
-MASTER_PORT = Setting("MASTER_PORT", setting.whole(1, 65535), 0, "the port that rank 0 listens at")
+NODES = Setting("NODES", values.whole(1), 1, "hosts of the job; run the same line on every host", "1")
+NODE_RANK = Setting("NODE_RANK", values.whole(0), 0, "this host's index")
+MASTER_ADDR = Setting("MASTER_ADDR", values.text, "", "name or address of the host where rank 0 listens")
+MASTER_PORT = Setting("MASTER_PORT", values.whole(1, 65535), 0, "the port that rank 0 listens at")
 JOB = Setting(
     "TSN_JOB",
-    setting.text,
+    values.text,
     "",
     "name of the job: equal on all its ranks, and of no other job. A random one (`openssl rand -hex 16`) that only its "
     "ranks know keeps others from acting as a rank, see SECURITY.md",
     "on one host random, by launch.sh; under srun job and step",
 )
 OUTPUT = Setting(
-    "TSN_OUTPUT", setting.one_of("all", "first"), "first", "`all`: show the output of all ranks, not only of rank 0"
+    "TSN_OUTPUT",
+    values.one_of("all", "first"),
+    "first",
+    "`all`: show the output of all ranks, not only of rank 0",
 )
-STORE = Setting("TSN_STORE", setting.text, "", "where the launcher's store is; set by the launcher, not for users")
+STORE = Setting("TSN_STORE", values.text, "", "where the launcher's store is; set by the launcher, not for users")
 STORE_FD = Setting(
     "TSN_STORE_FD",
-    setting.whole(0),
+    values.whole(0),
     0,
     "file of the store's socket, for rank 0; set by the launcher, not for users",
 )
 PYTHON = Setting(
     "TSN_PYTHON",
-    setting.text,
+    values.text,
     "",
     "launch.sh: interpreter to use as it is; otherwise an active virtual environment, `.venv`, python3 or a new `.venv`",
 )
-VENV = Setting("TSN_VENV", setting.text, "", "launch.sh: folder of that virtual environment", "`.venv`")
-BUILD = Setting("TSN_BUILD", setting.flag, True, "launch.sh: 0: never build the native part", "1")
+VENV = Setting("TSN_VENV", values.text, "", "launch.sh: folder of that virtual environment", "`.venv`")
+BUILD = Setting("TSN_BUILD", values.flag, True, "launch.sh: 0: never build the native part", "1")
 LIBFABRIC_INCLUDE = Setting(
     "TSN_LIBFABRIC_INCLUDE",
-    setting.text,
+    values.text,
     "",
     "the build: folder that holds `rdma/fabric.h`; `none`: build without the fabric",
     "the compiler's",
@@ -240,12 +244,12 @@ LIBFABRIC_INCLUDE = Setting(
 
 TEST_ORDERING = Setting(
     "TSN_TEST_ORDERING",
-    setting.one_of("last_chunk"),
+    values.one_of("last_chunk"),
     "",
     "`last_chunk`: order as systems do that trust the last chunk, which is wrong; shows what counting is for",
 )
 CHAOS_SEEDS = Setting(
-    "TSN_CHAOS_SEEDS", setting.whole(1), 240, "seeds of the nightly test on networks that misbehave", "240"
+    "TSN_CHAOS_SEEDS", values.whole(1), 240, "seeds of the nightly test on networks that misbehave", "240"
 )
 
 # The page: titles, and what stands below them.
@@ -306,7 +310,7 @@ def heap_bytes(explicit: int | str | None, on_gpu: bool) -> int:
     page = 2 << 20
     if size < page:
         raise ConfigurationError(f"{name}: a heap of {size} bytes is too small; the minimum is {page} (2M)")
-    if size > setting.MOST_BYTES:
+    if size > MOST_BYTES:
         raise ConfigurationError(f"{name}: a heap of {size} bytes is more than any memory holds")
     return (size + page - 1) // page * page
 
@@ -333,7 +337,7 @@ def load_kernels_early() -> None:
 
 def _count(name: str, default: int) -> int:
     """A variable of torch's launchers."""
-    return setting.whole(0)(os.environ[name], name) if os.environ.get(name) else default
+    return values.whole(0)(os.environ[name], name) if os.environ.get(name) else default
 
 
 def device_kind() -> str:
