@@ -21,7 +21,8 @@ right, behind `and`, `or` and in an arm of `a if c else b` only when that part i
 import difflib as _difflib
 
 from tilescale_net.errors import KernelError as _KernelError
-from tilescale_net.language import _tracing, copies, memory, order, signals, streams, topology
+from tilescale_net.language import _tracing, atomics, copies, memory, order, signals, streams, topology
+from tilescale_net.language.atomics import *
 from tilescale_net.language.copies import *
 from tilescale_net.language.memory import *
 from tilescale_net.language.order import *
@@ -30,6 +31,7 @@ from tilescale_net.language.streams import *
 from tilescale_net.language.topology import *
 
 __all__: list[str] = []
+__all__ += atomics.__all__
 __all__ += copies.__all__
 __all__ += memory.__all__
 __all__ += order.__all__

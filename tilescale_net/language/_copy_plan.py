@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from tilescale_net.compiler.operators import SHARED_BYTES
+from tilescale_net.language._arithmetic import constant, int64, provably, provably_equal
 from tilescale_net.language._operands import Operand, operand
 from tilescale_net.language._primitive import PrimitiveError, block_threads
-from tilescale_net.language._values import as_integer, constant, int64, one_of, pe_index, provably, provably_equal
+from tilescale_net.language._values import as_integer, one_of, pe_index
 
 ENGINES = ("auto", "ldst", "bulk")
 MAX_UNROLL = 64

@@ -11,9 +11,10 @@ from tilelang.language.frame import get_let_value, has_let_value
 from tilelang.language.utils import get_buffer_region_from_load
 from tvm import tirx
 
+from tilescale_net.language._arithmetic import Expr, add, constant, int64, product, provably_equal
 from tilescale_net.language._primitive import PrimitiveError
 from tilescale_net.language._results import settled
-from tilescale_net.language._values import Expr, add, constant, describe, int64, product, provably_equal
+from tilescale_net.language._values import describe
 
 # What a primitive takes as a place in memory: a tensor, an element buf[i], a region buf[i, 0:n].
 Place = tirx.Buffer | tirx.BufferLoad | tirx.BufferRegion
