@@ -7,7 +7,7 @@ import torch
 
 import tilescale_net as tsn
 from benchmark.common.arguments import format_bytes
-from benchmark.common.copy_session import Geometry, geometries, varying_columns
+from benchmark.common.geometry import Geometry, geometries, varying_columns
 from benchmark.common.measuring import (
     GUARD,
     Timer,

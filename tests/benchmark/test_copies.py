@@ -4,7 +4,7 @@ import pytest
 
 import tilescale_net as tsn
 from benchmark.common.copies import CopyEngine, TilescaleNet, batch_for, measure
-from benchmark.common.copy_session import Geometry
+from benchmark.common.geometry import Geometry
 from benchmark.common.measuring import Timer
 from tests import ranks
 
