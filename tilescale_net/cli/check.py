@@ -28,7 +28,7 @@ def check(args: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: the function or the schedule is invalid.
     """
-    from tilescale_net.explore import search
+    from tilescale_net.explore import reports, search
     from tilescale_net.explore.case import Case, load
 
     with Case(load(args.where), args.ranks, races=not args.no_races) as case:
@@ -40,5 +40,5 @@ def check(args: argparse.Namespace) -> int:
             report = search.random(case, args.random, args.seed, args.depth)
         else:
             report = search.every(case, args.most, args.seconds, args.preemptions)
-        print(search.text(report, args.where, args.ranks))
+        print(reports.text(report, args.where, args.ranks))
     return 1 if report.failure else 0 if report.complete or args.random else 3
