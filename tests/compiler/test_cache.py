@@ -11,7 +11,7 @@ import pytest
 import tilescale_net as tsn
 from tests.simulator import kernels
 from tests.simulator.kernels import simulate
-from tilescale_net.compiler.simulator import cache, host_compiler, host_source
+from tilescale_net.compiler.simulator import cache, cache_files, host_compiler, host_source
 from tilescale_net.compiler.simulator.kept_kernels import Kept
 from tilescale_net.compiler.simulator.lowered_cache import Lowered
 from tilescale_net.runtime import private_folder
@@ -60,7 +60,7 @@ def test_kernels_that_nobody_uses_are_removed(monkeypatch, tmp_path):
     # What is used is young again, and what is too much goes, the longest unused first.
     os.utime(first, (time.time() - 20 * 86400,) * 2)
     assert host_compiler.build("kernel", "int x;") == first
-    monkeypatch.setattr(cache, "KEPT_BYTES", 2 * first.stat().st_size + 5)
+    monkeypatch.setattr(cache_files, "KEPT_BYTES", 2 * first.stat().st_size + 5)
     second = host_compiler.build("kernel", "int y;")
     assert first.exists() and second.exists() and not recent.exists() and other.exists()
 
@@ -84,7 +84,7 @@ def test_the_folder_and_its_files_are_this_users_alone(monkeypatch, tmp_path, ca
     private_folder.temporary.cache_clear()
     monkeypatch.setattr(cache.private_folder, "temporary", lambda _: instead)
     assert not private_folder.make(first.parent)
-    monkeypatch.setattr(cache, "_used", lambda path: path.exists())
+    monkeypatch.setattr(cache, "is_usable", lambda path: path.exists())
     assert host_compiler.build("kernel", "int x;").parent == instead and instead.stat().st_mode & 0o777 == 0o700
 
 

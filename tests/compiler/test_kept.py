@@ -10,7 +10,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.compiler import kernels as elsewhere
 from tilescale_net.compiler.jit import KernelFactory
-from tilescale_net.compiler.simulator import cache, kept_kernels
+from tilescale_net.compiler.simulator import cache, cache_files, kept_kernels
 from tilescale_net.kernels import p2p
 
 
@@ -87,7 +87,7 @@ def _damaged(traces):
     for damage in (b"", b"{}", b"\xff\xfe"):
         for path in _kept():
             path.write_bytes(damage)
-            cache.seal(path)
+            cache_files.seal(path)
         kernel, made = traces.of(p2p.push, 64, threads=32)
         assert made == 1 and _works(kernel, 7)
         assert traces.of(p2p.push, 64, threads=32)[1] == 0

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from tilescale_net import fabric
-from tilescale_net.compiler.simulator import cache
+from tilescale_net.compiler.simulator import cache_files
 from tilescale_net.compiler.simulator.host_source import HostSource
 from tilescale_net.compiler.simulator.kept_kernels import Kept
 from tilescale_net.compiler.simulator.lowered_cache import Lowered
@@ -178,7 +178,7 @@ def _sealed() -> bytes:
     with tempfile.TemporaryDirectory(prefix="tilescale_net-fuzz-") as folder:
         path = Path(folder) / "kept.so"
         path.write_bytes(b"\x7fELF" + bytes(range(256)) * 4)
-        cache.seal(path)
+        cache_files.seal(path)
         return path.read_bytes()
 
 
@@ -201,7 +201,7 @@ def kept_kernel(dice: random.Random) -> None:
         data = whole[:at] + bytes(len(whole[at : at + 1 + dice.randrange(512)]))
         data += whole[len(data) :]
     try:
-        held = cache.unseal(data)
+        held = cache_files.unseal(data)
     except ValueError:
         assert data != whole
     else:

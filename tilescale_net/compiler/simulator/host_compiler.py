@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tilescale_net.compiler.simulator import cache
+from tilescale_net.compiler.simulator import cache, cache_files
 from tilescale_net.compiler.simulator.host_source import PRELUDE
 from tilescale_net.compiler.toolchain import DEVICE_DIR
 from tilescale_net.errors import ConfigurationError, SimulatorUnsupported
@@ -159,7 +159,7 @@ def load(name: str, text: str):
     try:
         return _simulator.Library(str(path))
     except RuntimeError:
-        cache.discard(path)
+        cache_files.discard(path)
         return _simulator.Library(str(build(name, text)))
 
 
