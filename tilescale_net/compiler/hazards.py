@@ -136,8 +136,8 @@ def _check_stores(func: tirx.PrimFunc) -> None:
 
     def look(node):
         name = op_name(node)
-        if name == _STORE_WAIT and not int(node.args[1]):
-            begun.clear()
+        if name == _STORE_WAIT and all(isinstance(a, tirx.IntImm) and not int(a) for a in node.args):
+            begun.clear()  # a wait that leaves some under way does not say which of them a signal tells of
         elif _asks_for_tma(node) and (name == "tl.tma_store" or _is_global(node.args[1])):
             begun.append(name)
         elif begun and name in OPAQUE_OPS and name not in (_WAIT, _WAIT_ASYNC):
