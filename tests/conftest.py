@@ -32,7 +32,7 @@ def pytest_configure(config):
         config.option.thorough |= config.args_source is pytest.Config.ArgsSource.ARGS
 
 
-def _sample(items: list) -> list:
+def left_to_a_thorough_run(items: list) -> list:
     """What the whole suite leaves to a thorough run: all but n variants of each test marked `sample(n)`, from first to last."""
     variants = {}
     for item in items:
@@ -48,7 +48,7 @@ def _sample(items: list) -> list:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Tests that may take long begin first: at the end, all processors have something to do."""
-    if not config.option.thorough and (left := set(_sample(items))):
+    if not config.option.thorough and (left := set(left_to_a_thorough_run(items))):
         items[:] = [item for item in items if item not in left]
         config.hook.pytest_deselected(items=list(left))
     items.sort(key=lambda item: -(mark.args[0] if (mark := item.get_closest_marker("timeout")) else 0))
