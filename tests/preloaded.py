@@ -12,7 +12,7 @@ import sys
 import tilescale_net.kernels.moe
 import tilescale_net.runtime.simulator_memory  # noqa: F401
 from tilescale_net.compiler.macro import Macro
-from tilescale_net.compiler.simulator import host_compiler, kept_kernels
+from tilescale_net.compiler.simulator import host_toolchain, kept_kernels
 from tilescale_net.errors import ConfigurationError
 
 
@@ -29,12 +29,12 @@ def _hash_sources() -> None:
     kept_kernels._sources()
     kept_kernels.versions()
     try:
-        host_compiler._headers_hash()
-        host_compiler._identity(host_compiler.compiler())
+        host_toolchain.headers_hash()
+        host_toolchain._identity(host_toolchain.compiler())
     except ConfigurationError:
         pass  # the test that needs them reports it
     finally:
-        host_compiler.compiler.cache_clear()  # tests name others in CXX
+        host_toolchain.compiler.cache_clear()  # tests name others in CXX
     inspect.getmodule(_hash_sources.__code__)  # looks at the files of all modules once
 
 

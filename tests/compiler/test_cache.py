@@ -11,7 +11,7 @@ import pytest
 import tilescale_net as tsn
 from tests.simulator import kernels
 from tests.simulator.kernels import simulate
-from tilescale_net.compiler.simulator import cache, cache_files, host_compiler, host_source
+from tilescale_net.compiler.simulator import cache, cache_files, host_compiler, host_source, host_toolchain
 from tilescale_net.compiler.simulator.kept_kernels import Kept
 from tilescale_net.compiler.simulator.lowered_cache import Lowered
 from tilescale_net.runtime import private_folder
@@ -148,7 +148,7 @@ def test_a_full_disk_is_told_with_the_folder(monkeypatch, tmp_path):
     with pytest.raises(tsn.ConfigurationError, match=f"{tmp_path}.*No space left on device.*XDG_CACHE_HOME"):
         cache.get_or_build("kernel", "abc", ".so", full)
     said = subprocess.CompletedProcess([], 1, "", "fatal error: error writing to x.s: No space left on device")
-    host_compiler._compiler_identity()  # is asked once, and not the compiler that follows
+    host_toolchain.compiler_identity()  # is asked once, and not the compiler that follows
     monkeypatch.setattr(host_compiler.subprocess, "run", lambda *_, **__: said)
     with pytest.raises(tsn.ConfigurationError, match="No space left on device"):
         host_compiler.build("kernel", "int z;")
@@ -157,7 +157,7 @@ def test_a_full_disk_is_told_with_the_folder(monkeypatch, tmp_path):
 
 def test_headers_are_read_once(monkeypatch, tmp_path):
     """Kernels start from headers precompiled by the first of them; without those they compile all the same."""
-    if "Free Software Foundation" not in host_compiler._compiler_identity():
+    if "Free Software Foundation" not in host_toolchain.compiler_identity():
         pytest.skip("lacks g++ (g++)")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     text = host_source.PRELUDE + "int x;"

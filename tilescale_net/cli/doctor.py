@@ -70,10 +70,10 @@ class Doctor:
                 yield Finding(f"native part: {use}", MISSING, str(err), remedy)
 
     def host_compiler(self) -> Iterator[Finding]:
-        from tilescale_net.compiler.simulator import host_compiler
+        from tilescale_net.compiler.simulator import host_toolchain
 
         try:
-            yield Finding("C++ compiler", GOOD, " ".join(host_compiler.compiler()))
+            yield Finding("C++ compiler", GOOD, " ".join(host_toolchain.compiler()))
         except TileScaleError as err:
             state = WARNING if self.gpus else MISSING
             yield Finding(

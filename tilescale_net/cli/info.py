@@ -23,7 +23,7 @@ def collect() -> dict:
     """Everything, as JSON holds it. What cannot be found out is a text with the reason."""
     import tilescale_net
     from tilescale_net.compiler import toolchain
-    from tilescale_net.compiler.simulator import host_compiler
+    from tilescale_net.compiler.simulator import host_toolchain
     from tilescale_net.runtime import settings
 
     gpus = machine.gpus()
@@ -39,7 +39,7 @@ def collect() -> dict:
         "gpus": gpus,
         "nics": _said(lambda: machine.nics([g["pci"] for g in gpus])),
         "nvcc": toolchain.find_tool("nvcc"),
-        "host_compiler": _said(lambda: " ".join(host_compiler.compiler())),
+        "host_compiler": _said(lambda: " ".join(host_toolchain.compiler())),
         "libfabric": _said(_libfabric),
         "providers": _said(_providers),
         "network": {"one host": _said(lambda: _chosen(False)), "several hosts": _said(lambda: _chosen(True))},
