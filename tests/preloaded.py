@@ -12,7 +12,7 @@ import sys
 import tilescale_net.kernels.moe
 import tilescale_net.runtime.simulator_memory  # noqa: F401
 from tilescale_net.compiler.macro import Macro
-from tilescale_net.compiler.simulator import host_toolchain, kept_kernels
+from tilescale_net.compiler.simulator import host_toolchain, kernel_keys, lowered_cache
 from tilescale_net.errors import ConfigurationError
 
 
@@ -26,8 +26,8 @@ def _translate_macros() -> None:
 
 def _hash_sources() -> None:
     """What every rank would read for the keys of kernels: sources, headers, versions."""
-    kept_kernels._sources()
-    kept_kernels.versions()
+    kernel_keys._sources()
+    lowered_cache.versions()
     try:
         host_toolchain.headers_hash()
         host_toolchain._identity(host_toolchain.compiler())

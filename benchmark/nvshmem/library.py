@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from benchmark.nvshmem import build
-from tilescale_net.compiler import toolchain
+from tilescale_net.compiler import cuda_tools
 from tilescale_net.runtime import settings
 from tilescale_net.runtime.cuda_memory import tensor_at
 
@@ -19,7 +19,7 @@ def missing() -> str | None:
         return "NVSHMEM baseline: not measured; it needs GPUs that reach each other's memory"
     if build.home() is None:
         return f"NVSHMEM baseline: not measured; it needs the package {build.WHEELS[0]} (or NVSHMEM_HOME)"
-    if toolchain.find_tool("nvcc") is None:
+    if cuda_tools.find_tool("nvcc") is None:
         return "NVSHMEM baseline: not measured; it needs nvcc on PATH or in CUDA_HOME"
     return None
 
@@ -43,7 +43,7 @@ class Nvshmem:
         os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # multicast serves collectives, which are not measured
         device = torch.cuda.current_device()
         major, minor = torch.cuda.get_device_capability(device)
-        library = build.build(build.home(), toolchain.find_nvcc(), f"sm_{major}{minor}")
+        library = build.build(build.home(), cuda_tools.find_nvcc(), f"sm_{major}{minor}")
         self._lib = _declare(ctypes.CDLL(str(library)))
         number = self._lib.tsn_nvshmem_version()
         tma = "+TMA" if self._lib.tsn_nvshmem_lent() else ""

@@ -10,7 +10,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.compiler import kernels as elsewhere
 from tilescale_net.compiler.jit import KernelFactory
-from tilescale_net.compiler.simulator import cache, cache_files, kept_kernels
+from tilescale_net.compiler.simulator import cache, cache_files, kernel_keys
 from tilescale_net.kernels import p2p
 
 
@@ -67,10 +67,10 @@ def _sources(traces, monkeypatch):
     """Other sources, or other modules in the place of the package's own."""
     before = len(_kept())
     with monkeypatch.context() as m:
-        m.setattr(kept_kernels, "_sources", lambda: "another")
+        m.setattr(kernel_keys, "_sources", lambda: "another")
         assert traces.of(p2p.push, 64, threads=32)[1] == 1 and len(_kept()) == before + 1
     with monkeypatch.context() as m:
-        m.setattr(kept_kernels, "_IMPORTED", 0.0)
+        m.setattr(kernel_keys, "_IMPORTED", 0.0)
         assert [traces.of(p2p.push, 64, threads=32)[1] for _ in range(2)] == [1, 1], "files younger than the process"
     with monkeypatch.context() as m:
         changed = types.ModuleType("tilescale_net.kernels.partition")

@@ -99,9 +99,9 @@ class Doctor:
             yield Finding("CUDA driver", GOOD, found)
 
     def nvcc(self) -> Iterator[Finding]:
-        from tilescale_net.compiler import toolchain
+        from tilescale_net.compiler import cuda_tools
 
-        found = toolchain.find_tool("nvcc")
+        found = cuda_tools.find_tool("nvcc")
         if found:
             yield Finding("nvcc", GOOD, found)
         else:

@@ -22,7 +22,7 @@ def _version(package: str) -> str | None:
 def collect() -> dict:
     """Everything, as JSON holds it. What cannot be found out is a text with the reason."""
     import tilescale_net
-    from tilescale_net.compiler import toolchain
+    from tilescale_net.compiler import cuda_tools
     from tilescale_net.compiler.simulator import host_toolchain
     from tilescale_net.runtime import settings
 
@@ -38,7 +38,7 @@ def collect() -> dict:
         "device": _device(gpus),
         "gpus": gpus,
         "nics": _said(lambda: machine.nics([g["pci"] for g in gpus])),
-        "nvcc": toolchain.find_tool("nvcc"),
+        "nvcc": cuda_tools.find_tool("nvcc"),
         "host_compiler": _said(lambda: " ".join(host_toolchain.compiler())),
         "libfabric": _said(_libfabric),
         "providers": _said(_providers),

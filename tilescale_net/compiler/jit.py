@@ -21,7 +21,7 @@ from tilelang import tvm
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from tilescale_net.compiler import hazards, lowering, symbols, toolchain
+from tilescale_net.compiler import cuda_tools, hazards, lowering, symbols, toolchain
 from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.kernel import CudaKernel, Kernel
 from tilescale_net.compiler.passes import Prepared, prepare
@@ -29,6 +29,7 @@ from tilescale_net.compiler.simulator import (
     bounds,
     gemm,
     kept_kernels,
+    kernel_keys,
     lowered_cache,
     simplify_once,
     sites,
@@ -61,7 +62,7 @@ def _target(target) -> str | dict:
     if target == "simulator":
         return target
     if target == "cuda":
-        return {"kind": "cuda", "arch": toolchain.gpu_arch()}
+        return {"kind": "cuda", "arch": cuda_tools.gpu_arch()}
     if isinstance(target, Target):
         target = dict(target.export())
     if isinstance(target, dict) and target.get("kind") == "cuda" and str(target.get("arch", "")).startswith("sm_"):
@@ -172,7 +173,7 @@ def compile(
             lowered = _lowered_for_simulator(func, configs)
             return SimulatedKernel(lowered, lambda: _prepared_for_simulator(func, configs).func)
         prepared = prepare(func)
-        toolchain.find_nvcc()
+        cuda_tools.find_nvcc()
         with lowering.enabled(), _quiet(), toolchain.once_per_host(_lock_name(func)):
             linked = prepared.func if name is None else prepared.func.with_attr("global_symbol", symbols.linked(name))
             compiled = tilelang.compile(
@@ -263,7 +264,7 @@ class KernelFactory:
     def _kept(self, args: tuple, kwargs: dict) -> Kernel | None:
         """A kernel for the simulator from an earlier run, or made for later ones; None where none is kept, see kept_kernels."""
         options = self._options | {"target": "simulator"}
-        key = kept_kernels.key(self._function, args, kwargs, options)
+        key = kernel_keys.key(self._function, args, kwargs, options)
         if key is None:
             return None
         made: list[Any] = []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
-from tilescale_net.compiler import toolchain
+from tilescale_net.compiler import cuda_tools, toolchain
 from tilescale_net.errors import ConfigurationError
 
 SM_90 = {"kind": "cuda", "arch": "sm_90"}
@@ -33,7 +33,7 @@ def compile_source(
         path, out = Path(folder) / "kernel.cu", Path(folder) / f"kernel.{kind}"
         path.write_text(source)
         command = [
-            toolchain.find_nvcc(), f"--{kind}", "-O3", "-std=c++20", f"-arch={target['arch']}",
+            cuda_tools.find_nvcc(), f"--{kind}", "-O3", "-std=c++20", f"-arch={target['arch']}",
             f"-I{TILELANG_TEMPLATE_PATH}", f"-I{CUTLASS_INCLUDE_DIR}", *ours, *extra, "-o", str(out), str(path),
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
@@ -44,7 +44,7 @@ def compile_source(
 
 def disassemble(cubin: bytes, *options: str) -> str:
     """SASS of a cubin; `options` are nvdisasm's. Raises ConfigurationError when nvdisasm is missing."""
-    tool = toolchain.find_tool("nvdisasm")
+    tool = cuda_tools.find_tool("nvdisasm")
     if tool is None:
         raise ConfigurationError("nvdisasm was not found; install it with `pip install nvidia-cuda-nvdisasm`")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
