@@ -23,7 +23,16 @@ from tilescale_net.compiler.simulator.host_source import HostSource
 from tilescale_net.compiler.simulator.kept_kernels import Kept
 from tilescale_net.compiler.simulator.lowered_cache import Lowered
 from tilescale_net.errors import ConfigurationError, PeerLost, TileScaleError
-from tilescale_net.runtime import control, cuda_range, encoding, heartbeats, placement, settings, survivors, tuned
+from tilescale_net.runtime import (
+    control,
+    cuda_range,
+    encoding,
+    heartbeats,
+    placement,
+    settings,
+    survivors,
+    tuned_files,
+)
 from tilescale_net.runtime.signed_store import SignedStore
 from tilescale_net.trace import events, part_reader, reporter, ring, timeline
 
@@ -209,7 +218,7 @@ def kept_kernel(dice: random.Random) -> None:
 
 
 _PLACE: dict[str, object] = {"gpu": "a", "ranks": 2, "nodes": 1, "package": "1"}
-_TUNED = {"schema": tuned.SCHEMA, "place": _PLACE, "choices": {"matmul 1": {"choice": {"blocks": 4}, "us": 1.5}}}
+_TUNED = {"schema": tuned_files.SCHEMA, "place": _PLACE, "choices": {"matmul 1": {"choice": {"blocks": 4}, "us": 1.5}}}
 
 
 def tuned_file(dice: random.Random) -> None:
@@ -219,7 +228,7 @@ def tuned_file(dice: random.Random) -> None:
         data["choices"] = {"a": value(dice), "b": {"choice": value(dice), "us": value(dice)}}
     text = damaged(dice, json.dumps(data).encode()).decode(errors="replace")
     try:
-        found = tuned._parsed(text, _PLACE)
+        found = tuned_files._parsed(text, _PLACE)
     except ValueError:
         return
     assert all(isinstance(entry["choice"], dict) for entry in found.values())
