@@ -91,10 +91,10 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _info(args: argparse.Namespace) -> int:
-    from tilescale_net.cli import info
+    from tilescale_net.cli import info, info_text
 
     found = info.collect()
-    print(json.dumps(found, indent=1) if args.json else "\n".join(info.lines(found)))
+    print(json.dumps(found, indent=1) if args.json else "\n".join(info_text.lines(found)))
     return 0
 
 

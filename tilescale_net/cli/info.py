@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilescale_net.cli import machine
+from tilescale_net.cli.network_info import chosen, libfabric, providers
 from tilescale_net.errors import TileScaleError
 
 PACKAGES = ("torch", "tilelang", "apache-tvm-ffi", "cuda-bindings", "nvidia-nvshmem-cu13", "mpich")
@@ -40,9 +41,9 @@ def collect() -> dict:
         "nics": _said(lambda: machine.nics([g["pci"] for g in gpus])),
         "nvcc": cuda_tools.find_tool("nvcc"),
         "host_compiler": _said(lambda: " ".join(host_toolchain.compiler())),
-        "libfabric": _said(_libfabric),
-        "providers": _said(_providers),
-        "network": {"one host": _said(lambda: _chosen(False)), "several hosts": _said(lambda: _chosen(True))},
+        "libfabric": _said(libfabric),
+        "providers": _said(providers),
+        "network": {"one host": _said(lambda: chosen(False)), "several hosts": _said(lambda: chosen(True))},
     }
 
 
@@ -72,84 +73,3 @@ def _cuda() -> str | None:
     import torch
 
     return torch.version.cuda
-
-
-def _libfabric() -> dict:
-    from tilescale_net import fabric
-
-    return fabric.library()
-
-
-def _providers() -> list[dict]:
-    """One dict a provider: its domains, whether a NIC is behind it, and whether it reaches GPU memory."""
-    from tilescale_net import fabric
-
-    found: dict[str, dict] = {}
-    for offer in fabric.offers():
-        entry = found.setdefault(
-            offer["provider"], {"provider": offer["provider"], "domains": [], "hardware": False, "device_memory": False}
-        )
-        if offer["domain"] not in entry["domains"]:
-            entry["domains"].append(offer["domain"])
-        entry["hardware"] |= offer["hardware"]
-        entry["device_memory"] |= offer["device_memory"]
-    return list(found.values())
-
-
-def _chosen(multi_host: bool) -> dict:
-    """What ranks of different nodes would use, and why."""
-    from tilescale_net import _native, fabric
-    from tilescale_net.runtime import settings
-
-    p = _native.Transport(fabric.transport_options(multi_host=multi_host)).properties()
-    named = [row.name for row in (settings.PROVIDER, settings.FABRIC_INTERFACE, settings.CHAOS) if row.get()]
-    if named:
-        why = f"{' and '.join(named)} {'say' if len(named) > 1 else 'says'} so"
-    elif p["link_gbps"] or p["device_memory"]:
-        why = "a NIC comes before software"
-    else:
-        why = "no NIC for remote memory; of software providers, tcp comes first"
-    keys = ("provider", "interface", "rails", "link_gbps", "device_memory")
-    return {**{key: p[key] for key in keys}, "why": why}
-
-
-def lines(found: dict) -> list[str]:
-    """The report, one fact a line."""
-    out = [f"tilescale_net {found['tilescale_net']}, Python {found['python']}"]
-    out += [f"  {name} {version or 'not installed'}" for name, version in found["packages"].items()]
-    out.append(
-        f"NVIDIA driver: {found['driver'] or 'none'}; CUDA of torch: {found['cuda'] or 'none, it is built without'}"
-    )
-    out.append(f"device: {found['device']['kind']} ({found['device']['why']})")
-    for ordinal, g in enumerate(found["gpus"]):
-        peers = ", ".join(f"{n} ({g['links'][str(n)]})" for n in g["peers"]) or "none"
-        out.append(
-            f"  GPU {ordinal}: {g['name']}, compute capability {g['compute_capability']}, {g['memory'] >> 30} GiB, PCI "
-            f"{g['pci']}, NUMA node {g['numa_node'] or '?'}, maps GPUs {peers}"
-        )
-    if isinstance(found["nics"], str):
-        out.append(f"NICs: {found['nics']}")
-    for nic in found["nics"] if isinstance(found["nics"], list) else ():
-        near = f", nearest to GPUs {', '.join(map(str, nic['near']))}" if nic["near"] else ""
-        out.append(
-            f"  NIC {nic['name']}: {nic['driver']}, {nic['state']}, {nic['rate']}, NUMA node {nic['numa_node']}{near}"
-        )
-    out.append(f"nvcc: {found['nvcc'] or 'none (needed to compile kernels for a GPU)'}")
-    out.append(f"host compiler: {found['host_compiler']}")
-    library = found["libfabric"]
-    out.append(
-        f"libfabric: {library}" if isinstance(library, str) else f"libfabric {library['version']}: {library['path']}"
-    )
-    for p in found["providers"] if isinstance(found["providers"], list) else ():
-        marks = (", a NIC" if p["hardware"] else "") + (", reaches GPU memory" if p["device_memory"] else "")
-        out.append(f"  provider {p['provider']}: {', '.join(p['domains'])}{marks}")
-    for where, chosen in found["network"].items():
-        if isinstance(chosen, str):
-            out.append(f"between nodes of {where}: {chosen}")
-        else:
-            rails = f", {chosen['rails']} rails" if chosen["rails"] > 1 else ""
-            out.append(
-                f"between nodes of {where}: {chosen['provider']} on {chosen['interface']}{rails} ({chosen['why']})"
-            )
-    out += [f"set: {name}={value}" for name, value in found["settings"].items()]
-    return out
