@@ -45,7 +45,7 @@ def _search() -> None:
     assert [t.us for t in found.trials] == [50.0, 50.0, 10.0] and found.best is found.trials[2]
     assert "-> " in found.text() and "10.0 us" in found.text()
     # The next call takes it.
-    x, w = (torch.randint(-2, 3, shape).bfloat16() for shape in ((ROWS, K), (K, N)))
+    x, w = (torch.randint(-2, 3, shape).bfloat16().to(world.device) for shape in ((ROWS, K), (K, N)))
     out = tsn.ops.all_gather_matmul(x, w)
     everyone = tsn.ops.all_gather(x)
     assert torch.equal(out, torch.mm(everyone, w))
