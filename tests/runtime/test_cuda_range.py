@@ -86,7 +86,9 @@ def _two(library: str, port: int) -> None:
     assert not [t for t in threading.enumerate() if t.name == "tilescale_net-memory"]
 
 
-@pytest.mark.skipif(ranks.visible_gpus() > 0, reason="the driver of this machine's GPU takes the place of the made-up one")
+@pytest.mark.skipif(
+    ranks.visible_gpus() > 0, reason="the driver of this machine's GPU takes the place of the made-up one"
+)
 def test_two_processes():
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     ranks.run(2, _two, _library(), store.port, init=False)
