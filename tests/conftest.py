@@ -28,8 +28,14 @@ def pytest_configure(config):
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     outcomes.configure(config)
-    if not hasattr(config, "workerinput"):  # workers have the option from the process that was given the paths
-        config.option.thorough |= config.args_source is pytest.Config.ArgsSource.ARGS
+    named = config.args_source is pytest.Config.ArgsSource.ARGS
+    # Workers of xdist do not see which paths were given to the process that starts them.
+    config.option.thorough |= config.workerinput["thorough"] if hasattr(config, "workerinput") else named
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["thorough"] = node.config.option.thorough
 
 
 def left_to_a_thorough_run(items: list) -> list:
