@@ -271,7 +271,7 @@ class ThroughputMode(Mode):
         if self._base.device.type == "cuda":
             # Not where a launch would return when the combine has ended, which waits for what follows.
             if pending.kind == "dispatch" or proxy is None or not proxy.holds_up_launches:
-                tiles.leave_the_rest()
+                tiles.leave_multiprocessors()
         elif pending.kind == "dispatch":
             self._stream.wait(pending.rest)  # the simulator runs a combine's kernels when the product has ended
 

@@ -42,7 +42,7 @@ class Tiles:
         """Number the next call, on the current stream."""
         self.calls.add_(1)
 
-    def leave_the_rest(self) -> None:
+    def leave_multiprocessors(self) -> None:
         """What follows on the current stream gets the multiprocessors that the blocks of this call have left."""
         gate()(self.calls, self.words[self.count :], self.begins, self.begins)
 

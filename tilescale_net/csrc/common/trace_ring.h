@@ -1,4 +1,4 @@
-// The events of one thread or one simulator for TSN_TRACE: a ring in a file that Python has made, see trace/ring.py.
+// The events of one thread or one simulator for TSN_TRACE: a ring in a file that Python has made, see trace/events.py.
 // What is in the file stays there when the process is killed. The oldest events are overwritten, and count as dropped.
 #pragma once
 
@@ -40,7 +40,7 @@ struct TraceEvent {
   uint64_t value = 0;
   uint64_t bytes = 0; // of waits: nanoseconds without progress
 };
-static_assert(sizeof(TraceEvent) == 64, "trace/ring.py reads these 64 bytes");
+static_assert(sizeof(TraceEvent) == 64, "trace/events.py reads these 64 bytes");
 
 // Written by one thread at a time.
 class TraceRing {
@@ -91,7 +91,7 @@ private:
   struct Header {
     uint64_t magic, capacity, events, names_bytes, names_used, reserved[11];
   };
-  static_assert(sizeof(Header) == 128, "trace/ring.py reads these 128 bytes");
+  static_assert(sizeof(Header) == 128, "trace/events.py reads these 128 bytes");
 
   size_t bytes_ = 0;
   Header* header_ = nullptr;
