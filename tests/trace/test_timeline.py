@@ -144,6 +144,18 @@ def made(tmp_path, rank, events, capacity=64, what="kernels"):
     return part_reader.read_file(path, what)
 
 
+def test_times_can_be_corrected(tmp_path):
+    """When a ring has come round, too, and only of the kind that was told wrong."""
+    one = ring.Ring(str(tmp_path / "r.part"), 0, 1, 4)
+    for n in range(6):
+        one.add(Event(kind=Kind.KERNEL if n % 2 else Kind.HOST, begin_ns=100 * n, end_ns=100 * n + 10))
+    one.correct(Kind.KERNEL, lambda ns: ns + 1000)
+    one.close()
+    found = part_reader.read_file(str(tmp_path / "r.part"), "host").events
+    assert [event.begin_ns for event in found] == [200, 1300, 400, 1500]
+    assert [event.end_ns for event in found] == [210, 1310, 410, 1510]
+
+
 def test_a_trace_has_its_room_on_the_disk_from_the_start(tmp_path, monkeypatch):
     """Files were sparse: on a full disk the first event ended the process with SIGBUS."""
     made(tmp_path, 0, [], capacity=1 << 16)

@@ -21,7 +21,7 @@ from tilelang import tvm
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from tilescale_net.compiler import cuda_tools, hazards, lowering, symbols, toolchain
+from tilescale_net.compiler import cuda_tools, hazards, lowering, symbols, toolchain, traced_calls
 from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.kernel import CudaKernel, Kernel
 from tilescale_net.compiler.passes import Prepared, prepare
@@ -39,6 +39,7 @@ from tilescale_net.compiler.simulator import (
 from tilescale_net.compiler.simulator.kernel import SimulatedKernel
 from tilescale_net.errors import ConfigurationError, KernelError
 from tilescale_net.runtime import progress, settings, worlds
+from tilescale_net.trace import call_sites
 
 # Pass options that a communicating kernel cannot do without, and why.
 REQUIRED_CONFIGS = {
@@ -174,17 +175,22 @@ def compile(
             return SimulatedKernel(lowered, lambda: _prepared_for_simulator(func, configs).func)
         prepared = prepare(func)
         cuda_tools.find_nvcc()
-        with lowering.enabled(), _quiet(), toolchain.once_per_host(_lock_name(func)):
-            linked = prepared.func if name is None else prepared.func.with_attr("global_symbol", symbols.linked(name))
+        code, of_trace = prepared.func, []
+        if settings.TRACE.get():
+            code, kernel_sites = traced_calls.number(prepared.func, func)
+            of_trace = traced_calls.compile_flags(kernel_sites)
+            call_sites.know(kernel_sites)
+        with lowering.enabled(traced=bool(of_trace)), _quiet(), toolchain.once_per_host(_lock_name(func)):
+            linked = code if name is None else code.with_attr("global_symbol", symbols.linked(name))
             compiled = tilelang.compile(
                 linked.without_attr("tilelang_pass_configs").without_attr("tilelang_compile_flags"),
                 target=Target(chosen),
                 execution_backend="tvm_ffi",
                 pass_configs=configs,
-                compile_flags=toolchain.compile_flags(flags, known_threads(prepared.func, configs)),
+                compile_flags=toolchain.compile_flags(flags + of_trace, known_threads(prepared.func, configs)),
             )
             _check_specialized(func, configs, compiled.get_kernel_source())
-        return CudaKernel(prepared, compiled, chosen, known_threads(prepared.func, configs))
+        return CudaKernel(prepared, compiled, chosen, known_threads(prepared.func, configs), tuple(of_trace))
 
 
 def _lock_name(func: PrimFunc) -> str:

@@ -226,11 +226,12 @@ def _is_context(value) -> bool:
 class CudaKernel(Kernel):
     """A kernel compiled for a GPU by tilelang."""
 
-    def __init__(self, prepared: Prepared, compiled, target, threads: int | None = None):
+    def __init__(self, prepared: Prepared, compiled, target, threads: int | None = None, flags: tuple[str, ...] = ()):
         super().__init__(kernel_name(prepared.func), prepared, compiled.get_kernel_source(), target)
         self.prim_func = prepared.func
         self._compiled = compiled
         self._threads = threads
+        self._flags = flags
 
     @functools.cache  # noqa: B019 (kernels live as long as the program)
     def _function(self):
@@ -252,7 +253,8 @@ class CudaKernel(Kernel):
     def _supervised(self, function, present: list):
         if recorder.current is not None:
             function = recorder.current.timed(function, self.name)
-        if not any(world.proxy is not None and world.proxy.staged for world in present):
+        proxy = next((w.proxy for w in present if w.proxy is not None and w.proxy.staged), None)
+        if proxy is None:
             return function
 
         def launch_and_wait(*args):
@@ -260,15 +262,15 @@ class CudaKernel(Kernel):
             a lock of the driver until the kernel has ended, and so keeps the proxy from copying what it waits for.
             """
             function(*args)
-            if torch.cuda.current_stream() == torch.cuda.default_stream():
+            if proxy.holds_up_launches:
                 torch.cuda.synchronize()
 
         return launch_and_wait
 
     def ptx(self) -> str:
         """PTX of the kernel, compiled on request by nvcc."""
-        return nvcc.compile_source(self.source, "ptx", self.target, threads=self._threads)
+        return nvcc.compile_source(self.source, "ptx", self.target, self._flags, self._threads)
 
     def sass(self) -> str:
         """Machine code of the kernel, disassembled by nvdisasm."""
-        return nvcc.disassemble(nvcc.compile_source(self.source, "cubin", self.target, threads=self._threads))
+        return nvcc.disassemble(nvcc.compile_source(self.source, "cubin", self.target, self._flags, self._threads))

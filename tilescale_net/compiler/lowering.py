@@ -11,6 +11,7 @@ import tvm_ffi
 from tilelang import tvm
 from tvm import tirx
 
+from tilescale_net.compiler import traced_calls
 from tilescale_net.compiler.operators import C_TYPES, CHOICES, DEFERRED, OPERATORS, Operator
 from tilescale_net.errors import KernelError
 
@@ -20,14 +21,18 @@ _state = threading.local()
 
 
 @contextlib.contextmanager
-def enabled():
-    """Let the rules run: only kernels that `tsn.jit` prepared may be lowered, see passes.py for what others lack."""
-    before = getattr(_state, "enabled", False)
-    _state.enabled = True
+def enabled(traced: bool = False):
+    """Let the rules run: only kernels that `tsn.jit` prepared may be lowered, see passes.py for what others lack.
+
+    Args:
+        traced: the numbers of calls are for the trace of a GPU, see traced_calls.py; otherwise for the simulator.
+    """
+    before = getattr(_state, "enabled", False), getattr(_state, "traced", False)
+    _state.enabled, _state.traced = True, traced
     try:
         yield
     finally:
-        _state.enabled = before
+        _state.enabled, _state.traced = before
 
 
 def _require_enabled(name: str) -> None:
@@ -57,8 +62,11 @@ def device_call(operator: Operator, call: tirx.Call) -> tirx.PrimExpr:
     ]
     name = f"tsn::{operator.name}" + (f"<{', '.join(template)}>" if template else "")
     arguments = [_cast(C_TYPES[kind], v) if kind in C_TYPES else v for kind, v in zip(operator.arg_kinds, values)]
-    if len(call.args) > operator.arity:  # see sites.py
-        name = f"/*@{int(call.args[operator.arity])}*/{name}"
+    if len(call.args) > operator.arity:
+        if _state.traced:
+            name = traced_calls.device_function(operator, call, name)
+        else:  # see simulator/sites.py
+            name = f"/*@{int(call.args[operator.arity])}*/{name}"
     return tirx.call_extern(call.dtype, name, *arguments)
 
 

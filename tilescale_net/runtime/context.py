@@ -31,7 +31,8 @@ class ContextHeader(ctypes.Structure):
         ("timeout_ns", ctypes.c_uint64),
         ("queues", ctypes.c_uint64),
         ("queue_share", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint64 * 5),
+        ("trace", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint64 * 4),
         ("aborted", ctypes.c_uint64),
         ("reserved_line", ctypes.c_uint64 * 15),
     ]

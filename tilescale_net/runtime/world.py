@@ -149,6 +149,7 @@ class World:
             error=self.page.record_address,
             timeout_ns=int(self.timeout * 1e9),
             queues=queues,
+            trace=self.recorder.gpu_calls.address if self.recorder is not None and self.recorder.gpu_calls else 0,
         )
         self._context_bytes = self.memory.upload(context.pack(header, self.peer_base))
         self.context_tensor = self._context_bytes.view(torch.int64)[: context.HEADER_WORDS]

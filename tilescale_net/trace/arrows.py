@@ -51,13 +51,14 @@ def match(sends: list[Place], waits: list[Place]) -> Matched:
     for place in sorted(sends, key=lambda place: place[1].begin_ns):
         by_word[place[1].pe, place[1].word].append(place)
     times = {key: [event.begin_ns for _, event in places] for key, places in by_word.items()}
+    errors = {key: max(part.error_ns for part, _ in places) for key, places in by_word.items()}
     matched = Matched()
     for part, event in waits:
         key = part.rank, event.word
         places = by_word.get(key)
         if not places or event.operation != _WAIT:
             continue
-        slack = part.error_ns + max(p.error_ns for p, _ in places)
+        slack = part.error_ns + errors[key]
         last = bisect.bisect_right(times[key], event.end_ns + slack)
         same = [place for place in places[max(0, last - 64) : last] if place[1].value == event.value]
         if last:

@@ -22,7 +22,8 @@ class Kind(enum.IntEnum):
 
 
 class Header(ctypes.Structure):
-    """What a file begins with. `rank`, `offset_ns` (to be added for rank 0's clock) and the rest after it are Python's."""
+    """What a file begins with. `rank`, `offset_ns` (to be added for rank 0's clock) and the rest after it are Python's;
+    `dropped` events are gone besides those that the ring has overwritten."""
 
     _fields_ = [
         ("magic", ctypes.c_uint64),
@@ -34,7 +35,8 @@ class Header(ctypes.Structure):
         ("size", ctypes.c_uint64),
         ("offset_ns", ctypes.c_int64),
         ("error_ns", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint64 * 7),
+        ("dropped", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint64 * 6),
     ]
 
 

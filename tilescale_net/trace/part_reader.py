@@ -47,14 +47,15 @@ def read(raw: bytes, where: str, what: str) -> Part:
         or not h.capacity
     ):
         raise ValueError(f"{where} is damaged: {len(raw)} bytes do not fit its header")
-    part = Part(int(h.rank), int(h.size), what, dropped=max(0, h.events - h.capacity), error_ns=int(h.error_ns))
+    overwritten = max(0, h.events - h.capacity)
+    part = Part(int(h.rank), int(h.size), what, dropped=overwritten + h.dropped, error_ns=int(h.error_ns))
     at, end = HEADER_BYTES, HEADER_BYTES + h.names_used
     while at + 4 <= end:
         length = int.from_bytes(raw[at : at + 4], "little")
         part.names.append(raw[at + 4 : min(end, at + 4 + length)].decode(errors="replace"))
         at += 4 + length
     first = HEADER_BYTES + h.names_bytes
-    for n in range(part.dropped, h.events):
+    for n in range(overwritten, h.events):
         event = Event.from_buffer_copy(raw, first + n % h.capacity * EVENT_BYTES)
         if event.kind not in Kind.__members__.values() or event.end_ns < event.begin_ns:
             continue  # half written when its process was killed

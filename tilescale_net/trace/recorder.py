@@ -12,16 +12,23 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import settings
 from tilescale_net.trace import clocks, events, part_reader, ring, timeline
+
+if TYPE_CHECKING:
+    from tilescale_net.trace.gpu_calls import GpuCalls
 
 current: Recorder | None = None
 
 
 class Recorder:
     """The parts of one rank.
+
+    Attributes:
+        gpu_calls: calls of primitives on this rank's GPU; None without one, and when the recorder has stopped.
 
     Args:
         world: whose ranks are traced; its memory is there, its proxy is not.
@@ -44,6 +51,7 @@ class Recorder:
             self._offset = (0, 0)
         self._threads: dict[int, int] = {}
         self._gpu = None
+        self.gpu_calls: GpuCalls | None = None
         self.parts: list[str] = []
         self._proxy_threads = 0
         try:
@@ -55,8 +63,13 @@ class Recorder:
                 kernels.close()
                 _simulator.trace_start(kernels.path, world.memory.base)
             else:
+                from tilescale_net.trace.gpu_calls import GpuCalls
                 from tilescale_net.trace.gpu_kernels import GpuKernels
 
+                self.gpu_calls = GpuCalls(world, self._capacity)
+                self._kernels = self._new(
+                    "kernels", 2 * self._capacity, self.gpu_calls.error_ns
+                )  # waits are two events
                 self._gpu = GpuKernels(
                     lambda name, begin, end, stream: self.add(events.Kind.KERNEL, name, begin, end, stream)
                 )
@@ -71,11 +84,13 @@ class Recorder:
         less = "; TSN_TRACE_EVENTS makes it smaller" if err.errno == errno.ENOSPC else ""
         return ConfigurationError(f"TSN_TRACE={self._path}: the trace cannot be written there ({err.strerror}){less}")
 
-    def _new(self, what: str) -> ring.Ring:
+    def _new(self, what: str, capacity: int = 0, more_error_ns: int = 0) -> ring.Ring:
         path = timeline.part_path(self._path, self._world.rank, what)
         self.parts.append(path)
         try:
-            return ring.Ring(path, self._world.rank, self._world.size, self._capacity, *self._offset)
+            offset, error = self._offset
+            capacity = capacity or self._capacity
+            return ring.Ring(path, self._world.rank, self._world.size, capacity, offset, error + more_error_ns)
         except OSError as err:
             raise self._unwritable(err) from None
 
@@ -123,8 +138,13 @@ class Recorder:
         if self._gpu is not None:
             self._gpu.ended = True
             self._gpu.read()
+        if self.gpu_calls is not None:
+            calls, self.gpu_calls = self.gpu_calls, None
+            calls.write(self._kernels)
         with self._adding:
             if self._ring is not None:
+                if self._gpu is not None:
+                    self._ring.correct(events.Kind.KERNEL, self._gpu.correction())
                 self._ring.close()
             self._ring = None
 

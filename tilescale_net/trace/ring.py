@@ -1,11 +1,12 @@
 """Writes files of events while a job runs: a header, names, and a ring of events.
 
-Each rank has one for the host, one for each proxy thread and, in the simulator, one for its kernels; csrc/common/
-trace_ring.h writes the latter two. A file stays when its process is killed.
+Each rank has one for the host, one for each proxy thread and one for its kernels; csrc/common/trace_ring.h writes those of
+proxy threads and of simulated kernels. A file stays when its process is killed.
 """
 
 import mmap
 import os
+from collections.abc import Callable
 
 from tilescale_net.trace.events import EVENT_BYTES, HEADER_BYTES, MAGIC, Event, Header
 
@@ -58,6 +59,18 @@ class Ring:
         at = HEADER_BYTES + _NAMES + h.events % h.capacity * EVENT_BYTES
         self._map[at : at + EVENT_BYTES] = bytes(event)
         h.events += 1
+
+    def correct(self, kind: int, corrected: Callable[[int], int]) -> None:
+        """Replace the times of the events of a kind."""
+        for n in range(min(self._header.events, self._header.capacity)):
+            event = Event.from_buffer(self._map, HEADER_BYTES + _NAMES + n * EVENT_BYTES)
+            if event.kind == kind:
+                event.begin_ns, event.end_ns = corrected(event.begin_ns), corrected(event.end_ns)
+            del event  # the map cannot be closed while one refers to it
+
+    def dropped(self, events: int) -> None:
+        """Note how many older events are gone, besides those that this ring overwrites."""
+        self._header.dropped = events
 
     def close(self) -> None:
         self._header = None

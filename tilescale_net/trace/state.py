@@ -3,7 +3,7 @@
 import time
 
 from tilescale_net.runtime import context
-from tilescale_net.trace import host_calls
+from tilescale_net.trace import events, host_calls, traced_calls
 
 MOST_WAITS = 64  # that are sent to others, besides the number of all
 MOST_SENT = 512
@@ -31,7 +31,7 @@ def of_rank(world) -> dict:
         return state  # it is being made
     if world.device_kind == "simulator":
         _add_simulated(state, world)
-    else:
+    elif not _add_traced(state, world):
         _add_record(state, world)
     return state
 
@@ -53,6 +53,42 @@ def _add_simulated(state: dict, world) -> None:
         for pe, word, count, value, at, line in _simulator.sent_signals(MOST_SENT)
         if 0 <= word - world.memory.base < world.memory.size
     ]
+
+
+def _add_traced(state: dict, world) -> bool:
+    """What kernels on a GPU have noted in its trace; False where none is written, or no thread waits."""
+    gpu = world.recorder.gpu_calls if world.recorder is not None else None
+    if gpu is None:
+        return False
+    calls, now = gpu.calls(), time.monotonic_ns()
+
+    def since(gpu_ns: int) -> float:
+        return (now - gpu.process_ns(gpu_ns)) * 1e-9
+
+    sent: dict[tuple[int, int], list] = {}
+    for known in traced_calls.signals(calls.ended):
+        call = known.call
+        count = sent.pop((call.pe, call.word), (0, 0, 0))[2]
+        sent[call.pe, call.word] = [call.pe, call.word, count + 1, call.value, since(call.end_ns), known.site.line]
+    state["sent"] = [*sent.values()][-MOST_SENT:]
+    if not calls.waits:
+        return False
+    state["kernel"] = [calls.waits[0].kernel, since(calls.waits[0].call.begin_ns)]
+    state["waits"] = len(calls.waits)
+    for known in calls.waits[:MOST_WAITS]:
+        call, site = known.call, known.site
+        has_word = call.word != events.NO_WORD
+        found = _subject(
+            world,
+            context.OPERATIONS.index(site.operation),
+            world.memory.base + call.word if has_word else 0,
+            1 + context.COMPARISONS.index(site.compare) if site.compare else 0,
+            call.value,
+            gpu.word(call.word) if has_word else 0,
+        )
+        found |= {"block": call.block, "thread": call.thread, "line": site.line, "pe": call.pe}
+        state["waiting"].append(found | {"seconds": since(call.begin_ns)})
+    return True
 
 
 def _add_record(state: dict, world) -> None:

@@ -6,6 +6,7 @@ stays the same code.
 """
 
 import os
+from collections.abc import Container
 
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform
@@ -17,11 +18,15 @@ _NUMBERED = {operator.op_name: operator for operator in OPERATORS.values() if op
 _NUMBERED["tsn.test"] = OPERATORS["test"]
 
 
-def lines_of(func: tirx.PrimFunc) -> list[tuple[str, str]]:
-    """Name and line ("file.py:12") of each call of a traced kernel, in order; passes drop the lines later on."""
+def lines_of(func: tirx.PrimFunc, numbered: Container[str] = _NUMBERED) -> list[tuple[str, str]]:
+    """Name and line ("file.py:12") of each call of a traced kernel, in order; passes drop the lines later on.
+
+    Args:
+        numbered: TVM's names of the operators whose calls count.
+    """
     found = []
     for call in our_calls(func.body):
-        if op_name(call) in _NUMBERED:
+        if op_name(call) in numbered:
             span = call.span
             known = span is not None and span.source_name is not None
             found.append(
@@ -49,10 +54,19 @@ def number(func: tirx.PrimFunc, calls: list[tuple[str, str]], statements: list[s
         met.append(op_name(call))
         if len(met) > len(calls):
             return None
-        index = tirx.IntImm("int32", lines.index(calls[len(met) - 1][1]))
-        return tirx.Call(call.dtype, call.op, [*call.args, index], annotations=call.annotations)
+        return with_number(call, lines.index(calls[len(met) - 1][1]))
 
     body = ir_transform(func.body, None, add, ["tirx.Call"])
-    if [name.removesuffix("_async") for name in met] != [name.removesuffix("_async") for name, _ in calls]:
+    if not same_calls(met, calls):
         return func, statements
     return tirx.PrimFunc(func.params, body, func.ret_type, func.buffer_map, func.attrs), lines
+
+
+def with_number(call: tirx.Call, number: int) -> tirx.Call:
+    """A call with its number as one more argument."""
+    return tirx.Call(call.dtype, call.op, [*call.args, tirx.IntImm("int32", number)], annotations=call.annotations)
+
+
+def same_calls(met: list[str], calls: list[tuple[str, str]]) -> bool:
+    """Whether the passes have left the calls of a kernel in their order; they make some waits order TMA as well."""
+    return [name.removesuffix("_async") for name in met] == [name.removesuffix("_async") for name, _ in calls]

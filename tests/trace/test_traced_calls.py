@@ -1,0 +1,172 @@
+"""Calls of primitives by kernels for GPUs in the trace: how kernels note them, and what is read from it."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import tilescale_net as tsn
+from tests import ranks
+from tests.compiler.test_device_code import everything
+from tests.native.builder import build, run
+from tests.trace.test_hang_report import caught, exchange, line_of
+from tests.trace.test_timeline import ROUNDS, of, rounds
+from tilescale_net.compiler import jit, traced_calls
+from tilescale_net.compiler.nvcc import SM_90
+from tilescale_net.runtime import context
+from tilescale_net.trace import arrows, call_sites, part_reader, ring, timeline
+from tilescale_net.trace import traced_calls as reader
+from tilescale_net.trace.call_sites import CallSite, KernelSites
+from tilescale_net.trace.events import Kind
+
+needs_gpus = pytest.mark.skipif(ranks.gpus() < 2, reason="needs two GPUs; the simulator has a trace of its own")
+SITES = KernelSites(
+    7,
+    "demo",
+    (
+        CallSite("N.put_signal", "put_signal", "", "demo.py:1"),
+        CallSite("N.wait", "wait", "ge", "demo.py:2"),
+        CallSite("N.quiet", "quiet", "", "demo.py:3"),
+        CallSite("N.put_thread", "put", "", "demo.py:4"),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def program():
+    return build("traced_calls", ["tests/device/traced_calls.cpp"], flags=("-fsanitize=address,undefined",))
+
+
+def test_every_primitive_is_traced(monkeypatch):
+    monkeypatch.setenv("TSN_TRACE", "t.json")
+    kernel = jit.compile(everything(), target=SM_90, name="everything_traced")
+    called = set(re.findall(r"TSN_TRACED\((?:[\w:-]+, ){8}tsn::(\w+)[<)]", kernel.source))
+    assert called == {name.removeprefix("tsn.") for name in traced_calls._TRACED} - {"wait_async", "get_rows"}
+    numbers = {int(number) for number in re.findall(r"TSN_TRACED\((\d+),", kernel.source)}
+    (found,) = [sites for sites in call_sites._known.values() if sites.name == "everything_traced"]
+    # The rows that warps and threads send and fetch are left out.
+    rows = {n for n, site in enumerate(found.calls) if re.fullmatch(r"N.(put|get)_(warp|thread)", site.name)}
+    assert rows and numbers == set(range(len(found.calls))) - rows and 0 < found.identity < 1 << 16
+    assert all(re.fullmatch(r"test_device_code.py:\d+", site.line) for site in found.calls)
+    assert {site.operation for site in found.calls} <= set(context.OPERATIONS)
+    assert {"N.put_block", "N.put_signal_warp", "N.wait", "N.wait_block", "N.barrier_all", "N.atomic_add"} <= {
+        site.name for site in found.calls
+    }
+    assert "globaltimer" in kernel.ptx()
+    assert {site.compare for site in found.calls if site.operation == "wait"} <= set(context.COMPARISONS)
+
+
+def calls_of(program, tmp_path, capacity, n):
+    call_sites.know(SITES)
+    run(program, str(capacity), str(n), str(tmp_path / "buffer"))
+    return reader.read((tmp_path / "buffer").read_bytes())
+
+
+def test_calls_are_read_as_they_were_made(program, tmp_path):
+    found = calls_of(program, tmp_path, 64, 3)
+    assert found.dropped == 0 and len(found.ended) == 3 * 3 + 2
+    names = [*["N.put_signal", "N.wait", "N.put_thread"] * 3, "N.wait", "N.quiet"]
+    assert [known.site.name for known in found.ended] == names
+    calls = found.ended[:9]
+    first, word = calls[:3], calls[0].call.word
+    assert (first[0].call.pe, first[0].call.bytes, first[0].call.value) == (1, 64, 1)
+    assert (first[1].call.word, first[1].call.value) == (word + 8, 2)  # as the wait has seen it
+    assert (first[2].call.pe, first[2].call.bytes) == (1, 3 * 16)
+    times = [time for known in calls for time in (known.call.begin_ns, known.call.end_ns)]
+    assert times == sorted(times)
+    # The wait in vain was cut short; what its thread has called afterwards does not count.
+    (waits,) = found.waits
+    assert waits.call.word == word + 16 and waits.call.value == 5 and waits.site.compare == "ge"
+    assert [known.call.value for known in reader.signals(calls)] == [1, 2, 3]
+
+
+def test_the_oldest_calls_go_first(program, tmp_path):
+    found = calls_of(program, tmp_path, 8, 5)
+    begun = 3 * 5 + 2
+    assert found.dropped == begun - 8
+    assert [known.call.number for known in found.ended] == list(range(begun - 8, begun))
+
+
+def test_calls_become_events(program, tmp_path):
+    found = calls_of(program, tmp_path, 64, 2)
+    path = timeline.part_path(str(tmp_path / "t"), 1, "kernels")
+    one = ring.Ring(path, 1, 2, 64)
+    late = found.waits[0].call.begin_ns + 10**9
+    reader.write([*found.ended, *found.waits], one, lambda ns: ns + 5, late + 5)
+    one.dropped(3)
+    one.close()
+    part = part_reader.read_file(path, "kernels")
+    assert (
+        part.dropped == 3 and len(part.events) == 2 * 3 + 2 + 1 + 4
+    )  # the wait in vain ended, too, and four are waits
+    waits = [event for event in part.events if event.kind == Kind.WAIT]
+    assert waits[-1].end_ns == late + 5 and waits[0].begin_ns == found.ended[1].call.begin_ns + 5
+    assert arrows.is_send(part.events[0]) and part.text(part.events[0].line) == "demo.py:1"
+    shown = timeline.merged([part])["traceEvents"]
+    assert {"N.put_signal", "N.wait", "waiting"} <= {event["name"] for event in shown}
+
+
+@needs_gpus
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_a_timeline_of_gpus(tmp_path, nodes):
+    path = tmp_path / "t.json"
+    ranks.run(2, rounds, 1, env={"VIRTUAL_NODES": nodes, "TSN_TRACE": str(path)})
+    found = json.loads(path.read_text())
+    events = found["traceEvents"]
+    for rank in (0, 1):
+        mine = of(events, pid=timeline.process_of(rank))
+        for name in ("N.put_signal_block", "N.wait_block", "N.barrier_all"):
+            assert len(of(mine, name=name, cat="call")) == ROUNDS
+        # Calls lie inside their kernel, by two ways to tell the time.
+        kernels = of(mine, cat="kernel", name="swap")
+        slack = found["otherData"]["clock_error_us"] + 50
+        for call in of(mine, cat="call"):
+            assert any(
+                k["ts"] - slack <= call["ts"] and call["ts"] + call["dur"] <= k["ts"] + k["dur"] + slack
+                for k in kernels
+            ), "\n".join(f"{e['name']} {e['ts']:.0f} {e['ts'] + e['dur']:.0f}" for e in (call, *kernels))
+    starts, ends = of(events, ph="s"), of(events, ph="f")
+    assert len(starts) == len(ends) == 2 * ROUNDS and all(s["pid"] != e["pid"] for s, e in zip(starts, ends))
+
+
+def hang():
+    tsn.init("4M")
+    flags = tsn.zeros(4, torch.uint64)
+    kernel = exchange()
+
+    def ask():
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def body():
+        tsn.barrier()
+        if tsn.rank() == 0:  # whose launch may return when the kernel has ended
+            threading.Thread(target=ask).start()
+        for i in (1, 2, 3):
+            kernel(flags, 3 if i == 3 and tsn.rank() == 1 else 2, i)
+        tsn.barrier()
+
+    outcome = caught(body)
+    with contextlib.suppress(tsn.TileScaleError):
+        tsn.finalize()
+    return outcome
+
+
+@needs_gpus
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_a_hang_on_gpus_names_line_signal_and_sender(tmp_path, nodes):
+    env = {"VIRTUAL_NODES": nodes, "TSN_TRACE": str(tmp_path / "t.json"), "TSN_TIMEOUT": "4"}
+    waiting, _ = ranks.launch(2, hang, env=env, init=False, timeout=100)
+    error, _, said = waiting.value
+    assert error.startswith("WaitTimeout")
+    asked, _, late = said.partition("\nrank 1: ")
+    for text, seconds in ((asked, 1), (said.rpartition("tilescale_net: ")[2], 4)):
+        row = re.search(r"^0 +0 +0 +(\S+) +wait +\[2\] of zeros.* +2 +ge 3 +([\d.]+) s +rank 1$", text, re.M)
+        assert row and row[1] == line_of("the wait") and abs(float(row[2]) - seconds) < 1.5, said
+    assert "asked by SIGUSR1" in asked and "rank 1 has sent it 2 times, the last time 2" in said

@@ -1,0 +1,106 @@
+"""Calls of primitives that a kernel for GPUs writes into the trace: their numbers, and how generated code calls them.
+
+While TSN_TRACE is set, each call of a kernel gets its number in a table as one more argument, and the lowering rule writes
+it as a call through TSN_TRACED of device/traced_calls.h. Without, nothing of it is in a kernel.
+"""
+
+import zlib
+
+from tvm import tirx
+from tvm.tirx.stmt_functor import ir_transform
+
+from tilescale_net.compiler.ir import kernel_name, op_name
+from tilescale_net.compiler.operators import CHOICES, OPAQUE, OPERATORS, Operator
+from tilescale_net.compiler.simulator import sites
+from tilescale_net.trace.call_sites import WAITING, CallSite, KernelSites
+
+# A loop that polls would fill the trace with tests; the others do nothing that takes time.
+_LEFT_OUT = {"test", "benign_race", "remote"}
+_TRACED = {
+    operator.op_name: operator
+    for operator in OPERATORS.values()
+    if operator.effect == OPAQUE and operator.arg_kinds[0] == "context" and operator.name not in _LEFT_OUT
+}
+# Operators whose operation has another name in context.OPERATIONS.
+_OPERATIONS = {
+    "put_shared": "put", "put_rows": "put", "get_rows": "get", "put_signal_shared": "put_signal",
+    "put_signal_rows": "put_signal", "wait_async": "wait", "atomic_cas": "atomic", "flush_async": "flush",
+    "flush_wait": "flush", "barrier_all": "barrier", "barrier_node": "barrier",
+}  # fmt: skip
+
+
+def number(func: tirx.PrimFunc, traced: tirx.PrimFunc) -> tuple[tirx.PrimFunc, KernelSites]:
+    """Number the calls of a prepared kernel.
+
+    Args:
+        func: prepared, see passes.py.
+        traced: the kernel as it was traced, which still has the author's lines.
+
+    Returns:
+        The function, and what the numbers stand for; calls have no line where the passes have moved them about.
+    """
+    lines = sites.lines_of(traced, _TRACED)
+    found: list[tuple[str, CallSite]] = []
+
+    def add(call):
+        operator = _TRACED.get(op_name(call))
+        if operator is None:
+            return None
+        line = lines[len(found)][1] if len(found) < len(lines) else ""
+        found.append((operator.op_name, _site(operator, call, line)))
+        return sites.with_number(call, len(found) - 1) if _is_noted(operator, call) else None
+
+    body = ir_transform(func.body, None, add, ["tirx.Call"])
+    calls = [site for _, site in found]
+    if not sites.same_calls([name for name, _ in found], lines):
+        calls = [site.without_line() for site in calls]
+    name = kernel_name(func)
+    # The same for the same table on all ranks and in all runs, so that a kernel that was compiled before is found.
+    identity = zlib.crc32(repr((name, calls)).encode()) % 0xFFFF + 1
+    numbered = tirx.PrimFunc(func.params, body, func.ret_type, func.buffer_map, func.attrs)
+    return numbered, KernelSites(identity, name, tuple(calls))
+
+
+def _is_noted(operator: Operator, call: tirx.Call) -> bool:
+    """Whether a call goes into the trace: not the rows that warps and threads send and fetch, thousands in a kernel."""
+    return _operation(operator) not in ("put", "get") or operator.scope_of(call) == "block"
+
+
+def _operation(operator: Operator) -> str:
+    return _OPERATIONS.get(operator.name, operator.name)
+
+
+def _site(operator: Operator, call: tirx.Call, line: str) -> CallSite:
+    choices, scope = operator.read(call), operator.scope_of(call)
+    operation = _operation(operator)
+    name = f"atomic_{choices.atomicop}" if operator.name == "atomic" else operator.name
+    if operation in ("put", "get", "put_signal"):
+        name = f"{operation}_{scope}"
+    elif "Scope" in operator.template:
+        name = operation if scope == "thread" else f"{operation}_{scope}"
+    return CallSite(f"N.{name}", operation, choices.compare if operation == "wait" else "", line)
+
+
+def device_function(operator: Operator, call: tirx.Call, name: str) -> str:
+    """What generated code calls in place of the device function `name`."""
+    index = int(call.args[operator.arity])
+    names = [argument.partition(":")[0] for argument in operator.args[1:]]  # behind the context
+
+    def place(*which: str) -> int:
+        return next((names.index(w) for w in which if w in names), -1)
+
+    fields = (
+        place("pe"),
+        place("sig", "words"),
+        place("i64", "signal_value"),
+        place("bytes", "row_bytes"),
+        place("rows"),
+    )
+    scope = CHOICES["Scope"][operator.scope_of(call)]
+    waits = "true" if _operation(operator) in WAITING else "false"
+    return f"TSN_TRACED({index}, tsn::Scope::{scope}, {waits}, {', '.join(map(str, fields))}, {name})"
+
+
+def compile_flags(kernel: KernelSites) -> list[str]:
+    """Flags of the device compiler for a kernel whose calls are numbered."""
+    return ["-include", "traced_calls.h", f"-DTSN_TRACE_KERNEL={kernel.identity}"]

@@ -1,0 +1,127 @@
+"""Reads the ring of calls that kernels on a GPU write, see device/traced_calls.h."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tilescale_net.runtime import context
+from tilescale_net.trace import call_sites, events
+from tilescale_net.trace.call_sites import CallSite
+from tilescale_net.trace.ring import Ring
+
+# Operations that last as long as something is waited for, and of which an event says so.
+_WAITS = ("wait", "barrier", "barrier_grid")
+_SIGNALS = ("signal", "put_signal")
+
+
+class TraceBuffer(ctypes.Structure):
+    """tsn::TraceBuffer: what the ring begins with."""
+
+    _fields_ = [
+        ("begun", ctypes.c_uint64),
+        ("capacity", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint64 * 14),
+    ]
+
+
+class TracedCall(ctypes.Structure):
+    """tsn::TracedCall."""
+
+    _fields_ = [
+        ("begin_ns", ctypes.c_uint64),
+        ("end_ns", ctypes.c_uint64),
+        ("word", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("site", ctypes.c_uint32),
+        ("pe", ctypes.c_int32),
+        ("block", ctypes.c_uint32),
+        ("thread", ctypes.c_uint32),
+        ("number", ctypes.c_uint64),
+    ]
+
+
+_HEAD_BYTES, _CALL_BYTES = ctypes.sizeof(TraceBuffer), ctypes.sizeof(TracedCall)
+_WARPS = 1024 * 32  # kTracedBlocks * kTracedWarps
+
+
+def empty(capacity: int) -> bytes:
+    """A buffer for so many calls, a power of two, as kernels take it."""
+    return bytes(TraceBuffer(capacity=capacity)) + bytes((capacity + 2 * _WARPS) * _CALL_BYTES)
+
+
+@dataclass(frozen=True)
+class KnownCall:
+    """A call in the ring, and what it is: name of the kernel, and place in it."""
+
+    kernel: str
+    site: CallSite
+    call: TracedCall
+
+
+@dataclass(frozen=True)
+class TracedCalls:
+    """What is in a buffer.
+
+    Attributes:
+        ended: calls that have ended, the oldest first.
+        waits: those that are under way, or were cut short when the job was aborted.
+        dropped: how many older ones are gone.
+    """
+
+    ended: list[KnownCall]
+    waits: list[KnownCall]
+    dropped: int
+
+
+def read(raw: bytes) -> TracedCalls:
+    """What is in a buffer."""
+    head = TraceBuffer.from_buffer_copy(raw)
+    kept = min(head.begun, head.capacity)
+    ring = (TracedCall * kept).from_buffer_copy(raw, _HEAD_BYTES) if kept else ()
+    # A call that has not ended has not taken its place: an older one is there.
+    ended = sorted((call for call in ring if call.number >= head.begun - kept), key=lambda call: call.number)
+    tables = (TracedCall * (2 * _WARPS)).from_buffer_copy(raw, _HEAD_BYTES + head.capacity * _CALL_BYTES)
+    waits = sorted((call for call in tables if call.site and not call.end_ns), key=lambda call: call.begin_ns)
+    return TracedCalls(_known(ended), _known(waits), head.begun - kept)
+
+
+def _known(calls: Sequence[TracedCall]) -> list[KnownCall]:
+    """Those of them whose kernel is known: one that is half written may have any number."""
+    found = ((call_sites.of_number(call.site), call) for call in calls)
+    return [KnownCall(*known, call) for known, call in found if known is not None]
+
+
+def signals(calls: Sequence[KnownCall]) -> list[KnownCall]:
+    """Calls that have sent signals."""
+    return [known for known in calls if known.site.operation in _SIGNALS and known.call.word != events.NO_WORD]
+
+
+def write(calls: Sequence[KnownCall], ring: Ring, process_ns: Callable[[int], int], now: int) -> None:
+    """Add the calls to a part of the trace, two events for one that waits.
+
+    Args:
+        process_ns: translates times of the GPU.
+        now: in nanoseconds of this process: when calls that have not ended end.
+    """
+    for known in calls:
+        call, site = known.call, known.site
+        begin = process_ns(call.begin_ns)
+        event = events.Event(
+            begin_ns=begin,
+            end_ns=max(begin, process_ns(call.end_ns) if call.end_ns else now),
+            name=ring.name(site.name),
+            kind=events.Kind.CALL,
+            operation=context.OPERATIONS.index(site.operation),
+            pe=call.pe,
+            block=call.block,
+            thread=call.thread,
+            line=ring.name(site.line),
+            word=call.word,
+            value=call.value,
+            bytes=call.bytes,
+        )
+        ring.add(event)
+        if site.operation in _WAITS:
+            event.kind, event.bytes = events.Kind.WAIT, 0
+            ring.add(event)
