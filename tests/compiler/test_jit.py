@@ -24,6 +24,7 @@ from tilescale_net.compiler.passes import prepare
 from tilescale_net.errors import KernelError, TileScaleError
 from tilescale_net.runtime import worlds
 from tilescale_net.runtime.context import HEADER_WORDS
+from tilescale_net.runtime.proxy import RunningProxy
 
 MINE = torch.zeros(HEADER_WORDS, dtype=torch.int64)  # a context that a caller passes
 
@@ -291,7 +292,10 @@ def test_uint64_parameters_are_refused_before_they_reach_a_gpu():
 def test_launches_keep_out_of_the_way_of_a_proxy(monkeypatch, staged):
     """The first launch waits for the device, as do launches on the default stream where data are staged."""
     events, stream = [], ["default"]
-    proxy = None if staged is None else types.SimpleNamespace(staged=staged)
+    proxy = None
+    if staged is not None:
+        proxy = RunningProxy.__new__(RunningProxy)
+        proxy.properties = {"staged": staged}
     there = types.SimpleNamespace(proxy=proxy, device_kind="cuda", context_tensor=torch.zeros(4, dtype=torch.int64))
     _pretend(monkeypatch, there)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
