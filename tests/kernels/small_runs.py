@@ -129,6 +129,12 @@ def moe_by_expert(seed):
     _of("moe/rounds").rounds(seed, MOE, dict(alignment=2, tuning=_tuning()), dict(), ROUTINGS)
 
 
+def moe_of_many_choices(seed):
+    """More choices of a block than its threads are: each warp numbers two groups of 32."""
+    shape = dict(MOE, max_tokens=96, hidden=16)
+    _of("moe/rounds").rounds(seed, shape, dict(layout="rank", tuning=_tuning()), dict(), ("one rank", "random"))
+
+
 def moe_by_rank(seed):
     _of("moe/rounds").rounds(seed, MOE, dict(layout="rank", tuning=_tuning()), dict(again=True), ROUTINGS)
 
@@ -183,6 +189,7 @@ RUNS = {
     ),
     "send and receive": (("send_recv",), messages),
     "MoE by expert": (("moe/dispatch_throughput", *OVER_NODES), moe_by_expert),
+    "MoE, many choices": (("moe/routing_numbers",), moe_of_many_choices),
     "MoE by rank": ((*THROUGHPUT, *OVER_NODES), moe_by_rank),
     "MoE latency": (
         (

@@ -16,6 +16,10 @@ CALL_BEFORE = (
     "the product of the call before has waited for rows of every PE, sent when it had read those of the one before that"
 )
 MET = "the block has met since, and what follows touches nothing that was touched since then"
+NUMBERED = "numbering the choices begins with counts of its own, and the block meets before it reads a choice"
+BINS = (
+    "rows of keys have bins of their own, and the warp meets in the next row before it comes to those of this one again"
+)
 TIMED = "the wait behind it is the one that orders; this one tells how long it takes"
 OWN = "it tells of what this PE has stored to its own memory, not put: a signal without a fence orders that, too"
 NO_ROW = "a rank that refuses sends no row: only signals follow, each of which stands for all earlier ones to its word"
@@ -38,6 +42,7 @@ NOTHING_LEFT = "in the simulator the kernel before it has sent all pieces, and t
 NOT_RUN = {ON_GPUS, NOTHING_LEFT, FAULTS}
 HARMLESS = {
     BEGINS, TILELANG, LAST, CHUNKS, ANNOUNCED, NEXT_CALL, WAITED, STARTS, CALL_BEFORE, MET, OWN, NO_ROW, QUIET, UNREAD, TIMED,
+    NUMBERED, BINS,
 }  # fmt: skip
 KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "02": {("no sync_threads", 0): BEGINS, ("no sync_threads", 2): LAST},
@@ -98,7 +103,12 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no sync_threads", 3): NO_ROW,
         ("no sync_threads", 4): LAST,
     },
-    "moe/routing_steps": {("no sync_threads", 6): LAST},
+    "moe/routing_numbers": {("no sync_warp", 1): BINS},
+    "moe/routing_steps": {
+        ("no sync_threads", 0): NUMBERED,
+        ("no sync_threads", 4): BEGINS,
+        ("no sync_threads", 6): LAST,
+    },
     "node_broadcast": {("no sync_threads", 0): BEGINS},
     "node_reduce_scatter": {("no sync_threads", 2): MET},
     "moe/tiles": {("no fence of signal", 0): OWN, ("no fence of signal", 1): OWN},
