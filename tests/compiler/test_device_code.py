@@ -59,6 +59,8 @@ def everything():
                 N.put_value(a[7], b[8], pe)
                 N.fence(pe)
                 N.benign_race(u64[3])
+                with N.range("some words"):
+                    N.st(i32[7], 1)
                 N.signal(u64[2], 5, pe, op="add")
                 ticket = N.flush_async(pe)
                 N.flush_wait(ticket)

@@ -29,7 +29,7 @@ def test_what_waits_or_touches_memory_is_opaque():
     ("row", "message"),
     [
         (dict(name="a b"), "not an identifier"),
-        (dict(name="a", template=("Colour",)), "'Colour' is neither 'int' nor one of"),
+        (dict(name="a", template=("Colour",)), "'Colour' is neither 'int', 'text' nor one of"),
         (dict(name="a", args=("context", "blob")), "'blob' is not one of"),
         (dict(name="a", args=("pe", "context")), "the context must be the first"),
         (dict(name="a", result="float16"), "result 'float16' is not supported"),

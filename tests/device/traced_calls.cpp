@@ -47,11 +47,14 @@ int main(int argc, char** argv) {
     const uint64_t seen = TSN_TRACED(1, Scope::thread, true, -1, 0, 1, -1, -1,
                                      wait<Scope::thread, Compare::ge>)(ctx, words + 2, int64_t(i));
     if (seen != uint64_t(2 * i)) return 1;
+    if (i == 2) TSN_TRACED(4, Scope::thread, false, -1, -1, -1, -1, -1, range_begin)(ctx);
     // Without a ring nothing is noted.
     TSN_TRACED(2, Scope::thread, true, 0, -1, -1, -1, -1, quiet<Scope::thread>)(other, -1);
     TSN_TRACED(3, Scope::thread, false, 6, -1, -1, 3, 2, put_rows<Scope::thread, 1>)
     (ctx, words + 8, words, int64_t(3), int64_t(16), int64_t(32), int64_t(32), 1);
   }
+  TSN_TRACED(5, Scope::thread, false, -1, -1, -1, -1, -1, range_end)(ctx);
+  TSN_TRACED(5, Scope::thread, false, -1, -1, -1, -1, -1, range_end)(ctx); // of a range that is gone
   TSN_TRACED(1, Scope::thread, true, -1, 0, 1, -1, -1, wait<Scope::thread, Compare::ge>)(ctx, words + 3, int64_t(5));
   TSN_TRACED(2, Scope::thread, true, 0, -1, -1, -1, -1, quiet<Scope::thread>)(ctx, -1);
   FILE* file = fopen(argv[3], "wb");

@@ -151,6 +151,10 @@ CALLS = {
     "barrier_grid": (lambda k: N.barrier_grid(), "tsn::barrier_grid(CTX);"),
     "barrier_node": (lambda k: N.barrier_node(), "tsn::barrier_node<tsn::BarrierScope::block>(CTX);"),
     "benign_race": (lambda k: N.benign_race(k.b[2:5]), "tsn::benign_race(CTX, (&(b[2])), 12);"),
+    "range": (
+        lambda k: (r := N.range("a part"), r.__enter__(), r.__exit__(None, None, None)),
+        "tsn::range_begin(CTX); tsn::range_end(CTX);",
+    ),
     "ld": (
         lambda k: N.put_value(k.a[0], N.ld(k.b[1], sem="acquire", scope="gpu"), 1),
         "tsn::ld<tsn::Order::acquire, tsn::MemScope::gpu>((&(b[1])))",

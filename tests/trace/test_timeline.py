@@ -35,8 +35,10 @@ def swap(n, threads=64):
         turn: T.int64,
     ):
         with T.Kernel(1, threads=threads):
-            N.put_signal_block(y, x, (N.my_pe() + 1) % N.n_pes(), flag[0], turn)
-            N.wait_block(flag[0], "ge", turn)
+            with N.range("swap data"):
+                N.put_signal_block(y, x, (N.my_pe() + 1) % N.n_pes(), flag[0], turn)
+                with N.range("for them"):
+                    N.wait_block(flag[0], "ge", turn)
             N.barrier_all()
 
     return main
@@ -71,6 +73,11 @@ def test_a_timeline_of_two_nodes(tmp_path, capsys):
         assert {"N.put_signal_block", "N.wait_block", "N.barrier_all", "swap", "tilescale_net.barrier"} <= names
         assert len(of(events, pid=timeline.process_of(rank), cat="kernel")) == ROUNDS
         assert len(of(events, pid=timeline.process_of(rank), name="a step", cat="range")) == ROUNDS
+        for name in ("swap data", "for them"):
+            drawn = of(events, pid=timeline.process_of(rank), name=name, cat="range")
+            assert len(drawn) == 2 * ROUNDS  # a block of two warps
+            assert all(e["args"]["line"].startswith("test_timeline.py:") for e in drawn)
+            assert len({e["tid"] for e in drawn}) == 2
         # The proxy: what it took, posted and saw completed, and what it applied.
         assert len(of(events, pid=timeline.process_of(rank), cat="proxy", ph="i", name="put_signal")) == ROUNDS
         assert len(of(events, pid=timeline.process_of(rank), name="signal delivered")) >= ROUNDS

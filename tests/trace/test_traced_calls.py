@@ -34,6 +34,8 @@ SITES = KernelSites(
         CallSite("N.wait", "wait", "ge", "demo.py:2"),
         CallSite("N.quiet", "quiet", "", "demo.py:3"),
         CallSite("N.put_thread", "put", "", "demo.py:4"),
+        CallSite("a part", "range_begin", "", "demo.py:5"),
+        CallSite("N.range_end", "range_end", "", "demo.py:5"),
     ),
 )
 
@@ -54,7 +56,8 @@ def test_every_primitive_is_traced(monkeypatch):
     rows = {n for n, site in enumerate(found.calls) if re.fullmatch(r"N.(put|get)_(warp|thread)", site.name)}
     assert rows and numbers == set(range(len(found.calls))) - rows and 0 < found.identity < 1 << 16
     assert all(re.fullmatch(r"test_device_code.py:\d+", site.line) for site in found.calls)
-    assert {site.operation for site in found.calls} <= set(context.OPERATIONS)
+    assert {site.operation for site in found.calls} <= {*context.OPERATIONS, "range_begin", "range_end"}
+    assert "some words" in {site.name for site in found.calls}
     assert {"N.put_block", "N.put_signal_warp", "N.wait", "N.wait_block", "N.barrier_all", "N.atomic_add"} <= {
         site.name for site in found.calls
     }
@@ -70,10 +73,14 @@ def calls_of(program, tmp_path, capacity, n):
 
 def test_calls_are_read_as_they_were_made(program, tmp_path):
     found = calls_of(program, tmp_path, 64, 3)
-    assert found.dropped == 0 and len(found.ended) == 3 * 3 + 2
-    names = [*["N.put_signal", "N.wait", "N.put_thread"] * 3, "N.wait", "N.quiet"]
-    assert [known.site.name for known in found.ended] == names
-    calls = found.ended[:9]
+    assert found.dropped == 0 and len(found.ended) == 3 * 3 + 3 + 2
+    calls = [known for known in found.ended if not known.site.operation.startswith("range")]
+    assert [known.site.name for known in calls] == [
+        *["N.put_signal", "N.wait", "N.put_thread"] * 3,
+        "N.wait",
+        "N.quiet",
+    ]
+    del calls[9:]
     first, word = calls[:3], calls[0].call.word
     assert (first[0].call.pe, first[0].call.bytes, first[0].call.value) == (1, 64, 1)
     assert (first[1].call.word, first[1].call.value) == (word + 8, 2)  # as the wait has seen it
@@ -88,7 +95,7 @@ def test_calls_are_read_as_they_were_made(program, tmp_path):
 
 def test_the_oldest_calls_go_first(program, tmp_path):
     found = calls_of(program, tmp_path, 8, 5)
-    begun = 3 * 5 + 2
+    begun = 3 * 5 + 3 + 2
     assert found.dropped == begun - 8
     assert [known.call.number for known in found.ended] == list(range(begun - 8, begun))
 
@@ -103,11 +110,15 @@ def test_calls_become_events(program, tmp_path):
     one.close()
     part = part_reader.read_file(path, "kernels")
     assert (
-        part.dropped == 3 and len(part.events) == 2 * 3 + 2 + 1 + 4
+        part.dropped == 3 and len(part.events) == 2 * 3 + 1 + 2 + 1 + 4
     )  # the wait in vain ended, too, and four are waits
     waits = [event for event in part.events if event.kind == Kind.WAIT]
     assert waits[-1].end_ns == late + 5 and waits[0].begin_ns == found.ended[1].call.begin_ns + 5
     assert arrows.is_send(part.events[0]) and part.text(part.events[0].line) == "demo.py:1"
+    (drawn,) = [event for event in part.events if event.kind == Kind.KERNEL_RANGE]  # the second end has no beginning
+    (begun,) = [known.call for known in found.ended if known.site.name == "a part"]
+    assert part.text(drawn.name) == "a part" and part.text(drawn.line) == "demo.py:5"
+    assert drawn.begin_ns == begun.begin_ns + 5 and drawn.end_ns > drawn.begin_ns
     shown = timeline.merged([part])["traceEvents"]
     assert {"N.put_signal", "N.wait", "waiting"} <= {event["name"] for event in shown}
 

@@ -59,6 +59,7 @@ def device_call(operator: Operator, call: tirx.Call) -> tirx.PrimExpr:
     template = [
         str(int(choice)) if kind == "int" else f"tsn::{kind}::{CHOICES[kind][choice.value]}"
         for kind, choice in zip(operator.template_kinds, choices)
+        if kind != "text"
     ]
     name = f"tsn::{operator.name}" + (f"<{', '.join(template)}>" if template else "")
     arguments = [_cast(C_TYPES[kind], v) if kind in C_TYPES else v for kind, v in zip(operator.arg_kinds, values)]

@@ -53,7 +53,8 @@ class Operator:
 
     Attributes:
         name: TVM name after `tsn.`; also the device function in namespace `tsn`.
-        template: compile-time arguments, each a key of CHOICES or "int", or "name:key" where that is not its name.
+        template: compile-time arguments, each a key of CHOICES, "int" or "text" (for the trace, not for the device
+            function), or "name:key" where that is not its name.
         args: run-time arguments, each a key of KINDS or "name:key"; `context` comes first where present.
         result: dtype of the call, "void", or "value" for that of the value argument (given when the call is made).
         effect: PURE or OPAQUE.
@@ -73,9 +74,9 @@ class Operator:
         if self.scope not in CHOICES["Scope"]:
             raise ValueError(f"tsn.{self.name}: scope {self.scope!r} is not one of {[*CHOICES['Scope']]}")
         for kind in self.template_kinds:
-            if kind != "int" and kind not in CHOICES:
+            if kind not in ("int", "text") and kind not in CHOICES:
                 raise ValueError(
-                    f"tsn.{self.name}: template argument {kind!r} is neither 'int' nor one of {[*CHOICES]}"
+                    f"tsn.{self.name}: template argument {kind!r} is neither 'int', 'text' nor one of {[*CHOICES]}"
                 )
         for kind in self.arg_kinds:
             if kind not in KINDS:
@@ -143,6 +144,8 @@ class Operator:
         for kind, choice in zip(self.template_kinds, choices):
             if kind == "int":
                 call_args.append(tirx.IntImm("int32", choice))
+            elif kind == "text":
+                call_args.append(tirx.StringImm(choice))
             elif choice in CHOICES[kind]:
                 call_args.append(tirx.StringImm(choice))
             else:
@@ -197,6 +200,8 @@ OPERATORS: dict[str, Operator] = {
         Operator("remote", (), ("context", "memory", "pe"), "handle"),
         Operator("ld", ("Order", "MemScope"), ("memory",), "value"),
         Operator("benign_race", args=("context", "memory", "bytes")),
+        Operator("range_begin", ("name:text",)),
+        Operator("range_end"),
         Operator("st", ("Order", "MemScope"), ("memory", "value")),
     )
 }

@@ -74,6 +74,9 @@ def _site(operator: Operator, call: tirx.Call, line: str) -> CallSite:
     choices, scope = operator.read(call), operator.scope_of(call)
     operation = _operation(operator)
     name = f"atomic_{choices.atomicop}" if operator.name == "atomic" else operator.name
+    if operation == "range_begin":
+        line, _, name = line.partition("\t")
+        return CallSite(choices.name, operation, "", line)
     if operation in ("put", "get", "put_signal"):
         name = f"{operation}_{scope}"
     elif "Scope" in operator.template:
@@ -96,7 +99,7 @@ def device_function(operator: Operator, call: tirx.Call, name: str) -> str:
         place("bytes", "row_bytes"),
         place("rows"),
     )
-    scope = CHOICES["Scope"][operator.scope_of(call)]
+    scope = CHOICES["Scope"]["warp" if operator.name in ("range_begin", "range_end") else operator.scope_of(call)]
     waits = "true" if _operation(operator) in WAITING else "false"
     return f"TSN_TRACED({index}, tsn::Scope::{scope}, {waits}, {', '.join(map(str, fields))}, {name})"
 

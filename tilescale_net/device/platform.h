@@ -112,6 +112,7 @@
 //                                           word = nullptr: for something else than a word of the heap
 //   bool waits_without_a_look()             wait_begins comes before the first look
 //   void wait_ends(), void gives_up()       the same thread goes on, or is about to record a failure
+//   void range_begins(), void range_ends()  the running thread's ranges for the timeline
 //   void before_ld<Order>()                 a kernel's own load with this order follows, perhaps again and again
 //   void after_ld<O, S>(const void*), before_st<O, S>(const void*)   the same, when it is done, and a store
 //   void inspect(Operation, const void* local, int64_t bytes)  the leader is about to use these local (symmetric)

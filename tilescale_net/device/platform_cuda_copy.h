@@ -166,6 +166,8 @@ void wait_begins(Operation, int, const uint64_t*, uint64_t, uint32_t);
 bool waits_without_a_look();
 void wait_ends();
 void gives_up();
+void range_begins();
+void range_ends();
 template <Order>
 void before_ld();
 template <Order O, MemScope S>

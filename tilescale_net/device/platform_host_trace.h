@@ -10,6 +10,8 @@ TSN_DEVICE void wait_begins(Operation operation, int pe, const uint64_t* word, u
 TSN_DEVICE bool waits_without_a_look() { return sim::self().scheduled; }
 TSN_DEVICE void wait_ends() { sim::api().trace->wait_ends(); }
 TSN_DEVICE void gives_up() { sim::api().trace->gives_up(); }
+TSN_DEVICE void range_begins() { sim::api().trace->range_begins(); }
+TSN_DEVICE void range_ends() { sim::api().trace->range_ends(); }
 
 } // namespace platform
 } // namespace tsn

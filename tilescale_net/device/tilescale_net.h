@@ -8,6 +8,7 @@
 #include "order.h"
 #include "put.h"
 #include "put_shared.h"
+#include "range.h"
 #include "rows.h"
 #include "signal.h"
 #include "wait.h"

@@ -21,11 +21,12 @@ right, behind `and`, `or` and in an arm of `a if c else b` only when that part i
 import difflib as _difflib
 
 from tilescale_net.errors import KernelError as _KernelError
-from tilescale_net.language import _tracing, atomics, copies, memory, order, signals, streams, topology
+from tilescale_net.language import _tracing, atomics, copies, memory, order, ranges, signals, streams, topology
 from tilescale_net.language.atomics import *
 from tilescale_net.language.copies import *
 from tilescale_net.language.memory import *
 from tilescale_net.language.order import *
+from tilescale_net.language.ranges import *
 from tilescale_net.language.signals import *
 from tilescale_net.language.streams import *
 from tilescale_net.language.topology import *
@@ -35,6 +36,7 @@ __all__ += atomics.__all__
 __all__ += copies.__all__
 __all__ += memory.__all__
 __all__ += order.__all__
+__all__ += ranges.__all__
 __all__ += signals.__all__
 __all__ += streams.__all__
 __all__ += topology.__all__

@@ -61,7 +61,7 @@ def primitive(function):
         if not isinstance(result, tirx.Call):
             return result
         # Passes that find something wrong later on name the line by this span.
-        result = _with_span(result, make_span(*author_line()))
+        result = with_author_line(result)
         return once(function.__name__, result) if _is_once(result) else result
 
     return call
@@ -79,6 +79,11 @@ def _by_name(signature: inspect.Signature, error: TypeError) -> TypeError:
 def _is_once(call: tirx.Call) -> bool:
     """Whether a primitive's result is to be computed once: a value, and not one that is the same every time."""
     return str(call.dtype) not in ("", "void", "handle") and opaque_call(call) is not None
+
+
+def with_author_line(call: tirx.Call) -> tirx.Call:
+    """The same call, which passes and reports find at the author's line."""
+    return _with_span(call, make_span(*author_line()))
 
 
 def _with_span(call: tirx.Call, span) -> tirx.Call:

@@ -19,6 +19,7 @@ class Kind(enum.IntEnum):
     TRANSFER = 7
     STAGING = 8
     DELIVERED = 9
+    KERNEL_RANGE = 10
 
 
 class Header(ctypes.Structure):

@@ -21,6 +21,7 @@ _THREADS = 1024  # of a block
 _CATEGORY = {
     Kind.KERNEL: "kernel", Kind.CALL: "call", Kind.WAIT: "wait", Kind.HOST: "host", Kind.RANGE: "range",
     Kind.ENTRY: "proxy", Kind.TRANSFER: "proxy", Kind.STAGING: "proxy", Kind.DELIVERED: "proxy",
+    Kind.KERNEL_RANGE: "range",
 }  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def _meta(kind: str, rank: int, track: int, name: str) -> dict:
 
 
 def _track(part: part_reader.Part, event: events.Event, tracks: set) -> int:
-    if event.kind in (Kind.CALL, Kind.WAIT):
+    if event.kind in (Kind.CALL, Kind.WAIT, Kind.KERNEL_RANGE):
         track, name = _BLOCKS + event.block * _THREADS + event.thread, f"block {event.block} thread {event.thread}"
     elif event.kind == Kind.KERNEL:
         track, name = _KERNELS + event.thread, f"kernels {event.thread}" if event.thread else "kernels"

@@ -104,8 +104,16 @@ def write(calls: Sequence[KnownCall], ring: Ring, process_ns: Callable[[int], in
         process_ns: translates times of the GPU.
         now: in nanoseconds of this process: when calls that have not ended end.
     """
+    ranges: dict[tuple[int, int], list[KnownCall]] = {}
     for known in calls:
         call, site = known.call, known.site
+        if site.operation == "range_begin":
+            ranges.setdefault((call.block, call.thread), []).append(known)
+            continue
+        if site.operation == "range_end":
+            if begun := ranges.get((call.block, call.thread)):  # otherwise its beginning is gone
+                ring.add(_range(begun.pop(), call, ring, process_ns))
+            continue
         begin = process_ns(call.begin_ns)
         event = events.Event(
             begin_ns=begin,
@@ -125,3 +133,19 @@ def write(calls: Sequence[KnownCall], ring: Ring, process_ns: Callable[[int], in
         if site.operation in _WAITS:
             event.kind, event.bytes = events.Kind.WAIT, 0
             ring.add(event)
+
+
+def _range(begun: KnownCall, ended: TracedCall, ring: Ring, process_ns: Callable[[int], int]) -> events.Event:
+    """A range between the calls that begin and end it."""
+    begin = process_ns(begun.call.begin_ns)
+    return events.Event(
+        begin_ns=begin,
+        end_ns=max(begin, process_ns(ended.begin_ns)),
+        name=ring.name(begun.site.name),
+        kind=events.Kind.KERNEL_RANGE,
+        pe=-1,
+        block=ended.block,
+        thread=ended.thread,
+        line=ring.name(begun.site.line),
+        word=events.NO_WORD,
+    )

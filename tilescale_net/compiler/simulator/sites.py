@@ -19,7 +19,8 @@ _NUMBERED["tsn.test"] = OPERATORS["test"]
 
 
 def lines_of(func: tirx.PrimFunc, numbered: Container[str] = _NUMBERED) -> list[tuple[str, str]]:
-    """Name and line ("file.py:12") of each call of a traced kernel, in order; passes drop the lines later on.
+    """Name and line ("file.py:12") of each call of a traced kernel, in order; passes drop the lines later on. Of the beginning
+    of a range, its name as well, behind a tab: that is how the simulator learns it.
 
     Args:
         numbered: TVM's names of the operators whose calls count.
@@ -29,10 +30,14 @@ def lines_of(func: tirx.PrimFunc, numbered: Container[str] = _NUMBERED) -> list[
         if op_name(call) in numbered:
             span = call.span
             known = span is not None and span.source_name is not None
-            found.append(
-                (op_name(call), f"{os.path.basename(str(span.source_name.name))}:{span.line}" if known else "")
-            )
+            line = f"{os.path.basename(str(span.source_name.name))}:{span.line}" if known else ""
+            found.append((op_name(call), f"{line}\t{range_name(call)}" if range_name(call) else line))
     return found
+
+
+def range_name(call: tirx.Call) -> str:
+    """The name of a range that a call begins, or ''."""
+    return OPERATORS["range_begin"].read(call).name if op_name(call) == "tsn.range_begin" else ""
 
 
 def number(func: tirx.PrimFunc, calls: list[tuple[str, str]], statements: list[str]) -> tuple[tirx.PrimFunc, list[str]]:

@@ -16,14 +16,15 @@ namespace tsn {
 
 enum class TraceKind : uint16_t {
   kernel = 1,
-  call,      // of a primitive, by the thread that leads it
-  wait,      // a thread that has to wait inside of a call
-  host,      // a call of the package on the host
-  range,     // the user's
-  entry,     // the proxy took a descriptor from a queue
-  transfer,  // a posted write or read until its completion
-  staging,   // data filled into a staging slot
-  delivered, // a signal from another node was applied
+  call,         // of a primitive, by the thread that leads it
+  wait,         // a thread that has to wait inside of a call
+  host,         // a call of the package on the host
+  range,        // the user's
+  entry,        // the proxy took a descriptor from a queue
+  transfer,     // a posted write or read until its completion
+  staging,      // data filled into a staging slot
+  delivered,    // a signal from another node was applied
+  kernel_range, // of a kernel's author
 };
 
 constexpr uint64_t kNoWord = ~uint64_t(0);

@@ -77,7 +77,8 @@ void gives_up() {
 
 bool trace_calls = false;
 
-const TraceApi kTraceApi = {wait_begins, wait_ends, gives_up, &trace_calls, trace_call_ends};
+const TraceApi kTraceApi = {wait_begins,     wait_ends,          gives_up,        &trace_calls,
+                            trace_call_ends, trace_range_begins, trace_range_ends};
 
 void live_begin(const Launch& launch) {
   Live& l = live();

@@ -5,6 +5,7 @@
 #include "tilescale_net/csrc/common/trace_ring.h"
 #include "tilescale_net/device/context.h"
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 
@@ -19,18 +20,19 @@ struct Tracer {
   uint64_t heap_base;
   uint32_t kernel = 0;
   uint64_t kernel_begin = 0;
-  std::vector<uint32_t> lines;                                     // numbers of the launch's lines
-  std::unordered_map<const Thread*, std::vector<TraceEvent>> open; // calls that run
+  std::vector<uint32_t> lines;                                       // numbers of the launch's lines
+  std::vector<uint32_t> names;                                       // of those that begin ranges: of their names
+  std::unordered_map<const Thread*, std::vector<TraceEvent>> open;   // calls that run
+  std::unordered_map<const Thread*, std::vector<TraceEvent>> ranges; // that have begun
 };
 
 // Guards the pointer: a launch holds it from its beginning to its end.
 std::mutex the_mutex;
 std::unique_ptr<Tracer> the_tracer;
 
-uint32_t line_of(const Thread& t) {
-  return t.site >= 0 && static_cast<size_t>(t.site) < the_tracer->lines.size()
-             ? the_tracer->lines[static_cast<size_t>(t.site)]
-             : 0;
+// What a table of the launch has for the line where a thread is.
+uint32_t here(const Thread& t, const std::vector<uint32_t>& table) {
+  return t.site >= 0 && static_cast<size_t>(t.site) < table.size() ? table[static_cast<size_t>(t.site)] : 0;
 }
 
 TraceEvent event_here(TraceKind kind) {
@@ -40,7 +42,7 @@ TraceEvent event_here(TraceKind kind) {
   e.kind = kind;
   e.block = t.linear_block;
   e.thread = t.linear;
-  e.line = line_of(t);
+  e.line = here(t, the_tracer->lines);
   return e;
 }
 
@@ -70,7 +72,13 @@ void trace_kernel_begins(const Launch& launch) {
   if (!the_tracer) return the_mutex.unlock();
   the_tracer->kernel = the_tracer->ring.name(launch.kernel);
   the_tracer->lines.clear();
-  for (const std::string& line : launch.lines) the_tracer->lines.push_back(the_tracer->ring.name(line));
+  the_tracer->names.clear();
+  for (const std::string& line : launch.lines) {
+    const size_t tab =
+        std::min(line.find('\t'), line.size()); // behind it the name of a range, see compiler/simulator/sites.py
+    the_tracer->lines.push_back(the_tracer->ring.name(line.substr(0, tab)));
+    the_tracer->names.push_back(tab < line.size() ? the_tracer->ring.name(line.substr(tab + 1)) : 0);
+  }
   the_tracer->kernel_begin = now_ns();
 }
 
@@ -84,6 +92,7 @@ void trace_kernel_ends() {
   e.name = the_tracer->kernel;
   the_tracer->ring.add(e);
   the_tracer->open.clear(); // of threads that were left for good
+  the_tracer->ranges.clear();
   the_mutex.unlock();
 }
 
@@ -104,6 +113,21 @@ void trace_call_ends() {
   if (found == the_tracer->open.end()) return;
   auto& calls = found->second;
   for (; !calls.empty(); calls.pop_back()) close(calls.back());
+}
+
+void trace_range_begins() {
+  if (!trace_calls) return;
+  TraceEvent e = event_here(TraceKind::kernel_range);
+  e.name = here(running_thread(), the_tracer->names);
+  the_tracer->ranges[&running_thread()].push_back(e);
+}
+
+void trace_range_ends() {
+  if (!trace_calls) return;
+  auto& begun = the_tracer->ranges[&running_thread()];
+  if (begun.empty()) return; // it began before the trace
+  close(begun.back());
+  begun.pop_back();
 }
 
 void trace_wait_ends(const WaitSubject& subject, uint64_t since_ns) {

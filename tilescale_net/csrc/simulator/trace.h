@@ -17,6 +17,8 @@ void trace_kernel_begins(const Launch& launch);
 void trace_kernel_ends();
 void trace_call_begins(const Call& call);
 void trace_call_ends();
+void trace_range_begins();
+void trace_range_ends();
 void trace_wait_ends(const WaitSubject& subject, uint64_t since_ns);
 
 } // namespace sim

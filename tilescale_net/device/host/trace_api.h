@@ -24,6 +24,9 @@ struct TraceApi {
   // Whether calls are traced now; `call_ends` is called only then: the running thread's call has ended.
   const bool* traces;
   void (*call_ends)();
+  // A range of the running thread, named in the table of lines.
+  void (*range_begins)();
+  void (*range_ends)();
 };
 
 } // namespace sim

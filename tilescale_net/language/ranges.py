@@ -1,0 +1,39 @@
+"""Ranges of a kernel in the timeline of TSN_TRACE."""
+
+import contextlib
+
+from tvm import tirx
+from tvm.tirx.script import builder
+
+from tilescale_net.compiler.operators import OPERATORS
+from tilescale_net.language._primitive import PrimitiveError, primitive, with_author_line
+
+__all__ = ["range"]
+
+
+class _Range(contextlib.AbstractContextManager):
+    def __init__(self, begin: tirx.Call, end: tirx.Call):
+        self._begin, self._end = begin, end
+
+    def __enter__(self) -> None:
+        builder.evaluate(self._begin)
+
+    def __exit__(self, kind, value, traceback) -> None:
+        if kind is None:
+            builder.evaluate(self._end)
+
+
+@primitive
+def range(name: str) -> contextlib.AbstractContextManager[None]:
+    """Name a part of a kernel for the timeline: `with N.range("send"):`. Each warp that comes there draws it, by its lane 0.
+
+    Without TSN_TRACE nothing of it is left on a GPU; reads and writes of memory are not moved into it or out of it. Leave
+    the range at its end: one that is left by `T.thread_return` is not drawn.
+
+    Args:
+        name: shown in the timeline; not empty.
+    """
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise PrimitiveError(f"the name of a range is a text that can be shown, not {name!r}")
+    begin, end = OPERATORS["range_begin"](name), OPERATORS["range_end"]()
+    return _Range(with_author_line(begin), with_author_line(end))
