@@ -84,7 +84,7 @@ def _ping_pong(seed, threads):
     kernel = p2p.ping_pong(4096, threads)
     flag = tsn.zeros((1,), torch.uint64)
     base = 0
-    for count in (0, 8, 13, 4096):
+    for count in (8, 0, 13, 4096):
         dst, src = (Guarded((4096,), torch.uint8) for _ in range(2))
         src.tensor.copy_(random_bytes(4096, seed, count, rank))
         dst.tensor.fill_(7)
