@@ -5,7 +5,6 @@
 #include "tilescale_net/csrc/common/trace_ring.h"
 #include "tilescale_net/device/context.h"
 
-#include <algorithm>
 #include <memory>
 #include <mutex>
 
@@ -73,12 +72,8 @@ void trace_kernel_begins(const Launch& launch) {
   the_tracer->kernel = the_tracer->ring.name(launch.kernel);
   the_tracer->lines.clear();
   the_tracer->names.clear();
-  for (const std::string& line : launch.lines) {
-    const size_t tab =
-        std::min(line.find('\t'), line.size()); // behind it the name of a range, see compiler/simulator/sites.py
-    the_tracer->lines.push_back(the_tracer->ring.name(line.substr(0, tab)));
-    the_tracer->names.push_back(tab < line.size() ? the_tracer->ring.name(line.substr(tab + 1)) : 0);
-  }
+  for (const std::string& line : launch.lines) the_tracer->lines.push_back(the_tracer->ring.name(line));
+  for (const std::string& name : launch.ranges) the_tracer->names.push_back(the_tracer->ring.name(name));
   the_tracer->kernel_begin = now_ns();
 }
 
