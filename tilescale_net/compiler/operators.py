@@ -144,9 +144,7 @@ class Operator:
         for kind, choice in zip(self.template_kinds, choices):
             if kind == "int":
                 call_args.append(tirx.IntImm("int32", choice))
-            elif kind == "text":
-                call_args.append(tirx.StringImm(choice))
-            elif choice in CHOICES[kind]:
+            elif kind == "text" or choice in CHOICES[kind]:
                 call_args.append(tirx.StringImm(choice))
             else:
                 raise TypeError(f"{self.op_name}: {choice!r} is not a {kind}")
