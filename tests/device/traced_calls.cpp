@@ -6,6 +6,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <vector>
 
 using namespace tsn;
@@ -16,8 +17,9 @@ int main(int argc, char** argv) {
   std::vector<uint64_t> heaps[2], contexts[2];
   uint32_t abort_word = 0;
   ErrorRecord error = {};
-  std::vector<TracedCall> ring(2 + capacity + 2 * kTracedBlocks * kTracedWarps); // the head takes two
-  TraceBuffer* buffer = reinterpret_cast<TraceBuffer*>(ring.data());
+  const size_t bytes = sizeof(TraceBuffer) + (capacity + 2 * kTracedBlocks * kTracedWarps) * sizeof(TracedCall);
+  TraceBuffer* buffer = static_cast<TraceBuffer*>(aligned_alloc(sizeof(TraceBuffer), bytes));
+  memset(buffer, 0, bytes);
   buffer->capacity = capacity;
   for (int i = 0; i < 2; i++) {
     heaps[i].resize(kSystemBytes / 8 + 64);
@@ -33,31 +35,38 @@ int main(int argc, char** argv) {
     c.abort_word = reinterpret_cast<uint64_t>(&abort_word);
     c.error = reinterpret_cast<uint64_t>(&error);
     c.timeout_ns = 20000000; // of the wait in vain at the end
-    if (i == 0) c.trace = reinterpret_cast<uint64_t>(buffer);
+    if (i == 0) c.trace = reinterpret_cast<uint64_t>(buffer) | uint64_t(__builtin_ctzll(capacity));
     for (int k = 0; k < 2; k++) c.peer_base[k] = reinterpret_cast<uint64_t>(heaps[k].data());
   }
   const auto* ctx = reinterpret_cast<const Context*>(contexts[0].data());
   const auto* other = reinterpret_cast<const Context*>(contexts[1].data());
   uint64_t* words = heaps[0].data() + kSystemBytes / 8;
-  for (int i = 1; i <= rounds; i++) {
-    TSN_TRACED(0, Scope::thread, false, 3, 4, 5, 2, -1,
-               put_signal<Scope::thread, Engine::automatic, 1, 0, 0, SignalOp::set>)
-    (ctx, words + 8, words, 64, 1, words + 1, uint64_t(i), nullptr);
-    signal<Scope::thread, SignalOp::add, 0>(other, heaps[1].data() + kSystemBytes / 8 + 2, uint64_t(2), 0);
-    const uint64_t seen = TSN_TRACED(1, Scope::thread, true, -1, 0, 1, -1, -1,
-                                     wait<Scope::thread, Compare::ge>)(ctx, words + 2, int64_t(i));
-    if (seen != uint64_t(2 * i)) return 1;
-    if (i == 2) TSN_TRACED(4, Scope::thread, false, -1, -1, -1, -1, -1, range_begin)(ctx);
-    // Without a ring nothing is noted.
-    TSN_TRACED(2, Scope::thread, true, 0, -1, -1, -1, -1, quiet<Scope::thread>)(other, -1);
-    TSN_TRACED(3, Scope::thread, false, 6, -1, -1, 3, 2, put_rows<Scope::thread, 1>)
-    (ctx, words + 8, words, int64_t(3), int64_t(16), int64_t(32), int64_t(32), 1);
+  {
+    TSN_TRACED_KERNEL(6)(ctx);
+    for (int i = 1; i <= rounds; i++) {
+      TSN_TRACED(0, Scope::thread, false, 3, 4, 5, 2, -1,
+                 put_signal<Scope::thread, Engine::automatic, 1, 0, 0, SignalOp::set>)
+      (ctx, words + 8, words, 64, 1, words + 1, uint64_t(i), nullptr);
+      signal<Scope::thread, SignalOp::add, 0>(other, heaps[1].data() + kSystemBytes / 8 + 2, uint64_t(2), 0);
+      const uint64_t seen = TSN_TRACED(1, Scope::thread, true, -1, 0, 1, -1, -1,
+                                       wait<Scope::thread, Compare::ge>)(ctx, words + 2, int64_t(i));
+      if (seen != uint64_t(2 * i)) return 1;
+      if (i == 2) TSN_TRACED(4, Scope::thread, false, -1, -1, -1, -1, -1, range_begin)(ctx);
+      // Without a ring nothing is noted.
+      {
+        TSN_TRACED_KERNEL(6)(other);
+        TSN_TRACED(2, Scope::thread, true, 0, -1, -1, -1, -1, quiet<Scope::thread>)(other, -1);
+      }
+      TSN_TRACED(3, Scope::thread, false, 6, -1, -1, 3, 2, put_rows<Scope::thread, 1>)
+      (ctx, words + 8, words, int64_t(3), int64_t(16), int64_t(32), int64_t(32), 1);
+    }
+    TSN_TRACED(5, Scope::thread, false, -1, -1, -1, -1, -1, range_end)(ctx);
+    TSN_TRACED(5, Scope::thread, false, -1, -1, -1, -1, -1, range_end)(ctx); // of a range that is gone
+    TSN_TRACED(1, Scope::thread, true, -1, 0, 1, -1, -1, wait<Scope::thread, Compare::ge>)(ctx, words + 3, int64_t(5));
+    TSN_TRACED(2, Scope::thread, true, 0, -1, -1, -1, -1, quiet<Scope::thread>)(ctx, -1);
   }
-  TSN_TRACED(5, Scope::thread, false, -1, -1, -1, -1, -1, range_end)(ctx);
-  TSN_TRACED(5, Scope::thread, false, -1, -1, -1, -1, -1, range_end)(ctx); // of a range that is gone
-  TSN_TRACED(1, Scope::thread, true, -1, 0, 1, -1, -1, wait<Scope::thread, Compare::ge>)(ctx, words + 3, int64_t(5));
-  TSN_TRACED(2, Scope::thread, true, 0, -1, -1, -1, -1, quiet<Scope::thread>)(ctx, -1);
   FILE* file = fopen(argv[3], "wb");
-  fwrite(ring.data(), sizeof(TracedCall), ring.size(), file);
+  fwrite(buffer, 1, bytes, file);
+  free(buffer);
   return fclose(file) || argc != 4;
 }

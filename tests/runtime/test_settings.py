@@ -53,7 +53,15 @@ def test_every_variable_that_is_named_has_a_row():
 
 
 # Of C++, in texts that Python holds.
-MACROS = {"TSN_TRACED", "TSN_TRACE_KERNEL", "TSN_HOST_STANDALONE", "TSN_WITH_LIBFABRIC", "TSN_HOT", "TSN_COLD"}
+MACROS = {
+    "TSN_TRACED",
+    "TSN_TRACED_KERNEL",
+    "TSN_TRACE_KERNEL",
+    "TSN_HOST_STANDALONE",
+    "TSN_WITH_LIBFABRIC",
+    "TSN_HOT",
+    "TSN_COLD",
+}
 
 
 @pytest.mark.parametrize(

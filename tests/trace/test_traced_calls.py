@@ -3,15 +3,18 @@
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import threading
 import time
 
 import pytest
+import tilelang.language as T
 import torch
 
 import tilescale_net as tsn
+import tilescale_net.language as N
 from tests import ranks
 from tests.compiler.test_device_code import everything
 from tests.native.builder import build, run
@@ -20,7 +23,7 @@ from tests.trace.test_timeline import ROUNDS, of, rounds
 from tilescale_net.compiler import jit, traced_calls
 from tilescale_net.compiler.nvcc import SM_90
 from tilescale_net.runtime import context
-from tilescale_net.trace import arrows, call_sites, part_reader, ring, timeline
+from tilescale_net.trace import arrows, call_sites, part_reader, ring, timeline, traced_kernels
 from tilescale_net.trace import traced_calls as reader
 from tilescale_net.trace.call_sites import CallSite, KernelSites
 from tilescale_net.trace.events import Kind
@@ -36,6 +39,7 @@ SITES = KernelSites(
         CallSite("N.put_thread", "put", "", "demo.py:4"),
         CallSite("a part", "range_begin", "", "demo.py:5"),
         CallSite("N.range_end", "range_end", "", "demo.py:5"),
+        CallSite("demo", "kernel", "", ""),
     ),
 )
 
@@ -54,9 +58,12 @@ def test_every_primitive_is_traced(monkeypatch):
     (found,) = [sites for sites in call_sites._known.values() if sites.name == "everything_traced"]
     # The rows that warps and threads send and fetch are left out.
     rows = {n for n, site in enumerate(found.calls) if re.fullmatch(r"N.(put|get)_(warp|thread)", site.name)}
-    assert rows and numbers == set(range(len(found.calls))) - rows and 0 < found.identity < 1 << 16
-    assert all(re.fullmatch(r"test_device_code.py:\d+", site.line) for site in found.calls)
-    assert {site.operation for site in found.calls} <= {*context.OPERATIONS, "range_begin", "range_end"}
+    *calls, itself = found.calls
+    assert rows and numbers == set(range(len(calls))) - rows and 0 < found.identity < 1 << 16
+    assert all(re.fullmatch(r"test_device_code.py:\d+", site.line) for site in calls)
+    assert {site.operation for site in calls} <= {*context.OPERATIONS, "range_begin", "range_end"}
+    assert (itself.operation, itself.name) == ("kernel", "everything_traced")
+    assert kernel.source.count(f"TSN_TRACED_KERNEL({len(calls)})(") == kernel.source.count("TSN_TRACED_KERNEL") == 1
     assert "some words" in {site.name for site in found.calls}
     assert {"N.put_block", "N.put_signal_warp", "N.wait", "N.wait_block", "N.barrier_all", "N.atomic_add"} <= {
         site.name for site in found.calls
@@ -73,8 +80,8 @@ def calls_of(program, tmp_path, capacity, n):
 
 def test_calls_are_read_as_they_were_made(program, tmp_path):
     found = calls_of(program, tmp_path, 64, 3)
-    assert found.dropped == 0 and len(found.ended) == 3 * 3 + 3 + 2
-    calls = [known for known in found.ended if not known.site.operation.startswith("range")]
+    assert found.dropped == 0 and len(found.ended) == 3 * 3 + 3 + 2 + 1
+    calls = [known for known in found.ended if not known.site.operation.startswith(("range", "kernel"))]
     assert [known.site.name for known in calls] == [
         *["N.put_signal", "N.wait", "N.put_thread"] * 3,
         "N.wait",
@@ -95,9 +102,9 @@ def test_calls_are_read_as_they_were_made(program, tmp_path):
 
 def test_the_oldest_calls_go_first(program, tmp_path):
     found = calls_of(program, tmp_path, 8, 5)
-    begun = 3 * 5 + 3 + 2
-    assert found.dropped == begun - 8
-    assert [known.call.number for known in found.ended] == list(range(begun - 8, begun))
+    made = 3 * 5 + 3 + 2 + 1
+    assert found.dropped == made - 8
+    assert [known.call.number for known in found.ended] == list(range(made - 8, made))
 
 
 def test_calls_become_events(program, tmp_path):
@@ -123,6 +130,46 @@ def test_calls_become_events(program, tmp_path):
     assert {"N.put_signal", "N.wait", "waiting"} <= {event["name"] for event in shown}
 
 
+def test_kernels_are_noted(program, tmp_path):
+    found = calls_of(program, tmp_path, 64, 2)
+    (launch,) = traced_kernels.launches(found.ended)
+    calls = [known.call for known in found.ended]
+    assert (launch.name, launch.blocks) == ("demo", 1) and calls[-1].begin_ns == launch.begin_ns
+    assert launch.begin_ns <= min(c.begin_ns for c in calls) and launch.end_ns >= max(c.end_ns for c in calls)
+    path = timeline.part_path(str(tmp_path / "t"), 1, "kernels")
+    one = ring.Ring(path, 1, 2, 64)
+    traced_kernels.write(found.ended, one, lambda ns: ns + 5)
+    one.close()
+    (event,) = part_reader.read_file(path, "kernels").events
+    assert (event.kind, event.begin_ns, event.end_ns) == (Kind.KERNEL, launch.begin_ns + 5, launch.end_ns + 5)
+
+
+def block_of(kernel, block, begin, end, blocks=2):
+    call = reader.TracedCall(begin_ns=begin, end_ns=end, block=block, value=blocks)
+    return reader.KnownCall(kernel, CallSite(kernel, "kernel", "", ""), call)
+
+
+def test_launches_of_several_blocks(tmp_path):
+    blocks = [
+        block_of("a", 1, 0, 1),  # its other block is gone
+        block_of("a", 0, 2, 6),
+        block_of("b", 1, 3, 13),
+        block_of("a", 0, 5, 11),  # the same kernel by another stream
+        block_of("a", 1, 5, 8),
+        block_of("b", 0, 7, 10),
+        block_of("a", 1, 9, 12),
+    ]
+    random.shuffle(blocks)
+    found = traced_kernels.launches(blocks)
+    assert [(one.name, one.begin_ns) for one in found] == [("a", 0), ("a", 2), ("b", 3), ("a", 5)]
+    assert {one.end_ns for one in found} == {1, 8, 13, 12} and found[2].end_ns == 13
+    one = ring.Ring(str(tmp_path / "part"), 0, 1, 8)
+    traced_kernels.write(blocks, one, lambda ns: ns)
+    one.close()
+    part = part_reader.read_file(str(tmp_path / "part"), "kernels")
+    assert [event.thread for event in part.events] == [0, 0, 1, 2]
+
+
 @needs_gpus
 @pytest.mark.parametrize("nodes", ["1", "2"])
 def test_a_timeline_of_gpus(tmp_path, nodes):
@@ -134,9 +181,9 @@ def test_a_timeline_of_gpus(tmp_path, nodes):
         mine = of(events, pid=timeline.process_of(rank))
         for name in ("N.put_signal_block", "N.wait_block", "N.barrier_all"):
             assert len(of(mine, name=name, cat="call")) == ROUNDS
-        # Calls lie inside their kernel, by two ways to tell the time.
         kernels = of(mine, cat="kernel", name="swap")
-        slack = found["otherData"]["clock_error_us"] + 50
+        assert len(kernels) == ROUNDS
+        slack = 2  # the first thread may leave before others do
         for call in of(mine, cat="call"):
             assert any(
                 k["ts"] - slack <= call["ts"] and call["ts"] + call["dur"] <= k["ts"] + k["dur"] + slack
@@ -144,6 +191,47 @@ def test_a_timeline_of_gpus(tmp_path, nodes):
             ), "\n".join(f"{e['name']} {e['ts']:.0f} {e['ts'] + e['dur']:.0f}" for e in (call, *kernels))
     starts, ends = of(events, ph="s"), of(events, ph="f")
     assert len(starts) == len(ends) == 2 * ROUNDS and all(s["pid"] != e["pid"] for s, e in zip(starts, ends))
+
+
+@tsn.jit
+def halves(n):
+    @T.prim_func
+    def halves(ctx: N.Context(), x: T.Tensor((n,), "float32"), y: T.Tensor((n,), "float32")):
+        with T.Kernel(2, threads=64) as block:
+            with N.range("half a copy"):
+                N.put_block(
+                    y[block * n // 2 : (block + 1) * n // 2], x[block * n // 2 : (block + 1) * n // 2], N.my_pe()
+                )
+
+    return halves
+
+
+def replay(times):
+    x, y = tsn.zeros(256), tsn.zeros(256)
+    kernel = halves(256)
+    kernel(x, y)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(x, y)
+    for _ in range(times):
+        graph.replay()
+    tsn.barrier()
+
+
+@needs_gpus
+def test_kernels_and_ranges_inside_of_graphs(tmp_path):
+    path = tmp_path / "t.json"
+    ranks.run(2, replay, 3, env={"TSN_TRACE": str(path)})
+    events = json.loads(path.read_text())["traceEvents"]
+    for rank in (0, 1):
+        mine = of(events, pid=timeline.process_of(rank))
+        kernels, parts = of(mine, cat="kernel", name="halves"), of(mine, cat="range", name="half a copy")
+        assert len(kernels) == 1 + 3 and len(parts) == 2 * 2 * len(kernels)  # by each of two warps of two blocks
+        puts = of(mine, cat="call", name="N.put_block")
+        assert len(puts) == 2 * len(kernels)
+        for put in puts:
+            assert any(part["ts"] <= put["ts"] and put["ts"] + put["dur"] <= part["ts"] + part["dur"] for part in parts)
 
 
 def hang():

@@ -9,11 +9,12 @@ import zlib
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform
 
-from tilescale_net.compiler.ir import kernel_name, op_name
+from tilescale_net.compiler.ir import kernel_name, op_name, operator_of, our_calls
 from tilescale_net.compiler.operators import CHOICES, OPAQUE, OPERATORS, Operator
 from tilescale_net.compiler.simulator import sites
 from tilescale_net.trace.call_sites import WAITING, CallSite, KernelSites
 
+TRACED_KERNEL = "TSN_TRACED_KERNEL"  # in the code of a kernel that writes to the trace
 # A loop that polls would fill the trace with tests; the others do nothing that takes time.
 _LEFT_OUT = {"test", "benign_race", "remote"}
 _TRACED = {
@@ -55,10 +56,39 @@ def number(func: tirx.PrimFunc, traced: tirx.PrimFunc) -> tuple[tirx.PrimFunc, K
     if not sites.same_calls([name for name, _ in found], lines):
         calls = [site.without_line() for site in calls]
     name = kernel_name(func)
+    if (context := _context(func)) is not None:
+        body = _with_trace(body, context, len(calls))
+        calls.append(CallSite(name, "kernel", "", ""))
     # The same for the same table on all ranks and in all runs, so that a kernel that was compiled before is found.
     identity = zlib.crc32(repr((name, calls)).encode()) % 0xFFFF + 1
     numbered = tirx.PrimFunc(func.params, body, func.ret_type, func.buffer_map, func.attrs)
     return numbered, KernelSites(identity, name, tuple(calls))
+
+
+def _context(func: tirx.PrimFunc) -> tirx.PrimExpr | None:
+    """The kernel's context, as calls of primitives have it; None where no call has one."""
+    for call in our_calls(func.body):
+        operator = operator_of(call)
+        if operator is not None and "context" in operator.arg_kinds:
+            return call.args[len(operator.template) + operator.arg_kinds.index("context")]
+    return None
+
+
+def _with_trace(body: tirx.Stmt, context: tirx.PrimExpr, number: int) -> tirx.Stmt:
+    """The body of a kernel which begins with what its calls are traced by, and which is noted itself as call `number`."""
+    # In generated code this is the definition of a variable.
+    traced = tirx.Evaluate(tirx.call_extern("int32", f"{TRACED_KERNEL}({number})", context))
+
+    def add(block: tirx.SBlock):
+        if block.name_hint != "tilelang_root":
+            return None
+        inside = tirx.SeqStmt([traced, block.body])
+        return tirx.SBlock(
+            block.iter_vars, block.reads, block.writes, block.name_hint, inside, block.init, block.alloc_buffers,
+            block.match_buffers, block.annotations,
+        )  # fmt: skip
+
+    return ir_transform(body, None, add, ["tirx.SBlock"])
 
 
 def _is_noted(operator: Operator, call: tirx.Call) -> bool:

@@ -19,14 +19,15 @@ struct alignas(16) TracedCall {
   uint32_t site; // number of the kernel << 16 | of the call in it
   int32_t pe;    // or -1
   uint32_t block, thread;
-  uint64_t number; // how many calls began before
+  uint64_t number; // low 32 bits of how many places were claimed before
 };
 static_assert(sizeof(TracedCall) == 64, "trace/traced_calls.py reads 64 bytes a call");
 
 // In device memory: a ring of calls that have ended, of which newer ones overwrite the oldest. Behind it two tables for
 // the report of a hang, with a place for each warp: its last wait, and the first that was cut short by an abort.
+// Contexts hold its address and, in the bits that its alignment leaves, the binary logarithm of the ring's capacity.
 struct TraceBuffer {
-  uint64_t begun;    // calls so far
+  uint64_t claimed;  // places in the ring so far; some are never used
   uint64_t capacity; // of the ring, a power of two
   uint64_t reserved[14];
 };
@@ -60,49 +61,110 @@ struct IsVoid<void> {
 
 } // namespace detail
 
+// What a thread of a kernel needs to write to the ring; generated code has one, tsn_traced. Site stands for the kernel
+// itself, of which the first thread of each block notes when it begins and ends; the value is how many blocks there
+// are.
+//
+// Nothing here waits for memory: each place in the ring is claimed ahead of the call that is written to it.
+template <uint32_t Site>
+class TracedKernel {
+public:
+  // Takes the context as generated code has it.
+  TSN_DEVICE explicit TracedKernel(const void* context)
+      : ring_(platform::load_constant(&static_cast<const Context*>(context)->trace)) {
+    if (ring_ == 0) return;
+    if (platform::lane() == 0) claim();
+    if (platform::thread_index() == 0) begin_ns_ = platform::timer_ns();
+  }
+
+  TSN_DEVICE ~TracedKernel() {
+    if (ring_ == 0 || platform::thread_index() != 0) return;
+    TracedCall call = {};
+    call.begin_ns = begin_ns_;
+    call.end_ns = platform::timer_ns();
+    call.word = kNoTracedWord;
+    call.value = platform::grid_blocks();
+    call.site = Site;
+    call.pe = -1;
+    call.block = platform::block_index();
+    *take(call) = call;
+  }
+
+  TSN_DEVICE bool is_on() const { return ring_ != 0; }
+
+  // A thread that has no place yet claims one, which arrives while the call runs.
+  TSN_DEVICE void prepare() {
+    if (next_ == kNone) claim();
+  }
+
+  // The place for a call, which gets its number.
+  TSN_DEVICE TracedCall* take(TracedCall& call) {
+    prepare();
+    call.number = next_;
+    TracedCall* place = ring() + (next_ & (capacity() - 1));
+    next_ = kNone;
+    return place;
+  }
+
+  // For the thread's next call.
+  TSN_DEVICE void claim() {
+    next_ = (uint32_t)platform::atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(&buffer()->claimed, uint64_t(1));
+  }
+
+  // This warp's place in one of the tables.
+  TSN_DEVICE TracedCall* wait_of_warp(uint32_t table) const {
+    const uint32_t warp = platform::thread_index() / platform::kWarpThreads % kTracedWarps;
+    return ring() + capacity() + (table * kTracedBlocks + platform::block_index() % kTracedBlocks) * kTracedWarps +
+           warp;
+  }
+
+private:
+  static constexpr uint32_t kNone = ~uint32_t(0);
+
+  TSN_DEVICE TraceBuffer* buffer() const { return (TraceBuffer*)(ring_ & ~uint64_t(sizeof(TraceBuffer) - 1)); }
+  TSN_DEVICE TracedCall* ring() const { return reinterpret_cast<TracedCall*>(buffer() + 1); }
+  TSN_DEVICE uint32_t capacity() const { return 1u << (ring_ & (sizeof(TraceBuffer) - 1)); }
+
+  const uint64_t ring_;
+  uint64_t begin_ns_ = 0;
+  uint32_t next_ = kNone;
+};
+
 // A primitive that notes when it is called. Pe, Word, Value, Bytes and Rows say which argument behind the context is
 // what; -1: none is. Waits: it may wait for other PEs, and goes to the table while it does.
-//
-// Nothing here waits for memory: the place in the ring is claimed ahead of the call and has arrived by its end, and
-// that in the table is known.
-template <uint32_t Site, Scope S, bool Waits, int Pe, int Word, int Value, int Bytes, int Rows, class F>
+template <uint32_t Site, Scope S, bool Waits, int Pe, int Word, int Value, int Bytes, int Rows, class K, class F>
 struct Traced {
+  K& kernel;
   F primitive;
 
   template <class... A>
   TSN_DEVICE auto operator()(const Context* ctx, A... a) const {
-    TraceBuffer* buffer = scope_leader<S>() ? (TraceBuffer*)platform::load_constant(&ctx->trace) : nullptr;
-    uint64_t number = 0, begin = 0;
-    if (buffer) {
-      number = platform::atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(&buffer->begun, uint64_t(1));
+    const bool is_noted = scope_leader<S>() && kernel.is_on();
+    uint64_t begin = 0;
+    if (is_noted) {
+      kernel.prepare();
       begin = platform::timer_ns();
-      if constexpr (Waits) describe(*place(buffer, 0), 0, begin, 0, ctx, a...);
+      if constexpr (Waits) *kernel.wait_of_warp(0) = described(begin, 0, ctx, a...);
     }
     if constexpr (detail::IsVoid<decltype(primitive(ctx, a...))>::value) {
       primitive(ctx, a...);
-      if (buffer) ends(buffer, number, begin, ctx, a...);
+      if (is_noted) {
+        const TracedCall call = described(begin, platform::timer_ns(), ctx, a...);
+        ends(call, call.value, ctx);
+      }
     } else {
       const auto result = primitive(ctx, a...);
-      if (buffer) {
-        TracedCall* noted = ends(buffer, number, begin, ctx, a...);
-        if constexpr (Word >= 0) noted->value = (uint64_t)result;
+      if (is_noted) {
+        const TracedCall call = described(begin, platform::timer_ns(), ctx, a...);
+        ends(call, Word >= 0 ? (uint64_t)result : call.value, ctx);
       }
       return result;
     }
   }
 
 private:
-  TSN_DEVICE static TracedCall* ring(TraceBuffer* buffer) { return reinterpret_cast<TracedCall*>(buffer + 1); }
-
-  TSN_DEVICE static TracedCall* place(TraceBuffer* buffer, uint32_t table) {
-    const uint32_t warp = platform::thread_index() / platform::kWarpThreads % kTracedWarps;
-    return ring(buffer) + platform::load_constant(&buffer->capacity) +
-           (table * kTracedBlocks + platform::block_index() % kTracedBlocks) * kTracedWarps + warp;
-  }
-
   template <class... A>
-  TSN_DEVICE static void describe(TracedCall& place, uint64_t number, uint64_t begin, uint64_t end, const Context* ctx,
-                                  A... a) {
+  TSN_DEVICE static TracedCall described(uint64_t begin, uint64_t end, const Context* ctx, A... a) {
     TracedCall call;
     const auto word = (uint64_t)detail::argument<Word>(a...);
     call.begin_ns = begin;
@@ -115,32 +177,37 @@ private:
     call.pe = (int32_t)detail::argument<Pe>(a...);
     call.block = platform::block_index();
     call.thread = platform::thread_index();
-    call.number = number;
-    place = call;
+    call.number = 0;
+    return call;
   }
 
-  template <class... A>
-  TSN_DEVICE static TracedCall* ends(TraceBuffer* buffer, uint64_t number, uint64_t begin, const Context* ctx, A... a) {
-    const uint64_t end = platform::timer_ns();
-    TracedCall* noted = ring(buffer) + (number & (platform::load_constant(&buffer->capacity) - 1));
-    describe(*noted, number, begin, end, ctx, a...);
+  // A wait's value is what it has seen; of one that is cut short, what it wanted.
+  TSN_DEVICE void ends(TracedCall call, uint64_t value, const Context* ctx) const {
+    const uint64_t wanted = call.value;
+    call.value = value;
+    *kernel.take(call) = call;
+    kernel.claim();
     if constexpr (Waits) {
-      place(buffer, 0)->end_ns = end;
-      if (TSN_UNLIKELY(end - begin > kLongWaitNs) && aborted(ctx))
-        if (TracedCall* cut = place(buffer, 1); cut->site == 0) describe(*cut, number, begin, 0, ctx, a...);
+      kernel.wait_of_warp(0)->end_ns = call.end_ns;
+      if (TSN_UNLIKELY(call.end_ns - call.begin_ns > kLongWaitNs) && aborted(ctx))
+        if (TracedCall* cut = kernel.wait_of_warp(1); cut->site == 0) {
+          call.end_ns = 0;
+          call.value = wanted;
+          *cut = call;
+        }
     }
-    return noted;
   }
 };
 
-template <uint32_t Site, Scope S, bool Waits, int Pe, int Word, int Value, int Bytes, int Rows, class F>
-TSN_DEVICE Traced<Site, S, Waits, Pe, Word, Value, Bytes, Rows, F> traced(F primitive) {
-  return {primitive};
+template <uint32_t Site, Scope S, bool Waits, int Pe, int Word, int Value, int Bytes, int Rows, class K, class F>
+TSN_DEVICE Traced<Site, S, Waits, Pe, Word, Value, Bytes, Rows, K, F> traced(K& kernel, F primitive) {
+  return {kernel, primitive};
 }
 
 } // namespace tsn
 
 // TSN_TRACE_KERNEL is given with the kernel.
+#define TSN_TRACED_KERNEL(site) tsn::TracedKernel<(uint32_t(TSN_TRACE_KERNEL) << 16) | (site)> tsn_traced
 #define TSN_TRACED(site, scope, waits, pe, word, value, bytes, rows, ...)                                              \
   tsn::traced<(uint32_t(TSN_TRACE_KERNEL) << 16) | (site), scope, waits, pe, word, value, bytes, rows>(                \
-      [](const tsn::Context* ctx, auto... a) { return __VA_ARGS__(ctx, a...); })
+      tsn_traced, [](const tsn::Context* ctx, auto... a) { return __VA_ARGS__(ctx, a...); })

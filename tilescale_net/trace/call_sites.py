@@ -11,8 +11,8 @@ class CallSite:
     """A call in a kernel.
 
     Attributes:
-        name: of the primitive, such as "N.put_block", or of the range that begins.
-        operation: one of context.OPERATIONS, or "range_begin" and "range_end".
+        name: of the primitive, such as "N.put_block", or of the range that begins, or of the kernel.
+        operation: one of context.OPERATIONS, or "range_begin", "range_end" and "kernel".
         compare: of a wait, one of context.COMPARISONS, or "".
         line: of the author, such as "file.py:12", or "".
     """

@@ -2,9 +2,11 @@
 
 import ctypes
 import enum
+import struct
 
 MAGIC = 0x3165636172545354  # "TSTrace1"
 NO_WORD = (1 << 64) - 1  # of an event without a word
+FIRST_STREAM = 100  # first track of launches that CUDA events have timed; others are below
 
 
 class Kind(enum.IntEnum):
@@ -60,4 +62,5 @@ class Event(ctypes.Structure):
     ]
 
 
+SPAN = struct.Struct("=QQIHHiIIIQQQ")  # an Event, packed five times as fast
 HEADER_BYTES, EVENT_BYTES = ctypes.sizeof(Header), ctypes.sizeof(Event)

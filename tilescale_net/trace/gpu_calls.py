@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from tilescale_net.trace import traced_calls
+from tilescale_net.trace import traced_calls, traced_kernels
 from tilescale_net.trace.gpu_clock import GpuClock
 from tilescale_net.trace.ring import Ring
 from tilescale_net.trace.traced_calls import TracedCalls
@@ -22,9 +22,9 @@ class GpuCalls:
 
     def __init__(self, world, capacity: int):
         self._world = world
-        capacity = 1 << (capacity.bit_length() - 1)
+        self._log2 = capacity.bit_length() - 1
         with torch.inference_mode(False):
-            self._buffer = world.memory.upload(traced_calls.empty(capacity))
+            self._buffer = world.memory.upload(traced_calls.empty(1 << self._log2))
             # A hang is looked at while a kernel runs: nothing may be allocated then, or wait for the default stream.
             self._copy = torch.zeros(self._buffer.numel(), dtype=torch.uint8, device="cpu").pin_memory()
             self._word = torch.zeros(8, dtype=torch.uint8, device="cpu").pin_memory()
@@ -34,8 +34,8 @@ class GpuCalls:
 
     @property
     def address(self) -> int:
-        """Of the ring, for the context of kernels."""
-        return self._buffer.data_ptr()
+        """Of the ring, for the context of kernels, as device/traced_calls.h wants it."""
+        return self._buffer.data_ptr() | self._log2
 
     @property
     def error_ns(self) -> int:
@@ -66,6 +66,7 @@ class GpuCalls:
         calls = self.calls()
         there = {(known.call.begin_ns, known.call.block, known.call.thread) for known in calls.ended}
         waits = [w for w in calls.waits if (w.call.begin_ns, w.call.block, w.call.thread) not in there]
+        traced_kernels.write(calls.ended, ring, self.process_ns)
         traced_calls.write([*calls.ended, *waits], ring, self.process_ns, time.monotonic_ns())
         ring.dropped(calls.dropped)
         ring.close()

@@ -2,11 +2,14 @@
 
 import ctypes
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from tilescale_net.runtime import cuda_range
 
+T = TypeVar("T")
 _SAMPLES = 16
 _APART_NS = 1_000_000_000  # samples that are closer to each other do not tell how fast the clocks run
 
@@ -24,6 +27,19 @@ _KERNEL = b"""
   ret;
 }
 \0"""
+
+
+def quickest(ask: Callable[[], T]) -> tuple[T, int, int]:
+    """What the quickest of several calls gave, when its middle was, and how long it took, in nanoseconds of this process."""
+    best = None
+    for _ in range(_SAMPLES):
+        begin = time.monotonic_ns()
+        found = ask()
+        end = time.monotonic_ns()
+        if best is None or end - begin < best[2]:
+            best = found, (begin + end) // 2, end - begin
+    assert best is not None
+    return best
 
 
 class GpuClock:
@@ -53,17 +69,16 @@ class GpuClock:
         self._last = self._sample()
 
     def _sample(self) -> tuple[int, int]:
-        """(GPU, process), in nanoseconds, of the same moment, by the quickest of several launches."""
-        best, stream, out = None, self._stream.cuda_stream, ((self._address,), (ctypes.c_void_p,))
+        """(GPU, process), in nanoseconds, of the same moment."""
+
+        def clock() -> int:
+            self._driver.call("cuLaunchKernel", self._function, 1, 1, 1, 1, 1, 1, 0, stream, out, 0)
+            self._stream.synchronize()
+            return ctypes.c_int64.from_address(self._address).value
+
+        stream, out = self._stream.cuda_stream, ((self._address,), (ctypes.c_void_p,))
         with torch.cuda.stream(self._stream):
-            for _ in range(_SAMPLES):
-                begin = time.monotonic_ns()
-                self._driver.call("cuLaunchKernel", self._function, 1, 1, 1, 1, 1, 1, 0, stream, out, 0)
-                self._stream.synchronize()
-                end = time.monotonic_ns()
-                if best is None or end - begin < best[0]:
-                    best = end - begin, ctypes.c_int64.from_address(self._address).value, (begin + end) // 2
-        took, gpu, process = best
+            gpu, process, took = quickest(clock)
         self.error_ns = max(self.error_ns, took // 2)
         return gpu, process
 

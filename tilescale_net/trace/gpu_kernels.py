@@ -1,32 +1,36 @@
-"""When kernels ran on a GPU, for the timeline: CUDA events around each launch, read when they are long past."""
+"""When kernels without primitives ran on a GPU: CUDA events around each launch, read when they are long past.
+
+Others note it themselves, see traced_kernels.py.
+"""
 
 import collections
-import time
 from collections.abc import Callable
 
 import torch
+
+from tilescale_net.trace.events import FIRST_STREAM
+from tilescale_net.trace.gpu_clock import quickest
 
 _UNREAD = 256  # launches after which the finished ones are read
 
 
 def _moment() -> tuple[torch.cuda.Event, int]:
-    """An event, and when it was, by the quickest of several."""
-    best = None
-    for _ in range(16):
-        event, begin = torch.cuda.Event(enable_timing=True), time.monotonic_ns()
-        event.record()
-        event.synchronize()
-        end = time.monotonic_ns()
-        if best is None or end - begin < best[0]:
-            best = end - begin, event, (begin + end) // 2
-    return best[1:]
+    """An event, and when it was in nanoseconds of this process."""
+
+    def event() -> torch.cuda.Event:
+        made = torch.cuda.Event(enable_timing=True)
+        made.record()
+        made.synchronize()
+        return made
+
+    return quickest(event)[:2]
 
 
 class GpuKernels:
     """Times launches of kernels by name.
 
     Args:
-        add: takes a name, begin and end in nanoseconds of this process's clock, and the number of the stream.
+        add: takes a name, begin and end in nanoseconds of this process's clock, and the track of the stream.
     """
 
     def __init__(self, add: Callable[[str, int, int, int], None]):
@@ -47,7 +51,9 @@ class GpuKernels:
             begin.record()
             function(*args)
             end.record()
-            stream = self._streams.setdefault(torch.cuda.current_stream().cuda_stream, len(self._streams))
+            stream = self._streams.setdefault(
+                torch.cuda.current_stream().cuda_stream, FIRST_STREAM + len(self._streams)
+            )
             self._pending.append((name, begin, end, stream))
             if len(self._pending) >= _UNREAD:
                 self.read()

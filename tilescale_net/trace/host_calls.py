@@ -5,7 +5,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 
 from tilescale_net.trace import recorder
 from tilescale_net.trace.events import Kind
@@ -14,16 +13,18 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _calls: dict[int, list[tuple[str, int]]] = {}  # by thread, the outermost first
 
 
-@contextlib.contextmanager
-def inside(name: str) -> Iterator[None]:
-    """The calling thread is in the call `name` while the block runs."""
-    stack = _calls.setdefault(threading.get_ident(), [])
-    begin = time.monotonic_ns()
-    stack.append((name, begin))
-    try:
-        yield
-    finally:
-        stack.pop()
+class inside(contextlib.ContextDecorator):
+    """The calling thread is in the call `name` while the block, or the decorated function, runs. It has no state of its
+    own, so that one may be entered by several threads, and again within itself."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __enter__(self) -> None:
+        _calls.setdefault(threading.get_ident(), []).append((self._name, time.monotonic_ns()))
+
+    def __exit__(self, *_) -> None:
+        name, begin = _calls[threading.get_ident()].pop()
         if recorder.current is not None:
             recorder.current.add(Kind.HOST, name, begin, time.monotonic_ns())
 

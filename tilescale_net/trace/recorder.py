@@ -113,18 +113,7 @@ class Recorder:
             if track is None:
                 track = self._threads.setdefault(threading.get_ident(), len(self._threads))
             if self._ring is not None:
-                number = self._ring.name(name)
-                self._ring.add(
-                    events.Event(
-                        begin_ns=begin_ns,
-                        end_ns=end_ns,
-                        name=number,
-                        kind=kind,
-                        pe=-1,
-                        thread=track,
-                        word=events.NO_WORD,
-                    )
-                )
+                self._ring.add_span(kind, self._ring.name(name), begin_ns, end_ns, track)
 
     def stop(self) -> None:
         """Write no more events; the proxy has ended."""

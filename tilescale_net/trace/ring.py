@@ -8,7 +8,7 @@ import mmap
 import os
 from collections.abc import Callable
 
-from tilescale_net.trace.events import EVENT_BYTES, HEADER_BYTES, MAGIC, Event, Header
+from tilescale_net.trace.events import EVENT_BYTES, HEADER_BYTES, MAGIC, NO_WORD, SPAN, Event, Header
 
 _NAMES = 1 << 18  # bytes for names
 
@@ -38,6 +38,7 @@ class Ring:
         h.capacity, h.names_bytes, h.rank, h.size = capacity, _NAMES, rank, size
         h.offset_ns, h.error_ns, h.magic = offset_ns, error_ns, MAGIC
         self._numbers: dict[str, int] = {}
+        self._capacity = capacity
 
     def name(self, text: str) -> int:
         """The number of a name; 0, the empty one, when there is no room for more."""
@@ -55,10 +56,18 @@ class Ring:
         return self._numbers[text]
 
     def add(self, event: Event) -> None:
-        h = self._header
-        at = HEADER_BYTES + _NAMES + h.events % h.capacity * EVENT_BYTES
+        at = self._next()
         self._map[at : at + EVENT_BYTES] = bytes(event)
-        h.events += 1
+        self._header.events += 1
+
+    def add_span(self, kind: int, name: int, begin_ns: int, end_ns: int, track: int) -> None:
+        """Add an event that has a name, times and a track, and nothing else; calls of the host wait for it."""
+        SPAN.pack_into(self._map, self._next(), begin_ns, end_ns, name, kind, 0, -1, 0, track, 0, NO_WORD, 0, 0)
+        self._header.events += 1
+
+    def _next(self) -> int:
+        """Where the next event goes."""
+        return HEADER_BYTES + _NAMES + self._header.events % self._capacity * EVENT_BYTES
 
     def correct(self, kind: int, corrected: Callable[[int], int]) -> None:
         """Replace the times of the events of a kind."""

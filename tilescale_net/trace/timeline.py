@@ -121,7 +121,9 @@ def _track(part: part_reader.Part, event: events.Event, tracks: set) -> int:
     if event.kind in (Kind.CALL, Kind.WAIT, Kind.KERNEL_RANGE):
         track, name = _BLOCKS + event.block * _THREADS + event.thread, f"block {event.block} thread {event.thread}"
     elif event.kind == Kind.KERNEL:
-        track, name = _KERNELS + event.thread, f"kernels {event.thread}" if event.thread else "kernels"
+        stream = event.thread - events.FIRST_STREAM
+        told = f"kernels without primitives, stream {stream}" if stream >= 0 else f"kernels {event.thread}"
+        track, name = _KERNELS + event.thread, told if event.thread else "kernels"
     elif event.kind in (Kind.HOST, Kind.RANGE):
         track, name = _HOST + event.thread, f"host thread {event.thread}" if event.thread else "host"
     else:

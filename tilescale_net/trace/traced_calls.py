@@ -18,7 +18,7 @@ class TraceBuffer(ctypes.Structure):
     """tsn::TraceBuffer: what the ring begins with."""
 
     _fields_ = [
-        ("begun", ctypes.c_uint64),
+        ("claimed", ctypes.c_uint64),
         ("capacity", ctypes.c_uint64),
         ("reserved", ctypes.c_uint64 * 14),
     ]
@@ -66,7 +66,7 @@ class TracedCalls:
     Attributes:
         ended: calls that have ended, the oldest first.
         waits: those that are under way, or were cut short when the job was aborted.
-        dropped: how many older ones are gone.
+        dropped: how many older ones are gone, at most: threads claim a place for a call that they may never make.
     """
 
     ended: list[KnownCall]
@@ -77,13 +77,14 @@ class TracedCalls:
 def read(raw: bytes) -> TracedCalls:
     """What is in a buffer."""
     head = TraceBuffer.from_buffer_copy(raw)
-    kept = min(head.begun, head.capacity)
+    kept = min(head.claimed, head.capacity)
     ring = (TracedCall * kept).from_buffer_copy(raw, _HEAD_BYTES) if kept else ()
-    # A call that has not ended has not taken its place: an older one is there.
-    ended = sorted((call for call in ring if call.number >= head.begun - kept), key=lambda call: call.number)
+    # Where a call has not ended, or was never made, an older one is in the place, or none.
+    ages = ((head.claimed - call.number - 1) % (1 << 32) for call in ring)
+    ended = [call for age, call in sorted(zip(ages, ring), key=lambda pair: -pair[0]) if age < kept and call.site]
     tables = (TracedCall * (2 * _WARPS)).from_buffer_copy(raw, _HEAD_BYTES + head.capacity * _CALL_BYTES)
     waits = sorted((call for call in tables if call.site and not call.end_ns), key=lambda call: call.begin_ns)
-    return TracedCalls(_known(ended), _known(waits), head.begun - kept)
+    return TracedCalls(_known(ended), _known(waits), head.claimed - kept)
 
 
 def _known(calls: Sequence[TracedCall]) -> list[KnownCall]:
@@ -107,6 +108,8 @@ def write(calls: Sequence[KnownCall], ring: Ring, process_ns: Callable[[int], in
     ranges: dict[tuple[int, int], list[KnownCall]] = {}
     for known in calls:
         call, site = known.call, known.site
+        if site.operation == "kernel":  # see traced_kernels.py
+            continue
         if site.operation == "range_begin":
             ranges.setdefault((call.block, call.thread), []).append(known)
             continue
