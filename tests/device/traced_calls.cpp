@@ -1,6 +1,7 @@
 // Calls through TSN_TRACED as a plain program: two PEs of one process. Writes the ring of the first to a file.
 #define TSN_HOST_STANDALONE
 #define TSN_TRACE_KERNEL 7
+#define TSN_SHORT_WAIT_NS 0
 #include "traced_calls.h"
 #include "tilescale_net.h"
 

@@ -110,7 +110,7 @@ struct Context {
   uint64_t timeout_ns;  // deadline of one device-side wait
   uint64_t queues;      // const QueueView[n_queues], readable by the device
   uint64_t queue_share; // queue_share_of(n_queues)
-  uint64_t trace;       // TraceBuffer* of traced_calls.h in device memory, or 0; kernels compiled for a trace read it
+  uint64_t trace;       // TraceBuffer of traced_calls.h in device memory, or 0; kernels compiled for a trace read it
   uint64_t reserved[4];
   // Written by the device: non-zero once this PE has seen the abort; kept where reading is cheap. It has a cache line
   // of its own, because others are read through the read-only cache, whose lines may be old.

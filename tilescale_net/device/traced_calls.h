@@ -35,6 +35,10 @@ static_assert(sizeof(TraceBuffer) == 128, "trace/traced_calls.py expects the rin
 constexpr uint32_t kTracedBlocks = 1024; // blocks this far apart share their places in the table
 constexpr uint32_t kTracedWarps = 32;
 constexpr uint64_t kLongWaitNs = 1000000; // only waits as long as this are taken for cut short
+#ifndef TSN_SHORT_WAIT_NS
+#define TSN_SHORT_WAIT_NS 1000
+#endif
+constexpr uint64_t kShortWaitNs = TSN_SHORT_WAIT_NS; // warps and threads leave out waits that are shorter
 
 namespace detail {
 
@@ -65,15 +69,14 @@ struct IsVoid<void> {
 // itself, of which the first thread of each block notes when it begins and ends; the value is how many blocks there
 // are.
 //
-// Nothing here waits for memory: each place in the ring is claimed ahead of the call that is written to it.
+// Nothing here waits for memory, but for a thread's first place in the ring: the others are claimed ahead of the call
+// that is written to them.
 template <uint32_t Site>
 class TracedKernel {
 public:
   // Takes the context as generated code has it.
   TSN_DEVICE explicit TracedKernel(const void* context)
-      : ring_(platform::load_constant(&static_cast<const Context*>(context)->trace)) {
-    if (ring_ == 0) return;
-    if (platform::lane() == 0) claim();
+      : ring_(platform::load_invariant(&static_cast<const Context*>(context)->trace)) {
     if (platform::thread_index() == 0) begin_ns_ = platform::timer_ns();
   }
 
@@ -169,7 +172,7 @@ private:
     const auto word = (uint64_t)detail::argument<Word>(a...);
     call.begin_ns = begin;
     call.end_ns = end;
-    call.word = Word < 0 ? kNoTracedWord : word - platform::load_constant(&ctx->heap_base);
+    call.word = Word < 0 ? kNoTracedWord : word - platform::load_invariant(&ctx->heap_base);
     call.value = Word < 0 ? 0 : (uint64_t)detail::argument<Value>(a...);
     call.bytes = Bytes < 0 ? 0 : (uint64_t)detail::argument<Bytes>(a...);
     if constexpr (Rows >= 0) call.bytes *= (uint64_t)detail::argument<Rows>(a...);
@@ -185,8 +188,10 @@ private:
   TSN_DEVICE void ends(TracedCall call, uint64_t value, const Context* ctx) const {
     const uint64_t wanted = call.value;
     call.value = value;
-    *kernel.take(call) = call;
-    kernel.claim();
+    if (!Waits || S == Scope::block || call.end_ns - call.begin_ns >= kShortWaitNs) {
+      *kernel.take(call) = call;
+      kernel.claim();
+    }
     if constexpr (Waits) {
       kernel.wait_of_warp(0)->end_ns = call.end_ns;
       if (TSN_UNLIKELY(call.end_ns - call.begin_ns > kLongWaitNs) && aborted(ctx))
