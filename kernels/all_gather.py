@@ -9,14 +9,18 @@ from tilescale_net.kernels.exchange_calls import STORES_FROM, Exchange
 from tilescale_net.kernels.exchange_mapped import exchange_mapped
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.kernels.node_all_gather import node_all_gather
+from tilescale_net.kernels.partition import MIN_BYTES
 from tilescale_net.kernels.vector_streams import UNROLL
 from tilescale_net.runtime.profiling import named
 
 
 @tsn.jit(name="all_gather")
-def all_gather(n_pes, dtype="uint8", threads=512, blocks=16, in_place=False, engine="auto", unroll=None, ring=None):
+def all_gather(
+    n_pes, dtype="uint8", threads=512, blocks=16, in_place=False, engine="auto", unroll=None, ring=None,
+    least_bytes=MIN_BYTES,
+):  # fmt: skip
     """Kernel `(out, x, tag, status, calls, ready, arrived)`: afterwards `out[p]` is the `x` of PE p, for all p; see `exchange`."""
-    return exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, split=False, in_place=in_place)
+    return exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, least_bytes, split=False, in_place=in_place)
 
 
 @tsn.jit(name="all_gather_mapped", pass_configs=EXPLICIT_SYNC)

@@ -12,14 +12,17 @@ from tilescale_net.kernels.exchange import exchange
 from tilescale_net.kernels.exchange_calls import STORES_FROM, Exchange
 from tilescale_net.kernels.exchange_mapped import exchange_mapped
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
+from tilescale_net.kernels.partition import MIN_BYTES
 from tilescale_net.kernels.vector_streams import UNROLL
 from tilescale_net.runtime.profiling import named
 
 
 @tsn.jit(name="all_to_all")
-def all_to_all(n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unroll=None, ring=None):
+def all_to_all(
+    n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unroll=None, ring=None, least_bytes=MIN_BYTES
+):
     """Kernel `(out, x, tag, status, calls, ready, arrived)`: afterwards `out[p]` is `x[my_pe]` of PE p, for all p; see `exchange`."""
-    return exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, split=True)
+    return exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, least_bytes, split=True)
 
 
 @tsn.jit(name="all_to_all_mapped", pass_configs=EXPLICIT_SYNC)

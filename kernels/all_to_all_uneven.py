@@ -11,7 +11,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, report_other_call
-from tilescale_net.kernels.partition import slice_elements
+from tilescale_net.kernels.partition import MIN_BYTES, slice_elements
 
 # Words of the message between two PEs: where in the heap its sender wants the receiver's rows (in bytes), how many rows it
 # expects there, how many it will send itself, and the announcement (see `announcement`). A PE whose own splits do not add up
@@ -23,12 +23,12 @@ OWN_SPLITS, SEND_DIFFERS, RECEIVE_DIFFERS = 1, 2, 3
 
 
 @tsn.jit(name="all_to_all_uneven")
-def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None, ring=None):
+def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None, ring=None, least_bytes=MIN_BYTES):
     """Kernel `(heap, x, out_place, out_rows, in_rows, row_bytes, receives, sends, tag, status, differences, outbox,
     inbox, calls, ready, arrived)`: rows to and from every PE.
 
     Args:
-        n_pes, threads, blocks, engine, unroll, ring: as in `all_to_all`.
+        n_pes, threads, blocks, engine, unroll, ring, least_bytes: as in `all_to_all`.
 
     `x` (uint8) holds `in_rows` rows of `row_bytes` bytes. The output has room for `out_rows` rows, `out_place` bytes
     behind the beginning of `heap`, which is the whole symmetric heap (uint8); it may lie elsewhere on every PE.
@@ -126,7 +126,7 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
             T.sync_threads()
             for hop in T.serial(n_pes):
                 pe = (me + hop) % n_pes
-                share = slice_elements(size[pe], blocks, "uint8")
+                share = slice_elements(size[pe], blocks, "uint8", least_bytes)
                 first = share * block
                 if first < size[pe]:
                     N.put_block(
@@ -136,9 +136,9 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
             # One fence for all peers, by a thread each: put_signal would wait for them one after the other.
             T.sync_threads()
             if thread < n_pes:
-                if slice_elements(size[thread], blocks, "uint8") * block < size[thread]:
+                if slice_elements(size[thread], blocks, "uint8", least_bytes) * block < size[thread]:
                     N.signal(arrived[me, block], call, thread, fence=True)
-                if slice_elements(coming[0], blocks, "uint8") * block < coming[0]:
+                if slice_elements(coming[0], blocks, "uint8", least_bytes) * block < coming[0]:
                     N.wait(arrived[thread, block], "ge", call)
                 N.quiet(thread)
             T.sync_threads()

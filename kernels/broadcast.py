@@ -13,12 +13,14 @@ from tilescale_net.kernels.announcement import STATUS_WORDS, all_agree, announce
 from tilescale_net.kernels.collective import Collective, as_bytes, check_chunk
 from tilescale_net.kernels.exchange import await_room
 from tilescale_net.kernels.node_broadcast import node_broadcast
-from tilescale_net.kernels.partition import slice_elements
+from tilescale_net.kernels.partition import MIN_BYTES, slice_elements
 from tilescale_net.runtime.profiling import named
 
 
 @tsn.jit(name="broadcast")
-def broadcast(n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unroll=None, ring=None):
+def broadcast(
+    n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unroll=None, ring=None, least_bytes=MIN_BYTES
+):
     """Kernel `(x, root, tag, status, calls, ready, arrived)`: afterwards `x` of all PEs is the `x` of PE `root`.
 
     Args:
@@ -26,6 +28,7 @@ def broadcast(n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unrol
         dtype: of `x` [count] (symmetric); count is taken from the tensor.
         threads, blocks: launch geometry; all blocks must be able to run at once.
         engine, unroll, ring: see `tilescale_net.language.put_block`.
+        least_bytes: of a block's slice, see `slice_elements`; the same on all PEs.
 
     `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [n_pes, blocks] (symmetric) are uint64, zero
     before the first call, and then left alone. `tag` stands for what must be equal on all PEs; where it is not, nothing
@@ -50,8 +53,8 @@ def broadcast(n_pes, dtype="uint8", threads=512, blocks=16, engine="auto", unrol
             me = N.my_pe()
             call = calls[block] + T.uint64(1)
             # Part i is dealt to the i-th PE behind the root.
-            part = slice_elements(count, n_pes - 1, dtype)
-            share = slice_elements(part, blocks, dtype)
+            part = slice_elements(count, n_pes - 1, dtype, least_bytes)
+            share = slice_elements(part, blocks, dtype, least_bytes)
             first = share * block
             agrees = T.alloc_shared((n_pes,), "int32")
             if block == 0 and thread < n_pes:
@@ -116,7 +119,9 @@ class Broadcast(Collective):
         super().__init__("Broadcast", shown, threads, blocks, group)
         self._node_size = self._world.topology.node_size if once_per_node and self.has_gateways else 0
         self._chunk_bytes = chunk_bytes
-        self._options = dict(threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring)
+        self._options = dict(
+            threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring, least_bytes=self._least_bytes
+        )
         self._calls = self.counters(blocks)
         self._ready, self._arrived = self._signals(self.n_pes), self._signals(self._node_size or self.n_pes, blocks)
 

@@ -32,7 +32,7 @@ def await_room(agrees, same: T.Ref, ready, call, tag, status, block, thread, n_p
     T.sync_threads()
 
 
-def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_place=False):
+def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, least_bytes, *, split, in_place=False):
     """Traced kernel `(out, x, tag, status, calls, ready, arrived)`; afterwards `out[p]` is what PE p has put here.
 
     Args:
@@ -40,6 +40,7 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_p
         dtype: of `out` [n_pes, count] (symmetric) and `x`; count is taken from the tensors.
         threads, blocks: launch geometry; all blocks must be able to run at once.
         engine, unroll, ring: see `tilescale_net.language.put_block`.
+        least_bytes: of a block's slice, see `slice_elements`; the same on all PEs.
         split: `x` is [n_pes, count], and PE p gets `x[p]`; else it is [count], and every PE gets all of it.
         in_place: `x` is `out[my_pe]` already.
 
@@ -65,7 +66,7 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, *, split, in_p
             thread = T.get_thread_binding()
             me = N.my_pe()
             call = calls[block] + T.uint64(1)
-            share = slice_elements(count, blocks, dtype)
+            share = slice_elements(count, blocks, dtype, least_bytes)
             first = share * block
             agrees = T.alloc_shared((n_pes,), "int32")
             # Work before this kernel on the stream is done with `out`, so one block can signal it for all.

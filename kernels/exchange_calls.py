@@ -36,7 +36,9 @@ class Exchange(Collective):
             blocks = BLOCKS if tsn.world(group).device_kind == "cuda" else SIMULATED_BLOCKS
         shown = f"engine={engine}, unroll={unroll}, ring={ring}, algorithm={algorithm}{shown}"
         super().__init__(name, shown, threads, blocks, group)
-        self._options = dict(threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring)
+        self._options = dict(
+            threads=threads, blocks=blocks, engine=engine, unroll=unroll, ring=ring, least_bytes=self._least_bytes
+        )
         self._algorithm, self._stores_from = algorithm, stores_from
         self._mapped_options = dict(
             threads=threads, blocks=blocks, unroll=max(1, min(unroll or UNROLL, 16, TILE_VECTORS // threads))

@@ -13,13 +13,13 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS, announce
 from tilescale_net.kernels.exchange import await_room
-from tilescale_net.kernels.partition import piece_number, slice_elements
+from tilescale_net.kernels.partition import MIN_BYTES, piece_number, slice_elements
 
 
 @tsn.jit(name="node_all_gather")
 def node_all_gather(
     n_pes, node_size, chunk_bytes, dtype="uint8", threads=512, blocks=16, in_place=False, engine="auto", unroll=None,
-    ring=None,
+    ring=None, least_bytes=MIN_BYTES,
 ):  # fmt: skip
     """Kernel `(out, x, tag, status, calls, ready, arrived)`: afterwards `out[p]` is the `x` of PE p, for all p.
 
@@ -31,6 +31,7 @@ def node_all_gather(
         threads, blocks: launch geometry; all blocks must be able to run at once.
         in_place: `x` is `out[my_pe]` already.
         engine, unroll, ring: see `tilescale_net.language.put_block`.
+        least_bytes: of a block's slice, see `slice_elements`; the same on all PEs.
 
     The other arguments are those of `exchange`, whose calls may not be mixed with this kernel's on the same signals.
     """
@@ -54,7 +55,7 @@ def node_all_gather(
             me = N.my_pe()
             index = me % node_size
             call = calls[block] + T.uint64(1)
-            share = slice_elements(count, blocks, dtype)
+            share = slice_elements(count, blocks, dtype, least_bytes)
             first = T.alloc_var("int64")
             first = T.min(share * block, count)
             end = T.alloc_var("int64")

@@ -12,12 +12,12 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS, all_agree, announce
 from tilescale_net.kernels.exchange import await_room
-from tilescale_net.kernels.partition import piece_number, slice_elements
+from tilescale_net.kernels.partition import MIN_BYTES, piece_number, slice_elements
 
 
 @tsn.jit(name="node_broadcast")
 def node_broadcast(
-    n_pes, node_size, chunk_bytes, dtype="uint8", threads=512, blocks=16, engine="auto", unroll=None, ring=None
+    n_pes, node_size, chunk_bytes, dtype="uint8", threads=512, blocks=16, engine="auto", unroll=None, ring=None, least_bytes=MIN_BYTES
 ):  # fmt: skip
     """Kernel `(x, root, tag, status, calls, ready, arrived)`: afterwards `x` of all PEs is the `x` of PE `root`.
 
@@ -25,7 +25,7 @@ def node_broadcast(
         n_pes: number of PEs, at most `threads`.
         node_size: PEs of a node, which divides n_pes.
         chunk_bytes: bytes of a piece.
-        dtype, threads, blocks, engine, unroll, ring: see `broadcast`.
+        dtype, threads, blocks, engine, unroll, ring, least_bytes: see `broadcast`.
 
     `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [node_size, blocks] (by part; symmetric) are uint64,
     zero before the first call, and then left alone. `tag` and `status` as in `broadcast`.
@@ -51,8 +51,8 @@ def node_broadcast(
             index, home = me % node_size, me // node_size == root // node_size
             call = calls[block] + T.uint64(1)
             # This PE passes on the part of its index, whose pieces reach it before those of any other part.
-            part = slice_elements(count, node_size, dtype)
-            share = slice_elements(part, blocks, dtype)
+            part = slice_elements(count, node_size, dtype, least_bytes)
+            share = slice_elements(part, blocks, dtype, least_bytes)
             first = T.alloc_var("int64")
             first = T.min(share * block, part)
             size = T.alloc_var("int64")

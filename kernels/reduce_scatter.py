@@ -15,7 +15,7 @@ import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS, TAG_BITS, announce, report_other_call
 from tilescale_net.kernels.collective import Collective, check_chunk, dtype_name, is_aligned
 from tilescale_net.kernels.node_reduce_scatter import node_reduce_scatter
-from tilescale_net.kernels.partition import slice_elements
+from tilescale_net.kernels.partition import MIN_BYTES, slice_elements
 from tilescale_net.kernels.reduce_scatter_pull import reduce_scatter_pull
 from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES, accumulator
 from tilescale_net.runtime.profiling import named
@@ -37,6 +37,7 @@ def reduce_scatter(
     engine="auto",
     unroll=None,
     ring=None,
+    least_bytes=MIN_BYTES,
 ):
     """Kernel `(out, x, tag, status, staging, calls, chunks, ready, arrived, consumed)`: `out` is the sum over all PEs p of
     `x[my_pe]` of PE p.
@@ -50,6 +51,7 @@ def reduce_scatter(
         slots: chunks between two PEs that may be under way in each block, 2 or more.
         chunk_bytes: bytes of a chunk.
         engine, unroll, ring: see `tilescale_net.language.put_block`.
+        least_bytes: of a block's slice, see `slice_elements`; the same on all PEs.
 
     `staging` is [n_pes, blocks, slots, chunk_bytes / bytes of a vector, vector] of dtype; `arrived` and `consumed`
     (uint64 [n_pes, blocks]) and `ready` (uint64 [2 * n_pes], by parity of the call) are signals; all four are symmetric.
@@ -104,7 +106,7 @@ def reduce_scatter(
             thread = T.get_thread_binding()
             me = N.my_pe()
             done = T.cast(chunks[block], "int64")  # chunks of earlier calls
-            share = T.ceildiv(slice_elements(count * vector, blocks, dtype), T.int64(vector))
+            share = T.ceildiv(slice_elements(count * vector, blocks, dtype, least_bytes), T.int64(vector))
             first = T.min(share * block, count)
             end = T.min(first + share, count)
             steps = T.ceildiv(end - first, T.int64(chunk))
@@ -273,7 +275,9 @@ class ReduceScatter(Collective):
         # Ranks may differ in this: slices, chunks and staging are laid out alike for any vector.
         aligned = (out.data_ptr() | x.data_ptr() | out.nbytes) % VECTOR_BYTES == 0
         vector = VECTOR_BYTES // out.element_size() if aligned else 1
-        kernel = reduce_scatter(self.n_pes, dtype_name(out.dtype), vector, **self._options)
+        kernel = reduce_scatter(
+            self.n_pes, dtype_name(out.dtype), vector, **self._options, least_bytes=self._least_bytes
+        )
         # Over nodes, all ranks come here for the first time in the same call, and most never do.
         staging = self._staging if self._staging is not None else self._allocate_staging()
         staging = staging.view(out.dtype).view(self.n_pes, self.blocks, self._options["slots"], -1, vector)

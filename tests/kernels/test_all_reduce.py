@@ -59,7 +59,8 @@ def _reduce(seed, cases, options, calls=2):
                     x.zero_()  # the call is over with x
                 tsn.synchronize()
                 what = f"{algorithm}, seed {seed}, case {number} {case}, call {call}, rank {rank}"
-                assert_same(out, reference_of_nodes(data, tsn.world().topology.node_size), what)
+                by_nodes = 0 if op._choose(out.nbytes) == "gather" else tsn.world().topology.node_size
+                assert_same(out, reference_of_nodes(data, by_nodes) if by_nodes else reference(data), what)
             if guards[0] is not None:
                 tsn.barrier()
                 guards[0].check()
@@ -103,7 +104,14 @@ def test_any_schedule(visibility):
 def test_nodes():
     seed = random.randrange(1 << 30)
     cases = random_cases(seed, 5, 3000, (torch.bfloat16,))
-    ranks.run(4, _reduce, seed, cases, dict(GEOMETRY), env={"VIRTUAL_NODES": "2"}, timeout=400)
+    options = dict(GEOMETRY, algorithms=("auto", "two_shot"))
+    ranks.run(4, _reduce, seed, cases, options, env={"VIRTUAL_NODES": "2"}, timeout=400)
+
+
+def test_nodes_of_one_rank():
+    seed = random.randrange(1 << 30)
+    cases = [((3000,), torch.float32, 0, 0, True), ((1024,), torch.float32, 0, None, True), *random_cases(seed, 4, 900)]
+    ranks.run(2, _reduce, seed, cases, dict(GEOMETRY), env={"VIRTUAL_NODES": "2"}, timeout=400)
 
 
 def _mixed(seed):

@@ -64,7 +64,7 @@ def _bytes() -> dict[str, tuple[int, int]]:
         algorithm = "auto" if once else "push"
         gather, spread = (make(**GEOMETRY, once_per_node=once) for make in (AllGather, Broadcast))
         scatter = ReduceScatter(**GEOMETRY, algorithm=algorithm)
-        reduce = AllReduce(**GEOMETRY, once_per_node=once)
+        reduce = AllReduce(**GEOMETRY, once_per_node=once, algorithm="two_shot")
         calls = {
             "all-gather": lambda: gather(out, x),
             "reduce-scatter": lambda: scatter(total, parts),
