@@ -8,7 +8,8 @@
 //        proxy_test lies [key=value ...]      a peer whose messages and slots are well formed but for one field
 //        proxy_test credit [key=value ...]    a peer that does not poll gets only as much as its queue can hold
 //        proxy_test adds [key=value ...]      adds left to kernels do not outlive apply_adds()
-//        proxy_test endings [key=value ...]   rounds=: failed=1: PEs give up with large puts in flight, else finalize
+//        proxy_test endings [key=value ...]   rounds=, first=: failed=1: PEs give up with large puts in flight, else
+//        finalize
 // keys: see configure(); seeds=a:b runs the traffic once per seed with ",seed=N" added to chaos.
 #include "tests/native/proxy_endings.h"
 #include "tests/native/proxy_lies.h"
@@ -241,7 +242,8 @@ void garbage() {
 
 void endings() {
   const bool failed = number("failed", 0) != 0;
-  for (int round = 0; round < (int)number("rounds", 5); round++) {
+  const int first = (int)number("first", 0);
+  for (int round = first; round < first + (int)number("rounds", 5); round++) {
     WorldOptions o = configure();
     o.proxy.chunk_bytes = (uint64_t)number("chunk", 1 << 20);
     (failed ? end_by_failure : end_in_order)(o, round);
