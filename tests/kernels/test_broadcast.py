@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import tilelang.language as T
 import torch
 
 import tilescale_net as tsn
@@ -117,7 +118,32 @@ def test_misuse_is_named(case, error, words):
 SMALL_RUN_OF = ("broadcast",)
 
 
+@tsn.jit
+def zeroed(count):
+    @T.prim_func
+    def zeroed(x: T.Tensor((count,), "uint8")):
+        with T.Kernel(1, threads=64):
+            for i in T.Parallel(count):
+                x[i] = T.cast(0, "uint8")
+
+    return zeroed
+
+
+def _root_writes_again():
+    """Behind the call, a kernel writes the root's tensor, which the call has sent from."""
+    op, x, clear = Broadcast(**GEOMETRY, chunk_bytes=4096), tsn.zeros(40_000, torch.uint8), zeroed(40_000)
+    for call in (1, 2, 3):
+        x.fill_(call if tsn.rank() == 0 else 0)
+        op(x, 0)
+        if tsn.rank() == 0:
+            clear(x)
+        tsn.synchronize()
+        assert tsn.rank() == 0 or x.eq(call).all()
+    op.free()
+
+
 def small_run(seed):
+    _root_writes_again()
     _broadcast(seed)
 
 
