@@ -72,6 +72,28 @@ def test_every_primitive_is_traced(monkeypatch):
     assert {site.compare for site in found.calls if site.operation == "wait"} <= set(context.COMPARISONS)
 
 
+@tsn.jit
+def signals(n):
+    @T.prim_func
+    def signals(ctx: N.Context(), words: T.Tensor((8,), "uint64"), pe: T.int32):
+        with T.Kernel(1, threads=64):
+            for i in T.serial(n):
+                N.signal_warp(words[0], i, pe)
+
+    return signals
+
+
+@pytest.mark.nightly
+def test_claiming_a_place_waits_for_nothing(monkeypatch):
+    """The assembler adds up for the lanes of a warp where it can, and then waits for the result at once."""
+    func = signals.trace(9)
+    plain = jit.compile(func, target=SM_90).sass()
+    monkeypatch.setenv("TSN_TRACE", "t.json")
+    traced = jit.compile(func, target=SM_90).sass()
+    assert plain.count("GLOBALTIMER") < traced.count("GLOBALTIMER")
+    assert traced.count("ATOMG") > plain.count("ATOMG") and traced.count("SHFL") == plain.count("SHFL")
+
+
 def calls_of(program, tmp_path, capacity, n):
     call_sites.know(SITES)
     run(program, str(capacity), str(n), str(tmp_path / "buffer"))

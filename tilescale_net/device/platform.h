@@ -37,6 +37,8 @@
 //   T atomic<AtomicOp, Order, MemScope>(T*, T)             old value; 4 or 8 bytes; Order: relaxed, acquire, release,
 //                                           acq_rel; and_, or_, xor_ on integers, add also on float and double
 //   T atomic_cas<Order, MemScope>(T*, T compare, T value)  old value; 4 or 8 bytes
+//   uint64_t add_one_ahead(uint64_t*)       old value, relaxed at gpu scope; a thread that does not use it yet goes on
+//                                           meanwhile, which it does not after `atomic`
 //   void add_relaxed(uint64_t*, uint64_t)   adds without an answer, relaxed at system scope
 //   void add_release(uint64_t*, uint64_t)   the same with release order
 //   void fence<MemScope>()                  acquire and release fence of that scope

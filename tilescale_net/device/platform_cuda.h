@@ -240,6 +240,17 @@ TSN_DEVICE T atomic(T* p, T value) {
 }
 #undef TSN_ONE
 
+// A constant addend is the same in all lanes: the assembler would add up for those that come together, and hand the
+// result around at once, which waits for it. It does not know that a lane's number is below 32.
+TSN_DEVICE uint64_t add_one_ahead(uint64_t* p) {
+  uint32_t lane;
+  uint64_t old;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  const uint64_t one = 1 + (lane >> 5);
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(p), "l"(one) : "memory");
+  return old;
+}
+
 template <Order O, MemScope S, class T>
 TSN_DEVICE T atomic_cas(T* p, T compare, T value) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomics work on 4 and 8 bytes");

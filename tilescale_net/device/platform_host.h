@@ -223,6 +223,10 @@ TSN_DEVICE T atomic(T* p, T value) {
   return detail::bits<T>(old);
 }
 
+TSN_DEVICE uint64_t add_one_ahead(uint64_t* p) {
+  return atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(p, uint64_t(1));
+}
+
 template <Order O, MemScope S, class T>
 TSN_DEVICE T atomic_cas(T* p, T compare, T value) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomics work on 4 and 8 bytes");

@@ -110,9 +110,7 @@ public:
   }
 
   // For the thread's next call.
-  TSN_DEVICE void claim() {
-    next_ = (uint32_t)platform::atomic<AtomicOp::add, Order::relaxed, MemScope::gpu>(&buffer()->claimed, uint64_t(1));
-  }
+  TSN_DEVICE void claim() { next_ = (uint32_t)platform::add_one_ahead(&buffer()->claimed); }
 
   // This warp's place in one of the tables.
   TSN_DEVICE TracedCall* wait_of_warp(uint32_t table) const {
