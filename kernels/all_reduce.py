@@ -19,6 +19,7 @@ from tilescale_net.kernels.all_reduce_two_shot import all_reduce_two_shot
 from tilescale_net.kernels.collective import Collective, dtype_name, is_aligned
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 from tilescale_net.kernels.sum_of_peers import VECTOR_BYTES
+from tilescale_net.kernels.sum_of_rows import sum_of_rows
 from tilescale_net.runtime.profiling import named
 
 ALGORITHMS = ("packets", "one_shot", "two_shot")
@@ -242,10 +243,7 @@ class AllReduce(Collective):
         rows = self._source[: self.n_pes * x.nbytes].view(x.dtype).view(self.n_pes, -1)
         rows[self.rank].copy_(x)
         self._parts[1](rows, rows[self.rank])
-        total = rows[0].to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else rows[0].clone()
-        for row in rows[1:]:
-            total += row
-        out.copy_(total)
+        sum_of_rows(self.n_pes, dtype_name(x.dtype), self.threads)(out, rows)
 
     def _by_staged_parts(self, out: torch.Tensor, x: torch.Tensor) -> None:
         vector = VECTOR_BYTES // out.element_size()
