@@ -38,8 +38,10 @@ FUSED = {
 }
 KERNELS = {name: variants for name, (_, variants) in declared(tests.kernels, "SM_90").items()} | OTHERS | FUSED
 CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments in variants]
-# These copy nothing with a block's threads: a barrier, one thread's puts, and pushes into the queue.
+# These copy nothing with a block's threads, a barrier, one thread's puts, and pushes into the queue; or add up what has
+# come, small and aligned to elements only.
 WITHOUT_DATA = {
+    "tilescale_net.kernels.sum_of_rows.sum_of_rows",
     "tilescale_net.kernels.p2p.meet",
     "tilescale_net.kernels.proxy_write.write",
     "benchmark.common.queue_bench.probe",
