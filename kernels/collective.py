@@ -290,8 +290,9 @@ class Collective:
         if known is None:
             self._made.note(f"{describe}, tensors at places that were not used before", *arguments)
             tag = self._number(describe, *arguments)
-            everyone = self._world.control.gather(f"{self.name}: where the tensors are", places)
-            mapped = None not in places and all(theirs == places for theirs in everyone)
+            mine = [-1 if place is None else place for place in places]  # ranks compare values of one type
+            everyone = self._world.control.gather(f"{self.name}: where the tensors are", mine)
+            mapped = None not in places and all(theirs == mine for theirs in everyone)
             if mapped:
                 tag = self._number(f"{describe}, tensors at heap offsets {{}}", *arguments, tuple(places))
             known = self._mapped[key] = mapped, tag

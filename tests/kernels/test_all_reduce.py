@@ -11,6 +11,7 @@ from tests import ranks
 from tests.kernels.support import Guarded, assert_same, unsettle
 from tests.kernels.test_reduce_scatter import reference, reference_of_nodes, values
 from tilescale_net.kernels.all_reduce import ALGORITHMS, AllReduce
+from tilescale_net.kernels.reduce_scatter import ReduceScatter
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -112,6 +113,31 @@ def test_nodes_of_one_rank():
     seed = random.randrange(1 << 30)
     cases = [((3000,), torch.float32, 0, 0, True), ((1024,), torch.float32, 0, None, True), *random_cases(seed, 4, 900)]
     ranks.run(2, _reduce, seed, cases, dict(GEOMETRY), env={"VIRTUAL_NODES": "2"}, timeout=400)
+
+
+def _places_differ():
+    """A tensor that is symmetric on one rank and not on another."""
+    rank, n = tsn.rank(), tsn.size()
+    reduce, scatter = AllReduce(**GEOMETRY), ReduceScatter(threads=64, blocks=2)
+    shapes = (8000,), (100,), (n, 100)
+    all_symmetric = [tsn.zeros(shape) for shape in shapes]
+    others = [torch.zeros(shape, device=tsn.device()) for shape in shapes]
+    for symmetric in (0, 1, n):
+        x, out, parts = all_symmetric if rank == symmetric else others
+        if tsn.world().topology.nodes > 1:  # what crosses the network must be symmetric
+            parts = all_symmetric[2]
+        x.fill_(rank + 1)
+        parts.fill_(rank + 1)
+        reduce(x)
+        scatter(out, parts)
+        tsn.synchronize()
+        assert x.eq(n * (n + 1) // 2).all() and out.eq(n * (n + 1) // 2).all()
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.sample(1)
+def test_places_that_differ(nodes):
+    ranks.run(2, _places_differ, env={"VIRTUAL_NODES": str(nodes)}, timeout=200)
 
 
 def _mixed(seed):
