@@ -285,7 +285,8 @@ class Collective:
         Returns:
             Whether no rank has None and all have the same; and the tag of a call, which stands for the places too then.
         """
-        key = (*arguments, *places)
+        # A rank that copies does so wherever its other tensors lie.
+        key = (*arguments, *([None] if None in places else places))
         known = self._mapped.get(key)
         if known is None:
             self._made.note(f"{describe}, tensors at places that were not used before", *arguments)

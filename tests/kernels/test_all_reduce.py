@@ -132,6 +132,12 @@ def _places_differ():
         scatter(out, parts)
         tsn.synchronize()
         assert x.eq(n * (n + 1) // 2).all() and out.eq(n * (n + 1) // 2).all()
+    for symmetric in (n, 0, 1):  # what is copied as a whole, wherever one of its tensors lies
+        x, total = all_symmetric[0] if rank == symmetric else others[0], torch.empty_like(others[0])
+        x.fill_(rank + 1)
+        reduce(total, x)
+        tsn.synchronize()
+        assert total.eq(n * (n + 1) // 2).all()
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
