@@ -126,7 +126,8 @@ class AllReduce(Collective):
 
         Returns:
             `out`, with equal bits on all ranks: sums are made in float32 (float64 and integers in their own type), in the
-            order of the PEs, and rounded once; where a node's sum crosses the network, it is rounded too.
+            order of the PEs, and rounded once; where a node's sum crosses the network, as it does of all but small
+            tensors, it is rounded too.
 
         Raises:
             TypeError, ValueError: an argument that does not fit, by name; nothing was sent.
