@@ -10,7 +10,7 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.kernels.announcement import Agreement
-from tilescale_net.kernels.partition import MIN_BYTES, MIN_BYTES_OVER_NODES
+from tilescale_net.kernels.partition import MIN_BYTES, MIN_BYTES_OVER_NODES, MIN_BYTES_WITH_GATEWAYS
 from tilescale_net.runtime import heap
 
 if TYPE_CHECKING:
@@ -77,9 +77,10 @@ class Collective:
         self.device = self._world.device
         # A PE of another node gets its data from the fabric, which reads symmetric memory only.
         self._sources_travel = 0 in self._world.peer_base
-        self._least_bytes = MIN_BYTES_OVER_NODES if self._sources_travel else MIN_BYTES
         # Whether a PE of another node can pass on there what crosses the network once.
         self.has_gateways = 1 < self._world.topology.nodes < self.n_pes
+        of_slices = MIN_BYTES_WITH_GATEWAYS if self.has_gateways else MIN_BYTES_OVER_NODES
+        self._least_bytes = of_slices if self._sources_travel else MIN_BYTES
         check_threads(name, "threads", threads, self.n_pes)
         limit = SIMULATOR_BLOCKS
         if self.device.type == "cuda":

@@ -3,10 +3,12 @@
 import tilelang.language as T
 from tilelang import tvm
 
-# Bytes below which a slice of its own does not pay for the signals that it needs; and for the messages and the copies of a
-# proxy, where PEs are on other nodes.
+# Bytes below which a slice of its own does not pay for the signals that it needs; where PEs are on other nodes, for the
+# messages and copies of a proxy; and where a node has several PEs, too, whose blocks also pass data on within it, which
+# many do faster.
 MIN_BYTES = 16 * 1024
 MIN_BYTES_OVER_NODES = 128 * 1024
+MIN_BYTES_WITH_GATEWAYS = 32 * 1024
 # Slices begin at multiples of this, so that they are as well aligned as the tensors themselves.
 ALIGN_BYTES = 128
 
