@@ -157,12 +157,8 @@ class AllReduce(Collective):
         if self.n_pes == 1:
             if x is not out:
                 out.copy_(x)
-        elif algorithm == "gather":
-            self._by_gather(flat_out, flat_x)
-        elif self._parts and direct:
-            self._by_parts(flat_out, flat_x)
         elif self._parts:
-            self._in_pieces(self._by_staged_parts, self._staging_bytes, flat_out, flat_x)
+            self._over_nodes(algorithm, direct, flat_out, flat_x)
         else:
             self._explained(lambda: self._directly(algorithm, direct, flat_out, flat_x))
         return out
@@ -173,10 +169,11 @@ class AllReduce(Collective):
 
     def _choose(self, nbytes: int) -> str:
         if self._parts:
-            whole, all_bytes = nbytes % (self.n_pes * VECTOR_BYTES) == 0, self.n_pes * nbytes
-            is_small = self.n_pes <= MOST_GATHERED and all_bytes <= min(GATHERED_UP_TO, self._staging_bytes)
-            # By two shots whose parts are equal, tensors can be used where they lie.
-            return "gather" if is_small and self._algorithm == "auto" else "two_shot" if whole else "parts"
+            is_small = self.n_pes <= MOST_GATHERED and self.n_pes * nbytes <= min(GATHERED_UP_TO, self._staging_bytes)
+            if is_small and self._algorithm == "auto":
+                return "gather"
+            # Tensors can be used where they lie if every PE's part has as many vectors.
+            return "two_shot" if nbytes % (self.n_pes * VECTOR_BYTES) == 0 else "parts"
         if self.n_pes == 1:
             return "parts"
         if self._algorithm != "auto":
@@ -233,17 +230,27 @@ class AllReduce(Collective):
         kernel = all_reduce_two_shot(self.n_pes, dtype_name(out.dtype), staged, aligned, self.threads, self.blocks)
         kernel(out, x, target, source, self._tag, self._agreement.status, *self._two_shot_words)
 
+    def _over_nodes(self, algorithm: str, direct: bool, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Where some PEs are on other nodes."""
+        if algorithm == "gather":
+            self._by_gather(out, x)
+        elif direct:
+            self._by_parts(out, x)
+        else:
+            self._in_pieces(self._by_staged_parts, self._staging_bytes, out, x)
+
     def _by_parts(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Where some PEs are on other nodes: the parts' sums, then those of all PEs. Both symmetric."""
+        """The parts' sums, then those of all PEs. Both tensors are symmetric."""
         reduce, gather = self._parts
         rows = out.view(self.n_pes, -1)
         reduce(rows[self.rank], x.view(self.n_pes, -1))
         gather(rows, rows[self.rank])
 
     def _by_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        _, gather = self._parts
         rows = self._source[: self.n_pes * x.nbytes].view(x.dtype).view(self.n_pes, -1)
         rows[self.rank].copy_(x)
-        self._parts[1](rows, rows[self.rank])
+        gather(rows, rows[self.rank])
         sum_of_rows(self.n_pes, dtype_name(x.dtype), self.threads)(out, rows)
 
     def _by_staged_parts(self, out: torch.Tensor, x: torch.Tensor) -> None:

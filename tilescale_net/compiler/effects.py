@@ -19,7 +19,15 @@ from tilelang import tvm
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
-from tilescale_net.compiler.ir import OPAQUE_OPS, OUR_OPS, kernel_name, location_suffix, op_name, our_calls
+from tilescale_net.compiler.ir import (
+    OPAQUE_OPS,
+    OUR_OPS,
+    changed_block,
+    kernel_name,
+    location_suffix,
+    op_name,
+    our_calls,
+)
 from tilescale_net.compiler.operators import DEFERRED
 from tilescale_net.errors import KernelError
 
@@ -346,10 +354,7 @@ class _Rewriter:
             block.body, lambda node: stored.append(node.buffer) if isinstance(node, tirx.BufferStore) else None
         )
         mine = [t for t in self.temporaries if any(t.same_as(buffer) for buffer in stored)]
-        return tirx.SBlock(
-            block.iter_vars, block.reads, block.writes, block.name_hint, block.body, block.init,
-            [*block.alloc_buffers, *mine], block.match_buffers, block.annotations,
-        )  # fmt: skip
+        return changed_block(block, block.body, [*block.alloc_buffers, *mine])
 
     # -- what cannot be made right ------------------------------------------------------------------------------------
 

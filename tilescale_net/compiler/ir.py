@@ -1,5 +1,7 @@
 """Small helpers on TVM's IR that the passes share."""
 
+from collections.abc import Sequence
+
 from tvm import tirx
 from tvm.tirx.stmt_functor import post_order_visit
 
@@ -59,6 +61,14 @@ def block_threads(func: tirx.PrimFunc) -> int | None:
     if len(set(launches)) != 1 or launches[0] is None or any(extent != 1 for extent in launches[0][1:]):
         return None
     return launches[0][0]
+
+
+def changed_block(block: tirx.SBlock, body: tirx.Stmt, allocated: Sequence[tirx.Buffer]) -> tirx.SBlock:
+    """A block with another body, and other buffers that it allocates."""
+    return tirx.SBlock(
+        block.iter_vars, block.reads, block.writes, block.name_hint, body, block.init, [*allocated],
+        block.match_buffers, block.annotations,
+    )  # fmt: skip
 
 
 def location_suffix(call: tirx.Call) -> str:

@@ -16,7 +16,15 @@ from tvm import DataType, tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
 from tilescale_net.compiler import effects, empty_loops, hazards
-from tilescale_net.compiler.ir import PLACEHOLDERS, kernel_name, location_suffix, op_name, operator_of, our_calls
+from tilescale_net.compiler.ir import (
+    PLACEHOLDERS,
+    changed_block,
+    kernel_name,
+    location_suffix,
+    op_name,
+    operator_of,
+    our_calls,
+)
 from tilescale_net.compiler.lowering import null_pointer
 from tilescale_net.compiler.operators import CONTEXT, RING, SHARED_BYTES, ring_placeholder
 from tilescale_net.compiler.simulator import bounds
@@ -192,16 +200,6 @@ def _supply_rings(body: tirx.Stmt) -> tuple[tirx.Stmt, int]:
 
         inner = ir_transform(body, None, replace, ["tirx.Call"])
         allocated = [*block.alloc_buffers, ring] if ring is not None else block.alloc_buffers
-        return tirx.SBlock(
-            block.iter_vars,
-            block.reads,
-            block.writes,
-            block.name_hint,
-            inner,
-            block.init,
-            allocated,
-            block.match_buffers,
-            block.annotations,
-        )
+        return changed_block(block, inner, allocated)
 
     return ir_transform(body, None, supply, ["tirx.SBlock"]), largest

@@ -9,7 +9,7 @@ import zlib
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform
 
-from tilescale_net.compiler.ir import kernel_name, op_name, operator_of, our_calls
+from tilescale_net.compiler.ir import changed_block, kernel_name, op_name, operator_of, our_calls
 from tilescale_net.compiler.operators import CHOICES, OPAQUE, OPERATORS, Operator
 from tilescale_net.compiler.simulator import sites
 from tilescale_net.trace.call_sites import WAITING, CallSite, KernelSites
@@ -82,11 +82,7 @@ def _with_trace(body: tirx.Stmt, context: tirx.PrimExpr, number: int) -> tirx.St
     def add(block: tirx.SBlock):
         if block.name_hint != "tilelang_root":
             return None
-        inside = tirx.SeqStmt([traced, block.body])
-        return tirx.SBlock(
-            block.iter_vars, block.reads, block.writes, block.name_hint, inside, block.init, block.alloc_buffers,
-            block.match_buffers, block.annotations,
-        )  # fmt: skip
+        return changed_block(block, tirx.SeqStmt([traced, block.body]), block.alloc_buffers)
 
     return ir_transform(body, None, add, ["tirx.SBlock"])
 

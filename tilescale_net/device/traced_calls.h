@@ -90,6 +90,7 @@ public:
     call.site = Site;
     call.pe = -1;
     call.block = platform::block_index();
+    prepare();
     *take(call) = call;
   }
 
@@ -100,9 +101,8 @@ public:
     if (next_ == kNone) claim();
   }
 
-  // The place for a call, which gets its number.
+  // The place for a call, which gets its number; behind prepare.
   TSN_DEVICE TracedCall* take(TracedCall& call) {
-    prepare();
     call.number = next_;
     TracedCall* place = ring() + (next_ & (capacity() - 1));
     next_ = kNone;

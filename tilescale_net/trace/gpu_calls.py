@@ -22,9 +22,9 @@ class GpuCalls:
 
     def __init__(self, world, capacity: int):
         self._world = world
-        self._log2 = capacity.bit_length() - 1
+        self._capacity_log2 = capacity.bit_length() - 1
         with torch.inference_mode(False):
-            self._buffer = world.memory.upload(traced_calls.empty(1 << self._log2))
+            self._buffer = world.memory.upload(traced_calls.empty(1 << self._capacity_log2))
             # A hang is looked at while a kernel runs: nothing may be allocated then, or wait for the default stream.
             self._copy = torch.zeros(self._buffer.numel(), dtype=torch.uint8, device="cpu").pin_memory()
             self._word = torch.zeros(8, dtype=torch.uint8, device="cpu").pin_memory()
@@ -35,7 +35,7 @@ class GpuCalls:
     @property
     def address(self) -> int:
         """Of the ring, for the context of kernels, as device/traced_calls.h wants it."""
-        return self._buffer.data_ptr() | self._log2
+        return self._buffer.data_ptr() | self._capacity_log2
 
     @property
     def error_ns(self) -> int:
