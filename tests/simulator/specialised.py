@@ -2,6 +2,8 @@
 
 import tilelang.language as T
 
+import tilescale_net.language as N
+
 ROWS, COLUMNS, DEPTH, STAGES = 64, 32, 32, 2  # of a tile
 
 
@@ -96,6 +98,30 @@ def reads_without_waiting(waits):
             else:
                 if waits:
                     T.barrier_wait(full, 0)
+                x[thread - 32] = line[63 - thread]
+
+    return kernel
+
+
+def reads_behind_its_own_arrival(waits):
+    """One warp writes a line of shared memory and arrives; the other one arrives as the last, and reads it."""
+
+    @T.prim_func
+    def kernel(x: T.Tensor((32,), "int32"), there: T.Tensor((1,), "int32")):
+        with T.Kernel(1, threads=64):
+            line = T.alloc_shared((32,), "int32")
+            both = T.alloc_barrier(64)
+            thread = T.get_thread_binding()
+            if thread < 32:
+                line[thread] = thread
+                T.barrier_arrive(both)
+                N.st(there[0], 1, sem="relaxed", scope="gpu")
+            else:
+                while N.ld(there[0], sem="relaxed", scope="gpu") == 0:
+                    T.evaluate(0)
+                T.barrier_arrive(both)
+                if waits:
+                    T.barrier_wait(both, 0)
                 x[thread - 32] = line[63 - thread]
 
     return kernel

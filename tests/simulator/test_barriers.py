@@ -1,5 +1,6 @@
 """Kernels whose warps have roles: mbarriers, TMA copies and T.ws as reference semantics, and what is refused."""
 
+import contextlib
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import tilescale_net as tsn
 from tests.simulator import specialised
+from tilescale_net.errors import DataRace
 from tilescale_net.runtime import simulator
 
 M, N, K = 72, 40, 104  # which tiles do not divide; more steps than stages
@@ -57,6 +59,17 @@ def test_a_wait_that_is_missing_shows():
             wrong += x.tolist() != list(reversed(range(32)))
         found.append(wrong)
     assert found[0] == 0 < found[1]
+
+
+def test_an_arrival_alone_orders_nothing_behind_it():
+    """It releases, and does not acquire: even the last thread to arrive has to wait."""
+    x = torch.empty(32, dtype=torch.int32)
+    for waits in (True, False):
+        kernel = tsn.compile(specialised.reads_behind_its_own_arrival(waits), name=f"arrival_{waits}".lower())
+        for seed in range(3):
+            wrong = contextlib.nullcontext() if waits else pytest.raises(DataRace, match="a load of line")
+            with simulator.schedule(seed, races=True), wrong:
+                kernel(x, torch.zeros(1, dtype=torch.int32))
 
 
 def test_other_copies_and_constructs_that_are_refused():

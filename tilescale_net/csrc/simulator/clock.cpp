@@ -54,6 +54,20 @@ Known join(const Known& a, const Known& b) {
   return out;
 }
 
+bool raise(Known& known, const Clock& entries) {
+  bool of_warp = false;
+  for (const auto& entry : entries) {
+    if (epoch_of(known, entry.first) >= entry.second) continue;
+    if (known.use_count() > 1) known = std::make_shared<Clock>(*known);
+    Clock& own = const_cast<Clock&>(*known);
+    const auto at = std::lower_bound(own.begin(), own.end(), std::make_pair(entry.first, 0u));
+    if (at != own.end() && at->first == entry.first) at->second = entry.second;
+    else own.insert(at, entry);
+    of_warp |= part_of(entry.first) == Part::steps && !word_of(entry.first);
+  }
+  return of_warp;
+}
+
 bool covers(const Known& a, const Known& b) {
   if (a == b || b->empty()) return true;
   if (b->size() == 1) return epoch_of(a, b->front().first) >= b->front().second;

@@ -11,8 +11,6 @@ namespace {
 
 constexpr size_t kMaxRecords = 4096; // waits for a value exactly; what comes after them is not looked at
 
-Known single(Key key, uint32_t epoch) { return std::make_shared<Clock>(Clock{{key, epoch}}); }
-
 } // namespace
 
 std::string primitive_name(uint32_t operation, uint32_t scope) {
@@ -87,13 +85,23 @@ const Known& HappensBefore::known_to(const State& state, unsigned lane) const {
   return state.lanes && lane < kEveryLane && state.lanes[lane] ? state.lanes[lane] : state.known;
 }
 
-Known HappensBefore::with_own(uint32_t warp, const State& state, unsigned lane) const {
+Clock HappensBefore::own_steps(uint32_t warp, const State& state, unsigned lane) const {
   const int me = memory_ ? memory_->me : 0;
-  if (!lanes_ || lane == kEveryLane) return join(state.known, single(steps_key(me, warp), state.epoch));
-  const Known& known = known_to(state, lane);
-  if (!state.floor) return join(known, single(steps_key(me, warp, lane), state.epoch));
-  return join(known, std::make_shared<Clock>(
-                         Clock{{steps_key(me, warp), state.floor}, {steps_key(me, warp, lane), state.epoch}}));
+  if (!lanes_ || lane == kEveryLane) return {{steps_key(me, warp), state.epoch}};
+  if (!state.floor) return {{steps_key(me, warp, lane), state.epoch}};
+  return {{steps_key(me, warp), state.floor}, {steps_key(me, warp, lane), state.epoch}};
+}
+
+Known HappensBefore::with_own(uint32_t warp, const State& state, unsigned lane) const {
+  const Known& known = lanes_ ? known_to(state, lane) : state.known;
+  return join(known, std::make_shared<Clock>(own_steps(warp, state, lane)));
+}
+
+Known HappensBefore::join_again(const Known& a, const Known& b) {
+  for (const Joined& done : joined_)
+    if (done.a == a && done.b == b) return done.both;
+  Joined& made = joined_[next_joined_++ % joined_.size()];
+  return (made = {a, b, join(a, b)}).both;
 }
 
 void HappensBefore::learn(State& state, unsigned lane, Known known) {

@@ -122,12 +122,21 @@ private:
     Site site = 0;               // of a plain access
   };
 
-  struct Word {                         // what the threads that have released it left in it
-    Known of_rank = nothing_known();    // at the scope of the GPU or the system
-    std::map<uint32_t, Known> of_block; // by block, at any scope
+  struct Left { // what threads have left in a word
+    Known known = nothing_known();
+    Known latest; // what the latest of them knew besides what it had done: most know the same
+    void learn(const Known& known, const Clock& own);
+  };
+  struct Word {                        // what the threads that have released it left in it
+    Left of_rank;                      // at the scope of the GPU or the system
+    std::map<uint32_t, Left> of_block; // by block, at any scope
     // What a thread of the block may know that acquires it.
     Known told(uint32_t block, MemScope scope) const;
-    void learn(const Known& known, uint32_t block, MemScope scope);
+    // `own`: what the thread has done.
+    void learn(const Known& known, const Clock& own, uint32_t block, MemScope scope);
+  };
+  struct Joined { // two clocks that were joined
+    Known a, b, both;
   };
   struct Beside { // what stands beside relaxed accesses of a thread, by the scope of the fence
     std::array<Known, 3> found{nothing_known(), nothing_known(), nothing_known()};  // in words, if a fence follows
@@ -143,6 +152,9 @@ private:
   // What a lane knows, by itself and of itself.
   const Known& known_to(const State& state, unsigned lane) const;
   Known with_own(uint32_t warp, const State& state, unsigned lane) const;
+  Clock own_steps(uint32_t warp, const State& state, unsigned lane) const;
+  // `join`, for threads that learn the same one after another.
+  Known join_again(const Known& a, const Known& b);
   // Ends the warp's epoch; what the lane knows from now on.
   void learn(State& state, unsigned lane, Known known);
   uint64_t thread_key(uint32_t warp, unsigned lane) const { return warp * 64ull + (lanes_ ? lane : kEveryLane); }
@@ -196,6 +208,8 @@ private:
   uint32_t first_epoch_, latest_;
   std::unordered_map<uint32_t, State> warps_;
   std::unordered_map<const void*, Word> words_;
+  std::array<Joined, 4> joined_; // the latest ones
+  size_t next_joined_ = 0;
   std::unordered_map<uint64_t, Beside> beside_;               // by thread_key
   Known signalled_;                                           // by anyone of this rank
   std::map<std::pair<uint32_t, int>, std::vector<Put>> puts_; // by warp and PE: not covered yet

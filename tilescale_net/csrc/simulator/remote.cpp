@@ -29,7 +29,7 @@ constexpr size_t kMaxPending = 256;
 constexpr int kHoldsPerLaunch = 8;
 constexpr auto kAfterKernel = std::chrono::milliseconds(2);
 
-using Clock = std::chrono::steady_clock;
+using SteadyClock = std::chrono::steady_clock;
 
 struct Pending : Late {
   uint64_t epoch;                                    // fences to this PE before it was issued
@@ -43,7 +43,7 @@ struct Target {
   // A signal has overtaken data: data issued before `held_before` stay where they are until then, so that the other
   // rank, which is another process, finds the time to look.
   uint64_t held_before = 0;
-  Clock::time_point held_until;
+  SteadyClock::time_point held_until;
 };
 
 struct Store {
@@ -96,12 +96,12 @@ void hold(Store& s, Target& target, uint64_t sequence, Random& random) {
     if (p.sequence < sequence && !p.pieces.empty()) {
       --s.holds_left;
       target.held_before = sequence;
-      target.held_until = Clock::now() + std::chrono::microseconds(500 + random.below(2500));
+      target.held_until = SteadyClock::now() + std::chrono::microseconds(500 + random.below(2500));
       return;
     }
 }
 
-bool holds(const Target& target) { return target.held_before && Clock::now() < target.held_until; }
+bool holds(const Target& target) { return target.held_before && SteadyClock::now() < target.held_until; }
 
 // All of the oldest operation, which waits for no other.
 void deliver_oldest(Target& target) {

@@ -19,18 +19,22 @@ constexpr uint64_t kMailboxEnd = kMailboxBegin + kMaxAddMailboxes * kAddMailboxS
 constexpr size_t index_of(MemScope scope) { return static_cast<size_t>(scope); }
 } // namespace
 
-Known HappensBefore::Word::told(uint32_t block, MemScope scope) const {
-  const auto it = of_block.find(block);
-  const Known own = it == of_block.end() ? nothing_known() : it->second;
-  return scope == MemScope::cta ? own : join(of_rank, own);
+void HappensBefore::Left::learn(const Known& more, const Clock& own) {
+  const bool told = latest == more || covers(known, more);
+  if (!told) known = join(known, more);
+  latest = more;
+  if (raise(known, own) || !told) known = without_lanes(known);
 }
 
-void HappensBefore::Word::learn(const Known& known, uint32_t block, MemScope scope) {
-  const auto add = [&](Known& to) {
-    if (!covers(to, known)) to = without_lanes(join(to, known));
-  };
-  add(of_block.try_emplace(block, nothing_known()).first->second);
-  if (scope != MemScope::cta) add(of_rank);
+Known HappensBefore::Word::told(uint32_t block, MemScope scope) const {
+  const auto it = of_block.find(block);
+  const Known own = it == of_block.end() ? nothing_known() : it->second.known;
+  return scope == MemScope::cta ? own : join(of_rank.known, own);
+}
+
+void HappensBefore::Word::learn(const Known& known, const Clock& own, uint32_t block, MemScope scope) {
+  of_block[block].learn(known, own);
+  if (scope != MemScope::cta) of_rank.learn(known, own);
 }
 
 void HappensBefore::word(uint32_t warp, unsigned lane, const void* address, WordAccess access, Ordering ordering) {
@@ -58,7 +62,7 @@ void HappensBefore::word(uint32_t warp, unsigned lane, const void* address, Word
       return by == MemScope::sys ? join(here, of_others) : here;
     };
     if (ordering.acquires) {
-      known = join(before, told(scope));
+      known = join_again(before, told(scope));
     } else {
       Beside& beside = beside_[thread_key(warp, lane)];
       for (const MemScope fence : {MemScope::cta, MemScope::gpu, MemScope::sys})
@@ -73,15 +77,17 @@ void HappensBefore::word(uint32_t warp, unsigned lane, const void* address, Word
 void HappensBefore::release(uint32_t warp, unsigned lane, const void* address, Ordering ordering, bool shared) {
   const MemScope scope = static_cast<MemScope>(ordering.scope);
   const uint32_t block = warp / warps_per_block_;
-  const auto tell = [&](const Known& known, MemScope to) {
-    words_[address].learn(known, block, to);
-    if (shared && to == MemScope::sys) signalled_ = join(signalled_, known);
+  const auto tell = [&](const Known& known, const Clock& own, MemScope to) {
+    words_[address].learn(known, own, block, to);
+    if (shared && to == MemScope::sys) signalled_ = join(signalled_, known), raise(signalled_, own);
   };
-  if (ordering.releases) return tell(with_own(warp, at(warp), lane), scope);
+  const State& state = at(warp);
+  if (ordering.releases) return tell(lanes_ ? known_to(state, lane) : state.known, own_steps(warp, state, lane), scope);
   const auto it = beside_.find(thread_key(warp, lane));
   if (it == beside_.end()) return;
   for (const MemScope fence : {MemScope::cta, MemScope::gpu, MemScope::sys})
-    if (const Known& known = it->second.fenced[index_of(fence)]; !known->empty()) tell(known, std::min(fence, scope));
+    if (const Known& known = it->second.fenced[index_of(fence)]; !known->empty())
+      tell(known, {}, std::min(fence, scope));
 }
 
 void HappensBefore::fenced(uint32_t warp, unsigned lane, MemScope scope) {
