@@ -53,11 +53,11 @@ def test_every_primitive_is_traced(monkeypatch):
     monkeypatch.setenv("TSN_TRACE", "t.json")
     kernel = jit.compile(everything(), target=SM_90, name="everything_traced")
     called = set(re.findall(r"TSN_TRACED\((?:[\w:-]+, ){8}tsn::(\w+)[<)]", kernel.source))
-    assert called == {name.removeprefix("tsn.") for name in traced_calls._TRACED} - {"wait_async", "get_rows"}
+    assert called == {name.removeprefix("tsn.") for name in traced_calls._TRACED} - {"wait_async", "get_rows", "fence"}
     numbers = {int(number) for number in re.findall(r"TSN_TRACED\((\d+),", kernel.source)}
     (found,) = [sites for sites in call_sites._known.values() if sites.name == "everything_traced"]
-    # The rows that warps and threads send and fetch are left out.
-    rows = {n for n, site in enumerate(found.calls) if re.fullmatch(r"N.(put|get)_(warp|thread)", site.name)}
+    # The rows that warps and threads send and fetch are left out, and fences.
+    rows = {n for n, site in enumerate(found.calls) if re.fullmatch(r"N.((put|get)_(warp|thread)|fence)", site.name)}
     *calls, itself = found.calls
     assert rows and numbers == set(range(len(calls))) - rows and 0 < found.identity < 1 << 16
     assert all(re.fullmatch(r"test_device_code.py:\d+", site.line) for site in calls)
@@ -97,7 +97,7 @@ def test_claiming_a_place_waits_for_nothing(monkeypatch):
 def calls_of(program, tmp_path, capacity, n):
     call_sites.know(SITES)
     run(program, str(capacity), str(n), str(tmp_path / "buffer"))
-    return reader.read((tmp_path / "buffer").read_bytes())
+    return reader.read((tmp_path / "buffer").read_bytes(), 0)
 
 
 def test_calls_are_read_as_they_were_made(program, tmp_path):
@@ -213,6 +213,18 @@ def test_a_timeline_of_gpus(tmp_path, nodes):
             ), "\n".join(f"{e['name']} {e['ts']:.0f} {e['ts'] + e['dur']:.0f}" for e in (call, *kernels))
     starts, ends = of(events, ph="s"), of(events, ph="f")
     assert len(starts) == len(ends) == 2 * ROUNDS and all(s["pid"] != e["pid"] for s, e in zip(starts, ends))
+
+
+@needs_gpus
+def test_the_latest_calls_of_gpus_are_kept(tmp_path):
+    path = tmp_path / "t.json"
+    ranks.run(2, replay, 40, env={"TSN_TRACE": str(path), "TSN_TRACE_EVENTS": "32"})
+    found = json.loads(path.read_text())
+    kernels = of(found["traceEvents"], cat="kernel", name="halves")
+    assert all(dropped > 100 for dropped in found["otherData"]["dropped"].values()), found["otherData"]
+    for rank in (0, 1):
+        last = [k for k in kernels if k["pid"] == timeline.process_of(rank)]
+        assert 1 <= len(last) <= 32, found["otherData"]
 
 
 @tsn.jit

@@ -88,8 +88,9 @@ def _with_trace(body: tirx.Stmt, context: tirx.PrimExpr, number: int) -> tirx.St
 
 
 def _is_noted(operator: Operator, call: tirx.Call) -> bool:
-    """Whether a call goes into the trace: not the rows that warps and threads send and fetch, thousands in a kernel."""
-    return _operation(operator) not in ("put", "get") or operator.scope_of(call) == "block"
+    """Whether a call goes into the trace: not the rows that warps and threads send and fetch, thousands in a kernel, and
+    not the fences behind them."""
+    return _operation(operator) not in ("put", "get", "fence") or operator.scope_of(call) == "block"
 
 
 def _operation(operator: Operator) -> str:

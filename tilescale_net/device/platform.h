@@ -17,6 +17,7 @@
 //   uint32_t grid_blocks()                  blocks in the grid
 //   uint32_t grid_id()                      distinguishes launches that run at the same time
 //   uint32_t lane()                         thread_index() % 32
+//   uint32_t kept_in_register(uint32_t v)   v, which is not worked out again where it is used
 //
 // Synchronisation. "Orders memory" means: what happened before the call in any participant happened before
 // what follows the call in any other.
@@ -37,6 +38,7 @@
 //   T atomic<AtomicOp, Order, MemScope>(T*, T)             old value; 4 or 8 bytes; Order: relaxed, acquire, release,
 //                                           acq_rel; and_, or_, xor_ on integers, add also on float and double
 //   T atomic_cas<Order, MemScope>(T*, T compare, T value)  old value; 4 or 8 bytes
+//   void store_pair(void*, uint64_t, uint64_t)             two words, to 16-byte aligned memory
 //   uint64_t add_one_ahead(uint64_t*)       old value, relaxed at gpu scope; a thread that does not use it yet goes on
 //                                           meanwhile, which it does not after `atomic`
 //   void add_relaxed(uint64_t*, uint64_t)   adds without an answer, relaxed at system scope

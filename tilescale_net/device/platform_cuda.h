@@ -43,6 +43,10 @@ TSN_DEVICE uint32_t grid_id() {
   return uint32_t(id);
 }
 TSN_DEVICE uint32_t lane() { return thread_index() % kWarpThreads; }
+TSN_DEVICE uint32_t kept_in_register(uint32_t v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
 
 // -------------------------------------------------------------------------------------------------- synchronisation
 
@@ -239,6 +243,10 @@ TSN_DEVICE T atomic(T* p, T value) {
   }
 }
 #undef TSN_ONE
+
+TSN_DEVICE void store_pair(void* p, uint64_t first, uint64_t second) {
+  asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(first), "l"(second) : "memory");
+}
 
 // A constant addend is the same in all lanes: the assembler would add up for those that come together, and hand the
 // result around at once, which waits for it. It does not know that a lane's number is below 32.

@@ -41,6 +41,7 @@ TSN_DEVICE uint32_t grid_blocks() {
 }
 TSN_DEVICE uint32_t grid_id() { return 1; } // a process runs one launch at a time
 TSN_DEVICE uint32_t lane() { return sim::self().lane; }
+TSN_DEVICE uint32_t kept_in_register(uint32_t v) { return v; }
 
 // -------------------------------------------------------------------------------------------------- synchronisation
 
@@ -221,6 +222,11 @@ TSN_DEVICE T atomic(T* p, T value) {
   }
   sim::word_found(p, detail::ordering<O, S>());
   return detail::bits<T>(old);
+}
+
+TSN_DEVICE void store_pair(void* p, uint64_t first, uint64_t second) {
+  const uint64_t pair[2] = {first, second};
+  memcpy(p, pair, sizeof pair);
 }
 
 TSN_DEVICE uint64_t add_one_ahead(uint64_t* p) {

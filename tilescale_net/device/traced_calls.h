@@ -13,7 +13,7 @@ constexpr uint64_t kNoTracedWord = ~uint64_t(0);
 struct alignas(16) TracedCall {
   uint64_t begin_ns,
       end_ns;     // the GPU's clock; an end of 0: it has not ended, or was cut short when the job was aborted
-  uint64_t word;  // heap offset of a signal word, or kNoTracedWord
+  uint64_t word;  // address of a signal word, or kNoTracedWord
   uint64_t value; // a wait's: wanted, and once it has ended the word as seen
   uint64_t bytes;
   uint32_t site; // number of the kernel << 16 | of the call in it
@@ -54,6 +54,15 @@ TSN_DEVICE int64_t argument(A first, Others... others) {
   else return argument<I - 1>(others...);
 }
 
+// In four stores of 16 bytes; of an assignment the compiler makes more.
+TSN_DEVICE void store(TracedCall* place, const TracedCall& call) {
+  char* at = reinterpret_cast<char*>(place);
+  platform::store_pair(at, call.begin_ns, call.end_ns);
+  platform::store_pair(at + 16, call.word, call.value);
+  platform::store_pair(at + 32, call.bytes, (uint64_t)(uint32_t)call.pe << 32 | call.site);
+  platform::store_pair(at + 48, (uint64_t)call.thread << 32 | call.block, call.number);
+}
+
 template <class T>
 struct IsVoid {
   static constexpr bool value = false;
@@ -69,19 +78,22 @@ struct IsVoid<void> {
 // itself, of which the first thread of each block notes when it begins and ends; the value is how many blocks there
 // are.
 //
-// Nothing here waits for memory, but for a thread's first place in the ring: the others are claimed ahead of the call
-// that is written to them.
+// A call takes a few instructions of one thread, which others wait for. So nothing here waits for memory, but for a
+// thread's first place in the ring: the others are claimed ahead of the call that is written to them. And what a thread
+// is, is asked for once: the hardware takes tens of cycles to say it.
 template <uint32_t Site>
 class TracedKernel {
 public:
   // Takes the context as generated code has it.
   TSN_DEVICE explicit TracedKernel(const void* context)
-      : ring_(platform::load_invariant(&static_cast<const Context*>(context)->trace)) {
-    if (platform::thread_index() == 0) begin_ns_ = platform::timer_ns();
+      : ring_(platform::load_invariant(&static_cast<const Context*>(context)->trace)),
+        block_(platform::kept_in_register(platform::block_index())),
+        thread_(platform::kept_in_register(platform::thread_index())) {
+    if (thread_ == 0) begin_ns_ = platform::timer_ns();
   }
 
   TSN_DEVICE ~TracedKernel() {
-    if (ring_ == 0 || platform::thread_index() != 0) return;
+    if (ring_ == 0 || thread_ != 0) return;
     TracedCall call = {};
     call.begin_ns = begin_ns_;
     call.end_ns = platform::timer_ns();
@@ -89,9 +101,9 @@ public:
     call.value = platform::grid_blocks();
     call.site = Site;
     call.pe = -1;
-    call.block = platform::block_index();
+    call.block = block_;
     prepare();
-    *take(call) = call;
+    write(call);
   }
 
   TSN_DEVICE bool is_on() const { return ring_ != 0; }
@@ -101,22 +113,23 @@ public:
     if (next_ == kNone) claim();
   }
 
-  // The place for a call, which gets its number; behind prepare.
-  TSN_DEVICE TracedCall* take(TracedCall& call) {
+  // Writes a call to its place; behind prepare.
+  TSN_DEVICE void write(TracedCall call) {
     call.number = next_;
-    TracedCall* place = ring() + (next_ & (capacity() - 1));
+    detail::store(&ring()[next_ & (capacity() - 1)], call);
     next_ = kNone;
-    return place;
   }
 
   // For the thread's next call.
   TSN_DEVICE void claim() { next_ = (uint32_t)platform::add_one_ahead(&buffer()->claimed); }
 
+  TSN_DEVICE uint32_t block() const { return block_; }
+  TSN_DEVICE uint32_t thread() const { return thread_; }
+
   // This warp's place in one of the tables.
   TSN_DEVICE TracedCall* wait_of_warp(uint32_t table) const {
-    const uint32_t warp = platform::thread_index() / platform::kWarpThreads % kTracedWarps;
-    return ring() + capacity() + (table * kTracedBlocks + platform::block_index() % kTracedBlocks) * kTracedWarps +
-           warp;
+    const uint32_t warp = thread_ / platform::kWarpThreads % kTracedWarps;
+    return ring() + capacity() + (table * kTracedBlocks + block_ % kTracedBlocks) * kTracedWarps + warp;
   }
 
 private:
@@ -127,6 +140,7 @@ private:
   TSN_DEVICE uint32_t capacity() const { return 1u << (ring_ & (sizeof(TraceBuffer) - 1)); }
 
   const uint64_t ring_;
+  const uint32_t block_, thread_;
   uint64_t begin_ns_ = 0;
   uint32_t next_ = kNone;
 };
@@ -145,18 +159,18 @@ struct Traced {
     if (is_noted) {
       kernel.prepare();
       begin = platform::timer_ns();
-      if constexpr (Waits) *kernel.wait_of_warp(0) = described(begin, 0, ctx, a...);
+      if constexpr (Waits) detail::store(kernel.wait_of_warp(0), described(begin, 0, a...));
     }
     if constexpr (detail::IsVoid<decltype(primitive(ctx, a...))>::value) {
       primitive(ctx, a...);
       if (is_noted) {
-        const TracedCall call = described(begin, platform::timer_ns(), ctx, a...);
+        const TracedCall call = described(begin, platform::timer_ns(), a...);
         ends(call, call.value, ctx);
       }
     } else {
       const auto result = primitive(ctx, a...);
       if (is_noted) {
-        const TracedCall call = described(begin, platform::timer_ns(), ctx, a...);
+        const TracedCall call = described(begin, platform::timer_ns(), a...);
         ends(call, Word >= 0 ? (uint64_t)result : call.value, ctx);
       }
       return result;
@@ -165,19 +179,18 @@ struct Traced {
 
 private:
   template <class... A>
-  TSN_DEVICE static TracedCall described(uint64_t begin, uint64_t end, const Context* ctx, A... a) {
+  TSN_DEVICE TracedCall described(uint64_t begin, uint64_t end, A... a) const {
     TracedCall call;
-    const auto word = (uint64_t)detail::argument<Word>(a...);
     call.begin_ns = begin;
     call.end_ns = end;
-    call.word = Word < 0 ? kNoTracedWord : word - platform::load_invariant(&ctx->heap_base);
+    call.word = Word < 0 ? kNoTracedWord : (uint64_t)detail::argument<Word>(a...);
     call.value = Word < 0 ? 0 : (uint64_t)detail::argument<Value>(a...);
     call.bytes = Bytes < 0 ? 0 : (uint64_t)detail::argument<Bytes>(a...);
     if constexpr (Rows >= 0) call.bytes *= (uint64_t)detail::argument<Rows>(a...);
     call.site = Site;
     call.pe = (int32_t)detail::argument<Pe>(a...);
-    call.block = platform::block_index();
-    call.thread = platform::thread_index();
+    call.block = kernel.block();
+    call.thread = kernel.thread();
     call.number = 0;
     return call;
   }
@@ -187,7 +200,7 @@ private:
     const uint64_t wanted = call.value;
     call.value = value;
     if (!Waits || S == Scope::block || call.end_ns - call.begin_ns >= kShortWaitNs) {
-      *kernel.take(call) = call;
+      kernel.write(call);
       kernel.claim();
     }
     if constexpr (Waits) {
@@ -196,7 +209,7 @@ private:
         if (TracedCall* cut = kernel.wait_of_warp(1); cut->site == 0) {
           call.end_ns = 0;
           call.value = wanted;
-          *cut = call;
+          detail::store(cut, call);
         }
     }
   }

@@ -50,7 +50,7 @@ class GpuCalls:
 
     def calls(self) -> TracedCalls:
         """The calls so far."""
-        return traced_calls.read(self._copied(self._buffer, self._copy))
+        return traced_calls.read(self._copied(self._buffer, self._copy), self._world.memory.base)
 
     def word(self, offset: int) -> int:
         """A word of the heap as it is now."""

@@ -74,8 +74,8 @@ class TracedCalls:
     dropped: int
 
 
-def read(raw: bytes) -> TracedCalls:
-    """What is in a buffer."""
+def read(raw: bytes, heap: int) -> TracedCalls:
+    """What is in a buffer. `heap`: where the kernels' heap begins; words of calls are offsets in it."""
     head = TraceBuffer.from_buffer_copy(raw)
     kept = min(head.claimed, head.capacity)
     ring = (TracedCall * kept).from_buffer_copy(raw, _HEAD_BYTES) if kept else ()
@@ -84,6 +84,9 @@ def read(raw: bytes) -> TracedCalls:
     ended = [call for age, call in sorted(zip(ages, ring), key=lambda pair: -pair[0]) if age < kept and call.site]
     tables = (TracedCall * (2 * _WARPS)).from_buffer_copy(raw, _HEAD_BYTES + head.capacity * _CALL_BYTES)
     waits = sorted((call for call in tables if call.site and not call.end_ns), key=lambda call: call.begin_ns)
+    for call in (*ended, *waits):
+        if call.word != events.NO_WORD:
+            call.word -= heap  # modulo 2^64, as a thread may have written half of it
     return TracedCalls(_known(ended), _known(waits), head.claimed - kept)
 
 
