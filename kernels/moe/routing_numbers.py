@@ -13,7 +13,7 @@ import tilescale_net as tsn
 from tilescale_net.kernels.moe.wire_layout import BAD_EXPERT, NO_FAULT
 
 ALL_LANES = 0xFFFFFFFF
-AT_ONCE = 8  # words that a thread loads before it adds the first
+AT_ONCE = 24  # words that a thread loads before it adds the first, at most
 
 
 class Memory(NamedTuple):
@@ -139,27 +139,29 @@ def count_part(s, mem, shared, any_bad: T.Ref, block, thread):
 @tsn.macro
 def add_blocks(s, total: T.Ref, partial, bin, blocks):
     """total += what the first `blocks` blocks counted of a bin; several loads are under way before the first is added."""
-    some = T.alloc_local((AT_ONCE,), "int32")
-    for i in T.serial((blocks + AT_ONCE - 1) // AT_ONCE):
-        for b in T.unroll(AT_ONCE):
+    at_once = min(s.blocks, AT_ONCE)
+    some = T.alloc_local((at_once,), "int32")
+    for i in T.serial((blocks + at_once - 1) // at_once):
+        for b in T.unroll(at_once):
             some[b] = 0
-            if i * AT_ONCE + b < blocks:
-                some[b] = partial[i * AT_ONCE + b, bin]
-        for b in T.unroll(AT_ONCE):
+            if i * at_once + b < blocks:
+                some[b] = partial[i * at_once + b, bin]
+        for b in T.unroll(at_once):
             total = total + some[b]
 
 
 @tsn.macro
 def first_fault(s, partial, code: T.Ref, value: T.Ref):
     """code, value = what the first block found that found something wrong, unless `code` is a fault already."""
-    codes, values = T.alloc_local((AT_ONCE,), "int32"), T.alloc_local((AT_ONCE,), "int32")
-    for i in T.serial((s.blocks + AT_ONCE - 1) // AT_ONCE):
-        for b in T.unroll(AT_ONCE):
+    at_once = min(s.blocks, AT_ONCE)
+    codes, values = T.alloc_local((at_once,), "int32"), T.alloc_local((at_once,), "int32")
+    for i in T.serial((s.blocks + at_once - 1) // at_once):
+        for b in T.unroll(at_once):
             codes[b] = NO_FAULT
-            if i * AT_ONCE + b < s.blocks:
-                codes[b] = partial[i * AT_ONCE + b, s.counts.code]
-                values[b] = partial[i * AT_ONCE + b, s.counts.value]
-        for b in T.unroll(AT_ONCE):
+            if i * at_once + b < s.blocks:
+                codes[b] = partial[i * at_once + b, s.counts.code]
+                values[b] = partial[i * at_once + b, s.counts.value]
+        for b in T.unroll(at_once):
             if code == NO_FAULT and codes[b] != NO_FAULT:
                 code = codes[b]
                 value = values[b]

@@ -12,6 +12,7 @@ from tilescale_net.kernels.moe import routing_order as order
 from tilescale_net.kernels.moe.totals import Totals
 from tilescale_net.kernels.moe.wire_layout import NO_FAULT, NO_ROOM, Counts, align4, record_words
 
+WEIGHTS = 32  # that a thread holds at once
 BLOCK_SHARED = 227 * 1024  # bytes of shared memory that a block may use
 
 
@@ -90,39 +91,45 @@ class Sizes:
 def read_choices(s, mem, shared, first, mine: T.Ref, bad: T.Ref, any_bad: T.Ref, thread):
     """Fill `keys` from the choices of the block's `mine` tokens from token `first` on."""
     K, threads, experts, local = s.top_k, s.threads, s.experts, s.local
+    at_once = min(8, -(-s.cells // threads))
+    choice = T.alloc_local((at_once,), s.index_dtype)
+    counts = T.alloc_local((at_once,), "int32")  # not 0: its rank is not left out
     bad = 0
-    for i in T.serial((s.cells + threads - 1) // threads):
-        p = i * threads + thread
-        if p < s.cells:
-            key = T.alloc_var("int32")
-            key = -1
+    # A thread's loads are all on their way before it looks at the first.
+    for i in T.serial((s.cells + threads * at_once - 1) // (threads * at_once)):
+        for u in T.unroll(at_once):
+            p = (i * at_once + u) * threads + thread
+            choice[u] = -1
             if p < mine * K:
-                choice = T.alloc_var(s.index_dtype)
-                choice = mem.topk_idx[first + p // K, p % K]
-                if choice < -1 or choice >= experts:
-                    bad = 1
-                    shared.seen[0] = T.cast(choice, "int32")  # any of them will do
-                elif choice >= 0:
-                    if mem.active[T.cast(choice, "int32") // local] != 0:
-                        key = T.cast(choice, "int32")
-            shared.keys[0, p] = key
+                choice[u] = mem.topk_idx[first + p // K, p % K]
+        for u in T.unroll(at_once):
+            counts[u] = 0
+            if choice[u] < -1 or choice[u] >= experts:
+                bad = 1
+                shared.seen[0] = T.cast(choice[u], "int32")  # any of them will do
+            elif choice[u] >= 0:
+                counts[u] = mem.active[T.cast(choice[u], "int32") // local]
+        for u in T.unroll(at_once):
+            p = (i * at_once + u) * threads + thread
+            if p < s.cells:
+                shared.keys[0, p] = T.if_then_else(counts[u] != 0, T.cast(choice[u], "int32"), -1)
     any_bad = T.syncthreads_or(bad)
     for i in T.serial((s.cells + threads - 1) // threads):
         p = i * threads + thread
         if p < s.cells:
-            key = T.alloc_var("int32")
-            key = -1
+            of_rank = T.alloc_var("int32")
+            of_rank = -1
             if shared.keys[0, p] >= 0:
-                key = experts + shared.keys[0, p] // local
+                of_rank = experts + shared.keys[0, p] // local
                 for q in T.serial(p % K):
                     if (
                         shared.keys[0, p - p % K + q] >= 0
                         and shared.keys[0, p - p % K + q] // local == shared.keys[0, p] // local
                     ):
-                        key = -1
-            shared.keys[1, p] = key
+                        of_rank = -1
+            shared.keys[1, p] = of_rank
             if s.ordered:
-                order.find_first(s, shared, key, p)
+                order.find_first(s, shared, of_rank, p)
     T.sync_threads()
 
 
@@ -187,26 +194,46 @@ def refuse_or_go_on(s, mem, shared, mine: T.Ref, code: T.Ref, need: T.Ref, stop:
 @tsn.macro
 def write_records(s, mem, shared, first, mine: T.Ref, thread):
     """Write what this rank keeps of its rows, and the records that go with them."""
-    K, local, threads = s.top_k, s.local, s.threads
-    for i in T.serial((s.cells + threads - 1) // threads):
-        p = i * threads + thread
-        if p < mine * K:
-            if shared.keys[1, p] >= 0:
-                pe = shared.keys[1, p] - s.experts
-                j = shared.places[1, p]
-                t = first + p // K
-                mem.token_slot[t, pe] = order.number(s, j, shared.places, 2, p)
-                mem.send_token[pe, order.number(s, j, shared.places, 2, p)] = t
-                mem.send_row[pe, order.number(s, j, shared.places, 2, p)] = shared.places[0, p]
-                for k in T.unroll(K) if K <= 16 else T.serial(K):
-                    cell = p - p % K + k
-                    here = shared.keys[0, cell] >= 0 and shared.keys[0, cell] // local == pe
-                    mem.records_out[pe, j, k] = T.if_then_else(here, shared.places[0, cell], -1)
-                    mem.records_out[pe, j, K + k] = T.reinterpret(mem.topk_weights[t, k], "int32")
-                mem.records_out[pe, j, 2 * K] = t
-                if s.ordered:
-                    mem.records_out[pe, j, 2 * K + 1] = shared.places[2, p]
+    K, threads = s.top_k, s.threads
+    iterations = -(-s.cells // threads)
+    at_once = max(1, min(iterations, WEIGHTS // K))
+    weight = T.alloc_local((at_once * K,), "float32") if K <= WEIGHTS else None
+    for i in T.serial((iterations + at_once - 1) // at_once):
+        # The weights are all on their way before the first is stored.
+        if K <= WEIGHTS:
+            for u in T.unroll(at_once):
+                p = (i * at_once + u) * threads + thread
+                if p < mine * K:
+                    if shared.keys[1, p] >= 0:
+                        for k in T.unroll(K):
+                            weight[u * K + k] = mem.topk_weights[first + p // K, k]
+        for u in T.unroll(at_once):
+            p = (i * at_once + u) * threads + thread
+            if p < mine * K:
+                if shared.keys[1, p] >= 0:
+                    write_record(s, mem, shared, first, p, weight, u * K)
     T.sync_threads()
+
+
+@tsn.macro
+def write_record(s, mem, shared, first, p, weight, at):
+    """Write the record of the row of choice `p`; its token's weights are in `weight`, if there is one, from `at` on."""
+    K, local = s.top_k, s.local
+    pe = shared.keys[1, p] - s.experts
+    j = shared.places[1, p]
+    t = first + p // K
+    mem.token_slot[t, pe] = order.number(s, j, shared.places, 2, p)
+    mem.send_token[pe, order.number(s, j, shared.places, 2, p)] = t
+    mem.send_row[pe, order.number(s, j, shared.places, 2, p)] = shared.places[0, p]
+    for k in T.unroll(K) if K <= WEIGHTS else T.serial(K):
+        cell = p - p % K + k
+        here = shared.keys[0, cell] >= 0 and shared.keys[0, cell] // local == pe
+        mem.records_out[pe, j, k] = T.if_then_else(here, shared.places[0, cell], -1)
+        value = weight[at + k] if K <= WEIGHTS else mem.topk_weights[t, k]
+        mem.records_out[pe, j, K + k] = T.reinterpret(value, "int32")
+    mem.records_out[pe, j, 2 * K] = t
+    if s.ordered:
+        mem.records_out[pe, j, 2 * K + 1] = shared.places[2, p]
 
 
 @tsn.macro
@@ -222,10 +249,10 @@ def send_records(s, mem, shared, me, stop: T.Ref, block, thread):
     T.sync_threads()
     if thread < s.ranks:
         if mem.active[thread] != 0:
-            N.fence(thread)
             N.signal(
-                mem.records_ready[me], T.if_then_else(block == 0, 1 + s.absent, 1) if s.absent else 1, thread, op="add"
-            )
+                mem.records_ready[me], T.if_then_else(block == 0, 1 + s.absent, 1) if s.absent else 1, thread, op="add",
+                fence=True,
+            )  # fmt: skip
 
 
 @tsn.macro
@@ -299,6 +326,8 @@ def keep_records(s, mem, shared, me, block, thread):
     K, at_once, stride = s.top_k, 4, s.blocks * s.threads
     row = T.alloc_local((at_once,), "int32")
     weight = T.alloc_local((at_once,), "int32")
+    token = T.alloc_local((at_once,), "int32")
+    place = T.alloc_local((at_once,), "int32")
     base = T.alloc_var("int32")
     base = 0
     n = T.alloc_var("int32")
@@ -311,14 +340,16 @@ def keep_records(s, mem, shared, me, block, thread):
                 if p < n * K:
                     row[u] = mem.records_in[r, p // K, p % K]
                     weight[u] = mem.records_in[r, p // K, K + p % K]
+                    token[u] = mem.records_in[r, p // K, 2 * K]
+                    place[u] = order.number(s, p // K, mem.records_in, r, p // K, 2 * K + 1)
             for u in T.unroll(at_once):
                 p = ((i * at_once + u) * s.blocks + block) * s.threads + thread
                 if p < n * K:
-                    j = order.number(s, p // K, mem.records_in, r, p // K, 2 * K + 1)
+                    j = place[u]
                     mem.records[r, j, p % K] = row[u]
                     mem.records[r, j, K + p % K] = weight[u]
                     if p % K == 0:
-                        mem.records[r, j, 2 * K] = mem.records_in[r, p // K, 2 * K]
+                        mem.records[r, j, 2 * K] = token[u]
                     if row[u] >= 0 and row[u] < s.capacity:
                         mem.row_index[row[u]] = base + j
                         mem.row_weight[row[u]] = T.reinterpret(weight[u], "float32")
