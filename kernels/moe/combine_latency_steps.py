@@ -177,8 +177,7 @@ def signal_part(arrived, slot: T.Ref, part: T.Ref, call: T.Ref, pe: T.Ref, lane)
     """Signal to `pe` that a part, put by this warp, is there."""
     T.sync_warp()
     if lane == 0:
-        N.fence(pe)
-        N.signal(arrived[slot, part], call, pe)
+        N.signal(arrived[slot, part], call, pe, fence=True)
 
 
 @tsn.macro

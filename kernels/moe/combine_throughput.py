@@ -197,8 +197,7 @@ def combine_throughput(
                             steps.send_proxied(s, mem, places, taken, slot, lane)
                         T.sync_warp()
                         if lane == 0:
-                            N.fence(peer)
-                            N.signal(arrived[me, c], call, peer)
+                            N.signal(arrived[me, c], call, peer, fence=True)
                     ticket = T.shfl_sync(ahead, 0)
                 T.sync_threads()
                 handshake.count_sender(done, active, me, thread, R)

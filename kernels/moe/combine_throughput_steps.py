@@ -272,8 +272,7 @@ def send_finished(s, mem, places, tickets, now, ahead: T.Ref, ticket: T.Ref, pee
                 send_row(s, at_peer, slot + q, mem.own, peer, c * s.chunk + q, places.base[peer], lane)
             T.sync_warp()
             if lane == 0:
-                N.fence(peer)
-                N.signal(mem.arrived[now.me, c], now.call, peer)
+                N.signal(mem.arrived[now.me, c], now.call, peer, fence=True)
         ticket = T.shfl_sync(ahead, 0)
 
 

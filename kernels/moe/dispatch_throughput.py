@@ -104,8 +104,7 @@ def signal_chunk(arrived, me, c, call, pe, lane):
     """Signal to `pe` that a chunk, put by this warp, is there."""
     T.sync_warp()
     if lane == 0:
-        N.fence(pe)
-        N.signal(arrived[me, c], call, pe)
+        N.signal(arrived[me, c], call, pe, fence=True)
 
 
 @tsn.macro

@@ -150,8 +150,7 @@ def count_sender(done, active, me: T.Ref, thread, ranks):
     """Signal to every rank, by a thread each, that one more block of this rank has sent all."""
     if thread < ranks:
         if active[thread] != 0:
-            N.fence(thread)
-            N.signal(done[me], 1, thread, op="add")
+            N.signal(done[me], 1, thread, op="add", fence=True)
 
 
 @tsn.macro

@@ -41,8 +41,7 @@ def _signal(arrived, row: T.Ref, c: T.Ref, call: T.Ref, pe: T.Ref, lane):
     """Signal to `pe` that a chunk, put by this warp, is there."""
     T.sync_warp()
     if lane == 0:
-        N.fence(pe)
-        N.signal(arrived[row, c], call, pe)
+        N.signal(arrived[row, c], call, pe, fence=True)
 
 
 @tsn.macro

@@ -130,8 +130,7 @@ def _tell_gateway(mem, tables, b: T.Ref, rows: T.Ref, begin: T.Ref, gateway: T.R
         N.put_warp(mem.heads_in[slot, 0], mem.heads_out[b, 0], gateway, count=at.head_words)
         T.sync_warp()
         if thread == 0:
-            N.fence(gateway)
-            N.signal(mem.told[slot], call, gateway)
+            N.signal(mem.told[slot], call, gateway, fence=True)
 
 
 @tsn.macro

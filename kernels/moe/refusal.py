@@ -31,8 +31,7 @@ def end_refused(of, ends, tickets, me, call: T.Ref, thread):
     T.sync_threads()
     if thread < of.ranks:
         if ends.active[thread] != 0:
-            N.fence(thread)
-            N.signal(ends.done[me], of.senders, thread, op="add")
+            N.signal(ends.done[me], of.senders, thread, op="add", fence=True)
             N.wait(ends.done[thread], "ge", call * T.uint64(of.senders))
     if thread < 2:
         tickets[1 - T.cast(call % T.uint64(2), "int32"), thread] = 0

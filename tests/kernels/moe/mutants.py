@@ -32,13 +32,13 @@ MUTANTS = {
         ROW,
     ),
     "dispatch without wait for rows": ("dispatch_throughput", 'N.wait_warp(arrived[peer, c], "ge", call)', EXPERT),
-    "dispatch without fence": ("dispatch_throughput", "N.fence(pe)", EXPERT),
+    "dispatch without fence": ("dispatch_throughput", ", fence=True", EXPERT),
     "combine without wait for rows": (
         "combine_throughput",
         'N.wait(mem.arrived[peer, slot // size], "ge", now.call)',
         EXPERT,
     ),
-    "combine without fence": ("combine_throughput", "N.fence(peer)", RANK),
+    "combine without fence": ("combine_throughput", ", fence=True", RANK),
     "weights without wait": ("exchange_weights", 'N.wait_block(sent[parity * R + peer], "ge", call)', WEIGHTS),
     "latency without wait for messages": ("dispatch_latency", 'N.wait_warp(arrived[place], "ge", call)', LATENCY),
 }
