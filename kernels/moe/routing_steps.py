@@ -197,7 +197,7 @@ def write_records(s, mem, shared, first, mine: T.Ref, thread):
     K, threads = s.top_k, s.threads
     iterations = -(-s.cells // threads)
     at_once = max(1, min(iterations, WEIGHTS // K))
-    weight = T.alloc_local((at_once * K,), "float32") if K <= WEIGHTS else None
+    weight = T.alloc_local((at_once * K if K <= WEIGHTS else 1,), "float32")
     for i in T.serial((iterations + at_once - 1) // at_once):
         # The weights are all on their way before the first is stored.
         if K <= WEIGHTS:
@@ -217,7 +217,8 @@ def write_records(s, mem, shared, first, mine: T.Ref, thread):
 
 @tsn.macro
 def write_record(s, mem, shared, first, p, weight, at):
-    """Write the record of the row of choice `p`; its token's weights are in `weight`, if there is one, from `at` on."""
+    """Write the record of the row of choice `p`; its token's weights are in `weight` from `at` on, if there are up to
+    WEIGHTS."""
     K, local = s.top_k, s.local
     pe = shared.keys[1, p] - s.experts
     j = shared.places[1, p]
