@@ -97,7 +97,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
         ("no wait", 0): NO_ROW,
         ("no sync_threads", 0): NO_ROW,
         ("no sync_threads", 1): NO_ROW,
-        ("no fence", 0): QUIET,
+        ("no fence of signal", 0): QUIET,
         ("no wait", 1): OVERTAKEN,
         ("no sync_threads", 2): LAST,
         ("no sync_threads", 3): NO_ROW,
