@@ -74,7 +74,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "moe/combine_throughput_steps": {
         ("no sync_warp", 0): BEGINS,
         ("no sync_warp", 1): NOTHING_LEFT,
-        ("no fence", 0): NOTHING_LEFT,
+        ("no fence of signal", 0): NOTHING_LEFT,
     },
     "moe/dispatch_latency_steps": {("sem of st", 0): FAULTS},
     "moe/dispatch_latency": {("no sync_threads", 1): LAST},
