@@ -54,7 +54,7 @@ Known join(const Known& a, const Known& b) {
   return out;
 }
 
-bool raise(Known& known, const Clock& entries) {
+bool join_in_place(Known& known, const Clock& entries) {
   bool of_warp = false;
   for (const auto& entry : entries) {
     if (epoch_of(known, entry.first) >= entry.second) continue;

@@ -50,9 +50,9 @@ uint32_t epoch_of(const Known& known, Key key); // 0: none
 // Up to which epoch all is known that the rank has done, its puts aside.
 uint32_t rank_known(const Known& known, int rank);
 Known join(const Known& a, const Known& b);
-// Adds the entries to what is known, in its place where nobody else holds it. Returns whether more is known of a whole
-// warp's steps: then entries of its lanes may have become superfluous.
-bool raise(Known& known, const Clock& entries);
+// The same of a few entries, in its place where nobody else holds it. Returns whether more is known of a whole warp's
+// steps: then entries of its lanes may have become superfluous.
+bool join_in_place(Known& known, const Clock& entries);
 // Up to which epoch what the lane has done is known.
 uint32_t steps_known(const Known& known, int rank, uint32_t warp, unsigned lane);
 // Without what is said of a lane and known of its whole warp.

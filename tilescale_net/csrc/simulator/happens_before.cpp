@@ -93,8 +93,7 @@ Clock HappensBefore::own_steps(uint32_t warp, const State& state, unsigned lane)
 }
 
 Known HappensBefore::with_own(uint32_t warp, const State& state, unsigned lane) const {
-  const Known& known = lanes_ ? known_to(state, lane) : state.known;
-  return join(known, std::make_shared<Clock>(own_steps(warp, state, lane)));
+  return join(known_to(state, lane), std::make_shared<Clock>(own_steps(warp, state, lane)));
 }
 
 Known HappensBefore::join_again(const Known& a, const Known& b) {

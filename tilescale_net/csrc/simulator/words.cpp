@@ -23,7 +23,7 @@ void HappensBefore::Left::learn(const Known& more, const Clock& own) {
   const bool told = latest == more || covers(known, more);
   if (!told) known = join(known, more);
   latest = more;
-  if (raise(known, own) || !told) known = without_lanes(known);
+  if (join_in_place(known, own) || !told) known = without_lanes(known);
 }
 
 Known HappensBefore::Word::told(uint32_t block, MemScope scope) const {
@@ -79,10 +79,10 @@ void HappensBefore::release(uint32_t warp, unsigned lane, const void* address, O
   const uint32_t block = warp / warps_per_block_;
   const auto tell = [&](const Known& known, const Clock& own, MemScope to) {
     words_[address].learn(known, own, block, to);
-    if (shared && to == MemScope::sys) signalled_ = join(signalled_, known), raise(signalled_, own);
+    if (shared && to == MemScope::sys) signalled_ = join(signalled_, known), join_in_place(signalled_, own);
   };
   const State& state = at(warp);
-  if (ordering.releases) return tell(lanes_ ? known_to(state, lane) : state.known, own_steps(warp, state, lane), scope);
+  if (ordering.releases) return tell(known_to(state, lane), own_steps(warp, state, lane), scope);
   const auto it = beside_.find(thread_key(warp, lane));
   if (it == beside_.end()) return;
   for (const MemScope fence : {MemScope::cta, MemScope::gpu, MemScope::sys})
