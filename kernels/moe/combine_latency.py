@@ -134,7 +134,7 @@ def combine_latency(
                         if direct != 0:
                             at_peer = mem.slots.at(peer, quantised)
                             steps.send_part(s, at_peer, place, mem.own, source, part * size, end, lane)
-                            steps.signal_part(arrived, place, part, call, peer, lane)
+                            N.signal_warp(arrived[place, part], call, peer)
                         elif proxied:
                             there = (parity * R + peer) * M + slot
                             steps.send_proxied(s, mem, source, there, place, part, end, call, peer, lane)

@@ -173,14 +173,6 @@ def send_part(s, dst, dst_row, own, src, begin, end, lane):
 
 
 @tsn.macro
-def signal_part(arrived, slot: T.Ref, part: T.Ref, call: T.Ref, pe: T.Ref, lane):
-    """Signal to `pe` that a part, put by this warp, is there."""
-    T.sync_warp()
-    if lane == 0:
-        N.signal(arrived[slot, part], call, pe, fence=True)
-
-
-@tsn.macro
 def put_part(s, mem, there, slot: T.Ref, part: T.Ref, end: T.Ref, call: T.Ref, peer: T.Ref, lane):
     """Put a part of row `there` of staging memory to row `slot` of a rank of another node, with its signal."""
     size, width = s.size, s.width
@@ -195,7 +187,7 @@ def put_part(s, mem, there, slot: T.Ref, part: T.Ref, end: T.Ref, call: T.Ref, p
             peer,
             count=(end - part * size) * width,
         )
-        signal_part(mem.arrived, slot, part, call, peer, lane)
+        N.signal_warp(mem.arrived[slot, part], call, peer)
     else:
         N.put_signal_warp(
             mem.slots.rows[slot, part * size * width], mem.staged.rows[there, part * size * width], peer,

@@ -195,9 +195,7 @@ def combine_throughput(
                             steps.send_direct(s, mem, places, taken, slot, lane)
                         elif proxied:
                             steps.send_proxied(s, mem, places, taken, slot, lane)
-                        T.sync_warp()
-                        if lane == 0:
-                            N.signal(arrived[me, c], call, peer, fence=True)
+                        N.signal_warp(arrived[me, c], call, peer)
                     ticket = T.shfl_sync(ahead, 0)
                 T.sync_threads()
                 handshake.count_sender(done, active, me, thread, R)

@@ -270,9 +270,7 @@ def send_finished(s, mem, places, tickets, now, ahead: T.Ref, ticket: T.Ref, pee
             at_peer = mem.slots.at(s, peer)
             for q in T.serial(n):
                 send_row(s, at_peer, slot + q, mem.own, peer, c * s.chunk + q, places.base[peer], lane)
-            T.sync_warp()
-            if lane == 0:
-                N.signal(mem.arrived[now.me, c], now.call, peer, fence=True)
+            N.signal_warp(mem.arrived[now.me, c], now.call, peer)
         ticket = T.shfl_sync(ahead, 0)
 
 

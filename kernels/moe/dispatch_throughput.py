@@ -100,14 +100,6 @@ class Places(NamedTuple):
 
 
 @tsn.macro
-def signal_chunk(arrived, me, c, call, pe, lane):
-    """Signal to `pe` that a chunk, put by this warp, is there."""
-    T.sync_warp()
-    if lane == 0:
-        N.signal(arrived[me, c], call, pe, fence=True)
-
-
-@tsn.macro
 def put_row(s, dst, row: T.Ref, src, token: T.Ref, pe: T.Ref):
     """Put row `token` of `src` with its scales to row `row` of `dst` at `pe`."""
     N.put_warp(dst.rows[row, 0], src.rows[token, 0], pe, count=s.row_words, unroll=s.unroll)
@@ -326,13 +318,13 @@ def dispatch_throughput(
                         n = T.min(chunk, sent[peer] - c * chunk)
                         send_direct(s, mem, places, taken, j, row, token)
                         if not s.by_rank:
-                            signal_chunk(arrived, me, c, call, peer, lane)
+                            N.signal_warp(arrived[me, c], call, peer)
                     if proxied:
                         if direct == 0 and c * proxied_chunk < sent[peer]:
                             n = T.min(proxied_chunk, sent[peer] - c * proxied_chunk)
                             _send_proxied(s, mem, places, taken, slot, row, token, lane)
                             if not s.by_rank:
-                                signal_chunk(arrived, me, c, call, peer, lane)
+                                N.signal_warp(arrived[me, c], call, peer)
                     ticket = T.shfl_sync(ahead, 0)
                 T.sync_threads()
                 handshake.count_sender(done, active, me, thread, R)

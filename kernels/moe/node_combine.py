@@ -37,14 +37,6 @@ class _Served(NamedTuple):
 
 
 @tsn.macro
-def _signal(arrived, row: T.Ref, c: T.Ref, call: T.Ref, pe: T.Ref, lane):
-    """Signal to `pe` that a chunk, put by this warp, is there."""
-    T.sync_warp()
-    if lane == 0:
-        N.signal(arrived[row, c], call, pe, fence=True)
-
-
-@tsn.macro
 def _offer(summed, row: T.Ref, c: T.Ref, call: T.Ref, me: T.Ref, gateway: T.Ref, lane):
     """Signal to `gateway` that a chunk, kept by this warp in its own memory, may be read."""
     T.sync_warp()
@@ -73,7 +65,7 @@ def _send_chunk(s, mem, tables, places, now, chunk, target: T.Ref, row: T.Ref, f
         row = tables.map[at.carrier_slot + chunk.peer] * at.size + now.me % at.size
         _offer(mem.summed, row, chunk.c, now.call, now.me, target, lane)
     else:
-        _signal(mem.arrived, now.mine, chunk.c, now.call, target, lane)
+        N.signal_warp(mem.arrived[now.mine, chunk.c], now.call, target)
 
 
 @tsn.macro
@@ -273,7 +265,7 @@ def combine_nodes(
                             n = T.min(proxied_chunk, node_plan[plan.head(k, 0)] - c * proxied_chunk)
                             gateway = T.if_then_else(node < peer // L, node, node + L - 1)  # this node, as an origin
                             _send_back(s, mem, tables, work_of_node, now, served, i, row, slot, total, lane)
-                            _signal(arrived, gateway, c, call, peer, lane)
+                            N.signal_warp(arrived[gateway, c], call, peer)
                     ticket = T.shfl_sync(ahead, 0)
                 T.sync_threads()
                 handshake.count_sender(done, active, me, thread, R)

@@ -52,7 +52,7 @@ def _send_part(s, mem, tables, now, peer: T.Ref, slot: T.Ref, part: T.Ref, end: 
         here = mem.slots.at(peer, s.quantised)
         place = (now.parity * at.origins + now.me // at.size + now.me % at.size) * M + slot
         steps.send_part(s, here, place, mem.own, source, part * size, end, lane)
-        steps.signal_part(mem.arrived, place, part, now.call, peer, lane)
+        N.signal_warp(mem.arrived[place, part], now.call, peer)
     else:
         target = tables.map[at.carrier + peer]
         place = (now.parity * at.slots + tables.map[at.carrier_slot + peer]) * M + tables.words[
@@ -61,7 +61,7 @@ def _send_part(s, mem, tables, now, peer: T.Ref, slot: T.Ref, part: T.Ref, end: 
         place = place * at.size + now.me % at.size
         there = Rows(N.remote(mem.gathered, target), None)
         steps.send_part(s.unquantised, there, place, mem.own, source, part * size, end, lane)
-        steps.signal_part(mem.summed, place, part, now.call, target, lane)
+        N.signal_warp(mem.summed[place, part], now.call, target)
 
 
 @tsn.macro

@@ -22,7 +22,6 @@ from tilescale_net.kernels.moe.dispatch_throughput import (
     put_staged,
     receive_row,
     send_direct,
-    signal_chunk,
     stage,
 )
 from tilescale_net.kernels.moe.node_layout import NodeNow, NodePlan, Nodes, NodeTables
@@ -71,7 +70,7 @@ def _send_to_node(s, mem, tables, now, chunk, slot: T.Ref, row: T.Ref, token: T.
     row = tables.map[at.gateway_slot + chunk.b] * s.max_tokens + chunk.c * s.proxied_chunk
     put_staged(s, mem.relayed, row, mem.staged, slot, peer, chunk.n)
     row = tables.map[at.gateway_slot + chunk.b]
-    signal_chunk(mem.came, row, chunk.c, now.call, peer, lane)
+    N.signal_warp(mem.came[row, chunk.c], now.call, peer)
 
 
 @tsn.macro
@@ -93,7 +92,7 @@ def _pass_on(s, mem, tables, call: T.Ref, chunk, j: T.Ref, row: T.Ref, slot: T.R
             row = tables.words[plan.head(chunk.k, 2 + 2 * chunk.r)] + j
         put_row(s, mem.out if s.in_place else mem.arrival, row, mem.relayed, slot, chunk.peer)
     if not s.by_rank:
-        signal_chunk(mem.arrived, chunk.source, chunk.c, call, chunk.peer, lane)
+        N.signal_warp(mem.arrived[chunk.source, chunk.c], call, chunk.peer)
 
 
 @tsn.jit(name="moe::dispatch_nodes", pass_configs=EXPLICIT_SYNC)
@@ -230,7 +229,7 @@ def dispatch_nodes(
                             n = T.min(chunk, sent[peer] - c * chunk)
                             send_direct(s, mem, places, taken, j, row, token)
                             if not s.by_rank:
-                                signal_chunk(arrived, me, c, call, peer, lane)
+                                N.signal_warp(arrived[me, c], call, peer)
                     else:
                         c = (ticket - to_nodes - to_ranks) // (S * L)
                         k = (ticket - to_nodes - to_ranks) // L % S

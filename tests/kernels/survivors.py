@@ -66,15 +66,14 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "fused/matmul_all_reduce": {("no quiet", 0): NOTHING_LEFT},
     "fused/matmul_reduce_scatter": {("no quiet", 0): ON_GPUS},
     "moe/combine_latency": {("no sync_threads", 0): LAST},
-    "moe/combine_latency_steps": {("no sync_warp", 1): BEGINS},
+    "moe/combine_latency_steps": {("no sync_warp", 0): BEGINS},
     "moe/combine_throughput": {
         ("no sync_threads", 1): CHUNKS,
         ("no sync_threads", 2): LAST,
     },
     "moe/combine_throughput_steps": {
         ("no sync_warp", 0): BEGINS,
-        ("no sync_warp", 1): NOTHING_LEFT,
-        ("no fence of signal", 0): NOTHING_LEFT,
+        ("no fence of signal_warp", 0): NOTHING_LEFT,
     },
     "moe/dispatch_latency_steps": {("sem of st", 0): FAULTS},
     "moe/dispatch_latency": {("no sync_threads", 1): LAST},
@@ -82,7 +81,7 @@ KNOWN: dict[str, dict[tuple[str, int], str]] = {
     "moe/exchange_weights": {("no sync_threads", 2): WAITED, ("no quiet", 0): NEXT_CALL},
     "moe/handshake": {("no quiet", 1): NEXT_CALL, ("no wait", 2): TIMED},
     "moe/node_combine": {
-        ("no sync_warp", 3): BEGINS,
+        ("no sync_warp", 2): BEGINS,
         ("no sync_threads", 1): CHUNKS,
         ("no sync_threads", 2): LAST,
     },

@@ -1,7 +1,7 @@
 """Kernels of mixture of experts without a line of their synchronisation, and what must fail then.
 
 A file of tests may have `MUTANTS` of its own, with what is here: for each its name, the kernel's file, the text to leave
-out, and a case: function of test_rounds.py, options of the AllToAll, and how it is used.
+out (or that and what takes its place), and a case: function of test_rounds.py, options of the AllToAll, and how it is used.
 """
 
 import importlib.util
@@ -19,6 +19,13 @@ RANK = (rounds, dict(layout="rank", tuning=TUNING), dict(again=True))
 LATENCY = (rounds, dict(mode="latency", tuning=TUNING), dict())
 WEIGHTS = (weights_at_combine, dict(mode="latency", tuning=TUNING), dict())
 ROW = (in_a_row, dict(tuning=TUNING), dict())
+
+
+def unfenced(signal: str) -> tuple[str, str]:
+    """A call of `signal_warp`, and the same without a fence."""
+    return signal, signal.removesuffix(")") + ", fence=False)"
+
+
 # file, text to leave out, and the test that must fail with its options
 MUTANTS = {
     "plan without wait for records": (
@@ -32,16 +39,25 @@ MUTANTS = {
         ROW,
     ),
     "dispatch without wait for rows": ("dispatch_throughput", 'N.wait_warp(arrived[peer, c], "ge", call)', EXPERT),
-    "dispatch without fence": ("dispatch_throughput", ", fence=True", EXPERT),
+    "dispatch without fence": ("dispatch_throughput", unfenced("N.signal_warp(arrived[me, c], call, peer)"), EXPERT),
     "combine without wait for rows": (
         "combine_throughput",
         'N.wait(mem.arrived[peer, slot // size], "ge", now.call)',
         EXPERT,
     ),
-    "combine without fence": ("combine_throughput", ", fence=True", RANK),
+    "combine without fence": ("combine_throughput", unfenced("N.signal_warp(arrived[me, c], call, peer)"), RANK),
     "weights without wait": ("exchange_weights", 'N.wait_block(sent[parity * R + peer], "ge", call)', WEIGHTS),
     "latency without wait for messages": ("dispatch_latency", 'N.wait_warp(arrived[place], "ge", call)', LATENCY),
 }
+
+
+def mutant(source: str, text: str | tuple[str, str]) -> str:
+    """The kernel's file with its text left out, or with what takes its place; each time that the latter is there."""
+    if isinstance(text, tuple):
+        assert text[0] in source, f"the text to replace is not there: {text[0]}"
+        return source.replace(*text)
+    assert source.count(text) == 1, f"the text to leave out is there {source.count(text)} times: {text}"
+    return source.replace(text, "pass")
 
 
 def run(module: str, path: str, seed: int, test, options: dict, how: dict) -> None:

@@ -53,7 +53,11 @@ MUTANTS = {
         'N.wait(mem.summed[k * at.size + g * 32 + lane, place // s.chunk], "ge", call)',
         mutants.RANK,
     ),
-    "gateway sums without fence": ("node_combine", ", fence=True", mutants.RANK),
+    "gateway sums without fence": (
+        "node_combine",
+        mutants.unfenced("N.signal_warp(arrived[gateway, c], call, peer)"),
+        mutants.RANK,
+    ),
     "rows for a gateway without quiet": ("node_combine", "N.quiet(me)", mutants.RANK),
     "gateway without what sources said": ("node_routing", 'N.wait_block(told[b], "ge", call)', mutants.RANK),
 }
