@@ -8,7 +8,7 @@ import tilescale_net.language as N
 from tests import ranks
 from tilescale_net.runtime import simulator
 
-PUT, PUT_SIGNAL, VIEW, FENCE, QUIET, TELL, TELL_AFTER_FENCE, TAKE, TAKE_TOLD = range(9)
+PUT, PUT_SIGNAL, VIEW, FENCE, QUIET, TELL, TELL_AFTER_FENCE, TAKE, TAKE_TOLD, READ, WRITE, HOST_READ = range(12)
 
 
 @tsn.jit
@@ -47,6 +47,18 @@ def step():
     return main
 
 
+@tsn.jit
+def copy():
+    """Kernel `(dst, src)`, which calls no primitive."""
+
+    @T.prim_func
+    def main(dst: T.Tensor((64,), "float32"), src: T.Tensor((64,), "float32")):
+        with T.Kernel(1, threads=64):
+            dst[T.get_thread_binding()] = src[T.get_thread_binding()]
+
+    return main
+
+
 WRONG = [(PUT, TELL, TAKE), (PUT_SIGNAL, TELL, TAKE), (VIEW, TELL, TAKE), (PUT, TELL, TELL, TAKE)]
 RIGHT = [
     (PUT, TELL_AFTER_FENCE, TAKE),
@@ -75,7 +87,12 @@ def _reported(cases, seeds):
             tsn.barrier()
             with simulator.schedule(seed):
                 for what in case:
-                    kernel(what, x, y, flag, call, out)
+                    if what in (READ, WRITE):
+                        copy()(*((out, y) if what == READ else (x, out)))
+                    elif what == HOST_READ:
+                        x.sum()
+                    else:
+                        kernel(what, x, y, flag, call, out)
             said += reports[:1]
             reports.clear()
         found.append(said)
@@ -91,3 +108,27 @@ def test_a_put_of_the_launch_before_is_not_ordered_by_a_signal_without_a_fence()
         said = [text for outcome in outcomes for text in outcome[i]]
         assert len(said) >= len(seeds) if case in WRONG or case is twice else not said, (case, said)
         assert all("a load of " in text for text in said), said
+
+
+def test_kernels_that_call_no_primitive_take_part():
+    """What a plain kernel reads may not have come yet, and what it writes may not have been sent."""
+    wrong = [
+        (PUT, TELL_AFTER_FENCE, READ),
+        (PUT_SIGNAL, WRITE),
+        (PUT, TELL_AFTER_FENCE, TAKE, WRITE),
+        (PUT, HOST_READ, WRITE),  # both read the source, and the put may be the later one
+    ]
+    right = [
+        (PUT, TELL_AFTER_FENCE, TAKE, READ),
+        (PUT_SIGNAL, TELL, TAKE_TOLD, READ),
+        (PUT, QUIET, WRITE),
+        (PUT, QUIET, HOST_READ, WRITE),
+        (READ, WRITE),
+    ]
+    seeds = range(3)
+    outcomes = ranks.run(2, _reported, [*wrong, *right], seeds, env={"TSN_SIM_RACES": "1"})
+    for i, case in enumerate([*wrong, *right]):
+        said = [text for outcome in outcomes for text in outcome[i]]
+        assert len(said) >= len(seeds) if case in wrong else not said, (case, said)
+        if case in wrong[1:]:
+            assert all("kernel copy" in text and "a store to " in text for text in said), said

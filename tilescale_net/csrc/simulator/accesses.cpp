@@ -68,23 +68,23 @@ bool HappensBefore::is_benign(uint64_t offset) const {
 
 // Whole granules only: a neighbour's bytes may share the first and the last one.
 void HappensBefore::look(int rank, bool of_stores, uint64_t offset, uint64_t bytes, const Actor& actor, Stamp mark,
-                         Found* found) {
+                         Found* found, bool keep) {
   Stamp* stamps = of_stores ? memory_->stores(rank) : memory_->loads(rank);
   Site* sites = of_stores ? memory_->store_sites(rank) : memory_->load_sites(rank);
   const Site own = site_of(actor);
   Stamp before = 0;
+  bool is_ordered = true; // that one
   const uint64_t last = (offset + bytes) / 4;
   for (uint64_t i = (offset + 3) / 4; i < last; ++i) {
     const Stamp stamp = read(stamps[i]);
     const Site site = sites[i];
-    if (mark) write(stamps[i], mark), sites[i] = own;
-    if (stamp == before) {
-      if (found && found->stamp && found->stamp == stamp && found->end == i * 4) found->end += 4;
-      continue;
-    }
+    const bool again = stamp == before;
+    if (!again && (found || keep)) is_ordered = ordered(stamp, actor.warp, actor.lane());
     before = stamp;
-    if (found && !found->stamp && !ordered(stamp, actor.warp, actor.lane()) && !is_benign(i * 4))
-      *found = {stamp, of_stores, i * 4, i * 4 + 4, site};
+    if (mark && (is_ordered || !keep)) write(stamps[i], mark), sites[i] = own;
+    if (!found || is_ordered) continue;
+    if (again && found->stamp == stamp && found->end == i * 4) found->end += 4;
+    else if (!found->stamp && !is_benign(i * 4)) *found = {stamp, of_stores, i * 4, i * 4 + 4, site};
   }
 }
 
@@ -132,7 +132,7 @@ std::string HappensBefore::viewed(const Actor& actor, const void* address, uint6
   if (found.stamp && touch_of(found.stamp) == Touch::put && rank_of_stamp(found.stamp) == memory_->me &&
       memory_->find(memory_->me, found.stamp >> 8, &t) && t.warp == actor.warp)
     found = {};
-  look(pe, false, offset, bytes, actor, store ? 0 : mark, store ? &found : nullptr);
+  look(pe, false, offset, bytes, actor, store ? 0 : mark, store ? &found : nullptr, true);
   if (!found.stamp) return "";
   return race(actor, plain_access(actor, store, name), found, pe, store ? Change::store : Change::none);
 }
@@ -242,7 +242,7 @@ std::string HappensBefore::host(uint64_t offset, uint64_t bytes, bool store, con
   const Actor host{kHostWarp, 0, 0, -1};
   look(memory_->me, true, offset, bytes, host, store ? mark : 0, &found);
   if (is_signal(found.stamp)) found = {}; // the host may look at words, and set them anew
-  look(memory_->me, false, offset, bytes, host, store ? 0 : mark, store ? &found : nullptr);
+  look(memory_->me, false, offset, bytes, host, store ? 0 : mark, store ? &found : nullptr, true);
   if (!found.stamp) return "";
   return race(host, std::string(name) + (store ? " writes" : " reads"), found, memory_->me,
               store ? Change::own : Change::none);

@@ -187,8 +187,10 @@ private:
   std::string got(const Actor& actor, const Event& event, const Call& call, Stamp source);
   bool ordered(Stamp stamp, uint32_t warp, unsigned lane);
   bool is_benign(uint64_t offset) const;
-  // Looks at the stamps of a range of a rank's heap, and leaves `mark` there unless it is 0.
-  void look(int rank, bool stores, uint64_t offset, uint64_t bytes, const Actor& actor, Stamp mark, Found* found);
+  // Looks at the stamps of a range of a rank's heap, and leaves `mark` there unless it is 0. `keep`: not where the
+  // access before is not ordered, such as a put that still reads its source: a later store is to find that one.
+  void look(int rank, bool stores, uint64_t offset, uint64_t bytes, const Actor& actor, Stamp mark, Found* found,
+            bool keep = false);
   std::string race(const Actor& actor, const std::string& what, const Found& found, int owner, Change change);
   Site site_of(const Actor& actor) const;
   // A plain access, in words.
