@@ -28,6 +28,7 @@ def sides(args, m: int, blocks: int | None, group) -> Sides:
 
     import tilescale_net as tsn
     from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
+    from tilescale_net.kernels.fused.all_gather_matmul_pipelined import PipelinedAllGatherMatmul
 
     rows = m // tsn.size()
     mine = operands(args, rows)
@@ -38,9 +39,12 @@ def sides(args, m: int, blocks: int | None, group) -> Sides:
     everyone = Operands(gathered(mine.x, group), mine.w, *scales)
     out, whole = (torch.empty((m, args.n), dtype=torch.bfloat16, device=x.device) for _ in range(2))
     op = AllGatherMatmul(rows, args.k, args.n, **options_of(args, "all_gather_matmul", rows, blocks))
+    pipelined = PipelinedAllGatherMatmul(rows, args.k, args.n, dtype=mine.x.dtype)
+    by_engines = torch.empty_like(out)
     result = everyone.matmul(torch.empty_like(out))
     calls = {
         "ours": lambda: op(x, mine.w, out, **mine.scales),
+        "pipelined": lambda: pipelined(x, mine.w, by_engines, **mine.scales),
         "matmul": lambda: everyone.matmul(whole),
         "tilelang": product_alone(op.tiling, everyone.x, everyone.w, whole, scales),
     }
@@ -49,11 +53,15 @@ def sides(args, m: int, blocks: int | None, group) -> Sides:
         calls |= {"communication": gather, "sequence": lambda: (gather(), everyone.matmul(whole))}
         calls |= torchs(mine, group)
 
+    def wrong():
+        return difference(out, result, "the product") or difference(by_engines, result, "the pipelined product")
+
     def free():
         op.free()
+        pipelined.free()
         tsn.free(x)
 
-    return Sides(mine, calls, {"torch"}, lambda: difference(out, result, "the product"), free, op)
+    return Sides(mine, calls, {"torch"}, wrong, free, op)
 
 
 def torchs(mine: Operands, group) -> dict:

@@ -26,7 +26,7 @@ class Sides:
 
     Attributes:
         given: of this rank, as a call of the operator takes them.
-        calls: by the name of the column; "ours" is one of them, "operator" none.
+        calls: by the name of the column; "ours" is one of them, "operator" none, "pipelined" of some.
         plain: names of calls that cannot be captured in a CUDA graph.
         wrong: what is wrong with our result, or None; called after ours has run.
         free: gives back what the sides hold.
@@ -47,6 +47,7 @@ class Sides:
 
 TITLES = {
     "ours": "Ours",
+    "pipelined": "Pipelined",
     "operator": "Operator",
     "matmul": "cuBLAS alone",
     "tilelang": "tilelang alone",

@@ -1,5 +1,7 @@
 """Which way a product with its communication takes: one fused call, or torch.mm and a collective one after the other.
 
+An all-gather has a third way, in which copy engines bring the rows while cuBLAS multiplies (`is_pipelined`).
+
 A model of both ways decides, not a list of shapes: a product takes as long as the multiprocessor with the most tiles, and
 what is pushed meanwhile as long as its bytes need. Its constants were measured apart from one another (see below). Whole
 calls between two GPUs have been measured (docs/results/products.md; MEASURED below), and each that the model takes was
@@ -79,6 +81,8 @@ PUSH = 330e3  # bytes that 8 blocks push while the others multiply
 SENDERS = 4  # blocks beside a product whose result travels
 # Bytes that one of them pushes, between two GPUs; beside a product of 8 bits, on one GPU's own memory.
 SENT = {torch.bfloat16: 27e3, torch.float16: 27e3, SCALED: 28e3}
+ENGINE = 390e3  # bytes that a copy engine moves to a peer (docs/results/copies.md)
+AWAITED = 3.0  # a kernel that waits for a signal that is there
 REST = 360e3  # bytes that all blocks push when the product is done
 # A collective alone, between tensors of symmetric memory as the operators give it: until it has begun and ended, and the
 # bytes that pass a rank.
@@ -96,6 +100,8 @@ MEASURED = {
     ("all_gather_matmul", 2, SCALED),
     ("matmul_reduce_scatter", 2, SCALED),
 }
+# Numbers of ranks and dtypes of which the pipelined all-gather and product has been measured, and the model found right.
+MEASURED_PIPELINED: set[tuple[int, torch.dtype]] = set()
 MARGIN = 1.03  # how much faster than the sequence a fused call must be expected to be
 
 
@@ -113,10 +119,7 @@ def expected_us(
     """
     p = product
     cost = _costs(p).get((tiling or best_tiling(p, multiprocessors)).tile, 1.0)
-    (rows, columns, _), flops = DEFAULT.tile, FLOPS[p.dtype] / multiprocessors
-    tile = 2 * rows * columns * p.k / flops
-    waves = -(-p.m // rows) * -(-p.n // columns) / multiprocessors
-    sequence = (waves if p.dtype == SCALED else math.ceil(waves)) * tile
+    tile, sequence = _tile_us(p, multiprocessors), _cublas_us(p, p.m, multiprocessors)
     part = p.m // p.ranks
     carried = p.dtype.itemsize if p.kind == "all_gather_matmul" or p.dtype != SCALED else 2
     moved = (p.ranks - 1) * part * (p.k if p.kind == "all_gather_matmul" else p.n) * carried
@@ -152,6 +155,29 @@ def expected_us(
     # Sums of the last slice, about a tile of each multiprocessor, are pushed when the product is done, and what is late.
     last = min(multiprocessors, -(-part // bm) * across) * bm * bn * (p.ranks - 1) * carried
     return fused + max(last, 2 * moved - sent * (fused - tile)) / REST + 3 * LAUNCH, sequence
+
+
+def expected_pipelined_us(product: Product, multiprocessors: int = 132) -> float:
+    """Time of `PipelinedAllGatherMatmul`, by the same model: cuBLAS for each PE's rows, when a copy engine has brought them."""
+    part = _cublas_us(product, product.rows, multiprocessors)
+    copy = product.rows * product.k * product.dtype.itemsize / ENGINE
+    end = LAUNCH
+    for hop in range(product.ranks):
+        end = max(end, LAUNCH + hop * copy) + part + (AWAITED if hop else 0)
+    return end
+
+
+def _tile_us(product: Product, multiprocessors: int) -> float:
+    """Time of a tile of the first geometry, on one multiprocessor, at the rate of cuBLAS."""
+    rows, columns, _ = DEFAULT.tile
+    return 2 * rows * columns * product.k / (FLOPS[product.dtype] / multiprocessors)
+
+
+def _cublas_us(product: Product, m: int, multiprocessors: int) -> float:
+    """Time of `m` rows of a product by cuBLAS."""
+    rows, columns, _ = DEFAULT.tile
+    waves = -(-m // rows) * -(-product.n // columns) / multiprocessors
+    return (waves if product.dtype == SCALED else math.ceil(waves)) * _tile_us(product, multiprocessors)
 
 
 def slices_of(tiles: int, across: int, workers: int) -> int:
@@ -192,6 +218,22 @@ def is_taken(product: Product, device: torch.device, is_mapped: bool = True) -> 
     if not is_mapped or (product.kind, product.ranks, product.dtype) not in MEASURED or device_obstacle(device):
         return False
     return is_fused_faster(product, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def is_pipelined(product: Product, device: torch.device, is_mapped: bool = True) -> bool:
+    """Whether an all-gather and product that overlap are made by copy engines and cuBLAS, and not by the fused kernels.
+
+    Where that has been measured, and is expected to be faster than both other ways; never in the simulator, nor between nodes.
+    """
+    if device.type != "cuda" or not is_mapped or product.kind != "all_gather_matmul":
+        return False
+    if (product.ranks, product.dtype) not in MEASURED_PIPELINED:
+        return False
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    fused, sequence = expected_us(product, count)
+    return expected_pipelined_us(product, count) < min(
+        sequence / MARGIN, sequence if device_obstacle(device) else fused
+    )
 
 
 def are_experts_fused(device: torch.device) -> bool:

@@ -137,8 +137,8 @@ def check_tensor_cores(name: str, tiling: Tiling, dtype: torch.dtype, out_dtype:
         )
 
 
-class FusedMatmul(Collective):
-    """Base of the fused products: a product `x @ w` of fixed shapes, of which ranks hold parts.
+class DistributedMatmul(Collective):
+    """Base of products `x @ w` of fixed shapes, of which ranks hold parts.
 
     With torch.float8_e4m3fn, sums in float32 are multiplied by the scale of their row of `x` and that of their column of
     `w` when a tile is done, as torch._scaled_mm does with scales of rows; `out_dtype` is torch.bfloat16 (default) or
@@ -154,26 +154,16 @@ class FusedMatmul(Collective):
     memory: dict[str, torch.Tensor]
 
     def __init__(
-        self, name: str, configuration: str, dtype: torch.dtype, out_dtype: torch.dtype | None, tiling: Tiling,
-        threads: int, blocks: int, group: "tsn.Group",
+        self, name: str, configuration: str, dtype: torch.dtype, out_dtype: torch.dtype | None, threads: int, blocks: int,
+        group: "tsn.Group",
     ):  # fmt: skip
-        if obstacle := device_obstacle(tsn.world(group).device):
-            raise tsn.ConfigurationError(f"{name}: {obstacle}")
         if dtype not in TAKEN:
             raise TypeError(f"{name}: dtype {dtype} is not one of {', '.join(map(str, TAKEN))}")
-        if not isinstance(tiling, Tiling):
-            raise TypeError(f"{name}: tiling is {tiling!r}; it must be a Tiling")
         self.dtype, self.scaled = dtype, dtype == SCALED
         self.out_dtype = out_dtype or (torch.bfloat16 if self.scaled else dtype)
         if self.scaled and self.out_dtype not in DTYPES:
             raise TypeError(f"{name}: out_dtype {out_dtype} is not one of {', '.join(map(str, DTYPES))}")
-        if self.scaled and tiling.tile[2] % 32:
-            raise ValueError(f"{name}: {tiling}: a tile of {dtype} must have a depth that is a multiple of 32")
-        if tsn.world(group).device.type == "cuda":
-            check_tensor_cores(name, tiling, dtype, self.out_dtype)
-        self._carried = self.out_dtype if self.scaled else dtype  # of summands
-        self.tiling = tiling
-        configuration = f"{configuration}, dtype={dtype}, out_dtype={self.out_dtype}, {tiling}"
+        configuration = f"{configuration}, dtype={dtype}, out_dtype={self.out_dtype}"
         super().__init__(name, configuration, threads, blocks, group)
         # int64: torch's operators do not know uint64 on GPUs.
         with torch.inference_mode(False):
@@ -222,6 +212,39 @@ class FusedMatmul(Collective):
         self._check("x", x, self.dtype, symmetric=symmetric)
         if tuple(x.shape) != shape:
             raise ValueError(f"{self.name}: x has shape {list(x.shape)}; it must be {list(shape)}")
+
+
+class FusedMatmul(DistributedMatmul):
+    """Base of the products whose kernels compute tiles of a `Tiling` and communicate meanwhile."""
+
+    def __init__(
+        self, name: str, configuration: str, dtype: torch.dtype, out_dtype: torch.dtype | None, tiling: Tiling,
+        threads: int, blocks: int, group: "tsn.Group",
+    ):  # fmt: skip
+        if obstacle := device_obstacle(tsn.world(group).device):
+            raise tsn.ConfigurationError(f"{name}: {obstacle}")
+        if not isinstance(tiling, Tiling):
+            raise TypeError(f"{name}: tiling is {tiling!r}; it must be a Tiling")
+        if dtype == SCALED and tiling.tile[2] % 32:
+            raise ValueError(f"{name}: {tiling}: a tile of {dtype} must have a depth that is a multiple of 32")
+        if tsn.world(group).device.type == "cuda" and dtype in TAKEN:
+            check_tensor_cores(name, tiling, dtype, out_dtype or (torch.bfloat16 if dtype == SCALED else dtype))
+        self.tiling = tiling
+        super().__init__(name, f"{configuration}, {tiling}", dtype, out_dtype, threads, blocks, group)
+        self._carried = self.out_dtype if self.scaled else dtype  # of summands
+
+
+def torch_product(x: torch.Tensor, w: torch.Tensor, x_scales=None, w_scales=None, out: torch.Tensor | None = None):
+    """The product `x @ w` by torch alone, in `out` if that is given; with scales of rows and columns, bfloat16 or as `out`."""
+    if x.dtype != SCALED:
+        return torch.mm(x, w, out=out)
+    dtype = torch.bfloat16 if out is None else out.dtype
+    of_rows, of_columns = x_scales.view(-1, 1), w_scales.view(1, -1)
+    if x.device.type == "cuda":
+        where = {} if out is None else {"out": out}
+        return torch._scaled_mm(x, w, of_rows, of_columns, out_dtype=dtype, use_fast_accum=True, **where)
+    product = (x.float() @ w.float() * of_rows * of_columns).to(dtype)
+    return product if out is None else out.copy_(product)
 
 
 def check_columns(name: str, w: torch.Tensor) -> None:

@@ -16,7 +16,8 @@ class Chosen:
     """How a call is made.
 
     Attributes:
-        fused: by the fused kernels; else the product and the collective one after the other.
+        fused: by the fused kernels; else the product and the collective one after the other,
+        pipelined: or an all-gather by copy engines beside cuBLAS.
         tiling, blocks, engine: of the fused call.
     """
 
@@ -24,6 +25,7 @@ class Chosen:
     tiling: Tiling = Tiling()
     blocks: int = 1
     engine: str = "auto"
+    pipelined: bool = False
 
     @property
     def options(self) -> dict[str, object]:
@@ -40,7 +42,7 @@ def key_of(product: Product) -> str:
 def as_choice(chosen: Chosen) -> tuned_files.Choice:
     """As it is kept."""
     if not chosen.fused:
-        return {"fused": False}
+        return {"fused": False, "pipelined": True} if chosen.pipelined else {"fused": False}
     t = chosen.tiling
     return {
         "fused": True, "tile": list(t.tile), "stages": t.stages, "panel": t.panel, "columns": t.columns,
@@ -52,7 +54,10 @@ def of_choice(choice: tuned_files.Choice, product: Product) -> Chosen:
     """What was kept. Raises ValueError for what makes no sense for the product."""
     fused = choice.get("fused")
     if fused is False:
-        return Chosen(False)
+        pipelined = choice.get("pipelined", False)
+        if not isinstance(pipelined, bool) or (pipelined and product.kind != "all_gather_matmul"):
+            raise ValueError(f"{choice} is no choice for a product")
+        return Chosen(False, pipelined=pipelined)
     tile, blocks, engine = choice.get("tile"), choice.get("blocks"), choice.get("engine")
     if fused is not True or not isinstance(tile, list) or engine not in ENGINES:
         raise ValueError(f"{choice} is no choice for a product")

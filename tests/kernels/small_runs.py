@@ -105,6 +105,11 @@ def gather_and_multiply(seed):
     _of("fused/all_gather_matmul")._products(seed, 72, 16, 40, torch.bfloat16, False, 2, 4)  # tiles of a single step
 
 
+def gather_and_multiply_pipelined(seed):
+    _of("fused/all_gather_matmul")._products(seed, 72, 48, 40, torch.bfloat16, False, 3, None)
+    _of("fused/all_gather_matmul")._products(seed, 72, 48, 48, torch.float8_e4m3fn, True, 2, None)
+
+
 def multiply_and_reduce(seed):
     _of("fused/matmul_reduce_scatter")._sums(seed, 72, 48, 40, torch.bfloat16, False, 3, 4)
 
@@ -182,6 +187,7 @@ RUNS = {
     "all-reduce and norm": (("all_reduce_norm",), norm),
     "all-to-all, transposed": (("all_to_all_transposed",), transposed),
     "all-gather and matmul": (("fused/all_gather_matmul", "fused/matmul", "fused/product"), gather_and_multiply),
+    "all-gather and matmul, pipelined": (("fused/all_gather_matmul_pipelined",), gather_and_multiply_pipelined),
     "matmul and reduce-scatter": (
         ("fused/matmul_reduce_scatter", "fused/sending", "fused/product"),
         multiply_and_reduce,

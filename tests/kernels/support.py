@@ -5,6 +5,7 @@ import random
 import time
 
 import numpy
+import tilelang.language as T
 import torch
 
 import tilescale_net as tsn
@@ -83,3 +84,16 @@ def unsettle(pace: random.Random, chance: float = 0.3, seconds: float = 0.02) ->
     if pace.random() < chance:
         time.sleep(pace.random() * seconds)
     os.environ["TSN_SIM_SEED"] = str(pace.randrange(1 << 30))
+
+
+@tsn.jit
+def zeroed(count):
+    """Kernel `(x)` that writes bytes, uint8 [count]: the check for races compares it with transfers, whatever wrote before."""
+
+    @T.prim_func
+    def zeroed(x: T.Tensor((count,), "uint8")):
+        with T.Kernel(1, threads=64):
+            for i in T.Parallel(count):
+                x[i] = T.cast(0, "uint8")
+
+    return zeroed

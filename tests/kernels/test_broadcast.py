@@ -3,12 +3,11 @@
 import random
 
 import pytest
-import tilelang.language as T
 import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tests.kernels.support import Guarded, assert_same, random_tensor, unsettle
+from tests.kernels.support import Guarded, assert_same, random_tensor, unsettle, zeroed
 from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
 from tilescale_net.kernels.broadcast import Broadcast
 
@@ -116,17 +115,6 @@ def test_misuse_is_named(case, error, words):
 
 
 SMALL_RUN_OF = ("broadcast",)
-
-
-@tsn.jit
-def zeroed(count):
-    @T.prim_func
-    def zeroed(x: T.Tensor((count,), "uint8")):
-        with T.Kernel(1, threads=64):
-            for i in T.Parallel(count):
-                x[i] = T.cast(0, "uint8")
-
-    return zeroed
 
 
 def _root_writes_again():

@@ -12,6 +12,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tilescale_net import ops
 from tilescale_net.kernels.all_reduce import AllReduce
+from tilescale_net.kernels.fused.all_gather_matmul_pipelined import PipelinedAllGatherMatmul
 from tilescale_net.ops import group_objects
 
 operators = torch.ops.tilescale_net
@@ -222,10 +223,19 @@ def _larger_than_a_piece() -> None:
         small.free()
 
 
+def _pipelined() -> None:
+    """By copies beside torch's product, where that is chosen."""
+    objects = group_objects.of("")
+    with mock.patch.object(tsn.ops.fused, "is_pipelined", lambda product, *_: product.kind == "all_gather_matmul"):
+        _results_and_gradients(None, ["all_gather_matmul"])
+        assert any(isinstance(product, PipelinedAllGatherMatmul) for product in objects._products.values())
+
+
 def _everything() -> None:
     names = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
     _results_and_gradients(True, names)
     _results_and_gradients(False, names)
+    _pipelined()
     _replicated()
     _compiled()
     _refusals()

@@ -1,5 +1,6 @@
 """A search on two ranks with times of our own: all ranks choose alike, calls take it, and files that lie are left alone."""
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -185,10 +186,18 @@ def test_the_prior_comes_first():
         patch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         found = products.candidates(product, torch.device("cuda", 0), 100)
+        gather = dataclasses.replace(product, kind="all_gather_matmul")
+        gathers = [products.candidates(gather, torch.device("cuda", 0), 100, mapped) for mapped in (True, False)]
     assert found[0] == {"fused": False} and found[1]["blocks"] == 4 and found[1]["tile"] == [128, 256, 64]
     assert len(found) == 1 + 3 * 3 * 2 and len({json.dumps(c) for c in found}) == len(found)
     for one in found:
         assert tuned_choice.as_choice(tuned_choice.of_choice(one, product)) == one
+    pipelined = {"fused": False, "pipelined": True}  # copy engines do not reach other nodes
+    assert gathers[0][2] == pipelined and pipelined not in gathers[1]
+    assert tuned_choice.as_choice(tuned_choice.of_choice(pipelined, gather)) == pipelined
+    for wrong, of in ((pipelined, product), (pipelined | {"pipelined": 1}, gather)):
+        with pytest.raises(ValueError, match="no choice for a product"):
+            tuned_choice.of_choice(wrong, of)
 
 
 def test_the_command(monkeypatch):

@@ -1,7 +1,7 @@
-"""Matrix products with the collective before or behind them as operators: one kernel's work, or one after the other.
+"""Matrix products with the collective before or behind them as operators: at the same time, or one after the other.
 
-Both ways give what torch.matmul and a collective of torch.distributed give. `kernels.fused.choice` decides which is
-faster; shapes and dtypes that the fused kernels do not take are computed one after the other.
+All ways give what torch.matmul and a collective of torch.distributed give. `kernels.fused.choice` decides which is
+fastest; shapes and dtypes that the fused kernels do not take are computed one after the other.
 """
 
 from __future__ import annotations
@@ -12,8 +12,16 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
-from tilescale_net.kernels.fused.choice import Product, blocks_for, fits, is_taken, tiling_for
-from tilescale_net.kernels.fused.matmul import SCALED, FusedMatmul, check_columns, check_scales
+from tilescale_net.kernels.fused.all_gather_matmul_pipelined import PipelinedAllGatherMatmul
+from tilescale_net.kernels.fused.choice import Product, blocks_for, fits, is_pipelined, is_taken, tiling_for
+from tilescale_net.kernels.fused.matmul import (
+    SCALED,
+    DistributedMatmul,
+    FusedMatmul,
+    check_columns,
+    check_scales,
+    torch_product,
+)
 from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 from tilescale_net.kernels.fused.tuned_choice import chosen
@@ -27,7 +35,7 @@ CLASSES: dict[str, type[FusedMatmul]] = {
 }
 
 
-def _fused(kind: str, x: torch.Tensor, w: torch.Tensor, fused: bool | None, objects) -> FusedMatmul | None:
+def _fused(kind: str, x: torch.Tensor, w: torch.Tensor, fused: bool | None, objects) -> DistributedMatmul | None:
     """The object for a call, or None where the product and the collective run one after the other."""
     ranks = objects.world.size
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[0]:
@@ -49,17 +57,21 @@ def _fused(kind: str, x: torch.Tensor, w: torch.Tensor, fused: bool | None, obje
         raise ValueError(f"{kind}: fused=True, but {obstacle}")
     if obstacle:
         return None
-    tuned = None if fused is False else chosen(product, objects.world)
-    usual = tuned.fused if tuned else is_taken(product, objects.world.device, not objects.sources_travel)
-    if not (usual if fused is None else fused):
+    if fused is False:
+        return None
+    tuned, device, is_mapped = chosen(product, objects.world), objects.world.device, not objects.sources_travel
+    pipelined = tuned.pipelined if tuned else is_pipelined(product, device, is_mapped)
+    if not (fused or pipelined or (tuned.fused if tuned else is_taken(product, device, is_mapped))):
         return None
     rows = x.shape[0] // ranks if kind == "matmul_reduce_scatter" else x.shape[0]
-    device = objects.world.device
+    maker: type[DistributedMatmul] = CLASSES[kind]
     options = dict(dtype=x.dtype, tiling=tiling_for(device, product), **objects.geometry) | blocks_for(device, product)
-    if tuned is not None and tuned.fused:
+    if pipelined:
+        maker, options = PipelinedAllGatherMatmul, {"dtype": x.dtype}
+    elif tuned is not None and tuned.fused:
         options |= tuned.options
-    make = lambda: CLASSES[kind](rows, *w.shape, **options, group=objects.world)  # noqa: E731
-    key = (kind, rows, *w.shape, x.dtype, tuned)
+    make = lambda: maker(rows, *w.shape, **options, group=objects.world)  # noqa: E731
+    key = (kind, rows, *w.shape, x.dtype, pipelined, tuned)
     if fused is None and key in objects.without_room:
         return None
     try:
@@ -88,18 +100,6 @@ def _scales(kind: str, x, w, x_scales, w_scales) -> dict[str, torch.Tensor]:
 
 def _result_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.bfloat16 if x.dtype == SCALED else x.dtype
-
-
-def _mm(x: torch.Tensor, w: torch.Tensor, x_scales=None, w_scales=None, out: torch.Tensor | None = None):
-    """The product by itself; in `out` if that is given."""
-    if x.dtype != SCALED:
-        return torch.mm(x, w, out=out)
-    of_rows, of_columns = x_scales.view(-1, 1), w_scales.view(1, -1)
-    if x.device.type == "cuda":
-        where = {} if out is None else {"out": out}
-        return torch._scaled_mm(x, w, of_rows, of_columns, out_dtype=torch.bfloat16, use_fast_accum=True, **where)
-    product = (x.float() @ w.float() * of_rows * of_columns).bfloat16()
-    return product if out is None else out.copy_(product)
 
 
 def _check_together(kind: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
@@ -144,9 +144,9 @@ def _all_gather_matmul(
     if op is None:
         if not scales:
             (rows,) = objects.gathered(x)
-            return _mm(rows.view(-1, x.shape[1]), w)
+            return torch_product(rows.view(-1, x.shape[1]), w)
         rows, of_rows = objects.gathered(x, scales["x_scales"])
-        return _mm(rows.view(-1, x.shape[1]), w, of_rows, scales["w_scales"])
+        return torch_product(rows.view(-1, x.shape[1]), w, of_rows, scales["w_scales"])
     if objects.sources_travel:
         there, *more = objects.symmetric((tuple(x.shape), x.dtype), *([((len(x),), torch.float32)] if scales else []))
         x = there.copy_(x)
@@ -228,9 +228,9 @@ def _matmul_reduce_scatter(
         return op(x, _held(w), **scales)
     there = objects.source((x.shape[0], w.shape[1]), _result_dtype(x), x.device)
     if there is None:
-        return _ops.reduce_scatter(_mm(x, w, **scales), group)
+        return _ops.reduce_scatter(torch_product(x, w, **scales), group)
     part = x.new_empty((x.shape[0] // objects.world.size, w.shape[1]), dtype=there.dtype)
-    return objects.reduce_scatter(part, _mm(x, w, **scales, out=there))
+    return objects.reduce_scatter(part, torch_product(x, w, **scales, out=there))
 
 
 @compiled_order.register_fake("matmul_reduce_scatter")
@@ -298,8 +298,8 @@ def _matmul_all_reduce(
     if objects.all_reduce.is_copied_in_pieces(math.prod(shape) * dtype.itemsize):
         there = objects.source(shape, dtype, x.device)
         if there is not None:
-            return objects.all_reduce(_mm(x, w, **scales, out=there)).clone()
-    return _ops.all_reduce(_mm(x, w, **scales), replicated, group)
+            return objects.all_reduce(torch_product(x, w, **scales, out=there)).clone()
+    return _ops.all_reduce(torch_product(x, w, **scales), replicated, group)
 
 
 @compiled_order.register_fake("matmul_all_reduce")

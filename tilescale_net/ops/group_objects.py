@@ -17,7 +17,7 @@ from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.all_reduce import AllReduce
 from tilescale_net.kernels.all_to_all import AllToAll
 from tilescale_net.kernels.collective import Collective
-from tilescale_net.kernels.fused.matmul import FusedMatmul
+from tilescale_net.kernels.fused.matmul import DistributedMatmul
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 from tilescale_net.kernels.send_recv import SendRecv
 from tilescale_net.runtime.groups import StoreGroup
@@ -89,7 +89,7 @@ class GroupObjects:
         self._memory_in_graph = False  # some CUDA graph of this rank has its addresses
         self._of_graphs: list[torch.Tensor] = []  # earlier memory that graphs have the addresses of
         self._made: dict[Hashable, object] = {}
-        self._products: dict[Hashable, FusedMatmul] = {}  # the one used last is the last
+        self._products: dict[Hashable, DistributedMatmul] = {}  # the one used last is the last
         self._captured: set[Hashable] = set()
         self.without_room: set[Hashable] = set()
 
@@ -127,7 +127,7 @@ class GroupObjects:
                 found = self._made[key] = make()
         return found
 
-    def product(self, key: Hashable, make: Callable[[], FusedMatmul]) -> FusedMatmul:
+    def product(self, key: Hashable, make: Callable[[], DistributedMatmul]) -> DistributedMatmul:
         """As `made`, for objects of which the KEPT used last are kept; those before them are freed when one is made.
 
         One that was called while a CUDA graph was captured, on any rank, stays, since the graph has its addresses.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import tilescale_net as tsn
+from tilescale_net.kernels.fused.all_gather_matmul_pipelined import PipelinedAllGatherMatmul
 from tilescale_net.kernels.fused.choice import (
     GEOMETRIES,
     SIMULATED,
@@ -42,6 +43,7 @@ def candidates(product: Product, device: torch.device, most: int, is_mapped: boo
         Chosen(False),
         Chosen(True, known, **({"blocks": numbers[0]} | blocks_for(device, product))),
     )
+    by_engines = [Chosen(False, pipelined=True)] if on_gpu and is_mapped and product.kind == "all_gather_matmul" else []
     first = usual if is_taken(product, device, is_mapped) else one_after_the_other
     every = [
         Chosen(True, t, b, e) for t in tilings for b in numbers for e in ENGINES[product.kind] if on_gpu or e == "auto"
@@ -51,7 +53,7 @@ def candidates(product: Product, device: torch.device, most: int, is_mapped: boo
     def expected(c: Chosen) -> tuple[float, int]:
         return (expected_us(product, count, c.tiling, c.blocks)[0] if on_gpu else 0.0), places[c]
 
-    ordered = dict.fromkeys([first, usual, one_after_the_other, *sorted(every, key=expected)])
+    ordered = dict.fromkeys([first, usual, one_after_the_other, *by_engines, *sorted(every, key=expected)])
     return [as_choice(c) for c in ordered][:most]
 
 
@@ -96,6 +98,9 @@ def product(
 
     def make(choice: Choice) -> tuple[Call, Call]:
         how = of_choice(choice, wanted)
+        if how.pipelined:
+            pipelined = PipelinedAllGatherMatmul(rows, k, n, dtype=dtype, group=world)
+            return lambda: pipelined(*arguments, **own), pipelined.free
         if not how.fused:
             return lambda: getattr(tsn.ops, kind)(*arguments, world, fused=False, **own), lambda: None
         height = rows // world.size if kind == "matmul_reduce_scatter" else rows

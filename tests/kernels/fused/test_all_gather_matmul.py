@@ -8,8 +8,9 @@ import torch
 
 import tilescale_net as tsn
 from tests import ranks
-from tests.kernels.support import unsettle
+from tests.kernels.support import unsettle, zeroed
 from tilescale_net.kernels.fused.all_gather_matmul import AllGatherMatmul
+from tilescale_net.kernels.fused.all_gather_matmul_pipelined import PipelinedAllGatherMatmul
 from tilescale_net.kernels.fused.matmul import Tiling
 
 # As small as can be: tensor cores of GPUs take rows by 128, and summands of so many rows need depth and columns.
@@ -29,10 +30,15 @@ def powers_of_two(count, *key) -> torch.Tensor:
 
 
 def _products(seed, rows, k, n, dtype, transposed, calls, blocks):
+    """By the kernels of `blocks`, or by torch's product with copies beside it (None)."""
     rank, size, device = tsn.rank(), tsn.size(), tsn.device()
     pace = random.Random(f"{seed} {rank}")
     scaled = dtype == SCALED
-    op = AllGatherMatmul(rows, k, n, dtype=dtype, tiling=SMALL_SCALED if scaled else SMALL, threads=64, blocks=blocks)
+    tiling = SMALL_SCALED if scaled else SMALL
+    if blocks is None:
+        op = PipelinedAllGatherMatmul(rows, k, n, dtype=dtype, threads=64)
+    else:
+        op = AllGatherMatmul(rows, k, n, dtype=dtype, tiling=tiling, threads=64, blocks=blocks)
     w = whole_numbers((n, k) if transposed else (k, n), dtype, seed, "w", rank).to(device)
     w = w.t() if transposed else w
     x, x_scales, w_scales = tsn.empty((rows, k), dtype), tsn.empty(rows), powers_of_two(n, seed, rank).to(device)
@@ -45,12 +51,14 @@ def _products(seed, rows, k, n, dtype, transposed, calls, blocks):
         x_scales.copy_(scales[rank])
         unsettle(pace)
         out = op(x, w, **(dict(x_scales=x_scales, w_scales=w_scales) if scaled else {}))
+        if blocks is None:
+            zeroed(x.nbytes)(x.view(torch.uint8).view(-1))
         x.fill_(float("nan"))  # the call is over with x
         x_scales.fill_(float("nan"))
         tsn.synchronize()
         want = torch.cat(parts).float() @ w.cpu().float()
         want = want * torch.cat(scales)[:, None] * w_scales.cpu() if scaled else want
-        assert torch.equal(out.cpu(), want.to(torch.bfloat16)), f"seed {seed}, call {call}, rank {rank}"
+        assert torch.equal(out.cpu(), want.to(out.dtype)), f"seed {seed}, call {call}, rank {rank}"
     tsn.free(x)
     tsn.free(x_scales)
     op.free()
@@ -74,6 +82,14 @@ def _refusals(op, x, w, x_scales, w_scales):
         AllGatherMatmul(len(x), k, n, dtype=SCALED, tiling=dataclasses.replace(SMALL, tile=(*SMALL.tile[:2], 16)))
     with pytest.raises(ValueError, match="k is 40; it must be a multiple of 16 for torch.float8_e4m3fn"):
         AllGatherMatmul(len(x), 40, n, dtype=SCALED)
+
+
+@pytest.mark.parametrize("size, nodes, dtype", [(4, 1, torch.bfloat16), (2, 2, SCALED), (1, 1, torch.float16)])
+@pytest.mark.sample(1)
+def test_pipelined_equals_torch(size, nodes, dtype):
+    n, transposed = (48, True) if dtype == SCALED else (40, size == 1)
+    args = random.randrange(1 << 30), 72, 48, n, dtype, transposed, 3, None
+    ranks.run(size, _products, *args, env={"VIRTUAL_NODES": str(nodes)}, timeout=200)
 
 
 NIGHTLY = pytest.param(2, 1, SCALED, marks=pytest.mark.nightly)

@@ -7,14 +7,17 @@ import pytest
 import torch
 
 import tilescale_net as tsn
+from tilescale_net.kernels.fused import choice
 from tilescale_net.kernels.fused.choice import (
     GEOMETRIES,
     Product,
     best_tiling,
     blocks_for,
+    expected_pipelined_us,
     expected_us,
     fits,
     is_fused_faster,
+    is_pipelined,
     is_taken,
     of_dtype,
     senders,
@@ -75,6 +78,27 @@ def test_small_products_run_one_after_the_other(dtype, kind, k, n, first):
 def test_the_model_agrees_with_two_gpus(kind, k, n, m, measured, dtype):
     product = dataclasses.replace(_product(kind, 2, m, k, n), dtype=dtype)
     assert expected_us(product)[0] == pytest.approx(measured, rel=0.15)
+
+
+def test_pipelined_where_it_was_measured(monkeypatch):
+    """Copies that cuBLAS hides leave its own time; few rows fill multiprocessors badly, and more ranks have fewer each."""
+    gpu, eight = torch.device("cuda", 0), dict(dtype=SCALED)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    large = dataclasses.replace(_product("all_gather_matmul", 2, 8192, 8192, 14336), **eight)
+    alone = dataclasses.replace(large, ranks=1, rows=8192)
+    assert 1 < expected_pipelined_us(large) / expected_pipelined_us(alone) < 1.02
+    assert expected_pipelined_us(large) < min(expected_us(large))
+    few = _product("all_gather_matmul", 4, 1024, 8192, 14336)
+    assert expected_pipelined_us(few) > expected_us(few)[0]
+    # The rows of seven peers take longer than the product of the own ones: 64 columns are soon computed.
+    narrow = _product("all_gather_matmul", 8, 8192, 8192, 64)
+    assert expected_pipelined_us(narrow) > 7 * 1024 * 8192 * 2 / choice.ENGINE
+    assert not is_pipelined(large, gpu)
+    monkeypatch.setattr(choice, "MEASURED_PIPELINED", {(2, SCALED), (4, torch.bfloat16)})
+    assert is_pipelined(large, gpu) and not is_pipelined(few, gpu)
+    assert not is_pipelined(large, gpu, is_mapped=False) and not is_pipelined(large, torch.device("cpu"))
+    assert not is_pipelined(dataclasses.replace(large, kind="matmul_all_reduce"), gpu)
 
 
 def test_calls_between_nodes_are_not_fused_by_themselves(monkeypatch):

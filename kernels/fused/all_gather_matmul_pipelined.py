@@ -1,0 +1,186 @@
+"""All-gather and matrix product at once, without a multiprocessor for the copies: torch's product for each PE's rows.
+
+Rows travel by the GPU's copy engines, one peer after the other, while cuBLAS multiplies those at hand; a peer's rows are
+multiplied when its signal says that they are here. So nothing is taken from the product, which keeps the rate of cuBLAS;
+what it costs is that each PE's rows are a product of their own, whose last tiles may leave multiprocessors idle, and that
+no tile starts before all rows of its PE are there. `all_gather_matmul.py` is the other design.
+
+Also known as a pipelined all-gather and product: PyTorch 2.11, torch/distributed/_symmetric_memory/__init__.py,
+`_pipelined_all_gather_and_consume`, which pulls the rows behind a barrier; here they are pushed behind a signal of each peer.
+"""
+
+import tilelang.language as T
+import torch
+
+import tilescale_net as tsn
+import tilescale_net.language as N
+from tilescale_net.kernels.collective import as_bytes
+from tilescale_net.kernels.fused.matmul import DistributedMatmul, Sides, check_extents, torch_product
+from tilescale_net.runtime.cuda_memory import CudaMemory
+from tilescale_net.runtime.profiling import named
+
+
+@tsn.jit(name="all_gather_matmul_begin")
+def tell_peers(n_pes, threads):
+    """Kernel `(calls, begun)`: signals to every PE that this one has begun call `calls[0]`, and so has read what came in the
+    call before.
+
+    Args of the kernel:
+        calls: int64 [1], number of this call. begun: uint64 [n_pes], symmetric; each PE sets its own word.
+    """
+
+    @T.prim_func
+    def main(ctx: N.Context(), calls: T.Tensor((1,), "int64"), begun: T.Tensor((n_pes,), "uint64")):
+        with T.Kernel(1, threads=threads):
+            thread = T.get_thread_binding()
+            if thread < n_pes:
+                N.signal(begun[N.my_pe()], T.cast(calls[0], "uint64"), thread)
+
+    return main
+
+
+@tsn.jit(name="all_gather_matmul_await")
+def await_signals(words, threads):
+    """Kernel `(calls, signals, first, count)`: ends when `signals[first : first + count]` have come to call `calls[0]`.
+
+    What follows on the stream may read what was sent before them. Args of the kernel: signals: uint64 [words], symmetric;
+    first, count: int32.
+    """
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(), calls: T.Tensor((1,), "int64"), signals: T.Tensor((words,), "uint64"), first: T.int32, count: T.int32
+    ):  # fmt: skip
+        with T.Kernel(1, threads=threads):
+            thread = T.get_thread_binding()
+            for turn in T.serial((count + threads - 1) // threads):
+                if turn * threads + thread < count:
+                    N.wait(signals[first + turn * threads + thread], "ge", calls[0])
+
+    return main
+
+
+@tsn.jit(name="all_gather_matmul_put")
+def put_to_peers(n_pes, nbytes, threads):
+    """Kernel `(gathered, x, calls, arrived)`: puts `x` to place `my_pe` of every other PE, with a signal.
+
+    For PEs that no copy engine reaches: of other nodes, and of the simulator.
+
+    Args of the kernel:
+        gathered: uint8 [n_pes, nbytes], symmetric. x: uint8 [nbytes]. calls: int64 [1].
+        arrived: uint64 [n_pes], symmetric: the call whose data of each PE are there.
+    """
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        gathered: T.Tensor((n_pes, nbytes), "uint8"),
+        x: T.Tensor((nbytes,), "uint8"),
+        calls: T.Tensor((1,), "int64"),
+        arrived: T.Tensor((n_pes,), "uint64"),
+    ):
+        with T.Kernel(1, threads=threads):
+            me = N.my_pe()
+            for hop in T.serial(1, n_pes):
+                pe = (me - hop + n_pes) % n_pes  # for which these data are next
+                N.put_signal_block(gathered[me, :], x, pe, arrived[me], T.cast(calls[0], "uint64"))
+            N.quiet_block()
+
+    return main
+
+
+class PipelinedAllGatherMatmul(DistributedMatmul):
+    """`cat(x of all ranks) @ w`, where every rank has its own `w`; constructed and called by all ranks.
+
+    Args:
+        rows, k, n, dtype, out_dtype: as for `AllGatherMatmul`; `out_dtype` other than `dtype` is for torch.float8_e4m3fn.
+        threads: of the kernels that signal and wait, which have one block each.
+        group: whose ranks these are; see `tilescale_net.world`.
+
+    Takes n_pes * rows * k elements of the symmetric heap, and n_pes * rows scales.
+
+    Raises:
+        TypeError, ValueError: a dtype, an extent or a launch geometry that does not fit, by name.
+        RankMismatch: ranks that want different ones.
+        HeapError: no room for the gathered rows.
+    """
+
+    def __init__(
+        self, rows: int, k: int, n: int, *, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.dtype | None = None,
+        threads: int = 512, group: "tsn.Group" = None,
+    ):  # fmt: skip
+        name = "PipelinedAllGatherMatmul"
+        check_extents(name, dtype, rows=rows, k=k, n=n)
+        super().__init__(name, f"rows={rows}, k={k}, n={n}", dtype, out_dtype, threads, 1, group)
+        if not self.scaled and self.out_dtype != dtype:
+            raise TypeError(f"{name}: out_dtype is {out_dtype}; torch's product of {dtype} gives {dtype}")
+        self.rows, self.k, self.n = rows, k, n
+        signals = ((self.n_pes,), torch.uint64)
+        self.memory = self.allocate({
+            "gathered": ((self.n_pes, rows, k), dtype), "begun": signals, "arrived": signals,
+            **({"scales": ((self.n_pes, rows), torch.float32), "scales_arrived": signals} if self.scaled else {}),
+        })  # fmt: skip
+        self._sides = Sides(self.device, (-1,))
+
+    @named("tilescale_net.PipelinedAllGatherMatmul")
+    def __call__(
+        self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None, *,
+        x_scales: torch.Tensor | None = None, w_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The product of all ranks' rows with this rank's `w`; asynchronous on the current stream. As `AllGatherMatmul`'s."""
+        self._begin()
+        self._rows(x, (self.rows, self.k), symmetric=self._sources_travel)
+        held, _ = self._weight(w, self.k, self.n)
+        scales = self._scales(x_scales, w_scales, self.rows, self.n, travel=self._sources_travel)
+        out = self._result(out, (self.n_pes * self.rows, self.n), ("x", x), ("w", held), *self._apart(scales))
+        parts, me = out.view(self.n_pes, self.rows, self.n), self.rank
+        if self.n_pes > 1:
+            self._calls.add_(1)
+            tell_peers(self.n_pes, self.threads)(self._calls, self.memory["begun"])
+            self._sides.fork()
+            with self._sides[0]:
+                # A peer that has begun this call reads nothing of the one before any more.
+                self._await("begun", 0, self.n_pes)
+                self._push(x, scales[0])
+        self._multiply(x, w, scales[0], scales[1], parts[me])
+        for hop in range(1, self.n_pes):
+            pe = (me + hop) % self.n_pes
+            if self.scaled:
+                self._await("scales_arrived", pe, 1)
+            self._await("arrived", pe, 1)
+            of_rows = self.memory["scales"][pe] if self.scaled else scales[0]
+            self._multiply(self.memory["gathered"][pe], w, of_rows, scales[1], parts[pe])
+        self._sides.join()
+        return out
+
+    def _multiply(self, x, w, of_rows, of_columns, out) -> None:
+        torch_product(x, w, of_rows if self.scaled else None, of_columns if self.scaled else None, out)
+
+    def _await(self, signals: str, first: int, count: int) -> None:
+        await_signals(self.n_pes, self.threads)(self._calls, self.memory[signals], first, count)
+
+    def _push(self, x: torch.Tensor, x_scales: torch.Tensor) -> None:
+        """Send this rank's rows, and their scales before them, to all others."""
+        sent = [("gathered", "arrived", x)]
+        if self.scaled:
+            sent.insert(0, ("scales", "scales_arrived", x_scales))
+        if self.device.type == "cuda" and not self._sources_travel:
+            for hop in range(1, self.n_pes):
+                for there, signals, data in sent:
+                    self._copy(there, signals, data, (self.rank - hop) % self.n_pes)
+            return
+        for there, signals, data in sent:
+            put = put_to_peers(self.n_pes, data.nbytes, self.threads)
+            gathered = as_bytes(self.memory[there], self.n_pes, data.nbytes)
+            put(gathered, as_bytes(data, data.nbytes), self._calls, self.memory[signals])
+
+    def _copy(self, there: str, signals: str, data: torch.Tensor, pe: int) -> None:
+        """Copy to this rank's place at a peer, then the number of the call to its signal there.
+
+        Copies of a stream are carried out one after the other, so that the signal comes behind the data; a kernel that
+        signals would need a multiprocessor, which the product has taken.
+        """
+        memory, base = self._world.memory, self._world.peer_base[pe]
+        assert isinstance(memory, CudaMemory)
+        memory.copy_to_peer(base, self.memory[there][self.rank], data)
+        memory.copy_to_peer(base, self.memory[signals][self.rank : self.rank + 1], self._calls)
