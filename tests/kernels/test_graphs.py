@@ -15,6 +15,7 @@ from tilescale_net.kernels.all_reduce_norm import AllReduceNorm
 from tilescale_net.kernels.all_to_all import AllToAll
 from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed
 from tilescale_net.kernels.broadcast import Broadcast
+from tilescale_net.kernels.fused.all_gather_matmul_pipelined import PipelinedAllGatherMatmul
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 from tilescale_net.kernels.send_recv import SendRecv
 
@@ -88,6 +89,7 @@ def _replayed_operators():
     """The other collectives and the fused products, against the same calls outside of the graph."""
     rank, n, device = tsn.rank(), tsn.size(), tsn.device()
     spread, norm, transpose, neighbour = Broadcast(), AllReduceNorm(512), AllToAllTransposed(), SendRecv()
+    by_engines = PipelinedAllGatherMatmul(128, 256, 512)
     shared, heads = tsn.empty((n, 1000)), tsn.empty((2, 2 * n, 4, 8), torch.bfloat16)
     sequence = torch.empty((2, 2, 4 * n, 8), dtype=torch.bfloat16, device=device)
     hidden, weight, got = (torch.empty(s, dtype=torch.bfloat16, device=device) for s in ((6, 512), 512, (3, 70)))
@@ -105,7 +107,7 @@ def _replayed_operators():
         elif rank == 1:
             neighbour.recv(back, 0)
             neighbour.send(got, 0)
-        products = []
+        products = [by_engines(x, w)]
         for fused in (True, False):
             products.append(ops.all_gather_matmul(x, w, fused=fused))
             products += [op(rows, w, fused=fused) for op in (ops.matmul_reduce_scatter, ops.matmul_all_reduce)]
