@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 # Classes that others derive from; what a user makes is one of those.
-BASES = {"Collective", "Exchange", "FusedMatmul", "Participant"}
+BASES = {"Collective", "DistributedMatmul", "Exchange", "FusedMatmul", "Participant"}
 
 
 def source(module: str) -> Path | None:

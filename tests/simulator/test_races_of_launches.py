@@ -132,3 +132,45 @@ def test_kernels_that_call_no_primitive_take_part():
         assert len(said) >= len(seeds) if case in wrong else not said, (case, said)
         if case in wrong[1:]:
             assert all("kernel copy" in text and "a store to " in text for text in said), said
+
+
+@tsn.jit
+def send_to_both():
+    """Kernel `(first, done, x, y)`: puts `x` to both other PEs, to PE my_pe + `first` first; writes it again after a quiet for
+    one, or for all where `done` is 0."""
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(), first: T.int32, done: T.int32, x: T.Tensor((64,), "float32"), y: T.Tensor((3, 64), "float32")
+    ):  # fmt: skip
+        with T.Kernel(1, threads=64):
+            me, tx = N.my_pe(), T.get_thread_binding()
+            N.put_block(y[me, :], x, (me + first) % 3)
+            N.put_block(y[me, :], x, (me + 3 - first) % 3)
+            if done == 0:
+                N.quiet_block()
+            else:
+                N.quiet_block((me + done) % 3)
+            x[tx] = 1.0
+
+    return main
+
+
+def _quiet_for_some():
+    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
+
+    reports = []
+    SimulatedFunction._give_up = lambda self, context, error: reports.append(str(error))
+    x, y, kernel, me = tsn.zeros((64,)), tsn.zeros((3, 64)), send_to_both(), tsn.rank()
+    for first in (1, 2):
+        for done in (0, 1, 2):
+            reports.clear()
+            tsn.barrier()
+            kernel(first, done, x, y)
+            assert bool(reports) == bool(done), (first, done, reports)
+            # The one that may still read is named.
+            assert all(f"thread 0 to PE {(me + 3 - done) % 3} reads" in said for said in reports), reports
+
+
+def test_puts_from_one_source_are_each_waited_for():
+    ranks.run(3, _quiet_for_some, env={"TSN_SIM_RACES": "1"})

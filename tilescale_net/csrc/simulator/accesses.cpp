@@ -22,7 +22,19 @@ std::string pe_text(int pe) { return "PE " + std::to_string(pe); }
 
 } // namespace
 
-bool HappensBefore::ordered(Stamp stamp, uint32_t warp, unsigned lane) {
+Stamp HappensBefore::unordered(Stamp stamp, uint32_t warp, unsigned lane) {
+  if (!comes_before(stamp, warp, lane)) return stamp;
+  const int rank = rank_of_stamp(stamp);
+  Transfer t;
+  while (touch_of(stamp) == Touch::source && rank < memory_->ranks() && memory_->find(rank, stamp >> 8, &t) &&
+         t.beside) {
+    stamp = transfer_stamp(rank, Touch::source, t.beside);
+    if (!comes_before(stamp, warp, lane)) return stamp;
+  }
+  return 0;
+}
+
+bool HappensBefore::comes_before(Stamp stamp, uint32_t warp, unsigned lane) {
   const int rank = rank_of_stamp(stamp);
   if (!stamp || rank >= memory_->ranks()) return true;
   if (!follows_ranks_ && rank != memory_->me) return true;
@@ -72,19 +84,18 @@ void HappensBefore::look(int rank, bool of_stores, uint64_t offset, uint64_t byt
   Stamp* stamps = of_stores ? memory_->stores(rank) : memory_->loads(rank);
   Site* sites = of_stores ? memory_->store_sites(rank) : memory_->load_sites(rank);
   const Site own = site_of(actor);
-  Stamp before = 0;
-  bool is_ordered = true; // that one
+  Stamp before = 0, wrong = 0; // of the latter what is not ordered
   const uint64_t last = (offset + bytes) / 4;
   for (uint64_t i = (offset + 3) / 4; i < last; ++i) {
     const Stamp stamp = read(stamps[i]);
     const Site site = sites[i];
     const bool again = stamp == before;
-    if (!again && (found || keep)) is_ordered = ordered(stamp, actor.warp, actor.lane());
+    if (!again && (found || keep)) wrong = unordered(stamp, actor.warp, actor.lane());
     before = stamp;
-    if (mark && (is_ordered || !keep)) write(stamps[i], mark), sites[i] = own;
-    if (!found || is_ordered) continue;
-    if (again && found->stamp == stamp && found->end == i * 4) found->end += 4;
-    else if (!found->stamp && !is_benign(i * 4)) *found = {stamp, of_stores, i * 4, i * 4 + 4, site};
+    if (mark && !(wrong && keep)) write(stamps[i], mark), sites[i] = own;
+    if (!found || !wrong) continue;
+    if (again && found->stamp == wrong && found->end == i * 4) found->end += 4;
+    else if (!found->stamp && !is_benign(i * 4)) *found = {wrong, of_stores, i * 4, i * 4 + 4, site};
   }
 }
 
@@ -104,6 +115,7 @@ uint64_t HappensBefore::record(const Actor& actor, const Event& event, uint32_t 
   made.block = actor.block;
   made.pe = event.pe;
   made.site = memory_->site(name);
+  made.beside = made.in_a_row = 0;
   __atomic_store_n(&made.number, number, __ATOMIC_RELEASE);
   return number;
 }
@@ -181,7 +193,9 @@ std::string HappensBefore::put(const Actor& actor, const Event& event, const Cal
     Found found;
     const uint64_t from = memory_->offset(call.source);
     look(memory_->me, true, from, bytes, actor, 0, &found);
-    look(memory_->me, false, from, bytes, actor, source, nullptr);
+    Found reads;
+    look(memory_->me, false, from, bytes, actor, source, &reads);
+    note_beside(source, reads, from, bytes);
     if (found.stamp) wrong = race(actor, what + " sends", found, memory_->me, Change::none);
   }
   if (!follows_ranks_) return wrong;
@@ -191,6 +205,21 @@ std::string HappensBefore::put(const Actor& actor, const Event& event, const Cal
   look(call.pe, false, to, bytes, actor, 0, &found);
   if (found.stamp && wrong.empty()) wrong = race(actor, what + " writes", found, call.pe, Change::put);
   return wrong;
+}
+
+void HappensBefore::note_beside(Stamp source, const Found& reads, uint64_t from, uint64_t bytes) {
+  Transfer other;
+  if (touch_of(reads.stamp) != Touch::source || rank_of_stamp(reads.stamp) != memory_->me) return;
+  // One that reads only a part of these bytes has nothing to do with the rest.
+  if (reads.begin != (from + 3) / 4 * 4 || reads.end != (from + bytes) / 4 * 4) return;
+  if (!memory_->find(memory_->me, reads.stamp >> 8, &other)) return;
+  Transfer& made = memory_->own().transfer[(source >> 8) % kTransfers];
+  // When the new one is done, so is an earlier one of its warp to the PE.
+  const bool same = other.pe == made.pe && other.warp == made.warp && other.lane == made.lane;
+  const uint32_t in_a_row = other.in_a_row + (same ? 0 : 1);
+  if (in_a_row >= kMostInARow) return;
+  made.in_a_row = in_a_row;
+  __atomic_store_n(&made.beside, same ? other.beside : reads.stamp >> 8, __ATOMIC_RELEASE);
 }
 
 std::string HappensBefore::got(const Actor& actor, const Event& event, const Call& call, Stamp source) {
@@ -223,14 +252,14 @@ std::string HappensBefore::accessed(const Actor& actor, const void* address, uin
   const auto plain = [&](Stamp s) { return touch_of(s) == Touch::access && rank_of_stamp(s) == memory_->me; };
   for (uint64_t i = offset / 4; i <= (offset + bytes - 1) / 4; ++i) {
     const Stamp last_store = read(stores[i]), last_load = read(loads[i]);
-    const bool after_store = plain(last_store) || ordered(last_store, actor.warp, actor.lane());
-    const bool after_load = plain(last_load) || ordered(last_load, actor.warp, actor.lane());
-    if (!after_store && !found.stamp) found = {last_store, true, i * 4, i * 4 + 4, store_sites[i]};
-    if (store && !after_load && !found.stamp) found = {last_load, false, i * 4, i * 4 + 4, load_sites[i]};
-    if (after_store) view.ordered_store = last_store;
-    if (after_load) view.ordered_load = last_load;
+    const Stamp wrong_store = plain(last_store) ? 0 : unordered(last_store, actor.warp, actor.lane());
+    const Stamp wrong_load = plain(last_load) ? 0 : unordered(last_load, actor.warp, actor.lane());
+    if (wrong_store && !found.stamp) found = {wrong_store, true, i * 4, i * 4 + 4, store_sites[i]};
+    if (store && wrong_load && !found.stamp) found = {wrong_load, false, i * 4, i * 4 + 4, load_sites[i]};
+    if (!wrong_store) view.ordered_store = last_store;
+    if (!wrong_load) view.ordered_load = last_load;
     if (store) write(stores[i], own), store_sites[i] = site_of(actor);
-    else if (after_load) write(loads[i], own), load_sites[i] = site_of(actor);
+    else if (!wrong_load) write(loads[i], own), load_sites[i] = site_of(actor);
   }
   if (!found.stamp || !judge || is_benign(found.begin)) return "";
   return race(actor, plain_access(actor, store, name), found, memory_->me, store ? Change::own : Change::none);
