@@ -138,6 +138,12 @@ def moe_by_expert(seed):
     _of("moe/rounds").rounds(seed, MOE, dict(alignment=2, tuning=_tuning()), dict(), ROUTINGS)
 
 
+def moe_once_per_rank(seed):
+    """Across nodes each row to each of its ranks."""
+    tuning = dataclasses.replace(_tuning(), once_per_node=False)
+    _of("moe/rounds").rounds(seed, MOE, dict(alignment=2, tuning=tuning), dict(), ("random",))
+
+
 def moe_of_many_choices(seed):
     """More choices of a block than its threads are: each warp numbers two groups of 32."""
     shape = dict(MOE, max_tokens=96, hidden=16)
@@ -150,6 +156,12 @@ def moe_by_rank(seed):
 
 def moe_latency(seed):
     _of("moe/rounds").rounds(seed, MOE, dict(mode="latency", tuning=_tuning()), dict(), ROUTINGS)
+
+
+def moe_latency_quantised(seed):
+    """Rows and scales of a combine are two puts with one signal."""
+    options = dict(mode="latency", quantize_combine=True, tuning=_tuning())
+    _of("moe/rounds").rounds(seed, dict(MOE, hidden=128), options, dict(), ("random",))
 
 
 def moe_latency_weights(seed):
@@ -199,6 +211,7 @@ RUNS = {
     ),
     "send and receive": (("send_recv",), messages),
     "MoE by expert": (("moe/dispatch_throughput", *OVER_NODES), moe_by_expert),
+    "MoE, once per rank": (("moe/dispatch_throughput",), moe_once_per_rank),
     "MoE, many choices": (("moe/routing_numbers",), moe_of_many_choices),
     "MoE by rank": ((*THROUGHPUT, *OVER_NODES), moe_by_rank),
     "MoE latency": (
@@ -213,6 +226,7 @@ RUNS = {
         ),
         moe_latency,
     ),
+    "MoE latency, quantised": (("moe/combine_latency_steps",), moe_latency_quantised),
     "MoE latency, weights at combine": (("moe/exchange_weights",), moe_latency_weights),
     "MoE in an arena": (("moe/arena",), moe_arena),
     "MoE by rank, refused": (("moe/refusal", "moe/routing_steps"), moe_refused),
