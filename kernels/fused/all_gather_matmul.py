@@ -270,11 +270,9 @@ class AllGatherMatmul(FusedMatmul):
         Raises:
             TypeError, ValueError, HeapError: an argument that does not fit, by name; nothing was sent.
         """
-        self._begin()
-        self._rows(x, (self.rows, self.k), symmetric=self._sources_travel)
-        held, transposed = self._weight(w, self.k, self.n)
-        scales = self._scales(x_scales, w_scales, self.rows, self.n, travel=self._sources_travel)
-        out = self._result(out, (self.n_pes * self.rows, self.n), ("x", x), ("w", held), *self._apart(scales))
+        out, held, transposed, scales = self._arguments(
+            x, w, out, x_scales, w_scales, self.rows, self.n_pes * self.rows, self._sources_travel
+        )
         self._calls.add_(1)
         if self.n_pes > 1:
             self._sides.fork()

@@ -15,7 +15,7 @@ import torch
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.collective import as_bytes
-from tilescale_net.kernels.fused.matmul import DistributedMatmul, Sides, check_extents, torch_product
+from tilescale_net.kernels.fused.matmul import SCALED, DistributedMatmul, Sides, check_extents, torch_product
 from tilescale_net.runtime.cuda_memory import CudaMemory
 from tilescale_net.runtime.profiling import named
 
@@ -44,7 +44,7 @@ def await_signals(words, threads):
     """Kernel `(calls, signals, first, count)`: ends when `signals[first : first + count]` have come to call `calls[0]`.
 
     What follows on the stream may read what was sent before them. Args of the kernel: signals: uint64 [words], symmetric;
-    first, count: int32.
+    first, count: int32, of at most `threads` words.
     """
 
     @T.prim_func
@@ -53,9 +53,8 @@ def await_signals(words, threads):
     ):  # fmt: skip
         with T.Kernel(1, threads=threads):
             thread = T.get_thread_binding()
-            for turn in T.serial((count + threads - 1) // threads):
-                if turn * threads + thread < count:
-                    N.wait(signals[first + turn * threads + thread], "ge", calls[0])
+            if thread < count:
+                N.wait(signals[first + thread], "ge", calls[0])
 
     return main
 
@@ -111,9 +110,9 @@ class PipelinedAllGatherMatmul(DistributedMatmul):
     ):  # fmt: skip
         name = "PipelinedAllGatherMatmul"
         check_extents(name, dtype, rows=rows, k=k, n=n)
-        super().__init__(name, f"rows={rows}, k={k}, n={n}", dtype, out_dtype, threads, 1, group)
-        if not self.scaled and self.out_dtype != dtype:
+        if dtype != SCALED and out_dtype not in (None, dtype):
             raise TypeError(f"{name}: out_dtype is {out_dtype}; torch's product of {dtype} gives {dtype}")
+        super().__init__(name, f"rows={rows}, k={k}, n={n}", dtype, out_dtype, threads, 1, group)
         self.rows, self.k, self.n = rows, k, n
         signals = ((self.n_pes,), torch.uint64)
         self.memory = self.allocate({
@@ -123,16 +122,15 @@ class PipelinedAllGatherMatmul(DistributedMatmul):
         self._sides = Sides(self.device, (-1,))
 
     @named("tilescale_net.PipelinedAllGatherMatmul")
+    @torch.no_grad()  # torch's product into a given tensor refuses what needs a gradient; the operators have theirs
     def __call__(
         self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None, *,
         x_scales: torch.Tensor | None = None, w_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """The product of all ranks' rows with this rank's `w`; asynchronous on the current stream. As `AllGatherMatmul`'s."""
-        self._begin()
-        self._rows(x, (self.rows, self.k), symmetric=self._sources_travel)
-        held, _ = self._weight(w, self.k, self.n)
-        scales = self._scales(x_scales, w_scales, self.rows, self.n, travel=self._sources_travel)
-        out = self._result(out, (self.n_pes * self.rows, self.n), ("x", x), ("w", held), *self._apart(scales))
+        out, _, _, scales = self._arguments(
+            x, w, out, x_scales, w_scales, self.rows, self.n_pes * self.rows, self._sources_travel
+        )
         parts, me = out.view(self.n_pes, self.rows, self.n), self.rank
         if self.n_pes > 1:
             self._calls.add_(1)
@@ -142,19 +140,16 @@ class PipelinedAllGatherMatmul(DistributedMatmul):
                 # A peer that has begun this call reads nothing of the one before any more.
                 self._await("begun", 0, self.n_pes)
                 self._push(x, scales[0])
-        self._multiply(x, w, scales[0], scales[1], parts[me])
+        torch_product(x, w, *scales, parts[me])
         for hop in range(1, self.n_pes):
             pe = (me + hop) % self.n_pes
             if self.scaled:
                 self._await("scales_arrived", pe, 1)
             self._await("arrived", pe, 1)
-            of_rows = self.memory["scales"][pe] if self.scaled else scales[0]
-            self._multiply(self.memory["gathered"][pe], w, of_rows, scales[1], parts[pe])
+            of_rows = self.memory["scales"][pe] if self.scaled else None
+            torch_product(self.memory["gathered"][pe], w, of_rows, scales[1], parts[pe])
         self._sides.join()
         return out
-
-    def _multiply(self, x, w, of_rows, of_columns, out) -> None:
-        torch_product(x, w, of_rows if self.scaled else None, of_columns if self.scaled else None, out)
 
     def _await(self, signals: str, first: int, count: int) -> None:
         await_signals(self.n_pes, self.threads)(self._calls, self.memory[signals], first, count)

@@ -81,7 +81,7 @@ PUSH = 330e3  # bytes that 8 blocks push while the others multiply
 SENDERS = 4  # blocks beside a product whose result travels
 # Bytes that one of them pushes, between two GPUs; beside a product of 8 bits, on one GPU's own memory.
 SENT = {torch.bfloat16: 27e3, torch.float16: 27e3, SCALED: 28e3}
-ENGINE = 390e3  # bytes that a copy engine moves to a peer (docs/results/copies.md)
+COPY_ENGINE = 390e3  # bytes that a copy engine moves to a peer (docs/results/copies.md)
 AWAITED = 3.0  # a kernel that waits for a signal that is there
 REST = 360e3  # bytes that all blocks push when the product is done
 # A collective alone, between tensors of symmetric memory as the operators give it: until it has begun and ended, and the
@@ -160,7 +160,7 @@ def expected_us(
 def expected_pipelined_us(product: Product, multiprocessors: int = 132) -> float:
     """Time of `PipelinedAllGatherMatmul`, by the same model: cuBLAS for each PE's rows, when a copy engine has brought them."""
     part = _cublas_us(product, product.rows, multiprocessors)
-    copy = product.rows * product.k * product.dtype.itemsize / ENGINE
+    copy = product.rows * product.k * product.dtype.itemsize / COPY_ENGINE
     end = LAUNCH
     for hop in range(product.ranks):
         end = max(end, LAUNCH + hop * copy) + part + (AWAITED if hop else 0)

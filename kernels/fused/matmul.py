@@ -152,23 +152,36 @@ class DistributedMatmul(Collective):
     """
 
     memory: dict[str, torch.Tensor]
+    k: int
+    n: int
 
     def __init__(
         self, name: str, configuration: str, dtype: torch.dtype, out_dtype: torch.dtype | None, threads: int, blocks: int,
         group: "tsn.Group",
     ):  # fmt: skip
-        if dtype not in TAKEN:
-            raise TypeError(f"{name}: dtype {dtype} is not one of {', '.join(map(str, TAKEN))}")
+        self.out_dtype = result_dtype(name, dtype, out_dtype)
         self.dtype, self.scaled = dtype, dtype == SCALED
-        self.out_dtype = out_dtype or (torch.bfloat16 if self.scaled else dtype)
-        if self.scaled and self.out_dtype not in DTYPES:
-            raise TypeError(f"{name}: out_dtype {out_dtype} is not one of {', '.join(map(str, DTYPES))}")
         configuration = f"{configuration}, dtype={dtype}, out_dtype={self.out_dtype}"
         super().__init__(name, configuration, threads, blocks, group)
         # int64: torch's operators do not know uint64 on GPUs.
         with torch.inference_mode(False):
             self._calls = torch.zeros(1, dtype=torch.int64, device=self.device)
             self._no_scales = torch.zeros(1, dtype=torch.float32, device=self.device)
+
+    def _arguments(
+        self, x, w, out, x_scales, w_scales, rows: int, rows_of_result: int, travel: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, bool, tuple[torch.Tensor, torch.Tensor]]:
+        """A call's result, weight as `_weight` gives it, and scales as `_scales` does; all arguments are checked.
+
+        Args:
+            rows: of `x`. travel: `x` and its scales must lie in symmetric memory.
+        """
+        self._begin()
+        self._rows(x, (rows, self.k), symmetric=travel)
+        held, transposed = self._weight(w, self.k, self.n)
+        scales = self._scales(x_scales, w_scales, rows, self.n, travel=travel)
+        out = self._result(out, (rows_of_result, self.n), ("x", x), ("w", held), *self._apart(scales))
+        return out, held, transposed, scales
 
     def _weight(self, w, k: int, n: int) -> tuple[torch.Tensor, bool]:
         """`w` as a contiguous tensor, and whether that is [n, k]. TypeError or ValueError for what does not fit."""
@@ -223,19 +236,29 @@ class FusedMatmul(DistributedMatmul):
     ):  # fmt: skip
         if obstacle := device_obstacle(tsn.world(group).device):
             raise tsn.ConfigurationError(f"{name}: {obstacle}")
+        out_dtype = result_dtype(name, dtype, out_dtype)
         if not isinstance(tiling, Tiling):
             raise TypeError(f"{name}: tiling is {tiling!r}; it must be a Tiling")
         if dtype == SCALED and tiling.tile[2] % 32:
             raise ValueError(f"{name}: {tiling}: a tile of {dtype} must have a depth that is a multiple of 32")
-        if tsn.world(group).device.type == "cuda" and dtype in TAKEN:
-            check_tensor_cores(name, tiling, dtype, out_dtype or (torch.bfloat16 if dtype == SCALED else dtype))
+        if tsn.world(group).device.type == "cuda":
+            check_tensor_cores(name, tiling, dtype, out_dtype)
         self.tiling = tiling
         super().__init__(name, f"{configuration}, {tiling}", dtype, out_dtype, threads, blocks, group)
         self._carried = self.out_dtype if self.scaled else dtype  # of summands
 
 
+def result_dtype(name: str, dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype:
+    """`out_dtype` or its default. TypeError for a dtype that products or results do not have."""
+    if dtype not in TAKEN:
+        raise TypeError(f"{name}: dtype {dtype} is not one of {', '.join(map(str, TAKEN))}")
+    if dtype == SCALED and out_dtype not in (None, *DTYPES):
+        raise TypeError(f"{name}: out_dtype {out_dtype} is not one of {', '.join(map(str, DTYPES))}")
+    return out_dtype or (torch.bfloat16 if dtype == SCALED else dtype)
+
+
 def torch_product(x: torch.Tensor, w: torch.Tensor, x_scales=None, w_scales=None, out: torch.Tensor | None = None):
-    """The product `x @ w` by torch alone, in `out` if that is given; with scales of rows and columns, bfloat16 or as `out`."""
+    """The product `x @ w` by torch alone, in `out` if that is given; of 8 bits with scales, as bfloat16 or as `out`."""
     if x.dtype != SCALED:
         return torch.mm(x, w, out=out)
     dtype = torch.bfloat16 if out is None else out.dtype

@@ -125,12 +125,8 @@ class MatmulAllReduce(MatmulReduceScatter):
         Raises:
             TypeError, ValueError: an argument that does not fit, by name; nothing was sent.
         """
-        self._begin()
         everyone = self.n_pes * self.rows
-        self._rows(x, (everyone, self.k))
-        held, transposed = self._weight(w, self.k, self.n)
-        scales = self._scales(x_scales, w_scales, everyone, self.n)
-        out = self._result(out, (everyone, self.n), ("x", x), ("w", held), *self._apart(scales))
+        out, held, transposed, scales = self._arguments(x, w, out, x_scales, w_scales, everyone, everyone)
         parts, memory = out.view(self.n_pes, self.rows, self.n), self.memory
         mine = parts[self.rank]
         part = memory["part"] if self._sources_travel else mine

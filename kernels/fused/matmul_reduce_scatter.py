@@ -304,11 +304,8 @@ class MatmulReduceScatter(FusedMatmul):
         Raises:
             TypeError, ValueError: an argument that does not fit, by name; nothing was sent.
         """
-        self._begin()
-        self._rows(x, (self.n_pes * self.rows, self.k))
-        held, transposed = self._weight(w, self.k, self.n)
-        scales = self._scales(x_scales, w_scales, self.n_pes * self.rows, self.n)
-        out = self._result(out, (self.rows, self.n), ("x", x), ("w", held), *self._apart(scales))
+        everyone = self.n_pes * self.rows
+        out, held, transposed, scales = self._arguments(x, w, out, x_scales, w_scales, everyone, self.rows)
         self._sum(out, x, held, transposed, scales)
         self._sides.join()
         return out

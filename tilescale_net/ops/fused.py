@@ -55,9 +55,7 @@ def _fused(kind: str, x: torch.Tensor, w: torch.Tensor, fused: bool | None, obje
     obstacle = fits(product)
     if fused and obstacle:
         raise ValueError(f"{kind}: fused=True, but {obstacle}")
-    if obstacle:
-        return None
-    if fused is False:
+    if obstacle or fused is False:
         return None
     tuned, device, is_mapped = chosen(product, objects.world), objects.world.device, not objects.sources_travel
     pipelined = tuned.pipelined if tuned else is_pipelined(product, device, is_mapped)

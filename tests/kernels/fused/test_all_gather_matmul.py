@@ -36,11 +36,14 @@ def _products(seed, rows, k, n, dtype, transposed, calls, blocks):
     scaled = dtype == SCALED
     tiling = SMALL_SCALED if scaled else SMALL
     if blocks is None:
+        with pytest.raises(TypeError, match="out_dtype is torch.float32|out_dtype torch.float32 is not one of"):
+            PipelinedAllGatherMatmul(rows, k, n, dtype=dtype, out_dtype=torch.float32)
         op = PipelinedAllGatherMatmul(rows, k, n, dtype=dtype, threads=64)
     else:
         op = AllGatherMatmul(rows, k, n, dtype=dtype, tiling=tiling, threads=64, blocks=blocks)
     w = whole_numbers((n, k) if transposed else (k, n), dtype, seed, "w", rank).to(device)
     w = w.t() if transposed else w
+    w.requires_grad_(blocks is None and not scaled)  # as a weight of a layer, outside of torch.no_grad()
     x, x_scales, w_scales = tsn.empty((rows, k), dtype), tsn.empty(rows), powers_of_two(n, seed, rank).to(device)
     if scaled:
         _refusals(op, x, w, x_scales, w_scales)
@@ -56,7 +59,7 @@ def _products(seed, rows, k, n, dtype, transposed, calls, blocks):
         x.fill_(float("nan"))  # the call is over with x
         x_scales.fill_(float("nan"))
         tsn.synchronize()
-        want = torch.cat(parts).float() @ w.cpu().float()
+        want = torch.cat(parts).float() @ w.detach().cpu().float()
         want = want * torch.cat(scales)[:, None] * w_scales.cpu() if scaled else want
         assert torch.equal(out.cpu(), want.to(out.dtype)), f"seed {seed}, call {call}, rank {rank}"
     tsn.free(x)

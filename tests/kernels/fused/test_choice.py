@@ -93,7 +93,7 @@ def test_pipelined_where_it_was_measured(monkeypatch):
     assert expected_pipelined_us(few) > expected_us(few)[0]
     # The rows of seven peers take longer than the product of the own ones: 64 columns are soon computed.
     narrow = _product("all_gather_matmul", 8, 8192, 8192, 64)
-    assert expected_pipelined_us(narrow) > 7 * 1024 * 8192 * 2 / choice.ENGINE
+    assert expected_pipelined_us(narrow) > 7 * 1024 * 8192 * 2 / choice.COPY_ENGINE
     assert not is_pipelined(large, gpu)
     monkeypatch.setattr(choice, "MEASURED_PIPELINED", {(2, SCALED), (4, torch.bfloat16)})
     assert is_pipelined(large, gpu) and not is_pipelined(few, gpu)

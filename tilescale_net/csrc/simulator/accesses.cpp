@@ -27,8 +27,8 @@ Stamp HappensBefore::unordered(Stamp stamp, uint32_t warp, unsigned lane) {
   const int rank = rank_of_stamp(stamp);
   Transfer t;
   while (touch_of(stamp) == Touch::source && rank < memory_->ranks() && memory_->find(rank, stamp >> 8, &t) &&
-         t.beside) {
-    stamp = transfer_stamp(rank, Touch::source, t.beside);
+         t.replaced) {
+    stamp = transfer_stamp(rank, Touch::source, t.replaced);
     if (!comes_before(stamp, warp, lane)) return stamp;
   }
   return 0;
@@ -80,7 +80,7 @@ bool HappensBefore::is_benign(uint64_t offset) const {
 
 // Whole granules only: a neighbour's bytes may share the first and the last one.
 void HappensBefore::look(int rank, bool of_stores, uint64_t offset, uint64_t bytes, const Actor& actor, Stamp mark,
-                         Found* found, bool keep) {
+                         Found* found, bool keep_unordered) {
   Stamp* stamps = of_stores ? memory_->stores(rank) : memory_->loads(rank);
   Site* sites = of_stores ? memory_->store_sites(rank) : memory_->load_sites(rank);
   const Site own = site_of(actor);
@@ -90,9 +90,9 @@ void HappensBefore::look(int rank, bool of_stores, uint64_t offset, uint64_t byt
     const Stamp stamp = read(stamps[i]);
     const Site site = sites[i];
     const bool again = stamp == before;
-    if (!again && (found || keep)) wrong = unordered(stamp, actor.warp, actor.lane());
+    if (!again && (found || keep_unordered)) wrong = unordered(stamp, actor.warp, actor.lane());
     before = stamp;
-    if (mark && !(wrong && keep)) write(stamps[i], mark), sites[i] = own;
+    if (mark && !(wrong && keep_unordered)) write(stamps[i], mark), sites[i] = own;
     if (!found || !wrong) continue;
     if (again && found->stamp == wrong && found->end == i * 4) found->end += 4;
     else if (!found->stamp && !is_benign(i * 4)) *found = {wrong, of_stores, i * 4, i * 4 + 4, site};
@@ -115,7 +115,7 @@ uint64_t HappensBefore::record(const Actor& actor, const Event& event, uint32_t 
   made.block = actor.block;
   made.pe = event.pe;
   made.site = memory_->site(name);
-  made.beside = made.in_a_row = 0;
+  made.replaced = made.n_replaced = 0;
   __atomic_store_n(&made.number, number, __ATOMIC_RELEASE);
   return number;
 }
@@ -195,7 +195,7 @@ std::string HappensBefore::put(const Actor& actor, const Event& event, const Cal
     look(memory_->me, true, from, bytes, actor, 0, &found);
     Found reads;
     look(memory_->me, false, from, bytes, actor, source, &reads);
-    note_beside(source, reads, from, bytes);
+    note_replaced(source, reads, from, bytes);
     if (found.stamp) wrong = race(actor, what + " sends", found, memory_->me, Change::none);
   }
   if (!follows_ranks_) return wrong;
@@ -207,7 +207,7 @@ std::string HappensBefore::put(const Actor& actor, const Event& event, const Cal
   return wrong;
 }
 
-void HappensBefore::note_beside(Stamp source, const Found& reads, uint64_t from, uint64_t bytes) {
+void HappensBefore::note_replaced(Stamp source, const Found& reads, uint64_t from, uint64_t bytes) {
   Transfer other;
   if (touch_of(reads.stamp) != Touch::source || rank_of_stamp(reads.stamp) != memory_->me) return;
   // One that reads only a part of these bytes has nothing to do with the rest.
@@ -216,10 +216,10 @@ void HappensBefore::note_beside(Stamp source, const Found& reads, uint64_t from,
   Transfer& made = memory_->own().transfer[(source >> 8) % kTransfers];
   // When the new one is done, so is an earlier one of its warp to the PE.
   const bool same = other.pe == made.pe && other.warp == made.warp && other.lane == made.lane;
-  const uint32_t in_a_row = other.in_a_row + (same ? 0 : 1);
-  if (in_a_row >= kMostInARow) return;
-  made.in_a_row = in_a_row;
-  __atomic_store_n(&made.beside, same ? other.beside : reads.stamp >> 8, __ATOMIC_RELEASE);
+  const uint32_t n_replaced = other.n_replaced + (same ? 0 : 1);
+  if (n_replaced >= kMostReplaced) return;
+  made.n_replaced = n_replaced;
+  __atomic_store_n(&made.replaced, same ? other.replaced : reads.stamp >> 8, __ATOMIC_RELEASE);
 }
 
 std::string HappensBefore::got(const Actor& actor, const Event& event, const Call& call, Stamp source) {

@@ -186,16 +186,17 @@ private:
   std::string put(const Actor& actor, const Event& event, const Call& call, Stamp source, Stamp target);
   std::string got(const Actor& actor, const Event& event, const Call& call, Stamp source);
   // The stamp of a put's source has taken the place of another put's.
-  void note_beside(Stamp source, const Found& reads, uint64_t from, uint64_t bytes);
+  void note_replaced(Stamp source, const Found& reads, uint64_t from, uint64_t bytes);
   // Whether the access of a stamp comes before the lane.
   bool comes_before(Stamp stamp, uint32_t warp, unsigned lane);
   // The stamp of an access that does not, of those that a stamp stands for; 0: all come before.
   Stamp unordered(Stamp stamp, uint32_t warp, unsigned lane);
   bool is_benign(uint64_t offset) const;
-  // Looks at the stamps of a range of a rank's heap, and leaves `mark` there unless it is 0. `keep`: not where the
-  // access before is not ordered, such as a put that still reads its source: a later store is to find that one.
+  // Looks at the stamps of a range of a rank's heap, and leaves `mark` there unless it is 0. `keep_unordered`: not
+  // where the access before is not ordered, such as a put that still reads its source: a later store is to find that
+  // one.
   void look(int rank, bool stores, uint64_t offset, uint64_t bytes, const Actor& actor, Stamp mark, Found* found,
-            bool keep = false);
+            bool keep_unordered = false);
   std::string race(const Actor& actor, const std::string& what, const Found& found, int owner, Change change);
   Site site_of(const Actor& actor) const;
   // A plain access, in words.

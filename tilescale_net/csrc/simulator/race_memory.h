@@ -44,12 +44,12 @@ struct Transfer {
   uint32_t lane;  // 1 to 32 of what a thread does, such as a store through a remote view; else 0
   int32_t pe;
   uint32_t site;
-  // Of a put, whose stamp stands for another put, too, that was reading the same source or more and is not known to be
-  // done: the number of that one, or 0; and how many there are in a row.
-  uint64_t beside;
-  uint32_t in_a_row;
+  // Of a put whose stamp has replaced that of another one, which reads the same source or more and is not known to be
+  // done: the number of that one, or 0; and how many have been replaced, one after the other.
+  uint64_t replaced;
+  uint32_t n_replaced;
 };
-constexpr uint32_t kMostInARow = 16; // puts to so many PEs from one source
+constexpr uint32_t kMostReplaced = 16; // puts to so many PEs from one source
 
 // A signal, when it may have been seen. What its sender knew is in the sender's `known`, from `at` on.
 struct Message {
