@@ -105,24 +105,26 @@ class AllReduce(Collective):
                 "one_shot_arrived": ((n, blocks), torch.uint64),
                 "ready": ((n, blocks), torch.uint64),
                 "arrived": ((n, blocks), torch.uint64),
+                "done": ((n, blocks), torch.uint64),
             }
         )
         self._packets, self._inbox = memory["packets"], memory["inbox"]
         self._source, self._target = memory["source"], memory["target"]
         self._one_shot_words = memory["one_shot_arrived"], self.counters(blocks)
-        self._two_shot_words = memory["ready"], memory["arrived"], self.counters(blocks)
+        self._two_shot_words = memory["ready"], memory["arrived"], memory["done"], self.counters(blocks)
         self._packet_calls = self.counters(self._packet_blocks)
 
     @named("tilescale_net.AllReduce")
-    def __call__(self, out: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, out: torch.Tensor, x: torch.Tensor | None = None, *, overwrite_x: bool = False) -> torch.Tensor:
         """`out` becomes the sum over all PEs of their `x`; asynchronous on the current stream.
 
         Args:
             out: contiguous, one of `DTYPES`, of the same shape on all ranks.
             x: contiguous, of out's shape and dtype, apart from `out` in memory or `out` itself, which is the default.
+            overwrite_x: `x` may be overwritten, with what nobody needs; equal on all ranks.
 
         Tensors may lie anywhere. Large ones are fastest where both are symmetric and begin and end at multiples of 16
-        bytes: they are not copied then.
+        bytes, or `x` alone does and may be overwritten: they are not copied then.
 
         Returns:
             `out`, with equal bits on all ranks: sums are made in float32 (float64 and integers in their own type), in the
@@ -146,8 +148,13 @@ class AllReduce(Collective):
         if x.data_ptr() != out.data_ptr():
             self._check_apart("out", out, "x", x)
         algorithm, direct, what = self._choose(out.nbytes), False, ("out of shape {} and {}", out.shape, out.dtype)
+        pulled = overwrite_x and x.data_ptr() != out.data_ptr()
         if algorithm == "two_shot":  # the others copy anyway, so that places do not matter
-            places = [self.place_of_vectors(out), self.place_of_vectors(x)]
+            places = [self.place_of_vectors(x)]
+            if pulled:
+                what = ("x of shape {} and {}, which may be overwritten", out.shape, out.dtype)
+            else:
+                places.insert(0, self.place_of_vectors(out))
             direct, self._tag = self._agree_on_places(*what, places=places)
         else:
             self._tag = self._agree(*what)
@@ -158,10 +165,15 @@ class AllReduce(Collective):
             if x is not out:
                 out.copy_(x)
         elif self._parts:
-            self._over_nodes(algorithm, direct, flat_out, flat_x)
+            self._over_nodes(algorithm, direct, pulled, flat_out, flat_x)
         else:
-            self._explained(lambda: self._directly(algorithm, direct, flat_out, flat_x))
+            self._explained(lambda: self._directly(algorithm, direct, pulled, flat_out, flat_x))
         return out
+
+    def is_faster_overwritten(self, nbytes: int) -> bool:
+        """Whether a result comes sooner from a symmetric `x` that may be overwritten than from one that lies elsewhere."""
+        fits = self._choose(nbytes) == "two_shot" and nbytes % VECTOR_BYTES == 0
+        return fits and (self.n_pes == 2 or nbytes > self._staging_bytes)
 
     def is_copied_in_pieces(self, nbytes: int) -> bool:
         """Whether a tensor that is not symmetric takes several kernels, and a symmetric one a single one."""
@@ -182,14 +194,14 @@ class AllReduce(Collective):
             return "packets"
         return "one_shot" if nbytes <= self._one_shot_capacity * VECTOR_BYTES else "two_shot"
 
-    def _directly(self, algorithm: str, direct: bool, out: torch.Tensor, x: torch.Tensor) -> None:
+    def _directly(self, algorithm: str, direct: bool, pulled: bool, out: torch.Tensor, x: torch.Tensor) -> None:
         if algorithm == "packets":
             self._in_pieces(self._by_packets, self._packet_capacity * packets.DATA_BYTES, out, x)
         elif algorithm == "one_shot":
             self._in_pieces(self._by_one_shot, self._one_shot_capacity * VECTOR_BYTES, out, x)
         elif direct:
-            vector = VECTOR_BYTES // out.element_size()
-            self._by_two_shot(out, x, out.view(-1, vector), x.view(-1, vector), staged=False)
+            source = x.view(-1, VECTOR_BYTES // x.element_size())
+            self._by_two_shot(out, x, source if pulled else out.view(source.shape), source, pulled=pulled)
         else:
             self._in_pieces(self._by_staged_two_shot, self._staging_bytes, out, x)
 
@@ -225,15 +237,18 @@ class AllReduce(Collective):
         )
         self._by_two_shot(out, x, *vectors, staged=True)
 
-    def _by_two_shot(self, out, x, target, source, staged: bool) -> None:
-        aligned = is_aligned(VECTOR_BYTES, out, x)
-        kernel = all_reduce_two_shot(self.n_pes, dtype_name(out.dtype), staged, aligned, self.threads, self.blocks)
+    def _by_two_shot(self, out, x, target, source, staged: bool = False, pulled: bool = False) -> None:
+        aligned, dtype = is_aligned(VECTOR_BYTES, out, x), dtype_name(out.dtype)
+        kernel = all_reduce_two_shot(self.n_pes, dtype, staged, pulled, aligned, self.threads, self.blocks)
         kernel(out, x, target, source, self._tag, self._agreement.status, *self._two_shot_words)
 
-    def _over_nodes(self, algorithm: str, direct: bool, out: torch.Tensor, x: torch.Tensor) -> None:
+    def _over_nodes(self, algorithm: str, direct: bool, pulled: bool, out: torch.Tensor, x: torch.Tensor) -> None:
         """Where some PEs are on other nodes."""
         if algorithm == "gather":
             self._by_gather(out, x)
+        elif direct and pulled:
+            self._by_parts(x, x)
+            out.copy_(x)
         elif direct:
             self._by_parts(out, x)
         else:

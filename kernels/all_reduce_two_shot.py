@@ -3,6 +3,10 @@
 Blocks b of all PEs work on the same slices of all parts, and wait only for each other: a block begins when its likes
 hold their slices ready, and ends when they have put theirs here. So no barrier of the grid is needed, and a part that
 is done early leaves early.
+
+Where only the input is symmetric and may be overwritten, sums stay with the PE that made them, and all others read them from
+there: then a block ends when its likes have read what it holds. Of two PEs each adds up the whole tensor for itself: as many
+bytes cross the link, and one exchange is spared.
 """
 
 import tilelang.language as T
@@ -11,12 +15,12 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.announcement import STATUS_WORDS, all_agree, announcement, compare
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
-from tilescale_net.kernels.sum_of_peers import add_up, batch_of, pack, unpack, vector_of
+from tilescale_net.kernels.sum_of_peers import add_up, batch_of, pack, store_elements, unpack, vector_of
 
 
 @tsn.jit(name="all_reduce_two_shot", pass_configs=EXPLICIT_SYNC)
-def all_reduce_two_shot(n_pes, dtype, staged, aligned=True, threads=512, blocks=64):
-    """Kernel `(out, x, target, source, tag, status, ready, arrived, calls)`: `out` is the sum of all PEs' `x`; `out`
+def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, threads=512, blocks=64):
+    """Kernel `(out, x, target, source, tag, status, ready, arrived, done, calls)`: `out` is the sum of all PEs' `x`; `out`
     may be `x`.
 
     Args:
@@ -24,16 +28,21 @@ def all_reduce_two_shot(n_pes, dtype, staged, aligned=True, threads=512, blocks=
         dtype: of `out` and `x` [count]. Sums are made as in `reduce_scatter`.
         staged: `source` and `target` are symmetric memory of their own, and the kernel copies `x` and `out`; otherwise
             they are the same memory as `x` and `out`, at the same place on all PEs.
-        aligned: `out` and `x` begin and end at multiples of 16 bytes; must be so unless `staged`.
+        pulled: `x` is symmetric, at the same place on all PEs, and may be overwritten; `out` is memory of this PE's own, `target`
+            and `source` are `x`. Not together with `staged`.
+        aligned: `out` and `x` begin and end at multiples of 16 bytes. Must be so unless `staged` or `pulled`; when `pulled`,
+            `x` begins and ends there all the same.
         threads, blocks: launch geometry; all blocks must be able to run at once.
 
-    `source` and `target` [>= ceil(bytes / 16), 16 bytes of dtype], `ready` and `arrived` (uint64 [n_pes, blocks]) are
+    `source` and `target` [>= ceil(bytes / 16), 16 bytes of dtype], `ready`, `arrived` and `done` (uint64 [n_pes, blocks]) are
     symmetric, `calls` (uint64 [blocks]) is any device memory; signals and `calls` are zero before the first call, and
     then left alone. `tag` stands for what must be equal on all PEs, and with it for `source` and `target`; where it is not,
     nothing moves, and what differs is reported to `status` (int64 [STATUS_WORDS]), see `announcement`.
     """
     count, target_rows, source_rows = (T.dynamic(n, "int64") for n in ("count", "target_rows", "source_rows"))
     vector, batch = vector_of(dtype), batch_of(n_pes)
+    whole = pulled and n_pes == 2  # every PE adds up all
+    parts = 1 if whole else n_pes
 
     @T.prim_func
     def main(
@@ -46,6 +55,7 @@ def all_reduce_two_shot(n_pes, dtype, staged, aligned=True, threads=512, blocks=
         status: T.Tensor((STATUS_WORDS,), "int64"),
         ready: T.Tensor((n_pes, blocks), "uint64"),
         arrived: T.Tensor((n_pes, blocks), "uint64"),
+        done: T.Tensor((n_pes, blocks), "uint64"),
         calls: T.Tensor((blocks,), "uint64"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
@@ -56,7 +66,7 @@ def all_reduce_two_shot(n_pes, dtype, staged, aligned=True, threads=512, blocks=
             agrees = T.alloc_shared((n_pes,), "int32")
             vectors = T.ceildiv(count, T.int64(vector))
             part = T.alloc_var("int64")
-            part = T.ceildiv(vectors, T.int64(n_pes))
+            part = T.ceildiv(vectors, T.int64(parts))
             share = T.max(T.ceildiv(part, T.int64(blocks)), T.int64(threads))
             first = T.alloc_var("int64")
             first = T.min(share * block, part)
@@ -64,21 +74,13 @@ def all_reduce_two_shot(n_pes, dtype, staged, aligned=True, threads=512, blocks=
             end = T.min(first + share, part)
             if first < end:
                 sources = [N.remote(source, p) for p in range(n_pes)]
-                targets = [N.remote(target, p) for p in range(n_pes)]
+                targets = [] if whole else [target] if pulled else [N.remote(target, p) for p in range(n_pes)]
                 if staged:
                     for p in T.serial(n_pes):
                         pack(
-                            source,
-                            0,
-                            x,
-                            p * part + first,
-                            T.min(p * part + end, vectors),
-                            thread,
-                            threads,
-                            count,
-                            dtype,
-                            aligned,
-                        )
+                            source, 0, x, p * part + first, T.min(p * part + end, vectors),
+                            thread, threads, count, dtype, aligned,
+                        )  # fmt: skip
                     T.sync_threads()
                 if thread < n_pes:
                     same = T.alloc_var("int32")
@@ -95,33 +97,46 @@ def all_reduce_two_shot(n_pes, dtype, staged, aligned=True, threads=512, blocks=
                 last = T.if_then_else(agreed != 0, end, first)
                 result = T.alloc_local((batch, vector), dtype)
                 limit = T.alloc_var("int64")
-                limit = T.min(me * part + last, vectors)
+                own = 0 if whole else me * part
+                limit = T.min(own + last, vectors)
                 for turn in T.serial(T.ceildiv(last - first, T.int64(threads * batch))):
-                    i = me * part + first + turn * threads * batch + thread
+                    i = own + first + turn * threads * batch + thread
                     add_up(result, sources, dtype, i, limit, threads, batch)
                     for target_of_pe in targets:
                         for u in T.unroll(batch):
                             if i + u * threads < limit:
                                 for v in T.vectorized(vector):
                                     target_of_pe[i + u * threads, v] = result[u, v]
-                T.sync_threads()
-                if thread < n_pes and thread != me:
-                    N.signal(arrived[me, block], call, thread, fence=True)
-                    N.wait(arrived[thread, block], "ge", T.cast(call, "int64"))
+                    if pulled:
+                        for u in T.unroll(batch):
+                            if i + u * threads < limit:
+                                store_elements(out, i + u * threads, result, u, count, dtype, aligned)
+                if not whole:
+                    T.sync_threads()
+                    if thread < n_pes and thread != me:
+                        N.signal(arrived[me, block], call, thread, fence=True)
+                        N.wait(arrived[thread, block], "ge", T.cast(call, "int64"))
+                if pulled and not whole:
+                    T.sync_threads()
+                    for hop in T.serial(1, n_pes):
+                        pe = (me + hop) % n_pes
+                        unpack(
+                            out, N.remote(source, pe), pe * part + first, T.min(pe * part + last, vectors),
+                            thread, threads, count, dtype, aligned,
+                        )  # fmt: skip
+                if pulled:
+                    # All have read what is here before work behind this kernel may write it.
+                    T.sync_threads()
+                    if thread < n_pes and thread != me:
+                        N.signal(done[me, block], call, thread)
+                        N.wait(done[thread, block], "ge", T.cast(call, "int64"))
                 if staged:
                     T.sync_threads()
                     for p in T.serial(n_pes):
                         unpack(
-                            out,
-                            target,
-                            p * part + first,
-                            T.min(p * part + end, vectors),
-                            thread,
-                            threads,
-                            count,
-                            dtype,
-                            aligned,
-                        )
+                            out, target, p * part + first, T.min(p * part + end, vectors),
+                            thread, threads, count, dtype, aligned,
+                        )  # fmt: skip
             T.sync_threads()
             if thread == 0:
                 calls[block] = call

@@ -287,7 +287,7 @@ class Collective:
             Whether no rank has None and all have the same; and the tag of a call, which stands for the places too then.
         """
         # A rank that copies does so wherever its other tensors lie.
-        key = (*arguments, *([None] if None in places else places))
+        key = (describe, *arguments, *([None] if None in places else places))
         known = self._mapped.get(key)
         if known is None:
             self._made.note(f"{describe}, tensors at places that were not used before", *arguments)

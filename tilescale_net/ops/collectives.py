@@ -133,7 +133,7 @@ def _all_reduce(x: torch.Tensor, replicated: bool, group: str) -> torch.Tensor:
     if objects.all_reduce.is_copied_in_pieces(x.nbytes):
         there = objects.source(x.shape, x.dtype, x.device)
         if there is not None:
-            return objects.all_reduce(there.copy_(x)).clone()
+            return objects.all_reduce(torch.empty_like(x), there.copy_(x), overwrite_x=True)
     return objects.all_reduce(torch.empty_like(x), x)
 
 

@@ -293,10 +293,11 @@ def _matmul_all_reduce(
     if op is not None:
         return op(x, _held(w), **scales)
     shape, dtype = (x.shape[0], w.shape[1]), _result_dtype(x)
-    if objects.all_reduce.is_copied_in_pieces(math.prod(shape) * dtype.itemsize):
+    if objects.all_reduce.is_faster_overwritten(math.prod(shape) * dtype.itemsize):
         there = objects.source(shape, dtype, x.device)
         if there is not None:
-            return objects.all_reduce(torch_product(x, w, **scales, out=there)).clone()
+            torch_product(x, w, **scales, out=there)
+            return objects.all_reduce(torch.empty_like(there), there, overwrite_x=True)
     return _ops.all_reduce(torch_product(x, w, **scales), replicated, group)
 
 
