@@ -2,12 +2,14 @@
 
 Rows travel by the GPU's copy engines, one peer after the other, while cuBLAS multiplies those at hand; a peer's rows are
 multiplied when its signal says that they are here. So nothing is taken from the product, which keeps the rate of cuBLAS;
-what it costs is that each PE's rows are a product of their own, whose last tiles may leave multiprocessors idle, and that
-no tile starts before all rows of its PE are there. `all_gather_matmul.py` is the other design.
+what it costs is that each PE's rows are a product of their own, and that no tile starts before all rows of its PE are
+there. `all_gather_matmul.py` is the other design.
 
 Also known as a pipelined all-gather and product: PyTorch 2.11, torch/distributed/_symmetric_memory/__init__.py,
 `_pipelined_all_gather_and_consume`, which pulls the rows behind a barrier; here they are pushed behind a signal of each peer.
 """
+
+import contextlib
 
 import tilelang.language as T
 import torch
@@ -19,51 +21,59 @@ from tilescale_net.kernels.fused.matmul import SCALED, DistributedMatmul, Sides,
 from tilescale_net.runtime.cuda_memory import CudaMemory
 from tilescale_net.runtime.profiling import named
 
+PUSHES, OTHER_PRODUCTS = 0, 1  # streams beside the caller's
+
 
 @tsn.jit(name="all_gather_matmul_begin")
-def tell_peers(n_pes, threads):
-    """Kernel `(calls, begun)`: signals to every PE that this one has begun call `calls[0]`, and so has read what came in the
-    call before.
+def meet_peers(n_pes, threads):
+    """Kernel `(calls, begun)`: counts the call, and ends when every PE has begun it, and so has read what came in the call
+    before.
 
     Args of the kernel:
-        calls: int64 [1], number of this call. begun: uint64 [n_pes], symmetric; each PE sets its own word.
+        calls: int64 [1], calls so far. begun: uint64 [n_pes], symmetric; each PE sets its own word.
     """
 
     @T.prim_func
     def main(ctx: N.Context(), calls: T.Tensor((1,), "int64"), begun: T.Tensor((n_pes,), "uint64")):
         with T.Kernel(1, threads=threads):
             thread = T.get_thread_binding()
+            me = N.my_pe()
+            call = T.alloc_var("int64")
+            call = calls[0] + T.int64(1)
             if thread < n_pes:
-                N.signal(begun[N.my_pe()], T.cast(calls[0], "uint64"), thread)
+                N.signal(begun[me], T.cast(call, "uint64"), thread)
+                N.wait(begun[thread], "ge", call)
+            T.sync_threads()
+            if thread == 0:
+                calls[0] = call
 
     return main
 
 
 @tsn.jit(name="all_gather_matmul_await")
-def await_signals(words, threads):
-    """Kernel `(calls, signals, first, count)`: ends when `signals[first : first + count]` have come to call `calls[0]`.
+def await_rows(n_pes):
+    """Kernel `(calls, arrived, pe)`: ends when the rows of `pe` of call `calls[0]` are there, for what follows on the stream.
 
-    What follows on the stream may read what was sent before them. Args of the kernel: signals: uint64 [words], symmetric;
-    first, count: int32, of at most `threads` words.
+    Args of the kernel: arrived: uint64 [n_pes], symmetric. pe: int32.
     """
 
     @T.prim_func
     def main(
-        ctx: N.Context(), calls: T.Tensor((1,), "int64"), signals: T.Tensor((words,), "uint64"), first: T.int32, count: T.int32
+        ctx: N.Context(), calls: T.Tensor((1,), "int64"), arrived: T.Tensor((n_pes,), "uint64"), pe: T.int32
     ):  # fmt: skip
-        with T.Kernel(1, threads=threads):
-            thread = T.get_thread_binding()
-            if thread < count:
-                N.wait(signals[first + thread], "ge", calls[0])
+        with T.Kernel(1, threads=32):
+            if T.get_thread_binding() == 0:
+                N.wait(arrived[pe], "ge", calls[0])
 
     return main
 
 
 @tsn.jit(name="all_gather_matmul_put")
-def put_to_peers(n_pes, nbytes, threads):
+def put_to_peers(n_pes, nbytes, threads, signals=True):
     """Kernel `(gathered, x, calls, arrived)`: puts `x` to place `my_pe` of every other PE, with a signal.
 
-    For PEs that no copy engine reaches: of other nodes, and of the simulator.
+    For PEs that no copy engine reaches: of other nodes, and of the simulator. Without `signals` only the data are there when
+    the kernel ends.
 
     Args of the kernel:
         gathered: uint8 [n_pes, nbytes], symmetric. x: uint8 [nbytes]. calls: int64 [1].
@@ -82,7 +92,10 @@ def put_to_peers(n_pes, nbytes, threads):
             me = N.my_pe()
             for hop in T.serial(1, n_pes):
                 pe = (me - hop + n_pes) % n_pes  # for which these data are next
-                N.put_signal_block(gathered[me, :], x, pe, arrived[me], T.cast(calls[0], "uint64"))
+                if signals:
+                    N.put_signal_block(gathered[me, :], x, pe, arrived[me], T.cast(calls[0], "uint64"))
+                else:
+                    N.put_block(gathered[me, :], x, pe)
             N.quiet_block()
 
     return main
@@ -93,7 +106,7 @@ class PipelinedAllGatherMatmul(DistributedMatmul):
 
     Args:
         rows, k, n, dtype, out_dtype: as for `AllGatherMatmul`; `out_dtype` other than `dtype` is for torch.float8_e4m3fn.
-        threads: of the kernels that signal and wait, which have one block each.
+        threads: of the kernels in which PEs meet and, over nodes, send, which have one block each.
         group: whose ranks these are; see `tilescale_net.world`.
 
     Takes n_pes * rows * k elements of the symmetric heap, and n_pes * rows scales.
@@ -117,9 +130,9 @@ class PipelinedAllGatherMatmul(DistributedMatmul):
         signals = ((self.n_pes,), torch.uint64)
         self.memory = self.allocate({
             "gathered": ((self.n_pes, rows, k), dtype), "begun": signals, "arrived": signals,
-            **({"scales": ((self.n_pes, rows), torch.float32), "scales_arrived": signals} if self.scaled else {}),
+            **({"scales": ((self.n_pes, rows), torch.float32)} if self.scaled else {}),
         })  # fmt: skip
-        self._sides = Sides(self.device, (-1,))
+        self._sides = Sides(self.device, (-1, 0))
 
     @named("tilescale_net.PipelinedAllGatherMatmul")
     @torch.no_grad()  # torch's product into a given tensor refuses what needs a gradient; the operators have theirs
@@ -133,49 +146,50 @@ class PipelinedAllGatherMatmul(DistributedMatmul):
         )
         parts, me = out.view(self.n_pes, self.rows, self.n), self.rank
         if self.n_pes > 1:
-            self._calls.add_(1)
-            tell_peers(self.n_pes, self.threads)(self._calls, self.memory["begun"])
             self._sides.fork()
-            with self._sides[0]:
+            with self._sides[PUSHES]:
                 # A peer that has begun this call reads nothing of the one before any more.
-                self._await("begun", 0, self.n_pes)
-                self._push(x, scales[0])
+                meet_peers(self.n_pes, self.threads)(self._calls, self.memory["begun"])
+                sent = self._push(x, scales[0])
         torch_product(x, w, *scales, parts[me])
         for hop in range(1, self.n_pes):
             pe = (me + hop) % self.n_pes
-            if self.scaled:
-                self._await("scales_arrived", pe, 1)
-            self._await("arrived", pe, 1)
-            of_rows = self.memory["scales"][pe] if self.scaled else None
-            torch_product(self.memory["gathered"][pe], w, of_rows, scales[1], parts[pe])
+            # Of two products in turn, the later one fills the multiprocessors that the last tiles of the earlier leave idle.
+            with self._sides[OTHER_PRODUCTS] if hop % 2 else contextlib.nullcontext():
+                # What has been sent tells that the peers' data are near: a wait from the start on would take a multiprocessor.
+                self._sides.wait(sent[hop - 1])
+                await_rows(self.n_pes)(self._calls, self.memory["arrived"], pe)
+                of_rows = self.memory["scales"][pe] if self.scaled else None
+                torch_product(self.memory["gathered"][pe], w, of_rows, scales[1], parts[pe])
         self._sides.join()
         return out
 
-    def _await(self, signals: str, first: int, count: int) -> None:
-        await_signals(self.n_pes, self.threads)(self._calls, self.memory[signals], first, count)
-
-    def _push(self, x: torch.Tensor, x_scales: torch.Tensor) -> None:
-        """Send this rank's rows, and their scales before them, to all others."""
-        sent = [("gathered", "arrived", x)]
-        if self.scaled:
-            sent.insert(0, ("scales", "scales_arrived", x_scales))
-        if self.device.type == "cuda" and not self._sources_travel:
+    def _push(self, x: torch.Tensor, x_scales: torch.Tensor) -> list:
+        """Send this rank's scales, if there are any, and then its rows to all others, each with the number of the call behind
+        it; marks of the stream behind what each of them gets."""
+        by_engines, marks = self.device.type == "cuda" and not self._sources_travel, []
+        if by_engines:
             for hop in range(1, self.n_pes):
-                for there, signals, data in sent:
-                    self._copy(there, signals, data, (self.rank - hop) % self.n_pes)
-            return
-        for there, signals, data in sent:
-            put = put_to_peers(self.n_pes, data.nbytes, self.threads)
-            gathered = as_bytes(self.memory[there], self.n_pes, data.nbytes)
-            put(gathered, as_bytes(data, data.nbytes), self._calls, self.memory[signals])
+                pe = (self.rank - hop) % self.n_pes
+                if self.scaled:
+                    self._copy(self.memory["scales"][self.rank], x_scales, pe)
+                self._copy(self.memory["gathered"][self.rank], x, pe)
+                # A kernel that signals would need a multiprocessor, which the product has taken.
+                self._copy(self.memory["arrived"][self.rank : self.rank + 1], self._calls, pe)
+                marks.append(self._sides.mark())
+            return marks
+        if self.scaled:
+            self._put("scales", x_scales, signals=False)
+        self._put("gathered", x, signals=True)
+        return (self.n_pes - 1) * [self._sides.mark()]
 
-    def _copy(self, there: str, signals: str, data: torch.Tensor, pe: int) -> None:
-        """Copy to this rank's place at a peer, then the number of the call to its signal there.
-
-        Copies of a stream are carried out one after the other, so that the signal comes behind the data; a kernel that
-        signals would need a multiprocessor, which the product has taken.
-        """
-        memory, base = self._world.memory, self._world.peer_base[pe]
+    def _copy(self, there: torch.Tensor, data: torch.Tensor, pe: int) -> None:
+        """Copy to symmetric memory of a peer. Copies of a stream are carried out one after the other."""
+        memory = self._world.memory
         assert isinstance(memory, CudaMemory)
-        memory.copy_to_peer(base, self.memory[there][self.rank], data)
-        memory.copy_to_peer(base, self.memory[signals][self.rank : self.rank + 1], self._calls)
+        memory.copy_to_peer(self._world.peer_base[pe], there, data)
+
+    def _put(self, there: str, data: torch.Tensor, signals: bool) -> None:
+        put = put_to_peers(self.n_pes, data.nbytes, self.threads, signals)
+        gathered = as_bytes(self.memory[there], self.n_pes, data.nbytes)
+        put(gathered, as_bytes(data, data.nbytes), self._calls, self.memory["arrived"])

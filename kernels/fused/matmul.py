@@ -97,6 +97,16 @@ class Sides:
         stream = self._streams[i]
         return torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
 
+    def mark(self) -> torch.cuda.Event | None:
+        """Where the current stream is now, for `wait`; None in the simulator."""
+        return torch.cuda.current_stream().record_event() if self._streams[0] is not None else None
+
+    @staticmethod
+    def wait(mark: torch.cuda.Event | None) -> None:
+        """The current stream goes on when another one has come to the mark."""
+        if mark is not None:
+            torch.cuda.current_stream().wait_event(mark)
+
     def join(self) -> None:
         """The caller's stream goes on when these are done; nothing to wait for unless they were forked."""
         forked, self._forked = self._forked, False

@@ -30,9 +30,12 @@ FUSED = {
     "tilescale_net.kernels.fused.all_gather_matmul.push_rows": [
         dict(n_pes=4, rows=1024, k=8192, dtype="bfloat16", chunk=128)
     ],
-    f"{PIPELINED}.tell_peers": [dict(n_pes=4, threads=512)],
-    f"{PIPELINED}.await_signals": [dict(words=4, threads=512)],
-    f"{PIPELINED}.put_to_peers": [dict(n_pes=4, nbytes=16 << 20, threads=512)],
+    f"{PIPELINED}.meet_peers": [dict(n_pes=4, threads=512)],
+    f"{PIPELINED}.await_rows": [dict(n_pes=4)],
+    f"{PIPELINED}.put_to_peers": [
+        dict(n_pes=4, nbytes=16 << 20, threads=512),
+        dict(n_pes=4, nbytes=4096, threads=512, signals=False),
+    ],
     "tilescale_net.kernels.fused.matmul_reduce_scatter.send_parts": [
         dict(ROWS, dtype="bfloat16", out_dtype="bfloat16", shares=True)
     ],
@@ -47,8 +50,8 @@ CASES = [(name, arguments) for name, variants in KERNELS.items() for arguments i
 WITHOUT_DATA = {
     "tilescale_net.kernels.sum_of_rows.sum_of_rows",
     "tilescale_net.kernels.p2p.meet",
-    f"{PIPELINED}.tell_peers",
-    f"{PIPELINED}.await_signals",
+    f"{PIPELINED}.meet_peers",
+    f"{PIPELINED}.await_rows",
     "tilescale_net.kernels.proxy_write.write",
     "benchmark.common.queue_bench.probe",
 }
