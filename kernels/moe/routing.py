@@ -150,11 +150,12 @@ def plan_routing(
             steps.send_records(s, mem, shared, me, stop, block, thread)
             if block == 0:
                 steps.write_totals(s, mem, shared, me, stop, thread)
+            steps.count_received(s, mem, shared, me, thread)
             if thread < R:
                 if active[thread] != 0:
                     N.wait(records_ready[thread], "ge", call * T.uint64(blocks + absent))
             T.sync_threads()
-            steps.keep_records(s, mem, shared, me, block, thread)
+            steps.keep_records(s, mem, shared, block, thread)
             if thread == 0:
                 calls[block] = call
             if absent:

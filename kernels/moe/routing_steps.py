@@ -219,22 +219,31 @@ def write_records(s, mem, shared, first, mine: T.Ref, thread):
 def write_record(s, mem, shared, first, p, weight, at):
     """Write the record of the row of choice `p`; its token's weights are in `weight` from `at` on, if there are up to
     WEIGHTS."""
-    K, local = s.top_k, s.local
+    K, local, vectors = s.top_k, s.local, record_words(s.top_k) // 4
     pe = shared.keys[1, p] - s.experts
     j = shared.places[1, p]
     t = first + p // K
     mem.token_slot[t, pe] = order.number(s, j, shared.places, 2, p)
     mem.send_token[pe, order.number(s, j, shared.places, 2, p)] = t
     mem.send_row[pe, order.number(s, j, shared.places, 2, p)] = shared.places[0, p]
-    for k in T.unroll(K) if K <= WEIGHTS else T.serial(K):
-        cell = p - p % K + k
-        here = shared.keys[0, cell] >= 0 and shared.keys[0, cell] // local == pe
-        mem.records_out[pe, j, k] = T.if_then_else(here, shared.places[0, cell], -1)
-        value = weight[at + k] if K <= WEIGHTS else mem.topk_weights[t, k]
-        mem.records_out[pe, j, K + k] = T.reinterpret(value, "int32")
-    mem.records_out[pe, j, 2 * K] = t
-    if s.ordered:
-        mem.records_out[pe, j, 2 * K + 1] = shared.places[2, p]
+    words = T.alloc_local((4,), "int32")
+    # Records lie one behind the other and each thread writes one, so that every store takes a sector of its own: the fewer
+    # the better.
+    for v in T.unroll(vectors) if K <= WEIGHTS else T.serial(vectors):
+        for i in T.unroll(4):
+            if v * 4 + i < K:
+                cell = p - p % K + v * 4 + i
+                here = shared.keys[0, cell] >= 0 and shared.keys[0, cell] // local == pe
+                words[i] = T.if_then_else(here, shared.places[0, cell], -1)
+            elif v * 4 + i < 2 * K:
+                value = weight[at + v * 4 + i - K] if K <= WEIGHTS else mem.topk_weights[t, v * 4 + i - K]
+                words[i] = T.reinterpret(value, "int32")
+            elif v * 4 + i == 2 * K:
+                words[i] = t
+            else:
+                words[i] = shared.places[2, p] if s.ordered else 0
+        for i in T.vectorized(4):
+            mem.records_out[pe, j, v * 4 + i] = words[i]
 
 
 @tsn.macro
@@ -242,7 +251,8 @@ def send_records(s, mem, shared, me, stop: T.Ref, block, thread):
     """Put the block's records to every rank, all threads together, then signal them to all."""
     at = T.alloc_var("int32")
     n = T.alloc_var("int32")
-    for pe in T.serial(s.ranks):
+    for hop in T.serial(s.ranks):
+        pe = (me + 1 + hop) % s.ranks  # this rank's own last, while the others' are on their way
         if mem.active[pe] != 0:
             at = T.min(shared.before[s.parts, s.experts + pe], s.max_tokens - 1)
             n = T.if_then_else(stop != 0, 0, mem.partial[block, s.experts + pe])
@@ -319,33 +329,45 @@ def write_totals(s, mem, shared, me, stop: T.Ref, thread):
 
 
 @tsn.macro
-def keep_records(s, mem, shared, me, block, thread):
+def count_received(s, mem, shared, me, thread):
+    """needs[r] = the rows that come from rank r."""
+    if thread < s.ranks:
+        shared.needs[thread] = T.if_then_else(shared.alive[thread] != 0, mem.counts_in[thread, s.experts + me], 0)
+
+
+@tsn.macro
+def keep_records(s, mem, shared, block, thread):
     """Copy the records of every rank to where the next call does not overwrite them, and index them by expert-major row.
 
-    A thread copies a choice at a time, but loads several before it stores the first.
+    Blocks share the ranks, or the records of a rank. A thread copies a choice at a time, but loads several before it stores
+    the first.
     """
-    K, at_once, stride = s.top_k, 4, s.blocks * s.threads
+    K, at_once, groups = s.top_k, 8, min(s.ranks, s.blocks)
+    group = block % groups
+    stride = (s.blocks - group + groups - 1) // groups * s.threads
     row = T.alloc_local((at_once,), "int32")
     weight = T.alloc_local((at_once,), "int32")
     token = T.alloc_local((at_once,), "int32")
     place = T.alloc_local((at_once,), "int32")
     base = T.alloc_var("int32")
-    base = 0
-    n = T.alloc_var("int32")
     j = T.alloc_var("int32")
-    for r in T.serial(s.ranks):
-        n = T.if_then_else(shared.alive[r] != 0, mem.counts_in[r, s.experts + me], 0)
-        for i in T.serial((n * K + stride * at_once - 1) // (stride * at_once)):
+    for turn in T.serial((s.ranks - group + groups - 1) // groups):
+        r = turn * groups + group
+        base = 0
+        for earlier in T.serial(r):
+            base = base + shared.needs[earlier]
+        cells = shared.needs[r] * K
+        for i in T.serial((cells + stride * at_once - 1) // (stride * at_once)):
             for u in T.unroll(at_once):
-                p = ((i * at_once + u) * s.blocks + block) * s.threads + thread
-                if p < n * K:
+                p = (i * at_once + u) * stride + block // groups * s.threads + thread
+                if p < cells:
                     row[u] = mem.records_in[r, p // K, p % K]
                     weight[u] = mem.records_in[r, p // K, K + p % K]
                     token[u] = mem.records_in[r, p // K, 2 * K]
                     place[u] = order.number(s, p // K, mem.records_in, r, p // K, 2 * K + 1)
             for u in T.unroll(at_once):
-                p = ((i * at_once + u) * s.blocks + block) * s.threads + thread
-                if p < n * K:
+                p = (i * at_once + u) * stride + block // groups * s.threads + thread
+                if p < cells:
                     j = place[u]
                     mem.records[r, j, p % K] = row[u]
                     mem.records[r, j, K + p % K] = weight[u]
@@ -354,5 +376,4 @@ def keep_records(s, mem, shared, me, block, thread):
                     if row[u] >= 0 and row[u] < s.capacity:
                         mem.row_index[row[u]] = base + j
                         mem.row_weight[row[u]] = T.reinterpret(weight[u], "float32")
-        base = base + n
     T.sync_threads()
