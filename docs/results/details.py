@@ -1,6 +1,7 @@
 """Tables with all rows of a report, for the pages of one subject."""
 
-from reports import gpus, markdown, run, size
+import summary
+from reports import gpus, markdown, rows, run, size
 
 
 def copies() -> str:
@@ -102,21 +103,18 @@ def fused_calls() -> str:
 
 
 def fused_pairs() -> str:
-    head = [
-        f"between {gpus('all_gather_matmul')}",
-        "M",
-        "tilescale_net (us)",
-        "cuBLAS alone (us)",
-        "cuBLAS, then NCCL (us)",
-    ]
-    head += ["torch symmetric memory (us)", "x cuBLAS alone", "x best of torch"]
+    """Fused calls, and what the operators take where a report has it; the last two columns are of what a user gets."""
+    head = ["between two GPUs", "M", "operator (us)", "fused (us)", "by copy engines (us)", "cuBLAS alone (us)"]
+    head += ["cuBLAS, then NCCL (us)", "torch symmetric memory (us)", "x cuBLAS alone", "x best of torch", "on"]
     lines = []
-    kinds = {"all_gather_matmul": "AG+GEMM", "matmul_reduce_scatter": "GEMM+RS", "matmul_all_reduce": "GEMM+AR"}
-    for name, kind in kinds.items():
-        for r in run(name)["tables"][0]["rows"]:
-            times = (f"{r[key]:,.0f}" for key in ("ours", "matmul", "sequence", "torch"))
-            best = min(r["sequence"], r["torch"])
-            lines.append([kind, r["m"], *times, f"{r['over']:.3f}", f"{r['ours'] / best:.3f}"])
+    for name in summary.fused_reports():
+        kind, dtype = summary.FUSED[name.removesuffix("_fp8")], run(name)["settings"].get("dtype", "bf16").upper()
+        for r in rows(name):
+            keys = "operator", "ours", "pipelined", "matmul", "sequence", "torch"
+            times = [f"{r[key]:,.0f}" if r.get(key) else "" for key in keys]
+            taken, best = r.get("operator", r["ours"]), min(r["sequence"], r["torch"])
+            ratios = f"{taken / r['matmul']:.3f}", f"{taken / best:.3f}"
+            lines.append([f"{kind}, {dtype}", r["m"], *times, *ratios, gpus(name)])
     return markdown(head, lines)
 
 
@@ -142,10 +140,14 @@ def host_costs() -> str:
     return markdown(head, [[r["what"], f"{r['both_us']:.1f}", f"{r['both_all_us']:.1f}"] for r in rows], 1)
 
 
+def _moe_calls() -> list[dict]:
+    return [r for name in ("moe_calls", "moe_calls_latency") for r in run(name)["tables"][0]["rows"]]
+
+
 def moe_calls() -> str:
     times = ("dispatch", "cached", "agreeing", "combine", "graph", "host", "wall")
     lines = []
-    for r in run("moe_calls")["tables"][0]["rows"]:
+    for r in _moe_calls():
         places = [r["mode"], r["layout"], r["blocks"] or "all", r["dtype"], r["back"]]
         lines.append([*places, *(f"{r[name]:.1f}" if r.get(name) is not None else "" for name in times)])
     head = ["mode", "rows by", "blocks", "dispatch of", "combine of", "dispatch (us)", "cached (us)", "difference (us)"]
@@ -192,7 +194,7 @@ _GOALS = [
 def moe_goals() -> str:
     """Goals for four GPUs and the peer there, as both were when goals were set, beside what two have reached."""
     keys = "blocks", "mode", "layout", "dtype", "back"
-    found = {tuple(r[k] for k in keys): r for r in run("moe_calls")["tables"][0]["rows"]}
+    found = {tuple(r[k] for k in keys): r for r in _moe_calls()}
     lines = []
     for what, figures, peer, goal in _GOALS:
         now = " / ".join(f"{found[tuple(place)][name]:,.0f}" for *place, name in figures)

@@ -32,6 +32,7 @@ SOURCES = {
         "moe_throughput",
         "moe_latency",
         "moe_calls",
+        "moe_calls_latency",
         "moe_two_nodes",
         "moe_host",
         "moe_layer",
