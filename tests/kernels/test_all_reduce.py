@@ -134,10 +134,11 @@ def _places_differ():
         scatter(out, parts)
         tsn.synchronize()
         assert x.eq(n * (n + 1) // 2).all() and out.eq(n * (n + 1) // 2).all()
-    for symmetric in (n, 0, 1):  # what is copied as a whole, wherever one of its tensors lies
+    # What is copied as a whole, wherever one of its tensors lies; and what is where it can be overwritten on one rank alone.
+    for symmetric, overwritten in ((n, False), (0, False), (1, False), (0, True), (1, True), (n, True)):
         x, total = all_symmetric[0] if rank == symmetric else others[0], torch.empty_like(others[0])
         x.fill_(rank + 1)
-        reduce(total, x)
+        reduce(total, x, overwrite_x=overwritten)
         tsn.synchronize()
         assert total.eq(n * (n + 1) // 2).all()
 
@@ -161,9 +162,10 @@ def _mixed(seed):
         data = [values(x.shape, x.dtype, seed, call, p) for p in range(n)]
         x.copy_(data[rank])
         unsettle(pace, 0.05)
-        op(x)
+        total = torch.empty_like(x) if turns.random() < 0.3 else x
+        op(total, x, overwrite_x=True)
         tsn.synchronize()
-        assert_same(x, reference(data), f"seed {seed}, call {call}, {op._algorithm}")
+        assert_same(total, reference(data), f"seed {seed}, call {call}, {op._algorithm}")
 
 
 @pytest.mark.sample(0)

@@ -161,6 +161,14 @@ def _sum():
     tsn.barrier()
     said.append(_message(reduce, lambda: reduce(tensors[rank])))
     untouched = [x.unique().tolist() for x in tensors]
+    total = torch.zeros(4096, device=tsn.device())
+    for x in tensors:
+        reduce(total, x, overwrite_x=True)
+    for x in (*tensors, total):
+        x.fill_(7)
+    tsn.barrier()
+    said.append(_message(reduce, lambda: reduce(total, tensors[rank], overwrite_x=True)))
+    untouched += [x.unique().tolist() for x in (*tensors, total)]
     scatter = ReduceScatter(threads=64, blocks=2, algorithm="pull")
     inputs, out = [tsn.zeros((2, 4096), torch.float32) for _ in range(2)], tsn.zeros(4096)
     for x in inputs:
@@ -186,7 +194,22 @@ def _sum():
 def test_mapped_memory():
     for said, untouched in ranks.run(2, _sum):
         assert all(text and "at heap offset" in text for text in said), said
-        assert untouched == [[7.0]] * 4
+        assert untouched == [[7.0]] * 7
+
+
+def _overwritten_by_one():
+    """Rank 0 lets its tensor be overwritten, rank 1 does not."""
+    reduce, x = AllReduce(threads=64, blocks=2, algorithm="two_shot"), tsn.zeros(4096)
+    total = torch.empty_like(x)
+    for overwrite_x in (True, False):
+        reduce(total, x, overwrite_x=overwrite_x)
+    _ended(reduce, lambda: reduce(total, x, overwrite_x=tsn.rank() == 0))
+
+
+def test_overwritten_by_one():
+    for outcome in ranks.launch(2, _overwritten_by_one):
+        assert outcome.error is not None and outcome.error[0] == "RankMismatch", outcome
+        assert "x of shape [4096] and torch.float32, which may be overwritten" in outcome.error[1], outcome
 
 
 def _one_exchange():
