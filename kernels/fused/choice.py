@@ -85,6 +85,9 @@ SENDERS = 4  # blocks beside a product whose result travels
 SENT = {torch.bfloat16: 27e3, torch.float16: 27e3, SCALED: 28e3}
 COPY_ENGINE = 390e3  # bytes that a copy engine moves to a peer (docs/results/copies.md)
 AWAITED = 3.0  # a kernel that waits for a signal that is there
+LAUNCHES = (
+    60.0  # us of the host for a pipelined call of two ranks: a dozen launches, copies and events of 4 to 6 us each
+)
 PIPELINED = 1.03  # how much longer products of each PE's rows take than one of all rows
 REST = 360e3  # bytes that all blocks push when the product is done
 # A collective alone, between tensors of symmetric memory as the operators give it: until it has begun and ended, and the
@@ -224,7 +227,8 @@ def is_taken(product: Product, device: torch.device, is_mapped: bool = True) -> 
 def is_pipelined(product: Product, device: torch.device, is_mapped: bool = True) -> bool:
     """Whether an all-gather and product that overlap are made by copy engines and cuBLAS, and not by the fused kernels.
 
-    Where that has been measured, and is expected to be faster than both other ways; never in the simulator, nor between nodes.
+    Where that has been measured, and is expected to be faster than both other ways, also when it is launched and not replayed
+    from a CUDA graph; never in the simulator, nor between nodes.
     """
     if device.type != "cuda" or not is_mapped or product.kind != "all_gather_matmul":
         return False
@@ -232,9 +236,8 @@ def is_pipelined(product: Product, device: torch.device, is_mapped: bool = True)
         return False
     count = torch.cuda.get_device_properties(device).multi_processor_count
     fused, sequence = expected_us(product, count)
-    return expected_pipelined_us(product, count) < min(
-        sequence / MARGIN, sequence if device_obstacle(device) else fused
-    )
+    pipelined = max(expected_pipelined_us(product, count), LAUNCHES)
+    return pipelined < min(sequence / MARGIN, sequence if device_obstacle(device) else fused)
 
 
 def are_experts_fused(device: torch.device) -> bool:

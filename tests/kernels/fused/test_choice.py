@@ -103,6 +103,9 @@ def test_pipelined_where_it_was_measured(monkeypatch):
     narrow = _product("all_gather_matmul", 8, 8192, 8192, 64)
     assert expected_pipelined_us(narrow) > 7 * 1024 * 8192 * 2 / choice.COPY_ENGINE
     assert is_pipelined(large, gpu) and not is_pipelined(dataclasses.replace(large, ranks=4), gpu)
+    # What the host takes longer to launch than the GPU to compute.
+    assert is_pipelined(dataclasses.replace(large, rows=256), gpu)
+    assert not is_pipelined(dataclasses.replace(large, rows=128), gpu)
     monkeypatch.setattr(choice, "MEASURED_PIPELINED", {(2, SCALED), (4, torch.bfloat16)})
     assert is_pipelined(large, gpu) and not is_pipelined(few, gpu)
     assert not is_pipelined(large, gpu, is_mapped=False) and not is_pipelined(large, torch.device("cpu"))
