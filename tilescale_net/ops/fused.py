@@ -185,7 +185,7 @@ def all_gather_matmul(
             differ between ranks.
         group: see `tilescale_net.ops`.
         fused: whether product and communication overlap; None: where `tilescale_net.tuning` has found that it is faster on
-            this machine, else where it was measured to be (on GPUs between two ranks: `kernels.fused.choice.MEASURED`)
+            this machine, else where it was measured to be (on GPUs between two ranks: `kernels.fused.choice`)
             and the symmetric heap has room for the shape's buffers.
         x_scales, w_scales: for `x` and `w` of torch.float8_e4m3fn, and for them alone: float32 [rows] or [rows, 1], and [n]
             or [1, n], by which rows and columns of the product are multiplied, as torch._scaled_mm does. `w` must be the
