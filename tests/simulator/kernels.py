@@ -282,3 +282,13 @@ def static_shared(x: T.Tensor((4, 96), "float32"), out: T.Tensor((4, 96), "float
         second[2 - ty, 31 - tx] = T.cast(x[b, ty * 32 + tx], "bfloat16")
         T.sync_threads()
         out[b, ty * 32 + tx] = first[ty * 32 + tx] - T.cast(second[ty, tx], "float32")
+
+
+def nothing(n):
+    @T.prim_func
+    def main(x: T.Tensor((n,), "int32")):
+        with T.Kernel(2, threads=32):
+            if T.get_thread_binding() == 0:
+                pass
+
+    return main

@@ -154,6 +154,12 @@ def test_empty_grid():
     simulate(kernels.gather_scale_scatter, 256, "float32")(empty, none, none, torch.empty(0), torch.empty(0, 256))
 
 
+def test_a_body_that_does_nothing():
+    x = torch.arange(4, dtype=torch.int32)
+    simulate(kernels.nothing, 4)(x)
+    assert x.tolist() == [0, 1, 2, 3]
+
+
 def test_big_launch_is_fast():
     import time
 

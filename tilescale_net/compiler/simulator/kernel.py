@@ -101,8 +101,8 @@ class SimulatedFunction:
         extents = [int(v) for v in launch.values[len(parameters) :]]
         shared = extents.pop() if launch.kernel in self._dynamic_shared else 0
         grid, block = (extents[:-3] + [1, 1, 1])[:3], extents[-3:]
-        if 0 in grid:
-            return  # as on a GPU: nothing to do
+        if not extents or 0 in grid:
+            return  # as on a GPU: nothing to do; a body without statements is lowered to one without threads
         self._check_geometry(grid, block, shared)
         resident = resident_blocks(block[0] * block[1] * block[2], shared)
         made = self._simulator.Launch(
