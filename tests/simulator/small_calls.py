@@ -3,6 +3,8 @@
 Every object is called twice, with other data, so that the second call meets what the first one has left.
 """
 
+import functools
+
 import torch
 
 import tilescale_net as tsn
@@ -62,6 +64,13 @@ def _all_reduce(algorithm):
         return _twice(make, lambda: torch.zeros(N), lambda call: _all(call).sum(0))()
 
     return set_up
+
+
+def all_reduce_overwritten():
+    from tilescale_net.kernels.all_reduce import AllReduce
+
+    make = lambda: functools.partial(AllReduce(algorithm="two_shot", staging_bytes=4096, **BLOCK), overwrite_x=True)  # noqa: E731
+    return _twice(make, lambda: torch.zeros(N), lambda call: _all(call).sum(0))()
 
 
 all_reduce_one_shot, all_reduce_packets, all_reduce_two_shot = map(_all_reduce, ("one_shot", "packets", "two_shot"))
@@ -133,15 +142,16 @@ def _moe(blocks, combines):
 moe_dispatch, moe_dispatch_two_blocks = _moe(1, False), _moe(2, False)
 moe_latency, moe_latency_two_blocks = _moe(1, True), _moe(2, True)
 CALLS = (
-    "all_gather", "all_to_all", "all_reduce_one_shot", "all_reduce_packets", "all_reduce_two_shot", "reduce_scatter_push",
-    "reduce_scatter_pull", "broadcast", "moe_dispatch", "moe_dispatch_two_blocks", "moe_latency", "moe_latency_two_blocks",
+    "all_gather", "all_to_all", "all_reduce_one_shot", "all_reduce_overwritten", "all_reduce_packets", "all_reduce_two_shot",
+    "reduce_scatter_push", "reduce_scatter_pull", "broadcast", "moe_dispatch", "moe_dispatch_two_blocks", "moe_latency",
+    "moe_latency_two_blocks",
 )  # fmt: skip
 # Which of them run kernels of a file of tilescale_net/kernels.
 _ONE_BLOCK_MOE = ("moe_dispatch", "moe_latency")
 OF = {
     "all_reduce_one_shot": ("all_reduce_one_shot",),
     "all_reduce_packets": ("all_reduce_packets",),
-    "all_reduce_two_shot": ("all_reduce_two_shot",),
+    "all_reduce_two_shot": ("all_reduce_two_shot", "all_reduce_overwritten"),
     "broadcast": ("broadcast",),
     "exchange": ("all_gather", "all_to_all"),
     "moe/combine_latency": ("moe_latency", "moe_latency_two_blocks"),
