@@ -1,5 +1,7 @@
 """Races between a put of one launch and what later launches do: the end of a kernel completes no put."""
 
+import time
+
 import tilelang.language as T
 import torch
 
@@ -174,3 +176,30 @@ def _quiet_for_some():
 
 def test_puts_from_one_source_are_each_waited_for():
     ranks.run(3, _quiet_for_some, env={"TSN_SIM_RACES": "1"})
+
+
+def _late_behind_two_meetings():
+    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
+
+    reports = []
+    SimulatedFunction._give_up = lambda self, context, error: reports.append(str(error))
+    x, y, flag, out = tsn.zeros((64,)), tsn.zeros((64,)), tsn.zeros((2,), torch.uint64), torch.zeros(64)
+    kernel, reader = step(), copy()
+    for turn in range(2):
+        reader(out, y)  # nothing is left to compile
+        kernel(PUT, x, y, flag, 1, out)
+        reports.clear()
+        torch.distributed.barrier()
+        tsn.barrier()
+        if tsn.rank() == turn:
+            reader(out, y)
+        else:
+            time.sleep(0.5)  # the other rank's kernel has ended
+            kernel(PUT, x, y, flag, 1, out)
+            assert len(reports) == 1, reports
+        tsn.barrier()
+
+
+def test_a_meeting_by_torch_orders_nothing_behind_a_later_one():
+    """A kernel that another rank runs behind `tsn.barrier` is not ordered by a torch.distributed.barrier before that."""
+    ranks.run(2, _late_behind_two_meetings, env={"TSN_SIM_RACES": "1"})
