@@ -64,10 +64,13 @@ def measured():
     """Kernel times of the raw results of 2 GPUs, and of 4 GPUs as docs/results/moe.md has them."""
     for name in ("moe_throughput", "moe_latency"):
         for row in rows_of(name):
+            # New dispatches of moe_throughput are of an earlier plan of the layout, those of moe_calls of today's.
+            if (name, row["operation"]) == ("moe_throughput", "dispatch"):
+                continue
             if row["system"] == "tilescale_net" and "+" not in row["operation"]:
                 yield 2, row["mode"], row["tokens"], row["dtype"], row["operation"], row["kernel"]
-    # H100s; the model is of as many blocks as are tuned for, of rows by rank, and of rows that go back as bfloat16.
-    for row in rows_of("moe_calls"):
+    # The model is of as many blocks as are tuned for, of rows by rank, and of rows that go back as bfloat16.
+    for row in rows_of("moe_calls") + rows_of("moe_calls_latency"):
         if row["back"] == "bf16" and (row["mode"] == "latency" or (row["layout"], row["blocks"]) == ("rank", 24)):
             for key, operation in CALLS.items():
                 if key in row:
@@ -93,7 +96,7 @@ def measured():
 
 def test_expected_times_are_those_measured():
     cases = list(measured())
-    assert {c[0] for c in cases} == {2, 4} and len(cases) == 29, cases
+    assert {c[0] for c in cases} == {2, 4} and len(cases) == 27, cases
     for gpus, mode, tokens, dtype, operation, us in cases:
         c = cluster(gpus=gpus, tokens=tokens, dtype=dtype, mode=mode)
         expected = model.expect(c, operation, "once per rank").expected

@@ -21,7 +21,7 @@ from tilescale_net.cli.networks import HOP_US, TCP, Network, nic, tcp
 
 ROW = {"bf16": lambda hidden: 2 * hidden, "fp8": lambda hidden: hidden + 4 * -(-hidden // 128)}
 NVLINK = 372.0  # GB/s one way, what single copies reach between two H200s
-LAYOUT_US = 58.0  # throughput mode: counting and agreeing on what goes where, saved where a layout is cached
+LAYOUT_US = 26.0  # throughput mode: counting and agreeing on what goes where, saved where a layout is cached
 PROXIED_BYTES = 256 * 1024  # throughput mode: of a message to another node, about (Tuning.proxied_bytes)
 
 
