@@ -12,6 +12,7 @@ import tilescale_net as tsn
 from tilescale_net.kernels.announcement import Agreement
 from tilescale_net.kernels.partition import MIN_BYTES, MIN_BYTES_OVER_NODES, MIN_BYTES_WITH_GATEWAYS
 from tilescale_net.runtime import heap
+from tilescale_net.runtime.stream_order import StreamOrder
 
 if TYPE_CHECKING:
     from tilescale_net.runtime.call_log import Track
@@ -54,7 +55,8 @@ class Collective:
     """Base of the host classes: construction is collective, calls are asynchronous on the current stream.
 
     Signals carry the number of the call, which lives in device memory: nothing is reset between calls, and a call
-    captured in a CUDA graph can be replayed. All ranks make the same calls in the same order.
+    captured in a CUDA graph can be replayed. All ranks make the same calls in the same order. Calls on different streams
+    run one after the other, in the order in which the host made them (see `StreamOrder`).
 
     Args:
         name: shown in errors.
@@ -89,6 +91,7 @@ class Collective:
             raise ValueError(f"{name}: blocks is {blocks}; it must be between 1 and {limit}, so that all run at once")
         self.threads, self.blocks, self._block_limit = threads, blocks, limit
         self._agreement = Agreement(name, self._world)
+        self._order = StreamOrder(self.device)
         self._mapped: dict[tuple, tuple[bool, int]] = {}
         self._owned: list[torch.Tensor] = []
         self._counters: list[torch.Tensor] = []
@@ -180,6 +183,16 @@ class Collective:
             raise tsn.TileScaleError(f"{self.name}: used after free() or finalize()")
 
     def _begin(self) -> None:
+        """How every call begins: all ranks that the object was made with are there, and what is launched next comes after
+        the calls so far.
+
+        Raises:
+            TileScaleError: ranks are gone, or the object was freed. RankMismatch: an earlier call found it.
+        """
+        self._check_callable()
+        self._order.follow()
+
+    def _check_callable(self) -> None:
         """Raise TileScaleError unless all ranks that the object was made with are there to be called."""
         self._check_alive()
         if self._members is not self._world.control.members:

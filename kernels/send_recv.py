@@ -13,6 +13,7 @@ import tilescale_net.language as N
 from tilescale_net.kernels.announcement import StatusRecord, report
 from tilescale_net.kernels.collective import Collective, as_bytes
 from tilescale_net.runtime.profiling import named
+from tilescale_net.runtime.stream_order import StreamOrder
 
 # Of a word that announces a chunk: the lower bits hold the bytes of the message, the upper ones the chunk's number from 1
 # on, which begins anew at 0 after so many: words are compared as signed numbers.
@@ -183,6 +184,8 @@ class SendRecv(Collective):
         self._sent, self._received = self.counters(*slots[:2]), self.counters(*slots[:2])
         self._record = StatusRecord(self._world)
         self._expected: dict = {}
+        # Messages to a rank, and those from a rank, have a state of their own each.
+        self._orders = {(name, pe): StreamOrder(self.device) for name in ("x", "out") for pe in range(self.n_pes)}
 
     @named("tilescale_net.SendRecv.send")
     def send(self, x: torch.Tensor, pe: int) -> None:
@@ -225,7 +228,7 @@ class SendRecv(Collective):
 
     def _message(self, name: str, tensor, pe_name: str, pe) -> torch.Tensor:
         """The bytes of a message, one at least, so that kernels get a tensor."""
-        self._begin()
+        self._check_callable()
         self._check(name, tensor)
         if isinstance(pe, bool) or not isinstance(pe, int) or not 0 <= pe < self.n_pes or pe == self.rank:
             raise ValueError(
@@ -234,6 +237,7 @@ class SendRecv(Collective):
             )
         if tensor.nbytes >> SIZE_BITS:
             raise ValueError(f"{self.name}: {name} has {tensor.nbytes} bytes; a message has less than {1 << SIZE_BITS}")
+        self._orders[name, pe].follow()
         return as_bytes(tensor, tensor.nbytes) if tensor.nbytes else self._outbox.view(-1)[:1]
 
     def _raise_mismatch(self) -> None:

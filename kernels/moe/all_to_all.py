@@ -33,7 +33,8 @@ class AllToAll(Participant):
     """Dispatch and combine of an expert-parallel layer; rank r hosts experts [r * E / ranks, (r + 1) * E / ranks).
 
     Constructed by all ranks with the same arguments, which compiles its kernels. All ranks then make the same calls in
-    the same order, on one stream each; nothing waits for the GPU on the host, so calls can be captured in a CUDA graph.
+    the same order; nothing waits for the GPU on the host, so calls can be captured in a CUDA graph. Calls on different streams
+    run one after the other, in the order in which the host made them.
     Results do not depend on timing: equal inputs give equal bits.
 
     Args:
@@ -248,6 +249,7 @@ class AllToAll(Participant):
     def _receive(self, kind: str, pending: Pending):
         self._machine_check(f"{kind}_recv")
         self._machine.received(kind, pending)
+        self._order.follow()
         self._mode.receive(pending)
         self._raise_refusal_if_simulated()
         return pending.result

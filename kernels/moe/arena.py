@@ -16,6 +16,7 @@ from tilescale_net.kernels.moe.launch import Launch
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.kernels.moe.streams import stream_key
 from tilescale_net.runtime import heap
+from tilescale_net.runtime.stream_order import StreamOrder
 
 _numbers = itertools.count()
 
@@ -76,8 +77,8 @@ class Arena:
     """Memory for the rows of several objects that never run at once, such as FP8 forward and BF16 backward, or prefill and
     decoding: as much as the largest needs. Each keeps its signals beside it.
 
-    All calls of its objects are made on one stream, in the same order on all ranks. While a half of one is under way, calls
-    of the others raise ValueError. What a dispatch gives in symmetric memory is valid until the next call of any of them.
+    All calls of its objects are made in the same order on all ranks, and run one after the other. While a half of one is under
+    way, calls of the others raise ValueError. What a dispatch gives in symmetric memory is valid until the next call of any of them.
     When latency mode follows another object, ranks meet first, in a kernel of some microseconds; once a call was captured in
     a CUDA graph, before each of its calls.
 
@@ -105,6 +106,7 @@ class Arena:
         self._objects: weakref.WeakSet = weakref.WeakSet()
         self._meetings: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._last: weakref.ref | None = None  # whose call was the last
+        self._order = StreamOrder(self.world.device)
         self._in_graphs = self._freed = False
 
     @property
@@ -142,6 +144,7 @@ class Arena:
             raise ValueError(
                 f"AllToAll.{call}: another object of this arena has sent a {half} that is not received; call its {half}_recv first"
             )
+        self._order.follow()
         captured = stream_key(op.device) is None
         self._in_graphs |= captured
         stays = not self._in_graphs and self._last is not None and self._last() is op

@@ -222,6 +222,7 @@ class Participant(Collective):
         world.check()
         if self.status.written:
             self._raise_refusal()
+        self._order.follow()
         if after is not None and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).wait_event(after)
         if self._arena is not None and call not in ("set_active", "empty_output"):

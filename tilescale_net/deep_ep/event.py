@@ -70,40 +70,6 @@ class EventOverlap:
             self.current_stream_wait(releases)
 
 
-class StreamOrder:
-    """Lets calls that are made on different streams run one after the other: they share buffers and signals.
-
-    Args:
-        device: of the streams.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._last: torch.cuda.Stream | None = None
-        self._key: int | None = None  # of the last stream, which costs little to ask for
-
-    def follow(self) -> None:
-        """What is launched next on the current stream comes after the calls so far.
-
-        A stream that is captured into a CUDA graph, and one that is not, cannot wait for each other: the caller that
-        replays the graph orders it.
-        """
-        if self._device.type != "cuda":
-            return
-        key = torch._C._cuda_getCurrentRawStream(self._device.index)
-        if key == self._key:
-            return
-        stream, last = torch.cuda.current_stream(self._device), self._last
-        if last is not None and _is_captured(last) == _is_captured(stream):
-            stream.wait_stream(last)
-        self._last, self._key = stream, key
-
-
-def _is_captured(stream: torch.cuda.Stream) -> bool:
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()
-
-
 def begin(previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool) -> None:
     """How a call begins: after `previous_event`. Raises ValueError for a combination that DeepEP refuses."""
     has_event = previous_event is not None and previous_event.event is not None

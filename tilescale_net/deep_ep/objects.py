@@ -11,12 +11,12 @@ import json
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.deep_ep.event import StreamOrder
 from tilescale_net.deep_ep.shrink import Masks
 from tilescale_net.errors import HeapError, TileScaleError
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.runtime import settings, worlds
 from tilescale_net.runtime.context import SYSTEM_BYTES
+from tilescale_net.runtime.stream_order import StreamOrder
 
 IN_FLIGHT = 2  # low-latency calls of a kind that may be sent and not received
 

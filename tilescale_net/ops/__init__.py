@@ -10,8 +10,8 @@
     y = ops.matmul_reduce_scatter(act(h), w_down, group)     # w_down [k of this rank, n]
 
 `group` is what `tilescale_net.world` takes: a ProcessGroup, a DeviceMesh of one dimension, the name of a group, or None.
-Results are new tensors. Calls of one group are made by all of its ranks in the same order, on one stream each; gradients
-are such calls too, so backward runs on all ranks or on none. What torch.compile makes of a program keeps that order, with its
+Results are new tensors. Calls of one group are made by all of its ranks in the same order; those on different streams run one
+after the other. Gradients are such calls too, so backward runs on all ranks or on none. What torch.compile makes of a program keeps that order, with its
 default backend too, for any sizes of a rank. A call of a size that was not used before is agreed on by the hosts: make
 it once before a CUDA graph is captured.
 

@@ -30,7 +30,7 @@ def _size(name: str) -> int:
 
 @torch.library.custom_op("tilescale_net::all_gather", mutates_args=())
 def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
-    objects = group_objects.of(group)
+    objects = group_objects.in_order(group)
     objects.calls.note("all_gather of x of shape {} and {}", x.shape, x.dtype)
     (out,) = objects.gathered(x.contiguous())
     return out.view(_gathered(x, objects.world.size)).clone()
@@ -76,7 +76,7 @@ def all_gather(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
 
 @torch.library.custom_op("tilescale_net::reduce_scatter", mutates_args=())
 def _reduce_scatter(x: torch.Tensor, group: str) -> torch.Tensor:
-    objects = group_objects.of(group)
+    objects = group_objects.in_order(group)
     ranks, x = objects.world.size, x.contiguous()
     if not x.dim() or x.shape[0] % ranks:
         raise ValueError(f"reduce_scatter: x has shape {list(x.shape)}; its rows must be a multiple of {ranks} ranks")
@@ -127,7 +127,7 @@ def reduce_scatter(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
 
 @torch.library.custom_op("tilescale_net::all_reduce", mutates_args=())
 def _all_reduce(x: torch.Tensor, replicated: bool, group: str) -> torch.Tensor:
-    objects, x = group_objects.of(group), x.contiguous()
+    objects, x = group_objects.in_order(group), x.contiguous()
     objects.calls.note("all_reduce of x of shape {} and {}", x.shape, x.dtype)
     # What is more than a piece is copied as a whole: a kernel for each piece waits for all ranks anew.
     if objects.all_reduce.is_copied_in_pieces(x.nbytes):
@@ -201,7 +201,7 @@ def _largest(world, output_splits: Sequence[int], input_splits: Sequence[int]) -
 def _all_to_all(
     x: torch.Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None, max_rows: int, group: str
 ) -> torch.Tensor:
-    objects, x = group_objects.of(group), x.contiguous()
+    objects, x = group_objects.in_order(group), x.contiguous()
     if (output_splits is None) != (input_splits is None):
         raise ValueError("all_to_all: output_splits and input_splits are given together or not at all")
     if not x.dim():

@@ -136,7 +136,7 @@ def _all_gather_matmul(
     x_scales: torch.Tensor | None = None,
     w_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    objects, x = group_objects.of(group), x.contiguous()
+    objects, x = group_objects.in_order(group), x.contiguous()
     scales = _scales("all_gather_matmul", x, w, x_scales, w_scales)
     op = _fused("all_gather_matmul", x, w, fused, objects)
     if op is None:
@@ -219,7 +219,7 @@ def _matmul_reduce_scatter(
     x_scales: torch.Tensor | None = None,
     w_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    objects, x = group_objects.of(group), x.contiguous()
+    objects, x = group_objects.in_order(group), x.contiguous()
     scales = _scales("matmul_reduce_scatter", x, w, x_scales, w_scales)
     op = _fused("matmul_reduce_scatter", x, w, fused, objects)
     if op is not None:
@@ -287,7 +287,7 @@ def _matmul_all_reduce(
     x_scales: torch.Tensor | None = None,
     w_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    objects, x = group_objects.of(group), x.contiguous()
+    objects, x = group_objects.in_order(group), x.contiguous()
     scales = _scales("matmul_all_reduce", x, w, x_scales, w_scales)
     op = _fused("matmul_all_reduce", x, w, fused, objects)
     if op is not None:

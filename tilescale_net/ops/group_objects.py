@@ -21,6 +21,7 @@ from tilescale_net.kernels.fused.matmul import DistributedMatmul
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 from tilescale_net.kernels.send_recv import SendRecv
 from tilescale_net.runtime.groups import StoreGroup
+from tilescale_net.runtime.stream_order import StreamOrder
 from tilescale_net.runtime.world import World
 
 TRACK = "tilescale_net.ops"  # of the calls of all operators of a world
@@ -66,6 +67,13 @@ def of(name: str) -> GroupObjects:
     return found
 
 
+def in_order(name: str) -> GroupObjects:
+    """As `of`; what uses them on the current stream comes after such calls so far, whose memory it uses too."""
+    found = of(name)
+    found.order.follow()
+    return found
+
+
 class GroupObjects:
     """The collectives of a world, and the memory that functional calls pass through.
 
@@ -76,6 +84,7 @@ class GroupObjects:
         geometry: threads and blocks of kernels that communicate.
         sources_travel: whether inputs must lie in symmetric memory, because some PEs are on other nodes.
         calls: noted by every operator, so that ranks that differ learn of it.
+        order: of calls on different streams, which pass through the same memory.
         without_room: keys of objects that the symmetric heap had no room for.
     """
 
@@ -85,6 +94,7 @@ class GroupObjects:
         # The simulator runs threads in turn, so it gets few; elsewhere the defaults.
         self.geometry = {} if world.device.type == "cuda" else {"threads": 64, "blocks": 4}
         self.calls = world.calls.only_track(TRACK)
+        self.order = StreamOrder(world.device)
         self._memory: torch.Tensor | None = None
         self._memory_in_graph = False  # some CUDA graph of this rank has its addresses
         self._of_graphs: list[torch.Tensor] = []  # earlier memory that graphs have the addresses of
