@@ -12,6 +12,7 @@ import tilescale_net as tsn
 from tilescale_net.kernels.announcement import Agreement
 from tilescale_net.kernels.partition import MIN_BYTES, MIN_BYTES_OVER_NODES, MIN_BYTES_WITH_GATEWAYS
 from tilescale_net.runtime import heap
+from tilescale_net.runtime.launch_arguments import unresolved
 from tilescale_net.runtime.stream_order import StreamOrder
 
 if TYPE_CHECKING:
@@ -214,6 +215,8 @@ class Collective:
             raise ValueError(
                 f"{self.name}: {name} of shape {list(tensor.shape)} has strides {list(tensor.stride())}; it must be contiguous"
             )
+        if lazy := unresolved(tensor):
+            raise ValueError(f"{self.name}: {name} {lazy}")
         heap = self._world.heap
         if symmetric and tensor.numel() and not 0 <= tensor.data_ptr() - heap.base <= heap.size - tensor.nbytes:
             raise tsn.HeapError(

@@ -11,6 +11,7 @@ from tilescale_net.kernels.moe.results import Empty
 from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.tuning import most_tokens
 from tilescale_net.runtime import quick_calls
+from tilescale_net.runtime.launch_arguments import unresolved
 
 SCALE_DTYPES = (torch.float32, torch.int32)  # words of scales: what is in them is the caller's
 INDEX_DTYPES, FLOATS = (torch.int64, torch.int32), (torch.float32,)
@@ -280,7 +281,8 @@ def check_tensor(argument: str, tensor, device, dtypes, shape, alignment: int = 
         got = tensor.shape
         fits = got == shape if shape[0] is not None else len(got) == len(shape) and got[1:] == shape[1:]
         # As nearly always: what is wrong is told below.
-        if fits and tensor.is_contiguous() and (alignment == 1 or tensor.data_ptr() % alignment == 0):
+        dense = fits and tensor.is_contiguous() and not tensor.is_neg()
+        if dense and (alignment == 1 or tensor.data_ptr() % alignment == 0):
             return
 
     def fault(kind, text):
@@ -297,6 +299,8 @@ def check_tensor(argument: str, tensor, device, dtypes, shape, alignment: int = 
         fault(ValueError, f"has shape {list(tensor.shape)}; it must be [{wanted}]")
     if not tensor.is_contiguous():
         fault(ValueError, f"has strides {list(tensor.stride())}; it must be contiguous")
+    if lazy := unresolved(tensor):
+        fault(ValueError, lazy)
     if tensor.numel() and tensor.data_ptr() % alignment:
         fault(ValueError, f"does not begin at a multiple of {alignment} bytes")
 

@@ -70,6 +70,7 @@ WRONG = {
         torch.ones(6, dtype=torch.int32),
         "argument k: expected int32[rows], contiguous; got int32[6], but rows is 5 in argument m",
     ),
+    "negative": ("x", torch._neg_view(torch.ones(64)), "stands for the negative of its memory; give its resolve_neg()"),
     "nothing": ("x", None, "argument x: expected float32[64], contiguous; got None"),
     "numpy": (
         "x",

@@ -81,11 +81,16 @@ def _numbers_begin_anew() -> None:
 def _operators_and_refusals() -> None:
     rank, device = tsn.rank(), tsn.device()
     table = torch.arange(12.0, device=device).view(3, 4)
+    numbers = torch.complex(table, table)
     if rank == 0:
         ops.send(table.t(), 1)
+        ops.send(numbers.conj(), 1)
+        ops.send(numbers, 1)
     else:
         whole = torch.zeros((4, 6), device=device)
         assert ops.recv(whole[:, :3], 0).data_ptr() == whole.data_ptr()
+        assert torch.equal(ops.recv(torch.zeros_like(numbers), 0), numbers.conj())
+        assert torch.equal(ops.recv(torch.zeros_like(numbers).conj(), 0), numbers)
         assert torch.equal(whole[:, :3], table.t()) and not whole[:, 3:].any()
     with pytest.raises(ValueError, match=f"pe is {rank}; it must be a rank between 0 and 1 other than this one"):
         ops.send(table, rank)

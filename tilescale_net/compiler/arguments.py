@@ -12,6 +12,7 @@ import tvm_ffi
 from tvm import tirx
 
 from tilescale_net.errors import KernelError
+from tilescale_net.runtime.launch_arguments import unresolved
 
 
 class BadArguments(KernelError):
@@ -102,6 +103,8 @@ def _tensor(buffer: tirx.Buffer, given, on_gpu: bool) -> str | None:
         return f"got a tensor on {given.device}, and the kernel runs {'on a GPU' if on_gpu else 'in the simulator'}"
     if any(_constant(extent) not in (None, size) for extent, size in zip(buffer.shape, given.shape)):
         return got
+    if lazy := unresolved(given):
+        return f"{got}, which {lazy}"
     for size, wanted, stride in zip(given.shape, _strides(buffer), given.stride()):
         if wanted is not None and size > 1 and stride != wanted:
             return f"{got}; .contiguous() makes a copy that fits"

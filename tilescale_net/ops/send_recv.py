@@ -6,16 +6,22 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.ops import group_objects
+from tilescale_net.runtime.launch_arguments import unresolved
 
 
 def _messages(group: str):
     return group_objects.of(group).send_recv
 
 
+def _message(x: torch.Tensor) -> torch.Tensor:
+    """`x` as its values lie in memory: a copy where it is not contiguous, or a conjugate or negative view."""
+    return x.resolve_conj().resolve_neg().contiguous()
+
+
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, dst: int, group: str) -> torch.Tensor:
-        _messages(group).send(x.contiguous(), dst)
+        _messages(group).send(_message(x), dst)
         ctx.gradient, ctx.dst, ctx.group = (x.shape, x.dtype, x.device), dst, group
         return torch.zeros((), dtype=torch.float32, device=x.device)
 
@@ -33,13 +39,13 @@ class _Recv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        _messages(ctx.group).send(grad.contiguous(), ctx.src)
+        _messages(ctx.group).send(_message(grad), ctx.src)
         return None, None, None, None
 
 
 def _received(there: torch.Tensor, src: int, group: str) -> torch.Tensor:
     """`there`, which has the version counter of the caller's tensor: what was computed from it cannot be differentiated."""
-    if there.is_contiguous():
+    if there.is_contiguous() and unresolved(there) is None:
         _messages(group).recv(there, src)
         if not there.is_inference():
             torch.autograd.graph.increment_version(there)
@@ -56,7 +62,7 @@ def send(x: torch.Tensor, dst: int, group: tsn.Group = None) -> torch.Tensor | N
     `send` or `recv` in a group makes its buffers, for which all ranks of the group must make one.
 
     Args:
-        x: of any dtype and shape; copied first where it is not contiguous.
+        x: of any dtype and shape; copied first where it is not contiguous, or a conjugate or negative view.
         dst: a rank of the group other than this one.
         group: see `tilescale_net.ops`.
 
@@ -72,7 +78,7 @@ def send(x: torch.Tensor, dst: int, group: tsn.Group = None) -> torch.Tensor | N
     name = group_objects.name_of(group)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Send.apply(x, dst, name)
-    _messages(name).send(x.detach().contiguous(), dst)
+    _messages(name).send(_message(x.detach()), dst)
     return None
 
 

@@ -20,6 +20,17 @@ def constant(value):
         return value
 
 
+def unresolved(tensor: torch.Tensor) -> str | None:
+    """What is wrong with a view of torch whose bytes are not its values (`x.conj()`, `x.conj().imag`), and what to do; None
+    for other tensors.
+    """
+    if tensor.is_neg():
+        return "is a view that stands for the negative of its memory; give its resolve_neg()"
+    if tensor.is_conj():
+        return "is a view that stands for the conjugate of its memory; give its resolve_conj()"
+    return None
+
+
 def kept(value):
     """As `constant`, for what a call gives: launches of `quick_calls` take tensors as they are."""
     return value if quick_calls.are_there() else constant(value)

@@ -62,6 +62,7 @@ def _wrong_calls(mode: str) -> None:
         ("topk_weights", ValueError, "strides", (x, idx, weights.t().contiguous().t())),
         ("x", ValueError, "max_tokens is 4", (x.repeat(2, 1), idx.repeat(2, 1), weights.repeat(2, 1))),
         ("x", TypeError, "float32", (x.float(), idx, weights)),
+        ("x", ValueError, "resolve_neg", (torch._neg_view(x), idx, weights)),
         ("x", ValueError, "shape", (x[:, :16].contiguous(), idx, weights)),
         ("x", TypeError, "tensor", ("rows", idx, weights)),
         ("x", TypeError, "FakeTensor", (fake(x), idx, weights)),

@@ -19,6 +19,7 @@ from tilescale_net.compiler.simulator.lowered_cache import Lowered
 from tilescale_net.errors import KernelError
 from tilescale_net.runtime import context as context_layout
 from tilescale_net.runtime import device_errors, host_accesses, simulator, worlds
+from tilescale_net.runtime.launch_arguments import unresolved
 
 _LOGGER = logging.getLogger("tilescale_net")
 # What a streaming multiprocessor of an H100 or H200 holds at most.
@@ -78,10 +79,14 @@ class SimulatedFunction:
     def __call__(self, *args) -> None:
         """Run the kernel to its end."""
         for i, value in enumerate(args):
-            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            if not isinstance(value, torch.Tensor):
+                continue
+            if value.device.type != "cpu":
                 raise BadArguments(
                     f"kernel {self.name}: argument {i} is on {value.device}, but the simulator runs on CPU tensors"
                 )
+            if lazy := unresolved(value):
+                raise BadArguments(f"kernel {self.name}: argument {i} {lazy}")
         if len(args) != self.n_arguments:
             raise KernelError(f"kernel {self.name} takes {self.n_arguments} arguments, got {len(args)}")
         context = self._context(args)

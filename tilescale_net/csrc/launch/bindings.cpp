@@ -23,6 +23,17 @@ PyObject* call_pack(PyObject* self, PyObject* const* values, Py_ssize_t count) {
   return (*of<Pack>(self))(values, count);
 }
 
+// Whether a tensor is a view of torch whose values are the negatives of its memory, as the imaginary part of a
+// conjugate is; of floating numbers, as others do not come about by themselves.
+bool stands_for_negative(PyObject* tensor, const View& view) {
+  if (view.tensor.dtype.code <= kDlMostUnsigned) return false;
+  static PyObject* const name = PyUnicode_InternFromString("is_neg");
+  PyObject* said = PyObject_CallMethodNoArgs(tensor, name);
+  if (said == nullptr) PyErr_Clear();
+  Py_XDECREF(said);
+  return said != Py_False;
+}
+
 struct Check {
   Reader reader;
   Wanted wanted;
@@ -31,7 +42,7 @@ struct Check {
 PyObject* call_check(PyObject* self, PyObject* const* values, Py_ssize_t count) {
   const Check& check = *of<Check>(self);
   View view;
-  if (count < 1 || !check.reader.read(values[0], view)) Py_RETURN_FALSE;
+  if (count < 1 || !check.reader.read(values[0], view) || stands_for_negative(values[0], view)) Py_RETURN_FALSE;
   const int64_t first = count > 1 ? PyLong_AsLongLong(values[1]) : -1;
   if (first == -1 && PyErr_Occurred() != nullptr) return nullptr;
   return PyBool_FromLong(check.wanted.fits(view, first));

@@ -39,6 +39,7 @@ struct DlExchange {
 };
 
 constexpr int32_t kDlCpu = 1;
+constexpr uint8_t kDlMostUnsigned = 1; // codes up to it are of integers
 constexpr DlDtype kInt32 = {0, 32, 1};
 
 struct TvmAny {
