@@ -269,6 +269,9 @@ def result_dtype(name: str, dtype: torch.dtype, out_dtype: torch.dtype | None) -
 
 def torch_product(x: torch.Tensor, w: torch.Tensor, x_scales=None, w_scales=None, out: torch.Tensor | None = None):
     """The product `x @ w` by torch alone, in `out` if that is given; of 8 bits with scales, as bfloat16 or as `out`."""
+    if torch.is_autocast_enabled(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):  # the dtypes are chosen
+            return torch_product(x, w, x_scales, w_scales, out)
     if x.dtype != SCALED:
         return torch.mm(x, w, out=out)
     dtype = torch.bfloat16 if out is None else out.dtype

@@ -91,6 +91,9 @@ def _in_other_surroundings(layer, *given) -> None:
         with torch.inference_mode(), torch.device("meta"):
             return _layer(layer, *given)
 
+    with torch.autocast(layer.device.type, layer.config.dtype):
+        found = _layer(layer, *(t.float() if t.is_floating_point() else t for t in given))
+    assert found.dtype == wanted.dtype and torch.equal(found, wanted)
     with ThreadPoolExecutor(1) as pool:
         assert torch.equal(pool.submit(elsewhere).result(), wanted)
 
@@ -126,6 +129,7 @@ def _refusals() -> None:
         (w.float(), TypeError, "w has dtype torch.float32; it must be torch.bfloat16"),
         (w[..., :3], ValueError, "n is 3; it must be a multiple of 8"),
         (w.to("meta"), ValueError, "w is on meta, but x on"),
+        (w.tolist(), TypeError, "w must be a tensor, not list"),
     ):
         with pytest.raises(error, match=words):
             ops.moe_dispatch_matmul(layer, *given, wrong)

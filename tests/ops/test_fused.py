@@ -77,6 +77,26 @@ def _compiled() -> None:
     assert torch.equal(found, layer(x, up, down))
 
 
+def _autocast() -> None:
+    """float32 weights in a region of torch.autocast, as torch's own products take them; gradients are float32 again."""
+    me, device = tsn.rank(), tsn.device()
+    up, down, x = (_numbers(*shape)[me].to(device) for shape in ((K, N), (N, K), (ROWS, K)))
+
+    def layer(x, up, down):
+        return ops.matmul_all_reduce(ops.matmul_reduce_scatter(ops.all_gather_matmul(x, up).relu(), down), up)
+
+    wide = [t.float().requires_grad_() for t in (x, up, down)]
+    wanted, compiled = layer(x, up, down), torch.compile(layer, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for way in (layer, compiled):
+        with torch.autocast(device.type, torch.bfloat16):
+            found = way(*wide)
+            assert found.dtype == torch.bfloat16 and torch.equal(found, wanted)
+            assert ops.all_gather_matmul(*(t.detach().double() for t in (x, up))).dtype == torch.float64
+            gradients.append(torch.autograd.grad(found.float().sum(), wide))
+    assert all(g.dtype == torch.float32 and torch.equal(g, h) for g, h in zip(*gradients))
+
+
 def _refusals() -> None:
     device = tsn.device()
     x, w = torch.zeros((4, 12), device=device), torch.zeros((12, 8), device=device)
@@ -238,6 +258,7 @@ def _everything() -> None:
     _pipelined()
     _replicated()
     _compiled()
+    _autocast()
     _refusals()
     _eight_bits()
     _larger_than_a_piece()

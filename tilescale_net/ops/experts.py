@@ -17,7 +17,7 @@ from tilescale_net.kernels.fused.matmul import DEFAULT
 from tilescale_net.kernels.moe.all_to_all import AllToAll
 from tilescale_net.kernels.moe.dropping import beyond_capacity
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
-from tilescale_net.ops import compiled_order, moe
+from tilescale_net.ops import autocast, compiled_order, moe
 
 _ops = torch.ops.tilescale_net
 
@@ -232,7 +232,7 @@ def moe_dispatch_matmul(
         layer: of `moe_layer` or an AllToAll, with `tile_rows`; bfloat16 or float16.
         x, topk_idx, topk_weights: as for `moe_dispatch`.
         w: [local experts, hidden, n], its last two axes in either order in memory. The first call of a shape makes an
-            object, by all ranks together.
+            object, by all ranks together. In a region of torch.autocast, `x` and `w` are cast as for torch.mm.
         fused: whether products and communication overlap; None: where that was measured to be faster, see
             `kernels.fused.choice`.
 
@@ -242,8 +242,9 @@ def moe_dispatch_matmul(
     Raises:
         TypeError, ValueError: an argument that does not fit, by name; the other ranks wait for this one.
     """
-    key, c, dropped = _check("moe_dispatch_matmul", layer, w, layer.config.hidden, None), layer.config, None
     moe.check_together("moe_dispatch_matmul", x, topk_idx=topk_idx, topk_weights=topk_weights, w=w)
+    x, w = autocast.operands(x, w)
+    key, c, dropped = _check("moe_dispatch_matmul", layer, w, layer.config.hidden, None), layer.config, None
     if c.expert_capacity is not None:
         dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
         topk_idx = topk_idx.masked_fill(dropped, -1)
@@ -272,8 +273,9 @@ def moe_matmul_combine(
     Raises:
         As `moe_dispatch_matmul`.
     """
-    key = _check("moe_matmul_combine", layer, w, None, layer.config.hidden)
     moe.check_together("moe_matmul_combine", h, w=w)
+    h, w = autocast.operands(h, w)
+    key = _check("moe_matmul_combine", layer, w, None, layer.config.hidden)
     plan = received.handle.plan
     weights = received.row_weight if weighted else h.new_empty((0,), dtype=torch.float32)
     tensors = [t.detach() for t in plan.tensors()]
@@ -293,7 +295,8 @@ def expert_matmul(layer: AllToAll, x: torch.Tensor, w: torch.Tensor, received: D
     Raises:
         As `moe_dispatch_matmul`.
     """
-    key = _check("expert_matmul", layer, w, x.shape[-1], None)
     moe.check_together("expert_matmul", x, w=w)
+    x, w = autocast.operands(x, w)
+    key = _check("expert_matmul", layer, w, x.shape[-1], None)
     plan = received.handle.plan
     return _ops.expert_matmul(x, w, [t.detach() for t in plan.tensors()], plan.tokens, key)

@@ -25,7 +25,7 @@ from tilescale_net.kernels.fused.matmul import (
 from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 from tilescale_net.kernels.fused.tuned_choice import chosen
-from tilescale_net.ops import compiled_order, group_objects
+from tilescale_net.ops import autocast, compiled_order, group_objects
 
 _ops = torch.ops.tilescale_net
 CLASSES: dict[str, type[FusedMatmul]] = {
@@ -180,7 +180,7 @@ def all_gather_matmul(
     """The rows of all ranks of the group times this rank's `w`: `torch.mm(all_gather(x), w)`, the column-parallel layer.
 
     Args:
-        x: [rows, k], of one shape on all ranks.
+        x: [rows, k], of one shape on all ranks. In a region of torch.autocast, `x` and `w` are cast as for torch.mm.
         w: [k, n] of the same dtype, contiguous or the transpose of a contiguous tensor (others are copied); n may not
             differ between ranks.
         group: see `tilescale_net.ops`.
@@ -204,6 +204,7 @@ def all_gather_matmul(
         RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
     """
     _check_together("all_gather_matmul", x, w=w, x_scales=x_scales, w_scales=w_scales)
+    x, w = autocast.operands(x, w)
     return _ops.all_gather_matmul(x, w, fused, group_objects.name_of(group), x_scales, w_scales)
 
 
@@ -271,6 +272,7 @@ def matmul_reduce_scatter(
         TypeError, ValueError, HeapError, RankMismatch: as `all_gather_matmul`.
     """
     _check_together("matmul_reduce_scatter", x, w=w, x_scales=x_scales, w_scales=w_scales)
+    x, w = autocast.operands(x, w)
     return _ops.matmul_reduce_scatter(x, w, fused, group_objects.name_of(group), x_scales, w_scales)
 
 
@@ -342,4 +344,5 @@ def matmul_all_reduce(
         TypeError, ValueError, HeapError, RankMismatch: as `all_gather_matmul`.
     """
     _check_together("matmul_all_reduce", x, w=w, x_scales=x_scales, w_scales=w_scales)
+    x, w = autocast.operands(x, w)
     return _ops.matmul_all_reduce(x, w, replicated, fused, group_objects.name_of(group), x_scales, w_scales)
