@@ -349,7 +349,7 @@ class ExpertMatmul(FusedMatmul):
         for how in (dict(arrived=self._finished), dict(tells=True)):
             self._launch(out, x, held, transposed, scales, none, **how)
         gate()(self._calls, self._finished.words[-1:], 0, 0)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self.device)
         self._finished.reset()
         self._loaded.add(transposed)
 

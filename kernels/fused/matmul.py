@@ -76,10 +76,13 @@ def gate():
 
 
 class Sides:
-    """Streams that work beside the caller's, which waits for them at the end; in the simulator, one after the other."""
+    """Streams that work beside the caller's, which waits for them at the end; in the simulator, one after the other.
+
+    The caller's is the current one of `device`, which need not be the device that is current in this thread.
+    """
 
     def __init__(self, device: torch.device, priorities: tuple[int, ...]):
-        on_gpu = device.type == "cuda"
+        self._device, on_gpu = device, device.type == "cuda"
         self._streams = (
             [torch.cuda.Stream(device, priority=p) for p in priorities] if on_gpu else [None] * len(priorities)
         )
@@ -90,7 +93,7 @@ class Sides:
         self._forked = True
         for stream in self._streams:
             if stream is not None:
-                stream.wait_stream(torch.cuda.current_stream())
+                stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def __getitem__(self, i: int):
         """A context in which work goes to stream `i`."""
@@ -99,20 +102,19 @@ class Sides:
 
     def mark(self) -> torch.cuda.Event | None:
         """Where the current stream is now, for `wait`; None in the simulator."""
-        return torch.cuda.current_stream().record_event() if self._streams[0] is not None else None
+        return torch.cuda.current_stream(self._device).record_event() if self._streams[0] is not None else None
 
-    @staticmethod
-    def wait(mark: torch.cuda.Event | None) -> None:
+    def wait(self, mark: torch.cuda.Event | None) -> None:
         """The current stream goes on when another one has come to the mark."""
         if mark is not None:
-            torch.cuda.current_stream().wait_event(mark)
+            torch.cuda.current_stream(self._device).wait_event(mark)
 
     def join(self) -> None:
         """The caller's stream goes on when these are done; nothing to wait for unless they were forked."""
         forked, self._forked = self._forked, False
         for stream in self._streams:
             if stream is not None and forked:
-                torch.cuda.current_stream().wait_stream(stream)
+                torch.cuda.current_stream(self._device).wait_stream(stream)
 
 
 def device_obstacle(device: torch.device) -> str | None:

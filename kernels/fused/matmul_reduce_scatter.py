@@ -320,7 +320,7 @@ class MatmulReduceScatter(FusedMatmul):
             taken = torch.full((2,), 1 << 30, dtype=torch.int32, device=self.device)
             self._launch(*arguments, zero, torch.zeros(1, dtype=torch.uint64, device=self.device), taken)
             self._sides.join()
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)
             self._loaded.add(transposed)
         self._calls.add_(1)
         self._launch(*arguments, self._calls, self.memory["tickets"], self._sent)

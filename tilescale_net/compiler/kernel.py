@@ -239,8 +239,10 @@ class CudaKernel(Kernel):
         # The first launch loads the kernel into the GPU. The driver waits for running kernels then, and keeps the
         # proxy's copies waiting too, without which a kernel that talks to another node would never end.
         # (While a CUDA graph is captured nothing runs, and no wait is allowed.)
-        if any(w.proxy is not None for w in worlds.alive()) and not torch.cuda.is_current_stream_capturing():
-            torch.cuda.synchronize()
+        proxied = {w.device for w in worlds.alive() if w.proxy is not None}
+        if proxied and not torch.cuda.is_current_stream_capturing():
+            for device in proxied:
+                torch.cuda.synchronize(device)
         # tilelang's own wrapper checks and copies the arguments in Python for several microseconds; the host function
         # that it calls in the end checks every shape and dtype itself.
         return self._compiled.adapter.get_exportable_executable()["main"]
