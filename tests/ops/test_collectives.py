@@ -102,6 +102,19 @@ def _refusals() -> None:
         ops.all_to_all(x[: 2 * n], [2] * n, [2] * n, max_rows=2)
     with pytest.raises(ValueError, match="max_rows is -5; it must be 0 or more"):
         ops.all_to_all(x[: 2 * n], [2] * n, [2] * n, max_rows=-5)
+    calls = (ops.all_gather, ops.reduce_scatter, ops.all_reduce, ops.all_to_all, lambda t: ops.send(t, 1 - me))
+    calls += (
+        lambda t: ops.recv(t, 1 - me),
+        lambda t: ops.all_gather_matmul(x, t),
+        lambda t: ops.matmul_all_reduce(t, x.t()),
+    )
+    for call in calls:  # quantized tensors crashed torch
+        for wrong, words in (
+            (x.to_sparse(), "is a sparse_coo tensor; it must be a dense one"),
+            ([1.0], "tensor, not list"),
+        ):
+            with pytest.raises(TypeError, match=words):
+                call(wrong)
     with pytest.raises(TypeError, match="group is of type int; give a ProcessGroup"):
         ops.all_gather(x, group=5)
     with pytest.raises(tsn.RankMismatch, match="rank 0 sends 2 rows to rank 1, which expects 1"):

@@ -305,6 +305,7 @@ def test_tensors_outlive_the_heap():
 def _wrong_arguments():
     for args, kind, words in (
         ((4, "float32"), TypeError, "dtype='float32' is not a torch dtype"),
+        ((4, torch.qint8), TypeError, "dtype is torch.qint8; a quantized tensor is more than its memory"),
         ((4, 5), TypeError, r"zeros\(\(4, 5\)\)"),
         (("four",), TypeError, "not 'four'"),
         (((2.5, 2),), TypeError, "whole number"),

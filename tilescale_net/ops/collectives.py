@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.ops import compiled_order, group_objects
+from tilescale_net.ops import arguments, compiled_order, group_objects
 
 _ops = torch.ops.tilescale_net
 
@@ -68,6 +68,7 @@ def all_gather(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
         HeapError: the symmetric heap has no room for the result.
         RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
     """
+    arguments.check("all_gather", x=x)
     return _ops.all_gather(x, group_objects.name_of(group))
 
 
@@ -119,6 +120,7 @@ def reduce_scatter(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
         HeapError: the symmetric heap has no room (ranks on several nodes).
         RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
     """
+    arguments.check("reduce_scatter", x=x)
     return _ops.reduce_scatter(x, group_objects.name_of(group))
 
 
@@ -170,6 +172,7 @@ def all_reduce(x: torch.Tensor, group: tsn.Group = None, *, replicated: bool = F
         TypeError, ValueError: a dtype or device that does not fit; nothing was sent.
         RankMismatch: ranks that pass different shapes or dtypes; seen when a shape is used for the first time.
     """
+    arguments.check("all_reduce", x=x)
     return _ops.all_reduce(x, replicated, group_objects.name_of(group))
 
 
@@ -274,6 +277,7 @@ def all_to_all(
         RankMismatch: ranks that pass different row shapes or dtypes, or splits that differ between two ranks; with
             `max_rows` on a GPU, these are raised by `check`, and no row moves between the two.
     """
+    arguments.check("all_to_all", x=x)
     if max_rows is not None and max_rows < 0:
         raise ValueError(f"all_to_all: max_rows is {max_rows}; it must be 0 or more, or None for no bound")
     return _ops.all_to_all(

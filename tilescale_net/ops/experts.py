@@ -17,7 +17,7 @@ from tilescale_net.kernels.fused.matmul import DEFAULT
 from tilescale_net.kernels.moe.all_to_all import AllToAll
 from tilescale_net.kernels.moe.dropping import beyond_capacity
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
-from tilescale_net.ops import autocast, compiled_order, moe
+from tilescale_net.ops import arguments, autocast, compiled_order, moe
 
 _ops = torch.ops.tilescale_net
 
@@ -242,7 +242,7 @@ def moe_dispatch_matmul(
     Raises:
         TypeError, ValueError: an argument that does not fit, by name; the other ranks wait for this one.
     """
-    moe.check_together("moe_dispatch_matmul", x, topk_idx=topk_idx, topk_weights=topk_weights, w=w)
+    arguments.check("moe_dispatch_matmul", x=x, topk_idx=topk_idx, topk_weights=topk_weights, w=w)
     x, w = autocast.operands(x, w)
     key, c, dropped = _check("moe_dispatch_matmul", layer, w, layer.config.hidden, None), layer.config, None
     if c.expert_capacity is not None:
@@ -273,7 +273,7 @@ def moe_matmul_combine(
     Raises:
         As `moe_dispatch_matmul`.
     """
-    moe.check_together("moe_matmul_combine", h, w=w)
+    arguments.check("moe_matmul_combine", h=h, w=w)
     h, w = autocast.operands(h, w)
     key = _check("moe_matmul_combine", layer, w, None, layer.config.hidden)
     plan = received.handle.plan
@@ -295,7 +295,7 @@ def expert_matmul(layer: AllToAll, x: torch.Tensor, w: torch.Tensor, received: D
     Raises:
         As `moe_dispatch_matmul`.
     """
-    moe.check_together("expert_matmul", x, w=w)
+    arguments.check("expert_matmul", x=x, w=w)
     x, w = autocast.operands(x, w)
     key = _check("expert_matmul", layer, w, x.shape[-1], None)
     plan = received.handle.plan

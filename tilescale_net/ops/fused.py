@@ -25,7 +25,7 @@ from tilescale_net.kernels.fused.matmul import (
 from tilescale_net.kernels.fused.matmul_all_reduce import MatmulAllReduce
 from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatter
 from tilescale_net.kernels.fused.tuned_choice import chosen
-from tilescale_net.ops import autocast, compiled_order, group_objects
+from tilescale_net.ops import arguments, autocast, compiled_order, group_objects
 
 _ops = torch.ops.tilescale_net
 CLASSES: dict[str, type[FusedMatmul]] = {
@@ -101,15 +101,8 @@ def _result_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _check_together(kind: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Raise TypeError for what is no tensor, ValueError for tensors on several devices, RuntimeError for a product of 8 bits
-    that would need gradients."""
-    for name, given in {"x": x, **others}.items():
-        if not isinstance(given, torch.Tensor) and (given is not None or name in ("x", "w")):
-            raise TypeError(f"{kind}: {name} must be a tensor, not {type(given).__name__}")
-    for name, other in others.items():
-        # torch takes an operator with a tensor on "meta" for one whose result is not used.
-        if isinstance(other, torch.Tensor) and other.device != x.device:
-            raise ValueError(f"{kind}: {name} is on {other.device}, but x on {x.device}")
+    """Raise as `arguments.check`, and RuntimeError for a product of 8 bits that would need gradients."""
+    arguments.check(kind, x=x, **{name: t for name, t in others.items() if t is not None or name == "w"})
     tensors = [x, *others.values()]
     needed = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
     if needed and x.dtype == SCALED:

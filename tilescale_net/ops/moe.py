@@ -20,7 +20,7 @@ from tilescale_net.kernels.moe.throughput_buffers import output_rows
 from tilescale_net.kernels.moe.totals import Totals
 from tilescale_net.kernels.moe.tuning import Tuning
 from tilescale_net.kernels.moe.wire_layout import record_words
-from tilescale_net.ops import compiled_order, group_objects
+from tilescale_net.ops import arguments, compiled_order, group_objects
 
 
 def layer_key(op) -> str:
@@ -34,16 +34,6 @@ def layer_key(op) -> str:
             "moe_dispatch and moe_combine need a layer of throughput mode, of a dtype that is not FP8 and equals combine_dtype"
         )
     return op.key
-
-
-def check_together(call: str, x: torch.Tensor, **others: torch.Tensor) -> None:
-    """Raise TypeError for what is no tensor, and ValueError for tensors on several devices, which on "meta" torch would take
-    for a question of shapes alone."""
-    for name, other in {"x": x, **others}.items():
-        if not isinstance(other, torch.Tensor):
-            raise TypeError(f"{call}: {name} must be a tensor, not {type(other).__name__}")
-        if other.device != x.device:
-            raise ValueError(f"{call}: {name} is on {other.device}, but x on {x.device}")
 
 
 def layer_of(key: str):
@@ -218,7 +208,7 @@ def moe_dispatch(layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_
         Dispatched. Its tensors are new; rows that belong to no token are zero.
     """
     key, c, dropped = layer_key(layer), layer.config, None
-    check_together("moe_dispatch", x, topk_idx=topk_idx, topk_weights=topk_weights)
+    arguments.check("moe_dispatch", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     if c.expert_capacity is not None:
         dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
         topk_idx = topk_idx.masked_fill(dropped, -1)
@@ -237,6 +227,7 @@ def moe_combine(layer: AllToAll, y: torch.Tensor, received: Dispatched, weighted
 
     Layout "rank" sums rows as they are.
     """
+    arguments.check("moe_combine", y=y)
     plan = received.handle.plan
     weights = (
         received.row_weight if weighted and layer.config.layout == "expert" else y.new_empty((0,), dtype=torch.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import tilescale_net as tsn
-from tilescale_net.ops import group_objects
+from tilescale_net.ops import arguments, group_objects
 from tilescale_net.runtime.launch_arguments import unresolved
 
 
@@ -75,6 +75,7 @@ def send(x: torch.Tensor, dst: int, group: tsn.Group = None) -> torch.Tensor | N
         TypeError, ValueError: arguments that do not fit, by name; nothing was sent.
         HeapError: the symmetric heap has no room for the buffers.
     """
+    arguments.check("send", x=x)
     name = group_objects.name_of(group)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Send.apply(x, dst, name)
@@ -102,6 +103,7 @@ def recv(out: torch.Tensor, src: int, group: tsn.Group = None, *, requires_grad:
         RankMismatch: the message has another size; raised by this call or, on a GPU, by a later one or `check`.
         HeapError: the symmetric heap has no room for the buffers.
     """
+    arguments.check("recv", out=out)
     name = group_objects.name_of(group)
     if requires_grad and torch.is_grad_enabled():
         if not (out.is_floating_point() or out.is_complex()):

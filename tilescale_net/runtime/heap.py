@@ -193,6 +193,10 @@ class Heap:
                 f"{name}(): dtype={dtype!r} is not a torch dtype such as torch.float32; a shape of several sizes is one "
                 f"argument, as in {name}((4, 5))"
             )
+        if str(dtype).startswith(("torch.qint", "torch.quint")):  # views of such dtypes crash torch
+            raise TypeError(
+                f"{name}(): dtype is {dtype}; a quantized tensor is more than its memory, take that of its int_repr()"
+            )
         nbytes = math.prod(shape) * dtype.itemsize
         self._agree(f"tilescale_net.{name}", f"{list(shape)}, {dtype}")
         # torch counts in 64 bits, and in strides of a tensor without elements too.
