@@ -14,7 +14,9 @@ class StreamOrder:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._last: torch.cuda.Stream | None = None
+        self._earlier: list[
+            torch.cuda.Stream
+        ] = []  # whose calls no later stream has waited for, the last one at the end
         self._key: int | None = None  # of the last stream, which costs little to ask for
         self.follow()
 
@@ -29,10 +31,16 @@ class StreamOrder:
         key = torch._C._cuda_getCurrentRawStream(self._device.index)
         if key == self._key:
             return
-        stream, last = torch.cuda.current_stream(self._device), self._last
-        if last is not None and _is_captured(last) == _is_captured(stream):
-            stream.wait_stream(last)
-        self._last, self._key = stream, key
+        stream = torch.cuda.current_stream(self._device)
+        captured, kept = _is_captured(stream), []
+        for earlier in self._earlier:
+            if earlier == stream:
+                continue
+            if _is_captured(earlier) == captured:
+                stream.wait_stream(earlier)
+            else:
+                kept.append(earlier)
+        self._earlier, self._key = [*kept, stream], key
 
 
 def _is_captured(stream: torch.cuda.Stream) -> bool:
