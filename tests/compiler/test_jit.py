@@ -296,9 +296,14 @@ def test_launches_keep_out_of_the_way_of_a_proxy(monkeypatch, staged):
     if staged is not None:
         proxy = RunningProxy.__new__(RunningProxy)
         proxy.properties = {"staged": staged}
-    there = types.SimpleNamespace(proxy=proxy, device_kind="cuda", context_tensor=torch.zeros(4, dtype=torch.int64))
+    there = types.SimpleNamespace(
+        proxy=proxy,
+        device=torch.device("cuda", 1),
+        device_kind="cuda",
+        context_tensor=torch.zeros(4, dtype=torch.int64),
+    )
     _pretend(monkeypatch, there)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: events.append("wait"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[0])
     monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
