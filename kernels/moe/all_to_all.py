@@ -127,6 +127,11 @@ class AllToAll(Participant):
         self._take_part(str(next(_numbers)))
         OBJECTS[self._number] = self
         self._arena = arena
+        if arena is not None:
+            self._order = (
+                arena.order
+            )  # what a half on one stream reads, another object's call on another would overwrite
+            self._order.follow()
         self.proxied, self.nodes = 0 in world.peer_base, world.topology.nodes
         with torch.inference_mode(False):
             self._mode = make(self, config, active)

@@ -86,6 +86,9 @@ class Arena:
         nbytes: the most that `AllToAll.arena_bytes` says of one of the objects. Equal on all ranks.
         group: see `tilescale_net.world`.
 
+    Attributes:
+        order: of the calls of all its objects, and their halves, on different streams.
+
     Raises:
         HeapError: the symmetric heap has no room.
         RankMismatch: ranks gave different sizes.
@@ -106,7 +109,7 @@ class Arena:
         self._objects: weakref.WeakSet = weakref.WeakSet()
         self._meetings: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._last: weakref.ref | None = None  # whose call was the last
-        self._order = StreamOrder(self.world.device)
+        self.order = StreamOrder(self.world.device)
         self._in_graphs = self._freed = False
 
     @property
@@ -144,7 +147,6 @@ class Arena:
             raise ValueError(
                 f"AllToAll.{call}: another object of this arena has sent a {half} that is not received; call its {half}_recv first"
             )
-        self._order.follow()
         captured = stream_key(op.device) is None
         self._in_graphs |= captured
         stays = not self._in_graphs and self._last is not None and self._last() is op

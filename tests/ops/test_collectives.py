@@ -111,6 +111,7 @@ def _refusals() -> None:
     for call in calls:  # quantized tensors crashed torch
         for wrong, words in (
             (x.to_sparse(), "is a sparse_coo tensor; it must be a dense one"),
+            (torch.quantize_per_tensor(x, 1.0, 0, torch.qint8), "is a quantized tensor; it must be a dense one"),
             ([1.0], "tensor, not list"),
         ):
             with pytest.raises(TypeError, match=words):

@@ -14,9 +14,8 @@ class StreamOrder:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._earlier: list[
-            torch.cuda.Stream
-        ] = []  # whose calls no later stream has waited for, the last one at the end
+        # Whose calls no later stream has waited for; the last one at the end.
+        self._earlier: list[torch.cuda.Stream] = []
         self._key: int | None = None  # of the last stream, which costs little to ask for
         self.follow()
 

@@ -1,6 +1,7 @@
 """Several objects in one arena, of which one runs at a time: every result is right, whoever runs after whom."""
 
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.kernels.moe.support import make_inputs, run_round, without_kernels
 from tests.kernels.moe.test_misuse import SHAPE, raises
 from tilescale_net.kernels.moe import AllToAll, Arena
 from tilescale_net.runtime.context import SYSTEM_BYTES
+from tilescale_net.runtime.stream_order import StreamOrder
 
 SM_90 = {"arena.meet": [dict(ranks=4, threads=32)]}
 OPTIONS = [dict(), dict(mode="latency"), dict(alignment=2)]  # as test_misuse.py has them, which saves compiling
@@ -37,7 +39,10 @@ def _by_turns(seed: int, turns: int, halves: bool) -> None:
     pending = first.dispatch_send(*mine)
     with raises(ValueError, "has sent a dispatch that is not received"):
         second.dispatch(*mine)
-    first.dispatch_recv(pending)
+    # A half that another stream receives reads what the next call of another object writes.
+    with mock.patch.object(StreamOrder, "follow", autospec=True) as follow:
+        first.dispatch_recv(pending)
+    assert [call.args[0] for call in follow.call_args_list] == [arena.order]
     run_round(second, everyone, pace, "after a half")
     with raises(tsn.TileScaleError, "still is in this arena"):
         arena.free()
