@@ -44,6 +44,42 @@ def test_process_group_is_left_before_the_interpreter_ends():
         assert "process group alive: False" in printed
 
 
+# A world that prints how it ends, in a program of which only the end counts.
+END = """
+import sys, threading
+from sys import exit as early
+from tilescale_net.runtime import process_end
+
+class World:
+    failure = None
+    announce = give_up = lambda self, why: print(why)
+    close = lambda self, spoken: print(spoken)
+
+process_end.install(lambda: [], lambda: [World()], lambda: None)
+"""
+
+
+@pytest.mark.parametrize(
+    "text, code",
+    [
+        ("sys.exit(3)", 3),
+        ("early(3)", 3),
+        ("exit(3)", 3),
+        ("quit('a word')", 1),
+        ("raise SystemExit(259)", 3),
+        ("raise SystemExit", 0),
+        ("try: early(3)\nexcept SystemExit as e: assert e.code == 3", 0),
+        ("try: early(3)\nexcept SystemExit as e: e.code = 4; raise", 4),
+        ("threading.Thread(target=sys.exit, args=(3,)).start()", 0),
+    ],
+)
+def test_code_of_the_end(text, code):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", END + text], env=env, capture_output=True, text=True, timeout=100)
+    said = f"it ended (exit code {code})" if code else "ended (exit code 0)"
+    assert (done.returncode, done.stdout.strip()) == (code, said), done.stderr
+
+
 def _finalize_beside_a_kernel():
     """A thread waits in a kernel for a message that no rank sends."""
     op, rank, said = SendRecv(chunk=128, threads=32, blocks=2), tsn.rank(), []

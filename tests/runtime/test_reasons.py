@@ -256,7 +256,8 @@ if rank == 1:
 ENDS = [
     ("if rank == 1: raise ZeroDivisionError('mine')", 1, 1, "rank 1 failed: ZeroDivisionError: mine"),
     ("if rank == 1: sys.exit(3)", 3, 1, "rank 1 failed: it ended (exit code 3)"),
-    ("if rank == 1: raise SystemExit('a word')", 1, 1, "rank 1 "),
+    ("if rank == 1: raise SystemExit('a word')", 1, 1, "rank 1 failed: it ended (exit code 1)"),
+    ("if rank == 1: raise SystemExit(3)", 3, 1, "rank 1 failed: it ended (exit code 3)"),
     ("if rank == 1: sys.exit(0)", 1, 1, "rank 1 ended (exit code 0)"),
     (
         "if rank == 1:\n  try: sys.exit(3)\n  except SystemExit: pass\n  raise KeyError('late')",

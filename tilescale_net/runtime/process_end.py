@@ -1,13 +1,16 @@
 """The end of this process while its rank is in a job: it is reported to the other ranks, with the reason.
 
-Uncaught exceptions, `sys.exit`, the end of the program, `finalize` and children made by fork all come here. What ends a
+Uncaught exceptions, SystemExit, the end of the program, `finalize` and children made by fork all come here. What ends a
 rank without Python's doing (a signal, os._exit) is found by the other ranks' watchdogs.
 """
 
 import atexit
+import ctypes
+import gc
 import os
 import sys
 import threading
+import types
 from collections.abc import Callable
 
 from tilescale_net.errors import TileScaleError
@@ -17,7 +20,7 @@ from tilescale_net.errors import TileScaleError
 patience = 10.0
 
 _installed = False
-_exit_code: object = None  # the exit code that the program last requested
+_exit_code: object = None  # that of the SystemExit which ends the program
 
 
 def install(current: Callable, take: Callable, forget: Callable[[], None]) -> None:
@@ -43,7 +46,7 @@ def install(current: Callable, take: Callable, forget: Callable[[], None]) -> No
         previous(kind, value, trace)
 
     sys.excepthook = hook
-    sys.exit = _exit
+    _follow_exits()
 
 
 def finish(world) -> None:
@@ -97,36 +100,39 @@ def _end(world) -> bool:
 
 
 def _status(code: object) -> int:
-    """The exit status that Python makes of what sys.exit was given."""
+    """The exit status that Python makes of the code of a SystemExit."""
     if code is None:
         return 0
     return code & 0xFF if isinstance(code, int) else 1
 
 
-class _Raised:
-    """Goes with the SystemExit of a sys.exit; when that is dropped, shows whether it was caught.
+def _follow_exits() -> None:
+    """Note the code of the SystemExit that ends the program, however and by whatever it was raised.
 
-    Python does not report the status with which it ends. Code that catches the exception drops it from a frame of
-    Python; the interpreter drops it when no frame is left.
+    Python does not report the status with which it ends: it reads `code` of the exception when no frame of Python is left,
+    and drops it. All that raises or catches the exception uses this one class, so its attribute is what can be watched.
     """
+    if sys.version_info < (3, 12):  # whose sys.exit makes no exception before somebody looks at it
+        built_in = sys.exit
+        for module in [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]:
+            for name in [name for name, value in list(vars(module).items()) if value is built_in]:
+                vars(module)[name] = _exit
+    stored = SystemExit.__dict__["code"]
 
-    def __init__(self, code: object):
-        self._code = code
-
-    def __del__(self):
+    def read(error: SystemExit) -> object:
         global _exit_code
+        code = stored.__get__(error)
         try:
             sys._getframe(1)
         except ValueError:
-            _exit_code = self._code
+            _exit_code = code
+        return code
+
+    (attributes,) = gc.get_referents(SystemExit.__dict__)
+    attributes["code"] = property(read, stored.__set__, stored.__delete__, stored.__doc__)
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
 
 
 def _exit(status=None, /):
     """Exit the interpreter by raising SystemExit(status); see Python's documentation of sys.exit."""
-    raise _system_exit(status)  # bound to no name here, which would be a cycle that keeps it alive
-
-
-def _system_exit(status) -> SystemExit:
-    error = SystemExit(status)
-    error.tilescale_net = _Raised(status)
-    return error
+    raise SystemExit(status)
