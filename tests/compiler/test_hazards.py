@@ -84,13 +84,13 @@ def test_copies_stay_ordinary_accesses():
 @pytest.mark.parametrize(
     "tma, named",
     [
-        (lambda tile, x: T.tma_copy(tile, x), "tl.tileop.tma_copy"),
-        (lambda tile, x: T.atomic_add(x, tile, use_tma=True), "tl.tileop.atomicadd"),
-        (lambda tile, x: T.copy(x, tile, prefer_instruction="tma"), "tl.tileop.copy"),
+        (lambda tile, x: T.tma_copy(tile, x), "T.tma_copy"),
+        (lambda tile, x: T.atomic_add(x, tile, use_tma=True), "T.atomic_add"),
+        (lambda tile, x: T.copy(x, tile, prefer_instruction="tma"), "T.copy"),
     ],
 )
 def test_explicit_tma_is_refused(tma, named):
-    with pytest.raises(KernelError, match=rf"asks for TMA \({named}\) and uses tsn.wait: .*\n  at .*hazards.py"):
+    with pytest.raises(KernelError, match=rf"asks for TMA \({named}\) and uses N.wait_block: .*\n  at .*hazards.py"):
         inspect.cuda_source(_tells_of_tma(tma, "generic"))
 
 
@@ -208,7 +208,7 @@ def test_without_the_fix_pipelined_copies_pass_the_wait(monkeypatch):
 
 def test_primitives_in_a_pipelined_loop_are_refused():
     with pytest.raises(
-        KernelError, match=r"tsn.wait is called inside T.Pipelined, which moves.*\n  at .*test_hazards.py:"
+        KernelError, match=r"N.wait_block is called inside T.Pipelined, which moves.*\n  at .*test_hazards.py:"
     ):
         inspect.cuda_source(pipelined())
     assert in_order(kernel_body(inspect.cuda_source(pipelined(waits_inside=False))), "tsn::wait", "x +")
@@ -363,7 +363,7 @@ def test_tilelang_alone_refuses_loads_and_stores():
         with T.Kernel(1, threads=64):
             N.st(x[0], N.ld(x[1]))
 
-    with pytest.raises(KernelError, match="tsn.(ld|st) was compiled by tilelang alone"):
+    with pytest.raises(KernelError, match="N.(ld|st) was compiled by tilelang alone"):
         tilelang.compile(kernel, target=tvm.target.Target(inspect.SM_90))
     assert "tsn::ld" in inspect.cuda_source(kernel)
 

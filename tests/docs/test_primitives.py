@@ -51,6 +51,14 @@ def _stream(path: str) -> None:
     assert torch.equal(total.cpu(), (torch.arange(n * width).view(n, width) + left).float().sum(0))
 
 
+def test_the_kernel_of_a_size_known_late(tmp_path):
+    source = tmp_path / "half.py"
+    source.write_text(_block("def first_half("))
+    space = {"tsn": tsn, "T": T, "N": N}
+    exec(compile(source.read_text(), str(source), "exec"), space)
+    tsn.compile(space["first_half"].trace(), target="simulator")
+
+
 def test_the_stream_of_the_page(tmp_path):
     source = tmp_path / "stream.py"
     source.write_text(_block("def stream("))

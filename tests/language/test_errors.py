@@ -3,9 +3,11 @@
 import inspect
 import logging
 import re
+import traceback
 
 import pytest
 import tilelang.language as T
+import torch
 from tilelang.language.eager import builder
 from tilelang.layout import make_swizzled_layout
 
@@ -13,6 +15,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests.language.tracing import generated, trace
 from tilescale_net.compiler import inspect as inspect_code
+from tilescale_net.compiler.passes import prepare
 from tilescale_net.errors import KernelError
 
 WRONG = {
@@ -32,7 +35,10 @@ WRONG = {
         "shared memory is not copied in",
     ),
     "more than shared memory": (lambda k: N.put_warp(k.a, k.shared, 1, count=129), "src (shared) holds 128 elements"),
-    "fragment": (lambda k: N.put_block(k.a, k.fragment, 1), "src (fragment) lives in fragment"),
+    "fragment": (
+        lambda k: N.put_block(k.a, k.fragment, 1),
+        "src (fragment) lives in fragment; it must be in global or shared memory",
+    ),
     "count too large": (lambda k: N.put_block(k.a, k.b, 1, count=4097), "count is 4097, but dst (a) holds 4096"),
     "count beyond element": (lambda k: N.put_warp(k.a[4090], k.b, 1, count=7), "dst (a) holds 6 elements from there"),
     "count beyond region": (lambda k: N.put_warp(k.a, k.b[0:8], 1, count=9), "src (b) holds 8 elements"),
@@ -218,8 +224,74 @@ def kernel_without_context():
 
 
 def test_missing_context():
-    with pytest.raises(KernelError, match=r"kernel lonely uses tsn.put but has no context; add .*\n  at .*test_errors"):
+    with pytest.raises(
+        KernelError, match=r"kernel lonely uses N.put_block but has no context; add .*\n  at .*test_errors"
+    ):
         tsn.compile(kernel_without_context(), target="simulator")
+
+
+def test_a_variable_that_no_argument_gives():
+    @T.prim_func
+    def kernel(ctx: N.Context(), x: T.Tensor((T.dynamic("n"),), "float32")):
+        with T.Kernel(1, threads=64):
+            N.put_block(x, x, 0)
+            for i in T.serial(T.dynamic("n")):
+                x[i] = 0.0
+
+    line = inspect.getsourcelines(test_a_variable_that_no_argument_gives)[1] + 5
+    with pytest.raises(
+        KernelError, match="uses n, which no argument gives: each .* makes a variable of its own"
+    ) as error:
+        tsn.compile(kernel, target="simulator")
+    assert str(error.value).endswith(f"test_errors.py:{line}")
+
+
+@pytest.mark.parametrize("lanes", ["tx < 7", "tx % 2 == 0", "tx < 64"])
+def test_a_barrier_of_a_part_of_a_warp(lanes):
+    @T.prim_func
+    def kernel(ctx: N.Context(), x: T.Tensor((64,), "float32")):
+        with T.Kernel(1, threads=128):
+            tx = T.get_thread_binding()
+            low, odd = tx < 7, tx % 2 == 0
+            if low if lanes == "tx < 7" else odd if lanes == "tx % 2 == 0" else tx < 64:
+                T.sync_threads()
+
+    if lanes == "tx < 64":
+        prepare(kernel)
+        return
+    line = inspect.getsourcelines(test_a_barrier_of_a_part_of_a_warp)[1] + 8
+    with pytest.raises(
+        KernelError, match=r"T.sync_threads\(\) stands under `.*`, which holds for some threads of a warp"
+    ) as error:
+        tsn.compile(kernel, target="simulator")
+    assert str(error.value).endswith(f"test_errors.py:{line}")
+
+
+@tsn.jit(target="simulator")
+def zeroed(n, value=0.0):
+    @T.prim_func
+    def kernel(x: T.Tensor((n,), "float32")):
+        with T.Kernel(1, threads=64):
+            x[0] = value
+
+    return kernel
+
+
+@pytest.mark.parametrize("n", [64.0, torch.tensor(64), None])
+def test_factory_arguments_of_a_wrong_kind(n):
+    with pytest.raises(
+        KernelError, match=r"kernel zeroed cannot be built: argument n is .*\n  at .*test_errors.py:\d+$"
+    ) as error:
+        zeroed(n)
+    own = [f.name for f in traceback.extract_tb(error.value.__traceback__) if "tilescale_net/compiler" in f.filename]
+    assert own == ["__call__"]  # what is above is the author's
+    with pytest.raises(TypeError, match="not a number that I like"):
+        broken(64.0)
+
+
+@tsn.jit(target="simulator")
+def broken(n):
+    raise TypeError(f"{n} is not a number that I like")
 
 
 def test_two_contexts():

@@ -38,8 +38,8 @@ def swap(n, threads=64):
             with N.range("swap data"):
                 N.put_signal_block(y, x, (N.my_pe() + 1) % N.n_pes(), flag[0], turn)
                 with N.range("for them"):
-                    N.wait_block(flag[0], "ge", turn)
-            N.barrier_all()
+                    N.wait_slot_block(flag[0], turn - 1, 2)
+            N.barrier_node()
 
     return main
 
@@ -70,7 +70,10 @@ def test_a_timeline_of_two_nodes(tmp_path, capsys):
     assert all(e["pid"] > 0 for e in events)  # Perfetto takes process 0 for the idle one
     for rank in (0, 1):
         names = {e["name"] for e in of(events, pid=timeline.process_of(rank))}
-        assert {"N.put_signal_block", "N.wait_block", "N.barrier_all", "swap", "tilescale_net.barrier"} <= names
+        assert {"N.put_signal_block", "N.wait_slot_block", "N.barrier_node", "swap", "tilescale_net.barrier"} <= names
+        assert not any(
+            "bytes" in e["args"] for e in of(events, pid=timeline.process_of(rank), name="N.wait_slot_block")
+        )
         assert len(of(events, pid=timeline.process_of(rank), cat="kernel")) == ROUNDS
         assert len(of(events, pid=timeline.process_of(rank), name="a step", cat="range")) == ROUNDS
         for name in ("swap data", "for them"):
@@ -88,7 +91,7 @@ def test_a_timeline_of_two_nodes(tmp_path, capsys):
     assert len(starts) == len(ends) == 2 * ROUNDS
     for start, end in zip(starts, ends):
         assert start["id"] == end["id"] and start["pid"] != end["pid"] and start["ts"] <= end["ts"]
-        for arrow, name in ((start, "N.put_signal_block"), (end, "N.wait_block")):
+        for arrow, name in ((start, "N.put_signal_block"), (end, "N.wait_slot_block")):
             on_track = of(events, pid=arrow["pid"], tid=arrow["tid"], name=name)
             (slice,) = [e for e in on_track if e["ts"] - 0.002 <= arrow["ts"] <= e["ts"] + e["dur"] + 0.002]
             assert (

@@ -11,18 +11,22 @@
 - Warp specialisation gives a block further threads and splits it: primitives of blocks inside one part are refused.
 - T.Parallel runs its body on some threads at a time: primitives of warps and blocks are refused there.
 - Loads among an operator's operands get no bounds check: they are given one.
+- T.sync_threads under a condition that splits a warp: refused.
 - T.gemm, and a layout annotation, lay tiles of shared memory out in an order of their own: not a source of a put.
 """
 
 import re
+from collections.abc import Iterator
 
 from tilelang import tvm
 from tvm import tirx
-from tvm.tirx.stmt_functor import ir_transform, post_order_visit
+from tvm.tirx.stmt_functor import ir_transform, post_order_visit, substitute
 
 from tilescale_net.compiler.ir import (
     OPAQUE_OPS,
     OUR_OPS,
+    block_threads,
+    bound_values,
     kernel_name,
     loads_memory,
     location_suffix,
@@ -30,11 +34,15 @@ from tilescale_net.compiler.ir import (
     opaque_call,
     operator_of,
     our_calls,
+    splits,
+    statement_suffix,
+    typed_name,
 )
 from tilescale_net.errors import KernelError
 
 _COPY = "tl.tileop.copy"
 _TMA_OPS = {"tl.tileop.tma_copy", "tl.tileop.im2col", "tl.tma_load", "tl.tma_store"}
+_BARRIER, _LANE = "tirx.tvm_storage_sync", "tl.launch_thread_idx"
 _WAIT, _WAIT_ASYNC = "tsn.wait", "tsn.wait_async"
 # Primitives that order what peers wrote for loads alone.
 _GENERIC_ONLY = {"test", "get", "get_rows", "barrier_all", "barrier_node", "barrier_grid"}
@@ -45,6 +53,7 @@ _PIPELINE_ANNOTATIONS = ("num_stages", "tl_pipeline_order", "tl_pipeline_stage",
 
 def check(func: tirx.PrimFunc) -> None:
     """Raise KernelError, with the author's line, for what cannot be made right."""
+    _check_barriers(func)
     if not our_calls(func.body):
         return
     if orders_async(func.body):
@@ -70,6 +79,52 @@ def rewrite(body: tirx.Stmt, guards: bool = True) -> tirx.Stmt:
     return ir_transform(body, None, _evaluate_once, ["tirx.IfThenElse", "tirx.For"])
 
 
+def _check_barriers(func: tirx.PrimFunc) -> None:
+    for branch in _warp_splitting(func):
+        found: list[tirx.Stmt] = []
+
+        def look(node, found=found):
+            if isinstance(node, tirx.Evaluate) and op_name(node.value) == _BARRIER:
+                found.append(node)
+
+        post_order_visit(branch, look)
+        if found:
+            raise KernelError(
+                f"kernel {kernel_name(func)}: T.sync_threads() stands under `{branch.condition}`, which holds for some threads "
+                "of a warp and not for others; all threads of a warp must come to it, so move it out of the condition"
+                + statement_suffix(found[0])
+            )
+
+
+def barrier_refused(func: tirx.PrimFunc) -> KernelError:
+    """The error of a kernel for which tilelang would need a barrier of some threads of a warp."""
+    branch = next(_warp_splitting(func), None)
+    where = f"`{branch.condition}`" if branch is not None else "a condition"
+    return KernelError(
+        f"kernel {kernel_name(func)}: threads exchange data through shared memory under {where}, which holds for some threads of "
+        "a warp and not for others, and tilelang needs a barrier there; make the condition hold for whole warps"
+        + (statement_suffix(branch) if branch is not None else "")
+    )
+
+
+def _warp_splitting(func: tirx.PrimFunc) -> Iterator[tirx.IfThenElse]:
+    """The branches of a traced kernel that some threads of a warp take and others do not, as far as threadIdx.x tells."""
+    branches: list[tirx.IfThenElse] = []
+    post_order_visit(func.body, lambda node: branches.append(node) if isinstance(node, tirx.IfThenElse) else None)
+    threads = block_threads(func)
+    if not branches or threads is None:
+        return
+    bound = bound_values(func.body)
+    lanes = {v for v, value in bound.items() if op_name(value) == _LANE and int(value.args[0]) == 0}
+    named = {v: value for v, value in bound.items() if v not in lanes}
+    for branch in branches:
+        condition = branch.condition
+        for _ in range(16):  # names stand for expressions with names
+            condition = substitute(condition, named)
+        if any(splits(condition, lane, threads, 32) for lane in lanes):
+            yield branch
+
+
 def _check_loop(node: tirx.For) -> None:
     if node.kind in (tirx.ForKind.PARALLEL, tirx.ForKind.VECTORIZED):
         for call in our_calls(node.body):
@@ -77,7 +132,7 @@ def _check_loop(node: tirx.For) -> None:
             scope = operator.scope_of(call) if operator is not None else "thread"
             if scope in ("block", "warp"):
                 raise KernelError(
-                    f"{op_name(call)} is called at {scope} scope inside T.Parallel, whose iterations run on different "
+                    f"{typed_name(call)} is called at {scope} scope inside T.Parallel, whose iterations run on different "
                     "threads; use the thread-scope primitive there, or move the call out of the loop"
                     + location_suffix(call)
                 )
@@ -87,7 +142,7 @@ def _check_loop(node: tirx.For) -> None:
         call = opaque_call(node.body)
         if call is not None:
             raise KernelError(
-                f"{op_name(call)} is called inside T.Pipelined, which moves the copies of later iterations before it; "
+                f"{typed_name(call)} is called inside T.Pipelined, which moves the copies of later iterations before it; "
                 "wait before the loop, or use T.serial around a T.Pipelined without primitives" + location_suffix(call)
             )
 
@@ -99,10 +154,15 @@ def _check_tma(func: tirx.PrimFunc) -> None:
     post_order_visit(func.body, lambda node: found.append(op_name(node)) if _asks_for_tma(node) else None)
     if found and call is not None:
         raise KernelError(
-            f"kernel {kernel_name(func)} asks for TMA ({found[0]}) and uses {op_name(call)}: waits and signals do not "
+            f"kernel {kernel_name(func)} asks for TMA ({_typed(found[0])}) and uses {typed_name(call)}: waits and signals do not "
             "order TMA accesses, so it could read what a peer has not written yet; use T.copy for data that peers "
             f"exchange, or move the TMA part to a kernel of its own{location_suffix(call)}"
         )
+
+
+def _typed(name: str) -> str:
+    """One of tilelang's operators as authors call it."""
+    return "T." + name.rpartition(".")[2].replace("atomicadd", "atomic_add")
 
 
 def _asks_for_tma(node) -> bool:
@@ -124,7 +184,7 @@ def _check_async(func: tirx.PrimFunc) -> None:
         row = operator_of(call)
         if row is not None and (row.name in _GENERIC_ONLY or (row.name == "ld" and row.read(call).order == "acquire")):
             raise KernelError(
-                f'kernel {kernel_name(func)} has a wait with proxy="async", so that it may read with TMA, and {op_name(call)}, '
+                f'kernel {kernel_name(func)} has a wait with proxy="async", so that it may read with TMA, and {typed_name(call)}, '
                 "which does not order TMA; wait for a signal instead, or leave proxy out" + location_suffix(call)
             )
     _check_stores(func)
@@ -185,7 +245,7 @@ def _check_tiles(func: tirx.PrimFunc) -> None:
         reason = next((why for data, why in disordered.items() if data.same_as(tile)), None)
         if reason is not None:
             raise KernelError(
-                f"{op_name(call)} sends the tile {tile.name}, which has {reason}: its elements do not lie in order; T.copy "
+                f"{typed_name(call)} sends the tile {tile.name}, which has {reason}: its elements do not lie in order; T.copy "
                 f"it to another shared tensor first{location_suffix(call)}"
             )
 
@@ -209,7 +269,9 @@ def _settle_async(body):
 
     def settle(call: tirx.Call) -> tirx.Call | None:
         if op_name(call) == _WAIT:
-            return tirx.Call(call.dtype, tvm.ir.Op.get(_WAIT_ASYNC), call.args, span=call.span)
+            return tirx.Call(
+                call.dtype, tvm.ir.Op.get(_WAIT_ASYNC), call.args, annotations=call.annotations, span=call.span
+            )
         writes = op_name(call) == _COPY and _is_global(call.args[1])
         return _without_tma(call) if writes and not only_waits else None
 
@@ -263,4 +325,6 @@ def _guard_loads(call: tirx.Call) -> tirx.Call:
             return expr
         return ir_transform(tirx.Evaluate(expr), None, guard, ["tirx.BufferLoad"]).value
 
-    return tirx.Call(call.dtype, call.op, [visit(arg) for arg in call.args], span=call.span)
+    return tirx.Call(
+        call.dtype, call.op, [visit(arg) for arg in call.args], annotations=call.annotations, span=call.span
+    )

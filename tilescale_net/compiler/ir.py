@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+from tilelang import tvm
+from tilelang.ir import get_stmt_span
 from tvm import tirx
-from tvm.tirx.stmt_functor import post_order_visit
+from tvm.tirx.stmt_functor import post_order_visit, substitute
 
-from tilescale_net.compiler.operators import CONTEXT, OPERATORS, PURE, RING, Operator
+from tilescale_net.compiler.operators import CONTEXT, OPERATORS, PURE, RING, TYPED, Operator
 
 PLACEHOLDERS = {CONTEXT, RING}
 _BY_OP_NAME = {operator.op_name: operator for operator in OPERATORS.values()}
@@ -16,6 +18,12 @@ OPAQUE_OPS = {operator.op_name for operator in OPERATORS.values() if operator.ef
 def op_name(node) -> str:
     """Name of the operator that `node` calls, or ''."""
     return getattr(node.op, "name", "") if isinstance(node, tirx.Call) else ""
+
+
+def typed_name(call: tirx.Call) -> str:
+    """The primitive of a call as its author typed it, such as N.put_block; TVM's name of a call that no author has made."""
+    typed = call.annotations.get(TYPED)
+    return str(typed.value) if typed is not None else op_name(call)
 
 
 def operator_of(node) -> Operator | None:
@@ -63,6 +71,37 @@ def block_threads(func: tirx.PrimFunc) -> int | None:
     return launches[0][0]
 
 
+def bound_values(body) -> dict[tirx.Var, tirx.PrimExpr]:
+    """What the names that a body binds stand for."""
+    bound = {}
+
+    def look(node):
+        if isinstance(node, tirx.Bind):
+            bound[node.var] = node.value
+
+    post_order_visit(body, look)
+    return bound
+
+
+def splits(condition: tirx.PrimExpr, lane: tirx.Var, threads: int, group: int) -> bool:
+    """Whether a condition, if it depends on threadIdx.x (`lane`) alone, differs among the threads of a group of a block."""
+    others, uses_lane = False, False
+
+    def look(node):
+        nonlocal uses_lane, others
+        if isinstance(node, tirx.Var):
+            uses_lane, others = uses_lane or node.same_as(lane), others or not node.same_as(lane)
+        elif isinstance(node, (tirx.Call, tirx.BufferLoad)):
+            others = True
+
+    post_order_visit(condition, look)
+    if not uses_lane or others:
+        return False
+    analyzer = tvm.arith.Analyzer()
+    holds = [bool(analyzer.simplify(substitute(condition, {lane: tirx.IntImm("int32", t)}))) for t in range(threads)]
+    return any(len(set(holds[first : first + group])) > 1 for first in range(0, threads, group))
+
+
 def changed_block(block: tirx.SBlock, body: tirx.Stmt, allocated: Sequence[tirx.Buffer]) -> tirx.SBlock:
     """A block with another body, and other buffers that it allocates."""
     return tirx.SBlock(
@@ -75,6 +114,12 @@ def location_suffix(call: tirx.Call) -> str:
     """The author's line of a call as the last line of a message, or ''."""
     span = call.span
     return f"\n  at {span.source_name.name}:{span.line}" if span is not None and span.source_name is not None else ""
+
+
+def statement_suffix(statement: tirx.Stmt) -> str:
+    """The author's line of a statement as the last line of a message, or ''."""
+    span = get_stmt_span(statement)
+    return f"\n  at {span.source_name.name}:{span.line}" if span is not None and span.line > 0 else ""
 
 
 def kernel_name(func: tirx.PrimFunc) -> str:

@@ -13,15 +13,18 @@ import functools
 import hashlib
 import inspect
 import logging
+import os
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import tilelang
+import torch
 from tilelang import tvm
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from tilescale_net.compiler import cuda_tools, hazards, lowering, symbols, toolchain, traced_calls
+from tilescale_net.compiler import arguments, cuda_tools, hazards, lowering, symbols, toolchain, traced_calls
 from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.kernel import CudaKernel, Kernel
 from tilescale_net.compiler.passes import Prepared, prepare
@@ -37,7 +40,7 @@ from tilescale_net.compiler.simulator import (
     synchronous,
 )
 from tilescale_net.compiler.simulator.kernel import SimulatedKernel
-from tilescale_net.errors import ConfigurationError, KernelError
+from tilescale_net.errors import ConfigurationError, KernelError, TileScaleError
 from tilescale_net.runtime import progress, settings, worlds
 from tilescale_net.trace import call_sites
 
@@ -47,6 +50,7 @@ REQUIRED_CONFIGS = {
     "tl.if_stmt_binding_inline_replayable_binds": (False, "replaying a read below a wait gives another value"),
 }
 WARP_SPECIALIZED_OFF = "tl.disable_warp_specialized"
+_TILELANG = os.path.dirname(os.path.abspath(tilelang.__file__)) + os.sep  # its TVM included
 # The simulator runs code for an architecture without asynchronous copies.
 SIMULATOR_TARGET = {"kind": "cuda", "arch": "sm_70"}
 
@@ -168,6 +172,19 @@ def compile(
     configs = required_pass_configs(func, pass_configs)
     flags = list(func.attrs["tilelang_compile_flags"]) if "tilelang_compile_flags" in (func.attrs or {}) else []
     flags += [compile_flags] if isinstance(compile_flags, str) else list(compile_flags or ())
+    try:
+        return _compiled(func, chosen, configs, flags, name)
+    except TileScaleError as error:
+        # Where it is stands in its text; frames of compilers do not help its author.
+        raise error.with_traceback(None) from error.__cause__
+    except tvm.error.InternalError as error:
+        if "[ThreadSync]" not in str(error):
+            raise
+        raise hazards.barrier_refused(func) from None
+
+
+def _compiled(func: PrimFunc, chosen: Any, configs: dict, flags: list[str], name: str | None) -> Kernel:
+    """`compile` with its arguments settled."""
     where = "the simulator" if chosen == "simulator" else chosen["arch"]
     with progress.step(f"compiling kernel {kernel_name(func)} for {where}; the next time it is there"):
         if chosen == "simulator":
@@ -261,9 +278,14 @@ class KernelFactory:
                 f"{self.__name__}: arguments of a kernel factory must be hashable, got {args} {kwargs}"
             ) from None
         if kernel is None:
-            if target == "simulator":
-                kernel = self._kept(args, kwargs)
-            kernel = kernel or compile(self.trace(*args, **kwargs), **self._options)
+            try:
+                if target == "simulator":
+                    kernel = self._kept(args, kwargs)
+                kernel = kernel or compile(self.trace(*args, **kwargs), **self._options)
+            except TileScaleError as error:
+                raise error.with_traceback(None) from error.__cause__
+            except Exception as error:
+                raise self._wrong_kind(error, args, kwargs) from error.__cause__
             self._kernels[key] = kernel
         return kernel
 
@@ -290,6 +312,8 @@ class KernelFactory:
         """The traced T.prim_func for these arguments, not compiled, named `name` or after this factory."""
         try:
             func = self._function(*args, **kwargs)
+        except TileScaleError as error:
+            raise error.with_traceback(None) from error.__cause__
         except OSError as error:
             if "source code" not in str(error):
                 raise
@@ -299,13 +323,35 @@ class KernelFactory:
             ) from None
         except RuntimeError as error:
             if "too many statically nested blocks" not in str(error):
-                raise
+                raise self._wrong_kind(error, args, kwargs) from error.__cause__
             raise self._nested_too_deeply(error.__cause__) from None
+        except Exception as error:
+            raise self._wrong_kind(error, args, kwargs) from error.__cause__
         if not isinstance(func, PrimFunc):
             raise KernelError(f"{self.__name__} must return a T.prim_func, but returned {type(func).__name__}")
         if self._options["name"]:
             return _renamed(func, symbols.plain(self._options["name"]))
         return _renamed(func, self.__name__) if self.__name__.isidentifier() else func
+
+    def _wrong_kind(self, error: Exception, args: tuple, kwargs: dict) -> Exception:
+        """What to raise for an error while the kernel is built: one of tilelang's own may well be an argument's fault."""
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if os.path.isfile(f.filename)]
+        if not frames or not frames[-1].filename.startswith(_TILELANG):
+            return error  # of the author's own code
+        given = inspect.signature(self._function).bind(*args, **kwargs).arguments
+        odd = [
+            f"argument {name} is {arguments.describe(value)}"
+            for name, value in given.items()
+            if not isinstance(value, int | torch.dtype)
+        ]
+        if not odd:
+            return error
+        code = self._function.__code__
+        lines = [f.lineno for f in frames if f.filename == code.co_filename and f.name != "<module>"]
+        return KernelError(
+            f"kernel {self.__name__} cannot be built: {', '.join(odd)}, and tilelang has no use for such a value: "
+            f"{str(error).strip().splitlines()[0][:200]}\n  at {code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
+        )
 
     def _nested_too_deeply(self, error: BaseException | None) -> KernelError:
         """What tilelang makes of a kernel has two blocks of Python for each `if`, of which Python takes 20 in all."""

@@ -12,6 +12,7 @@ from tilelang import tvm
 from tvm import tirx
 
 from tilescale_net.compiler import traced_calls
+from tilescale_net.compiler.ir import typed_name
 from tilescale_net.compiler.operators import C_TYPES, CHOICES, DEFERRED, OPERATORS, Operator
 from tilescale_net.errors import KernelError
 
@@ -73,7 +74,7 @@ def device_call(operator: Operator, call: tirx.Call) -> tirx.PrimExpr:
 
 def _rule(operator: Operator):
     def lower(call: tirx.Call) -> tirx.PrimExpr:
-        _require_enabled(operator.op_name)
+        _require_enabled(typed_name(call))
         return device_call(operator, call)
 
     return lower

@@ -122,7 +122,7 @@ class Operator:
         given = list(call.args)
         for name, value in arguments.items():
             given[self.names.index(name)] = value
-        return tirx.Call(call.dtype, call.op, given)
+        return tirx.Call(call.dtype, call.op, given, annotations=call.annotations)
 
     def scope_of(self, call: tirx.Call) -> str:
         """Which threads make the call together: "thread", "warp" or "block"."""
@@ -207,6 +207,8 @@ OPERATORS: dict[str, Operator] = {
 # Shared memory that a block may have on sm_90, less what the device functions declare themselves.
 SHARED_BYTES = 224 * 1024
 
+# The annotation of a traced call with the name that its author typed, such as N.put_block.
+TYPED = "tsn.typed"
 # Stand-ins that a traced kernel carries until `passes.py` replaces them: the context pointer and the ring buffer.
 CONTEXT, RING = "tsn.context", "tsn.ring"
 # A statement of a traced kernel that states what a variable stands for, until effects.py finds the place to compute it.

@@ -13,6 +13,7 @@ import inspect
 from dataclasses import dataclass
 
 from tvm import DataType, tirx
+from tvm.tirx.analysis import undefined_vars
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
 from tilescale_net.compiler import effects, empty_loops, hazards
@@ -24,6 +25,8 @@ from tilescale_net.compiler.ir import (
     op_name,
     operator_of,
     our_calls,
+    statement_suffix,
+    typed_name,
 )
 from tilescale_net.compiler.lowering import null_pointer
 from tilescale_net.compiler.operators import CONTEXT, RING, SHARED_BYTES, ring_placeholder
@@ -102,7 +105,8 @@ def prepare(func: tirx.PrimFunc, reports_bounds: bool = False) -> Prepared:
         reports_bounds: the kernel runs where accesses outside of tensors are reported, see bounds.py.
 
     Raises:
-        KernelError: primitives without an N.Context() parameter, more than one such parameter, or what hazards.py refuses.
+        KernelError: primitives without an N.Context() parameter, more than one such parameter, a variable that no argument
+            gives, or what hazards.py refuses.
     """
     _keep_freed_memory()
     index = find_context(func)
@@ -110,12 +114,13 @@ def prepare(func: tirx.PrimFunc, reports_bounds: bool = False) -> Prepared:
     if index is None and any(op_name(call) == CONTEXT for call in calls):
         culprit = next(call for call in calls if op_name(call) not in PLACEHOLDERS)
         raise KernelError(
-            f"kernel {kernel_name(func)} uses {op_name(culprit)} but has no context; add a parameter such as "
+            f"kernel {kernel_name(func)} uses {typed_name(culprit)} but has no context; add a parameter such as "
             f"`ctx: N.Context()`{location_suffix(culprit)}"
         )
     hazards.check(func)
     tiles = bounds.tile_loops(func.body)
     body = bounds.settle_guards(empty_loops.guard(effects.rewrite(func)), reports_bounds)
+    _check_variables(func, body)
     for param in func.params:
         if param not in func.buffer_map and str(param.dtype) == "uint64":
             raise KernelError(
@@ -137,6 +142,30 @@ def prepare(func: tirx.PrimFunc, reports_bounds: bool = False) -> Prepared:
     func = tirx.PrimFunc(params, body, func.ret_type, func.buffer_map, func.attrs)
     func = func.with_attr("tl.non_restrict_params", [buffer.data for buffer in func.buffer_map.values()])
     return Prepared(func, index, names, ring_bytes)
+
+
+def _check_variables(func: tirx.PrimFunc, body: tirx.Stmt) -> None:
+    """Raise KernelError where the body, rewritten, uses a variable that no argument gives."""
+    known = list(func.params)
+    for buffer in func.buffer_map.values():
+        known += [
+            buffer.data,
+            *(v for v in (*buffer.shape, *buffer.strides, buffer.elem_offset) if isinstance(v, tirx.Var)),
+        ]
+    for variable in undefined_vars(body, known):
+        users: list[tirx.Stmt] = []
+
+        def look(node, variable=variable, users=users):
+            if isinstance(node, tirx.Stmt) and not users and any(v.same_as(variable) for v in undefined_vars(node, [])):
+                users.append(node)
+
+        post_order_visit(func.body, look)
+        name = str(variable.name)
+        raise KernelError(
+            f'kernel {kernel_name(func)} uses {name}, which no argument gives: each T.dynamic("{name}") makes a variable of its own; '
+            f'call it once, before the kernel ({name} = T.dynamic("{name}")), and write {name} in the kernel'
+            + (statement_suffix(users[0]) if users else "")
+        )
 
 
 def _shared_bytes(block: tirx.SBlock) -> int:

@@ -9,7 +9,7 @@ import zlib
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform
 
-from tilescale_net.compiler.ir import changed_block, kernel_name, op_name, operator_of, our_calls
+from tilescale_net.compiler.ir import changed_block, kernel_name, op_name, operator_of, our_calls, typed_name
 from tilescale_net.compiler.operators import CHOICES, OPAQUE, OPERATORS, Operator
 from tilescale_net.compiler.simulator import sites
 from tilescale_net.trace.call_sites import WAITING, CallSite, KernelSites
@@ -98,17 +98,11 @@ def _operation(operator: Operator) -> str:
 
 
 def _site(operator: Operator, call: tirx.Call, line: str) -> CallSite:
-    choices, scope = operator.read(call), operator.scope_of(call)
     operation = _operation(operator)
-    name = f"atomic_{choices.atomicop}" if operator.name == "atomic" else operator.name
-    if operation == "range_begin":
-        line, _, name = line.partition("\t")
-        return CallSite(choices.name, operation, "", line)
-    if operation in ("put", "get", "put_signal"):
-        name = f"{operation}_{scope}"
-    elif "Scope" in operator.template:
-        name = operation if scope == "thread" else f"{operation}_{scope}"
-    return CallSite(f"N.{name}", operation, choices.compare if operation == "wait" else "", line)
+    name = sites.range_name(call) or typed_name(call)
+    return CallSite(
+        name, operation, operator.read(call).compare if operation == "wait" else "", line.partition("\t")[0]
+    )
 
 
 def device_function(operator: Operator, call: tirx.Call, name: str) -> str:

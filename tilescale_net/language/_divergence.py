@@ -1,6 +1,5 @@
 """Scope misuse that can be seen while tracing: a block- or warp-scope call made by a part of its scope."""
 
-from tilelang import tvm
 from tilelang.language.eager.builder import Builder
 from tilelang.language.frame import get_let_value, has_let_value
 from tilelang.language.kernel import KernelLaunchFrame
@@ -8,6 +7,7 @@ from tvm import tirx
 from tvm.tirx.script.builder.frame import IfFrame, WhileFrame
 from tvm.tirx.stmt_functor import post_order_visit, substitute
 
+from tilescale_net.compiler.ir import splits
 from tilescale_net.language._primitive import PrimitiveError
 
 WARP = 32
@@ -55,31 +55,4 @@ def _splits(condition, scope: str) -> bool:
     threads, height, depth = launch.get_thread_extents()
     if (height, depth) != (1, 1):
         return False
-    lane = launch.thread_vars[0]
-    expr = _inline(condition)
-    others = []
-    uses_lane = False
-
-    def look(node):
-        nonlocal uses_lane
-        if isinstance(node, tirx.Var):
-            if node.same_as(lane):
-                uses_lane = True
-            else:
-                others.append(node)
-        elif isinstance(node, (tirx.Call, tirx.BufferLoad)):
-            others.append(node)
-
-    post_order_visit(expr, look)
-    if not uses_lane or others:
-        return False
-    analyzer = tvm.arith.Analyzer()
-    group = threads if scope == "block" else WARP
-    for first in range(0, threads, group):
-        seen = {
-            bool(analyzer.simplify(substitute(expr, {lane: tirx.IntImm("int32", t)})))
-            for t in range(first, min(first + group, threads))
-        }
-        if len(seen) > 1:
-            return True
-    return False
+    return splits(_inline(condition), launch.thread_vars[0], threads, threads if scope == "block" else WARP)

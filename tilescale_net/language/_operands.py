@@ -147,7 +147,8 @@ def operand(name: str, value, is_guarded: bool = False, in_rows: bool = False, i
     scope = scope_of(buffer)
     if scope != "global" and not (in_shared and scope == "shared"):
         raise PrimitiveError(
-            f"{name} ({buffer.name}) lives in {scope}; it must be in global memory, so T.copy it to a symmetric tensor first"
+            f"{name} ({buffer.name}) lives in {scope}; it must be in global {'or shared ' if in_shared else ''}memory, so T.copy it "
+            f"to a {'tile in shared memory or a ' if in_shared else ''}symmetric tensor first"
         )
     dtype = tvm.DataType(str(buffer.dtype))
     if dtype.bits * dtype.lanes % 8:

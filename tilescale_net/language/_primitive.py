@@ -12,11 +12,12 @@ from tvm import tirx
 from tvm.tirx.script import builder
 
 from tilescale_net.compiler.ir import opaque_call
-from tilescale_net.compiler.operators import guard_condition
+from tilescale_net.compiler.operators import TYPED, guard_condition
 from tilescale_net.errors import KernelError
 from tilescale_net.language._results import in_condition, once
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_typed: list[str] = []  # names of the primitives that are being traced, the author's first
 
 
 class PrimitiveError(Exception):
@@ -50,18 +51,21 @@ def primitive(function):
             signature.bind(*args, **kwargs)
         except TypeError as error:
             raise _error(function, _by_name(signature, error)) from None
+        _typed.append(f"N.{function.__name__}")
         try:
             if Builder.current() is None or KernelLaunchFrame.Current() is None:
                 raise PrimitiveError(
                     "is only meaningful inside a kernel, that is, under `with T.Kernel(...)` of a T.prim_func"
                 )
             result = function(*args, **kwargs)
+            if not isinstance(result, tirx.Call):
+                return result
+            # Passes that find something wrong later on name the call by this.
+            result = as_typed(result)
         except PrimitiveError as error:
             raise _error(function, error) from None
-        if not isinstance(result, tirx.Call):
-            return result
-        # Passes that find something wrong later on name the line by this span.
-        result = with_author_line(result)
+        finally:
+            _typed.pop()
         return once(function.__name__, result) if _is_once(result) else result
 
     return call
@@ -81,14 +85,15 @@ def _is_once(call: tirx.Call) -> bool:
     return str(call.dtype) not in ("", "void", "handle") and opaque_call(call) is not None
 
 
-def with_author_line(call: tirx.Call) -> tirx.Call:
-    """The same call, which passes and reports find at the author's line."""
-    return _with_span(call, make_span(*author_line()))
+def as_typed(call: tirx.Call) -> tirx.Call:
+    """The same call, which passes and reports find at the author's line and by the name that the author typed."""
+    return _marked(call, make_span(*author_line()), {TYPED: tirx.StringImm(_typed[0])})
 
 
-def _with_span(call: tirx.Call, span) -> tirx.Call:
-    args = [_with_span(a, span) if isinstance(a, tirx.Call) and a.op.name.startswith("tsn.") else a for a in call.args]
-    return tirx.Call(call.dtype, call.op, args, span=span)
+def _marked(call: tirx.Call, span, annotations: dict) -> tirx.Call:
+    ours = [isinstance(a, tirx.Call) and a.op.name.startswith("tsn.") for a in call.args]
+    args = [_marked(a, span, annotations) if own else a for own, a in zip(ours, call.args)]
+    return tirx.Call(call.dtype, call.op, args, annotations=annotations, span=span)
 
 
 def guarded(place, call: tirx.Call) -> tirx.PrimExpr | None:
@@ -111,7 +116,7 @@ def evaluate(call: tirx.Call) -> None:
     """Make `call` a statement of its own, here. Raises PrimitiveError in a condition, which nothing can come before."""
     if in_condition():
         raise PrimitiveError("stands in a condition; call it before, and bind its result to a name")
-    builder.evaluate(_with_span(call, make_span(*author_line())))
+    builder.evaluate(as_typed(call))
 
 
 def block_threads() -> int:

@@ -42,8 +42,8 @@ _OPTIONS = """
 
     On the proxy path unroll, engine and ring have no effect. Any size and any alignment is right.
 
-    Raises KernelError, with the author's line, when the kernel is built: tensors of different dtypes or outside global
-    memory, regions that are not contiguous, a count that is negative or exceeds a tensor, unknown options.
+    Raises KernelError, with the author's line, when the kernel is built: tensors of different dtypes, in
+    memory that a copy does not reach, regions with rows at more than one pitch, a count that is negative or exceeds a tensor, unknown options.
 """
 
 
@@ -104,7 +104,7 @@ def put_block(
 
     Args:
         dst: where, by its local address in symmetric memory: a tensor, an element (buf[i]) or a region (buf[i, 0:n]).
-        src: what, in global memory, of the same dtype; symmetric memory too where `pe` may be on another node.
+        src: what, in global or shared memory, of the same dtype; symmetric memory where `pe` may be on another node.
         pe: index in team "world", integer.
 
     The data are visible at the target only after a signal, fence and signal, or quiet and barrier; `src` may be written
@@ -183,7 +183,7 @@ def put_signal_block(
 
     Args:
         dst: where, by its local address in symmetric memory: a tensor, an element (buf[i]) or a region (buf[i, 0:n]).
-        src: what, in global memory, of the same dtype; symmetric memory too where `pe` may be on another node.
+        src: what, in global or shared memory, of the same dtype; symmetric memory where `pe` may be on another node.
         pe: index in team "world", integer.
         sig: one uint64 or int64 word of symmetric memory, by its local address, such as flags[0].
         value: unsigned 64-bit integer to store or to add.

@@ -6,7 +6,7 @@ from tvm import tirx
 from tvm.tirx.script import builder
 
 from tilescale_net.compiler.operators import OPERATORS
-from tilescale_net.language._primitive import PrimitiveError, primitive, with_author_line
+from tilescale_net.language._primitive import PrimitiveError, as_typed, primitive
 
 __all__ = ["range"]
 
@@ -36,4 +36,4 @@ def range(name: str) -> contextlib.AbstractContextManager[None]:
     if not isinstance(name, str) or not name or not name.isprintable():
         raise PrimitiveError(f"the name of a range is a text that can be shown, not {name!r}")
     begin, end = OPERATORS["range_begin"](name), OPERATORS["range_end"]()
-    return _Range(with_author_line(begin), with_author_line(end))
+    return _Range(as_typed(begin), as_typed(end))

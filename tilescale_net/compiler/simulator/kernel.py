@@ -47,7 +47,7 @@ class SimulatedFunction:
         name: the kernel's name.
         lowered: for an architecture without asynchronous copies (sm_70).
         context_index: which argument is the context (see device/context.h), or None.
-        lines: where the author's primitives stand, and the names of ranges that begin there, see sites.py.
+        lines: where the author's primitives stand, and their names or those of ranges that begin there, see sites.py.
 
     Calls take the kernel's arguments in order (torch CPU tensors, ints, floats; None for an optional tensor), run the
     kernel to its end, and raise: KernelError for arguments that do not fit or for a kernel that misuses a primitive,
@@ -65,7 +65,7 @@ class SimulatedFunction:
         self.name = name
         self.context_index = context_index
         self._lines = [line.partition("\t")[0] for line in lines]
-        self._ranges = [line.partition("\t")[2] for line in lines]
+        self._names = [line.partition("\t")[2] for line in lines]
         self._communicates = context_index is not None
         self.n_arguments = lowered.n_arguments
         unit = lowered.unit
@@ -112,7 +112,7 @@ class SimulatedFunction:
         resident = resident_blocks(block[0] * block[1] * block[2], shared)
         made = self._simulator.Launch(
             self._library, launch.kernel, words, grid=grid, block=block, shared_bytes=shared, resident_blocks=resident,
-            communicates=self._communicates, lines=self._lines, ranges=self._ranges,
+            communicates=self._communicates, lines=self._lines, names=self._names,
         )  # fmt: skip
         if simulator.kept_launches is not None:
             tensors = [v.tensor for p, v in zip(parameters, launch.values) if p.pointer and v is not None]

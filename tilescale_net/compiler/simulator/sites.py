@@ -11,7 +11,7 @@ from collections.abc import Container
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform
 
-from tilescale_net.compiler.ir import op_name, our_calls
+from tilescale_net.compiler.ir import op_name, our_calls, typed_name
 from tilescale_net.compiler.operators import OPERATORS
 
 _NUMBERED = {operator.op_name: operator for operator in OPERATORS.values() if operator.result in ("void", "uint64")}
@@ -19,8 +19,8 @@ _NUMBERED["tsn.test"] = OPERATORS["test"]
 
 
 def lines_of(func: tirx.PrimFunc, numbered: Container[str] = _NUMBERED) -> list[tuple[str, str]]:
-    """Name and line ("file.py:12") of each call of a traced kernel, in order; passes drop the lines later on. Of the beginning
-    of a range, its name as well, behind a tab: that is how the simulator learns it.
+    """TVM's name of each call of a traced kernel, in order, with its line ("file.py:12") and, behind a tab, the name that its
+    author typed (of the beginning of a range, that of the range); passes drop the lines later on.
 
     Args:
         numbered: TVM's names of the operators whose calls count.
@@ -31,7 +31,7 @@ def lines_of(func: tirx.PrimFunc, numbered: Container[str] = _NUMBERED) -> list[
             span = call.span
             known = span is not None and span.source_name is not None
             line = f"{os.path.basename(str(span.source_name.name))}:{span.line}" if known else ""
-            found.append((op_name(call), f"{line}\t{range_name(call)}" if range_name(call) else line))
+            found.append((op_name(call), f"{line}\t{range_name(call) or typed_name(call)}"))
     return found
 
 
@@ -48,7 +48,7 @@ def number(func: tirx.PrimFunc, calls: list[tuple[str, str]], statements: list[s
         statements: lines that have numbers already, see statements.py.
 
     Returns:
-        The function, and the line that each number stands for; calls have none where the passes have moved them about.
+        The function, and the line, with the name behind it, that each number stands for; calls have none where the passes have moved them about.
     """
     lines = list(dict.fromkeys([*statements, *(line for _, line in calls)]))
     met: list[str] = []

@@ -161,9 +161,9 @@ std::string HappensBefore::transfer(const Actor& actor, const Event& event, cons
   const void* there = call.operation == kOpGet ? call.source : call.destination;
   if (!memory_->holds(there) || bytes > memory_->bytes - memory_->offset(there)) return ""; // reported elsewhere
   const uint64_t word = call.operation == kOpPutSignal ? memory_->offset(call.signal) / 8 : kNoWord;
-  const uint64_t number =
-      record(actor, event, warps, word, primitive_name(event.operation, event.scope) + line(event.line),
-             event.lane < kEveryLane ? event.lane + 1 : 0);
+  const uint64_t number = record(actor, event, warps, word,
+                                 primitive_name(event.operation, event.scope, names_, event.line) + line(event.line),
+                                 event.lane < kEveryLane ? event.lane + 1 : 0);
   if (call.operation == kOpGet && !follows_ranks_) return "";
   if (call.operation == kOpGet) return got(actor, event, call, transfer_stamp(memory_->me, Touch::get, number));
   return put(actor, event, call, transfer_stamp(memory_->me, Touch::source, number),
@@ -185,8 +185,8 @@ std::string HappensBefore::changed_word(const Actor& actor, const Event& event, 
 
 std::string HappensBefore::put(const Actor& actor, const Event& event, const Call& call, Stamp source, Stamp target) {
   const uint64_t bytes = static_cast<uint64_t>(call.bytes);
-  const std::string what = primitive_name(event.operation, event.scope) + line(event.line) + " of rank " +
-                           std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
+  const std::string what = primitive_name(event.operation, event.scope, names_, event.line) + line(event.line) +
+                           " of rank " + std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
                            text(actor.thread) + " to " + pe_text(call.pe);
   std::string wrong;
   if (memory_->holds(call.source) && bytes <= memory_->bytes - memory_->offset(call.source)) {
@@ -224,8 +224,8 @@ void HappensBefore::note_replaced(Stamp source, const Found& reads, uint64_t fro
 
 std::string HappensBefore::got(const Actor& actor, const Event& event, const Call& call, Stamp source) {
   const uint64_t bytes = static_cast<uint64_t>(call.bytes);
-  const std::string what = primitive_name(event.operation, event.scope) + line(event.line) + " of rank " +
-                           std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
+  const std::string what = primitive_name(event.operation, event.scope, names_, event.line) + line(event.line) +
+                           " of rank " + std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
                            text(actor.thread) + " from " + pe_text(call.pe);
   Found found;
   const uint64_t from = memory_->offset(call.source);
@@ -283,7 +283,7 @@ std::string host_access(uint64_t base, const std::vector<std::pair<uint64_t, uin
   static const std::vector<std::string> no_lines;
   if (!memory) return "";
   const uint32_t warps = memory->own().warps_per_block;
-  HappensBefore order(warps ? warps : 1, no_lines, memory, true);
+  HappensBefore order(warps ? warps : 1, no_lines, no_lines, memory, true);
   std::string wrong;
   for (const auto& [address, bytes] : runs) {
     const uint64_t offset = address - base;

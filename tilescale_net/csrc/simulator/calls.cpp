@@ -39,7 +39,7 @@ std::string difference(const Call& a, const Call& b) {
 
 std::string Grid::call_of(const Fiber& fiber) const {
   if (!fiber.announced) return "a barrier that is not part of it";
-  std::string out = primitive_name(fiber.call.operation, fiber.call.scope);
+  std::string out = primitive_name(fiber.call.operation, fiber.call.scope, launch_.names, fiber.call_line);
   if (fiber.call_line >= 0 && static_cast<size_t>(fiber.call_line) < launch_.lines.size())
     out += " (" + launch_.lines[static_cast<size_t>(fiber.call_line)] + ")";
   return out;
@@ -63,7 +63,9 @@ void Grid::compare_calls(const Fiber& other) {
 }
 
 std::string Grid::latest_call(const Fiber& fiber) const {
-  std::string out = fiber.call.operation ? primitive_name(fiber.call.operation, fiber.call.scope) : "its beginning";
+  std::string out = fiber.call.operation
+                        ? primitive_name(fiber.call.operation, fiber.call.scope, launch_.names, fiber.call_line)
+                        : "its beginning";
   if (fiber.call.operation && fiber.call_line >= 0 && static_cast<size_t>(fiber.call_line) < launch_.lines.size())
     out += " (" + launch_.lines[static_cast<size_t>(fiber.call_line)] + ")";
   return out;

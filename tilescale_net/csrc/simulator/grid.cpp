@@ -54,7 +54,7 @@ Grid::Grid(const Launch& launch, StackPool& stacks)
   heap_ = race_memory(launch_.heap);
   RaceMemory* memory = blocks_ * warps < kMaxWarps ? heap_ : nullptr;
   if (launch_.communicates || launch_.races)
-    order_ = std::make_unique<HappensBefore>(warps, launch_.lines, memory, launch_.races);
+    order_ = std::make_unique<HappensBefore>(warps, launch_.lines, launch_.names, memory, launch_.races);
   if (launch_.races && blocks_ * warps < kMaxWarps)
     local_ = std::make_unique<LocalAccesses>(*order_, warps, launch_.lines);
 }
@@ -358,7 +358,7 @@ void Grid::tell_stall(bool waits) {
   if (waits && !page.stalled) {
     const bool known = one.line >= 0 && static_cast<size_t>(one.line) < launch_.lines.size();
     const std::string line = known ? " (" + launch_.lines[static_cast<size_t>(one.line)] + ")" : "";
-    page.stalled_site = heap_->site(primitive_name(one.subject.operation, 0) + line);
+    page.stalled_site = heap_->site(primitive_name(one.subject.operation, 0, launch_.names, one.line) + line);
     page.stalled_word = heap_->offset(one.subject.word);
   }
   if (waits || page.stalled) __atomic_store_n(&page.stalled, waits ? page.stalled + 1 : 0, __ATOMIC_RELEASE);

@@ -91,11 +91,11 @@ struct Launch {
   uint64_t resident_blocks = 1; // blocks that the simulated GPU holds at a time
   double stall_seconds = 60;    // without any progress: the grid hangs
   bool (*check_interrupt)() = nullptr;
-  bool communicates = false;       // calls primitives
-  bool races = false;              // is checked for races between ranks and with transfers
-  uint64_t heap = 0;               // the base of the heap that its context names, or 0
-  std::vector<std::string> lines;  // of its primitives
-  std::vector<std::string> ranges; // names of those that begin at these lines, or ""
+  bool communicates = false;      // calls primitives
+  bool races = false;             // is checked for races between ranks and with transfers
+  uint64_t heap = 0;              // the base of the heap that its context names, or 0
+  std::vector<std::string> lines; // of its primitives
+  std::vector<std::string> names; // as the author typed them, or of the ranges that begin at these lines, or ""
 };
 
 class Grid {

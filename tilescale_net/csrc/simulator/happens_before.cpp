@@ -22,11 +22,16 @@ std::string primitive_name(uint32_t operation, uint32_t scope) {
   return name + (scope == 0 ? "_thread" : scope == 1 ? "_warp" : "_block");
 }
 
-HappensBefore::HappensBefore(unsigned warps_per_block, const std::vector<std::string>& lines, RaceMemory* memory,
-                             bool follows_ranks)
-    : warps_per_block_(warps_per_block), lines_(lines), memory_(memory), follows_ranks_(memory && follows_ranks),
-      start_(nothing_known()), first_epoch_(take_epoch()), latest_(first_epoch_), signalled_(nothing_known()),
-      lanes_(follows_ranks) {
+std::string primitive_name(uint32_t operation, uint32_t scope, const std::vector<std::string>& names, int line) {
+  const bool typed = line >= 0 && static_cast<size_t>(line) < names.size() && !names[static_cast<size_t>(line)].empty();
+  return typed ? names[static_cast<size_t>(line)] : primitive_name(operation, scope);
+}
+
+HappensBefore::HappensBefore(unsigned warps_per_block, const std::vector<std::string>& lines,
+                             const std::vector<std::string>& names, RaceMemory* memory, bool follows_ranks)
+    : warps_per_block_(warps_per_block), lines_(lines), names_(names), memory_(memory),
+      follows_ranks_(memory && follows_ranks), start_(nothing_known()), first_epoch_(take_epoch()),
+      latest_(first_epoch_), signalled_(nothing_known()), lanes_(follows_ranks) {
   if (!memory_) return;
   auto start = std::make_shared<Clock>();
   // The launches before this one have ended, and may have left puts on their way.
@@ -345,7 +350,8 @@ std::string HappensBefore::line(int number) const {
 }
 
 std::string HappensBefore::name(const Event& event) const {
-  return primitive_name(event.operation, event.scope) + " of " + place(event.warp) + line(event.line);
+  return primitive_name(event.operation, event.scope, names_, event.line) + " of " + place(event.warp) +
+         line(event.line);
 }
 
 } // namespace sim

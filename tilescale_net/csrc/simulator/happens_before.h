@@ -40,8 +40,9 @@ constexpr uint32_t kHostWarp = kMaxWarps - 1; // the host counts as one more war
 class HappensBefore {
 public:
   // `memory`: null where the heap is not known.
-  HappensBefore(unsigned warps_per_block, const std::vector<std::string>& lines, RaceMemory* memory,
-                bool follows_ranks);
+  // `names`: of the primitives at these lines.
+  HappensBefore(unsigned warps_per_block, const std::vector<std::string>& lines, const std::vector<std::string>& names,
+                RaceMemory* memory, bool follows_ranks);
   ~HappensBefore();
 
   // Warps have met: each knows what all of them knew.
@@ -208,7 +209,7 @@ private:
   std::string place(uint32_t warp) const;
 
   unsigned warps_per_block_;
-  const std::vector<std::string>& lines_;
+  const std::vector<std::string>&lines_, &names_;
   RaceMemory* memory_;
   std::vector<Site> sites_;
   bool follows_ranks_; // else only what warps of this rank do is compared, and a wait may follow all that it signalled
@@ -240,6 +241,8 @@ std::string host_access(uint64_t base, const std::vector<std::pair<uint64_t, uin
                         const std::string& name);
 // The name that authors know: put_block, fence, …
 std::string primitive_name(uint32_t operation, uint32_t scope);
+// The name that the author typed at a line, where it is known.
+std::string primitive_name(uint32_t operation, uint32_t scope, const std::vector<std::string>& names, int line);
 
 } // namespace sim
 } // namespace tsn

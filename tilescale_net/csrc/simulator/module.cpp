@@ -51,7 +51,7 @@ void bind_launch(py::module_& m) {
   py::class_<sim::BoundLaunch, std::shared_ptr<sim::BoundLaunch>>(m, "Launch", "A kernel with its arguments.")
       .def(py::init([](py::object library, const std::string& kernel, const std::string& arguments, Extents grid,
                        Extents block, uint64_t shared_bytes, uint64_t resident_blocks, bool communicates,
-                       std::vector<std::string> lines, std::vector<std::string> ranges) {
+                       std::vector<std::string> lines, std::vector<std::string> names) {
              auto made = std::make_shared<sim::BoundLaunch>(std::move(library), kernel, arguments);
              sim::Launch& l = made->launch;
              l.grid = {grid[0], grid[1], grid[2]};
@@ -60,12 +60,12 @@ void bind_launch(py::module_& m) {
              l.resident_blocks = resident_blocks;
              l.communicates = communicates;
              l.lines = std::move(lines);
-             l.ranges = std::move(ranges);
+             l.names = std::move(names);
              return made;
            }),
            py::arg("library"), py::arg("kernel"), py::arg("arguments"), py::kw_only(), py::arg("grid"),
            py::arg("block"), py::arg("shared_bytes"), py::arg("resident_blocks"), py::arg("communicates"),
-           py::arg("lines"), py::arg("ranges"))
+           py::arg("lines"), py::arg("names"))
       .def("run", run, py::kw_only(), py::arg("seed"), py::arg("stall_seconds"), py::arg("stack_bytes"),
            py::arg("races"), py::arg("heap"));
 }

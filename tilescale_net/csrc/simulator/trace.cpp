@@ -20,7 +20,7 @@ struct Tracer {
   uint32_t kernel = 0;
   uint64_t kernel_begin = 0;
   std::vector<uint32_t> lines;                                       // numbers of the launch's lines
-  std::vector<uint32_t> names;                                       // of those that begin ranges: of their names
+  std::vector<uint32_t> names;                                       // and of the names there
   std::unordered_map<const Thread*, std::vector<TraceEvent>> open;   // calls that run
   std::unordered_map<const Thread*, std::vector<TraceEvent>> ranges; // that have begun
 };
@@ -73,7 +73,7 @@ void trace_kernel_begins(const Launch& launch) {
   the_tracer->lines.clear();
   the_tracer->names.clear();
   for (const std::string& line : launch.lines) the_tracer->lines.push_back(the_tracer->ring.name(line));
-  for (const std::string& name : launch.ranges) the_tracer->names.push_back(the_tracer->ring.name(name));
+  for (const std::string& name : launch.names) the_tracer->names.push_back(the_tracer->ring.name(name));
   the_tracer->kernel_begin = now_ns();
 }
 
@@ -95,9 +95,11 @@ void trace_call_begins(const Call& call) {
   if (!trace_calls) return;
   TraceEvent e = event_here(TraceKind::call);
   e.operation = static_cast<uint16_t>(call.operation);
-  e.name = the_tracer->ring.name(primitive_name(call.operation, call.scope));
+  e.name = here(running_thread(), the_tracer->names);
+  if (!e.name) e.name = the_tracer->ring.name(primitive_name(call.operation, call.scope));
   e.pe = call.pe;
-  e.bytes = static_cast<uint64_t>(call.bytes);
+  // Of waits and tests it is the comparison.
+  if (call.operation != kOpWait && call.operation != kOpTest) e.bytes = static_cast<uint64_t>(call.bytes);
   e.value = call.value;
   if (call.signal) e.word = reinterpret_cast<uint64_t>(call.signal) - the_tracer->heap_base;
   the_tracer->open[&running_thread()].push_back(e);
