@@ -92,7 +92,8 @@ class StatusRecord:
 
     def __init__(self, world):
         nbytes = STATUS_WORDS * 8
-        self._address = world.memory.pinned(nbytes)
+        self._records = world.records
+        self._address = self._records.take()
         raw = (ctypes.c_char * nbytes).from_address(self._address)
         if world.device.type == "cuda":
             from tilescale_net.runtime.cuda_memory import tensor_at
@@ -101,6 +102,12 @@ class StatusRecord:
         else:
             self.tensor = torch.frombuffer(raw, dtype=torch.int64)
         self._words = (ctypes.c_int64 * STATUS_WORDS).from_address(self._address)
+
+    def close(self) -> None:
+        """Give the record back: no kernel writes it any more."""
+        self._words = (ctypes.c_int64 * STATUS_WORDS)()
+        del self.tensor
+        self._records.give_back(self._address)
 
     @property
     def written(self) -> bool:
@@ -160,10 +167,15 @@ class Agreement:
             self._texts.append(text)
         return number
 
-    @property
-    def reported(self) -> bool:
+    def has_reported(self) -> bool:
         """Whether kernels have found something that `error` has not taken yet."""
         return self._record is not None and self._record.written
+
+    def close(self) -> None:
+        """Give the record back: no kernel writes it any more."""
+        record, self._record = self._record, None
+        if record is not None:
+            record.close()
 
     def error(self) -> tsn.RankMismatch | None:
         """What kernels found since the last look; does not wait for them."""

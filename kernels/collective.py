@@ -104,7 +104,7 @@ class Collective:
             )
         self._world.control.agree(name, f"threads={threads}, blocks={blocks}, {configuration}")
         self._made = self._world.calls.track(name)
-        self._made.reported = lambda: self._agreement.reported
+        self._made.reported = self._agreement.has_reported  # the log does not hold this object
 
     def _symmetric(self, shape: tuple[int, ...] | int, dtype: torch.dtype) -> torch.Tensor:
         """Zeroed symmetric memory that `free` gives back; HeapError, on all ranks alike, gives back what there is so far."""
@@ -158,13 +158,16 @@ class Collective:
     def free(self) -> None:
         """Give the symmetric memory back. Collective; the object cannot be called afterwards."""
         self._check_alive()
-        self._made.end()
+        self._made.note("free()")
         self._release()
 
     def _release(self) -> None:
+        """Give back all that this object has of its world. All ranks are here."""
         owned, self._owned = self._owned, []
         for tensor in owned:
             tsn.free(tensor, group=self._world)
+        self._agreement.close()
+        self._world.calls.drop(self._made)
 
     def __reduce_ex__(self, protocol):
         raise TypeError(

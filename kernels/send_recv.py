@@ -173,6 +173,7 @@ class SendRecv(Collective):
         super().__init__("SendRecv", f"chunk={chunk}, engine={engine}", threads, blocks, group)
         self._geometry = dict(chunk=chunk, slots=self._SLOTS, threads=threads, blocks=blocks)
         self._engine = engine
+        self._record = StatusRecord(self._world)
         slots = self.n_pes, blocks, self._SLOTS
         specs = {"inbox": ((*slots, chunk), torch.uint8), "arrived": (slots, torch.uint64)}
         specs |= {"taken": (slots[:2], torch.uint64)}
@@ -182,10 +183,13 @@ class SendRecv(Collective):
             empty = torch.zeros((1, 1, 1, 1), dtype=torch.uint8, device=self.device)
         self._outbox = self._memory.get("outbox", empty)
         self._sent, self._received = self.counters(*slots[:2]), self.counters(*slots[:2])
-        self._record = StatusRecord(self._world)
         self._expected: dict = {}
         # Messages to a rank, and those from a rank, have a state of their own each.
         self._orders = {(name, pe): StreamOrder(self.device) for name in ("x", "out") for pe in range(self.n_pes)}
+
+    def _release(self) -> None:
+        super()._release()
+        self._record.close()
 
     @named("tilescale_net.SendRecv.send")
     def send(self, x: torch.Tensor, pe: int) -> None:

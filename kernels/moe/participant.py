@@ -54,6 +54,11 @@ class Participant(Collective):
             self.active = torch.tensor(self.mask, dtype=torch.int32, device=self.device)
             self.status = Status(self._world)
 
+    def _release(self) -> None:
+        super()._release()
+        self.status.close()
+        self.__dict__.pop("_mode", None)  # refers to this object, and holds all of its tensors
+
     @property
     def world(self) -> "World":
         """In which its kernels run."""

@@ -1,5 +1,6 @@
 """Random data that every rank can make for every other, and tensors with guarded surroundings."""
 
+import gc
 import os
 import random
 import time
@@ -53,6 +54,15 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, rtol: float | None
     assert found.shape == expected.shape and found.dtype == expected.dtype, (found.shape, expected.shape)
     apart = (found.double() - expected.double()).abs() - atol - rtol * expected.double().abs()
     assert bool((apart <= 0).all()), f"beyond the tolerance by up to {float(apart.max())}"
+
+
+def alive_objects() -> set:
+    """The collectives and arenas of this process that something refers to."""
+    from tilescale_net.kernels.collective import Collective
+    from tilescale_net.kernels.moe.arena import Arena
+
+    gc.collect()
+    return {found for found in gc.get_objects() if isinstance(found, Collective | Arena)}
 
 
 class Guarded:

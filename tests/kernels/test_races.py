@@ -12,6 +12,7 @@ import tilescale_net as tsn
 import tilescale_net.runtime.settings as settings
 from tests import jobs, ranks
 from tests.kernels import small_runs
+from tests.kernels.support import alive_objects
 from tests.kernels.test_chaos_seeds import chaos_of
 from tests.tutorials.test_tutorials import PROGRAMS, expected_runs
 
@@ -25,7 +26,7 @@ def run(names, seeds) -> dict:
     the first one."""
     cost, before = {}, _resident_mib()
     for name in names:
-        seconds = 0.0
+        seconds, others = 0.0, alive_objects()
         for number, seed in enumerate(seeds):
             os.environ["TSN_SIM_SEED"] = str(seed)
             os.environ["TSN_SIM_VISIBILITY"] = ("random", "late", "random", "eager")[seed % 4]
@@ -36,6 +37,8 @@ def run(names, seeds) -> dict:
                 raise AssertionError(f"{name}, seed {seed}: {type(error).__name__}: {error}") from error
             seconds += time.process_time() - began if number else 0  # kernels are loaded in the first
             most = _resident_mib()
+            left = alive_objects() - others
+            assert not left, f"{name}: not collected: {[type(found).__name__ for found in left]}"
             cost[name] = seconds, most, most - before
     return cost
 

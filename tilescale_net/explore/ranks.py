@@ -10,6 +10,7 @@ from tilescale_net.explore.same_calls import SameCalls
 from tilescale_net.runtime import abort_page, context, device_errors
 from tilescale_net.runtime.call_log import CallLog
 from tilescale_net.runtime.heap import Heap
+from tilescale_net.runtime.records import Records
 from tilescale_net.runtime.shared_memory import SharedMemory
 from tilescale_net.runtime.simulator_memory import SimulatorMemory
 from tilescale_net.runtime.topology import Topology
@@ -31,6 +32,7 @@ class RankWorld(World):
         self.device_kind, self.device = self.memory.device_kind, self.memory.device
         self.page = abort_page.AbortPage()
         self.page.address = self.memory.pinned(abort_page.BYTES)
+        self.records = Records(self.memory)
         self.heap = Heap(self.memory, self.control.agree, rank)
         self.races = SharedMemory(_simulator.race_memory_bytes(heap_bytes))
 

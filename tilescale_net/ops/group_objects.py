@@ -98,7 +98,7 @@ class GroupObjects:
         self._memory: torch.Tensor | None = None
         self._memory_in_graph = False  # some CUDA graph of this rank has its addresses
         self._of_graphs: list[torch.Tensor] = []  # earlier memory that graphs have the addresses of
-        self._made: dict[Hashable, object] = {}
+        self._made: dict[Hashable, Collective] = {}
         self._products: dict[Hashable, DistributedMatmul] = {}  # the one used last is the last
         self._captured: set[Hashable] = set()
         self.without_room: set[Hashable] = set()
@@ -129,10 +129,11 @@ class GroupObjects:
             if isinstance(collective, Collective):
                 collective.check()
 
-    def made(self, key: Hashable, make: Callable[[], object]) -> object:
+    def made(self, key: Hashable, make: Callable[[], Collective]) -> Collective:
         """The object of a key that is still alive; made by `make()` if none is."""
         found = self._made.get(key)
         if found is None or not found.alive:
+            self._made = {key: kept for key, kept in self._made.items() if kept.alive}
             with self._settling():
                 found = self._made[key] = make()
         return found

@@ -57,11 +57,6 @@ class Track:
         if self.outer is not None:
             self.outer.settle()
 
-    def end(self) -> None:
-        """The object is freed: few of its calls are kept."""
-        self.note("free()")
-        self._kept = deque(list(self._kept)[-_TOLD:], maxlen=_TOLD)
-
     def text(self, call: int) -> str | None:
         """What call `call` (from 1) was made with, None where that is forgotten or to come."""
         try:
@@ -85,6 +80,7 @@ class CallLog:
         self._control = control
         self._tracks: dict[str, Track] = {}
         self._of_name: Counter = Counter()
+        self._of_freed = 0  # calls of objects that are gone
         self._seen = self._told = self._quiet = (
             0  # calls at the last look, and when they were sent; looks without a new one
         )
@@ -96,6 +92,11 @@ class CallLog:
         key = f"{name}/{self._of_name[name]}"
         self._tracks[key] = Track(name, key)
         return self._tracks[key]
+
+    def drop(self, track: Track) -> None:
+        """Forget the calls of an object that all ranks have freed."""
+        if self._tracks.pop(track.key, None) is not None:
+            self._of_freed += track.count
 
     def only_track(self, name: str) -> Track:
         """The calls of what every rank has once, whenever a rank comes to it."""
@@ -112,7 +113,7 @@ class CallLog:
         members = self._control.members
         if len(members) < 2 or self._control.rank not in members:
             return None
-        calls = sum(track.count for track in list(self._tracks.values()))
+        calls = self._of_freed + sum(track.count for track in list(self._tracks.values()))
         # A rank that compiles is not waited for by anything but patience.
         self._quiet = self._quiet + 1 if calls == self._seen and not progress.active() else 0
         self._seen = calls
@@ -157,7 +158,9 @@ class CallLog:
         """The first call that both ranks have made and made differently."""
         try:
             for key, count, texts in encoding.parsed(said or "[]"):
-                track = self._tracks[key]
+                track = self._tracks.get(key)  # None: freed here, or to come
+                if track is None:
+                    continue
                 for call, theirs in zip(range(count - len(texts) + 1, count + 1), texts):
                     mine = track.text(call) if call > track.settled else None
                     known = track.reported() and self._quiet < _REPORTED
@@ -167,7 +170,7 @@ class CallLog:
                             f"{encoding.printable(str(theirs))}; "
                             f"{RULE}"
                         )
-        except (ValueError, TypeError, IndexError, KeyError, OverflowError):  # nonsense, or an object to come
+        except (ValueError, TypeError, IndexError, KeyError, OverflowError):  # nonsense
             pass
         return None
 

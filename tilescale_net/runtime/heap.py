@@ -16,6 +16,8 @@ from tilescale_net.runtime.memory import Memory
 ALIGNMENT = 256
 # Unused bytes behind every allocation: an access past the end lands here and not in a neighbour, so that it is seen.
 GAP = 256
+# Freed tensors that are remembered before those that are no more are looked for.
+_FREED = 32
 # Heaps are whole pages.
 PAGE = 2 << 20
 # By so much a heap grows at least: doing so stops all kernels for a moment.
@@ -130,7 +132,8 @@ class Heap:
         self._settle = settle
         self._grow = grow
         self._allocator = Allocator(SYSTEM_BYTES, memory.size)
-        self._freed: dict[StorageWeakRef, int] = {}  # offsets of freed tensors that are still referenced
+        self._freed: dict[StorageWeakRef, int] = {}  # offsets of freed tensors; of those that are no more, some
+        self._most_freed = _FREED
         self._made: dict[int, tuple[str, tuple[int, ...], torch.dtype]] = {}  # by offset: call, shape, dtype
         self.clear_system_area()
 
@@ -234,8 +237,6 @@ class Heap:
         offset = self.offset_of(tensor)
         self._memory.synchronize()
         storage = StorageWeakRef(tensor.untyped_storage())
-        # Its memory may belong to another tensor by now.
-        self._freed = {freed: offset for freed, offset in self._freed.items() if not freed.expired()}
         again = storage in self._freed
         self._agree("tilescale_net.free", f"offset {offset}{', freed already' if again else ''}")
         # What still is to happen to this memory happens before it has a new use.
@@ -248,10 +249,17 @@ class Heap:
                 "already, or it is a view that does not begin where its allocation begins"
             )
         self._allocator.release(offset)
-        self._freed[storage] = offset
+        self._note_freed(storage, offset)
         self._memory.on_free(self.base + offset)
         if self._memory.poisons:
             self._memory.bytes_tensor(offset, size).fill_(POISON)  # so that use after free is seen
+
+    def _note_freed(self, storage: StorageWeakRef, offset: int) -> None:
+        self._freed[storage] = offset
+        self._made.pop(offset, None)
+        if len(self._freed) >= self._most_freed:
+            self._freed = {freed: at for freed, at in self._freed.items() if not freed.expired()}
+            self._most_freed = max(_FREED, 2 * len(self._freed))  # so that a free looks at two on average
 
     def is_freed(self, tensor: torch.Tensor) -> bool:
         """Whether it was given back: the tensor of `empty` or `zeros` itself, or a view of it."""

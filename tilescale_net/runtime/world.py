@@ -18,6 +18,7 @@ from tilescale_net.runtime import (
     groups,
     growth,
     memory,
+    records,
     settings,
     start_up,
     survivors,
@@ -43,6 +44,7 @@ class World:
         device: torch device of symmetric tensors.
         heap: the symmetric heap.
         memory: what the heap lies in, of the kind of the device.
+        records: in which kernels tell this rank's host what they refuse.
         context_tensor: int64 tensor over the fixed part of the context, the argument that kernels take.
         proxy: the proxy that serves PEs of other nodes, or None when every PE is direct.
         reporter: queries all ranks for what they do, for the report of a hang.
@@ -91,6 +93,7 @@ class World:
         self.device_kind, self.device = self.memory.device_kind, self.memory.device
         self.recorder = recorder.start(self, hosts)
         self.page.address = self.memory.pinned(abort_page.BYTES)
+        self.records = records.Records(self.memory)
         self.heap = Heap(self.memory, self.control.agree, self.rank, self.check, self._settle, self._grow)
         limits, handles = zip(*self.control.gather("tilescale_net.init", [self.memory.limit, self.memory.handle()]))
         self.memory.limit = min(limits)  # some ranks may not have got so many addresses

@@ -1,5 +1,8 @@
 """Symmetric memory of an AllToAll: how much, whose, and that outputs are the same on all ranks."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from tests import ranks
 from tests.kernels.moe.support import check_compiled_ahead, without_kernels
 from tests.kernels.moe.test_misuse import SHAPE, raises
 from tilescale_net import ops
+from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.moe import AllToAll, Tuning
 from tilescale_net.runtime import worlds
 from tilescale_net.runtime.context import SYSTEM_BYTES
@@ -210,3 +214,46 @@ def _ordinary_outputs(x, idx, weights) -> None:
 @pytest.mark.sample(0)
 def test_outputs():
     ranks.run(2, _outputs, timeout=240)
+
+
+def _kept() -> tuple[int, ...]:
+    """What objects that were freed must not add to: mappings of this process, and what the world keeps of them."""
+    world = tsn.world()
+    alive = sum(not tensor.expired() for tensor in world.heap._freed)
+    mappings = sum(1 for _ in open("/proc/self/maps"))
+    return mappings, len(world.calls._tracks), len(world.heap.live), alive, len(world.records._unused)
+
+
+def _many() -> None:
+    x = torch.ones((3, SHAPE["hidden"]), dtype=torch.bfloat16, device=tsn.device())
+    idx = torch.tensor([[0, 1], [2, 3], [1, 2]], device=tsn.device())
+    gathered = tsn.empty((tsn.size(), 4), torch.float32)
+
+    def use(number: int) -> list[weakref.ref]:
+        op = AllToAll(**SHAPE, mode=("throughput", "latency")[number % 2])
+        received = op.dispatch(x, idx)
+        assert torch.equal(op.combine(received.x, received.handle), 2 * x)
+        gather = AllGather(threads=64, blocks=2)
+        gather(gathered, gathered[tsn.rank()])
+        gather.free()
+        op.free()
+        return [weakref.ref(op), weakref.ref(gather)]
+
+    for number in range(4):
+        use(number)
+    gc.collect()
+    before = _kept()
+    gc.disable()  # objects that are freed need no collection of cycles
+    made = [died for number in range(50) for died in use(number)]
+    gc.enable()
+    assert not any(died() for died in made)
+    assert len(tsn.world().heap._freed) <= 32
+    after = _kept()
+    assert after[1:] == before[1:] and after[0] <= before[0] + 2, (before, after)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.sample(1)
+def test_objects_that_are_freed_leave_nothing(nodes):
+    """The last of many costs what the first did."""
+    ranks.run(2, _many, env={"VIRTUAL_NODES": str(nodes)}, timeout=200)
