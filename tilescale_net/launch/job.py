@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import glob
 import os
 import re
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from tilescale_net.launch import messages
+from tilescale_net.launch import forking, messages
 from tilescale_net.launch.environment import hand_over_store
 from tilescale_net.launch.orphans import OrphanKiller
 from tilescale_net.launch.output import Output
@@ -25,7 +26,6 @@ TERM_GRACE_S = 3.0  # between asking a rank to end and killing it
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
-_launcher = os.getpid()
 SHARED_MEMORY = "/dev/shm"
 
 # The errors of a rank whose call broke, or came to nothing, because another rank ended: of this package, of torch's
@@ -39,9 +39,9 @@ _VICTIM = re.compile(
 )
 
 
-def _die_with_launcher() -> None:
+def _die_with(launcher: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != _launcher:  # which ended before the call above
+    if os.getppid() != launcher:  # which ended before the call above
         os._exit(1)
 
 
@@ -64,10 +64,13 @@ def _catches(pid: int, number: int) -> bool:
         return False
 
 
+ProcessType = type[subprocess.Popen] | type[forking.Process]
+
+
 class Rank:
     """One process, in a session of its own so that all that it starts can be ended with it."""
 
-    def __init__(self, command: list[str], index: int, local: int, shared: dict[str, str]):
+    def __init__(self, command: list[str], index: int, local: int, shared: dict[str, str], process: ProcessType):
         self.index = index
         everything = settings.OUTPUT.get() == "all"
         first = index == 0
@@ -78,14 +81,14 @@ class Rank:
         )
         store, listeners = hand_over_store(index)
         environment = {**os.environ, **shared, **store, "RANK": str(index), "LOCAL_RANK": str(local)}
-        self.process = subprocess.Popen(
+        self.process = process(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=None if first else self.output.child_fd,
             stderr=self.output.child_fd,
             start_new_session=True,
-            preexec_fn=_die_with_launcher,
+            preexec_fn=functools.partial(_die_with, os.getpid()),
             pass_fds=[listener.fileno() for listener in listeners],
         )
         for listener in listeners:
@@ -141,9 +144,10 @@ class Job:
         command: what every rank runs.
         count: ranks on this host; the first is GROUP_RANK * count.
         shared: environment variables of all ranks.
+        process: starts a rank, by a fresh interpreter or by a fork of this one.
     """
 
-    def __init__(self, command: list[str], count: int, shared: dict[str, str]):
+    def __init__(self, command: list[str], count: int, shared: dict[str, str], process: ProcessType = subprocess.Popen):
         self._orphans = OrphanKiller()
         self._selector = selectors.DefaultSelector()
         self._interrupted: int | None = None
@@ -153,7 +157,7 @@ class Job:
         self.running: list[Rank] = []
         first = int(shared["GROUP_RANK"]) * count
         for local in range(count):
-            rank = Rank(command, first + local, local, shared)
+            rank = Rank(command, first + local, local, shared, process)
             self.running.append(rank)
             self._orphans.add(rank.process.pid)
             self._selector.register(rank.pidfd, selectors.EVENT_READ, (self._on_end, rank))

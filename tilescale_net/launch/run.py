@@ -6,11 +6,12 @@ others are heard when they fail, or always with TSN_OUTPUT=all.
 
 import argparse
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.launch import environment, messages
+from tilescale_net.launch import environment, forking, messages
 from tilescale_net.launch.job import Job
 from tilescale_net.runtime import settings
 
@@ -62,9 +63,26 @@ def start(arguments: list[str]) -> int:
         os.environ.update(environment.srun_rank())
         os.execv(command[0], command)
     ranks = environment.value(settings.GPUS)
-    simulated = settings.DEVICE.get() == "simulator"
-    environment.check_ranks(ranks, 0 if simulated else environment.visible_gpus())
-    return Job(command, ranks, environment.job(ranks)).run()
+    gpus = 0 if settings.DEVICE.get() == "simulator" else environment.visible_gpus()
+    environment.check_ranks(ranks, gpus)
+    shared = environment.job(ranks)
+    forked = not gpus and _imports_the_package(arguments) and forking.preload(shared)
+    try:
+        forking.status = Job(command, ranks, shared, forking.Process if forked else subprocess.Popen).run()
+        return forking.status
+    except forking.BecomeRank as rank:
+        program = rank
+    program.run()
+    return 0
+
+
+def _imports_the_package(arguments: list[str]) -> bool:
+    """Whether the ranks of a script will import what they can share; a script that prints its usage imports nothing."""
+    script = _script(arguments)
+    if script is None or not {"-h", "--help"}.isdisjoint(arguments):
+        return False
+    text = Path(script).read_bytes()
+    return b"tilescale_net" in text or b"tilelang" in text
 
 
 def import_folder(script: str | None) -> Path | None:

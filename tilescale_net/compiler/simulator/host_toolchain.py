@@ -29,11 +29,12 @@ def compiler() -> tuple[str, ...]:
 
 @functools.cache
 def compiler_identity() -> str:
-    return _identity(compiler())
+    return identity(compiler())
 
 
 @functools.cache
-def _identity(command: tuple[str, ...]) -> str:
+def identity(command: tuple[str, ...]) -> str:
+    """What a compiler's command and version are, as text."""
     done = subprocess.run([*command, "--version"], capture_output=True, text=True)
     return " ".join(command) + "\n" + done.stdout
 

@@ -37,7 +37,7 @@ def key(function: Callable, args: tuple, kwargs: dict, options: dict) -> str | N
         values = _written([args, sorted(kwargs.items()), sorted(options.items())])
     except TypeError:
         return None
-    parts = [_sources(), *versions(), function.__module__, function.__qualname__, values]
+    parts = [sources(), *versions(), function.__module__, function.__qualname__, values]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -49,7 +49,7 @@ def _folders() -> tuple[Path, ...]:
 
 
 @functools.cache
-def _sources() -> str:
+def sources() -> str:
     """Hash of the package's Python files, where they lie, and of what `toolchain.sources_hash` covers."""
     digest = hashlib.sha256(toolchain.sources_hash().encode())
     for folder in _folders():

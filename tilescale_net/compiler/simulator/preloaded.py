@@ -1,0 +1,25 @@
+"""Imported by the process that ranks fork from: what each rank would otherwise read for the keys of its kernels."""
+
+import inspect
+
+import tilescale_net.compiler.jit
+import tilescale_net.runtime.simulator_memory  # noqa: F401  # init imports it late
+from tilescale_net.compiler.simulator import host_toolchain, kernel_keys, lowered_cache
+from tilescale_net.errors import ConfigurationError
+
+
+def _hash_sources() -> None:
+    """Sources, headers, versions."""
+    kernel_keys.sources()
+    lowered_cache.versions()
+    try:
+        host_toolchain.headers_hash()
+        host_toolchain.identity(host_toolchain.compiler())
+    except ConfigurationError:
+        pass  # a rank that needs them reports it
+    finally:
+        host_toolchain.compiler.cache_clear()  # ranks may name others in CXX
+    inspect.getmodule(_hash_sources.__code__)  # looks at the files of all modules once
+
+
+_hash_sources()
