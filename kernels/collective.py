@@ -184,6 +184,7 @@ class Collective:
 
     def _check_alive(self) -> None:
         if not self.alive:
+            self._world.check()
             raise tsn.TileScaleError(f"{self.name}: used after free() or finalize()")
 
     def _begin(self) -> None:

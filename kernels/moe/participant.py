@@ -208,6 +208,8 @@ class Participant(Collective):
     def _machine_check(self, call: str) -> None:
         machine = self._machine
         machine.freed = not self.alive
+        if machine.freed:
+            self._world.check()
         machine.outdated = self.outdated
         machine.left_out = self._world.control.left
         machine.check(call)

@@ -115,7 +115,8 @@ class Kernel:
         return function
 
     def _explain(self, args, error: Exception) -> None:
-        """Raise `error`, or what is wrong with the arguments where that is why."""
+        """Raise `error`, or what is wrong with the arguments where that is why; in a child made by fork CUDA fails."""
+        worlds.refuse_child()
         problem = self._problem(args, error)
         if problem is None:
             raise error

@@ -166,6 +166,7 @@ class Objects:
 
     def free(self) -> None:
         """Free all objects; collective."""
+        self.world.control.refuse()
         made, self._made = self._made, {}
         for op in made.values():
             if op.alive:

@@ -55,6 +55,7 @@ class Masks:
 
     def update(self, rank: int, masked: bool) -> None:
         """Mask a rank from the next call on, on all ranks that stay; or take that back before then."""
+        self._world.control.refuse()
         if not 0 <= rank < self._world.size:
             raise ValueError(f"low_latency_update_mask_buffer: there is no rank {rank} among {self._world.size}")
         if masked and rank == self._world.rank:
@@ -83,6 +84,7 @@ class Masks:
 
     def learn(self) -> None:
         """Go on without ranks of whose loss the host has heard."""
+        self._world.control.refuse()
         if self.shrinks:
             try:
                 self._world.check()

@@ -45,6 +45,7 @@ class Control:
         job_ranks: the ranks of the group in the job, by their rank in the group.
         store: the JobStore of these ranks.
         reason_of: set by the watchdog: () -> str | None, why peers are known to be lost.
+        refuse: called first by every collective call; raises in a child made by fork.
         members: ranks that make collective calls; a new list whenever some are left out. left: whether this one was.
         on_meeting, on_met, on_parted: called when this rank comes to a collective call; when all have come; and with ranks
             that take part no more, which may live.
@@ -63,6 +64,7 @@ class Control:
         self.on_parted = lambda ranks: None
         self.members: list[int] = list(range(self.size))
         self.left = False
+        self.refuse: Callable[[], None] = lambda: None
         self.era, self.lost = 0, set[int]()  # how often lost ranks were given up, and which
         self._outer: list = []  # groups of earlier members
         self._calls = 0
@@ -161,6 +163,7 @@ class Control:
 
     def _meet_all(self, call: str, start: Callable, *memory) -> None:
         """Carry out what `start` begins, a call of gloo by all members; `memory` is what that reads and writes."""
+        self.refuse()
         self._calls += 1
         if self.size > 1:
             word = json.dumps([self._calls, call])

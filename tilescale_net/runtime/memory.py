@@ -83,6 +83,9 @@ class Memory(Protocol):
     def await_end_of_kernels(self) -> None:
         """Wait for kernels whose waits were ended, where nothing else keeps them from memory that is unmapped."""
 
+    def part(self) -> None:
+        """In a child made by fork: what it writes concerns no rank."""
+
     def close(self) -> None:
         """Let go of everything but what tensors still refer to."""
 

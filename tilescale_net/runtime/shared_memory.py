@@ -108,6 +108,15 @@ class SharedMemory:
     def synchronize(self) -> None:
         """Kernels run synchronously in the simulator: nothing to wait for."""
 
+    def part(self) -> None:
+        """In a child made by fork: it reads the heap as it is, and what it writes stays its own; peers are out of reach."""
+        for peer in self._maps[1:]:
+            peer.hide()
+        both = mmap.PROT_READ | mmap.PROT_WRITE
+        _libc.mmap(self.base, self.limit, both, _IN_PLACE, self._fd, 0)
+        for block in self._pinned:
+            _libc.mmap(_address(block), len(block), both, _IN_PLACE | mmap.MAP_ANONYMOUS, -1, 0)
+
     def close(self) -> None:
         """Let go of everything. The heap stays mapped while tensors refer to it: their bytes stay what they were."""
         self._maps, self._pinned = [], []
@@ -116,6 +125,7 @@ class SharedMemory:
             self._fd = -1
 
 
+_IN_PLACE = mmap.MAP_PRIVATE | 0x10 | 0x4000  # MAP_FIXED and MAP_NORESERVE of Linux on x86-64 and arm64
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + 3 * [ctypes.c_int] + [ctypes.c_long]
@@ -131,6 +141,10 @@ class _PeerMap:
         if found in (None, ctypes.c_void_p(-1).value):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self.address = found
+
+    def hide(self) -> None:
+        """Let accesses fail."""
+        _libc.mmap(self.address, self._nbytes, 0, _IN_PLACE | mmap.MAP_ANONYMOUS, -1, 0)
 
     def __del__(self):
         if self.address:

@@ -58,6 +58,11 @@ class SimulatorMemory(SharedMemory):
         """Those of other threads: this one's have ended."""
         simulator.running.wait(self.base)
 
+    def part(self) -> None:
+        """As SharedMemory; races between ranks are found without this process."""
+        host_accesses.forget(self.base)
+        super().part()
+
     def close(self) -> None:
         """As SharedMemory; the simulator forgets the heap first."""
         host_accesses.forget(self.base)

@@ -5,6 +5,7 @@ docs/states.md lists its states and what each call does in them.
 
 import os
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -230,6 +231,7 @@ class World:
         if not (self._closed or self.failure or self.page.touched or self._watchdog.reason()):
             return  # as nearly always, and every call comes here
         if self._closed:
+            self.control.refuse()
             raise TileScaleError(f"rank {self.rank}: this world has ended with finalize(); use that of a new init()")
         if self.failure is None and (error := self._device_error()) is not None:
             self.reporter.ask_about(error)
@@ -260,6 +262,7 @@ class World:
 
     def shrink(self, step: int = 0, seconds: float | None = None) -> survivors.Survivors:
         """See `tilescale_net.shrink`."""
+        self.control.refuse()
         if self.control.left or self._closed:
             raise TileScaleError(f"rank {self.rank}: shrink: this rank was left out of the job, or has ended its world")
         self._end_kernels()
@@ -385,6 +388,17 @@ class World:
         recorder.leave(self)
         self.abort()  # kernels that still run must not use what is freed now
         self._release()
+
+    def end_in_child(self, refuse: Callable[[], None]) -> None:
+        """In a child made by fork, which has none of this process's other threads: nothing here reaches the ranks any more.
+
+        Args:
+            refuse: raises what every call is to say.
+        """
+        self._closed, self.control.refuse = True, refuse
+        recorder.forget()
+        if self.memory is not None:
+            self.memory.part()
 
     def _release(self) -> None:
         self._closed = True

@@ -28,7 +28,7 @@ _ends: list[int] = []
 _by_base: list[World] = []
 _forked_from: list = []  # in a child made by fork: the worlds of its parent, which must not be taken down here
 
-_FORKED = "this process was forked from a rank and"
+_FORKED = "this process was forked from a rank and is none itself"
 
 
 def init(heap_bytes: int | str | None = None, group: object = None) -> World:
@@ -51,8 +51,7 @@ def beside(world: World, heap_bytes: int) -> World:
 
 
 def _make(heap_bytes: int | str | None, group: object) -> World:
-    if _forked_from:
-        raise TileScaleError(f"{_FORKED} cannot join the job; start processes before init()")
+    refuse_child()
     with progress.step("meeting the other ranks of the job"):
         world = World(heap_bytes, group, _alive[0].device if _alive else None)
     _alive.append(world)
@@ -140,11 +139,14 @@ def default() -> World:
             f"this process is in {len(first)} worlds, of ranks "
             f"{' and of ranks '.join(groups.named(world.job_ranks) for world in first)}; say with group= which one is meant"
         )
-    if _forked_from:
-        raise TileScaleError(
-            f"{_FORKED} is none itself; call tilescale_net in the rank, or start processes before init()"
-        )
+    refuse_child()
     raise TileScaleError("tilescale_net is not initialised; call tilescale_net.init() first, on every rank")
+
+
+def refuse_child() -> None:
+    """Raise TileScaleError in a child that was made by fork while this process was in a world."""
+    if _forked_from:
+        raise TileScaleError(f"{_FORKED}; call tilescale_net in the rank, or start processes before init()")
 
 
 def _first() -> list[World]:
@@ -248,5 +250,6 @@ def _forget() -> None:
     """In a child made by fork: what belongs to the parent is kept for ever, so that nothing here takes it down."""
     for world in _take_all():
         _forked_from.append(world)
+        world.end_in_child(refuse_child)
         for kept in (world, torch.distributed.group.WORLD):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

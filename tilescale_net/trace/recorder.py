@@ -228,6 +228,12 @@ def leave(world) -> None:
         world.recorder.leave()
 
 
+def forget() -> None:
+    """In a child made by fork: it adds nothing to the trace of its parent."""
+    global current
+    current = None
+
+
 def stop(world) -> None:
     """A world that ends records no more."""
     if world.recorder is not None:

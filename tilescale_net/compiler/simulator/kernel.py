@@ -90,6 +90,8 @@ class SimulatedFunction:
         if len(args) != self.n_arguments:
             raise KernelError(f"kernel {self.name} takes {self.n_arguments} arguments, got {len(args)}")
         context = self._context(args)
+        if context:
+            worlds.refuse_child()
         self._simulator.set_visibility(simulator.visibility())
         if context:
             host_accesses.before_launch()
