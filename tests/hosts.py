@@ -1,16 +1,20 @@
-"""Hosts of a test's own on this machine: network namespaces behind a switch, whose cables can be pulled. Needs root."""
+"""Hosts and containers of a test's own on this machine: network namespaces behind a switch, whose cables can be pulled,
+and PID namespaces. Needs root."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 
 from tests import lacking
 
 VARIABLE = "TESTS_HOSTS"  # prefix of the hosts that ranks shall enter
 INTERFACE = "cable"
-_NEW_NETWORK, _NEW_NAME = 0x40000000, 0x04000000  # CLONE_NEWNET, CLONE_NEWUTS
+_NEW_NETWORK, _NEW_NAME, _NEW_PIDS, _NEW_MOUNTS = 0x40000000, 0x04000000, 0x20000000, 0x00020000  # CLONE_NEW…
+_PRIVATE = 0x44000  # MS_REC | MS_PRIVATE
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 def possible() -> bool:
@@ -25,6 +29,18 @@ def enter(name: str) -> None:
         failed = libc.setns(network.fileno(), _NEW_NETWORK) or libc.unshare(_NEW_NAME)
     if failed or libc.sethostname(name.encode(), len(name)):
         raise OSError(ctypes.get_errno(), f"cannot enter host {name}")
+
+
+def enter_container() -> None:
+    """Go on as process 1 of a PID namespace with a /proc of its own, while this process waits for the end of that one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NEW_PIDS | _NEW_MOUNTS):
+        raise OSError(ctypes.get_errno(), "cannot make a container")
+    if child := os.fork():
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+    libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    if libc.mount(b"none", b"/", None, _PRIVATE, None) or libc.mount(b"proc", b"/proc", b"proc", 0, None):
+        raise OSError(ctypes.get_errno(), "cannot mount /proc")
 
 
 class Hosts:

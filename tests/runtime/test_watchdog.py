@@ -1,6 +1,6 @@
 """What a watchdog makes of a process that has ended while the store of the job is slow to say whether it may."""
 
-import os
+import signal
 import subprocess
 import time
 from concurrent.futures import Future
@@ -8,6 +8,7 @@ from concurrent.futures import Future
 import pytest
 
 from tilescale_net.errors import PeerLost, WaitTimeout
+from tilescale_net.runtime import processes
 from tilescale_net.runtime.watchdog import Watchdog
 
 
@@ -49,6 +50,11 @@ class Control:
         self.said.append((rank, text))
 
 
+def _started(pid: int) -> int:
+    with open(f"/proc/{pid}/stat") as stat:
+        return int(stat.read().rpartition(")")[2].split()[19])
+
+
 @pytest.mark.parametrize(
     "slow, words, blamed", [(1.5, True, False), (0.0, False, True), (60.0, True, True)],
     ids=["slow, in good order", "without a word", "silent"],
@@ -57,7 +63,13 @@ def test_a_process_has_ended(slow, words, blamed):
     process = subprocess.Popen(["sleep", "0.2"])
     reasons, control = [], Control(SlowStore(slow, words))
     watchdog = Watchdog(
-        control, ["here"] * 2, [0, process.pid], 30.0, lambda: None, lambda why, _: reasons.append(why), lambda _: None
+        control,
+        ["here"] * 2,
+        [(0, 0), (process.pid, _started(process.pid))],
+        30.0,
+        lambda: None,
+        lambda why, _: reasons.append(why),
+        lambda _: None,
     )
     end = time.monotonic() + (30 if blamed else 4)
     while not reasons and time.monotonic() < end:
@@ -75,7 +87,7 @@ def test_an_error_of_this_rank_is_not_taken_for_the_loss_of_a_peer():
     watchdog = Watchdog(
         control,
         ["here"] * 2,
-        [0, os.getpid()],
+        [(0, 0), processes.own()],
         30.0,
         lambda: own,
         lambda *_: seen.append(watchdog.loss()),
@@ -87,3 +99,48 @@ def test_an_error_of_this_rank_is_not_taken_for_the_loss_of_a_peer():
     assert seen == [(str(own), own)]
     assert watchdog.explanation_of(own) is None
     watchdog.close()
+
+
+def test_a_stranger_is_no_rank():
+    """A process that has the number of a rank, but began at another time, is neither watched nor ended."""
+    stranger = subprocess.Popen(["sleep", "60"])
+    losses = []
+    watchdog = Watchdog(
+        Control(SlowStore(0.0, False)),
+        ["here"] * 2,
+        [(0, 0), (stranger.pid, _started(stranger.pid) - 1)],
+        30.0,
+        lambda: None,
+        lambda why, _: losses.append(why),
+        lambda _: None,
+    )
+    stranger.send_signal(signal.SIGSTOP)
+    assert watchdog.end_processes({1}) == {1}
+    time.sleep(1.2)
+    assert watchdog.lost_ranks() == set()
+    stranger.send_signal(signal.SIGCONT)
+    assert stranger.poll() is None
+    stranger.kill()
+    stranger.wait()
+    time.sleep(0.6)
+    watchdog.close()
+    assert not losses
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["", "where pidfd_send_signal is refused"])
+def test_a_rank_is_ended(refused, monkeypatch):
+    if refused:
+        monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: (_ for _ in ()).throw(PermissionError()))
+    process = subprocess.Popen(["sleep", "60"])
+    found = processes.Process(process.pid, _started(process.pid))
+    assert not found.ended() and not found.stopped()
+    found.kill()
+    end = time.monotonic() + 10
+    while not found.ended() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert found.ended(), "as a zombie, too"
+    assert process.wait() == -signal.SIGKILL and found.ended()
+    found.kill()
+    found.close()
+    with pytest.raises(OSError):
+        processes.Process(process.pid, 0)

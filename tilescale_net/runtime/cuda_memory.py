@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import weakref
 
 import torch
 
 from tilescale_net.errors import ConfigurationError, TileScaleError
 from tilescale_net.runtime import cuda_range, settings
+from tilescale_net.runtime.context import SYSTEM_BYTES
+
+_WORD = SYSTEM_BYTES - 8  # offset in a heap of the random word by which peers know it; no kernel uses these bytes
 
 
 def _runtime():
@@ -100,6 +104,7 @@ class CudaMemory:
             )
         self._peers: list[int] = []
         self._pinned: list[int] = []
+        self._word = 0
         self._growing: GrowingHeap | None = None
         if limit > size:
             check(self._rt.cudaFree(0), "cudaFree(0)")  # makes CUDA's context that of this thread
@@ -115,14 +120,35 @@ class CudaMemory:
         bus = check(self._rt.cudaDeviceGetPCIBusId(32, self.ordinal), "cudaDeviceGetPCIBusId")
         return bus.decode().rstrip("\0") if isinstance(bus, bytes) else str(bus)
 
-    def handle(self) -> tuple[int, bytes, str]:
-        bus = self._bus()
+    def handle(self) -> tuple[int, bytes, str, int]:
+        bus, word = self._bus(), self._marked()
         if self._growing is not None:
-            return (os.getpid(), self._growing.offers.name, bus)
+            return (os.getpid(), self._growing.offers.name, bus, word)
         ipc = check(self._rt.cudaIpcGetMemHandle(self.base), "cudaIpcGetMemHandle")
-        return (os.getpid(), bytes(ipc.reserved), bus)
+        return (os.getpid(), bytes(ipc.reserved), bus, word)
 
-    def map_peer(self, pe: int, handle: tuple[int, bytes, str]) -> int:
+    def _marked(self) -> int:
+        """The random word by which peers know this heap, where they look for it."""
+        if not self._word:
+            self._word = 1 + secrets.randbelow((1 << 63) - 1)
+            with torch.inference_mode(False):
+                self.bytes_tensor(_WORD, 8).view(torch.int64).fill_(self._word)
+            self.synchronize()
+        return self._word
+
+    def map_peer(self, pe: int, handle: tuple[int, bytes, str, int]) -> int:
+        address = self._map_peer(pe, handle)
+        found = ctypes.c_uint64()  # not read by torch, which would make a context on the peer's GPU
+        to, how = ctypes.addressof(found), self._rt.cudaMemcpyKind.cudaMemcpyDefault
+        check(self._rt.cudaMemcpy(to, address + _WORD, 8, how), "cudaMemcpy from the heap of a peer")
+        if found.value != handle[3]:
+            raise ConfigurationError(
+                f"what was mapped for the heap of PE {pe} (GPU {handle[2]}) is other memory; the ranks of one node must run "
+                "in one container"
+            )
+        return address
+
+    def _map_peer(self, pe: int, handle: tuple[int, bytes, str, int]) -> int:
         if handle[2] == self._bus() and not self._shared:
             raise ConfigurationError(
                 f"PE {pe} has the GPU of this rank, {handle[2]}: each rank needs its own; start at most as many ranks as there "

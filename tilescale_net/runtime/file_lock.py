@@ -41,20 +41,20 @@ def _wait_for(lock: IO[str]) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             now = time.monotonic()
-            stopped_since = (stopped_since or now) if processes.is_stopped(_holder(lock)) else None
+            stopped_since = (stopped_since or now) if processes.is_stopped(*_holder(lock)) else None
             if stopped_since is not None and now - stopped_since >= _STOPPED_SECONDS:
                 return
             time.sleep(_LOOK_SECONDS)
         else:
             with contextlib.suppress(OSError):  # on a full disk the holder is not recorded
                 lock.truncate(0)
-                lock.write(str(os.getpid()))
+                lock.write(" ".join(map(str, processes.own())))
                 lock.flush()
             return
 
 
-def _holder(lock: IO[str]) -> int | None:
-    """The process that holds the lock, as it has written there."""
+def _holder(lock: IO[str]) -> tuple[int, int]:
+    """The process that holds the lock, as it has written there; (0, 0) where that cannot be read."""
     lock.seek(0)
-    text = lock.read(20)
-    return int(text) if text.isdecimal() else None
+    pid, _, started = lock.read(40).partition(" ")
+    return (int(pid), int(started)) if pid.isdecimal() and started.isdecimal() else (0, 0)

@@ -8,10 +8,12 @@ import ctypes
 import mmap
 import os
 import resource
+import secrets
 
 import torch
 
 from tilescale_net.errors import ConfigurationError
+from tilescale_net.runtime import processes
 
 
 class SharedMemory:
@@ -30,7 +32,9 @@ class SharedMemory:
         """Of `size` bytes; with addresses for `limit`, unless those of this process are limited."""
         unlimited = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
         self.size, self.limit = size, max(size, limit or 0) if unlimited else size
-        self._fd = os.memfd_create("tilescale_net-heap", os.MFD_CLOEXEC)
+        # By its name a peer knows that it has opened this file, and not one of another process.
+        self._name = f"tilescale_net-heap-{secrets.token_hex(8)}"
+        self._fd = os.memfd_create(self._name, os.MFD_CLOEXEC)
         try:
             # mmap maps no more than there is; afterwards there may be less: touching that ends the process.
             os.ftruncate(self._fd, self.limit)
@@ -45,13 +49,13 @@ class SharedMemory:
         self.base = _address(self._maps[0])
         self._pinned: list[mmap.mmap] = []
 
-    def handle(self) -> tuple[int, int]:
+    def handle(self) -> tuple[int, int, str]:
         """What a peer on this host needs to map this heap."""
-        return (os.getpid(), self._fd)
+        return (processes.own()[0], self._fd, self._name)
 
-    def map_peer(self, pe: int, handle: tuple[int, int]) -> int:
+    def map_peer(self, pe: int, handle: tuple[int, int, str]) -> int:
         """Map a peer's heap and return its address here. Raises ConfigurationError when the system refuses."""
-        pid, fd = handle
+        pid, fd, name = handle
         try:
             peer = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as err:
@@ -60,6 +64,11 @@ class SharedMemory:
                 "one container, as one user, with /proc mounted"
             ) from err
         try:
+            if name not in os.readlink(f"/proc/self/fd/{peer}"):
+                raise ConfigurationError(
+                    f"the heap of PE {pe} was not found: descriptor {fd} of process {pid} is another file here; ranks of one "
+                    "node must run in one container, with its own /proc mounted"
+                )
             mapped = _PeerMap(peer, self.limit)
         except OSError as err:
             raise ConfigurationError(

@@ -92,6 +92,8 @@ def of_group(rank: int, size: int, hosts: list[str], places: list[int]) -> Topol
 
 def _placed(rank: int, size: int, hosts: list[str], places: list[int], what: str) -> Topology:
     """With the largest nodes that are equal; `what`: of which ranks the warning is where that makes them smaller."""
+    if rank == 0:
+        _warn_of_containers(hosts)
     nodes = list(zip(hosts, places))
     node_size = next(n for n in range(size, 0, -1) if size % n == 0 and _are_nodes(nodes, n))
     if node_size < max(map(nodes.count, nodes)) and rank == 0:
@@ -131,10 +133,39 @@ def virtual_node(job_rank: int, job_size: int) -> int:
 
 
 def host_identity() -> str:
-    """A string equal on all ranks of one host and different between hosts."""
+    """A string equal on all ranks of one host and different between hosts: its name, the machine and the PID namespace.
+
+    Ranks open each other's memory, watch and end each other by the numbers of their processes, which mean others in
+    another PID namespace. Other namespaces may differ between ranks of a host, as under Apptainer: where they keep one
+    from mapping the memory of another, that is an error.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
             boot = f.read().strip()
     except OSError:
         boot = ""
-    return f"{os.uname().nodename}/{boot}"
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        namespace = 0
+    return f"{os.uname().nodename}/{boot}/{namespace}"
+
+
+def _warn_of_containers(hosts: list[str]) -> None:
+    """Tell that ranks of one machine reach each other through the network, and how they need not."""
+    places: dict[str, dict[str, int]] = {}  # by machine: the first rank of each PID namespace
+    for rank, host in enumerate(hosts):
+        machine, _, namespace = host.partition("/")[2].partition("/")
+        if machine:
+            places.setdefault(machine, {}).setdefault(namespace, rank)
+    for found in places.values():
+        if len(found) > 1:
+            first, second, *_ = found.values()
+            settings.log.warning(
+                "ranks %d and %d run on one machine in different PID namespaces, as in two containers: they count as two "
+                "hosts and reach each other through the network; start them in one container, or with --pid=host "
+                "--ipc=host, to have them share memory",
+                first,
+                second,
+            )
+            return

@@ -1,15 +1,12 @@
 """Notices that a rank failed or vanished, and ends this rank's waits.
 
-A thread per rank. Peers on this host are watched through their process descriptors, which report an exit at once; peers
-on other hosts by heartbeats in the store. A rank that fails writes the reason to the store, so that the others can name
+A thread per rank. Peers on this host are watched as processes, whose exit is seen at once; peers on other hosts by
+heartbeats in the store. A rank that fails writes the reason to the store, so that the others can name
 the reason and not only the silence. On a loss the abort word is set: kernels return from their waits, and the next call
 of the package raises PeerLost. The thread never waits for the store: one that does not answer is a loss too.
 """
 
 import contextlib
-import os
-import select
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -17,9 +14,10 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswerYet  # another class than the built-in one before Python 3.11
 
 from tilescale_net.errors import FabricError, PeerLost, TileScaleError, WaitTimeout
-from tilescale_net.runtime import job_store, processes
+from tilescale_net.runtime import job_store
 from tilescale_net.runtime.control import announced, failed_rank
 from tilescale_net.runtime.heartbeats import Heartbeats, News
+from tilescale_net.runtime.processes import Process
 
 _STOPPED = 1.0  # seconds that a process has been stopped, where others go on without it
 _SLOW = 3.0  # seconds without an answer after which the store is not only slow
@@ -32,7 +30,7 @@ class Watchdog:
     Args:
         control: the control plane (rank, members, store).
         hosts: identity of each rank's host.
-        pids: process id of every rank.
+        processes: number and start time of every rank's process, see processes.own.
         heartbeat_timeout: seconds of silence after which ranks of another host are lost.
         poll_local: looks for an error of this rank's kernels or proxy.
         on_alarm: called with the number of alarms whenever another rank has raised one.
@@ -43,7 +41,7 @@ class Watchdog:
         self,
         control,
         hosts: list[str],
-        pids: list[int],
+        processes: list[tuple[int, int]],
         heartbeat_timeout: float,
         poll_local: Callable[[], TileScaleError | None],
         on_loss: Callable[[str, TileScaleError | None], None],
@@ -60,20 +58,16 @@ class Watchdog:
         self._round: Future | None = None
         self._asked = 0.0  # when the round began
         self._silent: tuple[int | None, int] = (None, 0)
-        self._pids: dict[int, int] = {}
-        self._fds: dict[int, int] = {}
+        self._processes: dict[int, Process] = {}
         self._departed: set[int] = set()
         self._stopped_since: dict[int, float] = {}
         self._lock = threading.Lock()
         self._failed_key, self._aware = control.failed_key, f"aware/{control.era}"
-        for rank, (host, pid) in enumerate(zip(hosts, pids)):
+        for rank, (host, process) in enumerate(zip(hosts, processes)):
             if rank == control.rank or rank in control.lost or host != hosts[control.rank]:
                 continue
-            try:
-                self._fds[rank] = os.pidfd_open(pid)
-                self._pids[rank] = pid
-            except (OSError, OverflowError):
-                pass  # gone already, or another pid namespace: its report in the store or its heartbeats will show it
+            with contextlib.suppress(OSError):  # gone already: its report or a broken connection will show it
+                self._processes[rank] = Process(*process)
         present = [r for r in range(len(hosts)) if r not in control.lost]
         self._beats = Heartbeats(
             control.rank, hosts, heartbeat_timeout, self._stopped_here, members=present, failed_key=self._failed_key
@@ -101,11 +95,10 @@ class Watchdog:
     def end_processes(self, ranks: set[int], seconds: float = 10.0) -> set[int]:
         """End processes of this host (SIGKILL), and wait for their end; returns the ranks of those that may go on."""
         with self._lock:
-            for fd in [self._fds[rank] for rank in ranks if rank in self._fds]:
-                with contextlib.suppress(OSError):  # it has ended already, or is another user's
-                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+            for process in [self._processes[rank] for rank in ranks if rank in self._processes]:
+                process.kill()
         end = time.monotonic() + seconds
-        while (left := ranks - self._ended()) and time.monotonic() < end and left & self._fds.keys():
+        while (left := ranks - self._ended()) and time.monotonic() < end and left & self._processes.keys():
             time.sleep(0.01)
         return left
 
@@ -198,9 +191,9 @@ class Watchdog:
         self._thread.join(timeout=5)
         self._loss = None
         with self._lock:
-            for fd in self._fds.values():
-                os.close(fd)
-            self._fds = {}
+            for process in self._processes.values():
+                process.close()
+            self._processes = {}
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
@@ -312,12 +305,9 @@ class Watchdog:
 
     def _ended(self) -> set[int]:
         with self._lock:
-            by_fd = {fd: rank for rank, fd in self._fds.items()}
-            poll = select.poll()
-            for fd in by_fd:
-                poll.register(fd, select.POLLIN)
-            return {by_fd[fd] for fd, _ in poll.poll(0)}
+            return {rank for rank, process in self._processes.items() if process.ended()}
 
     def _stopped_here(self) -> list[int]:
         """Ranks of this host that are stopped."""
-        return [rank for rank, pid in list(self._pids.items()) if processes.is_stopped(pid)]
+        with self._lock:
+            return [rank for rank, process in self._processes.items() if process.stopped()]

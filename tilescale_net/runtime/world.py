@@ -3,7 +3,6 @@
 docs/states.md lists its states and what each call does in them.
 """
 
-import os
 import time
 from collections.abc import Callable
 
@@ -19,6 +18,7 @@ from tilescale_net.runtime import (
     groups,
     growth,
     memory,
+    processes,
     records,
     settings,
     start_up,
@@ -117,10 +117,10 @@ class World:
         """Learn where the ranks are, watch over them from now on, and agree on what is wanted; the host of every rank."""
         virtual = settings.VIRTUAL_NODES.get()
         place = topology.virtual_node(*groups.own_number(self.group)) if self.group is not None else 0
-        facts = self.control.gather("tilescale_net.init", [topology.host_identity(), os.getpid(), place])
-        hosts, pids, places = map(list, zip(*facts))
+        facts = self.control.gather("tilescale_net.init", [topology.host_identity(), processes.own(), place])
+        hosts, known, places = map(list, zip(*facts))
         self._watch = lambda: Watchdog(
-            self.control, hosts, pids, silence, self._poll_local, self._on_loss, self.reporter.answer
+            self.control, hosts, known, silence, self._poll_local, self._on_loss, self.reporter.answer
         )
         self._watchdog = self._watch()
         self.control.reason_of = self._watchdog.reason
