@@ -10,10 +10,12 @@ import sys
 
 import pytest
 
+from tests import hosts
 from tests.fabric.pair import IDS, PROVIDERS, End, pair, until
 from tests.fabric.programs import small_shm
 from tilescale_net import _native, fabric
 from tilescale_net.errors import FabricError
+from tilescale_net.launch import job
 
 every_provider = pytest.mark.parametrize("library,provider", [p[1:] for p in PROVIDERS], ids=IDS)
 
@@ -207,24 +209,58 @@ def test_the_shared_memory_of_a_killed_peer_goes(library):
 
 @pytest.mark.parametrize("library", [p[1] for p in PROVIDERS if p[2] == "shm"])
 def test_what_a_killed_job_has_left_goes_with_the_next(library):
-    """Objects of processes that have ended: those of this user that are named as the provider names them."""
-    ended = subprocess.Popen(["true"])
-    zombie = subprocess.Popen(["true"])
-    ended.wait()
-    me, uid = os.getpid(), os.geteuid()
-    gone = [f"{ended.pid}:{uid}:0", f"{ended.pid}:{uid}:1_12", f"{zombie.pid}:{uid}:0"]
-    kept = [f"{me}:{uid}:77", f"{ended.pid}:{uid + 1}:0", f"{ended.pid}-{uid}-0", f"a{ended.pid}:{uid}:0"]
+    """Objects go whose process does not hold their lock, by the next endpoint or by the launcher; others stay.
+
+    Those of living processes stay whatever their numbers are here, as with processes of another PID namespace, and so do
+    those of other programs, whose processes may live there.
+    """
+    number = subprocess.Popen(["true"])
+    number.wait()
+    name = f"tilescale_net-{number.pid}-"
+    gone, kept = [f"{name}a", f"{name}a:0:0", f"{name}a:0:1_12"], [f"{name}b", f"{name}b:0:0"]
+    others = [f"{number.pid}:{os.geteuid()}:0"]
+    holder = subprocess.Popen(
+        [sys.executable, "-c", "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(); input()"]
+        + [f"/dev/shm/{kept[0]}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
     try:
-        for name in gone + kept:
-            open(f"/dev/shm/{name}", "w").close()
-        os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
-        End(0, library=library, provider="shm")
-        left = os.listdir("/dev/shm")
-        assert not set(gone) & set(left) and set(kept) <= set(left)
+        holder.stdout.readline()
+        for remove in (lambda: End(0, library=library, provider="shm"), job.remove_objects_of_ended_processes):
+            for file in gone + kept[1:] + others:
+                open(f"/dev/shm/{file}", "w").close()
+            remove()
+            left = os.listdir("/dev/shm")
+            assert not set(gone) & set(left) and {*kept, *others} <= set(left)
+        holder.kill()
+        holder.wait()
+        job.remove_objects_of_ended_processes()
+        assert not set(kept) & set(os.listdir("/dev/shm"))
     finally:
-        zombie.wait()
-        for name in set(gone + kept) & set(os.listdir("/dev/shm")):
-            os.unlink(f"/dev/shm/{name}")
+        holder.kill()
+        holder.communicate()
+        for file in {*gone, *kept, *others} & set(os.listdir("/dev/shm")):
+            os.unlink(f"/dev/shm/{file}")
+
+
+@pytest.mark.parametrize("library", [p[1] for p in PROVIDERS if p[2] == "shm"])
+@pytest.mark.skipif(not hosts.possible(), reason="needs root")
+def test_endpoints_stay_while_processes_of_another_pid_namespace_come_and_go(library):
+    """A container that shares /dev/shm does not see the process that owns them."""
+    end = End(0, library=library, provider="shm")
+    mine = {file for file in os.listdir("/dev/shm") if f"-{os.getpid()}-" in file}
+    assert len(mine) >= 2
+    process = multiprocessing.get_context("fork").Process(target=_in_a_container, args=(library,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0 and mine <= set(os.listdir("/dev/shm"))
+    del end
+
+
+def _in_a_container(library: str) -> None:
+    hosts.enter_container()
+    End(0, library=library, provider="shm")
 
 
 def test_refusals_name_what_was_wrong():

@@ -234,12 +234,15 @@ def test_what_ranks_leave_running_is_ended(script):
 
 
 def test_objects_in_shared_memory_are_removed_for_a_killed_rank(script):
-    """By their names, which begin with pid and uid: those of the ranks of this job alone."""
+    """Those whose process held their lock; not those of other programs, which may run in another container."""
     other = f"/dev/shm/1:{os.geteuid()}:0-of-another-job"
     text = """
-        import signal
+        import fcntl, signal
+        name = f"/dev/shm/tilescale_net-{os.getpid()}-a"
+        lock = open(name, "w")
+        fcntl.lockf(lock, fcntl.LOCK_EX)
         for end in ("0", "1", "0_7"):
-            open(f"/dev/shm/{os.getpid()}:{os.geteuid()}:{end}", "w")
+            open(f"{name}:{os.geteuid()}:{end}", "w")
         os.kill(os.getpid(), signal.SIGKILL)
     """
     open(other, "w").close()
@@ -247,7 +250,7 @@ def test_objects_in_shared_memory_are_removed_for_a_killed_rank(script):
         assert launch(script(text), GPUS="2").returncode == 128 + signal.SIGKILL
         left = os.listdir("/dev/shm")
         assert os.path.exists(other)
-        assert not [name for name in left if name.startswith(tuple(f"{pid}:" for pid in script.pids()))], left
+        assert not [name for name in left if any(f"-{pid}-" in name for pid in script.pids())], left
     finally:
         os.unlink(other)
 

@@ -16,7 +16,7 @@ import tilescale_net as tsn
 from tests import hosts, ranks
 from tests.fabric.pair import PROVIDERS
 from tilescale_net.kernels.all_to_all import AllToAll
-from tilescale_net.launch.job import remove_objects_of
+from tilescale_net.launch.job import remove_objects_of_ended_processes
 
 SIZE = 3
 PARTS = 5  # of the nightly rounds of a fault, each a test
@@ -126,10 +126,8 @@ def _round(folder, fault, seed):
                         proc.join(LIMIT)
                 procs[lost].kill()
                 procs[lost].join(LIMIT)
-                for (
-                    proc
-                ) in procs:  # what a launcher does: ranks that lost another may end before their proxy has done it
-                    remove_objects_of(proc.pid)
+                # What a launcher does: ranks that lost another may end before their proxy has done it.
+                remove_objects_of_ended_processes()
 
             thread = threading.Thread(target=body, daemon=True)
             thread.start()

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import glob
 import os
@@ -45,14 +46,20 @@ def _die_with(launcher: int) -> None:
         os._exit(1)
 
 
-def remove_objects_of(pid: int) -> None:
-    """Remove the objects in shared memory by which libfabric's shm provider reached a process that has ended.
+def remove_objects_of_ended_processes() -> None:
+    """Remove the objects in shared memory by which libfabric's shm provider reached processes of this user that have ended.
 
-    A process that is killed cannot remove its own. Their names begin with the pid and the uid of their owner.
+    A process that is killed cannot remove its own; see csrc/fabric/shared_memory_objects.h.
     """
-    for path in glob.glob(os.path.join(SHARED_MEMORY, f"{pid}:{os.geteuid()}:*")):
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+    for path in glob.glob(os.path.join(SHARED_MEMORY, "tilescale_net-*")):
+        if ":" in path:
+            continue
+        with contextlib.suppress(OSError), open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+") as lock:
+            if os.fstat(lock.fileno()).st_uid == os.geteuid():
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where its process lives
+                for of_an_endpoint in glob.glob(f"{path}:*"):
+                    os.unlink(of_an_endpoint)
+                os.unlink(path)
 
 
 def _catches(pid: int, number: int) -> bool:
@@ -115,7 +122,7 @@ class Rank:
         self.process.wait()
         os.close(self.pidfd)
         self.output.drain()
-        remove_objects_of(self.process.pid)
+        remove_objects_of_ended_processes()
 
     def is_stopped(self) -> bool:
         """Whether the process stands still (SIGSTOP, a debugger)."""

@@ -161,7 +161,8 @@ class Recorder:
             timeline.remove_parts(self._path)
         elif not self._near:
             for path in self.parts:
-                os.unlink(path)
+                with contextlib.suppress(FileNotFoundError):  # rank 0 sees the folder, too, and was faster
+                    os.unlink(path)
 
     def _parts_of(self, rank: int) -> list[part_reader.Part]:
         if self._hosts[rank] == self._hosts[0]:

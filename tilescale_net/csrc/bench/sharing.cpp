@@ -204,8 +204,8 @@ SharingBench::SharingBench(const TransportOptions& options, int endpoints, bool 
   TransportOptions single = options;
   single.rails = 1;
   single.delivery_complete = false;
-  const Selection selection = select_provider(library_, single, thread_safe ? FI_THREAD_SAFE : FI_THREAD_DOMAIN);
-  fi_info* info = selection.rails[0].get();
+  selection_ = select_provider(library_, single, thread_safe ? FI_THREAD_SAFE : FI_THREAD_DOMAIN);
+  fi_info* info = selection_.rails[0].get();
   provider_ = provider_name(info);
   if (info->mode & (FI_CONTEXT | FI_CONTEXT2))
     throw FabricError("provider '" + provider_name(info) +

@@ -55,6 +55,7 @@ private:
   volatile uint64_t* word(uint64_t offset) { return reinterpret_cast<volatile uint64_t*>(buffer_ + offset); }
 
   const Library& library_;
+  fabric::Selection selection_; // as long as the endpoints
   std::string provider_;
   std::vector<std::unique_ptr<ControlBlock>> blocks_;
   char* buffer_ = nullptr;

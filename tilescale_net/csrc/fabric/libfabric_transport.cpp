@@ -6,7 +6,6 @@
 
 #include "blob.h"
 #include "rail_data.h"
-#include "shared_memory_objects.h"
 
 namespace tsn::fabric {
 namespace {
@@ -43,7 +42,6 @@ LibfabricTransport::LibfabricTransport(const TransportOptions& options)
   const Rail& rail = *rails_[0];
   const fi_info* info = rail.info();
   p.provider = provider_name(info);
-  if (p.provider == "shm") remove_objects_of_ended_processes();
   p.version = library_.version_text;
   p.library = library_.path;
   p.rails = n_rails_;
@@ -66,13 +64,10 @@ LibfabricTransport::~LibfabricTransport() {
   for (auto& rail : rails_)
     if (!rail->binds_memory_to_endpoint()) rail->close_endpoint();
   mrs_.clear();
-  if (properties_.provider == "shm") remove_objects_of_ended_processes();
 }
 
 void LibfabricTransport::abandon() {
-  if (properties_.provider != "shm") return;
-  for (const auto& rail : rails_) remove_objects_of_endpoint(rail->name());
-  remove_objects_of_ended_processes();
+  if (selection_.shared_memory) selection_.shared_memory->remove();
 }
 
 std::string LibfabricTransport::address() const {

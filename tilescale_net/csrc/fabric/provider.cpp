@@ -11,8 +11,6 @@
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
 
-#include "shared_memory_objects.h"
-
 namespace tsn::fabric {
 namespace {
 
@@ -266,6 +264,10 @@ Selection select_provider(const Library& library, const TransportOptions& option
   for (int r = 0; r < rails; ++r) {
     selection.rails.emplace_back(library.dupinfo(offers[chosen[r % chosen.size()]]), InfoDeleter{&library});
     selection.rails.back()->domain_attr->threading = threading; // less locking than the provider might assume
+  }
+  if (provider_name(offers[0]) == "shm") {
+    selection.shared_memory = std::make_unique<SharedMemoryName>();
+    for (const InfoPtr& info : selection.rails) selection.shared_memory->give(info.get());
   }
   return selection;
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "library.h"
+#include "shared_memory_objects.h"
 #include "transport.h"
 
 namespace tsn::fabric {
@@ -21,6 +22,8 @@ struct Selection {
   std::vector<InfoPtr> rails;     // one fi_info per rail
   bool device_memory = false;     // the provider can register GPU memory
   bool delivery_complete = false; // FI_DELIVERY_COMPLETE is offered (and set in tx_attr->op_flags)
+  // Of the endpoints of provider shm.
+  std::unique_ptr<SharedMemoryName> shared_memory;
 };
 
 // The best offer for `options`, or FabricError naming what was wanted, what was offered, and what to change.
