@@ -3,11 +3,13 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 
-from tests.launch.conftest import LAUNCH, alive, clean_environment, launch, start, wait_until
+from tests import hosts, lacking
+from tests.launch.conftest import LAUNCH, ROOT, alive, clean_environment, launch, start, wait_until
 from tilescale_net.launch import job
 
 # Ranks that only force ends, with a child that outlives its parent unless it is ended too.
@@ -270,3 +272,27 @@ def test_closed_stderr_does_not_break_the_job(script):
     assert out == "done\n"
     process.stdout.close()
     assert os.path.exists(path)
+
+
+def _in(prefix: list[str], code: str, path: str) -> subprocess.CompletedProcess:
+    """The launcher alone, behind a command and some lines of Python that change what it finds."""
+    start = f"import os, sys; {code}; from tilescale_net.launch import run; sys.exit(run.start([{path!r}]))"
+    env = clean_environment(GPUS="2", PYTHONPATH=ROOT)
+    return subprocess.run([*prefix, sys.executable, "-c", start], env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_a_sandbox_that_refuses_pidfd_open(script):
+    path = script("if rank == 1: sys.exit(3)\ntime.sleep(1000)")
+    done = _in(
+        [], "os.pidfd_open = lambda *_: (_ for _ in ()).throw(PermissionError(1, 'Operation not permitted'))", path
+    )
+    assert done.returncode == 3 and "rank 1 failed first: exit code 3" in last_line(done), done.stderr
+    assert not alive(script.pids())
+
+
+@pytest.mark.skipif(not hosts.possible(), reason="needs root")
+def test_loopback_that_is_down(script):
+    begin = time.monotonic()
+    done = _in([lacking.program("unshare", "util-linux"), "--net"], "pass", script("pass"))
+    assert done.returncode == 2 and "loopback is down" in last_line(done) and "ip link set lo up" in last_line(done)
+    assert time.monotonic() - begin < 15 and not script.pids()

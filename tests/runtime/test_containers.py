@@ -1,7 +1,9 @@
-"""Ranks of one machine in containers of their own, and what a rank takes for the heap of another."""
+"""Ranks in containers and sandboxes: of one machine in several, without memory to share or loopback; and what a rank takes
+for the heap of another."""
 
 import ctypes
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -38,10 +40,40 @@ def test_containers_are_hosts():
 def test_another_file_is_not_taken_for_a_heap():
     mine, theirs = SharedMemory(1 << 16), SharedMemory(1 << 16)
     assert mine.map_peer(1, theirs.handle())
-    with pytest.raises(ConfigurationError, match=r"heap of PE 1 was not found: descriptor \d+ of process \d+ is another"):
+    with pytest.raises(
+        ConfigurationError, match=r"heap of PE 1 was not found: descriptor \d+ of process \d+ is another"
+    ):
         mine.map_peer(1, (*mine.handle()[:2], theirs.handle()[2]))
     for memory in mine, theirs:
         memory.close()
+
+
+def test_memory_that_cannot_be_shared_is_named(monkeypatch):
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(
+        ConfigurationError, match=r"refuses memfd_create \(Operation not permitted\).*seccomp=unconfined"
+    ):
+        SharedMemory(1 << 16)
+
+
+def _without_loopback(launched: bool) -> float:
+    hosts.enter_empty_network()
+    if not launched:
+        for name in "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT":
+            del os.environ[name]
+    begin = time.monotonic()
+    with pytest.raises(ConfigurationError, match="loopback is down.*ip link set lo up"):
+        tsn.init("4M")
+    return time.monotonic() - begin
+
+
+@pytest.mark.skipif(not hosts.possible(), reason="needs root")
+@pytest.mark.parametrize("launched", [False, True], ids=["one rank", "ranks of one host"])
+def test_loopback_that_is_down_is_named(launched):
+    assert max(ranks.run(1 + launched, _without_loopback, launched, init=False, env={"TSN_DEVICE": "simulator"})) < 10
 
 
 class _Runtime:

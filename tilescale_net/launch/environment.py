@@ -8,7 +8,7 @@ import subprocess
 
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.launch.messages import refuse, say
-from tilescale_net.runtime import settings
+from tilescale_net.runtime import addresses, settings
 from tilescale_net.runtime.setting import Setting
 
 LOADING = settings.MODULE_LOADING.name
@@ -86,6 +86,10 @@ def open_store(master: str) -> dict[str, str]:
         master: MASTER_ADDR:MASTER_PORT, by which ranks tell that the variable is meant for them, and not left from a job
             around theirs.
     """
+    try:
+        addresses.check_loopback()
+    except ConfigurationError as err:
+        refuse(str(err))
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     _listeners.append(listener)
     return {"TSN_STORE": f"{listener.getsockname()[1]}/{secrets.token_hex(16)}/{master}"}

@@ -172,7 +172,7 @@ def close_all_but(kept: Iterable[int]) -> None:
 
 def _reset_signals() -> None:
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
         if callable(signal.getsignal(number)):  # the launcher's own handler, and not SIG_IGN, which a rank inherits
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 

@@ -101,12 +101,15 @@ class Rank:
         for listener in listeners:
             listener.close()
         self.output.close_child_end()
-        self.pidfd = os.pidfd_open(self.process.pid)
 
     @property
     def code(self) -> int | None:
         """Exit code, negative for a signal; None while the process runs."""
         return self.process.returncode
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended; it stays a zombie until `reap`."""
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def signal(self, number: int) -> None:
         """Send a signal to the process and all that it started."""
@@ -120,7 +123,6 @@ class Rank:
         # First, while the process is a zombie: no other process can have its number yet.
         self.signal(signal.SIGKILL)
         self.process.wait()
-        os.close(self.pidfd)
         self.output.drain()
         remove_objects_of_ended_processes()
 
@@ -167,7 +169,6 @@ class Job:
             rank = Rank(command, first + local, local, shared, process)
             self.running.append(rank)
             self._orphans.add(rank.process.pid)
-            self._selector.register(rank.pidfd, selectors.EVENT_READ, (self._on_end, rank))
             self._selector.register(rank.output.fd, selectors.EVENT_READ, (self._on_output, rank))
 
     def run(self) -> int:
@@ -203,6 +204,9 @@ class Job:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup and scripts in the background set them
                 signal.signal(number, self._on_signal)
         signal.signal(signal.SIGUSR1, self._on_question)
+        # The end of a rank ends a wait for events, on systems that refuse pidfd_open, too.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 
     def _on_signal(self, number: int, _frame) -> None:
         self._interrupted = number
@@ -217,7 +221,6 @@ class Job:
             self._selector.unregister(rank.output.fd)
 
     def _on_end(self, rank: Rank) -> None:
-        self._selector.unregister(rank.pidfd)
         if rank.output.fd in self._selector.get_map():
             self._selector.unregister(rank.output.fd)
         rank.reap()
@@ -228,11 +231,12 @@ class Job:
             self.failed.append(rank)
 
     def _poll(self, timeout: float | None) -> None:
-        # Output first: a handler may end a rank, whose output is then drained and closed.
-        events = self._selector.select(timeout)
-        for key, _ in sorted(events, key=lambda e: e[0].data[0] == self._on_end):
+        for key, _ in self._selector.select(timeout):
             handler, rank = key.data
             handler(rank)
+        # Output first: that of a rank that has ended is drained and closed.
+        for rank in [rank for rank in self.running if rank.has_ended()]:
+            self._on_end(rank)
 
     # -- ends -------------------------------------------------------------------------------------------------------
 

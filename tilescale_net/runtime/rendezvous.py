@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from tilescale_net.errors import ConfigurationError, PeerLost
-from tilescale_net.runtime import group_store, groups, placement
+from tilescale_net.runtime import addresses, group_store, groups, placement
 from tilescale_net.runtime.job_store import JobStore, first_line, has_agent, within
 
 _FAILURE_GRACE_S = 1.0  # seconds that ranks which give up leave each other to report it
@@ -140,7 +140,11 @@ def _make_default(timeout: float, silence: float) -> None:
     place = placement.find(timeout)
     limit = datetime.timedelta(seconds=timeout)
     if place is None:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        try:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        except RuntimeError:  # gloo found no interface
+            addresses.check_loopback()
+            raise
     else:
         # One host needs no other interface than loopback, and must not pick one by accident.
         counts = [os.environ.get(name) for name in ("GROUP_WORLD_SIZE", "NODES", "SLURM_NNODES")]
@@ -170,6 +174,8 @@ def _leave(pid: int) -> None:
 
 
 def _connect(place: placement.Place, timeout: float, silence: float) -> dist.Store:
+    if _is_loopback(place.address):
+        addresses.check_loopback()
     keeps = place.keeps_store
     limit = datetime.timedelta(seconds=timeout)
     try:

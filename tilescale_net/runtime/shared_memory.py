@@ -34,7 +34,13 @@ class SharedMemory:
         self.size, self.limit = size, max(size, limit or 0) if unlimited else size
         # By its name a peer knows that it has opened this file, and not one of another process.
         self._name = f"tilescale_net-heap-{secrets.token_hex(8)}"
-        self._fd = os.memfd_create(self._name, os.MFD_CLOEXEC)
+        try:
+            self._fd = os.memfd_create(self._name, os.MFD_CLOEXEC)
+        except OSError as err:
+            raise ConfigurationError(
+                f"the system refuses memfd_create ({err.strerror}), which makes the memory that ranks of the simulator share: "
+                "let the sandbox allow it (docker run --security-opt seccomp=unconfined)"
+            ) from err
         try:
             # mmap maps no more than there is; afterwards there may be less: touching that ends the process.
             os.ftruncate(self._fd, self.limit)
