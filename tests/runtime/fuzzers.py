@@ -124,8 +124,8 @@ class Store:
     def set(self, key, value):
         pass
 
-    def add(self, key, amount):
-        return self.dice.choice([0, 1, -1, 2**62])
+    def compare_set(self, key, expected, desired):
+        return self.dice.choice([b"", b"-1", b"9" * 99, b"7 x", as_json(self.dice), str(desired).encode()])
 
 
 def words_in_store(dice: random.Random) -> None:

@@ -68,14 +68,14 @@ def test_requests_of_a_large_job(size):
     assert (job.counted.requests - before) / seconds <= 2000
     assert job.found("failed") == job.found("silent") == {None}
     # A report was requested, as by SIGUSR1: each looks closer once, and not from then on.
-    job.store.add("alarms", 1)
+    job.store.count_up("alarms")
     job.run(1)
     before = job.counted.requests
     job.run(seconds)
     assert (job.counted.requests - before) / seconds <= 2000
     # A failure is heard of in the next round nevertheless.
     job.store.set("failed", json.dumps([3, "failed: it says why"]))
-    job.store.add("alarms", 1)
+    job.store.count_up("alarms")
     job.run(job.beats[0].interval / 2)
     assert job.found("failed", [3]) == {"rank 3 failed: it says why"}
 
@@ -155,7 +155,7 @@ def test_what_a_stranger_writes_counts_for_nothing():
     job.counted.set("failed", word)
     job.counted.set("ended/8", "1")
     job.counted.set("failed in another place", job.counted.get("beat/0"))
-    job.store.add("alarms", 1)
+    job.store.count_up("alarms")
     job.run(1)
     assert job.found("failed") == job.found("silent") == {None}
     assert not job.store.check(["ended/8"]) and not job.store.check(["failed in another place", "beat/0"])
@@ -234,3 +234,20 @@ def test_requests_of_a_large_job_whose_calls_wait(size):
         most = max(most, (job.counted.requests - before) / 2)
     assert 1000 < most <= 2000
     assert set(found) == {0, 1} and "rank 1 with x of shape 3" in found[0], found
+
+
+@pytest.mark.parametrize("secret", [b"secret", None])
+def test_counters_survive_what_strangers_write(secret):
+    raw = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    first, second = (SignedStore(raw, "job", secret) for _ in range(2))
+    assert first.count("alarms") == 0 and first.count_up("alarms") == 1 and second.count_up("alarms") == 2
+    for spoil in (
+        lambda: raw.set("alarms", "much"),
+        lambda: raw.set("alarms", ""),
+        lambda: raw.delete_key("alarms"),
+        lambda: raw.set("alarms", "nothing is written here"),
+    ):
+        known = first.count("alarms")
+        spoil()
+        assert first.count("alarms") == known
+        assert first.count_up("alarms") == known + 1 == second.count("alarms") == second.count_up("alarms") - 1

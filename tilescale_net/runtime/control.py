@@ -329,7 +329,7 @@ class Control:
         word = json.dumps([self.rank, f"failed: {text[:2000]}"] if rank is None else [rank, text[:2000]])
         key = key or self.failed_key
         try:
-            self.store.ask(lambda s: (s.set_once(key, word), s.add(job_store.ALARMS, 1)), seconds)
+            self.store.ask(lambda s: (s.set_once(key, word), s.count_up(job_store.ALARMS)), seconds)
         except PeerLost:  # no rank is there to read it, or it is written when the store answers
             pass
 
@@ -356,9 +356,10 @@ class Control:
         key, end = f"read/{self.era}", time.monotonic() + seconds
         try:
             if self.rank != self.store.kept_by:
-                self.store.ask(lambda s: s.add(key, 1), 1.0)
+                self.store.ask(lambda s: s.set(f"{key}/{self.rank}", "1"), 1.0)
                 return
-            while time.monotonic() < end and self.store.ask(lambda s: s.add(key, 0), seconds) < self.size - 1:
+            others = [f"{key}/{r}" for r in range(self.size) if r != self.rank]
+            while time.monotonic() < end and not self.store.ask(lambda s: s.check(others), seconds):
                 time.sleep(0.02)
         except PeerLost:
             pass

@@ -92,7 +92,7 @@ class Heartbeats:
 
     def round(self, store: SignedStore) -> News:
         """Look, and send what is due. Raises what the store raises."""
-        news = News(alarms=store.add(job_store.ALARMS, 0))
+        news = News(alarms=store.count(job_store.ALARMS))
         # One request where nothing happened: a rank that fails raises an alarm too, after it has written the reason.
         if news.alarms != self._alarms or self._rounds % _BEAT == 0:
             self._alarms = news.alarms

@@ -2,17 +2,20 @@
 
 Every process that reaches the port of the store can write there: at least those of other users of the host. So a value
 counts only with a code that cannot be made without the secret, for this key of this job; any other counts as not
-written. Other writers can still remove keys, repeat what was written under the same key, and count counters up.
+written. Other writers can still remove keys, and repeat what was written under the same key. Counters are such values,
+too: torch's own, which `add` counts, end the connection of each rank that asks when one holds no number.
 """
 
 import hashlib
 import hmac
+import secrets
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
 _CODE = 16  # bytes
 _TURNS = 16  # how often another writer may come in between before a rank gives up being the first to write
+_NOTHING = "nothing is written here"  # what no key holds: a comparison with it reads, and does not wait for a key
 
 
 class SignedStore:
@@ -27,6 +30,8 @@ class SignedStore:
     def __init__(self, store: dist.Store, prefix: str = "", secret: bytes | None = None):
         self._store, self._prefix, self._secret = store, prefix, secret
         self._known: set[str] = set()  # keys under which a rank of the job has written; none is ever removed
+        self._counts: dict[str, int] = {}  # of counters, when this rank looked last
+        self._name = secrets.token_hex(4)  # tells this rank's counting from that of others
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value under `key`, in the place of an earlier one."""
@@ -60,9 +65,27 @@ class SignedStore:
                 return said
         return value.encode()
 
-    def add(self, key: str, number: int) -> int:
-        """Count up; numbers are not signed, so they may only show that a look is due."""
-        return self._store.add(key, number)
+    def count(self, key: str) -> int:
+        """The number of times that ranks have counted `key` up, with one request."""
+        return self._number(key, self._store.compare_set(key, _NOTHING, _NOTHING))
+
+    def count_up(self, key: str) -> int:
+        """Count `key` up; the number then. Ranks that do so at the same time may be counted once."""
+        mine = stands = b""
+        for _ in range(_TURNS):
+            mine = self._signed(key, f"{self._number(key, stands) + 1} {self._name}")
+            found = self._store.compare_set(key, stands, mine)
+            if found == mine:
+                break
+            stands = b"" if found == stands else found  # what stood there may have been removed
+        return self._number(key, mine)
+
+    def _number(self, key: str, word: bytes) -> int:
+        """The number in what a counter holds; the last one that is known where no rank has written that."""
+        text = (self._read(key, word) or b"").partition(b" ")[0]
+        said = int(text) if text.isdigit() and len(text) < 16 else 0
+        self._counts[key] = max(said, self._counts.get(key, 0))
+        return self._counts[key]
 
     def _code(self, key: str, value: bytes) -> bytes:
         text = f"{self._prefix}/{key}".encode() + b"\0" + value  # the whole key, wherever the prefix ends

@@ -175,15 +175,11 @@ class Watchdog:
 
     def _unaware(self, store, gone: set[int]) -> bool:
         """Whether a rank has still to learn of a failure."""
-        present = set(range(self._control.size)) - {self._control.rank} - self._control.lost
-        others = len(present)
-        if store.add(self._aware, 0) >= others:
-            return False
         lost = failed_rank(job_store.get(store, self._failed_key))
-        for r in present:
-            if r in gone or r == lost or store.check([f"{self._aware}/{r}"]) or store.check([f"ended/{r}"]):
-                others -= 1
-        return others > 0
+        present = set(range(self._control.size)) - {self._control.rank, lost} - self._control.lost - gone
+        if store.check([f"{self._aware}/{r}" for r in present]):
+            return False
+        return not all(store.check([f"{self._aware}/{r}"]) or store.check([f"ended/{r}"]) for r in present)
 
     def close(self) -> None:
         """Stop looking; there is no reason any more."""
@@ -211,7 +207,6 @@ class Watchdog:
         rank = self._control.rank
         if rank != (self._control.store.kept_by or 0):
             store.set(f"{self._aware}/{rank}", "1")
-            store.add(self._aware, 1)
 
     def _look(self) -> tuple[str, TileScaleError | None] | None:
         """The reason of a loss and this rank's own error."""

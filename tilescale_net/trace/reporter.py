@@ -93,7 +93,7 @@ class Reporter:
         """Note what this rank does, and query the others. The number of the alarm; 0: the store does not answer."""
         self._own = self._state()
         try:
-            number = self._store.ask(lambda s: s.add(job_store.ALARMS, 1), seconds=PATIENCE)
+            number = self._store.ask(lambda s: s.count_up(job_store.ALARMS), seconds=PATIENCE)
         except PeerLost:
             return 0
         self.answer(number, self._own)
