@@ -3,11 +3,17 @@
 
 #include "tilescale_net/csrc/simulator/kernel.h"
 #include "tilescale_net/csrc/simulator/memory.h"
+#include "tilescale_net/csrc/simulator/race_memory.h"
 #include "tilescale_net/csrc/simulator/remote.h"
 
+#include <chrono>
+#include <sched.h>
 #include <set>
 #include <string.h>
 #include <string>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 #include <vector>
 
 using namespace tsn::sim;
@@ -216,7 +222,34 @@ void test_ranges() {
   unregister_heap(2000);
 }
 
+bool slow_turns = false;
+
+// A rank that was killed, or has no processor, has begun a message. It is waited for by time: the turns of a busy
+// machine may take milliseconds each, and neither the deadline of a wait nor an abort ends this loop.
+void test_message_of_a_killed_rank() {
+  std::vector<char> memory[2];
+  for (auto& one : memory) one.resize(race_memory_bytes(64));
+  std::vector<uint64_t> pages = {reinterpret_cast<uint64_t>(memory[0].data()),
+                                 reinterpret_cast<uint64_t>(memory[1].data())};
+  attach_race_memory(0, 4096, 64, pages, {4096, 8192});
+  RaceMemory& ours = *race_memory(4096);
+  ours.own().messages = 1;
+  const auto begin = std::chrono::steady_clock::now();
+  slow_turns = true;
+  ours.receive(nothing_known());
+  slow_turns = false;
+  CHECK(ours.read == 1 && std::chrono::steady_clock::now() - begin < std::chrono::seconds(10));
+  detach_race_memory(4096);
+}
+
 } // namespace
+
+// In the place of the C library's.
+extern "C" int sched_yield() noexcept {
+  const timespec nap{0, 1'000'000};
+  if (slow_turns) nanosleep(&nap, nullptr);
+  return static_cast<int>(syscall(SYS_sched_yield));
+}
 
 int main() {
   test_state();
@@ -225,6 +258,7 @@ int main() {
   test_failures();
   test_remote();
   test_ranges();
+  test_message_of_a_killed_rank();
   test_explore();
   printf("ok\n");
 }

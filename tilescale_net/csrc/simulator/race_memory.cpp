@@ -1,6 +1,7 @@
 #include "race_memory.h"
 
 #include <algorithm>
+#include <chrono>
 #include <sched.h>
 #include <string.h>
 
@@ -11,7 +12,9 @@ namespace {
 std::map<uint64_t, RaceMemory> memories; // by the base of the heap
 uint32_t next_epoch = 1;                 // of this process
 constexpr size_t kMaxCached = 4096;
-constexpr int kPatience = 100000; // turns that an incomplete message is waited for
+// For which an incomplete message is waited for: its rank may have no processor, or have been killed. No deadline ends
+// this, and a turn of a busy machine may take as long as many of an idle one.
+constexpr std::chrono::milliseconds kPatience{500};
 
 template <typename T>
 T seen(const T& word) {
@@ -137,7 +140,10 @@ void RaceMemory::receive(const Known& own_signals) {
   }
   for (; read < end; ++read) {
     const Message& there = page.message[read % kMessages];
-    for (int i = 0; seen(there.turn) != read + 1 && i < kPatience; ++i) sched_yield();
+    if (seen(there.turn) != read + 1) {
+      const auto end = std::chrono::steady_clock::now() + kPatience;
+      while (seen(there.turn) != read + 1 && std::chrono::steady_clock::now() < end) sched_yield();
+    }
     const Message m = there;
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     const Known sent = seen(there.turn) == read + 1 && m.turn == read + 1 && !m.everything ? fetch(m) : nullptr;
