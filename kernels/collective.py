@@ -13,10 +13,12 @@ from tilescale_net.kernels.announcement import Agreement
 from tilescale_net.kernels.partition import MIN_BYTES, MIN_BYTES_OVER_NODES, MIN_BYTES_WITH_GATEWAYS
 from tilescale_net.runtime import heap
 from tilescale_net.runtime.launch_arguments import unresolved
+from tilescale_net.runtime.made_by_ranks import MadeByRanks
 from tilescale_net.runtime.stream_order import StreamOrder
 
 if TYPE_CHECKING:
     from tilescale_net.runtime.call_log import Track
+    from tilescale_net.runtime.world import World
 
 _Object = TypeVar("_Object", bound="Collective")
 
@@ -52,7 +54,7 @@ def check_chunk(name: str, chunk_bytes: int) -> None:
         raise ValueError(f"{name}: chunk_bytes is {chunk_bytes!r}; it must be a positive multiple of 128")
 
 
-class Collective:
+class Collective(MadeByRanks):
     """Base of the host classes: construction is collective, calls are asynchronous on the current stream.
 
     Signals carry the number of the call, which lives in device memory: nothing is reset between calls, and a call
@@ -169,11 +171,9 @@ class Collective:
         self._agreement.close()
         self._world.calls.drop(self._made)
 
-    def __reduce_ex__(self, protocol):
-        raise TypeError(
-            f"{self.name}: cannot be copied, pickled or saved: it stands for memory that all ranks share; make another one "
-            "with the same arguments, or leave it out of what is copied"
-        )
+    @property
+    def _made_in(self) -> World:
+        return self._world
 
     # -- checks of a call's arguments -------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -21,12 +22,11 @@ from tilescale_net.kernels.moe.status import ArgumentError
 from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.kernels.moe.tuned_choice import chosen
 from tilescale_net.kernels.moe.tuning import Tuning
-from tilescale_net.runtime import tuned
+from tilescale_net.runtime import groups, tuned
 from tilescale_net.runtime.profiling import named
 
-# Objects by the first word of their key.
-OBJECTS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+# Objects by what their keys begin with.
+OBJECTS: weakref.WeakValueDictionary[str, AllToAll] = weakref.WeakValueDictionary()
 
 
 class AllToAll(Participant):
@@ -124,9 +124,9 @@ class AllToAll(Participant):
             tuning.blocks,
             world,
         )
-        self._take_part(str(next(_numbers)))
-        OBJECTS[self._number] = self
         self._arena = arena
+        self._take_part(self._identity())
+        OBJECTS[self.identity] = self
         if arena is not None:
             self._order = (
                 arena.order
@@ -142,6 +142,23 @@ class AllToAll(Participant):
             arena.join(self)
         if active is not None:
             self.set_active(active)
+
+    def _identity(self) -> str:
+        """This object as text that another process has for it too: its arguments and group, and a number where others that
+        are alive have the same."""
+        signature = inspect.signature(type(self))
+        args, named = self._given
+        given = signature.bind(*args, **named).arguments
+        usual = {name: parameter.default for name, parameter in signature.parameters.items()}
+        shown = [f"{n}={v!r}" for n, v in given.items() if n not in ("group", "arena", "warm_up") and v != usual[n]]
+        shown += [f"arena={self._arena.number}"] if self._arena is not None else []
+        world = self._made_in
+        name = groups.name_of(world.group)
+        group = f"group {name!r} of ranks {groups.named(world.job_ranks)}" if name else f"{world.size} ranks"
+        alike = (
+            f"AllToAll({', '.join(shown)}) of {group}{f', number {n}' if n > 1 else ''}" for n in itertools.count(1)
+        )
+        return next(text for text in alike if text not in OBJECTS or not OBJECTS[text].alive)
 
     # -- what the caller may ask ------------------------------------------------------------------------------------
 

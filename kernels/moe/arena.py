@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import tilelang.language as T
 import torch
@@ -16,7 +16,11 @@ from tilescale_net.kernels.moe.launch import Launch
 from tilescale_net.kernels.moe.row_ops import EXPLICIT_SYNC
 from tilescale_net.kernels.moe.streams import stream_key
 from tilescale_net.runtime import heap
+from tilescale_net.runtime.made_by_ranks import MadeByRanks
 from tilescale_net.runtime.stream_order import StreamOrder
+
+if TYPE_CHECKING:
+    from tilescale_net.runtime.world import World
 
 _numbers = itertools.count()
 
@@ -73,7 +77,7 @@ def meet(ranks, threads):
     return main
 
 
-class Arena:
+class Arena(MadeByRanks):
     """Memory for the rows of several objects that never run at once, such as FP8 forward and BF16 backward, or prefill and
     decoding: as much as the largest needs. Each keeps its signals beside it.
 
@@ -111,6 +115,15 @@ class Arena:
         self._last: weakref.ref | None = None  # whose call was the last
         self.order = StreamOrder(self.world.device)
         self._in_graphs = self._freed = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether neither free() nor finalize() was called."""
+        return not self._freed and not self.world.closed
+
+    @property
+    def _made_in(self) -> World:
+        return self.world
 
     @property
     def nbytes(self) -> int:

@@ -26,7 +26,7 @@ class Participant(Collective):
         mask: for each rank whether it takes part. active: the same as int32, for kernels.
         membership: the mask, and how often lost ranks were given up before; handles of another one are refused.
         status: where kernels report what they refuse.
-        key: see tilescale_net.ops.
+        identity: its arguments and group as text. key: see tilescale_net.ops.
     """
 
     works_with_some = True
@@ -45,9 +45,9 @@ class Participant(Collective):
         """As many blocks as run at once."""
         return self._block_limit if self.device.type == "cuda" else self.blocks
 
-    def _take_part(self, number: str) -> None:
-        """Begin, with the ranks that take part in the job; `number`: of the object in this process."""
-        self._number, self._machine = number, Machine()
+    def _take_part(self, identity: str) -> None:
+        """Begin, with the ranks that take part in the job."""
+        self.identity, self._machine = identity, Machine()
         self.products: dict = {}  # of the operators, see ops/experts.py
         with torch.inference_mode(False):
             self._name_members(tuple(r in self._members for r in range(self.n_pes)))
@@ -84,7 +84,7 @@ class Participant(Collective):
         self.mask, self._members, self._era = mask, self._world.control.members, self._world.control.era
         self.membership = (self._era, mask)
         # Operators take tensors, numbers and text.
-        self.key = f"{self._number} {self._era} {''.join('01'[m] for m in mask)}"
+        self.key = f"{self.identity} {self._era} {''.join('01'[m] for m in mask)}"
 
     @staticmethod
     def checked_list(active: Iterable[bool], ranks: int) -> tuple[bool, ...]:

@@ -1,6 +1,9 @@
 """Gradients through dispatch and combine against a dense layer on one process."""
 
+import copy
 import functools
+import io
+import os
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import tilescale_net as tsn
 from tests import ranks
 from tests.kernels.moe.support import without_kernels
 from tilescale_net import ops
+from tilescale_net.kernels.all_gather import AllGather
 from tilescale_net.kernels.moe import AllToAll
 
 EXPERTS, HIDDEN, TOP_K, TOKENS = 4, 16, 2, 6
@@ -128,6 +132,70 @@ def _compiled(dynamic) -> None:
 @pytest.mark.sample(0)
 def test_compiled(dynamic):
     ranks.run(2, _compiled, dynamic, timeout=200)
+
+
+SIZES = (EXPERTS, TOKENS, HIDDEN, TOP_K, torch.float32)  # kernels of _compiled
+
+
+class _Doubled(torch.nn.Module):
+    """A module that holds a layer, and other objects of all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.gather = ops.moe_layer(*SIZES), AllGather(threads=64, blocks=2)
+        self.scale = torch.nn.Parameter(torch.full((1,), 2.0))
+
+    def forward(self, x, idx, p):
+        received = ops.moe_dispatch(self.layer, x, idx, p)
+        return ops.moe_combine(self.layer, received.x * self.scale, received)
+
+
+def _inputs() -> tuple[torch.Tensor, ...]:
+    x = torch.arange(2.0 * HIDDEN).view(2, HIDDEN)
+    return x, torch.tensor([[0, 3], [1, 2]]), torch.full((2, TOP_K), 0.5)
+
+
+def _saved() -> tuple[bytes, bytes]:
+    module, given = _Doubled(), [t.to(tsn.device()) for t in _inputs()]
+    copied = copy.deepcopy(module)
+    assert copied.layer is module.layer and copied.gather is module.gather and copied.scale is not module.scale
+    whole, program = io.BytesIO(), io.BytesIO()
+    torch.save(module, whole)
+    whole.seek(0)
+    loaded = torch.load(whole, weights_only=False)
+    assert loaded.layer is module.layer and loaded.gather is module.gather  # which are alive
+    torch.export.save(torch.export.export(module, tuple(given)), program)
+    module.gather.free()
+    with pytest.raises(tsn.TileScaleError, match=r"AllGather: saved after free\(\)"):
+        torch.save(module, io.BytesIO())
+    return whole.getvalue(), program.getvalue()
+
+
+def _loaded(saved: list[tuple[bytes, bytes]]) -> None:
+    whole, program = map(io.BytesIO, saved[int(os.environ["RANK"])])
+    with pytest.raises(
+        tsn.TileScaleError, match="saved with objects of the ranks 0, 1, for which tilescale_net is not init"
+    ):
+        torch.load(whole, weights_only=False)
+    tsn.init()
+    given = [t.to(tsn.device()) for t in _inputs()]
+    alike = ops.moe_layer(*SIZES, layout="rank"), AllToAll(EXPERTS, TOKENS, HIDDEN, TOP_K + 1, torch.float32)
+    run = torch.export.load(program).module()
+    with pytest.raises(
+        tsn.TileScaleError, match=r"with the layer AllToAll\(num_experts=4, max_tokens=6, .* of 2 ranks, which"
+    ):
+        run(*given)
+    whole.seek(0)
+    module = torch.load(whole, weights_only=False)
+    assert module.layer is ops.moe_layer(*SIZES) and module.layer not in alike and module.gather.alive
+    for found in (module(*given), run(*given)):
+        torch.testing.assert_close(found, 2 * given[0])
+
+
+@pytest.mark.sample(1)
+def test_modules_and_programs_in_another_process():
+    saved = ranks.run(2, _saved, timeout=200)
+    ranks.run(2, _loaded, saved, init=False, timeout=200)
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])

@@ -12,11 +12,13 @@ from tilescale_net.deep_ep.event import EventHandle, EventOverlap, begin, end
 from tilescale_net.deep_ep.high_throughput import Bias
 from tilescale_net.deep_ep.objects import Objects, join, leave
 from tilescale_net.kernels.moe.handle import Rows
+from tilescale_net.runtime.made_by_ranks import MadeByRanks
+from tilescale_net.runtime.world import World
 
 SCRATCH = 1 << 20  # bytes of what get_local_buffer_tensor gives where no size is given
 
 
-class Buffer:
+class Buffer(MadeByRanks):
     """Communication of the ranks of a group. Made, used and destroyed by all of them together.
 
     Args:
@@ -56,6 +58,15 @@ class Buffer:
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self._objects = Objects(self._world, enable_shrink)
         self._alive = True
+
+    @property
+    def alive(self) -> bool:
+        """Whether neither destroy() nor finalize() was called."""
+        return self._alive and not self._world.closed
+
+    @property
+    def _made_in(self) -> World:
+        return self._world
 
     def destroy(self) -> None:
         """Give memory back, and the world if a Buffer has made it and this is the last one. Collective."""

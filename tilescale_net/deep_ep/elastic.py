@@ -14,6 +14,8 @@ from tilescale_net.errors import TileScaleError
 from tilescale_net.kernels.moe import AllToAll, Handle, metadata
 from tilescale_net.kernels.moe.handle import Rows
 from tilescale_net.kernels.moe.totals import Totals
+from tilescale_net.runtime.made_by_ranks import MadeByRanks
+from tilescale_net.runtime.world import World
 
 NUM_SMS = 24  # blocks of a kernel where a call does not say
 
@@ -61,7 +63,7 @@ class EPHandle:
     channel_linked_list: None = None
 
 
-class ElasticBuffer:
+class ElasticBuffer(MadeByRanks):
     """Dispatch and combine of the ranks of a group. Made, used and destroyed by all of them together.
 
     Args:
@@ -108,6 +110,15 @@ class ElasticBuffer:
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
         self.allow_hybrid_mode, self.deterministic = allow_hybrid_mode, deterministic
+
+    @property
+    def alive(self) -> bool:
+        """Whether neither destroy() nor finalize() was called."""
+        return self._alive and not self._world.closed
+
+    @property
+    def _made_in(self) -> World:
+        return self._world
 
     def destroy(self) -> None:
         """As `Buffer.destroy`. Collective."""

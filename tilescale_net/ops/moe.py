@@ -37,8 +37,19 @@ def layer_key(op) -> str:
 
 
 def layer_of(key: str):
-    """The AllToAll of a key."""
-    return OBJECTS[key.split()[0]]
+    """The AllToAll of a key.
+
+    Raises:
+        TileScaleError: a program of torch.export or torch.compile has the key of a layer that is not here.
+    """
+    identity = key.rsplit(" ", 2)[0]
+    op = OBJECTS.get(identity)
+    if op is None:
+        raise tsn.TileScaleError(
+            f"the program was exported or compiled with the layer {identity}, which this process does not have; make it first, "
+            "on all of its ranks, by ops.moe_layer or kernels.moe.AllToAll with these arguments"
+        )
+    return op
 
 
 def called(operator: str, key: str):
@@ -53,7 +64,7 @@ def called(operator: str, key: str):
 
 def handle_of(key: str, plan: RoutingPlan) -> Handle:
     """The handle of a dispatch made when `key` was."""
-    _, era, mask = key.split()
+    _, era, mask = key.rsplit(" ", 2)
     return Handle(layer_of(key).config.signature, plan, (int(era), tuple(m == "1" for m in mask)))
 
 
@@ -195,7 +206,9 @@ def moe_layer(
     )  # fmt: skip
     key = ("moe", *sizes, *options.values())
     objects = group_objects.of(group_objects.name_of(group))
-    return objects.made(key, lambda: AllToAll(*sizes, **options, group=objects.world))
+    op = objects.made(key, lambda: AllToAll(*sizes, **options, group=objects.world))
+    op.factory = moe_layer  # of which a loaded module has one for all layers, too
+    return op
 
 
 def moe_dispatch(layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:

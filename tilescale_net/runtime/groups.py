@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from tilescale_net.errors import ConfigurationError
+from tilescale_net.runtime import made_by_ranks
 
 _KINDS = "a ProcessGroup of torch.distributed, a DeviceMesh of one dimension, the name of a group, or a StoreGroup"
 
@@ -43,8 +44,8 @@ class StoreGroup:
             raise ValueError(f"StoreGroup: rank {rank}, or kept_by={kept_by}, is none of a group of {size}")
         self.store, self.kept_by = store, kept_by
         self._rank, self._size = rank, size
-        # In this process only: what stands for it where a group is named, as in operators.
-        self.group_name = f"StoreGroup {next(_numbers)}"
+        # In this process only: what stands for it where a group is named, as in operators; in a saved one it is no group here.
+        self.group_name = f"StoreGroup {next(_numbers)} of process {made_by_ranks.process()}"
         _store_groups[self.group_name] = self
 
     def rank(self) -> int:
@@ -110,6 +111,11 @@ def own_number(group: dist.ProcessGroup | StoreGroup | None) -> tuple[int, int]:
     if isinstance(group, StoreGroup):
         return group.rank(), group.size()
     return dist.get_rank(), dist.get_world_size()
+
+
+def name_of(group: dist.ProcessGroup | StoreGroup | None) -> str:
+    """The name by which `resolve` finds a group; "" for all ranks of the job."""
+    return "" if group is None else group.group_name
 
 
 def named(members: Sequence[int]) -> str:

@@ -158,8 +158,11 @@ class World:
         self._context_bytes = self.memory.upload(context.pack(header, self.peer_base))
         self.context_tensor = self._context_bytes.view(torch.int64)[: context.HEADER_WORDS]
 
-    def __reduce_ex__(self, protocol):
-        raise TypeError("a world cannot be copied, pickled or saved: it stands for this process among its ranks")
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo: dict):
+        return self
 
     # -- failures ---------------------------------------------------------------------------------------------------
 

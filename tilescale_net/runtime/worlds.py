@@ -6,6 +6,7 @@ for what may be left out when there is only one.
 
 import bisect
 import contextlib
+import copyreg
 import ctypes
 from collections.abc import Iterator
 
@@ -122,6 +123,25 @@ def get(group: object = None) -> World:
 def _is_of_store(*found: object) -> bool:
     """Whether one of these groups has ranks of its own, unrelated to those of the job."""
     return any(isinstance(group, groups.StoreGroup) for group in found)
+
+
+def of_ranks(members: tuple[int, ...], name: str) -> World:
+    """The world of a group that was saved, by its ranks in the job and its name ("" for all of the job).
+
+    Raises:
+        TileScaleError: this process has none.
+    """
+    for world in _first():
+        if tuple(world.job_ranks) == members and groups.name_of(world.group) == name:
+            return world
+    who = f"{'group ' + name + ' of ' if name else ''}ranks {groups.named(members)}"
+    raise TileScaleError(
+        f"what is loaded was saved with objects of the {who}, for which tilescale_net is not initialised in this process; "
+        "call tilescale_net.init on these ranks first"
+    )
+
+
+copyreg.pickle(World, lambda world: (of_ranks, (tuple(world.job_ranks), groups.name_of(world.group))))
 
 
 def default() -> World:
