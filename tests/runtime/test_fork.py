@@ -29,6 +29,9 @@ from tilescale_net.kernels.fused.matmul_reduce_scatter import MatmulReduceScatte
 from tilescale_net.kernels.moe import AllToAll, Arena
 from tilescale_net.kernels.reduce_scatter import ReduceScatter
 from tilescale_net.kernels.send_recv import SendRecv
+from tilescale_net.runtime.cuda_memory import CudaMemory
+from tilescale_net.runtime.memory import Memory
+from tilescale_net.runtime.simulator_memory import SimulatorMemory
 from tilescale_net.runtime.world import World
 
 # What answers in a child too: it asks nobody, and launches nothing.
@@ -189,6 +192,12 @@ def _walk():
     kernel(*tensors, 3, to)
     _step(moe), _step(latency)
     return found, kept.tolist()
+
+
+@pytest.mark.parametrize("memory", [CudaMemory, SimulatorMemory])
+def test_memory_of_every_kind_knows_of_a_child(memory):
+    calls = {name for name, call in vars(Memory).items() if inspect.isfunction(call) and not name.startswith("_")}
+    assert "part" in calls and [name for name in calls if not hasattr(memory, name)] == []
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

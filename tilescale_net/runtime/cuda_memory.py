@@ -250,6 +250,9 @@ class CudaMemory:
     def await_end_of_kernels(self) -> None:
         """Nothing: the driver waits before it frees what kernels may use."""
 
+    def part(self) -> None:
+        """Nothing: CUDA refuses a child every access."""
+
     def close(self) -> None:
         """Unmap the peers. The heap is freed when no tensor refers to it any more."""
         rt = self._rt
