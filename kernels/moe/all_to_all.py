@@ -220,7 +220,7 @@ class AllToAll(Participant):
             x: [tokens, hidden] of `dtype`; for FP8 a pair (x, scales) with scales [tokens, scale_words] float32 or int32,
                 or, in latency mode, unquantised rows that are quantised on the way. 0 to max_tokens tokens.
             topk_idx: [tokens, top_k] expert of each choice, int64 or int32; -1: no choice.
-            topk_weights: [tokens, top_k] float32; default 1.
+            topk_weights: [tokens, top_k] float32, or another floating dtype, of which a float32 copy is made; default 1.
             mask: layout "rank", instead of choices: [tokens, ranks] bool, to which ranks each token goes; top_k is at least
                 the number of ranks. Counts of experts mean nothing then.
             handle: throughput mode, instead of choices: use those of an earlier dispatch, without exchanging them again.
@@ -321,7 +321,7 @@ class AllToAll(Participant):
             handle: of that dispatch, which may be combined any number of times.
             out: [tokens, hidden] of `combine_dtype`; default a new tensor. Tokens without a choice get zeros.
             weighted: multiply each row by the weight of its choice. Layout "rank": rows are summed as they are.
-            weights: layout "expert": float32 to use instead of the weights that dispatch got. Throughput mode: [capacity],
+            weights: layout "expert": of dtypes as `topk_weights`, to use instead of the weights that dispatch got. Throughput mode: [capacity],
                 of each row; latency mode: [tokens, top_k], which a kernel more brings to the ranks of the rows. All ranks
                 give them, or none.
             bias: up to two tensors [tokens, hidden] of `combine_dtype`, which are added to the sums before they are rounded.
@@ -399,6 +399,7 @@ class AllToAll(Participant):
         try:
             checks.handle(handle, self.membership, self._machine.pending.get("dispatch"))
             out = checks.combine(y, handle, out, weighted, weights, bias)
+            weights = None if weights is None else weights.float()
             for given in values:
                 checks.values(given, y)
             blocks = checks.blocks(blocks, self.blocks)

@@ -15,6 +15,7 @@ from tilescale_net.runtime.launch_arguments import unresolved
 
 SCALE_DTYPES = (torch.float32, torch.int32)  # words of scales: what is in them is the caller's
 INDEX_DTYPES, FLOATS = (torch.int64, torch.int32), (torch.float32,)
+WEIGHTS = (*FLOATS, torch.bfloat16, torch.float16, torch.float64)  # kernels take the first
 
 
 class ArgumentChecks:
@@ -85,8 +86,8 @@ class ArgumentChecks:
             return self._weights_of_one(tokens)
         if self._are_weights(topk_weights, tokens):
             return topk_weights
-        check_tensor("topk_weights", topk_weights, self._device, FLOATS, shape, alignment=1)
-        return topk_weights
+        check_tensor("topk_weights", topk_weights, self._device, WEIGHTS, shape, alignment=1)
+        return topk_weights.float()
 
     def _weights_of_one(self, tokens: int) -> torch.Tensor:
         """[tokens, top_k]; kept for calls with as many tokens."""
@@ -219,7 +220,7 @@ class ArgumentChecks:
             if c.layout != "expert":
                 raise ArgumentError("weights", ValueError('weights belong to layout "expert"'))
             each = (handle.tokens, c.top_k) if self._traits.weighs_choices else (c.capacity,)
-            check_tensor("weights", weights, self._device, FLOATS, each, alignment=4)
+            check_tensor("weights", weights, self._device, WEIGHTS, each, alignment=4)
         if not isinstance(bias, list | tuple):
             raise ArgumentError("bias", TypeError(f"bias must be a list of tensors, not {type(bias).__name__}"))
         if len(bias) > 2:

@@ -45,6 +45,29 @@ def _layer(op, layout, received, w):
     return ops.moe_combine(op, y, received)
 
 
+def _other_weights(op, x, chosen, p) -> None:
+    """Routers give weights in the dtype of their logits, also by autocast; their gradients are of that dtype."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        given = p.to(dtype).requires_grad_()
+        received = ops.moe_dispatch(op, x, chosen, given)
+        assert received.row_weight.dtype == torch.float32
+        ops.moe_combine(op, received.x * received.row_weight[:1], received).sum().backward()
+        same = given.detach().float().requires_grad_()
+        known = ops.moe_dispatch(op, x, chosen, same)
+        ops.moe_combine(op, known.x * known.row_weight[:1], known).sum().backward()
+        assert torch.equal(received.row_weight, known.row_weight) and torch.equal(given.grad, same.grad.to(dtype))
+        plain = op.dispatch(x, chosen, given.detach())
+        found = op.combine(
+            plain.x, plain.handle, weights=plain.row_weight.to(dtype) if op.config.layout == "expert" else None
+        )
+        if op.config.layout == "expert":
+            wanted = op.combine(plain.x, plain.handle, weights=plain.row_weight.to(dtype).float())
+            assert torch.equal(found, wanted)
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        given = torch.softmax((x @ x.new_ones((HIDDEN, TOP_K))), -1)
+        ops.moe_dispatch(op, x, chosen, given.bfloat16())
+
+
 # What is traced does not depend on the layout; shapes do.
 CHECKS = {
     "expert": ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
@@ -83,6 +106,7 @@ def _gradients(layout: str) -> None:
         torch.testing.assert_close(x.grad.cpu(), xs[rank].grad, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(p.grad.cpu(), probabilities[rank].grad * (choices[rank] >= 0), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(mine.grad.cpu(), w.grad[local], atol=1e-4, rtol=1e-4)
+    _other_weights(op, x.detach(), chosen, p.detach())
     # What torch.compile sees must have the shapes and types of what the operators give, and equal calls equal results.
     operators, key = torch.ops.tilescale_net, op.key
     check = functools.partial(torch.library.opcheck, test_utils=CHECKS[layout])

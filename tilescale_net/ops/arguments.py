@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 
 
+def as_weights(x: torch.Tensor) -> torch.Tensor:
+    """Weights of a router, of a floating dtype, in float32 as kernels take them; their gradients are of the given dtype."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16, torch.float64) else x
+
+
 def check(call: str, **tensors: torch.Tensor) -> None:
     """Raise TypeError, by name, for what is no tensor or one whose elements do not lie in memory by strides; ValueError for
     tensors on several devices, which on "meta" torch would take for a question of shapes alone.

@@ -243,7 +243,7 @@ def moe_dispatch_matmul(
         TypeError, ValueError: an argument that does not fit, by name; the other ranks wait for this one.
     """
     arguments.check("moe_dispatch_matmul", x=x, topk_idx=topk_idx, topk_weights=topk_weights, w=w)
-    x, w = autocast.operands(x, w)
+    x, w, topk_weights = *autocast.operands(x, w), arguments.as_weights(topk_weights)
     key, c, dropped = _check("moe_dispatch_matmul", layer, w, layer.config.hidden, None), layer.config, None
     if c.expert_capacity is not None:
         dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
@@ -277,7 +277,7 @@ def moe_matmul_combine(
     h, w = autocast.operands(h, w)
     key = _check("moe_matmul_combine", layer, w, None, layer.config.hidden)
     plan = received.handle.plan
-    weights = received.row_weight if weighted else h.new_empty((0,), dtype=torch.float32)
+    weights = arguments.as_weights(received.row_weight) if weighted else h.new_empty((0,), dtype=torch.float32)
     tensors = [t.detach() for t in plan.tensors()]
     return _ops.moe_matmul_combine(h, w, weights, tensors, plan.tokens, _is_fused(layer, fused), key)
 

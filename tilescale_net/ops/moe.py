@@ -222,6 +222,7 @@ def moe_dispatch(layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_
     """
     key, c, dropped = layer_key(layer), layer.config, None
     arguments.check("moe_dispatch", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+    topk_weights = arguments.as_weights(topk_weights)
     if c.expert_capacity is not None:
         dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
         topk_idx = topk_idx.masked_fill(dropped, -1)
@@ -243,7 +244,9 @@ def moe_combine(layer: AllToAll, y: torch.Tensor, received: Dispatched, weighted
     arguments.check("moe_combine", y=y)
     plan = received.handle.plan
     weights = (
-        received.row_weight if weighted and layer.config.layout == "expert" else y.new_empty((0,), dtype=torch.float32)
+        arguments.as_weights(received.row_weight)
+        if weighted and layer.config.layout == "expert"
+        else y.new_empty((0,), dtype=torch.float32)
     )
     tensors = [t.detach() for t in plan.tensors()]
     return torch.ops.tilescale_net.moe_combine(y, weights, tensors, plan.tokens, layer_key(layer))

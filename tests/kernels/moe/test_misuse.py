@@ -58,7 +58,7 @@ def _wrong_calls(mode: str) -> None:
         ("topk_idx", ValueError, "expert -2", (x, torch.where(idx == 3, -2, idx), weights)),
         ("topk_idx", TypeError, "int16", (x, idx.to(torch.int16), weights)),
         ("topk_idx", ValueError, "shape", (x, idx[:2], weights)),
-        ("topk_weights", TypeError, "float64", (x, idx, weights.double())),
+        ("topk_weights", TypeError, "int64", (x, idx, weights.long())),
         ("topk_weights", ValueError, "strides", (x, idx, weights.t().contiguous().t())),
         ("x", ValueError, "max_tokens is 4", (x.repeat(2, 1), idx.repeat(2, 1), weights.repeat(2, 1))),
         ("x", TypeError, "float32", (x.float(), idx, weights)),
@@ -83,6 +83,11 @@ def _wrong_calls(mode: str) -> None:
         op.combine(received.x, received.handle, out=torch.empty((2, 32), dtype=torch.bfloat16, device=device))
     op.combine(received.x, received.handle)
     op.combine(received.x, received.handle)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        given = weights.to(dtype)
+        rounds = [op.dispatch(x, idx, kind) for kind in (given, given.float())]
+        found, wanted = (op.combine(r.x.clone(), r.handle).clone() for r in rounds)
+        assert torch.equal(found, wanted), dtype
 
     _one_rank_combines_wrongly(op, other, x, idx, weights)
     pending = op.dispatch_send(x, idx, weights)
