@@ -104,8 +104,8 @@
 //   bool defer_atomic_cas<T>(const Context*, T* dst, T* peer, T compare, T value, int pe, T* old)
 //   bool defer_fence(const Context*, int pe)
 //   bool defer_quiet(const Context*, int pe)
-//   void announce(Operation, Scope, dst, src, bytes, pe, sig, value, SignalOp)   every thread of the scope, before it
-//                                           meets for a call
+//   void announce(Operation, Scope, dst, src, bytes, pe, sig, value, SignalOp, rows,
+//                 dst_pitch, src_pitch)     every thread of the scope, before it meets for a call; `bytes` of each row
 //   void begin(the same)                    the leader, after it has met
 //   void signalling(const uint64_t* sig, int pe, uint64_t value, SignalOp)
 //                                           a signal to a mapped PE follows that was not offered

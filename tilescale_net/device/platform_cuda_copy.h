@@ -157,8 +157,10 @@ template <class T>
 bool defer_atomic_cas(const Context*, T*, T*, T, T, int, T*);
 bool defer_fence(const Context*, int);
 bool defer_quiet(const Context*, int);
-void announce(Operation, Scope, const void*, const void*, int64_t, int, const uint64_t*, uint64_t, SignalOp);
-void begin(Operation, Scope, const void*, const void*, int64_t, int, const uint64_t*, uint64_t, SignalOp);
+void announce(Operation, Scope, const void*, const void*, int64_t, int, const uint64_t*, uint64_t, SignalOp, int64_t,
+              int64_t, int64_t);
+void begin(Operation, Scope, const void*, const void*, int64_t, int, const uint64_t*, uint64_t, SignalOp, int64_t,
+           int64_t, int64_t);
 void waited(const uint64_t*);
 void benign_race(const void*, int64_t);
 void signalling(const uint64_t*, int, uint64_t, SignalOp);

@@ -132,9 +132,7 @@ TSN_DEVICE void push_rows(const Context* ctx, char* dst, const char* src, const 
                           uint64_t value) {
   const Operation operation = sig == nullptr ? kOpPut : kOpPutSignal;
   const int64_t span = r.span(r.dst_pitch);
-  // The scope agrees on where its rows begin and how far they reach. (Not on the source's span: what lies between the
-  // rows is not sent, and may be written.)
-  scope_enter<S>(operation, dst, src, r.empty() ? 0 : r.bytes, pe, sig, value, Op);
+  scope_enter<S>(operation, dst, src, r.empty() ? 0 : r.bytes, pe, sig, value, Op, r.rows, r.dst_pitch, r.src_pitch);
   const PeerAccess access(ctx, pe);
   const bool may_proceed =
       sig == nullptr ? access.may_proceed<S>(operation, dst, span) : access.may_proceed<S>(operation, dst, span, sig);
@@ -180,7 +178,8 @@ template <Scope S, int Unroll>
 TSN_DEVICE void get_rows(const Context* ctx, void* dst, const void* src, int64_t rows, int64_t bytes, int64_t dst_pitch,
                          int64_t src_pitch, int pe) {
   const Rows r = {rows, bytes, dst_pitch, src_pitch};
-  scope_enter<S>(kOpGet, dst, src, r.empty() ? 0 : bytes, pe); // threads that still read the destination have done so
+  // Threads that still read the destination have done so.
+  scope_enter<S>(kOpGet, dst, src, r.empty() ? 0 : bytes, pe, nullptr, 0, SignalOp::set, rows, dst_pitch, src_pitch);
   const PeerAccess access(ctx, pe);
   if (TSN_LIKELY(access.validate<S>(kOpGet, src, r.span(src_pitch)))) {
     if constexpr (platform::kDefersRemoteWrites)

@@ -44,19 +44,22 @@ TSN_DEVICE Part scope_part() {
 // what each thread requests, and from the leader what is about to happen.
 template <Scope S>
 TSN_DEVICE void scope_enter(Operation operation, const void* dst, const void* src, int64_t bytes, int pe,
-                            const uint64_t* sig = nullptr, uint64_t value = 0, SignalOp op = SignalOp::set) {
-  if constexpr (platform::kDefersRemoteWrites) platform::announce(operation, S, dst, src, bytes, pe, sig, value, op);
+                            const uint64_t* sig = nullptr, uint64_t value = 0, SignalOp op = SignalOp::set,
+                            int64_t rows = 1, int64_t dst_pitch = 0, int64_t src_pitch = 0) {
+  if constexpr (platform::kDefersRemoteWrites)
+    platform::announce(operation, S, dst, src, bytes, pe, sig, value, op, rows, dst_pitch, src_pitch);
   scope_sync<S>();
   if constexpr (platform::kDefersRemoteWrites)
-    if (scope_leader<S>()) platform::begin(operation, S, dst, src, bytes, pe, sig, value, op);
+    if (scope_leader<S>())
+      platform::begin(operation, S, dst, src, bytes, pe, sig, value, op, rows, dst_pitch, src_pitch);
 }
 // The same for a call of one thread, or one that meets later.
 template <Scope S>
 TSN_DEVICE void enter(Operation operation, const void* dst, int64_t bytes, int pe, const uint64_t* sig = nullptr,
                       uint64_t value = 0, SignalOp op = SignalOp::set) {
   if constexpr (platform::kDefersRemoteWrites) {
-    platform::announce(operation, S, dst, nullptr, bytes, pe, sig, value, op);
-    if (scope_leader<S>()) platform::begin(operation, S, dst, nullptr, bytes, pe, sig, value, op);
+    platform::announce(operation, S, dst, nullptr, bytes, pe, sig, value, op, 1, 0, 0);
+    if (scope_leader<S>()) platform::begin(operation, S, dst, nullptr, bytes, pe, sig, value, op, 1, 0, 0);
   }
 }
 

@@ -109,8 +109,10 @@ void Job::begin(const sim::Call& call) {
   if (call.operation != kOpGet || call.bytes <= 0 || call.pe < 0 || call.pe >= static_cast<int>(ranks_.size())) return;
   const uint64_t distance =
       setup_.ranks[static_cast<size_t>(call.pe)].heap - setup_.ranks[static_cast<size_t>(rank_)].heap;
-  touch(reinterpret_cast<const void*>(address_of(call.source) + distance), static_cast<uint64_t>(call.bytes), false);
-  touch(call.destination, static_cast<uint64_t>(call.bytes), true);
+  call.each_row([&](const void* to, const void* from) {
+    touch(reinterpret_cast<const void*>(address_of(from) + distance), static_cast<uint64_t>(call.bytes), false);
+    touch(to, static_cast<uint64_t>(call.bytes), true);
+  });
 }
 
 void Job::touch(const void* at, uint64_t bytes, bool store) {

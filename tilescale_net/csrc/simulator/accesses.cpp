@@ -155,11 +155,17 @@ std::string HappensBefore::plain_access(const Actor& actor, bool store, const ch
          (store ? " writes" : " reads");
 }
 
+// Whether the heap holds all rows of a copy.
+bool HappensBefore::all_held(const void* p, int64_t pitch, const Call& call) const {
+  const uint64_t span = static_cast<uint64_t>((call.rows - 1) * pitch + call.bytes);
+  return memory_->holds(p) && span <= memory_->bytes - memory_->offset(p);
+}
+
 std::string HappensBefore::transfer(const Actor& actor, const Event& event, const Call& call, uint32_t warps) {
   if (!memory_ || call.bytes <= 0 || call.pe < 0 || call.pe >= memory_->ranks()) return "";
-  const uint64_t bytes = static_cast<uint64_t>(call.bytes);
-  const void* there = call.operation == kOpGet ? call.source : call.destination;
-  if (!memory_->holds(there) || bytes > memory_->bytes - memory_->offset(there)) return ""; // reported elsewhere
+  if (!(call.operation == kOpGet ? all_held(call.source, call.source_pitch, call)
+                                 : all_held(call.destination, call.pitch, call)))
+    return ""; // reported elsewhere
   const uint64_t word = call.operation == kOpPutSignal ? memory_->offset(call.signal) / 8 : kNoWord;
   const uint64_t number = record(actor, event, warps, word,
                                  primitive_name(event.operation, event.scope, names_, event.line) + line(event.line),
@@ -189,37 +195,44 @@ std::string HappensBefore::put(const Actor& actor, const Event& event, const Cal
                            " of rank " + std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
                            text(actor.thread) + " to " + pe_text(call.pe);
   std::string wrong;
-  if (memory_->holds(call.source) && bytes <= memory_->bytes - memory_->offset(call.source)) {
+  if (all_held(call.source, call.source_pitch, call)) {
     Found found;
-    const uint64_t from = memory_->offset(call.source);
-    look(memory_->me, true, from, bytes, actor, 0, &found);
-    Found reads;
-    look(memory_->me, false, from, bytes, actor, source, &reads);
-    note_replaced(source, reads, from, bytes);
+    Stamp replaced = 0;
+    bool alike = true; // one put has read all of these bytes before
+    call.each_row([&](const void*, const void* row) {
+      const uint64_t from = memory_->offset(row);
+      look(memory_->me, true, from, bytes, actor, 0, &found);
+      Found reads;
+      look(memory_->me, false, from, bytes, actor, source, &reads);
+      alike = alike && (row == call.source || reads.stamp == replaced) && reads.begin == (from + 3) / 4 * 4 &&
+              reads.end == (from + bytes) / 4 * 4;
+      replaced = reads.stamp;
+    });
+    if (alike) note_replaced(source, replaced);
     if (found.stamp) wrong = race(actor, what + " sends", found, memory_->me, Change::none);
   }
   if (!follows_ranks_) return wrong;
   Found found;
-  const uint64_t to = memory_->offset(call.destination);
-  look(call.pe, true, to, bytes, actor, target, &found);
-  look(call.pe, false, to, bytes, actor, 0, &found);
+  call.each_row([&](const void* row, const void*) {
+    const uint64_t to = memory_->offset(row);
+    look(call.pe, true, to, bytes, actor, target, &found);
+    look(call.pe, false, to, bytes, actor, 0, &found);
+  });
   if (found.stamp && wrong.empty()) wrong = race(actor, what + " writes", found, call.pe, Change::put);
   return wrong;
 }
 
-void HappensBefore::note_replaced(Stamp source, const Found& reads, uint64_t from, uint64_t bytes) {
+void HappensBefore::note_replaced(Stamp source, Stamp before) {
   Transfer other;
-  if (touch_of(reads.stamp) != Touch::source || rank_of_stamp(reads.stamp) != memory_->me) return;
-  // One that reads only a part of these bytes has nothing to do with the rest.
-  if (reads.begin != (from + 3) / 4 * 4 || reads.end != (from + bytes) / 4 * 4) return;
-  if (!memory_->find(memory_->me, reads.stamp >> 8, &other)) return;
+  if (touch_of(before) != Touch::source || rank_of_stamp(before) != memory_->me) return;
+  if (!memory_->find(memory_->me, before >> 8, &other)) return;
   Transfer& made = memory_->own().transfer[(source >> 8) % kTransfers];
   // When the new one is done, so is an earlier one of its warp to the PE.
   const bool same = other.pe == made.pe && other.warp == made.warp && other.lane == made.lane;
   const uint32_t n_replaced = other.n_replaced + (same ? 0 : 1);
   if (n_replaced >= kMostReplaced) return;
   made.n_replaced = n_replaced;
-  __atomic_store_n(&made.replaced, same ? other.replaced : reads.stamp >> 8, __ATOMIC_RELEASE);
+  __atomic_store_n(&made.replaced, same ? other.replaced : before >> 8, __ATOMIC_RELEASE);
 }
 
 std::string HappensBefore::got(const Actor& actor, const Event& event, const Call& call, Stamp source) {
@@ -228,14 +241,17 @@ std::string HappensBefore::got(const Actor& actor, const Event& event, const Cal
                            " of rank " + std::to_string(memory_->me) + " block " + text(actor.block) + " thread " +
                            text(actor.thread) + " from " + pe_text(call.pe);
   Found found;
-  const uint64_t from = memory_->offset(call.source);
-  look(call.pe, true, from, bytes, actor, 0, &found);
-  look(call.pe, false, from, bytes, actor, source, nullptr);
+  call.each_row([&](const void*, const void* row) {
+    look(call.pe, true, memory_->offset(row), bytes, actor, 0, &found);
+    look(call.pe, false, memory_->offset(row), bytes, actor, source, nullptr);
+  });
   if (found.stamp) return race(actor, what + " reads", found, call.pe, Change::none);
-  if (!memory_->holds(call.destination) || bytes > memory_->bytes - memory_->offset(call.destination)) return "";
-  const uint64_t to = memory_->offset(call.destination);
-  look(memory_->me, true, to, bytes, actor, access_stamp(memory_->me, event.warp, actor.lane(), event.epoch), &found);
-  look(memory_->me, false, to, bytes, actor, 0, &found);
+  if (!all_held(call.destination, call.pitch, call)) return "";
+  const Stamp filled = access_stamp(memory_->me, event.warp, actor.lane(), event.epoch);
+  call.each_row([&](const void* row, const void*) {
+    look(memory_->me, true, memory_->offset(row), bytes, actor, filled, &found);
+    look(memory_->me, false, memory_->offset(row), bytes, actor, 0, &found);
+  });
   return found.stamp ? race(actor, what + " fills", found, memory_->me, Change::own) : "";
 }
 

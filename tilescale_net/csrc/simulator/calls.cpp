@@ -19,7 +19,8 @@ LocalPages no_pages = [] {
 
 bool equal(const Call& a, const Call& b) {
   return a.operation == b.operation && a.scope == b.scope && a.destination == b.destination && a.source == b.source &&
-         a.bytes == b.bytes && a.pe == b.pe && a.signal == b.signal && a.value == b.value && a.add == b.add;
+         a.bytes == b.bytes && a.pe == b.pe && a.signal == b.signal && a.value == b.value && a.add == b.add &&
+         a.rows == b.rows && a.pitch == b.pitch && a.source_pitch == b.source_pitch;
 }
 
 // How the second call differs from the first, of the same primitive.
@@ -30,9 +31,12 @@ std::string difference(const Call& a, const Call& b) {
   const auto address = [](const void* p) { return std::to_string(reinterpret_cast<uintptr_t>(p)); };
   if (a.pe != b.pe) return pair("pe", std::to_string(a.pe), std::to_string(b.pe));
   if (a.bytes != b.bytes) return pair("sizes of", std::to_string(a.bytes), std::to_string(b.bytes)) + " bytes";
+  if (a.rows != b.rows) return pair("counts of", std::to_string(a.rows), std::to_string(b.rows)) + " rows";
   if (a.value != b.value) return pair("value", std::to_string(a.value), std::to_string(b.value));
   if (a.destination != b.destination) return pair("destinations at", address(a.destination), address(b.destination));
   if (a.source != b.source) return pair("sources at", address(a.source), address(b.source));
+  if (a.pitch != b.pitch || a.source_pitch != b.source_pitch)
+    return "rows at unequal distances";
   return pair("signal words at", address(a.signal), address(b.signal));
 }
 } // namespace

@@ -186,8 +186,9 @@ private:
   std::string changed_word(const Actor& actor, const Event& event, const Call& call);
   std::string put(const Actor& actor, const Event& event, const Call& call, Stamp source, Stamp target);
   std::string got(const Actor& actor, const Event& event, const Call& call, Stamp source);
-  // The stamp of a put's source has taken the place of another put's.
-  void note_replaced(Stamp source, const Found& reads, uint64_t from, uint64_t bytes);
+  // The stamp of a put's source has taken the place of another one, in all of these bytes.
+  void note_replaced(Stamp source, Stamp before);
+  bool all_held(const void* p, int64_t pitch, const Call& call) const;
   // Whether the access of a stamp comes before the lane.
   bool comes_before(Stamp stamp, uint32_t warp, unsigned lane);
   // The stamp of an access that does not, of those that a stamp stands for; 0: all come before.

@@ -11,7 +11,7 @@
 namespace tsn {
 namespace sim {
 
-constexpr uint32_t kApiVersion = 8;
+constexpr uint32_t kApiVersion = 9;
 
 struct Index3 {
   unsigned x, y, z;
@@ -139,6 +139,15 @@ struct Call {
   const uint64_t* signal;
   uint64_t value;
   bool add; // signal operation: add, else set
+  // Of a copy: rows of `bytes` each, and the distance between two of them at the destination and at the source.
+  int64_t rows, pitch, source_pitch;
+
+  // f(destination, source) of each row.
+  template <typename F>
+  void each_row(F f) const {
+    for (int64_t i = 0; i < rows; ++i)
+      f(static_cast<const char*>(destination) + i * pitch, static_cast<const char*>(source) + i * source_pitch);
+  }
 };
 
 // What an access to a word that threads synchronise by does to it.
