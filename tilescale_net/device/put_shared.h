@@ -39,7 +39,7 @@ template <Scope S, SignalOp Op>
 TSN_DEVICE void push_shared(const Context* ctx, char* dst, const char* src, int64_t bytes, int pe, uint64_t* sig,
                             uint64_t value) {
   const Operation operation = sig == nullptr ? kOpPut : kOpPutSignal;
-  scope_enter<S>(operation, dst, nullptr, bytes, pe, sig, value, Op); // what the scope wrote to the source is sent
+  scope_enter<S>(operation, dst, src, bytes, pe, sig, value, Op); // what the scope wrote to the source is sent
   const PeerAccess access(ctx, pe);
   const bool fine =
       sig == nullptr ? access.validate<S>(operation, dst, bytes) : access.validate<S>(operation, dst, bytes, sig);

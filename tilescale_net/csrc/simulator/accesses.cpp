@@ -189,6 +189,26 @@ std::string HappensBefore::changed_word(const Actor& actor, const Event& event, 
   return race(actor, what + " changes", found, call.pe, Change::signal);
 }
 
+uint64_t HappensBefore::whole_number(uint32_t number) const {
+  const uint64_t latest = memory_->own().transfers;
+  return latest - ((latest - number) & 0x7fffffff);
+}
+
+bool HappensBefore::source_is_free(uint32_t number, uint32_t warp, unsigned lane) {
+  return !unordered(transfer_stamp(memory_->me, Touch::source, whole_number(number)), warp, lane);
+}
+
+std::string HappensBefore::thread_of_transfer(uint32_t number) const {
+  Transfer t;
+  if (!memory_->find(memory_->me, whole_number(number), &t)) return "this rank";
+  return "block " + text(t.block) + " thread " + text(t.thread) + " to " + pe_text(t.pe);
+}
+
+void HappensBefore::replaces(uint64_t put, uint32_t before, uint32_t warp, unsigned lane) {
+  const auto source = [&](uint64_t number) { return transfer_stamp(memory_->me, Touch::source, number); };
+  note_replaced(source(put), unordered(source(whole_number(before)), warp, lane));
+}
+
 std::string HappensBefore::put(const Actor& actor, const Event& event, const Call& call, Stamp source, Stamp target) {
   const uint64_t bytes = static_cast<uint64_t>(call.bytes);
   const std::string what = primitive_name(event.operation, event.scope, names_, event.line) + line(event.line) +

@@ -93,9 +93,44 @@ void Grid::begin(const Call& call) {
   if (!order_) return;
   const Actor who = actor();
   running_->put_epoch = call.operation == kOpPutSignal && call.bytes > 0 ? order_->epoch(who.warp) : 0;
-  const std::string wrong = order_->begin(who, call);
+  std::string wrong = order_->begin(who, call);
   restamp();
+  if (local_ && wrong.empty()) wrong = copies(call);
   if (race_.empty()) race_ = wrong; // reported at the end: other ranks need the rest of the kernel
+}
+
+SharedRange Grid::shared_range() const {
+  const Thread& view = running_->view;
+  return {reinterpret_cast<uint64_t>(view.dynamic_shared), view.dynamic_shared_bytes};
+}
+
+bool Grid::is_shared(const void* p) const {
+  const SharedRange range = shared_range();
+  if (reinterpret_cast<uint64_t>(p) - range.begin < range.bytes) return true;
+  return std::any_of(running_->block->variables.begin(), running_->block->variables.end(), [&](const auto& variable) {
+    return reinterpret_cast<uint64_t>(p) - reinterpret_cast<uint64_t>(variable.second.memory.get()) <
+           variable.second.bytes;
+  });
+}
+
+// What a copy does to memory of this rank beside its heap's shadow: it fills the destination of a get, and reads the
+// source of a put: shared memory during the call, other memory until the put is done.
+std::string Grid::copies(const Call& call) {
+  const bool puts = call.operation == kOpPut || call.operation == kOpPutSignal;
+  if (call.bytes <= 0 || (call.operation != kOpGet && !puts)) return "";
+  Thread& view = running_->view;
+  const uint32_t warp = warp_number(*running_);
+  if (!puts) return local_->copied(view, warp, call, false, 0, shared_range());
+  if (order_->in_heap(call.source)) return "";
+  if (!is_shared(call.source))
+    return local_->copied(view, warp, call, true, order_->latest_transfer(), shared_range());
+  // By the last thread of the scope: of all its threads it is the least likely to write there alone afterwards.
+  const unsigned last = threads_per_block_ - 1, own = view.linear / 32;
+  const bool of_block = call.scope == static_cast<uint32_t>(Scope::block);
+  const unsigned thread = of_block ? last : call.scope == 0 ? view.linear : std::min(last, own * 32 + 31);
+  Thread& reader = running_->block->threads[thread].view;
+  local_->enter(reader, warp - own + thread / 32);
+  return local_->copied(reader, warp - own + thread / 32, call, true, 0, shared_range());
 }
 
 // A signal of a rank that is not followed may carry everything; to PEs that are not mapped it goes by the proxy.
@@ -144,10 +179,8 @@ void Grid::viewed(const void* address, uint64_t bytes, bool store, const char* n
 
 void Grid::local_access(const void* address, uint64_t bytes, LocalAccess access, const char* name, const void* base) {
   if (!local_) return;
-  const Thread& view = running_->view;
-  const SharedRange shared{reinterpret_cast<uint64_t>(view.dynamic_shared), view.dynamic_shared_bytes};
   std::string wrong =
-      local_->accessed(running_->view, warp_number(*running_), address, bytes, access, name, base, shared);
+      local_->accessed(running_->view, warp_number(*running_), address, bytes, access, name, base, shared_range());
   if (race_.empty()) race_ = std::move(wrong);
 }
 

@@ -337,8 +337,9 @@ void Grid::check_shared(Block& block) {
 }
 
 void* Grid::static_shared(int id, size_t bytes) {
-  auto& memory = running_->block->variables[id];
+  auto& [memory, size] = running_->block->variables[id];
   if (!memory) {
+    size = bytes + 1024;
     memory.reset(new char[bytes + 1024]);
     memset(memory.get(), kPoison, bytes + 1024);
     if (local_) local_->forget(memory.get(), bytes + 1024);

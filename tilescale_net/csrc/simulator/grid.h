@@ -74,7 +74,11 @@ struct Block {
   bool after_wait = false;            // a thread has seen a signal since the last barrier
   uint64_t next_value = 0, value = 0; // of a broadcast
   std::unique_ptr<char[]> shared;     // dynamic shared memory between two strips of known bytes
-  std::unordered_map<int, std::unique_ptr<char[]>> variables;
+  struct Variable {
+    std::unique_ptr<char[]> memory;
+    size_t bytes = 0;
+  };
+  std::unordered_map<int, Variable> variables;
 };
 
 enum class Failure { none, kernel, out_of_bounds, deadlock, interrupted, race };
@@ -181,6 +185,9 @@ private:
   void meet_block(int id, int count, bool arrive_only, bool orders);
   void restamp();
   Actor actor() const;
+  SharedRange shared_range() const;
+  bool is_shared(const void* p) const;
+  std::string copies(const Call& call);
   void untold(const Call& call);
   void begin_lag(Block& block);
   bool lags(const Fiber& fiber) const { return lagging_ && fiber.block->warps[fiber.view.linear / 32].lags; }

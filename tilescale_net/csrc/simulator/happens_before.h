@@ -82,6 +82,13 @@ public:
   Stamp stamp(uint32_t warp, unsigned lane) {
     return memory_ ? access_stamp(memory_->me, warp, lane, at(warp).epoch) : 0;
   }
+  // The latest transfer that this rank has begun, 0: none is kept; and by the last 31 bits of its number, whether its
+  // source may be written again, and which thread began it.
+  uint64_t latest_transfer() const { return follows_ranks_ ? memory_->own().transfers : 0; }
+  bool source_is_free(uint32_t number, uint32_t warp, unsigned lane);
+  std::string thread_of_transfer(uint32_t number) const;
+  // A put has taken the place of another one, which has read the same bytes.
+  void replaces(uint64_t put, uint32_t before, uint32_t warp, unsigned lane);
   bool follows_ranks() const { return follows_ranks_; }
   const Site* sites() const { return sites_.data(); } // of the kernel's lines, from -1 on
 
@@ -180,6 +187,7 @@ private:
   std::string passed() const;
   void enter_barrier(const Actor& actor, unsigned lane);
   std::string transfer(const Actor& actor, const Event& event, const Call& call, uint32_t warps);
+  uint64_t whole_number(uint32_t number) const;
   uint64_t record(const Actor& actor, const Event& event, uint32_t warps, uint64_t word, const std::string& name,
                   uint32_t lane = 0);
   // A signal changes its word: meanwhile only waits may read it.

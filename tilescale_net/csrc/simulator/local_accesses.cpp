@@ -3,6 +3,7 @@
 #include "tilescale_net/csrc/common/address_of.h"
 
 #include <algorithm>
+#include <string.h>
 
 namespace tsn {
 namespace sim {
@@ -12,7 +13,11 @@ constexpr uint32_t epoch_of_stamp(uint64_t stamp) { return static_cast<uint32_t>
 constexpr uint32_t warp_of_stamp(uint64_t stamp) { return static_cast<uint32_t>(stamp >> 16 & 0xffff); }
 constexpr unsigned lane_of_stamp(uint64_t stamp) { return static_cast<unsigned>(stamp >> 11 & 31); }
 constexpr uint64_t kInfoName = (1ull << 48) - 1;
+constexpr uint64_t put_stamp(uint64_t number) { return kLocalPut | (number & 0x7fffffff) << 32; }
 constexpr size_t kMaxPages = 1 << 14; // 64 MiB that one launch touches; what comes after them is not followed
+uint64_t info_of(const char* name, const Thread& view) {
+  return (address_of(name) & kInfoName) | static_cast<uint64_t>(static_cast<uint16_t>(view.site + 1)) << 48;
+}
 } // namespace
 
 LocalAccesses::LocalAccesses(HappensBefore& order, unsigned warps_per_block, const std::vector<std::string>& lines)
@@ -70,6 +75,7 @@ std::string LocalAccesses::limits() const {
 
 bool LocalAccesses::ordered(uint64_t stamp, Thread& view, uint32_t warp) {
   const uint32_t epoch = epoch_of_stamp(stamp), by = warp_of_stamp(stamp);
+  if (is_local_put(stamp)) return order_.source_is_free(epoch, warp, view.lane);
   if (!stamp || epoch < first_epoch_) return true;
   const unsigned lane = lane_of_stamp(stamp);
   if (by == warp && lane == view.lane) return true;
@@ -81,8 +87,7 @@ bool LocalAccesses::ordered(uint64_t stamp, Thread& view, uint32_t warp) {
 std::string LocalAccesses::accessed(Thread& view, uint32_t warp, const void* p, uint64_t bytes, LocalAccess access,
                                     const char* name, const void* base, SharedRange shared) {
   std::string wrong;
-  const uint64_t info = (address_of(name) & kInfoName) | static_cast<uint64_t>(static_cast<uint16_t>(view.site + 1))
-                                                             << 48;
+  const uint64_t info = info_of(name, view);
   for (uint64_t at = address_of(p) / 4 * 4; at < address_of(p) + bytes; at += 4) {
     LocalCell& c = cell(at);
     const uint64_t own =
@@ -107,6 +112,33 @@ std::string LocalAccesses::accessed(Thread& view, uint32_t warp, const void* p, 
   return wrong;
 }
 
+const char* LocalAccesses::named(const Call& call) {
+  return names_.insert(primitive_name(call.operation, call.scope)).first->c_str();
+}
+
+std::string LocalAccesses::copied(Thread& view, uint32_t warp, const Call& call, bool source, uint64_t put,
+                                  SharedRange shared) {
+  std::string wrong;
+  const char* name = named(call);
+  const uint64_t bytes = static_cast<uint64_t>(call.bytes), info = info_of(name, view);
+  uint64_t before = ~0ull; // the put that has read all of these bytes until now
+  call.each_row([&](const void* to, const void* from) {
+    const void* p = source ? from : to;
+    const std::string found = accessed(view, warp, p, bytes, source ? LocalAccess::load : LocalAccess::store, name,
+                                       source ? call.source : call.destination, shared);
+    if (wrong.empty()) wrong = found;
+    for (uint64_t at = address_of(p) / 4 * 4; put && at < address_of(p) + bytes; at += 4) {
+      LocalCell& c = cell(at);
+      const uint64_t other = is_local_put(c.load[1]) ? c.load[1] & ~kLocalMask : 0;
+      before = before == ~0ull || before == other ? other : 0;
+      c.load[1] = put_stamp(put) | local_mask(at, address_of(p), bytes);
+      c.load_info[1] = info;
+    }
+  });
+  if (put && before != ~0ull && is_local_put(before)) order_.replaces(put, epoch_of_stamp(before), warp, view.lane);
+  return wrong;
+}
+
 std::string LocalAccesses::line(unsigned site) const {
   return site && site <= lines_.size() && !lines_[site - 1].empty() ? " (" + lines_[site - 1] + ")" : "";
 }
@@ -120,29 +152,34 @@ std::string LocalAccesses::thread_of(uint64_t stamp) const {
 std::string LocalAccesses::race(const Thread& view, const void* p, uint64_t at, LocalAccess access, const char* name,
                                 const void* base, uint64_t other, uint64_t other_info, bool stored,
                                 SharedRange shared) const {
-  const auto verb = [](bool atomic, bool store) {
-    return atomic ? "an atomic operation on " : store ? "a store to " : "a load of ";
+  const auto verb = [](bool atomic, bool store, const char* name) -> std::string {
+    if (name && !strncmp(name, "N.", 2)) return name;
+    return std::string(atomic ? "an atomic operation on " : store ? "a store to " : "a load of ") +
+           (name ? name : "a word");
   };
   const uint64_t begin = std::max(at, address_of(p));
   const std::string where = address_of(p) - shared.begin < shared.bytes ? " (shared memory)"
                             : order_.in_heap(p)                         ? ""
                                                                         : " (memory of this rank)";
-  const std::string what = name ? name : "a word";
   const uint32_t by = warp_of_stamp(other);
-  const char* advice = by == warp_of_stamp(view.local_stamp) ? "T.sync_warp() or T.sync_threads() is missing"
+  const char* advice = is_local_put(other) ? "N.quiet, or a signal of the target that it has the data and a wait for it, "
+                                             "is missing"
+                       : by == warp_of_stamp(view.local_stamp) ? "T.sync_warp() or T.sync_threads() is missing"
                        : by / warps_per_block_ == view.linear_block
                            ? "T.sync_threads() is missing"
                            : "a barrier of the grid, or another synchronisation of the two blocks (a release and an "
                              "acquire of scope \"gpu\"; relaxed accesses order nothing), is missing";
   const char* other_name = reinterpret_cast<const char*>(other_info & kInfoName);
-  std::string second = verb(other & kLocalAtomic, stored);
-  second += other_name ? other_name : "the word";
-  return verb(access == LocalAccess::atomic, access == LocalAccess::store) + what + where +
+  const std::string second = verb(other & kLocalAtomic, stored, other_name);
+  return verb(access == LocalAccess::atomic, access == LocalAccess::store, name) + where +
          line(static_cast<unsigned>(view.site + 1)) + " by " + thread_of(view.local_stamp) + " touches bytes " +
          std::to_string(base ? begin - address_of(base) : 0) + " to " +
          std::to_string((base ? begin - address_of(base) : 0) +
                         static_cast<uint64_t>(__builtin_popcountll(other & kLocalMask))) +
-         " of it, and so does " + second + line(static_cast<unsigned>(other_info >> 48)) + " by " + thread_of(other) +
+         (name && !strncmp(name, "N.", 2) ? access == LocalAccess::store ? " of its destination" : " of its source"
+                                          : " of it") +
+         ", and so does " + second + line(static_cast<unsigned>(other_info >> 48)) + " by " +
+         (is_local_put(other) ? order_.thread_of_transfer(epoch_of_stamp(other)) : thread_of(other)) +
          ", and nothing orders the two: " + advice + " between them";
 }
 

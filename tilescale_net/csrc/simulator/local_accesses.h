@@ -8,6 +8,7 @@
 #include "tilescale_net/device/host/simulator_api.h"
 
 #include <memory>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -35,6 +36,10 @@ public:
   std::string accessed(Thread& view, uint32_t warp, const void* p, uint64_t bytes, LocalAccess access, const char* name,
                        const void* base, SharedRange shared);
 
+  // A copy by the thread: the rows of its destination, or of its source, which it reads during the call (`put`: 0) or
+  // until the put of this number is done.
+  std::string copied(Thread& view, uint32_t warp, const Call& call, bool source, uint64_t put, SharedRange shared);
+
 private:
   struct Page {
     LocalCell cells[kLocalPage / 4]{};
@@ -45,6 +50,8 @@ private:
   bool is_benign(uint64_t address) const;
   std::string race(const Thread& view, const void* p, uint64_t at, LocalAccess access, const char* name,
                    const void* base, uint64_t other, uint64_t other_info, bool stored, SharedRange shared) const;
+  // A call by its name, which lasts as long as the launch.
+  const char* named(const Call& call);
   std::string thread_of(uint64_t stamp) const;
   std::string line(unsigned site) const;
 
@@ -55,6 +62,7 @@ private:
   LocalPages shadow_{};
   std::unordered_map<uint64_t, std::unique_ptr<Page>> pages_; // by address / kLocalPage
   std::vector<std::pair<uint64_t, uint64_t>> benign_;
+  std::set<std::string> names_; // of calls
   bool more_pages_ = false; // than are kept
 };
 

@@ -49,6 +49,10 @@ inline uint64_t local_mask(uint64_t at, uint64_t begin, uint64_t bytes) {
   return mask;
 }
 
+// In the place of a stamp of a load: a put that may still read the bytes, by its number; of no warp that there is.
+constexpr uint64_t kLocalPut = 0xffffull << 16 | 1ull << 63;
+inline bool is_local_put(uint64_t stamp) { return (stamp & kLocalPut) == kLocalPut; }
+
 // Leaves an access in its cell. What a thread does to more of the bytes in the same epoch is added.
 inline void local_loaded(LocalCell& c, uint64_t own, uint64_t info) {
   const uint64_t same = ~(kLocalMask | kLocalAtomic), warp = 0xffffull << 16;
@@ -56,7 +60,7 @@ inline void local_loaded(LocalCell& c, uint64_t own, uint64_t info) {
     c.load[0] |= own;
     return;
   }
-  if ((c.load[0] ^ own) & warp) c.load[1] = c.load[0], c.load_info[1] = c.load_info[0];
+  if ((c.load[0] ^ own) & warp && !is_local_put(c.load[1])) c.load[1] = c.load[0], c.load_info[1] = c.load_info[0];
   c.load[0] = own;
   c.load_info[0] = info;
 }
