@@ -14,9 +14,6 @@ namespace sim {
 
 namespace {
 
-Stamp read(const Stamp& stamp) { return __atomic_load_n(&stamp, __ATOMIC_RELAXED); }
-void write(Stamp& stamp, Stamp value) { __atomic_store_n(&stamp, value, __ATOMIC_RELAXED); }
-
 std::string text(uint64_t n) { return std::to_string(n); }
 std::string pe_text(int pe) { return "PE " + std::to_string(pe); }
 
@@ -72,31 +69,26 @@ void HappensBefore::benign_race(const void* address, uint64_t bytes) {
   end = std::max(end, memory_->offset(address) + bytes);
 }
 
-bool HappensBefore::is_benign(uint64_t offset) const {
+bool HappensBefore::is_benign(uint64_t first, uint64_t last) const {
   for (const auto& [begin, end] : benign_)
-    if (offset + 4 > begin && offset < end) return true;
+    if (last > begin && first < end) return true;
   return false;
 }
 
-// Whole granules only: a neighbour's bytes may share the first and the last one.
 void HappensBefore::look(int rank, bool of_stores, uint64_t offset, uint64_t bytes, const Actor& actor, Stamp mark,
                          Found* found, bool keep_unordered) {
-  Stamp* stamps = of_stores ? memory_->stores(rank) : memory_->loads(rank);
-  Site* sites = of_stores ? memory_->store_sites(rank) : memory_->load_sites(rank);
-  const Site own = site_of(actor);
   Stamp before = 0, wrong = 0; // of the latter what is not ordered
-  const uint64_t last = (offset + bytes) / 4;
-  for (uint64_t i = (offset + 3) / 4; i < last; ++i) {
-    const Stamp stamp = read(stamps[i]);
-    const Site site = sites[i];
+  const auto& shadow = of_stores ? memory_->stores(rank) : memory_->loads(rank);
+  shadow.each(offset, bytes, mark, site_of(actor), [&](Stamp stamp, Site site, uint64_t begin, uint64_t end) {
     const bool again = stamp == before;
     if (!again && (found || keep_unordered)) wrong = unordered(stamp, actor.warp, actor.lane());
     before = stamp;
-    if (mark && !(wrong && keep_unordered)) write(stamps[i], mark), sites[i] = own;
-    if (!found || !wrong) continue;
-    if (again && found->stamp == wrong && found->end == i * 4) found->end += 4;
-    else if (!found->stamp && !is_benign(i * 4)) *found = {wrong, of_stores, i * 4, i * 4 + 4, site};
-  }
+    if (found && wrong) {
+      if (again && found->stamp == wrong && found->end == begin) found->end = end;
+      else if (!found->stamp && !is_benign(begin, end)) *found = {wrong, of_stores, begin, end, site};
+    }
+    return !(wrong && keep_unordered);
+  });
 }
 
 uint64_t HappensBefore::record(const Actor& actor, const Event& event, uint32_t warps, uint64_t word,
@@ -224,8 +216,8 @@ std::string HappensBefore::put(const Actor& actor, const Event& event, const Cal
       look(memory_->me, true, from, bytes, actor, 0, &found);
       Found reads;
       look(memory_->me, false, from, bytes, actor, source, &reads);
-      alike = alike && (row == call.source || reads.stamp == replaced) && reads.begin == (from + 3) / 4 * 4 &&
-              reads.end == (from + bytes) / 4 * 4;
+      alike = alike && (row == call.source || reads.stamp == replaced) && reads.begin == from &&
+              reads.end == from + bytes;
       replaced = reads.stamp;
     });
     if (alike) note_replaced(source, replaced);
@@ -279,25 +271,28 @@ std::string HappensBefore::accessed(const Actor& actor, const void* address, uin
                                     const char* name, bool judge, Thread& view) {
   if (!memory_) return "";
   const int me = memory_->me;
-  Stamp *stores = memory_->stores(me), *loads = memory_->loads(me);
-  Site *store_sites = memory_->store_sites(me), *load_sites = memory_->load_sites(me);
   const uint64_t offset = memory_->offset(address);
   const Stamp own = stamp(actor.warp, actor.lane());
+  const Site site = site_of(actor);
   Found found;
   // Accesses of one rank are not compared with each other.
-  const auto plain = [&](Stamp s) { return touch_of(s) == Touch::access && rank_of_stamp(s) == memory_->me; };
-  for (uint64_t i = offset / 4; i <= (offset + bytes - 1) / 4; ++i) {
-    const Stamp last_store = read(stores[i]), last_load = read(loads[i]);
-    const Stamp wrong_store = plain(last_store) ? 0 : unordered(last_store, actor.warp, actor.lane());
-    const Stamp wrong_load = plain(last_load) ? 0 : unordered(last_load, actor.warp, actor.lane());
-    if (wrong_store && !found.stamp) found = {wrong_store, true, i * 4, i * 4 + 4, store_sites[i]};
-    if (store && wrong_load && !found.stamp) found = {wrong_load, false, i * 4, i * 4 + 4, load_sites[i]};
-    if (!wrong_store) view.ordered_store = last_store;
-    if (!wrong_load) view.ordered_load = last_load;
-    if (store) write(stores[i], own), store_sites[i] = site_of(actor);
-    else if (!wrong_load) write(loads[i], own), load_sites[i] = site_of(actor);
-  }
-  if (!found.stamp || !judge || is_benign(found.begin)) return "";
+  const auto after = [&](Stamp s) {
+    if (touch_of(s) == Touch::access && rank_of_stamp(s) == memory_->me) return Stamp(0);
+    return unordered(s, actor.warp, actor.lane());
+  };
+  memory_->stores(me).each(offset, bytes, store ? own : 0, site, [&](Stamp s, Site by, uint64_t begin, uint64_t end) {
+    const Stamp wrong = after(s);
+    if (!wrong) view.ordered_store = s;
+    else if (!found.stamp) found = {wrong, true, begin, end, by};
+    return true;
+  });
+  memory_->loads(me).each(offset, bytes, store ? 0 : own, site, [&](Stamp s, Site by, uint64_t begin, uint64_t end) {
+    const Stamp wrong = after(s);
+    if (!wrong) view.ordered_load = s;
+    else if (store && !found.stamp) found = {wrong, false, begin, end, by};
+    return !wrong;
+  });
+  if (!found.stamp || !judge || is_benign(found.begin, found.end)) return "";
   return race(actor, plain_access(actor, store, name), found, memory_->me, store ? Change::own : Change::none);
 }
 

@@ -239,8 +239,6 @@ void Grid::restamp() {
   if (view.heap_bytes && blocks_ * ((threads_per_block_ + 31) / 32) < kMaxWarps) {
     view.stores = memory->stores(memory->me);
     view.loads = memory->loads(memory->me);
-    view.store_sites = memory->store_sites(memory->me);
-    view.load_sites = memory->load_sites(memory->me);
     view.heap_sites = order_->sites();
   }
   view.followed = true;

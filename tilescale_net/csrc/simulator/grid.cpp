@@ -228,8 +228,7 @@ void Grid::start_block() {
     fiber.state = State::fresh;
     fiber.view.site = -1;
     fiber.view.uses_result = true;
-    fiber.view.stores = fiber.view.loads = nullptr;
-    fiber.view.store_sites = fiber.view.load_sites = nullptr;
+    fiber.view.stores = fiber.view.loads = {};
     fiber.view.heap_sites = nullptr;
     fiber.view.heap_base = heap_ ? heap_->base : 0;
     fiber.view.heap_bytes = heap_ ? heap_->bytes : 0;

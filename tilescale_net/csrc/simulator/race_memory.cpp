@@ -20,16 +20,47 @@ template <typename T>
 T seen(const T& word) {
   return __atomic_load_n(&word, __ATOMIC_ACQUIRE);
 }
+
+// Until another rank has done something; see kPatience.
+template <typename F>
+void wait_for(F done) {
+  if (done()) return;
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  while (!done() && std::chrono::steady_clock::now() < end) sched_yield();
+}
 } // namespace
 
 uint64_t race_memory_bytes(uint64_t heap_bytes) {
-  return sizeof(Page) + heap_bytes / 4 * 2 * (sizeof(Stamp) + sizeof(Site));
+  return sizeof(Page) + (heap_bytes / 4 + heap_bytes) * 2 * (sizeof(Stamp) + sizeof(Site));
 }
 
-Stamp* RaceMemory::stores(int rank) const { return reinterpret_cast<Stamp*>(pages[static_cast<size_t>(rank)] + 1); }
-Stamp* RaceMemory::loads(int rank) const { return stores(rank) + bytes / 4; }
-Site* RaceMemory::store_sites(int rank) const { return reinterpret_cast<Site*>(loads(rank) + bytes / 4); }
-Site* RaceMemory::load_sites(int rank) const { return store_sites(rank) + bytes / 4; }
+// Behind the page: stamps by 4 bytes, of stores and of loads, their sites, and the same by byte, of which the system gives
+// memory only where something is written.
+Shadow RaceMemory::stores(int rank) const {
+  Shadow s;
+  s.words = reinterpret_cast<Stamp*>(pages[static_cast<size_t>(rank)] + 1);
+  s.word_sites = reinterpret_cast<Site*>(s.words + bytes / 4 * 2);
+  s.bytes = reinterpret_cast<Stamp*>(s.word_sites + bytes / 4 * 2);
+  s.byte_sites = reinterpret_cast<Site*>(s.bytes + bytes * 2);
+  return s;
+}
+Shadow RaceMemory::loads(int rank) const {
+  const Shadow s = stores(rank);
+  return {{s.words + bytes / 4, s.word_sites + bytes / 4, s.bytes + bytes, s.byte_sites + bytes}};
+}
+
+void Shadow::part(uint64_t word) const {
+  Stamp stamp = seen(words[word]);
+  while (stamp < kParting && !__atomic_compare_exchange_n(words + word, &stamp, kParting, false, __ATOMIC_ACQ_REL,
+                                                          __ATOMIC_ACQUIRE)) {
+  }
+  if (stamp >= kParting) return wait_for([&] { return seen(words[word]) != kParting; }); // by another rank
+  for (uint64_t at = word * 4; at < word * 4 + 4; ++at) {
+    __atomic_store_n(bytes + at, stamp, __ATOMIC_RELAXED);
+    byte_sites[at] = word_sites[word];
+  }
+  __atomic_store_n(words + word, kByBytes, __ATOMIC_RELEASE);
+}
 
 int RaceMemory::owner(const void* p) const {
   const uint64_t at = reinterpret_cast<uint64_t>(p);
@@ -47,8 +78,8 @@ void RaceMemory::touch(const void* p) const {
 bool RaceMemory::touched(uint64_t offset) const {
   const uint64_t word = offset / 8 % kTouched;
   if (seen(own().touched[word / 64]) >> word % 64 & 1) return true;
-  const Stamp last = seen(stores(me)[offset / 4]); // a put, a signal, or a store through a view
-  return last && rank_of_stamp(last) != me;
+  const Stamp last = seen(stores(me).words[offset / 4]); // a put, a signal, or a store through a view
+  return last >= kParting || (last && rank_of_stamp(last) != me);
 }
 
 void RaceMemory::peer_range(uint64_t* begin, uint64_t* size) const {
@@ -140,10 +171,7 @@ void RaceMemory::receive(const Known& own_signals) {
   }
   for (; read < end; ++read) {
     const Message& there = page.message[read % kMessages];
-    if (seen(there.turn) != read + 1) {
-      const auto end = std::chrono::steady_clock::now() + kPatience;
-      while (seen(there.turn) != read + 1 && std::chrono::steady_clock::now() < end) sched_yield();
-    }
+    wait_for([&] { return seen(there.turn) == read + 1; });
     const Message m = there;
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     const Known sent = seen(there.turn) == read + 1 && m.turn == read + 1 && !m.everything ? fetch(m) : nullptr;

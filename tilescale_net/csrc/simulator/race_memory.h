@@ -6,6 +6,7 @@
 #pragma once
 
 #include "clock.h"
+#include "tilescale_net/device/host/simulator_api.h"
 
 #include <map>
 #include <string>
@@ -137,6 +138,18 @@ struct Page {
 
 uint64_t race_memory_bytes(uint64_t heap_bytes);
 
+// The last stores to a heap, or the last loads: a stamp for each 4 bytes, and where some of these were accessed without
+// the others, one for each byte. With the sites of those that are plain accesses.
+struct Shadow : HeapAccesses {
+  // f(stamp, site, begin, end) for all parts of a range that have a stamp; where it returns true, and `mark` is not 0,
+  // the mark takes the stamp's place.
+  template <typename F>
+  void each(uint64_t offset, uint64_t size, Stamp mark, Site site, F f) const;
+
+private:
+  void part(uint64_t word) const; // its bytes have stamps of their own from now on
+};
+
 // A rank and its heap: what this process keeps of them from launch to launch.
 struct RaceMemory {
   int me = 0;
@@ -157,11 +170,8 @@ struct RaceMemory {
 
   int ranks() const { return static_cast<int>(pages.size()); }
   Page& own() const { return *pages[static_cast<size_t>(me)]; }
-  Stamp* stores(int rank) const;
-  Stamp* loads(int rank) const;
-  // Where the plain accesses stand whose stamps these are.
-  Site* store_sites(int rank) const;
-  Site* load_sites(int rank) const;
+  Shadow stores(int rank) const;
+  Shadow loads(int rank) const;
   uint64_t offset(const void* p) const { return reinterpret_cast<uint64_t>(p) - base; }
   bool holds(const void* p) const { return offset(p) < bytes; }
   bool is_peer_heap(const void* p) const { return owner(p) >= 0 && owner(p) != me; }
@@ -208,6 +218,30 @@ void host_has_met(uint64_t base);
 RaceMemory* race_memory(uint64_t base); // null: none
 uint32_t take_epoch();                  // one that is later than all of this process
 void give_epoch(uint32_t last);
+
+template <typename F>
+void Shadow::each(uint64_t offset, uint64_t size, Stamp mark, Site site, F f) const {
+  const uint64_t end = offset + size;
+  const auto look = [&](Stamp* stamps, Site* sites, uint64_t at, uint64_t begin, uint64_t to) {
+    const bool leaves = f(__atomic_load_n(stamps + at, __ATOMIC_RELAXED), sites[at], begin, to) && mark;
+    if (leaves) __atomic_store_n(stamps + at, mark, __ATOMIC_RELAXED), sites[at] = site;
+    return leaves;
+  };
+  for (uint64_t i = offset / 4; i * 4 < end; ++i) {
+    const uint64_t first = i * 4 < offset ? offset : i * 4, last = i * 4 + 4 < end ? i * 4 + 4 : end;
+    const bool whole = last - first == 4;
+    if (__atomic_load_n(words + i, __ATOMIC_ACQUIRE) < kParting) {
+      if (whole || !mark) {
+        look(words, word_sites, i, first, last);
+        continue;
+      }
+      part(i);
+    }
+    bool all = whole;
+    for (uint64_t at = first; at < last; ++at) all = look(bytes, byte_sites, at, at, at + 1) && all;
+    if (all) word_sites[i] = site, __atomic_store_n(words + i, mark, __ATOMIC_RELEASE);
+  }
+}
 
 } // namespace sim
 } // namespace tsn

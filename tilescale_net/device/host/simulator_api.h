@@ -71,6 +71,16 @@ inline void local_stored(LocalCell& c, uint64_t own, uint64_t info) {
   c.load[0] = c.load[1] = 0;
 }
 
+// The last accesses to a heap, a stamp of csrc/simulator/race_memory.h for each 4 bytes, or for each byte where those of
+// the word are kByBytes; and where the plain ones stand.
+struct HeapAccesses {
+  uint64_t* words;
+  uint16_t* word_sites;
+  uint64_t* bytes;
+  uint16_t* byte_sites;
+};
+constexpr uint64_t kByBytes = ~0ull, kParting = kByBytes - 256; // the latter: not yet
+
 // The part of a simulated CUDA thread that compiled kernels read directly.
 struct Thread {
   Index3 thread_idx, block_idx, block_dim, grid_dim;
@@ -85,13 +95,10 @@ struct Thread {
   bool loads_followed; // loads of the heap are
   bool followed;       // words by which threads may order each other are to be reported
   bool scheduled;      // a scheduler decides at each access to such a word which thread goes on, and time stands still
-  // The last stores to this rank's heap, and the last loads: a stamp per 4 bytes, see csrc/simulator/race_memory.h.
-  // Null where they are not checked. The last byte of `stamp`, the thread's own, is that of all plain accesses of this
-  // rank.
-  uint64_t *stores, *loads;
-  uint16_t *store_sites,
-      *load_sites; // where those accesses stand; `heap_sites`: numbers of the kernel's lines, from -1 on
-  const uint16_t* heap_sites;
+  // The last stores to this rank's heap, and the last loads; null where they are not checked. The last byte of `stamp`,
+  // the thread's own, is that of all plain accesses of this rank.
+  HeapAccesses stores, loads;
+  const uint16_t* heap_sites; // numbers of the kernel's lines, from -1 on
   uint64_t heap_base, heap_bytes;
   uint64_t peers_begin, peers_bytes; // heaps of other ranks lie in this range; 0: they are not followed
   uint64_t stamp;

@@ -125,14 +125,30 @@ inline bool in_symmetric_heap(const void* p) {
 __attribute__((noinline)) inline void access_heap(const void* p, uint64_t bytes, bool store, const char* name) {
   const Thread& t = self();
   const uint64_t offset = reinterpret_cast<uint64_t>(p) - t.heap_base, own = t.stamp & 0xff;
-  for (uint64_t i = offset / 4; i <= (offset + bytes - 1) / 4; ++i) {
-    const uint64_t stored = __atomic_load_n(t.stores + i, __ATOMIC_RELAXED);
-    const uint64_t loaded = __atomic_load_n(t.loads + i, __ATOMIC_RELAXED);
-    const bool after_store = stored == 0 || (stored & 0xff) == own || stored == t.ordered_store;
-    const bool after_load = loaded == 0 || (loaded & 0xff) == own || loaded == t.ordered_load;
-    if (!after_store || !after_load) return api().remote->accessed(p, bytes, store, name);
-    __atomic_store_n((store ? t.stores : t.loads) + i, t.stamp, __ATOMIC_RELAXED);
-    (store ? t.store_sites : t.load_sites)[i] = t.heap_sites[t.site + 1];
+  const HeapAccesses& made = store ? t.stores : t.loads;
+  const uint16_t site = t.heap_sites[t.site + 1];
+  const auto comes_after = [&](uint64_t stored, uint64_t loaded) {
+    return (stored == 0 || (stored & 0xff) == own || stored == t.ordered_store) &&
+           (loaded == 0 || (loaded & 0xff) == own || loaded == t.ordered_load);
+  };
+  const auto read = [](const uint64_t* stamp) { return __atomic_load_n(stamp, __ATOMIC_RELAXED); };
+  if (__builtin_expect((offset | bytes) % 4, 0)) {
+    for (uint64_t at = offset; at < offset + bytes; ++at) {
+      const uint64_t stored = read(t.stores.words + at / 4), loaded = read(t.loads.words + at / 4);
+      const bool parted = (store ? stored : loaded) == kByBytes;
+      if (!parted || !comes_after(stored == kByBytes ? read(t.stores.bytes + at) : stored,
+                                  loaded == kByBytes ? read(t.loads.bytes + at) : loaded))
+        return api().remote->accessed(p, bytes, store, name);
+      __atomic_store_n(made.bytes + at, t.stamp, __ATOMIC_RELAXED);
+      made.byte_sites[at] = site;
+    }
+    return;
+  }
+  for (uint64_t i = offset / 4; i < (offset + bytes) / 4; ++i) {
+    if (!comes_after(read(t.stores.words + i), read(t.loads.words + i)))
+      return api().remote->accessed(p, bytes, store, name);
+    __atomic_store_n(made.words + i, t.stamp, __ATOMIC_RELAXED);
+    made.word_sites[i] = site;
   }
 }
 
@@ -173,13 +189,13 @@ inline void note_view(const void* p, uint64_t bytes, bool store, const char* nam
 }
 inline void note_store(const void* p, uint64_t bytes, const char* name, const void* base = nullptr) {
   note_local(p, bytes, LocalAccess::store, name, base);
-  if (!self().stores) return;
+  if (!self().stores.words) return;
   if (in_symmetric_heap(p)) access_heap(p, bytes, true, name);
   else note_view(p, bytes, true, name);
 }
 inline void note_load(const void* p, uint64_t bytes, const char* name, const void* base = nullptr) {
   note_local(p, bytes, LocalAccess::load, name, base);
-  if (!self().loads_followed || !self().stores) return;
+  if (!self().loads_followed || !self().stores.words) return;
   if (in_symmetric_heap(p)) access_heap(p, bytes, false, name);
   else note_view(p, bytes, false, name);
 }
