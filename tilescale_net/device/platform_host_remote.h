@@ -113,12 +113,16 @@ TSN_DEVICE bool defer_atomic_cas(const Context*, T*, T*, T, T, int, T*) {
 }
 
 TSN_DEVICE void announce(Operation operation, Scope scope, const void* dst, const void* src, int64_t bytes, int pe,
-                         const uint64_t* sig, uint64_t value, SignalOp op, int64_t rows, int64_t dst_pitch, int64_t src_pitch) {
-  sim::api().remote->announce({operation, uint32_t(scope), dst, src, bytes, pe, sig, value, op == SignalOp::add, rows, dst_pitch, src_pitch});
+                         const uint64_t* sig, uint64_t value, SignalOp op, int64_t rows, int64_t dst_pitch,
+                         int64_t src_pitch) {
+  sim::api().remote->announce(
+      {operation, uint32_t(scope), dst, src, bytes, pe, sig, value, op == SignalOp::add, rows, dst_pitch, src_pitch});
 }
 TSN_DEVICE void begin(Operation operation, Scope scope, const void* dst, const void* src, int64_t bytes, int pe,
-                      const uint64_t* sig, uint64_t value, SignalOp op, int64_t rows, int64_t dst_pitch, int64_t src_pitch) {
-  sim::api().remote->begin({operation, uint32_t(scope), dst, src, bytes, pe, sig, value, op == SignalOp::add, rows, dst_pitch, src_pitch});
+                      const uint64_t* sig, uint64_t value, SignalOp op, int64_t rows, int64_t dst_pitch,
+                      int64_t src_pitch) {
+  sim::api().remote->begin(
+      {operation, uint32_t(scope), dst, src, bytes, pe, sig, value, op == SignalOp::add, rows, dst_pitch, src_pitch});
 }
 TSN_DEVICE void signalling(const uint64_t* sig, int pe, uint64_t value, SignalOp op) {
   sim::api().remote->signalling(sig, pe, value, op == SignalOp::add);

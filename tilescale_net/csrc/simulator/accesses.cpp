@@ -216,14 +216,17 @@ std::string HappensBefore::put(const Actor& actor, const Event& event, const Cal
       look(memory_->me, true, from, bytes, actor, 0, &found);
       Found reads;
       look(memory_->me, false, from, bytes, actor, source, &reads);
-      alike = alike && (row == call.source || reads.stamp == replaced) && reads.begin == from &&
-              reads.end == from + bytes;
+      alike =
+          alike && (row == call.source || reads.stamp == replaced) && reads.begin == from && reads.end == from + bytes;
       replaced = reads.stamp;
     });
     if (alike) note_replaced(source, replaced);
     if (found.stamp) wrong = race(actor, what + " sends", found, memory_->me, Change::none);
   }
-  if (!follows_ranks_) return wrong;
+  // One of bytes onto themselves changes nothing.
+  const bool onto_itself =
+      call.pe == memory_->me && call.source == call.destination && (call.rows <= 1 || call.pitch == call.source_pitch);
+  if (!follows_ranks_ || onto_itself) return wrong;
   Found found;
   call.each_row([&](const void* row, const void*) {
     const uint64_t to = memory_->offset(row);

@@ -35,8 +35,7 @@ std::string difference(const Call& a, const Call& b) {
   if (a.value != b.value) return pair("value", std::to_string(a.value), std::to_string(b.value));
   if (a.destination != b.destination) return pair("destinations at", address(a.destination), address(b.destination));
   if (a.source != b.source) return pair("sources at", address(a.source), address(b.source));
-  if (a.pitch != b.pitch || a.source_pitch != b.source_pitch)
-    return "rows at unequal distances";
+  if (a.pitch != b.pitch || a.source_pitch != b.source_pitch) return "rows at unequal distances";
   return pair("signal words at", address(a.signal), address(b.signal));
 }
 } // namespace
@@ -122,8 +121,7 @@ std::string Grid::copies(const Call& call) {
   const uint32_t warp = warp_number(*running_);
   if (!puts) return local_->copied(view, warp, call, false, 0, shared_range());
   if (order_->in_heap(call.source)) return "";
-  if (!is_shared(call.source))
-    return local_->copied(view, warp, call, true, order_->latest_transfer(), shared_range());
+  if (!is_shared(call.source)) return local_->copied(view, warp, call, true, order_->latest_transfer(), shared_range());
   // By the last thread of the scope: of all its threads it is the least likely to write there alone afterwards.
   const unsigned last = threads_per_block_ - 1, own = view.linear / 32;
   const bool of_block = call.scope == static_cast<uint32_t>(Scope::block);

@@ -172,7 +172,8 @@ private:
   void start_block();
   void start(Fiber& fiber, unsigned linear, Block& block);
   void resume(Fiber& fiber);
-  void leave(); // from the running thread to the scheduler
+  void judge_store(); // the running thread's latest one, if another thread has stored there
+  void leave();       // from the running thread to the scheduler
   void finish(Fiber& fiber);
   void shuffle_order(std::vector<Fiber*>& list);
   void wake(Fiber* fiber);

@@ -217,7 +217,8 @@ std::string HappensBefore::stored_plainly(const Event& event, const uint64_t* wo
   const uint64_t offset = memory_->offset(word);
   for (uint64_t i = offset / 4; i < offset / 4 + 2; ++i) {
     const Stamp stamp = memory_->stores(memory_->me).words[i];
-    const bool own = stamp < kParting && touch_of(stamp) == Touch::access && rank_of_stamp(stamp) == memory_->me && !is_signal(stamp);
+    const bool own = stamp < kParting && touch_of(stamp) == Touch::access && rank_of_stamp(stamp) == memory_->me &&
+                     !is_signal(stamp);
     if (own && stamp >> 32 >= first_epoch_)
       return name(event) + " waits for the signal word at heap offset " + std::to_string(offset) + ", to which " +
              place(static_cast<uint32_t>(stamp >> 8 & 0xffff)) +

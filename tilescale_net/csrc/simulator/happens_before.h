@@ -37,6 +37,11 @@ struct Actor {
 
 constexpr uint32_t kHostWarp = kMaxWarps - 1; // the host counts as one more warp
 
+// The name that authors know: put_block, fence, …
+std::string primitive_name(uint32_t operation, uint32_t scope);
+// The name that the author typed at a line, where it is known.
+std::string primitive_name(uint32_t operation, uint32_t scope, const std::vector<std::string>& names, int line);
+
 class HappensBefore {
 public:
   // `memory`: null where the heap is not known.
@@ -89,6 +94,9 @@ public:
   std::string thread_of_transfer(uint32_t number) const;
   // A put has taken the place of another one, which has read the same bytes.
   void replaces(uint64_t put, uint32_t before, uint32_t warp, unsigned lane);
+  std::string typed_name(const Call& call, int line) const {
+    return primitive_name(call.operation, call.scope, names_, line);
+  }
   bool follows_ranks() const { return follows_ranks_; }
   const Site* sites() const { return sites_.data(); } // of the kernel's lines, from -1 on
 
@@ -248,10 +256,6 @@ private:
 // The host of a rank loads from or stores to its heap, at these addresses and sizes. What is wrong, or nothing.
 std::string host_access(uint64_t base, const std::vector<std::pair<uint64_t, uint64_t>>& runs, bool store,
                         const std::string& name);
-// The name that authors know: put_block, fence, …
-std::string primitive_name(uint32_t operation, uint32_t scope);
-// The name that the author typed at a line, where it is known.
-std::string primitive_name(uint32_t operation, uint32_t scope, const std::vector<std::string>& names, int line);
 
 } // namespace sim
 } // namespace tsn

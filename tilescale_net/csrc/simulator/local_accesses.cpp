@@ -15,6 +15,10 @@ constexpr unsigned lane_of_stamp(uint64_t stamp) { return static_cast<unsigned>(
 constexpr uint64_t kInfoName = (1ull << 48) - 1;
 constexpr uint64_t put_stamp(uint64_t number) { return kLocalPut | (number & 0x7fffffff) << 32; }
 constexpr size_t kMaxPages = 1 << 14; // 64 MiB that one launch touches; what comes after them is not followed
+const char* name_of(uint64_t info) { return reinterpret_cast<const char*>(info & kInfoName); }
+// Calls of primitives among what accesses memory: their names follow this character.
+constexpr char kCall = '\1';
+bool is_call(const char* name) { return name && *name == kCall; }
 uint64_t info_of(const char* name, const Thread& view) {
   return (address_of(name) & kInfoName) | static_cast<uint64_t>(static_cast<uint16_t>(view.site + 1)) << 48;
 }
@@ -86,7 +90,7 @@ bool LocalAccesses::ordered(uint64_t stamp, Thread& view, uint32_t warp) {
 
 std::string LocalAccesses::accessed(Thread& view, uint32_t warp, const void* p, uint64_t bytes, LocalAccess access,
                                     const char* name, const void* base, SharedRange shared) {
-  std::string wrong;
+  std::string wrong = stored();
   const uint64_t info = info_of(name, view);
   for (uint64_t at = address_of(p) / 4 * 4; at < address_of(p) + bytes; at += 4) {
     LocalCell& c = cell(at);
@@ -96,11 +100,22 @@ std::string LocalAccesses::accessed(Thread& view, uint32_t warp, const void* p, 
       if (!(other & own & kLocalMask) || (other & own & kLocalAtomic)) return false;
       return !ordered(other, view, warp);
     };
-    const auto tell = [&](uint64_t other, uint64_t other_info, bool stored) {
-      if (wrong.empty() && !is_benign(at))
-        wrong = race(view, p, at, access, name, base, other, other_info, stored, shared);
+    const auto race = [&](uint64_t other, uint64_t other_info, bool stored) {
+      return Race{view.local_stamp, info, other, other_info, access, stored, p, at, base, shared};
     };
-    if (conflicts(c.store)) tell(c.store, c.store_info, true);
+    const auto tell = [&](uint64_t other, uint64_t other_info, bool stored) {
+      if (wrong.empty() && !is_benign(at)) wrong = text(race(other, other_info, stored));
+    };
+    if (conflicts(c.store)) {
+      const bool both_store = access == LocalAccess::store && !(c.store & kLocalAtomic) && !is_call(name) &&
+                              !is_call(name_of(c.store_info));
+      if (!both_store) {
+        tell(c.store, c.store_info, true);
+      } else if (!latest_.p && !is_benign(at)) {
+        latest_ = race(c.store, c.store_info, true);
+        before_it_.assign(static_cast<const char*>(p), bytes);
+      }
+    }
     if (access == LocalAccess::load) {
       local_loaded(c, own, info);
       continue;
@@ -112,14 +127,14 @@ std::string LocalAccesses::accessed(Thread& view, uint32_t warp, const void* p, 
   return wrong;
 }
 
-const char* LocalAccesses::named(const Call& call) {
-  return names_.insert(primitive_name(call.operation, call.scope)).first->c_str();
+const char* LocalAccesses::named(const Call& call, int line) {
+  return names_.insert(kCall + order_.typed_name(call, line)).first->c_str();
 }
 
 std::string LocalAccesses::copied(Thread& view, uint32_t warp, const Call& call, bool source, uint64_t put,
                                   SharedRange shared) {
   std::string wrong;
-  const char* name = named(call);
+  const char* name = named(call, view.site);
   const uint64_t bytes = static_cast<uint64_t>(call.bytes), info = info_of(name, view);
   uint64_t before = ~0ull; // the put that has read all of these bytes until now
   call.each_row([&](const void* to, const void* from) {
@@ -139,6 +154,14 @@ std::string LocalAccesses::copied(Thread& view, uint32_t warp, const Call& call,
   return wrong;
 }
 
+std::string LocalAccesses::stored() {
+  if (!latest_.p) return "";
+  const bool same = !memcmp(latest_.p, before_it_.data(), before_it_.size());
+  const Race race = latest_;
+  latest_.p = nullptr;
+  return same ? "" : text(race);
+}
+
 std::string LocalAccesses::line(unsigned site) const {
   return site && site <= lines_.size() && !lines_[site - 1].empty() ? " (" + lines_[site - 1] + ")" : "";
 }
@@ -149,12 +172,14 @@ std::string LocalAccesses::thread_of(uint64_t stamp) const {
          std::to_string(warp % warps_per_block_ * 32 + lane_of_stamp(stamp));
 }
 
-std::string LocalAccesses::race(const Thread& view, const void* p, uint64_t at, LocalAccess access, const char* name,
-                                const void* base, uint64_t other, uint64_t other_info, bool stored,
-                                SharedRange shared) const {
+std::string LocalAccesses::text(const Race& race) const {
+  const auto& [own, info, other, other_info, access, stored, p, at, base, shared] = race;
+  const char *name = name_of(info), *other_name = name_of(other_info);
   const auto verb = [](bool atomic, bool store, const char* name) -> std::string {
-    if (name && !strncmp(name, "N.", 2)) return name;
-    return std::string(atomic ? "an atomic operation on " : store ? "a store to " : "a load of ") +
+    if (is_call(name)) return name + 1;
+    return std::string(atomic  ? "an atomic operation on "
+                       : store ? "a store to "
+                               : "a load of ") +
            (name ? name : "a word");
   };
   const uint64_t begin = std::max(at, address_of(p));
@@ -162,25 +187,28 @@ std::string LocalAccesses::race(const Thread& view, const void* p, uint64_t at, 
                             : order_.in_heap(p)                         ? ""
                                                                         : " (memory of this rank)";
   const uint32_t by = warp_of_stamp(other);
-  const char* advice = is_local_put(other) ? "N.quiet, or a signal of the target that it has the data and a wait for it, "
-                                             "is missing"
-                       : by == warp_of_stamp(view.local_stamp) ? "T.sync_warp() or T.sync_threads() is missing"
-                       : by / warps_per_block_ == view.linear_block
+  const bool all_store = stored && access == LocalAccess::store && other_info >> 48 == info >> 48;
+  const char* advice = is_local_put(other)
+                           ? "N.quiet, or a signal of the target that it has the data and a wait for it, "
+                             "is missing"
+                       : by == warp_of_stamp(own) ? "T.sync_warp() or T.sync_threads() is missing"
+                       : by / warps_per_block_ == warp_of_stamp(own) / warps_per_block_
                            ? "T.sync_threads() is missing"
                            : "a barrier of the grid, or another synchronisation of the two blocks (a release and an "
                              "acquire of scope \"gpu\"; relaxed accesses order nothing), is missing";
-  const char* other_name = reinterpret_cast<const char*>(other_info & kInfoName);
   const std::string second = verb(other & kLocalAtomic, stored, other_name);
   return verb(access == LocalAccess::atomic, access == LocalAccess::store, name) + where +
-         line(static_cast<unsigned>(view.site + 1)) + " by " + thread_of(view.local_stamp) + " touches bytes " +
+         line(static_cast<unsigned>(info >> 48)) + " by " + thread_of(own) + " touches bytes " +
          std::to_string(base ? begin - address_of(base) : 0) + " to " +
          std::to_string((base ? begin - address_of(base) : 0) +
                         static_cast<uint64_t>(__builtin_popcountll(other & kLocalMask))) +
-         (name && !strncmp(name, "N.", 2) ? access == LocalAccess::store ? " of its destination" : " of its source"
-                                          : " of it") +
+         (is_call(name) ? access == LocalAccess::store ? " of its destination" : " of its source" : " of it") +
          ", and so does " + second + line(static_cast<unsigned>(other_info >> 48)) + " by " +
          (is_local_put(other) ? order_.thread_of_transfer(epoch_of_stamp(other)) : thread_of(other)) +
-         ", and nothing orders the two: " + advice + " between them";
+         ", and nothing orders the two: " + advice + " between them" +
+         (all_store ? "; or, where they all store at a time, one thread is to store (if tx == 0), or N.benign_race "
+                      "declares that any of the values will do"
+                    : "");
 }
 
 } // namespace sim

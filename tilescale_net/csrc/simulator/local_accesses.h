@@ -40,7 +40,20 @@ public:
   // until the put of this number is done.
   std::string copied(Thread& view, uint32_t warp, const Call& call, bool source, uint64_t put, SharedRange shared);
 
+  // What is wrong with the thread's latest store, now that it has been made, or nothing: it has left another value than
+  // that of a store which nothing orders with it. To be called before another thread runs.
+  std::string stored();
+
 private:
+  struct Race { // an access beside another one, by their stamps and what LocalCell keeps of them
+    uint64_t own, info, other, other_info;
+    LocalAccess access;
+    bool stored; // by the other one
+    const void* p;
+    uint64_t at;      // of the 4 bytes that both touch
+    const void* base; // where the variable begins
+    SharedRange shared;
+  };
   struct Page {
     LocalCell cells[kLocalPage / 4]{};
   };
@@ -48,10 +61,9 @@ private:
   LocalCell& cell(uint64_t address);
   bool ordered(uint64_t stamp, Thread& view, uint32_t warp);
   bool is_benign(uint64_t address) const;
-  std::string race(const Thread& view, const void* p, uint64_t at, LocalAccess access, const char* name,
-                   const void* base, uint64_t other, uint64_t other_info, bool stored, SharedRange shared) const;
+  std::string text(const Race& race) const;
   // A call by its name, which lasts as long as the launch.
-  const char* named(const Call& call);
+  const char* named(const Call& call, int line);
   std::string thread_of(uint64_t stamp) const;
   std::string line(unsigned site) const;
 
@@ -62,8 +74,10 @@ private:
   LocalPages shadow_{};
   std::unordered_map<uint64_t, std::unique_ptr<Page>> pages_; // by address / kLocalPage
   std::vector<std::pair<uint64_t, uint64_t>> benign_;
+  Race latest_{};               // a store of the running thread beside another one, or none
+  std::string before_it_;       // the bytes that the other one left
   std::set<std::string> names_; // of calls
-  bool more_pages_ = false; // than are kept
+  bool more_pages_ = false;     // than are kept
 };
 
 } // namespace sim

@@ -34,8 +34,8 @@ uint64_t race_memory_bytes(uint64_t heap_bytes) {
   return sizeof(Page) + (heap_bytes / 4 + heap_bytes) * 2 * (sizeof(Stamp) + sizeof(Site));
 }
 
-// Behind the page: stamps by 4 bytes, of stores and of loads, their sites, and the same by byte, of which the system gives
-// memory only where something is written.
+// Behind the page: stamps by 4 bytes, of stores and of loads, their sites, and the same by byte, of which the system
+// gives memory only where something is written.
 Shadow RaceMemory::stores(int rank) const {
   Shadow s;
   s.words = reinterpret_cast<Stamp*>(pages[static_cast<size_t>(rank)] + 1);
@@ -51,8 +51,8 @@ Shadow RaceMemory::loads(int rank) const {
 
 void Shadow::part(uint64_t word) const {
   Stamp stamp = seen(words[word]);
-  while (stamp < kParting && !__atomic_compare_exchange_n(words + word, &stamp, kParting, false, __ATOMIC_ACQ_REL,
-                                                          __ATOMIC_ACQUIRE)) {
+  while (stamp < kParting &&
+         !__atomic_compare_exchange_n(words + word, &stamp, kParting, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
   }
   if (stamp >= kParting) return wait_for([&] { return seen(words[word]) != kParting; }); // by another rank
   for (uint64_t at = word * 4; at < word * 4 + 4; ++at) {

@@ -99,7 +99,7 @@ void trace_call_begins(const Call& call) {
   if (!e.name) e.name = the_tracer->ring.name(primitive_name(call.operation, call.scope));
   e.pe = call.pe;
   // Of waits and tests it is the comparison.
-  if (call.operation != kOpWait && call.operation != kOpTest) e.bytes = static_cast<uint64_t>(call.bytes);
+  if (call.operation != kOpWait && call.operation != kOpTest) e.bytes = static_cast<uint64_t>(call.bytes * call.rows);
   e.value = call.value;
   if (call.signal) e.word = reinterpret_cast<uint64_t>(call.signal) - the_tracer->heap_base;
   the_tracer->open[&running_thread()].push_back(e);

@@ -71,8 +71,8 @@ inline void local_stored(LocalCell& c, uint64_t own, uint64_t info) {
   c.load[0] = c.load[1] = 0;
 }
 
-// The last accesses to a heap, a stamp of csrc/simulator/race_memory.h for each 4 bytes, or for each byte where those of
-// the word are kByBytes; and where the plain ones stand.
+// The last accesses to a heap, a stamp of csrc/simulator/race_memory.h for each 4 bytes, or for each byte where those
+// of the word are kByBytes; and where the plain ones stand.
 struct HeapAccesses {
   uint64_t* words;
   uint16_t* word_sites;
