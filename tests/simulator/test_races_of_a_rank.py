@@ -1,5 +1,6 @@
 """Races that are not between a transfer and a kernel: threads of a rank, remote views, the host between launches."""
 
+import threading
 from concurrent import futures
 
 import pytest
@@ -15,9 +16,9 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tests import ranks
 from tilescale_net.errors import DataRace
-from tilescale_net.runtime import race_memory, simulator
+from tilescale_net.runtime import host_accesses, race_memory, simulator
 
-WARPS, WARP, BLOCKS, HALVES, ATOMIC, LAST_READ, VIEW, LANES, PUT = range(9)
+WARPS, WARP, BLOCKS, HALVES, ATOMIC, LAST_READ, VIEW, LANES, PUT, SAME = range(10)
 
 
 # Without this tilelang puts a barrier between any two accesses to shared memory by itself.
@@ -81,6 +82,12 @@ def one_of_many():
                     T.sync_threads()
                 if tx == 0:
                     shared[0] = 2.0
+            if case == SAME:  # stored by all threads of a block, or of both
+                if right == 0:
+                    shared[0] = T.cast(tx, "float32")
+                else:
+                    shared[0] = 3.0
+                    plain[0] = 3.0
             if case == VIEW and block == 0:
                 view = N.remote(y, pe)
                 view[tx] = x[tx]
@@ -209,7 +216,7 @@ def of_many_warps():
     def main(plain: T.Tensor((64,), "float32"), warps: T.int32):
         with T.Kernel(warps, threads=1) as block:
             if block < 2:
-                plain[0] = 1.0
+                plain[0] = T.cast(block, "float32")
 
     return main
 
@@ -300,6 +307,7 @@ CASES = [
     (BLOCKS, "memory of this rank", "two blocks"),
     (ATOMIC, "an atomic operation", "T.sync_threads() is missing"),
     (LAST_READ, "a store to shared (shared memory)", "a load of shared"),
+    (SAME, "a store to shared (shared memory)", "one thread is to store (if tx == 0), or N.benign_race"),
     (VIEW, "remote view", "N.fence"),
     (LANES, "remote view", "T.sync_warp()"),
     (PUT, "torch's zero_ on the host", "N.quiet"),
@@ -322,6 +330,55 @@ def _elsewhere(function, *args):
 def test_the_host_is_followed_in_any_thread():
     said = [o.error[1] if o.error else o.value[1] for o in ranks.launch(2, _elsewhere, _run, PUT, 0, PUT, env=RACES)]
     assert any("torch's zero_ on the host" in s for s in said), said
+
+
+# What the host does with the source and the target of a put that nothing has waited for, and with which of them.
+HOSTS = {
+    "numpy": lambda x, y: y.numpy(),
+    "tolist": lambda x, y: y.tolist(),
+    "allreduce_": lambda x, y: torch.distributed.all_reduce(x),
+    "_allgather_base_": lambda x, y: torch.distributed.all_gather_into_tensor(y, torch.ones(32)),
+    "fill_": lambda x, y: _elsewhere(x.fill_, 3.0),
+    "tilescale_net.free": lambda x, y: tsn.free(x),
+}
+RIGHT_HOSTS = [
+    lambda x, y: (x.numpy().sum(), x.tolist()),  # reading a source is fine
+    lambda x, y: torch.distributed.all_gather_into_tensor(torch.ones(128), x),
+    lambda x, y: (tsn.barrier(), y.numpy(), tsn.free(y)),
+]
+
+
+def _host_after_a_put():
+    from tilescale_net.compiler.simulator.kernel import SimulatedFunction
+
+    said = []
+    host_accesses.give_up = lambda base, error: said.append(str(error))
+    SimulatedFunction._give_up = lambda self, context, error: said.append(str(error))
+    plain, word = torch.zeros(128), torch.zeros(2, dtype=torch.int64).view(torch.uint64)
+    told = []
+    for act in [*HOSTS.values(), *RIGHT_HOSTS]:
+        flag, x, y = tsn.zeros((2,), torch.uint64), tsn.zeros((64,)), tsn.zeros((64,))
+        tsn.barrier()
+        said.clear()
+        with simulator.schedule(0):
+            one_of_many()(PUT, 0, plain, word, flag, x, y)
+        act(x, y)
+        tsn.barrier()
+        told.append(list(said))
+    tsn.finalize()
+    assert torch.Tensor.numpy is torch._C.TensorBase.numpy and threading.getprofile() is None
+    return told
+
+
+def test_what_the_host_does_by_other_means_than_operators():
+    """Its arrays and lists, torch.distributed, threads that never call the package, and `free`."""
+    outcomes = ranks.run(2, _host_after_a_put, env=RACES)
+    for i, name in enumerate(HOSTS):
+        said = [text for told in outcomes for text in told[i]]
+        # The rank that comes second finds it: the host, or a kernel that puts what a host has touched.
+        assert any(name in text or "which the host of rank" in text for text in said), (name, said)
+        assert all("N.put_signal_block" in text for text in said), (name, said)
+    assert not any(text for told in outcomes for text in told[len(HOSTS) :]), outcomes
 
 
 class _Counts(TorchDispatchMode):

@@ -236,6 +236,8 @@ class Heap:
             return self._agree("tilescale_net.free", "a tensor of no elements")  # it has no memory
         offset = self.offset_of(tensor)
         self._memory.synchronize()
+        if offset in self._allocator.live:
+            self._memory.before_free(self.base + offset, self._allocator.live[offset] - GAP)
         storage = StorageWeakRef(tensor.untyped_storage())
         again = storage in self._freed
         self._agree("tilescale_net.free", f"offset {offset}{', freed already' if again else ''}")

@@ -1,14 +1,18 @@
 """What the host does with symmetric tensors between launches, for the simulator's check for races.
 
-While the check is on, every operator of torch passes here, in the threads that call the package: modes of torch belong to
-a thread. One that reads or writes symmetric memory is compared with the transfers of all ranks, as a kernel's loads and
-stores are; the threads of a rank count as one. Ranks meet on the host in the package's collective calls and in those of
-torch.distributed.
+While the check is on, every operator of torch passes here, in the threads that call the package or that are started
+meanwhile: modes of torch belong to a thread. One that reads or writes symmetric memory is compared with the transfers of all
+ranks, as a kernel's loads and stores are; the threads of a rank count as one. `numpy()` and `tolist()`, which are no
+operators, are replaced by functions that say what they read. Ranks meet on the host in the package's collective calls and in
+those of torch.distributed.
 """
 
+import functools
 import itertools
+import logging
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
@@ -17,6 +21,8 @@ from tilescale_net import errors
 from tilescale_net.runtime import simulator
 
 _MAX_RUNS = 4096  # of a tensor that is not in one piece; of one with more only the first ones are looked at
+_LOGGER = logging.getLogger("tilescale_net")
+_READERS = ("numpy", "tolist")  # methods of tensors
 _WITHOUT_DATA = ("new_", "empty", "is_pinned", "_has_compatible")
 _thread = threading.local()  # `inside`: whether the mode is on the stack of this thread
 
@@ -49,13 +55,13 @@ class HostAccesses(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func.namespace == "c10d":
-            self.met = True
-        elif self.heaps and simulator.races():
-            self._look(func, args, kwargs)
+        meets = "c10d" in func.namespace
+        if self.heaps and simulator.races():
+            self._look(func, args, kwargs, meets)
+        self.met = self.met or meets
         return func(*args, **kwargs)
 
-    def _look(self, func, args, kwargs) -> None:
+    def _look(self, func, args, kwargs, meets: bool) -> None:
         name = func._schema.name.split("::")[-1]
         if name.endswith("_like") or name.startswith(_WITHOUT_DATA):
             return
@@ -66,13 +72,16 @@ class HostAccesses(TorchDispatchMode):
             alias = argument.alias_info
             if alias is not None and not alias.is_write:
                 continue  # a view of it is made
-            for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu":
-                    self._access(tensor, alias is not None, name)
+            store = _is_filled(argument.name, name, args) if meets else alias is not None
+            for tensor in _tensors(value):
+                self.access(tensor, store, name)
 
-    def _access(self, tensor: torch.Tensor, store: bool, name: str) -> None:
+    def access(self, tensor: torch.Tensor, store: bool, name: str) -> None:
+        """The host reads or writes a tensor, by torch's function of this name."""
         from tilescale_net import _simulator
 
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            return
         begin = tensor.untyped_storage().data_ptr()
         base = next((b for b, size in self.heaps.items() if 0 <= begin - b < size), None)
         if base is None:
@@ -81,12 +90,82 @@ class HostAccesses(TorchDispatchMode):
         wrong = _simulator.host_access(base, runs(tensor), store, f"torch's {name} on the host")
         if wrong:
             report(base, wrong)
+        if name == "numpy":
+            _tell_of_arrays()
 
     def settle(self) -> None:
         """What other ranks had done when torch.distributed was called comes before what follows."""
         if self.met:
             host_meets()
         self.met = False
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """Those of an argument."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _is_filled(argument: str, name: str, args: tuple) -> bool:
+    """Whether a collective operator of torch writes its argument, which its schema does not say."""
+    if argument != "tensors":
+        return argument.startswith("output")
+    if name == "broadcast_":
+        return torch.distributed.ProcessGroup.unbox(args[1]).rank() != args[2]
+    return name != "send"
+
+
+@functools.cache
+def _tell_of_arrays() -> None:
+    _LOGGER.warning(
+        "numpy() of a symmetric tensor: the check for races has compared what it reads now; what is read or written through "
+        "the array later is not followed"
+    )
+
+
+def _reader(name: str) -> Callable:
+    inherited = getattr(torch.Tensor, name)
+
+    @functools.wraps(inherited)
+    def read(self, *args, **kwargs):
+        if _mode.heaps and simulator.races():
+            _mode.access(self, False, name)
+        return inherited(self, *args, **kwargs)
+
+    return read
+
+
+class _Hooks:
+    """What is put in the place of others while a heap is followed."""
+
+    def __init__(self):
+        self.readers: dict[str, Callable] = {}
+        self.profile = None  # of threads, before
+
+    def install(self) -> None:
+        self.profile = threading.getprofile()
+        threading.setprofile(self.begin_thread)
+        self.readers = {name: _reader(name) for name in _READERS}
+        for name, reader in self.readers.items():
+            setattr(torch.Tensor, name, reader)
+
+    def remove(self) -> None:
+        if threading.getprofile() == self.begin_thread:
+            threading.setprofile(self.profile)
+        for name, reader in self.readers.items():
+            if torch.Tensor.__dict__.get(name) is reader:
+                delattr(torch.Tensor, name)
+        self.readers = {}
+
+    def begin_thread(self, frame, event, arg) -> None:
+        """The first event of a new thread."""
+        sys.setprofile(self.profile)
+        if self.profile is not None:
+            self.profile(frame, event, arg)
+        _follow_thread()
 
 
 def _raise(base: int, error: errors.DataRace) -> None:
@@ -104,6 +183,8 @@ def report(base: int, wrong: str) -> None:
 
 def follow(base: int, size: int) -> None:
     """Look at the host's accesses to a heap from now on, where the check for races is on."""
+    if not _mode.heaps:
+        _hooks.install()
     _mode.heaps[base] = size
     _follow_thread()
 
@@ -129,7 +210,10 @@ def _below_others(change: Callable[[], object]) -> None:
 
 def forget(base: int) -> None:
     """The heap is gone. Where it was the last one, other threads keep a mode that looks at nothing."""
-    if _mode.heaps.pop(base, None) is not None and not _mode.heaps and getattr(_thread, "inside", False):
+    if _mode.heaps.pop(base, None) is None or _mode.heaps:
+        return
+    _hooks.remove()
+    if getattr(_thread, "inside", False):
         _below_others(lambda: _mode.__exit__(None, None, None))
         _thread.inside = False
 
@@ -164,4 +248,16 @@ def before_launch() -> None:
         _mode.settle()
 
 
+def frees(base: int, address: int, size: int) -> None:
+    """The host gives back memory of a heap, which may have another use then."""
+    from tilescale_net import _simulator
+
+    if not is_followed(base) or not simulator.races():
+        return
+    _mode.settle()
+    if wrong := _simulator.host_access(base, [(address, size)], True, "tilescale_net.free"):
+        report(base, wrong)
+
+
 _mode = HostAccesses()
+_hooks = _Hooks()

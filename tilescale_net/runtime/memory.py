@@ -68,6 +68,9 @@ class Memory(Protocol):
     def on_allocate(self, address: int, nbytes: int, name: str) -> None:
         """The heap has given away these bytes."""
 
+    def before_free(self, address: int, nbytes: int) -> None:
+        """The heap is about to take back these bytes, whatever is on its way to or from them."""
+
     def on_free(self, address: int) -> None:
         """The heap has got them back."""
 

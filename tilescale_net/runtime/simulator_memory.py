@@ -41,6 +41,10 @@ class SimulatorMemory(SharedMemory):
         """Accesses to these bytes are inside a tensor from now on."""
         _simulator.register_allocation(address, nbytes, name)
 
+    def before_free(self, address: int, nbytes: int) -> None:
+        """A transfer that is not known to be done races with it."""
+        host_accesses.frees(self.base, address, nbytes)
+
     def on_free(self, address: int) -> None:
         """Accesses to them are outside of every tensor."""
         _simulator.unregister_allocation(address)
