@@ -256,6 +256,18 @@ def _declared():
             yield name, (files, functools.partial(_run, name))
 
 
+def _example(name, seed):
+    importlib.import_module(f"tests.kernels.examples.{name}").small_run(seed)
+
+
 RUNS |= _declared()
+EXAMPLES = sorted(p.stem for p in Path(__file__).with_name("examples").glob("*.py") if "def small_run" in p.read_text())
+RUNS |= {f"example {name}": ((f"examples/{name}",), functools.partial(_example, name)) for name in EXAMPLES}
 # Need mapped peers, or use another kernel across nodes.
 ONE_NODE = ("all-gather by stores", "broadcast", "reduce-scatter by pull", "all-reduce", "all-reduce and norm")
+ONE_NODE += ("example mailbox", "example matmul_atomics", "example stealing")
+
+
+def module_of(file):
+    """Of a file that RUNS names."""
+    return ("tests.kernels." if file.startswith("examples/") else "tilescale_net.kernels.") + file.replace("/", ".")

@@ -173,7 +173,7 @@ def explore(file: str, path: str, calls: tuple[str, ...]) -> str:
     from tilescale_net.explore import search
     from tilescale_net.explore.case import Case
 
-    module = "tilescale_net.kernels." + file.replace("/", ".")
+    module = small_runs.module_of(file)
     forget_kernels()
     sys.meta_path.insert(0, Replace(module, path))
     for name in calls:
@@ -188,15 +188,14 @@ def explore(file: str, path: str, calls: tuple[str, ...]) -> str:
 
 
 def run(file: str, path: str, names: list[str], seeds: list[int]) -> tuple[str, list[str]]:
-    """The small runs `names` on this rank, with the file at `path` in the place of tilescale_net/kernels/`file`.py: once
-    with the check for races, then under `seeds` without it.
+    """The small runs `names` on this rank, with the file at `path` in the place of `file` of small_runs: once with the check for races, then under `seeds` without it.
 
     Returns: what the check said, and digests of the programs that ran.
 
     Raises:
         Shown: a run failed; what the check said first, a line, and the error.
     """
-    module = "tilescale_net.kernels." + file.replace("/", ".")
+    module = small_runs.module_of(file)
     forget_kernels()
     sys.meta_path.insert(0, Replace(module, path))
     reports, programs = _reports(), _programs()

@@ -149,7 +149,8 @@ def _tutorial(name: str) -> Path | None:
 
 @functools.cache
 def _original(name: str) -> str:
-    return (_tutorial(name) or FOLDER / f"{name}.py").read_text()
+    folder = Path(__file__).parent if name.startswith("examples/") else FOLDER
+    return (_tutorial(name) or folder / f"{name}.py").read_text()
 
 
 @functools.cache
@@ -204,6 +205,7 @@ def row(place: Place, folder: Path, seeds: list[int]) -> str:
 def _swept() -> list[str]:
     """Files of kernels and numbers of tutorials in which there is something to leave out."""
     files = [str(p.relative_to(FOLDER).with_suffix("")) for p in sorted(FOLDER.rglob("*.py"))]
+    files += [f"examples/{name}" for name in small_runs.EXAMPLES]
     return [name for name in [*files, *(p.name[:2] for p in PROGRAMS)] if _mutants(name)]
 
 
