@@ -7,7 +7,7 @@ import torch
 
 import tilescale_net as tsn
 from tilescale_net.deep_ep import high_throughput, low_latency, mpi
-from tilescale_net.deep_ep.config import Config, low_latency_bytes, recommended
+from tilescale_net.deep_ep.config import Config, low_latency_bytes
 from tilescale_net.deep_ep.event import EventHandle, EventOverlap, begin, end
 from tilescale_net.deep_ep.high_throughput import Bias
 from tilescale_net.deep_ep.objects import Objects, join, leave
@@ -96,13 +96,13 @@ class Buffer(MadeByRanks):
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """The configuration of dispatch for a number of ranks that DeepEP has one for; ValueError for others."""
-        return recommended(num_ranks, Buffer.num_sms)
+        """The configuration of dispatch, the same for any number of ranks."""
+        return Config(Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
         """As `get_dispatch_config`, of combine."""
-        return recommended(num_ranks, Buffer.num_sms)
+        return Config(Buffer.num_sms)
 
     @staticmethod
     def get_low_latency_rdma_size_hint(

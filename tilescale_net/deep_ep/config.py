@@ -12,7 +12,6 @@ from tilescale_net.kernels.moe import AllToAll
 TOKENS = 4096  # of a rank, for which the hints of high-throughput buffers are made
 EXPERTS = 256
 NODE_RANKS = 8  # of a node at most, where hints count nodes
-RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)  # for which DeepEP has configurations
 
 
 @dataclass(frozen=True)
@@ -56,20 +55,13 @@ def widest(num_ranks: int, nbytes: Callable[[int], int]) -> int:
     return max(nbytes(nodes) for nodes in {1, num_ranks // node_size})
 
 
-def recommended(num_ranks: int, num_sms: int) -> Config:
-    """The configuration for a number of ranks. Raises ValueError for one that DeepEP has none for."""
-    if num_ranks not in RANKS:
-        raise ValueError(f"{num_ranks} ranks: there are configurations for {', '.join(map(str, RANKS))}")
-    return Config(num_sms)
-
-
 def low_latency_bytes(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
     """Bytes of symmetric memory for low-latency calls with rows of BF16 and of FP8, up to top-16, two of each in flight."""
     options: dict[str, Any] = dict(mode="latency", combine_dtype=torch.bfloat16, ranks=num_ranks)
     dtypes = torch.bfloat16, torch.float8_e4m3fn
 
     def nbytes(nodes: int) -> int:
-        sizes = num_experts, max_tokens, hidden, 16
+        sizes = num_experts, max_tokens, hidden, min(16, num_experts)
         return sum(AllToAll.heap_bytes(*sizes, dtype, **options, nodes=nodes) for dtype in dtypes)
 
     return IN_FLIGHT * widest(num_ranks, nbytes)

@@ -116,7 +116,8 @@ def dispatch(
     by_choice = topk_idx is not None
     top_k = topk_idx.shape[1] if by_choice else 0
     # Calls without choices use the object of those with.
-    width = objects.top_k = max(top_k, ranks, objects.top_k)
+    objects.top_k = max(top_k, ranks, objects.top_k)
+    width = max(top_k, min(objects.top_k, experts))
     if by_choice:
         choices = _widened(topk_idx, width, -1)
         weights = None if topk_weights is None else _widened(topk_weights, width, 0.0)
