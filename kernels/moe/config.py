@@ -76,9 +76,7 @@ class Config:
                 f"AllToAll: num_experts is {self.num_experts}; it must be a multiple of the number of ranks ({self.ranks})"
             )
         if self.top_k > self.num_experts:
-            raise ValueError(
-                f"AllToAll: top_k is {self.top_k}; it must be at most num_experts, {self.num_experts}"
-            )
+            raise ValueError(f"AllToAll: top_k is {self.top_k}; it must be at most num_experts, {self.num_experts}")
         if self.dtype not in (*COMBINE_DTYPES, FP8):
             raise TypeError(f"AllToAll: dtype is {self.dtype}; it must be one of {[*COMBINE_DTYPES, FP8]}")
         if self.combine_dtype not in COMBINE_DTYPES:

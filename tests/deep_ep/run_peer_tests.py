@@ -12,20 +12,35 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+# Not the root, whose folders would hide installed packages of their names.
+CHECKOUT = Path(__file__).parents[2] / "tilescale_net" / "launch" / "checkout"
 STAND_IN = """import sys
 del sys.modules["deep_ep"]
 import tilescale_net.deep_ep
 tilescale_net.deep_ep.install()
 """
+# DeepEP's own files for its tests, which take names from its compiled part and call none of them.
+UTILITIES = """import types
+import deep_ep.utils
+deep_ep.utils.__path__.append({folder!r})
+deep_ep._C = sys.modules["deep_ep._C"] = types.ModuleType("deep_ep._C")
+deep_ep._C.__getattr__ = lambda name: None if name.startswith("__") else lambda *given, **named: None
+"""
+
+
+def stand_in(program: Path) -> str:
+    """The text of deep_ep.py for a program, with the utilities of the checkout of DeepEP that it lies in."""
+    folders = (parent / "deep_ep" / "utils" for parent in program.resolve().parents)
+    found = next((folder for folder in folders if folder.is_dir()), None)
+    return STAND_IN + (UTILITIES.format(folder=str(found)) if found else "")
 
 
 def main() -> int:
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         sys.exit(f"{__doc__}\n{sys.argv[0]}: the first argument must be a Python file")
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "deep_ep.py").write_text(STAND_IN)
-        found = [folder, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        (Path(folder) / "deep_ep.py").write_text(stand_in(Path(sys.argv[1])))
+        found = [folder, str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
         return subprocess.run(
             [sys.executable, *sys.argv[1:]], env=os.environ | {"PYTHONPATH": os.pathsep.join(found)}
         ).returncode

@@ -23,7 +23,13 @@ def _source(inputs, handle, expanded: bool) -> None:
     rows_of = [len(t) for t in inputs.routing.tokens]
     node_size = deep_ep.get_logical_domain_size(dist.group.WORLD)[1]
     ends = [sum(sum(rows_of[p::node_size]) for p in range(place + 1)) for place in range(node_size)]
-    assert handle.dst_buffer_slot_idx is handle.token_metadata_at_forward is handle.channel_linked_list is None
+    assert handle.token_metadata_at_forward is handle.channel_linked_list is None
+    slots, chosen = handle.dst_buffer_slot_idx, inputs.topk_idx // (EXPERTS // inputs.ranks)
+    assert slots.shape == inputs.topk_idx.shape and slots.dtype == torch.int32
+    for r in range(inputs.ranks):
+        mine = [t for t in range(len(slots)) if r in chosen[t]]
+        assert [set(slots[t][chosen[t] == r].tolist()) for t in mine] == [{i} for i in range(len(mine))]
+    assert bool((slots[chosen < 0] == -1).all())
     assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == ends and handle.num_recv_tokens in (rows, 2 * MOST)
     assert handle.recv_src_metadata[:rows, 0].tolist() == [r * MOST + t for r, t in inputs.origins]
     local, at = EXPERTS // inputs.ranks, 0

@@ -38,8 +38,8 @@ class EPHandle:
         recv_src_metadata: [rows, 2 + top_k] int32: source rank * num_max_tokens_per_rank + token there; source rank * top_k +
             its last choice here; the expanded row of each choice. -1: none.
         recv_topk_idx: what the dispatch gave.
-        dst_buffer_slot_idx, token_metadata_at_forward, channel_linked_list: None: places in DeepEP's buffers; what calls need
-            of the ways that rows went is this package's own.
+        token_metadata_at_forward, channel_linked_list: None: places in DeepEP's buffers; what calls need of the ways that rows
+            went is this package's own.
     """
 
     do_expand: bool
@@ -58,9 +58,16 @@ class EPHandle:
     recv_topk_idx: torch.Tensor | None
     _op: AllToAll
     _handle: Handle
-    dst_buffer_slot_idx: None = None
     token_metadata_at_forward: None = None
     channel_linked_list: None = None
+
+    @property
+    def dst_buffer_slot_idx(self) -> torch.Tensor:
+        """[tokens, top_k] int32: places of this rank's rows at the ranks of their choices, -1 without a choice; the same for
+        equal choices. They are no places in DeepEP's buffers."""
+        slots = self._handle.plan.token_slot[: len(self.topk_idx)]
+        rank = self.topk_idx.long() // (self.num_experts // slots.shape[1])
+        return slots.gather(1, rank.clamp(min=0)).masked_fill(rank < 0, -1)
 
 
 class ElasticBuffer(MadeByRanks):
