@@ -213,6 +213,7 @@ class AllToAll(Participant):
         self, x: Rows, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None, *,
         mask: torch.Tensor | None = None, handle: Handle | None = None, out: Rows | None = None, cleared: bool = False,
         after: torch.Event | None = None, blocks: int | None = None, waited: torch.Tensor | None = None,
+        max_tokens: int | None = None,
     ) -> Dispatched:  # fmt: skip
         """Send each token to the ranks of its experts.
 
@@ -231,6 +232,8 @@ class AllToAll(Participant):
             blocks: on which the call runs, those of the tuning or fewer, which ranks need not have in common. Each number
                 compiles the first time; refused calls take those of the tuning.
             waited: latency mode: int64 [ranks], to which clocks (simulator: nanoseconds) of waiting for each are added.
+            max_tokens: of a rank in this call, at most, on all ranks alike: `combine` takes as many rows as they can be, then,
+                without waiting for the GPU. The first call with a number is agreed on by the hosts. Default: those of the object.
             cleared: throughput mode: fill the parts of the handle's tensors that stand for no row with zeros.
 
         Returns:
@@ -244,7 +247,13 @@ class AllToAll(Participant):
             TileScaleError: an earlier kernel or a peer has failed.
         """
         self._begin("dispatch", after)
-        pending = self._dispatch(x, topk_idx, topk_weights, handle, out, Phase.WHOLE, cleared, mask, blocks, waited)
+        if max_tokens is not None:
+            self._agree("dispatch with max_tokens={}", max_tokens)
+        pending = self._dispatch(
+            x, topk_idx, topk_weights, handle, out, Phase.WHOLE, cleared, mask, blocks, waited, max_tokens
+        )
+        if max_tokens is not None and handle is None:
+            pending.handle.max_tokens = max_tokens
         self._raise_refusal_if_simulated()
         return pending.result
 
@@ -277,8 +286,9 @@ class AllToAll(Participant):
         return pending.result
 
     def _dispatch(
-        self, x, topk_idx, topk_weights, handle, out, phase: Phase, cleared=False, mask=None, blocks=None, waited=None
-    ) -> Pending:
+        self, x, topk_idx, topk_weights, handle, out, phase: Phase, cleared=False, mask=None, blocks=None, waited=None,
+        max_tokens=None,
+    ) -> Pending:  # fmt: skip
         may_reuse, checks = self.config.traits.reuses_plan, self._checks
         reuses = may_reuse and handle is not None
         if may_reuse and reuses + (topk_idx is not None) + (mask is not None) != 1:
@@ -288,6 +298,8 @@ class AllToAll(Participant):
                 raise ArgumentError("handle", TypeError(f"{self.config.mode} mode takes topk_idx, and no handle"))
             x, scales = checks.rows(x)
             tokens = x.shape[0]
+            if max_tokens is not None and tokens > max_tokens:
+                raise ArgumentError("x", ValueError(f"x has {tokens} tokens; max_tokens of the call is {max_tokens}"))
             if reuses:
                 choices = checks.handle(handle, self.membership, self._machine.pending.get("dispatch"))
                 checks.known(tokens, handle)

@@ -240,7 +240,8 @@ class ArgumentChecks:
         if self._traits.reuses_plan:
             check_tensor("y", y, self._device, self._sum_dtypes, self._row)
             given = y.shape[0]
-            if given < self._shape[0] and given < (rows := handle.rows(c.layout)):
+            enough = self._shape[0] if handle.max_tokens is None else c.most_rows(handle.max_tokens)
+            if given < enough and given < (rows := handle.rows(c.layout)):
                 text = f"y has shape {list(y.shape)}; this rank has received {rows} rows"
                 raise ArgumentError("y", ValueError(text))
         else:

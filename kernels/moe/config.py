@@ -136,6 +136,12 @@ class Config:
     def local_experts(self) -> int:
         return self.num_experts // self.ranks
 
+    def most_rows(self, max_tokens: int) -> int:
+        """Rows that a rank receives at most from so many tokens of each; layout "expert": with the gaps of alignment."""
+        if self.layout == "rank":
+            return self.ranks * max_tokens
+        return min(self.capacity, self.ranks * max_tokens * self.top_k + self.local_experts * (self.alignment - 1))
+
     @property
     def row_bytes(self) -> int:
         """Bytes of a dispatched row."""

@@ -139,12 +139,14 @@ class Handle:
         plan: the tensors.
         membership: who took part; see `Participant`.
         dropped: see `Dispatched`.
+        max_tokens: of a rank in this dispatch, where it was given; all ranks gave the same.
     """
 
     signature: tuple
     plan: RoutingPlan | ReceivedRows
     membership: tuple
     dropped: torch.Tensor | None = None
+    max_tokens: int | None = field(default=None, init=False, repr=False, compare=False)
     _rows: list[int] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property

@@ -109,6 +109,46 @@ def _once_per_rank(buffer, inputs, x) -> None:
     assert torch.equal(back, torch.where(inputs.topk_idx >= 0, inputs.weights, 0.0))
 
 
+def _other_strides(buffer, inputs) -> None:
+    """The most tokens of a call may change in every call: the object, its kernels and memory stay."""
+    made, live = dict(buffer._objects._made), buffer._world.heap.live
+    for most in (11, 13, MOST - 1):
+        for expand in (False, True):
+            given = dict(num_experts=EXPERTS, expert_alignment=ALIGNMENT if expand else 1, do_expand=expand)
+            out, _, _, handle, _ = buffer.dispatch(
+                inputs.random, inputs.topk_idx, num_max_tokens_per_rank=most, do_cpu_sync=False, **given
+            )
+            assert handle.num_max_tokens_per_rank == most
+            assert expand or len(out) == handle.num_recv_tokens == most * inputs.ranks
+            places = [r * most + t for r, t in inputs.origins]
+            assert handle.recv_src_metadata[: len(places), 0].tolist() == places
+            asked, handle._handle._rows = handle._handle._rows, None
+            sums, _, _ = buffer.combine(out, handle)
+            assert asked is handle._handle._rows is None, "the host has waited for the number of rows"
+            chosen = inputs.topk_idx // (EXPERTS // inputs.ranks)
+            often = sum((chosen == r).any(1) for r in range(inputs.ranks)) if not expand else (chosen >= 0).sum(1)
+            assert difference(sums.float().cpu(), (inputs.random.float() * often[:, None]).cpu()) < 1e-2
+    assert made == buffer._objects._made and live == buffer._world.heap.live
+    with pytest.raises(ValueError, match="x has|rank"):
+        buffer.dispatch(inputs.random, inputs.topk_idx, num_experts=EXPERTS, num_max_tokens_per_rank=4)
+        tsn.synchronize()
+
+
+def _rounded_once(group, inputs) -> None:
+    buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=MOST, allow_multiple_reduction=False)
+    one, small = torch.ones_like(inputs.random), 2.0**-8  # in bfloat16, 1 + small is 1
+    # The sum of the first rank alone would be rounded to 1.
+    choices = torch.tensor([0, 1, EXPERTS // 2], device=one.device).repeat(len(one), 1)
+    out, _, _, handle, _ = buffer.dispatch(one, choices, num_experts=EXPERTS, do_expand=True)
+    rows = torch.full_like(out, small)
+    first = int(handle.psum_num_recv_tokens_per_expert[0]) if inputs.rank == 0 else 0
+    rows[:first] = 1.0  # of expert 0
+    sums, _, _ = buffer.combine(rows, handle)
+    assert sums.dtype == torch.bfloat16
+    assert torch.equal(sums, torch.full_like(sums, 1 + 2 * small))
+    buffer.destroy()
+
+
 def _program(nodes: int) -> None:
     group = dist.group.WORLD
     sizes = nodes, 2 // nodes
@@ -128,8 +168,8 @@ def _program(nodes: int) -> None:
         _expanded(buffer, inputs, x, group)
     with pytest.raises(ValueError, match="topk_idx, or the handle"):
         buffer.dispatch(inputs.random)
-    with pytest.raises(tsn.TileScaleError, match="allow_multiple_reduction"):
-        deep_ep.ElasticBuffer(group, allow_multiple_reduction=False)
+    _other_strides(buffer, inputs)
+    _rounded_once(group, inputs)
     buffer.barrier(with_cpu_sync=True)
     buffer.destroy()
     hint = deep_ep.ElasticBuffer.get_buffer_size_hint

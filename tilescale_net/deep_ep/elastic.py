@@ -77,7 +77,9 @@ class ElasticBuffer(MadeByRanks):
         group: see `Buffer`.
         num_bytes: least size of the symmetric heap, where this object makes it; default what the next four need.
         num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch: the largest calls, for `get_buffer_size_hint`.
-        num_max_tokens_per_rank: also the default of `dispatch`.
+        num_max_tokens_per_rank: also the default of `dispatch`, and the most of its calls that take no object of their own.
+        allow_multiple_reduction: False: a sum is rounded once. Where rows are summed before they travel, with do_expand and on
+            several nodes, they travel in float32 then, which takes twice the time and memory.
         The others change nothing: results never depend on timing, each rank sums its experts' rows before they travel, and
         TSN_TIMEOUT, 100 seconds by default, limits waits of the host and of the GPU in the place of num_cpu_timeout_secs and
         num_gpu_timeout_secs. Rows cross the network once per node.
@@ -102,11 +104,16 @@ class ElasticBuffer(MadeByRanks):
     ):  # fmt: skip
         if num_cpu_bytes:
             raise TileScaleError("deep_ep.ElasticBuffer: num_cpu_bytes (Engram) is not supported; leave it out")
-        if not allow_multiple_reduction:
-            text = "is not supported: rows of a token on one rank are summed before they travel"
-            raise TileScaleError(f"deep_ep.ElasticBuffer: allow_multiple_reduction=False {text}")
+        self._rounds_once = not allow_multiple_reduction
         if num_bytes is None and hidden and num_max_tokens_per_rank:
-            sizes = num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch
+            sizes = (
+                num_max_tokens_per_rank,
+                hidden,
+                num_topk,
+                use_fp8_dispatch,
+                allow_hybrid_mode,
+                allow_multiple_reduction,
+            )
             num_bytes = self.get_buffer_size_hint(group, *sizes)
         self.num_bytes = num_bytes or 0
         self._world = join(group, self.num_bytes)
@@ -147,7 +154,7 @@ class ElasticBuffer(MadeByRanks):
         sizes = -(-EXPERTS // ranks) * ranks, num_max_tokens_per_rank, hidden, num_topk or 8
         dtypes = [torch.bfloat16, torch.float8_e4m3fn][: 1 + use_fp8_dispatch]
         layouts = dict(layout="rank"), dict(layout="expert", zero_copy=False)
-        options = dict(combine_dtype=torch.bfloat16, ranks=ranks)
+        options = dict(combine_dtype=torch.bfloat16 if allow_multiple_reduction else torch.float32, ranks=ranks)
         kinds = [(dtype, layout) for dtype in dtypes for layout in layouts]
         return widest(
             ranks,
@@ -232,19 +239,24 @@ class ElasticBuffer(MadeByRanks):
         if num_experts is None:
             raise ValueError("dispatch: give num_experts")
         num_sms = num_sms or (known.num_sms if known is not None else NUM_SMS)
-        sizes = num_experts, num_max_tokens_per_rank or self.num_max_tokens_per_rank, rows.shape[1], topk_idx.shape[1]
+        most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+        room = self._room(most) if known is None else known._op.config.max_tokens
+        sizes = num_experts, room, rows.shape[1], topk_idx.shape[1], rows.dtype
         words = None if scales is None else scales.shape[-1]
-        op = self._objects.elastic((*sizes, rows.dtype), num_sms, words, expert_alignment or 1, do_expand)
+        summed = do_expand or self.num_scaleout_ranks > 1  # before they travel
+        combine_dtype = torch.float32 if self._rounds_once and summed else torch.bfloat16
+        op = self._objects.elastic(sizes, num_sms, words, expert_alignment or 1, do_expand, combine_dtype)
         blocks = self._objects.blocks(op, num_sms)
         if known is not None and topk_weights is None:
             received = op.dispatch(joined(rows, scales), handle=known._handle, blocks=blocks)
         else:
-            received = op.dispatch(joined(rows, scales), topk_idx.contiguous(), topk_weights, blocks=blocks)
+            given = topk_idx.contiguous(), topk_weights
+            received = op.dispatch(joined(rows, scales), *given, blocks=blocks, max_tokens=most)
         syncs = known is None if do_cpu_sync is None else do_cpu_sync
         if known is None:
             known = _handle_of(
                 op, received, topk_idx.clone() if do_handle_copy else topk_idx, do_expand, num_sms, syncs,
-                self.num_scaleup_ranks,
+                self.num_scaleup_ranks, most,
             )  # fmt: skip
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats.add_(received.counts)
@@ -259,6 +271,14 @@ class ElasticBuffer(MadeByRanks):
             weights = received.row_weight if do_expand else metadata(received.handle).topk_weights
             weights = weights[:count] if gaps is None else weights[:count].masked_fill(gaps[:count], 0.0)
         return joined(out, out_scales), known.recv_topk_idx, weights, known, end(async_with_compute_stream)
+
+    def _room(self, most: int) -> int:
+        """Tokens of a rank for which there is an object, where a call has so many at most: no number has one of its own."""
+        return (
+            self.num_max_tokens_per_rank
+            if most <= self.num_max_tokens_per_rank
+            else 1 << max(6, (most - 1).bit_length())
+        )
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
@@ -282,26 +302,32 @@ class ElasticBuffer(MadeByRanks):
         for event in (previous_event, previous_event_before_epilogue):
             begin(EventOverlap(event) if event is not None else None, async_with_compute_stream, False)
         self._objects.order.follow()
-        op, biases = handle._op, biases_of(bias)
+        op = handle._op
+        given = x, *biases_of(bias)
+        x, *biases = (rows.float() if op.config.combine_dtype == torch.float32 else rows for rows in given)
         blocks = self._objects.blocks(op, num_sms or handle.num_sms)
         if topk_weights is None:
             out = op.combine(x.contiguous(), handle._handle, weighted=False, bias=biases, blocks=blocks)
-            return out, None, end(async_with_compute_stream)
+            return out.bfloat16(), None, end(async_with_compute_stream)
         values = topk_weights.contiguous()
         if handle.do_expand:
             values = torch.nn.functional.pad(values, (0, op.config.capacity - len(values)))
         out, weights = op.combine_values(x.contiguous(), values, handle._handle, bias=biases, blocks=blocks)
-        return out, weights, end(async_with_compute_stream)
+        return out.bfloat16(), weights, end(async_with_compute_stream)
 
 
 def _handle_of(
-    op: AllToAll, received, topk_idx, do_expand: bool, num_sms: int, syncs: bool, node_size: int
+    op: AllToAll, received, topk_idx, do_expand: bool, num_sms: int, syncs: bool, node_size: int, most: int
 ) -> EPHandle:
     c, handle = op.config, received.handle
     at, totals = Totals(c.ranks, c.local_experts), handle.plan.totals
     counts, offsets, _ = handle.plan.counts(c.ranks, c.local_experts)
-    rows = handle.rows("rank") if syncs else c.ranks * c.max_tokens
-    expanded = handle.rows("expert") if syncs else c.capacity
+    rows = handle.rows("rank") if syncs else c.ranks * most
+    expanded = (
+        handle.rows("expert")
+        if syncs
+        else min(c.capacity, c.ranks * most * c.top_k + c.local_experts * (c.alignment - 1))
+    )
     per_expert = [-(-n // c.alignment) * c.alignment for n in counts.tolist()] if syncs else []
     meta = metadata(handle)
     there = meta.source_rank >= 0
@@ -309,7 +335,7 @@ def _handle_of(
     last = torch.where(meta.topk_idx >= 0, choice, -1).amax(1)
     source = torch.stack(
         [
-            torch.where(there, meta.source_rank * c.max_tokens + meta.source_token, -1),
+            torch.where(there, meta.source_rank * most + meta.source_token, -1),
             torch.where(there, meta.source_rank * c.top_k + last, -1).to(torch.int32),
         ],
         1,
@@ -317,7 +343,7 @@ def _handle_of(
     by_place = totals[at.received : at.received + c.ranks].view(-1, node_size).sum(0, dtype=torch.int32)
     ends = by_place.cumsum(0, dtype=torch.int32)
     return EPHandle(
-        do_expand, c.num_experts, c.alignment, c.max_tokens, num_sms, topk_idx, rows, expanded, per_expert, ends,
+        do_expand, c.num_experts, c.alignment, most, num_sms, topk_idx, rows, expanded, per_expert, ends,
         offsets[:-1] + counts if do_expand else offsets[1:].clone(), counts.clone(),
         torch.cat([source, meta.expert_rows], 1)[:rows], None if do_expand else meta.topk_idx[:rows], op, handle,
     )  # fmt: skip

@@ -85,14 +85,17 @@ class Objects:
         options = dict(layout="rank", combine_dtype=torch.bfloat16, scale_words=scale_words)
         return self._throughput((num_experts, max_tokens, hidden, top_k, dtype, "throughput"), num_sms, options)
 
-    def elastic(self, sizes: tuple, num_sms: int, scale_words: int | None, alignment: int, expands: bool) -> AllToAll:
+    def elastic(
+        self, sizes: tuple, num_sms: int, scale_words: int | None, alignment: int, expands: bool, combine_dtype: torch.dtype
+    ) -> AllToAll:  # fmt: skip
         """For dispatches that give each token once per rank, or (`expands`) once per expert, in tensors of their own.
 
         Args:
             sizes: num_experts, max_tokens, hidden, top_k and dtype.
+            combine_dtype: of rows on their way back, and of sums that travel.
         """
         layout = dict(layout="expert", zero_copy=False) if expands else dict(layout="rank")
-        options = dict(combine_dtype=torch.bfloat16, scale_words=scale_words, alignment=alignment, **layout)
+        options = dict(combine_dtype=combine_dtype, scale_words=scale_words, alignment=alignment, **layout)
         return self._throughput((*sizes, "throughput"), num_sms, options)
 
     def _throughput(self, sizes: tuple, num_sms: int, options: dict) -> AllToAll:
