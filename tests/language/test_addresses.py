@@ -72,7 +72,7 @@ def pointers(body: str) -> list[str]:
 
 
 def test_products_of_run_time_values_are_computed_in_64_bits():
-    body = generated(lambda k: N.put_block(k.d[k.bx * k.r, 0], k.a, 1, count=k.r * k.r), blocks=1 << 20)
+    body = generated(lambda k: N.put_block(k.d[k.bx * k.r, 0], k.a[0], 1, count=k.r * k.r), blocks=1 << 20)
     index = pointers(body)[0]
     assert "((int64_t)((int)blockIdx.x)) * ((int64_t)r)" in index
     assert "(((int64_t)r) * ((int64_t)r)) * (int64_t)4" in body

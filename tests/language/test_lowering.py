@@ -42,8 +42,8 @@ CALLS = {
     ),
     "get_block": (
         lambda k: N.get_block(k.b, k.a, 1, count=k.n),
-        "tsn::get<tsn::Scope::block, tsn::Engine::automatic, 32, 6, 16384>(CTX, (&(b[0])), (&(a[0])), (n * (int64_t)4), 1, "
-        "(&(tsn_ring[0])));",
+        "tsn::get<tsn::Scope::block, tsn::Engine::automatic, 32, 6, 16384>(CTX, (&(b[0])), (&(a[0])), "
+        "(min(n, (int64_t)4096) * (int64_t)4), 1, (&(tsn_ring[0])));",
     ),
     "get_warp": (lambda k: N.get_warp(k.b, k.a, 1), "tsn::get<tsn::Scope::warp,"),
     "get_thread": (lambda k: N.get_thread(k.h[3], k.h[4], 1), "(CTX, (&(h[3])), (&(h[4])), 2, 1,"),

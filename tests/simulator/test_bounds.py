@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.simulator import litmus
+from tests.simulator import extents, litmus
 
 N = 256
 
@@ -62,6 +62,50 @@ def _inside():
 
 def test_the_last_element_and_nothing():
     ranks.run(2, _inside)
+
+
+def _unequal(way, k, m, clamped=False):
+    """What a copy to `k` from `m` elements or rows of ones has written, and whether its signal has come."""
+    import tilescale_net as tsn
+
+    if way == "dynamic":
+        k = 20
+    x, y, box, other = tsn.zeros(64), tsn.zeros(64), tsn.zeros((8, 8)), tsn.zeros((8, 8))
+    cube, whole, flag = tsn.zeros((4, 4, 4)), tsn.zeros(m), tsn.zeros((1,), torch.uint64)
+    part = tsn.zeros(64)
+    for source in (x, other, whole):
+        source.fill_(1)
+    extents.copy(clamped)(x, y, box, other, cube, part[:20], whole, flag, list(extents.WAYS).index(way), k, m)
+    return int(y.sum() + box.sum() + cube.sum() + part.sum()), int(y[:k].sum() + part[:k].sum()), int(flag[0])
+
+
+@pytest.mark.parametrize("way", extents.WAYS)
+@pytest.mark.sample(4)
+def test_extents_that_differ_at_run_time(way):
+    """Copies went by the extent of the source, beyond the region that dst named."""
+    text, to, source = extents.WAYS[way]
+    k, m = (3, 2) if way == "count of src" else (2, 3) if way in ("rows", "columns", "count") else (3, 30)
+    given = ((20 if way == "dynamic" else k) * to, m * source) if "rows" not in text else (k, m)
+    kind, told, _ = ranks.launch(1, _unequal, way, k, m)[0].error
+    assert kind == "KernelError" and text.format(*given) in told, (kind, told)
+
+
+def _clamped():
+    """The code that GPUs run moves what leaves neither region, and its signal comes."""
+    for way, (_, to, source) in extents.WAYS.items():
+        for k, m in ((1, 30), (4, 8), (4, 2), (2, 0)):
+            if max(k * to, m * source) > 64 or (way in ("rows", "columns") and m > 8):
+                continue
+            wanted = min((20 if way == "dynamic" else k) * to, m * source)
+            if way in ("unpack", "pack"):
+                wanted = wanted // 4 * 4  # whole rows
+            moved, inside, signal = _unequal(way, k, m, clamped=True)
+            assert moved == wanted and inside in (0, wanted), (way, k, m, moved, inside, wanted)
+            assert signal == (way in ("put_signal", "rows")), (way, k, m)
+
+
+def test_on_gpus_no_copy_leaves_a_region():
+    ranks.run(1, _clamped)
 
 
 def _freed(operation):

@@ -215,6 +215,8 @@ CONTEXT, RING = "tsn.context", "tsn.ring"
 DEFERRED = "tsn.deferred"
 # Around the condition of a primitive's own guard: that its index is inside the tensor. bounds.py replaces it.
 INSIDE = "tsn.inside"
+# Around a size on which the two ends of a copy, or its count and an end, must agree. bounds.py replaces it.
+AGREED = "tsn.agreed"
 
 
 def context_placeholder() -> tirx.PrimExpr:
@@ -232,6 +234,25 @@ def guard_condition(name: str, inside: tirx.PrimExpr, indices: list) -> tirx.Pri
     """
     flat = [tirx.convert(value) for pair in indices for value in pair]
     return tirx.call_intrin("bool", tvm.ir.Op.get(INSIDE), tirx.StringImm(name), inside, *flat)
+
+
+def agreed_value(
+    value: tirx.PrimExpr,
+    smallest: tirx.PrimExpr,
+    holds: tirx.PrimExpr,
+    text: str,
+    left: tirx.PrimExpr,
+    right: tirx.PrimExpr,
+) -> tirx.PrimExpr:
+    """A size of a copy that holds under a condition, marked as such; all numbers are int64.
+
+    Args:
+        value: what it is where the condition holds; in the simulator another case is an error.
+        smallest: the same where the condition holds, and what leaves no region anywhere; for GPUs.
+        holds: the condition.
+        text: the error, with {} for `left` and for `right`.
+    """
+    return tirx.call_intrin("int64", tvm.ir.Op.get(AGREED), value, smallest, holds, tirx.StringImm(text), left, right)
 
 
 def ring_placeholder(nbytes: int) -> tirx.PrimExpr:
@@ -259,6 +280,7 @@ def register() -> None:
     _register(CONTEXT, "the kernel's context", (), PURE)
     _register(RING, "shared memory for bulk copies", ("bytes",), PURE)
     _register(INSIDE, "that an index is inside", ("value",), PURE)
+    _register(AGREED, "a size that two places agree on", ("value",), PURE)
     _register(DEFERRED, "what a variable stands for", ("value", "value"), OPAQUE)
 
 

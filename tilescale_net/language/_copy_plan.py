@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from tilescale_net.compiler.operators import SHARED_BYTES
-from tilescale_net.language._arithmetic import constant, int64, provably, provably_equal
+from tilescale_net.compiler.operators import SHARED_BYTES, agreed_value
+from tilescale_net.language._arithmetic import Expr, constant, int64, provably, provably_equal
 from tilescale_net.language._operands import Operand, operand
 from tilescale_net.language._primitive import PrimitiveError, block_threads
 from tilescale_net.language._values import as_integer, one_of, pe_index
@@ -103,8 +103,8 @@ def places(dst, src, pushes: bool) -> tuple[Operand, Operand]:
     return to, source
 
 
-def transfer(to: Operand, source: Operand, count, pe):
-    """Check the operands of a copy between contiguous places.
+def transfer(what: str, to: Operand, source: Operand, count, pe):
+    """Check the operands of a copy between contiguous places, by the primitive `what`.
 
     Returns:
         destination pointer, source pointer, bytes (int64), pe (int32).
@@ -112,11 +112,9 @@ def transfer(to: Operand, source: Operand, count, pe):
     Raises:
         PrimitiveError: a count or extents that the tensors cannot hold.
     """
-    elements = _count(to, source, count)
-    nbytes = as_integer("count", elements, "int64", 0)
-    size = to.element_bytes
-    known = constant(nbytes)
-    nbytes = as_integer("count", known * size if known is not None else nbytes * size, "int64")
+    elements = _count(what, to, source, count)
+    size, known = to.element_bytes, constant(elements)
+    nbytes = as_integer("count", known * size if known is not None else elements * size, "int64")
     return to.pointer(), source.pointer(), nbytes, pe_index(pe)
 
 
@@ -150,8 +148,8 @@ def plan_rows(engine: str, unroll, ring) -> int:
     return planned if unroll is not None else min(planned, MOST_ROW_UNROLL)
 
 
-def rows_of(to: Operand, source: Operand, count) -> Rows | None:
-    """How a copy between two places goes row by row; None when both are contiguous.
+def rows_of(what: str, to: Operand, source: Operand, count) -> Rows | None:
+    """How a copy between two places goes row by row, by the primitive `what`; None when both are contiguous.
 
     Raises:
         PrimitiveError: a count besides, or places that differ in their rows.
@@ -166,23 +164,38 @@ def rows_of(to: Operand, source: Operand, count) -> Rows | None:
         raise PrimitiveError(
             f"count= belongs to contiguous memory; {box.buffer.name} is named by rows, which say how much"
         )
-    if len(apart) == 2 and not (provably_equal(to.rows, source.rows) and provably_equal(to.row, source.row)):
-        raise PrimitiveError(
-            f"dst has {to.rows} rows of {to.row} elements, src {source.rows} of {source.row}; make them equal"
-        )
-    for name, place in (("dst", to), ("src", source)):
-        known, limit = constant(box.extent), constant(_limit(place))
-        if known is not None and limit is not None and (known > limit or (known < limit and not place.is_element)):
+    rows, row = box.rows, box.row
+    if len(apart) == 2:
+        if any(_differ(*pair) for pair in ((to.rows, source.rows), (to.row, source.row))):
             raise PrimitiveError(
-                f"{name} ({place.buffer.name}) spans {limit} elements, the other end {known}; make them equal"
+                f"dst has {to.rows} rows of {to.row} elements, src {source.rows} of {source.row}; make them equal"
             )
+        rows = _agreed(what, "has {} rows", to, source, to.rows, source.rows)
+        row = _agreed(what, "has rows of {} elements", to, source, to.row, source.row)
+    else:
+        rows = _rows_within(what, box, source if box is to else to, to, source)
 
     def nbytes(elements) -> tirx.PrimExpr:
         known = constant(elements)
         return as_integer("rows", int64(elements if known is None else known) * box.element_bytes, "int64")
 
     pitches = [nbytes(box.row if constant(place.rows) == 1 else place.pitch) for place in (to, source)]
-    return Rows(as_integer("rows", box.rows, "int64"), nbytes(box.row), *pitches)
+    return Rows(as_integer("rows", rows, "int64"), nbytes(row), *pitches)
+
+
+def _rows_within(what: str, box: Operand, flat: Operand, to: Operand, source: Operand) -> Expr:
+    """Rows of `box` that are copied from or to `flat`, which is contiguous: all, where both name as many elements."""
+    known, limit = constant(box.extent), constant(_limit(flat))
+    if known is not None and limit is not None and (known > limit or (known < limit and not flat.is_element)):
+        name = "dst" if flat is to else "src"
+        raise PrimitiveError(
+            f"{name} ({flat.buffer.name}) spans {limit} elements, the other end {known}; make them equal"
+        )
+    if flat.is_element or provably_equal(flat.extent, box.extent):
+        return box.rows
+    fitting = tirx.truncdiv(int64(flat.extent), tirx.max(int64(box.row), int64(1)))
+    smallest = tirx.min(int64(box.rows), fitting)
+    return _agreed(what, "spans {} elements", to, source, to.extent, source.extent, (int64(box.rows), smallest))
 
 
 def _limit(place: Operand):
@@ -190,25 +203,57 @@ def _limit(place: Operand):
     return place.room if place.is_element else place.extent
 
 
-def _count(to: Operand, source: Operand, count):
+def _differ(a: Expr, b: Expr) -> bool:
+    """Whether two extents are known to differ when the kernel is built."""
+    if constant(a) is not None and constant(b) is not None:
+        return constant(a) != constant(b)
+    return provably(int64(a) != int64(b))
+
+
+def _agreed(
+    what: str, extent: str, to: Operand, source: Operand, left: Expr, right: Expr,
+    values: tuple[tirx.PrimExpr, tirx.PrimExpr] | None = None,
+) -> Expr:  # fmt: skip
+    """The extent of both ends of a copy: where they may differ at run time, the simulator reports it, and GPUs move what
+    leaves neither region.
+
+    Args:
+        extent: what is compared, with {} for the number.
+        left, right: it, of `to` and of `source`.
+        values: what to copy where both are equal, and where they may not be; by default `left`, and the smaller one.
+    """
+    if provably_equal(left, right):
+        return left
+    one, other = (as_integer("extent", end, "int64") for end in (left, right))
+    value, smallest = values or (one, tirx.min(one, other))
+    text = f"{what}: dst ({to.buffer.name}) {extent}, src ({source.buffer.name}) {{}}; make them equal"
+    return agreed_value(value, smallest, one == other, text, one, other)
+
+
+def _count(what: str, to: Operand, source: Operand, count) -> tirx.PrimExpr:
     if count is None:
         whole = [place for place in (source, to) if not place.is_element]
-        if len(whole) == 2 and constant(to.extent) is not None and constant(source.extent) is not None:
-            if not provably_equal(to.extent, source.extent):
+        if len(whole) == 2:
+            if _differ(to.extent, source.extent):
                 raise PrimitiveError(
                     f"dst ({to.buffer.name}) spans {to.extent} elements, src ({source.buffer.name}) {source.extent}; "
                     "make them equal or give count="
                 )
+            return as_integer(
+                "count", _agreed(what, "spans {} elements", to, source, to.extent, source.extent), "int64", 0
+            )
         count = whole[0].extent if whole else 1
-    as_integer("count", count, "int64", 0)
+    result = wanted = as_integer("count", count, "int64", 0)
     for name, place in (("dst", to), ("src", source)):
-        known, limit = constant(count), constant(_limit(place))
+        known, limit = constant(wanted), constant(_limit(place))
         if known is not None and limit is not None and known > limit:
             raise PrimitiveError(
                 f"count is {known}, but {name} ({place.buffer.name}) holds {limit} elements from there on"
             )
-        if (known is None or limit is None) and provably(
-            as_integer("count", count, "int64") > as_integer("room", _limit(place), "int64")
-        ):
+        room = as_integer("room", _limit(place), "int64")
+        if (known is None or limit is None) and provably(wanted > room):
             raise PrimitiveError(f"count is {count}, but {name} ({place.buffer.name}) holds {_limit(place)} elements")
-    return count
+        if not place.is_element and not provably(wanted <= room):
+            text = f"{what}: count is {{}}, but {name} ({place.buffer.name}) holds {{}} elements"
+            result = agreed_value(result, tirx.min(result, room), wanted <= room, text, wanted, room)
+    return result

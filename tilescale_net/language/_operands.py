@@ -144,6 +144,8 @@ def operand(name: str, value, is_guarded: bool = False, in_rows: bool = False, i
     buffer, mins, extents, is_element = _box_of(name, value)
     # An index stands in the guard and in the address, and must be the same in both.
     mins = [settled("index", index, loads=is_guarded) for index in mins]
+    # An extent is compared with that of the other end, and is the size.
+    extents = [settled("extent", extent, loads=in_rows) for extent in extents]
     scope = scope_of(buffer)
     if scope != "global" and not (in_shared and scope == "shared"):
         raise PrimitiveError(
@@ -208,8 +210,18 @@ def signal_word(sig) -> Operand:
     word = operand("sig", sig)
     if word.dtype not in ("uint64", "int64"):
         raise PrimitiveError(f"sig ({word.buffer.name}) has dtype {word.dtype}; signals are uint64 or int64 words")
-    if not word.is_element and constant(word.extent) != 1:
+    return _one("sig", word, "words")
+
+
+def element(name: str, value) -> Operand:
+    """A place that one access reads or writes, under its condition `inside`. Raises PrimitiveError as `operand`, and for more
+    than one element."""
+    return _one(name, operand(name, value, is_guarded=True), "elements")
+
+
+def _one(name: str, place: Operand, what: str) -> Operand:
+    if not place.is_element and constant(place.extent) != 1:
         raise PrimitiveError(
-            f"sig names {word.extent} words of {word.buffer.name}; name one, such as {word.buffer.name}[0]"
+            f"{name} names {place.extent} {what} of {place.buffer.name}; name one, such as {place.buffer.name}[0]"
         )
-    return word
+    return place

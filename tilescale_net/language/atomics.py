@@ -3,7 +3,7 @@
 from tvm import tirx
 
 from tilescale_net.compiler.operators import OPERATORS
-from tilescale_net.language._operands import Place, operand
+from tilescale_net.language._operands import Place, element
 from tilescale_net.language._primitive import PrimitiveError, guarded, primitive
 from tilescale_net.language._values import Number, Scalar, pe_index, scalar
 
@@ -19,7 +19,7 @@ ATOMIC_DTYPES = dict.fromkeys(("and", "or", "xor", "min", "max", "cas"), _INTEGE
 
 
 def _target(op, dst):
-    to = operand("dst", dst, is_guarded=True)
+    to = element("dst", dst)
     if to.dtype not in ATOMIC_DTYPES[op]:
         raise PrimitiveError(
             f"dst ({to.buffer.name}) has dtype {to.dtype}; atomic_{op} takes {', '.join(ATOMIC_DTYPES[op])}"

@@ -17,7 +17,7 @@ from tilescale_net.compiler.operators import OPERATORS, ring_placeholder
 from tilescale_net.language._arithmetic import constant
 from tilescale_net.language._copy_plan import places, plan, plan_ldst, plan_rows, rows_of, transfer
 from tilescale_net.language._divergence import require_converged
-from tilescale_net.language._operands import Place, operand, signal_word
+from tilescale_net.language._operands import Place, element, signal_word
 from tilescale_net.language._primitive import PrimitiveError, guarded, primitive
 from tilescale_net.language._values import Number, Scalar, as_integer, one_of, pe_index, scalar
 
@@ -43,7 +43,9 @@ _OPTIONS = """
     On the proxy path unroll, engine and ring have no effect. Any size and any alignment is right.
 
     Raises KernelError, with the author's line, when the kernel is built: tensors of different dtypes, in
-    memory that a copy does not reach, regions with rows at more than one pitch, a count that is negative or exceeds a tensor, unknown options.
+    memory that a copy does not reach, regions with rows at more than one pitch, extents that differ, a count that is
+    negative or exceeds a tensor or region, unknown options. Extents and counts that are known only at run time are compared
+    by the simulator; a GPU moves what leaves neither end.
 """
 
 
@@ -55,17 +57,18 @@ def _with_options(function):
 
 def _copy(name, scope, dst, src, pe, count, unroll, engine, ring):
     require_converged(scope)
+    what = f"N.{name}_{scope}"
     ends = places(dst, src, name == "put")
-    rows = rows_of(*ends, count)
+    rows = rows_of(what, *ends, count)
     if ends[1].is_shared:
         plan_ldst("a source in shared memory", engine, unroll, ring)
-        return OPERATORS["put_shared"](scope, *transfer(*ends, count, pe))
+        return OPERATORS["put_shared"](scope, *transfer(what, *ends, count, pe))
     if rows is not None:
         pointers = [place.pointer() for place in ends]
         return OPERATORS[f"{name}_rows"](
             scope, plan_rows(engine, unroll, ring), *pointers, *rows.values(), pe_index(pe)
         )
-    to, source, nbytes, peer = transfer(*ends, count, pe)
+    to, source, nbytes, peer = transfer(what, *ends, count, pe)
     engine, unroll, stages, stage_bytes = plan(scope, engine, unroll, ring, name == "get", constant(nbytes))
     scratch = ring_placeholder(stages * stage_bytes)
     return OPERATORS[name](scope, engine, unroll, stages, stage_bytes, to, source, nbytes, peer, scratch)
@@ -73,20 +76,21 @@ def _copy(name, scope, dst, src, pe, count, unroll, engine, ring):
 
 def _put_signal(scope, dst, src, pe, sig, value, op, count, unroll, engine, ring):
     require_converged(scope)
+    what = f"N.put_signal_{scope}"
     ends = places(dst, src, True)
-    rows = rows_of(*ends, count)
+    rows = rows_of(what, *ends, count)
     word = signal_word(sig).pointer()
     word_value = as_integer("value", value, "uint64", 0, 2**64 - 1)
     one_of("op", op, SIGNAL_OPS)
     if ends[1].is_shared:
         plan_ldst("a source in shared memory", engine, unroll, ring)
-        return OPERATORS["put_signal_shared"](scope, op, *transfer(*ends, count, pe), word, word_value)
+        return OPERATORS["put_signal_shared"](scope, op, *transfer(what, *ends, count, pe), word, word_value)
     if rows is not None:
         pointers = [place.pointer() for place in ends]
         return OPERATORS["put_signal_rows"](
             scope, plan_rows(engine, unroll, ring), op, *pointers, *rows.values(), pe_index(pe), word, word_value
         )
-    to, source, nbytes, peer = transfer(*ends, count, pe)
+    to, source, nbytes, peer = transfer(what, *ends, count, pe)
     engine, unroll, stages, stage_bytes = plan(scope, engine, unroll, ring, False, constant(nbytes))
     return OPERATORS["put_signal"](
         scope, engine, unroll, stages, stage_bytes, op,
@@ -223,7 +227,7 @@ def put_value(dst: Place, value: Scalar, pe: Number) -> None:
 
     As in tilelang, a store whose index is outside its tensor vanishes.
     """
-    to = operand("dst", dst, is_guarded=True)
+    to = element("dst", dst)
     if to.element_bytes > 8:
         raise PrimitiveError(f"dst ({to.buffer.name}) has dtype {to.dtype}; put_value carries up to 8 bytes")
     call = OPERATORS["put_value"](to.pointer(), scalar("value", value, to.dtype), pe_index(pe))

@@ -8,7 +8,7 @@ from tvm import tirx
 
 from tilescale_net.compiler.operators import OPERATORS
 from tilescale_net.language._arithmetic import int64, product
-from tilescale_net.language._operands import Place, operand
+from tilescale_net.language._operands import Place, element, operand
 from tilescale_net.language._primitive import PrimitiveError, guarded, primitive
 from tilescale_net.language._values import Number, Scalar, one_of, pe_index, scalar
 
@@ -39,7 +39,7 @@ def remote(buf: tirx.Buffer, pe: Number) -> tirx.Buffer:
 
 
 def _accessible(name, value):
-    place = operand(name, value, is_guarded=True)
+    place = element(name, value)
     if place.element_bytes not in (1, 2, 4, 8):
         raise PrimitiveError(
             f"{name} ({place.buffer.name}) has dtype {place.dtype}; one access moves 1, 2, 4 or 8 bytes"

@@ -11,25 +11,28 @@ from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
 from tilescale_net.compiler.ir import op_name
-from tilescale_net.compiler.operators import INSIDE
+from tilescale_net.compiler.operators import AGREED, INSIDE
 
 UNGUARDED = {"tl.disable_safe_memory_legalize": True}
 _TILES = (tirx.ForKind.PARALLEL, tirx.ForKind.VECTORIZED)
 _CHOICE = "tirx.if_then_else"
 # Operators that take a place in memory: their first argument is written as a load, but does not load.
 _PLACES = ("tl.access_ptr", "tirx.address_of", "tl.region")
-# What reports an index that is outside; of device/host/checked.h.
-_REPORT = "tsn_report_index"
+# What reports an index that is outside, and sizes that differ; of device/host/checked.h.
+_REPORT, _REPORT_SIZES = "tsn_report_index", "tsn_agreed"
 
 
 def settle_guards(body: tirx.Stmt, report: bool) -> tirx.Stmt:
     """Replace the marked conditions of the primitives' own guards: by themselves, or by reports of what is outside.
 
     Where accesses report, the checked pointer determines whether an access is inside its tensor; tensors of more than
-    one axis need a check of each index.
+    one axis need a check of each index. Sizes on which the ends of a copy do not agree are reported there too.
     """
 
     def settle(call):
+        if op_name(call) == AGREED:
+            value, smallest, *check = call.args
+            return tirx.call_extern("int64", _REPORT_SIZES, value, *check) if report else smallest
         if op_name(call) != INSIDE:
             return None
         if not report:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdio>
+#include <string>
 
 #include "builtins.h"
 
@@ -192,6 +193,16 @@ private:
 
 } // namespace sim
 } // namespace tsn
+
+// For compiler/bounds.py: `value`, a size of a copy. Where its condition does not hold the launch ends with `text`, in
+// which each {} stands for a number.
+inline int64_t tsn_agreed(int64_t value, bool holds, const char* text, int64_t left, int64_t right) {
+  if (__builtin_expect(holds, 1)) return value;
+  std::string message = text;
+  for (const int64_t number : {left, right}) message.replace(message.find("{}"), 2, std::to_string(number));
+  tsn::sim::api().trap(message.c_str());
+  return 0;
+}
 
 // For compiler/bounds.py: the condition of an access whose index is outside of its axis. Does not return.
 inline bool tsn_report_index(const char* name, int axis, int64_t index, int64_t extent) {
