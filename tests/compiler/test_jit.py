@@ -1,13 +1,17 @@
 """tsn.jit and compiled kernels: caching, names, arguments, and how the context reaches the kernel."""
 
 import ctypes
+import dataclasses
+import enum
 import os
 import pickle
 import re
+import struct
 import threading
 import types
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import tilelang
 import tilelang.language as T
@@ -133,6 +137,28 @@ def test_factories_compile_once_per_arguments(monkeypatch):
     assert factory(n=64) == factory(n=64) == 2
     assert factory(64, threads=64) == 3
     assert len(made) == 3 and made[0][1]["name"] == "other"
+
+
+class Side(enum.IntEnum):
+    LEFT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    scale: float | tuple
+
+
+def test_arguments_that_are_equal_and_differ_make_kernels_of_their_own(monkeypatch):
+    monkeypatch.setattr(jit, "compile", lambda func, **options: object())
+    factory = tsn.jit(target=inspect.SM_90)(lambda value: kernels.pusher())
+    nan, other_nan = (struct.unpack("<d", struct.pack("<Q", 0x7FF8 << 48 | bits))[0] for bits in (0, 1))
+    values: list = [1, 1.0, True, np.int64(1), np.float64(1), np.float32(1), Side.LEFT, 1 + 0j, (1,), (1.0,), ((1,),)]
+    values += [((True,),), 0.0, -0.0, (0.0,), (-0.0,), nan, other_nan, Tile(1), Tile(1.0), Tile((0.0,)), Tile((-0.0,))]
+    values += [frozenset({1}), frozenset({1.0}), torch.float32, torch.float16, torch.Size((1,)), "1", None]
+    made = [factory(value) for value in values]
+    assert len(set(map(id, made))) == len(values)
+    assert [factory(deepcopy(value)) for value in values] == made
+    assert factory(1) is made[0] and factory(value=1) is factory(value=1) and factory(value=1) is not factory(value=1.0)
 
 
 @tsn.jit

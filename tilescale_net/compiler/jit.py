@@ -25,6 +25,7 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from tilescale_net.compiler import arguments, cuda_tools, hazards, lowering, symbols, toolchain, traced_calls
+from tilescale_net.compiler.identity import identities
 from tilescale_net.compiler.ir import block_threads, kernel_name
 from tilescale_net.compiler.kernel import CudaKernel, Kernel
 from tilescale_net.compiler.passes import Prepared, prepare
@@ -269,9 +270,8 @@ class KernelFactory:
     def __call__(self, *args, **kwargs) -> Kernel:
         """The kernel for these arguments; compiled once per set of arguments and per target."""
         target = self._options["target"] if self._options["target"] is not None else _device_kind()
-        values = (*args, *kwargs.values())
-        key = (str(target), args, tuple(kwargs.items()), tuple(type(v) for v in values))
         try:
+            key = (str(target), *kwargs, identities((*args, *kwargs.values())))
             kernel = self._kernels.get(key)
         except TypeError:
             raise KernelError(

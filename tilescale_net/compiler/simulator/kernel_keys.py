@@ -73,12 +73,16 @@ def _unchanged(function: Callable) -> bool:
 def _written(value) -> str:
     """An argument as a text that no other one has. Raises TypeError where there is no such text."""
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
-        return f"{type(value).__name__} {value!r}"
+        return f"{_name(value)} {value!r}"
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_written, value))})"
+        return f"{_name(value)}({', '.join(map(_written, value))})"
     if isinstance(value, dict):
         return _written(sorted((str(getattr(k, "value", k)), v) for k, v in value.items()))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
-        return f"{type(value).__qualname__}{_written(fields)}"
+        return f"{_name(value)}{_written(fields)}"
     raise TypeError(f"{value!r} has no text")
+
+
+def _name(value) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
