@@ -121,6 +121,69 @@ def wait_for(waiter: str, compare: str, first: int, wanted: int, values: list[in
 
 
 @tsn.jit
+def count_everywhere(how):
+    """Kernel `(word, flags, seen)`: every thread of every PE adds one to the word of every PE, by an atomic where that
+    is mapped and by a signal elsewhere. Then each PE looks at its own, once by each way.
+
+    Args:
+        how: what orders the adds before the looks: "quiet" and a barrier, "fence" and a signal of every PE, "nothing".
+    """
+    n = T.dynamic("n")
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        word: T.Tensor((1,), "uint64"),
+        flags: T.Tensor((n,), "uint64"),
+        seen: T.Tensor((3,), "uint64"),
+    ):
+        with T.Kernel(1, threads=THREADS):
+            thread = T.get_thread_binding()
+            total = N.n_pes() * THREADS
+            for pe in T.serial(N.n_pes()):
+                if N.is_direct(pe):
+                    N.atomic_add(word[0], 1, pe)
+                else:
+                    N.signal(word[0], 1, pe, op="add")
+            if how == "quiet":
+                N.quiet_block()
+            if how != "fence":
+                N.barrier_all()
+            else:
+                for pe in T.serial(N.n_pes()):
+                    N.signal_block(flags[N.my_pe()], 1, pe)
+                if thread < N.n_pes():
+                    N.wait(flags[thread], "ge", 1)
+                T.sync_threads()
+            if thread == 0:
+                seen[0] = N.wait(word[0], "ge", 0)
+            if thread == 32:
+                seen[1] = T.if_then_else(N.test(word[0], "ge", total), 1, 0)
+            if thread == 64:
+                seen[2] = T.if_then_else(N.test(word[0], "lt", total), 1, 0)
+
+    return main
+
+
+_counts: list[torch.Tensor] = []
+
+
+def count(how: str, seed: int) -> list[int]:
+    """By how much what this rank saw in its word, by each way, differs from what all have added."""
+    os.environ["TSN_SIM_SEED"] = str(random.Random(f"{seed} {tsn.rank()}").randrange(1 << 30))
+    if not _counts:
+        _counts.extend((tsn.zeros(1, torch.uint64), tsn.zeros(tsn.size(), torch.uint64)))
+    for words in _counts:
+        words.zero_()
+    seen = torch.zeros(3, dtype=torch.uint64, device=tsn.device())
+    tsn.barrier()
+    count_everywhere(how)(*_counts, seen)
+    tsn.barrier()
+    value, reached, short = seen.view(torch.int64).tolist()
+    return [tsn.size() * THREADS - value, 1 - reached, short]
+
+
+@tsn.jit
 def rounds(threads=64):
     """Kernel `(data, flag, done, seen, n, to)`: n messages go through one place, numbered from 0 in 32 bits.
 

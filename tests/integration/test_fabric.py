@@ -12,7 +12,7 @@ from tests.integration.atomics import atomic, put_each
 from tests.integration.copies import CAPACITY, SLACK, WAYS, example
 from tests.integration.order import meet, pass_message, write_source_again, write_through_view
 from tests.integration.pool import pool_fixture
-from tests.integration.signals import COMPARISONS, HOLDS, wait_for
+from tests.integration.signals import COMPARISONS, HOLDS, count, wait_for
 from tests.integration.test_signals import STEPS
 
 CHAOS = "seed=11,reorder=0.5,split=0.6,delay_us=300,eagain=0.2,imm_bits=20"
@@ -91,6 +91,14 @@ def test_sums_of_signals(pool):
     values = [random.randrange(1 << 63) for _ in range(20)]
     _, (seen, left) = pool(wait_for, "block", "eq", 5, (5 + sum(values)) % (1 << 64), values, "add", 0.0, 1)
     assert left == (5 + sum(values)) % (1 << 64)
+
+
+@pytest.mark.parametrize("how", ["quiet", "fence"])
+@pytest.mark.parametrize("kind, n", [("chaotic", 2), ("mixed", 4)])
+def test_ordered_adds_are_in_the_word(request, kind, n, how):
+    pool = request.getfixturevalue(kind)
+    for seed in SEEDS:
+        assert pool(count, how, seed) == [[0, 0, 0]] * n, seed
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "int64"])

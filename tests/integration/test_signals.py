@@ -6,7 +6,16 @@ from hypothesis import strategies as st
 
 from tests import ranks
 from tests.integration.pool import pool_fixture
-from tests.integration.signals import COMPARISONS, HOLDS, THREADS, WAITERS, count_from_zero, wait_for, wait_in_vain
+from tests.integration.signals import (
+    COMPARISONS,
+    HOLDS,
+    THREADS,
+    WAITERS,
+    count,
+    count_from_zero,
+    wait_for,
+    wait_in_vain,
+)
 
 pool = pool_fixture(2)
 TOP = (1 << 64) - 1
@@ -70,3 +79,8 @@ def test_a_timeout_names_the_word_and_the_comparison():
     kind, text, _ = ranks.launch(1, wait_in_vain, env={"TSN_TIMEOUT": "0.5"})[0].error
     assert kind == "WaitTimeout" and "waited 0.5 s for eq 1 on the signal [1, 2] of zeros([2, 3], torch.uint64)" in text
     assert "last seen 4; the word went past that value" in text, text
+
+
+def test_ordered_adds_are_in_the_word(pool):
+    for seed, how in enumerate(["quiet", "fence"] * 6):
+        assert pool(count, how, seed) == [[0, 0, 0]] * 2, (seed, how)

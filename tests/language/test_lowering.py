@@ -112,7 +112,7 @@ CALLS = {
     ),
     "wait": (
         lambda k: N.wait(k.flags[1], "ge", k.n),
-        "tsn::wait<tsn::Scope::thread, tsn::Compare::ge>(CTX, reinterpret_cast<uint64_t*>((&(flags[(int64_t)1]))), n);",
+        "tsn::wait<tsn::Scope::thread, tsn::Compare::ge, 0>(CTX, reinterpret_cast<uint64_t*>((&(flags[(int64_t)1]))), n);",
     ),
     "wait of a difference": (
         lambda k: N.wait(k.flags[1], "ge", k.r - 1),
@@ -120,11 +120,14 @@ CALLS = {
     ),
     "wait for a negative value": (lambda k: N.wait(k.flags[1], "ge", -3), "(int64_t)-3);"),
     "wait for all bits": (lambda k: N.wait(k.flags[1], "eq", 2**64 - 1), "(int64_t)-1);"),
-    "wait_warp": (lambda k: N.wait_warp(k.flags[1], "lt", 3), "tsn::wait<tsn::Scope::warp, tsn::Compare::lt>(CTX,"),
-    "wait_block": (lambda k: N.wait_block(k.flags[1], "ne", 3), "tsn::wait<tsn::Scope::block, tsn::Compare::ne>(CTX,"),
+    "wait_warp": (lambda k: N.wait_warp(k.flags[1], "lt", 3), "tsn::wait<tsn::Scope::warp, tsn::Compare::lt, 0>(CTX,"),
+    "wait_block": (
+        lambda k: N.wait_block(k.flags[1], "ne", 3),
+        "tsn::wait<tsn::Scope::block, tsn::Compare::ne, 0>(CTX,",
+    ),
     "wait for TMA": (
         lambda k: N.wait_block(k.flags[1], "ne", 3, proxy="async"),
-        "tsn::wait_async<tsn::Scope::block, tsn::Compare::ne>(CTX,",
+        "tsn::wait_async<tsn::Scope::block, tsn::Compare::ne, 0>(CTX,",
     ),
     "test": (
         lambda k: N.st(k.i32[0], T.if_then_else(N.test(k.flags[0], "eq", 1), 1, 0)),

@@ -23,6 +23,7 @@ struct Packet {
 
 struct Expected {
   std::set<uint64_t> puts; // must be complete before the mark is applied
+  uint64_t marks = 0;      // so many marks must have been applied
   uint64_t word = 0;
   bool flush = false;
 };
@@ -79,12 +80,14 @@ private:
       break;
     case 3:
       source_.fence();
+      marks_before_fence_ = sent_marks_;
       before_fence_.insert(open_.begin(), open_.end());
       open_.clear();
       break;
     case 4: {
       const uint64_t group = source_.own(chunks);
       e.puts = before_fence_;
+      e.marks = marks_before_fence_;
       const uint64_t put = send_chunks(group, chunks);
       e.puts.insert(put);
       e.word = pick(words_);
@@ -94,6 +97,7 @@ private:
     }
     case 5:
       e.puts = before_fence_;
+      e.marks = marks_before_fence_;
       e.word = pick(words_);
       send_mark(source_.signal(MarkOp::set, e.word * 8, value, 0, 0), e);
       break;
@@ -160,6 +164,7 @@ private:
       auto it = marks_.find(mark.sequence);
       CHECK(it != marks_.end(), "mark %u applied twice", mark.sequence);
       for (uint64_t put : it->second.puts) CHECK(!missing_.count(put), "seed %u: mark before put", seed_);
+      CHECK(marks_.begin()->first >= it->second.marks, "seed %u: a mark after a fence overtook one before it", seed_);
       if (it->second.flush) CHECK(it == marks_.begin(), "seed %u: a flush overtook a mark", seed_);
       if (mark.op == MarkOp::set) {
         uint64_t& last = last_on_word_[it->second.word];
@@ -182,6 +187,7 @@ private:
   std::vector<Packet> network_;
   std::vector<AckRecord> acks_;
   std::set<uint64_t> open_, before_fence_; // puts since / before the latest fence
+  uint64_t marks_before_fence_ = 0;
   uint64_t puts_ = 0, sent_marks_ = 0, acked_groups_ = 0, acked_marks_ = 0;
   // The test's model of the target.
   std::map<uint64_t, uint32_t> missing_; // chunks of put i that have not arrived

@@ -38,6 +38,7 @@ from tilescale_net.compiler.ir import (
     statement_suffix,
     typed_name,
 )
+from tilescale_net.compiler.operators import OPERATORS
 from tilescale_net.errors import KernelError
 
 _COPY = "tl.tileop.copy"
@@ -73,6 +74,7 @@ def rewrite(body: tirx.Stmt, guards: bool = True) -> tirx.Stmt:
         return body
     if guards:
         body = ir_transform(body, None, lambda c: _guard_loads(c) if op_name(c) in OUR_OPS else None, ["tirx.Call"])
+    body = ir_transform(body, None, _without_look, ["tirx.Evaluate"])
     if opaque_call(body) is not None:  # else nothing in the kernel waits for what a peer writes
         settle = _settle_async(body) if orders_async(body) else _settle_generic
         body = ir_transform(body, None, settle, ["tirx.Call"])
@@ -291,6 +293,16 @@ def _is_global(region) -> bool:
 def _without_tma(copy: tirx.Call) -> tirx.Call:
     annotations = {**dict(copy.annotations), "disable_tma": tirx.IntImm("bool", 1)}
     return tirx.Call(copy.dtype, copy.op, copy.args, annotations=annotations, span=copy.span)
+
+
+def _without_look(statement: tirx.Evaluate) -> tirx.Evaluate | None:
+    """A wait whose value nobody uses need not have the latest one, see device/wait.h."""
+    call = statement.value
+    if op_name(call) not in (_WAIT, _WAIT_ASYNC):
+        return None
+    at = OPERATORS["wait"].names.index("looks")
+    arguments = [*call.args[:at], tirx.IntImm("int32", 0), *call.args[at + 1 :]]
+    return tirx.Evaluate(tirx.Call(call.dtype, call.op, arguments, span=call.span))
 
 
 def _evaluate_once(node):

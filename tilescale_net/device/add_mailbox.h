@@ -4,12 +4,13 @@
 // (the driver's stream memory operations only write), a read-modify-write would lose the GPUs' adds, and a kernel might
 // never run beside one that fills the GPU while it waits for that very word. So the proxy leaves the add in a mailbox
 // in the heap's system area, and the waiting kernel itself carries it out: each poll of wait and test looks at the
-// mailboxes. A signal word is read with wait and test only, so no reader sees a difference.
+// mailboxes, and one that goes by the word's value first has all of them carried out. A signal word is read with wait
+// and test only, so no reader sees a difference.
 //
 // Each proxy thread has a mailbox of its own: a circular buffer of (heap offset, value) entries, the number of entries
 // published so far (written by the proxy's copy stream, behind the entries and behind all data that the adds announce),
-// and the number claimed by the device. An entry is read before it is claimed, so what has been claimed may be
-// overwritten.
+// the number claimed by the device, and the number that it has added. An entry is read before it is claimed, so what
+// has been claimed may be overwritten.
 #pragma once
 
 #include "context.h"
@@ -20,8 +21,8 @@ constexpr int kMaxAddMailboxes = 8;
 constexpr int kAddMailboxEntries = 256;
 constexpr int kAddMailboxWords =
     kQueueWords + kMaxQueues * kQueueWordsStride; // first word of mailbox 0 in the system area
-constexpr int kAddMailboxHeader = 32; // word 0: published, word 16: claimed; then the entries, two words each
-constexpr int kAddMailboxClaimed = 16;
+constexpr int kAddMailboxHeader = 32; // word 0: published, 16: claimed, 17: added; then the entries, two words each
+constexpr int kAddMailboxClaimed = 16, kAddMailboxAdded = 17;
 constexpr int kAddMailboxStride = kAddMailboxHeader + 2 * kAddMailboxEntries;
 static_assert(kAddMailboxWords + kMaxAddMailboxes * kAddMailboxStride <= kGridBarrierWords,
               "the system area holds all mailboxes");

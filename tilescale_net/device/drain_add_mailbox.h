@@ -2,7 +2,7 @@
 #pragma once
 
 #include "add_mailbox.h"
-#include "platform.h"
+#include "spin.h"
 
 namespace tsn {
 namespace detail {
@@ -21,6 +21,7 @@ TSN_COLD void drain_add_mailbox(const Context* ctx, uint64_t* mailbox) {
         claimed)
       continue;
     platform::add_release(reinterpret_cast<uint64_t*>(base + offset), value);
+    platform::add_release(mailbox + kAddMailboxAdded, uint64_t(1));
   }
 }
 
@@ -38,6 +39,21 @@ TSN_COLD void drain_add_mailboxes(const Context* ctx, uint32_t mailboxes) {
     const uint64_t claimed = platform::load<Order::relaxed, MemScope::gpu>(mailbox + kAddMailboxClaimed);
     if (platform::load<Order::relaxed, MemScope::sys>(mailbox) != claimed) detail::drain_add_mailbox(ctx, mailbox);
   }
+}
+
+// The same, and returns when what other threads have claimed is carried out as well: every add that was left before the
+// call is in its word.
+TSN_COLD void settle_add_mailboxes(const Context* ctx, uint32_t mailboxes) {
+  drain_add_mailboxes(ctx, mailboxes);
+  uint64_t* mailbox = reinterpret_cast<uint64_t*>(platform::load_constant(&ctx->heap_base)) + kAddMailboxWords;
+  for (uint32_t i = 0; i < mailboxes; i++, mailbox += kAddMailboxStride)
+    spin(
+        ctx,
+        [&] {
+          const uint64_t added = platform::load<Order::acquire, MemScope::sys>(mailbox + kAddMailboxAdded);
+          return platform::load<Order::relaxed, MemScope::gpu>(mailbox + kAddMailboxClaimed) == added;
+        },
+        [] {});
 }
 
 } // namespace tsn

@@ -22,16 +22,28 @@ TSN_DEVICE bool holds(uint64_t word, int64_t value) {
 
 namespace detail {
 
-// One thread's wait. `pe` is the PE that should send the signal, -1 where that is not known.
+// Whether adds that are still in a mailbox can make the comparison false: of a word that they make larger.
 template <Compare C>
+constexpr bool kMindsAdds = C != Compare::ge && C != Compare::gt;
+
+// One thread's wait. `pe` is the PE that should send the signal, -1 where that is not known. `Looks`: the caller goes
+// by the value.
+template <Compare C, bool Looks = false>
 TSN_DEVICE uint64_t wait_one(const Context* ctx, const uint64_t* sig, int64_t value, Operation operation, int pe) {
-  int mailboxes = -1; // read once, after the first poll: a wait should spend its time on polling
+  constexpr bool kAll = Looks || kMindsAdds<C>;
+  // Else read once, after the first poll: a wait should spend its time on polling.
+  int mailboxes = kAll ? int(n_add_mailboxes(ctx)) : -1;
   uint64_t seen;
   spin(
       ctx, [&] { return SpinSubject{operation, pe, sig, uint64_t(value), 1 + uint32_t(C)}; },
       [&] {
         seen = platform::load<Order::acquire, MemScope::sys>(sig);
-        if (holds<C>(seen, value)) return true;
+        if (holds<C>(seen, value)) {
+          if (!kAll || TSN_LIKELY(mailboxes == 0)) return true;
+          settle_add_mailboxes(ctx, uint32_t(mailboxes));
+          seen = platform::load<Order::acquire, MemScope::sys>(sig);
+          return holds<C>(seen, value);
+        }
         if (mailboxes < 0) mailboxes = int(n_add_mailboxes(ctx));
         if (mailboxes != 0) drain_add_mailboxes(ctx, uint32_t(mailboxes));
         return false;
@@ -45,20 +57,20 @@ TSN_DEVICE uint64_t wait_one(const Context* ctx, const uint64_t* sig, int64_t va
 
 // Waits until the signal word compares with `value` as C says (signed); returns the word as seen then. What was ordered
 // before the signal is visible to the scope afterwards. Ends early, with the word as it is, when the job is aborted or
-// the deadline passes.
-template <Scope S, Compare C>
+// the deadline passes. `Looks`: the value is used.
+template <Scope S, Compare C, bool Looks = true>
 TSN_DEVICE uint64_t wait(const Context* ctx, const uint64_t* sig, int64_t value) {
   enter<S>(kOpWait, nullptr, int64_t(C), kNoPe, sig, uint64_t(value));
-  return scope_broadcast<S>([&] { return detail::wait_one<C>(ctx, sig, value, kOpWait, -1); });
+  return scope_broadcast<S>([&] { return detail::wait_one<C, Looks>(ctx, sig, value, kOpWait, -1); });
 }
 
 // As wait; what TMA and bulk copies of the scope read afterwards is ordered as well. They belong to the async proxy,
 // which an acquire alone does not order.
-template <Scope S, Compare C>
+template <Scope S, Compare C, bool Looks = true>
 TSN_DEVICE uint64_t wait_async(const Context* ctx, const uint64_t* sig, int64_t value) {
   enter<S>(kOpWait, nullptr, int64_t(C), kNoPe, sig, uint64_t(value));
   return scope_broadcast<S>([&] {
-    const uint64_t seen = detail::wait_one<C>(ctx, sig, value, kOpWait, -1);
+    const uint64_t seen = detail::wait_one<C, Looks>(ctx, sig, value, kOpWait, -1);
     platform::bulk_publish();
     return seen;
   });
@@ -69,11 +81,16 @@ TSN_DEVICE uint64_t wait_async(const Context* ctx, const uint64_t* sig, int64_t 
 template <Compare C>
 TSN_DEVICE bool test(const Context* ctx, const uint64_t* sig, int64_t value) {
   enter<Scope::thread>(kOpTest, nullptr, int64_t(C), kNoPe, sig, uint64_t(value));
-  if (holds<C>(platform::load<Order::acquire, MemScope::sys>(sig), value)) {
+  bool seen = holds<C>(platform::load<Order::acquire, MemScope::sys>(sig), value);
+  if (!seen || detail::kMindsAdds<C>)
+    if (const uint32_t mailboxes = n_add_mailboxes(ctx)) {
+      settle_add_mailboxes(ctx, mailboxes);
+      seen = holds<C>(platform::load<Order::acquire, MemScope::sys>(sig), value);
+    }
+  if (seen) {
     if constexpr (platform::kDefersRemoteWrites) platform::waited(sig);
     return true;
   }
-  if (const uint32_t mailboxes = n_add_mailboxes(ctx)) drain_add_mailboxes(ctx, mailboxes);
   platform::relax();
   // Reading the host's abort word takes longer than the test itself: one call in many does.
   const bool sample = platform::ticks() / 32 % 256 == 0;

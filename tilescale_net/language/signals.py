@@ -22,7 +22,7 @@ def _wait(scope, sig, cmp, value, proxy):
     require_converged(scope)
     word, wanted = _comparison(sig, cmp, value)
     one_of("proxy", proxy, ("generic", "async"))
-    return OPERATORS["wait" if proxy == "generic" else "wait_async"](scope, cmp, word, wanted)
+    return OPERATORS["wait" if proxy == "generic" else "wait_async"](scope, cmp, 1, word, wanted)
 
 
 def _signal(scope, sig, value, pe, op, fence):

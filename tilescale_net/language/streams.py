@@ -34,7 +34,7 @@ def _wait(scope, word, index, behind) -> None:
     """Wait until the word has counted message `index - behind`."""
     require_converged(scope)
     wanted = as_integer("index", index, "int64", 0) + as_integer("slots", 1 - behind, "int64")
-    evaluate(OPERATORS["wait"](scope, "ge", signal_word(word).pointer(), wanted))
+    evaluate(OPERATORS["wait"](scope, "ge", 0, signal_word(word).pointer(), wanted))
 
 
 def _slot(index, slots) -> tirx.PrimExpr:

@@ -80,8 +80,7 @@ bool Job::may_arrive(const Process& p) const {
   for (int number : list->second) {
     const Operation& other = *processes_[static_cast<size_t>(number)].operation;
     if (other.sequence >= o.sequence) break;
-    if (other.fences < o.fences && other.late.operation.bytes) return false;
-    if (other.late.operation.peer_signal == o.late.operation.peer_signal) return false;
+    if (other.fences < o.fences || other.late.operation.peer_signal == o.late.operation.peer_signal) return false;
   }
   return true;
 }
@@ -188,7 +187,7 @@ void Job::arrive(Process& p, int number) {
   const sim::RemoteOperation& made = o.late.operation;
   std::vector<Arrived>& earlier = r.arrived[made.pe];
   for (const Arrived& a : earlier)
-    if (a.sequence < o.sequence && ((a.data && a.fences < o.fences) || a.signal == made.peer_signal))
+    if (a.sequence < o.sequence && (a.fences < o.fences || a.signal == made.peer_signal))
       p.past = made.peer_signal ? joined(p.past, a.past) : p.past;
   history_.learn(p.past);
   o.late.each_run(0, made.destination ? static_cast<uint64_t>(made.bytes) : 0,
@@ -203,7 +202,7 @@ void Job::arrive(Process& p, int number) {
     history_.change(made.peer_signal, made.add ? Change::add : Change::set, made.value, p.past);
     o.late.deliver_signal();
   }
-  earlier.push_back({o.sequence, o.fences, made.bytes > 0, made.peer_signal, p.past});
+  earlier.push_back({o.sequence, o.fences, made.peer_signal, p.past});
   std::vector<int>& list = r.on_the_way[made.pe];
   list.erase(std::find(list.begin(), list.end(), number));
   p.done = true;

@@ -109,7 +109,6 @@ private:
   };
   struct Arrived {
     uint64_t sequence, fences;
-    bool data;
     const uint64_t* signal;
     Past past;
   };

@@ -122,8 +122,8 @@ public:
     asked_ = 0;
     for (const auto& [offset, sum] : sums)
       check(d_.cuStreamWriteValue64(in_.next(), base_ + offset, read(base_ + offset) + sum, 0), "cuStreamWriteValue64");
-    check(d_.cuStreamWriteValue64(in_.next(), mailbox_ + 8 * kAddMailboxClaimed, adds_.published(), 0),
-          "cuStreamWriteValue64");
+    for (const int word : {kAddMailboxClaimed, kAddMailboxAdded})
+      check(d_.cuStreamWriteValue64(in_.next(), mailbox_ + 8 * word, adds_.published(), 0), "cuStreamWriteValue64");
     in_.drain();
   }
 

@@ -79,7 +79,8 @@ public:
 
   void apply_adds() override {
     for (const auto& [offset, sum] : adds_.take(claimed())) HostMemory::add(offset, sum);
-    __atomic_store_n(mailbox_ + kAddMailboxClaimed, adds_.published(), __ATOMIC_RELEASE);
+    for (const int word : {kAddMailboxClaimed, kAddMailboxAdded})
+      __atomic_store_n(mailbox_ + word, adds_.published(), __ATOMIC_RELEASE);
   }
 
   void poll() override {

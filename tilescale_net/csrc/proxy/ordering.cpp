@@ -53,7 +53,12 @@ void OrderSource::close_open(MarkRecord* mark) {
 MarkRecord OrderSource::signal(MarkOp op, uint64_t offset, uint64_t value, uint64_t group, uint32_t chunks) {
   MarkRecord m = blank(op);
   uint64_t& last = last_mark_[word_slot(offset)];
-  if (last > acked_marks_) m.after_mark = (uint32_t)(last - 1);
+  if (last <= fence_mark_ && fence_mark_ > acked_marks_) {
+    m.after_mark = (uint32_t)fence_mark_;
+    m.flags = kAfterAllMarks;
+  } else if (last > acked_marks_) {
+    m.after_mark = (uint32_t)(last - 1);
+  }
   last = next_mark_;
   if (open_chunks_ && open_group_ < fence_) close_open(&m);
   // A fence older than the acknowledged groups demands nothing any more; naming it could outlive 32 bits.
@@ -149,7 +154,7 @@ bool OrderTarget::applicable(uint64_t sequence) const {
   const MarkRecord& m = marks_[sequence & (window_.marks - 1)];
   // A signed distance: the groups may lie before the base, which stops at the first incomplete one.
   if ((int32_t)(m.groups_before - (uint32_t)base_group_) > 0) return false;
-  if (m.flags & kAfterAllMarks) return base_mark_ == sequence;
+  if (m.flags & kAfterAllMarks) return (int32_t)(m.after_mark - (uint32_t)base_mark_) <= 0;
   if (m.after_mark == m.sequence) return true;
   return done_before(sequence - (uint32_t)(m.sequence - m.after_mark));
 }

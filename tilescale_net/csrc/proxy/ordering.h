@@ -5,12 +5,13 @@
 //   - plain puts join the open group, which is closed by the first signal or flush after a fence.
 // Every chunk names its group (modulo the window) in its immediate. A *mark* travels in a message and states how many
 // chunks its own group has, how many the group had that it closes, which groups must be complete before it, and which
-// earlier mark must be applied before it. The target applies a mark once it has counted all of that: in any order of
-// arrival, there is no drain and no "last chunk".
+// earlier mark, or all up to which, must be applied before it. The target applies a mark once it has counted all of
+// that: in any order of arrival, there is no drain and no "last chunk".
 //
 // Marks on one word are applied in the order of issue: the source remembers the last mark per word (in a small hashed
-// table; a collision only orders more than necessary). Windows bound what is outstanding, so numbers modulo the window
-// are unambiguous; the target's acknowledgements move them.
+// table; a collision only orders more than necessary). A mark after a fence is applied after all marks before the
+// fence; the first one on its word says so, and later ones on the word follow that one. Windows bound what is
+// outstanding, so numbers modulo the window are unambiguous; the target's acknowledgements move them.
 #pragma once
 
 #include "tilescale_net/csrc/proxy/wire.h"
@@ -44,7 +45,7 @@ public:
   // Numbers the chunks of a put_signal; its mark must follow at once.
   uint64_t own(uint32_t chunks);
 
-  void fence() { fence_ = next_group_; }
+  void fence() { fence_ = next_group_, fence_mark_ = next_mark_; }
 
   // The mark of a signal with an own group of `chunks` chunks (0: a bare signal, `group` is ignored).
   MarkRecord signal(MarkOp op, uint64_t offset, uint64_t value, uint64_t group, uint32_t chunks);
@@ -78,6 +79,7 @@ private:
   uint64_t open_group_ = 0;
   uint32_t open_chunks_ = 0;        // 0: no group is open
   uint64_t fence_ = 0;              // groups before this one are before the latest fence
+  uint64_t fence_mark_ = 0;         // marks likewise
   std::vector<uint64_t> last_mark_; // by hash of the word: 1 + the latest mark on it, 0 if none
 };
 

@@ -26,7 +26,7 @@ enum class MarkOp : uint8_t {
 };
 
 enum MarkFlags : uint8_t {
-  kAfterAllMarks = 1, // apply only when every earlier mark is applied
+  kAfterAllMarks = 1, // apply only when every mark before `after_mark` is applied
   kReply = 2,         // acknowledge as soon as this mark and all before it are complete
 };
 
@@ -36,7 +36,7 @@ struct MarkRecord {
   uint8_t flags;
   uint8_t reserved;
   uint32_t sequence;      // of this mark
-  uint32_t after_mark;    // the mark that must be applied first; itself if none
+  uint32_t after_mark;    // the mark that must be applied first; itself if none. See kAfterAllMarks
   uint32_t groups_before; // all groups before this one must be complete
   uint32_t group;         // own group, if count is not 0
   uint32_t count;         // chunks of the own group

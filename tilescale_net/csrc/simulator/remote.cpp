@@ -83,8 +83,7 @@ bool signal_may_go(const Target& target, const Pending& p) {
   if (!p.pieces.empty()) return false;
   for (const Pending& other : target.pending) {
     if (other.sequence >= p.sequence) break;
-    if (other.epoch < p.epoch && !other.pieces.empty()) return false;
-    if (other.operation.peer_signal == p.operation.peer_signal) return false;
+    if (other.epoch < p.epoch || other.operation.peer_signal == p.operation.peer_signal) return false;
   }
   return true;
 }
@@ -198,8 +197,7 @@ bool defer(const RemoteOperation& o) {
   bool later = s.visibility == Visibility::late || grid.roll_delay();
   if (!later && o.peer_signal)
     for (const Pending& other : target.pending)
-      later = later || (other.epoch < target.epoch && !other.pieces.empty()) ||
-              other.operation.peer_signal == o.peer_signal;
+      later = later || other.epoch < target.epoch || other.operation.peer_signal == o.peer_signal;
   if (!later) {
     if (o.peer_signal) hold(s, target, s.sequence, random);
     if (p.memory) p.memory->send(o.pe, p.message);

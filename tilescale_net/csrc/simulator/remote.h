@@ -5,7 +5,7 @@
 // late, and in as odd an order, as the model allows:
 //   - data of puts arrives in pieces, in any order, and is read from the source when it arrives;
 //   - the signal of a put_signal follows all pieces of its own put, and may overtake any other put;
-//   - a signal sent after a fence follows all data that was issued to that PE before the fence;
+//   - a signal sent after a fence follows all that was issued to that PE before the fence;
 //   - signals to one word arrive in the order in which they were issued;
 //   - quiet delivers everything.
 // Everything is delivered in the end, also when no kernel runs any more.
