@@ -13,6 +13,9 @@ tsn.finalize()
 from __future__ import annotations
 
 import builtins
+import importlib
+import os
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -49,6 +52,15 @@ if TYPE_CHECKING:
     Group: TypeAlias = ProcessGroup | DeviceMesh | StoreGroup | World | str | None
 
 __version__ = "0.1.0"
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+if not os.path.isdir(os.path.join(_FOLDER, "kernels")):  # a link that the tool which unpacked the checkout has not made
+    __path__.append(os.path.dirname(_FOLDER))
+if "tilelang" not in sys.modules and not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):
+    # tilelang makes a folder in the home when it is imported, and fails where it cannot.
+    from tilescale_net.runtime import private_folder as _private_folder
+
+    os.environ.update(_private_folder.for_tilelang())
 
 __all__ = [
     "ConfigurationError",
@@ -116,7 +128,11 @@ def init(
     """
     from tilescale_net.runtime import worlds
 
-    return worlds.init(heap_bytes, group)
+    try:
+        return worlds.init(heap_bytes, group)
+    except TileScaleError as error:
+        # Its text says all; the rest are frames of this package.
+        raise error.with_traceback(None) from None
 
 
 def finalize(group: Group = None) -> None:
@@ -308,4 +324,13 @@ def __getattr__(name: str) -> Any:
         from tilescale_net.compiler.macro import macro as _macro
 
         return _macro
+    if name in ("_native", "_simulator"):
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError:
+            version = f"{sys.version_info.major}.{sys.version_info.minor}"
+            raise ImportError(
+                f"the native part of tilescale_net is not built for Python {version} in {_FOLDER}; run `bash launch.sh "
+                "--setup-only` or `pip install -e .` in the checkout"
+            ) from None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,6 @@ import importlib.metadata
 import os
 from typing import Any
 
-from tilescale_net.errors import ConfigurationError, FabricError
 from tilescale_net.runtime import settings
 
 
@@ -57,18 +56,3 @@ def offers() -> list[dict]:
     from tilescale_net import _native
 
     return _native.fabric_offers(fallback=bundled_library())
-
-
-def check_settings() -> None:
-    """Raise ConfigurationError for a TSN_CHAOS that means nothing, also where no network is used."""
-    chaos = settings.CHAOS.get()
-    if chaos in ("", "off"):
-        return
-    try:
-        from tilescale_net import _native
-    except ImportError:  # not built: there is no network whose faults could be had
-        return
-    try:
-        _native.parse_chaos(chaos)
-    except FabricError as err:
-        raise ConfigurationError(f"TSN_CHAOS: {err}") from None

@@ -23,13 +23,26 @@ from tilescale_net.launch import environment, run
         ({"MASTER_PORT": "70000", "NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "x"}, "MASTER_PORT=70000 is above"),
         ({"TSN_TIMEOUT": "soon"}, "TSN_TIMEOUT='soon' is not a number"),
         ({"TSN_TIME_OUT": "5"}, "there is no setting TSN_TIME_OUT; did you mean TSN_TIMEOUT?"),
+        ({"TSN_SEED": "5"}, "there is no setting TSN_SEED; did you mean TSN_SIM_SEED?"),
+        ({"TSN_CHAOS": "banana=1"}, "TSN_CHAOS='banana=1': unknown field 'banana'"),
+        ({"TSN_TRACE": "/nonexistent/x.json"}, "TSN_TRACE=/nonexistent/x.json: there is no folder /nonexistent"),
+        (
+            {"TSN_HEAP_SIZE": "100T"},
+            "TSN_HEAP_SIZE: a heap of 109951162777600 bytes is more than this machine has memory",
+        ),
     ],
 )
 def test_bad_environment(script, env, said):
     done = launch(script("print('ran')"), **env)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert said in done.stderr and len(done.stderr.splitlines()) == 1
     assert done.stdout == "" and not script.pids()
+
+
+def test_a_name_that_is_nearly_the_launchers(script):
+    done = launch(script("print('ran')"), VIRTUAL_NODE="2", GPUS="1")
+    assert done.stdout == "ran\n"
+    assert done.stderr == "launch.sh: VIRTUAL_NODE has no meaning here; did you mean VIRTUAL_NODES?\n"
 
 
 def test_bad_script():

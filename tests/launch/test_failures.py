@@ -152,6 +152,14 @@ def test_rank_that_left_early_is_mentioned(script):
     assert "rank 0 had ended before, with exit code 0" in last_line(done)
 
 
+def test_what_all_ranks_say_is_said_once(script):
+    text = "time.sleep(0.3 * (rank == 0))\nraise RuntimeError('no memory') if rank != 2 else KeyError(rank)"
+    done = launch(script(text), GPUS="3")
+    assert done.returncode == 1 and done.stderr.count("no memory") == 2  # in the traceback's line of code as well
+    assert "rank 2: exit code 1; KeyError: 2" in done.stderr
+    assert last_line(done) == "launch.sh: ranks 0, 1 failed for the same reason, see above: exit code 1"
+
+
 def test_torchs_prefix_does_not_hide_the_error(script):
     text = (
         "for line in ('Traceback (most recent call last):', '  File', 'KeyError: 4'): print(f'[rank{rank}]: ' + line)"

@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from tilescale_net import fabric
 from tilescale_net.compiler.simulator import cache_files
 from tilescale_net.compiler.simulator.host_source import HostSource
 from tilescale_net.compiler.simulator.kept_kernels import Kept
@@ -171,7 +170,6 @@ def environment(dice: random.Random) -> None:
     for read in (
         settings.check,
         *(settings.ALL[name].get for name in os.environ if name in settings.ALL),
-        fabric.check_settings,
         settings.load_kernels_early,
         lambda: placement.find(0.0),
         lambda: settings.heap_bytes(None, False),

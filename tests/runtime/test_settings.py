@@ -1,6 +1,5 @@
 """The table of settings: its page, its checks, and that nothing else reads the environment."""
 
-import logging
 import re
 from pathlib import Path
 
@@ -80,6 +79,10 @@ MACROS = {
         ("TSN_DEVICE", "gpu", "not one of auto, cuda, simulator"),
         ("TSN_PROVIDER", "tcp;ofi_rxn", "no provider 'ofi_rxn'; did you mean ofi_rxm?"),
         ("TSN_OUTPUT", "everything", "not one of all, first"),
+        ("TSN_CHAOS", "banana=1", "unknown field 'banana'"),
+        ("TSN_CHAOS", "reorder=7", "not a probability"),
+        ("TSN_TRACE", "/nonexistent/x.json", "there is no folder /nonexistent"),
+        ("TSN_TRACE", "/tmp", "no file can be written there"),
     ],
 )
 def test_wrong_values(monkeypatch, name, value, said):
@@ -97,6 +100,10 @@ def test_wrong_values(monkeypatch, name, value, said):
         ("TSN_SIM_SEEDS", "TSN_SIM_SEED"),
         ("TSN_PROXY_THREAD", "TSN_PROXY_THREADS"),
         ("TSN_provider", "TSN_PROVIDER"),
+        ("TSN_SEED", "TSN_SIM_SEED"),
+        ("TSN_HEAP", "TSN_HEAP_SIZE"),
+        ("TSN_RACES", "TSN_SIM_RACES"),
+        ("TSN_TRACE_FILE", "TSN_TRACE"),
     ],
 )
 def test_a_misspelt_name_is_an_error(monkeypatch, name, near):
@@ -105,11 +112,29 @@ def test_a_misspelt_name_is_an_error(monkeypatch, name, near):
         settings.check()
 
 
-def test_a_strange_name_is_a_warning(monkeypatch, caplog):
+def test_a_strange_name_is_an_error(monkeypatch):
     monkeypatch.setenv("TSN_WEATHER", "fine")
-    with caplog.at_level(logging.WARNING, "tilescale_net"):
+    with pytest.raises(ConfigurationError, match="there is no setting TSN_WEATHER; docs/settings.md lists all"):
         settings.check()
-    assert "there is no setting TSN_WEATHER" in caplog.text
+
+
+def test_names_that_are_nearly_the_launchers(monkeypatch):
+    for name, value in {
+        "VIRTUAL_NODE": "2",
+        "GPU": "4",
+        "NODE": "worker-3",
+        "MASTER_ADDRESS": "a",
+        "NODE_NAME": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    for row in settings.LAUNCHER:
+        monkeypatch.delenv(row, raising=False)
+    found = [("GPU", "GPUS"), ("MASTER_ADDRESS", "MASTER_ADDR"), ("VIRTUAL_NODE", "VIRTUAL_NODES")]
+    assert [
+        pair for pair in settings.misspelt_launch() if pair[0] in ("GPU", "NODE", "NODE_NAME") or "_" in pair[0]
+    ] == found
+    monkeypatch.setenv("GPUS", "2")
+    assert ("GPU", "GPUS") not in settings.misspelt_launch()
 
 
 def test_ranks_may_come_as_far_apart_as_first_calls_do():

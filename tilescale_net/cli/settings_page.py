@@ -4,8 +4,8 @@ from tilescale_net.runtime.setting import Setting
 from tilescale_net.runtime.settings import SECTIONS
 
 HEAD = """# Settings
-Environment variables; a wrong value is an error that names the variable, and so is a name that nearly is one of these. All
-ranks of a job should see the same ones. `python -m tilescale_net settings` prints this page, which is made from the table in
+Environment variables; a wrong value is an error that names the variable, and so is a name that begins with TSN_ and is none
+of these. All ranks of a job should see the same ones. `python -m tilescale_net settings` prints this page, which is made from the table in
 `tilescale_net/runtime/settings.py`.
 """
 

@@ -38,8 +38,15 @@ def visible_gpus() -> int:
     return 0 if status else count.value
 
 
+def memory_bytes() -> int:
+    """Memory and swap of this machine."""
+    with open("/proc/meminfo") as f:
+        rows = dict(line.split(":", 1) for line in f)
+    return sum(int(rows[row].split()[0]) << 10 for row in ("MemTotal", "SwapTotal"))
+
+
 def check_ranks(ranks: int, held: int) -> None:
-    """Refuse more ranks than this host can hold, and VIRTUAL_NODES that do not divide them.
+    """Refuse more ranks than this host can hold, heaps larger than its memory, and VIRTUAL_NODES that do not divide the ranks.
 
     Args:
         ranks: requested.
@@ -56,6 +63,10 @@ def check_ranks(ranks: int, held: int) -> None:
         )
     if not held and ranks > MOST_SIMULATED:
         refuse(f"GPUS={ranks} is more than the {MOST_SIMULATED} ranks that are simulated on one machine")
+    if not held and (heap := settings.HEAP_SIZE.get() or 0) > (memory := memory_bytes()):
+        refuse(
+            f"TSN_HEAP_SIZE: a heap of {heap} bytes is more than this machine has memory and swap ({memory} bytes); set it lower"
+        )
     virtual = value(settings.VIRTUAL_NODES)
     if ranks % virtual:
         refuse(f"VIRTUAL_NODES={virtual} does not divide GPUS={ranks}; every node holds the same number of ranks")

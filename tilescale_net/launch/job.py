@@ -40,6 +40,10 @@ _VICTIM = re.compile(
 )
 
 
+# The last line of the traceback of an exception that says something.
+_RAISED = re.compile(r"(?:[\w.]+\.)?[A-Z]\w*: .")
+
+
 def _die_with(launcher: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # which ended before the call above
@@ -268,8 +272,13 @@ class Job:
         """Name the rank to look at and return its exit code."""
         # A rank that reports a lost peer is a victim, though it may well end before the rank that it lost.
         root_causes = [rank for rank in failed_ranks if not rank.is_victim()]
-        rank = (root_causes or failed_ranks)[0]
-        code = rank.code if rank.code > 0 else 128 - rank.code
+        first = (root_causes or failed_ranks)[0]
+        said = first.output.last_error()
+        # Ranks that met the same, also those that have not come to their end: rank 0, which was heard, speaks for all.
+        raised = first.code > 0 and not first.is_victim() and _RAISED.match(said)
+        alike = [r for r in self.failed if raised and r.output.last_error() == said]
+        rank = min(alike, key=lambda r: r.index, default=first)
+        code = first.code if first.code > 0 else 128 - first.code
         if code in TOLD and any(r.index == 0 and r.code == code for r in failed_ranks):
             return code
         if rank.index != 0 and rank.output.lines and settings.OUTPUT.get() != "all":
@@ -277,12 +286,15 @@ class Job:
             for line in list(rank.output.lines)[-60:]:
                 print("  " + line.decode(errors="replace"), file=sys.stderr)
         for other in failed_ranks:
-            if other is not rank:
-                said = other.output.last_error()
-                messages.say(f"rank {other.index}: {other.exit_description()}{'; ' + said if said else ''}")
+            if other is not rank and other not in alike:
+                words = other.output.last_error()
+                messages.say(f"rank {other.index}: {other.exit_description()}{'; ' + words if words else ''}")
         for other in stopped:
             messages.say(f"rank {other.index} was stopped (by SIGSTOP or a debugger) and has been ended")
-        said = rank.output.last_error()
+        if len(alike) > 1:
+            ranks = ", ".join(map(str, sorted(r.index for r in alike)))
+            messages.say(f"ranks {ranks} failed for the same reason, see above: {first.exit_description()}")
+            return code
         early = [r.index for r in self.ended[: self.ended.index(rank)] if r.code == 0]
         messages.say(
             f"rank {rank.index} failed first: {rank.exit_description()}"

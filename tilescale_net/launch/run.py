@@ -13,7 +13,7 @@ from pathlib import Path
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.launch import environment, forking, messages
 from tilescale_net.launch.job import Job
-from tilescale_net.runtime import settings
+from tilescale_net.runtime import private_folder, settings
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Folders of a checkout whose scripts import one another by the checkout's root.
@@ -42,6 +42,8 @@ def check(arguments: list[str]) -> None:
         settings.check()
     except ConfigurationError as err:
         messages.refuse(str(err))
+    for name, near in settings.misspelt_launch():
+        messages.say(f"{name} has no meaning here; did you mean {near}?")
     if not environment.srun_starts_ranks():
         environment.value(settings.GPUS)
 
@@ -58,6 +60,7 @@ def start(arguments: list[str]) -> int:
     check(arguments)
     if folder := import_folder(_script(arguments)):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    os.environ.update(private_folder.for_tilelang())
     command = [sys.executable, *arguments]
     if environment.srun_starts_ranks():
         os.environ.update(environment.srun_rank())

@@ -12,17 +12,41 @@ from pathlib import Path
 from tilescale_net.runtime import settings
 
 _NAME = "tilescale_net"
+TILELANG = "TILELANG_CACHE_DIR"
 
 
 def of_user(name: str) -> Path:
-    """$XDG_CACHE_HOME/tilescale_net/NAME, by default below ~/.cache; below the temporary folder without a home."""
+    """$XDG_CACHE_HOME/tilescale_net/NAME, by default below ~/.cache; below the temporary folder without a home to write."""
     base = settings.CACHE_HOME.get()
     if not os.path.isabs(base):
         home = os.environ.get("HOME") or _home_of_user()
         base = os.path.join(home, ".cache") if os.path.isabs(home) else ""
+        if base and not can_be_made(base):
+            base = ""
     if not base:
         return Path(tempfile.gettempdir()) / f"{_NAME}-{os.getuid()}" / name
     return Path(base) / _NAME / name
+
+
+def for_tilelang() -> dict[str, str]:
+    """The variable that gives tilelang a folder to keep kernels in, where the home does not; to be set before it is imported."""
+    own = os.path.expanduser("~/.tilelang")
+    if os.environ.get(TILELANG) or can_be_made(own):
+        return {}
+    return {TILELANG: str(of_user("tilelang"))}
+
+
+@functools.cache
+def can_be_made(folder: str) -> bool:
+    """Whether a folder is there, or could be, and files in it. A folder is made for that, and removed: permissions alone do
+    not tell it of root, of file systems without folders to make and of those that are full."""
+    try:
+        while not os.path.lexists(folder):
+            folder = os.path.dirname(folder)
+        os.rmdir(tempfile.mkdtemp(dir=folder, prefix=f".{_NAME}-"))
+    except OSError:
+        return False
+    return True
 
 
 def _home_of_user() -> str:

@@ -1,14 +1,39 @@
 """Values that settings take: how the text of an environment variable becomes one of them, and its errors."""
 
 import math
+import os
 import shlex
 from collections.abc import Callable
 
-from tilescale_net.errors import ConfigurationError
+from tilescale_net.errors import ConfigurationError, FabricError
 
 
 def text(value: str, name: str) -> str:
     """Any text."""
+    return value
+
+
+def chaos(value: str, name: str) -> str:
+    """What csrc/fabric/chaos_options.cpp takes; any text where the native part is not built, and so no network either."""
+    try:
+        from tilescale_net import _native
+    except ImportError:
+        return value
+    try:
+        if value != "off":
+            _native.parse_chaos(value)
+    except FabricError as err:
+        raise ConfigurationError(f"{name}={value!r}: {str(err).removeprefix('chaos: ')}") from None
+    return value
+
+
+def new_file(value: str, name: str) -> str:
+    """Path of a file that can be written."""
+    folder = os.path.dirname(os.path.abspath(value))
+    if not os.path.isdir(folder):
+        raise ConfigurationError(f"{name}={value}: there is no folder {folder}")
+    if os.path.isdir(value) or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"{name}={value}: no file can be written there")
     return value
 
 

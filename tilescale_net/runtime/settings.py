@@ -4,12 +4,15 @@
 
 A variable is read where it is used and as late as that, so that tests and notebooks may set it. `check` reads all of them
 at once; `init` and the launcher call it, so that a wrong value or a misspelt name is an error before anything starts.
-Only the standard library is imported here: the launcher reads this table as well.
+Only the standard library is imported here: the launcher reads this table as well. (TSN_CHAOS, where it is set, is checked by
+the native part if that is there.)
 """
 
+import contextlib
 import difflib
 import logging
 import os
+from collections.abc import Sequence
 
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import cpu_lists, providers
@@ -87,7 +90,7 @@ TUNED = Setting(
 
 TRACE = Setting(
     "TSN_TRACE",
-    values.text,
+    values.new_file,
     "",
     "file to write a timeline of all ranks to, which ui.perfetto.dev opens; see docs/debugging.md",
 )
@@ -148,7 +151,7 @@ PROXY_STAGING = Setting(
     "0",
 )
 PROXY_STATS = Setting("TSN_PROXY_STATS", values.flag, False, "1: print the proxy's counters when it stops", "0")
-CHAOS = Setting("TSN_CHAOS", values.text, "", "make the network misbehave, see below")
+CHAOS = Setting("TSN_CHAOS", values.chaos, "", "make the network misbehave, see below")
 
 SIM_SEED = Setting(
     "TSN_SIM_SEED",
@@ -280,23 +283,45 @@ def check() -> None:
     """Read every variable that is set.
 
     Raises:
-        ConfigurationError: a value that its variable does not take, or a name that no variable has but one nearly has.
+        ConfigurationError: a value that its variable does not take, or a name with TSN_ that no variable has.
     """
     for name in sorted(os.environ):
-        if name.startswith("TSN_") and name not in ALL and name not in HANDED_OVER:
-            _unknown(name)
+        if name.startswith("TSN_") and name not in ALL:
+            near = nearest(name, [row for row in ALL if row.startswith("TSN_") and row not in HANDED_OVER])
+            advice = f"did you mean {near}? " if near else ""
+            raise ConfigurationError(
+                f"there is no setting {name}; {advice}docs/settings.md lists all that begin with TSN_"
+            )
         elif name in ALL and name not in LAUNCHER:
             ALL[name].get()
 
 
-def _unknown(name: str) -> None:
-    known = {row.removeprefix("TSN_"): row for row in ALL if row.startswith("TSN_")}
-    near = difflib.get_close_matches(name.removeprefix("TSN_").upper(), known, n=1, cutoff=0.75)
-    if near:
-        raise ConfigurationError(
-            f"there is no setting {name}; did you mean {known[near[0]]}? docs/settings.md lists all"
-        )
-    log.warning("there is no setting %s; docs/settings.md lists all that begin with TSN_", name)
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The known name that `name` was most likely meant for: by its words or its letters; None where it shares neither."""
+    mine = name.upper().removeprefix("TSN_")
+
+    def likeness(row: str) -> float:
+        theirs = row.removeprefix("TSN_")
+        ratio = difflib.SequenceMatcher(None, mine, theirs).ratio()
+        words, others = {*mine.split("_")}, {*theirs.split("_")}
+        if words <= others:
+            return 0.9 + ratio / 10
+        return ratio if ratio >= 0.75 else ratio / 2 if words & others else 0.0
+
+    best = max(known, key=likeness, default=None)
+    return best if best is not None and likeness(best) else None
+
+
+def misspelt_launch() -> list[tuple[str, str]]:
+    """Variables without TSN_ that are nearly one of the launcher's, which is not set and takes their values; with its name."""
+    absent = [row for row in LAUNCHER if row not in os.environ]
+    found = []
+    for name, value in sorted(os.environ.items()):
+        for row in difflib.get_close_matches(name.upper(), absent, n=1, cutoff=0.85) if name not in LAUNCHER else []:
+            with contextlib.suppress(ConfigurationError):
+                ALL[row].parse(value, name)
+                found.append((name, row))
+    return found
 
 
 def heap_bytes(explicit: int | str | None, on_gpu: bool) -> int:

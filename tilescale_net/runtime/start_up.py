@@ -1,7 +1,6 @@
 """What a rank looks at before it meets the others: its environment, and which version it is of."""
 
 import tilescale_net
-from tilescale_net import fabric
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.runtime import settings
 
@@ -16,8 +15,8 @@ def check_settings() -> tuple[ConfigurationError | None, float, float]:
     """What is wrong with the environment, and the seconds of the two timeouts: their defaults where they are wrong."""
     try:
         settings.check()
-        fabric.check_settings()
         settings.load_kernels_early()
+        _check_build()
         return None, settings.TIMEOUT.get(), settings.HEARTBEAT_TIMEOUT.get()
     except ConfigurationError as err:
         wrong = err
@@ -28,6 +27,13 @@ def check_settings() -> tuple[ConfigurationError | None, float, float]:
         except ConfigurationError:
             seconds.append(row.default)
     return wrong, *seconds
+
+
+def _check_build() -> None:
+    try:
+        from tilescale_net import _native, _simulator  # noqa: F401
+    except ImportError as err:
+        raise ConfigurationError(str(err)) from None
 
 
 def version() -> str:
