@@ -33,26 +33,61 @@ ask() { answer=$("$1" "$root/tilescale_net/launch/requirements.py" check "${@:2}
 lacking() { tail -n +2 <<<"$answer" | paste -sd' '; }
 complete() { ask "$@" && [ -z "$(lacking)" ]; }
 
+candidates=(${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} "$venv/bin/python" python3)
+
 # Picks the first interpreter that has everything, extras given included.
 choose_python() {
-  for python in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} "$venv/bin/python" python3; do
+  for python in "${candidates[@]}"; do
     if complete "$python" "$@"; then return; fi
   done
   false
 }
 
+# Says why none of them was picked.
+reject_pythons() {
+  local each
+  for each in "${candidates[@]}"; do
+    if [ "$each" = python3 ] || [ -e "$each" ] || [ -L "$each" ]; then
+      if ask "$each" "${extras[@]}"; then say "$each lacks: $(lacking)"; else say "$each does not start, or is older than Python 3.10"; fi
+    fi
+  done
+}
+
+# Runs a command, with a line every 15 s: what it does, for how long, and how large a folder has become, if one is named.
+patiently() {
+  local what=$1 folder=$2 begin=$SECONDS ticker status=0
+  shift 2
+  (
+    exec 9>&- 8<> <(:)
+    while ! read -rt 15 -u 8 && kill -0 $$ 2>/dev/null; do
+      size=$([ -z "$folder" ] || du -sm "$folder" 2>/dev/null | cut -f 1)
+      say "still $what ($((SECONDS - begin)) s${size:+, $size MB in $folder})"
+    done
+  ) &
+  ticker=$!
+  "$@" || status=$?
+  { kill "$ticker" && wait "$ticker"; } 2>/dev/null || true
+  return $status
+}
+
 # Makes the virtual environment if there is none and installs what pyproject.toml lists; fails without a word of its own.
 install() {
-  local wanted all=(bench "${extras[@]}")
+  local wanted lacks all=(bench "${extras[@]}")
   if [ ! -x "$venv/bin/python" ]; then
     # Where the machine has a torch of its own, keep it: it is the one that fits the driver.
-    python3 "$root/tilescale_net/launch/system.py" venv $(python3 -c 'import importlib.util as u; u.find_spec("torch") and print("--system-site-packages")') "$venv" || return
+    patiently "making $venv" "" python3 "$root/tilescale_net/launch/system.py" venv $(python3 -c 'import importlib.util as u; u.find_spec("torch") and print("--system-site-packages")') "$venv" || return
   fi
-  "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || all+=(fresh)
+  if "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; then
+    ask "$venv/bin/python" "${all[@]}"
+    lacks="$(tail -n +2 <<<"$answer" | wc -l) Python packages that $venv lacks"
+  else
+    all+=(fresh)
+    lacks="Python packages, torch among them, into $venv: 2 GB, or 6 GB with a torch built for CUDA (some minutes)"
+  fi
   wanted=$("$venv/bin/python" "$root/tilescale_net/launch/requirements.py" list "${all[@]}") || return
   mapfile -t wanted <<<"$wanted"
-  say "installing ${#wanted[@]} Python packages and what they need, torch among them (a few minutes)"
-  "$venv/bin/python" -m pip install -qq --disable-pip-version-check --retries 2 "${wanted[@]}" || return
+  say "installing $lacks"
+  patiently installing "$venv" "$venv/bin/python" -m pip install -qq --disable-pip-version-check --retries 2 "${wanted[@]}" || return
   complete "$venv/bin/python" "${extras[@]}"
 }
 
@@ -79,8 +114,10 @@ set_up() {
     go_on || exit 1
     return
   fi
-  say "setting up $venv (only the first time)"
-  [ -x "$venv/bin/python" ] || made=yes
+  if [ ! -x "$venv/bin/python" ]; then
+    say "setting up $venv (only the first time)"
+    made=yes
+  fi
   if install >&2; then
     python=$venv/bin/python
     return
@@ -92,7 +129,7 @@ set_up() {
 }
 
 # Gets what the system lacks of compiler headers and venv, or prints what is missing and fails.
-prepare() { "$1" "$root/tilescale_net/launch/system.py" prepare "${@:2}"; }
+prepare() { patiently "looking for what the system lacks" "" "$1" "$root/tilescale_net/launch/system.py" prepare "${@:2}"; }
 
 # True when an extension is missing, older than what it is made of, or without a fabric that it could have now.
 stale() {
@@ -106,18 +143,20 @@ stale() {
   [ -e "$root/build/without-fabric" ] && "${python:-python3}" "$root/tilescale_net/launch/system.py" fabric
 }
 
+compile() { log=$(cd "$root" && "$python" setup.py -q build_ext --inplace 2>&1); }
+
 build() {
   prepare "$python" headers || exit 1
   say "building the native part (about a minute on two processors)"
   local log
-  log=$(cd "$root" && "$python" setup.py -q build_ext --inplace 2>&1) || { echo "$log" >&2; say "the build failed"; exit 1; }
+  patiently building "" compile || { echo "$log" >&2; say "the build failed"; exit 1; }
   touch "$root"/tilescale_net/_{native,simulator}"$(head -n 1 <<<"$answer")"
 }
 
 # One set-up at a time, however many launches (or tasks of srun) start at once.
 locked() {
   { mkdir -p "$root/build" && : >>"$root/build/.launch.lock"; } 2>/dev/null ||
-    { say "$root cannot be written, and something must be installed or built in it: run this as its owner or in a copy"; exit 1; }
+    { $1; say "$root cannot be written, and something must be $2 in it: run this as its owner or in a copy"; exit 1; }
   exec 9>>"$root/build/.launch.lock"
   flock -n 9 || { say "waiting for another launch that sets up"; flock 9; }
 }
@@ -131,10 +170,10 @@ if [ -n "${TSN_PYTHON:-}" ]; then
       { say "install them there, name another interpreter, or leave TSN_PYTHON out: an environment with them is then made"; exit 2; }
   fi
 else
-  choose_python "${extras[@]}" || { locked; choose_python "${extras[@]}" || set_up; }
+  choose_python "${extras[@]}" || { locked reject_pythons installed; choose_python "${extras[@]}" || set_up; }
 fi
 if [ "${TSN_BUILD:-1}" != 0 ] && stale; then
-  locked
+  locked true built
   if stale; then build; fi
 fi
 exec 9>&-

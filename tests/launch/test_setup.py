@@ -14,10 +14,12 @@ from tests.launch.conftest import ROOT, clean_environment
 requirements = runpy.run_path(os.path.join(ROOT, "tilescale_net", "launch", "requirements.py"))
 
 FAKE_BUILD = """
-import sysconfig
+import sysconfig, time
 for name in ("_native", "_simulator"):
     with open(f"tilescale_net/{name}{sysconfig.get_config_var('EXT_SUFFIX')}", "a") as f:
         f.write(open("tilescale_net/csrc/part.cpp").read())
+    if "slow" in open("tilescale_net/csrc/part.cpp").read():
+        time.sleep(0.7)
     assert "broken" not in open("tilescale_net/csrc/part.cpp").read(), "part.cpp: error: broken"
 """
 
@@ -28,7 +30,10 @@ def checkout(tmp_path):
     root = tmp_path / "checkout"
     shutil.copytree(os.path.join(ROOT, "tilescale_net", "launch"), root / "tilescale_net" / "launch")
     (root / "tilescale_net" / "runtime").mkdir()
-    settings = (f"runtime/{name}" for name in ("cpu_lists", "providers", "setting", "setting_values", "settings"))
+    settings = (
+        f"runtime/{name}"
+        for name in ("cpu_lists", "private_folder", "providers", "setting", "setting_values", "settings")
+    )
     for part in ("__init__", "errors", "runtime/__init__", *settings):
         shutil.copy(os.path.join(ROOT, "tilescale_net", f"{part}.py"), root / "tilescale_net" / f"{part}.py")
     for name in ("launch.sh", "pyproject.toml"):
@@ -80,6 +85,32 @@ def test_build_failure_shows_the_compilers_words(checkout):
     assert done.returncode == 1
     assert "part.cpp: error: broken" in done.stderr and "the build failed" in done.stderr
     assert done.stdout == ""
+
+
+def test_a_long_step_is_not_silent(checkout):
+    (checkout.root / "tilescale_net" / "csrc" / "part.cpp").write_text("slow")
+    launcher = checkout.root / "launch.sh"
+    launcher.write_text(launcher.read_text().replace("read -rt 15", "read -rt 0.2"))
+    done = checkout("hello.py", GPUS="1")
+    assert done.returncode == 0 and "launch.sh: still building (" in done.stderr
+    assert "still" not in checkout("hello.py", GPUS="1").stderr
+
+
+def test_a_checkout_of_another_user_says_what_is_missing(checkout, tmp_path):
+    """Whose interpreter only its owner may start, and which nobody else can write."""
+    (checkout.root / "build").write_text("a file where the folder would be")
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to("/nonexistent/python")
+    bare = tmp_path / "bin" / "python3"
+    bare.parent.mkdir()
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    env = {"TSN_PYTHON": "", "VIRTUAL_ENV": "", "TSN_VENV": str(tmp_path / "venv")}
+    done = checkout("hello.py", **env, PATH=f"{bare.parent}:{os.environ['PATH']}")
+    assert done.returncode == 1
+    assert f"{python} does not start" in done.stderr and "python3 lacks: tilelang==" in done.stderr
+    assert "cannot be written, and something must be installed in it" in done.stderr
 
 
 def test_build_can_be_left_out(checkout):
