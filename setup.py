@@ -67,8 +67,23 @@ def with_joined_bindings(ext):
     ext.sources = joined + alone
 
 
+def check_kernels():
+    """End where a package would lack the kernels, as in a checkout whose links were not made when it was unpacked."""
+    if not os.path.isdir(os.path.join(ROOT, "tilescale_net", "kernels")) and "--inplace" not in sys.argv:
+        sys.exit(
+            "tilescale_net: tilescale_net/kernels is not a link to ../kernels; unpack the checkout with unzip or tar, or clone "
+            "it by git, or make the link: ln -sfn ../kernels tilescale_net/kernels"
+        )
+
+
 class BuildNative(build_ext):
     """build_ext that compiles the files of both extensions side by side."""
+
+    def finalize_options(self):
+        super().finalize_options()
+        if self.editable_mode:
+            # The folder of `build_ext --inplace`, whose extensions are taken where they are up to date.
+            self.build_lib = os.path.join("build", f"lib.{self.plat_name}-{sys.implementation.cache_tag}")
 
     def build_extensions(self):
         import pybind11
@@ -78,8 +93,12 @@ class BuildNative(build_ext):
         if not cxx:
             named = os.environ.get("CXX")
             sys.exit(
-                "tilescale_net: there is no C++ compiler"
-                + (f" called {named!r}, which CXX names" if named else "; install g++ or clang, or name one in CXX")
+                "tilescale_net: "
+                + (
+                    f"CXX names {named!r}, which is no program here; unset CXX or name another compiler"
+                    if named
+                    else "there is no C++ compiler; install g++ or clang, or name one in CXX"
+                )
             )
         self._use(cxx)
         python, fabric = system["python_include"](), system["fabric_include"]()
@@ -151,6 +170,7 @@ HEADERS = sorted(
     + glob.glob(os.path.join("tilescale_net", "device", "**", "*.h"), recursive=True)
 )
 
+check_kernels()
 setup(
     ext_modules=[
         Extension(

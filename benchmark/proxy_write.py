@@ -197,6 +197,7 @@ def main() -> None:
         "put_signal, one way", [SizeColumn("bytes", "Size")], [*title, Column("beyond", "beyond bare", unit="us")]
     )
     signal.notes.append("p99: of the samples, each of which is a mean over the round trips of a launch.")
+    signal.notes.append("beyond bare: the median of the differences of turns, not the difference of the row's medians.")
 
     results: dict[int, dict[str, list[float]]] = {}
     rails: dict[str, int] = {}

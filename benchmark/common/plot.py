@@ -81,7 +81,7 @@ def draw(tables: Sequence[Table], title: str, path: str) -> None:
         for axis, panel in zip(axes.flat, panels):
             panel.draw(axis, named=len(shown) > 1)
         figure.suptitle(title, fontsize=10, wrap=True)
-        figure.savefig(path, dpi=DPI)
+        figure.savefig(path, dpi=DPI, bbox_inches="tight")  # a legend may be below the figure
     finally:
         pyplot.close(figure)
 

@@ -150,6 +150,16 @@ def test_plot(filled, tmp_path, capsys):
         assert f"<!-- {words}" in text  # matplotlib keeps each text as a comment before its glyphs
 
 
+def test_a_legend_below_bars_of_one_row_is_kept(tmp_path):
+    pytest.importorskip("matplotlib")
+    columns = [Column(key, key, better="higher", unit="GB/s") for key in ("peak", "average")]
+    table = Table("bandwidth", [Column("bytes", "Size", "d")], columns)
+    table.rows.append({"bytes": 4096, "peak": 3.0, "average": 2.0})
+    draw([table], "demo", str(tmp_path / "run.png"))
+    height = int.from_bytes((tmp_path / "run.png").read_bytes()[20:24], "big")
+    assert height > 100 * (1.4 + 0.12 + 0.16 * 2)  # of the panel, below which the legend is
+
+
 def test_plot_errors(filled, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     for name in ("run.nonsense", "run"):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from cuda.bindings import runtime
 import tilescale_net
 from tilescale_net import cli
 from tilescale_net.cli import doctor, info, info_text, machine
+from tilescale_net.runtime import private_folder
 
 GPU = {"name": "H100", "compute_capability": "9.0", "memory": 80 << 30, "pci": "0000:04:00.0", "numa_node": "0"}
 
@@ -106,6 +108,27 @@ def test_what_is_missing_has_a_remedy(efa_machine, monkeypatch, check, what, sta
     assert found[what].state == state and remedy in found[what].remedy, found
 
 
+def test_a_home_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "home").touch()
+    for name in ("TILELANG_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (found,) = doctor.Doctor().cache_of_tilelang()
+    assert found.state == doctor.MISSING and "TILELANG_CACHE_DIR" in found.remedy
+    below = f"{tempfile.gettempdir()}/tilescale_net-{os.getuid()}"
+    moved = private_folder.for_tilelang()
+    assert moved == {"TILELANG_CACHE_DIR": f"{below}/tilelang"}
+    assert str(private_folder.of_user("simulator")) == f"{below}/simulator"
+    monkeypatch.setenv("TILELANG_CACHE_DIR", moved["TILELANG_CACHE_DIR"])
+    (found,) = doctor.Doctor().cache_of_tilelang()
+    assert found.state == doctor.WARNING and "the home cannot be written" in found.found
+    # Whoever imports this package first needs to set nothing.
+    code = "import os, tilescale_net; print(os.environ['TILELANG_CACHE_DIR'])"
+    env = {k: v for k, v in os.environ.items() if k != "TILELANG_CACHE_DIR"} | {"HOME": str(tmp_path / "home")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == f"{below}/tilelang", done.stderr
+
+
 def test_what_there_is_needs_none(efa_machine, monkeypatch):
     (efa_machine / "modules").write_text("nvidia_peermem 16384 0 - Live\n")
     (efa_machine / "meminfo").write_text("HugePages_Total: 8\nHugePages_Free: 5\n")
@@ -120,6 +143,8 @@ def test_doctor_on_this_machine(capsys, monkeypatch):
     assert cli.main(["doctor", "--json"]) == 0
     found = {f["what"]: f for f in json.loads(capsys.readouterr().out)}
     assert found["native part: simulator"]["state"] == doctor.GOOD and found["/dev/shm"]["found"]
+    for what in ("Python", "torch", "tilelang"):
+        assert found[what]["state"] == doctor.GOOD and ">=" in found[what]["found"] or "==" in found[what]["found"]
     # A check that fails is the exit code, and its remedy is printed.
     monkeypatch.setenv("CXX", "no-such-compiler")
     from tilescale_net.compiler.simulator import host_toolchain

@@ -25,7 +25,7 @@ from tilescale_net.launch import environment, run
         ({"TSN_TIME_OUT": "5"}, "there is no setting TSN_TIME_OUT; did you mean TSN_TIMEOUT?"),
         ({"TSN_SEED": "5"}, "there is no setting TSN_SEED; did you mean TSN_SIM_SEED?"),
         ({"TSN_CHAOS": "banana=1"}, "TSN_CHAOS='banana=1': unknown field 'banana'"),
-        ({"TSN_TRACE": "/nonexistent/x.json"}, "TSN_TRACE=/nonexistent/x.json: there is no folder /nonexistent"),
+        ({"TSN_TRACE": "/proc/no/x.json"}, "TSN_TRACE=/proc/no/x.json: there is no folder /proc/no"),
         (
             {"TSN_HEAP_SIZE": "100T"},
             "TSN_HEAP_SIZE: a heap of 109951162777600 bytes is more than this machine has memory",

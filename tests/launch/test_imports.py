@@ -1,8 +1,11 @@
 """What scripts that launch.sh starts can import: the package, what is installed, and nothing of the checkout's top level."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
-from tests.launch.conftest import ROOT, launch
+from tests.launch.conftest import ROOT, clean_environment, launch
 
 
 def test_installed_packages_are_not_hidden_by_folders_of_the_checkout(script, tmp_path):
@@ -18,6 +21,40 @@ def test_installed_packages_are_not_hidden_by_folders_of_the_checkout(script, tm
     done = launch(script(text), GPUS="1", PYTHONPATH=str(tmp_path / "installed"))
     package = os.path.join(ROOT, "tilescale_net")
     assert done.stdout == f"{package}/__init__.py tilescale_net {package}/launch/environment.py\n", done.stderr
+
+
+def test_a_checkout_without_its_link_and_not_built(tmp_path):
+    """As a zip leaves it that a tool without links has unpacked."""
+    package = tmp_path / "tilescale_net"
+    package.mkdir()
+    for path in (Path(ROOT) / "tilescale_net").iterdir():
+        if not path.name.startswith(("kernels", "_native", "_simulator")):
+            (package / path.name).symlink_to(path)
+    (package / "kernels").write_text("../kernels")
+    for name in ("kernels", "setup.py", "pyproject.toml", "launch.sh", "README.md", "LICENSE"):
+        (tmp_path / name).symlink_to(Path(ROOT) / name)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import tilescale_net.kernels.partition as p\nprint(p.__name__)\np.__spec__ and __import__('tilescale_net').init()"
+    )
+    env = clean_environment(PYTHONPATH=str(tmp_path))
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
+    assert done.stdout == "tilescale_net.kernels.partition\n"
+    assert (
+        f"the native part of tilescale_net is not built for Python 3.{sys.version_info.minor} in {package}"
+        in done.stderr
+    )
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--version"], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "tilescale_net/kernels is not a link to ../kernels" in done.stderr
+
+
+def test_ranks_can_import_tilelang_without_a_home(script, tmp_path):
+    (tmp_path / "home").touch()
+    given = {"HOME": str(tmp_path / "home"), "TILELANG_CACHE_DIR": "", "GPUS": "1"}
+    done = launch(script("print(os.environ['TILELANG_CACHE_DIR'])"), **given)
+    assert done.stdout.endswith(f"/tilescale_net-{os.getuid()}/tilelang\n"), done.stderr
 
 
 def test_modules_can_be_run(tmp_path):

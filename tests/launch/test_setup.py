@@ -29,12 +29,8 @@ def checkout(tmp_path):
     """A checkout with the real launcher and a pretended native part; `checkout(*args)` runs its launch.sh."""
     root = tmp_path / "checkout"
     shutil.copytree(os.path.join(ROOT, "tilescale_net", "launch"), root / "tilescale_net" / "launch")
-    (root / "tilescale_net" / "runtime").mkdir()
-    settings = (
-        f"runtime/{name}"
-        for name in ("cpu_lists", "private_folder", "providers", "setting", "setting_values", "settings")
-    )
-    for part in ("__init__", "errors", "runtime/__init__", *settings):
+    shutil.copytree(os.path.join(ROOT, "tilescale_net", "runtime"), root / "tilescale_net" / "runtime")
+    for part in ("__init__", "errors"):
         shutil.copy(os.path.join(ROOT, "tilescale_net", f"{part}.py"), root / "tilescale_net" / f"{part}.py")
     for name in ("launch.sh", "pyproject.toml"):
         shutil.copy(os.path.join(ROOT, name), root)

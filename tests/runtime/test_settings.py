@@ -81,7 +81,7 @@ MACROS = {
         ("TSN_OUTPUT", "everything", "not one of all, first"),
         ("TSN_CHAOS", "banana=1", "unknown field 'banana'"),
         ("TSN_CHAOS", "reorder=7", "not a probability"),
-        ("TSN_TRACE", "/nonexistent/x.json", "there is no folder /nonexistent"),
+        ("TSN_TRACE", "/proc/no/x.json", "there is no folder /proc/no"),
         ("TSN_TRACE", "/tmp", "no file can be written there"),
     ],
 )

@@ -6,6 +6,7 @@ Only the standard library is imported before a subcommand is chosen, so that `ru
 
 import argparse
 import json
+import os
 import sys
 
 from tilescale_net import __version__
@@ -13,7 +14,7 @@ from tilescale_net.cli import check, model, trace, tune
 from tilescale_net.cli.arguments import positive_int, writable_file
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.launch import messages, run
-from tilescale_net.runtime import settings
+from tilescale_net.runtime import private_folder, settings
 
 
 def parser() -> argparse.ArgumentParser:
@@ -112,6 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parser().parse_args(arguments)
     args.words = arguments
+    os.environ.update(private_folder.for_tilelang())
     try:
         if args.call is not _settings:
             settings.check()

@@ -4,17 +4,26 @@ Exit code 0 when nothing that is needed is missing, 1 otherwise. Warnings are of
 """
 
 import os
+import platform
+import re
 import resource
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 
 from tilescale_net.cli import machine
 from tilescale_net.errors import TileScaleError
+from tilescale_net.launch import requirements
+from tilescale_net.runtime import private_folder, settings
 
 GOOD, WARNING, MISSING, UNUSED = "ok", "warning", "missing", "not needed"
 DRIVER = 13000  # CUDA 13, as the driver counts
+NVCC = (13, 0)
+SET_UP = 6 << 30  # bytes of packages with a torch built for CUDA
 EFA_LIBFABRIC = (1, 18)  # the first that registers GPU memory by DMABUF for EFA
 # Measured by benchmark/start_up.py over tcp; beside them what torch, tilelang and a training program open.
 FILES_OF_A_PEER, FILES_OF_A_PROGRAM = 4, 200
@@ -46,10 +55,20 @@ class Doctor:
 
     def run(self) -> Iterator[Finding]:
         checks: tuple[Callable[[], Iterator[Finding]], ...] = (
-            *(self.native, self.host_compiler, self.driver, self.nvcc, self.peers, self.gpu_network_memory),
+            *(
+                self.packages,
+                self.native,
+                self.host_compiler,
+                self.driver,
+                self.nvcc,
+                self.peers,
+                self.gpu_network_memory,
+            ),
             *(
                 self.shared_memory,
                 self.cache,
+                self.cache_of_tilelang,
+                self.disk,
                 self.memlock,
                 self.open_files,
                 self.huge_pages,
@@ -59,6 +78,22 @@ class Doctor:
         )
         for check in checks:
             yield from check()
+
+    def packages(self) -> Iterator[Finding]:
+        yield Finding("Python", GOOD, f"{platform.python_version()}, {sys.executable} (>=3.10)")
+        for wanted in requirements.dependencies():
+            name = requirements.name_of(wanted)
+            if name not in ("torch", "tilelang"):
+                continue
+            limits = wanted[len(name) :]
+            try:
+                found = f"{metadata.version(name)} ({limits})"
+            except metadata.PackageNotFoundError:
+                found = "none"
+            if requirements.satisfied(wanted):
+                yield Finding(name, GOOD, found)
+            else:
+                yield Finding(name, MISSING, found, f"pip install '{wanted}'")
 
     def native(self) -> Iterator[Finding]:
         for name, use in (("_native", "proxy and fabric"), ("_simulator", "simulator")):
@@ -103,7 +138,11 @@ class Doctor:
 
         found = cuda_tools.find_tool("nvcc")
         if found:
-            yield Finding("nvcc", GOOD, found)
+            version = _nvcc_version(found)
+            old = bool(self.gpus) and version < NVCC
+            text = f"{'.'.join(map(str, version)) or 'a version that it does not print'}, {found}"
+            remedy = "pip install 'nvidia-cuda-nvcc>=13.0,<13.1', or set CUDA_HOME to a newer toolkit" if old else ""
+            yield Finding("nvcc", WARNING if old else GOOD, text, remedy)
         else:
             state = MISSING if self.gpus else UNUSED
             yield Finding("nvcc", state, "none", "pip install nvidia-cuda-nvcc, or set CUDA_HOME" if self.gpus else "")
@@ -153,8 +192,6 @@ class Doctor:
             yield Finding(what, WARNING, "neither", remedy)
 
     def shared_memory(self) -> Iterator[Finding]:
-        from tilescale_net.runtime import settings
-
         total, free = machine.shared_memory()
         found = f"{free >> 20} of {total >> 20} MiB are free"
         if self.gpus:
@@ -183,9 +220,30 @@ class Doctor:
         remedy = "" if free > 1 << 30 else "free some space there, or name another folder in XDG_CACHE_HOME"
         yield Finding("cache of kernels", WARNING if remedy else GOOD, f"{folder}, {free >> 20} MiB free", remedy)
 
-    def memlock(self) -> Iterator[Finding]:
-        from tilescale_net.runtime import settings
+    def cache_of_tilelang(self) -> Iterator[Finding]:
+        what, remedy = "tilelang's cache", "name a folder that can be written in TILELANG_CACHE_DIR"
+        folder = os.environ.get(private_folder.TILELANG) or os.path.expanduser("~/.tilelang/cache")
+        if folder == str(private_folder.of_user("tilelang")):
+            text = f"{folder}, since the home cannot be written; programs that launch.sh does not start fail"
+            yield Finding(what, WARNING, text, remedy)
+        elif private_folder.can_be_made(folder):
+            yield Finding(what, GOOD, folder)
+        else:
+            yield Finding(what, MISSING, f"{folder} cannot be written", remedy)
 
+    def disk(self) -> Iterator[Finding]:
+        root = requirements.ROOT
+        if not os.path.exists(os.path.join(root, "launch.sh")):
+            return  # installed: nothing is set up here
+        free = shutil.disk_usage(root).free
+        there = os.path.isdir(settings.VENV.get() or os.path.join(root, ".venv")) or free >= SET_UP
+        text = f"{free >> 20} MiB free in {root}"
+        remedy = (
+            "" if there else f"launch.sh needs {SET_UP >> 30} GiB for packages; free some, or name a folder in TSN_VENV"
+        )
+        yield Finding("disk of the checkout", GOOD if there else WARNING, text, remedy)
+
+    def memlock(self) -> Iterator[Finding]:
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         found = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
         if not machine.nics([]):
@@ -270,6 +328,16 @@ class Doctor:
             yield Finding("EFA: provider", WARNING, f"libfabric {version} is old", installer)
         else:
             yield Finding("EFA: provider", GOOD, f"libfabric {version} offers efa")
+
+
+def _nvcc_version(path: str) -> tuple[int, ...]:
+    """Version of an nvcc; () where it prints none."""
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    found = re.search(r"release (\d+)\.(\d+)", done.stdout)
+    return tuple(map(int, found.groups())) if found else ()
 
 
 def _dmabuf() -> bool:

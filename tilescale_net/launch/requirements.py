@@ -34,6 +34,13 @@ def _extras(content: dict) -> dict[str, list[str]]:
     return {**content["project"]["optional-dependencies"], **content["dependency-groups"]}
 
 
+def dependencies() -> list[str]:
+    """What the package depends on: of a checkout, or as it was installed."""
+    if os.path.exists(os.path.join(ROOT, "pyproject.toml")):
+        return list(_project()["project"]["dependencies"])
+    return [r for r in metadata.requires("tilescale_net") or [] if "extra ==" not in r]
+
+
 def name_of(requirement: str) -> str:
     """Distribution name of a requirement such as `torch>=2.6; python_version < "4"`."""
     return re.match(r"[A-Za-z0-9._-]+", requirement).group(0)

@@ -48,6 +48,8 @@ def compiler() -> list[str]:
 
 
 def _compiles(header: str, folders: list[str]) -> bool:
+    if not compiler():
+        return False
     with tempfile.TemporaryDirectory() as folder:
         probe = os.path.join(folder, "probe.cpp")
         with open(probe, "w") as f:
@@ -176,12 +178,13 @@ def prepare(what: list[str]) -> None:
 
     if "headers" in what and not compiler():
         named = os.environ.get("CXX")
+        if named:
+            sys.exit(
+                f"launch.sh: CXX names {named!r}, which is no program here; unset CXX or name another C++ compiler"
+            )
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         # Without a compiler no header can be looked for: name the package, which does no harm where it is there.
-        needs = {
-            "g++": f"the C++ compiler that CXX names ({named})" if named else "a C++ compiler (g++ or clang)",
-            f"libpython{version}-dev": f"the headers of Python {version}",
-        }
+        needs = {"g++": "a C++ compiler (g++ or clang)", f"libpython{version}-dev": f"the headers of Python {version}"}
         _refuse(needs | (missing_venv() if "venv" in what else {}))
     needs = missing()
     if needs:

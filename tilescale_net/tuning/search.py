@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tilescale_net.errors import HeapError, KernelError
+from tilescale_net.runtime import settings
 from tilescale_net.runtime.tuned_files import Choice
 
 # The first candidate, which is taken without a search, stays unless another one gains so much.
@@ -61,7 +62,7 @@ class Found:
 def lockstep(
     world, key: str, candidates: Sequence[Choice], make: Callable[[Choice], tuple[Call, Call]], measure: Measure | None = None
 ) -> Found:  # fmt: skip
-    """Try all candidates; collective.
+    """Try all candidates; collective. Rank 0 logs each before it is tried.
 
     Args:
         make: gives a call and what frees it; collective. Raises one of UNFIT for what cannot be.
@@ -72,9 +73,12 @@ def lockstep(
         ValueError: none could be made.
     """
     world.control.agree("tilescale_net.tuning", f"{key}, candidates {list(candidates)}")
-    trials = tuple(
-        _try(world, choice, make, measure or (lambda choice, call: device_us(world, call))) for choice in candidates
-    )
+    begin, trials = time.monotonic(), []
+    for number, choice in enumerate(candidates, 1):
+        if world.rank == 0:
+            seconds = time.monotonic() - begin
+            settings.log.warning("%s: candidate %d of %d, after %.0f s", key, number, len(candidates), seconds)
+        trials.append(_try(world, choice, make, measure or (lambda choice, call: device_us(world, call))))
     made = [trial for trial in trials if trial.us is not None]
     if not made:
         raise ValueError(f"tuning: {key}: no candidate could be made: {'; '.join(t.why for t in trials)}")
@@ -82,7 +86,7 @@ def lockstep(
     first = trials[0]
     if first.us is not None and best.us is not None and best.us > (1 - GAIN) * first.us:
         best = first
-    return Found(key, trials, best)
+    return Found(key, tuple(trials), best)
 
 
 def _try(world, choice: Choice, make, measure: Measure) -> Trial:
