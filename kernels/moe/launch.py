@@ -73,7 +73,8 @@ class Launch:
         if first:
             fixed.append((0, self._world.context_tensor))
         given = [(places[name], *how) for name, how in self._given.items()]
-        return quick_calls.launch(fixed, given, self._plain_function, self)
+        integers = {first + place: (low, high) for place, low, high in self._kernel.integers}
+        return quick_calls.launch(fixed, given, self._plain_function, self, integers)
 
     def _plain_function(self):
         self._function = self._kernel.plain_function(self._world)

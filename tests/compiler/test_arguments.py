@@ -80,6 +80,18 @@ WRONG = {
     "number": ("x", 3, "argument x: expected float32[64], contiguous; got 3 (int)"),
     "tensor for a number": ("times", torch.ones(64), "argument times: expected int32; got float32[64]"),
     "fraction": ("times", 1.5, "argument times: expected int32; got 1.5 (float)"),
+    "too large": (
+        "times",
+        2**32 + 7,
+        "argument times: expected int32; got 4294967303, and int32 is from -2147483648 to 2147483647",
+    ),
+    "too small": ("times", -(2**31) - 1, "got -2147483649, and int32 is from -2147483648 to 2147483647"),
+    "numpy's": ("times", np.int64(2**31), "got 2147483648, and int32 is from -2147483648 to 2147483647"),
+    "scalar tensor": (
+        "times",
+        torch.tensor(3, dtype=torch.int32),
+        "argument times: expected int32; got int32[]; give its .item()",
+    ),
     "text": ("factor", "much", "argument factor: expected float32; got 'much' (str)"),
 }
 
@@ -89,6 +101,8 @@ def _messages():
     good = {name: tsn.zeros(v.shape, dtype=v.dtype) if hasattr(v, "shape") else v for name, v in _good().items()}
     kernel(**good)
     kernel(good["x"], good["m"], times=3, k=good["k"], factor=1)
+    kernel(**good | {"times": np.int16(5), "factor": np.float32(2)})
+    assert good["k"][0] == good["m"][0, 0] * 5
     found = {}
     for case, (name, value, _) in WRONG.items():
         try:

@@ -107,6 +107,51 @@ def test_without_a_world(monkeypatch):
     assert kernel.calls == [(MINE, 1, 2, 3, 4)]
 
 
+NARROW = {
+    "bool": (0, 1),
+    "int8": (-(2**7), 2**7 - 1),
+    "uint8": (0, 2**8 - 1),
+    "int16": (-(2**15), 2**15 - 1),
+    "uint32": (0, 2**32 - 1),
+    "int32": (-(2**31), 2**31 - 1),
+}
+
+
+@pytest.mark.parametrize("context", [True, False])
+def test_integers_that_do_not_fit_are_refused(world, context):
+    @T.prim_func
+    def take(
+        ctx: N.Context() if context else None,
+        a: T.bool,
+        b: T.int8,
+        c: T.uint8,
+        d: T.int16,
+        e: T.uint32,
+        f: T.int32,
+        g: T.int64,
+        h: T.float32,
+    ):
+        with T.Kernel(1, threads=32):
+            T.evaluate(a & (b + c + d + e + f + g > T.cast(h, "int64")))
+
+    kernel = Recorder(take)
+    first = ("context",) if context else ()
+    for end in (0, 1):
+        good = [limits[end] for limits in NARROW.values()] + [(-(2**63), 2**63 - 1)[end], 2**70]
+        kernel(*good)
+        kernel(*map(np.int64, good[:6]), *good[6:])
+        assert kernel.calls[-2:] == [(*first, *good)] * 2
+        for place, (dtype, (low, high)) in enumerate(NARROW.items()):
+            for kind in (int, np.int64):
+                values = [*good]
+                values[place] = kind((low - 1, high + 1)[end])
+                with pytest.raises(KernelError) as caught:
+                    kernel(*values)
+                text = f"argument {'abcdef'[place]}: expected {dtype}; got {values[place]}, and {dtype} is from {low} to {high}"
+                assert text in str(caught.value)
+    assert len(kernel.calls) == 4
+
+
 def test_wrong_number_of_arguments(world):
     kernel = Recorder(kernels.pusher())
     for args in ((), (1, 2, 3), (1, 2, 3, 4, 5, 6)):

@@ -43,6 +43,18 @@ def test_what_a_call_gives_meets_what_never_changes():
     assert slow == unusual and len(seen) == 3
 
 
+def test_integers_beyond_their_range_go_the_other_way():
+    seen: list = []
+    function, slow = tvm_ffi.convert(lambda *arguments: seen.append(arguments)), []
+    given, ranges = [(0, 0, False, None), (1, 0, False, None)], {0: (-(2**31), 2**31 - 1)}
+    launch = quick_calls.launch([(2, 1)], given, lambda: function, lambda *args: slow.append(args), ranges)
+    for value in (-(2**31), 2**31 - 1, 2**31, -(2**31) - 1, 2**32 + 7):
+        launch(value, 2**40)
+    assert [value for value, *_ in seen] == [-(2**31), 2**31 - 1]
+    assert slow == [(2**31, 2**40), (-(2**31) - 1, 2**40), (2**32 + 7, 2**40)]
+    assert quick_calls.launch([(0, 2**31)], [], lambda: function, launch, ranges) is launch
+
+
 def test_the_default_device_of_a_user_changes_nothing():
     x = torch.zeros((3, 4))
     torch.set_default_device("meta")

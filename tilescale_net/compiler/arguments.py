@@ -5,7 +5,7 @@ They run first, because they cost nothing; when one of them refuses, this module
 """
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import tvm_ffi
@@ -43,6 +43,33 @@ def mismatch(func: tirx.PrimFunc, names: Sequence[str], arguments: Sequence, on_
         elif problem := _scalar(str(param.dtype), given):
             return f"argument {name}: expected {param.dtype}; {problem}"
     return None
+
+
+def integers(func: tirx.PrimFunc, names: Sequence[str]) -> list[tuple[int, int, int]]:
+    """Place, lowest and highest value of each argument that is an integer of fewer than 64 bits, which host functions cut
+    to its width. Arguments as for `mismatch`."""
+    dtypes = [str(param.dtype) for param in func.params[len(func.params) - len(names) :]]
+    limits = [(place, integer_limits(dtype)) for place, dtype in enumerate(dtypes)]
+    return [(place, *known) for place, known in limits if known is not None and known[1] < 2**63 - 1]
+
+
+def integer_limits(dtype: str) -> tuple[int, int] | None:
+    """The lowest and the highest value of an integer type or bool; None for other types."""
+    if dtype == "bool":
+        return 0, 1
+    kind, digits = dtype.rstrip("0123456789"), dtype.lstrip("uint")
+    if kind not in ("int", "uint") or not digits:
+        return None
+    bits = int(digits) - (kind == "int")
+    return -(1 << bits) if kind == "int" else 0, (1 << bits) - 1
+
+
+def look_closer(function: Callable[..., None], ranges: Sequence[tuple[int, int, int]], *args) -> None:
+    """Call a host function with integers that may be beyond their ranges, as `integers` has them. Raises BadArguments."""
+    for place, low, high in ranges:
+        if place < len(args) and isinstance(args[place], numbers.Integral) and not low <= args[place] <= high:
+            raise BadArguments(f"argument {place} is {args[place]}; its range is {low} to {high}")
+    function(*args)
 
 
 def _constant(value) -> int | None:
@@ -124,5 +151,9 @@ def _extents(name: str, buffer: tirx.Buffer, given: torch.Tensor, sizes: dict) -
 def _scalar(dtype: str, given) -> str | None:
     number = numbers.Real if dtype.startswith(("float", "bfloat")) else numbers.Integral
     if not isinstance(given, number):
-        return f"got {describe(given)}"
+        is_one = getattr(given, "shape", None) == () and hasattr(given, "item")
+        return f"got {describe(given)}{'; give its .item()' if is_one else ''}"
+    limits = integer_limits(dtype)
+    if limits is not None and not limits[0] <= given <= limits[1]:
+        return f"got {given}, and {dtype} is from {limits[0]} to {limits[1]}"
     return None

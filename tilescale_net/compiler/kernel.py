@@ -68,8 +68,9 @@ class Kernel:
         Raises:
             TypeError: wrong number of arguments, or names that the kernel does not have.
             TileScaleError: no `init()` before, and no context given.
-            KernelError: an argument of another dtype, shape, layout or device than the kernel takes; tensors of two worlds,
-                or none where there are several; compiled for another kind of device than `init()` has taken.
+            KernelError: an argument of another dtype, shape, layout or device than the kernel takes, or an integer beyond the
+                range of its type; tensors of two worlds, or none where there are several; compiled for another kind of device
+                than `init()` has taken.
         """
         if len(args) != self._n or self._bound_to is not worlds.binding or self._launch is None or named:
             return self._slow(args, named)
@@ -95,6 +96,11 @@ class Kernel:
                 self._explain(args, error)
 
         return launch
+
+    @functools.cached_property
+    def integers(self) -> list[tuple[int, int, int]]:
+        """Place, lowest and highest value of the arguments whose values are to be looked at before a launch."""
+        return arguments.integers(self.prim_func, self.parameters)
 
     @property
     def takes_context(self) -> bool:
@@ -153,7 +159,7 @@ class Kernel:
         if index is not None and len(args) == self._n + 1 and _is_context(args[index]):
             given = (*args[:index], *args[index + 1 :])
             try:
-                self._supervised(self._function(), worlds.alive())(args[index], *given)
+                self._with_first(self._supervised(self._function(), worlds.alive()), args[index])(*given)
             except Exception as error:
                 self._explain(given, error)
             return
@@ -162,7 +168,7 @@ class Kernel:
                 f"kernel {self.name} takes {self._n} arguments ({', '.join(self.parameters)}), got {len(args)}"
             )
         if index is None:
-            self._launch = self._supervised(self._function(), worlds.alive())
+            self._launch = self._with_first(self._supervised(self._function(), worlds.alive()), None)
         else:
             self._launch = self._bound(worlds.default())
         self._bound_to = worlds.binding
@@ -182,9 +188,18 @@ class Kernel:
     def _bound(self, world):
         """The function for the arguments without the context, which is that of `world`."""
         self._check_device(world)
-        if self._context_index is None:
-            return self._supervised(self._function(), [world])
-        return functools.partial(self._supervised(self._function(), [world]), self._argument(world.context_tensor))
+        context = None if self._context_index is None else self._argument(world.context_tensor)
+        return self._with_first(self._supervised(self._function(), [world]), context)
+
+    def _with_first(self, function, context) -> Callable[..., None]:
+        """The function with its context, if it takes one; it refuses integers that their parameters do not hold."""
+        bound = function if context is None else functools.partial(function, context)
+        if not self.integers:
+            return bound
+        from tilescale_net import _native
+
+        otherwise = functools.partial(arguments.look_closer, bound, self.integers)
+        return _native.launch.bind(function, context, self.integers, otherwise)
 
     def _supervised(self, function, present: list):
         """The function with what the worlds in which it is launched ask for around it."""

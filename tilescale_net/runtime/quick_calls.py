@@ -6,11 +6,12 @@ function then reports it, and callers go the way through Python, which does the 
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 _EXCHANGE = "__dlpack_c_exchange_api__"
+_INT64 = -(2**63), 2**63 - 1
 _CALLS = ("TVMFFIFunctionCall", "TVMFFIEnvSetStream", "TVMFFIErrorMoveFromRaised", "TVMFFIObjectDecRef")
 
 
@@ -46,6 +47,7 @@ def launch(
     given: Sequence[tuple[int, int, bool, torch.Tensor | None]],
     function: Callable[[], object],
     otherwise: Callable[..., None],
+    integers: Mapping[int, tuple[int, int]] | None = None,
 ) -> Callable[..., None]:
     """A launch that takes the arguments of `given` in their order; or `otherwise`, which takes the same.
 
@@ -57,20 +59,29 @@ def launch(
             elements, or None.
         function: called at the first call: a tvm_ffi.Function that the caller holds, or None without one. otherwise:
         called where something is unusual, or where a call fails, to report the reason.
+        integers: lowest and highest value of integers, by place.
     """
     native = _native()
     if native is None:
         return otherwise
     module, exchange, calls = native
+    ranges = integers or {}
+    if any(isinstance(value, int) and not _holds(ranges.get(place, _INT64), value) for place, value in fixed):
+        return otherwise
+    limited = [(*how, *ranges.get(how[0], _INT64)) for how in given]
 
     def address() -> int:
         found = function()
         return 0 if found is None else found.__chandle__()
 
     try:
-        return module.pack(exchange, torch.Tensor, calls, list(fixed), list(given), address, otherwise)
+        return module.pack(exchange, torch.Tensor, calls, list(fixed), limited, address, otherwise)
     except ValueError:
         return otherwise
+
+
+def _holds(limits: tuple[int, int], value: int) -> bool:
+    return limits[0] <= value <= limits[1]
 
 
 def check(

@@ -7,6 +7,8 @@ from the signature, gives the simulator the same checks and the same geometry, d
 
 import base64
 import marshal
+import numbers
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from tvm import tirx
 
-from tilescale_net.compiler.arguments import BadArguments, describe
+from tilescale_net.compiler.arguments import BadArguments, describe, integer_limits
 from tilescale_net.errors import SimulatorUnsupported
 
 # DLPack type codes of torch's types; bits follow from the item size.
@@ -84,9 +86,9 @@ def _argument(args, i: int, kind: int):
         return _NONE
     if isinstance(value, bool):
         return _BOOL
-    if isinstance(value, int):
+    if isinstance(value, numbers.Integral):
         return _INT
-    if isinstance(value, float):
+    if isinstance(value, numbers.Real):
         return _FLOAT
     return _TENSOR if isinstance(value, torch.Tensor) else -1
 
@@ -103,6 +105,14 @@ def _cast(dtype: str, value):
         value = int(value) & ((1 << bits) - 1)
         return value - (1 << bits) if dtype[0] == "i" and value >> (bits - 1) else value
     return value
+
+
+def _number(dtype: str, args, i: int):
+    """An argument as a number of the parameter's type. Raises BadArguments for an integer that this does not hold."""
+    value, limits = args[i], integer_limits(dtype)
+    if limits is not None and isinstance(value, numbers.Integral) and not limits[0] <= value <= limits[1]:
+        raise BadArguments(f"argument {i} is {value}; {dtype} is from {limits[0]} to {limits[1]}")
+    return _cast(dtype, value)
 
 
 def _truncated_div(a: int, b: int) -> int:
@@ -165,6 +175,9 @@ class _Translator:
         if kind == "Select":
             return f"({self.expr(e.true_value)} if {self.expr(e.condition)} else {self.expr(e.false_value)})"
         if kind == "Cast":
+            number = re.fullmatch(r"_argument\(args, (\d+), 15\)", self.expr(e.value))
+            if number:
+                return f"_number({str(e.dtype)!r}, args, {number[1]})"
             return f"_cast({str(e.dtype)!r}, {self.expr(e.value)})"
         if kind == "BufferLoad":
             return f"{self.var(e.buffer.data)}[{self.expr(e.indices[0])}]"
@@ -274,7 +287,7 @@ def load(name: str, code: str) -> Callable[[tuple], list[Launch]]:
         raise BadArguments(f"kernel {name}: {message}; the arguments are: {given}")
 
     scope = {
-        "_field": _field, "_argument": _argument, "_cast": _cast, "_tdiv": _truncated_div, "_Launch": Launch,
+        "_field": _field, "_argument": _argument, "_cast": _cast, "_number": _number, "_tdiv": _truncated_div, "_Launch": Launch,
         "_refuse": refuse,
     }  # fmt: skip
     exec(marshal.loads(base64.b64decode(code)), scope)

@@ -241,6 +241,11 @@ class SimulatedKernel(Kernel):
     def _function(self):
         return self._simulated
 
+    @property
+    def integers(self) -> list[tuple[int, int, int]]:
+        """None: the translated host function looks at all of them."""
+        return []
+
     def _supervised(self, function, present: list):
         """Memory of a tensor that was freed may be in other use by now; on a GPU the check would cost every launch."""
 

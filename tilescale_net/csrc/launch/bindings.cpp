@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "tilescale_net/csrc/launch/bound.h"
 #include "tilescale_net/csrc/launch/pack.h"
 
 namespace py = pybind11;
@@ -48,6 +49,11 @@ PyObject* call_check(PyObject* self, PyObject* const* values, Py_ssize_t count) 
   return PyBool_FromLong(check.wanted.fits(view, first));
 }
 
+PyObject* call_bound(PyObject* self, PyObject* const* values, Py_ssize_t count) {
+  return (*of<Bound>(self))(values, count);
+}
+
+PyMethodDef bound_method = {"launch", (PyCFunction)(void (*)())call_bound, METH_FASTCALL, nullptr};
 PyMethodDef pack_method = {"launch", (PyCFunction)(void (*)())call_pack, METH_FASTCALL, nullptr};
 PyMethodDef check_method = {"fits", (PyCFunction)(void (*)())call_check, METH_FASTCALL, nullptr};
 
@@ -74,12 +80,22 @@ DlDtype dtype_of(const Reader& reader, py::handle sample) {
 void bind(py::module_& parent) {
   auto m = parent.def_submodule("launch", "Launches of kernels with few steps between Python and the driver.");
 
+  // A function, its first argument or None; places, lowest and highest values of integers among the others.
+  m.def("bind", [](py::object called, py::object first, const std::vector<std::tuple<int, int64_t, int64_t>>& integers,
+                   py::object otherwise) {
+    std::vector<std::pair<int, Range>> ranges;
+    for (const auto& [place, low, high] : integers) ranges.push_back({place, {low, high}});
+    PyObject* leading = first.is_none() ? nullptr : first.ptr();
+    return function(bound_method,
+                    capsule(std::make_unique<Bound>(called.ptr(), leading, std::move(ranges), otherwise.ptr())));
+  });
+
   // Places and values of fixed arguments; of those that a call gives, their places, columns, whether these are words,
-  // and stand-ins.
+  // stand-ins, and lowest and highest values of integers.
   m.def("pack", [](uintptr_t exchange, const py::type& kind, std::array<uintptr_t, 4> calls,
                    const std::vector<std::pair<int, py::object>>& fixed,
-                   const std::vector<std::tuple<int, int64_t, bool, py::object>>& given, py::object resolve,
-                   py::object otherwise) {
+                   const std::vector<std::tuple<int, int64_t, bool, py::object, int64_t, int64_t>>& given,
+                   py::object resolve, py::object otherwise) {
     if (fixed.size() + given.size() > kMostArguments || given.size() > kMostGiven)
       throw py::value_error("too many arguments");
     const TvmCalls tvm = {(decltype(TvmCalls::call))calls[0], (decltype(TvmCalls::set_stream))calls[1],
@@ -88,8 +104,10 @@ void bind(py::module_& parent) {
                                        resolve.ptr(), otherwise.ptr());
     bool readable = true;
     for (const auto& [place, value] : fixed) readable = readable && made->fix(place, value.ptr());
-    for (const auto& [place, columns, words, stand_in] : given)
-      readable = readable && made->give(place, columns, words, stand_in.is_none() ? nullptr : stand_in.ptr());
+    for (const auto& [place, columns, words, stand_in, low, high] : given) {
+      PyObject* const tensor = stand_in.is_none() ? nullptr : stand_in.ptr();
+      readable = readable && made->give(place, columns, words, tensor, {low, high});
+    }
     if (!readable) throw py::value_error("an argument cannot be exchanged");
     return function(pack_method, capsule(std::move(made)));
   });

@@ -46,11 +46,12 @@ bool Pack::fix(int place, PyObject* value) {
   return true;
 }
 
-bool Pack::give(int place, int64_t columns, bool words, PyObject* stand_in) {
+bool Pack::give(int place, int64_t columns, bool words, PyObject* stand_in, Range range) {
   Given given;
   given.place = place;
   given.columns = columns;
   given.words = words;
+  given.range = range;
   if (stand_in != nullptr) {
     auto view = std::make_unique<View>();
     if (!reader_.read(stand_in, *view)) return false;
@@ -69,6 +70,7 @@ bool Pack::convert(TvmAny* arguments, PyObject* const* values, View* views) {
     bool missing = values[i] == Py_None;
     if (!missing) {
       if (!set(argument, values[i], views[i])) return false;
+      if (argument.type == kTvmInt && !given.range.holds(argument.integer)) return false;
       if (argument.type != kTvmTensor) continue;
       missing = given.stand_in != nullptr && views[i].elements() == 0;
     }

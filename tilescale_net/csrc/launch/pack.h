@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "tilescale_net/csrc/launch/range.h"
 #include "tilescale_net/csrc/launch/tensors.h"
 
 namespace tsn::launch {
@@ -18,6 +19,7 @@ struct Given {
   int64_t columns = 0;            // the kernel takes it as [rows, columns]; 0: as it is
   bool words = false;             // as int32, from any element type
   const View* stand_in = nullptr; // taken for None and for a tensor without elements
+  Range range;                    // of an integer
 };
 
 // Made once, called from Python with the tensors and numbers that a call gives, in their order.
@@ -34,7 +36,7 @@ public:
   // An argument of every call; false for one that cannot be read. The caller keeps the object alive.
   bool fix(int place, PyObject* value);
   // `stand_in`: a tensor or null; false for one that cannot be read.
-  bool give(int place, int64_t columns, bool words, PyObject* stand_in);
+  bool give(int place, int64_t columns, bool words, PyObject* stand_in, Range range);
 
   PyObject* operator()(PyObject* const* values, Py_ssize_t count);
 
