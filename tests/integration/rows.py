@@ -163,6 +163,62 @@ class Boxes:
         )
 
 
+@tsn.jit
+def through_views(m=4, w=32, pitch=48, planes=2):
+    """Kernel `(x, cube, tiles, packed, pulled, back, peer)`: reads and writes through views of a peer's padded tensors."""
+    apart = m * pitch + 16
+
+    @T.prim_func
+    def main(
+        ctx: N.Context(),
+        x: T.StridedTensor((m, w), (pitch, 1), "float32"),
+        cube: T.StridedTensor((planes, m, w), (apart, pitch, 1), "float32"),
+        tiles: T.Tensor((m, w), "float32"),
+        packed: T.Tensor((m, w), "float32"),
+        pulled: T.Tensor((m, w), "float32"),
+        back: T.StridedTensor((m, w), (pitch, 1), "float32"),
+        peer: T.int32,
+    ):
+        with T.Kernel(1, threads=64):
+            view = N.remote(x, peer)
+            theirs = N.remote(cube, peer)
+            there = N.remote(back, peer)
+            T.copy(view, tiles)
+            N.put_block(packed, view, N.my_pe())
+            N.get_block(pulled, x, peer)
+            for i, j in T.Parallel(m, w):
+                there[i, j] = view[i, j] + theirs[planes - 1, i, j]
+            N.quiet_block()
+
+    return main
+
+
+def views_of_padded(m=4, w=32, pitch=48, planes=2) -> None:
+    """Every PE reads its neighbour's padded tensors and writes one, of which only the rows may change."""
+    rank, n = tsn.rank(), tsn.size()
+    apart = m * pitch + 16
+    base, back, planes_of = tsn.zeros((m, pitch)), tsn.zeros((m, pitch)), tsn.zeros((planes, apart))
+    tiles, packed, pulled = (tsn.zeros((m, w)) for _ in range(3))
+
+    def of(pe: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.arange(m * pitch, dtype=torch.float32).view(m, pitch) + 1000 * pe
+        return x, torch.arange(planes * apart, dtype=torch.float32).view(planes, apart) * (pe + 2)
+
+    base.copy_(of(rank)[0])
+    planes_of.copy_(of(rank)[1])
+    cube = planes_of.as_strided((planes, m, w), (apart, pitch, 1))
+    tsn.barrier()
+    through_views(m, w, pitch, planes)(base[:, :w], cube, tiles, packed, pulled, back[:, :w], (rank + 1) % n)
+    tsn.barrier()
+    x = of((rank + 1) % n)[0][:, :w]
+    for name, got in (("T.copy", tiles), ("put", packed), ("get", pulled)):
+        assert got.cpu().equal(x), name
+    mine, planes_of_mine = of(rank)
+    written = torch.zeros((m, pitch))
+    written[:, :w] = mine[:, :w] + planes_of_mine.as_strided((planes, m, w), (apart, pitch, 1))[-1]
+    assert back.cpu().equal(written), back
+
+
 _boxes: dict = {}
 
 

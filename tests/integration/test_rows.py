@@ -6,7 +6,7 @@ import torch
 import tilescale_net.runtime.settings as settings
 from tests import ranks
 from tests.integration.pool import pool_fixture
-from tests.integration.rows import WAYS, boxes, leave_the_tensor, random_cases
+from tests.integration.rows import WAYS, boxes, leave_the_tensor, random_cases, views_of_padded
 
 near = pool_fixture(2)
 far = pool_fixture(2, env={"VIRTUAL_NODES": "2", "TSN_CHAOS": "on"})
@@ -17,6 +17,10 @@ far = pool_fixture(2, env={"VIRTUAL_NODES": "2", "TSN_CHAOS": "on"})
 @pytest.mark.sample(3)
 def test_mapped_memory(near, dtype, visibility):
     near(boxes, dtype, random_cases(2 * len(WAYS), 11), visibility)
+
+
+def test_views_of_padded_tensors(near):
+    near(views_of_padded)
 
 
 def test_another_node(far):

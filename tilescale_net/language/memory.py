@@ -30,9 +30,10 @@ def remote(buf: tirx.Buffer, pe: Number) -> tirx.Buffer:
     Returns:
         A tensor of buf's shape, dtype and strides. Writes through it are ordered like puts.
     """
-    place = operand("buf", buf)
     if not isinstance(buf, tirx.Buffer):
-        raise PrimitiveError(f"buf must be a whole tensor; index the view instead of {place.buffer.name}")
+        raise PrimitiveError(f"buf must be a whole tensor; index the view instead of {operand('buf', buf).buffer.name}")
+    # Its first element: of a tensor with a pitch the whole has no address of its own as a contiguous place.
+    place = operand("buf", tirx.BufferLoad(buf, [0] * len(buf.shape)) if len(buf.shape) else buf)
     address = OPERATORS["remote"](place.pointer(), pe_index(pe))
     strides = tuple(place.buffer.strides) or None
     return T.make_tensor_from_addr(address, tuple(place.buffer.shape), place.dtype, strides)
