@@ -20,8 +20,9 @@ from tilescale_net.runtime import encoding, job_store, rendezvous
 from tilescale_net.runtime.call_log import error_of_loss
 from tilescale_net.trace import host_calls
 
-_RECORD = 512  # bytes that one rank sends about a call: a digest of the whole text, then its beginning
-_DIGEST = 32
+# What one rank sends first of every call, bytes: a digest of the whole text, the sizes of what follows here and of a value that
+# follows in another message, the beginning of the text, and a value that has room behind it.
+_RECORD, _DIGEST, _HEAD = 512, 32, 48
 _LARGEST = 64 << 20  # bytes of a value that `gather` takes from a rank
 _REASON = 2.0  # seconds that the watchdog may take longer than gloo to learn why a connection closed
 _LOOK = datetime.timedelta(seconds=0.25)  # between looks, while gloo waits, at whether the call can still finish
@@ -87,23 +88,45 @@ class Control:
                 return
             raise TileScaleError(f"rank {self.rank}: {call}: this rank was left out of the job; it may only finalize")
         text = f"{call}({arguments})"
+        with self._one_call, host_calls.inside(call):
+            self._meet_in(call, text, spoken or f"called {text}")
+
+    def _meet_in(self, call: str, text: str, spoken: str, payload: bytes = b"") -> list[bytes]:
+        """Wait until every rank makes the call that `text` stands for; what each of them sends with it.
+
+        All calls begin with a message of one size: gloo ends the process where ranks send others.
+        """
         digest = hashlib.sha256(text.encode()).digest()
-        said = (spoken or f"called {text}").encode()
-        if len(said) > _RECORD - _DIGEST:
-            said = said[: _RECORD - _DIGEST - 5].decode(errors="ignore").encode() + " …".encode()
-        with self._one_call:
-            with host_calls.inside(call):
-                records = self._all_gather(call, digest + said.ljust(_RECORD - _DIGEST, b"\0"))
-        for other, record in zip(self.members, records):
-            if record[:_DIGEST] != digest:
-                theirs = encoding.printable(record[_DIGEST:].rstrip(b"\0").decode(errors="replace"))
-                mine = encoding.printable(said.decode())
-                if mine == theirs:
-                    theirs += " (arguments that differ further on)"
+        said = spoken.encode()
+        if len(said) > _RECORD - _HEAD:
+            said = said[: _RECORD - _HEAD - 5].decode(errors="ignore").encode() + " …".encode()
+        numbers = len(said).to_bytes(8, "little") + len(payload).to_bytes(8, "little")
+        record = (digest + numbers + said + payload)[:_RECORD].ljust(_RECORD, b"\0")
+        records = self._all_gather(call, record)
+        sizes = []
+        for other, theirs in zip(self.members, records):
+            if theirs[:_DIGEST] != digest:
+                self._raise_mismatch(said, other, theirs)
+            sizes.append(int.from_bytes(theirs[_DIGEST + 8 : _HEAD], "little"))
+            if sizes[-1] > _LARGEST:
                 raise RankMismatch(
-                    f"rank {self.rank} {mine} while rank {other} {theirs}; every rank must make the same calls with the "
-                    "same arguments, in the same order"
+                    f"rank {self.rank}: rank {other} sends {sizes[-1]} bytes for {call}; at most {_LARGEST} are taken"
                 )
+        begin = _HEAD + len(said)
+        if begin + max(sizes) > _RECORD:
+            begin, records = 0, self._all_gather(call, payload.ljust(max(sizes), b"\0"))
+        return [theirs[begin : begin + size] for theirs, size in zip(records, sizes)]
+
+    def _raise_mismatch(self, said: bytes, other: int, record: bytes) -> None:
+        length = int.from_bytes(record[_DIGEST : _DIGEST + 8], "little")
+        theirs = encoding.printable(record[_HEAD : _HEAD + length].decode(errors="replace"))
+        mine = encoding.printable(said.decode())
+        if mine == theirs:
+            theirs += " (arguments that differ further on)"
+        raise RankMismatch(
+            f"rank {self.rank} {mine} while rank {other} {theirs}; every rank must make the same calls with the "
+            "same arguments, in the same order"
+        )
 
     def gather(self, what: str, value: object) -> list:
         """The `value` of every member, in their order.
@@ -113,21 +136,15 @@ class Control:
 
         Raises:
             PeerLost: as `agree`.
-            RankMismatch: a rank sent something else, or a value that is not made like that of this rank.
+            RankMismatch: as `agree`, or a rank sent a value that is not made like that of this rank.
         """
         payload = encoding.encode(value)
         with self._one_call:
-            sizes = [int.from_bytes(s, "little") for s in self._all_gather(what, len(payload).to_bytes(8, "little"))]
-            for other, size in zip(self.members, sizes):
-                if size > _LARGEST:
-                    raise RankMismatch(
-                        f"rank {self.rank}: rank {other} sends {size} bytes for {what}; at most {_LARGEST} are taken"
-                    )
-            records = self._all_gather(what, payload.ljust(max(sizes), b"\0"))
+            records = self._meet_in(what, f"{what}: a value of each rank", f"was in {what}", payload)
         values = []
-        for other, record, size in zip(self.members, records, sizes):
+        for other, record in zip(self.members, records):
             try:
-                values.append(encoding.decode(record[:size]))
+                values.append(encoding.decode(record))
                 encoding.check_alike(value, values[-1])
             except ValueError as err:
                 raise RankMismatch(f"rank {self.rank}: rank {other} sent nonsense for {what}: {err}") from None
@@ -144,9 +161,10 @@ class Control:
             numbers: one of 64 bits for each member, in their order.
 
         Raises:
-            PeerLost: as `agree`.
+            RankMismatch, PeerLost: as `agree`.
         """
         with self._one_call, torch.inference_mode(False):
+            self._meet_in(what, f"{what}: numbers of each rank", f"was in {what}")
             sent = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
             came = torch.empty_like(sent)
             self._meet_all(what, lambda: self._group.alltoall_base(came, sent, [], []), sent, came)
