@@ -54,7 +54,15 @@ def check_chunk(name: str, chunk_bytes: int) -> None:
         raise ValueError(f"{name}: chunk_bytes is {chunk_bytes!r}; it must be a positive multiple of 128")
 
 
-class Collective(MadeByRanks):
+class _Constructed(type):
+    """Gives back what an object has allocated whose construction fails."""
+
+    def __call__(cls, *args, **named):
+        with heap.attempt():
+            return super().__call__(*args, **named)
+
+
+class Collective(MadeByRanks, metaclass=_Constructed):
     """Base of the host classes: construction is collective, calls are asynchronous on the current stream.
 
     Signals carry the number of the call, which lives in device memory: nothing is reset between calls, and a call

@@ -102,12 +102,9 @@ class Arena(MadeByRanks):
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
             raise ValueError(f"Arena: nbytes is {nbytes!r}; it must be a whole number of 1 or more")
         self.world, self.number = tsn.world(group), next(_numbers)
-        self._memory = tsn.empty((nbytes,), torch.uint8, group=self.world)
-        try:
+        with heap.attempt():
+            self._memory = tsn.empty((nbytes,), torch.uint8, group=self.world)
             self._met = tsn.zeros((self.world.size,), torch.uint64, group=self.world)
-        except tsn.HeapError:
-            tsn.free(self._memory, group=self.world)
-            raise
         with torch.inference_mode(False):
             self._calls = torch.zeros((1,), dtype=torch.uint64, device=self.world.device)
         self._objects: weakref.WeakSet = weakref.WeakSet()

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 import tilescale_net as tsn
 from tests import ranks
 from tilescale_net.errors import HeapError
+from tilescale_net.kernels.all_reduce import AllReduce
+from tilescale_net.kernels.moe import AllToAll, Arena
 from tilescale_net.runtime.heap import ALIGNMENT, GAP, Allocator
 
 END = 1 << 16
@@ -56,3 +58,67 @@ def _free_anew():
 
 def test_what_shrink_has_restored_can_be_freed():
     ranks.run(2, _free_anew)
+
+
+class _Elsewhere(Exception):
+    """Ends what rank 1 makes."""
+
+
+def _end_at(world, count: int) -> None:
+    """Let rank 1 meet an exception where its heap has given away block `count`."""
+
+    def on_allocate(*args):
+        nonlocal count
+        given(*args)
+        count -= 1
+        if count == 0:
+            raise _Elsewhere
+
+    given, world.memory.on_allocate = world.memory.on_allocate, on_allocate
+
+
+def _compile(op, everything: bool) -> None:
+    """Rank 1 meets an exception where ranks compile, and then meet."""
+    if op.rank == 1:
+        raise _Elsewhere
+    op.world.control.gather("AllToAll: kernels compiled", "")
+
+
+def _apart():
+    """Rank 1 leaves a construction by an exception, and meets rank 0 in another call."""
+    world, found = tsn.world(), []
+    kept, gives, AllToAll._compile = tsn.zeros(3), world.memory.on_allocate, _compile
+    tsn.free(kept)
+    for make, count in (
+        (lambda: tsn.zeros(100), 1),
+        (lambda: AllReduce(threads=64, blocks=2), 4),
+        (lambda: Arena(1000), 2),
+        (lambda: AllToAll(4, 4, 64, 2), 3),
+        (lambda: AllToAll(4, 4, 64, 2), 0),
+    ):
+        before = world.heap.live
+        if tsn.rank() == 1:
+            _end_at(world, count)
+            with pytest.raises(_Elsewhere):
+                make()
+            world.memory.on_allocate = gives
+            make = tsn.barrier
+        with pytest.raises(tsn.RankMismatch, match="barrier"):
+            make()
+        assert world.heap.live == before
+    return world.heap.offset_of(tsn.zeros(3)) == kept.data_ptr() - world.heap.base
+
+
+def test_ranks_that_do_not_agree_keep_nothing():
+    assert ranks.run(2, _apart, env={"TSN_DEVICE": "simulator"}) == [True, True]
+
+
+def _skewed():
+    if tsn.rank() == 0:
+        tsn.world().heap._allocator.allocate(1)
+    tsn.zeros(4)
+
+
+def test_heaps_that_differ_are_noticed():
+    for outcome in ranks.launch(2, _skewed):
+        assert outcome.error[0] == "RankMismatch" and "initialised at heap offset" in outcome.error[1], outcome

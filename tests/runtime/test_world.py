@@ -98,7 +98,9 @@ def _different_calls():
     control = tsn.world().control
     calls = tsn.barrier, lambda: control.gather("a gather", "x" * 900), lambda: control.exchange("an exchange", [1, 2])
     for pair in ((0, 1), (1, 2), (2, 0)):
-        with pytest.raises(tsn.RankMismatch, match="barrier.* while .*gather|gather.* while .*(exchange|barrier)|exchange"):
+        with pytest.raises(
+            tsn.RankMismatch, match="barrier.* while .*gather|gather.* while .*(exchange|barrier)|exchange"
+        ):
             calls[pair[tsn.rank()]]()
         tsn.barrier()
     if tsn.rank() == 0:

@@ -1,14 +1,16 @@
 """The symmetric heap: the same offsets on every PE, allocated and freed collectively, reusable."""
 
 import bisect
+import contextlib
 import math
 import operator
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tilescale_net.errors import HeapError
+from tilescale_net.errors import HeapError, PeerLost
 from tilescale_net.runtime import setting
 from tilescale_net.runtime.context import SYSTEM_BYTES
 from tilescale_net.runtime.memory import Memory
@@ -33,6 +35,33 @@ def footprint(sizes: Sequence[int]) -> int:
 
 def _rounded(nbytes: int) -> int:
     return (max(nbytes, 1) + GAP + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+_attempts = threading.local()  # `made`: heap and offset of what this thread has allocated in the innermost attempt
+
+
+@contextlib.contextmanager
+def attempt() -> Iterator[None]:
+    """What this thread allocates inside, of any heap, is given back where an exception ends the block.
+
+    That is done by each rank for itself: in a call on which the ranks did not agree, all of them fail. Where a rank is
+    lost, what is live is left to `tilescale_net.shrink`.
+    """
+    outer, made = getattr(_attempts, "made", None), []
+    _attempts.made = made
+    try:
+        yield
+    except PeerLost:
+        raise
+    except BaseException:
+        for heap, offset in made:
+            heap.take_back(offset)
+        made = []
+        raise
+    finally:
+        _attempts.made = outer
+        if outer is not None:
+            outer += made
 
 
 class Allocator:
@@ -206,7 +235,7 @@ class Heap:
         if math.prod(max(d, 1) for d in shape) >= 1 << 62:
             raise HeapError(f"a shape of {list(shape)} has more elements than any heap")
         # A tensor made under inference mode could not be written outside of it.
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), attempt():
             if not nbytes:
                 return torch.empty(shape, dtype=dtype, device=self._memory.device)
             offset = self._allocator.allocate(nbytes) if self.make_room([nbytes]) else None
@@ -217,6 +246,7 @@ class Heap:
                     f"{max(0, self._allocator.largest_hole - GAP)}; free tensors, or {self.advice([nbytes])}"
                     + (f"; it grows to TSN_HEAP_LIMIT={self.limit} at most" if self.limit > self.size else "")
                 )
+            _attempts.made.append((self, offset))
             raw = self._memory.bytes_tensor(offset, nbytes)
             if zero:
                 raw.zero_()
@@ -226,7 +256,7 @@ class Heap:
             self._memory.synchronize()  # peers may write as soon as the collective call returns
             self._memory.on_allocate(self.base + offset, nbytes, f"{name}({list(shape)}, {dtype})")
             # Second agreement: no rank may write into a peer's tensor before the peer has initialised it.
-            self._agree(f"tilescale_net.{name}", "initialised")
+            self._agree(f"tilescale_net.{name}", f"initialised at heap offset {offset}")
             return raw.view(dtype).view(shape)
 
     def free(self, tensor: torch.Tensor) -> None:
@@ -244,14 +274,20 @@ class Heap:
         # What still is to happen to this memory happens before it has a new use.
         if self._settle and self._settle():
             self._agree("tilescale_net.free", "settled")
-        size = self._allocator.live.get(offset)
-        if size is None or again:
+        if offset not in self._allocator.live or again:
             raise HeapError(
                 f"rank {self._rank}: free of a tensor at heap offset {offset}, which is no live allocation; it was freed "
                 "already, or it is a view that does not begin where its allocation begins"
             )
-        self._allocator.release(offset)
+        self.take_back(offset)
         self._note_freed(storage, offset)
+
+    def take_back(self, offset: int) -> None:
+        """Let a block have a new use, if it is live; by all ranks."""
+        size = self._allocator.live.get(offset)
+        if size is None:
+            return
+        self._allocator.release(offset)
         self._memory.on_free(self.base + offset)
         if self._memory.poisons:
             self._memory.bytes_tensor(offset, size).fill_(POISON)  # so that use after free is seen
