@@ -302,7 +302,7 @@ def _without_look(statement: tirx.Evaluate) -> tirx.Evaluate | None:
         return None
     at = OPERATORS["wait"].names.index("looks")
     arguments = [*call.args[:at], tirx.IntImm("int32", 0), *call.args[at + 1 :]]
-    return tirx.Evaluate(tirx.Call(call.dtype, call.op, arguments, span=call.span))
+    return tirx.Evaluate(tirx.Call(call.dtype, call.op, arguments, annotations=call.annotations, span=call.span))
 
 
 def _evaluate_once(node):
