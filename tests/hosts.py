@@ -11,9 +11,10 @@ import subprocess
 from tests import lacking
 
 VARIABLE = "TESTS_HOSTS"  # prefix of the hosts that ranks shall enter
+NAMES = "TESTS_HOSTS_NAMES"  # a file for each host, after a dot, that it has as /etc/hosts
 INTERFACE = "cable"
 _NEW_NETWORK, _NEW_NAME, _NEW_PIDS, _NEW_MOUNTS = 0x40000000, 0x04000000, 0x20000000, 0x00020000  # CLONE_NEW…
-_PRIVATE = 0x44000  # MS_REC | MS_PRIVATE
+_BIND, _PRIVATE = 0x1000, 0x44000  # MS_BIND, MS_REC | MS_PRIVATE
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -29,6 +30,14 @@ def enter(name: str) -> None:
         failed = libc.setns(network.fileno(), _NEW_NETWORK) or libc.unshare(_NEW_NAME)
     if failed or libc.sethostname(name.encode(), len(name)):
         raise OSError(ctypes.get_errno(), f"cannot enter host {name}")
+    if names := os.environ.get(NAMES):
+        file = f"{names}.{name.rpartition('-')[2]}".encode()
+        if (
+            libc.unshare(_NEW_MOUNTS)
+            or libc.mount(None, b"/", None, _PRIVATE, None)
+            or libc.mount(file, b"/etc/hosts", None, _BIND, None)
+        ):
+            raise OSError(ctypes.get_errno(), f"host {name} cannot have an /etc/hosts of its own")
 
 
 def enter_container() -> None:
@@ -51,35 +60,39 @@ def enter_empty_network() -> None:
 
 
 class Hosts:
-    """`count` hosts on one switch, while this context manager lasts.
+    """`count` hosts on one switch, while this context manager lasts. No resolver knows their names.
+
+    Args:
+        ipv6: their addresses are of IPv6 alone.
 
     Attributes:
+        names: of the hosts. addresses: of the hosts.
         environment: what ranks need to be on them and to meet at the first.
     """
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, ipv6: bool = False):
         self._ip = lacking.program("ip", "iproute2")
-        self._prefix, self._count = f"tests{os.getpid()}-", count
+        self._prefix = f"tests{os.getpid()}-"
         self._switch = f"{self._prefix}switch"
-        self.environment = {
-            VARIABLE: self._prefix,
-            "NODES": str(count),
-            "MASTER_ADDR": self._address(0),
-            "GLOO_SOCKET_IFNAME": INTERFACE,
-        }
+        self.names = [f"{self._prefix}{i}" for i in range(count)]
+        self.addresses = [f"fd00:77::{i + 1}" if ipv6 else f"10.77.0.{i + 1}" for i in range(count)]
+        self.environment = {VARIABLE: self._prefix, "NODES": str(count), "MASTER_ADDR": self.addresses[0]}
 
     def __enter__(self) -> Hosts:
         try:
             self._run(f"netns add {self._switch}")
             self._run(f"-n {self._switch} link add switch type bridge")
             self._run(f"-n {self._switch} link set switch up")
-            for i in range(self._count):
-                host = f"{self._prefix}{i}"
+            for i, host in enumerate(self.names):
                 self._run(f"netns add {host}")
                 self._run(f"-n {host} link set lo up")
                 self._run(f"-n {self._switch} link add port{i} type veth peer name {INTERFACE} netns {host}")
                 self._run(f"-n {self._switch} link set port{i} master switch up")
-                self._run(f"-n {host} addr add {self._address(i)}/24 dev {INTERFACE}")
+                # As of Docker: the first of each host, with one address on all, from which nothing comes to another.
+                self._run(f"-n {host} link add docker0 type bridge")
+                self._run(f"-n {host} addr add 172.17.0.1/16 dev docker0")
+                self._run(f"-n {host} link set docker0 up")
+                self._run(f"-n {host} addr add {self._of_network(i)} dev {INTERFACE}")
                 self._run(f"-n {host} link set {INTERFACE} up")
         except BaseException:
             self.__exit__()
@@ -87,7 +100,7 @@ class Hosts:
         return self
 
     def __exit__(self, *error) -> None:
-        for name in (*(f"{self._prefix}{i}" for i in range(self._count)), self._switch):
+        for name in (*self.names, self._switch):
             if os.path.exists(f"/run/netns/{name}"):
                 self._run(f"netns del {name}")
 
@@ -95,8 +108,9 @@ class Hosts:
         """Nothing reaches the host any more, nor comes from it, without notice to any rank."""
         self._run(f"-n {self._switch} link set port{host} nomaster")
 
-    def _address(self, host: int) -> str:
-        return f"10.77.0.{host + 1}"
+    def _of_network(self, host: int) -> str:
+        address = self.addresses[host]
+        return f"{address}/64 nodad" if ":" in address else f"{address}/24"
 
     def _run(self, words: str) -> None:
         subprocess.run([self._ip, *words.split()], check=True, capture_output=True, text=True)

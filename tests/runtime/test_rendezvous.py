@@ -12,22 +12,22 @@ import torch.distributed as dist
 
 import tilescale_net as tsn
 from tests import ranks
-from tilescale_net.runtime import placement
+from tilescale_net.runtime import placement, rendezvous
 
 QUICK = {"TSN_TIMEOUT": "1"}  # and 5 s more for collective calls
 
 
 def _one_is_lost(lost, step):
-    """Rank `lost` ends before it comes, or where it would call `step` of torch.distributed."""
+    """Rank `lost` ends before it comes, or where it would make the default group or the package's own."""
     if int(os.environ["RANK"]) == lost:
         if step is None:
             os._exit(9)
-        setattr(dist, step, lambda *_, **__: os._exit(9))
+        setattr(rendezvous if step == "connect" else dist, step, lambda *_, **__: os._exit(9))
     tsn.init("4M")
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("step", [None, "init_process_group", "ProcessGroupGloo"])
+@pytest.mark.parametrize("step", [None, "init_process_group", "connect"])
 @pytest.mark.sample(3)
 def test_whoever_is_missing_is_named(step, lost):
     begin = time.monotonic()

@@ -1,6 +1,5 @@
 """Groups of the ranks of an mpi4py communicator, which meet in a store that the first of them keeps."""
 
-import ipaddress
 import os
 import socket
 from collections.abc import Iterable
@@ -12,7 +11,7 @@ from tilescale_net.runtime import addresses
 from tilescale_net.runtime.groups import StoreGroup
 from tilescale_net.runtime.topology import host_identity
 
-_ANY_PORT = 9  # to which nothing is sent
+_NOBODY = ("192.0.2.1", "2001:db8::1")  # addresses that no host has: the default route leads there
 
 _known: list[
     tuple[object, StoreGroup]
@@ -37,8 +36,8 @@ def group_of(comm) -> StoreGroup:
     store = None
     if rank == 0:
         try:
-            family, address = _meeting_place({name for host, name in places if host != places[0][0]})
-            with socket.create_server((address, 0), family=family, backlog=4096) as listener:
+            address = _meeting_place({name for host, name in places if host != places[0][0]})
+            with addresses.listen(address) as listener:
                 port, fd = listener.getsockname()[1], os.dup(listener.fileno())
         except (ConfigurationError, OSError) as error:
             comm.bcast(("", str(error)), root=0)
@@ -54,24 +53,15 @@ def group_of(comm) -> StoreGroup:
     return _known[-1][1]
 
 
-def _meeting_place(others: Iterable[str]) -> tuple[int, str]:
-    """Address family and number of this host, as ranks on the hosts of other names reach it; else loopback."""
+def _meeting_place(others: Iterable[str]) -> str:
+    """Address of this host, as ranks on the hosts of other names reach it; else loopback."""
     others = sorted(others)
     if not others:
-        return socket.AF_INET, "127.0.0.1"
-    for find in (*(lambda name=name: addresses.towards(name, _ANY_PORT) for name in others), _by_own_name):
-        try:
-            family, address = find()
-        except OSError:  # a name that is not known here
-            continue
-        if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-            return family, address
+        return "127.0.0.1"
+    if found := addresses.reaching([*others, socket.gethostname(), *_NOBODY]):
+        return found
     raise ConfigurationError(
         f"deep_ep.Buffer(comm=): ranks are on other hosts ({', '.join(others)}), whose names are not known on this one, and its "
-        f"own name {socket.gethostname()} stands for loopback or for nothing; write the hosts' addresses into /etc/hosts, or "
+        f"own name {socket.gethostname()} stands for loopback or for nothing, nor is there a default route; write the hosts' addresses into /etc/hosts, or "
         "make a group of torch.distributed and give group="
     )
-
-
-def _by_own_name() -> tuple[int, str]:
-    return socket.AF_INET, socket.gethostbyname(socket.gethostname())

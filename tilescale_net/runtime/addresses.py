@@ -1,20 +1,110 @@
-"""By which address other hosts reach this one."""
+"""By which address, and by which interface, other hosts reach this one."""
 
+import ctypes
+import ipaddress
+import os
 import socket
+from collections.abc import Iterable, Iterator
 
 from tilescale_net.errors import ConfigurationError
 
+_ANY_PORT = 9  # to which nothing is sent
 
-def towards(host: str, port: int) -> tuple[int, str]:
-    """Address family and number of this host on the way to another; nothing is sent.
+
+def towards(host: str) -> str:
+    """Address of this host on the way to another; nothing is sent.
 
     Raises:
         OSError: the name is not known, or there is no way.
     """
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    family, kind, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as way:
         way.connect(address)  # of a datagram socket: chooses the interface
-        return family, way.getsockname()[0]
+        return way.getsockname()[0]
+
+
+def reaching(hosts: Iterable[str]) -> str:
+    """As `towards`, for the first of the hosts that is known and that this host reaches by more than loopback; '' for
+    none.
+    """
+    for host in filter(None, hosts):
+        try:
+            address = towards(host)
+        except OSError:
+            continue
+        if not is_loopback(address):
+            return address
+    return ""
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """A socket that listens at an address of this host, with room for a whole job to come at once."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=4096)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a number is loopback; a name is not."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def network() -> str:
+    """Equal for processes that share their loopback, and only for those."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            boot = f.read().strip()
+        space = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        boot, space = "", 0
+    return f"{os.uname().nodename}/{boot}/{space}"
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the interface that has an address; None for none."""
+    number = address.partition("%")[0]
+    return next((name for name, its in _interfaces() if its.partition("%")[0] == number), None)
+
+
+def of_interface(name: str) -> str | None:
+    """The first address of an interface, as gloo takes it; None for an interface that has none."""
+    return next((its for interface, its in _interfaces() if interface == name), None)
+
+
+class _Entry(ctypes.Structure):
+    """`struct ifaddrs` of getifaddrs(3), as far as it is read."""
+
+    _fields_ = [
+        ("next", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("flags", ctypes.c_uint),
+        ("address", ctypes.c_void_p),
+    ]
+
+
+_IN_SOCKADDR = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}  # where the number stands, in bytes
+
+
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Each address of this host with the name of its interface, in the system's order."""
+    libc, first = ctypes.CDLL(None, use_errno=True), ctypes.c_void_p()
+    if libc.getifaddrs(ctypes.byref(first)):
+        return
+    try:
+        entry = first.value
+        while entry:
+            found = _Entry.from_address(entry)
+            family = ctypes.cast(found.address, ctypes.POINTER(ctypes.c_ushort))[0] if found.address else None
+            if family in _IN_SOCKADDR:
+                begin, size = _IN_SOCKADDR[family]
+                number = ctypes.string_at(found.address + begin, size)
+                name, text = found.name.decode(), socket.inet_ntop(family, number)
+                yield name, f"{text}%{name}" if text.startswith("fe80:") else text
+            entry = found.next
+    finally:
+        libc.freeifaddrs(first)
 
 
 def check_loopback() -> None:

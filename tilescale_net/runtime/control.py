@@ -44,6 +44,7 @@ class Control:
     Attributes:
         rank, size: of this process, of the group.
         job_ranks: the ranks of the group in the job, by their rank in the group.
+        address: by which the others reach this rank; '' where nothing tells it.
         store: the JobStore of these ranks.
         reason_of: set by the watchdog: () -> str | None, why peers are known to be lost.
         refuse: called first by every collective call; raises in a child made by fork.
@@ -59,6 +60,7 @@ class Control:
         self.timeout = timeout
         meeting = rendezvous.join(timeout, silence, group)
         self.job_ranks, self.rank, self.store, self._group = meeting.ranks, meeting.rank, meeting.store, meeting.group
+        self.address = meeting.address
         self.size = len(self.job_ranks)
         self.reason_of = None
         self.on_meeting = self.on_met = lambda: None
@@ -255,7 +257,7 @@ class Control:
 
     def _meet(self, members: list[int], prefix: str) -> None:
         store = dist.PrefixStore(prefix, self.store.raw)
-        group = rendezvous.connect(store, members.index(self.rank), len(members), self.timeout)
+        group = rendezvous.connect(store, self.address, members.index(self.rank), len(members), self.timeout)
         self._outer.append(self._group)
         self._group = group
 

@@ -6,7 +6,6 @@ kept by the group's first rank: what befalls the others is no concern of the gro
 
 import datetime
 import os
-import socket
 import time
 from collections.abc import Sequence
 
@@ -28,11 +27,12 @@ def ends_with_rank_0() -> bool:
     return not job_store.has_agent() and isinstance(_of_job(), dist.TCPStore)
 
 
-def open_own(job: JobStore, rank: int, size: int, timeout: float, silence: float) -> JobStore:
+def open_own(job: JobStore, address: str, rank: int, size: int, timeout: float, silence: float) -> JobStore:
     """The store of a group; called by all of its ranks.
 
     Args:
         job: where the ranks of the group speak to each other up to now.
+        address: by which the others reach this rank. Where it is loopback no other process shall act as a rank.
         rank, size: of this process, of the group.
         timeout: seconds that the others may take.
         silence: seconds without an answer after which the new store counts as lost.
@@ -42,8 +42,8 @@ def open_own(job: JobStore, rank: int, size: int, timeout: float, silence: float
     """
     limit = datetime.timedelta(seconds=timeout)
     if rank == 0:
-        address, fd = _listen(_of_job())
-        host, port = address[:2]
+        with addresses.listen(address) as listener:
+            host, port, fd = address, listener.getsockname()[1], os.dup(listener.fileno())
         opened = dist.TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=fd)
         job.ask(lambda s: s.set("own store", f"{port} {host}"))
     else:
@@ -58,17 +58,11 @@ def open_own(job: JobStore, rank: int, size: int, timeout: float, silence: float
 
 
 def _of_job() -> dist.Store:
-    store = dist.distributed_c10d._get_default_store()
+    return underlying(dist.distributed_c10d._get_default_store())
+
+
+def underlying(store):
+    """The store of torch below all prefixes."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
-
-
-def _listen(job: dist.TCPStore) -> tuple[tuple, int]:
-    """A listening socket at the address by which this host reaches the store of the job: its own name and number.
-
-    Where the job is on loopback, so is the group: no other process shall act as a rank.
-    """
-    family, mine = addresses.towards(job.host, job.port)
-    with socket.create_server((mine, 0), family=family, backlog=4096) as listener:
-        return listener.getsockname(), os.dup(listener.fileno())

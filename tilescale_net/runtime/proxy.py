@@ -44,7 +44,10 @@ class RunningProxy:
     def _create(self):
         world, memory = self._world, self._world.memory
         transport = fabric.transport_options(
-            multi_host=not world.topology.single_host, gpu_pci=_pci_address(memory), rails=settings.RAILS.get()
+            multi_host=not world.topology.single_host,
+            address=world.control.address,
+            gpu_pci=_pci_address(memory),
+            rails=settings.RAILS.get(),
         )
         proxy = self._make(
             transport,

@@ -22,6 +22,7 @@ TransportOptions options_from(const py::kwargs& kwargs) {
       .add("provider", o.provider)
       .add("interface", o.interface)
       .add("multi_host", o.multi_host)
+      .add("address", o.address)
       .add("one_sided", o.one_sided)
       .add("device_memory", o.device_memory)
       .add("gpu_pci", o.gpu_pci)

@@ -4,6 +4,7 @@
 #include <climits>
 #include <cstdio>
 #include <set>
+#include <tuple>
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -151,7 +152,11 @@ std::vector<fi_info*> usable(fi_info* list, const TransportOptions& options, con
     }
     kept.push_back(info);
   }
-  auto rank = [&](fi_info* i) { return preference(i) * 2 + (i->addr_format == FI_SOCKADDR_IN6); };
+  // NICs keep the order of the list, by which rail i finds the peer's rail i.
+  auto rank = [&](fi_info* i) {
+    const bool elsewhere = !is_hardware(i) && address_text(i) != options.address;
+    return std::make_tuple(preference(i), elsewhere, i->addr_format == FI_SOCKADDR_IN6);
+  };
   std::stable_sort(kept.begin(), kept.end(), [&](fi_info* a, fi_info* b) { return rank(a) < rank(b); });
   return kept;
 }

@@ -172,6 +172,7 @@ struct TransportOptions {
   std::string
       interface; // "" = TSN_FABRIC_INTERFACE, or else loopback on one host; a domain or interface name, comma-separated
   bool multi_host = false;        // peers on other hosts: loopback and shared memory are useless
+  std::string address;            // this host's towards the others: of software providers, its interface goes first
   bool one_sided = true;          // needs RMA with immediates; false: two-sided transfers only
   bool device_memory = false;     // prefer providers that reach GPU memory
   std::string gpu_pci;            // "0000:3b:00.0": prefer the NICs nearest to it; "" = no preference
