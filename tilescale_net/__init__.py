@@ -13,7 +13,6 @@ tsn.finalize()
 from __future__ import annotations
 
 import builtins
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -325,12 +324,7 @@ def __getattr__(name: str) -> Any:
 
         return _macro
     if name in ("_native", "_simulator"):
-        try:
-            return importlib.import_module(f"{__name__}.{name}")
-        except ModuleNotFoundError:
-            version = f"{sys.version_info.major}.{sys.version_info.minor}"
-            raise ImportError(
-                f"the native part of tilescale_net is not built for Python {version} in {_FOLDER}; run `bash launch.sh "
-                "--setup-only` or `pip install -e .` in the checkout"
-            ) from None
+        from tilescale_net.runtime import native_part
+
+        return native_part.load(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,11 +1,13 @@
 """What scripts that launch.sh starts can import: the package, what is installed, and nothing of the checkout's top level."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from tests.launch.conftest import ROOT, clean_environment, launch
+from tilescale_net.runtime import native_part, start_up
 
 
 def test_installed_packages_are_not_hidden_by_folders_of_the_checkout(script, tmp_path):
@@ -67,6 +69,21 @@ def test_modules_can_be_run(tmp_path):
 def test_benchmarks_import_one_another():
     done = launch(os.path.join(ROOT, "benchmark", "put_signal.py"), "--help", GPUS="1", PYTHONPATH="")
     assert done.returncode == 0 and "usage" in done.stdout, done.stderr
+
+
+def test_a_checkout_that_is_not_built(script, tmp_path, monkeypatch):
+    """It is said before a rank starts, and by ranks of other launchers before they meet."""
+    said = f"the native part of tilescale_net is not built for Python 3.{sys.version_info.minor} in "
+    package = tmp_path / "checkout" / "tilescale_net"
+    shutil.copytree(
+        os.path.join(ROOT, "tilescale_net"), package, ignore=shutil.ignore_patterns("*.so", "csrc", "kernels")
+    )
+    done = subprocess.run(
+        [sys.executable, str(package / "launch"), script("")], env=clean_environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith(f"launch.sh: {said}") and not script.pids(), done
+    monkeypatch.setattr(native_part, "MODULES", ("_nowhere",))
+    assert str(start_up.check_settings()[0]).startswith(said)
 
 
 def test_simulated_ranks_share_one_import_and_run_as_in_fresh_interpreters(script):

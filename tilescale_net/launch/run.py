@@ -13,7 +13,7 @@ from pathlib import Path
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.launch import environment, forking, messages
 from tilescale_net.launch.job import Job
-from tilescale_net.runtime import private_folder, settings
+from tilescale_net.runtime import native_part, private_folder, settings
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Folders of a checkout whose scripts import one another by the checkout's root.
@@ -61,6 +61,8 @@ def start(arguments: list[str]) -> int:
     if folder := import_folder(_script(arguments)):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     os.environ.update(private_folder.for_tilelang())
+    if missing := native_part.lacking():
+        messages.refuse(missing)
     command = [sys.executable, *arguments]
     if environment.srun_starts_ranks():
         os.environ.update(environment.srun_rank())

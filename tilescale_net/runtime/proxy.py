@@ -27,13 +27,8 @@ class RunningProxy:
     """The native proxy with this package's options and errors. Made by `start`; after `end` or `pause` by `restart`."""
 
     def __init__(self, world):
-        try:
-            from tilescale_net import _native
-        except ImportError as err:
-            raise ConfigurationError(
-                "PEs of other nodes need the native part, which is not built; run `python setup.py build_ext --inplace` "
-                f"or use launch.sh ({err})"
-            ) from err
+        from tilescale_net import _native
+
         self._make, self._world = _native.Proxy, world
         # What the context of kernels holds stays as it is when the proxy starts again.
         self.n_queues, self._threads = settings.PROXY_QUEUES.get(), settings.PROXY_THREADS.get()

@@ -2,7 +2,7 @@
 
 import tilescale_net
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.runtime import settings
+from tilescale_net.runtime import native_part, settings
 
 LOADED_LATE = (
     "CUDA loads kernels at their first launch here; where data to and from other nodes are staged in host memory, that "
@@ -14,6 +14,8 @@ LOADED_LATE = (
 def check_settings() -> tuple[ConfigurationError | None, float, float]:
     """What is wrong with the environment, and the seconds of the two timeouts: their defaults where they are wrong."""
     try:
+        if missing := native_part.lacking():
+            raise ConfigurationError(missing)
         settings.check()
         settings.load_kernels_early()
         _check_build()
