@@ -1,8 +1,16 @@
 """What ranks get: variables, output, addresses."""
 
 import ast
+import os
+import pty
+import runpy
+import subprocess
+import sys
 
-from tests.launch.conftest import launch, start
+import pytest
+
+from tests.launch.conftest import LAUNCH, ROOT, clean_environment, launch, start, wait_until
+from tilescale_net.runtime import slurm
 
 SHOW = """
 names = ['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'GROUP_WORLD_SIZE', 'MASTER_ADDR',
@@ -107,8 +115,8 @@ def test_hosts_number_their_ranks_one_after_the_other(script):
 
 def test_srun_task_is_a_rank(script):
     done = launch(
-        script(SHOW), SLURM_PROCID="3", SLURM_NTASKS="4", SLURM_LOCALID="1", SLURM_NNODES="2", SLURM_NODEID="1",
-        MASTER_ADDR="n0", MASTER_PORT="4000",
+        script(SHOW), SLURM_PROCID="3", SLURM_STEP_NUM_TASKS="4", SLURM_LOCALID="1", SLURM_NNODES="2",
+        SLURM_NODEID="1", MASTER_ADDR="n0", MASTER_PORT="4000", GPUS="2",
     )  # fmt: skip
     (rank,) = shown(done.stdout)
     assert (rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"], rank["MASTER_ADDR"]) == ("3", "1", "4", "n0")
@@ -119,31 +127,78 @@ def test_srun_task_per_host_starts_its_ranks(script, tmp_path):
     tools.mkdir()
     (tools / "scontrol").write_text("#!/bin/sh\necho first\necho second\n")
     (tools / "scontrol").chmod(0o755)
-    import os
-
     done = launch(
-        script(SHOW), GPUS="2", SLURM_PROCID="1", SLURM_NTASKS="2", SLURM_NNODES="2", SLURM_NODEID="1", SLURM_JOB_ID="9",
-        SLURM_JOB_NODELIST="whatever[0-1]", TSN_OUTPUT="all", PATH=f"{tools}:{os.environ['PATH']}",
+        script(SHOW), GPUS="2", SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2", SLURM_NNODES="4", SLURM_NODEID="1",
+        SLURM_STEP_NUM_NODES="2", SLURM_NTASKS="2", SLURM_JOB_ID="9", SLURM_JOB_NODELIST="whatever[0-1]", TSN_OUTPUT="all", PATH=f"{tools}:{os.environ['PATH']}",
     )  # fmt: skip
     ranks = shown(done.stdout) + shown(done.stderr)
     assert sorted(r["RANK"] for r in ranks) == ["2", "3"]
     assert {(r["MASTER_ADDR"], r["MASTER_PORT"]) for r in ranks} == {("first", "20063")}
 
 
+# What the shell of `salloc -n 4` has, a batch script, and the shell of `srun --pty -n 1` in a larger allocation.
+ALLOCATED = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_NNODES": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+SHELLS = [
+    {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_NAME": "interactive"},
+    {},
+    {"SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PTY_PORT": "1"},
+]
+
+
+@pytest.mark.parametrize("step", SHELLS)
+@pytest.mark.sample(1)
+def test_a_shell_in_an_allocation_is_no_task(script, step):
+    done = launch(script(SHOW), GPUS="2", TSN_OUTPUT="all", **ALLOCATED, **step)
+    ranks = shown(done.stdout) + shown(done.stderr)
+    assert sorted((r["RANK"], r["WORLD_SIZE"]) for r in ranks) == [("0", "2"), ("1", "2")], done.stderr
+    # Plain Python is one rank, and says so.
+    code = "from tilescale_net.runtime import placement; print(placement.find(1.0), repr(placement.job().name))"
+    env = clean_environment(PYTHONPATH=ROOT, **ALLOCATED, **step)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "None ''\n" and "srun did not start this process" in done.stderr, done
+
+
+def test_a_shell_that_is_one_of_several_tasks_of_srun(monkeypatch):
+    """Of `srun -n 4 --pty bash` the first has the terminal; a script that srun has started with a terminal is a rank."""
+    terminal, other = pty.openpty()
+    stdin = os.dup(0)
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "1"}
+    try:
+        os.dup2(other, 0)
+        for command, tasks in ((["bash", "-i"], 1), (["bash", "-c", "sleep 100; exit"], 4)):
+            with subprocess.Popen(command, stdin=other, stdout=other, stderr=other) as task:
+                for name, text in {**ALLOCATED, **step, "SLURM_TASK_PID": str(task.pid)}.items():
+                    monkeypatch.setenv(name, text)
+                assert wait_until(lambda: slurm.tasks() == tasks, 10)
+                task.kill()
+        monkeypatch.setenv("SLURM_TASK_PID", str(os.getpid()))
+        assert slurm.tasks() == 4
+    finally:
+        os.dup2(stdin, 0)
+        for fd in (terminal, other, stdin):
+            os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "env, said",
+    [
+        ({"GPUS": "2"}, "GPUS=2, but srun started 4 tasks on 1 host, each of which is a rank"),
+        ({"SLURM_HET_SIZE": "2"}, "heterogeneous job is; set MASTER_ADDR"),
+        ({}, "scontrol did not tell the first host"),
+    ],
+)
+def test_a_step_that_does_not_say_enough(script, env, said):
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    done = launch(script(""), **ALLOCATED, **step, **env)
+    assert done.returncode == 2 and said in done.stderr and not script.pids(), done
+
+
 def test_rank_zero_sees_the_terminal(script):
     """A progress bar looks the same with and without the launcher."""
-    import os
-    import pty
-    import subprocess
-
-    from tests.launch.conftest import LAUNCH, clean_environment
-
     path = script("print('terminal:', sys.stderr.isatty(), file=sys.stderr); sys.stderr.write('a\\rb\\n')")
     try:
         master, slave = pty.openpty()
     except OSError:
-        import pytest
-
         pytest.skip("lacks pseudo-terminals (a mounted /dev/pts)")
     process = subprocess.Popen(
         ["bash", LAUNCH, path], env=clean_environment(GPUS="2"), stderr=slave, stdout=subprocess.DEVNULL
@@ -156,11 +211,6 @@ def test_rank_zero_sees_the_terminal(script):
 
 def test_a_system_without_terminals_has_pipes(monkeypatch):
     """A bare chroot has no /dev/pts: rank 0's output comes all the same."""
-    import os
-    import runpy
-
-    from tests.launch.conftest import ROOT
-
     output = runpy.run_path(os.path.join(ROOT, "tilescale_net", "launch", "output.py"))
 
     def none_left():

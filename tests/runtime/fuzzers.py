@@ -157,7 +157,8 @@ def _texts(dice: random.Random) -> str:
 
 
 # Variables of launchers that only name ranks and places; others make this process meet real ones.
-LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "LOCAL_WORLD_SIZE")
+LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
+            "LOCAL_WORLD_SIZE")  # fmt: skip
 _NAMES = [n for n in settings.ALL if n != "CUDA_MODULE_LOADING"] + [*LAUNCHER] * 3
 _clean = {k: v for k, v in os.environ.items() if k not in (*settings.ALL, *LAUNCHER) and not k.startswith("TSN_")}
 

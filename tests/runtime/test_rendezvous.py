@@ -62,7 +62,7 @@ def test_the_name_of_a_job(monkeypatch):
             monkeypatch.setenv(name, value)
         return placement.job()
 
-    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "4"}
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
     assert named() == named(RANK="1", WORLD_SIZE="4") == placement.JobIdentity("7.2")
     # What another launcher has started inside of a step sees it on some hosts, or with other numbers.
     assert named(RANK="1", WORLD_SIZE="8").name == named(RANK="0", WORLD_SIZE="4").name == ""
@@ -164,7 +164,10 @@ def _init_with(env):
         ({"MASTER_PORT": "http"}, "MASTER_PORT='http' is not a number"),
         ({"RANK": "1"}, "RANK=1 is not below WORLD_SIZE=1"),
         ({"RANK": "-1"}, "RANK='-1' is not a number"),
-        ({"RANK": None, "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "MASTER_ADDR": None}, "several ranks were started"),
+        (
+            {"RANK": None, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": None},
+            "several ranks were started",
+        ),
     ],
 )
 def test_an_environment_that_makes_no_sense(env, said):
@@ -186,7 +189,7 @@ def test_a_rank_that_is_late_is_waited_for():
 
 
 def _srun():
-    for name, by_srun in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")):
+    for name, by_srun in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")):
         os.environ[by_srun] = os.environ.pop(name)
     tsn.init("4M")
     seen = tsn.rank(), tsn.size()
@@ -205,11 +208,18 @@ def test_mpis_variables_with_an_address(monkeypatch, mpi):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(mpi[0], "1")
     monkeypatch.setenv(mpi[1], "2")
-    with pytest.raises(tsn.ConfigurationError, match="MASTER_ADDR and MASTER_PORT"):
+    with pytest.raises(tsn.ConfigurationError, match="but MASTER_ADDR is not set: several ranks"):
         placement.find(1.0)
     monkeypatch.setenv("MASTER_ADDR", "node0")
-    monkeypatch.setenv("MASTER_PORT", "29500")
     assert placement.find(1.0) == placement.Place(1, 2, "node0", 29500)
+    monkeypatch.setenv("MASTER_ADDR", "[fd00::1]")
+    monkeypatch.setenv("MASTER_PORT", "4000")
+    # One daemon for each host, which srun has started, and which starts the ranks.
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert placement.find(1.0) == placement.Place(1, 2, "fd00::1", 4000) and placement.job().name == ""
 
 
 def test_mpirun_starts_one_job():

@@ -8,7 +8,7 @@ import subprocess
 
 from tilescale_net.errors import ConfigurationError
 from tilescale_net.launch.messages import refuse, say
-from tilescale_net.runtime import addresses, settings
+from tilescale_net.runtime import addresses, settings, slurm
 from tilescale_net.runtime.setting import Setting
 
 LOADING = settings.MODULE_LOADING.name
@@ -118,7 +118,7 @@ def job(ranks: int) -> dict[str, str]:
     """The variables that all ranks of this host share, as torchrun names them."""
     env = os.environ
     if srun_starts_hosts():
-        nodes, node = int(env["SLURM_NNODES"]), int(env["SLURM_NODEID"])
+        nodes, node = slurm.nodes(), int(env["SLURM_NODEID"])
         named = settings.JOB.get() or f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
         shared = srun_address() | {settings.JOB.name: named}
     else:
@@ -151,34 +151,44 @@ def job(ranks: int) -> dict[str, str]:
     }
 
 
-def _srun_tasks() -> int:
-    return int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_PROCID" in os.environ else 1
-
-
 def srun_starts_hosts() -> bool:
     """Whether srun started one task per host, each of which shall start GPUS ranks."""
-    env = os.environ
-    return "NODES" not in env and "GPUS" in env and 1 < _srun_tasks() == int(env.get("SLURM_NNODES", "1"))
+    return "NODES" not in os.environ and "GPUS" in os.environ and 1 < slurm.tasks() == slurm.nodes()
 
 
 def srun_starts_ranks() -> bool:
-    """Whether srun started one task per rank."""
-    return "NODES" not in os.environ and _srun_tasks() > 1 and not srun_starts_hosts()
+    """Whether srun started one task per rank. Refuses a GPUS that says otherwise."""
+    tasks, nodes = slurm.tasks(), slurm.nodes()
+    if "NODES" in os.environ or tasks == 1 or srun_starts_hosts():
+        return False
+    if os.environ.get("GPUS") and value(settings.GPUS) * nodes != tasks:
+        refuse(
+            f"GPUS={os.environ['GPUS']}, but srun started {tasks} tasks on {nodes} host{'s' * (nodes > 1)}, each of which is "
+            "a rank: leave GPUS (-n) out, start as many tasks on each host (--ntasks-per-node), or one that starts the ranks "
+            "of its host (--ntasks-per-node=1). In a shell of srun, unset SLURM_PROCID SLURM_STEP_NUM_TASKS before"
+        )
+    return True
 
 
 def srun_address() -> dict[str, str]:
     """Where rank 0 listens under srun: the first host of the step, and a port that all tasks compute alike."""
     env = os.environ
-    if env.get("MASTER_ADDR") and env.get("MASTER_PORT"):
-        return {"MASTER_ADDR": env["MASTER_ADDR"], "MASTER_PORT": env["MASTER_PORT"]}
+    steps = int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env.get("SLURM_STEP_ID", "0"))
+    port = env.get("MASTER_PORT") or str(20000 + steps % 10000)
+    if env.get("MASTER_ADDR"):
+        return {"MASTER_ADDR": env["MASTER_ADDR"].strip("[]"), "MASTER_PORT": port}
+    if "SLURM_HET_SIZE" in env:
+        refuse(
+            "Slurm's variables do not tell where task 0 of a heterogeneous job is; set MASTER_ADDR to that host, and "
+            "MASTER_PORT"
+        )
     hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
     try:
         done = subprocess.run(["scontrol", "show", "hostnames", hosts], capture_output=True, text=True, timeout=30)
         first = done.stdout.split()[0]
     except (OSError, IndexError, subprocess.TimeoutExpired):
         refuse(f"scontrol did not tell the first host of {hosts!r}; set MASTER_ADDR and MASTER_PORT")
-    steps = int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env.get("SLURM_STEP_ID", "0"))
-    return {"MASTER_ADDR": first, "MASTER_PORT": str(20000 + steps % 10000)}
+    return {"MASTER_ADDR": first, "MASTER_PORT": port}
 
 
 def srun_rank() -> dict[str, str]:
@@ -187,8 +197,8 @@ def srun_rank() -> dict[str, str]:
     return {
         **srun_address(),
         "RANK": env["SLURM_PROCID"],
-        "WORLD_SIZE": env["SLURM_NTASKS"],
+        "WORLD_SIZE": str(slurm.tasks()),
         "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
         "GROUP_RANK": env.get("SLURM_NODEID", "0"),
-        "GROUP_WORLD_SIZE": env.get("SLURM_NNODES", "1"),
+        "GROUP_WORLD_SIZE": str(slurm.nodes()),
     }

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilescale_net.errors import ConfigurationError
-from tilescale_net.runtime import private_folder, settings
+from tilescale_net.runtime import private_folder, settings, slurm
 
-# Rank and size as launchers name them; what counts the ranks of this host, where the launcher has it.
+# Rank and size as launchers name them; what counts the ranks of this host, where the launcher has it. Those of MPI may
+# have been started by srun, one process a host.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", None),
-    ("SLURM_PROCID", "SLURM_NTASKS", None),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),  # Open MPI
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI, MVAPICH
     ("PALS_RANKID", "PALS_SIZE", None),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", None),
     ("PMIX_RANK", "PMIX_SIZE", None),
 )
 # Processes that start the ranks of one host: what all of them descend from.
@@ -55,7 +56,7 @@ def find(timeout: float) -> Place | None:
     for rank, size, local in _LAUNCHERS:
         if rank not in env or (rank == "RANK" and size not in env):
             continue
-        if rank != "RANK" and _number(size, 1) <= 1:
+        if rank != "RANK" and (slurm.tasks() if rank == "SLURM_PROCID" else _number(size, 1)) <= 1:
             if rank == "PMIX_RANK" and size not in env:
                 raise ConfigurationError(
                     "PMIX_RANK is set but nothing says how many ranks there are; export RANK, WORLD_SIZE, MASTER_ADDR and "
@@ -65,6 +66,8 @@ def find(timeout: float) -> Place | None:
         return _place(rank, size, local, timeout)
     if "RANK" in env:
         raise ConfigurationError(f"RANK={env['RANK']} is set but WORLD_SIZE is not; {_ADVICE}")
+    if notice := slurm.promised():
+        settings.log.warning(notice)
     return None
 
 
@@ -95,12 +98,11 @@ def job() -> JobIdentity:
 
 def _step_of_srun() -> str:
     """Job and step of Slurm, where srun has started this very rank; what others start may see them on some hosts only."""
-    env = os.environ
-    mine = (env.get("RANK", env.get("SLURM_PROCID")), env.get("WORLD_SIZE", env.get("SLURM_NTASKS")))
-    if mine != (env.get("SLURM_PROCID"), env.get("SLURM_NTASKS")) or "SLURM_HET_SIZE" in env:
-        return ""
-    number, step = env.get("SLURM_JOB_ID"), env.get("SLURM_STEP_ID")
-    return f"{number}.{step}" if number and step else ""
+    env, size = os.environ, str(slurm.tasks())
+    started = next((row for row in _LAUNCHERS[1:] if row[0] in env and _number(row[1], 1) > 1), None)
+    mine = (env.get("RANK", env.get("SLURM_PROCID")), env.get("WORLD_SIZE", size))
+    by_srun = started is not None and started[0] == "SLURM_PROCID" and mine == (env.get("SLURM_PROCID"), size)
+    return slurm.step() if by_srun and size != "1" else ""
 
 
 def launchers_store() -> tuple[int, str] | None:
