@@ -132,8 +132,9 @@ def job(ranks: int) -> dict[str, str]:
             _kept.append(reserve_port())
             port = _kept[-1].getsockname()[1]
         else:
-            port = value(settings.MASTER_PORT, required=True)
-        shared = {"MASTER_ADDR": env.get("MASTER_ADDR") or "127.0.0.1", "MASTER_PORT": str(port)}
+            port = value(settings.MASTER_PORT)
+        # An IPv6 address in brackets is one to us, and none to torch.
+        shared = {"MASTER_ADDR": env.get("MASTER_ADDR", "").strip("[]") or "127.0.0.1", "MASTER_PORT": str(port)}
         if nodes == 1:
             shared.update(open_store(f"{shared['MASTER_ADDR']}:{port}"))
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)

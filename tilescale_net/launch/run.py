@@ -111,7 +111,7 @@ FLAGS = {
     "--nodes": ("NODES", "N", "hosts of the job (1); run the same line on every host"),
     "--node-rank": ("NODE_RANK", "I", "this host's index"),
     "--master-addr": ("MASTER_ADDR", "HOST", "name or address of the host with index 0"),
-    "--master-port": ("MASTER_PORT", "PORT", "where rank 0 listens"),
+    "--master-port": ("MASTER_PORT", "PORT", "where rank 0 listens (29500 where there are several hosts)"),
 }
 
 

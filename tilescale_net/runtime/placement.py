@@ -127,26 +127,26 @@ def _number(name: str, default: int) -> int:
 
 def _place(rank_name: str, size_name: str, local_name: str | None, timeout: float) -> Place:
     env = os.environ
-    address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
-    names = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
-    if rank_name == "RANK" and names:
-        raise ConfigurationError(f"RANK={env['RANK']} is set but {' and '.join(names)} is not; {_ADVICE}")
+    if rank_name == "RANK" and "MASTER_ADDR" not in env:
+        raise ConfigurationError(f"RANK={env['RANK']} is set but MASTER_ADDR is not; {_ADVICE}")
     rank, size = _number(rank_name, 0), _number(size_name, 1)
     if rank >= size:
         raise ConfigurationError(f"{rank_name}={rank} is not below {size_name}={size}")
-    if not names:
-        if not _is_number(str(port), 65535):
+    here = local_name is not None and _number(local_name, 0) == size
+    if "MASTER_ADDR" in env and ("MASTER_PORT" in env or not here):
+        port = env.get("MASTER_PORT", str(settings.MASTER_PORT.default))
+        if not _is_number(port, 65535):
             raise ConfigurationError(f"MASTER_PORT={port!r} is not a number up to 65535")
         if (store := launchers_store()) is not None:
             listener = _number("TSN_STORE_FD", 0) if rank == 0 and env.get("TSN_STORE_FD") else -1
             return Place(rank, size, "127.0.0.1", store[0], listener)
-        return Place(rank, size, str(address), int(port))
-    if local_name is not None and _number(local_name, 0) == size:
+        return Place(rank, size, env["MASTER_ADDR"].strip("[]"), int(port))
+    if here:
         return _meet_on_this_host(rank, size, timeout)
     raise ConfigurationError(
-        f"{rank_name}={rank} of {size_name}={size}, but {' and '.join(names)} {'are' if names[1:] else 'is'} not set: "
-        "several ranks were started and not told where to meet; export MASTER_ADDR (the first host) and MASTER_PORT "
-        "(any free port there), or start the script through launch.sh"
+        f"{rank_name}={rank} of {size_name}={size}, but MASTER_ADDR is not set: several ranks were started and not told "
+        f"where to meet; export MASTER_ADDR (the first host) and MASTER_PORT (a free port there, if not "
+        f"{settings.MASTER_PORT.default}), or start the script through launch.sh"
     )
 
 

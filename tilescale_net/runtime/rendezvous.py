@@ -202,6 +202,7 @@ def _connect(place: placement.Place, timeout: float, silence: float) -> dist.Sto
     keeps = place.keeps_store
     limit = datetime.timedelta(seconds=timeout)
     try:
+        _resolve(place.address, place.port)
         if keeps:
             store = _listen(place, limit)
         else:
@@ -252,16 +253,27 @@ def _is_loopback(address: str) -> bool:
     return address == "localhost" or addresses.is_loopback(address)
 
 
+def _resolve(address: str, port: int) -> None:
+    """Raise gaierror for a host that no resolver knows. torch would try on, and print a stack of C++ at each turn."""
+    end = time.monotonic() + _RESOLVING
+    while True:
+        try:
+            socket.getaddrinfo(address, port)
+            return
+        except socket.gaierror as err:
+            if err.errno != socket.EAI_AGAIN or time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+
+
 def _wait_for_port(address: str, port: int, timeout: float) -> None:
     """Wait until a process listens. The store's own attempts go on for twice their time, and fill the terminal."""
     begin = time.monotonic()
     while True:
         try:
             return socket.create_connection((address, port), max(0.1, begin + timeout - time.monotonic())).close()
-        except OSError as err:
-            spent = time.monotonic() - begin
-            unknown = isinstance(err, socket.gaierror) and (err.errno != socket.EAI_AGAIN or spent > _RESOLVING)
-            if spent > timeout or unknown:
+        except OSError:
+            if time.monotonic() - begin > timeout:
                 raise
             time.sleep(0.05)
 

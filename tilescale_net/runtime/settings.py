@@ -207,7 +207,13 @@ GPUS = Setting(
 NODES = Setting("NODES", values.whole(1), 1, "hosts of the job; run the same line on every host", "1")
 NODE_RANK = Setting("NODE_RANK", values.whole(0), 0, "this host's index")
 MASTER_ADDR = Setting("MASTER_ADDR", values.text, "", "name or address of the host where rank 0 listens")
-MASTER_PORT = Setting("MASTER_PORT", values.whole(1, 65535), 0, "the port that rank 0 listens at")
+MASTER_PORT = Setting(
+    "MASTER_PORT",
+    values.whole(1, 65535),
+    29500,
+    "the port that rank 0 listens at",
+    "29500; any free one on one host, one of job and step under srun",
+)
 JOB = Setting(
     "TSN_JOB",
     values.text,
