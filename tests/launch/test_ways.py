@@ -4,8 +4,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests import lacking
 from tests.launch.conftest import ROOT, clean_environment
+from tilescale_net.launch.environment import reserve_port
 
 # As tests/conftest.py chooses; a clean environment lacks it.
 FLAGS = {name: os.environ[name] for name in ("TSN_SIM_CXXFLAGS",) if name in os.environ}
@@ -43,15 +46,34 @@ dist.destroy_process_group()
 """
 
 
-def test_torchrun(tmp_path):
-    (tmp_path / "script.py").write_text(SUM + GROUPS)
+# Once a rank has died, the agent starts all again, with the same store.
+DIES = """
+import os, signal
+import tilescale_net as tsn
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    tsn.init("4M")
+    tsn.barrier()
+    if tsn.rank() == 1:
+        os._exit(7)
+    tsn.barrier()
+"""
+
+
+@pytest.mark.parametrize("place", ["--standalone", "--master-port"])
+@pytest.mark.sample(1)
+def test_torchrun(tmp_path, place):
+    (tmp_path / "script.py").write_text(DIES + SUM + GROUPS)
+    if place == "--master-port":
+        with reserve_port("127.0.0.1") as reserved:
+            place = f"--master-port={reserved.getsockname()[1]}"
     command = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--nnodes=1",
         "--nproc-per-node=2",
-        "--standalone",
+        "--max-restarts=1",
+        place,
         "script.py",
     ]
     done = run(command, tmp_path)

@@ -37,6 +37,51 @@ def reaching(hosts: Iterable[str]) -> str:
     return ""
 
 
+INTERFACE = "GLOO_SOCKET_IFNAME"
+_chosen = ""  # what this process has set
+
+
+def users_interface() -> str:
+    """The interface that the user has named, the first of several; '' for none."""
+    named = os.environ.get(INTERFACE, "")
+    return "" if named == _chosen else named.partition(",")[0]
+
+
+def choose_interface(address: str) -> None:
+    """For torch's default group, which takes no address, and for what the program makes of it."""
+    global _chosen
+    if not users_interface() and (interface := interface_of(address)):
+        os.environ[INTERFACE] = _chosen = interface
+
+
+def way(host: str) -> str:
+    """What a rank tells the others for `own`: its network, and its address there towards a host, unless that is loopback."""
+    return f"{network()} {reaching([host])}"
+
+
+def own(ways: list[str], rank: int, host: str) -> str:
+    """By which address the others reach this rank, as far as this host tells; '' where nothing does.
+
+    That of the interface which the user has named; loopback where all share it, whatever address the store has; else of
+    the interface towards the store. What this host calls the store's may be loopback: then that towards another rank.
+
+    Args:
+        ways: `way` of each rank.
+        host: that keeps the store of the ranks, as this process names it; '' for none.
+
+    Raises:
+        RuntimeError: there is no such interface as the user has named, or it has no address.
+    """
+    if interface := users_interface():
+        if found := of_interface(interface):
+            return found
+        raise RuntimeError(f"this host has no network interface {interface!r} with an address")
+    networks, _, found_by = zip(*(said.partition(" ") for said in ways))
+    if len(set(networks)) == 1:
+        return "127.0.0.1"
+    return found_by[rank] or reaching(found_by) or ("127.0.0.1" if host else "")
+
+
 def listen(address: str, port: int = 0) -> socket.socket:
     """A socket that listens at an address of this host, with room for a whole job to come at once."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

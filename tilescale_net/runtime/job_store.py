@@ -5,6 +5,8 @@ torch's store waits for an answer without a limit when the host that keeps it is
 it, and a thread that needs an answer waits for that one, up to a deadline: no answer is a reason too.
 """
 
+from __future__ import annotations
+
 import os
 import queue
 import threading
@@ -49,12 +51,18 @@ class JobStore:
     ):
         self.rank, self.silence, self.kept_by, self.secret = rank, silence, kept_by, secret
         self.raw = dist.PrefixStore(prefix, store)
+        self._store, self._prefix = store, prefix
         self._signed = SignedStore(self.raw, prefix, secret)
         self._questions: queue.SimpleQueue = queue.SimpleQueue()
         self._asked = self._answered = 0
         self._asking = threading.Lock()
         self._lost: str | None = None
         threading.Thread(target=self._serve, name="tilescale_net-store", daemon=True).start()
+
+    def within(self, name: str) -> JobStore:
+        """The part of this one under a further name."""
+        prefix = f"{self._prefix}/{name}"
+        return JobStore(self._store, prefix, self.rank, self.silence, self.kept_by, self.secret)
 
     def post(self, question: Callable[[SignedStore], object]) -> Future:
         """Have `question(store)` run in its turn. The answer's `result()` raises PeerLost when the store is gone."""

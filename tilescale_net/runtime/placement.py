@@ -42,7 +42,7 @@ class Place:
 
     @property
     def keeps_store(self) -> bool:
-        """Whether this process keeps the store. torchrun's agent has one there already, one for each attempt."""
+        """Whether this process keeps the store. torchrun's agent has one there already, the same for all attempts."""
         return self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
