@@ -107,6 +107,29 @@ def test_victims_in_a_collective_call_of_torch_are_not_blamed(script):
         assert f"launch.sh: rank {rank}: exit code 1; RuntimeError: [gloo/transport" in done.stderr
 
 
+def test_a_rank_that_catches_what_it_hears_of_another_is_not_blamed(script):
+    """It ends first, without a word but the package's own about its progress, or by an error of its own."""
+    text = """
+    class PeerLost(Exception): pass
+    print('meeting the other ranks of the job', file=sys.stderr)
+    if rank == 1:
+        time.sleep(0.5)
+        raise ZeroDivisionError('here')
+    if rank == 2:
+        try:
+            raise PeerLost('rank 2: rank 1 failed')
+        except PeerLost as error:
+            raise RuntimeError('no more data') from error
+    if rank == 3:
+        print('rank 3: rank 1 failed: ZeroDivisionError: here; restart the job', file=sys.stderr)
+    sys.exit(4)
+    """
+    done = launch(script(text), GPUS="4")
+    assert done.returncode == 1
+    assert last_line(done) == "launch.sh: rank 1 failed first: exit code 1; ZeroDivisionError: here"
+    assert "launch.sh: rank 0: exit code 4\n" in done.stderr
+
+
 def test_a_stopped_rank_is_named(script):
     text = """
     import signal

@@ -1,16 +1,49 @@
-"""The line about a step that takes long."""
+"""A step that takes long: the line about it, and what other ranks that wait for it say."""
 
 import time
 
 import pytest
 
+import tilescale_net as tsn
+from tests import ranks
 from tilescale_net.runtime import progress
 
 
-@pytest.mark.parametrize("rank, seconds, lines", [("0", 1.0, ["compiling"]), ("0", 0.0, []), ("1", 1.0, [])])
+@pytest.mark.parametrize("rank, seconds, lines", [("0", 1.0, ["compiling …"]), ("0", 0.0, []), ("1", 1.0, [])])
 def test_one_line_of_the_first_rank_when_it_takes_long(monkeypatch, caplog, rank, seconds, lines):
     monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setattr(progress, "SILENCE_S", 0.3)
-    with progress.step("compiling"):
+    with progress.step("compiling", " …"):
+        assert progress.current() == "compiling" and progress.current(30.0) == ""
         time.sleep(seconds)
     assert [r.getMessage() for r in caplog.records if r.name == "tilescale_net"] == lines
+    assert progress.current() == ""
+
+
+def _compiles_for_long() -> list[str]:
+    tsn.init("4M")
+    if tsn.rank() == 0:
+        with progress.step("compiling kernel slow"):
+            while tsn.world().failure is None:
+                time.sleep(0.1)
+    said = []
+    for call in (lambda: tsn.zeros(4), tsn.barrier):
+        begin = time.monotonic()
+        with pytest.raises(tsn.PeerLost) as error:
+            call()
+        said.append(str(error.value))
+    assert time.monotonic() - begin < 3.0
+    while not tsn.world().control.store.ask(lambda s: s.check(["failed"])):  # before this process ends without a word
+        time.sleep(0.05)
+    return said
+
+
+def test_ranks_that_give_up_waiting_say_what_the_other_one_does():
+    (late, *others) = ranks.launch(3, _compiles_for_long, init=False, env={"TSN_TIMEOUT": "1"}, timeout=60)
+    words = "did not finish (gave up after "
+    for o in (late, *others):
+        assert o.ok, o.error
+        first, second = o.value
+        assert first == second and words in first, first
+        assert "not arrived: rank 0 (compiling kernel slow; last call: " in first and "rank 1 (" not in first, first
+    assert "rank 1 failed: " in late.value[0] or "rank 2 failed: " in late.value[0]

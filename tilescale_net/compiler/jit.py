@@ -187,7 +187,7 @@ def compile(
 def _compiled(func: PrimFunc, chosen: Any, configs: dict, flags: list[str], name: str | None) -> Kernel:
     """`compile` with its arguments settled."""
     where = "the simulator" if chosen == "simulator" else chosen["arch"]
-    with progress.step(f"compiling kernel {kernel_name(func)} for {where}; the next time it is there"):
+    with progress.step(f"compiling kernel {kernel_name(func)}", f" for {where}; the next time it is there"):
         if chosen == "simulator":
             lowered = _lowered_for_simulator(func, configs)
             return SimulatedKernel(lowered, lambda: _prepared_for_simulator(func, configs).func)

@@ -32,7 +32,7 @@ SHARED_MEMORY = "/dev/shm"
 # The errors of a rank whose call broke, or came to nothing, because another rank ended: of this package, of torch's
 # gloo and store, and of NCCL.
 _VICTIM = re.compile(
-    r"^(?:[\w.]+\.)?PeerLost\b|\bDistStoreError\b|Application timeout caused pair closure"
+    r"^(?:[\w.]+\.)?PeerLost\b|^rank (?P<self>\d+): (?!rank (?P=self)\b)rank \d+\b|\bDistStoreError\b|Application timeout caused pair closure"
     r"|(?:gloo|c10d|TCPStore|ProcessGroup|DistNetworkError|DistBackendError|NCCL).*"
     r"(?:Connection (?:was likely )?(?:closed|reset)|Broken pipe|recvValue failed|failed to recv|remote process exited"
     r"|Timed out waiting|client socket has timed out|caught collective operation timeout)",
@@ -139,8 +139,13 @@ class Rank:
             return False
 
     def is_victim(self) -> bool:
-        """Whether it reports that another rank was lost; it may well end before that one does."""
-        return bool(_VICTIM.search(self.output.last_error()))
+        """Whether it reports that another rank was lost, or failed from that; it may well end before that one does."""
+        said = self.output.errors() or [self.output.last_error()]
+        return any(_VICTIM.search(line) for line in said)
+
+    def gives_reason(self) -> bool:
+        """Whether its own end says why: by an error message, or a signal that nobody here has sent."""
+        return bool(self.output.errors()) or self.code < 0
 
     def exit_description(self) -> str:
         """How the process ended, as text."""
@@ -270,9 +275,10 @@ class Job:
 
     def _explain(self, failed_ranks: list[Rank], stopped: list[Rank]) -> int:
         """Name the rank to look at and return its exit code."""
-        # A rank that reports a lost peer is a victim, though it may well end before the rank that it lost.
+        # A rank that reports a lost peer is a victim, though it may well end before the rank that it lost; and one that
+        # ends without a word may have caught that report.
         root_causes = [rank for rank in failed_ranks if not rank.is_victim()]
-        first = (root_causes or failed_ranks)[0]
+        first = next((rank for rank in root_causes if rank.gives_reason()), (root_causes or failed_ranks)[0])
         said = first.output.last_error()
         # Ranks that met the same, also those that have not come to their end: rank 0, which was heard, speaks for all.
         raised = first.code > 0 and not first.is_victim() and _RAISED.match(said)

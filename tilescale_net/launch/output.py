@@ -14,6 +14,10 @@ KEPT_LINES = 200
 # The last line of a Python traceback, or a message in its style: `module.SomeError: what happened`.
 _ERROR_LINE = re.compile(rb"^(?:Fatal Python error|(?:[\w.]+\.)?[A-Z]\w*)(?:: .*)?$")
 _TRACEBACK = b"Traceback (most recent call last):"
+# What Python prints between an exception and one that followed from it.
+_CHAIN = (b"During handling of the above exception", b"The above exception was the direct cause")
+# Lines of this package about steps that take long: no reason of a failure.
+_PROGRESS = re.compile(rb"^(?:meeting the other ranks of the job|compiling kernel .*; the next time it is there)$")
 _TORCH_PREFIX = re.compile(rb"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback
 
 
@@ -86,17 +90,30 @@ class Output:
 
         Empty when the rank printed nothing.
         """
+        errors = self.errors()
+        lines = self._said()
+        return errors[-1] if errors else lines[-1].strip().decode(errors="replace") if lines else ""
+
+    def errors(self) -> list[str]:
+        """The reason of the failure, where it is an error message, behind the errors that it followed from."""
+        lines = self._said()
+        starts = [i for i, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+        if not starts:
+            return [line.decode(errors="replace") for line in lines if _ERROR_LINE.match(line)][-1:]
+        chain = starts[-1:]
+        for start in reversed(starts[:-1]):
+            if not lines[chain[0] - 1].startswith(_CHAIN):
+                break
+            chain.insert(0, start)
+        ends = [next((line for line in lines[start + 1 :] if _ERROR_LINE.match(line)), b"") for start in chain]
+        return [end.decode(errors="replace") for end in ends if end]
+
+    def _said(self) -> list[bytes]:
         lines = [_TORCH_PREFIX.sub(b"", line).rstrip() for line in self.lines if line.strip()]
+        lines = [line for line in lines if not _PROGRESS.match(line)]
         # What goes wrong while the interpreter ends is a consequence, not the reason.
         consequences = [i for i, line in enumerate(lines) if line.startswith(b"Exception ignored in")]
-        lines = lines[: consequences[0]] if consequences and consequences[0] else lines
-        starts = [i for i, line in enumerate(lines) if line.startswith(_TRACEBACK)]
-        errors = [line for line in lines[starts[-1] + 1 if starts else 0 :] if _ERROR_LINE.match(line)]
-        if errors:
-            found = errors[0] if starts else errors[-1]
-        else:
-            found = lines[-1].strip() if lines else b""
-        return found.decode(errors="replace")
+        return lines[: consequences[0]] if consequences and consequences[0] else lines
 
 
 def _write_all(data: bytes) -> None:

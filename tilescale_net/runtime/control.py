@@ -43,12 +43,12 @@ class Control:
 
     Attributes:
         rank, size: of this process, of the group.
-        job_ranks: the ranks of the group in the job, by their rank in the group.
-        address: by which the others reach this rank; '' where nothing tells it.
+        job_ranks: the ranks of the group in the job, by their rank in the group. address: see rendezvous.Meeting.
         store: the JobStore of these ranks.
         reason_of: set by the watchdog: () -> str | None, why peers are known to be lost.
         refuse: called first by every collective call; raises in a child made by fork.
         members: ranks that make collective calls; a new list whenever some are left out. left: whether this one was.
+        on_loss: called with the error of a collective call that lost a rank; returns the one that ends the world.
         on_meeting, on_met, on_parted: called when this rank comes to a collective call; when all have come; and with ranks
             that take part no more, which may live.
 
@@ -63,6 +63,7 @@ class Control:
         self.address = meeting.address
         self.size = len(self.job_ranks)
         self.reason_of = None
+        self.on_loss: Callable[[TileScaleError], TileScaleError] = lambda error: error
         self.on_meeting = self.on_met = lambda: None
         self.on_parted = lambda ranks: None
         self.members: list[int] = list(range(self.size))
@@ -194,11 +195,11 @@ class Control:
             work = start()
             if not self._finished(work):
                 _given_up.append((self._group, work, memory))
-                raise error_of_loss(self._explain(call, TimeoutError(), time.monotonic() - begin))
+                raise TimeoutError
         except TileScaleError:
             raise
-        except (RuntimeError, ValueError) as err:
-            raise error_of_loss(self._explain(call, err, time.monotonic() - begin)) from err
+        except (RuntimeError, ValueError, TimeoutError) as err:
+            raise self.on_loss(error_of_loss(self._explain(call, err, time.monotonic() - begin))) from err
         self.on_met()
 
     def _finished(self, work) -> bool:
@@ -302,14 +303,17 @@ class Control:
         if reason:
             return f"{failed}: {reason}"
         try:
-            words = self.store.ask(lambda s: [job_store.get(s, f"call/{r}") for r in range(self.size)], seconds=_REASON)
+            words, steps = self.store.ask(
+                lambda s: [[job_store.get(s, f"{key}/{r}") for r in range(self.size)] for key in ("call", "step")],
+                seconds=_REASON,
+            )
         except PeerLost as gone:
             return f"{failed}: {str(gone).partition(': ')[2]}"
         behind = []
-        for other, said in enumerate(words):
+        for other, (said, step) in enumerate(zip(words, steps)):
             calls, call = last_call(said)
             if calls < self._calls and other in self.members and other != self.rank:
-                behind.append(f"rank {other} (last call: {call})")
+                behind.append(f"rank {other} ({encoding.printable(step) + '; ' if step else ''}last call: {call})")
         if not behind:  # a connection broke: ranks that still live report, the rest is gone
             behind = [f"rank {r} (was not heard of again)" for r in self._unheard()]
         who = ", ".join(behind) if behind else "no rank is known to be missing"

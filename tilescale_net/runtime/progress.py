@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterator
 
 from tilescale_net.runtime import settings
@@ -11,26 +12,34 @@ from tilescale_net.runtime import settings
 SILENCE_S = 5.0
 
 
-_steps = 0
+_steps: list[tuple[str, float]] = []  # of all threads, with the time of their begin
 _lock = threading.Lock()
 
 
 def active() -> bool:
     """Whether this process is in such a step now."""
-    return _steps > 0
+    return bool(_steps)
+
+
+def current(seconds: float = 0.0) -> str:
+    """The step that this process has been in for the longest, and for more than `seconds`, such as "compiling kernel
+    ring"; '' for none.
+    """
+    with _lock:
+        return next((what for what, begin in _steps if time.monotonic() - begin >= seconds), "")
 
 
 @contextlib.contextmanager
-def step(what: str) -> Iterator[None]:
-    """Log `what` as a warning of the logger "tilescale_net" when the block takes longer than SILENCE_S seconds.
+def step(what: str, more: str = "") -> Iterator[None]:
+    """Log `what` and `more` as a warning of the logger "tilescale_net" when the block takes longer than SILENCE_S seconds.
 
     Of the ranks of a host only the first does so: the others do the same or wait for the one that does.
     """
-    global _steps
-    timer = threading.Timer(SILENCE_S, settings.log.warning, ("%s", what))
+    timer = threading.Timer(SILENCE_S, settings.log.warning, ("%s%s", what, more))
     timer.daemon = True
+    mine = what, time.monotonic()
     with _lock:
-        _steps += 1
+        _steps.append(mine)
     try:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             timer.start()
@@ -38,4 +47,4 @@ def step(what: str) -> Iterator[None]:
     finally:
         timer.cancel()
         with _lock:
-            _steps -= 1
+            _steps.remove(mine)

@@ -14,13 +14,14 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswerYet  # another class than the built-in one before Python 3.11
 
 from tilescale_net.errors import FabricError, PeerLost, TileScaleError, WaitTimeout
-from tilescale_net.runtime import job_store
+from tilescale_net.runtime import job_store, progress
 from tilescale_net.runtime.control import announced, failed_rank
 from tilescale_net.runtime.heartbeats import Heartbeats, News
 from tilescale_net.runtime.processes import Process
 
 _STOPPED = 1.0  # seconds that a process has been stopped, where others go on without it
 _SLOW = 3.0  # seconds without an answer after which the store is not only slow
+_LONG = 1.0  # seconds after which a step of this rank is told to the others
 _EXPLAIN = 0.5  # seconds that a peer's death or report has to arrive, which explains an error of this rank
 
 
@@ -52,6 +53,7 @@ class Watchdog:
         self._poll_local = poll_local
         self._on_loss, self._on_alarm = on_loss, on_alarm
         self._alarms = 0
+        self._step = ""
         # Why the job is lost, and this rank's own error, if that is why: read by other threads, so they change together.
         self._loss: tuple[str, TileScaleError | None] | None = None
         self._news = News()
@@ -195,6 +197,7 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stop.wait(self._beats.interval):
+            self._tell_step()
             self._count_silence()
             if self._loss is None:
                 found = self._look()
@@ -202,6 +205,12 @@ class Watchdog:
                     self._loss = found
                     self._control.store.post(self._say_aware)
                     self._on_loss(*found)
+
+    def _tell_step(self) -> None:
+        """What keeps this rank for long: others that wait for it may give up."""
+        if (step := progress.current(_LONG)) != self._step:
+            self._step = step
+            self._control.store.post(lambda s: s.set(f"step/{self._control.rank}", step))
 
     def _say_aware(self, store) -> None:
         rank = self._control.rank

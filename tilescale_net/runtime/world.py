@@ -70,6 +70,7 @@ class World:
         self._closed = False
         self.page = abort_page.AbortPage()
         self.control = Control(self.timeout + 5.0, silence, group)
+        self.control.on_loss = self._lost_in_a_call
         self.group, self.job_ranks = group, self.control.job_ranks
         self.rank, self.size = self.control.rank, self.control.size
         self.calls = call_log.CallLog(self.control)
@@ -247,6 +248,12 @@ class World:
         if self.failure is not None:
             raise self.failure
 
+    def _lost_in_a_call(self, error: TileScaleError) -> TileScaleError:
+        """A collective call of any object lost a rank: the world ends, at once and with the first reason."""
+        self._notice_loss()  # it may be this rank's own error that the watchdog has met
+        self.failure = self.failure or error
+        return self.failure
+
     def _notice_loss(self) -> None:
         if self.failure is None and (loss := self._watchdog.loss()) is not None:
             self._on_loss(*loss)
@@ -343,14 +350,9 @@ class World:
         """See `tilescale_net.barrier`."""
         self._finish_kernels()
         self.check()
-        try:
-            self.control.agree("tilescale_net.barrier")
-            if self._settle():
-                self.control.agree("tilescale_net.barrier", "settled")
-        except PeerLost as err:
-            self._notice_loss()  # it may be this rank's own error that the watchdog has met
-            self.failure = self.failure or err
-            raise self.failure from err
+        self.control.agree("tilescale_net.barrier")
+        if self._settle():
+            self.control.agree("tilescale_net.barrier", "settled")
 
     def _finish_kernels(self) -> None:
         self.check()

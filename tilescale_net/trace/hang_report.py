@@ -48,6 +48,8 @@ def doing(state: dict) -> str:
     if state["host"]:
         name, seconds = state["host"]
         parts.append(f"in {name} for {seconds:.1f} s")
+    if step := state.get("step"):
+        parts.append(str(step))
     if not parts:
         parts.append("in the program, neither in a kernel nor in a call of the package")
     return "; ".join(parts) + (f" ({state['place']})" if state["place"] else "")

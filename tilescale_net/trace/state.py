@@ -2,7 +2,7 @@
 
 import time
 
-from tilescale_net.runtime import context
+from tilescale_net.runtime import context, progress
 from tilescale_net.trace import events, host_calls, traced_calls
 
 MOST_WAITS = 64  # that are sent to others, besides the number of all
@@ -13,7 +13,7 @@ def of_rank(world) -> dict:
     """The state of this process in `world`.
 
     Returns:
-        rank; host: [call, seconds] or None; place: in the user's program; kernel: [name, seconds] or None; waits: how many
+        rank; host: [call, seconds] or None; step: that takes long, or ''; place: in the user's program; kernel: [name, seconds] or None; waits: how many
         threads wait; waiting: of the longest, a dict each with block, thread, line, operation, pe, offset, name, compare,
         wants, has, seconds; sent: [pe, offset, count, value, seconds ago, line] of signals sent, the latest last.
     """
@@ -21,6 +21,7 @@ def of_rank(world) -> dict:
     state = {
         "rank": world.rank,
         "host": list(call) if call else None,
+        "step": progress.current(),
         "place": host_calls.python_place(),
         "kernel": None,
         "waits": 0,
