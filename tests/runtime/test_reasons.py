@@ -11,12 +11,11 @@ import threading
 import time
 
 import pytest
-import torch.distributed as dist
 
 import tilescale_net as tsn
 from tests import ranks
 from tilescale_net.launch.environment import reserve_port
-from tilescale_net.runtime import control
+from tilescale_net.runtime import control, rendezvous
 
 QUICK = {"TSN_TIMEOUT": "2", "TSN_HEARTBEAT_TIMEOUT": "2"}  # and 5 s more for collective calls
 
@@ -43,7 +42,7 @@ def _stop():
 def _stopped(lost, where):
     if int(os.environ["RANK"]) == lost:
         if where == "init":
-            dist.ProcessGroupGloo = lambda *_: _stop()
+            rendezvous.connect = lambda *_: _stop()
         if where == "heap":
             tsn.init("4M")
             _stop()

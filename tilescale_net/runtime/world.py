@@ -250,7 +250,8 @@ class World:
 
     def _lost_in_a_call(self, error: TileScaleError) -> TileScaleError:
         """A collective call of any object lost a rank: the world ends, at once and with the first reason."""
-        self._notice_loss()  # it may be this rank's own error that the watchdog has met
+        if self._watchdog is not None:  # ranks have met
+            self._notice_loss()  # it may be this rank's own error that the watchdog has met
         self.failure = self.failure or error
         return self.failure
 
